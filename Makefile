@@ -1,0 +1,102 @@
+# Millrace: `make help` lists the targets. Everything lives in .venv, proto/millrace/v1/*_pb2* and models/generated.
+SHELL := /usr/bin/env bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-builtin-rules
+
+VENV := .venv
+PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+ARGS ?=
+
+INSTALLED := $(VENV)/.installed
+PROTOS := $(wildcard proto/millrace/v1/*.proto)
+STUBS := proto/millrace/v1/worker_pb2.py
+TINY := models/tiny
+TINY_FP8 := models/generated/tiny-fp8
+PACKAGES := proto/millrace_rpc kernels/millrace_kernels services router bench
+
+##@ Use
+
+.PHONY: serve
+serve: setup stubs checkpoint ## Start a router, a prefill and a decode worker here (ARGS="--decode 2 --engine sim")
+	@exec $(BIN)/millrace serve-local $(ARGS)
+
+.PHONY: setup
+setup: $(INSTALLED) ## Create .venv and install everything for a machine without GPU
+
+.PHONY: stubs
+stubs: $(STUBS) ## Generate the Python stubs of the .proto files
+
+.PHONY: checkpoint
+checkpoint: $(TINY_FP8)/config.json ## Make models/generated/tiny-fp8, the FP8 variant of models/tiny
+
+##@ Check
+
+.PHONY: test
+test: setup stubs checkpoint ## Run the whole test suite (ARGS="-k router" for a part)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+
+.PHONY: lint
+lint: setup stubs ## Check style, formatting and types
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+.PHONY: format
+format: setup ## Format the code and fix what can be fixed
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+##@ Measure
+
+.PHONY: bench-serving bench-router bench-transfer bench-engine
+bench-serving: setup stubs checkpoint ## Load a whole system: TTFT, TPOT, throughput, goodput (ARGS="--help")
+	@$(BIN)/millrace bench serving --self-serve $(ARGS)
+bench-router: setup stubs ## Load one router, its workers costing nothing (ARGS="--workers sim": workers with NIXL and a timing model)
+	@$(BIN)/millrace bench router $(ARGS)
+bench-transfer: setup stubs ## Read KV pages between two processes
+	@$(BIN)/millrace bench transfer $(ARGS)
+bench-engine: setup stubs ## Host time of one engine step without a model
+	@$(BIN)/millrace bench engine $(ARGS)
+
+##@ Housekeeping
+
+.PHONY: loc
+loc: ## Count the lines of each package, its largest file, and the tests
+	@for p in $(PACKAGES) tests; do \
+		find $$p -name '*.py' ! -name '*_pb2*' -exec wc -l {} + | sort -n \
+		| awk -v p=$$p '$$2 == "total" {next} {n += $$1; f++; if ($$1 >= m) {m = $$1; b = $$2}} END {printf "%-26s %6d lines %4d files, largest %4d %s\n", p, n, f, m, b}'; \
+	done
+
+.PHONY: clean
+clean: ## Remove everything that was generated, .venv included
+	@rm -rf $(VENV) models/generated proto/millrace/v1/*_pb2* *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.PHONY: help
+help: ## Show this text
+	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} \
+		/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# nixl's metapackage asks for the builds of every CUDA version; one of them serves CPU memory, so it is installed without them.
+$(INSTALLED): pyproject.toml constraints-cpu.txt
+	@[[ -n "$(PYTHON)" ]] || { echo "make: Python 3.11 or newer is needed (set PYTHON=...)" >&2; exit 2; }
+	@[[ -x $(BIN)/pip ]] || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing torch and everything else into $(VENV) (a minute or more the first time)"
+	@$(PIP) install --constraint constraints-cpu.txt setuptools torch
+	@$(PIP) install --constraint constraints-cpu.txt --no-build-isolation --editable '.[cpu,dev]'
+	@$(PIP) install --constraint constraints-cpu.txt --no-deps nixl
+	@touch $@
+
+$(STUBS): $(PROTOS) $(INSTALLED)
+	@echo "generating stubs"
+	@$(BIN)/python -m grpc_tools.protoc -I proto --python_out=proto --pyi_out=proto --grpc_python_out=proto $(PROTOS)
+	@touch $@
+
+$(TINY_FP8)/config.json: $(addprefix services/millrace_serve/model/,export_fp8.py shard_writer.py) $(wildcard $(TINY)/*) | $(INSTALLED)
+	@rm -rf $(TINY_FP8)
+	@$(BIN)/python -m millrace_serve.model.export_fp8 $(TINY) $(TINY_FP8)
