@@ -1,0 +1,71 @@
+"""Configuration: frozen models, one per component, from a YAML file and `--set a.b=c`. An unknown key is an error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+
+class ConfigError(Exception):
+    """A configuration that cannot be used; the message names every offending key."""
+
+
+class Config(BaseModel):
+    """Base of all configuration models."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+C = TypeVar("C", bound=Config)
+
+
+def load(model: type[C], path: str | Path | None = None, overrides: Sequence[str] = ()) -> C:
+    """Read `model` from a YAML file (if any), then apply overrides of the form `a.b=value` (value is YAML)."""
+    values: dict[str, Any] = {}
+    if path is not None:
+        try:
+            values = yaml.safe_load(Path(path).read_text()) or {}
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ConfigError(f"cannot read configuration {path}: {error}") from error
+        if not isinstance(values, dict):
+            raise ConfigError(f"configuration {path} must be a mapping, not {type(values).__name__}")
+    for item in overrides:
+        _set(values, item)
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(_explain(error)) from error
+
+
+def _set(values: dict[str, Any], item: str) -> None:
+    key, sep, raw = item.partition("=")
+    if not sep or not key:
+        raise ConfigError(f"--set {item!r} is not of the form key.path=value")
+    *parents, leaf = key.split(".")
+    for parent in parents:
+        if values.get(parent) is None:  # absent, or a key without a value in the file
+            values[parent] = {}
+        values = values[parent]
+        if not isinstance(values, dict):
+            raise ConfigError(f"--set {item!r}: {parent!r} is not a section")
+    try:
+        values[leaf] = yaml.safe_load(raw)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {item!r}: the value is not YAML: {error}") from error
+
+
+def _explain(error: ValidationError) -> str:
+    lines = []
+    for problem in error.errors():
+        key = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "extra_forbidden":
+            lines.append(f"{key}: unknown key")
+        elif problem["type"] == "missing":
+            lines.append(f"{key}: required")
+        else:
+            lines.append(f"{key}: {problem['msg']} (got {problem['input']!r})")
+    return "; ".join(lines)

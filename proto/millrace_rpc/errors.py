@@ -1,0 +1,163 @@
+"""The one table of errors: what a reason means on gRPC, on HTTP, and to a router that decides whether to try again.
+
+A `MillraceError` is raised where a request is refused or fails; the servers' edges turn it into a status
+(`to_status`) or an OpenAI-style HTTP answer (`http_body`), and clients turn a status back into it (`from_rpc_error`).
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+DOMAIN = "millrace"
+MAX_STATUS_BYTES = 1_000  # of the message in a status: it travels twice, once percent-encoded, in 8 KiB of headers
+
+
+class Reason(enum.StrEnum):
+    INVALID_ARGUMENT = "INVALID_ARGUMENT"  # the request can never work as it is
+    CONTEXT_TOO_LONG = "CONTEXT_TOO_LONG"  # prompt (+ max_tokens) over the model's context
+    MESSAGE_TOO_LARGE = "MESSAGE_TOO_LARGE"
+    MODEL_NOT_FOUND = "MODEL_NOT_FOUND"
+    UNAUTHENTICATED = "UNAUTHENTICATED"
+    NOT_FOUND = "NOT_FOUND"
+    QUEUE_FULL = "QUEUE_FULL"  # the router's queue
+    OVERLOADED = "OVERLOADED"  # a worker without credits
+    NO_WORKERS = "NO_WORKERS"  # no routable pair
+    NOT_READY = "NOT_READY"
+    DRAINING = "DRAINING"
+    DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
+    CANCELLED = "CANCELLED"
+    EPOCH_CHANGED = "EPOCH_CHANGED"  # the process at this address is not the one that was meant
+    LAYOUT_MISMATCH = "LAYOUT_MISMATCH"
+    KV_NOT_FOUND = "KV_NOT_FOUND"
+    KV_EXPIRED = "KV_EXPIRED"
+    KV_MISMATCH = "KV_MISMATCH"  # the pages belong to other tokens than the prompt's
+    TRANSFER_FAILED = "TRANSFER_FAILED"
+    WORKER_LOST = "WORKER_LOST"  # the process or its connection went away
+    STALLED = "STALLED"  # a stage made no progress within its limit
+    INTERNAL = "INTERNAL"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    code: grpc.StatusCode
+    http: int
+    openai_type: str
+    retry_elsewhere: bool = False  # another worker, or a fresh attempt, may succeed
+    retry_after_s: float = 0.0  # advice to the client; 0 = none
+
+
+_S = grpc.StatusCode
+TABLE: dict[Reason, Row] = {
+    Reason.INVALID_ARGUMENT: Row(_S.INVALID_ARGUMENT, 400, "invalid_request_error"),
+    Reason.CONTEXT_TOO_LONG: Row(_S.INVALID_ARGUMENT, 400, "invalid_request_error"),
+    Reason.MESSAGE_TOO_LARGE: Row(_S.INVALID_ARGUMENT, 413, "invalid_request_error"),
+    Reason.MODEL_NOT_FOUND: Row(_S.NOT_FOUND, 404, "invalid_request_error"),
+    Reason.UNAUTHENTICATED: Row(_S.UNAUTHENTICATED, 401, "authentication_error"),
+    Reason.NOT_FOUND: Row(_S.NOT_FOUND, 404, "invalid_request_error"),
+    Reason.QUEUE_FULL: Row(_S.RESOURCE_EXHAUSTED, 429, "rate_limit_error", retry_after_s=1.0),
+    Reason.OVERLOADED: Row(_S.RESOURCE_EXHAUSTED, 429, "rate_limit_error", retry_elsewhere=True, retry_after_s=1.0),
+    Reason.NO_WORKERS: Row(_S.UNAVAILABLE, 503, "server_error", retry_after_s=1.0),
+    Reason.NOT_READY: Row(_S.UNAVAILABLE, 503, "server_error", retry_elsewhere=True, retry_after_s=1.0),
+    Reason.DRAINING: Row(_S.UNAVAILABLE, 503, "server_error", retry_elsewhere=True, retry_after_s=1.0),
+    Reason.DEADLINE_EXCEEDED: Row(_S.DEADLINE_EXCEEDED, 408, "timeout_error"),
+    Reason.CANCELLED: Row(_S.CANCELLED, 499, "cancelled"),
+    Reason.EPOCH_CHANGED: Row(_S.FAILED_PRECONDITION, 503, "server_error", retry_elsewhere=True),
+    Reason.LAYOUT_MISMATCH: Row(_S.FAILED_PRECONDITION, 503, "server_error"),
+    Reason.KV_NOT_FOUND: Row(_S.NOT_FOUND, 503, "server_error", retry_elsewhere=True),
+    Reason.KV_EXPIRED: Row(_S.FAILED_PRECONDITION, 503, "server_error", retry_elsewhere=True),
+    Reason.KV_MISMATCH: Row(_S.FAILED_PRECONDITION, 503, "server_error", retry_elsewhere=True),
+    Reason.TRANSFER_FAILED: Row(_S.UNAVAILABLE, 503, "server_error", retry_elsewhere=True),
+    Reason.WORKER_LOST: Row(_S.UNAVAILABLE, 503, "server_error", retry_elsewhere=True),
+    Reason.STALLED: Row(_S.UNAVAILABLE, 503, "server_error", retry_elsewhere=True),
+    Reason.INTERNAL: Row(_S.INTERNAL, 500, "server_error"),
+}
+
+
+class MillraceError(Exception):
+    """A failure with a reason from the table. `param` names the offending request field, if one."""
+
+    def __init__(
+        self, reason: Reason | str, message: str, *, param: str | None = None, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.reason = Reason.__members__.get(reason, Reason.INTERNAL)
+        self.message = message
+        self.param = param
+        self.retry_after_s = self.row.retry_after_s if retry_after_s is None else retry_after_s
+
+    @property
+    def row(self) -> Row:
+        return TABLE[self.reason]
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.message}"
+
+    def to_status(self) -> grpc.Status:
+        info = error_details_pb2.ErrorInfo(reason=self.reason, domain=DOMAIN)
+        if self.param:
+            info.metadata["param"] = self.param
+        details: list[Any] = [info]
+        if self.retry_after_s > 0:
+            delay = duration_pb2.Duration()
+            delay.FromMilliseconds(round(self.retry_after_s * 1000))
+            details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+        packed = []
+        for detail in details:
+            packed.append(any_pb2.Any())
+            packed[-1].Pack(detail)
+        code = code_pb2.Code.Value(self.row.code.name)
+        message = self.message.encode(errors="replace")[:MAX_STATUS_BYTES].decode(errors="ignore")
+        return rpc_status.to_status(status_pb2.Status(code=code, message=message, details=packed))
+
+    def http_body(self) -> dict[str, Any]:
+        """The error object of the OpenAI API."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.row.openai_type,
+                "param": self.param,
+                "code": self.reason.lower(),
+            }
+        }
+
+
+_BY_CODE = {
+    _S.CANCELLED: Reason.CANCELLED,
+    _S.DEADLINE_EXCEEDED: Reason.DEADLINE_EXCEEDED,
+    _S.INVALID_ARGUMENT: Reason.INVALID_ARGUMENT,
+    _S.NOT_FOUND: Reason.NOT_FOUND,
+    _S.RESOURCE_EXHAUSTED: Reason.OVERLOADED,
+    _S.UNAUTHENTICATED: Reason.UNAUTHENTICATED,
+    _S.UNAVAILABLE: Reason.WORKER_LOST,
+}
+
+
+def _status_of(error: grpc.RpcError) -> status_pb2.Status | None:
+    try:
+        return rpc_status.from_call(error)
+    except ValueError:  # the transport replaced the code, so the details are of another error
+        return None
+
+
+def from_rpc_error(error: grpc.RpcError) -> MillraceError:
+    """The error that the other side raised; for a status without our details, the nearest reason."""
+    status = _status_of(error)
+    reason: Reason | str | None = None
+    param, retry_after_s = None, None
+    for detail in status.details if status else ():
+        info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+        if detail.Unpack(info) and info.domain == DOMAIN:
+            reason, param = info.reason, info.metadata.get("param")
+        elif detail.Unpack(retry):
+            retry_after_s = retry.retry_delay.ToMilliseconds() / 1000
+    message = error.details() or error.code().name
+    return MillraceError(
+        reason or _BY_CODE.get(error.code(), Reason.INTERNAL), message, param=param, retry_after_s=retry_after_s
+    )

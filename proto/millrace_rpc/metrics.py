@@ -1,0 +1,89 @@
+"""The one catalogue of metrics: every name, unit, label and help text of the system.
+
+A component builds a `Metrics` over its own registry and uses attributes: `metrics.requests.labels(status="ok").inc()`.
+Names carry the prefix `millrace_` and a base unit; counters end in `_total`. Labels are bounded sets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+STAGES = ("queue", "route", "prefill", "kv_transfer", "first_token", "decode", "total")
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_SHORT = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    attr: str
+    name: str
+    kind: type[Counter] | type[Gauge] | type[Histogram]
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+ROUTER = (
+    Metric("requests", "millrace_requests_total", Counter, "Requests by how they ended.", ("api", "status")),
+    Metric("stage", "millrace_stage_seconds", Histogram, "Time of a request in each stage.", ("stage",), _SECONDS),
+    Metric("itl", "millrace_inter_token_seconds", Histogram, "Time between a stream's token batches.", (), _SHORT),
+    Metric("tokens", "millrace_tokens_total", Counter, "Tokens, by direction.", ("direction",)),
+    Metric("queued", "millrace_queue_requests", Gauge, "Requests waiting for a pair of workers."),
+    Metric("active", "millrace_active_requests", Gauge, "Requests being worked on."),
+    Metric(
+        "retries", "millrace_retries_total", Counter, "Further attempts, by the reason of the failed one.", ("reason",)
+    ),
+    Metric("workers", "millrace_workers", Gauge, "Known workers by role and state.", ("role", "state")),
+    Metric("hooks", "millrace_hooks_total", Counter, "Warm-up and GC-freeze hooks run.", ("hook", "outcome")),
+    Metric("stale", "millrace_stale_messages_total", Counter, "Messages for attempts nobody works on.", ("kind",)),
+    Metric("mismatches", "millrace_token_mismatches_total", Counter, "Prefill and decode disagreed on a token."),
+)
+WORKER = (
+    Metric("state", "millrace_worker_state", Gauge, "1 for the worker's current state.", ("state",)),
+    Metric("sequences", "millrace_sequences", Gauge, "Sequences by what they do.", ("replica", "doing")),
+    Metric("pages", "millrace_kv_pages", Gauge, "KV pages by use.", ("replica", "use")),
+    Metric("waiting_tokens", "millrace_waiting_tokens", Gauge, "Prompt tokens still to be computed.", ("replica",)),
+    Metric("credits", "millrace_credits", Gauge, "Further requests the replica is willing to take.", ("replica",)),
+    Metric(
+        "engine", "millrace_engine_total", Counter, "Engine counts: steps, tokens, preemptions.", ("replica", "what")
+    ),
+    Metric("kv_bytes", "millrace_kv_bytes_total", Counter, "KV bytes read from prefill workers."),
+    Metric(
+        "kv_transfer", "millrace_kv_transfer_seconds", Histogram, "From the last part's arrival to held.", (), _SHORT
+    ),
+    Metric("kv_failures", "millrace_kv_failures_total", Counter, "KV transfers that failed.", ("reason",)),
+    Metric("leases", "millrace_leases", Gauge, "Parked prompts."),
+    Metric("leases_ended", "millrace_leases_ended_total", Counter, "Leases by how they ended.", ("outcome",)),
+    Metric("quarantined", "millrace_quarantined_pages", Gauge, "Pages of transfers that are over but not yet final."),
+    Metric(
+        "worker_stale", "millrace_worker_stale_messages_total", Counter, "Messages for unknown attempts.", ("kind",)
+    ),
+)
+PROCESS = (
+    Metric(
+        "gc_pause",
+        "millrace_gc_pause_seconds",
+        Histogram,
+        "Garbage-collection pauses.",
+        ("process", "generation"),
+        _SHORT,
+    ),
+    Metric("gc_freezes", "millrace_gc_freezes_total", Counter, "GC freezes.", ("process",)),
+)
+
+
+class Metrics:
+    """The metrics of one component in one registry, one attribute each."""
+
+    def __init__(self, rows: tuple[Metric, ...], registry: CollectorRegistry) -> None:
+        self.registry = registry
+        for row in rows:
+            options: dict[str, Any] = {"buckets": row.buckets} if row.buckets else {}
+            metric = row.kind(row.name, row.help, row.labels, registry=registry, **options)
+            setattr(self, row.attr, metric)
+
+    def __getattr__(self, name: str) -> Any:  # only reached for names that no row defines
+        raise AttributeError(f"no metric {name!r} in the catalogue")

@@ -1,0 +1,132 @@
+"""A gRPC server as all of ours are: asyncio, health, reflection, and errors from the one table."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from millrace_rpc.errors import MillraceError, Reason
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+MAX_MESSAGE_BYTES = 16 << 20
+KEEPALIVE = [
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+SERVER_OPTIONS = [
+    *KEEPALIVE,
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.so_reuseport", 0),
+]
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class Server:
+    """`add` services with the generated `add_XServicer_to_server`, then `start`; `port` is the bound port."""
+
+    def __init__(self, service_names: Sequence[str]) -> None:
+        self.grpc = grpc.aio.server(interceptors=[_Errors()], options=SERVER_OPTIONS)
+        self.health = health.aio.HealthServicer()
+        self._names = service_names
+        self.port = 0
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, self.grpc)
+        names = [*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME]
+        reflection.enable_server_reflection(names, self.grpc)
+
+    async def start(self, address: str, credentials: grpc.ServerCredentials | None = None) -> int:
+        """Bind `host:port` (port 0: any free one) and serve. Health says NOT_SERVING until `set_serving(True)`."""
+        await self.set_serving(False)
+        try:
+            if credentials is None:
+                self.port = self.grpc.add_insecure_port(address)
+            else:
+                self.port = self.grpc.add_secure_port(address, credentials)
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {address}: {error}") from error
+        await self.grpc.start()
+        return self.port
+
+    async def set_serving(self, serving: bool) -> None:
+        """Readiness of every service. Liveness is the process answering health checks at all."""
+        for name in ("", *self._names):
+            await self.health.set(name, SERVING if serving else NOT_SERVING)
+
+    async def stop(self, grace_s: float) -> None:
+        await self.grpc.stop(grace_s)
+
+
+class _Errors(grpc.aio.ServerInterceptor):
+    """Turns exceptions of handlers into statuses."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        handler = await continuation(details)
+        if handler is None or not details.method.startswith("/millrace."):
+            return handler
+        wrapped: Callable[..., Any]
+        if handler.response_streaming:
+            wrapped = _streaming(handler.stream_stream or handler.unary_stream)
+        else:
+            wrapped = _unary(handler.stream_unary or handler.unary_unary)
+        kind = ("stream" if handler.request_streaming else "unary") + (
+            "_stream" if handler.response_streaming else "_unary"
+        )
+        make = getattr(grpc, f"{kind}_rpc_method_handler")
+        return make(wrapped, handler.request_deserializer, handler.response_serializer)
+
+
+def _unary(behavior: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            return await behavior(request, context)
+        except Exception as error:
+            return await _abort(context, error)
+
+    return call
+
+
+def _streaming(behavior: Callable[..., AsyncGenerator[Any, None]]) -> Callable[..., AsyncIterator[Any]]:
+    async def call(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        try:
+            async with contextlib.aclosing(behavior(request, context)) as responses:
+                async for response in responses:
+                    yield response
+        except Exception as error:
+            await _abort(context, error)
+
+    return call
+
+
+async def _abort(context: grpc.aio.ServicerContext, error: Exception) -> None:
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    if not isinstance(error, MillraceError):
+        log.exception("unexpected error in a handler")
+        error = MillraceError(Reason.INTERNAL, f"{type(error).__name__}: {error}")
+    status = error.to_status()
+    await context.abort(status.code, status.details, status.trailing_metadata)
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """Run an asyncio program on uvloop."""
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main)
