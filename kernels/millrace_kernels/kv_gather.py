@@ -1,0 +1,24 @@
+"""out = the pool rows of a token range of each sequence, back to back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from millrace_kernels.backend import implementation
+
+
+def kv_gather(kv: Tensor, page_table: Tensor, starts: Sequence[int], lens: Sequence[int]) -> Tensor:
+    """Copies tokens [starts[b], starts[b] + lens[b]) of sequence b.
+
+    Args:
+        kv: [num_pages, page_size, W], one layer of the pool.
+        page_table: int32 [B, P].
+        starts: multiples of page_size, where lens[b] > 0.
+    Returns:
+        [sum(lens), W] in kv's dtype.
+    """
+    assert page_table.shape[0] == len(starts) == len(lens)
+    assert all(start % kv.shape[1] == 0 for start, num in zip(starts, lens, strict=True) if num), starts
+    return implementation("kv_gather.kv_gather", kv.device)(kv, page_table, starts, lens)

@@ -1,0 +1,62 @@
+"""Each page in use is attended to on its own; the pages of a sequence are then merged by their log-sum-exp.
+
+Work is proportional to the pages in use (U), not to batch times the longest sequence, and the pages are read in blocks
+that stay in the cache between the two products.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+PAGES_PER_BLOCK = 32
+
+
+def mla_decode(
+    q: Tensor, kv: Tensor, page_table: Tensor, seq_lens: Tensor, scale: float, kv_lora_rank: int
+) -> tuple[Tensor, Tensor]:
+    num_seqs, num_queries, num_heads, _ = q.shape
+    page_size, device = kv.shape[1], q.device
+    seq_lens = seq_lens.long()
+    num_pages = (seq_lens + page_size - 1) // page_size  # [B]
+    used = torch.arange(page_table.shape[1], device=device) < num_pages.unsqueeze(1)  # [B, P]
+    seq, page = used.nonzero(as_tuple=True)  # [U]
+    physical = page_table[seq, page].long()
+    in_page = seq_lens[seq] - page * page_size  # keys of the sequence from this page on; may exceed a page
+    queries = (q * scale).flatten(1, 2)  # [B, S*H, C+R]
+
+    page_out = queries.new_empty(len(seq), num_queries * num_heads, kv_lora_rank)
+    page_lse = queries.new_empty(page_out.shape[:2], dtype=torch.float32)
+    for start in range(0, len(seq), PAGES_PER_BLOCK):
+        block = slice(start, start + PAGES_PER_BLOCK)
+        rows = F.embedding(physical[block], kv.flatten(1)).view(-1, *kv.shape[1:]).to(q.dtype)
+        page_out[block], page_lse[block] = _attend(queries[seq[block]], rows, in_page[block], num_queries, kv_lora_rank)
+
+    lse = _merge_lse(page_lse, used)  # [B, S*H]
+    weights = (page_lse - lse.masked_fill(lse == -torch.inf, 0.0)[seq]).exp_()
+    out = torch.zeros(num_seqs, *page_out.shape[1:], device=device)
+    out.index_add_(0, seq, page_out * weights.unsqueeze(-1))
+    shape = (num_seqs, num_queries, num_heads)
+    return out.to(q.dtype).view(*shape, kv_lora_rank), lse.view(shape)
+
+
+def _attend(q: Tensor, rows: Tensor, in_page: Tensor, num_queries: int, kv_lora_rank: int) -> tuple[Tensor, Tensor]:
+    """q [U, S*H, C+R], rows [U, page_size, C+R] -> out [U, S*H, C], lse [U, S*H] of each page alone."""
+    num_heads = q.shape[1] // num_queries
+    key = torch.arange(rows.shape[1], device=q.device)
+    beyond = (key >= in_page.unsqueeze(1)).flatten().nonzero().squeeze(1)
+    rows.view(-1, rows.shape[2]).index_fill_(0, beyond, 0.0)  # may be NaN, and 0 * NaN is NaN
+    last_key = in_page.unsqueeze(1) - num_queries + torch.arange(num_queries, device=q.device)  # [U, S], causal
+    future = (key > last_key.unsqueeze(-1)).repeat_interleave(num_heads, dim=1)  # [U, S*H, page_size]
+    scores = torch.bmm(q, rows.transpose(1, 2)).float().masked_fill_(future, -torch.inf)
+    lse = scores.logsumexp(-1)
+    probs = scores.sub_(lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).exp_()
+    return torch.bmm(probs.to(q.dtype), rows[..., :kv_lora_rank]), lse
+
+
+def _merge_lse(page_lse: Tensor, used: Tensor) -> Tensor:
+    """page_lse [U, S*H] -> [B, S*H]; -inf where a query saw no key."""
+    padded = page_lse.new_full((*used.shape, page_lse.shape[1]), -torch.inf)
+    padded[used] = page_lse
+    return padded.logsumexp(1)

@@ -1,0 +1,19 @@
+"""out = x / sqrt(mean(x^2) + eps) * weight, statistics in FP32."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from millrace_kernels.backend import implementation
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [T, D], weight [D] -> [T, D] in x's dtype. Rows may be strided; the last dimension is contiguous."""
+    assert x.shape[-1] == weight.shape[0], (x.shape, weight.shape)
+    return implementation("rms_norm.rms_norm", x.device)(x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual), x + residual): the sum is rounded to x's dtype before it is normed."""
+    assert x.shape == residual.shape and x.shape[-1] == weight.shape[0], (x.shape, residual.shape, weight.shape)
+    return implementation("rms_norm.add_rms_norm", x.device)(x, residual, weight, eps)
