@@ -1,0 +1,162 @@
+"""The command `millrace`. Heavy packages are imported inside commands: a router needs no torch, `--help` nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import runpy
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from millrace_cli.errors import CommandError
+
+app = typer.Typer(
+    name="millrace",
+    help="Disaggregated prefill/decode serving of DeepSeek-V3-architecture models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+@app.command("serve-local")
+def serve_local(
+    prefill: Annotated[int, typer.Option(min=1, help="Prefill workers.")] = 1,
+    decode: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 1,
+    unified: Annotated[bool, typer.Option("--unified", help="One worker for both phases instead.")] = False,
+    engine: Annotated[Literal["model", "sim"], typer.Option(help="sim: a timing model without weights.")] = "model",
+    model: Annotated[Path | None, typer.Option(help="Checkpoint folder. Default: models/tiny.")] = None,
+    grpc_port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 50051,
+    http_port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8000,
+    admin_port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 50052,
+    worker_set: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="For every worker.")] = None,
+    router_set: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="For the router.")] = None,
+    log_dir: Annotated[Path | None, typer.Option(help="Folder of the log files. Default: a new temporary one.")] = None,
+) -> None:
+    """Run a router and its workers on this machine until Ctrl-C."""
+    from millrace_cli.cluster import TINY, ClusterSpec
+    from millrace_cli.serve_local import serve_local as run
+
+    spec = ClusterSpec(
+        prefill=0 if unified else prefill,
+        decode=0 if unified else decode,
+        unified=int(unified),
+        engine=engine,
+        model=model or TINY,
+        grpc_port=grpc_port,
+        http_port=http_port,
+        admin_port=admin_port,
+        worker_set=tuple(worker_set or ()),
+        router_set=tuple(router_set or ()),
+        log_dir=log_dir,
+        restart=True,
+    )
+    run(spec)
+
+
+PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+def run_module(module: str, *arguments: str) -> None:
+    """The same as `python -m MODULE ARGUMENTS`: a server or bench has one command line, wherever it is started."""
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def run_server(role: str, context: typer.Context) -> None:
+    from millrace_cli.cluster import SERVERS
+
+    run_module(*SERVERS[role], *context.args)
+
+
+@app.command(context_settings=PASS_ON)
+def router(context: typer.Context) -> None:
+    """Run a router."""
+    run_server("router", context)
+
+
+@app.command(context_settings=PASS_ON)
+def prefill(context: typer.Context) -> None:
+    """Run a prefill worker."""
+    run_server("prefill", context)
+
+
+@app.command(context_settings=PASS_ON)
+def decode(context: typer.Context) -> None:
+    """Run a decode worker."""
+    run_server("decode", context)
+
+
+@app.command(context_settings=PASS_ON)
+def unified(context: typer.Context) -> None:
+    """Run a worker for both phases."""
+    run_server("unified", context)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
+    address: Annotated[str, typer.Option(help="The router's gRPC address.")] = "127.0.0.1:50051",
+    max_tokens: Annotated[int, typer.Option(min=1, max=2**32 - 1)] = 128,
+    temperature: Annotated[float | None, typer.Option(help="0: greedy.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, max=2**64 - 1, help="Makes sampling reproducible.")] = None,
+    chat: Annotated[bool, typer.Option(help="Send the prompt as a chat message, or as it is.")] = True,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON line at the end instead.")] = False,
+) -> None:
+    """Stream the answer to one prompt."""
+    from millrace_cli import generate as command
+
+    text = sys.stdin.read() if prompt == "-" else prompt
+    try:
+        request = command.request_of(text, chat, max_tokens, temperature, seed)
+    except UnicodeEncodeError as error:
+        raise CommandError(f"the prompt is not valid UTF-8: {error}", code=2) from error
+    asyncio.run(command.generate(address, request, json))
+
+
+@app.command()
+def workers(
+    address: Annotated[str, typer.Option(help="The router's admin address.")] = "127.0.0.1:50052",
+) -> None:
+    """Show the workers that a router knows."""
+    from millrace_cli.workers import show
+
+    asyncio.run(show(address))
+
+
+@app.command(context_settings=PASS_ON)
+def bench(
+    context: typer.Context, name: Annotated[str, typer.Argument(help="serving, router, transfer or engine.")] = ""
+) -> None:
+    """Measure: serving, router, transfer or engine."""
+    if name not in ("serving", "router", "transfer", "engine"):
+        raise CommandError(f"there is no bench {name!r}; choose serving, router, transfer or engine", code=2)
+    run_module(f"millrace_bench.{name}", *context.args)
+
+
+@app.command("eval", context_settings=PASS_ON)
+def evaluate(context: typer.Context) -> None:
+    """Measure accuracy on the task suite, of a running system or of a checkpoint."""
+    run_module("millrace_bench.eval", *context.args)
+
+
+@app.command()
+def version() -> None:
+    """Show the version."""
+    print(importlib.metadata.version("millrace"))
+
+
+def main() -> None:
+    try:
+        app()
+    except CommandError as error:
+        print(f"millrace: {error}", file=sys.stderr)
+        sys.exit(error.code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,299 @@
+"""A router and its workers as separate processes of this machine: what `millrace serve-local`, the e2e tests and the
+benches run.
+
+    async with LocalCluster(ClusterSpec(engine="sim")) as cluster:
+        ...  cluster.grpc_address ("127.0.0.1:41123"), cluster.http_url ("http://127.0.0.1:39801")
+        await cluster.kill("decode-0")
+        await cluster.restart("decode-0")       # on its old port
+        await cluster.wait_routable("decode-0")
+
+Life of a start: 1. workers start on free ports and announce them; 2. the router starts with their addresses as its
+static list; 3. workers load and warm, the router pairs them; 4. the router is serving and every worker is routable:
+ready. A child that exits before 4 fails the start with the tail of its log. After 4 an exit is logged, and with
+`spec.restart` the child comes back on its old ports after a back-off. Leaving the context stops the router, then the
+workers; nothing survives this process, however it ends (see exec_guard).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+from millrace_cli import probe
+from millrace_cli.process import Process
+
+log = logging.getLogger(__name__)
+
+HOST = "127.0.0.1"
+POLL_S = 0.1
+TINY = Path(__file__).parents[2] / "models" / "tiny"  # the trained checkpoint of this source tree
+BACKOFF_S = (0.5, 30.0)  # first and longest pause before a child comes back; it doubles with every exit within a minute
+SERVERS = {  # role to module and first arguments
+    "router": ("millrace_router",),
+    "prefill": ("millrace_serve.prefill",),
+    "decode": ("millrace_serve.decode",),
+    "unified": ("millrace_serve.decode", "--set", "role=unified"),
+}
+
+
+def server_command(role: str) -> list[str]:
+    return [sys.executable, "-m", *SERVERS[role]]
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSpec:
+    """What to start. Port 0: any free one."""
+
+    prefill: int = 1
+    decode: int = 1
+    unified: int = 0  # unified workers; set prefill and decode to 0 then
+    engine: Literal["model", "sim"] = "model"
+    model: Path = TINY  # checkpoint folder; with the sim engine only its tokenizer is used
+    grpc_port: int = 0
+    http_port: int = 0
+    admin_port: int = 0
+    worker_set: tuple[str, ...] = ()  # further `--set` items of every worker
+    router_set: tuple[str, ...] = ()
+    log_dir: Path | None = None  # default: a new temporary folder, which stays
+    restart: bool = False  # bring back children that exit by themselves
+    start_timeout_s: float = 120.0
+    stop_grace_s: float = 15.0  # for the router, then again for all workers together
+    command: Callable[[str], list[str]] = server_command  # role to command line
+
+    def workers(self) -> dict[str, str]:
+        """Name to role."""
+        counts = {"prefill": self.prefill, "decode": self.decode, "unified": self.unified}
+        return {f"{role}-{i}": role for role, count in counts.items() for i in range(count)}
+
+
+class StartError(Exception):
+    """The cluster did not become ready; the message has the end of the log that tells why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """One process as it was seen last."""
+
+    name: str
+    state: str  # "starting", "exited", or a worker's state in lower case
+    detail: str
+    seconds: float  # since its start; stands still once it is ready or has exited
+
+
+class LocalCluster:
+    """Names of processes: "router", "prefill-0", "decode-0", "unified-0", …; an unknown one is a KeyError."""
+
+    def __init__(self, spec: ClusterSpec) -> None:
+        self.spec = spec
+        self.log_dir = spec.log_dir or Path(tempfile.mkdtemp(prefix="millrace-"))
+        self.roles = {"router": "router", **spec.workers()}
+        threads = max(1, (os.cpu_count() or 1) // len(self.roles))
+        env = {"OMP_NUM_THREADS": str(threads), **os.environ}
+        self.processes = {name: Process(name, self.log_dir, env) for name in self.roles}
+        self._ports: dict[str, dict[str, int]] = {}
+        self._seen: dict[str, Status] = {name: Status(name, "starting", "", 0.0) for name in self.roles}
+        self._started = False
+        self._watchers: dict[str, asyncio.Task[None]] = {}  # of processes whose exit would be news
+
+    # ---- addresses
+
+    def address(self, name: str, service: str = "grpc") -> str:
+        """`host:port` of a process. Services: "grpc"; the router also has "http" and "admin"."""
+        return f"{HOST}:{self._ports[name][service]}"
+
+    @property
+    def grpc_address(self) -> str:
+        return self.address("router")
+
+    @property
+    def admin_address(self) -> str:
+        return self.address("router", "admin")
+
+    @property
+    def http_url(self) -> str:
+        return f"http://{self.address('router', 'http')}"
+
+    def pid(self, name: str) -> int:
+        return self.processes[name].pid
+
+    def status(self) -> list[Status]:
+        """Of all processes. After the start only exits are still followed."""
+        return [
+            seen if seen.state in ("ready", "exited") else replace(seen, seconds=self._age(seen.name))
+            for seen in self._seen.values()
+        ]
+
+    # ---- the whole
+
+    async def __aenter__(self) -> LocalCluster:
+        try:
+            await self.start()
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Start everything; return when the router is ready. StartError when a child exits or time runs out."""
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        workers = tuple(self.spec.workers())
+        deadline = time.monotonic() + self.spec.start_timeout_s
+        for name in workers:
+            await self._spawn(name)
+        await self._until(lambda: self._announced(workers), workers, deadline)
+        await self._spawn("router")
+        await self._until(lambda: self._announced(("router",)), tuple(self.roles), deadline)
+        await self._until(self._ready, tuple(self.roles), deadline)
+        self._started = True
+
+    async def stop(self) -> None:
+        """Stop the router, then the workers, each within the grace. Cancelled, it kills instead of waiting."""
+        for watcher in self._watchers.values():
+            watcher.cancel()
+        await asyncio.gather(*self._watchers.values(), return_exceptions=True)
+        workers = [self.processes[name] for name in self.roles if name != "router"]
+        try:
+            await self.processes["router"].stop(self.spec.stop_grace_s)
+            await asyncio.gather(*(worker.stop(self.spec.stop_grace_s) for worker in workers))
+        finally:
+            self.kill_all()
+
+    def kill_all(self) -> None:
+        """SIGKILL to everything at once; `stop` afterwards returns quickly."""
+        for process in self.processes.values():
+            process.kill_group()
+
+    # ---- one process
+
+    async def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
+        """Send a signal that ends the process, and wait for the end. Even with `spec.restart` it stays away until
+        `restart`.
+        """
+        self._watchers[name].cancel()
+        self.processes[name].send(number)
+        self._exited(name, await self.processes[name].wait())
+
+    def send(self, name: str, number: signal.Signals) -> None:
+        """Send a signal and do not wait: SIGSTOP and SIGCONT make a stall."""
+        self.processes[name].send(number)
+
+    async def restart(self, name: str) -> None:
+        """Stop the process if it runs, and start it on the ports it had. Returns when it has bound them."""
+        self._watchers[name].cancel()
+        await self.processes[name].stop(self.spec.stop_grace_s)
+        await self._spawn(name)
+        await self._until(lambda: self._announced((name,)), (name,), time.monotonic() + self.spec.start_timeout_s)
+
+    async def wait_routable(self, *names: str) -> None:
+        """Until the router sends requests to all of these workers (default: all workers)."""
+        names = names or tuple(self.spec.workers())
+        must_run = () if self.spec.restart else names
+        await self._until(lambda: self._routable(names), must_run, time.monotonic() + self.spec.start_timeout_s)
+
+    # ---- inside
+
+    async def _spawn(self, name: str, pause_s: float = BACKOFF_S[0]) -> None:
+        """Start a process and watch it. `pause_s`: how long to wait before bringing it back after its next exit."""
+        await self.processes[name].start([*self.spec.command(self.roles[name]), *self._arguments(name)])
+        self._seen[name] = Status(name, "starting", "", 0.0)
+        self._watchers[name] = asyncio.create_task(self._watch(name, pause_s))
+
+    def _arguments(self, name: str) -> list[str]:
+        """What a process is told: its ports (those it had before, if any), then the spec's own settings."""
+        role, ports = self.roles[name], self._ports.get(name, {})
+        if role == "router":
+            items = [
+                f"grpc={HOST}:{ports.get('grpc', self.spec.grpc_port)}",
+                f"http={HOST}:{ports.get('http', self.spec.http_port)}",
+                f"admin={HOST}:{ports.get('admin', self.spec.admin_port)}",
+                f"workers={json.dumps([self.address(worker) for worker in self.spec.workers()])}",
+                f"model={self.spec.model}",
+                *self.spec.router_set,
+            ]
+        else:
+            items = [
+                f"grpc_port={ports.get('grpc', 0)}",
+                f"engine={self.spec.engine}",
+                f"model={self.spec.model}",
+                *self.spec.worker_set,
+            ]
+        return [argument for item in items for argument in ("--set", item)]
+
+    async def _watch(self, name: str, pause_s: float) -> None:
+        """Wait for an unasked end of a process: log it, and bring the process back if the spec says so."""
+        process = self.processes[name]
+        code = await process.wait()
+        self._exited(name, code)
+        if not self._started:
+            return  # `start` tells the caller
+        log.error("%s ended with code %d; the end of %s:\n%s", name, code, process.log_path, process.log_tail(10))
+        if self.spec.restart:
+            if time.monotonic() - process.started_at > BACKOFF_S[1]:
+                pause_s = BACKOFF_S[0]
+            log.warning("%s starts again in %.1f s", name, pause_s)
+            await asyncio.sleep(pause_s)
+            await self._spawn(name, min(2 * pause_s, BACKOFF_S[1]))
+
+    async def _until(
+        self, condition: Callable[[], Awaitable[bool]], must_run: tuple[str, ...], deadline: float
+    ) -> None:
+        while not await condition():
+            for name in must_run:
+                process = self.processes[name]
+                if process.starts and not process.running:
+                    tail = process.log_tail()
+                    raise StartError(
+                        f"{name} ended with code {process.returncode}. The end of {process.log_path}:\n{tail}"
+                    )
+            if time.monotonic() > deadline:
+                states = ", ".join(f"{seen.name} {seen.state} {seen.detail}".rstrip() for seen in self.status())
+                raise StartError(f"not ready after {self.spec.start_timeout_s:.0f} s: {states}. Logs: {self.log_dir}")
+            await asyncio.sleep(POLL_S)
+
+    async def _announced(self, names: tuple[str, ...]) -> bool:
+        for name in names:
+            if ports := self.processes[name].announced():
+                self._ports[name] = ports
+        return all(self.processes[name].announced() for name in names)
+
+    async def _ready(self) -> bool:
+        await asyncio.gather(*(self._look(name) for name in self.spec.workers()))
+        serving = await probe.is_serving(self.grpc_address)
+        self._note("router", "ready" if serving else "pairing")
+        return bool(serving) and await self._routable(tuple(self.spec.workers()))
+
+    async def _look(self, name: str) -> None:
+        if info := await probe.worker_info(self.address(name)):
+            self._note(name, probe.state_name(info.state), info.state_message)
+
+    def _note(self, name: str, state: str, detail: str = "") -> None:
+        if self._seen[name].state != "ready":
+            self._seen[name] = Status(name, state, detail, self._age(name))
+
+    def _exited(self, name: str, code: int) -> None:
+        self._seen[name] = Status(name, "exited", f"code {code}", self._age(name))
+
+    def _age(self, name: str) -> float:
+        started_at = self.processes[name].started_at
+        return time.monotonic() - started_at if started_at else 0.0
+
+    async def _routable(self, names: tuple[str, ...]) -> bool:
+        seen = await probe.workers(self.admin_address)
+        routable = {worker.address for worker in seen or () if worker.routable}
+        return all(self.address(name) in routable for name in names)

@@ -1,0 +1,9 @@
+"""What a command raises when it cannot do its work: one line for the user, and the exit code."""
+
+from __future__ import annotations
+
+
+class CommandError(Exception):
+    def __init__(self, message: str, code: int = 1) -> None:
+        super().__init__(message)
+        self.code = code

@@ -1,0 +1,102 @@
+"""`millrace generate`: one prompt, streamed over gRPC."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+import grpc
+from millrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from millrace_rpc.client import channel
+from millrace_rpc.errors import Reason, from_rpc_error
+from rich.console import Console
+
+from millrace_cli.errors import CommandError
+
+
+@dataclass(slots=True)
+class Answer:
+    """What has arrived of one continuation."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    finish_reason: str = ""
+    ttft_s: float = 0.0
+    total_s: float = 0.0
+
+    def summary(self) -> str:
+        rate = (len(self.token_ids) - 1) / max(self.total_s - self.ttft_s, 1e-9)
+        return (
+            f"{self.prompt_tokens} prompt tokens ({self.cached_prompt_tokens} cached), {len(self.token_ids)} tokens, "
+            f"first after {1000 * self.ttft_s:.0f} ms, then {rate:.0f} tokens/s, finish: {self.finish_reason}"
+        )
+
+    def as_json(self) -> str:
+        return json.dumps({name: getattr(self, name) for name in self.__slots__}, ensure_ascii=False)
+
+
+def request_of(
+    prompt: str, chat: bool, max_tokens: int | None, temperature: float | None, seed: int | None
+) -> inference_pb2.GenerateRequest:
+    sampling = common_pb2.SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    if chat:
+        turn = inference_pb2.ChatMessage(role="user", content=prompt)
+        wrapped = inference_pb2.Prompt(chat=inference_pb2.ChatPrompt(messages=[turn]))
+    else:
+        wrapped = inference_pb2.Prompt(text=prompt)
+    return inference_pb2.GenerateRequest(prompt=wrapped, sampling=sampling)
+
+
+async def stream(address: str, request: inference_pb2.GenerateRequest, on_text: Callable[[str], None]) -> Answer:
+    """Run one request; `on_text` gets every piece of text as it arrives. CommandError for whatever goes wrong."""
+    answer = Answer()
+    begin = time.perf_counter()
+    try:
+        async with channel(address) as ch:
+            responses: AsyncIterator[inference_pb2.GenerateResponse]
+            responses = inference_pb2_grpc.InferenceStub(ch).Generate(request)
+            async for response in responses:
+                now = time.perf_counter() - begin
+                answer.ttft_s = answer.ttft_s or (now if response.token_ids else 0.0)
+                answer.total_s = now
+                answer.text += response.text
+                answer.token_ids += response.token_ids
+                answer.prompt_tokens = response.usage.prompt_tokens
+                answer.cached_prompt_tokens = response.usage.cached_prompt_tokens
+                if response.finish_reason:
+                    answer.finish_reason = finish_name(response.finish_reason)
+                if response.text:
+                    on_text(response.text)
+    except grpc.RpcError as error:
+        raise explain(error, address) from error
+    return answer
+
+
+def finish_name(reason: int) -> str:
+    """FINISH_REASON_LENGTH → "length"."""
+    return common_pb2.FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()
+
+
+def explain(error: grpc.RpcError, address: str) -> CommandError:
+    """A line that says what to do, where we know it. A server of ours always names its own reason, a missing one
+    never.
+    """
+    failure = from_rpc_error(error)
+    if error.code() is grpc.StatusCode.UNAVAILABLE and failure.reason is Reason.WORKER_LOST:
+        return CommandError(f"no server answers at {address}; start one with `millrace serve-local`, or give --address")
+    return CommandError(str(failure))
+
+
+async def generate(address: str, request: inference_pb2.GenerateRequest, as_json: bool) -> None:
+    """Print the text while it comes and a summary on stderr, or one JSON line at the end."""
+    out = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+    answer = await stream(address, request, lambda text: None if as_json else out.print(text, end=""))
+    if as_json:
+        out.print(answer.as_json())
+    else:
+        out.print()
+        Console(stderr=True, highlight=False, soft_wrap=True).print(answer.summary(), style="dim")

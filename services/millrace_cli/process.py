@@ -1,0 +1,101 @@
+"""One child process of a local cluster: start, announced ports, log file, stop.
+
+Life: `start` → runs, announces its bound ports in a file → exits by itself, or `stop` (SIGTERM, bounded wait,
+SIGKILL) → may `start` again. Every child leads its own process group, so that Ctrl-C in a terminal reaches the
+supervisor alone, and dies with the supervisor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+EXEC_GUARD = Path(__file__).with_name("exec_guard.py")
+
+
+class Process:
+    """A named command that understands `--announce FILE`. Its output goes to `<name>.log` in the log folder."""
+
+    def __init__(self, name: str, folder: Path, env: dict[str, str]) -> None:
+        self.name = name
+        self.log_path = folder / f"{name}.log"
+        self.started_at = 0.0  # time.monotonic() of the last start
+        self.starts = 0
+        self._announce_path = folder / f"{name}.ports.json"
+        self._env = env
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self, command: Sequence[str]) -> None:
+        assert not self.running, f"{self.name} is running"
+        self._announce_path.unlink(missing_ok=True)
+        guarded = [sys.executable, "-S", str(EXEC_GUARD), str(os.getpid()), *command]
+        with self.log_path.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *guarded,
+                "--announce",
+                str(self._announce_path),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._env,
+                start_new_session=True,
+            )
+        self.started_at = time.monotonic()
+        self.starts += 1
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, f"{self.name} was never started"
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.returncode if self._process else None
+
+    def announced(self) -> dict[str, int] | None:
+        """Bound ports by name ("grpc", "http", "admin", "metrics"), or None when not bound yet."""
+        try:
+            return json.loads(self._announce_path.read_text())
+        except (FileNotFoundError, json.JSONDecodeError):
+            return None
+
+    def log_tail(self, lines: int = 30) -> str:
+        if not self.log_path.exists():
+            return ""
+        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
+
+    def send(self, number: signal.Signals) -> None:
+        assert self._process is not None, f"{self.name} was never started"
+        if self.running:
+            self._process.send_signal(number)
+
+    async def wait(self) -> int:
+        assert self._process is not None, f"{self.name} was never started"
+        return await self._process.wait()
+
+    async def stop(self, grace_s: float) -> None:
+        """SIGTERM, then SIGKILL to its whole group when it has not gone after `grace_s`."""
+        if not self.running:
+            return
+        self.send(signal.SIGTERM)
+        try:
+            await asyncio.wait_for(self.wait(), grace_s)
+        except TimeoutError:
+            self.kill_group()
+            await self.wait()
+
+    def kill_group(self) -> None:
+        """SIGKILL to the process and its own children, while it is still there to name the group."""
+        if self.running:
+            os.killpg(self.pid, signal.SIGKILL)

@@ -1,0 +1,139 @@
+"""Connections to prefill workers, one per process start of each: (address, epoch).
+
+A peer that failed is dropped with its channel, so that the next import starts with a fresh connection; the ranks are
+told to read nothing more from its pools. Imports that use it at that time fail by their own broken streams.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import TypeVar
+
+import grpc
+from millrace.v1 import kv_pb2, kv_pb2_grpc, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
+from millrace_rpc.client import channel, heard_within
+from millrace_rpc.errors import MillraceError, Reason, from_rpc_error
+
+from millrace_serve.engine.core import KvPart, RequestId
+from millrace_serve.transfer.base import MemoryHandle
+from millrace_serve.transfer.lease import Outcome
+from millrace_serve.worker import convert
+
+log = logging.getLogger(__name__)
+
+FATAL = frozenset({Reason.WORKER_LOST, Reason.EPOCH_CHANGED, Reason.STALLED})
+UNARY_TIMEOUT_S = 5.0
+T = TypeVar("T")
+
+
+class Peer:
+    """One prefill worker process."""
+
+    def __init__(self, address: str, epoch: str) -> None:
+        self.address = address
+        self.epoch = epoch
+        self.agents: set[tuple[int, str]] = set()  # (our rank, its agent) that were introduced to each other
+        self._channel = channel(address)
+        self._kv = kv_pb2_grpc.KvServiceStub(self._channel)
+        self.worker = worker_pb2_grpc.WorkerServiceStub(self._channel)
+        self.prefill = prefill_pb2_grpc.PrefillServiceStub(self._channel)
+
+    async def fetch(
+        self, id: RequestId, fingerprint: str, stall_s: float
+    ) -> AsyncGenerator[list[MemoryHandle] | KvPart, None]:
+        """Where the pages are, then the parts. Ends when the lease was released. Raises MillraceError."""
+        request = kv_pb2.FetchRequest(id=convert.attempt_id(id), epoch=self.epoch, fingerprint=fingerprint)
+        call = _start(lambda: self._kv.Fetch(request))
+        try:
+            while (response := await self._next(call, stall_s)) is not None:
+                match response.WhichOneof("message"):
+                    case "source":
+                        yield [convert.core_memory(memory) for memory in response.source.ranks]
+                    case "part":
+                        yield convert.core_part(id, response.part)
+        finally:
+            call.cancel()
+
+    async def release(self, id: RequestId) -> Outcome:
+        """Raises MillraceError when the peer cannot be asked."""
+        request = kv_pb2.ReleaseRequest(id=convert.attempt_id(id))
+        try:
+            call = _start(lambda: self._kv.Release(request, timeout=UNARY_TIMEOUT_S))
+            return convert.core_outcome(await _answer(call))
+        except MillraceError as error:
+            raise MillraceError(Reason.WORKER_LOST, f"{self.address} cannot be asked: {error.message}") from error
+
+    async def info(self) -> worker_pb2.WorkerInfo:
+        """Raises MillraceError."""
+        return await _answer(_start(lambda: self.worker.GetInfo(worker_pb2.GetInfoRequest(), timeout=UNARY_TIMEOUT_S)))
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def _next(
+        self, call: grpc.aio.UnaryStreamCall[kv_pb2.FetchRequest, kv_pb2.FetchResponse], stall_s: float
+    ) -> kv_pb2.FetchResponse | None:
+        try:
+            response = await _answer(heard_within(stall_s, call.read()))
+        except TimeoutError:
+            message = f"{self.address} has not been heard for {stall_s:g} s"
+            raise MillraceError(Reason.STALLED, message) from None
+        return None if response is grpc.aio.EOF else response
+
+
+class Peers:
+    def __init__(self, drop_source: Callable[[int, str], None]) -> None:
+        """`drop_source(rank, agent)` tells a rank."""
+        self._drop_source = drop_source
+        self._peers: dict[tuple[str, str], Peer] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def get(self, address: str, epoch: str) -> Peer:
+        peer = self._peers.get((address, epoch))
+        if peer is None:
+            peer = self._peers[address, epoch] = Peer(address, epoch)
+        return peer
+
+    def confirm(self, peer: Peer) -> None:
+        """The peer answered: any other process that was at its address is gone."""
+        for other in [p for p in self._peers.values() if p.address == peer.address and p is not peer]:
+            self.drop(other)
+
+    def drop(self, peer: Peer) -> None:
+        """Idempotent."""
+        if self._peers.pop((peer.address, peer.epoch), None) is None:
+            return
+        log.info("dropped prefill worker %s epoch=%s", peer.address, peer.epoch)
+        for rank, agent in peer.agents:
+            self._drop_source(rank, agent)
+        task = asyncio.create_task(peer.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def close(self) -> None:
+        for peer in list(self._peers.values()):
+            self.drop(peer)
+        await asyncio.gather(*self._closing)
+
+
+def _start(call: Callable[[], T]) -> T:
+    """Raises MillraceError when the peer was dropped before."""
+    try:
+        return call()
+    except grpc.aio.UsageError as error:
+        raise MillraceError(Reason.WORKER_LOST, str(error)) from error
+
+
+async def _answer(call: Awaitable[T]) -> T:
+    """Raises MillraceError for every failure, also when the peer was dropped, which gRPC reports as our own cancel."""
+    try:
+        return await call
+    except grpc.RpcError as error:
+        raise from_rpc_error(error) from error
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise MillraceError(Reason.WORKER_LOST, "the connection was closed") from None

@@ -1,0 +1,212 @@
+"""The nouns of the engine. Everything that crosses a boundary inside a worker is defined here; no torch, no grpc.
+
+Life of a request inside one engine:
+
+    Request (frozen, as submitted)
+      -> Sequence (mutable, owned by the scheduler)
+        -> Plan (who runs this step and how many tokens)
+          -> StepBatch (the step's arrays; engine/batch.py)
+            -> StepOutput (what the runner returned)
+              -> Events (what the outside world is told)
+
+`Route` says which of the three lives a request has: LOCAL runs both phases here; EXPORT runs the prompt, samples one
+token, and parks the KV pages for a decode worker; IMPORT receives a prompt's KV from a prefill worker and decodes.
+The messages are msgspec structs because they cross from the frontend process to the rank processes unchanged.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+SINK_PAGE = 0  # page 0 absorbs the KV writes of padding rows and is never given to a sequence
+
+
+class RequestId(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """Identity of one try of one request: no two tries share it, so a stale message is never taken for a live one."""
+
+    room: int  # random u64, drawn by the router once per request
+    attempt: int  # 0, 1, ... within the room
+
+    def __str__(self) -> str:
+        return f"{self.room:016x}.{self.attempt}"
+
+
+class Route(enum.StrEnum):
+    LOCAL = "local"
+    EXPORT = "export"
+    IMPORT = "import"
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"  # an EOS or stop token was sampled; it is the last of token_ids
+    LENGTH = "length"  # max_tokens or the context limit
+    ABORT = "abort"  # Abort was received
+    ERROR = "error"  # see SequenceOutput.error
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """Validated and fully resolved: no value here is optional except `logprobs`."""
+
+    max_tokens: int  # >= 1, output tokens over all attempts of the room
+    temperature: float = 1.0  # 0 = greedy
+    top_k: int = 0  # 0 = whole vocabulary
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0  # u64; always set, so every try of a room draws the same noise at the same position
+    logit_bias: dict[int, float] = {}
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None  # None: none; k: the sampled token's logprob and the k most likely
+
+    @property
+    def needs_token_counts(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """What a router submitted. `token_ids` is the prompt followed by the outputs of earlier attempts (replay)."""
+
+    id: RequestId
+    token_ids: list[int]
+    sampling: SamplingParams
+    route: Route = Route.LOCAL
+    num_prior_outputs: int = 0  # how many trailing token_ids are outputs of earlier attempts
+    priority: int = 0  # higher first
+    timeout_s: float | None = None  # from arrival at this worker; None = no deadline
+
+
+class TopLogprob(msgspec.Struct, frozen=True, array_like=True):
+    token_id: int
+    logprob: float
+
+
+class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
+    token_id: int
+    logprob: float | None = None  # natural log, of the distribution before temperature and filters
+    top: tuple[TopLogprob, ...] = ()
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """Why a sequence ended in error; `reason` is a name of millrace_rpc.errors.Reason."""
+
+    reason: str
+    message: str
+
+
+class SequenceOutput(msgspec.Struct, frozen=True):
+    """New tokens of one sequence after one step. `first_index` is the 0-based output position of tokens[0]."""
+
+    id: RequestId
+    first_index: int
+    tokens: list[TokenOutput]
+    finish: FinishReason | None = None
+    error: Failure | None = None
+    num_cached_tokens: int = 0  # prompt tokens served from this engine's prefix cache; set on the first output
+
+
+class KvPart(msgspec.Struct, frozen=True):
+    """Finished pages of an exported prompt. Parts of a request arrive in order and never overlap."""
+
+    id: RequestId
+    first_page: int  # index of page_ids[0] in the sequence's page list
+    page_ids: list[int]  # physical pages in the exporter's pool
+    fingerprints: list[int]  # u64 chain hash of the tokens up to the end of each page (engine/page_hash.py)
+    num_tokens: int  # prompt tokens whose KV is ready, this part included
+    last: bool
+    first: SequenceOutput | None = None  # on the last part: the first token, perhaps already final
+
+
+# ------------------------------------------------------------------------------------- what an engine is told
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    request: Request
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """Stop working on `id`. Pages under transfer stay allocated until KvArrived or KvFailed ends it."""
+
+    id: RequestId
+
+
+class KvOffered(msgspec.Struct, frozen=True, tag=True):
+    """The exporter of an IMPORT request has its first pages ready: reserve ours and answer with KvReserved."""
+
+    id: RequestId
+
+
+class KvArrived(msgspec.Struct, frozen=True, tag=True):
+    """All pages were read and the exporter confirmed that they were held throughout. Decoding may start."""
+
+    id: RequestId
+    first: SequenceOutput
+
+
+class KvFailed(msgspec.Struct, frozen=True, tag=True):
+    """The transfer is over without KV and no operation on our pages is in flight any more: free them."""
+
+    id: RequestId
+    failure: Failure
+
+
+class LeaseEnded(msgspec.Struct, frozen=True, tag=True):
+    """An exported request's pages were released or their lease expired: they may be reused."""
+
+    id: RequestId
+
+
+class FlushCache(msgspec.Struct, frozen=True, tag=True):
+    """Drop every prefix-cache page that no sequence uses."""
+
+
+# ------------------------------------------------------------------------------------- what an engine tells
+
+
+class KvReserved(msgspec.Struct, frozen=True, tag=True):
+    """Pages for an IMPORT request. The first `num_cached_pages` are already filled from our own prefix cache."""
+
+    id: RequestId
+    page_ids: list[int]
+    num_cached_pages: int
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot for routing and metrics. Tokens and pages, of one replica."""
+
+    running: int = 0
+    waiting: int = 0
+    importing: int = 0  # sequences whose KV is on its way here
+    exporting: int = 0  # prompts parked under a lease
+    waiting_tokens: int = 0  # prompt tokens still to be computed
+    pages_total: int = 0  # without the sink
+    pages_free: int = 0
+    pages_cached: int = 0  # evictable prefix-cache pages
+    pages_published: int = 0
+    pages_running: int = 0
+    preemptions: int = 0
+    steps: int = 0
+    cached_tokens: int = 0  # prompt tokens ever served from the prefix cache
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    credits: int = 0  # further requests this replica is willing to take now
+
+
+class Events(msgspec.Struct, tag=True):
+    """Everything one engine step has to say, in order. Sent as one message."""
+
+    outputs: list[SequenceOutput] = []
+    parts: list[KvPart] = []
+    reserved: list[KvReserved] = []
+    load: Load | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.outputs or self.parts or self.reserved)
+
+
+EngineInput = Submit | Abort | KvOffered | KvArrived | KvFailed | LeaseEnded | FlushCache

@@ -1,0 +1,134 @@
+"""The step loop of one replica.
+
+    submit(msg)*  ->  step()  ->  Events
+
+`step` schedules and launches step N+1, then reads and commits step N (overlap), or reads what it has just launched
+(no overlap). Whoever left in step N may still be named by step N+1: its extra token is dropped, and its pages are
+kept, until N+1 is committed.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from millrace_serve.engine.batch import BatchBuilder, StepBatch
+from millrace_serve.engine.block_pool import InvariantError
+from millrace_serve.engine.config import EngineConfig
+from millrace_serve.engine.core import EngineInput, Events, Load
+from millrace_serve.engine.kv_pool import KvPool
+from millrace_serve.engine.lockstep import Alone, Lockstep
+from millrace_serve.engine.plan import Plan, StepOutput
+from millrace_serve.engine.roster import Roster
+from millrace_serve.engine.runner import Runner, StepHandle
+
+IDLE_PLAN = Plan([], [])
+DP_POLL_S = 0.005  # replicas meet this often while nobody has work
+
+
+class Scheduler(Protocol):
+    roster: Roster
+
+    def handle(self, msg: EngineInput) -> None: ...
+
+    def schedule(self) -> Plan | None: ...
+
+    def commit(self, plan: Plan, output: StepOutput) -> None: ...
+
+    def load(self) -> Load: ...
+
+
+class Engine:
+    """Not thread-safe: one thread submits and steps."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        scheduler: Scheduler,
+        builder: BatchBuilder,
+        runner: Runner,
+        pool: KvPool,
+        lockstep: Lockstep | None = None,
+    ) -> None:
+        self.config = config
+        self.pool = pool
+        self._scheduler = scheduler
+        self._builder = builder
+        self._runner = runner
+        self._lockstep = lockstep or Alone()
+        self._in_flight: tuple[Plan, StepHandle] | None = None
+        self._stale = True  # something happened since schedule() last found nothing to do
+
+    def submit(self, msg: EngineInput) -> None:
+        """Never raises for a bad request: that ends in an output with finish ERROR, in the next step's Events."""
+        self._scheduler.handle(msg)
+        self._stale = True
+
+    def step(self) -> Events:
+        """One step: schedule, build, launch, commit the previous one. Call it while `has_work`, or after `wait_s`."""
+        plan = self._scheduler.schedule()
+        self._stale = plan is not None
+        self._scrub()
+        previous, self._in_flight = self._in_flight, self._launch(plan)
+        if previous is not None:
+            self._commit(previous)
+        if self._in_flight is not None and not self.config.overlap:
+            self._commit(self._in_flight)
+            self._in_flight = None
+        events = self._scheduler.roster.take_events()
+        events.load = self.load()
+        return events
+
+    def has_work(self) -> bool:
+        """False: step() would do nothing before the next message, or before `wait_s` has passed."""
+        return self._stale or self._in_flight is not None or self._scheduler.roster.has_events()
+
+    def wait_s(self) -> float | None:
+        """How long to wait for messages before the next step(): 0 = not at all, None = until one comes."""
+        if self.has_work():
+            return 0.0
+        until_deadline = self._scheduler.roster.seconds_to_deadline()
+        if not self._lockstep.collective:
+            return until_deadline
+        return DP_POLL_S if until_deadline is None else min(until_deadline, DP_POLL_S)
+
+    def load(self) -> Load:
+        return self._scheduler.load()
+
+    def check_idle(self) -> None:
+        """Raise InvariantError with the numbers if pages are lost, or are not all back when no request is live."""
+        roster = self._scheduler.roster
+        roster.cache.check()
+        pool = roster.cache.pool
+        if not roster.live and pool.num_free + pool.num_cached != pool.total:
+            raise InvariantError(
+                f"no request is live, but of {pool.total} pages {pool.num_running} are running and "
+                f"{pool.num_published} published (free {pool.num_free}, cached {pool.num_cached})"
+            )
+
+    def close(self) -> None:
+        """Stop the runner and the followers. Live requests are dropped."""
+        self._lockstep.share(None)
+        self._runner.close()
+
+    def _launch(self, plan: Plan | None) -> tuple[Plan, StepHandle] | None:
+        batch = None if plan is None else self._builder.build(plan)
+        agreement = self._lockstep.agree(batch)
+        if not agreement.anybody_works:
+            return None
+        if batch is None:
+            batch = StepBatch.idle()
+        batch.dp_num_tokens = agreement.num_tokens
+        self._lockstep.share(batch)
+        return plan or IDLE_PLAN, self._runner.launch(batch)
+
+    def _commit(self, step: tuple[Plan, StepHandle]) -> None:
+        plan, handle = step
+        self._scheduler.commit(plan, handle.result())
+        self._stale = True
+
+    def _scrub(self) -> None:
+        """Nobody has yet written to a page that was freed since the last step, even if it was given away again."""
+        freed = self._scheduler.roster.cache.pool.freed
+        if freed and self.config.poison:
+            self.pool.scrub(freed)
+        freed.clear()

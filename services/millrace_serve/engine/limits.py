@@ -1,0 +1,99 @@
+"""What an engine refuses at the door. The router checks the same limits first; here they protect the engine itself."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from millrace_serve.engine.config import EngineConfig, Role
+from millrace_serve.engine.core import Failure, Request, Route, SamplingParams
+
+MAX_LOGPROBS = 20
+U64 = 1 << 64
+
+ROUTES = {
+    Role.PREFILL: {Route.EXPORT},
+    Role.DECODE: {Route.IMPORT, Route.LOCAL},
+    Role.UNIFIED: {Route.LOCAL},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What schedulers know of the model."""
+
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+
+
+def sequence_limit(request: Request, config: EngineConfig) -> int:
+    """Tokens, prompt included, at which the sequence finishes by LENGTH."""
+    num_prompt = len(request.token_ids) - request.num_prior_outputs
+    return min(num_prompt + request.sampling.max_tokens, config.max_model_len)
+
+
+def refusal(request: Request, config: EngineConfig, facts: ModelFacts, role: Role) -> Failure | None:
+    """Why `request` can never run here, or None."""
+    if request.route not in ROUTES[role]:
+        return _invalid(f"route {request.route} is not served by a {role} engine")
+    problem = _token_problem(request, facts) or _sampling_problem(request.sampling, facts)
+    if problem:
+        return _invalid(problem)
+    length = len(request.token_ids)
+    if length >= config.max_model_len:
+        message = f"prompt has {length} tokens; max_model_len={config.max_model_len} leaves no room for an output"
+        return Failure("CONTEXT_TOO_LONG", message)
+    kv_tokens = length if request.route is Route.EXPORT else sequence_limit(request, config) - 1
+    pages = -(-kv_tokens // config.page_size)
+    if pages > config.num_pages - 1:
+        message = (
+            f"{kv_tokens} tokens need {pages} KV pages of {config.page_size}; this engine has {config.num_pages - 1}"
+        )
+        return Failure("CONTEXT_TOO_LONG", message)
+    return None
+
+
+def _token_problem(request: Request, facts: ModelFacts) -> str | None:
+    length, prior = len(request.token_ids), request.num_prior_outputs
+    if not 0 <= prior < max(length, 1):
+        return f"num_prior_outputs={prior} of {length} token_ids"
+    if length == 0:
+        return "token_ids is empty"
+    if min(request.token_ids) < 0 or max(request.token_ids) >= facts.vocab_size:
+        bad = next(t for t in request.token_ids if not 0 <= t < facts.vocab_size)
+        return f"token_ids has {bad}; ids are 0..{facts.vocab_size - 1}"
+    if prior >= request.sampling.max_tokens:
+        return f"num_prior_outputs={prior} leaves nothing of max_tokens={request.sampling.max_tokens}"
+    if request.timeout_s is not None and not math.isfinite(request.timeout_s):
+        return f"timeout_s={request.timeout_s} is not finite"
+    return None
+
+
+def _sampling_problem(params: SamplingParams, facts: ModelFacts) -> str | None:
+    checks = (
+        ("max_tokens", params.max_tokens >= 1, ">= 1"),
+        ("temperature", math.isfinite(params.temperature) and params.temperature >= 0, "finite and >= 0"),
+        ("top_k", params.top_k >= 0, ">= 0"),
+        ("top_p", 0 < params.top_p <= 1, "in (0, 1]"),
+        ("min_p", 0 <= params.min_p <= 1, "in [0, 1]"),
+        ("repetition_penalty", 0 < params.repetition_penalty < math.inf, "finite and > 0"),
+        ("presence_penalty", math.isfinite(params.presence_penalty), "finite"),
+        ("frequency_penalty", math.isfinite(params.frequency_penalty), "finite"),
+        ("seed", 0 <= params.seed < U64, "a u64"),
+        ("min_tokens", 0 <= params.min_tokens <= params.max_tokens, "in 0..max_tokens"),
+        ("logprobs", params.logprobs is None or 0 <= params.logprobs <= MAX_LOGPROBS, f"in 0..{MAX_LOGPROBS}"),
+        ("stop_token_ids", all(0 <= t < facts.vocab_size for t in params.stop_token_ids), "inside the vocabulary"),
+        ("logit_bias", _valid_bias(params.logit_bias, facts.vocab_size), "finite, for ids inside the vocabulary"),
+    )
+    for name, ok, rule in checks:
+        if not ok:
+            return f"{name}={getattr(params, name)!r} must be {rule}"
+    return None
+
+
+def _valid_bias(bias: dict[int, float], vocab_size: int) -> bool:
+    return all(0 <= token < vocab_size and math.isfinite(value) for token, value in bias.items())
+
+
+def _invalid(message: str) -> Failure:
+    return Failure("INVALID_ARGUMENT", message)

@@ -1,0 +1,181 @@
+"""The published `config.json` of a DeepSeek-V3-architecture checkpoint, checked once.
+
+Keys that only training or another runtime reads are ignored. A value that would change the result and that this model
+does not implement is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+CONFIG_FILE = "config.json"
+
+SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "model_type": ("deepseek_v3",),
+    "hidden_act": ("silu",),
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
+    "moe_layer_freq": (1,),
+    "attention_bias": (False,),
+    "rope_interleave": (True, None),
+    "ep_size": (1,),
+    "tie_word_embeddings": (False,),
+}
+
+
+class ConfigError(ValueError):
+    """config.json is missing, malformed, or asks for something that is not supported."""
+
+
+class RopeScaling(BaseModel):
+    """YaRN, arXiv:2309.00071."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    factor: float = Field(ge=1)
+    original_max_position_embeddings: int = Field(gt=0)
+    beta_fast: float = 32
+    beta_slow: float = 1
+    mscale: float = 1  # of the rotary tables
+    mscale_all_dim: float = 0  # of the softmax scale; 0 leaves it alone
+
+
+class ModelConfig(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
+
+    vocab_size: int = Field(gt=0)
+    hidden_size: int = Field(gt=0)
+    num_hidden_layers: int = Field(gt=0)
+    num_nextn_predict_layers: int = Field(default=0, ge=0, le=1)
+    max_position_embeddings: int = Field(gt=0)
+    rms_norm_eps: float = Field(default=1e-6, gt=0)
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    # MLA
+    num_attention_heads: int = Field(gt=0)
+    q_lora_rank: int | None = None  # None: q_proj directly from the hidden state
+    kv_lora_rank: int = Field(gt=0)
+    qk_nope_head_dim: int = Field(gt=0)
+    qk_rope_head_dim: int = Field(gt=0, multiple_of=2)
+    v_head_dim: int = Field(gt=0)
+    rope_theta: float = Field(default=10000.0, gt=0)
+    rope_scaling: RopeScaling | None = None
+
+    # MoE
+    first_k_dense_replace: int = Field(ge=0)
+    intermediate_size: int = Field(gt=0)
+    moe_intermediate_size: int = Field(gt=0)
+    n_routed_experts: int = Field(gt=0)
+    n_shared_experts: int = Field(ge=0)
+    num_experts_per_tok: int = Field(gt=0)
+    n_group: int = Field(gt=0)
+    topk_group: int = Field(gt=0)
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+
+    fp8_blocks: bool = False  # linear weights are E4M3 with one weight_scale_inv per 128 x 128 block
+
+    @classmethod
+    def load(cls, directory: str | Path) -> ModelConfig:
+        path = Path(directory) / CONFIG_FILE
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(f"{path}: no such file") from None
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: not JSON: {error}") from None
+        if not isinstance(raw, dict):
+            raise ConfigError(f"{path}: expected an object, found {type(raw).__name__}")
+        return cls.parse(raw, str(path))
+
+    @classmethod
+    def parse(cls, raw: dict[str, Any], source: str = CONFIG_FILE) -> ModelConfig:
+        """`raw` in the published layout, or in the layout that transformers 5 writes (`rope_parameters`)."""
+        try:
+            for key, values in SUPPORTED.items():
+                if key in raw and raw[key] not in values:
+                    raise ValueError(f"{key}={raw[key]!r} is not supported (supported: {values[0]!r})")
+            return cls.model_validate({**raw, **_rope(raw), **_quantization(raw), **_eos(raw)})
+        except ValidationError as error:
+            lines = [
+                f"{'.'.join(map(str, e['loc']))}={e['input']!r}: {e['msg']}" if e["loc"] else e["msg"]
+                for e in error.errors()
+            ]
+            raise ConfigError(f"{source}: {'; '.join(lines)}") from None
+        except ValueError as error:
+            raise ConfigError(f"{source}: {error}") from None
+
+    @model_validator(mode="after")
+    def _check_groups(self) -> ModelConfig:
+        experts, groups = self.n_routed_experts, self.n_group
+        if experts % groups or experts // groups < 2:
+            raise ValueError(
+                f"n_routed_experts={experts} must be a multiple of n_group={groups} with two or more per group"
+            )
+        if self.topk_group > groups:
+            raise ValueError(f"topk_group={self.topk_group} exceeds n_group={groups}")
+        if self.num_experts_per_tok > self.topk_group * (experts // groups):
+            raise ValueError(
+                f"num_experts_per_tok={self.num_experts_per_tok} exceeds the {self.topk_group * (experts // groups)} "
+                f"experts of topk_group={self.topk_group} groups"
+            )
+        return self
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def kv_row_dim(self) -> int:
+        """Width of one token's row in the KV pool: latent, then rotary key."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers of the KV pool: the MTP layer is the last."""
+        return self.num_hidden_layers + self.num_nextn_predict_layers
+
+    def is_moe(self, layer: int) -> bool:
+        return layer >= self.first_k_dense_replace
+
+
+def _rope(raw: dict[str, Any]) -> dict[str, Any]:
+    """Both spellings: `rope_theta` + `rope_scaling` as published, `rope_parameters` holding both in transformers 5."""
+    merged = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(merged, dict):
+        raise ValueError(f"rope_scaling={merged!r} is not an object")
+    kind = merged.get("rope_type", merged.get("type", "default"))
+    values: dict[str, Any] = {
+        "rope_theta": merged.get("rope_theta", raw.get("rope_theta", 10000.0)),
+        "rope_scaling": None,
+    }
+    if kind == "yarn":
+        for key in ("attention_factor", "truncate"):
+            if merged.get(key) not in (None, True):
+                raise ValueError(f"rope_scaling.{key}={merged[key]!r} is not supported")
+        values["rope_scaling"] = {key: value for key, value in merged.items() if value is not None}
+    elif kind != "default":
+        raise ValueError(f"rope_scaling.type={kind!r} is not supported (supported: 'yarn')")
+    return values
+
+
+def _quantization(raw: dict[str, Any]) -> dict[str, Any]:
+    quant = raw.get("quantization_config")
+    if quant is None:
+        return {"fp8_blocks": False}
+    supported = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    for key, value in supported.items():
+        found = quant.get(key, value if key in ("fmt", "activation_scheme") else None)
+        if found != value:
+            raise ValueError(f"quantization_config.{key}={found!r} is not supported (supported: {value!r})")
+    return {"fp8_blocks": True}
+
+
+def _eos(raw: dict[str, Any]) -> dict[str, Any]:
+    eos = raw.get("eos_token_id")
+    return {"eos_token_ids": tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)}

@@ -1,0 +1,40 @@
+"""h = x + attention(norm(x));  out = h + mlp(norm(h)). Letters: T tokens, D hidden size."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from millrace_serve.model.config import ModelConfig
+from millrace_serve.model.expert_exchange import ExpertExchange
+from millrace_serve.model.layers import RmsNorm
+from millrace_serve.model.mla import AttnStep, Mla
+from millrace_serve.model.moe import DenseMlp, Moe
+from millrace_serve.model.parallel import ParallelDims
+from millrace_serve.model.weights import Checkpoint
+
+
+class DecoderLayer:
+    def __init__(
+        self, ckpt: Checkpoint, config: ModelConfig, dims: ParallelDims, exchange: ExpertExchange, layer: int
+    ) -> None:
+        prefix, eps = f"model.layers.{layer}", config.rms_norm_eps
+        self.input_layernorm = RmsNorm(ckpt, f"{prefix}.input_layernorm", config.hidden_size, eps)
+        self.self_attn = Mla(ckpt, config, dims, f"{prefix}.self_attn")
+        self.post_attention_layernorm = RmsNorm(ckpt, f"{prefix}.post_attention_layernorm", config.hidden_size, eps)
+        self.mlp: Moe | DenseMlp
+        if config.is_moe(layer):
+            self.mlp = Moe(ckpt, config, dims, exchange, f"{prefix}.mlp")
+        else:
+            self.mlp = DenseMlp(ckpt, config, dims, f"{prefix}.mlp")
+
+    def __call__(self, x: Tensor, residual: Tensor | None, step: AttnStep, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, D] and the residual stream still to be added to it, None in the first layer -> the same, a layer later.
+
+        Leaving the addition to the next norm lets both be one pass over memory.
+        """
+        if residual is None:
+            normed, residual = self.input_layernorm(x), x
+        else:
+            normed, residual = self.input_layernorm.add(x, residual)
+        normed, residual = self.post_attention_layernorm.add(self.self_attn(normed, step, kv), residual)
+        return self.mlp(normed, step.inputs), residual

@@ -1,0 +1,90 @@
+"""DeepSeek-V3: embedding, decoder layers, norm, head. One call runs one step of the engine.
+
+Letters: T tokens of the step, S sampled rows, D hidden size, L layers of the KV pool.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from millrace_serve.model.config import ModelConfig
+from millrace_serve.model.decoder_layer import DecoderLayer
+from millrace_serve.model.expert_exchange import make_exchange
+from millrace_serve.model.inputs import ForwardInput
+from millrace_serve.model.layers import RmsNorm, VocabParallel
+from millrace_serve.model.mla import AttnStep, FormThresholds
+from millrace_serve.model.mtp import Mtp
+from millrace_serve.model.parallel import ParallelDims
+from millrace_serve.model.weights import Checkpoint
+from millrace_serve.model.yarn import rope_tables
+
+log = logging.getLogger(__name__)
+
+
+class DeepseekV3:
+    def __init__(self, ckpt: Checkpoint, config: ModelConfig, dims: ParallelDims, thresholds: FormThresholds) -> None:
+        self.config, self.dims, self.thresholds = config, dims, thresholds
+        self.rope_tables = rope_tables(config, ckpt.device)
+        exchange = make_exchange(dims)
+        self.embed_tokens = VocabParallel(ckpt, config, dims, "model.embed_tokens.weight")
+        self.layers = [DecoderLayer(ckpt, config, dims, exchange, layer) for layer in range(config.num_hidden_layers)]
+        self.norm = RmsNorm(ckpt, "model.norm", config.hidden_size, config.rms_norm_eps)
+        self.lm_head = VocabParallel(ckpt, config, dims, "lm_head.weight")
+        self.mtp = Mtp(ckpt, config, dims, exchange) if config.num_nextn_predict_layers else None
+
+    @torch.inference_mode()
+    def forward(self, inputs: ForwardInput, kv: Tensor) -> Tensor:
+        """Writes the step's rows into the pool and returns the hidden states after the final norm, [T, D].
+
+        Args:
+            kv: [num_pages, L, page_size, kv_lora_rank + qk_rope_head_dim], L >= num_kv_layers; a page is contiguous.
+        """
+        step = AttnStep.prepare(inputs, self.rope_tables, self.thresholds)
+        x, residual = self.layers[0](self.embed_tokens.embed(inputs.token_ids), None, step, kv[:, 0])
+        for index, layer in enumerate(self.layers[1:], start=1):
+            x, residual = layer(x, residual, step, kv[:, index])
+        out, _ = self.norm.add(x, residual)
+        return out
+
+    @torch.inference_mode()
+    def forward_mtp(self, inputs: ForwardInput, hidden: Tensor, kv: Tensor) -> Tensor:
+        """One draft step: tokens t_{i+1} at positions i and their `hidden` h_i [T, D] -> [T, D] for `logits`.
+
+        The MTP layer is the last layer of the pool, so it has a page table and slots like every other.
+        """
+        assert self.mtp is not None, "the checkpoint has no MTP layer"
+        step = AttnStep.prepare(inputs, self.rope_tables, self.thresholds)
+        return self.mtp(self.embed_tokens.embed(inputs.token_ids), hidden, step, kv[:, self.config.num_hidden_layers])
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [S, D], the sampled rows of what a forward returned -> float32 [S, vocab_size] on every rank."""
+        return self.lm_head.logits(hidden)
+
+
+def load_model(
+    path: str | Path,
+    dims: ParallelDims,
+    device: torch.device,
+    dtype: torch.dtype,
+    thresholds: FormThresholds | None = None,
+) -> DeepseekV3:
+    """Reads this rank's part of a checkpoint directory; FP8 weights are dequantised to `dtype`.
+
+    Raises:
+        ConfigError: config.json is unusable.
+        CheckpointError: the tensors are not those that config.json describes.
+        ValueError: the config does not divide by `dims`.
+    """
+    started = time.monotonic()
+    config = ModelConfig.load(path)
+    ckpt = Checkpoint(path, config, device, dtype)
+    model = DeepseekV3(ckpt, config, dims, thresholds or FormThresholds())
+    ckpt.finish()
+    log.info("model loaded path=%s rank=%d dtype=%s seconds=%.1f", path, dims.rank, dtype, time.monotonic() - started)
+    return model

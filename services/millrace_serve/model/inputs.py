@@ -1,0 +1,51 @@
+"""The tensors of one forward step: what the engine hands to the model, and nothing else.
+
+Letters: T tokens of the step (padding included), B sequences, S sampled rows, P pages of the longest sequence.
+The engine lays the step out as `[decode sequences | prefill sequences]`: the first `num_decode` sequences have exactly
+one query token each and attend through the absorbed form; the rest are prompt chunks and may attend through the
+expanded form.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttnPlan:
+    """How the queries of a step find their keys: built once per step, read by every layer, overwritten by graph replay.
+
+    `cu_q` and `seq_lens` come twice, on the device for kernels and on the host for control flow, so that no layer waits
+    for a device read.
+    """
+
+    num_decode: int  # leading sequences with one query token each
+    cu_q: Tensor  # int32 [B+1], prefix sums of query tokens per sequence
+    seq_lens: Tensor  # int32 [B], keys of each sequence, this step's tokens included
+    page_table: Tensor  # int32 [B, P], physical page ids; entries past a sequence's last page are 0 (the sink)
+    q_lens_host: tuple[int, ...]  # [B] query tokens per sequence
+    seq_lens_host: tuple[int, ...]  # [B]
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.q_lens_host)
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardInput:
+    """One step. Rows past `num_tokens` are padding: their KV goes to page 0 and nobody samples them."""
+
+    token_ids: Tensor  # int64 [T]
+    positions: Tensor  # int64 [T], 0-based position in the sequence
+    kv_slots: Tensor  # int64 [T], page_id * page_size + offset where this token's KV row is written
+    attn: AttnPlan
+    sample_rows: Tensor  # int64 [S], rows of T whose logits are wanted
+    num_tokens: int  # real tokens, <= T
+    dp_num_tokens: tuple[int, ...] = ()  # T of every data-parallel replica in rank order; empty when dp == 1
+
+    @property
+    def device(self) -> torch.device:
+        return self.token_ids.device

@@ -1,0 +1,72 @@
+"""The parts that every layer is made of. Letters: T tokens, D hidden size, I intermediate size of this rank."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from millrace_kernels.linear import linear
+from millrace_kernels.rms_norm import add_rms_norm, rms_norm
+from millrace_kernels.silu_mul import silu_mul
+from torch import Tensor
+
+from millrace_serve.model.config import ModelConfig
+from millrace_serve.model.parallel import ParallelDims, check_divides
+from millrace_serve.model.weights import Checkpoint
+
+
+class RmsNorm:
+    def __init__(self, ckpt: Checkpoint, name: str, dim: int, eps: float) -> None:
+        self.weight = ckpt.tensor(f"{name}.weight", (dim,))
+        self.eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm(x + residual), x + residual)"""
+        return add_rms_norm(x, residual, self.weight, self.eps)
+
+
+class Mlp:
+    """down(silu(gate x) * up x), intermediate dimension sharded over TP: the result is this rank's part of a sum."""
+
+    def __init__(self, ckpt: Checkpoint, dims: ParallelDims, prefix: str, hidden: int, intermediate: int) -> None:
+        size = check_divides(f"{prefix} intermediate size", intermediate, "tp", dims.tp)
+        shard = (dims.tp_rank * size, (dims.tp_rank + 1) * size)
+        shape = (intermediate, hidden)
+        gate_up = [ckpt.tensor(f"{prefix}.{name}.weight", shape, rows=shard) for name in ("gate_proj", "up_proj")]
+        self.gate_up_proj = torch.cat(gate_up)  # [2I, D]
+        self.down_proj = ckpt.tensor(f"{prefix}.down_proj.weight", (hidden, intermediate), cols=shard)  # [D, I]
+
+    def partial(self, x: Tensor) -> Tensor:
+        return linear(silu_mul(linear(x, self.gate_up_proj)), self.down_proj)
+
+
+class VocabParallel:
+    """Rows of the vocabulary [first, first + size) of this TP rank; the last may hold fewer than ceil(vocab / tp)."""
+
+    def __init__(self, ckpt: Checkpoint, config: ModelConfig, dims: ParallelDims, name: str) -> None:
+        self.dims = dims
+        self.vocab_size = config.vocab_size
+        self.per_rank = -(-config.vocab_size // dims.tp)
+        self.first = min(dims.tp_rank * self.per_rank, config.vocab_size)
+        stop = min(self.first + self.per_rank, config.vocab_size)
+        self.weight = ckpt.tensor(name, (config.vocab_size, config.hidden_size), rows=(self.first, stop))
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """token_ids int64 [T] -> [T, D], complete on every rank of the replica."""
+        if self.dims.tp == 1:
+            return F.embedding(token_ids, self.weight)
+        local = token_ids - self.first
+        held = (local >= 0) & (local < self.weight.shape[0])
+        rows = F.embedding(local.where(held, 0), self.weight)
+        return self.dims.tp_all_reduce(rows.masked_fill(~held.unsqueeze(1), 0.0))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [S, D] -> float32 [S, vocab_size], complete on every rank of the replica."""
+        part = linear(hidden, self.weight)
+        if self.dims.tp == 1:
+            return part.float()
+        part = F.pad(part, (0, self.per_rank - part.shape[1]))  # ranks gather equal widths
+        whole = self.dims.tp_all_gather(part)  # [tp, S, per_rank]
+        return whole.transpose(0, 1).flatten(1)[:, : self.vocab_size].float()

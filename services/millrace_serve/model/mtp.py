@@ -1,0 +1,43 @@
+"""Multi-token prediction (V3 paper, section 2.2): one more decoder layer that predicts the token after the next.
+
+    h'_i = W_eh [norm_e(emb(t_{i+1})) | norm_h(h_i)]    out_i = norm(layer(h'_i))    logits of t_{i+2} = head(out_i)
+
+Embedding and head are the main model's.
+"""
+
+from __future__ import annotations
+
+import torch
+from millrace_kernels.linear import linear
+from torch import Tensor
+
+from millrace_serve.model.config import ModelConfig
+from millrace_serve.model.decoder_layer import DecoderLayer
+from millrace_serve.model.expert_exchange import ExpertExchange
+from millrace_serve.model.layers import RmsNorm
+from millrace_serve.model.mla import AttnStep
+from millrace_serve.model.parallel import ParallelDims
+from millrace_serve.model.weights import Checkpoint
+
+
+class Mtp:
+    def __init__(self, ckpt: Checkpoint, config: ModelConfig, dims: ParallelDims, exchange: ExpertExchange) -> None:
+        layer, hidden, eps = config.num_hidden_layers, config.hidden_size, config.rms_norm_eps
+        prefix = f"model.layers.{layer}"
+        self.enorm = RmsNorm(ckpt, f"{prefix}.enorm", hidden, eps)
+        self.hnorm = RmsNorm(ckpt, f"{prefix}.hnorm", hidden, eps)
+        self.eh_proj = ckpt.tensor(f"{prefix}.eh_proj.weight", (hidden, 2 * hidden))
+        self.layer = DecoderLayer(ckpt, config, dims, exchange, layer)
+        self.norm = RmsNorm(ckpt, f"{prefix}.shared_head.norm", hidden, eps)
+        for copy in (
+            "embed_tokens.weight",
+            "shared_head.head.weight",
+        ):  # published beside the layer; equal to the main ones
+            if ckpt.has(f"{prefix}.{copy}"):
+                ckpt.claim(f"{prefix}.{copy}", (config.vocab_size, hidden))
+
+    def __call__(self, embedded: Tensor, hidden: Tensor, step: AttnStep, kv: Tensor) -> Tensor:
+        """embedded [T, D] of tokens t_{i+1}, hidden [T, D] of the main model (or of the last draft) at i -> [T, D]."""
+        x = linear(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1), self.eh_proj)
+        out, _ = self.norm.add(*self.layer(x, None, step, kv))
+        return out

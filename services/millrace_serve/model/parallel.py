@@ -1,0 +1,119 @@
+"""Who a rank is, and whom it talks to. R ranks = dp replicas x tp ranks; rank = dp_rank * tp + tp_rank.
+
+attention heads, dense MLPs, shared expert, embedding, LM head   sharded over tp
+routed experts                                                   sharded over all R ranks
+requests                                                         belong to one replica
+"""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelDims:
+    rank: int = 0
+    tp: int = 1
+    dp: int = 1
+    world_group: dist.ProcessGroup | None = None  # all R ranks; None when R == 1
+    tp_group: dist.ProcessGroup | None = None  # ranks of this replica; None when tp == 1
+    dp_group: dist.ProcessGroup | None = None  # same tp_rank of every replica; None when dp == 1
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.dp
+
+    @property
+    def tp_rank(self) -> int:
+        return self.rank % self.tp
+
+    @property
+    def dp_rank(self) -> int:
+        return self.rank // self.tp
+
+    @property
+    def ep_size(self) -> int:
+        return self.world
+
+    @property
+    def ep_rank(self) -> int:
+        return self.rank
+
+    def tp_all_reduce(self, x: Tensor) -> Tensor:
+        """Sum over the TP group, in place."""
+        if self.tp_group is not None:
+            dist.all_reduce(x, group=self.tp_group)
+        return x
+
+    def tp_all_gather(self, x: Tensor) -> Tensor:
+        """[n, ...] of every TP rank -> [tp, n, ...]."""
+        return _all_gather(x, self.tp, self.tp_group)
+
+    def dp_all_gather(self, x: Tensor) -> Tensor:
+        """[n, ...] of every replica -> [dp, n, ...]."""
+        return _all_gather(x, self.dp, self.dp_group)
+
+    def dp_reduce_scatter(self, x: Tensor) -> Tensor:
+        """[dp, n, ...] of every replica -> the sum of everybody's row dp_rank, [n, ...]."""
+        if self.dp_group is None:
+            return x[0]
+        out = torch.empty_like(x[0])
+        dist.reduce_scatter_tensor(out, x.flatten(0, 1).contiguous(), group=self.dp_group)
+        return out
+
+
+def _all_gather(x: Tensor, size: int, group: dist.ProcessGroup | None) -> Tensor:
+    if group is None:
+        return x.unsqueeze(0)
+    out = x.new_empty(size * x.shape[0], *x.shape[1:])
+    dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+    return out.unflatten(0, (size, -1)) if x.shape[0] else out.view(size, *x.shape)
+
+
+def init_parallel(
+    rank: int, tp: int, dp: int, init_method: str, device: torch.device, timeout_s: float = 600.0
+) -> ParallelDims:
+    """Joins this process to the world of tp * dp ranks; collective unless that is 1.
+
+    Args:
+        init_method: rendezvous of torch.distributed, such as `tcp://127.0.0.1:29500`.
+        device: groups carry CPU tensors over gloo and, where the device is CUDA, CUDA tensors over NCCL.
+    """
+    world = tp * dp
+    if not 0 <= rank < world:
+        raise ValueError(f"rank={rank} is outside of tp={tp} x dp={dp} = {world} ranks")
+    if world == 1:
+        return ParallelDims()
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    timeout = datetime.timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world, timeout=timeout)
+    tp_groups = [dist.new_group(range(d * tp, (d + 1) * tp)) for d in range(dp)] if tp > 1 else None
+    dp_groups = [dist.new_group(range(t, world, tp)) for t in range(tp)] if dp > 1 else None
+    return ParallelDims(
+        rank=rank,
+        tp=tp,
+        dp=dp,
+        world_group=dist.group.WORLD,
+        tp_group=tp_groups[rank // tp] if tp_groups else None,
+        dp_group=dp_groups[rank % tp] if dp_groups else None,
+    )
+
+
+def leave_parallel() -> None:
+    """Ends what `init_parallel` began. A process that exits without it may abort: threads of its groups may still be
+    letting go of tensors while the interpreter ends.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def check_divides(config_name: str, value: int, size_name: str, size: int) -> int:
+    """value // size; a shard must be whole."""
+    if value % size:
+        raise ValueError(f"{config_name}={value} is not a multiple of {size_name}={size}")
+    return value // size

@@ -1,0 +1,133 @@
+"""Reads a public checkpoint directory: each rank reads its slices only, each tensor is checked where it is used.
+
+1. `Checkpoint(dir, config, device, dtype)` reads the headers: name -> file, from `*.safetensors` or the shards' index.
+2. The modules of the model take their tensors by public name with the shape that the config implies.
+3. `finish()` refuses a checkpoint that holds weights which the config does not describe.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from millrace_kernels.fp8 import BLOCK, dequant_blocks
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from millrace_serve.model.config import ModelConfig
+
+INDEX_FILE = "model.safetensors.index.json"
+SCALE_SUFFIX = "_scale_inv"
+FLOATS = ("BF16", "F16", "F32")
+IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
+
+Shape = tuple[int, ...]
+Slice = tuple[int, int]  # half-open
+
+
+class CheckpointError(ValueError):
+    """The checkpoint is unreadable or does not match its config; the message names the tensor."""
+
+
+class Checkpoint:
+    def __init__(self, directory: str | Path, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+        self.directory = Path(directory)
+        self.config = config
+        self.device = device
+        self.dtype = dtype
+        self._files: dict[Path, Any] = {}
+        self._file_of = self._read_index()
+        self._unclaimed = set(self._file_of)
+
+    def tensor(
+        self,
+        name: str,
+        shape: Shape,
+        *,
+        rows: Slice | None = None,
+        cols: Slice | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """The tensor or its slice, on the device, in `dtype` (default: the compute dtype); FP8 weights are dequantised.
+
+        Args:
+            shape: of the whole tensor in the checkpoint.
+            rows, cols: the part that this rank holds.
+        """
+        stored = self._header(
+            name, shape, (*FLOATS, "F8_E4M3") if self.config.fp8_blocks and len(shape) == 2 else FLOATS
+        )
+        part = _take(stored, rows, cols)
+        dtype = dtype or self.dtype
+        if stored.get_dtype() == "F8_E4M3":
+            part = self._dequantise(name, part, shape, rows or (0, shape[0]), cols or (0, shape[1]), dtype)
+        return part.to(device=self.device, dtype=dtype, copy=True)  # never a view of the mapped file
+
+    def has(self, name: str) -> bool:
+        return name in self._file_of
+
+    def claim(self, name: str, shape: Shape) -> None:
+        """A tensor that belongs to the model and that another rank reads: it must exist and have the right shape."""
+        self._header(name, shape, (*FLOATS, "F8_E4M3"))
+        self._unclaimed.discard(name + SCALE_SUFFIX)
+
+    def finish(self) -> None:
+        left = sorted(name for name in self._unclaimed if not name.endswith(IGNORED_SUFFIXES))
+        if left:
+            shown = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
+            raise CheckpointError(f"{self.directory}: tensors that config.json does not describe: {shown}")
+        self._files.clear()
+
+    def _read_index(self) -> dict[str, Path]:
+        index = self.directory / INDEX_FILE
+        if index.is_file():
+            try:
+                weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            except (json.JSONDecodeError, KeyError, UnicodeDecodeError) as error:
+                raise CheckpointError(f"{index}: malformed index: {error}") from None
+            return {name: self.directory / file for name, file in weight_map.items()}
+        files = sorted(self.directory.glob("*.safetensors"))
+        if not files:
+            raise CheckpointError(f"{self.directory}: no {INDEX_FILE} and no *.safetensors")
+        return {name: file for file in files for name in self._open(file).keys()}  # noqa: SIM118 (not a dict)
+
+    def _open(self, file: Path) -> Any:
+        if file not in self._files:
+            try:
+                self._files[file] = safe_open(file, framework="pt", device="cpu")
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{file}: cannot be read: {error}") from None
+        return self._files[file]
+
+    def _header(self, name: str, shape: Shape, dtypes: tuple[str, ...]) -> Any:
+        if name not in self._file_of:
+            raise CheckpointError(f"{self.directory}: tensor {name} is missing (expected shape {list(shape)})")
+        file = self._file_of[name]
+        try:
+            stored = self._open(file).get_slice(name)
+        except SafetensorError:
+            raise CheckpointError(f"{file}: tensor {name} is missing (expected shape {list(shape)})") from None
+        if tuple(stored.get_shape()) != shape:
+            raise CheckpointError(f"{file}: tensor {name} has shape {stored.get_shape()}, expected {list(shape)}")
+        if stored.get_dtype() not in dtypes:
+            raise CheckpointError(
+                f"{file}: tensor {name} has dtype {stored.get_dtype()}, expected one of {', '.join(dtypes)}"
+            )
+        self._unclaimed.discard(name)
+        return stored
+
+    def _dequantise(
+        self, name: str, part: Tensor, shape: Shape, rows: Slice, cols: Slice, dtype: torch.dtype
+    ) -> Tensor:
+        scale_shape = tuple(-(-size // BLOCK) for size in shape)
+        blocks = [(start // BLOCK, -(-stop // BLOCK)) for start, stop in (rows, cols)]
+        scales = _take(self._header(name + SCALE_SUFFIX, scale_shape, ("F32",)), *blocks)
+        return dequant_blocks(part, scales, dtype, rows[0] % BLOCK, cols[0] % BLOCK)
+
+
+def _take(stored: Any, rows: Slice | None, cols: Slice | None) -> Tensor:
+    if cols is not None:
+        return stored[slice(*(rows or (None, None))), slice(*cols)]
+    return stored[slice(*(rows or (None, None)))]

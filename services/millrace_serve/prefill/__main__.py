@@ -1,0 +1,17 @@
+"""`python -m millrace_serve.prefill --config FILE --set a.b=c --announce FILE`"""
+
+from __future__ import annotations
+
+import sys
+
+
+def main(argv: list[str] | None = None) -> int:
+    from millrace_serve.engine.config import Role
+    from millrace_serve.prefill.service import PrefillRole  # rank processes import this file, and need nothing of it
+    from millrace_serve.worker.main import main as worker_main
+
+    return worker_main(PrefillRole, (Role.PREFILL,), argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,251 @@
+"""One request's KV on its way into our pool: a pure state machine, driven by the frontend. No I/O, no clock.
+
+Life of one import:
+
+1. WAITING    nothing has arrived yet.
+2. RESERVING  the first part arrived: AskReserve was said, parts are collected meanwhile.
+3. READING    our pages are known: every part's pages that our prefix cache lacks are read as the part arrives.
+4. RELEASING  the last part arrived and every read is done: AskRelease was said.
+5. DONE       the exporter answered HELD: what was read is good, Done was said.
+   OVER       it failed and nothing is in flight: Over was said, our pages may be freed.
+   DRAINING   it failed while reads were in flight; no new ones start, and the last one to become final leads to OVER.
+
+A last part whose first token already ended the sequence leads to DONE as soon as nothing is in flight, from any state:
+there is nothing to read for, and the exporter has taken the pages back.
+
+Exactly one of Done and Over is said in every life, and only when nothing is in flight. What does not fit (another
+request, a part seen before, a part after a gap, an answer nobody waits for) is refused and counted in `refused`; it
+never changes the state. A part that contradicts what we know (the hash of its tokens, the number of pages) fails the
+import.
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+from collections.abc import Sequence
+
+import msgspec
+
+from millrace_serve.engine.core import Failure, KvPart, RequestId, SequenceOutput
+from millrace_serve.transfer.lease import Outcome
+
+
+class ImportState(enum.StrEnum):
+    WAITING = "waiting"
+    RESERVING = "reserving"
+    READING = "reading"
+    RELEASING = "releasing"
+    DRAINING = "draining"
+    DONE = "done"
+    OVER = "over"
+
+
+LEGAL: dict[ImportState, frozenset[ImportState]] = {
+    ImportState.WAITING: frozenset({ImportState.RESERVING, ImportState.DONE, ImportState.OVER}),
+    ImportState.RESERVING: frozenset({ImportState.READING, ImportState.DONE, ImportState.OVER}),
+    ImportState.READING: frozenset({ImportState.RELEASING, ImportState.DONE, ImportState.DRAINING, ImportState.OVER}),
+    ImportState.RELEASING: frozenset({ImportState.DONE, ImportState.OVER}),
+    ImportState.DRAINING: frozenset({ImportState.OVER}),
+    ImportState.DONE: frozenset(),
+    ImportState.OVER: frozenset(),
+}
+TERMINAL = frozenset(state for state, successors in LEGAL.items() if not successors)
+_TAKES_PARTS = frozenset({ImportState.WAITING, ImportState.RESERVING, ImportState.READING})
+
+
+class Refusal(enum.StrEnum):
+    WRONG_ID = "wrong_id"
+    DUPLICATE_PART = "duplicate_part"
+    PART_GAP = "part_gap"
+    LATE = "late"  # the state no longer takes this event
+    UNKNOWN_READ = "unknown_read"
+
+
+class AskReserve(msgspec.Struct, frozen=True):
+    """Ask our engine for pages (KvOffered); answer with `on_reserved`."""
+
+
+class Read(msgspec.Struct, frozen=True):
+    """Start one read; answer with `on_read_done` or `on_read_failed` when it is final."""
+
+    read: int  # 0, 1, ... within the import
+    src_pages: list[int]
+    dst_pages: list[int]
+
+
+class AskRelease(msgspec.Struct, frozen=True):
+    """Call Release on the exporter; answer with `on_release_outcome`, or `on_abort` when it cannot be reached."""
+
+
+class GiveBack(msgspec.Struct, frozen=True):
+    """Call Release on the exporter and ignore the answer: we gave up, and it need not hold the pages any longer."""
+
+
+class Done(msgspec.Struct, frozen=True):
+    """Tell our engine KvArrived."""
+
+    first: SequenceOutput
+
+
+class Over(msgspec.Struct, frozen=True):
+    """Tell our engine KvFailed; no operation on our pages is in flight."""
+
+    failure: Failure
+
+
+Action = AskReserve | Read | AskRelease | GiveBack | Done | Over
+
+
+class KvImport:
+    """`expected_hashes[i]` is the chain hash of the prompt up to the end of page i; one per page of the prompt."""
+
+    def __init__(self, id: RequestId, expected_hashes: Sequence[int]) -> None:
+        self.id = id
+        self.state = ImportState.WAITING
+        self.refused: collections.Counter[Refusal] = collections.Counter()
+        self.failure: Failure | None = None  # set as soon as it is known; Over may come later
+        self._expected = list(expected_hashes)
+        self._src_pages: list[int] = []  # accepted so far, in page order
+        self._dst_pages: list[int] = []
+        self._num_asked = 0  # leading pages that are read, being read, or were cached
+        self._outstanding: set[int] = set()
+        self._num_reads = 0
+        self._first: SequenceOutput | None = None  # of the last part
+
+    @property
+    def num_outstanding_reads(self) -> int:
+        return len(self._outstanding)
+
+    def on_part(self, part: KvPart) -> list[Action]:
+        if refusal := self._refusal_of(part):
+            return self._refuse(refusal)
+        if problem := self._contradiction_in(part):
+            return self.on_abort(Failure("KV_MISMATCH", f"{self.id}: {problem}"))
+        self._src_pages += part.page_ids
+        if part.last:
+            self._first = part.first
+        if self._is_finished:
+            return self._advance()
+        if self.state is ImportState.WAITING:
+            self._move(ImportState.RESERVING)
+            return [AskReserve()]
+        return self._advance()
+
+    def on_parts_end(self) -> list[Action]:
+        """The stream of parts ended in good order. Without the last part that is a failure."""
+        if self.state not in _TAKES_PARTS or self._first is not None:
+            return []
+        have = f"{len(self._src_pages)} of {len(self._expected)} pages"
+        return self.on_abort(Failure("TRANSFER_FAILED", f"{self.id}: the exporter stopped publishing after {have}"))
+
+    def on_reserved(self, page_ids: Sequence[int], num_cached_pages: int) -> list[Action]:
+        """Our pages, one per page of the prompt; the first `num_cached_pages` already hold what we need."""
+        if self.state is not ImportState.RESERVING:
+            return self._refuse(Refusal.LATE)
+        assert len(page_ids) == len(self._expected), f"{len(page_ids)} pages reserved for {len(self._expected)}"
+        assert 0 <= num_cached_pages <= len(page_ids), f"{num_cached_pages} cached of {len(page_ids)} pages"
+        self._dst_pages = list(page_ids)
+        self._num_asked = num_cached_pages
+        self._move(ImportState.READING)
+        return self._advance()
+
+    def on_read_done(self, read: int) -> list[Action]:
+        if read not in self._outstanding:
+            return self._refuse(Refusal.UNKNOWN_READ)
+        self._outstanding.remove(read)
+        return self._drained() if self.state is ImportState.DRAINING else self._advance()
+
+    def on_read_failed(self, read: int, reason: str) -> list[Action]:
+        """`read` is final: nothing of it is in flight."""
+        if read not in self._outstanding:
+            return self._refuse(Refusal.UNKNOWN_READ)
+        self._outstanding.remove(read)
+        return self.on_abort(Failure("TRANSFER_FAILED", f"{self.id}: {reason}"))
+
+    def on_release_outcome(self, outcome: Outcome) -> list[Action]:
+        if self.state is not ImportState.RELEASING:
+            return self._refuse(Refusal.LATE)
+        if outcome is not Outcome.HELD:
+            message = f"{self.id}: the exporter no longer held the pages when they had been read (release: {outcome})"
+            return self.on_abort(Failure("KV_EXPIRED", message))
+        return self._done()
+
+    def on_abort(self, failure: Failure) -> list[Action]:
+        """The request was cancelled, the peer died, a read stalled, ...: the first failure is the one reported."""
+        if self.state in TERMINAL:
+            return self._refuse(Refusal.LATE)
+        self.failure = self.failure or failure
+        if self._outstanding and self.state is not ImportState.DRAINING:
+            self._move(ImportState.DRAINING)
+        return self._drained()
+
+    def _refusal_of(self, part: KvPart) -> Refusal | None:
+        if part.id != self.id:
+            return Refusal.WRONG_ID
+        if self.state not in _TAKES_PARTS or self._first is not None:
+            return Refusal.LATE
+        if part.first_page < len(self._src_pages):
+            return Refusal.DUPLICATE_PART
+        if part.first_page > len(self._src_pages):
+            return Refusal.PART_GAP
+        return None
+
+    def _contradiction_in(self, part: KvPart) -> str | None:
+        end = part.first_page + len(part.page_ids)
+        total = len(self._expected)
+        if len(part.fingerprints) != len(part.page_ids):
+            return f"part has {len(part.page_ids)} pages but {len(part.fingerprints)} fingerprints"
+        if end > total:
+            return f"part ends at page {end}, the prompt has {total} pages"
+        if part.last and (end != total or part.first is None):
+            return f"last part ends at page {end} of {total}, {'with' if part.first else 'without'} a first token"
+        expected = self._expected[part.first_page : end]
+        for offset, (ours, theirs) in enumerate(zip(expected, part.fingerprints, strict=True)):
+            if ours != theirs:
+                page = part.first_page + offset
+                return f"page {page} was computed from other tokens (hash {theirs:016x}, expected {ours:016x})"
+        return None
+
+    def _advance(self) -> list[Action]:
+        """Asks for what can be asked for now."""
+        if self._is_finished:
+            return [] if self._outstanding else self._done()
+        if self.state is not ImportState.READING:
+            return []
+        start, end = self._num_asked, len(self._src_pages)
+        if start < end:
+            self._num_asked = end
+            read = Read(self._num_reads, self._src_pages[start:end], self._dst_pages[start:end])
+            self._num_reads += 1
+            self._outstanding.add(read.read)
+            return [read]
+        if self._first is not None and not self._outstanding:
+            self._move(ImportState.RELEASING)
+            return [AskRelease()]
+        return []
+
+    @property
+    def _is_finished(self) -> bool:
+        return self._first is not None and self._first.finish is not None
+
+    def _done(self) -> list[Action]:
+        assert self._first is not None
+        self._move(ImportState.DONE)
+        return [Done(self._first)]
+
+    def _drained(self) -> list[Action]:
+        if self._outstanding:
+            return []
+        assert self.failure is not None
+        holds_lease = bool(self._src_pages) and self.state is not ImportState.RELEASING
+        self._move(ImportState.OVER)
+        return [GiveBack(), Over(self.failure)] if holds_lease else [Over(self.failure)]
+
+    def _refuse(self, refusal: Refusal) -> list[Action]:
+        self.refused[refusal] += 1
+        return []
+
+    def _move(self, to: ImportState) -> None:
+        assert to in LEGAL[self.state], f"{self.id}: illegal import transition {self.state} -> {to}"
+        self.state = to

@@ -1,0 +1,89 @@
+"""Typed one-way message channels between the processes of a worker: ZeroMQ PUSH/PULL with msgpack.
+
+Sending never blocks: a message for a slow receiver is queued without limit, because what may be in flight is already
+limited by the engine's admission. A socket belongs to one thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import zmq
+
+T = TypeVar("T")
+
+BATCH = 256  # messages that a reader callback takes before others get their turn
+
+
+class Sender(Generic[T]):
+    def __init__(self, context: zmq.Context[Any], endpoint: str) -> None:
+        self._socket = context.socket(zmq.PUSH)
+        self._socket.set(zmq.SNDHWM, 0)
+        self._socket.set(zmq.LINGER, 500)  # ms; last words of a rank
+        self._socket.connect(endpoint)
+        self._encode = msgspec.msgpack.Encoder().encode
+
+    def send(self, message: T) -> None:
+        self._socket.send(self._encode(message), zmq.NOBLOCK)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Receiver(Generic[T]):
+    """`bind` is an endpoint such as ipc:///tmp/x/rank0 or tcp://10.0.0.1:*; `endpoint` is what senders connect to."""
+
+    def __init__(self, context: zmq.Context[Any], bind: str, kind: Any) -> None:
+        self._socket = context.socket(zmq.PULL)
+        self._socket.set(zmq.RCVHWM, 0)
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.bind(bind)
+        self.endpoint: str = self._socket.get(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
+        self._decode = msgspec.msgpack.Decoder(kind).decode
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._on_message: Callable[[T], None] | None = None
+
+    def receive(self, wait_s: float | None = 0.0) -> list[T]:
+        """Everything that is there; waits for the first message up to `wait_s` (None: for ever)."""
+        if wait_s != 0:
+            self._socket.poll(None if wait_s is None else math.ceil(wait_s * 1000))
+        messages: list[T] = []
+        while (message := self._take()) is not None:
+            messages.append(message)
+        return messages
+
+    def watch(self, loop: asyncio.AbstractEventLoop, on_message: Callable[[T], None]) -> None:
+        """Call `on_message` on the event loop for every message."""
+        self._loop, self._on_message = loop, on_message
+        loop.add_reader(self._socket.fileno(), self._readable)
+        loop.call_soon(self._readable)
+
+    def flush(self) -> None:
+        """Deliver now what is there."""
+        assert self._on_message is not None
+        for message in self.receive():
+            self._on_message(message)
+
+    def _readable(self) -> None:
+        # The descriptor is edge-triggered: it says nothing more until the socket was read empty.
+        assert self._loop is not None and self._on_message is not None
+        for _ in range(BATCH):
+            if self._socket.closed or (message := self._take()) is None:
+                return
+            self._on_message(message)
+        self._loop.call_soon(self._readable)
+
+    def close(self) -> None:
+        if self._loop is not None and not self._socket.closed:
+            self._loop.remove_reader(self._socket.fileno())
+        self._socket.close()
+
+    def _take(self) -> T | None:
+        try:
+            return self._decode(self._socket.recv(zmq.NOBLOCK))
+        except zmq.Again:
+            return None

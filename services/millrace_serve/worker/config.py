@@ -1,0 +1,93 @@
+"""The configuration of a worker: one object for its frontend and all of its ranks."""
+
+from __future__ import annotations
+
+import enum
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from millrace_rpc.config import Config
+from pydantic import Field, model_validator
+
+from millrace_serve.engine.config import EngineConfig, Role
+from millrace_serve.engine.sim_runner import SimSettings
+
+DEFAULT_PAGES = 1025
+SIM_CONTEXT = 8192
+
+
+class EngineKind(enum.StrEnum):
+    MODEL = "model"
+    SIM = "sim"  # a timing model with a token oracle: no weights, no torch in any process
+
+
+class Timeouts(Config):
+    """Seconds."""
+
+    start: float = Field(600.0, gt=0)  # until every rank is ready to warm up
+    warmup: float = Field(120.0, gt=0)  # all warm-up requests of one call together
+    drain: float = Field(30.0, ge=0)  # running work after SIGTERM
+    fetch_wait: float = Field(10.0, gt=0)  # prefill: a Fetch that came before its prompt was submitted
+    heartbeat: float = Field(1.0, gt=0)  # prefill: between two messages of a Fetch stream
+    stall: float = Field(5.0, gt=0)  # decode: silence of a Fetch stream, or a read that does not end
+    lease: float = Field(30.0, gt=0)  # prefill: parked pages since the importer was last heard
+    max_lease: float = Field(300.0, gt=0)  # prefill: parked pages, whatever the importer says
+
+
+class WorkerConfig(Config):
+    role: Role = Role.DECODE
+    host: str = "127.0.0.1"
+    grpc_port: int = Field(0, ge=0, le=65535)  # 0: any free port
+    metrics_port: int = Field(0, ge=0, le=65535)  # 0: any free port
+    worker_id: str = ""  # stable over restarts; empty: the epoch
+    engine: EngineKind = EngineKind.MODEL
+    model: Path | None = None  # checkpoint folder
+    served_name: str = ""  # empty: the folder's name
+    limits: EngineConfig  # max_model_len follows from the model unless it is set
+    sim: SimSettings = SimSettings()
+    dp: int = Field(1, ge=1)  # replicas
+    tp: int = Field(1, ge=1)  # ranks of a replica
+    device: Literal["cpu", "cuda"] = "cpu"
+    dtype: Literal["float32", "bfloat16"]  # of activations and KV; float32 on a CPU unless it is set
+    launcher: Literal["local", "ray"] = "local"
+    timeouts: Timeouts = Timeouts()
+    gc_warn_s: float = Field(0.05, gt=0)  # a collection pause above this is logged
+    log_level: str = "INFO"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, values: Any) -> Any:
+        """What follows from other values: the context from the checkpoint, the dtype from the device."""
+        if not isinstance(values, dict):
+            return values
+        limits = values.get("limits") or {}
+        if isinstance(limits, dict):
+            limits = {"num_pages": DEFAULT_PAGES, "max_model_len": _context_of(values), **limits}
+        dtype = "bfloat16" if values.get("device") == "cuda" else "float32"
+        return {"dtype": dtype, **values, "limits": limits}
+
+    @model_validator(mode="after")
+    def _checkpoint_is_named(self) -> WorkerConfig:
+        if self.engine is EngineKind.MODEL and self.model is None:
+            raise ValueError("model: a checkpoint folder is required unless engine=sim")
+        return self
+
+    @property
+    def num_ranks(self) -> int:
+        return self.dp * self.tp
+
+    @property
+    def model_name(self) -> str:
+        return self.served_name or (self.model.name if self.model else str(self.engine))
+
+
+def _context_of(values: dict[str, Any]) -> int:
+    """Tokens that the model's positions allow. A checkpoint that cannot be read gets its error when it is loaded."""
+    if values.get("engine") == EngineKind.SIM or not values.get("model"):
+        return SIM_CONTEXT
+    try:
+        facts = json.loads((Path(values["model"]) / "config.json").read_text())
+        return int(facts["max_position_embeddings"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return SIM_CONTEXT

@@ -1,0 +1,88 @@
+"""Starts rank processes, and tells when one ends. `Launcher` is all that the frontend knows; ray_launch.py is the other
+one.
+
+No rank outlives the frontend, however that ends: the kernel kills it with its parent (Linux), and a pipe that closes
+tells it.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import multiprocessing
+import shutil
+import tempfile
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+
+from millrace_serve.worker.config import WorkerConfig
+from millrace_serve.worker.rank import RankSpec
+from millrace_serve.worker.rank import main as rank_main
+
+OnExit = Callable[[int, str], None]  # rank, how it ended
+
+
+class Launcher(abc.ABC):
+    @abc.abstractmethod
+    def bind(self) -> str:
+        """Where the frontend's inbox listens: a ZeroMQ endpoint, perhaps with a wildcard port."""
+
+    @abc.abstractmethod
+    async def start(self, config: WorkerConfig, frontend: str, on_exit: OnExit) -> None:
+        """Start all ranks. `on_exit` is called on the event loop when one ends, for whatever reason."""
+
+    @abc.abstractmethod
+    async def stop(self, grace_s: float) -> None:
+        """Wait for the ranks, which have been told to stop, and end those that have not after `grace_s`. Idempotent."""
+
+
+class LocalLauncher(Launcher):
+    """Processes of this host, over Unix sockets in a private folder."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.mkdtemp(prefix="millrace-")
+        self._processes: list[BaseProcess] = []
+        self._ends: list[asyncio.Future[None]] = []
+
+    def bind(self) -> str:
+        return f"ipc://{self._folder}/frontend"
+
+    async def start(self, config: WorkerConfig, frontend: str, on_exit: OnExit) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        loop = asyncio.get_running_loop()
+        for rank in range(config.num_ranks):
+            bind, rendezvous = f"ipc://{self._folder}/rank{rank}-{{name}}", f"file://{self._folder}/rendezvous"
+            spec = RankSpec(config, rank, frontend, bind, rendezvous)
+            alive, keep = spawn.Pipe(duplex=False)
+            process = spawn.Process(target=rank_main, args=(spec, alive), name=f"millrace-rank{rank}", daemon=True)
+            process.start()
+            alive.close()
+            process.keep_alive = keep  # type: ignore[attr-defined]  # closes with us
+            self._processes.append(process)
+            end: asyncio.Future[None] = loop.create_future()
+            self._ends.append(end)
+            loop.add_reader(process.sentinel, _ended, rank, process, end, on_exit)
+
+    async def stop(self, grace_s: float) -> None:
+        if self._ends:
+            await asyncio.wait(self._ends, timeout=grace_s)
+            for process in self._processes:
+                process.kill()
+            await asyncio.wait(self._ends)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _ended(rank: int, process: BaseProcess, end: asyncio.Future[None], on_exit: OnExit) -> None:
+    asyncio.get_running_loop().remove_reader(process.sentinel)
+    process.join()
+    end.set_result(None)
+    code = process.exitcode or 0
+    on_exit(rank, f"signal {-code}" if code < 0 else f"exit code {code}")
+
+
+def make_launcher(kind: str) -> Launcher:
+    if kind == "ray":
+        from millrace_serve.worker.ray_launch import RayLauncher  # Ray is installed on clusters only
+
+        return RayLauncher()
+    return LocalLauncher()

@@ -1,0 +1,63 @@
+"""The life of a worker: which states there are, which may follow which, and who is told.
+
+1. STARTING   the frontend answers GetInfo; ranks are being started
+2. LOADING    ranks read weights
+3. COMPILING  ranks compile and capture
+4. WARMING    real tiny requests run through the engine
+5. READY      routers' requests are admitted; the health service says SERVING
+6. DRAINING   running work ends, nothing new is admitted
+7. STOPPED    the process is about to exit; `message` says why
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import time
+from collections.abc import Callable
+
+log = logging.getLogger(__name__)
+
+
+class State(enum.StrEnum):
+    STARTING = "starting"
+    LOADING = "loading"
+    COMPILING = "compiling"
+    WARMING = "warming"
+    READY = "ready"
+    DRAINING = "draining"
+    STOPPED = "stopped"
+
+
+_ORDER = list(State)
+LEGAL: dict[State, frozenset[State]] = {
+    State.STARTING: frozenset({State.LOADING, State.STOPPED}),
+    State.LOADING: frozenset({State.COMPILING, State.STOPPED}),
+    State.COMPILING: frozenset({State.WARMING, State.STOPPED}),
+    State.WARMING: frozenset({State.READY, State.STOPPED}),
+    State.READY: frozenset({State.DRAINING, State.STOPPED}),
+    State.DRAINING: frozenset({State.STOPPED}),
+    State.STOPPED: frozenset(),
+}
+
+
+class Lifecycle:
+    def __init__(self, on_change: Callable[[State], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self.state = State.STARTING
+        self.message = ""
+        self._on_change = on_change
+        self._clock = clock
+        self._since = clock()
+
+    def to(self, state: State, message: str = "") -> None:
+        assert state in LEGAL[self.state], f"illegal worker transition {self.state} -> {state}"
+        now = self._clock()
+        log.info("%s -> %s after %.2f s%s", self.state, state, now - self._since, f": {message}" if message else "")
+        self.state, self.message, self._since = state, message, now
+        self._on_change(state)
+
+    def advance(self, state: State, message: str) -> None:
+        """As far as `state` through the states in between; a state that lies behind changes nothing but the message."""
+        while _ORDER.index(self.state) < _ORDER.index(state):
+            self.to(_ORDER[_ORDER.index(self.state) + 1], message)
+        self.message = message

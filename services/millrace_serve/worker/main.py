@@ -1,0 +1,176 @@
+"""A worker process from its start to its exit code.
+
+1. the gRPC server answers, the ports are announced, signals are caught
+2. the frontend starts its ranks and warms up: READY
+3. until SIGTERM or SIGINT: drain, then exit code 0; a second signal ends the process at once
+   until a rank dies: exit code 1
+   a start that fails: exit code 1, with the reason in the log and in GetInfo's state_message until the end
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import prometheus_client
+import uvloop
+from millrace.v1 import worker_pb2_grpc
+from millrace_rpc import log as logs
+from millrace_rpc.config import ConfigError, load
+from millrace_rpc.errors import MillraceError
+from millrace_rpc.server import Server
+
+from millrace_serve.engine.config import Role
+from millrace_serve.worker.config import WorkerConfig
+from millrace_serve.worker.frontend import Frontend
+from millrace_serve.worker.http import Answer, HttpServer
+from millrace_serve.worker.launch import make_launcher
+from millrace_serve.worker.lifecycle import State
+from millrace_serve.worker.ranks import RankLost
+from millrace_serve.worker.role import RoleLogic
+from millrace_serve.worker.service import SERVICE_NAME, WorkerServicer
+
+log = logging.getLogger(__name__)
+
+STOP_GRACE_S = 1.0  # for streams to take their last messages
+MakeRole = Callable[[Frontend], RoleLogic]
+
+
+async def serve(config: WorkerConfig, make_role: MakeRole, announce: Path | None = None) -> int:
+    """Run a worker; its exit code."""
+    frontend = Frontend(config, uuid.uuid4().hex, make_launcher(config.launcher), make_role)
+    server = _server(frontend)
+    http = HttpServer(_routes(frontend))
+    stop = _signals()
+    code, message = 1, "could not start"
+    try:
+        await server.start(f"{config.host}:{config.grpc_port}")
+        metrics_port = await http.start(config.host, config.metrics_port)
+        if announce is not None:
+            _announce(announce, frontend, server.port, metrics_port)
+        code, message = await _live(frontend, stop, f"{config.host}:{server.port}")
+        log.info("stopping: %s", message)
+    finally:
+        await frontend.close(message)
+        await server.stop(STOP_GRACE_S)
+        await http.stop()
+    return code
+
+
+async def _live(frontend: Frontend, stop: asyncio.Event, address: str) -> tuple[int, str]:
+    """Until the worker should end. The exit code, and why."""
+    stopped = asyncio.create_task(stop.wait())
+    start = asyncio.create_task(frontend.start())
+    await asyncio.wait((start, stopped, frontend.lost), return_when=asyncio.FIRST_COMPLETED)
+    if not start.done() and not frontend.lost.done():
+        start.cancel()
+        return 0, "stopped by a signal before it was ready"
+    try:
+        await start
+    except (RankLost, MillraceError) as error:
+        return 1, f"could not start: {error}"
+    log.info("READY %s", address)
+    await asyncio.wait((stopped, frontend.lost), return_when=asyncio.FIRST_COMPLETED)
+    if not frontend.lost.done():
+        drain = asyncio.create_task(frontend.drain(frontend.config.timeouts.drain))
+        await asyncio.wait((drain, frontend.lost), return_when=asyncio.FIRST_COMPLETED)
+        drain.cancel()
+    if frontend.lost.done():
+        return 1, frontend.lost.result()
+    return 0, "drained"
+
+
+def _server(frontend: Frontend) -> Server:
+    server = Server([SERVICE_NAME, *frontend.role.service_names])
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(frontend), server.grpc)
+    frontend.role.register(server.grpc)
+    tasks: set[asyncio.Task[None]] = set()
+    one_by_one = asyncio.Lock()
+
+    async def set_serving() -> None:
+        async with one_by_one:
+            await server.set_serving(frontend.lifecycle.state is State.READY)
+
+    def on_state(state: State) -> None:
+        task = asyncio.create_task(set_serving())
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    frontend.state_changed = on_state
+    return server
+
+
+def _routes(frontend: Frontend) -> dict[str, Callable[[], Answer]]:
+    def metrics() -> Answer:
+        frontend.report_pauses()
+        frontend.board.report(frontend.metrics)
+        return 200, prometheus_client.CONTENT_TYPE_LATEST, prometheus_client.generate_latest(frontend.registry)
+
+    def ready() -> Answer:
+        state = frontend.lifecycle.state
+        return (200 if state is State.READY else 503), "text/plain", f"{state}\n".encode()
+
+    return {"/metrics": metrics, "/health": lambda: (200, "text/plain", b"ok\n"), "/ready": ready}
+
+
+def _signals() -> asyncio.Event:
+    stop = asyncio.Event()
+
+    def on_signal(name: str) -> None:
+        if stop.is_set():
+            log.warning("%s again: exiting at once", name)
+            os._exit(130)
+        log.info("%s: draining", name)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal, number.name)
+    return stop
+
+
+def _announce(path: Path, frontend: Frontend, grpc_port: int, metrics_port: int) -> None:
+    """Bound ports by name, and who we are. Written under another name first, so that nobody reads half of it."""
+    facts = {"grpc": grpc_port, "metrics": metrics_port, "pid": os.getpid(), "epoch": frontend.epoch}
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    draft.write_text(json.dumps(facts))
+    draft.replace(path)
+
+
+def main(make_role: MakeRole, roles: Sequence[Role], argv: Sequence[str] | None = None) -> int:
+    """The command line of an entry point that serves these roles; where it is one, it need not be configured."""
+    parser = argparse.ArgumentParser(description=f"A Millrace worker: {' or '.join(roles)}.")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one key; repeatable")
+    parser.add_argument("--announce", type=Path, metavar="FILE", help="write the bound ports there as JSON")
+    arguments = parser.parse_args(argv)
+    try:
+        sets = [*arguments.set, f"role={roles[0]}"] if len(roles) == 1 else arguments.set
+        config = load(WorkerConfig, arguments.config, sets)
+    except ConfigError as error:
+        parser.error(str(error))
+    if config.role not in roles:
+        parser.error(f"role: this entry point serves {' and '.join(roles)}, not {config.role}")
+    return run(config, make_role, arguments.announce)
+
+
+def run(config: WorkerConfig, make_role: MakeRole, announce: Path | None = None) -> int:
+    """A whole worker process on uvloop; its exit code."""
+    logs.setup(str(config.role), config.log_level)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        try:
+            return runner.run(serve(config, make_role, announce))
+        except OSError as error:  # a port that is taken
+            log.error("%s", error)
+            return 1
+        finally:
+            with contextlib.suppress(BrokenPipeError):
+                sys.stderr.flush()

@@ -1,0 +1,54 @@
+"""What one router has still to be told. Bounded without dropping anything: while a router is slow, the outputs of one
+sequence are merged into one, so that no more entries wait than sequences live (plus one per MAX_TOKENS of a sequence).
+"""
+
+from __future__ import annotations
+
+import collections
+
+from millrace_serve.engine.core import RequestId, SequenceOutput
+
+MAX_TOKENS = 4096  # of one entry and of one message: with 20 logprobs each, a tenth of what the transport takes
+
+
+class Outbox:
+    def __init__(self) -> None:
+        self._entries: collections.deque[SequenceOutput] = collections.deque()  # its owner may extend their tokens
+        self._latest: dict[RequestId, SequenceOutput] = {}  # the last entry of each sequence
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def put(self, output: SequenceOutput) -> None:
+        waiting = self._latest.get(output.id)
+        if waiting is None or len(waiting.tokens) + len(output.tokens) > MAX_TOKENS:
+            self._append(output)
+        elif output.finish is None:
+            waiting.tokens.extend(output.tokens)
+        else:
+            self._replace(waiting, output)
+
+    def take(self) -> list[SequenceOutput]:
+        """The next message's worth, oldest first."""
+        taken: list[SequenceOutput] = []
+        budget = MAX_TOKENS
+        while self._entries and (not taken or len(self._entries[0].tokens) <= budget):
+            entry = self._entries.popleft()
+            budget -= len(entry.tokens)
+            if self._latest.get(entry.id) is entry:
+                del self._latest[entry.id]
+            taken.append(entry)
+        return taken
+
+    def _append(self, output: SequenceOutput) -> None:
+        self._entries.append(output)
+        self._latest[output.id] = output
+
+    def _replace(self, waiting: SequenceOutput, last: SequenceOutput) -> None:
+        """`last` ends the sequence: the waiting entry gets its tokens and its end. Frozen, hence a new object."""
+        tokens = [*waiting.tokens, *last.tokens]
+        merged = SequenceOutput(
+            last.id, waiting.first_index, tokens, last.finish, last.error, waiting.num_cached_tokens
+        )
+        self._entries[self._entries.index(waiting)] = merged
+        self._latest[last.id] = merged
