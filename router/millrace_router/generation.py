@@ -1,0 +1,226 @@
+"""Doing what the flow decides: one `Generation` per continuation, with its queue ticket, its legs on the workers' Links
+and its timer.
+
+The flow (flow.py) is pure; everything with a side effect is here: events come from the queue (`_serve`), the Links
+(`_Leg`), the clock (`_tick`) and the client (`stop`, `cancel`); the flow's actions go out in `_perform`. Whatever
+happened, `_settle` looks at the stage once: stamps it, moves the timer, and wakes the client's stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from millrace.v1 import common_pb2, worker_pb2
+from millrace_rpc.errors import MillraceError
+from millrace_rpc.metrics import Metrics
+
+from millrace_router import policy
+from millrace_router.admission import Admission, Ticket
+from millrace_router.config import RouterConfig
+from millrace_router.flow import Abort, Action, Count, Flow, Leg, Retry, Stage, Submit
+from millrace_router.link import Link
+from millrace_router.registry import Registry
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """What every generation shares."""
+
+    config: RouterConfig
+    registry: Registry
+    admission: Admission
+    metrics: Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A validated continuation. `sampling` has seed and max_tokens set."""
+
+    token_ids: list[int]
+    sampling: common_pb2.SamplingParams
+    priority: int
+    request_id: str
+    received: float  # on the event loop's clock
+    deadline: float | None
+
+
+class Generation:
+    def __init__(self, backend: Backend, job: Job, wake: Callable[[], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        config, now = backend.config, self._loop.time()
+        self.job = job
+        self.wake = wake
+        self.stage = Stage.QUEUED  # as `_settle` saw it last
+        self.room = secrets.randbits(64) or 1
+        self.cached_tokens = 0
+        self.stamps: dict[Stage, float] = {Stage.QUEUED: now}  # when a stage began first
+        self.tokens_at: float | None = None  # when the first token arrived
+        self.flow = Flow(
+            timeouts=config.timeouts,
+            max_tokens=job.sampling.max_tokens,
+            max_attempts=config.max_attempts,
+            deadline=job.deadline,
+            progress=now,
+            queue_s=config.timeouts.queue if backend.registry.ready else config.timeouts.no_workers,
+        )
+        self._backend = backend
+        self._rank = backend.admission.rank(job.priority)
+        self._ticket: Ticket | None = None
+        self._placed: dict[Leg, policy.Replica] = {}
+        self._links: dict[Leg, Link] = {}
+        self._avoid: frozenset[str] = frozenset()
+        self._timer: asyncio.Handle | None = None
+        self._timer_at = 0.0  # uvloop gives a handle without a time for a moment that has passed
+        self._again: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        self._arm()
+        self._enter()
+
+    def stop(self) -> None:
+        """A stop string was found."""
+        self.perform(self.flow.stop())
+
+    def cancel(self, error: MillraceError) -> None:
+        self.perform(self.flow.cancel(error))
+
+    def perform(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case Submit():
+                    self._submit()
+                case Abort(leg, attempt, reason):
+                    self._links[leg].abort(self.room, attempt, reason)
+                case Retry(reason, delay_s):
+                    self._retry(str(reason), delay_s)
+                case Count(metric, kind):
+                    counter = getattr(self._backend.metrics, metric)
+                    (counter.labels(kind=kind) if kind else counter).inc()
+        self._settle()
+
+    # ------------------------------------------------------------------------------------- the queue
+
+    def _enter(self) -> None:
+        self._again = None
+        length = len(self.job.token_ids) + len(self.flow.outputs)
+        want = policy.Want(tokens=length, prefill_only=self.flow.remaining == 1, avoid=self._avoid)
+        self._ticket = Ticket(self._rank, want, self._serve)
+        self._backend.admission.enter(self._ticket)
+
+    def _serve(self, placement: policy.Placement) -> None:
+        self._ticket = None
+        if isinstance(placement, policy.Unified):
+            self._placed = {Leg.DECODE: placement.worker}
+        else:
+            self._placed = {Leg.PREFILL: placement.prefill}
+            if placement.decode is not None:
+                self._placed[Leg.DECODE] = placement.decode
+        self.perform(self.flow.assign(frozenset(self._placed), self._loop.time()))
+
+    def _retry(self, reason: str, delay_s: float) -> None:
+        self._backend.metrics.retries.labels(reason=reason).inc()
+        self._avoid |= {replica.address for leg, replica in self._placed.items() if leg in self.flow.blame}
+        log.info("attempt %d failed after %d tokens: %s", self.flow.attempt, len(self.flow.outputs), self.flow.error)
+        self._again = self._loop.call_later(delay_s, self._enter)
+
+    # ------------------------------------------------------------------------------------- the workers
+
+    def _submit(self) -> None:
+        """Send the attempt to its legs. A Link that is gone fails its leg at once, which ends the attempt half-way."""
+        source = None  # the prefill leg comes first and is the decode leg's source
+        for leg, replica in self._placed.items():
+            if leg not in self.flow.open:
+                return
+            worker = self._backend.registry.workers[replica.address]
+            request = self._request(replica.index)
+            worker.note_sent(replica.index, len(request.token_ids) if source is None else 0)
+            assert worker.link is not None, "the policy chose a worker that is not linked"
+            self._links[leg] = link = worker.link
+            link.submit(request, source, _Leg(self, leg, link))
+            source = worker.source()
+
+    def _request(self, replica: int) -> worker_pb2.EngineRequest:
+        job, flow = self.job, self.flow
+        timeout_ms = 0 if job.deadline is None else max(1, int((job.deadline - self._loop.time()) * 1000))
+        return worker_pb2.EngineRequest(
+            id=common_pb2.AttemptId(room=self.room, attempt=flow.attempt),
+            token_ids=job.token_ids + flow.outputs,
+            num_prior_outputs=len(flow.outputs),
+            sampling=job.sampling,
+            priority=job.priority,
+            timeout_ms=timeout_ms,
+            replica=replica,
+            request_id=job.request_id,
+        )
+
+    # ------------------------------------------------------------------------------------- afterwards
+
+    def _settle(self) -> None:
+        stage = self.flow.stage
+        if stage is not self.stage:
+            self.stage = stage
+            self.stamps.setdefault(stage, self._loop.time())
+            if self.flow.ended:
+                self._finish()
+            else:
+                self._arm()
+        self.wake()
+
+    def _arm(self) -> None:
+        """Have the timer fire no later than the flow expires; earlier is harmless."""
+        expires = self.flow.expires
+        if self._timer is None or self._timer_at > expires:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer_at = expires
+            self._timer = self._loop.call_at(expires, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self.perform(self.flow.tick(self._loop.time(), self._backend.registry.ready))
+        if not self.flow.ended:
+            self._arm()
+
+    def _finish(self) -> None:
+        for handle in (self._timer, self._again):
+            if handle is not None:
+                handle.cancel()
+        if self._ticket is not None:
+            self._backend.admission.leave(self._ticket)
+            self._ticket = None
+
+
+class _Leg:
+    """One leg of one attempt, as its Link knows it."""
+
+    __slots__ = ("_flow", "_generation", "_leg", "_link", "attempt")
+
+    def __init__(self, generation: Generation, leg: Leg, link: Link) -> None:
+        self.attempt = generation.flow.attempt
+        self._generation = generation
+        self._flow = generation.flow
+        self._leg = leg
+        self._link = link
+
+    def on_output(self, out: worker_pb2.SequenceOutput, now: float) -> None:
+        flow, generation = self._flow, self._generation
+        if generation.tokens_at is None and out.token_ids:
+            generation.tokens_at = now
+            generation.cached_tokens = out.cached_tokens
+        actions = flow.output(self._leg, out, now)
+        if self._leg not in flow.open:
+            self._link.forget(generation.room)
+        if actions or flow.stage is not generation.stage:
+            generation.perform(actions)
+        else:  # nearly always
+            generation.wake()
+
+    def on_failure(self, error: MillraceError) -> None:
+        loop = asyncio.get_running_loop()
+        self._generation.perform(self._flow.leg_failed(self._leg, error, loop.time()))

@@ -1,0 +1,35 @@
+"""The router's metrics: rows of the catalogue, filled where things end."""
+
+from __future__ import annotations
+
+import asyncio
+
+from millrace_rpc.metrics import PROCESS, ROUTER, Metrics
+from prometheus_client import CollectorRegistry
+
+from millrace_router.flow import Stage
+from millrace_router.generation import Generation
+
+
+def build() -> Metrics:
+    return Metrics((*ROUTER, *PROCESS), CollectorRegistry())
+
+
+def observe_generation(metrics: Metrics, generation: Generation) -> None:
+    """The stages of one continuation that has ended. A stage that it did not reach is not observed."""
+    now = asyncio.get_running_loop().time()
+    stamps, received = generation.stamps, generation.job.received
+    decode = stamps.get(Stage.DECODE)
+    spans = {
+        "route": (received, stamps[Stage.QUEUED]),
+        "queue": (stamps[Stage.QUEUED], stamps.get(Stage.PREFILL)),
+        "prefill": (stamps.get(Stage.PREFILL), generation.tokens_at),
+        "kv_transfer": (stamps.get(Stage.HANDOVER), decode),
+        "first_token": (received, generation.tokens_at),
+        "decode": (decode, now),
+        "total": (received, now),
+    }
+    for stage, (start, end) in spans.items():
+        if start is not None and end is not None and end >= start:
+            metrics.stage.labels(stage=stage).observe(end - start)
+    metrics.tokens.labels(direction="output").inc(len(generation.flow.outputs))

@@ -1,0 +1,175 @@
+"""The OpenAI API over HTTP, with health, readiness and metrics beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import StreamingResponse
+from millrace_rpc.errors import MillraceError, Reason
+from millrace_rpc.log import request_id
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
+
+from millrace_router import validate
+from millrace_router.inference import Inference
+from millrace_router.openai_answers import Shape
+from millrace_router.openai_types import ChatRequest, CompletionRequest, parse
+from millrace_router.stream import Stream, gone
+
+
+def build(inference: Inference, before_scrape: Callable[[], None]) -> FastAPI:
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    app.add_exception_handler(MillraceError, _on_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    started = int(time.time())
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        return await _generate(inference, request, ChatRequest)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await _generate(inference, request, CompletionRequest)
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        entry = {"id": inference.model.model, "object": "model", "created": started, "owned_by": "millrace"}
+        return _json({"object": "list", "data": [entry | {"max_model_len": inference.model.max_context}]})
+
+    @app.get("/health")
+    async def health() -> Response:
+        return _json({"status": "ok"})
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        if inference.backend.admission.closed:
+            raise MillraceError(Reason.DRAINING, "the router is shutting down")
+        if not inference.backend.registry.ready:
+            raise MillraceError(Reason.NO_WORKERS, "no pair of prefill and decode workers is ready")
+        return _json({"status": "ready"})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        before_scrape()
+        return Response(generate_latest(inference.backend.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    return app
+
+
+async def _generate(
+    inference: Inference, request: Request, kind: type[ChatRequest] | type[CompletionRequest]
+) -> Response:
+    wanted = parse(kind, await _body(request, inference.backend.config.limits))
+    name = request.headers.get("x-request-id", "")
+    request_id.set(name)
+    ask = wanted.ask(name)
+    answer = await inference.generate(ask, "http")
+    shape = Shape(kind is ChatRequest, answer, inference.tokenizer, "logprobs" in ask.numbers)
+    headers = {"x-request-id": answer.request_id}
+    if not wanted.stream:
+        return _json(shape.whole(await _collect(request, answer.stream)), headers=headers)
+    events = _events(shape, wanted.stream_options.include_usage)
+    first = await _first(request, events, answer.stream)
+    return _Sse(first, events, answer.stream, headers)
+
+
+async def _collect(request: Request, stream: Stream) -> list[Any]:
+    """All deltas, unless the client goes away."""
+    watcher = asyncio.create_task(_cancel_when_gone(request, stream))
+    try:
+        return [delta async for delta in stream.deltas()]
+    finally:
+        watcher.cancel()
+
+
+async def _first(request: Request, events: AsyncIterator[bytes], stream: Stream) -> bytes:
+    """The first event, so that a failure before it is an HTTP status and not an event of a stream with status 200."""
+    watcher = asyncio.create_task(_cancel_when_gone(request, stream))
+    try:
+        return await anext(events)
+    finally:
+        watcher.cancel()
+
+
+async def _cancel_when_gone(request: Request, stream: Stream) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    stream.cancel(gone())
+
+
+async def _events(shape: Shape, include_usage: bool) -> AsyncIterator[bytes]:
+    try:
+        async for delta in shape.answer.stream.deltas():
+            chunk = shape.chunk(delta)
+            if include_usage:
+                chunk["usage"] = None
+            yield _event(chunk)
+    except MillraceError as error:
+        if not shape.completion_tokens:
+            raise
+        yield _event(error.http_body())
+        return
+    if include_usage:
+        yield _event(shape.usage_chunk())
+    yield b"data: [DONE]\n\n"
+
+
+def _event(value: Any) -> bytes:
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+class _Sse(StreamingResponse):
+    """Closes the stream whatever happens to the connection."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: bytes, rest: AsyncIterator[bytes], stream: Stream, headers: dict[str, str]) -> None:
+        self._stream = stream
+        super().__init__(_chain(first, rest), headers=headers | {"cache-control": "no-cache"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._stream.close(gone())
+
+
+async def _chain(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield first
+    async for event in rest:
+        yield event
+
+
+async def _body(request: Request, limits: Any) -> bytes:
+    """The body. One that is too large is read to its end, because few clients listen before that, but not kept."""
+    body, size = bytearray(), 0
+    async for piece in request.stream():
+        size += len(piece)
+        if size <= limits.message_bytes:
+            body += piece
+    validate.check_size(size, limits)
+    return bytes(body)
+
+
+def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(value), status, headers, "application/json")
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, MillraceError)
+    headers = {"retry-after": str(math.ceil(error.retry_after_s))} if error.retry_after_s > 0 else None
+    return _json(error.http_body(), error.row.http, headers)
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    """Unknown paths and methods, in the same shape."""
+    assert isinstance(error, HTTPException)
+    body = MillraceError(Reason.NOT_FOUND, f"{request.method} {request.url.path}: {error.detail}").http_body()
+    return _json(body, error.status_code)

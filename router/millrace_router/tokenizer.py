@@ -1,0 +1,156 @@
+"""Text to token ids and back: the only place of the system that knows text.
+
+The tokenizer is a byte-level BPE in Hugging Face's format (tokenizer.json, tokenizer_config.json), as every DeepSeek
+model has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+from millrace_rpc.config import ConfigError
+from millrace_rpc.errors import MillraceError, Reason
+from tokenizers import Tokenizer as HfTokenizer
+
+LONG_TEXT = 2_000  # characters from which on encoding leaves the event loop
+
+
+class Tokenizer:
+    """`bos` and `eos` are token ids, None when the model has none."""
+
+    def __init__(self, tokenizer: HfTokenizer, config: Mapping[str, Any], chat_template: str | None) -> None:
+        self._hf = tokenizer
+        self._bytes = _token_bytes(tokenizer)
+        special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        self._shown = [b"" if i in special else data for i, data in enumerate(self._bytes)]
+        self._names = {name: _content(config.get(name)) for name in ("bos_token", "eos_token")}
+        self.bos = self._id("bos_token")
+        self.eos = self._id("eos_token")
+        self.longest_token = max(map(len, self._bytes), default=1)  # bytes
+        self._template = _compile(chat_template) if chat_template else None
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Tokenizer:
+        """ConfigError for a folder that has no usable tokenizer."""
+        folder = Path(folder)
+        try:
+            tokenizer = HfTokenizer.from_file(str(folder / "tokenizer.json"))
+            config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        except Exception as error:  # tokenizers raises bare Exception
+            raise ConfigError(f"model: no usable tokenizer in {folder}: {error}") from error
+        file = folder / "chat_template.jinja"
+        template = file.read_text(encoding="utf-8") if file.exists() else config.get("chat_template")
+        return cls(tokenizer, config, template)
+
+    async def encode(self, text: str, add_bos: bool) -> list[int]:
+        """Long texts are encoded in a thread."""
+        if len(text) < LONG_TEXT:
+            return self._encode(text, add_bos)
+        return await asyncio.to_thread(self._encode, text, add_bos)
+
+    def decode(self, ids: Iterable[int], keep_special: bool = False) -> str:
+        return self.token_bytes(ids, keep_special).decode("utf-8", "replace")
+
+    def token_bytes(self, ids: Iterable[int], keep_special: bool = True) -> bytes:
+        """Ids beyond the tokenizer's vocabulary (the model's may be padded) are empty."""
+        table = self._bytes if keep_special else self._shown
+        try:
+            return b"".join([table[i] for i in ids])
+        except IndexError:
+            return b"".join([table[i] for i in ids if i < len(table)])
+
+    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The chat template's text, ready for the assistant's turn. INVALID_ARGUMENT when the template refuses."""
+        if self._template is None:
+            raise MillraceError(Reason.INVALID_ARGUMENT, "the model has no chat template", param="messages")
+        try:
+            return self._template.render(
+                messages=messages,
+                add_generation_prompt=True,
+                **{name: text for name, text in self._names.items() if text is not None},
+            )
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            message = f"the chat template refused the messages: {error}"
+            raise MillraceError(Reason.INVALID_ARGUMENT, message, param="messages") from error
+
+    def _encode(self, text: str, add_bos: bool) -> list[int]:
+        ids = self._hf.encode(text, add_special_tokens=False).ids
+        return [self.bos, *ids] if add_bos and self.bos is not None else ids
+
+    def _id(self, name: str) -> int | None:
+        text = self._names[name]
+        return None if text is None else self._hf.token_to_id(text)
+
+
+class Detokenizer:
+    """The text of a growing list of tokens. A character whose bytes are spread over tokens appears when it is complete;
+    bytes that can never become one appear as U+FFFD. All pieces together equal `Tokenizer.decode` of all ids.
+    """
+
+    __slots__ = ("_decoder", "_keep_special", "_tokenizer")
+
+    def __init__(self, tokenizer: Tokenizer, keep_special: bool) -> None:
+        self._tokenizer = tokenizer
+        self._keep_special = keep_special
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, ids: Iterable[int]) -> str:
+        return self._decoder.decode(self._tokenizer.token_bytes(ids, self._keep_special))
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+def _token_bytes(tokenizer: HfTokenizer) -> list[bytes]:
+    """The bytes of every token id. A token is written with one printable character per byte (GPT-2's table); one with
+    any other character, which only added tokens have, stands for itself.
+    """
+    kind = json.loads(tokenizer.to_str()).get("decoder") or {}
+    if kind.get("type") != "ByteLevel":
+        raise ConfigError(f"model: the tokenizer's decoder is {kind.get('type')}, but only ByteLevel is supported")
+    alphabet = _byte_alphabet()
+    table = [b""] * (max(tokenizer.get_vocab().values(), default=-1) + 1)
+    for token, i in tokenizer.get_vocab().items():
+        try:
+            table[i] = bytes([alphabet[character] for character in token])
+        except KeyError:
+            table[i] = token.encode()
+    return table
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Character to byte: printable bytes of Latin-1 are themselves, the others are counted up from U+0100."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def _content(token: Any) -> str | None:
+    """tokenizer_config.json writes a token as its text or as an object with it."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _compile(source: str) -> jinja2.Template:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+    )
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateError as error:
+        raise ConfigError(f"model: the chat template is broken: {error}") from error
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,199 @@
+"""Every limit of a request, checked in one place, before any work, for gRPC and HTTP alike.
+
+Both fronts fill an `Ask` with what the client sent; `check` and `fit` refuse it with an error that names the field
+and its limit. The order: what needs no tokens first (`check`), then, with the prompt's tokens, the context (`fit`).
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from millrace.v1 import common_pb2, worker_pb2
+from millrace_rpc.errors import MillraceError, Reason
+
+from millrace_router.config import Limits
+
+U32, U64 = 2**32 - 1, 2**64 - 1
+ROLES = ("system", "user", "assistant")
+
+
+class Message(NamedTuple):
+    role: str
+    content: str
+
+
+Prompt = str | tuple[Message, ...] | list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """A request as the client made it, unchecked. `numbers`: the scalar fields of SamplingParams that were given."""
+
+    model: str
+    prompt: Prompt | None
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    stop: Sequence[str] = ()
+    n: int = 1
+    priority: int = 0
+    request_id: str = ""
+    keep_special_tokens: bool = False
+    timeout_s: float | None = None  # until the client's deadline
+
+
+class Range(NamedTuple):
+    low: float
+    high: float
+    above: bool = False  # low itself is not allowed
+
+    def __str__(self) -> str:
+        return f"above {self.low} and at most {self.high}" if self.above else f"between {self.low} and {self.high}"
+
+    def holds(self, value: float) -> bool:
+        return math.isfinite(value) and value <= self.high and (value > self.low if self.above else value >= self.low)
+
+
+# The scalar fields of common.proto's SamplingParams.
+NUMBERS = {
+    "temperature": Range(0, 100),
+    "top_p": Range(0, 1, above=True),
+    "top_k": Range(0, U32),
+    "min_p": Range(0, 1),
+    "repetition_penalty": Range(0, 100, above=True),
+    "presence_penalty": Range(-2, 2),
+    "frequency_penalty": Range(-2, 2),
+    "seed": Range(0, U64),
+    "max_tokens": Range(1, U32),
+    "min_tokens": Range(0, U32),
+    "logprobs": Range(0, 20),
+}
+LOGIT_BIAS = Range(-100, 100)
+
+
+def check(ask: Ask, model: worker_pb2.WorkerInfo, limits: Limits) -> None:
+    check_model(ask.model, model)
+    check_prompt(ask.prompt, model)
+    for name, value in ask.numbers.items():
+        _within(name, value, NUMBERS[name])
+    _within("n", ask.n, Range(1, limits.n))
+    _within("priority", ask.priority, Range(-limits.priority, limits.priority))
+    _check_tokens(ask, model, limits)
+    _check_stop(ask.stop, limits)
+    _check_text("request_id", ask.request_id)
+    if len(ask.request_id) > limits.request_id_chars:
+        raise _invalid("request_id", f"must have at most {limits.request_id_chars} characters")
+    if ask.timeout_s is not None and not ask.timeout_s > 0:
+        raise MillraceError(Reason.DEADLINE_EXCEEDED, "the deadline had passed when the request arrived")
+
+
+def check_model(name: str, model: worker_pb2.WorkerInfo) -> None:
+    _check_text("model", name)
+    if name not in ("", model.model):
+        message = f"model {name!r} is not served here; {model.model!r} is"
+        raise MillraceError(Reason.MODEL_NOT_FOUND, message, param="model")
+
+
+def check_prompt(prompt: Prompt | None, model: worker_pb2.WorkerInfo) -> None:
+    if prompt is None or prompt in ("", []):
+        raise _invalid("prompt", "must not be empty")
+    if isinstance(prompt, str):
+        _check_text("prompt", prompt)
+    elif isinstance(prompt, list):
+        check_ids("prompt", prompt, model)
+    else:
+        _check_messages(prompt)
+
+
+def check_ids(name: str, ids: Sequence[int], model: worker_pb2.WorkerInfo) -> None:
+    if ids and min(ids) >= 0 and max(ids) < model.vocab_size:
+        return
+    for i, token in enumerate(ids):
+        if not 0 <= token < model.vocab_size:
+            raise _invalid(name, f"[{i}] must be a token id from 0 to {model.vocab_size - 1}, not {token}")
+
+
+def check_text_length(text: str, longest_token: int, model: worker_pb2.WorkerInfo) -> None:
+    """Refuse before tokenizing what cannot fit however it is tokenized."""
+    if len(text) > longest_token * model.max_context:
+        raise _too_long(f"the prompt has {len(text)} characters", model)
+
+
+def check_size(size: int, limits: Limits) -> None:
+    if size > limits.message_bytes:
+        message = f"the request has {size} bytes, the limit is {limits.message_bytes}"
+        raise MillraceError(Reason.MESSAGE_TOO_LARGE, message)
+
+
+def fit(ask: Ask, prompt_tokens: int, model: worker_pb2.WorkerInfo) -> common_pb2.SamplingParams:
+    """The sampling parameters with seed and max_tokens resolved, for a prompt of this many tokens."""
+    room = model.max_context - prompt_tokens
+    if room < 1:
+        raise _too_long(f"the prompt has {prompt_tokens} tokens", model)
+    max_tokens = int(ask.numbers.get("max_tokens", room))
+    if max_tokens > room:
+        raise _too_long(f"the prompt's {prompt_tokens} tokens and max_tokens {max_tokens} together exceed it", model)
+    if ask.numbers.get("min_tokens", 0) > max_tokens:
+        raise _invalid("min_tokens", f"must be at most max_tokens, which is {max_tokens}")
+    numbers: dict[str, Any] = {"seed": secrets.randbits(64), **ask.numbers, "max_tokens": max_tokens}
+    return common_pb2.SamplingParams(
+        **numbers, logit_bias=ask.logit_bias, stop_token_ids=ask.stop_token_ids, ignore_eos=ask.ignore_eos
+    )
+
+
+def _check_messages(messages: tuple[Message, ...]) -> None:
+    if not messages:
+        raise _invalid("messages", "must not be empty")
+    for i, message in enumerate(messages):
+        if message.role not in ROLES:
+            raise _invalid("messages", f"[{i}].role must be one of {', '.join(ROLES)}, not {message.role!r}")
+        _check_text("messages", message.content)
+
+
+def _check_tokens(ask: Ask, model: worker_pb2.WorkerInfo, limits: Limits) -> None:
+    if len(ask.logit_bias) > limits.logit_bias:
+        raise _invalid("logit_bias", f"must have at most {limits.logit_bias} entries, not {len(ask.logit_bias)}")
+    check_ids("logit_bias", list(ask.logit_bias), model)
+    for value in ask.logit_bias.values():
+        _within("logit_bias", value, LOGIT_BIAS)
+    if len(ask.stop_token_ids) > limits.stop_token_ids:
+        message = f"must have at most {limits.stop_token_ids} entries, not {len(ask.stop_token_ids)}"
+        raise _invalid("stop_token_ids", message)
+    check_ids("stop_token_ids", ask.stop_token_ids, model)
+
+
+def _check_stop(stop: Sequence[str], limits: Limits) -> None:
+    if len(stop) > limits.stop:
+        raise _invalid("stop", f"must have at most {limits.stop} strings, not {len(stop)}")
+    for i, text in enumerate(stop):
+        _check_text("stop", text)
+        if not 1 <= len(text) <= limits.stop_chars:
+            raise _invalid("stop", f"[{i}] must have 1 to {limits.stop_chars} characters, not {len(text)}")
+
+
+def _within(name: str, value: float, allowed: Range) -> None:
+    if not allowed.holds(value):
+        raise _invalid(name, f"must be {allowed}, not {value}")
+
+
+def _check_text(name: str, text: str) -> None:
+    """JSON can spell lone surrogates, which no UTF-8 text contains."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise _invalid(name, "is not valid UTF-8") from None
+
+
+def _invalid(name: str, rest: str) -> MillraceError:
+    separator = "" if rest.startswith("[") else " "
+    return MillraceError(Reason.INVALID_ARGUMENT, f"{name}{separator}{rest}", param=name)
+
+
+def _too_long(what: str, model: worker_pb2.WorkerInfo) -> MillraceError:
+    message = f"{what}, the model's context is {model.max_context} tokens for prompt and output"
+    return MillraceError(Reason.CONTEXT_TOO_LONG, message, param="prompt")

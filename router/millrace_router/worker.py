@@ -1,0 +1,198 @@
+"""One worker as this router knows it, and the task that keeps the connection.
+
+1. Connect: GetInfo, check the protocol version.
+2. Watch its load. A stream that breaks or stays silent means that the worker is lost.
+3. As soon as it is READY: ask again who it is (now with model and layout) and open the Link.
+4. When any of these fails, or the process at the address is another one: close the Link, which fails every attempt
+   there at once; back to 1 after a pause.
+
+Pairing and warm-up are the hooks' affair; `routable` replicas are the registry's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Coroutine
+
+import grpc
+from millrace.v1 import worker_pb2, worker_pb2_grpc
+from millrace_rpc.client import channel, heard_within
+from millrace_rpc.errors import MillraceError, Reason, from_rpc_error
+
+from millrace_router.config import Timeouts
+from millrace_router.link import Link
+from millrace_router.policy import Replica
+
+log = logging.getLogger(__name__)
+
+PROTOCOL = 1
+READY = worker_pb2.WORKER_STATE_READY
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
+
+
+class Worker:
+    def __init__(
+        self,
+        address: str,
+        router_id: str,
+        timeouts: Timeouts,
+        on_change: Callable[[], None],
+        on_stale: Callable[[str], None],
+    ) -> None:
+        self.address = address
+        self.info = worker_pb2.WorkerInfo()  # of the latest session
+        self.load: worker_pb2.LoadSnapshot | None = None  # None: not reachable
+        self.link: Link | None = None  # None: not linked
+        self._control: worker_pb2_grpc.WorkerServiceStub | None = None
+        self.drained_epoch = ""  # the process that an operator told to drain
+        self.trouble = "not connected yet"  # why the latest session ended
+        self._router_id = router_id
+        self._timeouts = timeouts
+        self._on_change = on_change
+        self._on_stale = on_stale
+        self._pause = FIRST_PAUSE_S  # before the next session
+        self._sent: dict[int, tuple[int, int]] = {}  # replica: requests and tokens sent since the latest load
+
+    @property
+    def role(self) -> int:
+        return self.info.role
+
+    @property
+    def epoch(self) -> str:
+        return self.info.epoch
+
+    @property
+    def control(self) -> worker_pb2_grpc.WorkerServiceStub:
+        """WORKER_LOST while there is no connection."""
+        if self._control is None:
+            raise MillraceError(Reason.WORKER_LOST, f"worker {self.address} is {self.obstacle}")
+        return self._control
+
+    @property
+    def in_flight(self) -> int:
+        return 0 if self.link is None else self.link.in_flight
+
+    @property
+    def obstacle(self) -> str:
+        """Why the hooks cannot use it; empty when they can."""
+        if self.load is None:
+            return f"unreachable: {self.trouble}"
+        if self.load.state != READY:
+            state = worker_pb2.WorkerState.Name(self.load.state).removeprefix("WORKER_STATE_").lower()
+            return f"{state} {self.info.state_message}".rstrip()
+        if self.link is None:
+            return "not linked yet"
+        return "draining" if self.drained_epoch == self.epoch else ""
+
+    def source(self) -> worker_pb2.KvSourceRef:
+        fingerprint = self.info.layout.fingerprint
+        return worker_pb2.KvSourceRef(address=self.address, epoch=self.epoch, fingerprint=fingerprint)
+
+    def note_sent(self, replica: int, tokens: int) -> None:
+        """Until the next load report, what was sent counts as load: a burst is spread."""
+        requests, total = self._sent.get(replica, (0, 0))
+        self._sent[replica] = requests + 1, total + tokens
+
+    def replicas(self, sources: frozenset[str]) -> list[Replica]:
+        """A snapshot of each replica for the policy."""
+        found = []
+        for index, load in enumerate(self.load.replicas if self.load else ()):
+            requests, tokens = self._sent.get(index, (0, 0))
+            found.append(
+                Replica(
+                    address=self.address,
+                    index=index,
+                    epoch=self.epoch,
+                    fingerprint=self.info.layout.fingerprint,
+                    credits=load.credits - requests,
+                    tokens=load.waiting_tokens + tokens,
+                    sequences=load.running + load.waiting + load.importing + requests,
+                    sources=sources,
+                )
+            )
+        return found
+
+    async def run(self) -> None:
+        """Keep the connection; ends only by cancellation."""
+        while True:
+            error = await self._session()
+            if self.load is not None:
+                log.warning("worker %s lost: %s", self.address, error.message)
+            self.load, self._control, self.trouble = None, None, error.message
+            self._on_change()
+            await asyncio.sleep(self._pause * random.uniform(0.8, 1.2))
+            self._pause = min(2 * self._pause, LONGEST_PAUSE_S)
+
+    async def _session(self) -> MillraceError:
+        """Steps 1 to 3, until the first failure."""
+        try:
+            async with channel(self.address) as ch:
+                self._control = worker_pb2_grpc.WorkerServiceStub(ch)
+                await self._identify()
+                ready = asyncio.Event()
+                await _first_end(self._watch(ready), self._hold_link(ch, ready))
+        except (MillraceError, grpc.RpcError, TimeoutError) as error:
+            return _as_error(error)
+        raise AssertionError("both go on until one fails")
+
+    async def _identify(self) -> None:
+        info = await self.control.GetInfo(worker_pb2.GetInfoRequest(), timeout=self._timeouts.connect)
+        if info.protocol != PROTOCOL:
+            raise MillraceError(
+                Reason.LAYOUT_MISMATCH, f"it speaks protocol version {info.protocol}, this router {PROTOCOL}"
+            )
+        if info.role not in (worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_DECODE, worker_pb2.ROLE_UNIFIED):
+            raise MillraceError(Reason.INVALID_ARGUMENT, f"it has an unknown role ({info.role})")
+        self.info = info
+
+    async def _watch(self, ready: asyncio.Event) -> None:
+        call = self.control.WatchLoad(worker_pb2.WatchLoadRequest())
+        while True:
+            load = await heard_within(self._timeouts.silence, call.read())
+            if load is grpc.aio.EOF:
+                raise MillraceError(Reason.WORKER_LOST, "it ended its load stream")
+            if load.epoch != self.epoch:
+                raise MillraceError(Reason.EPOCH_CHANGED, "another process answers at its address")
+            self.load = load
+            self._sent.clear()
+            if load.state == READY:
+                ready.set()
+            self._on_change()
+
+    async def _hold_link(self, ch: grpc.aio.Channel, ready: asyncio.Event) -> None:
+        await ready.wait()
+        await self._identify()
+        link = Link(self.role, self.address, self._on_stale)
+        try:
+            async with asyncio.timeout(self._timeouts.connect):
+                await link.connect(ch, self._router_id, self.epoch)
+            self.link, self._pause = link, FIRST_PAUSE_S
+            self._on_change()
+            await link.run()
+        finally:
+            self.link = None
+            link.close(MillraceError(Reason.WORKER_LOST, f"worker {self.address} was lost"))
+
+
+async def _first_end(*calls: Coroutine[None, None, None]) -> None:
+    """Run all until one ends or raises; the others are cancelled. Not a TaskGroup: before Python 3.13 that swallows a
+    cancellation that comes while it is ending.
+    """
+    tasks = [asyncio.create_task(call) for call in calls]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        done.pop().result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _as_error(error: MillraceError | grpc.RpcError | TimeoutError) -> MillraceError:
+    if isinstance(error, MillraceError):
+        return error
+    if isinstance(error, TimeoutError):
+        return MillraceError(Reason.WORKER_LOST, "it is silent")
+    return from_rpc_error(error)
