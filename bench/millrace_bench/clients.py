@@ -1,0 +1,173 @@
+"""One streamed request over gRPC or over the OpenAI API, with the time of every piece that arrives."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import grpc
+import httpx
+from millrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from millrace_rpc.client import channel
+from millrace_rpc.errors import from_rpc_error
+
+from millrace_bench.workload import Job
+
+CONNECTIONS = 8  # HTTP/2 allows about 100 streams on one
+
+
+@dataclass(slots=True)
+class Sample:
+    """What one request did. Times are of time.perf_counter()."""
+
+    due: float  # when it should have been sent: what a late client costs is the client's, and counts
+    arrivals: list[float] = field(default_factory=list)  # of messages with tokens
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    end: float = 0.0
+    error: str = ""  # reason; empty: complete
+
+    @property
+    def ttft(self) -> float:
+        return self.arrivals[0] - self.due
+
+    @property
+    def e2e(self) -> float:
+        return self.end - self.due
+
+    @property
+    def tpot(self) -> float | None:
+        """Time per output token after the first; None when there is no second."""
+        if self.output_tokens < 2:
+            return None
+        return (self.arrivals[-1] - self.arrivals[0]) / (self.output_tokens - 1)
+
+    @property
+    def gaps(self) -> list[float]:
+        """Between consecutive messages with tokens."""
+        return [later - earlier for earlier, later in zip(self.arrivals, self.arrivals[1:], strict=False)]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The model behind an address."""
+
+    model: str
+    vocab_size: int  # 0: not known
+    max_context: int
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    temperature: float
+    ignore_eos: bool
+
+
+class Client(Protocol):
+    async def target(self) -> Target: ...
+
+    async def send(self, job: Job, sample: Sample) -> None:
+        """Run the job and fill the sample; failures become `sample.error`."""
+
+    async def close(self) -> None: ...
+
+
+class GrpcClient:
+    def __init__(self, address: str, options: Options) -> None:
+        self._channels = [channel(address) for _ in range(CONNECTIONS)]
+        self._stubs = [inference_pb2_grpc.InferenceStub(ch) for ch in self._channels]
+        self._options = options
+
+    async def target(self) -> Target:
+        models = (await self._stubs[0].ListModels(inference_pb2.ListModelsRequest(), timeout=30)).models
+        return Target(models[0].name, models[0].vocab_size, models[0].max_context)
+
+    async def send(self, job: Job, sample: Sample) -> None:
+        try:
+            async for response in self._stubs[job.index % CONNECTIONS].Generate(self._request(job)):
+                if response.token_ids:
+                    sample.arrivals.append(time.perf_counter())
+                    sample.output_tokens += len(response.token_ids)
+                sample.prompt_tokens = response.usage.prompt_tokens
+                sample.cached_tokens = response.usage.cached_prompt_tokens
+        except grpc.RpcError as error:
+            sample.error = str(from_rpc_error(error).reason)
+        sample.end = time.perf_counter()
+
+    def _request(self, job: Job) -> inference_pb2.GenerateRequest:
+        if isinstance(job.prompt, str):
+            prompt = inference_pb2.Prompt(text=job.prompt)
+        else:
+            prompt = inference_pb2.Prompt(token_ids=inference_pb2.TokenIds(ids=job.prompt))
+        sampling = common_pb2.SamplingParams(
+            max_tokens=job.max_tokens,
+            temperature=self._options.temperature,
+            ignore_eos=self._options.ignore_eos,
+            seed=job.seed,
+        )
+        return inference_pb2.GenerateRequest(prompt=prompt, sampling=sampling)
+
+    async def close(self) -> None:
+        for ch in self._channels:
+            await ch.close()
+
+
+class HttpClient:
+    """/v1/completions with server-sent events. An event may carry several tokens: their number comes from `usage`."""
+
+    def __init__(self, url: str, options: Options) -> None:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        self._http = httpx.AsyncClient(base_url=url, timeout=None, limits=limits)
+        self._options = options
+
+    async def target(self) -> Target:
+        model = (await self._http.get("/v1/models")).raise_for_status().json()["data"][0]
+        return Target(model["id"], 0, model["max_model_len"])
+
+    async def send(self, job: Job, sample: Sample) -> None:
+        try:
+            async with self._http.stream("POST", "/v1/completions", json=self._body(job)) as response:
+                if response.status_code == httpx.codes.OK:
+                    await self._read(response, sample)
+                else:
+                    sample.error = json.loads(await response.aread())["error"]["code"].upper()
+        except httpx.TransportError as error:
+            sample.error = type(error).__name__
+        sample.end = time.perf_counter()
+
+    def _body(self, job: Job) -> dict[str, Any]:
+        return {
+            "prompt": job.prompt,
+            "max_tokens": job.max_tokens,
+            "temperature": self._options.temperature,
+            "ignore_eos": self._options.ignore_eos,
+            "seed": job.seed,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+
+    async def _read(self, response: httpx.Response, sample: Sample) -> None:
+        async for event in _events(response):
+            if "error" in event:
+                sample.error = event["error"]["code"].upper()
+                return
+            if event["choices"]:
+                sample.arrivals.append(time.perf_counter())
+            if usage := event.get("usage"):
+                sample.prompt_tokens = usage["prompt_tokens"]
+                sample.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+                sample.output_tokens = usage["completion_tokens"]
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+
+async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    async for line in response.aiter_lines():
+        data = line.removeprefix("data: ")
+        if line.startswith("data: ") and data != "[DONE]":
+            yield json.loads(data)

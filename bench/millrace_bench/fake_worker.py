@@ -1,0 +1,154 @@
+"""A worker that costs nothing: the load behind `bench router`. Speaks the Link and the load stream, computes nothing.
+
+A prefill worker answers each prompt at once. A decode worker steps every `--step-ms`: one message with one token for
+each of its sequences, as an engine with that batch would send.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+from millrace.v1 import common_pb2, decode_pb2_grpc, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
+from millrace_rpc.server import Server, run
+
+ROLES = {"prefill": worker_pb2.ROLE_PREFILL, "decode": worker_pb2.ROLE_DECODE}
+LENGTH = common_pb2.FINISH_REASON_LENGTH
+TOKEN = 65
+
+
+@dataclass(slots=True)
+class Sequence:
+    id: common_pb2.AttemptId
+    position: int
+    end: int
+
+
+class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
+    def __init__(self, role: str, step_s: float) -> None:
+        self.role, self.step_s = ROLES[role], step_s
+        self.epoch = secrets.token_hex(8)
+
+    async def GetInfo(self, request: Any, context: Any) -> worker_pb2.WorkerInfo:
+        return worker_pb2.WorkerInfo(
+            worker_id=self.epoch,
+            epoch=self.epoch,
+            role=self.role,
+            state=worker_pb2.WORKER_STATE_READY,
+            model="fake",
+            max_context=1 << 17,
+            vocab_size=1 << 17,
+            layout=common_pb2.KvLayout(fingerprint="fake"),
+            replicas=1,
+            tp=1,
+            protocol=1,
+        )
+
+    async def WatchLoad(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.LoadSnapshot]:
+        while True:
+            replica = worker_pb2.ReplicaLoad(credits=100_000)
+            yield worker_pb2.LoadSnapshot(epoch=self.epoch, state=worker_pb2.WORKER_STATE_READY, replicas=[replica])
+            await asyncio.sleep(0.5)
+
+    async def Warmup(self, request: Any, context: Any) -> worker_pb2.WarmupResponse:
+        return worker_pb2.WarmupResponse()
+
+    async def FreezeGc(self, request: Any, context: Any) -> worker_pb2.FreezeGcResponse:
+        return worker_pb2.FreezeGcResponse(processes=1)
+
+    async def Link(self, requests: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[worker_pb2.LinkResponse]:
+        outgoing: asyncio.Queue[worker_pb2.LinkResponse] = asyncio.Queue()
+        sequences: dict[tuple[int, int], Sequence] = {}
+        tasks = [
+            asyncio.create_task(self._read(context, sequences, outgoing)),
+            asyncio.create_task(self._steps(sequences, outgoing)),
+        ]
+        try:
+            while True:
+                yield await outgoing.get()
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _read(
+        self,
+        context: grpc.aio.ServicerContext,
+        sequences: dict[tuple[int, int], Sequence],
+        outgoing: asyncio.Queue[worker_pb2.LinkResponse],
+    ) -> None:
+        while (message := await context.read()) is not grpc.aio.EOF:
+            kind = message.WhichOneof("message")
+            if kind == "hello":
+                outgoing.put_nowait(worker_pb2.LinkResponse(welcome=worker_pb2.LinkWelcome(epoch=self.epoch)))
+            elif kind == "abort":
+                sequences.pop((message.abort.id.room, message.abort.id.attempt), None)
+            elif self.role == worker_pb2.ROLE_PREFILL:
+                outgoing.put_nowait(_step([_first(message.submit.request)]))
+            else:
+                request = message.submit.request
+                key = request.id.room, request.id.attempt
+                sequences[key] = Sequence(request.id, request.num_prior_outputs, request.sampling.max_tokens)
+
+    async def _steps(
+        self, sequences: dict[tuple[int, int], Sequence], outgoing: asyncio.Queue[worker_pb2.LinkResponse]
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        due = loop.time()
+        while True:
+            due = max(due + self.step_s, loop.time())
+            await asyncio.sleep(due - loop.time())
+            if sequences:
+                outgoing.put_nowait(_step([_next(sequence) for sequence in sequences.values()]))
+                for key in [key for key, sequence in sequences.items() if sequence.position >= sequence.end]:
+                    del sequences[key]
+
+
+def _step(outputs: list[worker_pb2.SequenceOutput]) -> worker_pb2.LinkResponse:
+    return worker_pb2.LinkResponse(outputs=worker_pb2.StepOutputs(outputs=outputs))
+
+
+def _first(request: worker_pb2.EngineRequest) -> worker_pb2.SequenceOutput:
+    at = request.num_prior_outputs
+    finish = LENGTH if at + 1 >= request.sampling.max_tokens else None
+    return worker_pb2.SequenceOutput(id=request.id, first_index=at, token_ids=[TOKEN], finish_reason=finish)
+
+
+def _next(sequence: Sequence) -> worker_pb2.SequenceOutput:
+    at = sequence.position
+    sequence.position += 1
+    finish = LENGTH if sequence.position >= sequence.end else None
+    return worker_pb2.SequenceOutput(id=sequence.id, first_index=at, token_ids=[TOKEN], finish_reason=finish)
+
+
+async def serve(role: str, step_s: float, announce: Path) -> None:
+    worker, server = FakeWorker(role, step_s), Server(["millrace.v1.WorkerService"])
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server.grpc)
+    if role == "prefill":
+        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(worker, server.grpc)
+    else:
+        decode_pb2_grpc.add_DecodeServiceServicer_to_server(worker, server.grpc)
+    port = await server.start("127.0.0.1:0")
+    partial = announce.with_name(announce.name + ".partial")
+    partial.write_text(json.dumps({"grpc": port}))
+    partial.replace(announce)
+    await server.grpc.wait_for_termination()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("role", choices=ROLES)
+    parser.add_argument("--step-ms", type=float, default=10.0)
+    parser.add_argument("--announce", type=Path, required=True)
+    arguments = parser.parse_args()
+    run(serve(arguments.role, arguments.step_ms / 1000, arguments.announce))
+
+
+if __name__ == "__main__":
+    main()

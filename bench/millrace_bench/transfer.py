@@ -1,0 +1,233 @@
+"""NIXL READ between two processes of this machine: GB/s by page size and pages per read, and the least a read costs.
+
+The exporting process owns one pool, this process another; page lists are random on both sides. Each row is compared
+with copying the same pages inside this process (ctypes.memmove, one call per page), measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import multiprocessing as mp
+import queue
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
+
+import numpy as np
+from millrace_serve.transfer.base import KvSink, MemoryHandle, PageBuffer, ReadState
+from millrace_serve.transfer.nixl import NixlSink, NixlSource
+from millrace_serve.transfer.nixl_agent import NixlConfig
+from millrace_serve.transfer.reader import Reader, ReaderConfig, ReaderEvent, ReadFinished
+from rich.console import Console
+from rich.table import Table
+
+from millrace_bench.common import Record, hardware, print_record
+
+V3_PAGE_BYTES = 61 * 64 * 576 * 2  # layers x tokens x (latent 512 + rope 64) x bf16
+SMALL_PAGE_BYTES = 4096
+TARGET_GB_PER_S, TARGET_OVERHEAD_MS = 3.0, 2.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    pages_per_read: Sequence[int] = (1, 4, 16, 64)
+    repeats: int = 20  # reads per row at V3's page size; ten times that, small
+    ucx: dict[str, str] = field(default_factory=lambda: {"NET_DEVICES": "lo"})
+
+
+@dataclass(frozen=True)
+class Row:
+    page_bytes: int
+    pages: int  # per read
+    read_us: float  # median, from make to final
+    read_p99_us: float
+    gb_per_s: float  # of the median
+    memcpy_gb_per_s: float
+
+
+@dataclass(frozen=True)
+class Result:
+    backend_ms: float  # creating our agent and registering our pool
+    connect_ms: float  # loading the peer and preparing its descriptors
+    first_read_ms: float  # the pair's first read: one small page, connection set-up included
+    overhead_ms: float  # one small page, warm
+    reader_overhead_ms: float  # the same through the reader thread, from command to event
+    rows: list[Row]
+
+    @property
+    def v3_gb_per_s(self) -> float:
+        return max(row.gb_per_s for row in self.rows if row.page_bytes == V3_PAGE_BYTES)
+
+
+def run(settings: Settings) -> Result:
+    """Measures; prints nothing. Needs 2 x max(pages_per_read) V3 pages of memory (4.5 MB each)."""
+    config = NixlConfig(ucx=settings.ucx)
+    small = _measure(SMALL_PAGE_BYTES, settings.pages_per_read, settings.repeats * 10, config)
+    large = _measure(V3_PAGE_BYTES, settings.pages_per_read, settings.repeats, config)
+    return Result(
+        backend_ms=small.backend_ms,
+        connect_ms=small.connect_ms,
+        first_read_ms=small.first_read_ms,
+        overhead_ms=small.rows[0].read_us / 1e3,
+        reader_overhead_ms=small.reader_ms,
+        rows=small.rows + large.rows,
+    )
+
+
+@dataclass(frozen=True)
+class _Measured:
+    backend_ms: float
+    connect_ms: float
+    first_read_ms: float
+    reader_ms: float
+    rows: list[Row]
+
+
+def _measure(page_bytes: int, pages_per_read: Sequence[int], repeats: int, config: NixlConfig) -> _Measured:
+    num_pages = max(pages_per_read)
+    context = mp.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    exporter = context.Process(target=_export, args=(theirs, num_pages, page_bytes, config), daemon=True)
+    exporter.start()
+    source: MemoryHandle = pipe.recv()
+    memory, pool = _pool(num_pages, page_bytes, fill=0)
+    started = time.perf_counter()
+    sink = NixlSink(pool, config, label="bench")
+    backend_ms = _ms_since(started)
+    try:
+        started = time.perf_counter()
+        sink.connect(source)
+        connect_ms = _ms_since(started)
+        first_read_ms = _read(sink, source, [0], [0]) * 1e3
+        rng = np.random.default_rng(0)
+        _read(sink, source, list(range(num_pages)), list(range(num_pages)))
+        assert (memory == 1).all(), "the pages that arrived are not the exporter's"
+        rows = [_row(sink, source, pool, count, repeats, rng) for count in pages_per_read]
+        return _Measured(backend_ms, connect_ms, first_read_ms, _reader_ms(sink, source, repeats), rows)
+    finally:
+        sink.close()
+        pipe.send("close")
+        exporter.join()
+
+
+def _row(
+    sink: KvSink, source: MemoryHandle, pool: PageBuffer, count: int, repeats: int, rng: np.random.Generator
+) -> Row:
+    twin_memory, twin = _pool(pool.num_pages, pool.page_bytes, fill=2)
+    reads, copies = [], []
+    for _ in range(repeats):
+        src, dst = (rng.permutation(pool.num_pages)[:count].tolist() for _ in range(2))
+        reads.append(_read(sink, source, src, dst))
+        copies.append(_copy(twin, pool, src, dst))
+    del twin_memory
+    read_s, total = statistics.median(reads), count * pool.page_bytes
+    return Row(
+        page_bytes=pool.page_bytes,
+        pages=count,
+        read_us=read_s * 1e6,
+        read_p99_us=float(np.percentile(reads, 99)) * 1e6,
+        gb_per_s=total / read_s / 1e9,
+        memcpy_gb_per_s=total / statistics.median(copies) / 1e9,
+    )
+
+
+def _read(sink: KvSink, source: MemoryHandle, src: Sequence[int], dst: Sequence[int]) -> float:
+    started = time.perf_counter()
+    op = sink.read(source, src, dst)
+    while (state := op.poll()) is ReadState.PENDING:
+        pass
+    seconds = time.perf_counter() - started
+    if state is not ReadState.DONE:
+        raise RuntimeError(f"a read failed: {op.error}")
+    return seconds
+
+
+def _reader_ms(sink: KvSink, source: MemoryHandle, repeats: int) -> float:
+    """Median of one-page reads, one at a time, each found by an idle reader. Closes the sink."""
+    events: queue.SimpleQueue[ReaderEvent] = queue.SimpleQueue()
+    reader = Reader(sink, ReaderConfig(), events.put)
+    seconds = []
+    for i in range(repeats):
+        started = time.perf_counter()
+        reader.read(i, source, [0], [0])
+        event = events.get()
+        seconds.append(time.perf_counter() - started)
+        assert isinstance(event, ReadFinished) and not event.error, event
+    reader.close()
+    return statistics.median(seconds) * 1e3
+
+
+def _copy(source: PageBuffer, pool: PageBuffer, src: Sequence[int], dst: Sequence[int]) -> float:
+    started = time.perf_counter()
+    size = pool.page_bytes
+    for i, j in zip(src, dst, strict=True):
+        ctypes.memmove(pool.address + j * size, source.address + i * size, size)
+    return time.perf_counter() - started
+
+
+def _ms_since(started: float) -> float:
+    return (time.perf_counter() - started) * 1e3
+
+
+def _pool(num_pages: int, page_bytes: int, fill: int) -> tuple[np.ndarray, PageBuffer]:
+    memory = np.full((num_pages, page_bytes), fill, dtype=np.uint8)  # touched, so no page fault is measured
+    return memory, PageBuffer(memory.ctypes.data, page_bytes, num_pages)
+
+
+def _export(pipe: Connection, num_pages: int, page_bytes: int, config: NixlConfig) -> None:
+    memory, pool = _pool(num_pages, page_bytes, fill=1)
+    source = NixlSource(pool, config, label="bench")
+    pipe.send(source.handle())
+    pipe.recv()
+    source.close()
+    del memory
+
+
+def report(settings: Settings, result: Result) -> None:
+    """A table and the targets."""
+    console = Console()
+    table = Table(title=f"NIXL READ, process to process, {hardware()}, UCX {settings.ucx}")
+    for name in ("page bytes", "pages/read", "read µs (p50)", "read µs (p99)", "GB/s", "memcpy GB/s", "of memcpy"):
+        table.add_column(name, justify="right")
+    for row in result.rows:
+        table.add_row(
+            f"{row.page_bytes:,}",
+            str(row.pages),
+            f"{row.read_us:,.1f}",
+            f"{row.read_p99_us:,.1f}",
+            f"{row.gb_per_s:.2f}",
+            f"{row.memcpy_gb_per_s:.2f}",
+            f"{row.gb_per_s / row.memcpy_gb_per_s:.0%}",
+        )
+    console.print(table)
+    console.print(
+        f"once: agent and registration {result.backend_ms:.0f} ms, connect {result.connect_ms:.2f} ms, "
+        f"first read of the pair {result.first_read_ms:.2f} ms"
+    )
+    console.print(
+        f"one small page, warm: {result.overhead_ms:.4f} ms, through the reader thread "
+        f"{result.reader_overhead_ms:.4f} ms (target <= {TARGET_OVERHEAD_MS:g} ms)"
+    )
+    console.print(f"best at V3's page size: {result.v3_gb_per_s:.2f} GB/s (target >= {TARGET_GB_PER_S:g} GB/s)")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--pages-per-read", type=int, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument(
+        "--repeats", type=int, default=20, help="reads per row at V3's page size; ten times that, small"
+    )
+    parser.add_argument("--ucx", default="NET_DEVICES=lo", help="UCX settings, KEY=VALUE[,KEY=VALUE...]")
+    args = parser.parse_args()
+    ucx = dict(setting.split("=", 1) for setting in args.ucx.split(",") if setting)
+    settings = Settings(args.pages_per_read, args.repeats, ucx)
+    result = run(settings)
+    report(settings, result)
+    print_record(Record("transfer", asdict(settings), asdict(result) | {"v3_gb_per_s": result.v3_gb_per_s}))
+
+
+if __name__ == "__main__":
+    main()
