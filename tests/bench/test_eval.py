@@ -1,0 +1,401 @@
+"""The evaluation's arithmetic, its command line, and its systems without processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import math
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from millrace_bench.eval import __main__ as command
+from millrace_bench.eval import matrix
+from millrace_bench.eval.backend import Answer, Job, Perplexity
+from millrace_bench.eval.remote import HttpBackend
+from millrace_bench.eval.report import comparison_table, differences_table, evaluation_table, perplexity_line
+from millrace_bench.eval.run import Suite, evaluate, measure
+from millrace_bench.eval.score import Comparison, Evaluation, standard_error
+from millrace_bench.eval.system import Kind, System
+from millrace_cli.errors import CommandError
+from millrace_testing.paths import TINY
+from rich.console import Console
+
+SUITE = Suite(tasks=("addition", "sort"), num_items=10)
+
+
+class Fake:
+    """Knows every answer but those of the jobs numbered in `wrong` and `failing`."""
+
+    def __init__(self, wrong: Sequence[int] = (), failing: Sequence[int] = (), cached: int = 0) -> None:
+        self.wrong, self.failing, self.cached = wrong, failing, cached
+        self.asked: list[str] = []
+
+    async def answer(self, jobs: Sequence[Job], done: Callable[[], None]) -> list[Answer]:
+        for job in jobs:
+            self.asked.append(job.item.key)
+            done()
+        return [self._one(index, job) for index, job in enumerate(jobs)]
+
+    def _one(self, index: int, job: Job) -> Answer:
+        if index in self.failing:
+            return Answer(error="KV_EXPIRED: gone")
+        text = "7 apples" if index in self.wrong else job.item.answer
+        return Answer(text, tuple(text.encode()), prompt_tokens=20, cached_tokens=self.cached, output_tokens=4)
+
+    async def perplexity(self) -> Perplexity | None:
+        return None
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO(), width=140)
+
+
+def shown(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def evaluated(backend: Fake, suite: Suite = SUITE) -> Evaluation:
+    return asyncio.run(measure("fake", backend, suite.jobs(), quiet()))
+
+
+# ---- figures
+
+
+def test_counts_of_an_evaluation() -> None:
+    figures = evaluated(Fake(wrong=(2,), failing=(5, 6))).as_dict()
+    addition = figures["tasks"]["addition"]
+    assert (addition["items"], addition["correct"], addition["failed"], addition["invalid"]) == (10, 7, 2, 0)
+    assert addition["low"] < addition["accuracy"] == 0.7 < addition["high"]
+    assert figures["all"]["items"] == 20 and figures["all"]["output_tokens"] == 4 * 16
+    assert figures["failures"] == {"KV_EXPIRED: gone": 4}
+    assert [one["item"] for one in figures["wrong"]] == ["addition[2]", "sort[2]"]
+    assert figures["perplexity"] is None
+    json.dumps(figures, allow_nan=False)
+
+
+def test_no_number_is_invalid_and_not_failed() -> None:
+    class Silent(Fake):
+        def _one(self, index: int, job: Job) -> Answer:
+            return Answer("no idea", (1, 2), output_tokens=2)
+
+    addition, sort = evaluated(Silent()).tasks
+    assert addition.as_dict()["invalid"] == 10 and sort.as_dict()["invalid"] == 0
+    assert addition.correct == sort.correct == 0
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "items", "agree"),
+    [
+        (100, 100, 100, True),
+        (0, 0, 100, True),
+        (100, 99, 100, True),  # the standard error of two perfect systems is not 0
+        (100, 97, 100, False),
+        (50, 55, 100, True),  # 0.05 of 0.070
+        (50, 58, 100, False),
+        (1, 0, 1, False),
+    ],
+)
+def test_agreement_is_one_standard_error(a: int, b: int, items: int, agree: bool) -> None:
+    assert (abs(a - b) / items <= standard_error(a, b, items)) is agree
+    assert standard_error(a, b, items) == standard_error(b, a, items)
+
+
+def test_standard_error_is_the_binomial_one_for_many_items() -> None:
+    assert standard_error(8000, 8000, 10_000) == pytest.approx(math.sqrt(2 * 0.8 * 0.2 / 10_000), rel=1e-3)
+
+
+def test_answers_are_compared_by_tokens_where_both_know_them() -> None:
+    a, b = Answer("1", (5,)), Answer("1", (6,))
+    assert not a.same_as(b)
+    assert a.same_as(Answer("1")) and Answer("1").same_as(b)
+    assert not Answer("1").same_as(Answer("2"))
+    assert not Answer(error="x").same_as(Answer(error="x"))
+
+
+def test_comparison_lists_the_differing_items() -> None:
+    comparison = Comparison.of(evaluated(Fake()), evaluated(Fake(wrong=(3,))))
+    assert [one.item for one in comparison.differences] == ["addition[3]", "sort[3]"]
+    assert [(line.name, line.same, line.items) for line in comparison.lines] == [
+        ("addition", 9, 10),
+        ("sort", 9, 10),
+        ("all", 18, 20),
+    ]
+    assert [line.agree for line in comparison.lines] == [True, True, False]  # one of 10, but two of 20
+    assert not comparison.agree and not comparison.identical
+    assert Comparison.of(evaluated(Fake()), evaluated(Fake())).identical
+    first = comparison.as_dict()["differences"][0]
+    assert first["b"] == {"text": "7 apples", "verdict": "wrong"} and first["a"]["verdict"] == "correct"
+
+
+def test_tables() -> None:
+    console = quiet()
+    good, bad = evaluated(Fake()), evaluated(Fake(wrong=range(25), failing=(1,)))
+    comparison = Comparison.of(good, bad)
+    console.print(evaluation_table(bad), perplexity_line(bad), comparison_table(comparison))
+    console.print(differences_table(comparison))
+    text = shown(console)
+    for word in (
+        "addition",
+        "sort",
+        "all",
+        "0.000 - 0.278",
+        "use --model",
+        "20 of 20 differing",
+        "KV_EXPIRED",
+        "7 apples",
+    ):
+        assert word in text
+    assert "perplexity 12.500 over 7 tokens" in perplexity_line(replace(good, perplexity=Perplexity(12.5, 1.5, 7)))
+
+
+# ---- items
+
+
+def test_jobs_are_the_same_for_everybody_and_each_has_its_own_noise() -> None:
+    jobs = SUITE.jobs()["addition"]
+    assert [job.item for job in jobs] == [job.item for job in replace(SUITE, num_items=20, seed=9).jobs()["addition"]][
+        :10
+    ]
+    assert len({job.seed for job in jobs}) == 10
+    assert jobs[0].temperature == 0.0 and replace(SUITE, temperature=0.5).jobs()["sort"][0].temperature == 0.5
+
+
+def test_items_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "copy.jsonl"
+    path.write_text("\n".join(json.dumps({"question": f"q{n}", "answer": f"so #### {n}"}) for n in range(9)))
+    jobs = Suite(tasks=("copy",), num_items=3, jsonl=path, shots=2, max_tokens=77).jobs()
+    assert list(jobs) == ["copy", "copy.jsonl"]
+    assert [job.item.answer for job in jobs["copy.jsonl"]] == ["2", "3", "4"]
+    assert jobs["copy.jsonl"][0].item.max_tokens == 77 and len(jobs["copy.jsonl"][0].item.messages) == 5
+
+
+# ---- systems
+
+
+def test_forms_of_a_system() -> None:
+    forms = {
+        "127.0.0.1:50051": Kind.GRPC,
+        "http://127.0.0.1:8000": Kind.HTTP,
+        str(TINY): Kind.MODEL,
+        f"transformers:{TINY}": Kind.TRANSFORMERS,
+        f"pair:{TINY}": Kind.PAIR,
+        f"unified:{TINY}": Kind.UNIFIED,
+    }
+    for text, kind in forms.items():
+        assert System.parse(text).kind is kind
+
+
+@pytest.mark.parametrize("text", ["somewhere", "pair:/nowhere", "transformers:", "127.0.0.1", "http://"])
+def test_no_form_of_a_system(text: str) -> None:
+    with pytest.raises(CommandError) as error:
+        System.parse(text)
+    assert error.value.code == 2
+
+
+def http(reply: Callable[[httpx.Request], httpx.Response]) -> HttpBackend:
+    client = httpx.AsyncClient(base_url="http://test", transport=httpx.MockTransport(reply))
+    return HttpBackend(client, concurrency=2)
+
+
+def openai_reply(request: httpx.Request) -> httpx.Response:
+    if request.url.path == "/v1/models":
+        return httpx.Response(200, json={"data": [{"id": "m"}]})
+    body = json.loads(request.content)
+    if body["seed"] == 1:
+        return httpx.Response(429, text="busy")
+    if body["seed"] == 2:
+        return httpx.Response(200, text="not JSON")
+    assert (body["model"], body["temperature"], body["max_tokens"]) == ("m", 0.0, 8)
+    usage = {"prompt_tokens": 11, "completion_tokens": 3}
+    return httpx.Response(200, json={"choices": [{"message": {"content": "579"}}], "usage": usage})
+
+
+async def test_http_failures_are_answers() -> None:
+    jobs = replace(SUITE, num_items=3).jobs()["addition"]
+    good, busy, broken = await http(openai_reply).answer(jobs, lambda: None)
+    assert good == Answer("579", (), 11, 0, 3)
+    assert busy.error == "HTTP 429: busy"
+    assert "JSONDecodeError" in broken.error
+
+
+async def test_http_without_a_server() -> None:
+    with pytest.raises(CommandError, match="no OpenAI server answers"):
+        await http(lambda request: httpx.Response(404)).answer(SUITE.jobs()["sort"], lambda: None)
+
+
+# ---- in process
+
+
+def run_here(system: System, suite: Suite, concurrency: int = 3) -> Evaluation:
+    return asyncio.run(evaluate(system, suite.jobs(), concurrency, quiet()))
+
+
+def test_our_engine_answers_as_transformers() -> None:
+    suite = Suite(tasks=("addition", "chat", "sort"), num_items=5)
+    ours = run_here(System(Kind.MODEL, str(TINY)), suite)
+    theirs = run_here(System(Kind.TRANSFORMERS, str(TINY)), suite)
+    comparison = Comparison.of(ours, theirs)
+    assert comparison.identical, comparison.differences
+    assert ours.whole.accuracy > 0.9 and not ours.failures
+    assert [t.tokens(lambda answer: answer.prompt_tokens) for t in ours.tasks] == [
+        t.tokens(lambda answer: answer.prompt_tokens) for t in theirs.tasks
+    ]
+    assert ours.perplexity is not None and theirs.perplexity is not None
+    assert ours.perplexity.tokens == theirs.perplexity.tokens
+    assert ours.perplexity.value == pytest.approx(theirs.perplexity.value, rel=1e-4)
+
+
+def test_sampling_is_repeatable_and_a_prompt_too_long_fails_alone(tmp_path: Path) -> None:
+    path = tmp_path / "long.jsonl"
+    questions = ["Add 1 and 2.", "word " * 5000]
+    path.write_text("\n".join(json.dumps({"question": q, "answer": "#### 3"}) for q in questions))
+    suite = Suite(tasks=("chat",), num_items=4, jsonl=path, shots=0, max_tokens=8, temperature=5.0, seed=5)
+    system = System(Kind.MODEL, str(TINY))
+    first, second, other = (run_here(system, s) for s in (suite, suite, replace(suite, seed=6)))
+    (message,) = first.failures
+    assert "max_model_len=4096" in message and first.whole.count(None) == 1
+    chats = [[one.answer for one in found.tasks[0].judged] for found in (first, second, other)]
+    assert chats[0] == chats[1] != chats[2]
+
+
+# ---- the command
+
+
+def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    program = [sys.executable, "-m", "millrace_bench.eval", *arguments]
+    return subprocess.run(program, capture_output=True, text=True, timeout=100, check=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--num-items", "0"], "--num-items must be 1 to"),
+        (["--temperature", "-1"], "--temperature must be 0 to"),
+        (["--seed", "-1"], "--seed"),
+        (["--tasks", "chat", "--num-items", "100000"], "chat: count=100000 exceeds"),
+        (["--jsonl", "/nowhere"], "--jsonl /nowhere: No such file"),
+        (["--model", "/nowhere"], "/nowhere: not a checkpoint folder"),
+        (["--self-serve", "pair", "--checkpoint", "/nowhere"], "/nowhere: not a checkpoint folder"),
+        (["--http", "somewhere"], "somewhere: not a URL"),
+        (["--compare", "somewhere", "127.0.0.1:1"], "somewhere: not of the form HOST:PORT"),
+        (["matrix", "--num-items", "0"], "--num-items must be at least 1"),
+        (["matrix", "--checkpoint", "/nowhere"], "/nowhere: not a checkpoint folder"),
+    ],
+)
+def test_bad_usage_is_named(arguments: list[str], message: str) -> None:
+    with pytest.raises(CommandError) as error:
+        command.main(arguments)
+    assert error.value.code == 2 and message in str(error.value)
+
+
+@pytest.mark.parametrize("arguments", [["--address", "127.0.0.1:9", "--model", "x"], ["--tasks", "nothing"]])
+def test_bad_usage_that_argparse_names(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        command.main(arguments)
+    assert stop.value.code == 2
+
+
+def test_no_server_is_one_line_and_exit_code_1() -> None:
+    result = run_command("--address", "127.0.0.1:9", "--num-items", "1")
+    assert result.returncode == 1 and result.stdout == ""
+    assert result.stderr == "millrace eval: no server answers at 127.0.0.1:9; start one with `millrace serve-local`\n"
+
+
+def test_the_command_prints_tables_and_one_json_line() -> None:
+    result = run_command("--model", str(TINY), "--tasks", "addition", "copy", "--num-items", "3")
+    assert result.returncode == 0, result.stderr
+    record = json.loads(result.stdout)
+    assert record["bench"] == "eval" and record["config"]["num_items"] == 3
+    assert record["results"]["all"]["accuracy"] == 1.0
+    assert 5 < record["results"]["perplexity"]["value"] < 50
+    assert "95 % interval" in result.stderr and "perplexity" in result.stderr
+
+
+@contextlib.contextmanager
+def systems(monkeypatch: pytest.MonkeyPatch, **fakes: Fake) -> Any:
+    """Systems by kind become fakes."""
+
+    @contextlib.asynccontextmanager
+    async def opened(self: System, concurrency: int) -> AsyncIterator[Fake]:
+        yield fakes[self.kind]
+
+    monkeypatch.setattr(System, "open", opened)
+    yield
+
+
+@pytest.mark.parametrize(
+    ("other", "code"), [(Fake(), 0), (Fake(wrong=(1,)), 0), (Fake(wrong=range(9)), 1), (Fake(failing=(0,)), 1)]
+)
+def test_exit_code_of_a_comparison(
+    other: Fake, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--compare", "127.0.0.1:1", "http://b", "--tasks", "addition", "--num-items", "10"]
+    with systems(monkeypatch, grpc=Fake(), http=other):
+        assert command.main(arguments) == code
+    out, err = capsys.readouterr()
+    comparison = json.loads(out)["results"]["comparison"]
+    assert comparison["a"] == "127.0.0.1:1" and comparison["identical"] == (other.wrong == other.failing == ())
+    assert "A = 127.0.0.1:1" in err
+
+
+def test_an_address_needs_no_torch() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None; from millrace_bench.eval.__main__ import main\n"
+        "try: main(['--address', '127.0.0.1:9', '--num-items', '1'])\n"
+        "except Exception as error: print(error)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert result.stdout.startswith("no server answers"), result.stderr
+
+
+# ---- the matrix
+
+
+def test_rows_of_the_matrix() -> None:
+    found = matrix.rows(str(TINY), str(TINY), 256)
+    assert [row.system.kind for row in found] == [Kind.TRANSFORMERS, Kind.UNIFIED] + 4 * [Kind.PAIR]
+    assert [row.exact for row in found] == [True, True, True, False, True, True]
+    assert found[4].system.worker_set == ("limits.max_prefill_tokens=256",)
+    assert found[5].cached
+
+
+async def test_warmed_jobs_are_asked_twice_and_counted_once() -> None:
+    fake, jobs = Fake(), SUITE.jobs()
+    evaluation = await measure("fake", fake, jobs, quiet(), warm=4)
+    keys = [job.item.key for job in jobs["addition"]]
+    assert fake.asked[:20] == keys[:4] * 2 + keys[4:8] * 2 + keys[8:] * 2
+    assert [task.items for task in evaluation.tasks] == [10, 10] and evaluation.whole.accuracy == 1.0
+
+
+@pytest.mark.parametrize(
+    ("fakes", "failing"),
+    [
+        ({"pair": Fake(cached=64)}, []),
+        ({"pair": Fake()}, ["prompts came from the cache"]),
+        ({"pair": Fake(cached=64), "unified": Fake(wrong=(1,))}, ["answers identical"]),
+        (
+            {"pair": Fake(cached=64), "unified": Fake(failing=range(8))},
+            ["no request failed", "accuracies within one standard error", "answers identical"],
+        ),
+    ],
+    ids=["all good", "nothing cached", "one wrong", "failures"],
+)
+def test_checks_of_the_matrix(
+    fakes: dict[str, Fake], failing: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    everything = {"transformers": Fake(), "unified": Fake(), "model": Fake(), **fakes}
+    with systems(monkeypatch, **everything):
+        code = matrix.main(["--checkpoint", str(TINY), "--tasks", "addition", "--num-items", "10"])
+    record = json.loads(capsys.readouterr().out)
+    assert [check["what"] for check in record["results"]["checks"] if not check["passed"]] == failing
+    assert code == int(bool(failing))
+    assert [row["system"] for row in record["results"]["rows"]][2:4] == ["P → D BF16", "P → D FP8"]

@@ -1,0 +1,44 @@
+"""Every bench ends in one JSON line of the same shape. (test_serving.py has that of `serving`.)"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("e2e")]
+
+
+def record_of(bench: str, *arguments: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", f"millrace_bench.{bench}", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    record = json.loads(result.stdout.splitlines()[-1])
+    assert list(record) == ["bench", "config", "results", "hardware", "versions", "command", "time"]
+    assert record["bench"] == bench and record["hardware"] and record["versions"]["python"]
+    assert record["command"].endswith(" ".join([f"-m millrace_bench.{bench}", *arguments]))
+    return record
+
+
+@pytest.mark.parametrize("workers", ["fake", "sim"])
+def test_router(workers: str) -> None:
+    load = ["--streams", "8", "--tokens", "30", "--concurrency", "2", "--requests", "3", "--step-ms", "1"]
+    record = record_of("router", "--workers", workers, *load)
+    assert record["config"]["workers"] == workers and record["config"]["streams"] == 8
+    assert record["results"]["tokens_per_s"] > 0 and record["results"]["ttft_ms"]["p50"] > 0
+
+
+def test_transfer() -> None:
+    record = record_of("transfer", "--pages-per-read", "1", "2", "--repeats", "2")
+    assert record["config"] == {"pages_per_read": [1, 2], "repeats": 2, "ucx": {"NET_DEVICES": "lo"}}
+    assert [row["pages"] for row in record["results"]["rows"]] == [1, 2, 1, 2]
+    assert record["results"]["v3_gb_per_s"] > 0
+
+
+def test_engine() -> None:
+    record = record_of("engine", "--batches", "1", "2", "--steps", "5")
+    decode = [row for row in record["results"]["rows"] if row["kind"] == "decode"]
+    assert [row["batch"] for row in decode] == [1, 2] and all(row["step_us"] > 0 for row in decode)

@@ -1,0 +1,58 @@
+"""Figures of a load run from samples that are easy to check by hand."""
+
+from __future__ import annotations
+
+import pytest
+from millrace_bench.clients import Sample
+from millrace_bench.report import Report, Slo, latency_table, throughput_table
+from rich.console import Console
+
+FAST = Sample(due=10.0, arrivals=[10.2, 10.3, 10.4], prompt_tokens=8, cached_tokens=4, output_tokens=3, end=10.4)
+SLOW = Sample(due=10.0, arrivals=[11.0, 13.0], prompt_tokens=8, output_tokens=5, end=14.0)
+SHORT = Sample(due=10.0, arrivals=[10.5], prompt_tokens=8, output_tokens=1, end=10.5)
+FAILED = Sample(due=10.0, end=10.1, error="QUEUE_FULL")
+NOTHING = Sample(due=10.0, end=10.1)
+ALL = [FAST, SLOW, SHORT, FAILED, NOTHING]
+
+
+def test_figures() -> None:
+    report = Report.of(ALL, Slo())
+    assert report.completed == 3
+    assert report.errors == {"QUEUE_FULL": 1, "EMPTY": 1}
+    assert report.seconds == pytest.approx(4.0)
+    assert (report.prompt_tokens, report.cached_tokens, report.output_tokens) == (24, 4, 9)
+    assert report.request_rate == pytest.approx(0.75)
+    assert report.output_token_rate == pytest.approx(9 / 4)
+    assert report.ttft.p50 == pytest.approx(0.5)
+    assert report.tpot.mean == pytest.approx((0.1 + 0.5) / 2), "one token has no time per further token"
+    assert report.itl.mean == pytest.approx((0.1 + 0.1 + 2.0) / 3)
+    assert report.e2e.p50 == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "met"), [("", 3), ("ttft=0.5", 2), ("tpot=0.11", 2), ("ttft=0.3,tpot=0.2", 1), ("e2e=0.1", 0)]
+)
+def test_goodput_counts_requests_that_meet_every_limit(text: str, met: int) -> None:
+    report = Report.of(ALL, Slo.parse(text))
+    assert report.goodput == pytest.approx(met / 4)
+    assert report.slo_met == pytest.approx(met / 5)
+
+
+@pytest.mark.parametrize("text", ["ttf=1", "ttft", "ttft=fast", "ttft=1;tpot=2"])
+def test_bad_slo_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="SLO"):
+        Slo.parse(text)
+
+
+def test_all_failed_is_a_report_too() -> None:
+    report = Report.of([FAILED], Slo())
+    assert (report.completed, report.request_rate) == (0, 0)
+
+
+def test_tables_show_figures_and_errors() -> None:
+    console = Console(width=100)
+    with console.capture() as capture:
+        report = Report.of(ALL, Slo.parse("ttft=0.5"))
+        console.print(latency_table(report), throughput_table(report, Slo.parse("ttft=0.5")))
+    for text in ("TTFT", "500.00", "QUEUE_FULL", "goodput", "0.50 (40.0%)"):
+        assert text in capture.get()

@@ -1,0 +1,140 @@
+"""LocalCluster over stand-in processes: start, kill, restart, and that nothing ever stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from millrace_cli import probe
+from millrace_cli.cluster import LocalCluster, StartError
+
+
+async def test_start_gives_addresses_and_stop_leaves_nothing(make_spec, wait_gone) -> None:
+    async with LocalCluster(make_spec(prefill=1, decode=2)) as cluster:
+        assert set(cluster.processes) == {"router", "prefill-0", "decode-0", "decode-1"}
+        assert {seen.state for seen in cluster.status()} == {"ready"}
+        assert await probe.is_serving(cluster.grpc_address)
+        assert cluster.http_url.startswith("http://127.0.0.1:")
+        listed = {worker.address for worker in await probe.workers(cluster.admin_address)}
+        assert listed == {cluster.address(name) for name in ("prefill-0", "decode-0", "decode-1")}
+        pids = [cluster.pid(name) for name in cluster.processes]
+    wait_gone(pids)
+    assert [process.returncode for process in cluster.processes.values()] == [0, 0, 0, 0]
+
+
+async def test_unified_is_one_worker(make_spec) -> None:
+    async with LocalCluster(make_spec(prefill=0, decode=0, unified=1)) as cluster:
+        assert set(cluster.processes) == {"router", "unified-0"}
+
+
+async def test_killed_worker_stays_away_until_restarted_on_its_port(make_spec) -> None:
+    async with LocalCluster(make_spec(restart=True)) as cluster:
+        address, pid = cluster.address("decode-0"), cluster.pid("decode-0")
+        await cluster.kill("decode-0")
+        assert not cluster.processes["decode-0"].running
+        assert await probe.worker_info(address) is None
+        await cluster.restart("decode-0")
+        await cluster.wait_routable("decode-0")
+        assert cluster.address("decode-0") == address
+        assert cluster.pid("decode-0") != pid
+
+
+async def test_restart_of_a_running_router_keeps_its_ports(make_spec) -> None:
+    async with LocalCluster(make_spec()) as cluster:
+        before = cluster.grpc_address, cluster.admin_address
+        await cluster.restart("router")
+        await cluster.wait_routable()
+        assert (cluster.grpc_address, cluster.admin_address) == before
+
+
+async def test_worker_that_dies_comes_back(make_spec, caplog: pytest.LogCaptureFixture) -> None:
+    async with LocalCluster(make_spec(restart=True)) as cluster:
+        address, pid = cluster.address("prefill-0"), cluster.pid("prefill-0")
+        os.kill(pid, signal.SIGKILL)
+        await cluster.processes["prefill-0"].wait()
+        await cluster.wait_routable("prefill-0")
+        assert cluster.address("prefill-0") == address
+        assert cluster.pid("prefill-0") != pid
+    assert "prefill-0 ended with code -9" in caplog.text
+
+
+async def test_worker_that_dies_stays_dead_without_restart(make_spec, caplog: pytest.LogCaptureFixture) -> None:
+    async with LocalCluster(make_spec()) as cluster:
+        os.kill(cluster.pid("prefill-0"), signal.SIGKILL)
+        await cluster.processes["prefill-0"].wait()
+        with pytest.raises(StartError, match="prefill-0 ended with code -9"):
+            await cluster.wait_routable("prefill-0")
+
+
+async def test_child_that_exits_during_start_shows_its_log_and_stops_all(make_spec, wait_gone) -> None:
+    cluster = LocalCluster(make_spec(worker_set=("die=0",)))
+    with pytest.raises(StartError, match=r"(?s)ended with code 1.*standin: no such checkpoint"):
+        async with cluster:
+            pass
+    wait_gone([cluster.pid(name) for name in ("prefill-0", "decode-0")])
+
+
+async def test_start_gives_up_and_says_who_is_late(make_spec, wait_gone) -> None:
+    cluster = LocalCluster(make_spec(worker_set=("never=true",), start_timeout_s=4))
+    with pytest.raises(StartError, match=r"not ready after 4 s: .*prefill-0 loading layer 1 of 2"):
+        async with cluster:
+            pass
+    wait_gone([cluster.pid(name) for name in cluster.processes])
+
+
+async def test_taken_port_fails_the_start(make_spec) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(StartError, match=f"cannot listen on 127.0.0.1:{port}"):
+            async with LocalCluster(make_spec(grpc_port=port)):
+                pass
+
+
+async def test_deaf_child_and_its_own_children_are_killed(make_spec, wait_gone) -> None:
+    spec = make_spec(worker_set=("deaf=true",), stop_grace_s=0.3)
+    async with LocalCluster(spec) as cluster:
+        pids = [cluster.pid(name) for name in cluster.processes]
+    children = [int(path.read_text()) for path in Path(spec.log_dir).glob("*.child")]
+    assert len(children) == 2
+    wait_gone(pids + children)
+
+
+async def test_kill_minus_nine_of_the_supervisor_leaves_nothing(tmp_path: Path, wait_gone) -> None:
+    script = textwrap.dedent(f"""
+        import asyncio, sys
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from conftest import standin_command
+        from millrace_cli.cluster import ClusterSpec, LocalCluster
+
+        async def main():
+            async with LocalCluster(ClusterSpec(command=standin_command)) as cluster:
+                print(*(cluster.pid(name) for name in cluster.processes), flush=True)
+                await asyncio.sleep(600)
+
+        asyncio.run(main())
+    """)
+    supervisor = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE, cwd=tmp_path
+    )
+    pids = [int(pid) for pid in (await supervisor.stdout.readline()).split()]
+    assert len(pids) == 3
+    supervisor.kill()
+    await supervisor.wait()
+    wait_gone(pids)
+
+
+async def test_restart_during_the_back_off_starts_once(make_spec) -> None:
+    async with LocalCluster(make_spec(restart=True)) as cluster:
+        os.kill(cluster.pid("decode-0"), signal.SIGKILL)
+        await cluster.processes["decode-0"].wait()
+        await asyncio.sleep(0)  # the watcher now waits before it brings decode-0 back
+        await cluster.restart("decode-0")
+        await asyncio.sleep(0.8)  # longer than the first back-off
+        assert cluster.processes["decode-0"].starts == 2
+        await cluster.wait_routable()

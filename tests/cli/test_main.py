@@ -1,0 +1,100 @@
+"""The command line: every mistake is one clear line and an exit code, and nothing heavy is imported for little."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMMANDS = ("serve-local", "router", "prefill", "decode", "unified", "generate", "workers", "eval", "bench", "version")
+
+
+def millrace(
+    *arguments: str, code: str = "from millrace_cli.__main__ import main; main()"
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.fixture
+def closed_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def test_help_lists_every_command() -> None:
+    result = millrace("--help")
+    assert result.returncode == 0
+    for command in COMMANDS:
+        assert f"  {command} " in result.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS[:-2])
+def test_every_command_has_help(command: str) -> None:
+    result = millrace(command, "--help")
+    assert result.returncode == 0
+    assert "usage:" in result.stdout.lower()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["router", "--set", "colour=red"], "colour: unknown key"),
+        (["router", "--set", "grpc_port"], "not of the form"),
+        (["router", "--set", "grpc_port=70000"], "grpc_port"),
+        (["router", "--config", "/nonexistent.yaml"], "nonexistent.yaml"),
+        (["prefill", "--set", "colour=red"], "colour: unknown key"),
+        (["decode", "--set", "dp=0"], "dp"),
+        (["unified", "--set", "engine=magic"], "engine"),
+        (["serve-local", "--engine", "magic"], "--engine"),
+        (["serve-local", "--model", "/nonexistent"], "config.json"),
+        (["serve-local", "--prefill", "0"], "prefill"),
+        (["generate", "x", "--max-tokens", "0"], "max-tokens"),
+        (["generate", "x", "--seed", "-1"], "seed"),
+        (["generate", "\udcff"], "UTF-8"),
+        (["generate"], "prompt"),
+        (["bench", "nothing"], "there is no bench 'nothing'"),
+        (["nothing"], "nothing"),
+    ],
+)
+def test_bad_usage_is_exit_2_and_names_the_culprit(arguments: list[str], message: str) -> None:
+    result = millrace(*arguments)
+    assert result.returncode == 2, result.stderr
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("command", [["generate", "hello"], ["workers"]])
+def test_missing_server_is_exit_1_with_its_address(command: list[str], closed_port: int) -> None:
+    result = millrace(*command, "--address", f"127.0.0.1:{closed_port}")
+    assert result.returncode == 1
+    assert f"127.0.0.1:{closed_port}" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_version() -> None:
+    assert millrace("version").stdout.strip().count(".") == 2
+
+
+@pytest.mark.parametrize("argument", ["--help", "version"])
+def test_light_commands_import_nothing_heavy(argument: str) -> None:
+    code = (
+        "import sys\nfrom millrace_cli.__main__ import main\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        "print(sorted({'torch', 'grpc', 'fastapi', 'transformers'} & set(sys.modules)))"
+    )
+    result = millrace(argument, code=code)
+    assert result.stdout.endswith("[]\n"), result.stdout
+
+
+def test_router_needs_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys\nsys.modules['torch'] = None\nsys.argv[1:] = ['router', '--help']\n"
+        "import millrace_router.config, importlib, importlib.util\n"
+        "importlib.import_module('millrace_router.main')\nprint('imported')"
+    )
+    result = millrace(code=code)
+    assert result.stdout == "imported\n", result.stderr

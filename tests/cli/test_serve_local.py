@@ -1,0 +1,140 @@
+"""`millrace serve-local` as a process, over stand-in routers and workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from millrace_cli.serve_local import usable_port
+
+SCRIPT = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from conftest import standin_command
+from millrace_cli import __main__ as cli, serve_local
+from millrace_cli.cluster import ClusterSpec
+spec = ClusterSpec(command=standin_command, restart=True, log_dir=Path({logs!r}), {fields})
+cli.app.command("run")(lambda: serve_local.serve_local(spec))
+sys.argv[1:] = ["run"]
+cli.main()
+"""
+
+
+class Running:
+    """The supervisor with its output in a file."""
+
+    def __init__(self, folder: Path, fields: str) -> None:
+        script = SCRIPT.format(tests=str(Path(__file__).parent), logs=str(folder / "logs"), fields=fields)
+        self.output_path = folder / "output"
+        with self.output_path.open("wb") as out:
+            self.process = subprocess.Popen([sys.executable, "-c", script], stdout=out, stderr=subprocess.STDOUT)
+
+    @property
+    def output(self) -> str:
+        return self.output_path.read_text()
+
+    def wait_for(self, text: str) -> None:
+        deadline = time.monotonic() + 30
+        while text not in self.output:
+            assert time.monotonic() < deadline and self.process.poll() is None, f"no {text!r} in:\n{self.output}"
+            time.sleep(0.05)
+
+    def children(self) -> dict[str, int]:
+        """Role to pid."""
+        found = psutil.Process(self.process.pid).children()
+        return {child.cmdline()[2]: child.pid for child in found if "standin" in " ".join(child.cmdline())}
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[str], Running]]:
+    started = []
+
+    def begin(fields: str = "") -> Running:
+        started.append(Running(tmp_path, fields))
+        return started[-1]
+
+    yield begin
+    for running in started:
+        running.process.kill()
+        running.process.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_shows_addresses_and_stops_cleanly(start, wait_gone, number: signal.Signals) -> None:
+    running = start()
+    running.wait_for("Ctrl-C stops everything.")
+    pids = list(running.children().values())
+    assert len(pids) == 3
+    for text in (
+        "prefill-0",
+        "decode-0",
+        "router",
+        "ready",
+        "millrace generate --address 127.0.0.1:",
+        "curl -N http://",
+    ):
+        assert text in running.output
+    running.process.send_signal(number)
+    assert running.process.wait(15) == 0
+    assert "stopped" in running.output
+    wait_gone(pids)
+
+
+def test_second_signal_kills(start, wait_gone) -> None:
+    running = start("worker_set=('deaf=true',), stop_grace_s=60")
+    running.wait_for("Ctrl-C stops everything.")
+    pids = list(running.children().values())
+    running.process.send_signal(signal.SIGINT)
+    running.wait_for("stopping")
+    running.process.send_signal(signal.SIGINT)
+    assert running.process.wait(15) == 0
+    wait_gone(pids)
+
+
+def test_signal_during_start_stops(start) -> None:
+    running = start("worker_set=('never=true',)")
+    deadline = time.monotonic() + 30
+    while len(running.children()) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    running.process.send_signal(signal.SIGTERM)
+    assert running.process.wait(15) == 0
+    assert "is ready" not in running.output
+
+
+def test_failed_start_is_one_message_and_exit_1(start) -> None:
+    running = start("worker_set=('die=0',)")
+    assert running.process.wait(30) == 1
+    assert "standin: no such checkpoint" in running.output
+    assert "Traceback" not in running.output
+
+
+def test_child_that_dies_comes_back(start) -> None:
+    running = start()
+    running.wait_for("Ctrl-C stops everything.")
+    before = running.children()["decode"]
+    os.kill(before, signal.SIGKILL)
+    running.wait_for("decode-0 ended with code -9")
+    deadline = time.monotonic() + 15
+    while running.children().get("decode", before) == before:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_taken_port_is_replaced_with_a_notice(start) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert usable_port(port) == 0
+        running = start(f"grpc_port={port}")
+        running.wait_for("Ctrl-C stops everything.")
+        assert f"port {port} is taken" in running.output
+    assert usable_port(port) == port

@@ -1,0 +1,14 @@
+"""Real processes: a router, prefill and decode workers, NIXL between them. Each module says which cluster it wants."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.e2e)
+            item.add_marker(pytest.mark.xdist_group("e2e"))  # one cluster at a time

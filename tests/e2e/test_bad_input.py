@@ -1,0 +1,126 @@
+"""What is refused is refused before any work, with one clear message, alike on gRPC and HTTP, by the whole system."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+
+import grpc
+import httpx
+import pytest
+import pytest_asyncio
+from google.protobuf.message import Message
+from millrace.v1 import admin_pb2, common_pb2, inference_pb2, worker_pb2
+from millrace_cli.cluster import ClusterSpec, LocalCluster
+from millrace_rpc.errors import from_rpc_error
+from millrace_testing.client import Client
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+INF, NAN = float("inf"), float("nan")
+BAD = {  # name: (SamplingParams of gRPC, further fields of GenerateRequest, JSON of /v1/completions)
+    "max_tokens over the context": ({"max_tokens": 100_000}, {}, {"max_tokens": 100_000}),
+    "max_tokens 0": ({"max_tokens": 0}, {}, {"max_tokens": 0}),
+    "negative temperature": ({"temperature": -1}, {}, {"temperature": -1}),
+    "huge temperature": ({"temperature": 1e9}, {}, {"temperature": 1e9}),
+    "NaN temperature": ({"temperature": NAN}, {}, {"temperature": NAN}),
+    "infinite top_p": ({"top_p": INF}, {}, {"top_p": INF}),
+    "top_p 0": ({"top_p": 0}, {}, {"top_p": 0}),
+    "min_p over 1": ({"min_p": 1.5}, {}, {"min_p": 1.5}),
+    "repetition_penalty 0": ({"repetition_penalty": 0}, {}, {"repetition_penalty": 0}),
+    "presence_penalty": ({"presence_penalty": 3}, {}, {"presence_penalty": 3}),
+    "frequency_penalty": ({"frequency_penalty": -3}, {}, {"frequency_penalty": -3}),
+    "logprobs over 20": ({"logprobs": 21}, {}, {"logprobs": 21}),
+    "min_tokens over max_tokens": ({"min_tokens": 9, "max_tokens": 8}, {}, {"min_tokens": 9, "max_tokens": 8}),
+    "stop token out of range": ({"stop_token_ids": [10**6]}, {}, {"stop_token_ids": [10**6]}),
+    "logit_bias out of range": ({"logit_bias": {10**6: 1.0}}, {}, {"logit_bias": {"1000000": 1.0}}),
+    "17 stop strings": ({}, {"stop": [str(i) for i in range(17)]}, {"stop": [str(i) for i in range(17)]}),
+    "empty stop string": ({}, {"stop": [""]}, {"stop": [""]}),
+    "n over the limit": ({}, {"n": 17}, {"n": 17}),
+    "n 0": ({}, {"n": 0}, {"n": 0}),
+    "unknown model": ({}, {"model": "gpt-9"}, {"model": "gpt-9"}),
+    "empty prompt": ({}, {"prompt": inference_pb2.Prompt()}, {"prompt": ""}),
+    "no token ids": ({}, {"prompt": inference_pb2.Prompt(token_ids={})}, {"prompt": []}),
+    "token id out of range": ({}, {"prompt": inference_pb2.Prompt(token_ids={"ids": [10**6]})}, {"prompt": [10**6]}),
+    "prompt over the context": (
+        {},
+        {"prompt": inference_pb2.Prompt(token_ids={"ids": [20] * 40_000})},
+        {"prompt": [20] * 40_000},
+    ),
+}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster() -> AsyncIterator[LocalCluster]:
+    async with LocalCluster(ClusterSpec(engine="sim")) as cluster:
+        yield cluster
+
+
+async def refused_by_grpc(cluster: LocalCluster, request: Message) -> grpc.aio.AioRpcError:
+    async with Client(cluster.grpc_address) as client:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in client.stub.Generate(request, timeout=20):
+                pass
+        return caught.value
+
+
+@pytest.mark.parametrize("name", BAD)
+async def test_same_refusal_on_grpc_and_http(cluster: LocalCluster, name: str) -> None:
+    sampling, fields, json_fields = BAD[name]
+    request = inference_pb2.GenerateRequest(
+        **{"prompt": inference_pb2.Prompt(text="hello"), "sampling": common_pb2.SamplingParams(**sampling), **fields}
+    )
+    error = from_rpc_error(await refused_by_grpc(cluster, request))
+    async with httpx.AsyncClient(base_url=cluster.http_url) as http:
+        body = json.dumps({"model": "", "prompt": "hello", **json_fields})  # writes NaN and Infinity as Python does
+        answer = await http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == error.row.http, answer.text
+    assert answer.status_code in (400, 404)
+    shown = answer.json()["error"]
+    assert shown["type"] == "invalid_request_error"
+    assert shown["code"] == error.reason.lower()
+    if name not in ("NaN temperature", "infinite top_p"):  # JSON has no such numbers; its parser words it
+        assert shown["message"] == error.message
+    assert len(error.message) > 10
+
+
+async def test_malformed_http(cluster: LocalCluster) -> None:
+    async with httpx.AsyncClient(base_url=cluster.http_url) as http:
+        for body in (b"{", b'{"prompt": "\xff\xfe"}', b"[]", b'{"prompt": {"a": 1}}', b"{}"):
+            answer = await http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+            assert answer.status_code == 400, (body, answer.text)
+            assert answer.json()["error"]["message"]
+        answer = await http.post("/v1/chat/completions", json={"messages": [{"role": "king", "content": "x"}]})
+        assert answer.status_code == 400 and "role" in answer.json()["error"]["message"]
+        big = await http.post("/v1/completions", json={"prompt": "x" * (20 << 20)})
+        assert big.status_code == 413
+
+
+async def test_oversized_and_expired_grpc(cluster: LocalCluster) -> None:
+    async with Client(cluster.grpc_address) as client:
+        request = inference_pb2.GenerateRequest(prompt=inference_pb2.Prompt(text="hello"))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in client.stub.Generate(request, timeout=0.0):
+                pass
+        assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+    roles = inference_pb2.ChatPrompt(messages=[inference_pb2.ChatMessage(role="king", content="x")])
+    error = await refused_by_grpc(cluster, inference_pb2.GenerateRequest(prompt=inference_pb2.Prompt(chat=roles)))
+    assert from_rpc_error(error).reason == "INVALID_ARGUMENT" and "role" in error.details()
+
+
+async def test_no_work_is_done_for_a_refused_request(cluster: LocalCluster) -> None:
+    async with Client(cluster.grpc_address, cluster.admin_address) as client:
+        before = prompt_tokens(await client.wait_whole())
+        too_long = inference_pb2.Prompt(token_ids={"ids": [20] * 40_000})
+        await refused_by_grpc(cluster, inference_pb2.GenerateRequest(prompt=too_long))
+        assert prompt_tokens(await client.wait_whole()) == before
+        assert len((await client.generate([20] * 100, max_tokens=5)).tokens) == 5
+        assert prompt_tokens(await client.wait_whole()) == before + 100
+    async with httpx.AsyncClient(base_url=cluster.http_url) as http:
+        metrics = (await http.get("/metrics")).text
+    assert "millrace_active_requests 0.0" in metrics and "millrace_queue_requests 0.0" in metrics  # none is forgotten
+
+
+def prompt_tokens(workers: list[admin_pb2.WorkerStatus]) -> int:
+    """Computed by the prefill worker since it started."""
+    return sum(w.load.replicas[0].prompt_tokens for w in workers if w.info.role == worker_pb2.ROLE_PREFILL)

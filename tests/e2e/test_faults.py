@@ -1,0 +1,278 @@
+"""The fault matrix of docs/kv_transfer.md, each row against real processes with a simulated engine.
+
+The simulated engine's tokens depend on the prompt and the position only, and each of its KV pages carries the hash of
+its tokens, which is checked before every step: a page of another request, or one reused too early, is an error, never
+a token. So a test can say exactly which tokens the client must see, whatever dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+from collections.abc import Callable
+
+import grpc
+import httpx
+import pytest
+from millrace.v1 import admin_pb2, worker_pb2
+from millrace_cli.cluster import ClusterSpec, LocalCluster
+from millrace_rpc.errors import from_rpc_error
+from millrace_serve.engine.core import SamplingParams
+from millrace_serve.engine.sim_runner import SimSettings, oracle_outputs
+from millrace_testing.client import Answer, Client, collect, until
+from millrace_testing.proxy import Proxy
+from prometheus_client.parser import text_string_to_metric_families
+
+pytestmark = pytest.mark.timeout(120)
+
+PREFILL, DECODE = worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_DECODE
+SLOW_PREFILL = ("sim.token_s=0.0004",)  # 0.8 s for 2,000 tokens
+SLOW_DECODE = ("sim.step_s=0.01",)
+
+
+def spec(*worker_set: str, prefill: int = 2, decode: int = 2, router_set: tuple[str, ...] = ()) -> ClusterSpec:
+    return ClusterSpec(
+        prefill=prefill,
+        decode=decode,
+        engine="sim",
+        worker_set=("limits.canary=true", "timeouts.lease=3", *worker_set),
+        router_set=router_set,
+    )
+
+
+def make_prompt(seed: int, length: int = 2000) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(16, 30000) for _ in range(length)]
+
+
+def expected(prompt: list[int], max_tokens: int) -> list[int]:
+    return oracle_outputs(prompt, SamplingParams(max_tokens=max_tokens, temperature=0.0), SimSettings())
+
+
+async def client_of(cluster: LocalCluster) -> Client:
+    return Client(cluster.grpc_address, cluster.admin_address)
+
+
+async def busy(client: Client, role: int, what: Callable[[admin_pb2.WorkerStatus], bool]) -> str:
+    """Address of a worker of `role` for which `what` is true, as soon as there is one."""
+    for _ in range(2000):
+        workers = (await client.admin.ListWorkers(admin_pb2.ListWorkersRequest())).workers
+        for worker in workers:
+            if worker.info.role == role and worker.load.replicas and what(worker):
+                return worker.address
+        await asyncio.sleep(0.005)
+    raise AssertionError("nobody became busy")
+
+
+async def routable(client: Client, count: int) -> None:
+    for _ in range(300):
+        workers = (await client.admin.ListWorkers(admin_pb2.ListWorkersRequest())).workers
+        if sum(worker.routable for worker in workers) == count:
+            return
+        await asyncio.sleep(0.1)
+    raise AssertionError(f"not routable: {workers}")
+
+
+async def retries(cluster: LocalCluster) -> dict[str, float]:
+    """How often the router tried again, by the reason of the failed attempt."""
+    async with httpx.AsyncClient(base_url=cluster.http_url) as http:
+        text = (await http.get("/metrics")).text
+    return {
+        sample.labels["reason"]: sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == "millrace_retries_total"
+    }
+
+
+def name_of(cluster: LocalCluster, address: str) -> str:
+    return next(name for name in cluster.spec.workers() if cluster.address(name) == address)
+
+
+async def finish(task: asyncio.Task[Answer], prompt: list[int], max_tokens: int) -> Answer:
+    answer = await task
+    assert answer.tokens == expected(prompt, max_tokens)
+    assert answer.finish == "length"
+    return answer
+
+
+async def test_prefill_worker_dies_while_it_computes() -> None:
+    async with LocalCluster(spec(*SLOW_PREFILL)) as cluster, await client_of(cluster) as client:
+        prompt = make_prompt(1)
+        task = asyncio.create_task(client.generate(prompt, max_tokens=20))
+        victim = name_of(cluster, await busy(client, PREFILL, lambda worker: worker.load.replicas[0].running > 0))
+        await cluster.kill(victim)
+        await finish(task, prompt, 20)
+        assert (await retries(cluster))["WORKER_LOST"] == 1
+        await cluster.restart(victim)
+        await cluster.wait_routable(victim)
+        await finish(asyncio.create_task(client.generate(prompt, max_tokens=20)), prompt, 20)
+        await client.wait_whole()
+
+
+async def test_decode_worker_dies_before_the_first_token() -> None:
+    async with LocalCluster(spec(*SLOW_PREFILL)) as cluster, await client_of(cluster) as client:
+        prompt = make_prompt(2)
+        task = asyncio.create_task(client.generate(prompt, max_tokens=20))
+        victim = name_of(cluster, await busy(client, DECODE, lambda worker: worker.in_flight > 0))
+        await cluster.kill(victim)
+        await finish(task, prompt, 20)
+        assert (await retries(cluster))["WORKER_LOST"] == 1
+        await cluster.restart(victim)
+        await cluster.wait_routable(victim)
+        await client.wait_whole(timeout=60)
+
+
+async def test_decode_worker_dies_in_the_middle_of_a_stream() -> None:
+    async with LocalCluster(spec(*SLOW_DECODE)) as cluster, await client_of(cluster) as client:
+        prompts = [make_prompt(seed, 300) for seed in range(6)]
+        answers = [Answer() for _ in prompts]
+
+        async def run(prompt: list[int], answer: Answer) -> Answer:
+            async for chunk in client.stream(prompt, max_tokens=200):
+                collect(answer, chunk)
+            return answer
+
+        tasks = [asyncio.create_task(run(p, a)) for p, a in zip(prompts, answers, strict=True)]
+        await until(lambda: all(len(answer.tokens) >= 30 for answer in answers), what="30 tokens each")
+        await cluster.kill("decode-0")
+        for prompt, task in zip(prompts, tasks, strict=True):
+            await finish(task, prompt, 200)
+        assert (await retries(cluster))["WORKER_LOST"] >= 1  # those that were there
+        await cluster.restart("decode-0")
+        await cluster.wait_routable("decode-0")
+        await client.wait_whole(timeout=60)
+
+
+async def test_lease_expires_while_the_decode_worker_stalls() -> None:
+    settings = (*SLOW_PREFILL, "timeouts.lease=0.5", "timeouts.max_lease=0.5")
+    async with (
+        LocalCluster(spec(*settings, prefill=1, decode=1, router_set=("timeouts.silence=10",))) as cluster,
+        await client_of(cluster) as client,
+    ):
+        prompt = make_prompt(3)
+        task = asyncio.create_task(client.generate(prompt, max_tokens=20, timeout=60))
+        await busy(client, DECODE, lambda worker: worker.in_flight > 0)
+        cluster.send("decode-0", signal.SIGSTOP)
+        await busy(client, PREFILL, lambda worker: worker.load.replicas[0].exporting > 0)
+        await asyncio.sleep(0.9)  # the lease runs out
+        cluster.send("decode-0", signal.SIGCONT)
+        await finish(task, prompt, 20)
+        assert await retries(cluster) == {"KV_EXPIRED": 1}
+        await client.wait_whole()
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_worker_hangs(role: str) -> None:
+    """SIGSTOP: sockets stay open and nothing answers. The router gives the worker up and takes another."""
+    slow = SLOW_PREFILL if role == "prefill" else SLOW_DECODE
+    async with LocalCluster(spec(*slow)) as cluster, await client_of(cluster) as client:
+        prompt = make_prompt(4, 2000 if role == "prefill" else 100)
+        task = asyncio.create_task(client.generate(prompt, max_tokens=100, timeout=60))
+        victim = name_of(
+            cluster,
+            await busy(
+                client, PREFILL if role == "prefill" else DECODE, lambda worker: worker.load.replicas[0].running > 0
+            ),
+        )
+        cluster.send(victim, signal.SIGSTOP)
+        await finish(task, prompt, 100)
+        assert sum((await retries(cluster)).values()) == 1
+        cluster.send(victim, signal.SIGCONT)
+        await cluster.wait_routable(victim)
+        await client.wait_whole(timeout=60)
+
+
+async def test_router_dies_and_workers_drop_its_requests() -> None:
+    async with LocalCluster(spec(*SLOW_DECODE, prefill=1, decode=1)) as cluster:
+        async with await client_of(cluster) as client:
+            tasks = [asyncio.create_task(client.generate(make_prompt(s, 200), max_tokens=2000)) for s in range(4)]
+            await busy(client, DECODE, lambda worker: worker.load.replicas[0].running >= 4)
+            await cluster.kill("router")
+            for task in tasks:
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await task
+                assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+        await cluster.restart("router")
+        await cluster.wait_routable()
+        async with await client_of(cluster) as client:
+            await client.wait_whole(timeout=60)
+            prompt = make_prompt(5, 200)
+            await finish(asyncio.create_task(client.generate(prompt, max_tokens=30)), prompt, 30)
+
+
+async def test_client_goes_away_at_any_moment() -> None:
+    async with (
+        LocalCluster(spec("sim.step_s=0.002", "sim.token_s=0.00005", prefill=1, decode=1)) as cluster,
+        await client_of(cluster) as client,
+    ):
+        rng = random.Random(6)
+
+        async def one(seed: int) -> None:
+            call = client.stream(make_prompt(seed, 1500), max_tokens=400)
+            await asyncio.sleep(rng.random() * 0.6)  # queued, computing, in transfer, decoding
+            call.cancel()
+
+        for start in range(0, 60, 12):
+            await asyncio.gather(*(one(seed) for seed in range(start, start + 12)))
+        await client.wait_whole()
+        prompt = make_prompt(7, 1500)
+        await finish(asyncio.create_task(client.generate(prompt, max_tokens=30)), prompt, 30)
+        await client.wait_whole()
+
+
+async def test_decode_worker_out_of_pages_pushes_back() -> None:
+    """24 sequences of 9 pages through a decode pool of 40: they wait, are preempted, and all come out right."""
+    settings = ("limits.num_pages=41", "limits.max_model_len=1024", "sim.step_s=0.001")
+    async with LocalCluster(spec(*settings, prefill=1, decode=1)) as cluster, await client_of(cluster) as client:
+        prompts = [make_prompt(seed, 400) for seed in range(24)]
+        tasks = [asyncio.create_task(client.generate(p, max_tokens=150, timeout=90)) for p in prompts]
+        for prompt, task in zip(prompts, tasks, strict=True):
+            await finish(task, prompt, 150)
+        await client.wait_whole()
+
+
+async def test_broken_and_frozen_connections() -> None:
+    """The router's Links and the decode worker's Fetch run through proxies that cut or freeze them."""
+    async with (
+        LocalCluster(spec(*SLOW_PREFILL, "sim.step_s=0.005", prefill=1, decode=1)) as cluster,
+        Proxy(cluster.address("prefill-0")) as prefill,
+        Proxy(cluster.address("decode-0")) as decode,
+        LocalCluster(
+            spec(prefill=0, decode=0, router_set=(f'workers=["{prefill.address}", "{decode.address}"]',))
+        ) as front,
+        await client_of(front) as client,
+    ):
+        await routable(client, 2)
+        cuts = ((prefill, 0.2), (decode, 0.2), (prefill, 0.9), (decode, 1.1))
+        for index, (proxy, seconds) in enumerate(cuts):
+            prompt = make_prompt(100 + index, 2000)
+            task = asyncio.create_task(client.generate(prompt, max_tokens=100, timeout=60))
+            await asyncio.sleep(seconds)
+            proxy.cut()
+            await finish(task, prompt, 100)
+            await client.wait_whole(timeout=60)
+        prompt = make_prompt(200, 2000)
+        task = asyncio.create_task(client.generate(prompt, max_tokens=100, timeout=60))
+        await asyncio.sleep(0.3)
+        decode.freeze()
+        await asyncio.sleep(5)  # longer than the router's patience with a silent worker
+        decode.thaw()
+        await finish(task, prompt, 100)
+        await client.wait_whole(timeout=60)
+
+
+async def test_no_worker_left_is_a_clear_error() -> None:
+    async with (
+        LocalCluster(spec(*SLOW_DECODE, prefill=1, decode=1, router_set=("timeouts.queue=1",))) as cluster,
+        await client_of(cluster) as client,
+    ):
+        prompt = make_prompt(8, 200)
+        task = asyncio.create_task(client.generate(prompt, max_tokens=500))
+        await busy(client, DECODE, lambda worker: worker.load.replicas[0].running > 0)
+        await cluster.kill("decode-0")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await task
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert from_rpc_error(caught.value).reason in ("NO_WORKERS", "WORKER_LOST")

@@ -1,0 +1,93 @@
+"""Prefill -> decode equals unified equals transformers.generate, token for token and with the same probabilities.
+
+Pages carry the hash of their tokens, freed pages are filled with NaN, and both are checked before every step: an answer
+that is right cannot have read another request's KV.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+import torch
+from millrace_cli.cluster import ClusterSpec, LocalCluster
+from millrace_testing.client import Answer, Client
+from millrace_testing.reference import Continuation, assert_same, greedy
+
+LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 500, 3000)
+NEW_TOKENS = 40
+CONCURRENCY = 16
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(7)
+    lengths = [*LENGTHS, *(rng.randrange(1, 400) for _ in range(CONCURRENCY - len(LENGTHS)))]
+    return [[rng.randrange(10, 1000) for _ in range(length)] for length in lengths]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[Continuation]:
+    return greedy(prompts(), NEW_TOKENS)
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def worker_set(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    return (f"device={request.param}", "dtype=float32", "limits.canary=true", "limits.poison=true")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pair(worker_set: tuple[str, ...]) -> AsyncIterator[Client]:
+    async with (
+        LocalCluster(ClusterSpec(worker_set=worker_set)) as cluster,
+        Client(cluster.grpc_address, cluster.admin_address) as client,
+    ):
+        yield client
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def unified(worker_set: tuple[str, ...]) -> AsyncIterator[Client]:
+    async with (
+        LocalCluster(ClusterSpec(prefill=0, decode=0, unified=1, worker_set=worker_set)) as cluster,
+        Client(cluster.grpc_address, cluster.admin_address) as client,
+    ):
+        yield client
+
+
+async def run_all(client: Client, **sampling: float) -> list[Answer]:
+    options = {"max_tokens": NEW_TOKENS, "ignore_eos": True, "logprobs": 0, "timeout": 240, **sampling}
+    return await asyncio.gather(*(client.generate(prompt, **options) for prompt in prompts()))
+
+
+async def test_the_pair_equals_transformers(pair: Client, expected: list[Continuation]) -> None:
+    await check_twice(pair, expected)
+
+
+async def test_unified_equals_transformers(unified: Client, expected: list[Continuation]) -> None:
+    await check_twice(unified, expected)
+
+
+async def check_twice(client: Client, expected: list[Continuation]) -> None:
+    """The second time from the prefix cache."""
+    for answers in (await run_all(client), await run_all(client)):
+        assert_same([Continuation(a.tokens, a.sampled) for a in answers], expected)
+    for prompt, answer in zip(prompts(), answers, strict=True):
+        assert answer.usage.prompt_tokens == len(prompt)
+        if len(prompt) > 64:
+            assert answer.usage.cached_prompt_tokens >= (len(prompt) - 1) // 64 * 64
+    await client.wait_whole()
+
+
+async def test_seeded_sampling_is_the_same_through_the_pair_and_unified(pair: Client, unified: Client) -> None:
+    sampling = {"temperature": 0.9, "top_p": 0.95, "seed": 1234}
+    through_pair = await run_all(pair, **sampling)
+    alone = await run_all(unified, **sampling)
+    assert [a.tokens for a in through_pair] == [a.tokens for a in alone]
+    other_seed = await run_all(pair, **{**sampling, "seed": 1235})
+    assert [a.tokens for a in other_seed] != [a.tokens for a in through_pair]

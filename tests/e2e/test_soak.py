@@ -1,0 +1,87 @@
+"""A thousand requests of random lengths through a router, a prefill and a decode worker; 5 % of the clients hang up."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import psutil
+import pytest
+from millrace_cli.cluster import ClusterSpec, LocalCluster
+from millrace_testing.client import Answer, Client, collect
+from millrace_testing.reference import greedy
+
+REQUESTS = 1000
+PROMPTS = 50
+MAX_TOKENS = 24
+CONCURRENCY = 16
+GROWTH = 0.10  # of a process's memory after the first 300 requests
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def make_prompts() -> list[list[int]]:
+    rng = random.Random(11)
+    return [[rng.randrange(10, 1000) for _ in range(rng.randrange(1, 500))] for _ in range(PROMPTS)]
+
+
+def memory_of(cluster: LocalCluster) -> dict[str, int]:
+    """Bytes of each process tree."""
+    sizes = {}
+    for name in cluster.roles:
+        process = psutil.Process(cluster.pid(name))
+        sizes[name] = sum(p.memory_info().rss for p in (process, *process.children(recursive=True)))
+    return sizes
+
+
+async def test_a_thousand_requests() -> None:
+    prompts = make_prompts()
+    expected = greedy(prompts, MAX_TOKENS)
+    assert len({tuple(one.tokens) for one in expected}) == PROMPTS  # an answer to another prompt would be noticed
+    rng = random.Random(12)
+    wrong: list[str] = []
+    hung_up = finished = 0
+
+    async def one(client: Client) -> None:
+        nonlocal hung_up, finished
+        which, max_tokens = rng.randrange(PROMPTS), rng.randrange(1, MAX_TOKENS + 1)
+        hang_up_after = rng.randrange(0, max_tokens) if rng.random() < 0.05 else None
+        answer = Answer()
+        call = client.stream(prompts[which], max_tokens=max_tokens, ignore_eos=True, logprobs=0, timeout=120)
+        async for chunk in call:
+            collect(answer, chunk)
+            if hang_up_after is not None and hang_up_after < len(answer.tokens) < max_tokens:
+                call.cancel()
+                hung_up += 1
+                break
+        else:
+            finished += 1
+            if len(answer.tokens) != max_tokens:
+                wrong.append(f"prompt {which}: {len(answer.tokens)} tokens instead of {max_tokens}")
+        if not expected[which].begins_with(answer.tokens, answer.sampled):
+            wrong.append(f"prompt {which}: {answer.tokens} {answer.sampled} instead of {expected[which]}")
+
+    async def many(client: Client, count: int) -> None:
+        left = iter(range(count))
+
+        async def runner() -> None:
+            for _ in left:
+                await one(client)
+
+        await asyncio.gather(*(runner() for _ in range(CONCURRENCY)))
+
+    async with (
+        LocalCluster(ClusterSpec()) as cluster,
+        Client(cluster.grpc_address, cluster.admin_address) as client,
+    ):
+        await many(client, 300)
+        before = memory_of(cluster)
+        await many(client, REQUESTS - 300)
+        assert not wrong, wrong[:3]
+        assert hung_up >= REQUESTS // 50
+        assert finished + hung_up == REQUESTS
+        await client.wait_whole()
+        grown = {
+            name: (before[name], now) for name, now in memory_of(cluster).items() if now > before[name] * (1 + GROWTH)
+        }
+        assert not grown, f"memory grew (bytes before, after): {grown}"

@@ -1,0 +1,182 @@
+"""An engine under test: what it said, request by request, and whether its pages are in order."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as Tokens
+
+import numpy as np
+from millrace_serve.engine.config import EngineConfig, Role
+from millrace_serve.engine.core import (
+    EngineInput,
+    Events,
+    FinishReason,
+    KvPart,
+    KvReserved,
+    Request,
+    RequestId,
+    Route,
+    SamplingParams,
+    SequenceOutput,
+    Submit,
+    TokenOutput,
+)
+from millrace_serve.engine.engine import Engine
+from millrace_serve.engine.factory import build_sim_engine
+from millrace_serve.engine.page_hash import page_hashes
+from millrace_serve.engine.sim_runner import SimSettings, oracle_outputs
+
+TINY = {"num_pages": 14, "page_size": 4, "max_model_len": 32, "max_running": 3, "max_waiting": 50}
+SETTINGS = SimSettings(vocab_size=200, page_kv_bytes=8, eos_lengths=(2, 12))
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Driver:
+    """Collects the Events of a simulated engine and holds them against the oracle."""
+
+    def __init__(self, role: Role, settings: SimSettings = SETTINGS, **config: object) -> None:
+        self.clock = Clock()
+        self.config = EngineConfig.model_validate({**TINY, "max_prefill_tokens": 6, "poison": True, **config})
+        self.settings = settings
+        self.engine: Engine = build_sim_engine(self.config, role, settings, clock=self.clock)
+        self.roster = self.engine._scheduler.roster
+        self.requests: dict[RequestId, Request] = {}
+        self.tokens: dict[RequestId, list[int]] = {}  # outputs of the room, those before this engine included
+        self.finish: dict[RequestId, SequenceOutput] = {}
+        self.parts: dict[RequestId, list[KvPart]] = {}
+        self.reserved: dict[RequestId, KvReserved] = {}
+        self.arrived: dict[RequestId, int] = {}  # first tokens that the other worker sampled
+
+    def submit(self, request: Request) -> None:
+        self.requests[request.id] = request
+        self.tokens[request.id] = request.token_ids[len(request.token_ids) - request.num_prior_outputs :]
+        self.engine.submit(Submit(request))
+
+    def tell(self, msg: EngineInput) -> None:
+        self.engine.submit(msg)
+
+    def step(self) -> Events:
+        events = self.engine.step()
+        for output in events.outputs:
+            self._take(output)
+        for part in events.parts:
+            parts = self.parts.setdefault(part.id, [])
+            assert not (parts and parts[-1].last), f"a part of {part.id} after the last one"
+            assert part.first_page == sum(len(p.page_ids) for p in parts)
+            assert len(part.page_ids) == len(part.fingerprints)
+            parts.append(part)
+        for reserved in events.reserved:
+            assert reserved.id not in self.reserved
+            self.reserved[reserved.id] = reserved
+        self.check_pages()
+        return events
+
+    def run(self, max_steps: int = 1000) -> int:
+        """Step until nothing is left to do; returns the number of steps."""
+        for count in range(max_steps):
+            if not self.engine.has_work():
+                return count
+            self.step()
+        raise AssertionError(f"still working after {max_steps} steps: {self.engine.load()}")
+
+    def expected(self, id: RequestId) -> list[int]:
+        request = self.requests[id]
+        prompt = request.token_ids[: len(request.token_ids) - request.num_prior_outputs]
+        tokens = oracle_outputs(prompt, request.sampling, self.settings)
+        return tokens[: self.config.max_model_len - len(prompt)]
+
+    def check_finished(self, id: RequestId) -> None:
+        """A request that ended without failure has every token, and said why it ended."""
+        output, expected = self.finish[id], self.expected(id)
+        if output.finish in (FinishReason.STOP, FinishReason.LENGTH):
+            assert self.tokens[id] == expected
+            assert output.finish is self.expected_finish(id)
+
+    def expected_finish(self, id: RequestId) -> FinishReason:
+        expected, params = self.expected(id), self.requests[id].sampling
+        stops = {*params.stop_token_ids} | (set() if params.ignore_eos else {self.settings.eos_token_id})
+        stopped = expected[-1] in stops and len(expected) > params.min_tokens
+        return FinishReason.STOP if stopped else FinishReason.LENGTH
+
+    def check_pages(self) -> None:
+        """No page belongs to two sequences unless it is a shared, complete one; nothing that is used is free."""
+        self.engine.check_idle()
+        cache = self.roster.cache
+        owners = Counter(page for seq in self.roster.live.values() for page in seq.pages)
+        for page, count in owners.items():
+            assert cache.pool.state(page) < 2, f"page {page} has an owner but is not running or published"
+            assert count == 1 or page in cache._tree, f"page {page} is owned {count} times and not shared"
+        free = [page for page in range(1, self.config.num_pages) if cache.pool.state(page) == 3]
+        assert not set(free) & set(owners)
+
+    def check_whole(self) -> None:
+        """Everything is over: no sequence, no page, no slot is left behind."""
+        assert not self.engine.has_work()
+        assert not self.roster.live and not self.roster.leaving and not len(self.roster.waiting)
+        assert self.roster.num_active == 0
+        assert len(self.roster._slots) == self.config.max_running
+        pool = self.roster.cache.pool
+        assert pool.num_free + pool.num_cached == pool.total
+        self.roster.cache.flush()
+        assert pool.num_free == pool.total
+        for id in self.requests:
+            assert id in self.finish or id in self.parts, f"request {id} was never answered"
+
+    def _take(self, output: SequenceOutput) -> None:
+        assert output.id not in self.finish, f"{output.id} spoke after its end"
+        tokens = self.tokens[output.id]
+        if output.first_index > len(tokens) and output.id in self.arrived:
+            tokens.append(self.arrived.pop(output.id))
+        assert output.first_index == len(tokens), (output, tokens)
+        tokens += [token.token_id for token in output.tokens]
+        expected = self.expected(output.id)
+        assert tokens == expected[: len(tokens)], f"{output.id}: {tokens} is not a start of {expected}"
+        if output.finish is not None:
+            assert (output.error is not None) == (output.finish is FinishReason.ERROR)
+            self.finish[output.id] = output
+            self.check_finished(output.id)
+
+
+def fill_pages(driver: Driver, pages: Tokens[int], token_ids: list[int], first: int) -> None:
+    """What a transfer does to reserved pages[first:]: the KV of `token_ids`, which here is its canary."""
+    size = driver.config.page_size
+    hashes = page_hashes(token_ids, size)
+    counts = [min(size, len(token_ids) - index * size) for index in range(len(hashes))]
+    words = np.array(list(zip(hashes, counts, strict=True)), np.uint64)[first:]
+    driver.engine.pool.write_canaries(np.array(pages[first:], np.int64), words)
+
+
+def first_output(driver: Driver, id: RequestId) -> SequenceOutput:
+    """What the prefill worker of an IMPORT request reports."""
+    request, expected = driver.requests[id], driver.expected(id)
+    index = request.num_prior_outputs
+    finish = driver.expected_finish(id) if index + 1 == len(expected) else None
+    return SequenceOutput(id, index, [TokenOutput(expected[index])], finish)
+
+
+def request(
+    room: int,
+    token_ids: list[int],
+    route: Route = Route.LOCAL,
+    *,
+    prior: int = 0,
+    priority: int = 0,
+    timeout_s: float | None = None,
+    **sampling: object,
+) -> Request:
+    params = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, **sampling}
+    return Request(
+        id=RequestId(room, 0),
+        token_ids=token_ids,
+        sampling=SamplingParams(**params),  # type: ignore[arg-type]
+        route=route,
+        num_prior_outputs=prior,
+        priority=priority,
+        timeout_s=timeout_s,
+    )

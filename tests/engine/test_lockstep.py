@@ -1,0 +1,140 @@
+"""Replicas that step together and followers that copy their leader, first over threads, then over gloo."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.multiprocessing as mp
+from engine.harness import SETTINGS, TINY, request
+from millrace_serve.engine.batch import StepBatch
+from millrace_serve.engine.config import EngineConfig, Role
+from millrace_serve.engine.core import Submit
+from millrace_serve.engine.factory import build_sim_engine
+from millrace_serve.engine.kv_pool import KvPool
+from millrace_serve.engine.lockstep import Alone, Together, follow
+from millrace_serve.engine.plan import StepOutput
+from millrace_serve.engine.sim_runner import SimRunner
+from millrace_serve.engine.torch_factory import build_engine, run_follower
+from millrace_serve.model.parallel import init_parallel, leave_parallel
+from millrace_testing import paths
+
+
+class FakeGather:
+    """An all-gather among threads."""
+
+    def __init__(self, size: int) -> None:
+        self._barrier, self._values = threading.Barrier(size, timeout=20), [(0, 0)] * size
+
+    def of(self, rank: int) -> Callable[[tuple[int, int]], list[tuple[int, int]]]:
+        def all_gather(mine: tuple[int, int]) -> list[tuple[int, int]]:
+            self._values[rank] = mine
+            self._barrier.wait()
+            values = list(self._values)
+            self._barrier.wait()
+            return values
+
+        return all_gather
+
+
+def test_alone_agrees_with_itself():
+    assert not Alone().agree(None).anybody_works
+    assert Alone().agree(StepBatch.idle()).anybody_works
+
+
+def test_an_idle_replica_steps_as_long_as_another_works():
+    config = EngineConfig.model_validate(TINY)
+    gather, counts, steps = FakeGather(2), [[], []], 20
+    outputs: list[list[int]] = [[], []]
+
+    def replica(rank: int) -> None:
+        engine = build_sim_engine(config, Role.UNIFIED, SETTINGS, Together(gather.of(rank), None))
+        launch = engine._runner.launch
+        engine._runner.launch = lambda batch: (
+            counts[rank].append((batch.num_tokens, batch.dp_num_tokens)),
+            launch(batch),
+        )[1]
+        if rank == 0:
+            engine.submit(Submit(request(1, [20, 21, 22], max_tokens=5)))
+        for _ in range(steps):
+            for output in engine.step().outputs:
+                outputs[rank] += [token.token_id for token in output.tokens]
+        assert not engine.has_work() and engine.wait_s() is not None  # it keeps meeting the others
+        engine.check_idle()
+
+    threads = [threading.Thread(target=replica, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(outputs[0]) == 5 and outputs[1] == []
+    assert [sizes for _, sizes in counts[0]] == [(3, 0)] + [(1, 0)] * 4
+    assert counts[1] == [(0, sizes) for _, sizes in counts[0]]
+
+
+def test_a_follower_runs_what_the_leader_shares():
+    config = EngineConfig.model_validate(TINY)
+    sent: list[bytes] = []
+
+    def broadcast(data: bytes | None) -> bytes:
+        if data is not None:
+            sent.append(data)
+            return data
+        return sent.pop(0)
+
+    engine = build_sim_engine(config, Role.UNIFIED, SETTINGS, Together(None, broadcast))
+    engine.submit(Submit(request(1, [20, 21, 22], max_tokens=5)))
+    leader: list[int] = []
+    while engine.has_work():
+        leader += [token.token_id for output in engine.step().outputs for token in output.tokens]
+    engine.close()
+    pool = KvPool(engine.pool.layout, config.num_pages)
+    runner, results = SimRunner(SETTINGS, pool), []
+
+    class Recording:
+        def launch(self, batch: StepBatch) -> object:
+            handle = runner.launch(batch)
+            results.append(handle.result())
+            return handle
+
+    follow(Recording(), broadcast)  # type: ignore[arg-type]
+    assert [int(token) for result in results for token in result.tokens] == leader and len(leader) == 5
+    assert all(isinstance(result, StepOutput) and not result.corrupt for result in results)
+
+
+def serve_rank(rank: int, tp: int, dp: int, store: str, queue: object) -> None:
+    torch.set_num_threads(1)
+    dims = init_parallel(rank, tp, dp, f"file://{store}", torch.device("cpu"), timeout_s=60)
+    config = EngineConfig(num_pages=20, max_model_len=256, max_running=4, max_prefill_tokens=100, canary=True)
+    if dims.tp_rank:
+        run_follower(config, paths.TINY, dims, torch.device("cpu"), torch.float32)
+        leave_parallel()
+        return
+    engine = build_engine(config, Role.UNIFIED, paths.TINY, dims, torch.device("cpu"), torch.float32)
+    tokens: list[int] = []
+    if dims.dp_rank == 0:
+        engine.submit(Submit(request(1, list(range(20, 150)), max_tokens=6)))
+    for _ in range(12):  # replicas take the same number of steps; that is what meeting means
+        tokens += [token.token_id for output in engine.step().outputs for token in output.tokens]
+    engine.close()
+    leave_parallel()
+    queue.put((rank, tokens))  # type: ignore[attr-defined]
+
+
+def test_two_ranks_over_gloo_say_what_one_says(tmp_path: Path):
+    context, said = mp.get_context("spawn"), {}
+    for tp, dp in ((1, 1), (2, 1), (1, 2)):
+        queue = context.Queue()
+        store = str(tmp_path / f"store-{tp}-{dp}")
+        ranks = [context.Process(target=serve_rank, args=(rank, tp, dp, store, queue)) for rank in range(tp * dp)]
+        for process in ranks:
+            process.start()
+        answers = dict(queue.get(timeout=60) for _ in range(dp))
+        for process in ranks:
+            process.join(30)
+            assert process.exitcode == 0
+        said[tp, dp] = answers[0]
+        assert len(answers[0]) == 6 and all(not answers[rank] for rank in answers if rank)
+    assert said[2, 1] == said[1, 1] == said[1, 2]

@@ -1,0 +1,239 @@
+"""Random orders of every event, on tiny pools, with and without overlap; the oracle says what must come out.
+
+Pages are poisoned and carry canaries, so a page that is reused too early or shared by mistake fails a request that no
+rule corrupted, and that is an assertion here.
+"""
+
+from __future__ import annotations
+
+from engine.harness import SETTINGS, TINY, Driver, fill_pages, first_output, request
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from millrace_serve.engine.config import Role
+from millrace_serve.engine.core import (
+    Abort,
+    Failure,
+    FinishReason,
+    FlushCache,
+    KvArrived,
+    KvFailed,
+    KvOffered,
+    LeaseEnded,
+    Request,
+    RequestId,
+    Route,
+)
+from millrace_serve.engine.page_hash import page_hashes
+from millrace_serve.engine.sim_runner import oracle_outputs
+
+PREFIXES = ([20] * 12, [20] * 4 + [30] * 8, [40, 41, 42])
+EXPECTED_FAILURES = {"DEADLINE_EXCEEDED", "CONTEXT_TOO_LONG", "OVERLOADED", "TRANSFER_FAILED", "INVALID_ARGUMENT"}
+
+prompts = st.builds(
+    lambda prefix, cut, tail: (prefix[:cut] + tail) or [50],
+    st.sampled_from(PREFIXES),
+    st.integers(0, 12),
+    st.lists(st.integers(16, 25), max_size=8),
+)
+params = st.fixed_dictionaries(
+    {
+        "max_tokens": st.integers(1, 14),
+        "temperature": st.sampled_from([0.0, 1.0]),
+        "seed": st.integers(0, 3),
+        "ignore_eos": st.booleans(),
+        "min_tokens": st.sampled_from([0, 0, 1]),
+        "stop_token_ids": st.sampled_from([(), tuple(range(16, 40))]),
+    }
+)
+timeouts = st.sampled_from([None, None, None, 3.0, 10.0])
+
+
+class Machine(RuleBasedStateMachine):
+    role: Role
+
+    @initialize(
+        overlap=st.booleans(),
+        prefix_cache=st.booleans(),
+        num_pages=st.integers(6, 16),
+        max_running=st.integers(1, 4),
+        max_prefill_tokens=st.integers(1, 12),
+        max_parked_pages=st.sampled_from([None, 4]),
+    )
+    def start(self, **config: object) -> None:
+        self.driver = Driver(self.role, max_waiting=5, **config)
+        self.rooms = 0
+        self.ended_leases: set[RequestId] = set()
+        self.corrupted: set[RequestId] = set()
+
+    def make(self, route: Route, tokens: list[int], prior: int, sampling: dict, priority: int, timeout) -> Request:
+        self.rooms += 1
+        outputs = oracle_outputs(tokens, request(0, tokens, **sampling).sampling, SETTINGS)
+        prior = min(prior, len(outputs) - 1)
+        ids = tokens + outputs[:prior]
+        return request(self.rooms, ids, route, prior=prior, priority=priority, timeout_s=timeout, **sampling)
+
+    def open_ids(self, *among: RequestId) -> list[RequestId]:
+        return sorted(id for id in (among or self.driver.requests) if id not in self.driver.finish)
+
+    @rule(steps=st.integers(1, 4))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            self.driver.step()
+
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        if self.driver.requests:
+            self.driver.tell(Abort(data.draw(st.sampled_from(sorted(self.driver.requests)))))
+
+    @rule(seconds=st.sampled_from([0.5, 5.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.driver.clock.now += seconds
+
+    @rule()
+    def flush(self) -> None:
+        self.driver.tell(FlushCache())
+
+    @invariant()
+    def failures_have_a_cause(self) -> None:
+        if not hasattr(self, "driver"):
+            return
+        for id, output in self.driver.finish.items():
+            if output.error is not None and output.error.reason not in EXPECTED_FAILURES:
+                assert id in self.corrupted or id in self.ended_leases, output.error
+            if id in self.corrupted and output.error is None:
+                assert output.finish is FinishReason.ABORT
+
+    def settle_everything(self) -> None:
+        raise NotImplementedError
+
+    def teardown(self) -> None:
+        if not hasattr(self, "driver"):
+            return
+        self.settle_everything()
+        self.failures_have_a_cause()
+        self.driver.check_whole()
+
+
+class DecodeMachine(Machine):
+    role = Role.DECODE
+
+    @rule(
+        route=st.sampled_from([Route.LOCAL, Route.IMPORT, Route.IMPORT]),
+        tokens=prompts,
+        prior=st.sampled_from([0, 0, 0, 2]),
+        sampling=params,
+        priority=st.integers(0, 2),
+        timeout=timeouts,
+    )
+    def submit(self, route: Route, tokens: list[int], prior: int, sampling: dict, priority: int, timeout) -> None:
+        self.driver.submit(self.make(route, tokens, prior, sampling, priority, timeout))
+
+    @rule(data=st.data())
+    def offer(self, data: st.DataObject) -> None:
+        imports = [r.id for r in self.driver.requests.values() if r.route is Route.IMPORT]
+        if imports:
+            self.driver.tell(KvOffered(data.draw(st.sampled_from(imports))))
+
+    @precondition(lambda self: self.in_transfer())
+    @rule(data=st.data(), corrupt=st.sampled_from([False] * 7 + [True]))
+    def arrive(self, data: st.DataObject, corrupt: bool) -> None:
+        id = data.draw(st.sampled_from(self.in_transfer()))
+        self.deliver(id, corrupt)
+
+    @precondition(lambda self: self.in_transfer())
+    @rule(data=st.data())
+    def fail(self, data: st.DataObject) -> None:
+        id = data.draw(st.sampled_from(self.in_transfer()))
+        del self.driver.reserved[id]
+        self.driver.tell(KvFailed(id, Failure("TRANSFER_FAILED", "as the test wants it")))
+
+    def in_transfer(self) -> list[RequestId]:
+        """The importer goes on with a transfer, or says that it is over, even after the request has ended."""
+        return sorted(self.driver.reserved) if hasattr(self, "driver") else []
+
+    def deliver(self, id: RequestId, corrupt: bool = False) -> None:
+        reserved = self.driver.reserved.pop(id)
+        tokens = self.driver.requests[id].token_ids
+        first = first_output(self.driver, id)
+        if corrupt and reserved.num_cached_pages < len(reserved.page_ids) and first.finish is None:
+            tokens = [*tokens[:-1], tokens[-1] + 1]
+            self.corrupted.add(id)
+        fill_pages(self.driver, reserved.page_ids, tokens, reserved.num_cached_pages)
+        self.driver.arrived[id] = first.tokens[0].token_id
+        self.driver.tell(KvArrived(id, first))
+        # A second, late message of the same transfer changes nothing.
+        self.driver.tell(KvFailed(id, Failure("TRANSFER_FAILED", "late")) if corrupt else KvOffered(id))
+
+    def settle_everything(self) -> None:
+        for _ in range(len(self.driver.requests) + 1):
+            self.driver.run()
+            for id in self.in_transfer():
+                self.deliver(id)
+            for id in self.open_ids():
+                self.driver.tell(KvOffered(id))
+        self.driver.run()
+
+
+class PrefillMachine(Machine):
+    role = Role.PREFILL
+
+    @rule(
+        tokens=prompts,
+        prior=st.sampled_from([0, 0, 0, 2]),
+        sampling=params,
+        priority=st.integers(0, 2),
+        timeout=timeouts,
+    )
+    def submit(self, tokens: list[int], prior: int, sampling: dict, priority: int, timeout) -> None:
+        self.driver.submit(self.make(Route.EXPORT, tokens, prior, sampling, priority, timeout))
+
+    @precondition(lambda self: self.leases())
+    @rule(data=st.data())
+    def lease_ends(self, data: st.DataObject) -> None:
+        self.end_lease(data.draw(st.sampled_from(self.leases())))
+
+    @invariant()
+    def published_pages_keep_their_content(self) -> None:
+        for id in self.leases():
+            driver, parts = self.driver, self.driver.parts[id]
+            size, tokens = driver.config.page_size, driver.requests[id].token_ids
+            assert parts[-1].num_tokens <= len(tokens)
+            covered = tokens[: parts[-1].num_tokens]
+            hashes = [value for part in parts for value in part.fingerprints]
+            assert hashes == page_hashes(covered, size)
+            pages = [page for part in parts for page in part.page_ids]
+            words = driver.engine.pool.read_canaries(pages)
+            assert words[:, 0].tolist() == hashes
+            if parts[-1].last:
+                assert covered == tokens and parts[-1].first is not None
+                assert parts[-1].first.tokens[0].token_id == driver.expected(id)[driver.requests[id].num_prior_outputs]
+
+    def leases(self) -> list[RequestId]:
+        return sorted(set(self.driver.parts) - self.ended_leases) if hasattr(self, "driver") else []
+
+    def end_lease(self, id: RequestId) -> None:
+        self.ended_leases.add(id)
+        self.driver.tell(LeaseEnded(id))
+        self.driver.tell(LeaseEnded(id))
+
+    def settle_everything(self) -> None:
+        for _ in range(len(self.driver.requests) + 1):
+            self.driver.run()
+            for id in self.leases():
+                self.end_lease(id)
+        self.driver.run()
+
+
+PROFILE = settings(
+    max_examples=120,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+TestDecode = DecodeMachine.TestCase
+TestDecode.settings = PROFILE
+TestPrefill = PrefillMachine.TestCase
+TestPrefill.settings = PROFILE
+
+assert TINY["page_size"] == 4  # the prefixes above are multiples of it

@@ -1,0 +1,194 @@
+"""Block pool, prefix cache, page hashes and the pool's memory."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import struct
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from millrace_serve.engine.block_pool import BlockPool, Holder, InvariantError
+from millrace_serve.engine.kv_cache import CachedPrefix, KvCache
+from millrace_serve.engine.kv_pool import KvLayout, KvPool
+from millrace_serve.engine.page_hash import chain_hash, page_hashes
+
+
+def test_chain_hash_is_what_it_says():
+    data = (7).to_bytes(8, "little") + struct.pack("<3i", 1, 2, 3)
+    expected = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+    assert chain_hash(7, [1, 2, 3]) == expected
+
+
+def test_page_hashes_chain_and_cover_a_partial_page():
+    tokens = list(range(10))
+    hashes = page_hashes(tokens, 4)
+    assert len(hashes) == 3
+    assert hashes[1] == chain_hash(hashes[0], [4, 5, 6, 7])
+    assert hashes[2] == chain_hash(hashes[1], [8, 9])
+    assert page_hashes(tokens[4:], 4, prev=hashes[0]) == hashes[1:]
+    assert page_hashes([], 4) == []
+
+
+def test_pool_never_hands_out_the_sink_and_counts_by_strongest_holder():
+    pool = BlockPool(5)
+    pages = pool.allocate(4)
+    assert sorted(pages) == [1, 2, 3, 4]
+    pool.hold(pages[:2], Holder.PUBLISHED)
+    pool.hold(pages[:1], Holder.CACHE)
+    pool.drop(pages, Holder.RUNNING)
+    assert (pool.num_running, pool.num_published, pool.num_cached, pool.num_free) == (0, 2, 0, 2)
+    pool.drop(pages[:2], Holder.PUBLISHED)
+    assert (pool.num_cached, pool.num_free) == (1, 3)
+    assert sorted(pool.freed) == sorted(pages[1:])
+    pool.check()
+
+
+@pytest.mark.parametrize("act", [lambda p: p.hold([1], Holder.RUNNING), lambda p: p.drop([1], Holder.CACHE)])
+def test_pool_refuses_what_would_lose_a_page(act):
+    with pytest.raises(InvariantError, match=r"page 1 .* free"):
+        act(BlockPool(3))
+
+
+def test_check_names_the_numbers():
+    pool = BlockPool(4)
+    pool._free.pop()
+    with pytest.raises(InvariantError, match=r"free list has 2 entries .* free 3"):
+        pool.check()
+
+
+def test_lru_eviction_takes_the_oldest_leaf_and_spares_pages_in_use():
+    cache = KvCache(6, 2, True)
+    old, young = finish(cache, [1, 1, 2, 2]), finish(cache, [3, 3])
+    held, prefix = cache.match([3, 3, 9], 1)
+    assert held == young and cache.available == 4
+    taken = cache.allocate(3)
+    assert taken is not None and old[1] in taken and old[0] not in taken  # leaf first, free pages before it
+    assert cache.match([1, 1, 2, 2], 2)[0] == [old[0]]
+    assert cache.allocate(2) is None  # the rest is in use
+    cache.release(prefix, held)
+
+
+def test_equal_pages_of_two_sequences_keep_the_first_and_pin_it():
+    cache = KvCache(8, 2, True)
+    a, b = start(cache, [1, 1, 2, 2]), start(cache, [1, 1, 2, 2, 3, 3])
+    cache.insert(a[1], [1, 1, 2, 2], a[0], 2)
+    cache.insert(b[1], [1, 1, 2, 2, 3, 3], b[0], 3)
+    cache.release(a[1], a[0])
+    assert cache.pool.num_cached == 0  # b's third page hangs below a's two
+    cache.release(b[1], b[0])
+    assert cache.pool.num_cached == 3
+    assert cache.match([1, 1, 2, 2, 3, 3], 3)[0] == [*a[0], b[0][2]]
+
+
+def test_disabled_cache_finds_nothing():
+    cache = KvCache(4, 2, False)
+    finish(cache, [1, 1])
+    assert cache.match([1, 1], 1)[0] == [] and cache.pool.num_free == 3
+
+
+def start(cache: KvCache, tokens: list[int]) -> tuple[list[int], CachedPrefix]:
+    own = cache.allocate(len(tokens) // cache.page_size)
+    assert own is not None
+    return own, CachedPrefix(cache._tree.root, 0)
+
+
+def finish(cache: KvCache, tokens: list[int]) -> list[int]:
+    pages, prefix = start(cache, tokens)
+    cache.insert(prefix, tokens, pages, len(pages))
+    cache.release(prefix, pages)
+    return pages
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.integers(0, 2**32), st.booleans())
+def test_cache_under_random_use(seed: int, enabled: bool):
+    """Sequences over few distinct tokens share, extend, publish, park and leave; pages keep their tokens all along."""
+    rng = random.Random(seed)
+    cache, content = KvCache(12, 2, enabled), {}
+    live: list[tuple[list[int], list[int], CachedPrefix, int]] = []
+    for _ in range(60):
+        act = rng.random()
+        if act < 0.5:
+            tokens = [rng.randrange(2) for _ in range(rng.randrange(2, 9) // 2 * 2)]
+            pages, prefix = cache.match(tokens, len(tokens) // 2)
+            assert all(content[page] == tokens[: 2 * i + 2] for i, page in enumerate(pages))
+            own = cache.allocate(len(tokens) // 2 - len(pages))
+            if own is None:
+                cache.release(prefix, pages)
+                continue
+            for index, page in enumerate(own, start=len(pages)):
+                assert all(page not in other[1] for other in live), "a page in use was handed out"
+                content[page] = tokens[: 2 * index + 2]
+            live.append((tokens, pages + own, prefix, 0))
+        elif live:
+            index = rng.randrange(len(live))
+            tokens, pages, prefix, published = live[index]
+            if published:
+                cache.unpublish(prefix, pages)
+                del live[index]
+                continue
+            if act < 0.7 or act >= 0.9:
+                cache.insert(prefix, tokens, pages, rng.randint(0, len(pages)))
+            if act >= 0.8:
+                cache.publish(pages)
+                cache.park(prefix, pages)
+                live[index] = (tokens, pages, prefix, 1)
+            elif act >= 0.6:
+                cache.release(prefix, pages)
+                del live[index]
+        cache.check()
+    for _, pages, prefix, published in live:
+        (cache.unpublish if published else cache.release)(prefix, pages)
+    cache.check()
+    cache.flush()
+    assert cache.pool.num_free == cache.pool.total
+
+
+LAYOUT = KvLayout(
+    page_size=4, num_layers=3, dtype="bfloat16", latent_width=6, rope_width=2, model_hash="m", canary=True
+)
+
+
+@pytest.mark.parametrize("make", [lambda: KvPool.create(LAYOUT, 5, "cpu"), lambda: KvPool(LAYOUT, 5)])
+def test_canaries_and_scrubbing_touch_their_pages_only(make):
+    pool = make()
+    words = np.array([[1, 2], [2**63 + 5, 4]], np.uint64)
+    pool.write_canaries(np.array([1, 3]), words)
+    assert pool.read_canaries(np.array([[3, 1]])).tolist() == [[words[1].tolist(), words[0].tolist()]]
+    pool.scrub([1])
+    assert pool.read_canaries(np.array([1]))[0, 0] == 2**64 - 1
+    assert pool.read_canaries(np.array([3])).tolist() == [words[1].tolist()]
+    assert pool.nbytes == 5 * LAYOUT.page_bytes == len(pool.buffer) and pool.address > 0
+
+
+def test_a_page_is_one_contiguous_block_of_the_view():
+    pool = KvPool.create(LAYOUT, 5, "cpu")
+    view = pool.view()
+    assert view.shape == (5, 3, 4, 8) and view[1].is_contiguous()
+    view[2] = 1.0
+    page = pool.buffer.view(5, -1)[2, : LAYOUT.kv_bytes].view(torch.bfloat16)
+    assert bool((page == 1).all()) and float(view.float().sum()) == page.numel()
+    pool.scrub([2])
+    assert bool(view[2].isnan().all()) and not bool(view[3].isnan().any())
+
+
+def test_fingerprint_depends_on_every_field():
+    changes = {
+        "page_size": 8,
+        "num_layers": 4,
+        "dtype": "float16",
+        "latent_width": 7,
+        "rope_width": 3,
+        "layout_id": "x",
+        "canary": False,
+        "model_hash": "n",
+        "protocol_version": 2,
+    }
+    fields = {name: getattr(LAYOUT, name) for name in LAYOUT.__struct_fields__}
+    assert set(changes) == set(fields)
+    prints = {KvLayout(**{**fields, name: value}).fingerprint for name, value in changes.items()}
+    assert len(prints | {LAYOUT.fingerprint}) == len(changes) + 1

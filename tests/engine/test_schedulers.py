@@ -1,0 +1,333 @@
+"""Scheduling decisions, one by one."""
+
+from __future__ import annotations
+
+import pytest
+from engine.harness import Driver, fill_pages, first_output, request
+from millrace_serve.engine.config import EngineConfig, Role
+from millrace_serve.engine.core import (
+    Abort,
+    Failure,
+    FinishReason,
+    KvArrived,
+    KvFailed,
+    KvOffered,
+    LeaseEnded,
+    Request,
+    RequestId,
+    Route,
+    SequenceOutput,
+    Submit,
+    TokenOutput,
+)
+from millrace_serve.engine.page_hash import page_hashes
+from pydantic import ValidationError
+
+PROMPT = list(range(20, 30))  # 10 tokens: 3 pages of 4
+
+
+def import_all(driver: Driver, *rooms: int) -> None:
+    for room in rooms:
+        driver.tell(KvOffered(RequestId(room, 0)))
+    driver.step()
+    for room in rooms:
+        id = RequestId(room, 0)
+        reserved = driver.reserved.pop(id)
+        fill_pages(driver, reserved.page_ids, driver.requests[id].token_ids, reserved.num_cached_pages)
+        first = first_output(driver, id)
+        driver.arrived[id] = first.tokens[0].token_id
+        driver.tell(KvArrived(id, first))
+
+
+@pytest.fixture(params=[True, False], ids=["overlap", "synchronous"])
+def overlap(request: pytest.FixtureRequest) -> bool:
+    return request.param
+
+
+# ---------------------------------------------------------------------------------------------- decode
+
+
+def test_chunks_share_steps_with_decoding(overlap):
+    driver = Driver(Role.UNIFIED, overlap=overlap, max_prefill_tokens=4)
+    driver.submit(request(1, [20], max_tokens=8))
+    driver.step()
+    driver.submit(request(2, PROMPT, max_tokens=2))
+    plan = driver.engine._scheduler.schedule()
+    assert [seq.id.room for seq in plan.decode] == [1]
+    assert [(chunk.start, chunk.end, chunk.samples) for chunk in plan.chunks] == [(0, 4, False)]
+
+
+def test_order_is_priority_then_arrival_and_nobody_is_skipped():
+    driver = Driver(Role.UNIFIED, num_pages=9, max_running=3, max_prefill_tokens=100, overlap=False)
+    driver.submit(request(1, PROMPT * 2, max_tokens=8))  # 5 pages of 8
+    driver.step()
+    driver.submit(request(2, [21] * 20, max_tokens=1))  # 5 pages: does not fit, and must not be overtaken
+    driver.submit(request(3, [22], max_tokens=1))
+    driver.step()
+    assert driver.engine.load().running == 1 and driver.engine.load().credits == 0
+    driver.submit(request(4, [23], max_tokens=1, priority=1))
+    driver.step()
+    assert RequestId(4, 0) in driver.finish and RequestId(3, 0) not in driver.finish
+    driver.run()
+    assert list(driver.finish) == [RequestId(room, 0) for room in (4, 1, 2, 3)]
+    assert driver.engine.load().credits > 0
+    driver.check_whole()
+
+
+def test_the_last_to_arrive_of_the_lowest_priority_is_preempted_and_recomputed(overlap):
+    driver = Driver(Role.DECODE, num_pages=9, overlap=overlap, prefix_cache=False, max_prefill_tokens=100)
+    for room, priority in ((1, 0), (2, 1), (3, 0)):
+        driver.submit(request(room, [20 + room] * 7, Route.IMPORT, max_tokens=8, priority=priority))
+    import_all(driver, 1, 2, 3)
+    seqs = {id.room: seq for id, seq in driver.roster.live.items()}
+    while not driver.engine.load().preemptions:
+        driver.step()
+    assert seqs[3].slot == -1 or seqs[3].inflight
+    assert seqs[1].slot >= 0 and seqs[2].slot >= 0
+    driver.run()
+    assert [driver.finish[RequestId(room, 0)].finish for room in (1, 2, 3)] == [FinishReason.LENGTH] * 3
+    driver.check_whole()
+
+
+def test_outputs_do_not_depend_on_overlap():
+    def outputs(overlap: bool) -> dict[RequestId, list[int]]:
+        driver = Driver(Role.UNIFIED, overlap=overlap, num_pages=12)
+        for room in range(9):
+            driver.submit(request(room, [20 + room % 3] * (3 * room + 1) or [20], max_tokens=6, ignore_eos=False))
+        driver.run()
+        driver.check_whole()
+        return driver.tokens
+
+    assert outputs(True) == outputs(False)
+
+
+def test_reserved_pages_name_the_cached_ones():
+    driver = Driver(Role.DECODE, overlap=False)
+    driver.submit(request(1, PROMPT, Route.IMPORT, max_tokens=3))
+    import_all(driver, 1)
+    driver.run()
+    driver.submit(request(2, [*PROMPT[:8], 99], Route.IMPORT, max_tokens=3))
+    driver.tell(KvOffered(RequestId(2, 0)))
+    driver.step()
+    reserved = driver.reserved[RequestId(2, 0)]
+    assert reserved.num_cached_pages == 2 and len(reserved.page_ids) == 3
+
+
+def test_no_pages_no_reservation_until_some_are_free():
+    driver = Driver(Role.DECODE, num_pages=6, overlap=False)
+    for room in (1, 2):
+        driver.submit(request(room, [20 + room] * 12, Route.IMPORT, max_tokens=2))
+        driver.tell(KvOffered(RequestId(room, 0)))
+    driver.run()
+    assert set(driver.reserved) == {RequestId(1, 0)}
+    assert driver.engine.load().credits == 0 and not driver.engine.has_work()
+    driver.tell(KvFailed(RequestId(1, 0), Failure("TRANSFER_FAILED", "gone")))
+    driver.run()
+    assert RequestId(2, 0) in driver.reserved
+    assert driver.finish[RequestId(1, 0)].error == Failure("TRANSFER_FAILED", "gone")
+
+
+def test_abort_during_transfer_keeps_the_pages_until_it_is_over():
+    driver = Driver(Role.DECODE)
+    driver.submit(request(1, PROMPT, Route.IMPORT))
+    id = RequestId(1, 0)
+    driver.tell(KvOffered(id))
+    driver.step()
+    driver.tell(Abort(id))
+    driver.run()
+    assert driver.finish[id].finish is FinishReason.ABORT
+    assert driver.engine.load().pages_running == 3
+    driver.tell(KvFailed(id, Failure("CANCELLED", "aborted")))
+    driver.run()
+    driver.check_whole()
+
+
+def test_a_first_token_that_was_the_last_needs_no_pages():
+    driver = Driver(Role.DECODE)
+    driver.submit(request(1, PROMPT, Route.IMPORT, max_tokens=1))
+    id = RequestId(1, 0)
+    driver.arrived[id] = driver.expected(id)[0]
+    first = SequenceOutput(id, 0, [TokenOutput(driver.expected(id)[0])], FinishReason.LENGTH)
+    driver.tell(KvArrived(id, first))
+    driver.run()
+    output = driver.finish[id]
+    assert (output.first_index, output.tokens, output.finish) == (1, [], FinishReason.LENGTH)
+    driver.check_whole()
+
+
+def test_corrupt_pages_fail_their_request_and_nobody_else(overlap):
+    driver = Driver(Role.DECODE, overlap=overlap)
+    for room in (1, 2):
+        driver.submit(request(room, [20 + room] * 10, Route.IMPORT, max_tokens=5))
+    import_all(driver, 1, 2)
+    page = driver.roster.live[RequestId(1, 0)].pages[1]
+    fill_pages(driver, [page], [77] * 4, 0)
+    driver.run()
+    error = driver.finish[RequestId(1, 0)].error
+    assert error.reason == "KV_MISMATCH" and f"KV page {page} (page 1 of request {RequestId(1, 0)})" in error.message
+    assert driver.finish[RequestId(2, 0)].finish is FinishReason.LENGTH
+    driver.check_whole()
+
+
+def test_imported_pages_that_no_step_has_used_are_not_shared():
+    driver = Driver(Role.DECODE, overlap=False)
+    driver.submit(request(1, PROMPT, Route.IMPORT))
+    import_all(driver, 1)
+    driver.tell(Abort(RequestId(1, 0)))
+    driver.run()
+    assert driver.engine.load().pages_cached == 0
+    driver.check_whole()
+
+
+def test_replay_counts_earlier_outputs():
+    driver = Driver(Role.UNIFIED)
+    whole = request(1, PROMPT, max_tokens=8, temperature=1.0, seed=5)
+    driver.requests[whole.id] = whole
+    expected = driver.expected(whole.id)
+    replay = request(2, PROMPT + expected[:5], prior=5, max_tokens=8, temperature=1.0, seed=5)
+    driver.submit(replay)
+    driver.run()
+    assert driver.tokens[replay.id] == expected
+
+
+def test_deadline_passes_in_every_phase():
+    driver = Driver(Role.DECODE, max_running=1)
+    driver.submit(request(1, PROMPT, max_tokens=20, timeout_s=2.0))  # will run
+    driver.submit(request(2, PROMPT, max_tokens=20, timeout_s=2.0))  # will wait
+    driver.submit(request(3, PROMPT, Route.IMPORT, timeout_s=2.0))  # will never be offered
+    driver.step()
+    assert driver.roster.seconds_to_deadline() == 2.0
+    driver.clock.now = 2.5
+    driver.run()
+    assert {output.error.reason for output in driver.finish.values()} == {"DEADLINE_EXCEEDED"}
+    assert len(driver.finish) == 3
+    driver.check_whole()
+
+
+# ---------------------------------------------------------------------------------------------- prefill
+
+
+def test_parts_follow_the_chunks(overlap):
+    driver = Driver(Role.PREFILL, overlap=overlap, max_prefill_tokens=6)
+    driver.submit(request(1, PROMPT, Route.EXPORT, max_tokens=5))
+    driver.run()
+    first, last = driver.parts[RequestId(1, 0)]
+    assert (first.first_page, len(first.page_ids), first.num_tokens, first.last) == (0, 1, 4, False)
+    assert (last.first_page, len(last.page_ids), last.num_tokens, last.last) == (1, 2, 10, True)
+    assert first.fingerprints + last.fingerprints == page_hashes(PROMPT, 4)
+    assert last.first is not None and last.first.finish is None
+    assert driver.engine.load().exporting == 1 and driver.engine.load().pages_published == 3
+    driver.tell(LeaseEnded(RequestId(1, 0)))
+    driver.run()
+    driver.check_whole()
+
+
+def test_cached_pages_are_published_before_anything_is_computed():
+    driver = Driver(Role.PREFILL, overlap=True)
+    driver.submit(request(1, PROMPT, Route.EXPORT))
+    driver.run()
+    driver.submit(request(2, [*PROMPT[:8], 99], Route.EXPORT))
+    driver.step()
+    (part,) = driver.parts[RequestId(2, 0)]
+    assert (part.num_tokens, part.last) == (8, False)
+    assert part.page_ids == driver.parts[RequestId(1, 0)][0].page_ids + driver.parts[RequestId(1, 0)][1].page_ids[:1]
+    driver.run()
+    assert driver.parts[RequestId(2, 0)][-1].first.num_cached_tokens == 8
+
+
+def test_a_first_token_that_ends_it_is_final_in_the_last_part():
+    driver = Driver(Role.PREFILL)
+    driver.submit(request(1, PROMPT, Route.EXPORT, max_tokens=1))
+    driver.run()
+    assert driver.parts[RequestId(1, 0)][-1].first.finish is FinishReason.LENGTH
+
+
+def test_parked_prompts_push_back():
+    driver = Driver(Role.PREFILL, max_parked_pages=4)
+    driver.submit(request(1, PROMPT, Route.EXPORT))
+    driver.submit(request(2, [30] * 8, Route.EXPORT))
+    driver.run()
+    assert RequestId(2, 0) not in driver.parts
+    assert driver.engine.load().credits == 0 and not driver.engine.has_work()
+    driver.tell(LeaseEnded(RequestId(1, 0)))
+    driver.run()
+    assert driver.parts[RequestId(2, 0)][-1].last
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3])
+def test_abort_keeps_what_was_published_until_the_lease_ends(overlap, steps):
+    driver = Driver(Role.PREFILL, overlap=overlap, max_prefill_tokens=4)
+    driver.submit(request(1, PROMPT, Route.EXPORT))
+    for _ in range(steps):
+        driver.step()
+    id = RequestId(1, 0)
+    published = sum(len(part.page_ids) for part in driver.parts.get(id, []))
+    driver.tell(Abort(id))
+    driver.run()
+    assert driver.engine.load().pages_published == published and driver.engine.load().pages_running == 0
+    driver.tell(LeaseEnded(id))
+    driver.run()
+    driver.check_whole()
+
+
+def test_a_lease_that_ends_early_ends_the_request():
+    driver = Driver(Role.PREFILL, max_prefill_tokens=4)
+    driver.submit(request(1, PROMPT, Route.EXPORT))
+    driver.step()
+    driver.step()
+    driver.tell(LeaseEnded(RequestId(1, 0)))
+    driver.run()
+    assert driver.finish[RequestId(1, 0)].error.reason == "KV_EXPIRED"
+    driver.check_whole()
+
+
+# ---------------------------------------------------------------------------------------------- the door
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason", "words"),
+    [
+        (request(1, []), "INVALID_ARGUMENT", "token_ids is empty"),
+        (request(1, [20, 200]), "INVALID_ARGUMENT", "token_ids has 200; ids are 0..199"),
+        (request(1, [20, -1]), "INVALID_ARGUMENT", "token_ids has -1"),
+        (request(1, [20] * 32), "CONTEXT_TOO_LONG", "32 tokens; max_model_len=32"),
+        (request(1, [20], Route.EXPORT), "INVALID_ARGUMENT", "route export"),
+        (request(1, [20], prior=1), "INVALID_ARGUMENT", "num_prior_outputs=1"),
+        (request(1, [20] * 9, prior=8), "INVALID_ARGUMENT", "max_tokens=8"),
+        (request(1, [20], temperature=float("nan")), "INVALID_ARGUMENT", "temperature=nan"),
+        (request(1, [20], top_p=0.0), "INVALID_ARGUMENT", "top_p=0.0"),
+        (request(1, [20], logprobs=21), "INVALID_ARGUMENT", "logprobs=21 must be in 0..20"),
+        (request(1, [20], logit_bias={200: 1.0}), "INVALID_ARGUMENT", "logit_bias"),
+        (request(1, [20], seed=-1), "INVALID_ARGUMENT", "seed=-1"),
+        (request(1, [20], repetition_penalty=0.0), "INVALID_ARGUMENT", "repetition_penalty"),
+    ],
+)
+def test_refusals_name_field_and_limit(bad: Request, reason: str, words: str):
+    driver = Driver(Role.UNIFIED)
+    driver.engine.submit(Submit(bad))
+    (output,) = driver.engine.step().outputs
+    assert output.finish is FinishReason.ERROR and output.first_index == bad.num_prior_outputs
+    assert output.error.reason == reason and words in output.error.message
+    driver.check_whole()
+
+
+def test_what_can_never_fit_is_refused_at_once():
+    driver = Driver(Role.UNIFIED, num_pages=5)
+    driver.submit(request(1, PROMPT, max_tokens=20))
+    driver.run()
+    assert driver.finish[RequestId(1, 0)].error.message == "29 tokens need 8 KV pages of 4; this engine has 4"
+
+
+def test_a_full_engine_says_so():
+    driver = Driver(Role.UNIFIED, max_running=1, max_waiting=1)
+    for room in range(3):
+        driver.submit(request(room, [20]))
+    assert driver.engine.load().credits == 0
+    driver.run()
+    assert [room for room in range(3) if driver.finish[RequestId(room, 0)].error] == [2]
+    assert driver.finish[RequestId(2, 0)].error.reason == "OVERLOADED"
+
+
+def test_unknown_configuration_keys_are_errors():
+    with pytest.raises(ValidationError, match="max_batch"):
+        EngineConfig.model_validate({"num_pages": 4, "max_model_len": 8, "max_batch": 1})

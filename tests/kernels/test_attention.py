@@ -1,0 +1,124 @@
+"""The attention ops against softmax written out per query, over poisoned pools."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from millrace_kernels.kv_gather import kv_gather
+from millrace_kernels.kv_store import kv_store
+from millrace_kernels.merge_state import merge_state
+from millrace_kernels.mla_decode import mla_decode
+from millrace_kernels.mla_prefill import mla_prefill
+from millrace_kernels.testing.cases import DECODE_CASES, PREFILL_CASES, TINY, DecodeCase, PrefillCase, paged_pool
+from millrace_kernels.testing.numeric import assert_close, poisoned
+from torch import Tensor
+
+SCALE = 0.07
+by_name = {"ids": lambda case: case.name}
+
+
+def naive(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """One query [H, Dq] over its keys [n, H, Dq], in float64."""
+    if not len(k):
+        return torch.zeros(q.shape[0], v.shape[-1]), torch.full((q.shape[0],), -torch.inf)
+    scores = torch.einsum("hd,nhd->hn", q.double(), k.double()) * SCALE
+    out = torch.einsum("hn,nhv->hv", scores.softmax(-1), v.double())
+    return out.float(), scores.exp().sum(-1).log().float()
+
+
+def heads(num: int, dim: int, seed: int) -> Tensor:
+    return torch.randn(num, TINY.heads, dim, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("case", PREFILL_CASES, **by_name)
+@pytest.mark.parametrize("causal", [True, False])
+def test_mla_prefill(case: PrefillCase, causal: bool) -> None:
+    k_lens = case.q_lens if causal else case.prefix_lens
+    q = torch.cat((heads(sum(case.q_lens), 192, 1), poisoned((2, TINY.heads, 192))))  # rows past the sum are padding
+    k, v = heads(sum(k_lens), 192, 2), heads(sum(k_lens), 128, 3)
+    out, lse = mla_prefill(q, k, v, case.q_lens, k_lens, SCALE, causal)
+    expected_out, expected_lse = torch.zeros(out.shape), torch.full(lse.shape, -torch.inf)
+    q_start = k_start = 0
+    for q_len, k_len in zip(case.q_lens, k_lens, strict=True):
+        for i in range(q_len):
+            keys = slice(k_start, k_start + (i + 1 if causal else k_len))
+            expected_out[q_start + i], expected_lse[q_start + i] = naive(q[q_start + i], k[keys], v[keys])
+        q_start, k_start = q_start + q_len, k_start + k_len
+    assert_close(out, expected_out)
+    assert_close(lse, expected_lse)
+
+
+@pytest.mark.parametrize("case", DECODE_CASES, **by_name)
+def test_mla_decode(case: DecodeCase) -> None:
+    generator = torch.Generator().manual_seed(0)
+    kv, table = paged_pool(TINY, case.seq_lens, generator)
+    q = torch.randn(len(case.seq_lens), case.num_queries, TINY.heads, TINY.kv_row, generator=generator)
+    lens = torch.tensor(case.seq_lens, dtype=torch.int32)
+    out, lse = mla_decode(q, kv, table, lens, SCALE, TINY.latent)
+    expected_out, expected_lse = torch.zeros(out.shape), torch.full(lse.shape, -torch.inf)
+    for b, num in enumerate(case.seq_lens):
+        rows = torch.cat([kv[page] for page in table[b].tolist()])[:num].unsqueeze(1).expand(-1, TINY.heads, -1)
+        for s in range(case.num_queries):
+            seen = rows[: max(num - case.num_queries + s + 1, 0)]
+            expected_out[b, s], expected_lse[b, s] = naive(q[b, s], seen, seen[..., : TINY.latent])
+    assert_close(out, expected_out)
+    assert_close(lse, expected_lse)
+
+
+def test_mla_decode_reads_a_bf16_pool() -> None:
+    generator = torch.Generator().manual_seed(0)
+    kv, table = paged_pool(TINY, (100,), generator)
+    q = torch.randn(1, 1, TINY.heads, TINY.kv_row, generator=generator)
+    lens = torch.tensor([100], dtype=torch.int32)
+    rounded = kv.bfloat16()
+    out, _ = mla_decode(q, rounded, table, lens, SCALE, TINY.latent)
+    expected, _ = mla_decode(q, rounded.float(), table, lens, SCALE, TINY.latent)
+    assert_close(out, expected)
+
+
+@pytest.mark.parametrize(
+    ("starts", "lens"),
+    [((), ()), ((0, 64, 0), (65, 0, 3)), ((64, 0, 128), (36, 129, 1)), ((0, 0, 0), (0, 0, 0))],
+)
+def test_kv_gather(starts: tuple[int, ...], lens: tuple[int, ...]) -> None:
+    seq_lens = (100, 129, 200)[: len(starts)]
+    kv, table = paged_pool(TINY, seq_lens, torch.Generator().manual_seed(0))
+    expected = [
+        kv[table[b, i // 64], i % 64] for b in range(len(starts)) for i in range(starts[b], starts[b] + lens[b])
+    ]
+    rows = kv_gather(kv, table, starts, lens)
+    assert torch.equal(rows, torch.stack(expected) if expected else torch.zeros(0, TINY.kv_row))
+
+
+@pytest.mark.parametrize("num", [0, 1, 7, 64, 128])
+def test_kv_store_writes_its_slots_and_nothing_else(num: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    pool = poisoned((5, 3, 64, TINY.kv_row))
+    slots = torch.randperm(4 * 64, generator=generator)[:num] + 64
+    rows = torch.randn(num, TINY.kv_row, generator=generator)
+    kv_store(pool[:, 1], slots, rows[:, : TINY.latent], rows[:, TINY.latent :])
+    assert torch.equal(pool[slots // 64, 1, slots % 64], rows)
+    pool[slots // 64, 1, slots % 64] = torch.nan
+    assert pool.isnan().all()
+
+
+def test_kv_store_rounds_to_the_pool() -> None:
+    pool = torch.zeros(2, 1, 64, TINY.kv_row, dtype=torch.bfloat16)
+    rows = torch.randn(2, TINY.kv_row)
+    kv_store(pool[:, 0], torch.tensor([3, 64]), rows[:, : TINY.latent], rows[:, TINY.latent :])
+    assert torch.equal(pool[[0, 1], 0, [3, 0]], rows.bfloat16())
+
+
+@pytest.mark.parametrize("num", [0, 1, 7, 64])
+def test_merge_state_equals_attention_over_both_sets(num: int) -> None:
+    q, k, v = heads(num, 192, 1), heads(30, 192, 2), heads(30, 128, 3)
+    lens = (num,)
+    whole = mla_prefill(q, k, v, lens, (30,), SCALE, causal=False)
+    left = mla_prefill(q, k[:11], v[:11], lens, (11,), SCALE, causal=False)
+    right = mla_prefill(q, k[11:], v[11:], lens, (19,), SCALE, causal=False)
+    nothing = mla_prefill(q, k[:0], v[:0], lens, (0,), SCALE, causal=False)
+    for merged in (merge_state(*left, *right), merge_state(*whole, *nothing), merge_state(*nothing, *whole)):
+        assert_close(merged[0], whole[0])
+        assert_close(merged[1], whole[1])
+    out, lse = merge_state(*nothing, *nothing)
+    assert (out == 0).all() and (lse == -torch.inf).all()

@@ -1,0 +1,100 @@
+"""Gate and experts against one token at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from millrace_kernels.moe_experts import moe_experts
+from millrace_kernels.moe_gate import moe_gate
+from millrace_kernels.testing.cases import TINY, TOKENS, V3_TP8, Dims
+from millrace_kernels.testing.numeric import assert_close
+from torch import Tensor
+
+
+def gate(logits: Tensor, bias: Tensor, dims: Dims, norm: bool = True, scaling: float = 2.5) -> tuple[Tensor, Tensor]:
+    return moe_gate(
+        logits,
+        bias,
+        n_group=dims.groups,
+        topk_group=dims.topk_groups,
+        top_k=dims.top_k,
+        norm_topk_prob=norm,
+        routed_scaling_factor=scaling,
+    )
+
+
+def naive_gate(logits: list[float], bias: list[float], dims: Dims, norm: bool, scaling: float) -> dict[int, float]:
+    """Python floats and sorted(), which is stable: lower index first among equals."""
+    scores = torch.tensor(logits).sigmoid().tolist()
+    choice = [s + b for s, b in zip(scores, bias, strict=True)]
+    size = dims.experts // dims.groups
+    group_of = [sum(sorted(choice[g * size : (g + 1) * size])[-2:]) for g in range(dims.groups)]
+    groups = sorted(range(dims.groups), key=lambda g: -group_of[g])[: dims.topk_groups]
+    allowed = sorted(e for g in groups for e in range(g * size, (g + 1) * size))
+    chosen = sorted(allowed, key=lambda e: -choice[e])[: dims.top_k]
+    total = sum(scores[e] for e in chosen) if norm else 1.0
+    return {e: scores[e] / total * scaling for e in chosen}
+
+
+@pytest.mark.parametrize("num", TOKENS)
+@pytest.mark.parametrize("dims", [TINY, V3_TP8], ids=lambda d: d.name)
+@pytest.mark.parametrize("norm", [True, False])
+def test_gate(num: int, dims: Dims, norm: bool) -> None:
+    generator = torch.Generator().manual_seed(num)
+    logits = torch.randn(num, dims.experts, generator=generator)
+    bias = torch.randn(dims.experts, generator=generator) * 0.1
+    weights, experts = gate(logits, bias, dims, norm)
+    assert weights.shape == experts.shape == (num, dims.top_k) and weights.dtype == torch.float32
+    for row in range(num):
+        expected = naive_gate(logits[row].tolist(), bias.tolist(), dims, norm, 2.5)
+        assert experts[row].tolist() == list(expected)
+        assert_close(weights[row], torch.tensor(list(expected.values())))
+
+
+def test_gate_gives_ties_to_the_lower_index() -> None:
+    logits, bias = torch.zeros(3, TINY.experts), torch.zeros(TINY.experts)
+    logits[1, 9] = logits[1, 13] = 1.0  # groups 2 and 3 lead; inside of them the leaders, then the lowest
+    logits[2, 15] = 1.0  # group 3 leads; groups 0, 1 and 2 tie for the second place
+    _, experts = gate(logits, bias, TINY)
+    assert experts.tolist() == [[0, 1, 2, 3], [9, 13, 8, 10], [15, 0, 1, 2]]
+
+
+def test_gate_bias_steers_the_choice_and_not_the_weight() -> None:
+    logits, bias = torch.zeros(1, TINY.experts), torch.zeros(TINY.experts)
+    bias[12:] = 5.0
+    weights, experts = gate(logits, bias, TINY, scaling=1.0)
+    assert experts.tolist() == [[12, 13, 14, 15]]
+    assert_close(weights, torch.full((1, 4), 0.25))
+
+
+@pytest.mark.parametrize("num", TOKENS)
+@pytest.mark.parametrize(("first", "count"), [(0, 16), (4, 8), (15, 1)])
+def test_experts(num: int, first: int, count: int) -> None:
+    generator = torch.Generator().manual_seed(num)
+    hidden, size = TINY.hidden, TINY.moe_intermediate
+    x = torch.randn(num, hidden, generator=generator)
+    experts = torch.rand(num, 16, generator=generator).argsort(dim=1)[:, : TINY.top_k]  # distinct per token
+    experts[: num // 7] = -1  # padding rows
+    weights = torch.rand(num, TINY.top_k, generator=generator)
+    w13 = torch.randn(count, 2 * size, hidden, generator=generator) * 0.06
+    w2 = torch.randn(count, hidden, size, generator=generator) * 0.09
+    expected = torch.zeros(num, hidden, dtype=torch.float64)
+    for token in range(num):
+        for weight, expert in zip(weights[token].tolist(), experts[token].tolist(), strict=True):
+            if first <= expert < first + count:
+                gate_up = w13[expert - first].double() @ x[token].double()
+                act = gate_up[:size] * gate_up[:size].sigmoid() * gate_up[size:]
+                expected[token] += weight * (w2[expert - first].double() @ act)
+    out = moe_experts(x, weights, experts, w13, w2, first)
+    assert out.dtype == x.dtype
+    assert_close(out, expected)
+    assert (out[: num // 7] == 0).all()
+
+
+def test_experts_ignore_what_padding_rows_hold() -> None:
+    x = torch.full((2, TINY.hidden), torch.nan)
+    x[1] = 1.0
+    experts = torch.tensor([[-1, -1], [0, 1]])
+    w13, w2 = torch.ones(2, 2 * 8, TINY.hidden), torch.ones(2, TINY.hidden, 8)
+    out = moe_experts(x, torch.ones(2, 2), experts, w13, w2, 0)
+    assert (out[0] == 0).all() and out[1].isfinite().all()

@@ -1,0 +1,100 @@
+"""A client of the public gRPC API, as the end-to-end tests need it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from millrace.v1 import admin_pb2, admin_pb2_grpc, common_pb2, inference_pb2, inference_pb2_grpc
+from millrace_rpc.client import channel
+
+
+@dataclass
+class Answer:
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    finish: str = ""
+    usage: inference_pb2.Usage = field(default_factory=inference_pb2.Usage)
+    logprobs: list[common_pb2.TokenLogprobs] = field(default_factory=list)
+    arrivals: list[tuple[float, int]] = field(default_factory=list)  # (time, tokens so far)
+
+    @property
+    def sampled(self) -> list[float]:
+        """Log-probabilities of the tokens."""
+        return [entry.sampled.logprob for entry in self.logprobs]
+
+
+class Client:
+    """`async with Client(address) as client: answer = await client.generate([1, 2, 3], max_tokens=8)`"""
+
+    def __init__(self, address: str, admin: str | None = None) -> None:
+        self._channel = channel(address)
+        self._admin_channel = channel(admin) if admin else None
+        self.stub = inference_pb2_grpc.InferenceStub(self._channel)
+        self.admin = admin_pb2_grpc.AdminStub(self._admin_channel) if self._admin_channel else None
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._channel.close()
+        if self._admin_channel:
+            await self._admin_channel.close()
+
+    def stream(
+        self, prompt: Sequence[int] | str, *, timeout: float = 60, stop: Sequence[str] = (), **sampling: Any
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        """A cancellable call object. Greedy unless `temperature` is given."""
+        sampling.setdefault("temperature", 0.0)
+        wrapped = inference_pb2.Prompt(text=prompt) if isinstance(prompt, str) else None
+        if wrapped is None:
+            wrapped = inference_pb2.Prompt(token_ids=inference_pb2.TokenIds(ids=prompt))
+        request = inference_pb2.GenerateRequest(
+            prompt=wrapped, sampling=common_pb2.SamplingParams(**sampling), stop=stop
+        )
+        return self.stub.Generate(request, timeout=timeout)
+
+    async def generate(self, prompt: Sequence[int] | str, **options: Any) -> Answer:
+        answer = Answer()
+        async for chunk in self.stream(prompt, **options):
+            collect(answer, chunk)
+        return answer
+
+    async def wait_whole(self, timeout: float = 20.0) -> list[admin_pb2.WorkerStatus]:
+        """Until no worker holds anything: every page is free or an idle cache page. Fails with the loads otherwise."""
+        assert self.admin is not None
+        deadline = time.monotonic() + timeout
+        while True:
+            workers = (await self.admin.ListWorkers(admin_pb2.ListWorkersRequest())).workers
+            if all(map(is_whole, workers)):
+                return list(workers)
+            assert time.monotonic() < deadline, f"pools are not whole: {[w.load for w in workers]}"
+            await asyncio.sleep(0.1)
+
+
+def collect(answer: Answer, chunk: inference_pb2.GenerateResponse) -> None:
+    answer.tokens += chunk.token_ids
+    answer.text += chunk.text
+    answer.logprobs += chunk.logprobs
+    answer.arrivals.append((time.monotonic(), len(answer.tokens)))
+    answer.usage = chunk.usage
+    if chunk.finish_reason:
+        answer.finish = common_pb2.FinishReason.Name(chunk.finish_reason).removeprefix("FINISH_REASON_").lower()
+
+
+def is_whole(worker: admin_pb2.WorkerStatus) -> bool:
+    return bool(worker.load.replicas) and all(
+        r.pages_free + r.pages_cached == r.pages_total
+        and not (r.running or r.waiting or r.importing or r.exporting or r.pages_published or r.pages_running)
+        for r in worker.load.replicas
+    )
+
+
+async def until(condition: Callable[[], bool], timeout: float = 20.0, what: str = "condition") -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"timed out waiting for: {what}"
+        await asyncio.sleep(0.01)

@@ -1,0 +1,152 @@
+"""Worker processes for tests: on free ports, with their logs in a folder of the test, and gone with it.
+
+async with workers(tmp_path, "prefill", "decode", sets=["engine=sim"]) as (prefill, decode): ...
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import grpc
+import psutil
+from millrace.v1 import worker_pb2, worker_pb2_grpc
+from millrace_cli.process import Process
+from millrace_rpc.client import channel
+
+from millrace_testing.paths import ROOT
+
+PATHS = ("proto", "kernels", "services", "router", "bench")
+SIM = ("engine=sim",)
+
+
+class Worker:
+    """One worker process and the client side of its WorkerService."""
+
+    def __init__(self, role: str, folder: Path, sets: Sequence[str], name: str = "") -> None:
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(str(ROOT / path) for path in PATHS)}
+        self.process = Process(name or f"{role}-{id(self):x}", folder, env)
+        self.role = role
+        self._sets = sets
+        self._channel: grpc.aio.Channel | None = None
+
+    async def start(self) -> None:
+        """Until the ports are bound."""
+        module = "millrace_serve.prefill" if self.role == "prefill" else "millrace_serve.decode"
+        items = [f"role={self.role}", *self._sets]
+        sets = [argument for item in items for argument in ("--set", item)]
+        await self.process.start([sys.executable, "-m", module, *sets])
+        await self.until(lambda: self.process.announced() is not None, "its ports")
+        self._channel = channel(self.address)
+        self.stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
+
+    async def ready(self, timeout_s: float = 30.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                if (await self.info()).state == worker_pb2.WORKER_STATE_READY:
+                    return
+            assert self.process.running and time.monotonic() < deadline, f"not ready:\n{self.process.log_tail()}"
+            await asyncio.sleep(0.02)
+
+    async def close(self) -> None:
+        if self._channel is not None:
+            await self._channel.close()
+        await self.process.stop(10.0)
+
+    async def until(self, condition, what: str, timeout_s: float = 20.0) -> None:  # type: ignore[no-untyped-def]
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            alive = self.process.running or self.process.returncode == 0
+            assert alive and time.monotonic() < deadline, f"waiting for {what}:\n{self.process.log_tail()}"
+            await asyncio.sleep(0.02)
+
+    @property
+    def facts(self) -> dict[str, int | str]:
+        facts = self.process.announced()
+        assert facts is not None
+        return facts  # type: ignore[return-value]
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.facts['grpc']}"
+
+    @property
+    def epoch(self) -> str:
+        return str(self.facts["epoch"])
+
+    @property
+    def channel(self) -> grpc.aio.Channel:
+        assert self._channel is not None
+        return self._channel
+
+    def family(self) -> list[psutil.Process]:
+        """The frontend and everything below it."""
+        frontend = psutil.Process(self.process.pid)
+        return [frontend, *frontend.children(recursive=True)]
+
+    def ranks(self) -> list[psutil.Process]:
+        children = psutil.Process(self.process.pid).children()
+        return [child for child in children if any("spawn_main" in word for word in child.cmdline())]
+
+    async def info(self) -> worker_pb2.WorkerInfo:
+        return await self.stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=2)
+
+    async def load(self) -> worker_pb2.LoadSnapshot:
+        call = self.stub.WatchLoad(worker_pb2.WatchLoadRequest())
+        snapshot = await call.read()
+        call.cancel()
+        return snapshot
+
+    async def source(self) -> worker_pb2.KvSourceRef:
+        info = await self.info()
+        return worker_pb2.KvSourceRef(address=self.address, epoch=self.epoch, fingerprint=info.layout.fingerprint)
+
+    async def whole(self, timeout_s: float = 10.0) -> worker_pb2.LoadSnapshot:
+        """Until nothing is held: every page is free, or an idle page of the prefix cache."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            load = await self.load()
+            if all(map(_is_whole, load.replicas)):
+                return load
+            assert time.monotonic() < deadline, f"{self.role} is not whole: {load}\n{self.process.log_tail()}"
+            await asyncio.sleep(0.02)
+
+    async def metric(self, name: str, **labels: str) -> float:
+        """One sample of /metrics; 0 when it is not there."""
+        url = f"http://127.0.0.1:{self.facts['metrics']}/metrics"
+        text = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=5).read().decode())
+        for line in text.splitlines():
+            if line.startswith(name) and all(f'{key}="{value}"' in line for key, value in labels.items()):
+                return float(line.rsplit(" ", 1)[1])
+        return 0.0
+
+
+def _is_whole(load: worker_pb2.ReplicaLoad) -> bool:
+    busy = load.running or load.waiting or load.importing or load.exporting
+    return not busy and load.pages_free + load.pages_cached == load.pages_total > 0
+
+
+async def gone(processes: Sequence[psutil.Process], timeout_s: float = 5.0) -> None:
+    """Until none of them exists any more (a zombie does not count)."""
+    _, alive = await asyncio.to_thread(psutil.wait_procs, processes, timeout_s)
+    left = [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    assert not left, f"still there: {left}"
+
+
+@contextlib.asynccontextmanager
+async def workers(folder: Path, *roles: str, sets: Sequence[str] = SIM) -> AsyncIterator[list[Worker]]:
+    """Ready workers of these roles, in this order."""
+    started = [Worker(role, folder, sets) for role in roles]
+    try:
+        await asyncio.gather(*(worker.start() for worker in started))
+        await asyncio.gather(*(worker.ready() for worker in started))
+        yield started
+    finally:
+        await asyncio.gather(*(worker.close() for worker in started))

@@ -1,0 +1,65 @@
+"""A TCP proxy on loopback that tests put between two processes to cut or freeze what flows."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+
+class Proxy:
+    """`async with Proxy("127.0.0.1:5000") as proxy`: connect to `proxy.address` instead."""
+
+    def __init__(self, target: str) -> None:
+        self._host, _, port = target.rpartition(":")
+        self._port = int(port)
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._flowing = asyncio.Event()
+        self._flowing.set()
+        self.bytes_to_client = 0
+
+    async def __aenter__(self) -> Proxy:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        self.cut()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def cut(self) -> None:
+        """Reset every connection that is open now; new ones are accepted."""
+        for writer in self._writers:
+            writer.transport.abort()
+
+    def freeze(self) -> None:
+        """Let nothing through, without closing anything."""
+        self._flowing.clear()
+
+    def thaw(self) -> None:
+        self._flowing.set()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            far_reader, far_writer = await asyncio.open_connection(self._host, self._port)
+        except OSError:
+            writer.close()
+            return
+        self._writers |= {writer, far_writer}
+        for source, sink, counts in ((reader, far_writer, False), (far_reader, writer, True)):
+            task = asyncio.create_task(self._pump(source, sink, counts))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, counts: bool) -> None:
+        with contextlib.suppress(ConnectionError, asyncio.CancelledError):
+            while data := await source.read(65536):
+                await self._flowing.wait()
+                self.bytes_to_client += len(data) if counts else 0
+                sink.write(data)
+                await sink.drain()
+        self._writers.discard(sink)
+        sink.close()

@@ -1,0 +1,35 @@
+"""Runs a function in several processes joined by gloo, and returns what each of them returned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from millrace_serve.model.parallel import init_parallel
+
+Job = tuple[int, int, Callable[..., Any], tuple[Any, ...]]  # tp, dp, function(dims, *args), args
+
+
+def run_jobs(jobs: list[Job], directory: Path) -> list[list[Any]]:
+    """One set of processes for all jobs: starting one costs seconds. Result [job][rank]."""
+    size = max(tp * dp for tp, dp, _, _ in jobs)
+    mp.spawn(_rank_main, (jobs, str(directory)), nprocs=size)
+    return [
+        [torch.load(directory / f"{index}-{rank}.pt") for rank in range(tp * dp)]
+        for index, (tp, dp, _, _) in enumerate(jobs)
+    ]
+
+
+def _rank_main(rank: int, jobs: list[Job], directory: str) -> None:
+    torch.set_num_threads(1)
+    for index, (tp, dp, function, args) in enumerate(jobs):
+        if rank >= tp * dp:
+            continue
+        dims = init_parallel(rank, tp, dp, f"file://{directory}/rendezvous-{index}", torch.device("cpu"), timeout_s=60)
+        torch.save(function(dims, *args), Path(directory) / f"{index}-{rank}.pt")
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from millrace_serve.model.config import ConfigError, ModelConfig
+from millrace_serve.model.export_fp8 import QUANTIZATION
+from millrace_testing.checkpoint import CONFIG
+
+
+def test_published_layout() -> None:
+    config = ModelConfig.parse({**CONFIG, "auto_map": {"AutoConfig": "x"}, "pretraining_tp": 1})
+    assert config.kv_row_dim == 576 and config.qk_head_dim == 192 and config.num_kv_layers == 4
+    assert config.rope_scaling is not None and config.rope_scaling.factor == 4 and config.rope_theta == 10000
+    assert [config.is_moe(layer) for layer in range(4)] == [False, True, True, True]
+    assert config.eos_token_ids == (CONFIG["eos_token_id"],) and not config.fp8_blocks
+
+
+def test_transformers_layout_means_the_same() -> None:
+    raw = {key: value for key, value in CONFIG.items() if key not in ("rope_theta", "rope_scaling")}
+    rope = {**CONFIG["rope_scaling"], "rope_type": "yarn", "rope_theta": 10000}
+    assert ModelConfig.parse({**raw, "rope_parameters": rope}) == ModelConfig.parse(CONFIG)
+
+
+def test_optional_values() -> None:
+    config = ModelConfig.parse({**CONFIG, "q_lora_rank": None, "rope_scaling": None, "eos_token_id": [1, 7]})
+    assert config.q_lora_rank is None and config.rope_scaling is None and config.eos_token_ids == (1, 7)
+    assert ModelConfig.parse({**CONFIG, "quantization_config": QUANTIZATION}).fp8_blocks
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "llama"}, ["model_type", "llama", "deepseek_v3"]),
+        ({"scoring_func": "softmax"}, ["scoring_func", "softmax"]),
+        ({"topk_method": "greedy"}, ["topk_method", "greedy"]),
+        ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
+        ({"attention_bias": True}, ["attention_bias", "True"]),
+        ({"rope_interleave": False}, ["rope_interleave", "False"]),
+        ({"tie_word_embeddings": True}, ["tie_word_embeddings", "True"]),
+        ({"moe_layer_freq": 2}, ["moe_layer_freq", "2"]),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, ["rope_scaling.type", "linear"]),
+        ({"rope_scaling": {"type": "yarn", "factor": 2}}, ["original_max_position_embeddings"]),
+        ({"rope_scaling": 4}, ["rope_scaling", "4"]),
+        ({"quantization_config": {**QUANTIZATION, "quant_method": "awq"}}, ["quantization_config.quant_method", "awq"]),
+        ({"quantization_config": {**QUANTIZATION, "weight_block_size": [1, 128]}}, ["weight_block_size", "[1, 128]"]),
+        ({"quantization_config": {"quant_method": "fp8"}}, ["weight_block_size", "None"]),
+        ({"hidden_size": 0}, ["hidden_size", "0"]),
+        ({"vocab_size": "many"}, ["vocab_size", "many"]),
+        ({"num_nextn_predict_layers": 2}, ["num_nextn_predict_layers", "2"]),
+        ({"n_group": 5}, ["n_routed_experts=16", "n_group=5"]),
+        ({"n_group": 16}, ["n_group=16"]),
+        ({"topk_group": 5}, ["topk_group=5", "n_group=4"]),
+        ({"num_experts_per_tok": 9}, ["num_experts_per_tok=9", "topk_group=2"]),
+    ],
+)
+def test_refusals_name_key_and_value(change: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        ModelConfig.parse({**CONFIG, **change}, "there/config.json")
+    assert all(word in str(error.value) for word in ["there/config.json", *words]), str(error.value)
+
+
+def test_a_required_key_is_named() -> None:
+    raw = {key: value for key, value in CONFIG.items() if key != "kv_lora_rank"}
+    with pytest.raises(ConfigError, match="kv_lora_rank"):
+        ModelConfig.parse(raw)
+
+
+@pytest.mark.parametrize("content", [None, b"{", b"[]", b"\xff\xfe"])
+def test_unreadable_files(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        ModelConfig.load(tmp_path)
+
+
+def test_load(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    assert ModelConfig.load(tmp_path) == ModelConfig.parse(CONFIG)

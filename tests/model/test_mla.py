@@ -1,0 +1,81 @@
+"""The choice of a form, and that the three forms are the same maths."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from millrace_kernels.testing.numeric import MODEL_TOLERANCE, assert_close, poisoned
+from millrace_serve.model.deepseek_v3 import load_model
+from millrace_serve.model.mla import Form, FormThresholds, choose_form, prefix_chunks
+from millrace_serve.model.parallel import ParallelDims
+from model.harness import Driver, Seq, random_prompt
+
+LIMIT = FormThresholds(absorb_max_queries=100)
+
+
+@pytest.mark.parametrize(
+    ("q_lens", "prefix_lens", "form"),
+    [
+        ((), (), Form.EXPANDED),
+        ((5, 3000), (0, 0), Form.EXPANDED),
+        ((5,), (64,), Form.ABSORBED),
+        ((100,), (64,), Form.ABSORBED),
+        ((101,), (64,), Form.EXPANDED_PREFIX),
+        ((3000, 5), (0, 640), Form.EXPANDED_PREFIX),
+        ((3000, 5), (640, 64), Form.EXPANDED_PREFIX),
+        ((200, 5), (64, 6400), Form.ABSORBED),  # the long prefix serves few queries
+    ],
+)
+def test_choose_form(q_lens: tuple[int, ...], prefix_lens: tuple[int, ...], form: Form) -> None:
+    seq_lens = [q + p for q, p in zip(q_lens, prefix_lens, strict=True)]
+    assert choose_form(q_lens, seq_lens, LIMIT) is form
+
+
+@given(st.lists(st.integers(0, 700), max_size=6), st.integers(1, 900))
+@settings(max_examples=200, deadline=None)
+def test_prefix_chunks_cover_every_prefix_once(prefix_lens: list[int], max_tokens: int) -> None:
+    covered = [0] * len(prefix_lens)
+    for starts, lens in prefix_chunks(prefix_lens, max_tokens, 64):
+        assert any(lens)
+        assert sum(lens) <= max(max_tokens, 64 * sum(n > 0 for n in prefix_lens))
+        for i, (start, num) in enumerate(zip(starts, lens, strict=True)):
+            if num:
+                assert start == covered[i] and start % 64 == 0
+                covered[i] += num
+    assert covered == prefix_lens
+
+
+def test_forms_agree_on_a_whole_model(random_bf16: Path) -> None:
+    """Ragged chunks over cached prefixes of several lengths, prefix chunks smaller than a prefix."""
+    lens, cached = (70, 200, 333, 64), (0, 130, 260, 63)
+    results = []
+    for thresholds in (FormThresholds(1 << 30), FormThresholds(0), FormThresholds(0, prefix_chunk_tokens=64)):
+        model = load_model(random_bf16, ParallelDims(), torch.device("cpu"), torch.float32, thresholds)
+        driver, seqs = Driver(model), [Seq(random_prompt(n, 1280, n)) for n in lens]
+        driver.step([(seq, n) for seq, n in zip(seqs, cached, strict=True) if n])
+        results.append(driver.step([(seq, n - c) for seq, n, c in zip(seqs, lens, cached, strict=True)]))
+    assert_close(results[1], results[0], MODEL_TOLERANCE)
+    assert_close(results[2], results[0], MODEL_TOLERANCE)
+
+
+def test_a_step_touches_only_its_own_slots(random_bf16: Path) -> None:
+    """Rows of other sequences, free pages and the tails of own pages keep their bytes; the padding goes to the sink."""
+    model = load_model(random_bf16, ParallelDims(), torch.device("cpu"), torch.float32)
+    driver, other, seq = Driver(model), Seq(random_prompt(70, 1280, 1)), Seq(random_prompt(70, 1280, 2))
+    driver.step([(other, 70)])
+    before = driver.kv.clone()
+    driver.step([(seq, 70)], padding=6)
+    expected = poisoned(tuple(driver.kv.shape))
+    expected[[0, *other.pages]] = before[[0, *other.pages]]
+    layers = model.config.num_hidden_layers  # the MTP layer's rows are written by the MTP step
+    for index, page in enumerate(seq.pages):
+        rows = min(70 - index * 64, 64)
+        assert driver.kv[page, :layers, :rows].isfinite().all()
+        expected[page, :layers, :rows] = driver.kv[page, :layers, :rows]
+    expected[0] = driver.kv[0]
+    assert driver.kv[0].isfinite().all()
+    assert torch.equal(driver.kv.nan_to_num(-1.0), expected.nan_to_num(-1.0))

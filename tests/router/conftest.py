@@ -1,0 +1,60 @@
+"""Fixtures: a started router over whichever fake workers a test wants."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import httpx
+import pytest
+from millrace.v1 import admin_pb2_grpc, inference_pb2_grpc
+from millrace_router.config import RouterConfig
+from millrace_router.main import Router
+from millrace_rpc.client import channel
+from router.fake_worker import DECODE, PREFILL, FakeWorker
+from router.harness import Cluster, write_tokenizer
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+async def cluster(model_folder: Path) -> AsyncIterator[Callable]:
+    """`await cluster(FakeWorker(PREFILL), …, timeouts={…})`: started, and routable unless wait=False."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start(*workers: FakeWorker, wait: bool = True, **settings: object) -> Cluster:
+            for worker in workers:
+                await worker.start()
+                stack.push_async_callback(worker.stop)
+            timeouts = {"drain": 1.0, "no_workers": 0.3, "silence": 1.0, **settings.pop("timeouts", {})}
+            config = RouterConfig.model_validate(
+                {
+                    "model": str(model_folder),
+                    "workers": tuple(worker.address for worker in workers),
+                    "timeouts": timeouts,
+                    **settings,
+                }
+            )
+            router = Router(config)
+            await router.start()
+            stack.push_async_callback(router.stop)
+            public = await stack.enter_async_context(channel(f"127.0.0.1:{router.ports['grpc']}"))
+            admin = await stack.enter_async_context(channel(f"127.0.0.1:{router.ports['admin']}"))
+            url = f"http://127.0.0.1:{router.ports['http']}"
+            http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=10))
+            stubs = inference_pb2_grpc.InferenceStub(public), admin_pb2_grpc.AdminStub(admin)
+            made = Cluster(router, list(workers), public, *stubs, http)
+            if wait:
+                await made.until(lambda: all(status.routable for status in router.registry.status()))
+            return made
+
+        yield start
+
+
+@pytest.fixture
+async def pair(cluster: Callable) -> Cluster:
+    return await cluster(FakeWorker(PREFILL), FakeWorker(DECODE))

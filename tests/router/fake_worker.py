@@ -1,0 +1,264 @@
+"""A worker of any role without an engine: real gRPC, scripted behaviour, and tokens from an oracle.
+
+A behaviour says what a submitted request is answered with: an async generator of SequenceOutputs. Each in `script` is
+used for one request; without any, `normal`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import secrets
+import zlib
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+from millrace.v1 import (
+    common_pb2,
+    decode_pb2_grpc,
+    prefill_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
+from millrace_rpc.errors import MillraceError, Reason
+from millrace_rpc.server import Server
+
+PREFILL, DECODE, UNIFIED = worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_DECODE, worker_pb2.ROLE_UNIFIED
+READY = worker_pb2.WORKER_STATE_READY
+VOCAB, CONTEXT, MODEL = 300, 512, "tiny"
+Behaviour = Callable[["FakeWorker", worker_pb2.EngineRequest], AsyncIterator[worker_pb2.SequenceOutput]]
+
+
+def oracle(prompt: list[int], position: int, seed: int = 0) -> int:
+    """The id of a lower-case letter (byte-level ids 64 to 89 of the test tokenizer), by prompt, seed and position."""
+    return 64 + zlib.crc32(f"{prompt} {position} {seed}".encode()) % 26
+
+
+def expected(prompt: list[int], length: int, seed: int = 0) -> list[int]:
+    return [oracle(prompt, i, seed) for i in range(length)]
+
+
+def prompt_of(request: worker_pb2.EngineRequest) -> list[int]:
+    return list(request.token_ids)[: len(request.token_ids) - request.num_prior_outputs]
+
+
+def output(request: worker_pb2.EngineRequest, first: int, count: int = 1, finish: int = 0) -> worker_pb2.SequenceOutput:
+    """The oracle's tokens from position `first` on."""
+    prompt = prompt_of(request)
+    ids = [oracle(prompt, i, request.sampling.seed) for i in range(first, first + count)]
+    logprobs = []
+    if request.sampling.HasField("logprobs"):
+        tops = [common_pb2.TokenLogprob(token_id=64 + i, logprob=-1.5) for i in range(request.sampling.logprobs)]
+        for token in ids:
+            sampled = common_pb2.TokenLogprob(token_id=token, logprob=-0.5)
+            logprobs.append(common_pb2.TokenLogprobs(sampled=sampled, top=tops))
+    return worker_pb2.SequenceOutput(
+        id=request.id, first_index=first, token_ids=ids, logprobs=logprobs, finish_reason=finish
+    )
+
+
+def failure(request: worker_pb2.EngineRequest, reason: str) -> worker_pb2.SequenceOutput:
+    return worker_pb2.SequenceOutput(
+        id=request.id,
+        finish_reason=common_pb2.FINISH_REASON_ERROR,
+        failure=common_pb2.Failure(reason=reason, message=f"scripted {reason}"),
+    )
+
+
+async def normal(worker: FakeWorker, request: worker_pb2.EngineRequest) -> AsyncIterator[worker_pb2.SequenceOutput]:
+    start, end = request.num_prior_outputs, request.sampling.max_tokens
+    if worker.role == PREFILL:
+        yield output(request, start, finish=common_pb2.FINISH_REASON_LENGTH if start + 1 == end else 0)
+        return
+    for i in range(start, end):
+        await asyncio.sleep(worker.step_s)
+        yield output(request, i, finish=common_pb2.FINISH_REASON_LENGTH if i + 1 == end else 0)
+
+
+def fails(reason: str, after: int = 0) -> Behaviour:
+    """`after` tokens, then an error."""
+
+    async def behave(worker: FakeWorker, request: worker_pb2.EngineRequest) -> AsyncIterator[worker_pb2.SequenceOutput]:
+        for i in range(after):
+            yield output(request, request.num_prior_outputs + i)
+        yield failure(request, reason)
+
+    return behave
+
+
+def hangs(after: int = 0) -> Behaviour:
+    """`after` tokens, then nothing until it is aborted."""
+
+    async def behave(worker: FakeWorker, request: worker_pb2.EngineRequest) -> AsyncIterator[worker_pb2.SequenceOutput]:
+        for i in range(after):
+            yield output(request, request.num_prior_outputs + i)
+        await asyncio.Event().wait()
+
+    return behave
+
+
+def dies(after: int = 0) -> Behaviour:
+    """`after` tokens, then the worker's process is gone."""
+
+    async def behave(worker: FakeWorker, request: worker_pb2.EngineRequest) -> AsyncIterator[worker_pb2.SequenceOutput]:
+        for i in range(after):
+            yield output(request, request.num_prior_outputs + i)
+        await asyncio.sleep(0.01)
+        worker.dying = asyncio.create_task(worker.stop())
+        await asyncio.Event().wait()
+
+    return behave
+
+
+class FakeWorker(
+    prefill_pb2_grpc.PrefillServiceServicer,
+    decode_pb2_grpc.DecodeServiceServicer,
+    worker_pb2_grpc.WorkerServiceServicer,
+):
+    def __init__(self, role: int, credits: int = 64, layout: str = "layout-a", step_s: float = 0.0) -> None:
+        self.role, self.credits, self.layout, self.step_s = role, credits, layout, step_s
+        self.epoch = secrets.token_hex(4)
+        self.state = READY
+        self.protocol = 1
+        self.address = ""
+        self.script: collections.deque[Behaviour] = collections.deque()
+        self.submitted: list[worker_pb2.EngineRequest] = []
+        self.sources: list[worker_pb2.KvSourceRef | None] = []
+        self.aborted: list[tuple[int, int]] = []
+        self.active: dict[tuple[int, int], asyncio.Task[None]] = {}
+        self.warmups: list[str] = []
+        self.warmup_failures: collections.deque[str] = collections.deque()
+        self.freezes = 0
+        self.drained = False
+        self.silent = False
+        self.links: list[asyncio.Queue] = []
+        self.dying: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()  # another one for every change
+        self._server: Server | None = None
+
+    async def start(self, address: str = "127.0.0.1:0") -> str:
+        self._server = Server(["millrace.v1.WorkerService"])
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server.grpc)
+        if self.role == PREFILL:
+            prefill_pb2_grpc.add_PrefillServiceServicer_to_server(self, self._server.grpc)
+        else:
+            decode_pb2_grpc.add_DecodeServiceServicer_to_server(self, self._server.grpc)
+        self.address = f"127.0.0.1:{await self._server.start(address)}"
+        return self.address
+
+    async def stop(self) -> None:
+        """At once, like a killed process."""
+        for task in self.active.values():
+            task.cancel()
+        self.active.clear()
+        if self._server is not None:
+            server, self._server = self._server, None
+            await server.stop(0)
+
+    async def restart(self) -> None:
+        """Another process at the same address."""
+        await self.stop()
+        self.epoch = secrets.token_hex(4)
+        await self.start(self.address)
+
+    def change(self, **values: object) -> None:
+        """Change what WatchLoad reports, and report it."""
+        for name, value in values.items():
+            setattr(self, name, value)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def inject(self, *outputs: worker_pb2.SequenceOutput) -> None:
+        """Send outputs of our own on every Link."""
+        for link in self.links:
+            link.put_nowait(worker_pb2.LinkResponse(outputs=worker_pb2.StepOutputs(outputs=outputs)))
+
+    # ------------------------------------------------------------------------------------- WorkerService
+
+    async def GetInfo(self, request, context):
+        return worker_pb2.WorkerInfo(
+            worker_id=self.epoch,
+            epoch=self.epoch,
+            role=self.role,
+            state=self.state,
+            model=MODEL,
+            max_context=CONTEXT,
+            vocab_size=VOCAB,
+            layout=common_pb2.KvLayout(fingerprint=self.layout),
+            replicas=1,
+            tp=1,
+            protocol=self.protocol,
+        )
+
+    async def WatchLoad(self, request, context):
+        while True:
+            changed = self._changed
+            if not self.silent:
+                replica = worker_pb2.ReplicaLoad(credits=self.credits, running=len(self.active))
+                yield worker_pb2.LoadSnapshot(epoch=self.epoch, state=self.state, replicas=[replica])
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.3):
+                    await changed.wait()
+
+    async def Warmup(self, request, context):
+        if self.warmup_failures:
+            raise MillraceError(self.warmup_failures.popleft(), "scripted")
+        self.warmups.append(request.source.epoch)
+        return worker_pb2.WarmupResponse(seconds=0.1)
+
+    async def FreezeGc(self, request, context):
+        self.freezes += 1
+        return worker_pb2.FreezeGcResponse(processes=2, frozen_objects=1000)
+
+    async def FlushCache(self, request, context):
+        return worker_pb2.FlushCacheResponse(pages=7)
+
+    async def Drain(self, request, context):
+        self.drained = True
+        return worker_pb2.DrainResponse(aborted=0)
+
+    # ------------------------------------------------------------------------------------- Link
+
+    async def Link(self, requests, context):
+        if self.state != READY:
+            raise MillraceError(Reason.NOT_READY, "not ready")
+        outgoing: asyncio.Queue[worker_pb2.LinkResponse] = asyncio.Queue()
+        reader = asyncio.create_task(self._read(context, outgoing))
+        self.links.append(outgoing)
+        try:
+            while True:
+                yield await outgoing.get()
+        finally:
+            self.links.remove(outgoing)
+            reader.cancel()
+            for task in self.active.values():
+                task.cancel()
+            self.active.clear()
+
+    async def _read(self, context, outgoing):
+        while (message := await context.read()) is not grpc.aio.EOF:
+            kind = message.WhichOneof("message")
+            if kind == "hello":
+                outgoing.put_nowait(worker_pb2.LinkResponse(welcome=worker_pb2.LinkWelcome(epoch=self.epoch)))
+            elif kind == "submit":
+                request = message.submit.request
+                self.submitted.append(request)
+                source = message.submit.source if self.role == DECODE and message.submit.HasField("source") else None
+                self.sources.append(source)
+                key = request.id.room, request.id.attempt
+                self.active[key] = asyncio.create_task(self._work(key, request, outgoing))
+            else:
+                key = message.abort.id.room, message.abort.id.attempt
+                self.aborted.append(key)
+                if task := self.active.pop(key, None):
+                    task.cancel()
+                    end = worker_pb2.SequenceOutput(id=message.abort.id, finish_reason=common_pb2.FINISH_REASON_ABORT)
+                    step = worker_pb2.StepOutputs(outputs=[end])
+                    outgoing.put_nowait(worker_pb2.LinkResponse(outputs=step))
+
+    async def _work(self, key, request, outgoing):
+        behave = self.script.popleft() if self.script else normal
+        async for out in behave(self, request):
+            outgoing.put_nowait(worker_pb2.LinkResponse(outputs=worker_pb2.StepOutputs(outputs=[out])))
+        self.active.pop(key, None)

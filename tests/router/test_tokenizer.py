@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from millrace_router.stream import Text
+from millrace_router.tokenizer import LONG_TEXT, Detokenizer, Tokenizer
+from millrace_rpc.config import ConfigError
+from millrace_rpc.errors import MillraceError, Reason
+from router.harness import BOS, EOS, USER, write_tokenizer
+from tokenizers import Tokenizer as HfTokenizer
+from tokenizers import decoders
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_folder: Path) -> Tokenizer:
+    return Tokenizer.load(model_folder)
+
+
+@pytest.fixture(scope="module")
+def reference(model_folder: Path) -> HfTokenizer:
+    return HfTokenizer.from_file(str(model_folder / "tokenizer.json"))
+
+
+async def test_text_gets_the_first_token_and_chat_the_templates(tokenizer: Tokenizer) -> None:
+    assert (await tokenizer.encode("hello", add_bos=True))[0] == tokenizer.bos
+    text = tokenizer.render([{"role": "user", "content": "hello"}])
+    assert text == f"{BOS}{USER}hello"
+    ids = await tokenizer.encode(text, add_bos=False)
+    assert ids[0] == tokenizer.bos and ids.count(tokenizer.bos) == 1
+    assert tokenizer.decode(ids) == "hello"
+    assert tokenizer.decode(ids, keep_special=True) == text
+
+
+async def test_long_texts_are_encoded_the_same(tokenizer: Tokenizer) -> None:
+    text = "hello " * LONG_TEXT
+    assert tokenizer.decode(await tokenizer.encode(text, add_bos=True)) == text
+
+
+@settings(max_examples=200)
+@given(st.text())
+def test_round_trip(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer._encode(text, add_bos=True)
+    assert tokenizer.decode(ids, keep_special=True) == BOS + text
+
+
+@settings(max_examples=300)
+@given(st.lists(st.integers(0, 260), max_size=30), st.booleans(), st.integers(1, 5))
+def test_incremental_equals_whole_for_any_ids(
+    tokenizer: Tokenizer, reference: HfTokenizer, ids: list[int], keep: bool, piece: int
+) -> None:
+    """Also for bytes that are no UTF-8: the tokenizers library's own answer, whatever the pieces."""
+    stream = Detokenizer(tokenizer, keep)
+    text = "".join(stream.push(ids[i : i + piece]) for i in range(0, len(ids), piece)) + stream.flush()
+    assert text == tokenizer.decode(ids, keep) == reference.decode(ids, skip_special_tokens=not keep)
+
+
+def test_a_character_appears_when_its_last_byte_does(tokenizer: Tokenizer) -> None:
+    ids, stream = tokenizer._encode("é🚀", add_bos=False), Detokenizer(tokenizer, False)
+    assert [stream.push((i,)) for i in ids] == ["", "é", "", "", "", "🚀"]
+    assert stream.push(ids[:1]) == "" and stream.flush() == "\ufffd"
+
+
+def test_ids_beyond_the_tokenizer_are_silent(tokenizer: Tokenizer) -> None:
+    assert tokenizer.decode([64, 999_999, 65]) == "ab"
+
+
+def test_stop_string_over_token_boundaries_and_inside_characters(tokenizer: Tokenizer) -> None:
+    text = Text(tokenizer, ["🚀b"], keep_special=False)
+    ids = tokenizer._encode("aé🚀bcd", add_bos=False)
+    shown, used = text.push(ids)
+    assert shown == "aé" and text.stopped and tokenizer.decode(ids[:used]) == "aé🚀b"
+
+
+def test_template_that_refuses(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_tokenizer(tmp_path, "{{ raise_exception('first the user') }}"))
+    with pytest.raises(MillraceError, match="first the user") as caught:
+        tokenizer.render([{"role": "user", "content": "x"}])
+    assert caught.value.reason is Reason.INVALID_ARGUMENT and caught.value.param == "messages"
+
+
+@pytest.mark.parametrize("attack", ["{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}"])
+def test_template_is_sandboxed(tmp_path: Path, attack: str) -> None:
+    tokenizer = Tokenizer.load(write_tokenizer(tmp_path, attack))
+    with pytest.raises(MillraceError):
+        tokenizer.render([{"role": "user", "content": "x"}])
+
+
+def test_unusable_tokenizers(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no usable tokenizer"):
+        Tokenizer.load(tmp_path)
+    with pytest.raises(ConfigError, match="template is broken"):
+        Tokenizer.load(write_tokenizer(tmp_path, "{% if %}"))
+    write_tokenizer(tmp_path)
+    other = HfTokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    other.decoder = decoders.Fuse()
+    other.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ConfigError, match="Fuse"):
+        Tokenizer.load(tmp_path)
+
+
+def test_no_template(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": EOS}))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.bos is None and tokenizer.eos is not None
+    with pytest.raises(MillraceError, match="no chat template"):
+        tokenizer.render([])

@@ -1,0 +1,196 @@
+"""The connection to workers, the hooks of their pairs, readiness and the Admin service."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections.abc import Callable
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from millrace.v1 import admin_pb2, worker_pb2
+from millrace_router.config import Timeouts
+from millrace_router.worker import Worker
+from millrace_rpc.errors import MillraceError, Reason, from_rpc_error
+from router.fake_worker import DECODE, PREFILL, UNIFIED, FakeWorker, expected, hangs
+from router.harness import Cluster
+
+
+def detail(made: Cluster, worker: FakeWorker) -> str:
+    return next(status.detail for status in made.router.registry.status() if status.address == worker.address)
+
+
+async def test_every_pair_is_warmed_and_frozen(cluster: Callable) -> None:
+    made = await cluster(*(FakeWorker(role) for role in (PREFILL, PREFILL, DECODE, DECODE, UNIFIED)))
+    await made.until(lambda: len(made.router.registry.hooks.ready) == 5)
+    epochs = sorted(prefill.epoch for prefill in made.prefills)
+    assert all(sorted(decode.warmups) == epochs for decode in made.decodes)
+    assert all(worker.freezes == 2 for worker in made.prefills + made.decodes)
+    unified = made.workers[-1]
+    assert unified.warmups == [""] and unified.freezes == 1
+    assert made.metric("millrace_hooks_total", hook="warmup", outcome="ok") == 5
+
+
+async def test_hooks_are_tried_until_acknowledged(cluster: Callable) -> None:
+    decode = FakeWorker(DECODE)
+    decode.warmup_failures.extend(["TRANSFER_FAILED", "NOT_READY"])
+    made = await cluster(FakeWorker(PREFILL), decode, wait=False)
+    await made.until(lambda: "scripted" in detail(made, decode))
+    assert not made.router.registry.ready
+    await made.until(lambda: made.router.registry.ready)
+    assert made.metric("millrace_hooks_total", hook="warmup", outcome="failed") == 2
+
+
+async def test_a_new_process_is_warmed_again(cluster: Callable) -> None:
+    made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE))
+    (prefill,), (decode,) = made.prefills, made.decodes
+    before = prefill.epoch
+    await prefill.restart()
+    await made.until(lambda: decode.warmups == [before, prefill.epoch])
+    await made.until(lambda: made.router.registry.ready)
+    assert (await made.generate([1])).tokens() == expected([1], 8)
+    assert decode.sources[-1].epoch == prefill.epoch != before
+
+
+@pytest.mark.parametrize("state", ["LOADING", "DRAINING"])
+async def test_only_ready_workers_get_requests(cluster: Callable, state: str) -> None:
+    prefill = FakeWorker(PREFILL)
+    prefill.state = worker_pb2.WorkerState.Value(f"WORKER_STATE_{state}")
+    made = await cluster(prefill, FakeWorker(DECODE), wait=False)
+    await made.until(lambda: state.lower() in detail(made, prefill))
+    assert not made.router.registry.ready
+    prefill.change(state=worker_pb2.WORKER_STATE_READY)
+    await made.until(lambda: made.router.registry.ready)
+
+
+async def test_draining_worker_finishes_what_it_has(cluster: Callable) -> None:
+    made = await cluster(FakeWorker(PREFILL), *(FakeWorker(DECODE, step_s=0.02) for _ in range(2)))
+    task = asyncio.create_task(made.generate([1]))
+    await made.until(lambda: any(worker.active for worker in made.decodes))
+    busy = next(worker for worker in made.decodes if worker.submitted)
+    busy.change(state=worker_pb2.WORKER_STATE_DRAINING)
+    assert (await task).tokens() == expected([1], 8)
+    assert [worker.submitted[0].id.attempt for worker in made.decodes if worker.submitted] == [0]
+
+
+async def test_a_pause_of_the_router_is_not_a_workers_silence(cluster: Callable) -> None:
+    made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE), timeouts={"silence": 0.5})
+    links = [worker.link for worker in made.router.registry.workers.values()]
+    time.sleep(0.6)  # a long collection, or a machine with too much to do
+    assert (await made.generate([1])).tokens() == expected([1], 8)
+    assert [worker.link for worker in made.router.registry.workers.values()] == links
+
+
+async def test_a_stop_at_the_moment_of_a_loss_stops() -> None:
+    """Before Python 3.13, a task group that is ending with an error swallows a cancellation."""
+
+    class Leg:
+        attempt = 0
+
+        def on_output(self, out: worker_pb2.SequenceOutput, now: float) -> None: ...
+
+        def on_failure(self, error: MillraceError) -> None:
+            running.cancel()
+
+    fake = FakeWorker(UNIFIED)
+    worker = Worker(await fake.start(), "router", Timeouts(), lambda: None, lambda kind: None)
+    running = asyncio.create_task(worker.run())
+    async with asyncio.timeout(5):
+        while worker.link is None:
+            await asyncio.sleep(0.005)
+    fake.script.append(hangs())
+    worker.link.submit(worker_pb2.EngineRequest(id={"room": 1}), None, Leg())
+    await fake.stop()
+    await asyncio.wait({running}, timeout=5)
+    assert running.cancelled()
+
+
+async def test_other_protocol_is_refused(cluster: Callable) -> None:
+    prefill = FakeWorker(PREFILL)
+    prefill.protocol = 99
+    made = await cluster(prefill, FakeWorker(DECODE), wait=False)
+    await made.until(lambda: "protocol version 99" in detail(made, prefill))
+
+
+async def test_details_of_what_is_not_routable(cluster: Callable) -> None:
+    made = await cluster(FakeWorker(PREFILL, layout="x"), FakeWorker(DECODE, layout="y"), wait=False)
+    await made.until(lambda: "equal KV layout" in detail(made, made.workers[0]))
+    await made.workers[1].stop()
+    await made.until(lambda: "unreachable" in detail(made, made.workers[1]))
+    statuses = (await made.admin.ListWorkers(admin_pb2.ListWorkersRequest())).workers
+    assert [status.reachable for status in statuses] == [True, False]
+
+
+async def test_a_burst_is_spread_before_the_next_report(cluster: Callable) -> None:
+    made = await cluster(FakeWorker(PREFILL), FakeWorker(PREFILL), *(FakeWorker(DECODE) for _ in range(4)))
+    for decode in made.decodes:
+        decode.script.extend([hangs()] * 8)
+    tasks = [asyncio.create_task(made.generate([1], timeout=1)) for _ in range(8)]
+    await made.until(lambda: sum(len(decode.submitted) for decode in made.decodes) == 8)
+    assert {len(decode.submitted) for decode in made.decodes} == {2}
+    assert {len(prefill.submitted) for prefill in made.prefills} == {4}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await made.quiet()
+
+
+async def test_credits_bound_what_is_sent(cluster: Callable) -> None:
+    made = await cluster(FakeWorker(PREFILL, credits=3), FakeWorker(DECODE))
+    made.prefills[0].script.extend([hangs()] * 5)
+    made.prefills[0].silent = True  # no report refreshes the credits
+    tasks = [asyncio.create_task(made.generate([1], timeout=0.4)) for _ in range(5)]
+    await made.until(lambda: len(made.router.admission) == 2)
+    assert len(made.prefills[0].submitted) <= 3
+    await asyncio.gather(*tasks)
+    await made.quiet()
+
+
+async def test_grpc_health_follows_readiness(cluster: Callable) -> None:
+    made = await cluster(FakeWorker(UNIFIED))
+    health = health_pb2_grpc.HealthStub(made.public)
+
+    async def status() -> int:
+        return (await health.Check(health_pb2.HealthCheckRequest(service="millrace.v1.Inference"))).status
+
+    async def wait_for(expected_status: int) -> None:
+        async with asyncio.timeout(5):
+            while await status() != expected_status:
+                await asyncio.sleep(0.01)
+
+    await wait_for(health_pb2.HealthCheckResponse.SERVING)
+    await made.workers[0].stop()
+    await wait_for(health_pb2.HealthCheckResponse.NOT_SERVING)
+    await made.workers[0].restart()
+    await wait_for(health_pb2.HealthCheckResponse.SERVING)
+
+
+async def test_admin(cluster: Callable) -> None:
+    made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE), FakeWorker(DECODE))
+    await made.until(lambda: len(made.router.registry.hooks.ready) == 2)
+    statuses = (await made.admin.ListWorkers(admin_pb2.ListWorkersRequest())).workers
+    assert all(status.reachable and status.routable and not status.detail for status in statuses)
+    assert [status.info.role for status in statuses] == [PREFILL, DECODE, DECODE]
+    assert (await made.admin.WarmUp(admin_pb2.WarmUpRequest())).pairs == 2
+    assert made.prefills[0].freezes == 4
+    frozen = await made.admin.FreezeGcAll(admin_pb2.FreezeGcAllRequest())
+    assert frozen.processes == 7 and frozen.frozen_objects > 3000
+    assert (await made.admin.FlushCaches(admin_pb2.FlushCachesRequest())).pages == 21
+    gc.unfreeze()
+
+
+async def test_admin_drain(cluster: Callable) -> None:
+    made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE), FakeWorker(DECODE))
+    first, second = made.decodes
+    await made.admin.DrainWorker(admin_pb2.DrainWorkerRequest(address=first.address))
+    assert first.drained and detail(made, first) == "draining"
+    for _ in range(3):
+        await made.generate([1])
+    assert len(second.submitted) == 3 and not first.submitted
+    await first.restart()
+    await made.until(lambda: not detail(made, first))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await made.admin.DrainWorker(admin_pb2.DrainWorkerRequest(address="nowhere:1"))
+    assert from_rpc_error(caught.value).reason is Reason.NOT_FOUND

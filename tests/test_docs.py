@@ -1,0 +1,122 @@
+"""The documents say what is true: their make targets and links exist, and README's commands run as they are written.
+
+A fenced bash block below `<!-- run: serve -->` is started and left running; those below `<!-- run -->` run one after
+the other meanwhile. A plain block right after one of them is what it prints.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from millrace_testing.paths import ROOT
+
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(
+    r"<!-- run(?:: (?P<kind>\w+))? -->\n```bash\n(?P<code>.*?)```\n(?:\n```\n(?P<output>.*?)```)?", re.DOTALL
+)
+PORTS = (50051, 50052, 8000)  # what `make serve` listens on, and so what README names
+
+
+def blocks(kind: str | None) -> list[re.Match[str]]:
+    return [match for match in BLOCK.finditer((ROOT / "README.md").read_text()) if match["kind"] == kind]
+
+
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_make_targets_exist(document: Path) -> None:
+    code = re.findall(r"`([^`\n]+)`|^```bash\n(.*?)```", document.read_text(), re.MULTILINE | re.DOTALL)
+    named = {target for parts in code for target in re.findall(r"\bmake ([a-z][a-z-]*)", " ".join(parts))}
+    assert named <= make_targets()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_relative_links_exist(document: Path) -> None:
+    links = re.findall(r"\]\((?!https?://|#)([^)#\s]+)", document.read_text())
+    assert [link for link in links if not (document.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_named_files_exist(document: Path) -> None:
+    """Paths in backticks that begin with a top-level folder; the name of the package below it may be left out."""
+    folders = "proto|router|services|kernels|bench|tests|docs|helm|k8s"
+    paths = re.findall(rf"`({folders})/([\w./-]+\.\w+)`", document.read_text())
+    missing = [
+        f"{folder}/{rest}"
+        for folder, rest in paths
+        if not any(path.match(rest) for path in (ROOT / folder).rglob(Path(rest).name))
+    ]
+    assert missing == []
+
+
+def test_every_documented_target_has_a_recipe() -> None:
+    assert {"setup", "stubs", "checkpoint", "serve", "test", "lint", "loc", "clean", "help"} <= make_targets()
+    listed = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert set(re.findall(r"^  make ([a-z-]+)", listed, re.MULTILINE)) == make_targets() - {"bench"}
+
+
+def test_every_bash_block_of_the_readme_runs() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert text.count("```bash\n") == len(list(BLOCK.finditer(text))), "a block without a run mark is never tested"
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[None]:
+    """The system that README starts, until the test ends; afterwards nothing of it is left."""
+    for port in PORTS:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                pytest.skip(f"README's port {port} is in use on this machine")
+    command = blocks("serve")[0]["code"]
+    output = tmp_path / "output"
+    with output.open("wb") as out:
+        process = subprocess.Popen(
+            ["bash", "-c", command], cwd=ROOT, stdout=out, stderr=out, env=environment(), start_new_session=True
+        )
+    try:
+        deadline = time.monotonic() + 150
+        while "Ctrl-C stops everything." not in output.read_text():
+            assert process.poll() is None and time.monotonic() < deadline, output.read_text()
+            time.sleep(0.2)
+        yield
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGINT)  # what Ctrl-C does
+        process.wait(60)
+    assert "stopped" in output.read_text()
+
+
+def environment() -> dict[str, str]:
+    """Without what a surrounding `make test ARGS=…` tells its children."""
+    return {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS", "ARGS"))}
+
+
+@pytest.mark.e2e
+@pytest.mark.xdist_group("e2e")
+def test_readme_commands_run_as_written(served: None) -> None:
+    found = blocks(None)
+    assert len(found) >= 3 and any(block["output"] for block in found)
+    for block in found:
+        command = block["code"]
+        result = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", command],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
+        assert result.stdout.strip(), f"{command} printed nothing"
+        assert result.stdout == (block["output"] or result.stdout)
+        assert '"error"' not in result.stdout, result.stdout

@@ -1,0 +1,220 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+from millrace_rpc.errors import Reason
+from millrace_serve.engine.core import Failure, FinishReason, KvPart, RequestId, SequenceOutput, TokenOutput
+from millrace_serve.engine.page_hash import page_hashes
+from millrace_serve.transfer.importer import (
+    Action,
+    AskRelease,
+    AskReserve,
+    Done,
+    GiveBack,
+    ImportState,
+    KvImport,
+    Over,
+    Read,
+    Refusal,
+)
+from millrace_serve.transfer.lease import Outcome
+
+ID = RequestId(11, 2)
+HASHES = page_hashes(list(range(64 * 4 + 5)))  # 5 pages, the last one partial
+FIRST = SequenceOutput(ID, 0, [TokenOutput(42)])
+CANCELLED = Failure("CANCELLED", "the client went away")
+
+
+def part(start: int, end: int, id: RequestId = ID, hashes: list[int] = HASHES, first: SequenceOutput = FIRST) -> KvPart:
+    last = end == len(HASHES)
+    tokens = 261 if last else 64 * end
+    pages = list(range(100 + start, 100 + end))
+    return KvPart(id, start, pages, hashes[start:end], tokens, last, first if last else None)
+
+
+def reading(num_cached_pages: int = 0) -> KvImport:
+    """An import whose first two pages are published and whose own pages are 10 to 14."""
+    x = KvImport(ID, HASHES)
+    assert x.on_part(part(0, 2)) == [AskReserve()]
+    x.on_reserved(range(10, 15), num_cached_pages)
+    return x
+
+
+def test_parts_are_read_as_they_arrive() -> None:
+    x = KvImport(ID, HASHES)
+    assert x.on_part(part(0, 2)) == [AskReserve()]
+    assert x.on_part(part(2, 3)) == []
+    assert x.on_reserved(range(10, 15), 0) == [Read(0, [100, 101, 102], [10, 11, 12])]
+    assert x.on_part(part(3, 5)) == [Read(1, [103, 104], [13, 14])]
+    assert x.on_read_done(1) == []
+    assert x.on_read_done(0) == [AskRelease()]
+    assert x.on_release_outcome(Outcome.HELD) == [Done(FIRST)]
+    assert x.state is ImportState.DONE and x.failure is None and not x.refused
+
+
+@pytest.mark.parametrize("cached", range(6))
+def test_cached_pages_are_not_read(cached: int) -> None:
+    x = KvImport(ID, HASHES)
+    x.on_part(part(0, 2))
+    actions = x.on_reserved(range(10, 15), cached) + x.on_part(part(2, 5))
+    reads = [a for a in actions if isinstance(a, Read)]
+    pairs = [pair for r in reads for pair in zip(r.src_pages, r.dst_pages, strict=True)]
+    assert pairs == [(100 + i, 10 + i) for i in range(cached, 5)]
+    for r in reads:
+        actions = x.on_read_done(r.read)
+    assert actions == [AskRelease()]
+
+
+def test_what_does_not_fit_is_refused_and_counted() -> None:
+    x = reading()
+    assert x.on_part(part(2, 3, id=RequestId(11, 1))) == []
+    assert x.on_part(part(0, 2)) == []
+    assert x.on_part(part(1, 3)) == []  # overlaps: not a new part either
+    assert x.on_part(part(3, 5)) == []
+    assert x.on_read_done(9) == []
+    assert x.on_read_failed(9, "?") == []
+    assert x.on_reserved(range(5), 0) == []
+    assert x.on_release_outcome(Outcome.HELD) == []
+    assert x.refused == {
+        Refusal.WRONG_ID: 1,
+        Refusal.DUPLICATE_PART: 2,
+        Refusal.PART_GAP: 1,
+        Refusal.UNKNOWN_READ: 2,
+        Refusal.LATE: 2,
+    }
+    assert x.state is ImportState.READING
+    assert x.on_part(part(2, 5)) == [Read(1, [102, 103, 104], [12, 13, 14])]
+
+
+def test_nothing_follows_the_last_part() -> None:
+    x = reading()
+    x.on_part(part(2, 5))
+    assert x.on_part(part(2, 5)) == []
+    assert x.refused == {Refusal.LATE: 1}
+
+
+def over(actions: list[Action]) -> Failure:
+    assert isinstance(actions[-1], Over)
+    return actions[-1].failure
+
+
+def test_other_tokens_fail_the_import() -> None:
+    other = page_hashes([*range(64 * 2), 999, *range(64 * 2 + 1, 64 * 4 + 5)])
+    x = reading(num_cached_pages=2)
+    failure = over(x.on_part(part(2, 5, hashes=other)))
+    assert failure.reason == "KV_MISMATCH" and "page 2 " in failure.message
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (KvPart(ID, 2, [1, 2], HASHES[2:3], 256, False), "2 pages but 1 fingerprints"),
+        (KvPart(ID, 2, [1, 2, 3, 4], [*HASHES[2:], 0], 320, False), "ends at page 6, the prompt has 5"),
+        (KvPart(ID, 2, [1], HASHES[2:3], 192, True, FIRST), "last part ends at page 3 of 5"),
+        (KvPart(ID, 2, [1, 2, 3], HASHES[2:], 261, True, None), "without a first token"),
+    ],
+)
+def test_a_part_that_contradicts_itself_fails_the_import(bad: KvPart, message: str) -> None:
+    failure = over(reading(num_cached_pages=2).on_part(bad))
+    assert failure.reason == "KV_MISMATCH" and message in failure.message
+
+
+def test_pages_are_not_given_up_while_reads_are_in_flight() -> None:
+    x = reading()
+    x.on_part(part(2, 3))
+    assert x.num_outstanding_reads == 2
+    assert x.on_abort(CANCELLED) == []
+    assert x.state is ImportState.DRAINING and x.failure == CANCELLED
+    assert x.on_part(part(3, 5)) == []
+    assert x.on_read_failed(0, "too late to matter") == []
+    assert x.on_read_done(1) == [GiveBack(), Over(CANCELLED)]
+
+
+def test_a_failed_read_fails_the_import_when_the_others_are_final() -> None:
+    x = reading()
+    x.on_part(part(2, 3))
+    assert x.on_read_failed(0, "the peer died") == []
+    failure = over(x.on_read_done(1))
+    assert failure.reason == "TRANSFER_FAILED" and "the peer died" in failure.message
+
+
+@pytest.mark.parametrize("outcome", [Outcome.EXPIRED, Outcome.UNKNOWN])
+def test_pages_that_were_not_held_are_discarded(outcome: Outcome) -> None:
+    x = reading()
+    x.on_read_done(0)
+    x.on_part(part(2, 5))
+    assert x.on_read_done(1) == [AskRelease()]
+    actions = x.on_release_outcome(outcome)
+    assert len(actions) == 1 and over(actions).reason == "KV_EXPIRED"
+
+
+def test_an_abort_before_anything_arrived_gives_nothing_back() -> None:
+    assert KvImport(ID, HASHES).on_abort(CANCELLED) == [Over(CANCELLED)]
+
+
+def test_an_abort_while_reserving_ends_at_once() -> None:
+    x = KvImport(ID, HASHES)
+    x.on_part(part(0, 2))
+    assert x.on_abort(CANCELLED) == [GiveBack(), Over(CANCELLED)]
+    assert x.on_reserved(range(10, 15), 0) == []
+    assert x.refused == {Refusal.LATE: 1}
+
+
+def test_an_abort_while_releasing_does_not_release_again() -> None:
+    x = reading(num_cached_pages=2)
+    for action in x.on_part(part(2, 5)):
+        assert isinstance(action, Read)
+        assert x.on_read_done(action.read) == [AskRelease()]
+    assert x.on_abort(CANCELLED) == [Over(CANCELLED)]
+    assert x.on_release_outcome(Outcome.HELD) == []
+
+
+def test_a_stream_that_ends_early_fails_the_import() -> None:
+    x = reading(num_cached_pages=2)
+    failure = over(x.on_parts_end())
+    assert failure.reason == "TRANSFER_FAILED" and "2 of 5 pages" in failure.message
+
+
+def test_a_stream_that_ends_after_the_last_part_is_no_event() -> None:
+    x = reading()
+    x.on_part(part(2, 5))
+    assert x.on_parts_end() == []
+    assert x.state is ImportState.READING
+
+
+def test_terminal_states_absorb_everything() -> None:
+    x = KvImport(ID, HASHES)
+    x.on_abort(CANCELLED)
+    events = [
+        x.on_abort(Failure("INTERNAL", "later")),
+        x.on_part(part(0, 2)),
+        x.on_parts_end(),
+        x.on_reserved(range(5), 0),
+        x.on_read_done(0),
+        x.on_release_outcome(Outcome.HELD),
+    ]
+    assert events == [[]] * 6
+    assert x.state is ImportState.OVER and x.failure == CANCELLED
+
+
+def test_reasons_are_in_the_error_table() -> None:
+    assert {"KV_MISMATCH", "TRANSFER_FAILED", "KV_EXPIRED"} <= set(Reason.__members__)
+
+
+@pytest.mark.parametrize("state", ["waiting", "reserving", "reading", "in flight"])
+def test_a_first_token_that_ends_the_sequence_needs_no_more_reads_and_no_release(state: str) -> None:
+    final = msgspec.structs.replace(FIRST, finish=FinishReason.STOP)
+    x = KvImport(ID, HASHES)
+    read = None
+    if state != "waiting":
+        x.on_part(part(0, 2))
+    if state in ("reading", "in flight"):
+        (read,) = x.on_reserved(range(10, 15), 0)
+    if state == "reading":
+        assert x.on_read_done(read.read) == []
+    actions = x.on_part(part(0 if state == "waiting" else 2, 5, first=final))
+    if state == "in flight":
+        assert actions == []
+        actions = x.on_read_done(read.read)
+    assert actions == [Done(final)]
+    assert x.state is ImportState.DONE

@@ -1,0 +1,39 @@
+import itertools
+
+import pytest
+from millrace_serve.worker.lifecycle import LEGAL, Lifecycle, State
+
+WAY = list(State)
+
+
+def at(state: State) -> Lifecycle:
+    life = Lifecycle(lambda state: None)
+    for step in WAY[1 : WAY.index(state) + 1]:
+        life.to(step)
+    return life
+
+
+@pytest.mark.parametrize(("state", "to"), itertools.product(State, State))
+def test_only_legal_transitions(state: State, to: State) -> None:
+    life = at(state)
+    if to in LEGAL[state]:
+        life.to(to, "why")
+        assert (life.state, life.message) == (to, "why")
+    else:
+        with pytest.raises(AssertionError):
+            life.to(to)
+        assert life.state is state
+
+
+def test_every_state_can_stop_and_stopped_is_the_end() -> None:
+    assert all(State.STOPPED in LEGAL[state] for state in State if state is not State.STOPPED)
+    assert not LEGAL[State.STOPPED]
+
+
+def test_advance_goes_through_every_state_and_never_back() -> None:
+    seen: list[State] = []
+    life = Lifecycle(seen.append)
+    life.advance(State.COMPILING, "rank 0")
+    assert seen == [State.LOADING, State.COMPILING]
+    life.advance(State.LOADING, "rank 1 is late")
+    assert life.state is State.COMPILING and life.message == "rank 1 is late"

@@ -1,0 +1,59 @@
+"""A model over several ranks: tensor-parallel and data-parallel workers say what a single rank says."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from millrace.v1 import worker_pb2
+from millrace_testing.fake_router import FakeLink, FakePair, request
+from millrace_testing.paths import TINY
+from millrace_testing.procs import workers
+from millrace_testing.reference import Continuation, assert_same
+
+MODEL = (f"model={TINY}", "limits={num_pages: 129, max_model_len: 512, max_prefill_tokens: 128}")
+PROMPTS = [[10 + (7 * i + n) % 500 for i in range(n)] for n in (3, 64, 200)]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> list[Continuation]:
+    async def run() -> list[Continuation]:
+        async with workers(tmp_path_factory.mktemp("one"), "unified", sets=MODEL) as [one], FakeLink(one) as link:
+            return await generate(link, 1)
+
+    return asyncio.run(run())
+
+
+def requests() -> list[worker_pb2.EngineRequest]:
+    return [request(prompt, max_tokens=12, logprobs=0) for prompt in PROMPTS]
+
+
+async def generate(link: FakeLink, replicas: int) -> list[Continuation]:
+    batch = requests()
+    for i, r in enumerate(batch):
+        r.replica = i % replicas
+        link.submit(r)
+    return [await said(link, r) for r in batch]
+
+
+async def said(link: FakeLink, r: worker_pb2.EngineRequest) -> Continuation:
+    await link.finish(r, timeout_s=60)
+    return Continuation(link.tokens(r), [token.sampled.logprob for output in link.of(r) for token in output.logprobs])
+
+
+async def test_data_parallel_replicas_step_together(tmp_path: Path, reference: list[Continuation]) -> None:
+    async with workers(tmp_path, "unified", sets=(*MODEL, "dp=2")) as [worker], FakeLink(worker) as link:
+        assert_same(await generate(link, 2), reference)
+        await worker.whole()
+
+
+async def test_tensor_parallel_ranks_hand_over_rank_by_rank(tmp_path: Path, reference: list[Continuation]) -> None:
+    async with workers(tmp_path, "prefill", "decode", sets=(*MODEL, "tp=2")) as (prefill, decode):
+        async with FakePair(prefill, decode) as both:
+            batch = [both.submit(r) for r in requests()]
+            assert_same([await said(both.to_decode, r) for r in batch], reference)
+        answer = await decode.stub.FreezeGc(worker_pb2.FreezeGcRequest(), timeout=20)
+        assert answer.processes == 3
+        await prefill.whole()
+        await decode.whole()

@@ -1,0 +1,61 @@
+from hypothesis import given
+from hypothesis import strategies as st
+from millrace_serve.engine.core import FinishReason, RequestId, SequenceOutput, TokenOutput
+from millrace_serve.worker.outbox import MAX_TOKENS, Outbox
+
+
+def output(room: int, first_index: int, num_tokens: int, finish: FinishReason | None = None) -> SequenceOutput:
+    tokens = [TokenOutput(first_index + i) for i in range(num_tokens)]
+    return SequenceOutput(RequestId(room, 0), first_index, tokens, finish)
+
+
+def test_a_router_that_keeps_up_gets_every_step_by_itself() -> None:
+    box = Outbox()
+    for step in range(3):
+        box.put(output(1, step, 1))
+        box.put(output(2, step, 1))
+        assert [(o.id.room, o.first_index) for o in box.take()] == [(1, step), (2, step)]
+    assert not box
+
+
+def test_a_slow_router_gets_merged_outputs_with_the_end_last() -> None:
+    box = Outbox()
+    for step in range(100):
+        box.put(output(1, step, 1))
+    box.put(output(1, 100, 0, FinishReason.STOP))
+    assert len(box) == 1
+    [merged] = box.take()
+    assert [token.token_id for token in merged.tokens] == list(range(100))
+    assert merged.finish is FinishReason.STOP
+
+
+def test_messages_stay_below_the_transport_limit() -> None:
+    box = Outbox()
+    for start in range(0, 3 * MAX_TOKENS, 100):
+        box.put(output(1, start, 100))
+    sizes = []
+    while box:
+        sizes.append(sum(len(o.tokens) for o in box.take()))
+    assert sum(sizes) >= 3 * MAX_TOKENS and max(sizes) <= MAX_TOKENS
+
+
+@given(st.lists(st.one_of(st.none(), st.integers(1, 3)), max_size=60))
+def test_nothing_is_lost_or_reordered(events: list[int | None]) -> None:
+    """None: the router takes a message; a number: that sequence says its next token."""
+    box, said, heard = Outbox(), {1: 0, 2: 0, 3: 0}, {1: [], 2: [], 3: []}
+
+    def take() -> None:
+        for o in box.take():
+            assert o.first_index == len(heard[o.id.room])
+            heard[o.id.room] += [token.token_id for token in o.tokens]
+
+    for event in events:
+        if event is None:
+            take()
+        else:
+            box.put(output(event, said[event], 1))
+            said[event] += 1
+            assert len(box) <= 3
+    while box:
+        take()
+    assert {room: list(range(count)) for room, count in said.items()} == heard

@@ -1,0 +1,301 @@
+"""A worker as a process: what routers, operators and Kubernetes see of it."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+import pytest_asyncio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from millrace.v1 import common_pb2, worker_pb2
+from millrace_rpc.errors import MillraceError, Reason, from_rpc_error
+from millrace_testing.fake_router import FakeLink, request
+from millrace_testing.procs import SIM, Worker, gone, workers
+from millrace_testing.sim import expected, prompt_of
+
+SLOW = (*SIM, "sim={step_s: 0.01}")  # long enough to be caught in the act
+STOP, LENGTH, ABORT, ERROR = (
+    common_pb2.FINISH_REASON_STOP,
+    common_pb2.FINISH_REASON_LENGTH,
+    common_pb2.FINISH_REASON_ABORT,
+    common_pb2.FINISH_REASON_ERROR,
+)
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def unified(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Worker]:
+    """One worker for all tests that leave it as they found it."""
+    async with workers(tmp_path_factory.mktemp("unified"), "unified") as [worker]:
+        yield worker
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def slow(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Worker]:
+    async with workers(tmp_path_factory.mktemp("slow"), "unified", sets=SLOW) as [worker]:
+        yield worker
+
+
+async def http(worker: Worker, path: str) -> tuple[int, str]:
+    def get() -> tuple[int, str]:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{worker.facts['metrics']}{path}", timeout=5) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    return await asyncio.to_thread(get)
+
+
+async def health(worker: Worker) -> int:
+    stub = health_pb2_grpc.HealthStub(worker.channel)
+    return (await stub.Check(health_pb2.HealthCheckRequest(), timeout=5)).status
+
+
+async def test_a_unified_worker_generates_and_describes_itself(unified: Worker) -> None:
+    info = await unified.info()
+    assert (info.role, info.epoch, info.replicas, info.tp) == (worker_pb2.ROLE_UNIFIED, unified.epoch, 1, 1)
+    assert info.worker_id == unified.epoch and info.model == "sim" and info.layout.fingerprint
+    assert info.vocab_size == 32768 and list(info.eos_token_ids) == [1] and info.max_context == 8192
+    assert await health(unified) == health_pb2.HealthCheckResponse.SERVING
+    async with FakeLink(unified) as link:
+        requests = [request(prompt_of(length), max_tokens=20, logprobs=2) for length in (1, 64, 65, 2100)]
+        for r in requests:
+            link.submit(r)
+        for r in requests:
+            assert (await link.finish(r)).finish_reason == LENGTH
+            assert link.tokens(r) == expected(list(r.token_ids), 20)
+            indices = [index for o in link.of(r) for index in range(o.first_index, o.first_index + len(o.token_ids))]
+            assert indices == list(range(20))
+            assert all(len(lp.top) == 2 for o in link.of(r) for lp in o.logprobs)
+    assert await unified.metric("millrace_worker_state", state="ready") == 1
+    assert await unified.metric("millrace_engine_total", what="output_tokens") >= 80
+    assert (await http(unified, "/ready")) == (200, "ready\n")
+    assert (await http(unified, "/nothing"))[0] == 404
+    await unified.whole()
+
+
+async def test_requests_that_cannot_be_taken_end_in_one_error_and_the_link_goes_on(unified: Worker) -> None:
+    async with FakeLink(unified) as link:
+        bad = {
+            "temperature": request([1], temperature=float("nan")),
+            "token_ids": request([]),
+            "40000": request([40_000]),
+            "4294967295": request([2**32 - 1]),
+            "max_model_len": request([1] * 9000),
+            "replica": request([1]),
+            "source": request([1]),
+        }
+        bad["replica"].replica = 1
+        for name, r in bad.items():
+            link.submit(r, source=worker_pb2.KvSourceRef(address="x") if name == "source" else None)
+        for name, r in bad.items():
+            end = await link.finish(r)
+            assert end.finish_reason == ERROR and name in end.failure.message, (name, end)
+            assert end.failure.reason in (Reason.INVALID_ARGUMENT, Reason.CONTEXT_TOO_LONG)
+        good = request([1, 2, 3])
+        link.submit(good)
+        await link.finish(good)
+        assert link.tokens(good) == expected([1, 2, 3], 8)
+
+
+async def test_a_request_that_is_said_twice_is_done_once(slow: Worker) -> None:
+    async with FakeLink(slow) as link:
+        good = request([1, 2, 3], max_tokens=20)
+        link.submit(good)
+        link.submit(good)
+        await link.finish(good)
+        assert link.tokens(good) == expected([1, 2, 3], 20)
+        assert await slow.metric("millrace_worker_stale_messages_total", kind="submit") == 1
+
+
+async def test_links_are_refused_with_a_reason(unified: Worker) -> None:
+    with pytest.raises(MillraceError) as caught:
+        async with FakeLink(unified, epoch="another"):
+            pass
+    assert caught.value.reason is Reason.EPOCH_CHANGED
+
+
+async def test_abort_on_the_link_and_by_rpc(slow: Worker) -> None:
+    async with FakeLink(slow) as link:
+        on_link, by_rpc = request([1], max_tokens=1000), request([2], max_tokens=1000)
+        for r in (on_link, by_rpc):
+            link.submit(r)
+            await link.first(r)
+        link.abort(on_link)
+        abort = worker_pb2.AbortRequest(id=by_rpc.id, reason="test")
+        assert (await slow.stub.Abort(abort)).found
+        for r in (on_link, by_rpc):
+            assert (await link.finish(r)).finish_reason == ABORT
+        await slow.whole()
+        assert not (await slow.stub.Abort(abort)).found
+        assert await slow.metric("millrace_worker_stale_messages_total", kind="abort") == 1
+
+
+async def test_a_dropped_link_aborts_its_work_and_nobody_elses(slow: Worker) -> None:
+    async with FakeLink(slow) as stays:
+        async with FakeLink(slow) as drops:
+            lost, kept = request([1], max_tokens=5000), request([2], max_tokens=100)
+            drops.submit(lost)
+            stays.submit(kept)
+            await drops.first(lost)
+        await stays.finish(kept)
+        assert stays.tokens(kept) == expected([2], 100)
+        await slow.whole(timeout_s=2.0)
+
+
+async def test_a_slow_router_holds_up_nobody_and_loses_nothing(unified: Worker) -> None:
+    async with FakeLink(unified) as fast, FakeLink(unified) as slow:
+        slow.pause()
+        ours = [request([i], max_tokens=3000) for i in range(1, 33)]
+        for r in ours:
+            slow.submit(r)
+        quick = request([99], max_tokens=3000)
+        fast.submit(quick)
+        await fast.finish(quick, timeout_s=40)
+        slow.resume()
+        for r in ours:
+            await slow.finish(r, timeout_s=40)
+            assert slow.tokens(r) == expected(list(r.token_ids), 3000)
+
+
+async def test_freeze_gc_is_acknowledged_by_every_process_and_can_be_repeated(tmp_path: Path) -> None:
+    async with workers(tmp_path, "unified", sets=(*SIM, "dp=2")) as [worker]:
+        answers = await asyncio.gather(*(worker.stub.FreezeGc(worker_pb2.FreezeGcRequest()) for _ in range(2)))
+        assert all(answer.processes == 3 and answer.frozen_objects > 10_000 for answer in answers)
+        assert (await worker.info()).gc_freezes == 2
+        assert await worker.metric("millrace_gc_freezes_total", process="frontend") == 2
+        assert await worker.metric("millrace_gc_pause_seconds_count", process="rank", generation="2") >= 2
+
+
+async def test_flush_cache_and_own_warm_up(unified: Worker) -> None:
+    async with FakeLink(unified) as link:
+        r = request(prompt_of(640))
+        link.submit(r)
+        await link.finish(r)
+        cached = (await unified.whole()).replicas[0].pages_cached
+        assert cached >= 10
+        assert (await unified.stub.FlushCache(worker_pb2.FlushCacheRequest())).pages == cached
+        assert (await unified.load()).replicas[0].pages_cached == 0
+        assert (await unified.stub.Warmup(worker_pb2.WarmupRequest())).seconds > 0
+        await unified.whole()
+
+
+async def test_replicas_serve_side_by_side(tmp_path: Path) -> None:
+    async with workers(tmp_path, "unified", sets=(*SIM, "dp=2")) as [worker], FakeLink(worker) as link:
+        requests = [request([i]) for i in range(1, 9)]
+        for i, r in enumerate(requests):
+            r.replica = i % 2
+            link.submit(r)
+        for r in requests:
+            await link.finish(r)
+            assert link.tokens(r) == expected(list(r.token_ids), 8)
+        assert all(replica.prompt_tokens > 0 for replica in (await worker.whole()).replicas)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_drains_and_exits_with_0(tmp_path: Path, number: signal.Signals) -> None:
+    async with workers(tmp_path, "unified", sets=SLOW) as [worker], FakeLink(worker) as link:
+        family = worker.family()
+        running = request([1], max_tokens=60)
+        link.submit(running)
+        await link.first(running)
+        worker.process.send(number)
+        async with asyncio.timeout(5):
+            while await health(worker) == health_pb2.HealthCheckResponse.SERVING:
+                await asyncio.sleep(0.01)
+        with pytest.raises(MillraceError) as caught:
+            async with FakeLink(worker):
+                pass
+        assert caught.value.reason is Reason.DRAINING
+        late = request([2])
+        link.submit(late)
+        assert (await link.finish(late)).failure.reason == Reason.DRAINING
+        await link.finish(running)
+        assert link.tokens(running) == expected([1], 60)
+        assert await asyncio.wait_for(worker.process.wait(), 10) == 0
+        await gone(family)
+
+
+async def test_drain_cuts_off_what_does_not_end_in_time(tmp_path: Path) -> None:
+    async with workers(tmp_path, "unified", sets=SLOW) as [worker], FakeLink(worker) as link:
+        running = request([1], max_tokens=5000)
+        link.submit(running)
+        await link.first(running)
+        answer = await worker.stub.Drain(worker_pb2.DrainRequest(timeout_s=0.05))
+        assert answer.aborted == 1
+        assert (await link.finish(running)).failure.reason == Reason.DRAINING
+        load = await worker.whole()
+        assert load.state == worker_pb2.WORKER_STATE_DRAINING
+        assert (await http(worker, "/ready")) == (503, "draining\n")
+
+
+async def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+    async with workers(tmp_path, "unified", sets=SLOW) as [worker], FakeLink(worker) as link:
+        family = worker.family()
+        running = request([1], max_tokens=5000)
+        link.submit(running)
+        await link.first(running)
+        worker.process.send(signal.SIGTERM)
+        await worker.until(lambda: "SIGTERM: draining" in worker.process.log_tail(), "the drain")
+        worker.process.send(signal.SIGTERM)
+        assert await asyncio.wait_for(worker.process.wait(), 5) == 130
+        await gone(family)
+
+
+async def test_a_dead_rank_fails_everything_and_ends_the_worker(tmp_path: Path) -> None:
+    async with workers(tmp_path, "unified", sets=(*SLOW, "dp=2")) as [worker], FakeLink(worker) as link:
+        family = worker.family()
+        running = request([1], max_tokens=5000)
+        link.submit(running)
+        await link.first(running)
+        worker.ranks()[1].kill()  # not even the one that works on it
+        assert (await link.finish(running, timeout_s=5)).failure.reason == Reason.WORKER_LOST
+        error = await link.end(timeout_s=5)
+        assert error is not None and from_rpc_error(error).reason is Reason.WORKER_LOST
+        assert await asyncio.wait_for(worker.process.wait(), 10) == 1
+        await gone(family)
+
+
+async def test_ranks_do_not_survive_the_frontend(tmp_path: Path) -> None:
+    async with workers(tmp_path, "decode", sets=(*SIM, "dp=2")) as [worker]:
+        family = worker.family()
+        assert len(worker.ranks()) == 2
+        worker.process.send(signal.SIGKILL)
+        await gone(family, timeout_s=3)
+
+
+async def test_a_start_that_fails_says_why_and_exits_with_1(tmp_path: Path) -> None:
+    """A warm-up that cannot end in time stands for everything that goes wrong before READY."""
+    worker = Worker("unified", tmp_path, (*SLOW, "timeouts={warmup: 0.01}"))
+    try:
+        await worker.start()
+        assert await asyncio.wait_for(worker.process.wait(), 20) == 1
+        assert "could not start: STALLED: the warm-up took longer than 0.01 s" in worker.process.log_tail()
+    finally:
+        await worker.close()
+
+
+async def test_a_taken_port_and_a_bad_config_exit_with_a_message(unified: Worker, tmp_path: Path) -> None:
+    for item, message in ((f"grpc_port={unified.facts['grpc']}", "cannot listen"), ("nonsense=1", "unknown key")):
+        other = Worker("unified", tmp_path, (*SIM, item), name="other")
+        with pytest.raises(AssertionError, match=message):
+            await other.start()
+        assert other.process.returncode in (1, 2)
+
+
+async def test_watch_load_sends_at_least_each_interval(unified: Worker) -> None:
+    call = unified.stub.WatchLoad(worker_pb2.WatchLoadRequest(min_interval_ms=10, max_interval_ms=50))
+    async with asyncio.timeout(5):
+        snapshots = [await call.read() for _ in range(4)]
+    assert all(s is not grpc.aio.EOF and s.epoch == unified.epoch for s in snapshots)
+    assert snapshots[0].replicas[0].credits > 0
+    call.cancel()
