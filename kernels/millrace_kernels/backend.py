@@ -1,33 +1,106 @@
 """The only place that chooses an implementation of an op.
 
-An op is named `module.function`. `TABLE` maps (op, capability) to the implementation measured fastest there, written as
-`import.path:function`; an op without an entry runs its reference, on every device.
+An op is named `module.function`. `TABLE` lists its faster implementations, best first, each with the capability, the
+sizes (tokens, mostly) and the library that it needs; they were measured with kernels/bench. What no row serves runs
+the op's reference: every op works on every device, with every library missing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-TABLE: dict[tuple[str, str], str] = {}
+log = logging.getLogger(__name__)
+
+SMALL_TOKENS = 16  # up to which a weight is read faster than its activations are worth quantising
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    target: str  # `import.path:function`, with the signature of the op
+    needs: str = ""  # a library that must be there
+    min_size: int = 0
+    max_size: int = 1 << 62
+    capability: str = "sm90"
+
+
+TABLE: dict[str, tuple[Choice, ...]] = {}
+
+_forced: dict[str, str] = {}
 
 
 def capability(device: torch.device) -> str:
     """`cpu`, or `sm90` for a CUDA device of compute capability 9.0."""
     if device.type != "cuda":
         return device.type
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm{major}{minor}"
+    return _sm(device.index or 0)
+
+
+def implementation(op: str, device: torch.device, size: int = 0) -> Callable[..., Any]:
+    """The function that runs `op` on tensors of `device`; it has the signature of the op."""
+    if device.type == "cpu" and not _forced:
+        return _load(_reference(op))
+    if target := _forced.get(op):
+        return _load(target)
+    for choice in _available(op, capability(device)):
+        if choice.min_size <= size <= choice.max_size:
+            return _load(choice.target)
+    return _load(_reference(op))
+
+
+@contextlib.contextmanager
+def forced(**targets: str) -> Iterator[None]:
+    """Runs ops with a given implementation, for comparisons: `forced(**{"rope.rope": "path:function"})`. An empty target
+    is the reference.
+    """
+    before = dict(_forced)
+    _forced.update({op: target or _reference(op) for op, target in targets.items()})
+    try:
+        yield
+    finally:
+        _forced.clear()
+        _forced.update(before)
 
 
 @functools.cache
-def implementation(op: str, device: torch.device) -> Callable[..., Any]:
-    """The function that runs `op` on tensors of `device`; it has the signature of the op."""
+def _sm(index: int) -> str:
+    major, minor = torch.cuda.get_device_capability(index)
+    return f"sm{major}{minor}"
+
+
+def _reference(op: str) -> str:
     module, function = op.split(".")
-    target = TABLE.get((op, capability(device)), f"millrace_kernels.ref.{module}:{function}")
+    return f"millrace_kernels.ref.{module}:{function}"
+
+
+@functools.cache
+def _load(target: str) -> Callable[..., Any]:
     path, name = target.split(":")
     return getattr(importlib.import_module(path), name)
+
+
+@functools.cache
+def _available(op: str, capability: str) -> tuple[Choice, ...]:
+    return tuple(choice for choice in TABLE.get(op, ()) if choice.capability == capability and _has(choice.needs))
+
+
+@functools.cache
+def _has(library: str) -> bool:
+    """Whether the library imports; when not, says so once."""
+    if not library:
+        return True
+    try:
+        importlib.import_module(library)
+    except Exception as error:  # a library may fail in any way, above all when it meets another CUDA
+        log.warning(
+            "%s cannot be used, the next best implementation runs: %s: %s", library, type(error).__name__, error
+        )
+        return False
+    return True

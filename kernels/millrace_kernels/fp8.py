@@ -6,6 +6,8 @@ Edge blocks may be smaller than 128.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,20 @@ from millrace_kernels.backend import implementation
 
 BLOCK = 128
 E4M3_MAX = 448.0
+
+
+class Fp8(NamedTuple):
+    """A quantised matrix, or a stack of them."""
+
+    data: Tensor  # E4M3 [..., N, K]
+    scales: Tensor  # float32, of 1 x 128 groups [T, K/128] or of 128 x 128 blocks [..., N/128, K/128]; any strides
+
+
+class Operand(NamedTuple):
+    """The rows x [T, K] that a GEMM multiplies, in the forms that were worth making; at least one is there."""
+
+    plain: Tensor | None
+    fp8: Fp8 | None
 
 
 def quant_groups(x: Tensor) -> tuple[Tensor, Tensor]:

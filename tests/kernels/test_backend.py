@@ -1,29 +1,64 @@
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from millrace_kernels import backend
+from millrace_kernels.backend import Choice, forced, implementation
 from millrace_kernels.ref.rope import rope
 
-
-def test_an_op_without_an_entry_runs_its_reference() -> None:
-    assert backend.implementation("rope.rope", torch.device("cpu")) is rope
+CPU = torch.device("cpu")
 
 
-def test_an_entry_wins_for_its_capability_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(backend.TABLE, ("rope.rope", "cpu"), "math:hypot")
-    monkeypatch.setitem(backend.TABLE, ("silu_mul.silu_mul", "sm90"), "math:hypot")
-    backend.implementation.cache_clear()
-    try:
-        assert backend.implementation("rope.rope", torch.device("cpu"))(3, 4) == 5
-        assert (
-            backend.implementation("silu_mul.silu_mul", torch.device("cpu")).__module__
-            == "millrace_kernels.ref.silu_mul"
-        )
-    finally:
-        backend.implementation.cache_clear()
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """A device that the table takes for an sm90."""
+    monkeypatch.setattr(backend, "capability", lambda device: "sm90")
+    monkeypatch.setattr(backend, "TABLE", dict(backend.TABLE))
+    backend._available.cache_clear()
+    backend._has.cache_clear()
+    yield torch.device("cuda")
+    backend._available.cache_clear()
+    backend._has.cache_clear()
 
 
-def test_every_entry_can_be_resolved() -> None:
-    for (op, _), target in backend.TABLE.items():
-        assert op.count(".") == 1 and target.count(":") == 1
+def test_an_op_without_a_row_runs_its_reference(on_gpu: torch.device) -> None:
+    backend.TABLE["rope.rope"] = ()
+    assert implementation("rope.rope", CPU) is rope
+    assert implementation("rope.rope", on_gpu) is rope
+
+
+def test_the_first_row_that_serves_the_size_wins(on_gpu: torch.device) -> None:
+    backend.TABLE["rope.rope"] = (
+        Choice("math:hypot", max_size=16),
+        Choice("math:pow", min_size=64, capability="sm100"),
+        Choice("math:fmod", min_size=64),
+    )
+    assert implementation("rope.rope", on_gpu, 16)(3, 4) == 5
+    assert implementation("rope.rope", on_gpu, 17) is rope
+    assert implementation("rope.rope", on_gpu, 64)(7, 4) == 3
+    assert implementation("rope.rope", CPU, 16) is rope
+
+
+def test_a_missing_library_is_named_and_skipped(on_gpu: torch.device, caplog: pytest.LogCaptureFixture) -> None:
+    backend.TABLE["rope.rope"] = (Choice("math:hypot", needs="no_such_library"), Choice("math:fmod"))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert implementation("rope.rope", on_gpu, 1)(7, 4) == 3
+    assert [record.getMessage().split()[0] for record in caplog.records] == ["no_such_library"]
+
+
+def test_forced_for_a_comparison() -> None:
+    with forced(**{"rope.rope": "math:hypot"}):
+        assert implementation("rope.rope", CPU)(3, 4) == 5
+        with forced(**{"rope.rope": ""}):
+            assert implementation("rope.rope", CPU) is rope
+    assert implementation("rope.rope", CPU) is rope
+
+
+def test_every_row_names_a_function() -> None:
+    for op, choices in backend.TABLE.items():
+        assert op.count(".") == 1 and choices
+        for choice in choices:
+            assert choice.target.count(":") == 1 and choice.min_size <= choice.max_size
