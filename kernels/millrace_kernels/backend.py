@@ -57,8 +57,8 @@ def implementation(op: str, device: torch.device, size: int = 0) -> Callable[...
 
 @contextlib.contextmanager
 def forced(**targets: str) -> Iterator[None]:
-    """Runs ops with a given implementation, for comparisons: `forced(**{"rope.rope": "path:function"})`. An empty target
-    is the reference.
+    """Runs ops with a given implementation, for comparisons: `forced(**{"rope.rope": "path:function"})`. An empty
+    target is the reference.
     """
     before = dict(_forced)
     _forced.update({op: target or _reference(op) for op, target in targets.items()})
@@ -100,7 +100,7 @@ def _has(library: str) -> bool:
         importlib.import_module(library)
     except Exception as error:  # a library may fail in any way, above all when it meets another CUDA
         log.warning(
-            "%s cannot be used, the next best implementation runs: %s: %s", library, type(error).__name__, error
+            "%s cannot be used, the next best runs: %s: %s", library, type(error).__name__, error
         )
         return False
     return True
