@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence as Tokens
 
 import numpy as np
+from millrace_rpc.page_hash import page_hashes
 from millrace_serve.engine.config import EngineConfig, Role
 from millrace_serve.engine.core import (
     EngineInput,
@@ -23,7 +24,6 @@ from millrace_serve.engine.core import (
 )
 from millrace_serve.engine.engine import Engine
 from millrace_serve.engine.factory import build_sim_engine
-from millrace_serve.engine.page_hash import page_hashes
 from millrace_serve.engine.sim_runner import SimSettings, oracle_outputs
 
 TINY = {"num_pages": 14, "page_size": 4, "max_model_len": 32, "max_running": 3, "max_waiting": 50}

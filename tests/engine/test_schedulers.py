@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from engine.harness import Driver, fill_pages, first_output, request
+from millrace_rpc.page_hash import page_hashes
 from millrace_serve.engine.config import EngineConfig, Role
 from millrace_serve.engine.core import (
     Abort,
@@ -20,7 +21,6 @@ from millrace_serve.engine.core import (
     Submit,
     TokenOutput,
 )
-from millrace_serve.engine.page_hash import page_hashes
 from pydantic import ValidationError
 
 PROMPT = list(range(20, 30))  # 10 tokens: 3 pages of 4

@@ -13,6 +13,7 @@ import pytest
 from millrace.v1 import worker_pb2
 from millrace_rpc import metrics as catalogue
 from millrace_rpc.errors import MillraceError, Reason
+from millrace_rpc.page_hash import page_hashes
 from millrace_serve.decode.imports import Imports
 from millrace_serve.engine.core import (
     Failure,
@@ -27,7 +28,6 @@ from millrace_serve.engine.core import (
     SequenceOutput,
     TokenOutput,
 )
-from millrace_serve.engine.page_hash import page_hashes
 from millrace_serve.transfer.base import MemoryHandle
 from millrace_serve.transfer.lease import Outcome
 from millrace_serve.worker.config import WorkerConfig

@@ -23,6 +23,7 @@ import time
 import msgspec
 from millrace.v1 import worker_pb2
 from millrace_rpc.errors import MillraceError, Reason
+from millrace_rpc.page_hash import page_hashes
 
 from millrace_serve.decode.peers import FATAL, Peer, Peers
 from millrace_serve.engine.core import (
@@ -35,7 +36,6 @@ from millrace_serve.engine.core import (
     Request,
     RequestId,
 )
-from millrace_serve.engine.page_hash import page_hashes
 from millrace_serve.transfer.base import MemoryHandle
 from millrace_serve.transfer.importer import (
     Action,

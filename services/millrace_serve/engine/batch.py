@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from millrace_rpc.page_hash import chain_hash
 
 from millrace_serve.engine.canary import CanaryBatch, CanaryTracker
 from millrace_serve.engine.config import EngineConfig
-from millrace_serve.engine.page_hash import chain_hash
 from millrace_serve.engine.plan import Plan
 from millrace_serve.engine.sampling_batch import SamplingBatch, SamplingTable
 from millrace_serve.engine.sequence import Sequence

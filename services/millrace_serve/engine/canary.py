@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from millrace_rpc.page_hash import chain_hash
 
-from millrace_serve.engine.page_hash import chain_hash
 from millrace_serve.engine.sequence import Sequence
 
 CANARY_BYTES = 64

@@ -116,7 +116,7 @@ class KvPart(msgspec.Struct, frozen=True):
     id: RequestId
     first_page: int  # index of page_ids[0] in the sequence's page list
     page_ids: list[int]  # physical pages in the exporter's pool
-    fingerprints: list[int]  # u64 chain hash of the tokens up to the end of each page (engine/page_hash.py)
+    fingerprints: list[int]  # u64 chain hash of the tokens up to the end of each page (millrace_rpc/page_hash.py)
     num_tokens: int  # prompt tokens whose KV is ready, this part included
     last: bool
     first: SequenceOutput | None = None  # on the last part: the first token, perhaps already final

@@ -12,6 +12,8 @@ LeaseEnded before 4: nobody will read the rest, so the request ends in an error.
 
 from __future__ import annotations
 
+from millrace_rpc.page_hash import page_hashes
+
 from millrace_serve.engine.core import (
     Abort,
     EngineInput,
@@ -25,7 +27,6 @@ from millrace_serve.engine.core import (
     Submit,
     TokenOutput,
 )
-from millrace_serve.engine.page_hash import page_hashes
 from millrace_serve.engine.plan import Chunk, Plan, StepOutput
 from millrace_serve.engine.roster import Roster
 from millrace_serve.engine.sequence import Phase, Sequence

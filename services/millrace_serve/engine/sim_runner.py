@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable
 
 import numpy as np
+from millrace_rpc.page_hash import chain_hash
 from pydantic import BaseModel, ConfigDict, Field
 
 from millrace_serve.engine.batch import StepBatch
 from millrace_serve.engine.canary import mismatches
 from millrace_serve.engine.core import SamplingParams
 from millrace_serve.engine.kv_pool import KvPool
-from millrace_serve.engine.page_hash import chain_hash
 from millrace_serve.engine.plan import StepOutput
 
 SPECIAL_TOKENS = 16  # ids below are never drawn; the simulated EOS is one of them
