@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import grpc
 
 from millrace_rpc.server import KEEPALIVE, MAX_MESSAGE_BYTES
+from millrace_rpc.tls import Identity
 
 T = TypeVar("T")
 
@@ -24,11 +25,16 @@ CHANNEL_OPTIONS = [
 ]
 
 
-def channel(address: str, credentials: grpc.ChannelCredentials | None = None) -> grpc.aio.Channel:
-    """An own connection to `address`, shared with no other channel of the process, so that its failures are its own."""
-    if credentials is None:
+def channel(address: str, identity: Identity | None = None) -> grpc.aio.Channel:
+    """An own connection to `address`, shared with no other channel of the process, so that its failures are its own.
+    Plain without an identity, else TLS with the certificates that the identity has now.
+    """
+    if identity is None:
         return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-    return grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+    options = list(CHANNEL_OPTIONS)
+    if identity.tls.server_name:
+        options.append(("grpc.ssl_target_name_override", identity.tls.server_name))
+    return grpc.aio.secure_channel(address, identity.channel_credentials(), options=options)
 
 
 async def heard_within(silence_s: float, reading: Coroutine[Any, Any, T]) -> T:

@@ -13,11 +13,13 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from millrace_rpc.errors import MillraceError, Reason
+from millrace_rpc.tls import Identity
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_MESSAGE_BYTES = 16 << 20
+MAX_METADATA_BYTES = 8 << 10  # of a call's headers
 KEEPALIVE = [
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
@@ -29,6 +31,8 @@ SERVER_OPTIONS = [
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+    ("grpc.absolute_max_metadata_size", 2 * MAX_METADATA_BYTES),  # above the soft limit calls are refused at random
     ("grpc.so_reuseport", 0),
 ]
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -36,10 +40,12 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class Server:
-    """`add` services with the generated `add_XServicer_to_server`, then `start`; `port` is the bound port."""
+    """`add` services with the generated `add_XServicer_to_server`, then `start`; `port` is the bound port. Further
+    interceptors may raise MillraceErrors from the handlers that they wrap.
+    """
 
-    def __init__(self, service_names: Sequence[str]) -> None:
-        self.grpc = grpc.aio.server(interceptors=[_Errors()], options=SERVER_OPTIONS)
+    def __init__(self, service_names: Sequence[str], interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> None:
+        self.grpc = grpc.aio.server(interceptors=[_Errors(), *interceptors], options=SERVER_OPTIONS)
         self.health = health.aio.HealthServicer()
         self._names = service_names
         self.port = 0
@@ -47,14 +53,16 @@ class Server:
         names = [*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME]
         reflection.enable_server_reflection(names, self.grpc)
 
-    async def start(self, address: str, credentials: grpc.ServerCredentials | None = None) -> int:
-        """Bind `host:port` (port 0: any free one) and serve. Health says NOT_SERVING until `set_serving(True)`."""
+    async def start(self, address: str, identity: Identity | None = None) -> int:
+        """Bind `host:port` (port 0: any free one) and serve, with TLS if there is an identity. Health says NOT_SERVING
+        until `set_serving(True)`.
+        """
         await self.set_serving(False)
         try:
-            if credentials is None:
+            if identity is None:
                 self.port = self.grpc.add_insecure_port(address)
             else:
-                self.port = self.grpc.add_secure_port(address, credentials)
+                self.port = self.grpc.add_secure_port(address, identity.server_credentials())
         except RuntimeError as error:
             raise OSError(f"cannot listen on {address}: {error}") from error
         await self.grpc.start()

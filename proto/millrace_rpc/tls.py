@@ -1,0 +1,176 @@
+"""TLS of every hop: one `Tls` section per process, and the `Identity` that its servers and clients share.
+
+Certificates are files, looked at again while the process runs. A server uses the new ones for the next handshake,
+without a restart and without touching the connections it has; a client for its next channel. New files that do not
+fit together are not used (see reloaded.py).
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+from pydantic import model_validator
+
+from millrace_rpc.config import Config
+from millrace_rpc.reloaded import Reloaded
+
+
+class Tls(Config):
+    """PEM files. A process that only calls others may do without `cert` and `key`."""
+
+    cert: Path | None = None  # our certificate, followed by the intermediate ones
+    key: Path | None = None
+    ca: Path | None = None  # who signs the certificates of our peers; absent: whom the system trusts
+    require_client_cert: bool = False  # mTLS: our servers talk to clients with a certificate signed by `ca` only
+    server_name: str = ""  # the name in every worker's certificate; empty: the host of the address that is called
+
+    @model_validator(mode="after")
+    def _complete(self) -> Tls:
+        if (self.cert is None) is not (self.key is None):
+            raise ValueError("cert and key go together")
+        if self.require_client_cert and self.ca is None:
+            raise ValueError("require_client_cert needs ca, which says whose certificates are good")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Material:
+    """The files' bytes. Not to be printed."""
+
+    chain: bytes | None
+    key: bytes | None
+    ca: bytes | None
+
+    def __repr__(self) -> str:
+        return "Material(...)"
+
+
+class Identity:
+    """Raises OSError, naming the file, when the files cannot be used at the start."""
+
+    def __init__(
+        self,
+        tls: Tls,
+        on_reload: Callable[[str], None] = lambda outcome: None,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        self.tls = tls
+        paths = [path for path in (tls.cert, tls.key, tls.ca) if path is not None]
+        options: dict[str, Any] = {} if clock is None else {"clock": clock}
+        try:
+            self._files = Reloaded("TLS certificates", paths, lambda: load(tls), on_reload, **options)
+        except ValueError as error:
+            raise OSError(str(error)) from error
+        self._channel_made = -1
+        self._channel: grpc.ChannelCredentials | None = None
+        self._context_made = -1
+        self._context: ssl.SSLContext | None = None
+
+    @property
+    def version(self) -> int:
+        """Another one after new files were loaded."""
+        self._files.get()
+        return self._files.version
+
+    # ------------------------------------------------------------------------------------- servers
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """Of a gRPC server; every handshake looks whether the files have changed."""
+        self._need_certificate()
+        served = self.version
+
+        def fetch() -> grpc.ServerCertificateConfiguration | None:
+            """Called in a thread of gRPC's; None: nothing new."""
+            nonlocal served
+            if self.version == served:
+                return None
+            served = self._files.version
+            return self._server_configuration()
+
+        return grpc.dynamic_ssl_server_credentials(
+            self._server_configuration(), fetch, require_client_authentication=self.tls.require_client_cert
+        )
+
+    def server_context(self) -> ssl.SSLContext:
+        """Of an HTTPS server. The context stands for whichever is current: each handshake is given that one."""
+        self._need_certificate()
+        entry = self._new_context()
+
+        def at_hello(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+            connection.context = self._current_context()
+
+        entry.sni_callback = at_hello
+        return entry
+
+    def _need_certificate(self) -> None:
+        if self.tls.cert is None:
+            raise OSError("tls.cert: a server needs a certificate")
+
+    def _server_configuration(self) -> grpc.ServerCertificateConfiguration:
+        files = self._files.get()
+        return grpc.ssl_server_certificate_configuration([(files.key, files.chain)], files.ca)
+
+    def _current_context(self) -> ssl.SSLContext:
+        version = self.version
+        if self._context is None or self._context_made != version:
+            try:
+                self._context, self._context_made = self._new_context(), version
+            except (OSError, ValueError):  # the files change again just now
+                if self._context is None:
+                    raise
+        return self._context
+
+    def _new_context(self) -> ssl.SSLContext:
+        tls = self.tls
+        assert tls.cert is not None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.load_cert_chain(tls.cert, tls.key, password=_no_password)
+        context.set_alpn_protocols(["http/1.1"])
+        if tls.require_client_cert:
+            context.load_verify_locations(cafile=tls.ca)
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+    # ------------------------------------------------------------------------------------- clients
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """For a new channel. A channel keeps what it was made with, so a client makes a new one when `version` grows,
+        or whenever it connects again.
+        """
+        version = self.version
+        if self._channel is None or self._channel_made != version:
+            files = self._files.get()
+            self._channel = grpc.ssl_channel_credentials(files.ca, files.key, files.chain)
+            self._channel_made = version
+        return self._channel
+
+
+def load(tls: Tls) -> Material:
+    """Read and check. ValueError or OSError with the names of the files, never their content."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        if tls.cert is not None:
+            context.load_cert_chain(tls.cert, tls.key, password=_no_password)
+    except ssl.SSLError as error:
+        raise ValueError(f"tls: {tls.cert} and {tls.key} are no certificate with its key ({error.reason})") from error
+    except OSError as error:
+        raise OSError(f"tls: cannot read {tls.cert} and {tls.key}: {error.strerror}") from error
+    try:
+        if tls.ca is not None:
+            context.load_verify_locations(cafile=tls.ca)
+    except ssl.SSLError as error:
+        raise ValueError(f"tls: {tls.ca} holds no certificates ({error.reason})") from error
+    except OSError as error:
+        raise OSError(f"tls: cannot read {tls.ca}: {error.strerror}") from error
+    return Material(*(path.read_bytes() if path is not None else None for path in (tls.cert, tls.key, tls.ca)))
+
+
+def _no_password() -> str:
+    """Instead of a question on the terminal."""
+    raise ValueError("tls: the key is encrypted; give one without a password")

@@ -1,0 +1,30 @@
+"""Certificates of a throwaway authority, written where a `Tls` section of the configuration names them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import trustme
+
+NAMES = ("127.0.0.1", "localhost")
+
+
+class Authority:
+    """`tls(folder)` writes a certificate with its key and the authority's own into the folder."""
+
+    def __init__(self) -> None:
+        self._ca = trustme.CA()
+
+    def tls(self, folder: Path, *names: str, **settings: object) -> dict[str, object]:
+        """The keys of a `Tls` section. Files that are there are replaced, each at once."""
+        folder.mkdir(parents=True, exist_ok=True)
+        issued = self._ca.issue_cert(*(names or NAMES))
+        chain = b"".join(blob.bytes() for blob in issued.cert_chain_pems)
+        paths = {"cert": folder / "tls.crt", "key": folder / "tls.key", "ca": folder / "ca.crt"}
+        contents = {"cert": chain, "key": issued.private_key_pem.bytes(), "ca": self._ca.cert_pem.bytes()}
+        for name, path in paths.items():
+            draft = path.with_suffix(".new")
+            draft.write_bytes(contents[name])
+            os.replace(draft, path)
+        return {**{name: str(path) for name, path in paths.items()}, **settings}
