@@ -1,0 +1,79 @@
+"""Random weights in the shapes of a checkpoint, made on the device: for benchmarks and for filling compile caches.
+
+A matrix [N, K] has entries of variance 1/K, so activations keep their size through all layers. Routing comes out nearly
+uniform over the experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from millrace_kernels.fp8 import BLOCK, E4M3_MAX, Fp8
+from torch import Tensor
+
+Shape = tuple[int, ...]
+Slice = tuple[int, int]
+
+_SIGMAS = 6.0  # that the largest FP8 value stands for
+_CHUNK = 1 << 28  # elements drawn at a time
+
+
+class RandomWeights:
+    """What `weights.Checkpoint` is to the model."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, *, fp8: bool, seed: int = 0) -> None:
+        self.device, self.dtype, self.fp8 = device, dtype, fp8
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def tensor(
+        self,
+        name: str,
+        shape: Shape,
+        *,
+        rows: Slice | None = None,
+        cols: Slice | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Ones for the weights of norms, zeros for biases, else as a matrix."""
+        dtype = dtype or self.dtype
+        if len(shape) == 1:
+            fill = 0.0 if name.endswith("bias") else 1.0
+            return torch.full(shape, fill, dtype=dtype, device=self.device)
+        return self._draw(_part(shape, rows, cols), 1 / math.sqrt(shape[1]), dtype)
+
+    def matrix(self, name: str, shape: Shape, *, rows: Slice | None = None, cols: Slice | None = None) -> Tensor | Fp8:
+        return self._matrix(_part(shape, rows, cols), 1 / math.sqrt(shape[1]))
+
+    def stack(
+        self, names: Sequence[Sequence[str]], shape: Shape, *, rows: Slice | None = None, cols: Slice | None = None
+    ) -> Tensor | Fp8:
+        num_rows, num_cols = _part(shape, rows, cols)
+        return self._matrix((len(names), len(names[0]) * num_rows, num_cols), 1 / math.sqrt(shape[1]))
+
+    def has(self, name: str) -> bool:
+        return False
+
+    def claim(self, name: str, shape: Shape) -> None:
+        """Another rank's: nothing to do."""
+
+    def _matrix(self, shape: Shape, std: float) -> Tensor | Fp8:
+        if not self.fp8:
+            return self._draw(shape, std, self.dtype)
+        blocks = (*shape[:-2], -(-shape[-2] // BLOCK), -(-shape[-1] // BLOCK))
+        unit = E4M3_MAX / _SIGMAS
+        scales = torch.full(blocks, std / unit, dtype=torch.float32, device=self.device)
+        return Fp8(self._draw(shape, unit, torch.float8_e4m3fn), scales)
+
+    def _draw(self, shape: Shape, std: float, dtype: torch.dtype) -> Tensor:
+        out = torch.empty(shape, dtype=dtype, device=self.device)
+        for part in out.view(-1).split(_CHUNK):
+            values = torch.randn(part.shape, generator=self._generator, device=self.device, dtype=torch.float32)
+            part.copy_(values.mul_(std).clamp_(-_SIGMAS * std, _SIGMAS * std))
+        return out
+
+
+def _part(shape: Shape, rows: Slice | None, cols: Slice | None) -> Shape:
+    sizes = tuple(end - start for start, end in (rows or (0, shape[0]), cols or (0, shape[1])))
+    return (*sizes, *shape[2:])
