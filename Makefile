@@ -53,7 +53,7 @@ format: setup ## Format the code and fix what can be fixed
 
 ##@ Measure
 
-.PHONY: bench-serving bench-router bench-transfer bench-engine
+.PHONY: bench-serving bench-router bench-transfer bench-engine bench-kernels
 bench-serving: setup stubs checkpoint ## Load a whole system: TTFT, TPOT, throughput, goodput (ARGS="--help")
 	@$(BIN)/millrace bench serving --self-serve $(ARGS)
 bench-router: setup stubs ## Load one router, its workers costing nothing (ARGS="--workers sim": workers with NIXL and a timing model)
@@ -62,6 +62,8 @@ bench-transfer: setup stubs ## Read KV pages between two processes
 	@$(BIN)/millrace bench transfer $(ARGS)
 bench-engine: setup stubs ## Host time of one engine step without a model
 	@$(BIN)/millrace bench engine $(ARGS)
+bench-kernels: setup stubs ## Time every op: ours, the libraries', and the roofline
+	@$(BIN)/millrace bench kernels $(ARGS)
 
 ##@ Housekeeping
 

@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
+import glob
 import os
+
+import pytest
 
 # Before torch is imported: several processes share few cores, where torch's own threads only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Before triton is imported, also by others such as transformers: without a GPU its kernels run in its interpreter.
+if not glob.glob("/dev/nvidia[0-9]*"):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu"):
+        import torch  # most tests need none
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device, and this machine has none")

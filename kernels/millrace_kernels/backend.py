@@ -49,10 +49,15 @@ def implementation(op: str, device: torch.device, size: int = 0) -> Callable[...
         return _load(_reference(op))
     if target := _forced.get(op):
         return _load(target)
-    for choice in _available(op, capability(device)):
+    for choice in choices(op, device):
         if choice.min_size <= size <= choice.max_size:
             return _load(choice.target)
     return _load(_reference(op))
+
+
+def choices(op: str, device: torch.device) -> tuple[Choice, ...]:
+    """The rows of `op` that can run on `device`, best first: right capability, library there."""
+    return _available(op, capability(device))
 
 
 @contextlib.contextmanager
@@ -99,8 +104,6 @@ def _has(library: str) -> bool:
     try:
         importlib.import_module(library)
     except Exception as error:  # a library may fail in any way, above all when it meets another CUDA
-        log.warning(
-            "%s cannot be used, the next best runs: %s: %s", library, type(error).__name__, error
-        )
+        log.warning("%s cannot be used, the next best runs: %s: %s", library, type(error).__name__, error)
         return False
     return True

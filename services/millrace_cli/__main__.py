@@ -128,13 +128,16 @@ def workers(
     asyncio.run(show(address))
 
 
+BENCHES = ("serving", "router", "transfer", "engine", "kernels")
+
+
 @app.command(context_settings=PASS_ON)
 def bench(
-    context: typer.Context, name: Annotated[str, typer.Argument(help="serving, router, transfer or engine.")] = ""
+    context: typer.Context, name: Annotated[str, typer.Argument(help=f"One of {', '.join(BENCHES)}.")] = ""
 ) -> None:
-    """Measure: serving, router, transfer or engine."""
-    if name not in ("serving", "router", "transfer", "engine"):
-        raise CommandError(f"there is no bench {name!r}; choose serving, router, transfer or engine", code=2)
+    """Measure one of: serving, router, transfer, engine, kernels."""
+    if name not in BENCHES:
+        raise CommandError(f"there is no bench {name!r}; choose one of {', '.join(BENCHES)}", code=2)
     run_module(f"millrace_bench.{name}", *context.args)
 
 

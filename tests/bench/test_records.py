@@ -42,3 +42,10 @@ def test_engine() -> None:
     record = record_of("engine", "--batches", "1", "2", "--steps", "5")
     decode = [row for row in record["results"]["rows"] if row["kind"] == "decode"]
     assert [row["batch"] for row in decode] == [1, 2] and all(row["step_us"] > 0 for row in decode)
+
+
+def test_kernels() -> None:
+    record = record_of("kernels", "--op", "linear", "--device", "cpu", "--quick")
+    rows = record["results"]["rows"]
+    assert record["config"]["capability"] == "cpu" and {row["op"] for row in rows} >= {"linear.linear"}
+    assert all(row["us"] > 0 and row["gb_per_s"] > 0 and row["impl"] for row in rows)

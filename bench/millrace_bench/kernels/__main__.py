@@ -1,0 +1,62 @@
+"""Times every op of millrace_kernels: a table, then one JSON line.
+
+millrace bench kernels [--op fp8_linear] [--device cpu] [--quick] [--out kernels.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from millrace_kernels.backend import capability
+
+from millrace_bench.common import Record, print_record
+from millrace_bench.kernels.case import Case
+from millrace_bench.kernels.driver import HEADER, as_dict, line, measure
+
+GROUPS = ("dense",)
+
+
+def cases(groups: list[str], op: str, device: torch.device) -> Iterator[Case]:
+    for group in groups:
+        for case in importlib.import_module(f"millrace_bench.kernels.{group}").cases(device):
+            if op in case.op:
+                yield case
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="millrace bench kernels", description="Time the ops.")
+    parser.add_argument("--group", nargs="+", default=list(GROUPS), choices=GROUPS)
+    parser.add_argument("--op", default="", help="only ops whose name contains this")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--quick", action="store_true", help="one input set, few samples: whether everything runs")
+    parser.add_argument("--out", type=Path, help="also write the JSON line to this file")
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    if device.type == "cuda":
+        wake(device)
+    rows = []
+    print(HEADER)
+    for case in cases(args.group, args.op, device):
+        for row in measure(case, device, args.quick):
+            print(line(row), flush=True)
+            rows.append(as_dict(row))
+    record = Record("kernels", {**vars(args), "capability": capability(device)}, {"rows": rows})
+    if args.out:
+        args.out.write_text(record.to_json() + "\n", encoding="utf-8")
+    print_record(record)
+
+
+def wake(device: torch.device, products: int = 200) -> None:
+    """An idle GPU runs at a fraction of its clock: work for about a quarter of a second."""
+    x = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
+    for _ in range(products):
+        torch.mm(x, x)
+    torch.cuda.synchronize(device)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""What one measurement of an op is. A group (`dense.py`, ...) is a module with `cases(device) -> Iterator[Case]`: V3's
+shapes on a GPU, tiny ones on a CPU, where only references run.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from millrace_kernels import backend
+from torch import Tensor
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One op at one shape, and the least work that it can be: every byte read or written once."""
+
+    op: str  # `module.function`
+    shape: str  # for readers, "T=1 2112x7168 qkv_a"
+    make: Callable[[], dict[str, Call]]  # draws new inputs; every implementation by name, all on the same inputs
+    nbytes: float
+    flops: float
+    anchor_us: float | None = None  # a published time of this work on an H200
+    anchor: str = ""  # whose
+    math: Literal["fp8", "bf16"] = "bf16"  # whose peak bounds the flops
+
+
+def nbytes(*tensors: Tensor) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def candidates(op: str, call: Call, device: torch.device, size: int = 0) -> dict[str, Call]:
+    """`call` with each implementation of `op` in the table that serves `size` here, or with its reference."""
+    served = [c.target for c in backend.choices(op, device) if c.min_size <= size <= c.max_size]
+    return {_label(target): functools.partial(_forced, op, target, call) for target in served} or {"ref": call}
+
+
+def _forced(op: str, target: str, call: Call) -> object:
+    with backend.forced(**{op: target}):
+        return call()
+
+
+def _label(target: str) -> str:
+    """`millrace_kernels.triton.rms_norm:rms_norm` -> `triton.rms_norm`"""
+    return target.partition(":")[0].removeprefix("millrace_kernels.")

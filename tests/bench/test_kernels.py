@@ -1,0 +1,51 @@
+"""The kernel bench's arithmetic; that it runs is in test_records.py."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from millrace_bench.kernels.case import Call, Case, candidates
+from millrace_bench.kernels.driver import Row, as_dict, floor_us, line, measure, num_sets
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def case(nbytes: float = 4.8e6, flops: float = 0.0, math_: str = "bf16", **calls: Call) -> Case:
+    return Case("op.op", "T=1", lambda: dict(calls), nbytes, flops, 2.5, "someone", math=math_)
+
+
+def test_the_floor_is_the_slower_of_memory_and_math() -> None:
+    assert floor_us(case(4.8e6)) == pytest.approx(1.0)
+    assert floor_us(case(4.8e6, 1979e9, "fp8")) == pytest.approx(1000.0)
+    assert floor_us(case(4.8e6, 989.5e9)) == pytest.approx(1000.0)
+
+
+def test_inputs_rotate_through_more_than_the_l2_cache() -> None:
+    assert num_sets(case(15e6), CUDA, quick=False) * 15e6 > 2 * 60e6
+    assert num_sets(case(1.4e9), CUDA, quick=False) == 1
+    assert num_sets(case(10.0), CUDA, quick=False) == 48
+    assert num_sets(case(15e6), CUDA, quick=True) == num_sets(case(15e6), CPU, quick=False) == 1
+
+
+def test_every_implementation_is_a_row_and_a_failing_one_says_why() -> None:
+    def broken() -> None:
+        raise RuntimeError("no kernel image")
+
+    good, bad = measure(case(ours=lambda: torch.ones(64).sum(), theirs=broken), CPU, quick=True)
+    assert (good.impl, good.error) == ("ours", "") and good.us > 0 and math.isnan(good.roofline)
+    assert good.gb_per_s == pytest.approx(4.8e6 / good.us / 1e3)
+    assert (bad.impl, bad.error) == ("theirs", "RuntimeError: no kernel image") and math.isnan(bad.us)
+    assert "no kernel image" in line(bad) and f"{good.us:.1f}" in line(good)
+
+
+def test_a_row_leaves_out_what_is_empty() -> None:
+    row = as_dict(Row("op.op", "T=1", "ours", 12.34567, 1.0, 2.0, 0.5))
+    assert row == {
+        "op": "op.op", "shape": "T=1", "impl": "ours", "us": 12.35, "gb_per_s": 1.0, "tflops": 2.0, "roofline": 0.5
+    }  # fmt: skip
+
+
+def test_without_rows_the_candidate_is_the_reference() -> None:
+    assert candidates("linear.linear", lambda: 7, CPU)["ref"]() == 7
