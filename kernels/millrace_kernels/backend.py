@@ -1,8 +1,8 @@
 """The only place that chooses an implementation of an op.
 
 An op is named `module.function`. `TABLE` lists its faster implementations, best first, each with the capability, the
-sizes (tokens, mostly) and the library that it needs; they were measured with kernels/bench. What no row serves runs
-the op's reference: every op works on every device, with every library missing.
+sizes (tokens, mostly) and the library that it needs; they were measured with `millrace bench kernels`. What no row
+serves runs the op's reference: every op works on every device, with every library missing.
 """
 
 from __future__ import annotations
