@@ -36,7 +36,10 @@ class AttnPlan:
 
 @dataclass(frozen=True, slots=True)
 class ForwardInput:
-    """One step. Rows past `num_tokens` are padding: their KV goes to page 0 and nobody samples them."""
+    """One step. Rows past `num_tokens` are padding: their KV goes to page 0 and nobody samples them.
+
+    A graph is captured once for many steps, so there `num_tokens` is T and `num_tokens_device` says how many are real.
+    """
 
     token_ids: Tensor  # int64 [T]
     positions: Tensor  # int64 [T], 0-based position in the sequence
@@ -45,6 +48,7 @@ class ForwardInput:
     sample_rows: Tensor  # int64 [S], rows of T whose logits are wanted
     num_tokens: int  # real tokens, <= T
     dp_num_tokens: tuple[int, ...] = ()  # T of every data-parallel replica in rank order; empty when dp == 1
+    num_tokens_device: Tensor | None = None  # int32 [1], num_tokens where a graph's replay finds it; None: no padding
 
     @property
     def device(self) -> torch.device:
