@@ -13,11 +13,11 @@ def kv_gather(kv: Tensor, page_table: Tensor, starts: Sequence[int], lens: Seque
     """Copies tokens [starts[b], starts[b] + lens[b]) of sequence b.
 
     Args:
-        kv: [num_pages, page_size, W], one layer of the pool.
+        kv: [num_pages, page_size, W], one layer of the pool; pages may lie apart, a page is contiguous.
         page_table: int32 [B, P].
         starts: multiples of page_size, where lens[b] > 0.
     Returns:
-        [sum(lens), W] in kv's dtype.
+        [sum(lens), W] in kv's dtype; bf16 for an E4M3 pool.
     """
     assert page_table.shape[0] == len(starts) == len(lens)
     assert all(start % kv.shape[1] == 0 for start, num in zip(starts, lens, strict=True) if num), starts

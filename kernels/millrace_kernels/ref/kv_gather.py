@@ -9,6 +9,8 @@ from torch import Tensor
 
 def kv_gather(kv: Tensor, page_table: Tensor, starts: Sequence[int], lens: Sequence[int]) -> Tensor:
     page_size, width = kv.shape[1:]
+    if kv.dtype == torch.float8_e4m3fn:
+        kv = kv.bfloat16()  # exact
     pages = kv.flatten(1)
     parts = [kv.new_empty(0, width)]
     for row, start, num in zip(page_table, starts, lens, strict=True):

@@ -6,6 +6,8 @@ that stay in the cache between the two products.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,8 +15,18 @@ from torch import Tensor
 PAGES_PER_BLOCK = 32
 
 
+def plan(seq_lens: Tensor, queries_per_seq: int, num_heads: int, kv_dtype: torch.dtype) -> None:
+    return None
+
+
 def mla_decode(
-    q: Tensor, kv: Tensor, page_table: Tensor, seq_lens: Tensor, scale: float, kv_lora_rank: int
+    q: Tensor,
+    kv: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    kv_lora_rank: int,
+    plan: Any = None,
 ) -> tuple[Tensor, Tensor]:
     num_seqs, num_queries, num_heads, _ = q.shape
     page_size, device = kv.shape[1], q.device
@@ -30,7 +42,7 @@ def mla_decode(
     page_lse = queries.new_empty(page_out.shape[:2], dtype=torch.float32)
     for start in range(0, len(seq), PAGES_PER_BLOCK):
         block = slice(start, start + PAGES_PER_BLOCK)
-        rows = F.embedding(physical[block], kv.flatten(1)).view(-1, *kv.shape[1:]).to(q.dtype)
+        rows = _pages(kv, physical[block]).to(q.dtype)
         page_out[block], page_lse[block] = _attend(queries[seq[block]], rows, in_page[block], num_queries, kv_lora_rank)
 
     lse = _merge_lse(page_lse, used)  # [B, S*H]
@@ -39,6 +51,13 @@ def mla_decode(
     out.index_add_(0, seq, page_out * weights.unsqueeze(-1))
     shape = (num_seqs, num_queries, num_heads)
     return out.to(q.dtype).view(*shape, kv_lora_rank), lse.view(shape)
+
+
+def _pages(kv: Tensor, ids: Tensor) -> Tensor:
+    """[len(ids), page_size, C+R]"""
+    if kv.dtype == torch.float8_e4m3fn:
+        return kv[ids]
+    return F.embedding(ids, kv.flatten(1)).view(-1, *kv.shape[1:])  # faster than indexing, but not for FP8
 
 
 def _attend(q: Tensor, rows: Tensor, in_page: Tensor, num_queries: int, kv_lora_rank: int) -> tuple[Tensor, Tensor]:

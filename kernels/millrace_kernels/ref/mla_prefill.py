@@ -1,11 +1,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 QUERY_BLOCK = 128  # bounds the score matrix; causal blocks skip the keys to their right
+
+
+def plan(
+    q_lens: Sequence[int],
+    k_lens: Sequence[int],
+    num_heads: int,
+    qk_head_dim: int,
+    v_head_dim: int,
+    causal: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    return None
 
 
 def mla_prefill(
@@ -16,6 +30,7 @@ def mla_prefill(
     k_lens: Sequence[int],
     scale: float,
     causal: bool,
+    plan: Any = None,
 ) -> tuple[Tensor, Tensor]:
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
     lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)

@@ -1,0 +1,30 @@
+"""The two products that let attention run on the cached rows themselves (the absorbed form of MLA).
+
+q_h = [q_nope_h W_UK_h | rope(q_pe_h)]        out_h = latent_h W_UV_h^T
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from millrace_kernels.backend import implementation
+
+
+def absorb_q(q: Tensor, w_uk: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The query of `mla_decode`.
+
+    Args:
+        q: [T, H, N+R], before its rotation.
+        w_uk: [H, N, C], any head stride.
+        cos, sin: float32 [T, R/2].
+    Returns:
+        [T, H, C+R], contiguous.
+    """
+    assert q.shape[1] == w_uk.shape[0] and q.shape[2] == w_uk.shape[1] + 2 * cos.shape[1], (q.shape, w_uk.shape)
+    return implementation("mla_absorb.absorb_q", q.device, q.shape[0])(q, w_uk, cos, sin)
+
+
+def project_v(latent: Tensor, w_uv: Tensor) -> Tensor:
+    """latent [T, H, C], w_uv [H, V, C] (any head stride) -> [T, H * V], contiguous."""
+    assert latent.shape[1] == w_uv.shape[0] and latent.shape[2] == w_uv.shape[2], (latent.shape, w_uv.shape)
+    return implementation("mla_absorb.project_v", latent.device, latent.shape[0])(latent, w_uv)

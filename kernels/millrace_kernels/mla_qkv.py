@@ -1,0 +1,42 @@
+"""What follows the projection of a step's tokens to [q | c_kv | k_pe], in one pass over them.
+
+q = rms_norm(q) q_weight        c_kv = rms_norm(c_kv) kv_weight        k_pe = rope(k_pe)
+kv[slot // page_size, slot % page_size] = [c_kv | k_pe]
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from millrace_kernels.backend import implementation
+from millrace_kernels.fp8 import Operand
+
+
+def mla_qkv_norm(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    kv_weight: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    kv: Tensor,
+) -> tuple[Operand, Tensor, Tensor]:
+    """Norms, rotation and the write into the pool.
+
+    Args:
+        qkv: [T, Q+C+R], rows may be strided.
+        q_weight: [Q]; None passes q through as it is, a model without q_lora_rank has no such norm.
+        kv_weight: [C].
+        cos, sin: float32 [T, R/2].
+        slots: int64 [T]; several tokens may share a slot of the sink page, which then holds any one of them.
+        kv: [num_pages, page_size, C+R], any page stride; bf16, float32, or E4M3 with scale 1, saturated at 448.
+    Returns:
+        q [T, Q]: plain, on a GPU also in FP8 for more than SMALL_TOKENS tokens; c_kv [T, C] and k_pe [T, R], not
+        rounded to the pool's dtype.
+    """
+    latent, rope = kv_weight.shape[0], 2 * cos.shape[1]
+    assert kv.shape[-1] == latent + rope and qkv.shape[0] == cos.shape[0] == slots.shape[0], (qkv.shape, kv.shape)
+    assert q_weight is None or qkv.shape[1] == q_weight.shape[0] + latent + rope, (qkv.shape, q_weight.shape)
+    op = implementation("mla_qkv.mla_qkv_norm", qkv.device, qkv.shape[0])
+    return op(qkv, q_weight, kv_weight, eps, cos, sin, slots, kv)
