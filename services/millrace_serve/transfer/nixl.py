@@ -41,8 +41,13 @@ log = logging.getLogger(__name__)
 
 
 class NixlSource(KvSource):
-    def __init__(self, pool: PageBuffer, config: NixlConfig | None = None, label: str = "kv") -> None:
+    """`shared`: what CUDA IPC needs to know about the same pool, for importers on this host."""
+
+    def __init__(
+        self, pool: PageBuffer, config: NixlConfig | None = None, label: str = "kv", shared: bytes = b""
+    ) -> None:
         self._agent = NixlAgent(label, pool, config or NixlConfig(), progress_thread=True)
+        self._shared = shared
 
     def handle(self) -> MemoryHandle:
         agent, pool = self._agent, self._agent.pool
@@ -55,6 +60,7 @@ class NixlSource(KvSource):
             num_pages=pool.num_pages,
             device_id=pool.device_id,
             mem_type=pool.mem_type,
+            shared=self._shared,
         )
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ from millrace_rpc import log as logs
 from millrace_serve.engine.config import Role
 from millrace_serve.engine.engine import Engine
 from millrace_serve.engine.kv_pool import KvPool
-from millrace_serve.transfer.base import KvSource, PageBuffer
+from millrace_serve.transfer.base import KvSink, KvSource, PageBuffer
 from millrace_serve.worker.channels import Receiver, Sender
 from millrace_serve.worker.config import EngineKind, WorkerConfig
 from millrace_serve.worker.loop import EngineLoop, GcReporter, follower_inbox
@@ -146,16 +146,22 @@ def _buffer(pool: KvPool, config: WorkerConfig) -> PageBuffer:
 
 
 def _source(buffer: PageBuffer) -> KvSource:
+    from millrace_serve.transfer.cuda_ipc import shared_memory_name
     from millrace_serve.transfer.nixl import NixlSource  # takes 0.3 s, which a unified worker need not spend
 
-    return NixlSource(buffer)
+    return NixlSource(buffer, shared=shared_memory_name(buffer) if buffer.mem_type == "VRAM" else b"")
 
 
 def _transfer_thread(spec: RankSpec, context: zmq.Context[Any], buffer: PageBuffer) -> TransferThread:
+    from millrace_serve.transfer.cuda_ipc import CudaIpcSink
+    from millrace_serve.transfer.nearest import NearestSink
     from millrace_serve.transfer.nixl import NixlSink
 
     bind, stall_s = spec.bind.format(name="transfer"), spec.config.timeouts.stall
-    transfer = TransferThread(NixlSink(buffer), spec.rank, context, bind, spec.frontend, stall_s)
+    sink: KvSink = NixlSink(buffer)
+    if buffer.mem_type == "VRAM":
+        sink = NearestSink(CudaIpcSink(buffer), sink)
+    transfer = TransferThread(sink, spec.rank, context, bind, spec.frontend, stall_s)
     transfer.start()
     return transfer
 
