@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from millrace_kernels.backend import implementation
+from millrace_kernels.backend import SMALL_TOKENS, implementation
 
 BLOCK = 128
 E4M3_MAX = 448.0
@@ -31,12 +31,17 @@ class Operand(NamedTuple):
     fp8: Fp8 | None
 
 
-def quant_groups(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [T, K] -> E4M3 [T, K], scales float32 [T, ceil(K/128)]. scale = max|x| / 448, or 1 for a group of zeros."""
-    return implementation("fp8.quant_groups", x.device)(x)
+def quant_groups(x: Tensor) -> Fp8:
+    """x [T, K] -> E4M3 [T, K], scales float32 [T, ceil(K/128)]. scale = max|x| / 448, or 1 for a group of zeros.
+
+    x is bfloat16 or float32; rows may be strided. On CUDA the scales lie column by column (strides 1 and T rounded up
+    to 4), as the FP8 GEMMs read them.
+    """
+    assert x.dim() == 2 and x.dtype in (torch.bfloat16, torch.float32), (x.shape, x.dtype)
+    return implementation("fp8.quant_groups", x.device, x.shape[0])(x)
 
 
-def quant_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
+def quant_blocks(weight: Tensor) -> Fp8:
     """weight [N, K] -> E4M3 [N, K], scales float32 [ceil(N/128), ceil(K/128)]."""
     return implementation("fp8.quant_blocks", weight.device)(weight)
 
@@ -53,14 +58,34 @@ def dequant_blocks(
     return implementation("fp8.dequant_blocks", weight.device)(weight, scales, dtype, first_row, first_col)
 
 
-def fp8_linear(x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: torch.dtype) -> Tensor:
+def fp8_linear(x: Fp8, weight: Fp8, dtype: torch.dtype) -> Tensor:
     """out = sum over 128-column blocks of (x_blk w_blk^T) * x_scale * w_scale, accumulated in FP32.
 
     Args:
-        x: E4M3 [T, K]; x_scales: float32 [T, ceil(K/128)].
-        weight: E4M3 [N, K]; w_scales: float32 [ceil(N/128), ceil(K/128)].
+        x: E4M3 [T, K] with scales of 1 x 128 groups.
+        weight: E4M3 [N, K] with scales of 128 x 128 blocks; may be a slice of a stack.
     Returns:
         [T, N] in dtype.
     """
-    assert x.shape[1] == weight.shape[1] and x_scales.shape[1] == w_scales.shape[1], (x.shape, weight.shape)
-    return implementation("fp8.fp8_linear", x.device)(x, x_scales, weight, w_scales, dtype)
+    _check(x.data, weight)
+    assert x.scales.shape == (x.data.shape[0], weight.scales.shape[1]), (x.scales.shape, weight.scales.shape)
+    return implementation("fp8.fp8_linear", x.data.device, x.data.shape[0])(x, weight, dtype)
+
+
+def small_linear(x: Tensor, weight: Fp8) -> Tensor:
+    """out = x dequantised(weight)^T for few rows: what it costs is to read the weight once.
+
+    Args:
+        x: [T, K] with T <= SMALL_TOKENS, not quantised; rows may be strided.
+        weight: E4M3 [N, K] with scales of 128 x 128 blocks; may be a slice of a stack.
+    Returns:
+        [T, N] in x's dtype, accumulated in FP32 in an order that depends on the shape alone.
+    """
+    _check(x, weight)
+    assert x.shape[0] <= SMALL_TOKENS, x.shape
+    return implementation("fp8.small_linear", x.device, x.shape[0])(x, weight)
+
+
+def _check(x: Tensor, weight: Fp8) -> None:
+    (n, k), blocks = weight.data.shape, weight.scales.shape
+    assert x.dim() == 2 and x.shape[1] == k and blocks == (-(-n // BLOCK), -(-k // BLOCK)), (x.shape, (n, k), blocks)

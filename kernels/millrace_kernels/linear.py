@@ -1,13 +1,37 @@
-"""out = x w^T"""
+"""out = x w^T, with a plain weight or one in FP8.
+
+An FP8 weight is multiplied in one of two ways, by the number of tokens: up to SMALL_TOKENS by `small_linear`, which
+reads plain rows; above by `fp8_linear`, which wants them quantised. `operand` makes the form that it will be, so that
+one quantisation serves several products; a norm or SwiGLU makes it in the same pass (`rms_norm_quant`,
+`silu_mul_quant`).
+"""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from millrace_kernels.backend import implementation
+from millrace_kernels.backend import SMALL_TOKENS, implementation
+from millrace_kernels.fp8 import Fp8, Operand, fp8_linear, quant_groups, small_linear
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, K], weight [N, K] -> [T, N], accumulated in FP32."""
-    assert x.shape[-1] == weight.shape[1], (x.shape, weight.shape)
-    return implementation("linear.linear", x.device)(x, weight)
+def operand(x: Tensor) -> Operand:
+    """x [T, K] and, above SMALL_TOKENS tokens, its FP8 form."""
+    return Operand(x, quant_groups(x) if x.shape[0] > SMALL_TOKENS else None)
+
+
+def linear(x: Tensor | Operand, weight: Tensor | Fp8) -> Tensor:
+    """x [T, K], weight [N, K] -> [T, N], accumulated in FP32; in the dtype of the plain x, bfloat16 without one.
+
+    A plain weight needs a plain x. More tokens than SMALL_TOKENS without an FP8 form are quantised here.
+    """
+    plain, fp8 = x if isinstance(x, Operand) else (x, None)
+    if not isinstance(weight, Fp8):
+        assert plain is not None and plain.shape[-1] == weight.shape[1], (x, weight.shape)
+        return implementation("linear.linear", plain.device, plain.shape[0])(plain, weight)
+    if plain is not None and plain.shape[0] <= SMALL_TOKENS:
+        return small_linear(plain, weight)
+    if fp8 is None:
+        assert plain is not None, "an operand without any form"
+        fp8 = quant_groups(plain)
+    return fp8_linear(fp8, weight, torch.bfloat16 if plain is None else plain.dtype)

@@ -6,10 +6,12 @@ import math
 
 import pytest
 import torch
-from millrace_kernels.linear import linear
-from millrace_kernels.rms_norm import add_rms_norm, rms_norm
+from millrace_kernels.backend import SMALL_TOKENS
+from millrace_kernels.fp8 import Operand, quant_groups
+from millrace_kernels.linear import linear, operand
+from millrace_kernels.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm, rms_norm_quant
 from millrace_kernels.rope import rope
-from millrace_kernels.silu_mul import silu_mul
+from millrace_kernels.silu_mul import silu_mul, silu_mul_quant
 from millrace_kernels.testing.cases import TINY, TOKENS
 from millrace_kernels.testing.numeric import assert_close
 from torch import Tensor
@@ -45,6 +47,25 @@ def test_add_rms_norm(num: int, dtype: torch.dtype) -> None:
     out, total = add_rms_norm(x, residual, weight, 1e-6)
     assert torch.equal(total, x + before)
     assert_close(out, norm64(total, weight, 1e-6))
+
+
+def assert_same_operand(actual: Operand, expected: Operand) -> None:
+    assert (actual.plain is None, actual.fp8 is None) == (expected.plain is None, expected.fp8 is None)
+    for part, wanted in zip([actual.plain, *(actual.fp8 or ())], [expected.plain, *(expected.fp8 or ())], strict=True):
+        assert part is None or torch.equal(part.float(), wanted.float())
+
+
+@pytest.mark.parametrize("num", [0, 1, SMALL_TOKENS, SMALL_TOKENS + 1])
+def test_quantising_ops_give_the_operand_of_their_result(num: int) -> None:
+    x, residual = draw(num, TINY.hidden, dtype=torch.bfloat16), draw(num, TINY.hidden, dtype=torch.bfloat16, seed=1)
+    weight = draw(TINY.hidden, dtype=torch.bfloat16, seed=2)
+    assert_same_operand(rms_norm_quant(x, weight, 1e-6), operand(rms_norm(x, weight, 1e-6)))
+    normed, total = add_rms_norm_quant(x, residual, weight, 1e-6)
+    assert torch.equal(total, x + residual)
+    assert_same_operand(normed, operand(rms_norm(total, weight, 1e-6)))
+    act = silu_mul(x)
+    expected = Operand(act, None) if num <= SMALL_TOKENS else Operand(None, quant_groups(act))
+    assert_same_operand(silu_mul_quant(x), expected)
 
 
 @pytest.mark.parametrize("num", TOKENS)

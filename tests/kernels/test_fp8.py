@@ -2,7 +2,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from millrace_kernels.fp8 import E4M3_MAX, dequant_blocks, fp8_linear, quant_blocks, quant_groups
+from millrace_kernels.backend import SMALL_TOKENS
+from millrace_kernels.fp8 import (
+    E4M3_MAX,
+    Fp8,
+    Operand,
+    dequant_blocks,
+    fp8_linear,
+    quant_blocks,
+    quant_groups,
+    small_linear,
+)
+from millrace_kernels.linear import linear, operand
 from millrace_kernels.testing.cases import TOKENS
 from millrace_kernels.testing.numeric import FP8_LINEAR_TOLERANCE, assert_close, relative_error
 
@@ -59,10 +70,38 @@ def test_dequant_of_a_slice_is_the_slice_of_the_dequant(rows: tuple[int, int], c
 @pytest.mark.parametrize("shape", [(128, 256), (576, 256), (64, 200)])
 def test_fp8_linear(num: int, shape: tuple[int, int]) -> None:
     x, weight = draw(num, shape[1]), draw(*shape, seed=1)
-    x8, x_scales = quant_groups(x)
-    w8, w_scales = quant_blocks(weight)
-    out = fp8_linear(x8, x_scales, w8, w_scales, torch.float32)
-    exact_x = x8.double() * x_scales.double().repeat_interleave(128, 1)[:, : shape[1]]
-    exact_w = dequant_blocks(w8, w_scales, torch.float32).double()
+    x8, w8 = quant_groups(x), quant_blocks(weight)
+    out = fp8_linear(x8, w8, torch.float32)
+    exact_x = x8.data.double() * x8.scales.double().repeat_interleave(128, 1)[:, : shape[1]]
+    exact_w = dequant_blocks(*w8, torch.float32).double()
     assert_close(out, exact_x @ exact_w.T)
     assert relative_error(out, x @ weight.T) <= FP8_LINEAR_TOLERANCE
+
+
+@pytest.mark.parametrize("num", [0, 1, 7, SMALL_TOKENS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_small_linear(num: int, dtype: torch.dtype) -> None:
+    x, stack = draw(num, 256).to(dtype), [quant_blocks(draw(200, 256, seed=seed)) for seed in (1, 2)]
+    weights = Fp8(*(torch.stack(parts) for parts in zip(*stack, strict=True)))
+    for index, weight in enumerate(stack):
+        out = small_linear(x, Fp8(weights.data[index], weights.scales[index]))
+        assert out.shape == (num, 200) and out.dtype == dtype
+        assert_close(out, x.double() @ dequant_blocks(*weight, torch.float32).double().T)
+
+
+def test_linear_multiplies_an_fp8_weight_in_the_form_for_the_number_of_tokens() -> None:
+    weight = quant_blocks(draw(64, 256, seed=1))
+    few, many = draw(SMALL_TOKENS, 256).bfloat16(), draw(SMALL_TOKENS + 1, 256).bfloat16()
+    assert operand(few) == Operand(few, None)
+    assert torch.equal(linear(few, weight), small_linear(few, weight))
+    assert torch.equal(linear(operand(few), weight), small_linear(few, weight))
+    both = operand(many)
+    expected = fp8_linear(quant_groups(many), weight, torch.bfloat16)
+    for x in (many, both, Operand(None, both.fp8), Operand(many, None)):
+        assert torch.equal(linear(x, weight), expected)
+    assert linear(many.float(), weight).dtype == torch.float32
+
+
+def test_linear_takes_the_plain_form_for_a_plain_weight() -> None:
+    x, weight = draw(20, 128), draw(8, 128, seed=1)
+    assert torch.equal(linear(operand(x), weight), linear(x, weight))
