@@ -1,12 +1,20 @@
+"""Who is chosen: credits, layouts and pairing first, then each policy."""
+
 from __future__ import annotations
 
 from collections import Counter
 
 import pytest
-from millrace_router.config import Policy
-from millrace_router.policy import Chooser, Pair, Replica, Unified, View, Want, pick
+from hypothesis import given
+from hypothesis import strategies as st
+from millrace_router.config import Policy, RouterConfig, Routing
+from millrace_router.policy import Chooser, Pair, Placement, Replica, Situation, Unified, View, Want
+from millrace_router.policy.choose import SCORERS
+from millrace_router.policy.scoring import Inputs, best
+from pydantic import ValidationError
 
 WANT = Want(tokens=10)
+COLD: dict = {}
 
 
 def replica(address: str, **fields: object) -> Replica:
@@ -14,8 +22,18 @@ def replica(address: str, **fields: object) -> Replica:
     return Replica(address, **(values | fields))
 
 
-def chooser(policy: Policy = Policy.LEAST_LOADED) -> Chooser:
-    return Chooser(policy, policy)
+def choose(view: View, want: Want = WANT, policy: Policy = Policy.LEAST_LOADED, **routing: object) -> Placement | None:
+    chooser = Chooser(policy, policy, Routing(**routing))
+    return chooser.choose(Situation(view, want))
+
+
+def pick(
+    policy: Policy, candidates: list[Replica], want: Want = WANT, last: object = None, **fields: object
+) -> Replica:
+    pages = fields.pop("pages", COLD)
+    candidates = sorted(candidates, key=lambda r: r.key)
+    scores = SCORERS[policy](candidates, Inputs(want, Routing(**fields), tuple(candidates), pages, last))
+    return candidates[best(candidates, scores, last)]
 
 
 P1, P2 = replica("p1"), replica("p2")
@@ -24,55 +42,123 @@ D2 = replica("d2", sources=frozenset({"e-p2"}))
 
 
 def test_nothing_to_choose_from() -> None:
-    assert chooser().choose(View(), WANT, {}) is None
-    assert chooser().choose(View(prefill=(P1,)), WANT, {}) is None
-    assert chooser().choose(View(decode=(D1,)), WANT, {}) is None
+    assert choose(View()) is None
+    assert choose(View(prefill=(P1,))) is None
+    assert choose(View(decode=(D1,))) is None
 
 
 def test_only_warmed_pairs() -> None:
-    assert chooser().choose(View((P1,), (D2,)), WANT, {}) is None
-    assert chooser().choose(View((P1, P2), (D2,)), WANT, {}) == Pair(P2, D2)
+    assert choose(View((P1,), (D2,))) is None
+    assert choose(View((P1, P2), (D2,))) == Pair(P2, D2)
 
 
 def test_equal_fingerprints_only() -> None:
     other = replica("d1", sources=frozenset({"e-p1"}), fingerprint="g")
-    assert chooser().choose(View((P1,), (other,)), WANT, {}) is None
+    assert choose(View((P1,), (other,))) is None
 
 
 @pytest.mark.parametrize("credits", [0, -3])
 def test_without_credits_it_waits(credits: int) -> None:
     spent = replica("d1", sources=D1.sources, credits=credits)
-    assert chooser().choose(View((P1,), (spent,)), WANT, {}) is None
-    assert chooser().choose(View((replica("p1", credits=credits),), (D1,)), WANT, {}) is None
+    assert choose(View((P1,), (spent,))) is None
+    assert choose(View((replica("p1", credits=credits),), (D1,))) is None
 
 
 def test_one_token_wants_no_decode_worker() -> None:
     want = Want(tokens=10, prefill_only=True)
-    assert chooser().choose(View((P1,), ()), want, {}) == Pair(P1, None)
+    assert choose(View((P1,), ()), want) == Pair(P1, None)
 
 
 def test_unified_when_there_is_no_pair() -> None:
     unified = replica("u")
-    assert chooser().choose(View((), (), (unified,)), WANT, {}) == Unified(unified)
-    assert chooser().choose(View((P1,), (D1,), (unified,)), WANT, {}) == Pair(P1, D1)
+    assert choose(View((), (), (unified,))) == Unified(unified)
+    assert choose(View((P1,), (D1,), (unified,))) == Pair(P1, D1)
 
 
 def test_avoided_workers_are_the_last_resort() -> None:
     view = View((P1, P2), (D1,))
-    assert chooser().choose(view, Want(10, avoid=frozenset({"p1"})), {}) == Pair(P2, D1)
-    assert chooser().choose(view, Want(10, avoid=frozenset({"p2"})), {}) == Pair(P1, D1)
-    assert chooser().choose(View((P1,), (D1,)), Want(10, avoid=frozenset({"p1", "d1"})), {}) == Pair(P1, D1)
+    assert choose(view, Want(10, avoid=frozenset({"p1"}))) == Pair(P2, D1)
+    assert choose(view, Want(10, avoid=frozenset({"p2"}))) == Pair(P1, D1)
+    assert choose(View((P1,), (D1,)), Want(10, avoid=frozenset({"p1", "d1"}))) == Pair(P1, D1)
+
+
+@st.composite
+def views(draw: st.DrawFn) -> View:
+    def replicas(prefix: str, sources: bool) -> tuple[Replica, ...]:
+        return tuple(
+            replica(
+                f"{prefix}{i}",
+                credits=draw(st.integers(-1, 2)),
+                tokens=draw(st.integers(0, 5000)),
+                sequences=draw(st.integers(0, 9)),
+                fingerprint=draw(st.sampled_from("fg")),
+                sources=draw(st.frozensets(st.sampled_from(["e-p0", "e-p1", "e-p2"]))) if sources else frozenset(),
+                labels=draw(st.dictionaries(st.sampled_from(["zone", "host"]), st.sampled_from("ab"))),
+            )
+            for i in range(draw(st.integers(0, 3)))
+        )
+
+    return View(replicas("p", False), replicas("d", True), replicas("u", False))
+
+
+@given(
+    views(),
+    st.sampled_from(list(Policy)),
+    st.sampled_from(list(Policy)),
+    st.booleans(),
+    st.frozensets(st.sampled_from(["p0", "p1", "d0", "u0"])),
+    st.integers(0, 2**64 - 1),
+    st.sampled_from([0, 500]),
+)
+def test_whatever_the_policy_nobody_without_credits_and_no_unequal_layouts(
+    view: View, prefill: Policy, decode: Policy, one: bool, avoid: frozenset[str], draw: int, local: int
+) -> None:
+    want = Want(100, prefill_only=one, avoid=avoid, draw=draw, session=f"s{draw % 3}")
+    chooser = Chooser(prefill, decode, Routing(local_prefill_tokens=local))
+    situation = Situation(view, want)
+    placement = chooser.choose(situation)
+    possible = {
+        (p.key, d.key)
+        for p in view.prefill
+        for d in view.decode
+        if min(p.credits, d.credits) > 0 and p.epoch in d.sources and p.fingerprint == d.fingerprint
+    }
+    match placement:
+        case Pair(p, None):
+            assert one and p.credits > 0
+        case Pair(p, d):
+            assert (p.key, d.key) in possible and not one
+        case Unified(worker):
+            assert worker.credits > 0
+            assert worker in view.unified or (local and not one and 100 + worker.tokens < 500)
+        case None:
+            assert not possible or one
+            assert not any(u.credits > 0 for u in view.unified)
+    assert chooser.choose(situation) == placement, "the same situation, the same choice"
+    if placement is not None:
+        assert placement.decision is not None
+        last = placement.decision.explain()[-1]
+        chosen = placement.decode or placement.prefill if isinstance(placement, Pair) else placement.worker
+        assert last.chosen == chosen.key
+        assert all(bool(row.excluded) != bool(row.score) for row in last.candidates)
+
+
+# ------------------------------------------------------------------------------------- the policies
 
 
 def test_least_loaded_by_tokens_then_sequences() -> None:
     candidates = [replica("a", tokens=9), replica("b", tokens=5, sequences=3), replica("c", tokens=5, sequences=2)]
-    assert pick(Policy.LEAST_LOADED, candidates, None).address == "c"
+    assert pick(Policy.LEAST_LOADED, candidates).address == "c"
+
+
+def test_kv_that_is_read_in_each_step_is_load() -> None:
+    assert pick(Policy.LEAST_LOADED, [replica("a", held=9000), replica("b", held=50, sequences=40)]).address == "b"
 
 
 def test_ties_go_round() -> None:
     candidates, last, seen = [replica("a"), replica("b"), replica("c", index=1), replica("c")], None, []
     for _ in range(8):
-        last = pick(Policy.LEAST_LOADED, candidates, last).key
+        last = pick(Policy.LEAST_LOADED, candidates, last=last).key
         seen.append(last)
     assert seen[:4] == [("a", 0), ("b", 0), ("c", 0), ("c", 1)] == seen[4:]
 
@@ -82,6 +168,127 @@ def test_round_robin_is_fair_while_candidates_come_and_go() -> None:
     last, seen = None, Counter()
     for turn in range(30):
         candidates = everyone if turn % 5 else everyone[:2]
-        last = pick(Policy.ROUND_ROBIN, candidates, last).key
+        last = pick(Policy.ROUND_ROBIN, candidates, last=last).key
         seen[last[0]] += 1
     assert max(seen.values()) - min(seen.values()) <= 6
+
+
+def test_random_reaches_everybody_alike() -> None:
+    everyone = [replica(name, tokens=1000 * i) for i, name in enumerate("abcd")]
+    seen = Counter(pick(Policy.RANDOM, everyone, Want(1, draw=draw)).address for draw in range(400))
+    assert set(seen.values()) == {100}
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(1, 9))
+def test_power_of_two_takes_the_better_of_two_different_ones(draw: int, count: int) -> None:
+    everyone = [replica(str(i), tokens=i) for i in range(count)]
+    inputs = Inputs(Want(1, draw=draw), Routing(), tuple(everyone), COLD, None)
+    drawn = [i for i, score in enumerate(SCORERS[Policy.POWER_OF_TWO](everyone, inputs)) if score[0] < float("inf")]
+    assert len(drawn) == min(count, 2)
+    assert pick(Policy.POWER_OF_TWO, everyone, Want(1, draw=draw)).tokens == min(drawn)
+
+
+@pytest.mark.parametrize("policy", [Policy.PREFIX_AWARE, Policy.KV_AWARE])
+def test_a_cached_prefix_is_worth_its_tokens(policy: Policy) -> None:
+    want = Want(tokens=1000, page_size=64)
+    warm = {("e-a", 0): 10}  # 640 tokens
+    assert pick(policy, [replica("a", tokens=600), replica("b")], want, pages=warm).address == "a"
+    assert pick(policy, [replica("a", tokens=700), replica("b")], want, pages=warm).address == "b"
+    assert pick(policy, [replica("a", tokens=700), replica("b")], want, pages=warm, cache_weight=2.0).address == "a"
+
+
+def test_a_whole_prompt_in_the_cache_still_leaves_a_token_to_compute() -> None:
+    assert Want(tokens=128, page_size=64).cached(2) == 64
+    assert Want(tokens=129, page_size=64).cached(2) == 128
+    assert Want(tokens=1).cached(5) == 0
+
+
+def test_length_buckets_by_label() -> None:
+    bounds = {"length_bounds": (100, 1000), "length_label": "size"}
+    everyone = [replica(name, labels={"size": str(i)}) for i, name in enumerate("abc")]
+    found = [pick(Policy.LENGTH_BUCKETS, everyone, Want(n), **bounds).address for n in (1, 100, 101, 1000, 1001)]
+    assert found == ["a", "a", "b", "b", "c"]
+    assert pick(Policy.LENGTH_BUCKETS, everyone[:2], Want(5000), **bounds).address == "b"  # the nearest
+    strange = [replica("x", labels={"size": "big"}), replica("y"), everyone[0]]
+    assert pick(Policy.LENGTH_BUCKETS, strange, Want(5000), **bounds).address == "a"
+    assert pick(Policy.LENGTH_BUCKETS, strange[:2], Want(5000), **bounds).address == "x"
+
+
+def test_length_buckets_by_rank_count_everybody_of_the_role() -> None:
+    everyone = tuple(replica(f"p{i}") for i in range(6))
+    decode = replica("d", sources=frozenset(p.epoch for p in everyone))
+    chooser = Chooser(Policy.LENGTH_BUCKETS, Policy.ROUND_ROBIN, Routing(length_bounds=(100, 1000)))
+
+    def prefill(tokens: int, *busy: int) -> str:
+        view = View(tuple(replica(p.address, credits=0) if i in busy else p for i, p in enumerate(everyone)), (decode,))
+        placement = chooser.choose(Situation(view, Want(tokens)))
+        assert isinstance(placement, Pair)
+        return placement.prefill.address
+
+    assert [prefill(tokens) for tokens in (50, 500, 5000)] == ["p0", "p2", "p4"]
+    assert prefill(500, 2) == "p3"
+    assert prefill(5000, 4, 5) == "p2"  # the nearest bucket
+
+
+def test_bounds_must_ascend() -> None:
+    with pytest.raises(ValidationError, match="ascending"):
+        Routing(length_bounds=(5, 5))
+    with pytest.raises(ValidationError):
+        RouterConfig(model="m", prefill_policy="fastest")
+
+
+# ------------------------------------------------------------------------------------- near is better
+
+
+def near(address: str, zone: str, host: str, **fields: object) -> Replica:
+    labels = {"zone": zone, "host": host}
+    return replica(address, sources=frozenset({"e-p"}), labels=labels, **fields)
+
+
+def decode_for(*decodes: Replica, policy: Policy = Policy.LEAST_LOADED, **labels: str) -> str:
+    placement = choose(View((replica("p", labels=labels),), decodes), policy=policy)
+    assert isinstance(placement, Pair) and placement.decode is not None
+    return placement.decode.address
+
+
+def test_the_nearest_decode_worker_with_room() -> None:
+    decodes = near("d1", "z2", "h9"), near("d2", "z1", "h2", tokens=500), near("d3", "z1", "h1", tokens=900)
+    assert decode_for(*decodes, zone="z1", host="h1") == "d3"
+    assert decode_for(*decodes, zone="z1", host="h5") == "d2"
+    assert decode_for(*decodes, zone="z3", host="h1") == "d1"  # equally far: the least loaded
+    assert decode_for(*decodes) == "d1"
+
+
+def test_nearness_costs_no_more_than_the_load_bound() -> None:
+    full = near("d1", "z1", "h1", sequences=20)
+    assert decode_for(full, near("d2", "z1", "h2"), near("d3", "z2", "h3"), zone="z1", host="h1") == "d2"
+    assert decode_for(full, near("d3", "z2", "h3", sequences=18), zone="z1", host="h1") == "d1"
+
+
+# ------------------------------------------------------------------------------------- local prefill
+
+
+def local(decode: Replica, tokens: int, pages: int = 0) -> bool:
+    chooser = Chooser(Policy.LEAST_LOADED, Policy.LEAST_LOADED, Routing(local_prefill_tokens=256))
+    situation = Situation(View((P1,), (decode,)), Want(tokens), decode_pages={decode.process: pages})
+    placement = chooser.choose(situation)
+    assert placement is not None and placement.decision is not None
+    assert placement.decision.way == ("local" if isinstance(placement, Unified) else "pair")
+    return isinstance(placement, Unified)
+
+
+def test_a_short_uncached_prompt_is_run_by_the_decode_worker() -> None:
+    assert local(D1, 255)
+    assert not local(D1, 256)
+    assert local(D1, 1000, pages=12)  # 768 tokens are there
+    assert not local(D1, 1000, pages=11)
+
+
+def test_a_decode_worker_that_is_busy_with_prompts_gets_no_more() -> None:
+    assert not local(replica("d1", sources=D1.sources, tokens=200), 60)
+    assert local(replica("d1", sources=D1.sources, tokens=190), 60)
+
+
+def test_one_token_is_not_run_by_a_decode_worker() -> None:
+    chooser = Chooser(Policy.LEAST_LOADED, Policy.LEAST_LOADED, Routing(local_prefill_tokens=256))
+    assert chooser.choose(Situation(View((P1,), (D1,)), Want(10, prefill_only=True))) == Pair(P1, None)

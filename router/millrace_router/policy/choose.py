@@ -1,0 +1,164 @@
+"""Which workers serve a request: a pure function of a `Situation`.
+
+1. local prefill   the uncached part of the prompt is short: a decode worker runs it itself (`local_prefill_tokens`)
+2. pair            a prefill replica that somebody may decode for; then, near it, a decode replica that has been warmed
+                   with it and has an equal KV layout. One token to go: the prefill replica alone
+3. unified         one replica for both phases
+
+The first of these that finds somebody with credits is taken. Workers in `Want.avoid` (they failed this request before)
+are looked at only when nobody else is left. Within a step the role's policy scores the candidates, see scoring.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from millrace_router.config import Policy, Routing
+from millrace_router.policy import (
+    cached,
+    least_loaded,
+    length_buckets,
+    randomised,
+    round_robin,
+    session,
+    topology,
+)
+from millrace_router.policy.decision import CLOSED, Candidate, Decision, Selection
+from millrace_router.policy.holders import Process
+from millrace_router.policy.scoring import Inputs, Scorer, best
+from millrace_router.policy.snapshot import Key, Pair, Placement, Replica, Unified, View, Want
+
+SCORERS: Mapping[Policy, Scorer] = {
+    Policy.ROUND_ROBIN: round_robin.score,
+    Policy.RANDOM: randomised.random_choice,
+    Policy.POWER_OF_TWO: randomised.power_of_two,
+    Policy.LEAST_LOADED: least_loaded.score,
+    Policy.SESSION: session.score,
+    Policy.PREFIX_AWARE: cached.score,
+    Policy.KV_AWARE: cached.score,
+    Policy.LENGTH_BUCKETS: length_buckets.score,
+}
+NO_PAGES: Mapping[Process, int] = {}
+Note = Callable[[Selection], None]
+WhyNot = Callable[[Replica], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """Everything that a choice depends on, besides the configuration."""
+
+    view: View
+    want: Want
+    last: Mapping[str, Key] = field(default_factory=dict)  # by role: whom its previous request got
+    prefill_pages: Mapping[Process, int] = field(default_factory=lambda: NO_PAGES)  # leading pages that are cached
+    decode_pages: Mapping[Process, int] = field(default_factory=lambda: NO_PAGES)  # of decode and unified replicas
+
+
+@dataclass(frozen=True, slots=True)
+class Chooser:
+    """A policy per role; unified workers are chosen like decode workers."""
+
+    prefill: Policy
+    decode: Policy
+    routing: Routing
+
+    def choose(self, situation: Situation) -> Placement | None:
+        """The placement, with its decision; None when the request has to wait."""
+        placement = self._choose(situation, None)
+        return None if placement is None else replace(placement, decision=Decision(self, situation, placement))
+
+    def explain(self, situation: Situation) -> tuple[Selection, ...]:
+        """Every selection that `choose` makes, in order: the failed ones too."""
+        notes: list[Selection] = []
+        self._choose(situation, notes.append)
+        return tuple(notes)
+
+    # ------------------------------------------------------------------------------------- the three ways
+
+    def _choose(self, situation: Situation, note: Note | None) -> Placement | None:
+        for avoid in (situation.want.avoid, frozenset[str]()) if situation.want.avoid else (frozenset[str](),):
+            attempt = _Attempt(self, situation, avoid, note)
+            placement = attempt.local() or attempt.pair() or attempt.unified()
+            if placement is not None:
+                return placement
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    chooser: Chooser
+    situation: Situation
+    avoid: frozenset[str]
+    note: Note | None
+
+    def local(self) -> Unified | None:
+        want, limit = self.situation.want, self.chooser.routing.local_prefill_tokens
+        if not limit or want.prefill_only:
+            return None
+        pages = self.situation.decode_pages
+
+        def why_not(replica: Replica) -> str:
+            """What waits there counts: a decode worker that is busy with prompts gets no more of them."""
+            uncached = want.tokens - want.cached(pages.get(replica.process, 0))
+            return self._closed(replica) or ("prompt too long" if uncached + replica.tokens >= limit else "")
+
+        worker = self._select("local", self.situation.view.decode, why_not)
+        return None if worker is None else Unified(worker)
+
+    def pair(self) -> Pair | None:
+        view, prefill_only = self.situation.view, self.situation.want.prefill_only
+        decodes = [] if prefill_only else [replica for replica in view.decode if not self._closed(replica)]
+        fits = {(epoch, replica.fingerprint) for replica in decodes for epoch in replica.sources}
+
+        def why_not(replica: Replica) -> str:
+            alone = not prefill_only and (replica.epoch, replica.fingerprint) not in fits
+            return self._closed(replica) or ("no open decode worker is paired with it" if alone else "")
+
+        source = self._select("prefill", view.prefill, why_not)
+        if source is None or prefill_only:
+            return None if source is None else Pair(source, None)
+
+        def mismatch(replica: Replica) -> str:
+            paired = source.epoch in replica.sources and source.fingerprint == replica.fingerprint
+            return self._closed(replica) or ("" if paired else "not paired with the prefill worker")
+
+        target = self._select("decode", view.decode, mismatch, near=source)
+        assert target is not None
+        return Pair(source, target)
+
+    def unified(self) -> Unified | None:
+        worker = self._select("unified", self.situation.view.unified, self._closed)
+        return None if worker is None else Unified(worker)
+
+    # ------------------------------------------------------------------------------------- one selection
+
+    def _closed(self, replica: Replica) -> str:
+        if replica.credits <= 0:
+            return CLOSED
+        return "failed this request before" if replica.address in self.avoid else ""
+
+    def _select(
+        self, role: str, everyone: tuple[Replica, ...], why_not: WhyNot, near: Replica | None = None
+    ) -> Replica | None:
+        """The policy's choice of those whom nothing is against."""
+        routing, situation = self.chooser.routing, self.situation
+        policy = self.chooser.prefill if role == "prefill" else self.chooser.decode
+        pages = situation.prefill_pages if role == "prefill" else situation.decode_pages
+        excluded = [why_not(replica) for replica in everyone]
+        if near is not None and near.labels:
+            within = [i for i, why in enumerate(excluded) if not why]
+            for i in topology.far(near, [everyone[i] for i in within], routing.topology, routing.load_factor):
+                excluded[within[i]] = "a nearer worker has room"
+        candidates = [replica for replica, why in zip(everyone, excluded, strict=True) if not why]
+        inputs = Inputs(situation.want, routing, everyone, pages, situation.last.get(role))
+        scores = SCORERS[policy](candidates, inputs) if candidates else []
+        chosen = candidates[best(candidates, scores, inputs.last)] if candidates else None
+        if self.note is not None and everyone:
+            scored = iter(scores)
+            rows = [
+                Candidate(r.key, () if why else next(scored), why, inputs.cached(r))
+                for r, why in zip(everyone, excluded, strict=True)
+            ]
+            self.note(Selection(role, str(policy), tuple(rows), chosen.key if chosen else None))
+        return chosen

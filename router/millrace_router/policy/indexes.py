@@ -1,0 +1,82 @@
+"""The indexes that the configured policies need, behind one door; one that nobody needs is not kept.
+
+`prefix_aware` looks into the prefix index, `kv_aware` into the KV index. The other policies look into neither, but
+local prefill wants an estimate: the decode policy's index, else whichever there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from millrace_rpc.page_hash import page_hashes
+
+from millrace_router.config import Policy, Routing
+from millrace_router.policy.choose import NO_PAGES
+from millrace_router.policy.holders import Process
+from millrace_router.policy.kv_index import KvIndex
+from millrace_router.policy.prefix_index import PrefixIndex
+from millrace_router.policy.snapshot import Pair, Placement, Want
+
+Pages = Mapping[Process, int]
+
+
+class Indexes:
+    def __init__(self, prefill: Policy, decode: Policy, routing: Routing) -> None:
+        policies = (prefill, decode)
+        local = routing.local_prefill_tokens > 0
+        self.kv = KvIndex() if Policy.KV_AWARE in policies else None
+        guess = Policy.PREFIX_AWARE in policies or (local and self.kv is None)
+        self.prefix = PrefixIndex(routing.prefix_blocks) if guess else None
+        self._of_prefill = self._index(prefill, False)
+        self._of_decode = self._index(decode, local)
+        self._hashed: tuple[Sequence[int], int, tuple[int, ...]] = ((), 0, ())
+
+    def _index(self, policy: Policy, anyway: bool) -> PrefixIndex | KvIndex | None:
+        if policy is Policy.KV_AWARE:
+            return self.kv
+        if policy is Policy.PREFIX_AWARE:
+            return self.prefix
+        if not anyway:
+            return None
+        return self.prefix if self.kv is None else self.kv
+
+    @property
+    def used(self) -> bool:
+        return self.prefix is not None or self.kv is not None
+
+    def hashes(self, token_ids: Sequence[int], page_size: int) -> tuple[int, ...]:
+        """Of the full pages of a prompt; nothing when nobody asks. The continuations of a request share its list of
+        tokens, so the latest answer is kept.
+        """
+        if not self.used or page_size < 1:
+            return ()
+        known, size, hashes = self._hashed
+        if known is not token_ids or size != page_size:
+            hashes = tuple(page_hashes(token_ids[: len(token_ids) // page_size * page_size], page_size))
+            self._hashed = token_ids, page_size, hashes
+        return hashes
+
+    def lookup(self, want: Want) -> tuple[Pages, Pages]:
+        """Leading pages of the prompt that are cached: for the prefill and for the decode policy."""
+        if not want.pages:
+            return NO_PAGES, NO_PAGES
+        prefill = self._of_prefill.lookup(want.pages) if self._of_prefill is not None else NO_PAGES
+        if self._of_decode is self._of_prefill:
+            return prefill, prefill
+        return prefill, self._of_decode.lookup(want.pages) if self._of_decode is not None else NO_PAGES
+
+    def note(self, want: Want, placement: Placement) -> None:
+        """The request was sent."""
+        if self.prefix is None or not want.pages:
+            return
+        if isinstance(placement, Pair):
+            replicas = [placement.prefill, *([placement.decode] if placement.decode else [])]
+        else:
+            replicas = [placement.worker]
+        for replica in replicas:
+            self.prefix.note(want.pages, replica.process)
+
+    def keep(self, holders: Iterable[Process]) -> None:
+        """Everybody else is gone."""
+        if self.prefix is not None:
+            self.prefix.keep(set(holders))

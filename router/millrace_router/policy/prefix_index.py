@@ -1,0 +1,53 @@
+"""What this router has sent to whom: a guess at the workers' prefix caches that costs them nothing.
+
+Bounded by `max_blocks`; the least recently used block goes first. A prompt touches its blocks from the last to the
+first, so a block is never older than those behind it, and the index stays prefix-closed. What a worker evicted is not
+noticed: for that there is kv_index.py.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from millrace_router.policy.holders import Bits, Process, depths
+
+MAX_DEAD = 64  # bits of lost workers before the masks are cleaned, all at once: some 0.1 s per million blocks
+
+
+class PrefixIndex:
+    def __init__(self, max_blocks: int) -> None:
+        self._max_blocks = max_blocks
+        self._masks: OrderedDict[int, int] = OrderedDict()  # block -> holders, least recently used first
+        self._bits = Bits()
+
+    def __len__(self) -> int:
+        return len(self._masks)
+
+    def note(self, hashes: Sequence[int], holder: Process) -> None:
+        """A prompt with these blocks was sent there."""
+        masks, bit = self._masks, self._bits.of(holder)
+        for block in reversed(hashes[: self._max_blocks]):
+            mask = masks.get(block, 0)
+            if not mask & bit:
+                masks[block] = mask | bit if mask else bit
+            masks.move_to_end(block)
+        while len(masks) > self._max_blocks:
+            masks.popitem(last=False)
+
+    def lookup(self, hashes: Sequence[int]) -> dict[Process, int]:
+        """Leading blocks that each holder has; none: not in the answer."""
+        masks = self._masks
+        found = depths(hashes, lambda block: masks.get(block, 0), self._bits.live)
+        return {holder: depth for depth, mask in found for holder in self._bits.holders(mask)}
+
+    def keep(self, holders: set[Process]) -> None:
+        """Forget everybody else."""
+        for holder in self._bits:
+            if holder not in holders:
+                self._bits.drop(holder)
+        dead = self._bits.dead
+        if dead.bit_count() >= MAX_DEAD:
+            kept = ((block, mask & ~dead) for block, mask in self._masks.items())
+            self._masks = OrderedDict((block, mask) for block, mask in kept if mask)
+            self._bits.recycle(dead)

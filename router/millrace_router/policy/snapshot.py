@@ -1,0 +1,93 @@
+"""What a choice is made from, and what it ends in. Everything here is immutable."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from millrace_router.policy.decision import Decision
+
+Key = tuple[str, int]  # a replica: its worker's address, and its index there
+NO_LABELS: Mapping[str, str] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """One attention-data-parallel unit of a routable worker, as the router sees it now.
+
+    The numbers include what this router has sent since the worker's last report.
+    """
+
+    address: str
+    index: int
+    epoch: str
+    fingerprint: str
+    credits: int  # further requests it takes
+    tokens: int  # prompt tokens waiting to be computed
+    sequences: int  # running, waiting and importing
+    sources: frozenset[str] = frozenset()  # decode: epochs of the prefill workers it has been warmed with
+    held: int = 0  # tokens whose KV its running sequences hold: what each decode step reads
+    labels: Mapping[str, str] = field(default_factory=lambda: NO_LABELS, compare=False)  # of its worker: zone, …
+
+    @property
+    def key(self) -> Key:
+        return self.address, self.index
+
+    @property
+    def process(self) -> tuple[str, int]:
+        """Who holds a prefix cache: it ends with the process."""
+        return self.epoch, self.index
+
+    @property
+    def load(self) -> int:
+        """Tokens of work."""
+        return self.tokens + self.held
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """All routable replicas by role, each role in order of key."""
+
+    prefill: tuple[Replica, ...] = ()
+    decode: tuple[Replica, ...] = ()
+    unified: tuple[Replica, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """One attempt of one continuation."""
+
+    tokens: int  # length of the prompt, replayed outputs included
+    prefill_only: bool = False  # one more token ends it: nothing to hand over
+    avoid: frozenset[str] = frozenset()  # addresses of workers that failed this request before
+    session: str = ""  # requests of one session share a prefix; empty: unknown
+    pages: tuple[int, ...] = ()  # chain hashes of the prompt's full pages; empty when no policy looks at them
+    page_size: int = 64  # tokens
+    draw: int = 0  # u64, random: what the randomised policies draw from
+    request_id: str = ""
+    attempt: int = 0
+
+    def cached(self, pages: int) -> int:
+        """Tokens that a worker need not compute which has the first `pages` pages: it computes at least one."""
+        return min(pages, (self.tokens - 1) // self.page_size) * self.page_size
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    prefill: Replica
+    decode: Replica | None  # None: prefill only
+    decision: Decision | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Unified:
+    """One worker runs both phases: a unified one, or a decode worker that runs a short prompt itself."""
+
+    worker: Replica
+    decision: Decision | None = field(default=None, compare=False)
+
+
+Placement = Pair | Unified

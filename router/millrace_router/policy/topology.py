@@ -1,0 +1,31 @@
+"""Pages travel from the prefill worker to the decode worker: near is better than far.
+
+Labels are compared from the widest (zone) to the narrowest (host). The nearest group is taken in which somebody is
+within the load bound, so nearness never costs more than `load_factor` x the mean load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from millrace_router.policy.scoring import bound
+from millrace_router.policy.snapshot import Replica
+
+
+def distance(a: Replica, b: Replica, levels: Sequence[str]) -> int:
+    """0: all labels are equal; n: the first of the last n levels differs. A label that both lack is equal."""
+    for i, label in enumerate(levels):
+        if a.labels.get(label) != b.labels.get(label):
+            return len(levels) - i
+    return 0
+
+
+def far(source: Replica, candidates: Sequence[Replica], levels: Sequence[str], factor: float) -> list[int]:
+    """Indices of those candidates that are not to be chosen."""
+    distances = [distance(source, replica, levels) for replica in candidates]
+    if min(distances) == max(distances):
+        return []
+    limit = bound(candidates, factor)
+    roomy = [replica.sequences < limit for replica in candidates]
+    closest = min(d for d, has_room in zip(distances, roomy, strict=True) if has_room)
+    return [i for i, d in enumerate(distances) if d != closest or not roomy[i]]
