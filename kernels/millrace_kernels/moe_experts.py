@@ -1,21 +1,57 @@
-"""out_t = sum over chosen experts e held here of  weight_te * w2_e silu_mul(w13_e x_t)"""
+"""out_t = sum over chosen experts e held here of  weight_te * w2_e silu_mul(w13_e x_t)   + w2_s silu_mul(w13_s x_t)
+
+The second term is there with `shared_expert`: the shared expert lies as one more expert behind the routed ones, and
+every row chooses it with weight 1, so that it costs no launch and no pass of its own.
+"""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from millrace_kernels.backend import implementation
+from millrace_kernels.fp8 import BLOCK, Fp8, Operand
 
 
-def moe_experts(x: Tensor, weights: Tensor, experts: Tensor, w13: Tensor, w2: Tensor, first_expert: int) -> Tensor:
+def moe_experts(
+    x: Tensor | Operand,
+    weights: Tensor,
+    experts: Tensor,
+    w13: Tensor | Fp8,
+    w2: Tensor | Fp8,
+    first_expert: int,
+    *,
+    shared_expert: bool = False,
+    num_experts: int = 0,
+) -> Tensor:
     """The routed experts [first_expert, first_expert + E) applied to the tokens that chose them.
 
     Args:
-        x: [T, D].
-        weights: float32 [T, K]; experts: int64 [T, K] global ids; ids outside of the range, -1 included, count nothing.
-        w13: [E, 2I, D], gate rows then up rows; w2: [E, D, I].
+        x: [T, D]. Plain weights and few tokens need its plain form; more tokens with FP8 weights are quantised here
+            unless the operand brings its FP8 form.
+        weights: float32 [T, K]; experts: int32 [T, K] global ids; ids outside of the range, -1 included, count nothing.
+            An expert that a token names twice counts twice.
+        w13: [E, 2I, D], gate rows then up rows; w2: [E, D, I]; both plain in x's dtype or both FP8 with scales of
+            128 x 128 blocks, [E, 2I/128, D/128] and [E, D/128, I/128].
+        shared_expert: the last of the E experts is the shared one, and the range of ids is E - 1 long.
+        num_experts: how many routed experts all ranks together hold, 0: those held here. It says how many rows an
+            expert may expect, and changes nothing but the speed.
     Returns:
-        [T, D] in x's dtype; 0 for a token none of whose experts is held here.
+        [T, D] in x's dtype, bfloat16 for an x without plain form; 0 for a token none of whose experts is held here.
+        The same inputs give the same bits.
     """
-    assert experts.shape == weights.shape and w13.shape[1] == 2 * w2.shape[2] and w13.shape[2] == x.shape[1]
-    return implementation("moe_experts.moe_experts", x.device)(x, weights, experts, w13, w2, first_expert)
+    rows = x if isinstance(x, Tensor) else x.plain if x.plain is not None else x.fp8.data  # type: ignore[union-attr]
+    first, second = (w.data if isinstance(w, Fp8) else w for w in (w13, w2))
+    assert isinstance(w13, Fp8) == isinstance(w2, Fp8), "w13 and w2 are both plain or both FP8"
+    assert experts.shape == weights.shape and experts.shape[0] == rows.shape[0], (experts.shape, rows.shape)
+    assert first.shape[0] == second.shape[0] and first.shape[1] == 2 * second.shape[2], (first.shape, second.shape)
+    assert first.shape[2] == second.shape[1] == rows.shape[1], (first.shape, second.shape, rows.shape)
+    run = implementation(f"moe_experts.{_kind(w13, w2)}", rows.device, rows.shape[0])
+    return run(x, weights, experts, w13, w2, first_expert, shared_expert=shared_expert, num_experts=num_experts)
+
+
+def _kind(w13: Tensor | Fp8, w2: Tensor | Fp8) -> str:
+    """Which op of the table this is. The kernels read FP8 experts in whole blocks; others run the reference."""
+    if not isinstance(w13, Fp8) or not isinstance(w2, Fp8):
+        return "moe_experts"
+    whole = all(size % BLOCK == 0 for size in w2.data.shape[1:])
+    return "moe_experts_fp8" if whole else "moe_experts_fp8_odd"

@@ -6,9 +6,22 @@ weight = s / sum(s chosen)  (norm_topk_prob)  * routed_scaling_factor
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from millrace_kernels.backend import implementation
+
+
+def gate_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """logits = x weight^T, exact products summed in FP32: a rounding difference here changes which experts run.
+
+    Args:
+        x: [T, D]; weight: [E, D]; each bfloat16 or float32.
+    Returns:
+        float32 [T, E].
+    """
+    assert x.shape[1] == weight.shape[1], (x.shape, weight.shape)
+    return implementation("moe_gate.gate_logits", x.device, x.shape[0])(x, weight)
 
 
 def moe_gate(
@@ -20,16 +33,22 @@ def moe_gate(
     top_k: int,
     norm_topk_prob: bool,
     routed_scaling_factor: float,
+    num_tokens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """logits float32 [T, E], bias float32 [E] -> weights float32 [T, K], experts int64 [T, K].
+    """logits float32 [T, E], bias float32 [E] -> weights float32 [T, K], experts int32 [T, K].
 
+    Args:
+        num_tokens: int32 [1] where the logits are; rows from num_tokens[0] on are the padding of a CUDA graph and
+            choose nothing: expert -1, weight 0. None: every row is a token.
     Notes:
         Ties between groups and between experts go to the lower index. Experts come in falling order of s + bias.
         E is a multiple of n_group, a group has at least two experts and topk_group groups have at least top_k.
     """
-    assert logits.shape[1] == bias.shape[0] and logits.shape[1] % n_group == 0, (logits.shape, bias.shape, n_group)
-    choose = implementation("moe_gate.moe_gate", logits.device)
-    return choose(
+    num_experts = logits.shape[1]
+    assert num_experts == bias.shape[0] and num_experts % n_group == 0, (logits.shape, bias.shape, n_group)
+    assert 2 * n_group <= num_experts and top_k * n_group <= topk_group * num_experts, (num_experts, n_group, top_k)
+    assert num_tokens is None or num_tokens.dtype == torch.int32, num_tokens
+    return implementation("moe_gate.moe_gate", logits.device, logits.shape[0])(
         logits,
         bias,
         n_group=n_group,
@@ -37,4 +56,5 @@ def moe_gate(
         top_k=top_k,
         norm_topk_prob=norm_topk_prob,
         routed_scaling_factor=routed_scaling_factor,
+        num_tokens=num_tokens,
     )

@@ -73,7 +73,7 @@ def test_experts(num: int, first: int, count: int) -> None:
     generator = torch.Generator().manual_seed(num)
     hidden, size = TINY.hidden, TINY.moe_intermediate
     x = torch.randn(num, hidden, generator=generator)
-    experts = torch.rand(num, 16, generator=generator).argsort(dim=1)[:, : TINY.top_k]  # distinct per token
+    experts = torch.rand(num, 16, generator=generator).argsort(dim=1)[:, : TINY.top_k].int()  # distinct per token
     experts[: num // 7] = -1  # padding rows
     weights = torch.rand(num, TINY.top_k, generator=generator)
     w13 = torch.randn(count, 2 * size, hidden, generator=generator) * 0.06
@@ -94,7 +94,7 @@ def test_experts(num: int, first: int, count: int) -> None:
 def test_experts_ignore_what_padding_rows_hold() -> None:
     x = torch.full((2, TINY.hidden), torch.nan)
     x[1] = 1.0
-    experts = torch.tensor([[-1, -1], [0, 1]])
+    experts = torch.tensor([[-1, -1], [0, 1]], dtype=torch.int32)
     w13, w2 = torch.ones(2, 2 * 8, TINY.hidden), torch.ones(2, TINY.hidden, 8)
     out = moe_experts(x, torch.ones(2, 2), experts, w13, w2, 0)
     assert (out[0] == 0).all() and out[1].isfinite().all()

@@ -4,24 +4,64 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from millrace_kernels.fp8 import BLOCK, Fp8, Operand
+from millrace_kernels.ref.fp8 import dequant_blocks
 from millrace_kernels.ref.silu_mul import silu_mul
 
 
-def moe_experts(x: Tensor, weights: Tensor, experts: Tensor, w13: Tensor, w2: Tensor, first_expert: int) -> Tensor:
-    num_experts, top_k = w13.shape[0], experts.shape[1]
-    local = (experts - first_expert).flatten()  # [T*K]
-    held = ((local >= 0) & (local < num_experts)).nonzero().squeeze(1)
-    order = held[local[held].argsort(stable=True)]  # assignments sorted by expert
-    tokens = order // top_k
-    counts = local[order].bincount(minlength=num_experts).tolist()
-    permuted = x[tokens]  # [A, D]
-    outputs = torch.empty_like(permuted)
-    start = 0
-    for expert, count in enumerate(counts):
+def moe_experts(
+    x: Tensor | Operand,
+    weights: Tensor,
+    experts: Tensor,
+    w13: Tensor | Fp8,
+    w2: Tensor | Fp8,
+    first_expert: int,
+    *,
+    shared_expert: bool = False,
+    num_experts: int = 0,
+) -> Tensor:
+    """FP8 experts are computed in FP32, and nothing is quantised on the way."""
+    del num_experts
+    rows = _plain(x)
+    num_routed = (w13.data if isinstance(w13, Fp8) else w13).shape[0] - shared_expert
+    local = experts.long() - first_expert  # [T, K]
+    local = torch.where((local >= 0) & (local < num_routed), local, -1)
+    if shared_expert:
+        local = F.pad(local, (0, 1), value=num_routed)
+        weights = F.pad(weights, (0, 1), value=1.0)
+    order = local.flatten().argsort(stable=True)  # choices sorted by expert
+    counts = torch.bincount(local.flatten() + 1, minlength=num_routed + shared_expert + 1).tolist()
+    out = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
+    start = counts[0]  # of the choices of experts that others hold
+    for expert, count in enumerate(counts[1:]):
         if count:
-            rows = slice(start, start + count)
-            outputs[rows] = F.linear(silu_mul(F.linear(permuted[rows], w13[expert])), w2[expert])
+            choices = order[start : start + count]
+            tokens = choices // local.shape[1]
+            outputs = _expert(rows[tokens], w13, w2, expert)
+            out.index_add_(0, tokens, outputs.float() * weights.flatten()[choices].unsqueeze(1))
             start += count
-    outputs = outputs.float() * weights.flatten()[order].unsqueeze(1)
-    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    return out.index_add_(0, tokens, outputs).to(x.dtype)
+    return out.to(rows.dtype)
+
+
+moe_experts_fp8 = moe_experts_fp8_odd = moe_experts  # the same op; the table tells them apart
+
+
+def _plain(x: Tensor | Operand) -> Tensor:
+    if isinstance(x, Tensor):
+        return x
+    if x.plain is not None:
+        return x.plain
+    assert x.fp8 is not None, "an operand without any form"
+    data, scales = x.fp8
+    return (data.float() * scales.repeat_interleave(BLOCK, 1)[:, : data.shape[1]]).bfloat16()
+
+
+def _expert(x: Tensor, w13: Tensor | Fp8, w2: Tensor | Fp8, expert: int) -> Tensor:
+    first, second = _weight(w13, expert), _weight(w2, expert)
+    return F.linear(silu_mul(F.linear(x.to(first.dtype), first)), second)
+
+
+def _weight(weight: Tensor | Fp8, expert: int) -> Tensor:
+    if isinstance(weight, Fp8):
+        return dequant_blocks(weight.data[expert], weight.scales[expert], torch.float32, 0, 0)
+    return weight[expert]

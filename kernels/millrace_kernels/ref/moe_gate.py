@@ -1,7 +1,12 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+
+def gate_logits(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x.float(), weight.float())
 
 
 def moe_gate(
@@ -13,6 +18,7 @@ def moe_gate(
     top_k: int,
     norm_topk_prob: bool,
     routed_scaling_factor: float,
+    num_tokens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     scores = logits.sigmoid()
     choice = (scores + bias).unflatten(1, (n_group, -1))  # [T, G, E/G]
@@ -23,7 +29,11 @@ def moe_gate(
     weights = scores.gather(1, experts)
     if norm_topk_prob:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return weights * routed_scaling_factor, experts
+    weights, experts = weights * routed_scaling_factor, experts.int()
+    if num_tokens is None:
+        return weights, experts
+    padding = (torch.arange(logits.shape[0], device=logits.device) >= num_tokens).unsqueeze(1)
+    return weights.masked_fill(padding, 0.0), experts.masked_fill(padding, -1)
 
 
 def _largest(x: Tensor, num: int) -> Tensor:
