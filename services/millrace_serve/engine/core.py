@@ -46,8 +46,24 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"  # see SequenceOutput.error
 
 
+class GrammarKind(enum.StrEnum):
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    STRUCTURAL_TAG = "structural_tag"  # of xgrammar: texts, schemas and regexes put together
+
+
+class Grammar(msgspec.Struct, frozen=True):
+    """What the output's text must be. Tokens are restricted by it from the first output on, or after `after_token_id`
+    has come: until then only the end of the sequence is forbidden.
+    """
+
+    kind: GrammarKind
+    text: str
+    after_token_id: int | None = None
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Validated and fully resolved: no value here is optional except `logprobs`."""
+    """Validated and fully resolved: no value here is optional except `logprobs` and `grammar`."""
 
     max_tokens: int  # >= 1, output tokens over all attempts of the room
     temperature: float = 1.0  # 0 = greedy
@@ -63,6 +79,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # None: none; k: the sampled token's logprob and the k most likely
+    grammar: Grammar | None = None
 
     @property
     def needs_token_counts(self) -> bool:
@@ -176,6 +193,13 @@ class KvReserved(msgspec.Struct, frozen=True, tag=True):
     num_cached_pages: int
 
 
+class CacheChange(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks (u64 chain hashes of full pages) that the prefix cache has now and had not before, and the reverse."""
+
+    stored: list[int]
+    removed: list[int]
+
+
 class Load(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot for routing and metrics. Tokens and pages, of one replica."""
 
@@ -204,9 +228,10 @@ class Events(msgspec.Struct, tag=True):
     parts: list[KvPart] = []
     reserved: list[KvReserved] = []
     load: Load | None = None
+    cache: CacheChange | None = None
 
     def __bool__(self) -> bool:
-        return bool(self.outputs or self.parts or self.reserved)
+        return bool(self.outputs or self.parts or self.reserved or self.cache)
 
 
 EngineInput = Submit | Abort | KvOffered | KvArrived | KvFailed | LeaseEnded | FlushCache

@@ -84,6 +84,8 @@ class DecodeScheduler:
         finish = first.finish or (FinishReason.LENGTH if len(seq.tokens) >= seq.limit else None)
         if finish is not None:
             self._stop(seq, finish)
+        elif seq.grammar is not None and (refused := seq.grammar.accept(t.token_id for t in first.tokens)):
+            self._stop(seq, FinishReason.ERROR, refused)
         elif held:
             seq.imports = False
             seq.trusted = False
@@ -118,7 +120,9 @@ class DecodeScheduler:
     # ------------------------------------------------------------------------------------------ scheduling
 
     def schedule(self) -> Plan | None:
-        """One token for every decoding sequence that has a page for it, and prompt chunks up to the step's budget."""
+        """One token for every decoding sequence that has a page for it, and prompt chunks up to the step's budget. Whoever
+        is undecided sits this step out.
+        """
         for seq in self.roster.expired():
             message = f"timeout_s={seq.request.timeout_s} passed"
             self._stop(seq, FinishReason.ERROR, Failure("DEADLINE_EXCEEDED", message))
@@ -148,7 +152,7 @@ class DecodeScheduler:
         need = [
             seq
             for seq in self._decoding
-            if seq.num_scheduled == len(seq.pages) * size and seq.num_scheduled + 1 < seq.limit
+            if seq.num_scheduled == len(seq.pages) * size and seq.num_scheduled + 1 < seq.limit and not seq.undecided
         ]
         if not need:
             return
@@ -172,7 +176,7 @@ class DecodeScheduler:
         size, decode = self.roster.config.page_size, plan.decode
         for seq in self._decoding:
             position = seq.num_scheduled
-            if position + 1 < seq.limit and position < len(seq.pages) * size:
+            if position + 1 < seq.limit and position < len(seq.pages) * size and not seq.undecided:
                 seq.num_scheduled = position + 1
                 seq.inflight += 1
                 decode.append(seq)
@@ -255,6 +259,8 @@ class DecodeScheduler:
         if finish is not None:
             self._take_off(seq)
             self.roster.leave(seq, Phase.DONE)
+        elif seq.grammar is not None and (refused := seq.grammar.accept((token.token_id,))):
+            self._stop(seq, FinishReason.ERROR, refused)
 
     def _share_prompt(self, seq: Sequence) -> None:
         assert seq.prefix is not None

@@ -23,6 +23,7 @@ from millrace_serve.engine.runner import Runner, StepHandle
 
 IDLE_PLAN = Plan([], [])
 DP_POLL_S = 0.005  # replicas meet this often while nobody has work
+COMPILE_POLL_S = 0.005  # how often to look for the end of a grammar's compilation while nobody has work
 
 
 class Scheduler(Protocol):
@@ -60,11 +61,14 @@ class Engine:
 
     def submit(self, msg: EngineInput) -> None:
         """Never raises for a bad request: that ends in an output with finish ERROR, in the next step's Events."""
-        self._scheduler.handle(msg)
-        self._stale = True
+        for admitted in self._scheduler.roster.grammars.admit(msg):
+            self._scheduler.handle(admitted)
+            self._stale = True
 
     def step(self) -> Events:
         """One step: schedule, build, launch, commit the previous one. Call it while `has_work`, or after `wait_s`."""
+        for msg in self._scheduler.roster.grammars.admitted():
+            self._scheduler.handle(msg)
         plan = self._scheduler.schedule()
         self._stale = plan is not None
         self._scrub()
@@ -86,10 +90,13 @@ class Engine:
         """How long to wait for messages before the next step(): 0 = not at all, None = until one comes."""
         if self.has_work():
             return 0.0
-        until_deadline = self._scheduler.roster.seconds_to_deadline()
-        if not self._lockstep.collective:
-            return until_deadline
-        return DP_POLL_S if until_deadline is None else min(until_deadline, DP_POLL_S)
+        roster = self._scheduler.roster
+        waits = (
+            roster.seconds_to_deadline(),
+            DP_POLL_S if self._lockstep.collective else None,
+            COMPILE_POLL_S if roster.grammars.waiting else None,
+        )
+        return min((wait for wait in waits if wait is not None), default=None)
 
     def load(self) -> Load:
         return self._scheduler.load()
@@ -108,6 +115,7 @@ class Engine:
     def close(self) -> None:
         """Stop the runner and the followers. Live requests are dropped."""
         self._lockstep.share(None)
+        self._scheduler.roster.grammars.close()
         self._runner.close()
 
     def _launch(self, plan: Plan | None) -> tuple[Plan, StepHandle] | None:

@@ -10,6 +10,7 @@ from millrace_serve.engine.batch import BatchBuilder
 from millrace_serve.engine.config import EngineConfig, Role
 from millrace_serve.engine.decode_scheduler import DecodeScheduler
 from millrace_serve.engine.engine import Engine, Scheduler
+from millrace_serve.engine.grammar import Grammars
 from millrace_serve.engine.kv_pool import ITEM_BYTES, KvLayout, KvPool
 from millrace_serve.engine.limits import ModelFacts
 from millrace_serve.engine.lockstep import Lockstep
@@ -20,8 +21,10 @@ from millrace_serve.engine.sim_runner import SimRunner, SimSettings
 Clock = Callable[[], float]
 
 
-def make_scheduler(config: EngineConfig, role: Role, facts: ModelFacts, clock: Clock) -> Scheduler:
-    roster = Roster(config, role, facts, clock)
+def make_scheduler(
+    config: EngineConfig, role: Role, facts: ModelFacts, clock: Clock, grammars: Grammars | None = None
+) -> Scheduler:
+    roster = Roster(config, role, facts, clock, grammars)
     return PrefillScheduler(roster) if role is Role.PREFILL else DecodeScheduler(roster)
 
 

@@ -83,6 +83,9 @@ def _sampling_problem(params: SamplingParams, facts: ModelFacts) -> str | None:
         ("min_tokens", 0 <= params.min_tokens <= params.max_tokens, "in 0..max_tokens"),
         ("logprobs", params.logprobs is None or 0 <= params.logprobs <= MAX_LOGPROBS, f"in 0..{MAX_LOGPROBS}"),
         ("stop_token_ids", all(0 <= t < facts.vocab_size for t in params.stop_token_ids), "inside the vocabulary"),
+        ("ignore_eos", params.grammar is None or not params.ignore_eos, "false with a grammar"),
+        ("min_tokens", params.grammar is None or not params.min_tokens, "0 with a grammar"),
+        ("grammar", _valid_grammar(params, facts.vocab_size), "one whose after_token_id is inside the vocabulary"),
         ("logit_bias", _valid_bias(params.logit_bias, facts.vocab_size), "finite, for ids inside the vocabulary"),
     )
     for name, ok, rule in checks:
@@ -93,6 +96,11 @@ def _sampling_problem(params: SamplingParams, facts: ModelFacts) -> str | None:
 
 def _valid_bias(bias: dict[int, float], vocab_size: int) -> bool:
     return all(0 <= token < vocab_size and math.isfinite(value) for token, value in bias.items())
+
+
+def _valid_grammar(params: SamplingParams, vocab_size: int) -> bool:
+    after = None if params.grammar is None else params.grammar.after_token_id
+    return after is None or 0 <= after < vocab_size
 
 
 def _invalid(message: str) -> Failure:

@@ -26,6 +26,7 @@ from millrace_serve.engine.core import (
     SequenceOutput,
     TokenOutput,
 )
+from millrace_serve.engine.grammar import Grammars, Walk
 from millrace_serve.engine.kv_cache import KvCache
 from millrace_serve.engine.limits import ModelFacts, refusal, sequence_limit
 from millrace_serve.engine.plan import Chunk
@@ -36,8 +37,16 @@ log = logging.getLogger(__name__)
 
 
 class Roster:
-    def __init__(self, config: EngineConfig, role: Role, facts: ModelFacts, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        role: Role,
+        facts: ModelFacts,
+        clock: Callable[[], float],
+        grammars: Grammars | None = None,
+    ) -> None:
         self.config = config
+        self.grammars = grammars or Grammars()
         self.cache = KvCache(config.num_pages, config.page_size, config.prefix_cache)
         self.live: dict[RequestId, Sequence] = {}  # everybody who holds anything or is waited for
         self.waiting = WaitingQueue()
@@ -65,6 +74,10 @@ class Roster:
         failure = refusal(request, self.config, self._facts, self._role)
         if failure is None and self.room() <= 0:
             failure = Failure("OVERLOADED", f"{self.num_active} requests here: max_running + max_waiting is reached")
+        walk = None
+        if failure is None and request.sampling.grammar is not None:
+            walk = self.grammars.walk(request)
+            failure = None if isinstance(walk, Walk) else walk
         if failure is not None:
             first = request.num_prior_outputs
             self._outputs.append(SequenceOutput(request.id, first, [], FinishReason.ERROR, failure))
@@ -74,6 +87,7 @@ class Roster:
         deadline = None if request.timeout_s is None else self._clock() + request.timeout_s
         order = (-request.priority, next(self._arrivals))
         seq = Sequence(request, order, deadline, sequence_limit(request, self.config), stop_ids)
+        seq.grammar = walk if isinstance(walk, Walk) else None
         self.live[seq.id] = seq
         self.num_active += 1
         if deadline is not None:
@@ -207,7 +221,7 @@ class Roster:
         return bool(self._outputs or self.parts or self.reserved)
 
     def take_events(self) -> Events:
-        events = Events(self._outputs, self.parts, self.reserved)
+        events = Events(self._outputs, self.parts, self.reserved, cache=self.cache.take_changes())
         self._outputs, self.parts, self.reserved = [], [], []
         return events
 

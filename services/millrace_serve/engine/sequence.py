@@ -19,6 +19,7 @@ from __future__ import annotations
 import enum
 
 from millrace_serve.engine.core import FinishReason, Request, Route
+from millrace_serve.engine.grammar import Walk
 from millrace_serve.engine.kv_cache import CachedPrefix
 
 
@@ -48,6 +49,7 @@ class Sequence:
 
     __slots__ = (
         "deadline",
+        "grammar",
         "id",
         "imports",
         "in_transfer",
@@ -94,11 +96,20 @@ class Sequence:
         self.trusted = True  # else its pages must not enter the prefix cache: imported and not used yet, or found wrong
         self.num_published = 0  # pages announced in KvParts
         self.prior_hash = 0  # chain hash of the published pages
+        self.grammar: Walk | None = None  # where `tokens` stand in the request's grammar
 
     @property
     def num_outputs(self) -> int:
         """Output tokens of the room, earlier attempts included."""
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def undecided(self) -> bool:
+        """Which tokens may come next depends on one that is still being sampled: it must sit out until that is known.
+
+        Everybody else's next step can be launched before the last one was read; a grammar's mask is made from it.
+        """
+        return self.grammar is not None and self.inflight > 0
 
     def enter(self, phase: Phase) -> None:
         assert phase in LEGAL[self.phase], f"request {self.id}: {self.phase} -> {phase}"

@@ -12,11 +12,13 @@ from millrace_serve.engine.batch import BatchBuilder
 from millrace_serve.engine.config import EngineConfig, Role
 from millrace_serve.engine.engine import Engine
 from millrace_serve.engine.factory import Clock, make_scheduler
+from millrace_serve.engine.grammar import Grammars
 from millrace_serve.engine.groups import ControlGroups
 from millrace_serve.engine.kv_pool import KvLayout, KvPool
 from millrace_serve.engine.limits import ModelFacts
 from millrace_serve.engine.lockstep import Together, follow
 from millrace_serve.engine.torch_runner import TorchRunner
+from millrace_serve.engine.xgrammar_compiler import XgrammarCompiler
 from millrace_serve.model.checkpoint_hash import checkpoint_hash
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import load_model
@@ -51,7 +53,8 @@ def build_engine(
     """
     rank = load_rank(config, Path(model_path), dims, device, dtype)
     facts = ModelFacts(rank.model.vocab_size, frozenset(rank.model.eos_token_ids))
-    scheduler = make_scheduler(config, role, facts, clock)
+    grammars = Grammars(XgrammarCompiler(Path(model_path), facts.vocab_size, facts.eos_token_ids), clock)
+    scheduler = make_scheduler(config, role, facts, clock, grammars)
     lockstep = Together(rank.control.all_gather, rank.control.broadcast)
     return Engine(config, scheduler, BatchBuilder(config), rank.runner, rank.pool, lockstep)
 

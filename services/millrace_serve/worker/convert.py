@@ -13,6 +13,8 @@ from millrace_rpc.errors import TABLE, MillraceError, Reason
 from millrace_serve.engine.core import (
     Failure,
     FinishReason,
+    Grammar,
+    GrammarKind,
     KvPart,
     Load,
     Request,
@@ -117,6 +119,7 @@ def sampling_params(wire: common_pb2.SamplingParams) -> SamplingParams:
         logit_bias=_logit_bias(wire),
         stop_token_ids=tuple(wire.stop_token_ids),
         ignore_eos=wire.ignore_eos,
+        grammar=_grammar(wire),
         **values,  # type: ignore[arg-type]
     )
 
@@ -128,6 +131,17 @@ def _logit_bias(wire: common_pb2.SamplingParams) -> dict[int, float]:
         if not -100 <= bias <= 100:
             raise invalid("logit_bias", f"of token {token} is {bias:g}; it must be in [-100, 100]")
     return dict(wire.logit_bias)
+
+
+def _grammar(wire: common_pb2.SamplingParams) -> Grammar | None:
+    """Its text is checked where it is compiled (engine/xgrammar_compiler.py)."""
+    if not wire.HasField("grammar"):
+        return None
+    kind = wire.grammar.WhichOneof("kind")
+    if kind is None:
+        raise invalid("grammar", "has no kind")
+    after = wire.grammar.after_token_id if wire.grammar.HasField("after_token_id") else None
+    return Grammar(GrammarKind(kind), getattr(wire.grammar, kind), after)
 
 
 # ---------------------------------------------------------------------------------------------------- outputs

@@ -1,0 +1,259 @@
+"""Grammars in the engine: the gate in front of the scheduler, and masks that always belong to the outputs so far.
+
+The fake grammar allows three tokens that depend on every output before; the fake device takes one of them. A mask that
+is one token too old, or belongs to another sequence, gives another continuation than the one computed here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from engine.harness import SETTINGS, Driver, fill_pages, first_output, request
+from millrace_serve.engine.batch import StepBatch
+from millrace_serve.engine.config import Role
+from millrace_serve.engine.core import (
+    Abort,
+    FinishReason,
+    Grammar,
+    GrammarKind,
+    KvArrived,
+    KvOffered,
+    Request,
+    RequestId,
+    Route,
+)
+from millrace_serve.engine.grammar import MAX_COMPILED, GrammarError, Grammars
+from millrace_serve.engine.plan import StepOutput
+from millrace_serve.engine.sim_runner import SimRunner
+
+V = SETTINGS.vocab_size
+WORDS = -(-V // 32)
+FREE = Grammar(GrammarKind.REGEX, "free")
+AFTER = Grammar(GrammarKind.REGEX, "after", after_token_id=77)
+
+
+def allowed(tokens: list[int]) -> list[int]:
+    state = 7
+    for token in tokens:
+        state = (state * 31 + token) % 9973
+    return sorted({16 + (state + k * 61) % (V - 16) for k in range(3)})
+
+
+def mask_of(tokens: list[int]) -> np.ndarray:
+    mask = np.zeros(WORDS, np.int64)
+    for token in tokens:
+        mask[token // 32] |= 1 << token % 32
+    return mask.astype(np.uint32).view(np.int32)
+
+
+def bits_of(mask: np.ndarray) -> list[int]:
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+
+
+def pick(bits: list[int], output_index: int) -> int:
+    return bits[output_index % len(bits)]
+
+
+def expected(count: int) -> list[int]:
+    tokens: list[int] = []
+    while len(tokens) < count:
+        tokens.append(pick(allowed(tokens), len(tokens)))
+    return tokens
+
+
+def constrained(
+    room: int, ids: list[int], grammar: Grammar = FREE, route: Route = Route.LOCAL, **fields: object
+) -> Request:
+    return request(room, ids, route, **{"ignore_eos": False, "grammar": grammar, **fields})
+
+
+class FakeMatcher:
+    def __init__(self, dead_end: int | None) -> None:
+        self._tokens: list[int] = []
+        self._dead_end = dead_end
+        self.mask = mask_of(allowed([]))
+
+    def accept(self, token: int) -> bool:
+        legal = token in bits_of(self.mask)
+        self._tokens.append(token)
+        self.mask = mask_of([] if len(self._tokens) == self._dead_end else allowed(self._tokens))
+        return legal
+
+
+class FakeCompiler:
+    """Holds a compilation back until its text is in `open`; the text "bad" cannot be compiled."""
+
+    def __init__(self) -> None:
+        self.compiled: list[str] = []
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def compile(self, grammar: Grammar) -> Callable[[], FakeMatcher]:
+        self.gate.wait(20)
+        self.compiled.append(grammar.text)
+        if grammar.text == "bad":
+            raise GrammarError("it is bad")
+        return lambda: FakeMatcher(4 if grammar.text == "dead end" else None)
+
+    def no_stop(self) -> np.ndarray:
+        return mask_of([token for token in range(V) if token != SETTINGS.eos_token_id])
+
+
+class MaskedRunner(SimRunner):
+    """Takes an allowed token where there is a mask, else what SimRunner takes."""
+
+    def _sample(self, batch: StepBatch, corrupt: dict[int, str]) -> StepOutput:
+        output = super()._sample(batch, corrupt)
+        if batch.sampling.grammar is not None:
+            for sample, mask in zip(*batch.sampling.grammar, strict=True):
+                output.tokens[sample] = pick(bits_of(mask), int(batch.sampling.output_index[sample]))
+        return output
+
+
+class GrammarDriver(Driver):
+    def __init__(self, role: Role, **config: object) -> None:
+        super().__init__(role, **{"num_pages": 40, **config})
+        self.compiler = FakeCompiler()
+        self.roster.grammars = Grammars(self.compiler, self.clock)
+        self.engine._runner = MaskedRunner(self.settings, self.engine.pool)
+
+    def expected(self, id: RequestId) -> list[int]:
+        params = self.requests[id].sampling
+        return expected(params.max_tokens) if params.grammar else super().expected(id)
+
+    def finish_compiling(self) -> None:
+        self.compiler.gate.set()
+        self.roster.grammars._threads.submit(lambda: None).result(20)
+        while self.roster.grammars.waiting:
+            self.step()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("num_pages", [40, 11])
+def test_every_mask_is_of_the_outputs_so_far(overlap: bool, num_pages: int) -> None:
+    """Three with and three without a grammar through three slots; with 11 pages they throw each other out."""
+    driver = GrammarDriver(Role.UNIFIED, overlap=overlap, num_pages=num_pages, prefix_cache=False)
+    for room in range(1, 7):
+        make = constrained if room % 2 else request
+        driver.submit(make(room, [20 + room] * (3 + room), max_tokens=14))
+        driver.finish_compiling()
+    driver.run()
+    assert all(output.finish is FinishReason.LENGTH for output in driver.finish.values()) and len(driver.finish) == 6
+    assert (driver.engine.load().preemptions > 0) is (num_pages == 11)
+    driver.check_whole()
+
+
+def test_only_the_undecided_sit_out() -> None:
+    """While steps overlap, a sequence with a grammar takes every other step and one without takes all."""
+    driver = GrammarDriver(Role.UNIFIED, overlap=True, max_model_len=128, num_pages=80)
+    driver.submit(constrained(1, [20, 21], max_tokens=10))
+    driver.finish_compiling()
+    driver.submit(request(2, [20, 22], max_tokens=60))
+    finished: dict[RequestId, int] = {}
+    for step in range(200):
+        driver.step()
+        for id in driver.finish:
+            finished.setdefault(id, step)
+    assert 18 <= finished[RequestId(1, 0)] <= 24
+    assert 60 <= finished[RequestId(2, 0)] <= 66
+
+
+def test_another_attempt_goes_on_where_the_first_one_stopped() -> None:
+    driver = GrammarDriver(Role.UNIFIED)
+    for room, prior in enumerate((1, 5, 9), start=1):
+        outputs = expected(prior)
+        driver.submit(constrained(room, [30, 31, *outputs], prior=prior, max_tokens=10))
+        driver.finish_compiling()
+    driver.run()
+    assert {tuple(tokens) for tokens in driver.tokens.values()} == {tuple(expected(10))}
+
+
+def test_the_decode_worker_goes_on_from_the_prefill_workers_token() -> None:
+    driver = GrammarDriver(Role.DECODE)
+    asked = constrained(1, [20] * 6, route=Route.IMPORT, max_tokens=9)
+    driver.compiler.gate.clear()
+    driver.submit(asked)
+    driver.tell(KvOffered(asked.id))  # while the grammar is being compiled
+    driver.step()
+    assert driver.roster.grammars.waiting and not driver.reserved and driver.engine.wait_s() == pytest.approx(0.005)
+    driver.finish_compiling()
+    driver.run()
+    fill_pages(driver, driver.reserved[asked.id].page_ids, asked.token_ids, 0)
+    driver.arrived[asked.id] = expected(1)[0]
+    driver.tell(KvArrived(asked.id, first_output(driver, asked.id)))
+    driver.run()
+    assert driver.tokens[asked.id] == expected(9)
+
+
+def test_the_prefill_workers_token_is_masked_too() -> None:
+    driver = GrammarDriver(Role.PREFILL)
+    driver.submit(constrained(1, [20] * 9, route=Route.EXPORT))
+    driver.finish_compiling()
+    driver.run()
+    assert driver.tokens[RequestId(1, 0)] == expected(1)
+
+
+def test_a_grammar_that_begins_behind_a_token() -> None:
+    walk = Grammars(FakeCompiler()).walk(constrained(1, [5], AFTER))
+    eos = SETTINGS.eos_token_id
+    for token in (40, 50, 60):
+        assert eos not in bits_of(walk.mask) and len(bits_of(walk.mask)) == V - 1
+        assert walk.accept([token]) is None
+    assert walk.accept([77]) is None and bits_of(walk.mask) == allowed([])
+    assert walk.accept([allowed([])[0]]) is None
+
+
+def test_refusals() -> None:
+    driver = GrammarDriver(Role.UNIFIED)
+    for room, text in enumerate(("bad", "bad", "dead end"), start=1):
+        driver.submit(constrained(room, [20], Grammar(GrammarKind.REGEX, text)))
+        driver.finish_compiling()
+    driver.run()
+    said = {id.room: output.error.message for id, output in driver.finish.items() if output.error}
+    assert said[1] == said[2] == "regex: it is bad"
+    assert "no text can go on" in said[3] and driver.tokens[RequestId(3, 0)] == expected(4)
+    assert driver.compiler.compiled == ["bad", "dead end"], "a grammar is compiled once"
+    driver.check_whole()
+    assert "no tokenizer" in Grammars().walk(constrained(1, [20])).message
+    contradicted = driver.roster.grammars.walk(constrained(4, [20, 199], prior=1))
+    assert "199 is not what the grammar allows" in contradicted.message
+
+
+@pytest.mark.parametrize("fields", [{"ignore_eos": True}, {"min_tokens": 1}, {"grammar": Grammar("regex", "x", V)}])
+def test_what_cannot_go_with_a_grammar(fields: dict[str, object]) -> None:
+    driver = GrammarDriver(Role.UNIFIED)
+    driver.submit(constrained(1, [20], **fields))
+    driver.finish_compiling()
+    driver.run()
+    assert "grammar" in driver.finish[RequestId(1, 0)].error.message
+
+
+def test_other_requests_pass_and_an_abort_waits_its_turn() -> None:
+    driver = GrammarDriver(Role.UNIFIED)
+    driver.compiler.gate.clear()
+    driver.submit(constrained(1, [20, 21], timeout_s=5.0))
+    driver.submit(constrained(2, [20, 22], timeout_s=5.0))
+    driver.submit(request(3, [20, 23]))
+    driver.tell(Abort(RequestId(1, 0)))
+    driver.run()
+    assert set(driver.finish) == {RequestId(3, 0)}
+    driver.clock.now += 6.0
+    driver.finish_compiling()
+    driver.run()
+    assert driver.finish[RequestId(1, 0)].finish is FinishReason.ABORT
+    assert driver.finish[RequestId(2, 0)].error.reason == "DEADLINE_EXCEEDED"
+    driver.check_whole()
+
+
+def test_the_oldest_grammars_are_forgotten() -> None:
+    compiler = FakeCompiler()
+    grammars = Grammars(compiler)
+    for text in [*map(str, range(MAX_COMPILED)), "0", "new"]:
+        grammars.walk(constrained(1, [20], Grammar(GrammarKind.REGEX, text)))
+    assert "0" not in compiler.compiled[1:]
+    grammars.walk(constrained(1, [20], Grammar(GrammarKind.REGEX, "1")))
+    assert compiler.compiled.count("1") == 2 and len(grammars._compiled) == MAX_COMPILED
+    grammars.close()
