@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from millrace_serve.engine.block_pool import BlockPool, Holder, InvariantError
+from millrace_serve.engine.core import CacheChange
 from millrace_serve.engine.radix import Node, RadixTree
 
 
@@ -98,6 +99,10 @@ class KvCache:
         for _ in range(count):
             self.pool.drop([self._tree.evict()], Holder.CACHE)
         return count
+
+    def take_changes(self) -> CacheChange | None:
+        """What the prefix cache stored and removed since the last call."""
+        return self._tree.changes.take()
 
     def check(self) -> None:
         self.pool.check()

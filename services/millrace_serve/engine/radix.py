@@ -10,14 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from millrace_rpc.page_hash import chain_hash
+
+from millrace_serve.engine.cache_changes import CacheChanges
+
 
 class Node:
-    __slots__ = ("children", "key", "page", "parent")
+    __slots__ = ("block", "children", "key", "page", "parent")
 
     def __init__(self, parent: Node | None, key: tuple[int, ...], page: int) -> None:
         self.parent = parent
         self.key = key  # the page's tokens
         self.page = page
+        self.block: int = 0 if parent is None else chain_hash(parent.block, key)
         self.children: dict[tuple[int, ...], Node] = {}
 
 
@@ -25,6 +30,7 @@ class RadixTree:
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
         self.root = Node(None, (), 0)
+        self.changes = CacheChanges()  # of the tree, for whoever tells others
         self._by_page: dict[int, Node] = {}
         self._idle: dict[Node, None] = {}  # oldest first
 
@@ -56,6 +62,7 @@ class RadixTree:
         if child is None:
             child = parent.children[key] = Node(parent, key, page)
             self._by_page[page] = child
+            self.changes.store(child.block)
         return child
 
     def set_busy(self, page: int) -> None:
@@ -75,6 +82,7 @@ class RadixTree:
         del self._idle[node]
         del self._by_page[node.page]
         del node.parent.children[node.key]
+        self.changes.remove(node.block)
         return node.page
 
     def _key(self, tokens: Sequence[int], index: int) -> tuple[int, ...]:

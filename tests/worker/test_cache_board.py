@@ -1,0 +1,138 @@
+"""WatchCache: a snapshot, then differences, whose sequence numbers follow each other."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator
+
+import pytest
+from millrace.v1 import worker_pb2
+from millrace_rpc.page_hash import page_hashes
+from millrace_serve.engine.core import CacheChange
+from millrace_serve.worker.cache_board import CHUNK, CacheBoard
+from millrace_testing.fake_router import FakeLink, request
+from millrace_testing.procs import Worker, workers
+
+Messages = AsyncIterator[worker_pb2.CacheChanges]
+
+
+class Mirror:
+    """A watcher that holds every message against the rules."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, set[int]] = {}
+        self.sequences: dict[int, int] = {}
+
+    def take(self, message: worker_pb2.CacheChanges) -> None:
+        for change in message.changes:
+            if change.snapshot:
+                self.blocks[change.replica] = set()
+            else:
+                assert change.after == self.sequences[change.replica]
+            blocks = self.blocks[change.replica]
+            assert set(change.removed) <= blocks and not set(change.stored) & blocks
+            blocks -= set(change.removed)
+            blocks |= set(change.stored)
+            self.sequences[change.replica] = change.sequence
+
+    async def until(self, messages: Messages, sequences: dict[int, int]) -> None:
+        while self.sequences != sequences:
+            self.take(await asyncio.wait_for(anext(messages), 5))
+
+
+async def test_a_snapshot_of_every_replica_then_what_changes() -> None:
+    board, mirror = CacheBoard(2, "e"), Mirror()
+    board.update(1, CacheChange([1, 2, 3], []))
+    messages = board.watch(0.0)
+    await mirror.until(messages, {0: 0, 1: 1})
+    assert mirror.blocks == {0: set(), 1: {1, 2, 3}}
+    board.update(0, CacheChange([7], []))
+    board.update(1, CacheChange([4], [3]))
+    await mirror.until(messages, {0: 1, 1: 2})
+    assert mirror.blocks == {0: {7}, 1: {1, 2, 4}}
+    await messages.aclose()
+
+
+async def test_what_happens_while_the_snapshot_is_sent_follows_it() -> None:
+    board, mirror = CacheBoard(2, "e"), Mirror()
+    board.update(0, CacheChange(list(range(2 * CHUNK + 1)), []))
+    messages = board.watch(0.0)
+    first = await anext(messages)
+    assert [len(change.stored) for change in first.changes] == [CHUNK] and first.epoch == "e"
+    mirror.take(first)
+    board.update(1, CacheChange([5], []))
+    board.update(0, CacheChange([], [2 * CHUNK]))
+    await mirror.until(messages, {0: 2, 1: 1})
+    assert mirror.blocks == {0: set(range(2 * CHUNK)), 1: {5}}
+    await messages.aclose()
+
+
+async def test_a_slow_watcher_gets_one_difference() -> None:
+    board, mirror, rng = CacheBoard(1, "e"), Mirror(), random.Random(3)
+    messages = board.watch(0.0)
+    mirror.take(await anext(messages))
+    blocks: set[int] = set()
+    for _ in range(500):
+        stored, removed = {rng.randrange(50) for _ in range(3)} - blocks, {b for b in blocks if rng.random() < 0.1}
+        blocks = (blocks | stored) - removed
+        board.update(0, CacheChange(sorted(stored), sorted(removed)))
+    message = await anext(messages)
+    assert len(message.changes) == 1 and len(message.changes[0].stored) <= 50
+    mirror.take(message)
+    assert mirror.blocks == {0: blocks} and mirror.sequences == {0: 500}
+    await messages.aclose()
+    assert not board._watchers
+
+
+async def test_changes_that_cancel_out_still_advance_the_sequence() -> None:
+    board, mirror = CacheBoard(1, "e"), Mirror()
+    messages = board.watch(0.0)
+    mirror.take(await anext(messages))
+    board.update(0, CacheChange([1], []))
+    board.update(0, CacheChange([], [1]))
+    board.update(0, CacheChange([2], []))
+    await mirror.until(messages, {0: 3})
+    assert mirror.blocks == {0: {2}}
+    await messages.aclose()
+
+
+# ------------------------------------------------------------------------------------- a worker process
+
+
+async def until_holds(call: Messages, mirror: Mirror, wanted: set[int]) -> None:
+    async with asyncio.timeout(20):
+        while not wanted <= mirror.blocks.get(0, set()):
+            mirror.take(await call.read())
+
+
+@pytest.mark.parametrize("role", ["prefill", "unified"])
+async def test_a_worker_says_what_its_prefix_cache_holds(tmp_path, role: str) -> None:
+    async with workers(tmp_path, role) as (worker,):
+        await run(worker, role)
+
+
+async def run(worker: Worker, role: str) -> None:
+    prompt = [random.randrange(1000, 9000) for _ in range(200)]
+    pages = set(page_hashes(prompt[:192]))
+    mirror, late = Mirror(), Mirror()
+    call = worker.stub.WatchCache(worker_pb2.WatchCacheRequest(min_interval_ms=1))
+    mirror.take(await call.read())
+    async with FakeLink(worker) as link:
+        wanted = request(prompt, max_tokens=1 if role == "prefill" else 4)
+        link.submit(wanted)
+        await link.finish(wanted)
+        await until_holds(call, mirror, pages)
+        second = worker.stub.WatchCache(worker_pb2.WatchCacheRequest())
+        await until_holds(second, late, pages)
+        assert late.blocks == mirror.blocks
+        second.cancel()
+    await worker.whole(40)
+    await worker.stub.FlushCache(worker_pb2.FlushCacheRequest())
+    async with asyncio.timeout(20):
+        while mirror.blocks[0]:
+            mirror.take(await call.read())
+    call.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await call.read()
