@@ -60,9 +60,13 @@ class ProcessGc:
         self._metrics = metrics
         self._warn_s = warn_s
         self._watch = PauseWatch()
+        self.freezes = 0
+        self.frozen_objects = 0  # by the latest freeze
 
     def freeze(self) -> int:
         objects = freeze()
+        self.freezes, self.frozen_objects = self.freezes + 1, objects
+        self._metrics.gc_frozen.labels(process=self._process).set(objects)
         self._metrics.gc_freezes.labels(process=self._process).inc()
         self.report()
         return objects

@@ -32,12 +32,45 @@ ROUTER = (
     Metric("itl", "millrace_inter_token_seconds", Histogram, "Time between a stream's token batches.", (), _SHORT),
     Metric("tokens", "millrace_tokens_total", Counter, "Tokens, by direction.", ("direction",)),
     Metric("queued", "millrace_queue_requests", Gauge, "Requests waiting for a pair of workers."),
+    Metric("queued_tokens", "millrace_queue_tokens", Gauge, "Prompt tokens of the waiting requests."),
+    Metric("queue_wait", "millrace_queue_wait_seconds", Gauge, "Estimated time until those who wait are served."),
+    Metric("tenant_requests", "millrace_tenant_requests_total", Counter, "Requests by API key.", ("tenant", "status")),
+    Metric("tenant_tokens", "millrace_tenant_tokens_total", Counter, "Tokens by API key.", ("tenant", "direction")),
     Metric("active", "millrace_active_requests", Gauge, "Requests being worked on."),
     Metric(
         "retries", "millrace_retries_total", Counter, "Further attempts, by the reason of the failed one.", ("reason",)
     ),
-    Metric("workers", "millrace_workers", Gauge, "Known workers by role and state.", ("role", "state")),
+    Metric("workers", "millrace_workers", Gauge, "Discovered, healthy and routable workers.", ("role", "state")),
+    Metric("pairs", "millrace_pairs", Gauge, "Pairs of workers by how far their hooks are.", ("state",)),
+    Metric(
+        "discovery_synced",
+        "millrace_discovery_last_sync_timestamp_seconds",
+        Gauge,
+        "When discovery last said which workers exist.",
+    ),
+    Metric(
+        "discovery_changes", "millrace_discovery_changes_total", Counter, "Workers that discovery changed.", ("change",)
+    ),
+    Metric("discovery_troubles", "millrace_discovery_troubles_total", Counter, "Looks that failed.", ("kind",)),
     Metric("hooks", "millrace_hooks_total", Counter, "Warm-up and GC-freeze hooks run.", ("hook", "outcome")),
+    Metric(
+        "decisions",
+        "millrace_decisions_total",
+        Counter,
+        "Placements of attempts: pair, prefill_only, local or unified.",
+        ("way", "prefill_policy", "decode_policy"),
+    ),
+    Metric(
+        "expected_cached_tokens",
+        "millrace_expected_cached_tokens_total",
+        Counter,
+        "Prompt tokens that the chosen worker was expected to have cached.",
+    ),
+    Metric("cache_feeds", "millrace_cache_feeds", Gauge, "Workers whose prefix caches are followed."),
+    Metric(
+        "cache_snapshots", "millrace_cache_snapshots_total", Counter, "Snapshots of workers' prefix caches received."
+    ),
+    Metric("cache_gaps", "millrace_cache_gaps_total", Counter, "Gaps in what workers said of their prefix caches."),
     Metric("stale", "millrace_stale_messages_total", Counter, "Messages for attempts nobody works on.", ("kind",)),
     Metric("mismatches", "millrace_token_mismatches_total", Counter, "Prefill and decode disagreed on a token."),
 )
@@ -71,7 +104,18 @@ PROCESS = (
         ("process", "generation"),
         _SHORT,
     ),
+    Metric(
+        "loop_lag", "millrace_event_loop_lag_seconds", Histogram, "How late the event loop is.", ("process",), _SHORT
+    ),
+    Metric(
+        "reloads",
+        "millrace_reloads_total",
+        Counter,
+        "Changed files (certificates, keys) by whether they are used.",
+        ("what", "outcome"),
+    ),
     Metric("gc_freezes", "millrace_gc_freezes_total", Counter, "GC freezes.", ("process",)),
+    Metric("gc_frozen", "millrace_gc_frozen_objects", Gauge, "Objects frozen by the latest freeze.", ("process",)),
 )
 
 

@@ -3,14 +3,48 @@
 from __future__ import annotations
 
 import enum
+import itertools
+from pathlib import Path
 
 from millrace_rpc.config import Config
-from pydantic import Field
+from millrace_rpc.tls import Tls
+from millrace_rpc.tracing import Tracing
+from pydantic import Field, field_validator, model_validator
+
+from millrace_router.discovery.config import DiscoveryConfig, Kind, StaticTarget
 
 
 class Policy(enum.StrEnum):
+    """How a role's replica is chosen; policy/ has a file for each."""
+
     ROUND_ROBIN = "round_robin"
+    RANDOM = "random"
+    POWER_OF_TWO = "power_of_two"
     LEAST_LOADED = "least_loaded"
+    SESSION = "session"
+    PREFIX_AWARE = "prefix_aware"
+    KV_AWARE = "kv_aware"
+    LENGTH_BUCKETS = "length_buckets"
+
+
+class Routing(Config):
+    """Parameters of the policies."""
+
+    load_factor: float = Field(1.25, gt=1)  # session, topology: a worker with more sequences than this x the mean is full
+    cache_weight: float = Field(1.0, ge=0)  # prefix_aware, kv_aware: an uncached prompt token in tokens of load
+    prefix_blocks: int = Field(200_000, ge=1)  # prefix_aware: pages remembered, some 200 bytes each
+    length_bounds: tuple[int, ...] = (2048, 16384)  # length_buckets: the longest prompt of each bucket but the last
+    length_label: str = ""  # length_buckets: the label with a worker's bucket (0, 1, …); empty: by rank
+    topology: tuple[str, ...] = ("zone", "rack", "host")  # labels, widest first, that make a decode worker near
+    local_prefill_tokens: int = Field(0, ge=0)  # shorter uncached prompts are run by the decode worker itself; 0: none
+    decisions: int = Field(1024, ge=0)  # kept to be explained
+
+    @field_validator("length_bounds")
+    @classmethod
+    def _ascending(cls, bounds: tuple[int, ...]) -> tuple[int, ...]:
+        if not bounds or bounds[0] < 1 or any(b <= a for a, b in itertools.pairwise(bounds)):
+            raise ValueError("must be one or more token counts, ascending")
+        return bounds
 
 
 class Timeouts(Config):
@@ -45,15 +79,36 @@ _ADDRESS = r"^[^:\s]+:\d{1,5}$"
 
 class RouterConfig(Config):
     model: str  # folder with tokenizer.json and tokenizer_config.json; the rest of the checkpoint is not read
-    workers: tuple[str, ...] = ()  # gRPC addresses; each worker says itself which role it has
+    workers: tuple[str, ...] = ()  # short for discovery.static; each worker says itself which role it has
+    discovery: DiscoveryConfig = DiscoveryConfig()
     grpc: str = Field("127.0.0.1:0", pattern=_ADDRESS)  # host:port to listen on; port 0: any free one
     http: str = Field("127.0.0.1:0", pattern=_ADDRESS)
-    admin: str = Field("127.0.0.1:0", pattern=_ADDRESS)
+    admin: str = Field("127.0.0.1:0", pattern=_ADDRESS)  # gRPC
+    admin_http: str = Field("127.0.0.1:0", pattern=_ADDRESS)
+    metrics: str | None = Field(None, pattern=_ADDRESS)  # plain /metrics, /health and /ready; none: beside the HTTP API
+    tls: Tls | None = None  # of every port, and towards the workers; none: plain
+    public_tls: Tls | None = None  # of the gRPC and HTTP APIs, where clients trust another authority than the workers
+    api_keys: Path | None = None  # file of tenants.py; none: everybody may call
+    tracing: Tracing = Tracing()
     prefill_policy: Policy = Policy.LEAST_LOADED
     decode_policy: Policy = Policy.LEAST_LOADED
+    routing: Routing = Routing()
     queue_size: int = Field(1024, ge=1)  # waiting continuations
+    look_ahead: int = Field(8, ge=1)  # those that are tried while the first ones find no worker
     max_attempts: int = Field(4, ge=1)  # tries of one continuation, the first included
     timeouts: Timeouts = Timeouts()
     limits: Limits = Limits()
     gc_warn_s: float = Field(0.05, gt=0)  # a collection pause above this is logged
     log_level: str = "INFO"
+
+    @model_validator(mode="after")
+    def _workers_are_static(self) -> RouterConfig:
+        if self.workers and self.discovery.kind is not Kind.STATIC:
+            raise ValueError(f"workers: only with discovery.kind=static, not {self.discovery.kind}")
+        return self
+
+    @property
+    def found_by(self) -> DiscoveryConfig:
+        """`discovery` with `workers` in it."""
+        static = (*(StaticTarget(address=address) for address in self.workers), *self.discovery.static)
+        return self.discovery.model_copy(update={"static": static})

@@ -1,65 +1,70 @@
-"""All workers of this router: a connection task for each, the hooks of their pairs, and the view that the policy
+"""All workers of this router: who is discovered (fleet.py), the hooks of their pairs, and the view that the policy
 chooses from.
 
-A worker's way to requests: unreachable → reachable (its load stream runs) → ready (it says so) → linked → paired,
-warmed, frozen (`hooks.ready`) = routable. Losing any of these takes it out at once; nothing is remembered about the
-process before.
+What is derived from the workers' states (states.py) is computed once per change of a state: load reports, of which
+there are many, change only numbers.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import secrets
-from collections import Counter
 from collections.abc import Callable
 
 from millrace.v1 import admin_pb2, worker_pb2
 from millrace_rpc.errors import MillraceError, Reason
 from millrace_rpc.metrics import Metrics
+from millrace_rpc.tls import Identity
 
+from millrace_router import states
+from millrace_router.cache_feed import CacheFeeds
 from millrace_router.config import RouterConfig
+from millrace_router.discovery.base import Source, Target
+from millrace_router.discovery.factory import make_source
+from millrace_router.fleet import Fleet
 from millrace_router.hooks import Hooks
 from millrace_router.link import DECODE, PREFILL, UNIFIED
-from millrace_router.policy import Chooser, Pair, Placement, View, Want
+from millrace_router.policy import Placement, Placer, View, Want
 from millrace_router.worker import Worker
 
 log = logging.getLogger(__name__)
 
 
 class Registry:
-    def __init__(self, config: RouterConfig, metrics: Metrics, on_change: Callable[[], None]) -> None:
-        router_id = secrets.token_hex(8)
-        self.workers = {
-            address: Worker(
-                address,
-                router_id,
-                config.timeouts,
-                self._changed,
-                lambda kind: metrics.stale.labels(kind=kind).inc(),
-            )
-            for address in config.workers
-        }
+    def __init__(
+        self,
+        config: RouterConfig,
+        metrics: Metrics,
+        on_change: Callable[[], None],
+        source: Source | None = None,
+        identity: Identity | None = None,
+    ) -> None:
+        """`source` replaces the configured one. `identity`: ours towards the workers; None: plain."""
+        self._identity = identity
         self.hooks = Hooks(config.timeouts, metrics, self._changed)
-        self._chooser = Chooser(config.prefill_policy, config.decode_policy)
-        self._last: dict[str, tuple[str, int]] = {}
+        self._fleet = Fleet(source or make_source(config.found_by), self._make_worker, metrics, self._changed)
+        self.workers = self._fleet.workers  # by address
+        self._config = config
+        self._router_id = secrets.token_hex(8)
+        self._routable: frozenset[str] = frozenset()  # epochs
+        self._serving: list[tuple[Worker, frozenset[str]]] = []  # routable ones by address, with their sources' epochs
+        self.placer = Placer(config, metrics)
+        self._feeds = CacheFeeds(self.placer.indexes.kv, metrics)
         self._metrics = metrics
         self._on_change = on_change
-        self._tasks: list[asyncio.Task[None]] = []
         self._model: worker_pb2.WorkerInfo | None = None
 
     def start(self) -> None:
-        self._tasks = [asyncio.create_task(worker.run()) for worker in self.workers.values()]
+        self._fleet.start()
 
     async def stop(self) -> None:
         self.hooks.stop()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._feeds.stop()
+        await self._fleet.stop()
 
     @property
     def ready(self) -> bool:
-        return any(not self.obstacle(worker) for worker in self.workers.values())
+        return bool(self._routable)
 
     @property
     def model(self) -> worker_pb2.WorkerInfo:
@@ -70,30 +75,20 @@ class Registry:
 
     def obstacle(self, worker: Worker) -> str:
         """Why no request goes to this worker; empty when it is routable."""
-        if worker.obstacle:
-            return worker.obstacle
+        if (why := worker.unhealthy or worker.withheld) or worker.epoch in self._routable:
+            return why
         if any(worker.epoch in (pair.source, pair.worker) for pair in self.hooks.ready):
-            return ""
-        troubles = [why for pair, why in self.hooks.trouble.items() if worker.epoch in (pair.source, pair.worker)]
-        return "; ".join(troubles) or "no worker of the other role with an equal KV layout"
+            return "no partner of it is routable"
+        return self.hooks.why_not(worker.epoch)
 
     def view(self) -> View:
         roles: dict[int, list] = {PREFILL: [], DECODE: [], UNIFIED: []}
-        for worker in self.workers.values():
-            if not self.obstacle(worker):
-                sources = frozenset(pair.source for pair in self.hooks.ready if pair.worker == worker.epoch)
-                roles[worker.role] += worker.replicas(sources)
+        for worker, sources in self._serving:
+            roles[worker.role] += worker.replicas(sources)
         return View(*(tuple(roles[role]) for role in (PREFILL, DECODE, UNIFIED)))
 
     def choose(self, want: Want) -> Placement | None:
-        placement = self._chooser.choose(self.view(), want, self._last)
-        if isinstance(placement, Pair):
-            self._last["prefill"] = placement.prefill.key
-            if placement.decode is not None:
-                self._last["decode"] = placement.decode.key
-        elif placement is not None:
-            self._last["unified"] = placement.worker.key
-        return placement
+        return self.placer.choose(self.view(), want)
 
     def drain(self, worker: Worker) -> None:
         """Send no more requests to the process that this worker is now."""
@@ -101,36 +96,54 @@ class Registry:
         self._changed()
 
     def status(self) -> list[admin_pb2.WorkerStatus]:
-        found = []
-        for worker in self.workers.values():
-            detail = self.obstacle(worker)
-            found.append(
-                admin_pb2.WorkerStatus(
-                    address=worker.address,
-                    info=worker.info,
-                    load=worker.load,
-                    reachable=worker.load is not None,
-                    routable=not detail,
-                    detail=detail,
-                    in_flight=worker.in_flight,
-                )
-            )
-        return found
+        return [self._status(worker) for worker in (*self.workers.values(), *self._fleet.leaving)]
+
+    def _status(self, worker: Worker) -> admin_pb2.WorkerStatus:
+        detail = self.obstacle(worker)
+        return admin_pb2.WorkerStatus(
+            address=worker.address,
+            info=worker.info,
+            load=worker.load,
+            reachable=worker.load is not None,
+            healthy=not worker.unhealthy,
+            routable=not detail,
+            detail=detail,
+            in_flight=worker.in_flight,
+            key=worker.target.key,
+            name=worker.target.name,
+            topology=worker.target.topology,
+            leaving=worker.leaving,
+        )
+
+    def _make_worker(self, target: Target) -> Worker:
+        def on_stale(kind: str) -> None:
+            self._metrics.stale.labels(kind=kind).inc()
+
+        return Worker(
+            target, self._router_id, self._config.timeouts, self._changed, self._loaded, on_stale, self._identity
+        )
 
     def _changed(self) -> None:
-        self.hooks.reconcile(self.workers.values())
-        linked = [worker.info for worker in self.workers.values() if worker.link is not None]
+        """A worker, or a pair, is in another state."""
+        workers = self.workers.values()
+        self.hooks.reconcile(workers)
+        seen = [worker.seen for worker in workers]
+        self._routable = states.routable(seen, self.hooks.ready)
+        sources = states.sources(self.hooks.ready)
+        serving = sorted((w for w in workers if w.epoch in self._routable), key=lambda w: w.address)
+        self._serving = [(worker, sources.get(worker.epoch, frozenset())) for worker in serving]
+        self._feeds.reconcile(workers)
+        self.placer.indexes.keep((w.epoch, i) for w in workers if w.link for i in range(w.info.replicas))
+        linked = [worker.info for worker in workers if worker.link is not None]
         if linked:
             self._model = linked[0]
-        self._count_workers()
-        self._on_change()
-
-    def _count_workers(self) -> None:
-        counts = Counter((_role(w), "routable" if not self.obstacle(w) else "waiting") for w in self.workers.values())
-        for role in ("prefill", "decode", "unified", "unspecified"):
-            for state in ("routable", "waiting"):
+        counts = states.count(seen, self._routable)
+        for role in states.ROLES:
+            for state in states.STATES:
                 self._metrics.workers.labels(role=role, state=state).set(counts[role, state])
+        self._loaded()
 
-
-def _role(worker: Worker) -> str:
-    return worker_pb2.Role.Name(worker.role).removeprefix("ROLE_").lower()
+    def _loaded(self) -> None:
+        """A worker has reported its load."""
+        self._fleet.release()
+        self._on_change()

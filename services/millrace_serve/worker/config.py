@@ -52,6 +52,7 @@ class WorkerConfig(Config):
     dtype: Literal["float32", "bfloat16"]  # of activations and KV; float32 on a CPU unless it is set
     launcher: Literal["local", "ray"] = "local"
     timeouts: Timeouts = Timeouts()
+    profile_dir: Path | None = None  # where torch.profiler's traces go; none: profiles are refused
     gc_warn_s: float = Field(0.05, gt=0)  # a collection pause above this is logged
     log_level: str = "INFO"
 

@@ -20,12 +20,14 @@ from prometheus_client import CollectorRegistry
 from millrace_serve.engine.core import Abort, Events, Failure, FlushCache, Request, RequestId, Route, Submit
 from millrace_serve.worker import convert, gc_hooks, warmup
 from millrace_serve.worker.attempts import Attempt, Attempts, Owner
+from millrace_serve.worker.cache_board import CacheBoard
 from millrace_serve.worker.config import WorkerConfig
 from millrace_serve.worker.launch import Launcher
 from millrace_serve.worker.lifecycle import Lifecycle, State
 from millrace_serve.worker.links import Link, Links
 from millrace_serve.worker.load import LoadBoard
 from millrace_serve.worker.messages import GcPauses, RankProgress, Report
+from millrace_serve.worker.profiling import Profiling
 from millrace_serve.worker.ranks import Ranks
 from millrace_serve.worker.role import RoleLogic
 from millrace_serve.worker.wakeup import within
@@ -48,6 +50,7 @@ class Frontend:
         self.lifecycle = Lifecycle(self._on_state)
         self.attempts = Attempts(self.count_stale)
         self.board = LoadBoard(config.dp, lambda: STATES[self.lifecycle.state], epoch)
+        self.caches = CacheBoard(config.dp, epoch)
         self.ranks = Ranks(config, launcher, self._on_report, self._on_lost)
         self.role = make_role(self)
         self.links = Links(epoch, self.check_admission, self.role.submit, self.abort, self._on_link_closed)
@@ -55,6 +58,7 @@ class Frontend:
         self.state_changed: Callable[[State], None] = lambda state: None
         self.gc_freezes = 0
         self.warmed_sources: list[str] = []
+        self.profiling = Profiling(config, epoch, self.ranks)
         self._pauses = gc_hooks.PauseWatch()
 
     # ------------------------------------------------------------------------------------------------ life
@@ -117,6 +121,7 @@ class Frontend:
         reason = Reason.WORKER_LOST if self.lost.done() else Reason.DRAINING
         self.links.end_all(MillraceError(reason, message))
         await self.role.close()
+        self.profiling.close()
         await self.ranks.stop(STOP_GRACE_S)
         self._pauses.close()
 
@@ -191,6 +196,8 @@ class Frontend:
         self.gc_freezes += 1
         self.metrics.gc_freezes.labels(process="frontend").inc()
         self.metrics.gc_freezes.labels(process="rank").inc(len(objects) - 1)
+        self.metrics.gc_frozen.labels(process="frontend").set(objects[0])
+        self.metrics.gc_frozen.labels(process="rank").set(sum(objects[1:]))
         self.report_pauses()
         return len(objects), sum(objects)
 
@@ -223,6 +230,8 @@ class Frontend:
     def _on_events(self, replica: int, events: Events) -> None:
         self.role.on_events(replica, events)
         self.attempts.deliver(events.outputs)
+        if events.cache is not None:
+            self.caches.update(replica, events.cache)
         if events.load is not None:
             self.board.update(replica, events.load)
 

@@ -13,7 +13,17 @@ from millrace_rpc import gc_hooks
 from millrace_serve.engine.core import Events, Load
 from millrace_serve.engine.engine import Engine
 from millrace_serve.worker.channels import Receiver
-from millrace_serve.worker.messages import FreezeGc, GcFrozen, GcPauses, Report, Stop, ToEngine
+from millrace_serve.worker.messages import (
+    FreezeGc,
+    GcFrozen,
+    GcPauses,
+    Report,
+    StartProfile,
+    Stop,
+    StopProfile,
+    ToEngine,
+)
+from millrace_serve.worker.rank_profiler import RankProfiler
 
 log = logging.getLogger(__name__)
 
@@ -46,12 +56,18 @@ class EngineLoop:
     """Of the leader of a replica."""
 
     def __init__(
-        self, engine: Engine, inbox: Receiver[ToEngine], report: Callable[[Report], None], gc: GcReporter
+        self,
+        engine: Engine,
+        inbox: Receiver[ToEngine],
+        report: Callable[[Report], None],
+        gc: GcReporter,
+        profiler: RankProfiler,
     ) -> None:
         self._engine = engine
         self._inbox = inbox
         self._report = report
         self._gc = gc
+        self._profiler = profiler
         self._stopping = False
         self._checked = False
         self._active_at = 0.0
@@ -91,6 +107,8 @@ class EngineLoop:
         match message:
             case FreezeGc():
                 self._gc.freeze()
+            case StartProfile() | StopProfile():
+                self._report(self._profiler.handle(message))
             case Stop():
                 self._stopping = True
             case _:
@@ -107,13 +125,17 @@ class EngineLoop:
         self._shipped, self._shipped_at = events.load, time.monotonic()
 
 
-def follower_inbox(inbox: Receiver[ToEngine], gc: GcReporter) -> None:
+def follower_inbox(
+    inbox: Receiver[ToEngine], report: Callable[[Report], None], gc: GcReporter, profiler: RankProfiler
+) -> None:
     """The inbox of a rank without scheduler, until Stop. Its steps come from its leader, which also ends it."""
     while True:
         for message in inbox.receive(None):
             match message:
                 case FreezeGc():
                     gc.freeze()
+                case StartProfile() | StopProfile():
+                    report(profiler.handle(message))
                 case Stop():
                     return
                 case _:

@@ -1,6 +1,6 @@
 """What the frontend and the ranks say to each other, besides the engine's own messages (engine/core.py).
 
-    frontend -> engine thread     EngineInput, FreezeGc, Stop
+    frontend -> engine thread     EngineInput, FreezeGc, StartProfile, StopProfile, Stop
     frontend -> transfer thread   AddSource, DropSource, ReadPages, Stop
     rank -> frontend              FromRank(rank, Report)
 
@@ -21,11 +21,22 @@ class FreezeGc(msgspec.Struct, frozen=True, tag=True):
     """Collect and freeze; answered by GcFrozen."""
 
 
+class StartProfile(msgspec.Struct, frozen=True, tag=True):
+    """Answered by ProfileDone with the path that the trace will have."""
+
+    folder: str
+    label: str  # of the file's name
+
+
+class StopProfile(msgspec.Struct, frozen=True, tag=True):
+    """Write the trace; answered by ProfileDone."""
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """End the thread in good order."""
 
 
-ToEngine = EngineInput | FreezeGc | Stop
+ToEngine = EngineInput | FreezeGc | StartProfile | StopProfile | Stop
 
 
 class AddSource(msgspec.Struct, frozen=True, tag=True):
@@ -105,7 +116,23 @@ class GcFrozen(msgspec.Struct, frozen=True, tag=True):
     objects: int
 
 
-Report = Events | RankProgress | RankReady | RankFailed | ReadDone | ReadStuck | SourceAdded | GcPauses | GcFrozen
+class ProfileDone(msgspec.Struct, frozen=True, tag=True):
+    path: str
+    error: str  # empty when it worked
+
+
+Report = (
+    Events
+    | RankProgress
+    | RankReady
+    | RankFailed
+    | ReadDone
+    | ReadStuck
+    | SourceAdded
+    | GcPauses
+    | GcFrozen
+    | ProfileDone
+)
 
 
 class FromRank(msgspec.Struct, frozen=True, array_like=True):

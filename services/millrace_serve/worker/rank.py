@@ -35,6 +35,7 @@ from millrace_serve.worker.channels import Receiver, Sender
 from millrace_serve.worker.config import EngineKind, WorkerConfig
 from millrace_serve.worker.loop import EngineLoop, GcReporter, follower_inbox
 from millrace_serve.worker.messages import FromRank, RankFailed, RankProgress, RankReady, Report, ToEngine
+from millrace_serve.worker.rank_profiler import RankProfiler
 from millrace_serve.worker.transfer_thread import TransferThread
 
 log = logging.getLogger(__name__)
@@ -107,7 +108,7 @@ def _live(spec: RankSpec, context: zmq.Context[Any], report: Callable[[Report], 
             memory=source.handle() if source else None,
         )
     )
-    _work(parts, inbox, report, gc)
+    _work(parts, inbox, report, gc, RankProfiler(spec.rank))
     if transfer:
         transfer.join()
     if source:
@@ -116,13 +117,20 @@ def _live(spec: RankSpec, context: zmq.Context[Any], report: Callable[[Report], 
         parts.leave()
 
 
-def _work(parts: Parts, inbox: Receiver[ToEngine], report: Callable[[Report], None], gc: GcReporter) -> None:
+def _work(
+    parts: Parts,
+    inbox: Receiver[ToEngine],
+    report: Callable[[Report], None],
+    gc: GcReporter,
+    profiler: RankProfiler,
+) -> None:
     if parts.engine is not None:
-        EngineLoop(parts.engine, inbox, report, gc).run()
+        EngineLoop(parts.engine, inbox, report, gc, profiler).run()
         return
     assert parts.run is not None
     # once started, only this thread uses the inbox and the outbox
-    threading.Thread(target=follower_inbox, args=(inbox, gc), name="inbox", daemon=True).start()
+    arguments = inbox, report, gc, profiler
+    threading.Thread(target=follower_inbox, args=arguments, name="inbox", daemon=True).start()
     parts.run()
 
 

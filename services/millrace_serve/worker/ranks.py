@@ -21,10 +21,13 @@ from millrace_serve.worker.messages import (
     FreezeGc,
     FromRank,
     GcFrozen,
+    ProfileDone,
     RankFailed,
     RankReady,
     Report,
+    StartProfile,
     Stop,
+    StopProfile,
     ToEngine,
     ToTransfer,
 )
@@ -54,6 +57,7 @@ class Ranks:
         self._transfers: dict[int, Sender[ToTransfer]] = {}
         self._infos: dict[int, RankReady] = {}
         self._freezes: dict[int, asyncio.Future[int]] = {}
+        self._profiles: dict[int, asyncio.Future[ProfileDone]] = {}
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._lost = ""
         self._stopping = False
@@ -105,6 +109,14 @@ class Ranks:
                 engine.send(FreezeGc())
         return list(await asyncio.gather(*map(asyncio.shield, self._freezes.values())))
 
+    async def profile(self, message: StartProfile | StopProfile) -> list[ProfileDone]:
+        """Every rank's answer. One call at a time."""
+        loop = asyncio.get_running_loop()
+        self._profiles = {rank: loop.create_future() for rank in self._engines}
+        for engine in self._engines.values():
+            engine.send(message)
+        return list(await asyncio.gather(*self._profiles.values()))
+
     def _take(self, message: FromRank) -> None:
         rank, report = message.rank, message.report
         match report:
@@ -114,6 +126,9 @@ class Ranks:
                 self._lose(f"rank {rank} failed: {why}")
             case GcFrozen(objects):
                 self._freezes.pop(rank).set_result(objects)
+            case ProfileDone():
+                if not (answer := self._profiles[rank]).done():
+                    answer.set_result(report)
             case _:
                 self._on_report(rank, report)
 
@@ -139,5 +154,8 @@ class Ranks:
             self._ready.set_exception(RankLost(why))
         for freeze in self._freezes.values():
             freeze.set_exception(RankLost(why))
+        for answer in self._profiles.values():
+            if not answer.done():
+                answer.set_exception(RankLost(why))
         self._freezes.clear()
         self._on_lost(why)

@@ -59,6 +59,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         async for snapshot in self._frontend.board.watch(low, max(low, high)):
             yield snapshot
 
+    async def WatchCache(
+        self, request: worker_pb2.WatchCacheRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.CacheChanges]:
+        async for changes in self._frontend.caches.watch(request.min_interval_ms / 1000 or MIN_INTERVAL_S):
+            yield changes
+
     async def Warmup(self, request: worker_pb2.WarmupRequest, context: Context) -> worker_pb2.WarmupResponse:
         started = time.monotonic()
         if self._frontend.lifecycle.state not in (State.WARMING, State.READY):
@@ -70,8 +76,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return worker_pb2.WarmupResponse(seconds=time.monotonic() - started)
 
     async def FreezeGc(self, request: worker_pb2.FreezeGcRequest, context: Context) -> worker_pb2.FreezeGcResponse:
-        if self._frontend.ranks.info is None:
-            raise MillraceError(Reason.NOT_READY, "the ranks are not up yet")
+        self._check_ranks()
         processes, objects = await self._frontend.freeze_gc()
         return worker_pb2.FreezeGcResponse(processes=processes, frozen_objects=objects)
 
@@ -88,6 +93,22 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def FlushCache(
         self, request: worker_pb2.FlushCacheRequest, context: Context
     ) -> worker_pb2.FlushCacheResponse:
+        self._check_ranks()
+        return worker_pb2.FlushCacheResponse(pages=await self._frontend.flush_cache())
+
+    async def StartProfile(
+        self, request: worker_pb2.StartProfileRequest, context: Context
+    ) -> worker_pb2.StartProfileResponse:
+        self._check_ranks()
+        max_seconds = request.max_seconds if request.HasField("max_seconds") else None
+        return worker_pb2.StartProfileResponse(folder=str(await self._frontend.profiling.start(max_seconds)))
+
+    async def StopProfile(
+        self, request: worker_pb2.StopProfileRequest, context: Context
+    ) -> worker_pb2.StopProfileResponse:
+        self._check_ranks()
+        return worker_pb2.StopProfileResponse(paths=await self._frontend.profiling.stop())
+
+    def _check_ranks(self) -> None:
         if self._frontend.ranks.info is None:
             raise MillraceError(Reason.NOT_READY, "the ranks are not up yet")
-        return worker_pb2.FlushCacheResponse(pages=await self._frontend.flush_cache())

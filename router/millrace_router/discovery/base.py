@@ -1,0 +1,82 @@
+"""What discovery tells the router: the full set of targets, again and again. Whoever listens compares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Something that should be a worker. For a worker on several hosts, its leader."""
+
+    key: str  # the same for its whole life and of nobody else: a pod's UID, or the address
+    address: str  # host:port of its gRPC server
+    name: str = ""  # for operators, such as the pod's
+    role: str = ""  # "prefill", "decode", "unified" or unknown: counts it until the worker itself says its role
+    withheld: str = ""  # why it should get no new requests; empty: it may
+    topology: Mapping[str, str] = field(default_factory=dict)  # "host", "zone" and whatever is configured
+
+
+class Listener(Protocol):
+    """Called on the event loop."""
+
+    def on_targets(self, targets: Sequence[Target]) -> None:
+        """This is everything that exists now. One target per address."""
+
+    def on_trouble(self, kind: str) -> None:
+        """The source failed to look, and goes on. What it said before stands: an outage of discovery removes nobody.
+        `kind` is one of TROUBLES.
+        """
+
+
+TROUBLES = ("gone", "silent", "refused", "failed")  # resource version too old; no answer; an error answer; any other
+
+
+class Source(Protocol):
+    def start(self, listener: Listener) -> None: ...
+
+    async def stop(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """From one set of targets to the next, by key. A target that moved to another address was removed and added."""
+
+    removed: tuple[Target, ...]
+    added: tuple[Target, ...]
+    updated: tuple[Target, ...]  # as they are now
+
+
+def diff(known: Mapping[str, Target], targets: Iterable[Target]) -> Changes:
+    """`known` is by key."""
+    now = {target.key: target for target in targets}
+    gone, new, updated = [], [], []
+    for key, old in known.items():
+        if key not in now or now[key].address != old.address:
+            gone.append(old)
+    for key, target in now.items():
+        before = known.get(key)
+        if before is None or before.address != target.address:
+            new.append(target)
+        elif before != target:
+            updated.append(target)
+    return Changes(tuple(gone), tuple(new), tuple(updated))
+
+
+def one_per_address(targets: Iterable[Target]) -> tuple[Target, ...]:
+    """In order of age, oldest first. Of those with one address, which happens while a pod is replaced, the youngest
+    that may get requests, else the youngest.
+    """
+    chosen: dict[str, Target] = {}
+    for target in targets:
+        other = chosen.get(target.address)
+        if other is None or not target.withheld or other.withheld:
+            chosen[target.address] = target
+    return tuple(chosen.values())
+
+
+def join(host: str, port: int) -> str:
+    """host:port, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,69 @@
+"""Where the router's workers come from."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import Literal
+
+from millrace_rpc.config import Config
+from pydantic import Field, model_validator
+
+ZONE = "topology.kubernetes.io/zone"
+
+
+class Kind(enum.StrEnum):
+    STATIC = "static"
+    DNS = "dns"
+    KUBERNETES = "kubernetes"
+
+
+class StaticTarget(Config):
+    address: str = Field(pattern=r"^\S+:\d{1,5}$")
+    name: str = ""
+    topology: dict[str, str] = Field(default_factory=dict)
+
+
+class DnsConfig(Config):
+    """Every address of every name is a worker: headless Services, or plain round-robin records."""
+
+    names: tuple[str, ...] = ()  # host:port
+    interval_s: float = Field(5.0, gt=0)  # between two look-ups
+
+
+class KubernetesConfig(Config):
+    objects: Literal["pods", "endpointslices"] = "pods"
+    selector: str = ""  # of labels; of EndpointSlices for example kubernetes.io/service-name=workers
+    namespace: str = ""  # empty: the router's own, outside a cluster "default"
+    port: int | str = "grpc"  # number, or the name of a container's (slice's) port
+    # label=value: a pod that has the label with another value is a follower and ignored, one without it a whole worker
+    leader: str = Field("leaderworkerset.sigs.k8s.io/worker-index=0", pattern=r"^[^=\s]+=[^=\s]*$")
+    role_label: str = "app.kubernetes.io/component"  # prefill, decode or unified, until the worker says it itself
+    topology: dict[str, str] = Field(default_factory=lambda: {"zone": ZONE})  # our name: the pod's label; host is known
+    kubeconfig: Path | None = None  # file; else the pod's service account
+    context: str = ""  # of the kubeconfig
+    api: str = ""  # URL of an API server that asks for no credentials, such as `kubectl proxy`
+    watch_s: int = Field(240, ge=1)  # the server ends a watch after this, and the next continues it
+    silence_s: float = Field(120.0, gt=0)  # a connection without any byte for so long is dead; servers send bookmarks
+    connect_s: float = Field(5.0, gt=0)
+    relist_s: float = Field(300.0, gt=0)  # between full lists, whatever the watch says; +-10 %
+    backoff_s: float = Field(0.5, gt=0)  # first pause after an error; doubles up to 30 s
+
+
+class DiscoveryConfig(Config):
+    kind: Kind = Kind.STATIC
+    static: tuple[StaticTarget, ...] = ()  # `workers` of the router is its short form
+    dns: DnsConfig = DnsConfig()
+    kubernetes: KubernetesConfig = KubernetesConfig()
+
+    @model_validator(mode="after")
+    def _has_what_its_kind_needs(self) -> DiscoveryConfig:
+        if self.kind is Kind.DNS and not self.dns.names:
+            raise ValueError("dns.names: required with kind=dns")
+        for name in self.dns.names:
+            host, _, port = name.rpartition(":")
+            if not host or not port.isdecimal():
+                raise ValueError(f"dns.names: {name!r} is not host:port")
+        if self.kind is Kind.KUBERNETES and not self.kubernetes.selector:
+            raise ValueError("kubernetes.selector: required with kind=kubernetes")
+        return self

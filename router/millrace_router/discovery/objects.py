@@ -1,0 +1,145 @@
+"""What Kubernetes objects, as they come in JSON, say about workers. Pure.
+
+Pod: its UID, its IP, a port, and whether it is Ready. EndpointSlice: the same for each of its endpoints, without the
+pod's labels: there the Service has to select the leaders.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from millrace_router.discovery.base import Target, join, one_per_address
+from millrace_router.discovery.config import KubernetesConfig
+
+log = logging.getLogger(__name__)
+
+Object = dict[str, Any]
+ROLES = ("prefill", "decode", "unified")
+OVER = ("Failed", "Succeeded")  # phases of a pod that will never run again
+
+
+def of_pod(pod: Object, config: KubernetesConfig) -> list[Target]:
+    """At most one target. None: not a leader, has no address yet, or is over (an evicted pod stays listed)."""
+    meta, spec, status = pod["metadata"], pod.get("spec", {}), pod.get("status", {})
+    labels, ip = meta.get("labels") or {}, status.get("podIP")
+    if not is_leader(labels, config.leader) or not ip or status.get("phase") in OVER:
+        return []
+    port = _pod_port(spec, config.port)
+    if port is None:
+        log.warning("pod %s has no port named %r", meta["name"], config.port)
+        return []
+    role = labels.get(config.role_label, "")
+    topology = {ours: labels[theirs] for ours, theirs in config.topology.items() if theirs in labels}
+    target = Target(
+        key=meta["uid"],
+        address=join(ip, port),
+        name=meta["name"],
+        role=role if role in ROLES else "",
+        withheld=_pod_withheld(pod),
+        topology={"host": spec.get("nodeName", ""), **topology},
+    )
+    return [target]
+
+
+def is_leader(labels: dict[str, str], leader: str) -> bool:
+    """`leader` is label=value. Without the label it is a worker of one pod, so its own leader."""
+    name, _, value = leader.partition("=")
+    return labels.get(name, value) == value
+
+
+def of_slice(slice: Object, config: KubernetesConfig) -> list[Target]:
+    port = _slice_port(slice, config.port)
+    if port is None:
+        log.warning("EndpointSlice %s has no port named %r", slice["metadata"]["name"], config.port)
+        return []
+    role = (slice["metadata"].get("labels") or {}).get(config.role_label, "")
+    targets = []
+    for endpoint in slice.get("endpoints") or ():
+        pod = endpoint.get("targetRef") or {}
+        for ip in endpoint.get("addresses", ())[:1]:  # all addresses of an endpoint are the same pod
+            address = join(ip, port)
+            targets.append(
+                Target(
+                    key=pod.get("uid") or address,
+                    address=address,
+                    name=pod.get("name", ""),
+                    role=role if role in ROLES else "",
+                    withheld=_endpoint_withheld(endpoint.get("conditions") or {}),
+                    topology={"host": endpoint.get("nodeName") or "", "zone": endpoint.get("zone") or ""},
+                )
+            )
+    return targets
+
+
+CONVERT: dict[str, Callable[[Object, KubernetesConfig], list[Target]]] = {"pods": of_pod, "endpointslices": of_slice}
+
+
+class Store:
+    """All objects of one selector by UID, kept up by lists and events."""
+
+    def __init__(self, config: KubernetesConfig) -> None:
+        self._config = config
+        self._convert = CONVERT[config.objects]
+        self._found: dict[str, tuple[str, list[Target]]] = {}  # UID: time of creation, targets
+
+    def replace(self, objects: Iterable[Object]) -> None:
+        """A full list: what it lacks is gone, also when no event has said so."""
+        self._found = {}
+        for item in objects:
+            self._put(item)
+
+    def apply(self, kind: str, item: Object) -> None:
+        """One event of a watch; bookmarks change nothing."""
+        if kind == "DELETED":
+            self._found.pop(item["metadata"]["uid"], None)
+        elif kind in ("ADDED", "MODIFIED"):
+            self._put(item)
+
+    def targets(self) -> tuple[Target, ...]:
+        """One per key (a pod that moves between slices is in both for a while) and one per address."""
+        by_age = [targets for _, targets in sorted(self._found.values(), key=lambda found: found[0])]
+        by_key: dict[str, Target] = {}
+        for target in (target for targets in by_age for target in targets):
+            if target.key not in by_key or not target.withheld:
+                by_key[target.key] = target
+        return one_per_address(by_key.values())
+
+    def _put(self, item: Object) -> None:
+        meta = item["metadata"]
+        self._found[meta["uid"]] = meta.get("creationTimestamp") or "", self._convert(item, self._config)
+
+
+def _pod_withheld(pod: Object) -> str:
+    if pod["metadata"].get("deletionTimestamp"):
+        return "the pod is terminating"
+    for condition in pod.get("status", {}).get("conditions") or ():
+        if condition["type"] == "Ready":
+            if condition["status"] == "True":
+                return ""
+            return f"the pod is not Ready ({condition.get('reason') or 'no reason given'})"
+    return "the pod is not Ready"
+
+
+def _endpoint_withheld(conditions: dict[str, bool | None]) -> str:
+    """Conditions that are absent mean: ready, not terminating."""
+    if conditions.get("terminating"):
+        return "the endpoint is terminating"
+    return "the endpoint is not ready" if conditions.get("ready") is False else ""
+
+
+def _pod_port(spec: Object, port: int | str) -> int | None:
+    if isinstance(port, int):
+        return port
+    for container in spec.get("containers", ()):
+        for entry in container.get("ports") or ():
+            if entry.get("name") == port:
+                return int(entry["containerPort"])
+    return None
+
+
+def _slice_port(slice: Object, port: int | str) -> int | None:
+    if isinstance(port, int):
+        return port
+    return next((int(e["port"]) for e in slice.get("ports") or () if e.get("name") == port and e.get("port")), None)

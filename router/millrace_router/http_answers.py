@@ -1,0 +1,35 @@
+"""Answers over HTTP: JSON, and errors in the shape of the OpenAI API, from the one table."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+from fastapi import Request, Response
+from millrace_rpc.errors import MillraceError, Reason
+from starlette.exceptions import HTTPException
+
+
+def json_answer(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(value), status, headers, "application/json")
+
+
+async def on_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, MillraceError)
+    headers = {"retry-after": str(math.ceil(error.retry_after_s))} if error.retry_after_s > 0 else None
+    return json_answer(error.http_body(), error.row.http, headers)
+
+
+async def on_http_exception(request: Request, error: Exception) -> Response:
+    """Unknown paths and methods, in the same shape."""
+    assert isinstance(error, HTTPException)
+    body = MillraceError(Reason.NOT_FOUND, f"{request.method} {request.url.path}: {error.detail}").http_body()
+    return json_answer(body, error.status_code)
+
+
+def encode_error(error: MillraceError) -> bytes:
+    """A whole HTTP/1.1 answer that ends its connection, for where there is no request yet."""
+    body = msgspec.json.encode(error.http_body())
+    head = f"HTTP/1.1 {error.row.http} \r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+    return head.encode() + b"connection: close\r\n\r\n" + body

@@ -1,0 +1,65 @@
+"""Three states of a worker, one inside the other, and what follows from them. Pure.
+
+    discovered   a source of discovery lists it
+    healthy      its process answers, says READY and has our Link
+    routable     healthy, withheld by nobody (discovery, an operator), and the hooks are done for a pair with a partner
+                 of which the same is true; a unified worker is its own partner
+
+The router is ready when something is routable: a prefill and a decode worker with one KV layout (others never become a
+pair), or a unified worker. Everything is derived from what is true now, so losing it is noticed like gaining it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+ROLES = ("prefill", "decode", "unified", "unspecified")
+DISCOVERED, HEALTHY, ROUTABLE = STATES = ("discovered", "healthy", "routable")
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Epochs. A unified worker is a pair of itself with an empty source."""
+
+    source: str
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A discovered worker. Both reasons are empty when there is none."""
+
+    role: str  # one of ROLES
+    epoch: str
+    unhealthy: str
+    withheld: str
+
+
+def routable(workers: Iterable[Seen], ready: Iterable[Pair]) -> frozenset[str]:
+    """Epochs. `ready` are the pairs whose hooks are done."""
+    fit = {worker.epoch for worker in workers if not worker.unhealthy and not worker.withheld}
+    found: set[str] = set()
+    for pair in ready:
+        if pair.worker in fit and (not pair.source or pair.source in fit):
+            found.update((pair.source, pair.worker))
+    return frozenset(found - {""})
+
+
+def sources(ready: Iterable[Pair]) -> dict[str, frozenset[str]]:
+    """Epoch of a worker → epochs of those that it has been warmed with."""
+    found: dict[str, set[str]] = {}
+    for pair in ready:
+        found.setdefault(pair.worker, set()).add(pair.source)
+    return {worker: frozenset(epochs) for worker, epochs in found.items()}
+
+
+def count(workers: Iterable[Seen], routable: frozenset[str]) -> Counter[tuple[str, str]]:
+    """Workers by (role, state); whoever is in an inner state is in the outer ones too."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for worker in workers:
+        counts[worker.role, DISCOVERED] += 1
+        counts[worker.role, HEALTHY] += not worker.unhealthy
+        counts[worker.role, ROUTABLE] += worker.epoch in routable
+    return counts

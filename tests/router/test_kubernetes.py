@@ -1,0 +1,287 @@
+"""Discovery in Kubernetes, against a scripted API server over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+from millrace_router.discovery.config import KubernetesConfig
+from millrace_router.discovery.kubernetes import KubernetesSource, trouble
+from millrace_testing.kube_server import KubeServer, endpoint, endpoint_slice, pod
+from router.fake_worker import DECODE, PREFILL, FakeWorker, expected
+from router.harness import Cluster
+from router.test_discovery import Heard
+
+FAST = {"selector": "app=millrace", "backoff_s": 0.02, "silence_s": 20.0}
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[KubeServer]:
+    async with KubeServer() as server:
+        yield server
+
+
+@pytest.fixture
+async def hear(server: KubeServer) -> AsyncIterator[Callable]:
+    """`hear(silence_s=…)`: a listener of a started source."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        def start(**values: object) -> Heard:
+            source, heard = KubernetesSource(KubernetesConfig(**{**FAST, "api": server.url, **values})), Heard()
+            source.start(heard)
+            stack.push_async_callback(source.stop)
+            return heard
+
+        yield start
+
+
+async def settled(server: KubeServer, condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_list_then_watch(server: KubeServer, hear: Callable) -> None:
+    first, second = pod("a", "10.0.0.1:1"), pod("b", "10.0.0.2:1")
+    foreign = pod("c", "10.0.0.3:1")
+    foreign["metadata"]["labels"] = {"app": "other"}
+    follower = pod("d", "10.0.0.4:1")
+    follower["metadata"]["labels"]["leaderworkerset.sigs.k8s.io/worker-index"] = "3"
+    for item in (first, foreign, follower):
+        server.put(item)
+    heard = hear()
+    await heard.until(lambda: heard.addresses == ["10.0.0.1:1"])
+    await settled(server, lambda: server.open_watches == 1)
+    server.put(second)
+    await heard.until(lambda: heard.addresses == ["10.0.0.1:1", "10.0.0.2:1"])
+    server.delete(first)
+    await heard.until(lambda: heard.addresses == ["10.0.0.2:1"])
+    assert server.lists == 1 and not heard.troubles
+
+
+async def test_deletes_missed_while_the_watch_was_down(server: KubeServer, hear: Callable) -> None:
+    gone, stays = pod("a", "10.0.0.1:1"), pod("b", "10.0.0.2:1")
+    server.put(gone)
+    server.put(stays)
+    heard = hear()
+    await heard.until(lambda: len(heard.targets) == 2)
+    server.refuse = 503
+    server.drop_watches()
+    await heard.until(lambda: "refused" in heard.troubles)
+    assert len(heard.targets) == 2, "an outage removes nobody"
+    server.delete(gone)
+    server.forget()
+    server.refuse = 0
+    await heard.until(lambda: heard.addresses == ["10.0.0.2:1"])
+
+
+@pytest.mark.parametrize("as_event", [True, False])
+async def test_gone_leads_to_another_list(server: KubeServer, hear: Callable, as_event: bool) -> None:
+    """As an event of a running watch, or as the answer to the next one."""
+    server.gone_as_event = as_event
+    first, second = pod("a", "10.0.0.1:1"), pod("b", "10.0.0.2:1")
+    server.put(first)
+    heard = hear(watch_s=1)
+    await heard.until(lambda: len(heard.targets) == 1)
+    await settled(server, lambda: server.open_watches == 1)
+    server.delete(first)
+    server.put(second)
+    server.forget()  # before the watch could tell
+    await heard.until(lambda: heard.addresses == ["10.0.0.2:1"])
+    assert "gone" in heard.troubles
+
+
+async def test_a_dropped_watch_goes_on_where_it_was(server: KubeServer, hear: Callable) -> None:
+    first, second = pod("a", "10.0.0.1:1"), pod("b", "10.0.0.2:1")
+    heard = hear(watch_s=1)
+    await heard.until(lambda: heard.times)
+    await settled(server, lambda: server.open_watches == 1)
+    server.put(first)
+    await heard.until(lambda: len(heard.targets) == 1)
+    await settled(server, lambda: server.watches >= 2)  # the server has ended the first
+    server.put(second)
+    await heard.until(lambda: len(heard.targets) == 2)
+    assert server.lists == 1
+
+
+async def test_a_half_open_connection_is_noticed(server: KubeServer, hear: Callable) -> None:
+    item = pod("a", "10.0.0.1:1")
+    server.put(item)
+    heard = hear(silence_s=0.3)
+    await heard.until(lambda: len(heard.targets) == 1)
+    await settled(server, lambda: server.open_watches >= 1)
+    server.silent = True
+    server.delete(item)
+    await heard.until(lambda: not heard.targets)
+    assert "silent" in heard.troubles
+
+
+async def test_a_full_list_from_time_to_time(server: KubeServer, hear: Callable) -> None:
+    """A watch that looks alive but says nothing."""
+    item = pod("a", "10.0.0.1:1")
+    server.put(item)
+    heard = hear(relist_s=1.0)
+    await heard.until(lambda: len(heard.targets) == 1)
+    server.silent = True
+    server.delete(item)
+    await heard.until(lambda: not heard.targets)
+    assert server.lists >= 2 and not heard.troubles
+
+
+async def test_a_pod_recreated_under_its_name(server: KubeServer, hear: Callable) -> None:
+    old, new = pod("prefill-0", "10.0.0.1:1"), pod("prefill-0", "10.0.0.1:1")
+    server.put(old)
+    heard = hear()
+    await heard.until(lambda: len(heard.targets) == 1)
+    server.put(new)
+    server.delete(old)
+    await heard.until(lambda: [target.key for target in heard.targets] == [new["metadata"]["uid"]])
+
+
+async def test_a_burst_of_pods(server: KubeServer, hear: Callable) -> None:
+    heard = hear()
+    await heard.until(lambda: heard.times)
+    items = [pod(f"w-{i}", f"10.0.{i // 250}.{i % 250}:1") for i in range(200)]
+    for item in items:
+        server.put(item)
+    await heard.until(lambda: len(heard.targets) == 200)
+    for item in items[:150]:
+        server.delete(item)
+    await heard.until(lambda: len(heard.targets) == 50)
+    assert heard.times < 350, "events are told together"
+
+
+async def test_lists_come_in_pages(server: KubeServer, hear: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millrace_router.discovery.kubernetes.PAGE", 2)
+    for i in range(5):
+        server.put(pod(f"w-{i}", f"10.0.0.{i}:1"))
+    heard = hear()
+    await heard.until(lambda: len(heard.targets) == 5)
+    assert server.lists == 3
+
+
+async def test_endpoint_slices(server: KubeServer, hear: Callable) -> None:
+    item = endpoint_slice("s", 50051, endpoint("10.0.0.1", "a"), endpoint("10.0.0.2", "b"))
+    server.put(item)
+    heard = hear(objects="endpointslices")
+    await heard.until(lambda: [target.key for target in heard.targets] == ["a", "b"])
+    item["endpoints"][0]["conditions"]["ready"] = False
+    server.put(item)
+    await heard.until(lambda: bool(heard.targets[0].withheld))
+    server.delete(item)
+    await heard.until(lambda: not heard.targets)
+
+
+async def test_no_api_server(hear: Callable, server: KubeServer) -> None:
+    heard = hear(api="http://127.0.0.1:1")
+    await heard.until(lambda: len(heard.troubles) > 1)
+    assert set(heard.troubles) == {"failed"} and not heard.times
+
+
+def test_no_credentials_is_a_trouble_too() -> None:
+    assert trouble(RuntimeError("Service host/port is not set.")) == "failed"
+
+
+# ----------------------------------------------------------------------------------------- with workers
+
+
+@pytest.fixture
+async def found(cluster: Callable, server: KubeServer) -> AsyncIterator[Callable]:
+    """`await found(worker, …)`: a router that finds these workers in Kubernetes; with the pods."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start(*workers: FakeWorker) -> tuple[Cluster, list]:
+            pods = []
+            for i, worker in enumerate(workers):
+                await worker.start()
+                stack.push_async_callback(worker.stop)
+                pods.append(pod(f"worker-{i}", worker.address))
+                server.put(pods[-1])
+            kubernetes = {**FAST, "api": server.url}
+            made = await cluster(discovery={"kind": "kubernetes", "kubernetes": kubernetes}, wait=False)
+            made.workers = list(workers)
+            await made.until(lambda: made.router.registry.ready, 30)
+            return made, pods
+
+        yield start
+
+
+def states(made: Cluster, role: str) -> list[float]:
+    return [
+        made.metric("millrace_workers", role=role, state=state) for state in ("discovered", "healthy", "routable")
+    ]
+
+
+async def test_readiness_flips_and_the_link_stays(found: Callable, server: KubeServer) -> None:
+    made, (prefill, decode) = await found(FakeWorker(PREFILL), FakeWorker(DECODE, step_s=0.02))
+    assert states(made, "decode") == states(made, "prefill") == [1, 1, 1]
+    task = asyncio.create_task(made.generate([1]))
+    await made.until(lambda: bool(made.workers[1].active), 30)
+    links = [worker.link for worker in made.router.registry.workers.values()]
+    decode["status"]["conditions"][0]["status"] = "False"
+    server.put(decode)
+    await made.until(lambda: not made.router.registry.ready, 30)
+    assert states(made, "decode") == [1, 1, 0] and states(made, "prefill") == [1, 1, 0]
+    assert (await task).tokens() == expected([1], 8), "running requests go on"
+    warmups = len(made.workers[1].warmups)
+    decode["status"]["conditions"][0]["status"] = "True"
+    server.put(decode)
+    await made.until(lambda: made.router.registry.ready, 30)
+    assert [worker.link for worker in made.router.registry.workers.values()] == links
+    assert len(made.workers[1].warmups) == warmups, "the process is the same: it need not be warmed again"
+
+
+async def test_a_removed_worker_finishes_what_it_has(found: Callable, server: KubeServer) -> None:
+    made, (_, first, second) = await found(
+        FakeWorker(PREFILL), *(FakeWorker(DECODE, step_s=0.05) for _ in range(2))
+    )
+    await made.until(lambda: len(made.router.registry.hooks.ready) == 2, 30)
+    task = asyncio.create_task(made.generate([1]))
+    await made.until(lambda: any(worker.active for worker in made.decodes), 30)
+    busy = made.decodes.index(next(worker for worker in made.decodes if worker.active))
+    server.delete((first, second)[busy])
+    await made.until(lambda: len(made.router.registry.workers) == 2, 30)
+    leaving = next(status for status in made.router.registry.status() if status.leaving)
+    assert leaving.in_flight == 1 and leaving.detail == "no longer discovered"
+    assert (await task).tokens() == expected([1], 8)
+    await made.until(lambda: len(made.router.registry.status()) == 2 and not made.decodes[busy].links, 30)
+    assert (await made.generate([2])).tokens() == expected([2], 8)
+    assert len(made.decodes[busy].submitted) == 1
+
+
+async def test_a_removed_worker_that_dies_fails_over(found: Callable, server: KubeServer) -> None:
+    made, pods = await found(FakeWorker(PREFILL), *(FakeWorker(DECODE, step_s=0.05) for _ in range(2)))
+    await made.until(lambda: len(made.router.registry.hooks.ready) == 2, 30)
+    task = asyncio.create_task(made.generate([1]))
+    await made.until(lambda: any(worker.active for worker in made.decodes), 30)
+    busy = made.decodes.index(next(worker for worker in made.decodes if worker.active))
+    server.delete(pods[1 + busy])
+    await made.until(lambda: len(made.router.registry.workers) == 2, 30)
+    await made.decodes[busy].stop()
+    assert (await task).tokens() == expected([1], 8)
+    await made.until(lambda: len(made.router.registry.status()) == 2, 30)
+
+
+async def test_a_new_pod_at_an_old_address(found: Callable, server: KubeServer) -> None:
+    made, (prefill, decode) = await found(FakeWorker(PREFILL), FakeWorker(DECODE))
+    server.delete(decode)
+    await made.until(lambda: not made.router.registry.ready, 30)
+    await made.workers[1].restart()
+    again = pod("worker-1", made.workers[1].address)
+    server.put(again)
+    await made.until(lambda: made.router.registry.ready, 30)
+    status = next(s for s in made.router.registry.status() if s.address == made.workers[1].address)
+    assert status.key == again["metadata"]["uid"] != decode["metadata"]["uid"] and status.name == "worker-1"
+    assert (await made.generate([1])).tokens() == expected([1], 8)
+
+
+async def test_losing_everything_is_noticed(found: Callable, server: KubeServer) -> None:
+    made, pods = await found(FakeWorker(PREFILL), FakeWorker(DECODE))
+    for item in pods:
+        server.delete(item)
+    await made.until(lambda: not made.router.registry.workers, 30)
+    assert (await made.http.get("/ready")).status_code == 503
+    assert states(made, "prefill") == states(made, "decode") == [0, 0, 0]
+    assert made.metric("millrace_discovery_changes_total", change="removed") == 2

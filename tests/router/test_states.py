@@ -1,0 +1,54 @@
+"""Discovered, healthy, routable: what follows from the workers' states."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from millrace_router.states import DISCOVERED, HEALTHY, ROUTABLE, Pair, Seen, count, routable
+
+P, D, U = Seen("prefill", "p", "", ""), Seen("decode", "d", "", ""), Seen("unified", "u", "", "")
+PD = Pair("p", "d")
+seen = st.builds(
+    Seen, st.sampled_from(["prefill", "decode"]), st.sampled_from("pqde"), st.sampled_from(["", "x"]), st.just("")
+)
+
+
+def test_a_pair_needs_both() -> None:
+    assert routable([P, D], [PD]) == {"p", "d"}
+    assert routable([P, D], []) == set()
+    assert routable([P], [PD]) == routable([D], [PD]) == set()
+    for change in ({"unhealthy": "lost"}, {"withheld": "draining"}):
+        assert routable([_with(P, change), D], [PD]) == set()
+        assert routable([P, _with(D, change)], [PD]) == set()
+
+
+def test_unified_needs_nobody() -> None:
+    assert routable([U], [Pair("", "u")]) == {"u"}
+    assert routable([_with(U, {"withheld": "not Ready"})], [Pair("", "u")]) == set()
+
+
+def test_a_partner_elsewhere_keeps_a_worker_routable() -> None:
+    other = Seen("decode", "e", "lost", "")
+    assert routable([P, D, other], [PD, Pair("p", "e")]) == {"p", "d"}
+
+
+def test_states_are_nested() -> None:
+    withheld = Seen("decode", "e", "", "not Ready")
+    unknown = Seen("unspecified", "", "unreachable", "")
+    counts = count([P, D, withheld, unknown], frozenset("pd"))
+    assert [counts["decode", state] for state in (DISCOVERED, HEALTHY, ROUTABLE)] == [2, 2, 1]
+    assert [counts["unspecified", state] for state in (DISCOVERED, HEALTHY, ROUTABLE)] == [1, 0, 0]
+
+
+@given(st.lists(seen, unique_by=lambda worker: worker.epoch), st.sets(st.builds(Pair, st.sampled_from("pq"), st.sampled_from("de"))))
+def test_whoever_is_routable_has_a_routable_partner(workers: list[Seen], ready: set[Pair]) -> None:
+    found = routable(workers, ready)
+    healthy = {worker.epoch for worker in workers if not worker.unhealthy}
+    assert found <= healthy
+    for epoch in found:
+        assert any({pair.source, pair.worker} <= found and epoch in (pair.source, pair.worker) for pair in ready)
+
+
+def _with(worker: Seen, change: dict[str, str]) -> Seen:
+    values = {"role": worker.role, "epoch": worker.epoch, "unhealthy": worker.unhealthy, "withheld": worker.withheld}
+    return Seen(**{**values, **change})
