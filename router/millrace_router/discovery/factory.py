@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from millrace_rpc.config import ConfigError
+
 from millrace_router.discovery.base import Source
 from millrace_router.discovery.config import DiscoveryConfig, Kind
 from millrace_router.discovery.dns import DnsSource
@@ -9,12 +11,15 @@ from millrace_router.discovery.static import StaticSource
 
 
 def make_source(config: DiscoveryConfig) -> Source:
+    """Raises ConfigError when something for it is not installed."""
     match config.kind:
         case Kind.STATIC:
             return StaticSource(config.static)
         case Kind.DNS:
             return DnsSource(config.dns)
         case Kind.KUBERNETES:
-            from millrace_router.discovery.kubernetes import KubernetesSource  # its client is needed for nothing else
-
+            try:
+                from millrace_router.discovery.kubernetes import KubernetesSource
+            except ModuleNotFoundError as error:  # its client is an extra: nothing else needs it
+                raise ConfigError(f"discovery.kind=kubernetes needs millrace[kubernetes]: {error}") from error
             return KubernetesSource(config.kubernetes)
