@@ -27,10 +27,12 @@ class Reason(enum.StrEnum):
     UNAUTHENTICATED = "UNAUTHENTICATED"
     NOT_FOUND = "NOT_FOUND"
     QUEUE_FULL = "QUEUE_FULL"  # the router's queue
+    RATE_LIMITED = "RATE_LIMITED"  # the API key's own limit
     OVERLOADED = "OVERLOADED"  # a worker without credits
     NO_WORKERS = "NO_WORKERS"  # no routable pair
     NOT_READY = "NOT_READY"
     DRAINING = "DRAINING"
+    DEADLINE_TOO_SHORT = "DEADLINE_TOO_SHORT"  # it would pass in the router's queue
     DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
     CANCELLED = "CANCELLED"
     EPOCH_CHANGED = "EPOCH_CHANGED"  # the process at this address is not the one that was meant
@@ -62,6 +64,8 @@ TABLE: dict[Reason, Row] = {
     Reason.UNAUTHENTICATED: Row(_S.UNAUTHENTICATED, 401, "authentication_error"),
     Reason.NOT_FOUND: Row(_S.NOT_FOUND, 404, "invalid_request_error"),
     Reason.QUEUE_FULL: Row(_S.RESOURCE_EXHAUSTED, 429, "rate_limit_error", retry_after_s=1.0),
+    Reason.RATE_LIMITED: Row(_S.RESOURCE_EXHAUSTED, 429, "rate_limit_error", retry_after_s=1.0),
+    Reason.DEADLINE_TOO_SHORT: Row(_S.RESOURCE_EXHAUSTED, 429, "rate_limit_error", retry_after_s=1.0),
     Reason.OVERLOADED: Row(_S.RESOURCE_EXHAUSTED, 429, "rate_limit_error", retry_elsewhere=True, retry_after_s=1.0),
     Reason.NO_WORKERS: Row(_S.UNAVAILABLE, 503, "server_error", retry_after_s=1.0),
     Reason.NOT_READY: Row(_S.UNAVAILABLE, 503, "server_error", retry_elsewhere=True, retry_after_s=1.0),

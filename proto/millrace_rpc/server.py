@@ -93,11 +93,14 @@ class _Errors(grpc.aio.ServerInterceptor):
             wrapped = _streaming(handler.stream_stream or handler.unary_stream)
         else:
             wrapped = _unary(handler.stream_unary or handler.unary_unary)
-        kind = ("stream" if handler.request_streaming else "unary") + (
-            "_stream" if handler.response_streaming else "_unary"
-        )
-        make = getattr(grpc, f"{kind}_rpc_method_handler")
-        return make(wrapped, handler.request_deserializer, handler.response_serializer)
+        return with_behavior(handler, wrapped)
+
+
+def with_behavior(handler: grpc.RpcMethodHandler, behavior: Callable[..., Any]) -> grpc.RpcMethodHandler:
+    """A handler of the same kind for the same messages."""
+    kinds = ["stream" if streams else "unary" for streams in (handler.request_streaming, handler.response_streaming)]
+    make = getattr(grpc, f"{'_'.join(kinds)}_rpc_method_handler")
+    return make(behavior, handler.request_deserializer, handler.response_serializer)
 
 
 def _unary(behavior: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:

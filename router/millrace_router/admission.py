@@ -1,95 +1,196 @@
-"""The bounded queue in front of the workers: first in, first out within a priority.
+"""The bounded queue in front of the workers, and who is refused at its door.
 
-1. `enter` takes a ticket. With nobody waiting and a placement at hand it is served at once; a full queue refuses it
-   (QUEUE_FULL).
-2. `pump` serves from the head while the chooser finds a placement. Called whenever credits or workers may have
-   appeared; nothing polls.
-3. `leave` withdraws a ticket (cancel, deadline). `close` refuses new tickets (drain); those inside are still served.
-
-A retried request enters again with its first rank, is never refused as over the size, and so overtakes what came
-after it.
+1. `check_room` refuses what can find no place, before any work is done for it; `make_room` decides once the tokens
+   are known: QUEUE_FULL, unless others have to give way (fair_queue.py says who), and DEADLINE_TOO_SHORT when the
+   wait, estimated from the measured rate of service, would be longer than the client waits.
+2. `enter` takes a ticket. With nobody before it and a placement at hand it is served at once.
+3. `pump` serves in fair order. Called whenever credits or workers may have appeared; nothing polls. A ticket that
+   finds no placement now does not block the next ones, up to `look_ahead` of them, but it cannot be overtaken without
+   end either (Ticket.blocks).
+4. `leave` withdraws a ticket (cancel, deadline). Setting `closed` refuses new requests (drain); those inside are still
+   served. A retried request enters again with its first place, and is never refused as over the size.
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
+import math
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from millrace_rpc.errors import MillraceError, Reason
 
+from millrace_router.fair_queue import FairQueue, Place, Ticket
 from millrace_router.policy import Placement, Want
 
+MEMORY_S = 10.0  # of the measured rate: older service counts for less
+LEAST_BUSY_S = 0.5  # of measuring, before anything is concluded from it
+LEAST_RETRY_S, LONGEST_RETRY_S = 0.1, 60.0
 
-@dataclass(order=True, slots=True)
-class Ticket:
-    """One continuation's wait for workers, used once: `serve` is called unless the ticket left before."""
 
-    rank: tuple[int, int]  # (-priority, arrival), see Admission.rank
-    want: Want = field(compare=False)
-    serve: Callable[[Placement], None] = field(compare=False)
-    waiting: bool = field(default=False, compare=False)
+class ServiceRate:
+    """Tokens per second that leave the queue while somebody waits: only then it tells what the workers can do."""
+
+    def __init__(self, now: float) -> None:
+        self._at = now
+        self._tokens = 0.0  # both fade with the same speed
+        self._seconds = 0.0
+
+    def advance(self, now: float, waiting: bool) -> None:
+        """Until now, somebody was waiting or not."""
+        passed, self._at = max(now - self._at, 0.0), max(now, self._at)
+        if waiting and passed:
+            fade = math.exp(-passed / MEMORY_S)
+            self._tokens *= fade
+            self._seconds = self._seconds * fade + MEMORY_S * (1 - fade)
+
+    def served(self, tokens: int) -> None:
+        self._tokens += tokens
+
+    def seconds_for(self, tokens: float) -> float | None:
+        """None: not known yet."""
+        if self._seconds < LEAST_BUSY_S:
+            return None
+        return tokens * self._seconds / self._tokens if self._tokens else math.inf
 
 
 class Admission:
-    def __init__(self, size: int, choose: Callable[[Want], Placement | None], on_size: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        size: int,
+        choose: Callable[[Want], Placement | None],
+        on_size: Callable[[int], None],
+        look_ahead: int = 8,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._size = size
         self._choose = choose
         self._on_size = on_size
+        self._look_ahead = look_ahead
+        self._clock = clock
         self._arrivals = itertools.count()
-        self._heap: list[Ticket] = []
-        self._waiting = 0  # tickets of the heap that have not left
+        self._queue = FairQueue()
+        self._rate = ServiceRate(clock())
+        self._waiting = 0
         self._pumping = False
         self.closed = False
 
     def __len__(self) -> int:
         return self._waiting
 
-    def rank(self, priority: int) -> tuple[int, int]:
-        """A new arrival's place in the order."""
-        return -priority, next(self._arrivals)
+    @property
+    def tokens(self) -> int:
+        """Prompt tokens of all who wait."""
+        return self._queue.tokens
 
-    def check_room(self, tickets: int) -> None:
+    def place(self, priority: int, tenant: str = "default", weight: float = 1.0) -> Place:
+        """A new arrival's."""
+        return Place(priority, next(self._arrivals), tenant, weight)
+
+    # ------------------------------------------------------------------------------------- at the door
+
+    def check_room(self, tickets: int, place: Place) -> None:
         """Refuse a new request before any work is done for it."""
         if self.closed:
             raise MillraceError(Reason.DRAINING, "the router is shutting down")
-        if self._waiting + tickets > self._size:
-            raise MillraceError(Reason.QUEUE_FULL, f"the queue holds its {self._size} requests already")
+        over = self._waiting + tickets - self._size
+        if over > 0 and self._queue.victims(place, tickets, over) is None:
+            message = f"the queue holds {self._waiting} of at most {self._size} requests"
+            raise MillraceError(Reason.QUEUE_FULL, message, retry_after_s=self.drained_in())
+
+    def make_room(self, tickets: int, place: Place, tokens: int, left_s: float | None) -> None:
+        """For so many tickets of `tokens` prompt tokens each, whose client waits `left_s` more (None: for ever)."""
+        self.check_room(tickets, place)
+        wait = self.wait_of(place, tokens)
+        if left_s is not None and wait is not None and wait > left_s:
+            message = f"about {_words(wait)} would pass in the queue, and the deadline is in {left_s:.1f} s"
+            raise MillraceError(Reason.DEADLINE_TOO_SHORT, message, retry_after_s=_bounded(wait - left_s))
+        over = self._waiting + tickets - self._size
+        for victim in (self._queue.victims(place, tickets, over) or ()) if over > 0 else ():
+            self.leave(victim)
+            message = "the queue is full, and others who hold less of it came"
+            victim.refuse(MillraceError(Reason.QUEUE_FULL, message, retry_after_s=self.drained_in()))
+
+    def wait_of(self, place: Place, tokens: int) -> float | None:
+        """The estimated wait of a newcomer, in seconds. None: not known. 0 while nobody waits."""
+        if not self._waiting:
+            return 0.0
+        self._rate.advance(self._clock(), waiting=True)
+        return self._rate.seconds_for(self._queue.tokens_before(place, tokens))
+
+    def drained_in(self) -> float | None:
+        """When a refused client should come again, in seconds: when those who wait now will have been served. None:
+        not known.
+        """
+        self._rate.advance(self._clock(), waiting=self._waiting > 0)
+        seconds = self._rate.seconds_for(self._queue.tokens)
+        return None if seconds is None else _bounded(seconds)
+
+    # ------------------------------------------------------------------------------------- inside
 
     def enter(self, ticket: Ticket) -> None:
-        ticket.waiting = True
-        heapq.heappush(self._heap, ticket)
+        self._rate.advance(self._clock(), waiting=self._waiting > 0)
+        self._queue.add(ticket)
         self._resize(+1)
-        self.pump()
+        if not self._pumping:  # else the pump that runs comes to it
+            self._run(lambda: self._serve_one(ticket))
 
     def leave(self, ticket: Ticket) -> None:
         if ticket.waiting:
-            ticket.waiting = False
+            self._queue.remove(ticket)
             self._resize(-1)
             self.pump()
 
+    def charge(self, place: Place, tokens: int) -> None:
+        """Tokens that a request of this place has produced."""
+        self._queue.charge(place, tokens)
+
     def pump(self) -> None:
-        """Serve from the head. Serving may call back into the queue: the outer call goes on."""
-        if self._pumping:
-            return
+        """Serve whom the workers have room for. Serving may call back into the queue: the outer call goes on."""
+        if not self._pumping and self._waiting:
+            self._run(self._serve_one)
+
+    def _run(self, serve_one: Callable[[], bool]) -> None:
         self._pumping = True
         try:
-            while self._heap:
-                head = self._heap[0]
-                if not head.waiting:
-                    heapq.heappop(self._heap)
-                    continue
-                placement = self._choose(head.want)
-                if placement is None:
-                    return
-                heapq.heappop(self._heap)
-                head.waiting = False
-                self._resize(-1)
-                head.serve(placement)
+            if serve_one():
+                while self._serve_one():
+                    pass
         finally:
             self._pumping = False
+
+    def _serve_one(self, only: Ticket | None = None) -> bool:
+        """Whether somebody was served. `only`: those before it have been tried since anything changed."""
+        now = self._clock()
+        before: list[Ticket] = []
+        for ticket in itertools.islice(self._queue.in_order(), self._look_ahead):
+            placement = self._choose(ticket.want) if only is None or ticket is only else None
+            if placement is not None:
+                for other in before:
+                    other.overtaken += 1
+                self._serve(ticket, placement, now, waited=ticket is not only or self._waiting > 1)
+                return True
+            if ticket is only or ticket.blocks(now):
+                return False
+            before.append(ticket)
+        return False
+
+    def _serve(self, ticket: Ticket, placement: Placement, now: float, waited: bool) -> None:
+        if waited:  # or others do
+            self._rate.advance(now, waiting=True)
+            self._rate.served(ticket.want.tokens)
+        self._queue.take(ticket)
+        self._resize(-1)
+        ticket.serve(placement)
 
     def _resize(self, change: int) -> None:
         self._waiting += change
         self._on_size(self._waiting)
+
+
+def _bounded(seconds: float) -> float:
+    return min(max(seconds, LEAST_RETRY_S), LONGEST_RETRY_S)
+
+
+def _words(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < math.inf else "for ever"

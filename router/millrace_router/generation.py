@@ -17,13 +17,17 @@ from dataclasses import dataclass
 from millrace.v1 import common_pb2, worker_pb2
 from millrace_rpc.errors import MillraceError
 from millrace_rpc.metrics import Metrics
+from millrace_rpc.tracing import Tracer
 
 from millrace_router import policy
-from millrace_router.admission import Admission, Ticket
+from millrace_router.admission import Admission
 from millrace_router.config import RouterConfig
+from millrace_router.fair_queue import Ticket
 from millrace_router.flow import Abort, Action, Count, Flow, Leg, Retry, Stage, Submit
 from millrace_router.link import Link
 from millrace_router.registry import Registry
+from millrace_router.spans import ContinuationSpans
+from millrace_router.tenants import Tenant
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +40,7 @@ class Backend:
     registry: Registry
     admission: Admission
     metrics: Metrics
+    tracer: Tracer
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +53,12 @@ class Job:
     request_id: str
     received: float  # on the event loop's clock
     deadline: float | None
+    tenant: Tenant
+    session_id: str = ""
 
 
 class Generation:
-    def __init__(self, backend: Backend, job: Job, wake: Callable[[], None]) -> None:
+    def __init__(self, backend: Backend, job: Job, spans: ContinuationSpans, wake: Callable[[], None]) -> None:
         self._loop = asyncio.get_running_loop()
         config, now = backend.config, self._loop.time()
         self.job = job
@@ -59,6 +66,7 @@ class Generation:
         self.stage = Stage.QUEUED  # as `_settle` saw it last
         self.room = secrets.randbits(64) or 1
         self.cached_tokens = 0
+        self.decision: policy.Decision | None = None  # why the latest attempt went where it went
         self.stamps: dict[Stage, float] = {Stage.QUEUED: now}  # when a stage began first
         self.tokens_at: float | None = None  # when the first token arrived
         self.flow = Flow(
@@ -70,7 +78,8 @@ class Generation:
             queue_s=config.timeouts.queue if backend.registry.ready else config.timeouts.no_workers,
         )
         self._backend = backend
-        self._rank = backend.admission.rank(job.priority)
+        self.place = backend.admission.place(job.priority, job.tenant.name, job.tenant.weight)
+        self._spans = spans
         self._ticket: Ticket | None = None
         self._placed: dict[Leg, policy.Replica] = {}
         self._links: dict[Leg, Link] = {}
@@ -108,13 +117,36 @@ class Generation:
 
     def _enter(self) -> None:
         self._again = None
-        length = len(self.job.token_ids) + len(self.flow.outputs)
-        want = policy.Want(tokens=length, prefill_only=self.flow.remaining == 1, avoid=self._avoid)
-        self._ticket = Ticket(self._rank, want, self._serve)
+        want = self._want()
+        self._spans.waits(self._loop.time())
+        self._ticket = Ticket(self.place, want, self._serve, self._refuse, paid=self.flow.attempt >= 0)
         self._backend.admission.enter(self._ticket)
+
+    def _refuse(self, error: MillraceError) -> None:
+        """Another took the place in the queue."""
+        self._ticket = None
+        self.cancel(error)
+
+    def _want(self) -> policy.Want:
+        job, flow, registry = self.job, self.flow, self._backend.registry
+        token_ids = job.token_ids + flow.outputs if flow.outputs else job.token_ids
+        page_size = max(registry.model.layout.page_size, 1)
+        return policy.Want(
+            tokens=len(token_ids),
+            prefill_only=flow.remaining == 1,
+            avoid=self._avoid,
+            session=job.session_id,
+            pages=registry.placer.indexes.hashes(token_ids, page_size),
+            page_size=page_size,
+            draw=(self.room + flow.attempt) % 2**64,
+            request_id=job.request_id,
+            attempt=flow.attempt + 1,
+        )
 
     def _serve(self, placement: policy.Placement) -> None:
         self._ticket = None
+        self._spans.placed(self._loop.time(), self.flow.attempt + 1, placement)
+        self.decision = placement.decision
         if isinstance(placement, policy.Unified):
             self._placed = {Leg.DECODE: placement.worker}
         else:
@@ -127,6 +159,7 @@ class Generation:
         self._backend.metrics.retries.labels(reason=reason).inc()
         self._avoid |= {replica.address for leg, replica in self._placed.items() if leg in self.flow.blame}
         log.info("attempt %d failed after %d tokens: %s", self.flow.attempt, len(self.flow.outputs), self.flow.error)
+        self._spans.over(self._loop.time(), error=str(self.flow.error))
         self._again = self._loop.call_later(delay_s, self._enter)
 
     # ------------------------------------------------------------------------------------- the workers
@@ -139,7 +172,8 @@ class Generation:
                 return
             worker = self._backend.registry.workers[replica.address]
             request = self._request(replica.index)
-            worker.note_sent(replica.index, len(request.token_ids) if source is None else 0)
+            length = len(request.token_ids)
+            worker.note_sent(replica.index, *((length, 0) if source is None else (0, length)))
             assert worker.link is not None, "the policy chose a worker that is not linked"
             self._links[leg] = link = worker.link
             link.submit(request, source, _Leg(self, leg, link))
@@ -157,6 +191,7 @@ class Generation:
             timeout_ms=timeout_ms,
             replica=replica,
             request_id=job.request_id,
+            traceparent=self._spans.traceparent,
         )
 
     # ------------------------------------------------------------------------------------- afterwards
@@ -194,6 +229,15 @@ class Generation:
         if self._ticket is not None:
             self._backend.admission.leave(self._ticket)
             self._ticket = None
+        self._end_spans()
+
+    def _end_spans(self) -> None:
+        flow = self.flow
+        if self.tokens_at is not None:
+            self._spans.first_token(self.tokens_at)
+        error = "" if flow.stage is Stage.DONE else str(flow.error)
+        tokens = {"millrace.output_tokens": len(flow.outputs), "millrace.cached_tokens": self.cached_tokens}
+        self._spans.over(self._loop.time(), tokens, error)
 
 
 class _Leg:

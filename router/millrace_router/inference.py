@@ -1,7 +1,7 @@
 """What gRPC and HTTP have in common: from an unchecked `Ask` to a stream of deltas.
 
-1. Check the limits, and that the queue has room. 2. Tokenize. 3. Check the context. 4. Start one generation per
-   continuation.
+1. Check the limits, the caller's rates, and that the queue has room. 2. Tokenize. 3. Check the context, and with it
+   the queue once more. 4. Start one generation per continuation.
 Every request that comes here is counted once, by how it ended.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import time
 from dataclasses import dataclass
 
 from millrace.v1 import common_pb2, worker_pb2
@@ -18,7 +19,9 @@ from millrace_rpc.errors import MillraceError
 from millrace_router import validate
 from millrace_router.generation import Backend, Generation, Job
 from millrace_router.metrics import observe_generation
+from millrace_router.spans import ContinuationSpans, RequestSpans
 from millrace_router.stream import Continuation, Stream, Text
+from millrace_router.tenants import Tenant, caller
 from millrace_router.tokenizer import Tokenizer
 from millrace_router.validate import Ask, Prompt
 
@@ -47,35 +50,51 @@ class Inference:
 
     async def generate(self, ask: Ask, api: str) -> Answer:
         """Start the request; the caller reads `answer.stream.deltas()` to the end, or leaves it."""
-        received = asyncio.get_running_loop().time()
-        try:
-            model, config = self.model, self.backend.config
-            validate.check(ask, model, config.limits)
-            self.backend.admission.check_room(ask.n)
-            token_ids = await self.tokenize(ask.prompt, model)
-            sampling = validate.fit(ask, len(token_ids), model)
-            self.backend.admission.check_room(ask.n)
-        except MillraceError as error:
-            self._count(api, error)
-            raise
+        received, who = asyncio.get_running_loop().time(), caller.get()
         request_id = ask.request_id or secrets.token_hex(12)
-        stream = Stream(lambda error: self._ended(stream, api, error))
+        about = {"millrace.api": api, "millrace.tenant": who.tenant.name, "millrace.request_id": request_id}
+        spans = RequestSpans(self.backend.tracer, who.traceparent, received, about)
+        ended = Ended(self, api, who.tenant, spans)
+        try:
+            token_ids, sampling = await self._admit(ask, who.tenant, received)
+        except MillraceError as error:
+            ended.count(error)
+            raise
+        spans.routed(asyncio.get_running_loop().time(), len(token_ids))
+        stream = Stream(lambda error: ended(stream, error))
         for i in range(ask.n):
             job = Job(
                 token_ids=token_ids,
                 sampling=_seeded(sampling, i),
-                priority=ask.priority,
+                priority=who.tenant.allowed(ask.priority),
                 request_id=request_id,
                 received=received,
                 deadline=None if ask.timeout_s is None else received + ask.timeout_s,
+                tenant=who.tenant,
             )
-            generation = Generation(self.backend, job, stream.wake)
+            below = ContinuationSpans(self.backend.tracer, spans.traceparent, i)
+            generation = Generation(self.backend, job, below, stream.wake)
             text = Text(self.tokenizer, ask.stop, ask.keep_special_tokens)
             stream.continuations.append(Continuation(i, generation, text, self.backend.metrics.itl.observe))
         self._started(stream, len(token_ids))
         for continuation in stream.continuations:
             continuation.generation.start()
-        return Answer(request_id, model.model, len(token_ids), stream)
+        return Answer(request_id, self.model.model, len(token_ids), stream)
+
+    async def _admit(self, ask: Ask, tenant: Tenant, received: float) -> tuple[list[int], common_pb2.SamplingParams]:
+        """The prompt's tokens and the resolved parameters of a request that may begin. Raises MillraceError."""
+        model, admission = self.model, self.backend.admission
+        validate.check(ask, model, self.backend.config.limits)
+        tenant.check(time.monotonic())
+        place = admission.place(tenant.allowed(ask.priority), tenant.name, tenant.weight)
+        admission.check_room(ask.n, place)
+        token_ids = await self.tokenize(ask.prompt, model)
+        sampling = validate.fit(ask, len(token_ids), model)
+        passed = asyncio.get_running_loop().time() - received
+        admission.make_room(ask.n, place, len(token_ids), None if ask.timeout_s is None else ask.timeout_s - passed)
+        tenant.check(time.monotonic())  # others came meanwhile
+        tenant.begin(ask.n * len(token_ids), time.monotonic())
+        return token_ids, sampling
 
     async def tokenize(self, prompt: Prompt | None, model: worker_pb2.WorkerInfo) -> list[int]:
         """Token ids of a prompt that `validate.check_prompt` has passed."""
@@ -106,18 +125,43 @@ class Inference:
         self.backend.metrics.active.set(len(self.active))
         self.backend.metrics.tokens.labels(direction="prompt").inc(prompt_tokens)
 
-    def _ended(self, stream: Stream, api: str, error: MillraceError | None) -> None:
+    def ended(self, stream: Stream) -> None:
         self.active.discard(stream)
         if not self.active:
             self._idle.set()
         self.backend.metrics.active.set(len(self.active))
-        for continuation in stream.continuations:
-            observe_generation(self.backend.metrics, continuation.generation)
-        self._count(api, error)
 
-    def _count(self, api: str, error: MillraceError | None) -> None:
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What is noted of a request when it has ended."""
+
+    inference: Inference
+    api: str
+    tenant: Tenant
+    spans: RequestSpans
+
+    def __call__(self, stream: Stream, error: MillraceError | None) -> None:
+        backend = self.inference.backend
+        self.inference.ended(stream)
+        prompt = output = 0
+        for continuation in stream.continuations:
+            generation = continuation.generation
+            observe_generation(backend.metrics, generation)
+            prompt, output = len(generation.job.token_ids), output + len(generation.flow.outputs)
+            backend.admission.charge(generation.place, len(generation.flow.outputs))
+        self.tenant.spend(output, time.monotonic())
+        for direction, tokens in (("prompt", prompt), ("output", output)):
+            backend.metrics.tenant_tokens.labels(tenant=self.tenant.name, direction=direction).inc(tokens)
+        self.count(error, output)
+
+    def count(self, error: MillraceError | None, output_tokens: int = 0) -> None:
         status = "ok" if error is None else error.reason.lower()
-        self.backend.metrics.requests.labels(api=api, status=status).inc()
+        metrics = self.inference.backend.metrics
+        metrics.requests.labels(api=self.api, status=status).inc()
+        metrics.tenant_requests.labels(tenant=self.tenant.name, status=status).inc()
+        about = {"millrace.status": status, "millrace.output_tokens": output_tokens}
+        self.spans.end(asyncio.get_running_loop().time(), about, "" if error is None else str(error))
 
 
 def _seeded(sampling: common_pb2.SamplingParams, i: int) -> common_pb2.SamplingParams:

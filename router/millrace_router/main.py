@@ -1,9 +1,9 @@
 """A router process from start to exit.
 
-1. Load the tokenizer, bind the three ports (gRPC, HTTP, admin), announce them. Not serving yet: /ready says 503,
-   gRPC health NOT_SERVING.
-2. Connect to the workers; their pairs are warmed; with the first routable pair it is serving, and without any it is
-   not: never latched.
+1. Load the tokenizer, bind the ports (gRPC and HTTP, public and admin), freeze the garbage collector, announce the
+   ports. Not serving yet: /ready says 503, gRPC health NOT_SERVING.
+2. Discover the workers and connect to them; their pairs are warmed; with the first routable pair the collector is
+   frozen again and the router is serving, and without any it is not: never latched.
 3. SIGTERM or SIGINT: refuse new requests (DRAINING), let running streams finish up to the grace, end the rest with
    DRAINING, exit 0.
 """
@@ -11,26 +11,26 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import os
+import secrets
 import signal
-import socket
-from collections.abc import Iterator
 from pathlib import Path
 
-import uvicorn
-from fastapi import FastAPI
 from millrace.v1 import admin_pb2_grpc
+from millrace_rpc import tracing
 from millrace_rpc.errors import MillraceError, Reason
 from millrace_rpc.gc_hooks import ProcessGc
+from millrace_rpc.loop_lag import LoopLag
 from millrace_rpc.server import Server
 
-from millrace_router import admin, grpc_service, openai_http
+from millrace_router import admin, admin_http, grpc_service, openai_http, probes, security
 from millrace_router.admission import Admission
 from millrace_router.config import RouterConfig
 from millrace_router.generation import Backend
+from millrace_router.guard import GrpcGuard, HttpGuard
+from millrace_router.http_server import HttpServer
 from millrace_router.inference import Inference
 from millrace_router.metrics import build
 from millrace_router.registry import Registry
@@ -47,28 +47,40 @@ class Router:
     def __init__(self, config: RouterConfig) -> None:
         metrics = build()
         self.config = config
-        self.registry = Registry(config, metrics, self._changed)
-        self.admission = Admission(config.queue_size, self.registry.choose, metrics.queued.set)
+        self.tracer = tracing.make(config.tracing, "millrace-router", secrets.token_hex(8))
+        self._security = trust = security.make(config, metrics)
+        self.registry = Registry(config, metrics, self._changed, identity=trust.inside)
+        self.admission = Admission(config.queue_size, self.registry.choose, metrics.queued.set, config.look_ahead)
         self.metrics = metrics
         self._gc = ProcessGc("router", metrics, config.gc_warn_s)
-        backend = Backend(config, self.registry, self.admission, metrics)
+        backend = Backend(config, self.registry, self.admission, metrics, self.tracer)
         self.inference = Inference(backend, Tokenizer.load(config.model))
         self.ports: dict[str, int] = {}
-        self._public = Server([grpc_service.SERVICE])
+        self._public = Server([grpc_service.SERVICE], [GrpcGuard(trust.keys)])
         self._admin = Server([admin.SERVICE])
-        self._http = _Http(openai_http.build(self.inference, self._gc.report))
+        operations = admin.Admin(self.registry, self._gc)
+        admin_pb2_grpc.add_AdminServicer_to_server(admin.AdminService(operations), self._admin.grpc)
+        self._admin_http = HttpServer(admin_http.build(operations))
+        beside = self._before_scrape if config.metrics is None else None
+        self._http = HttpServer(HttpGuard(openai_http.build(self.inference, beside), trust.keys))
+        self._probes = HttpServer(probes.build(backend, self._before_scrape))
         self._look = asyncio.Event()
         self._readiness: asyncio.Task[None] | None = None
+        self._lag: LoopLag | None = None
 
     async def start(self) -> None:
         self._public.grpc.add_generic_rpc_handlers((grpc_service.InferenceService(self.inference).handlers(),))
-        admin_pb2_grpc.add_AdminServicer_to_server(admin.AdminService(self.registry, self._gc.freeze), self._admin.grpc)
-        self.ports["grpc"] = await self._public.start(self.config.grpc)
-        self.ports["admin"] = await self._admin.start(self.config.admin)
-        self.ports["http"] = self._http.start(self.config.http)
+        config, trust = self.config, self._security
+        self.ports["grpc"] = await self._public.start(config.grpc, trust.public)
+        self.ports["admin"] = await self._admin.start(config.admin, trust.inside)
+        self.ports["http"] = self._http.start(config.http, trust.public)
+        self.ports["admin_http"] = self._admin_http.start(config.admin_http, trust.inside)
+        if config.metrics is not None:
+            self.ports["metrics"] = self._probes.start(config.metrics)
         await self._admin.set_serving(True)
         self.inference.tokenizer.decode(await self.inference.tokenizer.encode("warm-up", add_bos=True))
         self._gc.freeze()
+        self._lag = LoopLag("router", self.metrics)
         self._readiness = asyncio.create_task(self._keep_readiness())
         self.registry.start()
 
@@ -77,11 +89,20 @@ class Router:
         self._look.set()
         error = MillraceError(Reason.DRAINING, "the router is shutting down")
         await self.inference.drain(self.config.timeouts.drain, error)
-        await asyncio.gather(self._public.stop(STOP_GRACE_S), self._admin.stop(STOP_GRACE_S), self._http.stop())
+        servers = (server.stop(STOP_GRACE_S) for server in (self._public, self._admin))
+        await asyncio.gather(*servers, self._http.stop(), self._admin_http.stop(), self._probes.stop())
         if self._readiness is not None:
             self._readiness.cancel()
+        if self._lag is not None:
+            self._lag.close()
         await self.registry.stop()
+        await asyncio.to_thread(self.tracer.close)
         self._gc.close()
+
+    def _before_scrape(self) -> None:
+        self._gc.report()
+        self.metrics.queued_tokens.set(self.admission.tokens)
+        self.metrics.queue_wait.set(self.admission.drained_in() or 0 if self.admission.tokens else 0)
 
     def _changed(self) -> None:
         self.admission.pump()
@@ -97,36 +118,9 @@ class Router:
             if ready is not serving:
                 serving = ready
                 log.info("serving" if ready else "not serving")
+                if ready:
+                    self._gc.freeze()  # what the warm-up of the pairs has left
                 await self._public.set_serving(ready)
-
-
-class _HttpServer(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Signals stay ours."""
-        yield
-
-
-class _Http:
-    """uvicorn inside our event loop."""
-
-    def __init__(self, app: FastAPI) -> None:
-        config = uvicorn.Config(
-            app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=int(STOP_GRACE_S)
-        )
-        self._server = _HttpServer(config)
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self, address: str) -> int:
-        host, _, port = address.rpartition(":")
-        listener = socket.create_server((host, int(port)), backlog=2048)
-        self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
-        return listener.getsockname()[1]
-
-    async def stop(self) -> None:
-        self._server.should_exit = True
-        if self._task is not None:
-            await self._task
 
 
 async def serve(config: RouterConfig, announce: Path | None = None) -> int:
@@ -136,7 +130,7 @@ async def serve(config: RouterConfig, announce: Path | None = None) -> int:
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     router = Router(config)
     await router.start()
-    log.info("listening: %s; workers: %s", router.ports, ", ".join(config.workers) or "none")
+    log.info("listening: %s; workers by %s", router.ports, config.discovery.kind)
     if announce is not None:
         partial = announce.with_name(announce.name + ".partial")
         partial.write_text(json.dumps(router.ports | {"pid": os.getpid()}))

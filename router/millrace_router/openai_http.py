@@ -13,18 +13,17 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 from millrace_rpc.errors import MillraceError, Reason
 from millrace_rpc.log import request_id
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from millrace_router import validate
+from millrace_router import probes, validate
 from millrace_router.inference import Inference
 from millrace_router.openai_answers import Shape
 from millrace_router.openai_types import ChatRequest, CompletionRequest, parse
 from millrace_router.stream import Stream, gone
 
 
-def build(inference: Inference, before_scrape: Callable[[], None]) -> FastAPI:
+def build(inference: Inference, before_scrape: Callable[[], None] | None) -> FastAPI:
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     app.add_exception_handler(MillraceError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
@@ -43,23 +42,7 @@ def build(inference: Inference, before_scrape: Callable[[], None]) -> FastAPI:
         entry = {"id": inference.model.model, "object": "model", "created": started, "owned_by": "millrace"}
         return _json({"object": "list", "data": [entry | {"max_model_len": inference.model.max_context}]})
 
-    @app.get("/health")
-    async def health() -> Response:
-        return _json({"status": "ok"})
-
-    @app.get("/ready")
-    async def ready() -> Response:
-        if inference.backend.admission.closed:
-            raise MillraceError(Reason.DRAINING, "the router is shutting down")
-        if not inference.backend.registry.ready:
-            raise MillraceError(Reason.NO_WORKERS, "no pair of prefill and decode workers is ready")
-        return _json({"status": "ready"})
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        before_scrape()
-        return Response(generate_latest(inference.backend.metrics.registry), media_type=CONTENT_TYPE_LATEST)
-
+    probes.add(app, inference.backend, before_scrape)
     return app
 
 

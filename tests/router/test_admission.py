@@ -1,39 +1,59 @@
+"""The queue at work: who is refused and what it is told, who is served when workers have room for some only."""
+
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from millrace_router.admission import Admission, Ticket
-from millrace_router.policy import Pair, Replica, Want
+from millrace_router.admission import Admission, ServiceRate
+from millrace_router.fair_queue import HOLD_S, PATIENCE, Place, Ticket
+from millrace_router.policy import Placement, Want
 from millrace_rpc.errors import MillraceError, Reason
 
-PLACE = Pair(Replica("p", 0, "e", "f", 1, 0, 0), None)
+PLACE: Placement = object()  # type: ignore[assignment]
 
 
 class Gate:
-    """Placements for as many as `open`."""
+    """Placements while `room`, in tokens, is left."""
 
-    def __init__(self, size: int = 100) -> None:
-        self.open = 0
+    def __init__(self, size: int = 100, look_ahead: int = 8) -> None:
+        self.room = 0
+        self.now = 0.0
         self.served: list[object] = []
+        self.refused: dict[object, MillraceError] = {}
         self.sizes: list[int] = []
-        self.queue = Admission(size, self.choose, self.sizes.append)
+        self.queue = Admission(size, self.choose, self.sizes.append, look_ahead, lambda: self.now)
 
-    def choose(self, want: Want) -> Pair | None:
-        if self.open <= 0:
+    def choose(self, want: Want) -> Placement | None:
+        if want.tokens > self.room:
             return None
-        self.open -= 1
+        self.room -= want.tokens
         return PLACE
 
-    def enter(self, name: object, priority: int = 0) -> Ticket:
-        ticket = Ticket(self.queue.rank(priority), Want(1), lambda _: self.served.append(name))
+    def enter(
+        self, name: object, priority: int = 0, tokens: int = 1, tenant: str = "default", place: Place | None = None
+    ) -> Ticket:
+        ticket = Ticket(
+            place or self.queue.place(priority, tenant),
+            Want(tokens),
+            serve=lambda _: self.served.append(name),
+            refuse=lambda error: self.refused.update({name: error}),
+            paid=place is not None,
+        )
         self.queue.enter(ticket)
         return ticket
+
+    def refusal(
+        self, tickets: int = 1, priority: int = 0, tenant: str = "default", left_s: float = 1e9
+    ) -> MillraceError:
+        with pytest.raises(MillraceError) as caught:
+            self.queue.make_room(tickets, self.queue.place(priority, tenant), 1, left_s)
+        return caught.value
 
 
 def test_served_at_once_when_there_is_room() -> None:
     gate = Gate()
-    gate.open = 1
+    gate.room = 1
     gate.enter("a")
     assert gate.served == ["a"] and len(gate.queue) == 0
 
@@ -42,53 +62,180 @@ def test_first_in_first_out_within_priority() -> None:
     gate = Gate()
     for name, priority in (("a", 0), ("b", 1), ("c", 0), ("d", 1)):
         gate.enter(name, priority)
-    gate.open = 3
+    gate.room = 3
     gate.queue.pump()
     assert gate.served == ["b", "d", "a"] and len(gate.queue) == 1
 
 
-def test_full_and_closed() -> None:
-    gate = Gate(size=2)
-    gate.enter("a")
-    gate.queue.check_room(1)
-    with pytest.raises(MillraceError) as caught:
-        gate.queue.check_room(2)
-    assert caught.value.reason is Reason.QUEUE_FULL
+def test_closed() -> None:
+    gate = Gate()
     gate.queue.closed = True
-    with pytest.raises(MillraceError) as caught:
-        gate.queue.check_room(1)
-    assert caught.value.reason is Reason.DRAINING
+    assert gate.refusal().reason is Reason.DRAINING
 
 
 def test_serving_may_enter_again() -> None:
     """A link that fails at once sends its request back into the queue while the queue serves."""
     gate = Gate()
-    gate.open = 2
-    rank = gate.queue.rank(0)
-    again = Ticket(rank, Want(1), lambda _: gate.served.append("again"))
-    gate.queue.enter(Ticket(rank, Want(1), lambda _: gate.queue.enter(again)))
+    gate.room = 2
+    place = gate.queue.place(0)
+    first = Ticket(place, Want(1), lambda _: gate.enter("again", place=place) and None, gate.refused.update)
+    gate.queue.enter(first)
     assert gate.served == ["again"] and len(gate.queue) == 0
 
 
-@given(st.lists(st.tuples(st.sampled_from(["enter", "leave", "room"]), st.integers(-2, 2)), max_size=60))
-def test_random_orders(events: list[tuple[str, int]]) -> None:
-    """Nobody is served twice or after leaving; who is served is always the best of those waiting; the size is right."""
-    gate, waiting, left = Gate(), {}, set()
-    for i, (event, number) in enumerate(events):
-        if event == "enter":
-            waiting[i] = gate.enter(i, number)
-        elif event == "leave" and waiting:
-            name = sorted(waiting)[number % len(waiting)]
-            gate.queue.leave(waiting.pop(name))
-            left.add(name)
-        elif event == "room":
-            gate.open += 1
-            best = min(waiting, key=lambda name: waiting[name].rank) if waiting else None
+# ------------------------------------------------------------------------------------- refusals
+
+
+def test_a_full_queue_says_when_it_will_have_been_served() -> None:
+    gate = Gate(size=20)
+    for i in range(20):
+        gate.enter(i, tokens=100)
+    error = gate.refusal()
+    assert error.reason is Reason.QUEUE_FULL and error.retry_after_s == 1.0, "nothing is known of the workers yet"
+    for i in range(10):  # one every 0.5 s
+        gate.now, gate.room = gate.now + 0.5, 100
+        gate.queue.pump()
+        gate.enter(20 + i, tokens=100)
+    error = gate.refusal()
+    assert error.reason is Reason.QUEUE_FULL and error.retry_after_s == pytest.approx(10, rel=0.1)
+    gate.now += 1000  # all workers are gone
+    assert gate.refusal().retry_after_s == 60
+
+
+def test_a_deadline_that_would_pass_in_the_queue() -> None:
+    gate = Gate()
+    for i in range(30):
+        gate.enter(i, tokens=100, tenant="a")
+    for _ in range(20):
+        gate.now, gate.room = gate.now + 0.5, 100
+        gate.queue.pump()
+    error = gate.refusal(left_s=3.0, tenant="a")  # ten wait, two are served per second
+    assert error.reason is Reason.DEADLINE_TOO_SHORT and error.retry_after_s == pytest.approx(2, abs=0.3)
+    gate.queue.make_room(1, gate.queue.place(0, "a"), 1, 6.0)
+    gate.queue.make_room(1, gate.queue.place(1, "a"), 1, 0.1)  # nobody of its priority waits
+    gate.queue.make_room(1, gate.queue.place(0, "b"), 1, 1.0)  # and b's turn comes soon
+
+
+def test_no_deadline_is_refused_while_nobody_waits() -> None:
+    gate = Gate()
+    for _ in range(10):
+        gate.now, gate.room = gate.now + 1, 100
+        gate.enter("x", tokens=100)
+    gate.queue.make_room(1, gate.queue.place(0), 10**6, 0.001)
+
+
+def test_whoever_holds_most_of_a_full_queue_gives_way() -> None:
+    gate = Gate(size=4)
+    for i in range(4):
+        gate.enter(f"a{i}", tenant="a")
+    assert gate.refusal(tenant="a").reason is Reason.QUEUE_FULL
+    gate.queue.make_room(2, gate.queue.place(0, "b"), 1, None)
+    assert list(gate.refused) == ["a3", "a2"] and len(gate.queue) == 2
+    assert gate.refused["a3"].reason is Reason.QUEUE_FULL
+    gate.enter("b0", tenant="b")
+    gate.enter("b1", tenant="b")
+    assert gate.refusal(tenant="b").reason is gate.refusal(tenant="a").reason is Reason.QUEUE_FULL
+    gate.queue.make_room(1, gate.queue.place(5, "a"), 1, None)
+    assert len(gate.refused) == 3, "a higher priority needs no share"
+
+
+def test_rate_is_of_busy_time_only() -> None:
+    rate = ServiceRate(0.0)
+    assert rate.seconds_for(1) is None
+    rate.advance(100.0, waiting=False)
+    for i in range(100):
+        rate.advance(100 + i * 0.1, waiting=True)
+        rate.served(50)
+    assert rate.seconds_for(1000) == pytest.approx(2, rel=0.1)
+    rate.advance(10_000.0, waiting=False)
+    assert rate.seconds_for(1000) == pytest.approx(2, rel=0.1)
+
+
+# ------------------------------------------------------------------------------------- head of line
+
+
+def test_what_cannot_be_placed_does_not_block_the_next_ones() -> None:
+    gate = Gate(look_ahead=3)
+    for name, tokens in (("huge", 100), ("big", 50), ("small", 1), ("tiny", 1)):
+        gate.enter(name, tokens=tokens)
+    gate.room = 1
+    gate.queue.pump()
+    assert gate.served == ["small"]
+    gate.enter("third huge", tokens=100)
+    gate.room = 60
+    gate.queue.pump()
+    assert gate.served == ["small", "big", "tiny"]
+
+
+def test_the_look_ahead_is_bounded() -> None:
+    gate = Gate(look_ahead=3)
+    for i in range(3):
+        gate.enter(f"huge {i}", tokens=100)
+    gate.room = 5
+    gate.enter("small")
+    gate.queue.pump()
+    assert gate.served == []
+
+
+def test_a_big_request_is_not_starved_by_small_ones() -> None:
+    """Room comes back one by one; small ones would take it for ever."""
+    gate = Gate()
+    gate.enter("big", tokens=10)
+    served_before = 0
+    while "big" not in gate.served:
+        gate.now, gate.room = gate.now + HOLD_S / 20, gate.room + 1
+        gate.enter("small")
+        gate.queue.pump()
+        served_before += 1
+        assert served_before < PATIENCE + 40, "it was overtaken too often"
+    assert gate.served.count("small") <= PATIENCE
+
+
+def test_what_nothing_can_serve_holds_others_up_rarely() -> None:
+    gate = Gate()
+    gate.enter("impossible", tokens=10**9)
+    for _ in range(4000):
+        gate.now, gate.room = gate.now + 0.01, 1
+        gate.enter("small")
+        gate.queue.pump()
+        if len(gate.queue) > 1:
+            gate.room = 5  # what came back during a hold
             gate.queue.pump()
-            if best is not None:
-                assert gate.served[-1] == best
-        for name in gate.served:
+    assert gate.served.count("small") > 3500
+
+
+EVENT = st.tuples(st.sampled_from(["enter", "leave", "room", "retry", "refuse"]), st.integers(-2, 2), st.integers(1, 9))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(EVENT, max_size=60), st.integers(1, 12))
+def test_random_orders(events: list[tuple[str, int, int]], size: int) -> None:
+    """Nobody is lost, or served twice, or after leaving; new requests never fill more than the size; the size told is
+    right.
+    """
+    gate, waiting, gone = Gate(size), {}, set()
+    for i, (event, number, tokens) in enumerate(events):
+        if event == "enter":
+            try:
+                gate.queue.make_room(1, gate.queue.place(number, f"t{tokens % 3}"), tokens, None)
+                assert len(gate.queue) < size
+                waiting[i] = gate.enter(i, number, tokens, f"t{tokens % 3}")
+            except MillraceError as error:
+                assert error.reason is Reason.QUEUE_FULL and len(gate.queue) >= size
+        elif event == "retry" and gate.served:
+            waiting[i] = gate.enter(i, place=gate.queue.place(number), tokens=tokens)
+        elif event == "leave" and waiting:
+            name = sorted(waiting)[tokens % len(waiting)]
+            gate.queue.leave(waiting.pop(name))
+            gone.add(name)
+        elif event == "room":
+            gate.now, gate.room = gate.now + 0.1, tokens
+            gate.queue.pump()
+        for name in (*gate.served, *gate.refused):
             waiting.pop(name, None)
-        assert len(gate.queue) == len(waiting)
-        assert len(set(gate.served)) == len(gate.served) and not left & set(gate.served)
-    assert gate.sizes[-1:] in ([], [len(waiting)])
+        assert len(gate.queue) == len(waiting) and gate.sizes[-1:] in ([], [len(waiting)])
+        assert len({*gate.served}) == len(gate.served)
+        assert not (gone & {*gate.served, *gate.refused}) and not ({*gate.served} & {*gate.refused})
+    gate.room = 10**9
+    gate.queue.pump()
+    assert len(gate.queue) == 0 and set(waiting) <= {*gate.served}

@@ -1,0 +1,84 @@
+"""uvicorn inside our event loop: one listener, plain or TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from millrace_rpc.errors import MillraceError, Reason
+from millrace_rpc.tls import Identity
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from millrace_router.http_answers import encode_error
+
+STOP_GRACE_S = 1  # for connections, once every stream has ended
+MAX_HEAD_BYTES = 64 << 10  # of what was received before a request's headers were complete
+
+
+class HttpServer:
+    def __init__(self, app: ASGIApp) -> None:
+        self._config = uvicorn.Config(
+            app,
+            http=_BoundedHead,
+            ws="none",
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            timeout_graceful_shutdown=STOP_GRACE_S,
+        )
+        self._server = _Server(self._config)
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, address: str, identity: Identity | None = None) -> int:
+        """Bind `host:port` (port 0: any free one) and serve; the bound port."""
+        self._config.load()
+        self._config.ssl = None if identity is None else identity.server_context()
+        host, _, port = address.rpartition(":")
+        listener = socket.create_server((host, int(port)), backlog=2048)
+        self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
+        return listener.getsockname()[1]
+
+    async def stop(self) -> None:
+        self._server.should_exit = True
+        if self._task is not None:
+            await self._task
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals stay ours."""
+        yield
+
+
+class _BoundedHead(HttpToolsProtocol):
+    """The parser keeps headers until they are complete, however long that takes: here they end at a limit."""
+
+    _head_bytes = 0
+    _in_head = True
+
+    def on_message_begin(self) -> None:
+        self._in_head = True
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._in_head, self._head_bytes = False, 0
+        super().on_headers_complete()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._in_head and not self.transport.is_closing():
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                error = MillraceError(Reason.MESSAGE_TOO_LARGE, f"the headers have more than {MAX_HEAD_BYTES} bytes")
+                self.transport.write(encode_error(error))
+                self.transport.close()
+
+    def on_message_complete(self) -> None:
+        self._in_head = True  # of the next request
+        super().on_message_complete()
