@@ -128,7 +128,7 @@ def workers(
     asyncio.run(show(address))
 
 
-BENCHES = ("serving", "router", "transfer", "engine", "kernels")
+BENCHES = ("serving", "router", "policy", "transfer", "engine", "kernels")
 
 
 @app.command(context_settings=PASS_ON)

@@ -49,3 +49,10 @@ def test_kernels() -> None:
     rows = record["results"]["rows"]
     assert record["config"]["capability"] == "cpu" and {row["op"] for row in rows} >= {"linear.linear"}
     assert all(row["us"] > 0 and row["gb_per_s"] > 0 and row["impl"] for row in rows)
+
+
+def test_policy() -> None:
+    record = record_of("policy", "--blocks", "1000", "--tokens", "512", "--requests", "20", "--memory-blocks", "5000")
+    rows = record["results"]["decisions"]
+    assert len({row["policy"] for row in rows}) == 8 and all(row["us"]["p50"] > 0 for row in rows)
+    assert all(row["bytes_per_block"] > 16 for row in record["results"]["memory"])

@@ -192,7 +192,7 @@ def test_prefix_index_is_a_bounded_lru(size: int, prompts: list[tuple[int, int, 
     index, model = PrefixIndex(size), OrderedDict[int, set[int]]()
     for number, length, worker in prompts:
         chain = CHAINS[number][:length]
-        index.note(chain, (f"e{worker}", 0))
+        index.note(chain, [(f"e{worker}", 0)])
         for block in reversed(chain[:size]):
             model.setdefault(block, set()).add(worker)
             model.move_to_end(block)
@@ -208,9 +208,9 @@ def test_prefix_index_is_a_bounded_lru(size: int, prompts: list[tuple[int, int, 
 
 def test_workers_that_are_gone_are_forgotten_and_their_bits_used_again() -> None:
     index = PrefixIndex(1000)
-    index.note(CHAINS[0], ("stays", 0))
+    index.note(CHAINS[0], [("stays", 0)])
     for number in range(3 * MAX_DEAD):
-        index.note(CHAINS[1], (f"e{number}", 0))
+        index.note(CHAINS[1], [(f"e{number}", 0)])
         index.keep({("stays", 0)})
         assert index.lookup(CHAINS[1]) == {("stays", 0): 2}
     assert max(mask.bit_length() for mask in index._masks.values()) <= MAX_DEAD + 1

@@ -109,19 +109,19 @@ class _Attempt:
     def pair(self) -> Pair | None:
         view, prefill_only = self.situation.view, self.situation.want.prefill_only
         decodes = [] if prefill_only else [replica for replica in view.decode if not self._closed(replica)]
-        fits = {(epoch, replica.fingerprint) for replica in decodes for epoch in replica.sources}
 
         def why_not(replica: Replica) -> str:
-            alone = not prefill_only and (replica.epoch, replica.fingerprint) not in fits
-            return self._closed(replica) or ("no open decode worker is paired with it" if alone else "")
+            if why := self._closed(replica):
+                return why
+            alone = not prefill_only and not any(_paired(replica, decode) for decode in decodes)
+            return "no open decode worker is paired with it" if alone else ""
 
         source = self._select("prefill", view.prefill, why_not)
         if source is None or prefill_only:
             return None if source is None else Pair(source, None)
 
         def mismatch(replica: Replica) -> str:
-            paired = source.epoch in replica.sources and source.fingerprint == replica.fingerprint
-            return self._closed(replica) or ("" if paired else "not paired with the prefill worker")
+            return self._closed(replica) or ("" if _paired(source, replica) else "not paired with the prefill worker")
 
         target = self._select("decode", view.decode, mismatch, near=source)
         assert target is not None
@@ -162,3 +162,7 @@ class _Attempt:
             ]
             self.note(Selection(role, str(policy), tuple(rows), chosen.key if chosen else None))
         return chosen
+
+
+def _paired(source: Replica, decode: Replica) -> bool:
+    return source.epoch in decode.sources and source.fingerprint == decode.fingerprint

@@ -73,8 +73,7 @@ class Indexes:
             replicas = [placement.prefill, *([placement.decode] if placement.decode else [])]
         else:
             replicas = [placement.worker]
-        for replica in replicas:
-            self.prefix.note(want.pages, replica.process)
+        self.prefix.note(want.pages, [replica.process for replica in replicas])
 
     def keep(self, holders: Iterable[Process]) -> None:
         """Everybody else is gone."""

@@ -8,7 +8,7 @@ noticed: for that there is kv_index.py.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from millrace_router.policy.holders import Bits, Process, depths
 
@@ -24,13 +24,18 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._masks)
 
-    def note(self, hashes: Sequence[int], holder: Process) -> None:
+    def note(self, hashes: Sequence[int], holders: Iterable[Process]) -> None:
         """A prompt with these blocks was sent there."""
-        masks, bit = self._masks, self._bits.of(holder)
+        masks, bits = self._masks, 0
+        for holder in holders:
+            bits |= self._bits.of(holder)
         for block in reversed(hashes[: self._max_blocks]):
-            mask = masks.get(block, 0)
-            if not mask & bit:
-                masks[block] = mask | bit if mask else bit
+            mask = masks.get(block)
+            if mask is None:
+                masks[block] = bits  # as the youngest
+                continue
+            if mask & bits != bits:
+                masks[block] = mask | bits
             masks.move_to_end(block)
         while len(masks) > self._max_blocks:
             masks.popitem(last=False)

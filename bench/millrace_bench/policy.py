@@ -1,0 +1,226 @@
+"""What a routing decision costs: time with many workers and a filled index, and the memory of a large index.
+
+1. For every policy (on both roles): `workers` workers, half of them prefill, half decode, all warmed as pairs. The
+   index holds `blocks` blocks: `prompts` prompts of `tokens` tokens that share their first quarter in groups, each on
+   two workers of a role. Then `requests` decisions through the Placer, as the router makes them: look up the prompt,
+   score, keep the decision, note the prompt. After each, one worker reports another load. Given is the thread's CPU
+   time; elapsed time is beside it, and larger where the machine has other work.
+2. Hashing a prompt's pages, which happens once per request.
+3. Both indexes filled with `memory_blocks` blocks, one holder each: bytes per block (tracemalloc), and how many blocks
+   per second a KV index takes from the workers' reports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import time
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+
+from millrace_router.config import Policy, RouterConfig, Routing
+from millrace_router.metrics import build
+from millrace_router.policy import Placer, Replica, View, Want
+from millrace_router.policy.kv_index import Change, KvIndex
+from millrace_router.policy.prefix_index import PrefixIndex
+from millrace_rpc.page_hash import page_hashes
+
+from millrace_bench.common import Record, Summary, print_record
+
+TARGET_US = 300.0
+PAGE_SIZE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    workers: int = 64
+    replicas: int = 1
+    blocks: int = 100_000
+    tokens: int = 4096
+    requests: int = 2000
+    memory_blocks: int = 1_000_000
+    seed: int = 1
+
+
+def run(settings: Settings) -> Record:
+    rows = [_decisions(settings, policy, local) for policy in Policy for local in _local(policy)]
+    tokens = list(range(settings.tokens))
+    results = {
+        "decisions": rows,
+        "worst_p99_us": max(row["us"]["p99"] for row in rows),
+        "hash_us": asdict(Summary.of([_micros(lambda: page_hashes(tokens, PAGE_SIZE)) for _ in range(200)])),
+        "memory": [_memory(settings, "kv", _fill_kv), _memory(settings, "prefix", _fill_prefix)],
+    }
+    return Record("policy", asdict(settings), results)
+
+
+def _local(policy: Policy) -> tuple[int, ...]:
+    """Local prefill on top, where it asks the most."""
+    return (0, 1024) if policy is Policy.KV_AWARE else (0,)
+
+
+# ------------------------------------------------------------------------------------- decisions
+
+
+def _decisions(s: Settings, policy: Policy, local: int) -> dict[str, object]:
+    rng = random.Random(s.seed)
+    routing = Routing(local_prefill_tokens=local, prefix_blocks=s.blocks)
+    config = RouterConfig(model="", prefill_policy=policy, decode_policy=policy, routing=routing)
+    placer, view = Placer(config, build()), _view(s, rng)
+    prompts = _fill(s, placer, view, rng)
+    times, elapsed = [], []
+    gc.collect()
+    gc.freeze()  # as the router does when it is ready
+    for i in range(s.requests):
+        pages = rng.choice(prompts) if i % 4 else _pages(rng, s.tokens // PAGE_SIZE)
+        want = Want(s.tokens, session=f"user {i % 500}", pages=pages, page_size=PAGE_SIZE, draw=rng.getrandbits(64))
+        start, start_cpu = time.perf_counter_ns(), time.thread_time_ns()
+        placer.choose(view, want)
+        times.append((time.thread_time_ns() - start_cpu) / 1e3)
+        elapsed.append((time.perf_counter_ns() - start) / 1e3)
+        view = _report(view, rng)
+    gc.unfreeze()
+    return {
+        "policy": str(policy),
+        "local_prefill_tokens": local,
+        "us": asdict(Summary.of(times)),
+        "max_us": max(times),
+        "elapsed_us": asdict(Summary.of(elapsed)),
+    }
+
+
+def _view(s: Settings, rng: random.Random) -> View:
+    def role(name: str, sources: frozenset[str]) -> tuple[Replica, ...]:
+        addresses = sorted(f"10.0.{name}.{i}:50051" for i in range(s.workers // 2))
+        return tuple(
+            Replica(
+                address=address,
+                index=index,
+                epoch=f"{name}/{address}",
+                fingerprint="layout",
+                credits=64,
+                tokens=rng.randrange(20_000),
+                sequences=rng.randrange(32),
+                sources=sources,
+                labels={"zone": f"z{i % 2}", "rack": f"r{i % 8}", "host": f"h{i}"},
+            )
+            for i, address in enumerate(addresses)
+            for index in range(s.replicas)
+        )
+
+    prefill = role("1", frozenset())
+    return View(prefill, role("2", frozenset(replica.epoch for replica in prefill)))
+
+
+def _report(view: View, rng: random.Random) -> View:
+    """One worker of each role reports: the router makes that one's snapshot again."""
+
+    def changed(replicas: tuple[Replica, ...]) -> tuple[Replica, ...]:
+        i = rng.randrange(len(replicas))
+        new = replace(replicas[i], tokens=rng.randrange(20_000), sequences=rng.randrange(32))
+        return (*replicas[:i], new, *replicas[i + 1 :])
+
+    return View(changed(view.prefill), changed(view.decode))
+
+
+def _fill(s: Settings, placer: Placer, view: View, rng: random.Random) -> list[tuple[int, ...]]:
+    """Prompts until the index has its blocks; each is known to be on two workers of each role."""
+    length, shared, prompts, blocks = s.tokens // PAGE_SIZE, s.tokens // PAGE_SIZE // 4, [], 0
+    prefix: tuple[int, ...] = ()
+    while blocks < s.blocks:
+        if len(prompts) % 8 == 0:
+            prefix = _pages(rng, shared)
+            blocks += shared
+        prompts.append(prefix + _pages(rng, length - shared))
+        blocks += length - shared
+    sequences: dict[tuple[str, int], int] = {}
+    for prompt in prompts:
+        for replica in (*rng.sample(view.prefill, 2), *rng.sample(view.decode, 2)):
+            if placer.indexes.prefix is not None:
+                placer.indexes.prefix.note(prompt, [replica.process])
+            if placer.indexes.kv is not None:
+                number = sequences.get(replica.process, 0)
+                change = Change(number, number + 1, prompt, snapshot=replica.process not in sequences)
+                assert placer.indexes.kv.apply(replica.process, change)
+                sequences[replica.process] = number + 1
+    return prompts
+
+
+def _pages(rng: random.Random, count: int) -> tuple[int, ...]:
+    return tuple(rng.getrandbits(64) for _ in range(count))
+
+
+def _micros(call: Callable[[], object]) -> float:
+    start = time.perf_counter_ns()
+    call()
+    return (time.perf_counter_ns() - start) / 1e3
+
+
+# ------------------------------------------------------------------------------------- memory
+
+
+def _memory(s: Settings, name: str, fill: Callable[[Settings], object]) -> dict[str, object]:
+    """Twice: for the time, and again under tracemalloc, which is slow."""
+    start = time.perf_counter()
+    fill(s)
+    seconds = time.perf_counter() - start
+    gc.collect()
+    tracemalloc.start()
+    index = fill(s)
+    size, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    blocks = len(index)  # type: ignore[arg-type]
+    return {"index": name, "blocks": blocks, "bytes_per_block": size / blocks, "blocks_per_s": blocks / seconds}
+
+
+def _fill_kv(s: Settings) -> KvIndex:
+    rng, index = random.Random(s.seed), KvIndex()
+    per_change = 64
+    for number in range(s.memory_blocks // per_change):
+        replica, turn = number % s.workers, number // s.workers
+        blocks = [rng.getrandbits(64) for _ in range(per_change)]
+        index.apply((f"e{replica}", 0), Change(turn, turn + 1, blocks, snapshot=turn == 0))
+    return index
+
+
+def _fill_prefix(s: Settings) -> PrefixIndex:
+    rng, index = random.Random(s.seed), PrefixIndex(s.memory_blocks)
+    for number in range(s.memory_blocks // 64):
+        index.note(_pages(rng, 64), [(f"e{number % s.workers}", 0)])
+    return index
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="millrace bench policy", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--workers", type=int, help="half prefill, half decode")
+    parser.add_argument("--replicas", type=int, help="of each worker")
+    parser.add_argument("--blocks", type=int, help="in the index while decisions are timed")
+    parser.add_argument("--tokens", type=int, help="of a prompt")
+    parser.add_argument("--requests", type=int, help="decisions for each policy")
+    parser.add_argument("--memory-blocks", type=int, help="of the memory measurement")
+    parser.add_argument("--seed", type=int)
+    parser.set_defaults(**asdict(Settings()))
+    record = run(Settings(**vars(parser.parse_args())))
+    found = record.results
+    print(
+        f"{'policy':24} {'p50 us':>8} {'p99 us':>8} {'max us':>8} {'elapsed p99':>12}   (target: p99 {TARGET_US:.0f})"
+    )
+    for row in found["decisions"]:
+        name = row["policy"] + (" + local prefill" if row["local_prefill_tokens"] else "")
+        print(
+            f"{name:24} {row['us']['p50']:8.1f} {row['us']['p99']:8.1f} {row['max_us']:8.1f} "
+            f"{row['elapsed_us']['p99']:12.1f}"
+        )
+    print(f"hashing a prompt: p50 {found['hash_us']['p50']:.1f} us, p99 {found['hash_us']['p99']:.1f} us")
+    for row in found["memory"]:
+        rate = f"{row['blocks_per_s'] / 1e6:.2f} M blocks/s"
+        print(f"{row['index']} index of {row['blocks']:,} blocks: {row['bytes_per_block']:.0f} bytes/block, {rate}")
+    print_record(record)
+
+
+if __name__ == "__main__":
+    main()
