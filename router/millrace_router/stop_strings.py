@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from millrace_router.markers import Prefixes
+
 
 class StopMatcher:
     def __init__(self, stops: Sequence[str]) -> None:
         assert all(stops)
         self._stops = tuple(stops)
-        self._first = frozenset(stop[0] for stop in stops)
-        self._longest = max(map(len, stops), default=0)
+        self._prefixes = Prefixes(stops)
         self._held = ""
         self.matched = False
 
@@ -28,7 +29,7 @@ class StopMatcher:
         if hits:
             self.matched, self._held = True, ""
             return text[: min(hits)[1]]
-        keep = self._undecided(text)
+        keep = self._prefixes.undecided(text)
         self._held = text[keep:]
         return text[:keep]
 
@@ -36,10 +37,3 @@ class StopMatcher:
         """The text has ended: what was withheld."""
         held, self._held = self._held, ""
         return held
-
-    def _undecided(self, text: str) -> int:
-        """Where the longest tail starts that a stop string could go on from; len(text) when there is none."""
-        for at in range(max(0, len(text) - self._longest + 1), len(text)):
-            if text[at] in self._first and any(stop.startswith(text[at:]) for stop in self._stops):
-                return at
-        return len(text)

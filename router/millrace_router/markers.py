@@ -1,0 +1,56 @@
+"""Texts that structure a model's output, found in a stream that may be cut anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+THINK, THINK_END = "<think>", "</think>"
+CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+CALL, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+CALL_SEP = "<｜tool▁sep｜>"
+ALL = (THINK, THINK_END, CALLS, CALLS_END, CALL, CALL_END, CALL_SEP)
+
+
+class Prefixes:
+    """Where a text might be the beginning of one of `markers`."""
+
+    __slots__ = ("_first", "_longest", "_markers")
+
+    def __init__(self, markers: Iterable[str]) -> None:
+        self._markers = tuple(markers)
+        self._first = frozenset(marker[0] for marker in self._markers)
+        self._longest = max(map(len, self._markers), default=0)
+
+    def undecided(self, text: str) -> int:
+        """Where the longest tail starts that a marker could go on from; len(text) when there is none."""
+        for at in range(max(0, len(text) - self._longest + 1), len(text)):
+            if text[at] in self._first and any(marker.startswith(text[at:]) for marker in self._markers):
+                return at
+        return len(text)
+
+
+class Scanner:
+    """Text that has arrived and is not understood yet."""
+
+    __slots__ = ("text",)
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def until(self, *markers: str) -> tuple[str, str]:
+        """Take what stands before the first of `markers`, and it; without any ("") all that cannot begin one."""
+        found = min(((at, marker) for marker in markers if (at := self.text.find(marker)) >= 0), default=None)
+        if found is None:
+            return self._take(Prefixes(markers).undecided(self.text)), ""
+        at, marker = found
+        before = self._take(at)
+        self._take(len(marker))
+        return before, marker
+
+    def rest(self) -> str:
+        """Take everything: the text has ended."""
+        return self._take(len(self.text))
+
+    def _take(self, count: int) -> str:
+        taken, self.text = self.text[:count], self.text[count:]
+        return taken
