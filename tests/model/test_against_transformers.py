@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from millrace_kernels.testing.numeric import MODEL_TOLERANCE, assert_close
+from millrace_serve.model.attn_step import FormThresholds
 from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model
-from millrace_serve.model.mla import FormThresholds
 from millrace_serve.model.parallel import ParallelDims
 from model.harness import Driver, Seq, random_prompt
 from torch import Tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,11 @@ def run_schedule(dims: ParallelDims, path: str) -> list[Tensor]:
     return out
 
 
+def run_sharded_experts(dims: ParallelDims, path: str) -> list[Tensor]:
+    """Every rank holds a part of every expert."""
+    return run_schedule(dataclasses.replace(dims, expert_tp=True), path)
+
+
 def collectives(dims: ParallelDims) -> dict[str, Tensor]:
     own = torch.full((2, 3), float(dims.rank))
     stacked = torch.stack([own + 10 * replica for replica in range(dims.dp)])
@@ -67,6 +73,7 @@ def odd_vocabulary(dims: ParallelDims, path: str) -> tuple[Tensor, Tensor]:
 def results(random_bf16: Path, random_fp8: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list]:
     jobs = {f"{tp}x{dp}": (tp, dp, run_schedule, (str(random_bf16),)) for tp, dp in GRID}
     jobs["fp8"] = (2, 2, run_schedule, (str(random_fp8),))
+    jobs["expert-tp"] = (4, 1, run_sharded_experts, (str(random_bf16),))
     jobs["collectives"] = (2, 2, collectives, ())
     directory = tmp_path_factory.mktemp("ranks")
     save_file({"table": TABLE}, directory / "model.safetensors")
@@ -82,11 +89,11 @@ def alone(replica: int, path: Path) -> list[Tensor]:
     return [driver.step([(s, n) for s, n in zip(seqs, nums, strict=True) if n]) for nums in steps]
 
 
-@pytest.mark.parametrize("name", [*(f"{tp}x{dp}" for tp, dp in GRID), "fp8"])
+@pytest.mark.parametrize("name", [*(f"{tp}x{dp}" for tp, dp in GRID), "fp8", "expert-tp"])
 def test_every_rank_has_the_logits_of_its_replica(
     name: str, results: dict[str, list], random_bf16: Path, random_fp8: Path
 ) -> None:
-    tp, dp = (2, 2) if name == "fp8" else map(int, name.split("x"))
+    tp, dp = {"fp8": (2, 2), "expert-tp": (4, 1)}.get(name) or map(int, name.split("x"))
     path = random_fp8 if name == "fp8" else random_bf16
     for replica in range(dp):
         expected = alone(replica, path)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from millrace_serve.model.attn_step import AttnStep
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.expert_exchange import ExpertExchange
 from millrace_serve.model.layers import RmsNorm
-from millrace_serve.model.mla import AttnStep, Mla
+from millrace_serve.model.mla import Mla
 from millrace_serve.model.moe import DenseMlp, Moe
 from millrace_serve.model.parallel import ParallelDims
-from millrace_serve.model.weights import Checkpoint
+from millrace_serve.model.weights import Weights
 
 
 class DecoderLayer:
     def __init__(
-        self, ckpt: Checkpoint, config: ModelConfig, dims: ParallelDims, exchange: ExpertExchange, layer: int
+        self, ckpt: Weights, config: ModelConfig, dims: ParallelDims, exchange: ExpertExchange, layer: int
     ) -> None:
         prefix, eps = f"model.layers.{layer}", config.rms_norm_eps
         self.input_layernorm = RmsNorm(ckpt, f"{prefix}.input_layernorm", config.hidden_size, eps)
@@ -33,8 +34,8 @@ class DecoderLayer:
         Leaving the addition to the next norm lets both be one pass over memory.
         """
         if residual is None:
-            normed, residual = self.input_layernorm(x), x
+            h, residual = self.input_layernorm.operand(x), x
         else:
-            normed, residual = self.input_layernorm.add(x, residual)
-        normed, residual = self.post_attention_layernorm.add(self.self_attn(normed, step, kv), residual)
-        return self.mlp(normed, step.inputs), residual
+            h, residual = self.input_layernorm.add_operand(x, residual)
+        h, residual = self.post_attention_layernorm.add_operand(self.self_attn(h, step, kv), residual)
+        return self.mlp(h, step.inputs), residual

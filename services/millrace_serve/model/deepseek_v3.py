@@ -12,25 +12,33 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from millrace_serve.model.attn_step import AttnStep, FormThresholds, HeadShape
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.decoder_layer import DecoderLayer
-from millrace_serve.model.expert_exchange import make_exchange
+from millrace_serve.model.expert_exchange import ExpertExchange, make_exchange
 from millrace_serve.model.inputs import ForwardInput
 from millrace_serve.model.layers import RmsNorm, VocabParallel
-from millrace_serve.model.mla import AttnStep, FormThresholds
 from millrace_serve.model.mtp import Mtp
 from millrace_serve.model.parallel import ParallelDims
-from millrace_serve.model.weights import Checkpoint
+from millrace_serve.model.weights import Checkpoint, Weights
 from millrace_serve.model.yarn import rope_tables
 
 log = logging.getLogger(__name__)
 
 
 class DeepseekV3:
-    def __init__(self, ckpt: Checkpoint, config: ModelConfig, dims: ParallelDims, thresholds: FormThresholds) -> None:
-        self.config, self.dims, self.thresholds = config, dims, thresholds
+    def __init__(
+        self,
+        ckpt: Weights,
+        config: ModelConfig,
+        dims: ParallelDims,
+        thresholds: FormThresholds,
+        exchange: ExpertExchange | None = None,
+    ) -> None:
+        self.config, self.dims, self.thresholds, self.dtype = config, dims, thresholds, ckpt.dtype
         self.rope_tables = rope_tables(config, ckpt.device)
-        exchange = make_exchange(dims)
+        self.heads = HeadShape(config.num_attention_heads // dims.tp, config.qk_head_dim, config.v_head_dim)
+        exchange = exchange or make_exchange(dims)
         self.embed_tokens = VocabParallel(ckpt, config, dims, "model.embed_tokens.weight")
         self.layers = [DecoderLayer(ckpt, config, dims, exchange, layer) for layer in range(config.num_hidden_layers)]
         self.norm = RmsNorm(ckpt, "model.norm", config.hidden_size, config.rms_norm_eps)
@@ -44,7 +52,7 @@ class DeepseekV3:
         Args:
             kv: [num_pages, L, page_size, kv_lora_rank + qk_rope_head_dim], L >= num_kv_layers; a page is contiguous.
         """
-        step = AttnStep.prepare(inputs, self.rope_tables, self.thresholds)
+        step = self._attn_step(inputs, kv[:, 0])
         x, residual = self.layers[0](self.embed_tokens.embed(inputs.token_ids), None, step, kv[:, 0])
         for index, layer in enumerate(self.layers[1:], start=1):
             x, residual = layer(x, residual, step, kv[:, index])
@@ -58,13 +66,16 @@ class DeepseekV3:
         The MTP layer is the last layer of the pool, so it has a page table and slots like every other.
         """
         assert self.mtp is not None, "the checkpoint has no MTP layer"
-        step = AttnStep.prepare(inputs, self.rope_tables, self.thresholds)
-        return self.mtp(self.embed_tokens.embed(inputs.token_ids), hidden, step, kv[:, self.config.num_hidden_layers])
+        layer = kv[:, self.config.num_hidden_layers]
+        return self.mtp(self.embed_tokens.embed(inputs.token_ids), hidden, self._attn_step(inputs, layer), layer)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [S, D], the sampled rows of what a forward returned -> float32 [S, vocab_size] on every rank."""
         return self.lm_head.logits(hidden)
+
+    def _attn_step(self, inputs: ForwardInput, kv: Tensor) -> AttnStep:
+        return AttnStep.prepare(inputs, self.rope_tables, self.thresholds, self.heads, kv, self.dtype)
 
 
 def load_model(
@@ -73,8 +84,13 @@ def load_model(
     device: torch.device,
     dtype: torch.dtype,
     thresholds: FormThresholds | None = None,
+    *,
+    keep_fp8: bool | None = None,
 ) -> DeepseekV3:
-    """Reads this rank's part of a checkpoint directory; FP8 weights are dequantised to `dtype`.
+    """Reads this rank's part of a checkpoint directory.
+
+    Args:
+        keep_fp8: GEMMs run on the FP8 weights themselves; otherwise they are dequantised to `dtype`. None: on CUDA.
 
     Raises:
         ConfigError: config.json is unusable.
@@ -83,7 +99,7 @@ def load_model(
     """
     started = time.monotonic()
     config = ModelConfig.load(path)
-    ckpt = Checkpoint(path, config, device, dtype)
+    ckpt = Checkpoint(path, config, device, dtype, keep_fp8=device.type == "cuda" if keep_fp8 is None else keep_fp8)
     model = DeepseekV3(ckpt, config, dims, thresholds or FormThresholds())
     ckpt.finish()
     log.info("model loaded path=%s rank=%d dtype=%s seconds=%.1f", path, dims.rank, dtype, time.monotonic() - started)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch.nn.functional as F
+from millrace_kernels.fp8 import Operand
 from torch import Tensor
 
 from millrace_serve.model.inputs import ForwardInput
@@ -16,10 +17,12 @@ from millrace_serve.model.parallel import ParallelDims
 
 
 class ExpertExchange(Protocol):
+    local: bool  # a rank sees exactly its replica's own tokens
+
     def dispatch(
-        self, x: Tensor, weights: Tensor, experts: Tensor, inputs: ForwardInput
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """x [T, D], weights float32 [T, K], experts int64 [T, K] -> the same of the G tokens that this rank sees."""
+        self, h: Operand, weights: Tensor, experts: Tensor, inputs: ForwardInput
+    ) -> tuple[Operand, Tensor, Tensor]:
+        """h [T, D], weights float32 [T, K], experts int32 [T, K] -> the same of the G tokens that this rank sees."""
         ...
 
     def combine(self, partial: Tensor, inputs: ForwardInput) -> Tensor:
@@ -30,10 +33,12 @@ class ExpertExchange(Protocol):
 class LocalExchange:
     """One replica: every rank already has every token."""
 
+    local = True
+
     def dispatch(
-        self, x: Tensor, weights: Tensor, experts: Tensor, inputs: ForwardInput
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return x, weights, experts
+        self, h: Operand, weights: Tensor, experts: Tensor, inputs: ForwardInput
+    ) -> tuple[Operand, Tensor, Tensor]:
+        return h, weights, experts
 
     def combine(self, partial: Tensor, inputs: ForwardInput) -> Tensor:
         return partial
@@ -42,20 +47,22 @@ class LocalExchange:
 class GatherExchange:
     """DP attention by torch.distributed: all-gather padded to the longest replica, then reduce-scatter."""
 
+    local = False
+
     def __init__(self, dims: ParallelDims) -> None:
         self.dims = dims
 
     def dispatch(
-        self, x: Tensor, weights: Tensor, experts: Tensor, inputs: ForwardInput
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        counts = inputs.dp_num_tokens
-        assert len(counts) == self.dims.dp and counts[self.dims.dp_rank] == x.shape[0], (counts, x.shape)
+        self, h: Operand, weights: Tensor, experts: Tensor, inputs: ForwardInput
+    ) -> tuple[Operand, Tensor, Tensor]:
+        x, counts = h.plain, inputs.dp_num_tokens
+        assert x is not None and len(counts) == self.dims.dp and counts[self.dims.dp_rank] == x.shape[0], counts
         if not max(counts):
-            return x, weights, experts
+            return h, weights, experts
         pad = (0, 0, 0, max(counts) - x.shape[0])
         gather = self.dims.dp_all_gather
         return (
-            gather(F.pad(x, pad)).flatten(0, 1),
+            Operand(gather(F.pad(x, pad)).flatten(0, 1), None),
             gather(F.pad(weights, pad)).flatten(0, 1),
             gather(F.pad(experts, pad, value=-1)).flatten(0, 1),
         )

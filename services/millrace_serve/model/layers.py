@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
+from millrace_kernels.fp8 import Fp8, Operand
 from millrace_kernels.linear import linear
-from millrace_kernels.rms_norm import add_rms_norm, rms_norm
-from millrace_kernels.silu_mul import silu_mul
+from millrace_kernels.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm, rms_norm_quant
+from millrace_kernels.silu_mul import silu_mul, silu_mul_quant
 from torch import Tensor
 
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.parallel import ParallelDims, check_divides
-from millrace_serve.model.weights import Checkpoint
+from millrace_serve.model.weights import Weights, stack_rows
 
 
 class RmsNorm:
-    def __init__(self, ckpt: Checkpoint, name: str, dim: int, eps: float) -> None:
+    """`operand`: in the form that GEMMs with this checkpoint's weights take."""
+
+    def __init__(self, ckpt: Weights, name: str, dim: int, eps: float) -> None:
         self.weight = ckpt.tensor(f"{name}.weight", (dim,))
         self.eps = eps
+        self.quant = ckpt.fp8
 
     def __call__(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
@@ -26,26 +29,36 @@ class RmsNorm:
         """(norm(x + residual), x + residual)"""
         return add_rms_norm(x, residual, self.weight, self.eps)
 
+    def operand(self, x: Tensor) -> Operand:
+        return rms_norm_quant(x, self.weight, self.eps) if self.quant else Operand(self(x), None)
+
+    def add_operand(self, x: Tensor, residual: Tensor) -> tuple[Operand, Tensor]:
+        if self.quant:
+            return add_rms_norm_quant(x, residual, self.weight, self.eps)
+        normed, residual = self.add(x, residual)
+        return Operand(normed, None), residual
+
 
 class Mlp:
     """down(silu(gate x) * up x), intermediate dimension sharded over TP: the result is this rank's part of a sum."""
 
-    def __init__(self, ckpt: Checkpoint, dims: ParallelDims, prefix: str, hidden: int, intermediate: int) -> None:
+    def __init__(self, ckpt: Weights, dims: ParallelDims, prefix: str, hidden: int, intermediate: int) -> None:
         size = check_divides(f"{prefix} intermediate size", intermediate, "tp", dims.tp)
         shard = (dims.tp_rank * size, (dims.tp_rank + 1) * size)
         shape = (intermediate, hidden)
-        gate_up = [ckpt.tensor(f"{prefix}.{name}.weight", shape, rows=shard) for name in ("gate_proj", "up_proj")]
-        self.gate_up_proj = torch.cat(gate_up)  # [2I, D]
-        self.down_proj = ckpt.tensor(f"{prefix}.down_proj.weight", (hidden, intermediate), cols=shard)  # [D, I]
+        gate_up = [ckpt.matrix(f"{prefix}.{name}.weight", shape, rows=shard) for name in ("gate_proj", "up_proj")]
+        self.gate_up_proj = stack_rows(gate_up, ckpt.dtype)  # [2I, D]
+        self.down_proj = ckpt.matrix(f"{prefix}.down_proj.weight", (hidden, intermediate), cols=shard)  # [D, I]
 
-    def partial(self, x: Tensor) -> Tensor:
-        return linear(silu_mul(linear(x, self.gate_up_proj)), self.down_proj)
+    def partial(self, h: Operand) -> Tensor:
+        activate = silu_mul_quant if isinstance(self.down_proj, Fp8) else silu_mul
+        return linear(activate(linear(h, self.gate_up_proj)), self.down_proj)
 
 
 class VocabParallel:
     """Rows of the vocabulary [first, first + size) of this TP rank; the last may hold fewer than ceil(vocab / tp)."""
 
-    def __init__(self, ckpt: Checkpoint, config: ModelConfig, dims: ParallelDims, name: str) -> None:
+    def __init__(self, ckpt: Weights, config: ModelConfig, dims: ParallelDims, name: str) -> None:
         self.dims = dims
         self.vocab_size = config.vocab_size
         self.per_rank = -(-config.vocab_size // dims.tp)

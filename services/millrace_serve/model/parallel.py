@@ -1,7 +1,8 @@
 """Who a rank is, and whom it talks to. R ranks = dp replicas x tp ranks; rank = dp_rank * tp + tp_rank.
 
 attention heads, dense MLPs, shared expert, embedding, LM head   sharded over tp
-routed experts                                                   sharded over all R ranks
+routed experts                                                   whole ones spread over all R ranks; or, expert_tp,
+                                                                 each sharded over tp (dp == 1 only)
 requests                                                         belong to one replica
 """
 
@@ -20,6 +21,7 @@ class ParallelDims:
     rank: int = 0
     tp: int = 1
     dp: int = 1
+    expert_tp: bool = False
     world_group: dist.ProcessGroup | None = None  # all R ranks; None when R == 1
     tp_group: dist.ProcessGroup | None = None  # ranks of this replica; None when tp == 1
     dp_group: dist.ProcessGroup | None = None  # same tp_rank of every replica; None when dp == 1

@@ -1,18 +1,21 @@
 """Reads a public checkpoint directory: each rank reads its slices only, each tensor is checked where it is used.
 
 1. `Checkpoint(dir, config, device, dtype)` reads the headers: name -> file, from `*.safetensors` or the shards' index.
-2. The modules of the model take their tensors by public name with the shape that the config implies.
+2. The modules of the model take their tensors by public name with the shape that the config implies: `tensor` for
+   what is computed with in the compute dtype, `matrix` and `stack` for the weights of a GEMM, which stay in FP8 where
+   the checkpoint and the device have it.
 3. `finish()` refuses a checkpoint that holds weights which the config does not describe.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from millrace_kernels.fp8 import BLOCK, dequant_blocks
+from millrace_kernels.fp8 import BLOCK, Fp8, dequant_blocks
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -31,12 +34,51 @@ class CheckpointError(ValueError):
     """The checkpoint is unreadable or does not match its config; the message names the tensor."""
 
 
+class Weights(Protocol):
+    """Where the model's tensors come from: a `Checkpoint`, or random numbers of the same shapes."""
+
+    device: torch.device
+    dtype: torch.dtype
+    fp8: bool  # matrices may stay in FP8
+
+    def tensor(
+        self,
+        name: str,
+        shape: Shape,
+        *,
+        rows: Slice | None = None,
+        cols: Slice | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor: ...
+
+    def matrix(
+        self, name: str, shape: Shape, *, rows: Slice | None = None, cols: Slice | None = None
+    ) -> Tensor | Fp8: ...
+
+    def stack(
+        self, names: Sequence[Sequence[str]], shape: Shape, *, rows: Slice | None = None, cols: Slice | None = None
+    ) -> Tensor | Fp8: ...
+
+    def has(self, name: str) -> bool: ...
+
+    def claim(self, name: str, shape: Shape) -> None: ...
+
+
 class Checkpoint:
-    def __init__(self, directory: str | Path, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        directory: str | Path,
+        config: ModelConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        keep_fp8: bool = False,
+    ) -> None:
         self.directory = Path(directory)
         self.config = config
         self.device = device
         self.dtype = dtype
+        self.fp8 = keep_fp8 and config.fp8_blocks
         self._files: dict[Path, Any] = {}
         self._file_of = self._read_index()
         self._unclaimed = set(self._file_of)
@@ -56,14 +98,40 @@ class Checkpoint:
             shape: of the whole tensor in the checkpoint.
             rows, cols: the part that this rank holds.
         """
-        stored = self._header(
-            name, shape, (*FLOATS, "F8_E4M3") if self.config.fp8_blocks and len(shape) == 2 else FLOATS
-        )
+        stored = self._stored(name, shape)
         part = _take(stored, rows, cols)
         dtype = dtype or self.dtype
         if stored.get_dtype() == "F8_E4M3":
-            part = self._dequantise(name, part, shape, rows or (0, shape[0]), cols or (0, shape[1]), dtype)
+            rows, cols = rows or (0, shape[0]), cols or (0, shape[1])
+            scales = self._scales(name, shape, rows, cols)
+            part = dequant_blocks(part, scales, dtype, rows[0] % BLOCK, cols[0] % BLOCK)
         return part.to(device=self.device, dtype=dtype, copy=True)  # never a view of the mapped file
+
+    def matrix(self, name: str, shape: Shape, *, rows: Slice | None = None, cols: Slice | None = None) -> Tensor | Fp8:
+        """As `tensor`, for the weight [N, K] of a GEMM: FP8 stays FP8 when the rank's part begins at a block and K is
+        whole blocks.
+        """
+        whole = rows or (0, shape[0]), cols or (0, shape[1])
+        aligned = not (whole[0][0] % BLOCK or whole[1][0] % BLOCK or (whole[1][1] - whole[1][0]) % BLOCK)
+        stored = self._stored(name, shape)
+        if not (self.fp8 and aligned and stored.get_dtype() == "F8_E4M3"):
+            return self.tensor(name, shape, rows=rows, cols=cols)
+        part, scales = _take(stored, rows, cols), self._scales(name, shape, *whole)
+        return Fp8(part.to(self.device, copy=True), scales.to(self.device, copy=True))
+
+    def stack(
+        self, names: Sequence[Sequence[str]], shape: Shape, *, rows: Slice | None = None, cols: Slice | None = None
+    ) -> Tensor | Fp8:
+        """[len(names), sum of the rows, K]: the matrices of each entry on top of each other, all of one `shape`."""
+        out: Tensor | Fp8 | None = None
+        for index, parts in enumerate(names):
+            one = stack_rows([self.matrix(name, shape, rows=rows, cols=cols) for name in parts], self.dtype)
+            if out is None:
+                out = _map(lambda x: x.new_empty(len(names), *x.shape), one)
+            for target, source in zip(_tensors(out), _tensors(one), strict=True):
+                target[index].copy_(source)
+        assert out is not None, "nothing to stack"
+        return out
 
     def has(self, name: str) -> bool:
         return name in self._file_of
@@ -118,13 +186,33 @@ class Checkpoint:
         self._unclaimed.discard(name)
         return stored
 
-    def _dequantise(
-        self, name: str, part: Tensor, shape: Shape, rows: Slice, cols: Slice, dtype: torch.dtype
-    ) -> Tensor:
+    def _stored(self, name: str, shape: Shape) -> Any:
+        quantised = self.config.fp8_blocks and len(shape) == 2
+        return self._header(name, shape, (*FLOATS, "F8_E4M3") if quantised else FLOATS)
+
+    def _scales(self, name: str, shape: Shape, rows: Slice, cols: Slice) -> Tensor:
+        """float32, of the blocks that the slice touches."""
         scale_shape = tuple(-(-size // BLOCK) for size in shape)
         blocks = [(start // BLOCK, -(-stop // BLOCK)) for start, stop in (rows, cols)]
-        scales = _take(self._header(name + SCALE_SUFFIX, scale_shape, ("F32",)), *blocks)
-        return dequant_blocks(part, scales, dtype, rows[0] % BLOCK, cols[0] % BLOCK)
+        return _take(self._header(name + SCALE_SUFFIX, scale_shape, ("F32",)), *blocks)
+
+
+def stack_rows(parts: Sequence[Tensor | Fp8], dtype: torch.dtype) -> Tensor | Fp8:
+    """Matrices [N_i, K] on top of each other. FP8 if all are and only the last ends inside of a block; else `dtype`."""
+    if len(parts) == 1:
+        return parts[0]
+    quantised = [part for part in parts if isinstance(part, Fp8)]
+    if len(quantised) == len(parts) and not any(part.data.shape[0] % BLOCK for part in quantised[:-1]):
+        return Fp8(torch.cat([part.data for part in quantised]), torch.cat([part.scales for part in quantised]))
+    return torch.cat([dequant_blocks(*part, dtype, 0, 0) if isinstance(part, Fp8) else part for part in parts])
+
+
+def _tensors(matrix: Tensor | Fp8) -> Sequence[Tensor]:
+    return matrix if isinstance(matrix, Fp8) else (matrix,)
+
+
+def _map(function: Callable[[Tensor], Tensor], matrix: Tensor | Fp8) -> Tensor | Fp8:
+    return Fp8(*map(function, matrix)) if isinstance(matrix, Fp8) else function(matrix)
 
 
 def _take(stored: Any, rows: Slice | None, cols: Slice | None) -> Tensor:

@@ -1,0 +1,320 @@
+"""One rank of the 671B model on one GPU: all layers, random FP8 weights, local stand-ins for communication.
+
+    tp8   a rank of a TP8 worker: 16 heads, 1/8 of every expert; all-reduces are left out
+    ep8   a rank of a DP8/EP8 worker: 128 heads, 32 of 256 experts. What the other ranks would send is stood in for by
+          the rank's own tokens: expert e counts as local expert e mod 32, so the rank computes as many rows as it would
+          with 8 ranks and balanced routing
+
+Steps run as CUDA graph replays (decode) or eagerly (prefill), timed by events; a profiled replay gives the time of each
+kind of kernel. The floor is what memory and tensor cores need at their peaks.
+
+millrace bench shard --shard ep8 --decode 128x4096 256x2048 --prefill 4x4096 16x1024
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import re
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from millrace_kernels.fp8 import Fp8, Operand
+from millrace_serve.model.attn_step import FormThresholds
+from millrace_serve.model.config import ModelConfig
+from millrace_serve.model.deepseek_v3 import DeepseekV3
+from millrace_serve.model.inputs import AttnPlan, ForwardInput
+from millrace_serve.model.moe import Moe
+from millrace_serve.model.parallel import ParallelDims
+from millrace_serve.model.random_weights import RandomWeights
+from torch import Tensor
+
+from millrace_bench.common import Record, print_record
+
+HBM_BYTES_PER_S, FP8_FLOPS, BF16_FLOPS = 4.8e12, 1979e12, 989e12  # an H200's, by its data sheet
+PAGE = 64
+Row = dict[str, Any]
+
+V3 = {
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "max_position_embeddings": 163840,
+    "num_attention_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "first_k_dense_replace": 3,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+    "fp8_blocks": True,
+}
+# kernel name -> what it does, first match
+KINDS = (
+    (r"flash|mla_decode|splitkv|combine_kernel|mla_combine|prefill|attention", "attention"),
+    (r"moe|expert|permute|gate", "moe glue and small moe"),
+    (r"fp8_gemm|deep_gemm|sm90_", "fp8 gemm"),
+    (r"small_linear", "fp8 gemm, few tokens"),
+    (r"gemm|cublas|cutlass|nvjet|bmm|absorb|project", "bf16 gemm"),
+    (r"norm", "norm"),
+    (r"quant|silu", "quantisation and silu"),
+    (r"rope|kv_|expand|merge", "attention glue"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    name: str
+    dims: ParallelDims
+    folded: bool  # the local stand-in for an expert exchange
+
+
+SHARDS = {
+    "tp8": Shard("tp8", ParallelDims(tp=8, expert_tp=True), folded=False),
+    "ep8": Shard("ep8", ParallelDims(dp=8), folded=True),
+}
+
+
+class FoldedExchange:
+    """Stands for the exchange between `ranks` ranks with balanced routing: every choice lands here."""
+
+    local = True
+
+    def __init__(self, num_local: int) -> None:
+        self._num_local = num_local
+
+    def dispatch(
+        self, h: Operand, weights: Tensor, experts: Tensor, inputs: ForwardInput
+    ) -> tuple[Operand, Tensor, Tensor]:
+        return h, weights, torch.where(experts >= 0, experts % self._num_local, experts)
+
+    def combine(self, partial: Tensor, inputs: ForwardInput) -> Tensor:
+        return partial
+
+
+def build(shard: Shard, layers: int, device: torch.device, widths: dict[str, Any] | None = None) -> DeepseekV3:
+    """`widths` replaces V3's, for a test."""
+    config = ModelConfig(num_hidden_layers=layers, **{**V3, **(widths or {})})
+    weights = RandomWeights(device, torch.bfloat16, fp8=True)
+    if not shard.folded:
+        return DeepseekV3(weights, config, shard.dims, FormThresholds())
+    held = config.n_routed_experts // shard.dims.ep_size
+    model = DeepseekV3(weights, config, shard.dims, FormThresholds(), FoldedExchange(held))
+    for layer in model.layers:
+        if isinstance(layer.mlp, Moe):
+            layer.mlp.num_experts = held
+    return model
+
+
+# ------------------------------------------------------------------------------------------------ steps
+
+
+def make_pool(model: DeepseekV3, num_pages: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """[num_pages, L, page, C+R] of random rows: attention over equal keys would be a special case."""
+    config = model.config
+    pool = torch.empty(num_pages, config.num_kv_layers, PAGE, config.kv_row_dim, dtype=dtype, device=device)
+    for page in pool.split(64):
+        page.copy_(torch.randn(page.shape, device=device, dtype=torch.bfloat16))
+    return pool
+
+
+def decode_step(model: DeepseekV3, batch: int, context: int, device: torch.device) -> ForwardInput:
+    """One token each of `batch` sequences with `context` keys."""
+    return _step(model, [1] * batch, [context] * batch, batch, device)
+
+
+def prefill_step(model: DeepseekV3, prompts: int, length: int, device: torch.device) -> ForwardInput:
+    return _step(model, [length] * prompts, [length] * prompts, 0, device)
+
+
+def _step(model: DeepseekV3, q_lens: list[int], seq_lens: list[int], decode: int, device: torch.device) -> ForwardInput:
+    rng = torch.Generator().manual_seed(0)
+    pages = -(-max(seq_lens) // PAGE)
+    table = torch.randperm(len(seq_lens) * pages, generator=rng).view(len(seq_lens), pages) + 1
+    positions = torch.cat([torch.arange(s - q, s) for q, s in zip(q_lens, seq_lens, strict=True)])
+    owner = torch.repeat_interleave(torch.arange(len(q_lens)), torch.tensor(q_lens))
+    slots = table[owner, positions // PAGE] * PAGE + positions % PAGE
+    ends = torch.tensor(q_lens).cumsum(0)
+    tokens = torch.randint(0, model.config.vocab_size, (len(positions),), generator=rng)
+    lens = torch.tensor(seq_lens, dtype=torch.int32, device=device)
+    cu_q = torch.cat((torch.zeros(1, dtype=torch.int64), ends)).int().to(device)
+    attn = AttnPlan(decode, cu_q, lens, table.int().to(device), tuple(q_lens), tuple(seq_lens))
+    return ForwardInput(
+        token_ids=tokens.to(device),
+        positions=positions.to(device),
+        kv_slots=slots.to(device),
+        attn=attn,
+        sample_rows=(ends - 1).to(device),
+        num_tokens=len(tokens),
+        num_tokens_device=torch.tensor([len(tokens)], dtype=torch.int32, device=device),
+    )
+
+
+def capture(call: Callable[[], Tensor]) -> torch.cuda.CUDAGraph:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    gc.collect()
+    gc.disable()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            call()
+    finally:
+        gc.enable()
+    return graph
+
+
+def time_ms(call: Callable[[], object], repeats: int) -> list[float]:
+    """Each call by events, back to back."""
+    call()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    events[0].record()
+    for event in events[1:]:
+        call()
+        event.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) for start, end in itertools.pairwise(events)]
+
+
+def breakdown(call: Callable[[], object]) -> tuple[dict[str, float], dict[str, float]]:
+    """Milliseconds by kind of kernel, and of the longest kernels by name, in one call."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        call()
+        torch.cuda.synchronize()
+    kinds: defaultdict[str, float] = defaultdict(float)
+    names: defaultdict[str, float] = defaultdict(float)
+    for event in profiler.key_averages():
+        ms = event.self_device_time_total / 1e3
+        names[f"{event.count} x {event.key[:100]}"] += ms
+        kinds[kind_of(event.key)] += ms
+    return _longest(kinds), _longest(names)
+
+
+def _longest(times: dict[str, float], count: int = 30) -> dict[str, float]:
+    ordered = sorted(times.items(), key=lambda item: -item[1])
+    return {name: round(ms, 3) for name, ms in ordered[:count]}
+
+
+def kind_of(kernel: str) -> str:
+    return next((kind for pattern, kind in KINDS if re.search(pattern, kernel, re.IGNORECASE)), "other")
+
+
+# ------------------------------------------------------------------------------------------------ the floor
+
+
+def floor_ms(model: DeepseekV3, inputs: ForwardInput) -> float:
+    """The larger of memory and tensor-core time, summed over linear layers and attention."""
+    config, attn = model.config, inputs.attn
+    tokens, heads = inputs.num_tokens, model.heads.num_heads
+    chosen, read, per_token = config.num_experts_per_tok, 0.0, 0.0
+    for layer in model.layers:
+        weights = [layer.self_attn.q_kv_a_proj, layer.self_attn.q_b_proj, layer.self_attn.kv_b_proj]
+        sizes = [_nbytes(w) for w in (*weights, layer.self_attn.o_proj)]
+        if isinstance(layer.mlp, Moe):
+            experts = _nbytes(layer.mlp.w13) + _nbytes(layer.mlp.w2)
+            held = (layer.mlp.w13.data if isinstance(layer.mlp.w13, Fp8) else layer.mlp.w13).shape[0] - 1
+            touched = held * (1 - (1 - min(chosen / held, 1)) ** tokens) + 1
+            read += experts / (held + 1) * touched
+            per_token += experts / (held + 1) * (chosen + 1)
+        else:
+            sizes += [_nbytes(layer.mlp.mlp.gate_up_proj), _nbytes(layer.mlp.mlp.down_proj)]
+        read += sum(sizes)
+        per_token += sum(sizes)
+    head = model.lm_head.weight.nbytes * min(len(inputs.sample_rows), 1)
+    linear_s = max((read + head) / HBM_BYTES_PER_S, 2 * per_token * tokens / FP8_FLOPS)
+    absorbed = set(attn.q_lens_host) == {1}
+    width = config.kv_row_dim + config.kv_lora_rank if absorbed else config.qk_head_dim + config.v_head_dim
+    pairs = sum(q * (s - (q - 1) / 2) for q, s in zip(attn.q_lens_host, attn.seq_lens_host, strict=True))
+    attn_s = config.num_hidden_layers * 2 * heads * width * pairs / BF16_FLOPS
+    kv_s = config.num_hidden_layers * sum(attn.seq_lens_host) * config.kv_row_dim * 2 / HBM_BYTES_PER_S
+    return (linear_s + max(attn_s, kv_s)) * 1e3
+
+
+def _nbytes(matrix: Tensor | Fp8) -> int:
+    return sum(part.nbytes for part in matrix) if isinstance(matrix, Fp8) else matrix.nbytes
+
+
+# ------------------------------------------------------------------------------------------------ the runs
+
+
+def measure(model: DeepseekV3, kind: str, count: int, length: int, args: argparse.Namespace) -> Row:
+    device = model.rope_tables[0].device
+    pool = make_pool(model, count * -(-length // PAGE) + 1, device, getattr(torch, args.kv_dtype))
+    inputs = (decode_step if kind == "decode" else prefill_step)(model, count, length, device)
+
+    def step() -> Tensor:
+        return model.logits(model.forward(inputs, pool)[inputs.sample_rows])
+
+    started = time.perf_counter()
+    step()
+    torch.cuda.synchronize()
+    row: Row = {"shard": args.shard, "kind": kind, "count": count, "length": length}
+    row["first_s"] = round(time.perf_counter() - started, 2)
+    if kind == "decode":
+        eager = time_ms(step, 3)
+        graph = capture(step)
+        times = time_ms(graph.replay, args.repeats)
+        row |= {"eager_ms": round(statistics.median(eager), 3)}
+        profiled: Callable[[], object] = graph.replay
+    else:
+        times = time_ms(step, max(args.repeats // 5, 3))
+        profiled = step
+    median = statistics.median(times)
+    row |= {"ms": round(median, 3), "min_ms": round(min(times), 3), "floor_ms": round(floor_ms(model, inputs), 3)}
+    row |= {"of_floor": round(row["floor_ms"] / median, 3), "tokens_per_s": round(inputs.num_tokens / median * 1e3)}
+    if args.profile:
+        row["kinds_ms"], row["kernels_ms"] = breakdown(profiled)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="One rank of the 671B model on one GPU.")
+    parser.add_argument("--shard", choices=sorted(SHARDS), required=True)
+    parser.add_argument("--layers", type=int, default=61)
+    parser.add_argument("--decode", nargs="*", default=[], metavar="BATCHxCONTEXT")
+    parser.add_argument("--prefill", nargs="*", default=[], metavar="PROMPTSxLENGTH")
+    parser.add_argument("--kv-dtype", default="bfloat16", choices=["bfloat16", "float8_e4m3fn"])
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--profile", action="store_true", help="one more step under the profiler, by kernel")
+    parser.add_argument("--out", type=Path, help="JSON lines are appended here as they come")
+    args = parser.parse_args()
+    started = time.perf_counter()
+    model = build(SHARDS[args.shard], args.layers, torch.device("cuda"))
+    torch.cuda.synchronize()
+    print(f"weights: {torch.cuda.memory_allocated() / 1e9:.1f} GB in {time.perf_counter() - started:.1f} s", flush=True)
+    rows = []
+    for kind, sizes in (("decode", args.decode), ("prefill", args.prefill)):
+        for size in sizes:
+            count, length = map(int, size.split("x"))
+            rows.append(row := measure(model, kind, count, length, args))
+            torch.cuda.empty_cache()
+            print({key: value for key, value in row.items() if not key.startswith("kernels")}, flush=True)
+            if args.out:
+                with args.out.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+    print_record(Record("shard", vars(args), {"rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

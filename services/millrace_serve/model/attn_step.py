@@ -1,0 +1,146 @@
+"""What all layers of one step share about attention: rotary rows, the form, and the kernels' plans, made once a step.
+
+Three forms of the same maths (model/mla.py has the formulas); decode sequences are always absorbed, prompt chunks:
+    EXPANDED         k and v of the step's own tokens are computed per head; nothing is cached yet
+    EXPANDED_PREFIX  so is the cached prefix, chunk by chunk; the partial results are merged by their log-sum-exp
+    ABSORBED         all heads attend to the cached rows themselves
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from millrace_kernels import mla_decode, mla_prefill
+from torch import Tensor
+
+from millrace_serve.model.inputs import AttnPlan, ForwardInput
+
+Plan = Any  # a kernel's own, None where it needs none
+
+
+class Form(enum.Enum):
+    EXPANDED = "expanded"
+    EXPANDED_PREFIX = "expanded_prefix"
+    ABSORBED = "absorbed"
+
+
+@dataclass(frozen=True, slots=True)
+class FormThresholds:
+    absorb_max_queries: int = 48  # queries per key up to which cached prefixes are absorbed; break-even on a CPU
+    prefix_chunk_tokens: int = 4096  # prefix tokens, over all sequences, whose k and v exist at a time
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """One rank's heads: how many, widths of q and k, and of v."""
+
+    num_heads: int
+    qk_dim: int
+    v_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixChunk:
+    """A page-aligned part of the cached prefixes: `lens[b]` tokens of sequence b from `starts[b]` on."""
+
+    starts: list[int]
+    lens: list[int]
+    plan: Plan = None
+
+
+@dataclass(frozen=True, slots=True)
+class AbsorbedGroup:
+    """Neighbouring sequences with equally many queries, so that one kernel call serves them."""
+
+    seqs: slice
+    rows: slice  # of the step's tokens
+    num_queries: int  # of each sequence
+    plan: Plan = None
+
+
+@dataclass(frozen=True, slots=True)
+class AttnStep:
+    inputs: ForwardInput
+    cos: Tensor  # float32 [T, R/2]
+    sin: Tensor
+    absorbed: tuple[AbsorbedGroup, ...]
+    expanded_rows: slice  # tokens of the prompt chunks that are expanded; empty when they are absorbed
+    expanded_seqs: slice
+    own_plan: Plan  # of the expanded chunks' attention to themselves
+    prefix: tuple[PrefixChunk, ...]
+
+    @classmethod
+    def prepare(
+        cls,
+        inputs: ForwardInput,
+        tables: tuple[Tensor, Tensor],
+        thresholds: FormThresholds,
+        heads: HeadShape,
+        kv: Tensor,
+        dtype: torch.dtype,
+    ) -> AttnStep:
+        """`tables`: cos and sin by position; `kv`: one layer of the pool; `dtype`: of q, k and v."""
+        attn = inputs.attn
+        decode, end = attn.num_decode, sum(attn.q_lens_host)
+        q_lens, seq_lens = attn.q_lens_host[decode:], attn.seq_lens_host[decode:]
+        form = choose_form(q_lens, seq_lens, thresholds)
+        expand = bool(q_lens) and form is not Form.ABSORBED
+        groups = _groups(attn, attn.num_seqs if form is Form.ABSORBED else decode, heads, kv)
+        own_plan, prefix = None, []
+        if expand:
+            shape = (heads.num_heads, heads.qk_dim, heads.v_dim)
+            own_plan = mla_prefill.plan(q_lens, q_lens, *shape, causal=True, device=inputs.device, dtype=dtype)
+            cached = [seq - own for seq, own in zip(seq_lens, q_lens, strict=True)]
+            for starts, lens in prefix_chunks(cached, thresholds.prefix_chunk_tokens, kv.shape[1]):
+                plan = mla_prefill.plan(q_lens, lens, *shape, causal=False, device=inputs.device, dtype=dtype)
+                prefix.append(PrefixChunk(starts, lens, plan))
+        return cls(
+            inputs,
+            cos=tables[0][inputs.positions],
+            sin=tables[1][inputs.positions],
+            absorbed=groups,
+            expanded_rows=slice(decode, end if expand else decode),
+            expanded_seqs=slice(decode, attn.num_seqs if expand else decode),
+            own_plan=own_plan,
+            prefix=tuple(prefix),
+        )
+
+
+def choose_form(q_lens: Sequence[int], seq_lens: Sequence[int], thresholds: FormThresholds) -> Form:
+    """The form of a step's prompt chunks.
+
+    Expanding costs per key, absorbing costs per (query, key) pair; so what counts is the number of queries that a key
+    serves: the mean of q_len weighted by seq_len.
+    """
+    if all(q == seq for q, seq in zip(q_lens, seq_lens, strict=True)):
+        return Form.EXPANDED
+    pairs = sum(q * seq for q, seq in zip(q_lens, seq_lens, strict=True))
+    return Form.ABSORBED if pairs <= thresholds.absorb_max_queries * sum(seq_lens) else Form.EXPANDED_PREFIX
+
+
+def prefix_chunks(prefix_lens: Sequence[int], max_tokens: int, page_size: int) -> list[tuple[list[int], list[int]]]:
+    """(starts, lens) per sequence of each chunk; starts are page-aligned, a chunk has up to `max_tokens` rows."""
+    sharing = sum(1 for n in prefix_lens if n)
+    step = max(max_tokens // max(sharing, 1) // page_size, 1) * page_size
+    return [
+        ([min(start, n) for n in prefix_lens], [min(max(n - start, 0), step) for n in prefix_lens])
+        for start in range(0, max(prefix_lens, default=0), step)
+    ]
+
+
+def _groups(attn: AttnPlan, num_seqs: int, heads: HeadShape, kv: Tensor) -> tuple[AbsorbedGroup, ...]:
+    """The first `num_seqs` sequences in groups: the decode sequences, then runs of chunks of one length."""
+    groups, row, first = [], 0, 0
+    while first < num_seqs:
+        queries, stop = attn.q_lens_host[first], first + 1
+        while stop < num_seqs and stop != attn.num_decode and attn.q_lens_host[stop] == queries:
+            stop += 1
+        seqs, rows = slice(first, stop), slice(row, row + (stop - first) * queries)
+        plan = mla_decode.plan(attn.seq_lens[seqs], queries, heads.num_heads, kv.dtype)
+        groups.append(AbsorbedGroup(seqs, rows, queries, plan))
+        first, row = stop, rows.stop
+    return tuple(groups)

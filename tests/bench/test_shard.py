@@ -1,0 +1,45 @@
+"""The shard bench's parts on a CPU and small widths; its timing needs a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from millrace_bench.shard import SHARDS, FoldedExchange, build, decode_step, floor_ms, kind_of, make_pool, prefill_step
+from millrace_kernels.fp8 import Operand
+
+CPU = torch.device("cpu")
+WIDTHS = {
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "q_lora_rank": 128,
+    "first_k_dense_replace": 1,
+    "intermediate_size": 1024,
+    "moe_intermediate_size": 1024,
+    "n_routed_experts": 16,
+    "max_position_embeddings": 512,
+}
+
+
+@pytest.mark.parametrize("name", sorted(SHARDS))
+def test_a_rank_runs_every_kind_of_step(name: str) -> None:
+    model = build(SHARDS[name], 2, CPU, WIDTHS)
+    mlp = model.layers[1].mlp
+    assert mlp.fused_shared and mlp.w13.data.shape[0] == (17 if name == "tp8" else 3)
+    pool = make_pool(model, 9, CPU, torch.bfloat16)
+    for inputs in (decode_step(model, 3, 100, CPU), prefill_step(model, 2, 70, CPU)):
+        logits = model.logits(model.forward(inputs, pool)[inputs.sample_rows])
+        assert logits.isfinite().all() and logits.shape[0] == len(inputs.attn.q_lens_host)
+        assert floor_ms(model, inputs) > 0
+
+
+def test_every_choice_lands_on_this_rank() -> None:
+    experts = torch.tensor([[0, 5, 31, -1]], dtype=torch.int32)
+    _, _, folded = FoldedExchange(4).dispatch(Operand(torch.zeros(1, 8), None), torch.ones(1, 4), experts, None)
+    assert folded.tolist() == [[0, 1, 3, -1]]
+
+
+def test_kernels_by_kind() -> None:
+    assert kind_of("sm90_fp8_gemm_1d2d_impl<...>") == "fp8 gemm"
+    assert kind_of("_add_rms_norm_kernel") == "norm"
+    assert kind_of("something new") == "other"

@@ -1,0 +1,72 @@
+"""A model whose GEMMs run on the FP8 weights themselves, on the references of the ops."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from millrace_kernels.backend import SMALL_TOKENS
+from millrace_kernels.fp8 import Fp8, dequant_blocks, quant_blocks
+from millrace_kernels.testing.numeric import FP8_MODEL_TOLERANCE
+from millrace_serve.model.config import ModelConfig
+from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model
+from millrace_serve.model.export_fp8 import export
+from millrace_serve.model.moe import Moe
+from millrace_serve.model.parallel import ParallelDims
+from millrace_serve.model.weights import Checkpoint, stack_rows
+from millrace_testing.paths import TINY
+from model.harness import Driver, Seq, random_prompt
+
+CPU = torch.device("cpu")
+Q_B = "model.layers.0.self_attn.q_b_proj.weight"
+
+
+def load(path: Path, keep_fp8: bool, dims: ParallelDims | None = None) -> DeepseekV3:
+    return load_model(path, dims or ParallelDims(), CPU, torch.float32, keep_fp8=keep_fp8)
+
+
+def test_logits_are_those_of_the_dequantised_weights(tmp_path: Path) -> None:
+    """Exactly for few tokens, whose activations are not quantised; else up to that rounding."""
+    export(TINY, tmp_path / "fp8")
+    plain, kept = (Driver(load(tmp_path / "fp8", keep)) for keep in (False, True))
+    prompt = random_prompt(200, 1000, 1)
+    for length, limit in ((SMALL_TOKENS, 1e-4), (200, FP8_MODEL_TOLERANCE)):
+        expected, actual = (driver.step([(Seq(list(prompt)), length)]) for driver in (plain, kept))
+        assert float(((actual - expected).norm(dim=1) / expected.norm(dim=1)).median()) <= limit
+
+
+def test_which_weights_stay_in_fp8(random_fp8: Path, random_bf16: Path) -> None:
+    model = load(random_fp8, keep_fp8=True)
+    for layer in model.layers:
+        attn, mlp = layer.self_attn, layer.mlp
+        assert isinstance(attn.q_b_proj, Fp8) and isinstance(attn.o_proj, Fp8) and isinstance(attn.kv_b_proj, Fp8)
+        assert isinstance(attn.w_uk, torch.Tensor)  # absorbed per head: no GEMM
+        if isinstance(mlp, Moe):
+            assert mlp.fused_shared and mlp.shared_experts is None and isinstance(mlp.w13, Fp8)
+            assert mlp.w13.data.shape[0] == model.config.n_routed_experts + 1
+    assert not isinstance(load(random_bf16, keep_fp8=True).layers[1].self_attn.o_proj, Fp8)
+    assert not isinstance(load(random_fp8, keep_fp8=False).layers[1].self_attn.o_proj, Fp8)
+
+
+def test_a_shard_inside_of_a_block_is_dequantised(random_fp8: Path) -> None:
+    ckpt = Checkpoint(random_fp8, ModelConfig.load(random_fp8), CPU, torch.float32, keep_fp8=True)
+    whole = ckpt.matrix(Q_B, (768, 128))
+    assert isinstance(whole, Fp8)
+    plain, part = ckpt.tensor(Q_B, (768, 128)), ckpt.matrix(Q_B, (768, 128), rows=(128, 384))
+    assert isinstance(part, Fp8) and torch.equal(dequant_blocks(*part, torch.float32), plain[128:384])
+    for odd in ({"rows": (64, 384)}, {"cols": (0, 64)}):
+        found = ckpt.matrix(Q_B, (768, 128), **odd)
+        assert isinstance(found, torch.Tensor) and torch.equal(found, ckpt.tensor(Q_B, (768, 128), **odd))
+
+
+def test_rows_on_top_of_each_other() -> None:
+    matrices = [torch.randn(rows, 256) for rows in (256, 72)]
+    parts = [quant_blocks(matrix) for matrix in matrices]
+    stacked = stack_rows(parts, torch.float32)
+    assert isinstance(stacked, Fp8) and stacked.data.shape == (328, 256) and stacked.scales.shape == (3, 2)
+    plain = torch.cat([dequant_blocks(*part, torch.float32) for part in parts])
+    assert torch.equal(dequant_blocks(*stacked, torch.float32), plain)
+    turned = stack_rows(parts[::-1], torch.float32)  # the second would begin inside of a block
+    assert isinstance(turned, torch.Tensor) and torch.equal(turned, torch.cat((plain[256:], plain[:256])))
+    mixed = stack_rows((parts[0], matrices[1]), torch.float32)
+    assert isinstance(mixed, torch.Tensor) and torch.equal(mixed[256:], matrices[1])
