@@ -17,6 +17,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI, Request, Response
 from google.protobuf import json_format
 from google.protobuf.message import Message
@@ -73,8 +74,8 @@ def _endpoint(method: Callable[[Any], Any], message: type[Message]) -> Callable[
 async def _call(method: Callable[[Any], Any], request: Request, message: Message, **fields: str) -> Response:
     body = await _body(request)
     try:
-        json_format.Parse(body or b"{}", message)
-    except json_format.ParseError as error:
+        json_format.ParseDict(msgspec.json.decode(body or b"{}", type=dict), message)
+    except (json_format.ParseError, msgspec.DecodeError) as error:
         text = f"the body is not a {message.DESCRIPTOR.name} in JSON: {error}"
         raise MillraceError(Reason.INVALID_ARGUMENT, text) from error
     for name, value in fields.items():

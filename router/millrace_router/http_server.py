@@ -61,18 +61,20 @@ class _BoundedHead(HttpToolsProtocol):
 
     _head_bytes = 0
     _in_head = True
+    _got_through = False  # the data at hand completed somebody's headers
 
     def on_message_begin(self) -> None:
         self._in_head = True
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        self._in_head, self._head_bytes = False, 0
+        self._in_head, self._head_bytes, self._got_through = False, 0, True
         super().on_headers_complete()
 
     def data_received(self, data: bytes) -> None:
+        self._got_through = False
         super().data_received(data)
-        if self._in_head and not self.transport.is_closing():
+        if self._in_head and not self._got_through and not self.transport.is_closing():
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
                 error = MillraceError(Reason.MESSAGE_TOO_LARGE, f"the headers have more than {MAX_HEAD_BYTES} bytes")

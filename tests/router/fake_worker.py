@@ -131,6 +131,7 @@ class FakeWorker(
         self.warmup_failures: collections.deque[str] = collections.deque()
         self.freezes = 0
         self.drained = False
+        self.profiling: float | None = None  # max_seconds
         self.silent = False
         self.links: list[asyncio.Queue] = []
         self.dying: asyncio.Task[None] | None = None
@@ -213,6 +214,16 @@ class FakeWorker(
 
     async def FlushCache(self, request, context):
         return worker_pb2.FlushCacheResponse(pages=7)
+
+    async def StartProfile(self, request, context):
+        self.profiling = request.max_seconds
+        return worker_pb2.StartProfileResponse(folder="/traces")
+
+    async def StopProfile(self, request, context):
+        if self.profiling is None:
+            raise MillraceError(Reason.NOT_FOUND, "no profile was started")
+        self.profiling = None
+        return worker_pb2.StopProfileResponse(paths=["/traces/rank0.json.gz"])
 
     async def Drain(self, request, context):
         self.drained = True

@@ -209,13 +209,11 @@ async def found(cluster: Callable, server: KubeServer) -> AsyncIterator[Callable
 
 
 def states(made: Cluster, role: str) -> list[float]:
-    return [
-        made.metric("millrace_workers", role=role, state=state) for state in ("discovered", "healthy", "routable")
-    ]
+    return [made.metric("millrace_workers", role=role, state=state) for state in ("discovered", "healthy", "routable")]
 
 
 async def test_readiness_flips_and_the_link_stays(found: Callable, server: KubeServer) -> None:
-    made, (prefill, decode) = await found(FakeWorker(PREFILL), FakeWorker(DECODE, step_s=0.02))
+    made, (_, decode) = await found(FakeWorker(PREFILL), FakeWorker(DECODE, step_s=0.02))
     assert states(made, "decode") == states(made, "prefill") == [1, 1, 1]
     task = asyncio.create_task(made.generate([1]))
     await made.until(lambda: bool(made.workers[1].active), 30)
@@ -234,9 +232,7 @@ async def test_readiness_flips_and_the_link_stays(found: Callable, server: KubeS
 
 
 async def test_a_removed_worker_finishes_what_it_has(found: Callable, server: KubeServer) -> None:
-    made, (_, first, second) = await found(
-        FakeWorker(PREFILL), *(FakeWorker(DECODE, step_s=0.05) for _ in range(2))
-    )
+    made, (_, first, second) = await found(FakeWorker(PREFILL), *(FakeWorker(DECODE, step_s=0.05) for _ in range(2)))
     await made.until(lambda: len(made.router.registry.hooks.ready) == 2, 30)
     task = asyncio.create_task(made.generate([1]))
     await made.until(lambda: any(worker.active for worker in made.decodes), 30)
@@ -265,7 +261,7 @@ async def test_a_removed_worker_that_dies_fails_over(found: Callable, server: Ku
 
 
 async def test_a_new_pod_at_an_old_address(found: Callable, server: KubeServer) -> None:
-    made, (prefill, decode) = await found(FakeWorker(PREFILL), FakeWorker(DECODE))
+    made, (_, decode) = await found(FakeWorker(PREFILL), FakeWorker(DECODE))
     server.delete(decode)
     await made.until(lambda: not made.router.registry.ready, 30)
     await made.workers[1].restart()

@@ -40,7 +40,10 @@ def test_states_are_nested() -> None:
     assert [counts["unspecified", state] for state in (DISCOVERED, HEALTHY, ROUTABLE)] == [1, 0, 0]
 
 
-@given(st.lists(seen, unique_by=lambda worker: worker.epoch), st.sets(st.builds(Pair, st.sampled_from("pq"), st.sampled_from("de"))))
+@given(
+    st.lists(seen, unique_by=lambda worker: worker.epoch),
+    st.sets(st.builds(Pair, st.sampled_from("pq"), st.sampled_from("de"))),
+)
 def test_whoever_is_routable_has_a_routable_partner(workers: list[Seen], ready: set[Pair]) -> None:
     found = routable(workers, ready)
     healthy = {worker.epoch for worker in workers if not worker.unhealthy}

@@ -1,0 +1,167 @@
+"""Operators' HTTP: the same functions as the Admin service, on a port of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import pytest
+from millrace.v1 import admin_pb2
+from millrace_router.hooks import Shared
+from router.fake_worker import DECODE, PREFILL, UNIFIED, FakeWorker
+from router.harness import Cluster
+
+PATHS = ("/workers", "/warmup", "/freeze_gc", "/flush_cache", "/start_profile", "/stop_profile", "/drain/x")
+
+
+@pytest.fixture
+async def operate(cluster: Callable) -> AsyncIterator[Callable]:
+    """`made, http = await operate(worker, …)`."""
+    clients: list[httpx.AsyncClient] = []
+
+    async def start(*workers: FakeWorker, **settings: object) -> tuple[Cluster, httpx.AsyncClient]:
+        made = await cluster(*workers, **settings)
+        url = f"http://127.0.0.1:{made.router.ports['admin_http']}"
+        clients.append(httpx.AsyncClient(base_url=url, timeout=30))
+        return made, clients[-1]
+
+    yield start
+    for client in clients:
+        await client.aclose()
+    gc.unfreeze()
+
+
+async def ask(http: httpx.AsyncClient, path: str, **body: object) -> Any:
+    answer = await http.post(path, json=body or None)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def error(answer: httpx.Response) -> tuple[int, str, str]:
+    body = answer.json()["error"]
+    return answer.status_code, body["code"], body["message"]
+
+
+async def test_workers_pairs_and_this_process(operate: Callable) -> None:
+    made, http = await operate(FakeWorker(PREFILL), FakeWorker(DECODE))
+    await made.until(lambda: made.router.registry.ready)
+    seen = (await http.get("/workers")).json()
+    prefill, decode = seen["workers"]
+    assert [worker["info"]["role"] for worker in seen["workers"]] == ["ROLE_PREFILL", "ROLE_DECODE"]
+    assert prefill["healthy"] and prefill["routable"] and not prefill["leaving"] and prefill["detail"] == ""
+    assert prefill["key"] == prefill["address"] == made.prefills[0].address
+    (pair,) = seen["pairs"]
+    assert pair == {
+        "source": prefill["address"],
+        "worker": decode["address"],
+        "state": "ready",
+        "attempts": 1,
+        "detail": "",
+    }
+    await made.until(lambda: made.metric("millrace_gc_freezes_total", process="router") == 2)
+    router = (await http.get("/workers")).json()["router"]
+    assert router["ready"] and router["gc_freezes"] == 2 and int(router["gc_frozen_objects"]) > 1000
+    assert made.metric("millrace_gc_frozen_objects", process="router") == int(router["gc_frozen_objects"])
+    assert made.metric("millrace_pairs", state="ready") == 1
+
+
+async def test_both_faces_do_the_same(operate: Callable) -> None:
+    made, http = await operate(FakeWorker(PREFILL), FakeWorker(DECODE))
+    assert await ask(http, "/warmup") == {"pairs": 1}
+    assert (await ask(http, "/freeze_gc"))["processes"] == 5
+    assert await ask(http, "/flush_cache") == {"pages": 14}
+    assert (await made.admin.FlushCaches(admin_pb2.FlushCachesRequest())).pages == 14
+    decode = made.decodes[0]
+    assert await ask(http, "/start_profile", workers=[decode.address], max_seconds=5) == {"workers": [decode.address]}
+    assert decode.profiling == 5
+    assert await ask(http, "/stop_profile", workers=[decode.epoch]) == {
+        "traces": [{"address": decode.address, "paths": ["/traces/rank0.json.gz"]}]
+    }
+    assert await ask(http, f"/drain/{decode.address}", timeout_s=1) == {"aborted": 0}
+    assert decode.drained and not made.router.registry.ready
+    assert (await http.get("/health")).status_code == 200
+
+
+async def test_an_error_names_every_worker_that_failed(operate: Callable) -> None:
+    made, http = await operate(FakeWorker(PREFILL), FakeWorker(DECODE), FakeWorker(DECODE))
+    made.decodes[1].profiling = 1.0
+    answer = await http.post("/stop_profile")
+    status, code, message = error(answer)
+    assert (status, code) == (404, "not_found") and message.startswith("2 of 3 workers failed: ")
+    assert made.prefills[0].address in message and made.decodes[0].address in message
+    assert made.decodes[1].profiling is None, "those that could have done it"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "words"),
+    [
+        ("/drain/nowhere:1", b"", 404, "no worker at 'nowhere:1'"),
+        ("/start_profile", b'{"worker": "a:1"}', 400, "StartProfilesRequest"),
+        ("/start_profile", b"[]", 400, "StartProfilesRequest"),
+        ("/warmup", b"not JSON", 400, "WarmUpRequest in JSON"),
+        ("/warmup", b" " * (65 << 10), 413, "larger than 65536 bytes"),
+        ("/nothing", b"", 404, "POST /nothing"),
+        ("/workers", b"", 405, "POST /workers"),
+    ],
+)
+async def test_bad_requests(operate: Callable, path: str, body: bytes, status: int, words: str) -> None:
+    _, http = await operate(FakeWorker(UNIFIED))
+    found, _, message = error(await http.post(path, content=body))
+    assert found == status and words in message
+
+
+async def test_the_public_port_has_none_of_it(operate: Callable) -> None:
+    made, _ = await operate(FakeWorker(UNIFIED))
+    for path in PATHS:
+        for method in ("GET", "POST"):
+            assert (await made.http.request(method, path)).status_code == 404, path
+
+
+async def test_a_pair_that_is_retried_is_visible(operate: Callable) -> None:
+    decode = FakeWorker(DECODE)
+    decode.warmup_failures.extend(["TRANSFER_FAILED"] * 3)
+    made, http = await operate(FakeWorker(PREFILL), decode, wait=False)
+    await made.until(lambda: made.metric("millrace_pairs", state="retrying") == 1, 30)
+    await made.until(lambda: made.router.registry.ready, 30)
+    (pair,) = (await http.get("/workers")).json()["pairs"]
+    assert (pair["state"], pair["attempts"], pair["detail"]) == ("ready", 4, "")
+    assert made.metric("millrace_pairs", state="retrying") == 0
+
+
+async def test_the_routers_own_process_is_frozen_whenever_it_becomes_ready(operate: Callable) -> None:
+    made, _ = await operate(FakeWorker(UNIFIED))
+    await made.until(lambda: made.metric("millrace_gc_freezes_total", process="router") == 2)
+    await made.workers[0].restart()
+    await made.until(lambda: made.metric("millrace_gc_freezes_total", process="router") == 3, 30)
+    assert made.workers[0].freezes == 2, "another epoch: the hooks have run again"
+
+
+async def test_calls_that_overlap_share_the_next_run() -> None:
+    shared, runs, gate = Shared(), 0, asyncio.Event()
+
+    async def run() -> None:
+        nonlocal runs
+        runs += 1
+        await gate.wait()
+
+    calls = [asyncio.create_task(shared.run(run)) for _ in range(2)]
+    await asyncio.sleep(0)
+    late = [asyncio.create_task(shared.run(run)) for _ in range(5)]
+    await asyncio.sleep(0)
+    gate.set()
+    await asyncio.gather(*calls, *late)
+    assert runs == 2, "the first began before the others asked"
+
+
+async def test_a_failed_run_is_one_callers_failure() -> None:
+    shared, outcomes = Shared(), [OSError("scripted"), None]
+
+    async def run() -> None:
+        if outcome := outcomes.pop(0):
+            raise outcome
+
+    results = await asyncio.gather(*(shared.run(run) for _ in range(2)), return_exceptions=True)
+    assert [type(result) for result in results] == [OSError, type(None)] and outcomes == []

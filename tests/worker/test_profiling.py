@@ -1,0 +1,123 @@
+"""Profiles: the frontend's end with scripted ranks, a rank's end with torch, and what a worker without either says."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+from collections import deque
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+from millrace.v1 import worker_pb2
+from millrace_rpc.errors import MillraceError, Reason, from_rpc_error
+from millrace_serve.worker.config import WorkerConfig
+from millrace_serve.worker.messages import ProfileDone, StartProfile, StopProfile
+from millrace_serve.worker.profiling import Profiling
+from millrace_serve.worker.rank_profiler import RankProfiler
+from millrace_serve.worker.ranks import RankLost
+from millrace_testing.paths import TINY
+from millrace_testing.procs import workers
+
+
+class ScriptedRanks:
+    def __init__(self) -> None:
+        self.told: list[StartProfile | StopProfile] = []
+        self.errors: deque[str | Exception] = deque()
+        self.stopped = asyncio.Event()
+
+    async def profile(self, message: StartProfile | StopProfile) -> list[ProfileDone]:
+        self.told.append(message)
+        if isinstance(message, StopProfile):
+            self.stopped.set()
+        error = self.errors.popleft() if self.errors else ""
+        if isinstance(error, Exception):
+            raise error
+        return [ProfileDone("/traces/rank0", ""), ProfileDone("/traces/rank1", error)]
+
+
+def make(ranks: ScriptedRanks, **values: object) -> Profiling:
+    config = WorkerConfig(**{"model": TINY, "profile_dir": Path("/traces"), **values})
+    return Profiling(config, "0123456789", ranks)
+
+
+async def refusal(call: object) -> MillraceError:
+    with pytest.raises(MillraceError) as caught:
+        await call
+    return caught.value
+
+
+async def test_start_and_stop_are_idempotent() -> None:
+    ranks = ScriptedRanks()
+    profiling = make(ranks)
+    assert await profiling.start(None) == await profiling.start(5) == Path("/traces")
+    assert ranks.told == [StartProfile("/traces", "decode-01234567-1")]
+    assert await profiling.stop() == await profiling.stop() == ["/traces/rank0", "/traces/rank1"]
+    assert len(ranks.told) == 2
+    await profiling.start(None)
+    assert ranks.told[-1].label.endswith("-2")
+    profiling.close()
+
+
+async def test_a_forgotten_profile_ends() -> None:
+    ranks = ScriptedRanks()
+    profiling = make(ranks)
+    await profiling.start(0.01)
+    async with asyncio.timeout(20):
+        await ranks.stopped.wait()
+    assert await profiling.stop() == ["/traces/rank0", "/traces/rank1"]
+    assert len(ranks.told) == 2
+
+
+async def test_what_is_refused() -> None:
+    ranks = ScriptedRanks()
+    error = await refusal(make(ranks, engine="sim").start(None))
+    assert error.reason is Reason.INVALID_ARGUMENT and "engine=sim" in error.message
+    error = await refusal(make(ranks, profile_dir=None).start(None))
+    assert error.reason is Reason.INVALID_ARGUMENT and "profile_dir" in error.message
+    for seconds in (0.0, -1.0, 601.0, float("nan")):
+        error = await refusal(make(ranks).start(seconds))
+        assert error.reason is Reason.INVALID_ARGUMENT and "max_seconds" in error.message
+    assert (await refusal(make(ranks).stop())).reason is Reason.NOT_FOUND
+    assert not ranks.told
+
+
+async def test_ranks_that_fail() -> None:
+    ranks = ScriptedRanks()
+    profiling = make(ranks)
+    ranks.errors.extend(["rank 1: disk full", RankLost("rank 1 ended")])
+    error = await refusal(profiling.start(None))
+    assert error.reason is Reason.INTERNAL and "disk full" in error.message
+    assert (await refusal(profiling.start(None))).reason is Reason.WORKER_LOST
+    assert await profiling.start(None) == Path("/traces"), "a start that failed is no profile"
+    profiling.close()
+
+
+def test_a_rank_writes_what_it_computed(tmp_path: Path) -> None:
+    rank = RankProfiler(3)
+    path = tmp_path / "new" / "decode-x-1-rank3.json.gz"
+    assert rank.handle(StartProfile(str(tmp_path / "new"), "decode-x-1")) == ProfileDone(str(path), "")
+    torch.ones(4, 4) @ torch.ones(4, 4)
+    assert rank.handle(StopProfile()) == ProfileDone(str(path), "")
+    assert "aten::mm" in operators(path)
+    assert rank.handle(StopProfile()) == ProfileDone(str(path), ""), "again"
+
+
+def test_a_rank_without_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    answer = RankProfiler(3).handle(StartProfile(str(tmp_path / "file"), "x"))
+    assert "rank 3" in answer.error and answer.path == ""
+
+
+async def test_a_simulated_worker_says_so(tmp_path: Path) -> None:
+    async with workers(tmp_path, "unified") as [worker]:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await worker.stub.StartProfile(worker_pb2.StartProfileRequest(), timeout=5)
+        error = from_rpc_error(caught.value)
+        assert error.reason is Reason.INVALID_ARGUMENT and "engine=sim" in error.message
+
+
+def operators(path: Path) -> set[str]:
+    return {event["name"] for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"] if "name" in event}
