@@ -30,7 +30,8 @@ class Policy(enum.StrEnum):
 class Routing(Config):
     """Parameters of the policies."""
 
-    load_factor: float = Field(1.25, gt=1)  # session, topology: a worker with more sequences than this x the mean is full
+    load_factor: float = Field(1.25, gt=1)  # session, topology: who has more sequences than this x the mean is full
+    load_slack: int = Field(4, ge=1)  # session, topology: so many sequences are never too many
     cache_weight: float = Field(1.0, ge=0)  # prefix_aware, kv_aware: an uncached prompt token in tokens of load
     prefix_blocks: int = Field(200_000, ge=1)  # prefix_aware: pages remembered, some 200 bytes each
     length_bounds: tuple[int, ...] = (2048, 16384)  # length_buckets: the longest prompt of each bucket but the last
@@ -70,6 +71,7 @@ class Limits(Config):
     stop_token_ids: int = Field(64, ge=0)
     logit_bias: int = Field(1024, ge=0)
     request_id_chars: int = Field(128, ge=1)
+    session_id_chars: int = Field(512, ge=1)
     priority: int = Field(100, ge=0)  # -priority to +priority
     message_bytes: int = Field(8 << 20, ge=1, lt=16 << 20)  # below the transport's own limit, whose error is less clear
 

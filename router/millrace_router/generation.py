@@ -173,7 +173,8 @@ class Generation:
             worker = self._backend.registry.workers[replica.address]
             request = self._request(replica.index)
             length = len(request.token_ids)
-            worker.note_sent(replica.index, *((length, 0) if source is None else (0, length)))
+            cached = 0 if self.decision is None else self.decision.cached_tokens
+            worker.note_sent(replica.index, *((length - cached, 0) if source is None else (0, length)))
             assert worker.link is not None, "the policy chose a worker that is not linked"
             self._links[leg] = link = worker.link
             link.submit(request, source, _Leg(self, leg, link))

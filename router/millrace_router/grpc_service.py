@@ -120,6 +120,7 @@ def to_ask(request: pb.GenerateRequest, timeout_s: float | None) -> Ask:
         n=request.n if request.HasField("n") else 1,
         priority=request.priority,
         request_id=request.request_id,
+        session_id=request.session_id,
         keep_special_tokens=request.keep_special_tokens,
         timeout_s=timeout_s,
     )

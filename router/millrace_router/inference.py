@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from millrace.v1 import common_pb2, worker_pb2
 from millrace_rpc.errors import MillraceError
+from millrace_rpc.tracing import Attributes
 
 from millrace_router import validate
 from millrace_router.generation import Backend, Generation, Job
@@ -71,6 +72,7 @@ class Inference:
                 received=received,
                 deadline=None if ask.timeout_s is None else received + ask.timeout_s,
                 tenant=who.tenant,
+                session_id=ask.session_id,
             )
             below = ContinuationSpans(self.backend.tracer, spans.traceparent, i)
             generation = Generation(self.backend, job, below, stream.wake)
@@ -160,7 +162,7 @@ class Ended:
         metrics = self.inference.backend.metrics
         metrics.requests.labels(api=self.api, status=status).inc()
         metrics.tenant_requests.labels(tenant=self.tenant.name, status=status).inc()
-        about = {"millrace.status": status, "millrace.output_tokens": output_tokens}
+        about: Attributes = {"millrace.status": status, "millrace.output_tokens": output_tokens}
         self.spans.end(asyncio.get_running_loop().time(), about, "" if error is None else str(error))
 
 

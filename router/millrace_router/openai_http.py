@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -53,6 +54,8 @@ async def _generate(
     name = request.headers.get("x-request-id", "")
     request_id.set(name)
     ask = wanted.ask(name)
+    if session_id := request.headers.get("x-session-id", ""):
+        ask = replace(ask, session_id=session_id)
     answer = await inference.generate(ask, "http")
     shape = Shape(kind is ChatRequest, answer, inference.tokenizer, "logprobs" in ask.numbers)
     headers = {"x-request-id": answer.request_id}

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from millrace_router.validate import Ask, Message, Prompt
 
-IGNORED = frozenset({"metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user"})
+IGNORED = frozenset({"metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store"})
 _SAME_NAME = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
     "min_tokens",
@@ -62,6 +62,7 @@ class _Request(_Strict):
     logit_bias: dict[str, float] = {}
     max_tokens: int | None = None
     stream: bool = False
+    user: str = ""  # the session, unless the header x-session-id names one
     stream_options: StreamOptions = StreamOptions()
     top_k: int | None = None
     min_p: float | None = None
@@ -87,6 +88,7 @@ class _Request(_Strict):
             n=self.n,
             priority=self.priority,
             request_id=request_id,
+            session_id=self.user,
             keep_special_tokens=self.keep_special_tokens,
             timeout_s=self.timeout_s,
         )

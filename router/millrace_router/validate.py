@@ -43,6 +43,7 @@ class Ask:
     n: int = 1
     priority: int = 0
     request_id: str = ""
+    session_id: str = ""  # requests with the same one begin alike
     keep_special_tokens: bool = False
     timeout_s: float | None = None  # until the client's deadline
 
@@ -88,6 +89,9 @@ def check(ask: Ask, model: worker_pb2.WorkerInfo, limits: Limits) -> None:
     _check_text("request_id", ask.request_id)
     if len(ask.request_id) > limits.request_id_chars:
         raise _invalid("request_id", f"must have at most {limits.request_id_chars} characters")
+    _check_text("session_id", ask.session_id)
+    if len(ask.session_id) > limits.session_id_chars:
+        raise _invalid("session_id", f"must have at most {limits.session_id_chars} characters")
     if ask.timeout_s is not None and not ask.timeout_s > 0:
         raise MillraceError(Reason.DEADLINE_EXCEEDED, "the deadline had passed when the request arrived")
 

@@ -21,8 +21,12 @@ def replicas(names: set[int]) -> list[Replica]:
     return [Replica(f"w{name:02}", 0, "e", "f", credits=9, tokens=0, sequences=0) for name in sorted(names)]
 
 
-def choose(candidates: list[Replica], name: str, load_factor: float = 1.25, last: Key | None = None) -> Replica:
-    inputs = Inputs(Want(10, session=name), Routing(load_factor=load_factor), tuple(candidates), {}, last)
+def choose(
+    candidates: list[Replica], name: str, load_factor: float = 1.25, last: Key | None = None, load_slack: int = 1
+) -> Replica:
+    inputs = Inputs(
+        Want(10, session=name), Routing(load_factor=load_factor, load_slack=load_slack), tuple(candidates), {}, last
+    )
     return candidates[best(candidates, session.score(candidates, inputs), last)]
 
 
@@ -66,6 +70,13 @@ def test_a_session_does_not_depend_on_whose_turn_it_is_and_returns_after_a_rush(
     assert elsewhere.key != home.key
     assert choose(rushed, "s", last=elsewhere.key) == elsewhere, "always the same second choice"
     assert choose(candidates, "s", last=elsewhere.key) == home
+
+
+def test_few_sequences_are_no_load() -> None:
+    candidates = replicas({1, 2, 3})
+    home = choose(candidates, "s")
+    some = [replace(r, sequences=3) if r == home else r for r in candidates]
+    assert choose(some, "s", load_slack=4).key == home.key != choose(some, "s", load_slack=3).key
 
 
 def test_without_a_session_the_least_loaded() -> None:

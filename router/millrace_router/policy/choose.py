@@ -148,7 +148,7 @@ class _Attempt:
         excluded = [why_not(replica) for replica in everyone]
         if near is not None and near.labels:
             within = [i for i, why in enumerate(excluded) if not why]
-            for i in topology.far(near, [everyone[i] for i in within], routing.topology, routing.load_factor):
+            for i in topology.far(near, [everyone[i] for i in within], routing):
                 excluded[within[i]] = "a nearer worker has room"
         candidates = [replica for replica, why in zip(everyone, excluded, strict=True) if not why]
         inputs = Inputs(situation.want, routing, everyone, pages, situation.last.get(role))

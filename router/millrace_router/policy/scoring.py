@@ -45,12 +45,12 @@ def best(candidates: Sequence[Replica], scores: Sequence[Score], last: Key | Non
     return scores.index(lowest)
 
 
-def bound(candidates: Sequence[Replica], factor: float) -> float:
-    """Sequences that no candidate should exceed: `factor` x the mean, with one more sequence counted in.
-
-    Somebody is always below it (factor > 1).
+def bound(candidates: Sequence[Replica], routing: Routing) -> float:
+    """Sequences that no candidate should exceed: `load_factor` x the mean, with one more sequence counted in, but
+    never less than `load_slack`: few are no load. Somebody is always below it.
     """
-    return -(-factor * (sum(replica.sequences for replica in candidates) + 1) // len(candidates))
+    total = sum(replica.sequences for replica in candidates) + 1
+    return max(-(-routing.load_factor * total // len(candidates)), routing.load_slack)
 
 
 def _key(replica: Replica) -> Key:

@@ -24,7 +24,7 @@ def score(candidates: Sequence[Replica], inputs: Inputs) -> list[Score]:
     """(0, or 1 above the bound; minus the weight). A request without session goes to the least loaded."""
     if not inputs.want.session:
         return least_loaded.score(candidates, inputs)
-    limit = bound(candidates, inputs.routing.load_factor)
+    limit = bound(candidates, inputs.routing)
     session = _hash(inputs.want.session)
     return [(float(replica.sequences >= limit), -weight(session, replica.key)) for replica in candidates]
 

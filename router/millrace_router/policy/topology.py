@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from millrace_router.config import Routing
 from millrace_router.policy.scoring import bound
 from millrace_router.policy.snapshot import Replica
 
@@ -20,12 +21,12 @@ def distance(a: Replica, b: Replica, levels: Sequence[str]) -> int:
     return 0
 
 
-def far(source: Replica, candidates: Sequence[Replica], levels: Sequence[str], factor: float) -> list[int]:
+def far(source: Replica, candidates: Sequence[Replica], routing: Routing) -> list[int]:
     """Indices of those candidates that are not to be chosen."""
-    distances = [distance(source, replica, levels) for replica in candidates]
+    distances = [distance(source, replica, routing.topology) for replica in candidates]
     if min(distances) == max(distances):
         return []
-    limit = bound(candidates, factor)
+    limit = bound(candidates, routing)
     roomy = [replica.sequences < limit for replica in candidates]
     closest = min(d for d, has_room in zip(distances, roomy, strict=True) if has_room)
     return [i for i, d in enumerate(distances) if d != closest or not roomy[i]]
