@@ -48,7 +48,7 @@ NO_TORCH_NO_GRPC = (
     "millrace_serve/engine/radix.py",
     "millrace_serve/engine/*scheduler*.py",
 )
-NO_TORCH = ("millrace_rpc/*.py", "millrace_router/*.py", "millrace_cli/*.py")
+NO_TORCH = ("millrace_rpc/*.py", "millrace_router/**/*.py", "millrace_cli/*.py")
 NO_PROTOBUF = (*NO_TORCH_NO_GRPC, "millrace_serve/engine/*.py", "millrace_serve/model/*.py", "millrace_kernels/**/*.py")
 
 
