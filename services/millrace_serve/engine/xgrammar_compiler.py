@@ -1,8 +1,8 @@
 """Grammars compiled with xgrammar against the checkpoint's vocabulary.
 
 The vocabulary is read when the first grammar comes. Special tokens have no text, so no grammar allows them; the ends of
-the sequence are allowed exactly where the text is complete. JSON is written on one line or many, as the model likes,
-but never with more than MAX_SPACES of white space in a row: a model that goes on indenting for ever would not finish.
+the sequence are allowed exactly where the text is complete. JSON is written on one line, with a space behind commas and
+colons: where white space is free, a model can go on indenting until its tokens are used up.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 64 << 10  # of a grammar's text
 MAX_DEPTH = 64  # of nested JSON: the compiler's time grows with its cube, and it recurses
-MAX_SPACES = 20
 ALL = np.int32(-1)  # 32 tokens that are allowed
 _WHERE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")  # time and line of xgrammar's source in front of its messages
 
@@ -130,7 +129,7 @@ def _children(value: Any) -> Collection[Any]:
 def _compile(compiler: xgrammar.GrammarCompiler, grammar: Grammar) -> xgrammar.CompiledGrammar:
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:  # what a schema does not mention it allows: strict_mode would forbid it
-            return compiler.compile_json_schema(grammar.text, strict_mode=False, max_whitespace_cnt=MAX_SPACES)
+            return compiler.compile_json_schema(grammar.text, strict_mode=False, any_whitespace=False)
         case GrammarKind.REGEX:
             return compiler.compile_regex(grammar.text)
         case GrammarKind.STRUCTURAL_TAG:

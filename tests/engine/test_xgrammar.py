@@ -1,0 +1,210 @@
+"""xgrammar on the trained model: whatever is sampled, the text is in the grammar, and the same in every schedule."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from engine.harness import request
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+from millrace_serve.engine.config import EngineConfig, Role
+from millrace_serve.engine.core import FinishReason, Grammar, GrammarKind, Request, Submit
+from millrace_serve.engine.engine import Engine
+from millrace_serve.engine.grammar import GrammarError, Grammars
+from millrace_serve.engine.torch_factory import build_engine
+from millrace_serve.engine.xgrammar_compiler import MAX_BYTES, MAX_DEPTH, XgrammarCompiler
+from millrace_serve.model.parallel import ParallelDims
+from millrace_testing import paths
+from tokenizers import Tokenizer
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "size": {"type": "integer", "minimum": 0, "maximum": 999},
+        "tags": {"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 2},
+    },
+    "required": ["name", "size", "tags"],
+    "additionalProperties": False,
+}
+REGEX = r"(yes|no): \d{2,4} [a-f]{1,6}x{3}"
+JSON, WORDS = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA)), Grammar(GrammarKind.REGEX, REGEX)
+TOKENIZER = Tokenizer.from_file(str(paths.TINY / "tokenizer.json"))
+EOS, ASSISTANT = 1, 4
+TAG = {
+    "type": "structural_tag",
+    "format": {
+        "type": "tag",
+        "begin": "<call>",
+        "content": {"type": "json_schema", "json_schema": {"type": "integer", "minimum": 1, "maximum": 9}},
+        "end": "</call>",
+    },
+}
+
+
+def tiny_engine(**config: object) -> Engine:
+    limits = EngineConfig.model_validate(
+        {"num_pages": 60, "page_size": 16, "max_model_len": 256, "max_running": 6, "max_prefill_tokens": 64, **config}
+    )
+    return build_engine(limits, Role.UNIFIED, paths.TINY, ParallelDims(), torch.device("cpu"), torch.float32)
+
+
+def ask(room: int, grammar: Grammar | None, **fields: object) -> Request:
+    return request(room, list(range(20 + room, 50 + room)), **{"max_tokens": 90, "grammar": grammar, **fields})
+
+
+REQUESTS = [
+    ask(room, grammar, ignore_eos=grammar is None, temperature=temperature, seed=room, **extra)
+    for room, (grammar, temperature, extra) in enumerate(
+        [
+            (JSON, 0.0, {}),
+            (WORDS, 0.0, {}),
+            (None, 0.0, {}),
+            (JSON, 1.0, {"logprobs": 2}),
+            (WORDS, 1.5, {"top_k": 5, "repetition_penalty": 1.3, "frequency_penalty": 0.5}),
+            (JSON, 2.0, {"top_p": 0.9, "logit_bias": {EOS: 100.0, 40: -100.0}}),
+        ],
+        start=1,
+    )
+]
+
+
+def run(engine: Engine, requests: list[Request]) -> dict[int, list[int]]:
+    """Output tokens by room. All of the requests end in good order."""
+    tokens: dict[int, list[int]] = {r.id.room: r.token_ids[len(r.token_ids) - r.num_prior_outputs :] for r in requests}
+    left = {r.id.room for r in requests}
+    for one in requests:
+        engine.submit(Submit(one))
+    while left:
+        for output in engine.step().outputs:
+            tokens[output.id.room] += [token.token_id for token in output.tokens]
+            if output.finish is not None:
+                assert output.finish in (FinishReason.STOP, FinishReason.LENGTH), output
+                left.discard(output.id.room)
+    return tokens
+
+
+def check_text(one: Request, tokens: list[int]) -> None:
+    grammar = one.sampling.grammar
+    if grammar is None:
+        assert len(tokens) == one.sampling.max_tokens
+        return
+    assert tokens[-1] == EOS, TOKENIZER.decode(tokens)
+    text = TOKENIZER.decode(tokens[:-1], skip_special_tokens=False)
+    if grammar == JSON:
+        Draft202012Validator(SCHEMA).validate(json.loads(text))
+    else:
+        assert re.fullmatch(REGEX, text), text
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[int, list[int]]:
+    """Each request by itself, without overlap."""
+    engine = tiny_engine(overlap=False)
+    tokens = {}
+    for one in REQUESTS:
+        tokens |= run(engine, [one])
+        check_text(one, tokens[one.id.room])
+    engine.close()
+    return tokens
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"num_pages": 18, "prefix_cache": False}, {"num_pages": 18, "overlap": False}, {"max_running": 2}]
+)
+def test_the_same_text_in_every_schedule(alone: dict[int, list[int]], config: dict[str, object]) -> None:
+    engine = tiny_engine(**config)
+    assert run(engine, REQUESTS) == alone
+    assert (engine.load().preemptions > 0) is (config.get("num_pages") == 18)
+    engine.close()
+
+
+def test_the_same_text_after_a_retry(alone: dict[int, list[int]]) -> None:
+    """Attempts that are given a part of the answer finish it, wherever it was cut."""
+    engine, again = tiny_engine(), []
+    for one in REQUESTS:
+        prior = len(alone[one.id.room]) // 2
+        ids = one.token_ids + alone[one.id.room][:prior]
+        again.append(msgspec.structs.replace(one, token_ids=ids, num_prior_outputs=prior))
+    assert run(engine, again) == alone
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def compiler() -> XgrammarCompiler:
+    return XgrammarCompiler(paths.TINY, 1024, [EOS])
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "words"),
+    [
+        (GrammarKind.JSON_SCHEMA, '{"type": "strng"}', 'Unsupported type "strng"'),
+        (GrammarKind.JSON_SCHEMA, "{", "not valid JSON"),
+        (GrammarKind.JSON_SCHEMA, "[]", "must be a JSON object"),
+        (GrammarKind.JSON_SCHEMA, '{"enum": []}', "enum"),
+        (GrammarKind.JSON_SCHEMA, '{"items":' * 65 + "{}" + "}" * 65, f"more than {MAX_DEPTH} deep"),
+        (GrammarKind.JSON_SCHEMA, "[" * 60_000, "not valid JSON"),
+        (GrammarKind.JSON_SCHEMA, '{"pattern": "(", "type": "string"}', "parenthesis"),
+        (GrammarKind.REGEX, "(", "parenthesis"),
+        (GrammarKind.REGEX, "(?=a)b", "Lookahead"),
+        (GrammarKind.REGEX, "(" * 5_000 + "a" + ")" * 5_000, "Nest"),
+        (GrammarKind.REGEX, "", "0 bytes"),
+        (GrammarKind.REGEX, "x" * (MAX_BYTES + 1), f"1 to {MAX_BYTES}"),
+        (GrammarKind.STRUCTURAL_TAG, '{"type": "structural_tag"}', "format"),
+        (GrammarKind.STRUCTURAL_TAG, "{}", ""),
+    ],
+)
+def test_refusals_are_one_clear_line(compiler: XgrammarCompiler, kind: GrammarKind, text: str, words: str) -> None:
+    with pytest.raises(GrammarError) as caught:
+        compiler.compile(Grammar(kind, text))
+    message = str(caught.value)
+    assert words in message and "cpp" not in message and "\n" not in message and len(message) < 300
+
+
+def test_a_worker_without_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(GrammarError, match="no usable tokenizer"):
+        XgrammarCompiler(tmp_path, 1024, [EOS]).compile(JSON)
+
+
+def test_special_tokens_and_padding_are_never_allowed(compiler: XgrammarCompiler) -> None:
+    matcher = compiler.compile(Grammar(GrammarKind.REGEX, r"[\s\S]*"))()
+    bits = np.unpackbits(matcher.mask.view(np.uint8), bitorder="little")
+    assert bits[EOS] and not bits[[0, 2, 3, ASSISTANT]].any() and bits.sum() > 900
+    padded = XgrammarCompiler(paths.TINY, 1100, [EOS]).compile(Grammar(GrammarKind.REGEX, ".*"))()
+    assert not np.unpackbits(padded.mask.view(np.uint8), bitorder="little")[1024:1100].any()
+
+
+def test_structural_tag(compiler: XgrammarCompiler) -> None:
+    matcher = compiler.compile(Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(TAG)))()
+    assert all(matcher.accept(token) for token in TOKENIZER.encode("<call>7</call>", add_special_tokens=False).ids)
+    assert np.flatnonzero(np.unpackbits(matcher.mask.view(np.uint8), bitorder="little")).tolist() == [EOS]
+    assert not compiler.compile(Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(TAG)))().accept(
+        TOKENIZER.encode("7").ids[0]
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), prior=st.integers(0, 12))
+def test_a_walk_depends_on_the_outputs_only(compiler: XgrammarCompiler, seed: int, prior: int) -> None:
+    """Any way through the masks: told token by token, or all at once as another attempt is."""
+    grammars, rng, tokens = Grammars(compiler), np.random.default_rng(seed), []
+    walk = grammars.walk(ask(1, JSON))
+    while len(tokens) < 12:
+        bits = np.flatnonzero(np.unpackbits(walk.mask.view(np.uint8), bitorder="little"))
+        token = int(rng.choice(bits))
+        if token == EOS:
+            break
+        tokens.append(token)
+        assert walk.accept([token]) is None
+    base, prior = list(range(20, 30)), min(prior, len(tokens))
+    other = grammars.walk(request(1, base + tokens[:prior], prior=prior, grammar=JSON))
+    assert other.accept(tokens[prior:]) is None
+    assert (other.mask == walk.mask).all()
+    grammars.close()
