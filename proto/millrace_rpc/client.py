@@ -31,7 +31,7 @@ def channel(address: str, identity: Identity | None = None) -> grpc.aio.Channel:
     """
     if identity is None:
         return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-    options = list(CHANNEL_OPTIONS)
+    options: list[tuple[str, int | str]] = [*CHANNEL_OPTIONS]
     if identity.tls.server_name:
         options.append(("grpc.ssl_target_name_override", identity.tls.server_name))
     return grpc.aio.secure_channel(address, identity.channel_credentials(), options=options)

@@ -17,6 +17,7 @@ import grpc
 from pydantic import model_validator
 
 from millrace_rpc.config import Config
+from millrace_rpc.metrics import Metrics
 from millrace_rpc.reloaded import Reloaded
 
 
@@ -149,6 +150,13 @@ class Identity:
             self._channel = grpc.ssl_channel_credentials(files.ca, files.key, files.chain)
             self._channel_made = version
         return self._channel
+
+
+def identity_of(tls: Tls | None, metrics: Metrics) -> Identity | None:
+    """Of a process with the metrics of the catalogue's PROCESS rows. OSError for files that cannot be used."""
+    if tls is None:
+        return None
+    return Identity(tls, lambda outcome: metrics.reloads.labels(what="certificates", outcome=outcome).inc())
 
 
 def load(tls: Tls) -> Material:

@@ -70,5 +70,7 @@ def _context(traceparent: str) -> Context:
     if not traceparent:
         return Context()
     _, trace_id, span_id, flags = traceparent.split("-")
-    parent = trace.SpanContext(int(trace_id, 16), int(span_id, 16), is_remote=True, trace_flags=int(flags, 16))
+    parent = trace.SpanContext(
+        int(trace_id, 16), int(span_id, 16), is_remote=True, trace_flags=trace.TraceFlags(int(flags, 16))
+    )
     return trace.set_span_in_context(trace.NonRecordingSpan(parent), Context())

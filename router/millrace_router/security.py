@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 
 from millrace_rpc.metrics import Metrics
-from millrace_rpc.tls import Identity, Tls
+from millrace_rpc.tls import Identity, identity_of
 
 from millrace_router.config import RouterConfig
 from millrace_router.tenants import Keys
@@ -22,13 +22,10 @@ class Security:
 def make(config: RouterConfig, metrics: Metrics) -> Security:
     """OSError for files that cannot be used."""
 
-    def identity(tls: Tls | None) -> Identity | None:
-        return None if tls is None else Identity(tls, lambda outcome: count("certificates", outcome))
+    def on_reload(outcome: str) -> None:
+        metrics.reloads.labels(what="api_keys", outcome=outcome).inc()
 
-    def count(what: str, outcome: str) -> None:
-        metrics.reloads.labels(what=what, outcome=outcome).inc()
-
-    inside = identity(config.tls)
-    public = inside if config.public_tls is None else identity(config.public_tls)
-    keys = config.api_keys and Keys(config.api_keys, time.monotonic, lambda outcome: count("api_keys", outcome))
+    inside = identity_of(config.tls, metrics)
+    public = inside if config.public_tls is None else identity_of(config.public_tls, metrics)
+    keys = None if config.api_keys is None else Keys(config.api_keys, time.monotonic, on_reload)
     return Security(inside, public, keys)

@@ -30,6 +30,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
+from millrace_rpc.tls import Identity, Tls
+
 from millrace_cli import probe
 from millrace_cli.process import Process
 
@@ -65,6 +67,7 @@ class ClusterSpec:
     admin_port: int = 0
     worker_set: tuple[str, ...] = ()  # further `--set` items of every worker
     router_set: tuple[str, ...] = ()
+    tls: Tls | None = None  # of everything, and of our own questions
     log_dir: Path | None = None  # default: a new temporary folder, which stays
     restart: bool = False  # bring back children that exit by themselves
     start_timeout_s: float = 120.0
@@ -101,6 +104,7 @@ class LocalCluster:
         threads = max(1, (os.cpu_count() or 1) // len(self.roles))
         env = {"OMP_NUM_THREADS": str(threads), **os.environ}
         self.processes = {name: Process(name, self.log_dir, env) for name in self.roles}
+        self._identity = None if spec.tls is None else Identity(spec.tls)
         self._ports: dict[str, dict[str, int]] = {}
         self._seen: dict[str, Status] = {name: Status(name, "starting", "", 0.0) for name in self.roles}
         self._started = False
@@ -122,7 +126,7 @@ class LocalCluster:
 
     @property
     def http_url(self) -> str:
-        return f"http://{self.address('router', 'http')}"
+        return f"{'https' if self._identity else 'http'}://{self.address('router', 'http')}"
 
     def pid(self, name: str) -> int:
         return self.processes[name].pid
@@ -233,6 +237,8 @@ class LocalCluster:
                 f"model={self.spec.model}",
                 *self.spec.worker_set,
             ]
+        if self.spec.tls is not None:
+            items += [f"tls.{key}={value}" for key, value in self.spec.tls.model_dump(exclude_defaults=True).items()]
         return [argument for item in items for argument in ("--set", item)]
 
     async def _watch(self, name: str, pause_s: float) -> None:
@@ -274,12 +280,12 @@ class LocalCluster:
 
     async def _ready(self) -> bool:
         await asyncio.gather(*(self._look(name) for name in self.spec.workers()))
-        serving = await probe.is_serving(self.grpc_address)
+        serving = await probe.is_serving(self.grpc_address, self._identity)
         self._note("router", "ready" if serving else "pairing")
         return bool(serving) and await self._routable(tuple(self.spec.workers()))
 
     async def _look(self, name: str) -> None:
-        if info := await probe.worker_info(self.address(name)):
+        if info := await probe.worker_info(self.address(name), self._identity):
             self._note(name, probe.state_name(info.state), info.state_message)
 
     def _note(self, name: str, state: str, detail: str = "") -> None:
@@ -294,6 +300,6 @@ class LocalCluster:
         return time.monotonic() - started_at if started_at else 0.0
 
     async def _routable(self, names: tuple[str, ...]) -> bool:
-        seen = await probe.workers(self.admin_address)
+        seen = await probe.workers(self.admin_address, self._identity)
         routable = {worker.address for worker in seen or () if worker.routable}
         return all(self.address(name) in routable for name in names)

@@ -73,7 +73,9 @@ class Import:
 class Imports:
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
-        self._peers = Peers(lambda rank, agent: frontend.ranks.send_transfer(rank, DropSource(agent)))
+        self._peers = Peers(
+            lambda rank, agent: frontend.ranks.send_transfer(rank, DropSource(agent)), frontend.identity
+        )
         self._live: dict[RequestId, Import] = {}
         self._calls: set[asyncio.Task[None]] = set()
 
@@ -99,6 +101,7 @@ class Imports:
         return True
 
     def on_reserved(self, reserved: KvReserved) -> None:
+        self._frontend.spans.has_pages(reserved.id)
         if job := self._live.get(reserved.id):
             self._do(job, job.machine.on_reserved(reserved.page_ids, reserved.num_cached_pages))
         else:
@@ -146,6 +149,7 @@ class Imports:
         for action in actions:
             match action:
                 case AskReserve():
+                    self._frontend.spans.waits_for_pages(id)
                     engine.send(job.replica, KvOffered(id))
                 case Read():
                     self._read(job, action)
@@ -155,6 +159,7 @@ class Imports:
                     self._call(self._give_back(job))
                 case Done(first):
                     self._frontend.metrics.kv_transfer.observe(time.monotonic() - job.last_part_at)
+                    self._frontend.spans.imported(id, sum(job.num_pages.values()))
                     engine.send(job.replica, KvArrived(id, first))
                     self._forget(job)
                     if id in self._frontend.attempts:  # the engine says what follows the first token, and the end

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import TypeVar
 
 import grpc
 from millrace.v1 import kv_pb2, kv_pb2_grpc, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 from millrace_rpc.client import channel, heard_within
 from millrace_rpc.errors import MillraceError, Reason, from_rpc_error
+from millrace_rpc.tls import Identity
 
 from millrace_serve.engine.core import KvPart, RequestId
 from millrace_serve.transfer.base import MemoryHandle
@@ -25,17 +26,23 @@ log = logging.getLogger(__name__)
 
 FATAL = frozenset({Reason.WORKER_LOST, Reason.EPOCH_CHANGED, Reason.STALLED})
 UNARY_TIMEOUT_S = 5.0
+LAST_CALLS_S = 300.0  # for the calls of a channel whose certificate was replaced; a lease is not longer
 T = TypeVar("T")
 
 
 class Peer:
     """One prefill worker process."""
 
-    def __init__(self, address: str, epoch: str) -> None:
+    def __init__(self, address: str, epoch: str, identity: Identity | None) -> None:
         self.address = address
         self.epoch = epoch
         self.agents: set[tuple[int, str]] = set()  # (our rank, its agent) that were introduced to each other
-        self._channel = channel(address)
+        self._identity = identity
+        self._connect()
+
+    def _connect(self) -> None:
+        self._version = self._identity.version if self._identity is not None else 0
+        self._channel = channel(self.address, self._identity)
         self._kv = kv_pb2_grpc.KvServiceStub(self._channel)
         self.worker = worker_pb2_grpc.WorkerServiceStub(self._channel)
         self.prefill = prefill_pb2_grpc.PrefillServiceStub(self._channel)
@@ -72,6 +79,14 @@ class Peer:
     async def close(self) -> None:
         await self._channel.close()
 
+    def renewed(self) -> grpc.aio.Channel | None:
+        """Calls from now on use our newest certificate. The channel for those that go on, if it was another."""
+        if self._identity is None or self._identity.version == self._version:
+            return None
+        before = self._channel
+        self._connect()
+        return before
+
     async def _next(
         self, call: grpc.aio.UnaryStreamCall[kv_pb2.FetchRequest, kv_pb2.FetchResponse], stall_s: float
     ) -> kv_pb2.FetchResponse | None:
@@ -84,16 +99,19 @@ class Peer:
 
 
 class Peers:
-    def __init__(self, drop_source: Callable[[int, str], None]) -> None:
+    def __init__(self, drop_source: Callable[[int, str], None], identity: Identity | None = None) -> None:
         """`drop_source(rank, agent)` tells a rank."""
         self._drop_source = drop_source
+        self._identity = identity
         self._peers: dict[tuple[str, str], Peer] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
     def get(self, address: str, epoch: str) -> Peer:
         peer = self._peers.get((address, epoch))
         if peer is None:
-            peer = self._peers[address, epoch] = Peer(address, epoch)
+            peer = self._peers[address, epoch] = Peer(address, epoch, self._identity)
+        elif (before := peer.renewed()) is not None:
+            self._close(before.close(LAST_CALLS_S))
         return peer
 
     def confirm(self, peer: Peer) -> None:
@@ -108,7 +126,10 @@ class Peers:
         log.info("dropped prefill worker %s epoch=%s", peer.address, peer.epoch)
         for rank, agent in peer.agents:
             self._drop_source(rank, agent)
-        task = asyncio.create_task(peer.close())
+        self._close(peer.close())
+
+    def _close(self, closing: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(closing)
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 

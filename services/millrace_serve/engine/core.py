@@ -125,6 +125,7 @@ class SequenceOutput(msgspec.Struct, frozen=True):
     finish: FinishReason | None = None
     error: Failure | None = None
     num_cached_tokens: int = 0  # prompt tokens served from this engine's prefix cache; set on the first output
+    queued_s: float = 0.0  # from its arrival until it got pages; set on the first output
 
 
 class KvPart(msgspec.Struct, frozen=True):

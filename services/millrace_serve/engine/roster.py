@@ -88,6 +88,7 @@ class Roster:
         order = (-request.priority, next(self._arrivals))
         seq = Sequence(request, order, deadline, sequence_limit(request, self.config), stop_ids)
         seq.grammar = walk if isinstance(walk, Walk) else None
+        seq.arrived = self._clock()
         self.live[seq.id] = seq
         self.num_active += 1
         if deadline is not None:
@@ -108,6 +109,7 @@ class Roster:
         seq.num_scheduled = len(cached) * self.config.page_size
         if seq.silent:
             seq.num_cached_tokens = seq.num_scheduled
+            seq.queued_s = self._clock() - seq.arrived
             self.totals["prompt_tokens"] += len(seq.tokens)
             self.totals["cached_tokens"] += seq.num_scheduled
         return True
@@ -139,8 +141,8 @@ class Roster:
         error: Failure | None = None,
     ) -> SequenceOutput:
         """Put an output into the next Events. `tokens` are the newest of seq.tokens."""
-        cached = seq.num_cached_tokens if seq.silent else 0
-        output = SequenceOutput(seq.id, seq.num_outputs - len(tokens), tokens, finish, error, cached)
+        cached, queued_s = (seq.num_cached_tokens, seq.queued_s) if seq.silent else (0, 0.0)
+        output = SequenceOutput(seq.id, seq.num_outputs - len(tokens), tokens, finish, error, cached, queued_s)
         seq.silent = False
         self._outputs.append(output)
         self.totals["output_tokens"] += len(tokens)

@@ -48,6 +48,7 @@ class Sequence:
     """`tokens` holds what is known; the token that a step in flight samples is not in it yet."""
 
     __slots__ = (
+        "arrived",
         "deadline",
         "grammar",
         "id",
@@ -64,6 +65,7 @@ class Sequence:
         "phase",
         "prefix",
         "prior_hash",
+        "queued_s",
         "request",
         "silent",
         "slot",
@@ -93,6 +95,8 @@ class Sequence:
         self.inflight = 0  # launched steps that name this sequence and are not committed
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache
         self.silent = True  # nothing was said about it yet
+        self.arrived = 0.0  # on the roster's clock
+        self.queued_s = 0.0  # until it got its first pages
         self.trusted = True  # else its pages must not enter the prefix cache: imported and not used yet, or found wrong
         self.num_published = 0  # pages announced in KvParts
         self.prior_hash = 0  # chain hash of the published pages

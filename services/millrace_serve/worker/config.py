@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from millrace_rpc.config import Config
+from millrace_rpc.tls import Tls
+from millrace_rpc.tracing import Tracing
 from pydantic import Field, model_validator
 
 from millrace_serve.engine.config import EngineConfig, Role
@@ -53,6 +55,8 @@ class WorkerConfig(Config):
     launcher: Literal["local", "ray"] = "local"
     timeouts: Timeouts = Timeouts()
     profile_dir: Path | None = None  # where torch.profiler's traces go; none: profiles are refused
+    tls: Tls | None = None  # of the gRPC port, and towards prefill workers; none: plain, like the metrics port
+    tracing: Tracing = Tracing()
     gc_warn_s: float = Field(0.05, gt=0)  # a collection pause above this is logged
     log_level: str = "INFO"
 

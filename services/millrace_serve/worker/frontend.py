@@ -14,7 +14,10 @@ from collections.abc import Callable
 
 from millrace.v1 import worker_pb2
 from millrace_rpc import metrics as catalogue
+from millrace_rpc import tracing
 from millrace_rpc.errors import MillraceError, Reason
+from millrace_rpc.loop_lag import LoopLag
+from millrace_rpc.tls import identity_of
 from prometheus_client import CollectorRegistry
 
 from millrace_serve.engine.core import Abort, Events, Failure, FlushCache, Request, RequestId, Route, Submit
@@ -30,6 +33,7 @@ from millrace_serve.worker.messages import GcPauses, RankProgress, Report
 from millrace_serve.worker.profiling import Profiling
 from millrace_serve.worker.ranks import Ranks
 from millrace_serve.worker.role import RoleLogic
+from millrace_serve.worker.spans import WorkerSpans
 from millrace_serve.worker.wakeup import within
 
 log = logging.getLogger(__name__)
@@ -47,6 +51,8 @@ class Frontend:
         self.registry = CollectorRegistry()
         rows = catalogue.WORKER + catalogue.PROCESS
         self.metrics = catalogue.Metrics(rows, self.registry)
+        self.identity = identity_of(config.tls, self.metrics)
+        self.spans = WorkerSpans(tracing.make(config.tracing, f"millrace-{config.role}", epoch))
         self.lifecycle = Lifecycle(self._on_state)
         self.attempts = Attempts(self.count_stale)
         self.board = LoadBoard(config.dp, lambda: STATES[self.lifecycle.state], epoch)
@@ -60,6 +66,7 @@ class Frontend:
         self.warmed_sources: list[str] = []
         self.profiling = Profiling(config, epoch, self.ranks)
         self._pauses = gc_hooks.PauseWatch()
+        self._lag = LoopLag("frontend", self.metrics)
 
     # ------------------------------------------------------------------------------------------------ life
 
@@ -124,6 +131,8 @@ class Frontend:
         self.profiling.close()
         await self.ranks.stop(STOP_GRACE_S)
         self._pauses.close()
+        self._lag.close()
+        await asyncio.to_thread(self.spans.close)
 
     # ------------------------------------------------------------------------------------------------ requests
 
@@ -154,6 +163,7 @@ class Frontend:
             return None
         if known is not None:
             raise convert.invalid("id", f"{request.id} is being worked on for another router")
+        self.spans.begin(request.id, route, tracing.checked(wire.traceparent), len(request.token_ids))
         self.start_attempt(request, wire.replica, owner)
         return request
 
@@ -178,6 +188,7 @@ class Frontend:
         replica = self.attempts.replica_of(id)
         if replica is not None:
             self.attempts.fail(id, failure)
+            self.spans.end(id, f"{failure.reason}: {failure.message}")
             self.ranks.send(replica, Abort(id))
             self.role.abort(id)
 
@@ -228,6 +239,7 @@ class Frontend:
                 self.role.on_report(rank, report)
 
     def _on_events(self, replica: int, events: Events) -> None:
+        self.spans.on_outputs(events.outputs)
         self.role.on_events(replica, events)
         self.attempts.deliver(events.outputs)
         if events.cache is not None:

@@ -53,7 +53,7 @@ async def serve(config: WorkerConfig, make_role: MakeRole, announce: Path | None
     stop = _signals()
     code, message = 1, "could not start"
     try:
-        await server.start(f"{config.host}:{config.grpc_port}")
+        await server.start(f"{config.host}:{config.grpc_port}", frontend.identity)
         metrics_port = await http.start(config.host, config.metrics_port)
         if announce is not None:
             _announce(announce, frontend, server.port, metrics_port)
