@@ -31,7 +31,23 @@ class Choice:
     capability: str = "sm90"
 
 
-TABLE: dict[str, tuple[Choice, ...]] = {}
+def _ours(target: str, **limits: int) -> tuple[Choice, ...]:
+    """The row of an op that only our Triton implements."""
+    return (Choice(f"millrace_kernels.triton.{target}", needs="triton", **limits),)
+
+
+TABLE: dict[str, tuple[Choice, ...]] = {
+    # dense
+    "fp8.quant_groups": _ours("quant:quant_groups"),
+    "fp8.fp8_linear": (Choice("millrace_kernels.lib.deep_gemm:fp8_linear", needs="deep_gemm"),),
+    "fp8.small_linear": _ours("small_linear:small_linear"),
+    "rms_norm.rms_norm": _ours("rms_norm:rms_norm"),
+    "rms_norm.add_rms_norm": _ours("rms_norm:add_rms_norm"),
+    "rms_norm.rms_norm_quant": _ours("rms_norm:rms_norm_quant"),
+    "rms_norm.add_rms_norm_quant": _ours("rms_norm:add_rms_norm_quant"),
+    "silu_mul.silu_mul": _ours("silu_mul:silu_mul"),
+    "silu_mul.silu_mul_quant": _ours("silu_mul:silu_mul_quant"),
+}
 
 _forced: dict[str, str] = {}
 

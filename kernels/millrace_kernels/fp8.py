@@ -15,6 +15,7 @@ from millrace_kernels.backend import SMALL_TOKENS, implementation
 
 BLOCK = 128
 E4M3_MAX = 448.0
+NOTHING = 1e-30  # a group or block without a larger value counts as zeros: the inverse of its scale would overflow
 
 
 class Fp8(NamedTuple):

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from millrace_kernels.fp8 import BLOCK, E4M3_MAX, Fp8
+from millrace_kernels.fp8 import BLOCK, E4M3_MAX, NOTHING, Fp8
 
 
 def quant_groups(x: Tensor) -> Fp8:
@@ -50,4 +50,4 @@ def _pad(x: Tensor, row_multiple: int, col_multiple: int) -> Tensor:
 
 
 def _scale(largest: Tensor) -> Tensor:
-    return torch.where(largest > 0, largest / E4M3_MAX, torch.ones_like(largest))
+    return torch.where(largest > NOTHING, largest / E4M3_MAX, torch.ones_like(largest))

@@ -7,6 +7,7 @@ from torch import Tensor
 
 # Largest error, as a part of the largest expected magnitude.
 OP_TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
+FP8_TOLERANCE = 4e-2  # rms error of values quantised to E4M3; its 3 bits of mantissa cost 2.6e-2
 FP8_LINEAR_TOLERANCE = 5e-2  # of an FP8 product against the product of the unquantised operands
 ROTARY_TOLERANCE = 1e-5  # of cos and sin: one rounding of a frequency, times thousands of positions
 MODEL_TOLERANCE = 1e-4  # logits of a whole model in FP32, two different computations of the same maths
@@ -29,6 +30,15 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     difference = (actual[finite].double() - expected[finite].double()).abs()
     largest = expected[finite].double().abs()
     return float(difference.max() / largest.max().clamp_min(1e-30)) if difference.numel() else 0.0
+
+
+def rms_error(actual: Tensor, expected: Tensor) -> float:
+    """|actual - expected| / |expected| over all elements: for FP8, whose largest error says little. NaN is infinite."""
+    assert actual.shape == expected.shape, (actual.shape, expected.shape)
+    if not expected.numel():
+        return 0.0
+    error = (actual.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30)
+    return float("inf") if error.isnan() else float(error)
 
 
 def assert_close(actual: Tensor, expected: Tensor, tolerance: float | None = None) -> None:

@@ -1,0 +1,77 @@
+"""Quantisation of 1 x 128 groups: each element is read once, the scales are written column by column.
+
+A program takes BLOCK_T rows of one group column, so neighbouring programs read neighbouring memory and a program's
+scales are one run of floats. A lane reads 16 bytes at a time.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from millrace_kernels.fp8 import BLOCK, Fp8
+from millrace_kernels.triton.launch import go_ahead, options, wait
+
+# Largest number of tokens -> (rows, warps) of a program: few tokens need more programs, many need long ones.
+CONFIGS = ((64, 4, 1), (1024, 8, 2), (1 << 62, 32, 4))
+
+
+def config(num_tokens: int) -> tuple[int, int]:
+    return next((rows, warps) for limit, rows, warps in CONFIGS if num_tokens <= limit)
+
+
+def empty_fp8(num_tokens: int, width: int, device: torch.device) -> Fp8:
+    """E4M3 [T, K] and scales [T, ceil(K/128)] with strides (1, T rounded up to 4), as TMA loads them."""
+    storage = torch.empty(-(-width // BLOCK), -(-num_tokens // 4) * 4, dtype=torch.float32, device=device)
+    data = torch.empty(num_tokens, width, dtype=torch.float8_e4m3fn, device=device)
+    return Fp8(data, storage.t()[:num_tokens])
+
+
+@triton.jit
+def quantise(groups, EXACT: tl.constexpr = False):
+    """float32 [R, 128] -> E4M3 [R, 128], scales [R]. EXACT divides each element instead of once per group."""
+    largest = tl.max(tl.abs(groups), axis=1)
+    some = largest > 1e-30
+    scale = tl.where(some, tl.div_rn(largest, 448.0), 1.0)
+    if EXACT:
+        scaled = tl.div_rn(groups, tl.broadcast_to(scale[:, None], groups.shape))
+    else:
+        scaled = groups * tl.where(some, 448.0 / tl.where(some, largest, 1.0), 1.0)[:, None]
+    return scaled.to(tl.float8e4nv), scale
+
+
+@triton.jit
+def _quant_groups(
+    x, data, scales, num_tokens, width, x_stride, scale_stride,
+    BLOCK_T: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    group = tl.program_id(0)
+    rows = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    cols = group * 128 + tl.arange(0, 128)
+    inside = (rows < num_tokens)[:, None] & (cols < width)[None, :]
+    at = rows[:, None].to(tl.int64)
+    wait(PDL)
+    groups = tl.load(x + at * x_stride + cols[None, :], inside, other=0.0).to(tl.float32)
+    go_ahead(PDL)
+    quantised, scale = quantise(groups, EXACT)
+    tl.store(data + at * width + cols[None, :], quantised, inside)
+    tl.store(scales + group.to(tl.int64) * scale_stride + rows, scale, rows < num_tokens)
+
+
+def quant_groups(x: Tensor) -> Fp8:
+    return quant_groups_with(x, *config(x.shape[0]))
+
+
+def quant_groups_with(x: Tensor, block_t: int, num_warps: int, exact: bool = False) -> Fp8:
+    """With a given tile, and with a division per element for comparison."""
+    assert x.stride(1) == 1, x.stride()
+    (num_tokens, width), out = x.shape, empty_fp8(*x.shape, x.device)
+    if num_tokens:
+        grid = (triton.cdiv(width, BLOCK), triton.cdiv(num_tokens, block_t))
+        _quant_groups[grid](
+            x, out.data, out.scales, num_tokens, width, x.stride(0), out.scales.stride(1),
+            BLOCK_T=block_t, EXACT=exact, **options(num_warps),
+        )  # fmt: skip
+    return out

@@ -1,0 +1,165 @@
+"""x [T <= 16, K] times an FP8 weight [N, K]: the weight streams through once and is dequantised in registers.
+
+    out_tn = sum over 128-column blocks b of scale_nb * (sum over k in b of x_tk w_nk)
+
+One token: `_gemv`, on CUDA cores; a program holds BLOCK_N rows of the weight and all of K, and reduces across its lanes
+once, at the end. More tokens: `_gemm`, on tensor cores with the tokens padded to 16; where N alone gives too few
+programs, K is cut into SPLITS parts whose sums `_reduce` adds in order. Neither uses atomics: a shape has one result.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from millrace_kernels.fp8 import BLOCK, Fp8
+from millrace_kernels.ref import fp8 as reference
+from millrace_kernels.triton.launch import go_ahead, options, wait
+
+SMS = 132  # of an H200
+
+
+class Config(NamedTuple):
+    block_n: int  # divides 128, so that a program's rows share their scales
+    block_k: int  # of _gemv; _gemm takes a block at a time
+    splits: int  # of _gemm
+    warps: int
+    stages: int
+
+
+# (tokens, N, K) -> what `python -m millrace_bench.kernels.tune` found best; the tokens are 1, 4 (2 to 4) or 16.
+MEASURED: dict[tuple[int, int, int], Config] = {}
+
+
+def config(num_tokens: int, n: int, k: int) -> Config:
+    tokens = next(limit for limit in (1, 4, 16) if num_tokens <= limit)
+    return MEASURED.get((tokens, n, k)) or _estimate(tokens, n, k)
+
+
+def _estimate(tokens: int, n: int, k: int) -> Config:
+    """Enough programs for every SM to have several, so that tens of kilobytes are on their way to each all the time.
+
+    Every program reads all of x: the more tokens, the more rows must share that.
+    """
+    if tokens == 1:
+        return Config(8, 1024 if k % 1024 == 0 else 512, 1, 4, 4)
+    block_n, blocks = 32 if tokens <= 4 else 64, triton.cdiv(k, BLOCK)
+    splits = min(triton.cdiv(2 * SMS, triton.cdiv(n, block_n)), max(blocks // 4, 1))
+    return Config(block_n, BLOCK, splits, 4, 6)
+
+
+@triton.jit
+def _gemv(
+    x, weight, scales, out, n, k, weight_stride, scale_row, scale_col,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A row of the tile is cut into runs of 16 bytes, which a lane loads and adds up on its own. WHOLE: no edges."""
+    first = tl.program_id(0) * BLOCK_N
+    rows = first + tl.arange(0, BLOCK_N)
+    runs = tl.arange(0, BLOCK_K // 16)
+    in_run = tl.arange(0, 16)
+    cols = runs[:, None] * 16 + in_run[None, :]
+    row_weights = weight + rows[:, None, None].to(tl.int64) * weight_stride
+    row_scales = scales + (first // 128) * scale_row
+    total = tl.zeros([BLOCK_N, BLOCK_K // 16], tl.float32)
+    wait(PDL)
+    for start in tl.range(0, k, BLOCK_K, num_stages=STAGES):
+        at = start + cols
+        scale_at = row_scales + ((start + runs * 16) // 128) * scale_col
+        if WHOLE:
+            values = tl.load(row_weights + at[None, :, :])
+            inputs = tl.load(x + at)
+            scale = tl.load(scale_at)
+        else:
+            values = tl.load(row_weights + at[None, :, :], (rows < n)[:, None, None] & (at < k)[None, :, :], other=0.0)
+            inputs = tl.load(x + at, at < k, other=0.0)
+            scale = tl.load(scale_at, start + runs * 16 < k, other=0.0)
+        products = values.to(tl.float32) * inputs.to(tl.float32)[None, :, :]
+        total += tl.sum(products, axis=2) * scale[None, :]
+    go_ahead(PDL)
+    tl.store(out + rows, tl.sum(total, axis=1).to(out.dtype.element_ty), rows < n)
+
+
+@triton.jit
+def _gemm(
+    x, weight, scales, out, num_tokens, n, k, x_stride, weight_stride, scale_row, scale_col, blocks_per_split,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) * BLOCK_N
+    split = tl.program_id(1)
+    tokens = tl.arange(0, 16)
+    rows = first + tl.arange(0, BLOCK_N)
+    cols = tl.arange(0, 128)
+    token_values = x + tokens[:, None] * x_stride
+    row_weights = weight + rows[None, :].to(tl.int64) * weight_stride
+    row_scales = scales + (first // 128) * scale_row
+    total = tl.zeros([16, BLOCK_N], tl.float32)
+    last = tl.minimum((split + 1) * blocks_per_split, tl.cdiv(k, 128))
+    wait(PDL)
+    for block in tl.range(split * blocks_per_split, last, num_stages=STAGES):
+        at = block * 128 + cols
+        inside = at < k
+        values = tl.load(row_weights + at[:, None], inside[:, None] & (rows < n)[None, :], other=0.0)
+        inputs = tl.load(token_values + at[None, :], inside[None, :] & (tokens < num_tokens)[:, None], other=0.0)
+        scale = tl.load(row_scales + block * scale_col)
+        total += tl.dot(inputs, values.to(inputs.dtype)) * scale
+    go_ahead(PDL)
+    at_out = (split * num_tokens + tokens)[:, None].to(tl.int64) * n + rows[None, :]
+    tl.store(out + at_out, total.to(out.dtype.element_ty), (tokens < num_tokens)[:, None] & (rows < n)[None, :])
+
+
+@triton.jit
+def _reduce(parts, out, size, SPLITS: tl.constexpr, BLOCK_SIZE: tl.constexpr, PDL: tl.constexpr):
+    """parts float32 [SPLITS, size] -> out [size]"""
+    at = tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    wait(PDL)
+    total = tl.zeros([BLOCK_SIZE], tl.float32)
+    for split in tl.static_range(SPLITS):
+        total += tl.load(parts + split * size + at, at < size, other=0.0)
+    go_ahead(PDL)
+    tl.store(out + at, total.to(out.dtype.element_ty), at < size)
+
+
+def small_linear(x: Tensor, weight: Fp8) -> Tensor:
+    if x.dtype != torch.bfloat16:  # the tensor cores would round it
+        return reference.small_linear(x, weight)
+    return small_linear_with(x, weight, config(x.shape[0], *weight.data.shape))
+
+
+def small_linear_with(x: Tensor, weight: Fp8, chosen: Config) -> Tensor:
+    num_tokens, n = x.shape[0], weight.data.shape[0]
+    assert x.stride(1) == 1 and weight.data.stride(1) == 1 and BLOCK % chosen.block_n == 0, (x.stride(), chosen)
+    out = x.new_empty(num_tokens, n)
+    if num_tokens == 1:
+        _launch_gemv(x, weight, out, chosen)
+    elif num_tokens:
+        _launch_gemm(x, weight, out, chosen)
+    return out
+
+
+def _launch_gemv(x: Tensor, weight: Fp8, out: Tensor, chosen: Config) -> None:
+    n, k = weight.data.shape
+    _gemv[(triton.cdiv(n, chosen.block_n),)](
+        x, weight.data, weight.scales, out, n, k, weight.data.stride(0), *weight.scales.stride(),
+        BLOCK_N=chosen.block_n, BLOCK_K=chosen.block_k, WHOLE=n % chosen.block_n == 0 and k % chosen.block_k == 0,
+        STAGES=chosen.stages, **options(chosen.warps),
+    )  # fmt: skip
+
+
+def _launch_gemm(x: Tensor, weight: Fp8, out: Tensor, chosen: Config) -> None:
+    (num_tokens, n), k = out.shape, x.shape[1]
+    blocks = triton.cdiv(triton.cdiv(k, BLOCK), chosen.splits)
+    splits = triton.cdiv(triton.cdiv(k, BLOCK), blocks)  # none without work
+    parts = out if splits == 1 else torch.empty(splits, num_tokens, n, dtype=torch.float32, device=x.device)
+    _gemm[(triton.cdiv(n, chosen.block_n), splits)](
+        x, weight.data, weight.scales, parts, num_tokens, n, k, x.stride(0), weight.data.stride(0),
+        *weight.scales.stride(), blocks, BLOCK_N=chosen.block_n, STAGES=chosen.stages, **options(chosen.warps),
+    )  # fmt: skip
+    if splits > 1:
+        _reduce[(triton.cdiv(out.numel(), 512),)](
+            parts, out, out.numel(), SPLITS=splits, BLOCK_SIZE=512, **options(num_warps=4)
+        )

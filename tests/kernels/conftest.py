@@ -1,0 +1,5 @@
+from __future__ import annotations
+
+from millrace_testing import triton_interpreter
+
+triton_interpreter.install()

@@ -1,0 +1,137 @@
+"""Our Triton sources for quantisation, norms, SwiGLU and few-token products, run by Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from millrace_kernels import rms_norm as norms
+from millrace_kernels.backend import SMALL_TOKENS, TABLE, forced
+from millrace_kernels.fp8 import Fp8, Operand, dequant_blocks, quant_blocks, quant_groups, small_linear
+from millrace_kernels.silu_mul import silu_mul, silu_mul_quant
+from millrace_kernels.testing.numeric import FP8_TOLERANCE, assert_close, poisoned, rms_error
+from millrace_kernels.triton.quant import quant_groups_with
+from millrace_kernels.triton.small_linear import Config, config, small_linear_with
+from torch import Tensor
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU test_gpu_dense.py runs the same kernels")
+
+OURS = {op: rows[0].target for op, rows in TABLE.items() if ".triton." in rows[0].target}
+TIES = 5e-3  # rms; an inverse instead of a division may turn a tie, to the neighbouring E4M3 value
+WIDTHS = [384, 200]  # groups that are no power of two, a partial one
+TOKENS = [0, 1, SMALL_TOKENS + 1]
+
+
+def strided(num: int, width: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Rows inside of wider ones whose other columns nobody may read."""
+    wide = poisoned((num, 2 * width), dtype)
+    wide[:, :width] = torch.randn(num, width, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return wide[:, :width]
+
+
+def values(x: Fp8) -> Tensor:
+    return x.data.float() * x.scales.repeat_interleave(128, 1)[:, : x.data.shape[1]]
+
+
+def assert_column_major(scales: Tensor) -> None:
+    num_tokens = scales.shape[0]
+    assert num_tokens == 0 or scales.stride() == (1, -(-num_tokens // 4) * 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("num", TOKENS)
+def test_quant_groups(num: int, width: int, dtype: torch.dtype) -> None:
+    x = strided(num, width, dtype)
+    expected = quant_groups(x)
+    with forced(**OURS):
+        fast = quant_groups(x)
+    exact = quant_groups_with(x, block_t=4, num_warps=1, exact=True)
+    assert torch.equal(exact.data.float(), expected.data.float())
+    for scales in (fast.scales, exact.scales):
+        assert torch.equal(scales, expected.scales)
+        assert_column_major(scales)
+    assert rms_error(values(fast), values(expected)) < TIES
+
+
+def test_quant_groups_of_zeros_and_of_almost_nothing() -> None:
+    x = torch.zeros(3, 128)
+    x[1], x[2, 5] = 1e-38, 448.0
+    for quantised in (quant_groups(x), quant_groups_with(x, 4, 1), quant_groups_with(x, 4, 1, exact=True)):
+        assert (quantised.scales == 1).all() and quantised.data.float().sum() == 448.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("num", TOKENS)
+def test_rms_norm(num: int, width: int, dtype: torch.dtype) -> None:
+    x, residual = strided(num, width, dtype), strided(num, width, dtype, seed=1)
+    weight = torch.randn(width, generator=torch.Generator().manual_seed(2)).to(dtype)
+    expected_sum = norms.add_rms_norm(x, residual, weight, 1e-6)
+    with forced(**OURS):
+        normed = norms.rms_norm(x, weight, 1e-6)
+        normed_sum, total = norms.add_rms_norm(x, residual, weight, 1e-6)
+        operand = norms.rms_norm_quant(x, weight, 1e-6)
+        operand_sum, total_too = norms.add_rms_norm_quant(x, residual, weight, 1e-6)
+    assert_close(normed, norms.rms_norm(x, weight, 1e-6))
+    assert_close(normed_sum, expected_sum[0])
+    assert torch.equal(total, expected_sum[1]) and torch.equal(total_too, total)
+    for found, plain in ((operand, normed), (operand_sum, normed_sum)):
+        assert found.plain is not None and torch.equal(found.plain, plain)
+        assert_quantised(found, plain)
+
+
+def assert_quantised(found: Operand, plain: Tensor) -> None:
+    assert (found.fp8 is None) == (plain.shape[0] <= SMALL_TOKENS)
+    if found.fp8 is not None:
+        assert_column_major(found.fp8.scales)
+        assert rms_error(values(found.fp8), values(quant_groups(plain))) < TIES
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("num", TOKENS)
+def test_silu_mul(num: int, width: int, dtype: torch.dtype) -> None:
+    x = strided(num, 2 * width, dtype)
+    exact = silu_mul(x.double())
+    with forced(**OURS):
+        plain, operand = silu_mul(x), silu_mul_quant(x)
+    assert plain.dtype == dtype
+    assert_close(plain, exact)
+    if num <= SMALL_TOKENS:
+        assert operand.fp8 is None and operand.plain is not None and torch.equal(operand.plain, plain)
+    else:
+        assert operand.plain is None and operand.fp8 is not None
+        assert_column_major(operand.fp8.scales)
+        assert rms_error(values(operand.fp8), exact) < FP8_TOLERANCE
+
+
+@pytest.mark.parametrize(("n", "k"), [(200, 200), (72, 1152)])
+@pytest.mark.parametrize("num", [0, 1, 7, SMALL_TOKENS])
+def test_small_linear(num: int, n: int, k: int) -> None:
+    x = strided(num, k, torch.bfloat16)
+    weight = quant_blocks(torch.randn(n, k, generator=torch.Generator().manual_seed(1)))
+    stack = Fp8(torch.stack((weight.data, weight.data.clone()))[1], torch.stack((weight.scales, weight.scales))[1])
+    exact = x.double() @ dequant_blocks(*weight, torch.float32).double().T
+    with forced(**OURS):
+        found = small_linear(x, stack)
+    assert found.dtype == torch.bfloat16
+    assert_close(found, exact)
+    if num > 1:
+        for splits in (1, 3):
+            assert_close(small_linear_with(x, weight, Config(32, 128, splits, 4, 2)), exact)
+
+
+def test_small_linear_of_fp32_rows_does_not_round_them() -> None:
+    x, weight = torch.randn(2, 256), quant_blocks(torch.randn(64, 256))
+    with forced(**OURS):
+        assert_close(small_linear(x, weight), x.double() @ dequant_blocks(*weight, torch.float32).double().T)
+
+
+@pytest.mark.parametrize("num", [1, 2, 4, 16])
+@pytest.mark.parametrize(
+    ("n", "k"), [(2112, 7168), (3072, 1536), (7168, 2048), (4608, 7168), (7168, 2304), (24576, 1536), (7168, 16384)]
+)
+def test_every_sm_has_work_at_v3_shapes(num: int, n: int, k: int) -> None:
+    chosen = config(num, n, k)
+    assert 128 % chosen.block_n == 0 and chosen.splits <= -(-k // 128)
+    assert -(-n // chosen.block_n) * chosen.splits >= 132

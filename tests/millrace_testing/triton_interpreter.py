@@ -1,0 +1,64 @@
+"""Triton's interpreter, with float conversions that round as a GPU does, and for the numpy of today.
+
+Its own conversions drop the carry out of the mantissa: 31.7 becomes 16 in E4M3. Torch's are right; values beyond E4M3
+saturate.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+_DTYPES = {
+    "fp8e4nv": torch.float8_e4m3fn,
+    "fp8e5": torch.float8_e5m2,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
+_BITS = {1: (np.uint8, torch.uint8), 2: (np.int16, torch.int16), 4: (np.int32, torch.int32), 8: (np.int64, torch.int64)}
+
+
+def convert(values: np.ndarray[Any, Any], source: Any, target: Any, rounding_mode: object) -> np.ndarray[Any, Any]:
+    """Arrays hold the bits of dtypes that numpy lacks. `rounding_mode` is to nearest everywhere in our kernels."""
+    before, after = _DTYPES[source.scalar.name], _DTYPES[target.scalar.name]
+    bits = np.ascontiguousarray(values).reshape(-1).view(_BITS[before.itemsize][0])
+    floats = torch.from_numpy(bits.copy()).view(before).float()
+    if after == torch.float8_e4m3fn:
+        floats = floats.clamp(-448, 448)  # NaN stays
+    unsigned = getattr(np, f"uint{8 * after.itemsize}")
+    result: np.ndarray[Any, Any] = floats.to(after).view(_BITS[after.itemsize][1]).numpy().view(unsigned)
+    return result.reshape(values.shape)
+
+
+def _dot(self: Any, a: Any, b: Any, d: Any, input_precision: object, max_num_imprecise_acc: object) -> Any:
+    """Its own takes the bits of BF16 for integers."""
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    def floats(operand: Any) -> Any:
+        return convert(operand.data, operand.dtype, tl.float32, None).view(np.float32)
+
+    return TensorHandle(np.matmul(floats(a), floats(b)) + d.data, d.dtype.scalar)
+
+
+def _patch_tensor(original: Any) -> Any:
+    """Scalars are arrays of one element, which numpy no longer takes for an int: loop bounds."""
+
+    def patch(tensor: Any, scope: Any) -> None:
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    return patch
+
+
+def install() -> None:
+    from triton.runtime import interpreter
+
+    if interpreter._convert_float is not convert:
+        interpreter._convert_float = convert
+        interpreter.InterpreterBuilder.create_dot = _dot
+        interpreter._patch_lang_tensor = _patch_tensor(interpreter._patch_lang_tensor)
