@@ -11,6 +11,7 @@ from millrace_testing.fake_router import FakeLink, FakePair, request
 from millrace_testing.paths import TINY
 from millrace_testing.procs import workers
 from millrace_testing.reference import Continuation, assert_same
+from worker.test_profiling import operators
 
 MODEL = (f"model={TINY}", "limits={num_pages: 129, max_model_len: 512, max_prefill_tokens: 128}")
 PROMPTS = [[10 + (7 * i + n) % 500 for i in range(n)] for n in (3, 64, 200)]
@@ -49,10 +50,14 @@ async def test_data_parallel_replicas_step_together(tmp_path: Path, reference: l
 
 
 async def test_tensor_parallel_ranks_hand_over_rank_by_rank(tmp_path: Path, reference: list[Continuation]) -> None:
-    async with workers(tmp_path, "prefill", "decode", sets=(*MODEL, "tp=2")) as (prefill, decode):
+    sets = (*MODEL, "tp=2", f"profile_dir={tmp_path / 'traces'}")
+    async with workers(tmp_path, "prefill", "decode", sets=sets) as (prefill, decode):
         async with FakePair(prefill, decode) as both:
+            await decode.stub.StartProfile(worker_pb2.StartProfileRequest(), timeout=20)
             batch = [both.submit(r) for r in requests()]
             assert_same([await said(both.to_decode, r) for r in batch], reference)
+        traces = (await decode.stub.StopProfile(worker_pb2.StopProfileRequest(), timeout=60)).paths
+        assert len(traces) == 2 and all("aten::mm" in operators(Path(trace)) for trace in traces)
         answer = await decode.stub.FreezeGc(worker_pb2.FreezeGcRequest(), timeout=20)
         assert answer.processes == 3
         await prefill.whole()
