@@ -1,0 +1,158 @@
+"""Routing by prefix caches with real workers: what they say is true, and short prompts need no prefill worker."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from millrace.v1 import admin_pb2, inference_pb2, worker_pb2
+from millrace_cli.cluster import ClusterSpec, LocalCluster
+from millrace_testing.client import Client
+from millrace_testing.sim import expected, prompt_of
+
+pytestmark = pytest.mark.timeout(120)
+
+PREFILL, DECODE = worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_DECODE
+THRESHOLD = 128
+
+
+def spec(*router_set: str, prefill: int = 2) -> ClusterSpec:
+    return ClusterSpec(
+        prefill=prefill,
+        decode=1,
+        engine="sim",
+        worker_set=("limits.canary=true", "timeouts.lease=3"),
+        router_set=router_set,
+    )
+
+
+async def ask(client: Client, name: str, prompt: list[int], max_tokens: int = 8) -> list[int]:
+    tokens: list[int] = []
+    request = inference_pb2.GenerateRequest(
+        prompt={"token_ids": {"ids": prompt}},
+        sampling={"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True},
+        request_id=name,
+    )
+    async for chunk in client.stub.Generate(request, timeout=60):
+        tokens += chunk.token_ids
+    return tokens
+
+
+async def ask_and_settle(client: Client, name: str, prompt: list[int]) -> list[int]:
+    """The next request meets an idle decode worker, and the router knows that it is."""
+    before = await decoded(client)
+    tokens = await ask(client, name, prompt)
+    async with asyncio.timeout(20):
+        while await decoded(client) < before + len(tokens) - 1:  # perhaps without the first
+            await asyncio.sleep(0.01)
+    await client.wait_whole()
+    return tokens
+
+
+async def decoded(client: Client) -> int:
+    """Tokens that decode workers have reported."""
+    workers = (await client.admin.ListWorkers(admin_pb2.ListWorkersRequest())).workers
+    return sum(worker.load.replicas[0].output_tokens for worker in workers if worker.info.role == DECODE)
+
+
+async def decision(client: Client, name: str) -> admin_pb2.PlacementDecision:
+    (found,) = (await client.admin.ExplainRequest(admin_pb2.ExplainRequestRequest(request_id=name))).placements
+    return found
+
+
+async def prompts_computed(client: Client, role: int) -> int:
+    """Prompt tokens that the workers of a role were given."""
+    workers = await client.wait_whole()
+    return sum(worker.load.replicas[0].prompt_tokens for worker in workers if worker.info.role == role)
+
+
+async def test_short_prompts_bypass_the_prefill_worker_with_the_same_tokens() -> None:
+    lengths = (1, 63, 64, 65, 127, 128, 300)
+    prompts = [prompt_of(length) for length in lengths]
+    local = spec(f"routing.local_prefill_tokens={THRESHOLD}", prefill=1)
+    async with LocalCluster(local) as cluster, Client(cluster.grpc_address, cluster.admin_address) as client:
+        before = await prompts_computed(client, PREFILL)
+        answers = [await ask_and_settle(client, f"r{len(prompt)}", prompt) for prompt in prompts]
+        assert answers == [expected(prompt, 8) for prompt in prompts]
+        found = [await decision(client, f"r{length}") for length in lengths]
+        assert [entry.way for entry in found] == ["local"] * 5 + ["pair"] * 2
+        assert await prompts_computed(client, PREFILL) - before == 128 + 300
+        longer = [*prompts[-1], *answers[-1], 77]  # a second turn: all but its end is cached where it was decoded
+        assert await ask_and_settle(client, "turn 2", longer) == expected(longer, 8)
+        second = await decision(client, "turn 2")
+        assert (second.way, second.cached_tokens) == ("local", 256)
+        await client.wait_whole()
+
+
+async def test_a_client_that_leaves_frees_what_a_decode_worker_prefills() -> None:
+    """In the middle of the prompt, and in the middle of the answer."""
+    settings = ("sim.token_s=0.0005", "sim.step_s=0.005", "limits.max_prefill_tokens=128")
+    slow = replace(spec("routing.local_prefill_tokens=4000", prefill=1), worker_set=settings)
+    async with LocalCluster(slow) as cluster, Client(cluster.grpc_address, cluster.admin_address) as client:
+        for length, max_tokens, minimum in ((3000, 8, 0), (100, 2000, 5)):
+            prompt, before = prompt_of(length), await decoded(client)
+            task = asyncio.create_task(ask(client, f"left {length}", prompt, max_tokens))
+            await _until_running(client)
+            async with asyncio.timeout(20):
+                while await decoded(client) < before + minimum:
+                    await asyncio.sleep(0.01)
+            assert not task.done()
+            task.cancel()
+            assert (await decision(client, f"left {length}")).way == "local"
+            await client.wait_whole()
+        prompt = prompt_of(3000)
+        assert await ask(client, "stays", prompt) == expected(prompt, 8)
+
+
+async def _until_running(client: Client) -> None:
+    async with asyncio.timeout(20):
+        while True:
+            workers = (await client.admin.ListWorkers(admin_pb2.ListWorkersRequest())).workers
+            if any(w.info.role == DECODE and w.load.replicas[0].running for w in workers):
+                return
+            await asyncio.sleep(0.01)
+
+
+async def test_a_prefix_is_computed_where_it_is_cached() -> None:
+    """With two prefill workers, every prompt of a family goes to the one that computed the first of it; after a flush
+    nobody has anything.
+    """
+    kv_aware = spec("prefill_policy=kv_aware", "decode_policy=round_robin")
+    async with LocalCluster(kv_aware) as cluster, Client(cluster.grpc_address, cluster.admin_address) as client:
+        family = prompt_of(640)
+        assert await ask(client, "first", family) == expected(family, 8)
+        home = chosen((await decision(client, "first")).selections[0])
+        await _until_known(client, family, lambda known: known[home] == 64)
+        for name in ("second", "third"):
+            prompt = [*family, *prompt_of(70)]
+            assert await ask(client, name, prompt) == expected(prompt, 8)
+            found = await decision(client, name)
+            assert found.cached_tokens == 640
+            assert chosen(found.selections[0]) == home
+        await client.wait_whole()
+        await _until_known(client, family, lambda known: not any(known.values()), flush=True)
+
+
+def chosen(selection: admin_pb2.Selection) -> str:
+    (address,) = [row.address for row in selection.candidates if row.chosen]
+    return address
+
+
+async def _until_known(
+    client: Client, family: list[int], condition: Callable[[dict[str, int]], bool], flush: bool = False
+) -> None:
+    """Ask for one token after the family's first page until the router knows what it should of the prefill workers."""
+    async with asyncio.timeout(20):
+        for number in itertools.count():
+            if flush:
+                await client.wait_whole()
+                await client.admin.FlushCaches(admin_pb2.FlushCachesRequest())
+            name = f"look {flush} {number}"
+            await ask(client, name, [*family[:64], 7], max_tokens=1)
+            rows = (await decision(client, name)).selections[0].candidates
+            if condition({row.address: row.cached_tokens for row in rows}):
+                return
+            await asyncio.sleep(0.05)
