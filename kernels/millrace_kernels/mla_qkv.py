@@ -32,8 +32,8 @@ def mla_qkv_norm(
         slots: int64 [T]; several tokens may share a slot of the sink page, which then holds any one of them.
         kv: [num_pages, page_size, C+R], any page stride; bf16, float32, or E4M3 with scale 1, saturated at 448.
     Returns:
-        q [T, Q]: plain, on a GPU also in FP8 for more than SMALL_TOKENS tokens; c_kv [T, C] and k_pe [T, R], not
-        rounded to the pool's dtype.
+        q [T, Q]: plain, and in FP8 above SMALL_TOKENS tokens, never when passed through; c_kv [T, C] and k_pe [T, R],
+        not rounded to the pool's dtype.
     """
     latent, rope = kv_weight.shape[0], 2 * cos.shape[1]
     assert kv.shape[-1] == latent + rope and qkv.shape[0] == cos.shape[0] == slots.shape[0], (qkv.shape, kv.shape)

@@ -1,0 +1,116 @@
+"""Split-KV decoding: a program takes BLOCK_M of the S * H query rows of a sequence and a share of its pages; a second
+kernel merges the shares by their log-sum-exp. Any number of heads; also what runs where FlashMLA is missing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from millrace_kernels.triton.launch import options, wait
+from millrace_kernels.triton.softmax import LOG2E, begin, finish, fold
+
+PROGRAMS = 264  # two for each of an H200's 132 multiprocessors
+MAX_SPLITS = 64
+
+
+def mla_decode(
+    q: Tensor,
+    kv: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    kv_lora_rank: int,
+    plan: Any = None,
+) -> tuple[Tensor, Tensor]:
+    (num_seqs, num_queries, num_heads, width), rows = q.shape, q.shape[1] * q.shape[2]
+    assert q.is_contiguous() and kv.stride(2) == page_table.stride(1) == 1, (q.stride(), kv.stride())
+    out = q.new_empty(num_seqs, num_queries, num_heads, kv_lora_rank)
+    lse = q.new_empty(num_seqs, num_queries, num_heads, dtype=torch.float32)
+    if not num_seqs:
+        return out, lse
+    block_m = max(16, min(64, triton.next_power_of_2(rows)))
+    blocks = triton.cdiv(rows, block_m)
+    splits = max(1, min(page_table.shape[1], PROGRAMS // (num_seqs * blocks), MAX_SPLITS))
+    part_out = out if splits == 1 else q.new_empty(splits, *out.shape, dtype=torch.float32)
+    part_lse = lse if splits == 1 else lse.new_empty(splits, *lse.shape)
+    wide = q.dtype == torch.float32
+    _attend[(num_seqs, blocks, splits)](
+        part_out, part_lse, q, kv, page_table, seq_lens,
+        scale, num_seqs, rows, num_heads, num_queries, kv.stride(0), kv.stride(1), page_table.stride(0),
+        C=kv_lora_rank, R=width - kv_lora_rank, PAGE=kv.shape[1],
+        BLOCK_M=block_m, BLOCK_N=min(kv.shape[1], 16 if wide else 32),  # what shared memory holds
+        **options(8 if block_m == 64 else 4, 1 if wide else 2),
+    )  # fmt: skip
+    if splits > 1:
+        total = num_seqs * rows
+        _merge[(total,)](out, lse, part_out, part_lse, total, splits, C=kv_lora_rank, SPLITS=MAX_SPLITS, **options(4))
+    return out, lse
+
+
+@triton.jit
+def _attend(
+    out_ptr, lse_ptr, q_ptr, kv_ptr, page_table_ptr, seq_lens_ptr,
+    scale, num_seqs, num_rows, num_heads, num_queries, kv_page, kv_row, page_table_row,
+    C: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    seq, split = tl.program_id(0), tl.program_id(2)
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    latent, rope = tl.arange(0, C)[None, :], tl.arange(0, R)[None, :]
+    present = (row < num_rows)[:, None]
+    wait(PDL)
+    num_keys = tl.load(seq_lens_ptr + seq)
+    share = tl.cdiv(tl.cdiv(num_keys, PAGE), tl.num_programs(2)) * PAGE
+    last_key = num_keys - num_queries + row // num_heads
+    q_rows = q_ptr + (seq.to(tl.int64) * num_rows + row[:, None]) * (C + R)
+    q_latent = tl.load(q_rows + latent, mask=present, other=0.0)
+    q_rope = tl.load(q_rows + C + rope, mask=present, other=0.0)
+
+    largest, total = begin(BLOCK_M)
+    out = tl.zeros((BLOCK_M, C), dtype=tl.float32)
+    for first in range(split * share, tl.minimum((split + 1) * share, num_keys), BLOCK_N):
+        page = tl.load(page_table_ptr + seq * page_table_row + first // PAGE).to(tl.int64)
+        key = first + tl.arange(0, BLOCK_N)
+        written = (key < num_keys)[:, None]  # the others may be NaN, and 0 * NaN is NaN
+        kv_rows = kv_ptr + page * kv_page + (key % PAGE)[:, None] * kv_row
+        k_latent = tl.load(kv_rows + latent, mask=written, other=0.0).to(q_latent.dtype)
+        k_rope = tl.load(kv_rows + C + rope, mask=written, other=0.0).to(q_latent.dtype)
+        scores = tl.dot(q_latent, tl.trans(k_latent), input_precision="ieee")
+        scores += tl.dot(q_rope, tl.trans(k_rope), input_precision="ieee")
+        visible = key[None, :] <= last_key[:, None]
+        scores = tl.where(visible, scores * (scale * LOG2E), float("-inf"))
+        weights, fade, largest, total = fold(scores, largest, total)
+        out = out * fade[:, None] + tl.dot(weights.to(k_latent.dtype), k_latent, input_precision="ieee")
+
+    out, lse = finish(out, largest, total)
+    where = (split * num_seqs + seq).to(tl.int64) * num_rows + row
+    tl.store(lse_ptr + where, lse, mask=row < num_rows)
+    tl.store(out_ptr + where[:, None] * C + latent, out.to(out_ptr.dtype.element_ty), mask=present)
+
+
+@triton.jit
+def _merge(
+    out_ptr, lse_ptr, part_out_ptr, part_lse_ptr,
+    num_rows, splits,
+    C: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row, split, column = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS), tl.arange(0, C)
+    wait(PDL)
+    lses = tl.load(part_lse_ptr + split * num_rows + row, mask=split < splits, other=float("-inf"))
+    base = tl.max(lses, axis=0)
+    base = tl.where(base == float("-inf"), 0.0, base)
+    total = tl.sum(tl.exp(lses - base), axis=0)
+    seen = total > 0.0
+    total = tl.where(seen, total, 1.0)
+    tl.store(lse_ptr + row, tl.where(seen, base + tl.log(total), float("-inf")))
+    out = tl.zeros((C,), dtype=tl.float32)
+    where = row
+    for _ in range(splits):
+        out += tl.exp(tl.load(part_lse_ptr + where) - base) * tl.load(part_out_ptr + where * C + column)
+        where += num_rows
+    tl.store(out_ptr + row * C + column, (out / total).to(out_ptr.dtype.element_ty))

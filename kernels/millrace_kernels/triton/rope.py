@@ -1,0 +1,57 @@
+"""RoPE of the last columns of every head: one program rotates BLOCK_H heads of a token."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from millrace_kernels.triton.launch import options, wait
+
+HEADS_PER_WARP = 8  # so that in place each element belongs to one thread
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    heads, out_heads = (x, out) if x.dim() == 3 else (x.unsqueeze(1), out.unsqueeze(1))
+    rotate_into(out_heads, heads, cos, sin)
+    return out
+
+
+def rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """out, x [T, H, R] of any strides but the last, which is 1; out may be x."""
+    tokens, heads, width = x.shape
+    assert x.stride(2) == out.stride(2) == cos.stride(1) == sin.stride(1) == 1 and cos.stride(0) == sin.stride(0)
+    if not tokens:
+        return
+    block = max(HEADS_PER_WARP, min(32, triton.next_power_of_2(heads)))
+    _rotate[(tokens, triton.cdiv(heads, block))](
+        out, x, cos, sin,
+        heads, *out.stride()[:2], *x.stride()[:2], cos.stride(0),
+        HALF=width // 2, BLOCK_H=block, **options(block // HEADS_PER_WARP),
+    )  # fmt: skip
+
+
+@triton.jit
+def rotate(x, cos, sin):
+    """x [M, R] in FP32, cos and sin [M or 1, R/2]. Neighbouring columns stay in one lane."""
+    even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+    return tl.reshape(tl.join(even * cos - odd * sin, odd * cos + even * sin), x.shape)
+
+
+@triton.jit
+def _rotate(
+    out_ptr, x_ptr, cos_ptr, sin_ptr,
+    heads, out_row, out_head, x_row, x_head, angle_row,
+    HALF: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
+    column, angle = tl.arange(0, 2 * HALF)[None, :], token * angle_row + tl.arange(0, HALF)[None, :]
+    present = head < heads
+    wait(PDL)
+    cos, sin = tl.load(cos_ptr + angle), tl.load(sin_ptr + angle)
+    x = tl.load(x_ptr + token * x_row + head * x_head + column, mask=present, other=0.0)
+    rotated = rotate(x.to(tl.float32), cos, sin).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + token * out_row + head * out_head + column, rotated, mask=present)
