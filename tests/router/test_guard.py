@@ -1,0 +1,177 @@
+"""The public ports of a router: keys, limits, certificates, and headers that are nobody's business."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import ssl
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+from millrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc, worker_pb2
+from millrace_router.guard import MAX_HEADER_BYTES, HttpGuard
+from millrace_router.http_server import MAX_HEAD_BYTES
+from millrace_rpc.client import channel
+from millrace_rpc.errors import Reason, from_rpc_error
+from millrace_rpc.tls import Identity, Tls
+from millrace_testing.certificates import Authority
+from router.fake_worker import DECODE, PREFILL, UNIFIED, FakeWorker, expected, hangs, output
+from router.harness import Cluster
+
+SECRET, OTHER = "sk-first-secret-1", "sk-second-secret-2"
+BODY = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 4, "seed": 0}
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+async def tokens(stub: inference_pb2_grpc.InferenceStub, key: str, **fields: object) -> list[int] | Reason:
+    request = inference_pb2.GenerateRequest(
+        prompt={"token_ids": {"ids": [1, 2, 3]}}, sampling={"max_tokens": 4, "seed": 0}, **fields
+    )
+    try:
+        call = stub.Generate(request, metadata=tuple(bearer(key).items()), timeout=10)
+        return [token async for response in call for token in response.token_ids]
+    except grpc.aio.AioRpcError as error:
+        return from_rpc_error(error).reason
+
+
+@pytest.fixture
+async def keyed(cluster: Callable, tmp_path: Path) -> Cluster:
+    entries = [
+        {"name": "one", "key": SECRET, "priority": 2},
+        {"name": "two", "key": OTHER, "requests_per_s": 0.01, "requests_burst": 2},
+    ]
+    (tmp_path / "keys").write_text(json.dumps({"keys": entries}))
+    return await cluster(FakeWorker(PREFILL), FakeWorker(DECODE), api_keys=str(tmp_path / "keys"))
+
+
+async def test_a_key_is_needed_for_everything_but_probes(keyed: Cluster) -> None:
+    assert await tokens(keyed.stub, SECRET) == expected([1, 2, 3], 4)
+    assert await tokens(keyed.stub, "sk-nobody") is Reason.UNAUTHENTICATED
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await keyed.stub.ListModels(inference_pb2.ListModelsRequest())
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    for path in ("/health", "/ready"):
+        assert (await keyed.http.get(path)).status_code == 200
+    for path in ("/v1/models", "/metrics"):
+        answer = await keyed.http.get(path)
+        assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
+        assert answer.json()["error"]["type"] == "authentication_error"
+        assert (await keyed.http.get(path, headers=bearer(SECRET))).status_code == 200
+    answer = await keyed.http.post("/v1/completions", json=BODY, headers=bearer(SECRET))
+    assert answer.status_code == 200
+    assert keyed.metric("millrace_tenant_requests_total", tenant="one", status="ok") == 2
+    assert keyed.metric("millrace_tenant_tokens_total", tenant="one", direction="output") == 8
+
+
+async def test_a_rate_says_when_to_come_again(keyed: Cluster) -> None:
+    for _ in range(2):
+        assert await tokens(keyed.stub, OTHER) == expected([1, 2, 3], 4)
+    assert await tokens(keyed.stub, OTHER) is Reason.RATE_LIMITED
+    answer = await keyed.http.post("/v1/completions", json=BODY, headers=bearer(OTHER))
+    assert answer.status_code == 429 and 80 <= int(answer.headers["retry-after"]) <= 100
+    assert await tokens(keyed.stub, SECRET) == expected([1, 2, 3], 4), "another key has its own rate"
+
+
+async def test_a_key_caps_the_priority(keyed: Cluster) -> None:
+    await tokens(keyed.stub, SECRET, priority=50)
+    assert [worker.submitted[-1].priority for worker in keyed.workers] == [2, 2]
+
+
+async def test_headers_of_ours_do_not_come_from_clients() -> None:
+    seen = {}
+
+    async def app(scope: dict, receive: object, send: object) -> None:
+        seen.update(scope)
+
+    headers = [(b"x-millrace-decode", b"1.2.3.4:5"), (b"x-request-id", b"r"), (b"x-millrace-tenant", b"root")]
+    await HttpGuard(app, None)({"type": "http", "path": "/", "headers": headers}, None, None)
+    assert seen["headers"] == [(b"x-request-id", b"r")]
+
+
+async def test_headers_are_bounded(cluster: Callable) -> None:
+    made: Cluster = await cluster(FakeWorker(UNIFIED))
+    answer = await made.http.get("/v1/models", headers={"x-much": "a" * MAX_HEADER_BYTES})
+    assert answer.status_code == 413 and answer.json()["error"]["code"] == "message_too_large"
+    reader, writer = await asyncio.open_connection("127.0.0.1", made.router.ports["http"])
+    writer.write(b"GET / HTTP/1.1\r\nx-endless: ")
+    piece = b"a" * 4096
+    for _ in range(MAX_HEAD_BYTES // len(piece) + 2):
+        writer.write(piece)
+    assert b" 413 " in await asyncio.wait_for(reader.readline(), 10)
+    writer.close()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await made.stub.ListModels(inference_pb2.ListModelsRequest(), metadata=(("x-much", "a" * 100_000),))
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert (await made.http.get("/v1/models")).status_code == 200
+
+
+async def test_a_deadline_shorter_than_the_queue_is_refused_at_once(cluster: Callable) -> None:
+    made: Cluster = await cluster(FakeWorker(UNIFIED, credits=1))
+    made.workers[0].script += [hangs()]
+    running = [asyncio.create_task(made.generate([1, 2, 3], timeout=60)) for _ in range(3)]
+    await made.until(lambda: len(made.router.admission) == 2 and made.workers[0].active)
+    rate = made.router.admission._rate
+    rate._tokens, rate._seconds = 1.0, 10.0  # as if one prompt token were served in ten seconds
+    result = await made.generate([1, 2, 3], timeout=5)
+    error = from_rpc_error(result.error)
+    assert error.reason is Reason.DEADLINE_TOO_SHORT and 50 <= error.retry_after_s <= 60
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+
+
+async def test_a_rotation_cuts_no_stream(cluster: Callable, tmp_path: Path) -> None:
+    """Of the files that the router shows its clients."""
+    settings = Authority().tls(tmp_path / "router")
+    made: Cluster = await cluster(FakeWorker(UNIFIED), public_tls=settings)
+    rotated = asyncio.Event()
+
+    async def waits(worker: FakeWorker, request: worker_pb2.EngineRequest) -> AsyncIterator[worker_pb2.SequenceOutput]:
+        yield output(request, 0)
+        await rotated.wait()
+        yield output(request, 1, 7, finish=common_pb2.FINISH_REASON_LENGTH)
+
+    made.workers[0].script.append(waits)
+    address = f"127.0.0.1:{made.router.ports['grpc']}"
+    request = inference_pb2.GenerateRequest(
+        prompt={"token_ids": {"ids": [1]}}, sampling={"max_tokens": 8, "seed": 0, "ignore_eos": True}
+    )
+    async with channel(address, Identity(Tls(ca=settings["ca"]))) as ch:
+        call = aiter(inference_pb2_grpc.InferenceStub(ch).Generate(request, timeout=60))
+        got = list((await anext(call)).token_ids)
+        new = Authority().tls(tmp_path / "router")
+        await _until_loaded(made, new["ca"])
+        async with channel(address, Identity(Tls(ca=new["ca"]))) as second:
+            assert await tokens(inference_pb2_grpc.InferenceStub(second), "") == expected([1, 2, 3], 4)
+        rotated.set()
+        got += [token async for response in call for token in response.token_ids]
+        assert got == expected([1], 8)
+
+
+async def _until_loaded(made: Cluster, ca: object) -> None:
+    """Until the files were loaded again, which handshakes make happen, and HTTPS shows them."""
+    context = ssl.create_default_context(cafile=str(ca))
+    async with asyncio.timeout(20):
+        while not made.metric("millrace_reloads_total", what="certificates", outcome="ok"):
+            with contextlib.suppress(httpx.ConnectError):
+                async with httpx.AsyncClient(verify=context) as client:
+                    await client.get(f"https://127.0.0.1:{made.router.ports['http']}/health")
+            await asyncio.sleep(0.05)
+        async with httpx.AsyncClient(verify=context) as client:
+            await client.get(f"https://127.0.0.1:{made.router.ports['http']}/health")
+
+
+async def test_probes_have_a_plain_port_of_their_own(cluster: Callable, tmp_path: Path) -> None:
+    settings = Authority().tls(tmp_path, require_client_cert=True)
+    made: Cluster = await cluster(FakeWorker(UNIFIED), public_tls=settings, metrics="127.0.0.1:0")
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{made.router.ports['metrics']}") as probe:
+        assert (await probe.get("/ready")).status_code == 200
+        assert "millrace_queue_tokens 0.0" in (await probe.get("/metrics")).text
+        assert (await probe.get("/v1/models")).status_code == 404
