@@ -33,7 +33,7 @@ class Routing(Config):
     load_factor: float = Field(1.25, gt=1)  # session, topology: who has more sequences than this x the mean is full
     load_slack: int = Field(4, ge=1)  # session, topology: so many sequences are never too many
     cache_weight: float = Field(1.0, ge=0)  # prefix_aware, kv_aware: an uncached prompt token in tokens of load
-    prefix_blocks: int = Field(200_000, ge=1)  # prefix_aware: pages remembered, some 200 bytes each
+    prefix_blocks: int = Field(200_000, ge=1)  # prefix_aware: pages remembered, some 130 bytes each
     length_bounds: tuple[int, ...] = (2048, 16384)  # length_buckets: the longest prompt of each bucket but the last
     length_label: str = ""  # length_buckets: the label with a worker's bucket (0, 1, …); empty: by rank
     topology: tuple[str, ...] = ("zone", "rack", "host")  # labels, widest first, that make a decode worker near
@@ -69,6 +69,7 @@ class Limits(Config):
     stop: int = Field(16, ge=0)
     stop_chars: int = Field(256, ge=1)
     stop_token_ids: int = Field(64, ge=0)
+    tools: int = Field(128, ge=0)
     logit_bias: int = Field(1024, ge=0)
     request_id_chars: int = Field(128, ge=1)
     session_id_chars: int = Field(512, ge=1)
@@ -81,6 +82,7 @@ _ADDRESS = r"^[^:\s]+:\d{1,5}$"
 
 class RouterConfig(Config):
     model: str  # folder with tokenizer.json and tokenizer_config.json; the rest of the checkpoint is not read
+    chat_template: str = ""  # a file to use instead of the model's own template
     workers: tuple[str, ...] = ()  # short for discovery.static; each worker says itself which role it has
     discovery: DiscoveryConfig = DiscoveryConfig()
     grpc: str = Field("127.0.0.1:0", pattern=_ADDRESS)  # host:port to listen on; port 0: any free one

@@ -11,7 +11,7 @@ are looked at only when nobody else is left. Within a step the role's policy sco
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from millrace_router.config import Policy, Routing
@@ -113,8 +113,7 @@ class _Attempt:
         def why_not(replica: Replica) -> str:
             if why := self._closed(replica):
                 return why
-            alone = not prefill_only and not any(_paired(replica, decode) for decode in decodes)
-            return "no open decode worker is paired with it" if alone else ""
+            return "" if prefill_only or _has_partner(replica, decodes) else "no open decode worker is paired with it"
 
         source = self._select("prefill", view.prefill, why_not)
         if source is None or prefill_only:
@@ -162,6 +161,13 @@ class _Attempt:
             ]
             self.note(Selection(role, str(policy), tuple(rows), chosen.key if chosen else None))
         return chosen
+
+
+def _has_partner(source: Replica, decodes: Sequence[Replica]) -> bool:
+    for decode in decodes:  # noqa: SIM110 - a generator costs more than all the comparisons: the first one nearly always fits
+        if source.epoch in decode.sources and source.fingerprint == decode.fingerprint:
+            return True
+    return False
 
 
 def _paired(source: Replica, decode: Replica) -> bool:
