@@ -19,6 +19,7 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from millrace_router.config import Policy, RouterConfig, Routing
 from millrace_router.metrics import build
@@ -64,7 +65,7 @@ def _local(policy: Policy) -> tuple[int, ...]:
 # ------------------------------------------------------------------------------------- decisions
 
 
-def _decisions(s: Settings, policy: Policy, local: int) -> dict[str, object]:
+def _decisions(s: Settings, policy: Policy, local: int) -> dict[str, Any]:
     rng = random.Random(s.seed)
     routing = Routing(local_prefill_tokens=local, prefix_blocks=s.blocks)
     config = RouterConfig(model="", prefill_policy=policy, decode_policy=policy, routing=routing)
@@ -127,7 +128,8 @@ def _report(view: View, rng: random.Random) -> View:
 
 def _fill(s: Settings, placer: Placer, view: View, rng: random.Random) -> list[tuple[int, ...]]:
     """Prompts until the index has its blocks; each is known to be on two workers of each role."""
-    length, shared, prompts, blocks = s.tokens // PAGE_SIZE, s.tokens // PAGE_SIZE // 4, [], 0
+    length, shared, blocks = s.tokens // PAGE_SIZE, s.tokens // PAGE_SIZE // 4, 0
+    prompts: list[tuple[int, ...]] = []
     prefix: tuple[int, ...] = ()
     while blocks < s.blocks:
         if len(prompts) % 8 == 0:
