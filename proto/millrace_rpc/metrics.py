@@ -76,6 +76,7 @@ ROUTER = (
 )
 WORKER = (
     Metric("state", "millrace_worker_state", Gauge, "1 for the worker's current state.", ("state",)),
+    Metric("startup", "millrace_startup_seconds", Gauge, "Time of each phase of the start.", ("phase",)),
     Metric("sequences", "millrace_sequences", Gauge, "Sequences by what they do.", ("replica", "doing")),
     Metric("pages", "millrace_kv_pages", Gauge, "KV pages by use.", ("replica", "use")),
     Metric("waiting_tokens", "millrace_waiting_tokens", Gauge, "Prompt tokens still to be computed.", ("replica",)),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -14,10 +13,10 @@ from millrace_serve.engine.config import EngineConfig, Role
 from millrace_serve.engine.core import Submit
 from millrace_serve.engine.factory import build_sim_engine
 from millrace_serve.engine.kv_pool import KvPool
-from millrace_serve.engine.lockstep import Alone, Together, follow
+from millrace_serve.engine.lockstep import AllGather, Alone, State, Together, follow
 from millrace_serve.engine.plan import StepOutput
 from millrace_serve.engine.sim_runner import SimRunner
-from millrace_serve.engine.torch_factory import build_engine, run_follower
+from millrace_serve.engine.torch_factory import build_engine, load_rank, run_follower
 from millrace_serve.model.parallel import init_parallel, leave_parallel
 from millrace_testing import paths
 
@@ -26,10 +25,10 @@ class FakeGather:
     """An all-gather among threads."""
 
     def __init__(self, size: int) -> None:
-        self._barrier, self._values = threading.Barrier(size, timeout=20), [(0, 0)] * size
+        self._barrier, self._values = threading.Barrier(size, timeout=20), [(0, 0, 0)] * size
 
-    def of(self, rank: int) -> Callable[[tuple[int, int]], list[tuple[int, int]]]:
-        def all_gather(mine: tuple[int, int]) -> list[tuple[int, int]]:
+    def of(self, rank: int) -> AllGather:
+        def all_gather(mine: State) -> list[State]:
             self._values[rank] = mine
             self._barrier.wait()
             values = list(self._values)
@@ -53,7 +52,7 @@ def test_an_idle_replica_steps_as_long_as_another_works():
         engine = build_sim_engine(config, Role.UNIFIED, SETTINGS, Together(gather.of(rank), None))
         launch = engine._runner.launch
         engine._runner.launch = lambda batch: (
-            counts[rank].append((batch.num_tokens, batch.dp_num_tokens)),
+            counts[rank].append((batch.num_tokens, batch.dp_num_tokens, batch.all_decode)),
             launch(batch),
         )[1]
         if rank == 0:
@@ -70,8 +69,8 @@ def test_an_idle_replica_steps_as_long_as_another_works():
     for thread in threads:
         thread.join(30)
     assert len(outputs[0]) == 5 and outputs[1] == []
-    assert [sizes for _, sizes in counts[0]] == [(3, 0)] + [(1, 0)] * 4
-    assert counts[1] == [(0, sizes) for _, sizes in counts[0]]
+    assert [agreed for _, *agreed in counts[0]] == [[(3, 0), False]] + [[(1, 0), True]] * 4
+    assert counts[1] == [(0, *agreed) for _, *agreed in counts[0]]
 
 
 def test_a_follower_runs_what_the_leader_shares():
@@ -109,7 +108,7 @@ def serve_rank(rank: int, tp: int, dp: int, store: str, queue: object) -> None:
     dims = init_parallel(rank, tp, dp, f"file://{store}", torch.device("cpu"), timeout_s=60)
     config = EngineConfig(num_pages=20, max_model_len=256, max_running=4, max_prefill_tokens=100, canary=True)
     if dims.tp_rank:
-        run_follower(config, paths.TINY, dims, torch.device("cpu"), torch.float32)
+        run_follower(load_rank(config, Role.UNIFIED, paths.TINY, dims, torch.device("cpu"), torch.float32))
         leave_parallel()
         return
     engine = build_engine(config, Role.UNIFIED, paths.TINY, dims, torch.device("cpu"), torch.float32)

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 from millrace_serve.engine.core import Request, RequestId, SamplingParams
+from millrace_serve.engine.device import Cpu
 from millrace_serve.engine.plan import StepOutput
-from millrace_serve.engine.sampling import TokenTables, gumbel_noise, sample, to_output
+from millrace_serve.engine.sampling import TokenTables, gumbel_noise, results, sample
 from millrace_serve.engine.sampling_batch import SamplingTable
 from millrace_serve.engine.sequence import Sequence
+from millrace_serve.engine.staging import Staging
 
 V = 24
 
@@ -22,6 +24,7 @@ class Bench:
 
     def __init__(self, *params: SamplingParams, prompt: list[int] | None = None, stops: frozenset[int] = frozenset()):
         self.table, self.tokens = SamplingTable(len(params)), TokenTables(V, torch.device("cpu"))
+        self.staging = Staging(Cpu(), 0)
         self.seqs = []
         for slot, one in enumerate(params):
             request = Request(id=RequestId(slot, 0), token_ids=prompt or [0], sampling=one)
@@ -33,8 +36,9 @@ class Bench:
     def __call__(self, logits: torch.Tensor, index: int = 0) -> StepOutput:
         slots = np.arange(len(self.seqs))
         batch = self.table.gather(slots, np.full(len(slots), index))
-        chosen, raw = sample(logits.clone(), batch, self.tokens)
-        return to_output(chosen, raw, batch.num_logprobs)
+        device = self.staging.upload(0, batch)
+        chosen, raw = sample(logits.clone(), batch, device, self.tokens)
+        return StepOutput(**self.staging.download(0, results(chosen, raw, batch.num_logprobs))())
 
 
 def params(**fields: object) -> SamplingParams:

@@ -14,7 +14,7 @@ from millrace_rpc.page_hash import chain_hash
 from millrace_serve.engine.canary import CanaryBatch, CanaryTracker
 from millrace_serve.engine.config import EngineConfig
 from millrace_serve.engine.plan import Plan
-from millrace_serve.engine.sampling_batch import SamplingBatch, SamplingTable
+from millrace_serve.engine.sampling_batch import HostSampling, SamplingTable, no_samples
 from millrace_serve.engine.sequence import Sequence
 
 _NONE = np.zeros(0, np.int64)
@@ -41,22 +41,28 @@ class StepBatch:
     seq_lens: np.ndarray  # int32 [B], this step's tokens included
     sample_rows: np.ndarray  # int64 [S]
     sample_slots: np.ndarray  # int64 [S], where the sampled tokens are kept for the next step
-    sampling: SamplingBatch
+    sampling: HostSampling
     preset: tuple[np.ndarray, np.ndarray] | None = None  # int64 [J] slots and tokens to set before the step
     oracle: OracleRows | None = None
     canary: CanaryBatch | None = None
     dp_num_tokens: tuple[int, ...] = ()  # T of every data-parallel replica; empty when dp == 1
+    all_decode: bool = False  # no replica has a prompt chunk in this step
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def is_decode(self) -> bool:
+        """There is no prompt chunk."""
+        return self.num_decode == len(self.q_lens)
 
     @classmethod
     def idle(cls) -> StepBatch:
         """No tokens: a replica without work takes part in the others' collectives."""
         lens = np.zeros(0, np.int32)
         pages = np.zeros((0, 1), np.int32)
-        batch = cls(0, _NONE, _NONE, _NONE, pages, lens, lens, _NONE, _NONE, SamplingBatch.empty())
+        batch = cls(0, _NONE, _NONE, _NONE, pages, lens, lens, _NONE, _NONE, no_samples())
         batch.oracle = OracleRows(_NONE.astype(np.uint64), _NONE)
         return batch
 

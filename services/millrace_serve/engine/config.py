@@ -1,10 +1,15 @@
-"""Limits of one engine. Everything is resolved: "auto" values are turned into numbers before this object is made."""
+"""Limits of one engine, and how it uses its device.
+
+`Limits` are as configured; `EngineConfig` is the same with everything resolved: every "auto" is a number.
+"""
 
 from __future__ import annotations
 
 import enum
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from millrace_rpc.config import Config
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 
 class Role(enum.StrEnum):
@@ -13,10 +18,10 @@ class Role(enum.StrEnum):
     UNIFIED = "unified"  # LOCAL requests
 
 
-class EngineConfig(BaseModel):
+class Limits(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    num_pages: int = Field(ge=2)  # pages of the KV pool, the sink included
+    num_pages: Annotated[int, Field(ge=2)] | Literal["auto"]  # of the KV pool, the sink included; auto: what fits
     max_model_len: int = Field(ge=2)  # tokens of one sequence, prompt and outputs
     page_size: int = Field(64, ge=1)  # tokens
     max_running: int = Field(64, ge=1)  # sequences in one step
@@ -29,9 +34,34 @@ class EngineConfig(BaseModel):
     poison: bool = False  # debug: freed pages are filled with NaN
 
     @property
+    def max_pages_per_seq(self) -> int:
+        return -(-self.max_model_len // self.page_size)
+
+    def resolved(self, num_pages: int) -> EngineConfig:
+        """With this number of pages, whatever was configured."""
+        return EngineConfig.model_validate({**self.model_dump(), "num_pages": num_pages})
+
+
+class EngineConfig(Limits):
+    num_pages: int = Field(ge=2)
+
+    @property
     def usable_pages(self) -> int:
         return self.num_pages - 1
 
-    @property
-    def max_pages_per_seq(self) -> int:
-        return -(-self.max_model_len // self.page_size)
+
+def _word(value: Any) -> Any:
+    """YAML reads `on` and `off` as truth values."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+class Execution(Config):
+    """How a rank uses its device."""
+
+    graphs: Annotated[Literal["auto", "on", "off"], BeforeValidator(_word)] = "auto"  # of decode; auto: on CUDA devices
+    graph_buckets: tuple[Annotated[int, Field(ge=1)], ...] = ()  # rows; empty: those of engine/graphs.py
+    compile: Annotated[Literal["off", "decode"], BeforeValidator(_word)] = "off"  # what torch.compile is applied to
+    compile_max_batch: int = Field(16, ge=1)  # rows up to which decode steps are compiled
+    kv_dtype: Literal["auto", "float8_e4m3fn", "bfloat16", "float16", "float32"] = "auto"  # auto: that of activations
+    memory_fraction: float = Field(0.92, gt=0, le=1)  # of a CUDA device's memory, for this rank
+    random_weights: bool = False  # in the shapes of the checkpoint's config.json, which may stand alone

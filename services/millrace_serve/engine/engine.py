@@ -125,7 +125,7 @@ class Engine:
             return None
         if batch is None:
             batch = StepBatch.idle()
-        batch.dp_num_tokens = agreement.num_tokens
+        batch.dp_num_tokens, batch.all_decode = agreement.num_tokens, agreement.all_decode
         self._lockstep.share(batch)
         return plan or IDLE_PLAN, self._runner.launch(batch)
 

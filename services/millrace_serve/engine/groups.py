@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from millrace_serve.engine.lockstep import AllGather, Broadcast
+from millrace_serve.engine.lockstep import AllGather, Broadcast, State
 from millrace_serve.model.parallel import ParallelDims
 
 
@@ -35,10 +35,10 @@ class ControlGroups:
 def gather_over(group: dist.ProcessGroup) -> AllGather:
     size = dist.get_world_size(group)
 
-    def all_gather(mine: tuple[int, int]) -> list[tuple[int, int]]:
-        out = torch.empty(size * 2, dtype=torch.int64)
+    def all_gather(mine: State) -> list[State]:
+        out = torch.empty(size * len(mine), dtype=torch.int64)
         dist.all_gather_into_tensor(out, torch.tensor(mine), group=group)
-        return [(works, tokens) for works, tokens in out.view(size, 2).tolist()]
+        return [(works, tokens, decode) for works, tokens, decode in out.view(size, -1).tolist()]
 
     return all_gather
 

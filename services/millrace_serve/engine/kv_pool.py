@@ -17,7 +17,7 @@ import numpy as np
 from millrace_serve.engine.canary import CANARY_BYTES
 
 PROTOCOL_VERSION = 1
-ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+ITEM_BYTES = {"float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 4}
 
 
 class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,24 +97,23 @@ class KvPool:
         else:
             self._bytes.reshape(self.num_pages, -1)[index] = 0xFF
 
+    def canary_table(self) -> Any:
+        """Tensor int64 [num_pages, 8]: the canaries' words on the device."""
+        import torch
+
+        return self._tensor.view(self.num_pages, -1)[:, self.layout.kv_bytes :].view(torch.int64)
+
     def read_canaries(self, pages: np.ndarray) -> np.ndarray:
-        """First two words of each page's canary: u64 [*pages.shape, 2]."""
-        words = self._canary_words()
-        return words[pages, :2] if isinstance(words, np.ndarray) else words[pages, :2].cpu().numpy().view(np.uint64)
+        """First two words of each page's canary: u64 [*pages.shape, 2]. Of a pool in the host's memory."""
+        return self._canary_words()[pages, :2]
 
     def write_canaries(self, pages: np.ndarray, words: np.ndarray) -> None:
-        table = self._canary_words()
-        if isinstance(table, np.ndarray):
-            table[pages, :2] = words
-        else:
-            table[pages, :2] = table.new_tensor(words.view(np.int64))
+        """Into a pool in the host's memory."""
+        self._canary_words()[pages, :2] = words
 
-    def _canary_words(self) -> Any:
-        """[num_pages, 8], 64-bit."""
-        if self._bytes is None:
-            import torch
-
-            return self._tensor.view(self.num_pages, -1)[:, self.layout.kv_bytes :].view(torch.int64)
+    def _canary_words(self) -> np.ndarray:
+        """u64 [num_pages, 8]"""
+        assert self._bytes is not None, "the pool is on a device"
         return self._bytes.reshape(self.num_pages, -1)[:, self.layout.kv_bytes :].view(np.uint64)
 
     @staticmethod

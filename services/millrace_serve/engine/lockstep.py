@@ -15,14 +15,16 @@ from typing import Protocol
 from millrace_serve.engine.batch import StepBatch
 from millrace_serve.engine.runner import Runner
 
-AllGather = Callable[[tuple[int, int]], list[tuple[int, int]]]  # mine -> everybody's, in rank order
+State = tuple[int, int, int]  # of a replica in a step: works, its tokens, has no prompt chunk
+AllGather = Callable[[State], list[State]]  # mine -> everybody's, in rank order
 Broadcast = Callable[[bytes | None], bytes]  # the leader passes data, the others None; all get the leader's data
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
     anybody_works: bool
-    num_tokens: tuple[int, ...]  # of this step, by replica
+    num_tokens: tuple[int, ...]  # of this step, by replica; empty for one that is alone
+    all_decode: bool  # nobody has a prompt chunk
 
 
 class Lockstep(Protocol):
@@ -43,7 +45,7 @@ class Alone:
     collective = False
 
     def agree(self, batch: StepBatch | None) -> Agreement:
-        return Agreement(batch is not None, ())
+        return _with_itself(batch)
 
     def share(self, batch: StepBatch | None) -> None:
         pass
@@ -59,14 +61,18 @@ class Together:
 
     def agree(self, batch: StepBatch | None) -> Agreement:
         if self._all_gather is None:
-            return Agreement(batch is not None, ())
-        mine = (int(batch is not None), 0 if batch is None else batch.num_tokens)
-        everybody = self._all_gather(mine)
-        return Agreement(any(works for works, _ in everybody), tuple(tokens for _, tokens in everybody))
+            return _with_itself(batch)
+        mine = (0, 0, 1) if batch is None else (1, batch.num_tokens, int(batch.is_decode))
+        works, tokens, decode = zip(*self._all_gather(mine), strict=True)
+        return Agreement(any(works), tokens, all(decode))
 
     def share(self, batch: StepBatch | None) -> None:
         if self._broadcast is not None:
             self._broadcast(pickle.dumps(batch, protocol=pickle.HIGHEST_PROTOCOL))
+
+
+def _with_itself(batch: StepBatch | None) -> Agreement:
+    return Agreement(batch is not None, (), batch is None or batch.is_decode)
 
 
 def follow(runner: Runner, broadcast: Broadcast) -> None:

@@ -1,6 +1,7 @@
 """Logits -> tokens.
 
-    l = logits + logit_bias (-inf on stop tokens before min_tokens)
+    l = logits, -inf on what the grammar does not allow
+    l = l + logit_bias (-inf on stop tokens before min_tokens)
     repetition (HF, arXiv:1909.05858): tokens of prompt or outputs: l = l / r if l > 0 else l * r
     presence, frequency (OpenAI):      l -= presence * [count > 0] + frequency * count, over outputs only
     temperature 0: argmax l, the smallest id of equals
@@ -11,18 +12,17 @@
     draw by Gumbel-max: argmax log p_t + g_t, g_t = -log(-log(u)), u = hash(seed, output position, t)
 
 The hash is integer arithmetic, so the noise of a (seed, position, token) is the same in every batch, attempt, worker
-and device. Logprobs are those of softmax(logits), before everything above. Letters: S sampled rows, V vocabulary, N
-rows with penalties.
+and device. Logprobs are those of softmax(logits), before everything above. Nothing here waits for the device: what is
+decided is decided on the host's arrays, and their twin on the device is computed with. Letters: S sampled rows, V
+vocabulary, N rows with penalties.
 """
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from millrace_serve.engine.plan import StepOutput
-from millrace_serve.engine.sampling_batch import Penalties, SamplingBatch
+from millrace_serve.engine.sampling_batch import DeviceSampling, HostSampling, Penalties
 
 M32 = 0xFFFFFFFF
 
@@ -34,31 +34,25 @@ class TokenTables:
         self._in_prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
         self._counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)  # of outputs
 
-    def join(self, penalties: Penalties) -> None:
+    def join(self, penalties: Penalties[Tensor]) -> None:
         for row, prompt, outputs in penalties.joined:
             self._grow(row + 1)
-            self._in_prompt[row] = False
-            self._in_prompt[row, torch.from_numpy(prompt).to(self._in_prompt.device)] = True
-            self._counts[row] = torch.bincount(
-                torch.from_numpy(outputs).to(self._counts.device), minlength=self._counts.shape[1]
-            )
+            self._in_prompt[row].zero_().index_fill_(0, prompt, True)
+            ones = torch.ones(outputs.shape, dtype=self._counts.dtype, device=outputs.device)
+            self._counts[row].zero_().index_add_(0, outputs, ones)
 
-    def apply(self, logits: Tensor, penalties: Penalties) -> None:
+    def apply(self, logits: Tensor, penalties: Penalties[Tensor]) -> None:
         """In place on logits [S, V]."""
-        device = logits.device
-        rows, samples = _to(penalties.rows, device), _to(penalties.samples, device)
-        counts = self._counts[rows]
-        x = logits[samples]
-        repetition, presence, frequency = (
-            _to(column, device)[:, None] for column in (penalties.repetition, penalties.presence, penalties.frequency)
-        )
-        x = torch.where(self._in_prompt[rows] | (counts > 0), torch.where(x > 0, x / repetition, x * repetition), x)
-        logits[samples] = x - presence * (counts > 0) - frequency * counts
+        counts = self._counts[penalties.rows]
+        seen = self._in_prompt[penalties.rows] | (counts > 0)
+        x, repetition = logits[penalties.samples], penalties.repetition[:, None]
+        x = torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)
+        x = x - penalties.presence[:, None] * (counts > 0) - penalties.frequency[:, None] * counts
+        logits[penalties.samples] = x
 
-    def add(self, tokens: Tensor, penalties: Penalties) -> None:
+    def add(self, tokens: Tensor, penalties: Penalties[Tensor]) -> None:
         """Count the tokens [S] just sampled."""
-        device = tokens.device
-        self._counts[_to(penalties.rows, device), tokens[_to(penalties.samples, device)]] += 1
+        self._counts[penalties.rows, tokens[penalties.samples]] += 1
 
     def _grow(self, num_rows: int) -> None:
         missing = num_rows - self._counts.shape[0]
@@ -69,32 +63,36 @@ class TokenTables:
             self._in_prompt = torch.cat((self._in_prompt, self._in_prompt.new_zeros(shape)))
 
 
-def sample(logits: Tensor, batch: SamplingBatch, tables: TokenTables) -> tuple[Tensor, Tensor | None]:
-    """logits float32 [S, V], overwritten -> tokens int64 [S]; log-softmax of the raw logits if anybody wants it."""
-    raw = torch.log_softmax(logits, dim=-1) if batch.num_logprobs >= 0 else None
-    if batch.bias is not None:
-        samples, tokens, values = (_to(column, logits.device) for column in batch.bias)
+def sample(
+    logits: Tensor, host: HostSampling, device: DeviceSampling, tables: TokenTables
+) -> tuple[Tensor, Tensor | None]:
+    """logits float32 [S, V], overwritten -> tokens int64 [S]; log-softmax of the raw logits if anybody wants it.
+
+    Args:
+        host, device: the same batch twice.
+    """
+    raw = torch.log_softmax(logits, dim=-1) if host.num_logprobs >= 0 else None
+    if device.grammar is not None:
+        _restrict(logits, *device.grammar)
+    if device.bias is not None:
+        samples, tokens, values = device.bias
         logits.index_put_((samples, tokens), values, accumulate=True)
-    if batch.penalties is not None:
-        tables.join(batch.penalties)
-        tables.apply(logits, batch.penalties)
-    chosen = logits.argmax(dim=-1)
-    drawn = np.flatnonzero(batch.temperature > 0)
-    if drawn.size:
-        rows = _to(drawn, logits.device)
-        chosen[rows] = _draw(logits if drawn.size == len(chosen) else logits[rows], batch, drawn)
-    if batch.penalties is not None:
-        tables.add(chosen, batch.penalties)
+    if device.penalties is not None:
+        tables.join(device.penalties)
+        tables.apply(logits, device.penalties)
+    chosen = _choose(logits, host, device)
+    if device.penalties is not None:
+        tables.add(chosen, device.penalties)
     return chosen, raw
 
 
-def to_output(tokens: Tensor, raw: Tensor | None, num_logprobs: int) -> StepOutput:
-    output = StepOutput(tokens.cpu().numpy())
-    if raw is not None:
-        top = raw.topk(num_logprobs, dim=-1)
-        output.logprobs = raw.gather(1, tokens[:, None])[:, 0].cpu().numpy()
-        output.top_ids, output.top_logprobs = top.indices.cpu().numpy(), top.values.cpu().numpy()
-    return output
+def results(tokens: Tensor, raw: Tensor | None, num_logprobs: int) -> dict[str, Tensor]:
+    """What plan.StepOutput is made of, on the device."""
+    if raw is None:
+        return {"tokens": tokens}
+    top = raw.topk(num_logprobs, dim=-1)
+    logprobs = raw.gather(1, tokens[:, None])[:, 0]
+    return {"tokens": tokens, "logprobs": logprobs, "top_ids": top.indices, "top_logprobs": top.values}
 
 
 def gumbel_noise(seeds: Tensor, output_index: Tensor, vocab_size: int) -> Tensor:
@@ -107,17 +105,34 @@ def gumbel_noise(seeds: Tensor, output_index: Tensor, vocab_size: int) -> Tensor
     return -torch.log(-torch.log(uniform)).float()
 
 
-def _draw(logits: Tensor, batch: SamplingBatch, rows: np.ndarray) -> Tensor:
-    device = logits.device
-    logits = logits / _to(batch.temperature[rows], device)[:, None]
-    top_k, top_p, min_p = batch.top_k[rows], batch.top_p[rows], batch.min_p[rows]
-    if (top_k > 0).any() or (top_p < 1).any():
-        logits = _keep_top(logits, _to(top_k, device), _to(top_p, device))
-    if (min_p > 0).any():
-        floor = logits.amax(dim=-1, keepdim=True) + torch.log(_to(min_p, device))[:, None]
+def _restrict(logits: Tensor, samples: Tensor, masks: Tensor) -> None:
+    """In place: -inf on tokens whose bit of masks int32 [G, ceil(V / 32)] is 0."""
+    bits = masks[:, :, None] >> torch.arange(32, dtype=torch.int32, device=masks.device)
+    allowed = (bits & 1).flatten(1)[:, : logits.shape[1]]
+    logits[samples] = logits[samples].masked_fill(allowed == 0, -torch.inf)
+
+
+def _choose(logits: Tensor, host: HostSampling, device: DeviceSampling) -> Tensor:
+    """Argmax of greedy rows, a draw from the others."""
+    if len(host.drawn) == len(logits):
+        return _draw(logits, host, device, slice(None))
+    chosen = logits.argmax(dim=-1)
+    if len(host.drawn):
+        chosen[device.drawn] = _draw(logits[device.drawn], host, device, device.drawn)
+    return chosen
+
+
+def _draw(logits: Tensor, host: HostSampling, device: DeviceSampling, rows: Tensor | slice) -> Tensor:
+    """logits of the rows `host.drawn`, which are `rows` on the device."""
+    logits = logits / device.temperature[rows][:, None]
+    drawn = host.drawn
+    if (host.top_k[drawn] > 0).any() or (host.top_p[drawn] < 1).any():
+        logits = _keep_top(logits, device.top_k[rows], device.top_p[rows])
+    if (host.min_p[drawn] > 0).any():
+        floor = logits.amax(dim=-1, keepdim=True) + torch.log(device.min_p[rows])[:, None]
         logits = logits.masked_fill(logits < floor, -torch.inf)
-    seeds, index = _to(batch.seeds[rows].view(np.int64), device), _to(batch.output_index[rows], device)
-    return (logits + gumbel_noise(seeds, index, logits.shape[1])).argmax(dim=-1)
+    noise = gumbel_noise(device.seeds[rows], device.output_index[rows], logits.shape[1])
+    return (logits + noise).argmax(dim=-1)
 
 
 def _keep_top(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
@@ -138,7 +153,3 @@ def _mix32(x: Tensor) -> Tensor:
     x = ((x ^ (x >> 16)) * 0x85EBCA6B) & M32
     x = ((x ^ (x >> 13)) * 0xC2B2AE35) & M32
     return x ^ (x >> 16)
-
-
-def _to(array: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)

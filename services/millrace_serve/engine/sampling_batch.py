@@ -1,46 +1,65 @@
 """Sampling parameters as arrays: one row per sampled token of the step.
 
 Parameters that every request has are kept per slot and gathered. The rare ones (penalties, logit_bias, min_tokens,
-logprobs) live in `Extras`, and cost time only in steps in which somebody has them.
+logprobs, grammar) live in `Extras`, and cost time only in steps in which somebody has them. A batch exists twice: with
+numpy arrays on the host, which decide what has to be done, and with tensors on the device (engine/staging.py).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
 import numpy as np
 
 from millrace_serve.engine.sequence import Sequence
 
+if TYPE_CHECKING:
+    from torch import Tensor  # the simulated engine works without it
+
+A = TypeVar("A")  # numpy array or tensor
+
 
 @dataclass(slots=True)
-class Penalties:
+class Penalties(Generic[A]):
     """Rows of the runner's tables of seen tokens. A `joined` row is cleared and filled before it is used."""
 
-    samples: np.ndarray  # int64 [N], which of the S rows have penalties
-    rows: np.ndarray  # int64 [N], their table rows
-    repetition: np.ndarray  # float32 [N]
-    presence: np.ndarray  # float32 [N]
-    frequency: np.ndarray  # float32 [N]
-    joined: list[tuple[int, np.ndarray, np.ndarray]]  # (table row, prompt tokens, output tokens so far)
+    samples: A  # int64 [N], which of the S rows have penalties
+    rows: A  # int64 [N], their table rows
+    repetition: A  # float32 [N]
+    presence: A  # float32 [N]
+    frequency: A  # float32 [N]
+    joined: list[tuple[int, A, A]]  # (table row, prompt tokens, output tokens so far)
 
 
 @dataclass(slots=True)
-class SamplingBatch:
-    temperature: np.ndarray  # float32 [S], 0 = greedy
-    top_p: np.ndarray  # float32 [S]
-    min_p: np.ndarray  # float32 [S]
-    top_k: np.ndarray  # int64 [S], 0 = whole vocabulary
-    seeds: np.ndarray  # u64 [S]
-    output_index: np.ndarray  # int64 [S], 0-based output position in the room
+class SamplingBatch(Generic[A]):
+    temperature: A  # float32 [S], 0 = greedy
+    top_p: A  # float32 [S]
+    min_p: A  # float32 [S]
+    top_k: A  # int64 [S], 0 = whole vocabulary
+    seeds: A  # u64 [S]; the same bits as int64 on the device
+    output_index: A  # int64 [S], 0-based output position in the room
+    drawn: A  # int64, the rows with temperature > 0
     num_logprobs: int = -1  # the largest number of most likely tokens wanted; -1: nobody wants logprobs
-    penalties: Penalties | None = None
-    bias: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None  # (sample, token, float32 added to its logit)
+    penalties: Penalties[A] | None = None
+    bias: tuple[A, A, A] | None = None  # (sample, token, float32 added to its logit)
+    grammar: tuple[A, A] | None = None  # int64 [G] samples, int32 [G, ceil(V / 32)] their masks
 
-    @classmethod
-    def empty(cls) -> SamplingBatch:
-        floats, ints = np.zeros(0, np.float32), np.zeros(0, np.int64)
-        return cls(floats, floats, floats, ints, np.zeros(0, np.uint64), ints)
+    @property
+    def is_greedy(self) -> bool:
+        """Argmax of the logits as they are, and nothing else."""
+        rare = self.penalties is None and self.bias is None and self.grammar is None
+        return rare and self.num_logprobs < 0 and not len(self.drawn)  # type: ignore[arg-type]
+
+
+HostSampling: TypeAlias = SamplingBatch[np.ndarray]
+DeviceSampling: TypeAlias = "SamplingBatch[Tensor]"
+
+
+def no_samples() -> HostSampling:
+    floats, ints = np.zeros(0, np.float32), np.zeros(0, np.int64)
+    return SamplingBatch(floats, floats, floats, ints, np.zeros(0, np.uint64), ints, ints)
 
 
 @dataclass(slots=True)
@@ -72,7 +91,8 @@ class SamplingTable:
         if old is not None and old.penalty_row >= 0:
             self._free_rows.append(old.penalty_row)
         min_tokens = params.min_tokens if seq.stop_ids else 0
-        if params.logprobs is None and not params.logit_bias and not min_tokens and not params.needs_token_counts:
+        common = params.logprobs is None and not params.logit_bias and not min_tokens and seq.grammar is None
+        if common and not params.needs_token_counts:
             return
         logprobs = -1 if params.logprobs is None else params.logprobs
         bias = params.logit_bias
@@ -81,20 +101,22 @@ class SamplingTable:
             extras.penalty_row = self._take_row()
         self._extras[slot] = extras
 
-    def gather(self, slots: np.ndarray, output_index: np.ndarray) -> SamplingBatch:
+    def gather(self, slots: np.ndarray, output_index: np.ndarray) -> HostSampling:
         """`slots` of the sampled rows, and the output positions that they sample."""
         floats = self._floats[slots]
         columns = floats[:, 0], floats[:, 1], floats[:, 2]
-        batch = SamplingBatch(*columns, self._top_k[slots], self._seeds[slots], output_index)
+        drawn = np.flatnonzero(columns[0] > 0)
+        batch = SamplingBatch(*columns, self._top_k[slots], self._seeds[slots], output_index, drawn)
         if self._extras:
             found = [(s, self._extras[slot]) for s, slot in enumerate(slots.tolist()) if slot in self._extras]
             if found:
                 self._add_extras(batch, found)
         return batch
 
-    def _add_extras(self, batch: SamplingBatch, found: list[tuple[int, Extras]]) -> None:
+    def _add_extras(self, batch: HostSampling, found: list[tuple[int, Extras]]) -> None:
         batch.num_logprobs = max(extras.logprobs for _, extras in found)
         batch.bias = _bias(batch.output_index, found)
+        batch.grammar = _grammar(found)
         penalized = [(s, extras) for s, extras in found if extras.penalty_row >= 0]
         if penalized:
             batch.penalties = _penalties(penalized)
@@ -125,7 +147,15 @@ def _bias(
     return np.array(samples, np.int64), np.array(tokens, np.int64), np.array(values, np.float32)
 
 
-def _penalties(penalized: list[tuple[int, Extras]]) -> Penalties:
+def _grammar(found: list[tuple[int, Extras]]) -> tuple[np.ndarray, np.ndarray] | None:
+    """Copies of the masks as they are now: of the outputs committed so far, which is all there are (`undecided`)."""
+    walks = [(s, extras.seq.grammar) for s, extras in found if extras.seq.grammar is not None]
+    if not walks:
+        return None
+    return np.array([s for s, _ in walks], np.int64), np.stack([walk.mask for _, walk in walks])
+
+
+def _penalties(penalized: list[tuple[int, Extras]]) -> Penalties[np.ndarray]:
     joined = []
     for _, extras in penalized:
         if not extras.penalty_ready:

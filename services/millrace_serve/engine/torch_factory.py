@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from millrace_serve.engine.batch import BatchBuilder
-from millrace_serve.engine.config import EngineConfig, Role
+from millrace_serve.engine.config import EngineConfig, Execution, Limits, Role
+from millrace_serve.engine.device import device_of
 from millrace_serve.engine.engine import Engine
 from millrace_serve.engine.factory import Clock, make_scheduler
 from millrace_serve.engine.grammar import Grammars
@@ -17,12 +19,15 @@ from millrace_serve.engine.groups import ControlGroups
 from millrace_serve.engine.kv_pool import KvLayout, KvPool
 from millrace_serve.engine.limits import ModelFacts
 from millrace_serve.engine.lockstep import Together, follow
+from millrace_serve.engine.phases import Phases
+from millrace_serve.engine.startup import MemoryPlanner, Site, prepare
 from millrace_serve.engine.torch_runner import TorchRunner
 from millrace_serve.engine.xgrammar_compiler import XgrammarCompiler
 from millrace_serve.model.checkpoint_hash import checkpoint_hash
 from millrace_serve.model.config import ModelConfig
-from millrace_serve.model.deepseek_v3 import load_model
+from millrace_serve.model.deepseek_v3 import DeepseekV3, FormThresholds, load_model
 from millrace_serve.model.parallel import ParallelDims
+from millrace_serve.model.random_weights import RandomWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,57 +42,87 @@ class Rank:
 
 
 def build_engine(
-    config: EngineConfig,
+    limits: Limits,
     role: Role,
     model_path: str | Path,
     dims: ParallelDims,
     device: torch.device,
     dtype: torch.dtype,
     clock: Clock = time.monotonic,
+    execution: Execution | None = None,
+    phases: Phases | None = None,
 ) -> Engine:
     """The engine of a leader (tp_rank 0). Collective: the other ranks of its group call `run_follower` meanwhile.
 
     Raises:
         ConfigError, CheckpointError: the checkpoint cannot be used.
         ValueError: max_model_len is more than the model's, or the model does not divide by `dims`.
+        OverCommitted: there is too little memory.
     """
-    rank = load_rank(config, Path(model_path), dims, device, dtype)
+    rank = load_rank(limits, role, Path(model_path), dims, device, dtype, execution, phases)
     facts = ModelFacts(rank.model.vocab_size, frozenset(rank.model.eos_token_ids))
     grammars = Grammars(XgrammarCompiler(Path(model_path), facts.vocab_size, facts.eos_token_ids), clock)
-    scheduler = make_scheduler(config, role, facts, clock, grammars)
+    scheduler = make_scheduler(rank.config, role, facts, clock, grammars)
     lockstep = Together(rank.control.all_gather, rank.control.broadcast)
-    return Engine(config, scheduler, BatchBuilder(config), rank.runner, rank.pool, lockstep)
+    return Engine(rank.config, scheduler, BatchBuilder(rank.config), rank.runner, rank.pool, lockstep)
 
 
-def run_follower(
-    config: EngineConfig, model_path: str | Path, dims: ParallelDims, device: torch.device, dtype: torch.dtype
-) -> None:
+def run_follower(rank: Rank) -> None:
     """Run what the leader of this replica broadcasts, until its engine is closed."""
-    rank = load_rank(config, Path(model_path), dims, device, dtype)
     assert rank.control.broadcast is not None, "tp == 1 has no followers"
     follow(rank.runner, rank.control.broadcast)
     rank.runner.close()
 
 
-def load_rank(config: EngineConfig, path: Path, dims: ParallelDims, device: torch.device, dtype: torch.dtype) -> Rank:
+def load_rank(
+    limits: Limits,
+    role: Role,
+    path: Path,
+    dims: ParallelDims,
+    device: torch.device,
+    dtype: torch.dtype,
+    execution: Execution | None = None,
+    phases: Phases | None = None,
+) -> Rank:
+    """Collective over all ranks of `dims`; what it raises is what build_engine raises."""
+    execution, phases = execution or Execution(), phases or Phases()
     model_config = ModelConfig.load(path)
-    if config.max_model_len > model_config.max_position_embeddings:
+    if limits.max_model_len > model_config.max_position_embeddings:
         raise ValueError(
-            f"max_model_len={config.max_model_len} is more than the model's {model_config.max_position_embeddings}"
+            f"max_model_len={limits.max_model_len} is more than the model's {model_config.max_position_embeddings}"
         )
+    layout = _layout(limits, execution, model_config, path, dtype)
+    site = Site(role, limits, execution, model_config, layout, dims, device, dtype)
+    planner = MemoryPlanner(site)
     control = ControlGroups.create(dims)
-    model = load_model(path, dims, device, dtype)
-    layout = KvLayout(
-        page_size=config.page_size,
-        num_layers=model_config.num_kv_layers,
-        dtype=str(dtype).removeprefix("torch."),
-        latent_width=model_config.kv_lora_rank,
-        rope_width=model_config.qk_rope_head_dim,
-        canary=config.canary,
-        model_hash=checkpoint_hash(path),
-    )
-    pool = KvPool.create(layout, config.num_pages, device)
-    if config.poison:
-        pool.scrub(range(1, config.num_pages))
-    runner = TorchRunner(model, pool, config.max_running, model_config.vocab_size, device)
+    with phases("load"):
+        planner.check()
+        model = _model(site, path)
+    with phases("memory"):
+        config = limits.resolved(planner.pages(model))
+        pool = KvPool.create(layout, config.num_pages, device)
+        if config.poison:
+            pool.scrub(range(1, config.num_pages))
+    runner = TorchRunner(model, pool, config, model_config.vocab_size, device_of(device))
+    prepare(site, config, runner, phases)
     return Rank(config, model_config, pool, runner, control)
+
+
+def _model(site: Site, path: Path) -> DeepseekV3:
+    if not site.execution.random_weights:
+        return load_model(path, site.dims, site.device, site.dtype)
+    weights: Any = RandomWeights(site.device, site.dtype, fp8=site.model.fp8_blocks)
+    return DeepseekV3(weights, site.model, site.dims, FormThresholds())
+
+
+def _layout(limits: Limits, execution: Execution, model: ModelConfig, path: Path, dtype: torch.dtype) -> KvLayout:
+    own = str(dtype).removeprefix("torch.")
+    return KvLayout(
+        page_size=limits.page_size,
+        num_layers=model.num_kv_layers,
+        dtype=own if execution.kv_dtype == "auto" else execution.kv_dtype,
+        latent_width=model.kv_lora_rank,
+        rope_width=model.qk_rope_head_dim,
+        canary=limits.canary,
+        model_hash="random" if execution.random_weights else checkpoint_hash(path),
+    )

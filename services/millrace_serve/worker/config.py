@@ -12,10 +12,10 @@ from millrace_rpc.tls import Tls
 from millrace_rpc.tracing import Tracing
 from pydantic import Field, model_validator
 
-from millrace_serve.engine.config import EngineConfig, Role
+from millrace_serve.engine.config import Execution, Limits, Role
 from millrace_serve.engine.sim_runner import SimSettings
 
-DEFAULT_PAGES = 1025
+DEFAULT_PAGES = 1025  # where the device's memory is not planned
 SIM_CONTEXT = 8192
 
 
@@ -37,7 +37,7 @@ class Timeouts(Config):
     max_lease: float = Field(300.0, gt=0)  # prefill: parked pages, whatever the importer says
 
 
-class WorkerConfig(Config):
+class WorkerConfig(Execution):
     role: Role = Role.DECODE
     host: str = "127.0.0.1"
     grpc_port: int = Field(0, ge=0, le=65535)  # 0: any free port
@@ -46,12 +46,13 @@ class WorkerConfig(Config):
     engine: EngineKind = EngineKind.MODEL
     model: Path | None = None  # checkpoint folder
     served_name: str = ""  # empty: the folder's name
-    limits: EngineConfig  # max_model_len follows from the model unless it is set
+    limits: Limits  # max_model_len follows from the model unless it is set
     sim: SimSettings = SimSettings()
     dp: int = Field(1, ge=1)  # replicas
     tp: int = Field(1, ge=1)  # ranks of a replica
     device: Literal["cpu", "cuda"] = "cpu"
-    dtype: Literal["float32", "bfloat16"]  # of activations and KV; float32 on a CPU unless it is set
+    dtype: Literal["float32", "bfloat16"]  # of activations; float32 on a CPU unless it is set
+    cache_dir: Path = Path("~/.cache/millrace")  # of everything that is compiled (worker/caches.py)
     launcher: Literal["local", "ray"] = "local"
     timeouts: Timeouts = Timeouts()
     profile_dir: Path | None = None  # where torch.profiler's traces go; none: profiles are refused
@@ -63,13 +64,14 @@ class WorkerConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, values: Any) -> Any:
-        """What follows from other values: the context from the checkpoint, the dtype from the device."""
+        """What follows from other values: the context from the checkpoint, dtype and pages from the device."""
         if not isinstance(values, dict):
             return values
-        limits = values.get("limits") or {}
+        limits, on_cuda = values.get("limits") or {}, values.get("device") == "cuda"
         if isinstance(limits, dict):
-            limits = {"num_pages": DEFAULT_PAGES, "max_model_len": _context_of(values), **limits}
-        dtype = "bfloat16" if values.get("device") == "cuda" else "float32"
+            pages = "auto" if on_cuda else DEFAULT_PAGES
+            limits = {"num_pages": pages, "max_model_len": _context_of(values), **limits}
+        dtype = "bfloat16" if on_cuda else "float32"
         return {"dtype": dtype, **values, "limits": limits}
 
     @model_validator(mode="after")

@@ -21,6 +21,8 @@ from millrace_rpc.tls import identity_of
 from prometheus_client import CollectorRegistry
 
 from millrace_serve.engine.core import Abort, Events, Failure, FlushCache, Request, RequestId, Route, Submit
+from millrace_serve.engine.phases import Phases
+from millrace_serve.engine.phases import table as phase_table
 from millrace_serve.worker import convert, gc_hooks, warmup
 from millrace_serve.worker.attempts import Attempt, Attempts, Owner
 from millrace_serve.worker.cache_board import CacheBoard
@@ -63,6 +65,7 @@ class Frontend:
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.state_changed: Callable[[State], None] = lambda state: None
         self.gc_freezes = 0
+        self.startup_seconds: dict[str, float] = {}  # by phase
         self.warmed_sources: list[str] = []
         self.profiling = Profiling(config, epoch, self.ranks)
         self._pauses = gc_hooks.PauseWatch()
@@ -75,7 +78,10 @@ class Frontend:
         async with within(self.config.timeouts.start, "starting the ranks"):
             await self.ranks.start()
         self.lifecycle.advance(State.WARMING, "")
-        await self.warm_up()
+        phases = Phases()
+        with phases("warm-up"):
+            await self.warm_up()
+        self._on_started({**self.ranks.startup(), **phases.seconds})
         self.lifecycle.to(State.READY)
 
     async def warm_up(self) -> None:
@@ -83,7 +89,7 @@ class Frontend:
         info = self.ranks.info
         assert info is not None
         async with within(self.config.timeouts.warmup, "the warm-up"):
-            for length in warmup.prompt_lengths(self.config.limits):
+            for length in warmup.prompt_lengths(self.config.limits.resolved(info.num_pages)):
                 for concurrent in (1, 4):
                     requests = [
                         (replica, warmup.tiny_request(length, info.vocab_size, self.role.warmup_route))
@@ -260,6 +266,12 @@ class Frontend:
         self.role.on_lost(error)
         self.lost.set_result(why)
         self.links.end_all(error)
+
+    def _on_started(self, seconds: dict[str, float]) -> None:
+        log.info("start-up: %s", phase_table(seconds))
+        self.startup_seconds = seconds
+        for name, value in seconds.items():
+            self.metrics.startup.labels(phase=name).set(value)
 
     def _on_state(self, state: State) -> None:
         for name in State:

@@ -78,6 +78,8 @@ class RankReady(msgspec.Struct, frozen=True, tag=True):
     max_context: int
     eos_token_ids: list[int]
     layout: KvLayout
+    num_pages: int  # of the KV pool, the sink included
+    startup: dict[str, float]  # seconds by phase (engine/phases.py)
     memory: MemoryHandle | None
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from millrace_serve.engine.engine import Engine
-from millrace_serve.engine.lockstep import follow
-from millrace_serve.engine.torch_factory import build_engine, load_rank
+from millrace_serve.engine.phases import Phases
+from millrace_serve.engine.torch_factory import build_engine, load_rank, run_follower
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.parallel import init_parallel, leave_parallel
 from millrace_serve.worker.rank import Parts, RankSpec
 
 
-def build(spec: RankSpec) -> Parts:
+def build(spec: RankSpec, phases: Phases) -> Parts:
     """Collective over all ranks of the worker."""
     config = spec.config
     assert config.model is not None
@@ -24,15 +24,9 @@ def build(spec: RankSpec) -> Parts:
     dtype = getattr(torch, config.dtype)
     model = ModelConfig.load(config.model)
     facts = model.vocab_size, config.limits.max_model_len, sorted(model.eos_token_ids)
+    where = config.model, dims, device, dtype
     if dims.tp_rank == 0:
-        engine: Engine = build_engine(config.limits, config.role, config.model, dims, device, dtype)
+        engine: Engine = build_engine(config.limits, config.role, *where, execution=config, phases=phases)
         return Parts(engine.pool, *facts, engine=engine, leave=leave_parallel)
-    rank = load_rank(config.limits, config.model, dims, device, dtype)
-    broadcast = rank.control.broadcast
-    assert broadcast is not None
-
-    def run() -> None:
-        follow(rank.runner, broadcast)
-        rank.runner.close()
-
-    return Parts(rank.pool, *facts, run=run, leave=leave_parallel)
+    rank = load_rank(config.limits, config.role, *where, execution=config, phases=phases)
+    return Parts(rank.pool, *facts, run=lambda: run_follower(rank), leave=leave_parallel)

@@ -3,7 +3,7 @@
 Life of a rank:
 
 1. connect to the frontend, report LOADING
-2. join the other ranks, load the model, make the KV pool, report COMPILING
+2. join the other ranks, load the model, make the KV pool, report COMPILING, compile and capture (engine/startup.py)
 3. open the transport: exporting workers describe their pool, importing ones start the reader
 4. report RankReady with the endpoints of the inboxes
 5. the engine loop (loop.py), until Stop
@@ -30,6 +30,7 @@ from millrace_rpc import log as logs
 from millrace_serve.engine.config import Role
 from millrace_serve.engine.engine import Engine
 from millrace_serve.engine.kv_pool import KvPool
+from millrace_serve.engine.phases import Phases
 from millrace_serve.transfer.base import KvSink, KvSource, PageBuffer
 from millrace_serve.worker.channels import Receiver, Sender
 from millrace_serve.worker.config import EngineKind, WorkerConfig
@@ -41,6 +42,14 @@ from millrace_serve.worker.transfer_thread import TransferThread
 log = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
+# what the worker says it does meanwhile
+PHASE_STATES = {
+    "import": "loading",
+    "load": "loading",
+    "memory": "loading",
+    "compile": "compiling",
+    "capture": "compiling",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +99,8 @@ def run(spec: RankSpec) -> int:
 def _live(spec: RankSpec, context: zmq.Context[Any], report: Callable[[Report], None]) -> None:
     config = spec.config
     report(RankProgress("loading", f"rank {spec.rank}: {config.model_name}"))
-    parts = _build(spec)
+    phases = Phases(lambda name: report(RankProgress(PHASE_STATES[name], f"rank {spec.rank}: {name}")))
+    parts = _build(spec, phases)
     report(RankProgress("compiling", f"rank {spec.rank}"))
     inbox: Receiver[ToEngine] = Receiver(context, spec.bind.format(name="engine"), ToEngine)
     buffer = _buffer(parts.pool, config)
@@ -105,6 +115,8 @@ def _live(spec: RankSpec, context: zmq.Context[Any], report: Callable[[Report], 
             max_context=parts.max_context,
             eos_token_ids=parts.eos_token_ids,
             layout=parts.pool.layout,
+            num_pages=parts.pool.num_pages,
+            startup=phases.seconds,
             memory=source.handle() if source else None,
         )
     )
@@ -134,16 +146,19 @@ def _work(
     parts.run()
 
 
-def _build(spec: RankSpec) -> Parts:
+def _build(spec: RankSpec, phases: Phases) -> Parts:
     """Torch is imported for a real model only."""
     config = spec.config
     if config.engine is EngineKind.MODEL:
-        from millrace_serve.worker.model_rank import build
+        with phases("import"):
+            from millrace_serve.worker.model_rank import build
 
-        return build(spec)
+        return build(spec, phases)
     from millrace_serve.engine.factory import build_sim_engine
 
-    engine = build_sim_engine(config.limits, config.role, config.sim)
+    if config.limits.num_pages == "auto":
+        raise ValueError("limits.num_pages=auto needs a model on a CUDA device")
+    engine = build_sim_engine(config.limits.resolved(config.limits.num_pages), config.role, config.sim)
     return Parts(engine.pool, config.sim.vocab_size, config.limits.max_model_len, [config.sim.eos_token_id], engine)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import zmq
 
 from millrace_serve.engine.core import EngineInput
+from millrace_serve.engine.phases import slowest
 from millrace_serve.transfer.base import MemoryHandle
 from millrace_serve.worker.channels import Receiver, Sender
 from millrace_serve.worker.config import WorkerConfig
@@ -85,6 +86,10 @@ class Ranks:
     def info(self) -> RankReady | None:
         """Of rank 0; what it says of the model is the same on all. None before it is ready."""
         return self._infos.get(0)
+
+    def startup(self) -> dict[str, float]:
+        """Seconds of each phase of the ranks' start."""
+        return slowest([info.startup for info in self._infos.values()])
 
     def of_replica(self, replica: int) -> range:
         return range(replica * self._config.tp, (replica + 1) * self._config.tp)

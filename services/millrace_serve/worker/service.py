@@ -35,6 +35,7 @@ def worker_info(frontend: Frontend) -> worker_pb2.WorkerInfo:
         gc_freezes=frontend.gc_freezes,
         warmed_sources=frontend.warmed_sources,
         protocol=PROTOCOL,
+        startup_seconds=frontend.startup_seconds,
     )
     if info is not None:
         wire.max_context = info.max_context

@@ -1,0 +1,126 @@
+"""The few things in which a CUDA device differs from a CPU for who runs steps on it.
+
+A CUDA device works behind the host's back: memory that it copies from must be pinned, an event says when it got so far,
+and a graph replays many launches as one. On a CPU work is done when the call returns: an event is nothing, and a replay
+is the call itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+Replay = Callable[[], None]
+
+
+class Event(Protocol):
+    def wait(self) -> None:
+        """Until everything is done that had been launched. Raises what went wrong on the device."""
+        ...
+
+
+class Device(Protocol):
+    torch: torch.device
+
+    def bind(self) -> None:
+        """Make it the current device of the calling thread."""
+        ...
+
+    def host_buffer(self, nbytes: int) -> Tensor:
+        """uint8 [nbytes] on the host; copies between it and the device need no waiting."""
+        ...
+
+    def send(self, host: Tensor, memory: Tensor | None) -> Tensor:
+        """`host` on the device: copied to the beginning of `memory`, or itself where that is the same place."""
+        ...
+
+    def record(self) -> Event: ...
+
+    def capture(self, run: Callable[[], None]) -> Replay:
+        """`run` launches work of fixed shapes on fixed memory; the replay does that work again. Captures share their
+        scratch memory: a result must be copied to memory of its own before the end of `run`.
+        """
+        ...
+
+    def synchronize(self) -> None: ...
+
+
+class Cpu:
+    def __init__(self) -> None:
+        self.torch = torch.device("cpu")
+
+    def bind(self) -> None:
+        pass
+
+    def host_buffer(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def send(self, host: Tensor, memory: Tensor | None) -> Tensor:
+        return host
+
+    def record(self) -> Event:
+        return _Done()
+
+    def capture(self, run: Callable[[], None]) -> Replay:
+        return run
+
+    def synchronize(self) -> None:
+        pass
+
+
+class Cuda:
+    def __init__(self, device: torch.device) -> None:
+        self.torch = device
+        self._graph_memory: Any = None
+
+    def bind(self) -> None:
+        torch.cuda.set_device(self.torch)
+
+    def host_buffer(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def send(self, host: Tensor, memory: Tensor | None) -> Tensor:
+        assert memory is not None, "a CUDA device has memory of its own"
+        return memory[: host.shape[0]].copy_(host, non_blocking=True)
+
+    def record(self) -> Event:
+        event = _CudaEvent()
+        event.record()
+        return event
+
+    def capture(self, run: Callable[[], None]) -> Replay:
+        if self._graph_memory is None:
+            self._graph_memory = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: other threads, such as NCCL's watchdog, may go on talking to the device meanwhile
+        with torch.cuda.graph(graph, pool=self._graph_memory, capture_error_mode="thread_local"):
+            run()
+        return graph.replay
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.torch)
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
+class _CudaEvent:
+    """Waits asleep: a spinning thread would take the interpreter's time from the one that launches."""
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event(blocking=True)
+
+    def record(self) -> None:
+        self._event.record()
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+def device_of(device: torch.device) -> Device:
+    return Cuda(device) if device.type == "cuda" else Cpu()
