@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from millrace.v1 import common_pb2, worker_pb2
-from millrace_rpc.errors import MillraceError
+from millrace_rpc.errors import MillraceError, Reason
 from millrace_rpc.metrics import Metrics
 from millrace_rpc.tracing import Tracer
 
@@ -219,7 +219,10 @@ class Generation:
 
     def _tick(self) -> None:
         self._timer = None
-        self.perform(self.flow.tick(self._loop.time(), self._backend.registry.ready))
+        actions, error = self.flow.tick(self._loop.time(), self._backend.registry.ready), self.flow.error
+        if self.flow.ended and error is not None and error.reason is Reason.OVERLOADED:
+            error.retry_after_s = self._backend.admission.drained_in() or error.retry_after_s
+        self.perform(actions)
         if not self.flow.ended:
             self._arm()
 
