@@ -19,7 +19,7 @@ from millrace_rpc.tls import Identity
 from millrace_router import states
 from millrace_router.cache_feed import CacheFeeds
 from millrace_router.config import RouterConfig
-from millrace_router.discovery.base import Source, Target
+from millrace_router.discovery.base import Target
 from millrace_router.discovery.factory import make_source
 from millrace_router.fleet import Fleet
 from millrace_router.hooks import Hooks
@@ -36,13 +36,12 @@ class Registry:
         config: RouterConfig,
         metrics: Metrics,
         on_change: Callable[[], None],
-        source: Source | None = None,
         identity: Identity | None = None,
     ) -> None:
-        """`source` replaces the configured one. `identity`: ours towards the workers; None: plain."""
+        """`identity`: ours towards the workers; None: plain."""
         self._identity = identity
         self.hooks = Hooks(config.timeouts, metrics, self._changed)
-        self._fleet = Fleet(source or make_source(config.found_by), self._make_worker, metrics, self._changed)
+        self._fleet = Fleet(make_source(config.found_by), self._make_worker, metrics, self._changed)
         self.workers = self._fleet.workers  # by address
         self._config = config
         self._router_id = secrets.token_hex(8)
