@@ -31,15 +31,18 @@ class Choice:
     capability: str = "sm90"
 
 
-def _ours(target: str, **limits: int) -> tuple[Choice, ...]:
+def _ours(target: str) -> tuple[Choice, ...]:
     """The row of an op that only our Triton implements."""
-    return (Choice(f"millrace_kernels.triton.{target}", needs="triton", **limits),)
+    return (Choice(f"millrace_kernels.triton.{target}", needs="triton"),)
 
 
 TABLE: dict[str, tuple[Choice, ...]] = {
     # dense
     "fp8.quant_groups": _ours("quant:quant_groups"),
-    "fp8.fp8_linear": (Choice("millrace_kernels.lib.deep_gemm:fp8_linear", needs="deep_gemm"),),
+    "fp8.fp8_linear": (
+        Choice("millrace_kernels.lib.deep_gemm:fp8_linear", needs="deep_gemm"),
+        *_ours("fp8_linear:fp8_linear"),
+    ),
     "fp8.small_linear": _ours("small_linear:small_linear"),
     "rms_norm.rms_norm": _ours("rms_norm:rms_norm"),
     "rms_norm.add_rms_norm": _ours("rms_norm:add_rms_norm"),
@@ -47,6 +50,31 @@ TABLE: dict[str, tuple[Choice, ...]] = {
     "rms_norm.add_rms_norm_quant": _ours("rms_norm:add_rms_norm_quant"),
     "silu_mul.silu_mul": _ours("silu_mul:silu_mul"),
     "silu_mul.silu_mul_quant": _ours("silu_mul:silu_mul_quant"),
+    # attention
+    "rope.rope": _ours("rope:rope"),
+    "mla_qkv.mla_qkv_norm": _ours("mla_qkv:mla_qkv_norm"),
+    "mla_absorb.absorb_q": (
+        Choice("millrace_kernels.triton.mla_absorb:absorb_q_small", needs="triton", max_size=SMALL_TOKENS),
+        *_ours("mla_absorb:absorb_q"),
+    ),
+    "mla_absorb.project_v": (
+        Choice("millrace_kernels.triton.mla_absorb:project_v_small", needs="triton", max_size=SMALL_TOKENS),
+        Choice("millrace_kernels.ref.mla_absorb:project_v"),
+    ),
+    "mla_expand.expand_kv": _ours("mla_expand:expand_kv"),
+    "mla_expand.rope_q": _ours("mla_expand:rope_q"),
+    "merge_state.merge_state": _ours("merge_state:merge_state"),
+    "kv_gather.kv_gather": _ours("kv_gather:kv_gather"),
+    "mla_decode.plan": (Choice("millrace_kernels.lib.flash_mla:schedule", needs="flash_mla"),),
+    "mla_decode.mla_decode": (
+        Choice("millrace_kernels.lib.flash_mla:mla_decode", needs="flash_mla"),
+        *_ours("mla_decode:mla_decode"),
+    ),
+    "mla_prefill.plan": (Choice("millrace_kernels.lib.flashinfer:schedule", needs="flashinfer"),),
+    "mla_prefill.mla_prefill": (
+        Choice("millrace_kernels.lib.flashinfer:mla_prefill", needs="flashinfer"),
+        *_ours("mla_prefill:mla_prefill"),
+    ),
 }
 
 _forced: dict[str, str] = {}

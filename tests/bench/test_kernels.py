@@ -7,7 +7,10 @@ import math
 import pytest
 import torch
 from millrace_bench.kernels.case import Call, Case, candidates
+from millrace_bench.kernels.dense import EP8, TP8, Product
 from millrace_bench.kernels.driver import Row, as_dict, floor_us, line, measure, num_sets
+from millrace_bench.kernels.tune import TOKENS
+from millrace_bench.kernels.tune import candidates as tune_candidates
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -49,3 +52,11 @@ def test_a_row_leaves_out_what_is_empty() -> None:
 
 def test_without_rows_the_candidate_is_the_reference() -> None:
     assert candidates("linear.linear", lambda: 7, CPU)["ref"]() == 7
+
+
+@pytest.mark.parametrize("num", TOKENS)
+@pytest.mark.parametrize("product", [*TP8, *EP8], ids=lambda product: f"{product.n}x{product.k}")
+def test_tuning_offers_configurations_of_every_shape(num: int, product: Product) -> None:
+    found = list(tune_candidates(num, product.k))
+    assert len(found) == len(set(found)) > 2 and all(128 % chosen.block_n == 0 for chosen in found)
+    assert all(chosen.splits == 1 or chosen.splits <= product.k // 256 for chosen in found)

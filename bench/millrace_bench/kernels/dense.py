@@ -1,22 +1,186 @@
-"""Dense products, quantisation, norms and SwiGLU at the shapes of one DeepSeek-V3 rank."""
+"""Dense products, quantisation, norms and SwiGLU at the shapes of one DeepSeek-V3 rank.
+
+Two ranks: TP8, a replica over eight GPUs, whose shard is read by few tokens; and EP8, attention on every GPU on its
+own and 32 experts of 256.
+"""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
+from millrace_kernels.backend import SMALL_TOKENS
+from millrace_kernels.fp8 import Fp8, Operand, fp8_linear, quant_blocks, quant_groups, small_linear
 from millrace_kernels.linear import linear
+from millrace_kernels.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm_quant
+from millrace_kernels.silu_mul import silu_mul, silu_mul_quant
+from torch import Tensor
 
 from millrace_bench.kernels.case import Call, Case, candidates
 
 
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A weight [N, K] and published times of it on an H200, by tokens."""
+
+    name: str
+    n: int
+    k: int
+    anchors: tuple[tuple[int, float, str], ...] = ()
+
+
+AIC = "aiconfigurator, SGLang 0.5.14"
+TP8 = (
+    Product("q_kv_a", 2112, 7168),
+    Product("q_b", 3072, 1536, ((1, 5.4, AIC),)),
+    Product("o", 7168, 2048, ((1, 8.8, AIC),)),
+    Product("dense gate_up", 4608, 7168),
+    Product("dense down", 7168, 2304),
+    Product("shared gate_up", 512, 7168, ((1, 6.3, AIC + ", bf16"),)),
+    Product("shared down", 7168, 256, ((1, 3.2, AIC + ", bf16"),)),
+)
+EP8 = (
+    Product("q_kv_a", 2112, 7168, ((4096, 117.2, "DeepGEMM, H800"),)),
+    Product("q_b", 24576, 1536, ((4096, 256.8, "DeepGEMM #81, H800"),)),
+    Product("kv_b", 32768, 512, ((4096, 171.6, "DeepGEMM #81, H800"),)),
+    Product("o", 7168, 16384, ((64, 35.9, AIC), (128, 45.1, "aiconfigurator, TRT-LLM"), (4096, 902.0, AIC))),
+    Product("shared gate_up", 4096, 7168, ((64, 13.5, AIC), (4096, 188.0, AIC))),
+    Product("shared down", 7168, 2048, ((64, 8.8, AIC), (4096, 99.7, AIC))),
+)
+TINY = (Product("tiny", 256, 256),)
+NORM_WIDTHS, ACT_WIDTHS = (7168, 1536, 512), (2304, 2048, 256)
+SMALL, LARGE = (1, 4, SMALL_TOKENS), (64, 128, 4096)
+# Not its shape, which the source leaves open; the ratio of its two times, 81.0 and 53.6 us, is what compares.
+SEED_QUANT = "81.0 us without, 53.6 with fast math at an unknown shape"
+
+
 def cases(device: torch.device) -> Iterator[Case]:
-    for tokens in (1, 64):
-        make = functools.partial(_linear, tokens, 256, 256, device)
-        yield Case("linear.linear", f"T={tokens} 256x256", make, 2 * 256 * (2 * tokens + 256), 2 * tokens * 256 * 256)
+    if device.type != "cuda":
+        yield from _of_products((1, 64), TINY, device)
+        yield from _elementwise((1, 64), (256,), (128,), device)
+        return
+    yield from _of_products(SMALL, TP8, device)
+    yield from _of_products((*SMALL, *LARGE), EP8, device)
+    yield from _elementwise((1, SMALL_TOKENS, 128, 4096), NORM_WIDTHS, ACT_WIDTHS, device)
+    for num in (1, SMALL_TOKENS):
+        yield _chain(num, device)
 
 
-def _linear(tokens: int, n: int, k: int, device: torch.device) -> dict[str, Call]:
-    x, weight = (torch.randn(rows, k, device=device, dtype=torch.bfloat16) for rows in (tokens, n))
-    return candidates("linear.linear", lambda: linear(x, weight), device, tokens)
+def _of_products(tokens: tuple[int, ...], products: tuple[Product, ...], device: torch.device) -> Iterator[Case]:
+    for num in tokens:
+        for product in products:
+            yield _product(num, product, device)
+
+
+def _product(num: int, product: Product, device: torch.device) -> Case:
+    """An FP8 weight: by the op that `linear` takes for so many tokens, and as a bfloat16 weight by cuBLAS."""
+    n, k, small = product.n, product.k, num <= SMALL_TOKENS
+    op = "fp8.small_linear" if small else "fp8.fp8_linear"
+
+    def make() -> dict[str, Call]:
+        x, weight = _draw(num, k, device), quant_blocks(_draw(n, k, device))
+        plain = torch.empty_like(weight.data, dtype=torch.bfloat16).normal_()
+        calls = candidates(op, _fp8_call(x, weight, small), device, num)
+        return calls | {"bf16 weight": lambda: linear(x, plain)}
+
+    moved = n * k + num * k * (2 if small else 1) + 2 * num * n
+    anchor_us, anchor = next(((us, whose) for at, us, whose in product.anchors if at == num), (None, ""))
+    shape = f"T={num} {n}x{k} {product.name}"
+    return Case(op, shape, make, moved, 2 * num * n * k, anchor_us, anchor, math="bf16" if small else "fp8")
+
+
+def _fp8_call(x: Tensor, weight: Fp8, small: bool) -> Call:
+    if small:
+        return lambda: small_linear(x, weight)
+    x8 = quant_groups(x)
+    return lambda: fp8_linear(x8, weight, torch.bfloat16)
+
+
+def _elementwise(
+    tokens: tuple[int, ...], norm_widths: tuple[int, ...], act_widths: tuple[int, ...], device: torch.device
+) -> Iterator[Case]:
+    """Bytes per element: 2 of each bfloat16 tensor read or written, 1 of E4M3."""
+    for num in tokens:
+        quantised = num > SMALL_TOKENS
+        for width in norm_widths:
+            weight = _draw(1, width, device)[0]
+
+            def norm(x: Tensor, weight: Tensor = weight) -> Operand:
+                return rms_norm_quant(x, weight, 1e-6)
+
+            def add_norm(x: Tensor, weight: Tensor = weight) -> tuple[Tensor, Tensor]:
+                return add_rms_norm(x, x, weight, 1e-6)
+
+            def add_norm_quant(x: Tensor, weight: Tensor = weight) -> tuple[Operand, Tensor]:
+                return add_rms_norm_quant(x, x, weight, 1e-6)
+
+            yield _rowwise("rms_norm.rms_norm_quant", num, width, norm, device, 5 if quantised else 4)
+            yield _rowwise("rms_norm.add_rms_norm", num, width, add_norm, device, 6)  # x is its own residual
+            yield _rowwise("rms_norm.add_rms_norm_quant", num, width, add_norm_quant, device, 7 if quantised else 6)
+        for width in act_widths:
+            yield _rowwise("silu_mul.silu_mul", num, 2 * width, silu_mul, device, 3)
+            yield _rowwise("silu_mul.silu_mul_quant", num, 2 * width, silu_mul_quant, device, 2.5 if quantised else 3)
+    for num in (tokens[-1], 4 * tokens[-1]):
+        yield _quant(num, norm_widths[0], device)
+
+
+def _chain(num: int, device: torch.device) -> Case:
+    """The dense MLP of a TP8 rank: four kernels or more in a row, with and without dependent launch."""
+    hidden, (gate_up, down) = 7168, ((4608, 7168), (7168, 2304))
+
+    def make() -> dict[str, Call]:
+        x, gain = _draw(num, hidden, device), _draw(1, hidden, device)[0]
+        first, second = (quant_blocks(_draw(n, k, device)) for n, k in (gate_up, down))
+
+        def call() -> Tensor:
+            operand, _ = add_rms_norm_quant(x, x, gain, 1e-6)
+            return linear(silu_mul_quant(linear(operand, first)), second)
+
+        return {"in order": lambda: _dependent(False, call), "dependent launch": lambda: _dependent(True, call)}
+
+    weights = gate_up[0] * gate_up[1] + down[0] * down[1]
+    return Case("dense MLP", f"T={num}", make, weights + 6 * num * hidden, 2 * num * weights)
+
+
+def _dependent(on: bool, call: Call) -> object:
+    from millrace_kernels.triton import launch
+
+    launch.set_dependent(on)
+    try:
+        return call()
+    finally:
+        launch.set_dependent(False)
+
+
+def _rowwise(
+    op: str, num: int, width: int, call: Callable[[Tensor], object], device: torch.device, bytes_each: float
+) -> Case:
+    def make() -> dict[str, Call]:
+        x = _draw(num, width, device)
+        return candidates(op, lambda: call(x), device, num)
+
+    return Case(op, f"T={num} {width}", make, bytes_each * num * width, 0)
+
+
+def _quant(num: int, width: int, device: torch.device) -> Case:
+    """The op, and on a GPU what each part of it is worth: one division per element, one row per program."""
+
+    def make() -> dict[str, Call]:
+        x = _draw(num, width, device)
+        calls = candidates("fp8.quant_groups", lambda: quant_groups(x), device, num)
+        if device.type != "cuda":
+            return calls
+        from millrace_kernels.triton.quant import config, quant_groups_with
+
+        return calls | {
+            "exact division": lambda: quant_groups_with(x, *config(num), exact=True),
+            "one group a program": lambda: quant_groups_with(x, 1, 1),
+            "both": lambda: quant_groups_with(x, 1, 1, exact=True),
+        }
+
+    return Case("fp8.quant_groups", f"T={num} {width}", make, 3 * num * width, 0, anchor=SEED_QUANT)
+
+
+def _draw(rows: int, width: int, device: torch.device) -> Tensor:
+    return torch.randn(rows, width, device=device, dtype=torch.bfloat16)

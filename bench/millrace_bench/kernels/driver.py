@@ -63,11 +63,11 @@ def _row(case: Case, impl: str, calls: list[Call], device: torch.device, samples
     return Row(**common, us=us, **figures)  # type: ignore[arg-type]
 
 
-HEADER = f"{'op':22}{'shape':34}{'implementation':26}{'us':>10}{'GB/s':>8}{'TFLOPS':>9}{'roof':>6}{'anchor':>9}"
+HEADER = f"{'op':30}{'shape':34}{'implementation':26}{'us':>10}{'GB/s':>8}{'TFLOPS':>9}{'roof':>6}{'anchor':>9}"
 
 
 def line(row: Row) -> str:
-    head = f"{row.op:22}{row.shape:34}{row.impl:26}"
+    head = f"{row.op:30}{row.shape:34}{row.impl:26}"
     if row.error:
         return f"{head}  {row.error.splitlines()[0]}"
     roof = "" if math.isnan(row.roofline) else f"{row.roofline:.0%}"

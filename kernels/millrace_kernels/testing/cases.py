@@ -39,6 +39,13 @@ TINY = Dims("tiny", 256, heads=4, experts=16, groups=4, topk_groups=2, top_k=4, 
 V3_TP8 = Dims("v3-tp8", 7168, heads=16, experts=256, groups=8, topk_groups=4, top_k=8, moe_intermediate=256)
 
 
+def strided_rows(num: int, width: int, dtype: torch.dtype, seed: int = 0, device: str = "cpu") -> Tensor:
+    """Normal [num, width], the first columns of rows twice as wide; the others are NaN."""
+    wide = poisoned((num, 2 * width), dtype, device)
+    wide[:, :width] = torch.randn(num, width, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return wide[:, :width]
+
+
 @dataclass(frozen=True, slots=True)
 class PrefillCase:
     """Ragged sequences: lengths of the new tokens and of what is cached before them."""

@@ -5,18 +5,28 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from millrace_kernels.fp8 import BLOCK, Fp8
+
 # Largest error, as a part of the largest expected magnitude.
 OP_TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 FP8_TOLERANCE = 4e-2  # rms error of values quantised to E4M3; its 3 bits of mantissa cost 2.6e-2
 FP8_LINEAR_TOLERANCE = 5e-2  # of an FP8 product against the product of the unquantised operands
+ATTENTION_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # sums over keys in another order
+LSE_TOLERANCE = 1e-4  # of float32 log-sum-exps of BF16 products
+FP8_ATTENTION_TOLERANCE = 1e-1  # queries and probabilities in E4M3 too, against an FP8 pool dequantised
 ROTARY_TOLERANCE = 1e-5  # of cos and sin: one rounding of a frequency, times thousands of positions
 MODEL_TOLERANCE = 1e-4  # logits of a whole model in FP32, two different computations of the same maths
 FP8_MODEL_TOLERANCE = 0.15  # logits of the tiny model with FP8 activations: |difference| / |row|, median over rows
 
 
-def poisoned(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+def poisoned(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
     """All NaN: whatever reads it and uses it shows."""
-    return torch.full(shape, torch.nan, dtype=dtype)
+    return torch.full(shape, torch.nan, dtype=dtype, device=device)
+
+
+def dequantised(x: Fp8) -> Tensor:
+    """float32 [T, K] of values with scales of 1 x 128 groups."""
+    return x.data.float() * x.scales.repeat_interleave(BLOCK, 1)[:, : x.data.shape[1]]
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

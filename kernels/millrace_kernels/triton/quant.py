@@ -67,7 +67,8 @@ def quant_groups(x: Tensor) -> Fp8:
 def quant_groups_with(x: Tensor, block_t: int, num_warps: int, exact: bool = False) -> Fp8:
     """With a given tile, and with a division per element for comparison."""
     assert x.stride(1) == 1, x.stride()
-    (num_tokens, width), out = x.shape, empty_fp8(*x.shape, x.device)
+    num_tokens, width = x.shape
+    out = empty_fp8(num_tokens, width, x.device)
     if num_tokens:
         grid = (triton.cdiv(width, BLOCK), triton.cdiv(num_tokens, block_t))
         _quant_groups[grid](

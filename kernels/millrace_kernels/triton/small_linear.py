@@ -46,7 +46,8 @@ def _estimate(tokens: int, n: int, k: int) -> Config:
     Every program reads all of x: the more tokens, the more rows must share that.
     """
     if tokens == 1:
-        return Config(8, 1024 if k % 1024 == 0 else 512, 1, 4, 4)
+        block_n = next((size for size in (8, 4) if n >= size * SMS), 2)
+        return Config(block_n, 1024 if k % 1024 == 0 else 512, 1, 4, 4)
     block_n, blocks = 32 if tokens <= 4 else 64, triton.cdiv(k, BLOCK)
     splits = min(triton.cdiv(2 * SMS, triton.cdiv(n, block_n)), max(blocks // 4, 1))
     return Config(block_n, BLOCK, splits, 4, 6)
