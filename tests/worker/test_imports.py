@@ -14,6 +14,7 @@ from millrace.v1 import worker_pb2
 from millrace_rpc import metrics as catalogue
 from millrace_rpc.errors import MillraceError, Reason
 from millrace_rpc.page_hash import page_hashes
+from millrace_rpc.tracing import OFF
 from millrace_serve.decode.imports import Imports
 from millrace_serve.engine.core import (
     Failure,
@@ -32,6 +33,7 @@ from millrace_serve.transfer.base import MemoryHandle
 from millrace_serve.transfer.lease import Outcome
 from millrace_serve.worker.config import WorkerConfig
 from millrace_serve.worker.messages import AddSource, ReadDone, ReadPages, ReadStuck
+from millrace_serve.worker.spans import WorkerSpans
 from prometheus_client import CollectorRegistry
 
 ID = RequestId(9, 1)
@@ -62,6 +64,8 @@ class Peer:
 
     async def close(self) -> None: ...
 
+    def renewed(self) -> None: ...
+
 
 class Bench:
     """One import of two pages on a replica of two ranks."""
@@ -89,6 +93,8 @@ class Bench:
             metrics=catalogue.Metrics(catalogue.WORKER, CollectorRegistry()),
             fail=lambda id, failure: self.failed.append(failure),
             count_stale=lambda kind: None,
+            identity=None,
+            spans=WorkerSpans(OFF),
         )
         self.imports = Imports(self.frontend)
         self.peer = Peer()
