@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -129,6 +130,20 @@ def workers(
 
 
 BENCHES = ("serving", "router", "policy", "transfer", "engine", "shard", "kernels")
+
+
+@app.command("compile")
+def compile_caches(
+    model: Annotated[Path, typer.Option(help="Checkpoint folder; with --random-weights, of a config.json alone.")],
+    config: Annotated[Path | None, typer.Option(help="The workers' YAML file.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="As for a worker.")] = None,
+    random_weights: Annotated[bool, typer.Option("--random-weights", help="Read no weights.")] = False,
+) -> None:
+    """Fill the compile caches: start the ranks of a worker once, without serving."""
+    from millrace_cli.compile import fill
+
+    overrides = (*(set_ or ()), f"model={model}", *(("random_weights=true",) if random_weights else ()))
+    asyncio.run(fill(config, overrides, os.environ))
 
 
 @app.command(context_settings=PASS_ON)

@@ -9,7 +9,19 @@ from pathlib import Path
 
 import pytest
 
-COMMANDS = ("serve-local", "router", "prefill", "decode", "unified", "generate", "workers", "eval", "bench", "version")
+COMMANDS = (
+    "serve-local",
+    "router",
+    "prefill",
+    "decode",
+    "unified",
+    "generate",
+    "workers",
+    "compile",
+    "eval",
+    "bench",
+    "version",
+)
 
 
 def millrace(

@@ -72,7 +72,7 @@ def test_padded_steps_equal_unpadded_ones(sampling: dict[str, object], buckets: 
     assert plain.keys() == padded.keys()
     for room, answer in plain.items():
         assert [token for token, _ in padded[room]] == [token for token, _ in answer]
-        assert [logprob for _, logprob in padded[room]] == pytest.approx([lp for _, lp in answer], abs=LOGPROB_TOLERANCE)
+        assert [logprob for _, logprob in padded[room]] == pytest.approx([p for _, p in answer], abs=LOGPROB_TOLERANCE)
 
 
 def test_buckets_end_with_all_slots() -> None:

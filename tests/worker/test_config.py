@@ -19,11 +19,33 @@ def test_a_limit_can_be_set_without_the_others() -> None:
         (["role=decode", "engine=sim", "limits.nonsense=1"], "limits.nonsense: unknown key"),
         (["role=decode", "engine=sim", "dp=0"], "dp"),
         (["role=decode", "engine=sim", "timeouts.lease=-1"], "timeouts.lease"),
+        (["model=/models/v3", "limits.num_pages=auto"], "auto is for a model on a CUDA device"),
+        (["engine=sim", "device=cuda", "limits.num_pages=auto"], "auto is for a model on a CUDA device"),
+        (["engine=sim", "limits.num_pages=1"], "limits.num_pages"),
+        (["engine=sim", "graphs=sometimes"], "graphs"),
+        (["engine=sim", "graph_buckets=[0]"], "graph_buckets"),
+        (["engine=sim", "kv_dtype=int4"], "kv_dtype"),
+        (["engine=sim", "memory_fraction=1.5"], "memory_fraction"),
     ],
 )
 def test_mistakes_are_named(items: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(WorkerConfig, None, items)
+
+
+def test_pages_follow_from_the_device() -> None:
+    assert load(WorkerConfig, None, ["model=/models/v3"]).limits.num_pages == 1025
+    assert load(WorkerConfig, None, ["engine=sim", "device=cuda"]).limits.num_pages == 1025
+    assert load(WorkerConfig, None, ["model=/models/v3", "device=cuda"]).limits.num_pages == "auto"
+    config = load(WorkerConfig, None, ["model=/models/v3", "device=cuda", "limits.num_pages=77"])
+    assert config.limits.num_pages == 77 and config.limits.resolved(77).usable_pages == 76
+
+
+@pytest.mark.parametrize(("written", "means"), [("on", "on"), ("off", "off"), ("auto", "auto")])
+def test_on_and_off_are_words_here(written: str, means: str) -> None:
+    assert load(WorkerConfig, None, ["engine=sim", f"graphs={written}"]).graphs == means
+    if written == "off":
+        assert load(WorkerConfig, None, ["engine=sim", "compile=off"]).compile == "off"
 
 
 def test_names() -> None:

@@ -4,6 +4,7 @@ worker.
 
 from __future__ import annotations
 
+import os
 import sys
 
 
@@ -12,7 +13,7 @@ def main(argv: list[str] | None = None) -> int:
     from millrace_serve.engine.config import Role
     from millrace_serve.worker.main import main as worker_main
 
-    return worker_main(DecodeRole, (Role.DECODE, Role.UNIFIED), argv)
+    return worker_main(DecodeRole, (Role.DECODE, Role.UNIFIED), os.environ, argv)
 
 
 if __name__ == "__main__":

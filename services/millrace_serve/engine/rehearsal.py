@@ -33,16 +33,16 @@ class Shape:
 
 def largest(limits: Limits) -> Shape:
     """The step that needs most memory: prompt chunks after cached tokens, all slots in use and sampling from top_p."""
-    chunk = min(limits.max_prefill_tokens, limits.max_model_len - 1)
-    chunks = min(-(-limits.max_prefill_tokens // chunk), limits.max_running)
-    prefix = min(PREFIX_TOKENS, limits.max_model_len - 1 - chunk)
-    return Shape(limits.max_running - chunks, chunks, chunk, prefix // limits.page_size * limits.page_size, False)
+    longest = limits.max_model_len - 1
+    chunks = min(-(-limits.max_prefill_tokens // longest), limits.max_running)
+    chunk = min(limits.max_prefill_tokens // chunks, longest)
+    return Shape(limits.max_running - chunks, chunks, chunk, _prefix(limits, chunk), greedy=False)
 
 
 def prefill_shapes(limits: Limits) -> Iterator[Shape]:
     """Prompt lengths by powers of two, each fresh and after a prefix that is expanded, and one that is absorbed."""
     longest = min(limits.max_prefill_tokens, limits.max_model_len - 1)
-    prefix = min(PREFIX_TOKENS, limits.max_model_len - 1 - longest) // limits.page_size * limits.page_size
+    prefix = _prefix(limits, longest)
     length = 1
     while length < 2 * longest:
         yield Shape(chunks=1, chunk=min(length, longest))
@@ -84,6 +84,11 @@ def batch_of(shape: Shape, page_size: int, dp: int = 1, *, graphs: bool = False)
     batch.dp_num_tokens = (shape.num_tokens,) * dp if dp > 1 else ()
     batch.all_decode = graphs and batch.is_decode
     return batch
+
+
+def _prefix(limits: Limits, chunk: int) -> int:
+    """Whole pages."""
+    return min(PREFIX_TOKENS, limits.max_model_len - 1 - chunk) // limits.page_size * limits.page_size
 
 
 def _sampling(count: int, greedy: bool) -> HostSampling:

@@ -71,11 +71,10 @@ class MemoryPlanner:
         log.info("memory, estimated before the weights are read:\n%s", plan.table())
 
     def pages(self, model: Model) -> int:
-        """Of the KV pool, the same on every rank. Raises memory.OverCommitted; "auto" is for CUDA devices."""
-        wanted = self._site.limits.num_pages
+        """Of the KV pool, the same on every rank. Raises memory.OverCommitted."""
         if self._memory is None:
-            if wanted == "auto":
-                raise ValueError("limits.num_pages=auto needs a CUDA device: the memory of others is not planned")
+            wanted = self._site.limits.num_pages
+            assert wanted != "auto", "only the memory of CUDA devices is planned"
             return wanted
         plan = self._plan(self._measure(model))
         log.info("memory:\n%s", plan.table())

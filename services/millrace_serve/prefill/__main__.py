@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 
@@ -10,7 +11,7 @@ def main(argv: list[str] | None = None) -> int:
     from millrace_serve.prefill.service import PrefillRole  # rank processes import this file, and need nothing of it
     from millrace_serve.worker.main import main as worker_main
 
-    return worker_main(PrefillRole, (Role.PREFILL,), argv)
+    return worker_main(PrefillRole, (Role.PREFILL,), os.environ, argv)
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ class WorkerConfig(Execution):
             return values
         limits, on_cuda = values.get("limits") or {}, values.get("device") == "cuda"
         if isinstance(limits, dict):
-            pages = "auto" if on_cuda else DEFAULT_PAGES
+            pages = "auto" if on_cuda and values.get("engine") != EngineKind.SIM else DEFAULT_PAGES
             limits = {"num_pages": pages, "max_model_len": _context_of(values), **limits}
         dtype = "bfloat16" if on_cuda else "float32"
         return {"dtype": dtype, **values, "limits": limits}
@@ -78,6 +78,12 @@ class WorkerConfig(Execution):
     def _checkpoint_is_named(self) -> WorkerConfig:
         if self.engine is EngineKind.MODEL and self.model is None:
             raise ValueError("model: a checkpoint folder is required unless engine=sim")
+        return self
+
+    @model_validator(mode="after")
+    def _memory_can_be_planned(self) -> WorkerConfig:
+        if self.limits.num_pages == "auto" and (self.device == "cpu" or self.engine is EngineKind.SIM):
+            raise ValueError("limits.num_pages: auto is for a model on a CUDA device")
         return self
 
     @property

@@ -18,7 +18,7 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from pathlib import Path
 
 import prometheus_client
@@ -30,6 +30,7 @@ from millrace_rpc.errors import MillraceError
 from millrace_rpc.server import Server
 
 from millrace_serve.engine.config import Role
+from millrace_serve.worker import caches
 from millrace_serve.worker.config import WorkerConfig
 from millrace_serve.worker.frontend import Frontend
 from millrace_serve.worker.http import Answer, HttpServer
@@ -145,8 +146,13 @@ def _announce(path: Path, frontend: Frontend, grpc_port: int, metrics_port: int)
     draft.replace(path)
 
 
-def main(make_role: MakeRole, roles: Sequence[Role], argv: Sequence[str] | None = None) -> int:
-    """The command line of an entry point that serves these roles; where it is one, it need not be configured."""
+def main(
+    make_role: MakeRole, roles: Sequence[Role], environ: MutableMapping[str, str], argv: Sequence[str] | None = None
+) -> int:
+    """The command line of an entry point that serves these roles; where it is one, it need not be configured.
+
+    `environ`: the process's own, which its ranks inherit.
+    """
     parser = argparse.ArgumentParser(description=f"A Millrace worker: {' or '.join(roles)}.")
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one key; repeatable")
@@ -159,6 +165,7 @@ def main(make_role: MakeRole, roles: Sequence[Role], argv: Sequence[str] | None 
         parser.error(str(error))
     if config.role not in roles:
         parser.error(f"role: this entry point serves {' and '.join(roles)}, not {config.role}")
+    caches.use(config.cache_dir, environ)
     return run(config, make_role, arguments.announce)
 
 

@@ -156,8 +156,7 @@ def _build(spec: RankSpec, phases: Phases) -> Parts:
         return build(spec, phases)
     from millrace_serve.engine.factory import build_sim_engine
 
-    if config.limits.num_pages == "auto":
-        raise ValueError("limits.num_pages=auto needs a model on a CUDA device")
+    assert config.limits.num_pages != "auto"
     engine = build_sim_engine(config.limits.resolved(config.limits.num_pages), config.role, config.sim)
     return Parts(engine.pool, config.sim.vocab_size, config.limits.max_model_len, [config.sim.eos_token_id], engine)
 

@@ -13,6 +13,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from millrace_serve.worker import caches
 from millrace_serve.worker import rank as rank_process
 from millrace_serve.worker.config import WorkerConfig
 from millrace_serve.worker.launch import Launcher, OnExit
@@ -49,10 +50,11 @@ class RayLauncher(Launcher):
         needs = {"CPU": 1, "GPU": int(config.device == "cuda")}
         self._group = ray.util.placement_group([needs] * config.num_ranks, strategy="PACK")
         await self._group.ready()
+        environment = {"env_vars": caches.variables(config.cache_dir)}
         actor_class = ray.remote(num_cpus=needs["CPU"], num_gpus=needs["GPU"])(RankActor)
         for rank in range(config.num_ranks):
             place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
-            self._actors.append(actor_class.options(scheduling_strategy=place).remote())
+            self._actors.append(actor_class.options(scheduling_strategy=place, runtime_env=environment).remote())
         addresses = [await actor.address.remote() for actor in self._actors]
         rendezvous = f"tcp://{addresses[0]}:{await self._actors[0].free_port.remote()}"
         for rank, (actor, address) in enumerate(zip(self._actors, addresses, strict=True)):

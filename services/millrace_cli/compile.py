@@ -1,0 +1,60 @@
+"""`millrace compile`: everything that a worker compiles while it starts, ahead of time.
+
+1. the ranks start as a worker's do: they load, measure, run every prompt shape and every decode bucket, and capture
+2. nobody serves; they are stopped, and what the cache folder has gained is shown
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import MutableMapping, Sequence
+from pathlib import Path
+
+from millrace_rpc import config as configuration
+from millrace_rpc import log as logs
+from millrace_serve.engine import phases
+from millrace_serve.worker import caches
+from millrace_serve.worker.config import WorkerConfig
+from millrace_serve.worker.launch import make_launcher
+from millrace_serve.worker.messages import RankProgress, Report
+from millrace_serve.worker.ranks import RankLost, Ranks
+from rich.console import Console
+from rich.table import Table
+
+from millrace_cli.errors import CommandError
+
+STOP_GRACE_S = 10.0
+MIB = 1 << 20
+
+
+async def fill(path: Path | None, overrides: Sequence[str], environ: MutableMapping[str, str]) -> None:
+    """Raises CommandError when the ranks cannot start. `environ`: the process's own, which the ranks inherit."""
+    try:
+        config = configuration.load(WorkerConfig, path, ["role=unified", *overrides])
+    except configuration.ConfigError as error:
+        raise CommandError(str(error), code=2) from error
+    logs.setup("compile", config.log_level)
+    caches.use(config.cache_dir, environ)
+    before = caches.sizes(config.cache_dir)
+    ranks = Ranks(config, make_launcher(config.launcher), _show, lambda why: None)
+    try:
+        await ranks.start()
+        seconds = ranks.startup()
+    except RankLost as error:
+        raise CommandError(f"could not start: {error}") from error
+    finally:
+        await ranks.stop(STOP_GRACE_S)
+    print(f"{config.num_ranks} rank(s) of {config.model_name}: {phases.table(seconds)}")
+    Console(highlight=False).print(_table(config.cache_dir, before))
+
+
+def _show(rank: int, report: Report) -> None:
+    if isinstance(report, RankProgress):
+        logging.getLogger(__name__).info("%s", report.message)
+
+
+def _table(cache_dir: Path, before: dict[str, tuple[int, int]]) -> Table:
+    table = Table(str(cache_dir.expanduser()), "files", "MiB", "new files", box=None, pad_edge=False)
+    for name, (files, size) in caches.sizes(cache_dir).items():
+        table.add_row(name, str(files), f"{size / MIB:.1f}", str(files - before[name][0]))
+    return table

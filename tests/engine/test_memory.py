@@ -1,0 +1,80 @@
+"""The memory plan: what fits is used, what does not fit is refused with the numbers and what to change."""
+
+from __future__ import annotations
+
+import pytest
+from millrace_serve.engine import memory
+from millrace_serve.engine.config import Limits
+from millrace_serve.engine.memory import GIB, MIB, Demand, Memory, MemoryPlan, OverCommitted, make_plan
+
+H200 = Memory(total=140 * GIB, free=139 * GIB)
+DEMAND = Demand(weights=100 * GIB, activations=6 * GIB, graphs=2 * GIB, libraries=1 * GIB)
+PAGE = 4 * MIB
+
+
+def limits(num_pages: int | str = "auto", **changes: int) -> Limits:
+    return Limits.model_validate({"num_pages": num_pages, "max_model_len": 65536, "max_running": 256, **changes})
+
+
+def plan(num_pages: int | str = "auto", used: Memory = H200, fraction: float = 0.9, **changes: int) -> MemoryPlan:
+    return make_plan(limits(num_pages, **changes), used, fraction, DEMAND, PAGE)
+
+
+def test_pages_fill_what_is_left() -> None:
+    one = plan()
+    assert one.budget == 126 * GIB
+    assert one.num_pages == 17 * GIB // PAGE  # 126 - 100 - 6 - 2 - 1
+    assert one.num_pages * PAGE <= one.budget - sum((100, 6, 2, 1)) * GIB < (one.num_pages + 1) * PAGE
+
+
+def test_pages_that_were_asked_for_are_given_or_refused() -> None:
+    most = plan().num_pages
+    assert plan(most).num_pages == most and plan(2).num_pages == 2
+    with pytest.raises(OverCommitted) as refused:
+        plan(most + 1)
+    message = str(refused.value)
+    for part in (f"limits.num_pages={most + 1}", "17.00 GiB are left", "weights 100.00 GiB", f"to {most} or less"):
+        assert part in message, message
+
+
+def test_nobody_gets_more_than_can_be_used() -> None:
+    assert make_plan(limits(), H200, 0.9, DEMAND, PAGE, max_pages=2000).num_pages == 2000
+    assert make_plan(limits(1500), H200, 0.9, DEMAND, PAGE, max_pages=1000).num_pages == 1500
+
+
+def test_one_sequence_of_full_length_must_fit() -> None:
+    needed = 65536 // 64 + 1
+    left = make_plan(limits(), H200, 0.9, DEMAND, 17 * GIB // needed)
+    assert left.num_pages == needed
+    with pytest.raises(
+        OverCommitted, match=r"one sequence of max_model_len=65536 tokens needs 1025 KV pages"
+    ) as refused:
+        make_plan(limits(), H200, 0.9, DEMAND, 17 * GIB // needed + 1)
+    assert "Set limits.max_model_len to 65472 or less" in str(refused.value)
+
+
+def test_advice_that_would_not_help_is_not_given() -> None:
+    demand = Demand(weights=130 * GIB, activations=0, graphs=0, libraries=0)
+    with pytest.raises(OverCommitted, match=r"0.00 GiB are left .* To fit, raise memory_fraction"):
+        make_plan(limits(), H200, 0.9, demand, PAGE)
+
+
+def test_memory_of_others_is_not_planned_with() -> None:
+    shared = Memory(total=140 * GIB, free=70 * GIB)
+    with pytest.raises(OverCommitted, match=r"only 70.00 GiB are free: others use 70.00 GiB.*memory_fraction to 0.5"):
+        plan(used=shared)
+    small = Demand(weights=20 * GIB, activations=1 * GIB, graphs=0, libraries=0)
+    assert make_plan(limits(), shared, 0.5, small, PAGE).num_pages == 49 * GIB // PAGE
+
+
+def test_the_table_has_every_use_and_adds_up() -> None:
+    lines = {line[:12].strip(): float(line[12:21]) for line in plan().table().splitlines()}
+    used = sum(lines[name] for name in ("weights", "activations", "graphs", "libraries", "KV pages", "left"))
+    assert lines["budget"] == pytest.approx(used, abs=0.04) and lines["device"] == 140
+
+
+def test_estimates_grow_with_what_is_asked_for() -> None:
+    small = memory.estimate(limits(max_prefill_tokens=1024), 1, 7168, 129280, 4)
+    large = memory.estimate(limits(max_prefill_tokens=16384), 1, 7168, 129280, 18)
+    assert small.activations < large.activations and small.graphs < large.graphs
+    assert 1 * GIB < large.activations < 8 * GIB

@@ -1,0 +1,78 @@
+"""Rehearsed steps are legal, cover what they promise, and go through the runner of a real model."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from millrace_serve.engine.config import Limits, Role
+from millrace_serve.engine.phases import Phases, slowest, table
+from millrace_serve.engine.rehearsal import Shape, batch_of, decode_shapes, largest, prefill_shapes
+from millrace_serve.engine.torch_factory import build_engine
+from millrace_serve.model.parallel import ParallelDims
+from millrace_testing.paths import TINY
+
+V3 = Limits(num_pages="auto", max_model_len=163840, max_running=256, max_prefill_tokens=16384)
+SMALL = Limits(num_pages=9, max_model_len=512, max_running=4, max_prefill_tokens=96)
+SHORT = Limits(num_pages=9, max_model_len=40, max_running=3, max_prefill_tokens=96)
+ONE = Limits(num_pages=9, max_model_len=2, max_running=1, max_prefill_tokens=1)
+
+
+@pytest.mark.parametrize("limits", [V3, SMALL, SHORT, ONE])
+def test_shapes_respect_the_limits(limits: Limits) -> None:
+    for shape in (largest(limits), *prefill_shapes(limits)):
+        assert shape.num_decode + shape.chunks <= limits.max_running
+        assert shape.chunk + shape.prefix < limits.max_model_len
+        assert shape.prefix % limits.page_size == 0
+        assert shape.chunks * shape.chunk <= limits.max_prefill_tokens
+        assert shape.num_tokens > 0
+
+
+def test_the_largest_step_uses_every_slot_and_a_prefix() -> None:
+    assert largest(V3) == Shape(num_decode=255, chunks=1, chunk=16384, prefix=4096, greedy=False)
+    assert largest(SHORT) == Shape(num_decode=0, chunks=3, chunk=32, prefix=0, greedy=False)
+
+
+def test_prompts_of_every_size_class_are_rehearsed() -> None:
+    lengths = {shape.chunk for shape in prefill_shapes(V3) if shape.chunks == 1}
+    assert {1, 2, 4, 64, 4096, 16384} <= lengths
+    assert {shape.prefix for shape in prefill_shapes(V3)} == {0, 4096}
+    assert [shape.num_decode for shape in decode_shapes((1, 4))] == [4, 4, 1, 1]
+
+
+def test_a_batch_is_laid_out_as_the_builder_does() -> None:
+    batch = batch_of(Shape(num_decode=2, chunks=2, chunk=3, prefix=64, greedy=False), 64, dp=2)
+    assert batch.positions.tolist() == [0, 0, 64, 65, 66, 64, 65, 66]
+    assert batch.seq_lens.tolist() == [1, 1, 67, 67] and batch.q_lens.tolist() == [1, 1, 3, 3]
+    assert batch.kv_slots.max() < 64 and batch.page_table.shape == (4, 2) and not batch.page_table.any()
+    assert batch.sample_rows.tolist() == [0, 1, 4, 7] and batch.dp_num_tokens == (8, 8)
+    assert not batch.all_decode and len(batch.sampling.drawn) == 4
+    assert batch_of(Shape(num_decode=2), 64, graphs=True).all_decode
+    assert not batch_of(Shape(num_decode=2), 64).all_decode
+
+
+def test_every_shape_runs_and_leaves_pages_alone() -> None:
+    torch.set_num_threads(1)
+    engine = build_engine(SMALL, Role.UNIFIED, TINY, ParallelDims(), torch.device("cpu"), torch.float32)
+    engine.pool.scrub(range(1, 9))
+    for shape in (largest(SMALL), *prefill_shapes(SMALL), *decode_shapes((1, 4))):
+        output = engine._runner.launch(batch_of(shape, 64)).result()
+        assert len(output.tokens) == shape.num_decode + shape.chunks
+    pages = engine.pool.buffer.numpy().reshape(9, -1)[1:]
+    assert np.all(pages == 0xFF)
+    engine.close()
+
+
+def test_phases_add_up_and_the_slowest_rank_counts() -> None:
+    now, begun = iter([0.0, 2.0, 10.0, 11.5]), []
+    phases = Phases(begun.append, lambda: next(now))
+    with phases("load"):
+        pass
+    with phases("load"):
+        pass
+    assert phases.seconds == {"load": 3.5} and begun == ["load", "load"]
+    both = slowest([{"import": 1.0, "load": 3.5}, {"load": 4.0, "capture": 0.5}])
+    assert list(both.items()) == [("import", 1.0), ("load", 4.0), ("capture", 0.5)]
+    assert table(both) == "import 1.0 s  load 4.0 s  capture 0.5 s"
+    with pytest.raises(AssertionError), phases("lunch"):
+        pass

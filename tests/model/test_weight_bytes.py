@@ -1,0 +1,42 @@
+"""The size of a rank's weights is known before they are read, and it is the size that they have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from millrace_serve.model.config import ModelConfig
+from millrace_serve.model.deepseek_v3 import DeepseekV3, FormThresholds, load_model
+from millrace_serve.model.parallel import ParallelDims
+from millrace_serve.model.random_weights import RandomWeights
+from millrace_serve.model.weight_bytes import tensor_bytes, weight_bytes
+from millrace_testing.paths import TINY
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_size_is_exact(dtype: torch.dtype) -> None:
+    config = ModelConfig.load(TINY)
+    model = load_model(TINY, ParallelDims(), CPU, dtype)
+    assert weight_bytes(config, ParallelDims(), dtype, fp8=False) == tensor_bytes(model)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("dims", [ParallelDims(rank=1, tp=2), ParallelDims(rank=1, dp=2)])
+def test_the_size_of_a_shard_is_exact(dims: ParallelDims, fp8: bool) -> None:
+    config = ModelConfig.load(TINY)
+    model = DeepseekV3(RandomWeights(CPU, torch.bfloat16, fp8=fp8), config, dims, FormThresholds())
+    size = weight_bytes(config, dims, torch.bfloat16, fp8=fp8)
+    assert size == tensor_bytes(model) < weight_bytes(config, ParallelDims(), torch.bfloat16, fp8=fp8)
+
+
+def test_views_of_one_memory_count_once() -> None:
+    table = torch.zeros(10, 10)
+    assert tensor_bytes({"whole": table, "part": (table[1:], table.T), "own": [table.clone()]}) == 800
+
+
+def test_a_config_that_does_not_divide_is_named() -> None:
+    with pytest.raises(ValueError, match="not a multiple"):
+        weight_bytes(ModelConfig.load(Path(TINY)), ParallelDims(tp=3), torch.bfloat16, fp8=False)
