@@ -57,14 +57,14 @@ def sizes(max_tokens: int) -> list[int]:
 def compile_for(shapes: Iterable[tuple[int, int]], max_tokens: int, device: torch.device) -> Iterator[tuple[int, int]]:
     """Compiles what products of [up to max_tokens, K] by [N, K] need; yields each (N, K) when it is done."""
     for n, k in dict.fromkeys(shapes):
-        weight = Fp8(_zeros((n, k), torch.float8_e4m3fn, device), _zeros((-(-n // BLOCK), k // BLOCK), None, device))
+        blocks_n, blocks_k = -(-n // BLOCK), -(-k // BLOCK)
+        weight = Fp8(_zeros((n, k), torch.float8_e4m3fn, device), _zeros((blocks_n, blocks_k), torch.float32, device))
         data = _zeros((max_tokens + M_STEP, k), torch.float8_e4m3fn, device)
         for num_tokens in sizes(max_tokens):
-            scales = _zeros((k // BLOCK, num_tokens), None, device).t()
+            scales = _zeros((blocks_k, num_tokens), torch.float32, device).t()
             fp8_linear(Fp8(data[:num_tokens], scales), weight, torch.bfloat16)
-        torch.cuda.synchronize(device)
         yield n, k
 
 
-def _zeros(shape: tuple[int, int], dtype: torch.dtype | None, device: torch.device) -> Tensor:
-    return torch.zeros(shape, dtype=dtype or torch.float32, device=device)
+def _zeros(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
