@@ -7,12 +7,11 @@ import triton.language as tl
 from torch import Tensor
 
 from millrace_kernels.backend import SMALL_TOKENS
-from millrace_kernels.fp8 import BLOCK, E4M3_MAX, Operand
+from millrace_kernels.fp8 import BLOCK, Operand
+from millrace_kernels.triton.e4m3 import saturated
 from millrace_kernels.triton.launch import go_ahead, options, wait
 from millrace_kernels.triton.quant import empty_fp8, quantise
 from millrace_kernels.triton.rope import rotate
-
-LARGEST = tl.constexpr(E4M3_MAX)
 
 
 def mla_qkv_norm(
@@ -101,5 +100,5 @@ def _norm_q(
 def _as_cached(x, kv_ptr):
     """In the pool's dtype; E4M3 saturates."""
     if kv_ptr.dtype.element_ty == tl.float8e4nv:
-        x = tl.clamp(x.to(tl.float32), -LARGEST, LARGEST)
+        x = saturated(x)
     return x.to(kv_ptr.dtype.element_ty)

@@ -1,0 +1,93 @@
+"""FlashMLA's dense decode kernels for sm90: rows of 576, values of 512, pages of 64, BF16 or E4M3. Any number of heads:
+its tiles of 64 query rows are clipped.
+
+What its sources say and its documentation does not:
+- A sequence of length 0 is one empty block for the BF16 kernel, which gives out 0 and lse +inf but touches the page of
+  the first table entry. The FP8 kernel would read the table in front of its row, so there lengths are at least 1.
+- The BF16 kernel is launched as a dependent one but does not wait for the kernel before it. That one must not let its
+  dependents go ahead; ours that make a query do not.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from millrace_kernels.triton import mla_decode as ours
+from millrace_kernels.triton.e4m3 import to_e4m3
+
+ROW, LATENT, PAGE = 576, 512, 64
+KV_DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    seq_lens: Tensor  # int32 [B]
+    metadata: Any  # FlashMLASchedMeta: which blocks of which sequence each multiprocessor takes
+
+
+def schedule(seq_lens: Tensor, queries_per_seq: int, num_heads: int, kv_dtype: torch.dtype) -> Plan | None:
+    """One kernel on one warp, for all layers."""
+    import flash_mla
+    from flash_mla.flash_mla_interface import FlashMLASchedMeta
+
+    if not len(seq_lens) or kv_dtype not in KV_DTYPES or not flash_mla.has_legacy():
+        return None
+    fp8 = kv_dtype == torch.float8_e4m3fn
+    lens = seq_lens.clamp_min(1) if fp8 else seq_lens
+    rows = queries_per_seq * num_heads
+    tiles, splits = flash_mla.get_mla_decoding_metadata(
+        lens, rows, 1, None if fp8 else num_heads, is_fp8_kvcache=fp8, use_legacy=True
+    )
+    return Plan(lens, FlashMLASchedMeta(tile_scheduler_metadata=tiles, num_splits=splits))
+
+
+def mla_decode(
+    q: Tensor,
+    kv: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    kv_lora_rank: int,
+    plan: Plan | None = None,
+) -> tuple[Tensor, Tensor]:
+    if not _takes(q, kv, kv_lora_rank):
+        return ours.mla_decode(q, kv, page_table, seq_lens, scale, kv_lora_rank)
+    plan = plan or schedule(seq_lens, q.shape[1], q.shape[2], kv.dtype)
+    if plan is None:
+        return ours.mla_decode(q, kv, page_table, seq_lens, scale, kv_lora_rank)
+    import flash_mla
+
+    fp8 = kv.dtype == torch.float8_e4m3fn
+    one = _one(q.device) if fp8 else None
+    out, lse = flash_mla.flash_mla_with_kvcache(
+        to_e4m3(q) if fp8 else q,
+        kv.unsqueeze(2),
+        page_table,
+        plan.seq_lens,
+        kv_lora_rank,
+        plan.metadata,
+        softmax_scale=scale,
+        causal=True,
+        is_fp8_kvcache=fp8,
+        use_legacy=True,
+        descale_q=one,
+        descale_k=one,
+    )
+    return out, lse.transpose(1, 2)  # [B, H, S] there
+
+
+def _takes(q: Tensor, kv: Tensor, kv_lora_rank: int) -> bool:
+    shapes = q.shape[3] == ROW and kv_lora_rank == LATENT and kv.shape[1] == PAGE
+    dtypes = q.dtype == torch.bfloat16 and kv.dtype in KV_DTYPES
+    aligned = kv.stride(0) * kv.itemsize % 16 == 0 and kv.data_ptr() % 16 == 0  # as its copies are
+    return shapes and dtypes and aligned and kv.stride()[1:] == (ROW, 1)
+
+
+@functools.cache
+def _one(device: torch.device) -> Tensor:
+    return torch.ones(1, device=device)

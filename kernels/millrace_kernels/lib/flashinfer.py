@@ -1,0 +1,153 @@
+"""FlashInfer's ragged prefill (FlashAttention 3, sm90): heads of 192 for q and k and of 128 for v, BF16, any strides but
+the last. Queries without keys get out 0 and lse -inf there too; its lse is in base 2.
+
+A plan is made on the host in a pinned buffer and copied asynchronously. So a wrapper, which owns the buffer, serves one
+plan at a time and is planned again only when that copy is over: the GPU may be a step behind.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import weakref
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from millrace_kernels.triton import mla_prefill as ours
+
+QK_DIM, V_DIM, QUERIES_PER_TILE = 192, 128, 128
+LEAST_WORKSPACE = 1 << 20
+LN_2 = math.log(2.0)
+
+log = logging.getLogger(__name__)
+
+
+class Plan:
+    """Made at its first use, when the scale is known; its wrapper goes back when nobody holds the plan any more."""
+
+    def __init__(
+        self, q_lens: Sequence[int], k_lens: Sequence[int], num_heads: int, causal: bool, device: torch.device
+    ) -> None:
+        self.q_lens, self.k_lens = tuple(q_lens), tuple(k_lens)
+        self.num_heads, self.causal, self.device = num_heads, causal, device
+        self._slot: _Slot | None = None
+        self._scale = math.nan
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor, lse: Tensor) -> None:
+        """Tensors without rows past the sum of the lengths."""
+        if self._slot is None:
+            free = _free_slots(self.device)
+            self._slot = _take(free, self.device, self._work_bytes())
+            weakref.finalize(self, free.append, self._slot)
+        if self._scale != scale:
+            self._slot.plan(self, scale)
+            self._scale = scale
+        self._slot.wrapper.run(q, k, v, out=out, lse=lse, return_lse=True)
+
+    def _work_bytes(self) -> int:
+        """Of the list of tiles, seven integers each, and of the list of multiprocessors."""
+        tiles = sum(-(-n // QUERIES_PER_TILE) for n in self.q_lens)
+        return 7 * 4 * tiles * self.num_heads + 4096
+
+
+class _Slot:
+    def __init__(self, device: torch.device, size: int) -> None:
+        from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
+
+        self.size = size
+        unused = _unused_workspace(device)  # FlashAttention 3 splits no keys
+        self.wrapper = BatchPrefillWithRaggedKVCacheWrapper(unused, "NHD", backend="fa3")
+        self.wrapper.reset_workspace_buffer(unused, torch.empty(size, dtype=torch.uint8, device=device))
+        self.copied = torch.cuda.Event()
+
+    def plan(self, plan: Plan, scale: float) -> None:
+        self.copied.synchronize()
+        self.wrapper.plan(
+            _starts(plan.q_lens),
+            _starts(plan.k_lens),
+            plan.num_heads,
+            plan.num_heads,
+            QK_DIM,
+            V_DIM,
+            causal=plan.causal,
+            sm_scale=scale,
+            q_data_type=torch.bfloat16,
+            kv_data_type=torch.bfloat16,
+        )
+        self.copied.record()
+
+
+def schedule(
+    q_lens: Sequence[int],
+    k_lens: Sequence[int],
+    num_heads: int,
+    qk_head_dim: int,
+    v_head_dim: int,
+    causal: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Plan | None:
+    taken = (qk_head_dim, v_head_dim, dtype) == (QK_DIM, V_DIM, torch.bfloat16)
+    if not taken or not sum(q_lens) or not sum(k_lens) or not _works(device):
+        return None
+    return Plan(q_lens, k_lens, num_heads, causal, device)
+
+
+def mla_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_lens: Sequence[int],
+    k_lens: Sequence[int],
+    scale: float,
+    causal: bool,
+    plan: Plan | None = None,
+) -> tuple[Tensor, Tensor]:
+    plan = plan or schedule(q_lens, k_lens, q.shape[1], q.shape[2], v.shape[2], causal, q.device, q.dtype)
+    if plan is None:
+        return ours.mla_prefill(q, k, v, q_lens, k_lens, scale, causal)
+    queries, keys = sum(q_lens), sum(k_lens)
+    out, lse = ours.outputs(q, v, queries)
+    plan.run(q[:queries], k[:keys], v[:keys], scale, out[:queries], lse[:queries])
+    lse[:queries].mul_(LN_2)
+    return out, lse
+
+
+@functools.cache
+def _works(device: torch.device) -> bool:
+    """Its kernels are compiled at their first use, which needs a compiler and a minute, or a cache."""
+    try:
+        q, v = (torch.zeros(1, 1, dim, dtype=torch.bfloat16, device=device) for dim in (QK_DIM, V_DIM))
+        out, lse = ours.outputs(q, v, 1)
+        Plan((1,), (1,), 1, True, device).run(q, q, v, 1.0, out, lse)
+    except Exception as error:  # a compiler may fail in any way
+        log.warning("flashinfer cannot be used, the next best runs: %s: %s", type(error).__name__, error)
+        return False
+    return True
+
+
+@functools.cache
+def _free_slots(device: torch.device) -> list[_Slot]:
+    return []
+
+
+def _take(free: list[_Slot], device: torch.device, size: int) -> _Slot:
+    for index, slot in enumerate(free):
+        if slot.size >= size and slot.copied.query():
+            return free.pop(index)
+    return _Slot(device, max(LEAST_WORKSPACE, 1 << size.bit_length()))
+
+
+@functools.cache
+def _unused_workspace(device: torch.device) -> Tensor:
+    return torch.empty(LEAST_WORKSPACE, dtype=torch.uint8, device=device)
+
+
+def _starts(lens: Sequence[int]) -> Tensor:
+    """int32 [B+1] in memory from which it travels without a synchronisation"""
+    return torch.tensor(tuple(accumulate(lens, initial=0)), dtype=torch.int32).pin_memory()

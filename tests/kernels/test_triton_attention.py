@@ -1,0 +1,137 @@
+"""Attention's Triton kernels against the references, on a CPU through Triton's interpreter."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from millrace_kernels.backend import SMALL_TOKENS
+from millrace_kernels.testing import attention
+from millrace_kernels.testing.attention import Draw
+from millrace_kernels.testing.cases import DECODE_CASES, PREFILL_CASES, DecodeCase, PrefillCase
+from millrace_kernels.testing.compare import assert_like_reference
+from millrace_kernels.testing.numeric import ATTENTION_TOLERANCE, OP_TOLERANCE
+from millrace_kernels.triton import mla_decode
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU test_gpu_attention.py runs the kernels")
+
+E4M3 = torch.float8_e4m3fn
+HEADS = 3  # no power of two
+EXACT = OP_TOLERANCE | {E4M3: 0.0}
+by_name = {"ids": lambda case: case.name}
+
+
+def check(
+    op: str,
+    target: str,
+    make: Callable[..., Any],
+    *shape: Any,
+    tolerances: dict[torch.dtype, float] = EXACT,
+    dtype: torch.dtype = torch.float32,
+    changed: tuple[str, ...] = (),
+) -> None:
+    """make(Draw, *shape) are the op's inputs."""
+
+    def inputs() -> dict[str, Any]:
+        return make(Draw(dtype=dtype), *shape)
+
+    assert_like_reference(op, f"millrace_kernels.triton.{target}", inputs, tolerances, changed)
+
+
+@pytest.mark.parametrize("heads", [None, 1, 2, 20])
+@pytest.mark.parametrize("num", [0, 1, 3])
+def test_rope(num: int, heads: int | None) -> None:
+    check("rope.rope", "rope:rope", attention.rope, num, heads)
+
+
+@pytest.mark.parametrize("num", [0, 1, 7])
+def test_rope_q_leaves_the_other_columns(num: int) -> None:
+    check("mla_expand.rope_q", "mla_expand:rope_q", attention.rope_q, num, HEADS, changed=("q",))
+
+
+@pytest.mark.parametrize("num", [0, 1, SMALL_TOKENS, SMALL_TOKENS + 1])
+@pytest.mark.parametrize("q_width", [1536, 200])
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, E4M3])
+def test_mla_qkv_norm(num: int, q_width: int, kv_dtype: torch.dtype) -> None:
+    make = attention.mla_qkv_norm
+    tolerances = EXACT | {torch.bfloat16: 2**-8, E4M3: 2**-4}  # a tie that float32 turned
+    args = (num, q_width, True, kv_dtype)
+    check("mla_qkv.mla_qkv_norm", "mla_qkv:mla_qkv_norm", make, *args, tolerances=tolerances, changed=("kv",))
+
+
+def test_mla_qkv_norm_passes_q_through() -> None:
+    args = (SMALL_TOKENS + 1, 384, False, torch.float32)
+    check("mla_qkv.mla_qkv_norm", "mla_qkv:mla_qkv_norm", attention.mla_qkv_norm, *args, changed=("kv",))
+
+
+@pytest.mark.parametrize("target", ["absorb_q", "absorb_q_small"])
+@pytest.mark.parametrize("num", [0, 1, 7, SMALL_TOKENS])
+def test_absorb_q(target: str, num: int) -> None:
+    check("mla_absorb.absorb_q", f"mla_absorb:{target}", attention.absorb_q, num, HEADS)
+
+
+@pytest.mark.parametrize("num", [0, 1, 7, SMALL_TOKENS])
+def test_project_v(num: int) -> None:
+    check("mla_absorb.project_v", "mla_absorb:project_v_small", attention.project_v, num, HEADS)
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_few_tokens_fill_the_gpu_and_cover_all_columns(heads: int) -> None:
+    from millrace_kernels.triton.mla_absorb import PROGRAMS, _columns
+
+    for width, least in ((512, 32), (128, 16)):
+        block = _columns(heads, width, least)
+        assert width % block == 0 and block >= least
+        assert block == least or heads * width // block >= PROGRAMS
+
+
+@pytest.mark.parametrize("num", [0, 1, 7])
+def test_expand_kv(num: int) -> None:
+    check("mla_expand.expand_kv", "mla_expand:expand_kv", attention.expand_kv, num, HEADS)
+
+
+@pytest.mark.parametrize("num", [0, 1, 7])
+def test_merge_state(num: int) -> None:
+    check("merge_state.merge_state", "merge_state:merge_state", attention.merge_state, num, HEADS)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, E4M3])
+@pytest.mark.parametrize(
+    ("starts", "lens"),
+    [((), ()), ((0, 64, 0), (65, 0, 3)), ((64, 0, 128), (36, 129, 1)), ((0, 0, 0), (0, 0, 0))],
+)
+def test_kv_gather(starts: tuple[int, ...], lens: tuple[int, ...], kv_dtype: torch.dtype) -> None:
+    check("kv_gather.kv_gather", "kv_gather:kv_gather", attention.kv_gather, starts, lens, kv_dtype)
+
+
+@pytest.mark.parametrize("case", PREFILL_CASES, **by_name)
+@pytest.mark.parametrize("causal", [True, False])
+def test_mla_prefill(case: PrefillCase, causal: bool) -> None:
+    args = (case.q_lens, case.q_lens if causal else case.prefix_lens, 1, causal)
+    name = "mla_prefill.mla_prefill"
+    check(name, "mla_prefill:mla_prefill", attention.mla_prefill, *args, tolerances=ATTENTION_TOLERANCE)
+
+
+@pytest.mark.parametrize("programs", [1, 12], ids=["whole", "split"])
+@pytest.mark.parametrize("case", DECODE_CASES, **by_name)
+def test_mla_decode(case: DecodeCase, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mla_decode, "PROGRAMS", programs)
+    make = functools.partial(attention.mla_decode, kv_dtype=torch.float32)
+    args = (case.seq_lens, case.num_queries, HEADS)
+    check("mla_decode.mla_decode", "mla_decode:mla_decode", make, *args, tolerances=ATTENTION_TOLERANCE)
+
+
+def test_mla_decode_over_an_fp8_pool() -> None:
+    args = ((70, 0, 5), 2, HEADS, E4M3)
+    check("mla_decode.mla_decode", "mla_decode:mla_decode", attention.mla_decode, *args, tolerances=ATTENTION_TOLERANCE)
+
+
+def test_the_query_is_cast_to_e4m3_with_saturation() -> None:
+    from millrace_kernels.triton.e4m3 import to_e4m3
+
+    x = torch.tensor([[0.0, 1.0, -1.06, 447.0, 449.0], [-1e6, 1e-4, 31.7, -3.0, 0.07]], dtype=torch.bfloat16)
+    assert torch.equal(to_e4m3(x).float(), x.clamp(-448, 448).to(E4M3).float())
+    assert to_e4m3(x[:0]).shape == (0, 5)
