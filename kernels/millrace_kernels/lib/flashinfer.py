@@ -1,5 +1,5 @@
-"""FlashInfer's ragged prefill (FlashAttention 3, sm90): heads of 192 for q and k and of 128 for v, BF16, any strides but
-the last. Queries without keys get out 0 and lse -inf there too; its lse is in base 2.
+"""FlashInfer's ragged prefill (FlashAttention 3, sm90): heads of 192 for q and k and of 128 for v, BF16, any
+strides but the last. Queries without keys get out 0 and lse -inf there too; its lse is in base 2.
 
 A plan is made on the host in a pinned buffer and copied asynchronously. So a wrapper, which owns the buffer, serves one
 plan at a time and is planned again only when that copy is over: the GPU may be a step behind.
@@ -13,7 +13,6 @@ import math
 import weakref
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor

@@ -82,7 +82,7 @@ def rope(draw: Draw, num: int, heads: int | None) -> Inputs:
 
 def merge_state(draw: Draw, num: int, heads: int) -> Inputs:
     """Of four neighbouring tokens one lacks side a, one side b, one both."""
-    sides = {}
+    sides: Inputs = {}
     for name, missing in (("a", (1, 3)), ("b", (2, 3))):
         out, lse = draw(num, heads, VALUE), 5 * draw(num, heads, dtype=torch.float32)
         for first in missing:
