@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from millrace_cli import access
 from millrace_cli.errors import CommandError
 
 app = typer.Typer(
@@ -107,6 +108,10 @@ def generate(
     seed: Annotated[int | None, typer.Option(min=0, max=2**64 - 1, help="Makes sampling reproducible.")] = None,
     chat: Annotated[bool, typer.Option(help="Send the prompt as a chat message, or as it is.")] = True,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON line at the end instead.")] = False,
+    api_key: access.ApiKey = "",
+    ca: access.Ca = None,
+    cert: access.Cert = None,
+    key: access.Key = None,
 ) -> None:
     """Stream the answer to one prompt."""
     from millrace_cli import generate as command
@@ -116,17 +121,20 @@ def generate(
         request = command.request_of(text, chat, max_tokens, temperature, seed)
     except UnicodeEncodeError as error:
         raise CommandError(f"the prompt is not valid UTF-8: {error}", code=2) from error
-    asyncio.run(command.generate(address, request, json))
+    asyncio.run(command.generate(address, request, json, access.identity(ca, cert, key), api_key))
 
 
 @app.command()
 def workers(
     address: Annotated[str, typer.Option(help="The router's admin address.")] = "127.0.0.1:50052",
+    ca: access.Ca = None,
+    cert: access.Cert = None,
+    key: access.Key = None,
 ) -> None:
     """Show the workers that a router knows."""
     from millrace_cli.workers import show
 
-    asyncio.run(show(address))
+    asyncio.run(show(address, access.identity(ca, cert, key)))
 
 
 BENCHES = ("serving", "router", "policy", "transfer", "engine", "shard", "kernels")

@@ -11,6 +11,7 @@ import grpc
 from millrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from millrace_rpc.client import channel
 from millrace_rpc.errors import Reason, from_rpc_error
+from millrace_rpc.tls import Identity
 from rich.console import Console
 
 from millrace_cli.errors import CommandError
@@ -51,14 +52,21 @@ def request_of(
     return inference_pb2.GenerateRequest(prompt=wrapped, sampling=sampling)
 
 
-async def stream(address: str, request: inference_pb2.GenerateRequest, on_text: Callable[[str], None]) -> Answer:
+async def stream(
+    address: str,
+    request: inference_pb2.GenerateRequest,
+    on_text: Callable[[str], None],
+    identity: Identity | None = None,
+    api_key: str = "",
+) -> Answer:
     """Run one request; `on_text` gets every piece of text as it arrives. CommandError for whatever goes wrong."""
+    metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
     answer = Answer()
     begin = time.perf_counter()
     try:
-        async with channel(address) as ch:
+        async with channel(address, identity) as ch:
             responses: AsyncIterator[inference_pb2.GenerateResponse]
-            responses = inference_pb2_grpc.InferenceStub(ch).Generate(request)
+            responses = inference_pb2_grpc.InferenceStub(ch).Generate(request, metadata=metadata)
             async for response in responses:
                 now = time.perf_counter() - begin
                 answer.ttft_s = answer.ttft_s or (now if response.token_ids else 0.0)
@@ -91,10 +99,14 @@ def explain(error: grpc.RpcError, address: str) -> CommandError:
     return CommandError(str(failure))
 
 
-async def generate(address: str, request: inference_pb2.GenerateRequest, as_json: bool) -> None:
+async def generate(
+    address: str, request: inference_pb2.GenerateRequest, as_json: bool, identity: Identity | None, api_key: str
+) -> None:
     """Print the text while it comes and a summary on stderr, or one JSON line at the end."""
     out = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
-    answer = await stream(address, request, lambda text: None if as_json else out.print(text, end=""))
+    answer = await stream(
+        address, request, lambda text: None if as_json else out.print(text, end=""), identity, api_key
+    )
     if as_json:
         out.print(answer.as_json())
     else:

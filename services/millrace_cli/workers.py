@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 
 from millrace.v1 import admin_pb2, worker_pb2
+from millrace_rpc.tls import Identity
 from rich.console import Console
 from rich.table import Table
 
@@ -33,8 +34,8 @@ def row(worker: admin_pb2.WorkerStatus) -> list[str]:
     ]
 
 
-async def show(admin_address: str) -> None:
-    workers = await probe.workers(admin_address)
+async def show(admin_address: str, identity: Identity | None = None) -> None:
+    workers = await probe.workers(admin_address, identity)
     if workers is None:
         raise CommandError(f"no router's admin service answers at {admin_address}; give --address")
     table = Table(*COLUMNS, box=None, pad_edge=False)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import ssl
+import sys
 import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -77,11 +80,12 @@ async def test_a_token_through_mutual_tls_with_a_key_and_a_trace(
     await _only_those_who_are_known(cluster, client, tmp_path)
     await _over_https(cluster, client.tls)
     await _the_tree_of_spans(collector)
+    await _from_the_command_line(cluster, client.tls)
     ports = cluster.processes["router"].announced() or {}
     metrics = urllib.request.urlopen(f"http://127.0.0.1:{ports['metrics']}/metrics", timeout=10).read().decode()
-    assert 'millrace_tenant_requests_total{status="ok",tenant="team-a"} 2.0' in metrics
+    assert 'millrace_tenant_requests_total{status="ok",tenant="team-a"} 3.0' in metrics
     for stage in ("queue", "route", "prefill", "kv_transfer", "first_token", "decode", "total"):
-        assert f'millrace_stage_seconds_count{{stage="{stage}"}} 2.0' in metrics
+        assert f'millrace_stage_seconds_count{{stage="{stage}"}} 3.0' in metrics
     logs = [process.log_path.read_text() for process in cluster.processes.values()]
     assert all(logs) and not any(SECRET in log or "BEGIN" in log for log in logs)
 
@@ -117,6 +121,20 @@ async def _over_https(cluster: LocalCluster, tls: Tls) -> None:
         body["model"] = (await known.get("/v1/models")).json()["data"][0]["id"]
         answer = await known.post("/v1/completions", json=body)
         assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 3
+
+
+async def _from_the_command_line(cluster: LocalCluster, tls: Tls) -> None:
+    """The key comes in the environment."""
+    options = [item for key in ("ca", "cert", "key") for item in (f"--tls-{key}", str(getattr(tls, key)))]
+    for command in (["generate", "hello", "--max-tokens", "2", "--json"], ["workers"]):
+        address = cluster.admin_address if command == ["workers"] else cluster.grpc_address
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "millrace_cli", *command, "--address", address, *options),
+            env={**os.environ, "MILLRACE_API_KEY": SECRET, "PYTHONPATH": os.pathsep.join(sys.path)},
+            stdout=asyncio.subprocess.PIPE,
+        )
+        output, _ = await asyncio.wait_for(process.communicate(), 60)
+        assert process.returncode == 0 and output
 
 
 async def _the_tree_of_spans(collector: Collector) -> None:

@@ -1,0 +1,30 @@
+"""What a command needs to be let in: the options of a router with TLS or API keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from millrace_cli.errors import CommandError
+
+if TYPE_CHECKING:
+    from millrace_rpc.tls import Identity
+
+Ca = Annotated[Path | None, typer.Option("--tls-ca", help="Use TLS; who signed the router's certificate.")]
+Cert = Annotated[Path | None, typer.Option("--tls-cert", help="Our certificate, for mTLS.")]
+Key = Annotated[Path | None, typer.Option("--tls-key", help="Its private key.")]
+ApiKey = Annotated[str, typer.Option(envvar="MILLRACE_API_KEY", help="Better in the environment than here.")]
+
+
+def identity(ca: Path | None, cert: Path | None, key: Path | None) -> Identity | None:
+    """None: plain."""
+    if ca is None and cert is None and key is None:
+        return None
+    from millrace_rpc.tls import Identity, Tls
+
+    try:
+        return Identity(Tls(ca=ca, cert=cert, key=key))
+    except (OSError, ValueError) as error:
+        raise CommandError(str(error), code=2) from error
