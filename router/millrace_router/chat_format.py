@@ -18,7 +18,7 @@ import jinja2.meta
 from millrace_router.markers import CALL, CALL_END, CALL_SEP, CALLS, CALLS_END, THINK_END
 from millrace_router.tool_calls import FENCE, KIND
 
-MAX_SPACES = 20  # in a row, of arguments that a grammar writes
+MAX_SPACES = 8  # in a row, of arguments that a grammar writes
 
 
 class Style(enum.Enum):
@@ -39,7 +39,7 @@ class ChatFormat:
         if CALLS in tokens or CALLS in template:
             style = Style.V3 if f"{FENCE}json" in template else Style.V31
         named = jinja2.meta.find_undeclared_variables(jinja2.Environment(extensions=EXTENSIONS).parse(template))
-        return cls(style, "tools" in named, THINK_END in tokens or THINK_END in template)
+        return cls(style, "tools" in named, THINK_END in tokens)
 
 
 EXTENSIONS = ["jinja2.ext.loopcontrols"]

@@ -13,9 +13,10 @@ from millrace_rpc.errors import MillraceError, Reason
 from millrace_rpc.log import request_id
 
 from millrace_router import validate
+from millrace_router.ask import Ask, Chat, Message, Prompt
 from millrace_router.inference import Inference
 from millrace_router.stream import Delta, gone
-from millrace_router.validate import NUMBERS, Ask, Message, Prompt
+from millrace_router.validate import NUMBERS
 
 SERVICE = "millrace.v1.Inference"
 
@@ -116,6 +117,7 @@ def to_ask(request: pb.GenerateRequest, timeout_s: float | None) -> Ask:
         logit_bias=dict(sampling.logit_bias),
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=sampling.ignore_eos,
+        grammar=sampling.grammar if sampling.HasField("grammar") else None,
         stop=list(request.stop),
         n=request.n if request.HasField("n") else 1,
         priority=request.priority,
@@ -131,7 +133,7 @@ def _prompt(prompt: pb.Prompt) -> Prompt | None:
         case "text":
             return prompt.text
         case "chat":
-            return tuple(Message(message.role, message.content) for message in prompt.chat.messages)
+            return Chat(tuple(Message(message.role, message.content) for message in prompt.chat.messages))
         case "token_ids":
             return list(prompt.token_ids.ids)
     return None

@@ -25,7 +25,7 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     """Unknown paths and methods, in the same shape."""
     assert isinstance(error, HTTPException)
     body = MillraceError(Reason.NOT_FOUND, f"{request.method} {request.url.path}: {error.detail}").http_body()
-    return json_answer(body, error.status_code)
+    return json_answer(body, error.status_code, dict(error.headers or {}))
 
 
 def encode_error(error: MillraceError) -> bytes:

@@ -18,13 +18,13 @@ from millrace_rpc.errors import MillraceError
 from millrace_rpc.tracing import Attributes
 
 from millrace_router import validate
+from millrace_router.ask import Ask, Chat, Prompt
 from millrace_router.generation import Backend, Generation, Job
 from millrace_router.metrics import observe_generation
 from millrace_router.spans import ContinuationSpans, RequestSpans
 from millrace_router.stream import Continuation, Stream, Text
 from millrace_router.tenants import Tenant, caller
 from millrace_router.tokenizer import Tokenizer
-from millrace_router.validate import Ask, Prompt
 
 LAST_WORDS_S = 1.0  # for clients to read the error of a stream that was cut off
 
@@ -34,6 +34,7 @@ class Answer:
     request_id: str
     model: str
     prompt_tokens: int
+    thinking: bool  # the prompt ends inside the model's thoughts
     stream: Stream
 
 
@@ -81,7 +82,8 @@ class Inference:
         self._started(stream, len(token_ids))
         for continuation in stream.continuations:
             continuation.generation.start()
-        return Answer(request_id, self.model.model, len(token_ids), stream)
+        thinking = self.tokenizer.thinking(token_ids)
+        return Answer(request_id, self.model.model, len(token_ids), thinking, stream)
 
     async def _admit(self, ask: Ask, tenant: Tenant, received: float) -> tuple[list[int], common_pb2.SamplingParams]:
         """The prompt's tokens and the resolved parameters of a request that may begin. Raises MillraceError."""
@@ -92,6 +94,7 @@ class Inference:
         admission.check_room(ask.n, place)
         token_ids = await self.tokenize(ask.prompt, model)
         sampling = validate.fit(ask, len(token_ids), model)
+        self.tokenizer.behind_thoughts(sampling, token_ids)
         passed = asyncio.get_running_loop().time() - received
         admission.make_room(ask.n, place, len(token_ids), None if ask.timeout_s is None else ask.timeout_s - passed)
         tenant.check(time.monotonic())  # others came meanwhile
@@ -103,9 +106,12 @@ class Inference:
         assert prompt is not None
         if isinstance(prompt, list):
             return prompt
-        text = prompt if isinstance(prompt, str) else self.tokenizer.render([m._asdict() for m in prompt])
+        text = prompt if isinstance(prompt, str) else self._render(prompt)
         validate.check_text_length(text, self.tokenizer.longest_token, model)
         return await self.tokenizer.encode(text, add_bos=isinstance(prompt, str))
+
+    def _render(self, chat: Chat) -> str:
+        return self.tokenizer.render([turn.as_json() for turn in chat.messages], chat.tools, chat.arguments)
 
     async def drain(self, grace_s: float, error: MillraceError) -> None:
         """Refuse new requests, wait for the running ones, then end those that are left with `error`. A client that does

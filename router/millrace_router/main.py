@@ -54,7 +54,7 @@ class Router:
         self.metrics = metrics
         self._gc = ProcessGc("router", metrics, config.gc_warn_s)
         backend = Backend(config, self.registry, self.admission, metrics, self.tracer)
-        self.inference = Inference(backend, Tokenizer.load(config.model))
+        self.inference = Inference(backend, Tokenizer.load(config.model, config.chat_template))
         self.ports: dict[str, int] = {}
         self._public = Server([grpc_service.SERVICE], [GrpcGuard(trust.keys)])
         self._admin = Server([admin.SERVICE])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,52 +10,105 @@ from typing import Any
 
 from millrace.v1 import common_pb2
 
+from millrace_router import openai_objects as objects
 from millrace_router.inference import Answer
+from millrace_router.said import MessageParser, Said
 from millrace_router.stream import Delta
 from millrace_router.tokenizer import Tokenizer
+from millrace_router.tool_calls import CallDelta
 
-FINISH: dict[int, str] = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REASON_LENGTH: "length"}
+STOP, LENGTH, TOOL_CALLS = "stop", "length", "tool_calls"
+FINISH: dict[int, str] = {common_pb2.FINISH_REASON_STOP: STOP, common_pb2.FINISH_REASON_LENGTH: LENGTH}
+
+
+@dataclass(slots=True)
+class Choice:
+    """One continuation so far."""
+
+    parser: MessageParser | None  # of chat
+    thinking: bool
+    tokens: int = 0
+    reasoning_tokens: int = 0
+    characters: int = 0  # of its tokens' texts, for text_offset
+    called: bool = False
 
 
 @dataclass(slots=True)
 class Shape:
-    """One answer on its way out. `delta` counts usage; the objects are plain JSON values."""
+    """One answer on its way out. Reading a delta also counts usage; the objects are plain JSON values."""
 
     chat: bool
     answer: Answer
     tokenizer: Tokenizer
     logprobs: bool
+    tools: bool = False  # calls may come
     created: int = field(default_factory=lambda: int(time.time()))
-    completion_tokens: dict[int, int] = field(default_factory=dict)  # by continuation
-    offsets: dict[int, int] = field(default_factory=dict)  # characters of a continuation's tokens so far
+    choices: dict[int, Choice] = field(default_factory=dict)  # by continuation
     cached_tokens: int = 0
 
     def chunk(self, delta: Delta) -> dict[str, Any]:
-        self._count(delta)
-        choice: dict[str, Any] = {"index": delta.index, "finish_reason": FINISH.get(delta.finish_reason)}
-        choice["logprobs"] = self._logprobs(delta.index, delta.logprobs)
+        choice = self._choice(delta)
+        facts: dict[str, Any] = {"index": delta.index, "finish_reason": None, "logprobs": None}
+        if self.logprobs:
+            facts["logprobs"] = self._logprobs(choice, delta.logprobs)
         if self.chat:
-            role = {"role": "assistant"} if delta.first else {}
-            choice["delta"] = role | ({"content": delta.text} if delta.text or delta.first else {})
+            said = self._read(choice, delta)
+            facts["delta"] = _delta(said, delta.first)
         else:
-            choice["text"] = delta.text
-        return self._envelope([choice], ".chunk")
+            facts["text"] = delta.text
+        facts["finish_reason"] = _finish(choice, delta.finish_reason)
+        return self._envelope([facts], ".chunk")
 
     def usage_chunk(self) -> dict[str, Any]:
         return self._envelope([], ".chunk") | {"usage": self._usage()}
 
     def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        choices = []
+        found = []
         for index in sorted({delta.index for delta in deltas}):
             mine = [delta for delta in deltas if delta.index == index]
-            for delta in mine:
-                self._count(delta)
-            text = "".join(delta.text for delta in mine)
-            logprobs = self._logprobs(index, [entry for delta in mine for entry in delta.logprobs])
-            choice = {"index": index, "finish_reason": FINISH.get(mine[-1].finish_reason), "logprobs": logprobs}
-            said = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
-            choices.append(choice | said)
-        return self._envelope(choices) | {"usage": self._usage()}
+            said = self._message(mine) if self.chat else {"text": "".join(delta.text for delta in mine)}
+            choice = self._choice(mine[-1])
+            entries = [entry for delta in mine for entry in delta.logprobs]
+            logprobs = self._logprobs(choice, entries) if self.logprobs else None
+            finish = _finish(choice, mine[-1].finish_reason)
+            found.append({"index": index, "finish_reason": finish, "logprobs": logprobs} | said)
+        return self._envelope(found) | {"usage": self._usage()}
+
+    def _choice(self, delta: Delta) -> Choice:
+        choice = self.choices.get(delta.index)
+        if choice is None:
+            form, thinking = self.tokenizer.format, self.answer.thinking
+            parser = MessageParser(reasons=form.reasons, thinking=thinking, tools=self.tools) if self.chat else None
+            choice = self.choices[delta.index] = Choice(parser, thinking and form.reasons)
+        self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
+        choice.tokens = delta.completion_tokens
+        return choice
+
+    def _read(self, choice: Choice, delta: Delta) -> Said:
+        assert choice.parser is not None
+        said = choice.parser.push(delta.text, last=bool(delta.finish_reason))
+        choice.called = choice.called or bool(said.calls)
+        if choice.thinking or said.thoughts:
+            ended = self.tokenizer.thoughts_end(delta.token_ids)
+            choice.reasoning_tokens += len(delta.token_ids) if ended is None else ended
+            choice.thinking = ended is None
+        return said
+
+    def _message(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        """All that was said, in one. A message without text has null there if it has calls."""
+        thoughts, text, calls = "", "", dict[int, CallDelta]()
+        for delta in deltas:
+            said = self._read(self._choice(delta), delta)
+            thoughts, text = thoughts + said.thoughts, text + said.text
+            for call in said.calls:
+                before = calls.get(call.index, CallDelta(call.index, "", ""))
+                calls[call.index] = CallDelta(call.index, before.name or call.name, before.arguments + call.arguments)
+        message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+        if thoughts:
+            message["reasoning_content"] = thoughts
+        if calls:
+            message["tool_calls"] = [_call(call) for call in calls.values()]
+        return {"message": message}
 
     def _envelope(self, choices: list[dict[str, Any]], suffix: str = "") -> dict[str, Any]:
         prefix, kind = ("chatcmpl", "chat.completion" + suffix) if self.chat else ("cmpl", "text_completion")
@@ -66,42 +120,40 @@ class Shape:
             "choices": choices,
         }
 
-    def _count(self, delta: Delta) -> None:
-        self.completion_tokens[delta.index] = delta.completion_tokens
-        self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
-
-    def _usage(self) -> dict[str, Any]:
-        completion = sum(self.completion_tokens.values())
+    def _usage(self) -> objects.Usage:
+        completion = sum(choice.tokens for choice in self.choices.values())
+        reasoning = sum(choice.reasoning_tokens for choice in self.choices.values())
         return {
             "prompt_tokens": self.answer.prompt_tokens,
             "completion_tokens": completion,
             "total_tokens": self.answer.prompt_tokens + completion,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": reasoning},
         }
 
-    def _logprobs(self, index: int, entries: Sequence[common_pb2.TokenLogprobs]) -> dict[str, Any] | None:
-        if not self.logprobs:
-            return None
-        return self._chat_logprobs(entries) if self.chat else self._completion_logprobs(index, entries)
+    def _logprobs(
+        self, choice: Choice, entries: Sequence[common_pb2.TokenLogprobs]
+    ) -> objects.ChatLogprobs | objects.CompletionLogprobs:
+        return self._chat_logprobs(entries) if self.chat else self._completion_logprobs(choice, entries)
 
-    def _chat_logprobs(self, entries: Sequence[common_pb2.TokenLogprobs]) -> dict[str, Any]:
-        content = [
-            self._alternative(entry.sampled) | {"top_logprobs": [self._alternative(top) for top in entry.top]}
+    def _chat_logprobs(self, entries: Sequence[common_pb2.TokenLogprobs]) -> objects.ChatLogprobs:
+        content: list[objects.TokenEntry] = [
+            {**self._alternative(entry.sampled), "top_logprobs": [self._alternative(top) for top in entry.top]}
             for entry in entries
         ]
         return {"content": content, "refusal": None}
 
-    def _alternative(self, entry: common_pb2.TokenLogprob) -> dict[str, Any]:
+    def _alternative(self, entry: common_pb2.TokenLogprob) -> objects.Alternative:
         data = self.tokenizer.token_bytes((entry.token_id,))
         return {"token": data.decode("utf-8", "replace"), "logprob": entry.logprob, "bytes": list(data)}
 
-    def _completion_logprobs(self, index: int, entries: Sequence[common_pb2.TokenLogprobs]) -> dict[str, Any]:
-        tokens = [self._text(entry.sampled) for entry in entries]
-        offsets, at = [], self.offsets.get(index, 0)
+    def _completion_logprobs(
+        self, choice: Choice, entries: Sequence[common_pb2.TokenLogprobs]
+    ) -> objects.CompletionLogprobs:
+        tokens, offsets = [self._text(entry.sampled) for entry in entries], []
         for token in tokens:
-            offsets.append(at)
-            at += len(token)
-        self.offsets[index] = at
+            offsets.append(choice.characters)
+            choice.characters += len(token)
         return {
             "tokens": tokens,
             "token_logprobs": [entry.sampled.logprob for entry in entries],
@@ -111,3 +163,36 @@ class Shape:
 
     def _text(self, entry: common_pb2.TokenLogprob) -> str:
         return self.tokenizer.decode((entry.token_id,), keep_special=True)
+
+
+def _finish(choice: Choice, reason: common_pb2.FinishReason) -> str | None:
+    finish = FINISH.get(reason)
+    return TOOL_CALLS if choice.called and finish == STOP else finish
+
+
+def _delta(said: Said, first: bool) -> objects.ChatDelta:
+    """What is empty is left out, but for the first delta's content."""
+    delta: objects.ChatDelta = {"role": "assistant", "content": ""} if first else {}
+    if said.text:
+        delta["content"] = said.text
+    if said.thoughts:
+        delta["reasoning_content"] = said.thoughts
+    if said.calls:
+        delta["tool_calls"] = [_call_chunk(call) for call in said.calls]
+    return delta
+
+
+def _call_chunk(call: CallDelta) -> objects.CallChunk:
+    if not call.name:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function: objects.FunctionDelta = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": _call_id(), "type": "function", "function": function}
+
+
+def _call(call: CallDelta) -> objects.ToolCallObject:
+    function: objects.FunctionCall = {"name": call.name, "arguments": call.arguments}
+    return {"id": _call_id(), "type": "function", "function": function}
+
+
+def _call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -12,23 +11,27 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
-from millrace_rpc.errors import MillraceError, Reason
+from millrace_rpc.errors import MillraceError
 from millrace_rpc.log import request_id
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from millrace_router import probes, validate
+from millrace_router import openai_objects as objects
+from millrace_router import openapi, probes, validate
+from millrace_router.http_answers import json_answer, on_error, on_http_exception
 from millrace_router.inference import Inference
 from millrace_router.openai_answers import Shape
-from millrace_router.openai_types import ChatRequest, CompletionRequest, parse
+from millrace_router.openai_chat import ChatRequest, in_format
+from millrace_router.openai_tokens import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
+from millrace_router.openai_types import CompletionRequest, parse
 from millrace_router.stream import Stream, gone
 
 
 def build(inference: Inference, before_scrape: Callable[[], None] | None) -> FastAPI:
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-    app.add_exception_handler(MillraceError, _on_error)
-    app.add_exception_handler(HTTPException, _on_http_exception)
-    started = int(time.time())
+    app.add_exception_handler(MillraceError, on_error)
+    app.add_exception_handler(HTTPException, on_http_exception)
+    limits, started, document = inference.backend.config.limits, int(time.time()), openapi.document()
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
@@ -40,8 +43,28 @@ def build(inference: Inference, before_scrape: Callable[[], None] | None) -> Fas
 
     @app.get("/v1/models")
     async def models() -> Response:
-        entry = {"id": inference.model.model, "object": "model", "created": started, "owned_by": "millrace"}
-        return _json({"object": "list", "data": [entry | {"max_model_len": inference.model.max_context}]})
+        model = inference.model
+        entry: objects.ModelObject = {
+            "id": model.model,
+            "object": "model",
+            "created": started,
+            "owned_by": "millrace",
+            "max_model_len": model.max_context,
+        }
+        answer: objects.ModelList = {"object": "list", "data": [entry] if model.model else []}
+        return json_answer(answer)
+
+    @app.post("/tokenize")
+    async def to_tokens(request: Request) -> Response:
+        return json_answer(await tokenize(inference, parse(TokenizeRequest, await _body(request, limits))))
+
+    @app.post("/detokenize")
+    async def to_text(request: Request) -> Response:
+        return json_answer(detokenize(inference, parse(DetokenizeRequest, await _body(request, limits))))
+
+    @app.get("/openapi.json")
+    async def describe() -> Response:
+        return json_answer(document)
 
     probes.add(app, inference.backend, before_scrape)
     return app
@@ -53,14 +76,16 @@ async def _generate(
     wanted = parse(kind, await _body(request, inference.backend.config.limits))
     name = request.headers.get("x-request-id", "")
     request_id.set(name)
-    ask = wanted.ask(name)
+    ask = in_format(wanted.ask(name), inference.tokenizer.format)
     if session_id := request.headers.get("x-session-id", ""):
         ask = replace(ask, session_id=session_id)
     answer = await inference.generate(ask, "http")
-    shape = Shape(kind is ChatRequest, answer, inference.tokenizer, "logprobs" in ask.numbers)
+    chat = isinstance(wanted, ChatRequest)
+    tools = isinstance(wanted, ChatRequest) and wanted.may_call
+    shape = Shape(chat, answer, inference.tokenizer, "logprobs" in ask.numbers, tools)
     headers = {"x-request-id": answer.request_id}
     if not wanted.stream:
-        return _json(shape.whole(await _collect(request, answer.stream)), headers=headers)
+        return json_answer(shape.whole(await _collect(request, answer.stream)), headers=headers)
     events = _events(shape, wanted.stream_options.include_usage)
     first = await _first(request, events, answer.stream)
     return _Sse(first, events, answer.stream, headers)
@@ -98,7 +123,7 @@ async def _events(shape: Shape, include_usage: bool) -> AsyncIterator[bytes]:
                 chunk["usage"] = None
             yield _event(chunk)
     except MillraceError as error:
-        if not shape.completion_tokens:
+        if not shape.choices:
             raise
         yield _event(error.http_body())
         return
@@ -142,20 +167,3 @@ async def _body(request: Request, limits: Any) -> bytes:
             body += piece
     validate.check_size(size, limits)
     return bytes(body)
-
-
-def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(value), status, headers, "application/json")
-
-
-async def _on_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, MillraceError)
-    headers = {"retry-after": str(math.ceil(error.retry_after_s))} if error.retry_after_s > 0 else None
-    return _json(error.http_body(), error.row.http, headers)
-
-
-async def _on_http_exception(request: Request, error: Exception) -> Response:
-    """Unknown paths and methods, in the same shape."""
-    assert isinstance(error, HTTPException)
-    body = MillraceError(Reason.NOT_FOUND, f"{request.method} {request.url.path}: {error.detail}").http_body()
-    return _json(body, error.status_code)

@@ -9,11 +9,24 @@ from __future__ import annotations
 import json
 from typing import Any, Literal, TypeVar
 
+from millrace.v1 import common_pb2
+from millrace_rpc import grammar_text
 from millrace_rpc.errors import MillraceError, Reason
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from millrace_router.validate import Ask, Message, Prompt
+from millrace_router.ask import Ask, Prompt
 
+UNSUPPORTED = {  # by name, with the reason or what to do instead
+    "audio": "only text is generated",
+    "best_of": "ask for n and choose",
+    "echo": "the prompt is not part of the answer",
+    "function_call": "use tool_choice",
+    "functions": "use tools",
+    "modalities": "only text is generated",
+    "prediction": "nothing is made faster by it",
+    "suffix": "the model continues a text, it does not fill one in",
+    "web_search_options": "the model has no network",
+}
 IGNORED = frozenset({"metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store"})
 _SAME_NAME = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
@@ -21,35 +34,46 @@ _SAME_NAME = (
 )  # fmt: skip
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     include_usage: bool = False
     include_obfuscation: Literal[False] = False
 
 
-class TextFormat(_Strict):
-    type: Literal["text"]
+class JsonSchema(Strict):
+    """`schema` absent: any JSON object. `strict` changes nothing: the output always satisfies the schema."""
+
+    name: str = ""
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
 
 
-class TextPart(_Strict):
-    type: Literal["text"]
-    text: str
+class ResponseFormat(Strict):
+    """`regex` is an extension: the pattern that the whole output matches."""
+
+    type: Literal["text", "json_object", "json_schema", "regex"] = "text"
+    json_schema: JsonSchema | None = None
+    regex: str | None = None
+
+    def grammar(self) -> common_pb2.Grammar | None:
+        for field in ("json_schema", "regex"):
+            if (getattr(self, field) is not None) is not (self.type == field):
+                needed = "is required" if self.type == field else "has no meaning"
+                raise invalid("response_format", f"response_format.{field} {needed} with type {self.type}")
+        if self.type == "text":
+            return None
+        if self.type == "regex":
+            return common_pb2.Grammar(regex=as_text("response_format", self.regex or ""))
+        schema = self.json_schema.schema_ if self.json_schema is not None else None
+        return common_pb2.Grammar(json_schema=json.dumps({"type": "object"} if schema is None else schema))
 
 
-class ChatTurn(_Strict):
-    role: str
-    content: str | list[TextPart]
-    name: str | None = None
-
-    def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-
-
-class _Request(_Strict):
-    """What both endpoints take. The fields after `stream_options` are extensions."""
+class Common(Strict):
+    """What both endpoints take. The fields after `response_format` are extensions."""
 
     model: str = ""  # empty: whichever is served
     temperature: float | None = None
@@ -64,6 +88,8 @@ class _Request(_Strict):
     stream: bool = False
     user: str = ""  # the session, unless the header x-session-id names one
     stream_options: StreamOptions = StreamOptions()
+    response_format: ResponseFormat = ResponseFormat()
+    guided_regex: str | None = None  # short for response_format of type regex
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -74,9 +100,10 @@ class _Request(_Strict):
     priority: int = 0
     timeout_s: float | None = None  # the deadline that gRPC clients set on the call
 
-    def _ask(self, prompt: Prompt, request_id: str, max_tokens: int | None, logprobs: int | None) -> Ask:
+    def as_ask(self, prompt: Prompt, request_id: str, max_tokens: int | None, logprobs: int | None) -> Ask:
         numbers = {name: getattr(self, name) for name in _SAME_NAME}
         numbers |= {"max_tokens": max_tokens, "logprobs": logprobs}
+        grammar, grammar_param = self._grammar()
         return Ask(
             model=self.model,
             prompt=prompt,
@@ -84,6 +111,8 @@ class _Request(_Strict):
             logit_bias={_token_id(key): value for key, value in self.logit_bias.items()},
             stop_token_ids=self.stop_token_ids,
             ignore_eos=self.ignore_eos,
+            grammar=grammar,
+            grammar_param=grammar_param,
             stop=[self.stop] if isinstance(self.stop, str) else self.stop or [],
             n=self.n,
             priority=self.priority,
@@ -93,40 +122,32 @@ class _Request(_Strict):
             timeout_s=self.timeout_s,
         )
 
-
-class ChatRequest(_Request):
-    messages: list[ChatTurn]
-    max_completion_tokens: int | None = None
-    logprobs: bool = False
-    top_logprobs: int | None = None
-    response_format: TextFormat = TextFormat(type="text")
-
-    def ask(self, request_id: str) -> Ask:
-        if self.top_logprobs is not None and not self.logprobs:
-            raise _invalid("top_logprobs", "top_logprobs needs logprobs to be true")
-        messages = tuple(Message(turn.role, turn.text()) for turn in self.messages)
-        max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return self._ask(messages, request_id, max_tokens, (self.top_logprobs or 0) if self.logprobs else None)
+    def _grammar(self) -> tuple[common_pb2.Grammar | None, str]:
+        grammar = self.response_format.grammar()
+        if self.guided_regex is None:
+            return grammar, "response_format"
+        if grammar is not None:
+            raise invalid("guided_regex", "guided_regex cannot be combined with response_format")
+        return common_pb2.Grammar(regex=as_text("guided_regex", self.guided_regex)), "guided_regex"
 
 
-class CompletionRequest(_Request):
+class CompletionRequest(Common):
     prompt: str | list[int] | list[str]
     logprobs: int | None = None
-    echo: Literal[False] = False
 
     def ask(self, request_id: str) -> Ask:
-        return self._ask(self._one_prompt(), request_id, self.max_tokens, self.logprobs)
+        return self.as_ask(self._one_prompt(), request_id, self.max_tokens, self.logprobs)
 
     def _one_prompt(self) -> str | list[int]:
         if isinstance(self.prompt, str):
             return self.prompt
         texts = [item for item in self.prompt if isinstance(item, str)]
         if len(texts) > 1:
-            raise _invalid("prompt", f"prompt must be one prompt, not a list of {len(texts)}")
+            raise invalid("prompt", f"prompt must be one prompt, not a list of {len(texts)}")
         return texts[0] if texts else [item for item in self.prompt if isinstance(item, int)]
 
 
-R = TypeVar("R", bound=_Request)
+R = TypeVar("R", bound=Strict)
 
 
 def parse(model: type[R], body: bytes) -> R:
@@ -141,6 +162,12 @@ def parse(model: type[R], body: bytes) -> R:
         raise MillraceError(Reason.INVALID_ARGUMENT, "the body must be a JSON object")
     if isinstance(values.get("prompt"), list) and len(values["prompt"]) == 1 and isinstance(values["prompt"][0], list):
         values["prompt"] = values["prompt"][0]
+    for name, why in UNSUPPORTED.items():
+        if values.pop(name, None) not in (None, False):
+            raise invalid(name, f"{name} is not supported: {why}")
+    for name in ("tools", "response_format"):
+        if grammar_text.deeper_than(values.get(name), 2 * grammar_text.MAX_DEPTH):
+            raise invalid(name, f"{name} is nested more than {2 * grammar_text.MAX_DEPTH} deep")
     try:
         return model.model_validate({k: v for k, v in values.items() if v is not None and k not in IGNORED})
     except ValidationError as error:
@@ -152,18 +179,27 @@ def _explain(error: ValidationError) -> MillraceError:
     param = str(problem["loc"][0])
     where = ".".join(str(part) for part in problem["loc"] if not str(part).endswith("]"))
     if problem["type"] == "extra_forbidden":
-        return _invalid(param, f"unknown or unsupported field {where}")
+        return invalid(param, f"unknown or unsupported field {where}")
     if problem["type"] == "missing":
-        return _invalid(param, f"{where} is required")
-    return _invalid(param, f"{where}: {problem['msg']}")
+        return invalid(param, f"{where} is required")
+    return invalid(param, f"{where}: {problem['msg']}")
 
 
 def _token_id(key: str) -> int:
     try:
         return int(key)
     except ValueError:
-        raise _invalid("logit_bias", f"logit_bias: {key!r} is not a token id") from None
+        raise invalid("logit_bias", f"logit_bias: {key!r} is not a token id") from None
 
 
-def _invalid(param: str, message: str) -> MillraceError:
+def invalid(param: str, message: str) -> MillraceError:
     return MillraceError(Reason.INVALID_ARGUMENT, message, param=param)
+
+
+def as_text(param: str, text: str) -> str:
+    """JSON can spell lone surrogates, which protobuf refuses."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise invalid(param, f"{param} is not valid UTF-8") from None
+    return text

@@ -9,17 +9,22 @@ from __future__ import annotations
 import asyncio
 import codecs
 import json
+import types
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import jinja2
-import jinja2.ext
 import jinja2.sandbox
+from millrace.v1 import common_pb2
 from millrace_rpc.config import ConfigError
 from millrace_rpc.errors import MillraceError, Reason
 from tokenizers import Tokenizer as HfTokenizer
+
+from millrace_router import markers
+from millrace_router.chat_format import EXTENSIONS, ChatFormat, Tool, described
+from millrace_router.markers import THINK, THINK_END
 
 LONG_TEXT = 2_000  # characters from which on encoding leaves the event loop
 
@@ -37,17 +42,27 @@ class Tokenizer:
         self.eos = self._id("eos_token")
         self.longest_token = max(map(len, self._bytes), default=1)  # bytes
         self._template = _compile(chat_template) if chat_template else None
+        vocabulary = tokenizer.get_vocab()
+        self.format = ChatFormat.of(chat_template or "", vocabulary)
+        self._think_end = vocabulary.get(THINK_END)
+        for marker in markers.ALL:
+            if marker in vocabulary:  # whether or not it is a special token, parsers want to see it
+                self._shown[vocabulary[marker]] = marker.encode()
 
     @classmethod
-    def load(cls, folder: str | Path) -> Tokenizer:
-        """ConfigError for a folder that has no usable tokenizer."""
+    def load(cls, folder: str | Path, chat_template: str = "") -> Tokenizer:
+        """`chat_template`: a file to use instead of the folder's template. ConfigError for a folder that has no usable
+        tokenizer.
+        """
         folder = Path(folder)
         try:
             tokenizer = HfTokenizer.from_file(str(folder / "tokenizer.json"))
             config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
         except Exception as error:  # tokenizers raises bare Exception
             raise ConfigError(f"model: no usable tokenizer in {folder}: {error}") from error
-        file = folder / "chat_template.jinja"
+        file = Path(chat_template) if chat_template else folder / "chat_template.jinja"
+        if chat_template and not file.exists():
+            raise ConfigError(f"chat_template: there is no file {chat_template}")
         template = file.read_text(encoding="utf-8") if file.exists() else config.get("chat_template")
         return cls(tokenizer, config, template)
 
@@ -68,19 +83,53 @@ class Tokenizer:
         except IndexError:
             return b"".join([table[i] for i in ids if i < len(table)])
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The chat template's text, ready for the assistant's turn. INVALID_ARGUMENT when the template refuses."""
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Tool] = (),
+        arguments: Mapping[str, Any] = types.MappingProxyType({}),
+    ) -> str:
+        """The chat template's text, ready for the assistant's turn. INVALID_ARGUMENT when the template refuses.
+
+        Args:
+            arguments: of the template itself, for example `thinking` of DeepSeek V3.1.
+        """
         if self._template is None:
             raise MillraceError(Reason.INVALID_ARGUMENT, "the model has no chat template", param="messages")
+        messages = [{**turn, "role": "system"} if turn["role"] == "developer" else turn for turn in messages]
+        if tools and not self.format.takes_tools:
+            assert self.format.style is not None, "checked when the request came in"
+            messages = _with_system(messages, described(tools, self.format.style))
+        names = {name: text for name, text in self._names.items() if text is not None}
         try:
             return self._template.render(
+                {**arguments, **names},
                 messages=messages,
+                tools=[tool.as_json() for tool in tools] or None,
                 add_generation_prompt=True,
-                **{name: text for name, text in self._names.items() if text is not None},
             )
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             message = f"the chat template refused the messages: {error}"
             raise MillraceError(Reason.INVALID_ARGUMENT, message, param="messages") from error
+
+    def thinking(self, prompt: Sequence[int]) -> bool:
+        """Whether the output that follows the prompt begins inside the model's thoughts."""
+        return self.decode(prompt[-8:]).rstrip().endswith(THINK)  # <think> may be several tokens
+
+    def thoughts_end(self, ids: Sequence[int]) -> int | None:
+        """How many of these output ids belong to the thoughts that end among them, their end mark included; None: they
+        do not end here.
+        """
+        try:
+            return list(ids).index(self._think_end) + 1  # type: ignore[arg-type]
+        except ValueError:
+            return None
+
+    def behind_thoughts(self, sampling: common_pb2.SamplingParams, prompt: Sequence[int]) -> None:
+        """A grammar is for the answer: let it begin behind thoughts that the prompt has begun."""
+        given = not sampling.HasField("grammar") or sampling.grammar.HasField("after_token_id")
+        if not given and self._think_end is not None and self.thinking(prompt):
+            sampling.grammar.after_token_id = self._think_end
 
     def _encode(self, text: str, add_bos: bool) -> list[int]:
         ids = self._hf.encode(text, add_special_tokens=False).ids
@@ -134,6 +183,13 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
+def _with_system(messages: Sequence[Mapping[str, Any]], text: str) -> list[Mapping[str, Any]]:
+    """`text` at the end of the system message, or as one."""
+    first, rest = (messages[0], messages[1:]) if messages and messages[0]["role"] == "system" else (None, messages)
+    content = f"{first['content']}\n\n{text}" if first is not None else text
+    return [{"role": "system", "content": content}, *rest]
+
+
 def _content(token: Any) -> str | None:
     """tokenizer_config.json writes a token as its text or as an object with it."""
     return token.get("content") if isinstance(token, dict) else token
@@ -141,7 +197,7 @@ def _content(token: Any) -> str | None:
 
 def _compile(source: str) -> jinja2.Template:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=EXTENSIONS
     )
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)

@@ -6,46 +6,24 @@ and its limit. The order: what needs no tokens first (`check`), then, with the p
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from millrace.v1 import common_pb2, worker_pb2
+from millrace_rpc import grammar_text
 from millrace_rpc.errors import MillraceError, Reason
 
+from millrace_router.ask import Ask, Chat, Message, Prompt
+from millrace_router.chat_format import Tool
 from millrace_router.config import Limits
 
 U32, U64 = 2**32 - 1, 2**64 - 1
-ROLES = ("system", "user", "assistant")
-
-
-class Message(NamedTuple):
-    role: str
-    content: str
-
-
-Prompt = str | tuple[Message, ...] | list[int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """A request as the client made it, unchecked. `numbers`: the scalar fields of SamplingParams that were given."""
-
-    model: str
-    prompt: Prompt | None
-    numbers: Mapping[str, float] = field(default_factory=dict)
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    stop_token_ids: Sequence[int] = ()
-    ignore_eos: bool = False
-    stop: Sequence[str] = ()
-    n: int = 1
-    priority: int = 0
-    request_id: str = ""
-    session_id: str = ""  # requests with the same one begin alike
-    keep_special_tokens: bool = False
-    timeout_s: float | None = None  # until the client's deadline
+ROLES = ("system", "developer", "user", "assistant", "tool")
+TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class Range(NamedTuple):
@@ -80,6 +58,12 @@ LOGIT_BIAS = Range(-100, 100)
 def check(ask: Ask, model: worker_pb2.WorkerInfo, limits: Limits) -> None:
     check_model(ask.model, model)
     check_prompt(ask.prompt, model)
+    if isinstance(ask.prompt, Chat):
+        _check_tools(ask.prompt.tools, limits)
+        for argument in ask.prompt.arguments.items():
+            _check_text("chat_template_kwargs", "".join(map(str, argument)))
+    if ask.grammar is not None:
+        _check_grammar(ask, ask.grammar, model)
     for name, value in ask.numbers.items():
         _within(name, value, NUMBERS[name])
     _within("n", ask.n, Range(1, limits.n))
@@ -111,7 +95,7 @@ def check_prompt(prompt: Prompt | None, model: worker_pb2.WorkerInfo) -> None:
     elif isinstance(prompt, list):
         check_ids("prompt", prompt, model)
     else:
-        _check_messages(prompt)
+        _check_messages(prompt.messages)
 
 
 def check_ids(name: str, ids: Sequence[int], model: worker_pb2.WorkerInfo) -> None:
@@ -146,7 +130,11 @@ def fit(ask: Ask, prompt_tokens: int, model: worker_pb2.WorkerInfo) -> common_pb
         raise _invalid("min_tokens", f"must be at most max_tokens, which is {max_tokens}")
     numbers: dict[str, Any] = {"seed": secrets.randbits(64), **ask.numbers, "max_tokens": max_tokens}
     return common_pb2.SamplingParams(
-        **numbers, logit_bias=ask.logit_bias, stop_token_ids=ask.stop_token_ids, ignore_eos=ask.ignore_eos
+        **numbers,
+        logit_bias=ask.logit_bias,
+        stop_token_ids=ask.stop_token_ids,
+        ignore_eos=ask.ignore_eos,
+        grammar=ask.grammar,
     )
 
 
@@ -156,7 +144,38 @@ def _check_messages(messages: tuple[Message, ...]) -> None:
     for i, message in enumerate(messages):
         if message.role not in ROLES:
             raise _invalid("messages", f"[{i}].role must be one of {', '.join(ROLES)}, not {message.role!r}")
-        _check_text("messages", message.content)
+        for text in (message.content, message.tool_call_id, *(part for call in message.tool_calls for part in call)):
+            _check_text("messages", text)
+
+
+def _check_tools(tools: Sequence[Tool], limits: Limits) -> None:
+    if len(tools) > limits.tools:
+        raise _invalid("tools", f"must have at most {limits.tools} entries, not {len(tools)}")
+    names = set()
+    for i, tool in enumerate(tools):
+        if not TOOL_NAME.fullmatch(tool.name):
+            raise _invalid("tools", f"[{i}].function.name must be 1 to 64 letters, digits, _ or -, not {tool.name!r}")
+        if tool.name in names:
+            raise _invalid("tools", f"[{i}].function.name {tool.name!r} is there already")
+        names.add(tool.name)
+        _check_text("tools", tool.description)
+        _check_text("tools", json.dumps(tool.parameters, ensure_ascii=False))
+
+
+def _check_grammar(ask: Ask, grammar: common_pb2.Grammar, model: worker_pb2.WorkerInfo) -> None:
+    """What can be known without a compiler; the workers refuse the rest before any work."""
+    kind, param = grammar.WhichOneof("kind"), ask.grammar_param
+    if kind is None:
+        raise _invalid(param, "has no kind")
+    text = getattr(grammar, kind)
+    _check_text(param, text)
+    if problem := grammar_text.problem(kind, text):
+        raise _invalid(param, f"has a {kind} that cannot be used: {problem}")
+    if grammar.HasField("after_token_id"):
+        check_ids(param, [grammar.after_token_id], model)
+    for name, given in (("ignore_eos", ask.ignore_eos), ("min_tokens", ask.numbers.get("min_tokens", 0) > 0)):
+        if given:
+            raise _invalid(name, f"cannot be combined with {param}, which decides where the output may end")
 
 
 def _check_tokens(ask: Ask, model: worker_pb2.WorkerInfo, limits: Limits) -> None:

@@ -118,6 +118,7 @@ class FakeWorker(
 ):
     def __init__(self, role: int, credits: int = 64, layout: str = "layout-a", step_s: float = 0.0) -> None:
         self.role, self.credits, self.layout, self.step_s = role, credits, layout, step_s
+        self.context = CONTEXT
         self.epoch = secrets.token_hex(4)
         self.state = READY
         self.protocol = 1
@@ -184,7 +185,7 @@ class FakeWorker(
             role=self.role,
             state=self.state,
             model=MODEL,
-            max_context=CONTEXT,
+            max_context=self.context,
             vocab_size=VOCAB,
             layout=common_pb2.KvLayout(fingerprint=self.layout),
             replicas=1,

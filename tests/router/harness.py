@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,14 +19,16 @@ BOS, EOS, USER = "<｜begin｜>", "<｜end｜>", "<｜User｜>"
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ '<｜User｜>' if m.role == 'user' }}{{ m.content }}{% endfor %}"
 
 
-def write_tokenizer(folder: Path, template: str = TEMPLATE) -> Path:
-    """Byte-level: an id is a position in the sorted alphabet; two merges, "he" and "ll"; three special tokens."""
+def write_tokenizer(folder: Path, template: str = TEMPLATE, markers: Sequence[str] = ()) -> Path:
+    """Byte-level: an id is a position in the sorted alphabet; two merges, "he" and "ll"; three special tokens, and then
+    `markers`, which are special too.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {character: i for i, character in enumerate(alphabet)} | {"he": 256, "ll": 257}
     tokenizer = Tokenizer(models.BPE(vocab, [("h", "e"), ("l", "l")]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in (BOS, EOS, USER)])
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in (BOS, EOS, USER, *markers)])
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"bos_token": {"content": BOS}, "eos_token": EOS, "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))

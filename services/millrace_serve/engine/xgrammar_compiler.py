@@ -7,14 +7,14 @@ colons: where white space is free, a model can go on indenting until its tokens 
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+from millrace_rpc import grammar_text
 from tokenizers import Tokenizer
 
 from millrace_serve.engine.core import Grammar, GrammarKind
@@ -23,8 +23,6 @@ from millrace_serve.engine.grammar import GrammarError
 if TYPE_CHECKING:
     import xgrammar
 
-MAX_BYTES = 64 << 10  # of a grammar's text
-MAX_DEPTH = 64  # of nested JSON: the compiler's time grows with its cube, and it recurses
 ALL = np.int32(-1)  # 32 tokens that are allowed
 _WHERE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")  # time and line of xgrammar's source in front of its messages
 
@@ -45,7 +43,8 @@ class XgrammarCompiler:
         return self._no_stop
 
     def compile(self, grammar: Grammar) -> Callable[[], _Matcher]:
-        check_text(grammar)
+        if problem := grammar_text.problem(grammar.kind, grammar.text):
+            raise GrammarError(problem)
         compiler = self._load()
         try:
             compiled = _compile(compiler, grammar)
@@ -92,38 +91,6 @@ class _Matcher:
     def _fill(self) -> None:
         self._rows.fill(ALL)  # the library leaves a mask that restricts nothing as it is
         self._matcher.fill_next_token_bitmask(self._rows)
-
-
-def check_text(grammar: Grammar) -> None:
-    """What must not reach the compiler. Raises GrammarError."""
-    size = len(grammar.text.encode())
-    if not 1 <= size <= MAX_BYTES:
-        raise GrammarError(f"it has {size} bytes; 1 to {MAX_BYTES} are allowed")
-    if grammar.kind is GrammarKind.REGEX:
-        return
-    try:
-        value = json.loads(grammar.text)
-    except (ValueError, RecursionError) as error:
-        raise GrammarError(f"it is not valid JSON: {error}") from error
-    if not isinstance(value, dict | bool):
-        raise GrammarError("it must be a JSON object")
-    if _deeper_than(value, MAX_DEPTH):
-        raise GrammarError(f"it is nested more than {MAX_DEPTH} deep")
-
-
-def _deeper_than(value: Any, limit: int) -> bool:
-    level = [value]
-    for _ in range(limit + 1):
-        level = [child for item in level for child in _children(item)]
-        if not level:
-            return False
-    return True
-
-
-def _children(value: Any) -> Collection[Any]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()
 
 
 def _compile(compiler: xgrammar.GrammarCompiler, grammar: Grammar) -> xgrammar.CompiledGrammar:

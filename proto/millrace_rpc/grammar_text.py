@@ -1,0 +1,43 @@
+"""What a grammar's text must be before anything compiles it. The router refuses by it early; workers trust nobody."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from typing import Any
+
+REGEX = "regex"  # the kind of grammar that is no JSON
+MAX_BYTES = 64 << 10
+MAX_DEPTH = 64  # of nested JSON: a compiler's time grows with its cube, and it recurses
+
+
+def problem(kind: str, text: str) -> str:
+    """One sentence's rest about "it"; empty: nothing is wrong so far."""
+    size = len(text.encode(errors="replace"))
+    if not 1 <= size <= MAX_BYTES:
+        return f"it has {size} bytes; 1 to {MAX_BYTES} are allowed"
+    if kind == REGEX:
+        return ""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return f"it is not valid JSON: {error}"
+    if not isinstance(value, dict | bool):
+        return "it must be a JSON object"
+    return f"it is nested more than {MAX_DEPTH} deep" if deeper_than(value, MAX_DEPTH) else ""
+
+
+def deeper_than(value: Any, limit: int) -> bool:
+    """Whether JSON is nested more than `limit` deep."""
+    level = [value]
+    for _ in range(limit + 1):
+        level = [child for item in level for child in _children(item)]
+        if not level:
+            return False
+    return True
+
+
+def _children(value: Any) -> Collection[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
