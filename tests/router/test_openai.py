@@ -106,7 +106,9 @@ async def test_errors_become_the_clients_exceptions(pair: Cluster, client: opena
     with pytest.raises(openai.BadRequestError, match="temperature"):
         await client.completions.create(model="tiny", prompt="x", temperature=-1)
     with pytest.raises(openai.BadRequestError, match="tools"):
-        await client.chat.completions.create(model="tiny", messages=HELLO, tools=[{"type": "function", "function": {"name": "f"}}])
+        await client.chat.completions.create(
+            model="tiny", messages=HELLO, tools=[{"type": "function", "function": {"name": "f"}}]
+        )
     pair.decodes[0].script.append(fails("LAYOUT_MISMATCH"))
     with pytest.raises(openai.InternalServerError):
         await client.completions.create(model="tiny", prompt="x", stream=False)
