@@ -42,7 +42,7 @@ def mla_decode(
     page_lse = queries.new_empty(page_out.shape[:2], dtype=torch.float32)
     for start in range(0, len(seq), PAGES_PER_BLOCK):
         block = slice(start, start + PAGES_PER_BLOCK)
-        rows = _pages(kv, physical[block]).to(q.dtype)
+        rows = pages_of(kv, physical[block]).to(q.dtype)
         page_out[block], page_lse[block] = _attend(queries[seq[block]], rows, in_page[block], num_queries, kv_lora_rank)
 
     lse = _merge_lse(page_lse, used)  # [B, S*H]
@@ -53,11 +53,11 @@ def mla_decode(
     return out.to(q.dtype).view(*shape, kv_lora_rank), lse.view(shape)
 
 
-def _pages(kv: Tensor, ids: Tensor) -> Tensor:
+def pages_of(kv: Tensor, ids: Tensor) -> Tensor:
     """[len(ids), page_size, C+R]"""
     if kv.dtype == torch.float8_e4m3fn:
-        return kv[ids]
-    return F.embedding(ids, kv.flatten(1)).view(-1, *kv.shape[1:])  # faster than indexing, but not for FP8
+        return kv.view(torch.uint8)[ids].view(kv.dtype)
+    return F.embedding(ids, kv.flatten(1)).view(-1, *kv.shape[1:])  # faster than an index
 
 
 def _attend(q: Tensor, rows: Tensor, in_page: Tensor, num_queries: int, kv_lora_rank: int) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ from millrace_kernels.testing.numeric import poisoned
 LATENT, ROPE, NOPE, VALUE, PAGE, LAYERS = 512, 64, 128, 128, 64, 3
 ROW, QK = LATENT + ROPE, NOPE + ROPE
 SCALE = 0.07
+E4M3_NAN = 0x7F  # as a byte: many operations of torch know no E4M3
 
 Inputs = dict[str, Any]
 
@@ -135,14 +136,16 @@ def paged(
     """
     counts = [-(-num // PAGE) for num in seq_lens]
     width, used = max(counts, default=0), sum(counts)
-    pool = torch.full((used + 1, 1 if contiguous else layers, PAGE, ROW), torch.nan, device=draw.device, dtype=dtype)
+    pool = torch.empty(used + 1, 1 if contiguous else layers, PAGE, ROW, device=draw.device, dtype=dtype)
     kv = pool[:, 0 if contiguous else 1]
+    raw, nan = (kv, torch.nan) if dtype != torch.float8_e4m3fn else (kv.view(torch.uint8), E4M3_NAN)
+    pool.view(raw.dtype).fill_(nan)
     ids = (draw.permutation(used) + 1).tolist()
     table = torch.zeros(len(seq_lens), max(width, 1), dtype=torch.int32)
     for row, (count, num) in enumerate(zip(counts, seq_lens, strict=True)):
         pages, ids = ids[:count], ids[count:]
         table[row, :count] = torch.tensor(pages, dtype=torch.int32)
-        kv[pages] = draw(count, PAGE, ROW, dtype=dtype)
+        raw[pages] = draw(count, PAGE, ROW, dtype=dtype).view(raw.dtype)
         if num % PAGE:
-            kv[pages[-1], num % PAGE :] = torch.nan
+            raw[pages[-1], num % PAGE :] = nan
     return kv, table.to(draw.device)

@@ -1,0 +1,210 @@
+"""Attention at the shapes of one DeepSeek-V3 rank: 16 heads are a TP8 shard, 128 attention on every GPU on its own."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from millrace_kernels import mla_decode, mla_prefill
+from millrace_kernels.kv_gather import kv_gather
+from millrace_kernels.kv_store import kv_store
+from millrace_kernels.merge_state import merge_state
+from millrace_kernels.mla_absorb import absorb_q, project_v
+from millrace_kernels.mla_expand import expand_kv, rope_q
+from millrace_kernels.mla_qkv import mla_qkv_norm
+from millrace_kernels.rms_norm import rms_norm, rms_norm_quant
+from millrace_kernels.rope import rope
+from millrace_kernels.testing import attention
+from millrace_kernels.testing.attention import LATENT, NOPE, QK, ROPE, ROW, VALUE, Draw, Inputs
+from torch import Tensor
+
+from millrace_bench.kernels.case import Call, Case, candidates
+
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+Q_LORA_RANK = 1536
+TRT, SGLANG, VLLM = "aiconfigurator, TRT-LLM", "aiconfigurator, SGLang 0.5.14", "aiconfigurator, vLLM 0.14 FA3"
+CONTEXTS = (1024, 2048, 4096, 8192, 32768)
+# (heads, batch) -> microseconds of TRT-LLM's FlashMLA at CONTEXTS, BF16
+DECODE_US = {
+    (16, 1): (14.5, 15.9, 18.4, 20.7, 28.6),
+    (16, 32): (25.0, 37.0, 54.0, 89.0, 291.0),
+    (16, 128): (52.0, 87.0, 154.0, 286.0, 1095.0),
+    (128, 1): (17.9, 18.9, 20.8, 24.6, 36.7),
+    (128, 32): (44.0, 57.0, 85.0, 139.0, 468.0),
+    (128, 128): (91.0, 148.0, 261.0, 486.0, 1792.0),
+    (128, 256): (172.0, 283.0, 503.0, 937.0, 3543.0),
+}
+FP8_DECODE_US = {(16, 128, 4096): 115.0, (128, 128, 4096): 235.9, (128, 256, 4096): 462.0}
+# (heads, tokens) -> TFLOPS of a causal prompt
+PREFILL_TFLOPS = {
+    (16, 1024): (38, VLLM), (16, 2048): (122, VLLM), (16, 4096): (347, VLLM), (16, 8192): (538, VLLM),
+    (16, 16384): (707, VLLM), (128, 1024): (316, TRT), (128, 2048): (452, TRT), (128, 4096): (550, TRT),
+    (128, 8192): (641, VLLM), (128, 16384): (709, VLLM),
+}  # fmt: skip
+ABSORB_US = {16: 4.6, 128: 10.0}  # torch.bmm up to 128 tokens
+
+
+def cases(device: torch.device) -> Iterator[Case]:
+    if device.type != "cuda":
+        yield from _all(Draw("cpu"), heads=(2,), tokens=(1, 20), batches=(2,), contexts=(70,), prompts=(40,))
+        return
+    draw = Draw("cuda", BF16)
+    yield from _all(draw, (16, 128), (1, 16, 128, 4096), (1, 32, 128, 256), CONTEXTS, (1024, 2048, 4096, 8192, 16384))
+
+
+def _all(
+    draw: Draw,
+    heads: tuple[int, ...],
+    tokens: tuple[int, ...],
+    batches: tuple[int, ...],
+    contexts: tuple[int, ...],
+    prompts: tuple[int, ...],
+) -> Iterator[Case]:
+    for num in tokens:
+        yield _qkv_norm(draw, num)
+        for count in heads:
+            yield from _of_heads(draw, num, count)
+    for length in dict.fromkeys((contexts[0], contexts[-1])):
+        yield from (_gather(draw, length, dtype) for dtype in (draw.dtype, E4M3))
+    for count, batch, keys in itertools.product(heads, batches, contexts):
+        yield _decode(draw, count, batch, keys, draw.dtype)
+        if batch != 32:
+            yield _decode(draw, count, batch, keys, E4M3)
+    for count, num in itertools.product(heads, prompts):
+        yield _prefill(draw, count, num, num, causal=True)
+    for count in heads:
+        yield _prefill(draw, count, prompts[0], 4 * prompts[0], causal=False)
+
+
+def _calls(op: str, call: Callable[..., object], inputs: Inputs, draw: Draw, size: int) -> dict[str, Call]:
+    return candidates(op, functools.partial(call, **inputs), draw.device, size)
+
+
+def _case(
+    op: str, shape: str, call: Callable[..., object], make: Callable[[], Inputs], draw: Draw, size: int, moved: float,
+    flops: float = 0, **anchor: Any,
+) -> Case:  # fmt: skip
+    """`moved` is in elements of the activations' dtype."""
+    nbytes = moved * draw.dtype.itemsize
+    return Case(op, shape, lambda: _calls(op, call, make(), draw, size), nbytes, flops, **anchor)
+
+
+def _qkv_norm(draw: Draw, num: int) -> Case:
+    """Against the ops that it replaces: two norms, one of them with its quantisation, a rotation, the write."""
+
+    def apart(inputs: Inputs) -> None:
+        q, c_kv, k_pe = inputs["qkv"].split((Q_LORA_RANK, LATENT, ROPE), dim=1)
+        rms_norm_quant(q, inputs["q_weight"], inputs["eps"])
+        c_kv = rms_norm(c_kv, inputs["kv_weight"], inputs["eps"])
+        kv_store(inputs["kv"], inputs["slots"], c_kv, rope(k_pe, inputs["cos"], inputs["sin"]))
+
+    def make() -> dict[str, Call]:
+        inputs = attention.mla_qkv_norm(draw, num, Q_LORA_RANK, True, draw.dtype)
+        calls = _calls("mla_qkv.mla_qkv_norm", mla_qkv_norm, inputs, draw, num)
+        return calls | {"separate ops": functools.partial(apart, inputs)}
+
+    moved = num * (2 * Q_LORA_RANK + 3 * ROW) * draw.dtype.itemsize
+    return Case("mla_qkv.mla_qkv_norm", f"T={num}", make, moved, 0)
+
+
+def _of_heads(draw: Draw, num: int, heads: int) -> Iterator[Case]:
+    shape, weight = f"T={num} H={heads}", heads * NOPE * LATENT
+    anchor: dict[str, Any] = {}
+    if num <= 128 and heads in ABSORB_US:
+        anchor = {"anchor_us": ABSORB_US[heads], "anchor": SGLANG + ", torch.bmm"}
+    args = (draw, num, heads)
+    rows, flops = num * heads, 2 * num * weight
+    yield _absorb(*args, shape, weight + rows * (QK + ROW), flops, anchor)
+    project = functools.partial(attention.project_v, *args)
+    moved = weight + rows * (LATENT + VALUE)
+    yield _case("mla_absorb.project_v", shape, project_v, project, draw, num, moved, flops, **anchor)
+    for op, call, make, width in (
+        ("mla_expand.expand_kv", expand_kv, attention.expand_kv, NOPE + QK),
+        ("mla_expand.rope_q", rope_q, attention.rope_q, 2 * ROPE),
+        ("merge_state.merge_state", merge_state, attention.merge_state, 3 * VALUE),
+    ):
+        yield _case(op, shape, call, functools.partial(make, *args), draw, num, rows * width)
+
+
+def _absorb(draw: Draw, num: int, heads: int, shape: str, moved: float, flops: float, anchor: dict[str, Any]) -> Case:
+    """Against the products and copies that it replaces."""
+
+    def copied(q: Tensor, w_uk: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        latent = torch.bmm(q[..., :NOPE].transpose(0, 1), w_uk).transpose(0, 1)
+        return torch.cat((latent, rope(q[..., NOPE:], cos, sin)), dim=-1)
+
+    def make() -> dict[str, Call]:
+        inputs = attention.absorb_q(draw, num, heads)
+        calls = _calls("mla_absorb.absorb_q", absorb_q, inputs, draw, num)
+        return calls | {"with copies": functools.partial(copied, **inputs)}
+
+    return Case("mla_absorb.absorb_q", shape, make, moved * draw.dtype.itemsize, flops, **anchor)
+
+
+def _gather(draw: Draw, length: int, kv_dtype: torch.dtype) -> Case:
+    starts, lens = (0, 0), (length, length)
+
+    def make() -> Inputs:
+        return attention.kv_gather(draw, starts, lens, kv_dtype)
+
+    moved = sum(lens) * ROW * (1 + kv_dtype.itemsize / draw.dtype.itemsize)
+    return _case("kv_gather.kv_gather", f"2 x {length} {_name(kv_dtype)}", kv_gather, make, draw, sum(lens), moved)
+
+
+def _decode(draw: Draw, heads: int, batch: int, keys: int, kv_dtype: torch.dtype) -> Case:
+    """In a page-major pool, and in one of a layer of its own: pages that lie apart should cost nothing."""
+
+    def make() -> dict[str, Call]:
+        inputs = attention.mla_decode(draw, (keys,) * batch, 1, heads, kv_dtype)
+        inputs["plan"] = mla_decode.plan(inputs["seq_lens"], 1, heads, kv_dtype)
+        calls = _calls("mla_decode.mla_decode", mla_decode.mla_decode, inputs, draw, batch)
+        if keys == CONTEXTS[2]:
+            kv, page_table = attention.paged(draw, (keys,) * batch, kv_dtype, contiguous=True)
+            own = inputs | {"kv": kv, "page_table": page_table}
+            calls |= {"contiguous pool": functools.partial(mla_decode.mla_decode, **own)}
+        return calls
+
+    fp8 = kv_dtype == E4M3
+    us = FP8_DECODE_US.get((heads, batch, keys)) if fp8 else None
+    if not fp8 and (heads, batch) in DECODE_US:
+        us = DECODE_US[heads, batch][CONTEXTS.index(keys)]
+    rows = batch * heads
+    return Case(
+        "mla_decode.mla_decode",
+        f"H={heads} B={batch} L={keys} {_name(kv_dtype)}",
+        make,
+        batch * keys * ROW * kv_dtype.itemsize + rows * (ROW + LATENT) * draw.dtype.itemsize,
+        2 * rows * keys * (ROW + LATENT),
+        us,
+        TRT + " FlashMLA" if us else "",
+        math="fp8" if fp8 else "bf16",
+    )
+
+
+def _prefill(draw: Draw, heads: int, queries: int, keys: int, causal: bool) -> Case:
+    def make() -> Inputs:
+        inputs = attention.mla_prefill(draw, (queries,), (keys,), heads, causal, padding=0)
+        shape = (heads, QK, VALUE, causal, draw.device, draw.dtype)
+        return inputs | {"plan": mla_prefill.plan((queries,), (keys,), *shape)}
+
+    flops = 2 * heads * queries * keys * (QK + VALUE) / (2 if causal else 1)
+    tflops, anchor = PREFILL_TFLOPS.get((heads, queries), (0, "")) if causal else (0, "")
+    return _case(
+        "mla_prefill.mla_prefill",
+        f"T={queries} H={heads} {'causal' if causal else f'of {keys} cached'}",
+        mla_prefill.mla_prefill,
+        make,
+        draw,
+        queries,
+        heads * (queries * (QK + VALUE) + keys * (QK + VALUE)),
+        flops,
+        anchor_us=flops / tflops / 1e6 if tflops else None,
+        anchor=anchor,
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.").removesuffix("_e4m3fn")
