@@ -143,6 +143,20 @@ class Driver:
             self.check_finished(output.id)
 
 
+def said(engine: Engine, batch: list[Request]) -> dict[int, list[tuple[int, float]]]:
+    """Every token of each room and its logprob, and the end of the engine."""
+    answers: dict[int, list[tuple[int, float]]] = {}
+    for one in batch:
+        engine.submit(Submit(one))
+    while engine.has_work():
+        for output in engine.step().outputs:
+            assert output.error is None, output.error
+            answers.setdefault(output.id.room, []).extend((token.token_id, token.logprob) for token in output.tokens)
+    engine.check_idle()
+    engine.close()
+    return answers
+
+
 def fill_pages(driver: Driver, pages: Tokens[int], token_ids: list[int], first: int) -> None:
     """What a transfer does to reserved pages[first:]: the KV of `token_ids`, which here is its canary."""
     size = driver.config.page_size

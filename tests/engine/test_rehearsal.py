@@ -5,7 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from millrace_serve.engine.config import Limits, Role
+from engine.harness import request
+from millrace_serve.engine.config import Execution, Limits, Role
+from millrace_serve.engine.core import Submit
+from millrace_serve.engine.engine import Engine
 from millrace_serve.engine.phases import Phases, slowest, table
 from millrace_serve.engine.rehearsal import Shape, batch_of, decode_shapes, largest, prefill_shapes
 from millrace_serve.engine.torch_factory import build_engine
@@ -76,3 +79,28 @@ def test_phases_add_up_and_the_slowest_rank_counts() -> None:
     assert table(both) == "import 1.0 s  load 4.0 s  capture 0.5 s"
     with pytest.raises(AssertionError), phases("lunch"):
         pass
+
+
+def test_an_fp8_cache_is_another_layout_of_a_quarter_of_fp32() -> None:
+    def build(kv_dtype: str) -> Engine:
+        options = Execution.model_validate({"kv_dtype": kv_dtype})
+        limits = SMALL.model_copy(update={"canary": True, "poison": True, "num_pages": 20})
+        return build_engine(
+            limits, Role.UNIFIED, TINY, ParallelDims(), torch.device("cpu"), torch.float32, execution=options
+        )
+
+    said = {}
+    for kv_dtype in ("auto", "float8_e4m3fn"):
+        one = build(kv_dtype)
+        one.submit(Submit(request(1, list(range(20, 150)), max_tokens=30, logprobs=0)))
+        outputs = []
+        while one.has_work():
+            outputs += one.step().outputs
+        assert not any(output.error for output in outputs), "a canary is a canary in any dtype"
+        said[kv_dtype] = [token.logprob for output in outputs for token in output.tokens]
+        one.close()
+        said[kv_dtype, "layout"] = one.pool.layout
+    wide, narrow = said["auto", "layout"], said["float8_e4m3fn", "layout"]
+    assert wide.kv_bytes == 4 * narrow.kv_bytes and wide.fingerprint != narrow.fingerprint
+    assert len(said["float8_e4m3fn"]) == 30 and said["float8_e4m3fn"] != said["auto"]
+    assert said["float8_e4m3fn"][0] == pytest.approx(said["auto"][0], abs=0.5)

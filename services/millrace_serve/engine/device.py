@@ -73,7 +73,8 @@ class Cpu:
 
 class Cuda:
     def __init__(self, device: torch.device) -> None:
-        self.torch = device
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.torch = torch.device("cuda", index)
         self._graph_memory: Any = None
 
     def bind(self) -> None:

@@ -19,6 +19,7 @@ GIB = 1 << 30
 MIB = 1 << 20
 GRAPH_BYTES = 12 * MIB  # of a captured decode step, besides the scratch memory that all share
 CONTEXT_BYTES = 1 * GIB  # of CUDA, cuBLAS, NCCL and loaded kernels, before they are measured
+MOST_LIBRARY_BYTES = 4 * GIB  # more than that has been taken by another process that starts at the same time
 
 
 class OverCommitted(ValueError):

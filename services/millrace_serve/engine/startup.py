@@ -58,7 +58,7 @@ class MemoryPlanner:
         self._memory = None
         if site.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(site.device)
-            self._memory = memory.Memory(total, free)
+            self._memory = memory.Memory(total, free + torch.cuda.memory_reserved(site.device))  # what is there is ours
 
     def check(self) -> None:
         """Raises memory.OverCommitted when the weights and what is estimated already do not fit."""
@@ -104,7 +104,8 @@ class MemoryPlanner:
         del runner, pool
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(site.device)
-        libraries = max(self._memory.free - free - torch.cuda.memory_reserved(site.device), 0)
+        libraries = self._memory.free - free - torch.cuda.memory_reserved(site.device)
+        libraries = min(max(libraries, 0), memory.MOST_LIBRARY_BYTES)
         return memory.Demand(weights, activations, graphs, libraries)
 
     def _peak(self, runner: TorchRunner, shape: Shape) -> int:

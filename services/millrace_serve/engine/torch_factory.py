@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -51,15 +50,18 @@ def build_engine(
     clock: Clock = time.monotonic,
     execution: Execution | None = None,
     phases: Phases | None = None,
+    model: DeepseekV3 | None = None,
 ) -> Engine:
     """The engine of a leader (tp_rank 0). Collective: the other ranks of its group call `run_follower` meanwhile.
 
+    Args:
+        model: one that is there already, in the place of what `model_path` holds.
     Raises:
         ConfigError, CheckpointError: the checkpoint cannot be used.
         ValueError: max_model_len is more than the model's, or the model does not divide by `dims`.
         OverCommitted: there is too little memory.
     """
-    rank = load_rank(limits, role, Path(model_path), dims, device, dtype, execution, phases)
+    rank = load_rank(limits, role, Path(model_path), dims, device, dtype, execution, phases, model)
     facts = ModelFacts(rank.model.vocab_size, frozenset(rank.model.eos_token_ids))
     grammars = Grammars(XgrammarCompiler(Path(model_path), facts.vocab_size, facts.eos_token_ids), clock)
     scheduler = make_scheduler(rank.config, role, facts, clock, grammars)
@@ -83,21 +85,24 @@ def load_rank(
     dtype: torch.dtype,
     execution: Execution | None = None,
     phases: Phases | None = None,
+    model: DeepseekV3 | None = None,
 ) -> Rank:
     """Collective over all ranks of `dims`; what it raises is what build_engine raises."""
     execution, phases = execution or Execution(), phases or Phases()
-    model_config = ModelConfig.load(path)
+    model_config = ModelConfig.load(path) if model is None else model.config
     if limits.max_model_len > model_config.max_position_embeddings:
         raise ValueError(
             f"max_model_len={limits.max_model_len} is more than the model's {model_config.max_position_embeddings}"
         )
-    layout = _layout(limits, execution, model_config, path, dtype)
+    read = model is None and not execution.random_weights
+    layout = _layout(limits, execution, model_config, checkpoint_hash(path) if read else "random", dtype)
     site = Site(role, limits, execution, model_config, layout, dims, device, dtype)
     planner = MemoryPlanner(site)
     control = ControlGroups.create(dims)
-    with phases("load"):
-        planner.check()
-        model = _model(site, path)
+    if model is None:
+        with phases("load"):
+            planner.check()
+            model = _model(site, path)
     with phases("memory"):
         config = limits.resolved(planner.pages(model))
         pool = KvPool.create(layout, config.num_pages, device)
@@ -111,11 +116,11 @@ def load_rank(
 def _model(site: Site, path: Path) -> DeepseekV3:
     if not site.execution.random_weights:
         return load_model(path, site.dims, site.device, site.dtype)
-    weights: Any = RandomWeights(site.device, site.dtype, fp8=site.model.fp8_blocks)
+    weights = RandomWeights(site.device, site.dtype, fp8=site.model.fp8_blocks)
     return DeepseekV3(weights, site.model, site.dims, FormThresholds())
 
 
-def _layout(limits: Limits, execution: Execution, model: ModelConfig, path: Path, dtype: torch.dtype) -> KvLayout:
+def _layout(limits: Limits, execution: Execution, model: ModelConfig, model_hash: str, dtype: torch.dtype) -> KvLayout:
     own = str(dtype).removeprefix("torch.")
     return KvLayout(
         page_size=limits.page_size,
@@ -124,5 +129,5 @@ def _layout(limits: Limits, execution: Execution, model: ModelConfig, path: Path
         latent_width=model.kv_lora_rank,
         rope_width=model.qk_rope_head_dim,
         canary=limits.canary,
-        model_hash="random" if execution.random_weights else checkpoint_hash(path),
+        model_hash=model_hash,
     )

@@ -1,0 +1,64 @@
+"""torch.compile of decode steps: our ops are not traced, and the answers stay."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from engine.harness import request, said
+from millrace_kernels.rms_norm import rms_norm
+from millrace_serve.engine import startup
+from millrace_serve.engine.compile import compiled
+from millrace_serve.engine.config import Execution, Limits, Role
+from millrace_serve.engine.engine import Engine
+from millrace_serve.engine.torch_factory import build_engine
+from millrace_serve.model.parallel import ParallelDims
+from millrace_testing.paths import TINY
+from millrace_testing.reference import LOGPROB_TOLERANCE
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+CPU = torch.device("cpu")
+
+
+def engine(**execution: object) -> Engine:
+    limits = Limits(num_pages=32, max_model_len=256, max_running=4, max_prefill_tokens=80, canary=True)
+    options = Execution.model_validate(execution)
+    return build_engine(limits, Role.UNIFIED, TINY, ParallelDims(), CPU, torch.float32, execution=options)
+
+
+def test_compiled_steps_say_what_plain_ones_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend `eager` shows what is traced, without a compiler for it."""
+    torch.set_num_threads(1)
+    seen: list[int] = []
+
+    def recording(forward: object) -> object:
+        fast = compiled(forward, "eager")  # type: ignore[arg-type]
+        return lambda inputs: (seen.append(inputs.num_tokens), fast(inputs))[1]
+
+    monkeypatch.setattr(startup, "compiled", recording)
+    batch = [request(room, list(range(20, 60 + room)), max_tokens=6, logprobs=0) for room in range(4)]
+    plain = said(engine(), batch)
+    torch._dynamo.reset()
+    counters.clear()
+    fast = said(engine(graphs="on", compile="decode", compile_max_batch=2, graph_buckets=(1, 2)), batch)
+    assert set(seen) == {1, 2}, "buckets up to compile_max_batch"
+    assert counters["stats"]["calls_captured"] > 0
+    for room, answer in plain.items():
+        assert [token for token, _ in fast[room]] == [token for token, _ in answer]
+        assert [p for _, p in fast[room]] == pytest.approx([p for _, p in answer], abs=LOGPROB_TOLERANCE)
+
+
+def test_inductor_goes_around_our_ops() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    weight = torch.full((64,), 2.0)
+
+    def forward(x: Tensor) -> Tensor:
+        return rms_norm((x * 3 + 1).relu(), weight, 1e-6) * 2 - 1
+
+    x = torch.randn(3, 64)
+    found = functools.reduce(lambda _, run: run(x), [compiled(forward)] * 2, x)  # type: ignore[arg-type]
+    torch.testing.assert_close(found, forward(x))
+    assert counters["stats"]["unique_graphs"] == 2, "what comes before the op, and what comes after it"

@@ -1,0 +1,101 @@
+"""The runner on a CUDA device: nothing waits, graphs say what eager steps say, memory is as planned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from engine.harness import request, said
+from millrace_serve.engine import startup
+from millrace_serve.engine.config import Execution, Limits, Role
+from millrace_serve.engine.core import Submit
+from millrace_serve.engine.engine import Engine
+from millrace_serve.engine.torch_factory import build_engine
+from millrace_serve.model.parallel import ParallelDims
+from millrace_testing.paths import TINY
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+LENGTHS = (1, 5, 63, 64, 65, 130, 20)
+
+
+def engine(dtype: torch.dtype = torch.bfloat16, **execution: object) -> Engine:
+    limits = Limits(num_pages=128, max_model_len=256, max_running=9, max_prefill_tokens=80, canary=True)
+    options = Execution.model_validate({"memory_fraction": 0.3, **execution})
+    device = torch.device("cuda", torch.cuda.current_device())
+    return build_engine(limits, Role.UNIFIED, TINY, ParallelDims(), device, dtype, execution=options)
+
+
+def submit(one: Engine, **sampling: object) -> None:
+    for room, length in enumerate(LENGTHS):
+        prompt = [10 + (7 * i + length) % 500 for i in range(length)]
+        one.submit(Submit(request(room, prompt, max_tokens=20, **sampling)))
+
+
+@pytest.fixture
+def no_waiting() -> Iterator[None]:
+    """Any synchronisation that torch knows of is an error."""
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("graphs", ["on", "off"])
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9, "logprobs": 2}])
+def test_no_step_waits_for_the_device(graphs: str, sampling: dict[str, object], no_waiting: None) -> None:
+    one = engine(graphs=graphs)
+    submit(one, **sampling)
+    torch.cuda.set_sync_debug_mode("error")
+    while one.has_work():
+        for output in one.step().outputs:
+            assert output.error is None, output.error
+    torch.cuda.set_sync_debug_mode("default")
+    one.close()
+
+
+def test_graphs_say_what_eager_steps_say() -> None:
+    batch = [request(room, list(range(20, 30 + 9 * room)), max_tokens=16, logprobs=0) for room in range(7)]
+    eager, graphs = said(engine(graphs="off"), batch), said(engine(graphs="on"), batch)
+    for room, answer in eager.items():
+        assert [token for token, _ in graphs[room]] == [token for token, _ in answer]
+        assert [p for _, p in graphs[room]] == pytest.approx([p for _, p in answer], abs=0.05)
+
+
+def test_a_replay_is_bit_for_bit_the_call_it_was_captured_from() -> None:
+    one = engine(graphs="on")
+    graphs = one._runner._graphs
+    for bucket in (1, 4, 9):
+        with torch.inference_mode():
+            graphs._replays[bucket]()
+            replayed = graphs._logits[:bucket].clone()
+            graphs._body(bucket)()
+            assert torch.equal(replayed, graphs._logits[:bucket])
+    one.close()
+
+
+def test_buckets_share_their_memory() -> None:
+    before = torch.cuda.memory_reserved()
+    few, many = engine(graphs="on", graph_buckets=(8,)), None
+    with_few = torch.cuda.memory_reserved() - before
+    few.close()
+    del few
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    many = engine(graphs="on", graph_buckets=(1, 2, 3, 4, 5, 6, 7, 8))
+    assert torch.cuda.memory_reserved() - before < with_few + (64 << 20)
+    many.close()
+
+
+def test_pages_fill_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = []
+    make_plan = startup.memory.make_plan
+    monkeypatch.setattr(startup.memory, "make_plan", lambda *args: plans.append(make_plan(*args)) or plans[-1])
+    limits = Limits(num_pages="auto", max_model_len=4096, max_running=4, max_prefill_tokens=512)
+    device = torch.device("cuda", torch.cuda.current_device())
+    options = Execution(memory_fraction=0.3)
+    one = build_engine(limits, Role.UNIFIED, TINY, ParallelDims(), device, torch.bfloat16, execution=options)
+    assert one.pool.num_pages == plans[-1].num_pages == 4 * 64 + 1  # every slot at full length, and the sink
+    assert plans[-1].demand.activations > 0
+    one.close()
