@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import pytest
 import torch
+from millrace_kernels import mla_decode as mla_decode_module
+from millrace_kernels import mla_prefill as mla_prefill_module
+from millrace_kernels.backend import SMALL_TOKENS
 from millrace_kernels.kv_gather import kv_gather
 from millrace_kernels.kv_store import kv_store
 from millrace_kernels.merge_state import merge_state
+from millrace_kernels.mla_absorb import absorb_q, project_v
 from millrace_kernels.mla_decode import mla_decode
+from millrace_kernels.mla_expand import expand_kv, rope_q
 from millrace_kernels.mla_prefill import mla_prefill
+from millrace_kernels.mla_qkv import mla_qkv_norm
+from millrace_kernels.rms_norm import rms_norm
+from millrace_kernels.rope import rope
+from millrace_kernels.testing import attention
+from millrace_kernels.testing.attention import Draw
 from millrace_kernels.testing.cases import DECODE_CASES, PREFILL_CASES, TINY, DecodeCase, PrefillCase, paged_pool
-from millrace_kernels.testing.numeric import assert_close, poisoned
+from millrace_kernels.testing.numeric import ATTENTION_TOLERANCE, assert_close, poisoned
 from torch import Tensor
 
 SCALE = 0.07
@@ -122,3 +132,65 @@ def test_merge_state_equals_attention_over_both_sets(num: int) -> None:
         assert_close(merged[1], whole[1])
     out, lse = merge_state(*nothing, *nothing)
     assert (out == 0).all() and (lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize("num", [0, 1, 20])
+@pytest.mark.parametrize("normed", [True, False])
+def test_mla_qkv_norm_is_two_norms_a_rotation_and_a_store(num: int, normed: bool) -> None:
+    call = attention.mla_qkv_norm(Draw(), num, 256, normed, torch.float32)
+    q, c_kv, k_pe = mla_qkv_norm(**call)
+    parts = call["qkv"].split((256, TINY.latent, TINY.rope), dim=1)
+    if normed:
+        assert_close(q.plain, rms_norm(parts[0], call["q_weight"], call["eps"]))
+        assert (q.fp8 is not None) == (num > SMALL_TOKENS)
+    else:
+        assert torch.equal(q.plain, parts[0]) and q.fp8 is None
+    assert_close(c_kv, rms_norm(parts[1], call["kv_weight"], call["eps"]))
+    assert_close(k_pe, rope(parts[2], call["cos"], call["sin"]))
+    pages, rows = call["slots"] // TINY.page, call["slots"] % TINY.page
+    assert torch.equal(call["kv"][pages, rows], torch.cat((c_kv, k_pe), dim=1))
+    call["kv"][pages, rows] = torch.nan
+    assert call["kv"].isnan().all()
+
+
+@pytest.mark.parametrize("num", [1, 7, 70])
+def test_absorbed_attention_equals_expanded_attention(num: int) -> None:
+    draw = Draw()
+    q, c_kv, k_pe = draw(num, TINY.heads, 192), draw(num, TINY.latent), draw(num, TINY.rope)
+    w_uk, w_uv = draw(2, TINY.heads, 128, TINY.latent) / TINY.latent**0.5
+    angles = draw.angles(num)
+
+    up = torch.einsum("tc,hnc->thn", c_kv, torch.cat((w_uk, w_uv), dim=1))
+    k, v = expand_kv(up, k_pe, TINY.nope)
+    expected, _ = mla_prefill(rope_q(q.clone(), **angles), k, v, (num,), (num,), SCALE, causal=True)
+
+    kv, table = paged_pool(TINY, (num,), torch.Generator().manual_seed(0))
+    kv_store(kv, table[0].repeat_interleave(TINY.page)[:num] * TINY.page + torch.arange(num) % TINY.page, c_kv, k_pe)
+    absorbed = absorb_q(q, w_uk, **angles).unsqueeze(0)  # one sequence, all of it queries
+    latent, _ = mla_decode(absorbed, kv, table, torch.tensor([num], dtype=torch.int32), SCALE, TINY.latent)
+    assert_close(project_v(latent[0], w_uv), expected.flatten(1), ATTENTION_TOLERANCE[torch.float32])
+
+
+def test_an_fp8_pool_saturates_and_reads_as_what_it_holds() -> None:
+    draw, lens = Draw(), (70, 5)
+    kv, table = attention.paged(draw, lens, torch.float8_e4m3fn)
+    row, large = draw(1, TINY.kv_row), 1e4
+    row[0, 0], row[0, -1] = large, -large
+    kv_store(kv, table[0, :1].long() * TINY.page, row[:, : TINY.latent], row[:, TINY.latent :])
+    stored = kv[table[0, 0], 0].float()
+    assert stored[0] == 448 and stored[-1] == -448
+    assert_close(stored[1:-1], row[0, 1:-1], 2**-4)
+
+    q, seq_lens = draw(2, 1, TINY.heads, TINY.kv_row), torch.tensor(lens, dtype=torch.int32)
+    out, lse = mla_decode(q, kv, table, seq_lens, SCALE, TINY.latent)
+    wanted = mla_decode(q, kv.float(), table, seq_lens, SCALE, TINY.latent)
+    assert torch.equal(out, wanted[0]) and torch.equal(lse, wanted[1])
+    rows = kv_gather(kv, table, (0, 0), lens)
+    assert rows.dtype == torch.bfloat16
+    assert torch.equal(rows.float(), kv_gather(kv.float(), table, (0, 0), lens))
+
+
+def test_references_need_no_plan() -> None:
+    assert mla_decode_module.plan(torch.ones(1, dtype=torch.int32), 1, 2, torch.float32) is None
+    shape = (2, 192, 128)
+    assert mla_prefill_module.plan((1,), (1,), *shape, True, torch.device("cpu"), torch.float32) is None
