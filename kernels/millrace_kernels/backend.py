@@ -50,6 +50,21 @@ TABLE: dict[str, tuple[Choice, ...]] = {
     "rms_norm.add_rms_norm_quant": _ours("rms_norm:add_rms_norm_quant"),
     "silu_mul.silu_mul": _ours("silu_mul:silu_mul"),
     "silu_mul.silu_mul_quant": _ours("silu_mul:silu_mul_quant"),
+    # experts
+    "moe_gate.gate_logits": (
+        Choice("millrace_kernels.triton.moe_gate:gate_logits", needs="triton", max_size=4),
+        Choice("millrace_kernels.lib.cublas:gate_logits"),
+    ),
+    "moe_gate.moe_gate": _ours("moe_gate:moe_gate"),
+    "moe_experts.moe_experts": (
+        Choice("millrace_kernels.triton.moe_small:moe_experts", needs="triton", max_size=SMALL_TOKENS),
+        *_ours("moe_grouped:moe_experts"),
+    ),
+    "moe_experts.moe_experts_fp8": (
+        Choice("millrace_kernels.triton.moe_small:moe_experts_fp8", needs="triton", max_size=SMALL_TOKENS),
+        Choice("millrace_kernels.lib.deep_gemm_grouped:packed", needs="deep_gemm"),
+        *_ours("moe_grouped:moe_experts_fp8"),
+    ),
     # attention
     "rope.rope": _ours("rope:rope"),
     "mla_qkv.mla_qkv_norm": _ours("mla_qkv:mla_qkv_norm"),

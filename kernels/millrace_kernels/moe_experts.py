@@ -6,6 +6,7 @@ every row chooses it with weight 1, so that it costs no launch and no pass of it
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from millrace_kernels.backend import implementation
@@ -45,13 +46,15 @@ def moe_experts(
     assert experts.shape == weights.shape and experts.shape[0] == rows.shape[0], (experts.shape, rows.shape)
     assert first.shape[0] == second.shape[0] and first.shape[1] == 2 * second.shape[2], (first.shape, second.shape)
     assert first.shape[2] == second.shape[1] == rows.shape[1], (first.shape, second.shape, rows.shape)
-    run = implementation(f"moe_experts.{_kind(w13, w2)}", rows.device, rows.shape[0])
+    run = implementation(f"moe_experts.{_kind(rows, w13, w2)}", rows.device, rows.shape[0])
     return run(x, weights, experts, w13, w2, first_expert, shared_expert=shared_expert, num_experts=num_experts)
 
 
-def _kind(w13: Tensor | Fp8, w2: Tensor | Fp8) -> str:
-    """Which op of the table this is. The kernels read FP8 experts in whole blocks; others run the reference."""
-    if not isinstance(w13, Fp8) or not isinstance(w2, Fp8):
-        return "moe_experts"
-    whole = all(size % BLOCK == 0 for size in w2.data.shape[1:])
-    return "moe_experts_fp8" if whole else "moe_experts_fp8_odd"
+def _kind(rows: Tensor, w13: Tensor | Fp8, w2: Tensor | Fp8) -> str:
+    """Which op of the table this is. The kernels are for BF16, and for FP8 in whole blocks; what else there is runs the
+    reference.
+    """
+    if isinstance(w13, Fp8) and isinstance(w2, Fp8):
+        whole = all(size % BLOCK == 0 for size in w2.data.shape[1:])
+        return "moe_experts_fp8" if whole and rows.dtype != torch.float32 else "moe_experts_other"
+    return "moe_experts" if rows.dtype == torch.bfloat16 else "moe_experts_other"

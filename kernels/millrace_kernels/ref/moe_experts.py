@@ -43,7 +43,7 @@ def moe_experts(
     return out.to(rows.dtype)
 
 
-moe_experts_fp8 = moe_experts_fp8_odd = moe_experts  # the same op; the table tells them apart
+moe_experts_fp8 = moe_experts_other = moe_experts  # the same op; the table tells them apart
 
 
 def _plain(x: Tensor | Operand) -> Tensor:

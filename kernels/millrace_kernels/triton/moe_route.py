@@ -1,0 +1,201 @@
+"""Where every choice of an expert goes: expert e's rows lie together, so that grouped GEMMs read them as one matrix.
+
+Packed: expert e owns the rows [starts[e], ends[e]); starts are multiples of `alignment`, rows between are padding that
+nobody reads. Padded: expert e owns [e * group_rows, e * group_rows + counts[e]). All sizes are the host's upper bounds,
+so a graph can be captured; how many rows there really are stays on the device.
+
+    tokens' choices  --count-->  slot of each choice within its expert, counts  --last program-->  starts, ends
+                     --place-->  row of each choice, and of each block of rows its expert
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from millrace_kernels.triton.launch import go_ahead, options, wait
+
+CHUNK = 64  # choices that one program ranks
+PLACE = 512  # choices that one program places
+MAX_ROWS = 1 << 17  # of one pass, before padding; more tokens take turns, so that scratch memory is bounded
+
+
+class Route(NamedTuple):
+    """Letters: T tokens, C choices per token (top-k, and the shared expert), E experts held here."""
+
+    rows: Tensor  # int32 [T, C], the row of each choice, -1 for experts that others hold
+    counts: Tensor  # int32 [E], rows of each expert
+    ends: Tensor  # int32 [E], one past each expert's last row
+    total: Tensor  # int32 [1], one past the last row, padding included
+    num_rows: int  # the most rows that there can be
+    group_rows: int  # of one expert where each has the same room (padded), num_rows else
+
+
+class Blocks(NamedTuple):
+    """What a kernel that gathers its own rows reads, valid up to the rows that exist."""
+
+    tokens: Tensor  # int32 [num_rows], whose token a row is
+    experts: Tensor  # int32 [num_rows / granularity], whose expert a block of rows is, -1 where nobody's
+
+
+@triton.jit
+def local_expert(experts_ptr, token, choice, real, first_expert, ROUTED: tl.constexpr, TOP_K: tl.constexpr):
+    """The expert of a choice as an index of this rank's, -1 for none. Choice TOP_K is the shared expert, the last."""
+    routed = real & (choice < TOP_K)
+    expert = tl.load(experts_ptr + token * TOP_K + choice, mask=routed, other=-1) - first_expert
+    expert = tl.where(routed & (expert >= 0) & (expert < ROUTED), expert, -1)
+    return tl.where(real & (choice == TOP_K), ROUTED, expert)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "first_expert"])
+def _count_kernel(
+    experts_ptr,
+    slots_ptr,
+    counts_ptr,
+    starts_ptr,
+    ends_ptr,
+    total_ptr,
+    num_tokens,
+    first_expert,
+    E: tl.constexpr,
+    ROUTED: tl.constexpr,
+    TOP_K: tl.constexpr,
+    CHOICES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    E_PAD: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Ranks a chunk's choices of the same expert among themselves, then takes the chunk's slots of it at once.
+
+    A token that names an expert twice has one row of it: `again` marks the second, which shares the slot of the first.
+    """
+    i = tl.arange(0, CHUNK)
+    token, choice = tl.program_id(0) * TOKENS + i // CHOICES, i % CHOICES
+    real = (i < TOKENS * CHOICES) & (token < num_tokens)
+    wait(PDL)
+    expert = local_expert(experts_ptr, token, choice, real, first_expert, ROUTED, TOP_K)
+    held = expert >= 0
+    same = (expert[:, None] == expert[None, :]) & held[:, None]
+    before = i[None, :] < i[:, None]
+    again = tl.sum((same & before & (token[:, None] == token[None, :])).to(tl.int32), axis=1) > 0
+    counted = same & (again == 0)[None, :]
+    rank = tl.sum((counted & before).to(tl.int32), axis=1) - again.to(tl.int32)
+    leader = held & (rank == 0) & (again == 0)
+    base = tl.atomic_add(counts_ptr + expert, tl.sum(counted.to(tl.int32), axis=1), mask=leader)
+    base = tl.sum(tl.where(same & leader[None, :], base[None, :], 0), axis=1)
+    go_ahead(PDL)
+    tl.store(slots_ptr + token * CHOICES + choice, base + rank, mask=real & held)
+
+    tl.debug_barrier()  # every thread's counts before this program's arrival
+    arrived = tl.atomic_add(counts_ptr + E, 1)
+    if arrived == tl.num_programs(0) - 1:
+        e = tl.arange(0, E_PAD)
+        count = tl.load(counts_ptr + e, mask=e < E, other=0, cache_modifier=".cg")
+        if GROUP_ROWS > 0:
+            start, total = e * GROUP_ROWS, E * GROUP_ROWS
+        else:
+            room = (count + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+            start, total = tl.cumsum(room, axis=0) - room, tl.sum(room, axis=0)
+        tl.store(starts_ptr + e, start, mask=e < E)
+        tl.store(ends_ptr + e, start + count, mask=e < E)
+        tl.store(total_ptr, total)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "first_expert"])
+def _place_kernel(
+    experts_ptr,
+    slots_ptr,
+    starts_ptr,
+    rows_ptr,
+    tokens_ptr,
+    blocks_ptr,
+    num_tokens,
+    first_expert,
+    ROUTED: tl.constexpr,
+    TOP_K: tl.constexpr,
+    CHOICES: tl.constexpr,
+    GRANULARITY: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    token, choice = i // CHOICES, i % CHOICES
+    real = token < num_tokens
+    wait(PDL)
+    expert = local_expert(experts_ptr, token, choice, real, first_expert, ROUTED, TOP_K)
+    held = expert >= 0
+    slot = tl.load(slots_ptr + i, mask=held, other=0)
+    row = tl.load(starts_ptr + expert, mask=held, other=0) + slot
+    go_ahead(PDL)
+    tl.store(rows_ptr + i, tl.where(held, row, -1), mask=real)
+    if tokens_ptr is not None:
+        tl.store(tokens_ptr + row, token, mask=held)
+    if blocks_ptr is not None:
+        tl.store(blocks_ptr + row // GRANULARITY, expert, mask=held & (slot % GRANULARITY == 0))
+
+
+def route(
+    experts: Tensor,
+    first_expert: int,
+    num_held: int,
+    shared_expert: bool,
+    alignment: int,
+    *,
+    group_rows: int = 0,
+    granularity: int = 0,
+) -> tuple[Route, Blocks | None]:
+    """experts int32 [T, K] with T > 0 -> where they go; group_rows > 0 for the padded form.
+
+    granularity: rows per entry of Blocks.experts, a divisor of alignment; 0: nobody gathers rows, no Blocks.
+    """
+    num, top_k = experts.shape
+    choices, routed = top_k + shared_expert, num_held - shared_expert
+    assert 0 < choices <= CHUNK and experts.is_contiguous() and experts.dtype == torch.int32, experts.shape
+    assert (group_rows or alignment) % max(granularity, 1) == 0, (alignment, granularity)
+    num_rows = num_held * group_rows or most_rows(num, choices, num_held, alignment)
+
+    def ints(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=experts.device)
+
+    counts = torch.zeros(num_held + 1, dtype=torch.int32, device=experts.device)  # and how many programs have arrived
+    slots, rows, starts, ends, total = ints(num, choices), ints(num, choices), ints(num_held), ints(num_held), ints(1)
+    tokens = CHUNK // choices
+    _count_kernel[(triton.cdiv(num, tokens),)](
+        experts, slots, counts, starts, ends, total, num, first_expert, num_held, routed, top_k, choices, tokens,
+        CHUNK, triton.next_power_of_2(num_held), alignment, group_rows, **options(num_warps=4),
+    )  # fmt: skip
+    blocks = None
+    if granularity:
+        owners = torch.full((num_rows // granularity,), -1, dtype=torch.int32, device=experts.device)
+        blocks = Blocks(ints(num_rows), owners)
+    _place_kernel[(triton.cdiv(num * choices, PLACE),)](
+        experts, slots, starts, rows, blocks and blocks.tokens, blocks and blocks.experts, num, first_expert,
+        routed, top_k, choices, max(granularity, 1), PLACE, **options(num_warps=4),
+    )  # fmt: skip
+    return Route(rows, counts[:num_held], ends, total, num_rows, group_rows or num_rows), blocks
+
+
+def most_rows(num_tokens: int, choices: int, num_held: int, alignment: int) -> int:
+    """Of the packed form: every choice held here, and almost a whole alignment lost at every expert that can be hit."""
+    rows = num_tokens * min(choices, num_held)
+    return triton.cdiv(rows + min(rows, num_held) * (alignment - 1), alignment) * alignment
+
+
+def slices(num_tokens: int, choices: int, max_rows: int = MAX_ROWS) -> list[tuple[int, int]]:
+    """The tokens as few equal slices whose choices are at most max_rows."""
+    count = -(-num_tokens * choices // max_rows)
+    step = -(-num_tokens // max(count, 1))
+    return [(first, min(first + step, num_tokens)) for first in range(0, num_tokens, max(step, 1))]
+
+
+def expected_rows(num_tokens: int, top_k: int, num_experts: int) -> int:
+    """Of one expert, as a power of two: what is chosen by it changes rarely."""
+    rows = -(-num_tokens * top_k // num_experts)
+    return 1 << max(rows - 1, 0).bit_length()

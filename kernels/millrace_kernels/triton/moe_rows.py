@@ -1,0 +1,168 @@
+"""What lies between and around the grouped GEMMs: rows to their experts, SwiGLU with quantisation, rows back to tokens.
+
+Scales of rows lie as the FP8 GEMMs of sm90 read them: [groups, group_rows, K/128], column by column inside a group.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from millrace_kernels.fp8 import BLOCK, Fp8
+from millrace_kernels.triton.launch import go_ahead, options, wait
+from millrace_kernels.triton.moe_route import Route
+from millrace_kernels.triton.quant import quantise
+
+
+@triton.jit
+def scale_offset(row, column, group_rows, columns):
+    """Where the scale of (row, 128-column block) lies."""
+    group = row // group_rows
+    return group * columns * group_rows + column * group_rows + row % group_rows
+
+
+@triton.jit
+def _permute_kernel(
+    x_ptr,
+    scales_ptr,
+    rows_ptr,
+    out_ptr,
+    out_scales_ptr,
+    stride_scale_t,
+    stride_scale_k,
+    group_rows,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCKS_PAD: tl.constexpr,
+    CHOICES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One token: read once, written to each of its rows."""
+    token = tl.program_id(0).to(tl.int64)
+    col, block = tl.arange(0, D_PAD), tl.arange(0, BLOCKS_PAD)
+    held = 0
+    wait(PDL)
+    for choice in tl.static_range(CHOICES):
+        held += (tl.load(rows_ptr + token * CHOICES + choice) >= 0).to(tl.int32)
+    go_ahead(PDL)
+    if held > 0:
+        x = tl.load(x_ptr + token * D + col, mask=col < D)
+        where = token * stride_scale_t + block * stride_scale_k
+        scales = tl.load(scales_ptr + where, mask=block < BLOCKS)
+        for choice in tl.static_range(CHOICES):
+            row = tl.load(rows_ptr + token * CHOICES + choice).to(tl.int64)
+            tl.store(out_ptr + row * D + col, x, mask=(row >= 0) & (col < D))
+            to = scale_offset(row, block, group_rows, BLOCKS)
+            tl.store(out_scales_ptr + to, scales, mask=(row >= 0) & (block < BLOCKS))
+
+
+def permute(x: Fp8, route: Route, out: Tensor) -> Fp8:
+    """x [T, D] -> out [num_rows, D] and its scales, in the route's layout; rows of nobody hold anything."""
+    num, dim = x.data.shape
+    assert x.data.is_contiguous() and dim % BLOCK == 0 and out.is_contiguous(), x.data.shape
+    blocks = dim // BLOCK
+    scales = rows_scales(route, blocks, x.data.device)
+    _permute_kernel[(num,)](
+        x.data.view(torch.uint8), x.scales, route.rows, out.view(torch.uint8), scales, *x.scales.stride(),
+        route.group_rows, dim, triton.next_power_of_2(dim), blocks, triton.next_power_of_2(blocks),
+        route.rows.shape[1], **options(num_warps=4),
+    )  # fmt: skip
+    return Fp8(out, scales)
+
+
+def rows_scales(route: Route, columns: int, device: torch.device) -> Tensor:
+    """Room for float32 [num_rows, columns] scales, in two dimensions where all rows are one group, else in three."""
+    groups = route.num_rows // route.group_rows
+    scales = torch.empty(groups, columns, route.group_rows, dtype=torch.float32, device=device).transpose(1, 2)
+    return scales[0] if groups == 1 else scales
+
+
+@triton.jit
+def _silu_mul_quant_kernel(
+    x_ptr,
+    out_ptr,
+    scales_ptr,
+    counts_ptr,
+    total_ptr,
+    group_rows,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    PADDED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A fixed grid walks over the tiles of ROWS rows and 128 columns that exist."""
+    i, col = tl.arange(0, ROWS), tl.arange(0, 128)
+    columns: tl.constexpr = SIZE // 128
+    wait(PDL)
+    go_ahead(PDL)
+    tiles = tl.load(total_ptr) // ROWS * columns
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        first = tile // columns * ROWS
+        used = True
+        if PADDED:
+            used = first % group_rows < tl.load(counts_ptr + first // group_rows)
+        if used:
+            row, column = (first + i).to(tl.int64), tile % columns
+            at = row[:, None] * (2 * SIZE) + column * 128 + col[None, :]
+            gate = tl.load(x_ptr + at).to(tl.float32)
+            up = tl.load(x_ptr + at + SIZE).to(tl.float32)
+            out, scale = quantise(gate * tl.sigmoid(gate) * up)
+            tl.store(out_ptr + row[:, None] * SIZE + column * 128 + col[None, :], out)
+            tl.store(scales_ptr + scale_offset(row, column, group_rows, columns), scale)
+
+
+def silu_mul_quant(x: Tensor, route: Route, rows: int = 16, programs: int = 132 * 8) -> Fp8:
+    """x [num_rows, 2I] -> silu(gate) * up [num_rows, I], rows of the route's layout; whole tiles without a row are
+    left out.
+    """
+    num_rows, size = x.shape[0], x.shape[1] // 2
+    assert size % BLOCK == 0 and route.group_rows % rows == 0 and x.is_contiguous(), (x.shape, route.group_rows)
+    out = torch.empty(num_rows, size, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = rows_scales(route, size // BLOCK, x.device)
+    grid = min(programs, num_rows // rows * (size // BLOCK))
+    _silu_mul_quant_kernel[(grid,)](
+        x, out, scales, route.counts, route.total, route.group_rows,
+        size, rows, route.group_rows != num_rows, **options(num_warps=4),
+    )  # fmt: skip
+    return Fp8(out, scales)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _combine_kernel(
+    y_ptr,
+    rows_ptr,
+    weights_ptr,
+    out_ptr,
+    num_tokens,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TOP_K: tl.constexpr,
+    CHOICES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One token and BLOCK_D columns, its rows summed in the order of its choices."""
+    token = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    out = tl.zeros([BLOCK_D], tl.float32)
+    wait(PDL)
+    go_ahead(PDL)
+    for choice in tl.static_range(CHOICES):
+        row = tl.load(rows_ptr + token * CHOICES + choice).to(tl.int64)
+        y = tl.load(y_ptr + row * D + col, mask=(row >= 0) & (col < D), other=0.0).to(tl.float32)
+        if choice < TOP_K:
+            y *= tl.load(weights_ptr + token * TOP_K + choice)
+        out += tl.where(row >= 0, y, 0.0)
+    tl.store(out_ptr + token * D + col, out, mask=col < D)
+
+
+def combine(y: Tensor, route: Route, weights: Tensor, out: Tensor, block_d: int = 2048) -> None:
+    """y [num_rows, D], weights float32 [T, K] -> out [T, D]; the shared expert's weight is 1."""
+    (num, top_k), dim = weights.shape, y.shape[1]
+    assert weights.is_contiguous() and y.is_contiguous() and out.is_contiguous(), (weights.shape, y.shape)
+    block_d = min(block_d, triton.next_power_of_2(dim))
+    _combine_kernel[(num, triton.cdiv(dim, block_d))](
+        y, route.rows, weights, out, num, dim, block_d, top_k, route.rows.shape[1], **options(num_warps=4)
+    )

@@ -1,0 +1,151 @@
+"""Our side of DeepGEMM's grouped products: a stand-in with its calling conventions takes the library's place."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+
+import pytest
+import torch
+from millrace_kernels.fp8 import Fp8, Operand
+from millrace_kernels.lib import deep_gemm_grouped as grouped
+from millrace_kernels.ref import fp8 as reference
+from millrace_kernels.ref.moe_experts import moe_experts
+from millrace_kernels.testing.experts import draw_experts
+from millrace_kernels.testing.numeric import FP8_EXPERTS_TOLERANCE, assert_close
+from millrace_kernels.triton import moe_route
+from millrace_kernels.triton.quant import quant_groups
+from millrace_testing.poison import poison_empty
+from torch import Tensor
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of rows that nobody wrote
+
+Pair = tuple[Tensor, Tensor]
+DIM, SIZE, HELD, FIRST, TOTAL = 256, 128, 4, 2, 9
+
+
+class Library(types.ModuleType):
+    """What the two products of DeepGEMM 0.1.5 check and do on sm90; rows that they may not read are NaN."""
+
+    def __init__(self) -> None:
+        super().__init__("deep_gemm")
+        self.alignment = 0
+        self.calls: list[str] = []
+
+    def set_mk_alignment_for_contiguous_layout(self, value: int) -> None:
+        self.alignment = value
+
+    def m_grouped_fp8_gemm_nt_contiguous(
+        self, a: Pair, b: Pair, d: Tensor, grouped_layout: Tensor, *,
+        use_psum_layout: bool = False, expected_m_for_psum_layout: int | None = None,
+    ) -> None:  # fmt: skip
+        m, _ = self.check(a, b)
+        assert d.shape == (m, b[0].shape[1]) and d.is_contiguous() and a[1].stride() == (1, m) and m % 4 == 0
+        assert m % self.alignment == 0
+        if use_psum_layout:
+            assert grouped_layout.shape == (len(b[0]),) and (expected_m_for_psum_layout or 0) > 0
+            self.calls.append(f"packed {self.alignment}")
+            runs = list(self.packed(grouped_layout.tolist()))
+        else:
+            assert grouped_layout.shape == (m,) and expected_m_for_psum_layout is None
+            self.calls.append(f"indexed {self.alignment}")
+            runs = list(self.indexed(grouped_layout.tolist()))
+        for expert, first, last in runs:
+            self.multiply(a[0][first:last], a[1][first:last], b, expert, d[first:last])
+
+    def packed(self, ends: list[int]) -> Iterator[tuple[int, int, int]]:
+        start = 0
+        for expert, end in enumerate(ends):
+            assert end >= start, ends
+            yield expert, start, end
+            start = -(-end // self.alignment) * self.alignment
+
+    def indexed(self, owners: list[int]) -> Iterator[tuple[int, int, int]]:
+        for first in range(0, len(owners), self.alignment):
+            tile = [owner for owner in owners[first : first + self.alignment] if owner >= 0]
+            assert len(set(tile)) <= 1 and owners[first : first + len(tile)] == tile
+            if tile:
+                yield tile[0], first, first + len(tile)
+
+    def fp8_m_grouped_gemm_nt_masked(self, a: Pair, b: Pair, d: Tensor, masked_m: Tensor, expected_m: int) -> None:
+        groups, room, k = a[0].shape
+        self.check(a, b)
+        assert a[1].stride() == (room * (k // 128), 1, room) and d.shape == (groups, room, b[0].shape[1])
+        assert masked_m.shape == (groups,) and masked_m.is_contiguous() and expected_m > 0 and room % 128 == 0
+        self.calls.append("padded")
+        for expert, count in enumerate(masked_m.tolist()):
+            self.multiply(a[0][expert, :count], a[1][expert, :count], b, expert, d[expert, :count])
+
+    @staticmethod
+    def check(a: Pair, b: Pair) -> tuple[int, int]:
+        assert type(a) is tuple and type(b) is tuple  # it takes no subclass
+        m, k = a[0].shape[-2:]
+        assert a[0].is_contiguous() and b[0].is_contiguous() and b[1].is_contiguous()
+        assert a[0].dtype == b[0].dtype == torch.float8_e4m3fn and a[1].dtype == b[1].dtype == torch.float32
+        assert a[1].shape[-2:] == (m, k // 128) and b[1].shape == (len(b[0]), b[0].shape[1] // 128, k // 128)
+        return m, k
+
+    @staticmethod
+    def multiply(x: Tensor, scales: Tensor, b: Pair, expert: int, d: Tensor) -> None:
+        d.copy_(reference.fp8_linear(Fp8(x, scales), Fp8(b[0][expert], b[1][expert]), torch.bfloat16))
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Library:
+    stand_in = Library()
+    monkeypatch.setitem(sys.modules, "deep_gemm", stand_in)
+    monkeypatch.setattr(grouped, "quant_groups", quant_groups)  # as on a GPU
+    poison_empty(monkeypatch)
+    return stand_in
+
+
+@pytest.mark.parametrize("layout", ["packed", "indexed", "padded"])
+@pytest.mark.parametrize("num", [0, 1, 40])
+@pytest.mark.parametrize("shared", [False, True])
+def test_layouts(library: Library, layout: str, num: int, shared: bool) -> None:
+    generator = torch.Generator().manual_seed(num)
+    x = torch.randn(num, DIM, generator=generator).bfloat16()
+    experts = torch.randint(-1, TOTAL, (num, 3), generator=generator, dtype=torch.int32)
+    experts[2:3] = 4  # one expert three times
+    experts[3:4] = -1
+    weights = torch.rand(num, 3, generator=generator)
+    w13, w2 = draw_experts(HELD, DIM, SIZE, torch.bfloat16, True, x.device, generator)
+    arguments = (x, weights, experts, w13, w2, FIRST)
+    out = getattr(grouped, layout)(*arguments, shared_expert=shared, num_experts=TOTAL)
+    assert out.dtype == torch.bfloat16
+    assert_close(out, moe_experts(*arguments, shared_expert=shared), FP8_EXPERTS_TOLERANCE)
+    assert [call.split()[0] for call in library.calls] == [layout] * 2 * (num > 0)
+
+
+def test_many_tokens_take_turns(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(13, DIM, generator=generator).bfloat16()
+    experts = torch.randint(0, HELD, (13, 2), generator=generator, dtype=torch.int32)
+    weights = torch.rand(13, 2, generator=generator)
+    w13, w2 = draw_experts(HELD, DIM, SIZE, torch.bfloat16, True, x.device, generator)
+    quantised = Operand(None, quant_groups(x))
+    at_once = grouped.packed(quantised, weights, experts, w13, w2, 0)
+    assert len(library.calls) == 2
+    monkeypatch.setattr(grouped, "slices", lambda num, choices: moe_route.slices(num, choices, max_rows=10))
+    in_turns = grouped.packed(quantised, weights, experts, w13, w2, 0)
+    assert len(library.calls) == 2 + 2 * 3
+    assert torch.equal(at_once, in_turns)
+
+
+def test_slices_are_few_and_equal() -> None:
+    assert moe_route.slices(0, 8) == []
+    assert moe_route.slices(13, 2, max_rows=10) == [(0, 5), (5, 10), (10, 13)]
+    assert moe_route.slices(16384, 8) == [(0, 16384)]
+    assert moe_route.slices(131072, 8) == [(first, first + 16384) for first in range(0, 131072, 16384)]
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(1, 1), (3, 4), (64, 64), (65, 128)])
+def test_expected_rows_are_powers_of_two(rows: int, expected: int) -> None:
+    assert moe_route.expected_rows(rows * 4, 2, 8) == expected
+
+
+def test_tiles_grow_with_the_rows_of_an_expert(library: Library) -> None:
+    experts = torch.zeros(1, 1, dtype=torch.int32)
+    for expected, alignment in ((64, 64), (128, 128)):
+        assert grouped._packed_layout(experts, 0, HELD, False, expected).alignment == alignment

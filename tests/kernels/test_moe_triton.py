@@ -1,0 +1,113 @@
+"""Our kernels for the gate and the experts, through Triton's interpreter, against the references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from millrace_kernels.fp8 import Operand, quant_groups
+from millrace_kernels.ref import moe_experts as ref_experts
+from millrace_kernels.ref import moe_gate as ref_gate
+from millrace_kernels.testing.cases import TINY, V3_TP8, Dims
+from millrace_kernels.testing.experts import Experts, draw_experts
+from millrace_kernels.testing.numeric import FP8_EXPERTS_TOLERANCE, assert_close
+from millrace_kernels.triton import moe_gate, moe_grouped, moe_small
+from millrace_testing.poison import poison_empty
+from torch import Tensor
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of NaN in padding rows
+
+CPU = torch.device("cpu")
+ODD = Dims("odd", 200, heads=1, experts=18, groups=3, topk_groups=2, top_k=3, moe_intermediate=72)
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("num", [0, 1, 7])
+@pytest.mark.parametrize("dims", [TINY, V3_TP8, ODD], ids=lambda d: d.name)
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("padded", [True, False])
+def test_gate(num: int, dims: Dims, norm: bool, padded: bool) -> None:
+    logits = torch.randn(num, dims.experts, generator=seeded(num))
+    logits[3:4] = 0.0  # ties everywhere
+    logits[4:5, ::3] = 1.0
+    bias = torch.randn(dims.experts, generator=seeded(1)) * 0.1
+    bias[: dims.experts // 2] = 0.0
+    options = {"n_group": dims.groups, "topk_group": dims.topk_groups, "top_k": dims.top_k}
+    options |= {"norm_topk_prob": norm, "routed_scaling_factor": 2.5}
+    real = torch.tensor([5], dtype=torch.int32) if padded else None
+    if padded:
+        logits[5:] = torch.nan
+    weights, experts = moe_gate.moe_gate(logits, bias, **options, num_tokens=real)
+    expected_weights, expected_experts = ref_gate.moe_gate(logits, bias, **options, num_tokens=real)
+    assert torch.equal(experts, expected_experts) and experts.dtype == torch.int32
+    assert_close(weights, expected_weights)
+
+
+@pytest.mark.parametrize("num", [0, 1, 7, 16])
+@pytest.mark.parametrize(("dim", "experts"), [(256, 16), (264, 7)])
+def test_gate_logits(num: int, dim: int, experts: int) -> None:
+    x = torch.randn(num, dim + 8, generator=seeded(num)).bfloat16()[:, :dim]  # rows of a wider matrix
+    weight = torch.randn(experts, dim, generator=seeded(1)).bfloat16()
+    assert_close(moe_gate.gate_logits(x, weight), ref_gate.gate_logits(x, weight))
+
+
+def choices(num: int, top_k: int, total: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Experts of this rank and of others, some twice by one token, and a padding row."""
+    experts = torch.randint(-1, total, (num, top_k), generator=seeded(seed), dtype=torch.int32)
+    experts[1:2] = -1
+    experts[2:3, :2] = 4
+    return torch.rand(num, top_k, generator=seeded(seed)), experts
+
+
+def case(
+    num: int, dim: int, size: int, dtype: torch.dtype, fp8: bool, shared: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Experts]:
+    x = torch.randn(num, dim, generator=seeded(num)).to(dtype)
+    x[1:2] = 0.0 if shared else torch.nan  # the padding row, which only a shared expert sees
+    return x, *choices(num, 3, 9, num), draw_experts(4, dim, size, dtype, fp8, CPU, seeded(7))
+
+
+@pytest.mark.parametrize("num", [0, 1, 5])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(("dim", "size", "fp8"), [(256, 128, True), (136, 24, False)])
+def test_small(num: int, shared: bool, dim: int, size: int, fp8: bool) -> None:
+    x, weights, experts, (w13, w2) = case(num, dim, size, torch.bfloat16, fp8, shared)
+    arguments = (x, weights, experts, w13, w2, 2)
+    out = moe_small.moe_experts(*arguments, shared_expert=shared)
+    assert out.dtype == x.dtype
+    assert_close(out, ref_experts.moe_experts(*arguments, shared_expert=shared))
+
+
+def test_small_in_fp32_multiplies_one_token_exactly() -> None:
+    x, weights, _, (w13, w2) = case(1, 256, 128, torch.float32, True)
+    arguments = (x, weights, torch.tensor([[2, 5, 4]], dtype=torch.int32), w13, w2, 2)
+    assert_close(moe_small.moe_experts(*arguments), ref_experts.moe_experts(*arguments))
+
+
+@pytest.mark.parametrize("num", [0, 1, 21])
+@pytest.mark.parametrize("shared", [False, True])
+def test_grouped_plain(num: int, shared: bool) -> None:
+    x, weights, experts, (w13, w2) = case(num, 136, 24, torch.bfloat16, False, shared)
+    arguments = (x, weights, experts, w13, w2, 2)
+    out = moe_grouped.moe_experts(*arguments, shared_expert=shared, num_experts=9)
+    assert_close(out, ref_experts.moe_experts(*arguments, shared_expert=shared))
+
+
+@pytest.mark.parametrize("num", [1, 21])
+@pytest.mark.parametrize("shared", [False, True])
+def test_grouped_fp8(num: int, shared: bool) -> None:
+    x, weights, experts, (w13, w2) = case(num, 256, 128, torch.bfloat16, True, shared)
+    arguments = (weights, experts, w13, w2, 2)
+    out = moe_grouped.moe_experts(Operand(None, quant_groups(x)), *arguments, shared_expert=shared, num_experts=9)
+    expected = ref_experts.moe_experts(x, *arguments, shared_expert=shared)
+    assert_close(out, expected, FP8_EXPERTS_TOLERANCE)
+
+
+def test_nobody_reads_memory_that_nobody_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weights, experts, (w13, w2) = case(5, 256, 128, torch.bfloat16, fp8=True)
+    expected = ref_experts.moe_experts(x, weights, experts, w13, w2, 2)
+    poison_empty(monkeypatch)
+    assert_close(moe_small.moe_experts(x, weights, experts, w13, w2, 2), expected)
+    assert_close(moe_grouped.moe_experts(x, weights, experts, w13, w2, 2), expected, FP8_EXPERTS_TOLERANCE)
