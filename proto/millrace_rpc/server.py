@@ -35,6 +35,7 @@ SERVER_OPTIONS = [
     ("grpc.absolute_max_metadata_size", 2 * MAX_METADATA_BYTES),  # above the soft limit calls are refused at random
     ("grpc.so_reuseport", 0),
 ]
+LIVENESS = "liveness"  # the health service's name for the process itself: serving for as long as it answers
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -48,6 +49,7 @@ class Server:
         self.grpc = grpc.aio.server(interceptors=[_Errors(), *interceptors], options=SERVER_OPTIONS)
         self.health = health.aio.HealthServicer()
         self._names = service_names
+        self._plain: grpc.aio.Server | None = None
         self.port = 0
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.grpc)
         names = [*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME]
@@ -68,13 +70,30 @@ class Server:
         await self.grpc.start()
         return self.port
 
+    async def start_health(self, address: str) -> int:
+        """Answer the same health checks, and nothing else, on a plain port of their own, for probes that know no TLS.
+        Before `start`, so that a slow start is seen as one.
+        """
+        self._plain = grpc.aio.server(options=SERVER_OPTIONS)
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, self._plain)
+        await self.set_serving(False)
+        try:
+            port = self._plain.add_insecure_port(address)
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {address}: {error}") from error
+        await self._plain.start()
+        return port
+
     async def set_serving(self, serving: bool) -> None:
         """Readiness of every service. Liveness is the process answering health checks at all."""
+        await self.health.set(LIVENESS, SERVING)
         for name in ("", *self._names):
             await self.health.set(name, SERVING if serving else NOT_SERVING)
 
     async def stop(self, grace_s: float) -> None:
         await self.grpc.stop(grace_s)
+        if self._plain is not None:
+            await self._plain.stop(0)
 
 
 class _Errors(grpc.aio.ServerInterceptor):

@@ -90,6 +90,7 @@ class RouterConfig(Config):
     admin: str = Field("127.0.0.1:0", pattern=_ADDRESS)  # gRPC
     admin_http: str = Field("127.0.0.1:0", pattern=_ADDRESS)
     metrics: str | None = Field(None, pattern=_ADDRESS)  # plain /metrics, /health and /ready; none: beside the HTTP API
+    health: str | None = Field(None, pattern=_ADDRESS)  # plain grpc.health.v1, beside that of the gRPC API
     tls: Tls | None = None  # of every port, and towards the workers; none: plain
     public_tls: Tls | None = None  # of the gRPC and HTTP APIs, where clients trust another authority than the workers
     api_keys: Path | None = None  # file of tenants.py; none: everybody may call

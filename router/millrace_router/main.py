@@ -71,6 +71,8 @@ class Router:
     async def start(self) -> None:
         self._public.grpc.add_generic_rpc_handlers((grpc_service.InferenceService(self.inference).handlers(),))
         config, trust = self.config, self._security
+        if config.health is not None:
+            self.ports["health"] = await self._public.start_health(config.health)
         self.ports["grpc"] = await self._public.start(config.grpc, trust.public)
         self.ports["admin"] = await self._admin.start(config.admin, trust.inside)
         self.ports["http"] = self._http.start(config.http, trust.public)

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from millrace.v1 import inference_pb2, inference_pb2_grpc
 from millrace_rpc.client import channel
 from millrace_rpc.config import Config, ConfigError
 from millrace_rpc.config import load as load_config
-from millrace_rpc.server import Server
+from millrace_rpc.server import LIVENESS, NOT_SERVING, SERVING, Server
 from millrace_rpc.tls import Identity, Tls
 from millrace_testing.certificates import Authority
 from rpc.conftest import NAME, Inference
@@ -67,6 +68,24 @@ async def test_mutual_tls_lets_in_whom_the_authority_signed(authority: Authority
         assert await ask(address, good) == [1, 2]
         for client in (None, nameless, stranger, suspicious):
             assert await ask(address, client) is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_probes_without_a_certificate_have_a_port_of_health_alone(authority: Authority, tmp_path: Path) -> None:
+    server = Server([NAME])
+    inference_pb2_grpc.add_InferenceServicer_to_server(Inference(), server.grpc)
+    plain = f"127.0.0.1:{await server.start_health('127.0.0.1:0')}"
+    await server.start("127.0.0.1:0", identity(authority.tls(tmp_path / "server", require_client_cert=True)))
+    try:
+        async with channel(plain) as ch:
+            stub = health_pb2_grpc.HealthStub(ch)
+            for serving in (False, True):
+                await server.set_serving(serving)
+                for service, expected in (("", serving), (NAME, serving), (LIVENESS, True)):
+                    answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=20)
+                    assert answer.status == (SERVING if expected else NOT_SERVING)
+        assert await ask(plain, None) is grpc.StatusCode.UNIMPLEMENTED
+    finally:
+        await server.stop(0)
 
 
 async def test_without_mutual_tls_a_client_needs_the_authority_only(authority: Authority, tmp_path: Path) -> None:

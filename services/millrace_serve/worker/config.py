@@ -42,6 +42,7 @@ class WorkerConfig(Execution):
     host: str = "127.0.0.1"
     grpc_port: int = Field(0, ge=0, le=65535)  # 0: any free port
     metrics_port: int = Field(0, ge=0, le=65535)  # 0: any free port
+    health_port: int | None = Field(None, ge=0, le=65535)  # plain grpc.health.v1, beside that of the gRPC port
     worker_id: str = ""  # stable over restarts; empty: the epoch
     engine: EngineKind = EngineKind.MODEL
     model: Path | None = None  # checkpoint folder

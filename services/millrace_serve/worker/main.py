@@ -54,10 +54,14 @@ async def serve(config: WorkerConfig, make_role: MakeRole, announce: Path | None
     stop = _signals()
     code, message = 1, "could not start"
     try:
+        health_port = None
+        if config.health_port is not None:
+            health_port = await server.start_health(f"{config.host}:{config.health_port}")
         await server.start(f"{config.host}:{config.grpc_port}", frontend.identity)
         metrics_port = await http.start(config.host, config.metrics_port)
         if announce is not None:
-            _announce(announce, frontend, server.port, metrics_port)
+            ports = {"grpc": server.port, "metrics": metrics_port}
+            _announce(announce, frontend, ports if health_port is None else {**ports, "health": health_port})
         code, message = await _live(frontend, stop, f"{config.host}:{server.port}")
         log.info("stopping: %s", message)
     finally:
@@ -138,9 +142,9 @@ def _signals() -> asyncio.Event:
     return stop
 
 
-def _announce(path: Path, frontend: Frontend, grpc_port: int, metrics_port: int) -> None:
+def _announce(path: Path, frontend: Frontend, ports: dict[str, int]) -> None:
     """Bound ports by name, and who we are. Written under another name first, so that nobody reads half of it."""
-    facts = {"grpc": grpc_port, "metrics": metrics_port, "pid": os.getpid(), "epoch": frontend.epoch}
+    facts = {**ports, "pid": os.getpid(), "epoch": frontend.epoch}
     draft = path.with_name(f"{path.name}.{os.getpid()}")
     draft.write_text(json.dumps(facts))
     draft.replace(path)
