@@ -137,7 +137,7 @@ def workers(
     asyncio.run(show(address, access.identity(ca, cert, key)))
 
 
-BENCHES = ("serving", "router", "policy", "transfer", "engine", "shard", "kernels")
+BENCHES = ("serving", "router", "policy", "transfer", "handover", "engine", "shard", "kernels")
 
 
 @app.command("compile")

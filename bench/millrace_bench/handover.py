@@ -1,0 +1,114 @@
+"""What handing a prompt over costs: a prefill and a decode worker as two processes, one prompt at a time.
+
+    transfer   on the decode worker, from the arrival of the last part's page ids to the fenced Release
+    handover   in the router, from the prefill worker's first token to the decode worker's first output
+
+The same prompts then run on one unified worker, whose tokens must be equal.
+
+millrace bench handover [--model models/tiny] [--length 1024] [--worker-set device=cuda execution.random_weights=true]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import re
+from dataclasses import asdict
+from pathlib import Path
+
+import httpx
+from millrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from millrace_cli.cluster import TINY, ClusterSpec, LocalCluster
+from millrace_rpc.client import channel
+
+from millrace_bench.common import Record, Summary, print_record
+
+TRANSFER = "millrace_kv_transfer_seconds"
+STAGE = r'millrace_stage_seconds_{part}{{stage="kv_transfer"}}'
+NEW_TOKENS = 8
+
+
+class Histogram:
+    """The mean of what one histogram of a /metrics page counted since the last look."""
+
+    def __init__(self, url: str, sum_line: str, count_line: str) -> None:
+        self._url, self._lines = url, (sum_line, count_line)
+        self._seen = (0.0, 0.0)
+
+    async def since(self, http: httpx.AsyncClient) -> float:
+        """Seconds. NaN when nothing was counted."""
+        page = (await http.get(self._url)).text
+        now = tuple(_value(page, line) for line in self._lines)
+        total, count = now[0] - self._seen[0], now[1] - self._seen[1]
+        self._seen = now[0], now[1]
+        return total / count if count else float("nan")
+
+
+def _value(page: str, name: str) -> float:
+    found = re.search(rf"^{re.escape(name)} (\S+)$", page, re.MULTILINE)
+    return float(found.group(1)) if found else 0.0
+
+
+async def generate(stub: inference_pb2_grpc.InferenceStub, prompt: list[int]) -> list[int]:
+    request = inference_pb2.GenerateRequest(
+        prompt=inference_pb2.Prompt(token_ids=inference_pb2.TokenIds(ids=prompt)),
+        sampling=common_pb2.SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True),
+    )
+    return [token async for response in stub.Generate(request, timeout=300) for token in response.token_ids]
+
+
+async def run(spec: ClusterSpec, prompts: list[list[int]]) -> tuple[list[list[int]], list[float], list[float]]:
+    """Tokens, transfer and handover seconds of each prompt; a unified worker has no seconds."""
+    tokens, transfers, handovers = [], [], []
+    async with (
+        LocalCluster(spec) as cluster,
+        httpx.AsyncClient() as http,
+        channel(cluster.grpc_address) as ch,
+    ):
+        stub = inference_pb2_grpc.InferenceStub(ch)
+        stages = [STAGE.format(part=part) for part in ("sum", "count")]
+        router = Histogram(f"{cluster.http_url}/metrics", *stages)
+        decode = None
+        if spec.decode:
+            url = f"http://{cluster.address('decode-0', 'metrics')}/metrics"
+            decode = Histogram(url, f"{TRANSFER}_sum", f"{TRANSFER}_count")
+            await decode.since(http)
+        await router.since(http)
+        for prompt in prompts:
+            tokens.append(await generate(stub, prompt))
+            if decode is not None:
+                transfers.append(await decode.since(http))
+                handovers.append(await router.since(http))
+    return tokens, transfers, handovers
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="millrace bench handover", description="What handing a prompt over costs.")
+    parser.add_argument("--model", type=Path, default=TINY)
+    parser.add_argument("--length", type=int, default=1024, help="tokens of a prompt")
+    parser.add_argument("--prompts", type=int, default=10)
+    parser.add_argument("--vocab", type=int, default=1000, help="token ids are drawn below it")
+    parser.add_argument("--worker-set", nargs="*", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--start-timeout", type=float, default=300.0)
+    args = parser.parse_args()
+    rng = random.Random(0)
+    prompts = [[rng.randrange(10, args.vocab) for _ in range(args.length)] for _ in range(args.prompts)]
+    common = {"model": args.model, "worker_set": tuple(args.worker_set), "start_timeout_s": args.start_timeout}
+    pair, transfers, handovers = asyncio.run(run(ClusterSpec(**common), prompts))
+    whole, _, _ = asyncio.run(run(ClusterSpec(prefill=0, decode=0, unified=1, **common), prompts))
+    equal = sum(one == other for one, other in zip(pair, whole, strict=True))
+    results = {
+        "transfer_ms": asdict(Summary.of([1e3 * seconds for seconds in transfers[1:]])),
+        "handover_ms": asdict(Summary.of([1e3 * seconds for seconds in handovers[1:]])),
+        "first_transfer_ms": 1e3 * transfers[0],
+        "equal_to_unified": equal,
+        "prompts": len(prompts),
+    }
+    for name, value in results.items():
+        print(f"{name:20}{value}")
+    print_record(Record("handover", vars(args), results))
+
+
+if __name__ == "__main__":
+    main()
