@@ -26,6 +26,8 @@ from millrace_serve.engine.core import (
     Route,
 )
 from millrace_serve.engine.grammar import MAX_COMPILED, GrammarError, Grammars
+from millrace_serve.engine.kv_pool import KvPool
+from millrace_serve.engine.lockstep import Together, follow
 from millrace_serve.engine.plan import StepOutput
 from millrace_serve.engine.sim_runner import SimRunner
 
@@ -257,3 +259,32 @@ def test_the_oldest_grammars_are_forgotten() -> None:
     grammars.walk(constrained(1, [20], Grammar(GrammarKind.REGEX, "1")))
     assert compiler.compiled.count("1") == 2 and len(grammars._compiled) == MAX_COMPILED
     grammars.close()
+
+
+def test_followers_are_given_the_same_masks() -> None:
+    """A tensor-parallel leader's batches, masks included, are all that its followers need."""
+    sent: list[bytes] = []
+
+    def broadcast(data: bytes | None) -> bytes:
+        if data is not None:
+            sent.append(data)
+            return data
+        return sent.pop(0)
+
+    driver = GrammarDriver(Role.UNIFIED)
+    driver.engine._lockstep = Together(None, broadcast)
+    driver.submit(constrained(1, [20, 21, 22], max_tokens=6))
+    driver.finish_compiling()
+    driver.run()
+    driver.engine.close()
+    pool = KvPool(driver.engine.pool.layout, driver.config.num_pages)
+    runner, tokens = MaskedRunner(driver.settings, pool), []
+
+    class Recording:
+        def launch(self, batch: StepBatch) -> object:
+            handle = runner.launch(batch)
+            tokens.extend(handle.result().tokens.tolist())
+            return handle
+
+    follow(Recording(), broadcast)  # type: ignore[arg-type]
+    assert tokens == driver.tokens[RequestId(1, 0)] == expected(6)
