@@ -1,7 +1,9 @@
 """The one catalogue of metrics: every name, unit, label and help text of the system.
 
 A component builds a `Metrics` over its own registry and uses attributes: `metrics.requests.labels(status="ok").inc()`.
-Names carry the prefix `millrace_` and a base unit; counters end in `_total`. Labels are bounded sets.
+Names carry the prefix `millrace_` and a base unit; counters end in `_total`. Labels are bounded sets. A series that
+begins at 1 has never increased for Prometheus; so counters that alerts watch have `known` label values, which are 0 from
+the start.
 """
 
 from __future__ import annotations
@@ -11,9 +13,21 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from millrace_rpc.errors import Reason
+
 STAGES = ("queue", "route", "prefill", "kv_transfer", "first_token", "decode", "total")
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _SHORT = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
+
+
+KV_FAULTS = (  # reasons of kv_failures for which neither a client nor a lost worker is to blame
+    Reason.KV_EXPIRED,
+    Reason.KV_MISMATCH,
+    Reason.KV_NOT_FOUND,
+    Reason.LAYOUT_MISMATCH,
+    Reason.STALLED,
+    Reason.TRANSFER_FAILED,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +38,7 @@ class Metric:
     help: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
+    known: tuple[tuple[str, ...], ...] = ()  # label values, in the order of `labels`
 
 
 ROUTER = (
@@ -88,15 +103,33 @@ WORKER = (
     Metric(
         "kv_transfer", "millrace_kv_transfer_seconds", Histogram, "From the last part's arrival to held.", (), _SHORT
     ),
-    Metric("kv_failures", "millrace_kv_failures_total", Counter, "KV transfers that failed.", ("reason",)),
+    Metric(
+        "kv_read", "millrace_kv_read_seconds", Histogram, "From a read's posting to its end on all ranks.", (), _SHORT
+    ),
+    Metric(
+        "kv_failures",
+        "millrace_kv_failures_total",
+        Counter,
+        "KV transfers that failed.",
+        ("reason",),
+        known=tuple((reason,) for reason in KV_FAULTS),
+    ),
     Metric("leases", "millrace_leases", Gauge, "Parked prompts."),
-    Metric("leases_ended", "millrace_leases_ended_total", Counter, "Leases by how they ended.", ("outcome",)),
+    Metric(
+        "leases_ended",
+        "millrace_leases_ended_total",
+        Counter,
+        "Leases by how they ended.",
+        ("outcome",),
+        known=(("released",), ("expired",), ("aborted",)),
+    ),
     Metric("quarantined", "millrace_quarantined_pages", Gauge, "Pages of transfers that are over but not yet final."),
     Metric(
         "worker_stale", "millrace_worker_stale_messages_total", Counter, "Messages for unknown attempts.", ("kind",)
     ),
 )
 PROCESS = (
+    Metric("started", "millrace_start_timestamp_seconds", Gauge, "When the process started."),
     Metric(
         "gc_pause",
         "millrace_gc_pause_seconds",
@@ -114,6 +147,7 @@ PROCESS = (
         Counter,
         "Changed files (certificates, keys) by whether they are used.",
         ("what", "outcome"),
+        known=(("certificates", "failed"), ("api_keys", "failed")),
     ),
     Metric("gc_freezes", "millrace_gc_freezes_total", Counter, "GC freezes.", ("process",)),
     Metric("gc_frozen", "millrace_gc_frozen_objects", Gauge, "Objects frozen by the latest freeze.", ("process",)),
@@ -128,6 +162,8 @@ class Metrics:
         for row in rows:
             options: dict[str, Any] = {"buckets": row.buckets} if row.buckets else {}
             metric = row.kind(row.name, row.help, row.labels, registry=registry, **options)
+            for values in row.known:
+                metric.labels(*values)
             setattr(self, row.attr, metric)
 
     def __getattr__(self, name: str) -> Any:  # only reached for names that no row defines

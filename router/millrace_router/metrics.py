@@ -12,7 +12,9 @@ from millrace_router.generation import Generation
 
 
 def build() -> Metrics:
-    return Metrics((*ROUTER, *PROCESS), CollectorRegistry())
+    metrics = Metrics((*ROUTER, *PROCESS), CollectorRegistry())
+    metrics.started.set_to_current_time()
+    return metrics
 
 
 def observe_generation(metrics: Metrics, generation: Generation) -> None:

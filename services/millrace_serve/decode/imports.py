@@ -65,6 +65,7 @@ class Import:
         self.pending: dict[int, set[int]] = {}  # read -> ranks that have not finished it
         self.errors: dict[int, str] = {}  # read -> what went wrong on a rank
         self.num_pages: collections.Counter[int] = collections.Counter()  # read -> pages
+        self.posted_at: dict[int, float] = {}  # by read
         self.last_part_at = 0.0
         self.told = False  # the router knows that it is over, or will hear it from the engine
         self.task: asyncio.Task[None] | None = None
@@ -124,6 +125,7 @@ class Imports:
         if pending:
             return
         del job.pending[done.read]
+        self._frontend.metrics.kv_read.observe(time.monotonic() - job.posted_at[done.read])
         if error := job.errors.get(done.read):
             self._do(job, job.machine.on_read_failed(done.read, error))
         else:
@@ -178,6 +180,7 @@ class Imports:
         ranks = self._frontend.ranks.of_replica(job.replica)
         job.pending[read.read] = set(ranks)
         job.num_pages[read.read] = len(read.dst_pages)
+        job.posted_at[read.read] = time.monotonic()
         for index, rank in enumerate(ranks):
             source = job.sources[index % len(job.sources)]
             if (rank, source.agent) not in job.peer.agents:

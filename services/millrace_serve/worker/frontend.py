@@ -53,6 +53,7 @@ class Frontend:
         self.registry = CollectorRegistry()
         rows = catalogue.WORKER + catalogue.PROCESS
         self.metrics = catalogue.Metrics(rows, self.registry)
+        self.metrics.started.set_to_current_time()
         self.identity = identity_of(config.tls, self.metrics)
         self.spans = WorkerSpans(tracing.make(config.tracing, f"millrace-{config.role}", epoch))
         self.lifecycle = Lifecycle(self._on_state)
