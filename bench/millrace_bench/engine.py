@@ -1,7 +1,7 @@
 """Offline benchmarks of the engine: what the host spends per step, and what a model reaches on this machine.
 
 python -m millrace_bench.engine                      host overhead: schedule + build + commit, runner for free
-python -m millrace_bench.engine --model CHECKPOINT   tokens/s of prefill and decode
+python -m millrace_bench.engine --model CHECKPOINT   tokens/s and step times (millrace_bench/engine_model.py)
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from millrace_rpc.config import load
 from millrace_serve.engine.batch import BatchBuilder
-from millrace_serve.engine.config import EngineConfig, Role
+from millrace_serve.engine.config import EngineConfig, Execution, Role
 from millrace_serve.engine.core import Request, RequestId, SamplingParams, Submit
 from millrace_serve.engine.engine import Engine
 from millrace_serve.engine.factory import make_scheduler, sim_layout
@@ -29,10 +30,8 @@ BATCHES = (1, 16, 64, 256)
 Row = dict[str, Any]
 
 
-def run(batches: tuple[int, ...] = BATCHES, steps: int = 300, model: Path | None = None) -> list[Row]:
-    """One row per measurement. `model`: checkpoint directory for the second mode."""
-    if model is not None:
-        return [row for batch in batches for row in _model_rows(batch, model)]
+def run(batches: tuple[int, ...] = BATCHES, steps: int = 300) -> list[Row]:
+    """One row per measurement of the host's time."""
     rows = [_decode_overhead(batch, steps) for batch in batches]
     return rows + [_prefill_overhead(tokens) for tokens in (2048, 8192)]
 
@@ -101,44 +100,29 @@ def _timed(function: Callable[..., Any], into: list[float]) -> Callable[..., Any
     return call
 
 
-def _model_rows(batch: int, path: Path, prompt: int = 256, outputs: int = 32) -> list[Row]:
-    import torch  # the first mode runs without it
-    from millrace_serve.engine.torch_factory import build_engine
-    from millrace_serve.model.parallel import ParallelDims
-
-    pages = batch * (-(-(prompt + outputs) // 64) + 1) + 2
-    config = EngineConfig(
-        num_pages=pages, max_model_len=prompt + outputs, max_running=batch, max_prefill_tokens=1024, prefix_cache=False
-    )
-    engine = build_engine(config, Role.UNIFIED, path, ParallelDims(), torch.device("cpu"), torch.float32)
-    rng = random.Random(0)
-    started = time.perf_counter()
-    _submit(engine, rng, [prompt] * batch, max_tokens=1, vocab=1000)
-    while engine.has_work():
-        engine.step()
-    prefill_s = time.perf_counter() - started
-    _submit(engine, rng, [prompt] * batch, max_tokens=outputs, vocab=1000)
-    speaking: set[RequestId] = set()
-    while len(speaking) < batch:
-        speaking.update(output.id for output in engine.step().outputs)
-    started, before = time.perf_counter(), engine.load().output_tokens
-    while engine.has_work():
-        engine.step()
-    decode_s, decoded = time.perf_counter() - started, engine.load().output_tokens - before
-    engine.close()
-    return [
-        {"kind": "prefill", "batch": batch, "prompt": prompt, "tokens_per_s": round(batch * prompt / prefill_s)},
-        {"kind": "decode", "batch": batch, "prompt": prompt, "tokens_per_s": round(decoded / decode_s)},
-    ]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Offline benchmarks of the engine.")
-    parser.add_argument("--model", type=Path, help="checkpoint directory: measure tokens/s instead of host overhead")
+    parser.add_argument("--model", type=Path, help="checkpoint directory: measure a model instead of host overhead")
+    parser.add_argument("--shard", choices=("tp8", "ep8"), help="a rank of the 671B model instead (bench shard)")
+    parser.add_argument("--layers", type=int, default=61, help="of the shard")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="graphs, compile, kv_dtype …")
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=300, help="of host overhead")
+    parser.add_argument("--prompt", type=int, default=256, help="tokens")
+    parser.add_argument("--outputs", type=int, default=32, help="tokens")
+    parser.add_argument("--prefill-tokens", type=int, default=1024, help="per step")
+    parser.add_argument("--temperature", type=float, default=0.0)
     args = parser.parse_args()
-    rows = run(tuple(args.batches), args.steps, args.model)
+    if args.model or args.shard:
+        from millrace_bench import engine_model  # torch
+
+        work = engine_model.Work(args.batches, args.prompt, args.outputs, args.temperature)
+        shard = (args.shard, args.layers) if args.shard else None
+        execution = load(Execution, None, args.set)
+        rows = engine_model.run(work, args.model, args.device, execution, args.prefill_tokens, shard)
+    else:
+        rows = run(tuple(args.batches), args.steps)
     for row in rows:
         print("  ".join(f"{key}={value}" for key, value in row.items()))
     print_record(Record("engine", vars(args), {"rows": rows}))
