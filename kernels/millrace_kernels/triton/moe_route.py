@@ -19,7 +19,7 @@ from torch import Tensor
 
 from millrace_kernels.triton.launch import go_ahead, options, wait
 
-CHUNK = 64  # choices that one program ranks
+CHUNK = 32  # choices that one program, a single warp, ranks
 PLACE = 512  # choices that one program places
 MAX_ROWS = 1 << 17  # of one pass, before padding; more tokens take turns, so that scratch memory is bounded
 
@@ -169,7 +169,7 @@ def route(
     tokens = CHUNK // choices
     _count_kernel[(triton.cdiv(num, tokens),)](
         experts, slots, counts, starts, ends, total, num, first_expert, num_held, routed, top_k, choices, tokens,
-        CHUNK, triton.next_power_of_2(num_held), alignment, group_rows, **options(num_warps=4),
+        CHUNK, triton.next_power_of_2(num_held), alignment, group_rows, **options(num_warps=1),
     )  # fmt: skip
     blocks = None
     if granularity:

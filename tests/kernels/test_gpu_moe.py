@@ -1,0 +1,138 @@
+"""The gate and the experts that the table chooses on a GPU, over DeepSeek-V3's widths, against the references."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import pytest
+import torch
+from millrace_kernels import backend, moe_gate
+from millrace_kernels.backend import SMALL_TOKENS, forced
+from millrace_kernels.fp8 import Operand, quant_groups
+from millrace_kernels.moe_experts import moe_experts
+from millrace_kernels.testing.cases import TINY, V3_TP8, Dims
+from millrace_kernels.testing.experts import Experts, choose, draw_experts
+from millrace_kernels.testing.numeric import FP8_EXPERTS_TOLERANCE, OP_TOLERANCE, assert_close
+from torch import Tensor
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda")
+TOKENS = [0, 1, 7, SMALL_TOKENS, SMALL_TOKENS + 1, 64, 128, 4096]
+EP8_HELD, EP8_FIRST, EP8_SIZE = 32, 96, 2048
+REFERENCES = dict.fromkeys(backend.TABLE, "")
+IMPLEMENTATIONS = [
+    "millrace_kernels.triton.moe_grouped:moe_experts_fp8",
+    *(f"millrace_kernels.lib.deep_gemm_grouped:{layout}" for layout in ("packed", "indexed", "padded")),
+]
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator(device=CUDA).manual_seed(seed)
+
+
+def rows(num: int, dim: int) -> Tensor:
+    return torch.randn(num, dim, generator=seeded(num), device=CUDA).bfloat16()
+
+
+@functools.cache
+def weights_of(held: int, dim: int, size: int, fp8: bool) -> Experts:
+    return draw_experts(held, dim, size, torch.bfloat16, fp8, CUDA, seeded(3))
+
+
+@pytest.mark.parametrize("num", TOKENS)
+def test_gate_logits(num: int) -> None:
+    x, weight = rows(num, 7168), rows(256, 7168)
+    found = moe_gate.gate_logits(x, weight)
+    assert found.dtype == torch.float32
+    assert_close(found, x.double() @ weight.double().t(), 1e-5)
+
+
+@pytest.mark.parametrize("num", TOKENS)
+@pytest.mark.parametrize("dims", [TINY, V3_TP8], ids=lambda d: d.name)
+def test_gate(num: int, dims: Dims) -> None:
+    logits = torch.randn(num, dims.experts, generator=seeded(num), device=CUDA).round(decimals=1)  # with ties
+    bias = torch.zeros(dims.experts, device=CUDA)
+    real = torch.tensor([max(num - 2, 0)], dtype=torch.int32, device=CUDA)
+    options = {"n_group": dims.groups, "topk_group": dims.topk_groups, "top_k": dims.top_k}
+    options |= {"norm_topk_prob": True, "routed_scaling_factor": 2.5, "num_tokens": real}
+    weights, experts = moe_gate.moe_gate(logits, bias, **options)
+    with forced(**REFERENCES):
+        expected_weights, expected_experts = moe_gate.moe_gate(logits, bias, **options)
+    # An ulp between the two sigmoids may turn sums of two that are almost equal; choices of the same scores may not.
+    assert (experts != expected_experts).any(1).sum() <= num // 100
+    same = (experts == expected_experts).all(1)
+    assert_close(weights[same], expected_weights[same], 1e-5)
+
+
+@pytest.mark.parametrize("num", TOKENS)
+@pytest.mark.parametrize("fp8", [True, False])
+def test_a_tensor_parallel_rank_with_the_shared_expert(num: int, fp8: bool) -> None:
+    check(num, V3_TP8, 257, 0, V3_TP8.moe_intermediate, fp8, True)
+
+
+@pytest.mark.parametrize("num", TOKENS)
+@pytest.mark.parametrize("fp8", [True, False])
+def test_an_expert_parallel_rank(num: int, fp8: bool) -> None:
+    check(num, V3_TP8, EP8_HELD, EP8_FIRST, EP8_SIZE, fp8, False)
+
+
+@pytest.mark.parametrize(("num", "fp8"), [(1, True), (7, True), (1, False), (40, False)])
+def test_tiny(num: int, fp8: bool) -> None:
+    check(num, TINY, TINY.experts, 0, TINY.moe_intermediate, fp8, False)
+
+
+@pytest.mark.parametrize("num", [17, 3000])
+@pytest.mark.parametrize("target", IMPLEMENTATIONS)
+def test_every_implementation(num: int, target: str) -> None:
+    if "deep_gemm" in target and importlib.util.find_spec("deep_gemm") is None:
+        pytest.skip("deep_gemm is not installed")
+    with forced(**{"moe_experts.moe_experts_fp8": target}):
+        check(num, V3_TP8, EP8_HELD, EP8_FIRST, EP8_SIZE, True, False)
+
+
+def check(num: int, dims: Dims, held: int, first: int, size: int, fp8: bool, shared: bool) -> None:
+    x, (w13, w2) = rows(num, dims.hidden), weights_of(held, dims.hidden, size, fp8)
+    weights, experts = choose(num, dims, CUDA, seeded(num))
+    experts[3:4] = -1
+    experts[4:5] = first  # one expert eight times
+    arguments = (weights, experts, w13, w2, first)
+    options = {"shared_expert": shared, "num_experts": dims.experts}
+    operand = Operand(x, quant_groups(x) if fp8 and num > SMALL_TOKENS else None)
+    out = moe_experts(operand, *arguments, **options)
+    again = moe_experts(operand, *arguments, **options)
+    assert torch.equal(out, again)
+    with forced(**REFERENCES):
+        expected = moe_experts(x, *arguments, **options)
+    assert_close(out, expected, FP8_EXPERTS_TOLERANCE if fp8 and num > SMALL_TOKENS else OP_TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.parametrize("num", [1, 16, 96])
+@pytest.mark.parametrize("fp8", [True, False])
+def test_a_graph_follows_new_choices_and_its_padding(num: int, fp8: bool) -> None:
+    """Captured once with one routing, replayed with others: nothing of the host's may be baked in."""
+    (w13, w2), dims = weights_of(EP8_HELD, 7168, EP8_SIZE, fp8), V3_TP8
+    x, bias, real = rows(num, 7168), torch.zeros(256, device=CUDA), torch.ones(1, dtype=torch.int32, device=CUDA)
+    logits = torch.randn(num, 256, generator=seeded(0), device=CUDA)
+
+    def step() -> Tensor:
+        weights, experts = moe_gate.moe_gate(
+            logits, bias, n_group=dims.groups, topk_group=dims.topk_groups, top_k=dims.top_k,
+            norm_topk_prob=True, routed_scaling_factor=2.5, num_tokens=real,
+        )  # fmt: skip
+        return moe_experts(x, weights, experts, w13, w2, EP8_FIRST, num_experts=256)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for seed, count in ((1, num), (2, -(-num // 2))):
+        logits.copy_(torch.randn(num, 256, generator=seeded(seed), device=CUDA))
+        real.fill_(count)
+        graph.replay()
+        assert torch.equal(out, step())
+        assert not out[count:].any() and (num == 1 or out[:count].any())
