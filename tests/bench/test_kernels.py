@@ -6,11 +6,14 @@ import math
 
 import pytest
 import torch
+from millrace_bench.kernels import tune_attention
 from millrace_bench.kernels.case import Call, Case, candidates
 from millrace_bench.kernels.dense import EP8, TP8, Product
 from millrace_bench.kernels.driver import Row, as_dict, floor_us, line, measure, num_sets
 from millrace_bench.kernels.tune import TOKENS
 from millrace_bench.kernels.tune import candidates as tune_candidates
+from millrace_kernels.testing.attention import Draw
+from millrace_kernels.triton import mla_absorb, mla_decode
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -60,3 +63,15 @@ def test_tuning_offers_configurations_of_every_shape(num: int, product: Product)
     found = list(tune_candidates(num, product.k))
     assert len(found) == len(set(found)) > 2 and all(128 % chosen.block_n == 0 for chosen in found)
     assert all(chosen.splits == 1 or chosen.splits <= product.k // 256 for chosen in found)
+
+
+def test_attention_is_tuned_against_what_is_in_use() -> None:
+    found = list(tune_attention.tasks(Draw(dtype=torch.bfloat16)))
+    assert {task.op for task in found} == {"absorb_q", "project_v", "mla_decode", "mla_prefill"}
+    for task in found:
+        assert len({str(option) for option in task.options}) == len(task.options) > 3
+        if task.op == "mla_decode":
+            assert task.options[0] == {"chosen": mla_decode.config(int(task.shape[2:5]), torch.bfloat16)}
+        if task.op == "absorb_q":
+            heads = int(task.shape.rpartition("=")[2])
+            assert task.options[0] == {"block": mla_absorb.columns(heads, 512, 32), "num_warps": 4}

@@ -80,10 +80,10 @@ def test_project_v(num: int) -> None:
 
 @pytest.mark.parametrize("heads", [16, 128])
 def test_few_tokens_fill_the_gpu_and_cover_all_columns(heads: int) -> None:
-    from millrace_kernels.triton.mla_absorb import PROGRAMS, _columns
+    from millrace_kernels.triton.mla_absorb import PROGRAMS, columns
 
     for width, least in ((512, 32), (128, 16)):
-        block = _columns(heads, width, least)
+        block = columns(heads, width, least)
         assert width % block == 0 and block >= least
         assert block == least or heads * width // block >= PROGRAMS
 

@@ -25,35 +25,43 @@ def absorb_q(q: Tensor, w_uk: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def absorb_q_small(q: Tensor, w_uk: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return absorb_q_with(q, w_uk, cos, sin, columns(q.shape[1], w_uk.shape[2], 32))
+
+
+def absorb_q_with(q: Tensor, w_uk: Tensor, cos: Tensor, sin: Tensor, block: int, num_warps: int = 4) -> Tensor:
+    """`block`: columns of a program."""
     (tokens, heads, _), (nope, latent) = q.shape, w_uk.shape[1:]
     assert tokens <= BLOCK_T and q.stride(2) == w_uk.stride(2) == cos.stride(1) == sin.stride(1) == 1
     assert cos.stride(0) == sin.stride(0)
     out = q.new_empty(tokens, heads, latent + q.shape[2] - nope)
     if tokens:
-        block = _columns(heads, latent, 32)
         _absorb[(heads, latent // block + 1)](
             out, q, w_uk, cos, sin,
             tokens, *out.stride()[:2], *q.stride()[:2], *w_uk.stride()[:2], cos.stride(0),
-            N=nope, C=latent, HALF=cos.shape[1], BLOCK_T=BLOCK_T, BLOCK_C=block, **options(4),
+            N=nope, C=latent, HALF=cos.shape[1], BLOCK_T=BLOCK_T, BLOCK_C=block, **options(num_warps),
         )  # fmt: skip
     return out
 
 
 def project_v_small(latent: Tensor, w_uv: Tensor) -> Tensor:
+    return project_v_with(latent, w_uv, columns(latent.shape[1], w_uv.shape[1], 16))
+
+
+def project_v_with(latent: Tensor, w_uv: Tensor, block: int, num_warps: int = 4) -> Tensor:
+    """`block`: columns of a program."""
     (tokens, heads, width), value = latent.shape, w_uv.shape[1]
     assert tokens <= BLOCK_T and latent.stride(2) == w_uv.stride(2) == 1
     out = latent.new_empty(tokens, heads * value)
     if tokens:
-        block = _columns(heads, value, 16)
         _project[(heads, value // block)](
             out, latent, w_uv,
             tokens, out.stride(0), *latent.stride()[:2], *w_uv.stride()[:2],
-            C=width, V=value, BLOCK_T=BLOCK_T, BLOCK_V=block, BLOCK_C=min(width, 256), **options(4),
+            C=width, V=value, BLOCK_T=BLOCK_T, BLOCK_V=block, BLOCK_C=min(width, 256), num_warps=num_warps,
         )  # fmt: skip
     return out
 
 
-def _columns(heads: int, width: int, least: int) -> int:
+def columns(heads: int, width: int, least: int) -> int:
     """The widest tile of a head that still makes PROGRAMS programs; a power of two that divides `width`."""
     block = width & -width
     while block > least and heads * (width // block) < PROGRAMS:
@@ -95,8 +103,8 @@ def _project(
     out_ptr, latent_ptr, w_ptr,
     tokens, out_row, latent_row, latent_head, w_head, w_row,
     C: tl.constexpr, V: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
+    """Never launched as a dependent: the kernel before may be FlashMLA's last, see lib/flash_mla.py."""
     head = tl.program_id(0)
     token = tl.arange(0, BLOCK_T)
     present = (token < tokens)[:, None]
@@ -105,7 +113,6 @@ def _project(
     x_tile = latent_ptr + head * latent_head + token[:, None] * latent_row + inner[None, :]
     w_tile = w_ptr + head.to(tl.int64) * w_head + column[:, None] * w_row + inner[None, :]
     total = tl.zeros((BLOCK_T, BLOCK_V), dtype=tl.float32)
-    wait(PDL)
     for first in tl.static_range(0, C, BLOCK_C):
         x = tl.load(x_tile + first, mask=present, other=0.0)
         total += tl.dot(x, tl.trans(tl.load(w_tile + first)), input_precision="ieee")

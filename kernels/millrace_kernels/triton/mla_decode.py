@@ -4,7 +4,7 @@ kernel merges the shares by their log-sum-exp. Any number of heads; also what ru
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,6 +18,23 @@ PROGRAMS = 264  # two for each of an H200's 132 multiprocessors
 MAX_SPLITS = 64
 
 
+class Config(NamedTuple):
+    block_m: int  # query rows of a program
+    block_n: int  # keys at a time; what shared memory holds bounds it
+    programs: int  # to which the keys of few sequences are split up
+    num_warps: int
+    num_stages: int
+
+
+def config(rows: int, dtype: torch.dtype) -> Config:
+    """For S * H query rows in dtype."""
+    block_m = max(16, min(64, triton.next_power_of_2(rows)))
+    warps = 8 if block_m == 64 else 4
+    return (
+        Config(block_m, 16, PROGRAMS, warps, 1) if dtype == torch.float32 else Config(block_m, 32, PROGRAMS, warps, 2)
+    )
+
+
 def mla_decode(
     q: Tensor,
     kv: Tensor,
@@ -27,24 +44,29 @@ def mla_decode(
     kv_lora_rank: int,
     plan: Any = None,
 ) -> tuple[Tensor, Tensor]:
+    chosen = config(q.shape[1] * q.shape[2], q.dtype)
+    return mla_decode_with(q, kv, page_table, seq_lens, scale, kv_lora_rank, chosen)
+
+
+def mla_decode_with(
+    q: Tensor, kv: Tensor, page_table: Tensor, seq_lens: Tensor, scale: float, kv_lora_rank: int, chosen: Config
+) -> tuple[Tensor, Tensor]:
     (num_seqs, num_queries, num_heads, width), rows = q.shape, q.shape[1] * q.shape[2]
     assert q.is_contiguous() and kv.stride(2) == page_table.stride(1) == 1, (q.stride(), kv.stride())
     out = q.new_empty(num_seqs, num_queries, num_heads, kv_lora_rank)
     lse = q.new_empty(num_seqs, num_queries, num_heads, dtype=torch.float32)
     if not num_seqs:
         return out, lse
-    block_m = max(16, min(64, triton.next_power_of_2(rows)))
-    blocks = triton.cdiv(rows, block_m)
-    splits = max(1, min(page_table.shape[1], PROGRAMS // (num_seqs * blocks), MAX_SPLITS))
+    blocks = triton.cdiv(rows, chosen.block_m)
+    splits = max(1, min(page_table.shape[1], chosen.programs // (num_seqs * blocks), MAX_SPLITS))
     part_out = out if splits == 1 else q.new_empty(splits, *out.shape, dtype=torch.float32)
     part_lse = lse if splits == 1 else lse.new_empty(splits, *lse.shape)
-    wide = q.dtype == torch.float32
     _attend[(num_seqs, blocks, splits)](
         part_out, part_lse, q, kv, page_table, seq_lens,
         scale, num_seqs, rows, num_heads, num_queries, kv.stride(0), kv.stride(1), page_table.stride(0),
         C=kv_lora_rank, R=width - kv_lora_rank, PAGE=kv.shape[1],
-        BLOCK_M=block_m, BLOCK_N=min(kv.shape[1], 16 if wide else 32),  # what shared memory holds
-        **options(8 if block_m == 64 else 4, 1 if wide else 2),
+        BLOCK_M=chosen.block_m, BLOCK_N=min(kv.shape[1], chosen.block_n),
+        **options(chosen.num_warps, chosen.num_stages),
     )  # fmt: skip
     if splits > 1:
         total = num_seqs * rows

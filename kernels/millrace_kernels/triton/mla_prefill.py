@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,6 +16,20 @@ from torch import Tensor
 from millrace_kernels.triton.host_table import host_table
 from millrace_kernels.triton.launch import options, wait
 from millrace_kernels.triton.softmax import LOG2E, begin, finish, fold
+
+
+class Config(NamedTuple):
+    block_m: int  # queries of a program
+    block_n: int  # keys at a time; what shared memory holds bounds it
+    num_warps: int
+    num_stages: int
+
+
+def config(longest: int, dtype: torch.dtype) -> Config:
+    """For sequences of up to `longest` queries in dtype."""
+    wide = dtype == torch.float32
+    block_m = max(16, min(32 if wide else 128, triton.next_power_of_2(longest)))
+    return Config(block_m, 32, 4, 1) if wide else Config(block_m, 64, 8 if block_m == 128 else 4, 2)
 
 
 def mla_prefill(
@@ -28,6 +42,20 @@ def mla_prefill(
     causal: bool,
     plan: Any = None,
 ) -> tuple[Tensor, Tensor]:
+    chosen = config(max(q_lens, default=0), q.dtype)
+    return mla_prefill_with(q, k, v, q_lens, k_lens, scale, causal, chosen)
+
+
+def mla_prefill_with(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_lens: Sequence[int],
+    k_lens: Sequence[int],
+    scale: float,
+    causal: bool,
+    chosen: Config,
+) -> tuple[Tensor, Tensor]:
     assert q.stride(2) == k.stride(2) == v.stride(2) == 1, (q.stride(), k.stride(), v.stride())
     out, lse = outputs(q, v, sum(q_lens))
     longest = max(q_lens, default=0)
@@ -35,14 +63,11 @@ def mla_prefill(
         starts = [tuple(accumulate(lens, initial=0))[:-1] for lens in (q_lens, k_lens)]
         table = host_table((starts[0], tuple(q_lens), starts[1], tuple(k_lens)), q.device)
         first = 1 << (q.shape[2].bit_length() - 1)
-        wide = q.dtype == torch.float32
-        block_m = max(16, min(32 if wide else 128, triton.next_power_of_2(longest)))
-        _attend[(triton.cdiv(longest, block_m), q.shape[1], len(q_lens))](
+        _attend[(triton.cdiv(longest, chosen.block_m), q.shape[1], len(q_lens))](
             out, lse, q, k, v, table,
             len(q_lens), scale, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
             CAUSAL=causal, D1=first, D2=q.shape[2] - first, V=v.shape[2],
-            BLOCK_M=block_m, BLOCK_N=32 if wide else 64,  # what shared memory holds
-            **options(8 if block_m == 128 else 4, 1 if wide else 2),
+            BLOCK_M=chosen.block_m, BLOCK_N=chosen.block_n, **options(chosen.num_warps, chosen.num_stages),
         )  # fmt: skip
     return out, lse
 

@@ -1,0 +1,104 @@
+"""Times the configurations of attention's own kernels at V3's shapes; prints the best beside the one in use, and all
+times as a JSON line. What wins belongs into `config` of the kernel's module in millrace_kernels/triton.
+
+python -m millrace_bench.kernels.tune_attention [--op mla_decode] [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from millrace_kernels.testing import attention
+from millrace_kernels.testing.attention import Draw, Inputs
+from millrace_kernels.testing.timing import time_us
+from millrace_kernels.triton import mla_absorb, mla_decode, mla_prefill
+
+from millrace_bench.common import Record, print_record
+
+HEADS, SETS = (16, 128), 16  # as many inputs take turns, so that weights come from memory
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    op: str
+    shape: str
+    make: Callable[[], Inputs]
+    run: Callable[..., object]  # with the inputs and one of the configurations
+    options: list[dict[str, Any]]  # the one in use is the first
+
+
+def tasks(draw: Draw) -> Iterator[Task]:
+    for heads in HEADS:
+        for num in (1, 16):
+            yield from _absorption(draw, num, heads)
+        for batch, keys in ((1, 4096), (32, 4096), (128, 4096)):
+            yield _decode(draw, heads, batch, keys)
+        for num in (64, 4096):
+            yield _prefill(draw, heads, num)
+
+
+def _absorption(draw: Draw, num: int, heads: int) -> Iterator[Task]:
+    shape = f"T={num} H={heads}"
+    for op, run, make, width, least in (
+        ("absorb_q", mla_absorb.absorb_q_with, attention.absorb_q, attention.LATENT, 32),
+        ("project_v", mla_absorb.project_v_with, attention.project_v, attention.VALUE, 16),
+    ):
+        blocks = [1 << power for power in range(least.bit_length() - 1, width.bit_length())]
+        used = mla_absorb.columns(heads, width, least)
+        options = [{"block": block, "num_warps": warps} for block in blocks for warps in (2, 4, 8)]
+        options.sort(key=lambda option: option != {"block": used, "num_warps": 4})
+        yield Task(op, shape, functools.partial(make, draw, num, heads), run, options)
+
+
+def _decode(draw: Draw, heads: int, batch: int, keys: int) -> Task:
+    used = mla_decode.config(heads, draw.dtype)
+    others = itertools.product((16, 32, 64), (32, 64), (132, 264, 528), (4, 8), (2, 3))
+    options = dict.fromkeys((used, *(mla_decode.Config(*other) for other in others if other[0] <= max(heads, 16))))
+    make = functools.partial(attention.mla_decode, draw, (keys,) * batch, 1, heads, draw.dtype)
+    chosen = [{"chosen": option} for option in options]
+    return Task("mla_decode", f"H={heads} B={batch} L={keys}", make, mla_decode.mla_decode_with, chosen)
+
+
+def _prefill(draw: Draw, heads: int, num: int) -> Task:
+    used = mla_prefill.config(num, draw.dtype)
+    others = itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3))
+    options = dict.fromkeys((used, *(mla_prefill.Config(*other) for other in others)))
+    make = functools.partial(attention.mla_prefill, draw, (num,), (num,), heads, True, padding=0)
+    chosen = [{"chosen": option} for option in options]
+    return Task("mla_prefill", f"T={num} H={heads}", make, mla_prefill.mla_prefill_with, chosen)
+
+
+def tune(task: Task, device: torch.device, samples: int) -> Iterator[tuple[dict[str, Any], float]]:
+    """Microseconds of each configuration, in the task's order; those that the GPU refuses are left out."""
+    sets = [task.make() for _ in range(SETS if task.op in ("absorb_q", "project_v") else 1)]
+    for option in task.options:
+        try:
+            yield option, time_us([functools.partial(task.run, **inputs, **option) for inputs in sets], device, samples)
+        except Exception as error:  # too much shared memory, say
+            print(f"{task.op} {task.shape} {option}: {type(error).__name__}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Tune attention's own kernels.")
+    parser.add_argument("--op", default="", help="only ops whose name contains this")
+    parser.add_argument("--quick", action="store_true", help="fewer samples")
+    args = parser.parse_args()
+    device, rows = torch.device("cuda"), []
+    for task in tasks(Draw("cuda", torch.bfloat16)):
+        if args.op not in task.op:
+            continue
+        times = list(tune(task, device, samples=3 if args.quick else 7))
+        best, us = min(times, key=lambda item: item[1])
+        print(f"{task.op:12}{task.shape:24}{us:10.1f} us with {best}, {times[0][1]:.1f} with {times[0][0]}", flush=True)
+        rows.append({"op": task.op, "shape": task.shape, "us": [[str(option), round(us, 2)] for option, us in times]})
+    print_record(Record("tune", vars(args), {"rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
