@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 from fastapi import Request, Response
 from millrace_rpc.errors import MillraceError, Reason
+from millrace_rpc.log import request_id
 from starlette.exceptions import HTTPException
 
 
@@ -17,7 +18,9 @@ def json_answer(value: Any, status: int = 200, headers: dict[str, str] | None = 
 
 async def on_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, MillraceError)
-    headers = {"retry-after": str(math.ceil(error.retry_after_s))} if error.retry_after_s > 0 else None
+    headers = {"retry-after": str(math.ceil(error.retry_after_s))} if error.retry_after_s > 0 else {}
+    if name := request_id.get():
+        headers["x-request-id"] = name
     return json_answer(error.http_body(), error.row.http, headers)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -73,9 +74,9 @@ def build(inference: Inference, before_scrape: Callable[[], None] | None) -> Fas
 async def _generate(
     inference: Inference, request: Request, kind: type[ChatRequest] | type[CompletionRequest]
 ) -> Response:
-    wanted = parse(kind, await _body(request, inference.backend.config.limits))
-    name = request.headers.get("x-request-id", "")
+    name = request.headers.get("x-request-id", "") or secrets.token_hex(12)
     request_id.set(name)
+    wanted = parse(kind, await _body(request, inference.backend.config.limits))
     ask = in_format(wanted.ask(name), inference.tokenizer.format)
     if session_id := request.headers.get("x-session-id", ""):
         ask = replace(ask, session_id=session_id)

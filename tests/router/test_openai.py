@@ -176,3 +176,9 @@ async def test_request_id_travels(pair: Cluster) -> None:
     answer = await pair.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2}, headers=headers)
     assert answer.headers["x-request-id"] == "mine-1" and answer.json()["id"] == "cmpl-mine-1"
     assert pair.prefills[0].submitted[0].request_id == "mine-1"
+    for body in ({"prompt": "x", "n": 0}, {"prompt": 1}):
+        assert (await pair.http.post("/v1/completions", json=body, headers=headers)).headers["x-request-id"] == "mine-1"
+    drawn = await pair.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2})
+    assert drawn.headers["x-request-id"] == pair.prefills[0].submitted[1].request_id == drawn.json()["id"][5:]
+    too_long = await pair.http.post("/v1/completions", json={"prompt": "x"}, headers={"x-request-id": "x" * 129})
+    assert too_long.status_code == 400 and too_long.json()["error"]["param"] == "request_id"
