@@ -40,6 +40,17 @@ def candidates(op: str, call: Call, device: torch.device, size: int = 0) -> dict
     return {_label(target): functools.partial(_forced, op, target, call) for target in served} or {"ref": call}
 
 
+def dependent(on: bool, call: Call) -> object:
+    """`call` with dependent launch of our kernels on or off."""
+    from millrace_kernels.triton import launch
+
+    launch.set_dependent(on)
+    try:
+        return call()
+    finally:
+        launch.set_dependent(False)
+
+
 def _forced(op: str, target: str, call: Call) -> object:
     with backend.forced(**{op: target}):
         return call()

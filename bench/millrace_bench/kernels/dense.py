@@ -17,7 +17,7 @@ from millrace_kernels.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm
 from millrace_kernels.silu_mul import silu_mul, silu_mul_quant
 from torch import Tensor
 
-from millrace_bench.kernels.case import Call, Case, candidates
+from millrace_bench.kernels.case import Call, Case, candidates, dependent
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,20 +137,10 @@ def _chain(num: int, device: torch.device) -> Case:
             operand, _ = add_rms_norm_quant(x, x, gain, 1e-6)
             return linear(silu_mul_quant(linear(operand, first)), second)
 
-        return {"in order": lambda: _dependent(False, call), "dependent launch": lambda: _dependent(True, call)}
+        return {"in order": lambda: dependent(False, call), "dependent launch": lambda: dependent(True, call)}
 
     weights = gate_up[0] * gate_up[1] + down[0] * down[1]
     return Case("dense MLP", f"T={num}", make, weights + 6 * num * hidden, 2 * num * weights)
-
-
-def _dependent(on: bool, call: Call) -> object:
-    from millrace_kernels.triton import launch
-
-    launch.set_dependent(on)
-    try:
-        return call()
-    finally:
-        launch.set_dependent(False)
 
 
 def _rowwise(

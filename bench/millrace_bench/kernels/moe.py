@@ -1,0 +1,171 @@
+"""The gate and the experts at the shapes of one DeepSeek-V3 rank.
+
+TP8 holds an eighth of every expert, EP8 32 whole experts of 256 and sees the tokens of all eight ranks. Choices are
+those of V3's group-limited gate on random logits, or skewed by a power law with exponent 1.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from millrace_kernels import moe_gate
+from millrace_kernels.backend import SMALL_TOKENS
+from millrace_kernels.fp8 import Fp8, Operand, quant_groups
+from millrace_kernels.moe_experts import moe_experts
+from millrace_kernels.testing.cases import TINY, V3_TP8, Dims
+from millrace_kernels.testing.experts import choose, draw_experts
+from torch import Tensor
+
+from millrace_bench.kernels.case import Call, Case, candidates, dependent
+
+SGL14, SGL9 = "aiconfigurator, SGLang 0.5.14, TP8 Triton", "aiconfigurator, SGLang 0.5.9, TP8 Triton"
+DEEP_EP = "aiconfigurator, SGLang 0.5.10, DeepEP + DeepGEMM"
+ROUTER = "aiconfigurator, SGLang 0.5.14, the router of TP8"
+Anchor = tuple[float, str]
+_seeds = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    name: str
+    dims: Dims
+    held: int
+    size: int  # I
+    first: int = 0
+    shared: bool = False
+
+
+TP8 = Rank("TP8", V3_TP8, 256, 256)
+TP8_SHARED = Rank("TP8 + shared", V3_TP8, 257, 256, shared=True)
+EP8 = Rank("EP8", V3_TP8, 32, 2048, first=96)
+TINY_RANK = Rank("tiny", TINY, 16, 128)
+
+# Tokens that the rank sees (EP8: of all ranks) -> published time.
+TP8_TOKENS: dict[int, Anchor | None] = {
+    1: (36.4, SGL14), 8: (94, SGL14), 16: (168, SGL14), 32: (458, SGL9), 128: (470, SGL9),
+    512: (508, "seed 001, Triton tuned; untuned 1013"),
+}  # fmt: skip
+EP8_TOKENS: dict[int, Anchor | None] = {
+    8: (131, DEEP_EP), 16: None, 32: (382, DEEP_EP), 256: (383, DEEP_EP), 1024: (385, DEEP_EP), 2048: None,
+    8192: (901, DEEP_EP), 32768: (2621, DEEP_EP), 131072: (10444, DEEP_EP),
+}  # fmt: skip
+SKEWED: tuple[tuple[Rank, int, Anchor | None], ...] = (
+    (TP8, 128, (351, SGL14 + ", power law 1.01")),
+    (TP8, 1024, (539, SGL14 + ", power law 1.01")),
+    (EP8, 1024, None),
+    (EP8, 8192, None),
+)
+
+
+def cases(device: torch.device) -> Iterator[Case]:
+    if device.type != "cuda":
+        yield from _gate(2, TINY, device)
+        yield _experts(TINY_RANK, 2, None, device)
+        return
+    for num in (1, 4, SMALL_TOKENS, 128, 4096):
+        yield from _gate(num, V3_TP8, device)
+    for rank, tokens in ((TP8, TP8_TOKENS), (TP8_SHARED, {1: None, SMALL_TOKENS: None, 32: None}), (EP8, EP8_TOKENS)):
+        for num, anchor in tokens.items():
+            yield _experts(rank, num, anchor, device)
+    for rank, num, anchor in SKEWED:
+        yield _experts(rank, num, anchor, device, skew=1.0)
+
+
+def _gate(num: int, dims: Dims, device: torch.device) -> Iterator[Case]:
+    def logits() -> dict[str, Call]:
+        x, weight = (torch.randn(n, dims.hidden, device=device).bfloat16() for n in (num, dims.experts))
+        calls = candidates("moe_gate.gate_logits", lambda: moe_gate.gate_logits(x, weight), device, num)
+        if device.type == "cuda" and num <= SMALL_TOKENS:
+            from millrace_kernels.lib import cublas
+            from millrace_kernels.triton import moe_gate as ours
+
+            calls |= {"triton.moe_gate": lambda: ours.gate_logits(x, weight)}
+            calls |= {"lib.cublas": lambda: cublas.gate_logits(x, weight)}
+        return calls
+
+    def gate() -> dict[str, Call]:
+        scores, bias = torch.randn(num, dims.experts, device=device), torch.zeros(dims.experts, device=device)
+        call = functools.partial(
+            moe_gate.moe_gate, scores, bias, n_group=dims.groups, topk_group=dims.topk_groups, top_k=dims.top_k,
+            norm_topk_prob=True, routed_scaling_factor=2.5,
+        )  # fmt: skip
+        return candidates("moe_gate.moe_gate", call, device, num)
+
+    moved = 2 * dims.hidden * (num + dims.experts) + 4 * num * dims.experts
+    us = 5.9 if dims is V3_TP8 and num <= SMALL_TOKENS else None
+    shape = f"T={num} {dims.experts}x{dims.hidden}"
+    yield Case("moe_gate.gate_logits", shape, logits, moved, 2 * num * dims.experts * dims.hidden, us, ROUTER)
+    yield Case("moe_gate.moe_gate", f"T={num} E={dims.experts}", gate, 4 * num * (dims.experts + 2 * dims.top_k), 0)
+
+
+def _experts(rank: Rank, num: int, anchor: Anchor | None, device: torch.device, skew: float = 0.0) -> Case:
+    dims, used = rank.dims, _used(rank, num, skew)
+    rows = num * dims.top_k * (rank.held - rank.shared) / dims.experts + rank.shared * num
+    bytes_each = 3 * rank.size * dims.hidden
+    moved = used * bytes_each + num * dims.hidden * (4 if num <= SMALL_TOKENS else 3)
+    shape = f"T={num} {rank.name}" + (" skewed" if skew else "")
+    make, (us, whose) = functools.partial(_calls, rank, num, skew, device), anchor or (None, "")
+    op, flops = "moe_experts.moe_experts_fp8", 2 * rows * bytes_each
+    return Case(op, shape, make, moved, flops, us, whose, math="bf16" if num <= SMALL_TOKENS else "fp8")
+
+
+def _calls(rank: Rank, num: int, skew: float, device: torch.device) -> dict[str, Call]:
+    """Of one routing; the weights are the same in all sets, and few tokens read other experts in each."""
+    generator = torch.Generator(device=device).manual_seed(next(_seeds))
+    x = torch.randn(num, rank.dims.hidden, generator=generator, device=device).bfloat16()
+    weights, experts = choose(num, rank.dims, device, generator, skew)
+    w13, w2 = _weights(rank.held, rank.dims.hidden, rank.size, device)
+    operand = Operand(x, None) if num <= SMALL_TOKENS else Operand(None, quant_groups(x))
+    arguments = (operand, weights, experts, w13, w2, rank.first)
+    options = {"shared_expert": rank.shared, "num_experts": rank.dims.experts}
+    call = functools.partial(moe_experts, *arguments, **options)  # type: ignore[arg-type]
+    calls = candidates("moe_experts.moe_experts_fp8", call, device, num)
+    return calls | (_others(rank, x, arguments, options) if device.type == "cuda" else {})
+
+
+def _others(
+    rank: Rank, x: Tensor, arguments: tuple[Operand, Tensor, Tensor, Fp8, Fp8, int], options: dict[str, int]
+) -> dict[str, Call]:
+    """What the table does not choose for this size: other layouts, other sizes' kernels, configurations untuned."""
+    from millrace_kernels.lib import deep_gemm_grouped
+    from millrace_kernels.triton import moe_grouped, moe_small
+
+    num, (_, *rest) = x.shape[0], arguments
+    calls: dict[str, Call] = {}
+    if num == 1:
+        small = functools.partial(moe_small.moe_experts_fp8, *arguments, **options)  # type: ignore[arg-type]
+        calls["small, dependent launch"] = lambda: dependent(True, small)
+    if SMALL_TOKENS < num <= moe_small.MOST_TOKENS:
+        calls["small"] = functools.partial(moe_small.moe_experts_fp8, x, *rest, **options)  # type: ignore[arg-type]
+    if SMALL_TOKENS < num <= 8192:
+        calls["indexed"] = functools.partial(deep_gemm_grouped.indexed, *arguments, **options)  # type: ignore[arg-type]
+        if rank is EP8:  # as much room for each of 256 experts as all tokens need does not fit
+            calls["padded"] = functools.partial(deep_gemm_grouped.padded, *arguments, **options)  # type: ignore[arg-type]
+    if SMALL_TOKENS < num <= 1024:
+        untuned = moe_grouped.Config(64, 64, 4, 2)
+        calls["grouped, untuned"] = lambda: moe_grouped.run(*arguments, rank.shared, untuned)
+    return calls
+
+
+@functools.lru_cache(maxsize=1)
+def _weights(held: int, dim: int, size: int, device: torch.device) -> tuple[Fp8, Fp8]:
+    generator = torch.Generator(device=device).manual_seed(0)
+    w13, w2 = draw_experts(held, dim, size, torch.bfloat16, True, device, generator)
+    assert isinstance(w13, Fp8) and isinstance(w2, Fp8)
+    return w13, w2
+
+
+@functools.cache
+def _used(rank: Rank, num: int, skew: float) -> float:
+    """How many of the rank's experts somebody chooses, in a sample of the same choices."""
+    samples, generator = 8, torch.Generator().manual_seed(0)
+    total = 0
+    for _ in range(samples):
+        _, experts = choose(min(num, 2048), rank.dims, torch.device("cpu"), generator, skew)
+        local = experts.unique() - rank.first
+        total += int(((local >= 0) & (local < rank.held - rank.shared)).sum())
+    return total / samples + rank.shared
