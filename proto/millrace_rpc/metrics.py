@@ -55,6 +55,19 @@ ROUTER = (
     Metric(
         "retries", "millrace_retries_total", Counter, "Further attempts, by the reason of the failed one.", ("reason",)
     ),
+    Metric("retries_refused", "millrace_retries_refused_total", Counter, "Attempts that the budget did not allow."),
+    Metric("retries_left", "millrace_retry_budget_attempts", Gauge, "Further attempts that the budget allows now."),
+    Metric("hedges", "millrace_hedges_total", Counter, "Second attempts for late first tokens.", ("outcome",)),
+    Metric("breakers", "millrace_breakers", Gauge, "Workers by the state of their circuit breaker.", ("role", "state")),
+    Metric(
+        "breaker_transitions",
+        "millrace_breaker_transitions_total",
+        Counter,
+        "Circuit breakers that changed, by their new state.",
+        ("role", "state"),
+    ),
+    Metric("ejected", "millrace_ejected_workers", Gauge, "Workers far off the others of their role.", ("role",)),
+    Metric("ejections", "millrace_ejections_total", Counter, "Workers ejected: failing or slow.", ("role", "why")),
     Metric("workers", "millrace_workers", Gauge, "Discovered, healthy and routable workers.", ("role", "state")),
     Metric("pairs", "millrace_pairs", Gauge, "Pairs of workers by how far their hooks are.", ("state",)),
     Metric(

@@ -12,6 +12,7 @@ from millrace_rpc.tracing import Tracing
 from pydantic import Field, field_validator, model_validator
 
 from millrace_router.discovery.config import DiscoveryConfig, Kind, StaticTarget
+from millrace_router.resilience.config import Resilience
 
 
 class Policy(enum.StrEnum):
@@ -101,6 +102,7 @@ class RouterConfig(Config):
     queue_size: int = Field(1024, ge=1)  # waiting continuations
     look_ahead: int = Field(8, ge=1)  # those that are tried while the first ones find no worker
     max_attempts: int = Field(4, ge=1)  # tries of one continuation, the first included
+    resilience: Resilience = Resilience()
     timeouts: Timeouts = Timeouts()
     limits: Limits = Limits()
     gc_warn_s: float = Field(0.05, gt=0)  # a collection pause above this is logged

@@ -11,7 +11,8 @@ actions out.
 
 Back to QUEUED: a leg failed for a reason that another attempt may cure (the errors' table says which) or made no
 progress in time. The other leg is aborted, the attempt number rises, and the next attempt replays prompt +
-`outputs`: the client sees a pause. Everything is bounded by `max_attempts` and the client's deadline.
+`outputs`: the client sees a pause. Everything is bounded by `max_attempts`, the client's deadline and the budget that
+all requests share (`give_up`); a client that gets such an error may try again itself.
 
 `outputs` are the tokens of the room by position. The client takes them with `take`; a disagreement between the legs
 is retried only while the client has seen nothing of the attempt, else it ends the request: a wrong token is never
@@ -30,6 +31,7 @@ from millrace_rpc.errors import MillraceError, Reason
 from millrace_router.config import Timeouts
 
 BACKOFF_S = 0.05  # first pause before trying busy workers again; doubles with every attempt
+AGAIN_S = 1.0  # when a client whose request was given up should try again
 
 
 class Stage(enum.StrEnum):
@@ -74,6 +76,14 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
+class Blame:
+    """The attempt failed because of the worker of this leg, or of one of these."""
+
+    legs: frozenset[Leg]
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
 class Retry:
     """Enter the queue again after `delay_s`."""
 
@@ -89,7 +99,7 @@ class Count:
     kind: str = ""
 
 
-Action = Submit | Abort | Retry | Count
+Action = Submit | Abort | Blame | Retry | Count
 NOTHING: tuple[Action, ...] = ()
 
 
@@ -110,7 +120,6 @@ class Flow:
     taken: int = 0  # outputs that the client has
     finish_reason: common_pb2.FinishReason = common_pb2.FINISH_REASON_UNSPECIFIED  # when DONE
     error: MillraceError | None = None  # of the latest failed attempt; why, when FAILED or CANCELLED
-    blame: frozenset[Leg] = frozenset()  # legs whose workers the next attempt should avoid
 
     @property
     def ended(self) -> bool:
@@ -148,6 +157,11 @@ class Flow:
         if self.ended:
             return NOTHING
         return self._end(Stage.CANCELLED, str(error.reason), error=error)
+
+    def give_up(self) -> Sequence[Action]:
+        """Instead of the retry that was asked for: there were too many of them lately."""
+        assert self.stage is Stage.QUEUED and self.error is not None
+        return self._end(Stage.FAILED, "no retry", error=self._final(self.error, "too many requests are tried again"))
 
     # ------------------------------------------------------------------------------------- what workers do
 
@@ -196,7 +210,7 @@ class Flow:
         if self.stage is Stage.QUEUED:
             return self._end(Stage.FAILED, "queue timeout", error=self.error or _no_room(routable))
         error = MillraceError(Reason.STALLED, f"no progress for {now - self.progress:.1f} s in stage {self.stage}")
-        return self._fail(error, frozenset({Leg.DECODE}) if self.stage is Stage.DECODE else _BOTH, now)
+        return self._fail(error, self._culprits(), now)
 
     # ------------------------------------------------------------------------------------- inside
 
@@ -233,15 +247,30 @@ class Flow:
 
     def _fail(self, error: MillraceError, blame: frozenset[Leg], now: float, curable: bool = False) -> Sequence[Action]:
         """The attempt is over: the next one, if that may help and is allowed."""
-        self.error, self.blame = error, blame
+        self.error = error
+        blamed = Blame(blame, error.reason)
         if self.remaining <= 0:
-            return self._end(Stage.DONE, "complete", finish_reason=common_pb2.FINISH_REASON_LENGTH)
-        if not (curable or error.row.retry_elsewhere) or self.attempt + 1 >= self.max_attempts:
-            return self._end(Stage.FAILED, str(error.reason), error=error)
+            end = self._end(Stage.DONE, "complete", finish_reason=common_pb2.FINISH_REASON_LENGTH)
+            return (*end, blamed)
+        if not (curable or error.row.retry_elsewhere):
+            return (*self._end(Stage.FAILED, str(error.reason), error=error), blamed)
+        if self.attempt + 1 >= self.max_attempts:
+            last = self._final(error, f"attempt {self.attempt + 1} of {self.max_attempts}")
+            return (*self._end(Stage.FAILED, str(error.reason), error=last), blamed)
         aborts = self._abort_open(str(error.reason))
         self._move(Stage.QUEUED, now)
         busy = error.row.retry_after_s > 0  # the worker is well but takes nothing now
-        return (*aborts, Retry(error.reason, BACKOFF_S * 2**self.attempt if busy else 0.0))
+        return (*aborts, blamed, Retry(error.reason, BACKOFF_S * 2**self.attempt if busy else 0.0))
+
+    def _culprits(self) -> frozenset[Leg]:
+        """Whose silence it is: a first token needs the prefill worker alone, a handover both."""
+        if self.stage is Stage.HANDOVER:
+            return _BOTH
+        return frozenset({Leg.PREFILL if self.stage is Stage.PREFILL and Leg.PREFILL in self.open else Leg.DECODE})
+
+    def _final(self, error: MillraceError, why: str) -> MillraceError:
+        """The client's turn to try again."""
+        return MillraceError(error.reason, f"{error.message} ({why})", retry_after_s=error.retry_after_s or AGAIN_S)
 
     def _end(
         self,

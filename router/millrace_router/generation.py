@@ -23,7 +23,7 @@ from millrace_router import policy
 from millrace_router.admission import Admission
 from millrace_router.config import RouterConfig
 from millrace_router.fair_queue import Ticket
-from millrace_router.flow import Abort, Action, Count, Flow, Leg, Retry, Stage, Submit
+from millrace_router.flow import Abort, Action, Blame, Count, Flow, Leg, Retry, Stage, Submit
 from millrace_router.link import Link
 from millrace_router.registry import Registry
 from millrace_router.spans import ContinuationSpans
@@ -78,6 +78,7 @@ class Generation:
             queue_s=config.timeouts.queue if backend.registry.ready else config.timeouts.no_workers,
         )
         self._backend = backend
+        self._health = backend.registry.health
         self.place = backend.admission.place(job.priority, job.tenant.name, job.tenant.weight)
         self._spans = spans
         self._ticket: Ticket | None = None
@@ -89,6 +90,7 @@ class Generation:
         self._again: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
+        self._health.budget.begin()
         self._arm()
         self._enter()
 
@@ -106,6 +108,10 @@ class Generation:
                     self._submit()
                 case Abort(leg, attempt, reason):
                     self._links[leg].abort(self.room, attempt, reason)
+                case Blame(legs, reason):
+                    blamed = [replica for leg, replica in self._placed.items() if leg in legs]
+                    self._avoid |= {replica.address for replica in blamed}
+                    self._health.failed([replica.epoch for replica in blamed], reason)
                 case Retry(reason, delay_s):
                     self._retry(str(reason), delay_s)
                 case Count(metric, kind):
@@ -156,10 +162,13 @@ class Generation:
         self.perform(self.flow.assign(frozenset(self._placed), self._loop.time()))
 
     def _retry(self, reason: str, delay_s: float) -> None:
-        self._backend.metrics.retries.labels(reason=reason).inc()
-        self._avoid |= {replica.address for leg, replica in self._placed.items() if leg in self.flow.blame}
         log.info("attempt %d failed after %d tokens: %s", self.flow.attempt, len(self.flow.outputs), self.flow.error)
         self._spans.over(self._loop.time(), error=str(self.flow.error))
+        if not self._health.budget.spend(self._loop.time()):
+            self._backend.metrics.retries_refused.inc()
+            self.flow.give_up()
+            return
+        self._backend.metrics.retries.labels(reason=reason).inc()
         self._again = self._loop.call_later(delay_s, self._enter)
 
     # ------------------------------------------------------------------------------------- the workers
@@ -177,6 +186,7 @@ class Generation:
             worker.note_sent(replica.index, *((length - cached, 0) if source is None else (0, length)))
             assert worker.link is not None, "the policy chose a worker that is not linked"
             self._links[leg] = link = worker.link
+            self._health.sent(replica.epoch)
             link.submit(request, source, _Leg(self, leg, link))
             source = worker.source()
 
@@ -194,6 +204,10 @@ class Generation:
             request_id=job.request_id,
             traceparent=self._spans.traceparent,
         )
+
+    def heard(self, leg: Leg, now: float) -> None:
+        """A leg's first output. Since the stage began: a decode worker's time does not include the prefill worker's."""
+        self._health.spoke(self._placed[leg].epoch, now - self.flow.progress, len(self.job.token_ids))
 
     # ------------------------------------------------------------------------------------- afterwards
 
@@ -227,6 +241,7 @@ class Generation:
             self._arm()
 
     def _finish(self) -> None:
+        self._health.budget.end(self._loop.time())
         for handle in (self._timer, self._again):
             if handle is not None:
                 handle.cancel()
@@ -247,17 +262,21 @@ class Generation:
 class _Leg:
     """One leg of one attempt, as its Link knows it."""
 
-    __slots__ = ("_flow", "_generation", "_leg", "_link", "attempt")
+    __slots__ = ("_flow", "_generation", "_heard", "_leg", "_link", "attempt")
 
     def __init__(self, generation: Generation, leg: Leg, link: Link) -> None:
         self.attempt = generation.flow.attempt
         self._generation = generation
         self._flow = generation.flow
+        self._heard = False
         self._leg = leg
         self._link = link
 
     def on_output(self, out: worker_pb2.SequenceOutput, now: float) -> None:
         flow, generation = self._flow, self._generation
+        if not self._heard and out.token_ids:
+            self._heard = True
+            generation.heard(self._leg, now)
         if generation.tokens_at is None and out.token_ids:
             generation.tokens_at = now
             generation.cached_tokens = out.cached_tokens

@@ -103,6 +103,7 @@ class Router:
 
     def _before_scrape(self) -> None:
         self._gc.report()
+        self.registry.health.report()
         self.metrics.queued_tokens.set(self.admission.tokens)
         self.metrics.queue_wait.set(self.admission.drained_in() or 0 if self.admission.tokens else 0)
 

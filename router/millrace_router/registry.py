@@ -25,6 +25,7 @@ from millrace_router.fleet import Fleet
 from millrace_router.hooks import Hooks
 from millrace_router.link import DECODE, PREFILL, UNIFIED
 from millrace_router.policy import Placement, Placer, View, Want
+from millrace_router.resilience.health import Health
 from millrace_router.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class Registry:
         self._routable: frozenset[str] = frozenset()  # epochs
         self._serving: list[tuple[Worker, frozenset[str]]] = []  # routable ones by address, with their sources' epochs
         self.placer = Placer(config, metrics)
+        self.health = Health(config.resilience, metrics)
         self._feeds = CacheFeeds(self.placer.indexes.kv, metrics)
         self._metrics = metrics
         self._on_change = on_change
@@ -82,8 +84,9 @@ class Registry:
 
     def view(self) -> View:
         roles: dict[int, list] = {PREFILL: [], DECODE: [], UNIFIED: []}
+        left_out = self.health.left_out()
         for worker, sources in self._serving:
-            roles[worker.role] += worker.replicas(sources)
+            roles[worker.role] += worker.replicas(sources, left_out.get(worker.epoch, ""))
         return View(*(tuple(roles[role]) for role in (PREFILL, DECODE, UNIFIED)))
 
     def choose(self, want: Want) -> Placement | None:
@@ -131,6 +134,8 @@ class Registry:
         sources = states.sources(self.hooks.ready)
         serving = sorted((w for w in workers if w.epoch in self._routable), key=lambda w: w.address)
         self._serving = [(worker, sources.get(worker.epoch, frozenset())) for worker in serving]
+        routable = (frozenset(w.epoch for w in serving if w.role == role) for role in (PREFILL, DECODE, UNIFIED))
+        self.health.keep({one.epoch: one.role for one in seen if one.epoch}, routable)
         self._feeds.reconcile(workers)
         self.placer.indexes.keep((w.epoch, i) for w in workers if w.link for i in range(w.info.replicas))
         linked = [worker.info for worker in workers if worker.link is not None]

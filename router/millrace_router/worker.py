@@ -120,16 +120,16 @@ class Worker:
         self._sent[replica] = requests + 1, total + tokens, fetched + held
         self._made_from = None
 
-    def replicas(self, sources: frozenset[str]) -> tuple[Replica, ...]:
+    def replicas(self, sources: frozenset[str], left_out: str) -> tuple[Replica, ...]:
         """A snapshot of each replica for the policy; the same objects until something changes."""
-        made_from = (self.load, self.target, sources)
+        made_from = (self.load, self.target, sources, left_out)
         if self._made_from is None or any(a is not b for a, b in zip(made_from, self._made_from, strict=True)):
             loads = enumerate(self.load.replicas if self.load else ())
-            self._replicas = tuple(self._replica(index, load, sources) for index, load in loads)
+            self._replicas = tuple(self._replica(index, load, sources, left_out) for index, load in loads)
             self._made_from = made_from
         return self._replicas
 
-    def _replica(self, index: int, load: worker_pb2.ReplicaLoad, sources: frozenset[str]) -> Replica:
+    def _replica(self, index: int, load: worker_pb2.ReplicaLoad, sources: frozenset[str], left_out: str) -> Replica:
         requests, tokens, held = self._sent.get(index, (0, 0, 0))
         return Replica(
             address=self.address,
@@ -142,6 +142,7 @@ class Worker:
             sources=sources,
             held=load.pages_running * self.info.layout.page_size + held,
             labels=self.target.topology,
+            left_out=left_out,
         )
 
     async def run(self) -> None:

@@ -243,7 +243,7 @@ def test_an_operators_abort_ends_the_request() -> None:
     machine = flow()
     machine.assign(BOTH, 0.0)
     actions = machine.output(Leg.DECODE, out(0, finish=common_pb2.FINISH_REASON_ABORT), 0.1)
-    assert actions == (Abort(Leg.PREFILL, 0, "CANCELLED"),)
+    assert actions[0] == Abort(Leg.PREFILL, 0, "CANCELLED")
     assert machine.error.reason is Reason.CANCELLED
 
 

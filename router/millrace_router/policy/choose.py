@@ -6,7 +6,8 @@
 3. unified         one replica for both phases
 
 The first of these that finds somebody with credits is taken. Workers in `Want.avoid` (they failed this request before)
-are looked at only when nobody else is left. Within a step the role's policy scores the candidates, see scoring.py.
+are looked at only when nobody else is left; those that are left out (resilience/) not even then. Within a step the
+role's policy scores the candidates, see scoring.py.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ class Chooser:
     # ------------------------------------------------------------------------------------- the three ways
 
     def _choose(self, situation: Situation, note: Note | None) -> Placement | None:
-        for avoid in (situation.want.avoid, frozenset[str]()) if situation.want.avoid else (frozenset[str](),):
+        want = situation.want
+        for avoid in (want.avoid, frozenset[str]()) if want.avoid and not want.elsewhere else (want.avoid,):
             attempt = _Attempt(self, situation, avoid, note)
             placement = attempt.local() or attempt.pair() or attempt.unified()
             if placement is not None:
@@ -135,6 +137,8 @@ class _Attempt:
     def _closed(self, replica: Replica) -> str:
         if replica.credits <= 0:
             return CLOSED
+        if replica.left_out:
+            return replica.left_out
         return "failed this request before" if replica.address in self.avoid else ""
 
     def _select(

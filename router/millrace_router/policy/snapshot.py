@@ -31,6 +31,7 @@ class Replica:
     sources: frozenset[str] = frozenset()  # decode: epochs of the prefill workers it has been warmed with
     held: int = 0  # tokens whose KV its running sequences hold: what each decode step reads
     labels: Mapping[str, str] = field(default_factory=lambda: NO_LABELS, compare=False)  # of its worker: zone, …
+    left_out: str = ""  # why it gets nothing although it could: its circuit breaker, or it is ejected
 
     @property
     def key(self) -> Key:
@@ -63,6 +64,7 @@ class Want:
     tokens: int  # length of the prompt, replayed outputs included
     prefill_only: bool = False  # one more token ends it: nothing to hand over
     avoid: frozenset[str] = frozenset()  # addresses of workers that failed this request before
+    elsewhere: bool = False  # nowhere rather than at one of those
     session: str = ""  # requests of one session share a prefix; empty: unknown
     pages: tuple[int, ...] = ()  # chain hashes of the prompt's full pages; empty when no policy looks at them
     page_size: int = 64  # tokens

@@ -1,0 +1,44 @@
+"""How many further attempts there may be: retries and hedges, of all requests together. Pure; a clock is passed in.
+
+    allowed = ratio x (requests alive in the window) + per_s x window
+
+A request is alive in the window if it runs now or has ended in it. So the workers never see more than 1 + ratio times
+the work, plus a few attempts per second, whatever is broken; and a worker that dies with many long streams, the
+common case, is no reason to give any of them up.
+"""
+
+from __future__ import annotations
+
+from millrace_router.resilience.config import RetryBudget
+from millrace_router.resilience.window import Window
+
+ENDED, SPENT = 0, 1
+HEDGES = 0.5  # of the budget: the rest stays for retries
+
+
+class Budget:
+    def __init__(self, rules: RetryBudget) -> None:
+        self._rules = rules
+        self._window = Window(rules.window, 2)
+        self._running = 0
+
+    def begin(self) -> None:
+        """A continuation begins."""
+        self._running += 1
+
+    def end(self, now: float) -> None:
+        self._running -= 1
+        self._window.add(ENDED, 1, now)
+
+    def left(self, now: float, share: float = 1.0) -> float:
+        """Attempts, if only this share of the budget may be used."""
+        ended, spent = self._window.sums(now)
+        allowed = self._rules.ratio * (self._running + ended) + self._rules.per_s * self._rules.window
+        return share * allowed - spent
+
+    def spend(self, now: float, share: float = 1.0) -> bool:
+        """Whether one more attempt may be made; if so, it is counted."""
+        if self.left(now, share) < 1:
+            return False
+        self._window.add(SPENT, 1, now)
+        return True
