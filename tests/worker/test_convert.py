@@ -6,6 +6,8 @@ from millrace_rpc.errors import MillraceError, Reason
 from millrace_serve.engine.core import (
     Failure,
     FinishReason,
+    Grammar,
+    GrammarKind,
     KvPart,
     Load,
     RequestId,
@@ -111,3 +113,13 @@ def test_every_field_of_load_is_on_the_wire() -> None:
     values = {name: index for index, name in enumerate(Load.__struct_fields__, 1)}
     sent = convert.wire_load(Load(**values))
     assert {field.name: value for field, value in sent.ListFields()} == values
+
+
+@pytest.mark.parametrize("kind", list(GrammarKind))
+@pytest.mark.parametrize("after", [None, 0, 7])
+def test_grammars(kind: GrammarKind, after: int | None) -> None:
+    wire = common_pb2.SamplingParams(max_tokens=1, grammar={kind: "text", "after_token_id": after})
+    assert convert.sampling_params(wire).grammar == Grammar(kind, "text", after)
+    assert set(GrammarKind) == {field.name for field in common_pb2.Grammar.DESCRIPTOR.oneofs_by_name["kind"].fields}
+    with pytest.raises(MillraceError, match="grammar has no kind"):
+        convert.sampling_params(common_pb2.SamplingParams(max_tokens=1, grammar={}))
