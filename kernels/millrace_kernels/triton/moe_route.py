@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from millrace_kernels.scratch import zeros
 from millrace_kernels.triton.launch import go_ahead, options, wait
 
 CHUNK = 32  # choices that one program, a single warp, ranks
@@ -164,7 +165,7 @@ def route(
     def ints(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=experts.device)
 
-    counts = torch.zeros(num_held + 1, dtype=torch.int32, device=experts.device)  # and how many programs have arrived
+    counts = zeros(num_held + 1, experts.device)  # and how many programs have arrived
     slots, rows, starts, ends, total = ints(num, choices), ints(num, choices), ints(num_held), ints(num_held), ints(1)
     tokens = CHUNK // choices
     _count_kernel[(triton.cdiv(num, tokens),)](

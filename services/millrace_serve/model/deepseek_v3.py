@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import torch
+from millrace_kernels.scratch import Scratch
 from torch import Tensor
 
 from millrace_serve.model.attn_step import AttnStep, FormThresholds, HeadShape
@@ -37,6 +38,7 @@ class DeepseekV3:
     ) -> None:
         self.config, self.dims, self.thresholds, self.dtype = config, dims, thresholds, ckpt.dtype
         self.rope_tables = rope_tables(config, ckpt.device)
+        self.scratch = Scratch(ckpt.device)
         self.heads = HeadShape(config.num_attention_heads // dims.tp, config.qk_head_dim, config.v_head_dim)
         exchange = exchange or make_exchange(dims)
         self.embed_tokens = VocabParallel(ckpt, config, dims, "model.embed_tokens.weight")
@@ -52,6 +54,10 @@ class DeepseekV3:
         Args:
             kv: [num_pages, L, page_size, kv_lora_rank + qk_rope_head_dim], L >= num_kv_layers; a page is contiguous.
         """
+        with self.scratch.step():
+            return self._forward(inputs, kv)
+
+    def _forward(self, inputs: ForwardInput, kv: Tensor) -> Tensor:
         step = self._attn_step(inputs, kv[:, 0])
         x, residual = self.layers[0](self.embed_tokens.embed(inputs.token_ids), None, step, kv[:, 0])
         for index, layer in enumerate(self.layers[1:], start=1):
