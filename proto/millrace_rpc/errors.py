@@ -29,6 +29,7 @@ class Reason(enum.StrEnum):
     QUEUE_FULL = "QUEUE_FULL"  # the router's queue
     RATE_LIMITED = "RATE_LIMITED"  # the API key's own limit
     OVERLOADED = "OVERLOADED"  # a worker without credits
+    SLOW_CLIENT = "SLOW_CLIENT"  # it did not read its stream
     NO_WORKERS = "NO_WORKERS"  # no routable pair
     NOT_READY = "NOT_READY"
     DRAINING = "DRAINING"
@@ -67,6 +68,7 @@ TABLE: dict[Reason, Row] = {
     Reason.RATE_LIMITED: Row(_S.RESOURCE_EXHAUSTED, 429, "rate_limit_error", retry_after_s=1.0),
     Reason.DEADLINE_TOO_SHORT: Row(_S.RESOURCE_EXHAUSTED, 429, "rate_limit_error", retry_after_s=1.0),
     Reason.OVERLOADED: Row(_S.RESOURCE_EXHAUSTED, 429, "rate_limit_error", retry_elsewhere=True, retry_after_s=1.0),
+    Reason.SLOW_CLIENT: Row(_S.RESOURCE_EXHAUSTED, 429, "rate_limit_error", retry_after_s=1.0),
     Reason.NO_WORKERS: Row(_S.UNAVAILABLE, 503, "server_error", retry_after_s=1.0),
     Reason.NOT_READY: Row(_S.UNAVAILABLE, 503, "server_error", retry_elsewhere=True, retry_after_s=1.0),
     Reason.DRAINING: Row(_S.UNAVAILABLE, 503, "server_error", retry_elsewhere=True, retry_after_s=1.0),

@@ -45,8 +45,13 @@ class Server:
     interceptors may raise MillraceErrors from the handlers that they wrap.
     """
 
-    def __init__(self, service_names: Sequence[str], interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> None:
-        self.grpc = grpc.aio.server(interceptors=[_Errors(), *interceptors], options=SERVER_OPTIONS)
+    def __init__(
+        self,
+        service_names: Sequence[str],
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+        options: Sequence[tuple[str, int]] = (),
+    ) -> None:
+        self.grpc = grpc.aio.server(interceptors=[_Errors(), *interceptors], options=[*SERVER_OPTIONS, *options])
         self.health = health.aio.HealthServicer()
         self._names = service_names
         self._plain: grpc.aio.Server | None = None

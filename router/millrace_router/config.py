@@ -75,7 +75,21 @@ class Limits(Config):
     request_id_chars: int = Field(128, ge=1)
     session_id_chars: int = Field(512, ge=1)
     priority: int = Field(100, ge=0)  # -priority to +priority
+    unread: int = Field(16_384, ge=1)  # engine steps that a client may be behind before its stream ends: SLOW_CLIENT
     message_bytes: int = Field(8 << 20, ge=1, lt=16 << 20)  # below the transport's own limit, whose error is less clear
+
+
+class Connections(Config):
+    """Of clients. They end in good order now and then, so that a new router replica gets its share of the load."""
+
+    max_age: float | None = Field(300.0, gt=0)  # seconds, give or take a tenth; none: they live for ever
+    grace: float | None = Field(None, gt=0)  # seconds for gRPC streams that still run then; none: to their end
+    max_requests: int = Field(10_000, ge=1)  # on one HTTP connection
+
+    @property
+    def grpc_options(self) -> list[tuple[str, int]]:
+        times = {"grpc.max_connection_age_ms": self.max_age, "grpc.max_connection_age_grace_ms": self.grace}
+        return [(name, round(seconds * 1000)) for name, seconds in times.items() if seconds is not None]
 
 
 _ADDRESS = r"^[^:\s]+:\d{1,5}$"
@@ -105,6 +119,7 @@ class RouterConfig(Config):
     resilience: Resilience = Resilience()
     timeouts: Timeouts = Timeouts()
     limits: Limits = Limits()
+    connections: Connections = Connections()
     gc_warn_s: float = Field(0.05, gt=0)  # a collection pause above this is logged
     log_level: str = "INFO"
 

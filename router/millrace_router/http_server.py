@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import random
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import uvicorn
 from millrace_rpc.errors import MillraceError, Reason
@@ -13,6 +16,7 @@ from millrace_rpc.tls import Identity
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from millrace_router.config import Connections
 from millrace_router.http_answers import encode_error
 
 STOP_GRACE_S = 1  # for connections, once every stream has ended
@@ -20,10 +24,12 @@ MAX_HEAD_BYTES = 64 << 10  # of what was received before a request's headers wer
 
 
 class HttpServer:
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, connections: Connections | None = None) -> None:
+        """`connections`: how they age; none: not at all."""
+        http = _BoundedHead if connections is None else functools.partial(_Ageing, connections)
         self._config = uvicorn.Config(
             app,
-            http=_BoundedHead,
+            http=http,  # type: ignore[arg-type]  # it is only called
             ws="none",
             log_config=None,
             access_log=False,
@@ -84,3 +90,19 @@ class _BoundedHead(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._in_head = True  # of the next request
         super().on_message_complete()
+
+
+class _Ageing(_BoundedHead):
+    """The answer to a request on an old connection says `connection: close`, which clients expect at any time."""
+
+    def __init__(self, connections: Connections, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._left = connections.max_requests
+        age = connections.max_age
+        self._old_at = None if age is None else self.loop.time() + age * random.uniform(0.9, 1.1)
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self._left -= 1
+        if self._left <= 0 or (self._old_at is not None and self.loop.time() >= self._old_at):
+            self.cycle.keep_alive = False

@@ -63,7 +63,7 @@ class Inference:
             ended.count(error)
             raise
         spans.routed(asyncio.get_running_loop().time(), len(token_ids))
-        stream = Stream(lambda error: ended(stream, error))
+        stream = Stream(lambda error: ended(stream, error), self.backend.config.limits.unread)
         for i in range(ask.n):
             job = Job(
                 token_ids=token_ids,

@@ -56,13 +56,13 @@ class Router:
         backend = Backend(config, self.registry, self.admission, metrics, self.tracer)
         self.inference = Inference(backend, Tokenizer.load(config.model, config.chat_template))
         self.ports: dict[str, int] = {}
-        self._public = Server([grpc_service.SERVICE], [GrpcGuard(trust.keys)])
+        self._public = Server([grpc_service.SERVICE], [GrpcGuard(trust.keys)], config.connections.grpc_options)
         self._admin = Server([admin.SERVICE])
         operations = admin.Admin(self.registry, self._gc)
         admin_pb2_grpc.add_AdminServicer_to_server(admin.AdminService(operations), self._admin.grpc)
         self._admin_http = HttpServer(admin_http.build(operations))
         beside = self._before_scrape if config.metrics is None else None
-        self._http = HttpServer(HttpGuard(openai_http.build(self.inference, beside), trust.keys))
+        self._http = HttpServer(HttpGuard(openai_http.build(self.inference, beside), trust.keys), config.connections)
         self._probes = HttpServer(probes.build(backend, self._before_scrape))
         self._look = asyncio.Event()
         self._readiness: asyncio.Task[None] | None = None

@@ -6,6 +6,9 @@ gets fewer, larger deltas. 3. A stop string ends its continuation before the str
 workers at once.
 4. The first failure ends the stream with its error, after what had arrived before it. 5. Leaving `deltas` in any way
    cancels the rest.
+
+A reader that does not come back holds nobody up: what it has not read is kept, and after `unread` steps of the engine
+the continuations end with SLOW_CLIENT, which frees the workers. It gets what was kept, and then the error.
 """
 
 from __future__ import annotations
@@ -118,15 +121,22 @@ class Continuation:
 class Stream:
     """`on_end` is called once, with the error that ended the stream or None."""
 
-    def __init__(self, on_end: Callable[[MillraceError | None], None]) -> None:
+    def __init__(self, on_end: Callable[[MillraceError | None], None], unread: int) -> None:
         self.continuations: list[Continuation] = []
         self._on_end: Callable[[MillraceError | None], None] | None = on_end
         self._waiter: asyncio.Future[None] | None = None
+        self._unread = 0  # calls of `wake` since the reader was here
+        self._limit = unread
 
     def wake(self) -> None:
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
+            return
+        self._unread += 1
+        if self._unread == self._limit:
+            message = f"the client did not read what came in {self._limit} steps"
+            self.cancel(MillraceError(Reason.SLOW_CLIENT, message))
 
     def cancel(self, error: MillraceError) -> None:
         """End what still runs; a reader gets `error`."""
@@ -147,6 +157,7 @@ class Stream:
         error: MillraceError | None = gone()
         try:
             while open_ones:
+                self._unread = 0
                 news = False
                 for continuation in open_ones:
                     delta = continuation.read()
