@@ -118,7 +118,7 @@ def _calls(rank: Rank, num: int, skew: float, device: torch.device) -> dict[str,
     generator = torch.Generator(device=device).manual_seed(next(_seeds))
     x = torch.randn(num, rank.dims.hidden, generator=generator, device=device).bfloat16()
     weights, experts = choose(num, rank.dims, device, generator, skew)
-    w13, w2 = _weights(rank.held, rank.dims.hidden, rank.size, device)
+    w13, w2 = draw_weights(rank.held, rank.dims.hidden, rank.size, device)
     operand = Operand(x, None) if num <= SMALL_TOKENS else Operand(None, quant_groups(x))
     arguments = (operand, weights, experts, w13, w2, rank.first)
     options = {"shared_expert": rank.shared, "num_experts": rank.dims.experts}
@@ -152,7 +152,7 @@ def _others(
 
 
 @functools.lru_cache(maxsize=1)
-def _weights(held: int, dim: int, size: int, device: torch.device) -> tuple[Fp8, Fp8]:
+def draw_weights(held: int, dim: int, size: int, device: torch.device) -> tuple[Fp8, Fp8]:
     generator = torch.Generator(device=device).manual_seed(0)
     w13, w2 = draw_experts(held, dim, size, torch.bfloat16, True, device, generator)
     assert isinstance(w13, Fp8) and isinstance(w2, Fp8)

@@ -32,7 +32,7 @@ class Config(NamedTuple):
     num_stages: int
 
 
-# By the expected rows of an expert up to which they hold; `millrace bench tune-moe` measures others.
+# By the expected rows of an expert up to which they hold; millrace_bench.kernels.tune_moe times others.
 CONFIGS = {
     16: Config(16, 64, 4, 4),
     32: Config(32, 128, 8, 3),
@@ -123,11 +123,15 @@ def moe_experts(
 ) -> Tensor:  # fmt: skip
     num_held = (w13.data if isinstance(w13, Fp8) else w13).shape[0]
     rows = expected_rows(experts.shape[0], experts.shape[1], num_experts or num_held - shared_expert)
-    config = CONFIGS[min(most for most in CONFIGS if rows <= most)]
-    return run(x, weights, experts, w13, w2, first_expert, shared_expert, config)
+    return run(x, weights, experts, w13, w2, first_expert, shared_expert, config(rows))
 
 
 moe_experts_fp8 = moe_experts
+
+
+def config(rows: int) -> Config:
+    """For so many expected rows of an expert."""
+    return CONFIGS[min(most for most in CONFIGS if rows <= most)]
 
 
 def run(

@@ -34,7 +34,7 @@ class Config(NamedTuple):
     num_stages: int  # of the pipeline of loads
 
 
-# By the number of tokens from which on they hold, for w13 and w2; `millrace bench tune-moe` measures others.
+# By the number of tokens from which on they hold, for w13 and w2; millrace_bench.kernels.tune_moe times others.
 CONFIGS = {
     1: (Config(4, 4, 4, 5), Config(16, 2, 4, 5)),
     2: (Config(16, 1, 4, 6), Config(16, 1, 4, 6)),
