@@ -51,6 +51,10 @@ format: setup ## Format the code and fix what can be fixed
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
+.PHONY: dashboards
+dashboards: setup ## Write the chart's dashboards and alerts (ARGS="--ttft 2" for another limit)
+	@PYTHONPATH=helm $(BIN)/python -m millrace_dashboards $(ARGS)
+
 ##@ Measure
 
 .PHONY: bench-serving bench-router bench-transfer bench-engine bench-kernels

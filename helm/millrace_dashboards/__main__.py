@@ -1,0 +1,37 @@
+"""`python -m millrace_dashboards`: write dashboards and alerts into the chart.
+
+--check says which files differ instead and exits with 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+from millrace_dashboards.alert import RUNBOOKS, Thresholds
+from millrace_dashboards.files import OUT, differing, rendered, write
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="millrace_dashboards", description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=OUT, metavar="FOLDER")
+    parser.add_argument("--runbooks", default=RUNBOOKS, metavar="URL", help="where alerts send people")
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    for field in fields(Thresholds):
+        kind = str if field.default is None else type(field.default)
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default)
+    arguments = parser.parse_args(argv)
+    thresholds = Thresholds(**{field.name: getattr(arguments, field.name) for field in fields(Thresholds)})
+    files = rendered(thresholds, arguments.runbooks)
+    if not arguments.check:
+        write(files, arguments.out)
+        return 0
+    wrong = differing(files, arguments.out)
+    sys.stderr.write("".join(f"{arguments.out / name} is not what `make dashboards` writes\n" for name in wrong))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,234 @@
+"""The routers: admission, placement, the workers they know, and their own health."""
+
+from __future__ import annotations
+
+from millrace_dashboards.boards.common import quantiles
+from millrace_dashboards.grafana import VIEW, Dashboard, Panel, Query, Row
+from millrace_dashboards.promql import largest, ratio, total
+
+ADMISSION = Row(
+    "Admission",
+    (
+        Panel(
+            "Queue",
+            "Waiting requests, per router.",
+            "short",
+            (Query(total(VIEW.gauge("queued"), "pod"), "{{pod}}"),),
+            stacked=True,
+        ),
+        Panel(
+            "Estimated wait",
+            "Until those who wait now will have been served.",
+            "s",
+            (Query(largest(VIEW.gauge("queue_wait"), "pod"), "{{pod}}"),),
+        ),
+        Panel(
+            "Requests by API",
+            "Requests that ended.",
+            "reqps",
+            (Query(total(VIEW.rate("requests"), "api", "status"), "{{api}} {{status}}"),),
+        ),
+        Panel(
+            "Requests by tenant",
+            "Tenants are the names in the key file.",
+            "reqps",
+            (Query(total(VIEW.rate("tenant_requests"), "tenant", "status"), "{{tenant}} {{status}}"),),
+        ),
+        Panel(
+            "Tokens by tenant",
+            "Prompt and output tokens.",
+            "ops",
+            (Query(total(VIEW.rate("tenant_tokens"), "tenant", "direction"), "{{tenant}} {{direction}}"),),
+        ),
+        Panel(
+            "Active requests",
+            "Admitted and not ended, per router.",
+            "short",
+            (Query(total(VIEW.gauge("active"), "pod"), "{{pod}}"),),
+            stacked=True,
+        ),
+    ),
+)
+PLACEMENT = Row(
+    "Placement",
+    (
+        Panel(
+            "Ways",
+            "`pair`: prefill and decode; `prefill_only`: one token is wanted; `local`: decode alone; `unified`.",
+            "ops",
+            (Query(total(VIEW.rate("decisions"), "way"), "{{way}}"),),
+            stacked=True,
+        ),
+        Panel(
+            "Retries",
+            "Further attempts, by the reason of the failed one.",
+            "ops",
+            (Query(total(VIEW.rate("retries"), "reason"), "{{reason}}"),),
+            stacked=True,
+        ),
+        Panel(
+            "Cached prompt tokens",
+            "What routers expected the chosen workers to have, and what prefill workers had.",
+            "ops",
+            (
+                Query(total(VIEW.rate("expected_cached_tokens")), "expected"),
+                Query(total(VIEW.rate("engine", what="cached_tokens", component="prefill")), "prefill"),
+            ),
+        ),
+        Panel(
+            "Cache feeds",
+            "Workers whose prefix caches are followed (by `kv_aware`), what was received, and gaps in it.",
+            "short",
+            (
+                Query(total(VIEW.gauge("cache_feeds")), "feeds"),
+                Query(total(VIEW.rate("cache_snapshots")), "snapshots/s"),
+                Query(total(VIEW.rate("cache_gaps")), "gaps/s"),
+            ),
+        ),
+        Panel(
+            "Stale messages",
+            "Messages of workers for attempts that nobody works on any more.",
+            "ops",
+            (Query(total(VIEW.rate("stale"), "kind"), "{{kind}}"),),
+        ),
+        Panel(
+            "Token mismatches",
+            "Prefill and decode disagreed on a token. Never normal.",
+            "ops",
+            (Query(total(VIEW.rate("mismatches"), "pod"), "{{pod}}"),),
+        ),
+    ),
+)
+RESILIENCE = Row(
+    "Resilience",
+    (
+        Panel(
+            "Retry budget",
+            "Further attempts that each router would allow now, and attempts that it refused.",
+            "short",
+            (
+                Query(total(VIEW.gauge("retries_left"), "pod"), "{{pod}} left"),
+                Query(total(VIEW.rate("retries_refused"), "pod"), "{{pod}} refused/s"),
+            ),
+        ),
+        Panel(
+            "Circuit breakers",
+            "Workers by the state of their breaker, of the router that sees most of them in that state.",
+            "short",
+            (Query(largest(VIEW.gauge("breakers"), "role", "state"), "{{role}} {{state}}"),),
+        ),
+        Panel(
+            "Breakers that changed",
+            "By their new state.",
+            "ops",
+            (Query(total(VIEW.rate("breaker_transitions"), "role", "state"), "{{role}} {{state}}"),),
+        ),
+        Panel(
+            "Ejected workers",
+            "Far off the others of their role, of the router that has ejected most.",
+            "short",
+            (Query(largest(VIEW.gauge("ejected"), "role"), "{{role}}"),),
+        ),
+        Panel(
+            "Ejections",
+            "For failing or for being slow.",
+            "ops",
+            (Query(total(VIEW.rate("ejections"), "role", "why"), "{{role}} {{why}}"),),
+        ),
+        Panel(
+            "Hedges",
+            "Second attempts for late first tokens, by outcome.",
+            "ops",
+            (Query(total(VIEW.rate("hedges"), "outcome"), "{{outcome}}"),),
+        ),
+    ),
+)
+KNOWN_WORKERS = Row(
+    "Workers as routers see them",
+    (
+        Panel(
+            "Workers",
+            "Discovered, healthy (answers and is linked), routable (warmed as a pair and withheld by nobody).",
+            "short",
+            (
+                Query(
+                    largest(VIEW.gauge("workers", role="~prefill|decode|unified"), "role", "state"),
+                    "{{role}} {{state}}",
+                ),
+            ),
+        ),
+        Panel(
+            "Pairs",
+            "By how far their hooks are.",
+            "short",
+            (Query(largest(VIEW.gauge("pairs"), "state"), "{{state}}"),),
+            stacked=True,
+        ),
+        Panel(
+            "Hooks",
+            "Warm-ups, GC freezes and looks at what came of them.",
+            "ops",
+            (Query(total(VIEW.rate("hooks"), "hook", "outcome"), "{{hook}} {{outcome}}"),),
+        ),
+        Panel(
+            "Age of discovery",
+            "Since a source of discovery last said which workers exist. A static list says it once.",
+            "s",
+            (Query(f"time() - {largest(VIEW.gauge('discovery_synced'), 'pod')}", "{{pod}}"),),
+        ),
+        Panel(
+            "Discovered changes",
+            "Workers that came, went, or changed in place.",
+            "ops",
+            (Query(total(VIEW.rate("discovery_changes"), "change"), "{{change}}"),),
+        ),
+        Panel(
+            "Troubles of discovery",
+            "Looks that failed: gone, silent, refused, failed.",
+            "ops",
+            (Query(total(VIEW.rate("discovery_troubles"), "kind"), "{{kind}}"),),
+        ),
+    ),
+)
+ITSELF = Row(
+    "The process",
+    (
+        Panel(
+            "Event-loop lag p99",
+            "What every stream of this router waits for others.",
+            "s",
+            (Query(VIEW.quantile(0.99, "loop_lag", "pod", process="router"), "{{pod}}"),),
+        ),
+        Panel("Routing", "Checks, chat template, tokenization.", "s", quantiles(VIEW, "stage", stage="route")),
+        Panel(
+            "Changed files",
+            "Certificates and API keys that were read again.",
+            "ops",
+            (Query(total(VIEW.rate("reloads"), "what", "outcome"), "{{what}} {{outcome}}"),),
+        ),
+        Panel(
+            "Cached share expected",
+            "Of the prompt tokens that were placed.",
+            "percentunit",
+            (
+                Query(
+                    ratio(total(VIEW.rate("expected_cached_tokens")), total(VIEW.rate("tokens", direction="prompt"))),
+                    "expected",
+                ),
+            ),
+        ),
+        Panel(
+            "Last start",
+            "Of each router.",
+            "dateTimeFromNow",
+            (Query(f"{largest(VIEW.gauge('started', component='router'), 'pod')} * 1000", "{{pod}}"),),
+            "stat",
+        ),
+    ),
+)
+DASHBOARD = Dashboard(
+    "router",
+    "Routers",
+    "The routers: admission, placement, the workers they know, and their own health.",
+    (ADMISSION, PLACEMENT, RESILIENCE, KNOWN_WORKERS, ITSELF),
+)

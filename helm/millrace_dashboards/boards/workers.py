@@ -1,0 +1,153 @@
+"""The workers of one role or of all: life, work, memory."""
+
+from __future__ import annotations
+
+from millrace_dashboards.grafana import ROLE_VIEW as VIEW
+from millrace_dashboards.grafana import Dashboard, Panel, Query, Row
+from millrace_dashboards.promql import largest, ratio, total
+
+LIFE = Row(
+    "Life",
+    (
+        Panel(
+            "States",
+            "Workers in each state. `draining` ends within the drain time.",
+            "short",
+            (Query(total(VIEW.gauge("state"), "component", "state"), "{{component}} {{state}}"),),
+            stacked=True,
+        ),
+        Panel(
+            "Start-up phases",
+            "The slowest worker of the role. A long `compile` means that the folder of compile caches is not kept.",
+            "s",
+            (Query(largest(VIEW.gauge("startup"), "component", "phase"), "{{component}} {{phase}}"),),
+            "bargauge",
+        ),
+        Panel(
+            "Last start",
+            "Of each worker.",
+            "dateTimeFromNow",
+            (Query(f"{largest(VIEW.gauge('started', component='~prefill|decode|unified'), 'pod')} * 1000", "{{pod}}"),),
+            "stat",
+        ),
+    ),
+)
+WORK = Row(
+    "Work",
+    (
+        Panel(
+            "Sequences",
+            "running: in the batch; waiting: no pages yet; importing: KV on its way; exporting: parked.",
+            "short",
+            (Query(total(VIEW.gauge("sequences"), "component", "doing"), "{{component}} {{doing}}"),),
+            stacked=True,
+        ),
+        Panel(
+            "Running sequences per worker",
+            "An uneven picture: see the routers' policies.",
+            "short",
+            (Query(total(VIEW.gauge("sequences", doing="running"), "pod"), "{{pod}}"),),
+        ),
+        Panel(
+            "Credits",
+            "Further requests that each worker is willing to take.",
+            "short",
+            (Query(total(VIEW.gauge("credits"), "pod"), "{{pod}}"),),
+        ),
+        Panel(
+            "Tokens",
+            "Of admitted prompts, from the prefix cache, and generated.",
+            "ops",
+            (
+                Query(
+                    total(VIEW.rate("engine", what="~prompt_tokens|cached_tokens|output_tokens"), "component", "what"),
+                    "{{component}} {{what}}",
+                ),
+            ),
+        ),
+        Panel(
+            "Tokens per step",
+            "Generated tokens per engine step: the mean batch of a decode worker.",
+            "short",
+            (
+                Query(
+                    ratio(
+                        total(VIEW.rate("engine", what="output_tokens"), "pod"),
+                        total(VIEW.rate("engine", what="steps"), "pod"),
+                    ),
+                    "{{pod}}",
+                ),
+            ),
+        ),
+        Panel(
+            "Steps",
+            "Of each worker's engines.",
+            "ops",
+            (Query(total(VIEW.rate("engine", what="steps"), "pod"), "{{pod}}"),),
+        ),
+    ),
+)
+MEMORY = Row(
+    "Memory",
+    (
+        Panel(
+            "KV pages",
+            "free, cached (could be taken), published (parked prompts), running.",
+            "short",
+            (Query(total(VIEW.gauge("pages"), "component", "use"), "{{component}} {{use}}"),),
+            stacked=True,
+        ),
+        Panel(
+            "KV pages in use per worker",
+            "Share that neither is free nor could be taken from the prefix cache. What decode is scaled by.",
+            "percentunit",
+            (
+                Query(
+                    ratio(
+                        total(VIEW.gauge("pages", use="~running|published"), "pod"), total(VIEW.gauge("pages"), "pod")
+                    ),
+                    "{{pod}}",
+                ),
+            ),
+        ),
+        Panel(
+            "Prompt tokens to be computed",
+            "Per worker. What prefill is scaled by.",
+            "short",
+            (Query(total(VIEW.gauge("waiting_tokens"), "pod"), "{{pod}}"),),
+        ),
+        Panel(
+            "Prefix cache",
+            "Share of admitted prompt tokens that were in the worker's own cache.",
+            "percentunit",
+            (
+                Query(
+                    ratio(
+                        total(VIEW.rate("engine", what="cached_tokens"), "component"),
+                        total(VIEW.rate("engine", what="prompt_tokens"), "component"),
+                    ),
+                    "{{component}}",
+                ),
+            ),
+        ),
+        Panel(
+            "Preemptions",
+            "Sequences that gave their pages back and start again. Many: too few pages for what is admitted.",
+            "ops",
+            (Query(total(VIEW.rate("engine", what="preemptions"), "pod"), "{{pod}}"),),
+        ),
+        Panel(
+            "Event-loop lag p99",
+            "Of the frontends.",
+            "s",
+            (Query(VIEW.quantile(0.99, "loop_lag", "pod", process="frontend"), "{{pod}}"),),
+        ),
+    ),
+)
+DASHBOARD = Dashboard(
+    "workers",
+    "Workers",
+    "The workers of one role or of all: life, work, memory.",
+    (LIFE, WORK, MEMORY),
+    by_role=True,
+)
