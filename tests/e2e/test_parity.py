@@ -39,7 +39,8 @@ def expected() -> list[Continuation]:
 def worker_set(request: pytest.FixtureRequest) -> tuple[str, ...]:
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    return (f"device={request.param}", "dtype=float32", "limits.canary=true", "limits.poison=true")
+    device = (f"device={request.param}", "memory_fraction=0.4")  # two workers on one
+    return (*device, "dtype=float32", "limits.canary=true", "limits.poison=true")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

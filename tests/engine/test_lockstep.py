@@ -9,7 +9,7 @@ import torch
 import torch.multiprocessing as mp
 from engine.harness import SETTINGS, TINY, request
 from millrace_serve.engine.batch import StepBatch
-from millrace_serve.engine.config import EngineConfig, Role
+from millrace_serve.engine.config import EngineConfig, Execution, Role
 from millrace_serve.engine.core import Submit
 from millrace_serve.engine.factory import build_sim_engine
 from millrace_serve.engine.kv_pool import KvPool
@@ -103,7 +103,7 @@ def test_a_follower_runs_what_the_leader_shares():
     assert all(isinstance(result, StepOutput) and not result.corrupt for result in results)
 
 
-def serve_rank(rank: int, tp: int, dp: int, store: str, queue: object) -> None:
+def serve_rank(rank: int, tp: int, dp: int, graphs: str, store: str, queue: object) -> None:
     torch.set_num_threads(1)
     dims = init_parallel(rank, tp, dp, f"file://{store}", torch.device("cpu"), timeout_s=60)
     config = EngineConfig(num_pages=20, max_model_len=256, max_running=4, max_prefill_tokens=100, canary=True)
@@ -111,7 +111,8 @@ def serve_rank(rank: int, tp: int, dp: int, store: str, queue: object) -> None:
         run_follower(load_rank(config, Role.UNIFIED, paths.TINY, dims, torch.device("cpu"), torch.float32))
         leave_parallel()
         return
-    engine = build_engine(config, Role.UNIFIED, paths.TINY, dims, torch.device("cpu"), torch.float32)
+    where = paths.TINY, dims, torch.device("cpu"), torch.float32
+    engine = build_engine(config, Role.UNIFIED, *where, execution=Execution.model_validate({"graphs": graphs}))
     tokens: list[int] = []
     if dims.dp_rank == 0:
         engine.submit(Submit(request(1, list(range(20, 150)), max_tokens=6)))
@@ -124,16 +125,17 @@ def serve_rank(rank: int, tp: int, dp: int, store: str, queue: object) -> None:
 
 def test_two_ranks_over_gloo_say_what_one_says(tmp_path: Path):
     context, said = mp.get_context("spawn"), {}
-    for tp, dp in ((1, 1), (2, 1), (1, 2)):
+    for tp, dp, graphs in ((1, 1, "off"), (2, 1, "off"), (1, 2, "off"), (1, 2, "on")):
         queue = context.Queue()
-        store = str(tmp_path / f"store-{tp}-{dp}")
-        ranks = [context.Process(target=serve_rank, args=(rank, tp, dp, store, queue)) for rank in range(tp * dp)]
+        store = str(tmp_path / f"store-{tp}-{dp}-{graphs}")
+        arguments = tp, dp, graphs, store, queue
+        ranks = [context.Process(target=serve_rank, args=(rank, *arguments)) for rank in range(tp * dp)]
         for process in ranks:
             process.start()
         answers = dict(queue.get(timeout=60) for _ in range(dp))
         for process in ranks:
             process.join(30)
             assert process.exitcode == 0
-        said[tp, dp] = answers[0]
+        said[tp, dp, graphs] = answers[0]
         assert len(answers[0]) == 6 and all(not answers[rank] for rank in answers if rank)
-    assert said[2, 1] == said[1, 1] == said[1, 2]
+    assert len({tuple(tokens) for tokens in said.values()}) == 1, said

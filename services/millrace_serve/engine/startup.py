@@ -121,7 +121,10 @@ def prepare(site: Site, config: EngineConfig, runner: TorchRunner, phases: Phase
     """Compile and capture what `runner` will need; afterwards the garbage collector does not look at it any more."""
     if site.device.type == "cuda":
         with phases("compile"):
-            _rehearse(site, runner, list(rehearsal.prefill_shapes(config)), graphs=False)
+            shapes = list(rehearsal.prefill_shapes(config))
+            if not site.buckets and site.role is not Role.PREFILL:
+                shapes += rehearsal.decode_shapes(buckets_up_to(config.max_running))
+            _rehearse(site, runner, shapes, graphs=False)
     if not site.buckets:
         return
     with phases("capture"):
