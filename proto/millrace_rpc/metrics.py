@@ -14,6 +14,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from millrace_rpc.errors import Reason
+from millrace_rpc.quick_histogram import QuickHistogram
 
 STAGES = ("queue", "route", "prefill", "kv_transfer", "first_token", "decode", "total")
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -34,7 +35,7 @@ KV_FAULTS = (  # reasons of kv_failures for which neither a client nor a lost wo
 class Metric:
     attr: str
     name: str
-    kind: type[Counter] | type[Gauge] | type[Histogram]
+    kind: type[Counter] | type[Gauge] | type[Histogram] | type[QuickHistogram]
     help: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
@@ -44,7 +45,7 @@ class Metric:
 ROUTER = (
     Metric("requests", "millrace_requests_total", Counter, "Requests by how they ended.", ("api", "status")),
     Metric("stage", "millrace_stage_seconds", Histogram, "Time of a request in each stage.", ("stage",), _SECONDS),
-    Metric("itl", "millrace_inter_token_seconds", Histogram, "Time between a stream's token batches.", (), _SHORT),
+    Metric("itl", "millrace_inter_token_seconds", QuickHistogram, "Time between a stream's token batches.", (), _SHORT),
     Metric("tokens", "millrace_tokens_total", Counter, "Tokens, by direction.", ("direction",)),
     Metric("queued", "millrace_queue_requests", Gauge, "Requests waiting for a pair of workers."),
     Metric("queued_tokens", "millrace_queue_tokens", Gauge, "Prompt tokens of the waiting requests."),

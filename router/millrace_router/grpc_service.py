@@ -140,17 +140,19 @@ def _prompt(prompt: pb.Prompt) -> Prompt | None:
 
 
 def _response(delta: Delta, request_id: str, model: str, prompt_tokens: int) -> pb.GenerateResponse:
-    return pb.GenerateResponse(
-        request_id=request_id,
-        index=delta.index,
-        text=delta.text,
-        token_ids=delta.token_ids,
-        logprobs=delta.logprobs,
-        finish_reason=delta.finish_reason,
-        usage=pb.Usage(
-            prompt_tokens=prompt_tokens,
-            cached_prompt_tokens=delta.cached_tokens,
-            completion_tokens=delta.completion_tokens,
-        ),
-        model=model if delta.first else "",
-    )
+    """One for every token: assignments take half as long as keyword arguments."""
+    response = pb.GenerateResponse()
+    response.request_id = request_id
+    response.index = delta.index
+    response.text = delta.text
+    response.token_ids.extend(delta.token_ids)
+    if delta.logprobs:
+        response.logprobs.extend(delta.logprobs)
+    response.finish_reason = delta.finish_reason
+    usage = response.usage
+    usage.prompt_tokens = prompt_tokens
+    usage.cached_prompt_tokens = delta.cached_tokens
+    usage.completion_tokens = delta.completion_tokens
+    if delta.first:
+        response.model = model
+    return response

@@ -158,16 +158,17 @@ class Stream:
         try:
             while open_ones:
                 self._unread = 0
-                news = False
+                news = finished = False
                 for continuation in open_ones:
                     delta = continuation.read()
                     if delta is not None:
-                        news = True
+                        news, finished = True, finished or continuation.finished
                         yield delta
-                if not news:
+                if finished:
+                    open_ones = [c for c in open_ones if not c.finished]
+                elif not news:
                     self._waiter = loop.create_future()
                     await self._waiter
-                open_ones = [c for c in open_ones if not c.finished]
             error = None
         except MillraceError as failure:
             error = failure

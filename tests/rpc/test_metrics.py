@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from millrace_rpc import metrics
 from millrace_rpc.metrics import PROCESS, ROUTER, WORKER, Metric, Metrics
+from millrace_rpc.quick_histogram import QuickHistogram
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 ALL = (*ROUTER, *WORKER, *PROCESS)
@@ -16,7 +19,7 @@ ALL = (*ROUTER, *WORKER, *PROCESS)
 def test_name_follows_the_rules(row: Metric) -> None:
     assert re.fullmatch(r"millrace_[a-z_]+", row.name)
     assert row.name.endswith("_total") == (row.kind is Counter)
-    if row.kind is Histogram:
+    if row.kind in (Histogram, QuickHistogram):
         assert row.name.endswith(("_seconds", "_bytes", "_tokens")), "a histogram names its base unit"
         assert row.buckets == tuple(sorted(row.buckets))
     assert not re.search(r"_(ms|millis|us|kb|mb|percent)(_|$)", row.name), "base units only"
@@ -59,3 +62,16 @@ def test_unknown_metric_is_an_error() -> None:
 def test_stages_are_those_of_a_request() -> None:
     assert metrics.STAGES[0] == "queue"
     assert metrics.STAGES[-1] == "total"
+
+
+@given(st.lists(st.floats(0, 2)))
+def test_a_quick_histogram_says_what_the_usual_one_says(values: list[float]) -> None:
+    texts = []
+    for kind in (Histogram, QuickHistogram):
+        registry = CollectorRegistry()
+        histogram = kind("millrace_x_seconds", "X.", (), registry=registry, buckets=(0.5, 1.0))
+        for value in values:
+            histogram.observe(value)
+        lines = generate_latest(registry).decode().splitlines()
+        texts.append([line for line in lines if "_created" not in line])
+    assert texts[0] == texts[1]
