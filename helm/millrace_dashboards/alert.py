@@ -30,7 +30,7 @@ class Thresholds:
     retries: float = 0.05
     kv_bytes_per_second: float = 5e9  # of one read; what is slower is likely TCP
     pages_in_use: float = 0.95
-    gc_pause: float = 0.1  # p99
+    gc_pause: float = 0.1  # a bound of the histogram
     loop_lag: float = 0.25  # p99
     discovery_age: float = 600.0
     restarts: int = 3  # in the long window

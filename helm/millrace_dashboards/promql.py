@@ -64,8 +64,16 @@ class Scope:
         sums, counts = (total(self.observed(attr, part, **labels), *by) for part in ("sum", "count"))
         return ratio(sums, counts)
 
+    def beyond(self, bound: float, attr: str, *by: str, **labels: str) -> str:
+        """Observations of a histogram above one of its bounds, per second."""
+        row = _row(attr, Histogram)
+        if bound not in row.buckets:
+            raise ValueError(f"{row.name} has no bound {bound:g}; it has {', '.join(f'{b:g}' for b in row.buckets)}")
+        below = f"rate({self._series(row, '_bucket', {**labels, 'le': f'{bound:g}'})}[{self.window}])"
+        return f"{total(self.observed(attr, 'count', **labels), *by)} - {total(below, *by)}"
+
     def _series(self, row: Metric, suffix: str, labels: dict[str, str]) -> str:
-        unknown = labels.keys() - {*row.labels, *TARGET_LABELS}
+        unknown = labels.keys() - {*row.labels, *TARGET_LABELS, *(("le",) if suffix == "_bucket" else ())}
         if unknown:
             raise ValueError(f"{row.name} has no label {', '.join(sorted(unknown))}")
         matchers = ",".join(filter(None, (self.matchers, *(_matcher(*pair) for pair in labels.items()))))
@@ -97,8 +105,9 @@ def _row(attr: str, kind: type) -> Metric:
     row = CATALOGUE.get(attr)
     if row is None:
         raise ValueError(f"no metric {attr!r} in the catalogue")
-    if row.kind is not kind:
-        raise ValueError(f"{row.name} is a {row.kind.__name__.lower()}, not a {kind.__name__.lower()}")
+    found = Histogram if row.buckets else row.kind  # there are several kinds of histogram
+    if found is not kind:
+        raise ValueError(f"{row.name} is a {found.__name__.lower()}, not a {kind.__name__.lower()}")
     return row
 
 

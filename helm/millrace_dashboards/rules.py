@@ -228,9 +228,9 @@ def processes(t: Thresholds, now: Scope, lately: Scope) -> tuple[Alert, ...]:
         ),
         Alert(
             "GcPauses",
-            "{{ $labels.pod }} ({{ $labels.process }}): collections pause it for {{ $value | humanizeDuration }}.",
-            now.quantile(0.99, "gc_pause", *by_pod, "process"),
-            f"> {t.gc_pause:g}",
+            f"{{{{ $labels.pod }}}} ({{{{ $labels.process }}}}): collections pause it for more than {t.gc_pause:g} s.",
+            now.beyond(t.gc_pause, "gc_pause", *by_pod, "process"),
+            "> 0",
             "5m",
             runbook="processes-pause",
         ),

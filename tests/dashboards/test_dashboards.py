@@ -125,6 +125,7 @@ def test_promtool_accepts_the_rules() -> None:
         (lambda scope: scope.gauge("nothing"), "no metric 'nothing'"),
         (lambda scope: scope.rate("queued"), "is a gauge, not a counter"),
         (lambda scope: scope.gauge("requests"), "is a counter, not a gauge"),
+        (lambda scope: scope.beyond(0.3, "gc_pause"), "millrace_gc_pause_seconds has no bound 0.3; it has 0.0001"),
         (lambda scope: scope.rate("requests", kind="x"), "millrace_requests_total has no label kind"),
     ],
 )

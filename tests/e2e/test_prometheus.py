@@ -1,0 +1,278 @@
+"""Dashboards and alerts against a real Prometheus that scrapes real processes with the embedded checkpoint.
+
+The system is loaded, then one fault after the other is inflicted on it, each until the alerts meant for it fire. What
+is not inflicted here is played to the rules in tests/dashboards/test_rules.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+from dashboards.test_rules import PLAYED
+from millrace.v1 import inference_pb2, inference_pb2_grpc
+from millrace_cli.cluster import ClusterSpec, LocalCluster, server_command
+from millrace_dashboards import alerts, files
+from millrace_dashboards.alert import Thresholds
+from millrace_dashboards.boards import DASHBOARDS
+from millrace_dashboards.grafana import Query
+from millrace_dashboards.promql import CATALOGUE
+from millrace_rpc.client import channel
+from millrace_testing.faulty_worker import FLAG
+from millrace_testing.paths import ROOT
+from millrace_testing.prometheus import Prometheus, Target, free_port, needs_prometheus
+
+pytestmark = [pytest.mark.timeout(300), needs_prometheus]
+
+KEY = "sk-prometheus-4c1f"
+PATHS = ("proto", "kernels", "services", "router", "bench", "tests")
+THRESHOLDS = Thresholds(
+    window="6s", long_window="2m", patience="0s", ttft=1.0, gc_pause=0.025, loop_lag=0.25, restarts=1
+)
+# What a slow or busy machine can raise without any fault, and KvSlow: pages of the embedded model are small.
+OF_TIME = {"FirstTokenSlow", "TokensSlow", "QueueGrows", "KvSlow", "GcPauses", "EventLoopLags", "LeasesExpire"}
+# Panels whose queries may find nothing: what they count has not happened.
+MAY_BE_EMPTY = {
+    "Messages for unknown attempts": "no message was late",
+    "Stale messages": "no message was late",
+    "Breakers that changed": "breakers stay closed when either worker of a pair may be to blame",
+    "Ejections": "nobody is far off the others where there is one of each role",
+    "Hedges": "off by default",
+}
+
+
+class System:
+    """The cluster, what scrapes it, and its clients."""
+
+    def __init__(self, cluster: LocalCluster, prometheus: Prometheus, keys: Path, fault: Path) -> None:
+        self.cluster = cluster
+        self.prometheus = prometheus
+        self.keys = keys
+        self.fault = fault
+        self.length = (100, 300)  # tokens of the clients' prompts
+        self.waiting: set[asyncio.Task[None]] = set()
+
+    async def ask(self, random: random.Random) -> None:
+        """One request; how it ends is the metrics' affair."""
+        ids = [random.randrange(5, 1024) for _ in range(random.randint(*self.length))]
+        request = inference_pb2.GenerateRequest(
+            prompt={"token_ids": {"ids": ids}}, sampling={"max_tokens": 12, "ignore_eos": True}
+        )
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            async for _ in self._stub.Generate(request, metadata=(("authorization", f"Bearer {KEY}"),), timeout=60):
+                pass
+
+    async def keep_asking(self, seed: int) -> None:
+        own = random.Random(seed)
+        while True:
+            await self.ask(own)
+            await asyncio.sleep(0.02)
+
+    async def stutter(self, name: str, names: set[str]) -> None:
+        """Stop the process's frontend again and again until the alerts have fired."""
+        fired = asyncio.create_task(self.prometheus.until_fired(prefixed(names)))
+        try:
+            while not fired.done():
+                self.cluster.send(name, signal.SIGSTOP)
+                await asyncio.wait({fired}, timeout=2.0)
+                self.cluster.send(name, signal.SIGCONT)
+                await asyncio.wait({fired}, timeout=0.3)
+        finally:
+            self.cluster.send(name, signal.SIGCONT)
+        await fired
+
+    @contextlib.asynccontextmanager
+    async def clients(self, number: int) -> AsyncIterator[None]:
+        async with channel(self.cluster.grpc_address) as ch:
+            self._stub = inference_pb2_grpc.InferenceStub(ch)
+            tasks = [asyncio.create_task(self.keep_asking(seed)) for seed in range(number)]
+            try:
+                yield
+            finally:
+                for task in (*tasks, *self.waiting):
+                    task.cancel()
+                await asyncio.gather(*tasks, *self.waiting, return_exceptions=True)
+
+
+def prefixed(names: set[str]) -> set[str]:
+    return {f"Millrace{name}" for name in names}
+
+
+def command(role: str) -> list[str]:
+    return server_command(role) if role == "router" else [sys.executable, "-m", "millrace_testing.faulty_worker", role]
+
+
+def targets(cluster: LocalCluster) -> dict[str, Target]:
+    """By name, with the labels that the chart's monitors set."""
+    made = {}
+    for name, role in cluster.roles.items():
+        made[name] = Target(
+            cluster.address(name, "metrics"), {"namespace": "test", "model": "tiny", "component": role, "pod": name}
+        )
+    return made
+
+
+@pytest.fixture
+async def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[System]:
+    keys, fault = tmp_path / "keys.json", tmp_path / "kv-fault"
+    keys.write_text(json.dumps({"keys": [{"name": "team-a", "key": KEY}]}))
+    monkeypatch.setenv("PYTHONPATH", ":".join(str(ROOT / path) for path in PATHS))
+    monkeypatch.setenv(FLAG, str(fault))
+    spec = ClusterSpec(
+        command=command,
+        log_dir=tmp_path / "logs",
+        worker_set=("timeouts.lease=1.5", "timeouts.max_lease=1.5"),
+        router_set=(
+            f"api_keys={keys}",
+            f"metrics=127.0.0.1:{free_port()}",  # the same after a restart, as in a pod
+            "queue_size=12",
+            "routing.local_prefill_tokens=40",
+            "timeouts.silence=10",
+            "timeouts.no_workers=60",
+        ),
+    )
+    rules = files.rendered(THRESHOLDS)["alerts.yaml"]
+    async with (
+        LocalCluster(spec) as cluster,
+        Prometheus(tmp_path / "prometheus", rules, targets(cluster).values()) as prometheus,
+    ):
+        yield System(cluster, prometheus, keys, fault)
+
+
+async def test_panels_and_alerts(system: System) -> None:
+    async with system.clients(4):
+        fired = await healthy(system)
+        for inflict in (transfers_fail, files_break, collector_pauses, workers_stall):
+            fired |= await inflict(system)
+        await panels_have_data(system.prometheus)
+        for inflict in (prefill_goes_idle, workers_die, router_restarts):
+            fired |= await inflict(system)
+    all_names = {alert.name for group in alerts.groups().values() for alert in group}
+    assert fired | PLAYED == all_names, "an alert that nobody has seen firing"
+
+
+# ------------------------------------------------------------------------------------------------ no fault
+
+
+async def healthy(system: System) -> set[str]:
+    """Rules are accepted and their values have data. None fires that does not depend on the machine's speed."""
+    prometheus = system.prometheus
+    rules = [alert for group in alerts.groups(THRESHOLDS).values() for alert in group]
+
+    missing = {rule.name: rule.value for rule in rules}
+    noisy: set[str] = set()
+
+    async def all_have_data() -> bool:
+        for name, value in list(missing.items()):
+            if await prometheus.query(value):
+                del missing[name]
+        return not missing
+
+    async def quiet() -> bool:
+        noisy.clear()
+        noisy.update(prefixed({rule.name for rule in rules} - OF_TIME) & await prometheus.firing())
+        return not noisy
+
+    await prometheus.until(all_have_data, lambda: f"data of {sorted(missing)}")
+    await prometheus.until(quiet, lambda: f"the end of {sorted(noisy)}")
+    loaded = await prometheus.rules()
+    assert {rule["name"] for rule in loaded} == prefixed({rule.name for rule in rules})
+    assert [rule for rule in loaded if rule["health"] != "ok"] == []
+    return set()
+
+
+async def panels_have_data(prometheus: Prometheus) -> None:
+    """Every query parses and finds something, or names a metric that exists and a reason why it is empty."""
+    known = await prometheus.metrics()
+    empty = {}
+    for board in DASHBOARDS:
+        for panel in (panel for row in board.rows for panel in row.panels):
+            for query in panel.queries:
+                if not await prometheus.query(as_grafana(query)):
+                    empty[panel.title] = query.expr
+    assert empty.keys() <= MAY_BE_EMPTY.keys(), {title: empty[title] for title in empty.keys() - MAY_BE_EMPTY.keys()}
+    assert {row.name for row in CATALOGUE.values()} <= known
+
+
+def as_grafana(query: Query) -> str:
+    values = {"$__rate_interval": "2m", "$namespace": "test", "$model": ".*", "$role": ".*"}
+    expr = query.expr
+    for name, value in values.items():
+        expr = expr.replace(name, value)
+    return expr
+
+
+# ------------------------------------------------------------------------------------------------ faults
+
+
+async def transfers_fail(system: System) -> set[str]:
+    expected = {"KvTransfersFail", "Retries", "Errors", "ManyErrors"}
+    system.fault.touch()
+    await system.prometheus.until_fired(prefixed(expected))
+    system.fault.unlink()
+    return expected
+
+
+async def files_break(system: System) -> set[str]:
+    """A key file that cannot be read: the old keys hold, so the clients notice nothing."""
+    good = system.keys.read_text()
+    system.keys.write_text("keys: [")
+    await system.prometheus.until_fired(prefixed({"FilesNotUsed"}))
+    system.keys.write_text(good)
+    return {"FilesNotUsed"}
+
+
+async def collector_pauses(system: System) -> set[str]:
+    system.cluster.send("decode-0", signal.SIGUSR1)
+    await system.prometheus.until_fired(prefixed({"GcPauses"}))
+    return {"GcPauses"}
+
+
+async def workers_stall(system: System) -> set[str]:
+    """First the decode worker's frontend, so that nobody comes for parked prompts; then the prefill worker's."""
+    decode, prefill = {"LeasesExpire", "TokensSlow", "EventLoopLags"}, {"FirstTokenSlow"}
+    await system.stutter("decode-0", decode)
+    await system.stutter("prefill-0", prefill)
+    return decode | prefill
+
+
+async def prefill_goes_idle(system: System) -> set[str]:
+    """All prompts are so short that decode workers run them alone. And one worker is no longer scraped."""
+    expected = {"PrefillIdle", "MetricsMissing"}
+    system.length = (2, 5)
+    scraped = targets(system.cluster)
+    system.prometheus.scrape(target for name, target in scraped.items() if name != "decode-0")
+    await system.prometheus.until_fired(prefixed(expected))
+    system.prometheus.scrape(scraped.values())
+    system.length = (100, 300)
+    return expected
+
+
+async def workers_die(system: System) -> set[str]:
+    """The only prefill worker: requests wait, one more every half second, until the queue is full."""
+    expected = {"NotReady", "WorkersNotRoutable", "QueueGrows", "RequestsRefused"}
+    await system.cluster.kill("prefill-0")
+    fired = asyncio.create_task(system.prometheus.until_fired(prefixed(expected)))
+    own = random.Random(0)
+    while not fired.done():
+        task = asyncio.create_task(system.ask(own))
+        system.waiting.add(task)
+        task.add_done_callback(system.waiting.discard)
+        await asyncio.wait({fired}, timeout=0.5)
+    await fired
+    return expected
+
+
+async def router_restarts(system: System) -> set[str]:
+    await system.cluster.kill("router")
+    await system.cluster.restart("router")
+    await system.prometheus.until_fired(prefixed({"Restarts"}))
+    return {"Restarts"}

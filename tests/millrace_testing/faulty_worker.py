@@ -1,0 +1,68 @@
+"""A worker that a test can make misbehave: `python -m millrace_testing.faulty_worker ROLE ARGUMENTS…`.
+
+- While the file that MILLRACE_TEST_KV_FAULT names exists, every read of KV pages fails.
+- SIGUSR1 makes the frontend's garbage collector pause for some 100 ms.
+
+Rank processes import the main module of their parent, and so this file replaces the sink there.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import runpy
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from millrace_serve.transfer.base import KvSink, MemoryHandle, PageBuffer, ReadOp
+from millrace_serve.transfer.faulty import Fault, FaultPlan, FaultySink
+
+FLAG = "MILLRACE_TEST_KV_FAULT"
+OBJECTS = 2_000_000  # that a collection has to look at
+
+
+def break_transport() -> None:
+    from millrace_serve.transfer import nixl
+
+    working = nixl.NixlSink
+
+    class Sink(KvSink):
+        """Through the working sink, or through the failing one around it."""
+
+        def __init__(self, pool: PageBuffer) -> None:
+            self._working = working(pool)
+            self._failing = FaultySink(self._working, pool, FaultPlan(rates={Fault.FAIL: 1.0}))
+            self._flag = Path(os.environ[FLAG])
+
+        def connect(self, source: MemoryHandle) -> None:
+            self._working.connect(source)
+
+        def read(self, source: MemoryHandle, src_pages: Sequence[int], dst_pages: Sequence[int]) -> ReadOp:
+            sink = self._failing if self._flag.exists() else self._working
+            return sink.read(source, src_pages, dst_pages)
+
+        def disconnect(self, agent: str) -> None:
+            self._failing.disconnect(agent)
+
+        def close(self) -> None:
+            self._failing.close()
+
+    nixl.NixlSink = Sink  # type: ignore[misc]
+
+
+def pause(*_: object) -> None:
+    gc.disable()
+    hoard: list[list[object]] = [[] for _ in range(OBJECTS)]
+    gc.enable()
+    gc.collect()
+    hoard.clear()
+
+
+if __name__ == "__mp_main__":
+    break_transport()
+elif __name__ == "__main__":
+    role = sys.argv.pop(1)
+    signal.signal(signal.SIGUSR1, pause)
+    runpy.run_module(f"millrace_serve.{role}.__main__", run_name="__millrace__")["main"]()
