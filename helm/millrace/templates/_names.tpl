@@ -31,6 +31,15 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{- end }}
 {{- end -}}
 
+{{/* Of pods: nothing that changes with the chart's version, or an upgrade restarts everything */}}
+{{- define "millrace.podLabels" -}}
+{{ include "millrace.selector" . }}
+app.kubernetes.io/part-of: millrace
+{{- with .root.Values.labels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
 {{/* Labels of every worker pod, whatever its role */}}
 {{- define "millrace.workerExpressions" -}}
 matchLabels:
@@ -57,15 +66,18 @@ matchExpressions:
 {{- end -}}
 {{- end -}}
 
-{{/* Pools with workerDefaults filled in, by name, as JSON: {"prefill": {...}} */}}
+{{/* Pools with workerDefaults filled in, by name, as JSON: {"prefill": {...}}. A pool that is null is none, so that a file of
+     values can take one away. */}}
 {{- define "millrace.pools" -}}
 {{- $pools := dict -}}
 {{- range $name, $own := .Values.workers -}}
-{{- $pool := mustMergeOverwrite (deepCopy $.Values.workerDefaults) (deepCopy (default dict $own)) -}}
+{{- if not (kindIs "invalid" $own) -}}
+{{- $pool := mustMergeOverwrite (deepCopy $.Values.workerDefaults) (deepCopy $own) -}}
 {{- $_ := set $pool "name" $name -}}
 {{- $_ := set $pool "role" (default $name $pool.role) -}}
 {{- $_ := set $pool "fullname" (printf "%s-%s" (include "millrace.fullname" $) $name) -}}
 {{- $_ := set $pools $name $pool -}}
+{{- end -}}
 {{- end -}}
 {{- $pools | toJson -}}
 {{- end -}}

@@ -16,7 +16,7 @@
 {{- $resources := mustMergeOverwrite (deepCopy $pool.resources) (dict "limits" $devices "requests" $devices) }}
 metadata:
   labels:
-    {{- include "millrace.labels" $as | nindent 4 }}
+    {{- include "millrace.podLabels" $as | nindent 4 }}
     {{- with $pool.podLabels }}
     {{- toYaml . | nindent 4 }}
     {{- end }}

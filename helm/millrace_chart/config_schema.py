@@ -1,0 +1,93 @@
+"""Schemas of `router.config` and `workers.*.config`, from the models that read them.
+
+What the chart sets itself is not there, so each thing has one place. Nothing is required: the chart or the model's
+defaults fill it in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from millrace_router.config import RouterConfig
+from millrace_rpc.config import Config
+from millrace_serve.worker.config import WorkerConfig
+
+Schema = dict[str, Any]
+OWNED = {  # set by templates/_config.tpl
+    "routerConfig": (
+        "model",
+        "workers",
+        "discovery",
+        "grpc",
+        "http",
+        "admin",
+        "admin_http",
+        "metrics",
+        "health",
+        "tls",
+        "public_tls",
+        "api_keys",
+        "tracing",
+        "log_level",
+    ),
+    "workerConfig": (
+        "role",
+        "host",
+        "grpc_port",
+        "metrics_port",
+        "health_port",
+        "worker_id",
+        "model",
+        "served_name",
+        "dp",
+        "tp",
+        "device",
+        "cache_dir",
+        "launcher",
+        "tls",
+        "tracing",
+        "log_level",
+    ),
+}
+MODELS: dict[str, type[Config]] = {"routerConfig": RouterConfig, "workerConfig": WorkerConfig}
+OWNED_BELOW = {"timeouts": ("drain",)}
+DROPPED = ("title", "default", "description", "required")  # nothing is required, and comments are in the models
+WORDS = ("graphs", "compile")  # YAML's on and off
+
+
+def config_schemas() -> dict[str, Schema]:
+    return {name: config_schema(model, OWNED[name]) for name, model in MODELS.items()}
+
+
+def config_schema(model: type[Config], owned: Iterable[str]) -> Schema:
+    whole = model.model_json_schema()
+    definitions = whole.pop("$defs", {})
+    schema: Schema = plain(whole, definitions)
+    for key in owned:
+        del schema["properties"][key]  # a KeyError: the model no longer has it
+    for section, keys in OWNED_BELOW.items():
+        for key in keys:
+            del schema["properties"][section]["properties"][key]
+    for word in WORDS:
+        if word in schema["properties"]:
+            schema["properties"][word] = {"anyOf": [schema["properties"][word], {"type": "boolean"}]}
+    return schema
+
+
+def plain(node: Any, definitions: Schema) -> Any:
+    """With references filled in and without what only readers need: draft 7, which is what Helm knows."""
+    if isinstance(node, list):
+        return [plain(item, definitions) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if "$ref" in node:
+        target = definitions[node["$ref"].rpartition("/")[2]]
+        return plain({**target, **{key: value for key, value in node.items() if key != "$ref"}}, definitions)
+    result = {}
+    for key, value in node.items():
+        if key == "properties":  # here the keys are names, which may be any of DROPPED
+            result[key] = {name: plain(schema, definitions) for name, schema in value.items()}
+        elif key not in DROPPED:
+            result[key] = plain(value, definitions)
+    return result

@@ -1,0 +1,125 @@
+"""Runs Helm on the chart: templates of a preset as objects, and as text to be compared with k8s/golden."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from millrace_chart import schema
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "helm" / "millrace"
+GOLDEN = ROOT / "k8s" / "golden"
+SCHEMA = CHART / "values.schema.json"
+INSTALLED = ROOT / ".venv" / "helm" / "node_modules"  # by `make setup`: helm, and the oldest one that must do
+NAMES = {"helm": "helm-newest/bin/helm", "oldest": "helm-oldest/bin/helm"}
+RELEASE, NAMESPACE, KUBERNETES = "demo", "millrace", "1.31.0"
+ELIDED = ("preflight.py", "start.sh", "helm_test.py")  # contents of files/, which have tests of their own
+Object = dict[str, Any]
+
+
+class _Dumper(yaml.SafeDumper):
+    """Texts with several lines as such, and no anchors."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _text)
+
+
+class ChartError(Exception):
+    """Helm refused; the message is its own."""
+
+
+def find_helm(which: str = "helm") -> Path | None:
+    """The one that `make setup` has installed; else, but not for "oldest", the one of $PATH."""
+    installed = INSTALLED / NAMES[which]
+    if installed.is_file():
+        return installed
+    found = shutil.which("helm") if which == "helm" else None
+    return Path(found) if found else None
+
+
+def presets() -> list[str]:
+    return sorted(path.stem for path in (CHART / "presets").glob("*.yaml"))
+
+
+def preset_file(name: str) -> Path:
+    return CHART / "presets" / f"{name}.yaml"
+
+
+def fabrics() -> list[str]:
+    return list(yaml.safe_load((CHART / "files" / "fabrics.yaml").read_text()))
+
+
+@cache
+def template(files: tuple[Path, ...], sets: tuple[str, ...] = (), which: str = "helm") -> str:
+    """The manifests. `sets`: KEY=JSON or KEY=TEXT, as for --set. ChartError when Helm refuses."""
+    arguments = ["template", RELEASE, str(CHART), "--namespace", NAMESPACE, "--kube-version", KUBERNETES]
+    for file in files:
+        arguments += ["--values", str(file)]
+    for item in sets:
+        arguments += ["--set", item]
+    return run(arguments, which)
+
+
+def run(arguments: Sequence[str], which: str = "helm") -> str:
+    helm = find_helm(which)
+    if helm is None:
+        raise ChartError(f"there is no {which}: `make setup` installs it")
+    done = subprocess.run([helm, *arguments], capture_output=True, text=True, env={**os.environ, "HELM_DEBUG": ""})
+    if done.returncode:
+        raise ChartError(done.stderr.strip() or done.stdout.strip())
+    return done.stdout
+
+
+@cache
+def objects(manifests: str) -> list[Object]:
+    """Not to be changed."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast where it was built
+    return [item for item in yaml.load_all(manifests, loader) if item]
+
+
+def golden(name: str) -> str:
+    """A preset as it is kept: sorted, and with the contents of files/ left out."""
+    items = sorted(objects(template((preset_file(name),))), key=lambda item: (item["kind"], item["metadata"]["name"]))
+    return yaml.dump_all(map(elided, items), Dumper=_Dumper, sort_keys=False, width=120)
+
+
+def elided(item: Object) -> Object:
+    if item["kind"] == "ConfigMap":
+        data = {key: f"(files/{key})" if _is_file(key) else text for key, text in item["data"].items()}
+        return {**item, "data": data}
+    if item["kind"] == "PrometheusRule":
+        return {**item, "spec": "(files/alerts.yaml)"}
+    return without_checksums(item)
+
+
+def without_checksums(node: Any) -> Any:
+    """They change with the contents of files/."""
+    if isinstance(node, dict):
+        return {key: "(sum)" if key == "checksum/config" else without_checksums(value) for key, value in node.items()}
+    return [without_checksums(value) for value in node] if isinstance(node, list) else node
+
+
+def _is_file(key: str) -> bool:
+    return key in ELIDED or key.endswith(".json")
+
+
+def written() -> Iterator[tuple[Path, str]]:
+    """Every file that `make golden` writes, with its text; the schema first, which Helm checks the rest with."""
+    yield SCHEMA, schema.text(fabrics())
+    for name in presets():
+        yield GOLDEN / f"{name}.yaml", golden(name)

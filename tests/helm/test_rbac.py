@@ -1,0 +1,93 @@
+"""The Role has every call that discovery makes, and no other."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import yaml
+from millrace_router.config import RouterConfig
+from millrace_router.discovery import kubernetes
+from millrace_router.discovery.config import KubernetesConfig
+from millrace_testing.charts import of_kind, rendered
+from millrace_testing.kube_server import KubeServer
+
+pytestmark = pytest.mark.helm
+Call = tuple[str, str, str]  # verb, API group, resource
+
+
+class Recorder(KubeServer):
+    """Writes down what is asked as an authorizer sees it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: set[Call] = set()
+        self.watched = asyncio.Event()
+
+    async def _serve(self, request: Any) -> Any:
+        parts = request.url.path.strip("/").split("/")
+        group = "" if parts[0] == "api" else parts[1]
+        watching = request.query_params.get("watch", "").lower() == "true"
+        verb = {"GET": "watch" if watching else "list"}.get(request.method, request.method)
+        self.calls.add((verb, group, parts[-1]))
+        if watching:
+            self.watched.set()
+        return await super()._serve(request)
+
+
+class Nobody:
+    def on_targets(self, targets: object) -> None: ...
+
+    def on_trouble(self, kind: str) -> None:
+        raise AssertionError(kind)
+
+
+@pytest.mark.parametrize("objects", ["pods", "endpointslices"])
+async def test_the_role_is_what_discovery_calls(objects: str) -> None:
+    items = rendered("cpu-tiny", f"discovery.objects={objects}")
+    async with Recorder() as server:
+        config = KubernetesConfig.model_validate({"objects": objects, "selector": "app=millrace", "api": server.url})
+        source = kubernetes.KubernetesSource(config)
+        source.start(Nobody())
+        await asyncio.wait_for(server.watched.wait(), 30)
+        await source.stop()
+    (role,) = of_kind(items, "Role")
+    granted = {
+        (verb, group, resource)
+        for rule in role["rules"]
+        for verb in rule["verbs"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+    }
+    assert granted == server.calls
+
+
+def test_the_routers_account_has_the_role_and_nothing_of_the_whole_cluster() -> None:
+    items = rendered("cpu-tiny")
+    (binding,) = of_kind(items, "RoleBinding")
+    (role,) = of_kind(items, "Role")
+    (deployment,) = of_kind(items, "Deployment")
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    assert binding["subjects"][0]["name"] == deployment["spec"]["template"]["spec"]["serviceAccountName"]
+    assert not of_kind(items, "ClusterRole", "ClusterRoleBinding")
+
+
+def test_discovery_selects_the_pods_of_workers_and_no_others() -> None:
+    items = rendered("cpu-tiny")
+    (router,) = (item for item in of_kind(items, "ConfigMap") if item["metadata"]["name"] == "demo-millrace-router")
+    selector = RouterConfig.model_validate(yaml.safe_load(router["data"]["config.yaml"])).discovery.kubernetes.selector
+    found = {
+        item["metadata"]["name"] for item in of_kind(items, "Deployment", "StatefulSet") if selects(selector, item)
+    }
+    assert found == {"demo-millrace-prefill", "demo-millrace-decode"}
+
+
+def selects(selector: str, item: dict) -> bool:
+    """A label selector of `a=b` and `a in (b,c)` on an object's pods."""
+    labels = item["spec"]["template"]["metadata"]["labels"]
+    equal, _, among = selector.partition(" in ")
+    *pairs, name = equal.split(",")
+    return labels[name] in among.strip("()").split(",") and all(
+        labels.get(key) == value for key, _, value in (pair.partition("=") for pair in pairs)
+    )

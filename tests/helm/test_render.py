@@ -1,0 +1,148 @@
+"""What the chart renders: valid for every Kubernetes, the same with the oldest helm, and as it was committed."""
+
+from __future__ import annotations
+
+import json
+
+import kubernetes_validate
+import pytest
+from helm.crds import CRDS
+from jsonschema import Draft202012Validator
+from millrace_chart.render import (
+    CHART,
+    ROOT,
+    Object,
+    golden,
+    objects,
+    preset_file,
+    presets,
+    run,
+    template,
+    written,
+)
+from millrace_testing.charts import VARIANTS, of_kind, pods, rendered
+
+pytestmark = pytest.mark.helm
+VERSIONS = [f"1.{minor}" for minor in range(29, 38)]
+EVERYTHING = [*presets(), *VARIANTS]
+_valid: set[str] = set()  # objects
+
+
+@pytest.mark.parametrize("preset", presets())
+def test_lint_finds_nothing(preset: str) -> None:
+    assert "0 chart(s) failed" in run(["lint", "--strict", str(CHART), "--values", str(preset_file(preset))])
+
+
+def test_what_is_made_is_up_to_date() -> None:
+    for path, text in written():
+        assert path.is_file() and path.read_text() == text, f"{path.relative_to(ROOT)}: run `make golden`"
+    assert {path.stem for path in (ROOT / "k8s" / "golden").glob("*.yaml")} == set(presets())
+
+
+@pytest.mark.helm("oldest")
+@pytest.mark.parametrize("preset", presets())
+def test_the_oldest_helm_renders_the_same(preset: str) -> None:
+    old = template((preset_file(preset),), which="oldest")
+    assert objects(old) == objects(template((preset_file(preset),)))
+
+
+def test_golden_renders_name_every_object_of_a_preset() -> None:
+    assert golden("cpu-tiny").count("\nkind: ") == len(rendered("cpu-tiny"))
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_objects_are_valid(name: str) -> None:
+    """Kubernetes' own by its published schemas, others by crds.py; what many have alike once."""
+    for item in rendered(name):
+        text = json.dumps(item, sort_keys=True)
+        if text in _valid:
+            continue
+        _valid.add(text)
+        if item["apiVersion"] in CRDS:
+            check_custom(item)
+        else:
+            kubernetes_validate.validate(item, VERSIONS[-1], strict=True)
+
+
+@pytest.mark.parametrize("version", VERSIONS[:-1])
+def test_objects_are_valid_before(version: str) -> None:
+    seen = set()
+    for item in rendered("hpa"):
+        if item["kind"] not in seen:
+            seen.add(item["kind"])
+            kubernetes_validate.validate(item, version, strict=True)
+    assert {"Deployment", "StatefulSet", "HorizontalPodAutoscaler", "NetworkPolicy", "PodDisruptionBudget"} <= seen
+
+
+def check_custom(item: Object) -> None:
+    schema = CRDS[item["apiVersion"]][item["kind"]]
+    errors = [error.message for error in Draft202012Validator(schema).iter_errors(item["spec"])]
+    assert not errors, f"{item['kind']} {item['metadata']['name']}: {errors}"
+    if item["kind"] == "LeaderWorkerSet":  # a CRD repeats Kubernetes' pod templates
+        for part in ("leaderTemplate", "workerTemplate"):
+            pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p"}}
+            spec = item["spec"]["leaderWorkerTemplate"][part]["spec"]
+            kubernetes_validate.validate({**pod, "spec": spec}, VERSIONS[-1], strict=True)
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_pods_are_locked_down(name: str) -> None:
+    for where, spec in pods(rendered(name)):
+        assert spec["securityContext"]["runAsNonRoot"] is True, where
+        assert spec["securityContext"]["runAsUser"] > 0, where
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}, where
+        is_router = where == "Deployment/demo-millrace-router"
+        assert spec["automountServiceAccountToken"] is is_router, where
+        for container in [*spec.get("initContainers", ()), *spec["containers"]]:
+            context = container["securityContext"]
+            assert context["readOnlyRootFilesystem"] is True, where
+            if name == "privileged" and where.startswith("StatefulSet/"):
+                assert context["privileged"] is True
+            else:
+                assert context["allowPrivilegeEscalation"] is False, where
+                assert context["capabilities"]["drop"] == ["ALL"], where
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_what_pods_mount_is_there(name: str) -> None:
+    """Volumes exist, mounts do not nest in read-only ones, and ConfigMaps and accounts are of this release."""
+    items = rendered(name)
+    maps = {item["metadata"]["name"] for item in of_kind(items, "ConfigMap")}
+    accounts = {item["metadata"]["name"] for item in of_kind(items, "ServiceAccount")}
+    for where, spec in pods(items):
+        volumes = {volume["name"]: volume for volume in spec["volumes"]}
+        for container in [*spec.get("initContainers", ()), *spec["containers"]]:
+            paths = sorted(mount["mountPath"] for mount in container["volumeMounts"])
+            assert {mount["name"] for mount in container["volumeMounts"]} <= volumes.keys(), where
+            assert not any(b.startswith(a + "/") for a in paths for b in paths), where
+        assert {volume["configMap"]["name"] for volume in volumes.values() if "configMap" in volume} <= maps, where
+        assert spec.get("serviceAccountName") in {None, *accounts}, where
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_names_are_unique_and_selectors_do_not_overlap(name: str) -> None:
+    items = rendered(name)
+    names = [(item["kind"], item["metadata"]["name"]) for item in items]
+    assert len(names) == len(set(names))
+    selectors = [
+        json.dumps(item["spec"]["selector"]["matchLabels"], sort_keys=True)
+        for item in of_kind(items, "Deployment", "StatefulSet")
+    ]
+    assert len(selectors) == len(set(selectors))
+
+
+def test_a_changed_configuration_rolls_its_pods_and_no_others() -> None:
+    def sums(items: list[Object]) -> dict[str, str]:
+        return {
+            item["metadata"]["name"]: item["spec"]["template"]["metadata"]["annotations"]["checksum/config"]
+            for item in of_kind(items, "Deployment", "StatefulSet")
+        }
+
+    before, after = (sums(rendered("cpu-tiny", *more)) for more in ((), ("workers.decode.config.gc_warn_s=1",)))
+    assert {name for name in before if before[name] != after[name]} == {"demo-millrace-decode"}
+
+
+def test_pod_templates_do_not_change_with_the_charts_version() -> None:
+    for item in rendered("cpu-tiny"):
+        text = json.dumps(item.get("spec", {}).get("template", {}).get("metadata", {}))
+        assert "helm.sh/chart" not in text and "app.kubernetes.io/version" not in text

@@ -1,0 +1,50 @@
+"""What `helm test` runs, against real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+from millrace_chart.render import CHART
+from millrace_cli.cluster import ClusterSpec, LocalCluster
+
+pytestmark = pytest.mark.e2e
+SCRIPT = CHART / "files" / "helm_test.py"
+KEYS = "keys: [{name: test, key: a-key-for-the-test}]"
+
+
+async def run(cluster: LocalCluster, *arguments: str, key: str = "") -> tuple[int, str]:
+    command = [str(SCRIPT), "--router", cluster.http_url, "--model", "tiny", "--timeout", "20", *arguments]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *command,
+        env={"MILLRACE_API_KEY": key},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    output, _ = await asyncio.wait_for(process.communicate(), 90)
+    return process.returncode or 0, output.decode()
+
+
+async def test_a_request_through_prefill_transfer_and_decode(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text(KEYS)
+    spec = ClusterSpec(engine="sim", worker_set=("served_name=tiny",), router_set=(f"api_keys={keys}",))
+    async with LocalCluster(spec) as cluster:
+        decode = ("--decode", cluster.address("decode-0", "metrics"))
+        code, output = await run(cluster, *decode, key="a-key-for-the-test")
+        assert code == 0 and "bytes of KV read" in output, output
+        code, output = await run(cluster, *decode, key="another")
+        assert code == 1 and "401" in output, output
+        nobody = ("--decode", cluster.address("prefill-0", "metrics"), "--timeout", "3")
+        code, output = await run(cluster, *nobody, key="a-key-for-the-test")
+        assert code == 1 and "no decode worker has read any KV page" in output, output
+
+
+async def test_a_release_of_unified_workers() -> None:
+    spec = ClusterSpec(engine="sim", prefill=0, decode=0, unified=1, worker_set=("served_name=tiny",))
+    async with LocalCluster(spec) as cluster:
+        code, output = await run(cluster, "--no-transfer")
+        assert code == 0 and output.startswith("ok: 8 tokens"), output

@@ -1,0 +1,195 @@
+"""What values become: configurations that the processes accept, fabrics, probes, autoscalers, policies, comments."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import yaml
+from millrace_chart.render import CHART, Object, presets
+from millrace_router.config import RouterConfig
+from millrace_serve.worker.config import WorkerConfig
+from millrace_testing.charts import VARIANTS, of_kind, pods, rendered
+
+ROUTER = "demo-millrace-router"
+
+
+def config_of(items: list[Object], name: str) -> Object:
+    (found,) = (item for item in of_kind(items, "ConfigMap") if item["metadata"]["name"] == name)
+    return yaml.safe_load(found["data"]["config.yaml"])
+
+
+def container(items: list[Object], where: str) -> Object:
+    (spec,) = (spec for name, spec in pods(items) if name == where)
+    return spec["containers"][0]
+
+
+@pytest.mark.helm
+@pytest.mark.parametrize("name", [*presets(), *VARIANTS])
+def test_processes_accept_their_configuration(name: str) -> None:
+    items = rendered(name)
+    router = RouterConfig.model_validate(config_of(items, ROUTER))
+    workers = [
+        WorkerConfig.model_validate(yaml.safe_load(item["data"]["config.yaml"]))
+        for item in of_kind(items, "ConfigMap")
+        if item["metadata"]["labels"]["app.kubernetes.io/component"] in ("prefill", "decode", "unified")
+    ]
+    assert router.timeouts.drain == 60 and workers
+    for worker in workers:
+        assert worker.model == router.model or str(worker.model) == router.model
+        assert (worker.tls is None) is (router.tls is None)
+        assert worker.tls is None or worker.tls.server_name == "demo-millrace-workers"
+
+
+@pytest.mark.helm
+@pytest.mark.parametrize("name", [*presets(), *VARIANTS])
+def test_ports_are_those_of_the_configuration(name: str) -> None:
+    """Probes ask the plain health port, and discovery finds the port named grpc."""
+    items = rendered(name)
+    for where, spec in pods(items):
+        main = spec["containers"][0]
+        if not main.get("ports"):
+            continue
+        ports = {port["name"]: port["containerPort"] for port in main["ports"]}
+        config = config_of(items, next(v["configMap"]["name"] for v in spec["volumes"] if v["name"] == "config"))
+        health = config.get("health_port") or int(config["health"].rpartition(":")[2])
+        grpc = config.get("grpc_port") or int(config["grpc"].rpartition(":")[2])
+        assert (ports["health"], ports["grpc"]) == (health, grpc), where
+        for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+            assert main[probe]["grpc"]["port"] == health, where
+        assert main["livenessProbe"]["grpc"]["service"] == "liveness", where
+
+
+@pytest.mark.helm
+def test_drain_fits_into_the_grace() -> None:
+    items = rendered("cpu-tiny", "workers.decode.drain.timeout=40", "workers.decode.drain.preStop=7")
+    (spec,) = (spec for name, spec in pods(items) if name == "StatefulSet/demo-millrace-decode")
+    assert spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", "7"]
+    assert config_of(items, "demo-millrace-decode")["timeouts"]["drain"] == 40
+    assert spec["terminationGracePeriodSeconds"] >= 7 + 40 + 15
+
+
+@pytest.mark.helm
+@pytest.mark.parametrize(
+    ("name", "resource", "nics", "variable"),
+    [
+        ("h200-1p1d-16gpu", {"rdma/ib": 8}, "8", "NCCL_SOCKET_IFNAME"),
+        ("roce", {"rdma/roce_gdr": 8}, "8", "NCCL_SOCKET_IFNAME"),
+        ("gke-rdma", {}, "8", "NCCL_CROSS_NIC"),
+        ("aks-ib", {"rdma/ib": 8}, "8", "NCCL_SOCKET_IFNAME"),
+        ("aws-efa", {"vpc.amazonaws.com/efa": 16}, "16", "FI_EFA_USE_DEVICE_RDMA"),
+        ("coreweave", {"rdma/ib": 1}, "8", "NCCL_IB_HCA"),
+        ("tcp", {}, None, "NCCL_SOCKET_IFNAME"),
+    ],
+)
+def test_fabrics(name: str, resource: Object, nics: str | None, variable: str) -> None:
+    items = rendered(name)
+    (spec,) = (spec for where, spec in pods(items) if where == "StatefulSet/demo-millrace-decode")
+    main, preflight = spec["containers"][0], spec["initContainers"][0]
+    expected = {"nvidia.com/gpu": "8", **resource}
+    for resources in (main["resources"]["limits"], main["resources"]["requests"], preflight["resources"]["limits"]):
+        assert {key: value for key, value in resources.items() if key not in ("cpu", "memory")} == expected
+    arguments = dict(zip(preflight["args"], preflight["args"][1:], strict=False))
+    assert arguments.get("--nics") == nics
+    assert variable in {entry["name"] for entry in main["env"]}
+    assert ("IPC_LOCK" in main["securityContext"]["capabilities"].get("add", [])) is (nics is not None)
+    assert ("podAntiAffinity" in spec.get("affinity", {})) is (name == "aws-efa")
+
+
+@pytest.mark.helm
+def test_a_value_wins_over_its_fabric() -> None:
+    more = ("fabric.resources.a/b=2", "fabric.env.NCCL_SOCKET_IFNAME=net1", "fabric.nics=4", "fabric.allowTcp=true")
+    items = rendered("roce", *more)
+    main = container(items, "StatefulSet/demo-millrace-decode")
+    assert main["resources"]["limits"]["a/b"] == 2 and "rdma/roce_gdr" not in main["resources"]["limits"]
+    assert {"name": "NCCL_SOCKET_IFNAME", "value": "net1"} in main["env"]
+    (spec,) = (spec for where, spec in pods(items) if where == "StatefulSet/demo-millrace-decode")
+    assert {"4", "--allow-tcp"} <= set(spec["initContainers"][0]["args"])
+
+
+@pytest.mark.helm
+def test_a_group_has_one_frontend_and_ray_on_pinned_ports() -> None:
+    items = rendered("h200-4p-9d")
+    found = dict(pods(items))
+    leader, follower = (
+        found[f"LeaderWorkerSet/demo-millrace-prefill/{part}"]["containers"][0]
+        for part in ("leaderTemplate", "workerTemplate")
+    )
+    flags = next(entry["value"] for entry in leader["env"] if entry["name"] == "RAY_FLAGS")
+    assert "--node-ip-address=$(POD_IP)" in flags and "--num-cpus=8 --num-gpus=8" in flags
+    assert len(re.findall(r"--[a-z-]+-port=\d+", flags)) == 7
+    assert leader["ports"] and leader["readinessProbe"] and "ports" not in follower and "readinessProbe" not in follower
+    assert follower["lifecycle"]["preStop"]["exec"]["command"][-1] == "linger"
+    config = config_of(items, "demo-millrace-prefill")
+    assert (config["launcher"], config["dp"], config["tp"]) == ("ray", 32, 1)
+    service = next(item for item in of_kind(items, "Service") if item["metadata"]["name"] == "demo-millrace-prefill")
+    label, _, value = RouterConfig.model_fields["discovery"].default.kubernetes.leader.partition("=")
+    assert service["spec"]["selector"][label] == value
+
+
+@pytest.mark.helm
+@pytest.mark.parametrize("name", ["hpa", "keda", "keda-groups"])
+def test_an_autoscaler_owns_the_replicas(name: str) -> None:
+    items = rendered(name)
+    scalers = of_kind(items, "HorizontalPodAutoscaler", "ScaledObject")
+    kinds = ("StatefulSet", "LeaderWorkerSet", "Deployment")
+    targets = {(item["apiVersion"], item["kind"], item["metadata"]["name"]): item for item in of_kind(items, *kinds)}
+    assert len(scalers) >= 2
+    for scaler in scalers:
+        target = scaler["spec"]["scaleTargetRef"]
+        scaled = targets[target["apiVersion"], target["kind"], target["name"]]
+        assert "replicas" not in scaled["spec"]
+
+
+@pytest.mark.helm
+def test_each_role_scales_on_what_it_runs_out_of() -> None:
+    queries = {
+        item["metadata"]["name"]: item["spec"]["triggers"][0]["metadata"]["query"]
+        for item in of_kind(rendered("keda"), "ScaledObject")
+    }
+    assert "millrace_waiting_tokens{" in queries["demo-millrace-prefill"]
+    assert "millrace_kv_pages{" in queries["demo-millrace-decode"]
+
+
+@pytest.mark.helm
+def test_who_may_talk_to_whom() -> None:
+    policies = {
+        item["metadata"]["name"]: item["spec"]["ingress"] for item in of_kind(rendered("policies"), "NetworkPolicy")
+    }
+    router, worker = policies[ROUTER], policies["demo-millrace-decode"]
+    public = {port["port"] for port in router[0]["ports"]}
+    assert public == {50051, 8000} and {port["port"] for port in router[1]["ports"]} == {9090}
+    team, test = router[0]["from"]
+    assert team["namespaceSelector"] and test["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "test"
+    from_router, from_workers, metrics = worker
+    assert from_router["from"][0]["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "router"
+    assert "ports" not in from_workers and metrics["ports"] == [{"port": 9090}]
+    for rule in (from_router, from_workers):  # of this release only
+        assert rule["from"][0]["podSelector"]["matchLabels"]["app.kubernetes.io/instance"] == "demo"
+
+
+def test_every_value_has_a_comment() -> None:
+    """On its own line, or on the line of the section that it is in."""
+    covered: list[tuple[int, bool]] = []
+    bare = []
+    comment_before = False
+    for number, line in enumerate((CHART / "values.yaml").read_text().splitlines(), 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            comment_before = line.lstrip().startswith("#")
+            continue
+        indent = len(line) - len(line.lstrip())
+        covered = [entry for entry in covered if entry[0] < indent]
+        documented = comment_before or "#" in line or any(done for _, done in covered)
+        is_section = line.rstrip().endswith(":") or "&" in line
+        if not documented and not is_section and line.split(":")[0].strip() not in SELF_EXPLAINING:
+            bare.append(f"{number}: {line.strip()}")
+        covered.append((indent, comment_before or "#" in line))
+        comment_before = False
+    assert not bare
+
+
+SELF_EXPLAINING = (
+    "<<", "repository", "pullPolicy", "nodeSelector", "tolerations", "priorityClassName", "schedulerName",
+    "runtimeClassName", "resources", "requests", "limits", "pdb", "podLabels", "podAnnotations", "minReplicas",
+    "maxReplicas", "env", "ports", "claim", "gpuResource", "scheduling", "annotations", "interval", "httpRoute",
+)  # fmt: skip

@@ -1,0 +1,80 @@
+"""Values for tests of the Helm chart that the presets do not have: everything that is off by default, switched on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from millrace_chart.render import Object, objects, preset_file, template
+
+CPU = preset_file("cpu-tiny")
+PAIR = preset_file("h200-1p1d-16gpu")
+GROUPS = preset_file("h200-4p-9d")
+NO_DASHBOARDS = "monitoring.dashboards.enabled=false"  # large, and the same in every variant
+HPA = ("autoscaling.kind=hpa", "replicas=null")
+KEDA = ("autoscaling.kind=keda", "replicas=null")
+VARIANTS: dict[str, tuple[Path, tuple[str, ...]]] = {
+    "tls": (CPU, ("tls.mode=certManager",)),
+    "issuer": (CPU, ("tls.mode=certManager", "tls.issuerRef.name=ours", "tls.issuerRef.kind=ClusterIssuer")),
+    "secrets": (
+        CPU,
+        ("tls.mode=secrets", "tls.routerSecret=r", "tls.workerSecret=w", "tls.publicSecret=web"),
+    ),
+    "keys": (CPU, ("apiKeys.secretName=keys", "test.apiKey.secretName=test-key")),
+    "slices": (CPU, ("discovery.objects=endpointslices",)),
+    "deployment": (CPU, ("workerDefaults.kind=deployment",)),
+    "hpa": (CPU, tuple(f"{at}.{item}" for at in ("router", "workerDefaults") for item in HPA)),
+    "keda": (PAIR, tuple(f"workerDefaults.{item}" for item in KEDA)),
+    "keda-groups": (GROUPS, tuple(f"workerDefaults.{item}" for item in KEDA)),
+    "rack": (GROUPS, ("workers.decode.topologyKey=rack", "workers.prefill.topologyKey=rack")),
+    "route": (
+        CPU,
+        (
+            "gateway.httpRoute.enabled=true",
+            "gateway.httpRoute.parentRefs[0].name=gateway",
+            "gateway.inferencePool.enabled=true",
+            "gateway.inferencePool.endpointPicker.name=picker",
+        ),
+    ),
+    "policies": (
+        CPU,
+        (
+            "networkPolicy.clients[0].namespaceSelector.matchLabels.team=a",
+            "networkPolicy.monitoring[0].namespaceSelector.matchLabels.team=b",
+        ),
+    ),
+    "hf": (CPU, ("model.source=hf", "model.uri=a/b", "model.path=c", "model.claim=d", "model.secretName=e")),
+    "s3": (CPU, ("model.source=s3", "model.uri=s3://a/b", "model.path=c", "model.claim=d")),
+    "oci": (CPU, ("model.source=oci", "model.uri=a/b:1", "model.path=c", "model.claim=d", "model.secretName=e")),
+    "host": (CPU, ("model.source=hostPath", "model.hostPath=/models", "cache.kind=pvc", "cache.claim=cache")),
+    "privileged": (PAIR, ("fabric.privileged=true", "fabric.acknowledgePrivileged=true")),
+    "tcp": (PAIR, ("fabric.preset=tcp-dev", "fabric.allowTcp=true")),
+    **{name: (PAIR, (f"fabric.preset={name}",)) for name in ("roce", "gke-rdma", "aks-ib", "aws-efa", "coreweave")},
+}
+
+
+def rendered(name: str, *more: str) -> list[Object]:
+    """The objects of a preset or a variant, with further --set items."""
+    if name not in VARIANTS:
+        return objects(template((preset_file(name),), more))
+    file, sets = VARIANTS[name]
+    return objects(template((file,), (NO_DASHBOARDS, *sets, *more)))
+
+
+def of_kind(items: Iterable[Object], *kinds: str) -> list[Object]:
+    return [item for item in items if item["kind"] in kinds]
+
+
+def pods(items: Iterable[Object]) -> list[tuple[str, Object]]:
+    """Every pod of every object with a name for it: (where, spec)."""
+    found = []
+    for item in items:
+        name, spec = f"{item['kind']}/{item['metadata']['name']}", item.get("spec") or {}
+        if item["kind"] == "Pod":
+            found.append((name, spec))
+        elif item["kind"] == "LeaderWorkerSet":
+            template = spec["leaderWorkerTemplate"]
+            found += [(f"{name}/{part}", template[part]["spec"]) for part in ("leaderTemplate", "workerTemplate")]
+        elif "template" in spec:
+            found.append((name, spec["template"]["spec"]))
+    return found
