@@ -58,7 +58,15 @@ class Job:
 
 
 class Generation:
-    def __init__(self, backend: Backend, job: Job, spans: ContinuationSpans, wake: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        job: Job,
+        spans: ContinuationSpans,
+        wake: Callable[[], None],
+        elsewhere: frozenset[str] = frozenset(),
+    ) -> None:
+        """`elsewhere`: addresses of workers that are no use, whoever else there is; it is a hedge then."""
         self._loop = asyncio.get_running_loop()
         config, now = backend.config, self._loop.time()
         self.job = job
@@ -84,13 +92,20 @@ class Generation:
         self._ticket: Ticket | None = None
         self._placed: dict[Leg, policy.Replica] = {}
         self._links: dict[Leg, Link] = {}
-        self._avoid: frozenset[str] = frozenset()
+        self._hedge = bool(elsewhere)
+        self._avoid = elsewhere
         self._timer: asyncio.Handle | None = None
         self._timer_at = 0.0  # uvloop gives a handle without a time for a moment that has passed
         self._again: asyncio.TimerHandle | None = None
 
+    @property
+    def workers(self) -> frozenset[str]:
+        """Addresses of those that the latest attempt was given to."""
+        return frozenset(replica.address for replica in self._placed.values())
+
     def start(self) -> None:
-        self._health.budget.begin()
+        if not self._hedge:
+            self._health.budget.begin()
         self._arm()
         self._enter()
 
@@ -141,6 +156,7 @@ class Generation:
             tokens=len(token_ids),
             prefill_only=flow.remaining == 1,
             avoid=self._avoid,
+            elsewhere=self._hedge,
             session=job.session_id,
             pages=registry.placer.indexes.hashes(token_ids, page_size),
             page_size=page_size,
@@ -241,7 +257,8 @@ class Generation:
             self._arm()
 
     def _finish(self) -> None:
-        self._health.budget.end(self._loop.time())
+        if not self._hedge:
+            self._health.budget.end(self._loop.time())
         for handle in (self._timer, self._again):
             if handle is not None:
                 handle.cancel()

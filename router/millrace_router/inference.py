@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import secrets
 import time
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ from millrace_rpc.tracing import Attributes
 
 from millrace_router import validate
 from millrace_router.ask import Ask, Chat, Prompt
-from millrace_router.generation import Backend, Generation, Job
+from millrace_router.generation import Backend, Job
+from millrace_router.hedged import prepare
 from millrace_router.metrics import observe_generation
 from millrace_router.spans import ContinuationSpans, RequestSpans
 from millrace_router.stream import Continuation, Stream, Text
@@ -75,8 +77,8 @@ class Inference:
                 tenant=who.tenant,
                 session_id=ask.session_id,
             )
-            below = ContinuationSpans(self.backend.tracer, spans.traceparent, i)
-            generation = Generation(self.backend, job, below, stream.wake)
+            below = functools.partial(ContinuationSpans, self.backend.tracer, spans.traceparent, i)
+            generation = prepare(self.backend, job, below, stream.wake)
             text = Text(self.tokenizer, ask.stop, ask.keep_special_tokens)
             stream.continuations.append(Continuation(i, generation, text, self.backend.metrics.itl.observe))
         self._started(stream, len(token_ids))

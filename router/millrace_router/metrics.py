@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from millrace_router.flow import Stage
 from millrace_router.generation import Generation
+from millrace_router.hedged import Hedged
 
 
 def build() -> Metrics:
@@ -17,7 +18,7 @@ def build() -> Metrics:
     return metrics
 
 
-def observe_generation(metrics: Metrics, generation: Generation) -> None:
+def observe_generation(metrics: Metrics, generation: Generation | Hedged) -> None:
     """The stages of one continuation that has ended. A stage that it did not reach is not observed."""
     now = asyncio.get_running_loop().time()
     stamps, received = generation.stamps, generation.job.received

@@ -23,6 +23,7 @@ from millrace_rpc.errors import MillraceError, Reason
 
 from millrace_router.flow import Stage
 from millrace_router.generation import Generation
+from millrace_router.hedged import Hedged
 from millrace_router.stop_strings import StopMatcher
 from millrace_router.tokenizer import Detokenizer, Tokenizer
 
@@ -71,19 +72,20 @@ class Text:
 class Continuation:
     """One generation with its text. `on_gap` hears the seconds between two deltas."""
 
-    def __init__(self, index: int, generation: Generation, text: Text, on_gap: Callable[[float], None]) -> None:
+    def __init__(
+        self, index: int, generation: Generation | Hedged, text: Text, on_gap: Callable[[float], None]
+    ) -> None:
         self.generation = generation
         self.finished = False
         self.completion_tokens = 0
         self._index = index
-        self._flow = generation.flow
         self._text = text
         self._on_gap = on_gap
         self._read_at: float | None = None
 
     def read(self) -> Delta | None:
         """What is new; None when nothing is. Raises the generation's error once everything before it was read."""
-        flow = self._flow
+        flow = self.generation.flow
         if len(flow.outputs) == flow.taken and not flow.ended:
             return None
         tokens, logprobs = flow.take()
