@@ -23,9 +23,9 @@ def groups(t: Thresholds | None = None) -> dict[str, tuple[Alert, ...]]:
 def to_json(t: Thresholds | None = None, runbooks: str = RUNBOOKS) -> dict[str, Any]:
     """A rule file of Prometheus, and the `spec` of a PrometheusRule."""
     t = t or Thresholds()
-    return {
-        "groups": [
-            {"name": name, "rules": [alert.to_json(t.patience, runbooks) for alert in alerts]}
-            for name, alerts in groups(t).items()
-        ]
-    }
+    recorded = [{"record": name, "expr": expr} for name, expr in rules.recorded(Scope()).items()]
+    alerting = [
+        {"name": name, "rules": [alert.to_json(t.patience, runbooks) for alert in alerts]}
+        for name, alerts in groups(t).items()
+    ]
+    return {"groups": [{"name": "millrace-scaling", "rules": recorded}, *alerting]}

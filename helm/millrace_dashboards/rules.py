@@ -174,6 +174,12 @@ def transfer(t: Thresholds, now: Scope) -> tuple[Alert, ...]:
     )
 
 
+def recorded(now: Scope) -> dict[str, str]:
+    """Names and expressions of what autoscalers read."""
+    in_use, by_pod = now.gauge("pages", use="~running|published"), ("namespace", "pod")
+    return {"millrace_kv_use_ratio": ratio(total(in_use, *by_pod), total(now.gauge("pages"), *by_pod))}
+
+
 def processes(t: Thresholds, now: Scope, lately: Scope) -> tuple[Alert, ...]:
     """Workers, routers, and what watches them."""
     by_pod, by_role = (*WHERE, "pod"), (*WHERE, "role")

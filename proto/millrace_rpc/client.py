@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import json
+from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 import grpc
@@ -23,18 +24,43 @@ CHANNEL_OPTIONS = [
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.use_local_subchannel_pool", 1),
 ]
+RETRIED = {  # a call is made again, at another router, as long as nothing of its answer has come
+    "maxAttempts": 5,
+    "initialBackoff": "0.1s",
+    "maxBackoff": "2s",
+    "backoffMultiplier": 2,
+    "retryableStatusCodes": ["UNAVAILABLE"],
+}
+SPREAD = {
+    "loadBalancingConfig": [{"round_robin": {}}],
+    "healthCheckConfig": {"serviceName": ""},  # a router that drains says NOT_SERVING
+    "methodConfig": [{"name": [{"service": "millrace.v1.Inference"}], "retryPolicy": RETRIED}],
+}
 
 
 def channel(address: str, identity: Identity | None = None) -> grpc.aio.Channel:
     """An own connection to `address`, shared with no other channel of the process, so that its failures are its own.
     Plain without an identity, else TLS with the certificates that the identity has now.
     """
+    return _channel(address, identity, CHANNEL_OPTIONS)
+
+
+def routers(target: str, identity: Identity | None = None) -> grpc.aio.Channel:
+    """To all routers that `target` names, for clients of the Inference service: `dns:///millrace-routers:50051`,
+    `ipv4:10.0.0.1:50051,10.0.0.2:50051`. Calls go round. A router that drains gets no new ones, and a call that fails
+    with UNAVAILABLE before any output is made again elsewhere: routers can be replaced without a failed request.
+    """
+    config = json.dumps(SPREAD)
+    kept = ("grpc.per_rpc_retry_buffer_size", MAX_MESSAGE_BYTES)  # a call whose request is larger is not retried
+    return _channel(target, identity, [*CHANNEL_OPTIONS, ("grpc.service_config", config), kept])
+
+
+def _channel(target: str, identity: Identity | None, options: Sequence[tuple[str, int | str]]) -> grpc.aio.Channel:
     if identity is None:
-        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-    options: list[tuple[str, int | str]] = [*CHANNEL_OPTIONS]
+        return grpc.aio.insecure_channel(target, options=options)
     if identity.tls.server_name:
-        options.append(("grpc.ssl_target_name_override", identity.tls.server_name))
-    return grpc.aio.secure_channel(address, identity.channel_credentials(), options=options)
+        options = [*options, ("grpc.ssl_target_name_override", identity.tls.server_name)]
+    return grpc.aio.secure_channel(target, identity.channel_credentials(), options=options)
 
 
 async def heard_within(silence_s: float, reading: Coroutine[Any, Any, T]) -> T:

@@ -24,7 +24,8 @@ from millrace_dashboards import alerts, files
 from millrace_dashboards.alert import Thresholds
 from millrace_dashboards.boards import DASHBOARDS
 from millrace_dashboards.grafana import Query
-from millrace_dashboards.promql import CATALOGUE
+from millrace_dashboards.promql import CATALOGUE, Scope
+from millrace_dashboards.rules import recorded
 from millrace_rpc.client import channel
 from millrace_testing.faulty_worker import FLAG
 from millrace_testing.paths import ROOT
@@ -184,7 +185,10 @@ async def healthy(system: System) -> set[str]:
     await prometheus.until(all_have_data, lambda: f"data of {sorted(missing)}")
     await prometheus.until(quiet, lambda: f"the end of {sorted(noisy)}")
     loaded = await prometheus.rules()
-    assert {rule["name"] for rule in loaded} == prefixed({rule.name for rule in rules})
+    alerting = {rule["name"] for rule in loaded if rule["type"] == "alerting"}
+    assert alerting == prefixed({rule.name for rule in rules})
+    for name in recorded(Scope()):
+        assert await prometheus.query(name)
     assert [rule for rule in loaded if rule["health"] != "ok"] == []
     return set()
 
