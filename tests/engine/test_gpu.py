@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,7 @@ from millrace_serve.engine import startup
 from millrace_serve.engine.config import Execution, Limits, Role
 from millrace_serve.engine.core import Submit
 from millrace_serve.engine.engine import Engine
+from millrace_serve.engine.graphs import Columns, DecodeGraphs, columns_size
 from millrace_serve.engine.torch_factory import build_engine
 from millrace_serve.model.parallel import ParallelDims
 from millrace_testing.paths import TINY
@@ -20,6 +22,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 LENGTHS = (1, 5, 63, 64, 65, 130, 20)
+PAGE = 64  # tokens
 
 
 def engine(dtype: torch.dtype = torch.bfloat16, **execution: object) -> Engine:
@@ -63,15 +66,30 @@ def test_graphs_say_what_eager_steps_say() -> None:
         assert [p for _, p in graphs[room]] == pytest.approx([p for _, p in answer], abs=0.05)
 
 
+def fill(graphs: DecodeGraphs, bucket: int, position: int) -> None:
+    """The bucket's buffers: every row has a token and a page of its own, as rows that are no padding have."""
+    columns, rows = Columns.of(graphs._block[: columns_size(bucket)], bucket, torch.int32), torch.arange(bucket).cuda()
+    graphs._last_tokens[:bucket] = 10 + rows + position
+    graphs._page_table[:bucket, 0] = 1 + rows  # page 0 is the sink
+    columns.slots.copy_(rows)
+    columns.positions.fill_(position)
+    columns.kv_slots.copy_((1 + rows) * PAGE + position)
+    columns.seq_lens.fill_(position + 1)
+    columns.num_tokens.fill_(bucket)
+
+
 def test_a_replay_is_bit_for_bit_the_call_it_was_captured_from() -> None:
     one = engine(graphs="on")
     graphs = one._runner._graphs
-    for bucket in (1, 4, 9):
-        with torch.inference_mode():
+    with torch.inference_mode():
+        for bucket, position in itertools.product((1, 4, 9), range(3)):
+            fill(graphs, bucket, position)
             graphs._replays[bucket]()
             replayed = graphs._logits[:bucket].clone()
+            graphs._logits.fill_(torch.nan)
             graphs._body(bucket)()
             assert torch.equal(replayed, graphs._logits[:bucket])
+            assert len(replayed.unique(dim=0)) == bucket, "rows with different tokens differ"
     one.close()
 
 

@@ -68,9 +68,9 @@ def test_norms_and_quantisation(num: int, width: int) -> None:
     summed, total = rms_norm.add_rms_norm_quant(x, residual, weight, 1e-6)
     assert torch.equal(total, x + residual)
     assert_same_operand(summed, expected(lambda: rms_norm.rms_norm_quant(total, weight, 1e-6)))
-    assert all(torch.equal(*pair) for pair in zip(
-        rms_norm.add_rms_norm(x, residual, weight, 1e-6), (summed.plain, total), strict=True
-    ))  # fmt: skip
+    plain, again = rms_norm.add_rms_norm(x, residual, weight, 1e-6)
+    assert torch.equal(again, total)
+    assert_close(plain, summed.plain)  # another kernel, which may sum in another order
 
 
 @pytest.mark.parametrize("width", [2304, 2048, 256])

@@ -150,6 +150,7 @@ class Wrapper:
         assert q_heads == kv_heads and (qk_dim, v_dim) == (192, 128)
         assert options["q_data_type"] == options["kv_data_type"] == BF16
         lens = [tuple(starts.diff().tolist()) for starts in (q_starts, k_starts)]
+        assert all(lens[1]), "queries without keys spoil the sequences after them"
         self.planned = {"q_lens": lens[0], "k_lens": lens[1], "scale": options["sm_scale"], "causal": options["causal"]}
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor, lse: Tensor, return_lse: bool) -> None:
@@ -197,7 +198,14 @@ def schedule(q_lens: tuple[int, ...], k_lens: tuple[int, ...], causal: bool) -> 
 
 @pytest.mark.parametrize("planned", [True, False])
 @pytest.mark.parametrize(
-    ("q_lens", "k_lens", "causal"), [((5, 70), (5, 70), True), ((5, 2, 3), (70, 0, 64), False)], ids=["own", "prefix"]
+    ("q_lens", "k_lens", "causal"),
+    [
+        ((5, 70), (5, 70), True),
+        ((5, 2, 3), (70, 3, 64), False),
+        ((4, 5, 2, 3, 6), (0, 70, 0, 64, 0), False),
+        ((5, 0, 3), (70, 0, 64), False),
+    ],
+    ids=["own", "prefix", "some-without-keys", "nobody"],
 )
 def test_flashinfer_prefill(
     wrappers: list[flashinfer._Slot], q_lens: tuple[int, ...], k_lens: tuple[int, ...], causal: bool, planned: bool

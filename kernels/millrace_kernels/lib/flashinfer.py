@@ -1,5 +1,9 @@
 """FlashInfer's ragged prefill (FlashAttention 3, sm90): heads of 192 for q and k and of 128 for v, BF16, any
-strides but the last. Queries without keys get out 0 and lse -inf there too; its lse is in base 2.
+strides but the last. Its lse is in base 2.
+
+A sequence that has queries but no keys spoils those after it, so the library never sees one: the queries of the others
+are gathered, and theirs get out 0 and lse -inf. Where everybody has keys, which is all of causal attention, nothing is
+copied.
 
 A plan is made on the host in a pinned buffer and copied asynchronously. So a wrapper, which owns the buffer, serves one
 plan at a time and is planned again only when that copy is over: the GPU may be a step behind.
@@ -32,7 +36,11 @@ class Plan:
     def __init__(
         self, q_lens: Sequence[int], k_lens: Sequence[int], num_heads: int, causal: bool, device: torch.device
     ) -> None:
-        self.q_lens, self.k_lens = tuple(q_lens), tuple(k_lens)
+        """`rows`: int64, those of the queries that have keys; None: all of them."""
+        seeing = [(q_len, k_len) for q_len, k_len in zip(q_lens, k_lens, strict=True) if k_len]
+        self.q_lens, self.k_lens = tuple(q for q, _ in seeing), tuple(k for _, k in seeing)
+        everybody = sum(self.q_lens) == sum(q_lens)
+        self.rows = None if everybody else _seeing_rows(q_lens, k_lens).pin_memory().to(device, non_blocking=True)
         self.num_heads, self.causal, self.device = num_heads, causal, device
         self._slot: _Slot | None = None
         self._scale = math.nan
@@ -92,7 +100,8 @@ def schedule(
     dtype: torch.dtype,
 ) -> Plan | None:
     taken = (qk_head_dim, v_head_dim, dtype) == (QK_DIM, V_DIM, torch.bfloat16)
-    if not taken or not sum(q_lens) or not sum(k_lens) or not _works(device):
+    seeing = any(q_len and k_len for q_len, k_len in zip(q_lens, k_lens, strict=True))
+    if not taken or not seeing or not _works(device):
         return None
     return Plan(q_lens, k_lens, num_heads, causal, device)
 
@@ -111,10 +120,16 @@ def mla_prefill(
     if plan is None:
         return ours.mla_prefill(q, k, v, q_lens, k_lens, scale, causal)
     queries, keys = sum(q_lens), sum(k_lens)
-    out, lse = ours.outputs(q, v, queries)
-    plan.run(q[:queries], k[:keys], v[:keys], scale, out[:queries], lse[:queries])
-    lse[:queries].mul_(LN_2)
-    return out, lse
+    if plan.rows is None:
+        out, lse = ours.outputs(q, v, queries)
+        plan.run(q[:queries], k[:keys], v[:keys], scale, out[:queries], lse[:queries])
+        lse[:queries].mul_(LN_2)
+        return out, lse
+    gathered = q.index_select(0, plan.rows)
+    part, part_lse = ours.outputs(gathered, v, len(gathered))
+    plan.run(gathered, k[:keys], v[:keys], scale, part, part_lse)
+    out, lse = ours.outputs(q, v, 0)
+    return out.index_copy_(0, plan.rows, part), lse.index_copy_(0, plan.rows, part_lse.mul_(LN_2))
 
 
 @functools.cache
@@ -145,6 +160,12 @@ def _take(free: list[_Slot], device: torch.device, size: int) -> _Slot:
 @functools.cache
 def _unused_workspace(device: torch.device) -> Tensor:
     return torch.empty(LEAST_WORKSPACE, dtype=torch.uint8, device=device)
+
+
+def _seeing_rows(q_lens: Sequence[int], k_lens: Sequence[int]) -> Tensor:
+    """int64 [T], the queries of sequences that have keys."""
+    seeing = torch.tensor(k_lens) > 0
+    return seeing.repeat_interleave(torch.tensor(q_lens)).nonzero()[:, 0]
 
 
 def _starts(lens: Sequence[int]) -> Tensor:

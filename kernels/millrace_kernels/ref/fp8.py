@@ -50,4 +50,5 @@ def _pad(x: Tensor, row_multiple: int, col_multiple: int) -> Tensor:
 
 
 def _scale(largest: Tensor) -> Tensor:
-    return torch.where(largest > NOTHING, largest / E4M3_MAX, torch.ones_like(largest))
+    limit = largest.new_full((), E4M3_MAX)  # a tensor: by a number, a GPU multiplies with the rounded inverse
+    return torch.where(largest > NOTHING, largest / limit, torch.ones_like(largest))
