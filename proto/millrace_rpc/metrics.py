@@ -175,7 +175,7 @@ class Metrics:
         self.registry = registry
         for row in rows:
             options: dict[str, Any] = {"buckets": row.buckets} if row.buckets else {}
-            metric = row.kind(row.name, row.help, row.labels, registry=registry, **options)
+            metric: Any = row.kind(row.name, row.help, row.labels, registry=registry, **options)
             for values in row.known:
                 metric.labels(*values)
             setattr(self, row.attr, metric)
