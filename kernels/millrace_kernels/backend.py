@@ -28,7 +28,11 @@ class Choice:
     needs: str = ""  # a library that must be there
     min_size: int = 0
     max_size: int = 1 << 62
+    when: str = ""  # `import.path:function` of (size, shape) for what sizes alone do not tell
     capability: str = "sm90"
+
+    def serves(self, size: int, shape: tuple[int, ...]) -> bool:
+        return self.min_size <= size <= self.max_size and (not self.when or _load(self.when)(size, shape))
 
 
 def _ours(target: str) -> tuple[Choice, ...]:
@@ -40,6 +44,12 @@ TABLE: dict[str, tuple[Choice, ...]] = {
     # dense
     "fp8.quant_groups": _ours("quant:quant_groups"),
     "fp8.fp8_linear": (
+        Choice(
+            "millrace_kernels.triton.fp8_linear:fp8_linear",
+            needs="triton",
+            max_size=256,
+            when="millrace_kernels.triton.fp8_linear:is_measured",
+        ),
         Choice("millrace_kernels.lib.deep_gemm:fp8_linear", needs="deep_gemm"),
         *_ours("fp8_linear:fp8_linear"),
     ),
@@ -102,14 +112,14 @@ def capability(device: torch.device) -> str:
     return _sm(device.index or 0)
 
 
-def implementation(op: str, device: torch.device, size: int = 0) -> Callable[..., Any]:
-    """The function that runs `op` on tensors of `device`; it has the signature of the op."""
+def implementation(op: str, device: torch.device, size: int = 0, shape: tuple[int, ...] = ()) -> Callable[..., Any]:
+    """The function that runs `op` on tensors of `device`; it has the signature of the op. `shape` is the weight's."""
     if device.type == "cpu" and not _forced:
         return _load(_reference(op))
     if target := _forced.get(op):
         return _load(target)
     for choice in choices(op, device):
-        if choice.min_size <= size <= choice.max_size:
+        if choice.serves(size, shape):
             return _load(choice.target)
     return _load(_reference(op))
 

@@ -70,7 +70,8 @@ def fp8_linear(x: Fp8, weight: Fp8, dtype: torch.dtype) -> Tensor:
     """
     _check(x.data, weight)
     assert x.scales.shape == (x.data.shape[0], weight.scales.shape[1]), (x.scales.shape, weight.scales.shape)
-    return implementation("fp8.fp8_linear", x.data.device, x.data.shape[0])(x, weight, dtype)
+    run = implementation("fp8.fp8_linear", x.data.device, x.data.shape[0], tuple(weight.data.shape))
+    return run(x, weight, dtype)
 
 
 def small_linear(x: Tensor, weight: Fp8) -> Tensor:

@@ -41,6 +41,11 @@ def test_the_first_row_that_serves_the_size_wins(on_gpu: torch.device) -> None:
     assert implementation("rope.rope", CPU, 16) is rope
 
 
+def test_a_row_may_ask_for_more_than_the_size(on_gpu: torch.device) -> None:
+    backend.TABLE["rope.rope"] = (Choice("math:hypot", when="operator:eq"), Choice("math:fmod", when="operator:ne"))
+    assert implementation("rope.rope", on_gpu, 16, (3, 4))(7, 4) == 3
+
+
 def test_a_missing_library_is_named_and_skipped(on_gpu: torch.device, caplog: pytest.LogCaptureFixture) -> None:
     backend.TABLE["rope.rope"] = (Choice("math:hypot", needs="no_such_library"), Choice("math:fmod"))
     with caplog.at_level(logging.WARNING):

@@ -12,7 +12,7 @@ from millrace_kernels.backend import SMALL_TOKENS, forced
 from millrace_kernels.fp8 import Fp8, Operand
 from millrace_kernels.testing.cases import strided_rows
 from millrace_kernels.testing.numeric import FP8_TOLERANCE, assert_close, dequantised, poisoned, rms_error
-from millrace_kernels.triton import launch
+from millrace_kernels.triton import fp8_linear, launch
 from torch import Tensor
 
 pytestmark = pytest.mark.gpu
@@ -100,6 +100,20 @@ def test_fp8_linear(n: int, k: int) -> None:
         for choice in backend.choices("fp8.fp8_linear", weight.data.device):
             with forced(**{"fp8.fp8_linear": choice.target}):
                 assert_close(fp8.fp8_linear(x, weight, torch.bfloat16), wanted, 1e-2)
+
+
+@pytest.mark.parametrize(("n", "k"), V3_WEIGHTS)
+def test_fp8_linear_in_parts(n: int, k: int) -> None:
+    """Every way of ours to load and to add up; parts are added in order, so equal inputs give equal bits."""
+    weight, most = stacked_weight(n, k), max(k // 128 // 3, 1)
+    for num, tile in ((17, (32, 128)), (64, (64, 128)), (100, (128, 64)), (256, (128, 64))):
+        x = fp8.quant_groups(rows(num, k))
+        wanted = expected(lambda x=x: fp8.fp8_linear(x, weight, torch.float32))
+        for splits, tma, joined in ((1, True, True), (3, True, True), (5, True, False), (4, False, True)):
+            chosen = fp8_linear.Config(*tile, min(splits, most), 4, 3, tma=tma, joined=joined)
+            found = [fp8_linear.fp8_linear_with(x, weight, torch.bfloat16, chosen) for _ in range(3)]
+            assert_close(found[0], wanted, 1e-2)
+            assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
 def layer(x: Tensor, gain: Tensor, first: Fp8, second: Fp8) -> tuple[Tensor, Tensor]:

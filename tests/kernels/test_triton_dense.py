@@ -7,10 +7,11 @@ import torch
 from millrace_kernels import rms_norm as norms
 from millrace_kernels.backend import SMALL_TOKENS, TABLE, forced
 from millrace_kernels.fp8 import Fp8, Operand, dequant_blocks, quant_blocks, quant_groups, small_linear
+from millrace_kernels.scratch import Scratch
 from millrace_kernels.silu_mul import silu_mul, silu_mul_quant
 from millrace_kernels.testing.cases import strided_rows
 from millrace_kernels.testing.numeric import FP8_TOLERANCE, assert_close, dequantised, rms_error
-from millrace_kernels.triton.fp8_linear import fp8_linear as triton_fp8_linear
+from millrace_kernels.triton import fp8_linear as mid
 from millrace_kernels.triton.quant import quant_groups_with
 from millrace_kernels.triton.small_linear import Config, config, small_linear_with
 from torch import Tensor
@@ -112,14 +113,43 @@ def test_small_linear(num: int, n: int, k: int) -> None:
             assert_close(small_linear_with(x, weight, Config(32, 128, splits, 4, 2)), exact)
 
 
+MID = [
+    mid.Config(32, 64, 1, 4, 3),
+    mid.Config(64, 128, 2, 4, 3),
+    mid.Config(128, 64, 3, 4, 3, tma=False),
+    mid.Config(64, 64, 3, 4, 3, joined=False),
+]
+
+
+@pytest.mark.parametrize("chosen", [None, *MID])
 @pytest.mark.parametrize(("num", "n", "k"), [(0, 128, 128), (17, 200, 200), (65, 136, 384)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_fp8_linear(num: int, n: int, k: int, dtype: torch.dtype) -> None:
-    x = quant_groups(strided_rows(num, k, torch.bfloat16))
+def test_fp8_linear(num: int, n: int, k: int, chosen: mid.Config | None) -> None:
+    x = quant_groups_with(strided_rows(num, k, torch.bfloat16), 1, 1)
     weight = quant_blocks(torch.randn(n, k, generator=torch.Generator().manual_seed(1)))
-    found = triton_fp8_linear(x, weight, dtype)
-    assert found.dtype == dtype
-    assert_close(found, dequantised(x).double() @ dequant_blocks(*weight, torch.float32).double().T)
+    found = mid.fp8_linear_with(x, weight, torch.float32, chosen or mid.config(num, n, k))
+    assert found.dtype == torch.float32
+    exact = dequantised(x).double() @ dequant_blocks(*weight, torch.float32).double().T
+    assert_close(found, exact)
+    assert torch.equal(mid.fp8_linear(x, weight, torch.bfloat16), found.bfloat16()) or chosen
+
+
+def test_parts_of_a_replayed_step_are_joined_again() -> None:
+    x, weight = quant_groups_with(torch.randn(20, 384), 1, 1), quant_blocks(torch.randn(136, 384))
+    scratch, chosen = Scratch(torch.device("cpu")), mid.Config(32, 64, 3, 4, 3)
+    found = []
+    for _ in range(2):
+        with scratch.step():
+            found.append(mid.fp8_linear_with(x, weight, torch.float32, chosen))
+    assert torch.equal(*found)
+    assert_close(found[0], dequantised(x).double() @ dequant_blocks(*weight, torch.float32).double().T)
+
+
+def test_a_measured_shape_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(mid.MEASURED, (128, 24, 256), mid.Config(128, 64, 2, 4, 3))
+    row = TABLE["fp8.fp8_linear"][0]
+    assert row.serves(65, (24, 256)) and row.serves(128, (24, 256)) and mid.config(100, 24, 256).splits == 2
+    assert not any(row.serves(num, (24, 256)) for num in (64, 129, 512))
+    assert not row.serves(128, (24, 128))
 
 
 def test_small_linear_of_fp32_rows_does_not_round_them() -> None:

@@ -17,17 +17,16 @@ CALLS_PER_GRAPH = 16  # at least, so that the launch of the graph does not count
 SAMPLE_S = 2e-3  # of one sample, at least
 
 
-def time_us(calls: Sequence[Call], device: torch.device, samples: int = 7) -> float:
+def time_us(
+    calls: Sequence[Call], device: torch.device, samples: int = 7, calls_per_graph: int = CALLS_PER_GRAPH
+) -> float:
     """Median microseconds of one call, after a warm-up. `calls` are equal but for their inputs."""
     assert calls and samples > 0
-    run, num = (_graph(calls), _num_calls(calls)) if device.type == "cuda" else (_each(calls), len(calls))
+    num = -(-calls_per_graph // len(calls)) * len(calls)
+    run, num = (_graph(calls, num), num) if device.type == "cuda" else (_each(calls), len(calls))
     clock = _cuda_s if device.type == "cuda" else _cpu_s
     repeats = max(1, round(SAMPLE_S / max(clock(run, 1), 1e-9)))
     return statistics.median(clock(run, repeats) for _ in range(samples)) / (repeats * num) * 1e6
-
-
-def _num_calls(calls: Sequence[Call]) -> int:
-    return -(-CALLS_PER_GRAPH // len(calls)) * len(calls)
 
 
 def _each(calls: Sequence[Call]) -> Call:
@@ -39,8 +38,8 @@ def _each(calls: Sequence[Call]) -> Call:
     return run
 
 
-def _graph(calls: Sequence[Call]) -> Call:
-    """All calls, and again up to _num_calls, as one replayable graph."""
+def _graph(calls: Sequence[Call], num: int) -> Call:
+    """All calls, and again up to `num`, as one replayable graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):  # compiles, loads, allocates
@@ -49,7 +48,7 @@ def _graph(calls: Sequence[Call]) -> Call:
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for index in range(_num_calls(calls)):
+        for index in range(num):
             calls[index % len(calls)]()
     graph.replay()
     return graph.replay

@@ -1,60 +1,159 @@
-"""Dense FP8 product on the tensor cores, for machines without DeepGEMM.
+"""FP8 product on the tensor cores, for 17 to some hundred tokens, where what it costs is to read the weight once.
 
     out_tn = sum over 128-column blocks b of x_scale_tb * w_scale_nb * (sum over k in b of x_tk w_nk)
 
-A program makes a tile [BLOCK_M, 128], whose rows of the weight share one scale per block of columns. Each block's
-product is scaled in FP32 before it is added: the tensor cores' own sums are too coarse for all of K.
+A program makes BLOCK_N rows of the weight by BLOCK_M tokens. The weight is the left operand: wgmma takes 64 of its rows
+at a time, and as many tokens as there are. Each block's product is scaled in FP32 before it is added: the tensor cores'
+own sums are too coarse for all of K.
+
+Where N alone gives too few programs, K is cut into SPLITS parts. They are added in order, so a shape has one result:
+by the program that is the last of its tile to finish (`joined`, which counts with an atomic), or by one more launch.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from millrace_kernels.fp8 import BLOCK, Fp8
+from millrace_kernels.scratch import zeros
 from millrace_kernels.triton.launch import go_ahead, options, wait
+from millrace_kernels.triton.small_linear import reduce_parts
 
-GROUP_M = 8  # tiles of rows that share columns of the weight while those are in the L2 cache
+GROUP_M = 8  # tiles of tokens that share rows of the weight while those are in the L2 cache
+CLASSES = (32, 64, 128, 256)  # tokens up to which a measured configuration holds
 
 
-@triton.jit
+class Config(NamedTuple):
+    block_m: int  # tokens
+    block_n: int  # rows of the weight; divides 128, so that they share their scales
+    splits: int
+    warps: int
+    stages: int
+    registers: int = 0  # of a thread at most, so that more programs fit on an SM; 0: as the compiler likes
+    tma: bool = True  # tiles are loaded by TMA; else by pointers, and always where TMA cannot address the operands
+    joined: bool = True  # no second launch after splits
+
+
+# (class of tokens, N, K) -> the fastest of `python -m millrace_bench.kernels.tune_mid`, where it beats DeepGEMM.
+MEASURED: dict[tuple[int, int, int], Config] = {}
+
+
+def config(num_tokens: int, n: int, k: int) -> Config:
+    return MEASURED.get((_class(num_tokens), n, k)) or _estimate(num_tokens)
+
+
+def is_measured(num_tokens: int, shape: tuple[int, ...]) -> bool:
+    """Whether this is faster than DeepGEMM, for a weight of that shape [N, K]."""
+    return (_class(num_tokens), *shape) in MEASURED
+
+
+def _class(num_tokens: int) -> int:
+    return next((most for most in CLASSES if num_tokens <= most), 0)
+
+
+def _estimate(num_tokens: int) -> Config:
+    return Config(64, 128, 1, 4, 4) if num_tokens <= 64 else Config(128, 128, 1, 8, 4)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "blocks_per_split", "x_scale_col", "w_scale_row"])
 def _fp8_linear(
-    x, x_scales, weight, w_scales, out, num_tokens, n, k,
+    x, x_scales, weight, w_scales, out, parts, arrivals, num_tokens, n, k, blocks_per_split,
     x_stride, x_scale_row, x_scale_col, weight_stride, w_scale_row, w_scale_col,
-    BLOCK_M: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, JOINED: tl.constexpr, TMA: tl.constexpr,
+    GROUP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    tiles_m, tiles_n = tl.cdiv(num_tokens, BLOCK_M), tl.cdiv(n, 128)
+    """With TMA, x, x_scales and weight are descriptors: of tiles [BLOCK_M, 128], of columns [1, BLOCK_M] of the scales
+    transposed, and of tiles [BLOCK_N, 128]; beyond the edges are zeros.
+    """
+    tiles_m, tiles_n = tl.cdiv(num_tokens, BLOCK_M), tl.cdiv(n, BLOCK_N)
     tile_m, tile_n = tl.swizzle2d(tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n, tiles_m, tiles_n, GROUP)
     tokens = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    rows = tile_n * 128 + tl.arange(0, 128)
-    cols = tl.arange(0, 128)
-    x_rows = x + tokens[:, None].to(tl.int64) * x_stride
-    w_rows = weight + rows[None, :].to(tl.int64) * weight_stride
-    total = tl.zeros([BLOCK_M, 128], tl.float32)
+    rows = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    split, splits = tl.program_id(1), tl.num_programs(1)
+    first, last = split * blocks_per_split, tl.minimum((split + 1) * blocks_per_split, tl.cdiv(k, 128))
+    w_scale_at = w_scales + tile_n * BLOCK_N // 128 * w_scale_row
+    w_scale = tl.load(w_scale_at + first * w_scale_col)
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     wait(PDL)
-    for block in tl.range(0, tl.cdiv(k, 128), num_stages=STAGES):
-        at = block * 128 + cols
-        inside = at < k
-        inputs = tl.load(x_rows + at[None, :], (tokens < num_tokens)[:, None] & inside[None, :], other=0.0)
-        values = tl.load(w_rows + at[:, None], inside[:, None] & (rows < n)[None, :], other=0.0)
-        scale = tl.load(x_scales + tokens * x_scale_row + block * x_scale_col, tokens < num_tokens, other=0.0)
-        scale *= tl.load(w_scales + tile_n * w_scale_row + block * w_scale_col)
-        total += tl.dot(inputs, values) * scale[:, None]
+    for block in tl.range(first, last, num_stages=STAGES):
+        next_w_scale = tl.load(w_scale_at + tl.minimum(block + 1, last - 1) * w_scale_col)  # scalars are not pipelined
+        if TMA:
+            x_scale = tl.reshape(x_scales.load([block, tile_m * BLOCK_M]), [BLOCK_M])
+            inputs = x.load([tile_m * BLOCK_M, block * 128])
+            values = weight.load([tile_n * BLOCK_N, block * 128])
+        else:
+            at = block * 128 + tl.arange(0, 128)
+            x_at = x + tokens[:, None].to(tl.int64) * x_stride + at[None, :]
+            w_at = weight + rows[:, None].to(tl.int64) * weight_stride + at[None, :]
+            inputs = tl.load(x_at, (tokens < num_tokens)[:, None] & (at < k)[None, :], other=0.0)
+            values = tl.load(w_at, (rows < n)[:, None] & (at < k)[None, :], other=0.0)
+            x_scale = tl.load(x_scales + tokens * x_scale_row + block * x_scale_col, tokens < num_tokens, other=0.0)
+        total += tl.dot(values, tl.trans(inputs)) * (x_scale * w_scale)[None, :]
+        w_scale = next_w_scale
     go_ahead(PDL)
+    result = tl.trans(total)
     at_out = tokens[:, None].to(tl.int64) * n + rows[None, :]
-    tl.store(out + at_out, total.to(out.dtype.element_ty), (tokens < num_tokens)[:, None] & (rows < n)[None, :])
+    written = (tokens < num_tokens)[:, None] & (rows < n)[None, :]
+    size = num_tokens.to(tl.int64) * n
+    if SPLIT:
+        tl.store(parts + split * size + at_out, result, written)
+    else:
+        tl.store(out + at_out, result.to(out.dtype.element_ty), written)
+    if JOINED:
+        tl.debug_barrier()  # all of the program's part is written before it counts
+        if tl.atomic_add(arrivals + tl.program_id(0), 1, sem="acq_rel") == splits - 1:
+            result = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            for part in tl.range(0, splits, num_stages=1):
+                result += tl.load(parts + part * size + at_out, written, other=0.0, cache_modifier=".cg")
+            tl.store(out + at_out, result.to(out.dtype.element_ty), written)
 
 
 def fp8_linear(x: Fp8, weight: Fp8, dtype: torch.dtype) -> Tensor:
+    return fp8_linear_with(x, weight, dtype, config(x.data.shape[0], *weight.data.shape))
+
+
+def fp8_linear_with(x: Fp8, weight: Fp8, dtype: torch.dtype, chosen: Config) -> Tensor:
     (num_tokens, k), n = x.data.shape, weight.data.shape[0]
+    assert x.data.stride(1) == 1 and weight.data.stride(1) == 1 and BLOCK % chosen.block_n == 0, (
+        x.data.stride(),
+        chosen,
+    )
     out = torch.empty(num_tokens, n, dtype=dtype, device=x.data.device)
-    if num_tokens:
-        block_m = 64 if num_tokens <= 64 else 128
-        _fp8_linear[(triton.cdiv(num_tokens, block_m) * triton.cdiv(n, BLOCK),)](
-            x.data, x.scales, weight.data, weight.scales, out, num_tokens, n, k,
-            x.data.stride(0), *x.scales.stride(), weight.data.stride(0), *weight.scales.stride(),
-            BLOCK_M=block_m, GROUP=GROUP_M, STAGES=4, **options(num_warps=4 if block_m == 64 else 8),
-        )  # fmt: skip
+    if num_tokens == 0:
+        return out
+    blocks = triton.cdiv(triton.cdiv(k, BLOCK), chosen.splits)
+    splits = triton.cdiv(triton.cdiv(k, BLOCK), blocks)  # none without work
+    split, joined = splits > 1, splits > 1 and chosen.joined
+    tiles = triton.cdiv(num_tokens, chosen.block_m) * triton.cdiv(n, chosen.block_n)
+    parts = torch.empty(splits, num_tokens, n, dtype=torch.float32, device=out.device) if split else out
+    arrivals = zeros(tiles, out.device) if joined else out
+    tma = chosen.tma and all(map(_tma_addresses, (x.data, x.scales.t(), weight.data)))
+    operands = _descriptors(x, weight, chosen) if tma else (x.data, x.scales, weight.data)
+    _fp8_linear[(tiles, splits)](
+        *operands, weight.scales, out, parts, arrivals, num_tokens, n, k, blocks,
+        x.data.stride(0), *x.scales.stride(), weight.data.stride(0), *weight.scales.stride(),
+        BLOCK_M=chosen.block_m, BLOCK_N=chosen.block_n, SPLIT=split, JOINED=joined, TMA=tma,
+        GROUP=GROUP_M, STAGES=chosen.stages, maxnreg=chosen.registers or None, **options(chosen.warps),
+    )  # fmt: skip
+    if split and not joined:
+        reduce_parts(parts, out)
     return out
+
+
+def _tma_addresses(rows: Tensor) -> bool:
+    aligned = rows.data_ptr() % 16 == 0 and rows.stride(0) * rows.element_size() % 16 == 0
+    return aligned and rows.stride(1) == 1
+
+
+def _descriptors(x: Fp8, weight: Fp8, chosen: Config) -> tuple[TensorDescriptor, TensorDescriptor, TensorDescriptor]:
+    return (
+        TensorDescriptor.from_tensor(x.data, [chosen.block_m, BLOCK]),
+        TensorDescriptor.from_tensor(x.scales.t(), [1, chosen.block_m]),
+        TensorDescriptor.from_tensor(weight.data, [chosen.block_n, BLOCK]),
+    )

@@ -161,6 +161,10 @@ def _launch_gemm(x: Tensor, weight: Fp8, out: Tensor, chosen: Config) -> None:
         *weight.scales.stride(), blocks, BLOCK_N=chosen.block_n, STAGES=chosen.stages, **options(chosen.warps),
     )  # fmt: skip
     if splits > 1:
-        _reduce[(triton.cdiv(out.numel(), 512),)](
-            parts, out, out.numel(), SPLITS=splits, BLOCK_SIZE=512, **options(num_warps=4)
-        )
+        reduce_parts(parts, out)
+
+
+def reduce_parts(parts: Tensor, out: Tensor) -> None:
+    """parts float32 [SPLITS, ...] -> their sum, in order, in out [...]"""
+    size = out.numel()
+    _reduce[(triton.cdiv(size, 512),)](parts, out, size, SPLITS=parts.shape[0], BLOCK_SIZE=512, **options(num_warps=4))

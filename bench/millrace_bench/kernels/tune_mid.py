@@ -1,0 +1,194 @@
+"""Times configurations of the FP8 product for some tens of tokens beside DeepGEMM, at V3's shapes; prints the rows of
+`MEASURED` in millrace_kernels/triton/fp8_linear.py that are faster, and writes all times as JSON.
+
+Compiling takes longer than measuring, so processes compile every configuration ahead, on small inputs and for a limited
+time: a configuration that is not ready by then is left out, and so are shapes that the time did not reach.
+
+python -m millrace_bench.kernels.tune_mid [--tokens 128 64] [--seconds 55] [--out FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from pathlib import Path
+
+import torch
+from millrace_kernels.fp8 import BLOCK, Fp8, quant_blocks, quant_groups
+from millrace_kernels.lib import deep_gemm
+from millrace_kernels.scratch import Scratch
+from millrace_kernels.testing.numeric import rms_error
+from millrace_kernels.testing.timing import time_us
+from millrace_kernels.triton.fp8_linear import Config, fp8_linear_with
+from torch import Tensor
+
+from millrace_bench.common import Record, print_record
+from millrace_bench.kernels.driver import COLD_BYTES
+
+CUDA = torch.device("cuda")
+SMS = 132
+SHAPES = ((24576, 1536), (7168, 16384), (2112, 7168), (36864, 7168), (7168, 18432), (3072, 1536), (7168, 2048))
+TOKENS = (128, 64, 256, 32)  # the classes, most wanted first
+STEP = 16  # products at least in one graph: a model's step, which zeroes the counters once
+GAIN = 0.97  # a row is worth its line when it takes less than this part of DeepGEMM's time
+COMPILE_PART = 0.55  # of the time, at most
+SAME = 1e-2  # rms error between two BF16 results of the same sums
+
+# By tokens: a tile, and how many programs of it an SM holds.
+TILES: dict[int, tuple[tuple[Config, int], ...]] = {
+    32: ((Config(32, 128, 1, 4, 4), 2), (Config(32, 128, 1, 4, 6), 1), (Config(32, 64, 1, 4, 6), 3)),
+    64: (
+        (Config(64, 128, 1, 4, 4), 2),
+        (Config(64, 128, 1, 4, 3, 168), 3),
+        (Config(64, 128, 1, 8, 6), 1),
+        (Config(64, 64, 1, 4, 4), 3),
+    ),
+    128: (
+        (Config(128, 64, 1, 4, 3, 168), 3),
+        (Config(128, 64, 1, 4, 4), 2),
+        (Config(128, 64, 1, 8, 4), 2),
+        (Config(128, 128, 1, 8, 6), 1),
+        (Config(64, 128, 1, 4, 4), 2),
+        (Config(128, 64, 1, 4, 3, 168, tma=False), 3),
+    ),
+    256: (
+        (Config(256, 64, 1, 8, 5), 1),
+        (Config(128, 128, 1, 8, 6), 1),
+        (Config(128, 64, 1, 4, 3, 168), 3),
+        (Config(128, 64, 1, 4, 4), 2),
+    ),
+}
+
+
+def candidates(num: int, n: int, k: int) -> Iterator[Config]:
+    """Each tile with K whole, unless half of the SMs were without work, and cut so that the programs fill the SMs about
+    once or twice.
+    """
+    most = max(k // BLOCK // 3, 1)
+    for tile, resident in TILES[num]:
+        programs = -(-num // tile.block_m) * -(-n // tile.block_n)
+        once = max(SMS * resident // programs, 1)
+        wanted = (once, once + 1, 2 * once) if programs < 2 * SMS * resident else (1,)
+        splits = {min(count, most) for count in wanted} | ({1} if programs > SMS // 2 else set())
+        for count in sorted(splits):
+            yield tile._replace(splits=count)
+        if min(once, most) > 1:
+            yield tile._replace(splits=min(once, most), joined=False)
+
+
+def compile_ours(num: int, config: Config) -> None:
+    """How K is cut is no part of what is compiled, only that it is."""
+    fp8_linear_with(*_blank(num, 256, 1024), torch.bfloat16, config)
+    torch.cuda.synchronize()
+
+
+def compile_library(num: int, n: int, k: int) -> None:
+    deep_gemm.fp8_linear(*_blank(num, n, k), torch.bfloat16)
+    torch.cuda.synchronize()
+
+
+def _blank(num: int, n: int, k: int) -> tuple[Fp8, Fp8]:
+    zeros = functools.partial(torch.zeros, device=CUDA)
+    x = Fp8(zeros(num, k).to(torch.float8_e4m3fn), zeros(k // BLOCK, num).t())
+    return x, Fp8(zeros(n, k, dtype=torch.uint8).view(torch.float8_e4m3fn), zeros(-(-n // BLOCK), k // BLOCK))
+
+
+def key(config: Config) -> Config:
+    """What is compiled for it."""
+    return config._replace(splits=min(config.splits, 2))
+
+
+def compile_all(cases: Iterable[tuple[int, int, int]], until: float) -> set[tuple[object, ...]]:
+    """Of (tokens, key) and (tokens, N, K): those that compiled before `until`."""
+    cases = list(cases)
+    tasks: dict[tuple[object, ...], Callable[[], None]] = {}
+    for num, n, k in cases:
+        tasks[num, n, k] = functools.partial(compile_library, num, n, k)
+        for config in candidates(num, n, k):
+            tasks[num, key(config)] = functools.partial(compile_ours, num, key(config))
+    workers = min(len(os.sched_getaffinity(0)), 16)
+    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+    futures: dict[Future[None], tuple[object, ...]] = {pool.submit(task): name for name, task in tasks.items()}
+    done, _ = wait(futures, timeout=until - time.monotonic())
+    pool.shutdown(wait=True, cancel_futures=True)
+    for future in done:
+        if error := future.exception():
+            print(f"{futures[future]}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+    return {futures[future] for future in done if future.exception() is None}
+
+
+def step(product: Callable[[Fp8], Tensor], weights: list[Fp8], scratch: Scratch) -> None:
+    with scratch.step():
+        for weight in weights:
+            product(weight)
+
+
+def tune(num: int, n: int, k: int, weights: list[Fp8], ready: set[tuple[object, ...]]) -> dict[Config | None, float]:
+    """Microseconds of each configuration and of DeepGEMM (None), ascending; wrong ones and those that fail left out."""
+    x, times = quant_groups(torch.randn(num, k, device=CUDA, dtype=torch.bfloat16)), {}
+    scratch = Scratch(CUDA)
+    turns = list(itertools.islice(itertools.cycle(weights), max(STEP, len(weights))))
+    wanted = _product(x, None, weights[0])
+    for chosen in (None, *(config for config in candidates(num, n, k) if (num, key(config)) in ready)):
+        try:
+            product = functools.partial(_product, x, chosen)
+            error = rms_error(product(weights[0]), wanted)
+            assert error <= SAME, f"differs from DeepGEMM by {error:.1e}"
+            us = time_us([functools.partial(step, product, turns, scratch)], CUDA, samples=3, calls_per_graph=1)
+            times[chosen] = us / len(turns)
+        except Exception as failure:  # too much shared memory, say
+            print(f"{(num, n, k)}: {chosen}: {type(failure).__name__}: {str(failure)[:200]}", flush=True)
+    return dict(sorted(times.items(), key=lambda item: item[1]))
+
+
+def _product(x: Fp8, chosen: Config | None, weight: Fp8) -> Tensor:
+    if chosen is None:
+        return deep_gemm.fp8_linear(x, weight, torch.bfloat16)
+    return fp8_linear_with(x, weight, torch.bfloat16, chosen)
+
+
+def report(num: int, n: int, k: int, times: dict[Config | None, float]) -> dict[str, object]:
+    library = times.get(None, float("inf"))
+    ours = {config: us for config, us in times.items() if config is not None}
+    best = next(iter(ours), None)
+    row: dict[str, object] = {"tokens": num, "n": n, "k": k, "deep_gemm_us": library}
+    if best is None:
+        return row
+    rates = f"{ours[best]:.1f} us, {n * k / ours[best] / 1e6:.2f} TB/s; DeepGEMM {library:.1f} us"
+    found = f"({num}, {n}, {k}): {best!r},  # {rates}"
+    print(f"    {found}" if ours[best] < GAIN * library else f"    # slower: {found}", flush=True)
+    return row | {"times": [{**config._asdict(), "us": us} for config, us in ours.items()]}
+
+
+def main() -> None:
+    start = time.monotonic()
+    parser = argparse.ArgumentParser(description="Tune the FP8 product of some tens of tokens.")
+    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS), choices=TOKENS)
+    parser.add_argument("--seconds", type=float, default=55.0, help="after which no further shape is begun")
+    parser.add_argument("--out", type=Path, help="file for the JSON record")
+    args = parser.parse_args()
+    cases = [(num, n, k) for num, (n, k) in itertools.product(args.tokens, SHAPES)]
+    ready = compile_all(cases, start + COMPILE_PART * args.seconds)
+    print(f"# {len(ready)} compiled, {time.monotonic() - start:.0f} s", flush=True)
+    rows: list[dict[str, object]] = []
+    for n, k in SHAPES:
+        first = quant_blocks(torch.randn(n, k, device=CUDA, dtype=torch.bfloat16))
+        copies = max(int(COLD_BYTES / (n * k)), 1)
+        weights = [first, *(Fp8(first.data.clone(), first.scales.clone()) for _ in range(copies))]
+        for num in args.tokens:
+            if time.monotonic() - start < args.seconds:
+                rows.append(report(num, n, k, tune(num, n, k, weights, ready)))
+    record = Record("tune_mid", {key: str(value) for key, value in vars(args).items()}, {"rows": rows})
+    if args.out:
+        args.out.write_text(record.to_json())
+    print_record(record)
+
+
+if __name__ == "__main__":
+    main()
