@@ -116,6 +116,7 @@ WORKER = closed(
         minReplicas=POSITIVE,
         maxReplicas=POSITIVE,
         metric={"type": "string", "pattern": "^[a-z0-9_:]*$"},
+        query=TEXT,
         target={"type": ["string", "number"]},
         prometheus=TEXT,
         scaleDownSeconds={"type": "integer", "minimum": 0, "maximum": 3600},
