@@ -123,7 +123,9 @@ def test_the_marker_is_the_one_that_the_download_writes(preflight: ModuleType) -
 def test_it_waits_until_the_pod_can_work(tmp_path: Path) -> None:
     """The process stays, says what is missing, and ends well as soon as it is there."""
     text = SCRIPT.read_text().replace("PAUSES_S = (5.0, 60.0)", "PAUSES_S = (0.05, 0.1)")
-    text = text.replace("resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]", "resource.RLIM_INFINITY")  # not this machine's
+    text = text.replace(
+        "resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]", "resource.RLIM_INFINITY"
+    )  # not this machine's
     script, model, env = tmp_path / "preflight.py", tmp_path / "model", tmp_path / "fabric.env"
     script.write_text(text)
     command = [sys.executable, str(script), "--model", str(model), "--env", str(env), "--sysfs", str(tmp_path), *NICS]
