@@ -160,6 +160,7 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, help="of the decode worker: one token per stream")
     parser.add_argument("--requests", type=int, help="of the smaller measurements, a multiple of it or a part")
     parser.add_argument("--prompt-tokens", type=int, help="of every request")
+    parser.add_argument("--stream-interval-ms", type=float, help="the router's stream_interval")
     parser.set_defaults(**asdict(Settings()))
     given = vars(parser.parse_args())
     record = run(Settings(**given | {"routers": tuple(given["routers"])}))

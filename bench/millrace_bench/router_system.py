@@ -31,6 +31,7 @@ class Settings:
     step_ms: float = 10.0
     requests: int = 400
     prompt_tokens: int = 512
+    stream_interval_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ async def system(s: Settings, routers: int) -> AsyncIterator[System]:
         addresses = [f"127.0.0.1:{ports['grpc']}" for _, ports in workers]
         command = [*server_command("router"), "--set", f"model={s.model}", "--set", "log_level=WARNING"]
         command += ["--set", f"workers={json.dumps(addresses)}"]
+        command += ["--set", f"stream_interval={s.stream_interval_ms / 1e3}"]
         started = [await _start(stack, command, folder / f"router-{i}.json") for i in range(routers)]
         for _, ports in started:
             await _ready(f"http://127.0.0.1:{ports['http']}/ready")

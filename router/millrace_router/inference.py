@@ -58,14 +58,14 @@ class Inference:
         request_id = ask.request_id or secrets.token_hex(12)
         about = {"millrace.api": api, "millrace.tenant": who.tenant.name, "millrace.request_id": request_id}
         spans = RequestSpans(self.backend.tracer, who.traceparent, received, about)
-        ended = Ended(self, api, who.tenant, spans)
+        ended, config = Ended(self, api, who.tenant, spans), self.backend.config
         try:
             token_ids, sampling = await self._admit(ask, who.tenant, received)
         except MillraceError as error:
             ended.count(error)
             raise
         spans.routed(asyncio.get_running_loop().time(), len(token_ids))
-        stream = Stream(lambda error: ended(stream, error), self.backend.config.limits.unread)
+        stream = Stream(lambda error: ended(stream, error), config.limits.unread, config.stream_interval)
         for i in range(ask.n):
             job = Job(
                 token_ids=token_ids,

@@ -121,14 +121,17 @@ class Continuation:
 
 
 class Stream:
-    """`on_end` is called once, with the error that ended the stream or None."""
+    """`on_end` is called once, with the error that ended the stream or None. Between two waits for news there are at
+    least `interval_s`: what comes meanwhile makes one delta.
+    """
 
-    def __init__(self, on_end: Callable[[MillraceError | None], None], unread: int) -> None:
+    def __init__(self, on_end: Callable[[MillraceError | None], None], unread: int, interval_s: float = 0.0) -> None:
         self.continuations: list[Continuation] = []
         self._on_end: Callable[[MillraceError | None], None] | None = on_end
         self._waiter: asyncio.Future[None] | None = None
         self._unread = 0  # calls of `wake` since the reader was here
         self._limit = unread
+        self._interval_s = interval_s
 
     def wake(self) -> None:
         waiter = self._waiter
@@ -171,6 +174,8 @@ class Stream:
                 elif not news:
                     self._waiter = loop.create_future()
                     await self._waiter
+                elif self._interval_s:
+                    await asyncio.sleep(self._interval_s)
             error = None
         except MillraceError as failure:
             error = failure

@@ -132,3 +132,11 @@ async def test_old_http_connections_end_with_an_answer(cluster: Callable, settin
 async def test_without_an_age_connections_stay(pair: Cluster) -> None:
     for _ in range(5):
         assert (await pair.http.get("/health")).headers.get("connection") != "close"
+
+
+async def test_a_stream_interval_makes_fewer_messages_of_the_same_tokens(cluster: Callable) -> None:
+    made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE, step_s=0.002), stream_interval=0.1)
+    result = await made.generate(PROMPT, sampling={"max_tokens": 60})
+    assert result.tokens() == expected(PROMPT, 60)
+    assert len(result.responses) < 30 and len(result.responses[0].token_ids) < 10, "the first one is not held back"
+    await made.quiet()
