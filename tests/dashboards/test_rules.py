@@ -6,13 +6,12 @@ it quiet again. The others are raised by real faults in tests/e2e/test_prometheu
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from pathlib import Path
 
-import pytest
 import yaml
 from millrace_dashboards import files
+from millrace_testing.prometheus import binary, needs_prometheus
 
 POD = 'namespace="n",model="m",pod="p"'
 Series = dict[str, str]
@@ -80,12 +79,12 @@ def case(series: Series, name: str, fires: bool) -> dict[str, object]:
     return {"interval": "1m", "input_series": inputs, "promql_expr_test": checks}
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool (Debian: apt-get install prometheus) is missing")
+@needs_prometheus
 def test_alerts_fire_for_their_faults_and_only_then(tmp_path: Path) -> None:
     tests = []
     for name, (faulty, sound) in CASES.items():
         tests += [case(faulty, name, True), case({**faulty, **sound}, name, False)]
     script = tmp_path / "tests.yaml"
     script.write_text(yaml.safe_dump({"rule_files": [str(files.OUT / "alerts.yaml")], "tests": tests}))
-    result = subprocess.run(["promtool", "test", "rules", script], capture_output=True, text=True, check=False)
+    result = subprocess.run([binary("promtool"), "test", "rules", script], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -1,4 +1,4 @@
-"""A real Prometheus server on loopback: Debian's package `prometheus`, or any that is on PATH."""
+"""A real Prometheus server on loopback: any that is on PATH, or the one that `make test` unpacks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,24 @@ import pytest
 import yaml
 from millrace_cli.process import EXEC_GUARD
 
-BINARY = shutil.which("prometheus")
+from millrace_testing.paths import ROOT
+
+UNPACKED = ROOT / ".venv" / "prometheus" / "usr" / "bin"
+FOUND = {
+    name: shutil.which(name, path=os.pathsep.join((os.environ.get("PATH", ""), str(UNPACKED))))
+    for name in ("prometheus", "promtool")
+}
 needs_prometheus = pytest.mark.skipif(
-    BINARY is None, reason="there is no `prometheus` on PATH (Debian: apt-get install prometheus)"
+    None in FOUND.values(),
+    reason="needs `prometheus` and `promtool`, on PATH or where `make test` unpacks Debian's package",
 )
 INTERVAL = "500ms"  # of scrapes and of rules
+
+
+def binary(name: str) -> str:
+    found = FOUND[name]
+    assert found is not None, "mark the test with needs_prometheus"
+    return found
 
 
 @dataclass(frozen=True)
@@ -56,7 +69,11 @@ class Prometheus:
         log = (self._folder / "prometheus.log").open("wb")
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-S", str(EXEC_GUARD), str(os.getpid())),
-            *(str(BINARY), f"--config.file={self._folder}/prometheus.yaml", f"--storage.tsdb.path={self._folder}/tsdb"),
+            *(
+                binary("prometheus"),
+                f"--config.file={self._folder}/prometheus.yaml",
+                f"--storage.tsdb.path={self._folder}/tsdb",
+            ),
             f"--web.listen-address={address}",
             stdout=log,
             stderr=log,
