@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from millrace_bench.kernels import tune_attention
+from millrace_bench.kernels import tune_attention, tune_mid
 from millrace_bench.kernels.case import Call, Case, candidates
 from millrace_bench.kernels.dense import EP8, TP8, Product
 from millrace_bench.kernels.driver import Row, as_dict, floor_us, line, measure, num_sets
@@ -75,3 +75,15 @@ def test_attention_is_tuned_against_what_is_in_use() -> None:
         if task.op == "absorb_q":
             heads = int(task.shape.rpartition("=")[2])
             assert task.options[0] == {"block": mla_absorb.columns(heads, 512, 32), "num_warps": 4}
+
+
+@pytest.mark.parametrize("num", tune_mid.TOKENS)
+@pytest.mark.parametrize(("n", "k"), tune_mid.SHAPES)
+def test_products_are_cut_so_that_every_part_has_work_and_every_sm_too(num: int, n: int, k: int) -> None:
+    found = list(tune_mid.candidates(num, n, k))
+    assert len(found) == len(set(found)) and {config.joined for config in found if config.splits == 1} <= {True}
+    for config in found:
+        assert config.splits * 3 <= k // 128 and 128 % config.block_n == 0
+        assert config.stages * (config.block_m + config.block_n) * 128 < 220_000, "more than an SM's shared memory"
+    programs = [-(-num // c.block_m) * -(-n // c.block_n) * c.splits for c in found]
+    assert max(programs) >= 132 or k < 2048

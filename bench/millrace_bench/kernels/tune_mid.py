@@ -25,14 +25,13 @@ from millrace_kernels.lib import deep_gemm
 from millrace_kernels.scratch import Scratch
 from millrace_kernels.testing.numeric import rms_error
 from millrace_kernels.testing.timing import time_us
-from millrace_kernels.triton.fp8_linear import Config, fp8_linear_with
+from millrace_kernels.triton.fp8_linear import SMS, Config, fp8_linear_with
 from torch import Tensor
 
 from millrace_bench.common import Record, print_record
 from millrace_bench.kernels.driver import COLD_BYTES
 
 CUDA = torch.device("cuda")
-SMS = 132
 SHAPES = ((24576, 1536), (7168, 16384), (2112, 7168), (36864, 7168), (7168, 18432), (3072, 1536), (7168, 2048))
 TOKENS = (128, 64, 256, 32)  # the classes, most wanted first
 STEP = 16  # products at least in one graph: a model's step, which zeroes the counters once
@@ -55,7 +54,7 @@ TILES: dict[int, tuple[tuple[Config, int], ...]] = {
         (Config(128, 64, 1, 8, 4), 2),
         (Config(128, 128, 1, 8, 6), 1),
         (Config(64, 128, 1, 4, 4), 2),
-        (Config(128, 64, 1, 4, 3, 168, tma=False), 3),
+        (Config(128, 64, 1, 4, 4, tma=False), 2),
     ),
     256: (
         (Config(256, 64, 1, 8, 5), 1),

@@ -25,6 +25,7 @@ from millrace_kernels.scratch import zeros
 from millrace_kernels.triton.launch import go_ahead, options, wait
 from millrace_kernels.triton.small_linear import reduce_parts
 
+SMS = 132  # of an H200
 GROUP_M = 8  # tiles of tokens that share rows of the weight while those are in the L2 cache
 CLASSES = (32, 64, 128, 256)  # tokens up to which a measured configuration holds
 
@@ -45,7 +46,7 @@ MEASURED: dict[tuple[int, int, int], Config] = {}
 
 
 def config(num_tokens: int, n: int, k: int) -> Config:
-    return MEASURED.get((_class(num_tokens), n, k)) or _estimate(num_tokens)
+    return MEASURED.get((_class(num_tokens), n, k)) or _estimate(num_tokens, n, k)
 
 
 def is_measured(num_tokens: int, shape: tuple[int, ...]) -> bool:
@@ -57,8 +58,13 @@ def _class(num_tokens: int) -> int:
     return next((most for most in CLASSES if num_tokens <= most), 0)
 
 
-def _estimate(num_tokens: int) -> Config:
-    return Config(64, 128, 1, 4, 4) if num_tokens <= 64 else Config(128, 128, 1, 8, 4)
+def _estimate(num_tokens: int, n: int, k: int) -> Config:
+    """Two programs for every SM, of at least four blocks each."""
+    if num_tokens > CLASSES[-1]:
+        return Config(128, 128, 1, 8, 4)
+    tile = Config(64, 128, 1, 4, 4) if num_tokens <= 64 else Config(128, 64, 1, 4, 4)
+    programs = triton.cdiv(max(num_tokens, 1), tile.block_m) * triton.cdiv(n, tile.block_n)
+    return tile._replace(splits=max(1, min(2 * SMS // programs, triton.cdiv(k, BLOCK) // 4)))
 
 
 @triton.jit(do_not_specialize=["num_tokens", "blocks_per_split", "x_scale_col", "w_scale_row"])
