@@ -75,6 +75,8 @@ TABLE: dict[str, tuple[Choice, ...]] = {
         Choice("millrace_kernels.lib.deep_gemm_grouped:packed", needs="deep_gemm"),
         *_ours("moe_grouped:moe_experts_fp8"),
     ),
+    # sampling
+    "sample_tokens.sample_tokens": _ours("sample_tokens:sample_tokens"),
     # attention
     "rope.rope": _ours("rope:rope"),
     "mla_qkv.mla_qkv_norm": _ours("mla_qkv:mla_qkv_norm"),

@@ -8,10 +8,11 @@ import math
 import numpy as np
 import pytest
 import torch
+from millrace_kernels.ref.sample_tokens import gumbel_noise
 from millrace_serve.engine.core import Request, RequestId, SamplingParams
 from millrace_serve.engine.device import Cpu
 from millrace_serve.engine.plan import StepOutput
-from millrace_serve.engine.sampling import TokenTables, gumbel_noise, results, sample
+from millrace_serve.engine.sampling import TokenTables, results, sample
 from millrace_serve.engine.sampling_batch import SamplingTable
 from millrace_serve.engine.sequence import Sequence
 from millrace_serve.engine.staging import Staging

@@ -1,0 +1,129 @@
+"""Sampling's kernels through the interpreter: the same tokens, the same kept sets and the same noise as the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from millrace_kernels import sample_tokens as op
+from millrace_kernels.backend import forced
+from millrace_kernels.ref.sample_tokens import gumbel_noise
+from millrace_kernels.testing.sampling import draw_inputs, kept, kept_by_bounds
+from millrace_kernels.triton import sample_filter
+from millrace_kernels.triton.sample_tokens import _estimated_noise, _noise
+from torch import Tensor
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU test_gpu_sampling.py runs the kernels")
+
+OURS = {"sample_tokens.sample_tokens": "millrace_kernels.triton.sample_tokens:sample_tokens"}
+
+
+def both(**given: object) -> tuple[Tensor, Tensor]:
+    with forced(**OURS):
+        found = op.sample_tokens(**given)
+    wanted = op.sample_tokens(**given)
+    assert found.dtype == wanted.dtype == torch.int64
+    return found, wanted
+
+
+def filters(top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, temperature: float = 1.0) -> dict[str, Tensor]:
+    return {
+        "temperature": torch.tensor([temperature]),
+        "top_k": torch.tensor([top_k]),
+        "top_p": torch.tensor([top_p]),
+        "min_p": torch.tensor([min_p]),
+    }
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+@pytest.mark.parametrize(("num", "vocab"), [(0, 100), (1, 1), (2, 24), (22, 1500), (11, 5000)])
+def test_like_the_reference(num: int, vocab: int, wanted: bool) -> None:
+    found, expected = both(**draw_inputs(num, vocab, filters=wanted))
+    assert torch.equal(found, expected)
+
+
+def test_greedy_rows_alone() -> None:
+    given = draw_inputs(3, 3000)
+    given["logits"][1, [7, 2500]] = 50.0
+    found, expected = both(**(given | {"temperature": torch.zeros(3), "draws": False}))
+    assert torch.equal(found, expected) and found[1] == 7
+
+
+def test_noise_is_the_references_bit_for_bit() -> None:
+    """Two logits so far above the others that the noise of one against that of the other decides."""
+    given = draw_inputs(200, 24, filters=False) | {"temperature": torch.ones(200)}
+    noise = gumbel_noise(given["seeds"], given["output_index"], 24)
+    given["logits"] = torch.full((200, 24), -100.0)
+    given["logits"][:, 5], given["logits"][:, 20] = 0.0, noise[:, 5] - noise[:, 20]  # a tie, or an ulp beside it
+    found, expected = both(**given)
+    assert torch.equal(found, expected) and set(found.tolist()) == {5, 20}
+
+
+@triton.jit
+def both_noises(out, bits, COUNT: tl.constexpr):
+    at = tl.arange(0, COUNT)
+    some = tl.load(bits + at).to(tl.uint32)
+    tl.store(out + at, _estimated_noise(some))
+    tl.store(out + COUNT + at, _noise(some))
+
+
+def test_estimates_of_noise_are_near() -> None:
+    edges = [0, 1, 2**31, 2**32 - 4294968, 2**32 - 4294967, 2**32 - 2**20, 2**32 - 2, 2**32 - 1]
+    bits = torch.cat((torch.tensor(edges), torch.randint(2**32, (1016,), generator=torch.Generator().manual_seed(0))))
+    estimated, noise = out = torch.zeros(2, 1024)
+    both_noises[(1,)](out, bits, COUNT=1024)
+    exact = -torch.log(-torch.log((bits.double() + 0.5) * 2.0**-32))
+    assert torch.equal(noise, exact.float()) and (estimated - exact).abs().max() < 2**-9
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"top_k": 3}, {"top_k": 1}, {"top_k": 4999}, {"top_k": 5000}, {"top_p": 0.30007}, {"top_p": 1e-12}, {"top_p": 0.0},
+        {"top_p": 0.99999}, {"min_p": 0.3}, {"min_p": 1.0}, {"top_k": 17, "top_p": 0.33, "min_p": 0.1},
+        {"top_k": 300, "top_p": 0.9, "temperature": 3.0},
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("logits", ["drawn", "ties", "equal", "signed zeros", "few allowed", "one allowed"])
+def test_the_kept_set(logits: str, given: dict[str, float]) -> None:
+    x = torch.randn(1, 5000, generator=torch.Generator().manual_seed(1)) * 2
+    if logits == "ties":
+        x = (x * 2).round()
+    elif logits == "equal":
+        x = torch.full((1, 5000), -3.5)
+    elif logits == "signed zeros":
+        x = torch.where(x > 0, 0.0, -0.0)
+    elif logits == "few allowed":
+        x[:, torch.arange(5000) % 700 != 5] = -torch.inf
+    elif logits == "one allowed":
+        x[:, torch.arange(5000) != 4321] = -torch.inf
+    values = filters(**given)
+    assert torch.equal(kept_by_bounds(x, **values), kept(x.double(), **values))
+
+
+def test_a_row_of_nothing_gives_token_0() -> None:
+    given = draw_inputs(4, 2000)
+    given["logits"][:] = -torch.inf
+    with forced(**OURS):
+        assert op.sample_tokens(**given).tolist() == [0, 0, 0, 0]
+
+
+def test_rows_do_not_look_at_each_other_nor_past_their_end() -> None:
+    given = draw_inputs(11, 1500)
+    wide = torch.full((11, 4000), torch.nan)
+    wide[:, :1500] = given["logits"]
+    with forced(**OURS):
+        together = op.sample_tokens(**(given | {"logits": wide[:, :1500]}))
+        for row in range(11):
+            alone = {name: x[row : row + 1] for name, x in given.items() if isinstance(x, Tensor)}
+            assert op.sample_tokens(**alone) == together[row]
+
+
+def test_a_search_visits_few_probes() -> None:
+    """Its interval ends at values that occur, so two values are told apart at once."""
+    x = torch.full((1, 600), -30.0)
+    x[0, 77] = 30.0
+    values, lasts = sample_filter.bounds(x, **filters(top_k=1))
+    assert values.tolist() == [30.0] and int(lasts) >= 77
