@@ -1,4 +1,4 @@
-"""Sampling's kernels through the interpreter: the same tokens, the same kept sets and the same noise as the reference."""
+"""Sampling's kernels through the interpreter: the tokens, the kept sets and the noise of the reference."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def test_estimates_of_noise_are_near() -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        {"top_k": 3}, {"top_k": 1}, {"top_k": 4999}, {"top_k": 5000}, {"top_p": 0.30007}, {"top_p": 1e-12}, {"top_p": 0.0},
-        {"top_p": 0.99999}, {"min_p": 0.3}, {"min_p": 1.0}, {"top_k": 17, "top_p": 0.33, "min_p": 0.1},
+        {"top_k": 3}, {"top_k": 1}, {"top_k": 4999}, {"top_k": 5000}, {"top_p": 0.30007}, {"top_p": 1e-12},
+        {"top_p": 0.0}, {"top_p": 0.99999}, {"min_p": 0.3}, {"min_p": 1.0}, {"top_k": 17, "top_p": 0.33, "min_p": 0.1},
         {"top_k": 300, "top_p": 0.9, "temperature": 3.0},
     ],
     ids=str,

@@ -17,7 +17,7 @@ from millrace_bench.common import Record, print_record
 from millrace_bench.kernels.case import Case
 from millrace_bench.kernels.driver import HEADER, as_dict, line, measure
 
-GROUPS = ("dense", "attention", "moe")
+GROUPS = ("dense", "attention", "moe", "sampling")
 
 
 def cases(groups: list[str], op: str, device: torch.device) -> Iterator[Case]:

@@ -37,7 +37,7 @@ def nbytes(*tensors: Tensor) -> int:
 def candidates(op: str, call: Call, device: torch.device, size: int = 0) -> dict[str, Call]:
     """`call` with each implementation of `op` in the table that serves `size` here, or with its reference."""
     served = [c.target for c in backend.choices(op, device) if c.min_size <= size <= c.max_size]
-    return {_label(target): functools.partial(_forced, op, target, call) for target in served} or {"ref": call}
+    return {_label(target): functools.partial(forced, op, target, call) for target in served} or {"ref": call}
 
 
 def dependent(on: bool, call: Call) -> object:
@@ -51,7 +51,8 @@ def dependent(on: bool, call: Call) -> object:
         launch.set_dependent(False)
 
 
-def _forced(op: str, target: str, call: Call) -> object:
+def forced(op: str, target: str, call: Call) -> object:
+    """`call` with one implementation of `op`; an empty target is the reference."""
     with backend.forced(**{op: target}):
         return call()
 

@@ -1,4 +1,4 @@
-"""Sampling over DeepSeek-V3's vocabulary: greedy, drawn, and drawn from top_k and top_p; PyTorch with a sort beside it."""
+"""Sampling over DeepSeek-V3's vocabulary: greedy, drawn, and drawn from what filters keep; beside it PyTorch's sort."""
 
 from __future__ import annotations
 

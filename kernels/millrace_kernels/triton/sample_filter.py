@@ -61,18 +61,8 @@ def _bounds(
         lowest, highest = _ends(x_row, heat, vocab, BLOCK)
         top = _value(highest)
         # top_k: without one, the lowest and all equal to it
-        key = _search(
-            x_row,
-            heat,
-            vocab,
-            top,
-            lowest,
-            tl.where(limited, highest, lowest),
-            count.to(tl.float32),
-            True,
-            BLOCK,
-            PROBES,
-        )
+        hi = tl.where(limited, highest, lowest)
+        key = _search(x_row, heat, vocab, top, lowest, hi, count.to(tl.float32), True, BLOCK, PROBES)
         above, mass_above, equal = _around(x_row, heat, vocab, top, key, BLOCK)
         kept = tl.where(limited, tl.minimum(count.to(tl.int32) - above, equal), equal)
         # top_p: of what top_k leaves

@@ -77,8 +77,8 @@ def _noise(bits):
 
 @triton.jit
 def _estimated_noise(bits):
-    """Within 2^-9 of _noise. Near u = 1 the outer logarithm magnifies what the inner one rounds, so there it is the series
-    of -log(1 - c).
+    """Within 2^-9 of _noise. Near u = 1 the outer logarithm magnifies what the inner one rounds, so there it is the
+    series of -log(1 - c).
     """
     uniform = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     rest = ((bits ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
@@ -104,7 +104,7 @@ def _draw(
     top = tl.max(y, axis=0)
     best = top
     best_id = tl.min(tl.where(y == top, ids, 0x7FFFFFFF), axis=0)
-    if DRAWS:
+    if DRAWS:  # noqa: SIM102 (known to the compiler; the next is not)
         if drawn & (top > float("-inf")):
             best, best_id = _best_of_block(y, ids, best_id, tl.load(seeds + row), tl.load(output_index + row))
     where = row * tl.num_programs(1) + block
