@@ -1,12 +1,16 @@
-"""Reading a stream that must not fall silent."""
+"""Reading a stream that must not fall silent, and a channel to several routers."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
 
+import grpc
 import pytest
-from millrace_rpc.client import heard_within
+from millrace.v1 import inference_pb2, inference_pb2_grpc
+from millrace_rpc.client import heard_within, routers
+from millrace_rpc.server import Server
 
 
 async def says(after_s: float) -> str:
@@ -50,3 +54,70 @@ async def test_errors_and_cancellations_pass() -> None:
     reading.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reading
+
+
+class Router(inference_pb2_grpc.InferenceServicer):
+    def __init__(self) -> None:
+        self.calls = 0
+        self.refuses = False
+        self.breaks = False
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        self.calls += 1
+        if self.refuses:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "draining")
+        yield inference_pb2.GenerateResponse(token_ids=[1])
+        if self.breaks:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "lost")
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[tuple[list[Router], list[Server], grpc.aio.Channel]]:
+    """Two routers that serve, and a channel to both."""
+    servicers, servers, ports = [Router(), Router()], [Server([]), Server([])], []
+    for servicer, server in zip(servicers, servers, strict=True):
+        inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server.grpc)
+        ports.append(await server.start("127.0.0.1:0"))
+        await server.set_serving(True)
+    async with routers("ipv4:" + ",".join(f"127.0.0.1:{port}" for port in ports)) as ch:
+        yield servicers, servers, ch
+    for server in servers:
+        await server.stop(0)
+
+
+async def tokens(ch: grpc.aio.Channel) -> list[int]:
+    call = inference_pb2_grpc.InferenceStub(ch).Generate(inference_pb2.GenerateRequest(), timeout=30)
+    return [token async for chunk in call for token in chunk.token_ids]
+
+
+async def test_calls_go_round_and_are_made_again_elsewhere(pair: tuple) -> None:
+    (first, second), _, ch = pair
+    async with asyncio.timeout(30):
+        while not (first.calls and second.calls):
+            assert await tokens(ch) == [1]
+    first.refuses = True
+    served, refused = second.calls, first.calls
+    for _ in range(10):
+        assert await tokens(ch) == [1]
+    assert second.calls == served + 10 and first.calls > refused
+
+
+async def test_a_router_that_is_not_serving_gets_no_calls(pair: tuple) -> None:
+    (first, second), (server, _), ch = pair
+    await server.set_serving(False)
+    async with asyncio.timeout(30):
+        known = -1
+        while known != first.calls or not second.calls:  # until a round of calls goes to the other one only
+            known = first.calls
+            for _ in range(10):
+                assert await tokens(ch) == [1]
+
+
+async def test_a_call_with_output_is_not_made_again(pair: tuple) -> None:
+    (first, second), _, ch = pair
+    first.breaks = second.breaks = True
+    with pytest.raises(grpc.aio.AioRpcError, match="lost"):
+        await tokens(ch)
+    assert first.calls + second.calls == 1
