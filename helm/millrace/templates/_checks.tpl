@@ -2,7 +2,8 @@
 
 {{- define "millrace.bytes" -}}
 {{- $text := toString . -}}
-{{- $units := dict "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 "k" 1000 "M" 1000000 "G" 1000000000 "T" 1000000000000 -}}
+{{- $units := dict "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 "k" 1000 "M" 1000000 "G" 1000000000 "T"
+  1000000000000 -}}
 {{- $unit := regexFind "[A-Za-z]*$" $text -}}
 {{- mulf (regexFind "^[0-9.]+" $text | float64) (ternary 1 (index $units $unit) (eq $unit "")) | int64 -}}
 {{- end -}}
@@ -10,7 +11,8 @@
 {{- define "millrace.checkGrace" -}}
 {{- $least := add (int .values.drain.preStop) (int .values.drain.timeout) 15 -}}
 {{- if lt (int .values.terminationGracePeriodSeconds) (int $least) -}}
-{{- fail (printf "%s.terminationGracePeriodSeconds: %d is too short: drain.preStop %d + drain.timeout %d + 15 = %d" .name (int .values.terminationGracePeriodSeconds) (int .values.drain.preStop) (int .values.drain.timeout) $least) -}}
+{{- fail (printf "%s.terminationGracePeriodSeconds: %d is too short: drain.preStop %d + drain.timeout %d + 15 = %d"
+  .name (int .values.terminationGracePeriodSeconds) (int .values.drain.preStop) (int .values.drain.timeout) $least) -}}
 {{- end -}}
 {{- end -}}
 
@@ -21,7 +23,8 @@
 {{- fail (printf "%s.replicas: must be null with autoscaling.kind=%s, which owns the number" .name $scaling.kind) -}}
 {{- end -}}
 {{- if gt (int $scaling.minReplicas) (int $scaling.maxReplicas) -}}
-{{- fail (printf "%s.autoscaling: minReplicas %d is above maxReplicas %d" .name (int $scaling.minReplicas) (int $scaling.maxReplicas)) -}}
+{{- fail (printf "%s.autoscaling: minReplicas %d is above maxReplicas %d" .name (int $scaling.minReplicas) (int
+  $scaling.maxReplicas)) -}}
 {{- end -}}
 {{- else if kindIs "invalid" .values.replicas -}}
 {{- fail (printf "%s.replicas: required without autoscaling" .name) -}}
@@ -46,27 +49,34 @@
 {{- fail (printf "%s.size: %d pods of one worker need kind=lws, not %s" $at (int $pool.size) $pool.kind) -}}
 {{- end -}}
 {{- if and (gt $gpus 0) (ne $gpus $ranks) -}}
-{{- fail (printf "%s: size %d x gpus %d = %d GPUs, but dp %d x tp %d = %d ranks" $at (int $pool.size) (int $pool.gpus) $gpus (int $pool.dp) (int $pool.tp) $ranks) -}}
+{{- fail (printf "%s: size %d x gpus %d = %d GPUs, but dp %d x tp %d = %d ranks" $at (int $pool.size) (int $pool.gpus)
+  $gpus (int $pool.dp) (int $pool.tp) $ranks) -}}
 {{- end -}}
 {{- if mod $ranks (int $pool.size) -}}
-{{- fail (printf "%s: dp %d x tp %d = %d ranks cannot be spread evenly over size %d pods" $at (int $pool.dp) (int $pool.tp) $ranks (int $pool.size)) -}}
+{{- fail (printf "%s: dp %d x tp %d = %d ranks cannot be spread evenly over size %d pods" $at (int $pool.dp) (int
+  $pool.tp) $ranks (int $pool.size)) -}}
 {{- end -}}
 {{- with int $root.Values.model.routedExperts -}}
 {{- if mod . $ranks -}}
-{{- fail (printf "%s: model.routedExperts %d cannot be divided by dp %d x tp %d = %d ranks" $at . (int $pool.dp) (int $pool.tp) $ranks) -}}
+{{- fail (printf "%s: model.routedExperts %d cannot be divided by dp %d x tp %d = %d ranks" $at . (int $pool.dp) (int
+  $pool.tp) $ranks) -}}
 {{- end -}}
 {{- end -}}
 {{- with $pool.resources.limits -}}
 {{- if .memory -}}
 {{- if ge (include "millrace.bytes" $pool.shm | int64) (include "millrace.bytes" .memory | int64) -}}
-{{- fail (printf "%s.shm: %s is not below resources.limits.memory %s, which it counts towards" $at $pool.shm (toString .memory)) -}}
+{{- fail (printf "%s.shm: %s is not below resources.limits.memory %s, which it counts towards" $at $pool.shm (toString
+  .memory)) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
 {{- if lt (int $pool.startup) (int $needed) -}}
-{{- fail (printf "%s.startup: %d s is shorter than config.timeouts.start + warmup = %d s, so slow starts would be killed" $at (int $pool.startup) $needed) -}}
+{{- fail (printf
+  "%s.startup: %d s is shorter than config.timeouts.start + warmup = %d s, so slow starts would be killed" $at (int
+  $pool.startup) $needed) -}}
 {{- end -}}
-{{- if and (gt (int $pool.gpus) 0) (not $root.Values.fabric.preset) (or (ne $pool.role "unified") (gt (int $pool.size) 1)) -}}
+{{- if and (gt (int $pool.gpus) 0) (not $root.Values.fabric.preset) (or (ne $pool.role "unified") (gt (int $pool.size)
+  1)) -}}
 {{- fail (printf "fabric.preset: required, %s moves data between GPU pods" $at) -}}
 {{- end -}}
 {{- if and $pool.topologyKey (ne $pool.kind "lws") -}}
@@ -97,7 +107,8 @@
 {{- end -}}
 {{- end -}}
 {{- if gt (len $seen) 1 -}}
-{{- fail (printf "workers: config.%s differs between %s, which then never pair" $key (values $seen | sortAlpha | join " and ")) -}}
+{{- fail (printf "workers: config.%s differs between %s, which then never pair" $key (values $seen | sortAlpha | join
+  " and ")) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

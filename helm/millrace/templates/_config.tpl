@@ -33,7 +33,8 @@ app.kubernetes.io/name={{ include "millrace.name" . }},app.kubernetes.io/instanc
 {{- if ne .Values.tls.mode "off" -}}
 {{- $_ := set $config "tls" (include "millrace.tlsConfig" . | fromYaml) -}}
 {{- if .Values.tls.publicSecret -}}
-{{- $_ := set $config "public_tls" (dict "cert" "/etc/millrace/public-tls/tls.crt" "key" "/etc/millrace/public-tls/tls.key") -}}
+{{- $_ := set $config "public_tls" (dict "cert" "/etc/millrace/public-tls/tls.crt" "key"
+  "/etc/millrace/public-tls/tls.key") -}}
 {{- end -}}
 {{- end -}}
 {{- with .Values.apiKeys.secretName -}}

@@ -66,8 +66,8 @@ matchExpressions:
 {{- end -}}
 {{- end -}}
 
-{{/* Pools with workerDefaults filled in, by name, as JSON: {"prefill": {...}}. A pool that is null is none, so that a file of
-     values can take one away. */}}
+{{/* Pools with workerDefaults filled in, by name, as JSON: {"prefill": {...}}. A pool that is null is none, so that a
+     file of values can take one away. */}}
 {{- define "millrace.pools" -}}
 {{- $pools := dict -}}
 {{- range $name, $own := .Values.workers -}}

@@ -15,8 +15,8 @@ readOnlyRootFilesystem: true
 capabilities: {drop: [ALL]}
 {{- end -}}
 
-{{/* (dict "port" 9091 "startup" 60 "startupService" "liveness"): of grpc.health.v1 on the plain health port. `liveness` is the process alone: a busy
-     device or a lost peer restarts nobody. Readiness is the empty service name. */}}
+{{/* (dict "port" 9091 "startup" 60 "startupService" "liveness"): of grpc.health.v1 on the plain health port. `liveness` is
+     the process alone: a busy device or a lost peer restarts nobody. Readiness is the empty service name. */}}
 {{- define "millrace.probes" -}}
 startupProbe:
   grpc: {port: {{ int .port }}, service: {{ .startupService | quote }}}

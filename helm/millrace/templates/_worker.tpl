@@ -46,7 +46,12 @@ spec:
       image: {{ include "millrace.image" (dict "root" $root "image" $root.Values.images.worker) }}
       imagePullPolicy: {{ $root.Values.images.worker.pullPolicy }}
       command: [/bin/sh, /etc/millrace/config/start.sh, run]
-      args: [millrace_serve.{{ ternary "prefill" "decode" (eq $pool.role "prefill") }}, --config, /etc/millrace/config/config.yaml, --set, worker_id=$(POD_NAME)]
+      args:
+        - millrace_serve.{{ ternary "prefill" "decode" (eq $pool.role "prefill") }}
+        - --config
+        - /etc/millrace/config/config.yaml
+        - --set
+        - worker_id=$(POD_NAME)
       env:
         {{- include "millrace.ownEnv" . | nindent 8 }}
         {{- include "millrace.env" (mustMerge (deepCopy $pool.env) (default dict $fabric.env)) | nindent 8 }}
@@ -58,10 +63,15 @@ spec:
         - {name: grpc, containerPort: {{ int $pool.ports.grpc }}}
         - {name: metrics, containerPort: {{ int $pool.ports.metrics }}}
         - {name: health, containerPort: {{ int $pool.ports.health }}}
-      {{- include "millrace.probes" (dict "port" $pool.ports.health "startup" $pool.startup "startupService" "") | nindent 6 }}
+      {{- include "millrace.probes" (dict "port" $pool.ports.health "startup" $pool.startup "startupService" "") |
+        nindent 6 }}
       {{- end }}
       lifecycle:
-        preStop: {exec: {command: {{ ternary (list "sleep" (toString $pool.drain.preStop)) (list "/bin/sh" "/etc/millrace/config/start.sh" "linger") .leader | toJson }}}}
+        {{- if .leader }}
+        preStop: {exec: {command: [sleep, {{ $pool.drain.preStop | quote }}]}}
+        {{- else }}
+        preStop: {exec: {command: [/bin/sh, /etc/millrace/config/start.sh, linger]}}
+        {{- end }}
       securityContext:
         {{- include "millrace.workerSecurity" (dict "root" $root "fabric" $fabric) | nindent 8 }}
       resources: {{- toYaml $resources | nindent 8 }}
@@ -109,7 +119,8 @@ podAntiAffinity:
 {{- $args := list "--writable" "/var/cache/millrace" -}}
 {{- if include "millrace.downloads" .root -}}{{- $args = append $args "--marker" -}}{{- end -}}
 {{- if .fabric.nics -}}
-{{- $args = concat $args (list "--nics" (toString .fabric.nics) "--devices" .fabric.devices "--link" .fabric.link "--env" "/run/millrace/fabric.env") -}}
+{{- $args = concat $args (list "--nics" (toString .fabric.nics) "--devices" .fabric.devices "--link" .fabric.link
+  "--env" "/run/millrace/fabric.env") -}}
 {{- if .root.Values.fabric.allowTcp -}}{{- $args = append $args "--allow-tcp" -}}{{- end -}}
 {{- end -}}
 {{- toJson $args -}}
@@ -125,7 +136,8 @@ capabilities: {drop: [ALL]{{ with .fabric.capabilities }}, add: {{ toJson . }}{{
 readOnlyRootFilesystem: true
 {{- end -}}
 
-{{/* Ray's pinned ports. --node-ip-address: with several NICs Ray may name a node by an address that no peer reaches */}}
+{{/* Ray's pinned ports. --node-ip-address: with several NICs Ray may name a node by an address that no peer reaches
+  */}}
 {{- define "millrace.rayEnv" -}}
 {{- $ports := .root.Values.ray.ports -}}
 {{- $ranks := div (mul (int .pool.dp) (int .pool.tp)) (int .pool.size) -}}
