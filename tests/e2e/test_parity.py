@@ -15,11 +15,18 @@ import pytest_asyncio
 import torch
 from millrace_cli.cluster import ClusterSpec, LocalCluster
 from millrace_testing.client import Answer, Client
+from millrace_testing.paths import ROOT
 from millrace_testing.reference import Continuation, assert_same, greedy
 
 LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 500, 3000)
 NEW_TOKENS = 40
+FP8 = ROOT / "models" / "generated" / "tiny-fp8"
 CONCURRENCY = 16
+PART = 0.18  # of a GPU: up to five workers share one
+
+# In BF16 with FP8 products a sum in another order may turn an almost even choice, and all that follows it.
+LEAST_SHARED = 0.6  # of all tokens, those before the first difference of their sequence
+LARGEST_SHIFT = 0.05  # mean difference of the log-probabilities of those
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
@@ -39,7 +46,7 @@ def expected() -> list[Continuation]:
 def worker_set(request: pytest.FixtureRequest) -> tuple[str, ...]:
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    device = (f"device={request.param}", "memory_fraction=0.4")  # two workers on one
+    device = (f"device={request.param}", f"memory_fraction={PART}")
     return (*device, "dtype=float32", "limits.canary=true", "limits.poison=true")
 
 
@@ -92,3 +99,29 @@ async def test_seeded_sampling_is_the_same_through_the_pair_and_unified(pair: Cl
     assert [a.tokens for a in through_pair] == [a.tokens for a in alone]
     other_seed = await run_all(pair, **{**sampling, "seed": 1235})
     assert [a.tokens for a in other_seed] != [a.tokens for a in through_pair]
+
+
+@pytest.mark.gpu
+async def test_fp8_says_the_same_through_the_pair_and_unified() -> None:
+    if not (FP8 / "config.json").exists():
+        pytest.skip("`make checkpoint` makes the FP8 checkpoint")
+    pair, unified = await answers_in_fp8(prefill=1, decode=1), await answers_in_fp8(prefill=0, decode=0, unified=1)
+    shared, shifts = 0, []
+    for one, other in zip(pair, unified, strict=True):
+        same = [a == b for a, b in zip(one.tokens, other.tokens, strict=True)]
+        count = (*same, False).index(False)
+        shared += count
+        shifts += [abs(a - b) for a, b in zip(one.sampled[:count], other.sampled[:count], strict=True)]
+    assert shared >= LEAST_SHARED * NEW_TOKENS * CONCURRENCY, shared
+    assert sum(shifts) / len(shifts) <= LARGEST_SHIFT, (sum(shifts) / len(shifts), max(shifts))
+
+
+async def answers_in_fp8(**workers: int) -> list[Answer]:
+    """Greedy, in BF16 with FP8 weights, whose kernels are compiled at the first start."""
+    device = ("device=cuda", f"memory_fraction={PART}")
+    worker_set = (*device, "dtype=bfloat16", "limits.canary=true", "limits.poison=true")
+    spec = ClusterSpec(**workers, model=FP8, worker_set=worker_set, start_timeout_s=280)
+    async with LocalCluster(spec) as cluster, Client(cluster.grpc_address, cluster.admin_address) as client:
+        answers = await run_all(client)
+        await client.wait_whole()
+    return answers
