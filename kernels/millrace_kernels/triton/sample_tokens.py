@@ -37,13 +37,13 @@ def sample_tokens(
     if not num:
         return tokens
     filters = draws and filters
-    values, lasts = bounds(logits, temperature, top_k, top_p, min_p) if filters else (temperature, temperature)
     blocks = triton.cdiv(vocab, BLOCK)
     scores = torch.empty(num, blocks, dtype=torch.float32, device=logits.device)
     ids = torch.empty(num, blocks, dtype=torch.int32, device=logits.device)
+    values, lasts = bounds(logits, temperature, top_k, top_p, min_p) if filters else (scores, ids)  # these: not read
     _draw[(num, blocks)](
-        scores, ids, logits, temperature, values, lasts, seeds, output_index, logits.stride(0), vocab,
-        DRAWS=draws, FILTERS=filters, BLOCK=BLOCK, **options(4),
+        scores, ids, logits, temperature, values, lasts, seeds, output_index, logits.stride(0), vocab, int(filters),
+        BLOCK=BLOCK, **options(4),
     )  # fmt: skip
     _best[(num,)](tokens, scores, ids, blocks, BLOCKS=triton.next_power_of_2(blocks), **options(1))
     return tokens
@@ -86,27 +86,26 @@ def _estimated_noise(bits):
     return -tl.log(inner)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["filters"])  # a rehearsal compiles it for every batch
 def _draw(
-    scores, best_ids, logits, temperature, values, lasts, seeds, output_index, stride, vocab,
-    DRAWS: tl.constexpr, FILTERS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    scores, best_ids, logits, temperature, values, lasts, seeds, output_index, stride, vocab, filters,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row, block = tl.program_id(0), tl.program_id(1)
     ids = block * BLOCK + tl.arange(0, BLOCK)
     x_row = logits + row.to(tl.int64) * stride
     wait(PDL)
     heat = tl.load(temperature + row)
-    drawn = DRAWS and heat > 0.0
+    drawn = heat > 0.0
     y = scaled(x_row, ids, vocab, tl.where(drawn, heat, 1.0))
-    if FILTERS:
-        value = tl.load(values + row)
-        y = tl.where((y > value) | ((y == value) & (ids <= tl.load(lasts + row))), y, float("-inf"))
+    value = tl.load(values + row, filters != 0, other=float("-inf"))
+    last = tl.load(lasts + row, filters != 0, other=0x7FFFFFFF)
+    y = tl.where((y > value) | ((y == value) & (ids <= last)), y, float("-inf"))
     top = tl.max(y, axis=0)
     best = top
     best_id = tl.min(tl.where(y == top, ids, 0x7FFFFFFF), axis=0)
-    if DRAWS:  # noqa: SIM102 (known to the compiler; the next is not)
-        if drawn & (top > float("-inf")):
-            best, best_id = _best_of_block(y, ids, best_id, tl.load(seeds + row), tl.load(output_index + row))
+    if drawn & (top > float("-inf")):
+        best, best_id = _best_of_block(y, ids, best_id, tl.load(seeds + row), tl.load(output_index + row))
     where = row * tl.num_programs(1) + block
     tl.store(scores + where, best)
     tl.store(best_ids + where, best_id)
