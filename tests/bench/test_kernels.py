@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
-from millrace_bench.kernels import tune_attention, tune_mid
+from millrace_bench.kernels import tune, tune_attention, tune_jobs, tune_mid
 from millrace_bench.kernels.case import Call, Case, candidates
-from millrace_bench.kernels.dense import EP8, TP8, Product
 from millrace_bench.kernels.driver import Row, as_dict, floor_us, line, measure, num_sets
-from millrace_bench.kernels.tune import TOKENS
-from millrace_bench.kernels.tune import candidates as tune_candidates
+from millrace_bench.kernels.moe import TP8_SHARED
+from millrace_bench.kernels.tune_jobs import Decode, Experts, Linear
+from millrace_kernels.fp8 import BLOCK
 from millrace_kernels.testing.attention import Draw
-from millrace_kernels.triton import mla_absorb, mla_decode
+from millrace_kernels.testing.cases import TINY
+from millrace_kernels.triton import mla_absorb, mla_decode, small_linear
+from millrace_testing import triton_interpreter
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -57,12 +60,34 @@ def test_without_rows_the_candidate_is_the_reference() -> None:
     assert candidates("linear.linear", lambda: 7, CPU)["ref"]() == 7
 
 
-@pytest.mark.parametrize("num", TOKENS)
-@pytest.mark.parametrize("product", [*TP8, *EP8], ids=lambda product: f"{product.n}x{product.k}")
-def test_tuning_offers_configurations_of_every_shape(num: int, product: Product) -> None:
-    found = list(tune_candidates(num, product.k))
-    assert len(found) == len(set(found)) > 2 and all(128 % chosen.block_n == 0 for chosen in found)
-    assert all(chosen.splits == 1 or chosen.splits <= product.k // 256 for chosen in found)
+def test_tuning_offers_configurations_of_every_shape() -> None:
+    wanted = list(tune.jobs())
+    assert len(set(wanted)) == len(wanted) > 30
+    for job in wanted:
+        options = job.options()
+        assert len(options) == len(set(options)) > 2
+        assert all(BLOCK % option.block_n == 0 for option in options if option != "flash_mla")
+        if isinstance(job, Linear):
+            assert options[0] == small_linear.config(job.num, job.n, job.k)
+
+
+def test_tuning_measures_what_gives_the_right_result(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    triton_interpreter.install()
+    small = replace(TP8_SHARED, dims=replace(TINY, top_k=2), held=TINY.experts + 1, size=128)
+    monkeypatch.setattr(tune_jobs, "TP8_SHARED", small)
+    for module in (tune, tune_jobs):
+        monkeypatch.setattr(module, "CUDA", CPU)
+    monkeypatch.setattr(tune, "time_us", lambda calls, device, samples: float(len([call() for call in calls])))
+    monkeypatch.setattr(tune_jobs, "MOST_SETS", 2)
+    for job in (Linear(1, 256, 512), Linear(4, 128, 384), Experts(1, True), Experts(4, False), Decode(1, 128, 2)):
+        few = job.options()[:2]
+        with monkeypatch.context() as patch:
+            patch.setattr(type(job), "options", lambda self, few=few: few)
+            times = tune.tune(job, {job.key(option) for option in few}, float("inf"))
+            assert list(times) == few and tune.row(job, times)["used"] == repr(few[0])
+    assert "TB/s" in capsys.readouterr().out
 
 
 def test_attention_is_tuned_against_what_is_in_use() -> None:

@@ -89,6 +89,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> FlashMla:
     fake = FlashMla()
     monkeypatch.setitem(sys.modules, "flash_mla", fake)
     monkeypatch.setitem(sys.modules, "flash_mla.flash_mla_interface", fake.interface)
+    monkeypatch.setattr(flash_mla, "FEW_SEQS", 0)
     return fake
 
 
@@ -120,6 +121,13 @@ def test_flash_mla_decodes_fp8_and_never_sees_a_length_of_0(library: FlashMla) -
     assert library.decoded == 1 and call["seq_lens"].tolist() == [70, 0, 128]
     assert_close(out[[0, 2]], wanted[[0, 2]], FP8_ATTENTION_TOLERANCE)
     assert out.isfinite().all()
+
+
+def test_few_rows_of_few_sequences_are_ours(library: FlashMla, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_mla, "FEW_SEQS", 2)
+    for lens, queries, planned in (((70, 3), 16, False), ((70, 3), 17, True), ((70, 3, 9), 16, True)):
+        plan = flash_mla.schedule(torch.tensor(lens, dtype=torch.int32), queries, 2, BF16)
+        assert (plan is not None) == planned
 
 
 def test_what_flash_mla_does_not_take_is_ours(library: FlashMla) -> None:

@@ -12,6 +12,7 @@ from millrace_kernels.silu_mul import silu_mul, silu_mul_quant
 from millrace_kernels.testing.cases import strided_rows
 from millrace_kernels.testing.numeric import FP8_TOLERANCE, assert_close, dequantised, rms_error
 from millrace_kernels.triton import fp8_linear as mid
+from millrace_kernels.triton.gemv import Gemv
 from millrace_kernels.triton.quant import quant_groups_with
 from millrace_kernels.triton.small_linear import Config, config, small_linear_with
 from torch import Tensor
@@ -110,7 +111,7 @@ def test_small_linear(num: int, n: int, k: int) -> None:
     assert_close(found, exact)
     if num > 1:
         for splits in (1, 3):
-            assert_close(small_linear_with(x, weight, Config(32, 128, splits, 4, 2)), exact)
+            assert_close(small_linear_with(x, weight, Config(32, splits, 4, 2)), exact)
 
 
 MID = [
@@ -152,6 +153,16 @@ def test_a_measured_shape_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not row.serves(128, (24, 128))
 
 
+@pytest.mark.parametrize("chosen", [Gemv(4, 512, 1), Gemv(8, 1024, 4), Gemv(2, 2048, 4), Config(32, 3, 4, 2)])
+@pytest.mark.parametrize(("n", "k"), [(203, 1352), (64, 2048)])
+def test_one_row_in_tiles(n: int, k: int, chosen: Gemv | Config) -> None:
+    """The last tile ends within the weight, beyond it, or with it; so do the last rows."""
+    x = strided_rows(1, k, torch.bfloat16)
+    weight = quant_blocks(torch.randn(n, k, generator=torch.Generator().manual_seed(1)))
+    exact = x.double() @ dequant_blocks(*weight, torch.float32).double().T
+    assert_close(small_linear_with(x, weight, chosen), exact)
+
+
 def test_small_linear_of_fp32_rows_does_not_round_them() -> None:
     x, weight = torch.randn(2, 256), quant_blocks(torch.randn(64, 256))
     with forced(**OURS):
@@ -164,5 +175,6 @@ def test_small_linear_of_fp32_rows_does_not_round_them() -> None:
 )
 def test_every_sm_has_work_at_v3_shapes(num: int, n: int, k: int) -> None:
     chosen = config(num, n, k)
-    assert 128 % chosen.block_n == 0 and chosen.splits <= -(-k // 128)
-    assert -(-n // chosen.block_n) * chosen.splits >= 112
+    splits = 1 if isinstance(chosen, Gemv) else chosen.splits
+    assert 128 % chosen.block_n == 0 and splits <= -(-k // 128)
+    assert -(-n // chosen.block_n) * splits >= 112

@@ -1,72 +1,128 @@
-"""Times every configuration of a few-token product at V3's shapes; prints those that beat the one in use, as the rows
-of `MEASURED` in millrace_kernels/triton/small_linear.py, and all times as a JSON line.
+"""Times configurations of a decode step's kernels for 1, 4 and 16 tokens at V3's shapes: few-token products, experts
+and attention. Prints the best beside the one in use, and the rows worth adding to `MEASURED` in
+millrace_kernels/triton/small_linear.py; writes all times as JSON.
 
-python -m millrace_bench.kernels.tune [--tokens 1 4 16] [--quick]
+Processes compile every configuration ahead, for a part of the time: one that is not ready by then is left out, and so
+are jobs that the time did not reach.
+
+python -m millrace_bench.kernels.tune [--out FILE] [--seconds 70] [--only T=1]
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
-from collections.abc import Iterator
+import multiprocessing
+import os
+import time
+from collections.abc import Hashable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from pathlib import Path
+from typing import Any
 
 import torch
-from millrace_kernels.fp8 import BLOCK, quant_blocks
+from millrace_kernels.testing.numeric import rms_error
 from millrace_kernels.testing.timing import time_us
-from millrace_kernels.triton.small_linear import Config, config, small_linear_with
 
 from millrace_bench.common import Record, print_record
-from millrace_bench.kernels.case import Case
 from millrace_bench.kernels.dense import EP8, TP8
-from millrace_bench.kernels.driver import num_sets
+from millrace_bench.kernels.tune_jobs import CUDA, Decode, Experts, Job, Linear
 
-TOKENS = (1, 4, 16)
 GAIN = 0.97  # a row is worth its line when it takes less than this part of the time
+COMPILE_PART = 0.6  # of the time, at most
+SAME = 2e-2  # rms error against the reference; BF16 results and a BF16 value between two products
 
 
-def candidates(num_tokens: int, k: int) -> Iterator[Config]:
-    """What fits the shape: a product for one token cuts its rows into BLOCK_K columns, one for more takes a block."""
-    if num_tokens == 1:
-        for block_n, block_k, warps, stages in itertools.product((2, 4, 8, 16), (512, 1024), (4, 8), (3, 5)):
-            if block_k <= max(k, 512) and block_n * block_k >= 16 * 32 * warps:  # every lane loads 16 bytes
-                yield Config(block_n, block_k, 1, warps, stages)
-        return
-    for block_n, splits, stages in itertools.product((32, 64, 128), (1, 2, 3, 4, 8), (4, 6)):
-        if splits <= max(k // BLOCK // 2, 1):
-            yield Config(block_n, BLOCK, splits, 8 if block_n == 128 else 4, stages)
+def jobs() -> Iterator[Job]:
+    """Most wanted first."""
+    tp8, both = ([(p.n, p.k) for p in products] for products in (TP8, (*TP8, *EP8)))
+    yield from (Linear(1, n, k) for n, k in tp8)
+    yield from (Experts(1, down) for down in (False, True))
+    yield from (Decode(batch, keys) for batch, keys in itertools.product((1, 4), (1024, 4096)))
+    yield from (Linear(1, n, k) for n, k in dict.fromkeys(both) if (n, k) not in tp8)
+    for num in (4, 16):
+        yield from (Linear(num, n, k) for n, k in tp8)
+        yield from (Experts(num, down) for down in (False, True))
 
 
-def tune(num_tokens: int, n: int, k: int, samples: int) -> dict[Config, float]:
-    """Microseconds of each configuration, ascending; those that the GPU refuses are left out."""
-    device = torch.device("cuda")
-    moved = Case("fp8.small_linear", "", dict, n * k, 0)
-    weights = [quant_blocks(torch.randn(n, k, device=device)) for _ in range(num_sets(moved, device, quick=False))]
-    x, times = torch.randn(num_tokens, k, device=device, dtype=torch.bfloat16), {}
-    for chosen in {config(num_tokens, n, k): None} | dict.fromkeys(candidates(num_tokens, k)):
+def compile_all(wanted: Iterable[Job], until: float) -> set[Hashable]:
+    """The keys that compiled before `until`."""
+    tasks: dict[Hashable, tuple[Job, Any]] = {}
+    for job in wanted:
+        for option in job.options():
+            tasks.setdefault(job.key(option), (job, option))
+    workers = min(len(os.sched_getaffinity(0)), 16)
+    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+    futures: dict[Future[None], Hashable] = {pool.submit(_compile, *task): key for key, task in tasks.items()}
+    done, late = wait(futures, timeout=max(until - time.monotonic(), 1))
+    pool.shutdown(wait=True, cancel_futures=True)
+    print(f"{len(done)} configurations compiled, {len(late)} too late", flush=True)
+    for future in done:
+        if error := future.exception():
+            print(f"{futures[future]}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+    return {futures[future] for future in done if future.exception() is None}
+
+
+def _compile(job: Job, option: Any) -> None:
+    job.compile(option)
+    torch.cuda.synchronize()
+
+
+def tune(job: Job, ready: set[Hashable], until: float) -> dict[Any, float]:
+    """Microseconds by configuration, the one in use first; wrong ones and those that fail are left out."""
+    times: dict[Any, float] = {}
+    expected = job.wanted()
+    for option in job.options():
+        if job.key(option) not in ready or time.monotonic() > until:
+            continue
         try:
-            times[chosen] = time_us(
-                [functools.partial(small_linear_with, x, w, chosen) for w in weights], device, samples
-            )
-        except Exception as error:  # too much shared memory, say
-            print(f"{chosen}: {type(error).__name__}")
-    return dict(sorted(times.items(), key=lambda item: item[1]))
+            calls = job.calls(option)
+            error = rms_error(calls[0](), expected)
+            assert error <= SAME, f"differs from the reference by {error:.1e}"
+            times[option] = time_us(calls, CUDA, samples=3)
+        except Exception as failure:  # too much shared memory, say
+            print(f"{job}: {option}: {type(failure).__name__}: {str(failure)[:200]}", flush=True)
+    return times
+
+
+def row(job: Job, times: dict[Any, float]) -> dict[str, Any]:
+    used, ranked = job.options()[0], sorted(times, key=lambda option: times[option])
+    best = ranked[0]
+    speed = {option: job.nbytes / times[option] / 1e6 for option in times}  # TB/s
+    in_use = f"{times[used]:.2f} us, {speed[used]:.2f} TB/s with {used}" if used in times else f"no time of {used}"
+    print(f"{job}: {times[best]:.2f} us, {speed[best]:.2f} TB/s with {best}; in use: {in_use}", flush=True)
+    if isinstance(job, Linear) and times[best] < GAIN * times.get(used, float("inf")):
+        print(f"    ({job.num}, {job.n}, {job.k}): {best!r},  # {times[best]:.1f} us", flush=True)
+    listed = [[repr(option), round(times[option], 2), round(speed[option], 2)] for option in ranked]
+    return {"job": str(job), "used": repr(used), "us_and_tb_per_s": listed}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Tune the few-token FP8 product.")
-    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS), choices=TOKENS)
-    parser.add_argument("--quick", action="store_true", help="fewer samples")
+    parser = argparse.ArgumentParser(description="Tune the kernels of a small decode step.")
+    parser.add_argument("--out", type=Path, help="a file for the JSON, rewritten after every job")
+    parser.add_argument("--seconds", type=float, default=70.0, help="for everything")
+    parser.add_argument("--only", default="", help="only jobs whose name contains this")
     args = parser.parse_args()
-    rows = []
-    for num, (n, k) in itertools.product(args.tokens, dict.fromkeys((p.n, p.k) for p in (*TP8, *EP8))):
-        times = tune(num, n, k, samples=3 if args.quick else 7)
-        best, now = next(iter(times)), config(num, n, k)
-        used = times.get(now, float("inf"))
-        rows.append({"tokens": num, "n": n, "k": k, "us": used, "best_us": times[best], "best": best._asdict()})
-        if times[best] < GAIN * used:
-            print(f"    ({num}, {n}, {k}): {best!r},  # {times[best]:.1f} us, was {used:.1f}", flush=True)
-    print_record(Record("tune", vars(args), {"rows": rows}))
+    start = time.monotonic()
+    rows: list[dict[str, Any]] = []
+    record = Record("tune", vars(args), {"rows": rows})  # its rows are still to come
+    until = start + args.seconds
+    wanted = [job for job in jobs() if args.only in str(job)]
+    ready = compile_all(wanted, start + COMPILE_PART * args.seconds)
+    print(f"compiled after {time.monotonic() - start:.0f} s", flush=True)
+    for job in wanted:
+        if time.monotonic() > until:
+            print(f"no time left for {job}", flush=True)
+            continue
+        try:
+            if times := tune(job, ready, until):
+                rows.append(row(job, times))
+        except Exception as failure:  # the other jobs are still worth their rows
+            print(f"{job}: {type(failure).__name__}: {str(failure)[:200]}", flush=True)
+        job.__dict__.pop("inputs", None)
+        if args.out:
+            args.out.write_text(record.to_json() + "\n")
+    print_record(record)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Times configurations of our experts' kernels, one launch after the other; prints the best of each and all as JSON.
+"""Times configurations of our experts' kernels for more than a few tokens; prints the best and all as JSON.
 
-python -m millrace_bench.kernels.tune_moe [--rank TP8] [--tokens 1 16 128] [--quick]
+python -m millrace_bench.kernels.tune_moe [--rank TP8] [--tokens 32 128] [--quick]
 """
 
 from __future__ import annotations
@@ -9,14 +9,13 @@ import argparse
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
-from millrace_kernels.backend import SMALL_TOKENS
 from millrace_kernels.fp8 import Fp8, Operand, quant_groups
 from millrace_kernels.testing.experts import choose
 from millrace_kernels.testing.timing import time_us
-from millrace_kernels.triton import moe_grouped, moe_small
+from millrace_kernels.triton import moe_grouped
 from millrace_kernels.triton.moe_route import expected_rows
 from torch import Tensor
 
@@ -25,7 +24,6 @@ from millrace_bench.kernels.moe import EP8, TP8, Rank, draw_weights
 
 CUDA = torch.device("cuda")
 ROUTINGS = 4  # in turns, so that few tokens do not find their experts in the L2 cache
-C = TypeVar("C", moe_small.Config, moe_grouped.Config)
 
 
 class Inputs(NamedTuple):
@@ -45,30 +43,9 @@ def inputs(rank: Rank, num: int) -> list[Inputs]:
     return [Inputs(x, weights, experts, w13, w2, rank.first) for weights, experts in routings]
 
 
-def small_candidates(num: int) -> Iterable[moe_small.Config]:
-    if num > 1:
-        return itertools.starmap(moe_small.Config, itertools.product((16, 32, 64), (1,), (4, 8), (4, 6)))
-    tiles = ((n, k) for n, k in itertools.product((4, 8, 16, 32), (2, 4, 8)) if n * k <= 64)  # more spill registers
-    return (moe_small.Config(n, k, 4, stages) for (n, k), stages in itertools.product(tiles, (4, 6)))
-
-
 def grouped_candidates(rows: int) -> Iterable[moe_grouped.Config]:
     heights = [m for m in (16, 32, 64, 128) if rows // 2 <= m <= 4 * max(rows, 16)]
     return itertools.starmap(moe_grouped.Config, itertools.product(heights, (64, 128), (4, 8), (3, 4)))
-
-
-def tune_small(sets: Sequence[Inputs], samples: int) -> dict[str, object]:
-    """w13's launch beside the present one of w2, then w2's beside the best of w13."""
-    num = sets[0].x.shape[0]
-    up, down = moe_small.configs(num)
-
-    def calls(up: moe_small.Config, down: moe_small.Config) -> list[Callable[[], Tensor]]:
-        return [functools.partial(moe_small.run, *s, shared_expert=False, up=up, down=down) for s in sets]
-
-    ups = _times(up, small_candidates(num), lambda config: calls(config, down), samples)
-    best_up = next(iter(ups))
-    downs = _times(down, small_candidates(num), lambda config: calls(best_up, config), samples)
-    return {"used_us": ups[up], "up": _ranking(ups), "down": _ranking(downs)}
 
 
 def tune_grouped(sets: Sequence[Inputs], num_experts: int, samples: int) -> dict[str, object]:
@@ -84,10 +61,13 @@ def tune_grouped(sets: Sequence[Inputs], num_experts: int, samples: int) -> dict
 
 
 def _times(
-    used: C, others: Iterable[C], calls: Callable[[C], list[Callable[[], Tensor]]], samples: int
-) -> dict[C, float]:
+    used: moe_grouped.Config,
+    others: Iterable[moe_grouped.Config],
+    calls: Callable[[moe_grouped.Config], list[Callable[[], Tensor]]],
+    samples: int,
+) -> dict[moe_grouped.Config, float]:
     """Microseconds, ascending; configurations that the GPU refuses take infinitely long."""
-    times: dict[C, float] = {}
+    times: dict[moe_grouped.Config, float] = {}
     for config in itertools.chain((used,), others):
         if config in times:
             continue
@@ -99,22 +79,20 @@ def _times(
     return dict(sorted(times.items(), key=lambda item: item[1]))
 
 
-def _ranking(times: dict[C, float]) -> list[dict[str, float]]:
+def _ranking(times: dict[moe_grouped.Config, float]) -> list[dict[str, float]]:
     return [{**config._asdict(), "us": round(us, 2)} for config, us in list(times.items())[:5]]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Tune the experts' kernels.")
     parser.add_argument("--rank", nargs="+", default=["TP8", "EP8"], choices=["TP8", "EP8"])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16, 32, 128, 512])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[32, 128, 512])
     parser.add_argument("--quick", action="store_true", help="fewer samples")
     args = parser.parse_args()
     rows: list[dict[str, object]] = []
     for rank, num in itertools.product([r for r in (TP8, EP8) if r.name in args.rank], args.tokens):
         sets, samples = inputs(rank, num), 3 if args.quick else 7
-        few = num <= SMALL_TOKENS
-        found = tune_small(sets, samples) if few else tune_grouped(sets, rank.dims.experts, samples)
-        rows.append({"rank": rank.name, "tokens": num, "kernels": "moe_small" if few else "moe_grouped", **found})
+        rows.append({"rank": rank.name, "tokens": num, **tune_grouped(sets, rank.dims.experts, samples)})
         print(rows[-1], flush=True)
     print_record(Record("tune_moe", vars(args), {"rows": rows}))
 

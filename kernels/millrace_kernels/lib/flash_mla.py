@@ -24,6 +24,7 @@ from millrace_kernels.triton.e4m3 import to_e4m3
 
 ROW, LATENT, PAGE = 576, 512, 64
 KV_DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
+FEW_SEQS, FEW_ROWS = 4, 32  # up to which our kernel is faster: one has no more query rows than half of a tile here
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,10 @@ class Plan:
 
 
 def schedule(seq_lens: Tensor, queries_per_seq: int, num_heads: int, kv_dtype: torch.dtype) -> Plan | None:
-    """One kernel on one warp, for all layers."""
+    """One kernel on one warp, for all layers. None: our kernel runs."""
+    rows = queries_per_seq * num_heads
+    if len(seq_lens) <= FEW_SEQS and rows <= FEW_ROWS:
+        return None
     import flash_mla
     from flash_mla.flash_mla_interface import FlashMLASchedMeta
 
@@ -41,7 +45,6 @@ def schedule(seq_lens: Tensor, queries_per_seq: int, num_heads: int, kv_dtype: t
         return None
     fp8 = kv_dtype == torch.float8_e4m3fn
     lens = seq_lens.clamp_min(1) if fp8 else seq_lens
-    rows = queries_per_seq * num_heads
     tiles, splits = flash_mla.get_mla_decoding_metadata(
         lens, rows, 1, None if fp8 else num_heads, is_fp8_kvcache=fp8, use_legacy=True
     )

@@ -1,5 +1,6 @@
-"""Split-KV decoding: a program takes BLOCK_M of the S * H query rows of a sequence and a share of its pages; a second
-kernel merges the shares by their log-sum-exp. Any number of heads; also what runs where FlashMLA is missing.
+"""Split-KV decoding: a program takes BLOCK_M of the S * H query rows of a sequence and a share of its keys; a second
+kernel merges the shares by their log-sum-exp. Any number of heads. Faster than FlashMLA for few sequences, which give
+that few tiles of 64 rows; and what runs where it is missing.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from millrace_kernels.triton.launch import options, wait
 from millrace_kernels.triton.softmax import LOG2E, begin, finish, fold
 
 PROGRAMS = 264  # two for each of an H200's 132 multiprocessors
-MAX_SPLITS = 64
+MAX_SPLITS = 128
+MERGE_COLUMNS = 64  # of a program
 
 
 class Config(NamedTuple):
@@ -58,23 +60,27 @@ def mla_decode_with(
     if not num_seqs:
         return out, lse
     blocks = triton.cdiv(rows, chosen.block_m)
-    splits = max(1, min(page_table.shape[1], chosen.programs // (num_seqs * blocks), MAX_SPLITS))
+    block_n, page = min(kv.shape[1], chosen.block_n), kv.shape[1]
+    most = page_table.shape[1] * page // block_n  # shares that could have a key
+    splits = max(1, min(most, chosen.programs // (num_seqs * blocks), MAX_SPLITS))
     part_out = out if splits == 1 else q.new_empty(splits, *out.shape, dtype=torch.float32)
     part_lse = lse if splits == 1 else lse.new_empty(splits, *lse.shape)
     _attend[(num_seqs, blocks, splits)](
         part_out, part_lse, q, kv, page_table, seq_lens,
         scale, num_seqs, rows, num_heads, num_queries, kv.stride(0), kv.stride(1), page_table.stride(0),
-        C=kv_lora_rank, R=width - kv_lora_rank, PAGE=kv.shape[1],
-        BLOCK_M=chosen.block_m, BLOCK_N=min(kv.shape[1], chosen.block_n),
+        C=kv_lora_rank, R=width - kv_lora_rank, PAGE=page, BLOCK_M=chosen.block_m, BLOCK_N=block_n,
         **options(chosen.num_warps, chosen.num_stages),
     )  # fmt: skip
     if splits > 1:
-        total = num_seqs * rows
-        _merge[(total,)](out, lse, part_out, part_lse, total, splits, C=kv_lora_rank, SPLITS=MAX_SPLITS, **options(4))
+        columns = min(MERGE_COLUMNS, kv_lora_rank)
+        _merge[(num_seqs * rows, triton.cdiv(kv_lora_rank, columns))](
+            out, lse, part_out, part_lse, num_seqs * rows, splits,
+            C=kv_lora_rank, COLUMNS=columns, SPLITS=triton.next_power_of_2(splits), **options(4),
+        )  # fmt: skip
     return out, lse
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs"])
 def _attend(
     out_ptr, lse_ptr, q_ptr, kv_ptr, page_table_ptr, seq_lens_ptr,
     scale, num_seqs, num_rows, num_heads, num_queries, kv_page, kv_row, page_table_row,
@@ -87,7 +93,7 @@ def _attend(
     present = (row < num_rows)[:, None]
     wait(PDL)
     num_keys = tl.load(seq_lens_ptr + seq)
-    share = tl.cdiv(tl.cdiv(num_keys, PAGE), tl.num_programs(2)) * PAGE
+    share = tl.cdiv(tl.cdiv(num_keys, BLOCK_N), tl.num_programs(2)) * BLOCK_N
     last_key = num_keys - num_queries + row // num_heads
     q_rows = q_ptr + (seq.to(tl.int64) * num_rows + row[:, None]) * (C + R)
     q_latent = tl.load(q_rows + latent, mask=present, other=0.0)
@@ -112,27 +118,31 @@ def _attend(
     out, lse = finish(out, largest, total)
     where = (split * num_seqs + seq).to(tl.int64) * num_rows + row
     tl.store(lse_ptr + where, lse, mask=row < num_rows)
-    tl.store(out_ptr + where[:, None] * C + latent, out.to(out_ptr.dtype.element_ty), mask=present)
+    seen = present & ((split == 0) | (split * share < num_keys))  # _merge does not read a share without keys
+    tl.store(out_ptr + where[:, None] * C + latent, out.to(out_ptr.dtype.element_ty), mask=seen)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "splits"])
 def _merge(
     out_ptr, lse_ptr, part_out_ptr, part_lse_ptr,
     num_rows, splits,
-    C: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+    C: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    row, split, column = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS), tl.arange(0, C)
+    """COLUMNS of a row: all shares that saw a key at once."""
+    row, split = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     wait(PDL)
     lses = tl.load(part_lse_ptr + split * num_rows + row, mask=split < splits, other=float("-inf"))
     base = tl.max(lses, axis=0)
     base = tl.where(base == float("-inf"), 0.0, base)
-    total = tl.sum(tl.exp(lses - base), axis=0)
+    shares = tl.exp(lses - base)
+    total = tl.sum(shares, axis=0)
     seen = total > 0.0
     total = tl.where(seen, total, 1.0)
-    tl.store(lse_ptr + row, tl.where(seen, base + tl.log(total), float("-inf")))
-    out = tl.zeros((C,), dtype=tl.float32)
-    where = row
-    for _ in range(splits):
-        out += tl.exp(tl.load(part_lse_ptr + where) - base) * tl.load(part_out_ptr + where * C + column)
-        where += num_rows
-    tl.store(out_ptr + row * C + column, (out / total).to(out_ptr.dtype.element_ty))
+    if tl.program_id(1) == 0:
+        tl.store(lse_ptr + row, tl.where(seen, base + tl.log(total), float("-inf")))
+    at = (split * num_rows + row)[:, None] * C + column[None, :]
+    mask = (lses > float("-inf"))[:, None] & (column < C)[None, :]
+    parts = tl.load(part_out_ptr + at, mask=mask, other=0.0)
+    out = tl.sum(parts * shares[:, None], axis=0) / total
+    tl.store(out_ptr + row * C + column, out.to(out_ptr.dtype.element_ty), mask=column < C)

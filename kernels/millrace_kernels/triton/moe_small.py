@@ -19,27 +19,30 @@ import triton.language as tl
 from torch import Tensor
 
 from millrace_kernels.fp8 import BLOCK, Fp8, Operand
+from millrace_kernels.triton import moe_one
 from millrace_kernels.triton.launch import go_ahead, options, wait
 from millrace_kernels.triton.moe_route import local_expert
+from millrace_kernels.triton.small_linear import exact_bf16
 
 MOST_TOKENS = 64  # that the kernels can take; the table gives them fewer
 
 
 class Config(NamedTuple):
-    """Of one launch. A program makes `block_n` columns, `blocks_k` * 128 terms of their sums at a time."""
+    """Of one launch. A program makes `block_n` columns, 128 terms of their sums at a time."""
 
     block_n: int
-    blocks_k: int
     num_warps: int
     num_stages: int  # of the pipeline of loads
 
 
-# By the number of tokens from which on they hold, for w13 and w2; millrace_bench.kernels.tune_moe times others.
-CONFIGS = {
-    1: (Config(4, 4, 4, 5), Config(16, 2, 4, 5)),
-    2: (Config(16, 1, 4, 6), Config(16, 1, 4, 6)),
-    9: (Config(32, 1, 4, 4), Config(32, 1, 4, 6)),
-    17: (Config(32, 1, 4, 4), Config(64, 1, 4, 5)),
+Pair = tuple[Config, Config] | tuple[moe_one.Config, moe_one.Config]  # for w13 and w2
+
+# By the number of tokens from which on they hold; `python -m millrace_bench.kernels.tune` times others.
+CONFIGS: dict[int, Pair] = {
+    1: moe_one.USED,
+    2: (Config(16, 4, 6), Config(16, 4, 6)),
+    9: (Config(32, 4, 4), Config(32, 4, 6)),
+    17: (Config(32, 4, 4), Config(64, 4, 5)),
 }
 
 
@@ -63,38 +66,12 @@ def _choices(
     return expert, (expert >= 0) & (leader == a), chose, weight
 
 
-@triton.jit
-def _one_token(
-    x_ptr, w_ptr, up_offset, scales_ptr, up_scales_offset, row,
-    K: tl.constexpr, N: tl.constexpr, BLOCKS_K: tl.constexpr, STAGES: tl.constexpr, FP8: tl.constexpr,
-):  # fmt: skip
-    """sum over k of x[k] w[row, k] for the gate's rows and up's, [N] each, which lie in one block of scales each."""
-    block, col = tl.arange(0, BLOCKS_K), tl.arange(0, 128)
-    gate, up = tl.zeros([N, BLOCKS_K, 128], tl.float32), tl.zeros([N, BLOCKS_K, 128], tl.float32)
-    for k0 in tl.range(0, K, BLOCKS_K * 128, num_stages=STAGES):
-        k = k0 + block[:, None] * 128 + col[None, :]
-        inside = k < K
-        x = tl.load(x_ptr + k, mask=inside, other=0.0).to(tl.float32)
-        at = w_ptr + row[:, None, None] * K + k[None, :, :]
-        w_gate = tl.load(at, mask=inside[None, :, :], other=0.0).to(tl.float32)
-        w_up = tl.load(at + up_offset, mask=inside[None, :, :], other=0.0).to(tl.float32)
-        if FP8:
-            at = scales_ptr + k0 // 128 + block
-            real = k0 // 128 + block < K // 128
-            gate += w_gate * (x * tl.load(at, mask=real, other=0.0)[:, None])[None, :, :]
-            up += w_up * (x * tl.load(at + up_scales_offset, mask=real, other=0.0)[:, None])[None, :, :]
-        else:
-            gate += w_gate * x[None, :, :]
-            up += w_up * x[None, :, :]
-    return tl.sum(tl.sum(gate, axis=2), axis=1)[None, :], tl.sum(tl.sum(up, axis=2), axis=1)[None, :]
-
-
 @triton.jit(do_not_specialize=["num_tokens", "first_expert"])
 def _gate_up_kernel(
     x_ptr, experts_ptr, weights_ptr, w13_ptr, scales_ptr, h_ptr, leaders_ptr,
     num_tokens, first_expert, stride_x,
     D: tl.constexpr, SIZE: tl.constexpr, ROUTED: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr,
-    T_PAD: tl.constexpr, C_PAD: tl.constexpr, N: tl.constexpr, BLOCKS_K: tl.constexpr, STAGES: tl.constexpr,
+    T_PAD: tl.constexpr, C_PAD: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
     FP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """N columns of h for the expert that choice `a` stands for; and who stands for which expert, -1 for nobody."""
@@ -112,25 +89,20 @@ def _gate_up_kernel(
         blocks: tl.constexpr = D // 128
         gate_scales = scales_ptr + expert * (2 * SIZE // 128 * blocks) + tile * N // 128 * blocks
         up_scales = gate_scales + SIZE // 128 * blocks
-        if T_PAD == 1:
-            gate, up = _one_token(
-                x_ptr, w_ptr, SIZE * D, gate_scales, SIZE // 128 * blocks, row, D, N, BLOCKS_K, STAGES, FP8
-            )
-        else:
-            gate, up = tl.zeros([T_PAD, N], tl.float32), tl.zeros([T_PAD, N], tl.float32)
-            for k0 in tl.range(0, D, 128, num_stages=STAGES):
-                k = k0 + col
-                mask = (t < num_tokens)[:, None] & (k < D)[None, :]
-                x = tl.load(x_ptr + t[:, None] * stride_x + k[None, :], mask=mask, other=0.0).to(tl.bfloat16)
-                at = w_ptr + row[:, None] * D + k[None, :]
-                w_gate = tl.load(at, mask=(k < D)[None, :], other=0.0).to(tl.bfloat16)
-                w_up = tl.load(at + SIZE * D, mask=(k < D)[None, :], other=0.0).to(tl.bfloat16)
-                if FP8:
-                    gate += tl.dot(x, tl.trans(w_gate)) * tl.load(gate_scales + k0 // 128)
-                    up += tl.dot(x, tl.trans(w_up)) * tl.load(up_scales + k0 // 128)
-                else:
-                    gate = tl.dot(x, tl.trans(w_gate), gate)
-                    up = tl.dot(x, tl.trans(w_up), up)
+        gate, up = tl.zeros([T_PAD, N], tl.float32), tl.zeros([T_PAD, N], tl.float32)
+        for k0 in tl.range(0, D, 128, num_stages=STAGES):
+            k = k0 + col
+            mask = (t < num_tokens)[:, None] & (k < D)[None, :]
+            x = tl.load(x_ptr + t[:, None] * stride_x + k[None, :], mask=mask, other=0.0).to(tl.bfloat16)
+            at = w_ptr + row[:, None] * D + k[None, :]
+            w_gate = exact_bf16(tl.load(at, mask=(k < D)[None, :], other=0.0))
+            w_up = exact_bf16(tl.load(at + SIZE * D, mask=(k < D)[None, :], other=0.0))
+            if FP8:
+                gate += tl.dot(x, tl.trans(w_gate)) * tl.load(gate_scales + k0 // 128)
+                up += tl.dot(x, tl.trans(w_up)) * tl.load(up_scales + k0 // 128)
+            else:
+                gate = tl.dot(x, tl.trans(w_gate), gate)
+                up = tl.dot(x, tl.trans(w_up), up)
         go_ahead(PDL)
         h = tl.where(chose[:, None], gate * tl.sigmoid(gate) * up * weight[:, None], 0.0)
         at = h_ptr + (a * num_tokens + t)[:, None] * SIZE + n[None, :]
@@ -141,7 +113,7 @@ def _gate_up_kernel(
 def _down_kernel(
     h_ptr, leaders_ptr, w2_ptr, scales_ptr, out_ptr, num_tokens, num_choices,
     D: tl.constexpr, SIZE: tl.constexpr, CHOICES: tl.constexpr, T_PAD: tl.constexpr, N: tl.constexpr,
-    BLOCKS_K: tl.constexpr, STAGES: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """N columns of the output: one sum over the choices that stand for an expert and over its inputs."""
     t, n, col = tl.arange(0, T_PAD), tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, 128)
@@ -149,38 +121,21 @@ def _down_kernel(
     blocks: tl.constexpr = (SIZE + 127) // 128
     scales_ptr += tl.program_id(0) * N // 128 * blocks
     wait(PDL)
-    if T_PAD == 1:
-        block = tl.arange(0, BLOCKS_K)
-        acc = tl.zeros([N, BLOCKS_K, 128], tl.float32)
-        steps: tl.constexpr = (blocks + BLOCKS_K - 1) // BLOCKS_K
-        for step in tl.range(0, CHOICES * steps, num_stages=STAGES):
-            a, i_block = step // steps, step % steps * BLOCKS_K + block
-            expert = tl.load(leaders_ptr + a).to(tl.int64)
-            i = i_block[:, None] * 128 + col[None, :]
-            inside = (i < SIZE) & (expert >= 0)
-            h = tl.load(h_ptr + a * SIZE + i, mask=inside, other=0.0).to(tl.float32)
-            if FP8:
-                at = scales_ptr + expert * (D // 128 * blocks) + i_block
-                h *= tl.load(at, mask=(i_block < blocks) & (expert >= 0), other=0.0)[:, None]
-            at = w2_ptr + expert * (D * SIZE) + row[:, None, None] * SIZE + i[None, :, :]
-            acc += tl.load(at, mask=inside[None, :, :], other=0.0).to(tl.float32) * h[None, :, :]
-        out = tl.sum(tl.sum(acc, axis=2), axis=1)[None, :]
-    else:
-        out = tl.zeros([T_PAD, N], tl.float32)
-        for step in tl.range(0, num_choices * blocks, num_stages=STAGES):
-            a, block = step // blocks, step % blocks
-            expert = tl.load(leaders_ptr + a).to(tl.int64)
-            i = block * 128 + col
-            inside = (i < SIZE) & (expert >= 0)
-            at = h_ptr + (a * num_tokens + t)[:, None] * SIZE + i[None, :]
-            h = tl.load(at, mask=(t < num_tokens)[:, None] & inside[None, :], other=0.0).to(tl.bfloat16)
-            at = w2_ptr + expert * (D * SIZE) + row[:, None] * SIZE + i[None, :]
-            w = tl.load(at, mask=inside[None, :], other=0.0).to(tl.bfloat16)
-            if FP8:
-                scale = tl.load(scales_ptr + expert * (D // 128 * blocks) + block, mask=expert >= 0, other=0.0)
-                out += tl.dot(h, tl.trans(w)) * scale
-            else:
-                out = tl.dot(h, tl.trans(w), out)
+    out = tl.zeros([T_PAD, N], tl.float32)
+    for step in tl.range(0, num_choices * blocks, num_stages=STAGES):
+        a, block = step // blocks, step % blocks
+        expert = tl.load(leaders_ptr + a).to(tl.int64)
+        i = block * 128 + col
+        inside = (i < SIZE) & (expert >= 0)
+        at = h_ptr + (a * num_tokens + t)[:, None] * SIZE + i[None, :]
+        h = tl.load(at, mask=(t < num_tokens)[:, None] & inside[None, :], other=0.0).to(tl.bfloat16)
+        at = w2_ptr + expert * (D * SIZE) + row[:, None] * SIZE + i[None, :]
+        w = exact_bf16(tl.load(at, mask=inside[None, :], other=0.0))
+        if FP8:
+            scale = tl.load(scales_ptr + expert * (D // 128 * blocks) + block, mask=expert >= 0, other=0.0)
+            out += tl.dot(h, tl.trans(w)) * scale
+        else:
+            out = tl.dot(h, tl.trans(w), out)
     go_ahead(PDL)
     mask = (t < num_tokens)[:, None] & (n < D)[None, :]
     tl.store(out_ptr + t[:, None] * D + n[None, :], out, mask=mask)
@@ -192,22 +147,21 @@ def moe_experts(
 ) -> Tensor:  # fmt: skip
     rows = x.plain if isinstance(x, Operand) else x
     assert rows is not None, "few tokens are multiplied in their plain form"
-    up, down = configs(rows.shape[0])
-    return run(rows, weights, experts, w13, w2, first_expert, shared_expert, up, down)
+    return run(rows, weights, experts, w13, w2, first_expert, shared_expert, configs(rows.shape[0]))
 
 
 moe_experts_fp8 = moe_experts
 
 
-def configs(num_tokens: int) -> tuple[Config, Config]:
+def configs(num_tokens: int) -> Pair:
     return CONFIGS[max(least for least in CONFIGS if least <= max(num_tokens, 1))]
 
 
 def run(
     x: Tensor, weights: Tensor, experts: Tensor, w13: Tensor | Fp8, w2: Tensor | Fp8, first_expert: int,
-    shared_expert: bool, up: Config, down: Config,
+    shared_expert: bool, pair: Pair,
 ) -> Tensor:  # fmt: skip
-    (num, dim), top_k, fp8 = x.shape, experts.shape[1], isinstance(w13, Fp8)
+    (up, down), (num, dim), top_k, fp8 = pair, x.shape, experts.shape[1], isinstance(w13, Fp8)
     w13_data, w13_scales = w13 if isinstance(w13, Fp8) else (w13, w13)
     w2_data, w2_scales = w2 if isinstance(w2, Fp8) else (w2, w2)
     held, _, size = w2_data.shape
@@ -218,16 +172,20 @@ def run(
     out = torch.empty(num, dim, dtype=x.dtype, device=x.device)
     if not num:
         return out
-    padded = 1 if num == 1 else max(16, triton.next_power_of_2(num))
+    if isinstance(up, moe_one.Config) and isinstance(down, moe_one.Config):
+        scales = (w13_scales, w2_scales) if fp8 else (None, None)
+        return moe_one.run(x, weights, experts, (w13_data, w2_data), scales, first_expert, shared_expert, (up, down))
+    assert isinstance(up, Config) and isinstance(down, Config), pair
+    padded = max(16, triton.next_power_of_2(num))
     h = torch.empty(num * choices, num, size, dtype=x.dtype, device=x.device)
     leaders = torch.empty(num * choices, dtype=torch.int32, device=x.device)
     _gate_up_kernel[(triton.cdiv(size, up.block_n), num * choices)](
         x, experts, weights, w13_data, w13_scales, h, leaders, num, first_expert, x.stride(0),
         dim, size, routed, top_k, choices, padded, triton.next_power_of_2(choices),
-        up.block_n, up.blocks_k, up.num_stages, fp8, **options(up.num_warps),
+        up.block_n, up.num_stages, fp8, **options(up.num_warps),
     )  # fmt: skip
     _down_kernel[(triton.cdiv(dim, down.block_n),)](
         h, leaders, w2_data, w2_scales, out, num, num * choices,
-        dim, size, choices, padded, down.block_n, down.blocks_k, down.num_stages, fp8, **options(down.num_warps),
+        dim, size, choices, padded, down.block_n, down.num_stages, fp8, **options(down.num_warps),
     )  # fmt: skip
     return out

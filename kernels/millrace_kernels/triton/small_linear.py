@@ -2,9 +2,9 @@
 
     out_tn = sum over 128-column blocks b of scale_nb * (sum over k in b of x_tk w_nk)
 
-One token: `_gemv`, on CUDA cores; a program holds BLOCK_N rows of the weight and all of K, and reduces across its lanes
-once, at the end. More tokens: `_gemm`, on tensor cores with the tokens padded to 16; where N alone gives too few
-programs, K is cut into SPLITS parts whose sums `_reduce` adds in order. Neither uses atomics: a shape has one result.
+One token: `gemv.py`, on CUDA cores, unless `_gemm` was measured to be faster. More: `_gemm`, on tensor cores with the
+tokens padded to 16; where N alone gives too few programs, K is cut into SPLITS parts and `_reduce` adds their sums in
+order. Neither uses atomics: a shape has one result.
 """
 
 from __future__ import annotations
@@ -18,78 +18,52 @@ from torch import Tensor
 
 from millrace_kernels.fp8 import BLOCK, Fp8
 from millrace_kernels.ref import fp8 as reference
+from millrace_kernels.triton.gemv import SMS, Gemv, estimate, gemv
 from millrace_kernels.triton.launch import go_ahead, options, wait
-
-SMS = 132  # of an H200
 
 
 class Config(NamedTuple):
+    """Of _gemm."""
+
     block_n: int  # divides 128, so that a program's rows share their scales
-    block_k: int  # of _gemv; _gemm takes a block at a time
-    splits: int  # of _gemm
+    splits: int
     warps: int
     stages: int
 
 
 # (tokens, N, K) -> what `python -m millrace_bench.kernels.tune` found best; the tokens are 1, 4 (2 to 4) or 16.
-MEASURED: dict[tuple[int, int, int], Config] = {}
+MEASURED: dict[tuple[int, int, int], Config | Gemv] = {}
 
 
-def config(num_tokens: int, n: int, k: int) -> Config:
+def config(num_tokens: int, n: int, k: int) -> Config | Gemv:
     tokens = next(limit for limit in (1, 4, 16) if num_tokens <= limit)
     return MEASURED.get((tokens, n, k)) or _estimate(tokens, n, k)
 
 
-def _estimate(tokens: int, n: int, k: int) -> Config:
+def _estimate(tokens: int, n: int, k: int) -> Config | Gemv:
     """Enough programs for every SM to have several, so that tens of kilobytes are on their way to each all the time.
 
     Every program reads all of x: the more tokens, the more rows must share that.
     """
     if tokens == 1:
-        block_n = next((size for size in (8, 4) if n >= size * SMS), 2)
-        return Config(block_n, 1024 if k % 1024 == 0 else 512, 1, 4, 4)
+        return estimate(n, k)
     block_n, blocks = 32 if tokens <= 4 else 64, triton.cdiv(k, BLOCK)
     splits = min(triton.cdiv(2 * SMS, triton.cdiv(n, block_n)), max(blocks // 4, 1))
-    return Config(block_n, BLOCK, splits, 4, 6)
+    return Config(block_n, splits, 4, 6)
 
 
 @triton.jit
-def _gemv(
-    x, weight, scales, out, n, k, weight_stride, scale_row, scale_col,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """A row of the tile is cut into runs of 16 bytes, which a lane loads and adds up on its own. WHOLE: no edges."""
-    first = tl.program_id(0) * BLOCK_N
-    rows = first + tl.arange(0, BLOCK_N)
-    runs = tl.arange(0, BLOCK_K // 16)
-    in_run = tl.arange(0, 16)
-    cols = runs[:, None] * 16 + in_run[None, :]
-    row_weights = weight + rows[:, None, None].to(tl.int64) * weight_stride
-    row_scales = scales + (first // 128) * scale_row
-    total = tl.zeros([BLOCK_N, BLOCK_K // 16], tl.float32)
-    wait(PDL)
-    for start in tl.range(0, k, BLOCK_K, num_stages=STAGES):
-        at = start + cols
-        scale_at = row_scales + ((start + runs * 16) // 128) * scale_col
-        if WHOLE:
-            values = tl.load(row_weights + at[None, :, :])
-            inputs = tl.load(x + at)
-            scale = tl.load(scale_at)
-        else:
-            values = tl.load(row_weights + at[None, :, :], (rows < n)[:, None, None] & (at < k)[None, :, :], other=0.0)
-            inputs = tl.load(x + at, at < k, other=0.0)
-            scale = tl.load(scale_at, start + runs * 16 < k, other=0.0)
-        products = values.to(tl.float32) * inputs.to(tl.float32)[None, :, :]
-        total += tl.sum(products, axis=2) * scale[None, :]
-    go_ahead(PDL)
-    tl.store(out + rows, tl.sum(total, axis=1).to(out.dtype.element_ty), rows < n)
+def exact_bf16(weight):
+    """E4M3 in BF16, by way of FP32: the direct cast takes a unit with an eighth of the others' throughput."""
+    return weight.to(tl.float32).to(tl.bfloat16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "scale_row", "blocks_per_split"])
 def _gemm(
     x, weight, scales, out, num_tokens, n, k, x_stride, weight_stride, scale_row, scale_col, blocks_per_split,
-    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """WHOLE: no edges."""
     first = tl.program_id(0) * BLOCK_N
     split = tl.program_id(1)
     tokens = tl.arange(0, 16)
@@ -104,10 +78,13 @@ def _gemm(
     for block in tl.range(split * blocks_per_split, last, num_stages=STAGES):
         at = block * 128 + cols
         inside = at < k
-        values = tl.load(row_weights + at[:, None], inside[:, None] & (rows < n)[None, :], other=0.0)
+        if WHOLE:
+            values = tl.load(row_weights + at[:, None])
+        else:
+            values = tl.load(row_weights + at[:, None], inside[:, None] & (rows < n)[None, :], other=0.0)
         inputs = tl.load(token_values + at[None, :], inside[None, :] & (tokens < num_tokens)[:, None], other=0.0)
         scale = tl.load(row_scales + block * scale_col)
-        total += tl.dot(inputs, values.to(inputs.dtype)) * scale
+        total += tl.dot(inputs, exact_bf16(values)) * scale
     go_ahead(PDL)
     at_out = (split * num_tokens + tokens)[:, None].to(tl.int64) * n + rows[None, :]
     tl.store(out + at_out, total.to(out.dtype.element_ty), (tokens < num_tokens)[:, None] & (rows < n)[None, :])
@@ -131,24 +108,17 @@ def small_linear(x: Tensor, weight: Fp8) -> Tensor:
     return small_linear_with(x, weight, config(x.shape[0], *weight.data.shape))
 
 
-def small_linear_with(x: Tensor, weight: Fp8, chosen: Config) -> Tensor:
+def small_linear_with(x: Tensor, weight: Fp8, chosen: Config | Gemv) -> Tensor:
     num_tokens, n = x.shape[0], weight.data.shape[0]
     assert x.stride(1) == 1 and weight.data.stride(1) == 1 and BLOCK % chosen.block_n == 0, (x.stride(), chosen)
     out = x.new_empty(num_tokens, n)
-    if num_tokens == 1:
-        _launch_gemv(x, weight, out, chosen)
+    if isinstance(chosen, Gemv):
+        assert num_tokens <= 1, num_tokens
+        if num_tokens:
+            gemv(x[0], weight, out[0], chosen)
     elif num_tokens:
         _launch_gemm(x, weight, out, chosen)
     return out
-
-
-def _launch_gemv(x: Tensor, weight: Fp8, out: Tensor, chosen: Config) -> None:
-    n, k = weight.data.shape
-    _gemv[(triton.cdiv(n, chosen.block_n),)](
-        x, weight.data, weight.scales, out, n, k, weight.data.stride(0), *weight.scales.stride(),
-        BLOCK_N=chosen.block_n, BLOCK_K=chosen.block_k, WHOLE=n % chosen.block_n == 0 and k % chosen.block_k == 0,
-        STAGES=chosen.stages, **options(chosen.warps),
-    )  # fmt: skip
 
 
 def _launch_gemm(x: Tensor, weight: Fp8, out: Tensor, chosen: Config) -> None:
@@ -158,7 +128,8 @@ def _launch_gemm(x: Tensor, weight: Fp8, out: Tensor, chosen: Config) -> None:
     parts = out if splits == 1 else torch.empty(splits, num_tokens, n, dtype=torch.float32, device=x.device)
     _gemm[(triton.cdiv(n, chosen.block_n), splits)](
         x, weight.data, weight.scales, parts, num_tokens, n, k, x.stride(0), weight.data.stride(0),
-        *weight.scales.stride(), blocks, BLOCK_N=chosen.block_n, STAGES=chosen.stages, **options(chosen.warps),
+        *weight.scales.stride(), blocks, BLOCK_N=chosen.block_n, WHOLE=n % chosen.block_n == 0 and k % BLOCK == 0,
+        STAGES=chosen.stages, **options(chosen.warps),
     )  # fmt: skip
     if splits > 1:
         reduce_parts(parts, out)

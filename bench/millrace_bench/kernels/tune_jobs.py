@@ -1,0 +1,222 @@
+"""What `tune.py` measures: one job is a kernel at a shape, with the configurations worth trying, the one in use first.
+
+A job is a few numbers, so that it travels to the process that compiles a configuration; inputs are made where they are
+used. TP8's experts are 256 and the shared one, an eighth of each.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from millrace_kernels.fp8 import BLOCK, Fp8, quant_blocks
+from millrace_kernels.lib import flash_mla
+from millrace_kernels.ref import fp8 as ref_fp8
+from millrace_kernels.ref import mla_decode as ref_decode
+from millrace_kernels.ref import moe_experts as ref_experts
+from millrace_kernels.testing import attention
+from millrace_kernels.testing.attention import Draw
+from millrace_kernels.testing.experts import choose
+from millrace_kernels.triton import mla_decode, moe_one, moe_small
+from millrace_kernels.triton.gemv import Gemv
+from millrace_kernels.triton.small_linear import Config, config, reduce_parts, small_linear_with
+from torch import Tensor
+
+from millrace_bench.kernels.driver import COLD_BYTES
+from millrace_bench.kernels.moe import TP8_SHARED, draw_weights
+
+CUDA = torch.device("cuda")
+MOST_SETS = 48
+Calls = list[Callable[[], Tensor]]  # the same work on inputs that take turns
+
+
+def gemv_tiles(k: int) -> list[tuple[int, int, int]]:
+    """block_n, block_k, warps: a lane loads 16 bytes of 2, 4 or 8 rows at once; one to eight tiles cover K."""
+    found = []
+    for block_k, loads, warps_n in itertools.product((512, 1024, 2048, 4096, 8192), (2, 4, 8), (1, 4)):
+        warps_k, tiles = block_k // 512, math.ceil(k / block_k)
+        few_idle = tiles * block_k <= 1.8 * k or block_k == 512
+        small = tiles <= 8 and warps_k * warps_n <= 16 and loads * tiles <= 56 and not (loads == 8 and warps_k == 16)
+        if few_idle and small and (warps_n == 1 or block_k <= 1024):
+            found.append((loads * warps_n, block_k, warps_k * warps_n))
+    return found
+
+
+@dataclass(frozen=True)
+class Linear:
+    num: int
+    n: int
+    k: int
+
+    def __str__(self) -> str:
+        return f"small_linear T={self.num} {self.n}x{self.k}"
+
+    @property
+    def nbytes(self) -> float:
+        return self.n * self.k
+
+    def options(self) -> list[Any]:
+        used, few = config(self.num, self.n, self.k), max(self.k // BLOCK // 3, 1)
+        if self.num == 1:
+            dots = [Config(32, splits, 4, 6) for splits in (1, 4) if splits <= few]
+            return list(dict.fromkeys((used, *(Gemv(*tile) for tile in gemv_tiles(self.k)), *dots)))
+        sizes = itertools.product((16, 32, 64), (1, 2, 4, 8), (4, 6))
+        others = [Config(block_n, splits, 4, stages) for block_n, splits, stages in sizes if splits <= few]
+        programs = {other: -(-self.n // other.block_n) * other.splits for other in others}
+        return list(dict.fromkeys((used, *(other for other in others if 100 <= programs[other] <= 1100))))
+
+    def key(self, option: Any) -> Any:
+        """What is compiled: K of a product with one row, and that K is cut; not how often."""
+        return ("gemv", self.k, option) if isinstance(option, Gemv) else ("gemm", option)
+
+    def compile(self, option: Any) -> None:
+        k = self.k if isinstance(option, Gemv) else 1024 if option.splits <= 8 else 128 * option.splits
+        num = 1 if isinstance(option, Gemv) else 16
+        weight = Fp8(torch.zeros(256, k, dtype=torch.uint8, device=CUDA).view(torch.float8_e4m3fn), _scales(256, k))
+        small_linear_with(torch.zeros(num, k, dtype=torch.bfloat16, device=CUDA), weight, option)
+        if isinstance(option, Config) and option.splits > 1:
+            reduce_parts(torch.zeros(option.splits, 256, device=CUDA), torch.zeros(256, device=CUDA).bfloat16())
+
+    @functools.cached_property
+    def inputs(self) -> tuple[Tensor, list[Fp8]]:
+        sets = max(1, min(MOST_SETS, math.ceil(COLD_BYTES / self.nbytes)))
+        first = quant_blocks(torch.randn(self.n, self.k, device=CUDA))
+        copies = [Fp8(first.data.clone(), first.scales.clone()) for _ in range(sets - 1)]
+        return torch.randn(self.num, self.k, device=CUDA).bfloat16(), [first, *copies]
+
+    def calls(self, option: Any) -> Calls:
+        x, weights = self.inputs
+        return [functools.partial(small_linear_with, x, weight, option) for weight in weights]
+
+    def wanted(self) -> Tensor:
+        return ref_fp8.small_linear(self.inputs[0], self.inputs[1][0])
+
+
+def _scales(n: int, k: int) -> Tensor:
+    return torch.zeros(-(-n // BLOCK), -(-k // BLOCK), device=CUDA)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """One of the two launches; beside it the other one as it is in use, whose time is in all figures."""
+
+    num: int
+    down: bool
+
+    def __str__(self) -> str:
+        return f"moe_small T={self.num} {'down' if self.down else 'gate_up'} (both are timed)"
+
+    @property
+    def nbytes(self) -> float:
+        named = [len(set(experts.flatten().tolist())) + 1 for _, experts in _routings(self.num)]
+        return 3 * TP8_SHARED.size * TP8_SHARED.dims.hidden * sum(named) / len(named)
+
+    def options(self) -> list[Any]:
+        used = moe_small.configs(self.num)[self.down]
+        others: list[Any]
+        if self.num > 1:
+            sizes = itertools.product((16, 32, 64), (4, 8), (4, 6))
+            others = [moe_small.Config(*size) for size in sizes]
+        elif self.down:
+            others = [moe_one.Config(*tile) for tile in gemv_tiles(2304)]
+        else:  # gate and up: twice the loads
+            others = [moe_one.Config(n // 2, k, warps) for n, k, warps in gemv_tiles(7168) if n <= 8]
+        return list(dict.fromkeys((used, *others)))
+
+    def key(self, option: Any) -> Any:
+        return ("experts", self.down, option)
+
+    def compile(self, option: Any) -> None:
+        (held, dim, size), num = (TP8_SHARED.held, TP8_SHARED.dims.hidden, TP8_SHARED.size), self.num
+        w13, w2 = (
+            Fp8(torch.empty(held, n, k, dtype=torch.float8_e4m3fn, device=CUDA),
+                torch.empty(held, n // BLOCK, k // BLOCK, device=CUDA)) for n, k in ((2 * size, dim), (dim, size))
+        )  # fmt: skip
+        x = torch.zeros(num, dim, dtype=torch.bfloat16, device=CUDA)
+        weights, experts = torch.zeros(num, 8, device=CUDA), torch.zeros(num, 8, dtype=torch.int32, device=CUDA)
+        self._run(option, x, weights, experts, w13, w2)
+
+    def _run(self, option: Any, *inputs: Any) -> Tensor:
+        up, down = moe_small.configs(self.num)
+        pair: Any = (up, option) if self.down else (option, down)
+        x, weights, experts, w13, w2 = inputs
+        return moe_small.run(x, weights, experts, w13, w2, 0, True, pair)
+
+    @property
+    def inputs(self) -> list[tuple[Any, ...]]:
+        weights = draw_weights(TP8_SHARED.held, TP8_SHARED.dims.hidden, TP8_SHARED.size, CUDA)
+        return [(_rows(self.num), *routing, *weights) for routing in _routings(self.num)]
+
+    def calls(self, option: Any) -> Calls:
+        return [functools.partial(self._run, option, *inputs) for inputs in self.inputs]
+
+    def wanted(self) -> Tensor:
+        x, weights, experts, w13, w2 = self.inputs[0]
+        return ref_experts.moe_experts(x, weights, experts, w13, w2, 0, shared_expert=True)
+
+
+@functools.cache
+def _rows(num: int) -> Tensor:
+    return torch.randn(num, TP8_SHARED.dims.hidden, device=CUDA).bfloat16()
+
+
+@functools.cache
+def _routings(num: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator(device=CUDA).manual_seed(num)
+    return [choose(num, TP8_SHARED.dims, CUDA, generator) for _ in range(4)]
+
+
+@dataclass(frozen=True)
+class Decode:
+    """16 heads; FlashMLA, whose schedule is not counted, is one of the options."""
+
+    batch: int
+    keys: int
+    heads: int = 16
+
+    def __str__(self) -> str:
+        return f"mla_decode B={self.batch} L={self.keys} H={self.heads}"
+
+    @property
+    def nbytes(self) -> float:
+        return 2 * 576 * self.batch * self.keys
+
+    def options(self) -> list[Any]:
+        used = mla_decode.config(self.heads, torch.bfloat16)
+        tiles = ((16, 4, 2), (32, 4, 1), (32, 4, 2), (32, 8, 2), (64, 8, 1), (64, 8, 2))
+        others = [
+            mla_decode.Config(16, block_n, programs, warps, stages)
+            for (block_n, warps, stages), programs in itertools.product(tiles, (32, 64, 132, 264))
+        ]
+        return [*dict.fromkeys((used, *others)), "flash_mla"]
+
+    def key(self, option: Any) -> Any:
+        return ("decode", option if option == "flash_mla" else option._replace(programs=264))
+
+    def compile(self, option: Any) -> None:
+        for batch, keys in ((1, 1024), (1, 4096), (4, 1024)):  # _merge's shares, and numbers that are 1
+            Decode(batch, keys).calls(option)[0]()
+
+    @functools.cached_property
+    def inputs(self) -> dict[str, Any]:
+        draw = Draw(str(CUDA), torch.bfloat16)
+        return attention.mla_decode(draw, (self.keys,) * self.batch, 1, self.heads, torch.bfloat16)
+
+    def calls(self, option: Any) -> Calls:
+        if option == "flash_mla":
+            flash_mla.FEW_SEQS = 0
+            plan = flash_mla.schedule(self.inputs["seq_lens"], 1, self.heads, torch.bfloat16)
+            assert plan is not None, "flash_mla cannot be used"
+            return [lambda: flash_mla.mla_decode(**self.inputs, plan=plan)[0]]
+        return [lambda: mla_decode.mla_decode_with(**self.inputs, chosen=option)[0]]
+
+    def wanted(self) -> Tensor:
+        return ref_decode.mla_decode(**self.inputs)[0]
+
+
+Job = Linear | Experts | Decode

@@ -1,0 +1,107 @@
+"""One row x [K] times rows of a weight, on CUDA cores: what it costs is to read the weight once.
+
+    out_n = sum over runs r of 16 columns of scale_nr * (sum over k in r of x_k w_nk)
+
+A lane loads 16 bytes of BLOCK_N / (warps along N) rows at once, straight into registers and all of them before it uses
+any: neither barriers nor shared memory lie between the weight and its sum, and a warp's load is 512 bytes of one row.
+While one tile of BLOCK_K columns is multiplied, the next is on its way. The first needs nothing of the kernel before
+and with dependent launch does not wait for it. Everything is FP32 from the weight on.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from millrace_kernels.fp8 import Fp8
+from millrace_kernels.triton.launch import go_ahead, options, wait
+
+SMS = 132  # of an H200
+
+
+class Gemv(NamedTuple):
+    """A configuration. Best with 512 columns of a tile per warp, as many as its lanes load at once."""
+
+    block_n: int  # divides 128, so that a program's rows share their scales
+    block_k: int
+    warps: int
+
+
+def estimate(n: int, k: int) -> Gemv:
+    """The largest tile of which at most a quarter lies beyond K; rows so that every SM has several programs."""
+    block_k = min(triton.next_power_of_2(k), 8192)
+    while block_k > 512 and 3 * triton.cdiv(k, block_k) * block_k > 4 * k:
+        block_k //= 2
+    warps = max(block_k // 512, 1)
+    block_n = next((rows for rows in (8, 4) if n >= 4 * rows * SMS), 2) if warps < 16 else 4 if n >= 8 * SMS else 2
+    return Gemv(block_n, block_k, warps)
+
+
+@triton.jit
+def dot_runs(values, x, scale):
+    """values [N, R * RUN], x float32 [R, RUN], scale float32 [R] -> float32 [N, R], the sum of each run"""
+    wide = tl.reshape(values.to(tl.float32), [values.shape[0], x.shape[0], x.shape[1]])
+    return tl.sum(wide * x[None, :, :], axis=2) * scale[None, :]
+
+
+@triton.jit
+def columns(rows, tile: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Columns of a tile of rows of K; `rows` [N, 1] point at their starts."""
+    at = tile * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    if (tile + 1) * BLOCK_K <= K:
+        return tl.load(rows + at)
+    return tl.load(rows + at, at < K, other=0.0)
+
+
+@triton.jit
+def run_values(x, tile: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr):
+    """A tile of x as float32 [R, RUN]"""
+    run = tile * (BLOCK_K // RUN) + tl.arange(0, BLOCK_K // RUN)
+    at = run[:, None] * RUN + tl.arange(0, RUN)[None, :]
+    return tl.load(x + at, at < K, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def run_scales(scales, scale_col, tile: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr):
+    """The scale of each run, [R]; 1 without `scales`"""
+    if scales is None:
+        return tl.full([BLOCK_K // RUN], 1.0, tl.float32)
+    at = (tile * (BLOCK_K // RUN) + tl.arange(0, BLOCK_K // RUN)) * RUN
+    return tl.load(scales + at // 128 * scale_col, at < K, other=0.0)
+
+
+@triton.jit
+def _gemv(
+    x, weight, scales, out, n, weight_stride, scale_row, scale_col,
+    K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) * BLOCK_N
+    row = first + tl.arange(0, BLOCK_N)
+    rows = weight + tl.minimum(row, n - 1)[:, None].to(tl.int64) * weight_stride
+    scales += first // 128 * scale_row
+    values = columns(rows, 0, K, BLOCK_K)
+    total = tl.zeros([BLOCK_N, BLOCK_K // 16], tl.float32)
+    wait(PDL)
+    for tile in tl.static_range(1, TILES):
+        ahead = columns(rows, tile, K, BLOCK_K)
+        inputs, scale = run_values(x, tile - 1, K, BLOCK_K, 16), run_scales(scales, scale_col, tile - 1, K, BLOCK_K, 16)
+        total += dot_runs(values, inputs, scale)
+        values = ahead
+    inputs, scale = run_values(x, TILES - 1, K, BLOCK_K, 16), run_scales(scales, scale_col, TILES - 1, K, BLOCK_K, 16)
+    total += dot_runs(values, inputs, scale)
+    go_ahead(PDL)
+    tl.store(out + row, tl.sum(total, axis=1).to(out.dtype.element_ty), row < n)
+
+
+def gemv(x: Tensor, weight: Fp8, out: Tensor, chosen: Gemv) -> None:
+    """x [K] times weight [N, K], into out [N]; rows of the weight may lie apart."""
+    n, k = weight.data.shape
+    assert x.is_contiguous() and out.is_contiguous() and 128 % chosen.block_n == 0 and chosen.block_k % 16 == 0, chosen
+    _gemv[(triton.cdiv(n, chosen.block_n),)](
+        x, weight.data, weight.scales, out, n, weight.data.stride(0), *weight.scales.stride(),
+        K=k, BLOCK_N=chosen.block_n, BLOCK_K=chosen.block_k, TILES=triton.cdiv(k, chosen.block_k),
+        **options(chosen.warps),
+    )  # fmt: skip
