@@ -53,7 +53,8 @@ def columns(rows, tile: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr):
     at = tile * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
     if (tile + 1) * BLOCK_K <= K:
         return tl.load(rows + at)
-    return tl.load(rows + at, at < K, other=0.0)
+    else:
+        return tl.load(rows + at, at < K, other=0.0)
 
 
 @triton.jit
@@ -69,8 +70,9 @@ def run_scales(scales, scale_col, tile: tl.constexpr, K: tl.constexpr, BLOCK_K: 
     """The scale of each run, [R]; 1 without `scales`"""
     if scales is None:
         return tl.full([BLOCK_K // RUN], 1.0, tl.float32)
-    at = (tile * (BLOCK_K // RUN) + tl.arange(0, BLOCK_K // RUN)) * RUN
-    return tl.load(scales + at // 128 * scale_col, at < K, other=0.0)
+    else:
+        at = (tile * (BLOCK_K // RUN) + tl.arange(0, BLOCK_K // RUN)) * RUN
+        return tl.load(scales + at // 128 * scale_col, at < K, other=0.0)
 
 
 @triton.jit

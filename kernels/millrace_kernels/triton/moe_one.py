@@ -92,8 +92,10 @@ def _down_tile(
     h_at = (run * RUN)[:, None] + tl.arange(0, RUN)[None, :]
     h = tl.load(h_ptr + h_at, mask=here, other=0.0).to(tl.float32)
     if scales_ptr is None:
-        return w2, h, tl.full([BLOCK_K // RUN], 1.0, tl.float32)
-    scale = tl.load(scales_ptr + (expert * (D // 128) + row_block) * blocks + i // 128, mask=expert >= 0, other=0.0)
+        scale = tl.full([BLOCK_K // RUN], 1.0, tl.float32)
+    else:
+        at_scale = (expert * (D // 128) + row_block) * blocks + i // 128
+        scale = tl.load(scales_ptr + at_scale, mask=expert >= 0, other=0.0)
     return w2, h, scale
 
 
