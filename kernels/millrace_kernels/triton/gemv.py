@@ -3,9 +3,9 @@
     out_n = sum over runs r of 16 columns of scale_nr * (sum over k in r of x_k w_nk)
 
 A lane loads 16 bytes of BLOCK_N / (warps along N) rows at once, straight into registers and all of them before it uses
-any: neither barriers nor shared memory lie between the weight and its sum, and a warp's load is 512 bytes of one row.
-While one tile of BLOCK_K columns is multiplied, the next is on its way. The first needs nothing of the kernel before
-and with dependent launch does not wait for it. Everything is FP32 from the weight on.
+any: the weight does not pass through shared memory, only x does, and a warp's load is 512 bytes of one row. While one
+tile of BLOCK_K columns is multiplied, the next is on its way. The first needs nothing of the kernel before and with
+dependent launch does not wait for it. Everything is FP32 from the weight on.
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ def columns(rows, tile: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """Columns of a tile of rows of K; `rows` [N, 1] point at their starts."""
     at = tile * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
     if (tile + 1) * BLOCK_K <= K:
-        return tl.load(rows + at)
+        values = tl.load(rows + at)
     else:
-        return tl.load(rows + at, at < K, other=0.0)
+        values = tl.load(rows + at, at < K, other=0.0)
+    return values
 
 
 @triton.jit
@@ -69,10 +70,11 @@ def run_values(x, tile: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, RU
 def run_scales(scales, scale_col, tile: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr):
     """The scale of each run, [R]; 1 without `scales`"""
     if scales is None:
-        return tl.full([BLOCK_K // RUN], 1.0, tl.float32)
+        values = tl.full([BLOCK_K // RUN], 1.0, tl.float32)
     else:
         at = (tile * (BLOCK_K // RUN) + tl.arange(0, BLOCK_K // RUN)) * RUN
-        return tl.load(scales + at // 128 * scale_col, at < K, other=0.0)
+        values = tl.load(scales + at // 128 * scale_col, at < K, other=0.0)
+    return values
 
 
 @triton.jit
