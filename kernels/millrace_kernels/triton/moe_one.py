@@ -33,7 +33,7 @@ class Config(NamedTuple):
 Pair = tuple[Config, Config]  # for w13 and w2
 
 # `python -m millrace_bench.kernels.tune` times others.
-USED: Pair = (Config(2, 8192, 16), Config(8, 1024, 2))
+USED: Pair = (Config(2, 8192, 16), Config(4, 512, 1))
 
 
 @triton.jit(do_not_specialize=["first_expert"])

@@ -40,8 +40,8 @@ Pair = tuple[Config, Config] | tuple[moe_one.Config, moe_one.Config]  # for w13 
 # By the number of tokens from which on they hold; `python -m millrace_bench.kernels.tune` times others.
 CONFIGS: dict[int, Pair] = {
     1: moe_one.USED,
-    2: (Config(16, 4, 6), Config(16, 4, 6)),
-    9: (Config(32, 4, 4), Config(32, 4, 6)),
+    2: (Config(32, 4, 4), Config(32, 4, 6)),
+    9: (Config(32, 4, 6), Config(32, 4, 6)),
     17: (Config(32, 4, 4), Config(64, 4, 5)),
 }
 
