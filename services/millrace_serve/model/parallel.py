@@ -70,8 +70,8 @@ class ParallelDims:
 
 
 def _all_gather(x: Tensor, size: int, group: dist.ProcessGroup | None) -> Tensor:
-    if group is None:
-        return x.unsqueeze(0)
+    if group is None:  # alone, or one rank of many that a bench runs by itself: our own part stands for the others'
+        return x.unsqueeze(0).expand(size, *x.shape)
     out = x.new_empty(size * x.shape[0], *x.shape[1:])
     dist.all_gather_into_tensor(out, x.contiguous(), group=group)
     return out.unflatten(0, (size, -1)) if x.shape[0] else out.view(size, *x.shape)
