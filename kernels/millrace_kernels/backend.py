@@ -71,6 +71,13 @@ TABLE: dict[str, tuple[Choice, ...]] = {
         *_ours("moe_grouped:moe_experts"),
     ),
     "moe_experts.moe_experts_fp8": (
+        Choice(
+            "millrace_kernels.triton.moe_grouped:moe_experts_fp8",
+            needs="triton",
+            min_size=8,
+            max_size=32,
+            when="millrace_kernels.triton.moe_grouped:is_measured",
+        ),
         Choice("millrace_kernels.triton.moe_small:moe_experts_fp8", needs="triton", max_size=SMALL_TOKENS),
         Choice("millrace_kernels.lib.deep_gemm_grouped:packed", needs="deep_gemm"),
         *_ours("moe_grouped:moe_experts_fp8"),

@@ -46,7 +46,7 @@ def moe_experts(
     assert experts.shape == weights.shape and experts.shape[0] == rows.shape[0], (experts.shape, rows.shape)
     assert first.shape[0] == second.shape[0] and first.shape[1] == 2 * second.shape[2], (first.shape, second.shape)
     assert first.shape[2] == second.shape[1] == rows.shape[1], (first.shape, second.shape, rows.shape)
-    run = implementation(f"moe_experts.{_kind(rows, w13, w2)}", rows.device, rows.shape[0])
+    run = implementation(f"moe_experts.{_kind(rows, w13, w2)}", rows.device, rows.shape[0], tuple(second.shape))
     return run(x, weights, experts, w13, w2, first_expert, shared_expert=shared_expert, num_experts=num_experts)
 
 

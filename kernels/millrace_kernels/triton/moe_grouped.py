@@ -128,6 +128,15 @@ def moe_experts(
 
 moe_experts_fp8 = moe_experts
 
+MEASURED_SIZES = (
+    256,
+)  # of an expert here: TP8's, 8 to 32 tokens: 108-269 us, DeepGEMM 158-328, few-token kernels 120-671
+
+
+def is_measured(num_tokens: int, shape: tuple[int, ...]) -> bool:
+    """Whether this is the fastest for experts w2 of that shape [E, D, I], within the table's limits of num_tokens."""
+    return shape[2] in MEASURED_SIZES
+
 
 def config(rows: int) -> Config:
     """For so many expected rows of an expert."""
