@@ -2,8 +2,8 @@
 
 A component builds a `Metrics` over its own registry and uses attributes: `metrics.requests.labels(status="ok").inc()`.
 Names carry the prefix `millrace_` and a base unit; counters end in `_total`. Labels are bounded sets. A series that
-begins at 1 has never increased for Prometheus; so counters that alerts watch have `known` label values, which are 0 from
-the start.
+begins at 1 has never increased for Prometheus; so counters that alerts watch have `known` label values, which are 0
+from the start.
 """
 
 from __future__ import annotations

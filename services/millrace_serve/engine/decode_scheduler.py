@@ -120,8 +120,8 @@ class DecodeScheduler:
     # ------------------------------------------------------------------------------------------ scheduling
 
     def schedule(self) -> Plan | None:
-        """One token for every decoding sequence that has a page for it, and prompt chunks up to the step's budget. Whoever
-        is undecided sits this step out.
+        """One token for every decoding sequence that has a page for it, and prompt chunks up to the step's budget.
+        Whoever is undecided sits this step out.
         """
         for seq in self.roster.expired():
             message = f"timeout_s={seq.request.timeout_s} passed"
