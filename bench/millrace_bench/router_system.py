@@ -75,7 +75,7 @@ def _worker(role: str, s: Settings) -> list[str]:
     """The command of a worker that holds all streams at once."""
     if s.workers == "fake":
         return [sys.executable, "-m", "millrace_bench.fake_worker", role, "--step-ms", str(s.step_ms)]
-    sequences, length = s.streams * max(s.routers) + 8, s.prompt_tokens + s.tokens
+    sequences, length = s.streams * max(s.routers) + 8, s.prompt_tokens + 2 * s.tokens  # half load runs twice as long
     values = {
         "engine": "sim",
         "log_level": "WARNING",

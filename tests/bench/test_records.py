@@ -25,10 +25,11 @@ def record_of(bench: str, *arguments: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("workers", ["fake", "sim"])
 def test_router(workers: str) -> None:
-    load = ["--streams", "8", "--tokens", "30", "--concurrency", "2", "--requests", "3", "--step-ms", "1"]
+    load = ["--routers", "1", "--streams", "8", "--tokens", "30", "--requests", "3", "--step-ms", "1"]
     record = record_of("router", "--workers", workers, *load)
     assert record["config"]["workers"] == workers and record["config"]["streams"] == 8
-    assert record["results"]["tokens_per_s"] > 0 and record["results"]["ttft_ms"]["p50"] > 0
+    found = record["results"]["routers"]["1"]
+    assert found["tokens_per_s"] > 0 and found["ttft_ms"]["p50"] > 0 and found["requests_per_s"] > 0
 
 
 def test_transfer() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import json
 import random
 import signal
@@ -62,14 +63,16 @@ class System:
         self.length = (100, 300)  # tokens of the clients' prompts
         self.waiting: set[asyncio.Task[None]] = set()
 
-    async def ask(self, random: random.Random) -> None:
-        """One request; how it ends is the metrics' affair."""
+    async def ask(self, random: random.Random, timeout: float | None = 60) -> None:
+        """One request; how it ends is the metrics' affair. Without a timeout it is never refused as too late."""
         ids = [random.randrange(5, 1024) for _ in range(random.randint(*self.length))]
         request = inference_pb2.GenerateRequest(
             prompt={"token_ids": {"ids": ids}}, sampling={"max_tokens": 12, "ignore_eos": True}
         )
         with contextlib.suppress(grpc.aio.AioRpcError):
-            async for _ in self._stub.Generate(request, metadata=(("authorization", f"Bearer {KEY}"),), timeout=60):
+            async for _ in self._stub.Generate(
+                request, metadata=(("authorization", f"Bearer {KEY}"),), timeout=timeout
+            ):
                 pass
 
     async def keep_asking(self, seed: int) -> None:
@@ -262,12 +265,17 @@ async def prefill_goes_idle(system: System) -> set[str]:
 
 
 async def workers_die(system: System) -> set[str]:
-    """The only prefill worker: requests wait, one more every half second, until the queue is full."""
+    """The only prefill worker: requests wait, one more every half second, until the queue is full and some are refused.
+    Then the clients give up and all begins again, for an alert that looks only now and then must see the queue grow.
+    """
     await system.cluster.kill("prefill-0")
-    own = random.Random(0)
+    own, number = random.Random(0), itertools.count(1)
 
     async def one_more() -> None:
-        task = asyncio.create_task(system.ask(own))
+        if next(number) % 40 == 0:
+            for task in system.waiting:
+                task.cancel()
+        task = asyncio.create_task(system.ask(own, timeout=None))
         system.waiting.add(task)
         task.add_done_callback(system.waiting.discard)
         await asyncio.sleep(0.5)
