@@ -66,14 +66,16 @@ V3 = {
 }
 # kernel name -> what it does, first match
 KINDS = (
-    (r"flash|mla_decode|splitkv|combine_kernel|mla_combine|prefill|attention", "attention"),
-    (r"moe|expert|permute|gate", "moe glue and small moe"),
-    (r"fp8_gemm|deep_gemm|sm90_", "fp8 gemm"),
-    (r"small_linear", "fp8 gemm, few tokens"),
-    (r"gemm|cublas|cutlass|nvjet|bmm|absorb|project", "bf16 gemm"),
+    (r"nvjet|cublas|cutlass.*gemm|_absorb|_project|_logits", "bf16 gemm"),
+    (r"flash_fwd|Prefill|^_attend|^_merge", "attention"),
+    (
+        r"_gate_up|_down|_gate_kernel|_combine_kernel|_permute|_count|_place|_silu_mul_quant_kernel",
+        "experts, our kernels",
+    ),
+    (r"fp8_gemm|_fp8_linear|_gemv|^_gemm", "fp8 gemm"),
     (r"norm", "norm"),
     (r"quant|silu", "quantisation and silu"),
-    (r"rope|kv_|expand|merge", "attention glue"),
+    (r"rotate|kv_|expand|mla_metadata", "attention glue"),
 )
 
 
@@ -217,7 +219,7 @@ def _longest(times: dict[str, float], count: int = 30) -> dict[str, float]:
 
 
 def kind_of(kernel: str) -> str:
-    return next((kind for pattern, kind in KINDS if re.search(pattern, kernel, re.IGNORECASE)), "other")
+    return next((kind for pattern, kind in KINDS if re.search(pattern, kernel)), "other")
 
 
 # ------------------------------------------------------------------------------------------------ the floor
