@@ -9,10 +9,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from typing import Any, TypeVar
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from millrace_rpc.errors import MillraceError, Reason
+from millrace_rpc.health import NOT_SERVING, SERVING, Health
 from millrace_rpc.tls import Identity
 
 log = logging.getLogger(__name__)
@@ -36,8 +37,7 @@ SERVER_OPTIONS = [
     ("grpc.so_reuseport", 0),
 ]
 LIVENESS = "liveness"  # the health service's name for the process itself: serving for as long as it answers
-SERVING = health_pb2.HealthCheckResponse.SERVING
-NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+HEALTH = "grpc.health.v1.Health"
 
 
 class Server:
@@ -52,19 +52,19 @@ class Server:
         options: Sequence[tuple[str, int]] = (),
     ) -> None:
         self.grpc = grpc.aio.server(interceptors=[_Errors(), *interceptors], options=[*SERVER_OPTIONS, *options])
-        self.health = health.aio.HealthServicer()
+        self.health = Health()
         self._names = service_names
         self._plain: grpc.aio.Server | None = None
         self.port = 0
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.grpc)
-        names = [*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME]
+        names = [*service_names, HEALTH, reflection.SERVICE_NAME]
         reflection.enable_server_reflection(names, self.grpc)
 
     async def start(self, address: str, identity: Identity | None = None) -> int:
         """Bind `host:port` (port 0: any free one) and serve, with TLS if there is an identity. Health says NOT_SERVING
         until `set_serving(True)`.
         """
-        await self.set_serving(False)
+        self.set_serving(False)
         try:
             if identity is None:
                 self.port = self.grpc.add_insecure_port(address)
@@ -81,7 +81,7 @@ class Server:
         """
         self._plain = grpc.aio.server(options=SERVER_OPTIONS)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._plain)
-        await self.set_serving(False)
+        self.set_serving(False)
         try:
             port = self._plain.add_insecure_port(address)
         except RuntimeError as error:
@@ -89,11 +89,10 @@ class Server:
         await self._plain.start()
         return port
 
-    async def set_serving(self, serving: bool) -> None:
+    def set_serving(self, serving: bool) -> None:
         """Readiness of every service. Liveness is the process answering health checks at all."""
-        await self.health.set(LIVENESS, SERVING)
-        for name in ("", *self._names):
-            await self.health.set(name, SERVING if serving else NOT_SERVING)
+        self.health.set([LIVENESS], SERVING)
+        self.health.set(["", *self._names], SERVING if serving else NOT_SERVING)
 
     async def stop(self, grace_s: float) -> None:
         await self.grpc.stop(grace_s)

@@ -79,7 +79,7 @@ class Router:
         self.ports["admin_http"] = self._admin_http.start(config.admin_http, trust.inside)
         if config.metrics is not None:
             self.ports["metrics"] = self._probes.start(config.metrics)
-        await self._admin.set_serving(True)
+        self._admin.set_serving(True)
         self.inference.tokenizer.decode(await self.inference.tokenizer.encode("warm-up", add_bos=True))
         self._gc.freeze()
         self._lag = LoopLag("router", self.metrics)
@@ -123,7 +123,7 @@ class Router:
                 log.info("serving" if ready else "not serving")
                 if ready:
                     self._gc.freeze()  # what the warm-up of the pairs has left
-                await self._public.set_serving(ready)
+                self._public.set_serving(ready)
 
 
 async def serve(config: RouterConfig, announce: Path | None = None) -> int:

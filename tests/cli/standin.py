@@ -52,7 +52,7 @@ async def main(role: str, announce: Path, settings: dict[str, object]) -> None:
     if role == "router":
         admin_pb2_grpc.add_AdminServicer_to_server(Admin(settings["workers"]), server.grpc)
     port = await server.start(settings["grpc"] if role == "router" else f"127.0.0.1:{settings['grpc_port']}")
-    await server.set_serving(True)
+    server.set_serving(True)
     announce.write_text(json.dumps({"grpc": port, "admin": port, "http": port}))
     stopped = asyncio.Event()
     if settings.get("deaf"):

@@ -94,6 +94,7 @@ def router_spec(server: KubeServer, folder: Path, port: int) -> ClusterSpec:
 async def routable(cluster: LocalCluster, names: set[str]) -> None:
     """Until the router sends requests to these pods and no others."""
     seen: set[str] = set()
+    told: dict[str, str] = {}
     async with Client(cluster.grpc_address, cluster.admin_address) as client:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(60):
@@ -101,8 +102,9 @@ async def routable(cluster: LocalCluster, names: set[str]) -> None:
                     assert client.admin is not None
                     workers = (await client.admin.ListWorkers(admin_pb2.ListWorkersRequest())).workers
                     seen = {worker.address for worker in workers if worker.routable}
+                    told = {worker.address: worker.detail for worker in workers}
                     await asyncio.sleep(0.05)
-    assert seen == names
+    assert seen == names, told
 
 
 @pytest.fixture

@@ -9,10 +9,12 @@ routers, and a pod's life is that of the chart (helm/millrace/templates/_worker.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 from collections.abc import Sequence
 from pathlib import Path
 
+import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from millrace_testing.kube_server import KubeServer, pod
@@ -20,6 +22,7 @@ from millrace_testing.procs import Worker
 
 PRE_STOP_S = 0.3  # the chart's 15 s, in which load balancers of a whole cluster learn about it
 GRACE_S = 30.0
+PROBE_PERIOD_S, PROBE_TIMEOUT_S = 0.1, 5.0
 SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
@@ -48,14 +51,18 @@ class Pod:
         await self.worker.close()
 
     async def _keep_probing(self) -> None:
-        """The readiness probe."""
+        """The readiness probe: asks now and then, and takes no answer for a no."""
         condition = self._object["status"]["conditions"][0]
         stub = health_pb2_grpc.HealthStub(self.worker.channel)
-        async for answer in stub.Watch(health_pb2.HealthCheckRequest()):
-            ready = str(answer.status == SERVING)
+        while True:
+            ready = "False"
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=PROBE_TIMEOUT_S)
+                ready = str(answer.status == SERVING)
             if condition["status"] != ready:
                 condition["status"] = ready
                 self._server.put(self._object)
+            await asyncio.sleep(PROBE_PERIOD_S)
 
 
 class Pods:

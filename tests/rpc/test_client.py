@@ -80,7 +80,7 @@ async def pair() -> AsyncIterator[tuple[list[Router], list[Server], grpc.aio.Cha
     for servicer, server in zip(servicers, servers, strict=True):
         inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server.grpc)
         ports.append(await server.start("127.0.0.1:0"))
-        await server.set_serving(True)
+        server.set_serving(True)
     async with routers("ipv4:" + ",".join(f"127.0.0.1:{port}" for port in ports)) as ch:
         yield servicers, servers, ch
     for server in servers:
@@ -106,7 +106,7 @@ async def test_calls_go_round_and_are_made_again_elsewhere(pair: tuple) -> None:
 
 async def test_a_router_that_is_not_serving_gets_no_calls(pair: tuple) -> None:
     (first, second), (server, _), ch = pair
-    await server.set_serving(False)
+    server.set_serving(False)
     async with asyncio.timeout(30):
         known = -1
         while known != first.calls or not second.calls:  # until a round of calls goes to the other one only

@@ -26,9 +26,9 @@ async def health_of(channel: grpc.aio.Channel, service: str) -> int:
 @pytest.mark.parametrize("service", ["", NAME])
 async def test_health_follows_set_serving(running, service: str) -> None:
     assert await health_of(running.channel, service) == NOT_SERVING
-    await running.server.set_serving(True)
+    running.server.set_serving(True)
     assert await health_of(running.channel, service) == SERVING
-    await running.server.set_serving(False)
+    running.server.set_serving(False)
     assert await health_of(running.channel, service) == NOT_SERVING
 
 

@@ -79,7 +79,7 @@ async def test_probes_without_a_certificate_have_a_port_of_health_alone(authorit
         async with channel(plain) as ch:
             stub = health_pb2_grpc.HealthStub(ch)
             for serving in (False, True):
-                await server.set_serving(serving)
+                server.set_serving(serving)
                 for service, expected in (("", serving), (NAME, serving), (LIVENESS, True)):
                     answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=20)
                     assert answer.status == (SERVING if expected else NOT_SERVING)

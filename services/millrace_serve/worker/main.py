@@ -98,19 +98,7 @@ def _server(frontend: Frontend) -> Server:
     server = Server([SERVICE_NAME, *frontend.role.service_names])
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(frontend), server.grpc)
     frontend.role.register(server.grpc)
-    tasks: set[asyncio.Task[None]] = set()
-    one_by_one = asyncio.Lock()
-
-    async def set_serving() -> None:
-        async with one_by_one:
-            await server.set_serving(frontend.lifecycle.state is State.READY)
-
-    def on_state(state: State) -> None:
-        task = asyncio.create_task(set_serving())
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
-
-    frontend.state_changed = on_state
+    frontend.state_changed = lambda state: server.set_serving(state is State.READY)
     return server
 
 

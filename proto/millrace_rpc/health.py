@@ -1,0 +1,47 @@
+"""grpc.health.v1. Our own: that of grpcio-health-checking forgets every watcher of a service as soon as one of them
+leaves, and a client that was forgotten goes on sending to a router that drains.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+import grpc
+from grpc_health.v1 import health_pb2 as pb
+from grpc_health.v1 import health_pb2_grpc
+
+SERVING = pb.HealthCheckResponse.SERVING
+NOT_SERVING = pb.HealthCheckResponse.NOT_SERVING
+UNKNOWN = pb.HealthCheckResponse.SERVICE_UNKNOWN
+
+
+class Health(health_pb2_grpc.HealthServicer):
+    """Call on the event loop only."""
+
+    def __init__(self) -> None:
+        self._statuses: dict[str, int] = {}  # by service
+        self._changed = asyncio.Event()  # a new one after each change
+
+    def set(self, services: Iterable[str], status: int) -> None:
+        self._statuses.update(dict.fromkeys(services, status))
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def Check(self, request: pb.HealthCheckRequest, context: grpc.aio.ServicerContext) -> pb.HealthCheckResponse:
+        status = self._statuses.get(request.service)
+        if status is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"there is no service {request.service!r}")
+        return pb.HealthCheckResponse(status=status)
+
+    async def Watch(self, request: pb.HealthCheckRequest, context: grpc.aio.ServicerContext) -> None:
+        """The status now and after each change; what changes back while a slow client reads may be skipped."""
+        told = None
+        while True:
+            changed = self._changed
+            status = self._statuses.get(request.service, UNKNOWN)
+            if status == told:
+                await changed.wait()
+            else:
+                told = status
+                await context.write(pb.HealthCheckResponse(status=status))
