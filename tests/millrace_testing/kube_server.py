@@ -2,6 +2,7 @@
 
 It keeps a history of events, so that a watch continues from any resource version since `forget`; what is older is 410
 Gone. Faults: `refuse` (a status for every request), `drop_watches`, `silent` (connections stay open, nothing is sent).
+With `tls` it speaks https; `token` is the bearer token that it asks for, and may be replaced at any time.
 """
 
 from __future__ import annotations
@@ -64,14 +65,17 @@ def endpoint(ip: str, uid: str, ready: bool = True, **conditions: bool) -> Objec
 class KubeServer:
     """`async with KubeServer() as server`: then `server.url`."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: dict[str, object] | None = None) -> None:
+        """`tls` as Authority.tls() returns it."""
         self.url = ""
+        self.token = ""
         self.lists = 0
         self.watches = 0  # begun
         self.open_watches = 0
         self.refuse = 0  # an HTTP status
         self.silent = False
         self.gone_as_event = True  # else as a status
+        self._tls = tls
         self._objects: dict[str, Object] = {}
         self._version = 100
         self._history: list[tuple[int, str, Object]] = []
@@ -84,9 +88,11 @@ class KubeServer:
             Route(f"/api/v1/namespaces/{NAMESPACE}/pods", self._serve),
             Route(f"/apis/discovery.k8s.io/v1/namespaces/{NAMESPACE}/endpointslices", self._serve),
         ]
-        config = uvicorn.Config(Starlette(routes=routes), log_config=None, lifespan="off", timeout_graceful_shutdown=1)
+        files = {"ssl_certfile": self._tls["cert"], "ssl_keyfile": self._tls["key"]} if self._tls else {}
+        settings = {"log_config": None, "lifespan": "off", "timeout_graceful_shutdown": 1, **files}
+        config = uvicorn.Config(Starlette(routes=routes), **settings)
         listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        self.url = f"{'https' if self._tls else 'http'}://127.0.0.1:{listener.getsockname()[1]}"
         self._uvicorn = _Uvicorn(config)
         self._task = asyncio.create_task(self._uvicorn.serve(sockets=[listener]))
         return self
@@ -134,16 +140,21 @@ class KubeServer:
 
     async def _serve(self, request: Request) -> Response:
         query = request.query_params
+        watch = query.get("watch") in ("true", "True")
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        if self.token and (scheme.lower(), token) != ("bearer", self.token):
+            return _refusal(401, "Unauthorized")
         if self.refuse:
-            return JSONResponse({"kind": "Status", "code": self.refuse, "message": "scripted"}, self.refuse)
-        if query.get("watch") not in ("true", "True"):
+            what = f'"{"watch" if watch else "list"}" resource "{request.url.path.rpartition("/")[2]}"'
+            return _refusal(self.refuse, f"forbidden: User cannot {what}" if self.refuse == 403 else "scripted")
+        if not watch:
             self.lists += 1
             items = [item for item in self._objects.values() if _selected(item, query.get("labelSelector", ""))]
             return self._page(items, int(query.get("limit", 0)) or len(items), int(query.get("continue") or 0))
         version = int(query["resourceVersion"])
         self.watches += 1
         if version < self._oldest and not self.gone_as_event:
-            return JSONResponse({"kind": "Status", "code": 410, "reason": "Expired", "message": "too old"}, 410)
+            return _refusal(410, "too old")
         events = self._watch(version, float(query["timeoutSeconds"]), query.get("labelSelector", ""))
         return StreamingResponse(events, media_type="application/json")
 
@@ -176,6 +187,10 @@ class _Uvicorn(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def _refusal(status: int, message: str) -> Response:
+    return JSONResponse({"kind": "Status", "code": status, "message": message}, status)
 
 
 def _line(kind: str, item: Object) -> bytes:

@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 from millrace_router.discovery.config import KubernetesConfig
-from millrace_router.discovery.kubernetes import KubernetesSource, trouble
+from millrace_router.discovery.kube_api import trouble
+from millrace_router.discovery.kubernetes import KubernetesSource
 from millrace_testing.kube_server import KubeServer, endpoint, endpoint_slice, pod
 from router.fake_worker import DECODE, PREFILL, FakeWorker, expected
 from router.harness import Cluster
@@ -67,6 +68,7 @@ async def test_deletes_missed_while_the_watch_was_down(server: KubeServer, hear:
     server.put(stays)
     heard = hear()
     await heard.until(lambda: len(heard.targets) == 2)
+    await settled(server, lambda: server.open_watches == 1)
     server.refuse = 503
     server.drop_watches()
     await heard.until(lambda: "refused" in heard.troubles)

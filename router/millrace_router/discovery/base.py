@@ -31,7 +31,8 @@ class Listener(Protocol):
         """
 
 
-TROUBLES = ("gone", "silent", "refused", "failed")  # resource version too old; no answer; an error answer; any other
+# Resource version too old; no answer; an error answer, such as 401 and 403; a certificate or TLS itself; any other.
+TROUBLES = ("gone", "silent", "refused", "untrusted", "failed")
 
 
 class Source(Protocol):

@@ -4,7 +4,8 @@
     1. list                       ── objects ──▶      Store.replace, publish
     2. watch from its version     ── event ────▶      Store.apply, publish
     3. the server ends the watch: watch on from the version of its last event
-    4. 410, any other error, silence, or relist_s since the last list: back to 1, after a pause unless it was due
+    4. 410, any other error, silence, or relist_s since the last list: back to 1, after a pause unless it was due.
+       After an error credentials are read afresh: a token, an authority or a kubeconfig may have been replaced
 
 The thread talks to the API server only, decides nothing and keeps nothing but a resource version; what was missed
 while no watch ran comes out of comparing the next list. An error removes nobody.
@@ -14,25 +15,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import math
 import random
 import threading
 import time
 from collections.abc import Callable
-from http import HTTPStatus
-from pathlib import Path
 from typing import Any
 
-import urllib3
-from kubernetes import client
-from kubernetes import config as credentials
-from kubernetes.client.exceptions import ApiException
 from kubernetes.watch import Watch
 
 from millrace_router.discovery.base import Listener
 from millrace_router.discovery.config import KubernetesConfig
+from millrace_router.discovery.kube_api import List, answer_of, connect, explain, namespace_of, trouble
 from millrace_router.discovery.objects import Object, Store
 
 log = logging.getLogger(__name__)
@@ -40,8 +35,6 @@ log = logging.getLogger(__name__)
 LONGEST_PAUSE_S = 30.0
 SHORTEST_WATCH_S = 0.2  # a server that ends watches faster than this is in trouble
 PAGE = 500  # objects per answer to a list
-OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
-List = Callable[..., Any]
 
 
 class KubernetesSource:
@@ -96,16 +89,18 @@ class KubernetesSource:
         while not self._stopped.is_set():
             due = time.monotonic() + config.relist_s * random.uniform(0.9, 1.1)
             try:
+                verb = "list"
                 call = call or connect(config)
                 version = self._list(call)
-                pause = config.backoff_s
+                pause, verb = config.backoff_s, "watch"
                 while not self._stopped.is_set() and (left := due - time.monotonic()) > 0:
                     version = self._follow(call, version, left)
             except Exception as error:  # whatever it is, the answer is the same
                 if self._stopped.is_set():
                     return
-                kind = trouble(error)
-                log.warning("watching %s failed (%s), listing again: %s", config.objects, kind, error)
+                call, kind = None, trouble(error)
+                what = f"{verb} {config.objects} of namespace {namespace_of(config)}"
+                log.warning("cannot %s (%s), listing again: %s", what, kind, explain(error))
                 self._tell(self._on_trouble, kind)
                 self._stopped.wait(pause * random.uniform(0.5, 1.0))
                 pause = min(2 * pause, LONGEST_PAUSE_S)
@@ -115,7 +110,7 @@ class KubernetesSource:
         objects: list[Object] = []
         following = None
         while True:
-            answer = _answer(call(limit=PAGE, _continue=following, _request_timeout=self._timeout()))
+            answer = answer_of(call(limit=PAGE, _continue=following, _request_timeout=self._timeout()))
             objects += answer["items"]
             following = answer["metadata"].get("continue")
             if not following:
@@ -155,48 +150,3 @@ class KubernetesSource:
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends
             self._loop.call_soon_threadsafe(callback, *arguments)
-
-
-def connect(config: KubernetesConfig) -> List:
-    """The call that lists or watches what the configuration names, as plain JSON: typed models cost a hundred times
-    more, and what we read is little. Raises when there are no credentials.
-    """
-    configuration = client.Configuration()
-    if config.api:
-        configuration.host = config.api
-    elif config.kubeconfig is not None:
-        credentials.load_kube_config(str(config.kubeconfig), config.context or None, configuration)
-    else:
-        credentials.load_incluster_config(configuration)
-    configuration.retries = False  # by us, who know what has to be told then
-    api = client.ApiClient(configuration)
-    namespace = config.namespace or own_namespace()
-    if config.objects == "pods":
-        method: List = client.CoreV1Api(api).list_namespaced_pod
-    else:
-        method = client.DiscoveryV1Api(api).list_namespaced_endpoint_slice
-
-    def call(**options: Any):  # type: ignore[no-untyped-def]  # an annotation would make Watch build models
-        return method(namespace, label_selector=config.selector, **{"_preload_content": False, **options})
-
-    return call
-
-
-def own_namespace() -> str:
-    return OWN_NAMESPACE.read_text().strip() if OWN_NAMESPACE.exists() else "default"
-
-
-def trouble(error: Exception) -> str:
-    """One of base.TROUBLES."""
-    if isinstance(error, ApiException) and error.status:
-        return "gone" if error.status == HTTPStatus.GONE else "refused"
-    refused = isinstance(error, urllib3.exceptions.NewConnectionError)  # which counts as a timeout there
-    return "silent" if isinstance(error, urllib3.exceptions.TimeoutError) and not refused else "failed"
-
-
-def _answer(response: Any) -> Object:
-    """The body of an answer to a list."""
-    if response.status != HTTPStatus.OK:
-        raise ApiException(status=response.status, reason=f"{response.reason}: {response.data[:200]!r}")
-    answer: Object = json.loads(response.data)
-    return answer

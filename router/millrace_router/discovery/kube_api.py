@@ -1,0 +1,101 @@
+"""The API server as discovery sees it: credentials, the one call, and what its errors mean."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+import urllib3
+from kubernetes import client
+from kubernetes import config as credentials
+from kubernetes.client.exceptions import ApiException
+
+from millrace_router.discovery.config import KubernetesConfig
+from millrace_router.discovery.objects import Object
+
+OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+TOKEN = "BearerToken"  # where the client keeps it
+List = Callable[..., Any]
+
+
+def connect(config: KubernetesConfig) -> List:
+    """The call that lists or watches what the configuration names, as plain JSON: typed models cost a hundred times
+    more, and what we read is little. Credentials are read now. Raises when there are none.
+    """
+    configuration = client.Configuration()
+    if config.api:
+        configuration.host = config.api
+    elif config.kubeconfig is not None:
+        credentials.load_kube_config(str(config.kubeconfig), config.context or None, configuration)
+    else:
+        credentials.load_incluster_config(configuration)
+    _keep_token_on_one_line(configuration)
+    configuration.retries = False  # by us, who know what has to be told then
+    api = client.ApiClient(configuration)
+    if config.objects == "pods":
+        method: List = client.CoreV1Api(api).list_namespaced_pod
+    else:
+        method = client.DiscoveryV1Api(api).list_namespaced_endpoint_slice
+
+    def call(**options: Any):  # type: ignore[no-untyped-def]  # an annotation would make Watch build models
+        namespace = namespace_of(config)
+        return method(namespace, label_selector=config.selector, **{"_preload_content": False, **options})
+
+    return call
+
+
+def namespace_of(config: KubernetesConfig) -> str:
+    if config.namespace:
+        return config.namespace
+    return OWN_NAMESPACE.read_text().strip() if OWN_NAMESPACE.exists() else "default"
+
+
+def answer_of(response: Any) -> Object:
+    """The body of an answer to a list. Raises ApiException with what an error answer says."""
+    if response.status != HTTPStatus.OK:
+        raise ApiException(http_resp=response)
+    answer: Object = json.loads(response.data)
+    return answer
+
+
+def trouble(error: Exception) -> str:
+    """One of base.TROUBLES."""
+    if isinstance(error, ApiException):  # without a status it is how the client says that TLS failed
+        if not error.status:
+            return "untrusted"
+        return "gone" if error.status == HTTPStatus.GONE else "refused"
+    refused = isinstance(error, urllib3.exceptions.NewConnectionError)  # which counts as a timeout there
+    return "silent" if isinstance(error, urllib3.exceptions.TimeoutError) and not refused else "failed"
+
+
+def explain(error: Exception) -> str:
+    """One line. Of an error answer its message, which names who may not do what: the rest is headers."""
+    if not isinstance(error, ApiException):
+        return f"{type(error).__name__}: {error}"
+    try:
+        message = json.loads(error.body or "")["message"]
+    except (ValueError, KeyError, TypeError):
+        message = ""
+    status = f"{error.status} " if error.status else ""
+    return " ".join(f"{status}{error.reason}{': ' if message else ''}{message}".split())
+
+
+def _keep_token_on_one_line(configuration: client.Configuration) -> None:
+    """A token's file may end with a line break, which no header may; the error about it would show the token."""
+    read: Any = configuration.refresh_api_key_hook  # called by the client before each request
+
+    def refresh(configuration: client.Configuration) -> None:
+        if read is not None:
+            read(configuration)
+        token = configuration.api_key.get(TOKEN, "").strip()
+        if not token.isprintable():
+            raise ValueError("the bearer token is not one line of text")
+        if token:
+            configuration.api_key[TOKEN] = token
+        configuration.refresh_api_key_hook = hook  # reading has put back its own
+
+    hook: Any = refresh
+    configuration.refresh_api_key_hook = hook
