@@ -31,6 +31,8 @@ from millrace_router.tenants import Tenant
 
 log = logging.getLogger(__name__)
 
+LONGEST_MS = 2**32 - 1  # that a message can say: seven weeks
+
 
 @dataclass(frozen=True, slots=True)
 class Backend:
@@ -208,14 +210,14 @@ class Generation:
 
     def _request(self, replica: int) -> worker_pb2.EngineRequest:
         job, flow = self.job, self.flow
-        timeout_ms = 0 if job.deadline is None else max(1, int((job.deadline - self._loop.time()) * 1000))
+        left_ms = 0.0 if job.deadline is None else max((job.deadline - self._loop.time()) * 1000, 1.0)
         return worker_pb2.EngineRequest(
             id=common_pb2.AttemptId(room=self.room, attempt=flow.attempt),
             token_ids=job.token_ids + flow.outputs,
             num_prior_outputs=len(flow.outputs),
             sampling=job.sampling,
             priority=job.priority,
-            timeout_ms=timeout_ms,
+            timeout_ms=int(min(left_ms, LONGEST_MS)),
             replica=replica,
             request_id=job.request_id,
             traceparent=self._spans.traceparent,

@@ -7,7 +7,6 @@ and its limit. The order: what needs no tokens first (`check`), then, with the p
 from __future__ import annotations
 
 import json
-import math
 import re
 import secrets
 from collections.abc import Sequence
@@ -35,7 +34,8 @@ class Range(NamedTuple):
         return f"above {self.low} and at most {self.high}" if self.above else f"between {self.low} and {self.high}"
 
     def holds(self, value: float) -> bool:
-        return math.isfinite(value) and value <= self.high and (value > self.low if self.above else value >= self.low)
+        """NaN is in no range. Integers may have any number of digits."""
+        return (self.low < value if self.above else self.low <= value) and value <= self.high
 
 
 # The scalar fields of common.proto's SamplingParams.

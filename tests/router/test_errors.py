@@ -109,6 +109,8 @@ async def test_malformed_bodies(pair: Cluster) -> None:
         b'{"prompt": "x", "max_tokens": -1}': "max_tokens must be between 1 and",
         b'{"prompt": "x", "seed": -1}': "seed must be between 0 and",
         b'{"prompt": "x", "n": true}': "n: ",
+        b'{"prompt": "x", "n": 1%s}' % (b"0" * 400): "n must be between 1 and",
+        b'{"prompt": "x", "seed": 1%s}' % (b"0" * 400): "seed must be between 0 and",
         b'{"prompt": ["x", "y"]}': "must be one prompt",
         b'{"prompt": "x", "logit_bias": {"a": 1}}': "'a' is not a token id",
         b'{"prompt": "x\\ud800"}': "prompt is not valid UTF-8",
@@ -150,6 +152,15 @@ async def test_expired_deadline(pair: Cluster) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call.read()
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_a_deadline_may_be_as_far_as_one_likes(pair: Cluster) -> None:
+    for timeout_s in ("1e10", "1e308", "Infinity"):
+        body = f'{{"prompt": "x", "max_tokens": 2, "timeout_s": {timeout_s}}}'
+        assert (await pair.http.post("/v1/completions", content=body)).status_code == 200, timeout_s
+    assert (await pair.generate([1], timeout=60 * 86400.0)).error is None
+    assert {request.timeout_ms for worker in pair.workers for request in worker.submitted} == {2**32 - 1}
+    await pair.quiet()
 
 
 async def test_tokenize_and_detokenize(pair: Cluster) -> None:
