@@ -82,6 +82,7 @@ TABLE: dict[str, tuple[Choice, ...]] = {
         Choice("millrace_kernels.lib.deep_gemm_grouped:packed", needs="deep_gemm"),
         *_ours("moe_grouped:moe_experts_fp8"),
     ),
+    "moe_experts.moe_experts_other": (Choice("millrace_kernels.lib.cublas:moe_experts_other"),),
     # sampling
     "sample_tokens.sample_tokens": _ours("sample_tokens:sample_tokens"),
     # attention

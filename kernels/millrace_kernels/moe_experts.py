@@ -51,8 +51,8 @@ def moe_experts(
 
 
 def _kind(rows: Tensor, w13: Tensor | Fp8, w2: Tensor | Fp8) -> str:
-    """Which op of the table this is. The kernels are for BF16, and for FP8 in whole blocks; what else there is runs the
-    reference.
+    """Which op of the table this is. The kernels are for BF16, and for FP8 in whole blocks; for what else there is,
+    nobody has a fast one.
     """
     if isinstance(w13, Fp8) and isinstance(w2, Fp8):
         whole = all(size % BLOCK == 0 for size in w2.data.shape[1:])

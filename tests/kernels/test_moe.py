@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from millrace_kernels.fp8 import Operand, quant_groups
+from millrace_kernels.lib import cublas
 from millrace_kernels.moe_experts import moe_experts
 from millrace_kernels.moe_gate import moe_gate
+from millrace_kernels.ref import moe_experts as reference
 from millrace_kernels.testing.cases import TINY, TOKENS, V3_TP8, Dims
+from millrace_kernels.testing.experts import draw_experts
 from millrace_kernels.testing.numeric import assert_close
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 def gate(logits: Tensor, bias: Tensor, dims: Dims, norm: bool = True, scaling: float = 2.5) -> tuple[Tensor, Tensor]:
@@ -98,3 +103,32 @@ def test_experts_ignore_what_padding_rows_hold() -> None:
     w13, w2 = torch.ones(2, 2 * 8, TINY.hidden), torch.ones(2, TINY.hidden, 8)
     out = moe_experts(x, torch.ones(2, 2), experts, w13, w2, 0)
     assert (out[0] == 0).all() and out[1].isfinite().all()
+
+
+@pytest.mark.parametrize("num", [0, 1, 7, 40])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_every_expert_for_every_token(num: int, shared: bool, fp8: bool) -> None:
+    """What runs on a GPU where no kernel takes the experts: float32, and FP8 that ends inside of a block."""
+    generator, held = torch.Generator().manual_seed(num), 5
+    w13, w2 = draw_experts(held, TINY.hidden, 72, torch.float32, fp8, torch.device("cpu"), generator)
+    x = torch.randn(num, TINY.hidden, generator=generator)
+    experts = torch.randint(-1, 16, (num, 4), generator=generator, dtype=torch.int32)
+    experts[1:2], experts[2:3] = -1, 6  # nobody, and one expert four times
+    weights = torch.rand(num, 4, generator=generator)
+    x[1:2] = torch.nan if not shared else 1.0
+    operand = Operand(x, quant_groups(x) if fp8 else None)
+    arguments = (operand, weights, experts, w13, w2, 3)
+    found = cublas.moe_experts_other(*arguments, shared_expert=shared)
+    assert_close(found, reference.moe_experts(*arguments, shared_expert=shared))
+
+
+def test_a_graph_may_hold_every_expert_for_every_token() -> None:
+    """Without values there is nothing that the host could wait for; the reference sorts the choices on the host."""
+    with FakeTensorMode():
+        w13, w2 = torch.empty(5, 2 * 72, TINY.hidden), torch.empty(5, TINY.hidden, 72)
+        experts, weights = torch.empty(7, 4, dtype=torch.int32), torch.empty(7, 4)
+        arguments = (torch.empty(7, TINY.hidden), weights, experts, w13, w2, 3)
+        assert cublas.moe_experts_other(*arguments).shape == (7, TINY.hidden)
+        with pytest.raises(Exception, match=r"aten\.(bincount|_local_scalar_dense)"):
+            reference.moe_experts(*arguments)

@@ -1,11 +1,13 @@
-"""What torch's own GEMMs (cuBLAS) do best."""
+"""What torch's own GEMMs (cuBLAS) do best, and what nobody else does."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from millrace_kernels.fp8 import Fp8, Operand
 from millrace_kernels.ref import moe_gate as reference
+from millrace_kernels.ref.moe_experts import one_expert, plain_rows
 
 
 def gate_logits(x: Tensor, weight: Tensor) -> Tensor:
@@ -13,3 +15,24 @@ def gate_logits(x: Tensor, weight: Tensor) -> Tensor:
     if x.dtype == weight.dtype == torch.bfloat16:
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
     return reference.gate_logits(x, weight)
+
+
+def moe_experts_other(
+    x: Tensor | Operand, weights: Tensor, experts: Tensor, w13: Tensor | Fp8, w2: Tensor | Fp8, first_expert: int,
+    *, shared_expert: bool = False, num_experts: int = 0,
+) -> Tensor:  # fmt: skip
+    """Every expert for every token, and nothing of it for the tokens that did not choose it: far more products than
+    are needed, but the host learns nothing of the choices, so a CUDA graph may hold them.
+    """
+    rows = plain_rows(x)
+    held = (w13.data if isinstance(w13, Fp8) else w13).shape[0]
+    out = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
+    for expert in range(held):
+        outputs = one_expert(rows, w13, w2, expert).float()
+        if shared_expert and expert == held - 1:
+            out += outputs
+            continue
+        chosen = experts == first_expert + expert  # [T, K]
+        weight = (weights * chosen).sum(1, keepdim=True)
+        out += torch.where(chosen.any(1, keepdim=True), outputs * weight, 0.0)
+    return out.to(rows.dtype)

@@ -22,7 +22,7 @@ def moe_experts(
 ) -> Tensor:
     """FP8 experts are computed in FP32, and nothing is quantised on the way."""
     del num_experts
-    rows = _plain(x)
+    rows = plain_rows(x)
     num_routed = (w13.data if isinstance(w13, Fp8) else w13).shape[0] - shared_expert
     local = experts.long() - first_expert  # [T, K]
     local = torch.where((local >= 0) & (local < num_routed), local, -1)
@@ -37,7 +37,7 @@ def moe_experts(
         if count:
             choices = order[start : start + count]
             tokens = choices // local.shape[1]
-            outputs = _expert(rows[tokens], w13, w2, expert)
+            outputs = one_expert(rows[tokens], w13, w2, expert)
             out.index_add_(0, tokens, outputs.float() * weights.flatten()[choices].unsqueeze(1))
             start += count
     return out.to(rows.dtype)
@@ -46,7 +46,8 @@ def moe_experts(
 moe_experts_fp8 = moe_experts_other = moe_experts  # the same op; the table tells them apart
 
 
-def _plain(x: Tensor | Operand) -> Tensor:
+def plain_rows(x: Tensor | Operand) -> Tensor:
+    """[T, D]"""
     if isinstance(x, Tensor):
         return x
     if x.plain is not None:
@@ -56,7 +57,8 @@ def _plain(x: Tensor | Operand) -> Tensor:
     return (data.float() * scales.repeat_interleave(BLOCK, 1)[:, : data.shape[1]]).bfloat16()
 
 
-def _expert(x: Tensor, w13: Tensor | Fp8, w2: Tensor | Fp8, expert: int) -> Tensor:
+def one_expert(x: Tensor, w13: Tensor | Fp8, w2: Tensor | Fp8, expert: int) -> Tensor:
+    """[T, D] -> [T, D], whoever chose it"""
     first, second = _weight(w13, expert), _weight(w2, expert)
     return F.linear(silu_mul(F.linear(x.to(first.dtype), first)), second)
 
