@@ -22,7 +22,7 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(
     r"<!-- run(?:: (?P<kind>\w+))? -->\n```bash\n(?P<code>.*?)```\n(?:\n```\n(?P<output>.*?)```)?", re.DOTALL
 )
-PORTS = (50051, 50052, 8000)  # what `make serve` listens on, and so what README names
+PORTS = (50051, 50052, 8000, 8001)  # what `make serve` listens on, and so what README names
 
 
 def blocks(kind: str | None) -> list[re.Match[str]]:

@@ -65,6 +65,7 @@ class ClusterSpec:
     grpc_port: int = 0
     http_port: int = 0
     admin_port: int = 0
+    admin_http_port: int = 0
     worker_set: tuple[str, ...] = ()  # further `--set` items of every worker
     router_set: tuple[str, ...] = ()
     tls: Tls | None = None  # of everything, and of our own questions
@@ -113,7 +114,7 @@ class LocalCluster:
     # ---- addresses
 
     def address(self, name: str, service: str = "grpc") -> str:
-        """`host:port` of a process. Services: "grpc"; the router also has "http" and "admin"."""
+        """`host:port` of a process. Services: "grpc"; the router also has "http", "admin" and "admin_http"."""
         return f"{HOST}:{self._ports[name][service]}"
 
     @property
@@ -126,7 +127,14 @@ class LocalCluster:
 
     @property
     def http_url(self) -> str:
-        return f"{'https' if self._identity else 'http'}://{self.address('router', 'http')}"
+        return self._url("http")
+
+    @property
+    def admin_http_url(self) -> str:
+        return self._url("admin_http")
+
+    def _url(self, service: str) -> str:
+        return f"{'https' if self._identity else 'http'}://{self.address('router', service)}"
 
     def pid(self, name: str) -> int:
         return self.processes[name].pid
@@ -226,6 +234,7 @@ class LocalCluster:
                 f"grpc={HOST}:{ports.get('grpc', self.spec.grpc_port)}",
                 f"http={HOST}:{ports.get('http', self.spec.http_port)}",
                 f"admin={HOST}:{ports.get('admin', self.spec.admin_port)}",
+                f"admin_http={HOST}:{ports.get('admin_http', self.spec.admin_http_port)}",
                 f"workers={json.dumps([self.address(worker) for worker in self.spec.workers()])}",
                 f"model={self.spec.model}",
                 *self.spec.router_set,

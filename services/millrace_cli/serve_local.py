@@ -45,7 +45,7 @@ def usable_port(port: int) -> int:
 
 def resolve_ports(spec: ClusterSpec, console: Console) -> ClusterSpec:
     changes: dict[str, Any] = {}
-    for field in ("grpc_port", "http_port", "admin_port"):
+    for field in ("grpc_port", "http_port", "admin_port", "admin_http_port"):
         wish = getattr(spec, field)
         if usable_port(wish) != wish:
             console.print(f"port {wish} is taken; {field.replace('_', ' ')} will be a free one", style="yellow")
@@ -70,7 +70,7 @@ def addresses(cluster: LocalCluster, seconds: float) -> str:
             f"Millrace is ready after {seconds:.1f} s.",
             f"  gRPC   {cluster.grpc_address}",
             f"  HTTP   {cluster.http_url}/v1",
-            f"  admin  {cluster.admin_address}",
+            f"  admin  {cluster.admin_address}, {cluster.admin_http_url}",
             f"  logs   {cluster.log_dir}",
             "",
             "Try it:",

@@ -53,7 +53,8 @@ async def main(role: str, announce: Path, settings: dict[str, object]) -> None:
         admin_pb2_grpc.add_AdminServicer_to_server(Admin(settings["workers"]), server.grpc)
     port = await server.start(settings["grpc"] if role == "router" else f"127.0.0.1:{settings['grpc_port']}")
     server.set_serving(True)
-    announce.write_text(json.dumps({"grpc": port, "admin": port, "http": port}))
+    told = int(settings.get("admin_http", "").rpartition(":")[2] or 0)  # nothing listens there
+    announce.write_text(json.dumps({"grpc": port, "admin": port, "http": port, "admin_http": told or port}))
     stopped = asyncio.Event()
     if settings.get("deaf"):
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])

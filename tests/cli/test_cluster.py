@@ -47,10 +47,10 @@ async def test_killed_worker_stays_away_until_restarted_on_its_port(make_spec) -
 
 async def test_restart_of_a_running_router_keeps_its_ports(make_spec) -> None:
     async with LocalCluster(make_spec()) as cluster:
-        before = cluster.grpc_address, cluster.admin_address
+        before = cluster.grpc_address, cluster.admin_address, cluster.admin_http_url
         await cluster.restart("router")
         await cluster.wait_routable()
-        assert (cluster.grpc_address, cluster.admin_address) == before
+        assert (cluster.grpc_address, cluster.admin_address, cluster.admin_http_url) == before
 
 
 async def test_worker_that_dies_comes_back(make_spec, caplog: pytest.LogCaptureFixture) -> None:

@@ -64,6 +64,7 @@ def test_every_command_has_help(command: str) -> None:
         (["serve-local", "--engine", "magic"], "--engine"),
         (["serve-local", "--model", "/nonexistent"], "config.json"),
         (["serve-local", "--prefill", "0"], "prefill"),
+        (["serve-local", "--admin-http-port", "65536"], "admin-http-port"),
         (["generate", "x", "--max-tokens", "0"], "max-tokens"),
         (["generate", "x", "--seed", "-1"], "seed"),
         (["generate", "\udcff"], "UTF-8"),

@@ -89,6 +89,14 @@ def test_shows_addresses_and_stops_cleanly(start, wait_gone, number: signal.Sign
     wait_gone(pids)
 
 
+def test_the_router_is_told_its_ports(start) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        free = server.getsockname()[1]
+    running = start(f"admin_http_port={free}")
+    running.wait_for("Ctrl-C stops everything.")
+    assert f", http://127.0.0.1:{free}\n" in running.output
+
+
 def test_second_signal_kills(start, wait_gone) -> None:
     running = start("worker_set=('deaf=true',), stop_grace_s=60")
     running.wait_for("Ctrl-C stops everything.")
