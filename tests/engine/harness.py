@@ -107,6 +107,8 @@ class Driver:
     def check_pages(self) -> None:
         """No page belongs to two sequences unless it is a shared, complete one; nothing that is used is free."""
         self.engine.check_idle()
+        waiting = [len(seq.tokens) for seq in self.roster.live.values() if seq in self.roster.waiting._members]
+        assert (len(self.roster.waiting), self.roster.waiting.num_tokens) == (len(waiting), sum(waiting))
         cache = self.roster.cache
         owners = Counter(page for seq in self.roster.live.values() for page in seq.pages)
         for page, count in owners.items():

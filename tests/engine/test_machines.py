@@ -148,6 +148,24 @@ class DecodeMachine(Machine):
         del self.driver.reserved[id]
         self.driver.tell(KvFailed(id, Failure("TRANSFER_FAILED", "as the test wants it")))
 
+    @precondition(lambda self: self.unread())
+    @rule(data=st.data())
+    def end_before_it_is_read(self, data: st.DataObject) -> None:
+        """The exporter failed, or its first token was the last one: there is nothing to read."""
+        id = data.draw(st.sampled_from(self.unread()))
+        first = first_output(self.driver, id)
+        if first.finish is None:
+            self.driver.tell(KvFailed(id, Failure("TRANSFER_FAILED", "as the test wants it")))
+        else:
+            self.driver.arrived[id] = first.tokens[0].token_id
+            self.driver.tell(KvArrived(id, first))
+
+    def unread(self) -> list[RequestId]:
+        """Imports for which no pages were reserved; the engine may have given up on them."""
+        if not hasattr(self, "driver"):
+            return []
+        return sorted(id for id, seq in self.driver.roster.live.items() if seq.imports and not seq.in_transfer)
+
     def in_transfer(self) -> list[RequestId]:
         """The importer goes on with a transfer, or says that it is over, even after the request has ended."""
         return sorted(self.driver.reserved) if hasattr(self, "driver") else []

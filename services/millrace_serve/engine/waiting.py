@@ -10,7 +10,8 @@ from millrace_serve.engine.sequence import Sequence
 class WaitingQueue:
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, int], Sequence]] = []
-        self._members: set[Sequence] = set()  # the heap keeps entries of discarded sequences until they surface
+        # tokens of each, as they were when it came; the heap keeps entries of discarded sequences until they surface
+        self._members: dict[Sequence, int] = {}
         self.num_tokens = 0
 
     def __len__(self) -> int:
@@ -18,7 +19,7 @@ class WaitingQueue:
 
     def push(self, seq: Sequence) -> None:
         heapq.heappush(self._heap, (seq.order, seq))
-        self._members.add(seq)
+        self._members[seq] = len(seq.tokens)
         self.num_tokens += len(seq.tokens)
 
     def head(self) -> Sequence | None:
@@ -27,6 +28,4 @@ class WaitingQueue:
         return self._heap[0][1] if self._heap else None
 
     def discard(self, seq: Sequence) -> None:
-        if seq in self._members:
-            self._members.remove(seq)
-            self.num_tokens -= len(seq.tokens)
+        self.num_tokens -= self._members.pop(seq, 0)
