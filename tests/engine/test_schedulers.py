@@ -155,6 +155,23 @@ def test_a_first_token_that_was_the_last_needs_no_pages():
     driver.check_whole()
 
 
+def test_a_first_token_that_was_the_last_finds_its_sequence_waiting_for_pages():
+    driver = Driver(Role.DECODE, num_pages=6)
+    driver.submit(request(1, [21] * 12, Route.IMPORT))
+    driver.submit(request(2, PROMPT, Route.IMPORT, max_tokens=1))
+    for room in (1, 2):
+        driver.tell(KvOffered(RequestId(room, 0)))
+    driver.run()
+    id = RequestId(2, 0)
+    assert driver.engine.load().waiting_tokens == len(PROMPT) and id not in driver.reserved
+    first = first_output(driver, id)
+    driver.arrived[id] = first.tokens[0].token_id
+    driver.tell(KvArrived(id, first))
+    driver.run()
+    assert driver.finish[id].finish is FinishReason.LENGTH
+    assert driver.engine.load().waiting_tokens == 0
+
+
 def test_corrupt_pages_fail_their_request_and_nobody_else(overlap):
     driver = Driver(Role.DECODE, overlap=overlap)
     for room in (1, 2):
@@ -166,6 +183,28 @@ def test_corrupt_pages_fail_their_request_and_nobody_else(overlap):
     error = driver.finish[RequestId(1, 0)].error
     assert error.reason == "KV_MISMATCH" and f"KV page {page} (page 1 of request {RequestId(1, 0)})" in error.message
     assert driver.finish[RequestId(2, 0)].finish is FinishReason.LENGTH
+    driver.check_whole()
+
+
+@pytest.mark.parametrize("role", [Role.UNIFIED, Role.PREFILL])
+def test_a_corrupt_page_leaves_the_prefix_cache_with_the_request_that_found_it(overlap, role):
+    driver = Driver(role, overlap=overlap, max_prefill_tokens=100)
+    route = Route.EXPORT if role is Role.PREFILL else Route.LOCAL
+
+    def run(room: int) -> Failure | None:
+        driver.submit(request(room, PROMPT, route, max_tokens=2))
+        driver.run()
+        driver.tell(LeaseEnded(RequestId(room, 0))) if role is Role.PREFILL else None
+        driver.run()
+        output = driver.finish.get(RequestId(room, 0))
+        return output.error if output else None
+
+    assert run(1) is None and driver.engine.load().pages_cached == 2
+    [_, page] = [node.page for node in driver.roster.cache._tree.match(PROMPT, 2)]
+    fill_pages(driver, [page], [77] * 4, 0)
+    error = run(2)
+    assert error is not None and error.reason == "KV_MISMATCH" and f"KV page {page} " in error.message
+    assert run(3) is None
     driver.check_whole()
 
 

@@ -241,8 +241,7 @@ class DecodeScheduler:
         """`row` is -1 for a chunk that sampled nothing. A preempted sequence (WAITING) still takes its token."""
         seq.inflight -= 1
         if output.corrupt and index in output.corrupt and seq.phase is not Phase.DONE:
-            seq.trusted = False
-            self.roster.cache.flush()
+            seq.corrupt = True
             self._stop(seq, FinishReason.ERROR, Failure("KV_MISMATCH", output.corrupt[index]))
         elif row >= 0 and seq.phase is not Phase.DONE:
             self._append(seq, output.token(row, tokens[row], seq.request.sampling))

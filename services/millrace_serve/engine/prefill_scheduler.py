@@ -82,8 +82,7 @@ class PrefillScheduler:
             if seq.phase is not Phase.RUNNING:
                 self.roster.settle(seq)
             elif index in output.corrupt:
-                seq.trusted = False
-                self.roster.cache.flush()
+                seq.corrupt = True
                 self._stop(seq, FinishReason.ERROR, Failure("KV_MISMATCH", output.corrupt[index]))
             else:
                 self._advance(chunk, output.token(row, tokens[row], seq.request.sampling) if chunk.samples else None)

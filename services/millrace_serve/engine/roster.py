@@ -188,6 +188,7 @@ class Roster:
             return
         assert seq.prefix is not None
         self.cache.unpublish(seq.prefix, published)
+        self._forget_corrupt(seq)
         del self.live[seq.id]
 
     def _release_pages(self, seq: Sequence) -> None:
@@ -195,10 +196,16 @@ class Roster:
             return
         # A token's KV is written by the step that samples the next one, and the canary learns it one step later still.
         written = min(seq.num_scheduled, max(len(seq.tokens) - 2, 0))
-        if seq.trusted:
+        if seq.trusted and not seq.corrupt:
             self.cache.insert(seq.prefix, seq.tokens, seq.pages, written // self.config.page_size)
         self.cache.release(seq.prefix, seq.pages)
+        self._forget_corrupt(seq)
         seq.pages, seq.prefix, seq.num_scheduled, seq.trusted = [], None, 0, True
+
+    def _forget_corrupt(self, seq: Sequence) -> None:
+        """The wrong page may have come from the prefix cache, where its sequence has just left it idle."""
+        if seq.corrupt:
+            self.cache.flush()
 
     def expired(self) -> list[Sequence]:
         """Sequences whose deadline has passed and whose work is not over; each is returned once."""

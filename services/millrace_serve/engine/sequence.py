@@ -49,6 +49,7 @@ class Sequence:
 
     __slots__ = (
         "arrived",
+        "corrupt",
         "deadline",
         "grammar",
         "id",
@@ -97,7 +98,8 @@ class Sequence:
         self.silent = True  # nothing was said about it yet
         self.arrived = 0.0  # on the roster's clock
         self.queued_s = 0.0  # until it got its first pages
-        self.trusted = True  # else its pages must not enter the prefix cache: imported and not used yet, or found wrong
+        self.trusted = True  # else its pages must not enter the prefix cache: imported and not used yet
+        self.corrupt = False  # one of its pages was found wrong
         self.num_published = 0  # pages announced in KvParts
         self.prior_hash = 0  # chain hash of the published pages
         self.grammar: Walk | None = None  # where `tokens` stand in the request's grammar
