@@ -9,9 +9,10 @@ benches run.
 
 Life of a start: 1. workers start on free ports and announce them; 2. the router starts with their addresses as its
 static list; 3. workers load and warm, the router pairs them; 4. the router is serving and every worker is routable:
-ready. A child that exits before 4 fails the start with the tail of its log. After 4 an exit is logged, and with
-`spec.restart` the child comes back on its old ports after a back-off. Leaving the context stops the router, then the
-workers; nothing survives this process, however it ends (see exec_guard).
+ready. A child that exits before 4 fails the start with the tail of its log; when time runs out, there are the tails of
+all that are late. After 4 an exit is logged, and with `spec.restart` the child comes back on its old ports after a
+back-off. Leaving the context stops the router, then the workers; nothing survives this process, however it ends (see
+exec_guard).
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ log = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 POLL_S = 0.1
+START_S, GPU_START_S = 120.0, 600.0  # a worker on a GPU compiles kernels for minutes when its caches are empty
+LOG_DIR = "MILLRACE_LOG_DIR"  # variable of the environment: where the log folders of clusters are made
 TINY = Path(__file__).parents[2] / "models" / "tiny"  # the trained checkpoint of this source tree
 BACKOFF_S = (0.5, 30.0)  # first and longest pause before a child comes back; it doubles with every exit within a minute
 SERVERS = {  # role to module and first arguments
@@ -69,9 +72,9 @@ class ClusterSpec:
     worker_set: tuple[str, ...] = ()  # further `--set` items of every worker
     router_set: tuple[str, ...] = ()
     tls: Tls | None = None  # of everything, and of our own questions
-    log_dir: Path | None = None  # default: a new temporary folder, which stays
+    log_dir: Path | None = None  # default: a new folder in $MILLRACE_LOG_DIR or /tmp, which stays
     restart: bool = False  # bring back children that exit by themselves
-    start_timeout_s: float = 120.0
+    start_timeout_s: float | None = None  # default: START_S, on a GPU GPU_START_S
     stop_grace_s: float = 15.0  # for the router, then again for all workers together
     command: Callable[[str], list[str]] = server_command  # role to command line
 
@@ -79,6 +82,19 @@ class ClusterSpec:
         """Name to role."""
         counts = {"prefill": self.prefill, "decode": self.decode, "unified": self.unified}
         return {f"{role}-{i}": role for role, count in counts.items() for i in range(count)}
+
+    @property
+    def patience_s(self) -> float:
+        if self.start_timeout_s is not None:
+            return self.start_timeout_s
+        return GPU_START_S if "device=cuda" in self.worker_set else START_S
+
+
+def new_log_dir() -> Path:
+    parent = os.environ.get(LOG_DIR)
+    if parent:
+        Path(parent).mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix="millrace-", dir=parent or None))
 
 
 class StartError(Exception):
@@ -100,7 +116,7 @@ class LocalCluster:
 
     def __init__(self, spec: ClusterSpec) -> None:
         self.spec = spec
-        self.log_dir = spec.log_dir or Path(tempfile.mkdtemp(prefix="millrace-"))
+        self.log_dir = spec.log_dir or new_log_dir()
         self.roles = {"router": "router", **spec.workers()}
         threads = max(1, (os.cpu_count() or 1) // len(self.roles))
         env = {"OMP_NUM_THREADS": str(threads), **os.environ}
@@ -165,7 +181,7 @@ class LocalCluster:
         """Start everything; return when the router is ready. StartError when a child exits or time runs out."""
         self.log_dir.mkdir(parents=True, exist_ok=True)
         workers = tuple(self.spec.workers())
-        deadline = time.monotonic() + self.spec.start_timeout_s
+        deadline = time.monotonic() + self.spec.patience_s
         for name in workers:
             await self._spawn(name)
         await self._until(lambda: self._announced(workers), workers, deadline)
@@ -210,13 +226,13 @@ class LocalCluster:
         self._watchers[name].cancel()
         await self.processes[name].stop(self.spec.stop_grace_s)
         await self._spawn(name)
-        await self._until(lambda: self._announced((name,)), (name,), time.monotonic() + self.spec.start_timeout_s)
+        await self._until(lambda: self._announced((name,)), (name,), time.monotonic() + self.spec.patience_s)
 
     async def wait_routable(self, *names: str) -> None:
         """Until the router sends requests to all of these workers (default: all workers)."""
         names = names or tuple(self.spec.workers())
         must_run = () if self.spec.restart else names
-        await self._until(lambda: self._routable(names), must_run, time.monotonic() + self.spec.start_timeout_s)
+        await self._until(lambda: self._routable(names), must_run, time.monotonic() + self.spec.patience_s)
 
     # ---- inside
 
@@ -278,8 +294,13 @@ class LocalCluster:
                     )
             if time.monotonic() > deadline:
                 states = ", ".join(f"{seen.name} {seen.state} {seen.detail}".rstrip() for seen in self.status())
-                raise StartError(f"not ready after {self.spec.start_timeout_s:.0f} s: {states}. Logs: {self.log_dir}")
+                raise StartError(f"not ready after {self.spec.patience_s:.0f} s: {states}.\n{self._late()}")
             await asyncio.sleep(POLL_S)
+
+    def _late(self) -> str:
+        """The ends of the logs of those that are not ready."""
+        late = [self.processes[seen.name] for seen in self.status() if seen.state != "ready"]
+        return "\n".join(f"The end of {process.log_path}:\n{process.log_tail(15)}" for process in late)
 
     async def _announced(self, names: tuple[str, ...]) -> bool:
         for name in names:

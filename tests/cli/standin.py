@@ -47,6 +47,7 @@ class Admin(admin_pb2_grpc.AdminServicer):
 
 
 async def main(role: str, announce: Path, settings: dict[str, object]) -> None:
+    sys.stderr.write(f"standin: {role}\n")
     server = Server([])
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(Worker(not settings.get("never")), server.grpc)
     if role == "router":

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from millrace_cli import probe
-from millrace_cli.cluster import LocalCluster, StartError
+from millrace_cli.cluster import GPU_START_S, LOG_DIR, START_S, LocalCluster, StartError
 
 
 async def test_start_gives_addresses_and_stop_leaves_nothing(make_spec, wait_gone) -> None:
@@ -82,10 +82,23 @@ async def test_child_that_exits_during_start_shows_its_log_and_stops_all(make_sp
 
 async def test_start_gives_up_and_says_who_is_late(make_spec, wait_gone) -> None:
     cluster = LocalCluster(make_spec(worker_set=("never=true",), start_timeout_s=4))
-    with pytest.raises(StartError, match=r"not ready after 4 s: .*prefill-0 loading layer 1 of 2"):
+    late = r"(?s)not ready after 4 s: .*prefill-0 loading layer 1 of 2.*The end of \S*/prefill-0.log:\nstandin: prefill"
+    with pytest.raises(StartError, match=late):
         async with cluster:
             pass
     wait_gone([cluster.pid(name) for name in cluster.processes])
+
+
+def test_a_worker_on_a_gpu_has_time_to_compile(make_spec) -> None:
+    assert make_spec(start_timeout_s=None).patience_s == START_S
+    assert make_spec(start_timeout_s=7, worker_set=("device=cuda",)).patience_s == 7
+    assert make_spec(start_timeout_s=None, worker_set=("device=cuda",)).patience_s == GPU_START_S
+
+
+def test_logs_may_be_kept_elsewhere(tmp_path: Path, make_spec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LOG_DIR, str(tmp_path / "kept" / "here"))
+    first, second = (LocalCluster(make_spec(log_dir=None)).log_dir for _ in range(2))
+    assert first != second and first.parent == second.parent == tmp_path / "kept" / "here"
 
 
 async def test_taken_port_fails_the_start(make_spec) -> None:

@@ -58,12 +58,13 @@ def test_no_step_waits_for_the_device(graphs: str, sampling: dict[str, object], 
     one.close()
 
 
-def test_graphs_say_what_eager_steps_say() -> None:
+@pytest.mark.parametrize(("dtype", "apart"), [(torch.bfloat16, 0.05), (torch.float32, 1e-4)])
+def test_graphs_say_what_eager_steps_say(dtype: torch.dtype, apart: float) -> None:
     batch = [request(room, list(range(20, 30 + 9 * room)), max_tokens=16, logprobs=0) for room in range(7)]
-    eager, graphs = said(engine(graphs="off"), batch), said(engine(graphs="on"), batch)
+    eager, graphs = said(engine(dtype, graphs="off"), batch), said(engine(dtype, graphs="on"), batch)
     for room, answer in eager.items():
         assert [token for token, _ in graphs[room]] == [token for token, _ in answer]
-        assert [p for _, p in graphs[room]] == pytest.approx([p for _, p in answer], abs=0.05)
+        assert [p for _, p in graphs[room]] == pytest.approx([p for _, p in answer], abs=apart)
 
 
 def fill(graphs: DecodeGraphs, bucket: int, position: int) -> None:

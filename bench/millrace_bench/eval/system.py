@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import tempfile
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -119,7 +118,6 @@ class System:
             unified=1 - pair,
             model=Path(self.where),
             worker_set=self.worker_set,
-            log_dir=Path(tempfile.mkdtemp(prefix="millrace-eval-")),
         )
         try:
             async with LocalCluster(spec) as cluster:
