@@ -1,14 +1,15 @@
-"""Client channels with the options that our servers expect, and reading a stream that must not fall silent."""
+"""Client channels with the options that our servers expect, and what may happen to calls on them."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import grpc
 
+from millrace_rpc.errors import MillraceError, Reason, from_rpc_error
 from millrace_rpc.server import KEEPALIVE, MAX_MESSAGE_BYTES
 from millrace_rpc.tls import Identity
 
@@ -61,6 +62,21 @@ def _channel(target: str, identity: Identity | None, options: Sequence[tuple[str
     if identity.tls.server_name:
         options = [*options, ("grpc.ssl_target_name_override", identity.tls.server_name)]
     return grpc.aio.secure_channel(target, identity.channel_credentials(), options=options)
+
+
+async def reply(call: Awaitable[T]) -> T:
+    """What a unary call returns. MillraceError when it fails, WORKER_LOST also when somebody closes its channel: to
+    who waits for the answer that looks like a cancellation of their own.
+    """
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise MillraceError(Reason.WORKER_LOST, "the connection was lost before the answer came") from None
 
 
 async def heard_within(silence_s: float, reading: Coroutine[Any, Any, T]) -> T:

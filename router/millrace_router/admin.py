@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 import grpc
 from millrace.v1 import admin_pb2 as pb
 from millrace.v1 import admin_pb2_grpc, worker_pb2
-from millrace_rpc.errors import MillraceError, Reason, from_rpc_error
+from millrace_rpc.client import reply
+from millrace_rpc.errors import MillraceError, Reason
 from millrace_rpc.gc_hooks import ProcessGc
 
 from millrace_router.explain import explained
@@ -51,6 +52,8 @@ class Admin:
         worker = self._worker(request.address)
         drain = worker_pb2.DrainRequest()
         if request.HasField("timeout_s"):
+            if not request.timeout_s >= 0:  # the worker would refuse that, but for us it would be drained
+                raise MillraceError(Reason.INVALID_ARGUMENT, "timeout_s must be at least 0", param="timeout_s")
             drain.timeout_s = request.timeout_s
         control = worker.control
         self._registry.drain(worker)
@@ -113,11 +116,9 @@ async def _each(workers: list[Worker], call: Callable[[Worker], Awaitable[T]]) -
 
     async def ask(worker: Worker) -> T | MillraceError:
         try:
-            return await call(worker)
+            return await reply(call(worker))
         except MillraceError as error:
             return error
-        except grpc.aio.AioRpcError as error:
-            return from_rpc_error(error)
 
     answers = await asyncio.gather(*map(ask, workers))
     failures = {

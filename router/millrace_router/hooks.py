@@ -23,9 +23,9 @@ from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
-import grpc
 from millrace.v1 import worker_pb2
-from millrace_rpc.errors import MillraceError, Reason, from_rpc_error
+from millrace_rpc.client import reply
+from millrace_rpc.errors import MillraceError, Reason
 from millrace_rpc.metrics import Metrics
 
 from millrace_router.config import Timeouts
@@ -171,10 +171,8 @@ class Hooks:
     async def _call(self, hook: str, call: Callable[[], Awaitable[object]]) -> None:
         outcome = "failed"
         try:
-            await call()
+            await reply(call())
             outcome = "ok"
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
         finally:
             self._metrics.hooks.labels(hook=hook, outcome=outcome).inc()
 

@@ -168,6 +168,9 @@ class Worker:
                 await _first_end(self._watch(ready), self._hold_link(ch, ready))
         except (MillraceError, grpc.RpcError, TimeoutError) as error:
             return _as_error(error)
+        except Exception as error:  # garbage of the worker's, or a fault of ours: it would never be connected again
+            log.exception("the connection to worker %s broke unexpectedly", self.address)
+            return MillraceError(Reason.INTERNAL, f"{type(error).__name__}: {error}")
         raise AssertionError("both go on until one fails")
 
     async def refresh(self) -> None:

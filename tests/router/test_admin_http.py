@@ -95,11 +95,32 @@ async def test_an_error_names_every_worker_that_failed(operate: Callable) -> Non
     assert made.decodes[1].profiling is None, "those that could have done it"
 
 
+class Stuck(FakeWorker):
+    """Its FreezeGc never ends, once `stuck` is set."""
+
+    stuck = False
+
+    async def FreezeGc(self, request, context):
+        if self.stuck:
+            self.silent = True
+            await asyncio.Event().wait()
+        return await super().FreezeGc(request, context)
+
+
+@pytest.mark.parametrize("path", ["/freeze_gc", "/warmup"])
+async def test_a_worker_that_is_lost_meanwhile_is_an_error(operate: Callable, path: str) -> None:
+    made, http = await operate(Stuck(UNIFIED))
+    made.workers[0].stuck = True
+    status, code, _ = error(await http.post(path))
+    assert (status, code) == (503, "worker_lost")
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "words"),
     [
         ("/drain/nowhere:1", b"", 404, "no worker at 'nowhere:1'"),
         ("/start_profile", b'{"worker": "a:1"}', 400, "StartProfilesRequest"),
+        ("/drain/{worker}", b'{"timeout_s": -1}', 400, "timeout_s must be at least 0"),
         ("/start_profile", b"[]", 400, "StartProfilesRequest"),
         ("/warmup", b"not JSON", 400, "WarmUpRequest in JSON"),
         ("/warmup", b" " * (65 << 10), 413, "larger than 65536 bytes"),
@@ -108,8 +129,8 @@ async def test_an_error_names_every_worker_that_failed(operate: Callable) -> Non
     ],
 )
 async def test_bad_requests(operate: Callable, path: str, body: bytes, status: int, words: str) -> None:
-    _, http = await operate(FakeWorker(UNIFIED))
-    found, _, message = error(await http.post(path, content=body))
+    made, http = await operate(FakeWorker(UNIFIED))
+    found, _, message = error(await http.post(path.format(worker=made.workers[0].address), content=body))
     assert found == status and words in message
 
 

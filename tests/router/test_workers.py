@@ -110,6 +110,23 @@ async def test_a_stop_at_the_moment_of_a_loss_stops() -> None:
     assert running.cancelled()
 
 
+async def test_a_fault_of_ours_does_not_lose_the_worker_for_ever(cluster: Callable) -> None:
+    class Leg:
+        attempt = 0
+
+        def on_output(self, out: worker_pb2.SequenceOutput, now: float) -> None:
+            raise KeyError("a fault")
+
+        def on_failure(self, error: MillraceError) -> None: ...
+
+    made = await cluster(FakeWorker(UNIFIED))
+    worker = made.router.registry.workers[made.workers[0].address]
+    worker.link.submit(worker_pb2.EngineRequest(id={"room": 1}, sampling={"max_tokens": 1}), None, Leg())
+    await made.until(lambda: "KeyError" in worker.trouble)
+    await made.until(lambda: made.router.registry.ready)
+    assert (await made.generate([1])).tokens() == expected([1], 8)
+
+
 async def test_other_protocol_is_refused(cluster: Callable) -> None:
     prefill = FakeWorker(PREFILL)
     prefill.protocol = 99

@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 from millrace.v1 import inference_pb2, inference_pb2_grpc
-from millrace_rpc.client import heard_within, routers
+from millrace_rpc.client import heard_within, reply, routers
+from millrace_rpc.errors import MillraceError, Reason
 from millrace_rpc.server import Server
 
 
@@ -54,6 +55,20 @@ async def test_errors_and_cancellations_pass() -> None:
     reading.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reading
+
+
+async def test_a_call_that_ends_early() -> None:
+    """A channel that is closed cancels its calls: that is a lost connection, and no cancellation of ours."""
+    calls = [asyncio.get_running_loop().create_future() for _ in range(2)]
+    lost, ours = (asyncio.create_task(reply(call)) for call in calls)
+    await asyncio.sleep(0)
+    calls[0].cancel()
+    ours.cancel()
+    with pytest.raises(MillraceError) as caught:
+        await lost
+    assert caught.value.reason is Reason.WORKER_LOST
+    with pytest.raises(asyncio.CancelledError):
+        await ours
 
 
 class Router(inference_pb2_grpc.InferenceServicer):
