@@ -32,7 +32,7 @@ from millrace_router.generation import Backend
 from millrace_router.guard import GrpcGuard, HttpGuard
 from millrace_router.http_server import HttpServer
 from millrace_router.inference import Inference
-from millrace_router.metrics import build
+from millrace_router.metrics import build, forget_tenants
 from millrace_router.registry import Registry
 from millrace_router.tokenizer import Tokenizer
 
@@ -104,6 +104,8 @@ class Router:
     def _before_scrape(self) -> None:
         self._gc.report()
         self.registry.health.report()
+        if self._security.keys is not None:
+            forget_tenants(self.metrics, self._security.keys.names)
         self.metrics.queued_tokens.set(self.admission.tokens)
         self.metrics.queue_wait.set(self.admission.drained_in() or 0 if self.admission.tokens else 0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Set
 
 from millrace_rpc.metrics import PROCESS, ROUTER, Metrics
 from prometheus_client import CollectorRegistry
@@ -16,6 +17,14 @@ def build() -> Metrics:
     metrics = Metrics((*ROUTER, *PROCESS), CollectorRegistry())
     metrics.started.set_to_current_time()
     return metrics
+
+
+def forget_tenants(metrics: Metrics, known: Set[str]) -> None:
+    """Drop the series of tenants that are not known any more: keys come and go for as long as the process lives."""
+    for counter in (metrics.tenant_requests, metrics.tenant_tokens):
+        samples = [sample for family in counter.collect() for sample in family.samples]
+        for values in {tuple(s.labels.values()) for s in samples if s.labels["tenant"] not in known}:
+            counter.remove(*values)
 
 
 def observe_generation(metrics: Metrics, generation: Generation | Hedged) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,6 +138,11 @@ class Keys:
         if found is None or not hmac.compare_digest(found[0], digest):
             raise MillraceError(Reason.UNAUTHENTICATED, "this API key is not known")
         return found[1]
+
+    @property
+    def names(self) -> Set[str]:
+        """Of the tenants that there are now."""
+        return {tenant.name for _, tenant in self._current().values()}
 
     def _current(self) -> Mapping[str, tuple[str, Tenant]]:
         keys = self._file.get()

@@ -70,6 +70,19 @@ async def test_a_key_is_needed_for_everything_but_probes(keyed: Cluster) -> None
     assert keyed.metric("millrace_tenant_tokens_total", tenant="one", direction="output") == 8
 
 
+async def test_a_tenant_that_is_gone_leaves_no_series(keyed: Cluster, tmp_path: Path) -> None:
+    for key in (SECRET, OTHER):
+        assert await tokens(keyed.stub, key) == expected([1, 2, 3], 4)
+    series = (await keyed.http.get("/metrics", headers=bearer(OTHER))).text
+    assert 'tenant="one"' in series and 'tenant="two"' in series
+    (tmp_path / "keys").write_text(json.dumps({"keys": [{"name": "two", "key": OTHER}]}))
+    async with asyncio.timeout(20):
+        while 'tenant="one"' in (series := (await keyed.http.get("/metrics", headers=bearer(OTHER))).text):
+            await asyncio.sleep(0.1)
+    assert 'tenant="two"' in series
+    assert keyed.metric("millrace_tenant_tokens_total", tenant="two", direction="output") == 4
+
+
 async def test_a_rate_says_when_to_come_again(keyed: Cluster) -> None:
     for _ in range(2):
         assert await tokens(keyed.stub, OTHER) == expected([1, 2, 3], 4)

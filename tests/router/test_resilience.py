@@ -255,6 +255,21 @@ def test_what_is_not_the_workers_fault_is_not_counted(reason: Reason) -> None:
     assert made.left_out() == {}
 
 
+def test_a_role_without_workers_has_none_in_any_state() -> None:
+    made, _ = health()
+    for _ in range(20):
+        made.failed(["p", "d"], Reason.TRANSFER_FAILED)
+        for epoch in "pe":
+            made.spoke(epoch, 0.1, 10)
+    for _ in range(3):
+        made.failed(["e"], Reason.STALLED)
+    opened, ejected = {"role": "decode", "state": "open"}, {"role": "decode"}
+    assert value(made, "millrace_breakers", **opened) == value(made, "millrace_ejected_workers", **ejected) == 1
+    made.keep({"p": "prefill"}, [frozenset("p"), frozenset()])
+    assert value(made, "millrace_breakers", **opened) == value(made, "millrace_ejected_workers", **ejected) == 0
+    assert value(made, "millrace_breakers", role="prefill", state="closed") == 1
+
+
 def test_what_can_be_either_sides_fault_opens_no_breaker_but_shows_the_outlier() -> None:
     """The decode worker's network is broken: the prefill worker has failures with it, and none with the other."""
     made, _ = health()

@@ -26,6 +26,7 @@ from millrace_router.resilience.budget import Budget
 from millrace_router.resilience.config import Resilience
 from millrace_router.resilience.outliers import Record, judge
 from millrace_router.resilience.window import Window
+from millrace_router.states import ROLES
 
 log = logging.getLogger(__name__)
 
@@ -118,11 +119,11 @@ class Health:
     # ------------------------------------------------------------------------------------- for operators
 
     def report(self) -> None:
-        """Bring the gauges up to date."""
+        """Bring the gauges up to date, also those of roles whose last worker is gone."""
         now = self._clock()
         states = Counter((worker.role, worker.breaker.state) for worker in self._workers.values())
         ejected = Counter(w.role for w in self._workers.values() if now < w.record.ejected_until)
-        for role in {worker.role for worker in self._workers.values()}:
+        for role in ROLES:
             self._metrics.ejected.labels(role=role).set(ejected[role])
             for state in State:
                 self._metrics.breakers.labels(role=role, state=state).set(states[role, state])
