@@ -218,7 +218,6 @@ class Imports:
                         self._do(job, machine.on_part(item))
                     else:
                         job.sources = item
-                        self._peers.confirm(job.peer)
             self._do(job, machine.on_parts_end())
         except MillraceError as error:
             self._broken(job, error)

@@ -1,12 +1,14 @@
 """Connections to prefill workers, one per process start of each: (address, epoch).
 
-A peer that failed is dropped with its channel, so that the next import starts with a fresh connection; the ranks are
-told to read nothing more from its pools. Imports that use it at that time fail by their own broken streams.
+A peer that failed, or whose connection broke, is dropped with its channel, so that the next import starts with a fresh
+one; the ranks are told to read nothing more from its pools, and let go of them: a process that died leaves memory
+behind for as long as somebody maps it. Imports that use it at that time fail by their own broken streams.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import TypeVar
@@ -79,6 +81,17 @@ class Peer:
     async def close(self) -> None:
         await self._channel.close()
 
+    async def lost(self) -> bool:
+        """Returns when the connection has broken. False: it was closed by us, or replaced."""
+        channel, state = self._channel, grpc.ChannelConnectivity.IDLE
+        with contextlib.suppress(grpc.aio.UsageError):  # it was closed
+            while True:
+                before, state = state, channel.get_state()
+                if before is grpc.ChannelConnectivity.READY and state is not before:
+                    return channel is self._channel
+                await channel.wait_for_state_change(state)
+        return False
+
     def renewed(self) -> grpc.aio.Channel | None:
         """Calls from now on use our newest certificate. The channel for those that go on, if it was another."""
         if self._identity is None or self._identity.version == self._version:
@@ -104,39 +117,41 @@ class Peers:
         self._drop_source = drop_source
         self._identity = identity
         self._peers: dict[tuple[str, str], Peer] = {}
-        self._closing: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()  # that watch connections and close them
 
     def get(self, address: str, epoch: str) -> Peer:
         peer = self._peers.get((address, epoch))
         if peer is None:
             peer = self._peers[address, epoch] = Peer(address, epoch, self._identity)
+            self._run(self._drop_when_lost(peer))
         elif (before := peer.renewed()) is not None:
-            self._close(before.close(LAST_CALLS_S))
+            self._run(self._drop_when_lost(peer))
+            self._run(before.close(LAST_CALLS_S))
         return peer
 
-    def confirm(self, peer: Peer) -> None:
-        """The peer answered: any other process that was at its address is gone."""
-        for other in [p for p in self._peers.values() if p.address == peer.address and p is not peer]:
-            self.drop(other)
-
     def drop(self, peer: Peer) -> None:
-        """Idempotent."""
-        if self._peers.pop((peer.address, peer.epoch), None) is None:
+        """Idempotent: it may have a successor by then."""
+        if self._peers.get((peer.address, peer.epoch)) is not peer:
             return
+        del self._peers[peer.address, peer.epoch]
         log.info("dropped prefill worker %s epoch=%s", peer.address, peer.epoch)
         for rank, agent in peer.agents:
             self._drop_source(rank, agent)
-        self._close(peer.close())
+        self._run(peer.close())
 
-    def _close(self, closing: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(closing)
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+    async def _drop_when_lost(self, peer: Peer) -> None:
+        if await peer.lost():
+            self.drop(peer)
+
+    def _run(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
         for peer in list(self._peers.values()):
             self.drop(peer)
-        await asyncio.gather(*self._closing)
+        await asyncio.gather(*self._tasks)
 
 
 def _start(call: Callable[[], T]) -> T:
