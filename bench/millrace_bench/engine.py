@@ -2,6 +2,7 @@
 
 python -m millrace_bench.engine                      host overhead: schedule + build + commit, runner for free
 python -m millrace_bench.engine --model CHECKPOINT   tokens/s and step times (millrace_bench/engine_model.py)
+python -m millrace_bench.engine --shard tp8 --device cuda --batches 1 --variants eager graph
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from millrace_serve.engine.sim_runner import SimRunner, SimSettings
 from millrace_bench.common import Record, print_record
 
 BATCHES = (1, 16, 64, 256)
+VARIANTS = {"eager": ("graphs=off",), "graph": ("graphs=on",), "compile": ("graphs=on", "compile=decode")}
 Row = dict[str, Any]
 
 
@@ -100,11 +102,39 @@ def _timed(function: Callable[..., Any], into: list[float]) -> Callable[..., Any
     return call
 
 
+def run_model(args: argparse.Namespace) -> list[Row]:
+    """Rows of each variant, and how its decode steps compare with the first one's."""
+    from millrace_bench import engine_model, shard, v3  # torch
+
+    device = engine_model.where(args.device)
+    source = args.model or shard.build(shard.SHARDS[args.shard], args.layers, device, v3.TINY if args.tiny else None)
+    work = engine_model.Work(args.batches, args.prompt, args.outputs, args.temperature)
+    rows: list[Row] = []
+    for variant in args.variants or [""]:
+        execution = load(Execution, None, [*args.set, *VARIANTS.get(variant, ())])
+        found = engine_model.run(work, source, device, execution, args.prefill_tokens)
+        rows += [{"variant": variant, **row} for row in found] if variant else found
+    return rows + ratios([row for row in rows if row["kind"] == "decode"], args.variants)
+
+
+def ratios(rows: list[Row], variants: list[str]) -> list[Row]:
+    """Of the step times of all variants but the first to the first one's, by batch."""
+    steps = {(row.get("variant"), row["batch"]): row["step_ms"] for row in rows}
+    batches = sorted({batch for _, batch in steps})
+    return [
+        {"kind": "ratio", "batch": batch, "variant": variant, "to": variants[0],
+         "speedup": round(steps[variants[0], batch] / steps[variant, batch], 3)}
+        for variant in variants[1:] for batch in batches
+    ]  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Offline benchmarks of the engine.")
     parser.add_argument("--model", type=Path, help="checkpoint directory: measure a model instead of host overhead")
     parser.add_argument("--shard", choices=("tp8", "ep8"), help="a rank of the 671B model instead (bench shard)")
     parser.add_argument("--layers", type=int, default=61, help="of the shard")
+    parser.add_argument("--tiny", action="store_true", help="small widths of the shard, for a CPU")
+    parser.add_argument("--variants", nargs="+", default=[], choices=list(VARIANTS), help="one engine after the other")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="graphs, compile, kv_dtype …")
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
@@ -115,12 +145,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     args = parser.parse_args()
     if args.model or args.shard:
-        from millrace_bench import engine_model  # torch
-
-        work = engine_model.Work(args.batches, args.prompt, args.outputs, args.temperature)
-        shard = (args.shard, args.layers) if args.shard else None
-        execution = load(Execution, None, args.set)
-        rows = engine_model.run(work, args.model, args.device, execution, args.prefill_tokens, shard)
+        rows = run_model(args)
     else:
         rows = run(tuple(args.batches), args.steps)
     for row in rows:

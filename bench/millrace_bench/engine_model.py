@@ -2,14 +2,19 @@
 
     step_ms     median wall time of a steady decode step of the whole loop: schedule, build, launch, read, commit
     replay_ms   the same step's graph alone, replayed back to back; sampling and copies come on top of it
-    gap         1 - replay_ms / step_ms: what is not the graph, an upper bound of the device's idle time
-    capture_s   all graphs, with Python's garbage collector off as in a worker, and on
+    gap         1 - replay_ms / step_ms: what is not the graph
+    idle        part of the time from the end of a step's last copy to the beginning of the next step's model, on the
+                device's stream: what it waits for the host, and the copy of the step's arrays
+    capture     seconds of all graphs, with Python's garbage collector off as in a worker, and on
+    collector   milliseconds of one full collection, with the start's objects frozen as in a worker, and not
 
-The model is a checkpoint's, or random weights in the shapes of a config.json, or a shard of millrace_bench.shard.
+The model is a checkpoint's, or random weights in the shapes of a config.json, or one that the caller has.
 """
 
 from __future__ import annotations
 
+import gc
+import itertools
 import random
 import statistics
 import time
@@ -25,9 +30,13 @@ from millrace_serve.engine.device import device_of
 from millrace_serve.engine.engine import Engine
 from millrace_serve.engine.phases import Phases
 from millrace_serve.engine.torch_factory import build_engine
+from millrace_serve.model.deepseek_v3 import DeepseekV3
 from millrace_serve.model.parallel import ParallelDims
 
+from millrace_bench.stamps import Stamp, milliseconds, stamp
+
 TOKEN_IDS = (16, 1000)  # that every vocabulary has
+EDGE = 2  # steps at either end that are not steady
 Row = dict[str, Any]
 
 
@@ -39,18 +48,15 @@ class Work:
     temperature: float = 0.0
 
 
-def run(
-    work: Work, path: Path | None, device: str, execution: Execution, prefill_tokens: int, shard: tuple[str, int] | None
-) -> list[Row]:
-    """`shard`: its name and its layers, in the place of `path`."""
-    where = torch.device(device)
-    if where.type == "cuda":
-        where = torch.device("cuda", torch.cuda.current_device())
-    phases, model = Phases(), None
-    if shard is not None:
-        from millrace_bench.shard import SHARDS, build
+def where(device: str) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
 
-        model = build(SHARDS[shard[0]], shard[1], where)
+
+def run(
+    work: Work, source: Path | DeepseekV3, device: torch.device, execution: Execution, prefill_tokens: int
+) -> list[Row]:
+    """`source`: a checkpoint's folder, or a model."""
+    phases, path = Phases(), source if isinstance(source, Path) else Path()
     length = work.prompt + work.outputs
     limits = Limits(
         num_pages=max(work.batches) * (-(-length // 64) + 1) + 2,
@@ -59,16 +65,17 @@ def run(
         max_prefill_tokens=prefill_tokens,
         prefix_cache=False,
     )
-    dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
+    model = None if isinstance(source, Path) else source
+    dtype = model.dtype if model else torch.bfloat16 if device.type == "cuda" else torch.float32
     engine = build_engine(
-        limits, Role.UNIFIED, path or Path(), ParallelDims(), where, dtype,
-        execution=execution, phases=phases, model=model,
-    )  # fmt: skip
+        limits, Role.UNIFIED, path, ParallelDims(), device, dtype, execution=execution, phases=phases, model=model
+    )
     rows: list[Row] = [{"kind": "start", **{f"{name}_s": round(value, 2) for name, value in phases.seconds.items()}}]
     for batch in work.batches:
         rows += [_prefill(engine, batch, work), _decode(engine, batch, work)]
     if engine._runner._graphs is not None:  # type: ignore[attr-defined]
         rows.append(_captures(engine))
+    rows.append(_collections())
     engine.close()
     return rows
 
@@ -96,6 +103,7 @@ def _decode(engine: Engine, batch: int, work: Work) -> Row:
     speaking: set[RequestId] = set()
     while len(speaking) < batch:
         speaking.update(output.id for output in engine.step().outputs)
+    watch = Watch(engine._runner)
     times, clock = [], time.perf_counter()
     while engine.has_work():
         events = engine.step()
@@ -105,11 +113,42 @@ def _decode(engine: Engine, batch: int, work: Work) -> Row:
         clock = now
     step_ms = statistics.median(times) * 1e3
     row = {"kind": "decode", "batch": batch, "prompt": work.prompt, "step_ms": round(step_ms, 3)}
-    row["tokens_per_s"] = round(batch / step_ms * 1e3)
+    row |= {"tokens_per_s": round(batch / step_ms * 1e3), **watch.stop()}
     replay_ms = _replay_ms(engine, batch)
     if replay_ms is not None:
         row |= {"replay_ms": round(replay_ms, 3), "gap": round(1 - replay_ms / step_ms, 4)}
     return row
+
+
+class Watch:
+    """When each step's model begins on the device, and when the last copy of its results is over."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner, self._device = runner, runner._device.torch
+        self._begin: Stamp = None
+        self._steps: list[tuple[Stamp, Stamp]] = []
+        logits, run = runner._logits, runner._run
+
+        def begin(*args: Any) -> Any:
+            self._begin = stamp(self._device)
+            return logits(*args)
+
+        def end(*args: Any) -> Any:
+            read = run(*args)
+            self._steps.append((self._begin, stamp(self._device)))
+            return read
+
+        runner._logits, runner._run = begin, end
+
+    def stop(self) -> Row:
+        """Once all steps are done."""
+        del self._runner._logits, self._runner._run
+        steps = self._steps[EDGE:-EDGE]
+        if len(steps) < 2:
+            return {}
+        gaps = [milliseconds(one[1], other[0]) for one, other in itertools.pairwise(steps)]
+        whole = milliseconds(steps[0][0], steps[-1][0])
+        return {"idle": round(sum(gaps) / whole, 4), "idle_us": round(statistics.median(gaps) * 1e3, 1)}
 
 
 def _replay_ms(engine: Engine, batch: int, repeats: int = 20) -> float | None:
@@ -141,4 +180,15 @@ def _captures(engine: Engine) -> Row:
         started = time.perf_counter()
         runner.call(lambda collector=collector: runner._graphs.capture(collector))
         row[name] = round(time.perf_counter() - started, 2)
+    return row
+
+
+def _collections() -> Row:
+    gc.freeze()
+    row: Row = {"kind": "collector", "objects": gc.get_freeze_count()}
+    for name in ("frozen_ms", "thawed_ms"):
+        started = time.perf_counter()
+        gc.collect()
+        row[name] = round((time.perf_counter() - started) * 1e3, 2)
+        gc.unfreeze()
     return row

@@ -8,7 +8,8 @@
 Steps run as CUDA graph replays (decode) or eagerly (prefill), timed by events; a profiled replay gives the time of each
 kind of kernel. The floor is what memory and tensor cores need at their peaks.
 
-millrace bench shard --shard ep8 --decode 128x4096 256x2048 --prefill 4x4096 16x1024
+millrace bench shard --shard ep8 --decode 128x4096 256x2048 --prefill 4x4096 16x1024 [--kv-dtype bfloat16 float8_e4m3fn]
+millrace bench shard --shard ep8 --decode 2x100 --layers 2 --tiny        on a CPU: whether everything runs
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from typing import Any
 
 import torch
 from millrace_kernels.fp8 import Fp8, Operand
+from millrace_serve.engine.device import Replay, device_of
 from millrace_serve.model.attn_step import FormThresholds
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3
@@ -37,33 +39,14 @@ from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.random_weights import RandomWeights
 from torch import Tensor
 
+from millrace_bench import v3
 from millrace_bench.common import Record, print_record
+from millrace_bench.stamps import milliseconds, stamp, synchronize
 
 HBM_BYTES_PER_S, FP8_FLOPS, BF16_FLOPS = 4.8e12, 1979e12, 989e12  # an H200's, by its data sheet
 PAGE = 64
 Row = dict[str, Any]
 
-V3 = {
-    "vocab_size": 129280,
-    "hidden_size": 7168,
-    "max_position_embeddings": 163840,
-    "num_attention_heads": 128,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "first_k_dense_replace": 3,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "n_group": 8,
-    "topk_group": 4,
-    "routed_scaling_factor": 2.5,
-    "fp8_blocks": True,
-}
 # kernel name -> what it does, first match
 KINDS = (
     (r"nvjet|cublas|cutlass.*gemm|_absorb|_project|_logits", "bf16 gemm"),
@@ -111,7 +94,7 @@ class FoldedExchange:
 
 def build(shard: Shard, layers: int, device: torch.device, widths: dict[str, Any] | None = None) -> DeepseekV3:
     """`widths` replaces V3's, for a test."""
-    config = ModelConfig(num_hidden_layers=layers, **{**V3, **(widths or {})})
+    config = ModelConfig(num_hidden_layers=layers, **{**v3.V3, **(widths or {})})
     weights = RandomWeights(device, torch.bfloat16, fp8=True)
     if not shard.folded:
         return DeepseekV3(weights, config, shard.dims, FormThresholds())
@@ -167,43 +150,43 @@ def _step(model: DeepseekV3, q_lens: list[int], seq_lens: list[int], decode: int
     )
 
 
-def capture(call: Callable[[], Tensor]) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+def capture(call: Callable[[], object], device: torch.device) -> Replay:
+    """The same work again, as one graph where the device has them."""
+    where = device_of(device)
+
+    def run() -> None:
         call()
+
+    for _ in range(2):  # what libraries set up in a first run cannot be captured
         call()
-    torch.cuda.current_stream().wait_stream(stream)
+    where.synchronize()
     gc.collect()
     gc.disable()
-    graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
-            call()
+        return where.capture(run)
     finally:
         gc.enable()
-    return graph
 
 
-def time_ms(call: Callable[[], object], repeats: int) -> list[float]:
-    """Each call by events, back to back."""
+def time_ms(call: Callable[[], object], repeats: int, device: torch.device) -> list[float]:
+    """Each call, back to back."""
     call()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    events[0].record()
-    for event in events[1:]:
+    stamps = [stamp(device)]
+    for _ in range(repeats):
         call()
-        event.record()
-    torch.cuda.synchronize()
-    return [start.elapsed_time(end) for start, end in itertools.pairwise(events)]
+        stamps.append(stamp(device))
+    synchronize(device)
+    return [milliseconds(start, end) for start, end in itertools.pairwise(stamps)]
 
 
 def breakdown(call: Callable[[], object]) -> tuple[dict[str, float], dict[str, float]]:
     """Milliseconds by kind of kernel, and of the longest kernels by name, in one call."""
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU]) as profiler:
         call()
-        torch.cuda.synchronize()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
     kinds: defaultdict[str, float] = defaultdict(float)
     names: defaultdict[str, float] = defaultdict(float)
     for event in profiler.key_averages():
@@ -225,8 +208,8 @@ def kind_of(kernel: str) -> str:
 # ------------------------------------------------------------------------------------------------ the floor
 
 
-def floor_ms(model: DeepseekV3, inputs: ForwardInput) -> float:
-    """The larger of memory and tensor-core time, summed over linear layers and attention."""
+def floor_ms(model: DeepseekV3, inputs: ForwardInput, kv_bytes: int = 2) -> float:
+    """The larger of memory and tensor-core time, summed over linear layers and attention. `kv_bytes`: of an element."""
     config, attn = model.config, inputs.attn
     tokens, heads = inputs.num_tokens, model.heads.num_heads
     chosen, read, per_token = config.num_experts_per_tok, 0.0, 0.0
@@ -249,7 +232,7 @@ def floor_ms(model: DeepseekV3, inputs: ForwardInput) -> float:
     width = config.kv_row_dim + config.kv_lora_rank if absorbed else config.qk_head_dim + config.v_head_dim
     pairs = sum(q * (s - (q - 1) / 2) for q, s in zip(attn.q_lens_host, attn.seq_lens_host, strict=True))
     attn_s = config.num_hidden_layers * 2 * heads * width * pairs / BF16_FLOPS
-    kv_s = config.num_hidden_layers * sum(attn.seq_lens_host) * config.kv_row_dim * 2 / HBM_BYTES_PER_S
+    kv_s = config.num_hidden_layers * sum(attn.seq_lens_host) * config.kv_row_dim * kv_bytes / HBM_BYTES_PER_S
     return (linear_s + max(attn_s, kv_s)) * 1e3
 
 
@@ -260,9 +243,9 @@ def _nbytes(matrix: Tensor | Fp8) -> int:
 # ------------------------------------------------------------------------------------------------ the runs
 
 
-def measure(model: DeepseekV3, kind: str, count: int, length: int, args: argparse.Namespace) -> Row:
+def measure(model: DeepseekV3, kind: str, count: int, length: int, kv_dtype: str, args: argparse.Namespace) -> Row:
     device = model.rope_tables[0].device
-    pool = make_pool(model, count * -(-length // PAGE) + 1, device, getattr(torch, args.kv_dtype))
+    pool = make_pool(model, count * -(-length // PAGE) + 1, device, getattr(torch, kv_dtype))
     inputs = (decode_step if kind == "decode" else prefill_step)(model, count, length, device)
 
     def step() -> Tensor:
@@ -270,20 +253,21 @@ def measure(model: DeepseekV3, kind: str, count: int, length: int, args: argpars
 
     started = time.perf_counter()
     step()
-    torch.cuda.synchronize()
-    row: Row = {"shard": args.shard, "kind": kind, "count": count, "length": length}
+    synchronize(device)
+    row: Row = {"shard": args.shard, "kind": kind, "count": count, "length": length, "kv_dtype": kv_dtype}
     row["first_s"] = round(time.perf_counter() - started, 2)
     if kind == "decode":
-        eager = time_ms(step, 3)
-        graph = capture(step)
-        times = time_ms(graph.replay, args.repeats)
+        eager = time_ms(step, 3, device)
+        replay = capture(step, device)
+        times = time_ms(replay, args.repeats, device)
         row |= {"eager_ms": round(statistics.median(eager), 3)}
-        profiled: Callable[[], object] = graph.replay
+        profiled: Callable[[], object] = replay
     else:
-        times = time_ms(step, max(args.repeats // 5, 3))
+        times = time_ms(step, max(args.repeats // 5, 3), device)
         profiled = step
     median = statistics.median(times)
-    row |= {"ms": round(median, 3), "min_ms": round(min(times), 3), "floor_ms": round(floor_ms(model, inputs), 3)}
+    floor = floor_ms(model, inputs, pool.itemsize)
+    row |= {"ms": round(median, 3), "min_ms": round(min(times), 3), "floor_ms": round(floor, 3)}
     row |= {"of_floor": round(row["floor_ms"] / median, 3), "tokens_per_s": round(inputs.num_tokens / median * 1e3)}
     if args.profile:
         row["kinds_ms"], row["kernels_ms"] = breakdown(profiled)
@@ -296,20 +280,22 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=61)
     parser.add_argument("--decode", nargs="*", default=[], metavar="BATCHxCONTEXT")
     parser.add_argument("--prefill", nargs="*", default=[], metavar="PROMPTSxLENGTH")
-    parser.add_argument("--kv-dtype", default="bfloat16", choices=["bfloat16", "float8_e4m3fn"])
+    parser.add_argument("--kv-dtype", nargs="+", default=["bfloat16"], choices=["bfloat16", "float8_e4m3fn"])
+    parser.add_argument("--tiny", action="store_true", help="small widths on a CPU, to see that it runs")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--profile", action="store_true", help="one more step under the profiler, by kernel")
     parser.add_argument("--out", type=Path, help="JSON lines are appended here as they come")
     args = parser.parse_args()
     started = time.perf_counter()
-    model = build(SHARDS[args.shard], args.layers, torch.device("cuda"))
-    torch.cuda.synchronize()
+    device = torch.device("cpu" if args.tiny else "cuda")
+    model = build(SHARDS[args.shard], args.layers, device, v3.TINY if args.tiny else None)
+    synchronize(device)
     print(f"weights: {torch.cuda.memory_allocated() / 1e9:.1f} GB in {time.perf_counter() - started:.1f} s", flush=True)
     rows = []
     for kind, sizes in (("decode", args.decode), ("prefill", args.prefill)):
-        for size in sizes:
+        for size, kv_dtype in itertools.product(sizes, args.kv_dtype):
             count, length = map(int, size.split("x"))
-            rows.append(row := measure(model, kind, count, length, args))
+            rows.append(row := measure(model, kind, count, length, kv_dtype, args))
             torch.cuda.empty_cache()
             print({key: value for key, value in row.items() if not key.startswith("kernels")}, flush=True)
             if args.out:

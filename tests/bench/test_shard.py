@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from millrace_bench import v3
 from millrace_bench.shard import SHARDS, FoldedExchange, build, decode_step, floor_ms, kind_of, make_pool, prefill_step
 from millrace_kernels.fp8 import Operand
 
 CPU = torch.device("cpu")
-WIDTHS = {
-    "vocab_size": 1024,
-    "hidden_size": 256,
-    "num_attention_heads": 8,
-    "q_lora_rank": 128,
-    "first_k_dense_replace": 1,
-    "intermediate_size": 1024,
-    "moe_intermediate_size": 1024,
-    "n_routed_experts": 16,
-    "max_position_embeddings": 512,
-}
 
 
 @pytest.mark.parametrize("name", sorted(SHARDS))
 def test_a_rank_runs_every_kind_of_step(name: str) -> None:
-    model = build(SHARDS[name], 2, CPU, WIDTHS)
+    model = build(SHARDS[name], 2, CPU, v3.TINY)
     mlp = model.layers[1].mlp
     assert mlp.fused_shared and mlp.w13.data.shape[0] == (17 if name == "tp8" else 3)
     pool = make_pool(model, 9, CPU, torch.bfloat16)
