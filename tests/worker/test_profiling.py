@@ -27,11 +27,14 @@ class ScriptedRanks:
         self.told: list[StartProfile | StopProfile] = []
         self.errors: deque[str | Exception] = deque()
         self.stopped = asyncio.Event()
+        self.answering = asyncio.Event()
+        self.answering.set()
 
     async def profile(self, message: StartProfile | StopProfile) -> list[ProfileDone]:
         self.told.append(message)
         if isinstance(message, StopProfile):
             self.stopped.set()
+        await self.answering.wait()
         error = self.errors.popleft() if self.errors else ""
         if isinstance(error, Exception):
             raise error
@@ -65,6 +68,22 @@ async def test_a_forgotten_profile_ends() -> None:
     ranks = ScriptedRanks()
     profiling = make(ranks)
     await profiling.start(0.01)
+    async with asyncio.timeout(20):
+        await ranks.stopped.wait()
+    assert await profiling.stop() == ["/traces/rank0", "/traces/rank1"]
+    assert len(ranks.told) == 2
+
+
+async def test_a_caller_that_goes_away_leaves_no_profile_behind() -> None:
+    ranks = ScriptedRanks()
+    profiling = make(ranks)
+    ranks.answering.clear()
+    start = asyncio.create_task(profiling.start(0.01))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert len(ranks.told) == 1
+    start.cancel()
+    ranks.answering.set()
     async with asyncio.timeout(20):
         await ranks.stopped.wait()
     assert await profiling.stop() == ["/traces/rank0", "/traces/rank1"]

@@ -1,6 +1,7 @@
 """torch.profiler on the ranks of a worker: started and stopped through the frontend, one trace file per rank.
 
 1. `start` tells every rank (rank_profiler.py) to start; a profile that runs already is left running.
+   A caller that goes away while the ranks answer changes nothing.
 2. `stop`, or the end of its time, has every rank write a Chrome trace, which stops that rank's engine for as
    long as the writing takes. The paths are kept until the next profile.
 """
@@ -41,20 +42,12 @@ class Profiling:
         if not 0 < seconds <= LONGEST_S:
             raise invalid("max_seconds", f"is {seconds}; it must be over 0 and at most {LONGEST_S:.0f}")
         folder = self._folder()
-        async with self._one_by_one:
-            if self._expiry is None:
-                self._count += 1
-                label = f"{self._config.role}-{self._epoch[:8]}-{self._count}"
-                await self._tell(StartProfile(str(folder), label))
-                self._expiry = asyncio.create_task(self._expire(seconds))
+        await asyncio.shield(asyncio.create_task(self._start(folder, seconds)))  # else ranks go on for ever
         return folder
 
     async def stop(self) -> list[str]:
         """Paths of the traces of the running profile, else of the latest. NOT_FOUND without any."""
-        async with self._one_by_one:
-            if self._expiry is not None:
-                self._expiry.cancel()
-                await self._write()
+        await asyncio.shield(asyncio.create_task(self._stop()))
         if not self._paths:
             raise MillraceError(Reason.NOT_FOUND, "no profile was started")
         return self._paths
@@ -69,6 +62,20 @@ class Profiling:
         if self._config.profile_dir is None:
             raise MillraceError(Reason.INVALID_ARGUMENT, "profile_dir: no folder for traces is configured")
         return self._config.profile_dir
+
+    async def _start(self, folder: Path, seconds: float) -> None:
+        async with self._one_by_one:
+            if self._expiry is None:
+                self._count += 1
+                label = f"{self._config.role}-{self._epoch[:8]}-{self._count}"
+                await self._tell(StartProfile(str(folder), label))
+                self._expiry = asyncio.create_task(self._expire(seconds))
+
+    async def _stop(self) -> None:
+        async with self._one_by_one:
+            if self._expiry is not None:
+                self._expiry.cancel()
+                await self._write()
 
     async def _expire(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
