@@ -52,7 +52,7 @@ class Peer:
         self.released = 0
 
     async def fetch(self, id: RequestId, fingerprint: str, stall_s: float) -> AsyncIterator[Any]:
-        while not isinstance(item := await self.items.get(), MillraceError):
+        while not isinstance(item := await self.items.get(), Exception):
             yield item
         raise item
 
@@ -164,6 +164,14 @@ async def test_a_failure_of_ours_is_told_at_once_while_reads_are_in_flight(bench
     bench.imports.on_read_done(1, ReadDone(ID, 0, "", 2))
     [failed] = bench.engine[1:]
     assert isinstance(failed, KvFailed) and failed.failure.reason == Reason.STALLED and len(bench.failed) == 1
+
+
+async def test_an_answer_that_nobody_understands_ends_the_import(bench: Bench) -> None:
+    bench.peer.items.put_nowait(ValueError("a part that cannot be read"))
+    await bench.settle()
+    [failed] = bench.engine
+    assert isinstance(failed, KvFailed) and failed.failure.reason == Reason.INTERNAL
+    assert "ValueError: a part that cannot be read" in failed.failure.message and len(bench.imports) == 0
 
 
 async def test_a_broken_stream_during_reads(bench: Bench) -> None:

@@ -19,6 +19,7 @@ import collections
 import contextlib
 import logging
 import time
+from collections.abc import Callable, Coroutine
 
 import msgspec
 from millrace.v1 import worker_pb2
@@ -87,7 +88,7 @@ class Imports:
         hashes = page_hashes(request.token_ids, self._frontend.config.limits.page_size)
         peer = self._peers.get(source.address, source.epoch)
         job = self._live[request.id] = Import(KvImport(request.id, hashes), replica, peer)
-        job.task = asyncio.create_task(self._fetch(job))
+        job.task = asyncio.create_task(self._to_the_end(job, self._fetch))
 
     def peer(self, source: worker_pb2.KvSourceRef) -> Peer:
         return self._peers.get(source.address, source.epoch)
@@ -156,7 +157,7 @@ class Imports:
                 case Read():
                     self._read(job, action)
                 case AskRelease():
-                    self._call(self._release(job))
+                    self._call(self._to_the_end(job, self._release))
                 case GiveBack():
                     self._call(self._give_back(job))
                 case Done(first):
@@ -210,27 +211,31 @@ class Imports:
         info = self._frontend.ranks.info
         assert info is not None
         machine, stall_s = job.machine, self._frontend.config.timeouts.stall
-        try:
-            async with contextlib.aclosing(job.peer.fetch(machine.id, info.layout.fingerprint, stall_s)) as items:
-                async for item in items:
-                    if isinstance(item, KvPart):
-                        job.last_part_at = time.monotonic()
-                        self._do(job, machine.on_part(item))
-                    else:
-                        job.sources = item
-            self._do(job, machine.on_parts_end())
-        except MillraceError as error:
-            self._broken(job, error)
+        async with contextlib.aclosing(job.peer.fetch(machine.id, info.layout.fingerprint, stall_s)) as items:
+            async for item in items:
+                if isinstance(item, KvPart):
+                    job.last_part_at = time.monotonic()
+                    self._do(job, machine.on_part(item))
+                else:
+                    job.sources = item
+        self._do(job, machine.on_parts_end())
 
     async def _release(self, job: Import) -> None:
-        try:
-            self._do(job, job.machine.on_release_outcome(await job.peer.release(job.machine.id)))
-        except MillraceError as error:
-            self._broken(job, error)
+        self._do(job, job.machine.on_release_outcome(await job.peer.release(job.machine.id)))
 
     async def _give_back(self, job: Import) -> None:
         with contextlib.suppress(MillraceError):  # the lease will expire
             await job.peer.release(job.machine.id)
+
+    async def _to_the_end(self, job: Import, work: Callable[[Import], Coroutine[None, None, None]]) -> None:
+        """Whatever goes wrong ends the import: nobody else would."""
+        try:
+            await work(job)
+        except MillraceError as error:
+            self._broken(job, error)
+        except Exception as error:
+            log.exception("kv import %s: unexpected error", job.machine.id)
+            self._broken(job, MillraceError(Reason.INTERNAL, f"{type(error).__name__}: {error}"))
 
     def _broken(self, job: Import, error: MillraceError) -> None:
         if error.reason in FATAL:
@@ -239,7 +244,7 @@ class Imports:
             job, job.machine.on_abort(Failure(error.reason, f"prefill worker {job.peer.address}: {error.message}"))
         )
 
-    def _call(self, call: collections.abc.Coroutine[None, None, None]) -> None:
+    def _call(self, call: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(call)
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)
