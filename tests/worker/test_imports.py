@@ -10,12 +10,12 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from millrace.v1 import worker_pb2
+from millrace.v1 import decode_pb2, worker_pb2
 from millrace_rpc import metrics as catalogue
 from millrace_rpc.errors import MillraceError, Reason
 from millrace_rpc.page_hash import page_hashes
 from millrace_rpc.tracing import OFF
-from millrace_serve.decode.imports import Imports
+from millrace_serve.decode.service import DecodeRole
 from millrace_serve.engine.core import (
     Failure,
     KvArrived,
@@ -96,7 +96,9 @@ class Bench:
             identity=None,
             spans=WorkerSpans(OFF),
         )
-        self.imports = Imports(self.frontend)
+        self.frontend.submit = lambda request, route, link: self.engine.append(request)
+        self.role = DecodeRole(self.frontend)
+        self.imports = self.role.imports
         self.peer = Peer()
         self.imports._peers._peers["p:1", "e"] = self.peer  # type: ignore[assignment]
         request = Request(id=ID, token_ids=PROMPT, sampling=SamplingParams(max_tokens=4))
@@ -153,6 +155,18 @@ async def test_an_abort_holds_the_pages_until_the_reads_are_over_and_says_nothin
     assert bench.failed == [] and bench.quarantined() == 0  # the engine's own output is the answer
     assert bench.peer.released == 1  # what we will not use is given back
     assert not bench.imports.abort(ID, Failure(Reason.CANCELLED, "gone"))
+
+
+async def test_an_attempt_whose_reads_are_in_flight_is_not_taken_again(bench: Bench) -> None:
+    await bench.reading()
+    bench.frontend.attempts.discard(ID)
+    bench.imports.abort(ID, Failure(Reason.CANCELLED, "its router has gone"))
+    again = decode_pb2.DecodeRequest()
+    again.request.id.room, again.request.id.attempt = ID.room, ID.attempt
+    again.source.address, again.source.fingerprint = "p:1", "f"
+    with pytest.raises(MillraceError, match="submitted here before"):
+        bench.role.submit(None, again)  # type: ignore[arg-type]
+    assert bench.engine == [KvOffered(ID)] and bench.quarantined() == 2
 
 
 async def test_a_failure_of_ours_is_told_at_once_while_reads_are_in_flight(bench: Bench) -> None:

@@ -84,6 +84,9 @@ class Imports:
     def __len__(self) -> int:
         return len(self._live)
 
+    def __contains__(self, id: RequestId) -> bool:
+        return id in self._live
+
     def start(self, request: Request, replica: int, source: worker_pb2.KvSourceRef) -> None:
         hashes = page_hashes(request.token_ids, self._frontend.config.limits.page_size)
         peer = self._peers.get(source.address, source.epoch)

@@ -49,6 +49,9 @@ class DecodeRole(RoleLogic):
         if message.source.fingerprint != self.fingerprint:
             text = f"KV layout {message.source.fingerprint} of {message.source.address} is not ours, {self.fingerprint}"
             raise MillraceError(Reason.LAYOUT_MISMATCH, text)
+        id = convert.request_id(message.request.id)
+        if id in self.imports and id not in self.frontend.attempts:  # reads of it are still in flight
+            raise convert.invalid("id", f"{id} was submitted here before")
         if request := self.frontend.submit(message.request, Route.IMPORT, link):
             self.imports.start(request, message.request.replica, message.source)
 
