@@ -229,6 +229,18 @@ def test_replay_counts_earlier_outputs():
     assert driver.tokens[replay.id] == expected
 
 
+def test_deadlines_of_requests_that_have_ended_are_forgotten():
+    driver = Driver(Role.UNIFIED, max_prefill_tokens=100)
+    for room in range(300):
+        driver.submit(request(room, PROMPT, max_tokens=1, timeout_s=3600.0))
+        driver.run()
+    assert len(driver.roster._deadlines) < 100
+    driver.submit(request(1000, PROMPT, max_tokens=2, timeout_s=3.0))
+    assert driver.roster.seconds_to_deadline() == 3.0
+    driver.run()
+    driver.check_whole()
+
+
 def test_deadline_passes_in_every_phase():
     driver = Driver(Role.DECODE, max_running=1)
     driver.submit(request(1, PROMPT, max_tokens=20, timeout_s=2.0))  # will run

@@ -35,6 +35,9 @@ from millrace_serve.engine.waiting import WaitingQueue
 
 log = logging.getLogger(__name__)
 
+ENDED_DEADLINES = 64  # of requests that have ended, kept beside as many as there are active ones
+Deadline = tuple[float, tuple[int, int], Sequence]
+
 
 class Roster:
     def __init__(
@@ -62,7 +65,7 @@ class Roster:
         self._outputs: list[SequenceOutput] = []
         self._slots = list(range(config.max_running - 1, -1, -1))
         self._arrivals = itertools.count()
-        self._deadlines: list[tuple[float, tuple[int, int], Sequence]] = []
+        self._deadlines: list[Deadline] = []  # a heap
 
     # ------------------------------------------------------------------------------------------ coming in
 
@@ -92,7 +95,7 @@ class Roster:
         self.live[seq.id] = seq
         self.num_active += 1
         if deadline is not None:
-            heapq.heappush(self._deadlines, (deadline, order, seq))
+            self._watch((deadline, order, seq))
         return seq
 
     def take_pages(self, seq: Sequence, num_tokens: int, max_cached_pages: int, headroom: int) -> bool:
@@ -207,12 +210,19 @@ class Roster:
         if seq.corrupt:
             self.cache.flush()
 
+    def _watch(self, deadline: Deadline) -> None:
+        """Requests that have ended are forgotten long before their deadlines: each would keep its tokens."""
+        heapq.heappush(self._deadlines, deadline)
+        if len(self._deadlines) > 2 * self.num_active + ENDED_DEADLINES:
+            self._deadlines = [one for one in self._deadlines if not _is_over(one[2])]
+            heapq.heapify(self._deadlines)
+
     def expired(self) -> list[Sequence]:
         """Sequences whose deadline has passed and whose work is not over; each is returned once."""
         now, late = self._clock(), []
         while self._deadlines and self._deadlines[0][0] <= now:
             seq = heapq.heappop(self._deadlines)[2]
-            if seq.phase not in (Phase.DONE, Phase.PARKED):
+            if not _is_over(seq):
                 late.append(seq)
         return late
 
@@ -222,7 +232,7 @@ class Roster:
         return self.config.max_running + self.config.max_waiting - self.num_active
 
     def seconds_to_deadline(self) -> float | None:
-        while self._deadlines and self._deadlines[0][2].phase in (Phase.DONE, Phase.PARKED):
+        while self._deadlines and _is_over(self._deadlines[0][2]):
             heapq.heappop(self._deadlines)
         return max(self._deadlines[0][0] - self._clock(), 0.0) if self._deadlines else None
 
@@ -250,3 +260,8 @@ class Roster:
             credits=0 if self.blocked else max(self.room(), 0),
             **self.totals,
         )
+
+
+def _is_over(seq: Sequence) -> bool:
+    """This engine has no more work with it."""
+    return seq.phase in (Phase.DONE, Phase.PARKED)
