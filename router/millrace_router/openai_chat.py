@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from millrace.v1 import common_pb2
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from millrace_router.ask import Ask, Chat, Message, ToolCall
 from millrace_router.chat_format import ChatFormat, Tool, structural_tag
 from millrace_router.markers import CALL_END
-from millrace_router.openai_types import Common, Strict, invalid
+from millrace_router.openai_types import Common, Items, Strict, invalid
+
+MAX_ARGUMENTS = 16  # of a chat template
 
 
 class TextPart(Strict):
@@ -40,9 +42,9 @@ class Turn(Strict):
     """`name` and `reasoning_content` of earlier turns are not shown to the model: DeepSeek's templates take neither."""
 
     role: str
-    content: str | list[TextPart] | None = None
+    content: str | Items[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[CalledTool] | None = None
+    tool_calls: Items[CalledTool] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     refusal: str | None = None
@@ -85,14 +87,25 @@ class NamedTool(Strict):
     function: FunctionName
 
 
+def _few(arguments: Any) -> Any:
+    """Refuse too many before each of them is looked at."""
+    if isinstance(arguments, dict) and len(arguments) > MAX_ARGUMENTS:
+        raise ValueError(f"at most {MAX_ARGUMENTS} of them, not {len(arguments)}")
+    return arguments
+
+
+Scalar = str | bool | int | float | None
+Arguments = Annotated[dict[str, Scalar], Field(max_length=MAX_ARGUMENTS), BeforeValidator(_few)]
+
+
 class Conversation(Strict):
     """What the chat template is given. `chat_template_kwargs`, an extension, are its own arguments."""
 
-    messages: list[Turn]
-    tools: list[FunctionTool] = Field([])
+    messages: Items[Turn]
+    tools: Items[FunctionTool] = Field([])
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
-    chat_template_kwargs: dict[str, str | bool | int | float | None] = Field({}, max_length=16)
+    chat_template_kwargs: Arguments = Field({})
 
     def as_chat(self) -> Chat:
         tools = () if self.tool_choice == "none" else tuple(tool.as_tool() for tool in self.tools)

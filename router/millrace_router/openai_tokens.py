@@ -6,8 +6,8 @@ from millrace_router import openai_objects as objects
 from millrace_router import validate
 from millrace_router.ask import Ask, Prompt
 from millrace_router.inference import Inference
-from millrace_router.openai_chat import Conversation, FunctionTool, Turn, in_format
-from millrace_router.openai_types import Strict, invalid
+from millrace_router.openai_chat import Arguments, Conversation, FunctionTool, Turn, in_format
+from millrace_router.openai_types import Items, Strict, invalid
 
 
 class TokenizeRequest(Strict):
@@ -15,9 +15,9 @@ class TokenizeRequest(Strict):
 
     model: str = ""
     prompt: str | None = None
-    messages: list[Turn] | None = None
-    tools: list[FunctionTool] | None = None
-    chat_template_kwargs: dict[str, str | bool | int | float | None] | None = None
+    messages: Items[Turn] | None = None
+    tools: Items[FunctionTool] | None = None
+    chat_template_kwargs: Arguments | None = None
 
     def as_prompt(self) -> Prompt:
         if (self.prompt is None) is (self.messages is None):
@@ -31,7 +31,7 @@ class TokenizeRequest(Strict):
 
 class DetokenizeRequest(Strict):
     model: str = ""
-    tokens: list[int]
+    tokens: Items[int]
     keep_special_tokens: bool = True
 
 

@@ -7,7 +7,7 @@ other unknown field is refused, because ignoring it would silently give another 
 from __future__ import annotations
 
 import json
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from millrace.v1 import common_pb2
 from millrace_rpc import grammar_text
@@ -32,6 +32,11 @@ _SAME_NAME = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
     "min_tokens",
 )  # fmt: skip
+
+
+T = TypeVar("T")
+Items = Annotated[list[T], Field(fail_fast=True)]  # its first mistake says enough: a body may hold a million of them
+MISTAKES = 100  # of a request; what has more of them is not looked at closely
 
 
 class Strict(BaseModel):
@@ -79,7 +84,7 @@ class Common(Strict):
     temperature: float | None = None
     top_p: float | None = None
     n: int = 1
-    stop: str | list[str] | None = None
+    stop: str | Items[str] | None = None
     seed: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -95,7 +100,7 @@ class Common(Strict):
     repetition_penalty: float | None = None
     min_tokens: int | None = None
     ignore_eos: bool = False
-    stop_token_ids: list[int] = []
+    stop_token_ids: Items[int] = []
     keep_special_tokens: bool = False
     priority: int = 0
     timeout_s: float | None = None  # the deadline that gRPC clients set on the call
@@ -132,7 +137,7 @@ class Common(Strict):
 
 
 class CompletionRequest(Common):
-    prompt: str | list[int] | list[str]
+    prompt: str | Items[int] | Items[str]
     logprobs: int | None = None
 
     def ask(self, request_id: str) -> Ask:
@@ -175,6 +180,8 @@ def parse(model: type[R], body: bytes) -> R:
 
 
 def _explain(error: ValidationError) -> MillraceError:
+    if error.error_count() > MISTAKES:
+        return MillraceError(Reason.INVALID_ARGUMENT, f"{error.error_count()} fields are unknown or not of their type")
     problem = error.errors()[0]
     param = str(problem["loc"][0])
     where = ".".join(str(part) for part in problem["loc"] if not str(part).endswith("]"))

@@ -8,6 +8,9 @@ from typing import Any
 import grpc
 import pytest
 from millrace.v1 import common_pb2, inference_pb2
+from millrace_router.openai_chat import ChatRequest
+from millrace_router.openai_tokens import DetokenizeRequest, TokenizeRequest
+from millrace_router.openai_types import CompletionRequest, Strict, parse
 from millrace_rpc.errors import TABLE, MillraceError, Reason, from_rpc_error
 from router.fake_worker import CONTEXT, DECODE, PREFILL, VOCAB, FakeWorker
 from router.harness import Cluster
@@ -122,6 +125,37 @@ async def test_malformed_bodies(pair: Cluster) -> None:
         assert words in error["message"], (body, error["message"])
     assert (await pair.http.get("/v1/nothing")).json()["error"]["code"] == "not_found"
     assert (await pair.http.get("/v1/completions")).status_code == 405
+
+
+MANY = 5000
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (CompletionRequest, {"prompt": [{}] * MANY}),
+        (CompletionRequest, {"prompt": "x", "stop": [1] * MANY}),
+        (CompletionRequest, {"prompt": "x", "stop_token_ids": ["x"] * MANY}),
+        (ChatRequest, {"messages": [{}] * MANY}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [{}] * MANY}]}),
+        (ChatRequest, {"messages": [{"role": "user", "tool_calls": [{}] * MANY}]}),
+        (ChatRequest, {"messages": [], "tools": [{}] * MANY}),
+        (ChatRequest, {"messages": [], "chat_template_kwargs": {str(i): [] for i in range(MANY)}}),
+        (TokenizeRequest, {"prompt": "x", "chat_template_kwargs": {str(i): 0 for i in range(17)}}),
+        (DetokenizeRequest, {"tokens": ["x"] * MANY}),
+    ],
+)
+def test_the_first_mistake_of_many_is_enough(kind: type[Strict], body: dict[str, Any]) -> None:
+    """A few MiB of them would take gigabytes and minutes."""
+    with pytest.raises(MillraceError) as caught:
+        parse(kind, json.dumps(body).encode())
+    assert caught.value.param in body and caught.value.reason is INVALID
+    assert caught.value.__cause__.error_count() < 10
+
+
+def test_more_mistakes_than_are_worth_a_look() -> None:
+    with pytest.raises(MillraceError, match="5000 fields are unknown or not of their type"):
+        parse(CompletionRequest, json.dumps({"prompt": "x"} | dict.fromkeys(map(str, range(MANY)), 1)).encode())
 
 
 async def test_malformed_message(pair: Cluster) -> None:
