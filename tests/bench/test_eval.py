@@ -361,11 +361,20 @@ def test_an_address_needs_no_torch() -> None:
 
 
 def test_rows_of_the_matrix() -> None:
-    found = matrix.rows(str(TINY), str(TINY), 256)
+    found = matrix.rows(str(TINY), str(TINY), 256, "cpu")
     assert [row.system.kind for row in found] == [Kind.TRANSFORMERS, Kind.UNIFIED] + 4 * [Kind.PAIR]
     assert [row.exact for row in found] == [True, True, True, False, True, True]
     assert found[4].system.worker_set == ("limits.max_prefill_tokens=256",)
     assert found[5].cached
+
+
+def test_rows_of_the_matrix_on_a_gpu() -> None:
+    """All of them on the GPU but the reference, and together in its memory."""
+    reference, *found = matrix.rows(str(TINY), str(TINY), 256, "cuda")
+    assert (reference.system.kind, reference.system.device) == (Kind.MODEL, "cpu")
+    assert [row.system.kind for row in found] == [Kind.MODEL, Kind.MODEL, Kind.PAIR, Kind.PAIR]
+    assert all("cuda" in (row.system.device, *row.system.worker_set[:1])[-1] for row in found)
+    assert not any(row.exact for row in found) and 2 * matrix.PART < 0.8
 
 
 async def test_warmed_jobs_are_asked_twice_and_counted_once() -> None:

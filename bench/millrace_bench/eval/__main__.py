@@ -5,6 +5,7 @@
     millrace eval --compare pair:models/tiny transformers:models/tiny
     millrace eval --http http://127.0.0.1:8000 --jsonl gsm8k.jsonl --shots 5
     millrace eval matrix                                       every way to serve a checkpoint against transformers
+    millrace eval logits --device cuda                         BF16 and FP8 on a GPU against FP32 on a CPU
 
 Prints tables, then one JSON line. Exit code 1: a request failed, or two systems disagree by more than one standard
 error; 2: the command line is wrong.
@@ -146,6 +147,10 @@ def main(argv: Sequence[str]) -> int:
         from millrace_bench.eval import matrix  # needs torch; evaluating an address does not
 
         return matrix.main(argv[1:])
+    if argv[:1] == ["logits"]:
+        from millrace_bench.eval import logits
+
+        return logits.main(argv[1:])
     arguments = parser().parse_args(argv)
     suite, systems, console = suite_of(arguments), systems_of(arguments), make_console()
     jobs = jobs_of(suite)

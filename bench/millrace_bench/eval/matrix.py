@@ -1,13 +1,14 @@
 """Every way to serve a checkpoint, on the same items, against transformers.
 
     millrace eval matrix --checkpoint models/tiny --num-items 40
+    millrace eval matrix --device cuda --num-items 20
 
 1. The FP8 variant of the BF16 checkpoint is exported to a temporary folder.
-2. Each row is evaluated greedily, one after the other, in processes of its own. The first row, transformers, is the
-   reference.
-3. Each other row is compared with it: every accuracy within one standard error, and where the weights are the same,
-   every answer the same, token by token.
-4. Perplexity: of both checkpoints with our model, of the BF16 one with transformers.
+2. Each row is evaluated greedily, one after the other. The first row is the reference: transformers, or on a GPU our
+   own engine in FP32 on the CPU, which is faster and gives the same answers.
+3. Each other row is compared with it: every accuracy within one standard error, and where the weights are the same and
+   so is the precision, every answer the same, token by token.
+4. Perplexity: of both checkpoints with our model, and of the BF16 one with the reference.
 
 Exit code 1 when a check fails.
 """
@@ -36,12 +37,14 @@ from millrace_bench.eval.score import Comparison, Evaluation
 from millrace_bench.eval.system import Kind, System
 from millrace_bench.tasks import TASKS
 
+PART = 0.3  # of a GPU, for each of two workers beside an engine of this process
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
     name: str
     system: System
-    exact: bool = True  # the reference's weights: its answers too
+    exact: bool = True  # the reference's weights and precision: its answers too
     cached: bool = False  # prompts are in the prefix cache when they are counted
 
 
@@ -53,7 +56,17 @@ class Check:
     detail: str
 
 
-def rows(bf16: str, fp8: str, chunk: int) -> list[Row]:
+def rows(bf16: str, fp8: str, chunk: int, device: str) -> list[Row]:
+    """On a GPU BF16 answers may differ: its rounding turns almost even choices."""
+    if device == "cuda":
+        on_gpu = ("device=cuda", f"memory_fraction={PART}")
+        return [
+            Row("CPU FP32", System(Kind.MODEL, bf16)),
+            Row("engine BF16", System(Kind.MODEL, bf16, device), exact=False),
+            Row("engine FP8", System(Kind.MODEL, fp8, device), exact=False),
+            Row("P → D BF16", System(Kind.PAIR, bf16, worker_set=on_gpu), exact=False),
+            Row("P → D FP8", System(Kind.PAIR, fp8, worker_set=on_gpu), exact=False),
+        ]
     return [
         Row("transformers", System(Kind.TRANSFORMERS, bf16)),
         Row("unified BF16", System(Kind.UNIFIED, bf16)),
@@ -81,19 +94,24 @@ def checks(row: Row, evaluation: Evaluation, comparison: Comparison) -> list[Che
     return found
 
 
-async def run(bf16: str, jobs: Jobs, concurrency: int, chunk: int, console: Console) -> tuple[dict[str, Any], bool]:
+async def run(
+    bf16: str, jobs: Jobs, concurrency: int, chunk: int, device: str, console: Console
+) -> tuple[dict[str, Any], bool]:
     """The record's results, and whether all checks passed."""
     with tempfile.TemporaryDirectory(prefix="millrace-eval-") as folder:
         fp8 = str(Path(folder) / "fp8")
         export(Path(bf16), Path(fp8))
-        plan, evaluations = rows(bf16, fp8, chunk), []
+        plan, evaluations = rows(bf16, fp8, chunk, device), []
         for row in plan:
             async with row.system.open(concurrency) as backend:
                 warm = concurrency if row.cached else 0  # so few that the cache holds them all
                 evaluations.append(await measure(row.name, backend, jobs, console, warm))
             console.print(evaluation_table(evaluations[-1]))
-        perplexities = {"transformers, BF16": evaluations[0].perplexity}
-        for name, checkpoint in (("Millrace, BF16", bf16), ("Millrace, FP8", fp8)):
+        perplexities = {row.name: one.perplexity for row, one in zip(plan, evaluations, strict=True) if one.perplexity}
+        own = (
+            () if device == "cuda" else (("Millrace, BF16", bf16), ("Millrace, FP8", fp8))
+        )  # no row there is an engine
+        for name, checkpoint in own:
             async with System(Kind.MODEL, checkpoint).open(1) as backend:
                 perplexities[name] = await backend.perplexity()
     comparisons = [Comparison.of(evaluations[0], other) for other in evaluations[1:]]
@@ -101,7 +119,7 @@ async def run(bf16: str, jobs: Jobs, concurrency: int, chunk: int, console: Cons
     _show(evaluations, comparisons, perplexities, found, console)
     results: dict[str, Any] = {
         "rows": [evaluation.as_dict() for evaluation in evaluations],
-        "against_transformers": [comparison.as_dict() for comparison in comparisons],
+        "against_reference": [comparison.as_dict() for comparison in comparisons],
         "perplexity": {name: one and asdict(one) for name, one in perplexities.items()},
         "checks": [asdict(check) for check in found],
     }
@@ -149,6 +167,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--num-items", type=int, default=40, help="of each task (%(default)s)")
     parser.add_argument("--concurrency", type=int, default=8, help="items under way at once (%(default)s)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of all rows but the reference")
     parser.add_argument("--max-prefill-tokens", type=int, default=256, help="of the chunked row (%(default)s)")
     arguments = parser.parse_args(argv)
     for name in ("num_items", "concurrency", "max_prefill_tokens"):
@@ -158,9 +177,12 @@ def main(argv: Sequence[str]) -> int:
     concurrency, chunk = arguments.concurrency, arguments.max_prefill_tokens
     suite = Suite(tuple(arguments.tasks), arguments.num_items)
     try:
-        results, passed = asyncio.run(run(checkpoint, suite.jobs(), concurrency, chunk, make_console()))
+        results, passed = asyncio.run(
+            run(checkpoint, suite.jobs(), concurrency, chunk, arguments.device, make_console())
+        )
     except (ValueError, OSError) as error:  # of the items, or of the export
         raise CommandError(str(error)) from error
     config = asdict(suite) | {"checkpoint": checkpoint, "concurrency": concurrency, "max_prefill_tokens": chunk}
+    config |= {"device": arguments.device}
     print_record(Record("eval matrix", config, results))
     return int(not passed)

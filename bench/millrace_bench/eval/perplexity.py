@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -34,37 +35,46 @@ def measure(texts: Sequence[str], token_ids: Sequence[list[int]], logits: Logits
     return Perplexity(math.exp(nats / tokens), nats / math.log(2) / size, tokens)
 
 
-def checkpoint_logits(folder: Path, device: str, dtype: torch.dtype) -> Logits:
-    """Millrace's own model. Raises as `load_model`."""
-    model = load_model(folder, ParallelDims(), torch.device(device), dtype)
+def checkpoint_logits(
+    folder: Path, device: str, dtype: torch.dtype, *, keep_fp8: bool | None = None, decoded: int = 0
+) -> Logits:
+    """Millrace's own model. Raises as `load_model`.
+
+    Args:
+        keep_fp8: as load_model has it.
+        decoded: so many tokens at the end are steps of their own, as outputs are; the others are one prompt.
+    """
+    model = load_model(folder, ParallelDims(), torch.device(device), dtype, keep_fp8=keep_fp8)
 
     @torch.inference_mode()
     def logits(ids: list[int]) -> Tensor:
         pages = -(-len(ids) // PAGE)
         shape = (pages + 1, model.config.num_kv_layers, PAGE, model.config.kv_row_dim)
         kv = torch.zeros(shape, dtype=dtype, device=device)
-        return model.logits(model.forward(_one_prompt(ids, pages, device), kv)).cpu()
+        starts = [0, *range(max(len(ids) - decoded, 1), len(ids))]
+        steps = [_step(ids, start, end, pages, device) for start, end in pairwise((*starts, len(ids)))]
+        return torch.cat([model.logits(model.forward(step, kv)) for step in steps]).cpu()
 
     return logits
 
 
-def _one_prompt(ids: list[int], pages: int, device: str) -> ForwardInput:
-    """The whole prompt as one chunk, on pages 1, 2, ..."""
-    count = len(ids)
+def _step(ids: list[int], start: int, end: int, pages: int, device: str) -> ForwardInput:
+    """Tokens [start, end) of a sequence on pages 1, 2, ...; its KV before them is there."""
+    count = end - start
     plan = AttnPlan(
-        num_decode=0,
+        num_decode=int(start > 0),
         cu_q=torch.tensor([0, count], dtype=torch.int32, device=device),
-        seq_lens=torch.tensor([count], dtype=torch.int32, device=device),
+        seq_lens=torch.tensor([end], dtype=torch.int32, device=device),
         page_table=torch.arange(1, pages + 1, dtype=torch.int32, device=device).view(1, -1),
         q_lens_host=(count,),
-        seq_lens_host=(count,),
+        seq_lens_host=(end,),
     )
-    positions = torch.arange(count, device=device)
+    positions = torch.arange(start, end, device=device)
     return ForwardInput(
-        token_ids=torch.tensor(ids, device=device),
+        token_ids=torch.tensor(ids[start:end], device=device),
         positions=positions,
         kv_slots=positions + PAGE,
         attn=plan,
-        sample_rows=positions,
+        sample_rows=positions - start,
         num_tokens=count,
     )

@@ -1,0 +1,105 @@
+"""Logits of a checkpoint on a device, in BF16 and with FP8 weights, against our model in FP32 on a CPU.
+
+    millrace eval logits --device cuda
+
+1. The FP8 variant of the BF16 checkpoint is exported to a temporary folder; its reference computes with the dequantised
+   weights, so the rounding of the weights does not count.
+2. Each held-out text runs once as one prompt, and once with its last tokens as steps of their own, as outputs are.
+3. error = |difference| / |row| of a token's logits. The median over all tokens must stay within the tolerance of
+   millrace_kernels.testing.numeric.
+
+Exit code 1 when one does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from millrace_cli.cluster import TINY
+from millrace_kernels.testing.numeric import TEXT_TOLERANCE
+from millrace_router.tokenizer import Tokenizer
+from millrace_serve.model.export_fp8 import export
+from torch import Tensor
+
+from millrace_bench.common import Record, print_record
+from millrace_bench.eval.perplexity import Logits, checkpoint_logits
+from millrace_bench.eval.report import make_console, make_table
+from millrace_bench.heldout_texts import TEXTS
+
+DECODED = 24  # tokens at the end of a text
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    weights: str
+    path: str  # of the tokens that count
+    tokens: int
+    median: float  # error
+    largest: float
+    same_choice: float  # part of the tokens whose most likely successor is the same
+    tolerance: float
+
+    @property
+    def passed(self) -> bool:
+        return self.median <= self.tolerance
+
+
+def compare(weights: str, path: str, found: Tensor, wanted: Tensor, tolerance: float) -> Line:
+    """float32 [T, V] both. NaN fails."""
+    errors = (found - wanted).norm(dim=1) / wanted.norm(dim=1)
+    same = (found.argmax(1) == wanted.argmax(1)).float().mean()
+    figures = (float(value) for value in (errors.median(), errors.max(), same))
+    return Line(weights, path, len(wanted), *figures, tolerance)
+
+
+def lines(folder: Path, device: str, num_texts: int) -> list[Line]:
+    encoded = asyncio.run(_encoded(folder, num_texts))
+    found: list[Line] = []
+    with tempfile.TemporaryDirectory(prefix="millrace-logits-") as temporary:
+        fp8 = Path(temporary) / "fp8"
+        export(folder, fp8)
+        for weights, where in (("BF16", folder), ("FP8", fp8)):
+            wanted = _all(checkpoint_logits(where, "cpu", torch.float32, keep_fp8=False), encoded)
+            for path, decoded in (("prompt", 0), ("outputs", DECODED)):
+                logits = checkpoint_logits(where, device, torch.bfloat16, keep_fp8=weights == "FP8", decoded=decoded)
+                pairs = zip(_all(logits, encoded), wanted, strict=True)
+                both = [(one[-decoded:], other[-decoded:]) for one, other in pairs]  # [-0:] is the whole
+                ours, theirs = (torch.cat(parts) for parts in zip(*both, strict=True))
+                found.append(compare(weights, path, ours, theirs, TEXT_TOLERANCE[weights]))
+    return found
+
+
+def _all(logits: Logits, encoded: Sequence[list[int]]) -> list[Tensor]:
+    return [logits(ids) for ids in encoded]
+
+
+async def _encoded(folder: Path, num_texts: int) -> list[list[int]]:
+    tokenizer = Tokenizer.load(folder)
+    return [await tokenizer.encode(text, add_bos=True) for text in TEXTS[:num_texts]]
+
+
+def main(argv: Sequence[str]) -> int:
+    """The exit code."""
+    parser = argparse.ArgumentParser(
+        prog="millrace eval logits", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--checkpoint", type=Path, metavar="DIR", default=TINY, help="in BF16 (%(default)s)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--num-texts", type=int, default=len(TEXTS), help="(%(default)s)")
+    arguments = parser.parse_args(argv)
+    found = lines(arguments.checkpoint, arguments.device, arguments.num_texts)
+    title = f"{arguments.checkpoint} on {arguments.device}, error against FP32 on a CPU"
+    table = make_table(title, "weights", "path", "tokens", "median", "tolerance", "largest", "same choice", "")
+    for line in found:
+        errors = (f"{value:.4f}" for value in (line.median, line.tolerance, line.largest, line.same_choice))
+        table.add_row(line.weights, line.path, str(line.tokens), *errors, "ok" if line.passed else "FAILED")
+    make_console().print(table)
+    rows = [{**asdict(line), "passed": line.passed} for line in found]
+    print_record(Record("eval logits", vars(arguments), {"rows": rows}))
+    return int(not all(line.passed for line in found))
