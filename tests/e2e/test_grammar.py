@@ -54,13 +54,14 @@ async def client(cluster: LocalCluster) -> AsyncIterator[Client]:
 
 async def test_json_always_satisfies_its_schema(cluster: LocalCluster, client: Client) -> None:
     async with openai.AsyncOpenAI(base_url=f"{cluster.http_url}/v1", api_key="none", max_retries=0) as http:
-        ask = {"model": "", "messages": [{"role": "user", "content": "Weather?"}], "response_format": FORMAT}
+        ask = {"model": "", "messages": [{"role": "user", "content": "Weather?"}], "response_format": FORMAT, "n": 2}
         answers = await asyncio.gather(*(http.chat.completions.create(**ask, **fields) for fields in SAMPLINGS * 2))
-    texts = [answer.choices[0].message.content for answer in answers]
-    for answer, text in zip(answers, texts, strict=True):
-        Draft202012Validator(SCHEMA).validate(json.loads(text))
-        assert answer.choices[0].finish_reason == "stop"
+    for choice in (choice for answer in answers for choice in answer.choices):
+        Draft202012Validator(SCHEMA).validate(json.loads(choice.message.content))
+        assert choice.finish_reason == "stop"
+    texts = [tuple(choice.message.content for choice in answer.choices) for answer in answers]
     assert texts[:3] == texts[3:] and len(set(texts)) == 3
+    assert [len(set(choices)) for choices in texts[:3]] == [1, 2, 2], "greedy ones are alike, seeds differ"
     await client.wait_whole()
 
 

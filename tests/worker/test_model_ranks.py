@@ -1,20 +1,36 @@
-"""A model over several ranks: tensor-parallel and data-parallel workers say what a single rank says."""
+"""A model over several ranks: tensor-parallel and data-parallel workers say what a single rank says, also where a
+grammar restricts it: a rank that took another token than its leader would have other KV from then on, and so would
+give every later log-probability a part that is wrong.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from pathlib import Path
 
 import pytest
-from millrace.v1 import worker_pb2
+from millrace.v1 import common_pb2, worker_pb2
 from millrace_testing.fake_router import FakeLink, FakePair, request
 from millrace_testing.paths import TINY
 from millrace_testing.procs import workers
 from millrace_testing.reference import Continuation, assert_same
+from tokenizers import Tokenizer
 from worker.test_profiling import operators
 
 MODEL = (f"model={TINY}", "limits={num_pages: 129, max_model_len: 512, max_prefill_tokens: 128}")
 PROMPTS = [[10 + (7 * i + n) % 500 for i in range(n)] for n in (3, 64, 200)]
+REGEX = r"[A-Z][a-z]{4,9}( [a-z]{3,8}){3} is [0-9]{3}!"
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": ["up", "down"]}, "b": {"type": "boolean"}},
+    "required": ["a", "b"],
+}
+GRAMMARS = (
+    (common_pb2.Grammar(regex=REGEX), {"temperature": 1.0, "seed": 7}),
+    (common_pb2.Grammar(json_schema=json.dumps(SCHEMA | {"additionalProperties": False})), {"temperature": 0.0}),
+)
 
 
 @pytest.fixture(scope="module")
@@ -23,11 +39,17 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> list[Continuation]:
         async with workers(tmp_path_factory.mktemp("one"), "unified", sets=MODEL) as [one], FakeLink(one) as link:
             return await generate(link, 1)
 
-    return asyncio.run(run())
+    found = asyncio.run(run())
+    tokenizer = Tokenizer.from_file(str(TINY / "tokenizer.json"))
+    matched, valid = (tokenizer.decode(one.tokens) for one in found[len(PROMPTS) :])
+    assert re.fullmatch(REGEX, matched) and json.loads(valid).keys() == SCHEMA["properties"].keys()
+    return found
 
 
 def requests() -> list[worker_pb2.EngineRequest]:
-    return [request(prompt, max_tokens=12, logprobs=0) for prompt in PROMPTS]
+    free = [request(prompt, max_tokens=12, logprobs=0) for prompt in PROMPTS]
+    fields = {"max_tokens": 60, "logprobs": 0, "ignore_eos": False}
+    return free + [request(PROMPTS[0], grammar=grammar, **fields, **sampling) for grammar, sampling in GRAMMARS]
 
 
 async def generate(link: FakeLink, replicas: int) -> list[Continuation]:
