@@ -54,8 +54,7 @@ def compare(weights: str, path: str, found: Tensor, wanted: Tensor, tolerance: f
     """float32 [T, V] both. NaN fails."""
     errors = (found - wanted).norm(dim=1) / wanted.norm(dim=1)
     same = (found.argmax(1) == wanted.argmax(1)).float().mean()
-    figures = (float(value) for value in (errors.median(), errors.max(), same))
-    return Line(weights, path, len(wanted), *figures, tolerance)
+    return Line(weights, path, len(wanted), float(errors.median()), float(errors.max()), float(same), tolerance)
 
 
 def lines(folder: Path, device: str, num_texts: int) -> list[Line]:

@@ -107,10 +107,9 @@ async def run(
                 warm = concurrency if row.cached else 0  # so few that the cache holds them all
                 evaluations.append(await measure(row.name, backend, jobs, console, warm))
             console.print(evaluation_table(evaluations[-1]))
-        perplexities = {row.name: one.perplexity for row, one in zip(plan, evaluations, strict=True) if one.perplexity}
-        own = (
-            () if device == "cuda" else (("Millrace, BF16", bf16), ("Millrace, FP8", fp8))
-        )  # no row there is an engine
+        perplexities = {row.name: one.perplexity for row, one in zip(plan, evaluations, strict=True)}
+        # On a GPU engines of this process are rows.
+        own = () if device == "cuda" else (("Millrace, BF16", bf16), ("Millrace, FP8", fp8))
         for name, checkpoint in own:
             async with System(Kind.MODEL, checkpoint).open(1) as backend:
                 perplexities[name] = await backend.perplexity()
