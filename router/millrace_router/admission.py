@@ -107,6 +107,8 @@ class Admission:
             raise MillraceError(Reason.DEADLINE_TOO_SHORT, message, retry_after_s=_bounded(wait - left_s))
         over = self._waiting + tickets - self._size
         for victim in (self._queue.victims(place, tickets, over) or ()) if over > 0 else ():
+            if not victim.waiting:
+                continue  # served, once another had left the places that are looked at
             self.leave(victim)
             message = "the queue is full, and others who hold less of it came"
             victim.refuse(MillraceError(Reason.QUEUE_FULL, message, retry_after_s=self.drained_in()))

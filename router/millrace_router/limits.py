@@ -22,6 +22,12 @@ class Bucket:
     def full(cls, rate: float, burst: float, now: float) -> Bucket:
         return cls(rate, burst, burst, now)
 
+    def resize(self, rate: float, burst: float, now: float) -> None:
+        """What has been taken stays taken, and what was refilled until now refilled."""
+        self._fill(now)
+        self.level += burst - self.burst
+        self.rate, self.burst = rate, burst
+
     def wait_for(self, amount: float, now: float) -> float:
         """Seconds until `amount` is there; 0: now. An amount above the burst is given from a full bucket."""
         self._fill(now)

@@ -38,7 +38,7 @@ BURST_S = 2.0  # seconds of a rate that its burst is, unless it is given
 
 
 class ApiKey(Config):
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")  # a tenant may have several keys
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")  # hex; made from `key` where the file has that
     weight: float = Field(1.0, gt=0, le=1000)
     priority: int = Field(0, ge=-100, le=100)
@@ -63,9 +63,10 @@ class KeyFile(Config):
 
     @model_validator(mode="after")
     def _distinct(self) -> KeyFile:
-        for field in ("name", "sha256"):
-            if len({getattr(key, field) for key in self.keys}) < len(self.keys):
-                raise ValueError(f"keys: two have the same {field}")
+        if len({key.sha256 for key in self.keys}) < len(self.keys):
+            raise ValueError("keys: two have the same sha256")
+        if len({key.name for key in self.keys}) < len({key.model_copy(update={"sha256": ""}) for key in self.keys}):
+            raise ValueError("keys: two of the same name differ in more than the key")
         return self
 
 
@@ -149,7 +150,8 @@ class Keys:
         if keys is not self._made_for:
             before = {tenant.name: tenant for _, tenant in self._by_digest.values()}
             now = self._clock()
-            self._by_digest = {key.sha256: (key.sha256, _tenant(key, before.get(key.name), now)) for key in keys}
+            tenants = {key.name: _tenant(key, before.get(key.name), now) for key in keys}
+            self._by_digest = {key.sha256: (key.sha256, tenants[key.name]) for key in keys}
             self._made_for = keys
         return self._by_digest
 
@@ -170,7 +172,7 @@ def read(path: Path) -> tuple[ApiKey, ...]:
 
 
 def _tenant(key: ApiKey, before: Tenant | None, now: float) -> Tenant:
-    """What was left of a rate is kept when the file changes."""
+    """What was left of a rate is kept when the file changes, and what still runs pays into the same bucket."""
     requests = _bucket(key.requests_per_s, key.requests_burst, before.requests if before else None, now)
     tokens = _bucket(key.tokens_per_s, key.tokens_burst, before.tokens if before else None, now)
     return Tenant(key.name, key.weight, key.priority, requests, tokens)
@@ -179,10 +181,11 @@ def _tenant(key: ApiKey, before: Tenant | None, now: float) -> Tenant:
 def _bucket(rate: float | None, burst: float | None, before: Bucket | None, now: float) -> Bucket | None:
     if rate is None:
         return None
-    bucket = Bucket.full(rate, burst or max(BURST_S * rate, 1.0), now)
-    if before is not None:
-        bucket.take(max(before.burst - before.level, 0.0), now)
-    return bucket
+    size = burst or max(BURST_S * rate, 1.0)
+    if before is None:
+        return Bucket.full(rate, size, now)
+    before.resize(rate, size, now)
+    return before
 
 
 def _sha256(key: str) -> str:

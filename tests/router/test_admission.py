@@ -31,14 +31,20 @@ class Gate:
         return PLACE
 
     def enter(
-        self, name: object, priority: int = 0, tokens: int = 1, tenant: str = "default", place: Place | None = None
+        self,
+        name: object,
+        priority: int = 0,
+        tokens: int = 1,
+        tenant: str = "default",
+        place: Place | None = None,
+        paid: bool | None = None,
     ) -> Ticket:
         ticket = Ticket(
             place or self.queue.place(priority, tenant),
             Want(tokens),
             serve=lambda _: self.served.append(name),
             refuse=lambda error: self.refused.update({name: error}),
-            paid=place is not None,
+            paid=place is not None if paid is None else paid,
         )
         self.queue.enter(ticket)
         return ticket
@@ -137,6 +143,16 @@ def test_whoever_holds_most_of_a_full_queue_gives_way() -> None:
     assert gate.refusal(tenant="b").reason is gate.refusal(tenant="a").reason is Reason.QUEUE_FULL
     gate.queue.make_room(1, gate.queue.place(5, "a"), 1, None)
     assert len(gate.refused) == 3, "a higher priority needs no share"
+
+
+def test_whoever_is_served_while_others_give_way_is_not_refused() -> None:
+    gate = Gate(size=2, look_ahead=1)
+    gate.room = 1
+    for name, weight, tokens in (("big", 0.5, 5), ("small", 1.0, 1)):
+        gate.enter(name, tokens=tokens, place=gate.queue.place(0, name, weight), paid=False)
+    assert gate.served == [], "the small one is behind a big one, and nobody looks further"
+    gate.queue.make_room(2, gate.queue.place(0, "new", 4.0), 1, None)
+    assert gate.served == ["small"] and list(gate.refused) == ["big"]
 
 
 def test_rate_is_of_busy_time_only() -> None:

@@ -58,6 +58,8 @@ def test_changes_are_picked_up_and_rates_live_on(tmp_path: Path) -> None:
     assert keys.tenant(f"Bearer {SECRET}2").name == "b" and told == ["ok"]
     tenant = keys.tenant(f"Bearer {SECRET}")
     assert tenant.weight == 5
+    tenant.check(1.0)  # what came back in the second that has passed
+    tenant.begin(10, 1.0)
     with pytest.raises(MillraceError):
         tenant.check(1.0)  # a new file is no new allowance
     path.write_text("{")
@@ -69,12 +71,42 @@ def test_changes_are_picked_up_and_rates_live_on(tmp_path: Path) -> None:
         keys.tenant(f"Bearer {SECRET}")
 
 
+def test_a_new_file_is_no_new_debt_and_forgives_none(tmp_path: Path) -> None:
+    clock, path = Clock(), tmp_path / "keys"
+    entry = {"name": "a", "key": SECRET, "tokens_per_s": 10, "tokens_burst": 100}
+    keys = keys_of(path, entry, clock=clock)
+    before = keys.tenant(f"Bearer {SECRET}")
+    before.begin(100, clock.now)
+    clock.now = 60.0  # all of it has come back
+    path.write_text(json.dumps({"keys": [entry | {"tokens_burst": 50}]}))
+    tenant = keys.tenant(f"Bearer {SECRET}")
+    tenant.check(clock.now)
+    before.spend(90, clock.now)  # an answer that began before the change
+    with pytest.raises(MillraceError) as caught:
+        tenant.check(clock.now)
+    assert caught.value.retry_after_s == pytest.approx(4.1)
+
+
+def test_a_tenant_may_have_two_keys(tmp_path: Path) -> None:
+    """For as long as its clients move from one to the other."""
+    entry = {"name": "a", "requests_per_s": 1, "requests_burst": 2}
+    keys = keys_of(tmp_path / "keys", entry | {"key": SECRET}, entry | {"key": SECRET + "2"})
+    old, new = keys.tenant(f"Bearer {SECRET}"), keys.tenant(f"Bearer {SECRET}2")
+    for tenant in (old, new):
+        tenant.check(0.0)
+        tenant.begin(1, 0.0)
+    for tenant in (old, new):
+        with pytest.raises(MillraceError, match="a is limited to 1 requests per second"):
+            tenant.check(0.0)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         (f"keys: [{{name: a, key: {SECRET}, colour: red}}]", "keys.0.colour"),
         (f"keys: [{{name: a b, key: {SECRET}}}]", "keys.0.name"),
         (f"keys: [{{name: a, key: {SECRET}}}, {{name: b, key: {SECRET}}}]", "two have the same sha256"),
+        (f"keys: [{{name: a, key: {SECRET}}}, {{name: a, key: {SECRET}2, weight: 2}}]", "two of the same name differ"),
         (f"keys: [{{name: a, key: {SECRET}, sha256: {'0' * 64}}}]", "give either sha256 or key"),
         (f"keys: [{{name: a, key: [{SECRET}]}}]", "give either sha256 or key"),
         (f"keys: [{{name: a, sha256: {SECRET}}}]", "keys.0.sha256"),
