@@ -8,6 +8,8 @@ import sys
 
 request_id: contextvars.ContextVar[str] = contextvars.ContextVar("millrace_request_id", default="")
 
+LONGEST_ID = 128  # characters of it in a line
+
 
 class _Formatter(logging.Formatter):
     def __init__(self, process: str) -> None:
@@ -16,8 +18,9 @@ class _Formatter(logging.Formatter):
         )
 
     def format(self, record: logging.LogRecord) -> str:
-        current = request_id.get()
-        record.request = f" [{current}]" if current else ""
+        current = request_id.get()[:LONGEST_ID]
+        safe = "".join(c if c.isprintable() else "?" for c in current)  # a client may have chosen it
+        record.request = f" [{safe}]" if safe else ""
         return super().format(record)
 
 

@@ -30,6 +30,17 @@ def test_line_names_process_module_and_request(capsys: pytest.CaptureFixture[str
     assert re.fullmatch(r"\d\d:\d\d:\d\d\.\d{3} W decode/rank0 millrace_serve\.x: idle", second)
 
 
+def test_a_clients_id_makes_no_lines_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    log.setup("router", "INFO")
+    token = log.request_id.set("r-1]\n00:00:00.000 I router: all is well\x1b[2J" + "x" * 1000)
+    try:
+        logging.getLogger("a.b").info("hello")
+    finally:
+        log.request_id.reset(token)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(": hello") and "r-1]?00:00" in line and line.isprintable() and len(line) < 250
+
+
 def test_setup_twice_does_not_double_lines(capsys: pytest.CaptureFixture[str]) -> None:
     log.setup("a")
     log.setup("b")
