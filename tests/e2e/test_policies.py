@@ -52,6 +52,16 @@ async def ask_and_settle(client: Client, name: str, prompt: list[int]) -> list[i
     return tokens
 
 
+async def ask_and_report(client: Client, name: str, prompt: list[int], max_tokens: int = 8) -> list[int]:
+    """The next request meets idle prefill workers, and the router knows that they are."""
+    before = await prompts_computed(client, PREFILL)
+    tokens = await ask(client, name, prompt, max_tokens)
+    async with asyncio.timeout(20):
+        while await prompts_computed(client, PREFILL) < before + len(prompt):
+            await asyncio.sleep(0.01)
+    return tokens
+
+
 async def decoded(client: Client) -> int:
     """Tokens that decode workers have reported."""
     workers = (await client.admin.ListWorkers(admin_pb2.ListWorkersRequest())).workers
@@ -123,12 +133,12 @@ async def test_a_prefix_is_computed_where_it_is_cached() -> None:
     kv_aware = spec("prefill_policy=kv_aware", "decode_policy=round_robin")
     async with LocalCluster(kv_aware) as cluster, Client(cluster.grpc_address, cluster.admin_address) as client:
         family = prompt_of(640)
-        assert await ask(client, "first", family) == expected(family, 8)
+        assert await ask_and_report(client, "first", family) == expected(family, 8)
         home = chosen((await decision(client, "first")).selections[0])
         await _until_known(client, family, lambda known: known[home] == 640)
         for name in ("second", "third"):
             prompt = [*family, *prompt_of(70)]
-            assert await ask(client, name, prompt) == expected(prompt, 8)
+            assert await ask_and_report(client, name, prompt) == expected(prompt, 8)
             found = await decision(client, name)
             assert found.cached_tokens == 640
             known = {row.address: row.cached_tokens for row in found.selections[0].candidates}
@@ -152,7 +162,7 @@ async def _until_known(
                 await client.wait_whole()
                 await client.admin.FlushCaches(admin_pb2.FlushCachesRequest())
             name = f"look {flush} {number}"
-            await ask(client, name, [*family, 7], max_tokens=1)
+            await ask_and_report(client, name, [*family, 7], max_tokens=1)
             rows = (await decision(client, name)).selections[0].candidates
             if condition({row.address: row.cached_tokens for row in rows}):
                 return
