@@ -23,18 +23,16 @@ from google.protobuf import json_format
 from google.protobuf.message import Message
 from millrace.v1 import admin_pb2 as pb
 from millrace_rpc.errors import MillraceError, Reason
-from starlette.exceptions import HTTPException
 
 from millrace_router.admin import Admin
-from millrace_router.http_answers import json_answer, on_error, on_http_exception
+from millrace_router.http_answers import handle_errors, json_answer
 
 MAX_BODY = 64 << 10
 
 
 def build(admin: Admin) -> FastAPI:
     app = FastAPI(title="Millrace admin", docs_url=None, redoc_url=None)
-    app.add_exception_handler(MillraceError, on_error)
-    app.add_exception_handler(HTTPException, on_http_exception)
+    handle_errors(app)
 
     @app.get("/health")
     async def health() -> Response:

@@ -6,10 +6,17 @@ import math
 from typing import Any
 
 import msgspec
-from fastapi import Request, Response
+from fastapi import FastAPI, Request, Response
 from millrace_rpc.errors import MillraceError, Reason
 from millrace_rpc.log import request_id
 from starlette.exceptions import HTTPException
+
+
+def handle_errors(app: FastAPI) -> None:
+    """Whatever is raised gets its answer in this shape; what nobody expected is logged by uvicorn besides."""
+    app.add_exception_handler(MillraceError, on_error)
+    app.add_exception_handler(HTTPException, on_http_exception)
+    app.add_exception_handler(Exception, on_fault)
 
 
 def json_answer(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -29,6 +36,10 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     body = MillraceError(Reason.NOT_FOUND, f"{request.method} {request.url.path}: {error.detail}").http_body()
     return json_answer(body, error.status_code, dict(error.headers or {}))
+
+
+async def on_fault(request: Request, error: Exception) -> Response:
+    return await on_error(request, MillraceError(Reason.INTERNAL, f"{type(error).__name__}: {error}"))
 
 
 def encode_error(error: MillraceError) -> bytes:

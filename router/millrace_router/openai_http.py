@@ -14,12 +14,11 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 from millrace_rpc.errors import MillraceError
 from millrace_rpc.log import request_id
-from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from millrace_router import openai_objects as objects
 from millrace_router import openapi, probes, validate
-from millrace_router.http_answers import json_answer, on_error, on_http_exception
+from millrace_router.http_answers import handle_errors, json_answer
 from millrace_router.inference import Inference
 from millrace_router.openai_answers import Shape
 from millrace_router.openai_chat import ChatRequest, in_format
@@ -30,8 +29,7 @@ from millrace_router.stream import Stream, gone
 
 def build(inference: Inference, before_scrape: Callable[[], None] | None) -> FastAPI:
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-    app.add_exception_handler(MillraceError, on_error)
-    app.add_exception_handler(HTTPException, on_http_exception)
+    handle_errors(app)
     limits, started, document = inference.backend.config.limits, int(time.time()), openapi.document()
 
     @app.post("/v1/chat/completions")

@@ -9,12 +9,12 @@ from millrace_rpc.errors import MillraceError, Reason
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from millrace_router.generation import Backend
-from millrace_router.http_answers import json_answer, on_error
+from millrace_router.http_answers import handle_errors, json_answer
 
 
 def build(backend: Backend, before_scrape: Callable[[], None]) -> FastAPI:
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-    app.add_exception_handler(MillraceError, on_error)
+    handle_errors(app)
     add(app, backend, before_scrape)
     return app
 

@@ -168,6 +168,15 @@ async def test_malformed_message(pair: Cluster) -> None:
         assert "UTF-8" in caught.value.details()
 
 
+async def test_a_fault_of_ours_has_the_same_shape(pair: Cluster) -> None:
+    def broken(ids: object, keep_special: bool = False) -> str:
+        raise ZeroDivisionError("a fault")
+
+    pair.router.inference.tokenizer.decode = broken
+    status, error = await http_error(pair, "/detokenize", b'{"tokens": [1]}')
+    assert (status, error["code"], error["message"]) == (500, "internal", "ZeroDivisionError: a fault")
+
+
 async def test_oversized(cluster: Any) -> None:
     made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE), limits={"message_bytes": 1000})
     text = "x" * 2000
