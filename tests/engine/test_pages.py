@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from millrace_rpc.page_hash import chain_hash, page_hashes
 from millrace_serve.engine.block_pool import BlockPool, Holder, InvariantError
 from millrace_serve.engine.kv_cache import CachedPrefix, KvCache
-from millrace_serve.engine.kv_pool import KvLayout, KvPool
+from millrace_serve.engine.kv_pool import PROTOCOL_VERSION, KvLayout, KvPool
 
 
 def test_chain_hash_is_what_it_says():
@@ -75,8 +75,8 @@ def test_lru_eviction_takes_the_oldest_leaf_and_spares_pages_in_use():
 def test_equal_pages_of_two_sequences_keep_the_first_and_pin_it():
     cache = KvCache(8, 2, True)
     a, b = start(cache, [1, 1, 2, 2]), start(cache, [1, 1, 2, 2, 3, 3])
-    cache.insert(a[1], [1, 1, 2, 2], a[0], 2)
-    cache.insert(b[1], [1, 1, 2, 2, 3, 3], b[0], 3)
+    for tokens, (pages, prefix) in (([1, 1, 2, 2], a), ([1, 1, 2, 2, 3, 3], b)):
+        cache.insert(prefix, tokens, pages, page_hashes(tokens, 2))
     cache.release(a[1], a[0])
     assert cache.pool.num_cached == 0  # b's third page hangs below a's two
     cache.release(b[1], b[0])
@@ -98,7 +98,7 @@ def start(cache: KvCache, tokens: list[int]) -> tuple[list[int], CachedPrefix]:
 
 def finish(cache: KvCache, tokens: list[int]) -> list[int]:
     pages, prefix = start(cache, tokens)
-    cache.insert(prefix, tokens, pages, len(pages))
+    cache.insert(prefix, tokens, pages, page_hashes(tokens, cache.page_size))
     cache.release(prefix, pages)
     return pages
 
@@ -132,7 +132,7 @@ def test_cache_under_random_use(seed: int, enabled: bool):
                 del live[index]
                 continue
             if act < 0.7 or act >= 0.9:
-                cache.insert(prefix, tokens, pages, rng.randint(0, len(pages)))
+                cache.insert(prefix, tokens, pages[: rng.randint(0, len(pages))], page_hashes(tokens, 2))
             if act >= 0.8:
                 cache.publish(pages)
                 cache.park(prefix, pages)
@@ -186,7 +186,7 @@ def test_fingerprint_depends_on_every_field():
         "layout_id": "x",
         "canary": False,
         "model_hash": "n",
-        "protocol_version": 2,
+        "protocol_version": PROTOCOL_VERSION + 1,
     }
     fields = {name: getattr(LAYOUT, name) for name in LAYOUT.__struct_fields__}
     assert set(changes) == set(fields)

@@ -261,8 +261,12 @@ def test_deadline_passes_in_every_phase():
 def test_parts_follow_the_chunks(overlap):
     driver = Driver(Role.PREFILL, overlap=overlap, max_prefill_tokens=6)
     driver.submit(request(1, PROMPT, Route.EXPORT, max_tokens=5))
+    driver.step()
+    # the offer comes while the first chunk is computed
+    assert len(driver.parts[RequestId(1, 0)]) == (1 if overlap else 2)
     driver.run()
-    first, last = driver.parts[RequestId(1, 0)]
+    offer, first, last = driver.parts[RequestId(1, 0)]
+    assert (offer.page_ids, offer.num_tokens, offer.last) == ([], 0, False)
     assert (first.first_page, len(first.page_ids), first.num_tokens, first.last) == (0, 1, 4, False)
     assert (last.first_page, len(last.page_ids), last.num_tokens, last.last) == (1, 2, 10, True)
     assert first.fingerprints + last.fingerprints == page_hashes(PROMPT, 4)
@@ -277,11 +281,12 @@ def test_cached_pages_are_published_before_anything_is_computed():
     driver = Driver(Role.PREFILL, overlap=True)
     driver.submit(request(1, PROMPT, Route.EXPORT))
     driver.run()
+    _, first, last = driver.parts[RequestId(1, 0)]
     driver.submit(request(2, [*PROMPT[:8], 99], Route.EXPORT))
     driver.step()
     (part,) = driver.parts[RequestId(2, 0)]
     assert (part.num_tokens, part.last) == (8, False)
-    assert part.page_ids == driver.parts[RequestId(1, 0)][0].page_ids + driver.parts[RequestId(1, 0)][1].page_ids[:1]
+    assert part.page_ids == first.page_ids + last.page_ids[:1]
     driver.run()
     assert driver.parts[RequestId(2, 0)][-1].first.num_cached_tokens == 8
 

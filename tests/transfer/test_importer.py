@@ -52,6 +52,27 @@ def test_parts_are_read_as_they_arrive() -> None:
     assert x.state is ImportState.DONE and x.failure is None and not x.refused
 
 
+OFFER = KvPart(ID, 0, [], [], 0, False)
+
+
+def test_pages_are_reserved_before_there_is_anything_to_read() -> None:
+    x = KvImport(ID, HASHES)
+    assert x.on_part(OFFER) == [AskReserve()]
+    assert x.on_part(OFFER) == []
+    assert x.on_reserved(range(10, 15), 1) == []
+    assert x.on_part(part(0, 5)) == [Read(0, [101, 102, 103, 104], [11, 12, 13, 14])]
+    assert x.on_read_done(0) == [AskRelease()]
+
+
+@pytest.mark.parametrize("reserved", [False, True])
+def test_an_offer_that_is_given_up_is_given_back(reserved: bool) -> None:
+    x = KvImport(ID, HASHES)
+    x.on_part(OFFER)
+    if reserved:
+        x.on_reserved(range(10, 15), 0)
+    assert x.on_abort(CANCELLED) == [GiveBack(), Over(CANCELLED)]
+
+
 @pytest.mark.parametrize("cached", range(6))
 def test_cached_pages_are_not_read(cached: int) -> None:
     x = KvImport(ID, HASHES)
@@ -171,15 +192,32 @@ def test_an_abort_while_releasing_does_not_release_again() -> None:
 
 def test_a_stream_that_ends_early_fails_the_import() -> None:
     x = reading(num_cached_pages=2)
-    failure = over(x.on_parts_end())
+    failure = over(x.on_stream_end())
     assert failure.reason == "TRANSFER_FAILED" and "2 of 5 pages" in failure.message
 
 
-def test_a_stream_that_ends_after_the_last_part_is_no_event() -> None:
+def test_a_stream_that_ends_after_the_last_part_proves_nothing() -> None:
     x = reading()
     x.on_part(part(2, 5))
-    assert x.on_parts_end() == []
-    assert x.state is ImportState.READING
+    assert x.on_stream_end() == [] and x.state is ImportState.DRAINING
+    assert x.on_read_done(0) == []
+    assert over(x.on_read_done(1)).reason == "TRANSFER_FAILED"
+
+
+def test_a_stream_that_ends_instead_of_an_answer_proves_nothing() -> None:
+    x = reading()
+    x.on_read_done(0)
+    x.on_part(part(2, 5))
+    assert x.on_read_done(1) == [AskRelease()]
+    failure = over(x.on_stream_end())
+    assert failure.reason == "TRANSFER_FAILED" and "5 of 5 pages, releasing" in failure.message
+
+
+def test_a_stream_may_end_when_the_first_token_was_the_last() -> None:
+    x = reading()
+    x.on_part(part(2, 5, first=msgspec.structs.replace(FIRST, finish=FinishReason.STOP)))
+    assert x.on_stream_end() == []
+    assert isinstance(x.on_read_done(0)[0], Done)
 
 
 def test_terminal_states_absorb_everything() -> None:
@@ -188,7 +226,7 @@ def test_terminal_states_absorb_everything() -> None:
     events = [
         x.on_abort(Failure("INTERNAL", "later")),
         x.on_part(part(0, 2)),
-        x.on_parts_end(),
+        x.on_stream_end(),
         x.on_reserved(range(5), 0),
         x.on_read_done(0),
         x.on_release_outcome(Outcome.HELD),

@@ -83,8 +83,9 @@ class ProtocolMachine(RuleBasedStateMachine):
                 self.poll(1)
 
     @precondition(lambda self: self.num_published < NUM_PAGES)
-    @rule(count=st.integers(1, NUM_PAGES))
+    @rule(count=st.integers(0, NUM_PAGES))
     def publish(self, count: int) -> None:
+        """Parts without pages too: the first one often has none."""
         start, end = self.num_published, min(self.num_published + count, NUM_PAGES)
         last = end == NUM_PAGES
         first = SequenceOutput(ID, 0, [TokenOutput(5)]) if last else None
@@ -144,6 +145,11 @@ class ProtocolMachine(RuleBasedStateMachine):
     @rule()
     def router_aborts_export(self) -> None:
         self.leases.abort(ID)
+
+    @precondition(lambda self: self.lease_ends)
+    @rule()
+    def stream_ends(self) -> None:
+        self.do(self.machine.on_stream_end())
 
     @invariant()
     def freed_pages_stay_untouched(self) -> None:

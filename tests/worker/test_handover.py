@@ -245,34 +245,44 @@ async def test_a_restarted_prefill_worker_is_another_one(tmp_path: Path) -> None
                 await again.close()
 
 
-async def test_release_is_repeatable_and_fetch_works_twice(pair: list[Worker]) -> None:
+async def test_fetch_works_twice_and_release_is_answered_on_it(pair: list[Worker]) -> None:
     """A second decode worker takes over when the first one died before it released."""
     prefill, _ = pair
     async with FakeLink(prefill) as link:
         source = await prefill.source()
         stub = kv_pb2_grpc.KvServiceStub(prefill.channel)
         r = request(prompt_of(200))
-        fetch = kv_pb2.FetchRequest(id=r.id, epoch=source.epoch, fingerprint=source.fingerprint)
+        fetch = kv_pb2.FetchOpen(id=r.id, epoch=source.epoch, fingerprint=source.fingerprint)
 
-        async def pages() -> list[int]:
-            """Of one Fetch, up to its last part."""
-            call, found = stub.Fetch(fetch, timeout=10), []
+        async def pages(release: bool = False) -> tuple[list[int], bool]:
+            """Of one Fetch, up to its last part or its end; whether they were held."""
+            call, found, held = stub.Fetch(timeout=10), [], False
+            await call.write(kv_pb2.FetchRequest(open=fetch))
             async for response in call:
                 found += response.part.page_ids
+                held |= response.HasField("held")
                 if response.part.last:
-                    call.cancel()
-                    return found
-            raise AssertionError("no last part")
+                    if not release:
+                        call.cancel()
+                        break
+                    await call.write(kv_pb2.FetchRequest(release=kv_pb2.FetchRelease()))
+            return found, held
 
         early = asyncio.create_task(pages())
         link.submit(r)
-        assert await early == await pages() and len(await pages()) == 4
-        for _ in range(2):
-            answer = await stub.Release(kv_pb2.ReleaseRequest(id=r.id))
-            assert answer.outcome == kv_pb2.ReleaseResponse.OUTCOME_HELD
+        found, held = await early
+        assert len(found) == 4 and not held
+        assert await pages() == (found, False)
+        assert await pages(release=True) == (found, True)
         await prefill.whole()
-        unknown = await stub.Release(kv_pb2.ReleaseRequest(id=common_pb2.AttemptId(room=1)))
-        assert unknown.outcome == kv_pb2.ReleaseResponse.OUTCOME_UNKNOWN
+        for opening in (kv_pb2.FetchRequest(open=fetch), kv_pb2.FetchRequest(release=kv_pb2.FetchRelease())):
+            with pytest.raises(Exception) as caught:
+                call = stub.Fetch(timeout=10)
+                await call.write(opening)
+                async for _ in call:
+                    pass
+            reason = from_rpc_error(caught.value).reason  # type: ignore[arg-type]
+            assert reason is (Reason.KV_NOT_FOUND if opening.HasField("open") else Reason.INVALID_ARGUMENT)
 
 
 async def test_a_drain_waits_for_parked_prompts(tmp_path: Path) -> None:

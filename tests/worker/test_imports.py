@@ -43,24 +43,33 @@ SOURCES = [MemoryHandle("nixl", f"p{rank}", b"", 0, 64, 10) for rank in range(2)
 
 
 class Peer:
+    """And its one Fetch."""
+
     address, epoch = "p:1", "e"
 
     def __init__(self) -> None:
         self.agents: set[tuple[int, str]] = set()
-        self.items: asyncio.Queue[Any] = asyncio.Queue()
-        self.outcome: Outcome | MillraceError = Outcome.HELD
+        self.said: asyncio.Queue[Any] = asyncio.Queue()
+        self.answer: Any = Outcome.HELD  # to a release; None: the stream ends
         self.released = 0
+        self.ended = False
 
-    async def fetch(self, id: RequestId, fingerprint: str, stall_s: float) -> AsyncIterator[Any]:
-        while not isinstance(item := await self.items.get(), Exception):
-            yield item
-        raise item
+    def fetch(self, id: RequestId, fingerprint: str, stall_s: float) -> Peer:
+        return self
 
-    async def release(self, id: RequestId) -> Outcome:
+    async def items(self) -> AsyncIterator[Any]:
+        try:
+            while (item := await self.said.get()) is not None:
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+        finally:
+            self.ended = True
+
+    async def release(self) -> None:
         self.released += 1
-        if isinstance(self.outcome, MillraceError):
-            raise self.outcome
-        return self.outcome
+        self.said.put_nowait(self.answer)
+        self.said.put_nowait(None)
 
     async def close(self) -> None: ...
 
@@ -111,8 +120,8 @@ class Bench:
     async def reading(self) -> None:
         """To both ranks reading the pages."""
         hashes = page_hashes(PROMPT, 64)
-        self.peer.items.put_nowait(SOURCES)
-        self.peer.items.put_nowait(KvPart(ID, 0, [7, 8], hashes, 100, True, FIRST))
+        self.peer.said.put_nowait(SOURCES)
+        self.peer.said.put_nowait(KvPart(ID, 0, [7, 8], hashes, 100, True, FIRST))
         await self.settle()
         assert self.engine == [KvOffered(ID)]
         self.imports.on_reserved(KvReserved(ID, [3, 4], 0))
@@ -141,6 +150,7 @@ async def test_held_after_every_rank_has_read(bench: Bench) -> None:
     await bench.settle()
     assert bench.engine[1:] == [KvArrived(ID, FIRST)] and bench.outputs == [FIRST]
     assert len(bench.imports) == 0 and bench.failed == []
+    assert bench.peer.ended
 
 
 async def test_an_abort_holds_the_pages_until_the_reads_are_over_and_says_nothing_itself(bench: Bench) -> None:
@@ -153,7 +163,8 @@ async def test_an_abort_holds_the_pages_until_the_reads_are_over_and_says_nothin
     await bench.settle()
     assert bench.engine[1:] == [KvFailed(ID, Failure(Reason.CANCELLED, "gone"))]
     assert bench.failed == [] and bench.quarantined() == 0  # the engine's own output is the answer
-    assert bench.peer.released == 1  # what we will not use is given back
+    await bench.settle()
+    assert bench.peer.released == 1 and bench.peer.ended  # what we will not use is given back
     assert not bench.imports.abort(ID, Failure(Reason.CANCELLED, "gone"))
 
 
@@ -181,7 +192,7 @@ async def test_a_failure_of_ours_is_told_at_once_while_reads_are_in_flight(bench
 
 
 async def test_an_answer_that_nobody_understands_ends_the_import(bench: Bench) -> None:
-    bench.peer.items.put_nowait(ValueError("a part that cannot be read"))
+    bench.peer.said.put_nowait(ValueError("a part that cannot be read"))
     await bench.settle()
     [failed] = bench.engine
     assert isinstance(failed, KvFailed) and failed.failure.reason == Reason.INTERNAL
@@ -190,7 +201,7 @@ async def test_an_answer_that_nobody_understands_ends_the_import(bench: Bench) -
 
 async def test_a_broken_stream_during_reads(bench: Bench) -> None:
     await bench.reading()
-    bench.peer.items.put_nowait(MillraceError(Reason.WORKER_LOST, "reset"))
+    bench.peer.said.put_nowait(MillraceError(Reason.WORKER_LOST, "reset"))
     await bench.settle()
     assert [failure.reason for failure in bench.failed] == [Reason.WORKER_LOST]
     for rank in (0, 1):
@@ -199,21 +210,42 @@ async def test_a_broken_stream_during_reads(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(
-    ("outcome", "reason"),
+    ("answer", "reason"),
     [
-        (Outcome.EXPIRED, Reason.KV_EXPIRED),
-        (Outcome.UNKNOWN, Reason.KV_EXPIRED),
+        (None, Reason.TRANSFER_FAILED),
+        (MillraceError(Reason.KV_EXPIRED, "too late"), Reason.KV_EXPIRED),
         (MillraceError(Reason.WORKER_LOST, "reset"), Reason.WORKER_LOST),
     ],
 )
-async def test_nothing_but_held_is_good(bench: Bench, outcome: Outcome | MillraceError, reason: Reason) -> None:
-    bench.peer.outcome = outcome
+async def test_nothing_but_held_is_good(bench: Bench, answer: MillraceError | None, reason: Reason) -> None:
+    bench.peer.answer = answer
     await bench.reading()
     for rank in (0, 1):
         bench.imports.on_read_done(rank, ReadDone(ID, 0, "", 2))
     await bench.settle()
     [failed] = bench.engine[1:]
     assert isinstance(failed, KvFailed) and failed.failure.reason == reason and bench.outputs == []
+
+
+async def test_pages_are_reserved_while_the_prompt_is_computed(bench: Bench) -> None:
+    bench.peer.said.put_nowait(SOURCES)
+    bench.peer.said.put_nowait(KvPart(ID, 0, [], [], 0, False))
+    await bench.settle()
+    assert bench.engine == [KvOffered(ID)]
+    bench.imports.on_reserved(KvReserved(ID, [3, 4], 0))
+    assert bench.transfer == []
+    bench.peer.said.put_nowait(KvPart(ID, 0, [7, 8], page_hashes(PROMPT, 64), 100, True, FIRST))
+    await bench.settle()
+    assert [message for _, message in bench.transfer if isinstance(message, ReadPages)] == [
+        ReadPages(ID, 0, f"p{rank}", [7, 8], [3, 4]) for rank in (0, 1)
+    ]
+
+
+async def test_nothing_is_given_back_before_anything_was_offered(bench: Bench) -> None:
+    await bench.settle()
+    assert bench.imports.abort(ID, Failure(Reason.CANCELLED, "gone"))
+    await bench.settle()
+    assert bench.peer.released == 0 and bench.peer.ended
 
 
 async def test_a_read_that_fails_on_one_rank_waits_for_the_other(bench: Bench) -> None:

@@ -4,9 +4,11 @@ Life of an import:
 
 1. `start`     a task opens Fetch on the prefill worker and hands its parts to the state machine
 2. the machine asks: AskReserve -> KvOffered to the engine; Read -> ReadPages to every rank of the replica;
-   AskRelease -> Release at the prefill worker; GiveBack -> the same without waiting for the answer
-3. answers come back through `on_reserved`, `on_read_done`, `on_stuck`; whatever breaks comes as `on_abort`
-4. Done -> KvArrived, Over -> KvFailed, and the import is forgotten; both only when no read is in flight
+   AskRelease and GiveBack -> release on the Fetch stream
+3. answers come back through `on_reserved`, `on_read_done`, `on_stuck` and the stream; whatever breaks comes as
+   `on_abort`
+4. Done -> KvArrived, Over -> KvFailed, and the import is forgotten; both only when no read is in flight. A stream on
+   which release was said ends by itself, any other is cut
 
 While reads of a failed import are still in flight its pages are in quarantine: the router hears of the failure at once,
 the engine gets its KvFailed later.
@@ -19,14 +21,14 @@ import collections
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 
 import msgspec
 from millrace.v1 import worker_pb2
 from millrace_rpc.errors import MillraceError, Reason
 from millrace_rpc.page_hash import page_hashes
 
-from millrace_serve.decode.peers import FATAL, Peer, Peers
+from millrace_serve.decode.peers import FATAL, Fetch, Peer, Peers
 from millrace_serve.engine.core import (
     Failure,
     KvArrived,
@@ -49,6 +51,7 @@ from millrace_serve.transfer.importer import (
     Over,
     Read,
 )
+from millrace_serve.transfer.lease import Outcome
 from millrace_serve.worker.frontend import Frontend
 from millrace_serve.worker.messages import AddSource, DropSource, ReadDone, ReadPages, ReadStuck
 
@@ -69,7 +72,9 @@ class Import:
         self.posted_at: dict[int, float] = {}  # by read
         self.last_part_at = 0.0
         self.told = False  # the router knows that it is over, or will hear it from the engine
+        self.fetch: Fetch | None = None
         self.task: asyncio.Task[None] | None = None
+        self.released = False  # release was said
 
 
 class Imports:
@@ -79,7 +84,7 @@ class Imports:
             lambda rank, agent: frontend.ranks.send_transfer(rank, DropSource(agent)), frontend.identity
         )
         self._live: dict[RequestId, Import] = {}
-        self._calls: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
         return len(self._live)
@@ -91,7 +96,7 @@ class Imports:
         hashes = page_hashes(request.token_ids, self._frontend.config.limits.page_size)
         peer = self._peers.get(source.address, source.epoch)
         job = self._live[request.id] = Import(KvImport(request.id, hashes), replica, peer)
-        job.task = asyncio.create_task(self._to_the_end(job, self._fetch))
+        job.task = self._run(self._to_the_end(job, self._fetch(job)))
 
     def peer(self, source: worker_pb2.KvSourceRef) -> Peer:
         return self._peers.get(source.address, source.epoch)
@@ -142,10 +147,9 @@ class Imports:
             self._do(job, job.machine.on_abort(Failure(Reason.STALLED, message)))
 
     async def close(self) -> None:
-        tasks = [*self._calls, *(job.task for job in self._live.values() if job.task)]
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._peers.close()
 
     # ------------------------------------------------------------------------------------------- carrying out
@@ -159,10 +163,10 @@ class Imports:
                     engine.send(job.replica, KvOffered(id))
                 case Read():
                     self._read(job, action)
-                case AskRelease():
-                    self._call(self._to_the_end(job, self._release))
-                case GiveBack():
-                    self._call(self._give_back(job))
+                case AskRelease() | GiveBack():
+                    assert job.fetch is not None, "released before anything came"
+                    job.released = True
+                    self._run(self._to_the_end(job, job.fetch.release()))
                 case Done(first):
                     self._frontend.metrics.kv_transfer.observe(time.monotonic() - job.last_part_at)
                     self._frontend.spans.imported(id, sum(job.num_pages.values()))
@@ -200,7 +204,7 @@ class Imports:
             log.info("kv import %s failed: %s: %s", job.machine.id, failure.reason, failure.message)
         for refusal, count in job.machine.refused.items():
             self._frontend.metrics.worker_stale.labels(kind=refusal).inc(count)
-        if job.task is not None:
+        if job.task is not None and not job.released:
             job.task.cancel()
 
     def _count_quarantine(self) -> None:
@@ -214,26 +218,23 @@ class Imports:
         info = self._frontend.ranks.info
         assert info is not None
         machine, stall_s = job.machine, self._frontend.config.timeouts.stall
-        async with contextlib.aclosing(job.peer.fetch(machine.id, info.layout.fingerprint, stall_s)) as items:
+        job.fetch = job.peer.fetch(machine.id, info.layout.fingerprint, stall_s)
+        async with contextlib.aclosing(job.fetch.items()) as items:
             async for item in items:
-                if isinstance(item, KvPart):
-                    job.last_part_at = time.monotonic()
-                    self._do(job, machine.on_part(item))
-                else:
-                    job.sources = item
-        self._do(job, machine.on_parts_end())
+                match item:
+                    case KvPart():
+                        job.last_part_at = time.monotonic()
+                        self._do(job, machine.on_part(item))
+                    case Outcome():
+                        self._do(job, machine.on_release_outcome(item))
+                    case sources:
+                        job.sources = sources
+        self._do(job, machine.on_stream_end())
 
-    async def _release(self, job: Import) -> None:
-        self._do(job, job.machine.on_release_outcome(await job.peer.release(job.machine.id)))
-
-    async def _give_back(self, job: Import) -> None:
-        with contextlib.suppress(MillraceError):  # the lease will expire
-            await job.peer.release(job.machine.id)
-
-    async def _to_the_end(self, job: Import, work: Callable[[Import], Coroutine[None, None, None]]) -> None:
+    async def _to_the_end(self, job: Import, work: Coroutine[None, None, None]) -> None:
         """Whatever goes wrong ends the import: nobody else would."""
         try:
-            await work(job)
+            await work
         except MillraceError as error:
             self._broken(job, error)
         except Exception as error:
@@ -247,7 +248,8 @@ class Imports:
             job, job.machine.on_abort(Failure(error.reason, f"prefill worker {job.peer.address}: {error.message}"))
         )
 
-    def _call(self, call: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(call)
-        self._calls.add(task)
-        task.add_done_callback(self._calls.discard)
+    def _run(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import grpc
 from millrace.v1 import kv_pb2, kv_pb2_grpc, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -30,6 +30,7 @@ FATAL = frozenset({Reason.WORKER_LOST, Reason.EPOCH_CHANGED, Reason.STALLED})
 UNARY_TIMEOUT_S = 5.0
 LAST_CALLS_S = 300.0  # for the calls of a channel whose certificate was replaced; a lease is not longer
 T = TypeVar("T")
+Call: TypeAlias = "grpc.aio.StreamStreamCall[kv_pb2.FetchRequest, kv_pb2.FetchResponse]"
 
 
 class Peer:
@@ -49,30 +50,9 @@ class Peer:
         self.worker = worker_pb2_grpc.WorkerServiceStub(self._channel)
         self.prefill = prefill_pb2_grpc.PrefillServiceStub(self._channel)
 
-    async def fetch(
-        self, id: RequestId, fingerprint: str, stall_s: float
-    ) -> AsyncGenerator[list[MemoryHandle] | KvPart, None]:
-        """Where the pages are, then the parts. Ends when the lease was released. Raises MillraceError."""
-        request = kv_pb2.FetchRequest(id=convert.attempt_id(id), epoch=self.epoch, fingerprint=fingerprint)
-        call = _start(lambda: self._kv.Fetch(request))
-        try:
-            while (response := await self._next(call, stall_s)) is not None:
-                match response.WhichOneof("message"):
-                    case "source":
-                        yield [convert.core_memory(memory) for memory in response.source.ranks]
-                    case "part":
-                        yield convert.core_part(id, response.part)
-        finally:
-            call.cancel()
-
-    async def release(self, id: RequestId) -> Outcome:
-        """Raises MillraceError when the peer cannot be asked."""
-        request = kv_pb2.ReleaseRequest(id=convert.attempt_id(id))
-        try:
-            call = _start(lambda: self._kv.Release(request, timeout=UNARY_TIMEOUT_S))
-            return convert.core_outcome(await _answer(call))
-        except MillraceError as error:
-            raise MillraceError(Reason.WORKER_LOST, f"{self.address} cannot be asked: {error.message}") from error
+    def fetch(self, id: RequestId, fingerprint: str, stall_s: float) -> Fetch:
+        """Raises MillraceError."""
+        return Fetch(_start(self._kv.Fetch), self, id, fingerprint, stall_s)
 
     async def info(self) -> worker_pb2.WorkerInfo:
         """Raises MillraceError."""
@@ -100,13 +80,45 @@ class Peer:
         self._connect()
         return before
 
-    async def _next(
-        self, call: grpc.aio.UnaryStreamCall[kv_pb2.FetchRequest, kv_pb2.FetchResponse], stall_s: float
-    ) -> kv_pb2.FetchResponse | None:
+
+class Fetch:
+    """One attempt's stream: iterate over `items`, and `release` once, which makes the stream end."""
+
+    def __init__(self, call: Call, peer: Peer, id: RequestId, fingerprint: str, stall_s: float) -> None:
+        self._call = call
+        self._address = peer.address
+        self._id = id
+        self._opening = kv_pb2.FetchOpen(id=convert.attempt_id(id), epoch=peer.epoch, fingerprint=fingerprint)
+        self._stall_s = stall_s
+
+    async def items(self) -> AsyncGenerator[list[MemoryHandle] | KvPart | Outcome, None]:
+        """Where the pages are, the parts, and HELD as the answer to `release`. Raises MillraceError."""
         try:
-            response = await _answer(heard_within(stall_s, call.read()))
+            await self._say(kv_pb2.FetchRequest(open=self._opening))
+            while (response := await self._next()) is not None:
+                match response.WhichOneof("message"):
+                    case "source":
+                        yield [convert.core_memory(memory) for memory in response.source.ranks]
+                    case "part":
+                        yield convert.core_part(self._id, response.part)
+                    case "held":
+                        yield Outcome.HELD
+        finally:
+            self._call.cancel()
+
+    async def release(self) -> None:
+        await self._say(kv_pb2.FetchRequest(release=kv_pb2.FetchRelease()))
+
+    async def _say(self, message: kv_pb2.FetchRequest) -> None:
+        """On a stream that has ended, `items` says why."""
+        with contextlib.suppress(MillraceError, asyncio.InvalidStateError):
+            await _answer(self._call.write(message))
+
+    async def _next(self) -> kv_pb2.FetchResponse | None:
+        try:
+            response = await _answer(heard_within(self._stall_s, self._call.read()))
         except TimeoutError:
-            message = f"{self.address} has not been heard for {stall_s:g} s"
+            message = f"{self._address} has not been heard for {self._stall_s:g} s"
             raise MillraceError(Reason.STALLED, message) from None
         return None if response is grpc.aio.EOF else response
 

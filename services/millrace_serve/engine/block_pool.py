@@ -57,9 +57,13 @@ class BlockPool:
         return self._counts[Holder.RUNNING]
 
     def allocate(self, count: int) -> list[int]:
-        """`count` free pages with one running holder each. The caller has checked num_free."""
+        """`count` free pages with one running holder each, in ascending order: neighbours travel as one copy
+        (transfer/cuda_ipc.py). The caller has checked num_free.
+        """
         assert count <= len(self._free), f"allocate({count}) with {len(self._free)} free pages"
-        pages = [self._free.pop() for _ in range(count)]
+        start = len(self._free) - count
+        pages = sorted(self._free[start:])
+        del self._free[start:]
         running = self._refs[Holder.RUNNING]
         for page in pages:
             running[page] = 1

@@ -129,7 +129,9 @@ class SequenceOutput(msgspec.Struct, frozen=True):
 
 
 class KvPart(msgspec.Struct, frozen=True):
-    """Finished pages of an exported prompt. Parts of a request arrive in order and never overlap."""
+    """Finished pages of an exported prompt. Parts of a request arrive in order and never overlap. The first comes when
+    the prompt's turn has come; it has the pages that were cached, perhaps none.
+    """
 
     id: RequestId
     first_page: int  # index of page_ids[0] in the sequence's page list

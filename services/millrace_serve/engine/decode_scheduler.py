@@ -265,7 +265,7 @@ class DecodeScheduler:
         assert seq.prefix is not None
         prompt = seq.request.token_ids
         full = len(prompt) // self.roster.config.page_size
-        self.roster.cache.insert(seq.prefix, prompt, seq.pages, full)
+        self.roster.cache.insert(seq.prefix, prompt, seq.pages[:full], seq.prompt_hashes)
 
     def load(self) -> Load:
         running = len(self._prefilling) + len(self._decoding)

@@ -62,19 +62,21 @@ class KvCache:
             self.pool.drop([self._tree.evict()], Holder.CACHE)
         return self.pool.allocate(count)
 
-    def insert(self, prefix: CachedPrefix, tokens: Sequence[int], pages: list[int], num_pages: int) -> None:
-        """Put pages[:num_pages], all full, under `tokens`. Where an equal page is there, it stays and is pinned."""
+    def insert(self, prefix: CachedPrefix, tokens: Sequence[int], pages: list[int], hashes: Sequence[int]) -> None:
+        """Put `pages`, all full, under `tokens`; hashes[i] is the chain hash of page i. Where an equal page is there,
+        it stays and is pinned.
+        """
         if not self._enabled:
             return
-        for index in range(prefix.num_pages, num_pages):
+        for index in range(prefix.num_pages, len(pages)):
             page = pages[index]
-            prefix.tail = self._tree.extend(prefix.tail, tokens, index, page)
+            prefix.tail = self._tree.extend(prefix.tail, tokens, index, page, hashes[index])
             if prefix.tail.page == page:
                 self.pool.hold([page], Holder.CACHE)
             else:
                 self._share([prefix.tail.page])
                 prefix.pins.append(prefix.tail.page)
-        prefix.num_pages = max(prefix.num_pages, num_pages)
+        prefix.num_pages = max(prefix.num_pages, len(pages))
 
     def release(self, prefix: CachedPrefix, pages: list[int]) -> None:
         """A running sequence leaves its pages and pins."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from millrace_serve.engine.canary import CANARY_BYTES
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2  # of what two workers say to each other (kv.proto)
 ITEM_BYTES = {"float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 4}
 
 

@@ -2,7 +2,8 @@
 
 Life of an EXPORT request:
     1. Submit            WAITING, in the queue
-    2. schedule          RUNNING: a slot, and pages for the whole prompt; what the cache had is published at once
+    2. schedule          RUNNING: a slot, and pages for the whole prompt; what the cache had is published at once, if
+                         only as a part without pages: the decode worker reserves its own while this one computes
     3. commit            after each chunk its finished pages are published
     4. last commit       the first token goes out, with the last part; PARKED
     5. LeaseEnded        the pages are free
@@ -11,8 +12,6 @@ LeaseEnded before 4: nobody will read the rest, so the request ends in an error.
 """
 
 from __future__ import annotations
-
-from millrace_rpc.page_hash import page_hashes
 
 from millrace_serve.engine.core import (
     Abort,
@@ -121,9 +120,10 @@ class PrefillScheduler:
         """A chunk's KV is in its pages: make them known, and end the request if its prompt is complete."""
         seq, full = chunk.seq, chunk.end // self.roster.config.page_size
         assert seq.prefix is not None
-        self.roster.cache.insert(seq.prefix, seq.tokens, seq.pages, full)
+        self.roster.cache.insert(seq.prefix, seq.tokens, seq.pages[:full], seq.prompt_hashes)
         if token is None:
-            self._publish(seq, full)
+            if full > seq.num_published:
+                self._publish(seq, full)
             return
         seq.tokens.append(token.token_id)
         first = self.roster.say(seq, [token], seq.finish_of(token.token_id))
@@ -132,19 +132,14 @@ class PrefillScheduler:
         self._park(seq)
 
     def _publish(self, seq: Sequence, num_pages: int, first: SequenceOutput | None = None) -> None:
-        """Announce pages[num_published : num_pages]; with `first`, as the last part, which may have no pages."""
-        pages = seq.pages[seq.num_published : num_pages]
-        if not pages and first is None:
-            return
-        size = self.roster.config.page_size
-        num_tokens = min(num_pages * size, len(seq.request.token_ids))
-        tokens = seq.tokens[seq.num_published * size : num_tokens]
-        hashes = page_hashes(tokens, size, prev=seq.prior_hash)
+        """Announce pages[num_published : num_pages]; with `first`, as the last part. There may be no pages in it."""
+        span = slice(seq.num_published, num_pages)
+        pages, hashes = seq.pages[span], seq.prompt_hashes[span]
+        num_tokens = min(num_pages * self.roster.config.page_size, len(seq.request.token_ids))
         self.roster.cache.publish(pages)
         part = KvPart(seq.id, seq.num_published, pages, hashes, num_tokens, first is not None, first)
         self.roster.parts.append(part)
         seq.num_published = num_pages
-        seq.prior_hash = hashes[-1] if hashes else seq.prior_hash
 
     def _stop(self, seq: Sequence, finish: FinishReason, error: Failure | None = None) -> None:
         """End a WAITING or RUNNING request early."""

@@ -10,26 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from millrace_rpc.page_hash import chain_hash
-
 from millrace_serve.engine.cache_changes import CacheChanges
 
 
 class Node:
     __slots__ = ("block", "children", "key", "page", "parent")
 
-    def __init__(self, parent: Node | None, key: tuple[int, ...], page: int) -> None:
+    def __init__(self, parent: Node | None, key: tuple[int, ...], page: int, block: int) -> None:
         self.parent = parent
         self.key = key  # the page's tokens
         self.page = page
-        self.block: int = 0 if parent is None else chain_hash(parent.block, key)
+        self.block = block  # chain hash of the prefix that ends with this page; 0: the root's
         self.children: dict[tuple[int, ...], Node] = {}
 
 
 class RadixTree:
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
-        self.root = Node(None, (), 0)
+        self.root = Node(None, (), 0, 0)
         self.changes = CacheChanges()  # of the tree, for whoever tells others
         self._by_page: dict[int, Node] = {}
         self._idle: dict[Node, None] = {}  # oldest first
@@ -55,12 +53,14 @@ class RadixTree:
             node = child
         return path
 
-    def extend(self, parent: Node, tokens: Sequence[int], index: int, page: int) -> Node:
-        """The child of `parent` for page `index` of `tokens`: the one that exists, else a new busy one for `page`."""
+    def extend(self, parent: Node, tokens: Sequence[int], index: int, page: int, block: int) -> Node:
+        """The child of `parent` for page `index` of `tokens`, whose chain hash is `block`: the one that exists, else a
+        new busy one for `page`.
+        """
         key = self._key(tokens, index)
         child = parent.children.get(key)
         if child is None:
-            child = parent.children[key] = Node(parent, key, page)
+            child = parent.children[key] = Node(parent, key, page, block)
             self._by_page[page] = child
             self.changes.store(child.block)
         return child

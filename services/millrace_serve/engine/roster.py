@@ -12,6 +12,8 @@ import itertools
 import logging
 from collections.abc import Callable
 
+from millrace_rpc.page_hash import page_hashes
+
 from millrace_serve.engine.block_pool import Holder
 from millrace_serve.engine.config import EngineConfig, Role
 from millrace_serve.engine.core import (
@@ -89,7 +91,8 @@ class Roster:
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._facts.eos_token_ids)
         deadline = None if request.timeout_s is None else self._clock() + request.timeout_s
         order = (-request.priority, next(self._arrivals))
-        seq = Sequence(request, order, deadline, sequence_limit(request, self.config), stop_ids)
+        hashes = page_hashes(request.token_ids, self.config.page_size)  # now: nobody waits for them yet
+        seq = Sequence(request, order, deadline, sequence_limit(request, self.config), stop_ids, hashes)
         seq.grammar = walk if isinstance(walk, Walk) else None
         seq.arrived = self._clock()
         self.live[seq.id] = seq
@@ -200,7 +203,9 @@ class Roster:
         # A token's KV is written by the step that samples the next one, and the canary learns it one step later still.
         written = min(seq.num_scheduled, max(len(seq.tokens) - 2, 0))
         if seq.trusted and not seq.corrupt:
-            self.cache.insert(seq.prefix, seq.tokens, seq.pages, written // self.config.page_size)
+            full = written // self.config.page_size
+            hashes = seq.page_hashes(full, self.config.page_size)
+            self.cache.insert(seq.prefix, seq.tokens, seq.pages[:full], hashes)
         self.cache.release(seq.prefix, seq.pages)
         self._forget_corrupt(seq)
         seq.pages, seq.prefix, seq.num_scheduled, seq.trusted = [], None, 0, True

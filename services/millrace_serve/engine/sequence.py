@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import enum
 
+from millrace_rpc.page_hash import page_hashes
+
 from millrace_serve.engine.core import FinishReason, Request, Route
 from millrace_serve.engine.grammar import Walk
 from millrace_serve.engine.kv_cache import CachedPrefix
@@ -65,7 +67,7 @@ class Sequence:
         "pages",
         "phase",
         "prefix",
-        "prior_hash",
+        "prompt_hashes",
         "queued_s",
         "request",
         "silent",
@@ -76,7 +78,13 @@ class Sequence:
     )
 
     def __init__(
-        self, request: Request, order: tuple[int, int], deadline: float | None, limit: int, stop_ids: frozenset[int]
+        self,
+        request: Request,
+        order: tuple[int, int],
+        deadline: float | None,
+        limit: int,
+        stop_ids: frozenset[int],
+        prompt_hashes: list[int],
     ) -> None:
         self.request = request
         self.id = request.id
@@ -84,6 +92,7 @@ class Sequence:
         self.deadline = deadline
         self.limit = limit  # tokens, prompt included, at which it finishes by LENGTH
         self.stop_ids = stop_ids
+        self.prompt_hashes = prompt_hashes  # of each page of request.token_ids (page_hash.py)
         self.tokens = list(request.token_ids)
         self.num_prompt = len(request.token_ids) - request.num_prior_outputs
         self.imports = request.route is Route.IMPORT  # its KV is still to come from another worker
@@ -101,7 +110,6 @@ class Sequence:
         self.trusted = True  # else its pages must not enter the prefix cache: imported and not used yet
         self.corrupt = False  # one of its pages was found wrong
         self.num_published = 0  # pages announced in KvParts
-        self.prior_hash = 0  # chain hash of the published pages
         self.grammar: Walk | None = None  # where `tokens` stand in the request's grammar
 
     @property
@@ -116,6 +124,13 @@ class Sequence:
         Everybody else's next step can be launched before the last one was read; a grammar's mask is made from it.
         """
         return self.grammar is not None and self.inflight > 0
+
+    def page_hashes(self, num_pages: int, size: int) -> list[int]:
+        """Of its first pages, which must be full."""
+        full = min(len(self.request.token_ids) // size, num_pages)
+        hashes = self.prompt_hashes[:full]
+        rest = self.tokens[full * size : num_pages * size]
+        return hashes + page_hashes(rest, size, prev=hashes[-1] if hashes else 0)
 
     def enter(self, phase: Phase) -> None:
         assert phase in LEGAL[self.phase], f"request {self.id}: {self.phase} -> {phase}"

@@ -1,7 +1,9 @@
-"""The gRPC services of a prefill worker: PrefillService (Link) and KvService (Fetch, Release)."""
+"""The gRPC services of a prefill worker: PrefillService (Link) and KvService (Fetch)."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from typing import TypeAlias
 
@@ -11,6 +13,7 @@ from millrace_rpc.errors import MillraceError, Reason
 
 from millrace_serve.engine.core import Events, FinishReason, KvPart, Request, RequestId, Route
 from millrace_serve.prefill.exports import Export, Exports
+from millrace_serve.transfer.lease import Outcome
 from millrace_serve.worker import convert
 from millrace_serve.worker.frontend import Frontend
 from millrace_serve.worker.links import Link, check_epoch
@@ -76,10 +79,16 @@ class KvServicer(kv_pb2_grpc.KvServiceServicer):
         self._role = role
         self._frontend = role.frontend
 
-    async def Fetch(self, request: kv_pb2.FetchRequest, context: Context) -> AsyncIterator[kv_pb2.FetchResponse]:
-        id = convert.request_id(request.id)
-        check_epoch(request.epoch, self._frontend.epoch)
-        self._check_layout(request.fingerprint)
+    async def Fetch(
+        self, requests: AsyncIterator[kv_pb2.FetchRequest], context: Context
+    ) -> AsyncIterator[kv_pb2.FetchResponse]:
+        opening = await _opening(requests)
+        id = convert.request_id(opening.id)
+        check_epoch(opening.epoch, self._frontend.epoch)
+        self._check_layout(opening.fingerprint)
+        release = asyncio.create_task(self._release(id, requests))
+        # a generator that is suspended in a yield does not notice that its call is over
+        context.add_done_callback(lambda _: release.cancel())
         async for item in self._role.exports.fetch(id):
             if isinstance(item, KvPart):
                 yield kv_pb2.FetchResponse(part=convert.wire_part(item))
@@ -88,10 +97,16 @@ class KvServicer(kv_pb2_grpc.KvServiceServicer):
                 yield kv_pb2.FetchResponse(source=kv_pb2.KvSource(ranks=map(convert.wire_memory, memory)))
             else:
                 yield kv_pb2.FetchResponse(heartbeat=kv_pb2.Heartbeat())
+        if release.done() and release.result() is Outcome.HELD:
+            yield kv_pb2.FetchResponse(held=kv_pb2.Held())
 
-    async def Release(self, request: kv_pb2.ReleaseRequest, context: Context) -> kv_pb2.ReleaseResponse:
-        outcome = self._role.exports.release(convert.request_id(request.id))
-        return kv_pb2.ReleaseResponse(outcome=convert.OUTCOME[outcome])
+    async def _release(self, id: RequestId, requests: AsyncIterator[kv_pb2.FetchRequest]) -> Outcome | None:
+        """When the reader asks for it, which ends what it fetches. None: it never did."""
+        with contextlib.suppress(grpc.aio.UsageError, grpc.aio.AbortError):  # the stream is over
+            async for message in requests:
+                if message.HasField("release"):
+                    return self._role.exports.release(id)
+        return None
 
     def _check_layout(self, theirs: str) -> None:
         info = self._frontend.ranks.info
@@ -101,3 +116,11 @@ class KvServicer(kv_pb2_grpc.KvServiceServicer):
         if theirs != ours:
             message = f"KV layout {theirs or '(empty)'} of the decode worker is not ours, {ours}"
             raise MillraceError(Reason.LAYOUT_MISMATCH, message)
+
+
+async def _opening(requests: AsyncIterator[kv_pb2.FetchRequest]) -> kv_pb2.FetchOpen:
+    async for message in requests:
+        if message.HasField("open"):
+            return message.open
+        break
+    raise MillraceError(Reason.INVALID_ARGUMENT, "the first message of a Fetch must be open")

@@ -3,7 +3,7 @@
 Life of one import:
 
 1. WAITING    nothing has arrived yet.
-2. RESERVING  the first part arrived: AskReserve was said, parts are collected meanwhile.
+2. RESERVING  the first part arrived, perhaps without pages: AskReserve was said, parts are collected meanwhile.
 3. READING    our pages are known: every part's pages that our prefix cache lacks are read as the part arrives.
 4. RELEASING  the last part arrived and every read is done: AskRelease was said.
 5. DONE       the exporter answered HELD: what was read is good, Done was said.
@@ -75,11 +75,11 @@ class Read(msgspec.Struct, frozen=True):
 
 
 class AskRelease(msgspec.Struct, frozen=True):
-    """Call Release on the exporter; answer with `on_release_outcome`, or `on_abort` when it cannot be reached."""
+    """Say release to the exporter; answer with `on_release_outcome`, or with how the stream ended instead."""
 
 
 class GiveBack(msgspec.Struct, frozen=True):
-    """Call Release on the exporter and ignore the answer: we gave up, and it need not hold the pages any longer."""
+    """Say release to the exporter and ignore the answer: we gave up, and it need not hold the pages any longer."""
 
 
 class Done(msgspec.Struct, frozen=True):
@@ -106,6 +106,7 @@ class KvImport:
         self.refused: collections.Counter[Refusal] = collections.Counter()
         self.failure: Failure | None = None  # set as soon as it is known; Over may come later
         self._expected = list(expected_hashes)
+        self._offered = False  # a part came: the exporter has a lease for us
         self._src_pages: list[int] = []  # accepted so far, in page order
         self._dst_pages: list[int] = []
         self._num_asked = 0  # leading pages that are read, being read, or were cached
@@ -120,6 +121,7 @@ class KvImport:
     def on_part(self, part: KvPart) -> list[Action]:
         if refusal := self._refusal_of(part):
             return self._refuse(refusal)
+        self._offered = True
         if problem := self._contradiction_in(part):
             return self.on_abort(Failure("KV_MISMATCH", f"{self.id}: {problem}"))
         self._src_pages += part.page_ids
@@ -132,12 +134,12 @@ class KvImport:
             return [AskReserve()]
         return self._advance()
 
-    def on_parts_end(self) -> list[Action]:
-        """The stream of parts ended in good order. Without the last part that is a failure."""
-        if self.state not in _TAKES_PARTS or self._first is not None:
+    def on_stream_end(self) -> list[Action]:
+        """The exporter's stream ended in good order: neither parts nor an answer to a release can come any more."""
+        if self.state in TERMINAL or self.failure is not None or self._is_finished:
             return []
-        have = f"{len(self._src_pages)} of {len(self._expected)} pages"
-        return self.on_abort(Failure("TRANSFER_FAILED", f"{self.id}: the exporter stopped publishing after {have}"))
+        have = f"{len(self._src_pages)} of {len(self._expected)} pages, {self.state}"
+        return self.on_abort(Failure("TRANSFER_FAILED", f"{self.id}: the exporter's stream ended after {have}"))
 
     def on_reserved(self, page_ids: Sequence[int], num_cached_pages: int) -> list[Action]:
         """Our pages, one per page of the prompt; the first `num_cached_pages` already hold what we need."""
@@ -238,7 +240,7 @@ class KvImport:
         if self._outstanding:
             return []
         assert self.failure is not None
-        holds_lease = bool(self._src_pages) and self.state is not ImportState.RELEASING
+        holds_lease = self._offered and self.state is not ImportState.RELEASING
         self._move(ImportState.OVER)
         return [GiveBack(), Over(self.failure)] if holds_lease else [Over(self.failure)]
 

@@ -27,7 +27,6 @@ from millrace_serve.engine.core import (
 )
 from millrace_serve.engine.kv_pool import KvLayout
 from millrace_serve.transfer.base import MemoryHandle
-from millrace_serve.transfer.lease import Outcome
 
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1024
@@ -50,12 +49,6 @@ _FINISH = {
     FinishReason.ERROR: common_pb2.FINISH_REASON_ERROR,
 }
 _FINISH_BACK = {value: key for key, value in _FINISH.items()}
-OUTCOME = {
-    Outcome.HELD: kv_pb2.ReleaseResponse.OUTCOME_HELD,
-    Outcome.EXPIRED: kv_pb2.ReleaseResponse.OUTCOME_EXPIRED,
-    Outcome.UNKNOWN: kv_pb2.ReleaseResponse.OUTCOME_UNKNOWN,
-}
-_OUTCOME_BACK = {value: key for key, value in OUTCOME.items()}
 
 
 def invalid(param: str, message: str) -> MillraceError:
@@ -215,10 +208,6 @@ def wire_memory(handle: MemoryHandle) -> kv_pb2.RankMemory:
 
 def core_memory(wire: kv_pb2.RankMemory) -> MemoryHandle:
     return MemoryHandle(**{name: getattr(wire, name) for name in MemoryHandle.__struct_fields__})
-
-
-def core_outcome(wire: kv_pb2.ReleaseResponse) -> Outcome:
-    return _OUTCOME_BACK.get(wire.outcome, Outcome.UNKNOWN)
 
 
 def wire_layout(layout: KvLayout) -> common_pb2.KvLayout:
