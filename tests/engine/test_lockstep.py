@@ -25,7 +25,7 @@ class FakeGather:
     """An all-gather among threads."""
 
     def __init__(self, size: int) -> None:
-        self._barrier, self._values = threading.Barrier(size, timeout=20), [(0, 0, 0)] * size
+        self._barrier, self._values = threading.Barrier(size, timeout=20), [(0, 0, 1, 0)] * size
 
     def of(self, rank: int) -> AllGather:
         def all_gather(mine: State) -> list[State]:
@@ -39,13 +39,14 @@ class FakeGather:
 
 
 def test_alone_agrees_with_itself():
-    assert not Alone().agree(None).anybody_works
-    assert Alone().agree(StepBatch.idle()).anybody_works
+    assert not Alone().agree(None, last=False).anybody_works
+    assert Alone().agree(StepBatch.idle(), last=False).anybody_works
+    assert [Alone().agree(None, last).last for last in (False, True)] == [False, True]
 
 
 def test_an_idle_replica_steps_as_long_as_another_works():
     config = EngineConfig.model_validate(TINY)
-    gather, counts, steps = FakeGather(2), [[], []], 20
+    gather, counts, steps = FakeGather(2), [[], []], [0, 0]
     outputs: list[list[int]] = [[], []]
 
     def replica(rank: int) -> None:
@@ -57,9 +58,12 @@ def test_an_idle_replica_steps_as_long_as_another_works():
         )[1]
         if rank == 0:
             engine.submit(Submit(request(1, [20, 21, 22], max_tokens=5)))
-        for _ in range(steps):
+        while not engine.stopped:
             for output in engine.step().outputs:
                 outputs[rank] += [token.token_id for token in output.tokens]
+            steps[rank] += 1
+            if rank == 1 and steps[rank] == 20:
+                engine.stop()  # the other one hears of it in the next step
         assert not engine.has_work() and engine.wait_s() is not None  # it keeps meeting the others
         engine.check_idle()
 
@@ -68,7 +72,7 @@ def test_an_idle_replica_steps_as_long_as_another_works():
         thread.start()
     for thread in threads:
         thread.join(30)
-    assert len(outputs[0]) == 5 and outputs[1] == []
+    assert len(outputs[0]) == 5 and outputs[1] == [] and steps == [21, 21]
     assert [agreed for _, *agreed in counts[0]] == [[(3, 0), False]] + [[(1, 0), True]] * 4
     assert counts[1] == [(0, *agreed) for _, *agreed in counts[0]]
 
@@ -114,10 +118,14 @@ def serve_rank(rank: int, tp: int, dp: int, graphs: str, store: str, queue: obje
     where = paths.TINY, dims, torch.device("cpu"), torch.float32
     engine = build_engine(config, Role.UNIFIED, *where, execution=Execution.model_validate({"graphs": graphs}))
     tokens: list[int] = []
+    taken = 0
     if dims.dp_rank == 0:
         engine.submit(Submit(request(1, list(range(20, 150)), max_tokens=6)))
-    for _ in range(12):  # replicas take the same number of steps; that is what meeting means
+    while not engine.stopped:
         tokens += [token.token_id for output in engine.step().outputs for token in output.tokens]
+        taken += 1
+        if taken == 12 and dims.dp_rank == dims.dp - 1:
+            engine.stop()
     engine.close()
     leave_parallel()
     queue.put((rank, tokens))  # type: ignore[attr-defined]

@@ -57,6 +57,8 @@ class Engine:
         self._runner = runner
         self._lockstep = lockstep or Alone()
         self._in_flight: tuple[Plan, StepHandle] | None = None
+        self._stopping = False
+        self.stopped = False  # the last step was taken, here and on every other replica
         self._stale = True  # something happened since schedule() last found nothing to do
 
     def submit(self, msg: EngineInput) -> None:
@@ -81,6 +83,10 @@ class Engine:
         events = self._scheduler.roster.take_events()
         events.load = self.load()
         return events
+
+    def stop(self) -> None:
+        """End all replicas with the next step; `stopped` says on each of them that it was taken."""
+        self._stopping = True
 
     def has_work(self) -> bool:
         """False: step() would do nothing before the next message, or before `wait_s` has passed."""
@@ -113,14 +119,15 @@ class Engine:
             )
 
     def close(self) -> None:
-        """Stop the runner and the followers. Live requests are dropped."""
+        """End the runner and the followers. Live requests are dropped."""
         self._lockstep.share(None)
         self._scheduler.roster.grammars.close()
         self._runner.close()
 
     def _launch(self, plan: Plan | None) -> tuple[Plan, StepHandle] | None:
         batch = None if plan is None else self._builder.build(plan)
-        agreement = self._lockstep.agree(batch)
+        agreement = self._lockstep.agree(batch, self._stopping)
+        self.stopped = agreement.last
         if not agreement.anybody_works:
             return None
         if batch is None:

@@ -68,7 +68,6 @@ class EngineLoop:
         self._report = report
         self._gc = gc
         self._profiler = profiler
-        self._stopping = False
         self._checked = False
         self._active_at = 0.0
         self._shipped: Load | None = None
@@ -77,12 +76,10 @@ class EngineLoop:
     def run(self) -> None:
         engine = self._engine
         self._ship(Events(load=engine.load()))
-        while True:
+        while not engine.stopped:
             messages = self._inbox.receive(self._wait_s())
             for message in messages:
                 self._take(message)
-            if self._stopping:
-                break
             self._check_when_quiet(bool(messages) or engine.has_work())
             self._ship(engine.step())
             self._gc.flush()
@@ -110,7 +107,7 @@ class EngineLoop:
             case StartProfile() | StopProfile():
                 self._report(self._profiler.handle(message))
             case Stop():
-                self._stopping = True
+                self._engine.stop()
             case _:
                 self._engine.submit(message)
 
