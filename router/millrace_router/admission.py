@@ -23,35 +23,39 @@ from millrace_rpc.errors import MillraceError, Reason
 from millrace_router.fair_queue import FairQueue, Place, Ticket
 from millrace_router.policy import Placement, Want
 
-MEMORY_S = 10.0  # of the measured rate: older service counts for less
+MEMORY_S = 10.0  # of the measured rate: as more is served, what was before counts for less
 LEAST_BUSY_S = 0.5  # of measuring, before anything is concluded from it
 LEAST_RETRY_S, LONGEST_RETRY_S = 0.1, 60.0
 
 
 class ServiceRate:
-    """Tokens per second that leave the queue while somebody waits: only then it tells what the workers can do."""
+    """Tokens per second that leave the queue while somebody waits: only then it tells what the workers can do. A pause
+    between two services, however long, forgets nothing: long answers in few places make long ones.
+    """
 
     def __init__(self, now: float) -> None:
         self._at = now
         self._tokens = 0.0  # both fade with the same speed
-        self._seconds = 0.0
+        self._seconds = 0.0  # until the latest service
+        self._since = 0.0  # seconds since then
 
     def advance(self, now: float, waiting: bool) -> None:
         """Until now, somebody was waiting or not."""
         passed, self._at = max(now - self._at, 0.0), max(now, self._at)
-        if waiting and passed:
-            fade = math.exp(-passed / MEMORY_S)
-            self._tokens *= fade
-            self._seconds = self._seconds * fade + MEMORY_S * (1 - fade)
+        self._since += passed if waiting else 0.0
 
     def served(self, tokens: int) -> None:
-        self._tokens += tokens
+        fade = math.exp(-self._since / MEMORY_S)
+        self._tokens = self._tokens * fade + tokens
+        self._seconds = self._seconds * fade + self._since
+        self._since = 0.0
 
     def seconds_for(self, tokens: float) -> float | None:
-        """None: not known yet."""
-        if self._seconds < LEAST_BUSY_S:
+        """None: not known yet. Nothing was served so far: what has lasted so long may last for as long again."""
+        seconds = self._seconds + self._since
+        if seconds < LEAST_BUSY_S:
             return None
-        return tokens * self._seconds / self._tokens if self._tokens else math.inf
+        return tokens * seconds / self._tokens if self._tokens else seconds
 
 
 class Admission:
@@ -103,7 +107,7 @@ class Admission:
         self.check_room(tickets, place)
         wait = self.wait_of(place, tokens)
         if left_s is not None and wait is not None and wait > left_s:
-            message = f"about {_words(wait)} would pass in the queue, and the deadline is in {left_s:.1f} s"
+            message = f"about {wait:.1f} s would pass in the queue, and the deadline is in {left_s:.1f} s"
             raise MillraceError(Reason.DEADLINE_TOO_SHORT, message, retry_after_s=_bounded(wait - left_s))
         over = self._waiting + tickets - self._size
         for victim in (self._queue.victims(place, tickets, over) or ()) if over > 0 else ():
@@ -192,7 +196,3 @@ class Admission:
 
 def _bounded(seconds: float) -> float:
     return min(max(seconds, LEAST_RETRY_S), LONGEST_RETRY_S)
-
-
-def _words(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds < math.inf else "for ever"

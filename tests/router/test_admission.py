@@ -167,6 +167,27 @@ def test_rate_is_of_busy_time_only() -> None:
     assert rate.seconds_for(1000) == pytest.approx(2, rel=0.1)
 
 
+def test_nobody_is_refused_for_ever_because_nothing_has_been_served_yet() -> None:
+    gate = Gate()
+    gate.enter("first")
+    gate.now = 20.0
+    gate.queue.make_room(1, gate.queue.place(0), 1, 60.0)
+    error = gate.refusal(left_s=10.0)  # what has lasted for 20 s may last for as long again
+    assert error.reason is Reason.DEADLINE_TOO_SHORT and error.retry_after_s == pytest.approx(10)
+
+
+@given(st.floats(0.01, 600), st.integers(1, 100))
+def test_a_rate_is_the_same_for_few_and_for_many_services(every_s: float, tokens: int) -> None:
+    """Long answers in few places free one of them a minute, short ones hundreds per second."""
+    rate = ServiceRate(0.0)
+    for i in range(1, 1000):
+        rate.advance(i * every_s, waiting=True)
+        rate.served(tokens)
+    assert rate.seconds_for(7 * tokens) == pytest.approx(7 * every_s, rel=0.01)
+    rate.advance(1000 * every_s, waiting=True)  # just before the next one
+    assert 7 * every_s <= rate.seconds_for(7 * tokens) * 1.01 <= 14.2 * every_s
+
+
 # ------------------------------------------------------------------------------------- head of line
 
 
