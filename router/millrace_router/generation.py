@@ -144,6 +144,8 @@ class Generation:
         self._spans.waits(self._loop.time())
         self._ticket = Ticket(self.place, want, self._serve, self._refuse, paid=self.flow.attempt >= 0)
         self._backend.admission.enter(self._ticket)
+        if self._hedge and self._ticket is not None:
+            self.cancel(MillraceError(Reason.OVERLOADED, "nobody else has room"))  # and it delays no others
 
     def _refuse(self, error: MillraceError) -> None:
         """Another took the place in the queue."""

@@ -1,8 +1,8 @@
 """A continuation that is run a second time, on other workers, when its first token is late: two Generations, and the
 hedge (resilience/hedge.py) that says whose tokens count. To its stream it looks like one Generation.
 
-1. The first one starts. 2. `after_s` later nothing has come, workers have it, and the budget has something left:
-   the second one starts, and waits until there is somebody else to take it. 3. The first token decides. The loser is
+1. The first one starts. 2. `after_s` later nothing has come, workers have it, and the budget has something left: the
+   second one starts, if somebody else has room for it at that moment. 3. The first token decides. The loser is
    cancelled, which frees its workers.
 """
 
@@ -77,13 +77,16 @@ class Hedged:
         if not self._hedge.late:  # it waits in the queue, where a second one would only wait too
             self._timer = self._loop.call_later(self._after_s, self._late)
             return
-        if not self._backend.registry.health.budget.spend(self._loop.time(), HEDGES):
+        budget, now = self._backend.registry.health.budget, self._loop.time()
+        if budget.left(now, HEDGES) < 1:
             self._backend.metrics.hedges.labels(outcome="refused").inc()
             return
         second = Generation(self._backend, self.job, self._spans(), self._look, elsewhere=self._runs[0].workers)
-        self._runs.append(second)
-        self._hedge.flows.append(second.flow)
         second.start()
+        if not second.flow.ended:
+            budget.spend(now, HEDGES)
+            self._runs.append(second)
+            self._hedge.flows.append(second.flow)
 
     def _look(self) -> None:
         """Something has changed."""

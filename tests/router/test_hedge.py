@@ -6,11 +6,13 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Callable
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from millrace.v1 import worker_pb2
 from millrace_router.config import Timeouts
 from millrace_router.flow import Flow, Leg
+from millrace_router.hedged import Hedged
 from millrace_router.resilience.hedge import Hedge
 from millrace_rpc.errors import MillraceError, Reason, from_rpc_error
 from router.fake_worker import DECODE, PREFILL, FakeWorker, expected, fails, failure, hangs, normal
@@ -88,14 +90,22 @@ async def test_nothing_is_hedged_before_its_time_or_without_the_setting(cluster:
     await made.quiet()
 
 
-async def test_no_other_worker_no_hedge(cluster: Callable) -> None:
-    """The second one waits, and leaves the queue when the first one has spoken."""
-    made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE, step_s=0.4), resilience=SOON)
-    made.prefills[0].script.append(hangs())
-    assert (await made.generate(PROMPT, sampling={"max_tokens": 2})).tokens() == expected(PROMPT, 2)
-    assert len(made.decodes[0].submitted) == 1
+async def test_no_other_worker_no_hedge(cluster: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not wait for one either: in the queue it would delay others and make the wait look long."""
+    made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE), resilience=SOON)
+    tried = asyncio.Event()
+    late = Hedged._late
+    monkeypatch.setattr(Hedged, "_late", lambda self: (late(self), tried.set()))
+    for worker in made.workers:
+        worker.script.append(hangs())
+    first = asyncio.create_task(made.generate(PROMPT, sampling={"max_tokens": 2}))
+    await asyncio.wait_for(tried.wait(), 5)
+    assert len(made.router.admission) == 0
+    assert (await made.generate([1], timeout=5)).error is None
+    first.cancel()
     await made.quiet()
-    assert made.metric("millrace_hedges_total", outcome="lost") == 1
+    assert [len(worker.submitted) for worker in made.workers] == [2, 2]
+    assert made.metric("millrace_hedges_total", outcome="lost") == 0
 
 
 async def test_the_budget_is_shared(cluster: Callable) -> None:
