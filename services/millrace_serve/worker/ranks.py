@@ -123,7 +123,14 @@ class Ranks:
         return list(await asyncio.gather(*self._profiles.values()))
 
     def _take(self, message: FromRank) -> None:
-        rank, report = message.rank, message.report
+        """An error of ours ends the worker: what the report said is lost, and somebody may wait for it."""
+        try:
+            self._handle(message.rank, message.report)
+        except Exception as error:
+            log.exception("a report of rank %d could not be handled", message.rank)
+            self._lose(f"a report of rank {message.rank}: {type(error).__name__}: {error}")
+
+    def _handle(self, rank: int, report: Report) -> None:
         match report:
             case RankReady():
                 self._connect(rank, report)
