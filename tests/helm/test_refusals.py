@@ -30,6 +30,11 @@ COMBINATIONS = {
         ("workers.decode.size=9", "workers.decode.dp=72"),
         "model.routedExperts 256 cannot be divided by dp 72 x tp 1 = 72 ranks",
     ),
+    "parts of experts": (
+        PAIR,
+        ("workers.decode.config.expert_tp=true",),
+        "workers.decode.config.expert_tp: needs dp 1, not 8",
+    ),
     "size without groups": (PAIR, ("workers.decode.size=2", "workers.decode.dp=16"), "need kind=lws, not statefulset"),
     "shm": (CPU, ("workers.decode.shm=2Gi",), "workers.decode.shm: 2Gi is not below resources.limits.memory 2Gi"),
     "shm in other units": (CPU, ("workers.decode.shm=2147484k",), "is not below resources.limits.memory 2Gi"),
@@ -88,6 +93,13 @@ def test_a_combination_is_refused(what: str) -> None:
     with pytest.raises(ChartError) as caught:
         template((file,), sets)
     assert message in str(caught.value)
+
+
+def test_parts_of_experts_need_not_divide_the_experts() -> None:
+    ranks = ("workers.decode.size=9", "workers.decode.dp=1", "workers.decode.tp=72")
+    with pytest.raises(ChartError, match=r"model\.routedExperts 256 cannot be divided"):
+        template((GROUPS,), ranks)
+    template((GROUPS,), (*ranks, "workers.decode.config.expert_tp=true"))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,9 @@ def test_the_size_is_exact(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("dims", [ParallelDims(rank=1, tp=2), ParallelDims(rank=1, dp=2)])
+@pytest.mark.parametrize(
+    "dims", [ParallelDims(rank=1, tp=2), ParallelDims(rank=1, tp=2, expert_tp=True), ParallelDims(rank=1, dp=2)]
+)
 def test_the_size_of_a_shard_is_exact(dims: ParallelDims, fp8: bool) -> None:
     config = ModelConfig.load(TINY)
     model = DeepseekV3(RandomWeights(CPU, torch.bfloat16, fp8=fp8), config, dims, FormThresholds())
@@ -40,3 +43,6 @@ def test_views_of_one_memory_count_once() -> None:
 def test_a_config_that_does_not_divide_is_named() -> None:
     with pytest.raises(ValueError, match="not a multiple"):
         weight_bytes(ModelConfig.load(Path(TINY)), ParallelDims(tp=3), torch.bfloat16, fp8=False)
+    odd = ModelConfig.parse({**json.loads((TINY / "config.json").read_text()), "moe_intermediate_size": 63})
+    with pytest.raises(ValueError, match="moe_intermediate_size=63 is not a multiple of tp=2"):
+        weight_bytes(odd, ParallelDims(tp=2, expert_tp=True), torch.bfloat16, fp8=False)

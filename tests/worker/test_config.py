@@ -18,6 +18,7 @@ def test_a_limit_can_be_set_without_the_others() -> None:
         (["role=router", "engine=sim"], "role"),
         (["role=decode", "engine=sim", "limits.nonsense=1"], "limits.nonsense: unknown key"),
         (["role=decode", "engine=sim", "dp=0"], "dp"),
+        (["engine=sim", "tp=2", "dp=2", "expert_tp=true"], "expert_tp: needs dp=1, not 2"),
         (["role=decode", "engine=sim", "timeouts.lease=-1"], "timeouts.lease"),
         (["model=/models/v3", "limits.num_pages=auto"], "auto is for a model on a CUDA device"),
         (["engine=sim", "device=cuda", "limits.num_pages=auto"], "auto is for a model on a CUDA device"),

@@ -72,8 +72,12 @@ async def test_data_parallel_replicas_step_together(tmp_path: Path, reference: l
 
 
 async def test_tensor_parallel_ranks_hand_over_rank_by_rank(tmp_path: Path, reference: list[Continuation]) -> None:
+    """Also between workers that have sharded their experts in the two ways that there are."""
     sets = (*MODEL, "tp=2", f"profile_dir={tmp_path / 'traces'}")
-    async with workers(tmp_path, "prefill", "decode", sets=sets) as (prefill, decode):
+    async with (
+        workers(tmp_path, "prefill", sets=(*sets, "expert_tp=true")) as [prefill],
+        workers(tmp_path, "decode", sets=sets) as [decode],
+    ):
         async with FakePair(prefill, decode) as both:
             await decode.stub.StartProfile(worker_pb2.StartProfileRequest(), timeout=20)
             batch = [both.submit(r) for r in requests()]

@@ -56,8 +56,12 @@
 {{- fail (printf "%s: dp %d x tp %d = %d ranks cannot be spread evenly over size %d pods" $at (int $pool.dp) (int
   $pool.tp) $ranks (int $pool.size)) -}}
 {{- end -}}
+{{- $parts := default dict $pool.config | dig "expert_tp" false -}}
+{{- if and $parts (gt (int $pool.dp) 1) -}}
+{{- fail (printf "%s.config.expert_tp: needs dp 1, not %d" $at (int $pool.dp)) -}}
+{{- end -}}
 {{- with int $root.Values.model.routedExperts -}}
-{{- if mod . $ranks -}}
+{{- if and (not $parts) (mod . $ranks) -}}
 {{- fail (printf "%s: model.routedExperts %d cannot be divided by dp %d x tp %d = %d ranks" $at . (int $pool.dp) (int
   $pool.tp) $ranks) -}}
 {{- end -}}

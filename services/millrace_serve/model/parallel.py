@@ -78,7 +78,14 @@ def _all_gather(x: Tensor, size: int, group: dist.ProcessGroup | None) -> Tensor
 
 
 def init_parallel(
-    rank: int, tp: int, dp: int, init_method: str, device: torch.device, timeout_s: float = 600.0
+    rank: int,
+    tp: int,
+    dp: int,
+    init_method: str,
+    device: torch.device,
+    timeout_s: float = 600.0,
+    *,
+    expert_tp: bool = False,
 ) -> ParallelDims:
     """Joins this process to the world of tp * dp ranks; collective unless that is 1.
 
@@ -100,6 +107,7 @@ def init_parallel(
         rank=rank,
         tp=tp,
         dp=dp,
+        expert_tp=expert_tp,
         world_group=dist.group.WORLD,
         tp_group=tp_groups[rank // tp] if tp_groups else None,
         dp_group=dp_groups[rank % tp] if dp_groups else None,

@@ -51,6 +51,7 @@ class WorkerConfig(Execution):
     sim: SimSettings = SimSettings()
     dp: int = Field(1, ge=1)  # replicas
     tp: int = Field(1, ge=1)  # ranks of a replica
+    expert_tp: bool = False  # a rank holds a part of every routed expert, not whole ones; dp = 1 only
     device: Literal["cpu", "cuda"] = "cpu"
     dtype: Literal["float32", "bfloat16"]  # of activations; float32 on a CPU unless it is set
     cache_dir: Path = Path("~/.cache/millrace")  # of everything that is compiled (worker/caches.py)
@@ -79,6 +80,12 @@ class WorkerConfig(Execution):
     def _checkpoint_is_named(self) -> WorkerConfig:
         if self.engine is EngineKind.MODEL and self.model is None:
             raise ValueError("model: a checkpoint folder is required unless engine=sim")
+        return self
+
+    @model_validator(mode="after")
+    def _parts_of_experts_have_one_replica(self) -> WorkerConfig:
+        if self.expert_tp and self.dp > 1:
+            raise ValueError(f"expert_tp: needs dp=1, not {self.dp}: an expert's parts are summed within a replica")
         return self
 
     @model_validator(mode="after")

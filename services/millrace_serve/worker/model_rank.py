@@ -20,7 +20,7 @@ def build(spec: RankSpec, phases: Phases) -> Parts:
     if device.type == "cuda":
         device = torch.device("cuda", spec.rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    dims = init_parallel(spec.rank, config.tp, config.dp, spec.rendezvous, device)
+    dims = init_parallel(spec.rank, config.tp, config.dp, spec.rendezvous, device, expert_tp=config.expert_tp)
     dtype = getattr(torch, config.dtype)
     model = ModelConfig.load(config.model)
     facts = model.vocab_size, config.limits.max_model_len, sorted(model.eos_token_ids)
