@@ -103,12 +103,14 @@ async def generate(
     address: str, request: inference_pb2.GenerateRequest, as_json: bool, identity: Identity | None, api_key: str
 ) -> None:
     """Print the text while it comes and a summary on stderr, or one JSON line at the end."""
-    out = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
-    answer = await stream(
-        address, request, lambda text: None if as_json else out.print(text, end=""), identity, api_key
-    )
+
+    def show(text: str) -> None:
+        if not as_json:
+            print(text, end="", flush=True)  # not rich's: it would change tabs and control characters
+
+    answer = await stream(address, request, show, identity, api_key)
     if as_json:
-        out.print(answer.as_json())
+        print(answer.as_json())
     else:
-        out.print()
+        print()
         Console(stderr=True, highlight=False, soft_wrap=True).print(answer.summary(), style="dim")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from millrace_cli import generate
 
 COMMANDS = (
     "serve-local",
@@ -86,6 +88,23 @@ def test_missing_server_is_exit_1_with_its_address(command: list[str], closed_po
     assert result.returncode == 1
     assert f"127.0.0.1:{closed_port}" in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+async def test_generate_prints_the_text_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pieces = ("a\tb\r", "\n", "x" * 200 + "  ", "[bold]ü")
+
+    async def stream(address, request, on_text, identity, api_key):
+        for piece in pieces:
+            on_text(piece)
+        return generate.Answer("".join(pieces))
+
+    monkeypatch.setattr(generate, "stream", stream)
+    for as_json in (False, True):
+        await generate.generate("nobody:1", None, as_json, None, "")
+    text, line = capsys.readouterr().out.split("\n{")
+    assert text == "".join(pieces) and json.loads("{" + line)["text"] == text
 
 
 def test_version() -> None:
