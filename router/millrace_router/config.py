@@ -120,7 +120,7 @@ class RouterConfig(Config):
     timeouts: Timeouts = Timeouts()
     limits: Limits = Limits()
     connections: Connections = Connections()
-    stream_interval: float = Field(0.0, ge=0, le=1)  # seconds between two messages of a stream; 0: each token at once
+    stream_interval: float = Field(0.0, ge=0, le=1)  # seconds between two rounds of sending; 0: as the load allows
     gc_warn_s: float = Field(0.05, gt=0)  # a collection pause above this is logged
     log_level: str = "INFO"
 

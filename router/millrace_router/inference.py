@@ -23,6 +23,7 @@ from millrace_router.ask import Ask, Chat, Prompt
 from millrace_router.generation import Backend, Job
 from millrace_router.hedged import prepare
 from millrace_router.metrics import observe_generation
+from millrace_router.rounds import Rounds
 from millrace_router.spans import ContinuationSpans, RequestSpans
 from millrace_router.stream import Continuation, Stream, Text
 from millrace_router.tenants import Tenant, caller
@@ -45,6 +46,7 @@ class Inference:
         self.backend = backend
         self.tokenizer = tokenizer
         self.active: set[Stream] = set()
+        self._rounds = Rounds(asyncio.get_running_loop(), backend.config.stream_interval)
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -65,7 +67,7 @@ class Inference:
             ended.count(error)
             raise
         spans.routed(asyncio.get_running_loop().time(), len(token_ids))
-        stream = Stream(lambda error: ended(stream, error), config.limits.unread, config.stream_interval)
+        stream = Stream(lambda error: ended(stream, error), config.limits.unread, self._rounds)
         for i in range(ask.n):
             job = Job(
                 token_ids=token_ids,

@@ -1,9 +1,8 @@
 """What a client reads: the continuations of one request as text deltas.
 
-1. `open_stream` starts n generations. 2. `deltas` yields, for each continuation, everything new since its previous
-   delta: a slow client
-gets fewer, larger deltas. 3. A stop string ends its continuation before the string's first character and aborts the
-workers at once.
+1. `Inference.generate` starts n generations. 2. `deltas` yields, for each continuation, everything new since its
+   previous delta: a slow client, or a router that is behind (rounds.py), makes fewer, larger deltas. The first never
+   waits. 3. A stop string ends its continuation before the string's first character and aborts the workers at once.
 4. The first failure ends the stream with its error, after what had arrived before it. 5. Leaving `deltas` in any way
    cancels the rest.
 
@@ -24,6 +23,7 @@ from millrace_rpc.errors import MillraceError, Reason
 from millrace_router.flow import Stage
 from millrace_router.generation import Generation
 from millrace_router.hedged import Hedged
+from millrace_router.rounds import Rounds
 from millrace_router.stop_strings import StopMatcher
 from millrace_router.tokenizer import Detokenizer, Tokenizer
 
@@ -83,11 +83,17 @@ class Continuation:
         self._on_gap = on_gap
         self._read_at: float | None = None
 
+    @property
+    def news(self) -> bool:
+        """`read` has something to return or to raise."""
+        flow = self.generation.flow
+        return len(flow.outputs) != flow.taken or flow.ended
+
     def read(self) -> Delta | None:
         """What is new; None when nothing is. Raises the generation's error once everything before it was read."""
-        flow = self.generation.flow
-        if len(flow.outputs) == flow.taken and not flow.ended:
+        if not self.news:
             return None
+        flow = self.generation.flow
         tokens, logprobs = flow.take()
         if not tokens and flow.stage is not Stage.DONE:
             assert flow.error is not None
@@ -121,27 +127,43 @@ class Continuation:
 
 
 class Stream:
-    """`on_end` is called once, with the error that ended the stream or None. Between two waits for news there are at
-    least `interval_s`: what comes meanwhile makes one delta.
+    """`on_end` is called once, with the error that ended the stream or None. What is new is read in `rounds`, but for
+    the first news; what has come by then makes one delta.
     """
 
-    def __init__(self, on_end: Callable[[MillraceError | None], None], unread: int, interval_s: float = 0.0) -> None:
+    def __init__(self, on_end: Callable[[MillraceError | None], None], unread: int, rounds: Rounds) -> None:
         self.continuations: list[Continuation] = []
         self._on_end: Callable[[MillraceError | None], None] | None = on_end
-        self._waiter: asyncio.Future[None] | None = None
+        self._rounds = rounds
+        self._turn: asyncio.Future[None] | None = None  # the reader's next one; None while it is away with a delta
+        self._joined = False  # a round, which will bring the turn
+        self._silent = True  # nothing has been read yet
         self._unread = 0  # calls of `wake` since the reader was here
         self._limit = unread
-        self._interval_s = interval_s
 
     def wake(self) -> None:
-        waiter = self._waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
-            return
-        self._unread += 1
-        if self._unread == self._limit:
-            message = f"the client did not read what came in {self._limit} steps"
-            self.cancel(MillraceError(Reason.SLOW_CLIENT, message))
+        if self._turn is None:
+            self._unread += 1
+            if self._unread == self._limit:
+                message = f"the client did not read what came in {self._limit} steps"
+                self.cancel(MillraceError(Reason.SLOW_CLIENT, message))
+        elif self._silent:
+            self._take_turn()
+        elif not self._joined:
+            self._joined = True
+            self._rounds.join(self._take_turn)
+
+    def _take_turn(self) -> None:
+        turn, self._turn, self._joined = self._turn, None, False
+        if turn is not None and not turn.done():  # else the reader has gone
+            turn.set_result(None)
+
+    async def _wait(self, open_ones: Sequence[Continuation]) -> None:
+        """For news, and the turn to read it."""
+        self._turn = turn = asyncio.get_running_loop().create_future()
+        if any(continuation.news for continuation in open_ones):  # since it was read
+            self.wake()
+        await turn
 
     def cancel(self, error: MillraceError) -> None:
         """End what still runs; a reader gets `error`."""
@@ -158,24 +180,21 @@ class Stream:
 
     async def deltas(self) -> AsyncIterator[Delta]:
         open_ones = self.continuations
-        loop = asyncio.get_running_loop()
         error: MillraceError | None = gone()
         try:
             while open_ones:
                 self._unread = 0
-                news = finished = False
+                finished = False
                 for continuation in open_ones:
                     delta = continuation.read()
                     if delta is not None:
-                        news, finished = True, finished or continuation.finished
+                        self._silent = False
+                        finished = finished or continuation.finished
                         yield delta
                 if finished:
                     open_ones = [c for c in open_ones if not c.finished]
-                elif not news:
-                    self._waiter = loop.create_future()
-                    await self._waiter
-                elif self._interval_s:
-                    await asyncio.sleep(self._interval_s)
+                else:
+                    await self._wait(open_ones)
             error = None
         except MillraceError as failure:
             error = failure

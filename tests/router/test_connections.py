@@ -19,12 +19,12 @@ PROMPT = [10, 20, 30]
 
 
 async def endless(worker: FakeWorker, request: worker_pb2.EngineRequest) -> AsyncIterator[worker_pb2.SequenceOutput]:
-    """As fast as it can, until it is aborted; with top log-probabilities, to fill buffers soon."""
+    """As fast as it can, until it is aborted; with log-probabilities and large steps, to fill buffers soon."""
     first = request.num_prior_outputs
     while True:
         await asyncio.sleep(0)
-        yield output(request, first)
-        first += 1
+        yield output(request, first, 20)
+        first += 20
 
 
 def request(**sampling: int) -> inference_pb2.GenerateRequest:
@@ -136,7 +136,9 @@ async def test_without_an_age_connections_stay(pair: Cluster) -> None:
 
 async def test_a_stream_interval_makes_fewer_messages_of_the_same_tokens(cluster: Callable) -> None:
     made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE, step_s=0.002), stream_interval=0.1)
-    result = await made.generate(PROMPT, sampling={"max_tokens": 60})
+    result = await made.generate(PROMPT, sampling={"max_tokens": 60, "logprobs": 0})
     assert result.tokens() == expected(PROMPT, 60)
+    for response in result.responses:
+        assert [entry.sampled.token_id for entry in response.logprobs] == response.token_ids
     assert len(result.responses) < 30 and len(result.responses[0].token_ids) < 10, "the first one is not held back"
     await made.quiet()

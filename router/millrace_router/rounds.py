@@ -1,0 +1,62 @@
+"""When streams send what is new: in rounds. A message costs a router far more than one more token in it (a system call,
+and three turns of the event loop), so one that is behind sends larger messages instead of queueing small ones.
+
+1. A stream with news joins the next round, once.
+2. A round gives each of its streams a turn, in the order in which they joined, and only a few in each turn of the event
+   loop: what else comes (outputs, requests, first tokens) waits for a few messages, never for the whole round.
+3. After it all streams rest, for half of the time that it took. What comes meanwhile makes one message of each.
+
+A round that takes no time is followed by no rest: a router with little to do sends each token by itself. Under load
+sending takes at most two thirds of the event loop's time, whatever else slows it down, and the rest is for the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+REST = 0.5  # of the time that the round took
+LONGEST_REST_S = 0.02
+SHORT_S = 0.001  # a round that needs no rest
+AT_ONCE = 16  # streams in one turn of the event loop
+
+
+def rest_s(took_s: float, interval_s: float) -> float:
+    """Seconds from the end of a round that took `took_s` to the next one. Rounds begin at least `interval_s` apart."""
+    rest = 0.0 if took_s < SHORT_S else min(REST * took_s, LONGEST_REST_S)
+    return max(rest, interval_s - took_s)
+
+
+class Rounds:
+    def __init__(self, loop: asyncio.AbstractEventLoop, interval_s: float) -> None:
+        self._loop = loop
+        self._interval_s = interval_s
+        self._next: deque[Callable[[], None]] = deque()
+        self._round: deque[Callable[[], None]] = deque()
+        self._began = 0.0  # on the event loop's clock
+        self._idle = True  # no round, and no rest after one
+
+    def join(self, turn: Callable[[], None]) -> None:
+        """`turn` is called once, in the next round."""
+        self._next.append(turn)
+        if self._idle:
+            self._idle = False
+            self._loop.call_soon(self._begin)  # with all that the same step of a worker brings
+
+    def _begin(self) -> None:
+        if not self._next:
+            self._idle = True
+            return
+        self._round, self._next = self._next, self._round
+        self._began = self._loop.time()
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """A few turns. What they wake runs before the next call of this, so that a round's time includes it."""
+        for _ in range(min(AT_ONCE, len(self._round))):
+            self._round.popleft()()
+        self._loop.call_soon(self._go_on if self._round else self._end)
+
+    def _end(self) -> None:
+        self._loop.call_later(rest_s(self._loop.time() - self._began, self._interval_s), self._begin)

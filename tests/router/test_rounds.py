@@ -1,0 +1,231 @@
+"""Rounds of sending: who gets a turn when, and what a stream makes of it. Time is a script: nothing here waits."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import Callable
+from types import SimpleNamespace
+
+from hypothesis import given
+from hypothesis import strategies as st
+from millrace.v1 import common_pb2
+from millrace_router.config import Timeouts
+from millrace_router.flow import Flow, Leg, Stage
+from millrace_router.rounds import AT_ONCE, LONGEST_REST_S, SHORT_S, Rounds, rest_s
+from millrace_router.stream import Continuation, Delta, Stream
+
+SECONDS = st.floats(0, 1)
+
+
+@given(SECONDS, SECONDS)
+def test_a_rest_is_bounded_and_keeps_the_interval(took: float, interval: float) -> None:
+    rest = rest_s(took, interval)
+    assert took + rest >= interval - 1e-9
+    assert 0 <= rest <= max(LONGEST_REST_S, interval)
+    assert rest_s(took, 0) <= rest, "the interval only makes it longer"
+
+
+def test_short_rounds_need_no_rest_and_longer_ones_half_their_time() -> None:
+    assert rest_s(SHORT_S / 2, 0) == 0
+    assert rest_s(0.006, 0) == 0.003
+    assert rest_s(3.0, 0) == LONGEST_REST_S
+    assert rest_s(0.006, 0.03) == 0.024
+
+
+class Loop:
+    """The part of an event loop that Rounds uses, on a clock that stands still but for `spend` and timers."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.turns = 0
+        self._ready: list[Callable[[], None]] = []
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+
+    def time(self) -> float:
+        return self.now
+
+    def spend(self, seconds: float) -> None:
+        self.now += seconds
+
+    def call_soon(self, function: Callable[[], None]) -> None:
+        self._ready.append(function)
+
+    def call_later(self, delay_s: float, function: Callable[[], None]) -> None:
+        self.call_at(self.now + delay_s, function)
+
+    def call_at(self, at: float, function: Callable[[], None]) -> None:
+        heapq.heappush(self._timers, (at, len(self._timers) + self.turns * 1000, function))
+
+    def run(self) -> None:
+        """Until nothing is left to do."""
+        while self._ready or self._timers:
+            if not self._ready:
+                self.now = max(self.now, self._timers[0][0])
+            while self._timers and self._timers[0][0] <= self.now:
+                self._ready.append(heapq.heappop(self._timers)[2])
+            self.turns += 1
+            ready, self._ready = self._ready, []
+            for function in ready:
+                function()
+
+
+@given(
+    joins=st.lists(st.floats(0, 0.05), min_size=1, max_size=60),
+    cost_s=st.sampled_from([0.0, 0.00004, 0.001, 0.01]),
+    interval_s=st.sampled_from([0.0, 0.03]),
+)
+def test_everybody_gets_one_turn_in_order(joins: list[float], cost_s: float, interval_s: float) -> None:
+    """And nobody waits for more than the round that runs, its rest, and the turns before."""
+    loop = Loop()
+    rounds, asked, got = Rounds(loop, interval_s), [], []  # type: ignore[arg-type]
+
+    def join(i: int) -> None:
+        def turn() -> None:
+            got.append((i, loop.turns, loop.now))
+            loop.spend(cost_s)
+
+        asked.append((i, loop.now))
+        rounds.join(turn)
+
+    for i, at in enumerate(joins):
+        loop.call_at(at, lambda i=i: join(i))
+    loop.run()
+    assert [i for i, _, _ in got] == [i for i, _ in asked]
+    for turn in {turn for _, turn, _ in got}:
+        assert sum(1 for _, other, _ in got if other == turn) <= AT_ONCE
+    longest = 2 * len(joins) * cost_s + max(LONGEST_REST_S, interval_s) + 1e-9
+    assert all(at - since <= longest for (_, _, at), (_, since) in zip(got, asked, strict=True))
+
+
+def test_when_nothing_runs_a_turn_comes_at_once() -> None:
+    loop, got = Loop(), list[float]()
+    rounds = Rounds(loop, 0.0)  # type: ignore[arg-type]
+    for at in (0.0, 0.5, 0.5001):
+        loop.call_at(at, lambda: rounds.join(lambda: got.append(loop.now)))
+    loop.run()
+    assert got == [0.0, 0.5, 0.5001]
+
+
+def test_a_long_round_leaves_the_event_loop_to_others() -> None:
+    loop, got = Loop(), list[str]()
+    rounds = Rounds(loop, 0.0)  # type: ignore[arg-type]
+    for _ in range(10 * AT_ONCE):
+        rounds.join(lambda: got.append("turn"))
+    three_turns_later = lambda: loop.call_soon(lambda: loop.call_soon(lambda: got.append("other")))  # noqa: E731
+    loop.call_soon(three_turns_later)
+    loop.run()
+    assert got.index("other") <= 3 * AT_ONCE and got.count("turn") == 10 * AT_ONCE
+
+
+# ------------------------------------------------------------------------------------- streams
+
+
+class Held:
+    """Rounds of a router that is as busy as the test wants."""
+
+    def __init__(self) -> None:
+        self._turns: list[Callable[[], None]] = []
+
+    def join(self, turn: Callable[[], None]) -> None:
+        self._turns.append(turn)
+        assert len(self._turns) == 1, "a stream joins a round once"
+
+    def run(self) -> None:
+        turns, self._turns = self._turns, []
+        for turn in turns:
+            turn()
+
+
+class Script:
+    """A stream over one continuation whose tokens the test makes, and everything that was read from it."""
+
+    def __init__(self, rounds: Held | Rounds) -> None:
+        self.stream = Stream(lambda error: None, 10, rounds)  # type: ignore[arg-type]
+        self.flow = Flow(Timeouts(), max_tokens=1000, max_attempts=1, deadline=None, progress=0.0, queue_s=1.0)
+        self.flow.assign(frozenset({Leg.DECODE}), 0.0)
+        text = SimpleNamespace(push=lambda ids: ("".join(map(chr, ids)), len(ids)), flush=lambda: "!", stopped=False)
+        generation = SimpleNamespace(flow=self.flow, cached_tokens=0, cancel=self.flow.cancel)
+        self.stream.continuations.append(Continuation(0, generation, text, lambda gap: None))  # type: ignore[arg-type]
+        self.read: list[Delta] = []
+        self.reader = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        async for delta in self.stream.deltas():
+            self.read.append(delta)
+
+    def make(self, count: int) -> None:
+        """Some tokens in one step, as a worker's Link brings them."""
+        first = len(self.flow.outputs)
+        tokens = range(first, first + count)
+        self.flow.outputs += tokens
+        self.flow.logprobs += [common_pb2.TokenLogprobs(sampled={"token_id": token}) for token in tokens]
+        self.stream.wake()
+
+    def finish(self) -> None:
+        self.flow.stage, self.flow.finish_reason = Stage.DONE, common_pb2.FINISH_REASON_LENGTH
+        self.stream.wake()
+
+
+async def turn() -> None:
+    """What is ready runs, and what that makes ready."""
+    for _ in range(4):
+        await asyncio.sleep(0)
+
+
+@given(st.lists(st.one_of(st.integers(1, 5), st.just("round")), max_size=40))
+def test_a_busy_router_merges_without_loss(events: list[int | str]) -> None:
+    async def run() -> None:
+        rounds = Held()
+        script, made, behind = Script(rounds), 0, 0
+        await turn()
+        for event in events:
+            if isinstance(event, int):
+                behind += event if made else 0  # the first ones do not wait
+                made += event
+                script.make(event)
+            else:
+                rounds.run()
+                behind = 0
+            await turn()
+            assert sum(len(delta.token_ids) for delta in script.read) == made - behind
+        script.finish()
+        rounds.run()
+        await script.reader
+        assert [token for delta in script.read for token in delta.token_ids] == list(range(made))
+        for delta in script.read:
+            assert [entry.sampled.token_id for entry in delta.logprobs] == delta.token_ids
+        assert "".join(delta.text for delta in script.read) == "".join(map(chr, range(made))) + "!"
+        assert [bool(delta.finish_reason) for delta in script.read] == [False] * (len(script.read) - 1) + [True]
+        assert [delta.first for delta in script.read][:2] in ([True], [True, False])
+
+    asyncio.run(run())
+
+
+async def test_an_idle_router_sends_each_token_by_itself() -> None:
+    script = Script(Rounds(asyncio.get_running_loop(), 0.0))
+    for i in range(50):
+        script.make(1)
+        async with asyncio.timeout(10):
+            while len(script.read) <= i:
+                await asyncio.sleep(0)
+    script.finish()
+    await script.reader
+    assert [delta.token_ids for delta in script.read] == [*([i] for i in range(50)), []]
+
+
+async def test_waiting_for_a_round_is_not_the_clients_fault() -> None:
+    """Only steps that came while the reader was away count towards SLOW_CLIENT; ten would end this stream."""
+    rounds = Held()
+    script = Script(rounds)
+    await turn()
+    script.make(1)
+    await turn()
+    for _ in range(50):
+        script.make(1)
+    rounds.run()
+    await turn()
+    assert [len(delta.token_ids) for delta in script.read] == [1, 50]
+    script.finish()
+    rounds.run()
+    await script.reader
