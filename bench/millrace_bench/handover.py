@@ -5,7 +5,8 @@
 
 The same prompts then run on one unified worker, whose tokens must be equal.
 
-millrace bench handover [--model models/tiny] [--length 1024] [--worker-set device=cuda execution.random_weights=true]
+millrace bench handover [--model models/tiny] [--length 1024]
+millrace bench handover --widths v3 --layers 6 --length 4096 --worker-set device=cuda memory_fraction=0.42
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import argparse
 import asyncio
 import random
 import re
-from dataclasses import asdict
+import tempfile
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import httpx
@@ -22,6 +24,7 @@ from millrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from millrace_cli.cluster import TINY, ClusterSpec, LocalCluster
 from millrace_rpc.client import channel
 
+from millrace_bench import v3
 from millrace_bench.common import Record, Summary, print_record
 
 TRANSFER = "millrace_kv_transfer_seconds"
@@ -86,17 +89,28 @@ async def run(spec: ClusterSpec, prompts: list[list[int]]) -> tuple[list[list[in
 def main() -> None:
     parser = argparse.ArgumentParser(prog="millrace bench handover", description="What handing a prompt over costs.")
     parser.add_argument("--model", type=Path, default=TINY)
+    parser.add_argument("--widths", choices=list(v3.WIDTHS), help="random weights in these shapes instead")
+    parser.add_argument("--layers", type=int, default=6, help="of them")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a prompt")
     parser.add_argument("--prompts", type=int, default=10)
     parser.add_argument("--vocab", type=int, default=1000, help="token ids are drawn below it")
     parser.add_argument("--worker-set", nargs="*", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--start-timeout", type=float, default=300.0)
+    parser.add_argument("--start-timeout", type=float, help="seconds (default: as a cluster has it)")
     args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="millrace-handover-") as folder:
+        model, worker_set = args.model, args.worker_set
+        if args.widths:
+            model = v3.write_folder(Path(folder) / args.widths, args.widths, args.layers)
+            worker_set = ["random_weights=true", *worker_set]
+        measure(ClusterSpec(model=model, worker_set=tuple(worker_set), start_timeout_s=args.start_timeout), args)
+
+
+def measure(pair_spec: ClusterSpec, args: argparse.Namespace) -> None:
+    """The same prompts through the pair, and through one unified worker of the same settings."""
     rng = random.Random(0)
     prompts = [[rng.randrange(10, args.vocab) for _ in range(args.length)] for _ in range(args.prompts)]
-    common = {"model": args.model, "worker_set": tuple(args.worker_set), "start_timeout_s": args.start_timeout}
-    pair, transfers, handovers = asyncio.run(run(ClusterSpec(**common), prompts))
-    whole, _, _ = asyncio.run(run(ClusterSpec(prefill=0, decode=0, unified=1, **common), prompts))
+    pair, transfers, handovers = asyncio.run(run(pair_spec, prompts))
+    whole, _, _ = asyncio.run(run(replace(pair_spec, prefill=0, decode=0, unified=1), prompts))
     equal = sum(one == other for one, other in zip(pair, whole, strict=True))
     results = {
         "transfer_ms": asdict(Summary.of([1e3 * seconds for seconds in transfers[1:]])),

@@ -139,7 +139,7 @@ def workers(
     asyncio.run(show(address, access.identity(ca, cert, key)))
 
 
-BENCHES = ("serving", "router", "policy", "transfer", "handover", "engine", "shard", "kernels")
+BENCHES = ("serving", "router", "policy", "transfer", "handover", "engine", "shard", "startup", "kernels", "gpu")
 
 
 @app.command("compile")

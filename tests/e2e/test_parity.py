@@ -9,18 +9,19 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
 import torch
 from millrace_cli.cluster import ClusterSpec, LocalCluster
+from millrace_serve.model.export_fp8 import export
 from millrace_testing.client import Answer, Client
-from millrace_testing.paths import ROOT
+from millrace_testing.paths import TINY
 from millrace_testing.reference import Continuation, assert_same, greedy
 
 LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 500, 3000)
 NEW_TOKENS = 40
-FP8 = ROOT / "models" / "generated" / "tiny-fp8"
 CONCURRENCY = 16
 PART = 0.12  # of a GPU: up to five workers share one, perhaps beside other programs
 
@@ -105,10 +106,10 @@ async def test_seeded_sampling_is_the_same_through_the_pair_and_unified(pair: Cl
 
 @pytest.mark.gpu
 @pytest.mark.timeout(1500)
-async def test_fp8_says_the_same_through_the_pair_and_unified() -> None:
-    if not (FP8 / "config.json").exists():
-        pytest.skip("`make checkpoint` makes the FP8 checkpoint")
-    pair, unified = await answers_in_fp8(prefill=1, decode=1), await answers_in_fp8(prefill=0, decode=0, unified=1)
+async def test_fp8_says_the_same_through_the_pair_and_unified(tmp_path: Path) -> None:
+    export(TINY, tmp_path / "fp8")
+    pair = await answers_in_fp8(tmp_path / "fp8", prefill=1, decode=1)
+    unified = await answers_in_fp8(tmp_path / "fp8", prefill=0, decode=0, unified=1)
     shared, shifts = 0, []
     for one, other in zip(pair, unified, strict=True):
         same = [a == b for a, b in zip(one.tokens, other.tokens, strict=True)]
@@ -119,11 +120,11 @@ async def test_fp8_says_the_same_through_the_pair_and_unified() -> None:
     assert sum(shifts) / len(shifts) <= LARGEST_SHIFT, (sum(shifts) / len(shifts), max(shifts))
 
 
-async def answers_in_fp8(**workers: int) -> list[Answer]:
+async def answers_in_fp8(model: Path, **workers: int) -> list[Answer]:
     """Greedy, in BF16 with FP8 weights."""
     device = ("device=cuda", f"memory_fraction={PART}")
     worker_set = (*device, "dtype=bfloat16", "limits.canary=true", "limits.poison=true")
-    spec = ClusterSpec(**workers, model=FP8, worker_set=worker_set)
+    spec = ClusterSpec(**workers, model=model, worker_set=worker_set)
     async with LocalCluster(spec) as cluster, Client(cluster.grpc_address, cluster.admin_address) as client:
         answers = await run_all(client)
         await client.wait_whole()

@@ -1,0 +1,151 @@
+"""Runs commands one after the other, each with a time limit, a log and its JSON, whatever became of those before.
+
+OUT/NAME.log    what it printed, and what happened to it
+OUT/NAME.json   its last JSON line, if it printed any
+OUT/logs/NAME/  logs of the router and the workers that it started
+OUT/NAME.out/   files that it wrote, where its command names {out}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from millrace_cli.cluster import LOG_DIR
+from millrace_serve.worker import caches
+from millrace_serve.worker.config import WorkerConfig
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ("proto", "kernels", "services", "router", "bench")  # so that nothing needs to be installed
+WIDTH = 150
+SHOWN_LINES = 12  # of the log of a stage that failed
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    name: str
+    command: str  # a module that Python runs, and its arguments
+    limit_s: float
+    target: str = ""
+    figures: Callable[[Record], str] | None = None  # from its JSON; None: the last line that it printed
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    stage: str
+    seconds: float
+    passed: bool
+    result: str
+    target: str
+    record: Record | None = None
+
+
+def run(stages: Sequence[Stage], out: Path, seconds: float, console: Console) -> list[Outcome]:
+    """`seconds`: for all; what begins late gets what is left, and what would begin after them is left out."""
+    out.mkdir(parents=True, exist_ok=True)
+    until, outcomes = time.monotonic() + seconds, []
+    for stage in stages:
+        left = until - time.monotonic()
+        if left <= 0:
+            outcomes.append(Outcome(stage.name, 0.0, False, "no time was left", stage.target))
+            continue
+        console.print(f"{stage.name}: at most {min(stage.limit_s, left):.0f} s", style="bold")
+        outcomes.append(outcome := run_one(stage, out, min(stage.limit_s, left)))
+        console.print(f"  {'ok' if outcome.passed else 'FAILED'} after {outcome.seconds:.0f} s: {outcome.result}")
+        if not outcome.passed:
+            console.print(_tail(out / f"{stage.name}.log"), style="dim", markup=False)
+    return outcomes
+
+
+def run_one(stage: Stage, out: Path, limit_s: float) -> Outcome:
+    log = out / f"{stage.name}.log"
+    command = [sys.executable, "-m", *shlex.split(stage.command)]
+    started = time.monotonic()
+    with log.open("w") as file:
+        code = _call(command, file.fileno(), environment(out / "logs" / stage.name), limit_s)
+    seconds = time.monotonic() - started
+    record, last = read(log.read_text(errors="replace"))
+    if record is not None:
+        (out / f"{stage.name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    passed = code == 0
+    result = last if record is None or stage.figures is None else _figures(stage.figures, record)
+    if not passed:
+        result = f"{f'stopped at its limit of {limit_s:.0f} s' if code is None else f'exit code {code}'}; {result}"
+    return Outcome(stage.name, seconds, passed, result, stage.target, record)
+
+
+def environment(logs: Path) -> dict[str, str]:
+    """Every process finds our sources, and all of them share one cache of compiled code: that of a worker."""
+    cache = WorkerConfig.model_fields["cache_dir"].default
+    path = os.pathsep.join([*(str(ROOT / name) for name in SOURCES), os.environ.get("PYTHONPATH", "")])
+    own = {LOG_DIR: str(logs.absolute()), "PYTHONPATH": path.rstrip(os.pathsep), "PYTHONUNBUFFERED": "1"}
+    return {**os.environ, **caches.variables(cache), **own}
+
+
+def _call(command: list[str], output: int, env: dict[str, str], limit_s: float) -> int | None:
+    """The exit code; None: it was ended, with all that it had started in its process group."""
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+    )
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def read(text: str) -> tuple[Record | None, str]:
+    """The last JSON object on a line of its own, and the last line that is none."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    record = next(_objects(reversed(lines)), None)
+    return record, next((line for line in reversed(lines) if not line.startswith("{")), "")
+
+
+def _objects(lines: Iterator[str]) -> Iterator[Record]:
+    for line in lines:
+        if line.startswith("{"):
+            with contextlib.suppress(json.JSONDecodeError):
+                yield json.loads(line)
+
+
+def _figures(figures: Callable[[Record], str], record: Record) -> str:
+    try:
+        return figures(record["results"])
+    except (KeyError, IndexError, TypeError, ValueError, StopIteration) as error:  # a stage that ended too early
+        return f"its JSON lacks {type(error).__name__}: {error}"
+
+
+def _tail(log: Path) -> str:
+    return "\n".join(f"    {line}" for line in log.read_text(errors="replace").splitlines()[-SHOWN_LINES:])
+
+
+def table(outcomes: Sequence[Outcome]) -> Table:
+    found = Table("stage", box=box.SIMPLE, pad_edge=False)
+    found.add_column("seconds", justify="right")
+    for name in ("", "result", "target"):
+        found.add_column(name)
+    for one in outcomes:
+        found.add_row(one.stage, f"{one.seconds:.0f}", "ok" if one.passed else "FAILED", one.result, one.target)
+    return found
+
+
+def results(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """Without the stages' own records, which have files of their own."""
+    return [{key: value for key, value in asdict(one).items() if key != "record"} for one in outcomes]

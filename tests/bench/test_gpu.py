@@ -1,0 +1,195 @@
+"""The stages of a GPU's verification: how they are run, and that each stage's command line is one its bench takes."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import runpy
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from millrace_bench import gpu, stages
+from millrace_bench.stages import Stage
+from millrace_cli.cluster import LOG_DIR
+from rich.console import Console
+
+TALKS = f"""
+import json, os
+print("begins")
+print(json.dumps({{"results": {{"ms": 4.25}}}}))
+print(os.environ["{LOG_DIR}"])
+"""
+FAILS = "raise SystemExit('there is no device')"
+HANGS = (
+    "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'input()'], stdin=-1); print(p.pid); p.wait()"
+)
+
+
+class Parsed(Exception):
+    pass
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Writes a module that a stage can name."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def write(name: str, text: str) -> str:
+        (tmp_path / f"{name}.py").write_text(text)
+        return name
+
+    return write
+
+
+def quiet() -> Console:
+    return Console(quiet=True)
+
+
+def test_every_stage_runs_whatever_became_of_those_before(tmp_path: Path, module: Any) -> None:
+    found = stages.run(
+        [
+            Stage("fails", module("fails", FAILS), 60, "nothing"),
+            Stage("talks", module("talks", TALKS), 60, "5 ms", lambda results: f"{results['ms']:.1f} ms"),
+            Stage("lacks", "talks", 60, "", lambda results: results["tokens"]),
+        ],
+        tmp_path / "out",
+        100,
+        quiet(),
+    )
+    assert [(one.stage, one.passed) for one in found] == [("fails", False), ("talks", True), ("lacks", True)]
+    assert found[0].result == "exit code 1; there is no device" and found[1].result == "4.2 ms"
+    assert found[2].result == "its JSON lacks KeyError: 'tokens'"
+    assert json.loads((tmp_path / "out" / "talks.json").read_text()) == {"results": {"ms": 4.25}}
+    log = (tmp_path / "out" / "talks.log").read_text().splitlines()
+    assert log[0] == "begins" and log[-1] == str(tmp_path / "out" / "logs" / "talks")
+    assert "there is no device" in (tmp_path / "out" / "fails.log").read_text()
+
+
+def test_a_stage_ends_at_its_limit_with_all_that_it_started(tmp_path: Path, module: Any) -> None:
+    (found,) = stages.run([Stage("hangs", module("hangs", HANGS), 6)], tmp_path, 100, quiet())
+    assert not found.passed and found.result.startswith("stopped at its limit of 6 s; ")
+    child = int((tmp_path / "hangs.log").read_text())
+    assert not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2]
+
+
+def test_no_stage_begins_without_time(tmp_path: Path, module: Any) -> None:
+    (found,) = stages.run([Stage("talks", module("talks", TALKS), 60)], tmp_path, 0, quiet())
+    assert (found.passed, found.result) == (False, "no time was left")
+
+
+def test_the_table_shows_what_every_stage_says() -> None:
+    outcome = stages.Outcome("shard", 12.3, True, "4.04 ms", "4.5 ms", {"results": {}})
+    console = Console(width=100, file=io.StringIO())
+    console.print(stages.table([outcome]))
+    assert console.file.getvalue().split("\n")[-3].split() == ["shard", "12", "ok", "4.04", "ms", "4.5", "ms"]
+    assert stages.results([outcome])[0] == {
+        "stage": "shard", "seconds": 12.3, "passed": True, "result": "4.04 ms", "target": "4.5 ms"
+    }  # fmt: skip
+
+
+ALL = [*gpu.STAGES, *gpu.small_stages(), *gpu.stages_of_tests()]
+
+
+@pytest.mark.parametrize("command", sorted({stage.command for stage in ALL}))
+def test_each_command_line_is_understood(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A typo would cost a GPU's time: modules parse their arguments, and run no further."""
+    name, *arguments = shlex.split(command)
+    if name == "pytest":
+        (path,) = (argument for argument in arguments if argument.startswith("tests/"))
+        assert (stages.ROOT / path).is_file()
+        return
+    parse = argparse.ArgumentParser.parse_args
+
+    def parsed(parser: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> Any:
+        raise Parsed(parse(parser, args, namespace))
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parsed)
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    with pytest.raises(Parsed):
+        runpy.run_module(name, run_name="__main__", alter_sys=False)
+
+
+def test_small_stages_are_those_of_a_gpu() -> None:
+    names = [stage.name for stage in gpu.STAGES]
+    assert len(set(names)) == len(names) and set(gpu.SMALL) <= set(names)
+    assert {name for name in names if name not in gpu.SMALL} == {
+        "tune",
+        "tune-mid",
+        "tune-moe",
+        "tune-attention",
+        "startup-v3",
+    }
+
+
+def test_a_real_stage_through_the_command(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "millrace_bench.gpu",
+        "--tiny",
+        "--only",
+        "kernels-sampling",
+        "--out",
+        str(tmp_path),
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    assert result.returncode == 0, result.stderr
+    (row,) = json.loads(result.stdout)["results"]["stages"]
+    assert row["passed"] and row["result"].endswith("rows") and "kernels-sampling" in result.stderr
+    assert json.loads((tmp_path / "gpu.json").read_text())["bench"] == "gpu"
+    assert json.loads((tmp_path / "kernels-sampling.json").read_text())["bench"] == "kernels"
+
+
+FIGURES = {
+    "_logits": ({"rows": [{"weights": "FP8", "path": "prompt", "median": 0.026}]}, "FP8 prompt 0.0260"),
+    "_eval": (
+        {"rows": [{"system": "engine FP8", "all": {"accuracy": 0.99, "low": 0.97, "high": 1.0}}]},
+        "engine FP8 0.990 [0.970, 1.000]",
+    ),
+    "_engine": (
+        {
+            "rows": [
+                {"kind": "start"},
+                {"kind": "decode", "variant": "graph", "step_ms": 4.111, "idle": 0.021},
+                {"kind": "capture", "variant": "graph", "gc_off_s": 1.5, "gc_on_s": 9.5},
+                {"kind": "collector", "variant": "graph", "frozen_ms": 0.02, "thawed_ms": 350.4},
+                {"kind": "ratio", "variant": "graph", "speedup": 9.5},
+            ]
+        },
+        "graph 4.11 ms, idle 2.1%; graph captured in 1.5 s, with the collector on 9.5 s; a collection 0.0 ms, "
+        "thawed 350 ms; graph x9.50",
+    ),
+    "_shard": (
+        {"rows": [{"kind": "decode", "count": 1, "length": 1024, "kv_dtype": "float8_e4m3fn", "ms": 4.044}]},
+        "decode 1x1024 FP8 KV 4.04 ms",
+    ),
+    "_startup": (
+        {"rows": [{"caches": "cold", "ready_s": 99.6}, {"caches": "warm", "ready_s": 30.2}]},
+        "cold 100 s, warm 30 s",
+    ),
+    "_handover": (
+        {"transfer_ms": {"p50": 3.34}, "handover_ms": {"p50": 4.0}, "equal_to_unified": 8, "prompts": 8},
+        "transfer 3.34 ms, hand-over 4.00 ms, 8 of 8 equal to unified",
+    ),
+    "_moe": (
+        {
+            "rows": [
+                {"shape": "T=512 TP8", "impl": "packed", "us": 400.4},
+                {"shape": "T=512 TP8", "impl": "grouped, untuned", "us": 800.2},
+                {"shape": "T=512 TP8", "impl": "indexed", "us": 1.0, "error": "refused"},
+            ]
+        },
+        "3 rows, 1 with an error; T=512 TP8: packed 400 us, untuned 800 us",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_what_the_table_says_of_a_bench(name: str) -> None:
+    results, text = FIGURES[name]
+    assert getattr(gpu, name)(results) == text
