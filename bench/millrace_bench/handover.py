@@ -16,6 +16,7 @@ import asyncio
 import random
 import re
 import tempfile
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from millrace_bench.common import Record, Summary, print_record
 TRANSFER = "millrace_kv_transfer_seconds"
 STAGE = r'millrace_stage_seconds_{part}{{stage="kv_transfer"}}'
 NEW_TOKENS = 8
+PATIENCE_S, POLL_S = 2.0, 0.01
 
 
 class Histogram:
@@ -39,12 +41,16 @@ class Histogram:
         self._url, self._lines = url, (sum_line, count_line)
         self._seen = (0.0, 0.0)
 
-    async def since(self, http: httpx.AsyncClient) -> float:
-        """Seconds. NaN when nothing was counted."""
-        page = (await http.get(self._url)).text
-        now = tuple(_value(page, line) for line in self._lines)
-        total, count = now[0] - self._seen[0], now[1] - self._seen[1]
-        self._seen = now[0], now[1]
+    async def since(self, http: httpx.AsyncClient, patience_s: float = 0.0) -> float:
+        """Seconds. NaN when nothing was counted, nor is within `patience_s`: a request is counted after its end."""
+        deadline = time.monotonic() + patience_s
+        while True:
+            page = (await http.get(self._url)).text
+            total, count = (_value(page, line) - seen for line, seen in zip(self._lines, self._seen, strict=True))
+            if count or time.monotonic() >= deadline:
+                break
+            await asyncio.sleep(POLL_S)
+        self._seen = self._seen[0] + total, self._seen[1] + count
         return total / count if count else float("nan")
 
 
@@ -81,8 +87,8 @@ async def run(spec: ClusterSpec, prompts: list[list[int]]) -> tuple[list[list[in
         for prompt in prompts:
             tokens.append(await generate(stub, prompt))
             if decode is not None:
-                transfers.append(await decode.since(http))
-                handovers.append(await router.since(http))
+                transfers.append(await decode.since(http, PATIENCE_S))
+                handovers.append(await router.since(http, PATIENCE_S))
     return tokens, transfers, handovers
 
 

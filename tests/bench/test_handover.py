@@ -26,6 +26,19 @@ async def test_the_mean_since_the_last_look() -> None:
         assert math.isnan(await transfer.since(http))
 
 
+async def test_a_request_that_is_counted_a_moment_later() -> None:
+    counts = iter([0, 0, 0, 2])
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        count = next(counts)
+        return httpx.Response(200, text=PAGE.format(total=count / 8, count=count))
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
+        transfer = Histogram("http://worker/metrics", f"{TRANSFER}_sum", f"{TRANSFER}_count")
+        assert math.isnan(await transfer.since(http))
+        assert await transfer.since(http, patience_s=60.0) == 0.125
+
+
 async def test_a_stage_of_the_router() -> None:
     transport = httpx.MockTransport(lambda request: httpx.Response(200, text=PAGE.format(total=0, count=0)))
     async with httpx.AsyncClient(transport=transport) as http:

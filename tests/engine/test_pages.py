@@ -47,6 +47,15 @@ def test_pool_never_hands_out_the_sink_and_counts_by_strongest_holder():
     pool.check()
 
 
+def test_pages_of_an_allocation_ascend_whatever_order_they_came_back_in():
+    pool = BlockPool(9)
+    pages = pool.allocate(8)
+    pool.drop([5, 2, 7, 1, 3, 8, 4, 6], Holder.RUNNING)
+    assert pool.allocate(4) + pool.allocate(4) == [*sorted([3, 8, 4, 6]), *sorted([5, 2, 7, 1])]
+    assert pages == list(range(1, 9))
+    pool.check()
+
+
 @pytest.mark.parametrize("act", [lambda p: p.hold([1], Holder.RUNNING), lambda p: p.drop([1], Holder.CACHE)])
 def test_pool_refuses_what_would_lose_a_page(act):
     with pytest.raises(InvariantError, match=r"page 1 .* free"):

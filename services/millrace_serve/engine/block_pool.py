@@ -96,10 +96,12 @@ class BlockPool:
 
     def state(self, page: int) -> int:
         """The strongest holder, or FREE."""
-        for holder in (Holder.RUNNING, Holder.PUBLISHED, Holder.CACHE):
-            if self._refs[holder][page]:
-                return holder
-        return FREE
+        running, published, cache = self._refs  # this is called several times for each page of a prompt
+        if running[page]:
+            return Holder.RUNNING
+        if published[page]:
+            return Holder.PUBLISHED
+        return Holder.CACHE if cache[page] else FREE
 
     def num_holders(self, page: int, holder: Holder) -> int:
         return self._refs[holder][page]

@@ -3,8 +3,8 @@
 Life of one read:
 
 1. `read` puts it on the command queue; the thread connects to the peer if needed and posts it.
-2. The thread polls it: busily for `busy_s` after anything moved, then with sleeps that double up to `max_sleep_s`. A
-   new command ends a sleep at once; with nothing in flight the thread sleeps on the queue.
+2. The thread polls it: busily for `busy_s` after anything moved, then with sleeps of an eighth of the time since then,
+   up to `max_sleep_s`. A new command ends a sleep at once; with nothing in flight the thread sleeps on the queue.
 3. Final: `ReadFinished` is reported, once. Only now may its destination pages be freed.
    Not final after `read_timeout_s`: `ReadStalled` is reported, once, and the peer is disconnected; the next read of it
    connects anew. The pages are in quarantine until ReadFinished, however long that takes.
@@ -152,8 +152,8 @@ class Reader:
             moved |= self._poll_all()
             if moved:
                 moved_at, sleep_s = self._clock(), 0.0
-            elif self._clock() - moved_at >= self._config.busy_s:
-                sleep_s = min(max(2 * sleep_s, 50e-6), self._config.max_sleep_s)
+            elif (quiet_s := self._clock() - moved_at) >= self._config.busy_s:
+                sleep_s = min(quiet_s / 8, self._config.max_sleep_s)
         while not self._commands.empty():
             self._do(self._commands.get())
         self._sink.close()
