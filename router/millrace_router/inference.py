@@ -25,7 +25,7 @@ from millrace_router.hedged import prepare
 from millrace_router.metrics import observe_generation
 from millrace_router.rounds import Rounds
 from millrace_router.spans import ContinuationSpans, RequestSpans
-from millrace_router.stream import Continuation, Stream, Text
+from millrace_router.stream import Continuation, Stream, Text, gone
 from millrace_router.tenants import Tenant, caller
 from millrace_router.tokenizer import Tokenizer
 
@@ -66,6 +66,9 @@ class Inference:
         except MillraceError as error:
             ended.count(error)
             raise
+        except asyncio.CancelledError:
+            ended.count(gone())
+            raise
         spans.routed(asyncio.get_running_loop().time(), len(token_ids))
         stream = Stream(lambda error: ended(stream, error), config.limits.unread, self._rounds)
         for i in range(ask.n):
@@ -100,8 +103,8 @@ class Inference:
         sampling = validate.fit(ask, len(token_ids), model)
         self.tokenizer.behind_thoughts(sampling, token_ids)
         passed = asyncio.get_running_loop().time() - received
-        admission.make_room(ask.n, place, len(token_ids), None if ask.timeout_s is None else ask.timeout_s - passed)
         tenant.check(time.monotonic())  # others came meanwhile
+        admission.make_room(ask.n, place, len(token_ids), None if ask.timeout_s is None else ask.timeout_s - passed)
         tenant.begin(ask.n * len(token_ids), time.monotonic())
         return token_ids, sampling
 
