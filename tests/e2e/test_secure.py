@@ -111,9 +111,13 @@ async def _over_https(cluster: LocalCluster, tls: Tls) -> None:
     with pytest.raises(httpx.TransportError):
         async with httpx.AsyncClient(verify=context) as anybody:
             await anybody.get(f"{cluster.http_url}/health")
+    with pytest.raises(httpx.TransportError):
+        async with httpx.AsyncClient(verify=context) as anybody:
+            await anybody.get(f"{cluster.admin_http_url}/workers")
     context.load_cert_chain(str(tls.cert), str(tls.key))
     async with httpx.AsyncClient(verify=context, timeout=30, base_url=cluster.http_url) as known:
         assert (await known.get("/ready")).status_code == 200
+        assert len((await known.get(f"{cluster.admin_http_url}/workers")).json()["workers"]) == 2
         refused = await known.get("/v1/models")
         assert refused.status_code == 401 and refused.json()["error"]["code"] == "unauthenticated"
         body = {"model": "", "prompt": list(range(10, 210)), "max_tokens": 3, "seed": 1, "ignore_eos": True}

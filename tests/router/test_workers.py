@@ -137,6 +137,9 @@ async def test_other_protocol_is_refused(cluster: Callable) -> None:
 async def test_details_of_what_is_not_routable(cluster: Callable) -> None:
     made = await cluster(FakeWorker(PREFILL, layout="x"), FakeWorker(DECODE, layout="y"), wait=False)
     await made.until(lambda: "equal KV layout" in detail(made, made.workers[0]))
+    assert (await made.http.get("/ready")).status_code == 503
+    healthy = [made.metric("millrace_workers", role=role, state="healthy") for role in ("prefill", "decode")]
+    assert healthy == [1, 1] and made.metric("millrace_workers", role="decode", state="routable") == 0
     await made.workers[1].stop()
     await made.until(lambda: "unreachable" in detail(made, made.workers[1]))
     statuses = (await made.admin.ListWorkers(admin_pb2.ListWorkersRequest())).workers
