@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable
 
 import grpc
 import pytest
 from millrace.v1 import common_pb2, inference_pb2, worker_pb2
-from millrace_router.ask import Ask
-from millrace_router.limits import Bucket
-from millrace_router.tenants import Caller, Tenant, caller
-from millrace_rpc.errors import MillraceError, Reason, from_rpc_error
+from millrace_rpc.errors import Reason, from_rpc_error
 from router.fake_worker import (
     DECODE,
     PREFILL,
@@ -48,41 +44,6 @@ async def test_pair(pair: Cluster) -> None:
     assert pair.metric("millrace_requests_total", api="grpc", status="ok") == 1
     assert pair.metric("millrace_stage_seconds_count", stage="total") == 1
     assert pair.metric("millrace_tokens_total", direction="output") == 8
-
-
-async def test_a_client_that_leaves_while_its_prompt_is_read_is_counted(pair: Cluster) -> None:
-    reading = asyncio.Event()
-
-    async def tokenize(prompt: object, model: object) -> list[int]:
-        reading.set()
-        await asyncio.Event().wait()
-
-    pair.router.inference.tokenize = tokenize
-    task = asyncio.create_task(pair.generate(PROMPT))
-    await asyncio.wait_for(reading.wait(), 5)
-    task.cancel()
-    await pair.until(lambda: pair.metric("millrace_requests_total", api="grpc", status="cancelled") == 1)
-
-
-async def test_who_is_over_its_rate_takes_nobodys_place(cluster: Callable) -> None:
-    """Also when it found out only after its prompt was read."""
-    made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE, credits=0), queue_size=1)
-    waiting = asyncio.create_task(made.generate(PROMPT))
-    await made.until(lambda: len(made.router.admission) == 1)
-    greedy = Tenant("greedy", weight=4.0, requests=Bucket.full(1, 1, time.monotonic()))
-    caller.set(Caller(greedy))
-
-    async def tokenize(prompt: object, model: object) -> list[int]:
-        greedy.begin(1, time.monotonic())  # another request of it, in the meantime
-        return PROMPT
-
-    made.router.inference.tokenize = tokenize
-    with pytest.raises(MillraceError) as caught:
-        await made.router.inference.generate(Ask(model="", prompt=PROMPT), "grpc")
-    assert caught.value.reason is Reason.RATE_LIMITED
-    assert len(made.router.admission) == 1
-    waiting.cancel()
-    await made.quiet()
 
 
 async def test_the_client_has_the_first_token_before_the_kv_has_moved(pair: Cluster) -> None:
