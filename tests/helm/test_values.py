@@ -6,7 +6,7 @@ import re
 
 import pytest
 import yaml
-from millrace_chart.render import CHART, Object, presets
+from millrace_chart.render import CHART, NAMESPACE, Object, presets
 from millrace_router.config import RouterConfig
 from millrace_serve.worker.config import WorkerConfig
 from millrace_testing.charts import VARIANTS, of_kind, pods, rendered
@@ -166,6 +166,17 @@ def test_who_may_talk_to_whom() -> None:
     assert "ports" not in from_workers and metrics["ports"] == [{"port": 9090}]
     for rule in (from_router, from_workers):  # of this release only
         assert rule["from"][0]["podSelector"]["matchLabels"]["app.kubernetes.io/instance"] == "demo"
+
+
+def test_a_routers_certificate_names_its_services_as_clients_call_them() -> None:
+    made = rendered("tls")
+    services = [it["metadata"]["name"] for it in of_kind(made, "Service") if "-router" in it["metadata"]["name"]]
+    assert len(services) == 2, "for simple clients, and for those that balance themselves"
+    (router,) = (it for it in of_kind(made, "Certificate") if it["metadata"]["name"].endswith("-router"))
+    names = router["spec"]["dnsNames"]
+    assert {f"{service}{rest}" for service in services for rest in ("", f".{NAMESPACE}", f".{NAMESPACE}.svc")} < {
+        *names
+    }
 
 
 def test_every_value_has_a_comment() -> None:
