@@ -75,7 +75,6 @@ TABLE: dict[str, tuple[Choice, ...]] = {
             "millrace_kernels.triton.moe_grouped:moe_experts_fp8",
             needs="triton",
             min_size=8,
-            max_size=32,
             when="millrace_kernels.triton.moe_grouped:is_measured",
         ),
         Choice("millrace_kernels.triton.moe_small:moe_experts_fp8", needs="triton", max_size=SMALL_TOKENS),

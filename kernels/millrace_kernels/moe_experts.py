@@ -46,8 +46,15 @@ def moe_experts(
     assert experts.shape == weights.shape and experts.shape[0] == rows.shape[0], (experts.shape, rows.shape)
     assert first.shape[0] == second.shape[0] and first.shape[1] == 2 * second.shape[2], (first.shape, second.shape)
     assert first.shape[2] == second.shape[1] == rows.shape[1], (first.shape, second.shape, rows.shape)
-    run = implementation(f"moe_experts.{_kind(rows, w13, w2)}", rows.device, rows.shape[0], tuple(second.shape))
+    expected = expected_rows(experts.shape[0], experts.shape[1], num_experts or first.shape[0] - shared_expert)
+    run = implementation(f"moe_experts.{_kind(rows, w13, w2)}", rows.device, len(rows), (*second.shape, expected))
     return run(x, weights, experts, w13, w2, first_expert, shared_expert=shared_expert, num_experts=num_experts)
+
+
+def expected_rows(num_tokens: int, top_k: int, num_experts: int) -> int:
+    """Of one expert, as a power of two: what is chosen by it changes rarely."""
+    rows = -(-num_tokens * top_k // num_experts)
+    return 1 << max(rows - 1, 0).bit_length()
 
 
 def _kind(rows: Tensor, w13: Tensor | Fp8, w2: Tensor | Fp8) -> str:

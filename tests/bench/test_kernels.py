@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
+import types
 from dataclasses import replace
 
 import pytest
 import torch
-from millrace_bench.kernels import tune, tune_attention, tune_jobs, tune_mid
+from millrace_bench.kernels import tune, tune_attention, tune_jobs, tune_mid, tune_moe
 from millrace_bench.kernels.case import Call, Case, candidates
 from millrace_bench.kernels.driver import Row, as_dict, floor_us, line, measure, num_sets
-from millrace_bench.kernels.moe import TP8_SHARED
+from millrace_bench.kernels.moe import TP8_SHARED, Rank, draw_weights
 from millrace_bench.kernels.tune_jobs import Decode, Experts, Linear
 from millrace_kernels.fp8 import BLOCK
+from millrace_kernels.ref import moe_experts as ref_experts
 from millrace_kernels.testing.attention import Draw
 from millrace_kernels.testing.cases import TINY
-from millrace_kernels.triton import mla_absorb, mla_decode, small_linear
+from millrace_kernels.testing.numeric import FP8_EXPERTS_TOLERANCE
+from millrace_kernels.triton import mla_absorb, mla_decode, quant, small_linear
+from millrace_kernels.triton.moe_grouped import Launch
 from millrace_testing import triton_interpreter
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -79,7 +83,7 @@ def test_tuning_measures_what_gives_the_right_result(
     monkeypatch.setattr(tune_jobs, "TP8_SHARED", small)
     for module in (tune, tune_jobs):
         monkeypatch.setattr(module, "CUDA", CPU)
-    monkeypatch.setattr(tune, "time_us", lambda calls, device, samples: float(len([call() for call in calls])))
+    monkeypatch.setattr(tune, "time_us", lambda calls, device, samples: float(len(calls[-1]())))
     monkeypatch.setattr(tune_jobs, "MOST_SETS", 2)
     for job in (Linear(1, 256, 512), Linear(4, 128, 384), Experts(1, True), Experts(4, False), Decode(1, 128, 2)):
         few = job.options()[:2]
@@ -112,3 +116,43 @@ def test_products_are_cut_so_that_every_part_has_work_and_every_sm_too(num: int,
         assert config.stages * (config.block_m + config.block_n) * 128 < 220_000, "more than an SM's shared memory"
     programs = [-(-num // c.block_m) * -(-n // c.block_n) * c.splits for c in found]
     assert max(programs) >= 132 or k < 2048
+
+
+class Products(types.ModuleType):
+    """DeepGEMM's part of the experts, by the reference."""
+
+    def __init__(self) -> None:
+        super().__init__("deep_gemm_grouped")
+        self.packed = self.padded = ref_experts.moe_experts
+
+
+def test_the_experts_are_tuned_launch_by_launch(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    triton_interpreter.install()
+    monkeypatch.setattr(tune_moe, "CUDA", CPU)
+    monkeypatch.setattr(tune_moe, "SAME", FP8_EXPERTS_TOLERANCE)
+    monkeypatch.setattr(tune_moe, "quant_groups", quant.quant_groups)
+    monkeypatch.setattr(tune_moe, "deep_gemm_grouped", Products())
+    monkeypatch.setattr(tune_moe, "UPS", (Launch(4, 2, left=True), Launch(4, 3)))
+    monkeypatch.setattr(tune_moe, "DOWNS", (Launch(4, 2, 64), Launch(4, 3, left=True)))
+    monkeypatch.setattr(tune_moe, "time_us", lambda calls, device, samples: float(calls[-1]() is not None))
+    rank = Rank("tiny", replace(TINY, top_k=2), TINY.experts + 1, 128, shared=True, folded=True)
+    job, generator = tune_moe.Job(rank, 3), torch.Generator().manual_seed(0)
+    monkeypatch.setattr(tune_moe, "heights", lambda rows: (16,))
+    routings = [rank.choose(3, CPU, generator, 0.0) for _ in range(2)]
+    plans = tune_moe.Plans(job, routings, *draw_weights(rank.held, rank.dims.hidden, rank.size, CPU))
+    times = tune_moe.tune(plans, set(job.kernels()), float("inf"))
+    row = tune_moe.report(job, times)
+    assert len(row["up"]) == len(row["down"]) == 2, capsys.readouterr().out
+    assert [name for name, us in row["op"]] == ["packed", "grouped, in use", "small", str(next(reversed(times["op"])))]
+    assert f"slower: (1, {rank.held}, 128): Config(block_m=16" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("job", tune_moe.jobs([rank.name for rank in tune_moe.SIZES]), ids=str)
+def test_every_size_has_configurations_of_both_operand_orders(job: tune_moe.Job) -> None:
+    kernels = list(job.kernels())
+    assert len(kernels) == len(set(kernels))
+    for up in (True, False):
+        assert {launch.left for _, _, which, launch in kernels if which == up} == {True, False}
+    assert {16: 16, 32: 32, 64: 64}.get(job.rows, 16) in {block_m for _, block_m, _, _ in kernels}

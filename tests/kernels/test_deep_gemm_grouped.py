@@ -10,6 +10,7 @@ import pytest
 import torch
 from millrace_kernels.fp8 import Fp8, Operand
 from millrace_kernels.lib import deep_gemm_grouped as grouped
+from millrace_kernels.moe_experts import expected_rows
 from millrace_kernels.ref import fp8 as reference
 from millrace_kernels.ref.moe_experts import moe_experts
 from millrace_kernels.testing.experts import draw_experts
@@ -142,7 +143,7 @@ def test_slices_are_few_and_equal() -> None:
 
 @pytest.mark.parametrize(("rows", "expected"), [(1, 1), (3, 4), (64, 64), (65, 128)])
 def test_expected_rows_are_powers_of_two(rows: int, expected: int) -> None:
-    assert moe_route.expected_rows(rows * 4, 2, 8) == expected
+    assert expected_rows(rows * 4, 2, 8) == expected
 
 
 def test_tiles_grow_with_the_rows_of_an_expert(library: Library) -> None:

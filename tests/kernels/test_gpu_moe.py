@@ -14,6 +14,8 @@ from millrace_kernels.moe_experts import moe_experts
 from millrace_kernels.testing.cases import TINY, V3_TP8, Dims
 from millrace_kernels.testing.experts import Experts, choose, draw_experts
 from millrace_kernels.testing.numeric import FP8_EXPERTS_TOLERANCE, OP_TOLERANCE, assert_close
+from millrace_kernels.triton import moe_grouped
+from millrace_kernels.triton.moe_grouped import Launch
 from torch import Tensor
 
 pytestmark = pytest.mark.gpu
@@ -92,6 +94,14 @@ def test_what_the_table_does_not_choose_here(target: str, num: int) -> None:
         pytest.skip("deep_gemm is not installed")
     with forced(**{"moe_experts.moe_experts_fp8": target}):
         check(num, V3_TP8, EP8_HELD, EP8_FIRST, EP8_SIZE, True, False)
+
+
+@pytest.mark.parametrize(("block_m", "warps", "stages"), [(16, 4, 4), (32, 4, 3), (64, 8, 4)])
+def test_weights_as_the_left_operand(block_m: int, warps: int, stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = (Launch(warps, stages, left=True), Launch(warps, stages, left=True))
+    monkeypatch.setattr(moe_grouped, "config", lambda rows, held, size: moe_grouped.Config(block_m, *launches))
+    with forced(**{"moe_experts.moe_experts_fp8": "millrace_kernels.triton.moe_grouped:moe_experts_fp8"}):
+        check(96, V3_TP8, EP8_HELD, EP8_FIRST, EP8_SIZE, True, False)
 
 
 def check(num: int, dims: Dims, held: int, first: int, size: int, fp8: bool, shared: bool) -> None:

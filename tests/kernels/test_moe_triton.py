@@ -11,6 +11,7 @@ from millrace_kernels.testing.cases import TINY, V3_TP8, Dims
 from millrace_kernels.testing.experts import Experts, draw_experts
 from millrace_kernels.testing.numeric import FP8_EXPERTS_TOLERANCE, assert_close
 from millrace_kernels.triton import moe_gate, moe_grouped, moe_small
+from millrace_kernels.triton.moe_grouped import Launch
 from millrace_testing.poison import poison_empty
 from torch import Tensor
 
@@ -95,14 +96,27 @@ def test_grouped_plain(num: int, shared: bool) -> None:
     assert_close(out, ref_experts.moe_experts(*arguments, shared_expert=shared))
 
 
+LEFT = moe_grouped.Config(32, Launch(4, 3, left=True), Launch(4, 3, 64, left=True))
+
+
 @pytest.mark.parametrize("num", [1, 21])
 @pytest.mark.parametrize("shared", [False, True])
-def test_grouped_fp8(num: int, shared: bool) -> None:
+@pytest.mark.parametrize("config", [moe_grouped.CONFIGS[16], LEFT], ids=["rows left", "weights left"])
+def test_grouped_fp8(num: int, shared: bool, config: moe_grouped.Config, monkeypatch: pytest.MonkeyPatch) -> None:
     x, weights, experts, (w13, w2) = case(num, 256, 128, torch.bfloat16, True, shared)
-    arguments = (weights, experts, w13, w2, 2)
-    out = moe_grouped.moe_experts(Operand(None, quant_groups(x)), *arguments, shared_expert=shared, num_experts=9)
-    expected = ref_experts.moe_experts(x, *arguments, shared_expert=shared)
+    quantised = Operand(None, quant_groups(x))
+    expected = ref_experts.moe_experts(x, weights, experts, w13, w2, 2, shared_expert=shared)
+    poison_empty(monkeypatch)
+    out = moe_grouped.run(quantised, weights, experts, w13, w2, 2, shared_expert=shared, config=config)
     assert_close(out, expected, FP8_EXPERTS_TOLERANCE)
+
+
+def test_measured_configurations_are_for_what_an_expert_expects() -> None:
+    for (rows, num_held, size), config in moe_grouped.MEASURED.items():
+        assert moe_grouped.is_measured(8, (num_held, 7168, size, rows))
+        assert moe_grouped.config(rows, num_held, size) == config
+    assert not moe_grouped.is_measured(8, (5, 7168, 256, 1))
+    assert moe_grouped.config(48, 5, 256) == moe_grouped.CONFIGS[64]
 
 
 def test_nobody_reads_memory_that_nobody_wrote(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,8 @@
 """The gate and the experts at the shapes of one DeepSeek-V3 rank.
 
-TP8 holds an eighth of every expert, EP8 32 whole experts of 256 and sees the tokens of all eight ranks. Choices are
-those of V3's group-limited gate on random logits, or skewed by a power law with exponent 1.
+TP8 holds an eighth of every expert, EP8 32 whole experts of 256 and sees the tokens of all eight ranks. "EP8 step" is
+what `millrace bench shard` runs: the rank's own tokens and the shared expert, with all choices folded onto 32 experts.
+Choices are those of V3's group-limited gate on random logits, or skewed by a power law with exponent 1.
 """
 
 from __future__ import annotations
@@ -37,11 +38,23 @@ class Rank:
     size: int  # I
     first: int = 0
     shared: bool = False
+    folded: bool = False  # expert e of the gate counts as expert e modulo those held
+
+    @property
+    def experts(self) -> int:
+        """Routed experts that the tokens seen here are spread over."""
+        return self.held - self.shared if self.folded else self.dims.experts
+
+    def choose(self, num: int, device: torch.device, generator: torch.Generator, skew: float) -> tuple[Tensor, Tensor]:
+        """weights float32 [T, K], experts int32 [T, K]"""
+        weights, experts = choose(num, self.dims, device, generator, skew)
+        return weights, experts % self.experts
 
 
 TP8 = Rank("TP8", V3_TP8, 256, 256)
 TP8_SHARED = Rank("TP8 + shared", V3_TP8, 257, 256, shared=True)
 EP8 = Rank("EP8", V3_TP8, 32, 2048, first=96)
+EP8_STEP = Rank("EP8 step", V3_TP8, 33, 2048, shared=True, folded=True)
 TINY_RANK = Rank("tiny", TINY, 16, 128)
 
 # Tokens that the rank sees (EP8: of all ranks) -> published time.
@@ -53,6 +66,7 @@ EP8_TOKENS: dict[int, Anchor | None] = {
     8: (131, DEEP_EP), 16: None, 32: (382, DEEP_EP), 256: (383, DEEP_EP), 1024: (385, DEEP_EP), 2048: None,
     8192: (901, DEEP_EP), 32768: (2621, DEEP_EP), 131072: (10444, DEEP_EP),
 }  # fmt: skip
+STEP_TOKENS: dict[int, Anchor | None] = {128: (385, DEEP_EP + ", without the shared expert"), 256: None, 8192: None}
 SKEWED: tuple[tuple[Rank, int, Anchor | None], ...] = (
     (TP8, 128, (351, SGL14 + ", power law 1.01")),
     (TP8, 1024, (539, SGL14 + ", power law 1.01")),
@@ -68,7 +82,9 @@ def cases(device: torch.device) -> Iterator[Case]:
         return
     for num in (1, 4, SMALL_TOKENS, 128, 4096):
         yield from _gate(num, V3_TP8, device)
-    for rank, tokens in ((TP8, TP8_TOKENS), (TP8_SHARED, {1: None, SMALL_TOKENS: None, 32: None}), (EP8, EP8_TOKENS)):
+    shared_tokens: dict[int, Anchor | None] = {1: None, SMALL_TOKENS: None, 32: None}
+    ranks = {TP8: TP8_TOKENS, TP8_SHARED: shared_tokens, EP8_STEP: STEP_TOKENS, EP8: EP8_TOKENS}
+    for rank, tokens in ranks.items():
         for num, anchor in tokens.items():
             yield _experts(rank, num, anchor, device)
     for rank, num, anchor in SKEWED:
@@ -104,7 +120,7 @@ def _gate(num: int, dims: Dims, device: torch.device) -> Iterator[Case]:
 
 def _experts(rank: Rank, num: int, anchor: Anchor | None, device: torch.device, skew: float = 0.0) -> Case:
     dims, used = rank.dims, _used(rank, num, skew)
-    rows = num * dims.top_k * (rank.held - rank.shared) / dims.experts + rank.shared * num
+    rows = num * dims.top_k * (rank.held - rank.shared) / rank.experts + rank.shared * num
     bytes_each = 3 * rank.size * dims.hidden
     moved = used * bytes_each + num * dims.hidden * (4 if num <= SMALL_TOKENS else 3)
     shape = f"T={num} {rank.name}" + (" skewed" if skew else "")
@@ -117,11 +133,11 @@ def _calls(rank: Rank, num: int, skew: float, device: torch.device) -> dict[str,
     """Of one routing; the weights are the same in all sets, and few tokens read other experts in each."""
     generator = torch.Generator(device=device).manual_seed(next(_seeds))
     x = torch.randn(num, rank.dims.hidden, generator=generator, device=device).bfloat16()
-    weights, experts = choose(num, rank.dims, device, generator, skew)
+    weights, experts = rank.choose(num, device, generator, skew)
     w13, w2 = draw_weights(rank.held, rank.dims.hidden, rank.size, device)
     operand = Operand(x, None) if num <= SMALL_TOKENS else Operand(None, quant_groups(x))
     arguments = (operand, weights, experts, w13, w2, rank.first)
-    options = {"shared_expert": rank.shared, "num_experts": rank.dims.experts}
+    options = {"shared_expert": rank.shared, "num_experts": rank.experts}
     call = functools.partial(moe_experts, *arguments, **options)  # type: ignore[arg-type]
     calls = candidates("moe_experts.moe_experts_fp8", call, device, num)
     return calls | (_others(rank, x, arguments, options) if device.type == "cuda" else {})
@@ -143,11 +159,12 @@ def _others(
         calls["small"] = functools.partial(moe_small.moe_experts_fp8, x, *rest, **options)  # type: ignore[arg-type]
     if SMALL_TOKENS < num <= 8192:
         calls["indexed"] = functools.partial(deep_gemm_grouped.indexed, *arguments, **options)  # type: ignore[arg-type]
-        if rank is EP8:  # as much room for each of 256 experts as all tokens need does not fit
+        if rank in (EP8, EP8_STEP):  # as much room for each of 256 experts as all tokens need does not fit
             calls["padded"] = functools.partial(deep_gemm_grouped.padded, *arguments, **options)  # type: ignore[arg-type]
     if SMALL_TOKENS < num <= 1024:
-        untuned = moe_grouped.Config(64, 64, 4, 2)
-        calls["grouped, untuned"] = lambda: moe_grouped.run(*arguments, rank.shared, untuned)
+        calls["grouped, untuned"] = functools.partial(
+            moe_grouped.run, *arguments, shared_expert=rank.shared, config=moe_grouped.UNTUNED
+        )
     return calls
 
 
@@ -165,7 +182,7 @@ def _used(rank: Rank, num: int, skew: float) -> float:
     samples, generator = 8, torch.Generator().manual_seed(0)
     total = 0
     for _ in range(samples):
-        _, experts = choose(min(num, 2048), rank.dims, torch.device("cpu"), generator, skew)
+        _, experts = rank.choose(min(num, 2048), torch.device("cpu"), generator, skew)
         local = experts.unique() - rank.first
         total += int(((local >= 0) & (local < rank.held - rank.shared)).sum())
     return total / samples + rank.shared

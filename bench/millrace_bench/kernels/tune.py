@@ -11,20 +11,18 @@ python -m millrace_bench.kernels.tune [--out FILE] [--seconds 70] [--only T=1]
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
-import multiprocessing
-import os
 import time
-from collections.abc import Hashable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, wait
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from millrace_kernels.testing.numeric import rms_error
 from millrace_kernels.testing.timing import time_us
 
 from millrace_bench.common import Record, print_record
+from millrace_bench.kernels.compile_ahead import compile_ahead
 from millrace_bench.kernels.dense import EP8, TP8
 from millrace_bench.kernels.tune_jobs import CUDA, Decode, Experts, Job, Linear
 
@@ -47,25 +45,11 @@ def jobs() -> Iterator[Job]:
 
 def compile_all(wanted: Iterable[Job], until: float) -> set[Hashable]:
     """The keys that compiled before `until`."""
-    tasks: dict[Hashable, tuple[Job, Any]] = {}
+    tasks: dict[Hashable, Callable[[], None]] = {}
     for job in wanted:
         for option in job.options():
-            tasks.setdefault(job.key(option), (job, option))
-    workers = min(len(os.sched_getaffinity(0)), 16)
-    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
-    futures: dict[Future[None], Hashable] = {pool.submit(_compile, *task): key for key, task in tasks.items()}
-    done, late = wait(futures, timeout=max(until - time.monotonic(), 1))
-    pool.shutdown(wait=True, cancel_futures=True)
-    print(f"{len(done)} configurations compiled, {len(late)} too late", flush=True)
-    for future in done:
-        if error := future.exception():
-            print(f"{futures[future]}: {type(error).__name__}: {str(error)[:200]}", flush=True)
-    return {futures[future] for future in done if future.exception() is None}
-
-
-def _compile(job: Job, option: Any) -> None:
-    job.compile(option)
-    torch.cuda.synchronize()
+            tasks.setdefault(job.key(option), functools.partial(job.compile, option))
+    return compile_ahead(tasks, until)
 
 
 def tune(job: Job, ready: set[Hashable], until: float) -> dict[Any, float]:

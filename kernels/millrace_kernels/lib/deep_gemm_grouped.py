@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from millrace_kernels.fp8 import Fp8, Operand, quant_groups
-from millrace_kernels.triton.moe_route import Blocks, Route, expected_rows, route, slices
+from millrace_kernels.moe_experts import expected_rows
+from millrace_kernels.triton.moe_route import Blocks, Route, route, slices
 from millrace_kernels.triton.moe_rows import combine, permute, silu_mul_quant
 
 

@@ -21,7 +21,7 @@ from millrace_kernels.scratch import zeros
 from millrace_kernels.triton.launch import go_ahead, options, wait
 
 CHUNK = 32  # choices that one program, a single warp, ranks
-PLACE = 512  # choices that one program places
+PLACE, PLACE_SCALED = 512, 64  # choices that one program places, and where their scales follow them
 MAX_ROWS = 1 << 17  # of one pass, before padding; more tokens take turns, so that scratch memory is bounded
 
 
@@ -37,10 +37,11 @@ class Route(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """What a kernel that gathers its own rows reads, valid up to the rows that exist."""
+    """What a kernel that gathers its own rows reads, valid up to `total`: blocks beyond hold anything."""
 
     tokens: Tensor  # int32 [num_rows], whose token a row is
-    experts: Tensor  # int32 [num_rows / granularity], whose expert a block of rows is, -1 where nobody's
+    experts: Tensor  # int32 [num_rows / granularity], whose expert a block of rows is, -1 where nobody's up to `total`
+    scales: Tensor | None  # float32 [D/128, num_rows], of the rows' FP8 groups
 
 
 @triton.jit
@@ -117,13 +118,20 @@ def _place_kernel(
     rows_ptr,
     tokens_ptr,
     blocks_ptr,
+    scales_ptr,
+    out_scales_ptr,
     num_tokens,
     first_expert,
+    stride_scale_t,
+    stride_scale_k,
+    num_rows,
     ROUTED: tl.constexpr,
     TOP_K: tl.constexpr,
     CHOICES: tl.constexpr,
     GRANULARITY: tl.constexpr,
     BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUPS_PAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -140,6 +148,11 @@ def _place_kernel(
         tl.store(tokens_ptr + row, token, mask=held)
     if blocks_ptr is not None:
         tl.store(blocks_ptr + row // GRANULARITY, expert, mask=held & (slot % GRANULARITY == 0))
+    if GROUPS:
+        group = tl.arange(0, GROUPS_PAD)[:, None]
+        at, mask = token[None, :] * stride_scale_t + group * stride_scale_k, held[None, :] & (group < GROUPS)
+        scale = tl.load(scales_ptr + at, mask=mask)
+        tl.store(out_scales_ptr + group * num_rows.to(tl.int64) + row[None, :], scale, mask=mask)
 
 
 def route(
@@ -151,10 +164,12 @@ def route(
     *,
     group_rows: int = 0,
     granularity: int = 0,
+    scales: Tensor | None = None,
 ) -> tuple[Route, Blocks | None]:
     """experts int32 [T, K] with T > 0 -> where they go; group_rows > 0 for the padded form.
 
     granularity: rows per entry of Blocks.experts, a divisor of alignment; 0: nobody gathers rows, no Blocks.
+    scales: float32 [T, D/128] of the tokens, to be gathered for Blocks.
     """
     num, top_k = experts.shape
     choices, routed = top_k + shared_expert, num_held - shared_expert
@@ -174,13 +189,25 @@ def route(
     )  # fmt: skip
     blocks = None
     if granularity:
-        owners = torch.full((num_rows // granularity,), -1, dtype=torch.int32, device=experts.device)
-        blocks = Blocks(ints(num_rows), owners)
-    _place_kernel[(triton.cdiv(num * choices, PLACE),)](
-        experts, slots, starts, rows, blocks and blocks.tokens, blocks and blocks.experts, num, first_expert,
-        routed, top_k, choices, max(granularity, 1), PLACE, **options(num_warps=4),
-    )  # fmt: skip
+        owners = ints(num_rows // granularity)
+        gathered = None if scales is None else scales.new_empty(scales.shape[1], num_rows)
+        blocks = Blocks(ints(num_rows), owners.fill_(-1) if granularity < alignment else owners, gathered)
+    _place(experts, slots, starts, rows, blocks, scales, first_expert, routed, max(granularity, 1))
     return Route(rows, counts[:num_held], ends, total, num_rows, group_rows or num_rows), blocks
+
+
+def _place(
+    experts: Tensor, slots: Tensor, starts: Tensor, rows: Tensor, blocks: Blocks | None, scales: Tensor | None,
+    first_expert: int, routed: int, granularity: int,
+) -> None:  # fmt: skip
+    (num, choices), top_k = rows.shape, experts.shape[1]
+    tokens, owners, gathered = blocks or (None, None, None)
+    groups, size = (0, PLACE) if scales is None else (scales.shape[1], PLACE_SCALED)
+    _place_kernel[(triton.cdiv(num * choices, size),)](
+        experts, slots, starts, rows, tokens, owners, scales, gathered, num, first_expert,
+        *((0, 0) if scales is None else scales.stride()), 0 if gathered is None else gathered.shape[1],
+        routed, top_k, choices, granularity, size, groups, triton.next_power_of_2(groups), **options(num_warps=4),
+    )  # fmt: skip
 
 
 def most_rows(num_tokens: int, choices: int, num_held: int, alignment: int) -> int:
@@ -194,9 +221,3 @@ def slices(num_tokens: int, choices: int, max_rows: int = MAX_ROWS) -> list[tupl
     count = -(-num_tokens * choices // max_rows)
     step = -(-num_tokens // max(count, 1))
     return [(first, min(first + step, num_tokens)) for first in range(0, num_tokens, max(step, 1))]
-
-
-def expected_rows(num_tokens: int, top_k: int, num_experts: int) -> int:
-    """Of one expert, as a power of two: what is chosen by it changes rarely."""
-    rows = -(-num_tokens * top_k // num_experts)
-    return 1 << max(rows - 1, 0).bit_length()
