@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
+import sys
 import types
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
+import millrace_bench.kernels.__main__ as kernels_main
 import pytest
 import torch
 from millrace_bench.kernels import tune, tune_attention, tune_jobs, tune_mid, tune_moe
@@ -51,6 +56,33 @@ def test_every_implementation_is_a_row_and_a_failing_one_says_why() -> None:
     assert good.gb_per_s == pytest.approx(4.8e6 / good.us / 1e3)
     assert (bad.impl, bad.error) == ("theirs", "RuntimeError: no kernel image") and math.isnan(bad.us)
     assert "no kernel image" in line(bad) and f"{good.us:.1f}" in line(good)
+
+
+def test_inputs_that_do_not_fit_are_a_row_and_the_next_case_runs() -> None:
+    def no_room() -> dict[str, Call]:
+        raise MemoryError("no room")
+
+    (row,) = measure(replace(case(), make=no_room), CPU)
+    assert (row.impl, row.error) == ("inputs", "MemoryError: no room")
+
+
+def test_the_record_is_written_as_it_grows_and_says_what_the_time_did_not_reach(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, clock = tmp_path / "kernels.json", iter((0.0, 5.0, 11.0))
+    written: list[int] = []
+
+    def found(groups: list[str], op: str, device: torch.device) -> Iterator[Case]:
+        yield case(ours=lambda: 1)
+        written.append(len(json.loads(out.read_text())["results"]["rows"]))
+        yield replace(case(ours=lambda: 1), shape="T=2")
+
+    monkeypatch.setattr(kernels_main, "cases", found)
+    monkeypatch.setattr(kernels_main, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(sys, "argv", ["kernels", "--device", "cpu", "--quick", "--seconds", "10", "--out", str(out)])
+    kernels_main.main()
+    results = json.loads(out.read_text())["results"]
+    assert written == [1] and len(results["rows"]) == 1 and results["left_out"] == ["op.op T=2"]
 
 
 def test_a_row_leaves_out_what_is_empty() -> None:

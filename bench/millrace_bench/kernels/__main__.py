@@ -1,12 +1,14 @@
-"""Times every op of millrace_kernels: a table, then one JSON line.
+"""Times every op of millrace_kernels: a table, then one JSON line, which also says what the time did not reach.
 
-millrace bench kernels [--op fp8_linear] [--device cpu] [--quick] [--out kernels.json]
+millrace bench kernels [--group moe] [--op fp8_linear] [--device cpu] [--quick] [--seconds 120] [--out kernels.json]
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import math
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,20 +35,27 @@ def main() -> None:
     parser.add_argument("--op", default="", help="only ops whose name contains this")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="one input set, few samples: whether everything runs")
-    parser.add_argument("--out", type=Path, help="also write the JSON line to this file")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="after which no further case is begun")
+    parser.add_argument("--out", type=Path, help="a file for the JSON line, rewritten after every case")
     args = parser.parse_args()
+    until = time.monotonic() + args.seconds
     device = torch.device(args.device)
     if device.type == "cuda":
         wake(device)
-    rows = []
+    rows: list[dict[str, object]] = []
+    left_out: list[str] = []
+    results = {"rows": rows, "left_out": left_out}  # they are still to come
+    record = Record("kernels", {**vars(args), "capability": capability(device)}, results)
     print(HEADER)
     for case in cases(args.group, args.op, device):
-        for row in measure(case, device, args.quick):
-            print(line(row), flush=True)
-            rows.append(as_dict(row))
-    record = Record("kernels", {**vars(args), "capability": capability(device)}, {"rows": rows})
-    if args.out:
-        args.out.write_text(record.to_json() + "\n", encoding="utf-8")
+        if time.monotonic() > until:
+            left_out.append(f"{case.op} {case.shape}")
+        else:
+            for row in measure(case, device, args.quick):
+                print(line(row), flush=True)
+                rows.append(as_dict(row))
+        if args.out:
+            args.out.write_text(record.to_json() + "\n", encoding="utf-8")
     print_record(record)
 
 

@@ -46,8 +46,12 @@ def num_sets(case: Case, device: torch.device, quick: bool) -> int:
 
 
 def measure(case: Case, device: torch.device, quick: bool = False) -> Iterator[Row]:
-    """One row per implementation; one that raises is a row with its error."""
-    sets = [case.make() for _ in range(num_sets(case, device, quick))]
+    """One row per implementation; one that raises is a row with its error, as are inputs that do not fit."""
+    try:
+        sets = [case.make() for _ in range(num_sets(case, device, quick))]
+    except Exception as error:
+        yield Row(case.op, case.shape, "inputs", math.nan, error=f"{type(error).__name__}: {error}"[:300])
+        return
     for impl in sets[0]:
         yield _row(case, impl, [calls[impl] for calls in sets], device, samples=3 if quick else 7)
 
