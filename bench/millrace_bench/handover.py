@@ -6,6 +6,7 @@
 The same prompts then run on one unified worker, whose tokens must be equal.
 
 millrace bench handover [--model models/tiny] [--length 1024]
+millrace bench handover --engine sim --length 4096 --worker-set sim.token_s=0.00001 limits.max_prefill_tokens=4096
 millrace bench handover --widths v3 --layers 6 --length 4096 --worker-set device=cuda memory_fraction=0.42
 """
 
@@ -97,6 +98,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=TINY)
     parser.add_argument("--widths", choices=list(v3.WIDTHS), help="random weights in these shapes instead")
     parser.add_argument("--layers", type=int, default=6, help="of them")
+    parser.add_argument("--engine", choices=("model", "sim"), default="model", help="sim: messages without a model")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a prompt")
     parser.add_argument("--prompts", type=int, default=10)
     parser.add_argument("--vocab", type=int, default=1000, help="token ids are drawn below it")
@@ -108,7 +110,8 @@ def main() -> None:
         if args.widths:
             model = v3.write_folder(Path(folder) / args.widths, args.widths, args.layers)
             worker_set = ["random_weights=true", *worker_set]
-        measure(ClusterSpec(model=model, worker_set=tuple(worker_set), start_timeout_s=args.start_timeout), args)
+        spec = ClusterSpec(model=model, worker_set=tuple(worker_set), start_timeout_s=args.start_timeout)
+        measure(replace(spec, engine=args.engine), args)
 
 
 def measure(pair_spec: ClusterSpec, args: argparse.Namespace) -> None:
