@@ -3,6 +3,7 @@
     step_ms     median wall time of a steady decode step of the whole loop: schedule, build, launch, read, commit
     replay_ms   the same step's graph alone, replayed back to back; sampling and copies come on top of it
     gap         1 - replay_ms / step_ms: what is not the graph
+    exact       whether a replay gives the bits that eager calls give
     idle        part of the time from the end of a step's last copy to the beginning of the next step's model, on the
                 device's stream: what it waits for the host, and the copy of the step's arrays
     capture     seconds of all graphs, with Python's garbage collector off as in a worker, and on
@@ -117,6 +118,8 @@ def _decode(engine: Engine, batch: int, work: Work) -> Row:
     replay_ms = _replay_ms(engine, batch)
     if replay_ms is not None:
         row |= {"replay_ms": round(replay_ms, 3), "gap": round(1 - replay_ms / step_ms, 4)}
+    if engine._runner._graphs is not None:  # type: ignore[attr-defined]
+        row["exact"] = _replay_is_exact(engine, batch)
     return row
 
 
@@ -171,6 +174,23 @@ def _replay_ms(engine: Engine, batch: int, repeats: int = 20) -> float | None:
             return (time.perf_counter() - started) / repeats * 1e3
 
     return runner.call(replays)
+
+
+def _replay_is_exact(engine: Engine, batch: int) -> bool:
+    """Whether the graph gives the bits of the calls that it was captured from, on the last step's inputs."""
+    runner: Any = engine._runner
+    graphs = runner._graphs
+    bucket = next(bucket for bucket in graphs.buckets if batch <= bucket)
+
+    def compare() -> bool:
+        with torch.inference_mode():
+            graphs._replays[bucket]()
+            replayed = graphs._logits[:bucket].clone()
+            graphs._logits.fill_(torch.nan)
+            graphs._body(bucket)()
+            return torch.equal(replayed, graphs._logits[:bucket])
+
+    return runner.call(compare)
 
 
 def _captures(engine: Engine) -> Row:

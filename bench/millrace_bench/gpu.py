@@ -42,7 +42,8 @@ def _engine(found: Results) -> str:
     for row in found["rows"]:
         variant = row.get("variant", "")
         if row["kind"] == "decode":
-            texts.append(f"{variant} {row['step_ms']:.2f} ms, idle {row.get('idle', float('nan')):.1%}")
+            exact = {True: ", equal to eager", False: ", NOT EQUAL to eager"}.get(row.get("exact"), "")
+            texts.append(f"{variant} {row['step_ms']:.2f} ms, idle {row.get('idle', float('nan')):.1%}{exact}")
         elif row["kind"] == "ratio":
             texts.append(f"{variant} x{row['speedup']:.2f}")
         elif row["kind"] == "capture":

@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 HOST = "127.0.0.1"
 POLL_S = 0.1
 START_S, GPU_START_S = 120.0, 600.0  # a worker on a GPU compiles kernels for minutes when its caches are empty
+GPU_MEMORY = 0.9  # of a GPU, for all workers together
 LOG_DIR = "MILLRACE_LOG_DIR"  # variable of the environment: where the log folders of clusters are made
 TINY = Path(__file__).parents[2] / "models" / "tiny"  # the trained checkpoint of this source tree
 BACKOFF_S = (0.5, 30.0)  # first and longest pause before a child comes back; it doubles with every exit within a minute
@@ -88,6 +89,18 @@ class ClusterSpec:
         if self.start_timeout_s is not None:
             return self.start_timeout_s
         return GPU_START_S if "device=cuda" in self.worker_set else START_S
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """`--set` items of every worker: several share a GPU, so each gets its part of the memory."""
+        count = len(self.workers())
+        if (
+            count < 2
+            or "device=cuda" not in self.worker_set
+            or any("memory_fraction=" in item for item in self.worker_set)
+        ):
+            return self.worker_set
+        return (f"memory_fraction={GPU_MEMORY / count:.3f}", *self.worker_set)
 
 
 def new_log_dir() -> Path:
@@ -260,7 +273,7 @@ class LocalCluster:
                 f"grpc_port={ports.get('grpc', 0)}",
                 f"engine={self.spec.engine}",
                 f"model={self.spec.model}",
-                *self.spec.worker_set,
+                *self.spec.settings,
             ]
         if self.spec.tls is not None:
             items += [f"tls.{key}={value}" for key, value in self.spec.tls.model_dump(exclude_defaults=True).items()]

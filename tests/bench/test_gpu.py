@@ -155,14 +155,14 @@ FIGURES = {
         {
             "rows": [
                 {"kind": "start"},
-                {"kind": "decode", "variant": "graph", "step_ms": 4.111, "idle": 0.021},
+                {"kind": "decode", "variant": "graph", "step_ms": 4.111, "idle": 0.021, "exact": True},
                 {"kind": "capture", "variant": "graph", "gc_off_s": 1.5, "gc_on_s": 9.5},
                 {"kind": "collector", "variant": "graph", "frozen_ms": 0.02, "thawed_ms": 350.4},
                 {"kind": "ratio", "variant": "graph", "speedup": 9.5},
             ]
         },
-        "graph 4.11 ms, idle 2.1%; graph captured in 1.5 s, with the collector on 9.5 s; a collection 0.0 ms, "
-        "thawed 350 ms; graph x9.50",
+        "graph 4.11 ms, idle 2.1%, equal to eager; graph captured in 1.5 s, with the collector on 9.5 s; "
+        "a collection 0.0 ms, thawed 350 ms; graph x9.50",
     ),
     "_shard": (
         {"rows": [{"kind": "decode", "count": 1, "length": 1024, "kv_dtype": "float8_e4m3fn", "ms": 4.044}]},

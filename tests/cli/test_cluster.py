@@ -95,6 +95,14 @@ def test_a_worker_on_a_gpu_has_time_to_compile(make_spec) -> None:
     assert make_spec(start_timeout_s=None, worker_set=("device=cuda",)).patience_s == GPU_START_S
 
 
+def test_workers_share_the_memory_of_a_gpu(make_spec) -> None:
+    on_gpu = ("device=cuda", "dtype=bfloat16")
+    assert make_spec(worker_set=on_gpu).settings == ("memory_fraction=0.450", *on_gpu)
+    assert make_spec(worker_set=on_gpu, prefill=0, decode=1).settings == on_gpu
+    assert make_spec(worker_set=(*on_gpu, "memory_fraction=0.2")).settings == (*on_gpu, "memory_fraction=0.2")
+    assert make_spec(worker_set=("dtype=bfloat16",)).settings == ("dtype=bfloat16",)
+
+
 def test_logs_may_be_kept_elsewhere(tmp_path: Path, make_spec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LOG_DIR, str(tmp_path / "kept" / "here"))
     first, second = (LocalCluster(make_spec(log_dir=None)).log_dir for _ in range(2))
