@@ -180,6 +180,13 @@ async def test_an_attempt_whose_reads_are_in_flight_is_not_taken_again(bench: Be
     assert bench.engine == [KvOffered(ID)] and bench.quarantined() == 2
 
 
+async def test_an_import_that_ends_before_it_begins_leaves_no_warning(recwarn: pytest.WarningsRecorder) -> None:
+    bench = Bench()
+    assert bench.imports.abort(ID, Failure(Reason.CANCELLED, "gone"))
+    await bench.settle()
+    assert len(bench.imports) == 0 and not bench.peer.ended and [str(w.message) for w in recwarn] == []
+
+
 async def test_a_failure_of_ours_is_told_at_once_while_reads_are_in_flight(bench: Bench) -> None:
     await bench.reading()
     bench.imports.on_stuck(ReadStuck(ID, 0))

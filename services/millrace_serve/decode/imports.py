@@ -21,7 +21,7 @@ import collections
 import contextlib
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 
 import msgspec
 from millrace.v1 import worker_pb2
@@ -96,7 +96,7 @@ class Imports:
         hashes = page_hashes(request.token_ids, self._frontend.config.limits.page_size)
         peer = self._peers.get(source.address, source.epoch)
         job = self._live[request.id] = Import(KvImport(request.id, hashes), replica, peer)
-        job.task = self._run(self._to_the_end(job, self._fetch(job)))
+        job.task = self._run(self._to_the_end(job, lambda: self._fetch(job)))
 
     def peer(self, source: worker_pb2.KvSourceRef) -> Peer:
         return self._peers.get(source.address, source.epoch)
@@ -166,7 +166,7 @@ class Imports:
                 case AskRelease() | GiveBack():
                     assert job.fetch is not None, "released before anything came"
                     job.released = True
-                    self._run(self._to_the_end(job, job.fetch.release()))
+                    self._run(self._to_the_end(job, job.fetch.release))
                 case Done(first):
                     self._frontend.metrics.kv_transfer.observe(time.monotonic() - job.last_part_at)
                     self._frontend.spans.imported(id, sum(job.num_pages.values()))
@@ -231,10 +231,10 @@ class Imports:
                         job.sources = sources
         self._do(job, machine.on_stream_end())
 
-    async def _to_the_end(self, job: Import, work: Coroutine[None, None, None]) -> None:
+    async def _to_the_end(self, job: Import, work: Callable[[], Coroutine[None, None, None]]) -> None:
         """Whatever goes wrong ends the import: nobody else would."""
         try:
-            await work
+            await work()
         except MillraceError as error:
             self._broken(job, error)
         except Exception as error:
