@@ -5,6 +5,7 @@ lose only now and then.
 from __future__ import annotations
 
 import asyncio
+import gc
 import types
 from collections.abc import AsyncIterator
 from typing import Any
@@ -183,8 +184,11 @@ async def test_an_attempt_whose_reads_are_in_flight_is_not_taken_again(bench: Be
 async def test_an_import_that_ends_before_it_begins_leaves_no_warning(recwarn: pytest.WarningsRecorder) -> None:
     bench = Bench()
     assert bench.imports.abort(ID, Failure(Reason.CANCELLED, "gone"))
-    await bench.settle()
-    assert len(bench.imports) == 0 and not bench.peer.ended and [str(w.message) for w in recwarn] == []
+    await bench.imports.close()
+    assert len(bench.imports) == 0 and not bench.peer.ended
+    del bench
+    gc.collect()
+    assert [str(warning.message) for warning in recwarn] == []
 
 
 async def test_a_failure_of_ours_is_told_at_once_while_reads_are_in_flight(bench: Bench) -> None:
