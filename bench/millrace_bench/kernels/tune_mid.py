@@ -4,7 +4,7 @@
 Compiling takes longer than measuring, so processes compile every configuration ahead, on small inputs and for a limited
 time: a configuration that is not ready by then is left out, and so are shapes that the time did not reach.
 
-python -m millrace_bench.kernels.tune_mid [--tokens 128 64] [--seconds 55] [--out FILE]
+python -m millrace_bench.kernels.tune_mid [--tokens 128 64] [--seconds 90] [--out FILE]
 """
 
 from __future__ import annotations
@@ -12,11 +12,8 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import multiprocessing
-import os
 import time
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, wait
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -29,11 +26,15 @@ from millrace_kernels.triton.fp8_linear import SMS, Config, fp8_linear_with
 from torch import Tensor
 
 from millrace_bench.common import Record, print_record
+from millrace_bench.kernels.compile_ahead import compile_ahead
 from millrace_bench.kernels.driver import COLD_BYTES
 
 CUDA = torch.device("cuda")
-SHAPES = ((24576, 1536), (7168, 16384), (2112, 7168), (36864, 7168), (7168, 18432), (3072, 1536), (7168, 2048))
-TOKENS = (128, 64, 256, 32)  # the classes, most wanted first
+# Most wanted first: an EP8 rank's o_proj, and what else it multiplies; then a TP8 rank's.
+SHAPES = (
+    (7168, 16384), (24576, 1536), (2112, 7168), (36864, 7168), (7168, 18432), (4096, 7168), (7168, 2048), (3072, 1536),
+)  # fmt: skip
+TOKENS = (128, 256, 64, 32)  # the classes, most wanted first
 STEP = 16  # products at least in one graph: a model's step, which zeroes the counters once
 GAIN = 0.97  # a row is worth its line when it takes less than this part of DeepGEMM's time
 COMPILE_PART = 0.55  # of the time, at most
@@ -47,18 +48,25 @@ TILES: dict[int, tuple[tuple[Config, int], ...]] = {
         (Config(64, 128, 1, 4, 3, 168), 3),
         (Config(64, 128, 1, 8, 6), 1),
         (Config(64, 64, 1, 4, 4), 3),
+        (Config(64, 64, 1, 4, 6), 2),
+        (Config(64, 256, 1, 8, 5), 1),
     ),
     128: (
         (Config(128, 64, 1, 4, 3, 168), 3),
         (Config(128, 64, 1, 4, 4), 2),
         (Config(128, 64, 1, 8, 4), 2),
         (Config(128, 128, 1, 8, 6), 1),
+        (Config(128, 128, 1, 8, 4), 1),
+        (Config(128, 256, 1, 8, 4), 1),
+        (Config(128, 256, 1, 8, 3), 1),
+        (Config(64, 256, 1, 8, 5), 1),
         (Config(64, 128, 1, 4, 4), 2),
-        (Config(128, 64, 1, 4, 4, tma=False), 2),
     ),
     256: (
         (Config(256, 64, 1, 8, 5), 1),
         (Config(128, 128, 1, 8, 6), 1),
+        (Config(128, 256, 1, 8, 4), 1),
+        (Config(128, 256, 1, 8, 3), 1),
         (Config(128, 64, 1, 4, 3, 168), 3),
         (Config(128, 64, 1, 4, 4), 2),
     ),
@@ -84,12 +92,10 @@ def candidates(num: int, n: int, k: int) -> Iterator[Config]:
 def compile_ours(num: int, config: Config) -> None:
     """How K is cut is no part of what is compiled, only that it is."""
     fp8_linear_with(*_blank(num, 256, 1024), torch.bfloat16, config)
-    torch.cuda.synchronize()
 
 
 def compile_library(num: int, n: int, k: int) -> None:
     deep_gemm.fp8_linear(*_blank(num, n, k), torch.bfloat16)
-    torch.cuda.synchronize()
 
 
 def _blank(num: int, n: int, k: int) -> tuple[Fp8, Fp8]:
@@ -103,23 +109,14 @@ def key(config: Config) -> Config:
     return config._replace(splits=min(config.splits, 2))
 
 
-def compile_all(cases: Iterable[tuple[int, int, int]], until: float) -> set[tuple[object, ...]]:
+def compile_all(cases: Iterable[tuple[int, int, int]], until: float) -> set[Hashable]:
     """Of (tokens, key) and (tokens, N, K): those that compiled before `until`."""
-    cases = list(cases)
-    tasks: dict[tuple[object, ...], Callable[[], None]] = {}
+    tasks: dict[Hashable, Callable[[], None]] = {}
     for num, n, k in cases:
         tasks[num, n, k] = functools.partial(compile_library, num, n, k)
         for config in candidates(num, n, k):
             tasks[num, key(config)] = functools.partial(compile_ours, num, key(config))
-    workers = min(len(os.sched_getaffinity(0)), 16)
-    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
-    futures: dict[Future[None], tuple[object, ...]] = {pool.submit(task): name for name, task in tasks.items()}
-    done, _ = wait(futures, timeout=until - time.monotonic())
-    pool.shutdown(wait=True, cancel_futures=True)
-    for future in done:
-        if error := future.exception():
-            print(f"{futures[future]}: {type(error).__name__}: {str(error)[:200]}", flush=True)
-    return {futures[future] for future in done if future.exception() is None}
+    return compile_ahead(tasks, until)
 
 
 def step(product: Callable[[Fp8], Tensor], weights: list[Fp8], scratch: Scratch) -> None:
@@ -128,7 +125,7 @@ def step(product: Callable[[Fp8], Tensor], weights: list[Fp8], scratch: Scratch)
             product(weight)
 
 
-def tune(num: int, n: int, k: int, weights: list[Fp8], ready: set[tuple[object, ...]]) -> dict[Config | None, float]:
+def tune(num: int, n: int, k: int, weights: list[Fp8], ready: set[Hashable]) -> dict[Config | None, float]:
     """Microseconds of each configuration and of DeepGEMM (None), ascending; wrong ones and those that fail left out."""
     x, times = quant_groups(torch.randn(num, k, device=CUDA, dtype=torch.bfloat16)), {}
     scratch = Scratch(CUDA)
@@ -169,13 +166,13 @@ def main() -> None:
     start = time.monotonic()
     parser = argparse.ArgumentParser(description="Tune the FP8 product of some tens of tokens.")
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS), choices=TOKENS)
-    parser.add_argument("--seconds", type=float, default=55.0, help="after which no further shape is begun")
-    parser.add_argument("--out", type=Path, help="file for the JSON record")
+    parser.add_argument("--seconds", type=float, default=90.0, help="after which no further shape is begun")
+    parser.add_argument("--out", type=Path, help="a file for the JSON, rewritten after every size")
     args = parser.parse_args()
     cases = [(num, n, k) for num, (n, k) in itertools.product(args.tokens, SHAPES)]
     ready = compile_all(cases, start + COMPILE_PART * args.seconds)
-    print(f"# {len(ready)} compiled, {time.monotonic() - start:.0f} s", flush=True)
     rows: list[dict[str, object]] = []
+    record = Record("tune_mid", vars(args), {"rows": rows})  # its rows are still to come
     for n, k in SHAPES:
         first = quant_blocks(torch.randn(n, k, device=CUDA, dtype=torch.bfloat16))
         copies = max(int(COLD_BYTES / (n * k)), 1)
@@ -183,9 +180,8 @@ def main() -> None:
         for num in args.tokens:
             if time.monotonic() - start < args.seconds:
                 rows.append(report(num, n, k, tune(num, n, k, weights, ready)))
-    record = Record("tune_mid", {key: str(value) for key, value in vars(args).items()}, {"rows": rows})
-    if args.out:
-        args.out.write_text(record.to_json())
+                if args.out:
+                    args.out.write_text(record.to_json() + "\n")
     print_record(record)
 
 
