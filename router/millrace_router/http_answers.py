@@ -10,12 +10,14 @@ from fastapi import FastAPI, Request, Response
 from millrace_rpc.errors import MillraceError, Reason
 from millrace_rpc.log import request_id
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 
 def handle_errors(app: FastAPI) -> None:
     """Whatever is raised gets its answer in this shape; what nobody expected is logged by uvicorn besides."""
     app.add_exception_handler(MillraceError, on_error)
     app.add_exception_handler(HTTPException, on_http_exception)
+    app.add_exception_handler(ClientDisconnect, on_gone)
     app.add_exception_handler(Exception, on_fault)
 
 
@@ -36,6 +38,11 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     body = MillraceError(Reason.NOT_FOUND, f"{request.method} {request.url.path}: {error.detail}").http_body()
     return json_answer(body, error.status_code, dict(error.headers or {}))
+
+
+async def on_gone(request: Request, error: Exception) -> Response:
+    """Nobody hears it, and nothing is wrong with us."""
+    return await on_error(request, MillraceError(Reason.CANCELLED, "the client went away"))
 
 
 async def on_fault(request: Request, error: Exception) -> Response:

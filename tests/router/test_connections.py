@@ -11,6 +11,7 @@ import grpc
 import httpx
 import pytest
 from millrace.v1 import inference_pb2, inference_pb2_grpc, worker_pb2
+from millrace_router import openai_http
 from millrace_rpc.errors import Reason, from_rpc_error
 from router.fake_worker import DECODE, PREFILL, FakeWorker, expected, output
 from router.harness import Cluster
@@ -93,6 +94,22 @@ async def test_a_client_that_reads_slowly_gets_everything(pair: Cluster) -> None
         got += response.token_ids
         await asyncio.sleep(0.02)
     assert got == expected(PROMPT, 100)
+
+
+async def test_a_client_that_leaves_in_the_middle_of_its_request_is_no_fault(pair: Cluster) -> None:
+    """What an app raises, its server logs as a fault."""
+    app = openai_http.build(pair.router.inference, None)
+    scope = {"type": "http", "method": "POST", "path": "/tokenize", "query_string": b"", "headers": []}
+    statuses = []
+
+    async def receive() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, object]) -> None:
+        statuses.append(message.get("status"))
+
+    await app(scope, receive, send)
+    assert statuses[0] == 499
 
 
 # ------------------------------------------------------------------------------------- age
