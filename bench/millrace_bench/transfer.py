@@ -1,7 +1,11 @@
 """NIXL READ between two processes of this machine: GB/s by page size and pages per read, and the least a read costs.
 
 The exporting process owns one pool, this process another; page lists are random on both sides. Each row is compared
-with copying the same pages inside this process (ctypes.memmove, one call per page), measured in the same run.
+with copying the same pages inside this process (ctypes.memmove, or on a GPU copies that do not wait for one another,
+one call per page), measured in the same run.
+
+millrace bench transfer                              host memory
+millrace bench transfer --devices cuda:0 cuda:1      from the first GPU to the second
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
+from typing import Any
 
 import numpy as np
 from millrace_serve.transfer.base import KvSink, MemoryHandle, PageBuffer, ReadState
@@ -28,6 +33,7 @@ from millrace_bench.common import Record, hardware, print_record
 
 V3_PAGE_BYTES = 61 * 64 * 576 * 2  # layers x tokens x (latent 512 + rope 64) x bf16
 SMALL_PAGE_BYTES = 4096
+Memory = Any  # uint8 [pages, page_bytes]: a numpy array, or a tensor on a GPU
 TARGET_GB_PER_S, TARGET_OVERHEAD_MS = 3.0, 2.0
 
 
@@ -36,6 +42,7 @@ class Settings:
     pages_per_read: Sequence[int] = (1, 4, 16, 64)
     repeats: int = 20  # reads per row at V3's page size; ten times that, small
     ucx: dict[str, str] = field(default_factory=lambda: {"NET_DEVICES": "lo"})
+    devices: tuple[str, str] = ("cpu", "cpu")  # of the exporter's pool and of ours
 
 
 @dataclass(frozen=True)
@@ -65,8 +72,8 @@ class Result:
 def run(settings: Settings) -> Result:
     """Measures; prints nothing. Needs 2 x max(pages_per_read) V3 pages of memory (4.5 MB each)."""
     config = NixlConfig(ucx=settings.ucx)
-    small = _measure(SMALL_PAGE_BYTES, settings.pages_per_read, settings.repeats * 10, config)
-    large = _measure(V3_PAGE_BYTES, settings.pages_per_read, settings.repeats, config)
+    small = _measure(SMALL_PAGE_BYTES, settings, settings.repeats * 10, config)
+    large = _measure(V3_PAGE_BYTES, settings, settings.repeats, config)
     return Result(
         backend_ms=small.backend_ms,
         connect_ms=small.connect_ms,
@@ -86,14 +93,14 @@ class _Measured:
     rows: list[Row]
 
 
-def _measure(page_bytes: int, pages_per_read: Sequence[int], repeats: int, config: NixlConfig) -> _Measured:
-    num_pages = max(pages_per_read)
+def _measure(page_bytes: int, settings: Settings, repeats: int, config: NixlConfig) -> _Measured:
+    num_pages, (theirs_on, ours_on) = max(settings.pages_per_read), settings.devices
     context = mp.get_context("spawn")
     pipe, theirs = context.Pipe()
-    exporter = context.Process(target=_export, args=(theirs, num_pages, page_bytes, config), daemon=True)
+    exporter = context.Process(target=_export, args=(theirs, num_pages, page_bytes, theirs_on, config), daemon=True)
     exporter.start()
     source: MemoryHandle = pipe.recv()
-    memory, pool = _pool(num_pages, page_bytes, fill=0)
+    memory, pool = _pool(num_pages, page_bytes, ours_on, fill=0)
     started = time.perf_counter()
     sink = NixlSink(pool, config, label="bench")
     backend_ms = _ms_since(started)
@@ -105,7 +112,7 @@ def _measure(page_bytes: int, pages_per_read: Sequence[int], repeats: int, confi
         rng = np.random.default_rng(0)
         _read(sink, source, list(range(num_pages)), list(range(num_pages)))
         assert (memory == 1).all(), "the pages that arrived are not the exporter's"
-        rows = [_row(sink, source, pool, count, repeats, rng) for count in pages_per_read]
+        rows = [_row(sink, source, memory, pool, count, repeats, rng) for count in settings.pages_per_read]
         return _Measured(backend_ms, connect_ms, first_read_ms, _reader_ms(sink, source, repeats), rows)
     finally:
         sink.close()
@@ -114,15 +121,20 @@ def _measure(page_bytes: int, pages_per_read: Sequence[int], repeats: int, confi
 
 
 def _row(
-    sink: KvSink, source: MemoryHandle, pool: PageBuffer, count: int, repeats: int, rng: np.random.Generator
+    sink: KvSink,
+    source: MemoryHandle,
+    memory: Memory,
+    pool: PageBuffer,
+    count: int,
+    repeats: int,
+    rng: np.random.Generator,
 ) -> Row:
-    twin_memory, twin = _pool(pool.num_pages, pool.page_bytes, fill=2)
+    twin = memory.copy() if isinstance(memory, np.ndarray) else memory.clone()
     reads, copies = [], []
     for _ in range(repeats):
         src, dst = (rng.permutation(pool.num_pages)[:count].tolist() for _ in range(2))
         reads.append(_read(sink, source, src, dst))
-        copies.append(_copy(twin, pool, src, dst))
-    del twin_memory
+        copies.append(_copy(twin, memory, src, dst))
     read_s, total = statistics.median(reads), count * pool.page_bytes
     return Row(
         page_bytes=pool.page_bytes,
@@ -160,11 +172,16 @@ def _reader_ms(sink: KvSink, source: MemoryHandle, repeats: int) -> float:
     return statistics.median(seconds) * 1e3
 
 
-def _copy(source: PageBuffer, pool: PageBuffer, src: Sequence[int], dst: Sequence[int]) -> float:
+def _copy(source: Memory, memory: Memory, src: Sequence[int], dst: Sequence[int]) -> float:
     started = time.perf_counter()
-    size = pool.page_bytes
-    for i, j in zip(src, dst, strict=True):
-        ctypes.memmove(pool.address + j * size, source.address + i * size, size)
+    if isinstance(memory, np.ndarray):
+        size = memory.shape[1]
+        for i, j in zip(src, dst, strict=True):
+            ctypes.memmove(memory.ctypes.data + j * size, source.ctypes.data + i * size, size)
+    else:
+        for i, j in zip(src, dst, strict=True):
+            memory[j].copy_(source[i])
+        _synchronize(memory)
     return time.perf_counter() - started
 
 
@@ -172,13 +189,25 @@ def _ms_since(started: float) -> float:
     return (time.perf_counter() - started) * 1e3
 
 
-def _pool(num_pages: int, page_bytes: int, fill: int) -> tuple[np.ndarray, PageBuffer]:
-    memory = np.full((num_pages, page_bytes), fill, dtype=np.uint8)  # touched, so no page fault is measured
-    return memory, PageBuffer(memory.ctypes.data, page_bytes, num_pages)
+def _pool(num_pages: int, page_bytes: int, device: str, fill: int) -> tuple[Memory, PageBuffer]:
+    if device == "cpu":
+        host = np.full((num_pages, page_bytes), fill, dtype=np.uint8)  # touched, so no page fault is measured
+        return host, PageBuffer(host.ctypes.data, page_bytes, num_pages)
+    import torch  # a second, which host memory need not spend
+
+    memory = torch.full((num_pages, page_bytes), fill, dtype=torch.uint8, device=device)
+    _synchronize(memory)
+    return memory, PageBuffer(memory.data_ptr(), page_bytes, num_pages, "VRAM", memory.device.index)
 
 
-def _export(pipe: Connection, num_pages: int, page_bytes: int, config: NixlConfig) -> None:
-    memory, pool = _pool(num_pages, page_bytes, fill=1)
+def _synchronize(memory: Memory) -> None:
+    import torch
+
+    torch.cuda.synchronize(memory.device)
+
+
+def _export(pipe: Connection, num_pages: int, page_bytes: int, device: str, config: NixlConfig) -> None:
+    memory, pool = _pool(num_pages, page_bytes, device, fill=1)
     source = NixlSource(pool, config, label="bench")
     pipe.send(source.handle())
     pipe.recv()
@@ -221,9 +250,10 @@ def main() -> None:
         "--repeats", type=int, default=20, help="reads per row at V3's page size; ten times that, small"
     )
     parser.add_argument("--ucx", default="NET_DEVICES=lo", help="UCX settings, KEY=VALUE[,KEY=VALUE...]")
+    parser.add_argument("--devices", nargs=2, default=("cpu", "cpu"), metavar=("FROM", "TO"), help="cpu or cuda:N")
     args = parser.parse_args()
     ucx = dict(setting.split("=", 1) for setting in args.ucx.split(",") if setting)
-    settings = Settings(args.pages_per_read, args.repeats, ucx)
+    settings = Settings(args.pages_per_read, args.repeats, ucx, tuple(args.devices))
     result = run(settings)
     report(settings, result)
     print_record(Record("transfer", asdict(settings), asdict(result) | {"v3_gb_per_s": result.v3_gb_per_s}))

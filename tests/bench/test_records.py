@@ -34,7 +34,8 @@ def test_router(workers: str) -> None:
 
 def test_transfer() -> None:
     record = record_of("transfer", "--pages-per-read", "1", "2", "--repeats", "2")
-    assert record["config"] == {"pages_per_read": [1, 2], "repeats": 2, "ucx": {"NET_DEVICES": "lo"}}
+    config = {"pages_per_read": [1, 2], "repeats": 2, "ucx": {"NET_DEVICES": "lo"}, "devices": ["cpu", "cpu"]}
+    assert record["config"] == config
     assert [row["pages"] for row in record["results"]["rows"]] == [1, 2, 1, 2]
     assert record["results"]["v3_gb_per_s"] > 0
 

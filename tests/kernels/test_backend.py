@@ -62,6 +62,13 @@ def test_forced_for_a_comparison() -> None:
     assert implementation("rope.rope", CPU) is rope
 
 
+@pytest.mark.parametrize("op", ["moe_experts", "moe_experts_fp8", "moe_experts_other"])
+def test_experts_never_run_their_reference_on_a_gpu(op: str) -> None:
+    """It sorts the choices on the host, which a graph cannot hold: the last row serves what the others do not."""
+    last = backend.TABLE[f"moe_experts.{op}"][-1]
+    assert last.needs in ("", "triton") and last.serves(0, ()) and last.serves(1 << 40, ())
+
+
 def test_every_row_names_a_function() -> None:
     for op, choices in backend.TABLE.items():
         assert op.count(".") == 1 and choices
