@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from millrace_rpc.grammar_text import MAX_BYTES, MAX_DEPTH
 from millrace_serve.engine.config import EngineConfig, Role
-from millrace_serve.engine.core import FinishReason, Grammar, GrammarKind, Request, Submit
+from millrace_serve.engine.core import Failure, FinishReason, Grammar, GrammarKind, Request, Submit
 from millrace_serve.engine.engine import Engine
 from millrace_serve.engine.grammar import GrammarError, Grammars
 from millrace_serve.engine.torch_factory import build_engine
@@ -209,3 +209,23 @@ def test_a_walk_depends_on_the_outputs_only(compiler: XgrammarCompiler, seed: in
     assert other.accept(tokens[prior:]) is None
     assert (other.mask == walk.mask).all()
     grammars.close()
+
+
+def test_an_end_of_the_sequence_among_earlier_outputs_is_refused() -> None:
+    """The library's matcher cannot be asked anything behind it."""
+    grammars = Grammars(XgrammarCompiler(paths.TINY, 1024, [EOS]))
+    outputs = TOKENIZER.encode("yes", add_special_tokens=False).ids
+    grammar = Grammar(GrammarKind.REGEX, "yes|no")
+    replay = request(1, [20, *outputs, EOS], prior=len(outputs) + 1, ignore_eos=False, grammar=grammar)
+    refused = grammars.walk(replay)
+    assert isinstance(refused, Failure) and f"token {EOS} is not what the grammar allows" in refused.message
+
+
+def test_a_vocabulary_that_the_library_does_not_take_fails_the_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise RuntimeError("Check failed: vocabulary")
+
+    monkeypatch.setattr("xgrammar.TokenizerInfo", refuse)
+    grammars = Grammars(XgrammarCompiler(paths.TINY, 1024, [EOS]))
+    refused = grammars.walk(ask(1, WORDS, ignore_eos=False))
+    assert isinstance(refused, Failure) and "Check failed: vocabulary" in refused.message

@@ -45,9 +45,8 @@ class XgrammarCompiler:
     def compile(self, grammar: Grammar) -> Callable[[], _Matcher]:
         if problem := grammar_text.problem(grammar.kind, grammar.text):
             raise GrammarError(problem)
-        compiler = self._load()
         try:
-            compiled = _compile(compiler, grammar)
+            compiled = _compile(self._load(), grammar)
         except (RuntimeError, ValueError) as error:  # xgrammar's own errors are RuntimeErrors
             raise GrammarError(_WHERE.sub("", str(error)).strip() or type(error).__name__) from error
         words = len(self._no_stop)
@@ -83,7 +82,7 @@ class _Matcher:
         self._fill()
 
     def accept(self, token: int) -> bool:
-        if not self._matcher.accept_token(token):
+        if not self._matcher.accept_token(token) or self._matcher.is_terminated():  # by an end of the sequence
             return False
         self._fill()
         return True
