@@ -67,7 +67,7 @@ def run(stages: Sequence[Stage], out: Path, seconds: float, console: Console) ->
         outcomes.append(outcome := run_one(stage, out, min(stage.limit_s, left)))
         console.print(f"  {'ok' if outcome.passed else 'FAILED'} after {outcome.seconds:.0f} s: {outcome.result}")
         if not outcome.passed:
-            console.print(_tail(out / f"{stage.name}.log"), style="dim", markup=False)
+            console.print(_ends(out, stage.name), style="dim", markup=False)
     return outcomes
 
 
@@ -130,6 +130,13 @@ def _figures(figures: Callable[[Record], str], record: Record) -> str:
         return figures(record["results"])
     except (KeyError, IndexError, TypeError, ValueError, StopIteration) as error:  # a stage that ended too early
         return f"its JSON lacks {type(error).__name__}: {error}"
+
+
+def _ends(out: Path, name: str) -> str:
+    """Of the stage's log, and of those of the cluster that it started last: it may have been ended while that began."""
+    clusters = sorted((out / "logs" / name).glob("*"), key=lambda folder: folder.stat().st_mtime)
+    logs = [out / f"{name}.log", *(log for folder in clusters[-1:] for log in sorted(folder.glob("*.log")))]
+    return "\n".join(f"  the end of {log}:\n{_tail(log)}" for log in logs)
 
 
 def _tail(log: Path) -> str:

@@ -77,6 +77,17 @@ def test_a_stage_ends_at_its_limit_with_all_that_it_started(tmp_path: Path, modu
     assert not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2]
 
 
+def test_a_failure_shows_the_logs_of_its_workers(tmp_path: Path, module: Any) -> None:
+    starts = (
+        f"import os, pathlib; folder = pathlib.Path(os.environ['{LOG_DIR}']) / 'cluster'; folder.mkdir(parents=True)"
+    )
+    module("cluster", f"{starts}; (folder / 'decode-0.log').write_text('out of memory'); raise SystemExit('late')")
+    console = Console(file=io.StringIO(), width=200)
+    stages.run([Stage("cluster", "cluster", 60)], tmp_path / "out", 100, console)
+    shown = console.file.getvalue()
+    assert "cluster.log:\n    late" in shown and "decode-0.log:\n    out of memory" in shown
+
+
 def test_no_stage_begins_without_time(tmp_path: Path, module: Any) -> None:
     (found,) = stages.run([Stage("talks", module("talks", TALKS), 60)], tmp_path, 0, quiet())
     assert (found.passed, found.result) == (False, "no time was left")
