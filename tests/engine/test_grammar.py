@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -259,6 +260,37 @@ def test_the_oldest_grammars_are_forgotten() -> None:
     grammars.walk(constrained(1, [20], Grammar(GrammarKind.REGEX, "1")))
     assert compiler.compiled.count("1") == 2 and len(grammars._compiled) == MAX_COMPILED
     grammars.close()
+
+
+def test_a_grammar_that_somebody_waits_for_is_kept() -> None:
+    """However many there are: compiled again it would throw out the next one, and so on."""
+    driver = GrammarDriver(Role.UNIFIED, max_waiting=1000)
+    driver.compiler.gate.clear()
+    for room in range(MAX_COMPILED + 5):
+        driver.submit(constrained(room, [20], Grammar(GrammarKind.REGEX, str(room)), max_tokens=1))
+    driver.compiler.gate.set()
+    driver.roster.grammars._threads.shutdown(wait=True)
+    driver.roster.grammars._threads = ThreadPoolExecutor(1)
+    driver.submit(constrained(1000, [20], Grammar(GrammarKind.REGEX, "new"), max_tokens=1))
+    driver.finish_compiling()
+    driver.run()
+    assert len(driver.compiler.compiled) == len(set(driver.compiler.compiled)) == MAX_COMPILED + 6
+    driver.check_whole()
+
+
+def test_requests_whose_grammar_is_being_compiled_are_counted() -> None:
+    driver = GrammarDriver(Role.UNIFIED, max_running=1, max_waiting=2)
+    driver.compiler.gate.clear()
+    for room in range(3):
+        driver.submit(constrained(room, [20], max_tokens=1))
+    driver.submit(request(3, [20], max_tokens=1))
+    driver.run()
+    assert (driver.engine.load().waiting, driver.engine.load().credits) == (3, 0)
+    assert driver.finish[RequestId(3, 0)].error.reason == "OVERLOADED"
+    driver.finish_compiling()
+    driver.run()
+    assert sum(output.finish is FinishReason.LENGTH for output in driver.finish.values()) == 3
+    driver.check_whole()
 
 
 def test_followers_are_given_the_same_masks() -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
@@ -89,8 +89,9 @@ class Grammars:
         self._threads = ThreadPoolExecutor(COMPILE_THREADS, "grammar")  # a thread starts when it is needed
 
     @property
-    def waiting(self) -> bool:
-        return bool(self._held)
+    def waiting(self) -> int:
+        """Requests whose grammars are being compiled."""
+        return len(self._held)
 
     def admit(self, message: EngineInput) -> list[EngineInput]:
         """What may go on to the scheduler now: the message or nothing."""
@@ -138,15 +139,32 @@ class Grammars:
 
     def _compile(self, grammar: Grammar) -> Future[Callable[[], Matcher]]:
         assert self._compiler is not None
-        key = msgspec.structs.replace(grammar, after_token_id=None)
-        future = self._compiled.get(key)
-        if future is None:
-            future = self._compiled[key] = self._threads.submit(self._compiler.compile, key)
-            done = (old for old, other in self._compiled.items() if other.done())
-            if len(self._compiled) > MAX_COMPILED and (oldest := next(done, None)) is not None:
-                del self._compiled[oldest]
+        key = _text_of(grammar)
+        if key not in self._compiled:
+            self._forget_oldest()
+            self._compiled[key] = self._threads.submit(self._compiler.compile, key)
         self._compiled.move_to_end(key)
-        return future
+        return self._compiled[key]
+
+    def _forget_oldest(self) -> None:
+        """One that is compiled and that nobody waits for, when there are too many."""
+        if len(self._compiled) < MAX_COMPILED:
+            return
+        awaited = {_text_of(one.sampling.grammar) for one in self._requests() if one.sampling.grammar is not None}
+        idle = (key for key, future in self._compiled.items() if future.done() and key not in awaited)
+        if (oldest := next(idle, None)) is not None:
+            del self._compiled[oldest]
+
+    def _requests(self) -> Iterator[Request]:
+        """Those that wait."""
+        for _, (submit, *_) in self._held.values():
+            assert isinstance(submit, Submit)
+            yield submit.request
+
+
+def _text_of(grammar: Grammar) -> Grammar:
+    """What is compiled of it."""
+    return msgspec.structs.replace(grammar, after_token_id=None)
 
 
 def _shortened(submit: Submit, waited_s: float) -> Submit:

@@ -78,7 +78,8 @@ class Roster:
             return None
         failure = refusal(request, self.config, self._facts, self._role)
         if failure is None and self.room() <= 0:
-            failure = Failure("OVERLOADED", f"{self.num_active} requests here: max_running + max_waiting is reached")
+            most = self.config.max_running + self.config.max_waiting
+            failure = Failure("OVERLOADED", f"max_running + max_waiting = {most} requests are here")
         walk = None
         if failure is None and request.sampling.grammar is not None:
             walk = self.grammars.walk(request)
@@ -234,7 +235,8 @@ class Roster:
     # ------------------------------------------------------------------------------------------ looking in
 
     def room(self) -> int:
-        return self.config.max_running + self.config.max_waiting - self.num_active
+        here = self.num_active + self.grammars.waiting
+        return self.config.max_running + self.config.max_waiting - here
 
     def seconds_to_deadline(self) -> float | None:
         while self._deadlines and _is_over(self._deadlines[0][2]):
@@ -253,7 +255,7 @@ class Roster:
         pool = self.cache.pool
         return Load(
             running=running,
-            waiting=len(self.waiting),
+            waiting=len(self.waiting) + self.grammars.waiting,
             importing=importing,
             exporting=exporting,
             waiting_tokens=self.waiting.num_tokens,
