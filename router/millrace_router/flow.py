@@ -12,7 +12,8 @@ actions out.
 Back to QUEUED: a leg failed for a reason that another attempt may cure (the errors' table says which) or made no
 progress in time. The other leg is aborted, the attempt number rises, and the next attempt replays prompt +
 `outputs`: the client sees a pause. Everything is bounded by `max_attempts`, the client's deadline and the budget that
-all requests share (`give_up`); a client that gets such an error may try again itself.
+all requests share (`give_up`); a client that gets such an error may try again itself. What a busy worker refuses is
+none of these attempts, because its last places are offered to all routers and only one of them is the first.
 
 `outputs` are the tokens of the room by position. The client takes them with `take`; a disagreement between the legs
 is retried only while the client has seen nothing of the attempt, else it ends the request: a wrong token is never
@@ -30,7 +31,8 @@ from millrace_rpc.errors import MillraceError, Reason
 
 from millrace_router.config import Timeouts
 
-BACKOFF_S = 0.05  # first pause before trying busy workers again; doubles with every attempt
+BACKOFF_S, LONGEST_BACKOFF_S = 0.05, 1.0  # pauses before trying busy workers again; doubled with every refusal
+MAX_REFUSALS = 64  # with these pauses a minute
 AGAIN_S = 1.0  # when a client whose request was given up should try again
 
 
@@ -85,10 +87,11 @@ class Blame:
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """Enter the queue again after `delay_s`."""
+    """Enter the queue again after `delay_s`. `refused`: the attempt was over before it had begun."""
 
     reason: Reason
     delay_s: float
+    refused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +116,7 @@ class Flow:
     queue_s: float  # how long the first wait may take
     stage: Stage = Stage.QUEUED
     attempt: int = -1  # of the latest submit
+    refusals: int = 0  # attempts that workers were too busy to take
     open: set[Leg] = field(default_factory=set)  # legs that may still say something
     outputs: list[int] = field(default_factory=list)  # token ids of the room
     logprobs: list[common_pb2.TokenLogprobs] = field(default_factory=list)  # as many as outputs, when asked for
@@ -254,13 +258,17 @@ class Flow:
             return (*end, blamed)
         if not (curable or error.row.retry_elsewhere):
             return (*self._end(Stage.FAILED, str(error.reason), error=error), blamed)
-        if self.attempt + 1 >= self.max_attempts:
-            last = self._final(error, f"attempt {self.attempt + 1} of {self.max_attempts}")
+        busy = error.row.retry_after_s > 0  # the worker is well but takes nothing now
+        pause = min(BACKOFF_S * 2**self.refusals, LONGEST_BACKOFF_S) if busy else 0.0
+        refused = busy and len(self.outputs) == self.base and self.refusals < MAX_REFUSALS
+        self.refusals += refused
+        tries = self.attempt + 1 - self.refusals
+        if tries >= self.max_attempts:
+            last = self._final(error, f"attempt {tries} of {self.max_attempts}")
             return (*self._end(Stage.FAILED, str(error.reason), error=last), blamed)
         aborts = self._abort_open(str(error.reason))
         self._move(Stage.QUEUED, now)
-        busy = error.row.retry_after_s > 0  # the worker is well but takes nothing now
-        return (*aborts, blamed, Retry(error.reason, BACKOFF_S * 2**self.attempt if busy else 0.0))
+        return (*aborts, blamed, Retry(error.reason, pause, refused))
 
     def _culprits(self) -> frozenset[Leg]:
         """Whose silence it is: a first token needs the prefill worker alone, a handover both."""

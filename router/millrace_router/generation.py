@@ -129,8 +129,8 @@ class Generation:
                     blamed = [replica for leg, replica in self._placed.items() if leg in legs]
                     self._avoid |= {replica.address for replica in blamed}
                     self._health.failed([replica.epoch for replica in blamed], reason)
-                case Retry(reason, delay_s):
-                    self._retry(str(reason), delay_s)
+                case Retry():
+                    self._retry(action)
                 case Count(metric, kind):
                     counter = getattr(self._backend.metrics, metric)
                     (counter.labels(kind=kind) if kind else counter).inc()
@@ -181,15 +181,15 @@ class Generation:
                 self._placed[Leg.DECODE] = placement.decode
         self.perform(self.flow.assign(frozenset(self._placed), self._loop.time()))
 
-    def _retry(self, reason: str, delay_s: float) -> None:
+    def _retry(self, retry: Retry) -> None:
         log.info("attempt %d failed after %d tokens: %s", self.flow.attempt, len(self.flow.outputs), self.flow.error)
         self._spans.over(self._loop.time(), error=str(self.flow.error))
-        if not self._health.budget.spend(self._loop.time()):
+        if not retry.refused and not self._health.budget.spend(self._loop.time()):
             self._backend.metrics.retries_refused.inc()
             self.flow.give_up()
             return
-        self._backend.metrics.retries.labels(reason=reason).inc()
-        self._again = self._loop.call_later(delay_s, self._enter)
+        self._backend.metrics.retries.labels(reason=str(retry.reason)).inc()
+        self._again = self._loop.call_later(retry.delay_s, self._enter)
 
     # ------------------------------------------------------------------------------------- the workers
 

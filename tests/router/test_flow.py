@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from millrace.v1 import common_pb2, worker_pb2
 from millrace_router.config import Timeouts
-from millrace_router.flow import LEGAL, Abort, Count, Flow, Leg, Retry, Stage, Submit
+from millrace_router.flow import LEGAL, MAX_REFUSALS, Abort, Count, Flow, Leg, Retry, Stage, Submit
 from millrace_rpc.errors import TABLE, MillraceError, Reason
 
 BOTH = frozenset(Leg)
@@ -188,13 +188,27 @@ def test_the_table_decides_about_retries(reason: Reason) -> None:
 
 
 def test_busy_workers_are_tried_after_a_pause_that_doubles() -> None:
-    machine, delays = flow(max_attempts=4), []
-    for _ in range(3):
+    machine, delays = flow(max_attempts=2), []
+    while not machine.ended:
         machine.assign(BOTH, 0.0)
-        delays += [
-            a.delay_s for a in machine.output(Leg.PREFILL, failed(Reason.OVERLOADED), 0.0) if isinstance(a, Retry)
-        ]
-    assert delays == [0.05, 0.1, 0.2]
+        actions = machine.output(Leg.PREFILL, failed(Reason.OVERLOADED), 0.0)
+        delays += [action.delay_s for action in actions if isinstance(action, Retry)]
+    assert delays[:6] == [0.05, 0.1, 0.2, 0.4, 0.8, 1.0] and max(delays) == 1.0
+    assert len(delays) == MAX_REFUSALS + 1, "refusals are no attempts, but not for ever"
+
+
+def test_what_a_worker_had_taken_is_an_attempt() -> None:
+    machine = flow(max_attempts=2)
+    for _ in range(2):
+        machine.assign(BOTH, 0.0)
+        machine.output(Leg.PREFILL, failed(Reason.OVERLOADED), 0.0)
+    for _ in range(2):
+        assert not machine.ended
+        machine.assign(BOTH, 0.0)
+        machine.output(Leg.PREFILL, out(len(machine.outputs), 5), 0.0)
+        actions = machine.output(Leg.DECODE, failed(Reason.DRAINING), 0.0)
+    assert machine.stage is Stage.FAILED and "attempt 2 of 2" in machine.error.message
+    assert not any(isinstance(action, Retry) for action in actions)
 
 
 def test_mismatch_before_the_client_saw_anything_is_retried() -> None:
