@@ -2,12 +2,12 @@
 and three turns of the event loop), so one that is behind sends larger messages instead of queueing small ones.
 
 1. A stream with news joins the next round, once.
-2. A round gives each of its streams a turn, in the order in which they joined, and only a few in each turn of the event
-   loop: what else comes (outputs, requests, first tokens) waits for a few messages, never for the whole round.
-3. After it all streams rest, for half of the time that it took. What comes meanwhile makes one message of each.
+2. A round gives each of its streams a turn, in the order in which they joined, each in a turn of the event loop: what
+   else comes (outputs, requests, first tokens) waits for one message at a time, never for the whole round.
+3. After it all streams rest, for as long as it took. What comes meanwhile makes one message of each.
 
 A round that takes no time is followed by no rest: a router with little to do sends each token by itself. Under load
-sending takes at most two thirds of the event loop's time, whatever else slows it down, and the rest is for the others.
+sending takes at most half of the event loop's time, whatever else slows it down, and the other half is for the others.
 """
 
 from __future__ import annotations
@@ -16,15 +16,13 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-REST = 0.5  # of the time that the round took
 LONGEST_REST_S = 0.02
 SHORT_S = 0.001  # a round that needs no rest
-AT_ONCE = 16  # streams in one turn of the event loop
 
 
 def rest_s(took_s: float, interval_s: float) -> float:
     """Seconds from the end of a round that took `took_s` to the next one. Rounds begin at least `interval_s` apart."""
-    rest = 0.0 if took_s < SHORT_S else min(REST * took_s, LONGEST_REST_S)
+    rest = 0.0 if took_s < SHORT_S else min(took_s, LONGEST_REST_S)
     return max(rest, interval_s - took_s)
 
 
@@ -53,9 +51,8 @@ class Rounds:
         self._go_on()
 
     def _go_on(self) -> None:
-        """A few turns. What they wake runs before the next call of this, so that a round's time includes it."""
-        for _ in range(min(AT_ONCE, len(self._round))):
-            self._round.popleft()()
+        """One turn. What it wakes runs before the next call of this, so that a round's time includes it."""
+        self._round.popleft()()
         self._loop.call_soon(self._go_on if self._round else self._end)
 
     def _end(self) -> None:
