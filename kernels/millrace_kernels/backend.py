@@ -89,11 +89,24 @@ TABLE: dict[str, tuple[Choice, ...]] = {
     "mla_qkv.mla_qkv_norm": _ours("mla_qkv:mla_qkv_norm"),
     "mla_absorb.absorb_q": (
         Choice("millrace_kernels.triton.mla_absorb:absorb_q_small", needs="triton", max_size=SMALL_TOKENS),
+        Choice(
+            "millrace_kernels.triton.mla_absorb:absorb_q_measured",
+            needs="triton",
+            when="millrace_kernels.triton.mla_absorb:absorb_is_measured",
+        ),
         *_ours("mla_absorb:absorb_q"),
     ),
     "mla_absorb.project_v": (
         Choice("millrace_kernels.triton.mla_absorb:project_v_small", needs="triton", max_size=SMALL_TOKENS),
         Choice("millrace_kernels.ref.mla_absorb:project_v"),
+    ),
+    "mla_absorb.project_v_quant": (
+        Choice(
+            "millrace_kernels.triton.mla_absorb:project_v_quant",
+            needs="triton",
+            when="millrace_kernels.triton.mla_absorb:project_quant_is_measured",
+        ),
+        Choice("millrace_kernels.ref.mla_absorb:project_v_quant"),
     ),
     "mla_expand.expand_kv": _ours("mla_expand:expand_kv"),
     "mla_expand.rope_q": _ours("mla_expand:rope_q"),

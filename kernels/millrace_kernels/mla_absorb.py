@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from millrace_kernels.backend import implementation
+from millrace_kernels.backend import SMALL_TOKENS, implementation
+from millrace_kernels.fp8 import Operand
 
 
 def absorb_q(q: Tensor, w_uk: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -21,10 +22,18 @@ def absorb_q(q: Tensor, w_uk: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         [T, H, C+R], contiguous.
     """
     assert q.shape[1] == w_uk.shape[0] and q.shape[2] == w_uk.shape[1] + 2 * cos.shape[1], (q.shape, w_uk.shape)
-    return implementation("mla_absorb.absorb_q", q.device, q.shape[0])(q, w_uk, cos, sin)
+    return implementation("mla_absorb.absorb_q", q.device, q.shape[0], tuple(w_uk.shape))(q, w_uk, cos, sin)
 
 
 def project_v(latent: Tensor, w_uv: Tensor) -> Tensor:
     """latent [T, H, C], w_uv [H, V, C] (any head stride) -> [T, H * V], contiguous."""
     assert latent.shape[1] == w_uv.shape[0] and latent.shape[2] == w_uv.shape[2], (latent.shape, w_uv.shape)
     return implementation("mla_absorb.project_v", latent.device, latent.shape[0])(latent, w_uv)
+
+
+def project_v_quant(latent: Tensor, w_uv: Tensor) -> Operand:
+    """project_v for an FP8 product: plain up to SMALL_TOKENS tokens, above quantised only."""
+    if latent.shape[0] <= SMALL_TOKENS:
+        return Operand(project_v(latent, w_uv), None)
+    run = implementation("mla_absorb.project_v_quant", latent.device, latent.shape[0], tuple(w_uv.shape))
+    return run(latent, w_uv)

@@ -128,14 +128,16 @@ def test_tuning_measures_what_gives_the_right_result(
 
 def test_attention_is_tuned_against_what_is_in_use() -> None:
     found = list(tune_attention.tasks(Draw(dtype=torch.bfloat16)))
-    assert {task.op for task in found} == {"absorb_q", "project_v", "mla_decode", "mla_prefill"}
+    assert {task.op for task in found} == {
+        "absorb_q", "project_v", "absorb_q of many", "project_v_quant", "mla_decode", "mla_prefill"
+    }  # fmt: skip
     for task in found:
         assert len({str(option) for option in task.options}) == len(task.options) > 3
         if task.op == "mla_decode":
             assert task.options[0] == {"chosen": mla_decode.config(int(task.shape[2:5]), torch.bfloat16)}
         if task.op == "absorb_q":
             heads = int(task.shape.rpartition("=")[2])
-            assert task.options[0] == {"block": mla_absorb.columns(heads, 512, 32), "num_warps": 4}
+            assert task.options[0] == {"tile": mla_absorb.Tile(mla_absorb.columns(heads, 512, 32))}
 
 
 @pytest.mark.parametrize("num", tune_mid.TOKENS)

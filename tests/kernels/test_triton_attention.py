@@ -9,12 +9,23 @@ from typing import Any
 import pytest
 import torch
 from millrace_kernels.backend import SMALL_TOKENS
+from millrace_kernels.fp8 import Fp8, quant_groups
+from millrace_kernels.ref import mla_absorb as reference
 from millrace_kernels.testing import attention
 from millrace_kernels.testing.attention import Draw
 from millrace_kernels.testing.cases import DECODE_CASES, PREFILL_CASES, DecodeCase, PrefillCase
 from millrace_kernels.testing.compare import assert_like_reference
-from millrace_kernels.testing.numeric import ATTENTION_TOLERANCE, OP_TOLERANCE
+from millrace_kernels.testing.numeric import (
+    ATTENTION_TOLERANCE,
+    FP8_TOLERANCE,
+    OP_TOLERANCE,
+    assert_close,
+    dequantised,
+    rms_error,
+)
 from millrace_kernels.triton import mla_decode
+from millrace_kernels.triton.mla_absorb import Tile, absorb_q_with, project_v_quant_with, project_v_with
+from torch import Tensor
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU test_gpu_attention.py runs the kernels")
 
@@ -76,6 +87,33 @@ def test_absorb_q(target: str, num: int) -> None:
 @pytest.mark.parametrize("num", [0, 1, 7, SMALL_TOKENS])
 def test_project_v(num: int) -> None:
     check("mla_absorb.project_v", "mla_absorb:project_v_small", attention.project_v, num, HEADS)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("num", [0, 17, 40])
+def test_absorption_of_many_tokens(num: int, fp8: bool) -> None:
+    draw = Draw(dtype=torch.bfloat16)
+    inputs, tile = attention.absorb_q(draw, num, HEADS), Tile(64, 4, 32)
+    weight, values = of_heads(inputs["w_uk"], fp8)
+    found = absorb_q_with(**(inputs | {"w_uk": weight}), tile=tile)
+    wanted = reference.absorb_q(inputs["q"].float(), values, inputs["cos"], inputs["sin"])
+    assert_close(found, wanted)
+    inputs = attention.project_v(draw, num, HEADS)
+    weight, values = of_heads(inputs["w_uv"], fp8)
+    latent, wanted = inputs["latent"], reference.project_v(inputs["latent"].float(), values)
+    assert_close(project_v_with(latent, weight, tile), wanted)
+    quantised = project_v_quant_with(latent, weight, Tile(128, 4, 32)).fp8
+    assert quantised is not None and quantised.scales.stride(0) == 1
+    assert rms_error(dequantised(quantised), wanted) < FP8_TOLERANCE
+    assert rms_error(dequantised(quantised), dequantised(quant_groups(project_v_with(latent, weight, tile)))) < 5e-3
+
+
+def of_heads(weight: Tensor, fp8: bool) -> tuple[Tensor | Fp8, Tensor]:
+    """What the kernels get, and its exact values."""
+    if not fp8:
+        return weight, weight.float()
+    quantised = attention.fp8_heads(weight)
+    return quantised, quantised.data.float() * quantised.scales.repeat_interleave(128, 1)[:, None]
 
 
 @pytest.mark.parametrize("heads", [16, 128])

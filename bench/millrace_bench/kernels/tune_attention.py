@@ -14,10 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from millrace_kernels.fp8 import Fp8, Operand
+from millrace_kernels.mla_absorb import absorb_q, project_v_quant
 from millrace_kernels.testing import attention
 from millrace_kernels.testing.attention import Draw, Inputs
 from millrace_kernels.testing.timing import time_us
 from millrace_kernels.triton import mla_absorb, mla_decode, mla_prefill
+from millrace_kernels.triton.mla_absorb import Tile
+from torch import Tensor
 
 from millrace_bench.common import Record, print_record
 
@@ -37,6 +41,8 @@ def tasks(draw: Draw) -> Iterator[Task]:
     for heads in HEADS:
         for num in (1, 16):
             yield from _absorption(draw, num, heads)
+        for num in (128, 256):
+            yield from _absorption_of_many(draw, num, heads)
         for batch, keys in ((1, 4096), (32, 4096), (128, 4096)):
             yield _decode(draw, heads, batch, keys)
         for num in (64, 4096):
@@ -51,9 +57,42 @@ def _absorption(draw: Draw, num: int, heads: int) -> Iterator[Task]:
     ):
         blocks = [1 << power for power in range(least.bit_length() - 1, width.bit_length())]
         used = mla_absorb.columns(heads, width, least)
-        options = [{"block": block, "num_warps": warps} for block in blocks for warps in (2, 4, 8)]
-        options.sort(key=lambda option: option != {"block": used, "num_warps": 4})
+        options = [{"tile": Tile(block, warps)} for block in blocks for warps in (2, 4, 8)]
+        options.sort(key=lambda option: option != {"tile": Tile(used)})
         yield Task(op, shape, functools.partial(make, draw, num, heads), run, options)
+
+
+def _absorption_of_many(draw: Draw, num: int, heads: int) -> Iterator[Task]:
+    """Our products, with BF16 and with FP8 weights, against what is in use (no tile) and the launch that they spare."""
+    shape = f"T={num} H={heads}"
+    tiles = [Tile(*tile) for tile in itertools.product((64, 128), (4, 8), (32, 64, 128))]
+    for op, run, make, weight in (
+        ("absorb_q of many", _absorb_many, attention.absorb_q, "w_uk"),
+        ("project_v_quant", _project_many, attention.project_v, "w_uv"),
+    ):
+        chosen = [tile for tile in tiles if op == "absorb_q of many" or tile.columns == attention.VALUE]
+        options: list[dict[str, Any]] = [{"tile": None, "fp8": False}]
+        options += [{"tile": t, "fp8": fp8} for t in chosen for fp8 in (False, True)]
+        yield Task(op, shape, functools.partial(_with_fp8, make, weight, draw, num, heads), run, options)
+
+
+def _with_fp8(make: Callable[..., Inputs], weight: str, *shape: Any) -> Inputs:
+    inputs = make(*shape)
+    return inputs | {"quantised": attention.fp8_heads(inputs[weight])}
+
+
+def _absorb_many(
+    q: Tensor, w_uk: Tensor, quantised: Fp8, cos: Tensor, sin: Tensor, tile: Tile | None, fp8: bool
+) -> Tensor:
+    if tile is None:
+        return absorb_q(q, w_uk, cos, sin)
+    return mla_absorb.absorb_q_with(q, quantised if fp8 else w_uk, cos, sin, tile)
+
+
+def _project_many(latent: Tensor, w_uv: Tensor, quantised: Fp8, tile: Tile | None, fp8: bool) -> Operand:
+    if tile is None:
+        return project_v_quant(latent, w_uv)
+    return mla_absorb.project_v_quant_with(latent, quantised if fp8 else w_uv, tile)
 
 
 def _decode(draw: Draw, heads: int, batch: int, keys: int) -> Task:
@@ -76,7 +115,7 @@ def _prefill(draw: Draw, heads: int, num: int) -> Task:
 
 def tune(task: Task, device: torch.device, samples: int) -> Iterator[tuple[dict[str, Any], float]]:
     """Microseconds of each configuration, in the task's order; those that the GPU refuses are left out."""
-    sets = [task.make() for _ in range(SETS if task.op in ("absorb_q", "project_v") else 1)]
+    sets = [task.make() for _ in range(SETS if task.op.startswith(("absorb_q", "project_v")) else 1)]
     for option in task.options:
         try:
             yield option, time_us([functools.partial(task.run, **inputs, **option) for inputs in sets], device, samples)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from millrace_kernels.fp8 import Operand, quant_groups
 from millrace_kernels.ref.rope import rope
 
 
@@ -20,3 +21,8 @@ def project_v(latent: Tensor, w_uv: Tensor) -> Tensor:
     out = latent.new_empty(*latent.shape[:2], w_uv.shape[1])
     torch.bmm(latent.transpose(0, 1), w_uv.transpose(1, 2), out=out.transpose(0, 1))
     return out.flatten(1)
+
+
+def project_v_quant(latent: Tensor, w_uv: Tensor) -> Operand:
+    """Two launches on a GPU: the quantisation is that of the table."""
+    return Operand(None, quant_groups(project_v(latent, w_uv)))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from millrace_kernels.fp8 import BLOCK, E4M3_MAX, Fp8
 from millrace_kernels.testing.numeric import poisoned
 
 LATENT, ROPE, NOPE, VALUE, PAGE, LAYERS = 512, 64, 128, 128, 64, 3
@@ -66,6 +67,13 @@ def absorb_q(draw: Draw, num: int, heads: int) -> Inputs:
 
 def project_v(draw: Draw, num: int, heads: int) -> Inputs:
     return {"latent": draw(num, heads, LATENT), "w_uv": draw(heads, NOPE + VALUE, LATENT)[:, NOPE:]}
+
+
+def fp8_heads(weight: Tensor) -> Fp8:
+    """weight [H, N <= 128, C] of the absorbed form -> E4M3, with a scale per head and 128 columns: [H, C/128]"""
+    groups = weight.float().unflatten(-1, (-1, BLOCK))
+    scales = groups.abs().amax((1, 3)) / E4M3_MAX
+    return Fp8((groups / scales[:, None, :, None]).flatten(2).to(torch.float8_e4m3fn), scales)
 
 
 def expand_kv(draw: Draw, num: int, heads: int) -> Inputs:

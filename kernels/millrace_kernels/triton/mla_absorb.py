@@ -1,19 +1,53 @@
 """Up to SMALL_TOKENS tokens one program owns a head and some of its columns: the weight is read once, and the rotation
-rides along in programs of its own. For more tokens cuBLAS multiplies, through strided views, so nothing is copied.
+rides along in programs of its own. For more tokens cuBLAS multiplies, through strided views, so nothing is copied,
+unless our kernels were measured to be faster: they spare the launch for the rotation, or for the quantisation of what
+o_proj reads, where a head's values are one group.
+
+FP8 weights, as the projection is stored, halve what is read of them; products are still BF16 and exact to the weight.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from millrace_kernels.fp8 import BLOCK, Fp8, Operand
 from millrace_kernels.triton.launch import options, wait
+from millrace_kernels.triton.quant import empty_fp8, quantise
 from millrace_kernels.triton.rope import rotate, rotate_into
+from millrace_kernels.triton.small_linear import exact_bf16
 
 PROGRAMS = 264  # two for each of an H200's 132 multiprocessors: enough loads in flight
 BLOCK_T = 16  # rows of the smallest tensor-core tile
+CLASSES = (32, 64, 128, 256)  # tokens up to which a measured tile holds
+
+
+class Tile(NamedTuple):
+    columns: int  # of a head
+    warps: int = 4
+    tokens: int = BLOCK_T
+
+
+# (class of tokens, heads) -> the fastest of `python -m millrace_bench.kernels.tune_attention`, where it beats cuBLAS
+# with the launch that it spares. Nothing is in use before it was measured.
+ABSORB: dict[tuple[int, int], Tile] = {}
+PROJECT_QUANT: dict[tuple[int, int], Tile] = {}
+
+
+def absorb_is_measured(num_tokens: int, shape: tuple[int, ...]) -> bool:
+    return (_class(num_tokens), shape[0]) in ABSORB
+
+
+def project_quant_is_measured(num_tokens: int, shape: tuple[int, ...]) -> bool:
+    return (_class(num_tokens), shape[0]) in PROJECT_QUANT
+
+
+def _class(num_tokens: int) -> int:
+    return next((most for most in CLASSES if num_tokens <= most), 0)
 
 
 def absorb_q(q: Tensor, w_uk: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -25,40 +59,68 @@ def absorb_q(q: Tensor, w_uk: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def absorb_q_small(q: Tensor, w_uk: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return absorb_q_with(q, w_uk, cos, sin, columns(q.shape[1], w_uk.shape[2], 32))
+    return absorb_q_with(q, w_uk, cos, sin, Tile(columns(q.shape[1], w_uk.shape[2], 32)))
 
 
-def absorb_q_with(q: Tensor, w_uk: Tensor, cos: Tensor, sin: Tensor, block: int, num_warps: int = 4) -> Tensor:
-    """`block`: columns of a program."""
-    (tokens, heads, _), (nope, latent) = q.shape, w_uk.shape[1:]
-    assert tokens <= BLOCK_T and q.stride(2) == w_uk.stride(2) == cos.stride(1) == sin.stride(1) == 1
-    assert cos.stride(0) == sin.stride(0)
+def absorb_q_measured(q: Tensor, w_uk: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return absorb_q_with(q, w_uk, cos, sin, ABSORB[_class(q.shape[0]), q.shape[1]])
+
+
+def absorb_q_with(q: Tensor, w_uk: Tensor | Fp8, cos: Tensor, sin: Tensor, tile: Tile) -> Tensor:
+    """An FP8 w_uk has scales [H, C/128]; a tile's columns then lie in one block."""
+    weight, scales, fp8 = _parts(w_uk)
+    (tokens, heads, _), (nope, latent) = q.shape, weight.shape[1:]
+    assert q.stride(2) == weight.stride(2) == cos.stride(1) == sin.stride(1) == 1 and cos.stride(0) == sin.stride(0)
+    assert not fp8 or BLOCK % tile.columns == 0, tile
     out = q.new_empty(tokens, heads, latent + q.shape[2] - nope)
     if tokens:
-        _absorb[(heads, latent // block + 1)](
-            out, q, w_uk, cos, sin,
-            tokens, *out.stride()[:2], *q.stride()[:2], *w_uk.stride()[:2], cos.stride(0),
-            N=nope, C=latent, HALF=cos.shape[1], BLOCK_T=BLOCK_T, BLOCK_C=block, **options(num_warps),
+        _absorb[(heads, latent // tile.columns + 1, triton.cdiv(tokens, tile.tokens))](
+            out, q, weight, scales, cos, sin,
+            tokens, *out.stride()[:2], *q.stride()[:2], *weight.stride()[:2], scales.stride(0), cos.stride(0),
+            N=nope, C=latent, HALF=cos.shape[1], BLOCK_T=tile.tokens, BLOCK_C=tile.columns, FP8=fp8,
+            **options(tile.warps),
         )  # fmt: skip
     return out
 
 
 def project_v_small(latent: Tensor, w_uv: Tensor) -> Tensor:
-    return project_v_with(latent, w_uv, columns(latent.shape[1], w_uv.shape[1], 16))
+    return project_v_with(latent, w_uv, Tile(columns(latent.shape[1], w_uv.shape[1], 16)))
 
 
-def project_v_with(latent: Tensor, w_uv: Tensor, block: int, num_warps: int = 4) -> Tensor:
-    """`block`: columns of a program."""
-    (tokens, heads, width), value = latent.shape, w_uv.shape[1]
-    assert tokens <= BLOCK_T and latent.stride(2) == w_uv.stride(2) == 1
-    out = latent.new_empty(tokens, heads * value)
-    if tokens:
-        _project[(heads, value // block)](
-            out, latent, w_uv,
-            tokens, out.stride(0), *latent.stride()[:2], *w_uv.stride()[:2],
-            C=width, V=value, BLOCK_T=BLOCK_T, BLOCK_V=block, BLOCK_C=min(width, 256), num_warps=num_warps,
-        )  # fmt: skip
+def project_v_with(latent: Tensor, w_uv: Tensor | Fp8, tile: Tile) -> Tensor:
+    """An FP8 w_uv has scales [H, C/128]."""
+    out = latent.new_empty(latent.shape[0], latent.shape[1] * _parts(w_uv)[0].shape[1])
+    _launch_project(out, out, latent, w_uv, tile)
     return out
+
+
+def project_v_quant(latent: Tensor, w_uv: Tensor) -> Operand:
+    return project_v_quant_with(latent, w_uv, PROJECT_QUANT[_class(latent.shape[0]), latent.shape[1]])
+
+
+def project_v_quant_with(latent: Tensor, w_uv: Tensor | Fp8, tile: Tile) -> Operand:
+    assert tile.columns == _parts(w_uv)[0].shape[1] == BLOCK, "a head's values are one group"
+    fp8 = empty_fp8(latent.shape[0], latent.shape[1] * BLOCK, latent.device)
+    _launch_project(fp8.data, fp8.scales, latent, w_uv, tile)
+    return Operand(None, fp8)
+
+
+def _launch_project(out: Tensor, out_scales: Tensor, latent: Tensor, w_uv: Tensor | Fp8, tile: Tile) -> None:
+    weight, scales, fp8 = _parts(w_uv)
+    (tokens, heads, width), value = latent.shape, weight.shape[1]
+    assert latent.stride(2) == weight.stride(2) == 1
+    if tokens:
+        _project[(heads, value // tile.columns, triton.cdiv(tokens, tile.tokens))](
+            out, out_scales, latent, weight, scales,
+            tokens, out.stride(0), out_scales.stride(1), *latent.stride()[:2], *weight.stride()[:2], scales.stride(0),
+            C=width, V=value, BLOCK_T=tile.tokens, BLOCK_V=tile.columns, BLOCK_C=BLOCK if fp8 else min(width, 256),
+            FP8=fp8, QUANT=out.dtype == torch.float8_e4m3fn, num_warps=tile.warps,
+        )  # fmt: skip
+
+
+def _parts(weight: Tensor | Fp8) -> tuple[Tensor, Tensor, bool]:
+    """Its values, its scales (any tensor in their place for plain ones), and whether it is FP8."""
+    return (*weight, True) if isinstance(weight, Fp8) else (weight, weight, False)
 
 
 def columns(heads: int, width: int, least: int) -> int:
@@ -71,13 +133,13 @@ def columns(heads: int, width: int, least: int) -> int:
 
 @triton.jit
 def _absorb(
-    out_ptr, q_ptr, w_ptr, cos_ptr, sin_ptr,
-    tokens, out_row, out_head, q_row, q_head, w_head, w_row, angle_row,
+    out_ptr, q_ptr, w_ptr, scales_ptr, cos_ptr, sin_ptr,
+    tokens, out_row, out_head, q_row, q_head, w_head, w_row, scale_head, angle_row,
     N: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
-    PDL: tl.constexpr,
+    FP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head, part = tl.program_id(0), tl.program_id(1)
-    token = tl.arange(0, BLOCK_T)
+    token = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
     present = token < tokens
     q_rows = q_ptr + head * q_head + token * q_row
     out_rows = out_ptr + head * out_head + token * out_row
@@ -94,19 +156,24 @@ def _absorb(
         w = tl.load(w_ptr + head.to(tl.int64) * w_head + inner[:, None] * w_row + column[None, :])
         wait(PDL)
         nope = tl.load(q_rows[:, None] + inner[None, :], mask=present[:, None], other=0.0)
-        product = tl.dot(nope, w, input_precision="ieee")
+        if FP8:
+            scale = tl.load(scales_ptr + head * scale_head + part * BLOCK_C // 128)
+            product = tl.dot(nope, exact_bf16(w)) * scale
+        else:
+            product = tl.dot(nope, w, input_precision="ieee")
         tl.store(out_rows[:, None] + column[None, :], product.to(out_ptr.dtype.element_ty), mask=present[:, None])
 
 
 @triton.jit
 def _project(
-    out_ptr, latent_ptr, w_ptr,
-    tokens, out_row, latent_row, latent_head, w_head, w_row,
+    out_ptr, out_scales_ptr, latent_ptr, w_ptr, scales_ptr,
+    tokens, out_row, out_scale_col, latent_row, latent_head, w_head, w_row, scale_head,
     C: tl.constexpr, V: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr,
+    FP8: tl.constexpr, QUANT: tl.constexpr,
 ):  # fmt: skip
     """Never launched as a dependent: the kernel before may be FlashMLA's last, see lib/flash_mla.py."""
     head = tl.program_id(0)
-    token = tl.arange(0, BLOCK_T)
+    token = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
     present = (token < tokens)[:, None]
     column = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     inner = tl.arange(0, BLOCK_C)
@@ -115,6 +182,15 @@ def _project(
     total = tl.zeros((BLOCK_T, BLOCK_V), dtype=tl.float32)
     for first in tl.static_range(0, C, BLOCK_C):
         x = tl.load(x_tile + first, mask=present, other=0.0)
-        total += tl.dot(x, tl.trans(tl.load(w_tile + first)), input_precision="ieee")
+        if FP8:
+            scale = tl.load(scales_ptr + head * scale_head + first // 128)
+            total += tl.dot(x, tl.trans(exact_bf16(tl.load(w_tile + first)))) * scale
+        else:
+            total += tl.dot(x, tl.trans(tl.load(w_tile + first)), input_precision="ieee")
     out_tile = out_ptr + token[:, None] * out_row + head * V + column[None, :]
-    tl.store(out_tile, total.to(out_ptr.dtype.element_ty), mask=present)
+    if QUANT:  # as if the values had been written first
+        quantised, scale = quantise(total.to(latent_ptr.dtype.element_ty).to(tl.float32))
+        tl.store(out_tile, quantised, mask=present)
+        tl.store(out_scales_ptr + head.to(tl.int64) * out_scale_col + token, scale, mask=token < tokens)
+    else:
+        tl.store(out_tile, total.to(out_ptr.dtype.element_ty), mask=present)

@@ -12,11 +12,11 @@ Letters: T tokens, B sequences, H heads of this rank, C kv_lora_rank, R rope dim
 from __future__ import annotations
 
 import torch
-from millrace_kernels.fp8 import Operand
+from millrace_kernels.fp8 import Fp8, Operand
 from millrace_kernels.kv_gather import kv_gather
 from millrace_kernels.linear import linear
 from millrace_kernels.merge_state import merge_state
-from millrace_kernels.mla_absorb import absorb_q, project_v
+from millrace_kernels.mla_absorb import absorb_q, project_v, project_v_quant
 from millrace_kernels.mla_decode import mla_decode
 from millrace_kernels.mla_expand import expand_kv, rope_q
 from millrace_kernels.mla_prefill import mla_prefill
@@ -83,7 +83,10 @@ class Mla:
         assert q is not None
         q = q.unflatten(-1, (self.num_heads, self.config.qk_head_dim))
 
-        parts = [self._absorbed(q[group.rows], step, group, kv) for group in step.absorbed]
+        if isinstance(self.o_proj, Fp8) and [group.rows for group in step.absorbed] == [slice(0, q.shape[0])]:
+            latent = self._attend_absorbed(q, step, step.absorbed[0], kv)
+            return self.dims.tp_all_reduce(linear(project_v_quant(latent, self.w_uv), self.o_proj))
+        parts = [project_v(self._attend_absorbed(q[group.rows], step, group, kv), self.w_uv) for group in step.absorbed]
         rows = step.expanded_rows
         if rows.stop > rows.start:
             parts.append(self._expanded(q[rows], c_kv[rows], k_pe[rows], step, kv))
@@ -112,8 +115,8 @@ class Mla:
         up = linear(c_kv, self.kv_b_proj).unflatten(-1, (self.num_heads, -1))
         return expand_kv(up, k_pe, self.config.qk_nope_head_dim)
 
-    def _absorbed(self, q: Tensor, step: AttnStep, group: AbsorbedGroup, kv: Tensor) -> Tensor:
-        """q [T, H, N+R] of the group, not rotated yet -> [T, H*V]"""
+    def _attend_absorbed(self, q: Tensor, step: AttnStep, group: AbsorbedGroup, kv: Tensor) -> Tensor:
+        """q [T, H, N+R] of the group, not rotated yet -> [T, H, C], for w_uv"""
         attn = step.inputs.attn
         q = absorb_q(q, self.w_uk, step.cos[group.rows], step.sin[group.rows])  # [T, H, C+R]
         latent, _ = mla_decode(
@@ -125,4 +128,4 @@ class Mla:
             self.config.kv_lora_rank,
             plan=group.plan,
         )
-        return project_v(latent.flatten(0, 1), self.w_uv)
+        return latent.flatten(0, 1)
