@@ -70,7 +70,7 @@ class Inference:
             ended.count(gone())
             raise
         spans.routed(asyncio.get_running_loop().time(), len(token_ids))
-        stream = Stream(lambda error: ended(stream, error), config.limits.unread, self._rounds)
+        stream = Stream(lambda error: ended(stream, error), config.limits.unread * ask.n, self._rounds)
         for i in range(ask.n):
             job = Job(
                 token_ids=token_ids,

@@ -11,7 +11,7 @@ from millrace_router.ask import Ask
 from millrace_router.limits import Bucket
 from millrace_router.tenants import Caller, Tenant, caller
 from millrace_rpc.errors import MillraceError, Reason
-from router.fake_worker import DECODE, PREFILL, FakeWorker
+from router.fake_worker import DECODE, PREFILL, FakeWorker, expected
 from router.harness import Cluster
 
 PROMPT = [10, 20, 30]
@@ -49,4 +49,17 @@ async def test_who_is_over_its_rate_takes_nobodys_place(cluster: Callable) -> No
     assert caught.value.reason is Reason.RATE_LIMITED
     assert len(made.router.admission) == 1
     waiting.cancel()
+    await made.quiet()
+
+
+async def test_a_client_may_be_behind_by_as_many_steps_with_several_continuations(cluster: Callable) -> None:
+    """A step of the engine brings a token of each."""
+    made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE), limits={"unread": 40})
+    ask = Ask(model="", prompt=PROMPT, numbers={"max_tokens": 30, "seed": 0}, n=4)
+    stream = (await made.router.inference.generate(ask, "grpc")).stream
+    await made.until(lambda: all(one.generation.flow.ended for one in stream.continuations))
+    tokens: dict[int, list[int]] = {i: [] for i in range(4)}
+    async for delta in stream.deltas():
+        tokens[delta.index] += delta.token_ids
+    assert tokens == {i: expected(PROMPT, 30, i) for i in range(4)}
     await made.quiet()
