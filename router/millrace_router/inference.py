@@ -84,7 +84,7 @@ class Inference:
             )
             below = functools.partial(ContinuationSpans, self.backend.tracer, spans.traceparent, i)
             generation = prepare(self.backend, job, below, stream.wake)
-            text = Text(self.tokenizer, ask.stop, ask.keep_special_tokens)
+            text = Text(self.tokenizer, (*ask.stop, *ask.ends), ask.keep_special_tokens)
             stream.continuations.append(Continuation(i, generation, text, self.backend.metrics.itl.observe))
         self._started(stream, len(token_ids))
         for continuation in stream.continuations:

@@ -179,7 +179,7 @@ async def test_one_call_at_a_time(serve: Callable) -> None:
     made = await serve("v3")
     async with client_of(made) as client:
         say(made, v3(*CALLS))
-        *_, calls, finish = await streamed(client, tools=TOOLS, parallel_tool_calls=False)
+        *_, calls, finish = await streamed(client, tools=TOOLS, parallel_tool_calls=False, stop=["☂"] * 16)
         assert calls == CALLS[:1] and finish == "tool_calls"
         await made.quiet()
 
