@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from millrace_rpc.errors import MillraceError
 from millrace_rpc.server import Server
-from millrace_serve.decode.peers import Peers
+from millrace_serve.decode.peers import Peer, Peers
 
 
 async def test_a_late_failure_of_a_dropped_peer_spares_its_successor() -> None:
@@ -37,3 +37,17 @@ async def test_a_peer_that_dies_while_nobody_imports_is_dropped() -> None:
     assert await asyncio.wait_for(dropped.get(), 30) == (3, "agent")
     assert peers.get(peer.address, "e") is not peer
     await peers.close()
+
+
+async def test_a_watch_that_never_ends_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As gRPC's now and then does not, after the peer was cut off for a while: the worker could not stop."""
+
+    async def lost(peer: Peer) -> bool:
+        await asyncio.Event().wait()
+        return False
+
+    monkeypatch.setattr(Peer, "lost", lost)
+    peers = Peers(lambda rank, agent: None)
+    for epoch in "ab":
+        peers.get("127.0.0.1:1", epoch)
+    await asyncio.wait_for(peers.close(), 20)

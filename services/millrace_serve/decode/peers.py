@@ -129,16 +129,17 @@ class Peers:
         self._drop_source = drop_source
         self._identity = identity
         self._peers: dict[tuple[str, str], Peer] = {}
-        self._tasks: set[asyncio.Task[None]] = set()  # that watch connections and close them
+        self._watches: dict[Peer, asyncio.Task[None]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
 
     def get(self, address: str, epoch: str) -> Peer:
         peer = self._peers.get((address, epoch))
         if peer is None:
             peer = self._peers[address, epoch] = Peer(address, epoch, self._identity)
-            self._run(self._drop_when_lost(peer))
+            self._watch(peer)
         elif (before := peer.renewed()) is not None:
-            self._run(self._drop_when_lost(peer))
-            self._run(before.close(LAST_CALLS_S))
+            self._watch(peer)
+            self._close(before.close(LAST_CALLS_S))
         return peer
 
     def drop(self, peer: Peer) -> None:
@@ -149,21 +150,28 @@ class Peers:
         log.info("dropped prefill worker %s epoch=%s", peer.address, peer.epoch)
         for rank, agent in peer.agents:
             self._drop_source(rank, agent)
-        self._run(peer.close())
+        self._watches.pop(peer).cancel()
+        self._close(peer.close())
+
+    def _watch(self, peer: Peer) -> None:
+        """Ended by us before the channel is closed: gRPC does not always end it then."""
+        if (before := self._watches.get(peer)) is not None:
+            before.cancel()
+        self._watches[peer] = asyncio.create_task(self._drop_when_lost(peer))
 
     async def _drop_when_lost(self, peer: Peer) -> None:
         if await peer.lost():
             self.drop(peer)
 
-    def _run(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _close(self, closing: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(closing)
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
     async def close(self) -> None:
         for peer in list(self._peers.values()):
             self.drop(peer)
-        await asyncio.gather(*self._tasks)
+        await asyncio.gather(*self._closing)
 
 
 def _start(call: Callable[[], T]) -> T:
