@@ -54,6 +54,11 @@ TABLE: dict[str, tuple[Choice, ...]] = {
         *_ours("fp8_linear:fp8_linear"),
     ),
     "fp8.small_linear": _ours("small_linear:small_linear"),
+    "int8.quant_rows": _ours("int8:quant_rows"),
+    "int8.int8_linear": (
+        *_ours("int8:int8_linear"),
+        Choice("millrace_kernels.lib.cublas:int8_linear", min_size=17),
+    ),
     "rms_norm.rms_norm": _ours("rms_norm:rms_norm"),
     "rms_norm.add_rms_norm": _ours("rms_norm:add_rms_norm"),
     "rms_norm.rms_norm_quant": _ours("rms_norm:rms_norm_quant"),

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from millrace_kernels.backend import SMALL_TOKENS
 from millrace_kernels.fp8 import Fp8, Operand, fp8_linear, quant_blocks, quant_groups, small_linear
+from millrace_kernels.int8 import int8_linear, quant_rows
 from millrace_kernels.linear import linear
 from millrace_kernels.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm_quant
 from millrace_kernels.silu_mul import silu_mul, silu_mul_quant
@@ -58,10 +59,12 @@ SEED_QUANT = "81.0 us without, 53.6 with fast math at an unknown shape"
 def cases(device: torch.device) -> Iterator[Case]:
     if device.type != "cuda":
         yield from _of_products((1, 64), TINY, device)
+        yield _int8(64, TINY[0], device)
         yield from _elementwise((1, 64), (256,), (128,), device)
         return
     yield from _of_products(SMALL, TP8, device)
     yield from _of_products((*SMALL, *LARGE), EP8, device)
+    yield from (_int8(num, product, device) for num in (64, 4096) for product in EP8[:2])
     yield from _elementwise((1, SMALL_TOKENS, 128, 4096), NORM_WIDTHS, ACT_WIDTHS, device)
     for num in (1, SMALL_TOKENS):
         yield _chain(num, device)
@@ -88,6 +91,17 @@ def _product(num: int, product: Product, device: torch.device) -> Case:
     anchor_us, anchor = next(((us, whose) for at, us, whose in product.anchors if at == num), (None, ""))
     shape = f"T={num} {n}x{k} {product.name}"
     return Case(op, shape, make, moved, 2 * num * n * k, anchor_us, anchor, math="bf16" if small else "fp8")
+
+
+def _int8(num: int, product: Product, device: torch.device) -> Case:
+    n, k = product.n, product.k
+
+    def make() -> dict[str, Call]:
+        x, weight = (quant_rows(_draw(rows, k, device)) for rows in (num, n))
+        return candidates("int8.int8_linear", lambda: int8_linear(x, weight, torch.bfloat16), device, num)
+
+    moved = n * k + num * k + 2 * num * n
+    return Case("int8.int8_linear", f"T={num} {n}x{k} {product.name}", make, moved, 2 * num * n * k, math="fp8")
 
 
 def _fp8_call(x: Tensor, weight: Fp8, small: bool) -> Call:

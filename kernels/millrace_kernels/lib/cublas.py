@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from millrace_kernels.fp8 import Fp8, Operand
+from millrace_kernels.int8 import Int8
 from millrace_kernels.ref import moe_gate as reference
 from millrace_kernels.ref.moe_experts import one_expert, plain_rows
 
@@ -15,6 +16,12 @@ def gate_logits(x: Tensor, weight: Tensor) -> Tensor:
     if x.dtype == weight.dtype == torch.bfloat16:
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
     return reference.gate_logits(x, weight)
+
+
+def int8_linear(x: Int8, weight: Int8, dtype: torch.dtype) -> Tensor:
+    """For more than 16 tokens, N and K in eights; the scales are a pass of their own."""
+    total = torch._int_mm(x.data, weight.data.t())
+    return (total * x.scales[:, None] * weight.scales).to(dtype)
 
 
 def moe_experts_other(

@@ -11,6 +11,7 @@ from millrace_kernels.fp8 import BLOCK, Fp8
 OP_TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 FP8_TOLERANCE = 4e-2  # rms error of values quantised to E4M3; its 3 bits of mantissa cost 2.6e-2
 FP8_LINEAR_TOLERANCE = 5e-2  # of an FP8 product against the product of the unquantised operands
+INT8_LINEAR_TOLERANCE = 2e-2  # of a W8A8 product likewise; normal values lose 1e-2 each to a scale per row
 FP8_EXPERTS_TOLERANCE = 8e-2  # of experts with FP8 activations: two such products, and what lies between quantised
 ATTENTION_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # sums over keys in another order
 LSE_TOLERANCE = 1e-4  # of float32 log-sum-exps of BF16 products
