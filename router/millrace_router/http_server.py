@@ -21,6 +21,7 @@ from millrace_router.http_answers import encode_error
 
 STOP_GRACE_S = 1  # for connections, once every stream has ended
 MAX_HEAD_BYTES = 64 << 10  # of what was received before a request's headers were complete
+MAX_HEAD_S = 30.0  # from the connection, or a later request's first byte, to the end of its headers
 
 
 class HttpServer:
@@ -63,18 +64,29 @@ class _Server(uvicorn.Server):
 
 
 class _BoundedHead(HttpToolsProtocol):
-    """The parser keeps headers until they are complete, however long that takes: here they end at a limit."""
+    """The parser waits for headers and keeps them until they are complete: here limits of size and time end it."""
 
     _head_bytes = 0
+    _head_timer: asyncio.TimerHandle | None = None
     _in_head = True
     _got_through = False  # the data at hand completed somebody's headers
 
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_is_there()
+        super().connection_lost(exc)
+
     def on_message_begin(self) -> None:
         self._in_head = True
+        self._expect_head()
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         self._in_head, self._head_bytes, self._got_through = False, 0, True
+        self._head_is_there()
         super().on_headers_complete()
 
     def data_received(self, data: bytes) -> None:
@@ -90,6 +102,21 @@ class _BoundedHead(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._in_head = True  # of the next request
         super().on_message_complete()
+
+    def _expect_head(self) -> None:
+        self._head_is_there()
+        self._head_timer = self.loop.call_later(MAX_HEAD_S, self._too_slow)
+
+    def _head_is_there(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _too_slow(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._expect_head()  # an earlier request of the connection is still being answered
+        else:
+            self.transport.close()
 
 
 class _Ageing(_BoundedHead):

@@ -112,6 +112,30 @@ async def test_a_client_that_leaves_in_the_middle_of_its_request_is_no_fault(pai
     assert statuses[0] == 499
 
 
+async def test_a_connection_without_a_whole_request_ends(pair: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millrace_router.http_server.MAX_HEAD_S", 0.2)
+    begun = b"GET /health HTTP/1.1\r\nhost: x\r\n"
+    for sent, answers in ((b"", 0), (begun, 0), (begun + b"\r\n" + begun, 1)):
+        reader, writer = await asyncio.open_connection("127.0.0.1", pair.router.ports["http"])
+        writer.write(sent)
+        answer = await asyncio.wait_for(reader.read(), 10)
+        assert answer.count(b'{"status":"ok"}') == answers
+        writer.close()
+
+
+async def test_a_request_that_is_begun_while_another_runs_does_not_end_it(
+    cluster: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("millrace_router.http_server.MAX_HEAD_S", 0.05)
+    made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE, step_s=0.05))
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 8, "stream": True})
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", made.router.ports["http"])
+    writer.write((head + body + "GET /health HTTP/1.1\r\n").encode())
+    assert b"[DONE]" in await asyncio.wait_for(reader.read(), 10)
+    writer.close()
+
+
 # ------------------------------------------------------------------------------------- age
 
 
