@@ -12,8 +12,8 @@ For each number of router processes, every one on its own port, as behind a load
    a stream whose tokens carry the time when the worker sent them.
 3. Requests of one token, by as many clients as there are streams on half load.
 
-What limits a run is named: the routers, when each had a core to itself, or else the machine's cores, which they share
-with the workers and the clients.
+Where there are more cores than routers, each router has a core that nobody else of us uses. What limits a run is named:
+the routers, when each used up a core, or else the machine's cores; the CPU time of all processes is reported by role.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dataclasses import asdict
 from typing import Any
 
 from millrace_bench.common import Record, Summary, print_record
-from millrace_bench.router_load import Got, Work, direct, one_by_one, streams, timed
+from millrace_bench.router_load import Got, Work, direct, one_by_one, probe, start, streams, timed
 from millrace_bench.router_system import Settings, System, system
 
 TARGET_TOKENS_PER_S, TARGET_ADDED_MS, TARGET_SCALING = 25_000, 1.5, 0.85
@@ -45,8 +45,13 @@ async def _measure(s: Settings) -> dict[str, Any]:
     found = {}
     context = multiprocessing.get_context("spawn")
     for count in s.routers:
-        with ProcessPoolExecutor(count + 3, mp_context=context) as pool:
-            async with system(s, count) as made:
+        async with system(s, count) as made:
+            clients = count + 3
+            all_started = context.Barrier(clients + 1)
+            with ProcessPoolExecutor(clients, context, start, (all_started,)) as pool:
+                for _ in range(clients):
+                    pool.submit(int)  # starts one
+                await asyncio.to_thread(all_started.wait)
                 bench = _Bench(s, made, pool)
                 await bench.full(WARMUP_TOKENS)
                 found[str(count)] = await bench.full(s.tokens) | await bench.half() | await bench.one_token()
@@ -67,18 +72,18 @@ class _Bench:
     async def full(self, tokens: int) -> dict[str, Any]:
         before = self._made.cpu_seconds()
         got = await self._each(streams, self._s.streams, tokens)
-        used = {role: seconds - before[role] for role, seconds in self._made.cpu_seconds().items()}
+        used = _since(before, self._made.cpu_seconds())
         seconds = max(one.last for one in got) - min(one.first for one in got)
         total, routers = len(got) * tokens, len(self._work)
-        cores = used["router"] / seconds
+        cores = {role: used[role] / seconds for role in used}
         return {
             "tokens_per_s": total / seconds,
             "tokens_per_message": total / sum(one.messages for one in got),
             "cpu_s_per_1000_tokens": used["router"] / total * 1e3,
             "tokens_per_s_per_core": total / used["router"],
-            "router_cores": cores,
-            "worker_cores": used["worker"] / seconds,
-            "limit": _limit(cores, routers, total / seconds, len(got) / self._s.step_ms * 1e3),
+            "cores": cores,
+            "pinned": self._made.pinned,
+            "limit": _limit(cores["router"], routers, total / seconds, len(got) / self._s.step_ms * 1e3),
         }
 
     async def half(self) -> dict[str, Any]:
@@ -87,29 +92,36 @@ class _Bench:
         load = asyncio.create_task(self._each(streams, s.streams // 2, 2 * s.tokens))
         await asyncio.sleep(0.2 * s.tokens * s.step_ms / 1e3)
         count = max(10, s.requests // 8)
+        before, began = self._made.cpu_seconds(), time.perf_counter()
         latency = loop.run_in_executor(self._pool, timed, Work("grpc", self._made.grpc[0], s.prompt_tokens), count)
-        routed = await loop.run_in_executor(self._pool, one_by_one, work, 1, count, 1)
+        ttft = await loop.run_in_executor(self._pool, probe, work, count)
         straight = await loop.run_in_executor(self._pool, direct, self._made.prefill, work, count)
+        used, seconds = _since(before, self._made.cpu_seconds()), time.perf_counter() - began
         measured_under_load = not load.done()
         latencies = (await latency).latencies if s.workers == "fake" else []
-        await load
-        ttft = [got.first - got.start for got in routed]
+        messages = sum(got.messages for got in await load)
         return {
             "ttft_ms": _ms(ttft),
             "direct_ms": _ms(straight),
             "added_ttft_p50_ms": _ms(ttft)["p50"] - _ms(straight)["p50"],
             "added_ttft_p99_ms": _ms(ttft)["p99"] - _ms(straight)["p99"],
             "token_latency_ms": _ms(latencies),
+            "half_tokens_per_message": s.streams // 2 * len(self._work) * 2 * s.tokens / messages,
+            "half_cores": {role: used[role] / seconds for role in used},
             "under_load": measured_under_load,
         }
 
     async def one_token(self) -> dict[str, float]:
-        clients, before, start = self._s.streams // 2, self._made.cpu_seconds()["router"], time.perf_counter()
-        got = await self._each(one_by_one, clients, 5 * self._s.requests, 1)
+        clients, before, began = self._s.streams // 2, self._made.cpu_seconds()["router"], time.perf_counter()
+        got = await self._each(one_by_one, clients, 5 * self._s.requests)
         seconds = max(one.last for one in got) - min(one.start for one in got)
-        assert seconds < time.perf_counter() - start
+        assert seconds < time.perf_counter() - began
         cpu = self._made.cpu_seconds()["router"] - before
         return {"requests_per_s": len(got) / seconds, "router_us_per_request": cpu / len(got) * 1e6}
+
+
+def _since(before: dict[str, float], now: dict[str, float]) -> dict[str, float]:
+    return {role: now[role] - before[role] for role in now}
 
 
 def _limit(router_cores: float, routers: int, rate: float, offered: float) -> str:
@@ -117,7 +129,7 @@ def _limit(router_cores: float, routers: int, rate: float, offered: float) -> st
         return "the load: it was all that was asked for"
     if router_cores > BUSY * routers:
         return "the routers: each used its core"
-    return f"the machine: {len(os.sched_getaffinity(0))} cores for routers, workers and clients"
+    return f"the machine: {os.cpu_count()} cores for routers, workers and clients"
 
 
 def _ms(seconds: Sequence[float]) -> dict[str, float]:
@@ -134,12 +146,17 @@ def scaling(found: dict[str, dict[str, Any]]) -> dict[str, float]:
     }
 
 
+def _cores(cores: dict[str, float]) -> str:
+    return ", ".join(f"{role} {used:.2f}" for role, used in cores.items())
+
+
 def _print(count: str, row: dict[str, Any]) -> None:
     latency = row["token_latency_ms"]
     print(
         f"{count} router(s): {row['tokens_per_s']:,.0f} tokens/s in messages of {row['tokens_per_message']:.2f}; "
-        f"{row['router_cores']:.2f} cores, {row['cpu_s_per_1000_tokens'] * 1e3:.1f} ms CPU per 1,000 tokens = "
+        f"{row['cpu_s_per_1000_tokens'] * 1e3:.1f} ms CPU per 1,000 tokens = "
         f"{row['tokens_per_s_per_core']:,.0f} per core (target {TARGET_TOKENS_PER_S:,}); limit: {row['limit']}\n"
+        f"  cores used: {_cores(row['cores'])}; at half load {_cores(row['half_cores'])}\n"
         f"  half load: first token p50 {row['ttft_ms']['p50']:.2f} ms, added {row['added_ttft_p50_ms']:.2f} ms "
         f"(target {TARGET_ADDED_MS}), p99 {row['added_ttft_p99_ms']:.2f} ms; "
         f"a token from worker to client p50 {latency['p50']:.2f} ms, p99 {latency['p99']:.2f} ms\n"

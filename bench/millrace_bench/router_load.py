@@ -1,13 +1,19 @@
 """The clients of `bench router`. Each function runs in a process of its own, on one event loop, and returns plain
 numbers: a client that shares its loop with others would measure its own delays.
+
+Load (`streams`, `one_by_one`) reads frames or lines and parses next to nothing, so that it leaves the machine to the
+routers. What measures times (`probe`, `timed`, `direct`) speaks gRPC as every client does, with its library.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import itertools
 import json
 import secrets
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
@@ -25,9 +31,11 @@ from millrace.v1 import (
 from millrace_rpc.client import channel
 from millrace_rpc.server import run
 
+from millrace_bench import frames
 from millrace_bench.fake_worker import CLOCK_S
 
 CONNECTIONS = 4  # HTTP/2 allows about 100 streams on one
+METHOD = "/millrace.v1.Inference/Generate"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +63,11 @@ class Got:
 Read = Callable[[int], Awaitable[Got]]
 
 
+def start(all_started: threading.Barrier) -> None:
+    """A process begins, and has imported what it needs."""
+    all_started.wait()
+
+
 def streams(work: Work, count: int, tokens: int) -> list[Got]:
     """So many at once."""
 
@@ -65,17 +78,31 @@ def streams(work: Work, count: int, tokens: int) -> list[Got]:
     return run(load())
 
 
-def one_by_one(work: Work, clients: int, requests: int, tokens: int) -> list[Got]:
-    """`clients` that send one request after the other, `requests` in all."""
+def one_by_one(work: Work, clients: int, requests: int) -> list[Got]:
+    """`clients` that send one request for one token after the other, `requests` in all."""
 
     async def load() -> list[Got]:
         left = iter(range(requests))
         async with _clients(work) as read:
 
             async def client() -> list[Got]:
-                return [await read(tokens) for _ in left]
+                return [await read(1) for _ in left]
 
             return [got for found in await asyncio.gather(*(client() for _ in range(clients))) for got in found]
+
+    return run(load())
+
+
+def probe(work: Work, requests: int) -> list[float]:
+    """Seconds to the first token of requests for one token, one after the other."""
+
+    async def load() -> list[float]:
+        async with channel(work.address) as ch:
+            stub = inference_pb2_grpc.InferenceStub(ch)
+            grpc_read = functools.partial(_probe, stub, work.prompt)
+            read = grpc_read if work.api == "grpc" else functools.partial(_read_http, work, 1)
+            found = [await read() for _ in range(requests)]
+            return [got.first - got.start for got in found]
 
     return run(load())
 
@@ -112,22 +139,26 @@ async def _clients(work: Work) -> AsyncIterator[Read]:
     if work.api == "http":
         yield lambda tokens: _read_http(work, tokens)
         return
-    async with contextlib.AsyncExitStack() as stack:
-        channels = [await stack.enter_async_context(channel(work.address)) for _ in range(CONNECTIONS)]
-        stubs = [inference_pb2_grpc.InferenceStub(ch) for ch in channels]
-        turn = iter(range(1 << 60))
-        yield lambda tokens: _read(stubs[next(turn) % CONNECTIONS], work.prompt, tokens)
+    connections = [await frames.connect(work.address, METHOD) for _ in range(CONNECTIONS)]
+    turn = itertools.cycle(connections)
+    yield lambda tokens: _read(next(turn), work.prompt, tokens)
+    for connection in connections:
+        connection.close()
 
 
-async def _read(stub: inference_pb2_grpc.InferenceStub, prompt: list[int], tokens: int) -> Got:
-    got, count = Got(time.perf_counter()), 0
-    async for response in stub.Generate(_request(prompt, tokens, False)):
-        got.first = got.first or time.perf_counter()
-        got.messages += 1
-        count += len(response.token_ids)
-    got.last = time.perf_counter()
+async def _read(connection: frames.Connection, prompt: list[int], tokens: int) -> Got:
+    start = time.perf_counter()
+    call = await connection.call(_request(prompt, tokens, False).SerializeToString())
+    count = inference_pb2.GenerateResponse.FromString(call.last).usage.completion_tokens
     if count != tokens:
         raise SystemExit(f"a stream ended after {count} of {tokens} tokens")
+    return Got(start, call.first, time.perf_counter(), call.messages)
+
+
+async def _probe(stub: inference_pb2_grpc.InferenceStub, prompt: list[int]) -> Got:
+    got = Got(time.perf_counter())
+    async for _ in stub.Generate(_request(prompt, 1, False)):
+        got.first = got.first or time.perf_counter()
     return got
 
 

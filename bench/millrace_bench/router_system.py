@@ -1,15 +1,18 @@
-"""What `bench router` starts: workers that cost nothing, or almost, and router processes in front of them."""
+"""What `bench router` starts: workers that cost nothing, or almost, and router processes in front of them. Each router
+has a core to itself, and all others share what is left, if anything is.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
+import multiprocessing
 import os
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -41,34 +44,55 @@ class System:
     grpc: list[str]
     http: list[str]
     prefill: str
-    pids: dict[str, list[int]]  # role to processes, their children included
+    pids: dict[str, list[int]]  # role to processes
+    pinned: bool  # each router has its core
 
     def targets(self, api: str) -> list[str]:
         return self.grpc if api == "grpc" else self.http
 
     def cpu_seconds(self) -> dict[str, float]:
-        """User and system time so far, by role."""
-        return {role: sum(map(_cpu_seconds, pids)) for role, pids in self.pids.items()}
+        """User and system time so far, by role. Clients are this process's pools."""
+        clients = [process.pid for process in multiprocessing.active_children() if process.pid is not None]
+        return {role: sum(map(_cpu_seconds, pids)) for role, pids in {**self.pids, "clients": clients}.items()}
 
 
 @contextlib.asynccontextmanager
 async def system(s: Settings, routers: int) -> AsyncIterator[System]:
     async with contextlib.AsyncExitStack() as stack:
+        cores = sorted(os.sched_getaffinity(0))
+        pinned = routers < len(cores)
+        own, others = (cores[:routers], cores[routers:]) if pinned else ([], cores)
+        stack.enter_context(_on(others))  # the clients too, which start later
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="millrace-bench-")))
         workers = [await _start(stack, _worker(role, s), folder / f"{role}.json") for role in ("prefill", "decode")]
         addresses = [f"127.0.0.1:{ports['grpc']}" for _, ports in workers]
         command = [*server_command("router"), "--set", f"model={s.model}", "--set", "log_level=WARNING"]
         command += ["--set", f"workers={json.dumps(addresses)}"]
         command += ["--set", f"stream_interval={s.stream_interval_ms / 1e3}"]
-        started = [await _start(stack, command, folder / f"router-{i}.json") for i in range(routers)]
+        started = []
+        for i in range(routers):
+            with _on(own[i : i + 1] or others):
+                started.append(await _start(stack, command, folder / f"router-{i}.json"))
         for _, ports in started:
             await _ready(f"http://127.0.0.1:{ports['http']}/ready")
         yield System(
             [f"127.0.0.1:{ports['grpc']}" for _, ports in started],
             [f"127.0.0.1:{ports['http']}" for _, ports in started],
             addresses[0],
-            {"router": [pid for pid, _ in started], "worker": [pid for pid, _ in workers]},
+            {"router": [pid for pid, _ in started], "prefill": [workers[0][0]], "decode": [workers[1][0]]},
+            pinned,
         )
+
+
+@contextlib.contextmanager
+def _on(cores: Sequence[int]) -> Iterator[None]:
+    """Processes that are started meanwhile run on these cores."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def _worker(role: str, s: Settings) -> list[str]:
