@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
 from pathlib import Path
 
 import pytest
 from millrace_testing.chaos import FAULTS, chaos
+from millrace_testing.namespaces import Namespaces, available
 
 pytestmark = pytest.mark.timeout(400)
 
+ECHO = """
+import socket, sys
+server = socket.create_server((sys.argv[1], 0))
+print(server.getsockname()[1], flush=True)
+connection, _ = server.accept()
+while data := connection.recv(100):
+    connection.sendall(data)
+"""
 CHOSEN = ("kill decode", "pause prefill", "partition decode", "drain prefill", "kill router")
 
 
@@ -22,3 +33,27 @@ async def test_nothing_wrong_comes_out_of_a_system_that_breaks(tmp_path: Path) -
     assert sum(one.retries for one in report.observed) > 0, "the faults have hit something"
     only_router = [row for row in report.rows() if row["fault"] != "kill router"]
     assert sum(int(row["errors"]) for row in only_router) <= len(complete) // 10, report.table()
+
+
+async def test_a_namespace_that_is_cut_off_hears_nothing_until_it_is_joined_again() -> None:
+    """What `make chaos` cuts workers off with: connections stay open, packets are lost and sent again."""
+    if not available():
+        pytest.skip("this machine makes no network namespaces")
+    with Namespaces(["server"]) as spaces:
+        host = spaces.host("server")
+        command = (*spaces.enter("server"), sys.executable, "-c", ECHO, host)
+        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+        assert process.stdout is not None
+        async with asyncio.timeout(60):
+            port = int(await process.stdout.readline())
+            reader, writer = await asyncio.open_connection(host, port)
+            writer.write(b"before ")
+            assert await reader.readexactly(7) == b"before "
+            spaces.cut("server")
+            writer.write(b"meanwhile")
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(reader.read(1), 0.3)
+            spaces.join("server")
+            assert await reader.readexactly(9) == b"meanwhile"
+            writer.close()
+            assert await process.wait() == 0

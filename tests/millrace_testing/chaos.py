@@ -38,6 +38,7 @@ from millrace_serve.engine.core import SamplingParams
 from millrace_serve.engine.sim_runner import SPECIAL_TOKENS, SimSettings, oracle_outputs
 
 from millrace_testing.client import Answer, Client, collect
+from millrace_testing.namespaces import available
 from millrace_testing.nodes import Node, System
 
 log = logging.getLogger(__name__)
@@ -75,11 +76,11 @@ async def _resume(system: System, name: str) -> None:
 
 
 async def _partition(system: System, name: str) -> None:
-    system.proxies[name].freeze()
+    system.cut(name)
 
 
 async def _rejoin(system: System, name: str) -> None:
-    system.proxies[name].thaw()
+    system.join(name)
 
 
 async def _drain(system: System, name: str) -> None:
@@ -261,11 +262,13 @@ async def strike(system: System, fault: Fault, rng: random.Random, calm_s: float
     return observed
 
 
-async def chaos(folder: Path, faults: Iterator[Fault], clients: int, seed: int, calm_s: float = CALM_S) -> Report:
+async def chaos(
+    folder: Path, faults: Iterator[Fault], clients: int, seed: int, calm_s: float = CALM_S, namespaces: bool = False
+) -> Report:
     """Strike with one fault after the other. At the end every page of every worker must be free again."""
     report, rng = Report(), random.Random(seed)
-    sets = {"worker_set": WORKER_SET, "router_set": ROUTER_SET}
-    async with System(folder, prefill=2, decode=2, routers=2, **sets) as system:
+    settings = {"worker_set": WORKER_SET, "router_set": ROUTER_SET, "namespaces": namespaces}
+    async with System(folder, prefill=2, decode=2, routers=2, **settings) as system:
         load = Load(system, report, clients, rng)
         await asyncio.sleep(calm_s)
         for fault in faults:
@@ -297,7 +300,9 @@ def main() -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     folder = Path(tempfile.mkdtemp(prefix="millrace-chaos-"))
     faults = shuffled(settings.minutes, settings.seed)
-    report = run_on_uvloop(chaos(folder, faults, settings.clients, settings.seed))
+    spaces = available()
+    log.info("workers are cut off by %s", "network namespaces" if spaces else "proxies that let nothing through")
+    report = run_on_uvloop(chaos(folder, faults, settings.clients, settings.seed, namespaces=spaces))
     errors = Counter(seen.error for seen in report.seen if seen.error)
     print(report.table())  # noqa: T201
     print(f"{len(report.seen)} requests, clear errors: {dict(errors)}")  # noqa: T201

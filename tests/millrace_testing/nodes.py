@@ -1,4 +1,5 @@
-"""Routers and workers as single processes that a test can break and bring back on their ports, with proxies between.
+"""Routers and workers as single processes that a test can break and bring back on their ports. Workers can be cut off:
+there is a proxy in front of each, or each lives in a network namespace of its own.
 
 async with System(folder, prefill=2, decode=2, routers=2) as system:
     await system.node("decode-0").kill(); await system.node("decode-0").start(); await system.whole()
@@ -21,6 +22,7 @@ from millrace_cli.cluster import TINY, server_command
 from millrace_cli.process import Process
 from millrace_rpc.client import channel
 
+from millrace_testing.namespaces import Namespaces
 from millrace_testing.proxy import Proxy
 
 HOST = "127.0.0.1"
@@ -31,28 +33,32 @@ GRACE_S = 20.0
 class Node:
     """One process. `start` again after its end: it comes back on the ports that it had."""
 
-    def __init__(self, name: str, folder: Path, sets: Sequence[str]) -> None:
+    def __init__(
+        self, name: str, folder: Path, sets: Sequence[str], host: str = HOST, enter: Sequence[str] = ()
+    ) -> None:
+        """`enter`: what stands before its command line."""
         self.name = name
         self.role = name.partition("-")[0]
+        self._host, self._enter = host, enter
         self._sets = list(sets)
         self._process = Process(name, folder, {**os.environ, "OMP_NUM_THREADS": "1"})
         self._ports: dict[str, int] = {}
 
     def address(self, service: str = "grpc") -> str:
-        return f"{HOST}:{self._ports[service]}"
+        return f"{self._host}:{self._ports[service]}"
 
     async def start(self) -> None:
         """Until its ports are bound."""
         if self.role == "router":
             bound = [f"{name}={HOST}:{port}" for name, port in self._ports.items() if name in ("grpc", "http", "admin")]
         else:
-            bound = [f"grpc_port={self._ports['grpc']}"] if self._ports else []
+            bound = [f"host={self._host}", *([f"grpc_port={self._ports['grpc']}"] if self._ports else [])]
         items = [word for item in (*self._sets, *bound) for word in ("--set", item)]
-        await self._process.start([*server_command(self.role), *items])
+        await self._process.start([*self._enter, *server_command(self.role), *items])
         deadline = time.monotonic() + START_S
         while (ports := self._process.announced()) is None:
             alive = self._process.running and time.monotonic() < deadline
-            assert alive, f"{self.name} did not start:\n{self._process.log_tail()}"
+            assert alive, f"{self.name} did not start ({self._process.returncode}):\n{self._process.log_tail()}"
             await asyncio.sleep(0.05)
         self._ports = {name: port for name, port in ports.items() if name != "pid"}
 
@@ -76,7 +82,7 @@ class Node:
 
 
 class System:
-    """Workers with the simulated engine, a proxy in front of each, and routers that reach them through these."""
+    """Workers with the simulated engine, and routers that reach them so that `cut` and `join` can come between."""
 
     def __init__(
         self,
@@ -87,24 +93,29 @@ class System:
         routers: int,
         worker_set: Sequence[str] = (),
         router_set: Sequence[str] = (),
+        namespaces: bool = False,
     ) -> None:
-        self.proxies: dict[str, Proxy] = {}
+        """`namespaces`: cut off by these, in place of proxies; see `namespaces.available`."""
+        self._proxies: dict[str, Proxy] = {}
         self._router_set = router_set
         names = [*(f"prefill-{i}" for i in range(prefill)), *(f"decode-{i}" for i in range(decode))]
+        self._spaces = Namespaces(names) if namespaces else None
         common = [f"model={TINY}", "log_level=INFO"]
-        self.workers = [Node(name, folder, [*common, "engine=sim", *worker_set]) for name in names]
+        sets = [*common, "engine=sim", *worker_set]
+        places = {name: (s.host(name), s.enter(name)) if (s := self._spaces) else () for name in names}
+        self.workers = [Node(name, folder, sets, *place) for name, place in places.items()]
         self._folder, self._common, self._count = folder, common, routers
         self.routers: list[Node] = []
         self._stack = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> System:
         try:
+            if self._spaces is not None:
+                self._stack.enter_context(self._spaces)
             for worker in self.workers:
                 self._stack.push_async_callback(worker.stop)
             await asyncio.gather(*(worker.start() for worker in self.workers))
-            for worker in self.workers:
-                self.proxies[worker.name] = await self._stack.enter_async_context(Proxy(worker.address()))
-            known = f"workers={json.dumps([proxy.address for proxy in self.proxies.values()])}"
+            known = f"workers={json.dumps([await self._way_to(worker) for worker in self.workers])}"
             self.routers = [
                 Node(f"router-{i}", self._folder, [*self._common, known, *self._router_set]) for i in range(self._count)
             ]
@@ -123,12 +134,32 @@ class System:
     def node(self, name: str) -> Node:
         return next(node for node in (*self.workers, *self.routers) if node.name == name)
 
+    def cut(self, name: str) -> None:
+        """Nothing reaches this worker any more, and no connection is closed."""
+        if self._spaces is not None:
+            self._spaces.cut(name)
+        else:
+            self._proxies[name].freeze()
+
+    def join(self, name: str) -> None:
+        if self._spaces is not None:
+            self._spaces.join(name)
+        else:
+            self._proxies[name].thaw()
+
     async def whole(self) -> None:
         """Until every router sends requests to every worker."""
         deadline = time.monotonic() + START_S
         while not all([await self._sees_all(router) for router in self.routers]):
             assert time.monotonic() < deadline, f"workers are not routable again; logs in {self._folder}"
             await asyncio.sleep(0.05)
+
+    async def _way_to(self, worker: Node) -> str:
+        """The address that routers are told."""
+        if self._spaces is not None:
+            return worker.address()
+        proxy = self._proxies[worker.name] = await self._stack.enter_async_context(Proxy(worker.address()))
+        return proxy.address
 
     async def _sees_all(self, router: Node) -> bool:
         async with channel(router.address("admin")) as ch:
