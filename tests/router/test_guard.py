@@ -186,5 +186,7 @@ async def test_probes_have_a_plain_port_of_their_own(cluster: Callable, tmp_path
     made: Cluster = await cluster(FakeWorker(UNIFIED), public_tls=settings, metrics="127.0.0.1:0")
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{made.router.ports['metrics']}") as probe:
         assert (await probe.get("/ready")).status_code == 200
-        assert "millrace_queue_tokens 0.0" in (await probe.get("/metrics")).text
+        said = (await probe.get("/metrics")).text
+        gauges = ("millrace_queue_tokens 0.0", "millrace_queue_wait_seconds 0.0", "millrace_retry_budget_attempts 50.0")
+        assert all(f"\n{gauge}\n" in said for gauge in gauges)
         assert (await probe.get("/v1/models")).status_code == 404
