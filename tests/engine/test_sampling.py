@@ -29,7 +29,7 @@ class Bench:
         self.seqs = []
         for slot, one in enumerate(params):
             request = Request(id=RequestId(slot, 0), token_ids=prompt or [0], sampling=one)
-            seq = Sequence(request, (0, slot), None, 10**6, stops)
+            seq = Sequence(request, (0, slot), None, 10**6, stops, [])
             seq.slot = slot
             self.table.join(seq)
             self.seqs.append(seq)
@@ -71,6 +71,12 @@ def naive_probs(logits: list[float], temperature: float, top_k: int, top_p: floa
 
 
 LOGITS = torch.linspace(-2, 2, V)[torch.randperm(V, generator=torch.Generator().manual_seed(3))]
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-38, 1e-45])
+def test_a_temperature_that_logits_cannot_be_divided_by_is_greedy(temperature):
+    bench = Bench(params(temperature=temperature, top_p=0.5), params(temperature=temperature, seed=1))
+    assert bench(100 * LOGITS.expand(2, V)).tokens.tolist() == [int(LOGITS.argmax())] * 2
 
 
 @pytest.mark.parametrize(

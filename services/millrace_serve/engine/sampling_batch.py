@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor  # the simulated engine works without it
 
 A = TypeVar("A")  # numpy array or tensor
+LEAST_TEMPERATURE = 1e-5  # below is greedy: the quotient of a logit would be infinite, or larger than all noise
 
 
 @dataclass(slots=True)
@@ -84,7 +85,8 @@ class SamplingTable:
 
     def join(self, seq: Sequence) -> None:
         params, slot = seq.request.sampling, seq.slot
-        self._floats[slot] = params.temperature, params.top_p, params.min_p
+        temperature = params.temperature if params.temperature >= LEAST_TEMPERATURE else 0.0
+        self._floats[slot] = temperature, params.top_p, params.min_p
         self._top_k[slot] = params.top_k
         self._seeds[slot] = params.seed
         old = self._extras.pop(slot, None)
