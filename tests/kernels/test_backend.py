@@ -4,9 +4,10 @@ import logging
 
 import pytest
 import torch
-from millrace_kernels import backend
+from millrace_kernels import backend, gpu
 from millrace_kernels.backend import Choice, forced, implementation
 from millrace_kernels.ref.rope import rope
+from millrace_kernels.triton import fp8_linear
 
 CPU = torch.device("cpu")
 
@@ -74,3 +75,15 @@ def test_every_row_names_a_function() -> None:
         assert op.count(".") == 1 and choices
         for choice in choices:
             assert choice.target.count(":") == 1 and choice.min_size <= choice.max_size
+
+
+def test_measured_tables_hold_for_gpus_as_wide_as_the_one_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = next(iter(fp8_linear.MEASURED))
+    tokens, n, k = key
+    assert fp8_linear.is_measured(tokens, (n, k)) and fp8_linear.config(*key) == fp8_linear.MEASURED[key]
+    monkeypatch.setattr(gpu, "sms", lambda: 78)
+    assert not fp8_linear.is_measured(tokens, (n, k)) and gpu.measured({1: 2}, 1) is None
+    monkeypatch.setattr(fp8_linear, "sms", lambda: 78)
+    narrow = fp8_linear.config(128, 2112, 7168)
+    monkeypatch.setattr(fp8_linear, "sms", lambda: 132)
+    assert 1 < narrow.splits < fp8_linear.config(128, 2112, 7168).splits

@@ -18,11 +18,12 @@ from pathlib import Path
 
 import torch
 from millrace_kernels.fp8 import BLOCK, Fp8, quant_blocks, quant_groups
+from millrace_kernels.gpu import sms
 from millrace_kernels.lib import deep_gemm
 from millrace_kernels.scratch import Scratch
 from millrace_kernels.testing.numeric import rms_error
 from millrace_kernels.testing.timing import time_us
-from millrace_kernels.triton.fp8_linear import SMS, Config, fp8_linear_with
+from millrace_kernels.triton.fp8_linear import Config, fp8_linear_with
 from torch import Tensor
 
 from millrace_bench.common import Record, print_record
@@ -80,9 +81,9 @@ def candidates(num: int, n: int, k: int) -> Iterator[Config]:
     most = max(k // BLOCK // 3, 1)
     for tile, resident in TILES[num]:
         programs = -(-num // tile.block_m) * -(-n // tile.block_n)
-        once = max(SMS * resident // programs, 1)
-        wanted = (once, once + 1, 2 * once) if programs < 2 * SMS * resident else (1,)
-        splits = {min(count, most) for count in wanted} | ({1} if programs > SMS // 2 else set())
+        once = max(sms() * resident // programs, 1)
+        wanted = (once, once + 1, 2 * once) if programs < 2 * sms() * resident else (1,)
+        splits = {min(count, most) for count in wanted} | ({1} if programs > sms() // 2 else set())
         for count in sorted(splits):
             yield tile._replace(splits=count)
         if min(once, most) > 1:

@@ -21,11 +21,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from millrace_kernels.fp8 import BLOCK, Fp8
+from millrace_kernels.gpu import measured, sms
 from millrace_kernels.scratch import zeros
 from millrace_kernels.triton.launch import go_ahead, options, wait
 from millrace_kernels.triton.small_linear import reduce_parts
 
-SMS = 132  # of an H200
 GROUP_M = 8  # tiles of tokens that share rows of the weight while those are in the L2 cache
 CLASSES = (32, 64, 128, 256)  # tokens up to which a measured configuration holds
 
@@ -51,12 +51,12 @@ MEASURED: dict[tuple[int, int, int], Config] = {
 
 
 def config(num_tokens: int, n: int, k: int) -> Config:
-    return MEASURED.get((_class(num_tokens), n, k)) or _estimate(num_tokens, n, k)
+    return measured(MEASURED, (_class(num_tokens), n, k)) or _estimate(num_tokens, n, k)
 
 
 def is_measured(num_tokens: int, shape: tuple[int, ...]) -> bool:
     """Whether this is faster than DeepGEMM, for a weight of that shape [N, K]."""
-    return (_class(num_tokens), *shape) in MEASURED
+    return measured(MEASURED, (_class(num_tokens), shape[0], shape[1])) is not None
 
 
 def _class(num_tokens: int) -> int:
@@ -69,7 +69,7 @@ def _estimate(num_tokens: int, n: int, k: int) -> Config:
         return Config(128, 128, 1, 8, 4)
     tile = Config(64, 128, 1, 4, 4) if num_tokens <= 64 else Config(128, 64, 1, 4, 4)
     programs = triton.cdiv(max(num_tokens, 1), tile.block_m) * triton.cdiv(n, tile.block_n)
-    return tile._replace(splits=max(1, min(2 * SMS // programs, triton.cdiv(k, BLOCK) // 4)))
+    return tile._replace(splits=max(1, min(2 * sms() // programs, triton.cdiv(k, BLOCK) // 4)))
 
 
 @triton.jit

@@ -17,9 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from millrace_kernels.fp8 import Fp8
+from millrace_kernels.gpu import sms
 from millrace_kernels.triton.launch import go_ahead, options, wait
-
-SMS = 132  # of an H200
 
 
 class Gemv(NamedTuple):
@@ -36,7 +35,7 @@ def estimate(n: int, k: int) -> Gemv:
     while block_k > 512 and 3 * triton.cdiv(k, block_k) * block_k > 4 * k:
         block_k //= 2
     warps = max(block_k // 512, 1)
-    block_n = next((rows for rows in (8, 4) if n >= 4 * rows * SMS), 2) if warps < 16 else 4 if n >= 8 * SMS else 2
+    block_n = next((rows for rows in (8, 4) if n >= 4 * rows * sms()), 2) if warps < 16 else 4 if n >= 8 * sms() else 2
     return Gemv(block_n, block_k, warps)
 
 

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from millrace_kernels.fp8 import BLOCK, Fp8, Operand
+from millrace_kernels.gpu import measured
 from millrace_kernels.triton.launch import options, wait
 from millrace_kernels.triton.quant import empty_fp8, quantise
 from millrace_kernels.triton.rope import rotate, rotate_into
@@ -39,11 +40,11 @@ PROJECT_QUANT: dict[tuple[int, int], Tile] = {}
 
 
 def absorb_is_measured(num_tokens: int, shape: tuple[int, ...]) -> bool:
-    return (_class(num_tokens), shape[0]) in ABSORB
+    return measured(ABSORB, (_class(num_tokens), shape[0])) is not None
 
 
 def project_quant_is_measured(num_tokens: int, shape: tuple[int, ...]) -> bool:
-    return (_class(num_tokens), shape[0]) in PROJECT_QUANT
+    return measured(PROJECT_QUANT, (_class(num_tokens), shape[0])) is not None
 
 
 def _class(num_tokens: int) -> int:

@@ -21,6 +21,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from millrace_kernels.fp8 import BLOCK, Fp8, Operand, quant_groups
+from millrace_kernels.gpu import measured
 from millrace_kernels.moe_experts import expected_rows
 from millrace_kernels.triton.launch import go_ahead, options, wait
 from millrace_kernels.triton.moe_route import Blocks, Route, route, slices
@@ -65,13 +66,13 @@ MEASURED: dict[tuple[int, int, int], Config] = {
 
 
 def config(rows: int, num_held: int, size: int) -> Config:
-    return MEASURED.get((rows, num_held, size)) or CONFIGS[min(most for most in CONFIGS if rows <= most)]
+    return measured(MEASURED, (rows, num_held, size)) or CONFIGS[min(most for most in CONFIGS if rows <= most)]
 
 
 def is_measured(num_tokens: int, shape: tuple[int, ...]) -> bool:
     """Whether this is the fastest for experts w2 [E, D, I] that expect so many rows each; shape: (E, D, I, rows)."""
     num_held, _, size, rows = shape
-    return (rows, num_held, size) in MEASURED
+    return measured(MEASURED, (rows, num_held, size)) is not None
 
 
 @triton.jit

@@ -17,8 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from millrace_kernels.fp8 import BLOCK, Fp8
+from millrace_kernels.gpu import measured, sms
 from millrace_kernels.ref import fp8 as reference
-from millrace_kernels.triton.gemv import SMS, Gemv, estimate, gemv
+from millrace_kernels.triton.gemv import Gemv, estimate, gemv
 from millrace_kernels.triton.launch import go_ahead, options, wait
 
 
@@ -55,7 +56,7 @@ MEASURED: dict[tuple[int, int, int], Config | Gemv] = {
 
 def config(num_tokens: int, n: int, k: int) -> Config | Gemv:
     tokens = next(limit for limit in (1, 4, 16) if num_tokens <= limit)
-    return MEASURED.get((tokens, n, k)) or _estimate(tokens, n, k)
+    return measured(MEASURED, (tokens, n, k)) or _estimate(tokens, n, k)
 
 
 def _estimate(tokens: int, n: int, k: int) -> Config | Gemv:
@@ -66,7 +67,7 @@ def _estimate(tokens: int, n: int, k: int) -> Config | Gemv:
     if tokens == 1:
         return estimate(n, k)
     block_n, blocks = 32 if tokens <= 4 else 64, triton.cdiv(k, BLOCK)
-    splits = min(triton.cdiv(2 * SMS, triton.cdiv(n, block_n)), max(blocks // 4, 1))
+    splits = min(triton.cdiv(2 * sms(), triton.cdiv(n, block_n)), max(blocks // 4, 1))
     return Config(block_n, splits, 4, 6)
 
 
