@@ -13,6 +13,7 @@ sending takes at most half of the event loop's time, whatever else slows it down
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -27,12 +28,15 @@ def rest_s(took_s: float, interval_s: float) -> float:
 
 
 class Rounds:
-    def __init__(self, loop: asyncio.AbstractEventLoop, interval_s: float) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, interval_s: float, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self._loop = loop
         self._interval_s = interval_s
+        self._clock = clock  # uvloop's own counts milliseconds
         self._next: deque[Callable[[], None]] = deque()
         self._round: deque[Callable[[], None]] = deque()
-        self._began = 0.0  # on the event loop's clock
+        self._began = 0.0
         self._idle = True  # no round, and no rest after one
 
     def join(self, turn: Callable[[], None]) -> None:
@@ -47,7 +51,7 @@ class Rounds:
             self._idle = True
             return
         self._round, self._next = self._next, self._round
-        self._began = self._loop.time()
+        self._began = self._clock()
         self._go_on()
 
     def _go_on(self) -> None:
@@ -56,4 +60,4 @@ class Rounds:
         self._loop.call_soon(self._go_on if self._round else self._end)
 
     def _end(self) -> None:
-        self._loop.call_later(rest_s(self._loop.time() - self._began, self._interval_s), self._begin)
+        self._loop.call_later(rest_s(self._clock() - self._began, self._interval_s), self._begin)

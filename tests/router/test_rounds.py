@@ -78,7 +78,7 @@ class Loop:
 def test_everybody_gets_one_turn_in_order(joins: list[float], cost_s: float, interval_s: float) -> None:
     """And nobody waits for more than the round that runs, its rest, and the turns before."""
     loop = Loop()
-    rounds, asked, got = Rounds(loop, interval_s), [], []  # type: ignore[arg-type]
+    rounds, asked, got = Rounds(loop, interval_s, loop.time), [], []  # type: ignore[arg-type]
 
     def join(i: int) -> None:
         def turn() -> None:
@@ -99,7 +99,7 @@ def test_everybody_gets_one_turn_in_order(joins: list[float], cost_s: float, int
 
 def test_when_nothing_runs_a_turn_comes_at_once() -> None:
     loop, got = Loop(), list[float]()
-    rounds = Rounds(loop, 0.0)  # type: ignore[arg-type]
+    rounds = Rounds(loop, 0.0, loop.time)  # type: ignore[arg-type]
     for at in (0.0, 0.5, 0.5001):
         loop.call_at(at, lambda: rounds.join(lambda: got.append(loop.now)))
     loop.run()
@@ -108,7 +108,7 @@ def test_when_nothing_runs_a_turn_comes_at_once() -> None:
 
 def test_a_long_round_leaves_the_event_loop_to_others() -> None:
     loop, got = Loop(), list[str]()
-    rounds = Rounds(loop, 0.0)  # type: ignore[arg-type]
+    rounds = Rounds(loop, 0.0, loop.time)  # type: ignore[arg-type]
     for _ in range(100):
         rounds.join(lambda: got.append("turn"))
     three_turns_later = lambda: loop.call_soon(lambda: loop.call_soon(lambda: got.append("other")))  # noqa: E731
