@@ -13,7 +13,7 @@ from pathlib import Path
 import millrace_bench.kernels.__main__ as kernels_main
 import pytest
 import torch
-from millrace_bench.kernels import tune, tune_attention, tune_jobs, tune_mid, tune_moe
+from millrace_bench.kernels import tune, tune_attention, tune_jobs, tune_mid, tune_moe, tune_rows
 from millrace_bench.kernels.case import Call, Case, candidates
 from millrace_bench.kernels.driver import Row, as_dict, floor_us, line, measure, num_sets
 from millrace_bench.kernels.moe import TP8_SHARED, Rank, draw_weights
@@ -190,3 +190,16 @@ def test_every_size_has_configurations_of_both_operand_orders(job: tune_moe.Job)
     for up in (True, False):
         assert {launch.left for _, _, which, launch in kernels if which == up} == {True, False}
     assert {16: 16, 32: 32, 64: 64}.get(job.rows, 16) in {block_m for _, block_m, _, _ in kernels}
+
+
+def test_kernels_that_move_rows_are_tuned_beside_the_tiles_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton_interpreter.install()
+    monkeypatch.setattr(tune_rows, "CUDA", CPU)
+    monkeypatch.setattr(tune_rows, "HEADS", 2)
+    monkeypatch.setattr(tune_rows, "time_us", lambda calls, device, samples: float(calls[0]() is None))
+    rank = Rank("tiny", replace(TINY, top_k=2), TINY.experts + 1, 128, shared=True, folded=True)
+    found = list(tune_rows.tasks(18, rank))
+    assert len({task.op for task in found}) == len(found) == 6
+    for task in found:
+        assert len(task.others) > 3 and all(len(option) == len(task.used) for option in task.others)
+        assert set(tune_rows.tune(replace(task, others=()))) == {task.used}

@@ -5,7 +5,7 @@ JSON.
 The two launches are timed one by one; for each height of a tile the best of both make the op, whose time is compared.
 A configuration that is not compiled in time is left out, and so are sizes that the time did not reach.
 
-python -m millrace_bench.kernels.tune_moe [--ranks "EP8 step" EP8] [--seconds 90] [--out FILE]
+python -m millrace_bench.kernels.tune_moe [--ranks "EP8 step" EP8] [--seconds 180] [--out FILE]
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Tune the experts' kernels.")
     names = [rank.name for rank in SIZES]
     parser.add_argument("--ranks", nargs="+", default=names, choices=names)
-    parser.add_argument("--seconds", type=float, default=90.0, help="for everything")
+    parser.add_argument("--seconds", type=float, default=180.0, help="for everything")
     parser.add_argument("--out", type=Path, help="a file for the JSON, rewritten after every size")
     args = parser.parse_args()
     until, wanted = time.monotonic() + args.seconds, jobs(args.ranks)

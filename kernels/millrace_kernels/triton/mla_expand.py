@@ -11,15 +11,19 @@ from millrace_kernels.triton.rope import rotate_into
 
 
 def expand_kv(up: Tensor, k_pe: Tensor, nope: int) -> tuple[Tensor, Tensor]:
+    return expand_kv_with(up, k_pe, nope, min(32, triton.next_power_of_2(up.shape[1])))
+
+
+def expand_kv_with(up: Tensor, k_pe: Tensor, nope: int, block: int, num_warps: int = 4) -> tuple[Tensor, Tensor]:
+    """`block`: heads of a program."""
     tokens, heads, rope = up.shape[0], up.shape[1], k_pe.shape[1]
     assert up.stride(2) == k_pe.stride(1) == 1
     k = up.new_empty(tokens, heads, nope + rope)
     if tokens:
-        block = min(32, triton.next_power_of_2(heads))
         _expand_k[(tokens, triton.cdiv(heads, block))](
             k, up, k_pe,
             heads, *up.stride()[:2], k_pe.stride(0),
-            N=nope, R=rope, BLOCK_H=block, **options(4),
+            N=nope, R=rope, BLOCK_H=block, **options(num_warps),
         )  # fmt: skip
     return k, up[..., nope:]
 

@@ -59,7 +59,7 @@ def _permute_kernel(
             tl.store(out_scales_ptr + to, scales, mask=(row >= 0) & (block < BLOCKS))
 
 
-def permute(x: Fp8, route: Route, out: Tensor) -> Fp8:
+def permute(x: Fp8, route: Route, out: Tensor, num_warps: int = 4) -> Fp8:
     """x [T, D] -> out [num_rows, D] and its scales, in the route's layout; rows of nobody hold anything."""
     num, dim = x.data.shape
     assert x.data.is_contiguous() and dim % BLOCK == 0 and out.is_contiguous(), x.data.shape
@@ -68,7 +68,7 @@ def permute(x: Fp8, route: Route, out: Tensor) -> Fp8:
     _permute_kernel[(num,)](
         x.data.view(torch.uint8), x.scales, route.rows, out.view(torch.uint8), scales, *x.scales.stride(),
         route.group_rows, dim, triton.next_power_of_2(dim), blocks, triton.next_power_of_2(blocks),
-        route.rows.shape[1], **options(num_warps=4),
+        route.rows.shape[1], **options(num_warps),
     )  # fmt: skip
     return Fp8(out, scales)
 
@@ -114,7 +114,7 @@ def _silu_mul_quant_kernel(
             tl.store(scales_ptr + scale_offset(row, column, group_rows, columns), scale)
 
 
-def silu_mul_quant(x: Tensor, route: Route, rows: int = 16, programs: int = 132 * 8) -> Fp8:
+def silu_mul_quant(x: Tensor, route: Route, rows: int = 16, programs: int = 132 * 8, num_warps: int = 4) -> Fp8:
     """x [num_rows, 2I] -> silu(gate) * up [num_rows, I], rows of the route's layout; whole tiles without a row are
     left out.
     """
@@ -125,7 +125,7 @@ def silu_mul_quant(x: Tensor, route: Route, rows: int = 16, programs: int = 132 
     grid = min(programs, num_rows // rows * (size // BLOCK))
     _silu_mul_quant_kernel[(grid,)](
         x, out, scales, route.counts, route.total, route.group_rows,
-        size, rows, route.group_rows != num_rows, **options(num_warps=4),
+        size, rows, route.group_rows != num_rows, **options(num_warps),
     )  # fmt: skip
     return Fp8(out, scales)
 
@@ -158,11 +158,11 @@ def _combine_kernel(
     tl.store(out_ptr + token * D + col, out, mask=col < D)
 
 
-def combine(y: Tensor, route: Route, weights: Tensor, out: Tensor, block_d: int = 2048) -> None:
+def combine(y: Tensor, route: Route, weights: Tensor, out: Tensor, block_d: int = 2048, num_warps: int = 4) -> None:
     """y [num_rows, D], weights float32 [T, K] -> out [T, D]; the shared expert's weight is 1."""
     (num, top_k), dim = weights.shape, y.shape[1]
     assert weights.is_contiguous() and y.is_contiguous() and out.is_contiguous(), (weights.shape, y.shape)
     block_d = min(block_d, triton.next_power_of_2(dim))
     _combine_kernel[(num, triton.cdiv(dim, block_d))](
-        y, route.rows, weights, out, num, dim, block_d, top_k, route.rows.shape[1], **options(num_warps=4)
+        y, route.rows, weights, out, num, dim, block_d, top_k, route.rows.shape[1], **options(num_warps)
     )

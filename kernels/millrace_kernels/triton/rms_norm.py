@@ -59,12 +59,18 @@ def rms_norm_quant(x: Tensor, weight: Tensor, eps: float) -> Operand:
 
 
 def add_rms_norm_quant(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Operand, Tensor]:
-    out, fp8, total = _launch(x, residual, weight, eps, quant=x.shape[0] > SMALL_TOKENS)
+    return add_rms_norm_quant_with(x, residual, weight, eps, num_warps(*x.shape))
+
+
+def add_rms_norm_quant_with(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, warps: int
+) -> tuple[Operand, Tensor]:
+    out, fp8, total = _launch(x, residual, weight, eps, quant=x.shape[0] > SMALL_TOKENS, warps=warps)
     return Operand(out, fp8), total
 
 
 def _launch(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, quant: bool
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, quant: bool, warps: int = 0
 ) -> tuple[Tensor, Fp8 | None, Tensor]:
     """norm, its FP8 form when asked for, sum (x itself without a residual)"""
     assert x.dim() == 2 and x.stride(1) == 1, (x.shape, x.stride())
@@ -80,7 +86,7 @@ def _launch(
             x, added, weight, out, total, data, scales,
             width, eps, x.stride(0), added.stride(0), scales.stride(1),
             GROUPS=triton.next_power_of_2(triton.cdiv(width, BLOCK)), ADD=residual is not None, QUANT=quant,
-            **options(num_warps(num_tokens, width)),
+            **options(warps or num_warps(num_tokens, width)),
         )  # fmt: skip
     return out, fp8, total
 

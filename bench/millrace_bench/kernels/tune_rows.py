@@ -1,0 +1,106 @@
+"""Times tiles of the kernels that move rows around the products of an EP8 rank, for its decode steps and its prefill;
+prints the best beside the one in use, and all times as a JSON line. What wins belongs into the defaults of the kernels
+in millrace_kernels/triton (`quant.config`, `rms_norm.num_warps`, `moe_rows`, `mla_expand`).
+
+python -m millrace_bench.kernels.tune_rows [--tokens 128 16384] [--out FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from millrace_kernels.fp8 import quant_groups
+from millrace_kernels.testing.timing import time_us
+from millrace_kernels.triton import mla_expand, quant, rms_norm
+from millrace_kernels.triton.moe_route import route, slices
+from millrace_kernels.triton.moe_rows import combine, permute, silu_mul_quant
+
+from millrace_bench.common import Record, print_record
+from millrace_bench.kernels.moe import EP8_STEP, Rank
+
+CUDA = torch.device("cuda")
+TOKENS = (128, 256, 16384)
+HEADS, NOPE, ROPE = 128, 128, 64
+Options = Sequence[tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Task:
+    op: str
+    run: Callable[..., object]  # with an option's numbers
+    used: tuple[int, ...]
+    others: Options
+
+
+def tasks(num: int, rank: Rank = EP8_STEP) -> Iterator[Task]:
+    hidden = rank.dims.hidden
+    x, gain = (torch.randn(rows, hidden, device=CUDA).bfloat16() for rows in (num, 1))
+    norm = functools.partial(rms_norm.add_rms_norm_quant_with, x, x.clone(), gain[0], 1e-6)
+    yield Task("add_rms_norm_quant", norm, (rms_norm.num_warps(num, hidden),), [(2,), (4,), (8,), (16,)])
+    heads = torch.randn(num, HEADS * NOPE, device=CUDA).bfloat16()
+    rows_warps = [*itertools.product((4, 8, 16, 32), (1, 2, 4, 8))]
+    yield Task("quant_groups", functools.partial(quant.quant_groups_with, heads), quant.config(num), rows_warps)
+    up, k_pe = heads.new_zeros(num, HEADS, 2 * NOPE), heads.new_zeros(num, ROPE)
+    expand = functools.partial(mla_expand.expand_kv_with, up, k_pe, NOPE)
+    yield Task("expand_kv", expand, (32, 4), [*itertools.product((8, 16, 32, 64, 128), (2, 4, 8))])
+    yield from _experts(num, rank)
+
+
+def _experts(num: int, rank: Rank) -> Iterator[Task]:
+    """Of one pass: of so many tokens as one holds."""
+    generator = torch.Generator(device=CUDA).manual_seed(num)
+    num = slices(num, rank.dims.top_k + rank.shared)[0][1]
+    weights, experts = rank.choose(num, CUDA, generator, 0.0)
+    plan, _ = route(experts, rank.first, rank.held, rank.shared, 64 if num * rank.dims.top_k <= 64 * rank.held else 128)
+    x = quant_groups(torch.randn(num, rank.dims.hidden, device=CUDA).bfloat16())
+    permuted = torch.empty(plan.num_rows, rank.dims.hidden, dtype=torch.float8_e4m3fn, device=CUDA)
+    yield Task("permute", functools.partial(permute, x, plan, permuted), (4,), [(1,), (2,), (4,), (8,)])
+    gate_up = torch.zeros(plan.num_rows, 2 * rank.size, dtype=torch.bfloat16, device=CUDA)
+    tiles = [*itertools.product((8, 16, 32), (132 * 4, 132 * 8, 132 * 16, 132 * 32), (2, 4, 8))]
+    yield Task("silu_mul_quant", functools.partial(silu_mul_quant, gate_up, plan), (16, 132 * 8, 4), tiles)
+    y = torch.zeros(plan.num_rows, rank.dims.hidden, dtype=torch.bfloat16, device=CUDA)
+    out = torch.empty(num, rank.dims.hidden, dtype=torch.bfloat16, device=CUDA)
+    widths = [*itertools.product((512, 1024, 2048, 4096, 8192), (1, 2, 4, 8))]
+    yield Task("combine", functools.partial(combine, y, plan, weights, out), (2048, 4), widths)
+
+
+def tune(task: Task) -> dict[tuple[int, ...], float]:
+    """Microseconds, ascending; what the GPU refuses is left out."""
+    times: dict[tuple[int, ...], float] = {}
+    for option in dict.fromkeys((task.used, *task.others)):
+        try:
+            times[option] = time_us([functools.partial(task.run, *option)], CUDA, samples=3)
+        except Exception as failure:
+            print(f"{task.op} {option}: {type(failure).__name__}: {str(failure)[:200]}", flush=True)
+    return dict(sorted(times.items(), key=lambda item: item[1]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Tune the kernels around an EP8 rank's products.")
+    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
+    parser.add_argument("--out", type=Path, help="a file for the JSON, rewritten after every kernel")
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    record = Record("tune_rows", vars(args), {"rows": rows})  # its rows are still to come
+    for num in args.tokens:
+        for task in tasks(num):
+            times = tune(task)
+            best = next(iter(times))
+            used = f"in use {task.used}: {times.get(task.used, float('nan')):.1f} us"
+            print(f"{task.op} T={num}: {times[best]:.1f} us with {best}; {used}", flush=True)
+            ranked = [[list(option), round(us, 2)] for option, us in times.items()]
+            rows.append({"op": task.op, "tokens": num, "used": list(task.used), "us": ranked})
+            if args.out:
+                args.out.write_text(record.to_json() + "\n")
+    print_record(record)
+
+
+if __name__ == "__main__":
+    main()
