@@ -33,7 +33,6 @@ import grpc
 import httpx
 from millrace_bench.common import Record, print_record
 from millrace_rpc.errors import TABLE, MillraceError, from_rpc_error
-from millrace_rpc.server import run as run_on_uvloop
 from millrace_serve.engine.core import SamplingParams
 from millrace_serve.engine.sim_runner import SPECIAL_TOKENS, SimSettings, oracle_outputs
 
@@ -302,7 +301,8 @@ def main() -> None:
     faults = shuffled(settings.minutes, settings.seed)
     spaces = available()
     log.info("workers are cut off by %s", "network namespaces" if spaces else "proxies that let nothing through")
-    report = run_on_uvloop(chaos(folder, faults, settings.clients, settings.seed, namespaces=spaces))
+    # not on uvloop, which forks: between threads of gRPC a child of it may crash before it has become a worker
+    report = asyncio.run(chaos(folder, faults, settings.clients, settings.seed, namespaces=spaces))
     errors = Counter(seen.error for seen in report.seen if seen.error)
     print(report.table())  # noqa: T201
     print(f"{len(report.seen)} requests, clear errors: {dict(errors)}")  # noqa: T201
