@@ -73,7 +73,7 @@ async def _call(method: Callable[[Any], Any], request: Request, message: Message
     body = await _body(request)
     try:
         json_format.ParseDict(msgspec.json.decode(body or b"{}", type=dict), message)
-    except (json_format.ParseError, msgspec.DecodeError) as error:
+    except (json_format.ParseError, ValueError, RecursionError) as error:  # ValueError: not JSON, or not UTF-8
         text = f"the body is not a {message.DESCRIPTOR.name} in JSON: {error}"
         raise MillraceError(Reason.INVALID_ARGUMENT, text) from error
     for name, value in fields.items():

@@ -122,6 +122,8 @@ async def test_a_worker_that_is_lost_meanwhile_is_an_error(operate: Callable, pa
         ("/start_profile", b'{"worker": "a:1"}', 400, "StartProfilesRequest"),
         ("/drain/{worker}", b'{"timeout_s": -1}', 400, "timeout_s must be at least 0"),
         ("/start_profile", b"[]", 400, "StartProfilesRequest"),
+        ("/start_profile", b'{"workers": ["\xff"]}', 400, "StartProfilesRequest"),
+        ("/start_profile", b'{"workers": ' + b"[" * 5000, 400, "StartProfilesRequest"),
         ("/warmup", b"not JSON", 400, "WarmUpRequest in JSON"),
         ("/warmup", b" " * (65 << 10), 413, "larger than 65536 bytes"),
         ("/nothing", b"", 404, "POST /nothing"),
