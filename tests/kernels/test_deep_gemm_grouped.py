@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +14,16 @@ from millrace_kernels.lib import deep_gemm_grouped as grouped
 from millrace_kernels.moe_experts import expected_rows
 from millrace_kernels.ref import fp8 as reference
 from millrace_kernels.ref.moe_experts import moe_experts
+from millrace_kernels.scratch import Scratch
 from millrace_kernels.testing.experts import draw_experts
 from millrace_kernels.testing.numeric import FP8_EXPERTS_TOLERANCE, assert_close
-from millrace_kernels.triton import moe_route
+from millrace_kernels.triton import moe_grouped, moe_route
+from millrace_kernels.triton.moe_grouped import Launch
 from millrace_kernels.triton.quant import quant_groups
 from millrace_testing.poison import poison_empty
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.interpreter import GridExecutor
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of rows that nobody wrote
 
@@ -150,3 +155,57 @@ def test_tiles_grow_with_the_rows_of_an_expert(library: Library) -> None:
     experts = torch.zeros(1, 1, dtype=torch.int32)
     for expected, alignment in ((64, 64), (128, 128)):
         assert grouped._packed_layout(experts, 0, HELD, False, expected).alignment == alignment
+
+
+class Launches(TorchDispatchMode):
+    """What would be launched on a GPU: our kernels, and PyTorch's but for allocations and views."""
+
+    NOT_LAUNCHED = (
+        "empty",
+        "new_empty",
+        "view",
+        "slice",
+        "select",
+        "transpose",
+        "detach",
+        "alias",
+        "unsqueeze",
+        "split",
+    )
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        monkeypatch.setattr(
+            GridExecutor, "__call__", lambda kernel, *args, **kwargs: self.names.append(kernel.fn.__name__)
+        )
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.name().removeprefix("aten::")
+        if name != "t" and not name.startswith(self.NOT_LAUNCHED):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts the interpreter's launches")
+@pytest.mark.parametrize("ours", [False, True])
+def test_launches_of_a_layer(ours: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a step, whose counters are zeroed once for all layers."""
+    monkeypatch.setitem(sys.modules, "deep_gemm", library := types.ModuleType("deep_gemm"))
+    x, experts = Fp8(torch.zeros(20, DIM).to(torch.float8_e4m3fn), torch.ones(20, DIM // 128)), torch.zeros(20, 2)
+    w13, w2 = draw_experts(HELD, DIM, SIZE, torch.bfloat16, True, experts.device, torch.Generator())
+    arguments = (Operand(None, x), torch.rand(20, 2), experts.int(), w13, w2, 0)
+    with Scratch(experts.device).step(), Launches(monkeypatch) as launches:
+        library.set_mk_alignment_for_contiguous_layout = lambda value: None
+        library.m_grouped_fp8_gemm_nt_contiguous = lambda *args, **kwargs: launches.names.append("deep_gemm")
+        if ours:
+            left = Launch(4, 3, left=True)
+            moe_grouped.run(*arguments, shared_expert=False, config=moe_grouped.Config(16, left, left))
+        else:
+            grouped.packed(*arguments)
+    between = ["_gate_up_kernel", "_down_kernel"]
+    if not ours:
+        between = ["_permute_kernel", "deep_gemm", "_silu_mul_quant_kernel", "deep_gemm"]
+    assert launches.names == ["_count_kernel", "_place_kernel", *between, "_combine_kernel"]
