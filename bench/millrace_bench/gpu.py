@@ -135,6 +135,7 @@ STAGES = (
     Stage("tune", "millrace_bench.kernels.tune --seconds 200", 260, "what is in use is best", _rows),
     Stage("tune-mid", "millrace_bench.kernels.tune_mid --seconds 150", 220, "as above", _rows),
     Stage("tune-moe", "millrace_bench.kernels.tune_moe", 300, "as above", _rows),
+    Stage("tune-rows", "millrace_bench.kernels.tune_rows", 200, "as above", _rows),
     Stage("tune-attention", "millrace_bench.kernels.tune_attention", 200, "as above", _rows),
 )
 
