@@ -74,6 +74,9 @@ class Peer:
 
     async def close(self) -> None: ...
 
+    async def lost(self) -> bool:
+        return await asyncio.get_running_loop().create_future()
+
     def renewed(self) -> None: ...
 
 
@@ -111,6 +114,7 @@ class Bench:
         self.imports = self.role.imports
         self.peer = Peer()
         self.imports._peers._peers["p:1", "e"] = self.peer  # type: ignore[assignment]
+        self.imports._peers._watch(self.peer)  # type: ignore[arg-type]
         request = Request(id=ID, token_ids=PROMPT, sampling=SamplingParams(max_tokens=4))
         self.imports.start(request, 0, worker_pb2.KvSourceRef(address="p:1", epoch="e"))
 
