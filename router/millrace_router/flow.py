@@ -202,6 +202,8 @@ class Flow:
         if leg not in self.open:
             return NOTHING
         self.open.discard(leg)
+        if leg is Leg.PREFILL and self.stage is Stage.DECODE:
+            return NOTHING  # the decode worker has all that it needs
         return self._fail(error, _BOTH if error.reason in _TWO_SIDED else frozenset({leg}), now)
 
     def tick(self, now: float, routable: bool) -> Sequence[Action]:

@@ -197,6 +197,16 @@ def test_busy_workers_are_tried_after_a_pause_that_doubles() -> None:
     assert len(delays) == MAX_REFUSALS + 1, "refusals are no attempts, but not for ever"
 
 
+def test_a_prefill_worker_that_is_lost_after_the_handover_is_not_needed() -> None:
+    machine = flow()
+    machine.assign(BOTH, 0.0)
+    machine.output(Leg.DECODE, out(0, 5, 6), 0.1)  # it has the KV; the prefill worker's own word was never heard
+    assert machine.leg_failed(Leg.PREFILL, MillraceError(Reason.WORKER_LOST, "gone"), 0.2) == ()
+    assert machine.stage is Stage.DECODE
+    machine.output(Leg.DECODE, out(2, 7, finish=STOP), 0.3)
+    assert (machine.stage, machine.outputs) == (Stage.DONE, [5, 6, 7])
+
+
 def test_what_a_worker_had_taken_is_an_attempt() -> None:
     machine = flow(max_attempts=2)
     for _ in range(2):
