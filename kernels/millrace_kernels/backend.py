@@ -95,7 +95,7 @@ TABLE: dict[str, tuple[Choice, ...]] = {
     "mla_absorb.absorb_q": (
         Choice("millrace_kernels.triton.mla_absorb:absorb_q_small", needs="triton", max_size=SMALL_TOKENS),
         Choice(
-            "millrace_kernels.triton.mla_absorb:absorb_q_measured",
+            "millrace_kernels.triton.mla_absorb:absorb_q_many",
             needs="triton",
             when="millrace_kernels.triton.mla_absorb:absorb_is_measured",
         ),

@@ -18,6 +18,8 @@ from millrace_bench.kernels.case import Call, Case, candidates
 from millrace_bench.kernels.driver import Row, as_dict, floor_us, line, measure, num_sets
 from millrace_bench.kernels.moe import TP8_SHARED, Rank, draw_weights
 from millrace_bench.kernels.tune_jobs import Decode, Experts, Linear
+from millrace_kernels import backend
+from millrace_kernels.backend import Choice
 from millrace_kernels.fp8 import BLOCK
 from millrace_kernels.ref import moe_experts as ref_experts
 from millrace_kernels.testing.attention import Draw
@@ -94,6 +96,14 @@ def test_a_row_leaves_out_what_is_empty() -> None:
 
 def test_without_rows_the_candidate_is_the_reference() -> None:
     assert candidates("linear.linear", lambda: 7, CPU)["ref"]() == 7
+
+
+def test_two_candidates_of_a_module_are_two_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = tuple(Choice(f"millrace_kernels.triton.mla_absorb:{name}") for name in ("absorb_q_small", "absorb_q_many"))
+    monkeypatch.setattr(backend, "choices", lambda op, device: rows)
+    assert list(candidates("mla_absorb.absorb_q", lambda: 7, CPU)) == [
+        "triton.mla_absorb", "triton.mla_absorb:absorb_q_many"
+    ]  # fmt: skip
 
 
 def test_tuning_offers_configurations_of_every_shape() -> None:

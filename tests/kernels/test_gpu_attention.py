@@ -12,6 +12,7 @@ import pytest
 import torch
 from millrace_kernels import backend, mla_decode, mla_prefill
 from millrace_kernels.backend import SMALL_TOKENS
+from millrace_kernels.ref import mla_absorb as reference
 from millrace_kernels.testing import attention
 from millrace_kernels.testing.attention import Draw
 from millrace_kernels.testing.cases import DECODE_CASES, PREFILL_CASES, DecodeCase, PrefillCase
@@ -19,10 +20,14 @@ from millrace_kernels.testing.compare import assert_like_reference
 from millrace_kernels.testing.numeric import (
     ATTENTION_TOLERANCE,
     FP8_ATTENTION_TOLERANCE,
+    FP8_TOLERANCE,
     LSE_TOLERANCE,
     OP_TOLERANCE,
     assert_close,
+    dequantised,
+    rms_error,
 )
+from millrace_kernels.triton import mla_absorb
 
 pytestmark = pytest.mark.gpu
 
@@ -75,6 +80,24 @@ def test_layout_and_rotation(num: int, heads: int) -> None:
 def test_absorption(num: int, heads: int) -> None:
     check("mla_absorb.absorb_q", num, attention.absorb_q, num, heads)
     check("mla_absorb.project_v", num, attention.project_v, num, heads)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("tokens", [32, 64, 128])
+def test_our_products_of_the_absorbed_form_for_many_tokens(tokens: int, fp8: bool) -> None:
+    draw, tile = Draw("cuda", BF16), mla_absorb.Tile(128, 8, tokens)
+    for op, make, weight in (("absorb_q", attention.absorb_q, "w_uk"), ("project_v", attention.project_v, "w_uv")):
+        inputs = make(draw, 100, 128)
+        quantised = attention.fp8_heads(inputs[weight])
+        values = quantised.data.float() * quantised.scales.repeat_interleave(128, 1)[:, None]
+        given = inputs | {weight: quantised} if fp8 else inputs
+        widened = inputs | {weight: values if fp8 else inputs[weight].float()}
+        rows = "q" if op == "absorb_q" else "latent"
+        wanted = getattr(reference, op)(**(widened | {rows: inputs[rows].float()}))
+        assert_close(getattr(mla_absorb, f"{op}_with")(**given, tile=tile), wanted)
+        if op == "project_v":
+            operand = mla_absorb.project_v_quant_with(**given, tile=tile)
+            assert operand.fp8 is not None and rms_error(dequantised(operand.fp8), wanted) < FP8_TOLERANCE
 
 
 @pytest.mark.parametrize("num", TOKENS)

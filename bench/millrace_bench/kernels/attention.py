@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from millrace_kernels import mla_decode, mla_prefill
+from millrace_kernels.backend import SMALL_TOKENS
 from millrace_kernels.kv_gather import kv_gather
 from millrace_kernels.kv_store import kv_store
 from millrace_kernels.merge_state import merge_state
-from millrace_kernels.mla_absorb import absorb_q, project_v
+from millrace_kernels.mla_absorb import absorb_q, project_v, project_v_quant
 from millrace_kernels.mla_expand import expand_kv, rope_q
 from millrace_kernels.mla_qkv import mla_qkv_norm
 from millrace_kernels.rms_norm import rms_norm, rms_norm_quant
@@ -121,6 +122,8 @@ def _of_heads(draw: Draw, num: int, heads: int) -> Iterator[Case]:
     project = functools.partial(attention.project_v, *args)
     moved = weight + rows * (LATENT + VALUE)
     yield _case("mla_absorb.project_v", shape, project_v, project, draw, num, moved, flops, **anchor)
+    if num > SMALL_TOKENS:
+        yield _case("mla_absorb.project_v_quant", shape, project_v_quant, project, draw, num, moved, flops)
     for op, call, make, width in (
         ("mla_expand.expand_kv", expand_kv, attention.expand_kv, NOPE + QK),
         ("mla_expand.rope_q", rope_q, attention.rope_q, 2 * ROPE),

@@ -35,9 +35,17 @@ def nbytes(*tensors: Tensor) -> int:
 
 
 def candidates(op: str, call: Call, device: torch.device, size: int = 0) -> dict[str, Call]:
-    """`call` with each implementation of `op` in the table that serves `size` here, or with its reference."""
+    """`call` with each implementation of `op` in the table that serves `size` here, measured or not, or with its
+    reference. A module's second one is named with its function.
+    """
     served = [c.target for c in backend.choices(op, device) if c.min_size <= size <= c.max_size]
-    return {_label(target): functools.partial(forced, op, target, call) for target in served} or {"ref": call}
+    found: dict[str, Call] = {}
+    for target in served:
+        label = _label(target)
+        found[f"{label}:{target.partition(':')[2]}" if label in found else label] = functools.partial(
+            forced, op, target, call
+        )
+    return found or {"ref": call}
 
 
 def dependent(on: bool, call: Call) -> object:
