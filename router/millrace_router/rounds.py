@@ -56,8 +56,10 @@ class Rounds:
 
     def _go_on(self) -> None:
         """One turn. What it wakes runs before the next call of this, so that a round's time includes it."""
-        self._round.popleft()()
-        self._loop.call_soon(self._go_on if self._round else self._end)
+        try:
+            self._round.popleft()()
+        finally:  # the others' turns come whatever one does
+            self._loop.call_soon(self._go_on if self._round else self._end)
 
     def _end(self) -> None:
         self._loop.call_later(rest_s(self._clock() - self._began, self._interval_s), self._begin)

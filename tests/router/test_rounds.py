@@ -106,6 +106,16 @@ def test_when_nothing_runs_a_turn_comes_at_once() -> None:
     assert got == [0.0, 0.5, 0.5001]
 
 
+async def test_a_turn_that_fails_costs_nobody_else_theirs() -> None:
+    loop, errors, done = asyncio.get_running_loop(), list[BaseException](), asyncio.Event()
+    loop.set_exception_handler(lambda _, about: errors.append(about["exception"]))
+    rounds = Rounds(loop, 0.0)
+    rounds.join(lambda: [][0])
+    rounds.join(done.set)
+    await asyncio.wait_for(done.wait(), 10)
+    assert [type(error) for error in errors] == [IndexError]
+
+
 def test_a_long_round_leaves_the_event_loop_to_others() -> None:
     loop, got = Loop(), list[str]()
     rounds = Rounds(loop, 0.0, loop.time)  # type: ignore[arg-type]
