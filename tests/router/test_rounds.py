@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -110,7 +111,7 @@ async def test_a_turn_that_fails_costs_nobody_else_theirs() -> None:
     loop, errors, done = asyncio.get_running_loop(), list[BaseException](), asyncio.Event()
     loop.set_exception_handler(lambda _, about: errors.append(about["exception"]))
     rounds = Rounds(loop, 0.0)
-    rounds.join(lambda: [][0])
+    rounds.join(deque().popleft)
     rounds.join(done.set)
     await asyncio.wait_for(done.wait(), 10)
     assert [type(error) for error in errors] == [IndexError]
