@@ -1,7 +1,7 @@
 """Times the configurations of attention's own kernels at V3's shapes; prints the best beside the one in use, and all
 times as a JSON line. What wins belongs into `config` of the kernel's module in millrace_kernels/triton.
 
-python -m millrace_bench.kernels.tune_attention [--op mla_decode] [--quick]
+python -m millrace_bench.kernels.tune_attention [--op mla_decode] [--quick] [--seconds 180] [--out FILE]
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,8 +26,10 @@ from millrace_kernels.triton.mla_absorb import Tile
 from torch import Tensor
 
 from millrace_bench.common import Record, print_record
+from millrace_bench.kernels.compile_ahead import compile_ahead
 
 HEADS, SETS = (16, 128), 16  # as many inputs take turns, so that weights come from memory
+COMPILE_PART = 0.5  # of the time, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +42,11 @@ class Task:
 
 
 def tasks(draw: Draw) -> Iterator[Task]:
+    for heads, num in itertools.product(reversed(HEADS), (128, 256)):
+        yield from _absorption_of_many(draw, num, heads)
     for heads in HEADS:
         for num in (1, 16):
             yield from _absorption(draw, num, heads)
-        for num in (128, 256):
-            yield from _absorption_of_many(draw, num, heads)
         for batch, keys in ((1, 4096), (32, 4096), (128, 4096)):
             yield _decode(draw, heads, batch, keys)
         for num in (64, 4096):
@@ -113,10 +117,32 @@ def _prefill(draw: Draw, heads: int, num: int) -> Task:
     return Task("mla_prefill", f"T={num} H={heads}", make, mla_prefill.mla_prefill_with, chosen)
 
 
-def tune(task: Task, device: torch.device, samples: int) -> Iterator[tuple[dict[str, Any], float]]:
+def compile_one(op: str, task: int, option: int) -> None:
+    chosen = _found(op)[task]
+    chosen.run(**chosen.make(), **chosen.options[option])
+
+
+def _found(op: str) -> list[Task]:
+    return [task for task in tasks(Draw("cuda", torch.bfloat16)) if op in task.op]
+
+
+def compile_all(op: str, until: float) -> set[Hashable]:
+    """(op, option) of those that compiled before `until`, at the first shape that has them."""
+    compiling: dict[Hashable, Callable[[], None]] = {}
+    for index, task in enumerate(_found(op)):
+        for number, option in enumerate(task.options):
+            compiling.setdefault((task.op, str(option)), functools.partial(compile_one, op, index, number))
+    return compile_ahead(compiling, until)
+
+
+def tune(
+    task: Task, ready: set[Hashable], device: torch.device, samples: int
+) -> Iterator[tuple[dict[str, Any], float]]:
     """Microseconds of each configuration, in the task's order; those that the GPU refuses are left out."""
     sets = [task.make() for _ in range(SETS if task.op.startswith(("absorb_q", "project_v")) else 1)]
     for option in task.options:
+        if (task.op, str(option)) not in ready:
+            continue
         try:
             yield option, time_us([functools.partial(task.run, **inputs, **option) for inputs in sets], device, samples)
         except Exception as error:  # too much shared memory, say
@@ -127,16 +153,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Tune attention's own kernels.")
     parser.add_argument("--op", default="", help="only ops whose name contains this")
     parser.add_argument("--quick", action="store_true", help="fewer samples")
+    parser.add_argument("--seconds", type=float, default=180.0, help="after which no further shape is begun")
+    parser.add_argument("--out", type=Path, help="a file for the JSON, rewritten after every shape")
     args = parser.parse_args()
-    device, rows = torch.device("cuda"), []
-    for task in tasks(Draw("cuda", torch.bfloat16)):
-        if args.op not in task.op:
+    until, device = time.monotonic() + args.seconds, torch.device("cuda")
+    ready = compile_all(args.op, until - (1 - COMPILE_PART) * args.seconds)
+    rows: list[dict[str, Any]] = []
+    record = Record("tune", vars(args), {"rows": rows})  # its rows are still to come
+    for task in _found(args.op):
+        if time.monotonic() > until:
+            print(f"no time left for {task.op} {task.shape}", flush=True)
             continue
-        times = list(tune(task, device, samples=3 if args.quick else 7))
+        times = list(tune(task, ready, device, samples=3 if args.quick else 7))
+        if not times:
+            continue
         best, us = min(times, key=lambda item: item[1])
-        print(f"{task.op:12}{task.shape:24}{us:10.1f} us with {best}, {times[0][1]:.1f} with {times[0][0]}", flush=True)
+        print(f"{task.op:20}{task.shape:24}{us:10.1f} us with {best}, {times[0][1]:.1f} with {times[0][0]}", flush=True)
         rows.append({"op": task.op, "shape": task.shape, "us": [[str(option), round(us, 2)] for option, us in times]})
-    print_record(Record("tune", vars(args), {"rows": rows}))
+        if args.out:
+            args.out.write_text(record.to_json() + "\n")
+    print_record(record)
 
 
 if __name__ == "__main__":
