@@ -69,7 +69,7 @@ class Registry:
 
     @property
     def model(self) -> worker_pb2.WorkerInfo:
-        """What the workers serve, as the latest one to come up said. NO_WORKERS before any has."""
+        """What is served, as one of its workers said. NO_WORKERS before any has."""
         if self._model is None:
             raise MillraceError(Reason.NO_WORKERS, "no worker has come up yet")
         return self._model
@@ -79,7 +79,11 @@ class Registry:
         if (why := worker.unhealthy or worker.withheld) or worker.epoch in self._routable:
             return why
         if any(worker.epoch in (pair.source, pair.worker) for pair in self.hooks.ready):
-            return "no partner of it is routable"
+            return (
+                "no partner of it is routable"
+                if self._serves(worker)
+                else f"{self.model.model!r} is served, not its model"
+            )
         return self.hooks.why_not(worker.epoch)
 
     def view(self) -> View:
@@ -130,7 +134,9 @@ class Registry:
         workers = self.workers.values()
         self.hooks.reconcile(workers)
         seen = [worker.seen for worker in workers]
-        self._routable = states.routable(seen, self.hooks.ready)
+        able = states.routable(seen, self.hooks.ready)
+        self._model = self._served(able)
+        self._routable = frozenset(w.epoch for w in workers if w.epoch in able and self._serves(w))
         sources = states.sources(self.hooks.ready)
         serving = sorted((w for w in workers if w.epoch in self._routable), key=lambda w: w.address)
         self._serving = [(worker, sources.get(worker.epoch, frozenset())) for worker in serving]
@@ -138,14 +144,21 @@ class Registry:
         self.health.keep({one.epoch: one.role for one in seen if one.epoch}, routable)
         self._feeds.reconcile(workers)
         self.placer.indexes.keep((w.epoch, i) for w in workers if w.link for i in range(w.info.replicas))
-        linked = [worker.info for worker in workers if worker.link is not None]
-        if linked:
-            self._model = linked[0]
         counts = states.count(seen, self._routable)
         for role in states.ROLES:
             for state in states.STATES:
                 self._metrics.workers.labels(role=role, state=state).set(counts[role, state])
         self._loaded()
+
+    def _served(self, routable: frozenset[str]) -> worker_pb2.WorkerInfo | None:
+        """One model at a time: that of before for as long as a worker can serve it, then another one's."""
+        linked = [worker for worker in self.workers.values() if worker.link is not None]
+        able = [worker for worker in linked if worker.epoch in routable] or linked
+        same = [worker for worker in able if self._serves(worker)]
+        return next((worker.info for worker in same or able), self._model)
+
+    def _serves(self, worker: Worker) -> bool:
+        return self._model is not None and worker.info.model == self._model.model
 
     def _loaded(self) -> None:
         """A worker has reported its load."""

@@ -134,6 +134,32 @@ async def test_other_protocol_is_refused(cluster: Callable) -> None:
     await made.until(lambda: "protocol version 99" in detail(made, prefill))
 
 
+class Other(FakeWorker):
+    async def GetInfo(self, request, context):
+        info = await super().GetInfo(request, context)
+        info.model = "other"
+        return info
+
+
+async def test_one_model_at_a_time(cluster: Callable) -> None:
+    """While the workers of one make room for those of another, nobody gets an answer of the wrong one."""
+    made = await cluster(FakeWorker(UNIFIED))
+    old, new = made.workers[0], Other(UNIFIED)
+    await new.start()
+    try:
+        made.router.registry._fleet.on_targets([Target(it.address, it.address) for it in (new, old)])
+        await made.until(lambda: "'tiny' is served" in detail(made, new))
+        for _ in range(3):
+            assert (await made.generate([1], model="tiny")).error is None
+        assert (await made.generate([1], model="other")).error.code() is grpc.StatusCode.NOT_FOUND
+        assert len(old.submitted) == 3 and not new.submitted
+        await old.stop()
+        await made.until(lambda: detail(made, new) == "")
+        assert made.router.registry.ready and (await made.generate([1], model="other")).error is None
+    finally:
+        await new.stop()
+
+
 async def test_details_of_what_is_not_routable(cluster: Callable) -> None:
     made = await cluster(FakeWorker(PREFILL, layout="x"), FakeWorker(DECODE, layout="y"), wait=False)
     await made.until(lambda: "equal KV layout" in detail(made, made.workers[0]))
