@@ -166,6 +166,12 @@ def test_penalties_match_plain_python_step_by_step():
     assert len(set(outputs)) > 3
 
 
+def test_a_repetition_penalty_that_logits_cannot_be_divided_by():
+    best, second = LOGITS.argsort(descending=True)[:2].tolist()
+    bench = Bench(params(repetition_penalty=1e-38, seed=1), prompt=[second, best])
+    assert bench(LOGITS.expand(1, V)).tokens.tolist() == [best]
+
+
 def test_a_slot_starts_again_for_its_next_owner():
     bench = Bench(params(frequency_penalty=2.0, temperature=0.0))
     first = [int(bench(LOGITS[None], i).tokens[0]) for i in range(3)]

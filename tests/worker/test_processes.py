@@ -189,6 +189,20 @@ async def test_flush_cache_and_own_warm_up(unified: Worker) -> None:
         await unified.whole()
 
 
+async def test_a_flush_waits_for_every_replica(tmp_path: Path) -> None:
+    async with workers(tmp_path, "unified", sets=(*SIM, "dp=2")) as [worker], FakeLink(worker) as link:
+        requests = [request(prompt_of(640)) for _ in range(2)]
+        for replica, r in enumerate(requests):
+            r.replica = replica
+            link.submit(r)
+        for r in requests:
+            await link.finish(r)
+        cached = [replica.pages_cached for replica in (await worker.whole()).replicas]
+        assert min(cached) >= 10
+        assert (await worker.stub.FlushCache(worker_pb2.FlushCacheRequest())).pages == sum(cached)
+        assert not any(replica.pages_cached for replica in (await worker.load()).replicas)
+
+
 async def test_replicas_serve_side_by_side(tmp_path: Path) -> None:
     async with workers(tmp_path, "unified", sets=(*SIM, "dp=2")) as [worker], FakeLink(worker) as link:
         requests = [request([i]) for i in range(1, 9)]

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor  # the simulated engine works without it
 
 A = TypeVar("A")  # numpy array or tensor
+LEAST_REPETITION = 1e-3  # a penalty below counts as this: the quotient of a logit would be infinite
 LEAST_TEMPERATURE = 1e-5  # below is greedy: the quotient of a logit would be infinite, or larger than all noise
 
 
@@ -169,7 +170,7 @@ def _penalties(penalized: list[tuple[int, Extras]]) -> Penalties[np.ndarray]:
     return Penalties(
         np.array([s for s, _ in penalized], np.int64),
         np.array([extras.penalty_row for _, extras in penalized], np.int64),
-        np.array([p.repetition_penalty for p in params], np.float32),
+        np.array([max(p.repetition_penalty, LEAST_REPETITION) for p in params], np.float32),
         np.array([p.presence_penalty for p in params], np.float32),
         np.array([p.frequency_penalty for p in params], np.float32),
         joined,

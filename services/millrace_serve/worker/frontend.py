@@ -8,6 +8,7 @@ once: every attempt fails with WORKER_LOST, and `lost` is set for the process to
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -42,6 +43,7 @@ log = logging.getLogger(__name__)
 
 PROTOCOL = 1
 STOP_GRACE_S = 5.0
+FLUSH_S = 1.0
 
 
 class Frontend:
@@ -200,12 +202,16 @@ class Frontend:
             self.role.abort(id)
 
     async def flush_cache(self) -> int:
-        """The number of pages that were idle in the prefix caches. Returns when they are free."""
+        """The number of pages that were idle in the prefix caches. Returns when they are free; under load others may be
+        cached by then, so it does not wait for ever.
+        """
         pages = sum(load.pages_cached for load in self.board.loads)
         for replica in range(self.config.dp):
             self.ranks.send(replica, FlushCache())
-        if pages:
-            await self.board.changed.wait(1.0)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FLUSH_S):
+                while any(load.pages_cached for load in self.board.loads):
+                    await self.board.changed.wait()
         return pages
 
     async def freeze_gc(self) -> tuple[int, int]:
