@@ -134,9 +134,9 @@ STAGES = (
     Stage("startup-v3", f"{STARTUP} --widths v3 --layers 6 {START}", 560, "cold 360 s, warm 60 s", _startup),
     Stage("tune", "millrace_bench.kernels.tune --seconds 200", 260, "what is in use is best", _rows),
     Stage("tune-mid", "millrace_bench.kernels.tune_mid --seconds 150", 220, "as above", _rows),
-    Stage("tune-moe", "millrace_bench.kernels.tune_moe", 300, "as above", _rows),
+    Stage("tune-moe", "millrace_bench.kernels.tune_moe --seconds 240", 300, "as above", _rows),
     Stage("tune-rows", "millrace_bench.kernels.tune_rows", 200, "as above", _rows),
-    Stage("tune-attention", "millrace_bench.kernels.tune_attention", 200, "as above", _rows),
+    Stage("tune-attention", "millrace_bench.kernels.tune_attention --seconds 180", 260, "as above", _rows),
 )
 
 # The same over small shapes on a CPU, by stage. Tuners time configurations of a GPU; their tests run them on a CPU.

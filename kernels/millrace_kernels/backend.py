@@ -53,6 +53,7 @@ TABLE: dict[str, tuple[Choice, ...]] = {
         Choice("millrace_kernels.lib.deep_gemm:fp8_linear", needs="deep_gemm"),
         *_ours("fp8_linear:fp8_linear"),
     ),
+    "fp8.compile_ahead": (Choice("millrace_kernels.lib.deep_gemm:compile_ahead", needs="deep_gemm"),),
     "fp8.small_linear": _ours("small_linear:small_linear"),
     "int8.quant_rows": _ours("int8:quant_rows"),
     "int8.int8_linear": (

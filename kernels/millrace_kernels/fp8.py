@@ -74,6 +74,13 @@ def fp8_linear(x: Fp8, weight: Fp8, dtype: torch.dtype) -> Tensor:
     return run(x, weight, dtype)
 
 
+def compile_ahead(max_tokens: int, device: torch.device) -> int:
+    """Compile what `fp8_linear` will need for 1 to max_tokens rows of each weight shape that it has met so far, where
+    the number of rows decides which kernel runs. Returns the number of those shapes.
+    """
+    return implementation("fp8.compile_ahead", device, max_tokens)(max_tokens, device)
+
+
 def small_linear(x: Tensor, weight: Fp8) -> Tensor:
     """out = x dequantised(weight)^T for few rows: what it costs is to read the weight once.
 

@@ -39,6 +39,8 @@ def test_the_largest_step_uses_every_slot_and_a_prefix() -> None:
 def test_prompts_of_every_size_class_are_rehearsed() -> None:
     lengths = {shape.chunk for shape in prefill_shapes(V3) if shape.chunks == 1}
     assert {1, 2, 4, 64, 4096, 16384} <= lengths
+    assert {47, 3071, 12287} <= lengths  # Triton's kernels for lengths that are no multiples of 16
+    assert len(lengths) == 15 + 12
     assert {shape.prefix for shape in prefill_shapes(V3)} == {0, 4096}
     assert [shape.num_decode for shape in decode_shapes((1, 4))] == [4, 4, 1, 1]
 

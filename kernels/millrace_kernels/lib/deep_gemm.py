@@ -1,14 +1,10 @@
 """DeepGEMM (sgl-deep-gemm) for dense FP8 products on sm90.
 
 It compiles a kernel per tile configuration at its first use, 2 to 5 s each, and keeps it in a folder. The tile depends
-on M only through ceil(M / 64), so one call per multiple of 64 (`compile_for`) meets every configuration of a shape.
-`cache_environment` names the folder; it must be set before the first product.
+on M only through ceil(M / 64), so one call per multiple of 64 (`compile_ahead`) meets every configuration of a shape.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,16 +13,7 @@ from millrace_kernels.fp8 import BLOCK, Fp8
 from millrace_kernels.triton import fp8_linear as ours
 
 M_STEP = 64
-
-
-def cache_environment(folder: Path) -> dict[str, str]:
-    """Where the compilers of a process keep their kernels, so that one volume holds them all."""
-    return {
-        "DG_JIT_CACHE_DIR": str(folder / "deep_gemm"),
-        "TRITON_CACHE_DIR": str(folder / "triton"),
-        "FLASHINFER_WORKSPACE_BASE": str(folder / "flashinfer"),
-        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
-    }
+_met: dict[tuple[int, int], None] = {}  # (N, K) of the products of this process
 
 
 def set_dependent(on: bool) -> None:
@@ -44,6 +31,7 @@ def fp8_linear(x: Fp8, weight: Fp8, dtype: torch.dtype) -> Tensor:
     if dtype != torch.bfloat16 or n % 8 or k % BLOCK:
         return ours.fp8_linear(x, weight, dtype)
     out = torch.empty(num_tokens, n, dtype=dtype, device=x.data.device)
+    _met[n, k] = None
     if num_tokens:
         deep_gemm.fp8_gemm_nt((x.data, x.scales), (weight.data, weight.scales), out)
     return out
@@ -54,16 +42,15 @@ def sizes(max_tokens: int) -> list[int]:
     return [16, 32, *range(M_STEP, max_tokens + M_STEP, M_STEP)]
 
 
-def compile_for(shapes: Iterable[tuple[int, int]], max_tokens: int, device: torch.device) -> Iterator[tuple[int, int]]:
-    """Compiles what products of [up to max_tokens, K] by [N, K] need; yields each (N, K) when it is done."""
-    for n, k in dict.fromkeys(shapes):
+def compile_ahead(max_tokens: int, device: torch.device) -> int:
+    for n, k in tuple(_met):
         blocks_n, blocks_k = -(-n // BLOCK), -(-k // BLOCK)
         weight = Fp8(_zeros((n, k), torch.float8_e4m3fn, device), _zeros((blocks_n, blocks_k), torch.float32, device))
         data = _zeros((max_tokens + M_STEP, k), torch.float8_e4m3fn, device)
         for num_tokens in sizes(max_tokens):
             scales = _zeros((blocks_k, num_tokens), torch.float32, device).t()
             fp8_linear(Fp8(data[:num_tokens], scales), weight, torch.bfloat16)
-        yield n, k
+    return len(_met)
 
 
 def _zeros(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:

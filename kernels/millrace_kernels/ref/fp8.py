@@ -41,6 +41,10 @@ def fp8_linear(x: Fp8, weight: Fp8, dtype: torch.dtype) -> Tensor:
     return out.to(dtype)
 
 
+def compile_ahead(max_tokens: int, device: torch.device) -> int:
+    return 0
+
+
 def small_linear(x: Tensor, weight: Fp8) -> Tensor:
     return F.linear(x.float(), dequant_blocks(*weight, torch.float32, 0, 0)).to(x.dtype)
 

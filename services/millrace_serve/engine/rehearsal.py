@@ -40,15 +40,17 @@ def largest(limits: Limits) -> Shape:
 
 
 def prefill_shapes(limits: Limits) -> Iterator[Shape]:
-    """Prompt lengths by powers of two, each fresh and after a prefix that is expanded, and one that is absorbed."""
+    """Prompt lengths by powers of two, and an odd one between two of them (Triton compiles for multiples of 16 apart),
+    each fresh and after a prefix that is expanded.
+    """
     longest = min(limits.max_prefill_tokens, limits.max_model_len - 1)
     prefix = _prefix(limits, longest)
-    length = 1
-    while length < 2 * longest:
-        yield Shape(chunks=1, chunk=min(length, longest))
+    powers = [1 << i for i in range(longest.bit_length()) if 1 << i < longest] + [longest]
+    between = [3 * power // 4 - 1 for power in powers if power > 4]
+    for length in sorted({*powers, *between}):
+        yield Shape(chunks=1, chunk=length)
         if prefix:
-            yield Shape(chunks=1, chunk=min(length, longest), prefix=prefix)
-        length *= 2
+            yield Shape(chunks=1, chunk=length, prefix=prefix)
     count = min(4, limits.max_running, longest)
     yield Shape(chunks=count, chunk=longest // count)
     yield Shape(num_decode=limits.max_running - 1, chunks=1, chunk=longest, greedy=False)

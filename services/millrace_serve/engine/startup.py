@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from millrace_kernels import fp8
 from millrace_rpc import gc_hooks
 
 from millrace_serve.engine import memory, rehearsal
@@ -125,6 +126,7 @@ def prepare(site: Site, config: EngineConfig, runner: TorchRunner, phases: Phase
             if not site.buckets and site.role is not Role.PREFILL:
                 shapes += rehearsal.decode_shapes(buckets_up_to(config.max_running))
             _rehearse(site, runner, shapes, graphs=False)
+            runner.call(lambda: fp8.compile_ahead(max(_tokens(shapes)), site.device))
     if not site.buckets:
         return
     with phases("capture"):
