@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from millrace_router.config import RouterConfig
 from millrace_router.discovery.base import Target, diff, one_per_address
 from millrace_router.discovery.config import DnsConfig, KubernetesConfig, StaticTarget
-from millrace_router.discovery.dns import DnsSource
+from millrace_router.discovery.dns import DnsSource, resolve
 from millrace_router.discovery.objects import Store, of_pod, of_slice
 from millrace_router.discovery.static import StaticSource
 from millrace_testing.kube_server import endpoint, endpoint_slice, pod
@@ -209,11 +209,29 @@ async def test_dns_on_loopback() -> None:
     await source.stop()
 
 
+@pytest.mark.parametrize(
+    ("answers", "addresses"),
+    [
+        (["10.0.0.2", "fd00::2", "10.0.0.1", "fd00::1", "10.0.0.1"], ["10.0.0.1", "10.0.0.2"]),
+        (["fd00::2", "fd00::1"], ["fd00::1", "fd00::2"]),
+    ],
+)
+async def test_a_worker_with_two_addresses_is_one(
+    answers: list[str], addresses: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def getaddrinfo(host: str, port: None, **_: object) -> list[tuple[int, int, int, str, tuple[str, int]]]:
+        families = [socket.AF_INET6 if ":" in answer else socket.AF_INET for answer in answers]
+        return [(family, 0, 0, "", (answer, 0)) for family, answer in zip(families, answers, strict=True)]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+    assert await resolve("workers") == addresses
+
+
 async def test_dns_follows_its_names() -> None:
     answers: dict[str, list[str] | Exception] = {"p": ["10.0.0.1"], "d": ["10.0.0.2", "10.0.0.3"]}
     heard = Heard()
 
-    async def resolve(host: str) -> list[str]:
+    async def answer_of(host: str) -> list[str]:
         if isinstance(answer := answers[host], Exception):
             raise answer
         return answer
@@ -223,7 +241,7 @@ async def test_dns_follows_its_names() -> None:
         seen = heard.times + len(heard.troubles)
         await heard.until(lambda: heard.times + len(heard.troubles) >= seen + 4)
 
-    source = DnsSource(DnsConfig(names=("p:1", "d:2"), interval_s=0.01), resolve)
+    source = DnsSource(DnsConfig(names=("p:1", "d:2"), interval_s=0.01), answer_of)
     source.start(heard)
     await heard.until(lambda: heard.addresses == ["10.0.0.1:1", "10.0.0.2:2", "10.0.0.3:2"])
     answers["d"] = ["10.0.0.3", "10.0.0.4"]

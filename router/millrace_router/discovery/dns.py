@@ -21,9 +21,12 @@ NO_SUCH_NAME = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONA
 
 
 async def resolve(host: str) -> list[str]:
-    """IP addresses, in order and without repetition. OSError as from getaddrinfo."""
+    """IP addresses, in order and without repetition: those of IPv4 where there are both, since in a dual-stack cluster
+    every worker has one of each. OSError as from getaddrinfo.
+    """
     found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    return sorted({str(address[0]) for *_, address in found})
+    kept = socket.AF_INET if any(family == socket.AF_INET for family, *_ in found) else socket.AF_INET6
+    return sorted({str(address[0]) for family, *_, address in found if family == kept})
 
 
 class DnsSource:
