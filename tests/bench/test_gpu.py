@@ -109,6 +109,7 @@ def test_the_table_shows_what_every_stage_says() -> None:
 ALL = [*gpu.STAGES, *gpu.small_stages(), *gpu.stages_of_tests()]
 
 
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")  # other tests have imported it
 @pytest.mark.parametrize("command", sorted({stage.command for stage in ALL}))
 def test_each_command_line_is_understood(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A typo would cost a GPU's time: modules parse their arguments, and run no further."""
