@@ -65,8 +65,8 @@ def _channel(target: str, identity: Identity | None, options: Sequence[tuple[str
 
 
 async def reply(call: Awaitable[T]) -> T:
-    """What a unary call returns. MillraceError when it fails, WORKER_LOST also when somebody closes its channel: to
-    who waits for the answer that looks like a cancellation of their own.
+    """What a unary call, or a read or a write on a stream, returns. MillraceError when it fails, WORKER_LOST also when
+    somebody closes its channel: to who waits for the answer that looks like a cancellation of their own.
     """
     try:
         return await call

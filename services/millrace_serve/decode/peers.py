@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import TypeAlias, TypeVar
 
 import grpc
 from millrace.v1 import kv_pb2, kv_pb2_grpc, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
-from millrace_rpc.client import channel, heard_within
-from millrace_rpc.errors import MillraceError, Reason, from_rpc_error
+from millrace_rpc.client import channel, heard_within, reply
+from millrace_rpc.errors import MillraceError, Reason
 from millrace_rpc.tls import Identity
 
 from millrace_serve.engine.core import KvPart, RequestId
@@ -56,7 +56,7 @@ class Peer:
 
     async def info(self) -> worker_pb2.WorkerInfo:
         """Raises MillraceError."""
-        return await _answer(_start(lambda: self.worker.GetInfo(worker_pb2.GetInfoRequest(), timeout=UNARY_TIMEOUT_S)))
+        return await reply(_start(lambda: self.worker.GetInfo(worker_pb2.GetInfoRequest(), timeout=UNARY_TIMEOUT_S)))
 
     async def close(self) -> None:
         await self._channel.close()
@@ -112,11 +112,11 @@ class Fetch:
     async def _say(self, message: kv_pb2.FetchRequest) -> None:
         """On a stream that has ended, `items` says why."""
         with contextlib.suppress(MillraceError, asyncio.InvalidStateError):
-            await _answer(self._call.write(message))
+            await reply(self._call.write(message))
 
     async def _next(self) -> kv_pb2.FetchResponse | None:
         try:
-            response = await _answer(heard_within(self._stall_s, self._call.read()))
+            response = await reply(heard_within(self._stall_s, self._call.read()))
         except TimeoutError:
             message = f"{self._address} has not been heard for {self._stall_s:g} s"
             raise MillraceError(Reason.STALLED, message) from None
@@ -180,16 +180,3 @@ def _start(call: Callable[[], T]) -> T:
         return call()
     except grpc.aio.UsageError as error:
         raise MillraceError(Reason.WORKER_LOST, str(error)) from error
-
-
-async def _answer(call: Awaitable[T]) -> T:
-    """Raises MillraceError for every failure, also when the peer was dropped, which gRPC reports as our own cancel."""
-    try:
-        return await call
-    except grpc.RpcError as error:
-        raise from_rpc_error(error) from error
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise
-        raise MillraceError(Reason.WORKER_LOST, "the connection was closed") from None
