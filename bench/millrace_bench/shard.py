@@ -86,7 +86,7 @@ class FoldedExchange:
     def dispatch(
         self, h: Operand, weights: Tensor, experts: Tensor, inputs: ForwardInput
     ) -> tuple[Operand, Tensor, Tensor]:
-        return h, weights, torch.where(experts >= 0, experts % self._num_local, experts)
+        return h, weights, experts.fmod(self._num_local)  # whose sign is that of the id: -1, nobody's, stays
 
     def combine(self, partial: Tensor, inputs: ForwardInput) -> Tensor:
         return partial
