@@ -1,6 +1,9 @@
 """The two products that let attention run on the cached rows themselves (the absorbed form of MLA).
 
 q_h = [q_nope_h W_UK_h | rope(q_pe_h)]        out_h = latent_h W_UV_h^T
+
+`quantised` is the same weight as an FP8 checkpoint stores it, where a head is one row of its blocks: E4M3 of the same
+shape, scales float32 [H, C/128], any head strides. Implementations that were measured to gain from it read it instead.
 """
 
 from __future__ import annotations
@@ -8,10 +11,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from millrace_kernels.backend import SMALL_TOKENS, implementation
-from millrace_kernels.fp8 import Operand
+from millrace_kernels.fp8 import Fp8, Operand
 
 
-def absorb_q(q: Tensor, w_uk: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def absorb_q(q: Tensor, w_uk: Tensor, cos: Tensor, sin: Tensor, quantised: Fp8 | None = None) -> Tensor:
     """The query of `mla_decode`.
 
     Args:
@@ -22,7 +25,8 @@ def absorb_q(q: Tensor, w_uk: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         [T, H, C+R], contiguous.
     """
     assert q.shape[1] == w_uk.shape[0] and q.shape[2] == w_uk.shape[1] + 2 * cos.shape[1], (q.shape, w_uk.shape)
-    return implementation("mla_absorb.absorb_q", q.device, q.shape[0], tuple(w_uk.shape))(q, w_uk, cos, sin)
+    run = implementation("mla_absorb.absorb_q", q.device, q.shape[0], _shape(w_uk, quantised))
+    return run(q, w_uk, cos, sin, quantised)
 
 
 def project_v(latent: Tensor, w_uv: Tensor) -> Tensor:
@@ -31,9 +35,15 @@ def project_v(latent: Tensor, w_uv: Tensor) -> Tensor:
     return implementation("mla_absorb.project_v", latent.device, latent.shape[0])(latent, w_uv)
 
 
-def project_v_quant(latent: Tensor, w_uv: Tensor) -> Operand:
+def project_v_quant(latent: Tensor, w_uv: Tensor, quantised: Fp8 | None = None) -> Operand:
     """project_v for an FP8 product: plain up to SMALL_TOKENS tokens, above quantised only."""
     if latent.shape[0] <= SMALL_TOKENS:
         return Operand(project_v(latent, w_uv), None)
-    run = implementation("mla_absorb.project_v_quant", latent.device, latent.shape[0], tuple(w_uv.shape))
-    return run(latent, w_uv)
+    run = implementation("mla_absorb.project_v_quant", latent.device, latent.shape[0], _shape(w_uv, quantised))
+    return run(latent, w_uv, quantised)
+
+
+def _shape(weight: Tensor, quantised: Fp8 | None) -> tuple[int, ...]:
+    """The weight's, and the bytes of an element in its smallest form."""
+    assert quantised is None or quantised.data.shape == weight.shape, (quantised, weight.shape)
+    return (*weight.shape, (weight if quantised is None else quantised.data).itemsize)

@@ -23,7 +23,7 @@ from millrace_kernels.testing.numeric import (
     dequantised,
     rms_error,
 )
-from millrace_kernels.triton import mla_decode
+from millrace_kernels.triton import mla_absorb, mla_decode
 from millrace_kernels.triton.mla_absorb import Tile, absorb_q_with, project_v_quant_with, project_v_with
 from torch import Tensor
 
@@ -106,6 +106,27 @@ def test_absorption_of_many_tokens(num: int, fp8: bool) -> None:
     assert quantised is not None and quantised.scales.stride(0) == 1
     assert rms_error(dequantised(quantised), wanted) < FP8_TOLERANCE
     assert rms_error(dequantised(quantised), dequantised(quant_groups(project_v_with(latent, weight, tile)))) < 5e-3
+
+
+def test_fp8_weights_are_read_where_there_are_any() -> None:
+    """The plain ones are NaN then."""
+    draw = Draw(dtype=torch.bfloat16)
+    for op, weight, run in (
+        ("absorb_q", "w_uk", mla_absorb.absorb_q_many),
+        ("project_v", "w_uv", mla_absorb.project_v_quant),
+    ):
+        inputs = getattr(attention, op)(draw, 17, HEADS)
+        quantised, values = of_heads(inputs[weight], True)
+        wanted = getattr(reference, op)(**{name: x.float() for name, x in (inputs | {weight: values}).items()})
+        found = run(**(inputs | {weight: torch.full_like(inputs[weight], torch.nan)}), quantised=quantised)
+        found = found if isinstance(found, torch.Tensor) else dequantised(found.fp8)
+        assert rms_error(found.float(), wanted) < FP8_TOLERANCE
+    for table, measured in (
+        (mla_absorb.ABSORB, mla_absorb.absorb_is_measured),
+        (mla_absorb.PROJECT_QUANT, mla_absorb.project_quant_is_measured),
+    ):
+        for num_tokens, heads, size in table:
+            assert measured(num_tokens, (heads, 128, 512, size)) and not measured(num_tokens, (heads, 128, 512, 4))
 
 
 def of_heads(weight: Tensor, fp8: bool) -> tuple[Tensor | Fp8, Tensor]:

@@ -33,26 +33,37 @@ class Tile(NamedTuple):
     tokens: int = BLOCK_T
 
 
-# (class of tokens, heads) -> the fastest of `python -m millrace_bench.kernels.tune_attention`, where it beats cuBLAS
-# with the launch that it spares. Nothing is in use before it was measured; the estimate is for comparisons.
+# (class of tokens, heads, bytes of the weight's elements) -> the fastest of `python -m
+# millrace_bench.kernels.tune_attention`, where it beats cuBLAS with the launch that it spares. The estimate is for
+# comparisons.
 ESTIMATE = Tile(BLOCK, 8, 64)
-ABSORB: dict[tuple[int, int], Tile] = {}
-PROJECT_QUANT: dict[tuple[int, int], Tile] = {}
+ABSORB: dict[tuple[int, int, int], Tile] = {
+    (128, 16, 1): Tile(64, 8, 128),  # 3.8 us, cuBLAS 5.7
+    (128, 16, 2): Tile(64, 4, 128),  # 4.1 us
+    (256, 16, 1): Tile(64, 4, 128),  # 5.9 us, cuBLAS 6.8
+    (256, 16, 2): Tile(64, 8, 128),  # 6.1 us
+}
+PROJECT_QUANT: dict[tuple[int, int, int], Tile] = {
+    (128, 128, 1): Tile(128, 8, 64),  # 12.6 us, cuBLAS 14.3
+    (128, 128, 2): Tile(128, 8, 128),  # 13.7 us
+}
 
 
 def absorb_is_measured(num_tokens: int, shape: tuple[int, ...]) -> bool:
-    return measured(ABSORB, (_class(num_tokens), shape[0])) is not None
+    """For a w_uk [H, N, C]; shape: (H, N, C, bytes of an element)."""
+    return measured(ABSORB, (_class(num_tokens), shape[0], shape[3])) is not None
 
 
 def project_quant_is_measured(num_tokens: int, shape: tuple[int, ...]) -> bool:
-    return measured(PROJECT_QUANT, (_class(num_tokens), shape[0])) is not None
+    """For a w_uv [H, V, C]; shape: (H, V, C, bytes of an element)."""
+    return measured(PROJECT_QUANT, (_class(num_tokens), shape[0], shape[3])) is not None
 
 
 def _class(num_tokens: int) -> int:
     return next((most for most in CLASSES if num_tokens <= most), 0)
 
 
-def absorb_q(q: Tensor, w_uk: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def absorb_q(q: Tensor, w_uk: Tensor, cos: Tensor, sin: Tensor, quantised: Fp8 | None = None) -> Tensor:
     nope, latent = w_uk.shape[1:]
     out = q.new_empty(*q.shape[:2], latent + q.shape[2] - nope)
     torch.bmm(q[..., :nope].transpose(0, 1), w_uk, out=out[..., :latent].transpose(0, 1))
@@ -60,12 +71,14 @@ def absorb_q(q: Tensor, w_uk: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
-def absorb_q_small(q: Tensor, w_uk: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def absorb_q_small(q: Tensor, w_uk: Tensor, cos: Tensor, sin: Tensor, quantised: Fp8 | None = None) -> Tensor:
     return absorb_q_with(q, w_uk, cos, sin, Tile(columns(q.shape[1], w_uk.shape[2], 32)))
 
 
-def absorb_q_many(q: Tensor, w_uk: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return absorb_q_with(q, w_uk, cos, sin, ABSORB.get((_class(q.shape[0]), q.shape[1]), ESTIMATE))
+def absorb_q_many(q: Tensor, w_uk: Tensor, cos: Tensor, sin: Tensor, quantised: Fp8 | None = None) -> Tensor:
+    weight = quantised or w_uk
+    tile = ABSORB.get((_class(q.shape[0]), q.shape[1], _parts(weight)[0].itemsize), ESTIMATE)
+    return absorb_q_with(q, weight, cos, sin, tile)
 
 
 def absorb_q_with(q: Tensor, w_uk: Tensor | Fp8, cos: Tensor, sin: Tensor, tile: Tile) -> Tensor:
@@ -96,8 +109,10 @@ def project_v_with(latent: Tensor, w_uv: Tensor | Fp8, tile: Tile) -> Tensor:
     return out
 
 
-def project_v_quant(latent: Tensor, w_uv: Tensor) -> Operand:
-    return project_v_quant_with(latent, w_uv, PROJECT_QUANT.get((_class(latent.shape[0]), latent.shape[1]), ESTIMATE))
+def project_v_quant(latent: Tensor, w_uv: Tensor, quantised: Fp8 | None = None) -> Operand:
+    weight = quantised or w_uv
+    tile = PROJECT_QUANT.get((_class(latent.shape[0]), latent.shape[1], _parts(weight)[0].itemsize), ESTIMATE)
+    return project_v_quant_with(latent, weight, tile)
 
 
 def project_v_quant_with(latent: Tensor, w_uv: Tensor | Fp8, tile: Tile) -> Operand:
@@ -160,7 +175,7 @@ def _absorb(
         nope = tl.load(q_rows[:, None] + inner[None, :], mask=present[:, None], other=0.0)
         if FP8:
             scale = tl.load(scales_ptr + head * scale_head + part * BLOCK_C // 128)
-            product = tl.dot(nope, exact_bf16(w)) * scale
+            product = tl.dot(nope, exact_bf16(w).to(nope.dtype), input_precision="ieee") * scale
         else:
             product = tl.dot(nope, w, input_precision="ieee")
         tl.store(out_rows[:, None] + column[None, :], product.to(out_ptr.dtype.element_ty), mask=present[:, None])
@@ -186,7 +201,8 @@ def _project(
         x = tl.load(x_tile + first, mask=present, other=0.0)
         if FP8:
             scale = tl.load(scales_ptr + head * scale_head + first // 128)
-            total += tl.dot(x, tl.trans(exact_bf16(tl.load(w_tile + first)))) * scale
+            w = exact_bf16(tl.load(w_tile + first)).to(x.dtype)
+            total += tl.dot(x, tl.trans(w), input_precision="ieee") * scale
         else:
             total += tl.dot(x, tl.trans(tl.load(w_tile + first)), input_precision="ieee")
     out_tile = out_ptr + token[:, None] * out_row + head * V + column[None, :]
