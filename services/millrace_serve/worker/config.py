@@ -30,6 +30,7 @@ class Timeouts(Config):
     start: float = Field(600.0, gt=0)  # until every rank is ready to warm up
     warmup: float = Field(120.0, gt=0)  # all warm-up requests of one call together
     drain: float = Field(30.0, ge=0)  # running work after SIGTERM
+    step: float = Field(300.0, gt=0)  # silence of a rank that computes: it hangs, and the worker ends
     fetch_wait: float = Field(10.0, gt=0)  # prefill: a Fetch that came before its prompt was submitted
     heartbeat: float = Field(1.0, gt=0)  # prefill: between two messages of a Fetch stream
     stall: float = Field(5.0, gt=0)  # decode: silence of a Fetch stream, or a read that does not end

@@ -1,18 +1,20 @@
 """The frontend's end of its ranks: starts them, talks to them, hears when one is lost.
 
 Life: 1. `start` launches all ranks; 2. each reports RankReady, after which its inboxes can be sent to; 3. reports go to
-`on_report`; 4. `stop`. A rank that fails or ends before that is lost, and the worker with it: `on_lost` is told once.
+`on_report`; 4. `stop`. A rank that fails, hangs or ends before that is lost, and the worker with it: `on_lost` is told
+once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 
 import zmq
 
-from millrace_serve.engine.core import EngineInput
+from millrace_serve.engine.core import EngineInput, Events
 from millrace_serve.engine.phases import slowest
 from millrace_serve.transfer.base import MemoryHandle
 from millrace_serve.worker.channels import Receiver, Sender
@@ -32,6 +34,7 @@ from millrace_serve.worker.messages import (
     ToEngine,
     ToTransfer,
 )
+from millrace_serve.worker.step_watch import StepWatch
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +63,8 @@ class Ranks:
         self._freezes: dict[int, asyncio.Future[int]] = {}
         self._profiles: dict[int, asyncio.Future[ProfileDone]] = {}
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._steps = StepWatch(config.timeouts.step)
+        self._watcher: asyncio.Task[None] | None = None
         self._lost = ""
         self._stopping = False
 
@@ -68,10 +73,13 @@ class Ranks:
         self._inbox.watch(asyncio.get_running_loop(), self._take)
         await self._launcher.start(self._config, self._inbox.endpoint, self._on_exit)
         await self._ready
+        self._watcher = asyncio.create_task(self._watch_steps())
 
     async def stop(self, grace_s: float) -> None:
         """Ranks that are not up yet know of no work to end, and are killed."""
         self._stopping = True
+        if self._watcher is not None:
+            self._watcher.cancel()
         if len(self._infos) < self._config.num_ranks:
             grace_s = 0.0
         for engine in self._engines.values():
@@ -142,7 +150,15 @@ class Ranks:
                 if not (answer := self._profiles[rank]).done():
                     answer.set_result(report)
             case _:
+                if isinstance(report, Events) and report.load is not None:
+                    self._steps.heard(rank, report.load.running, time.monotonic())
                 self._on_report(rank, report)
+
+    async def _watch_steps(self) -> None:
+        limit_s = self._steps.limit_s
+        while (rank := self._steps.hung(time.monotonic())) is None:
+            await asyncio.sleep(limit_s / 10)
+        self._lose(f"rank {rank} hangs: sequences run, and no step has ended for {limit_s:g} s (timeouts.step)")
 
     def _connect(self, rank: int, info: RankReady) -> None:
         self._infos[rank] = info

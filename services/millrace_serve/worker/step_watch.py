@@ -1,0 +1,27 @@
+"""Notices a rank that hangs: a collective whose partner is gone, a kernel that never ends. Its process lives, so nobody
+else would.
+
+A rank with running sequences ends a step every few milliseconds, and says so. One that has not said a word for
+`limit_s` since it said that sequences run is lost.
+"""
+
+from __future__ import annotations
+
+
+class StepWatch:
+    """Times are of one monotonic clock, in seconds."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self._busy: dict[int, float] = {}  # rank: when it was heard last, where sequences ran then
+
+    def heard(self, rank: int, running: int, now: float) -> None:
+        if running:
+            self._busy[rank] = now
+        else:
+            self._busy.pop(rank, None)
+
+    def hung(self, now: float) -> int | None:
+        """The rank that has been silent for the longest time, if that is too long."""
+        rank = min(self._busy, key=lambda rank: self._busy[rank], default=None)
+        return rank if rank is not None and now - self._busy[rank] > self.limit_s else None
