@@ -20,13 +20,18 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return implementation("rms_norm.add_rms_norm", x.device, x.shape[0])(x, residual, weight, eps)
 
 
-def rms_norm_quant(x: Tensor, weight: Tensor, eps: float) -> Operand:
-    """operand(rms_norm(x)) in one pass: plain always, quantised above SMALL_TOKENS tokens."""
+def rms_norm_quant(x: Tensor, weight: Tensor, eps: float, *, plain: bool = True) -> Operand:
+    """operand(rms_norm(x)) in one pass: quantised above SMALL_TOKENS tokens.
+
+    plain: False leaves the plain form out where it is quantised and bfloat16, which `linear` takes for granted.
+    """
     assert x.shape[-1] == weight.shape[0], (x.shape, weight.shape)
-    return implementation("rms_norm.rms_norm_quant", x.device, x.shape[0])(x, weight, eps)
+    return implementation("rms_norm.rms_norm_quant", x.device, x.shape[0])(x, weight, eps, plain)
 
 
-def add_rms_norm_quant(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Operand, Tensor]:
+def add_rms_norm_quant(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, plain: bool = True
+) -> tuple[Operand, Tensor]:
     """(operand(rms_norm(x + residual)), x + residual) in one pass, as add_rms_norm and rms_norm_quant."""
     assert x.shape == residual.shape and x.shape[-1] == weight.shape[0], (x.shape, residual.shape, weight.shape)
-    return implementation("rms_norm.add_rms_norm_quant", x.device, x.shape[0])(x, residual, weight, eps)
+    return implementation("rms_norm.add_rms_norm_quant", x.device, x.shape[0])(x, residual, weight, eps, plain)

@@ -12,6 +12,7 @@ from millrace_kernels.silu_mul import silu_mul, silu_mul_quant
 from millrace_kernels.testing.cases import strided_rows
 from millrace_kernels.testing.numeric import FP8_TOLERANCE, assert_close, dequantised, rms_error
 from millrace_kernels.triton import fp8_linear as mid
+from millrace_kernels.triton import rms_norm
 from millrace_kernels.triton.gemv import Gemv
 from millrace_kernels.triton.quant import quant_groups_with
 from millrace_kernels.triton.small_linear import Config, config, small_linear_with
@@ -71,6 +72,51 @@ def test_rms_norm(num: int, width: int, dtype: torch.dtype) -> None:
     for found, plain in ((operand, normed), (operand_sum, normed_sum)):
         assert found.plain is not None and torch.equal(found.plain, plain)
         assert_quantised(found, plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("num", TOKENS)
+def test_a_norm_without_its_plain_form(num: int, dtype: torch.dtype) -> None:
+    x, weight = strided_rows(num, 256, dtype), torch.randn(256, generator=torch.Generator().manual_seed(2)).to(dtype)
+    for target in (OURS, dict.fromkeys(OURS, "")):
+        with forced(**target):
+            whole, (whole_sum, total) = (
+                norms.rms_norm_quant(x, weight, 1e-6),
+                norms.add_rms_norm_quant(x, x, weight, 1e-6),
+            )
+            operand = norms.rms_norm_quant(x, weight, 1e-6, plain=False)
+            operand_sum, total_too = norms.add_rms_norm_quant(x, x, weight, 1e-6, plain=False)
+        assert torch.equal(total, total_too)
+        for found, wanted in ((operand, whole), (operand_sum, whole_sum)):
+            if num > SMALL_TOKENS and dtype == torch.bfloat16:
+                assert found.plain is None
+            else:
+                assert found.plain is not None and wanted.plain is not None and torch.equal(found.plain, wanted.plain)
+            if found.fp8 is None or wanted.fp8 is None:
+                assert num <= SMALL_TOKENS
+            else:
+                assert torch.equal(found.fp8.data.float(), wanted.fp8.data.float())
+                assert torch.equal(found.fp8.scales, wanted.fp8.scales)
+
+
+@pytest.mark.parametrize(("groups", "warps"), [(1, 1), (2, 2), (8, 4)])
+@pytest.mark.parametrize("plain", [True, False])
+def test_a_norm_in_tiles(groups: int, warps: int, plain: bool) -> None:
+    """The last tile ends within the row, or beyond it."""
+    width, weight = 384, torch.randn(384, generator=torch.Generator().manual_seed(2)).bfloat16()
+    x, residual = (strided_rows(SMALL_TOKENS + 1, width, torch.bfloat16, seed) for seed in (0, 1))
+    expected, expected_total = norms.add_rms_norm_quant(x, residual, weight, 1e-6)
+    found, total = rms_norm.add_rms_norm_quant_with(x, residual, weight, 1e-6, plain, groups, warps)
+    assert torch.equal(total, expected_total) and found.fp8 is not None and expected.plain is not None
+    assert (found.plain is not None) == plain
+    if found.plain is not None:
+        assert_close(found.plain, expected.plain)
+    assert_quantised(found, expected.plain)
+
+
+def test_rows_of_v3_are_whole_tiles() -> None:
+    assert rms_norm.tile(16384, 7168) == (8, 4) and rms_norm.tile(128, 7168) == (64, 16)
+    assert rms_norm.tile(4096, 1536) == (16, 2) and rms_norm.tile(17, 64) == (1, 1)
 
 
 def assert_quantised(found: Operand, plain: Tensor) -> None:

@@ -1,6 +1,6 @@
 """Times tiles of the kernels that move rows around the products of an EP8 rank, for its decode steps and its prefill;
 prints the best beside the one in use, and all times as a JSON line. What wins belongs into the defaults of the kernels
-in millrace_kernels/triton (`quant.config`, `rms_norm.num_warps`, `moe_rows`, `mla_expand`).
+in millrace_kernels/triton (`quant.config`, `rms_norm.tile`, `moe_rows`, `mla_expand`).
 
 python -m millrace_bench.kernels.tune_rows [--tokens 128 16384] [--out FILE]
 """
@@ -42,8 +42,10 @@ class Task:
 def tasks(num: int, rank: Rank = EP8_STEP) -> Iterator[Task]:
     hidden = rank.dims.hidden
     x, gain = (torch.randn(rows, hidden, device=CUDA).bfloat16() for rows in (num, 1))
-    norm = functools.partial(rms_norm.add_rms_norm_quant_with, x, x.clone(), gain[0], 1e-6)
-    yield Task("add_rms_norm_quant", norm, (rms_norm.num_warps(num, hidden),), [(2,), (4,), (8,), (16,)])
+    tiles = [*itertools.product((8, 16, 32, 64), (4, 8, 16))]
+    for plain in (True, False):
+        norm = functools.partial(rms_norm.add_rms_norm_quant_with, x, x.clone(), gain[0], 1e-6, plain)
+        yield Task(f"add_rms_norm_quant plain={plain}", norm, rms_norm.tile(num, hidden), tiles)
     heads = torch.randn(num, HEADS * NOPE, device=CUDA).bfloat16()
     rows_warps = [*itertools.product((4, 8, 16, 32), (1, 2, 4, 8))]
     yield Task("quant_groups", functools.partial(quant.quant_groups_with, heads), quant.config(num), rows_warps)

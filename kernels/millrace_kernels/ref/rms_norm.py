@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -17,14 +18,18 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return rms_norm(total, weight, eps), total
 
 
-def rms_norm_quant(x: Tensor, weight: Tensor, eps: float) -> Operand:
-    return _operand(rms_norm(x, weight, eps))
+def rms_norm_quant(x: Tensor, weight: Tensor, eps: float, plain: bool = True) -> Operand:
+    return _operand(rms_norm(x, weight, eps), plain)
 
 
-def add_rms_norm_quant(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Operand, Tensor]:
+def add_rms_norm_quant(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, plain: bool = True
+) -> tuple[Operand, Tensor]:
     normed, total = add_rms_norm(x, residual, weight, eps)
-    return _operand(normed), total
+    return _operand(normed, plain), total
 
 
-def _operand(x: Tensor) -> Operand:
-    return Operand(x, quant_groups(x) if x.shape[0] > SMALL_TOKENS else None)
+def _operand(x: Tensor, plain: bool) -> Operand:
+    if x.shape[0] <= SMALL_TOKENS:
+        return Operand(x, None)
+    return Operand(x if plain or x.dtype != torch.bfloat16 else None, quant_groups(x))

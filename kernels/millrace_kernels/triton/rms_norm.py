@@ -1,11 +1,13 @@
 """RMS norm of a row per program; residual add before it and quantisation after it in the same pass.
 
-A row is a tile [groups, 128], the last groups masked where the width is no power of two; so the maximum of a group is
-one reduction over the last axis, and the row's statistics one more over the first.
+A row is one or more tiles [groups, 128], so the maximum of a group is one reduction over the last axis. Few rows are
+one tile each, masked where the width is no power of two. Many rows are tiles of 1024 columns, of which 7168 are 7: no
+lane is idle, each holds the 8 neighbours that it loads and stores at once, and five rows fit onto an SM at a time.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,78 +22,108 @@ from millrace_kernels.triton.quant import empty_fp8, quantise
 def _rms_norm(
     x, residual, weight, out, total, data, scales,
     width, eps, x_stride, residual_stride, scale_stride,
-    GROUPS: tl.constexpr, ADD: tl.constexpr, QUANT: tl.constexpr, PDL: tl.constexpr,
+    TILES: tl.constexpr, GROUPS: tl.constexpr, ADD: tl.constexpr, PLAIN: tl.constexpr, QUANT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    x, residual = x + row * x_stride, residual + row * residual_stride
+    out, total, data = out + row * width, total + row * width, data + row * width
     groups = tl.arange(0, GROUPS)
     cols = groups[:, None] * 128 + tl.arange(0, 128)[None, :]
-    inside = cols < width
-    gain = tl.load(weight + cols, inside, other=0.0).to(tl.float32)
+    gain = tl.load(weight + cols, cols < width, other=0.0)
     wait(PDL)
-    values = tl.load(x + row * x_stride + cols, inside, other=0.0).to(tl.float32)
-    if ADD:
-        values += tl.load(residual + row * residual_stride + cols, inside, other=0.0).to(tl.float32)
-        rounded = values.to(total.dtype.element_ty)
-        tl.store(total + row * width + cols, rounded, inside)
-        values = rounded.to(tl.float32)
+    sums = ()
+    for tile in tl.static_range(TILES):
+        at = tile * GROUPS * 128 + cols
+        values = tl.load(x + at, at < width, other=0.0).to(tl.float32)
+        if ADD:
+            values += tl.load(residual + at, at < width, other=0.0).to(tl.float32)
+        sums += (values.to(total.dtype.element_ty),)  # type: ignore[assignment]
     go_ahead(PDL)
-    mean = tl.sum(tl.sum(values * values, axis=1), axis=0) / width
-    normed = (values * tl.rsqrt(mean + eps) * gain).to(out.dtype.element_ty)
-    tl.store(out + row * width + cols, normed, inside)
-    if QUANT:
-        quantised, scale = quantise(normed.to(tl.float32))
-        tl.store(data + row * width + cols, quantised, inside)
-        tl.store(scales + groups.to(tl.int64) * scale_stride + row, scale, groups * 128 < width)
+    squares = tl.zeros([GROUPS, 128], tl.float32)
+    for tile in tl.static_range(TILES):
+        at, values = tile * GROUPS * 128 + cols, sums[tile].to(tl.float32)
+        if ADD:
+            tl.store(total + at, sums[tile], at < width)
+        squares += values * values
+    inverse = tl.rsqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / width + eps)
+    for tile in tl.static_range(TILES):
+        at = tile * GROUPS * 128 + cols
+        if tile > 0:
+            gain = tl.load(weight + at, at < width, other=0.0)
+        normed = (sums[tile].to(tl.float32) * inverse * gain.to(tl.float32)).to(total.dtype.element_ty)
+        if PLAIN:
+            tl.store(out + at, normed, at < width)
+        if QUANT:
+            quantised, scale = quantise(normed.to(tl.float32))
+            tl.store(data + at, quantised, at < width)
+            group = tile * GROUPS + groups
+            tl.store(scales + group.to(tl.int64) * scale_stride + row, scale, group * 128 < width)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return _launch(x, None, weight, eps, quant=False)[0]
+    out = x.new_empty(x.shape)
+    _launch(x, None, weight, eps, out, None, tile(*x.shape))
+    return out
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    out, _, total = _launch(x, residual, weight, eps, quant=False)
-    return out, total
+    out = x.new_empty(x.shape)
+    return out, _launch(x, residual, weight, eps, out, None, tile(*x.shape))
 
 
-def rms_norm_quant(x: Tensor, weight: Tensor, eps: float) -> Operand:
-    out, fp8, _ = _launch(x, None, weight, eps, quant=x.shape[0] > SMALL_TOKENS)
-    return Operand(out, fp8)
+def rms_norm_quant(x: Tensor, weight: Tensor, eps: float, plain: bool = True) -> Operand:
+    out = _empty(x, plain)
+    _launch(x, None, weight, eps, *out, tile(*x.shape))
+    return out
 
 
-def add_rms_norm_quant(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Operand, Tensor]:
-    return add_rms_norm_quant_with(x, residual, weight, eps, num_warps(*x.shape))
+def add_rms_norm_quant(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, plain: bool = True
+) -> tuple[Operand, Tensor]:
+    return add_rms_norm_quant_with(x, residual, weight, eps, plain, *tile(*x.shape))
 
 
 def add_rms_norm_quant_with(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, warps: int
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, plain: bool, groups: int, warps: int
 ) -> tuple[Operand, Tensor]:
-    out, fp8, total = _launch(x, residual, weight, eps, quant=x.shape[0] > SMALL_TOKENS, warps=warps)
-    return Operand(out, fp8), total
+    """With a given tile."""
+    out = _empty(x, plain)
+    return out, _launch(x, residual, weight, eps, *out, (groups, warps))
+
+
+def tile(num_tokens: int, width: int) -> tuple[int, int]:
+    """(groups, warps) of a row's tiles. Few rows are waited for, so many lanes share one, which is one tile."""
+    if num_tokens > 128 and width % 1024 == 0:
+        return 8, 4
+    row, per_lane = triton.next_power_of_2(width), 16 if num_tokens <= 128 else 32
+    return max(1, row // BLOCK), max(1, min(16, row // (32 * per_lane)))
+
+
+def _empty(x: Tensor, plain: bool) -> Operand:
+    quant = x.shape[0] > SMALL_TOKENS
+    plain = plain or not quant or x.dtype != torch.bfloat16
+    return Operand(
+        x.new_empty(x.shape) if plain else None, empty_fp8(x.shape[0], x.shape[1], x.device) if quant else None
+    )
 
 
 def _launch(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, quant: bool, warps: int = 0
-) -> tuple[Tensor, Fp8 | None, Tensor]:
-    """norm, its FP8 form when asked for, sum (x itself without a residual)"""
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor | None, fp8: Fp8 | None,
+    tile: tuple[int, int],
+) -> Tensor:  # fmt: skip
+    """Fills `out` and `fp8`; -> the sum, x itself without a residual."""
     assert x.dim() == 2 and x.stride(1) == 1, (x.shape, x.stride())
     assert residual is None or residual.stride(1) == 1, residual.stride()
-    num_tokens, width = x.shape
-    out = x.new_empty(num_tokens, width)
+    (num_tokens, width), (groups, warps) = x.shape, tile
     total = x if residual is None else x.new_empty(num_tokens, width)
-    fp8 = empty_fp8(num_tokens, width, x.device) if quant else None
     if num_tokens:
-        added = x if residual is None else residual  # a pointer that is not read
-        data, scales = fp8 or (out, out)
+        added = x if residual is None else residual  # a pointer that is not read, as the next ones are not written
+        plain, (data, scales) = x if out is None else out, fp8 or (x, x)
         _rms_norm[(num_tokens,)](
-            x, added, weight, out, total, data, scales,
+            x, added, weight, plain, total, data, scales,
             width, eps, x.stride(0), added.stride(0), scales.stride(1),
-            GROUPS=triton.next_power_of_2(triton.cdiv(width, BLOCK)), ADD=residual is not None, QUANT=quant,
-            **options(warps or num_warps(num_tokens, width)),
+            TILES=triton.cdiv(width, groups * BLOCK), GROUPS=groups,
+            ADD=residual is not None, PLAIN=out is not None, QUANT=fp8 is not None, **options(warps),
         )  # fmt: skip
-    return out, fp8, total
-
-
-def num_warps(num_tokens: int, width: int) -> int:
-    """Few rows are waited for, so many lanes share one; many rows fill the GPU with 32 elements a lane."""
-    per_lane = 16 if num_tokens <= 128 else 32
-    return max(1, min(16, triton.next_power_of_2(width) // (32 * per_lane)))
+    return total

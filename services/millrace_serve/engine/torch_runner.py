@@ -42,6 +42,8 @@ Read = Callable[[], StepOutput]
 class Model(Protocol):
     def forward(self, inputs: ForwardInput, kv: Tensor) -> Tensor: ...
 
+    def forward_sampled(self, inputs: ForwardInput, kv: Tensor) -> Tensor: ...
+
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
@@ -112,8 +114,7 @@ class TorchRunner:
 
     def forward(self, inputs: ForwardInput) -> Tensor:
         """-> logits float32 [S, V] of the sampled rows"""
-        hidden = self._model.forward(inputs, self._kv)
-        return self._model.logits(hidden[inputs.sample_rows])
+        return self._model.logits(self._model.forward_sampled(inputs, self._kv))
 
     def forward_all(self, inputs: ForwardInput) -> Tensor:
         """-> logits float32 [T, V]"""

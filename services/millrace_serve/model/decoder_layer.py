@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from millrace_kernels.fp8 import Fp8
 from torch import Tensor
 
 from millrace_serve.model.attn_step import AttnStep
@@ -28,14 +29,22 @@ class DecoderLayer:
         else:
             self.mlp = DenseMlp(ckpt, config, dims, f"{prefix}.mlp")
 
-    def __call__(self, x: Tensor, residual: Tensor | None, step: AttnStep, kv: Tensor) -> tuple[Tensor, Tensor]:
+        self._plain_input = not isinstance(self.self_attn.q_kv_a_proj, Fp8)
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, step: AttnStep, kv: Tensor, sampled: AttnStep | None = None
+    ) -> tuple[Tensor, Tensor]:
         """x [T, D] and the residual stream still to be added to it, None in the first layer -> the same, a layer later.
 
-        Leaving the addition to the next norm lets both be one pass over memory.
+        Leaving the addition to the next norm lets both be one pass over memory. With `sampled` all T rows are cached,
+        and only its S rows go on: -> [S, D].
         """
         if residual is None:
-            h, residual = self.input_layernorm.operand(x), x
+            h, residual = self.input_layernorm.operand(x, plain=self._plain_input), x
         else:
-            h, residual = self.input_layernorm.add_operand(x, residual)
-        h, residual = self.post_attention_layernorm.add_operand(self.self_attn(h, step, kv), residual)
+            h, residual = self.input_layernorm.add_operand(x, residual, plain=self._plain_input)
+        attended = self.self_attn(h, step, kv, sampled)
+        if sampled is not None:
+            residual, step = residual[step.inputs.sample_rows], sampled
+        h, residual = self.post_attention_layernorm.add_operand(attended, residual)
         return self.mlp(h, step.inputs), residual

@@ -40,7 +40,7 @@ class DeepseekV3:
         self.rope_tables = rope_tables(config, ckpt.device)
         self.scratch = Scratch(ckpt.device)
         self.heads = HeadShape(config.num_attention_heads // dims.tp, config.qk_head_dim, config.v_head_dim)
-        exchange = exchange or make_exchange(dims)
+        self.exchange = exchange = exchange or make_exchange(dims)
         self.embed_tokens = VocabParallel(ckpt, config, dims, "model.embed_tokens.weight")
         self.layers = [DecoderLayer(ckpt, config, dims, exchange, layer) for layer in range(config.num_hidden_layers)]
         self.norm = RmsNorm(ckpt, "model.norm", config.hidden_size, config.rms_norm_eps)
@@ -54,16 +54,31 @@ class DeepseekV3:
         Args:
             kv: [num_pages, L, page_size, kv_lora_rank + qk_rope_head_dim], L >= num_kv_layers; a page is contiguous.
         """
-        with self.scratch.step():
-            return self._forward(inputs, kv)
+        return self._forward(inputs, kv, None)
 
-    def _forward(self, inputs: ForwardInput, kv: Tensor) -> Tensor:
-        step = self._attn_step(inputs, kv[:, 0])
-        x, residual = self.layers[0](self.embed_tokens.embed(inputs.token_ids), None, step, kv[:, 0])
-        for index, layer in enumerate(self.layers[1:], start=1):
-            x, residual = layer(x, residual, step, kv[:, index])
-        out, _ = self.norm.add(x, residual)
-        return out
+    @torch.inference_mode()
+    def forward_sampled(self, inputs: ForwardInput, kv: Tensor) -> Tensor:
+        """The rows inputs.sample_rows of `forward`, [S, D].
+
+        Nobody attends to what the last layer makes of the other rows. Where prompt chunks have such rows, it writes all
+        of them into the pool and goes on with the sampled ones, as a decode step. Replicas that exchange tokens do not
+        know of each other how many are sampled, so they compute them all.
+        """
+        attn = inputs.attn
+        if not self.exchange.local or attn.num_decode == attn.num_seqs:
+            return self.forward(inputs, kv)[inputs.sample_rows]
+        return self._forward(inputs, kv, inputs.sampled())
+
+    def _forward(self, inputs: ForwardInput, kv: Tensor, sampled: ForwardInput | None) -> Tensor:
+        with self.scratch.step():
+            step = self._attn_step(inputs, kv[:, 0])
+            x, residual = self.embed_tokens.embed(inputs.token_ids), None
+            for index, layer in enumerate(self.layers[:-1]):
+                x, residual = layer(x, residual, step, kv[:, index])
+            last = len(self.layers) - 1
+            rest = None if sampled is None else self._attn_step(sampled, kv[:, last])
+            out, _ = self.norm.add(*self.layers[last](x, residual, step, kv[:, last], rest))
+            return out
 
     @torch.inference_mode()
     def forward_mtp(self, inputs: ForwardInput, hidden: Tensor, kv: Tensor) -> Tensor:

@@ -15,7 +15,9 @@ from millrace_serve.model.weights import Weights, stack_rows
 
 
 class RmsNorm:
-    """`operand`: in the form that GEMMs with this checkpoint's weights take."""
+    """`operand`: in the forms that products with this checkpoint's weights take; without `plain` only those that
+    products with FP8 weights take.
+    """
 
     def __init__(self, ckpt: Weights, name: str, dim: int, eps: float) -> None:
         self.weight = ckpt.tensor(f"{name}.weight", (dim,))
@@ -29,12 +31,12 @@ class RmsNorm:
         """(norm(x + residual), x + residual)"""
         return add_rms_norm(x, residual, self.weight, self.eps)
 
-    def operand(self, x: Tensor) -> Operand:
-        return rms_norm_quant(x, self.weight, self.eps) if self.quant else Operand(self(x), None)
+    def operand(self, x: Tensor, *, plain: bool = True) -> Operand:
+        return rms_norm_quant(x, self.weight, self.eps, plain=plain) if self.quant else Operand(self(x), None)
 
-    def add_operand(self, x: Tensor, residual: Tensor) -> tuple[Operand, Tensor]:
+    def add_operand(self, x: Tensor, residual: Tensor, *, plain: bool = True) -> tuple[Operand, Tensor]:
         if self.quant:
-            return add_rms_norm_quant(x, residual, self.weight, self.eps)
+            return add_rms_norm_quant(x, residual, self.weight, self.eps, plain=plain)
         normed, residual = self.add(x, residual)
         return Operand(normed, None), residual
 

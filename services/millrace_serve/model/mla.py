@@ -12,7 +12,7 @@ Letters: T tokens, B sequences, H heads of this rank, C kv_lora_rank, R rope dim
 from __future__ import annotations
 
 import torch
-from millrace_kernels.fp8 import Fp8, Operand
+from millrace_kernels.fp8 import BLOCK, Fp8, Operand
 from millrace_kernels.kv_gather import kv_gather
 from millrace_kernels.linear import linear
 from millrace_kernels.merge_state import merge_state
@@ -62,12 +62,16 @@ class Mla:
         self.w_uk, self.w_uv = plain.unflatten(0, (self.num_heads, head_dim)).split(
             (config.qk_nope_head_dim, config.v_head_dim), dim=1
         )
+        self.w_uk_fp8, self.w_uv_fp8 = _heads_fp8(self.kv_b_proj, config)
         self.o_proj = ckpt.matrix(
             f"{prefix}.o_proj.weight", (hidden, total * config.v_head_dim), cols=heads(config.v_head_dim)
         )
 
-    def __call__(self, h: Operand, step: AttnStep, kv: Tensor) -> Tensor:
-        """h [T, D], kv [num_pages, page_size, C+R] of this layer -> [T, D]. Padding rows attend to nothing."""
+    def __call__(self, h: Operand, step: AttnStep, kv: Tensor, sampled: AttnStep | None = None) -> Tensor:
+        """h [T, D], kv [num_pages, page_size, C+R] of this layer -> [T, D]. Padding rows attend to nothing.
+
+        With `sampled` all T rows are cached, but only its rows attend: -> [S, D].
+        """
         q_norm = None if self.q_a_layernorm is None else self.q_a_layernorm.weight
         q_low, c_kv, k_pe = mla_qkv_norm(
             linear(h, self.q_kv_a_proj),
@@ -79,13 +83,16 @@ class Mla:
             step.inputs.kv_slots,
             kv,
         )
+        if sampled is not None:
+            assert q_low.plain is not None
+            q_low, step = Operand(q_low.plain[step.inputs.sample_rows], None), sampled
         q = linear(q_low, self.q_b_proj) if q_norm is not None else q_low.plain
         assert q is not None
         q = q.unflatten(-1, (self.num_heads, self.config.qk_head_dim))
 
         if isinstance(self.o_proj, Fp8) and [group.rows for group in step.absorbed] == [slice(0, q.shape[0])]:
             latent = self._attend_absorbed(q, step, step.absorbed[0], kv)
-            return self.dims.tp_all_reduce(linear(project_v_quant(latent, self.w_uv), self.o_proj))
+            return self.dims.tp_all_reduce(linear(project_v_quant(latent, self.w_uv, self.w_uv_fp8), self.o_proj))
         parts = [project_v(self._attend_absorbed(q[group.rows], step, group, kv), self.w_uv) for group in step.absorbed]
         rows = step.expanded_rows
         if rows.stop > rows.start:
@@ -118,7 +125,7 @@ class Mla:
     def _attend_absorbed(self, q: Tensor, step: AttnStep, group: AbsorbedGroup, kv: Tensor) -> Tensor:
         """q [T, H, N+R] of the group, not rotated yet -> [T, H, C], for w_uv"""
         attn = step.inputs.attn
-        q = absorb_q(q, self.w_uk, step.cos[group.rows], step.sin[group.rows])  # [T, H, C+R]
+        q = absorb_q(q, self.w_uk, step.cos[group.rows], step.sin[group.rows], self.w_uk_fp8)  # [T, H, C+R]
         latent, _ = mla_decode(
             q.unflatten(0, (-1, group.num_queries)),
             kv,
@@ -129,3 +136,11 @@ class Mla:
             plan=group.plan,
         )
         return latent.flatten(0, 1)
+
+
+def _heads_fp8(kv_b_proj: Tensor | Fp8, config: ModelConfig) -> tuple[Fp8 | None, Fp8 | None]:
+    """Views of w_uk and w_uv where they are FP8 and each head of each is one row of blocks, as in V3."""
+    if not isinstance(kv_b_proj, Fp8) or (config.qk_nope_head_dim, config.v_head_dim) != (BLOCK, BLOCK):
+        return None, None
+    data, scales = kv_b_proj.data.unflatten(0, (-1, 2, BLOCK)), kv_b_proj.scales.unflatten(0, (-1, 2))
+    return Fp8(data[:, 0], scales[:, 0]), Fp8(data[:, 1], scales[:, 1])

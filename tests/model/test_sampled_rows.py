@@ -1,0 +1,93 @@
+"""A step that computes its last layer for the sampled rows alone: their hidden states and the pool are those of all."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from millrace_kernels.fp8 import Operand
+from millrace_kernels.testing.numeric import MODEL_TOLERANCE, assert_close
+from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model
+from millrace_serve.model.inputs import ForwardInput
+from millrace_serve.model.parallel import ParallelDims
+from model.harness import Driver, Seq, random_prompt
+from torch import Tensor
+
+
+@pytest.fixture(scope="module")
+def model(random_bf16: Path) -> DeepseekV3:
+    return load_model(random_bf16, ParallelDims(), torch.device("cpu"), torch.float32)
+
+
+@pytest.fixture
+def widths(model: DeepseekV3, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows the last MLP was given, call by call."""
+    seen: list[int] = []
+    mlp = model.layers[-1].mlp
+
+    def spy(h: Operand, inputs: ForwardInput) -> Tensor:
+        assert h.plain is not None
+        seen.append(len(h.plain))
+        return mlp(h, inputs)
+
+    monkeypatch.setattr(model.layers[-1], "mlp", spy)
+    return seen
+
+
+# (cached tokens, new tokens) of each sequence, and which of them, decode sequences first, are sampled
+STEPS = {
+    "one prompt": ([(0, 70)], [0]),
+    "prompts": ([(0, 70), (0, 1), (0, 130)], [0, 1, 2]),
+    "chunks and decode rows": ([(64, 1), (65, 1), (0, 30), (66, 100), (3, 5)], [0, 1, 3]),
+    "no sampled row": ([(0, 20), (70, 66)], []),
+}
+
+
+@pytest.mark.parametrize("padding", [0, 5])
+@pytest.mark.parametrize("name", STEPS)
+def test_sampled_rows(model: DeepseekV3, widths: list[int], name: str, padding: int) -> None:
+    lens, sampled = STEPS[name]
+    driver = Driver(model)
+    seqs = [Seq(random_prompt(cached + new, model.config.vocab_size, i)) for i, (cached, new) in enumerate(lens)]
+    before = [(seq, cached) for seq, (cached, _) in zip(seqs, lens, strict=True) if cached]
+    if before:
+        driver.step(before)
+    inputs = driver.build([(seq, new) for seq, (_, new) in zip(seqs, lens, strict=True)], padding)
+    inputs = replace(inputs, sample_rows=inputs.sample_rows[sampled])
+    pool = driver.kv.clone()
+    expected, found = model.forward(inputs, pool)[inputs.sample_rows], model.forward_sampled(inputs, driver.kv)
+    assert widths[-2:] == [inputs.num_tokens + padding, len(sampled)]
+    assert found.shape == expected.shape
+    assert_close(found, expected, MODEL_TOLERANCE)
+    torch.testing.assert_close(driver.kv, pool, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def test_rows_within_a_prompt(model: DeepseekV3, widths: list[int]) -> None:
+    """Each attends to what lies before it, and nothing after it."""
+    driver, seqs = Driver(model), [Seq(random_prompt(num, model.config.vocab_size, num)) for num in (90, 40)]
+    inputs = replace(driver.build([(seqs[0], 90), (seqs[1], 40)]), sample_rows=torch.tensor([0, 63, 64, 90, 129]))
+    assert_close(
+        model.forward_sampled(inputs, driver.kv),
+        model.forward(inputs, driver.kv)[inputs.sample_rows],
+        MODEL_TOLERANCE,
+    )
+    assert widths == [5, 130]
+
+
+def test_a_decode_step_and_replicas_compute_every_row(
+    model: DeepseekV3, widths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, seq = Driver(model), Seq(random_prompt(40, model.config.vocab_size, 0))
+    driver.step([(seq, 39)])
+    decode = driver.build([(seq, 1)], padding=3)
+    assert torch.equal(model.forward_sampled(decode, driver.kv), model.forward(decode, driver.kv)[:1])
+    assert widths[1:] == [4, 4]
+    remote = copy.copy(model.exchange)
+    remote.local = False  # the experts' exchange has agreed on the numbers of tokens
+    monkeypatch.setattr(model, "exchange", remote)
+    prompt = driver.build([(Seq(seq.tokens), 30)])
+    assert torch.equal(model.forward_sampled(prompt, driver.kv), model.forward(prompt, driver.kv)[29:])
+    assert widths[3:] == [30, 30]
