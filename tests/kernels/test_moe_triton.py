@@ -10,8 +10,7 @@ from millrace_kernels.ref import moe_gate as ref_gate
 from millrace_kernels.testing.cases import TINY, V3_TP8, Dims
 from millrace_kernels.testing.experts import Experts, draw_experts
 from millrace_kernels.testing.numeric import FP8_EXPERTS_TOLERANCE, assert_close
-from millrace_kernels.triton import moe_gate, moe_grouped, moe_small
-from millrace_kernels.triton.moe_grouped import Launch
+from millrace_kernels.triton import moe_gate, moe_grouped, moe_route, moe_small
 from millrace_testing.poison import poison_empty
 from torch import Tensor
 
@@ -96,19 +95,46 @@ def test_grouped_plain(num: int, shared: bool) -> None:
     assert_close(out, ref_experts.moe_experts(*arguments, shared_expert=shared))
 
 
-LEFT = moe_grouped.Config(32, Launch(4, 3, left=True), Launch(4, 3, 64, left=True))
-
-
 @pytest.mark.parametrize("num", [1, 21])
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("config", [moe_grouped.CONFIGS[16], LEFT], ids=["rows left", "weights left"])
-def test_grouped_fp8(num: int, shared: bool, config: moe_grouped.Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grouped_fp8(num: int, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     x, weights, experts, (w13, w2) = case(num, 256, 128, torch.bfloat16, True, shared)
     quantised = Operand(None, quant_groups(x))
     expected = ref_experts.moe_experts(x, weights, experts, w13, w2, 2, shared_expert=shared)
     poison_empty(monkeypatch)
-    out = moe_grouped.run(quantised, weights, experts, w13, w2, 2, shared_expert=shared, config=config)
+    out = moe_grouped.moe_experts_fp8(quantised, weights, experts, w13, w2, 2, shared_expert=shared)
     assert_close(out, expected, FP8_EXPERTS_TOLERANCE)
+
+
+@pytest.mark.parametrize("few", [True, False])
+@pytest.mark.parametrize(("num", "shared", "group_rows"), [(1, True, 0), (21, False, 0), (33, True, 0), (33, True, 64)])
+def test_route(few: bool, num: int, shared: bool, group_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one launch and in two; rows of an expert in any order."""
+    monkeypatch.setattr(moe_route, "FEW_TOKENS", num if few else 0)
+    poison_empty(monkeypatch)
+    (_, experts), held, first = choices(num, 3, 9, num), 4 + shared, 2
+    scales = torch.randn(5, num, generator=seeded(num)).t()
+    options = {"group_rows": group_rows, "granularity": 16, "scales": scales}
+    plan, blocks = moe_route.route(experts, first, held, shared, 16, **options)
+    assert blocks is not None and blocks.scales is not None
+    wanted = [sorted({t for t in range(num) if first + e in experts[t]}) for e in range(4)]
+    wanted += [list(range(num))] * shared
+    start = 0
+    for expert, tokens in enumerate(wanted):
+        start = expert * group_rows if group_rows else start
+        end = start + len(tokens)
+        assert (plan.counts[expert], plan.ends[expert]) == (len(tokens), end)
+        found = blocks.tokens[start:end].tolist()
+        assert sorted(found) == tokens and (found == tokens or not few)
+        assert torch.equal(blocks.scales[:, start:end], scales[blocks.tokens[start:end]].t())
+        assert (blocks.experts[start // 16 : -(-end // 16)] == expert).all()
+        for row, token in enumerate(found, start):
+            named = experts[token] == first + expert if expert < 4 else torch.arange(4) == 3
+            assert named.any() and (plan.rows[token][: len(named)][named] == row).all()
+        start = -(-end // 16) * 16
+    local = experts - first
+    assert (plan.rows[:, :3][(local < 0) | (local >= 4)] == -1).all()
+    assert plan.total == (held * group_rows or start) and plan.num_rows >= start
 
 
 def test_measured_configurations_are_for_what_an_expert_expects() -> None:

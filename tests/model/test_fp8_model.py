@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from millrace_kernels.backend import SMALL_TOKENS
-from millrace_kernels.fp8 import Fp8, dequant_blocks, quant_blocks
+from millrace_kernels.fp8 import BLOCK, Fp8, dequant_blocks, quant_blocks
 from millrace_kernels.testing.numeric import FP8_MODEL_TOLERANCE
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model
@@ -41,10 +41,15 @@ def test_which_weights_stay_in_fp8(random_fp8: Path, random_bf16: Path) -> None:
         attn, mlp = layer.self_attn, layer.mlp
         assert isinstance(attn.q_b_proj, Fp8) and isinstance(attn.o_proj, Fp8) and isinstance(attn.kv_b_proj, Fp8)
         assert isinstance(attn.w_uk, torch.Tensor)  # absorbed per head: no GEMM
+        for plain, quantised in ((attn.w_uk, attn.w_uk_fp8), (attn.w_uv, attn.w_uv_fp8)):
+            assert quantised.data.untyped_storage().data_ptr() == attn.kv_b_proj.data.untyped_storage().data_ptr()
+            widened = quantised.data.float() * quantised.scales.repeat_interleave(BLOCK, 1)[:, None]
+            assert torch.equal(widened, plain)
         if isinstance(mlp, Moe):
             assert mlp.fused_shared and mlp.shared_experts is None and isinstance(mlp.w13, Fp8)
             assert mlp.w13.data.shape[0] == model.config.n_routed_experts + 1
-    assert not isinstance(load(random_bf16, keep_fp8=True).layers[1].self_attn.o_proj, Fp8)
+    plain = load(random_bf16, keep_fp8=True).layers[1].self_attn
+    assert not isinstance(plain.o_proj, Fp8) and plain.w_uk_fp8 is plain.w_uv_fp8 is None
     assert not isinstance(load(random_fp8, keep_fp8=False).layers[1].self_attn.o_proj, Fp8)
 
 

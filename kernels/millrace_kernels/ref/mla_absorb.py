@@ -1,5 +1,5 @@
-"""`torch.bmm` writes through a view of the result: heads lie inside of tokens there, and nothing is copied. Plain weights
-are read, never quantised ones.
+"""`torch.bmm` writes through a view of the result: heads lie inside of tokens there, and nothing is copied. The plain
+weights are read, never the quantised ones.
 """
 
 from __future__ import annotations

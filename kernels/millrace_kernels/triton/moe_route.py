@@ -4,6 +4,7 @@ Packed: expert e owns the rows [starts[e], ends[e]); starts are multiples of `al
 nobody reads. Padded: expert e owns [e * group_rows, e * group_rows + counts[e]). All sizes are the host's upper bounds,
 so a graph can be captured; how many rows there really are stays on the device.
 
+    few tokens       one launch, moe_route_few.py
     tokens' choices  --count-->  slot of each choice within its expert, counts  --last program-->  starts, ends
                      --place-->  row of each choice, and of each block of rows its expert
 """
@@ -19,10 +20,11 @@ from torch import Tensor
 
 from millrace_kernels.scratch import zeros
 from millrace_kernels.triton.launch import go_ahead, options, wait
+from millrace_kernels.triton.moe_route_few import FEW_TOKENS, route_few
 
 CHUNK = 32  # choices that one program, a single warp, ranks
 PLACE, PLACE_SCALED = 512, 64  # choices that one program places, and where their scales follow them
-MAX_ROWS = 1 << 17  # of one pass, before padding; more tokens take turns, so that scratch memory is bounded
+MAX_ROWS = 9 << 14  # of a pass, before padding: 16,384 tokens of V3; more take turns, so scratch memory has a bound
 
 
 class Route(NamedTuple):
@@ -180,20 +182,24 @@ def route(
     def ints(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=experts.device)
 
-    counts = zeros(num_held + 1, experts.device)  # and how many programs have arrived
-    slots, rows, starts, ends, total = ints(num, choices), ints(num, choices), ints(num_held), ints(num_held), ints(1)
-    tokens = CHUNK // choices
-    _count_kernel[(triton.cdiv(num, tokens),)](
-        experts, slots, counts, starts, ends, total, num, first_expert, num_held, routed, top_k, choices, tokens,
-        CHUNK, triton.next_power_of_2(num_held), alignment, group_rows, **options(num_warps=1),
-    )  # fmt: skip
-    blocks = None
+    few = num <= FEW_TOKENS
+    counts = ints(num_held) if few else zeros(num_held + 1, experts.device)  # and how many programs have arrived
+    rows, ends, total = ints(num, choices), ints(num_held), ints(1)
+    plan, blocks = Route(rows, counts[:num_held], ends, total, num_rows, group_rows or num_rows), None
     if granularity:
         owners = ints(num_rows // granularity)
         gathered = None if scales is None else scales.new_empty(scales.shape[1], num_rows)
         blocks = Blocks(ints(num_rows), owners.fill_(-1) if granularity < alignment else owners, gathered)
+    if few:
+        route_few(experts, first_expert, routed, alignment, group_rows, granularity, scales, plan, blocks)
+        return plan, blocks
+    slots, starts, tokens = ints(num, choices), ints(num_held), CHUNK // choices
+    _count_kernel[(triton.cdiv(num, tokens),)](
+        experts, slots, counts, starts, ends, total, num, first_expert, num_held, routed, top_k, choices, tokens,
+        CHUNK, triton.next_power_of_2(num_held), alignment, group_rows, **options(num_warps=1),
+    )  # fmt: skip
     _place(experts, slots, starts, rows, blocks, scales, first_expert, routed, max(granularity, 1))
-    return Route(rows, counts[:num_held], ends, total, num_rows, group_rows or num_rows), blocks
+    return plan, blocks
 
 
 def _place(
