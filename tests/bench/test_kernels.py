@@ -178,19 +178,19 @@ def test_the_experts_are_tuned_launch_by_launch(
     monkeypatch.setattr(tune_moe, "SAME", FP8_EXPERTS_TOLERANCE)
     monkeypatch.setattr(tune_moe, "quant_groups", quant.quant_groups)
     monkeypatch.setattr(tune_moe, "deep_gemm_grouped", Products())
-    monkeypatch.setattr(tune_moe, "UPS", (Launch(4, 2, left=True), Launch(4, 3)))
-    monkeypatch.setattr(tune_moe, "DOWNS", (Launch(4, 2, 64), Launch(4, 3, left=True)))
+    left = Launch(4, 2, left=True, programs=2)
+    monkeypatch.setattr(tune_moe, "launches", lambda block_m, up: [left, Launch(4, 3) if up else Launch(4, 2, 64)])
     monkeypatch.setattr(tune_moe, "time_us", lambda calls, device, samples: float(calls[-1]() is not None))
     rank = Rank("tiny", replace(TINY, top_k=2), TINY.experts + 1, 128, shared=True, folded=True)
     job, generator = tune_moe.Job(rank, 3), torch.Generator().manual_seed(0)
-    monkeypatch.setattr(tune_moe, "heights", lambda rows: (16,))
+    monkeypatch.setattr(tune_moe, "heights", lambda rows: (32,))
     routings = [rank.choose(3, CPU, generator, 0.0) for _ in range(2)]
     plans = tune_moe.Plans(job, routings, *draw_weights(rank.held, rank.dims.hidden, rank.size, CPU))
     times = tune_moe.tune(plans, set(job.kernels()), float("inf"))
     row = tune_moe.report(job, times)
     assert len(row["up"]) == len(row["down"]) == 2, capsys.readouterr().out
     assert [name for name, us in row["op"]] == ["packed", "grouped, in use", "small", str(next(reversed(times["op"])))]
-    assert f"slower: (1, {rank.held}, 128): Config(block_m=16" in capsys.readouterr().out
+    assert f"slower: (1, {rank.held}, 128): Config(block_m=32" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("job", tune_moe.jobs([rank.name for rank in tune_moe.SIZES]), ids=str)
@@ -209,7 +209,7 @@ def test_kernels_that_move_rows_are_tuned_beside_the_tiles_in_use(monkeypatch: p
     monkeypatch.setattr(tune_rows, "time_us", lambda calls, device, samples: float(calls[0]() is None))
     rank = Rank("tiny", replace(TINY, top_k=2), TINY.experts + 1, 128, shared=True, folded=True)
     found = list(tune_rows.tasks(18, rank))
-    assert len({task.op for task in found}) == len(found) == 6
+    assert len({task.op for task in found}) == len(found) == 7
     for task in found:
         assert len(task.others) > 3 and all(len(option) == len(task.used) for option in task.others)
         assert set(tune_rows.tune(replace(task, others=()))) == {task.used}

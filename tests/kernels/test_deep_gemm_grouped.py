@@ -202,10 +202,10 @@ def test_launches_of_a_layer(ours: bool, monkeypatch: pytest.MonkeyPatch) -> Non
         library.m_grouped_fp8_gemm_nt_contiguous = lambda *args, **kwargs: launches.names.append("deep_gemm")
         if ours:
             left = Launch(4, 3, left=True)
-            moe_grouped.run(*arguments, shared_expert=False, config=moe_grouped.Config(16, left, left))
+            moe_grouped.run(*arguments, shared_expert=False, config=moe_grouped.Config(32, left, left))
         else:
             grouped.packed(*arguments)
-    between = ["_gate_up_kernel", "_down_kernel"]
+    between = ["_left_kernel", "_left_kernel"]
     if not ours:
         between = ["_permute_kernel", "deep_gemm", "_silu_mul_quant_kernel", "deep_gemm"]
     assert launches.names == ["_count_kernel", "_place_kernel", *between, "_combine_kernel"]

@@ -10,11 +10,11 @@ import torch
 from millrace_kernels import backend, moe_gate
 from millrace_kernels.backend import SMALL_TOKENS, forced
 from millrace_kernels.fp8 import Operand, quant_groups
-from millrace_kernels.moe_experts import moe_experts
+from millrace_kernels.moe_experts import expected_rows, moe_experts
 from millrace_kernels.testing.cases import TINY, V3_TP8, Dims
 from millrace_kernels.testing.experts import Experts, choose, draw_experts
 from millrace_kernels.testing.numeric import FP8_EXPERTS_TOLERANCE, OP_TOLERANCE, assert_close
-from millrace_kernels.triton import moe_grouped
+from millrace_kernels.triton import moe_grouped, moe_small
 from millrace_kernels.triton.moe_grouped import Launch
 from torch import Tensor
 
@@ -96,12 +96,24 @@ def test_what_the_table_does_not_choose_here(target: str, num: int) -> None:
         check(num, V3_TP8, EP8_HELD, EP8_FIRST, EP8_SIZE, True, False)
 
 
-@pytest.mark.parametrize(("block_m", "warps", "stages"), [(16, 4, 4), (32, 4, 3), (64, 8, 4)])
-def test_weights_as_the_left_operand(block_m: int, warps: int, stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    launches = (Launch(warps, stages, left=True), Launch(warps, stages, left=True))
-    monkeypatch.setattr(moe_grouped, "config", lambda rows, held, size: moe_grouped.Config(block_m, *launches))
+@pytest.mark.parametrize(
+    ("block_m", "up", "down"),
+    [
+        (32, Launch(4, 3, left=True, programs=2), Launch(4, 3, left=True, programs=3)),
+        (32, Launch(8, 6, left=True), Launch(4, 6, 256, left=True)),
+        (64, Launch(8, 5, left=True), Launch(8, 5, 256, left=True)),
+        (64, Launch(8, 4, left=True), Launch(4, 3)),
+        (128, Launch(16, 4, left=True), Launch(8, 4, 256, left=True)),
+    ],
+)
+@pytest.mark.parametrize("num", [96, 1000])
+def test_weights_as_the_left_operand(
+    num: int, block_m: int, up: Launch, down: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with several blocks of an expert, and more tiles than programs."""
+    monkeypatch.setattr(moe_grouped, "config", lambda rows, held, size: moe_grouped.Config(block_m, up, down))
     with forced(**{"moe_experts.moe_experts_fp8": "millrace_kernels.triton.moe_grouped:moe_experts_fp8"}):
-        check(96, V3_TP8, EP8_HELD, EP8_FIRST, EP8_SIZE, True, False)
+        check(num, V3_TP8, EP8_HELD, EP8_FIRST, EP8_SIZE, True, False)
 
 
 def check(num: int, dims: Dims, held: int, first: int, size: int, fp8: bool, shared: bool) -> None:
@@ -112,12 +124,15 @@ def check(num: int, dims: Dims, held: int, first: int, size: int, fp8: bool, sha
     arguments = (weights, experts, w13, w2, first)
     options = {"shared_expert": shared, "num_experts": dims.experts}
     operand = Operand(x, quant_groups(x) if fp8 and num > SMALL_TOKENS else None)
+    expecting = (held, dims.hidden, size, expected_rows(num, dims.top_k, dims.experts))
+    chosen = backend.implementation("moe_experts.moe_experts_fp8", CUDA, num, expecting)
+    rounded = fp8 and chosen is not moe_small.moe_experts_fp8  # the others read activations in FP8
     out = moe_experts(operand, *arguments, **options)
     again = moe_experts(operand, *arguments, **options)
     assert torch.equal(out, again)
     with forced(**REFERENCES):
         expected = moe_experts(x, *arguments, **options)
-    assert_close(out, expected, FP8_EXPERTS_TOLERANCE if fp8 and num > SMALL_TOKENS else OP_TOLERANCE[torch.bfloat16])
+    assert_close(out, expected, FP8_EXPERTS_TOLERANCE if rounded else OP_TOLERANCE[torch.bfloat16])
 
 
 @pytest.mark.parametrize(("num", "fp8"), [(1, True), (SMALL_TOKENS, True), (96, True), (96, False)])
