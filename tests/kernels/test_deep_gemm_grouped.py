@@ -19,6 +19,7 @@ from millrace_kernels.testing.experts import draw_experts
 from millrace_kernels.testing.numeric import FP8_EXPERTS_TOLERANCE, assert_close
 from millrace_kernels.triton import moe_grouped, moe_route
 from millrace_kernels.triton.moe_grouped import Launch
+from millrace_kernels.triton.moe_rows import permute
 from millrace_kernels.triton.quant import quant_groups
 from millrace_testing.poison import poison_empty
 from torch import Tensor
@@ -142,8 +143,23 @@ def test_many_tokens_take_turns(library: Library, monkeypatch: pytest.MonkeyPatc
 def test_slices_are_few_and_equal() -> None:
     assert moe_route.slices(0, 8) == []
     assert moe_route.slices(13, 2, max_rows=10) == [(0, 5), (5, 10), (10, 13)]
-    assert moe_route.slices(16384, 8) == [(0, 16384)]
-    assert moe_route.slices(131072, 8) == [(first, first + 16384) for first in range(0, 131072, 16384)]
+    assert moe_route.slices(16384, 9) == [(0, 16384)]
+    assert moe_route.slices(131072, 9) == [(first, first + 16384) for first in range(0, 131072, 16384)]
+
+
+def test_permuted_rows_that_leave_the_cache_first_are_the_same() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = quant_groups(torch.randn(20, DIM, generator=generator))
+    experts = torch.rand(20, TOTAL, generator=generator).argsort(dim=1)[:, :3].int()
+    plan, _ = moe_route.route(experts, FIRST, HELD, True, 32)
+    room = torch.zeros(2, plan.num_rows, DIM).to(torch.float8_e4m3fn)
+    plain, streamed = (permute(x, plan, out, stream=stream) for out, stream in zip(room, (False, True), strict=True))
+    token, choice = (plan.rows >= 0).nonzero(as_tuple=True)
+    rows = plan.rows[token, choice].long()
+    assert len(rows) > 20 and len(rows.unique()) == len(rows)
+    for found in (plain, streamed):
+        assert torch.equal(found.data[rows].float(), x.data[token].float())
+        assert torch.equal(found.scales[rows], x.scales[token])
 
 
 @pytest.mark.parametrize(("rows", "expected"), [(1, 1), (3, 4), (64, 64), (65, 128)])
@@ -153,7 +169,7 @@ def test_expected_rows_are_powers_of_two(rows: int, expected: int) -> None:
 
 def test_tiles_grow_with_the_rows_of_an_expert(library: Library) -> None:
     experts = torch.zeros(1, 1, dtype=torch.int32)
-    for expected, alignment in ((64, 64), (128, 128)):
+    for expected, alignment in ((64, 64), (128, 128), (2048, 128), (4096, 256)):
         assert grouped._packed_layout(experts, 0, HELD, False, expected).alignment == alignment
 
 
@@ -208,4 +224,4 @@ def test_launches_of_a_layer(ours: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     between = ["_left_kernel", "_left_kernel"]
     if not ours:
         between = ["_permute_kernel", "deep_gemm", "_silu_mul_quant_kernel", "deep_gemm"]
-    assert launches.names == ["_count_kernel", "_place_kernel", *between, "_combine_kernel"]
+    assert launches.names == ["_route_few_kernel", *between, "_combine_kernel"]

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 from millrace_kernels.fp8 import quant_groups
+from millrace_kernels.lib.deep_gemm_grouped import packed_alignment
+from millrace_kernels.moe_experts import expected_rows
 from millrace_kernels.testing.timing import time_us
 from millrace_kernels.triton import mla_expand, quant, rms_norm
 from millrace_kernels.triton.moe_route import route, slices
@@ -42,16 +44,16 @@ class Task:
 def tasks(num: int, rank: Rank = EP8_STEP) -> Iterator[Task]:
     hidden = rank.dims.hidden
     x, gain = (torch.randn(rows, hidden, device=CUDA).bfloat16() for rows in (num, 1))
-    tiles = [*itertools.product((8, 16, 32, 64), (4, 8, 16))]
+    tiles = [(8, 2), (8, 4), (8, 8), (16, 4), (16, 8), (32, 8), (64, 8), (64, 16)]
     for plain in (True, False):
         norm = functools.partial(rms_norm.add_rms_norm_quant_with, x, x.clone(), gain[0], 1e-6, plain)
         yield Task(f"add_rms_norm_quant plain={plain}", norm, rms_norm.tile(num, hidden), tiles)
     heads = torch.randn(num, HEADS * NOPE, device=CUDA).bfloat16()
-    rows_warps = [*itertools.product((4, 8, 16, 32), (1, 2, 4, 8))]
+    rows_warps = [(4, 1), (8, 1), (8, 2), (16, 2), (16, 4), (32, 2), (32, 4), (32, 8)]
     yield Task("quant_groups", functools.partial(quant.quant_groups_with, heads), quant.config(num), rows_warps)
     up, k_pe = heads.new_zeros(num, HEADS, 2 * NOPE), heads.new_zeros(num, ROPE)
     expand = functools.partial(mla_expand.expand_kv_with, up, k_pe, NOPE)
-    yield Task("expand_kv", expand, (32, 4), [*itertools.product((8, 16, 32, 64, 128), (2, 4, 8))])
+    yield Task("expand_kv", expand, (32, 4), [*itertools.product((16, 32, 64), (2, 4, 8))])
     yield from _experts(num, rank)
 
 
@@ -60,16 +62,20 @@ def _experts(num: int, rank: Rank) -> Iterator[Task]:
     generator = torch.Generator(device=CUDA).manual_seed(num)
     num = slices(num, rank.dims.top_k + rank.shared)[0][1]
     weights, experts = rank.choose(num, CUDA, generator, 0.0)
-    plan, _ = route(experts, rank.first, rank.held, rank.shared, 64 if num * rank.dims.top_k <= 64 * rank.held else 128)
+    alignment = packed_alignment(expected_rows(num, rank.dims.top_k, rank.experts))
+    plan, _ = route(experts, rank.first, rank.held, rank.shared, alignment)
     x = quant_groups(torch.randn(num, rank.dims.hidden, device=CUDA).bfloat16())
     permuted = torch.empty(plan.num_rows, rank.dims.hidden, dtype=torch.float8_e4m3fn, device=CUDA)
-    yield Task("permute", functools.partial(permute, x, plan, permuted), (4,), [(1,), (2,), (4,), (8,)])
+    ways = [*itertools.product((1, 2, 4, 8), (False, True))]
+    yield Task("permute", functools.partial(permute, x, plan, permuted), (4, False), ways)
     gate_up = torch.zeros(plan.num_rows, 2 * rank.size, dtype=torch.bfloat16, device=CUDA)
-    tiles = [*itertools.product((8, 16, 32), (132 * 4, 132 * 8, 132 * 16, 132 * 32), (2, 4, 8))]
-    yield Task("silu_mul_quant", functools.partial(silu_mul_quant, gate_up, plan), (16, 132 * 8, 4), tiles)
+    rows_warps = ((8, 2), (8, 4), (16, 4), (16, 8), (32, 8))
+    programs_stages = [*itertools.product((132 * 8, 132 * 16), (1, 2, 4))]
+    tiles = [(rows, programs, warps, stages) for rows, warps in rows_warps for programs, stages in programs_stages]
+    yield Task("silu_mul_quant", functools.partial(silu_mul_quant, gate_up, plan), (16, 132 * 8, 4, 1), tiles)
     y = torch.zeros(plan.num_rows, rank.dims.hidden, dtype=torch.bfloat16, device=CUDA)
     out = torch.empty(num, rank.dims.hidden, dtype=torch.bfloat16, device=CUDA)
-    widths = [*itertools.product((512, 1024, 2048, 4096, 8192), (1, 2, 4, 8))]
+    widths = [*itertools.product((1024, 2048, 4096, 8192), (2, 4, 8))]
     yield Task("combine", functools.partial(combine, y, plan, weights, out), (2048, 4), widths)
 
 

@@ -59,8 +59,18 @@ def padded(
 
 
 def _packed_layout(experts: Tensor, first: int, num_held: int, shared: bool, expected: int) -> Pass:
-    alignment = 64 if expected <= 64 else 128
+    alignment = packed_alignment(expected)
     return Pass(*route(experts, first, num_held, shared, alignment), alignment, expected)
+
+
+def packed_alignment(expected: int) -> int:
+    """By the rows of an expert, a power of two.
+
+    Tiles of 256 rows take 3 % less time than tiles of 128: 7,014 and 3,795 us on an H200 for w13 and w2 of 33 experts
+    with 147,456 rows, not 7,230 and 3,915. But each expert pays for 64 more rows of nobody on average: 1.6 % of 4,096
+    rows, and all that was won at 2,049, the fewest that are expected to be 4,096.
+    """
+    return 64 if expected <= 64 else 128 if expected < 4096 else 256
 
 
 def _packed_gemm(x: Fp8, weight: Fp8, out: Tensor, plan: Pass) -> None:

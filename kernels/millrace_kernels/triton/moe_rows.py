@@ -17,10 +17,14 @@ from millrace_kernels.triton.quant import quantise
 
 
 @triton.jit
-def scale_offset(row, column, group_rows, columns):
-    """Where the scale of (row, 128-column block) lies."""
-    group = row // group_rows
-    return group * columns * group_rows + column * group_rows + row % group_rows
+def scale_offset(row, column, group_rows, columns, PADDED: tl.constexpr):
+    """Where the scale of (row, 128-column block) lies. Divisions cost more than the rest of a kernel that only moves
+    rows, so there are none where all rows are one group.
+    """
+    offset = column * group_rows + row
+    if PADDED:
+        offset += row // group_rows * (columns - 1) * group_rows
+    return offset
 
 
 @triton.jit
@@ -38,29 +42,41 @@ def _permute_kernel(
     BLOCKS: tl.constexpr,
     BLOCKS_PAD: tl.constexpr,
     CHOICES: tl.constexpr,
+    PADDED: tl.constexpr,
+    CACHE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One token: read once, written to each of its rows."""
+    """One token: read once, written to each of its rows.
+
+    A scale is 4 bytes of a sector that eight neighbouring rows of an expert share. Programs of neighbouring tokens
+    begin together, so scales are written first, and such a sector is whole before L2 has to let go of it.
+    """
     token = tl.program_id(0).to(tl.int64)
     col, block = tl.arange(0, D_PAD), tl.arange(0, BLOCKS_PAD)
-    held = 0
+    rows, held = (), 0
     wait(PDL)
     for choice in tl.static_range(CHOICES):
-        held += (tl.load(rows_ptr + token * CHOICES + choice) >= 0).to(tl.int32)
+        row = tl.load(rows_ptr + token * CHOICES + choice)
+        rows += (row,)  # type: ignore[assignment]
+        held += (row >= 0).to(tl.int32)
     go_ahead(PDL)
     if held > 0:
-        x = tl.load(x_ptr + token * D + col, mask=col < D)
         where = token * stride_scale_t + block * stride_scale_k
         scales = tl.load(scales_ptr + where, mask=block < BLOCKS)
+        x = tl.load(x_ptr + token * D + col, mask=col < D)
         for choice in tl.static_range(CHOICES):
-            row = tl.load(rows_ptr + token * CHOICES + choice).to(tl.int64)
-            tl.store(out_ptr + row * D + col, x, mask=(row >= 0) & (col < D))
-            to = scale_offset(row, block, group_rows, BLOCKS)
-            tl.store(out_scales_ptr + to, scales, mask=(row >= 0) & (block < BLOCKS))
+            to = scale_offset(rows[choice], block, group_rows, BLOCKS, PADDED)
+            tl.store(out_scales_ptr + to, scales, mask=(rows[choice] >= 0) & (block < BLOCKS))
+        for choice in tl.static_range(CHOICES):
+            to, mask = rows[choice].to(tl.int64) * D + col, (rows[choice] >= 0) & (col < D)
+            tl.store(out_ptr + to, x, mask=mask, cache_modifier=CACHE)
 
 
-def permute(x: Fp8, route: Route, out: Tensor, num_warps: int = 4) -> Fp8:
-    """x [T, D] -> out [num_rows, D] and its scales, in the route's layout; rows of nobody hold anything."""
+def permute(x: Fp8, route: Route, out: Tensor, num_warps: int = 4, stream: bool = False) -> Fp8:
+    """x [T, D] -> out [num_rows, D] and its scales, in the route's layout; rows of nobody hold anything.
+
+    stream: rows that do not fit into L2 leave it first.
+    """
     num, dim = x.data.shape
     assert x.data.is_contiguous() and dim % BLOCK == 0 and out.is_contiguous(), x.data.shape
     blocks = dim // BLOCK
@@ -68,7 +84,7 @@ def permute(x: Fp8, route: Route, out: Tensor, num_warps: int = 4) -> Fp8:
     _permute_kernel[(num,)](
         x.data.view(torch.uint8), x.scales, route.rows, out.view(torch.uint8), scales, *x.scales.stride(),
         route.group_rows, dim, triton.next_power_of_2(dim), blocks, triton.next_power_of_2(blocks),
-        route.rows.shape[1], **options(num_warps),
+        route.rows.shape[1], route.group_rows != route.num_rows, ".cs" if stream else "", **options(num_warps),
     )  # fmt: skip
     return Fp8(out, scales)
 
@@ -76,6 +92,7 @@ def permute(x: Fp8, route: Route, out: Tensor, num_warps: int = 4) -> Fp8:
 def rows_scales(route: Route, columns: int, device: torch.device) -> Tensor:
     """Room for float32 [num_rows, columns] scales, in two dimensions where all rows are one group, else in three."""
     groups = route.num_rows // route.group_rows
+    assert route.num_rows * columns < 1 << 31, (route.num_rows, columns)
     scales = torch.empty(groups, columns, route.group_rows, dtype=torch.float32, device=device).transpose(1, 2)
     return scales[0] if groups == 1 else scales
 
@@ -91,6 +108,7 @@ def _silu_mul_quant_kernel(
     SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     PADDED: tl.constexpr,
+    STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A fixed grid walks over the tiles of ROWS rows and 128 columns that exist."""
@@ -99,24 +117,27 @@ def _silu_mul_quant_kernel(
     wait(PDL)
     go_ahead(PDL)
     tiles = tl.load(total_ptr) // ROWS * columns
-    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
         first = tile // columns * ROWS
         used = True
         if PADDED:
             used = first % group_rows < tl.load(counts_ptr + first // group_rows)
         if used:
-            row, column = (first + i).to(tl.int64), tile % columns
-            at = row[:, None] * (2 * SIZE) + column * 128 + col[None, :]
+            row, column = first + i, tile % columns
+            wide = row.to(tl.int64)[:, None]
+            at = wide * (2 * SIZE) + column * 128 + col[None, :]
             gate = tl.load(x_ptr + at).to(tl.float32)
             up = tl.load(x_ptr + at + SIZE).to(tl.float32)
             out, scale = quantise(gate * tl.sigmoid(gate) * up)
-            tl.store(out_ptr + row[:, None] * SIZE + column * 128 + col[None, :], out)
-            tl.store(scales_ptr + scale_offset(row, column, group_rows, columns), scale)
+            tl.store(out_ptr + wide * SIZE + column * 128 + col[None, :], out)
+            tl.store(scales_ptr + scale_offset(row, column, group_rows, columns, PADDED), scale)
 
 
-def silu_mul_quant(x: Tensor, route: Route, rows: int = 16, programs: int = 132 * 8, num_warps: int = 4) -> Fp8:
+def silu_mul_quant(
+    x: Tensor, route: Route, rows: int = 16, programs: int = 132 * 8, num_warps: int = 4, stages: int = 1
+) -> Fp8:
     """x [num_rows, 2I] -> silu(gate) * up [num_rows, I], rows of the route's layout; whole tiles without a row are
-    left out.
+    left out. `stages`: tiles of a program that are on their way or computed at a time.
     """
     num_rows, size = x.shape[0], x.shape[1] // 2
     assert size % BLOCK == 0 and route.group_rows % rows == 0 and x.is_contiguous(), (x.shape, route.group_rows)
@@ -125,7 +146,7 @@ def silu_mul_quant(x: Tensor, route: Route, rows: int = 16, programs: int = 132 
     grid = min(programs, num_rows // rows * (size // BLOCK))
     _silu_mul_quant_kernel[(grid,)](
         x, out, scales, route.counts, route.total, route.group_rows,
-        size, rows, route.group_rows != num_rows, **options(num_warps),
+        size, rows, route.group_rows != num_rows, stages, **options(num_warps),
     )  # fmt: skip
     return Fp8(out, scales)
 
