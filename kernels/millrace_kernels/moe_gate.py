@@ -18,7 +18,7 @@ def gate_logits(x: Tensor, weight: Tensor) -> Tensor:
     Args:
         x: [T, D]; weight: [E, D]; each bfloat16 or float32.
     Returns:
-        float32 [T, E].
+        float32 [T, E], or [P, T, E] in parts of K that moe_gate adds.
     """
     assert x.shape[1] == weight.shape[1], (x.shape, weight.shape)
     return implementation("moe_gate.gate_logits", x.device, x.shape[0])(x, weight)
@@ -38,17 +38,18 @@ def moe_gate(
     """logits float32 [T, E], bias float32 [E] -> weights float32 [T, K], experts int32 [T, K].
 
     Args:
+        logits: contiguous; or [P, T, E], of which the sum over P counts.
         num_tokens: int32 [1] where the logits are; rows from num_tokens[0] on are the padding of a CUDA graph and
             choose nothing: expert -1, weight 0. None: every row is a token.
     Notes:
         Ties between groups and between experts go to the lower index. Experts come in falling order of s + bias.
         E is a multiple of n_group, a group has at least two experts and topk_group groups have at least top_k.
     """
-    num_experts = logits.shape[1]
+    rows, num_experts = logits.shape[-2:]
     assert num_experts == bias.shape[0] and num_experts % n_group == 0, (logits.shape, bias.shape, n_group)
     assert 2 * n_group <= num_experts and top_k * n_group <= topk_group * num_experts, (num_experts, n_group, top_k)
     assert num_tokens is None or num_tokens.dtype == torch.int32, num_tokens
-    return implementation("moe_gate.moe_gate", logits.device, logits.shape[0])(
+    return implementation("moe_gate.moe_gate", logits.device, rows)(
         logits,
         bias,
         n_group=n_group,

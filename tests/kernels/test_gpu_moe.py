@@ -52,7 +52,8 @@ def weights_of(held: int, dim: int, size: int, fp8: bool) -> Experts:
 def test_gate_logits(num: int) -> None:
     x, weight = rows(num, 7168), rows(256, 7168)
     found = moe_gate.gate_logits(x, weight)
-    assert found.dtype == torch.float32
+    assert found.dtype == torch.float32 and torch.equal(found, moe_gate.gate_logits(x, weight))
+    found = found.sum(0) if found.dim() == 3 else found  # in parts
     assert_close(found, x.double() @ weight.double().t(), 1e-5)
 
 
@@ -65,6 +66,8 @@ def test_gate(num: int, dims: Dims) -> None:
     options = {"n_group": dims.groups, "topk_group": dims.topk_groups, "top_k": dims.top_k}
     options |= {"norm_topk_prob": True, "routed_scaling_factor": 2.5, "num_tokens": real}
     weights, experts = moe_gate.moe_gate(logits, bias, **options)
+    parts = torch.stack((logits, *[logits, -logits] * 13, torch.zeros_like(logits)))  # as many as of V3's; exact sums
+    assert all(map(torch.equal, moe_gate.moe_gate(parts, bias, **options), (weights, experts)))
     with forced(**REFERENCES):
         expected_weights, expected_experts = moe_gate.moe_gate(logits, bias, **options)
     # An ulp between the two sigmoids may turn sums of two that are almost equal; choices of the same scores may not.

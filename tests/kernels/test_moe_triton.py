@@ -39,10 +39,11 @@ def test_gate(num: int, dims: Dims, norm: bool, padded: bool) -> None:
     real = torch.tensor([5], dtype=torch.int32) if padded else None
     if padded:
         logits[5:] = torch.nan
-    weights, experts = moe_gate.moe_gate(logits, bias, **options, num_tokens=real)
-    expected_weights, expected_experts = ref_gate.moe_gate(logits, bias, **options, num_tokens=real)
-    assert torch.equal(experts, expected_experts) and experts.dtype == torch.int32
-    assert_close(weights, expected_weights)
+    for given in (logits, torch.stack((logits, logits, -logits))):  # whole, and in parts whose sum is exact
+        weights, experts = moe_gate.moe_gate(given, bias, **options, num_tokens=real)
+        expected_weights, expected_experts = ref_gate.moe_gate(given, bias, **options, num_tokens=real)
+        assert torch.equal(experts, expected_experts) and experts.dtype == torch.int32
+        assert_close(weights, expected_weights)
 
 
 @pytest.mark.parametrize("num", [0, 1, 7, 16])
@@ -51,6 +52,17 @@ def test_gate_logits(num: int, dim: int, experts: int) -> None:
     x = torch.randn(num, dim + 8, generator=seeded(num)).bfloat16()[:, :dim]  # rows of a wider matrix
     weight = torch.randn(experts, dim, generator=seeded(1)).bfloat16()
     assert_close(moe_gate.gate_logits(x, weight), ref_gate.gate_logits(x, weight))
+
+
+@pytest.mark.parametrize("num", [0, 17, 130])
+def test_gate_logits_in_parts(num: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(num, 608, generator=seeded(num)).bfloat16()[:, :600]  # whose last part is not whole
+    weight = torch.randn(70, 600, generator=seeded(1)).bfloat16()
+    poison_empty(monkeypatch)
+    found = moe_gate.gate_logits_parts(x, weight)
+    assert found.shape == (3, num, 70)
+    assert_close(found.sum(0), ref_gate.gate_logits(x, weight))
+    assert_close(moe_gate.gate_logits_parts(x.float(), weight), ref_gate.gate_logits(x, weight))
 
 
 def choices(num: int, top_k: int, total: int, seed: int) -> tuple[Tensor, Tensor]:

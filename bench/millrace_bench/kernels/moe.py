@@ -80,7 +80,7 @@ def cases(device: torch.device) -> Iterator[Case]:
         yield from _gate(2, TINY, device)
         yield _experts(TINY_RANK, 2, None, device)
         return
-    for num in (1, 4, SMALL_TOKENS, 128, 4096):
+    for num in (1, 4, SMALL_TOKENS, 128, 256, 4096):
         yield from _gate(num, V3_TP8, device)
     shared_tokens: dict[int, Anchor | None] = {1: None, SMALL_TOKENS: None, 32: None}
     ranks = {TP8: TP8_TOKENS, TP8_SHARED: shared_tokens, EP8_STEP: STEP_TOKENS, EP8: EP8_TOKENS}
@@ -95,21 +95,24 @@ def _gate(num: int, dims: Dims, device: torch.device) -> Iterator[Case]:
     def logits() -> dict[str, Call]:
         x, weight = (torch.randn(n, dims.hidden, device=device).bfloat16() for n in (num, dims.experts))
         calls = candidates("moe_gate.gate_logits", lambda: moe_gate.gate_logits(x, weight), device, num)
-        if device.type == "cuda" and num <= SMALL_TOKENS:
+        if device.type == "cuda" and num <= 256:
             from millrace_kernels.lib import cublas
             from millrace_kernels.triton import moe_gate as ours
 
-            calls |= {"triton.moe_gate": lambda: ours.gate_logits(x, weight)}
+            if num <= SMALL_TOKENS:
+                calls |= {"triton.moe_gate": lambda: ours.gate_logits(x, weight)}
+            calls |= {"in parts": lambda: ours.gate_logits_parts(x, weight)}
             calls |= {"lib.cublas": lambda: cublas.gate_logits(x, weight)}
         return calls
 
     def gate() -> dict[str, Call]:
-        scores, bias = torch.randn(num, dims.experts, device=device), torch.zeros(dims.experts, device=device)
+        parts = torch.randn(-(-dims.hidden // 256), num, dims.experts, device=device)
         call = functools.partial(
-            moe_gate.moe_gate, scores, bias, n_group=dims.groups, topk_group=dims.topk_groups, top_k=dims.top_k,
-            norm_topk_prob=True, routed_scaling_factor=2.5,
+            moe_gate.moe_gate, bias=torch.zeros(dims.experts, device=device), n_group=dims.groups,
+            topk_group=dims.topk_groups, top_k=dims.top_k, norm_topk_prob=True, routed_scaling_factor=2.5,
         )  # fmt: skip
-        return candidates("moe_gate.moe_gate", call, device, num)
+        calls = candidates("moe_gate.moe_gate", functools.partial(call, parts[0]), device, num)
+        return calls | {"logits in parts": functools.partial(call, parts)}
 
     moved = 2 * dims.hidden * (num + dims.experts) + 4 * num * dims.experts
     us = 5.9 if dims is V3_TP8 and num <= SMALL_TOKENS else None

@@ -20,6 +20,7 @@ def moe_gate(
     routed_scaling_factor: float,
     num_tokens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    logits = logits.sum(0) if logits.dim() == 3 else logits
     scores = logits.sigmoid()
     choice = (scores + bias).unflatten(1, (n_group, -1))  # [T, G, E/G]
     group_scores = choice.topk(2, dim=-1).values.sum(-1)  # [T, G]

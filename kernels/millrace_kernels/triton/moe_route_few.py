@@ -27,7 +27,7 @@ def _columns(experts_ptr, t, present, first_expert, ROUTED: tl.constexpr, TOP_K:
     columns = ()
     for choice in tl.static_range(TOP_K):
         expert = tl.load(experts_ptr + t * TOP_K + choice, mask=present, other=-1) - first_expert
-        columns += (tl.where(present & (expert >= 0) & (expert < ROUTED), expert, -1),)
+        columns += (tl.where(present & (expert >= 0) & (expert < ROUTED), expert, -1),)  # type: ignore[assignment]
     return columns
 
 
@@ -39,13 +39,14 @@ def _counts(columns, TOP_K: tl.constexpr, K_PAD: tl.constexpr, BINS: tl.constexp
         expert = columns[choice % TOP_K]
         for earlier in tl.static_range(choice):
             expert = tl.where(expert == columns[earlier % TOP_K], -1, expert)
-        level += (expert,)
+        level += (expert,)  # type: ignore[assignment]
     for height in tl.static_range(1, K_PAD.bit_length()):
         pairs = ()
         for i in tl.static_range(K_PAD >> height):
-            pairs += (tl.cat(level[2 * i], level[2 * i + 1], can_reorder=True),)
+            pairs += (tl.cat(level[2 * i], level[2 * i + 1], can_reorder=True),)  # type: ignore[assignment]
         level = pairs
-    return tl.histogram(level[0], BINS, mask=level[0] >= 0)
+    every = level[0]  # type: ignore[misc]
+    return tl.histogram(every, BINS, mask=every >= 0)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "first_expert"])
