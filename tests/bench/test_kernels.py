@@ -209,7 +209,7 @@ def test_kernels_that_move_rows_are_tuned_beside_the_tiles_in_use(monkeypatch: p
     monkeypatch.setattr(tune_rows, "time_us", lambda calls, device, samples: float(calls[0]() is None))
     rank = Rank("tiny", replace(TINY, top_k=2), TINY.experts + 1, 128, shared=True, folded=True)
     found = list(tune_rows.tasks(18, rank))
-    assert len({task.op for task in found}) == len(found) == 7
+    assert len({task.op for task in found}) == len(found) == 8
     for task in found:
         assert len(task.others) > 3 and all(len(option) == len(task.used) for option in task.others)
         assert set(tune_rows.tune(replace(task, others=()))) == {task.used}

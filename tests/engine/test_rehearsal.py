@@ -42,6 +42,8 @@ def test_prompts_of_every_size_class_are_rehearsed() -> None:
     assert {47, 3071, 12287} <= lengths  # Triton's kernels for lengths that are no multiples of 16
     assert len(lengths) == 15 + 12
     assert {shape.prefix for shape in prefill_shapes(V3)} == {0, 4096}
+    prompts = {shape.chunks for shape in prefill_shapes(V3)}
+    assert {1, 2, 4, 16, 64, 256} <= prompts and {11, 47, 191} <= prompts  # as many rows end the last layer
     assert [shape.num_decode for shape in decode_shapes((1, 4))] == [4, 4, 1, 1]
 
 

@@ -1,6 +1,6 @@
 """Times tiles of the kernels that move rows around the products of an EP8 rank, for its decode steps and its prefill;
 prints the best beside the one in use, and all times as a JSON line. What wins belongs into the defaults of the kernels
-in millrace_kernels/triton (`quant.config`, `rms_norm.tile`, `moe_rows`, `mla_expand`).
+in millrace_kernels/triton (`quant.config`, `rms_norm.tile`, `moe_rows`, `mla_expand`, `rope`).
 
 python -m millrace_bench.kernels.tune_rows [--tokens 128 16384] [--out FILE]
 """
@@ -20,7 +20,7 @@ from millrace_kernels.fp8 import quant_groups
 from millrace_kernels.lib.deep_gemm_grouped import packed_alignment
 from millrace_kernels.moe_experts import expected_rows
 from millrace_kernels.testing.timing import time_us
-from millrace_kernels.triton import mla_expand, quant, rms_norm
+from millrace_kernels.triton import mla_expand, quant, rms_norm, rope
 from millrace_kernels.triton.moe_route import route, slices
 from millrace_kernels.triton.moe_rows import combine, permute, silu_mul_quant
 
@@ -54,6 +54,9 @@ def tasks(num: int, rank: Rank = EP8_STEP) -> Iterator[Task]:
     up, k_pe = heads.new_zeros(num, HEADS, 2 * NOPE), heads.new_zeros(num, ROPE)
     expand = functools.partial(mla_expand.expand_kv_with, up, k_pe, NOPE)
     yield Task("expand_kv", expand, (32, 4), [*itertools.product((16, 32, 64), (2, 4, 8))])
+    q = up.new_zeros(num, HEADS, NOPE + ROPE)[..., NOPE:]
+    rotate = functools.partial(rope.rotate_into_with, q, q, *torch.zeros(2, num, ROPE // 2, device=CUDA))
+    yield Task("rope_q", rotate, (32, rope.HEADS_PER_WARP), [*itertools.product((16, 32, 64, 128), (8, 16))])
     yield from _experts(num, rank)
 
 

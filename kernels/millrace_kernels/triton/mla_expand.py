@@ -44,10 +44,9 @@ def _expand_k(
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
     present = head < heads
     rows = k_ptr + (token * heads + head) * (N + R)
-    column = tl.arange(0, N)[None, :]
+    column, pe_column = tl.arange(0, N)[None, :], tl.arange(0, R)[None, :]
     wait(PDL)
     nope = tl.load(up_ptr + token * up_row + head * up_head + column, mask=present, other=0.0)
+    pe = tl.load(k_pe_ptr + token * k_pe_row + pe_column)
     tl.store(rows + column, nope, mask=present)
-    column = tl.arange(0, R)[None, :]
-    pe = tl.load(k_pe_ptr + token * k_pe_row + column)
-    tl.store(rows + N + column, tl.broadcast_to(pe, (BLOCK_H, R)), mask=present)
+    tl.store(rows + N + pe_column, tl.broadcast_to(pe, (BLOCK_H, R)), mask=present)

@@ -21,15 +21,20 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
     """out, x [T, H, R] of any strides but the last, which is 1; out may be x."""
+    rotate_into_with(out, x, cos, sin, 32, HEADS_PER_WARP)
+
+
+def rotate_into_with(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, block: int, per_warp: int) -> None:
+    """`block`: heads of a program, at most. Every lane of a warp needs one of its `per_warp` heads' elements."""
     tokens, heads, width = x.shape
     assert x.stride(2) == out.stride(2) == cos.stride(1) == sin.stride(1) == 1 and cos.stride(0) == sin.stride(0)
     if not tokens:
         return
-    block = max(HEADS_PER_WARP, min(32, triton.next_power_of_2(heads)))
+    block = max(per_warp, min(block, triton.next_power_of_2(heads)))
     _rotate[(tokens, triton.cdiv(heads, block))](
         out, x, cos, sin,
         heads, *out.stride()[:2], *x.stride()[:2], cos.stride(0),
-        HALF=width // 2, BLOCK_H=block, **options(block // HEADS_PER_WARP),
+        HALF=width // 2, BLOCK_H=block, **options(block // per_warp),
     )  # fmt: skip
 
 

@@ -40,20 +40,26 @@ def largest(limits: Limits) -> Shape:
 
 
 def prefill_shapes(limits: Limits) -> Iterator[Shape]:
-    """Prompt lengths by powers of two, and an odd one between two of them (Triton compiles for multiples of 16 apart),
-    each fresh and after a prefix that is expanded.
+    """Prompts of lengths of every size, each fresh and after a prefix that is expanded, and numbers of prompts of every
+    size: as many rows are left in the last layer.
     """
     longest = min(limits.max_prefill_tokens, limits.max_model_len - 1)
     prefix = _prefix(limits, longest)
-    powers = [1 << i for i in range(longest.bit_length()) if 1 << i < longest] + [longest]
-    between = [3 * power // 4 - 1 for power in powers if power > 4]
-    for length in sorted({*powers, *between}):
+    for length in _sizes(longest):
         yield Shape(chunks=1, chunk=length)
         if prefix:
             yield Shape(chunks=1, chunk=length, prefix=prefix)
+    for count in _sizes(min(limits.max_running, longest)):
+        yield Shape(chunks=count, chunk=min(longest // count, 2))
     count = min(4, limits.max_running, longest)
     yield Shape(chunks=count, chunk=longest // count)
     yield Shape(num_decode=limits.max_running - 1, chunks=1, chunk=longest, greedy=False)
+
+
+def _sizes(most: int) -> list[int]:
+    """Powers of two, `most`, and an odd one between two of them (Triton compiles for multiples of 16 apart)."""
+    powers = [1 << i for i in range(most.bit_length()) if 1 << i < most] + [most]
+    return sorted({*powers, *(3 * power // 4 - 1 for power in powers if power > 4)})
 
 
 def decode_shapes(buckets: Sequence[int]) -> Iterator[Shape]:
