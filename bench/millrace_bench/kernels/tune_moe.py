@@ -49,22 +49,20 @@ RIGHT_UPS = (Launch(4, 3), Launch(8, 4))
 RIGHT_DOWNS = (Launch(4, 3), Launch(4, 4), Launch(4, 4, 64), Launch(8, 4))
 
 
-def _left(*shape: int) -> Launch:
-    """warps, stages, columns, programs of an SM"""
-    warps, stages, columns, programs = shape
+def _left(warps: int, stages: int, columns: int = BLOCK, programs: int = 1) -> Launch:
     return Launch(warps, stages, columns, left=True, programs=programs)
 
 
-# By the height of a tile. 16 warps leave a thread 128 registers, 8 of them two accumulators of 64 rows.
+# By the height of a tile. They fill an SM's shared memory; 4 warps have no registers for two products of 64 rows.
 LEFT_UPS = {
-    32: (_left(4, 3, 128, 2), _left(4, 6, 128, 1), _left(8, 6, 128, 1)),
-    64: (_left(8, 5, 128, 1), _left(8, 4, 128, 1), _left(16, 5, 128, 1)),
-    128: (_left(16, 4, 128, 1), _left(8, 4, 128, 1)),
+    32: (_left(4, 3, programs=2), _left(4, 6), _left(8, 6)),
+    64: (_left(8, 5), _left(8, 4), _left(16, 5)),
+    128: (_left(8, 4), _left(16, 4)),
 }
 LEFT_DOWNS = {
-    32: (_left(4, 3, 128, 3), _left(4, 5, 128, 2), _left(4, 3, 256, 2), _left(8, 6, 256, 1)),
-    64: (_left(8, 5, 256, 1), _left(8, 4, 256, 1), _left(4, 4, 128, 2), _left(8, 8, 128, 1)),
-    128: (_left(16, 4, 256, 1), _left(8, 4, 256, 1), _left(8, 6, 128, 1)),
+    32: (_left(4, 3, programs=3), _left(4, 5, programs=2), _left(4, 3, 256, programs=2), _left(8, 6, 256)),
+    64: (_left(8, 5, 256), _left(8, 4, 256), _left(4, 4, programs=2), _left(8, 8)),
+    128: (_left(8, 4, 256), _left(16, 4, 256), _left(8, 6)),
 }
 
 
