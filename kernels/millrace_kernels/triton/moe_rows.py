@@ -179,8 +179,19 @@ def _combine_kernel(
     tl.store(out_ptr + token * D + col, out, mask=col < D)
 
 
-def combine(y: Tensor, route: Route, weights: Tensor, out: Tensor, block_d: int = 2048, num_warps: int = 4) -> None:
+def combine_tile(num_tokens: int) -> tuple[int, int]:
+    """Columns and warps of a program. In one warp the compiler keeps all of a token's rows under way at once; few tokens
+    make few programs, and need that.
+    """
+    return (512, 1) if num_tokens <= 256 else (2048, 4)
+
+
+def combine(y: Tensor, route: Route, weights: Tensor, out: Tensor) -> None:
     """y [num_rows, D], weights float32 [T, K] -> out [T, D]; the shared expert's weight is 1."""
+    combine_with(y, route, weights, out, *combine_tile(len(weights)))
+
+
+def combine_with(y: Tensor, route: Route, weights: Tensor, out: Tensor, block_d: int, num_warps: int) -> None:
     (num, top_k), dim = weights.shape, y.shape[1]
     assert weights.is_contiguous() and y.is_contiguous() and out.is_contiguous(), (weights.shape, y.shape)
     block_d = min(block_d, triton.next_power_of_2(dim))
