@@ -69,6 +69,9 @@ def test_norms_and_quantisation(num: int, width: int) -> None:
     summed, total = rms_norm.add_rms_norm_quant(x, residual, weight, 1e-6)
     assert torch.equal(total, x + residual)
     assert_same_operand(summed, expected(lambda: rms_norm.rms_norm_quant(total, weight, 1e-6)))
+    alone, again = rms_norm.add_rms_norm_quant(x, residual, weight, 1e-6, plain=False)
+    assert torch.equal(again, total) and (alone.plain is None) == (num > SMALL_TOKENS)
+    assert_same_operand(Operand(summed.plain, alone.fp8), summed)
     plain, again = rms_norm.add_rms_norm(x, residual, weight, 1e-6)
     assert torch.equal(again, total)
     assert_close(plain, summed.plain)  # another kernel, which may sum in another order
