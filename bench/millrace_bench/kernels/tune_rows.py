@@ -22,7 +22,7 @@ from millrace_kernels.moe_experts import expected_rows
 from millrace_kernels.testing.timing import time_us
 from millrace_kernels.triton import mla_expand, quant, rms_norm, rope
 from millrace_kernels.triton.moe_route import route, slices
-from millrace_kernels.triton.moe_rows import combine, permute, silu_mul_quant
+from millrace_kernels.triton.moe_rows import combine_tile, combine_with, permute, silu_mul_quant
 
 from millrace_bench.common import Record, print_record
 from millrace_bench.kernels.moe import EP8_STEP, Rank
@@ -78,8 +78,8 @@ def _experts(num: int, rank: Rank) -> Iterator[Task]:
     yield Task("silu_mul_quant", functools.partial(silu_mul_quant, gate_up, plan), (16, 132 * 8, 4, 1), tiles)
     y = torch.zeros(plan.num_rows, rank.dims.hidden, dtype=torch.bfloat16, device=CUDA)
     out = torch.empty(num, rank.dims.hidden, dtype=torch.bfloat16, device=CUDA)
-    widths = [*itertools.product((1024, 2048, 4096, 8192), (2, 4, 8))]
-    yield Task("combine", functools.partial(combine, y, plan, weights, out), (2048, 4), widths)
+    widths = [*itertools.product((256, 512, 1024, 2048, 4096, 8192), (1, 2, 4, 8))]
+    yield Task("combine", functools.partial(combine_with, y, plan, weights, out), combine_tile(num), widths)
 
 
 def tune(task: Task) -> dict[tuple[int, ...], float]:
