@@ -1,7 +1,10 @@
 """Programmatic dependent launch: a kernel is set up on the GPU while the one before it in the stream still runs.
 
 A kernel launched this way calls `wait()` before it reads what an earlier kernel wrote and before it writes; until then
-it may only read constants. `go_ahead()` lets the next kernel be set up. Off by default; switched before any capture.
+it may only read weights. `wait()` ends when all of the kernel before has ended. That one waited too, so whatever came
+earlier has ended as well; hence every kernel waits, and `go_ahead()`, which lets the next be set up, comes after that.
+Who never calls it goes ahead by ending; who is launched plainly (cuBLAS, PyTorch) begins when all before it has ended.
+Off by default; switched before any capture.
 """
 
 from __future__ import annotations

@@ -89,9 +89,9 @@ def _attend(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head, seq = tl.program_id(1), tl.program_id(2)
-    q_len = tl.load(table_ptr + num_seqs + seq)
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the longest of causal work begins first
     wait(PDL)
+    q_len = tl.load(table_ptr + num_seqs + seq)
     if first < q_len:
         q_start = tl.load(table_ptr + seq).to(tl.int64)
         k_start = tl.load(table_ptr + 2 * num_seqs + seq).to(tl.int64)

@@ -113,31 +113,32 @@ def ordered(x):
 
 
 @triton.jit
-def _gate_kernel(
-    logits_ptr,
-    bias_ptr,
-    num_tokens_ptr,
-    weights_ptr,
-    experts_ptr,
-    scaling,
-    stride_part,
-    PARTS: tl.constexpr,
-    BATCH: tl.constexpr,
-    STAGES: tl.constexpr,
-    G: tl.constexpr,
-    S: tl.constexpr,
-    G_PAD: tl.constexpr,
-    S_PAD: tl.constexpr,
-    TOPK_GROUP: tl.constexpr,
-    TOP_K: tl.constexpr,
-    K_PAD: tl.constexpr,
-    NORM: tl.constexpr,
-    PDL: tl.constexpr,
+def _largest(
+    left, score, S: tl.constexpr, S_PAD: tl.constexpr, POSITIONS: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr
 ):
-    """One token: G groups of S experts as a [G, S] tile, padded with -inf; positions keep the experts' order.
-
-    The best is chosen TOP_K times by integers: its score, its position, its weight are a warp's maxima.
+    """Scores [K_PAD] and experts of the TOP_K largest of `left` [POSITIONS], the first of equals: TOP_K times three
+    reductions of integers by a warp.
     """
+    position, k = tl.arange(0, POSITIONS), tl.arange(0, K_PAD)
+    score = score.to(tl.int32, bitcast=True)  # positive: as integers in the same order
+    weights, chosen = tl.zeros([K_PAD], tl.float32), tl.zeros([K_PAD], tl.int32)
+    for rank in tl.static_range(TOP_K):
+        first = tl.min(tl.where(left == tl.max(left, axis=0), position, POSITIONS), axis=0)
+        weight = tl.max(tl.where(position == first, score, 0), axis=0).to(tl.float32, bitcast=True)
+        weights = tl.where(k == rank, weight, weights)
+        chosen = tl.where(k == rank, (first // S_PAD) * S + first % S_PAD, chosen)
+        left = tl.where(position == first, -(2**31), left)
+    return weights, chosen
+
+
+@triton.jit
+def _gate_kernel(
+    logits_ptr, bias_ptr, num_tokens_ptr, weights_ptr, experts_ptr, scaling, stride_part,
+    PARTS: tl.constexpr, BATCH: tl.constexpr, STAGES: tl.constexpr, G: tl.constexpr, S: tl.constexpr,
+    G_PAD: tl.constexpr, S_PAD: tl.constexpr, TOPK_GROUP: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr,
+    NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One token: G groups of S experts as a [G, S] tile, padded with -inf; positions keep the experts' order."""
     token = tl.program_id(0).to(tl.int64)
     g, s, k = tl.arange(0, G_PAD), tl.arange(0, S_PAD), tl.arange(0, K_PAD)
     position = tl.arange(0, G_PAD * S_PAD)
@@ -160,15 +161,7 @@ def _gate_kernel(
     ahead = (rival > mine) | ((rival == mine) & (g[None, :] < g[:, None]))
     kept = tl.sum(ahead.to(tl.int32), axis=1) < TOPK_GROUP
     left = tl.reshape(ordered(tl.where(kept[:, None], choice, float("-inf"))), [G_PAD * S_PAD])
-    score = score.to(tl.int32, bitcast=True)  # positive: as integers in the same order
-
-    weights, chosen = tl.zeros([K_PAD], tl.float32), tl.zeros([K_PAD], tl.int32)
-    for rank in tl.static_range(TOP_K):
-        first = tl.min(tl.where(left == tl.max(left, axis=0), position, G_PAD * S_PAD), axis=0)
-        weight = tl.max(tl.where(position == first, score, 0), axis=0).to(tl.float32, bitcast=True)
-        weights = tl.where(k == rank, weight, weights)
-        chosen = tl.where(k == rank, (first // S_PAD) * S + first % S_PAD, chosen)
-        left = tl.where(position == first, -(2**31), left)
+    weights, chosen = _largest(left, score, S, S_PAD, G_PAD * S_PAD, TOP_K, K_PAD)
     if NORM:
         weights = weights / (tl.sum(weights, axis=0) + 1e-20)
     weights = weights * scaling

@@ -180,7 +180,7 @@ def _combine_kernel(
 
 
 def combine_tile(num_tokens: int) -> tuple[int, int]:
-    """Columns and warps of a program. In one warp the compiler keeps all of a token's rows under way at once; few tokens
+    """Columns and warps of a program. In one warp the compiler keeps all rows of a token under way at once; few tokens
     make few programs, and need that.
     """
     return (512, 1) if num_tokens <= 256 else (2048, 4)
