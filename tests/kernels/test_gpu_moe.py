@@ -102,15 +102,15 @@ def test_what_the_table_does_not_choose_here(target: str, num: int) -> None:
 @pytest.mark.parametrize(
     ("block_m", "up", "down"),
     [
-        (32, Launch(4, 3, left=True, programs=2), Launch(4, 3, left=True, programs=3)),
-        (32, Launch(8, 6, left=True), Launch(4, 6, 256, left=True)),
-        (64, Launch(8, 5, left=True), Launch(8, 5, 256, left=True)),
-        (64, Launch(8, 4, left=True), Launch(4, 3)),
-        (128, Launch(16, 4, left=True), Launch(8, 4, 256, left=True)),
+        (32, Launch(4, 3, programs=2), Launch(4, 3, programs=3)),
+        (32, Launch(8, 6, programs=1), Launch(4, 3, 256, programs=2)),
+        (64, Launch(8, 5, programs=1), Launch(8, 5, 256, programs=1)),
+        (64, Launch(8, 4, programs=1), Launch(4, 3)),
+        (128, Launch(8, 4, programs=1), Launch(16, 4, 256, programs=1)),
     ],
 )
 @pytest.mark.parametrize("num", [96, 1000])
-def test_weights_as_the_left_operand(
+def test_the_persistent_kernel(
     num: int, block_m: int, up: Launch, down: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also with several blocks of an expert, and more tiles than programs."""

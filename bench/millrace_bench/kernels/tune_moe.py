@@ -45,24 +45,18 @@ SAME = 2e-2  # rms error between two computations with FP8 between the products
 Routings = list[tuple[Tensor, Tensor]]
 Times = dict[Any, float]  # microseconds, ascending
 
-RIGHT_UPS = (Launch(4, 3), Launch(8, 4))
-RIGHT_DOWNS = (Launch(4, 3), Launch(4, 4), Launch(4, 4, 64), Launch(8, 4))
-
-
-def _left(warps: int, stages: int, columns: int = BLOCK, programs: int = 1) -> Launch:
-    return Launch(warps, stages, columns, left=True, programs=programs)
-
-
-# By the height of a tile. They fill an SM's shared memory; 4 warps have no registers for two products of 64 rows.
-LEFT_UPS = {
-    32: (_left(4, 3, programs=2), _left(4, 6), _left(8, 6)),
-    64: (_left(8, 5), _left(8, 4), _left(16, 5)),
-    128: (_left(8, 4), _left(16, 4)),
+PLAIN_UPS = (Launch(4, 3), Launch(8, 4))
+PLAIN_DOWNS = (Launch(4, 3), Launch(4, 4), Launch(4, 4, 64), Launch(8, 4))
+# Persistent ones, by the height of a tile; they fill an SM's shared memory.
+UPS = {
+    32: (Launch(4, 3, programs=2), Launch(4, 6, programs=1), Launch(8, 6, programs=1)),
+    64: (Launch(8, 5, programs=1), Launch(8, 4, programs=1), Launch(4, 5, programs=1)),
+    128: (Launch(8, 4, programs=1), Launch(16, 4, programs=1)),
 }
-LEFT_DOWNS = {
-    32: (_left(4, 3, programs=3), _left(4, 5, programs=2), _left(4, 3, 256, programs=2), _left(8, 6, 256)),
-    64: (_left(8, 5, 256), _left(8, 4, 256), _left(4, 4, programs=2), _left(8, 8)),
-    128: (_left(8, 4, 256), _left(16, 4, 256), _left(8, 6)),
+DOWNS = {
+    32: (Launch(4, 3, programs=3), Launch(4, 5, programs=2), Launch(4, 3, 256, programs=2), Launch(8, 6, 256, 1)),
+    64: (Launch(8, 5, 256, 1), Launch(8, 4, 256, 1), Launch(4, 4, programs=2), Launch(8, 8, programs=1)),
+    128: (Launch(8, 4, 256, 1), Launch(16, 4, 256, 1), Launch(8, 6, programs=1)),
 }
 
 
@@ -73,12 +67,12 @@ def heights(rows: int) -> tuple[int, ...]:
 
 def fits(block_m: int, up: bool, launch: Launch) -> bool:
     columns = 2 * BLOCK if up else launch.block_n
-    return launch.programs * launch.stages * (block_m + columns) * BLOCK <= SHARED_BYTES
+    return max(launch.programs, 1) * launch.stages * (block_m + columns) * BLOCK <= SHARED_BYTES
 
 
 def launches(block_m: int, up: bool) -> list[Launch]:
-    left, right = (LEFT_UPS, RIGHT_UPS) if up else (LEFT_DOWNS, RIGHT_DOWNS)
-    return [launch for launch in (*left.get(block_m, ()), *right) if fits(block_m, up, launch)]
+    persistent, plain = (UPS, PLAIN_UPS) if up else (DOWNS, PLAIN_DOWNS)
+    return [launch for launch in (*persistent.get(block_m, ()), *plain) if fits(block_m, up, launch)]
 
 
 @dataclass(frozen=True)
@@ -119,7 +113,7 @@ class Plans:
         return [functools.partial(first, *plan, block_m, launch) for plan in self.plan(block_m)]
 
     def downs(self, block_m: int, launch: Launch) -> list[Callable[[], Tensor]]:
-        plans, some = self.plan(block_m), RIGHT_UPS[-1]
+        plans, some = self.plan(block_m), PLAIN_UPS[-1]
         hs = [moe_grouped.gate_up(self.fp8, self.weights[0], *plan, block_m, some) for plan in plans]
         w2 = self.weights[1]
         return [

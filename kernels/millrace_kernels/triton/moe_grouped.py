@@ -6,8 +6,7 @@ SwiGLU, and with FP8 the quantisation of h, happen where the first GEMM ends, so
 weights this is the one implementation for many tokens; for FP8 it serves where a few rows per expert leave DeepGEMM's
 tiles empty, where sparing its copies was measured to be worth more than its speed, and where DeepGEMM is missing.
 
-With few rows the weight is better the left operand (`left`, in moe_left): wgmma takes 64 of its rows at a time and as
-many tokens as there are.
+Where reading FP8 weights takes the time, `programs` of every SM walk over the tiles (moe_persistent).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch import Tensor
 from millrace_kernels.fp8 import BLOCK, Fp8, Operand, quant_groups
 from millrace_kernels.gpu import measured
 from millrace_kernels.moe_experts import expected_rows
-from millrace_kernels.triton import moe_left
+from millrace_kernels.triton import moe_persistent
 from millrace_kernels.triton.launch import go_ahead, options, wait
 from millrace_kernels.triton.moe_route import Blocks, Route, route, slices
 from millrace_kernels.triton.moe_rows import combine
@@ -35,8 +34,7 @@ class Launch(NamedTuple):
     warps: int
     stages: int
     block_n: int = BLOCK  # columns of a tile; of w13's always 128, one group of the quantised h
-    left: bool = False  # FP8 weights as the left operand
-    programs: int = 1  # of an SM, with `left`; otherwise there is one for every tile
+    programs: int = 0  # of an SM, that walk over the tiles of FP8 weights; 0: one for every tile
 
 
 class Config(NamedTuple):
@@ -64,7 +62,7 @@ MEASURED: dict[tuple[int, int, int], Config] = {
     (1, 256, 256): CONFIGS[16],  # TP8, 8 to 32 tokens: 108-269 us, DeepGEMM 158-328, few-token kernels 120-671
     (1, 257, 256): CONFIGS[16],  # the same with the shared expert
     # A step of EP8, 128 tokens: 397 us with a program for every tile, DeepGEMM 414.
-    (32, 33, 2048): Config(32, Launch(4, 3, left=True, programs=2), Launch(4, 3, left=True, programs=3)),
+    (32, 33, 2048): Config(32, Launch(4, 3, programs=2), Launch(4, 3, programs=3)),
 }
 
 
@@ -194,10 +192,10 @@ def run(
     out = torch.empty(rows.data.shape, dtype=dtype, device=rows.data.device)
     for first, last in slices(experts.shape[0], experts.shape[1] + shared_expert):
         chosen, part = experts[first:last], Fp8(rows.data[first:last], rows.scales[first:last])
-        left = config.up.left and isinstance(w13, Fp8)
+        gathered = config.up.programs > 0 and isinstance(w13, Fp8)
         plan, blocks = route(
             chosen, first_expert, num_held, shared_expert, config.block_m, granularity=config.block_m,
-            scales=part.scales if left else None,
+            scales=part.scales if gathered else None,
         )  # fmt: skip
         assert blocks is not None
         h = gate_up(part, w13, plan, blocks, config.block_m, config.up)
@@ -218,9 +216,9 @@ def _rows(x: Tensor | Operand, w13: Tensor | Fp8) -> tuple[Fp8, torch.dtype]:
 
 
 def gate_up(x: Fp8, w13: Tensor | Fp8, plan: Route, blocks: Blocks, block_m: int, chosen: Launch) -> Fp8:
-    """h [num_rows, I], plain or in FP8 with its scales column by column. blocks.scales are there for `left` in FP8."""
-    if chosen.left and isinstance(w13, Fp8):
-        return moe_left.gate_up(x, w13, plan, blocks, block_m, chosen)
+    """h [num_rows, I], plain or in FP8 with its scales column by column. `programs` reads blocks.scales."""
+    if chosen.programs and isinstance(w13, Fp8):
+        return moe_persistent.gate_up(x, w13, plan, blocks, block_m, chosen)
     fp8, (data, scales) = isinstance(w13, Fp8), _parts(w13)
     _, width, dim = data.shape
     rows, size = plan.num_rows, width // 2
@@ -237,8 +235,8 @@ def gate_up(x: Fp8, w13: Tensor | Fp8, plan: Route, blocks: Blocks, block_m: int
 
 def down(h: Fp8, w2: Tensor | Fp8, plan: Route, blocks: Blocks, block_m: int, chosen: Launch) -> Tensor:
     """y [num_rows, D], in bfloat16 or the plain weights' dtype."""
-    if chosen.left and isinstance(w2, Fp8):
-        return moe_left.down(h, w2, plan, blocks, block_m, chosen)
+    if chosen.programs and isinstance(w2, Fp8):
+        return moe_persistent.down(h, w2, plan, blocks, block_m, chosen)
     fp8, (data, scales) = isinstance(w2, Fp8), _parts(w2)
     _, dim, size = data.shape
     y = torch.empty(plan.num_rows, dim, dtype=torch.bfloat16 if fp8 else data.dtype, device=data.device)

@@ -1,12 +1,13 @@
-"""The experts' FP8 products with the weight as wgmma's left operand: every SM streams weights without a pause.
+"""The experts' FP8 products by a persistent kernel: every SM streams weights without a pause.
 
-    a = w_e[rows] x^T   b = w_e[others] x^T      SwiGLU of w13's gate and up rows: h = silu(a) b, quantised, stored
-                                                 w2: 128 rows, or 256 whose two halves share a tile of h, y = (a, b)^T
+    a = x w_e[rows]^T   b = x w_e[others]^T      SwiGLU of w13's gate and up rows: h = silu(a) b, quantised, stored
+                                                 w2: 128 rows, or 256 whose two halves share a tile of h, y = (a, b)
 
 With few rows an expert, time is what reading its weights takes. A tile is one block of M rows and 128 columns of h, or
 128 or 256 of y, and a fixed grid walks over all tiles. The loop over them and the one over terms are compiled into one
 (`flatten`), so the loads of the next tile are under way while this one ends. Weights and the rows' scales come by TMA;
-rows are gathered by asynchronous copies that leave out what is not there.
+rows are gathered by asynchronous copies that leave out what is not there. wgmma's left operand has 64 rows: those of x
+where a block has as many, which makes the scaling cheaper, else the weight's, and all of it is transposed.
 
 Tiles are walked from the last block down. The last expert is the shared one, whose blocks run side by side and so find
 each other's weights in the L2 cache; and the programs that have one tile more than others begin with it.
@@ -35,7 +36,23 @@ LEAST_ROWS = 32  # of a block: its scales, a tile of TMA, begin at multiples of 
 
 
 @triton.jit
-def _left_kernel(
+def _add_product(total, x, w, scale):
+    """total [M, N] + x [M, K] times w [N, K] by scale [M], or [N, M] for fewer than 64 rows."""
+    if x.shape[0] < 64:
+        total += tl.dot(w, tl.trans(x)) * scale[None, :]
+    else:
+        total += tl.dot(x, tl.trans(w)) * scale[:, None]
+    return total
+
+
+@triton.jit
+def _rows(total):
+    """[M, 128], whichever operand was on the left."""
+    return tl.trans(total) if total.shape[1] < 64 else total
+
+
+@triton.jit
+def _persistent_kernel(
     x_ptr, x_scales, w, w_scales_ptr, out_ptr, out_scales_ptr, tokens_ptr, blocks_ptr, ends_ptr, total_ptr,
     stride_x, stride_out_scale,
     TERMS: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
@@ -64,25 +81,26 @@ def _left_kernel(
         a_scales = w_scales_ptr + (w_row // 128).to(tl.int64) * groups
         b_scales = a_scales + (apart // 128 * groups if two else 0)
         a_scale, b_scale = tl.load(a_scales), tl.load(b_scales)
-        a, b = tl.zeros([128, M], tl.float32), tl.zeros([128, M], tl.float32)
+        a = tl.zeros([128, M] if M < 64 else [M, 128], tl.float32)
+        b = a
         for g in tl.range(0, groups, num_stages=STAGES):
             after = tl.minimum(g + 1, groups - 1)  # scalars are not pipelined
             next_a_scale, next_b_scale = tl.load(a_scales + after), tl.load(b_scales + after)
-            x = tl.trans(tl.load(x_at + g * 128, mask=real[:, None], other=0.0))
+            x = tl.load(x_at + g * 128, mask=real[:, None], other=0.0)
             scale = tl.reshape(x_scales.load([g, block * M]), [M])
-            a += tl.dot(w.load([w_row, g * 128]), x) * (scale * a_scale)[None, :]
+            a = _add_product(a, x, w.load([w_row, g * 128]), scale * a_scale)
             if two:
-                b += tl.dot(w.load([w_row + apart, g * 128]), x) * (scale * b_scale)[None, :]
+                b = _add_product(b, x, w.load([w_row + apart, g * 128]), scale * b_scale)
             a_scale, b_scale = next_a_scale, next_b_scale
         at = out_ptr + r.to(tl.int64)[:, None] * WIDTH + (tile * COLUMNS + col)[None, :]
         if SWIGLU:
-            h, h_scale = quantise(tl.trans(a * tl.sigmoid(a) * b))
+            h, h_scale = quantise(_rows(a * tl.sigmoid(a) * b))
             tl.store(at, h, mask=real[:, None])
             tl.store(out_scales_ptr + tile * stride_out_scale + r, h_scale, mask=real)
         else:
-            tl.store(at, tl.trans(a), mask=real[:, None])
+            tl.store(at, _rows(a), mask=real[:, None])
             if two:
-                tl.store(at + 128, tl.trans(b), mask=real[:, None])
+                tl.store(at + 128, _rows(b), mask=real[:, None])
 
 
 def gate_up(x: Fp8, w13: Fp8, plan: Route, blocks: Blocks, block_m: int, chosen: Launch) -> Fp8:
@@ -107,11 +125,11 @@ def _launch(
     block_m: int, chosen: Launch,
 ) -> None:  # fmt: skip
     (rows, width), terms, columns = out.shape, x.shape[1], chosen.block_n
-    assert block_m >= LEAST_ROWS, f"block_m {block_m}: weights as the left operand need {LEAST_ROWS} rows or more"
+    assert block_m >= LEAST_ROWS, f"block_m {block_m}: the persistent kernel takes {LEAST_ROWS} rows or more"
     assert columns in (128, 256) and width % columns == 0, f"block_n {columns}: 128 or 256, a divisor of {width}"
     assert x.dtype == w.data.dtype and x.stride(1) == 1, (x.dtype, w.data.dtype, x.stride())
     assert w.data.is_contiguous() and w.scales.is_contiguous(), (w.data.stride(), w.scales.stride())
-    _left_kernel[(min(chosen.programs * sms(), rows // block_m * (width // columns)),)](
+    _persistent_kernel[(min(chosen.programs * sms(), rows // block_m * (width // columns)),)](
         x, TensorDescriptor.from_tensor(x_scales, [1, block_m]),
         TensorDescriptor.from_tensor(w.data.flatten(0, 1), [BLOCK, BLOCK]), w.scales, out, out_scales,
         blocks.tokens, blocks.experts, plan.ends, plan.total, x.stride(0), rows,

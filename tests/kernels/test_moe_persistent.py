@@ -1,4 +1,4 @@
-"""Experts with the weight as the left operand, through Triton's interpreter, against the reference."""
+"""The persistent kernel of the experts, through Triton's interpreter, against the reference."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from millrace_kernels.fp8 import Operand, quant_groups
 from millrace_kernels.ref import moe_experts as ref_experts
 from millrace_kernels.testing.experts import draw_experts
 from millrace_kernels.testing.numeric import FP8_EXPERTS_TOLERANCE, assert_close
-from millrace_kernels.triton import moe_grouped, moe_left
+from millrace_kernels.triton import moe_grouped, moe_persistent
 from millrace_kernels.triton.moe_grouped import Config, Launch
 from millrace_testing.poison import poison_empty
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of NaN in padding rows
 
 DIM, SIZE, HELD, FIRST = 512, 256, 4, 2
-LEFT, LEFT_256 = Launch(4, 3, left=True), Launch(4, 3, 256, left=True)
-RIGHT = Launch(4, 3)
-CONFIGS = [Config(32, LEFT, LEFT), Config(32, LEFT, LEFT_256), Config(64, RIGHT, LEFT_256), Config(64, LEFT, RIGHT)]
+ONE, TWO, PLAIN = Launch(4, 3, programs=1), Launch(4, 3, 256, programs=1), Launch(4, 3)
+CONFIGS = [Config(32, ONE, ONE), Config(32, ONE, TWO), Config(64, PLAIN, TWO), Config(64, ONE, PLAIN)]
 
 
 def run(num: int, shared: bool, config: Config, first: int = FIRST) -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,7 +39,7 @@ def test_programs_walk_over_all_tiles(
     num: int, shared: bool, sms: int, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of experts with a part of a block, and of a shared one with more than one; also fewer tiles than programs."""
-    monkeypatch.setattr(moe_left, "sms", lambda: sms)
+    monkeypatch.setattr(moe_persistent, "sms", lambda: sms)
     poison_empty(monkeypatch)
     assert_close(*run(num, shared, config), FP8_EXPERTS_TOLERANCE)
 
@@ -53,8 +52,8 @@ def test_nobody_chose_an_expert_held_here() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (Config(16, LEFT, LEFT), "block_m 16: weights as the left operand need 32 rows or more"),
-        (Config(32, LEFT, Launch(4, 3, 64, left=True)), "block_n 64: 128 or 256"),
+        (Config(16, ONE, ONE), "block_m 16: the persistent kernel takes 32 rows or more"),
+        (Config(32, ONE, Launch(4, 3, 64, programs=1)), "block_n 64: 128 or 256"),
     ],
 )
 def test_tiles_that_cannot_be_read_are_refused(config: Config, message: str) -> None:
