@@ -33,6 +33,6 @@ def test_kernels_by_kind() -> None:
     assert kind_of("sm90_fp8_gemm_1d2d_impl<...>") == "fp8 gemm"
     assert kind_of("_add_rms_norm_kernel") == "norm"
     assert kind_of("nvjet_sm90_tst_256x128_64x4_2x1_v_bz_coopA_NNT") == "bf16 gemm"
-    assert kind_of("_combine_kernel") == "experts, our kernels"
+    assert kind_of("_combine_kernel") == kind_of("_route_few_kernel") == "experts, our kernels"
     assert kind_of("void legacy::smxx::decode::flash_fwd_mla_combine_kernel<cutlass::bfloat16_t>") == "attention"
     assert kind_of("something new") == "other"
