@@ -8,6 +8,7 @@ shape, scales float32 [H, C/128], any head strides. Implementations that were me
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from millrace_kernels.backend import SMALL_TOKENS, implementation
@@ -44,6 +45,6 @@ def project_v_quant(latent: Tensor, w_uv: Tensor, quantised: Fp8 | None = None) 
 
 
 def _shape(weight: Tensor, quantised: Fp8 | None) -> tuple[int, ...]:
-    """The weight's, and the bytes of an element in its smallest form."""
+    """The weight's, and the bytes of an element in its smallest form; FP8 is one beside BF16 only."""
     assert quantised is None or quantised.data.shape == weight.shape, (quantised, weight.shape)
-    return (*weight.shape, (weight if quantised is None else quantised.data).itemsize)
+    return (*weight.shape, 1 if quantised is not None and weight.dtype == torch.bfloat16 else weight.itemsize)

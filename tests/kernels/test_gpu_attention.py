@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from millrace_kernels import backend, mla_decode, mla_prefill
+from millrace_kernels import mla_absorb as absorption
 from millrace_kernels.backend import SMALL_TOKENS
 from millrace_kernels.ref import mla_absorb as reference
 from millrace_kernels.testing import attention
@@ -97,6 +98,25 @@ def test_our_products_of_the_absorbed_form_for_many_tokens(tokens: int, fp8: boo
         assert_close(getattr(mla_absorb, f"{op}_with")(**given, tile=tile), wanted)
         if op == "project_v":
             operand = mla_absorb.project_v_quant_with(**given, tile=tile)
+            assert operand.fp8 is not None and rms_error(dequantised(operand.fp8), wanted) < FP8_TOLERANCE
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("num", [17, 100, 200, 256])
+def test_either_form_of_a_weight(num: int, heads: int) -> None:
+    """The table takes the FP8 form or the plain one; they are the same numbers, but for BF16's rounding."""
+    draw = Draw("cuda", BF16)
+    for op, make, weight in (("absorb_q", attention.absorb_q, "w_uk"), ("project_v", attention.project_v, "w_uv")):
+        inputs = make(draw, num, heads)
+        quantised = attention.fp8_heads(inputs[weight])
+        values = quantised.data.float() * quantised.scales.repeat_interleave(128, 1)[:, None]
+        rows = "q" if op == "absorb_q" else "latent"
+        wanted = getattr(reference, op)(**(inputs | {weight: values, rows: inputs[rows].float()}))
+        given = inputs | {weight: values.to(BF16), "quantised": quantised}
+        if op == "absorb_q":
+            assert_close(absorption.absorb_q(**given), wanted)
+        else:
+            operand = absorption.project_v_quant(**given)
             assert operand.fp8 is not None and rms_error(dequantised(operand.fp8), wanted) < FP8_TOLERANCE
 
 
