@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Iterator
 
 import pytest
 import torch
 from millrace_kernels import backend, moe_gate
 from millrace_kernels.backend import SMALL_TOKENS, forced
 from millrace_kernels.fp8 import Operand, quant_groups
+from millrace_kernels.lib import deep_gemm
 from millrace_kernels.moe_experts import expected_rows, moe_experts
 from millrace_kernels.testing.cases import TINY, V3_TP8, Dims
 from millrace_kernels.testing.experts import Experts, choose, draw_experts
 from millrace_kernels.testing.numeric import FP8_EXPERTS_TOLERANCE, OP_TOLERANCE, assert_close
-from millrace_kernels.triton import moe_grouped, moe_small
+from millrace_kernels.triton import launch, moe_grouped, moe_small
 from millrace_kernels.triton.moe_grouped import Launch
 from torch import Tensor
 
@@ -138,16 +140,29 @@ def check(num: int, dims: Dims, held: int, first: int, size: int, fp8: bool, sha
     assert_close(out, expected, FP8_EXPERTS_TOLERANCE if rounded else OP_TOLERANCE[torch.bfloat16])
 
 
+@pytest.fixture(params=[False, True], ids=["plain launches", "dependent launches"])
+def launches(request: pytest.FixtureRequest) -> Iterator[None]:
+    switches = [launch.set_dependent]
+    if importlib.util.find_spec("deep_gemm"):
+        switches.append(deep_gemm.set_dependent)
+    for switch in switches:
+        switch(request.param)
+    yield
+    for switch in switches:
+        switch(False)
+
+
+@pytest.mark.usefixtures("launches")
 @pytest.mark.parametrize(("num", "fp8"), [(1, True), (SMALL_TOKENS, True), (96, True), (96, False)])
 def test_a_graph_follows_new_choices_and_its_padding(num: int, fp8: bool) -> None:
     """Captured once with one routing, replayed with others: nothing of the host's may be baked in."""
     (w13, w2), dims = weights_of(EP8_HELD, 7168, EP8_SIZE, fp8), V3_TP8
     x, bias, real = rows(num, 7168), torch.zeros(256, device=CUDA), torch.ones(1, dtype=torch.int32, device=CUDA)
-    logits = torch.randn(num, 256, generator=seeded(0), device=CUDA)
+    router = rows(256, 7168) / 7168**0.5
 
     def step() -> Tensor:
         weights, experts = moe_gate.moe_gate(
-            logits, bias, n_group=dims.groups, topk_group=dims.topk_groups, top_k=dims.top_k,
+            moe_gate.gate_logits(x, router), bias, n_group=dims.groups, topk_group=dims.topk_groups, top_k=dims.top_k,
             norm_topk_prob=True, routed_scaling_factor=2.5, num_tokens=real,
         )  # fmt: skip
         return moe_experts(x, weights, experts, w13, w2, EP8_FIRST, num_experts=256)
@@ -160,7 +175,7 @@ def test_a_graph_follows_new_choices_and_its_padding(num: int, fp8: bool) -> Non
     with torch.cuda.graph(graph):
         out = step()
     for seed, count in ((1, num), (2, -(-num // 2))):
-        logits.copy_(torch.randn(num, 256, generator=seeded(seed), device=CUDA))
+        x.copy_(torch.randn(num, 7168, generator=seeded(seed), device=CUDA))
         real.fill_(count)
         graph.replay()
         assert torch.equal(out, step())
