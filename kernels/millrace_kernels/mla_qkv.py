@@ -21,6 +21,8 @@ def mla_qkv_norm(
     sin: Tensor,
     slots: Tensor,
     kv: Tensor,
+    *,
+    plain: bool = True,
 ) -> tuple[Operand, Tensor, Tensor]:
     """Norms, rotation and the write into the pool.
 
@@ -31,6 +33,7 @@ def mla_qkv_norm(
         cos, sin: float32 [T, R/2].
         slots: int64 [T]; several tokens may share a slot of the sink page, which then holds any one of them.
         kv: [num_pages, page_size, C+R], any page stride; bf16, float32, or E4M3 with scale 1, saturated at 448.
+        plain: False leaves q's plain form out, as in `rms_norm_quant`.
     Returns:
         q [T, Q]: plain, and in FP8 above SMALL_TOKENS tokens, never when passed through; c_kv [T, C] and k_pe [T, R],
         not rounded to the pool's dtype.
@@ -39,4 +42,4 @@ def mla_qkv_norm(
     assert kv.shape[-1] == latent + rope and qkv.shape[0] == cos.shape[0] == slots.shape[0], (qkv.shape, kv.shape)
     assert q_weight is None or qkv.shape[1] == q_weight.shape[0] + latent + rope, (qkv.shape, q_weight.shape)
     op = implementation("mla_qkv.mla_qkv_norm", qkv.device, qkv.shape[0])
-    return op(qkv, q_weight, kv_weight, eps, cos, sin, slots, kv)
+    return op(qkv, q_weight, kv_weight, eps, cos, sin, slots, kv, plain)

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from millrace_kernels.backend import SMALL_TOKENS
+from millrace_kernels.backend import SMALL_TOKENS, forced
 from millrace_kernels.fp8 import Fp8, quant_groups
+from millrace_kernels.mla_qkv import mla_qkv_norm
 from millrace_kernels.ref import mla_absorb as reference
 from millrace_kernels.testing import attention
 from millrace_kernels.testing.attention import Draw
@@ -71,6 +72,21 @@ def test_mla_qkv_norm(num: int, q_width: int, kv_dtype: torch.dtype) -> None:
     tolerances = EXACT | {torch.bfloat16: 2**-8, E4M3: 2**-4}  # a tie that float32 turned
     args = (num, q_width, True, kv_dtype)
     check("mla_qkv.mla_qkv_norm", "mla_qkv:mla_qkv_norm", make, *args, tolerances=tolerances, changed=("kv",))
+
+
+@pytest.mark.parametrize("target", ["millrace_kernels.triton.mla_qkv:mla_qkv_norm", ""])
+@pytest.mark.parametrize("num", [0, SMALL_TOKENS, SMALL_TOKENS + 1])
+def test_mla_qkv_norm_without_a_plain_q(num: int, target: str) -> None:
+    results = []
+    for plain in (True, False):
+        call = attention.mla_qkv_norm(Draw(dtype=torch.bfloat16), num, 256, True, torch.bfloat16)
+        with forced(**{"mla_qkv.mla_qkv_norm": target}):
+            results.append((*mla_qkv_norm(**call, plain=plain), call["kv"]))
+    (whole, *rest), (alone, *same) = results
+    assert (alone.plain is None) == (alone.fp8 is not None) == (num > SMALL_TOKENS)
+    found, expected = alone.fp8 or (alone.plain,), whole.fp8 or (whole.plain,)
+    for tensor, wanted in zip((*found, *same), (*expected, *rest), strict=True):
+        torch.testing.assert_close(tensor.float(), wanted.float(), rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def test_mla_qkv_norm_passes_q_through() -> None:

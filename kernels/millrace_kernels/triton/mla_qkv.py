@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,22 +24,24 @@ def mla_qkv_norm(
     sin: Tensor,
     slots: Tensor,
     kv: Tensor,
+    plain: bool = True,
 ) -> tuple[Operand, Tensor, Tensor]:
     tokens, latent, rope = qkv.shape[0], kv_weight.shape[0], 2 * cos.shape[1]
     width = qkv.shape[1] - latent - rope
     assert qkv.stride(1) == kv.stride(2) == cos.stride(1) == sin.stride(1) == 1 and cos.stride(0) == sin.stride(0)
     c_kv, k_pe = qkv.new_empty(tokens, latent), qkv.new_empty(tokens, rope)
-    q, fp8 = qkv[:, :width], None
+    q: Tensor | None = qkv[:, :width]
+    fp8 = empty_fp8(tokens, width, qkv.device) if q_weight is not None and tokens > SMALL_TOKENS else None
     if q_weight is not None:
-        q = qkv.new_empty(tokens, width)
-        fp8 = empty_fp8(tokens, width, qkv.device) if tokens > SMALL_TOKENS else None
+        q = qkv.new_empty(tokens, width) if plain or fp8 is None or qkv.dtype != torch.bfloat16 else None
     if tokens:
-        q8, scales = fp8 or (q, q)  # else not touched
+        q16, (q8, scales) = qkv if q is None else q, fp8 or (qkv, qkv)  # not touched where there is none
         _norm_store[(tokens, 1 if q_weight is None else 2)](
-            qkv, kv_weight if q_weight is None else q_weight, kv_weight, cos, sin, slots, q, q8, scales, c_kv, k_pe, kv,
+            qkv, kv_weight if q_weight is None else q_weight, kv_weight, cos, sin, slots,
+            q16, q8, scales, c_kv, k_pe, kv,
             qkv.stride(0), cos.stride(0), scales.stride(1), kv.stride(0), kv.stride(1), eps,
             Q=width, C=latent, HALF=rope // 2, GROUPS=triton.next_power_of_2(triton.cdiv(width, BLOCK)),
-            PAGE=kv.shape[1], QUANT=fp8 is not None, **options(4),
+            PAGE=kv.shape[1], PLAIN=q is not None, QUANT=fp8 is not None, **options(4),
         )  # fmt: skip
     return Operand(q, fp8), c_kv, k_pe
 
@@ -49,13 +52,14 @@ def _norm_store(
     q_ptr, q8_ptr, scales_ptr, c_kv_ptr, k_pe_ptr, kv_ptr,
     qkv_row, angle_row, scale_column, kv_page, kv_row, eps,
     Q: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUPS: tl.constexpr, PAGE: tl.constexpr,
-    QUANT: tl.constexpr, PDL: tl.constexpr,
+    PLAIN: tl.constexpr, QUANT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     x_ptr = qkv_ptr + token * qkv_row
     if tl.program_id(1) == 1:
         q_ptr, q8_ptr = q_ptr + token * Q, q8_ptr + token * Q
-        _norm_q(x_ptr, q_weight_ptr, q_ptr, q8_ptr, scales_ptr + token, scale_column, eps, Q, GROUPS, QUANT, PDL)
+        scales_ptr += token
+        _norm_q(x_ptr, q_weight_ptr, q_ptr, q8_ptr, scales_ptr, scale_column, eps, Q, GROUPS, PLAIN, QUANT, PDL)
     else:
         column, pe_column = tl.arange(0, C), tl.arange(0, 2 * HALF)[None, :]
         weight = tl.load(kv_weight_ptr + column).to(tl.float32)
@@ -77,7 +81,7 @@ def _norm_store(
 def _norm_q(
     x_ptr, weight_ptr, q_ptr, q8_ptr, scales_ptr,
     scale_column, eps,
-    Q: tl.constexpr, GROUPS: tl.constexpr, QUANT: tl.constexpr, PDL: tl.constexpr,
+    Q: tl.constexpr, GROUPS: tl.constexpr, PLAIN: tl.constexpr, QUANT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A row as a tile [groups, 128]: a group's largest is one reduction."""
     group = tl.arange(0, GROUPS)
@@ -89,7 +93,8 @@ def _norm_q(
     go_ahead(PDL)
     mean = tl.sum(tl.sum(x * x, axis=1), axis=0) / Q
     normed = (x * tl.rsqrt(mean + eps) * weight).to(q_ptr.dtype.element_ty)
-    tl.store(q_ptr + column, normed, mask=mask)
+    if PLAIN:
+        tl.store(q_ptr + column, normed, mask=mask)
     if QUANT:
         quantised, scale = quantise(normed.to(tl.float32))
         tl.store(q8_ptr + column, quantised, mask=mask)

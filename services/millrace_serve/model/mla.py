@@ -82,6 +82,7 @@ class Mla:
             step.sin,
             step.inputs.kv_slots,
             kv,
+            plain=sampled is not None or q_norm is None or not isinstance(self.q_b_proj, Fp8),
         )
         if sampled is not None:
             assert q_low.plain is not None
