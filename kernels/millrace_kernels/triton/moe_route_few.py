@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from millrace_kernels.triton.moe_route import Blocks, Route
 
 FEW_TOKENS = 256  # whose choices a program can hold
+LANES = 128  # of a program; as many tokens at least, or lanes would hold copies, which a histogram counts
 PARTS = 4  # programs of an expert, where scales have to be gathered
 
 
@@ -108,7 +109,7 @@ def route_few(
     _route_few_kernel[(num_held, parts)](
         experts, out.rows, out.counts, out.ends, out.total, tokens, owners, scales, gathered, num, first_expert,
         *((0, 0) if scales is None else scales.stride()), 0 if gathered is None else gathered.shape[1],
-        num_held, routed, top_k, triton.next_power_of_2(top_k), max(triton.next_power_of_2(num), 16),
+        num_held, routed, top_k, triton.next_power_of_2(top_k), max(triton.next_power_of_2(num), LANES),
         triton.next_power_of_2(num_held), alignment, group_rows, max(granularity, 1),
-        groups, triton.next_power_of_2(triton.cdiv(groups, parts)), **options(num_warps=4),
+        groups, triton.next_power_of_2(triton.cdiv(groups, parts)), **options(LANES // 32),
     )  # fmt: skip
