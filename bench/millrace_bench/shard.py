@@ -54,7 +54,7 @@ KINDS = (
     (r"nvjet|cublas|cutlass.*gemm|_absorb|_project|_logits", "bf16 gemm"),
     (r"flash_fwd|Prefill|^_attend|^_merge", "attention"),
     (
-        r"_gate_up|_down|_gate_kernel|_combine_kernel|_permute|_count|_place|_route|_persistent|_silu_mul_quant_kernel",
+        r"_gate_up|_down|_gate_kernel|_combine_kernel|_permute|_count|_place|_route|_silu_mul_quant_kernel",
         "experts, our kernels",
     ),
     (r"fp8_gemm|_fp8_linear|_gemv|^_gemm", "fp8 gemm"),

@@ -178,8 +178,8 @@ def test_the_experts_are_tuned_launch_by_launch(
     monkeypatch.setattr(tune_moe, "SAME", FP8_EXPERTS_TOLERANCE)
     monkeypatch.setattr(tune_moe, "quant_groups", quant.quant_groups)
     monkeypatch.setattr(tune_moe, "deep_gemm_grouped", Products())
-    walking = Launch(4, 2, programs=2)
-    monkeypatch.setattr(tune_moe, "launches", lambda block_m, up: [walking, Launch(4, 3) if up else Launch(4, 2, 64)])
+    monkeypatch.setattr(tune_moe, "UPS", (Launch(4, 2, left=True), Launch(4, 3)))
+    monkeypatch.setattr(tune_moe, "DOWNS", (Launch(4, 2, 64), Launch(4, 3, left=True)))
     monkeypatch.setattr(tune_moe, "time_us", lambda calls, device, samples: float(calls[-1]() is not None))
     rank = Rank("tiny", replace(TINY, top_k=2), TINY.experts + 1, 128, shared=True, folded=True)
     job, generator = tune_moe.Job(rank, 3), torch.Generator().manual_seed(0)
@@ -194,11 +194,11 @@ def test_the_experts_are_tuned_launch_by_launch(
 
 
 @pytest.mark.parametrize("job", tune_moe.jobs([rank.name for rank in tune_moe.SIZES]), ids=str)
-def test_every_size_has_configurations_of_both_kernels(job: tune_moe.Job) -> None:
+def test_every_size_has_configurations_of_both_operand_orders(job: tune_moe.Job) -> None:
     kernels = list(job.kernels())
     assert len(kernels) == len(set(kernels))
     for up in (True, False):
-        assert {launch.programs > 0 for _, _, which, launch in kernels if which == up} == {True, False}
+        assert {launch.left for _, _, which, launch in kernels if which == up} == {True, False}
     assert {16: 16, 32: 32, 64: 64}.get(job.rows, 16) in {block_m for _, block_m, _, _ in kernels}
 
 

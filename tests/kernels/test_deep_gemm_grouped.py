@@ -217,11 +217,11 @@ def test_launches_of_a_layer(ours: bool, monkeypatch: pytest.MonkeyPatch) -> Non
         library.set_mk_alignment_for_contiguous_layout = lambda value: None
         library.m_grouped_fp8_gemm_nt_contiguous = lambda *args, **kwargs: launches.names.append("deep_gemm")
         if ours:
-            persistent = Launch(4, 3, programs=1)
-            moe_grouped.run(*arguments, shared_expert=False, config=moe_grouped.Config(32, persistent, persistent))
+            left = Launch(4, 3, left=True)
+            moe_grouped.run(*arguments, shared_expert=False, config=moe_grouped.Config(32, left, left))
         else:
             grouped.packed(*arguments)
-    between = ["_persistent_kernel", "_persistent_kernel"]
+    between = ["_gate_up_kernel", "_down_kernel"]
     if not ours:
         between = ["_permute_kernel", "deep_gemm", "_silu_mul_quant_kernel", "deep_gemm"]
     assert launches.names == ["_route_few_kernel", *between, "_combine_kernel"]

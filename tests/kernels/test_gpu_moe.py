@@ -101,22 +101,14 @@ def test_what_the_table_does_not_choose_here(target: str, num: int) -> None:
         check(num, V3_TP8, EP8_HELD, EP8_FIRST, EP8_SIZE, True, False)
 
 
-@pytest.mark.parametrize(
-    ("block_m", "up", "down"),
-    [
-        (32, Launch(4, 3, programs=2), Launch(4, 3, programs=3)),
-        (32, Launch(8, 6, programs=1), Launch(4, 3, 256, programs=2)),
-        (64, Launch(8, 5, programs=1), Launch(8, 5, 256, programs=1)),
-        (64, Launch(8, 4, programs=1), Launch(4, 3)),
-        (128, Launch(8, 4, programs=1), Launch(16, 4, 256, programs=1)),
-    ],
-)
+@pytest.mark.parametrize(("block_m", "warps", "stages"), [(32, 4, 3), (64, 8, 4)])
 @pytest.mark.parametrize("num", [96, 1000])
-def test_the_persistent_kernel(
-    num: int, block_m: int, up: Launch, down: Launch, monkeypatch: pytest.MonkeyPatch
+def test_weights_as_the_left_operand(
+    num: int, block_m: int, warps: int, stages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also with several blocks of an expert, and more tiles than programs."""
-    monkeypatch.setattr(moe_grouped, "config", lambda rows, held, size: moe_grouped.Config(block_m, up, down))
+    """Also with several blocks of an expert."""
+    launches = (Launch(warps, stages, left=True), Launch(warps, stages, left=True))
+    monkeypatch.setattr(moe_grouped, "config", lambda rows, held, size: moe_grouped.Config(block_m, *launches))
     with forced(**{"moe_experts.moe_experts_fp8": "millrace_kernels.triton.moe_grouped:moe_experts_fp8"}):
         check(num, V3_TP8, EP8_HELD, EP8_FIRST, EP8_SIZE, True, False)
 

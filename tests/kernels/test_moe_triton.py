@@ -11,6 +11,7 @@ from millrace_kernels.testing.cases import TINY, V3_TP8, Dims
 from millrace_kernels.testing.experts import Experts, draw_experts
 from millrace_kernels.testing.numeric import FP8_EXPERTS_TOLERANCE, assert_close
 from millrace_kernels.triton import moe_gate, moe_grouped, moe_route, moe_small
+from millrace_kernels.triton.moe_grouped import Launch
 from millrace_testing.poison import poison_empty
 from torch import Tensor
 
@@ -107,14 +108,18 @@ def test_grouped_plain(num: int, shared: bool) -> None:
     assert_close(out, ref_experts.moe_experts(*arguments, shared_expert=shared))
 
 
+LEFT = moe_grouped.Config(32, Launch(4, 3, left=True), Launch(4, 3, 64, left=True))
+
+
 @pytest.mark.parametrize("num", [1, 21])
 @pytest.mark.parametrize("shared", [False, True])
-def test_grouped_fp8(num: int, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("config", [moe_grouped.CONFIGS[16], LEFT], ids=["rows left", "weights left"])
+def test_grouped_fp8(num: int, shared: bool, config: moe_grouped.Config, monkeypatch: pytest.MonkeyPatch) -> None:
     x, weights, experts, (w13, w2) = case(num, 256, 128, torch.bfloat16, True, shared)
     quantised = Operand(None, quant_groups(x))
     expected = ref_experts.moe_experts(x, weights, experts, w13, w2, 2, shared_expert=shared)
     poison_empty(monkeypatch)
-    out = moe_grouped.moe_experts_fp8(quantised, weights, experts, w13, w2, 2, shared_expert=shared)
+    out = moe_grouped.run(quantised, weights, experts, w13, w2, 2, shared_expert=shared, config=config)
     assert_close(out, expected, FP8_EXPERTS_TOLERANCE)
 
 
@@ -155,6 +160,13 @@ def test_measured_configurations_are_for_what_an_expert_expects() -> None:
         assert moe_grouped.config(rows, num_held, size) == config
     assert not moe_grouped.is_measured(8, (5, 7168, 256, 1))
     assert moe_grouped.config(48, 5, 256) == moe_grouped.CONFIGS[64]
+
+
+def test_weights_as_the_left_operand_want_rows() -> None:
+    x, weights, experts, (w13, w2) = case(5, 256, 128, torch.bfloat16, fp8=True)
+    operand, config = Operand(None, quant_groups(x)), moe_grouped.Config(16, *[Launch(4, 3, left=True)] * 2)
+    with pytest.raises(AssertionError, match="block_m 16: with the weight as left operand 32 or more"):
+        moe_grouped.run(operand, weights, experts, w13, w2, 2, shared_expert=False, config=config)
 
 
 def test_nobody_reads_memory_that_nobody_wrote(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from millrace_kernels.moe_experts import expected_rows
 from millrace_kernels.testing.numeric import rms_error
 from millrace_kernels.testing.timing import time_us
 from millrace_kernels.triton import moe_grouped, moe_small
-from millrace_kernels.triton.moe_grouped import Config, Launch
+from millrace_kernels.triton.moe_grouped import LEFT_ROWS, Config, Launch
 from millrace_kernels.triton.moe_route import Blocks, Route, route
 from torch import Tensor
 
@@ -38,41 +38,37 @@ from millrace_bench.kernels.moe import EP8, EP8_STEP, TP8_SHARED, Rank, draw_wei
 CUDA = torch.device("cuda")
 ROUTINGS = 4  # in turns, so that few tokens do not find their experts in the L2 cache
 SIZES = {EP8_STEP: (128, 256), EP8: (1024, 2048), TP8_SHARED: (8, 16, 32, 128, 512)}  # most wanted first
-SHARED_BYTES = 227 * 1024  # of an SM
+SHARED_BYTES = 227 * 1024  # of an SM, for one program
 GAIN = 0.97  # a row is worth its line when it takes less than this part of the next best's time
 COMPILE_PART = 0.5  # of the time, at most
 SAME = 2e-2  # rms error between two computations with FP8 between the products
 Routings = list[tuple[Tensor, Tensor]]
 Times = dict[Any, float]  # microseconds, ascending
 
-PLAIN_UPS = (Launch(4, 3), Launch(8, 4))
-PLAIN_DOWNS = (Launch(4, 3), Launch(4, 4), Launch(4, 4, 64), Launch(8, 4))
-# Persistent ones, by the height of a tile; they fill an SM's shared memory.
-UPS = {
-    32: (Launch(4, 3, programs=2), Launch(4, 6, programs=1), Launch(8, 6, programs=1)),
-    64: (Launch(8, 5, programs=1), Launch(8, 4, programs=1), Launch(4, 5, programs=1)),
-    128: (Launch(8, 4, programs=1), Launch(16, 4, programs=1)),
-}
-DOWNS = {
-    32: (Launch(4, 3, programs=3), Launch(4, 5, programs=2), Launch(4, 3, 256, programs=2), Launch(8, 6, 256, 1)),
-    64: (Launch(8, 5, 256, 1), Launch(8, 4, 256, 1), Launch(4, 4, programs=2), Launch(8, 8, programs=1)),
-    128: (Launch(8, 4, 256, 1), Launch(16, 4, 256, 1), Launch(8, 6, programs=1)),
-}
+UPS = (
+    *(Launch(warps, stages, left=True) for warps, stages in ((4, 2), (4, 3), (4, 5), (8, 2), (8, 3), (8, 4), (8, 5))),
+    *(Launch(warps, stages) for warps, stages in ((4, 3), (4, 4), (8, 3), (8, 4))),
+)
+DOWNS = (
+    *(Launch(*shape, left=True) for shape in itertools.product((4, 8), (3, 4, 6), (64, 128))),
+    *(Launch(*shape) for shape in itertools.product((4, 8), (3, 4), (64, 128))),
+)
 
 
 def heights(rows: int) -> tuple[int, ...]:
-    """Of tiles: one for an expert with so many rows, and up to four times as high."""
-    return tuple(m for m in (16, 32, 64, 128) if rows <= m <= 4 * max(rows, 16))
+    """Of tiles: one or two for an expert with so many rows."""
+    return tuple(m for m in (16, 32, 64, 128) if rows <= m <= 2 * max(rows, 16))
 
 
 def fits(block_m: int, up: bool, launch: Launch) -> bool:
     columns = 2 * BLOCK if up else launch.block_n
-    return max(launch.programs, 1) * launch.stages * (block_m + columns) * BLOCK <= SHARED_BYTES
+    if launch.left and block_m < LEFT_ROWS:
+        return False
+    return launch.stages * (block_m + columns) * BLOCK <= SHARED_BYTES
 
 
 def launches(block_m: int, up: bool) -> list[Launch]:
-    persistent, plain = (UPS, PLAIN_UPS) if up else (DOWNS, PLAIN_DOWNS)
-    return [launch for launch in (*persistent.get(block_m, ()), *plain) if fits(block_m, up, launch)]
+    return [launch for launch in (UPS if up else DOWNS) if fits(block_m, up, launch)]
 
 
 @dataclass(frozen=True)
@@ -110,11 +106,11 @@ class Plans:
 
     def ups(self, block_m: int, launch: Launch) -> list[Callable[[], Fp8]]:
         first = functools.partial(moe_grouped.gate_up, self.fp8, self.weights[0])
-        return [functools.partial(first, *plan, block_m, launch) for plan in self.plan(block_m)]
+        return [functools.partial(first, *_pair(launch, plan), block_m, launch) for plan in self.plan(block_m)]
 
     def downs(self, block_m: int, launch: Launch) -> list[Callable[[], Tensor]]:
-        plans, some = self.plan(block_m), PLAIN_UPS[-1]
-        hs = [moe_grouped.gate_up(self.fp8, self.weights[0], *plan, block_m, some) for plan in plans]
+        plans, some = self.plan(block_m), Launch(8, 3)
+        hs = [moe_grouped.gate_up(self.fp8, self.weights[0], *_pair(some, plan), block_m, some) for plan in plans]
         w2 = self.weights[1]
         return [
             functools.partial(moe_grouped.down, h, w2, plan, blocks, block_m, launch)
@@ -128,6 +124,11 @@ class Plans:
             functools.partial(run, x, *routing, *self.weights, rank.first, shared_expert=rank.shared, **options)
             for routing in self.routings
         ]
+
+
+def _pair(launch: Launch, plan: tuple[Route, Blocks]) -> tuple[Route, Blocks]:
+    """With what the launch reads."""
+    return plan[0], plan[1] if launch.left else plan[1]._replace(scales=None)
 
 
 def compile_one(size: int, block_m: int, up: bool, launch: Launch) -> None:

@@ -6,7 +6,8 @@ SwiGLU, and with FP8 the quantisation of h, happen where the first GEMM ends, so
 weights this is the one implementation for many tokens; for FP8 it serves where a few rows per expert leave DeepGEMM's
 tiles empty, where sparing its copies was measured to be worth more than its speed, and where DeepGEMM is missing.
 
-Where reading FP8 weights takes the time, `programs` of every SM walk over the tiles (moe_persistent).
+With few rows the weight is better the left operand (`left`): wgmma takes 64 of its rows at a time and as many tokens as
+there are, and TMA brings it.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from millrace_kernels.fp8 import BLOCK, Fp8, Operand, quant_groups
 from millrace_kernels.gpu import measured
 from millrace_kernels.moe_experts import expected_rows
-from millrace_kernels.triton import moe_persistent
 from millrace_kernels.triton.launch import go_ahead, options, wait
 from millrace_kernels.triton.moe_route import Blocks, Route, route, slices
 from millrace_kernels.triton.moe_rows import combine
@@ -33,12 +34,12 @@ class Launch(NamedTuple):
 
     warps: int
     stages: int
-    block_n: int = BLOCK  # columns of a tile; of w13's always 128, one group of the quantised h
-    programs: int = 0  # of an SM, that walk over the tiles of FP8 weights; 0: one for every tile
+    block_n: int = BLOCK  # columns of a program; of w13's always 128, one group of the quantised h
+    left: bool = False  # FP8 weights as the left operand, of LEFT_ROWS rows or more
 
 
 class Config(NamedTuple):
-    block_m: int  # rows of a tile
+    block_m: int  # rows of a program
     up: Launch
     down: Launch
 
@@ -54,6 +55,7 @@ CONFIGS = {
     64: _both(64, 128, 8, 3),
     1 << 30: _both(128, 128, 8, 3),
 }
+LEFT_ROWS = 32  # of a program: their scales are a tile of TMA, which begins at a multiple of 128 bytes
 UNTUNED = _both(64, 64, 4, 2)  # what one would begin with, for comparison
 
 # (expected rows of an expert, E, I) -> the fastest of `python -m millrace_bench.kernels.tune_moe`, where it beats
@@ -61,8 +63,8 @@ UNTUNED = _both(64, 64, 4, 2)  # what one would begin with, for comparison
 MEASURED: dict[tuple[int, int, int], Config] = {
     (1, 256, 256): CONFIGS[16],  # TP8, 8 to 32 tokens: 108-269 us, DeepGEMM 158-328, few-token kernels 120-671
     (1, 257, 256): CONFIGS[16],  # the same with the shared expert
-    # A step of EP8, 128 tokens: 397 us with a program for every tile, DeepGEMM 414.
-    (32, 33, 2048): Config(32, Launch(4, 3, programs=2), Launch(4, 3, programs=3)),
+    # A step of EP8, 128 tokens: 397 us, DeepGEMM 414
+    (32, 33, 2048): Config(32, Launch(4, 3, left=True), Launch(4, 3, left=True)),
 }
 
 
@@ -77,9 +79,11 @@ def is_measured(num_tokens: int, shape: tuple[int, ...]) -> bool:
 
 
 @triton.jit
-def _add_product(total, x, w, scale, FP8: tl.constexpr):
-    """total [M, N] + x [M, K] times w [N, K], with FP8 by scale [M]."""
-    if FP8:
+def _add_product(total, x, w, scale, FP8: tl.constexpr, LEFT: tl.constexpr):
+    """total [M, N] + x [M, K] times w [N, K], with FP8 by scale [M]; with LEFT all of it transposed."""
+    if LEFT:
+        total += tl.dot(w, tl.trans(x)) * scale[None, :]
+    elif FP8:
         total += tl.dot(x, tl.trans(w)) * scale[:, None]
     else:
         total = tl.dot(x, tl.trans(w), total)
@@ -88,11 +92,14 @@ def _add_product(total, x, w, scale, FP8: tl.constexpr):
 
 @triton.jit
 def _gate_up_kernel(
-    x_ptr, x_scales_ptr, w13_ptr, w_scales_ptr, h_ptr, h_scales_ptr, tokens_ptr, blocks_ptr, ends_ptr, total_ptr,
+    x_ptr, x_scales, w13, w_scales_ptr, h_ptr, h_scales_ptr, tokens_ptr, blocks_ptr, ends_ptr, total_ptr,
     stride_x, stride_scale_t, stride_scale_k, stride_h_scale,
     D: tl.constexpr, SIZE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, STAGES: tl.constexpr,
-    FP8: tl.constexpr, PDL: tl.constexpr,
+    FP8: tl.constexpr, LEFT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """x_scales, of tokens, and w13 are pointers, with LEFT descriptors: of columns [1, M] of the rows' scales, and of
+    tiles [N, K] of the experts on top of each other. What rows of nobody hold then stays in them.
+    """
     tiles: tl.constexpr = (SIZE + N - 1) // N
     block, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     wait(PDL)
@@ -101,10 +108,10 @@ def _gate_up_kernel(
         r, n, col = block * M + tl.arange(0, M), tile * N + tl.arange(0, N), tl.arange(0, K)
         real = r < tl.load(ends_ptr + expert)
         token = tl.load(tokens_ptr + r, mask=real, other=0).to(tl.int64)
-        x_at = x_ptr + token[:, None] * stride_x
-        w_at = w13_ptr + expert.to(tl.int64) * (2 * SIZE * D) + tl.where(n < SIZE, n, 0)[:, None] * D
+        x_at, first_row = x_ptr + token[:, None] * stride_x, expert * (2 * SIZE) + tile * N
         scales_at = w_scales_ptr + (expert.to(tl.int64) * (2 * SIZE // 128) + tile * N // 128) * (D // 128)
-        gate, up = tl.zeros([M, N], tl.float32), tl.zeros([M, N], tl.float32)
+        gate = tl.zeros([N, M] if LEFT else [M, N], tl.float32)
+        up = gate
         scale, gate_scale, up_scale = tl.zeros([M], tl.float32), 0.0, 0.0
         up_scales_at = scales_at + SIZE // 128 * (D // 128)
         if FP8:
@@ -115,17 +122,23 @@ def _gate_up_kernel(
                 after = tl.minimum(k0 // 128 + 1, D // 128 - 1)
                 next_gate_scale, next_up_scale = tl.load(scales_at + after), tl.load(up_scales_at + after)
             x = tl.load(x_at + k, mask=real[:, None] & (k < D), other=0.0)
-            w_gate = tl.load(w_at + k, mask=k < D, other=0.0)
-            w_up = tl.load(w_at + SIZE * D + k, mask=k < D, other=0.0)
-            if FP8:
-                at = x_scales_ptr + token * stride_scale_t + k0 // 128 * stride_scale_k
-                scale = tl.load(at, mask=real, other=0.0)
-            gate = _add_product(gate, x, w_gate, scale * gate_scale, FP8)
-            up = _add_product(up, x, w_up, scale * up_scale, FP8)
+            if LEFT:
+                scale = tl.reshape(x_scales.load([k0 // 128, block * M]), [M])
+                w_gate, w_up = w13.load([first_row, k0]), w13.load([first_row + SIZE, k0])
+            else:
+                w_at = w13 + expert.to(tl.int64) * (2 * SIZE * D) + tl.where(n < SIZE, n, 0)[:, None] * D
+                w_gate = tl.load(w_at + k, mask=k < D, other=0.0)
+                w_up = tl.load(w_at + SIZE * D + k, mask=k < D, other=0.0)
+                if FP8:
+                    at = x_scales + token * stride_scale_t + k0 // 128 * stride_scale_k
+                    scale = tl.load(at, mask=real, other=0.0)
+            gate = _add_product(gate, x, w_gate, scale * gate_scale, FP8, LEFT)
+            up = _add_product(up, x, w_up, scale * up_scale, FP8, LEFT)
             if FP8:
                 gate_scale, up_scale = next_gate_scale, next_up_scale
         go_ahead(PDL)
         h = gate * tl.sigmoid(gate) * up
+        h = tl.trans(h) if LEFT else h
         at, mask = h_ptr + r.to(tl.int64)[:, None] * SIZE + n[None, :], real[:, None] & (n < SIZE)[None, :]
         if FP8:
             h8, h_scale = quantise(h)
@@ -137,10 +150,13 @@ def _gate_up_kernel(
 
 @triton.jit
 def _down_kernel(
-    h_ptr, h_scales_ptr, w2_ptr, w_scales_ptr, y_ptr, blocks_ptr, ends_ptr, total_ptr, stride_h_scale,
+    h, h_scales, w2, w_scales_ptr, y_ptr, blocks_ptr, ends_ptr, total_ptr, stride_h_scale,
     D: tl.constexpr, SIZE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, STAGES: tl.constexpr,
-    FP8: tl.constexpr, PDL: tl.constexpr,
+    FP8: tl.constexpr, LEFT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """h, h_scales and w2 are pointers, with LEFT descriptors: of tiles [M, K], of columns [1, M], and of tiles [N, K]
+    of the experts on top of each other. What rows of nobody hold then stays in them.
+    """
     tiles: tl.constexpr = (D + N - 1) // N
     groups: tl.constexpr = SIZE // 128
     block, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
@@ -149,24 +165,29 @@ def _down_kernel(
         expert = tl.load(blocks_ptr + block)
         r, n, col = (block * M + tl.arange(0, M)).to(tl.int64), tile * N + tl.arange(0, N), tl.arange(0, K)
         real = r < tl.load(ends_ptr + expert)
-        w_at = w2_ptr + expert.to(tl.int64) * (D * SIZE) + tl.where(n < D, n, 0)[:, None] * SIZE
         scales_at = w_scales_ptr + (expert.to(tl.int64) * (D // 128) + tile * N // 128) * groups
-        y = tl.zeros([M, N], tl.float32)
+        y = tl.zeros([N, M] if LEFT else [M, N], tl.float32)
         scale, w_scale = tl.zeros([M], tl.float32), 0.0
         if FP8:
             w_scale = tl.load(scales_at)
         for k0 in tl.range(0, SIZE, K, num_stages=STAGES):
-            k = (k0 + col)[None, :]
             if FP8:
                 next_w_scale = tl.load(scales_at + tl.minimum(k0 // 128 + 1, groups - 1))
-            h = tl.load(h_ptr + r[:, None] * SIZE + k, mask=real[:, None] & (k < SIZE), other=0.0)
-            w = tl.load(w_at + k, mask=k < SIZE, other=0.0)
-            if FP8:
-                scale = tl.load(h_scales_ptr + k0 // 128 * stride_h_scale + r, mask=real, other=0.0)
-            y = _add_product(y, h, w, scale * w_scale, FP8)
+            if LEFT:
+                scale = tl.reshape(h_scales.load([k0 // 128, block * M]), [M])
+                rows, w = h.load([block * M, k0]), w2.load([expert * D + tile * N, k0])
+            else:
+                k = (k0 + col)[None, :]
+                w_at = w2 + expert.to(tl.int64) * (D * SIZE) + tl.where(n < D, n, 0)[:, None] * SIZE
+                rows = tl.load(h + r[:, None] * SIZE + k, mask=real[:, None] & (k < SIZE), other=0.0)
+                w = tl.load(w_at + k, mask=k < SIZE, other=0.0)
+                if FP8:
+                    scale = tl.load(h_scales + k0 // 128 * stride_h_scale + r, mask=real, other=0.0)
+            y = _add_product(y, rows, w, scale * w_scale, FP8, LEFT)
             if FP8:
                 w_scale = next_w_scale
         go_ahead(PDL)
+        y = tl.trans(y) if LEFT else y
         tl.store(y_ptr + r[:, None] * D + n[None, :], y, mask=real[:, None] & (n < D)[None, :])
 
 
@@ -192,10 +213,10 @@ def run(
     out = torch.empty(rows.data.shape, dtype=dtype, device=rows.data.device)
     for first, last in slices(experts.shape[0], experts.shape[1] + shared_expert):
         chosen, part = experts[first:last], Fp8(rows.data[first:last], rows.scales[first:last])
-        gathered = config.up.programs > 0 and isinstance(w13, Fp8)
+        left = config.up.left and isinstance(w13, Fp8)
         plan, blocks = route(
             chosen, first_expert, num_held, shared_expert, config.block_m, granularity=config.block_m,
-            scales=part.scales if gathered else None,
+            scales=part.scales if left else None,
         )  # fmt: skip
         assert blocks is not None
         h = gate_up(part, w13, plan, blocks, config.block_m, config.up)
@@ -216,33 +237,33 @@ def _rows(x: Tensor | Operand, w13: Tensor | Fp8) -> tuple[Fp8, torch.dtype]:
 
 
 def gate_up(x: Fp8, w13: Tensor | Fp8, plan: Route, blocks: Blocks, block_m: int, chosen: Launch) -> Fp8:
-    """h [num_rows, I], plain or in FP8 with its scales column by column. `programs` reads blocks.scales."""
-    if chosen.programs and isinstance(w13, Fp8):
-        return moe_persistent.gate_up(x, w13, plan, blocks, block_m, chosen)
+    """h [num_rows, I], plain or in FP8 with its scales column by column. blocks.scales are there for `left` in FP8."""
     fp8, (data, scales) = isinstance(w13, Fp8), _parts(w13)
     _, width, dim = data.shape
-    rows, size = plan.num_rows, width // 2
+    rows, size, left = plan.num_rows, width // 2, blocks.scales is not None
     assert x.data.dtype == data.dtype and x.data.stride(1) == 1, (x.data.dtype, data.dtype)
     h = torch.empty(rows, size, dtype=data.dtype, device=x.data.device)
     h_scales = torch.empty(triton.cdiv(size, BLOCK), rows if fp8 else 0, dtype=torch.float32, device=x.data.device)
     _gate_up_kernel[(rows // block_m * triton.cdiv(size, BLOCK),)](
-        x.data, x.scales, data, scales, h, h_scales, blocks.tokens, blocks.experts, plan.ends, plan.total,
-        x.data.stride(0), *x.scales.stride(), rows,
-        dim, size, block_m, BLOCK, BLOCK // data.element_size(), chosen.stages, fp8, **options(chosen.warps),
+        x.data, x.scales if blocks.scales is None else _columns(blocks.scales, block_m),
+        _tiles(data.flatten(0, 1), BLOCK) if left else data, scales, h, h_scales,
+        blocks.tokens, blocks.experts, plan.ends, plan.total, x.data.stride(0), *x.scales.stride(), rows,
+        dim, size, block_m, BLOCK, BLOCK // data.element_size(), chosen.stages, fp8, left, **options(chosen.warps),
     )  # fmt: skip
     return Fp8(h, h_scales.t())
 
 
 def down(h: Fp8, w2: Tensor | Fp8, plan: Route, blocks: Blocks, block_m: int, chosen: Launch) -> Tensor:
     """y [num_rows, D], in bfloat16 or the plain weights' dtype."""
-    if chosen.programs and isinstance(w2, Fp8):
-        return moe_persistent.down(h, w2, plan, blocks, block_m, chosen)
     fp8, (data, scales) = isinstance(w2, Fp8), _parts(w2)
     _, dim, size = data.shape
-    y = torch.empty(plan.num_rows, dim, dtype=torch.bfloat16 if fp8 else data.dtype, device=data.device)
-    _down_kernel[(plan.num_rows // block_m * triton.cdiv(dim, chosen.block_n),)](
-        h.data, h.scales, data, scales, y, blocks.experts, plan.ends, plan.total, plan.num_rows,
-        dim, size, block_m, chosen.block_n, BLOCK // data.element_size(), chosen.stages, fp8, **options(chosen.warps),
+    rows, left = plan.num_rows, chosen.left and fp8
+    y = torch.empty(rows, dim, dtype=torch.bfloat16 if fp8 else data.dtype, device=data.device)
+    _down_kernel[(rows // block_m * triton.cdiv(dim, chosen.block_n),)](
+        _tiles(h.data, block_m) if left else h.data, _columns(h.scales.t(), block_m) if left else h.scales,
+        _tiles(data.flatten(0, 1), chosen.block_n) if left else data, scales, y,
+        blocks.experts, plan.ends, plan.total, rows, dim, size, block_m, chosen.block_n, BLOCK // data.element_size(),
+        chosen.stages, fp8, left, **options(chosen.warps),
     )  # fmt: skip
     return y
 
@@ -251,3 +272,13 @@ def _parts(weight: Tensor | Fp8) -> Fp8:
     data, scales = weight if isinstance(weight, Fp8) else (weight, weight)
     assert data.is_contiguous() and scales.is_contiguous(), (data.stride(), scales.stride())
     return Fp8(data, scales)
+
+
+def _columns(scales: Tensor, block_m: int) -> TensorDescriptor:
+    """Tiles of float32 [K/128, num_rows]."""
+    assert block_m >= LEFT_ROWS, f"block_m {block_m}: with the weight as left operand {LEFT_ROWS} or more"
+    return _tiles(scales, 1, block_m)
+
+
+def _tiles(matrix: Tensor, rows: int, columns: int = BLOCK) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(matrix, [rows, columns])
