@@ -20,6 +20,8 @@ from millrace_kernels.moe_experts import expected_rows
 from millrace_kernels.triton.moe_route import Blocks, Route, route, slices
 from millrace_kernels.triton.moe_rows import combine, permute, silu_mul_quant
 
+L2_BYTES = 50 << 20
+
 
 class Pass(NamedTuple):
     """One pass over a slice of the tokens."""
@@ -144,6 +146,6 @@ def _one_pass(plan: Pass, gemm: Gemm, x: Fp8, weights: Tensor, w13: Fp8, w2: Fp8
     gate_up = scratch[x_bytes : x_bytes + 2 * num_rows * width].view(torch.bfloat16).view(num_rows, width)
     y = scratch[:y_bytes].view(torch.bfloat16).view(num_rows, dim)
 
-    gemm(permute(x, plan.route, permuted), w13, gate_up, plan)
+    gemm(permute(x, plan.route, permuted, stream=x_bytes > L2_BYTES), w13, gate_up, plan)
     gemm(silu_mul_quant(gate_up, plan.route), w2, y, plan)
     combine(y, plan.route, weights, out)

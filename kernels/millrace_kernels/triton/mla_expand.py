@@ -11,7 +11,7 @@ from millrace_kernels.triton.rope import rotate_into
 
 
 def expand_kv(up: Tensor, k_pe: Tensor, nope: int) -> tuple[Tensor, Tensor]:
-    return expand_kv_with(up, k_pe, nope, min(32, triton.next_power_of_2(up.shape[1])))
+    return expand_kv_with(up, k_pe, nope, min(64, triton.next_power_of_2(up.shape[1])))
 
 
 def expand_kv_with(up: Tensor, k_pe: Tensor, nope: int, block: int, num_warps: int = 4) -> tuple[Tensor, Tensor]:
