@@ -374,7 +374,7 @@ def test_rows_of_the_matrix_on_a_gpu() -> None:
     assert (reference.system.kind, reference.system.device) == (Kind.MODEL, "cpu")
     assert [row.system.kind for row in found] == [Kind.MODEL, Kind.MODEL, Kind.PAIR, Kind.PAIR]
     assert all("cuda" in (row.system.device, *row.system.worker_set[:1])[-1] for row in found)
-    assert not any(row.exact for row in found) and 2 * matrix.PART < 0.8
+    assert not any(row.exact for row in found) and 2 * matrix.GPU_PART < 0.8
 
 
 async def test_warmed_jobs_are_asked_twice_and_counted_once() -> None:

@@ -18,6 +18,7 @@ from millrace_serve.worker.config import WorkerConfig
 
 from millrace_bench.eval.backend import Answer, Done, Job, Perplexity
 from millrace_bench.eval.perplexity import checkpoint_logits, measure
+from millrace_bench.eval.system import GPU_PART
 from millrace_bench.heldout_texts import TEXTS
 
 
@@ -30,12 +31,14 @@ class EngineBackend:
 
     def __init__(self, folder: Path, device: str, concurrency: int) -> None:
         """ValueError (ConfigError, CheckpointError) for a checkpoint that cannot be used."""
-        self._config = WorkerConfig.model_validate({"role": "unified", "model": folder, "device": device})
+        own = {"role": "unified", "model": folder, "device": device, "memory_fraction": GPU_PART}
+        self._config = WorkerConfig.model_validate(own)
         self._folder, self._concurrency = folder, concurrency
         self._dtype = getattr(torch, self._config.dtype)
         self._tokenizer = Tokenizer.load(folder)
         where = torch.device(device)
-        self._engine = build_engine(self._config.limits, self._config.role, folder, ParallelDims(), where, self._dtype)
+        at = folder, ParallelDims(), where, self._dtype
+        self._engine = build_engine(self._config.limits, self._config.role, *at, execution=self._config)
         self._rooms = 0
 
     async def answer(self, jobs: Sequence[Job], done: Done) -> list[Answer]:

@@ -34,10 +34,8 @@ from millrace_bench.eval.backend import Perplexity
 from millrace_bench.eval.report import comparison_table, differences_table, evaluation_table, make_console, make_table
 from millrace_bench.eval.run import Jobs, Suite, measure
 from millrace_bench.eval.score import Comparison, Evaluation
-from millrace_bench.eval.system import Kind, System
+from millrace_bench.eval.system import GPU_PART, Kind, System
 from millrace_bench.tasks import TASKS
-
-PART = 0.3  # of a GPU, for each of two workers beside an engine of this process
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +57,7 @@ class Check:
 def rows(bf16: str, fp8: str, chunk: int, device: str) -> list[Row]:
     """On a GPU BF16 answers may differ: its rounding turns almost even choices."""
     if device == "cuda":
-        on_gpu = ("device=cuda", f"memory_fraction={PART}")
+        on_gpu = ("device=cuda", f"memory_fraction={GPU_PART}")
         return [
             Row("CPU FP32", System(Kind.MODEL, bf16)),
             Row("engine BF16", System(Kind.MODEL, bf16, device), exact=False),

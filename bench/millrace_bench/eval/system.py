@@ -34,6 +34,8 @@ class Kind(StrEnum):
 
 FOLDERS = (Kind.MODEL, Kind.TRANSFORMERS, Kind.PAIR, Kind.UNIFIED)  # kinds that name a checkpoint
 
+GPU_PART = 0.3  # for an engine in this process, and for each worker that is compared with it
+
 
 @dataclass(frozen=True, slots=True)
 class System:
