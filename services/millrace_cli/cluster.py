@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
@@ -57,6 +57,12 @@ def server_command(role: str) -> list[str]:
     return [sys.executable, "-m", *SERVERS[role]]
 
 
+def count_gpus() -> int:
+    """That this host shows its processes; 1 where it does not tell."""
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return len(shown.split(",")) if shown else max(len(list(Path("/dev").glob("nvidia[0-9]*"))), 1)
+
+
 @dataclass(frozen=True, slots=True)
 class ClusterSpec:
     """What to start. Port 0: any free one."""
@@ -72,6 +78,7 @@ class ClusterSpec:
     admin_http_port: int = 0
     worker_set: tuple[str, ...] = ()  # further `--set` items of every worker
     router_set: tuple[str, ...] = ()
+    gpus: int = field(default_factory=count_gpus)  # for workers with device=cuda
     tls: Tls | None = None  # of everything, and of our own questions
     log_dir: Path | None = None  # default: a new folder in $MILLRACE_LOG_DIR or /tmp, which stays
     restart: bool = False  # bring back children that exit by themselves
@@ -90,17 +97,20 @@ class ClusterSpec:
             return self.start_timeout_s
         return GPU_START_S if "device=cuda" in self.worker_set else START_S
 
-    @property
-    def settings(self) -> tuple[str, ...]:
-        """`--set` items of every worker: several share a GPU, so each gets its part of the memory."""
-        count = len(self.workers())
-        if (
-            count < 2
-            or "device=cuda" not in self.worker_set
-            or any("memory_fraction=" in item for item in self.worker_set)
-        ):
+    def settings(self, name: str) -> tuple[str, ...]:
+        """`--set` items of a worker. On GPUs each has the next ones; those that share one get equal parts of it."""
+        if "device=cuda" not in self.worker_set:
             return self.worker_set
-        return (f"memory_fraction={GPU_MEMORY / count:.3f}", *self.worker_set)
+        workers, ranks = list(self.workers()), self._of("tp") * self._of("dp")
+        own: tuple[str, ...] = (f"first_gpu={workers.index(name) * ranks}",)
+        sharing = -(-len(workers) * ranks // self.gpus)
+        if sharing > 1 and not any("memory_fraction=" in item for item in self.worker_set):
+            own += (f"memory_fraction={GPU_MEMORY / sharing:.3f}",)
+        return (*own, *self.worker_set)
+
+    def _of(self, key: str) -> int:
+        """What the workers are told of a number that is 1 else."""
+        return next((int(item.partition("=")[2]) for item in self.worker_set if item.startswith(f"{key}=")), 1)
 
 
 def new_log_dir() -> Path:
@@ -273,7 +283,7 @@ class LocalCluster:
                 f"grpc_port={ports.get('grpc', 0)}",
                 f"engine={self.spec.engine}",
                 f"model={self.spec.model}",
-                *self.spec.settings,
+                *self.spec.settings(name),
             ]
         if self.spec.tls is not None:
             items += [f"tls.{key}={value}" for key, value in self.spec.tls.model_dump(exclude_defaults=True).items()]

@@ -97,10 +97,20 @@ def test_a_worker_on_a_gpu_has_time_to_compile(make_spec) -> None:
 
 def test_workers_share_the_memory_of_a_gpu(make_spec) -> None:
     on_gpu = ("device=cuda", "dtype=bfloat16")
-    assert make_spec(worker_set=on_gpu).settings == ("memory_fraction=0.450", *on_gpu)
-    assert make_spec(worker_set=on_gpu, prefill=0, decode=1).settings == on_gpu
-    assert make_spec(worker_set=(*on_gpu, "memory_fraction=0.2")).settings == (*on_gpu, "memory_fraction=0.2")
-    assert make_spec(worker_set=("dtype=bfloat16",)).settings == ("dtype=bfloat16",)
+    both = make_spec(worker_set=on_gpu, gpus=1)
+    assert both.settings("prefill-0") == ("first_gpu=0", "memory_fraction=0.450", *on_gpu)
+    assert both.settings("decode-0") == ("first_gpu=1", "memory_fraction=0.450", *on_gpu)
+    assert make_spec(worker_set=on_gpu, prefill=0, gpus=1).settings("decode-0") == ("first_gpu=0", *on_gpu)
+    told = (*on_gpu, "memory_fraction=0.2")
+    assert make_spec(worker_set=told, gpus=1).settings("prefill-0") == ("first_gpu=0", *told)
+    assert make_spec(worker_set=("dtype=bfloat16",)).settings("prefill-0") == ("dtype=bfloat16",)
+
+
+def test_workers_have_gpus_of_their_own_where_there_are_enough(make_spec) -> None:
+    on_gpu = ("device=cuda", "tp=2")
+    assert make_spec(worker_set=on_gpu, gpus=4).settings("decode-0") == ("first_gpu=2", *on_gpu)
+    crowded = make_spec(worker_set=on_gpu, decode=2, gpus=4)
+    assert crowded.settings("decode-1") == ("first_gpu=4", "memory_fraction=0.450", *on_gpu)
 
 
 def test_logs_may_be_kept_elsewhere(tmp_path: Path, make_spec, monkeypatch: pytest.MonkeyPatch) -> None:

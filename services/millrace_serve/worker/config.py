@@ -54,6 +54,7 @@ class WorkerConfig(Execution):
     tp: int = Field(1, ge=1)  # ranks of a replica
     expert_tp: bool = False  # a rank holds a part of every routed expert, not whole ones; dp = 1 only
     device: Literal["cpu", "cuda"] = "cpu"
+    first_gpu: int = Field(0, ge=0)  # of those that this process sees: rank 0's; ranks take them in turn from it on
     dtype: Literal["float32", "bfloat16"]  # of activations; float32 on a CPU unless it is set
     cache_dir: Path = Path("~/.cache/millrace")  # of everything that is compiled (worker/caches.py)
     launcher: Literal["local", "ray"] = "local"

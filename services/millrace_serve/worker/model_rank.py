@@ -18,7 +18,7 @@ def build(spec: RankSpec, phases: Phases) -> Parts:
     assert config.model is not None
     device = torch.device(config.device)
     if device.type == "cuda":
-        device = torch.device("cuda", spec.rank % torch.cuda.device_count())
+        device = torch.device("cuda", (config.first_gpu + spec.rank) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     dims = init_parallel(spec.rank, config.tp, config.dp, spec.rendezvous, device, expert_tp=config.expert_tp)
     dtype = getattr(torch, config.dtype)
