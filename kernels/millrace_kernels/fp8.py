@@ -74,11 +74,14 @@ def fp8_linear(x: Fp8, weight: Fp8, dtype: torch.dtype) -> Tensor:
     return run(x, weight, dtype)
 
 
-def compile_ahead(max_tokens: int, device: torch.device) -> int:
+def compile_ahead(max_tokens: int, device: torch.device, start: float = 0.0) -> int:
     """Compile what `fp8_linear` will need for 1 to max_tokens rows of each weight shape that it has met so far, where
     the number of rows decides which kernel runs. Returns the number of those shapes.
+
+    Args:
+        start: from which part of all that on, in [0, 1), and round: processes that share a cache begin apart.
     """
-    return implementation("fp8.compile_ahead", device, max_tokens)(max_tokens, device)
+    return implementation("fp8.compile_ahead", device, max_tokens)(max_tokens, device, start)
 
 
 def small_linear(x: Tensor, weight: Fp8) -> Tensor:

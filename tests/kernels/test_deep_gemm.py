@@ -75,3 +75,8 @@ def test_compiling_ahead_meets_every_number_of_tiles_once_per_shape(
     assert deep_gemm.compile_ahead(150, CPU) == 2
     assert [m for m, *shape in products if shape == [128, 256]] == [16, 32, 64, 128, 192] == deep_gemm.sizes(150)
     assert len(products) == 10
+
+    from_the_first = list(products)
+    products.clear()
+    deep_gemm.compile_ahead(150, CPU, start=0.5)
+    assert products == from_the_first[5:] + from_the_first[:5]

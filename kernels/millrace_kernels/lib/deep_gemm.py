@@ -42,14 +42,14 @@ def sizes(max_tokens: int) -> list[int]:
     return [16, 32, *range(M_STEP, max_tokens + M_STEP, M_STEP)]
 
 
-def compile_ahead(max_tokens: int, device: torch.device) -> int:
-    for n, k in tuple(_met):
+def compile_ahead(max_tokens: int, device: torch.device, start: float = 0.0) -> int:
+    products = [(num_tokens, n, k) for n, k in sorted(_met) for num_tokens in sizes(max_tokens)]
+    first = int(len(products) * start)
+    for num_tokens, n, k in products[first:] + products[:first]:
         blocks_n, blocks_k = -(-n // BLOCK), -(-k // BLOCK)
         weight = Fp8(_zeros((n, k), torch.float8_e4m3fn, device), _zeros((blocks_n, blocks_k), torch.float32, device))
-        data = _zeros((max_tokens + M_STEP, k), torch.float8_e4m3fn, device)
-        for num_tokens in sizes(max_tokens):
-            scales = _zeros((blocks_k, num_tokens), torch.float32, device).t()
-            fp8_linear(Fp8(data[:num_tokens], scales), weight, torch.bfloat16)
+        scales = _zeros((blocks_k, num_tokens), torch.float32, device).t()
+        fp8_linear(Fp8(_zeros((num_tokens, k), torch.float8_e4m3fn, device), scales), weight, torch.bfloat16)
     return len(_met)
 
 

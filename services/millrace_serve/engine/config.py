@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import enum
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from millrace_rpc.config import Config
@@ -64,4 +65,5 @@ class Execution(Config):
     compile_max_batch: int = Field(16, ge=1)  # rows up to which decode steps are compiled
     kv_dtype: Literal["auto", "float8_e4m3fn", "bfloat16", "float16", "float32"] = "auto"  # auto: that of activations
     memory_fraction: float = Field(0.92, gt=0, le=1)  # of a CUDA device's memory, for this rank
+    cache_dir: Path | None = None  # of compiled code; None: where libraries put it, and nothing is compiled ahead
     random_weights: bool = False  # in the shapes of the checkpoint's config.json, which may stand alone

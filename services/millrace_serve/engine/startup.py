@@ -61,15 +61,18 @@ class MemoryPlanner:
             free, total = torch.cuda.mem_get_info(site.device)
             self._memory = memory.Memory(total, free + torch.cuda.memory_reserved(site.device))  # what is there is ours
 
-    def check(self) -> None:
-        """Raises memory.OverCommitted when the weights and what is estimated already do not fit."""
+    def check(self) -> int:
+        """Bytes that nobody needs while the weights are read. Raises memory.OverCommitted when the weights and what is
+        estimated already do not fit.
+        """
         if self._memory is None:
-            return
+            return 0
         site, model = self._site, self._site.model
         weights = weight_bytes(model, site.dims, site.dtype, fp8=model.fp8_blocks)
         demand = memory.estimate(site.limits, weights, model.hidden_size, model.vocab_size, len(site.buckets))
         plan = self._plan(demand)
         log.info("memory, estimated before the weights are read:\n%s", plan.table())
+        return plan.budget - demand.weights - demand.libraries
 
     def pages(self, model: Model) -> int:
         """Of the KV pool, the same on every rank. Raises memory.OverCommitted."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from millrace_serve.engine import compile_ahead
 from millrace_serve.engine.batch import BatchBuilder
 from millrace_serve.engine.config import EngineConfig, Execution, Limits, Role
 from millrace_serve.engine.device import device_of
@@ -101,8 +102,10 @@ def load_rank(
     control = ControlGroups.create(dims)
     if model is None:
         with phases("load"):
-            planner.check()
-            model = _model(site, path)
+            processes = compile_ahead.wanted(site, planner.check())
+            with compile_ahead.beside(site, processes):
+                model = _model(site, path)
+            compile_ahead.together(site)
     with phases("memory"):
         config = limits.resolved(planner.pages(model))
         pool = KvPool.create(layout, config.num_pages, device)
@@ -110,6 +113,7 @@ def load_rank(
             pool.scrub(range(1, config.num_pages))
     runner = TorchRunner(model, pool, config, model_config.vocab_size, device_of(device))
     prepare(site, config, runner, phases)
+    compile_ahead.mark(site)
     return Rank(config, model_config, pool, runner, control)
 
 

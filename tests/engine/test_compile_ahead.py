@@ -1,0 +1,225 @@
+"""Processes that compile beside a start: how many, what they run, and that whatever becomes of them ends no start."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from millrace_serve.engine import compile_ahead
+from millrace_serve.engine.compile_ahead import Part, beside, fingerprint, mark, num_processes, turned, wanted
+from millrace_serve.engine.config import Execution, Limits, Role
+from millrace_serve.engine.kv_pool import KvLayout
+from millrace_serve.engine.startup import Site
+from millrace_serve.engine.torch_factory import build_engine
+from millrace_serve.model.config import ModelConfig
+from millrace_serve.model.moe import Moe
+from millrace_serve.model.parallel import ParallelDims
+from millrace_testing.paths import TINY
+
+LIMITS = Limits(num_pages=9, max_model_len=130, max_running=3, max_prefill_tokens=96)
+CPU = torch.device("cpu")
+ROOMY = 1 << 40
+READS = "import sys; sys.stdin.buffer.read(1); "
+
+
+def site(device: str = "cpu", role: Role = Role.UNIFIED, cache_dir: Path | None = None) -> Site:
+    model = ModelConfig.load(TINY)
+    layout = KvLayout(
+        page_size=64,
+        num_layers=model.num_kv_layers,
+        dtype="float32",
+        latent_width=model.kv_lora_rank,
+        rope_width=model.qk_rope_head_dim,
+        model_hash="of a checkpoint",
+    )
+    dims = ParallelDims(rank=1, tp=2)
+    execution = Execution.model_validate({"graphs": "on", "cache_dir": cache_dir})
+    return Site(role, LIMITS, execution, model, layout, dims, torch.device(device), torch.float32)
+
+
+def doing(code: str) -> list[str]:
+    return [sys.executable, "-c", READS + code]
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache folder of a device that is there by name only."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    return tmp_path / "cache"
+
+
+@pytest.mark.parametrize(
+    ("cores", "room", "count"),
+    [(16, 100, 8), (3, 100, 3), (16, 59, 5), (16, 19, 0), (16, -5, 0), (1, 100, 0)],
+)
+def test_cores_and_memory_limit_the_processes(cores: int, room: int, count: int) -> None:
+    assert num_processes(cores, room, each=10) == count
+
+
+def test_processes_begin_apart_and_do_everything() -> None:
+    assert [turned("abcdefg", i, 3) for i in range(3)] == [list("abcdefg"), list("cdefgab"), list("efgabcd")]
+    assert turned([], 1, 2) == []
+
+
+@pytest.mark.parametrize(("dense", "kinds"), [(1, "DEE"), (2, "DEE"), (0, "EEE"), (9, "DDD")])
+def test_a_small_model_has_every_kind_of_layer(dense: int, kinds: str) -> None:
+    changed = site().model.model_copy(update={"first_k_dense_replace": dense, "num_nextn_predict_layers": 1})
+    model = compile_ahead.small_model(dataclasses.replace(site(), model=changed))
+    assert "".join("E" if isinstance(layer.mlp, Moe) else "D" for layer in model.layers) == kinds
+    assert model.layers[2] is model.layers[1] and model.mtp is None
+    assert model.heads.num_heads == changed.num_attention_heads // 2
+
+
+@pytest.mark.parametrize("role", [Role.UNIFIED, Role.PREFILL])
+def test_a_part_runs_every_step_beginning_elsewhere(role: Role, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)
+    ran: list[list[int]] = []
+    launch = compile_ahead.TorchRunner.launch
+
+    def recorded(runner: compile_ahead.TorchRunner, batch: compile_ahead.rehearsal.StepBatch):  # type: ignore[no-untyped-def]
+        ran[-1].append(batch.num_tokens)
+        return launch(runner, batch)
+
+    monkeypatch.setattr(compile_ahead.TorchRunner, "launch", recorded)
+    for index in range(2):
+        ran.append([])
+        compile_ahead.run(Part(site(role=role), index, 2))
+    first, second = ran
+    assert first != second and sorted(first) == sorted(second)
+    assert max(first) == 98 and (role is Role.PREFILL or first.count(3) > 2)
+
+
+def test_what_decides_over_kernels_is_in_the_fingerprint() -> None:
+    one, name = site(), "a GPU"
+    same = (
+        dataclasses.replace(one, limits=LIMITS.model_copy(update={"num_pages": "auto"})),
+        dataclasses.replace(one, dims=ParallelDims(rank=0, tp=2)),
+        dataclasses.replace(one, layout=msgspec.structs.replace(one.layout, model_hash="of another")),
+    )
+    others = (
+        dataclasses.replace(one, limits=LIMITS.model_copy(update={"max_prefill_tokens": 97})),
+        dataclasses.replace(one, dims=ParallelDims(rank=1, tp=4)),
+        dataclasses.replace(one, layout=msgspec.structs.replace(one.layout, dtype="float8_e4m3fn")),
+        dataclasses.replace(one, execution=Execution.model_validate({"graphs": "on", "graph_buckets": [2]})),
+        dataclasses.replace(one, role=Role.PREFILL),
+    )
+    assert {fingerprint(other, name) for other in same} == {fingerprint(one, name)}
+    prints = [fingerprint(other, name) for other in (one, *others)] + [fingerprint(one, "another GPU")]
+    assert len(set(prints)) == len(prints)
+
+
+def test_nothing_is_started_where_everything_is_compiled(cache: Path) -> None:
+    there = site("cuda:0", cache_dir=cache)
+    assert wanted(there, ROOMY) == 8 and wanted(there, 0) == 0
+    mark(there)
+    assert wanted(there, ROOMY) == 0
+    assert [wanted(site("cuda:0", role, cache), ROOMY) for role in Role] == [0, 0, 0]
+    assert wanted(dataclasses.replace(there, limits=LIMITS.model_copy(update={"max_running": 2})), ROOMY) == 8
+    assert len(list((cache / "complete").iterdir())) == 3
+
+
+def test_one_role_does_not_speak_for_the_others(cache: Path) -> None:
+    mark(site("cuda:0", Role.PREFILL, cache))
+    assert [wanted(site("cuda:0", role, cache), ROOMY) for role in Role] == [0, 8, 8]
+
+
+def test_cpus_and_starts_without_a_cache_folder_have_none(cache: Path) -> None:
+    for one in (site("cpu", cache_dir=cache), site("cuda:0")):
+        assert wanted(one, ROOMY) == 0
+        mark(one)
+    assert not cache.exists()
+
+
+def test_a_start_waits_for_all_of_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    code = f"import os, time; time.sleep(0.2); open(os.path.join({str(tmp_path)!r}, str(os.getpid())), 'w')"
+    with beside(site(), 3, doing(code)):
+        pass
+    assert len(list(tmp_path.iterdir())) == 3
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_of_ranks_with_one_cache_folder_the_first_has_them(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first, second = site("cuda:0", cache_dir=cache), site("cuda:1", cache_dir=cache)
+    with caplog.at_level(logging.INFO), beside(first, 2, doing("")), beside(second, 2, doing("")):
+        pass
+    assert caplog.text.count("compiled ahead processes=2") == 1
+    with caplog.at_level(logging.INFO), beside(second, 2, doing("")):
+        pass
+    assert caplog.text.count("compiled ahead processes=2") == 2, "the first one's are over"
+
+
+def test_a_cache_folder_that_cannot_be_written_is_no_error(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cache.write_text("a file")
+    with beside(site("cuda:0", cache_dir=cache), 2, doing("")):
+        pass
+    mark(site("cuda:0", cache_dir=cache))
+    assert "nothing is compiled ahead: NotADirectoryError" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("sys.exit('first\\nno compiler')", "2 of 2 processes that compile ahead failed: exit code 1: no compiler"),
+        ("import signal; signal.raise_signal(9)", "2 of 2 processes that compile ahead failed: exit code -9: "),
+    ],
+)
+def test_failures_are_named_once(code: str, said: str, caplog: pytest.LogCaptureFixture) -> None:
+    with beside(site(), 2, doing(code)):
+        pass
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [said]
+
+
+def test_one_that_hangs_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    with beside(site(), 1, doing("import time; time.sleep(600)"), limit_s=0):
+        pass
+    assert "1 of 1 processes that compile ahead failed: it took too long" in caplog.text
+
+
+def test_a_command_that_is_not_there_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    with beside(site(), 2, ["/no/such/python"]):
+        pass
+    assert "nothing is compiled ahead: FileNotFoundError" in caplog.text
+
+
+def test_they_end_when_the_weights_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+    popen = compile_ahead.subprocess.Popen
+
+    def remembered(*args: object, **options: object):  # type: ignore[no-untyped-def]
+        started.append(popen(*args, **options))
+        return started[-1]
+
+    monkeypatch.setattr(compile_ahead.subprocess, "Popen", remembered)
+    with pytest.raises(OSError, match="no disk"), beside(site(), 2, doing("import time; time.sleep(600)")):
+        raise OSError("no disk")
+    assert [process.returncode for process in started] == [-9, -9]
+
+
+def test_they_end_with_the_rank(tmp_path: Path) -> None:
+    """What their stdin is to them: a pipe that closes."""
+    read, write = os.pipe()
+    code = "from millrace_serve.engine.compile_ahead import _end_with_parent; _end_with_parent()"
+    process = compile_ahead.subprocess.Popen([sys.executable, "-c", code], stdin=read)
+    os.close(read)
+    os.close(write)
+    assert process.wait(120) == 1
+
+
+def test_a_rank_starts_beside_a_process_that_runs_its_steps(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.set_num_threads(1)
+    monkeypatch.setattr(compile_ahead, "wanted", lambda site, room: 1)
+    with caplog.at_level(logging.INFO):
+        engine = build_engine(LIMITS, Role.UNIFIED, TINY, ParallelDims(), CPU, torch.float32)
+    engine.close()
+    messages = [record.getMessage() for record in caplog.records]
+    assert any(message.startswith("compiled ahead processes=1") for message in messages)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING], messages
