@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -65,6 +67,14 @@ def test_graphs_say_what_eager_steps_say(dtype: torch.dtype, apart: float) -> No
     for room, answer in eager.items():
         assert [token for token, _ in graphs[room]] == [token for token, _ in answer]
         assert [p for _, p in graphs[room]] == pytest.approx([p for _, p in answer], abs=apart)
+
+
+def test_what_other_processes_compile_ahead_is_compiled_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        with caplog.at_level(logging.INFO):
+            engine(cache_dir=tmp_path).close()
+    assert caplog.text.count("compiled ahead processes=") == 1
+    assert "compile ahead failed" not in caplog.text and "nothing is compiled ahead" not in caplog.text
 
 
 def fill(graphs: DecodeGraphs, bucket: int, position: int) -> None:
