@@ -165,7 +165,6 @@ MID = [
     mid.Config(64, 128, 2, 4, 3),
     mid.Config(128, 64, 3, 4, 3, tma=False),
     mid.Config(64, 64, 3, 4, 3, joined=False),
-    mid.Config(32, 256, 2, 8, 3),
 ]
 
 

@@ -32,7 +32,7 @@ CLASSES = (32, 64, 128, 256)  # tokens up to which a measured configuration hold
 
 class Config(NamedTuple):
     block_m: int  # tokens
-    block_n: int  # rows of the weight: a divisor of 128, so that they share their scales, or twice 128 in turns
+    block_n: int  # rows of the weight: a divisor of 128, so that they share their scales
     splits: int
     warps: int
     stages: int
@@ -73,33 +73,11 @@ def _estimate(num_tokens: int, n: int, k: int) -> Config:
 
 
 @triton.jit
-def _weight_tile(weight, first_row, block, n, k, stride, ROWS: tl.constexpr, TMA: tl.constexpr):
-    """[ROWS, 128], zeros beyond the edges"""
-    if TMA:
-        values = weight.load([first_row, block * 128])
-    else:
-        rows, at = first_row + tl.arange(0, ROWS), block * 128 + tl.arange(0, 128)
-        inside = (rows < n)[:, None] & (at < k)[None, :]
-        values = tl.load(weight + rows[:, None].to(tl.int64) * stride + at[None, :], inside, other=0.0)
-    return values
-
-
-@triton.jit
-def _store_rows(out, total, tokens, rows, num_tokens, n):
-    """total [ROWS, BLOCK_M] -> its place in out [T, N]"""
-    at = tokens[:, None].to(tl.int64) * n + rows[None, :]
-    written = (tokens < num_tokens)[:, None] & (rows < n)[None, :]
-    tl.store(out + at, tl.trans(total).to(out.dtype.element_ty), written)
-
-
-@triton.jit
-def _join(parts, out, tokens, rows, num_tokens, n, splits):
-    """The sum of all parts [T, N], in order, for some tokens and rows."""
-    at = tokens[:, None].to(tl.int64) * n + rows[None, :]
-    written = (tokens < num_tokens)[:, None] & (rows < n)[None, :]
+def _join(parts, out, at, written, size, splits):
+    """The sum of all parts, `size` apart, in order, for some elements."""
     result = tl.zeros(at.shape, tl.float32)
     for part in tl.range(0, splits, num_stages=1):
-        result += tl.load(parts + part * num_tokens.to(tl.int64) * n + at, written, other=0.0, cache_modifier=".cg")
+        result += tl.load(parts + part * size + at, written, other=0.0, cache_modifier=".cg")
     tl.store(out + at, result.to(out.dtype.element_ty), written)
 
 
@@ -107,54 +85,46 @@ def _join(parts, out, tokens, rows, num_tokens, n, splits):
 def _fp8_linear(
     x, x_scales, weight, w_scales, out, parts, arrivals, num_tokens, n, k, blocks_per_split,
     x_stride, x_scale_row, x_scale_col, weight_stride, w_scale_row, w_scale_col,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, JOINED: tl.constexpr,
-    TMA: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, JOINED: tl.constexpr, TMA: tl.constexpr,
+    GROUP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """With TMA, x, x_scales and weight are descriptors: of tiles [BLOCK_M, 128], of columns [1, BLOCK_M] of the scales
-    transposed, and of tiles [ROWS, 128]; beyond the edges are zeros. BLOCK_N is ROWS or twice that; two sums in turns
-    need the registers of one product, not of two.
+    transposed, and of tiles [BLOCK_N, 128]; beyond the edges are zeros.
     """
     tiles_m, tiles_n = tl.cdiv(num_tokens, BLOCK_M), tl.cdiv(n, BLOCK_N)
     tile_m, tile_n = tl.swizzle2d(tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n, tiles_m, tiles_n, GROUP)
-    first_row, second_row = tile_n * BLOCK_N, tile_n * BLOCK_N + ROWS
     tokens = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    rows = first_row + tl.arange(0, ROWS)
+    rows = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     split, splits = tl.program_id(1), tl.num_programs(1)
     first, last = split * blocks_per_split, tl.minimum((split + 1) * blocks_per_split, tl.cdiv(k, 128))
-    w_scale_at = w_scales + first_row // 128 * w_scale_row
-    second_scale_at = w_scales + tl.minimum(second_row, n - 1) // 128 * w_scale_row
-    w_scale, second_scale = tl.load(w_scale_at + first * w_scale_col), tl.load(second_scale_at + first * w_scale_col)
-    total = tl.zeros([ROWS, BLOCK_M], tl.float32)
-    second = total
+    w_scale_at = w_scales + tile_n * BLOCK_N // 128 * w_scale_row
+    w_scale = tl.load(w_scale_at + first * w_scale_col)
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     wait(PDL)
     for block in tl.range(first, last, num_stages=STAGES):
-        after = tl.minimum(block + 1, last - 1) * w_scale_col  # scalars are not pipelined
-        next_w_scale, next_second_scale = tl.load(w_scale_at + after), tl.load(second_scale_at + after)
+        next_w_scale = tl.load(w_scale_at + tl.minimum(block + 1, last - 1) * w_scale_col)  # scalars are not pipelined
         if TMA:
+            values = weight.load([tile_n * BLOCK_N, block * 128])
             x_scale = tl.reshape(x_scales.load([block, tile_m * BLOCK_M]), [BLOCK_M])
             inputs = x.load([tile_m * BLOCK_M, block * 128])
         else:
             at = block * 128 + tl.arange(0, 128)
             x_at = x + tokens[:, None].to(tl.int64) * x_stride + at[None, :]
             inputs = tl.load(x_at, (tokens < num_tokens)[:, None] & (at < k)[None, :], other=0.0)
+            values_at = weight + rows[:, None].to(tl.int64) * weight_stride + at[None, :]
+            values = tl.load(values_at, (rows < n)[:, None] & (at < k)[None, :], other=0.0)
             x_scale = tl.load(x_scales + tokens * x_scale_row + block * x_scale_col, tokens < num_tokens, other=0.0)
-        values = _weight_tile(weight, first_row, block, n, k, weight_stride, ROWS, TMA)
         total += tl.dot(values, tl.trans(inputs)) * (x_scale * w_scale)[None, :]
-        if BLOCK_N > ROWS:
-            values = _weight_tile(weight, second_row, block, n, k, weight_stride, ROWS, TMA)
-            second += tl.dot(values, tl.trans(inputs)) * (x_scale * second_scale)[None, :]
-        w_scale, second_scale = next_w_scale, next_second_scale
+        w_scale = next_w_scale
     go_ahead(PDL)
     target = parts + split * num_tokens.to(tl.int64) * n if SPLIT else out
-    _store_rows(target, total, tokens, rows, num_tokens, n)
-    if BLOCK_N > ROWS:
-        _store_rows(target, second, tokens, rows + ROWS, num_tokens, n)
+    at = tokens[:, None].to(tl.int64) * n + rows[None, :]
+    written = (tokens < num_tokens)[:, None] & (rows < n)[None, :]
+    tl.store(target + at, tl.trans(total).to(target.dtype.element_ty), written)
     if JOINED:
         tl.debug_barrier()  # all of the program's part is written before it counts
         if tl.atomic_add(arrivals + tl.program_id(0), 1, sem="acq_rel") == splits - 1:
-            _join(parts, out, tokens, rows, num_tokens, n, splits)
-            if BLOCK_N > ROWS:
-                _join(parts, out, tokens, rows + ROWS, num_tokens, n, splits)
+            _join(parts, out, at, written, num_tokens.to(tl.int64) * n, splits)
 
 
 def fp8_linear(x: Fp8, weight: Fp8, dtype: torch.dtype) -> Tensor:
@@ -163,9 +133,8 @@ def fp8_linear(x: Fp8, weight: Fp8, dtype: torch.dtype) -> Tensor:
 
 def fp8_linear_with(x: Fp8, weight: Fp8, dtype: torch.dtype, chosen: Config) -> Tensor:
     (num_tokens, k), n = x.data.shape, weight.data.shape[0]
-    block_rows = min(chosen.block_n, BLOCK)
     assert x.data.stride(1) == 1 and weight.data.stride(1) == 1, (x.data.stride(), weight.data.stride())
-    assert BLOCK % block_rows == 0 and chosen.block_n in (block_rows, 2 * BLOCK), chosen
+    assert BLOCK % chosen.block_n == 0, chosen
     out = torch.empty(num_tokens, n, dtype=dtype, device=x.data.device)
     if num_tokens == 0:
         return out
@@ -180,7 +149,7 @@ def fp8_linear_with(x: Fp8, weight: Fp8, dtype: torch.dtype, chosen: Config) -> 
     _fp8_linear[(tiles, splits)](
         *operands, weight.scales, out, parts, arrivals, num_tokens, n, k, blocks,
         x.data.stride(0), *x.scales.stride(), weight.data.stride(0), *weight.scales.stride(),
-        BLOCK_M=chosen.block_m, BLOCK_N=chosen.block_n, ROWS=block_rows, SPLIT=split, JOINED=joined, TMA=tma,
+        BLOCK_M=chosen.block_m, BLOCK_N=chosen.block_n, SPLIT=split, JOINED=joined, TMA=tma,
         GROUP=GROUP_M, STAGES=chosen.stages, maxnreg=chosen.registers or None, **options(chosen.warps),
     )  # fmt: skip
     if split and not joined:
@@ -197,5 +166,5 @@ def _descriptors(x: Fp8, weight: Fp8, chosen: Config) -> tuple[TensorDescriptor,
     return (
         TensorDescriptor.from_tensor(x.data, [chosen.block_m, BLOCK]),
         TensorDescriptor.from_tensor(x.scales.t(), [1, chosen.block_m]),
-        TensorDescriptor.from_tensor(weight.data, [min(chosen.block_n, BLOCK), BLOCK]),
+        TensorDescriptor.from_tensor(weight.data, [chosen.block_n, BLOCK]),
     )
