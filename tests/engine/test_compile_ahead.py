@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import torch
 from millrace_serve.engine import compile_ahead
-from millrace_serve.engine.compile_ahead import Part, beside, fingerprint, mark, num_processes, turned, wanted
+from millrace_serve.engine.compile_ahead import Part, beside, fingerprint, mark, num_processes, parts, turned
 from millrace_serve.engine.config import Execution, Limits, Role
 from millrace_serve.engine.kv_pool import KvLayout
 from millrace_serve.engine.startup import Site
@@ -43,6 +43,10 @@ def site(device: str = "cpu", role: Role = Role.UNIFIED, cache_dir: Path | None 
     return Site(role, LIMITS, execution, model, layout, dims, torch.device(device), torch.float32)
 
 
+def told(count: int) -> list[Part]:
+    return [Part(site(), index, count, ROOMY) for index in range(count)]
+
+
 def doing(code: str) -> list[str]:
     return [sys.executable, "-c", READS + code]
 
@@ -60,7 +64,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [(16, 100, 8), (3, 100, 3), (16, 59, 5), (16, 19, 0), (16, -5, 0), (1, 100, 0)],
 )
 def test_cores_and_memory_limit_the_processes(cores: int, room: int, count: int) -> None:
-    assert num_processes(cores, room, each=10) == count
+    assert num_processes(cores, room, least=10) == count
 
 
 def test_processes_begin_apart_and_do_everything() -> None:
@@ -90,7 +94,7 @@ def test_a_part_runs_every_step_beginning_elsewhere(role: Role, monkeypatch: pyt
     monkeypatch.setattr(compile_ahead.TorchRunner, "launch", recorded)
     for index in range(2):
         ran.append([])
-        compile_ahead.run(Part(site(role=role), index, 2))
+        compile_ahead.run(Part(site(role=role), index, 2, ROOMY))
     first, second = ran
     assert first != second and sorted(first) == sorted(second)
     assert max(first) == 98 and (role is Role.PREFILL or first.count(3) > 2)
@@ -117,29 +121,53 @@ def test_what_decides_over_kernels_is_in_the_fingerprint() -> None:
 
 def test_nothing_is_started_where_everything_is_compiled(cache: Path) -> None:
     there = site("cuda:0", cache_dir=cache)
-    assert wanted(there, ROOMY) == 8 and wanted(there, 0) == 0
+    assert len(parts(there, ROOMY)) == 8 and parts(there, 0) == []
     mark(there)
-    assert wanted(there, ROOMY) == 0
-    assert [wanted(site("cuda:0", role, cache), ROOMY) for role in Role] == [0, 0, 0]
-    assert wanted(dataclasses.replace(there, limits=LIMITS.model_copy(update={"max_running": 2})), ROOMY) == 8
+    assert parts(there, ROOMY) == []
+    assert [len(parts(site("cuda:0", role, cache), ROOMY)) for role in Role] == [0, 0, 0]
+    assert len(parts(dataclasses.replace(there, limits=LIMITS.model_copy(update={"max_running": 2})), ROOMY)) == 8
     assert len(list((cache / "complete").iterdir())) == 3
+
+
+def test_the_processes_share_the_room_and_talk_to_nobody(cache: Path) -> None:
+    group = object()
+    dims = ParallelDims(rank=1, tp=2, tp_group=group, world_group=group)  # type: ignore[arg-type]
+    those = parts(dataclasses.replace(site("cuda:0", cache_dir=cache), dims=dims), 16 << 30)
+    assert [(part.index, part.count) for part in those] == [(i, 5) for i in range(5)]
+    assert all(5 * (part.num_bytes + (1 << 30)) <= 16 << 30 for part in those)
+    assert {part.site.dims for part in those} == {ParallelDims(rank=1, tp=2)}
+
+
+def test_a_step_without_memory_is_left_to_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens: list[int] = []
+    run = compile_ahead.TorchRunner._run
+
+    def short(runner: compile_ahead.TorchRunner, batch: compile_ahead.rehearsal.StepBatch, slot: int):  # type: ignore[no-untyped-def]
+        tokens.append(batch.num_tokens)
+        if batch.num_tokens > 90:
+            raise torch.OutOfMemoryError
+        return run(runner, batch, slot)
+
+    monkeypatch.setattr(compile_ahead.TorchRunner, "_run", short)
+    compile_ahead.run(Part(site(), 0, 2, ROOMY))
+    assert max(tokens[:-1]) > 90 and 0 < tokens[-1] <= 3
 
 
 def test_one_role_does_not_speak_for_the_others(cache: Path) -> None:
     mark(site("cuda:0", Role.PREFILL, cache))
-    assert [wanted(site("cuda:0", role, cache), ROOMY) for role in Role] == [0, 8, 8]
+    assert [len(parts(site("cuda:0", role, cache), ROOMY)) for role in Role] == [0, 8, 8]
 
 
 def test_cpus_and_starts_without_a_cache_folder_have_none(cache: Path) -> None:
     for one in (site("cpu", cache_dir=cache), site("cuda:0")):
-        assert wanted(one, ROOMY) == 0
+        assert parts(one, ROOMY) == []
         mark(one)
     assert not cache.exists()
 
 
 def test_a_start_waits_for_all_of_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     code = f"import os, time; time.sleep(0.2); open(os.path.join({str(tmp_path)!r}, str(os.getpid())), 'w')"
-    with beside(site(), 3, doing(code)):
+    with beside(site(), told(3), doing(code)):
         pass
     assert len(list(tmp_path.iterdir())) == 3
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
@@ -147,17 +175,17 @@ def test_a_start_waits_for_all_of_them(tmp_path: Path, caplog: pytest.LogCapture
 
 def test_of_ranks_with_one_cache_folder_the_first_has_them(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     first, second = site("cuda:0", cache_dir=cache), site("cuda:1", cache_dir=cache)
-    with caplog.at_level(logging.INFO), beside(first, 2, doing("")), beside(second, 2, doing("")):
+    with caplog.at_level(logging.INFO), beside(first, told(2), doing("")), beside(second, told(2), doing("")):
         pass
     assert caplog.text.count("compiled ahead processes=2") == 1
-    with caplog.at_level(logging.INFO), beside(second, 2, doing("")):
+    with caplog.at_level(logging.INFO), beside(second, told(2), doing("")):
         pass
     assert caplog.text.count("compiled ahead processes=2") == 2, "the first one's are over"
 
 
 def test_a_cache_folder_that_cannot_be_written_is_no_error(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     cache.write_text("a file")
-    with beside(site("cuda:0", cache_dir=cache), 2, doing("")):
+    with beside(site("cuda:0", cache_dir=cache), told(2), doing("")):
         pass
     mark(site("cuda:0", cache_dir=cache))
     assert "nothing is compiled ahead: NotADirectoryError" in caplog.text
@@ -171,19 +199,19 @@ def test_a_cache_folder_that_cannot_be_written_is_no_error(cache: Path, caplog: 
     ],
 )
 def test_failures_are_named_once(code: str, said: str, caplog: pytest.LogCaptureFixture) -> None:
-    with beside(site(), 2, doing(code)):
+    with beside(site(), told(2), doing(code)):
         pass
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [said]
 
 
 def test_one_that_hangs_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
-    with beside(site(), 1, doing("import time; time.sleep(600)"), limit_s=0):
+    with beside(site(), told(1), doing("import time; time.sleep(600)"), limit_s=0):
         pass
     assert "1 of 1 processes that compile ahead failed: it took too long" in caplog.text
 
 
 def test_a_command_that_is_not_there_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
-    with beside(site(), 2, ["/no/such/python"]):
+    with beside(site(), told(2), ["/no/such/python"]):
         pass
     assert "nothing is compiled ahead: FileNotFoundError" in caplog.text
 
@@ -197,7 +225,7 @@ def test_they_end_when_the_weights_cannot_be_read(monkeypatch: pytest.MonkeyPatc
         return started[-1]
 
     monkeypatch.setattr(compile_ahead.subprocess, "Popen", remembered)
-    with pytest.raises(OSError, match="no disk"), beside(site(), 2, doing("import time; time.sleep(600)")):
+    with pytest.raises(OSError, match="no disk"), beside(site(), told(2), doing("import time; time.sleep(600)")):
         raise OSError("no disk")
     assert [process.returncode for process in started] == [-9, -9]
 
@@ -216,7 +244,7 @@ def test_a_rank_starts_beside_a_process_that_runs_its_steps(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch.set_num_threads(1)
-    monkeypatch.setattr(compile_ahead, "wanted", lambda site, room: 1)
+    monkeypatch.setattr(compile_ahead, "parts", lambda site, room: [Part(site, 0, 1, ROOMY)])
     with caplog.at_level(logging.INFO):
         engine = build_engine(LIMITS, Role.UNIFIED, TINY, ParallelDims(), CPU, torch.float32)
     engine.close()

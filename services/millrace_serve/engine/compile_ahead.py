@@ -3,11 +3,10 @@ meets their kernels one after the other: minutes with empty caches, of which mos
 
 1. `beside` starts processes, each with a model of the rank's widths and random weights that has one dense layer and two
    with experts, which share theirs.
-2. Each takes the steps of the rank's own rehearsal, then its GEMMs, beginning at another place of those lists and going
-   round. What another one has compiled meanwhile is on disk and takes no time, so they end together, and what one of
-   them fails to do the others do.
-3. Then each prepares as the rank will (engine/startup.py), so nothing that a rank does is forgotten here.
-4. The rank goes on when all have ended: their memory is its own again before it is measured.
+2. Each takes the steps of the rank's own rehearsal, its GEMMs, and its graphs, beginning at another place of those
+   lists and going round. What another one has compiled meanwhile is on disk and takes no time, so they end together,
+   and what one of them fails to do the others do.
+3. The rank goes on when all have ended: their memory is its own again before it is measured.
 
 A file in the cache folder says that everything is there (`mark`); then no process is started. Those that fail are named
 in the log, and the rank compiles what is missing. They end with the rank: their stdin is a pipe that closes with it.
@@ -42,8 +41,7 @@ from millrace_serve.engine.config import Role
 from millrace_serve.engine.device import device_of
 from millrace_serve.engine.graphs import buckets_up_to
 from millrace_serve.engine.kv_pool import KvPool
-from millrace_serve.engine.phases import Phases
-from millrace_serve.engine.startup import Site, prepare
+from millrace_serve.engine.startup import Site, capture
 from millrace_serve.engine.torch_runner import TorchRunner
 from millrace_serve.model.attn_step import FormThresholds
 from millrace_serve.model.config import ModelConfig
@@ -56,7 +54,7 @@ FOLDER = "complete"  # in the cache folder: an empty file for each fingerprint w
 COMMAND = (sys.executable, "-m", "millrace_serve.engine.compile_ahead")
 MOST_PROCESSES = 8
 LIMIT_S = 300.0  # after which the rank goes on without those that have not ended
-LEAST_WORK_BYTES = 2 << 30  # of a process for activations and for drawing weights
+WORK_BYTES = 2 << 30  # for the activations of most steps; those that need more are left to the rank
 LIBRARIES = ("torch", "triton", "sgl-deep-gemm", "sgl-flash-mla", "flashinfer-python")
 # FlashInfer's module is built once, under a lock: one process builds it, the others do not wait for it.
 WITHOUT_FLASHINFER = {
@@ -75,51 +73,48 @@ class Part:
     site: Site
     index: int
     count: int
+    num_bytes: int  # that torch may allocate: the rank's weights must find room beside all parts
 
 
 # ------------------------------------------------------------------------------------------------ the rank
 
 
-def wanted(site: Site, room: int) -> int:
-    """The number of processes. `room`: bytes of the device that nobody needs while weights are read."""
+def parts(site: Site, room: int) -> list[Part]:
+    """Of the processes to start. `room`: bytes of the device that nobody needs while weights are read."""
     file = mark_file(site)
     if file is None or file.exists():
-        return 0
-    return num_processes(len(os.sched_getaffinity(0)), room, process_bytes(site) + memory.CONTEXT_BYTES)
+        return []
+    small, portable = small_config(site.model), dataclasses.replace(site, dims=alone(site.dims))
+    least = weight_bytes(small, portable.dims, site.dtype, fp8=small.fp8_blocks) + WORK_BYTES + memory.CONTEXT_BYTES
+    count = num_processes(len(os.sched_getaffinity(0)), room, least)
+    return [Part(portable, i, count, room // count - memory.CONTEXT_BYTES) for i in range(count)]
 
 
-def num_processes(cores: int, room: int, each: int) -> int:
+def num_processes(cores: int, room: int, least: int) -> int:
     """By cores and memory; one alone would be hardly faster than the rank."""
-    count = min(cores, MOST_PROCESSES, room // each)
+    count = min(cores, MOST_PROCESSES, room // least)
     return count if count > 1 else 0
 
 
-def process_bytes(site: Site) -> int:
-    """What torch may allocate in each of the processes: the rank's weights must find room beside them."""
-    small = small_config(site.model)
-    weights = weight_bytes(small, alone(site.dims), site.dtype, fp8=small.fp8_blocks)
-    demand = memory.estimate(site.limits, weights, small.hidden_size, small.vocab_size, 0)
-    return weights + max(3 * demand.activations, LEAST_WORK_BYTES)
-
-
 @contextlib.contextmanager
-def beside(site: Site, count: int, command: Sequence[str] = COMMAND, limit_s: float = LIMIT_S) -> Iterator[None]:
-    """`count` processes compile meanwhile. Waits for them in the end, and kills them when what it surrounds fails."""
+def beside(
+    site: Site, wanted: Sequence[Part], command: Sequence[str] = COMMAND, limit_s: float = LIMIT_S
+) -> Iterator[None]:
+    """Processes compile meanwhile. Waits for them in the end, and kills them when what it surrounds fails."""
     started = time.monotonic()
     with contextlib.ExitStack() as stack:
         running = []
         try:
-            count = count if count and _is_first(site, stack) else 0
-            portable = dataclasses.replace(site, dims=alone(site.dims))
-            running = [stack.enter_context(_started(Part(portable, i, count), command)) for i in range(count)]
+            if wanted and _is_first(site, stack):
+                running = [stack.enter_context(_started(part, command)) for part in wanted]
         except Exception as error:  # no start is lost for a faster one
             log.warning("nothing is compiled ahead: %s: %s", type(error).__name__, error)
         yield
         failures = [why for process, errors in running if (why := _end(process, errors, started + limit_s))]
     if failures:
-        log.warning("%d of %d processes that compile ahead failed: %s", len(failures), count, failures[0])
+        log.warning("%d of %d processes that compile ahead failed: %s", len(failures), len(running), failures[0])
     if running:
-        log.info("compiled ahead processes=%d seconds=%.1f", count, time.monotonic() - started)
+        log.info("compiled ahead processes=%d seconds=%.1f", len(running), time.monotonic() - started)
 
 
 def together(site: Site) -> None:
@@ -217,14 +212,14 @@ def main() -> None:
         if device.type == "cuda":
             torch.cuda.set_device(device)
             total = torch.cuda.get_device_properties(device).total_memory
-            torch.cuda.set_per_process_memory_fraction(process_bytes(part.site) / total)
+            torch.cuda.set_per_process_memory_fraction(part.num_bytes / total)
             if part.index:
                 stack.enter_context(backend.forced(**WITHOUT_FLASHINFER))
         run(part)
 
 
 def run(part: Part) -> None:
-    """Steps, GEMMs, and all that a rank does. torch.compile is left out: what it makes depends on all layers."""
+    """Steps, GEMMs and graphs. torch.compile is left out: what it makes depends on all layers."""
     execution = part.site.execution.model_copy(update={"compile": "off"})
     model = small_model(part.site)
     layout = msgspec.structs.replace(part.site.layout, num_layers=len(model.layers))
@@ -236,10 +231,12 @@ def run(part: Part) -> None:
     if site.role is not Role.PREFILL:
         shapes += rehearsal.decode_shapes(site.buckets or buckets_up_to(config.max_running))
     for shape in turned(shapes, part.index, part.count):
-        runner.launch(rehearsal.batch_of(shape, config.page_size, site.dims.dp)).result()
+        with contextlib.suppress(torch.OutOfMemoryError):
+            runner.launch(rehearsal.batch_of(shape, config.page_size, site.dims.dp)).result()
     most = max(shape.num_tokens for shape in shapes)
     runner.call(lambda: fp8.compile_ahead(most, site.device, part.index / part.count))
-    prepare(site, config, runner, Phases())
+    if site.buckets:
+        capture(site, config, runner)
     runner.close()
 
 

@@ -133,19 +133,24 @@ def prepare(site: Site, config: EngineConfig, runner: TorchRunner, phases: Phase
     if not site.buckets:
         return
     with phases("capture"):
-        graphs = DecodeGraphs(
-            device_of(site.device),
-            _forwards(site, runner),
-            runner.last_tokens,
-            site.buckets,
-            config.max_pages_per_seq,
-            site.model.vocab_size,
-            site.dims.dp,
-        )
-        runner.call(graphs.capture)
-        runner.use_graphs(graphs)
-        _rehearse(site, runner, list(rehearsal.decode_shapes(site.buckets)), graphs=True)
+        capture(site, config, runner)
     gc_hooks.freeze()
+
+
+def capture(site: Site, config: EngineConfig, runner: TorchRunner) -> None:
+    """The graphs of all buckets, and each replayed with greedy and other sampling."""
+    graphs = DecodeGraphs(
+        device_of(site.device),
+        _forwards(site, runner),
+        runner.last_tokens,
+        site.buckets,
+        config.max_pages_per_seq,
+        site.model.vocab_size,
+        site.dims.dp,
+    )
+    runner.call(graphs.capture)
+    runner.use_graphs(graphs)
+    _rehearse(site, runner, list(rehearsal.decode_shapes(site.buckets)), graphs=True)
 
 
 def _rehearse(site: Site, runner: TorchRunner, shapes: list[Shape], *, graphs: bool) -> None:

@@ -102,8 +102,7 @@ def load_rank(
     control = ControlGroups.create(dims)
     if model is None:
         with phases("load"):
-            processes = compile_ahead.wanted(site, planner.check())
-            with compile_ahead.beside(site, processes):
+            with compile_ahead.beside(site, compile_ahead.parts(site, planner.check())):
                 model = _model(site, path)
             compile_ahead.together(site)
     with phases("memory"):
