@@ -25,6 +25,7 @@ from millrace_kernels.triton.small_linear import exact_bf16
 PROGRAMS = 264  # two for each of an H200's 132 multiprocessors: enough loads in flight
 BLOCK_T = 16  # rows of the smallest tensor-core tile
 CLASSES = (32, 64, 128, 256)  # tokens up to which a measured tile holds
+WIDTHS = 128, 512  # of a head of V3 and of its latent: the tables hold for these, and tiles need not divide others
 
 
 class Tile(NamedTuple):
@@ -51,12 +52,17 @@ PROJECT_QUANT: dict[tuple[int, int, int], Tile] = {
 
 def absorb_is_measured(num_tokens: int, shape: tuple[int, ...]) -> bool:
     """For a w_uk [H, N, C]; shape: (H, N, C, bytes of an element)."""
-    return measured(ABSORB, (_class(num_tokens), shape[0], shape[3])) is not None
+    return _is_measured(ABSORB, num_tokens, shape)
 
 
 def project_quant_is_measured(num_tokens: int, shape: tuple[int, ...]) -> bool:
     """For a w_uv [H, V, C]; shape: (H, V, C, bytes of an element)."""
-    return measured(PROJECT_QUANT, (_class(num_tokens), shape[0], shape[3])) is not None
+    return _is_measured(PROJECT_QUANT, num_tokens, shape)
+
+
+def _is_measured(table: dict[tuple[int, int, int], Tile], num_tokens: int, shape: tuple[int, ...]) -> bool:
+    heads, *widths, size = shape
+    return tuple(widths) == WIDTHS and measured(table, (_class(num_tokens), heads, size)) is not None
 
 
 def _class(num_tokens: int) -> int:
