@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 import torch
+from millrace_bench.tasks import TASKS
 from millrace_cli.cluster import ClusterSpec, LocalCluster
+from millrace_router.tokenizer import Tokenizer
 from millrace_serve.model.export_fp8 import export
 from millrace_testing.client import Answer, Client
 from millrace_testing.paths import TINY
@@ -25,9 +27,11 @@ NEW_TOKENS = 40
 CONCURRENCY = 16
 PART = 0.12  # of a GPU: up to five workers share one, perhaps beside other programs
 
-# In BF16 with FP8 products a sum in another order may turn an almost even choice, and all that follows it.
-LEAST_SHARED = 0.6  # of all tokens, those before the first difference of their sequence
-LARGEST_SHIFT = 0.05  # mean difference of the log-probabilities of those
+# In BF16 with FP8 products a sum in another order may turn an almost even choice, and all that follows it: of random
+# prompts most, of questions that the model was trained to answer next to none.
+FP8_QUESTIONS = {"copy": 8, "sort": 4, "retrieval_1k": 4}  # of a task
+MOST_DIFFERENT = 1  # of their answers
+LARGEST_SHIFT = 0.05  # mean difference of the log-probabilities of equal ones
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 # Where every kernel is compiled at the first start.
@@ -110,13 +114,11 @@ async def test_fp8_says_the_same_through_the_pair_and_unified(tmp_path: Path) ->
     export(TINY, tmp_path / "fp8")
     pair = await answers_in_fp8(tmp_path / "fp8", prefill=1, decode=1)
     unified = await answers_in_fp8(tmp_path / "fp8", prefill=0, decode=0, unified=1)
-    shared, shifts = 0, []
-    for one, other in zip(pair, unified, strict=True):
-        same = [a == b for a, b in zip(one.tokens, other.tokens, strict=True)]
-        count = (*same, False).index(False)
-        shared += count
-        shifts += [abs(a - b) for a, b in zip(one.sampled[:count], other.sampled[:count], strict=True)]
-    assert shared >= LEAST_SHARED * NEW_TOKENS * CONCURRENCY, shared
+    both = list(zip(pair, unified, strict=True))
+    different = [(one.tokens, other.tokens) for one, other in both if one.tokens != other.tokens]
+    assert len(different) <= MOST_DIFFERENT, different
+    same = [(one.sampled, other.sampled) for one, other in both if one.tokens == other.tokens]
+    shifts = [abs(a - b) for one, other in same for a, b in zip(one, other, strict=True)]
     assert sum(shifts) / len(shifts) <= LARGEST_SHIFT, (sum(shifts) / len(shifts), max(shifts))
 
 
@@ -124,8 +126,16 @@ async def answers_in_fp8(model: Path, **workers: int) -> list[Answer]:
     """Greedy, in BF16 with FP8 weights."""
     device = ("device=cuda", f"memory_fraction={PART}")
     worker_set = (*device, "dtype=bfloat16", "limits.canary=true", "limits.poison=true")
-    spec = ClusterSpec(**workers, model=model, worker_set=worker_set)
+    spec, asked = ClusterSpec(**workers, model=model, worker_set=worker_set), await questions()
     async with LocalCluster(spec) as cluster, Client(cluster.grpc_address, cluster.admin_address) as client:
-        answers = await run_all(client)
+        told = {"max_tokens": NEW_TOKENS, "logprobs": 0, "timeout": 240}
+        answers = await asyncio.gather(*(client.generate(question, **told) for question in asked))
         await client.wait_whole()
     return answers
+
+
+async def questions() -> list[list[int]]:
+    tokenizer = Tokenizer.load(TINY)
+    items = [item for task, count in FP8_QUESTIONS.items() for item in TASKS[task].items(0, count)]
+    texts = [tokenizer.render([message._asdict() for message in item.messages]) for item in items]
+    return [await tokenizer.encode(text, add_bos=False) for text in texts]

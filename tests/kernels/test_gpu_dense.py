@@ -110,7 +110,7 @@ def test_fp8_linear(n: int, k: int) -> None:
 def test_fp8_linear_in_parts(n: int, k: int) -> None:
     """Every way of ours to load and to add up; parts are added in order, so equal inputs give equal bits."""
     weight, most = stacked_weight(n, k), max(k // 128 // 3, 1)
-    for num, tile in ((17, (32, 128)), (64, (64, 128)), (64, (64, 256)), (100, (128, 64)), (256, (128, 64))):
+    for num, tile in ((17, (32, 128)), (64, (64, 128)), (100, (128, 64)), (256, (128, 64))):
         x = fp8.quant_groups(rows(num, k))
         wanted = expected(lambda x=x: fp8.fp8_linear(x, weight, torch.float32))
         for splits, tma, joined in ((1, True, True), (3, True, True), (5, True, False), (4, False, True)):
