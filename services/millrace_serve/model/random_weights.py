@@ -17,7 +17,7 @@ Shape = tuple[int, ...]
 Slice = tuple[int, int]
 
 _SIGMAS = 6.0  # that the largest FP8 value stands for
-_CHUNK = 1 << 28  # elements drawn at a time
+_CHUNK = 1 << 26  # elements drawn at a time: 256 MiB, beside the weights themselves
 
 
 class RandomWeights:
