@@ -109,8 +109,9 @@ class ClusterSpec:
         return (*own, *self.worker_set)
 
     def _of(self, key: str) -> int:
-        """What the workers are told of a number that is 1 else."""
-        return next((int(item.partition("=")[2]) for item in self.worker_set if item.startswith(f"{key}=")), 1)
+        """What the workers are told last of a number that is 1 else; they refuse what is none."""
+        told = [item.partition("=")[2].strip() for item in self.worker_set if item.startswith(f"{key}=")]
+        return int(told[-1]) if told and told[-1].isdecimal() else 1
 
 
 def new_log_dir() -> Path:

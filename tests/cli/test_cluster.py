@@ -111,6 +111,9 @@ def test_workers_have_gpus_of_their_own_where_there_are_enough(make_spec) -> Non
     assert make_spec(worker_set=on_gpu, gpus=4).settings("decode-0") == ("first_gpu=2", *on_gpu)
     crowded = make_spec(worker_set=on_gpu, decode=2, gpus=4)
     assert crowded.settings("decode-1") == ("first_gpu=4", "memory_fraction=0.450", *on_gpu)
+    again, wrong = (*on_gpu, "tp=1"), ("device=cuda", "tp=two")  # the last counts; what is no number a worker refuses
+    assert make_spec(worker_set=again, gpus=4).settings("decode-0") == ("first_gpu=1", *again)
+    assert make_spec(worker_set=wrong, gpus=4).settings("decode-0") == ("first_gpu=1", *wrong)
 
 
 def test_logs_may_be_kept_elsewhere(tmp_path: Path, make_spec, monkeypatch: pytest.MonkeyPatch) -> None:
