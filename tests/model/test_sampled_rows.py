@@ -10,9 +10,13 @@ import pytest
 import torch
 from millrace_kernels.fp8 import Operand
 from millrace_kernels.testing.numeric import MODEL_TOLERANCE, assert_close
+from millrace_serve.model.attn_step import FormThresholds
+from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model
 from millrace_serve.model.inputs import ForwardInput
 from millrace_serve.model.parallel import ParallelDims
+from millrace_serve.model.random_weights import RandomWeights
+from millrace_testing.checkpoint import CONFIG
 from model.harness import Driver, Seq, random_prompt
 from torch import Tensor
 
@@ -75,6 +79,20 @@ def test_rows_within_a_prompt(model: DeepseekV3, widths: list[int]) -> None:
         MODEL_TOLERANCE,
     )
     assert widths == [5, 130]
+
+
+@pytest.mark.parametrize("dense", [0, 1])
+def test_the_first_layer_may_be_the_last(dense: int) -> None:
+    """And its queries may come from the hidden state itself, as a view of a wider product."""
+    config = ModelConfig.parse({**CONFIG, "num_hidden_layers": 1, "first_k_dense_replace": dense, "q_lora_rank": None})
+    weights = RandomWeights(torch.device("cpu"), torch.float32, fp8=False)
+    model = DeepseekV3(weights, config, ParallelDims(), FormThresholds())
+    driver, seqs = Driver(model), [Seq(random_prompt(70, config.vocab_size, i)) for i in range(3)]
+    driver.step([(seqs[0], 69), (seqs[1], 64)])
+    inputs = driver.build([(seqs[0], 1), (seqs[1], 2), (seqs[2], 1)])  # decode, a chunk, a prompt of one token
+    inputs = replace(inputs, sample_rows=torch.tensor([3, 0, 1, 1]))
+    expected = model.forward(inputs, driver.kv)[inputs.sample_rows]
+    assert_close(model.forward_sampled(inputs, driver.kv), expected, MODEL_TOLERANCE)
 
 
 def test_a_decode_step_and_replicas_compute_every_row(
