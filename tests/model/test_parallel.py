@@ -33,7 +33,7 @@ SCHEDULE: list[list[tuple[tuple[int, int], int]]] = [
 
 
 def run_schedule(dims: ParallelDims, path: str) -> list[Tensor]:
-    """The logits of this replica's rows, step by step."""
+    """The logits of this replica's rows, step by step; those of the sampled ones come alone too."""
     driver = Driver(load_model(path, dims, torch.device("cpu"), torch.float32), seed=dims.rank)
     seqs = [Seq(random_prompt(140, VOCAB, 10 * dims.dp_rank + i)) for i in range(2)]
     out = []
@@ -41,7 +41,11 @@ def run_schedule(dims: ParallelDims, path: str) -> list[Tensor]:
         counts = tuple(sum(nums) + padding for nums, padding in step[: dims.dp])
         nums, padding = step[dims.dp_rank]
         work = [(seq, num) for seq, num in zip(seqs, nums, strict=True) if num]
-        out.append(driver.step(work, padding, counts if dims.dp > 1 else ()))
+        rows = padding, counts if dims.dp > 1 else ()
+        inputs = driver.build(work, *rows)
+        sampled = driver.model.logits(driver.model.forward_sampled(inputs, driver.kv))
+        out.append(driver.step(work, *rows))
+        assert_close(sampled, out[-1][inputs.sample_rows], MODEL_TOLERANCE)
     return out
 
 
