@@ -373,7 +373,8 @@ def test_rows_of_the_matrix_on_a_gpu() -> None:
     reference, *found = matrix.rows(str(TINY), str(TINY), 256, "cuda")
     assert (reference.system.kind, reference.system.device) == (Kind.MODEL, "cpu")
     assert [row.system.kind for row in found] == [Kind.MODEL, Kind.MODEL, Kind.PAIR, Kind.PAIR]
-    assert all("cuda" in (row.system.device, *row.system.worker_set[:1])[-1] for row in found)
+    assert all("cuda" in f"{row.system.device} {row.system}" for row in found)
+    assert all(f"memory_fraction={matrix.GPU_PART}" in str(row.system) for row in found)
     assert not any(row.exact for row in found) and 2 * matrix.GPU_PART < 0.8
 
 

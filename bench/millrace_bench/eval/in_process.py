@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from millrace_cli.errors import CommandError
 from millrace_router.tokenizer import Tokenizer
+from millrace_rpc.config import load
 from millrace_serve.engine.core import FinishReason, Request, RequestId, SamplingParams, SequenceOutput, Submit
 from millrace_serve.engine.torch_factory import build_engine
 from millrace_serve.model.parallel import ParallelDims
@@ -18,7 +19,6 @@ from millrace_serve.worker.config import WorkerConfig
 
 from millrace_bench.eval.backend import Answer, Done, Job, Perplexity
 from millrace_bench.eval.perplexity import checkpoint_logits, measure
-from millrace_bench.eval.system import GPU_PART
 from millrace_bench.heldout_texts import TEXTS
 
 
@@ -29,10 +29,10 @@ class EngineBackend:
     2. `close` stops the engine.
     """
 
-    def __init__(self, folder: Path, device: str, concurrency: int) -> None:
+    def __init__(self, folder: Path, device: str, concurrency: int, worker_set: Sequence[str] = ()) -> None:
         """ValueError (ConfigError, CheckpointError) for a checkpoint that cannot be used."""
-        own = {"role": "unified", "model": folder, "device": device, "memory_fraction": GPU_PART}
-        self._config = WorkerConfig.model_validate(own)
+        own = ("role=unified", f"model={folder}", f"device={device}", *worker_set)
+        self._config = load(WorkerConfig, overrides=own)
         self._folder, self._concurrency = folder, concurrency
         self._dtype = getattr(torch, self._config.dtype)
         self._tokenizer = Tokenizer.load(folder)

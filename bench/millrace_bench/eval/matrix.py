@@ -34,8 +34,10 @@ from millrace_bench.eval.backend import Perplexity
 from millrace_bench.eval.report import comparison_table, differences_table, evaluation_table, make_console, make_table
 from millrace_bench.eval.run import Jobs, Suite, measure
 from millrace_bench.eval.score import Comparison, Evaluation
-from millrace_bench.eval.system import GPU_PART, Kind, System
+from millrace_bench.eval.system import Kind, System
 from millrace_bench.tasks import TASKS
+
+GPU_PART = 0.3  # for each of two workers, and for an engine of this process
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +59,12 @@ class Check:
 def rows(bf16: str, fp8: str, chunk: int, device: str) -> list[Row]:
     """On a GPU BF16 answers may differ: its rounding turns almost even choices."""
     if device == "cuda":
-        on_gpu = ("device=cuda", f"memory_fraction={GPU_PART}")
+        part = (f"memory_fraction={GPU_PART}",)
+        on_gpu = ("device=cuda", *part)
         return [
             Row("CPU FP32", System(Kind.MODEL, bf16)),
-            Row("engine BF16", System(Kind.MODEL, bf16, device), exact=False),
-            Row("engine FP8", System(Kind.MODEL, fp8, device), exact=False),
+            Row("engine BF16", System(Kind.MODEL, bf16, device, part), exact=False),
+            Row("engine FP8", System(Kind.MODEL, fp8, device, part), exact=False),
             Row("P → D BF16", System(Kind.PAIR, bf16, worker_set=on_gpu), exact=False),
             Row("P → D FP8", System(Kind.PAIR, fp8, worker_set=on_gpu), exact=False),
         ]

@@ -34,15 +34,13 @@ class Kind(StrEnum):
 
 FOLDERS = (Kind.MODEL, Kind.TRANSFORMERS, Kind.PAIR, Kind.UNIFIED)  # kinds that name a checkpoint
 
-GPU_PART = 0.3  # for an engine in this process, and for each worker that is compared with it
-
 
 @dataclass(frozen=True, slots=True)
 class System:
     kind: Kind
     where: str  # address, URL or checkpoint folder
     device: str = "cpu"  # of MODEL and TRANSFORMERS
-    worker_set: tuple[str, ...] = ()  # of PAIR and UNIFIED: `--set` items of every worker
+    worker_set: tuple[str, ...] = ()  # of MODEL, PAIR and UNIFIED: `--set` items of every worker
 
     def __post_init__(self) -> None:
         if self.kind in FOLDERS and not (Path(self.where) / "config.json").is_file():
@@ -96,7 +94,7 @@ class System:
         from millrace_bench.eval.in_process import EngineBackend
 
         try:
-            backend = EngineBackend(Path(self.where), self.device, concurrency)
+            backend = EngineBackend(Path(self.where), self.device, concurrency, self.worker_set)
         except (ValueError, OSError) as error:
             raise CommandError(str(error)) from error
         with contextlib.closing(backend):
