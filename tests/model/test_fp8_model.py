@@ -13,7 +13,7 @@ from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model
 from millrace_serve.model.export_fp8 import export
 from millrace_serve.model.moe import Moe
 from millrace_serve.model.parallel import ParallelDims
-from millrace_serve.model.weights import Checkpoint, stack_rows
+from millrace_serve.model.weights import Checkpoint, keeps_fp8, stack_rows
 from millrace_testing.paths import TINY
 from model.harness import Driver, Seq, random_prompt
 
@@ -75,3 +75,11 @@ def test_rows_on_top_of_each_other() -> None:
     assert isinstance(turned, torch.Tensor) and torch.equal(turned, torch.cat((plain[256:], plain[:256])))
     mixed = stack_rows((parts[0], matrices[1]), torch.float32)
     assert isinstance(mixed, torch.Tensor) and torch.equal(mixed[256:], matrices[1])
+
+
+def test_fp8_weights_stay_where_kernels_can_run_on_them(random_fp8: Path, random_bf16: Path) -> None:
+    """Those of GPUs give BF16: a worker with dtype=float32 runs on dequantised weights."""
+    fp8, gpu = ModelConfig.load(random_fp8), torch.device("cuda")
+    assert keeps_fp8(fp8, gpu, torch.bfloat16)
+    assert not keeps_fp8(fp8, gpu, torch.float32) and not keeps_fp8(fp8, CPU, torch.bfloat16)
+    assert not keeps_fp8(ModelConfig.load(random_bf16), gpu, torch.bfloat16)

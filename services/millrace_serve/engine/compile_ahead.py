@@ -85,7 +85,7 @@ def parts(site: Site, room: int) -> list[Part]:
     if file is None or file.exists():
         return []
     small, portable = small_config(site.model), dataclasses.replace(site, dims=alone(site.dims))
-    least = weight_bytes(small, portable.dims, site.dtype, fp8=small.fp8_blocks) + WORK_BYTES + memory.CONTEXT_BYTES
+    least = weight_bytes(small, portable.dims, site.dtype, fp8=site.fp8) + WORK_BYTES + memory.CONTEXT_BYTES
     count = num_processes(len(os.sched_getaffinity(0)), room, least)
     return [Part(portable, i, count, room // count - memory.CONTEXT_BYTES) for i in range(count)]
 
@@ -243,7 +243,7 @@ def run(part: Part) -> None:
 def small_model(site: Site) -> DeepseekV3:
     """The last layer is the one before it once more; unlike that one it goes on with the sampled rows only."""
     config = small_config(site.model)
-    weights = RandomWeights(site.device, site.dtype, fp8=config.fp8_blocks)
+    weights = RandomWeights(site.device, site.dtype, fp8=site.fp8)
     model = DeepseekV3(weights, config, site.dims, FormThresholds())
     model.layers.append(model.layers[-1])
     return model

@@ -25,6 +25,7 @@ from millrace_serve.engine.torch_runner import Model, TorchRunner
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.weight_bytes import weight_bytes
+from millrace_serve.model.weights import keeps_fp8
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +51,11 @@ class Site:
             return ()
         return buckets_up_to(self.limits.max_running, self.execution.graph_buckets)
 
+    @property
+    def fp8(self) -> bool:
+        """Whether products run on FP8 weights."""
+        return keeps_fp8(self.model, self.device, self.dtype)
+
 
 class MemoryPlanner:
     """1. made before anything is on the device; 2. `check` before the weights are read; 3. `pages` after."""
@@ -68,7 +74,7 @@ class MemoryPlanner:
         if self._memory is None:
             return 0
         site, model = self._site, self._site.model
-        weights = weight_bytes(model, site.dims, site.dtype, fp8=model.fp8_blocks)
+        weights = weight_bytes(model, site.dims, site.dtype, fp8=site.fp8)
         demand = memory.estimate(site.limits, weights, model.hidden_size, model.vocab_size, len(site.buckets))
         plan = self._plan(demand)
         log.info("memory, estimated before the weights are read:\n%s", plan.table())

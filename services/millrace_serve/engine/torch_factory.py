@@ -119,7 +119,7 @@ def load_rank(
 def _model(site: Site, path: Path) -> DeepseekV3:
     if not site.execution.random_weights:
         return load_model(path, site.dims, site.device, site.dtype)
-    weights = RandomWeights(site.device, site.dtype, fp8=site.model.fp8_blocks)
+    weights = RandomWeights(site.device, site.dtype, fp8=site.fp8)
     return DeepseekV3(weights, site.model, site.dims, FormThresholds())
 
 

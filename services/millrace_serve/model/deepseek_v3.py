@@ -21,7 +21,7 @@ from millrace_serve.model.inputs import ForwardInput
 from millrace_serve.model.layers import RmsNorm, VocabParallel
 from millrace_serve.model.mtp import Mtp
 from millrace_serve.model.parallel import ParallelDims
-from millrace_serve.model.weights import Checkpoint, Weights
+from millrace_serve.model.weights import Checkpoint, Weights, keeps_fp8
 from millrace_serve.model.yarn import rope_tables
 
 log = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ def load_model(
     """Reads this rank's part of a checkpoint directory.
 
     Args:
-        keep_fp8: GEMMs run on the FP8 weights themselves; otherwise they are dequantised to `dtype`. None: on CUDA.
+        keep_fp8: GEMMs run on the FP8 weights themselves; otherwise they are dequantised to `dtype`. None: `keeps_fp8`.
 
     Raises:
         ConfigError: config.json is unusable.
@@ -120,7 +120,8 @@ def load_model(
     """
     started = time.monotonic()
     config = ModelConfig.load(path)
-    ckpt = Checkpoint(path, config, device, dtype, keep_fp8=device.type == "cuda" if keep_fp8 is None else keep_fp8)
+    keep = keeps_fp8(config, device, dtype) if keep_fp8 is None else keep_fp8
+    ckpt = Checkpoint(path, config, device, dtype, keep_fp8=keep)
     model = DeepseekV3(ckpt, config, dims, thresholds or FormThresholds())
     ckpt.finish()
     log.info("model loaded path=%s rank=%d dtype=%s seconds=%.1f", path, dims.rank, dtype, time.monotonic() - started)

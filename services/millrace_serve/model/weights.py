@@ -30,6 +30,13 @@ Shape = tuple[int, ...]
 Slice = tuple[int, int]  # half-open
 
 
+def keeps_fp8(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether products run on the FP8 weights of a checkpoint themselves: on GPUs, whose kernels give BF16. For other
+    activations, and on CPUs, weights are dequantised.
+    """
+    return config.fp8_blocks and device.type == "cuda" and dtype == torch.bfloat16
+
+
 class CheckpointError(ValueError):
     """The checkpoint is unreadable or does not match its config; the message names the tensor."""
 
