@@ -110,14 +110,14 @@ def _attend(
         end = tl.minimum(k_len, first + BLOCK_M) if CAUSAL else k_len
         for start in range(0, end, BLOCK_N):
             key = start + tl.arange(0, BLOCK_N)
-            inside = (key < k_len)[:, None]  # past it there may be NaN
-            scores = _scores(q, q_rest, k_rows + key[:, None] * k_row, inside, D1, D2)
+            inside, row = (key < k_len)[:, None], key[:, None].to(tl.int64)  # past k_len there may be NaN
+            scores = _scores(q, q_rest, k_rows + row * k_row, inside, D1, D2)
             visible = key[None, :] < k_len
             if CAUSAL:
                 visible = visible & (key[None, :] <= query[:, None])
             scores = tl.where(visible, scores * (scale * LOG2E), float("-inf"))
             weights, fade, largest, total = fold(scores, largest, total)
-            v = tl.load(v_rows + key[:, None] * v_row + column, mask=inside, other=0.0)
+            v = tl.load(v_rows + row * v_row + column, mask=inside, other=0.0)
             out = out * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
 
         out, lse = finish(out, largest, total)
