@@ -112,21 +112,14 @@ class EngineLoop:
                 self._engine.submit(message)
 
     def _ship(self, events: Events) -> None:
-        """Without events, a load that is not news, or not news enough while the engine is busy, stays here. That
-        sequences run is enough: the frontend takes silence after it for a hang (worker/step_watch.py).
-        """
+        """Without events, a load that is not news, or not news enough while the engine is busy, stays here."""
         if not events:
             if events.load == self._shipped:
                 return
-            recent = time.monotonic() - self._shipped_at < LOAD_INTERVAL_S
-            if recent and self._engine.has_work() and _runs(events.load) <= _runs(self._shipped):
+            if self._engine.has_work() and time.monotonic() - self._shipped_at < LOAD_INTERVAL_S:
                 return
         self._report(events)
         self._shipped, self._shipped_at = events.load, time.monotonic()
-
-
-def _runs(load: Load | None) -> bool:
-    return load is not None and load.running > 0
 
 
 def follower_inbox(
