@@ -104,6 +104,8 @@ class Admission:
 
     def make_room(self, tickets: int, place: Place, tokens: int, left_s: float | None) -> None:
         """For so many tickets of `tokens` prompt tokens each, whose client waits `left_s` more (None: for ever)."""
+        if left_s is not None and left_s <= 0:
+            raise MillraceError(Reason.DEADLINE_EXCEEDED, "the deadline had passed before the request could wait")
         self.check_room(tickets, place)
         wait = self.wait_of(place, tokens)
         if left_s is not None and wait is not None and wait > left_s:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import random
 import shutil
 import socket
 import sys
@@ -46,10 +48,13 @@ class Target:
 
 
 def free_port() -> int:
-    """For servers that cannot say which port they took."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """For servers that cannot say which port they took. Below those that the kernel gives to clients: one of them would
+    take it before the server does.
+    """
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", random.SystemRandom().randrange(20_000, 32_000)))
+            return int(probe.getsockname()[1])
 
 
 class Prometheus:

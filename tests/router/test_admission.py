@@ -128,6 +128,7 @@ def test_no_deadline_is_refused_while_nobody_waits() -> None:
         gate.now, gate.room = gate.now + 1, 100
         gate.enter("x", tokens=100)
     gate.queue.make_room(1, gate.queue.place(0), 10**6, 0.001)
+    assert gate.refusal(left_s=0.0).reason is gate.refusal(left_s=-1.0).reason is Reason.DEADLINE_EXCEEDED
 
 
 def test_whoever_holds_most_of_a_full_queue_gives_way() -> None:
