@@ -73,9 +73,8 @@ def _experts(num: int, rank: Rank) -> Iterator[Task]:
     yield Task("permute", functools.partial(permute, x, plan, permuted), (4, False), ways)
     gate_up = torch.zeros(plan.num_rows, 2 * rank.size, dtype=torch.bfloat16, device=CUDA)
     rows_warps = ((8, 2), (8, 4), (16, 4), (16, 8), (32, 8))
-    programs_stages = [*itertools.product((132 * 8, 132 * 16), (1, 2, 4))]
-    tiles = [(rows, programs, warps, stages) for rows, warps in rows_warps for programs, stages in programs_stages]
-    yield Task("silu_mul_quant", functools.partial(silu_mul_quant, gate_up, plan), (16, 132 * 8, 4, 1), tiles)
+    tiles = [(rows, programs, warps) for rows, warps in rows_warps for programs in (132 * 8, 132 * 16)]
+    yield Task("silu_mul_quant", functools.partial(silu_mul_quant, gate_up, plan), (16, 132 * 8, 4), tiles)
     y = torch.zeros(plan.num_rows, rank.dims.hidden, dtype=torch.bfloat16, device=CUDA)
     out = torch.empty(num, rank.dims.hidden, dtype=torch.bfloat16, device=CUDA)
     widths = [*itertools.product((256, 512, 1024, 2048, 4096, 8192), (1, 2, 4, 8))]

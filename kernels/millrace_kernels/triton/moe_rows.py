@@ -108,7 +108,6 @@ def _silu_mul_quant_kernel(
     SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     PADDED: tl.constexpr,
-    STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A fixed grid walks over the tiles of ROWS rows and 128 columns that exist."""
@@ -117,7 +116,7 @@ def _silu_mul_quant_kernel(
     wait(PDL)
     go_ahead(PDL)
     tiles = tl.load(total_ptr) // ROWS * columns
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         first = tile // columns * ROWS
         used = True
         if PADDED:
@@ -133,11 +132,9 @@ def _silu_mul_quant_kernel(
             tl.store(scales_ptr + scale_offset(row, column, group_rows, columns, PADDED), scale)
 
 
-def silu_mul_quant(
-    x: Tensor, route: Route, rows: int = 16, programs: int = 132 * 8, num_warps: int = 4, stages: int = 1
-) -> Fp8:
+def silu_mul_quant(x: Tensor, route: Route, rows: int = 16, programs: int = 132 * 8, num_warps: int = 4) -> Fp8:
     """x [num_rows, 2I] -> silu(gate) * up [num_rows, I], rows of the route's layout; whole tiles without a row are
-    left out. `stages`: tiles of a program that are on their way or computed at a time.
+    left out.
     """
     num_rows, size = x.shape[0], x.shape[1] // 2
     assert size % BLOCK == 0 and route.group_rows % rows == 0 and x.is_contiguous(), (x.shape, route.group_rows)
@@ -146,7 +143,7 @@ def silu_mul_quant(
     grid = min(programs, num_rows // rows * (size // BLOCK))
     _silu_mul_quant_kernel[(grid,)](
         x, out, scales, route.counts, route.total, route.group_rows,
-        size, rows, route.group_rows != num_rows, stages, **options(num_warps),
+        size, rows, route.group_rows != num_rows, **options(num_warps),
     )  # fmt: skip
     return Fp8(out, scales)
 
