@@ -10,7 +10,7 @@ from millrace_kernels import sample_tokens as op
 from millrace_kernels.backend import forced
 from millrace_kernels.ref.sample_tokens import gumbel_noise
 from millrace_kernels.testing.sampling import draw_inputs, kept, kept_by_bounds
-from millrace_kernels.triton import sample_filter
+from millrace_kernels.triton import sample_candidates, sample_filter
 from millrace_kernels.triton.sample_tokens import _estimated_noise, _noise
 from torch import Tensor
 
@@ -86,8 +86,10 @@ def test_estimates_of_noise_are_near() -> None:
     ],
     ids=str,
 )  # fmt: skip
+@pytest.mark.parametrize("most", [sample_candidates.MOST, 60], ids=["candidates", "too many candidates"])
 @pytest.mark.parametrize("logits", ["drawn", "ties", "equal", "signed zeros", "few allowed", "one allowed"])
-def test_the_kept_set(logits: str, given: dict[str, float]) -> None:
+def test_the_kept_set(logits: str, most: int, given: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sample_candidates, "MOST", most)
     x = torch.randn(1, 5000, generator=torch.Generator().manual_seed(1)) * 2
     if logits == "ties":
         x = (x * 2).round()
@@ -101,6 +103,20 @@ def test_the_kept_set(logits: str, given: dict[str, float]) -> None:
         x[:, torch.arange(5000) != 4321] = -torch.inf
     values = filters(**given)
     assert torch.equal(kept_by_bounds(x, **values), kept(x.double(), **values))
+
+
+@pytest.mark.parametrize(
+    ("given", "nats"), [({"top_k": 999}, 4), ({"top_k": 1}, 2), ({"top_p": 0.9}, 4), ({"top_p": 1 - 1e-6}, 10)], ids=str
+)
+def test_candidates(given: dict[str, float], nats: int) -> None:
+    """All within so many nats of the best, in the order of ids."""
+    x = -torch.arange(5000.0)[None].remainder(50) / 5  # 100 tokens each at 0, -0.2, -0.4, ...
+    x[:, ::3] = -torch.inf
+    rows = filters(**given)
+    found = sample_candidates.candidates(x, log_min_p=rows.pop("min_p").log(), **rows)
+    wanted = x[(x >= -nats) & (x > -torch.inf)]
+    assert found.sizes.item() == len(wanted) and torch.equal(found.values[0, : len(wanted)], wanted)
+    assert found.tops.item() == 0.0 and found.masses.item() == pytest.approx(x.exp().sum().item())
 
 
 def test_a_row_of_nothing_gives_token_0() -> None:

@@ -1,9 +1,10 @@
 """Which tokens top_k, top_p and min_p keep, without sorting.
 
 Sorted by falling y, smaller ids first among equals, the kept tokens are a prefix: all with y above a value, and of
-those equal to it the first few. A program per row searches the value over the bits of float32 as ordered integers,
-PROBES at a time, each pass one walk over the row. Both ends of the interval move to values that occur, so a search ends
-after some six passes. Sums have a fixed order: equal inputs give equal bits.
+those equal to it the first few. A program per row searches the value, among the row's candidates (sample_candidates.py)
+or, by a second launch, among all where those are too many: over the bits of float32 as ordered integers, PROBES at a
+time, each pass one walk. Both ends of the interval move to values that occur, so a search ends after some six passes.
+Sums have a fixed order: equal inputs give equal bits.
 """
 
 from __future__ import annotations
@@ -14,29 +15,26 @@ import triton.language as tl
 from torch import Tensor
 
 from millrace_kernels.triton.launch import options, wait
+from millrace_kernels.triton.sample_candidates import candidates, filters_of, scaled, weights
 
-BLOCK, PROBES, WARPS = 4096, 8, 16
+PROBES = 8
+BLOCKS = {True: (1024, 4), False: (4096, 16)}  # tokens of a step and warps, among candidates and among all
 
 
 def bounds(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[Tensor, Tensor]:
     """float32 [S] and int32 [S]: kept is y > value, and y == value up to and including id `last`. -inf and V where
     nothing is filtered.
     """
-    num, vocab = logits.shape
-    values = torch.empty(num, dtype=torch.float32, device=logits.device)
-    lasts = torch.empty(num, dtype=torch.int32, device=logits.device)
-    _bounds[(num,)](
-        values, lasts, logits, temperature, top_k, top_p, min_p.log(), logits.stride(0), vocab,
-        BLOCK=BLOCK, PROBES=PROBES, **options(WARPS),
-    )  # fmt: skip
+    rows = (logits, temperature, top_k, top_p, min_p.log())
+    found = candidates(*rows)
+    values, lasts = torch.empty_like(found.tops), torch.empty_like(found.sizes)
+    given = (*rows, logits.stride(0), logits.shape[1])
+    for few, (block, warps) in BLOCKS.items():
+        _bounds[found.sizes.shape](
+            values, lasts, *found, *given, MOST=found.values.shape[1], FEW=few, BLOCK=block, PROBES=PROBES,
+            **options(warps),
+        )  # fmt: skip
     return values, lasts
-
-
-@triton.jit
-def scaled(x_row, ids, vocab, heat):
-    """logits / temperature as the reference divides; -inf past the end."""
-    x = tl.load(x_row + ids, ids < vocab, other=float("-inf"))
-    return tl.div_rn(x, tl.broadcast_to(heat, x.shape))
 
 
 @triton.jit
@@ -48,42 +46,50 @@ def _ordered(y):
 
 @triton.jit
 def _bounds(
-    values, lasts, logits, temperature, top_k, top_p, log_min_p, stride, vocab,
-    BLOCK: tl.constexpr, PROBES: tl.constexpr, PDL: tl.constexpr,
+    values, lasts, found, sizes, tops, masses, logits, temperature, top_k, top_p, log_min_p, stride, vocab,
+    MOST: tl.constexpr, FEW: tl.constexpr, BLOCK: tl.constexpr, PROBES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """FEW: of all rows but those to be searched that have no candidates."""
     row = tl.program_id(0)
-    x_row = logits + row.to(tl.int64) * stride
     wait(PDL)
-    heat, mass, floor = tl.load(temperature + row), tl.load(top_p + row), tl.load(log_min_p + row)
-    count = tl.load(top_k + row)
-    limited = (count > 0) & (count < vocab)
-    if (heat > 0.0) & (limited | (mass < 1.0) | (floor > float("-inf"))):
-        lowest, highest = _ends(x_row, heat, vocab, BLOCK)
-        top = _value(highest)
-        # top_k: without one, the lowest and all equal to it
-        hi = tl.where(limited, highest, lowest)
-        key = _search(x_row, heat, vocab, top, lowest, hi, count.to(tl.float32), True, BLOCK, PROBES)
-        above, mass_above, equal = _around(x_row, heat, vocab, top, key, BLOCK)
-        kept = tl.where(limited, tl.minimum(count.to(tl.int32) - above, equal), equal)
-        # top_p: of what top_k leaves
-        target = mass * (mass_above + _weights(_value(key), top) * kept.to(tl.float32))
-        kth, hi = key, tl.where(mass < 1.0, highest, key)
-        key = _search(x_row, heat, vocab, top, kth, hi, target, False, BLOCK, PROBES)
-        if mass < 1.0:
-            above, mass_above, equal = _around(x_row, heat, vocab, top, key, BLOCK)
-            room = tl.where(key == kth, kept, equal).to(tl.float32)
-            wanted = tl.ceil(tl.div_rn(target - mass_above, _weights(_value(key), top)))
-            kept = tl.maximum(tl.minimum(wanted, room), 1.0).to(tl.int32)
-        value = _value(key)
-        last = vocab
-        if kept < equal:
-            last = _nth(x_row, heat, vocab, key, kept, BLOCK)
-        higher = top + floor > value
-        tl.store(values + row, tl.where(higher, top + floor, value))
-        tl.store(lasts + row, tl.where(higher, vocab, last))
-    else:
-        tl.store(values + row, float("-inf"))
-        tl.store(lasts + row, vocab)
+    heat, count, part, floor, limited, filtered = filters_of(row, temperature, top_k, top_p, log_min_p, vocab)
+    searched = filtered & (limited | (part < 1.0))
+    size = tl.load(sizes + row, searched, other=1)
+    if (size > 0) == FEW:
+        value, last = float("-inf"), vocab
+        if filtered:
+            top = tl.load(tops + row)
+            if searched:
+                whole = logits + row.to(tl.int64) * stride
+                if FEW:  # which are divided already
+                    x_row, by, length = found + row.to(tl.int64) * MOST, tl.full([], 1.0, tl.float32), size
+                else:
+                    x_row, by, length = whole, heat, vocab
+                lowest, highest = _ends(x_row, by, length, BLOCK)
+                # top_k: without one, the lowest and all equal to it
+                key, target = lowest, part.to(tl.float64) * tl.load(masses + row)
+                kept, equal = vocab, vocab
+                if limited:
+                    key = _search(x_row, by, length, top, lowest, highest, count.to(tl.float32), True, BLOCK, PROBES)
+                    above, mass_above, equal = _around(x_row, by, length, top, key, BLOCK)
+                    kept = tl.minimum(count.to(tl.int32) - above, equal)
+                    target = part.to(tl.float64) * (mass_above + weights(_value(key), top) * kept.to(tl.float64))
+                # top_p: of what top_k leaves
+                if part < 1.0:
+                    kth = key
+                    key = _search(x_row, by, length, top, kth, highest, target.to(tl.float32), False, BLOCK, PROBES)
+                    above, mass_above, equal = _around(x_row, by, length, top, key, BLOCK)
+                    room = tl.where(key == kth, tl.minimum(kept, equal), equal).to(tl.float32)
+                    rest = (target - mass_above).to(tl.float32)
+                    wanted = tl.ceil(tl.div_rn(rest, weights(_value(key), top)))
+                    kept = tl.maximum(tl.minimum(wanted, room), 1.0).to(tl.int32)
+                value = _value(key)
+                if kept < equal:
+                    last = _nth(whole, heat, vocab, key, kept, BLOCK)
+            if top + floor > value:
+                value, last = top + floor, vocab
+        tl.store(values + row, value)
+        tl.store(lasts + row, last)
 
 
 @triton.jit
@@ -91,12 +97,6 @@ def _value(key):
     """What `_ordered` made the key of."""
     bits = key.to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _weights(y, top):
-    """exp(y - top), 0 for -inf even if that is the top."""
-    return tl.where(y > float("-inf"), tl.exp(y - top), 0.0)
 
 
 @triton.jit
@@ -128,7 +128,7 @@ def _search(
             if COUNT:
                 beyond += tl.where(keys[None, :] > probes[:, None], 1.0, 0.0)
             else:
-                beyond += tl.where(keys[None, :] > probes[:, None], _weights(y, top)[None, :], 0.0)
+                beyond += tl.where(keys[None, :] > probes[:, None], weights(y, top)[None, :], 0.0)
             least = tl.minimum(least, tl.where(keys >= lo, keys, 0x7FFFFFFF))
             most = tl.maximum(most, tl.where(keys <= hi, keys, -0x80000000))
         enough = tl.sum(beyond, axis=1) < target
@@ -141,16 +141,18 @@ def _search(
 
 @triton.jit
 def _around(x_row, heat, vocab, top, key, BLOCK: tl.constexpr):
-    """How many tokens are above the key, their mass, and how many are equal to it."""
+    """How many tokens are above the key, their mass, and how many are equal to it. The mass is a float64: its distance
+    from a target says how many more are kept.
+    """
     above = tl.zeros((BLOCK,), dtype=tl.int32)
-    mass = tl.zeros((BLOCK,), dtype=tl.float32)
+    mass = tl.zeros((BLOCK,), dtype=tl.float64)
     equal = tl.zeros((BLOCK,), dtype=tl.int32)
     for start in range(0, vocab, BLOCK):
         ids = start + tl.arange(0, BLOCK)
         y = scaled(x_row, ids, vocab, heat)
         keys = _ordered(y)
         above += (keys > key).to(tl.int32)
-        mass += tl.where(keys > key, _weights(y, top), 0.0)
+        mass += tl.where(keys > key, weights(y, top), 0.0).to(tl.float64)
         equal += ((keys == key) & (ids < vocab)).to(tl.int32)
     return tl.sum(above, axis=0), tl.sum(mass, axis=0), tl.sum(equal, axis=0)
 

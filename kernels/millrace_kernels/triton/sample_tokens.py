@@ -1,6 +1,7 @@
-"""Sampling in three launches at most, whatever V is; the filters' bounds are in `sample_filter.py`.
+"""Sampling in two launches, and four more with filters, whatever V is.
 
-1. bounds   only with filters: a row's kept tokens are those above a value, and the first few equal to it
+1. bounds   only with filters (`sample_filter.py`): a row's kept tokens are those above a value, and the first few equal
+            to it
 2. draw     a program per row and block: its best token. Noise is estimated in float32 for every token, and computed as
             the reference does, in float64, for the one or two whose estimate may win
 3. best     a program per row: the best of its blocks, the smallest id of equals
@@ -14,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from millrace_kernels.triton.launch import options, wait
-from millrace_kernels.triton.sample_filter import bounds, scaled
+from millrace_kernels.triton.sample_candidates import scaled
+from millrace_kernels.triton.sample_filter import bounds
 
 BLOCK = 1024  # tokens of a program
 
