@@ -68,8 +68,7 @@ TABLE: dict[str, tuple[Choice, ...]] = {
     "silu_mul.silu_mul_quant": _ours("silu_mul:silu_mul_quant"),
     # experts
     "moe_gate.gate_logits": (
-        Choice("millrace_kernels.triton.moe_gate:gate_logits", needs="triton", max_size=4),
-        Choice("millrace_kernels.triton.moe_gate:gate_logits_parts", needs="triton", min_size=17, max_size=256),
+        Choice("millrace_kernels.triton.moe_gate:gate_logits", needs="triton", max_size=256),
         Choice("millrace_kernels.lib.cublas:gate_logits"),
     ),
     "moe_gate.moe_gate": _ours("moe_gate:moe_gate"),

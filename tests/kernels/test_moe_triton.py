@@ -47,23 +47,15 @@ def test_gate(num: int, dims: Dims, norm: bool, padded: bool) -> None:
         assert_close(weights, expected_weights)
 
 
-@pytest.mark.parametrize("num", [0, 1, 7, 16])
-@pytest.mark.parametrize(("dim", "experts"), [(256, 16), (264, 7)])
-def test_gate_logits(num: int, dim: int, experts: int) -> None:
-    x = torch.randn(num, dim + 8, generator=seeded(num)).bfloat16()[:, :dim]  # rows of a wider matrix
-    weight = torch.randn(experts, dim, generator=seeded(1)).bfloat16()
-    assert_close(moe_gate.gate_logits(x, weight), ref_gate.gate_logits(x, weight))
-
-
-@pytest.mark.parametrize("num", [0, 17, 130])
-def test_gate_logits_in_parts(num: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num", [0, 1, 17, 130])
+def test_gate_logits(num: int, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(num, 608, generator=seeded(num)).bfloat16()[:, :600]  # whose last part is not whole
     weight = torch.randn(70, 600, generator=seeded(1)).bfloat16()
     poison_empty(monkeypatch)
-    found = moe_gate.gate_logits_parts(x, weight)
+    found = moe_gate.gate_logits(x, weight)
     assert found.shape == (3, num, 70)
     assert_close(found.sum(0), ref_gate.gate_logits(x, weight))
-    assert_close(moe_gate.gate_logits_parts(x.float(), weight), ref_gate.gate_logits(x, weight))
+    assert_close(moe_gate.gate_logits(x.float(), weight), ref_gate.gate_logits(x, weight))
 
 
 def choices(num: int, top_k: int, total: int, seed: int) -> tuple[Tensor, Tensor]:

@@ -97,11 +97,7 @@ def _gate(num: int, dims: Dims, device: torch.device) -> Iterator[Case]:
         calls = candidates("moe_gate.gate_logits", lambda: moe_gate.gate_logits(x, weight), device, num)
         if device.type == "cuda" and num <= 256:
             from millrace_kernels.lib import cublas
-            from millrace_kernels.triton import moe_gate as ours
 
-            if num <= SMALL_TOKENS:
-                calls |= {"triton.moe_gate": lambda: ours.gate_logits(x, weight)}
-            calls |= {"in parts": lambda: ours.gate_logits_parts(x, weight)}
             calls |= {"lib.cublas": lambda: cublas.gate_logits(x, weight)}
         return calls
 

@@ -1,7 +1,7 @@
 """The router in two launches: logits, then one program per token for the choice.
 
-Few tokens need no split of K. For some hundred, what counts is to read x and the weight with all multiprocessors, so K
-is cut into parts of SLICE columns; the program that chooses for a token adds them, in their order.
+What counts for up to some hundred tokens is to read the weight with all multiprocessors, so K is cut into parts of
+SLICE columns; the program that chooses for a token adds them, in their order.
 """
 
 from __future__ import annotations
@@ -14,60 +14,14 @@ from torch import Tensor
 from millrace_kernels.ref import moe_gate as reference
 from millrace_kernels.triton.launch import go_ahead, options, wait
 
-NEAR_ALL_TOKENS = 16  # that gate_logits can hold in registers
 SLICE, BLOCK_K = 256, 64  # columns of a part, all of them loaded at once, and of a product
 BLOCK_E = 64  # experts of a program
-MOST_PARTS_TOKENS = 128  # of a program
+MOST_TOKENS = 128  # of a program
 BATCH = 4  # parts that are added to a token's sum at a time
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _logits_kernel(
-    x_ptr,
-    w_ptr,
-    out_ptr,
-    num_tokens,
-    stride_x,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    T_PAD: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Every program multiplies all tokens by BLOCK_E rows; sums stay apart per column until the end."""
-    t = tl.arange(0, T_PAD)
-    e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
-    col = tl.arange(0, BLOCK_K)
-    acc = tl.zeros([T_PAD, BLOCK_E, BLOCK_K], tl.float32)
-    wait(PDL)
-    for k0 in tl.range(0, D, BLOCK_K, loop_unroll_factor=2):
-        k = k0 + col
-        w = tl.load(w_ptr + e[:, None] * D + k[None, :], mask=(e < E)[:, None] & (k < D)[None, :], other=0.0)
-        mask = (t < num_tokens)[:, None] & (k < D)[None, :]
-        x = tl.load(x_ptr + t[:, None] * stride_x + k[None, :], mask=mask, other=0.0)
-        acc += x.to(tl.float32)[:, None, :] * w.to(tl.float32)[None, :, :]
-    go_ahead(PDL)
-    logits = tl.sum(acc, axis=2)
-    mask = (t < num_tokens)[:, None] & (e < E)[None, :]
-    tl.store(out_ptr + t[:, None] * E + e[None, :], logits, mask=mask)
-
-
-def gate_logits(x: Tensor, weight: Tensor) -> Tensor:
-    (num, dim), (experts, _) = x.shape, weight.shape
-    assert num <= NEAR_ALL_TOKENS and weight.is_contiguous() and x.stride(1) == 1, (x.shape, weight.shape)
-    logits = torch.empty(num, experts, dtype=torch.float32, device=x.device)
-    if num:
-        padded = triton.next_power_of_2(num)
-        block_k = min(triton.next_power_of_2(dim), 4096 // padded)
-        _logits_kernel[(triton.cdiv(experts, 2),)](
-            x, weight, logits, num, x.stride(0), dim, experts, padded, 2, block_k, **options(8 if padded > 1 else 4)
-        )
-    return logits
-
-
-@triton.jit(do_not_specialize=["num_tokens"])
-def _logits_parts_kernel(
     x_ptr, w_ptr, parts_ptr, num_tokens, stride_x,
     D: tl.constexpr, E: tl.constexpr, SLICE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
@@ -89,7 +43,7 @@ def _logits_parts_kernel(
     tl.store(parts_ptr + at, tl.trans(total), mask=is_token[:, None] & is_expert[None, :])
 
 
-def gate_logits_parts(x: Tensor, weight: Tensor) -> Tensor:
+def gate_logits(x: Tensor, weight: Tensor) -> Tensor:
     """float32 [P, T, E] for bfloat16 operands; others are multiplied by the reference."""
     if not x.dtype == weight.dtype == torch.bfloat16:
         return reference.gate_logits(x, weight)
@@ -97,8 +51,8 @@ def gate_logits_parts(x: Tensor, weight: Tensor) -> Tensor:
     assert weight.is_contiguous() and x.stride(1) == 1, (x.stride(), weight.stride())
     parts = torch.empty(triton.cdiv(dim, SLICE), num, experts, dtype=torch.float32, device=x.device)
     if num:
-        block_t = min(max(triton.next_power_of_2(num), 16), MOST_PARTS_TOKENS)
-        _logits_parts_kernel[(triton.cdiv(experts, BLOCK_E), triton.cdiv(num, block_t), len(parts))](
+        block_t = min(max(triton.next_power_of_2(num), 16), MOST_TOKENS)
+        _logits_kernel[(triton.cdiv(experts, BLOCK_E), triton.cdiv(num, block_t), len(parts))](
             x, weight, parts, num, x.stride(0), dim, experts, SLICE, block_t, BLOCK_E, BLOCK_K,
             SLICE // BLOCK_K, **options(num_warps=4),
         )  # fmt: skip
