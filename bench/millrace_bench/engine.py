@@ -104,9 +104,11 @@ def _timed(function: Callable[..., Any], into: list[float]) -> Callable[..., Any
 
 def run_model(args: argparse.Namespace) -> list[Row]:
     """Rows of each variant, and how its decode steps compare with the first one's."""
-    from millrace_bench import engine_model, shard, v3  # torch
+    import torch  # host overhead needs none
 
-    device = engine_model.where(args.device)
+    from millrace_bench import engine_model, shard, v3
+
+    device = torch.device(args.device)
     source = args.model or shard.build(shard.SHARDS[args.shard], args.layers, device, v3.TINY if args.tiny else None)
     work = engine_model.Work(args.batches, args.prompt, args.outputs, args.temperature)
     rows: list[Row] = []

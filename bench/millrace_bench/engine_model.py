@@ -49,10 +49,6 @@ class Work:
     temperature: float = 0.0
 
 
-def where(device: str) -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
-
-
 def run(
     work: Work, source: Path | DeepseekV3, device: torch.device, execution: Execution, prefill_tokens: int
 ) -> list[Row]:

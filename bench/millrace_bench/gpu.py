@@ -107,7 +107,7 @@ STAGES = (
     Stage("parity", f"{PYTEST} tests/e2e/test_parity.py -m gpu", 560, "all pass"),
     Stage("logits", f"{EVAL} logits --device cuda", 180, "medians within BF16 0.02, FP8 0.08", _logits),
     Stage("graphs", f"{PYTEST} tests/engine/test_gpu.py -m gpu", 300, "graphs equal eager bit for bit"),
-    Stage("eval", f"{EVAL} matrix --device cuda --num-items 20 --concurrency 16", 480, "within its error", _eval),
+    Stage("eval", f"{EVAL} matrix --device cuda --num-items 40 --concurrency 16", 480, "within its error", _eval),
     Stage("engine", f"{ENGINE} {STEPS} --variants eager graph", 300, "idle < 3 %", _engine),
     Stage("startup", f"{STARTUP} --widths tp8 {START}", 560, "cold 360 s, warm 60 s", _startup),
     Stage("shard-tp8", f"{SHARD} --shard tp8 --decode 1x1024 1x4096 --profile", 200, "1x1024 4.5 ms", _shard),

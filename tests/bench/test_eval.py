@@ -16,15 +16,21 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from millrace_bench.eval import __main__ as command
-from millrace_bench.eval import matrix
+from millrace_bench.eval import in_process, matrix
 from millrace_bench.eval.backend import Answer, Job, Perplexity
 from millrace_bench.eval.remote import HttpBackend
 from millrace_bench.eval.report import comparison_table, differences_table, evaluation_table, perplexity_line
 from millrace_bench.eval.run import Suite, evaluate, measure
 from millrace_bench.eval.score import Comparison, Evaluation, standard_error
 from millrace_bench.eval.system import Kind, System
+from millrace_bench.heldout_texts import TEXTS
 from millrace_cli.errors import CommandError
+from millrace_kernels import linear
+from millrace_kernels.backend import SMALL_TOKENS
+from millrace_kernels.fp8 import Fp8, fp8_linear
+from millrace_serve.model.export_fp8 import export
 from millrace_testing.paths import TINY
 from rich.console import Console
 
@@ -267,6 +273,26 @@ def test_sampling_is_repeatable_and_a_prompt_too_long_fails_alone(tmp_path: Path
     assert chats[0] == chats[1] != chats[2]
 
 
+@pytest.mark.parametrize("keep_fp8", [None, True])
+async def test_a_cpu_multiplies_fp8_weights_when_told_to(
+    keep_fp8: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    products: list[int] = []  # rows of activations in FP8
+
+    def counted(x: Fp8, weight: Fp8, dtype: torch.dtype) -> torch.Tensor:
+        products.append(x.data.shape[0])
+        return fp8_linear(x, weight, dtype)
+
+    export(TINY, tmp_path / "fp8")
+    monkeypatch.setattr(linear, "fp8_linear", counted)
+    monkeypatch.setattr(in_process, "TEXTS", TEXTS[:1])
+    async with System(Kind.MODEL, str(tmp_path / "fp8"), keep_fp8=keep_fp8).open(1) as backend:
+        (answer,) = await backend.answer(replace(SUITE, num_items=1).jobs()["sort"], lambda: None)
+        assert answer.prompt_tokens > SMALL_TOKENS and set(products) == ({answer.prompt_tokens} if keep_fp8 else set())
+        products.clear()
+        assert await backend.perplexity() is not None and bool(products) is bool(keep_fp8)
+
+
 # ---- the command
 
 
@@ -368,10 +394,15 @@ def test_rows_of_the_matrix() -> None:
     assert found[5].cached
 
 
-def test_rows_of_the_matrix_on_a_gpu() -> None:
-    """All of them on the GPU but the reference, and together in its memory."""
-    reference, *found = matrix.rows(str(TINY), str(TINY), 256, "cuda")
-    assert (reference.system.kind, reference.system.device) == (Kind.MODEL, "cpu")
+def test_rows_of_the_matrix_on_a_gpu(tmp_path: Path) -> None:
+    """All of them on the GPU but the references, and together in its memory."""
+    (tmp_path / "config.json").touch()
+    fp32, fp8, *found = matrix.rows(str(TINY), str(tmp_path), 256, "cuda")
+    assert fp32.system == System(Kind.MODEL, str(TINY))
+    assert fp8.system == System(Kind.MODEL, str(tmp_path), keep_fp8=True)
+    assert not fp8.accurate and not fp8.exact and all(row.accurate for row in found)
+    assert [row.against for row in found] == ["", fp8.name, "", fp8.name]
+    assert [row.system.where for row in found] == 2 * [str(TINY), str(tmp_path)]
     assert [row.system.kind for row in found] == [Kind.MODEL, Kind.MODEL, Kind.PAIR, Kind.PAIR]
     assert all("cuda" in f"{row.system.device} {row.system}" for row in found)
     assert all(f"memory_fraction={matrix.GPU_PART}" in str(row.system) for row in found)
@@ -394,7 +425,7 @@ async def test_warmed_jobs_are_asked_twice_and_counted_once() -> None:
         ({"pair": Fake(cached=64), "unified": Fake(wrong=(1,))}, ["answers identical"]),
         (
             {"pair": Fake(cached=64), "unified": Fake(failing=range(8))},
-            ["no request failed", "accuracies within one standard error", "answers identical"],
+            ["no request failed", "no accuracy more than one standard error lower", "answers identical"],
         ),
     ],
     ids=["all good", "nothing cached", "one wrong", "failures"],
@@ -409,3 +440,44 @@ def test_checks_of_the_matrix(
     assert [check["what"] for check in record["results"]["checks"] if not check["passed"]] == failing
     assert code == int(bool(failing))
     assert [row["system"] for row in record["results"]["rows"]][2:4] == ["P → D BF16", "P → D FP8"]
+
+
+LOSSY = Fake(wrong=(1, 2, 3))
+LOWER = "no accuracy more than one standard error lower"
+
+
+@pytest.mark.parametrize(
+    ("fakes", "failing"),
+    [
+        ({"CPU FP8": LOSSY, "engine FP8": LOSSY, "P → D FP8": LOSSY}, []),
+        ({"CPU FP8": LOSSY}, []),
+        ({"engine BF16": LOSSY, "P → D FP8": LOSSY}, [("engine BF16", LOWER), ("P → D FP8", LOWER)]),
+        ({"CPU FP8": Fake(failing=(1,))}, [("CPU FP8", "no request failed")]),
+    ],
+    ids=["what FP8 costs", "better than the reference", "losses of the GPU", "failure"],
+)
+def test_checks_of_the_matrix_on_a_gpu(
+    fakes: dict[str, Fake],
+    failing: list[tuple[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """FP8 rows against FP8 on the CPU, the others against FP32."""
+
+    async def measured(name: str, backend: Fake, *how: Any) -> Evaluation:
+        return await measure(name, fakes.get(name, backend), *how)
+
+    monkeypatch.setattr(matrix, "measure", measured)
+    with systems(monkeypatch, model=Fake(), pair=Fake()):
+        arguments = ["--checkpoint", str(TINY), "--tasks", "addition", "--num-items", "10", "--device", "cuda"]
+        code = matrix.main(arguments)
+    out, err = capsys.readouterr()
+    results = json.loads(out)["results"]
+    assert [(one["row"], one["what"]) for one in results["checks"] if not one["passed"]] == failing
+    assert code == int(bool(failing))
+    cost, *others = results["against_reference"]
+    assert (cost["a"], cost["b"], cost["identical"]) == ("CPU FP32", "CPU FP8", "CPU FP8" not in fakes)
+    assert [(one["a"], one["b"]) for one in others] == [
+        ("CPU FP32", "engine BF16"), ("CPU FP8", "engine FP8"), ("CPU FP32", "P → D BF16"), ("CPU FP8", "P → D FP8")
+    ]  # fmt: skip
+    assert "/10 CPU FP8" in err and "/10 CPU FP32" not in err

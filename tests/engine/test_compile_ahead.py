@@ -216,6 +216,26 @@ def test_a_command_that_is_not_there_is_no_error(caplog: pytest.LogCaptureFixtur
     assert "nothing is compiled ahead: FileNotFoundError" in caplog.text
 
 
+def test_processes_are_told_which_gpu_the_current_one_is(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They failed in torch.cuda.set_device when an engine was built for a "cuda" without an index."""
+    wanted: list[Part] = []
+
+    def noted(site: Site, parts: list[Part]) -> None:
+        wanted.extend(parts)
+        raise InterruptedError
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (ROOMY, ROOMY))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    monkeypatch.setattr(compile_ahead, "beside", noted)
+    execution = Execution.model_validate({"cache_dir": cache})
+    with pytest.raises(InterruptedError):
+        build_engine(
+            LIMITS, Role.UNIFIED, TINY, ParallelDims(), torch.device("cuda"), torch.bfloat16, execution=execution
+        )
+    assert len(wanted) == 8 and {part.site.device for part in wanted} == {torch.device("cuda", 1)}
+
+
 def test_they_end_when_the_weights_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
     popen = compile_ahead.subprocess.Popen

@@ -14,6 +14,7 @@ from millrace_router.tokenizer import Tokenizer
 from millrace_rpc.config import load
 from millrace_serve.engine.core import FinishReason, Request, RequestId, SamplingParams, SequenceOutput, Submit
 from millrace_serve.engine.torch_factory import build_engine
+from millrace_serve.model.deepseek_v3 import load_model
 from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.worker.config import WorkerConfig
 
@@ -29,16 +30,27 @@ class EngineBackend:
     2. `close` stops the engine.
     """
 
-    def __init__(self, folder: Path, device: str, concurrency: int, worker_set: Sequence[str] = ()) -> None:
-        """ValueError (ConfigError, CheckpointError) for a checkpoint that cannot be used."""
+    def __init__(
+        self,
+        folder: Path,
+        device: str,
+        concurrency: int,
+        worker_set: Sequence[str] = (),
+        keep_fp8: bool | None = None,
+    ) -> None:
+        """ValueError (ConfigError, CheckpointError) for a checkpoint that cannot be used.
+
+        Args:
+            keep_fp8: as load_model has it.
+        """
         own = ("role=unified", f"model={folder}", f"device={device}", *worker_set)
         self._config = load(WorkerConfig, overrides=own)
-        self._folder, self._concurrency = folder, concurrency
+        self._folder, self._concurrency, self._keep_fp8 = folder, concurrency, keep_fp8
         self._dtype = getattr(torch, self._config.dtype)
         self._tokenizer = Tokenizer.load(folder)
-        where = torch.device(device)
-        at = folder, ParallelDims(), where, self._dtype
-        self._engine = build_engine(self._config.limits, self._config.role, *at, execution=self._config)
+        at = folder, ParallelDims(), torch.device(device), self._dtype
+        model = None if keep_fp8 is None else load_model(*at, keep_fp8=keep_fp8)
+        self._engine = build_engine(self._config.limits, self._config.role, *at, execution=self._config, model=model)
         self._rooms = 0
 
     async def answer(self, jobs: Sequence[Job], done: Done) -> list[Answer]:
@@ -47,7 +59,7 @@ class EngineBackend:
 
     async def perplexity(self) -> Perplexity | None:
         encoded = [await self._tokenizer.encode(text, add_bos=True) for text in TEXTS]
-        logits = checkpoint_logits(self._folder, self._config.device, self._dtype)
+        logits = checkpoint_logits(self._folder, self._config.device, self._dtype, keep_fp8=self._keep_fp8)
         return await asyncio.to_thread(measure, TEXTS, encoded, logits)
 
     def close(self) -> None:

@@ -41,6 +41,7 @@ class System:
     where: str  # address, URL or checkpoint folder
     device: str = "cpu"  # of MODEL and TRANSFORMERS
     worker_set: tuple[str, ...] = ()  # of MODEL, PAIR and UNIFIED: `--set` items of every worker
+    keep_fp8: bool | None = None  # of MODEL: whether products run on FP8 weights; None: where kernels can
 
     def __post_init__(self) -> None:
         if self.kind in FOLDERS and not (Path(self.where) / "config.json").is_file():
@@ -94,7 +95,7 @@ class System:
         from millrace_bench.eval.in_process import EngineBackend
 
         try:
-            backend = EngineBackend(Path(self.where), self.device, concurrency, self.worker_set)
+            backend = EngineBackend(Path(self.where), self.device, concurrency, self.worker_set, self.keep_fp8)
         except (ValueError, OSError) as error:
             raise CommandError(str(error)) from error
         with contextlib.closing(backend):

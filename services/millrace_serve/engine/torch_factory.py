@@ -90,6 +90,7 @@ def load_rank(
 ) -> Rank:
     """Collective over all ranks of `dims`; what it raises is what build_engine raises."""
     execution, phases = execution or Execution(), phases or Phases()
+    device = device_of(device).torch  # other processes must be told which one it is
     model_config = ModelConfig.load(path) if model is None else model.config
     if limits.max_model_len > model_config.max_position_embeddings:
         raise ValueError(
