@@ -106,11 +106,13 @@ def test_the_kept_set(logits: str, most: int, given: dict[str, float], monkeypat
 
 
 @pytest.mark.parametrize(
-    ("given", "nats"), [({"top_k": 999}, 4), ({"top_k": 1}, 2), ({"top_p": 0.9}, 4), ({"top_p": 1 - 1e-6}, 10)], ids=str
+    ("given", "nats"),
+    [({"top_k": 1999}, 3), ({"top_k": 1}, 1), ({"top_p": 0.9}, 3), ({"top_p": 0.999999}, 10)],
+    ids=str,
 )
 def test_candidates(given: dict[str, float], nats: int) -> None:
-    """All within so many nats of the best, in the order of ids."""
-    x = -torch.arange(5000.0)[None].remainder(50) / 5  # 100 tokens each at 0, -0.2, -0.4, ...
+    """All within so many nats of the best, in the order of ids, here of two blocks."""
+    x = -torch.arange(10000.0)[None].remainder(50) / 5  # 200 tokens each at 0, -0.2, -0.4, ...
     x[:, ::3] = -torch.inf
     rows = filters(**given)
     found = sample_candidates.candidates(x, log_min_p=rows.pop("min_p").log(), **rows)

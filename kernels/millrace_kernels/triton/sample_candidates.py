@@ -4,7 +4,7 @@ What filters keep is above some value; in a language model's rows that is some h
 best. Three launches of a program per row and block of the vocabulary find them:
 
 1. tops     the best of each block
-2. levels   2, 4, 6, ... nats below the row's best: how many tokens of the block are above, and their mass
+2. levels   1, 2, 3, ... nats below the row's best: how many tokens of the block are above, and their mass
 3. collect  the first level above which is all that filters keep; its tokens in the order of ids
 
 Blocks are summed in their order: equal inputs give equal bits. A level of more than MOST tokens, as in an almost flat
@@ -22,9 +22,9 @@ from torch import Tensor
 
 from millrace_kernels.triton.launch import options, wait
 
-BLOCK, WARPS = 2048, 4
-MOST = 8192
-LEVELS = 8  # 2 to 14 nats, and the last: all that are allowed
+BLOCK, WARPS = 8192, 8  # large, for what takes time are the sums over a block, one for each level
+MOST = 16384
+LEVELS = 16  # 1 to 15 nats, and the last: all that are allowed
 
 
 class Candidates(NamedTuple):
@@ -81,7 +81,7 @@ def filters_of(row, temperature, top_k, top_p, log_min_p, vocab):
 @triton.jit
 def _cut(top, level, LEVELS: tl.constexpr):
     """Above or at which the tokens of a level are."""
-    return tl.where(level == LEVELS - 1, float("-inf"), top - 2.0 - 2.0 * level.to(tl.float32))
+    return tl.where(level == LEVELS - 1, float("-inf"), top - 1.0 - level.to(tl.float32))
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from millrace_kernels.triton.launch import options, wait
 from millrace_kernels.triton.sample_candidates import candidates, filters_of, scaled, weights
 
 PROBES = 8
-BLOCKS = {True: (1024, 4), False: (4096, 16)}  # tokens of a step and warps, among candidates and among all
+BLOCKS = {True: (2048, 8), False: (4096, 16)}  # tokens of a step and warps, among candidates and among all
 
 
 def bounds(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[Tensor, Tensor]:
