@@ -80,8 +80,7 @@ TABLE: dict[str, tuple[Choice, ...]] = {
         Choice(
             "millrace_kernels.triton.moe_grouped:moe_experts_fp8",
             needs="triton",
-            min_size=8,
-            when="millrace_kernels.triton.moe_grouped:is_measured",
+            when="millrace_kernels.triton.moe_grouped:is_fastest",
         ),
         Choice("millrace_kernels.triton.moe_small:moe_experts_fp8", needs="triton", max_size=SMALL_TOKENS),
         Choice("millrace_kernels.lib.deep_gemm_grouped:packed", needs="deep_gemm"),

@@ -29,6 +29,7 @@ REFERENCES = dict.fromkeys(backend.TABLE, "")
 # A few tokens for each tile and each compiled kernel: DeepGEMM takes 3 to 5 s for one.
 RANK_TOKENS = [(num, True) for num in (0, 1, 7, SMALL_TOKENS, SMALL_TOKENS + 1, 4096)]
 RANK_TOKENS += [(num, False) for num in (1, SMALL_TOKENS, SMALL_TOKENS + 1, 4096)]
+TP8_TOKENS = [*RANK_TOKENS, *((num, True) for num in (64, 128, 256, 512, 1024))]  # configurations of their own
 NOT_CHOSEN = [
     ("millrace_kernels.triton.moe_grouped:moe_experts_fp8", 17),
     ("millrace_kernels.triton.moe_grouped:moe_experts_fp8", 3000),
@@ -78,7 +79,7 @@ def test_gate(num: int, dims: Dims) -> None:
     assert_close(weights[same], expected_weights[same], 1e-5)
 
 
-@pytest.mark.parametrize(("num", "fp8"), RANK_TOKENS)
+@pytest.mark.parametrize(("num", "fp8"), TP8_TOKENS)
 def test_a_tensor_parallel_rank_with_the_shared_expert(num: int, fp8: bool) -> None:
     check(num, V3_TP8, 257, 0, V3_TP8.moe_intermediate, fp8, True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from millrace_kernels.backend import SMALL_TOKENS
 from millrace_kernels.fp8 import Operand, quant_groups
 from millrace_kernels.ref import moe_experts as ref_experts
 from millrace_kernels.ref import moe_gate as ref_gate
@@ -148,10 +149,15 @@ def test_route(few: bool, num: int, shared: bool, group_rows: int, monkeypatch: 
 
 def test_measured_configurations_are_for_what_an_expert_expects() -> None:
     for (rows, num_held, size), config in moe_grouped.MEASURED.items():
-        assert moe_grouped.is_measured(8, (num_held, 7168, size, rows))
+        assert moe_grouped.is_fastest(SMALL_TOKENS + 1, (num_held, 7168, size, rows))
         assert moe_grouped.config(rows, num_held, size) == config
-    assert not moe_grouped.is_measured(8, (5, 7168, 256, 1))
+    assert not moe_grouped.is_fastest(SMALL_TOKENS + 1, (5, 7168, 256, 1))
     assert moe_grouped.config(48, 5, 256) == moe_grouped.CONFIGS[64]
+
+
+def test_few_tokens_take_the_kernels_for_few_where_experts_are_small() -> None:
+    assert [num for num in (1, 2, 3, 4, SMALL_TOKENS) if moe_grouped.is_fastest(num, (256, 7168, 256, 1))] == [4, 16]
+    assert moe_grouped.is_fastest(1, (33, 7168, 2048, 1))
 
 
 def test_weights_as_the_left_operand_want_rows() -> None:

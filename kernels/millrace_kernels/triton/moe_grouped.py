@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from millrace_kernels.backend import SMALL_TOKENS
 from millrace_kernels.fp8 import BLOCK, Fp8, Operand, quant_groups
 from millrace_kernels.gpu import measured
 from millrace_kernels.moe_experts import expected_rows
@@ -58,23 +59,36 @@ CONFIGS = {
 LEFT_ROWS = 32  # of a program: their scales are a tile of TMA, which begins at a multiple of 128 bytes
 UNTUNED = _both(64, 64, 4, 2)  # what one would begin with, for comparison
 
+# By the expected rows of an expert of a TP8 rank: 128 tokens 364 us, DeepGEMM with what it needs 496; 512: 429, 532.
+TP8 = {
+    1: Config(16, Launch(4, 3), Launch(4, 3)),
+    2: Config(16, Launch(8, 3), Launch(4, 3)),
+    4: Config(16, Launch(8, 3), Launch(4, 3)),
+    8: Config(16, Launch(8, 4), Launch(4, 3)),
+    16: Config(32, Launch(4, 5, left=True), Launch(4, 3, left=True)),
+    32: Config(64, Launch(8, 5, left=True), Launch(4, 3, left=True)),
+}
+EP8_FEW = Config(32, Launch(4, 5, left=True), Launch(4, 4, 64, left=True))
+
 # (expected rows of an expert, E, I) -> the fastest of `python -m millrace_bench.kernels.tune_moe`, where it beats
 # DeepGEMM with what that needs around it.
 MEASURED: dict[tuple[int, int, int], Config] = {
-    (1, 256, 256): CONFIGS[16],  # TP8, 8 to 32 tokens: 108-269 us, DeepGEMM 158-328, few-token kernels 120-671
-    (1, 257, 256): CONFIGS[16],  # the same with the shared expert
-    # A step of EP8, 128 tokens: 397 us, DeepGEMM 414
-    (32, 33, 2048): Config(32, Launch(4, 3, left=True), Launch(4, 3, left=True)),
+    **{(rows, held, 256): config for rows, config in TP8.items() for held in (256, 257)},  # 257: with the shared expert
+    **{(rows, held, 2048): EP8_FEW for rows in (1, 2, 4, 8) for held in (32, 33)},  # EP8, 32 tokens: 367 us, 393
+    (32, 33, 2048): Config(32, Launch(4, 3, left=True), Launch(4, 3, left=True)),  # a step of EP8, 128 tokens: 397, 414
 }
+LEAST_WORK = 1024  # tokens times I, from which on these are faster than the kernels for few tokens (moe_small)
 
 
 def config(rows: int, num_held: int, size: int) -> Config:
     return measured(MEASURED, (rows, num_held, size)) or CONFIGS[min(most for most in CONFIGS if rows <= most)]
 
 
-def is_measured(num_tokens: int, shape: tuple[int, ...]) -> bool:
-    """Whether this is the fastest for experts w2 [E, D, I] that expect so many rows each; shape: (E, D, I, rows)."""
+def is_fastest(num_tokens: int, shape: tuple[int, ...]) -> bool:
+    """Of the kernels for experts w2 [E, D, I] in FP8 that expect so many rows each; shape: (E, D, I, rows)."""
     num_held, _, size, rows = shape
+    if num_tokens <= SMALL_TOKENS:
+        return num_tokens * size >= LEAST_WORK
     return measured(MEASURED, (rows, num_held, size)) is not None
 
 
