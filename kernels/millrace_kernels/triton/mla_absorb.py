@@ -154,7 +154,7 @@ def columns(heads: int, width: int, least: int) -> int:
     return block
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _absorb(
     out_ptr, q_ptr, w_ptr, scales_ptr, cos_ptr, sin_ptr,
     tokens, out_row, out_head, q_row, q_head, w_head, w_row, scale_head, angle_row,
@@ -187,7 +187,7 @@ def _absorb(
         tl.store(out_rows[:, None] + column[None, :], product.to(out_ptr.dtype.element_ty), mask=present[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "out_scale_col"])
 def _project(
     out_ptr, out_scales_ptr, latent_ptr, w_ptr, scales_ptr,
     tokens, out_row, out_scale_col, latent_row, latent_head, w_head, w_row, scale_head,

@@ -46,7 +46,7 @@ def mla_qkv_norm(
     return Operand(q, fp8), c_kv, k_pe
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_column"])
 def _norm_store(
     qkv_ptr, q_weight_ptr, kv_weight_ptr, cos_ptr, sin_ptr, slots_ptr,
     q_ptr, q8_ptr, scales_ptr, c_kv_ptr, k_pe_ptr, kv_ptr,
@@ -77,7 +77,7 @@ def _norm_store(
         tl.store(cached + C + pe_column, _as_cached(rotated, kv_ptr))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_column"])
 def _norm_q(
     x_ptr, weight_ptr, q_ptr, q8_ptr, scales_ptr,
     scale_column, eps,

@@ -104,7 +104,7 @@ def _add_product(total, x, w, scale, FP8: tl.constexpr, LEFT: tl.constexpr):
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_scale_k"])
 def _gate_up_kernel(
     x_ptr, x_scales, w13, w_scales_ptr, h_ptr, h_scales_ptr, tokens_ptr, blocks_ptr, ends_ptr, total_ptr,
     stride_x, stride_scale_t, stride_scale_k, stride_h_scale,

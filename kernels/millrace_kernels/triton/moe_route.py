@@ -112,7 +112,7 @@ def _count_kernel(
         tl.store(total_ptr, total)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "first_expert"])
+@triton.jit(do_not_specialize=["num_tokens", "first_expert", "stride_scale_k"])
 def _place_kernel(
     experts_ptr,
     slots_ptr,

@@ -50,7 +50,7 @@ def _counts(columns, TOP_K: tl.constexpr, K_PAD: tl.constexpr, BINS: tl.constexp
     return tl.histogram(every, BINS, mask=every >= 0)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "first_expert"])
+@triton.jit(do_not_specialize=["num_tokens", "first_expert", "stride_scale_k"])
 def _route_few_kernel(
     experts_ptr, rows_ptr, counts_ptr, ends_ptr, total_ptr, tokens_ptr, blocks_ptr, scales_ptr, out_scales_ptr,
     num_tokens, first_expert, stride_scale_t, stride_scale_k, num_rows,

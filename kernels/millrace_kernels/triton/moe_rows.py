@@ -27,7 +27,7 @@ def scale_offset(row, column, group_rows, columns, PADDED: tl.constexpr):
     return offset
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_scale_k"])
 def _permute_kernel(
     x_ptr,
     scales_ptr,

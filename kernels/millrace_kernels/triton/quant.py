@@ -42,7 +42,7 @@ def quantise(groups, EXACT: tl.constexpr = False):
     return scaled.to(tl.float8e4nv), scale
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "scale_stride"])
 def _quant_groups(
     x, data, scales, num_tokens, width, x_stride, scale_stride,
     BLOCK_T: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,

@@ -18,7 +18,7 @@ from millrace_kernels.triton.launch import go_ahead, options, wait
 from millrace_kernels.triton.quant import empty_fp8, quantise
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_stride"])
 def _rms_norm(
     x, residual, weight, out, total, data, scales,
     width, eps, x_stride, residual_stride, scale_stride,

@@ -135,10 +135,10 @@ def _best_of_block(y, ids, some_id, seed, position):
 
 
 @triton.jit
-def _best(tokens, scores, ids, blocks, BLOCKS: tl.constexpr, PDL: tl.constexpr):
+def _best(tokens_ptr, scores, ids, blocks, BLOCKS: tl.constexpr, PDL: tl.constexpr):
     row, block = tl.program_id(0), tl.arange(0, BLOCKS)
     wait(PDL)
     score = tl.load(scores + row * blocks + block, block < blocks, other=float("-inf"))
     best_id = tl.load(ids + row * blocks + block, block < blocks, other=0x7FFFFFFF)
     top = tl.max(score, axis=0)
-    tl.store(tokens + row, tl.min(tl.where(score == top, best_id, 0x7FFFFFFF), axis=0).to(tl.int64))
+    tl.store(tokens_ptr + row, tl.min(tl.where(score == top, best_id, 0x7FFFFFFF), axis=0).to(tl.int64))

@@ -19,7 +19,7 @@ def silu_times(gate, up):
     return gate / (1.0 + tl.exp(-gate)) * up
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "scale_stride"])
 def _silu_mul(
     x, out, scales, num_tokens, width, x_stride, scale_stride,
     BLOCK_T: tl.constexpr, QUANT: tl.constexpr, PDL: tl.constexpr,
