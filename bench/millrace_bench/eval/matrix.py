@@ -1,7 +1,7 @@
 """Every way to serve a checkpoint, on the same items, against transformers or, on a GPU, our engine on the CPU.
 
     millrace eval matrix --checkpoint models/tiny --num-items 40
-    millrace eval matrix --device cuda --num-items 20
+    millrace eval matrix --device cuda --num-items 40
 
 1. The FP8 variant of the BF16 checkpoint is exported to a temporary folder.
 2. Each row is evaluated greedily, one after the other. The first row is the reference: transformers, or on a GPU our

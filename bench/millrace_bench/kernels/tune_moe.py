@@ -37,7 +37,11 @@ from millrace_bench.kernels.moe import EP8, EP8_STEP, TP8_SHARED, Rank, draw_wei
 
 CUDA = torch.device("cuda")
 ROUTINGS = 4  # in turns, so that few tokens do not find their experts in the L2 cache
-SIZES = {EP8_STEP: (128, 256), EP8: (1024, 2048), TP8_SHARED: (128, 64, 256, 512, 1024, 8, 16, 32)}  # most wanted first
+SIZES = {  # most wanted first
+    EP8_STEP: (128, 256, 64, 32, 16),
+    EP8: (1024, 2048),
+    TP8_SHARED: (128, 64, 256, 512, 1024, 8, 16, 32),
+}
 SHARED_BYTES = 227 * 1024  # of an SM, for one program
 GAIN = 0.97  # a row is worth its line when it takes less than this part of the next best's time
 COMPILE_PART = 0.5  # of the time, at most

@@ -1,4 +1,4 @@
-"""Sampling in two launches, and four more with filters, whatever V is.
+"""Sampling in two launches, and five more with filters, whatever V is.
 
 1. bounds   only with filters (`sample_filter.py`): a row's kept tokens are those above a value, and the first few equal
             to it
