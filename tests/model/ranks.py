@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from millrace_serve.model.parallel import init_parallel
 
+TIMEOUT_S = 60.0
 Job = tuple[int, int, Callable[..., Any], tuple[Any, ...]]  # tp, dp, function(dims, *args), args
 
 
@@ -29,7 +30,8 @@ def _rank_main(rank: int, jobs: list[Job], directory: str) -> None:
     for index, (tp, dp, function, args) in enumerate(jobs):
         if rank >= tp * dp:
             continue
-        dims = init_parallel(rank, tp, dp, f"file://{directory}/rendezvous-{index}", torch.device("cpu"), timeout_s=60)
+        rendezvous = f"file://{directory}/rendezvous-{index}"
+        dims = init_parallel(rank, tp, dp, rendezvous, torch.device("cpu"), TIMEOUT_S)
         torch.save(function(dims, *args), Path(directory) / f"{index}-{rank}.pt")
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from millrace_kernels.testing.numeric import MODEL_TOLERANCE, assert_close
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import load_model
@@ -15,7 +17,7 @@ from millrace_serve.model.parallel import ParallelDims, init_parallel
 from millrace_serve.model.weights import Checkpoint
 from millrace_testing.checkpoint import CONFIG
 from model.harness import Driver, Seq, random_prompt
-from model.ranks import run_jobs
+from model.ranks import TIMEOUT_S, run_jobs
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -54,7 +56,7 @@ def run_sharded_experts(dims: ParallelDims, path: str) -> list[Tensor]:
     return run_schedule(dataclasses.replace(dims, expert_tp=True), path)
 
 
-def collectives(dims: ParallelDims) -> dict[str, Tensor]:
+def collectives(dims: ParallelDims) -> dict[str, Any]:
     own = torch.full((2, 3), float(dims.rank))
     stacked = torch.stack([own + 10 * replica for replica in range(dims.dp)])
     return {
@@ -63,7 +65,13 @@ def collectives(dims: ParallelDims) -> dict[str, Tensor]:
         "dp_gather": dims.dp_all_gather(own),
         "dp_scatter": dims.dp_reduce_scatter(stacked),
         "empty": dims.dp_all_gather(own[:0]),
+        "timeouts": [timeout_s(group) for group in (dims.world_group, dims.tp_group, dims.dp_group)],
     }
+
+
+def timeout_s(group: dist.ProcessGroup | None) -> float:
+    assert group is not None
+    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
 
 def odd_vocabulary(dims: ParallelDims, path: str) -> tuple[Tensor, Tensor]:
@@ -115,6 +123,10 @@ def test_collectives(results: dict[str, list]) -> None:
         assert out["dp_gather"][:, 0, 0].tolist() == [tp_rank, tp_rank + 2]
         assert (out["dp_scatter"] == 2 * tp_rank + 2 + 20 * dp_rank).all()
         assert out["empty"].shape == (2, 0, 3)
+
+
+def test_every_group_has_the_timeout_that_was_asked_for(results: dict[str, list]) -> None:
+    assert [out["timeouts"] for out in results["collectives"]] == [[TIMEOUT_S] * 3] * 4
 
 
 def test_a_vocabulary_that_does_not_divide(results: dict[str, list]) -> None:

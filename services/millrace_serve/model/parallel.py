@@ -92,6 +92,7 @@ def init_parallel(
     Args:
         init_method: rendezvous of torch.distributed, such as `tcp://127.0.0.1:29500`.
         device: groups carry CPU tensors over gloo and, where the device is CUDA, CUDA tensors over NCCL.
+        timeout_s: of every collective. The first one waits for the slowest rank to load and to compile.
     """
     world = tp * dp
     if not 0 <= rank < world:
@@ -101,8 +102,9 @@ def init_parallel(
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = datetime.timedelta(seconds=timeout_s)
     dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world, timeout=timeout)
-    tp_groups = [dist.new_group(range(d * tp, (d + 1) * tp)) for d in range(dp)] if tp > 1 else None
-    dp_groups = [dist.new_group(range(t, world, tp)) for t in range(tp)] if dp > 1 else None
+    # a group takes torch's own timeout, not the world's, unless it is told
+    tp_groups = [dist.new_group(range(d * tp, (d + 1) * tp), timeout=timeout) for d in range(dp)] if tp > 1 else None
+    dp_groups = [dist.new_group(range(t, world, tp), timeout=timeout) for t in range(tp)] if dp > 1 else None
     return ParallelDims(
         rank=rank,
         tp=tp,

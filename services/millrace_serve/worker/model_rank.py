@@ -20,7 +20,10 @@ def build(spec: RankSpec, phases: Phases) -> Parts:
     if device.type == "cuda":
         device = torch.device("cuda", (config.first_gpu + spec.rank) % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    dims = init_parallel(spec.rank, config.tp, config.dp, spec.rendezvous, device, expert_tp=config.expert_tp)
+    wait = config.timeouts.start  # a rank may load or compile for as long as all of them may take
+    dims = init_parallel(
+        spec.rank, config.tp, config.dp, spec.rendezvous, device, timeout_s=wait, expert_tp=config.expert_tp
+    )
     dtype = getattr(torch, config.dtype)
     model = ModelConfig.load(config.model)
     facts = model.vocab_size, config.limits.max_model_len, sorted(model.eos_token_ids)

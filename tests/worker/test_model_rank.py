@@ -1,0 +1,31 @@
+"""What a rank of a model is told by its worker's configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from millrace_serve.engine.config import Role
+from millrace_serve.engine.phases import Phases
+from millrace_serve.worker import model_rank
+from millrace_serve.worker.config import Timeouts, WorkerConfig
+from millrace_serve.worker.rank import RankSpec
+from millrace_testing.paths import TINY
+
+
+class Joined(Exception):
+    pass
+
+
+def test_a_collective_waits_as_long_as_the_worker_may_take_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[str, Any] = {}
+
+    def init_parallel(*_: object, **options: object) -> None:
+        told.update(options)
+        raise Joined
+
+    monkeypatch.setattr(model_rank, "init_parallel", init_parallel)
+    config = WorkerConfig(role=Role.UNIFIED, model=TINY, dp=2, timeouts=Timeouts(start=4800))
+    with pytest.raises(Joined):
+        model_rank.build(RankSpec(config, 1, "", "", "tcp://127.0.0.1:1"), Phases())
+    assert told["timeout_s"] == 4800
