@@ -17,12 +17,28 @@ COUNT: Schema = {"type": "integer", "minimum": 0}
 POSITIVE: Schema = {"type": "integer", "minimum": 1}
 ANY_OBJECT: Schema = {"type": "object"}  # of Kubernetes' own types
 STRINGS: Schema = {"type": "object", "additionalProperties": TEXT}
+VARIABLE_NAME: Schema = {"pattern": "^[A-Za-z_][A-Za-z0-9_]*$"}
 VARIABLES: Schema = {
     "type": "object",
-    "propertyNames": {"pattern": "^[A-Za-z_][A-Za-z0-9_]*$"},
+    "propertyNames": VARIABLE_NAME,
     "additionalProperties": {"type": ["string", "number", "boolean"]},
 }
-QUANTITY: Schema = {"type": ["string", "number"], "pattern": "^[0-9.]+([kMGT]|[KMGT]i)?$"}
+SOURCES = ("secretKeyRef", "configMapKeyRef", "fieldRef", "resourceFieldRef")
+ENV: Schema = {  # a map is a valueFrom
+    "type": "object",
+    "propertyNames": VARIABLE_NAME,
+    "additionalProperties": {
+        "type": ["string", "number", "boolean", "object"],
+        "propertyNames": {"enum": list(SOURCES)},
+        "minProperties": 1,
+        "maxProperties": 1,
+    },
+}
+MEMORY: Schema = {"type": ["string", "number"], "pattern": "^[0-9]+(\\.[0-9]+)?[MGT]i?$", "minimum": 1 << 20}
+FOLDER: Schema = {"type": "string", "pattern": "^(/.*)?$"}
+RELATIVE: Schema = {"type": "string", "not": {"pattern": "(^|/)\\.\\.(/|$)"}}
+URI: Schema = {"type": "string", "not": {"pattern": "^https?://"}}
+AMOUNT: Schema = {"type": ["integer", "string"], "pattern": "^[0-9]{1,3}%$", "minimum": 0}
 NAME: Schema = {"type": "string", "pattern": "^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$", "maxLength": 253}
 REPLICAS: Schema = {"type": ["integer", "null"], "minimum": 0}
 ROLES = ("prefill", "decode", "unified")
@@ -54,22 +70,27 @@ IMAGE = closed(
 MODEL = closed(
     name={"type": "string", "minLength": 1},
     source=one_of("image", "pvc", "hostPath", "hf", "s3", "oci"),
-    path=TEXT,
+    path=RELATIVE,
     claim=NAME,
-    hostPath=TEXT,
-    uri=TEXT,
+    hostPath=FOLDER,
+    uri=URI,
     revision=TEXT,
     secretName=NAME,
     routedExperts=COUNT,
 )
-CACHE = closed(kind=one_of("emptyDir", "hostPath", "pvc"), size=QUANTITY, hostPath=TEXT, claim=NAME)
+CACHE = closed(kind=one_of("emptyDir", "hostPath", "pvc"), size=MEMORY, hostPath=FOLDER, claim=NAME, warm=BOOL)
 DRAIN = closed(preStop=SECONDS, timeout=SECONDS)
-PDB = closed(enabled=BOOL, maxUnavailable={"type": ["integer", "string"]})
-RESOURCES = closed(requests=ANY_OBJECT, limits=ANY_OBJECT)
+PDB = closed(enabled=BOOL, maxUnavailable=AMOUNT)
+AMOUNTS: Schema = {
+    "type": "object",
+    "additionalProperties": {"type": ["string", "number"], "pattern": "^[0-9]+(\\.[0-9]+)?(m|[kMGTPE]|[KMGTPE]i)?$"},
+}
+RESOURCES = closed(requests=AMOUNTS, limits=AMOUNTS)
+JOBS = closed(serviceAccountName=NAME, resources=RESOURCES, nodeSelector=STRINGS, tolerations=list_of(ANY_OBJECT))
 SCHEDULING = closed(
     nodeSelector=STRINGS,
     tolerations=list_of(ANY_OBJECT),
-    affinity=ANY_OBJECT,
+    affinity=closed(nodeAffinity=ANY_OBJECT, podAffinity=ANY_OBJECT, podAntiAffinity=ANY_OBJECT),
     priorityClassName=TEXT,
     schedulerName=TEXT,
     runtimeClassName=TEXT,
@@ -78,14 +99,24 @@ SCHEDULING = closed(
 PODS = {  # routers and workers alike
     "config": {},
     "drain": DRAIN,
-    "terminationGracePeriodSeconds": SECONDS,
+    "terminationGracePeriodSeconds": {"type": ["integer", "null"], "minimum": 0},
     "resources": RESOURCES,
     "pdb": PDB,
     "replicas": REPLICAS,
     "scheduling": ref("scheduling"),
-    "env": VARIABLES,
+    "labels": STRINGS,
+    "annotations": STRINGS,
     "podLabels": STRINGS,
     "podAnnotations": STRINGS,
+    "env": ENV,
+    "envFrom": list_of(ANY_OBJECT),
+    "extraVolumes": list_of(ANY_OBJECT),
+    "extraVolumeMounts": list_of(ANY_OBJECT),
+    "extraContainers": list_of(ANY_OBJECT),
+    "extraInitContainers": list_of(ANY_OBJECT),
+    "hostNetwork": BOOL,
+    "dnsPolicy": one_of("", "ClusterFirst", "ClusterFirstWithHostNet", "Default", "None"),
+    "resourceClaims": list_of(ANY_OBJECT),
 }
 ROUTER = closed(
     **{**PODS, "config": ref("routerConfig")},
@@ -102,14 +133,18 @@ ROUTER = closed(
 WORKER = closed(
     **{**PODS, "config": ref("workerConfig")},
     role=one_of("", *ROLES),
-    kind=one_of("statefulset", "deployment", "lws"),
+    kind=one_of("deployment", "statefulset", "lws"),
     size=POSITIVE,
     dp=POSITIVE,
     tp=POSITIVE,
     gpus=COUNT,
-    gpuResource={"type": "string", "minLength": 1},
+    gpuResource=TEXT,
+    gpuModel=TEXT,
+    image=ref("image"),
+    model=ref("model"),
     ports=closed(grpc=PORT, metrics=PORT, health=PORT),
-    shm=QUANTITY,
+    shm=MEMORY,
+    tmp=MEMORY,
     startup=SECONDS,
     autoscaling=closed(
         kind=one_of("none", "hpa", "keda"),
@@ -121,9 +156,12 @@ WORKER = closed(
         prometheus=TEXT,
         scaleDownSeconds={"type": "integer", "minimum": 0, "maximum": 3600},
     ),
-    topologyKey=TEXT,
+    topology=closed(key=TEXT, mode=one_of("preferred", "required", "exclusive")),
+    gang=closed(kind=one_of("none", "kueue", "volcano"), queue=TEXT),
+    serviceAccountName=NAME,
 )
 RAY = closed(
+    auth=closed(secretName=NAME, key={"type": "string", "pattern": "^[-._a-zA-Z0-9]+$"}),
     ports=closed(
         gcs=PORT,
         nodeManager=PORT,
@@ -132,8 +170,11 @@ RAY = closed(
         dashboardAgent=PORT,
         metrics=PORT,
         workers=closed(min=PORT, max=PORT),
-    )
+    ),
 )
+
+
+DEVICE: Schema = {"type": "string", "pattern": "^[A-Za-z0-9_-]+$"}  # of RDMA, or how its name begins
 
 
 def fabric(presets: list[str]) -> Schema:
@@ -141,7 +182,11 @@ def fabric(presets: list[str]) -> Schema:
         preset=one_of("", *presets),
         allowTcp=BOOL,
         nics=COUNT,
+        devices=list_of(DEVICE),
+        exclude=list_of(DEVICE),
+        link=one_of("", "InfiniBand", "Ethernet"),
         resources={"type": ["object", "null"], "additionalProperties": COUNT},
+        capabilities={"type": ["array", "null"], "items": {"type": "string", "pattern": "^[A-Z_]+$"}},
         annotations=STRINGS,
         env=VARIABLES,
         privileged=BOOL,
@@ -178,18 +223,22 @@ def values_schema(fabrics: list[str]) -> Schema:
         nameOverride=NAME,
         fullnameOverride=NAME,
         labels=STRINGS,
+        annotations=STRINGS,
         imagePullSecrets=list_of(closed(name=NAME)),
         logLevel=one_of("DEBUG", "INFO", "WARNING", "ERROR"),
-        images=closed(router=IMAGE, worker=IMAGE, download=IMAGE),
-        model=MODEL,
+        ipFamily=one_of("IPv4", "IPv6"),
+        images=closed(registry=TEXT, **{name: ref("image") for name in ("router", "worker", "gpuWorker", "download")}),
+        model=ref("model"),
         cache=CACHE,
+        jobs=JOBS,
         discovery=closed(objects=one_of("pods", "endpointslices")),
         router=ROUTER,
         workerDefaults=ref("worker"),
         workers={
             "type": "object",
             "propertyNames": {"pattern": "^[a-z]([-a-z0-9]{0,19}[a-z0-9])?$"},
-            "additionalProperties": {"anyOf": [ref("worker"), {"type": "null"}]},
+            # not anyOf, whose messages begin with "must validate at least one schema"
+            "additionalProperties": {"if": {"type": "null"}, "then": {}, "else": ref("worker")},
         },
         ray=RAY,
         fabric=fabric(fabrics),
@@ -198,7 +247,7 @@ def values_schema(fabrics: list[str]) -> Schema:
         tracing=closed(endpoint=TEXT, sample={"type": "number", "minimum": 0, "maximum": 1}),
         serviceAccount=closed(create=BOOL, name=NAME, annotations=STRINGS),
         rbac=closed(create=BOOL),
-        podSecurity=closed(runAsUser=POSITIVE, fsGroup=POSITIVE, seccompProfile=ANY_OBJECT),
+        podSecurity=closed(runAsUser=POSITIVE, fsGroup=POSITIVE, seccompProfile=ANY_OBJECT, workersAsRoot=BOOL),
         networkPolicy=closed(enabled=BOOL, clients=list_of(ANY_OBJECT), monitoring=list_of(ANY_OBJECT)),
         monitoring=MONITORING,
         gateway=GATEWAY,
@@ -206,7 +255,7 @@ def values_schema(fabrics: list[str]) -> Schema:
         extraObjects=list_of(ANY_OBJECT),
     )
     values["properties"]["global"] = ANY_OBJECT  # Helm's own
-    definitions = {"scheduling": SCHEDULING, "worker": WORKER, **config_schemas()}
+    definitions = {"image": IMAGE, "model": MODEL, "scheduling": SCHEDULING, "worker": WORKER, **config_schemas()}
     return {"$schema": "http://json-schema.org/draft-07/schema#", **values, "definitions": definitions}
 
 

@@ -2,17 +2,60 @@
 
 {{- define "millrace.bytes" -}}
 {{- $text := toString . -}}
-{{- $units := dict "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 "k" 1000 "M" 1000000 "G" 1000000000 "T"
+{{- $units := dict "m" 0.001 "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 "k" 1000 "M" 1000000 "G" 1000000000 "T"
   1000000000000 -}}
 {{- $unit := regexFind "[A-Za-z]*$" $text -}}
-{{- mulf (regexFind "^[0-9.]+" $text | float64) (ternary 1 (index $units $unit) (eq $unit "")) | int64 -}}
+{{- mulf (regexFind "^[0-9.]+" $text | float64) (ternary 1 (get $units $unit) (eq $unit "")) 1000 | int64 -}}
 {{- end -}}
 
 {{- define "millrace.checkGrace" -}}
-{{- $least := add (int .values.drain.preStop) (int .values.drain.timeout) 15 -}}
-{{- if lt (int .values.terminationGracePeriodSeconds) (int $least) -}}
-{{- fail (printf "%s.terminationGracePeriodSeconds: %d is too short: drain.preStop %d + drain.timeout %d + 15 = %d"
-  .name (int .values.terminationGracePeriodSeconds) (int .values.drain.preStop) (int .values.drain.timeout) $least) -}}
+{{- $least := include "millrace.grace" (set (deepCopy .values) "terminationGracePeriodSeconds" nil) | int -}}
+{{- if lt (include "millrace.grace" .values | int) $least -}}
+{{- fail (printf "%s.terminationGracePeriodSeconds: %d is too short: drain.preStop %d + drain.timeout %d + %s15 = %d"
+  .name (int .values.terminationGracePeriodSeconds) (int .values.drain.preStop) (int .values.drain.timeout)
+  (ternary "config.timeouts.lease + " "" (hasKey .values "role")) $least) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* (dict "name" "router" "ports" {...}): every port once. Host networks share the node's, so there it matters even more */}}
+{{- define "millrace.checkPorts" -}}
+{{- $seen := dict -}}
+{{- range $name, $port := .ports -}}
+{{- $key := toString (int $port) -}}
+{{- if hasKey $seen $key -}}
+{{- fail (printf "%s.ports: %s and %s are both %s" $.name (get $seen $key) $name $key) -}}
+{{- end -}}
+{{- $_ := set $seen $key $name -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "millrace.checkResources" -}}
+{{- $limits := default dict .resources.limits -}}
+{{- range $resource, $amount := default dict .resources.requests -}}
+{{- if hasKey $limits $resource -}}
+{{- if gt (include "millrace.bytes" $amount | int64) (include "millrace.bytes" (get $limits $resource) | int64) -}}
+{{- fail (printf "%s.resources.requests.%s: %v is above the limit %v" $.name $resource $amount (get $limits $resource)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* (dict "root" $ "pool" $pool): of a group */}}
+{{- define "millrace.checkRay" -}}
+{{- $ray := .root.Values.ray.ports -}}
+{{- $ports := merge (omit $ray "workers") (dict "grpc" .pool.ports.grpc "worker metrics" .pool.ports.metrics "health"
+  .pool.ports.health) -}}
+{{- include "millrace.checkPorts" (dict "name" "ray" "ports" $ports) -}}
+{{- $min := int $ray.workers.min -}}
+{{- $max := int $ray.workers.max -}}
+{{- range $name, $port := $ports -}}
+{{- if and (ge (int $port) $min) (le (int $port) $max) -}}
+{{- fail (printf "ray.ports.workers: %d to %d has the port %d of %s" $min $max (int $port) $name) -}}
+{{- end -}}
+{{- end -}}
+{{- $ranks := div (mul (int .pool.dp) (int .pool.tp)) (int .pool.size) -}}
+{{- if lt (sub $max $min | int) (mul 4 $ranks | int) -}}
+{{- fail (printf "ray.ports.workers: %d to %d is too few for %d ranks of a pod, which need 4 each" $min $max $ranks) -}}
 {{- end -}}
 {{- end -}}
 
@@ -39,8 +82,16 @@
 {{- $gpus := mul (int $pool.size) (int $pool.gpus) -}}
 {{- $timeouts := default dict $pool.config.timeouts -}}
 {{- $needed := add (default 600.0 $timeouts.start | int) (default 120.0 $timeouts.warmup | int) -}}
+{{- $images := $root.Values.images -}}
 {{- if not (has $pool.role (list "prefill" "decode" "unified")) -}}
 {{- fail (printf "%s.role: required, because %q is none of prefill, decode and unified" $at $pool.name) -}}
+{{- end -}}
+{{- if and (gt (int $pool.gpus) 0) (not $images.registry) (not (contains "/" $images.gpuWorker.repository)) (ne
+  $pool.image.pullPolicy "Never") -}}
+{{- fail (printf "images.registry: required for the GPUs of %s, because nobody publishes the images: `make images` prints how to build and push them (pullPolicy Never: they are on the nodes)" $at) -}}
+{{- end -}}
+{{- if and (gt (int $pool.gpus) 0) (not $pool.gpuResource) (not $pool.resourceClaims) -}}
+{{- fail (printf "%s.gpuResource: required, or resourceClaims that bring the GPUs" $at) -}}
 {{- end -}}
 {{- if gt (len $pool.fullname) 52 -}}
 {{- fail (printf "%s: the name %s has more than 52 characters" $at $pool.fullname) -}}
@@ -79,12 +130,22 @@
   "%s.startup: %d s is shorter than config.timeouts.start + warmup = %d s, so slow starts would be killed" $at (int
   $pool.startup) $needed) -}}
 {{- end -}}
-{{- if and (gt (int $pool.gpus) 0) (not $root.Values.fabric.preset) (or (ne $pool.role "unified") (gt (int $pool.size)
-  1)) -}}
-{{- fail (printf "fabric.preset: required, %s moves data between GPU pods" $at) -}}
+{{- if and $pool.topology.key (ne $pool.kind "lws") -}}
+{{- fail (printf "%s.topology: only with kind=lws" $at) -}}
 {{- end -}}
-{{- if and $pool.topologyKey (ne $pool.kind "lws") -}}
-{{- fail (printf "%s.topologyKey: only with kind=lws" $at) -}}
+{{- if and (ne $pool.gang.kind "none") (not $pool.gang.queue) -}}
+{{- fail (printf "%s.gang.queue: required with gang.kind=%s" $at $pool.gang.kind) -}}
+{{- end -}}
+{{- if and $pool.hostNetwork (gt (int $pool.replicas) 1) (not $pool.scheduling.affinity.podAntiAffinity) (eq (int $pool.gpus)
+  0) -}}
+{{- fail (printf "%s.hostNetwork: two pods of one node would share ports; give scheduling.affinity.podAntiAffinity" $at) -}}
+{{- end -}}
+{{- include "millrace.checkPorts" (dict "name" $at "ports" $pool.ports) -}}
+{{- include "millrace.checkResources" (dict "name" $at "resources" $pool.resources) -}}
+{{- if gt (int $pool.size) 1 -}}{{- include "millrace.checkRay" . -}}{{- end -}}
+{{- if and $root.Values.cache.warm (gt (int $pool.gpus) 0) (gt (int $pool.size) 1) -}}
+{{- fail (printf "cache.warm: %s has workers of %d pods, and a job has one; its first start fills the cache" $at (int
+  $pool.size)) -}}
 {{- end -}}
 {{- include "millrace.checkGrace" (dict "name" $at "values" $pool) -}}
 {{- include "millrace.checkScaling" (dict "name" $at "values" $pool) -}}
@@ -95,7 +156,7 @@
 {{- $roles := dict -}}
 {{- range $pools -}}{{- $_ := set $roles .role . -}}{{- end -}}
 {{- if not $pools -}}
-{{- fail "workers: empty; start from a preset, such as -f presets/cpu-tiny.yaml" -}}
+{{- fail "workers: every pool is null; at least a unified one, or a prefill and a decode pool, must be left" -}}
 {{- end -}}
 {{- if ne (hasKey $roles "prefill") (hasKey $roles "decode") -}}
 {{- fail "workers: prefill and decode pools need each other; a single pool has role=unified" -}}
@@ -118,21 +179,35 @@
 {{- end -}}
 {{- end -}}
 
+{{/* (dict "name" "model" "model" {...}) */}}
 {{- define "millrace.checkModel" -}}
-{{- $model := .Values.model -}}
+{{- $model := .model -}}
+{{- $at := .name -}}
 {{- if and (has $model.source (list "pvc" "hf" "s3" "oci")) (not $model.claim) -}}
-{{- fail (printf "model.claim: required with model.source=%s" $model.source) -}}
+{{- fail (printf "%s.claim: required with model.source=%s" $at $model.source) -}}
 {{- end -}}
 {{- if and (has $model.source (list "hf" "s3" "oci")) (or (not $model.uri) (not $model.path)) -}}
-{{- fail (printf "model.uri, model.path: required with model.source=%s" $model.source) -}}
+{{- fail (printf "%s.uri, %s.path: required with model.source=%s" $at $at $model.source) -}}
+{{- end -}}
+{{- if and (eq $model.source "s3") (not (hasPrefix "s3://" $model.uri)) -}}
+{{- fail (printf "%s.uri: %s is not s3://bucket/prefix" $at $model.uri) -}}
+{{- end -}}
+{{- if and (eq $model.source "hf") (not (regexMatch "^[A-Za-z0-9][-A-Za-z0-9._]*/[A-Za-z0-9][-A-Za-z0-9._]*$" $model.uri)) -}}
+{{- fail (printf "%s.uri: %s is not owner/name" $at $model.uri) -}}
 {{- end -}}
 {{- if and (eq $model.source "hostPath") (not $model.hostPath) -}}
-{{- fail "model.hostPath: required with model.source=hostPath" -}}
+{{- fail (printf "%s.hostPath: required with model.source=hostPath" $at) -}}
 {{- end -}}
 {{- if and (eq $model.source "image") (not $model.path) -}}
-{{- fail "model.path: required with model.source=image" -}}
+{{- fail (printf "%s.path: required with model.source=image" $at) -}}
 {{- end -}}
+{{- end -}}
+
+{{- define "millrace.checkCache" -}}
 {{- $cache := .Values.cache -}}
+{{- if and $cache.warm (ne $cache.kind "pvc") -}}
+{{- fail (printf "cache.warm: needs cache.kind=pvc, not %s: what a job leaves on its node is on no other" $cache.kind) -}}
+{{- end -}}
 {{- if and (eq $cache.kind "pvc") (not $cache.claim) -}}
 {{- fail "cache.claim: required with cache.kind=pvc" -}}
 {{- end -}}
@@ -143,19 +218,18 @@
 
 {{- define "millrace.checks" -}}
 {{- include "millrace.checkPairs" . -}}
-{{- include "millrace.checkModel" . -}}
+{{- include "millrace.checkModel" (dict "name" "model" "model" .Values.model) -}}
+{{- include "millrace.checkCache" . -}}
+{{- include "millrace.checkPorts" (dict "name" "router" "ports" .Values.router.ports) -}}
+{{- include "millrace.checkResources" (dict "name" "router" "resources" .Values.router.resources) -}}
+{{- include "millrace.checkResources" (dict "name" "jobs" "resources" .Values.jobs.resources) -}}
 {{- include "millrace.checkGrace" (dict "name" "router" "values" .Values.router) -}}
 {{- include "millrace.checkScaling" (dict "name" "router" "values" .Values.router) -}}
 {{- range include "millrace.pools" . | fromJson -}}
 {{- include "millrace.checkPool" (dict "root" $ "pool" .) -}}
+{{- include "millrace.checkModel" (dict "name" (printf "workers.%s.model" .name) "model" .model) -}}
 {{- end -}}
-{{- $fabric := .Values.fabric -}}
-{{- if and (eq $fabric.preset "tcp-dev") (not $fabric.allowTcp) -}}
-{{- fail "fabric.allowTcp: must be true with fabric.preset=tcp-dev" -}}
-{{- end -}}
-{{- if and $fabric.privileged (not $fabric.acknowledgePrivileged) -}}
-{{- fail "fabric.acknowledgePrivileged: must be true with fabric.privileged: such a pod owns its node" -}}
-{{- end -}}
+{{- include "millrace.checkFabric" . -}}
 {{- if and (eq .Values.tls.mode "secrets") (or (not .Values.tls.routerSecret) (not .Values.tls.workerSecret)) -}}
 {{- fail "tls.routerSecret, tls.workerSecret: required with tls.mode=secrets" -}}
 {{- end -}}

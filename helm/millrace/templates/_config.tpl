@@ -8,6 +8,11 @@ require_client_cert: true
 server_name: {{ include "millrace.workerName" . }}
 {{- end -}}
 
+{{/* All addresses of the pod */}}
+{{- define "millrace.anyAddress" -}}
+{{ ternary "[::]" "0.0.0.0" (eq .Values.ipFamily "IPv6") }}
+{{- end -}}
+
 {{- define "millrace.selectorText" -}}
 app.kubernetes.io/name={{ include "millrace.name" . }},app.kubernetes.io/instance={{ .Release.Name }},app.kubernetes.io/component in (prefill,decode,unified)
 {{- end -}}
@@ -15,14 +20,15 @@ app.kubernetes.io/name={{ include "millrace.name" . }},app.kubernetes.io/instanc
 {{- define "millrace.routerConfig" -}}
 {{- $router := .Values.router -}}
 {{- $ports := $router.ports -}}
+{{- $any := include "millrace.anyAddress" . -}}
 {{- $config := dict
-  "model" (include "millrace.modelPath" .)
-  "grpc" (printf "0.0.0.0:%d" (int $ports.grpc))
-  "http" (printf "0.0.0.0:%d" (int $ports.http))
+  "model" (include "millrace.modelPath" .Values.model)
+  "grpc" (printf "%s:%d" $any (int $ports.grpc))
+  "http" (printf "%s:%d" $any (int $ports.http))
   "admin" (printf "%s:%d" $router.adminHost (int $ports.admin))
   "admin_http" (printf "%s:%d" $router.adminHost (int $ports.adminHttp))
-  "metrics" (printf "0.0.0.0:%d" (int $ports.metrics))
-  "health" (printf "0.0.0.0:%d" (int $ports.health))
+  "metrics" (printf "%s:%d" $any (int $ports.metrics))
+  "health" (printf "%s:%d" $any (int $ports.health))
   "tracing" .Values.tracing
   "log_level" .Values.logLevel
   "timeouts" (dict "drain" $router.drain.timeout)
@@ -49,17 +55,17 @@ app.kubernetes.io/name={{ include "millrace.name" . }},app.kubernetes.io/instanc
 {{- $pool := .pool -}}
 {{- $config := dict
   "role" $pool.role
-  "host" "0.0.0.0"
+  "host" (include "millrace.anyAddress" $root)
   "grpc_port" $pool.ports.grpc
   "metrics_port" $pool.ports.metrics
   "health_port" $pool.ports.health
-  "model" (include "millrace.modelPath" $root)
-  "served_name" $root.Values.model.name
+  "model" $pool.modelPath
+  "served_name" $pool.model.name
   "dp" $pool.dp
   "tp" $pool.tp
   "device" (ternary "cuda" "cpu" (gt (int $pool.gpus) 0))
   "launcher" (ternary "ray" "local" (gt (int $pool.size) 1))
-  "cache_dir" (printf "/var/cache/millrace/%s" (include "millrace.cacheKey" $root))
+  "cache_dir" (printf "/var/cache/millrace/%s" $pool.image.version)
   "tracing" $root.Values.tracing
   "log_level" $root.Values.logLevel
   "timeouts" (dict "drain" $pool.drain.timeout) -}}
@@ -67,10 +73,4 @@ app.kubernetes.io/name={{ include "millrace.name" . }},app.kubernetes.io/instanc
 {{- $_ := set $config "tls" (include "millrace.tlsConfig" $root | fromYaml) -}}
 {{- end -}}
 {{- mustMergeOverwrite (deepCopy $pool.config) $config | toYaml -}}
-{{- end -}}
-
-{{/* A folder per image: what one version has compiled does not fit the next */}}
-{{- define "millrace.cacheKey" -}}
-{{- $image := .Values.images.worker -}}
-{{- default (default .Chart.AppVersion $image.tag) (trimPrefix "sha256:" $image.digest | trunc 12) -}}
 {{- end -}}

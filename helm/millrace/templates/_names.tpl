@@ -1,4 +1,4 @@
-{{/* Names and labels. */}}
+{{/* Names, labels and images. */}}
 
 {{- define "millrace.name" -}}
 {{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" -}}
@@ -20,23 +20,32 @@ millrace/pool: {{ . }}
 {{- end }}
 {{- end -}}
 
-{{- define "millrace.labels" -}}
-{{ include "millrace.selector" . }}
-app.kubernetes.io/part-of: millrace
-app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
-app.kubernetes.io/managed-by: {{ .root.Release.Service }}
-helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
-{{- with .root.Values.labels }}
-{{ toYaml . }}
+{{/* (dict "root" $ "component" "router" "pool" "" "name" NAME "labels" {...} "annotations" {...}) -> the metadata of an
+     object. Only root, component and name are required; its own labels and annotations win over those of all objects. */}}
+{{- define "millrace.meta" -}}
+{{- $fixed := include "millrace.selector" . | fromYaml -}}
+{{- $_ := set $fixed "app.kubernetes.io/part-of" "millrace" -}}
+{{- $_ := set $fixed "app.kubernetes.io/version" .root.Chart.AppVersion -}}
+{{- $_ := set $fixed "app.kubernetes.io/managed-by" .root.Release.Service -}}
+{{- $_ := set $fixed "helm.sh/chart" (printf "%s-%s" .root.Chart.Name .root.Chart.Version) -}}
+name: {{ .name }}
+labels:
+  {{- merge $fixed (default dict .labels) .root.Values.labels | toYaml | nindent 2 }}
+{{- with merge dict (default dict .annotations) .root.Values.annotations }}
+annotations:
+  {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end -}}
 
-{{/* Of pods: nothing that changes with the chart's version, or an upgrade restarts everything */}}
-{{- define "millrace.podLabels" -}}
-{{ include "millrace.selector" . }}
-app.kubernetes.io/part-of: millrace
-{{- with .root.Values.labels }}
-{{ toYaml . }}
+{{/* The same of a pod template: nothing in it changes with the chart's version, or an upgrade would restart everything */}}
+{{- define "millrace.podMeta" -}}
+{{- $fixed := include "millrace.selector" . | fromYaml -}}
+{{- $_ := set $fixed "app.kubernetes.io/part-of" "millrace" -}}
+labels:
+  {{- merge $fixed (default dict .labels) .root.Values.labels | toYaml | nindent 2 }}
+{{- with merge dict (default dict .annotations) .root.Values.annotations }}
+annotations:
+  {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end -}}
 
@@ -57,58 +66,26 @@ matchExpressions:
 {{- end -}}
 {{- end -}}
 
-{{/* (dict "root" $ "image" .Values.images.router) */}}
+{{/* (dict "root" $ "which" "worker" "own" {...}) -> an image as JSON {"reference", "version", "pullPolicy"}. `own`: what is
+     different from images.WHICH. */}}
 {{- define "millrace.image" -}}
-{{- if .image.digest -}}
-{{ .image.repository }}@{{ .image.digest }}
-{{- else -}}
-{{ .image.repository }}:{{ default .root.Chart.AppVersion .image.tag }}
+{{- $image := mustMergeOverwrite (deepCopy (index .root.Values.images .which)) (default dict .own) -}}
+{{- $suffix := get (dict "worker" "-cpu" "gpuWorker" "-cuda13") .which -}}
+{{- $tag := default (print .root.Chart.AppVersion $suffix) $image.tag -}}
+{{- $repository := $image.repository -}}
+{{- if and .root.Values.images.registry (ne .which "download") -}}
+{{- $repository = printf "%s/%s" (trimSuffix "/" .root.Values.images.registry) $repository -}}
 {{- end -}}
-{{- end -}}
-
-{{/* Pools with workerDefaults filled in, by name, as JSON: {"prefill": {...}}. A pool that is null is none, so that a
-     file of values can take one away. */}}
-{{- define "millrace.pools" -}}
-{{- $pools := dict -}}
-{{- range $name, $own := .Values.workers -}}
-{{- if not (kindIs "invalid" $own) -}}
-{{- $pool := mustMergeOverwrite (deepCopy $.Values.workerDefaults) (deepCopy $own) -}}
-{{- $_ := set $pool "name" $name -}}
-{{- $_ := set $pool "role" (default $name $pool.role) -}}
-{{- $_ := set $pool "fullname" (printf "%s-%s" (include "millrace.fullname" $) $name) -}}
-{{- $_ := set $pools $name $pool -}}
-{{- end -}}
-{{- end -}}
-{{- $pools | toJson -}}
+{{- dict
+  "reference" (ternary (printf "%s@%s" $repository $image.digest) (printf "%s:%s" $repository $tag) (ne $image.digest ""))
+  "version" (ternary (trimPrefix "sha256:" $image.digest | trunc 12) $tag (ne $image.digest ""))
+  "pullPolicy" $image.pullPolicy
+  | toJson -}}
 {{- end -}}
 
-{{/* Folder of the checkpoint in a container */}}
-{{- define "millrace.modelPath" -}}
-{{- if eq .Values.model.source "image" -}}
-{{ .Values.model.path }}
-{{- else -}}
-/models{{ if .Values.model.path }}/{{ trimPrefix "/" .Values.model.path }}{{ end }}
-{{- end -}}
-{{- end -}}
-
-{{- define "millrace.downloads" -}}
-{{- if has .Values.model.source (list "hf" "s3" "oci") }}true{{ end -}}
-{{- end -}}
-
-{{- define "millrace.modelVolume" -}}
-{{- if eq .Values.model.source "hostPath" }}
-- name: model
-  hostPath: {path: {{ .Values.model.hostPath | quote }}, type: Directory}
-{{- else if ne .Values.model.source "image" }}
-- name: model
-  persistentVolumeClaim: {claimName: {{ .Values.model.claim | quote }}, readOnly: true}
-{{- end }}
-{{- end -}}
-
-{{- define "millrace.modelMount" -}}
-{{- if ne .Values.model.source "image" }}
-- {name: model, mountPath: /models, readOnly: true}
-{{- end }}
+{{/* The name in every worker's certificate */}}
+{{- define "millrace.workerName" -}}
+{{ include "millrace.fullname" . }}-workers
 {{- end -}}
 
 {{/* (dict "root" $ "component" "worker") -> name of its secret with certificates; empty without TLS */}}
@@ -118,9 +95,4 @@ matchExpressions:
 {{- else if eq .root.Values.tls.mode "secrets" -}}
 {{ index .root.Values.tls (printf "%sSecret" .component) }}
 {{- end -}}
-{{- end -}}
-
-{{/* The name in every worker's certificate */}}
-{{- define "millrace.workerName" -}}
-{{ include "millrace.fullname" . }}-workers
 {{- end -}}

@@ -1,12 +1,14 @@
 {{/* Parts of pods that routers and workers share. */}}
 
+{{/* (dict "root" $ "asRoot" false) */}}
 {{- define "millrace.podSecurity" -}}
-runAsNonRoot: true
-runAsUser: {{ int .Values.podSecurity.runAsUser }}
-runAsGroup: {{ int .Values.podSecurity.runAsUser }}
-fsGroup: {{ int .Values.podSecurity.fsGroup }}
+{{- $security := .root.Values.podSecurity -}}
+runAsNonRoot: {{ not .asRoot }}
+runAsUser: {{ ternary 0 (int $security.runAsUser) (default false .asRoot) }}
+runAsGroup: {{ ternary 0 (int $security.runAsUser) (default false .asRoot) }}
+fsGroup: {{ int $security.fsGroup }}
 fsGroupChangePolicy: OnRootMismatch
-seccompProfile: {{ toJson .Values.podSecurity.seccompProfile }}
+seccompProfile: {{ toJson $security.seccompProfile }}
 {{- end -}}
 
 {{- define "millrace.containerSecurity" -}}
@@ -35,9 +37,14 @@ readinessProbe:
   failureThreshold: 2
 {{- end -}}
 
+{{/* A map of variables -> entries of a container's env: a map is a valueFrom, everything else a value */}}
 {{- define "millrace.env" -}}
 {{- range $name, $value := . }}
+{{- if kindIs "map" $value }}
+- {name: {{ $name }}, valueFrom: {{ toJson $value }}}
+{{- else }}
 - {name: {{ $name }}, value: {{ toString $value | quote }}}
+{{- end }}
 {{- end }}
 {{- end -}}
 
@@ -50,12 +57,33 @@ readinessProbe:
 - {name: MILLRACE_RUN, value: /run/millrace}
 {{- end -}}
 
-{{/* (dict "root" $ "scheduling" ... "component" "router" "pool" "" "affinity" {...}) */}}
+{{/* (dict "root" $ "values" ROUTER-OR-POOL "grace" 120 "serviceAccount" "") -> what stands at the top of a pod's spec */}}
+{{- define "millrace.podHead" -}}
+terminationGracePeriodSeconds: {{ int .grace }}
+{{- with .serviceAccount }}
+serviceAccountName: {{ . }}
+{{- end }}
+{{- with .root.Values.imagePullSecrets }}
+imagePullSecrets: {{ toJson . }}
+{{- end }}
+{{- if .values.hostNetwork }}
+hostNetwork: true
+{{- end }}
+{{- with default (ternary "ClusterFirstWithHostNet" "" .values.hostNetwork) .values.dnsPolicy }}
+dnsPolicy: {{ . }}
+{{- end }}
+{{- with .values.resourceClaims }}
+resourceClaims: {{ toJson . }}
+{{- end }}
+{{- end -}}
+
+{{/* (dict "root" $ "scheduling" {...} "component" "router" "pool" "" "affinity" {...} "tolerations" [...]): `affinity` and
+     `tolerations` are the chart's own */}}
 {{- define "millrace.scheduling" -}}
 {{- with .scheduling.nodeSelector }}
 nodeSelector: {{ toJson . }}
 {{- end }}
-{{- with .scheduling.tolerations }}
+{{- with concat (default list .tolerations) .scheduling.tolerations }}
 tolerations: {{ toJson . }}
 {{- end }}
 {{- with .scheduling.priorityClassName }}
@@ -77,20 +105,24 @@ topologySpreadConstraints:
     labelSelector: {matchLabels: {{ toJson $selector }}}
   {{- end }}
 {{- end }}
-{{- with default .affinity .scheduling.affinity }}
+{{- with merge dict .scheduling.affinity (default dict .affinity) }}
 affinity:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end -}}
 
-{{/* (dict "root" $ "image" ... "args" [...] "security" TEXT "resources" {...} "mounts" TEXT): waits in here until the pod
-     can work */}}
+{{/* (dict "root" $ "image" {...} "model" {...} "args" [...] "security" TEXT "resources" {...} "env" TEXT "mounts" TEXT): waits in
+     here until the pod can work. `env`: what the main container has, so that the preflight overrides nothing of it */}}
 {{- define "millrace.preflight" -}}
 - name: preflight
-  image: {{ include "millrace.image" . }}
+  image: {{ .image.reference }}
   imagePullPolicy: {{ .image.pullPolicy }}
-  command: [python3, /etc/millrace/config/preflight.py, --model, {{ include "millrace.modelPath" .root }}]
+  command: [python3, /etc/millrace/config/preflight.py, --model, {{ include "millrace.modelPath" .model }}]
   args: {{ toJson .args }}
+  {{- with .env }}
+  env:
+    {{- . | nindent 4 }}
+  {{- end }}
   securityContext:
     {{- .security | nindent 4 }}
   {{- with .resources }}
@@ -99,8 +131,26 @@ affinity:
   volumeMounts:
     - {name: config, mountPath: /etc/millrace/config, readOnly: true}
     - {name: run, mountPath: /run/millrace}
-    {{- include "millrace.modelMount" .root | nindent 4 }}
+    {{- include "millrace.modelMount" .model | nindent 4 }}
     {{- with .mounts }}
     {{- . | nindent 4 }}
     {{- end }}
+{{- end -}}
+
+{{/* (dict "root" $ "kind" "pdb" ...): a PodDisruptionBudget, where more than one pod can be. Pods that are not ready may
+     always be evicted: one that loads for half an hour would stop the drain of its node. */}}
+{{- define "millrace.pdb" -}}
+{{- $several := or (ne .values.autoscaling.kind "none") (gt (default 0 .values.replicas | int) 1) -}}
+{{- if and .values.pdb.enabled $several }}
+---
+apiVersion: policy/v1
+kind: PodDisruptionBudget
+metadata:
+  {{- include "millrace.meta" . | nindent 2 }}
+spec:
+  maxUnavailable: {{ .values.pdb.maxUnavailable }}
+  unhealthyPodEvictionPolicy: AlwaysAllow
+  selector:
+    matchLabels: {{- include "millrace.selector" . | nindent 6 }}
+{{- end }}
 {{- end -}}

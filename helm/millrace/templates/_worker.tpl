@@ -6,45 +6,41 @@
 {{- $pool := .pool }}
 {{- $as := dict "root" $root "component" $pool.role "pool" $pool.name }}
 {{- $fabric := include "millrace.fabric" . | fromJson }}
-{{- $grouped := gt (int $pool.size) 1 }}
-{{- $config := include "millrace.workerConfig" . }}
-{{- $files := print ($root.Files.Get "files/preflight.py") ($root.Files.Get "files/start.sh") }}
-{{- $devices := dict }}
-{{- if gt (int $pool.gpus) 0 }}
-{{- $devices = merge (dict $pool.gpuResource (toString $pool.gpus)) (default dict $fabric.resources) }}
+{{- $volcano := eq $pool.gang.kind "volcano" }}
+{{- $annotations := dict "checksum/config" (include "millrace.workerChecksum" .) }}
+{{- if and $volcano $pool.gang.queue (ne $pool.kind "lws") }}
+{{- $_ := set $annotations "scheduling.volcano.sh/queue-name" $pool.gang.queue }}
 {{- end }}
-{{- $resources := mustMergeOverwrite (deepCopy $pool.resources) (dict "limits" $devices "requests" $devices) }}
 metadata:
-  labels:
-    {{- include "millrace.podLabels" $as | nindent 4 }}
-    {{- with $pool.podLabels }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
-  annotations:
-    checksum/config: {{ sha256sum (print $config $files) }}
-    {{- with merge (deepCopy $pool.podAnnotations) (default dict $fabric.annotations) }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
+  {{- include "millrace.podMeta" (merge (dict "labels" $pool.podLabels "annotations" (merge $annotations $pool.podAnnotations
+    (default dict $fabric.annotations))) $as) | nindent 2 }}
 spec:
+  {{- include "millrace.podHead" (dict "root" $root "values" $pool "grace" $pool.grace "serviceAccount"
+    $pool.serviceAccountName) | nindent 2 }}
   automountServiceAccountToken: false
-  terminationGracePeriodSeconds: {{ int $pool.terminationGracePeriodSeconds }}
-  {{- with $root.Values.imagePullSecrets }}
-  imagePullSecrets: {{ toJson . }}
-  {{- end }}
   securityContext:
-    {{- include "millrace.podSecurity" $root | nindent 4 }}
-  {{- $affinity := ternary (include "millrace.apart" $as | fromYaml) dict (eq (toString $fabric.apart) "true") }}
-  {{- include "millrace.scheduling" (merge (dict "scheduling" $pool.scheduling "affinity" $affinity) $as) | nindent 2 }}
+    {{- include "millrace.podSecurity" (dict "root" $root "asRoot" $root.Values.podSecurity.workersAsRoot) | nindent 4 }}
+  {{- $scheduling := deepCopy $pool.scheduling }}
+  {{- if $volcano }}{{- $_ := set $scheduling "schedulerName" (default "volcano" $scheduling.schedulerName) }}{{- end }}
+  {{- include "millrace.scheduling" (merge (dict "scheduling" $scheduling "affinity" (include "millrace.workerAffinity" . |
+    fromYaml) "tolerations" (include "millrace.gpuTolerations" . | fromYamlArray)) $as) | nindent 2 }}
   initContainers:
-    {{- include "millrace.preflight" (dict "root" $root "image" $root.Values.images.worker
-        "args" (include "millrace.preflightArgs" (dict "root" $root "fabric" $fabric) | fromJsonArray)
+    {{- with $pool.extraInitContainers }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+    {{- if eq $root.Values.cache.kind "hostPath" }}
+    {{- include "millrace.cacheOwner" . | nindent 4 }}
+    {{- end }}
+    {{- include "millrace.preflight" (dict "root" $root "image" $pool.image "model" $pool.model
+        "args" (include "millrace.preflightArgs" (dict "root" $root "pool" $pool "fabric" $fabric) | fromJsonArray)
         "security" (include "millrace.workerSecurity" (dict "root" $root "fabric" $fabric))
-        "resources" (dict "limits" $devices "requests" $devices)
-        "mounts" "- {name: cache, mountPath: /var/cache/millrace}") | nindent 4 }}
+        "resources" (include "millrace.devices" . | fromYaml)
+        "env" (include "millrace.workerEnv" .)
+        "mounts" (include "millrace.deviceMounts" .)) | nindent 4 }}
   containers:
     - name: worker
-      image: {{ include "millrace.image" (dict "root" $root "image" $root.Values.images.worker) }}
-      imagePullPolicy: {{ $root.Values.images.worker.pullPolicy }}
+      image: {{ $pool.image.reference }}
+      imagePullPolicy: {{ $pool.image.pullPolicy }}
       command: [/bin/sh, /etc/millrace/config/start.sh, run]
       args:
         - millrace_serve.{{ ternary "prefill" "decode" (eq $pool.role "prefill") }}
@@ -53,11 +49,13 @@ spec:
         - --set
         - worker_id=$(POD_NAME)
       env:
-        {{- include "millrace.ownEnv" . | nindent 8 }}
-        {{- include "millrace.env" (mustMerge (deepCopy $pool.env) (default dict $fabric.env)) | nindent 8 }}
-        {{- if $grouped }}
+        {{- include "millrace.workerEnv" . | nindent 8 }}
+        {{- if gt (int $pool.size) 1 }}
         {{- include "millrace.rayEnv" . | nindent 8 }}
         {{- end }}
+      {{- with $pool.envFrom }}
+      envFrom: {{ toJson . }}
+      {{- end }}
       {{- if .leader }}
       ports:
         - {name: grpc, containerPort: {{ int $pool.ports.grpc }}}
@@ -74,88 +72,127 @@ spec:
         {{- end }}
       securityContext:
         {{- include "millrace.workerSecurity" (dict "root" $root "fabric" $fabric) | nindent 8 }}
-      resources: {{- toYaml $resources | nindent 8 }}
+      resources: {{- mustMergeOverwrite (deepCopy $pool.resources) (include "millrace.devices" . | fromYaml) | toYaml |
+        nindent 8 }}
       volumeMounts:
         - {name: config, mountPath: /etc/millrace/config, readOnly: true}
         - {name: run, mountPath: /run/millrace}
         - {name: tmp, mountPath: /tmp}
         - {name: shm, mountPath: /dev/shm}
-        - {name: cache, mountPath: /var/cache/millrace}
-        {{- include "millrace.modelMount" $root | nindent 8 }}
+        {{- include "millrace.deviceMounts" . | nindent 8 }}
+        {{- include "millrace.modelMount" $pool.model | nindent 8 }}
         {{- if ne $root.Values.tls.mode "off" }}
         - {name: tls, mountPath: /etc/millrace/tls, readOnly: true}
         {{- end }}
+    {{- with $pool.extraContainers }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
   volumes:
     - name: config
       configMap: {name: {{ $pool.fullname }}}
-    - name: run
-      emptyDir: {}
-    - name: tmp
-      emptyDir: {}
-    - name: shm
-      emptyDir: {medium: Memory, sizeLimit: {{ $pool.shm }}}
-    {{- include "millrace.cacheVolume" $root | nindent 4 }}
-    {{- include "millrace.modelVolume" $root | nindent 4 }}
+    {{- include "millrace.deviceVolumes" . | nindent 4 }}
+    {{- include "millrace.modelVolume" $pool.model | nindent 4 }}
     {{- if ne $root.Values.tls.mode "off" }}
     - name: tls
       secret: {secretName: {{ include "millrace.tlsSecret" (dict "root" $root "component" "worker") }}, defaultMode: 0440}
     {{- end }}
 {{- end -}}
 
-{{/* A prefill pod beside no decode pod, and the other way round */}}
-{{- define "millrace.apart" -}}
-{{- if ne .component "unified" }}
-podAntiAffinity:
-  requiredDuringSchedulingIgnoredDuringExecution:
-    - topologyKey: kubernetes.io/hostname
-      labelSelector:
-        matchLabels:
-          app.kubernetes.io/instance: {{ .root.Release.Name }}
-          app.kubernetes.io/component: {{ ternary "decode" "prefill" (eq .component "prefill") }}
+{{/* Another configuration or script is another pod. */}}
+{{- define "millrace.workerChecksum" -}}
+{{- print (include "millrace.workerConfig" .) (.root.Files.Get "files/preflight.py") (.root.Files.Get "files/start.sh") |
+  sha256sum -}}
+{{- end -}}
+
+{{- define "millrace.workerEnv" -}}
+{{- $fabric := include "millrace.fabric" . | fromJson -}}
+{{- include "millrace.ownEnv" . }}
+{{- include "millrace.env" (mustMerge (deepCopy .pool.env) (default dict $fabric.env)) }}
+{{- end -}}
+
+{{/* The chart's own: nodes with the right GPU, a group within a domain, the fabric's wishes. matchLabelKeys ties the pods of
+     one group together and not those of others, unlike LeaderWorkerSet's exclusive placement, which keeps all other
+     groups out of the domain. */}}
+{{- define "millrace.workerAffinity" -}}
+{{- $fabric := include "millrace.fabric" . | fromJson -}}
+{{- $as := dict "root" .root "component" .pool.role "pool" .pool.name -}}
+{{- $affinity := dict -}}
+{{- with include "millrace.gpuAffinity" . | fromYaml -}}{{- $_ := set $affinity "nodeAffinity" . -}}{{- end -}}
+{{- $domain := .pool.topology -}}
+{{- if and $domain.key (ne $domain.mode "exclusive") -}}
+{{- $term := dict "topologyKey" $domain.key "labelSelector" (dict "matchLabels" (include "millrace.selector" $as | fromYaml))
+  "matchLabelKeys" (list "leaderworkerset.sigs.k8s.io/group-key") -}}
+{{- $rule := dict "requiredDuringSchedulingIgnoredDuringExecution" (list $term) -}}
+{{- if eq $domain.mode "preferred" -}}
+{{- $rule = dict "preferredDuringSchedulingIgnoredDuringExecution" (list (dict "weight" 100 "podAffinityTerm" $term)) -}}
+{{- end -}}
+{{- $_ := set $affinity "podAffinity" $rule -}}
+{{- end -}}
+{{- if eq (toString $fabric.apart) "true" -}}
+{{- $affinity = merge $affinity (include "millrace.apart" $as | fromYaml) -}}
+{{- end -}}
+{{- toYaml $affinity -}}
+{{- end -}}
+
+{{/* {limits, requests} of GPUs and NICs, and DRA claims. The init container asks for the same, so that it sees them. */}}
+{{- define "millrace.devices" -}}
+{{- $fabric := include "millrace.fabric" . | fromJson -}}
+{{- $devices := dict -}}
+{{- if gt (int .pool.gpus) 0 -}}
+{{- $devices = merge dict (default dict $fabric.resources) -}}
+{{- with .pool.gpuResource -}}{{- $_ := set $devices . (toString $.pool.gpus) -}}{{- end -}}
+{{- end -}}
+{{- $resources := dict -}}
+{{- if $devices -}}{{- $resources = dict "limits" $devices "requests" $devices -}}{{- end -}}
+{{- $claims := list -}}
+{{- range .pool.resourceClaims -}}{{- $claims = append $claims (dict "name" .name) -}}{{- end -}}
+{{- if $claims -}}{{- $_ := set $resources "claims" $claims -}}{{- end -}}
+{{- toYaml $resources -}}
+{{- end -}}
+
+{{/* What the init container, the worker and the job that warms caches mount alike */}}
+{{- define "millrace.deviceMounts" -}}
+{{- $fabric := include "millrace.fabric" . | fromJson -}}
+- {name: cache, mountPath: /var/cache/millrace}
+{{- with concat (default list $fabric.mounts) .pool.extraVolumeMounts }}
+{{ toYaml . }}
 {{- end }}
 {{- end -}}
 
-{{- define "millrace.preflightArgs" -}}
-{{- $args := list "--writable" "/var/cache/millrace" -}}
-{{- if include "millrace.downloads" .root -}}{{- $args = append $args "--marker" -}}{{- end -}}
-{{- if .fabric.nics -}}
-{{- $args = concat $args (list "--nics" (toString .fabric.nics) "--devices" .fabric.devices "--link" .fabric.link
-  "--env" "/run/millrace/fabric.env") -}}
-{{- if .root.Values.fabric.allowTcp -}}{{- $args = append $args "--allow-tcp" -}}{{- end -}}
-{{- end -}}
-{{- toJson $args -}}
-{{- end -}}
-
-{{- define "millrace.workerSecurity" -}}
-{{- if .root.Values.fabric.privileged -}}
-privileged: true
-{{- else -}}
-allowPrivilegeEscalation: false
-capabilities: {drop: [ALL]{{ with .fabric.capabilities }}, add: {{ toJson . }}{{ end }}}
+{{- define "millrace.deviceVolumes" -}}
+{{- $fabric := include "millrace.fabric" . | fromJson -}}
+- name: run
+  emptyDir: {sizeLimit: 16Mi}
+- name: tmp
+  emptyDir: {sizeLimit: {{ .pool.tmp }}}
+- name: shm
+  emptyDir: {medium: Memory, sizeLimit: {{ .pool.shm }}}
+{{ include "millrace.cacheVolume" .root }}
+{{- with concat (default list $fabric.volumes) .pool.extraVolumes }}
+{{ toYaml . }}
 {{- end }}
-readOnlyRootFilesystem: true
 {{- end -}}
 
-{{/* Ray's pinned ports. --node-ip-address: with several NICs Ray may name a node by an address that no peer reaches
-  */}}
-{{- define "millrace.rayEnv" -}}
-{{- $ports := .root.Values.ray.ports -}}
-{{- $ranks := div (mul (int .pool.dp) (int .pool.tp)) (int .pool.size) -}}
-- {name: RAY_PORT, value: "{{ int $ports.gcs }}"}
-- {name: RAY_USAGE_STATS_ENABLED, value: "0"}
-- name: RAY_FLAGS
-  value: >-
-    --node-ip-address=$(POD_IP) --node-manager-port={{ int $ports.nodeManager }}
-    --object-manager-port={{ int $ports.objectManager }} --runtime-env-agent-port={{ int $ports.runtimeEnv }}
-    --dashboard-agent-listen-port={{ int $ports.dashboardAgent }} --metrics-export-port={{ int $ports.metrics }}
-    --min-worker-port={{ int $ports.workers.min }} --max-worker-port={{ int $ports.workers.max }}
-    --num-cpus={{ $ranks }} --num-gpus={{ int .pool.gpus }} --disable-usage-stats
+{{/* A folder of the node belongs to root when it is made; its owner is what this changes, and nothing below it. */}}
+{{- define "millrace.cacheOwner" -}}
+- name: cache-owner
+  image: {{ .pool.image.reference }}
+  imagePullPolicy: {{ .pool.image.pullPolicy }}
+  command: [chown, "{{ int .root.Values.podSecurity.runAsUser }}:{{ int .root.Values.podSecurity.fsGroup }}", /var/cache/millrace]
+  securityContext:
+    runAsNonRoot: false
+    runAsUser: 0
+    allowPrivilegeEscalation: false
+    readOnlyRootFilesystem: true
+    capabilities: {drop: [ALL], add: [CHOWN]}
+  volumeMounts:
+    - {name: cache, mountPath: /var/cache/millrace}
 {{- end -}}
 
 {{- define "millrace.cacheVolume" -}}
 - name: cache
   {{- if eq .Values.cache.kind "hostPath" }}
-  hostPath: {path: {{ .Values.cache.hostPath | quote }}, type: Directory}
+  hostPath: {path: {{ .Values.cache.hostPath | quote }}, type: DirectoryOrCreate}
   {{- else if eq .Values.cache.kind "pvc" }}
   persistentVolumeClaim: {claimName: {{ .Values.cache.claim }}}
   {{- else }}

@@ -1,0 +1,134 @@
+{{/* Pods of jobs. Nothing in them changes with the chart's version, because their templates cannot be changed. */}}
+
+{{/* weight -> annotations of what is done before anything else is installed or upgraded */}}
+{{- define "millrace.beforeInstall" -}}
+helm.sh/hook: pre-install,pre-upgrade
+helm.sh/hook-weight: {{ . | quote }}
+helm.sh/hook-delete-policy: before-hook-creation
+{{- end -}}
+
+{{/* (dict "root" $) -> what all of them begin with */}}
+{{- define "millrace.jobHead" -}}
+{{- $jobs := .root.Values.jobs -}}
+restartPolicy: OnFailure
+automountServiceAccountToken: false
+{{- with $jobs.serviceAccountName }}
+serviceAccountName: {{ . }}
+{{- end }}
+{{- with .root.Values.imagePullSecrets }}
+imagePullSecrets: {{ toJson . }}
+{{- end }}
+{{- end -}}
+
+{{/* (dict "root" $ "model" {...}) */}}
+{{- define "millrace.downloadPod" -}}
+{{- $model := .model }}
+{{- $jobs := .root.Values.jobs }}
+{{- $image := include "millrace.image" (dict "root" .root "which" "router") | fromJson }}
+{{- $reference := get (dict "s3" "amazon/aws-cli:2.27.50" "oci" "ghcr.io/oras-project/oras:v1.2.3") $model.source |
+  default $image.reference }}
+{{- if .root.Values.images.download.repository }}
+{{- $image = include "millrace.image" (dict "root" .root "which" "download") | fromJson }}
+{{- $reference = $image.reference }}
+{{- end }}
+{{- $commands := dict
+  "hf" "hf download \"$URI\" ${REVISION:+--revision \"$REVISION\"} --local-dir \"$FOLDER\""
+  "s3" "aws s3 sync --no-progress \"$URI\" \"$FOLDER\""
+  "oci" "oras pull --output \"$FOLDER\" \"$URI\"" -}}
+metadata:
+  labels:
+    {{- include "millrace.selector" (dict "root" .root "component" "download") | nindent 4 }}
+spec:
+  {{- include "millrace.jobHead" . | nindent 2 }}
+  securityContext:
+    {{- include "millrace.podSecurity" (dict "root" .root) | nindent 4 }}
+  {{- with $jobs.nodeSelector }}
+  nodeSelector: {{ toJson . }}
+  {{- end }}
+  {{- with $jobs.tolerations }}
+  tolerations: {{ toJson . }}
+  {{- end }}
+  containers:
+    - name: download
+      image: {{ $reference }}
+      imagePullPolicy: {{ $image.pullPolicy }}
+      command:
+        - /bin/sh
+        - -ec
+        - mkdir -p "$FOLDER"; [ -e "$FOLDER/.millrace-complete" ] || { {{ index $commands $model.source }}; touch "$FOLDER/.millrace-complete"; }
+      env:
+        - {name: HOME, value: /tmp}
+        - {name: HF_HOME, value: /tmp/hf}
+        {{- if eq $model.source "oci" }}
+        - {name: DOCKER_CONFIG, value: /etc/docker}
+        {{- end }}
+        - {name: URI, value: {{ $model.uri | quote }}}
+        - {name: REVISION, value: {{ $model.revision | quote }}}
+        - {name: FOLDER, value: {{ include "millrace.modelPath" $model | quote }}}
+      {{- if and $model.secretName (ne $model.source "oci") }}
+      envFrom: [{secretRef: {name: {{ $model.secretName }}}}]
+      {{- end }}
+      securityContext:
+        {{- include "millrace.containerSecurity" . | nindent 8 }}
+      resources: {{ toJson $jobs.resources }}
+      volumeMounts:
+        - {name: model, mountPath: /models}
+        - {name: tmp, mountPath: /tmp}
+        {{- if and $model.secretName (eq $model.source "oci") }}
+        - {name: registry, mountPath: /etc/docker, readOnly: true}
+        {{- end }}
+  volumes:
+    - name: model
+      persistentVolumeClaim: {claimName: {{ $model.claim }}}
+    - name: tmp
+      emptyDir: {sizeLimit: 16Gi}
+    {{- if and $model.secretName (eq $model.source "oci") }}
+    - name: registry
+      secret: {secretName: {{ $model.secretName }}, items: [{key: .dockerconfigjson, path: config.json}]}
+    {{- end }}
+{{- end -}}
+
+{{/* (dict "root" $ "pool" $pool) -> starts the ranks of a worker once, on the devices and with the configuration of the pool,
+     and leaves what they have compiled */}}
+{{- define "millrace.warmPod" -}}
+{{- $root := .root }}
+{{- $pool := .pool }}
+{{- $fabric := include "millrace.fabric" . | fromJson }}
+{{- $security := include "millrace.workerSecurity" (dict "root" $root "fabric" $fabric) -}}
+metadata:
+  labels:
+    {{- include "millrace.selector" (dict "root" $root "component" "warm" "pool" $pool.name) | nindent 4 }}
+spec:
+  {{- include "millrace.jobHead" . | nindent 2 }}
+  securityContext:
+    {{- include "millrace.podSecurity" (dict "root" $root "asRoot" $root.Values.podSecurity.workersAsRoot) | nindent 4 }}
+  {{- include "millrace.scheduling" (dict "root" $root "component" "warm" "pool" $pool.name "scheduling" (omit
+    $pool.scheduling "spread") "affinity" (include "millrace.workerAffinity" . | fromYaml) "tolerations" (include
+    "millrace.gpuTolerations" . | fromYamlArray)) | nindent 2 }}
+  {{- with $pool.resourceClaims }}
+  resourceClaims: {{ toJson . }}
+  {{- end }}
+  containers:
+    - name: compile
+      image: {{ $pool.image.reference }}
+      imagePullPolicy: {{ $pool.image.pullPolicy }}
+      command: [millrace, compile, --config, /etc/millrace/config/config.yaml, --model, {{ $pool.modelPath }}]
+      env:
+        {{- include "millrace.workerEnv" . | nindent 8 }}
+      securityContext:
+        {{- $security | nindent 8 }}
+      resources: {{- mustMergeOverwrite (deepCopy $pool.resources) (include "millrace.devices" . | fromYaml) | toYaml |
+        nindent 8 }}
+      volumeMounts:
+        - {name: config, mountPath: /etc/millrace/config, readOnly: true}
+        - {name: run, mountPath: /run/millrace}
+        - {name: tmp, mountPath: /tmp}
+        - {name: shm, mountPath: /dev/shm}
+        {{- include "millrace.deviceMounts" . | nindent 8 }}
+        {{- include "millrace.modelMount" $pool.model | nindent 8 }}
+  volumes:
+    - name: config
+      configMap: {name: {{ $pool.fullname }}-warm}
+    {{- include "millrace.deviceVolumes" . | nindent 4 }}
+    {{- include "millrace.modelVolume" $pool.model | nindent 4 }}
+{{- end -}}
