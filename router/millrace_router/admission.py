@@ -62,7 +62,7 @@ class Admission:
     def __init__(
         self,
         size: int,
-        choose: Callable[[Want], Placement | None],
+        choose: Callable[[Want], Placement | None],  # raises MillraceError where waiting is in vain
         on_size: Callable[[int], None],
         look_ahead: int = 8,
         clock: Callable[[], float] = time.monotonic,
@@ -168,11 +168,16 @@ class Admission:
             self._pumping = False
 
     def _serve_one(self, only: Ticket | None = None) -> bool:
-        """Whether somebody was served. `only`: those before it have been tried since anything changed."""
+        """Whether somebody was served, or refused. `only`: those before it have been tried since anything changed."""
         now = self._clock()
         before: list[Ticket] = []
         for ticket in itertools.islice(self._queue.in_order(), self._look_ahead):
-            placement = self._choose(ticket.want) if only is None or ticket is only else None
+            try:
+                placement = self._choose(ticket.want) if only is None or ticket is only else None
+            except MillraceError as error:  # nobody will ever serve it
+                self.leave(ticket)
+                ticket.refuse(error)
+                return True
             if placement is not None:
                 for other in before:
                     other.overtaken += 1

@@ -40,6 +40,7 @@ class Routing(Config):
     topology: tuple[str, ...] = ("zone", "rack", "host")  # labels, widest first, that make a decode worker near
     local_prefill_tokens: int = Field(0, ge=0)  # shorter uncached prompts are run by the decode worker itself; 0: none
     decisions: int = Field(1024, ge=0)  # kept to be explained
+    revision: str = ""  # of the workers that are asked first: discovery knows it; empty: of those that have none
 
     @field_validator("length_bounds")
     @classmethod
@@ -98,6 +99,7 @@ _ADDRESS = r"^[^:\s]+:\d{1,5}$"
 class RouterConfig(Config):
     model: str  # folder with tokenizer.json and tokenizer_config.json; the rest of the checkpoint is not read
     chat_template: str = ""  # a file to use instead of the model's own template
+    aliases: tuple[str, ...] = ()  # further names under which clients may ask for the model that is served
     workers: tuple[str, ...] = ()  # short for discovery.static; each worker says itself which role it has
     discovery: DiscoveryConfig = DiscoveryConfig()
     grpc: str = Field("127.0.0.1:0", pattern=_ADDRESS)  # host:port to listen on; port 0: any free one

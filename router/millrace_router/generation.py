@@ -96,6 +96,7 @@ class Generation:
         self._links: dict[Leg, Link] = {}
         self._hedge = bool(elsewhere)
         self._avoid = elsewhere
+        self._weights = ""  # of the model that was asked last
         self._timer: asyncio.Handle | None = None
         self._timer_at = 0.0  # uvloop gives a handle without a time for a moment that has passed
         self._again: asyncio.TimerHandle | None = None
@@ -148,7 +149,7 @@ class Generation:
             self.cancel(MillraceError(Reason.OVERLOADED, "nobody else has room"))  # and it delays no others
 
     def _refuse(self, error: MillraceError) -> None:
-        """Another took the place in the queue."""
+        """Another took the place in the queue, or nobody will ever serve it."""
         self._ticket = None
         self.cancel(error)
 
@@ -161,6 +162,7 @@ class Generation:
             prefill_only=flow.remaining == 1,
             avoid=self._avoid,
             elsewhere=self._hedge,
+            weights=self._weights if flow.outputs else "",
             session=job.session_id,
             pages=registry.placer.indexes.hashes(token_ids, page_size),
             page_size=page_size,
@@ -200,6 +202,7 @@ class Generation:
             if leg not in self.flow.open:
                 return
             worker = self._backend.registry.workers[replica.address]
+            self._weights = worker.weights
             request = self._request(replica.index)
             length = len(request.token_ids)
             cached = 0 if self.decision is None else self.decision.cached_tokens

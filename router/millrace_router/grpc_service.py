@@ -36,7 +36,7 @@ class InferenceService:
 
     async def tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
         model, prompt = self._inference.model, _prompt(request.prompt)
-        validate.check_model(request.model, model)
+        validate.check_model(request.model, self._inference.names)
         validate.check_prompt(prompt, model)
         return pb.TokenizeResponse(token_ids=await self._inference.tokenize(prompt, model))
 
@@ -44,7 +44,7 @@ class InferenceService:
         self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext
     ) -> pb.DetokenizeResponse:
         model = self._inference.model
-        validate.check_model(request.model, model)
+        validate.check_model(request.model, self._inference.names)
         validate.check_ids("token_ids", request.token_ids, model)
         text = self._inference.tokenizer.decode(request.token_ids, request.keep_special_tokens)
         return pb.DetokenizeResponse(text=text)
@@ -53,8 +53,11 @@ class InferenceService:
         self, request: pb.ListModelsRequest, context: grpc.aio.ServicerContext
     ) -> pb.ListModelsResponse:
         model = self._inference.model
-        entry = pb.Model(name=model.model, max_context=model.max_context, vocab_size=model.vocab_size)
-        return pb.ListModelsResponse(models=[entry])
+        entries = [
+            pb.Model(name=name, max_context=model.max_context, vocab_size=model.vocab_size)
+            for name in self._inference.names
+        ]
+        return pb.ListModelsResponse(models=entries)
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """What to add to the server. The generated registration would answer malformed bytes with INTERNAL."""

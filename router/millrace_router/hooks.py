@@ -1,6 +1,6 @@
 """The warm-up and GC-freeze hooks: what has to happen before a request may be sent to a worker.
 
-For every prefill worker P and decode worker D with equal KV layouts, and for every unified worker U:
+For every prefill worker P and decode worker D of one revision with equal KV layouts, and for every unified worker U:
 
 1. WARMING   D.Warmup(source=P): a real tiny request through the whole path, which opens the transfer connection.
              U.Warmup. A decode worker warms a few pairs at a time.
@@ -75,9 +75,14 @@ def wanted(workers: Iterable[Worker]) -> dict[Pair, tuple[Worker | None, Worker]
             pairs[Pair("", worker.epoch)] = (None, worker)
         elif worker.role == DECODE:
             for source in sources:
-                if source.info.layout.fingerprint == worker.info.layout.fingerprint:
+                if _fit(source, worker):
                     pairs[Pair(source.epoch, worker.epoch)] = (source, worker)
     return pairs
+
+
+def _fit(source: Worker, worker: Worker) -> bool:
+    same = source.info.layout.fingerprint == worker.info.layout.fingerprint
+    return same and source.target.revision == worker.target.revision
 
 
 class Hooks:
@@ -125,7 +130,7 @@ class Hooks:
     def why_not(self, epoch: str) -> str:
         """Why a fit worker is in no ready pair."""
         own = [str(it) for pair, it in self.progress.items() if epoch in (pair.source, pair.worker)]
-        return "; ".join(own) or "no worker of the other role with an equal KV layout"
+        return "; ".join(own) or "no worker of the other role with an equal KV layout and revision"
 
     async def _until_ready(self, pair: Pair, progress: Progress) -> None:
         pause = FIRST_PAUSE_S

@@ -54,6 +54,11 @@ class Inference:
     def model(self) -> worker_pb2.WorkerInfo:
         return self.backend.registry.model
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Under which the model is served, its own first."""
+        return self.backend.registry.names
+
     async def generate(self, ask: Ask, api: str) -> Answer:
         """Start the request; the caller reads `answer.stream.deltas()` to the end, or leaves it."""
         received, who = asyncio.get_running_loop().time(), caller.get()
@@ -95,7 +100,7 @@ class Inference:
     async def _admit(self, ask: Ask, tenant: Tenant, received: float) -> tuple[list[int], common_pb2.SamplingParams]:
         """The prompt's tokens and the resolved parameters of a request that may begin. Raises MillraceError."""
         model, admission = self.model, self.backend.admission
-        validate.check(ask, model, self.backend.config.limits)
+        validate.check(ask, model, self.names, self.backend.config.limits)
         tenant.check(time.monotonic())
         place = admission.place(tenant.allowed(ask.priority), tenant.name, tenant.weight)
         admission.check_room(ask.n, place)

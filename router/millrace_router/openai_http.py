@@ -43,14 +43,17 @@ def build(inference: Inference, before_scrape: Callable[[], None] | None) -> Fas
     @app.get("/v1/models")
     async def models() -> Response:
         model = inference.model
-        entry: objects.ModelObject = {
-            "id": model.model,
-            "object": "model",
-            "created": started,
-            "owned_by": "millrace",
-            "max_model_len": model.max_context,
-        }
-        answer: objects.ModelList = {"object": "list", "data": [entry] if model.model else []}
+        entries: list[objects.ModelObject] = [
+            {
+                "id": name,
+                "object": "model",
+                "created": started,
+                "owned_by": "millrace",
+                "max_model_len": model.max_context,
+            }
+            for name in inference.names
+        ]
+        answer: objects.ModelList = {"object": "list", "data": entries}
         return json_answer(answer)
 
     @app.post("/tokenize")

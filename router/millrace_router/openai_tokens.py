@@ -38,12 +38,12 @@ class DetokenizeRequest(Strict):
 async def tokenize(inference: Inference, wanted: TokenizeRequest) -> objects.Tokens:
     model = inference.model
     ask = in_format(Ask(model=wanted.model, prompt=wanted.as_prompt()), inference.tokenizer.format)
-    validate.check(ask, model, inference.backend.config.limits)
+    validate.check(ask, model, inference.names, inference.backend.config.limits)
     tokens = await inference.tokenize(ask.prompt, model)
     return {"count": len(tokens), "max_model_len": model.max_context, "tokens": tokens}
 
 
 def detokenize(inference: Inference, wanted: DetokenizeRequest) -> objects.Text:
-    validate.check_model(wanted.model, inference.model)
+    validate.check_model(wanted.model, inference.names)
     validate.check_ids("tokens", wanted.tokens, inference.model)
     return {"prompt": inference.tokenizer.decode(wanted.tokens, wanted.keep_special_tokens)}

@@ -47,7 +47,8 @@ class Registry:
         self._config = config
         self._router_id = secrets.token_hex(8)
         self._routable: frozenset[str] = frozenset()  # epochs
-        self._serving: list[tuple[Worker, frozenset[str]]] = []  # routable ones by address, with their sources' epochs
+        self._able: list[tuple[Worker, frozenset[str]]] = []  # of every model, by address, with their sources' epochs
+        self._first: str | None = None  # the revision that is asked first, while there are others
         self.placer = Placer(config, metrics)
         self.health = Health(config.resilience, metrics)
         self._feeds = CacheFeeds(self.placer.indexes.kv, metrics)
@@ -74,27 +75,41 @@ class Registry:
             raise MillraceError(Reason.NO_WORKERS, "no worker has come up yet")
         return self._model
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Under which the model is served, its own first. NO_WORKERS as `model`."""
+        own = self.model.model
+        also = [w.info.model for w in self.workers.values() if w.epoch in self._routable]
+        return tuple(dict.fromkeys(name for name in (own, *also, *self._config.aliases) if name))
+
     def obstacle(self, worker: Worker) -> str:
         """Why no request goes to this worker; empty when it is routable."""
         if (why := worker.unhealthy or worker.withheld) or worker.epoch in self._routable:
             return why
         if any(worker.epoch in (pair.source, pair.worker) for pair in self.hooks.ready):
-            return (
-                "no partner of it is routable"
-                if self._serves(worker)
-                else f"{self.model.model!r} is served, not its model"
-            )
+            if self._serves(worker):
+                return "no partner of it is routable"
+            name = self.model.model
+            other = worker.info.model != name
+            return f"{name!r} is served, not its model" if other else f"{name!r} is served, of other weights than its"
         return self.hooks.why_not(worker.epoch)
 
-    def view(self) -> View:
+    def view(self, weights: str) -> View:
+        """Of the model with these weights."""
         roles: dict[int, list] = {PREFILL: [], DECODE: [], UNIFIED: []}
         left_out = self.health.left_out()
-        for worker, sources in self._serving:
-            roles[worker.role] += worker.replicas(sources, left_out.get(worker.epoch, ""))
-        return View(*(tuple(roles[role]) for role in (PREFILL, DECODE, UNIFIED)))
+        for worker, sources in self._able:
+            if worker.weights == weights:
+                roles[worker.role] += worker.replicas(sources, left_out.get(worker.epoch, ""))
+        return View(tuple(roles[PREFILL]), tuple(roles[DECODE]), tuple(roles[UNIFIED]), self._first)
 
     def choose(self, want: Want) -> Placement | None:
-        return self.placer.choose(self.view(), want)
+        """None: it has to wait. NO_WORKERS: another model is served than the one that has begun the answer."""
+        served = "" if self._model is None else self._model.layout.model
+        weights = want.weights or served
+        if weights != served and self.ready and not any(worker.weights == weights for worker, _ in self._able):
+            raise MillraceError(Reason.NO_WORKERS, "the model that began this answer is no longer served")
+        return self.placer.choose(self.view(weights), want)
 
     def drain(self, worker: Worker) -> None:
         """Send no more requests to the process that this worker is now."""
@@ -138,9 +153,14 @@ class Registry:
         self._model = self._served(able)
         self._routable = frozenset(w.epoch for w in workers if w.epoch in able and self._serves(w))
         sources = states.sources(self.hooks.ready)
-        serving = sorted((w for w in workers if w.epoch in self._routable), key=lambda w: w.address)
-        self._serving = [(worker, sources.get(worker.epoch, frozenset())) for worker in serving]
-        routable = (frozenset(w.epoch for w in serving if w.role == role) for role in (PREFILL, DECODE, UNIFIED))
+        serving = sorted((w for w in workers if w.epoch in able), key=lambda w: w.address)
+        self._able = [(worker, sources.get(worker.epoch, frozenset())) for worker in serving]
+        first = self._config.routing.revision
+        self._first = first if any(worker.target.revision != first for worker in serving) else None
+        routable = (
+            frozenset(w.epoch for w in serving if w.role == role and w.epoch in self._routable)
+            for role in (PREFILL, DECODE, UNIFIED)
+        )
         self.health.keep({one.epoch: one.role for one in seen if one.epoch}, routable)
         self._feeds.reconcile(workers)
         self.placer.indexes.keep((w.epoch, i) for w in workers if w.link for i in range(w.info.replicas))
@@ -151,14 +171,17 @@ class Registry:
         self._loaded()
 
     def _served(self, routable: frozenset[str]) -> worker_pb2.WorkerInfo | None:
-        """One model at a time: that of before for as long as a worker can serve it, then another one's."""
+        """One model at a time: that of the revision that is asked first; without it that of before, for as long as a
+        worker can serve it; then another one's.
+        """
         linked = [worker for worker in self.workers.values() if worker.link is not None]
         able = [worker for worker in linked if worker.epoch in routable] or linked
-        same = [worker for worker in able if self._serves(worker)]
-        return next((worker.info for worker in same or able), self._model)
+        first = [worker for worker in able if worker.target.revision == self._config.routing.revision] or able
+        same = [worker for worker in first if self._serves(worker)]
+        return next((worker.info for worker in same or first), self._model)
 
     def _serves(self, worker: Worker) -> bool:
-        return self._model is not None and worker.info.model == self._model.model
+        return self._model is not None and worker.weights == self._model.layout.model
 
     def _loaded(self) -> None:
         """A worker has reported its load."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from millrace.v1 import common_pb2, worker_pb2
@@ -55,8 +55,9 @@ NUMBERS = {
 LOGIT_BIAS = Range(-100, 100)
 
 
-def check(ask: Ask, model: worker_pb2.WorkerInfo, limits: Limits) -> None:
-    check_model(ask.model, model)
+def check(ask: Ask, model: worker_pb2.WorkerInfo, names: Collection[str], limits: Limits) -> None:
+    """`names`: as for `check_model`."""
+    check_model(ask.model, names)
     check_prompt(ask.prompt, model)
     if isinstance(ask.prompt, Chat):
         _check_tools(ask.prompt.tools, limits)
@@ -80,10 +81,11 @@ def check(ask: Ask, model: worker_pb2.WorkerInfo, limits: Limits) -> None:
         raise MillraceError(Reason.DEADLINE_EXCEEDED, "the deadline had passed when the request arrived")
 
 
-def check_model(name: str, model: worker_pb2.WorkerInfo) -> None:
+def check_model(name: str, names: Collection[str]) -> None:
+    """`names`: under which the model is served."""
     _check_text("model", name)
-    if name not in ("", model.model):
-        message = f"model {name!r} is not served here; {model.model!r} is"
+    if name and name not in names:
+        message = f"model {name!r} is not served here; {', '.join(map(repr, names))} is"
         raise MillraceError(Reason.MODEL_NOT_FOUND, message, param="model")
 
 

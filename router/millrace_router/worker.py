@@ -76,6 +76,11 @@ class Worker:
         return self.info.epoch
 
     @property
+    def weights(self) -> str:
+        """A hash of the model: equal ones give equal answers. Empty until it is READY."""
+        return self.info.layout.model
+
+    @property
     def control(self) -> worker_pb2_grpc.WorkerServiceStub:
         """WORKER_LOST while there is no connection."""
         if self._control is None:
@@ -142,6 +147,7 @@ class Worker:
             sources=sources,
             held=load.pages_running * self.info.layout.page_size + held,
             labels=self.target.topology,
+            revision=self.target.revision,
             left_out=left_out,
         )
 

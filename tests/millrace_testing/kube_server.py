@@ -26,8 +26,8 @@ NAMESPACE, LABELS = "default", {"app": "millrace"}
 _numbers = itertools.count(1)
 
 
-def pod(name: str, address: str, ready: bool = True) -> Object:
-    """A running pod, with a UID of its own, whose container port "grpc" is at `address`."""
+def pod(name: str, address: str, ready: bool = True, **labels: str) -> Object:
+    """A running pod, with a UID of its own, whose container port "grpc" is at `address`. `labels` begin "millrace/"."""
     ip, _, port = address.rpartition(":")
     number = next(_numbers)
     return {
@@ -35,7 +35,7 @@ def pod(name: str, address: str, ready: bool = True) -> Object:
             "name": name,
             "uid": f"uid-{number}",
             "creationTimestamp": f"2026-01-01T00:00:00.{number:06d}Z",
-            "labels": dict(LABELS),
+            "labels": LABELS | {f"millrace/{key}": value for key, value in labels.items()},
         },
         "spec": {"nodeName": "node-1", "containers": [{"ports": [{"name": "grpc", "containerPort": int(port)}]}]},
         "status": {

@@ -27,11 +27,11 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
 class Pod:
-    def __init__(self, server: KubeServer, worker: Worker, name: str) -> None:
+    def __init__(self, server: KubeServer, worker: Worker, name: str, **labels: str) -> None:
         self.worker = worker
         self.name = name
         self._server = server
-        self._object = pod(name, worker.address, ready=False)
+        self._object = pod(name, worker.address, ready=False, **labels)
         self._probe = asyncio.create_task(self._keep_probing())
         server.put(self._object)
 
@@ -80,11 +80,11 @@ class Pods:
     async def __aexit__(self, *_: object) -> None:
         await asyncio.gather(*(each.close() for each in self._started))
 
-    async def start(self, name: str, role: str) -> Pod:
-        """Until its ports are bound; routers find out when it is ready."""
+    async def start(self, name: str, role: str, *sets: str, **labels: str) -> Pod:
+        """Until its ports are bound; routers find out when it is ready. `sets` are added to those of all pods."""
         number = len(self._started)
-        worker = Worker(role, self._folder, self._sets, f"{name}.{number}")
+        worker = Worker(role, self._folder, [*self._sets, *sets], f"{name}.{number}")
         await worker.start()
-        made = Pod(self._server, worker, name)
+        made = Pod(self._server, worker, name, **labels)
         self._started.append(made)
         return made

@@ -118,6 +118,7 @@ class FakeWorker(
 ):
     def __init__(self, role: int, credits: int = 64, layout: str = "layout-a", step_s: float = 0.0) -> None:
         self.role, self.credits, self.layout, self.step_s = role, credits, layout, step_s
+        self.model, self.weights = MODEL, "weights-a"
         self.context = CONTEXT
         self.epoch = secrets.token_hex(4)
         self.state = READY
@@ -184,10 +185,10 @@ class FakeWorker(
             epoch=self.epoch,
             role=self.role,
             state=self.state,
-            model=MODEL,
+            model=self.model,
             max_context=self.context,
             vocab_size=VOCAB,
-            layout=common_pb2.KvLayout(fingerprint=self.layout),
+            layout=common_pb2.KvLayout(fingerprint=self.layout, model=self.weights),
             replicas=1,
             tp=1,
             protocol=self.protocol,

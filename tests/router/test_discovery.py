@@ -96,12 +96,14 @@ def test_one_target_per_address(listing: list[Target]) -> None:
 def test_a_pod() -> None:
     item = pod("decode-0", "10.0.0.1:50051")
     item["metadata"]["labels"] |= {"app.kubernetes.io/component": "decode", "topology.kubernetes.io/zone": "zone-a"}
+    item["metadata"]["labels"]["millrace/revision"] = "b"
     (target,) = of_pod(item, PODS)
     assert target == Target(
         key=item["metadata"]["uid"],
         address="10.0.0.1:50051",
         name="decode-0",
         role="decode",
+        revision="b",
         topology={"host": "node-1", "zone": "zone-a"},
     )
 
@@ -153,6 +155,8 @@ def test_a_slice() -> None:
     )
     item["endpoints"][2]["conditions"] = {"ready": True, "terminating": True}
     first, second, third = of_slice(item, SLICES)
+    item["metadata"]["labels"] = {"millrace/revision": "b"}
+    assert {target.revision for target in of_slice(item, SLICES)} == {"b"}
     topology = {"host": "node-1", "zone": "zone-a"}
     assert first == Target("a", "10.0.0.1:50051", "pod-a", topology=topology)
     assert "not ready" in second.withheld and "terminating" in third.withheld
@@ -196,8 +200,11 @@ def test_a_list_replaces_what_events_have_said() -> None:
 
 def test_static_targets_are_there_at_once() -> None:
     heard = Heard()
-    StaticSource([StaticTarget(address="a:1", topology={"zone": "z"}), StaticTarget(address="b:1")]).start(heard)
+    StaticSource(
+        [StaticTarget(address="a:1", revision="r", topology={"zone": "z"}), StaticTarget(address="b:1")]
+    ).start(heard)
     assert heard.addresses == ["a:1", "b:1"] and heard.targets[0].topology == {"zone": "z"}
+    assert [target.revision for target in heard.targets] == ["r", ""]
 
 
 async def test_dns_on_loopback() -> None:

@@ -134,17 +134,11 @@ async def test_other_protocol_is_refused(cluster: Callable) -> None:
     await made.until(lambda: "protocol version 99" in detail(made, prefill))
 
 
-class Other(FakeWorker):
-    async def GetInfo(self, request, context):
-        info = await super().GetInfo(request, context)
-        info.model = "other"
-        return info
-
-
 async def test_one_model_at_a_time(cluster: Callable) -> None:
     """While the workers of one make room for those of another, nobody gets an answer of the wrong one."""
     made = await cluster(FakeWorker(UNIFIED))
-    old, new = made.workers[0], Other(UNIFIED)
+    old, new = made.workers[0], FakeWorker(UNIFIED)
+    new.model, new.weights = "other", "weights-b"
     await new.start()
     try:
         made.router.registry._fleet.on_targets([Target(it.address, it.address) for it in (new, old)])

@@ -15,6 +15,7 @@ class Target:
     address: str  # host:port of its gRPC server
     name: str = ""  # for operators, such as the pod's
     role: str = ""  # "prefill", "decode", "unified" or unknown: counts it until the worker itself says its role
+    revision: str = ""  # workers of two revisions never pair, and `routing.revision` names the one that is asked first
     withheld: str = ""  # why it should get no new requests; empty: it may
     topology: Mapping[str, str] = field(default_factory=dict)  # "host", "zone" and whatever is configured
 

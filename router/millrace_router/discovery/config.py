@@ -21,6 +21,7 @@ class Kind(enum.StrEnum):
 class StaticTarget(Config):
     address: str = Field(pattern=r"^\S+:\d{1,5}$")
     name: str = ""
+    revision: str = ""
     topology: dict[str, str] = Field(default_factory=dict)
 
 
@@ -39,6 +40,7 @@ class KubernetesConfig(Config):
     # label=value: a pod that has the label with another value is a follower and ignored, one without it a whole worker
     leader: str = Field("leaderworkerset.sigs.k8s.io/worker-index=0", pattern=r"^[^=\s]+=[^=\s]*$")
     role_label: str = "app.kubernetes.io/component"  # prefill, decode or unified, until the worker says it itself
+    revision_label: str = "millrace/revision"  # of a pod, or of an EndpointSlice: the revision of its pool
     topology: dict[str, str] = Field(default_factory=lambda: {"zone": ZONE})  # our name: the pod's label; host is known
     kubeconfig: Path | None = None  # file; else the pod's service account
     context: str = ""  # of the kubeconfig

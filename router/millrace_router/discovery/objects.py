@@ -37,6 +37,7 @@ def of_pod(pod: Object, config: KubernetesConfig) -> list[Target]:
         address=join(ip, port),
         name=meta["name"],
         role=role if role in ROLES else "",
+        revision=labels.get(config.revision_label, ""),
         withheld=_pod_withheld(pod),
         topology={"host": spec.get("nodeName", ""), **topology},
     )
@@ -54,7 +55,8 @@ def of_slice(slice: Object, config: KubernetesConfig) -> list[Target]:
     if port is None:
         log.warning("EndpointSlice %s has no port named %r", slice["metadata"]["name"], config.port)
         return []
-    role = (slice["metadata"].get("labels") or {}).get(config.role_label, "")
+    labels = slice["metadata"].get("labels") or {}  # of the Service
+    role = labels.get(config.role_label, "")
     targets = []
     for endpoint in slice.get("endpoints") or ():
         pod = endpoint.get("targetRef") or {}
@@ -66,6 +68,7 @@ def of_slice(slice: Object, config: KubernetesConfig) -> list[Target]:
                     address=address,
                     name=pod.get("name", ""),
                     role=role if role in ROLES else "",
+                    revision=labels.get(config.revision_label, ""),
                     withheld=_endpoint_withheld(endpoint.get("conditions") or {}),
                     topology={"host": endpoint.get("nodeName") or "", "zone": endpoint.get("zone") or ""},
                 )

@@ -10,7 +10,9 @@ from millrace_router.discovery.config import StaticTarget
 
 class StaticSource:
     def __init__(self, targets: Iterable[StaticTarget]) -> None:
-        self._targets = one_per_address(Target(t.address, t.address, t.name, topology=t.topology) for t in targets)
+        self._targets = one_per_address(
+            Target(t.address, t.address, t.name, revision=t.revision, topology=t.topology) for t in targets
+        )
 
     def start(self, listener: Listener) -> None:
         listener.on_targets(self._targets)

@@ -6,8 +6,9 @@
 3. unified         one replica for both phases
 
 The first of these that finds somebody with credits is taken. Workers in `Want.avoid` (they failed this request before)
-are looked at only when nobody else is left; those that are left out (resilience/) not even then. Within a step the
-role's policy scores the candidates, see scoring.py.
+are looked at only when nobody else is left; those that are left out (resilience/) not even then. While the view names
+a revision that is asked first, the others get what it has no room for. Within a step the role's policy scores the
+candidates, see scoring.py.
 """
 
 from __future__ import annotations
@@ -78,12 +79,14 @@ class Chooser:
     # ------------------------------------------------------------------------------------- the three ways
 
     def _choose(self, situation: Situation, note: Note | None) -> Placement | None:
-        want = situation.want
+        want, first = situation.want, situation.view.first
+        revisions = (None,) if first is None else (first, None)
         for avoid in (want.avoid, frozenset[str]()) if want.avoid and not want.elsewhere else (want.avoid,):
-            attempt = _Attempt(self, situation, avoid, note)
-            placement = attempt.local() or attempt.pair() or attempt.unified()
-            if placement is not None:
-                return placement
+            for revision in revisions:
+                attempt = _Attempt(self, situation, avoid, revision, note)
+                placement = attempt.local() or attempt.pair() or attempt.unified()
+                if placement is not None:
+                    return placement
         return None
 
 
@@ -92,6 +95,7 @@ class _Attempt:
     chooser: Chooser
     situation: Situation
     avoid: frozenset[str]
+    revision: str | None  # the only one that is asked; None: all are
     note: Note | None
 
     def local(self) -> Unified | None:
@@ -139,6 +143,8 @@ class _Attempt:
             return CLOSED
         if replica.left_out:
             return replica.left_out
+        if self.revision is not None and replica.revision != self.revision:
+            return f"revision {self.revision!r} is asked first"
         return "failed this request before" if replica.address in self.avoid else ""
 
     def _select(

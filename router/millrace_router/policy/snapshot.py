@@ -31,6 +31,7 @@ class Replica:
     sources: frozenset[str] = frozenset()  # decode: epochs of the prefill workers it has been warmed with
     held: int = 0  # tokens whose KV its running sequences hold: what each decode step reads
     labels: Mapping[str, str] = field(default_factory=lambda: NO_LABELS, compare=False)  # of its worker: zone, …
+    revision: str = ""  # of its worker
     left_out: str = ""  # why it gets nothing although it could: its circuit breaker, or it is ejected
 
     @property
@@ -50,11 +51,12 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """All routable replicas by role, each role in order of key."""
+    """All routable replicas of one model by role, each role in order of key."""
 
     prefill: tuple[Replica, ...] = ()
     decode: tuple[Replica, ...] = ()
     unified: tuple[Replica, ...] = ()
+    first: str | None = None  # the revision that is asked before all others; None: they are alike
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ class Want:
     prefill_only: bool = False  # one more token ends it: nothing to hand over
     avoid: frozenset[str] = frozenset()  # addresses of workers that failed this request before
     elsewhere: bool = False  # nowhere rather than at one of those
+    weights: str = ""  # of the model that has begun the answer: no other may go on with it; empty: nothing is said yet
     session: str = ""  # requests of one session share a prefix; empty: unknown
     pages: tuple[int, ...] = ()  # chain hashes of the prompt's full pages; empty when no policy looks at them
     page_size: int = 64  # tokens
