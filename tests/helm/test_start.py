@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from millrace_chart.render import CHART
+from millrace_chart.render import CHART, objects, preset_file, presets, template
+from millrace_testing.charts import of_kind
+from millrace_testing.group import SETS
 
 SCRIPT = CHART / "files" / "start.sh"
 SAY = "import os, sys; print('worker', sys.argv[1:], os.environ.get('UCX_TLS'))"
@@ -51,13 +54,80 @@ def test_the_leader_of_a_group_is_rays_head_and_the_worker(pod: dict[str, str]) 
 
 
 def test_another_pod_joins_the_leader_and_lingers_until_it_has_gone(pod: dict[str, str]) -> None:
+    """The leader is found by its address then: a pod that terminates has no name in DNS."""
     with socket.create_server(("127.0.0.1", 0)) as leader:
         port = str(leader.getsockname()[1])
-        group = {"RAY_PORT": port, "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "127.0.0.1"}
-        assert run(pod, "run", "fake_worker", **group) == [f"ray start --address=127.0.0.1:{port} --block --num-cpus=8"]
+        group = {"RAY_PORT": port, "LWS_WORKER_INDEX": "1"}
+        joined = run(pod, "run", "fake_worker", LWS_LEADER_ADDRESS="localhost", **group)
+        assert joined == [f"ray start --address=127.0.0.1:{port} --block --num-cpus=8"]
+        leader.accept()[0].close()
         command = ["sh", str(SCRIPT), "linger"]
-        with subprocess.Popen(command, env={**pod, **group}) as lingering:
-            leader.accept()[0].close()  # it has asked, and the leader was there
+        with subprocess.Popen(command, env={**pod, **group, "LWS_LEADER_ADDRESS": "gone.invalid"}) as lingering:
+            for _ in range(2):
+                leader.accept()[0].close()  # it has asked, and the leader was there
             assert lingering.poll() is None
             leader.close()
             assert lingering.wait(60) == 0
+
+
+def test_a_pod_that_has_not_joined_does_not_linger(pod: dict[str, str]) -> None:
+    assert run(pod, "linger", RAY_PORT="1", LWS_LEADER_ADDRESS="gone.invalid") == []
+
+
+def answers(pod: dict[str, str], codes: list[int]) -> Path:
+    """Our python3 asks nobody: it ends with these codes, one per call, and then with 99. The file has what is left."""
+    tools, left = Path(pod["PATH"].split(":")[0]), Path(pod["MILLRACE_RUN"]) / "answers"
+    left.write_text("".join(f"{code}\n" for code in [*codes, 99]))
+    (tools / "python3").unlink()
+    script = f"#!/bin/sh\nread -r code <{left}; sed -i 1d {left}; echo 10.0.0.1; exit $code\n"
+    for name, text in {"python3": script, "sleep": "#!/bin/sh\n"}.items():
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    return left
+
+
+@pytest.mark.parametrize("codes", [[3], [0, 4, 4, 0, 3], [0, *[4] * 20], [*[4] * 19, 0, *[4] * 19, 3]])
+def test_who_cannot_ask_asks_again_for_a_while(pod: dict[str, str], codes: list[int]) -> None:
+    left = answers(pod, codes)
+    (Path(pod["MILLRACE_RUN"]) / "leader").write_text("10.0.0.1")
+    assert run(pod, "linger", RAY_PORT="1") == []
+    assert left.read_text() == "99\n", "it should have ended with the last of these answers, and not before"
+
+
+def test_a_name_that_is_not_in_dns_yet_is_waited_for(pod: dict[str, str]) -> None:
+    group = {"RAY_PORT": "6379", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "not-yet.invalid"}
+    command = ["sh", str(SCRIPT), "run", "fake_worker"]
+    with subprocess.Popen(command, env={**pod, **group}, stdout=-1, stderr=-1, text=True) as waiting:
+        assert waiting.stdout is not None and waiting.stderr is not None
+        assert waiting.stdout.readline() == "waiting for the leader's Ray at not-yet.invalid:6379\n"
+        assert waiting.poll() is None
+        waiting.kill()
+        assert waiting.stderr.readline().startswith("not-yet.invalid:6379: [Errno ")
+
+
+def test_an_ipv6_address_has_brackets(pod: dict[str, str]) -> None:
+    answers(pod, [0])
+    (Path(pod["PATH"].split(":")[0]) / "python3").write_text("#!/bin/sh\necho fd00::1\n")
+    group = {"RAY_PORT": "6379", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "leader"}
+    assert run(pod, "run", "fake_worker", **group) == ["ray start --address=[fd00::1]:6379 --block --num-cpus=8"]
+
+
+def test_a_missing_python_is_an_error_and_not_a_leader_that_is_late(pod: dict[str, str]) -> None:
+    tools = Path(pod["PATH"].split(":")[0])
+    (tools / "python3").unlink()
+    (tools / "rm").symlink_to(shutil.which("rm") or "/bin/rm")
+    group = {"PATH": str(tools), "RAY_PORT": "6379", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "localhost"}
+    command = [shutil.which("sh") or "/bin/sh", str(SCRIPT), "run", "fake_worker"]
+    done = subprocess.run(command, env={**pod, **group}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 127 and "python3" in done.stderr and "waiting" not in done.stdout
+
+
+@pytest.mark.helm
+@pytest.mark.parametrize("files", [(), *((preset_file(name),) for name in presets())])
+def test_no_service_has_the_name_of_a_group(files: tuple[Path, ...]) -> None:
+    """LeaderWorkerSet makes a Service of its own name, through which pods find a leader that is not ready yet, but not
+    where there is one already.
+    """
+    items = objects(template(files, (*SETS, "images.registry=r")))
+    groups = {item["metadata"]["name"] for item in of_kind(items, "LeaderWorkerSet")}
+    assert groups and not groups & {item["metadata"]["name"] for item in of_kind(items, "Service")}

@@ -3,10 +3,22 @@
 #                                   the other pods run Ray only, for the leader's ranks
 # start.sh linger                   preStop of the other pods: until the leader has drained and its Ray is gone
 set -eu
+leader=${MILLRACE_RUN:?}/leader # the file with its address: its name is gone from DNS as soon as it terminates
+REFUSED=3 UNKNOWN=4 SILENCE=20
 
-alive() { # is the leader's Ray there?
-    python3 -c 'import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 2).close()' "$1" "$2" \
-        2>/dev/null
+ask() { # HOST: is Ray there? Prints its address; else REFUSED, or UNKNOWN and why
+    python3 -c '
+import socket, sys
+host, port, refused, unknown = sys.argv[1], *map(int, sys.argv[2:])
+try:
+    with socket.create_connection((host, port), 2) as peer:
+        print(peer.getpeername()[0])
+except ConnectionRefusedError:
+    sys.exit(refused)
+except OSError as error:
+    print(f"{host}:{port}: {error}", file=sys.stderr)
+    sys.exit(unknown)
+' "$1" "$RAY_PORT" "$REFUSED" "$UNKNOWN"
 }
 
 run() {
@@ -21,18 +33,39 @@ run() {
         if [ "$LWS_WORKER_INDEX" = 0 ]; then
             ray start --head --port="$RAY_PORT" --include-dashboard=false $RAY_FLAGS
         else
-            until alive "$LWS_LEADER_ADDRESS" "$RAY_PORT"; do
-                echo "waiting for the leader's Ray at $LWS_LEADER_ADDRESS:$RAY_PORT"
-                sleep 2
-            done
-            exec ray start --address="$LWS_LEADER_ADDRESS:$RAY_PORT" --block $RAY_FLAGS
+            join
+            exec ray start --address="$address:$RAY_PORT" --block $RAY_FLAGS
         fi
     fi
     exec python3 -m "$module" "$@"
 }
 
+join() { # wait for the leader's Ray, and keep its address
+    rm -f "$leader"
+    until address=$(ask "$LWS_LEADER_ADDRESS"); do
+        code=$?
+        [ "$code" = "$REFUSED" ] || [ "$code" = "$UNKNOWN" ] || exit "$code"
+        echo "waiting for the leader's Ray at $LWS_LEADER_ADDRESS:$RAY_PORT"
+        sleep 2
+    done
+    echo "$address" >"$leader"
+    case $address in *:*) address="[$address]" ;; esac
+}
+
 linger() {
-    while alive "$LWS_LEADER_ADDRESS" "$RAY_PORT"; do sleep 1; done
+    [ -f "$leader" ] || return 0 # it has not joined
+    address=$(cat "$leader")
+    silent=0 # times in a row that nobody could be asked: up to a minute, as long as Ray itself waits for a leader
+    while [ "$silent" -lt "$SILENCE" ]; do
+        if ask "$address" >/dev/null; then
+            silent=0
+        elif [ $? = "$UNKNOWN" ]; then
+            silent=$((silent + 1))
+        else
+            return 0
+        fi
+        sleep 1
+    done
 }
 
 "$@"

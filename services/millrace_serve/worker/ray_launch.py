@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 from typing import Any
 
@@ -19,6 +20,19 @@ from millrace_serve.worker.config import WorkerConfig
 from millrace_serve.worker.launch import Launcher, OnExit
 from millrace_serve.worker.rank import RankSpec
 
+log = logging.getLogger(__name__)
+
+WAIT_LOG_S = 5.0
+
+
+def start_hook(params: Any, head: bool) -> None:
+    """`ray start` calls it before it starts anything ($RAY_START_HOOK of our pods).
+
+    Ray Client runs whatever code it is sent, and no option of the command line leaves it out. Nothing here is scaled.
+    """
+    params.ray_client_server_port = None
+    params.no_monitor = True
+
 
 class RankActor:
     """Runs in its own process, on the host that Ray chose."""
@@ -27,8 +41,9 @@ class RankActor:
         return str(ray.util.get_node_ip_address())
 
     def free_port(self) -> int:
-        with socket.socket() as probe:
-            probe.bind((self.address(), 0))
+        address = self.address()
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+            probe.bind((address, 0))
             return int(probe.getsockname()[1])
 
     def run(self, spec: RankSpec) -> int:
@@ -44,21 +59,21 @@ class RayLauncher(Launcher):
         self._runs: list[asyncio.Task[None]] = []
 
     def bind(self) -> str:
-        return f"tcp://{ray.util.get_node_ip_address()}:*"
+        return endpoint(ray.util.get_node_ip_address(), "*")
 
     async def start(self, config: WorkerConfig, frontend: str, on_exit: OnExit) -> None:
         needs = {"CPU": 1, "GPU": int(config.device == "cuda")}
         self._group = ray.util.placement_group([needs] * config.num_ranks, strategy="PACK")
-        await self._group.ready()
+        await _placed(self._group, config.num_ranks)
         environment = {"env_vars": caches.variables(config.cache_dir)}
         actor_class = ray.remote(num_cpus=needs["CPU"], num_gpus=needs["GPU"])(RankActor)
         for rank in range(config.num_ranks):
             place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
             self._actors.append(actor_class.options(scheduling_strategy=place, runtime_env=environment).remote())
         addresses = [await actor.address.remote() for actor in self._actors]
-        rendezvous = f"tcp://{addresses[0]}:{await self._actors[0].free_port.remote()}"
+        rendezvous = endpoint(addresses[0], await self._actors[0].free_port.remote())
         for rank, (actor, address) in enumerate(zip(self._actors, addresses, strict=True)):
-            spec = RankSpec(config, rank, frontend, f"tcp://{address}:*", rendezvous)
+            spec = RankSpec(config, rank, frontend, endpoint(address, "*"), rendezvous)
             self._runs.append(asyncio.create_task(_watch(rank, actor.run.remote(spec), on_exit)))
 
     async def stop(self, grace_s: float) -> None:
@@ -69,6 +84,20 @@ class RayLauncher(Launcher):
         if self._group is not None:
             ray.util.remove_placement_group(self._group)
         self._actors, self._group = [], None
+
+
+def endpoint(address: str, port: int | str) -> str:
+    """Of ZeroMQ and of torch's rendezvous: both want an IPv6 address in brackets."""
+    return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
+
+
+async def _placed(group: Any, ranks: int) -> None:
+    """Until every rank has its place: the other pods have joined."""
+    ready = asyncio.ensure_future(group.ready())
+    while not (await asyncio.wait({ready}, timeout=WAIT_LOG_S))[0]:
+        pods = sum(node["Alive"] for node in ray.nodes())
+        log.warning("waiting for pods: Ray has %d, too few for %d ranks", pods, ranks)
+    await ready
 
 
 async def _watch(rank: int, run: Any, on_exit: OnExit) -> None:
