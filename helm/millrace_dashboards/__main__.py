@@ -10,7 +10,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-from millrace_dashboards.alert import RUNBOOKS, Thresholds
+from millrace_dashboards.alert import RUNBOOKS, Deployment, Thresholds
 from millrace_dashboards.files import OUT, differing, rendered, write
 
 
@@ -18,13 +18,15 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="millrace_dashboards", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=OUT, metavar="FOLDER")
     parser.add_argument("--runbooks", default=RUNBOOKS, metavar="URL", help="where alerts send people")
+    parser.add_argument("--namespace", default=Deployment().namespace, help="of the deployment; the chart fills it in")
+    parser.add_argument("--model", default=Deployment().model, help="its name in the API; the chart fills it in")
     parser.add_argument("--check", action="store_true", help="write nothing")
     for field in fields(Thresholds):
         kind = str if field.default is None else type(field.default)
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default)
     arguments = parser.parse_args(argv)
     thresholds = Thresholds(**{field.name: getattr(arguments, field.name) for field in fields(Thresholds)})
-    files = rendered(thresholds, arguments.runbooks)
+    files = rendered(thresholds, arguments.runbooks, Deployment(arguments.namespace, arguments.model))
     if not arguments.check:
         write(files, arguments.out)
         return 0

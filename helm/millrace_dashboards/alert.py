@@ -3,7 +3,8 @@ the guard is not empty. Values have data on a healthy system as well, so a test 
 
     expr = (value) condition and on (namespace, model) (guard)
 
-Deployments are told apart by the labels `namespace` and `model`.
+Rules are of one deployment, which the labels `namespace` and `model` name. The chart writes them in place of
+placeholders.
 """
 
 from __future__ import annotations
@@ -11,9 +12,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from millrace_dashboards.promql import Scope
+
 WHERE = ("namespace", "model")
-RUNBOOKS = "docs/operations.md"
+BY_POD = (*WHERE, "pod")
+BY_ROLE = (*WHERE, "role")
+RUNBOOKS = "docs/alerts"  # folder with a page per alert
 Severity = Literal["critical", "warning"]
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """Whose rules they are. The defaults are what the chart replaces."""
+
+    namespace: str = "__NAMESPACE__"
+    model: str = "__MODEL__"
+
+    def scope(self, window: str) -> Scope:
+        return Scope(f'namespace="{self.namespace}",model="{self.model}"', window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +38,8 @@ class Thresholds:
 
     window: str = "5m"  # of rates
     long_window: str = "30m"  # of what is rare
+    restart_window: str = "2h"  # a worker may load for half an hour before it dies again
+    hang_window: str = "2m"  # no step of a model takes as long; it needs two scrapes
     patience: str | None = None  # how long a condition must hold; none: as each rule says
     ttft: float = 5.0  # p99
     inter_token: float = 0.25  # p99
@@ -33,7 +51,8 @@ class Thresholds:
     gc_pause: float = 0.1  # a bound of the histogram
     loop_lag: float = 0.25  # p99
     discovery_age: float = 600.0
-    restarts: int = 3  # in the long window
+    restarts: int = 3  # in the restart window
+    gpu_clock: float = 0.8  # share of the fastest GPU of the node
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +65,10 @@ class Alert:
     severity: Severity = "warning"
     guard: str = ""
     on: tuple[str, ...] = WHERE  # labels that value and guard have in common
-    runbook: str = ""  # heading of the guide, as an anchor
+
+    @property
+    def title(self) -> str:
+        return f"Millrace{self.name}"
 
     @property
     def expr(self) -> str:
@@ -55,9 +77,9 @@ class Alert:
 
     def to_json(self, patience: str | None = None, runbooks: str = RUNBOOKS) -> dict[str, Any]:
         return {
-            "alert": f"Millrace{self.name}",
+            "alert": self.title,
             "expr": self.expr,
             "for": patience or self.patience,
             "labels": {"severity": self.severity},
-            "annotations": {"summary": self.summary, "runbook_url": f"{runbooks}#{self.runbook}"},
+            "annotations": {"summary": self.summary, "runbook_url": f"{runbooks}/{self.title}.md"},
         }

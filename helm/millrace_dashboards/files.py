@@ -9,17 +9,19 @@ from pathlib import Path
 import yaml
 
 from millrace_dashboards import alerts
-from millrace_dashboards.alert import RUNBOOKS, Thresholds
+from millrace_dashboards.alert import RUNBOOKS, Deployment, Thresholds
 from millrace_dashboards.boards import DASHBOARDS
 
 OUT = Path(__file__).parents[1] / "millrace" / "files"
 HEAD = "# Written by `make dashboards`.\n"
 
 
-def rendered(thresholds: Thresholds | None = None, runbooks: str = RUNBOOKS) -> dict[str, str]:
-    """Path below the folder → text."""
+def rendered(
+    thresholds: Thresholds | None = None, runbooks: str = RUNBOOKS, of: Deployment | None = None
+) -> dict[str, str]:
+    """Path below the folder → text. Without `of`, alerts.yaml is for the chart, with placeholders."""
     boards = {f"dashboards/{board.name}.json": json.dumps(board.to_json(), indent=1) + "\n" for board in DASHBOARDS}
-    rules = yaml.safe_dump(alerts.to_json(thresholds, runbooks), sort_keys=False, width=10_000, allow_unicode=True)
+    rules = yaml.safe_dump(alerts.to_json(thresholds, runbooks, of), sort_keys=False, width=10_000, allow_unicode=True)
     return {**boards, "alerts.yaml": HEAD + rules}
 
 

@@ -11,6 +11,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 CATALOGUE: dict[str, Metric] = {row.attr: row for row in (*ROUTER, *WORKER, *PROCESS)}
 TARGET_LABELS = ("namespace", "pod", "component", "model")
+_UP = Metric("up", "up", Gauge, "Whether the last scrape of a target succeeded.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,10 @@ class Scope:
         """Of a gauge, in the window."""
         return f"min_over_time({self._series(_row(attr, Gauge), '', labels)}[{self.window}])"
 
+    def highest(self, attr: str, **labels: str) -> str:
+        """Of a gauge, in the window."""
+        return f"max_over_time({self._series(_row(attr, Gauge), '', labels)}[{self.window}])"
+
     def slope(self, attr: str, **labels: str) -> str:
         """Of a gauge, per second."""
         return f"deriv({self._series(_row(attr, Gauge), '', labels)}[{self.window}])"
@@ -54,6 +59,10 @@ class Scope:
         """Of a histogram, per second. `part`: "count" of observations, "sum" of what was observed, or "bucket"."""
         assert part in ("count", "sum", "bucket"), part
         return f"rate({self._series(_row(attr, Histogram), f'_{part}', labels)}[{self.window}])"
+
+    def up(self, **labels: str) -> str:
+        """1 for each target that answered the last scrape, 0 for others: Prometheus' own."""
+        return self._series(_UP, "", labels)
 
     # ---- what is made of them
 
@@ -86,6 +95,10 @@ def total(vector: str, *by: str) -> str:
 
 def largest(vector: str, *by: str) -> str:
     return _aggregate("max", vector, by)
+
+
+def smallest(vector: str, *by: str) -> str:
+    return _aggregate("min", vector, by)
 
 
 def number(vector: str, *by: str) -> str:

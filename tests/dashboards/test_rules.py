@@ -1,90 +1,292 @@
-"""Alerts whose fault is hard to inflict on real processes, played to Prometheus's own rule tester.
+"""Every rule, played to Prometheus's own rule tester: the fault that raises it, and what looks like it and is none.
 
-Each entry: series (value notation of promtool: `a+bxn` is a, a+b, … n times) that must raise the alert, and what makes
-it quiet again. The others are raised by real faults in tests/e2e/test_prometheus.py.
+Values are in promtool's notation: `a+bxn` is a, a+b, … n steps further; `_xn` are n scrapes that fail; `stale` ends a
+series. tests/e2e/test_prometheus.py inflicts most of the faults on real processes.
 """
 
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import pytest
 import yaml
-from millrace_dashboards import files
+from millrace_dashboards import alerts, files
+from millrace_dashboards.alert import Deployment
 from millrace_testing.prometheus import binary, needs_prometheus
 
-POD = 'namespace="n",model="m",pod="p"'
+OF = Deployment("n", "m")
+WHERE = 'namespace="n",model="m"'
+POD = f'{WHERE},pod="p"'
+GPU = 'Hostname="node",gpu="3"'
 Series = dict[str, str]
-CASES: dict[str, tuple[Series, Series]] = {  # alert: series that raise it, series instead of them that do not
-    "RetryBudgetEmpty": (
-        {f"millrace_retries_refused_total{{{POD}}}": "0+3x40"},
-        {f"millrace_retries_refused_total{{{POD}}}": "0x40"},
+
+
+@dataclass(frozen=True)
+class Case:
+    faulty: Series  # raises the alert
+    sound: Series  # instead of the faulty series of the same name, or beside them: does not
+    at: str = "30m"
+    interval: str = "1m"
+    why: str = ""  # what the sound series stand for
+
+
+def requests(**rates: int) -> Series:
+    """Requests per minute, by how they ended."""
+    return {f'millrace_requests_total{{{POD},api="grpc",status="{name}"}}': f"0+{n}x150" for name, n in rates.items()}
+
+
+def histogram(name: str, labels: str, **per_minute: int) -> Series:
+    """Observations per minute up to each bound; `le_0_25` stands for 0.25."""
+    bounds = {key.removeprefix("le_").replace("_", "."): n for key, n in per_minute.items()}
+    series = {bound: f"0+{n}x150" for bound, n in bounds.items()} | {"+Inf": f"0+{max(bounds.values())}x150"}
+    return {f'{name}_bucket{{{POD}{labels},le="{bound}"}}': values for bound, values in series.items()}
+
+
+def workers(role: str, discovered: int, routable: int) -> Series:
+    states = {"discovered": discovered, "routable": routable}
+    return {f'millrace_workers{{{POD},role="{role}",state="{state}"}}': f"{n}x150" for state, n in states.items()}
+
+
+def steps(values: str) -> Series:
+    return {f'millrace_engine_total{{{POD},component="decode",replica="0",what="steps"}}': values}
+
+
+def running(values: str) -> Series:
+    return {f'millrace_sequences{{{POD},component="decode",replica="0",doing="running"}}': values}
+
+
+def gpu(name: str, values: str, labels: str = GPU) -> Series:
+    return {f"DCGM_FI_DEV_{name}{{{labels}}}": values}
+
+
+STARTED = f"millrace_start_timestamp_seconds{{{POD}}}"
+READY = f'millrace_worker_state{{{POD},state="ready"}}'
+FIRST, BETWEEN = "millrace_stage_seconds", "millrace_inter_token_seconds"
+STAGE = ',stage="first_token"'
+LAG = "millrace_event_loop_lag_seconds"
+PROMPTS = f'millrace_engine_total{{{POD},component="prefill",replica="0",what="prompt_tokens"}}'
+OTHER_GPU = 'Hostname="node",gpu="4"'
+SERVICE = {
+    "RoutersGone": Case(
+        {f'millrace_workers{{{POD},role="prefill",state="routable"}}': "1x10 stale"},
+        {f'millrace_workers{{{POD},role="prefill",state="routable"}}': "0x40"},
+        why="routers that have no workers are another matter",
     ),
-    "KvSlow": (
+    "RouterDown": Case(
+        {f'up{{{POD},component="router"}}': "1x10 0x30"},
+        {f'up{{{POD},component="router"}}': "1x27 0x2 1x10"},
+        why="two scrapes fail",
+    ),
+    "NotReady": Case(workers("decode", 1, 0), workers("decode", 1, 1)),
+    "Errors": Case(requests(internal=1, ok=9), requests(internal=1, ok=30)),
+    "ManyErrors": Case(requests(worker_lost=3, ok=7), requests(worker_lost=1, ok=9)),
+    "Retries": Case(
+        {
+            f'millrace_retries_total{{{POD},reason="STALLED"}}': "0+1x40",
+            f'millrace_decisions_total{{{POD},way="pair"}}': "0+10x40",
+        },
+        {f'millrace_decisions_total{{{POD},way="pair"}}': "0+30x40"},
+    ),
+    "RetryBudgetEmpty": Case(
+        {f"millrace_retries_refused_total{{{POD}}}": "0+3x40"}, {f"millrace_retries_refused_total{{{POD}}}": "3x40"}
+    ),
+    "FirstTokenSlow": Case(histogram(FIRST, STAGE, le_5=90, le_10=100), histogram(FIRST, STAGE, le_5=100, le_10=100)),
+    "TokensSlow": Case(histogram(BETWEEN, "", le_0_25=90, le_0_5=100), histogram(BETWEEN, "", le_0_25=100, le_0_5=100)),
+    "QueueGrows": Case(
+        {f"millrace_queue_requests{{{POD}}}": "1+1x40"},
+        {f"millrace_queue_requests{{{POD}}}": "20x40"},
+        why="a long queue that stays as it is",
+    ),
+    "RequestsRefused": Case(requests(queue_full=1, ok=9), requests(queue_full=0, ok=9)),
+}
+TRANSFER = {
+    "KvTransfersFail": Case(
+        {f'millrace_kv_failures_total{{{POD},reason="STALLED"}}': "0+1x40"},
+        {
+            f'millrace_kv_failures_total{{{POD},reason="STALLED"}}': "1x40",
+            f'millrace_kv_failures_total{{{POD},reason="CANCELLED"}}': "0+1x40",
+        },
+        why="clients that go away",
+    ),
+    "KvSlow": Case(
         {
             f"millrace_kv_bytes_total{{{POD}}}": "0+60000000000x40",
             f"millrace_kv_read_seconds_sum{{{POD}}}": "0+60x40",
         },
         {f"millrace_kv_read_seconds_sum{{{POD}}}": "0+2x40"},
     ),
-    "LeasesLeak": (
-        {f"millrace_leases{{{POD}}}": "5x40", 'millrace_active_requests{namespace="n",model="m",pod="r"}': "2x40"},
-        {'millrace_active_requests{namespace="n",model="m",pod="r"}': "7x40"},
+    "PrefillIdle": Case(
+        {PROMPTS: "50x40", **requests(ok=9), **workers("prefill", 1, 1)}, {PROMPTS: "0+50x40"}, why="it computes"
     ),
-    "PagesInQuarantine": (
+    "TokenMismatches": Case(
+        {f"millrace_token_mismatches_total{{{POD}}}": "0x27 1x12"},
+        {f"millrace_token_mismatches_total{{{POD}}}": "1x40"},
+    ),
+    "LeasesExpire": Case(
+        {f'millrace_leases_ended_total{{{POD},outcome="expired"}}': "0+1x40"},
+        {
+            f'millrace_leases_ended_total{{{POD},outcome="expired"}}': "0x40",
+            f'millrace_leases_ended_total{{{POD},outcome="released"}}': "0+1x40",
+        },
+    ),
+    "LeasesLeak": Case(
+        {f"millrace_leases{{{POD}}}": "5x40", f'millrace_active_requests{{{WHERE},pod="r"}}': "2x40"},
+        {f'millrace_active_requests{{{WHERE},pod="r"}}': "7x40"},
+    ),
+    "PagesInQuarantine": Case(
         {f"millrace_quarantined_pages{{{POD}}}": "4x40"},
         {f"millrace_quarantined_pages{{{POD}}}": "4 4 0 4 4 0 4 4 0 4 4 0 4 4 0 4 4 0 4 4 0 4 4 0 4 4 0 4 4 0 4 4 0"},
+        why="each read ends after a while",
     ),
-    "DecodeFull": (
+    "DecodeFull": Case(
         {
             f'millrace_kv_pages{{{POD},component="decode",replica="0",use="running"}}': "98x40",
             f'millrace_kv_pages{{{POD},component="decode",replica="0",use="free"}}': "2x40",
         },
         {f'millrace_kv_pages{{{POD},component="decode",replica="0",use="cached"}}': "50x40"},
     ),
-    "TokenMismatches": (
-        {f"millrace_token_mismatches_total{{{POD}}}": "0x27 1x12"},
-        {f"millrace_token_mismatches_total{{{POD}}}": "1x40"},
-    ),
-    "WorkersShunned": (
+}
+# A start takes 12 minutes, then the worker dies, and Kubernetes waits for 5: seen once a minute.
+LOADS_AND_DIES = " ".join(f"{start}x11 _x4" for start in range(1, 10))
+PROCESSES = {
+    "WorkersNotRoutable": Case(workers("prefill", 2, 1), workers("prefill", 2, 2), at="45m"),
+    "WorkersShunned": Case(
         {
             f'millrace_ejected_workers{{{POD},role="decode"}}': "0x40",
             f'millrace_breakers{{{POD},role="decode",state="open"}}': "1x40",
         },
         {f'millrace_breakers{{{POD},role="decode",state="open"}}': "0x40"},
     ),
-    "DiscoveryStale": (
+    "WorkerNotReady": Case(
+        {READY: " ".join(["0x11 _x4"] * 9)}, {READY: "0x55 1x95"}, at="2h", why="a start that takes 55 minutes"
+    ),
+    "Restarts": Case({STARTED: LOADS_AND_DIES}, {STARTED: "1x70 2x80"}, at="2h", why="one restart"),
+    "RankHangs": Case(
+        {**running("3x80"), **steps("0+40x60 2400x20")},
+        {**running("3x60 0x20"), **steps("0+40x60 2400x20")},
+        at="20m",
+        interval="15s",
+        why="it stands still because it has nothing to do",
+    ),
+    "MetricsMissing": Case(workers("decode", 1, 1), {READY: "1x40"}),
+    "DiscoveryStale": Case(
         {
             f"millrace_discovery_last_sync_timestamp_seconds{{{POD}}}": "60x40",
             f'millrace_discovery_troubles_total{{{POD},kind="refused"}}': "0+1x40",
         },
         {f'millrace_discovery_troubles_total{{{POD},kind="refused"}}': "0x40"},
+        why="nothing changes",
     ),
-    "GcNotFrozen": (
+    "FilesNotUsed": Case(
+        {f'millrace_reloads_total{{{POD},what="api_keys",outcome="failed"}}': "0x20 1x20"},
         {
-            f"millrace_start_timestamp_seconds{{{POD}}}": "10x40",
-            f'millrace_worker_state{{{POD},state="ready"}}': "1x40",
+            f'millrace_reloads_total{{{POD},what="api_keys",outcome="failed"}}': "0x40",
+            f'millrace_reloads_total{{{POD},what="api_keys",outcome="used"}}': "0x20 1x20",
         },
-        {f'millrace_gc_frozen_objects{{{POD},process="frontend"}}': "1000x40"},
+    ),
+    "GcPauses": Case(
+        {
+            f'millrace_gc_pause_seconds_count{{{POD},process="rank",generation="2"}}': "0+2x40",
+            f'millrace_gc_pause_seconds_bucket{{{POD},process="rank",generation="2",le="0.1"}}': "0+1x40",
+        },
+        {f'millrace_gc_pause_seconds_bucket{{{POD},process="rank",generation="2",le="0.1"}}': "0+2x40"},
+    ),
+    "GcNotFrozen": Case(
+        {STARTED: "10x40", READY: "1x40"}, {f'millrace_gc_frozen_objects{{{POD},process="frontend"}}': "1000x40"}
+    ),
+    "EventLoopLags": Case(
+        histogram(LAG, ',process="router"', le_0_25=90, le_0_5=100),
+        histogram(LAG, ',process="router"', le_0_25=100, le_0_5=100),
     ),
 }
-PLAYED = set(CASES)
+GPUS = {
+    "GpuXid": Case(
+        gpu("XID_ERRORS", "0x20 79x20"), gpu("XID_ERRORS", "0x20 31x20"), why="a program read where it must not"
+    ),
+    "GpuMemoryErrors": Case(
+        gpu("UNCORRECTABLE_REMAPPED_ROWS", "1x20 2x20"), gpu("UNCORRECTABLE_REMAPPED_ROWS", "2x40"), why="long ago"
+    ),
+    "GpuMemoryBroken": Case(gpu("ROW_REMAP_FAILURE", "1x40"), gpu("ROW_REMAP_FAILURE", "0x40")),
+    "GpuNvlinkErrors": Case(
+        gpu("NVLINK_RECOVERY_ERROR_COUNT_TOTAL", "0x20 1x20"), gpu("NVLINK_RECOVERY_ERROR_COUNT_TOTAL", "1x40")
+    ),
+    "GpuSlow": Case(
+        gpu("SM_CLOCK", "1200x40") | gpu("SM_CLOCK", "1980x40", OTHER_GPU) | gpu("GPU_UTIL", "99x40"),
+        gpu("GPU_UTIL", "0x40"),
+        why="it has nothing to do",
+    ),
+}
+CASES = SERVICE | TRANSFER | PROCESSES | GPUS
 
 
-def case(series: Series, name: str, fires: bool) -> dict[str, object]:
+def count(alerts: str) -> str:
+    """How many are firing, whatever their labels."""
+    return f'count(ALERTS{{alertstate="firing",{alerts}}}) or vector(0)'
+
+
+def play(series: Series, case: Case, checks: Iterable[tuple[str, float]]) -> dict[str, Any]:
     inputs = [{"series": key, "values": values} for key, values in series.items()]
-    # how many are firing, whatever their labels
-    count = f'count(ALERTS{{alertname="Millrace{name}",alertstate="firing"}}) or vector(0)'
-    checks = [{"expr": count, "eval_time": "30m", "exp_samples": [{"labels": "{}", "value": int(fires)}]}]
-    return {"interval": "1m", "input_series": inputs, "promql_expr_test": checks}
+    tests = [
+        {"expr": expr, "eval_time": case.at, "exp_samples": [{"labels": "{}", "value": value}]}
+        for expr, value in checks
+    ]
+    return {"interval": case.interval, "input_series": inputs, "promql_expr_test": tests}
+
+
+def run(tmp_path: Path, tests: list[dict[str, Any]], of: Deployment = OF, only: str = "") -> None:
+    """`only`: an alert; without the other rules a test takes a tenth of the time."""
+    groups = yaml.safe_load(files.rendered(of=of)["alerts.yaml"])["groups"]
+    if only:
+        groups = [
+            {"name": only, "rules": [row for group in groups for row in group["rules"] if row.get("alert") == only]}
+        ]
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": groups}))
+    (tmp_path / "tests.yaml").write_text(yaml.safe_dump({"rule_files": ["rules.yaml"], "tests": tests}))
+    command = [binary("promtool"), "test", "rules", tmp_path / "tests.yaml"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_every_alert_is_played() -> None:
+    assert CASES.keys() == {alert.name for group in alerts.groups().values() for alert in group}
 
 
 @needs_prometheus
-def test_alerts_fire_for_their_faults_and_only_then(tmp_path: Path) -> None:
-    tests = []
-    for name, (faulty, sound) in CASES.items():
-        tests += [case(faulty, name, True), case({**faulty, **sound}, name, False)]
-    script = tmp_path / "tests.yaml"
-    script.write_text(yaml.safe_dump({"rule_files": [str(files.OUT / "alerts.yaml")], "tests": tests}))
-    result = subprocess.run([binary("promtool"), "test", "rules", script], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout + result.stderr
+@pytest.mark.parametrize("name", CASES)
+def test_an_alert_fires_for_its_fault_and_only_then(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    alert = count(f'alertname="Millrace{name}"')
+    faulty, sound = case.faulty, {**case.faulty, **case.sound}
+    run(tmp_path, [play(faulty, case, [(alert, 1)]), play(sound, case, [(alert, 0)])], only=f"Millrace{name}")
+
+
+@needs_prometheus
+def test_other_deployments_are_not_ours(tmp_path: Path) -> None:
+    """Another release of the same Prometheus has rules of its own, with its own thresholds and exceptions."""
+    ours = count('alertname!="MillraceRoutersGone"')
+    series: Series = {}
+    for case in (SERVICE | TRANSFER | PROCESSES).values():
+        series |= case.faulty
+    everything = Case(series, {}, at="2h")
+    run(tmp_path, [play(series, everything, [(ours, 0)])], Deployment("elsewhere", "m"))
+    run(tmp_path, [play(series, everything, [(ours, 0)])], Deployment("n", "another"))
+
+
+@needs_prometheus
+def test_what_is_recorded(tmp_path: Path) -> None:
+    pages = {"running": 30, "published": 20, "free": 40, "cached": 10}
+    series = {f'millrace_kv_pages{{{POD},replica="0",use="{use}"}}': f"{n}x40" for use, n in pages.items()}
+    for replica in range(2):
+        for doing, number in {"running": 4, "waiting": 1}.items():
+            series[f'millrace_sequences{{{POD},replica="{replica}",doing="{doing}"}}'] = f"{number}x40"
+    checks = {
+        'millrace_kv_use_ratio{namespace="n",pod="p"}': 0.5,
+        'vllm:kv_cache_usage_perc{namespace="n",pod="p",model_name="m"}': 0.5,
+        'vllm:num_requests_running{namespace="n",pod="p",model_name="m"}': 8,
+        'vllm:num_requests_waiting{namespace="n",pod="p",model_name="m"}': 2,
+    }
+    run(tmp_path, [play(series, Case({}, {}), [(f"sum({expr})", value) for expr, value in checks.items()])])
