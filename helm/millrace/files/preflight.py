@@ -5,18 +5,21 @@ makes LeaderWorkerSet start the whole group again, for ever. Standard library on
 
 --model FOLDER      the checkpoint is there and complete; --marker: so says the job that downloads it
 --writable FOLDER   of compile caches
---nics N            so many RDMA ports are active, of devices that begin with --devices and of type --link, and on
-                    Ethernet all have a GID of RoCE v2 at one index; memory may be locked without limit
---env FILE          written at the end: what UCX and NCCL must be told about these devices, as shell assignments
+--needs FILE        which something else puts onto the node
+--nics N            so many RDMA ports can be used; which ones, `look_at_rdma` decides
+--env FILE          written at the end: what UCX and NCCL must be told about these ports, as shell assignments, without
+                    the variables that this container has: somebody has set them, for the worker too
 """
 
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import os
-import resource
 import sys
 import time
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +27,11 @@ MARKER = ".millrace-complete"  # written by the download job
 ACTIVE = "ACTIVE"
 ROCE = "RoCE v2"
 USUAL_GID = 3  # where the RoCE v2 GID of an IPv4 address is with most drivers
+GID_KINDS = ("IPv4", "IPv6", "link-local")  # the best first; a link-local address is not routed
+GID_VARIABLES = ("UCX_IB_GID_INDEX", "NCCL_IB_GID_INDEX")
+NVIDIA, GPU_CLASSES = "0x10de", ("0x0300", "0x0302")  # PCI: display and 3D controllers
+SAME_SWITCH, SAME_BRIDGE, FAR = range(3)  # how far a NIC is from the nearest GPU
+CAP_IPC_LOCK = 14
 PAUSES_S = (5.0, 60.0)
 
 
@@ -32,27 +40,86 @@ class Port:
     device: str
     number: str
     state: str
-    link: str  # InfiniBand or Ethernet
-    gids: frozenset[int]  # indices of RoCE v2 GIDs
+    link: str  # InfiniBand or Ethernet; EFA has another
+    gids: Mapping[int, str]  # of RoCE v2: index -> one of GID_KINDS
+    bond: bool
+    distance: int  # of the device: SAME_SWITCH, SAME_BRIDGE or FAR
+    node: str  # why its uverbs node cannot be opened; empty: it can
 
     def __str__(self) -> str:
-        return f"{self.device}:{self.number} ({self.link}, {self.state})"
+        facts = [self.link, self.state, self.node, *(["a bond"] if self.bond else [])]
+        return f"{self.name} ({', '.join(filter(None, facts))})"
+
+    @property
+    def name(self) -> str:
+        return f"{self.device}:{self.number}"
 
 
-def read_ports(sysfs: Path) -> list[Port]:
-    """Every port of every RDMA device."""
+def read_ports(sysfs: Path, dev: Path) -> list[Port]:
+    """Every port of every RDMA device of the host: sysfs shows them all, whatever the container was given."""
+    gpus = [_bridges(path) for path in sorted(sysfs.glob("bus/pci/devices/*")) if _is_gpu(path)]
+    nodes = {_text(path / "ibdev"): path.name for path in sysfs.glob("class/infiniband_verbs/uverbs*")}
     found = []
     for folder in sorted(sysfs.glob("class/infiniband/*/ports/*")):
-        state = _text(folder / "state").rpartition(":")[2].strip()
-        link = _text(folder / "link_layer")
-        found.append(Port(folder.parents[1].name, folder.name, state, link, _roce_gids(folder)))
+        device = folder.parents[1]
+        found.append(
+            Port(
+                device=device.name,
+                number=folder.name,
+                state=_text(folder / "state").rpartition(":")[2].strip(),
+                link=_text(folder / "link_layer"),
+                gids=_roce_gids(folder),
+                bond=_is_bond(sysfs, folder),
+                distance=_distance(_bridges(device / "device"), gpus),
+                node=_why_closed(dev / "infiniband" / nodes[device.name]) if device.name in nodes else "no uverbs node",
+            )
+        )
     return found
 
 
-def _roce_gids(folder: Path) -> frozenset[int]:
-    types = {path.name: _text(path) for path in folder.glob("gid_attrs/types/*")}
-    used = {path.name for path in folder.glob("gids/*") if _text(path).replace(":", "").strip("0")}
-    return frozenset(int(index) for index, kind in types.items() if kind == ROCE and index in used)
+def _is_gpu(function: Path) -> bool:
+    return _text(function / "vendor") == NVIDIA and _text(function / "class").startswith(GPU_CLASSES)
+
+
+def _bridges(link: Path) -> tuple[str, ...]:
+    """The PCI host bridge above a device, then each bridge and switch down to it; empty where sysfs knows none."""
+    names = link.resolve().parts[:-1]
+    start = next((place for place, name in enumerate(names) if name.startswith("pci") and ":" in name), len(names))
+    return names[start:]
+
+
+def _distance(nic: tuple[str, ...], gpus: list[tuple[str, ...]]) -> int:
+    """What nvidia-smi calls PIX and PXB is SAME_SWITCH, and PHB is SAME_BRIDGE."""
+    if any(len(nic) > 1 and nic[:2] == gpu[:2] for gpu in gpus):
+        return SAME_SWITCH
+    return SAME_BRIDGE if any(nic and nic[:1] == gpu[:1] for gpu in gpus) else FAR
+
+
+def _is_bond(sysfs: Path, port: Path) -> bool:
+    interfaces = {_text(path) for path in port.glob("gid_attrs/ndevs/*")} - {""}
+    bonded = any((sysfs / "class" / "net" / name / "bonding").is_dir() for name in interfaces)
+    return bonded or "bond" in port.parents[1].name
+
+
+def _why_closed(node: Path) -> str:
+    try:
+        os.close(os.open(node, os.O_RDWR | os.O_CLOEXEC))
+    except FileNotFoundError:
+        return f"no {node}"
+    except OSError as error:
+        return f"{node}: {error.strerror}"
+    return ""
+
+
+def _roce_gids(port: Path) -> dict[int, str]:
+    found = {}
+    for path in port.glob("gid_attrs/types/*"):
+        gid = _text(port / "gids" / path.name)
+        if _text(path) == ROCE and gid.replace(":", "").strip("0"):
+            address = ipaddress.IPv6Address(gid)
+            kind = "IPv4" if address.ipv4_mapped else "link-local" if address.is_link_local else "IPv6"
+            found[int(path.name)] = kind
+    return found
 
 
 def _text(path: Path) -> str:
@@ -62,38 +129,101 @@ def _text(path: Path) -> str:
         return ""
 
 
-def common_gid(ports: list[Port]) -> int | None:
-    """The one GID index that all ports have; libraries take only one."""
-    shared = frozenset.intersection(*(port.gids for port in ports)) if ports else frozenset()
-    return None if not shared else USUAL_GID if USUAL_GID in shared else min(shared)
+def rails(ports: list[Port], needed: int) -> list[Port]:
+    """The nearest to GPUs, all that are equally near; further ones only where there are not enough. Ports that are down
+    count: no NIC of storage takes the place of a rail that has lost its link."""
+    for distance in (SAME_SWITCH, SAME_BRIDGE, FAR):
+        near = [port for port in ports if port.distance <= distance]
+        if len(near) >= needed:
+            return near
+    return ports
 
 
-def look_at_rdma(options: argparse.Namespace, memlock: int) -> tuple[list[str], dict[str, str]]:
-    """Problems, and the environment of those ports that are good."""
-    everything = read_ports(options.sysfs)
-    ours = [port for port in everything if port.device.startswith(options.devices)]
-    good = [p for p in ours if p.state == ACTIVE and options.link in ("", p.link)]
+def common_gid(ports: list[Port], needed: int) -> tuple[int, list[Port]] | None:
+    """The GID index, and the ports that have an address there; libraries take only one index for all ports. None where
+    fewer than `needed` ports agree on one, or only on link-local addresses while another port has a routed one."""
+    for kind in GID_KINDS:
+        if kind == "link-local" and any({"IPv4", "IPv6"} & set(port.gids.values()) for port in ports):
+            return None
+        votes = Counter(index for port in ports for index, found in port.gids.items() if found == kind)
+        if votes and max(votes.values()) >= needed:
+            best = max(votes, key=lambda index: (votes[index], index == USUAL_GID, -index))
+            return best, [port for port in ports if port.gids.get(best) == kind]
+    return None
+
+
+def look_at_rdma(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
+    """Problems, and the variables for the ports that can be used: of the right name and type, in this container, among
+    the nearest to GPUs, active, and on Ethernet with an address at one GID index."""
+    everything = read_ports(options.sysfs, options.dev)
+    fitting = [port for port in everything if _fits(port, options)]
+    good = [port for port in rails([p for p in fitting if not p.node], options.nics) if port.state == ACTIVE]
     problems = []
     if len(good) < options.nics:
-        seen = ", ".join(map(str, everything)) or "no RDMA device at all"
-        kind = f"{options.link} " if options.link else ""
-        problems.append(f"needs {options.nics} active {kind}ports of {options.devices}*, has {len(good)}; sees {seen}")
-    if memlock != resource.RLIM_INFINITY:
-        problems.append(
-            f"may lock {memlock} bytes of memory only: set LimitMEMLOCK=infinity for the node's container runtime"
-        )
-    names = ",".join(f"{port.device}:{port.number}" for port in good)
-    env = {"UCX_NET_DEVICES": names, "UCX_TLS": "^tcp", "NCCL_IB_HCA": f"={names}"}
-    if good and all(port.link == "Ethernet" for port in good):
-        gid = common_gid(good)
-        if gid is None:
-            problems.append(f"no GID index is of {ROCE} on all of {names}")
+        problems.append(_too_few(options, everything, fitting, good))
+    env = {"UCX_TLS": "^tcp"}
+    if options.net:  # without it NCCL takes sockets when it finds no device, and says nothing
+        env["NCCL_NET"] = options.net
+    set_already = all(name in os.environ for name in GID_VARIABLES)
+    if good and all(port.link == "Ethernet" for port in good) and not set_already:
+        found = common_gid(good, min(options.nics, len(good)))
+        if found is None:
+            problems.append(_no_gid(options.nics, good))
         else:
-            env |= {"UCX_IB_GID_INDEX": str(gid), "NCCL_IB_GID_INDEX": str(gid)}
-    return problems, env
+            index, good = found
+            env |= dict.fromkeys(GID_VARIABLES, str(index))
+    names = ",".join(port.name for port in good)
+    env |= {"UCX_NET_DEVICES": names, "NCCL_IB_HCA": f"={names}"}
+    return problems + _locked_memory(options.proc), env
 
 
-def look(options: argparse.Namespace, memlock: int) -> tuple[list[str], dict[str, str]]:
+def _fits(port: Port, options: argparse.Namespace) -> bool:
+    wanted = port.device.startswith(options.devices) and options.link in ("", port.link)
+    left_out = bool(options.exclude) and port.device.startswith(options.exclude)
+    bond = port.bond and not any("bond" in prefix for prefix in options.devices)
+    return wanted and not left_out and not bond
+
+
+def _too_few(options: argparse.Namespace, everything: list[Port], fitting: list[Port], good: list[Port]) -> str:
+    """What is missing, and which value would help."""
+    if not list((options.dev / "infiniband").glob("uverbs*")):
+        return (
+            f"there is no {options.dev}/infiniband/uverbs*, so this pod was given no NIC: is the device plugin"
+            " installed, and does fabric.resources ask for what it offers?"
+        )
+    kind = f"{options.link} " if options.link else ""
+    text = f"needs {options.nics} active {kind}ports of {'*, '.join(options.devices)}*, has {len(good)}"
+    text += f"; sees {', '.join(map(str, everything)) or 'no RDMA device at all'}"
+    return text if fitting else f"{text}. fabric.devices and fabric.link say which ones are meant"
+
+
+def _no_gid(needed: int, ports: list[Port]) -> str:
+    seen = []
+    for port in ports:
+        gids = [f"{kind} at {index}" for index, kind in sorted(port.gids.items())]
+        seen.append(f"{port.name}: {', '.join(gids) or 'none'}")
+    return (
+        f"{needed} ports need an address of {ROCE} of one kind at one GID index; there is {'; '.join(seen)}. Give every"
+        f" rail an IPv4 address, name the other devices in fabric.exclude, or set {' and '.join(GID_VARIABLES)} in"
+        " fabric.env"
+    )
+
+
+def _locked_memory(proc: Path) -> list[str]:
+    """RDMA locks the KV pool and the buffers of NCCL into memory."""
+    limits = _text(proc / "self" / "limits")
+    limit = next((line.split()[3] for line in limits.splitlines() if line.startswith("Max locked memory")), "unlimited")
+    status = dict(line.partition(":")[::2] for line in _text(proc / "self" / "status").splitlines())
+    if limit == "unlimited" or int(status.get("CapEff", "0"), 16) >> CAP_IPC_LOCK & 1:
+        return []
+    return [
+        f"may lock {limit} bytes of memory only. Either set LimitMEMLOCK=infinity for the node's container runtime"
+        " (k8s/prerequisites/memlock does that; then delete this pod), or set podSecurity.workersAsRoot=true, so that"
+        " the capability IPC_LOCK of the fabric counts: for other users than root Kubernetes drops it"
+    ]
+
+
+def look(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
     problems: list[str] = []
     env: dict[str, str] = {}
     if options.model is not None:
@@ -103,17 +233,22 @@ def look(options: argparse.Namespace, memlock: int) -> tuple[list[str], dict[str
             problems.append(f"the download into {options.model} is not complete; see the log of its job")
     if options.writable is not None and not os.access(options.writable, os.W_OK | os.X_OK):
         problems.append(f"{options.writable} is not writable by user {os.getuid()}, or not there")
+    problems += [f"{path} is not on this node yet" for path in options.needs if not path.exists()]
     if options.nics:
-        problems_of_rdma, env = look_at_rdma(options, memlock)
-        problems += problems_of_rdma
+        problems_of_rdma, env = look_at_rdma(options)
         if problems_of_rdma and options.allow_tcp:
             say(f"WARNING: goes on over TCP, which is slow: {'; '.join(problems_of_rdma)}")
-            return [problem for problem in problems if problem not in problems_of_rdma], {}
-    return problems, env
+            return problems, {}
+        problems += problems_of_rdma
+    return problems, {name: value for name, value in sorted(env.items()) if name not in os.environ}
 
 
 def say(text: str) -> None:
     print(f"preflight: {text}", flush=True)  # noqa: T201
+
+
+def names(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, text.split(",")))
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -121,19 +256,24 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--model", type=Path)
     parser.add_argument("--marker", action="store_true")
     parser.add_argument("--writable", type=Path)
+    parser.add_argument("--needs", type=Path, action="append", default=[])
     parser.add_argument("--nics", type=int, default=0)
-    parser.add_argument("--devices", default="")
-    parser.add_argument("--link", default="")
+    parser.add_argument("--devices", type=names, default=("",), help="how they begin, with commas")
+    parser.add_argument("--exclude", type=names, default=(), help="how the others begin, with commas")
+    parser.add_argument("--link", default="", help="InfiniBand or Ethernet; empty: any")
+    parser.add_argument("--net", default="", help="NCCL_NET")
     parser.add_argument("--allow-tcp", action="store_true")
     parser.add_argument("--env", type=Path)
     parser.add_argument("--sysfs", type=Path, default=Path("/sys"))
+    parser.add_argument("--dev", type=Path, default=Path("/dev"))
+    parser.add_argument("--proc", type=Path, default=Path("/proc"))
     return parser.parse_args(argv)
 
 
 def main(argv: list[str]) -> int:
     options, pause = parse(argv), PAUSES_S[0]
     while True:
-        problems, env = look(options, resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
+        problems, env = look(options)
         if not problems:
             break
         for problem in problems:
@@ -142,8 +282,8 @@ def main(argv: list[str]) -> int:
         time.sleep(pause)
         pause = min(2 * pause, PAUSES_S[1])
     if options.env is not None:
-        options.env.write_text("".join(f"{name}='{value}'\n" for name, value in sorted(env.items())))
-    say(f"good: {' '.join(f'{name}={value}' for name, value in sorted(env.items())) or 'nothing to set'}")
+        options.env.write_text("".join(f"{name}='{value}'\n" for name, value in env.items()))
+    say(f"good: {' '.join(f'{name}={value}' for name, value in env.items()) or 'nothing to set'}")
     return 0
 
 

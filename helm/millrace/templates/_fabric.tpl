@@ -1,5 +1,9 @@
+{{/* Between GPU pods: what a fabric asks for (files/fabrics.yaml, `fabric` in the values), and which nodes have the GPUs. */}}
+
 {{/* (dict "root" $ "pool" $pool) -> what the pool's fabric asks for, as JSON; {} on CPU:
-     {"resources": {...}, "annotations": {...}, "env": {...}, "capabilities": [...], "nics": 8, "devices": "mlx5_", ...} */}}
+     {"resources": {...}, "annotations": {...}, "env": {...}, "capabilities": [...], "volumes": [...], "mounts": [...],
+     "tolerations": [...], "needs": [...], "nics": 8, "devices": ["mlx5_"], "exclude": [], "link": "InfiniBand", "net": "IB",
+     "apart": false} */}}
 {{- define "millrace.fabric" -}}
 {{- $own := .root.Values.fabric -}}
 {{- $gpus := int .pool.gpus -}}
@@ -16,12 +20,118 @@
   "resources" (ternary $resources $own.resources (kindIs "invalid" $own.resources))
   "annotations" (mustMerge (deepCopy $own.annotations) (default dict $preset.annotations))
   "env" (mustMerge (deepCopy $own.env) (default dict $preset.env))
-  "capabilities" (default list $preset.capabilities)
+  "capabilities" (ternary $preset.capabilities $own.capabilities (kindIs "invalid" $own.capabilities))
+  "volumes" (default list $preset.volumes)
+  "mounts" (default list $preset.mounts)
+  "tolerations" (default list $preset.tolerations)
+  "needs" (default list $preset.needs)
   "nics" (ternary $nics (int $own.nics) (or (eq (int $own.nics) 0) (default false $preset.tcp)))
-  "devices" (default "" $preset.devices)
-  "link" (default "" $preset.link)
+  "devices" (default (default list $preset.devices) $own.devices)
+  "exclude" $own.exclude
+  "link" (default (default "" $preset.link) $own.link)
+  "net" (default "" $preset.net)
   "apart" (default false $preset.apart)
-  "tcp" (default false $preset.tcp)
   | toJson -}}
+{{- end -}}
+{{- end -}}
+
+{{/* (dict "root" $ "pool" $pool "fabric" $fabric) -> arguments of files/preflight.py, as JSON */}}
+{{- define "millrace.preflightArgs" -}}
+{{- $fabric := .fabric -}}
+{{- $args := list "--writable" "/var/cache/millrace" -}}
+{{- if include "millrace.downloads" .pool.model -}}{{- $args = append $args "--marker" -}}{{- end -}}
+{{- range $fabric.needs -}}{{- $args = concat $args (list "--needs" .) -}}{{- end -}}
+{{- if $fabric.nics -}}
+{{- $args = concat $args (list "--nics" (toString $fabric.nics) "--devices" (join "," $fabric.devices)
+  "--exclude" (join "," $fabric.exclude) "--link" $fabric.link "--net" $fabric.net "--env" "/run/millrace/fabric.env") -}}
+{{- if .root.Values.fabric.allowTcp -}}{{- $args = append $args "--allow-tcp" -}}{{- end -}}
+{{- end -}}
+{{- toJson $args -}}
+{{- end -}}
+
+{{/* (dict "root" $ "fabric" $fabric) -> a container's securityContext */}}
+{{- define "millrace.workerSecurity" -}}
+{{- if .root.Values.fabric.privileged -}}
+privileged: true
+{{- else -}}
+allowPrivilegeEscalation: false
+capabilities: {drop: [ALL]{{ with .fabric.capabilities }}, add: {{ toJson . }}{{ end }}}
+{{- end }}
+readOnlyRootFilesystem: true
+{{- end -}}
+
+{{/* A prefill pod beside no decode pod, and the other way round */}}
+{{- define "millrace.apart" -}}
+{{- if ne .component "unified" }}
+podAntiAffinity:
+  requiredDuringSchedulingIgnoredDuringExecution:
+    - topologyKey: kubernetes.io/hostname
+      labelSelector:
+        matchLabels:
+          app.kubernetes.io/instance: {{ .root.Release.Name }}
+          app.kubernetes.io/component: {{ ternary "decode" "prefill" (eq .component "prefill") }}
+{{- end }}
+{{- end -}}
+
+{{/* (dict "root" $ "pool" $pool) -> a nodeAffinity: any of the labels that nodes with pool.gpuModel have; empty for any GPU */}}
+{{- define "millrace.gpuAffinity" -}}
+{{- if and .pool.gpuModel (gt (int .pool.gpus) 0) }}
+requiredDuringSchedulingIgnoredDuringExecution:
+  nodeSelectorTerms:
+    {{- range $label, $models := index (.root.Files.Get "files/gpus.yaml" | fromYaml) .pool.gpuModel }}
+    - matchExpressions: [{key: {{ $label }}, operator: In, values: {{ toJson $models }}}]
+    {{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* (dict "root" $ "pool" $pool) -> a list: of the taints that keep other pods off GPU nodes */}}
+{{- define "millrace.gpuTolerations" -}}
+{{- $all := list -}}
+{{- if gt (int .pool.gpus) 0 -}}
+{{- $taint := default "nvidia.com/gpu" .pool.gpuResource -}}
+{{- $all = list (dict "key" $taint "operator" "Exists" "effect" "NoSchedule") -}}
+{{- $all = concat $all (default list (include "millrace.fabric" . | fromJson).tolerations) -}}
+{{- end -}}
+{{- toYaml $all -}}
+{{- end -}}
+
+{{/* Of the root context: what of `fabric` cannot work. Included by millrace.checks */}}
+{{- define "millrace.checkFabric" -}}
+{{- $fabric := .Values.fabric -}}
+{{- if and (eq $fabric.preset "tcp-dev") (not $fabric.allowTcp) -}}
+{{- fail "fabric.allowTcp: must be true with fabric.preset=tcp-dev" -}}
+{{- end -}}
+{{- if and $fabric.privileged (not $fabric.acknowledgePrivileged) -}}
+{{- fail "fabric.acknowledgePrivileged: must be true with fabric.privileged: such a pod owns its node" -}}
+{{- end -}}
+{{- range include "millrace.pools" . | fromJson -}}
+{{- if gt (int .gpus) 0 -}}
+{{- include "millrace.checkFabricOfPool" (dict "root" $ "pool" .) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "millrace.checkFabricOfPool" -}}
+{{- $own := .root.Values.fabric -}}
+{{- $at := printf "workers.%s" .pool.name -}}
+{{- if and (not $own.preset) (or (ne .pool.role "unified") (gt (int .pool.size) 1)) -}}
+{{- fail (printf "fabric.preset: required, %s moves data between GPU pods" $at) -}}
+{{- end -}}
+{{- $models := .root.Files.Get "files/gpus.yaml" | fromYaml -}}
+{{- if and .pool.gpuModel (not (hasKey $models .pool.gpuModel)) -}}
+{{- fail (printf "%s.gpuModel: %q is none of %s; select nodes with scheduling.nodeSelector instead" $at .pool.gpuModel (keys
+  $models | sortAlpha | join ", ")) -}}
+{{- end -}}
+{{- with $own.preset -}}
+{{- $preset := index ($.root.Files.Get "files/fabrics.yaml" | fromYaml) . -}}
+{{- if and (hasKey $preset "groups") (gt (int $.pool.size) 1) -}}
+{{- fail (printf "%s.size: must be 1 with fabric.preset=%s, whose NICs the image's NCCL cannot use between pods" $at .) -}}
+{{- end -}}
+{{- $networks := hasKey $own.annotations "networking.gke.io/interfaces" -}}
+{{- if and $preset.gpus (ne (int $.pool.gpus) (int $preset.gpus)) (not $networks) -}}
+{{- fail (printf
+  "%s.gpus: must be %d with fabric.preset=%s, which gives a pod as many networks; or say which in fabric.annotations" $at
+  (int $preset.gpus) .) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
