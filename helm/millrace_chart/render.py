@@ -68,7 +68,17 @@ def fabrics() -> list[str]:
 @cache
 def template(files: tuple[Path, ...], sets: tuple[str, ...] = (), which: str = "helm") -> str:
     """The manifests. `sets`: KEY=JSON or KEY=TEXT, as for --set. ChartError when Helm refuses."""
-    arguments = ["template", RELEASE, str(CHART), "--namespace", NAMESPACE, "--kube-version", KUBERNETES, "--set", EDITED]
+    arguments = [
+        "template",
+        RELEASE,
+        str(CHART),
+        "--namespace",
+        NAMESPACE,
+        "--kube-version",
+        KUBERNETES,
+        "--set",
+        EDITED,
+    ]
     for file in files:
         arguments += ["--values", str(file)]
     for item in sets:

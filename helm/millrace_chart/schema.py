@@ -40,6 +40,7 @@ RELATIVE: Schema = {"type": "string", "not": {"pattern": "(^|/)\\.\\.(/|$)"}}
 URI: Schema = {"type": "string", "not": {"pattern": "^https?://"}}
 AMOUNT: Schema = {"type": ["integer", "string"], "pattern": "^[0-9]{1,3}%$", "minimum": 0}
 NAME: Schema = {"type": "string", "pattern": "^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$", "maxLength": 253}
+LABEL: Schema = {"type": "string", "pattern": "^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$", "maxLength": 63}
 REPLICAS: Schema = {"type": ["integer", "null"], "minimum": 0}
 ROLES = ("prefill", "decode", "unified")
 
@@ -140,6 +141,7 @@ WORKER = closed(
     gpus=COUNT,
     gpuResource=TEXT,
     gpuModel=TEXT,
+    revision=LABEL,
     image=ref("image"),
     model=ref("model"),
     ports=closed(grpc=PORT, metrics=PORT, health=PORT),
@@ -152,7 +154,7 @@ WORKER = closed(
         maxReplicas=POSITIVE,
         metric={"type": "string", "pattern": "^[a-z0-9_:]*$"},
         query=TEXT,
-        target={"type": ["string", "number"]},
+        target={"type": ["string", "number"], "pattern": "^([0-9]+(\\.[0-9]+)?[mkM]?)?$", "exclusiveMinimum": 0},
         prometheus=TEXT,
         scaleDownSeconds={"type": "integer", "minimum": 0, "maximum": 3600},
     ),
@@ -175,6 +177,9 @@ RAY = closed(
 
 
 DEVICE: Schema = {"type": "string", "pattern": "^[A-Za-z0-9_-]+$"}  # of RDMA, or how its name begins
+
+
+WORKER["type"] = ["object", "null"]  # anyOf would begin every message with "must validate at least one schema"
 
 
 def fabric(presets: list[str]) -> Schema:
@@ -207,10 +212,17 @@ MONITORING = closed(
     interval={"type": "string", "pattern": "^[0-9]+(ms|s|m)$"},
     labels=STRINGS,
     rules=BOOL,
+    runbooks={"type": "string", "minLength": 1},
+    disabledAlerts=list_of({"type": "string", "pattern": "^Millrace[A-Za-z]+$"}),
+    dcgm=BOOL,
+    vllmNames=BOOL,
     dashboards=closed(enabled=BOOL, labels=STRINGS, annotations=STRINGS),
 )
+ROUTE = closed(enabled=BOOL, parentRefs=list_of(ANY_OBJECT), hostnames=list_of(TEXT))
 GATEWAY = closed(
-    httpRoute=closed(enabled=BOOL, parentRefs=list_of(ANY_OBJECT), hostnames=list_of(TEXT)),
+    httpRoute=ROUTE,
+    grpcRoute=ROUTE,
+    backendTLS=closed(kind=one_of("none", "policy", "own"), hostname=NAME, caConfigMap=NAME),
     inferencePool=closed(
         enabled=BOOL, endpointPicker=closed(name=NAME, port=PORT, failureMode=one_of("FailOpen", "FailClose"))
     ),
@@ -237,8 +249,7 @@ def values_schema(fabrics: list[str]) -> Schema:
         workers={
             "type": "object",
             "propertyNames": {"pattern": "^[a-z]([-a-z0-9]{0,19}[a-z0-9])?$"},
-            # not anyOf, whose messages begin with "must validate at least one schema"
-            "additionalProperties": {"if": {"type": "null"}, "then": {}, "else": ref("worker")},
+            "additionalProperties": ref("worker"),
         },
         ray=RAY,
         fabric=fabric(fabrics),

@@ -93,7 +93,7 @@ class Connections(Config):
         return [(name, round(seconds * 1000)) for name, seconds in times.items() if seconds is not None]
 
 
-_ADDRESS = r"^[^:\s]+:\d{1,5}$"
+_ADDRESS = r"^([^:\s]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}$"
 
 
 class RouterConfig(Config):

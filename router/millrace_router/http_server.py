@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 import functools
 import random
-import socket
 from collections.abc import Iterator
 from typing import Any
 
 import uvicorn
+from millrace_rpc import sockets
 from millrace_rpc.errors import MillraceError, Reason
 from millrace_rpc.tls import Identity
 from starlette.types import ASGIApp
@@ -45,8 +45,7 @@ class HttpServer:
         """Bind `host:port` (port 0: any free one) and serve; the bound port."""
         self._config.load()
         self._config.ssl = None if identity is None else identity.server_context()
-        host, _, port = address.rpartition(":")
-        listener = socket.create_server((host, int(port)), backlog=2048)
+        listener = sockets.listen(address, backlog=2048)
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
         return listener.getsockname()[1]
 

@@ -71,7 +71,7 @@ def test_the_demo_renders_and_its_ports_come_out() -> None:
     items = objects(template((CPU, K8S / "kind" / "values.yaml")))
     (host,) = (item for item in of_kind(items, "Service") if item["metadata"]["name"] == "millrace-host")
     kubernetes_validate.validate(host, "1.37", strict=True)
-    (router,) = of_kind(items, "Deployment")
+    (router,) = (it for it in of_kind(items, "Deployment") if it["metadata"]["name"].endswith("-router"))
     labels = router["spec"]["template"]["metadata"]["labels"]
     assert host["spec"]["selector"].items() <= labels.items()
     mapped = {entry["containerPort"] for entry in read(K8S / "kind" / "cluster.yaml")["nodes"][0]["extraPortMappings"]}

@@ -67,7 +67,7 @@ def test_the_routers_account_has_the_role_and_nothing_of_the_whole_cluster() -> 
     items = rendered("cpu-tiny")
     (binding,) = of_kind(items, "RoleBinding")
     (role,) = of_kind(items, "Role")
-    (deployment,) = of_kind(items, "Deployment")
+    (deployment,) = (it for it in of_kind(items, "Deployment") if it["metadata"]["name"] == "demo-millrace-router")
     assert binding["roleRef"]["name"] == role["metadata"]["name"]
     assert binding["subjects"][0]["name"] == deployment["spec"]["template"]["spec"]["serviceAccountName"]
     assert not of_kind(items, "ClusterRole", "ClusterRoleBinding")

@@ -7,18 +7,28 @@ from pathlib import Path
 
 import pytest
 from millrace_chart.render import CHART, ChartError, objects, template
-from millrace_testing.charts import CPU, GROUPS, PAIR
+from millrace_testing.charts import CPU, GROUPS, PAIR, VARIANTS
 
 pytestmark = pytest.mark.helm
 HPA = ("autoscaling.kind=hpa", "autoscaling.minReplicas=3", "autoscaling.maxReplicas=2", "replicas=null")
+NEXT, NEXT_SETS = VARIANTS["next"]
 LONG = "a-name-that-is-as-long-as-names-can-be-x"
 COMBINATIONS = {
-    "grace of a worker": (
+    "grace of a worker": (  # 15 + 90 + 30 + 15
         CPU,
-        ("workers.decode.drain.timeout=91",),
-        "workers.decode.terminationGracePeriodSeconds: 120",
+        ("workers.decode.terminationGracePeriodSeconds=149",),
+        "149 is too short: drain.preStop 15 + drain.timeout 90 + config.timeouts.lease + 15 = 150",
     ),
-    "grace of the router": (CPU, ("router.drain.preStop=16",), "router.terminationGracePeriodSeconds: 90 is too short"),
+    "grace and a long lease": (
+        CPU,
+        ("workers.decode.terminationGracePeriodSeconds=150", "workers.decode.config.timeouts.lease=300"),
+        "= 420",
+    ),
+    "grace of the router": (
+        CPU,
+        ("router.terminationGracePeriodSeconds=924",),
+        "router.terminationGracePeriodSeconds: 924 is too short: drain.preStop 10 + drain.timeout 900 + 15 = 925",
+    ),
     "GPUs and ranks": (PAIR, ("workers.decode.dp=4",), "size 1 x gpus 8 = 8 GPUs, but dp 4 x tp 1 = 4 ranks"),
     "ranks and pods": (
         CPU,
@@ -35,9 +45,9 @@ COMBINATIONS = {
         ("workers.decode.config.expert_tp=true",),
         "workers.decode.config.expert_tp: needs dp 1, not 8",
     ),
-    "size without groups": (PAIR, ("workers.decode.size=2", "workers.decode.dp=16"), "need kind=lws, not statefulset"),
+    "size without groups": (PAIR, ("workers.decode.size=2", "workers.decode.dp=16"), "need kind=lws, not deployment"),
     "shm": (CPU, ("workers.decode.shm=2Gi",), "workers.decode.shm: 2Gi is not below resources.limits.memory 2Gi"),
-    "shm in other units": (CPU, ("workers.decode.shm=2147484k",), "is not below resources.limits.memory 2Gi"),
+    "shm in other units": (CPU, ("workers.decode.shm=2148M",), "is not below resources.limits.memory 2Gi"),
     "start-up": (CPU, ("workers.decode.startup=719",), "719 s is shorter than config.timeouts.start + warmup = 720 s"),
     "replicas and autoscaling": (
         CPU,
@@ -51,7 +61,7 @@ COMBINATIONS = {
         tuple(f"workerDefaults.{item}" for item in HPA),
         "minReplicas 3 is above maxReplicas 2",
     ),
-    "no workers": (CHART / "values.yaml", (), "workers: empty; start from a preset"),
+    "no workers": (CPU, ("workers.decode=null", "workers.prefill=null"), "workers: every pool is null"),
     "prefill alone": (CPU, ("workers.decode=null",), "prefill and decode pools need each other"),
     "a pool without role": (
         CPU,
@@ -63,7 +73,7 @@ COMBINATIONS = {
     "no fabric": (PAIR, ("fabric.preset=",), "fabric.preset: required"),
     "TCP unsaid": (PAIR, ("fabric.preset=tcp-dev",), "fabric.allowTcp: must be true with fabric.preset=tcp-dev"),
     "privileged unsaid": (PAIR, ("fabric.privileged=true",), "fabric.acknowledgePrivileged: must be true"),
-    "rack of single pods": (PAIR, ("workers.decode.topologyKey=rack",), "topologyKey: only with kind=lws"),
+    "rack of single pods": (PAIR, ("workers.decode.topology.key=rack",), "topology: only with kind=lws"),
     "TLS without secrets": (
         CPU,
         ("tls.mode=secrets", "tls.routerSecret=a"),
@@ -79,6 +89,78 @@ COMBINATIONS = {
     "a pool without picker": (CPU, ("gateway.inferencePool.enabled=true",), "endpointPicker.name: required"),
     "a route without gateway": (CPU, ("gateway.httpRoute.enabled=true",), "gateway.httpRoute.parentRefs: required"),
     "keys without one for the test": (CPU, ("apiKeys.secretName=a",), "test.apiKey.secretName: required with apiKeys"),
+    "images from nowhere": (PAIR, ("images.registry=",), "images.registry: required for the GPUs of workers.decode"),
+    "two ports alike": (
+        CPU,
+        ("workers.decode.ports.health=9090",),
+        "workers.decode.ports: health and metrics are both 9090",
+    ),
+    "two ports of the router alike": (CPU, ("router.ports.http=50051",), "router.ports: grpc and http are both 50051"),
+    "two ports of Ray alike": (GROUPS, ("ray.ports.gcs=6380",), "ray.ports: gcs and nodeManager are both 6380"),
+    "a port of Ray and of the worker": (GROUPS, ("ray.ports.gcs=50061",), "ray.ports: gcs and grpc are both 50061"),
+    "no ports for Ray's workers": (
+        GROUPS,
+        ("ray.ports.workers.max=10001",),
+        "ray.ports.workers: 10002 to 10001 is too few",
+    ),
+    "few ports for Ray's workers": (GROUPS, ("ray.ports.workers.max=10033",), "is too few for 8 ranks of a pod"),
+    "a port among Ray's workers'": (
+        GROUPS,
+        ("ray.ports.workers.min=50000", "ray.ports.workers.max=51000"),
+        "ray.ports.workers: 50000 to 51000 has the port 50061 of grpc",
+    ),
+    "requests above limits": (
+        CPU,
+        ("workers.decode.resources.requests.memory=3Gi",),
+        "workers.decode.resources.requests.memory: 3Gi is above the limit 2Gi",
+    ),
+    "requests of CPUs above limits": (
+        CPU,
+        ("router.resources.requests.cpu=500m", "router.resources.limits.cpu=0.25"),
+        "router.resources.requests.cpu: 500m is above the limit 0.25",
+    ),
+    "a repository that is an address": (
+        CPU,
+        ("model.source=hf", "model.uri=huggingface.co/a/b", "model.path=c", "model.claim=d"),
+        "model.uri: huggingface.co/a/b is not owner/name",
+    ),
+    "a bucket without scheme": (
+        CPU,
+        ("model.source=s3", "model.uri=a/b", "model.path=c", "model.claim=d"),
+        "model.uri: a/b is not s3://bucket/prefix",
+    ),
+    "a pool's model without claim": (
+        CPU,
+        ("workers.decode.model.source=pvc",),
+        "workers.decode.model.claim: required with model.source=pvc",
+    ),
+    "a warm cache of a node": (PAIR, ("cache.warm=true",), "cache.warm: needs cache.kind=pvc, not hostPath"),
+    "a warm cache of a group": (
+        GROUPS,
+        ("cache.kind=pvc", "cache.claim=c", "cache.warm=true"),
+        "cache.warm: workers.decode has workers of 8 pods, and a job has one",
+    ),
+    "a gang without queue": (GROUPS, ("workers.decode.gang.kind=kueue",), "workers.decode.gang.queue: required"),
+    "GPUs by nobody": (
+        PAIR,
+        ("workers.decode.gpuResource=",),
+        "workers.decode.gpuResource: required, or resourceClaims",
+    ),
+    "a revision of one role": (
+        CPU,
+        ("workers.next.role=decode", "workers.next.revision=b"),
+        "workers: prefill and decode pools of revision b need each other",
+    ),
+    "layouts of a revision": (
+        NEXT,
+        (*NEXT_SETS, "workers.decode-b.config.limits.page_size=16"),
+        "config.limits.page_size differs between decode-b and prefill-b of revision b",
+    ),
+    "a node's ports twice": (
+        CPU,
+        ("workers.decode.hostNetwork=true", "workers.decode.replicas=2"),
+        "workers.decode.hostNetwork: two pods of one node would share ports",
+    ),
     "a long name": (
         CPU,
         (f"fullnameOverride={LONG}", "workers.a-long-name-of-pool.role=unified"),
@@ -120,11 +202,28 @@ def test_parts_of_experts_need_not_divide_the_experts() -> None:
         "tracing.sample=2",
         "workers.Decode.replicas=1",
         "fabric.env.A-B=1",
+        "workers.decode.env.A-B=1",
+        "workers.decode.env.A.valueFrom=b",
+        "workers.decode.env.A.secret=b",
+        "workerDefaults.gang.kind=cron",
+        "workerDefaults.topology.mode=near",
+        "workers.decode.revision=a b",
+        "workers.decode.pdb.maxUnavailable=banana",
+        "workers.decode.shm=lots",
+        "cache.size=1Ki",
+        "cache.hostPath=cache",
+        "model.hostPath=models",
+        "model.path=../etc",
+        "model.uri=https://huggingface.co/a/b",
+        "workers.decode.resources.limits.memory=lots",
+        "router.dnsPolicy=mine",
+        "router.scheduling.affinity.nodes=a",
     ],
 )
 def test_the_schema_refuses(item: str) -> None:
-    with pytest.raises(ChartError, match="values don't meet the specifications of the schema"):
+    with pytest.raises(ChartError, match="values don't meet the specifications of the schema") as caught:
         template((CPU,), (item,))
+    assert "ust validate" not in str(caught.value), "it says what is wrong, not how it was found out"
 
 
 def test_every_object_of_the_schema_is_closed_or_says_what_is_in_it() -> None:
@@ -145,5 +244,6 @@ def test_every_object_of_the_schema_is_closed_or_says_what_is_in_it() -> None:
 
 
 def test_what_is_just_possible_is_not_refused(tmp_path: Path) -> None:
-    sets = ("workers.decode.drain.timeout=90", "workers.decode.shm=2047Mi", "workers.decode.startup=720")
+    grace = ("workers.decode.terminationGracePeriodSeconds=150", "router.terminationGracePeriodSeconds=925")
+    sets = (*grace, "workers.decode.shm=2047Mi", "workers.decode.startup=720")
     assert objects(template((CPU,), sets))

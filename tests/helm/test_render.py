@@ -6,8 +6,6 @@ import json
 
 import kubernetes_validate
 import pytest
-from helm.crds import CRDS
-from jsonschema import Draft202012Validator
 from millrace_chart.render import (
     CHART,
     ROOT,
@@ -20,6 +18,7 @@ from millrace_chart.render import (
     template,
     written,
 )
+from millrace_testing import kube_schema
 from millrace_testing.charts import VARIANTS, of_kind, pods, rendered
 
 pytestmark = pytest.mark.helm
@@ -52,51 +51,38 @@ def test_golden_renders_name_every_object_of_a_preset() -> None:
 
 @pytest.mark.parametrize("name", EVERYTHING)
 def test_objects_are_valid(name: str) -> None:
-    """Kubernetes' own by its published schemas, others by crds.py; what many have alike once."""
+    """As kube_schema.py checks it; what many have alike once."""
     for item in rendered(name):
         text = json.dumps(item, sort_keys=True)
-        if text in _valid:
-            continue
-        _valid.add(text)
-        if item["apiVersion"] in CRDS:
-            check_custom(item)
-        else:
-            kubernetes_validate.validate(item, VERSIONS[-1], strict=True)
+        if text not in _valid:
+            _valid.add(text)
+            assert kube_schema.check(item) == [], f"{item['kind']} {item['metadata']['name']}"
 
 
 @pytest.mark.parametrize("version", VERSIONS[:-1])
 def test_objects_are_valid_before(version: str) -> None:
     seen = set()
-    for item in rendered("hpa"):
+    for item in (*rendered("hpa"), *rendered("statefulset"), *rendered("extended")):
         if item["kind"] not in seen:
             seen.add(item["kind"])
             kubernetes_validate.validate(item, version, strict=True)
     assert {"Deployment", "StatefulSet", "HorizontalPodAutoscaler", "NetworkPolicy", "PodDisruptionBudget"} <= seen
 
 
-def check_custom(item: Object) -> None:
-    schema = CRDS[item["apiVersion"]][item["kind"]]
-    errors = [error.message for error in Draft202012Validator(schema).iter_errors(item["spec"])]
-    assert not errors, f"{item['kind']} {item['metadata']['name']}: {errors}"
-    if item["kind"] == "LeaderWorkerSet":  # a CRD repeats Kubernetes' pod templates
-        for part in ("leaderTemplate", "workerTemplate"):
-            pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p"}}
-            spec = item["spec"]["leaderWorkerTemplate"][part]["spec"]
-            kubernetes_validate.validate({**pod, "spec": spec}, VERSIONS[-1], strict=True)
-
-
 @pytest.mark.parametrize("name", EVERYTHING)
 def test_pods_are_locked_down(name: str) -> None:
     for where, spec in pods(rendered(name)):
-        assert spec["securityContext"]["runAsNonRoot"] is True, where
-        assert spec["securityContext"]["runAsUser"] > 0, where
+        as_root = name == "root" and "router" not in where and "test" not in where
+        assert spec["securityContext"]["runAsNonRoot"] is not as_root, where
+        assert (spec["securityContext"]["runAsUser"] == 0) is as_root, where
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}, where
         is_router = where == "Deployment/demo-millrace-router"
         assert spec["automountServiceAccountToken"] is is_router, where
-        for container in [*spec.get("initContainers", ()), *spec["containers"]]:
+        for container in own(spec):
             context = container["securityContext"]
             assert context["readOnlyRootFilesystem"] is True, where
-            if name == "privileged" and where.startswith("StatefulSet/"):
+            assert ("runAsUser" in context) is (container["name"] == "cache-owner"), where
+            if name == "privileged" and container["name"] in ("worker", "preflight") and "router" not in where:
                 assert context["privileged"] is True
             else:
                 assert context["allowPrivilegeEscalation"] is False, where
@@ -111,12 +97,17 @@ def test_what_pods_mount_is_there(name: str) -> None:
     accounts = {item["metadata"]["name"] for item in of_kind(items, "ServiceAccount")}
     for where, spec in pods(items):
         volumes = {volume["name"]: volume for volume in spec["volumes"]}
-        for container in [*spec.get("initContainers", ()), *spec["containers"]]:
+        for container in own(spec):
             paths = sorted(mount["mountPath"] for mount in container["volumeMounts"])
             assert {mount["name"] for mount in container["volumeMounts"]} <= volumes.keys(), where
             assert not any(b.startswith(a + "/") for a in paths for b in paths), where
         assert {volume["configMap"]["name"] for volume in volumes.values() if "configMap" in volume} <= maps, where
-        assert spec.get("serviceAccountName") in {None, *accounts}, where
+        assert spec.get("serviceAccountName") in {None, "workload-identity", *accounts}, where
+
+
+def own(spec: Object) -> list[Object]:
+    """The chart's containers of a pod: the users' are theirs."""
+    return [it for it in (*spec.get("initContainers", ()), *spec["containers"]) if it["name"] not in ("side", "first")]
 
 
 @pytest.mark.parametrize("name", EVERYTHING)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from millrace_chart.render import Object, objects, preset_file, template
+from millrace_chart.render import ROOT, Object, objects, preset_file, template
 
 CPU = preset_file("cpu-tiny")
 PAIR = preset_file("h200-1p1d-16gpu")
-GROUPS = preset_file("h200-4p-9d")
+GROUPS = ROOT / "tests" / "helm" / "groups.yaml"
 NO_DASHBOARDS = "monitoring.dashboards.enabled=false"  # large, and the same in every variant
 HPA = ("autoscaling.kind=hpa", "replicas=null")
 KEDA = ("autoscaling.kind=keda", "replicas=null")
@@ -22,11 +22,42 @@ VARIANTS: dict[str, tuple[Path, tuple[str, ...]]] = {
     ),
     "keys": (CPU, ("apiKeys.secretName=keys", "test.apiKey.secretName=test-key")),
     "slices": (CPU, ("discovery.objects=endpointslices",)),
-    "deployment": (CPU, ("workerDefaults.kind=deployment",)),
+    "statefulset": (CPU, ("workerDefaults.kind=statefulset",)),
+    "groups": (GROUPS, ()),
+    "cpu-groups": (CPU, tuple(f"workers.decode.{item}" for item in ("kind=lws", "size=2", "dp=2"))),
     "hpa": (CPU, tuple(f"{at}.{item}" for at in ("router", "workerDefaults") for item in HPA)),
     "keda": (PAIR, tuple(f"workerDefaults.{item}" for item in KEDA)),
     "keda-groups": (GROUPS, tuple(f"workerDefaults.{item}" for item in KEDA)),
-    "rack": (GROUPS, ("workers.decode.topologyKey=rack", "workers.prefill.topologyKey=rack")),
+    "rack": (
+        GROUPS,
+        (
+            "workers.prefill.topology.key=rack",
+            "workers.decode.topology.key=rack",
+            "workers.decode.topology.mode=required",
+        ),
+    ),
+    "own-rack": (GROUPS, ("workerDefaults.topology.key=rack", "workerDefaults.topology.mode=exclusive")),
+    "kueue": (GROUPS, ("workerDefaults.gang.kind=kueue", "workerDefaults.gang.queue=gpus")),
+    "volcano": (PAIR, ("workerDefaults.gang.kind=volcano", "workerDefaults.gang.queue=gpus")),
+    "volcano-groups": (GROUPS, ("workerDefaults.gang.kind=volcano", "workerDefaults.gang.queue=gpus")),
+    "root": (PAIR, ("podSecurity.workersAsRoot=true",)),
+    "warm": (PAIR, ("cache.kind=pvc", "cache.claim=cache", "cache.warm=true")),
+    "ipv6": (CPU, ("ipFamily=IPv6",)),
+    "next": (  # a new version beside the old one
+        CPU,
+        tuple(
+            f"workers.{role}-b.{item}"
+            for role in ("prefill", "decode")
+            for item in (
+                f"role={role}",
+                "revision=b",
+                "image.tag=0.2.0-cpu",
+                "config.limits.page_size=32",
+                "model.path=/opt/b",
+            )
+        ),
+    ),
+    "extended": (ROOT / "tests" / "helm" / "extended.yaml", ()),
     "route": (
         CPU,
         (

@@ -153,28 +153,38 @@
 
 {{- define "millrace.checkPairs" -}}
 {{- $pools := include "millrace.pools" . | fromJson -}}
-{{- $roles := dict -}}
-{{- range $pools -}}{{- $_ := set $roles .role . -}}{{- end -}}
 {{- if not $pools -}}
 {{- fail "workers: every pool is null; at least a unified one, or a prefill and a decode pool, must be left" -}}
 {{- end -}}
-{{- if ne (hasKey $roles "prefill") (hasKey $roles "decode") -}}
-{{- fail "workers: prefill and decode pools need each other; a single pool has role=unified" -}}
-{{- end -}}
-{{- if hasKey $roles "prefill" -}}
-{{- range $key := list "kv_dtype" "dtype" "limits.page_size" "limits.canary" -}}
-{{- $seen := dict -}}
+{{- $revisions := dict -}}
 {{- range $pools -}}
 {{- if ne .role "unified" -}}
+{{- $_ := set $revisions .revision (append (get $revisions .revision | default list) .) -}}
+{{- end -}}
+{{- end -}}
+{{- range $revision, $pair := $revisions -}}
+{{- include "millrace.checkRevision" (dict "revision" $revision "pools" $pair) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* (dict "revision" "" "pools" [...]): pools that are to pair with each other */}}
+{{- define "millrace.checkRevision" -}}
+{{- $of := ternary "" (printf " of revision %s" .revision) (eq .revision "") -}}
+{{- $roles := dict -}}
+{{- range .pools -}}{{- $_ := set $roles .role true -}}{{- end -}}
+{{- if ne (hasKey $roles "prefill") (hasKey $roles "decode") -}}
+{{- fail (printf "workers: prefill and decode pools%s need each other; a single pool has role=unified" $of) -}}
+{{- end -}}
+{{- range $key := list "kv_dtype" "dtype" "limits.page_size" "limits.canary" -}}
+{{- $seen := dict -}}
+{{- range $.pools -}}
 {{- $path := splitList "." $key -}}
 {{- $section := ternary .config (default dict .config.limits) (eq (len $path) 1) -}}
 {{- $_ := set $seen (toString (index $section (last $path))) .name -}}
 {{- end -}}
-{{- end -}}
 {{- if gt (len $seen) 1 -}}
-{{- fail (printf "workers: config.%s differs between %s, which then never pair" $key (values $seen | sortAlpha | join
-  " and ")) -}}
-{{- end -}}
+{{- fail (printf "workers: config.%s differs between %s%s, which then never pair" $key (values $seen | sortAlpha | join
+  " and ") $of) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

@@ -30,6 +30,13 @@
 {{- $pools | toJson -}}
 {{- end -}}
 
+{{/* pool -> the label by which discovery knows its revision, on pods and (for EndpointSlices, which copy it) on its Service */}}
+{{- define "millrace.revision" -}}
+{{- with .revision }}
+millrace/revision: {{ . | quote }}
+{{- end }}
+{{- end -}}
+
 {{/* Seconds from the beginning of preStop to the end of the last process. A worker also waits for parked pages that others
      still read (timeouts.lease); 15 are for ranks, servers and the container to end. */}}
 {{- define "millrace.grace" -}}

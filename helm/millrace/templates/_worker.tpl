@@ -12,7 +12,8 @@
 {{- $_ := set $annotations "scheduling.volcano.sh/queue-name" $pool.gang.queue }}
 {{- end }}
 metadata:
-  {{- include "millrace.podMeta" (merge (dict "labels" $pool.podLabels "annotations" (merge $annotations $pool.podAnnotations
+  {{- $labels := merge (include "millrace.revision" $pool | fromYaml) $pool.podLabels }}
+  {{- include "millrace.podMeta" (merge (dict "labels" $labels "annotations" (merge $annotations $pool.podAnnotations
     (default dict $fabric.annotations))) $as) | nindent 2 }}
 spec:
   {{- include "millrace.podHead" (dict "root" $root "values" $pool "grace" $pool.grace "serviceAccount"
@@ -35,7 +36,7 @@ spec:
         "args" (include "millrace.preflightArgs" (dict "root" $root "pool" $pool "fabric" $fabric) | fromJsonArray)
         "security" (include "millrace.workerSecurity" (dict "root" $root "fabric" $fabric))
         "resources" (include "millrace.devices" . | fromYaml)
-        "env" (include "millrace.workerEnv" .)
+        "env" (include "millrace.workerEnv" .) "envFrom" $pool.envFrom
         "mounts" (include "millrace.deviceMounts" .)) | nindent 4 }}
   containers:
     - name: worker

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
+from millrace_rpc import sockets
+
 REQUEST_TIMEOUT_S = 5.0
 Answer = tuple[int, str, bytes]  # status, content type, body
 REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 503: "Service Unavailable"}
@@ -18,7 +20,8 @@ class HttpServer:
 
     async def start(self, host: str, port: int) -> int:
         """The bound port."""
-        self._server = await asyncio.start_server(self._serve, host, port, limit=16384)
+        listener = sockets.listen(f"{host}:{port}")
+        self._server = await asyncio.start_server(self._serve, sock=listener, limit=16384)
         return int(self._server.sockets[0].getsockname()[1])
 
     async def stop(self) -> None:

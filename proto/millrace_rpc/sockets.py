@@ -1,0 +1,13 @@
+"""Listening sockets for addresses as our configurations write them: `host:port`, IPv6 as `[host]:port`."""
+
+from __future__ import annotations
+
+import socket
+
+
+def listen(address: str, backlog: int = 100) -> socket.socket:
+    """Bound and listening; port 0: any free one. OSError when the address cannot be had."""
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, int(port)), family=family, backlog=backlog)

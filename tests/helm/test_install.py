@@ -1,0 +1,305 @@
+"""What an install, an upgrade and a dead node do with the objects of the chart."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from millrace_chart.render import CHART, KUBERNETES, Object, objects, preset_file, presets, run, template
+from millrace_router.config import RouterConfig
+from millrace_serve.worker.config import WorkerConfig
+from millrace_testing.charts import CPU, GROUPS, PAIR, VARIANTS, of_kind, pods, rendered
+
+pytestmark = pytest.mark.helm
+EVERYTHING = [*presets(), *VARIANTS]
+WORKLOADS = ("Deployment", "StatefulSet", "LeaderWorkerSet")
+
+
+def named(items: list[Object], kind: str, name: str) -> Object:
+    (found,) = (item for item in of_kind(items, kind) if item["metadata"]["name"] == name)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------- defaults
+
+
+def test_the_bare_chart_is_linted_and_serves() -> None:
+    assert "0 chart(s) failed" in run(["lint", "--strict", str(CHART)])
+    bare = objects(run(["template", "demo", str(CHART), "--namespace", "millrace", "--kube-version", KUBERNETES]))
+    assert {item["metadata"]["name"] for item in of_kind(bare, *WORKLOADS)} == {
+        f"demo-millrace-{part}" for part in ("router", "prefill", "decode")
+    }
+    preset = run(["template", "demo", str(CHART), "-n", "millrace", "--kube-version", KUBERNETES, "-f", str(CPU)])
+    assert bare == objects(preset), "the default is the preset"
+    images = {container["image"] for _, spec in pods(bare) for container in spec["containers"]}
+    assert images == {"millrace-router:0.1.0", "millrace-worker:0.1.0-cpu"}
+
+
+@pytest.mark.parametrize("name", [name for name in presets() if name != "cpu-tiny"])
+def test_a_preset_replaces_the_default_whole(name: str) -> None:
+    """Nothing of the default's pools is in it: neither a pool nor a variable."""
+    values = yaml.safe_load(preset_file(name).read_text())
+    items = rendered(name)
+    pools = {item["metadata"]["labels"].get("millrace/pool") for item in of_kind(items, *WORKLOADS)} - {None}
+    assert pools == set(values["workers"])
+    default = yaml.safe_load(CPU.read_text())["workers"]["decode"]
+    for where, spec in pods(items):
+        names = {entry["name"] for container in spec["containers"] for entry in container.get("env", ())}
+        assert not names & default["env"].keys(), where
+        for container in spec["containers"]:
+            if container["name"] == "worker":
+                assert container["resources"]["requests"]["memory"] == "256Gi", where
+
+
+def test_the_defaults_pools_can_be_changed_together() -> None:
+    items = objects(template((CHART / "values.yaml",), ("workerDefaults.replicas=2",)))
+    replicas = {item["metadata"]["name"]: item["spec"]["replicas"] for item in of_kind(items, "Deployment")}
+    assert replicas == {"demo-millrace-router": 1, "demo-millrace-prefill": 2, "demo-millrace-decode": 2}
+
+
+# ---------------------------------------------------------------------------------------------------- images
+
+
+def test_gpu_pools_run_another_image_than_cpu_pools() -> None:
+    registry = "registry.example/millrace"
+    cpu, gpu = (
+        {c["image"] for where, spec in pods(rendered(name)) if "decode" in where for c in spec["containers"]}
+        for name in ("cpu-tiny", "h200-1p1d-16gpu")
+    )
+    assert cpu == {f"{registry}/millrace-worker:0.1.0-cpu"}
+    assert gpu == {f"{registry}/millrace-worker-gpu:0.1.0-cuda13"}
+
+
+def test_images_that_are_on_the_nodes_need_no_registry() -> None:
+    (worker,) = (
+        spec["containers"][0]
+        for where, spec in pods(objects(template((PAIR,), ("images.registry=", "images.gpuWorker.pullPolicy=Never"))))
+        if where == "Deployment/demo-millrace-decode"
+    )
+    assert (worker["image"], worker["imagePullPolicy"]) == ("millrace-worker-gpu:0.1.0-cuda13", "Never")
+
+
+def test_a_digest_wins_and_names_the_caches() -> None:
+    digest = "sha256:" + "ab" * 32
+    items = objects(template((PAIR,), (f"images.gpuWorker.digest={digest}", "images.gpuWorker.tag=x")))
+    (spec,) = (spec for where, spec in pods(items) if where == "Deployment/demo-millrace-decode")
+    assert spec["containers"][0]["image"].endswith(f"millrace-worker-gpu@{digest}")
+    config = yaml.safe_load(named(items, "ConfigMap", "demo-millrace-decode")["data"]["config.yaml"])
+    assert config["cache_dir"] == "/var/cache/millrace/abababababab"
+
+
+# ---------------------------------------------------------------------------------------------------- roll-outs
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_a_rollout_may_take_as_long_as_the_slowest_start(name: str) -> None:
+    """Routers are ready when a pair of workers is. Kubernetes' own limit of 600 s would call the install failed."""
+    items = rendered(name)
+    startups = [
+        container["startupProbe"]["failureThreshold"] * container["startupProbe"]["periodSeconds"]
+        for where, spec in pods(items)
+        for container in spec["containers"]
+        if container["name"] == "worker" and "startupProbe" in container
+    ]
+    assert startups
+    router = named(items, "Deployment", "demo-millrace-router")
+    assert router["spec"]["progressDeadlineSeconds"] >= max(startups) + 600
+    for item in of_kind(items, "Deployment"):
+        if item is not router:
+            assert item["spec"]["progressDeadlineSeconds"] >= 600 + min(startups)
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_the_grace_covers_everything_that_a_drain_waits_for(name: str) -> None:
+    """preStop, running work, pages that others still read, ranks and servers."""
+    items = rendered(name)
+    for where, spec in pods(items):
+        main = next((c for c in spec["containers"] if c["name"] in ("router", "worker")), None)
+        if main is None or "readinessProbe" not in main:
+            continue
+        pause = int(main["lifecycle"]["preStop"]["exec"]["command"][-1])
+        source = next(v["configMap"]["name"] for v in spec["volumes"] if v["name"] == "config")
+        config = yaml.safe_load(named(items, "ConfigMap", source)["data"]["config.yaml"])
+        if main["name"] == "router":
+            timeouts = RouterConfig.model_validate(config).timeouts
+            needed = pause + timeouts.drain
+        else:
+            times = WorkerConfig.model_validate(config).timeouts
+            needed = pause + times.drain + times.lease + 5 + 1  # frontend.STOP_GRACE_S, and the server's own second
+        assert spec["terminationGracePeriodSeconds"] >= needed, where
+
+
+def test_streams_of_a_quarter_of_an_hour_survive_a_rollout_of_routers() -> None:
+    items = rendered("h200-1p1d-16gpu")
+    config = yaml.safe_load(named(items, "ConfigMap", "demo-millrace-router")["data"]["config.yaml"])
+    assert config["timeouts"]["drain"] == 900
+    router = named(items, "Deployment", "demo-millrace-router")
+    assert router["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == 10 + 900 + 15
+    assert router["spec"]["strategy"]["rollingUpdate"]["maxUnavailable"] == 0
+
+
+def test_a_new_version_runs_beside_the_old_one() -> None:
+    items = rendered("next")
+    old, new = (named(items, "Deployment", f"demo-millrace-decode{suffix}") for suffix in ("", "-b"))
+    assert "millrace/revision" not in old["spec"]["template"]["metadata"]["labels"]
+    assert new["spec"]["template"]["metadata"]["labels"]["millrace/revision"] == "b"
+    assert "millrace/revision" not in json.dumps(new["spec"]["selector"]), "a revision may be given later"
+    service = named(items, "Service", "demo-millrace-decode-b")
+    assert service["metadata"]["labels"]["millrace/revision"] == "b", "EndpointSlices copy it from there"
+    assert new["spec"]["template"]["spec"]["containers"][0]["image"].endswith("millrace-worker:0.2.0-cpu")
+    config = yaml.safe_load(named(items, "ConfigMap", "demo-millrace-decode-b")["data"]["config.yaml"])
+    assert (config["model"], config["limits"]["page_size"]) == ("/opt/b", 32)
+    assert config["cache_dir"] == "/var/cache/millrace/0.2.0-cpu"
+
+
+# ---------------------------------------------------------------------------------------------------- nodes that die
+
+
+@pytest.mark.parametrize("name", presets())
+def test_workers_of_one_pod_are_replaced_when_their_node_dies(name: str) -> None:
+    """A StatefulSet waits for its dead pod until somebody deletes it by force; a Deployment makes another."""
+    assert {item["kind"] for item in of_kind(rendered(name), *WORKLOADS)} == {"Deployment"}
+
+
+def test_budgets_are_there_where_more_than_one_pod_can_be() -> None:
+    def budgets(name: str, *more: str) -> set[str]:
+        found = of_kind(rendered(name, *more), "PodDisruptionBudget")
+        assert all(item["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow" for item in found)
+        return {item["metadata"]["name"] for item in found}
+
+    assert budgets("cpu-tiny") == set()
+    assert budgets("cpu-tiny", "router.replicas=2") == {"demo-millrace-router"}
+    assert budgets("hpa") == {f"demo-millrace-{part}" for part in ("router", "prefill", "decode")}
+    assert budgets("h200-4p-9d") == {f"demo-millrace-{part}" for part in ("router", "prefill", "decode")}
+
+
+# ---------------------------------------------------------------------------------------------------- jobs
+
+
+def chart_of_another_version(folder: Path) -> Path:
+    chart = folder / "millrace"
+    shutil.copytree(CHART, chart)
+    text = (chart / "Chart.yaml").read_text().replace("\nversion: 0.1.0", "\nversion: 9.9.9")
+    (chart / "Chart.yaml").write_text(text)
+    return chart
+
+
+@pytest.mark.parametrize("name", ["hf", "s3", "oci"])
+@pytest.mark.parametrize("change", ["chart", "images.router.tag=v9", "podSecurity.runAsUser=7", "labels.a=b"])
+def test_an_upgrade_never_changes_the_template_of_a_job(name: str, change: str, tmp_path: Path) -> None:
+    """It cannot be changed, so another template has another name."""
+
+    def job(items: list[Object]) -> tuple[str, str]:
+        (found,) = of_kind(items, "Job")
+        return found["metadata"]["name"], json.dumps(found["spec"], sort_keys=True)
+
+    file, sets = VARIANTS[name]
+    before = job(rendered(name))
+    if change == "chart":
+        arguments = ["template", "demo", str(chart_of_another_version(tmp_path)), "--namespace", "millrace"]
+        arguments += ["--kube-version", KUBERNETES, "--values", str(file)]
+        for item in ("images.registry=registry.example/millrace", *sets):
+            arguments += ["--set", item]
+        after = job(objects(run(arguments)))
+    else:
+        after = job(rendered(name, change))
+    assert (before == after) or before[0] != after[0]
+    assert len({before[0], job(rendered(name, "model.revision=other"))[0]}) == 2
+
+
+def test_a_job_goes_when_it_has_ended_and_its_pods_are_nobody_elses() -> None:
+    items = rendered("hf")
+    (job,) = of_kind(items, "Job")
+    assert job["spec"]["ttlSecondsAfterFinished"] > 0
+    labels = job["spec"]["template"]["metadata"]["labels"]
+    for item in of_kind(items, "Service", "PodDisruptionBudget"):
+        selector = item["spec"]["selector"]
+        selector = selector.get("matchLabels", selector)
+        assert not selector.items() <= labels.items(), item["metadata"]["name"]
+
+
+def test_two_models_are_downloaded_by_two_jobs() -> None:
+    more = ("workers.decode.model.uri=a/next", "workers.decode.model.path=next")
+    assert len(of_kind(rendered("hf", *more), "Job")) == 2
+    assert len(of_kind(rendered("hf"), "Job")) == 1
+
+
+def test_caches_are_warmed_before_workers_hold_the_gpus() -> None:
+    items = rendered("warm")
+    jobs = of_kind(items, "Job")
+    assert [job["metadata"]["name"] for job in jobs] == ["demo-millrace-decode-warm", "demo-millrace-prefill-warm"]
+    weights = [int(job["metadata"]["annotations"]["helm.sh/hook-weight"]) for job in jobs]
+    assert len(set(weights)) == len(weights), "one after the other: each needs the GPUs of a worker"
+    for job in jobs:
+        assert job["metadata"]["annotations"]["helm.sh/hook"] == "pre-install,pre-upgrade"
+        (container,) = job["spec"]["template"]["spec"]["containers"]
+        pool = job["metadata"]["labels"]["millrace/pool"]
+        (worker,) = (
+            spec["containers"][0] for where, spec in pods(items) if where == f"Deployment/demo-millrace-{pool}"
+        )
+        assert container["resources"] == worker["resources"] and container["image"] == worker["image"]
+        (config,) = (it for it in of_kind(items, "ConfigMap") if it["metadata"]["name"] == job["metadata"]["name"])
+        assert (
+            config["data"]["config.yaml"] == named(items, "ConfigMap", f"demo-millrace-{pool}")["data"]["config.yaml"]
+        )
+        assert int(config["metadata"]["annotations"]["helm.sh/hook-weight"]) < min(weights)
+        assert container["command"][:2] == ["millrace", "compile"]
+        assert job["metadata"]["name"] not in {it["metadata"]["name"] for it in of_kind(items, *WORKLOADS)}
+
+
+def test_a_model_that_is_downloaded_is_there_before_caches_are_warmed() -> None:
+    model = ("model.source=hf", "model.uri=a/b", "model.path=c", "model.claim=d")
+    jobs = {
+        job["metadata"]["labels"]["app.kubernetes.io/component"]: job
+        for job in of_kind(rendered("warm", *model), "Job")
+    }
+    weights = {part: int(job["metadata"]["annotations"]["helm.sh/hook-weight"]) for part, job in jobs.items()}
+    assert weights["download"] < weights["warm"]
+
+
+def test_a_cache_folder_of_a_node_is_made_and_given_to_the_worker() -> None:
+    items = rendered("h200-1p1d-16gpu", "podSecurity.runAsUser=2000", "podSecurity.fsGroup=3000")
+    (spec,) = (spec for where, spec in pods(items) if where == "Deployment/demo-millrace-decode")
+    (cache,) = (volume["hostPath"] for volume in spec["volumes"] if volume["name"] == "cache")
+    assert cache["type"] == "DirectoryOrCreate", (
+        "a missing folder would leave the pod in ContainerCreating, without a log"
+    )
+    owner = spec["initContainers"][0]
+    assert owner["command"] == ["chown", "2000:3000", "/var/cache/millrace"]
+    assert owner["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["CHOWN"]}
+    assert [it["name"] for it in spec["initContainers"]] == ["cache-owner", "preflight"]
+    assert not [
+        it for _, s in pods(rendered("warm")) for it in s.get("initContainers", ()) if it["name"] == "cache-owner"
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------- groups
+
+
+def test_the_large_preset_has_no_experts_over_several_nodes() -> None:
+    items = rendered("h200-4p-9d")
+    workers = {
+        item["metadata"]["name"].rsplit("-", 1)[1]: item["spec"]["replicas"]
+        for item in of_kind(items, "Deployment")
+        if "millrace/pool" in item["metadata"]["labels"]
+    }
+    assert workers == {"prefill": 4, "decode": 9}
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in EVERYTHING if VARIANTS.get(name, (None,))[0] == GROUPS or "groups" in name]
+)
+def test_no_service_has_the_name_of_a_group(name: str) -> None:
+    """LeaderWorkerSet makes a headless Service of the group's name, with addresses of pods that are not ready, but only
+    if there is none of that name. Without it followers never find a leader, which is never ready without them.
+    """
+    items = rendered(name)
+    groups = {item["metadata"]["name"] for item in of_kind(items, "LeaderWorkerSet")}
+    services = {item["metadata"]["name"] for item in of_kind(items, "Service")}
+    assert groups and not groups & services
+    (test,) = (spec["containers"][0] for where, spec in pods(items) if where.startswith("Pod/"))
+    hosts = {test["args"][i + 1].partition(".")[0] for i, word in enumerate(test["args"]) if word == "--decode"}
+    assert hosts and hosts <= services

@@ -1,0 +1,163 @@
+"""What the owner of a cluster may give to pods and objects, beside the chart's own placement."""
+
+from __future__ import annotations
+
+import pytest
+from millrace_chart.render import Object
+from millrace_testing.charts import of_kind, pods, rendered
+
+pytestmark = pytest.mark.helm
+WORKLOADS = ("Deployment", "StatefulSet", "LeaderWorkerSet")
+DECODE, ROUTER = "Deployment/demo-millrace-decode", "Deployment/demo-millrace-router"
+
+
+def spec_of(items: list[Object], where: str) -> Object:
+    (spec,) = (spec for name, spec in pods(items) if name == where)
+    return spec
+
+
+def workloads(items: list[Object]) -> dict[str, Object]:
+    return {item["metadata"]["name"].removeprefix("demo-millrace-"): item for item in of_kind(items, *WORKLOADS)}
+
+
+def test_every_object_takes_labels_and_annotations() -> None:
+    for name, more in (
+        ("extended", ()),
+        ("tls", ("labels.team=serving", "annotations.example\\.com/owner=serving")),
+        ("keda", ("labels.team=serving", "annotations.example\\.com/owner=serving")),
+        ("route", ("labels.team=serving", "annotations.example\\.com/owner=serving")),
+        ("warm", ("labels.team=serving", "annotations.example\\.com/owner=serving")),
+        ("groups", ("labels.team=serving", "annotations.example\\.com/owner=serving")),
+    ):
+        for item in rendered(name, *more):
+            where = f"{name}: {item['kind']}/{item['metadata']['name']}"
+            assert item["metadata"]["labels"]["team"] == "serving", where
+            assert item["metadata"]["annotations"]["example.com/owner"] == "serving", where
+
+
+def test_a_users_label_never_changes_what_selects() -> None:
+    items = rendered("cpu-tiny", "labels.app\\.kubernetes\\.io/component=mine")
+    assert items[0]["metadata"]["labels"]["app.kubernetes.io/component"] != "mine"
+    for item in workloads(items).values():
+        labels = item["spec"]["template"]["metadata"]["labels"]
+        assert item["spec"]["selector"]["matchLabels"].items() <= labels.items()
+
+
+@pytest.mark.parametrize("where", [DECODE, ROUTER])
+def test_routers_and_workers_take_what_a_pod_can_have(where: str) -> None:
+    items = rendered("extended")
+    spec = spec_of(items, where)
+    main = spec["containers"][0]
+    env = {entry["name"]: entry for entry in main["env"]}
+    assert env["PLAIN"] == {"name": "PLAIN", "value": "1"}
+    assert env["TOKEN"]["valueFrom"] == {"secretKeyRef": {"name": "tokens", "key": "token"}}
+    assert env["NODE"]["valueFrom"] == {"fieldRef": {"fieldPath": "spec.nodeName"}}
+    assert main["envFrom"] == [{"configMapRef": {"name": "more"}}]
+    assert {"name": "extra", "mountPath": "/extra"} in main["volumeMounts"]
+    assert {"name": "extra", "emptyDir": {}} in spec["volumes"]
+    assert spec["containers"][1] == {"name": "side", "image": "side:1"}
+    assert spec["initContainers"][0] == {"name": "first", "image": "first:1"}
+    assert spec["resourceClaims"] == [{"name": "device", "resourceClaimTemplateName": "device"}]
+    assert main["resources"]["claims"] == [{"name": "device"}]
+    assert (spec["hostNetwork"], spec["dnsPolicy"]) == (True, "ClusterFirstWithHostNet")
+    assert (spec["nodeSelector"], spec["priorityClassName"]) == ({"zone": "a"}, "high")
+    assert (spec["schedulerName"], spec["runtimeClassName"]) == ("other", "nvidia")
+    assert {"key": "dedicated", "operator": "Exists"} in spec["tolerations"]
+    item = workloads(items)[where.rsplit("-", 1)[1]]
+    assert item["metadata"]["labels"]["example.com/tier"] == "gold"
+    assert item["metadata"]["annotations"]["example.com/why"] == "test"
+    pod = item["spec"]["template"]["metadata"]
+    assert pod["labels"]["example.com/pod"] == pod["annotations"]["example.com/pod"] == "yes"
+    assert "example.com/tier" not in pod["labels"]
+
+
+def test_each_kind_of_pod_has_its_own_account() -> None:
+    items = rendered("extended")
+    assert spec_of(items, DECODE)["serviceAccountName"] == "workload-identity"
+    assert spec_of(items, ROUTER)["serviceAccountName"] == "demo-millrace-router"
+    (job,) = of_kind(items, "Job")
+    assert job["spec"]["template"]["spec"]["serviceAccountName"] == "workload-identity"
+    assert job["spec"]["template"]["spec"]["nodeSelector"] == {"zone": "a"}
+
+
+def test_gpus_may_come_by_claims_alone() -> None:
+    more = ("gpuResource=", "resourceClaims[0].name=gpus", "resourceClaims[0].resourceClaimTemplateName=eight-gpus")
+    items = rendered("h200-1p1d-16gpu", *(f"workerDefaults.{item}" for item in more))
+    for container in (spec_of(items, DECODE)["containers"][0], spec_of(items, DECODE)["initContainers"][-1]):
+        assert container["resources"]["claims"] == [{"name": "gpus"}]
+        assert "nvidia.com/gpu" not in container["resources"]["limits"]
+
+
+def test_gpu_pods_choose_their_nodes_and_tolerate_their_taints() -> None:
+    spec = spec_of(rendered("h200-1p1d-16gpu"), DECODE)
+    terms = spec["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    keys = {expression["key"] for term in terms for expression in term["matchExpressions"]}
+    assert {"nvidia.com/gpu.product", "cloud.google.com/gke-accelerator", "node.kubernetes.io/instance-type"} <= keys
+    assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in spec["tolerations"]
+    tiny = spec_of(rendered("cpu-tiny"), DECODE)
+    assert "affinity" not in tiny and "tolerations" not in tiny
+
+
+def test_an_own_affinity_replaces_the_charts_of_that_kind_only() -> None:
+    at = "workerDefaults.scheduling.affinity"
+    mine = f"{at}.podAffinity.requiredDuringSchedulingIgnoredDuringExecution[0].topologyKey=rack"
+    affinity = spec_of(rendered("aws-efa", mine), DECODE)["affinity"]
+    assert set(affinity) == {"nodeAffinity", "podAffinity", "podAntiAffinity"}
+    assert affinity["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"] == [{"topologyKey": "rack"}]
+
+
+def test_a_group_stays_within_a_domain_without_keeping_others_out() -> None:
+    items = rendered("rack")
+    for part in ("leaderTemplate", "workerTemplate"):
+        affinity = spec_of(items, f"LeaderWorkerSet/demo-millrace-decode/{part}")["affinity"]["podAffinity"]
+        (term,) = affinity["requiredDuringSchedulingIgnoredDuringExecution"]
+        assert (term["topologyKey"], term["matchLabelKeys"]) == ("rack", ["leaderworkerset.sigs.k8s.io/group-key"])
+        labels = workloads(items)["decode"]["spec"]["leaderWorkerTemplate"][part]["metadata"]["labels"]
+        assert term["labelSelector"]["matchLabels"].items() <= labels.items(), "or the first pod finds no place"
+        affinity = spec_of(items, f"LeaderWorkerSet/demo-millrace-prefill/{part}")["affinity"]["podAffinity"]
+        (wish,) = affinity["preferredDuringSchedulingIgnoredDuringExecution"]
+        assert wish["podAffinityTerm"]["topologyKey"] == "rack"
+    key = "leaderworkerset.sigs.k8s.io/exclusive-topology"
+    assert key not in workloads(items)["decode"]["metadata"].get("annotations", {})
+    own = rendered("own-rack")
+    assert workloads(own)["decode"]["metadata"]["annotations"][key] == "rack"
+    assert "podAffinity" not in spec_of(own, "LeaderWorkerSet/demo-millrace-decode/leaderTemplate")["affinity"]
+
+
+def test_a_queue_takes_a_worker_whole() -> None:
+    group = workloads(rendered("kueue"))["decode"]
+    assert group["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gpus"
+    items = rendered("volcano-groups")
+    group = workloads(items)["decode"]
+    assert group["metadata"]["annotations"]["scheduling.volcano.sh/queue-name"] == "gpus"
+    for part in ("leaderTemplate", "workerTemplate"):
+        assert spec_of(items, f"LeaderWorkerSet/demo-millrace-decode/{part}")["schedulerName"] == "volcano"
+    pod = workloads(rendered("volcano"))["decode"]["spec"]["template"]
+    assert pod["metadata"]["annotations"]["scheduling.volcano.sh/queue-name"] == "gpus"
+    assert pod["spec"]["schedulerName"] == "volcano"
+    assert "schedulerName" not in spec_of(rendered("volcano"), ROUTER)
+
+
+def test_workers_run_as_root_only_where_that_is_said() -> None:
+    spec = spec_of(rendered("root"), DECODE)
+    assert (spec["securityContext"]["runAsUser"], spec["securityContext"]["runAsNonRoot"]) == (0, False)
+    assert spec["containers"][0]["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+    assert spec_of(rendered("root"), ROUTER)["securityContext"]["runAsUser"] == 10001
+
+
+@pytest.mark.parametrize("name", ["cpu-tiny", "h200-1p1d-16gpu"])
+def test_pods_cannot_fill_their_nodes_disk(name: str) -> None:
+    for where, spec in pods(rendered(name)):
+        main = spec["containers"][0]
+        assert main["resources"]["limits"]["ephemeral-storage"] and main["resources"]["requests"]["ephemeral-storage"]
+        for volume in spec["volumes"]:
+            if "emptyDir" in volume:
+                assert volume["emptyDir"]["sizeLimit"], f"{where}: {volume['name']}"
+
+
+def test_processes_listen_on_ipv6_where_that_is_all_there_is() -> None:
+    data = [item["data"] for item in of_kind(rendered("ipv6"), "ConfigMap")]
+    texts = [files["config.yaml"] for files in data if "config.yaml" in files]
+    assert len(texts) == 3
+    for text in texts:
+        assert "[::]" in text and "0.0.0.0" not in text
