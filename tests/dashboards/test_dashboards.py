@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 from millrace_dashboards import alerts, files
-from millrace_dashboards.alert import RUNBOOKS, Thresholds
+from millrace_dashboards.alert import RUNBOOKS, Deployment, Thresholds
 from millrace_dashboards.boards import DASHBOARDS
 from millrace_dashboards.grafana import COLUMNS, Dashboard
 from millrace_dashboards.promql import CATALOGUE, Scope
-from millrace_testing.paths import ROOT
 from millrace_testing.prometheus import binary, needs_prometheus
 
 RULES = [alert for group in alerts.groups().values() for alert in group]
@@ -91,21 +90,18 @@ def test_names_are_unique() -> None:
     assert len({alert.name for alert in RULES}) == len(RULES)
 
 
-@pytest.mark.parametrize("alert", RULES, ids=lambda alert: alert.name)
-def test_an_alert_leads_to_its_section_of_the_guide(alert: alerts.Alert) -> None:
-    headings = re.findall(r"^#+ (.+)$", (ROOT / RUNBOOKS).read_text(), re.MULTILINE)
-    anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
-    assert alert.runbook in anchors
-    assert alert.to_json()["annotations"]["runbook_url"] == f"{RUNBOOKS}#{alert.runbook}"
-
-
 def test_thresholds_reach_the_rules() -> None:
-    text = files.rendered(Thresholds(ttft=1.25, patience="7s", window="11s"), "https://example.org/guide")[
-        "alerts.yaml"
-    ]
-    assert "> 1.25" in text and "https://example.org/guide#" in text
+    thresholds = Thresholds(ttft=1.25, patience="7s", window="11s")
+    text = files.rendered(thresholds, "https://example.org/guide", Deployment("serving", "m"))["alerts.yaml"]
+    assert "> 1.25" in text and "https://example.org/guide/MillraceErrors.md" in text
     assert text.count("for: 7s") == len(RULES)
     assert "[11s]" in text and "[5m]" not in text
+    assert 'namespace="serving",model="m"' in text and "__" not in text
+
+
+def test_an_alert_knows_its_page() -> None:
+    for alert in RULES:
+        assert alert.to_json()["annotations"]["runbook_url"] == f"{RUNBOOKS}/Millrace{alert.name}.md"
 
 
 @needs_prometheus

@@ -1,41 +1,116 @@
-"""docs/operations.md names only what exists: panels, metrics, alerts; and every alert is there."""
+"""docs/operations.md and docs/alerts name only panels, metrics, alerts, values and sections that exist; every alert has a
+page.
+"""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
+from typing import Any
 
+import pytest
+import yaml
 from millrace_dashboards import alerts
 from millrace_dashboards.alert import RUNBOOKS
 from millrace_dashboards.boards import DASHBOARDS
-from millrace_dashboards.promql import CATALOGUE, Scope
-from millrace_dashboards.rules import recorded
+from millrace_dashboards.promql import CATALOGUE
 from millrace_testing.paths import ROOT
 
-TEXT = re.sub(r"\s+", " ", (ROOT / RUNBOOKS).read_text())
+GUIDE = ROOT / "docs" / "operations.md"
+PAGES = sorted((ROOT / RUNBOOKS).glob("Millrace*.md"))
+ALERTS = {alert.title: alert for group in alerts.groups().values() for alert in group}
 TITLES = {(board.title, panel.title) for board in DASHBOARDS for row in board.rows for panel in row.panels}
+BOARDS = "|".join(re.escape(board.title) for board in DASHBOARDS)
+METRICS = {row.name for row in CATALOGUE.values()} | {name for rules in alerts.recordings().values() for name in rules}
+VALUES = yaml.safe_load((ROOT / "helm" / "millrace" / "values.yaml").read_text())
+SECTIONS = ("It fires when", "Users feel", "Look at", "Do", "It is silent when")
+documents = pytest.mark.parametrize("document", [GUIDE, *PAGES], ids=lambda path: path.stem)
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
 
 
-def test_panels_exist() -> None:
-    boards = "|".join(re.escape(board.title) for board in DASHBOARDS)
-    named = set(re.findall(rf"\*({boards}): ([^*]+)\*", TEXT))
-    assert len(named) > 30
-    assert named <= TITLES
-    in_diagrams = re.findall(rf'\{{"({boards}): ([^"<:]+?)(?:<br>|:|")', TEXT)
-    assert set(in_diagrams) and set(in_diagrams) <= TITLES
+def text(document: Path) -> str:
+    return re.sub(r"\s+", " ", document.read_text())
 
 
-def test_metrics_exist() -> None:
-    known = {row.name for row in CATALOGUE.values()} | recorded(Scope()).keys()
-    named = {name for name in re.findall(r"\bmillrace_\w+", TEXT) if not name.startswith("millrace_rpc")}
-    assert named and named <= known
+def anchors(document: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", document.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_every_alert_is_explained_and_no_other() -> None:
-    named = set(re.findall(r"`Millrace(\w+)`", TEXT))
-    assert named == {alert.name for group in alerts.groups().values() for alert in group}
+def known(path: str, values: Any) -> bool:
+    """Whether a dotted path of values exists; NAME is any pool."""
+    head, _, rest = path.partition(".")
+    if not isinstance(values, dict) or head not in values:
+        return False
+    if head == "config":
+        return True  # of the processes: the schema knows
+    return not rest or known(rest, values[head])
 
 
-def test_links_within_the_guide_exist() -> None:
-    headings = re.findall(r"^#+ (.+)$", (ROOT / RUNBOOKS).read_text(), re.MULTILINE)
-    anchors = {heading.lower().replace(" ", "-") for heading in headings}
-    assert set(re.findall(r"\]\(#([^)]+)\)", TEXT)) <= anchors
+@documents
+def test_panels_exist(document: Path) -> None:
+    named = set(re.findall(rf"\*({BOARDS}): ([^*]+)\*", text(document)))
+    in_diagrams = set(re.findall(rf'\{{"({BOARDS}): ([^"<:]+?)(?:<br>|:|")', text(document)))
+    assert named | in_diagrams <= TITLES
+    if document == GUIDE:
+        assert len(named) > 30 and in_diagrams
+
+
+@documents
+def test_metrics_exist(document: Path) -> None:
+    named = {name for name in re.findall(r"\bmillrace_\w+", text(document)) if not name.startswith("millrace_rpc")}
+    assert named <= METRICS
+
+
+@documents
+def test_alerts_exist(document: Path) -> None:
+    assert set(re.findall(r"`(Millrace\w+)`", text(document))) <= ALERTS.keys()
+
+
+@documents
+def test_values_exist(document: Path) -> None:
+    named = set(
+        re.findall(r"`((?:monitoring|networkPolicy|fabric|router|workers\.NAME|cache|tls)\.[\w.]+)`", text(document))
+    )
+    pool = {"workers": {"NAME": VALUES["workerDefaults"]}}
+    assert [path for path in named if not known(path, VALUES | pool)] == []
+
+
+@documents
+def test_links_lead_to_sections(document: Path) -> None:
+    for path, anchor in re.findall(r"\]\(([^)#\s]*)#([^)]+)\)", text(document)):
+        target = (document.parent / path).resolve() if path else document
+        assert anchor in anchors(target), f"{target.name} has no section {anchor}"
+
+
+def test_every_alert_has_a_page_and_no_other() -> None:
+    assert {page.stem for page in PAGES} == ALERTS.keys()
+
+
+@pages
+def test_a_page_has_every_section(page: Path) -> None:
+    headings = re.findall(r"^\*\*([^*]+)\*\*", page.read_text(), re.MULTILINE)
+    assert tuple(heading.rstrip(".") for heading in headings) == SECTIONS
+    assert page.read_text().startswith(f"# {page.stem}\n")
+
+
+@pages
+def test_a_page_says_how_long_it_must_last(page: Path) -> None:
+    """And how much it is: what a page says of its rule is what the rule has."""
+    alert = ALERTS[page.stem]
+    first = text(page).partition("**Users feel**")[0]
+    assert alert.severity in first
+    if alert.patience != "0m":
+        number, unit = int(alert.patience[:-1]), {"m": "minute", "h": "hour", "s": "second"}[alert.patience[-1]]
+        assert f"{number} {unit}" in first, alert.patience
+    limit = re.match(r"[<>=!]+ ([\d.e+]+)", alert.condition)
+    assert limit is not None
+    value = float(limit[1])
+    spoken = {f"{value:g}", f"{value * 100:g} %", f"{value / 1e9:g} GB/s", f"{value / 60:g} minutes"}
+    assert value in (0, 1) or any(words in first for words in spoken), spoken
+
+
+@pages
+def test_a_page_names_something_to_look_at(page: Path) -> None:
+    look = text(page).partition("**Look at**")[2].partition("**Do**")[0]
+    assert re.search(rf"\*({BOARDS}): ", look) or "DCGM" in look or "kubectl" in look

@@ -1,0 +1,43 @@
+{{/* The rules of files/alerts.yaml that are for this release, as YAML {"groups": [...]}. */}}
+{{- define "millrace.rules" -}}
+{{- $monitoring := .Values.monitoring -}}
+{{- $model := .Values.model.name | replace "\\" "\\\\" | replace "\"" "\\\"" -}}
+{{- $runbooks := trimSuffix "/" $monitoring.runbooks -}}
+{{- $startup := 0 -}}
+{{- $rdma := false -}}
+{{- range include "millrace.pools" . | fromJson -}}
+{{- $startup = max $startup (int .startup) -}}
+{{- if and (gt (int .gpus) 0) (ne .role "unified") -}}{{- $rdma = true -}}{{- end -}}
+{{- end -}}
+{{- $off := $monitoring.disabledAlerts -}}
+{{- if or (not $rdma) (has .Values.fabric.preset (list "tcp-dev" "aws-efa")) -}}
+{{- $off = append $off "MillraceKvSlow" -}}
+{{- end -}}
+{{- $known := list -}}
+{{- $groups := list -}}
+{{- range (.Files.Get "files/alerts.yaml" | fromYaml).groups -}}
+{{- $rules := list -}}
+{{- range .rules -}}
+{{- $alert := default "" .alert -}}
+{{- $known = append $known $alert -}}
+{{- if not (has $alert $off) -}}
+{{- $_ := set . "expr" (.expr | replace "__NAMESPACE__" $.Release.Namespace | replace "__MODEL__" $model) -}}
+{{- if $alert -}}
+{{- $_ := set .annotations "runbook_url" (printf "%s/%s.md" $runbooks $alert) -}}
+{{- end -}}
+{{- if eq $alert "MillraceWorkerNotReady" -}}{{- $_ := set . "for" (printf "%ds" $startup) -}}{{- end -}}
+{{- $rules = append $rules . -}}
+{{- end -}}
+{{- end -}}
+{{- $wanted := dict "millrace-gpus" $monitoring.dcgm "millrace-vllm-names" $monitoring.vllmNames -}}
+{{- if and $rules (or (not (hasKey $wanted .name)) (get $wanted .name)) -}}
+{{- $groups = append $groups (dict "name" .name "rules" $rules) -}}
+{{- end -}}
+{{- end -}}
+{{- range $monitoring.disabledAlerts -}}
+{{- if not (has . $known) -}}
+{{- fail (printf "monitoring.disabledAlerts: there is no alert %s" .) -}}
+{{- end -}}
+{{- end -}}
+{{- dict "groups" $groups | toYaml -}}
+{{- end -}}

@@ -1,0 +1,115 @@
+"""Routes from a Gateway to the routers: what the chart makes, and what it refuses because it could not work."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+from millrace_chart.render import ChartError, Object, objects, template
+from millrace_dashboards.promql import CATALOGUE
+from millrace_testing.charts import CPU, NO_DASHBOARDS, of_kind
+
+pytestmark = pytest.mark.helm
+TLS = ("tls.mode=certManager", "tls.publicSecret=web")
+HTTP = ("gateway.httpRoute.enabled=true", "gateway.httpRoute.parentRefs[0].name=gateway")
+GRPC = ("gateway.grpcRoute.enabled=true", "gateway.grpcRoute.parentRefs[0].name=gateway")
+NAMES = ("gateway.httpRoute.hostnames={llm.example.org}", "gateway.grpcRoute.hostnames={grpc.example.org}")
+POOL = ("gateway.inferencePool.enabled=true", "gateway.inferencePool.endpointPicker.name=picker")
+POLICY = ("gateway.backendTLS.kind=policy", "gateway.backendTLS.hostname=llm.example.org")
+ROUTER = "demo-millrace-router"
+
+
+def made(*sets: str) -> list[Object]:
+    return objects(template((CPU,), (NO_DASHBOARDS, *sets)))
+
+
+def only(items: list[Object], kind: str) -> Object:
+    (item,) = of_kind(items, kind)
+    return item["spec"]
+
+
+def test_routes_go_to_ports_of_the_service() -> None:
+    items = made(*HTTP, *GRPC, *NAMES)
+    (service,) = (item for item in of_kind(items, "Service") if item["metadata"]["name"] == ROUTER)
+    ports = {port["name"]: port["port"] for port in service["spec"]["ports"]}
+    http, grpc = only(items, "HTTPRoute"), only(items, "GRPCRoute")
+    assert http["rules"][0]["backendRefs"] == [{"name": ROUTER, "port": ports["http"]}]
+    assert grpc["rules"][0]["backendRefs"] == [{"name": ROUTER, "port": ports["grpc"]}]
+    assert grpc["rules"][0]["matches"] == [{"method": {"service": "millrace.v1.Inference"}}]
+    assert (http["hostnames"], grpc["hostnames"]) == (["llm.example.org"], ["grpc.example.org"])
+    assert not of_kind(items, "BackendTLSPolicy", "InferencePool")
+
+
+def test_two_routes_of_two_listeners_may_have_one_hostname() -> None:
+    at = ("gateway.httpRoute.parentRefs[0].sectionName=http", "gateway.grpcRoute.parentRefs[0].sectionName=grpc")
+    assert len(of_kind(made(*HTTP, *GRPC, *at), "HTTPRoute", "GRPCRoute")) == 2
+
+
+@pytest.mark.parametrize(
+    ("more", "trust"),
+    [
+        ((), {"wellKnownCACertificates": "System"}),
+        (
+            ("gateway.backendTLS.caConfigMap=ca",),
+            {"caCertificateRefs": [{"group": "", "kind": "ConfigMap", "name": "ca"}]},
+        ),
+    ],
+)
+def test_a_policy_lets_the_gateway_speak_tls(more: tuple[str, ...], trust: Object) -> None:
+    policy = only(made(*HTTP, *TLS, *POLICY, *more), "BackendTLSPolicy")
+    assert policy["targetRefs"] == [{"group": "", "kind": "Service", "name": ROUTER}]
+    assert policy["validation"] == {"hostname": "llm.example.org", **trust}
+
+
+def test_an_endpoint_picker_reads_metrics_that_routers_have() -> None:
+    """Each of them one series without labels: the picker takes one and does not add them up."""
+    items = made(*HTTP, *POOL)
+    pool = only(items, "InferencePool")
+    (config,) = (item for item in of_kind(items, "ConfigMap") if item["metadata"]["name"].endswith("-endpoint-picker"))
+    picker = yaml.safe_load(config["data"]["config.yaml"])
+    plugins = {plugin["type"]: plugin.get("parameters", {}) for plugin in picker["plugins"]}
+    extractor = plugins["core-metrics-extractor"]
+    (engine,) = extractor["engineConfigs"]
+    assert extractor["defaultEngine"] == engine["name"]
+    metrics = {row.name: row for row in CATALOGUE.values()}
+    for spec in ("queuedRequestsSpec", "runningRequestsSpec"):
+        assert metrics[engine[spec]].labels == ()
+    used = {entry["pluginRef"] for profile in picker["schedulingProfiles"] for entry in profile["plugins"]}
+    used |= {source["pluginRef"] for source in picker["dataLayer"]["sources"]}
+    assert used <= plugins.keys()
+    assert only(items, "HTTPRoute")["rules"][0]["backendRefs"][0]["kind"] == "InferencePool"
+    assert pool["endpointPickerRef"]["name"] == "picker"
+
+
+REFUSED = {
+    "an HTTPRoute without gateway": (("gateway.httpRoute.enabled=true",), "gateway.httpRoute.parentRefs: required"),
+    "a GRPCRoute without gateway": (("gateway.grpcRoute.enabled=true",), "gateway.grpcRoute.parentRefs: required"),
+    "a pool without picker": (("gateway.inferencePool.enabled=true",), "endpointPicker.name: required"),
+    "two routes for all names": ((*HTTP, *GRPC), "a listener cannot have both routes for one hostname"),
+    "two routes for one name": (
+        (*HTTP, *GRPC, "gateway.httpRoute.hostnames={a.b}", "gateway.grpcRoute.hostnames={a.b}"),
+        "gateway.grpcRoute.hostnames: a.b is one of httpRoute",
+    ),
+    "plain HTTP to TLS": ((*HTTP, *TLS), "gateway.backendTLS.kind: must be policy or own with tls"),
+    "plain gRPC to TLS": ((*GRPC, "tls.mode=certManager"), "gateway.backendTLS.kind: must be policy or own with tls"),
+    "a pool to TLS": ((*POOL, *TLS), "gateway.backendTLS.kind: must be policy or own with tls"),
+    "a policy for a pool": ((*HTTP, *POOL, *TLS, *POLICY), "with inferencePool it must be own"),
+    "a policy without TLS": ((*HTTP, *POLICY), "gateway.backendTLS.kind: policy needs tls.mode"),
+    "a gateway without client certificate": (
+        (*HTTP, *POLICY, "tls.mode=certManager"),
+        "tls.publicSecret: required with gateway.backendTLS.kind=policy",
+    ),
+    "a policy for no name": ((*HTTP, *TLS, "gateway.backendTLS.kind=policy"), "gateway.backendTLS.hostname: required"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_work_is_refused(what: str) -> None:
+    sets, message = REFUSED[what]
+    with pytest.raises(ChartError) as caught:
+        made(*sets)
+    assert message in str(caught.value)
+
+
+def test_a_mesh_may_do_it() -> None:
+    items = made(*HTTP, *POOL, "tls.mode=certManager", "gateway.backendTLS.kind=own")
+    assert of_kind(items, "HTTPRoute") and not of_kind(items, "BackendTLSPolicy")

@@ -1,0 +1,95 @@
+"""What the chart makes of files/alerts.yaml for a release, and the labels that rules and autoscalers rely on."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from millrace_chart.render import NAMESPACE, RELEASE, ChartError, Object, objects, template
+from millrace_dashboards import alerts
+from millrace_dashboards.promql import TARGET_LABELS
+from millrace_testing.charts import CPU, NO_DASHBOARDS, PAIR, of_kind
+from millrace_testing.prometheus import binary, needs_prometheus
+
+pytestmark = pytest.mark.helm
+ON = (NO_DASHBOARDS, "monitoring.enabled=true")
+GPUS = ("images.registry=registry.example",)
+ALERTS = {name: {alert.title for alert in group} for name, group in alerts.groups().items()}
+PLAIN = {title for name, titles in ALERTS.items() for title in titles if name != alerts.GPUS}
+
+
+def monitors(*sets: str, preset: Path = CPU, which: str = "helm") -> list[Object]:
+    return objects(template((preset,), (*ON, *sets), which))
+
+
+def rules(*sets: str, preset: Path = CPU, which: str = "helm") -> dict[str, Object]:
+    """Rules by name."""
+    (item,) = of_kind(monitors(*sets, preset=preset, which=which), "PrometheusRule")
+    listed = [rule for group in item["spec"]["groups"] for rule in group["rules"]]
+    return {rule.get("alert") or rule["record"]: rule for rule in listed}
+
+
+@needs_prometheus
+@pytest.mark.parametrize("which", ["helm", pytest.param("oldest", marks=pytest.mark.helm("oldest"))])
+def test_prometheus_reads_them(which: str, tmp_path: Path) -> None:
+    """With a model's name that has signs of three languages in it."""
+    more = ("monitoring.dcgm=true", "monitoring.vllmNames=true", 'model.name=a"b\\\\c: {{ d }}')
+    (item,) = of_kind(monitors(*more, which=which), "PrometheusRule")
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(item["spec"]))
+    command = [binary("promtool"), "check", "rules", "--lint-fatal", tmp_path / "rules.yaml"]
+    checked = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    expr = rules(*more, which=which)["MillraceRoutersGone"]["expr"]
+    assert f'namespace="{NAMESPACE}",model="a\\"b\\\\c: {{{{ d }}}}"' in expr
+
+
+def test_they_are_of_this_release() -> None:
+    for rule in rules("model.name=m").values():
+        assert "__" not in rule["expr"]
+        assert f'namespace="{NAMESPACE}",model="m"' in rule["expr"]
+
+
+def test_which_are_left_out() -> None:
+    recorded = set(alerts.recordings()["millrace-scaling"])
+    on_cpu, on_gpus = rules().keys(), rules(*GPUS, preset=PAIR).keys()
+    assert on_gpus == PLAIN | recorded
+    assert on_gpus - on_cpu == {"MillraceKvSlow"}
+    assert "MillraceKvSlow" not in rules(*GPUS, "fabric.preset=aws-efa", preset=PAIR)
+    assert "MillraceKvSlow" not in rules(*GPUS, "fabric.preset=tcp-dev", "fabric.allowTcp=true", preset=PAIR)
+    fewer = rules("monitoring.disabledAlerts={MillraceErrors,MillraceGcPauses}").keys()
+    assert on_cpu - fewer == {"MillraceErrors", "MillraceGcPauses"}
+    assert rules("monitoring.dcgm=true").keys() - on_cpu == ALERTS[alerts.GPUS]
+    assert rules("monitoring.vllmNames=true").keys() - on_cpu == alerts.recordings()[alerts.VLLM].keys()
+
+
+def test_an_alert_that_does_not_exist_cannot_be_left_out() -> None:
+    with pytest.raises(ChartError, match=r"monitoring\.disabledAlerts: there is no alert MillraceEror"):
+        rules("monitoring.disabledAlerts={MillraceEror}")
+
+
+def test_pages_may_be_elsewhere() -> None:
+    found = rules("monitoring.runbooks=https://example.org/pages/")["MillraceErrors"]["annotations"]["runbook_url"]
+    assert found == "https://example.org/pages/MillraceErrors.md"
+
+
+def test_a_worker_has_as_long_as_its_pool_gives_it() -> None:
+    slow = rules("workers.prefill.startup=1200", "workers.decode.startup=7200")["MillraceWorkerNotReady"]
+    assert slow["for"] == "7200s"
+
+
+def test_targets_have_the_labels_that_queries_name() -> None:
+    items = monitors("workers.prefill.podLabels.a=b")
+    for item in of_kind(items, "PodMonitor", "ServiceMonitor"):
+        endpoints = item["spec"].get("podMetricsEndpoints") or item["spec"]["endpoints"]
+        relabelings = {row["targetLabel"]: row for endpoint in endpoints for row in endpoint["relabelings"]}
+        given = {"namespace", "pod"}  # by the operator
+        assert set(TARGET_LABELS) <= relabelings.keys() | given
+        assert relabelings["release"]["replacement"] == RELEASE
+        if item["kind"] == "PodMonitor":
+            assert relabelings["pool"]["sourceLabels"] == ["__meta_kubernetes_pod_label_millrace_pool"]
+    for item in of_kind(items, "Deployment"):
+        labels = item["spec"]["template"]["metadata"]["labels"]
+        name = item["metadata"]["name"]
+        assert name.endswith("-router") or labels["millrace/pool"] == name.removeprefix(f"{RELEASE}-millrace-")
