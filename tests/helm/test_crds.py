@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from millrace_chart.render import CHART, KUBERNETES, NAMESPACE, RELEASE, Object, objects, presets, run
+from millrace_chart.render import CHART, EDITED, KUBERNETES, NAMESPACE, RELEASE, Object, objects, presets, run
 from millrace_testing import kube_rules, kube_schema
 from millrace_testing.charts import VARIANTS, of_kind, rendered
 from millrace_testing.kube_names import amount
@@ -268,7 +268,7 @@ def test_an_upgrade_to_the_next_chart_is_taken(name: str, next_chart: Path) -> N
     """The next version of the chart, one more label and another setting of the workers."""
     file, sets = VARIANTS[name]
     arguments = ["template", RELEASE, str(next_chart), "--namespace", NAMESPACE, "--kube-version", KUBERNETES]
-    for item in (*sets, "labels.team=b", "workerDefaults.config.gc_warn_s=1"):
+    for item in (EDITED, *sets, "labels.team=b", "workerDefaults.config.gc_warn_s=1"):
         arguments += ["--set", item]
     after = objects(run([*arguments, "--values", str(file)]))
     assert of_kind(after, "Deployment", "StatefulSet")
