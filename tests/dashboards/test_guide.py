@@ -1,6 +1,4 @@
-"""docs/operations.md and docs/alerts name only panels, metrics, alerts, values and sections that exist; every alert has a
-page.
-"""
+"""docs/operations.md and docs/alerts name only what exists, and every alert has a page."""
 
 from __future__ import annotations
 
