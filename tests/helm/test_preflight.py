@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -10,93 +10,15 @@ from types import ModuleType
 
 import pytest
 from millrace_chart.render import CHART, ROOT
+from millrace_testing.rdma_machine import IPV4, IPV6, LOCAL, PREFLIGHT, Machine, load_preflight
 
-SCRIPT = CHART / "files" / "preflight.py"
 NICS = ("--nics", "2", "--devices", "mlx5_")
-IPV4, IPV6, LOCAL = "0000:0000:0000:0000:0000:ffff:0a00:0001", "2001:0db8::1", "fe80:0000:0000:0000:0a00:00ff:fe00:0001"
 IPC_LOCK = "0000000000004000"
-
-
-class Machine:
-    """sysfs, /dev and /proc of a container: sysfs has every device of the host, /dev only what the container was given."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.devices = 0
-        (folder / "dev").mkdir()
-        self.memory("unlimited")
-
-    def memory(self, limit: str, capabilities: str = "0") -> None:
-        (self.folder / "proc" / "self").mkdir(parents=True, exist_ok=True)
-        line = f"Max locked memory         {limit:<21}{limit:<21}bytes     \n"
-        (self.folder / "proc" / "self" / "limits").write_text(f"Limit  Soft Limit  Hard Limit  Units\n{line}")
-        (self.folder / "proc" / "self" / "status").write_text(f"Name:\tpython3\nCapEff:\t{capabilities}\n")
-
-    def pci(self, path: str, vendor: str, kind: str) -> Path:
-        """A PCI function; `path` leads there from the host bridge."""
-        function = self.folder / "sys" / "devices" / path
-        function.mkdir(parents=True)
-        (function / "vendor").write_text(f"{vendor}\n")
-        (function / "class").write_text(f"{kind}\n")
-        link = self.folder / "sys" / "bus" / "pci" / "devices" / function.name
-        link.parent.mkdir(parents=True, exist_ok=True)
-        link.symlink_to(function)
-        return function
-
-    def gpu(self, path: str) -> None:
-        self.pci(path, "0x10de", "0x030200")
-
-    def nic(
-        self,
-        name: str,
-        link: str = "Ethernet",
-        state: str = "4: ACTIVE",
-        gids: dict[int, str] | None = None,
-        path: str = "",
-        given: bool = True,
-        interface: str = "",
-    ) -> None:
-        """One port. `gids`: of RoCE v2; without, IPv4 at 2 and 3. There are some of v1 and an empty one too."""
-        function = self.pci(path or f"pci{self.devices:04x}:00/0000:{self.devices:02x}:00.0", "0x15b3", "0x020700")
-        port = function / "infiniband" / name / "ports" / "1"
-        for part in ("gids", "gid_attrs/types", "gid_attrs/ndevs"):
-            (port / part).mkdir(parents=True)
-        found = {2: IPV4, 3: IPV4} if gids is None else gids
-        for index in range(5):
-            kind, gid = ("RoCE v2", found[index]) if index in found else ("IB/RoCE v1", LOCAL)
-            if index == 4:
-                kind, gid = "RoCE v2", "0000:0000:0000:0000:0000:0000:0000:0000"
-            (port / "gids" / str(index)).write_text(f"{gid}\n")
-            (port / "gid_attrs" / "types" / str(index)).write_text(f"{kind}\n")
-            (port / "gid_attrs" / "ndevs" / str(index)).write_text(f"{interface}\n")
-        (port / "state").write_text(f"{state}\n")
-        (port / "link_layer").write_text(f"{link}\n")
-        (function / "infiniband" / name / "device").symlink_to(function)
-        for part in ("infiniband", "infiniband_verbs"):
-            (self.folder / "sys" / "class" / part).mkdir(parents=True, exist_ok=True)
-        (self.folder / "sys" / "class" / "infiniband" / name).symlink_to(function / "infiniband" / name)
-        verbs = self.folder / "sys" / "class" / "infiniband_verbs" / f"uverbs{self.devices}"
-        verbs.mkdir()
-        (verbs / "ibdev").write_text(f"{name}\n")
-        if given:
-            node = self.folder / "dev" / "infiniband" / f"uverbs{self.devices}"
-            node.parent.mkdir(exist_ok=True)
-            node.touch()
-        self.devices += 1
-
-    def options(self, *arguments: str) -> list[str]:
-        folders = [f"--{name}={self.folder / folder}" for name, folder in (("sysfs", "sys"), ("dev", "dev"))]
-        return [*NICS, *folders, f"--proc={self.folder / 'proc'}", *arguments]
 
 
 @pytest.fixture(scope="module")
 def preflight() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("preflight", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["preflight"] = module  # dataclasses look there
-    spec.loader.exec_module(module)
-    return module
+    return load_preflight()
 
 
 @pytest.fixture
@@ -105,7 +27,7 @@ def machine(tmp_path: Path) -> Machine:
 
 
 def look(preflight: ModuleType, machine: Machine, *arguments: str) -> tuple[list[str], dict[str, str]]:
-    return preflight.look(preflight.parse(machine.options(*arguments)))
+    return preflight.look(preflight.parse([*NICS, *machine.options(), *arguments]))
 
 
 def chosen(preflight: ModuleType, machine: Machine, *arguments: str) -> list[str]:
@@ -336,8 +258,6 @@ def test_memory_may_be_locked(
 
 def test_the_limits_of_this_machine_are_understood(preflight: ModuleType) -> None:
     """The kernel's own text, of which the others here are copies."""
-    import resource
-
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     status = Path("/proc/self/status").read_text()
     capable = int(status.partition("CapEff:")[2].split()[0], 16) >> 14 & 1
@@ -377,8 +297,9 @@ def test_the_marker_is_the_one_that_the_download_writes(preflight: ModuleType) -
 def test_it_waits_until_the_pod_can_work(machine: Machine, tmp_path: Path) -> None:
     """The process stays, says what is missing, and ends well as soon as it is there."""
     script, model, env = tmp_path / "preflight.py", tmp_path / "model", tmp_path / "fabric.env"
-    script.write_text(SCRIPT.read_text().replace("PAUSES_S = (5.0, 60.0)", "PAUSES_S = (0.05, 0.1)"))
-    command = [sys.executable, str(script), *machine.options("--model", str(model), "--env", str(env))]
+    script.write_text(PREFLIGHT.read_text().replace("PAUSES_S = (5.0, 60.0)", "PAUSES_S = (0.05, 0.1)"))
+    command = [sys.executable, str(script), *NICS, *machine.options()]
+    command += ["--model", str(model), "--env", str(env)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert "config.json is missing" in process.stdout.readline()

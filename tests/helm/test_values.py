@@ -1,4 +1,4 @@
-"""What values become: configurations that the processes accept, fabrics, probes, autoscalers, policies, comments."""
+"""What values become: configurations that the processes accept, probes, autoscalers, policies, comments."""
 
 from __future__ import annotations
 
@@ -17,11 +17,6 @@ ROUTER = "demo-millrace-router"
 def config_of(items: list[Object], name: str) -> Object:
     (found,) = (item for item in of_kind(items, "ConfigMap") if item["metadata"]["name"] == name)
     return yaml.safe_load(found["data"]["config.yaml"])
-
-
-def container(items: list[Object], where: str) -> Object:
-    (spec,) = (spec for name, spec in pods(items) if name == where)
-    return spec["containers"][0]
 
 
 @pytest.mark.helm
@@ -67,44 +62,6 @@ def test_drain_fits_into_the_grace() -> None:
     assert spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", "7"]
     assert config_of(items, "demo-millrace-decode")["timeouts"]["drain"] == 40
     assert spec["terminationGracePeriodSeconds"] >= 7 + 40 + 15
-
-
-@pytest.mark.helm
-@pytest.mark.parametrize(
-    ("name", "resource", "nics", "variable"),
-    [
-        ("h200-1p1d-16gpu", {"rdma/ib": 8}, "8", "NCCL_SOCKET_IFNAME"),
-        ("roce", {"rdma/roce_gdr": 8}, "8", "NCCL_SOCKET_IFNAME"),
-        ("gke-rdma", {}, "8", "NCCL_CROSS_NIC"),
-        ("aks-ib", {"rdma/ib": 8}, "8", "NCCL_SOCKET_IFNAME"),
-        ("aws-efa", {"vpc.amazonaws.com/efa": 16}, "16", "FI_EFA_USE_DEVICE_RDMA"),
-        ("coreweave", {"rdma/ib": 1}, "8", "NCCL_IB_HCA"),
-        ("tcp", {}, None, "NCCL_SOCKET_IFNAME"),
-    ],
-)
-def test_fabrics(name: str, resource: Object, nics: str | None, variable: str) -> None:
-    items = rendered(name)
-    (spec,) = (spec for where, spec in pods(items) if where == "Deployment/demo-millrace-decode")
-    main, preflight = spec["containers"][0], spec["initContainers"][0]
-    expected = {"nvidia.com/gpu": "8", **resource}
-    for resources in (main["resources"]["limits"], main["resources"]["requests"], preflight["resources"]["limits"]):
-        assert {key: value for key, value in resources.items() if key not in ("cpu", "memory")} == expected
-    arguments = dict(zip(preflight["args"], preflight["args"][1:], strict=False))
-    assert arguments.get("--nics") == nics
-    assert variable in {entry["name"] for entry in main["env"]}
-    assert ("IPC_LOCK" in main["securityContext"]["capabilities"].get("add", [])) is (nics is not None)
-    assert ("podAntiAffinity" in spec.get("affinity", {})) is (name == "aws-efa")
-
-
-@pytest.mark.helm
-def test_a_value_wins_over_its_fabric() -> None:
-    more = ("fabric.resources.a/b=2", "fabric.env.NCCL_SOCKET_IFNAME=net1", "fabric.nics=4", "fabric.allowTcp=true")
-    items = rendered("roce", *more)
-    main = container(items, "Deployment/demo-millrace-decode")
-    assert main["resources"]["limits"]["a/b"] == 2 and "rdma/roce_gdr" not in main["resources"]["limits"]
-    assert {"name": "NCCL_SOCKET_IFNAME", "value": "net1"} in main["env"]
-    (spec,) = (spec for where, spec in pods(items) if where == "Deployment/demo-millrace-decode")
-    assert {"4", "--allow-tcp"} <= set(spec["initContainers"][0]["args"])
 
 
 @pytest.mark.helm
@@ -177,6 +134,7 @@ def test_a_routers_certificate_names_its_services_as_clients_call_them() -> None
     assert {f"{service}{rest}" for service in services for rest in ("", f".{NAMESPACE}", f".{NAMESPACE}.svc")} < {
         *names
     }
+    assert "127.0.0.1" in router["spec"]["ipAddresses"], "admin ports are reached by port-forward and exec only"
 
 
 def test_every_value_has_a_comment() -> None:

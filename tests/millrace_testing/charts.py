@@ -80,7 +80,10 @@ VARIANTS: dict[str, tuple[Path, tuple[str, ...]]] = {
     "host": (CPU, ("model.source=hostPath", "model.hostPath=/models", "cache.kind=pvc", "cache.claim=cache")),
     "privileged": (PAIR, ("fabric.privileged=true", "fabric.acknowledgePrivileged=true")),
     "tcp": (PAIR, ("fabric.preset=tcp-dev", "fabric.allowTcp=true")),
-    **{name: (PAIR, (f"fabric.preset={name}",)) for name in ("roce", "gke-rdma", "aks-ib", "aws-efa", "coreweave")},
+    **{
+        name: (PAIR, (f"fabric.preset={name}", "workerDefaults.gpuModel=H200"))
+        for name in ("roce", "gke-rdma", "gke-gib", "aks-ib", "aws-efa", "coreweave")
+    },
 }
 
 
