@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from millrace_chart.render import CHART, NAMESPACE, RELEASE, run
+from millrace_chart.render import CHART, EDITED, NAMESPACE, RELEASE, run
 from millrace_testing.charts import VARIANTS, rendered
 
 pytestmark = pytest.mark.helm
@@ -22,12 +22,12 @@ def notes(folder: Path, name: str) -> str:
     (chart / "templates" / "notes.yaml").write_text(AS_OBJECT)
     file, sets = VARIANTS[name]
     arguments = ["template", RELEASE, str(chart), "--namespace", NAMESPACE, "--kube-version", "1.31.0"]
-    for item in sets:
+    for item in (EDITED, *sets):
         arguments += ["--set", item]
     return run([*arguments, "--values", str(file), "--show-only", "templates/notes.yaml"])
 
 
-@pytest.mark.parametrize("name", ["keys", "tls", "tcp", "privileged"])
+@pytest.mark.parametrize("name", ["keys", "tls", "tcp", "privileged", "extended"])
 def test_commands_name_what_is_there(name: str, tmp_path: Path) -> None:
     text = notes(tmp_path, name)
     there = {f"{item['kind'].lower()}/{item['metadata']['name']}" for item in rendered(name)}
@@ -38,3 +38,5 @@ def test_commands_name_what_is_there(name: str, tmp_path: Path) -> None:
     assert ("over TCP" in text) is (name == "tcp")
     assert ("worker pods are privileged" in text) is (name == "privileged")
     assert ("Authorization: Bearer" in text) is (name == "keys")
+    assert ("--tls-ca /etc/millrace/tls/ca.crt" in text) is (name == "tls")
+    assert ("no pool was given" in text) is (name == "extended")

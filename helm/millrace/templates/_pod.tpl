@@ -123,6 +123,9 @@ affinity:
   env:
     {{- . | nindent 4 }}
   {{- end }}
+  {{- with .envFrom }}
+  envFrom: {{ toJson . }}
+  {{- end }}
   securityContext:
     {{- .security | nindent 4 }}
   {{- with .resources }}
