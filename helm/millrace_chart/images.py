@@ -1,4 +1,4 @@
-"""`make images`: print how the images are built, pushed and installed, and write what they hold. Starts no container engine.
+"""`make images`: print how images are built, pushed and installed, and write what they hold. It builds nothing.
 
 The chart is the only place of names and versions: repositories are those of values.yaml, the version is its appVersion.
 """
@@ -85,7 +85,7 @@ def lines(engine: str, device: str, registry: str) -> Iterator[str]:
 
 
 def packages(image: Image) -> str:
-    """Every Python package of the image as a requirements file. The lock for CPU cannot hold torch: see its Dockerfile."""
+    """Every Python package of the image, as a requirements file. The lock for CPU lacks torch; the Dockerfile says why."""
     text = (REQUIREMENTS / f"{image.lock}.lock").read_text()
     if image.device == "cpu":
         pins = (REQUIREMENTS / "constraints-cpu.txt").read_text().splitlines()
@@ -94,7 +94,7 @@ def packages(image: Image) -> str:
 
 
 def write_bom(image: Image, folder: Path) -> Path:
-    """Write the software bill of materials of the image's Python packages: CycloneDX, JSON. CalledProcessError otherwise."""
+    """Write a bill of materials of the image's Python packages (CycloneDX JSON). CalledProcessError: a broken lock."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{image.reference.replace(':', '-')}.cdx.json"
     quiet = ["-W", "ignore:The Component this BOM:UserWarning"]  # a lock does not say which package asked for which
