@@ -265,6 +265,16 @@ def test_an_alert_fires_for_its_fault_and_only_then(name: str, tmp_path: Path) -
 
 
 @needs_prometheus
+def test_a_group_that_is_made_again_and_again_restarts(tmp_path: Path) -> None:
+    """Its pods have the same names and other addresses."""
+    starts = {f'{STARTED[:-1]},instance="10.0.0.{n}"}}': f"_x{17 * n} {n}x11 stale" for n in range(1, 7)}
+    once = dict(list(starts.items())[:1])
+    case = CASES["Restarts"]
+    alert = count('alertname="MillraceRestarts"')
+    run(tmp_path, [play(starts, case, [(alert, 1)]), play(once, case, [(alert, 0)])], only="MillraceRestarts")
+
+
+@needs_prometheus
 def test_other_deployments_are_not_ours(tmp_path: Path) -> None:
     """Another release of the same Prometheus has rules of its own, with its own thresholds and exceptions."""
     ours = count('alertname!="MillraceRoutersGone"')
