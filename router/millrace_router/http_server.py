@@ -27,7 +27,8 @@ MAX_HEAD_S = 30.0  # from the connection, or a later request's first byte, to th
 class HttpServer:
     def __init__(self, app: ASGIApp, connections: Connections | None = None) -> None:
         """`connections`: how they age; none: not at all."""
-        http = _BoundedHead if connections is None else functools.partial(_Ageing, connections)
+        self._parting = asyncio.Event()
+        http = _BoundedHead if connections is None else functools.partial(_Ageing, connections, self._parting)
         self._config = uvicorn.Config(
             app,
             http=http,  # type: ignore[arg-type]  # it is only called
@@ -48,6 +49,10 @@ class HttpServer:
         listener = sockets.listen(address, backlog=2048)
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
         return listener.getsockname()[1]
+
+    def part(self) -> None:
+        """From now on every answer is its connection's last, so that the client's next one is to somebody else."""
+        self._parting.set()
 
     async def stop(self) -> None:
         self._server.should_exit = True
@@ -121,8 +126,9 @@ class _BoundedHead(HttpToolsProtocol):
 class _Ageing(_BoundedHead):
     """The answer to a request on an old connection says `connection: close`, which clients expect at any time."""
 
-    def __init__(self, connections: Connections, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, connections: Connections, parting: asyncio.Event, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._parting = parting
         self._left = connections.max_requests
         age = connections.max_age
         self._old_at = None if age is None else self.loop.time() + age * random.uniform(0.9, 1.1)
@@ -130,5 +136,6 @@ class _Ageing(_BoundedHead):
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
         self._left -= 1
-        if self._left <= 0 or (self._old_at is not None and self.loop.time() >= self._old_at):
+        old = self._old_at is not None and self.loop.time() >= self._old_at
+        if old or self._left <= 0 or self._parting.is_set():
             self.cycle.keep_alive = False

@@ -4,8 +4,9 @@
    ports. Not serving yet: /ready says 503, gRPC health NOT_SERVING.
 2. Discover the workers and connect to them; their pairs are warmed; with the first routable pair the collector is
    frozen again and the router is serving, and without any it is not: never latched.
-3. SIGTERM or SIGINT: refuse new requests (DRAINING), let running streams finish up to the grace, end the rest with
-   DRAINING, exit 0.
+3. SIGTERM or SIGINT: refuse new requests (DRAINING) and send clients away: who asks for our health goes by itself,
+   after a moment GOAWAY tells the others, HTTP answers say `connection: close`. Running streams finish, up to the
+   grace; the rest ends with DRAINING; exit 0. Without streams that is at once.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from millrace_router.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 1.0  # for connections, once every stream has ended
+PARTING_S = 1.0  # until GOAWAY: a call that it crosses is cancelled, so clients that can see that we drain go first
 
 
 class Router:
@@ -89,8 +91,11 @@ class Router:
     async def stop(self) -> None:
         self.admission.closed = True
         self._look.set()
+        self._http.part()
+        parting = asyncio.create_task(self._part())
         error = MillraceError(Reason.DRAINING, "the router is shutting down")
         await self.inference.drain(self.config.timeouts.drain, error)
+        parting.cancel()
         servers = (server.stop(STOP_GRACE_S) for server in (self._public, self._admin))
         await asyncio.gather(*servers, self._http.stop(), self._admin_http.stop(), self._probes.stop())
         if self._readiness is not None:
@@ -100,6 +105,14 @@ class Router:
         await self.registry.stop()
         await asyncio.to_thread(self.tracer.close)
         self._gc.close()
+
+    async def _part(self) -> None:
+        """A long drain must not keep clients on connections whose every new call it refuses: through a Service they
+        come to another router. Their running streams stay.
+        """
+        await asyncio.sleep(PARTING_S)
+        log.info("sending clients away: %d requests are running", len(self.inference.active))
+        await self._public.grpc.stop(self.config.timeouts.drain + STOP_GRACE_S)
 
     def _before_scrape(self) -> None:
         self._gc.report()

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import grpc
 import httpx
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from millrace.v1 import inference_pb2, inference_pb2_grpc
+from millrace_router.main import PARTING_S, Router
 from millrace_rpc.client import channel
 from millrace_rpc.errors import Reason, from_rpc_error
+from millrace_testing.proxy import Proxy
 from router.fake_worker import UNIFIED, FakeWorker, expected, hangs
 from router.harness import Cluster
 
@@ -48,13 +53,25 @@ async def until_ready(url: str) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_sigterm_lets_streams_finish(model_folder: Path, unified: FakeWorker, tmp_path: Path) -> None:
+@contextlib.asynccontextmanager
+async def running(
+    folder: Path, worker: FakeWorker, tmp_path: Path, drain_s: float
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, dict[str, int]]]:
+    """A router's process and its ports."""
     announce, config = tmp_path / "ports.json", tmp_path / "router.yaml"
-    config.write_text(f"model: {model_folder}\nlog_level: WARNING\n")
-    workers = f'workers=["{unified.address}"]'
+    config.write_text(f"model: {folder}\nlog_level: WARNING\ntimeouts: {{drain: {drain_s}}}\n")
+    workers = f'workers=["{worker.address}"]'
     process = await launch("--config", str(config), "--set", workers, "--announce", str(announce))
     try:
-        ports = await read_json(announce)
+        yield process, await read_json(announce)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def test_sigterm_lets_streams_finish(model_folder: Path, unified: FakeWorker, tmp_path: Path) -> None:
+    async with running(model_folder, unified, tmp_path, drain_s=30) as (process, ports):
         assert ports["pid"] == process.pid and len({ports["grpc"], ports["http"], ports["admin"]}) == 3
         async with channel(f"127.0.0.1:{ports['grpc']}") as ch:
             stub = inference_pb2_grpc.InferenceStub(ch)
@@ -73,10 +90,98 @@ async def test_sigterm_lets_streams_finish(model_folder: Path, unified: FakeWork
                 tokens += response.token_ids
             assert tokens == expected([1], 20)
         assert await asyncio.wait_for(process.wait(), 10) == 0
+
+
+@pytest.mark.parametrize("api", ["grpc", "http"])
+async def test_a_long_stream_ends_whole_and_the_router_with_it(
+    model_folder: Path, unified: FakeWorker, tmp_path: Path, api: str
+) -> None:
+    """Several times as long as anything else that the end of a router waits for, and much shorter than the drain."""
+    length, drain_s = 150, 900.0  # 20 ms for each token
+    async with running(model_folder, unified, tmp_path, drain_s) as (process, ports):
+        url = f"http://127.0.0.1:{ports['http']}"
+        await until_ready(f"{url}/ready")
+        asyncio.get_running_loop().call_later(0.5, process.send_signal, signal.SIGTERM)
+        started = time.monotonic()
+        if api == "grpc":
+            async with channel(f"127.0.0.1:{ports['grpc']}") as ch:
+                request = inference_pb2.GenerateRequest(
+                    prompt={"token_ids": {"ids": [1]}}, sampling={"max_tokens": length, "seed": 0}
+                )
+                call = inference_pb2_grpc.InferenceStub(ch).Generate(request)
+                tokens = [token async for response in call for token in response.token_ids]
+            assert tokens == expected([1], length)
+        else:
+            body = {"prompt": [1], "max_tokens": length, "seed": 0, "stream": True}
+            async with httpx.AsyncClient() as client, client.stream("POST", f"{url}/v1/completions", json=body) as got:
+                lines = [line async for line in got.aiter_lines() if line]
+            assert lines[-1] == "data: [DONE]"
+            texts = [json.loads(line.removeprefix("data: "))["choices"][0]["text"] for line in lines[:-1]]
+            assert "".join(texts) == "".join(map(letter, expected([1], length)))
+        assert time.monotonic() - started > 2 * PARTING_S
+        assert await asyncio.wait_for(process.wait(), 10) == 0
+
+
+def letter(token: int) -> str:
+    """The oracle's ids are lower-case letters of the test tokenizer."""
+    return chr(ord("a") + token - 64)
+
+
+async def test_an_idle_router_leaves_at_once(model_folder: Path, unified: FakeWorker, tmp_path: Path) -> None:
+    async with (
+        running(model_folder, unified, tmp_path, drain_s=900) as (process, ports),
+        channel(f"127.0.0.1:{ports['grpc']}") as ch,
+    ):
+        await until_ready(f"http://127.0.0.1:{ports['http']}/ready")
+        watch = health_pb2_grpc.HealthStub(ch).Watch(health_pb2.HealthCheckRequest())
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(process.wait(), 10) == 0, "also with a client that watches its health"
+
+
+async def test_a_router_that_drains_sends_its_clients_away(cluster: Callable) -> None:
+    """Those too that have one address for all routers and look at no health: the Service gives them another one."""
+    made: Cluster = await cluster(FakeWorker(UNIFIED, step_s=0.02), timeouts={"drain": 60})
+    successor = Router(made.router.config)
+    await successor.start()
+    try:
+        await made.until(lambda: successor.registry.ready)
+        old, new = made.router, successor
+        async with Proxy(f"127.0.0.1:{old.ports['grpc']}") as service, channel(service.address) as ch:
+            stub = inference_pb2_grpc.InferenceStub(ch)
+            long, short = (
+                inference_pb2.GenerateRequest(prompt={"token_ids": {"ids": [1]}}, sampling={"max_tokens": n, "seed": 0})
+                for n in (150, 1)
+            )
+            call = aiter(stub.Generate(long))
+            tokens = list((await anext(call)).token_ids)
+            service._port = new.ports["grpc"]  # the old one is no longer behind the Service
+            stopping = asyncio.create_task(old.stop())
+            await asyncio.sleep(PARTING_S + 0.5)
+            answer = await stub.Generate(short).read()
+            assert list(answer.token_ids) == expected([1], 1) and not new.inference.active
+            assert not stopping.done() and len(old.inference.active) == 1
+            async for response in call:
+                tokens += response.token_ids
+            assert tokens == expected([1], 150)
+            await asyncio.wait_for(stopping, 5)
     finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+        await successor.stop()
+
+
+async def test_a_router_that_drains_closes_http_connections(cluster: Callable) -> None:
+    made: Cluster = await cluster(FakeWorker(UNIFIED), timeouts={"drain": 60})
+    made.workers[0].script.append(hangs(after=1))
+    running = asyncio.create_task(made.generate([1], timeout=3))
+    await made.until(lambda: made.workers[0].active)
+    body = {"prompt": [1], "max_tokens": 1}
+    assert "connection" not in (await made.http.post("/v1/completions", json=body)).headers
+    stopping = asyncio.create_task(made.router.stop())
+    await asyncio.sleep(0.1)
+    refused = await made.http.post("/v1/completions", json=body)
+    assert refused.status_code == 503 and refused.headers["connection"] == "close"
+    await running
+    await asyncio.wait_for(stopping, 5)
 
 
 async def test_drain_ends_what_outlives_the_grace(cluster: object) -> None:
