@@ -6,6 +6,7 @@ import pytest
 import yaml
 from millrace_chart.render import ChartError, Object, objects, template
 from millrace_dashboards.promql import CATALOGUE
+from millrace_testing import kube_schema
 from millrace_testing.charts import CPU, NO_DASHBOARDS, of_kind
 
 pytestmark = pytest.mark.helm
@@ -20,6 +21,22 @@ ROUTER = "demo-millrace-router"
 
 def made(*sets: str) -> list[Object]:
     return objects(template((CPU,), (NO_DASHBOARDS, *sets)))
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        (*HTTP, *GRPC, *NAMES),
+        (*HTTP, *GRPC, *NAMES, *TLS, *POLICY),
+        (*HTTP, *TLS, *POLICY, "gateway.backendTLS.caConfigMap=ca"),
+        (*HTTP, *POOL),
+    ],
+)
+def test_an_api_server_takes_them(sets: tuple[str, ...]) -> None:
+    kinds = ("HTTPRoute", "GRPCRoute", "BackendTLSPolicy", "InferencePool")
+    found = of_kind(made(*sets), *kinds)
+    assert found
+    assert [problem for item in found for problem in kube_schema.check(item)] == []
 
 
 def only(items: list[Object], kind: str) -> Object:

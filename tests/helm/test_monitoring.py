@@ -10,6 +10,7 @@ import yaml
 from millrace_chart.render import NAMESPACE, RELEASE, ChartError, Object, objects, template
 from millrace_dashboards import alerts
 from millrace_dashboards.promql import TARGET_LABELS
+from millrace_testing import kube_schema
 from millrace_testing.charts import CPU, NO_DASHBOARDS, PAIR, of_kind
 from millrace_testing.prometheus import binary, needs_prometheus
 
@@ -43,6 +44,13 @@ def test_prometheus_reads_them(which: str, tmp_path: Path) -> None:
     assert checked.returncode == 0, checked.stdout + checked.stderr
     expr = rules(*more, which=which)["MillraceRoutersGone"]["expr"]
     assert f'namespace="{NAMESPACE}",model="a\\"b\\\\c: {{{{ d }}}}"' in expr
+
+
+def test_an_api_server_takes_them() -> None:
+    kinds = ("PrometheusRule", "PodMonitor", "ServiceMonitor")
+    found = of_kind(monitors("monitoring.dcgm=true", "monitoring.vllmNames=true"), *kinds)
+    assert len(found) == len(kinds)
+    assert [problem for item in found for problem in kube_schema.check(item)] == []
 
 
 def test_they_are_of_this_release() -> None:

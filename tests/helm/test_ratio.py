@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from millrace_chart.render import NAMESPACE, RELEASE, ChartError, Object, objects, template
 from millrace_dashboards.promql import CATALOGUE
+from millrace_testing import kube_schema
 from millrace_testing.charts import CPU, HPA, KEDA, NO_DASHBOARDS, of_kind, rendered
 
 pytestmark = pytest.mark.helm
@@ -16,6 +17,7 @@ def scalers(kind: tuple[str, ...], *sets: str) -> dict[str, Object]:
     """`spec` by the pool's name."""
     items = objects(template((CPU,), (NO_DASHBOARDS, *(f"workerDefaults.{item}" for item in kind), *sets)))
     found = of_kind(items, "ScaledObject", "HorizontalPodAutoscaler")
+    assert [problem for item in found for problem in kube_schema.check(item)] == []
     return {item["metadata"]["labels"]["millrace/pool"]: item["spec"] for item in found}
 
 
