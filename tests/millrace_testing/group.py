@@ -196,7 +196,7 @@ class Group:
         """Until the leader's readiness probe succeeds; seconds."""
         begin = time.monotonic()
         while not await self.is_ready():
-            assert self.leader.running, f"the leader ended:\n{self.logs()}"
+            assert self.leader.running and self.follower.running, f"a pod ended:\n{self.logs()}"
             assert time.monotonic() - begin < timeout_s, f"not ready after {timeout_s} s:\n{self.logs()}"
             await asyncio.sleep(0.2)
         return time.monotonic() - begin

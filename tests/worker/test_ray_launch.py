@@ -1,5 +1,5 @@
 """The Ray launcher against a stand-in for Ray whose actors are threads of this process: our side, and ranks over TCP.
-Ray itself is not installed where the tests run.
+tests/e2e/test_group.py runs it with Ray itself.
 """
 
 from __future__ import annotations
@@ -7,10 +7,12 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
+import socket
 import sys
 import types
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urlparse
 
 import pytest
 from millrace_serve.engine.config import Role
@@ -18,6 +20,8 @@ from millrace_serve.engine.core import Events, Request, RequestId, SamplingParam
 from millrace_serve.worker.config import WorkerConfig
 from millrace_serve.worker.ranks import Ranks
 from millrace_testing.sim import expected
+
+HOST = "127.0.0.1"
 
 
 class FakeHandle:
@@ -61,7 +65,8 @@ def fake_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     ray.kill = lambda actor: log.append("kill")  # type: ignore[attr-defined]
     ray.util = util  # type: ignore[attr-defined]
     ray.exceptions = types.SimpleNamespace(RayError=RuntimeError)  # type: ignore[attr-defined]
-    util.get_node_ip_address = lambda: "127.0.0.1"  # type: ignore[attr-defined]
+    util.get_node_ip_address = lambda: HOST  # type: ignore[attr-defined]
+    ray.nodes = lambda: [{"Alive": True}, {"Alive": False}]  # type: ignore[attr-defined]
     util.placement_group = placement_group  # type: ignore[attr-defined]
     util.remove_placement_group = lambda group: log.append("remove group")  # type: ignore[attr-defined]
     strategies.PlacementGroupSchedulingStrategy = lambda group, placement_group_bundle_index: None  # type: ignore[attr-defined]
@@ -100,3 +105,52 @@ async def test_ranks_as_actors_over_tcp(fake_ray: list[str]) -> None:
     assert lost == []
     assert fake_ray[0] == "group of 2" and fake_ray.count("run") == 2
     assert fake_ray[-3:] == ["kill", "kill", "remove group"]
+
+
+@pytest.mark.parametrize(("address", "host"), [("10.0.0.1", "10.0.0.1"), ("fd00::1", "[fd00::1]")])
+def test_an_ipv6_address_stands_in_brackets(
+    fake_ray: list[str], monkeypatch: pytest.MonkeyPatch, address: str, host: str
+) -> None:
+    ray_launch = importlib.import_module("millrace_serve.worker.ray_launch")
+    monkeypatch.setattr(ray_launch.ray.util, "get_node_ip_address", lambda: address)
+    assert ray_launch.RayLauncher().bind() == f"tcp://{host}:*"
+    rendezvous = ray_launch.endpoint(address, 29500)
+    assert rendezvous == f"tcp://{host}:29500" and urlparse(rendezvous).hostname == address  # as torch reads it
+
+
+@pytest.mark.parametrize("address", [HOST, "::1"])
+def test_a_free_port_is_one_of_the_ranks_own_address(
+    fake_ray: list[str], monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    ray_launch = importlib.import_module("millrace_serve.worker.ray_launch")
+    monkeypatch.setattr(ray_launch.ray.util, "get_node_ip_address", lambda: address)
+    port = ray_launch.RankActor().free_port()
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, port), family=family) as server:
+        assert server.getsockname()[:2] == (address, port)
+
+
+async def test_who_waits_for_pods_says_so(
+    fake_ray: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ray_launch = importlib.import_module("millrace_serve.worker.ray_launch")
+    monkeypatch.setattr(ray_launch, "WAIT_LOG_S", 0.01)
+    joined = asyncio.Event()
+    with caplog.at_level(logging.WARNING):
+        waiting = asyncio.create_task(ray_launch._placed(types.SimpleNamespace(ready=joined.wait), 16))
+        async with asyncio.timeout(10):
+            while not caplog.messages:
+                await asyncio.sleep(0.01)
+            assert caplog.messages[0] == "waiting for pods: Ray has 1, too few for 16 ranks" and not waiting.done()
+            joined.set()
+            await waiting
+
+
+async def test_a_lost_rank_is_named_with_its_pod(fake_ray: list[str]) -> None:
+    ray_launch = importlib.import_module("millrace_serve.worker.ray_launch")
+    ended: list[tuple[int, str]] = []
+    for error in (RuntimeError("The actor died.\nMuch more."), asyncio.CancelledError()):
+        run = asyncio.get_running_loop().create_future()
+        run.set_exception(error)
+        await ray_launch._watch(3, "10.0.0.2", run, lambda *how: ended.append(how))
+    assert ended == [(3, "on 10.0.0.2: RuntimeError: The actor died."), (3, "on 10.0.0.2: its actor was cancelled")]

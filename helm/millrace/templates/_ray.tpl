@@ -3,7 +3,9 @@
 {{/* --node-ip-address: with several NICs Ray may name a node by an address that no peer reaches. The object store holds
      nothing: data of ranks never goes through Ray, which would otherwise take nearly all of /dev/shm. A line of a rank is
      printed by the leader as the rank wrote it: no colours, and none held back because another rank wrote the same. A pod
-     has waited for the leader before its SIGTERM (start.sh linger), so Ray has nothing to wait for after it. */}}
+     has waited for the leader before its SIGTERM (start.sh linger), so Ray has nothing to wait for after it. Ray's own 30
+     seconds for its start are few where an image is read for the first time, and a pod that fails is a group that fails:
+     the startup probe limits the whole. */}}
 {{- define "millrace.rayEnv" -}}
 {{- $ports := .root.Values.ray.ports -}}
 {{- $ranks := div (mul (int .pool.dp) (int .pool.tp)) (int .pool.size) -}}
@@ -15,6 +17,8 @@
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
 - {name: RAY_DEDUP_LOGS, value: "0"}
 - {name: RAY_COLOR_PREFIX, value: "0"}
+- {name: RAY_gcs_server_port_wait_time_s, value: "300"}
+- {name: RAY_raylet_start_wait_time_s, value: "300"}
 - {name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S, value: "0"}
 - name: RAY_FLAGS
   value: >-

@@ -74,7 +74,7 @@ class RayLauncher(Launcher):
         rendezvous = endpoint(addresses[0], await self._actors[0].free_port.remote())
         for rank, (actor, address) in enumerate(zip(self._actors, addresses, strict=True)):
             spec = RankSpec(config, rank, frontend, endpoint(address, "*"), rendezvous)
-            self._runs.append(asyncio.create_task(_watch(rank, actor.run.remote(spec), on_exit)))
+            self._runs.append(asyncio.create_task(_watch(rank, address, actor.run.remote(spec), on_exit)))
 
     async def stop(self, grace_s: float) -> None:
         if self._runs:
@@ -100,11 +100,11 @@ async def _placed(group: Any, ranks: int) -> None:
     await ready
 
 
-async def _watch(rank: int, run: Any, on_exit: OnExit) -> None:
+async def _watch(rank: int, address: str, run: Any, on_exit: OnExit) -> None:
     how = "its actor was cancelled"
     with contextlib.suppress(asyncio.CancelledError):
         try:
             how = f"exit code {await run}"
         except ray.exceptions.RayError as error:
-            how = f"{type(error).__name__}: {error}"
-    on_exit(rank, how)
+            how = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    on_exit(rank, f"on {address}: {how}")
