@@ -85,7 +85,7 @@ def lines(engine: str, device: str, registry: str) -> Iterator[str]:
 
 
 def packages(image: Image) -> str:
-    """Every Python package of the image, as a requirements file. The lock for CPU lacks torch; the Dockerfile says why."""
+    """Every Python package of the image, as a requirements file. The lock for CPU lacks torch: see the Dockerfile."""
     text = (REQUIREMENTS / f"{image.lock}.lock").read_text()
     if image.device == "cpu":
         pins = (REQUIREMENTS / "constraints-cpu.txt").read_text().splitlines()

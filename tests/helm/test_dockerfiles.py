@@ -64,13 +64,8 @@ def test_installs_are_small_and_reproducible(path: str) -> None:
         for command in re.split(r"&&|;", text):
             if "pip install" in command:
                 assert "--no-deps" in command, command
-                known = (
-                    "--require-hashes ",
-                    "--editable .",
-                )  # and torch for CPU, from an index that has no other package
-                assert any(one in command for one in known) or command.split()[-2:] == ['"$TORCH_CPU"', "torch"], (
-                    command
-                )
+                checked = "--require-hashes " in command or command.strip().endswith("--editable .")
+                assert checked or command.split()[-2:] == ['"$TORCH_CPU"', "torch"], command  # see the Dockerfile
         if "apt-get install" in text:
             assert "--no-install-recommends" in text and "rm -rf /var/lib/apt/lists/*" in text
     assert any("PIP_NO_CACHE_DIR=1" in text for text in texts(path, "ENV"))
@@ -105,11 +100,8 @@ def test_the_worker_image_has_what_measures_and_checks_a_model() -> None:
     folders = {text.split()[0] for text in texts("services/Dockerfile", "COPY")}
     assert {"bench", "router", "services", "kernels", "proto"} <= folders
     for path in FILES:
-        assert (
-            TINY.relative_to(ROOT).as_posix() == "models/tiny"
-            and "/opt/millrace/models/tiny" in texts(path, "COPY")[-1]
-        )
-        assert "/opt/millrace" in texts(path, "WORKDIR"), "models/tiny must be where the installed package looks for it"
+        home = texts(path, "WORKDIR")[0]  # of the editable install
+        assert texts(path, "COPY")[-1].split()[1] == f"{home}/{TINY.relative_to(ROOT)}", "commands look elsewhere"
 
 
 def test_the_gpu_image_has_what_looks_at_a_network() -> None:

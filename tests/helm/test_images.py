@@ -1,4 +1,4 @@
-"""What `make images` prints and writes: the images that the chart asks for, from Dockerfiles and locks that are there."""
+"""What `make images` prints and writes: the images that the chart asks for, from locks that are there."""
 
 from __future__ import annotations
 
