@@ -27,7 +27,8 @@ LOCKS = {
     "worker-cpu": (("cpu", "cluster", "tracing"), "cpu", {"torch"}),
     "worker-gpu": (("gpu", "cluster", "tracing"), "gpu", set()),
 }
-IMAGE = {**default_environment(), "python_version": "3.12", "python_full_version": "3.12.11", "sys_platform": "linux"}
+HERE = {name: str(value) for name, value in default_environment().items()}
+IMAGE = HERE | {"python_version": "3.12", "python_full_version": "3.12.11", "sys_platform": "linux"}
 
 
 @functools.cache
