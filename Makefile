@@ -26,7 +26,7 @@ PROTOS := $(wildcard proto/millrace/v1/*.proto)
 STUBS := proto/millrace/v1/worker_pb2.py
 TINY := models/tiny
 TINY_FP8 := models/generated/tiny-fp8
-PACKAGES := proto/millrace_rpc kernels/millrace_kernels services router bench helm/millrace_chart helm/millrace_dashboards
+PACKAGES := proto/millrace_rpc kernels/millrace_kernels services router bench helm/millrace_chart helm/millrace_cluster helm/millrace_dashboards
 
 ##@ Use
 
@@ -52,6 +52,10 @@ test: setup stubs checkpoint $(PROMETHEUS) ## Run the whole test suite (ARGS="-k
 .PHONY: chaos
 chaos: setup stubs ## Kill, pause, cut off and drain workers and routers for minutes while clients check every token (ARGS="--minutes 3")
 	@PYTHONPATH=tests $(BIN)/python -m millrace_testing.chaos $(ARGS)
+
+.PHONY: cluster-test
+cluster-test: setup ## Install on a cluster, roll out under load, lose a node, uninstall (CONTEXT=kind-a REGISTRY=ghcr.io/b ARGS="--keep")
+	@PYTHONPATH=helm $(BIN)/python -m millrace_cluster --context '$(CONTEXT)' --registry '$(REGISTRY)' $(ARGS)
 
 .PHONY: gpu-test
 gpu-test: setup stubs ## Run the tests that need a GPU, each file in a process of its own (ARGS="--out DIR")
