@@ -91,13 +91,14 @@ class System:
         self.keys = keys
         self.fault = fault
         self.length = (100, 300)  # tokens of the clients' prompts
+        self.tokens = 12  # of the answers
         self.waiting: set[asyncio.Task[None]] = set()
 
     async def ask(self, random: random.Random, timeout: float | None = 60) -> None:
         """One request; how it ends is the metrics' affair. Without a timeout it is never refused as too late."""
         ids = [random.randrange(5, 1024) for _ in range(random.randint(*self.length))]
         request = inference_pb2.GenerateRequest(
-            prompt={"token_ids": {"ids": ids}}, sampling={"max_tokens": 12, "ignore_eos": True}
+            prompt={"token_ids": {"ids": ids}}, sampling={"max_tokens": self.tokens, "ignore_eos": True}
         )
         with contextlib.suppress(grpc.aio.AioRpcError):
             async for _ in self._stub.Generate(
@@ -288,13 +289,24 @@ async def workers_stall(system: System) -> set[str]:
 
 
 async def rank_hangs(system: System) -> set[str]:
-    """The decode worker's only one, while it generates. Its frontend goes on and says what it last heard."""
+    """The decode worker's only one. Its frontend goes on and says what it last heard: with long answers that something
+    runs.
+    """
     (rank,) = ranks_of(system.cluster.pid("decode-0"))
-    os.kill(rank, signal.SIGSTOP)
-    try:
-        return await system.until_fired({"RankHangs"})
-    finally:
-        os.kill(rank, signal.SIGCONT)
+
+    async def hang() -> None:
+        os.kill(rank, signal.SIGSTOP)
+        try:
+            await asyncio.sleep(12.0)  # longer than THRESHOLDS.hang_window, and nobody ends it yet
+        finally:
+            os.kill(rank, signal.SIGCONT)
+        await asyncio.sleep(2.0)
+
+    system.tokens = 200
+    await asyncio.sleep(2.0)
+    fired = await system.until_fired({"RankHangs"}, hang)
+    system.tokens = 12
+    return fired
 
 
 def ranks_of(pid: int) -> list[int]:
