@@ -120,7 +120,7 @@ class Registry:
         return [self._status(worker) for worker in (*self.workers.values(), *self._fleet.leaving)]
 
     def _status(self, worker: Worker) -> admin_pb2.WorkerStatus:
-        detail = self.obstacle(worker)
+        detail, target = self.obstacle(worker), worker.target
         return admin_pb2.WorkerStatus(
             address=worker.address,
             info=worker.info,
@@ -130,9 +130,9 @@ class Registry:
             routable=not detail,
             detail=detail,
             in_flight=worker.in_flight,
-            key=worker.target.key,
-            name=worker.target.name,
-            topology=worker.target.topology,
+            key=target.key,
+            name=target.name,
+            topology={**target.topology, **({"revision": target.revision} if target.revision else {})},
             leaving=worker.leaving,
         )
 

@@ -106,6 +106,8 @@ async def test_sets_of_two_revisions_never_pair(sets: Callable) -> None:
     await both.add(NEW, decode)
     await both.routable(*old, prefill, decode)
     assert decode.warmups == [prefill.epoch]
+    shown = {status.address: dict(status.topology) for status in both.made.router.registry.status()}
+    assert shown[decode.address] == {"revision": NEW} and shown[old[0].address] == {}
 
 
 async def test_traffic_moves_to_the_named_revision_when_a_whole_pair_of_it_is_ready(sets: Callable) -> None:
