@@ -1,0 +1,65 @@
+"""The steps of docs/operations.md that put new pools beside the old: what each of them changes, and what not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from millrace_chart.render import RELEASE, Object, objects, template
+from millrace_testing.charts import NO_DASHBOARDS, PAIR
+
+pytestmark = pytest.mark.helm
+
+NEXT = """
+workers:
+  prefill-b: {role: prefill, revision: b, %s}
+  decode-b: {role: decode, revision: b, %s}
+"""
+LAYOUT = ("config: {kv_dtype: float8_e4m3fn}, image: {tag: 0.2.0-cuda13}",) * 2
+MODEL = ("model: {path: deepseek-v3.1}",) * 2
+SWITCH = "router: {config: {routing: {revision: b}}}"
+ROUTERS = """
+model: {path: deepseek-v3.1}
+workers:
+  prefill: {model: {path: deepseek-v3}}
+  decode: {model: {path: deepseek-v3}}
+"""  # for a model with another tokenizer: the old pools keep theirs
+LAST = "workers: {prefill: null, decode: null}"
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [(NEXT % LAYOUT, SWITCH, LAST), (NEXT % MODEL, ROUTERS + SWITCH, LAST)],
+    ids=["layout", "model"],
+)
+def test_each_step_changes_one_thing(tmp_path: Path, steps: tuple[str, ...]) -> None:
+    files = [PAIR]
+    seen = [made(files)]
+    for i, values in enumerate(steps):
+        files.append(tmp_path / f"step-{i}.yaml")
+        files[-1].write_text(values)
+        seen.append(made(files))
+    start, beside, switched, alone = seen
+    new, old = beside.keys() - start.keys(), switched.keys() - alone.keys()
+    assert {("Deployment", f"{RELEASE}-millrace-{role}-b") for role in ("prefill", "decode")} <= new
+    assert {("Deployment", f"{RELEASE}-millrace-{role}") for role in ("prefill", "decode")} <= old
+    assert changed(start, beside) == changed(switched, alone) == set()
+    assert changed(beside, switched) == {
+        ("ConfigMap", f"{RELEASE}-millrace-router"),
+        ("Deployment", f"{RELEASE}-router"),
+    }
+    assert beside.keys() == switched.keys() and alone.keys() <= beside.keys()
+
+
+def made(files: list[Path]) -> dict[tuple[str, str], Object]:
+    """By kind and name, without what only `helm test` makes."""
+    found = objects(template(tuple(files), (NO_DASHBOARDS,)))
+    return {(item["kind"], item["metadata"]["name"]): item for item in found if not is_test(item)}
+
+
+def is_test(item: Object) -> bool:
+    return (item["metadata"].get("annotations") or {}).get("helm.sh/hook") == "test"
+
+
+def changed(before: dict[tuple[str, str], Object], after: dict[tuple[str, str], Object]) -> set[tuple[str, str]]:
+    return {key for key in before.keys() & after.keys() if before[key] != after[key]}
