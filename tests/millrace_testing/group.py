@@ -47,7 +47,7 @@ mount --bind "$pod/hosts" /etc/hosts
 mount -t tmpfs -o size=1G tmpfs /dev/shm
 mount -t tmpfs tmpfs /var/cache
 mkdir /var/cache/millrace
-mount -t tmpfs tmpfs /tmp
+mount --bind "$pod/tmp" /tmp
 exec "$@"
 """
 
@@ -80,6 +80,7 @@ class Pod:
         self._env = environment(container, variables)
         self._process: asyncio.subprocess.Process | None = None
         shutil.copytree(folder / "config", self._folder / "config")
+        (self._folder / "tmp").mkdir()  # with Ray's logs
         self.publish({})
 
     def publish(self, names: dict[str, str]) -> None:

@@ -70,7 +70,10 @@ def fake_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     util.placement_group = placement_group  # type: ignore[attr-defined]
     util.remove_placement_group = lambda group: log.append("remove group")  # type: ignore[attr-defined]
     strategies.PlacementGroupSchedulingStrategy = lambda group, placement_group_bundle_index: None  # type: ignore[attr-defined]
-    for module in (ray, util, strategies):
+    private = types.ModuleType("ray._private")
+    private.ray_constants = types.SimpleNamespace(PROCESS_TYPE_RAYLET="raylet")  # type: ignore[attr-defined]
+    private.services = types.SimpleNamespace(start_ray_process=lambda command, kind: log.append(" ".join(command)))  # type: ignore[attr-defined]
+    for module in (ray, util, strategies, private):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.delitem(sys.modules, "millrace_serve.worker.ray_launch", raising=False)
     handlers, level = logging.root.handlers[:], logging.root.level
@@ -105,6 +108,16 @@ async def test_ranks_as_actors_over_tcp(fake_ray: list[str]) -> None:
     assert lost == []
     assert fake_ray[0] == "group of 2" and fake_ray.count("run") == 2
     assert fake_ray[-3:] == ["kill", "kill", "remove group"]
+
+
+def test_rays_node_is_told_every_port_and_its_client_server_is_left_out(fake_ray: list[str]) -> None:
+    ray_launch = importlib.import_module("millrace_serve.worker.ray_launch")
+    params = types.SimpleNamespace(ray_client_server_port=10001, no_monitor=False, dashboard_agent_listen_port=6383)
+    ray_launch.start_hook(params, True)
+    assert params.ray_client_server_port is None and params.no_monitor
+    for kind in ("gcs_server", "raylet"):
+        ray_launch.services.start_ray_process(["start", kind], kind)
+    assert fake_ray == ["start gcs_server", "start raylet --dashboard_agent_listen_port=6383"]
 
 
 @pytest.mark.parametrize(("address", "host"), [("10.0.0.1", "10.0.0.1"), ("fd00::1", "[fd00::1]")])

@@ -3,9 +3,8 @@
 {{/* --node-ip-address: with several NICs Ray may name a node by an address that no peer reaches. The object store holds
      nothing: data of ranks never goes through Ray, which would otherwise take nearly all of /dev/shm. A line of a rank is
      printed by the leader as the rank wrote it: no colours, and none held back because another rank wrote the same. A pod
-     has waited for the leader before its SIGTERM (start.sh linger), so Ray has nothing to wait for after it. Ray's own 30
-     seconds for its start are few where an image is read for the first time, and a pod that fails is a group that fails:
-     the startup probe limits the whole. */}}
+     has waited for the leader before its SIGTERM (start.sh linger), so Ray has nothing to wait for after it. Every port is
+     given: Ray's node ends itself where an agent takes 15 seconds to tell a port that it has chosen (start_hook). */}}
 {{- define "millrace.rayEnv" -}}
 {{- $ports := .root.Values.ray.ports -}}
 {{- $ranks := div (mul (int .pool.dp) (int .pool.tp)) (int .pool.size) -}}
@@ -17,14 +16,13 @@
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
 - {name: RAY_DEDUP_LOGS, value: "0"}
 - {name: RAY_COLOR_PREFIX, value: "0"}
-- {name: RAY_gcs_server_port_wait_time_s, value: "300"}
-- {name: RAY_raylet_start_wait_time_s, value: "300"}
 - {name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S, value: "0"}
 - name: RAY_FLAGS
   value: >-
     --node-ip-address=$(POD_IP) --node-manager-port={{ int $ports.nodeManager }}
     --object-manager-port={{ int $ports.objectManager }} --runtime-env-agent-port={{ int $ports.runtimeEnv }}
     --dashboard-agent-listen-port={{ int $ports.dashboardAgent }} --metrics-export-port={{ int $ports.metrics }}
+    --dashboard-agent-grpc-port={{ int $ports.dashboardAgentGrpc }}
     --min-worker-port={{ int $ports.workers.min }} --max-worker-port={{ int $ports.workers.max }}
     --num-cpus={{ $ranks }} --num-gpus={{ int .pool.gpus }} --object-store-memory=80000000 --disable-usage-stats
     --log-color=false

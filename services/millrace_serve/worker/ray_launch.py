@@ -12,6 +12,7 @@ import socket
 from typing import Any
 
 import ray
+from ray._private import ray_constants, services
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from millrace_serve.worker import caches
@@ -26,12 +27,22 @@ WAIT_LOG_S = 5.0
 
 
 def start_hook(params: Any, head: bool) -> None:
-    """`ray start` calls it before it starts anything ($RAY_START_HOOK of our pods).
+    """`ray start` calls it before it starts anything ($RAY_START_HOOK of our pods), for what its options cannot say.
 
-    Ray Client runs whatever code it is sent, and no option of the command line leaves it out. Nothing here is scaled.
+    Ray Client runs whatever code it is sent, and is not wanted. Nothing here is scaled. And Ray keeps one of the ports
+    that it is given from its node, which then ends itself unless an agent names that port within 15 seconds; on a busy
+    machine that is too short.
     """
     params.ray_client_server_port = None
     params.no_monitor = True
+    start = services.start_ray_process
+
+    def start_with_port(command: list[str], process_type: str, *args: Any, **options: Any) -> Any:
+        if process_type == ray_constants.PROCESS_TYPE_RAYLET:
+            command = [*command, f"--dashboard_agent_listen_port={params.dashboard_agent_listen_port}"]
+        return start(command, process_type, *args, **options)
+
+    services.start_ray_process = start_with_port
 
 
 class RankActor:
