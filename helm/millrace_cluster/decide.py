@@ -63,6 +63,15 @@ def _usable(node: Object) -> bool:
     return ready and not closed and not spec.get("unschedulable")
 
 
+def ready(pods: Iterable[Object], without: str) -> int:
+    """How many are ready on other nodes."""
+    states = ((pod["spec"].get("nodeName"), (pod.get("status") or {}).get("conditions") or ()) for pod in pods)
+    return sum(
+        node != without and any(it["type"] == "Ready" and it["status"] == "True" for it in conditions)
+        for node, conditions in states
+    )
+
+
 def on(node: str, pods: Iterable[Object]) -> list[str]:
     """Names of the pods of that node."""
     return [pod["metadata"]["name"] for pod in pods if pod["spec"].get("nodeName") == node]

@@ -85,16 +85,22 @@ def rollout(settings: Settings) -> str:
 def node(settings: Settings) -> str:
     """A node with workers is lost; the others take over."""
     cluster = settings.cluster
-    lost = decide.node_to_lose(cluster.get("nodes"), _pods(cluster, PAIRS))
-    with _without(cluster, lost):
-        cluster.settled(PAIRS)
+    before = _pods(cluster, PAIRS)
+    lost = decide.node_to_lose(cluster.get("nodes"), before)
+    with _without(cluster, lost, decide.on(lost, before)):
+        began = time.monotonic()
+        while (count := decide.ready(_pods(cluster, PAIRS), lost)) < len(before):
+            if time.monotonic() - began > cluster.timeout:
+                raise Failed(f"without {lost}, {count} of {len(before)} workers and routers are READY")
+            time.sleep(PAUSE_S)
+        seconds = time.monotonic() - began
         cluster.test(PAIRS)
-    return f"without {lost}: READY again, helm test passed"
+    return f"without {lost}: all READY again after {seconds:.0f} s, helm test passed"
 
 
 @contextlib.contextmanager
-def _without(cluster: Cluster, name: str) -> Iterator[None]:
-    """A node of kind is stopped; another is closed, and its pods of the release are deleted by force."""
+def _without(cluster: Cluster, name: str, pods: list[str]) -> Iterator[None]:
+    """A node of kind is stopped; another is closed, and its pods are deleted by force."""
     waits = f"--timeout={cluster.timeout}s"
     if cluster.context.startswith("kind-"):
         run([binary("docker"), "stop", name])
@@ -107,7 +113,6 @@ def _without(cluster: Cluster, name: str) -> Iterator[None]:
         return
     cluster.kubectl("cordon", name)
     try:
-        pods = decide.on(name, _pods(cluster, PAIRS))
         cluster.kubectl("delete", "pod", *pods, "--force", "--grace-period=0")
         yield
     finally:

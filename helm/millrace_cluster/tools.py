@@ -43,8 +43,9 @@ class Cluster:
 
     def settled(self, release: str) -> None:
         """Waits until no Deployment of the release is being rolled out. Helm lets those be that have one pod less."""
-        selector = f"app.kubernetes.io/instance={release}"
-        self.kubectl("rollout", "status", "deployment", "--selector", selector, f"--timeout={self.timeout}s")
+        for found in self.get("deployment", "--selector", f"app.kubernetes.io/instance={release}"):
+            name = f"deployment/{found['metadata']['name']}"
+            self.kubectl("rollout", "status", name, f"--timeout={self.timeout}s")
 
     def test(self, release: str) -> None:
         self.helm("test", release, "--logs", "--timeout", f"{self.timeout}s")

@@ -51,7 +51,9 @@ def items(*found: dict[str, Any]) -> dict[str, Any]:
 
 def pod(name: str, component: str, node: str) -> dict[str, Any]:
     labels = {decide.COMPONENT: component}
-    return {"kind": "Pod", "metadata": {"name": name, "uid": name, "labels": labels}, "spec": {"nodeName": node}}
+    status = {"conditions": [{"type": "Ready", "status": "True"}]}
+    meta = {"name": name, "uid": name, "labels": labels}
+    return {"kind": "Pod", "metadata": meta, "spec": {"nodeName": node}, "status": status}
 
 
 def node(name: str, *, ready: str = "True", **spec: Any) -> dict[str, Any]:
@@ -64,6 +66,7 @@ def good_log(failed: int = 0, *reasons: str) -> str:
 
 OLD = [pod("router-1", "router", "a"), pod("prefill-1", "prefill", "b"), pod("decode-1", "decode", "b")]
 NEW = [pod("router-2", "router", "a"), pod("prefill-2", "prefill", "b"), pod("decode-2", "decode", "b")]
+MOVED = [NEW[0], pod("prefill-3", "prefill", "a"), pod("decode-3", "decode", "a")]
 ROUTER = {
     "kind": "Deployment",
     "metadata": {"name": "pairs-millrace-router"},
@@ -81,6 +84,8 @@ RULES = [
     rule("kubectl get deployment", items(ROUTER)),
     rule("kubectl get service", items(SERVICE)),
     rule("kubectl get nodes", items(node("a"), node("b"))),
+    rule("kubectl get pods json", items(*MOVED), after="cordon"),
+    rule("kubectl get pods json", items(*MOVED), after='"docker", "stop"'),
     rule("kubectl get pods json", items(*NEW), after="gc_warn_s=1"),
     rule("kubectl get pods json", items(*OLD)),
     rule("kubectl logs", good_log()),
@@ -194,6 +199,12 @@ def test_pods_that_were_not_replaced_fail_the_rollout(stage: Stage) -> None:
     stage.rules = [rule("kubectl get pods json", items(*OLD))]
     done = stage.play()
     assert "rollout: FAILED" in done.stderr and "decode-1, prefill-1, router-1" in " ".join(done.stdout.split())
+
+
+def test_workers_that_do_not_come_back_fail_the_node(stage: Stage) -> None:
+    stage.rules = [rule("kubectl get pods json", items(*MOVED[:2], NEW[2]), after="cordon")]
+    done = stage.play("--skip", "rollout")
+    assert "without b, 2 of 3 workers and routers are READY" in " ".join(done.stdout.split())
 
 
 def test_a_node_comes_back_after_a_failure(stage: Stage) -> None:
