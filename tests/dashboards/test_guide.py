@@ -89,7 +89,7 @@ def test_every_alert_has_a_page_and_no_other() -> None:
 @pages
 def test_a_page_has_every_section(page: Path) -> None:
     headings = re.findall(r"^\*\*([^*]+)\*\*", page.read_text(), re.MULTILINE)
-    assert tuple(heading.rstrip(".") for heading in headings) == SECTIONS
+    assert tuple(heading.rstrip(":") for heading in headings) == SECTIONS
     assert page.read_text().startswith(f"# {page.stem}\n")
 
 
@@ -97,7 +97,7 @@ def test_a_page_has_every_section(page: Path) -> None:
 def test_a_page_says_how_long_it_must_last(page: Path) -> None:
     """And how much it is: what a page says of its rule is what the rule has."""
     alert = ALERTS[page.stem]
-    first = text(page).partition("**Users feel**")[0]
+    first = text(page).partition("**Users feel:**")[0]
     assert alert.severity in first
     if alert.patience != "0m":
         number, unit = int(alert.patience[:-1]), {"m": "minute", "h": "hour", "s": "second"}[alert.patience[-1]]
@@ -111,5 +111,5 @@ def test_a_page_says_how_long_it_must_last(page: Path) -> None:
 
 @pages
 def test_a_page_names_something_to_look_at(page: Path) -> None:
-    look = text(page).partition("**Look at**")[2].partition("**Do**")[0]
+    look = text(page).partition("**Look at:**")[2].partition("**Do:**")[0]
     assert re.search(rf"\*({BOARDS}): ", look) or "DCGM" in look or "kubectl" in look
