@@ -10,6 +10,7 @@ from millrace_testing.charts import NO_DASHBOARDS, PAIR
 
 pytestmark = pytest.mark.helm
 
+NAME = f"{RELEASE}-millrace"
 NEXT = """
 workers:
   prefill-b: {role: prefill, revision: b, %s}
@@ -41,8 +42,8 @@ def test_each_step_changes_one_thing(tmp_path: Path, steps: tuple[str, ...]) -> 
         seen.append(made(files))
     start, beside, switched, alone = seen
     new, old = beside.keys() - start.keys(), switched.keys() - alone.keys()
-    assert {("Deployment", f"{RELEASE}-millrace-{role}-b") for role in ("prefill", "decode")} <= new
-    assert {("Deployment", f"{RELEASE}-millrace-{role}") for role in ("prefill", "decode")} <= old
+    assert {("Deployment", f"{NAME}-{role}-b") for role in ("prefill", "decode")} <= new
+    assert {("Deployment", f"{NAME}-{role}") for role in ("prefill", "decode")} <= old
     assert changed(start, beside) == changed(switched, alone) == set()
     assert changed(beside, switched) == {
         ("ConfigMap", f"{RELEASE}-millrace-router"),
