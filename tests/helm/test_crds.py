@@ -205,9 +205,9 @@ def test_every_rule_of_the_crds_can_be_compiled() -> None:
         kube_rules.program(rule)
 
 
-def test_a_rule_that_cannot_be_evaluated_is_a_problem() -> None:
-    schema = {"type": "object", "x-kubernetes-validations": [{"rule": "nobody.knows(self)"}]}
-    (problem,) = kube_rules.problems(schema, {}, None, {})
+@pytest.mark.parametrize("rule", [{"rule": "nobody.knows(self)"}, {"rule": "oldSelf == 1", "optionalOldSelf": True}])
+def test_a_rule_that_cannot_be_evaluated_is_a_problem(rule: Any) -> None:
+    (problem,) = kube_rules.problems({"type": "object", "x-kubernetes-validations": [rule]}, {}, None, {})
     assert "cannot be evaluated" in problem
 
 

@@ -114,6 +114,9 @@ def program(rule: str) -> Any:
 
 def _broken(rule: dict[str, str], schema: Schema, value: Any, old: Any, path: str) -> Iterator[str]:
     """A rule that cannot be evaluated is a broken one."""
+    if rule.get("optionalOldSelf"):
+        yield f"{path}: the rule {rule['rule']!r} cannot be evaluated: optionalOldSelf is not known here"
+        return
     transition = re.search(r"\boldSelf\b", rule["rule"])
     if transition and old is None:
         return
