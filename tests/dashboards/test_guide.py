@@ -22,7 +22,8 @@ BOARDS = "|".join(re.escape(board.title) for board in DASHBOARDS)
 METRICS = {row.name for row in CATALOGUE.values()} | {name for rules in alerts.recordings().values() for name in rules}
 VALUES = yaml.safe_load((ROOT / "helm" / "millrace" / "values.yaml").read_text())
 SECTIONS = ("It fires when", "Users feel", "Look at", "Do", "It is silent when")
-documents = pytest.mark.parametrize("document", [GUIDE, *PAGES], ids=lambda path: path.stem)
+INDEX = ROOT / RUNBOOKS / "README.md"
+documents = pytest.mark.parametrize("document", [GUIDE, INDEX, *PAGES], ids=lambda path: path.stem)
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
 
 
@@ -84,6 +85,13 @@ def test_links_lead_to_sections(document: Path) -> None:
 
 def test_every_alert_has_a_page_and_no_other() -> None:
     assert {page.stem for page in PAGES} == ALERTS.keys()
+
+
+def test_the_index_has_them_all_and_knows_which_are_critical() -> None:
+    critical, _, others = INDEX.read_text().partition("| about |")
+    listed = set(re.findall(r"\[(Millrace\w+)\]\(\1\.md\)", critical))
+    assert listed == {name for name, alert in ALERTS.items() if alert.severity == "critical"}
+    assert listed | set(re.findall(r"\[(Millrace\w+)\]\(\1\.md\)", others)) == ALERTS.keys()
 
 
 @pages
