@@ -31,7 +31,7 @@ from millrace_testing.charts import of_kind
 from millrace_testing.paths import ROOT, TINY
 from millrace_testing.procs import PATHS
 
-SETS = tuple(f"workers.group.{item}" for item in ("role=unified", "kind=lws", "size=2", "dp=2"))
+SETS = tuple(f"workers.group.{item}" for item in ("role=unified", "kind=lws", "size=2", "dp=2", "gpus=0"))
 MOUNTS = """
 set -e
 pod=$1 name=$2
