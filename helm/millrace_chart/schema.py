@@ -171,6 +171,7 @@ RAY = closed(
         runtimeEnv=PORT,
         dashboardAgent=PORT,
         metrics=PORT,
+        dashboardAgentGrpc=PORT,
         workers=closed(min=PORT, max=PORT),
     ),
 )

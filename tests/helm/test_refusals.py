@@ -55,6 +55,20 @@ COMBINATIONS = {
         "workers.decode.replicas: must be null",
     ),
     "router's replicas": (CPU, ("router.autoscaling.kind=hpa",), "router.replicas: must be null with autoscaling"),
+    "a target with a unit": (
+        CPU,
+        (
+            "workers.decode.autoscaling.kind=keda",
+            "workers.decode.autoscaling.target=800m",
+            "workers.decode.replicas=null",
+        ),
+        "workers.decode.autoscaling.target: KEDA takes a plain number, not 800m",
+    ),
+    "a query for the HPA": (
+        CPU,
+        ("workers.decode.autoscaling.kind=hpa", "workers.decode.autoscaling.query=up", "workers.decode.replicas=null"),
+        "workers.decode.autoscaling.query: only with kind=keda",
+    ),
     "no replicas": (CPU, ("workerDefaults.replicas=null",), "replicas: required without autoscaling"),
     "limits of autoscaling": (
         CPU,

@@ -61,6 +61,12 @@
 
 {{- define "millrace.checkScaling" -}}
 {{- $scaling := .values.autoscaling -}}
+{{- if and (eq $scaling.kind "keda") (not (regexMatch "^[0-9.e+]*$" (toString $scaling.target))) -}}
+{{- fail (printf "%s.autoscaling.target: KEDA takes a plain number, not %v" .name $scaling.target) -}}
+{{- end -}}
+{{- if and (ne $scaling.kind "keda") (default "" $scaling.query) -}}
+{{- fail (printf "%s.autoscaling.query: only with kind=keda" .name) -}}
+{{- end -}}
 {{- if ne $scaling.kind "none" -}}
 {{- if not (kindIs "invalid" .values.replicas) -}}
 {{- fail (printf "%s.replicas: must be null with autoscaling.kind=%s, which owns the number" .name $scaling.kind) -}}
@@ -246,12 +252,7 @@
 {{- if and .Values.tls.publicSecret (eq .Values.tls.mode "off") -}}
 {{- fail "tls.publicSecret: needs tls.mode certManager or secrets" -}}
 {{- end -}}
-{{- if and .Values.gateway.inferencePool.enabled (not .Values.gateway.inferencePool.endpointPicker.name) -}}
-{{- fail "gateway.inferencePool.endpointPicker.name: required, an InferencePool always has one" -}}
-{{- end -}}
-{{- if and .Values.gateway.httpRoute.enabled (not .Values.gateway.httpRoute.parentRefs) -}}
-{{- fail "gateway.httpRoute.parentRefs: required, the route belongs to a Gateway" -}}
-{{- end -}}
+{{- include "millrace.checkGateway" . -}}
 {{- if and .Values.apiKeys.secretName (not .Values.test.apiKey.secretName) -}}
 {{- fail "test.apiKey.secretName: required with apiKeys, or helm test is refused" -}}
 {{- end -}}
