@@ -213,7 +213,16 @@ def test_old_helm_renders_the_same() -> None:
         (PAIR, ("fabric.preset=",), "fabric.preset: required, workers.decode moves data between GPU pods"),
         (PAIR, ("fabric.preset=tcp-dev",), "fabric.allowTcp: must be true with fabric.preset=tcp-dev"),
         (PAIR, ("fabric.privileged=true",), "fabric.acknowledgePrivileged: must be true"),
-        (GROUPS, ("fabric.preset=aws-efa",), "size: must be 1 with fabric.preset=aws-efa"),
+        (
+            GROUPS,
+            ("fabric.preset=aws-efa", "images.gpuWorker.repository=efa"),
+            "size: must be 1 with fabric.preset=aws-efa",
+        ),
+        (
+            PAIR,
+            ("fabric.preset=aws-efa",),
+            "images.gpuWorker.repository: fabric.preset=aws-efa needs an image of yours",
+        ),
         (
             PAIR,
             ("fabric.preset=gke-rdma", "workers.decode.gpus=4", "workers.decode.dp=4"),

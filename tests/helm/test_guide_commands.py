@@ -12,7 +12,7 @@ from millrace_testing.charts import of_kind, pods
 
 pytestmark = pytest.mark.helm
 GUIDES = ("docs/operations.md", "helm/millrace/README.md", "k8s/README.md", "README.md")
-PLACEHOLDERS = ("POD", "NODE", "OLD", "NAME", "my-values.yaml", "…")
+PLACEHOLDERS = ("POD", "NODE", "OLD", "NAME", "my-values.yaml", "my.yaml", "…")
 KINDS = {"deployment": "Deployment", "service": "Service", "job": "Job", "secret": "Secret"}
 
 
@@ -30,10 +30,11 @@ def commands(word: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def release() -> list[Object]:
-    """The release `millrace` of the guides, with all that they speak of."""
+    """The release `millrace` of the guides, with all that they speak of: groups, TLS, and a second set of pools."""
     arguments = ["template", "millrace", str(CHART), "--namespace", NAMESPACE, "--kube-version", KUBERNETES]
-    arguments += ["--values", str(ROOT / "tests" / "helm" / "groups.yaml"), "--set", f"{EDITED},tls.mode=certManager"]
-    return objects(run(arguments))
+    groups = ["--values", str(ROOT / "tests" / "helm" / "groups.yaml"), "--set", f"{EDITED},tls.mode=certManager"]
+    second = [f"workers.{role}-b.{item}" for role in ("prefill", "decode") for item in (f"role={role}", "revision=b")]
+    return objects(run(arguments + groups)) + objects(run([*arguments, "--set", ",".join(second)]))
 
 
 HELM = [c for c in commands("helm") if c.split()[1] in ("install", "upgrade", "template") and "helm/millrace" in c]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import kubernetes_validate
 import pytest
 import yaml
+from millrace_chart.images import ROUTER, WORKERS
 from millrace_chart.render import CHART, ROOT, objects, template
 from millrace_rpc import metrics
 from millrace_testing.charts import CPU, of_kind, pods
@@ -77,7 +79,9 @@ def test_the_demo_renders_and_its_ports_come_out() -> None:
     mapped = {entry["containerPort"] for entry in read(K8S / "kind" / "cluster.yaml")["nodes"][0]["extraPortMappings"]}
     assert {port["nodePort"] for port in host["spec"]["ports"]} == mapped
     guide = (K8S / "README.md").read_text()
-    images = {container["image"] for _, spec in pods(items) for container in spec["containers"]}
-    assert len(images) == 2
-    for image in images:
-        assert f"Dockerfile -t {image} .\n" in guide and image in guide.partition("kind load docker-image")[2]
+    assert {container["image"] for _, spec in pods(items) for container in spec["containers"]} == {
+        image.reference for image in (ROUTER, WORKERS["cpu"])
+    }
+    for image in (ROUTER, WORKERS["cpu"]):
+        assert shlex.join(image.build("docker", "")) in guide
+        assert image.reference in guide.partition("kind load docker-image")[2]

@@ -64,7 +64,7 @@ def test_which_are_left_out() -> None:
     on_cpu, on_gpus = rules().keys(), rules(*GPUS, preset=PAIR).keys()
     assert on_gpus == PLAIN | recorded
     assert on_gpus - on_cpu == {"MillraceKvSlow"}
-    assert "MillraceKvSlow" not in rules(*GPUS, "fabric.preset=aws-efa", preset=PAIR)
+    assert "MillraceKvSlow" not in rules(*GPUS, "fabric.preset=aws-efa", "images.gpuWorker.repository=efa", preset=PAIR)
     assert "MillraceKvSlow" not in rules(*GPUS, "fabric.preset=tcp-dev", "fabric.allowTcp=true", preset=PAIR)
     fewer = rules("monitoring.disabledAlerts={MillraceErrors,MillraceGcPauses}").keys()
     assert on_cpu - fewer == {"MillraceErrors", "MillraceGcPauses"}

@@ -82,8 +82,9 @@ VARIANTS: dict[str, tuple[Path, tuple[str, ...]]] = {
     "tcp": (PAIR, ("fabric.preset=tcp-dev", "fabric.allowTcp=true")),
     **{
         name: (PAIR, (f"fabric.preset={name}", "workerDefaults.gpuModel=H200"))
-        for name in ("roce", "gke-rdma", "gke-gib", "aks-ib", "aws-efa", "coreweave")
+        for name in ("roce", "gke-rdma", "gke-gib", "aks-ib", "coreweave")
     },
+    "aws-efa": (PAIR, ("fabric.preset=aws-efa", "images.gpuWorker.repository=worker-efa")),
 }
 
 

@@ -124,6 +124,9 @@ requiredDuringSchedulingIgnoredDuringExecution:
 {{- end -}}
 {{- with $own.preset -}}
 {{- $preset := index ($.root.Files.Get "files/fabrics.yaml" | fromYaml) . -}}
+{{- if and (hasKey $preset "ownImage") (eq $.root.Values.images.gpuWorker.repository "millrace-worker-gpu") -}}
+{{- fail (printf "images.gpuWorker.repository: fabric.preset=%s needs an image of yours, with NIXL and UCX built on the node's RDMA libraries; those of %s cannot see its NICs" . $.pool.image.reference) -}}
+{{- end -}}
 {{- if and (hasKey $preset "groups") (gt (int $.pool.size) 1) -}}
 {{- fail (printf "%s.size: must be 1 with fabric.preset=%s, whose NICs the image's NCCL cannot use between pods" $at .) -}}
 {{- end -}}
