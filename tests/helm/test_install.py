@@ -12,6 +12,8 @@ from millrace_chart.render import CHART, KUBERNETES, Object, objects, preset_fil
 from millrace_router.config import RouterConfig
 from millrace_serve.worker.config import WorkerConfig
 from millrace_testing.charts import CPU, GROUPS, PAIR, VARIANTS, of_kind, pods, rendered
+from yamllint import linter
+from yamllint.config import YamlLintConfig
 
 pytestmark = pytest.mark.helm
 EVERYTHING = [*presets(), *VARIANTS]
@@ -36,6 +38,13 @@ def test_the_bare_chart_is_linted_and_serves() -> None:
     assert bare == objects(preset), "the default is the preset"
     images = {container["image"] for _, spec in pods(bare) for container in spec["containers"]}
     assert images == {"millrace-router:0.1.0", "millrace-worker:0.1.0-cpu"}
+
+
+def test_chart_testing_finds_nothing_in_the_yaml() -> None:
+    """The rules by which `ct lint` reads a chart, beside `helm lint --strict`."""
+    config = YamlLintConfig("{extends: default, rules: {line-length: disable, document-start: disable}}")
+    for path in (CHART / "Chart.yaml", CHART / "values.yaml", *(CHART / "presets").glob("*.yaml")):
+        assert not [str(problem) for problem in linter.run(path.read_text(), config)], path.name
 
 
 @pytest.mark.parametrize("name", [name for name in presets() if name != "cpu-tiny"])
