@@ -1,4 +1,5 @@
 import asyncio
+import socket
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,21 @@ from millrace_serve.worker.messages import FreezeGc, Stop, ToEngine
 MESSAGES = [Abort(RequestId(2**64 - 1, 1)), LeaseEnded(RequestId(1, 0)), FreezeGc(), Stop()]
 
 
-@pytest.fixture(params=["ipc", "tcp"])
+def has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+IPV6 = pytest.param("tcp://[::1]:*", marks=pytest.mark.skipif(not has_ipv6(), reason="no IPv6 on this machine"))
+
+
+@pytest.fixture(params=["ipc", "tcp://127.0.0.1:*", IPV6])
 def pair(request, tmp_path: Path):  # type: ignore[no-untyped-def]
     context = zmq.Context()
-    bind = f"ipc://{tmp_path}/s" if request.param == "ipc" else "tcp://127.0.0.1:*"
+    bind = f"ipc://{tmp_path}/s" if request.param == "ipc" else request.param
     receiver: Receiver[ToEngine] = Receiver(context, bind, ToEngine)
     sender: Sender[ToEngine] = Sender(context, receiver.endpoint)
     yield sender, receiver

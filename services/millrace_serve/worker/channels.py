@@ -24,6 +24,7 @@ class Sender(Generic[T]):
         self._socket = context.socket(zmq.PUSH)
         self._socket.set(zmq.SNDHWM, 0)
         self._socket.set(zmq.LINGER, 500)  # ms; last words of a rank
+        self._socket.set(zmq.IPV6, "[" in endpoint)  # otherwise ZeroMQ takes the address for a device
         self._socket.connect(endpoint)
         self._encode = msgspec.msgpack.Encoder().encode
 
@@ -41,6 +42,7 @@ class Receiver(Generic[T]):
         self._socket = context.socket(zmq.PULL)
         self._socket.set(zmq.RCVHWM, 0)
         self._socket.set(zmq.LINGER, 0)
+        self._socket.set(zmq.IPV6, "[" in bind)
         self._socket.bind(bind)
         self.endpoint: str = self._socket.get(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
         self._decode = msgspec.msgpack.Decoder(kind).decode
