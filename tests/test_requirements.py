@@ -169,8 +169,7 @@ def pip(device: str) -> list[str]:
 
 
 @pytest.mark.usefixtures("index")
-@pytest.mark.parametrize("python", ["3.11", "3.12"])
-@pytest.mark.parametrize("device", ["cpu", "gpu"])
+@pytest.mark.parametrize(("device", "python"), [("cpu", "3.11"), ("gpu", "3.12")])
 def test_uv_resolves_what_make_setup_and_the_images_install(device: str, python: str, tmp_path: Path) -> None:
     problem = resolved(uv(device, python), map(str, asked(device, "cluster", "tracing", "dev")), tmp_path)
     assert problem is None, problem

@@ -21,6 +21,7 @@ SCHEMA = CHART / "values.schema.json"
 INSTALLED = ROOT / ".venv" / "helm" / "node_modules"  # by `make setup`: helm, and the oldest one that must do
 NAMES = {"helm": "helm-newest/bin/helm", "oldest": "helm-oldest/bin/helm"}
 RELEASE, NAMESPACE, KUBERNETES = "demo", "millrace", "1.31.0"
+OPERATOR = "monitoring.coreos.com/v1"  # the cluster has it
 EDITED = "images.registry=registry.example/millrace"  # the one value that presets for GPUs cannot know
 ELIDED = ("preflight.py", "start.sh", "helm_test.py")  # contents of files/, which have tests of their own
 Object = dict[str, Any]
@@ -68,17 +69,8 @@ def fabrics() -> list[str]:
 @cache
 def template(files: tuple[Path, ...], sets: tuple[str, ...] = (), which: str = "helm") -> str:
     """The manifests. `sets`: KEY=JSON or KEY=TEXT, as for --set. ChartError when Helm refuses."""
-    arguments = [
-        "template",
-        RELEASE,
-        str(CHART),
-        "--namespace",
-        NAMESPACE,
-        "--kube-version",
-        KUBERNETES,
-        "--set",
-        EDITED,
-    ]
+    arguments = ["template", RELEASE, str(CHART), "--namespace", NAMESPACE, "--set", EDITED]
+    arguments += ["--kube-version", KUBERNETES, "--api-versions", OPERATOR]
     for file in files:
         arguments += ["--values", str(file)]
     for item in sets:

@@ -209,7 +209,7 @@ TLS = closed(
     publicSecret=NAME,
 )
 MONITORING = closed(
-    enabled=BOOL,
+    enabled={"enum": [True, False, "auto"]},
     interval={"type": "string", "pattern": "^[0-9]+(ms|s|m)$"},
     labels=STRINGS,
     rules=BOOL,

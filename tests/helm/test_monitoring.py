@@ -7,7 +7,19 @@ from pathlib import Path
 
 import pytest
 import yaml
-from millrace_chart.render import NAMESPACE, RELEASE, ChartError, Object, objects, template
+from millrace_chart.render import (
+    CHART,
+    EDITED,
+    KUBERNETES,
+    NAMESPACE,
+    OPERATOR,
+    RELEASE,
+    ChartError,
+    Object,
+    objects,
+    run,
+    template,
+)
 from millrace_dashboards import alerts
 from millrace_dashboards.promql import TARGET_LABELS
 from millrace_testing import kube_schema
@@ -101,3 +113,13 @@ def test_targets_have_the_labels_that_queries_name() -> None:
         labels = item["spec"]["template"]["metadata"]["labels"]
         name = item["metadata"]["name"]
         assert name.endswith("-router") or labels["millrace/pool"] == name.removeprefix(f"{RELEASE}-millrace-")
+
+
+def test_an_install_does_not_fail_where_there_is_no_operator() -> None:
+    """The API server refuses kinds that it does not know, and with them the whole release."""
+    arguments = ["template", RELEASE, str(CHART), "--kube-version", KUBERNETES, "--values", str(PAIR), "--set", EDITED]
+    kinds = ("PrometheusRule", "PodMonitor", "ServiceMonitor")
+    assert not of_kind(objects(run(arguments)), *kinds)
+    known = objects(run([*arguments, "--api-versions", OPERATOR]))
+    assert {item["kind"] for item in of_kind(known, *kinds)} == set(kinds)
+    assert of_kind(objects(run([*arguments, "--set", "monitoring.enabled=true"])), *kinds), "said, and so it is tried"

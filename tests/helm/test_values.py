@@ -74,7 +74,7 @@ def test_a_group_has_one_frontend_and_ray_on_pinned_ports() -> None:
     )
     flags = next(entry["value"] for entry in leader["env"] if entry["name"] == "RAY_FLAGS")
     assert "--node-ip-address=$(POD_IP)" in flags and "--num-cpus=8 --num-gpus=8" in flags
-    assert len(re.findall(r"--[a-z-]+-port=\d+", flags)) == 7
+    assert len(re.findall(r"--[a-z-]+-port=\d+", flags)) == 8
     assert leader["ports"] and leader["readinessProbe"] and "ports" not in follower and "readinessProbe" not in follower
     assert follower["lifecycle"]["preStop"]["exec"]["command"][-1] == "linger"
     config = config_of(items, "demo-millrace-prefill")

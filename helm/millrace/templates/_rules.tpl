@@ -1,3 +1,10 @@
+{{/* Whether monitors and rules are made: `auto` asks whether the cluster knows them, so that an install does not fail */}}
+{{- define "millrace.monitored" -}}
+{{- $enabled := .Values.monitoring.enabled -}}
+{{- if or (eq (toString $enabled) "true") (and (eq (toString $enabled) "auto") (.Capabilities.APIVersions.Has
+  "monitoring.coreos.com/v1")) -}}true{{- end -}}
+{{- end -}}
+
 {{/* The rules of files/alerts.yaml that are for this release, as YAML {"groups": [...]}. */}}
 {{- define "millrace.rules" -}}
 {{- $monitoring := .Values.monitoring -}}
