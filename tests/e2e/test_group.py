@@ -17,7 +17,8 @@ from millrace_testing.group import Group, Pod, missing
 
 pytestmark = pytest.mark.timeout(400)
 
-READY_S = 150.0  # since the name was published: 16 on two idle cores, 43 on busy ones
+READY_S = 60.0  # since the name was published: 16 on two idle cores, 43 on busy ones
+START_S = 150.0  # until Ray runs in a pod, which nobody waits for
 SOON_S = 30.0
 TOKENS = 150
 SIM = "workers.group.config.engine=sim"
@@ -34,7 +35,7 @@ async def test_a_group_starts_and_drains(tmp_path: Path) -> None:
     async with Group(tmp_path, *sets) as group:
         # A Service of ours in place of LeaderWorkerSet's would not give the name before the leader is ready.
         await group.until(group.follower, f"{group.leader_name}:6379: .*Name or service not known", SOON_S)
-        await group.until(group.leader, "waiting for pods: Ray has 1, too few for 2 ranks", READY_S)
+        await group.until(group.leader, "waiting for pods: Ray has 1, too few for 2 ranks", START_S)
         assert not await group.is_ready()
         await only_pinned_ports(group.leader)
         group.publish()
@@ -104,7 +105,7 @@ async def test_a_follower_ends_when_the_leader_is_lost(tmp_path: Path) -> None:
     wait = "workers.group.env.RAY_gcs_rpc_server_reconnect_timeout_s=5"  # Ray's own is 60
     async with Group(tmp_path, SIM, wait) as group:
         group.publish()
-        await group.until(group.follower, "Ray runtime started", READY_S)
+        await group.until(group.follower, "Ray runtime started", START_S)
         group.leader.send(signal.SIGKILL)
         assert await group.leader.ended(SOON_S) != 0
         assert await group.follower.ended(SOON_S) != 0
