@@ -24,10 +24,12 @@ class Sets:
     def __init__(self) -> None:
         self.made: Cluster
         self._revisions: dict[FakeWorker, str] = {}
+        self._started: list[FakeWorker] = []  # those that are no longer listed included
 
     async def add(self, revision: str, *workers: FakeWorker) -> None:
         for worker in workers:
             await worker.start()
+            self._started.append(worker)
             self._revisions[worker] = revision
         self._list()
 
@@ -46,7 +48,7 @@ class Sets:
         self.made.router.registry._fleet.on_targets(targets)
 
     async def stop(self) -> None:
-        for worker in self._revisions:
+        for worker in self._started:
             await worker.stop()
 
 
