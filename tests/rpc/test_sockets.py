@@ -6,14 +6,7 @@ import socket
 
 import pytest
 from millrace_rpc.sockets import listen
-
-
-def have(host: str) -> bool:
-    try:
-        socket.create_server((host, 0), family=socket.AF_INET6).close()
-    except OSError:
-        return False
-    return True
+from millrace_testing.ipv6 import needs_ipv6
 
 
 @pytest.mark.parametrize(
@@ -21,7 +14,7 @@ def have(host: str) -> bool:
     [
         ("127.0.0.1:0", "127.0.0.1"),
         ("localhost:0", "127.0.0.1"),
-        pytest.param("[::1]:0", "::1", marks=pytest.mark.skipif(not have("::1"), reason="no IPv6 on this machine")),
+        pytest.param("[::1]:0", "::1", marks=needs_ipv6),
     ],
 )
 def test_a_client_gets_through(address: str, connect: str) -> None:

@@ -1,5 +1,4 @@
 import asyncio
-import socket
 from pathlib import Path
 
 import pytest
@@ -8,22 +7,12 @@ from millrace_serve.engine.core import Abort, LeaseEnded, RequestId
 from millrace_serve.worker import channels
 from millrace_serve.worker.channels import Receiver, Sender
 from millrace_serve.worker.messages import FreezeGc, Stop, ToEngine
+from millrace_testing.ipv6 import needs_ipv6
 
 MESSAGES = [Abort(RequestId(2**64 - 1, 1)), LeaseEnded(RequestId(1, 0)), FreezeGc(), Stop()]
 
 
-def has_ipv6() -> bool:
-    try:
-        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-    except OSError:
-        return False
-    return True
-
-
-IPV6 = pytest.param("tcp://[::1]:*", marks=pytest.mark.skipif(not has_ipv6(), reason="no IPv6 on this machine"))
-
-
-@pytest.fixture(params=["ipc", "tcp://127.0.0.1:*", IPV6])
+@pytest.fixture(params=["ipc", "tcp://127.0.0.1:*", pytest.param("tcp://[::1]:*", marks=needs_ipv6)])
 def pair(request, tmp_path: Path):  # type: ignore[no-untyped-def]
     context = zmq.Context()
     bind = f"ipc://{tmp_path}/s" if request.param == "ipc" else request.param
