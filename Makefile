@@ -26,7 +26,7 @@ PROTOS := $(wildcard proto/millrace/v1/*.proto)
 STUBS := proto/millrace/v1/worker_pb2.py
 TINY := models/tiny
 TINY_FP8 := models/generated/tiny-fp8
-PACKAGES := proto/millrace_rpc kernels/millrace_kernels services router bench helm/millrace_chart helm/millrace_cluster helm/millrace_dashboards
+PACKAGES := proto/millrace_common proto/millrace_rpc kernels/millrace_kernels services router bench helm/millrace_chart helm/millrace_cluster helm/millrace_dashboards
 
 ##@ Use
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -18,38 +19,83 @@ from millrace_testing.paths import ROOT
 FOLDERS = ("proto", "kernels", "services", "router", "bench")  # what pyproject.toml puts on the path
 MAX_FILE, MAX_FUNCTION = 400, 60
 
-BELOW_ROLES = ("engine", "transfer", "worker")
-# Package → the packages of ours that it may import. More specific names win; a package may always import itself.
+# Package or module → the packages and modules of ours that it may import. The longest name that fits holds, and
+# everything may import itself.
+COMMON, RPC, STUBS, KERNELS = "millrace_common", "millrace_rpc", "millrace", "millrace_kernels"
+MODEL, TRANSFER, HANDOVER = "millrace_serve.model", "millrace_serve.transfer", "millrace_serve.handover"
+ENGINE, WORKER, ROUTER = "millrace_serve.engine", "millrace_serve.worker", "millrace_router"
+CORE, LIMITS = f"{ENGINE}.core", f"{ENGINE}.config"
+CACHE, GRAMMAR, SCHEDULE, STEP = (f"{ENGINE}.{part}" for part in ("cache", "grammar", "schedule", "step"))
+BOTH_PROCESSES = {f"{WORKER}.{part}" for part in ("config", "messages", "channels")}
 MAY_IMPORT = {
-    "millrace": set(),
-    "millrace_rpc": {"millrace"},
-    "millrace_kernels": set(),
-    "millrace_router": {"millrace", "millrace_rpc"},
-    "millrace_serve.model": {"millrace_kernels", "millrace_rpc"},
-    "millrace_serve.engine": {"millrace_serve.model", "millrace_kernels", "millrace_rpc"},
-    "millrace_serve.transfer": {"millrace_serve.engine", "millrace_serve.model", "millrace_rpc"},
-    "millrace_serve.worker": {
-        "millrace",
-        "millrace_rpc",
-        "millrace_kernels",
-        "millrace_serve.model",
-        "millrace_serve.engine",
-        "millrace_serve.transfer",
+    STUBS: set(),
+    COMMON: set(),
+    RPC: {STUBS, COMMON},
+    KERNELS: set(),
+    ROUTER: {STUBS, COMMON, RPC},
+    f"{ROUTER}.config": {COMMON, f"{ROUTER}.discovery.config", f"{ROUTER}.resilience.config"},
+    f"{ROUTER}.text": {STUBS, COMMON, RPC},
+    f"{ROUTER}.discovery": {COMMON},
+    f"{ROUTER}.policy": {COMMON, f"{ROUTER}.config"},
+    f"{ROUTER}.resilience": {COMMON, RPC, f"{ROUTER}.fleet.states", f"{ROUTER}.flow.flow"},
+    f"{ROUTER}.fleet": {
+        STUBS,
+        COMMON,
+        RPC,
+        *(f"{ROUTER}.{part}" for part in ("config", "discovery", "policy", "resilience")),
     },
-    "millrace_serve.prefill": {"millrace", "millrace_rpc", *(f"millrace_serve.{part}" for part in BELOW_ROLES)},
-    "millrace_serve.decode": {"millrace", "millrace_rpc", *(f"millrace_serve.{part}" for part in BELOW_ROLES)},
+    f"{ROUTER}.flow": {
+        *(STUBS, COMMON, RPC),
+        *(f"{ROUTER}.{part}" for part in ("config", "policy", "resilience", "fleet", "text", "edge.tenants")),
+    },
+    f"{ROUTER}.edge": {STUBS, COMMON, RPC, *(f"{ROUTER}.{part}" for part in ("config", "policy", "fleet", "flow"))},
+    f"{ROUTER}.openai": {STUBS, COMMON, RPC, *(f"{ROUTER}.{part}" for part in ("text", "flow", "edge"))},
+    MODEL: {KERNELS, COMMON},
+    ENGINE: set(),
+    CORE: set(),
+    LIMITS: {COMMON},
+    f"{ENGINE}.engine": {CORE, LIMITS, CACHE, SCHEDULE, STEP},
+    CACHE: {CORE, COMMON},
+    GRAMMAR: {CORE, COMMON},
+    SCHEDULE: {CORE, LIMITS, CACHE, GRAMMAR, COMMON},
+    STEP: {CORE, LIMITS, CACHE, SCHEDULE, MODEL, KERNELS, COMMON},
+    f"{ENGINE}.sim": {ENGINE, COMMON},
+    f"{ENGINE}.start": {ENGINE, MODEL, KERNELS, COMMON},
+    TRANSFER: {CORE, COMMON},
+    WORKER: {STUBS, COMMON, RPC, ENGINE, TRANSFER},
+    f"{WORKER}.config": {COMMON, LIMITS, f"{ENGINE}.sim"},
+    f"{WORKER}.messages": {COMMON, CORE, CACHE, TRANSFER},
+    f"{WORKER}.channels": set(),
+    f"{WORKER}.launcher": {f"{WORKER}.config"},
+    f"{WORKER}.frontend": {
+        *(STUBS, COMMON, RPC, CORE, LIMITS, CACHE, f"{ENGINE}.start.phases", f"{TRANSFER}.base"),
+        *(*BOTH_PROCESSES, f"{WORKER}.launcher"),
+    },
+    f"{WORKER}.rank": {COMMON, MODEL, ENGINE, TRANSFER, *BOTH_PROCESSES},
+    HANDOVER: {STUBS, COMMON, RPC, CORE, TRANSFER, WORKER},
+    "millrace_serve.prefill": {STUBS, COMMON, RPC, ENGINE, TRANSFER, WORKER, HANDOVER},
+    "millrace_serve.decode": {STUBS, COMMON, RPC, ENGINE, TRANSFER, WORKER, HANDOVER},
 }
 ANYTHING = ("millrace_cli", "millrace_bench")  # on top of everything: they start it and measure it
 NO_TORCH_NO_GRPC = (
-    "millrace_serve/engine/core.py",
-    "millrace_serve/engine/block_pool.py",
-    "millrace_serve/engine/plan.py",
-    "millrace_serve/engine/sequence.py",
-    "millrace_serve/engine/radix.py",
-    "millrace_serve/engine/*scheduler*.py",
+    "millrace_serve/engine/*.py",
+    "millrace_serve/engine/schedule/*.py",
+    "millrace_serve/engine/cache/[!k]*.py",
+    "millrace_serve/engine/cache/kv_cache.py",  # and not kv_pool.py, which makes pools of tensors too
+    "millrace_serve/engine/grammar/*.py",
+    "millrace_serve/engine/sim/*.py",
 )
-NO_TORCH = ("millrace_rpc/*.py", "millrace_router/**/*.py", "millrace_cli/*.py")
-NO_PROTOBUF = (*NO_TORCH_NO_GRPC, "millrace_serve/engine/*.py", "millrace_serve/model/*.py", "millrace_kernels/**/*.py")
+NO_TORCH = ("millrace_common/*.py", "millrace_rpc/*.py", "millrace_router/**/*.py", "millrace_cli/*.py")
+NO_GRPC = (
+    "millrace_common/*.py",
+    "millrace_serve/model/*.py",
+    "millrace_serve/engine/**/*.py",
+    "millrace_serve/transfer/*.py",
+    "millrace_serve/worker/rank/*.py",
+    "millrace_kernels/**/*.py",
+)
+NO_TENSORS = tuple(f"millrace_serve/{part}/*.py" for part in ("worker/frontend", "handover", "prefill", "decode"))
+TARGET = re.compile(r"millrace_\w+(\.\w+)+(:\w+)?")  # a module, or a function of one, named by a string
 
 
 @dataclass(frozen=True)
@@ -59,26 +105,42 @@ class Module:
     tree: ast.Module
     lines: int
 
-    def imports(self, top_level_only: bool = False) -> Iterator[str]:
-        """Dotted names of imported modules; for `from a import b` both `a` and `a.b`."""
-        for node in self.top_level() if top_level_only else ast.walk(self.tree):
+    def imports(self, nodes: Iterable[ast.AST] | None = None) -> Iterator[str]:
+        """Dotted names of the modules that are imported by `nodes`, or anywhere in the module."""
+        for node in ast.walk(self.tree) if nodes is None else nodes:
             if isinstance(node, ast.Import):
                 yield from (alias.name for alias in node.names)
             elif isinstance(node, ast.ImportFrom) and node.module:
-                yield node.module
-                yield from (f"{node.module}.{alias.name}" for alias in node.names)
+                inner = {alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+                yield from {name if name in names() else node.module for name in inner.values()}
 
-    def top_level(self) -> Iterator[ast.AST]:
-        """Nodes that run at import: not the inside of functions, nor of `if TYPE_CHECKING`."""
+    def run(self, functions: bool = False) -> Iterator[ast.AST]:
+        """Nodes that run when the module is imported, and perhaps those that run when its functions are called. What is
+        below `if TYPE_CHECKING` never runs.
+        """
         stack: list[ast.AST] = [self.tree]
         while stack:
             node = stack.pop()
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and not functions:
                 continue
             if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
                 continue
             yield node
             stack.extend(ast.iter_child_nodes(node))
+
+    def targets(self) -> Iterator[str]:
+        """Modules, and functions of modules, that strings name: `a.b.c`, `a.b.c:function`."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and TARGET.fullmatch(node.value):
+                yield node.value
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "_ours":  # of the kernel table
+                yield f"{KERNELS}.triton.{ast.literal_eval(node.args[0])}"
+
+    def defined(self) -> set[str]:
+        """Names of functions, classes and variables of the module."""
+        stored = (node for node in ast.walk(self.tree) if isinstance(getattr(node, "ctx", None), ast.Store))
+        found = {node.name for node in self.tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        return found | {node.id for node in stored if isinstance(node, ast.Name)}
 
     def package(self) -> str:
         """The row of MAY_IMPORT that holds for this module."""
@@ -93,17 +155,24 @@ def longest_first() -> list[str]:
     return sorted([*MAY_IMPORT, *ANYTHING, "millrace_serve"], key=len, reverse=True)
 
 
-@functools.cache
-def modules() -> tuple[Module, ...]:
-    found = []
+def files() -> Iterator[tuple[str, Path]]:
+    """Dotted names of our modules, and where they are."""
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).glob("millrace*/**/*.py")):
             if "_pb2" not in path.name:
-                text = path.read_text()
                 parts = path.relative_to(ROOT / folder).with_suffix("").parts
-                name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-                found.append(Module(path, name, ast.parse(text), text.count("\n")))
-    return tuple(found)
+                yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+
+
+@functools.cache
+def names() -> frozenset[str]:
+    return frozenset(name for name, _ in files())
+
+
+@functools.cache
+def modules() -> tuple[Module, ...]:
+    texts = ((name, path, path.read_text()) for name, path in files())
+    return tuple(Module(path, name, ast.parse(text), text.count("\n")) for name, path, text in texts)
 
 
 def matching(patterns: tuple[str, ...]) -> list[Module]:
@@ -124,6 +193,7 @@ def forbidden(hits: list[Module], roots: set[str]) -> dict[str, list[str]]:
 def test_every_module_was_found() -> None:
     tops = {module.name.split(".")[0] for module in modules()}
     assert tops == {
+        "millrace_common",
         "millrace_rpc",
         "millrace_kernels",
         "millrace_serve",
@@ -140,11 +210,24 @@ def test_imports_go_downwards_only() -> None:
         if package in ANYTHING or package == "millrace_serve":
             continue
         allowed = MAY_IMPORT[package] | {package}
-        for name in module.imports():
+        for name in (*module.imports(), *(target.partition(":")[0] for target in module.targets())):
             ours = is_within(name, "millrace") or name.startswith("millrace_")
-            if ours and name != "millrace_serve" and not any(is_within(name, other) for other in allowed):
+            if ours and not any(is_within(name, other) for other in allowed):
                 wrong.append(f"{module.name} imports {name}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_what_strings_name_is_there() -> None:
+    """The kernel table, and programs that are started with `python -m`."""
+    found = {target: module.name for module in modules() for target in module.targets()}
+    by_name = {module.name: module for module in modules()}
+    wrong = []
+    for target, module in found.items():
+        name, _, function = target.partition(":")
+        if name not in by_name or (function and function not in by_name[name].defined()):
+            wrong.append(f"{module} names {target}")
+    assert not wrong, "\n".join(wrong)
+    assert sum(module == f"{KERNELS}.backend" for module in found.values()) > 30
 
 
 def test_nothing_imports_the_top() -> None:
@@ -165,27 +248,58 @@ def test_router_and_cli_need_no_torch() -> None:
     assert forbidden(matching(NO_TORCH), {"torch", "transformers", "safetensors", "nixl"}) == {}
 
 
-def test_protobuf_types_stay_above_the_engine() -> None:
-    assert forbidden(matching(NO_PROTOBUF), {"millrace", "google"}) == {}
+def test_frontends_have_no_tensors() -> None:
+    assert forbidden(matching(NO_TENSORS), {"torch", "numpy"}) == {}
 
 
-def test_grpc_stays_out_of_model_and_kernels() -> None:
-    assert forbidden(matching(("millrace_serve/model/*.py", "millrace_kernels/**/*.py")), {"grpc"}) == {}
+def test_grpc_and_protobuf_stay_above_the_engine_and_out_of_ranks() -> None:
+    assert forbidden(matching(NO_GRPC), {"grpc", "grpc_status", "google", STUBS, RPC}) == {}
 
 
-def test_no_import_cycles() -> None:
-    names = {module.name for module in modules()}
-    graph = {
-        module.name: {name for name in module.imports(top_level_only=True) if name in names} for module in modules()
-    }
-    for name, imported in graph.items():
-        imported.discard(name)
-        imported -= {other for other in imported if is_within(name, other)}  # a package's own __init__ is always loaded
+def loaded_with(package: str) -> set[str]:
+    """Everything, ours and not, that importing all of the package imports at once."""
+    todo = [module.name for module in modules() if is_within(module.name, package)]
+    by_name = {module.name: module for module in modules()}
+    found: set[str] = set()
+    while todo:
+        name = todo.pop()
+        if name not in found:
+            found.add(name)
+            todo += by_name[name].imports(by_name[name].run()) if name in by_name else ()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("package", "roots"),
+    [(f"{WORKER}.rank", {"grpc", STUBS, RPC}), (f"{WORKER}.main", {"torch"}), (HANDOVER, {"torch"})],
+)
+def test_a_process_does_not_load_what_the_other_one_is_for(package: str, roots: set[str]) -> None:
+    """Neither does what it imports."""
+    found = loaded_with(package)
+    assert COMMON + ".config" in found
+    assert {name for name in found if name.split(".")[0] in roots} == set()
+
+
+@pytest.mark.parametrize("functions", [False, True], ids=["import", "call"])
+def test_no_import_cycles(functions: bool) -> None:
+    """Neither when modules are imported nor when their functions are called."""
+    graph = {module.name: {*module.imports(module.run(functions))} & names() for module in modules()}
     try:
         order = list(TopologicalSorter(graph).static_order())
     except CycleError as error:
         pytest.fail(f"import cycle: {' -> '.join(error.args[1])}")
-    assert len(order) == len(names)
+    assert len(order) == len(names())
+
+
+def test_packages_say_nothing() -> None:
+    """What an __init__ imports comes with every module of its package, and makes cycles."""
+    wrong = [
+        module.name
+        for module in modules()
+        if module.path.name == "__init__.py"
+        and not all(isinstance(node, ast.Expr) and module.lines == 1 for node in module.tree.body)
+    ]
+    assert wrong == []
 
 
 def test_environment_is_read_at_the_edge_only() -> None:

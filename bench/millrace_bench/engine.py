@@ -15,15 +15,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from millrace_rpc.config import load
-from millrace_serve.engine.batch import BatchBuilder
+from millrace_common.config import load
+from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import EngineConfig, Execution, Role
 from millrace_serve.engine.core import Request, RequestId, SamplingParams, Submit
 from millrace_serve.engine.engine import Engine
-from millrace_serve.engine.factory import make_scheduler, sim_layout
-from millrace_serve.engine.kv_pool import KvPool
-from millrace_serve.engine.limits import ModelFacts
-from millrace_serve.engine.sim_runner import SimRunner, SimSettings
+from millrace_serve.engine.schedule.factory import make_scheduler
+from millrace_serve.engine.schedule.limits import ModelFacts
+from millrace_serve.engine.sim.factory import sim_layout
+from millrace_serve.engine.sim.runner import SimRunner, SimSettings
+from millrace_serve.engine.step.batch import BatchBuilder
 
 from millrace_bench.common import Record, print_record
 

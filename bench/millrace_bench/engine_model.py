@@ -27,10 +27,10 @@ from typing import Any
 import torch
 from millrace_serve.engine.config import Execution, Limits, Role
 from millrace_serve.engine.core import Request, RequestId, SamplingParams, Submit
-from millrace_serve.engine.device import device_of
 from millrace_serve.engine.engine import Engine
-from millrace_serve.engine.phases import Phases
-from millrace_serve.engine.torch_factory import build_engine
+from millrace_serve.engine.start.phases import Phases
+from millrace_serve.engine.start.torch_factory import build_engine
+from millrace_serve.engine.step.device import device_of
 from millrace_serve.model.deepseek_v3 import DeepseekV3
 from millrace_serve.model.parallel import ParallelDims
 

@@ -21,12 +21,13 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from millrace_common.page_hash import page_hashes
 from millrace_router.config import Policy, RouterConfig, Routing
-from millrace_router.metrics import build
-from millrace_router.policy import Placer, Replica, View, Want
+from millrace_router.flow.metrics import build
 from millrace_router.policy.kv_index import Change, KvIndex
+from millrace_router.policy.placer import Placer
 from millrace_router.policy.prefix_index import PrefixIndex
-from millrace_rpc.page_hash import page_hashes
+from millrace_router.policy.snapshot import Replica, View, Want
 
 from millrace_bench.common import Record, Summary, print_record
 

@@ -31,7 +31,7 @@ import torch
 from millrace_kernels.fp8 import Fp8, Operand
 from millrace_kernels.lib import deep_gemm
 from millrace_kernels.triton import launch
-from millrace_serve.engine.device import Replay, device_of
+from millrace_serve.engine.step.device import Replay, device_of
 from millrace_serve.model.attn_step import FormThresholds
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3

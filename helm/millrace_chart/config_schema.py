@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from millrace_common.config import Config
 from millrace_router.config import RouterConfig
-from millrace_rpc.config import Config
 from millrace_serve.worker.config import WorkerConfig
 
 Schema = dict[str, Any]

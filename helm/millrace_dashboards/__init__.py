@@ -1,4 +1,4 @@
-"""Grafana dashboards and Prometheus alerts, made from the catalogue of metrics (millrace_rpc/metrics.py).
+"""Grafana dashboards and Prometheus alerts, made from the catalogue of metrics (millrace_common/metrics.py).
 
 `make dashboards` writes them into the chart. Every query is put together by promql.py, which refuses a name, a label or
 a use that the catalogue does not have.

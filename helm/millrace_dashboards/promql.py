@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from millrace_rpc.metrics import PROCESS, ROUTER, WORKER, Metric
+from millrace_common.metrics import PROCESS, ROUTER, WORKER, Metric
 from prometheus_client import Counter, Gauge, Histogram
 
 CATALOGUE: dict[str, Metric] = {row.attr: row for row in (*ROUTER, *WORKER, *PROCESS)}

@@ -8,8 +8,9 @@ from collections.abc import Awaitable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import grpc
+from millrace_common.reasons import Reason
 
-from millrace_rpc.errors import MillraceError, Reason, from_rpc_error
+from millrace_rpc.errors import MillraceError, from_rpc_error
 from millrace_rpc.server import KEEPALIVE, MAX_MESSAGE_BYTES
 from millrace_rpc.tls import Identity
 

@@ -6,7 +6,6 @@ A `MillraceError` is raised where a request is refused or fails; the servers' ed
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,37 +13,10 @@ import grpc
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
+from millrace_common.reasons import Reason
 
 DOMAIN = "millrace"
 MAX_STATUS_BYTES = 1_000  # of the message in a status: it travels twice, once percent-encoded, in 8 KiB of headers
-
-
-class Reason(enum.StrEnum):
-    INVALID_ARGUMENT = "INVALID_ARGUMENT"  # the request can never work as it is
-    CONTEXT_TOO_LONG = "CONTEXT_TOO_LONG"  # prompt (+ max_tokens) over the model's context
-    MESSAGE_TOO_LARGE = "MESSAGE_TOO_LARGE"
-    MODEL_NOT_FOUND = "MODEL_NOT_FOUND"
-    UNAUTHENTICATED = "UNAUTHENTICATED"
-    NOT_FOUND = "NOT_FOUND"
-    QUEUE_FULL = "QUEUE_FULL"  # the router's queue
-    RATE_LIMITED = "RATE_LIMITED"  # the API key's own limit
-    OVERLOADED = "OVERLOADED"  # a worker without credits
-    SLOW_CLIENT = "SLOW_CLIENT"  # it did not read its stream
-    NO_WORKERS = "NO_WORKERS"  # no routable pair
-    NOT_READY = "NOT_READY"
-    DRAINING = "DRAINING"
-    DEADLINE_TOO_SHORT = "DEADLINE_TOO_SHORT"  # it would pass in the router's queue
-    DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
-    CANCELLED = "CANCELLED"
-    EPOCH_CHANGED = "EPOCH_CHANGED"  # the process at this address is not the one that was meant
-    LAYOUT_MISMATCH = "LAYOUT_MISMATCH"
-    KV_NOT_FOUND = "KV_NOT_FOUND"
-    KV_EXPIRED = "KV_EXPIRED"
-    KV_MISMATCH = "KV_MISMATCH"  # the pages belong to other tokens than the prompt's
-    TRANSFER_FAILED = "TRANSFER_FAILED"
-    WORKER_LOST = "WORKER_LOST"  # the process or its connection went away
-    STALLED = "STALLED"  # a stage made no progress within its limit
-    INTERNAL = "INTERNAL"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from millrace_common.reasons import Reason
 
-from millrace_rpc.errors import MillraceError, Reason
+from millrace_rpc.errors import MillraceError
 from millrace_rpc.health import NOT_SERVING, SERVING, Health
 from millrace_rpc.tls import Identity
 

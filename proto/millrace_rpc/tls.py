@@ -2,7 +2,7 @@
 
 Certificates are files, looked at again while the process runs. A server uses the new ones for the next handshake,
 without a restart and without touching the connections it has; a client for its next channel. New files that do not
-fit together are not used (see reloaded.py).
+fit together are not used (see millrace_common/reloaded.py).
 """
 
 from __future__ import annotations
@@ -10,33 +10,12 @@ from __future__ import annotations
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import grpc
-from pydantic import model_validator
-
-from millrace_rpc.config import Config
-from millrace_rpc.metrics import Metrics
-from millrace_rpc.reloaded import Reloaded
-
-
-class Tls(Config):
-    """PEM files. A process that only calls others may do without `cert` and `key`."""
-
-    cert: Path | None = None  # our certificate, followed by the intermediate ones
-    key: Path | None = None
-    ca: Path | None = None  # who signs the certificates of our peers; absent: whom the system trusts
-    require_client_cert: bool = False  # mTLS: our servers talk to clients with a certificate signed by `ca` only
-    server_name: str = ""  # the name in every worker's certificate; empty: the host of the address that is called
-
-    @model_validator(mode="after")
-    def _complete(self) -> Tls:
-        if (self.cert is None) is not (self.key is None):
-            raise ValueError("cert and key go together")
-        if self.require_client_cert and self.ca is None:
-            raise ValueError("require_client_cert needs ca, which says whose certificates are good")
-        return self
+from millrace_common.metrics import Metrics
+from millrace_common.reloaded import Reloaded
+from millrace_common.tls_config import Tls
 
 
 @dataclass(frozen=True, slots=True)

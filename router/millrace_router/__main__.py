@@ -6,8 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from millrace_rpc import log
-from millrace_rpc.config import ConfigError, load
+from millrace_common import log
+from millrace_common.config import ConfigError, load
 from millrace_rpc.server import run
 
 from millrace_router.config import RouterConfig

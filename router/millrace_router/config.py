@@ -6,9 +6,9 @@ import enum
 import itertools
 from pathlib import Path
 
-from millrace_rpc.config import Config
-from millrace_rpc.tls import Tls
-from millrace_rpc.tracing import Tracing
+from millrace_common.config import Config
+from millrace_common.spans import Tracing
+from millrace_common.tls_config import Tls
 from pydantic import Field, field_validator, model_validator
 
 from millrace_router.discovery.config import DiscoveryConfig, Kind, StaticTarget
@@ -110,7 +110,7 @@ class RouterConfig(Config):
     health: str | None = Field(None, pattern=_ADDRESS)  # plain grpc.health.v1, beside that of the gRPC API
     tls: Tls | None = None  # of every port, and towards the workers; none: plain
     public_tls: Tls | None = None  # of the gRPC and HTTP APIs, where clients trust another authority than the workers
-    api_keys: Path | None = None  # file of tenants.py; none: everybody may call
+    api_keys: Path | None = None  # file of edge/tenants.py; none: everybody may call
     tracing: Tracing = Tracing()
     prefill_policy: Policy = Policy.LEAST_LOADED
     decode_policy: Policy = Policy.LEAST_LOADED

@@ -20,22 +20,24 @@ import signal
 from pathlib import Path
 
 from millrace.v1 import admin_pb2_grpc
-from millrace_rpc import tracing
-from millrace_rpc.errors import MillraceError, Reason
-from millrace_rpc.gc_hooks import ProcessGc
-from millrace_rpc.loop_lag import LoopLag
+from millrace_common import tracing
+from millrace_common.gc_hooks import ProcessGc
+from millrace_common.loop_lag import LoopLag
+from millrace_common.reasons import Reason
+from millrace_rpc.errors import MillraceError
 from millrace_rpc.server import Server
 
-from millrace_router import admin, admin_http, grpc_service, openai_http, probes, security
-from millrace_router.admission import Admission
 from millrace_router.config import RouterConfig
-from millrace_router.generation import Backend
-from millrace_router.guard import GrpcGuard, HttpGuard
-from millrace_router.http_server import HttpServer
-from millrace_router.inference import Inference
-from millrace_router.metrics import build, forget_tenants
-from millrace_router.registry import Registry
-from millrace_router.tokenizer import Tokenizer
+from millrace_router.edge import admin, admin_http, grpc_service, probes, security
+from millrace_router.edge.guard import GrpcGuard, HttpGuard
+from millrace_router.edge.http_server import HttpServer
+from millrace_router.fleet.registry import Registry
+from millrace_router.flow.admission import Admission
+from millrace_router.flow.generation import Backend
+from millrace_router.flow.inference import Inference
+from millrace_router.flow.metrics import build, forget_tenants
+from millrace_router.openai import http as openai_http
+from millrace_router.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 

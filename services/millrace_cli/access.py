@@ -22,7 +22,8 @@ def identity(ca: Path | None, cert: Path | None, key: Path | None) -> Identity |
     """None: plain."""
     if ca is None and cert is None and key is None:
         return None
-    from millrace_rpc.tls import Identity, Tls
+    from millrace_common.tls_config import Tls
+    from millrace_rpc.tls import Identity
 
     try:
         return Identity(Tls(ca=ca, cert=cert, key=key))

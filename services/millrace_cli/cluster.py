@@ -31,7 +31,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from millrace_rpc.tls import Identity, Tls
+from millrace_common.tls_config import Tls
+from millrace_rpc.tls import Identity
 
 from millrace_cli import probe
 from millrace_cli.process import Process

@@ -10,14 +10,14 @@ import logging
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 
-from millrace_rpc import config as configuration
-from millrace_rpc import log as logs
-from millrace_serve.engine import phases
+from millrace_common import config as configuration
+from millrace_common import log as logs
+from millrace_serve.engine.start import phases
 from millrace_serve.worker import caches
 from millrace_serve.worker.config import WorkerConfig
+from millrace_serve.worker.frontend.ranks import RankLost, Ranks
 from millrace_serve.worker.launch import make_launcher
 from millrace_serve.worker.messages import RankProgress, Report
-from millrace_serve.worker.ranks import RankLost, Ranks
 from rich.console import Console
 from rich.table import Table
 

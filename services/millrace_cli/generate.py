@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 import grpc
 from millrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from millrace_common.reasons import Reason
 from millrace_rpc.client import channel
-from millrace_rpc.errors import Reason, from_rpc_error
+from millrace_rpc.errors import from_rpc_error
 from millrace_rpc.tls import Identity
 from rich.console import Console
 

@@ -18,7 +18,8 @@ import pytest_asyncio
 from jsonschema import Draft202012Validator
 from millrace.v1 import admin_pb2, common_pb2
 from millrace_cli.cluster import ClusterSpec, LocalCluster
-from millrace_rpc.errors import Reason, from_rpc_error
+from millrace_common.reasons import Reason
+from millrace_rpc.errors import from_rpc_error
 from millrace_testing.client import Answer, Client, collect, until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from millrace_chart.render import find_helm
 from millrace_cli.cluster import ClusterSpec, LocalCluster
-from millrace_rpc.tls import Tls
+from millrace_common.tls_config import Tls
 from millrace_testing.certificates import Authority
 from millrace_testing.charts import of_kind, rendered
 from millrace_testing.paths import ROOT

@@ -16,7 +16,7 @@ import pytest_asyncio
 import torch
 from millrace_bench.tasks import TASKS
 from millrace_cli.cluster import ClusterSpec, LocalCluster
-from millrace_router.tokenizer import Tokenizer
+from millrace_router.text.tokenizer import Tokenizer
 from millrace_serve.model.export_fp8 import export
 from millrace_testing.client import Answer, Client
 from millrace_testing.paths import TINY

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from millrace_cli.cluster import LocalCluster
 from millrace_serve.engine.core import SamplingParams
-from millrace_serve.engine.sim_runner import SimSettings, oracle_outputs
+from millrace_serve.engine.sim.runner import SimSettings, oracle_outputs
 from millrace_testing.kube_server import KubeServer
 from millrace_testing.pods import PRE_STOP_S, Pod, Pods
 from millrace_testing.prometheus import free_port

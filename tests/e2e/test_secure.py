@@ -17,9 +17,11 @@ import httpx
 import pytest
 from millrace.v1 import inference_pb2, inference_pb2_grpc
 from millrace_cli.cluster import ClusterSpec, LocalCluster
+from millrace_common.reasons import Reason
+from millrace_common.tls_config import Tls
 from millrace_rpc.client import channel
-from millrace_rpc.errors import Reason, from_rpc_error
-from millrace_rpc.tls import Identity, Tls
+from millrace_rpc.errors import from_rpc_error
+from millrace_rpc.tls import Identity
 from millrace_testing.certificates import Authority
 from millrace_testing.collector import Collector, Seen, collecting
 

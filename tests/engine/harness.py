@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence as Tokens
 
 import numpy as np
-from millrace_rpc.page_hash import page_hashes
+from millrace_common.page_hash import page_hashes
 from millrace_serve.engine.config import EngineConfig, Role
 from millrace_serve.engine.core import (
     EngineInput,
@@ -23,8 +23,8 @@ from millrace_serve.engine.core import (
     TokenOutput,
 )
 from millrace_serve.engine.engine import Engine
-from millrace_serve.engine.factory import build_sim_engine
-from millrace_serve.engine.sim_runner import SimSettings, oracle_outputs
+from millrace_serve.engine.sim.factory import build_sim_engine
+from millrace_serve.engine.sim.runner import SimSettings, oracle_outputs
 
 TINY = {"num_pages": 14, "page_size": 4, "max_model_len": 32, "max_running": 3, "max_waiting": 50}
 SETTINGS = SimSettings(vocab_size=200, page_kv_bytes=8, eos_lengths=(2, 12))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 from engine.harness import Driver, request
-from millrace_rpc.page_hash import chain_hash, page_hashes
-from millrace_serve.engine.batch import BatchBuilder, StepBatch
+from millrace_common.page_hash import chain_hash, page_hashes
 from millrace_serve.engine.config import Role
 from millrace_serve.engine.core import RequestId
-from millrace_serve.engine.plan import Plan
+from millrace_serve.engine.schedule.plan import Plan
+from millrace_serve.engine.step.batch import BatchBuilder, StepBatch
 
 SIZE = 4
 

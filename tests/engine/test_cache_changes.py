@@ -8,11 +8,11 @@ import pytest
 from engine.harness import Driver, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from millrace_rpc.page_hash import page_hashes
-from millrace_serve.engine.cache_changes import CacheChanges
+from millrace_common.page_hash import page_hashes
+from millrace_serve.engine.cache.changes import CacheChanges
+from millrace_serve.engine.cache.radix import Node
 from millrace_serve.engine.config import Role
 from millrace_serve.engine.core import CacheChange, FlushCache
-from millrace_serve.engine.radix import Node
 
 BLOCKS = st.integers(0, 5)
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from engine.harness import request, said
 from millrace_kernels.rms_norm import rms_norm
-from millrace_serve.engine import startup
-from millrace_serve.engine.compile import compiled
 from millrace_serve.engine.config import Execution, Limits, Role
 from millrace_serve.engine.engine import Engine
-from millrace_serve.engine.torch_factory import build_engine
+from millrace_serve.engine.start import startup
+from millrace_serve.engine.start.compile import compiled
+from millrace_serve.engine.start.torch_factory import build_engine
 from millrace_serve.model.parallel import ParallelDims
 from millrace_testing.paths import TINY
 from millrace_testing.reference import LOGPROB_TOLERANCE

@@ -11,12 +11,12 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from millrace_serve.engine import compile_ahead
-from millrace_serve.engine.compile_ahead import Part, beside, fingerprint, mark, num_processes, parts, turned
+from millrace_serve.engine.cache.kv_pool import KvLayout
 from millrace_serve.engine.config import Execution, Limits, Role
-from millrace_serve.engine.kv_pool import KvLayout
-from millrace_serve.engine.startup import Site
-from millrace_serve.engine.torch_factory import build_engine
+from millrace_serve.engine.start import compile_ahead
+from millrace_serve.engine.start.compile_ahead import Part, beside, fingerprint, mark, num_processes, parts, turned
+from millrace_serve.engine.start.startup import Site
+from millrace_serve.engine.start.torch_factory import build_engine
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.moe import Moe
 from millrace_serve.model.parallel import ParallelDims
@@ -253,7 +253,7 @@ def test_they_end_when_the_weights_cannot_be_read(monkeypatch: pytest.MonkeyPatc
 def test_they_end_with_the_rank(tmp_path: Path) -> None:
     """What their stdin is to them: a pipe that closes."""
     read, write = os.pipe()
-    code = "from millrace_serve.engine.compile_ahead import _end_with_parent; _end_with_parent()"
+    code = "from millrace_serve.engine.start.compile_ahead import _end_with_parent; _end_with_parent()"
     process = compile_ahead.subprocess.Popen([sys.executable, "-c", code], stdin=read)
     os.close(read)
     os.close(write)

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 from engine.harness import Driver, request
-from millrace_serve.engine.batch import StepBatch
+from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import EngineConfig, Role
 from millrace_serve.engine.core import (
     FinishReason,
@@ -26,10 +26,10 @@ from millrace_serve.engine.core import (
     Submit,
 )
 from millrace_serve.engine.engine import Engine
-from millrace_serve.engine.factory import sim_layout
-from millrace_serve.engine.kv_pool import KvPool
-from millrace_serve.engine.sim_runner import SimRunner, SimSettings
-from millrace_serve.engine.torch_factory import build_engine
+from millrace_serve.engine.sim.factory import sim_layout
+from millrace_serve.engine.sim.runner import SimRunner, SimSettings
+from millrace_serve.engine.start.torch_factory import build_engine
+from millrace_serve.engine.step.batch import StepBatch
 from millrace_serve.model.parallel import ParallelDims
 from millrace_testing.paths import TINY
 from millrace_testing.reference import Continuation, assert_same, greedy, load
@@ -220,7 +220,7 @@ def test_a_context_longer_than_the_models_is_refused():
 
 
 def test_the_simulated_engine_needs_no_torch():
-    code = "import sys; sys.modules['torch'] = None; import millrace_serve.engine.factory"
+    code = "import sys; sys.modules['torch'] = None; import millrace_serve.engine.sim.factory"
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})
 
 

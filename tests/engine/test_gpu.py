@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from engine.harness import request, said
-from millrace_serve.engine import startup
 from millrace_serve.engine.config import Execution, Limits, Role
 from millrace_serve.engine.core import Submit
 from millrace_serve.engine.engine import Engine
-from millrace_serve.engine.graphs import Columns, DecodeGraphs, columns_size
-from millrace_serve.engine.torch_factory import build_engine
+from millrace_serve.engine.start import startup
+from millrace_serve.engine.start.torch_factory import build_engine
+from millrace_serve.engine.step.graphs import Columns, DecodeGraphs, columns_size
 from millrace_serve.model.parallel import ParallelDims
 from millrace_testing.paths import TINY
 

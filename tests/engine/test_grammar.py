@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from engine.harness import SETTINGS, Driver, fill_pages, first_output, request
-from millrace_serve.engine.batch import StepBatch
+from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import Role
 from millrace_serve.engine.core import (
     Abort,
@@ -26,11 +26,11 @@ from millrace_serve.engine.core import (
     RequestId,
     Route,
 )
-from millrace_serve.engine.grammar import MAX_COMPILED, GrammarError, Grammars
-from millrace_serve.engine.kv_pool import KvPool
-from millrace_serve.engine.lockstep import Together, follow
-from millrace_serve.engine.plan import StepOutput
-from millrace_serve.engine.sim_runner import SimRunner
+from millrace_serve.engine.grammar.grammars import MAX_COMPILED, GrammarError, Grammars
+from millrace_serve.engine.schedule.plan import StepOutput
+from millrace_serve.engine.sim.runner import SimRunner
+from millrace_serve.engine.step.batch import StepBatch
+from millrace_serve.engine.step.lockstep import Together, follow
 
 V = SETTINGS.vocab_size
 WORDS = -(-V // 32)

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 from engine.harness import request, said
-from millrace_serve.engine.batch import StepBatch
 from millrace_serve.engine.config import EngineConfig, Execution, Role
 from millrace_serve.engine.core import Request
-from millrace_serve.engine.device import Cpu
 from millrace_serve.engine.engine import Engine
-from millrace_serve.engine.graphs import BUCKETS, Columns, DecodeGraphs, PaddedRows, buckets_up_to, columns_size
-from millrace_serve.engine.rehearsal import Shape, batch_of
-from millrace_serve.engine.torch_factory import build_engine
+from millrace_serve.engine.start.rehearsal import Shape, batch_of
+from millrace_serve.engine.start.torch_factory import build_engine
+from millrace_serve.engine.step.batch import StepBatch
+from millrace_serve.engine.step.device import Cpu
+from millrace_serve.engine.step.graphs import BUCKETS, Columns, DecodeGraphs, PaddedRows, buckets_up_to, columns_size
 from millrace_serve.model.inputs import ForwardInput
 from millrace_serve.model.parallel import ParallelDims
 from millrace_testing.paths import TINY

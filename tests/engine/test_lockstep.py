@@ -8,15 +8,15 @@ from pathlib import Path
 import torch
 import torch.multiprocessing as mp
 from engine.harness import SETTINGS, TINY, request
-from millrace_serve.engine.batch import StepBatch
+from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import EngineConfig, Execution, Role
 from millrace_serve.engine.core import Submit
-from millrace_serve.engine.factory import build_sim_engine
-from millrace_serve.engine.kv_pool import KvPool
-from millrace_serve.engine.lockstep import AllGather, Alone, State, Together, follow
-from millrace_serve.engine.plan import StepOutput
-from millrace_serve.engine.sim_runner import SimRunner
-from millrace_serve.engine.torch_factory import build_engine, load_rank, run_follower
+from millrace_serve.engine.schedule.plan import StepOutput
+from millrace_serve.engine.sim.factory import build_sim_engine
+from millrace_serve.engine.sim.runner import SimRunner
+from millrace_serve.engine.start.torch_factory import build_engine, load_rank, run_follower
+from millrace_serve.engine.step.batch import StepBatch
+from millrace_serve.engine.step.lockstep import AllGather, Alone, State, Together, follow
 from millrace_serve.model.parallel import init_parallel, leave_parallel
 from millrace_testing import paths
 

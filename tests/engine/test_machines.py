@@ -10,7 +10,7 @@ from engine.harness import SETTINGS, TINY, Driver, fill_pages, first_output, req
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from millrace_rpc.page_hash import page_hashes
+from millrace_common.page_hash import page_hashes
 from millrace_serve.engine.config import Role
 from millrace_serve.engine.core import (
     Abort,
@@ -25,7 +25,7 @@ from millrace_serve.engine.core import (
     RequestId,
     Route,
 )
-from millrace_serve.engine.sim_runner import oracle_outputs
+from millrace_serve.engine.sim.runner import oracle_outputs
 
 PREFIXES = ([20] * 12, [20] * 4 + [30] * 8, [40, 41, 42])
 EXPECTED_FAILURES = {"DEADLINE_EXCEEDED", "CONTEXT_TOO_LONG", "OVERLOADED", "TRANSFER_FAILED", "INVALID_ARGUMENT"}

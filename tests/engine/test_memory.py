@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from millrace_serve.engine import memory
 from millrace_serve.engine.config import Limits
-from millrace_serve.engine.memory import GIB, MIB, Demand, Memory, MemoryPlan, OverCommitted, make_plan
+from millrace_serve.engine.start import memory
+from millrace_serve.engine.start.memory import GIB, MIB, Demand, Memory, MemoryPlan, OverCommitted, make_plan
 
 H200 = Memory(total=140 * GIB, free=139 * GIB)
 DEMAND = Demand(weights=100 * GIB, activations=6 * GIB, graphs=2 * GIB, libraries=1 * GIB)

@@ -11,10 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from millrace_rpc.page_hash import chain_hash, page_hashes
-from millrace_serve.engine.block_pool import BlockPool, Holder, InvariantError
-from millrace_serve.engine.kv_cache import CachedPrefix, KvCache
-from millrace_serve.engine.kv_pool import PROTOCOL_VERSION, KvLayout, KvPool
+from millrace_common.page_hash import chain_hash, page_hashes
+from millrace_serve.engine.cache.block_pool import BlockPool, Holder, InvariantError
+from millrace_serve.engine.cache.kv_cache import CachedPrefix, KvCache
+from millrace_serve.engine.cache.kv_pool import PROTOCOL_VERSION, KvLayout, KvPool
 
 
 def test_chain_hash_is_what_it_says():

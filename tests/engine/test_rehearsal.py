@@ -9,9 +9,9 @@ from engine.harness import request
 from millrace_serve.engine.config import Execution, Limits, Role
 from millrace_serve.engine.core import Submit
 from millrace_serve.engine.engine import Engine
-from millrace_serve.engine.phases import Phases, slowest, table
-from millrace_serve.engine.rehearsal import Shape, batch_of, decode_shapes, largest, prefill_shapes
-from millrace_serve.engine.torch_factory import build_engine
+from millrace_serve.engine.start.phases import Phases, slowest, table
+from millrace_serve.engine.start.rehearsal import Shape, batch_of, decode_shapes, largest, prefill_shapes
+from millrace_serve.engine.start.torch_factory import build_engine
 from millrace_serve.model.parallel import ParallelDims
 from millrace_testing.paths import TINY
 

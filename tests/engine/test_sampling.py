@@ -10,12 +10,12 @@ import pytest
 import torch
 from millrace_kernels.ref.sample_tokens import gumbel_noise
 from millrace_serve.engine.core import Request, RequestId, SamplingParams
-from millrace_serve.engine.device import Cpu
-from millrace_serve.engine.plan import StepOutput
-from millrace_serve.engine.sampling import TokenTables, results, sample
-from millrace_serve.engine.sampling_batch import SamplingTable
-from millrace_serve.engine.sequence import Sequence
-from millrace_serve.engine.staging import Staging
+from millrace_serve.engine.schedule.plan import StepOutput
+from millrace_serve.engine.schedule.sequence import Sequence
+from millrace_serve.engine.step.device import Cpu
+from millrace_serve.engine.step.sampling import TokenTables, results, sample
+from millrace_serve.engine.step.sampling_batch import SamplingTable
+from millrace_serve.engine.step.staging import Staging
 
 V = 24
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from engine.harness import Driver, fill_pages, first_output, request
-from millrace_rpc.page_hash import page_hashes
+from millrace_common.page_hash import page_hashes
 from millrace_serve.engine.config import EngineConfig, Role
 from millrace_serve.engine.core import (
     Abort,

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from millrace_serve.engine.device import Cpu
-from millrace_serve.engine.staging import ALIGN, NUM_SLOTS, Staging
+from millrace_serve.engine.step.device import Cpu
+from millrace_serve.engine.step.staging import ALIGN, NUM_SLOTS, Staging
 
 
 @dataclass(slots=True)

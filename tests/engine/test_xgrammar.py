@@ -14,13 +14,13 @@ from engine.harness import request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
-from millrace_rpc.grammar_text import MAX_BYTES, MAX_DEPTH
+from millrace_common.grammar_text import MAX_BYTES, MAX_DEPTH
 from millrace_serve.engine.config import EngineConfig, Role
 from millrace_serve.engine.core import Failure, FinishReason, Grammar, GrammarKind, Request, Submit
 from millrace_serve.engine.engine import Engine
-from millrace_serve.engine.grammar import GrammarError, Grammars
-from millrace_serve.engine.torch_factory import build_engine
-from millrace_serve.engine.xgrammar_compiler import XgrammarCompiler
+from millrace_serve.engine.grammar.grammars import GrammarError, Grammars
+from millrace_serve.engine.grammar.xgrammar_compiler import XgrammarCompiler
+from millrace_serve.engine.start.torch_factory import build_engine
 from millrace_serve.model.parallel import ParallelDims
 from millrace_testing import paths
 from tokenizers import Tokenizer

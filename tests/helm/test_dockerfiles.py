@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import pytest
 from millrace_chart.render import ROOT
 from millrace_cli.cluster import SERVERS, TINY
+from millrace_common.config import Config, load
 from millrace_router.config import RouterConfig
-from millrace_rpc.config import Config, load
 from millrace_serve.worker.config import WorkerConfig
 from millrace_testing.charts import of_kind, pods, rendered
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from millrace_chart.images import ROUTER, WORKERS
 from millrace_chart.render import CHART, ROOT, objects, template
-from millrace_rpc import metrics
+from millrace_common import metrics
 from millrace_testing.charts import CPU, of_kind, pods
 
 K8S = ROOT / "k8s"

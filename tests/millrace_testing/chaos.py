@@ -34,7 +34,7 @@ import httpx
 from millrace_bench.common import Record, print_record
 from millrace_rpc.errors import TABLE, MillraceError, from_rpc_error
 from millrace_serve.engine.core import SamplingParams
-from millrace_serve.engine.sim_runner import SPECIAL_TOKENS, SimSettings, oracle_outputs
+from millrace_serve.engine.sim.runner import SPECIAL_TOKENS, SimSettings, oracle_outputs
 
 from millrace_testing.client import Answer, Client, collect
 from millrace_testing.namespaces import available

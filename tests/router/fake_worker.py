@@ -21,7 +21,8 @@ from millrace.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from millrace_rpc.errors import MillraceError, Reason
+from millrace_common.reasons import Reason
+from millrace_rpc.errors import MillraceError
 from millrace_rpc.server import Server
 
 PREFILL, DECODE, UNIFIED = worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_DECODE, worker_pb2.ROLE_UNIFIED

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from millrace_router.admission import Admission, ServiceRate
-from millrace_router.fair_queue import HOLD_S, PATIENCE, Place, Ticket
-from millrace_router.policy import Placement, Want
-from millrace_rpc.errors import MillraceError, Reason
+from millrace_common.reasons import Reason
+from millrace_router.flow.admission import Admission, ServiceRate
+from millrace_router.flow.fair_queue import HOLD_S, PATIENCE, Place, Ticket
+from millrace_router.policy.snapshot import Placement, Want
+from millrace_rpc.errors import MillraceError
 
 PLACE: Placement = object()  # type: ignore[assignment]
 

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from millrace.v1 import common_pb2, worker_pb2
+from millrace_common.reasons import Reason
 from millrace_router.config import Timeouts
-from millrace_router.flow import LEGAL, MAX_REFUSALS, Abort, Count, Flow, Leg, Retry, Stage, Submit
-from millrace_rpc.errors import TABLE, MillraceError, Reason
+from millrace_router.flow.flow import LEGAL, MAX_REFUSALS, Abort, Count, Flow, Leg, Retry, Stage, Submit
+from millrace_rpc.errors import TABLE, MillraceError
 
 BOTH = frozenset(Leg)
 ERROR, LENGTH, STOP = (

@@ -13,11 +13,13 @@ import grpc
 import httpx
 import pytest
 from millrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc, worker_pb2
-from millrace_router.guard import MAX_HEADER_BYTES, HttpGuard
-from millrace_router.http_server import MAX_HEAD_BYTES
+from millrace_common.reasons import Reason
+from millrace_common.tls_config import Tls
+from millrace_router.edge.guard import MAX_HEADER_BYTES, HttpGuard
+from millrace_router.edge.http_server import MAX_HEAD_BYTES
 from millrace_rpc.client import channel
-from millrace_rpc.errors import Reason, from_rpc_error
-from millrace_rpc.tls import Identity, Tls
+from millrace_rpc.errors import from_rpc_error
+from millrace_rpc.tls import Identity
 from millrace_testing.certificates import Authority
 from router.fake_worker import DECODE, PREFILL, UNIFIED, FakeWorker, expected, output
 from router.harness import Cluster

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from millrace.v1 import worker_pb2
+from millrace_common.reasons import Reason
 from millrace_router.config import Timeouts
-from millrace_router.flow import Flow, Leg
-from millrace_router.hedged import Hedged
+from millrace_router.flow.flow import Flow, Leg
+from millrace_router.flow.hedged import Hedged
 from millrace_router.resilience.hedge import Hedge
-from millrace_rpc.errors import MillraceError, Reason, from_rpc_error
+from millrace_rpc.errors import MillraceError, from_rpc_error
 from router.fake_worker import DECODE, PREFILL, FakeWorker, expected, fails, failure, hangs, normal
 from router.harness import Cluster
 from router.test_flow import BOTH, out

@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable
 
 import pytest
-from millrace_router.ask import Ask
-from millrace_router.limits import Bucket
-from millrace_router.tenants import Caller, Tenant, caller
-from millrace_rpc.errors import MillraceError, Reason
+from millrace_common.reasons import Reason
+from millrace_router.edge.limits import Bucket
+from millrace_router.edge.tenants import Caller, Tenant, caller
+from millrace_router.flow.ask import Ask
+from millrace_rpc.errors import MillraceError
 from router.fake_worker import DECODE, PREFILL, FakeWorker, expected
 from router.harness import Cluster
 

@@ -17,9 +17,10 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from millrace.v1 import inference_pb2, inference_pb2_grpc
+from millrace_common.reasons import Reason
 from millrace_router.main import PARTING_S, Router
 from millrace_rpc.client import channel
-from millrace_rpc.errors import Reason, from_rpc_error
+from millrace_rpc.errors import from_rpc_error
 from millrace_testing.proxy import Proxy
 from router.fake_worker import UNIFIED, FakeWorker, expected, hangs
 from router.harness import Cluster

@@ -10,8 +10,8 @@ from typing import Any
 import openai
 import pytest
 from millrace.v1 import common_pb2, worker_pb2
-from millrace_router import markers
-from millrace_router.tokenizer import Tokenizer
+from millrace_router.text import markers
+from millrace_router.text.tokenizer import Tokenizer
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
 from router.fake_worker import DECODE, PREFILL, FakeWorker

@@ -12,7 +12,7 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
-from millrace_router import openapi
+from millrace_router.openai import openapi
 from millrace_rpc.errors import TABLE
 from router.harness import Cluster
 from schemathesis import GenerationMode

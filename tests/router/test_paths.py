@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator, Callable
 import grpc
 import pytest
 from millrace.v1 import common_pb2, inference_pb2, worker_pb2
-from millrace_rpc.errors import Reason, from_rpc_error
+from millrace_common.reasons import Reason
+from millrace_rpc.errors import from_rpc_error
 from router.fake_worker import (
     DECODE,
     PREFILL,

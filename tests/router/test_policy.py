@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from millrace_router.config import Policy, RouterConfig, Routing
-from millrace_router.policy import Chooser, Pair, Placement, Replica, Situation, Unified, View, Want
-from millrace_router.policy.choose import SCORERS
+from millrace_router.policy.choose import SCORERS, Chooser, Situation
 from millrace_router.policy.scoring import Inputs, best
+from millrace_router.policy.snapshot import Pair, Placement, Replica, Unified, View, Want
 from pydantic import ValidationError
 
 WANT = Want(tokens=10)

@@ -8,10 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from millrace_router.config import Policy, Routing
-from millrace_router.policy import Indexes, Pair, Replica, Unified, Want, kv_index
+from millrace_router.policy import kv_index
 from millrace_router.policy.holders import Bits, depths
+from millrace_router.policy.indexes import Indexes
 from millrace_router.policy.kv_index import Change, KvIndex
 from millrace_router.policy.prefix_index import MAX_DEAD, PrefixIndex
+from millrace_router.policy.snapshot import Pair, Replica, Unified, Want
 
 CHAINS = [[100 * chain + (0 if block < 3 else chain) + block for block in range(9)] for chain in range(4)]
 for chain in CHAINS[1:]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import grpc
 import pytest
 from millrace.v1 import admin_pb2, worker_pb2
-from millrace_rpc.page_hash import page_hashes
+from millrace_common.page_hash import page_hashes
 from router.fake_worker import CONTEXT, DECODE, PREFILL, UNIFIED, FakeWorker, expected
 from router.harness import Cluster
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from millrace_router.config import Routing
-from millrace_router.policy import Replica, Want, session
+from millrace_router.policy import session
 from millrace_router.policy.scoring import Inputs, best
-from millrace_router.policy.snapshot import Key
+from millrace_router.policy.snapshot import Key, Replica, Want
 
 SESSIONS = [f"session-{i}" for i in range(60)]
 NAMES = st.sets(st.integers(0, 30), min_size=2, max_size=8)

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 from millrace.v1 import common_pb2
-from millrace_rpc.errors import Reason, from_rpc_error
+from millrace_common.reasons import Reason
+from millrace_rpc.errors import from_rpc_error
 from router.fake_worker import DECODE, PREFILL, FakeWorker, dies, expected, fails
 from router.harness import Cluster
 

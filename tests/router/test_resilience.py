@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from millrace_router.metrics import build
+from millrace_common.reasons import Reason
+from millrace_router.flow.metrics import build
 from millrace_router.resilience.breaker import LEGAL, Breaker, State
 from millrace_router.resilience.budget import HEDGES, Budget
 from millrace_router.resilience.config import BreakerRules, OutlierRules, Resilience, RetryBudget
 from millrace_router.resilience.health import FAULTS, Health
 from millrace_router.resilience.outliers import Record, judge
 from millrace_router.resilience.window import Window
-from millrace_rpc.errors import Reason
 
 RULES = BreakerRules(consecutive=3, ratio=0.5, least=8, window=10, pause=2, longest_pause=5, probes=2, probe=4)
 

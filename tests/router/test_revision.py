@@ -7,9 +7,10 @@ from collections.abc import AsyncIterator, Callable
 
 import grpc
 import pytest
+from millrace_common.reasons import Reason
 from millrace_router.discovery.base import Target
-from millrace_router.policy import Pair, View
-from millrace_rpc.errors import Reason, from_rpc_error
+from millrace_router.policy.snapshot import Pair, View
+from millrace_rpc.errors import from_rpc_error
 from router.fake_worker import DECODE, PREFILL, UNIFIED, FakeWorker, expected, fails, hangs
 from router.harness import Cluster
 from router.test_policy import choose, replica

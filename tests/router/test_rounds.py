@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from millrace.v1 import common_pb2
 from millrace_router.config import Timeouts
-from millrace_router.flow import Flow, Leg, Stage
-from millrace_router.rounds import LONGEST_REST_S, SHORT_S, Rounds, rest_s
-from millrace_router.stream import Continuation, Delta, Stream
+from millrace_router.flow.flow import Flow, Leg, Stage
+from millrace_router.flow.rounds import LONGEST_REST_S, SHORT_S, Rounds, rest_s
+from millrace_router.flow.stream import Continuation, Delta, Stream
 
 SECONDS = st.floats(0, 1)
 

@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable
 
 import pytest
-from millrace_rpc.tracing import OFF, Tracing, checked, make
-from millrace_rpc.tracing_otel import OtelTracer, provider
+from millrace_common.spans import Tracing
+from millrace_common.tracing import OFF, checked, make
+from millrace_common.tracing_otel import OtelTracer, provider
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter

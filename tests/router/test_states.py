@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from millrace_router.states import DISCOVERED, HEALTHY, ROUTABLE, Pair, Seen, count, routable
+from millrace_router.fleet.states import DISCOVERED, HEALTHY, ROUTABLE, Pair, Seen, count, routable
 
 P, D, U = Seen("prefill", "p", "", ""), Seen("decode", "d", "", ""), Seen("unified", "u", "", "")
 PD = Pair("p", "d")

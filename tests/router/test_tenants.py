@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from millrace_router.limits import Bucket
-from millrace_router.tenants import Keys, Tenant
-from millrace_rpc.errors import MillraceError, Reason
+from millrace_common.reasons import Reason
+from millrace_router.edge.limits import Bucket
+from millrace_router.edge.tenants import Keys, Tenant
+from millrace_rpc.errors import MillraceError
 
 SECRET = "sk-very-secret-0123456789"
 

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from millrace_router.stream import Text
-from millrace_router.tokenizer import LONG_TEXT, Detokenizer, Tokenizer
-from millrace_rpc.config import ConfigError
-from millrace_rpc.errors import MillraceError, Reason
+from millrace_common.config import ConfigError
+from millrace_common.reasons import Reason
+from millrace_router.flow.stream import Text
+from millrace_router.text.tokenizer import LONG_TEXT, Detokenizer, Tokenizer
+from millrace_rpc.errors import MillraceError
 from router.harness import BOS, EOS, USER, write_tokenizer
 from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders

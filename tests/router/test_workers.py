@@ -11,10 +11,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from millrace.v1 import admin_pb2, worker_pb2
+from millrace_common.reasons import Reason
 from millrace_router.config import Timeouts
 from millrace_router.discovery.base import Target
-from millrace_router.worker import Worker
-from millrace_rpc.errors import MillraceError, Reason, from_rpc_error
+from millrace_router.fleet.worker import Worker
+from millrace_rpc.errors import MillraceError, from_rpc_error
 from router.fake_worker import DECODE, PREFILL, UNIFIED, FakeWorker, expected, hangs
 from router.harness import Cluster
 

@@ -9,8 +9,9 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 from millrace.v1 import inference_pb2, inference_pb2_grpc
+from millrace_common.reasons import Reason
 from millrace_rpc.client import heard_within, reply, routers
-from millrace_rpc.errors import MillraceError, Reason
+from millrace_rpc.errors import MillraceError
 from millrace_rpc.server import Server
 
 

@@ -8,7 +8,8 @@ from google.protobuf import any_pb2
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 from millrace.v1 import inference_pb2
-from millrace_rpc.errors import DOMAIN, TABLE, MillraceError, Reason, from_rpc_error
+from millrace_common.reasons import Reason
+from millrace_rpc.errors import DOMAIN, TABLE, MillraceError, from_rpc_error
 
 
 async def error_of_unary(running) -> grpc.aio.AioRpcError:

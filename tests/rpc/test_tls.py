@@ -12,11 +12,12 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from millrace.v1 import inference_pb2, inference_pb2_grpc
+from millrace_common.config import Config, ConfigError
+from millrace_common.config import load as load_config
+from millrace_common.tls_config import Tls
 from millrace_rpc.client import channel
-from millrace_rpc.config import Config, ConfigError
-from millrace_rpc.config import load as load_config
 from millrace_rpc.server import LIVENESS, NOT_SERVING, SERVING, Server
-from millrace_rpc.tls import Identity, Tls
+from millrace_rpc.tls import Identity
 from millrace_testing.certificates import Authority
 from rpc.conftest import NAME, Inference
 

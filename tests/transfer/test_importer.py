@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from millrace_rpc.errors import Reason
-from millrace_rpc.page_hash import page_hashes
+from millrace_common.page_hash import page_hashes
+from millrace_common.reasons import Reason
 from millrace_serve.engine.core import Failure, FinishReason, KvPart, RequestId, SequenceOutput, TokenOutput
 from millrace_serve.transfer.importer import (
     Action,

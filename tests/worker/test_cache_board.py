@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 from millrace.v1 import worker_pb2
-from millrace_rpc.page_hash import page_hashes
+from millrace_common.page_hash import page_hashes
 from millrace_serve.engine.core import CacheChange
-from millrace_serve.worker.cache_board import CHUNK, CacheBoard
+from millrace_serve.worker.frontend.cache_board import CHUNK, CacheBoard
 from millrace_testing.fake_router import FakeLink, request
 from millrace_testing.procs import Worker, workers
 

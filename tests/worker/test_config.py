@@ -1,7 +1,7 @@
 from pathlib import Path
 
 import pytest
-from millrace_rpc.config import ConfigError, load
+from millrace_common.config import ConfigError, load
 from millrace_serve.engine.config import Role
 from millrace_serve.worker.config import WorkerConfig
 

@@ -2,7 +2,8 @@ import math
 
 import pytest
 from millrace.v1 import common_pb2, worker_pb2
-from millrace_rpc.errors import MillraceError, Reason
+from millrace_common.reasons import Reason
+from millrace_rpc.errors import MillraceError
 from millrace_serve.engine.core import (
     Failure,
     FinishReason,
@@ -17,7 +18,7 @@ from millrace_serve.engine.core import (
     TopLogprob,
 )
 from millrace_serve.transfer.base import MemoryHandle
-from millrace_serve.worker import convert
+from millrace_serve.worker.frontend import convert
 
 ID = RequestId(2**64 - 1, 3)
 

@@ -1,7 +1,7 @@
 import itertools
 
 import pytest
-from millrace_serve.worker.lifecycle import LEGAL, Lifecycle, State
+from millrace_serve.worker.frontend.lifecycle import LEGAL, Lifecycle, State
 
 WAY = list(State)
 

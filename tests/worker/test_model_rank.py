@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 from millrace_serve.engine.config import Role
-from millrace_serve.engine.phases import Phases
-from millrace_serve.worker import model_rank
+from millrace_serve.engine.start.phases import Phases
 from millrace_serve.worker.config import Timeouts, WorkerConfig
-from millrace_serve.worker.rank import RankSpec
+from millrace_serve.worker.rank import model as model_rank
+from millrace_serve.worker.rank.parts import RankSpec
 from millrace_testing.paths import TINY
 
 

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 from millrace_serve.engine.core import FinishReason, RequestId, SequenceOutput, TokenOutput
-from millrace_serve.worker.outbox import MAX_TOKENS, Outbox
+from millrace_serve.worker.frontend.outbox import MAX_TOKENS, Outbox
 
 
 def output(room: int, first_index: int, num_tokens: int, finish: FinishReason | None = None) -> SequenceOutput:

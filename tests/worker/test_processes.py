@@ -14,7 +14,8 @@ import pytest
 import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from millrace.v1 import common_pb2, worker_pb2
-from millrace_rpc.errors import MillraceError, Reason, from_rpc_error
+from millrace_common.reasons import Reason
+from millrace_rpc.errors import MillraceError, from_rpc_error
 from millrace_testing.fake_router import FakeLink, request
 from millrace_testing.procs import SIM, Worker, gone, workers
 from millrace_testing.sim import expected, prompt_of

@@ -12,12 +12,13 @@ import grpc
 import pytest
 import torch
 from millrace.v1 import worker_pb2
-from millrace_rpc.errors import MillraceError, Reason, from_rpc_error
+from millrace_common.reasons import Reason
+from millrace_rpc.errors import MillraceError, from_rpc_error
 from millrace_serve.worker.config import WorkerConfig
+from millrace_serve.worker.frontend.profiling import Profiling
+from millrace_serve.worker.frontend.ranks import RankLost
 from millrace_serve.worker.messages import ProfileDone, StartProfile, StopProfile
-from millrace_serve.worker.profiling import Profiling
-from millrace_serve.worker.rank_profiler import RankProfiler
-from millrace_serve.worker.ranks import RankLost
+from millrace_serve.worker.rank.profiler import RankProfiler
 from millrace_testing.paths import TINY
 from millrace_testing.procs import workers
 

@@ -18,7 +18,7 @@ import pytest
 from millrace_serve.engine.config import Role
 from millrace_serve.engine.core import Events, Request, RequestId, SamplingParams, Submit
 from millrace_serve.worker.config import WorkerConfig
-from millrace_serve.worker.ranks import Ranks
+from millrace_serve.worker.frontend.ranks import Ranks
 from millrace_testing.sim import expected
 
 HOST = "127.0.0.1"

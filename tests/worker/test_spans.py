@@ -7,14 +7,15 @@ from pathlib import Path
 import grpc
 import pytest
 from millrace.v1 import worker_pb2, worker_pb2_grpc
+from millrace_common.spans import Tracing
+from millrace_common.tls_config import Tls
+from millrace_common.tracing_otel import OtelTracer, provider
 from millrace_rpc.errors import MillraceError
 from millrace_rpc.server import Server
-from millrace_rpc.tls import Identity, Tls
-from millrace_rpc.tracing import Tracing
-from millrace_rpc.tracing_otel import OtelTracer, provider
-from millrace_serve.decode.peers import Peers
+from millrace_rpc.tls import Identity
 from millrace_serve.engine.core import Failure, FinishReason, RequestId, Route, SequenceOutput, TokenOutput
-from millrace_serve.worker.spans import WorkerSpans
+from millrace_serve.handover.peers import Peers
+from millrace_serve.worker.frontend.spans import WorkerSpans
 from millrace_testing.certificates import Authority
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter

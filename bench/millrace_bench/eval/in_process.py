@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from millrace_cli.errors import CommandError
-from millrace_router.tokenizer import Tokenizer
-from millrace_rpc.config import load
+from millrace_common.config import load
+from millrace_router.text.tokenizer import Tokenizer
 from millrace_serve.engine.core import FinishReason, Request, RequestId, SamplingParams, SequenceOutput, Submit
-from millrace_serve.engine.torch_factory import build_engine
+from millrace_serve.engine.start.torch_factory import build_engine
 from millrace_serve.model.deepseek_v3 import load_model
 from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.worker.config import WorkerConfig

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from millrace_cli.cluster import TINY
 from millrace_kernels.testing.numeric import TEXT_TOLERANCE
-from millrace_router.tokenizer import Tokenizer
+from millrace_router.text.tokenizer import Tokenizer
 from millrace_serve.model.export_fp8 import export
 from torch import Tensor
 

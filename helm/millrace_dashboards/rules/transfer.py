@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from millrace_rpc.metrics import KV_FAULTS
+from millrace_common.metrics import KV_FAULTS
 
 from millrace_dashboards.alert import BY_POD, WHERE, Alert, Thresholds
 from millrace_dashboards.promql import Scope, largest, ratio, total

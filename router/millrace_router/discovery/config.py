@@ -6,7 +6,7 @@ import enum
 from pathlib import Path
 from typing import Literal
 
-from millrace_rpc.config import Config
+from millrace_common.config import Config
 from pydantic import Field, model_validator
 
 ZONE = "topology.kubernetes.io/zone"

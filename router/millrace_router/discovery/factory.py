@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from millrace_rpc.config import ConfigError
+from millrace_common.config import ConfigError
 
 from millrace_router.discovery.base import Source
 from millrace_router.discovery.config import DiscoveryConfig, Kind

@@ -1,6 +1,6 @@
 """Who has which prefix: what both indexes share.
 
-A block is known by its chain hash (millrace_rpc/page_hash.py), which names the block and everything before it. Its
+A block is known by its chain hash (millrace_common/page_hash.py), which names the block and everything before it. Its
 holders are a bit mask, one bit per prefix cache. A cache is prefix-closed: who has a block has all blocks before it.
 So along a prompt the masks only shrink, and the lengths of everybody's cached prefix are where they do: `depths` finds
 them by bisection, with a few look-ups for a prompt of any length.

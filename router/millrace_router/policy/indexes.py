@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from millrace_rpc.page_hash import page_hashes
+from millrace_common.page_hash import page_hashes
 
 from millrace_router.config import Policy, Routing
 from millrace_router.policy.choose import NO_PAGES

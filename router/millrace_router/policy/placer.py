@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from millrace_rpc.metrics import Metrics
+from millrace_common.metrics import Metrics
 
 from millrace_router.config import RouterConfig
 from millrace_router.policy.choose import Chooser, Situation

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from millrace_rpc.config import Config
+from millrace_common.config import Config
 from pydantic import Field
 
 

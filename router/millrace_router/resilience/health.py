@@ -18,15 +18,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from millrace_rpc.errors import Reason
-from millrace_rpc.metrics import Metrics
+from millrace_common.metrics import Metrics
+from millrace_common.reasons import Reason
 
+from millrace_router.fleet.states import ROLES
 from millrace_router.resilience.breaker import Breaker, State
 from millrace_router.resilience.budget import Budget
 from millrace_router.resilience.config import Resilience
 from millrace_router.resilience.outliers import Record, judge
 from millrace_router.resilience.window import Window
-from millrace_router.states import ROLES
 
 log = logging.getLogger(__name__)
 

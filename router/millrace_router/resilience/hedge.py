@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from millrace_router.flow import Flow, Stage
+from millrace_router.flow.flow import Flow, Stage
 
 
 @dataclass(slots=True)

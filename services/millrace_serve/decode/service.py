@@ -6,18 +6,19 @@ from collections.abc import AsyncIterator
 
 import grpc
 from millrace.v1 import decode_pb2, decode_pb2_grpc, worker_pb2
-from millrace_rpc.errors import MillraceError, Reason
+from millrace_common.reasons import Reason
+from millrace_rpc.errors import MillraceError
 
-from millrace_serve.decode import pairing
-from millrace_serve.decode.imports import Imports
 from millrace_serve.engine.config import Role
 from millrace_serve.engine.core import Events, Failure, Request, RequestId, Route
-from millrace_serve.worker import convert
-from millrace_serve.worker.frontend import Frontend
-from millrace_serve.worker.links import Link
+from millrace_serve.handover import pairing
+from millrace_serve.handover.imports import Imports
+from millrace_serve.worker.frontend import convert
+from millrace_serve.worker.frontend.frontend import Frontend
+from millrace_serve.worker.frontend.links import Link
+from millrace_serve.worker.frontend.role import RoleLogic
+from millrace_serve.worker.frontend.warmup import Waiter
 from millrace_serve.worker.messages import ReadDone, ReadStuck, Report, SourceAdded
-from millrace_serve.worker.role import RoleLogic
-from millrace_serve.worker.warmup import Waiter
 
 CANCELLED = Failure(Reason.CANCELLED, "the attempt was aborted")
 

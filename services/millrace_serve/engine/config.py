@@ -9,7 +9,7 @@ import enum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from millrace_rpc.config import Config
+from millrace_common.config import Config
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 
@@ -60,7 +60,7 @@ class Execution(Config):
     """How a rank uses its device."""
 
     graphs: Annotated[Literal["auto", "on", "off"], BeforeValidator(_word)] = "auto"  # of decode; auto: on CUDA devices
-    graph_buckets: tuple[Annotated[int, Field(ge=1)], ...] = ()  # rows; empty: those of engine/graphs.py
+    graph_buckets: tuple[Annotated[int, Field(ge=1)], ...] = ()  # rows; empty: those of engine/step/graphs.py
     compile: Annotated[Literal["off", "decode"], BeforeValidator(_word)] = "off"  # what torch.compile is applied to
     compile_max_batch: int = Field(16, ge=1)  # rows up to which decode steps are compiled
     kv_dtype: Literal["auto", "float8_e4m3fn", "bfloat16", "float16", "float32"] = "auto"  # auto: that of activations

@@ -5,7 +5,7 @@ Life of a request inside one engine:
     Request (frozen, as submitted)
       -> Sequence (mutable, owned by the scheduler)
         -> Plan (who runs this step and how many tokens)
-          -> StepBatch (the step's arrays; engine/batch.py)
+          -> StepBatch (the step's arrays; engine/step/batch.py)
             -> StepOutput (what the runner returned)
               -> Events (what the outside world is told)
 
@@ -136,7 +136,7 @@ class KvPart(msgspec.Struct, frozen=True):
     id: RequestId
     first_page: int  # index of page_ids[0] in the sequence's page list
     page_ids: list[int]  # physical pages in the exporter's pool
-    fingerprints: list[int]  # u64 chain hash of the tokens up to the end of each page (millrace_rpc/page_hash.py)
+    fingerprints: list[int]  # u64 chain hash of the tokens up to the end of each page (millrace_common/page_hash.py)
     num_tokens: int  # prompt tokens whose KV is ready, this part included
     last: bool
     first: SequenceOutput | None = None  # on the last part: the first token, perhaps already final

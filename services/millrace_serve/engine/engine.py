@@ -9,33 +9,19 @@ kept, until N+1 is committed.
 
 from __future__ import annotations
 
-from typing import Protocol
-
-from millrace_serve.engine.batch import BatchBuilder, StepBatch
-from millrace_serve.engine.block_pool import InvariantError
+from millrace_serve.engine.cache.block_pool import InvariantError
+from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import EngineConfig
 from millrace_serve.engine.core import EngineInput, Events, Load
-from millrace_serve.engine.kv_pool import KvPool
-from millrace_serve.engine.lockstep import Alone, Lockstep
-from millrace_serve.engine.plan import Plan, StepOutput
-from millrace_serve.engine.roster import Roster
-from millrace_serve.engine.runner import Runner, StepHandle
+from millrace_serve.engine.schedule.plan import Plan
+from millrace_serve.engine.schedule.scheduler import Scheduler
+from millrace_serve.engine.step.batch import BatchBuilder, StepBatch
+from millrace_serve.engine.step.lockstep import Alone, Lockstep
+from millrace_serve.engine.step.runner import Runner, StepHandle
 
 IDLE_PLAN = Plan([], [])
 DP_POLL_S = 0.005  # replicas meet this often while nobody has work
 COMPILE_POLL_S = 0.005  # how often to look for the end of a grammar's compilation while nobody has work
-
-
-class Scheduler(Protocol):
-    roster: Roster
-
-    def handle(self, msg: EngineInput) -> None: ...
-
-    def schedule(self) -> Plan | None: ...
-
-    def commit(self, plan: Plan, output: StepOutput) -> None: ...
-
-    def load(self) -> Load: ...
 
 
 class Engine:

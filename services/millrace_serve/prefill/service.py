@@ -9,15 +9,16 @@ from typing import TypeAlias
 
 import grpc
 from millrace.v1 import kv_pb2, kv_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2
-from millrace_rpc.errors import MillraceError, Reason
+from millrace_common.reasons import Reason
+from millrace_rpc.errors import MillraceError
 
 from millrace_serve.engine.core import Events, FinishReason, KvPart, Request, RequestId, Route
-from millrace_serve.prefill.exports import Export, Exports
+from millrace_serve.handover.exports import Export, Exports
 from millrace_serve.transfer.lease import Outcome
-from millrace_serve.worker import convert
-from millrace_serve.worker.frontend import Frontend
-from millrace_serve.worker.links import Link, check_epoch
-from millrace_serve.worker.role import RoleLogic
+from millrace_serve.worker.frontend import convert
+from millrace_serve.worker.frontend.frontend import Frontend
+from millrace_serve.worker.frontend.links import Link, check_epoch
+from millrace_serve.worker.frontend.role import RoleLogic
 
 Context: TypeAlias = grpc.aio.ServicerContext
 

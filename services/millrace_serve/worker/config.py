@@ -7,13 +7,13 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from millrace_rpc.config import Config
-from millrace_rpc.tls import Tls
-from millrace_rpc.tracing import Tracing
+from millrace_common.config import Config
+from millrace_common.spans import Tracing
+from millrace_common.tls_config import Tls
 from pydantic import Field, model_validator
 
 from millrace_serve.engine.config import Execution, Limits, Role
-from millrace_serve.engine.sim_runner import SimSettings
+from millrace_serve.engine.sim.runner import SimSettings
 
 DEFAULT_PAGES = 1025  # where the device's memory is not planned
 SIM_CONTEXT = 8192

@@ -7,33 +7,16 @@ tells it.
 
 from __future__ import annotations
 
-import abc
 import asyncio
 import multiprocessing
 import shutil
 import tempfile
-from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 
 from millrace_serve.worker.config import WorkerConfig
-from millrace_serve.worker.rank import RankSpec
-from millrace_serve.worker.rank import main as rank_main
-
-OnExit = Callable[[int, str], None]  # rank, how it ended
-
-
-class Launcher(abc.ABC):
-    @abc.abstractmethod
-    def bind(self) -> str:
-        """Where the frontend's inbox listens: a ZeroMQ endpoint, perhaps with a wildcard port."""
-
-    @abc.abstractmethod
-    async def start(self, config: WorkerConfig, frontend: str, on_exit: OnExit) -> None:
-        """Start all ranks. `on_exit` is called on the event loop when one ends, for whatever reason."""
-
-    @abc.abstractmethod
-    async def stop(self, grace_s: float) -> None:
-        """Wait for the ranks, which have been told to stop, and end those that have not after `grace_s`. Idempotent."""
+from millrace_serve.worker.launcher import Launcher, OnExit
+from millrace_serve.worker.rank.parts import RankSpec
+from millrace_serve.worker.rank.process import main as rank_main
 
 
 class LocalLauncher(Launcher):

@@ -24,21 +24,21 @@ from pathlib import Path
 import prometheus_client
 import uvloop
 from millrace.v1 import worker_pb2_grpc
-from millrace_rpc import log as logs
-from millrace_rpc.config import ConfigError, load
+from millrace_common import log as logs
+from millrace_common.config import ConfigError, load
 from millrace_rpc.errors import MillraceError
 from millrace_rpc.server import Server
 
 from millrace_serve.engine.config import Role
 from millrace_serve.worker import caches
 from millrace_serve.worker.config import WorkerConfig
-from millrace_serve.worker.frontend import Frontend
-from millrace_serve.worker.http import Answer, HttpServer
+from millrace_serve.worker.frontend.frontend import Frontend
+from millrace_serve.worker.frontend.http import Answer, HttpServer
+from millrace_serve.worker.frontend.lifecycle import State
+from millrace_serve.worker.frontend.ranks import RankLost
+from millrace_serve.worker.frontend.role import RoleLogic
+from millrace_serve.worker.frontend.service import SERVICE_NAME, WorkerServicer
 from millrace_serve.worker.launch import make_launcher
-from millrace_serve.worker.lifecycle import State
-from millrace_serve.worker.ranks import RankLost
-from millrace_serve.worker.role import RoleLogic
-from millrace_serve.worker.service import SERVICE_NAME, WorkerServicer
 
 log = logging.getLogger(__name__)
 

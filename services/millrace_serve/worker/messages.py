@@ -10,10 +10,10 @@ Order is kept within one line of this table, and nowhere else.
 from __future__ import annotations
 
 import msgspec
-from millrace_rpc.gc_hooks import GcPause
+from millrace_common.gc_hooks import GcPause
 
+from millrace_serve.engine.cache.kv_pool import KvLayout
 from millrace_serve.engine.core import EngineInput, Events, RequestId
-from millrace_serve.engine.kv_pool import KvLayout
 from millrace_serve.transfer.base import MemoryHandle
 
 
@@ -79,7 +79,7 @@ class RankReady(msgspec.Struct, frozen=True, tag=True):
     eos_token_ids: list[int]
     layout: KvLayout
     num_pages: int  # of the KV pool, the sink included
-    startup: dict[str, float]  # seconds by phase (engine/phases.py)
+    startup: dict[str, float]  # seconds by phase (engine/start/phases.py)
     memory: MemoryHandle | None
 
 

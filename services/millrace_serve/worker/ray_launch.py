@@ -16,10 +16,10 @@ from ray._private import ray_constants, services
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from millrace_serve.worker import caches
-from millrace_serve.worker import rank as rank_process
 from millrace_serve.worker.config import WorkerConfig
-from millrace_serve.worker.launch import Launcher, OnExit
-from millrace_serve.worker.rank import RankSpec
+from millrace_serve.worker.launcher import Launcher, OnExit
+from millrace_serve.worker.rank import process as rank_process
+from millrace_serve.worker.rank.parts import RankSpec
 
 log = logging.getLogger(__name__)
 

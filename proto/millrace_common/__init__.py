@@ -1,0 +1,1 @@
+"""What every process has: configuration, log, metrics, traces, names of pages. No RPC."""

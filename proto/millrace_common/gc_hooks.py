@@ -1,0 +1,105 @@
+"""Python's garbage collector in a process that must not pause: measure every pause, and freeze what lives for ever.
+
+A collection can start inside any allocation, also while a lock of logging or metrics is held. So the callback only
+appends to a deque, and whoever runs the process's loop takes the pauses out and reports them.
+"""
+
+from __future__ import annotations
+
+import collections
+import gc
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from millrace_common.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+
+class GcPause(msgspec.Struct, frozen=True, array_like=True):
+    generation: int
+    seconds: float
+    collected: int  # objects
+
+
+class PauseWatch:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._started = 0.0
+        self._pauses: collections.deque[GcPause] = collections.deque(maxlen=1024)
+        gc.callbacks.append(self._on_gc)
+
+    def take(self) -> list[GcPause]:
+        pauses = []
+        while self._pauses:
+            pauses.append(self._pauses.popleft())
+        return pauses
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._on_gc in gc.callbacks:
+            gc.callbacks.remove(self._on_gc)
+
+    def _on_gc(self, phase: str, info: dict[str, Any]) -> None:
+        if phase == "start":
+            self._started = self._clock()
+            return
+        seconds = self._clock() - self._started
+        self._pauses.append(GcPause(info["generation"], seconds, info["collected"]))
+
+
+class ProcessGc:
+    """Of a process with the metrics of the catalogue's PROCESS rows."""
+
+    def __init__(self, process: str, metrics: Metrics, warn_s: float) -> None:
+        self._process = process
+        self._metrics = metrics
+        self._warn_s = warn_s
+        self._watch = PauseWatch()
+        self.freezes = 0
+        self.frozen_objects = 0  # by the latest freeze
+
+    def freeze(self) -> int:
+        objects = freeze()
+        self.freezes, self.frozen_objects = self.freezes + 1, objects
+        self._metrics.gc_frozen.labels(process=self._process).set(objects)
+        self._metrics.gc_freezes.labels(process=self._process).inc()
+        self.report()
+        return objects
+
+    def report(self) -> None:
+        """The pauses since the last call."""
+        pauses = self._watch.take()
+        warn_of_long(self._process, pauses, self._warn_s)
+        for pause in pauses:
+            generation = str(pause.generation)
+            self._metrics.gc_pause.labels(process=self._process, generation=generation).observe(pause.seconds)
+
+    def close(self) -> None:
+        self._watch.close()
+
+
+def freeze() -> int:
+    """Collect, then take everything that is alive out of the collector's sight. The number of frozen objects."""
+    gc.collect()
+    gc.freeze()
+    return gc.get_freeze_count()
+
+
+def warn_of_long(process: str, pauses: list[GcPause], warn_s: float) -> None:
+    """To be called in the process that paused: counting its objects takes time, so it is done for long pauses only."""
+    for pause in pauses:
+        if pause.seconds >= warn_s:
+            log.warning(
+                "gc pause of %.1f ms in %s: generation %d, %d objects collected, %d tracked, %d frozen",
+                pause.seconds * 1e3,
+                process,
+                pause.generation,
+                pause.collected,
+                len(gc.get_objects()),
+                gc.get_freeze_count(),
+            )

@@ -1,0 +1,42 @@
+"""What the code that makes spans knows of tracing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from pydantic import Field
+
+from millrace_common.config import Config
+
+Attributes = Mapping[str, str | int | float | bool]
+
+
+NO_ATTRIBUTES: Attributes = {}
+
+
+class Tracing(Config):
+    """Needs the packages of `millrace[tracing]`."""
+
+    endpoint: str = Field("", pattern=r"^(https?://[^/\s]+)?$")  # OTLP over gRPC: http://collector:4317; empty: off
+    sample: float = Field(1.0, ge=0, le=1)  # of the traces that begin here; who brings one has decided already
+
+
+class Span(Protocol):
+    """Begun; `traceparent` is for what happens within it. `end` is called once."""
+
+    traceparent: str
+
+    def event(self, name: str, at: float) -> None: ...
+
+    def end(self, at: float, attributes: Attributes = NO_ATTRIBUTES, error: str = "") -> None: ...
+
+
+class Tracer(Protocol):
+    def begin(
+        self, name: str, parent: str, at: float, attributes: Attributes = NO_ATTRIBUTES, server: bool = False
+    ) -> Span:
+        """`parent`: a checked traceparent; empty: a trace begins. `server`: on behalf of another process."""
+
+    def close(self) -> None:
+        """Send what is left; blocks for seconds at most."""

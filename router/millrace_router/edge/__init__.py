@@ -1,0 +1,1 @@
+"""What clients and operators reach: gRPC, HTTP, and who may call."""

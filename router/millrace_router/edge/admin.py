@@ -1,0 +1,152 @@
+"""What operators can ask of a router, once: `Admin`. Over gRPC `AdminService` serves it, over HTTP admin_http.py; both
+on ports of their own.
+
+Everything is idempotent. What concerns several workers is asked of all of them at once; when some fail, the error names
+each of them, and the others have done it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, TypeVar
+
+import grpc
+from millrace.v1 import admin_pb2 as pb
+from millrace.v1 import admin_pb2_grpc, worker_pb2
+from millrace_common.gc_hooks import ProcessGc
+from millrace_common.reasons import Reason
+from millrace_rpc.client import reply
+from millrace_rpc.errors import MillraceError
+
+from millrace_router.edge.explain import explained
+from millrace_router.fleet.registry import Registry
+from millrace_router.fleet.worker import Worker
+
+SERVICE = "millrace.v1.Admin"
+T = TypeVar("T")
+
+
+class Admin:
+    def __init__(self, registry: Registry, gc: ProcessGc) -> None:
+        self._registry = registry
+        self._gc = gc
+
+    def list_workers(self, request: pb.ListWorkersRequest) -> pb.ListWorkersResponse:
+        pairs = [
+            pb.PairStatus(
+                source=progress.source.address if progress.source else "",
+                worker=progress.worker.address,
+                state=progress.stage,
+                attempts=progress.attempts,
+                detail=progress.detail,
+            )
+            for progress in self._registry.hooks.progress.values()
+        ]
+        router = pb.RouterStatus(
+            ready=self._registry.ready, gc_freezes=self._gc.freezes, gc_frozen_objects=self._gc.frozen_objects
+        )
+        return pb.ListWorkersResponse(workers=self._registry.status(), pairs=pairs, router=router)
+
+    async def drain_worker(self, request: pb.DrainWorkerRequest) -> worker_pb2.DrainResponse:
+        worker = self._worker(request.address)
+        drain = worker_pb2.DrainRequest()
+        if request.HasField("timeout_s"):
+            if not request.timeout_s >= 0:  # the worker would refuse that, but for us it would be drained
+                raise MillraceError(Reason.INVALID_ARGUMENT, "timeout_s must be at least 0", param="timeout_s")
+            drain.timeout_s = request.timeout_s
+        control = worker.control
+        self._registry.drain(worker)
+        return (await _each([worker], lambda _: control.Drain(drain)))[0]
+
+    async def warm_up(self, request: pb.WarmUpRequest) -> pb.WarmUpResponse:
+        return pb.WarmUpResponse(pairs=await self._registry.hooks.rerun(self._registry.workers.values()))
+
+    async def freeze_gc_all(self, request: pb.FreezeGcAllRequest) -> worker_pb2.FreezeGcResponse:
+        own = self._gc.freeze()
+        freeze = worker_pb2.FreezeGcRequest()
+        frozen = await _each(self._reachable(()), lambda worker: worker.control.FreezeGc(freeze))
+        return worker_pb2.FreezeGcResponse(
+            processes=1 + sum(answer.processes for answer in frozen),
+            frozen_objects=own + sum(answer.frozen_objects for answer in frozen),
+        )
+
+    async def flush_caches(self, request: pb.FlushCachesRequest) -> worker_pb2.FlushCacheResponse:
+        flush = worker_pb2.FlushCacheRequest()
+        flushed = await _each(self._reachable(()), lambda worker: worker.control.FlushCache(flush))
+        return worker_pb2.FlushCacheResponse(pages=sum(answer.pages for answer in flushed))
+
+    async def start_profiles(self, request: pb.StartProfilesRequest) -> pb.StartProfilesResponse:
+        start = worker_pb2.StartProfileRequest()
+        if request.HasField("max_seconds"):
+            start.max_seconds = request.max_seconds
+        workers = self._reachable(request.workers)
+        await _each(workers, lambda worker: worker.control.StartProfile(start))
+        return pb.StartProfilesResponse(workers=[worker.address for worker in workers])
+
+    async def stop_profiles(self, request: pb.StopProfilesRequest) -> pb.StopProfilesResponse:
+        workers, stop = self._reachable(request.workers), worker_pb2.StopProfileRequest()
+        answers = await _each(workers, lambda worker: worker.control.StopProfile(stop))
+        pairs = zip(workers, answers, strict=True)
+        traces = [pb.WorkerTraces(address=worker.address, paths=answer.paths) for worker, answer in pairs]
+        return pb.StopProfilesResponse(traces=traces)
+
+    def explain_request(self, request: pb.ExplainRequestRequest) -> pb.ExplainRequestResponse:
+        decisions = self._registry.placer.decisions.of(request.request_id)
+        if not decisions:
+            text = f"no placement of request {request.request_id!r} is remembered"
+            raise MillraceError(Reason.NOT_FOUND, text, param="request_id")
+        return pb.ExplainRequestResponse(placements=map(explained, decisions))
+
+    def _worker(self, name: str) -> Worker:
+        """By address, name or key of discovery, or its own id."""
+        for worker in self._registry.workers.values():
+            if name and name in (worker.address, worker.target.name, worker.target.key, worker.info.worker_id):
+                return worker
+        raise MillraceError(Reason.NOT_FOUND, f"no worker at {name!r}", param="address")
+
+    def _reachable(self, names: Iterable[str]) -> list[Worker]:
+        """The named workers, whatever state they are in; without names, all that can be asked."""
+        named = [self._worker(name) for name in names]
+        return named or [worker for worker in self._registry.workers.values() if worker.load is not None]
+
+
+async def _each(workers: list[Worker], call: Callable[[Worker], Awaitable[T]]) -> list[T]:
+    """The answers of all workers. Raises when one failed, with the first failure's reason and everybody's message."""
+
+    async def ask(worker: Worker) -> T | MillraceError:
+        try:
+            return await reply(call(worker))
+        except MillraceError as error:
+            return error
+
+    answers = await asyncio.gather(*map(ask, workers))
+    failures = {
+        w.address: answer for w, answer in zip(workers, answers, strict=True) if isinstance(answer, MillraceError)
+    }
+    if failures:
+        details = "; ".join(f"{address}: {error.message}" for address, error in failures.items())
+        first = next(iter(failures.values()))
+        raise MillraceError(first.reason, f"{len(failures)} of {len(workers)} workers failed: {details}")
+    return [answer for answer in answers if not isinstance(answer, MillraceError)]
+
+
+class AdminService(admin_pb2_grpc.AdminServicer):
+    """`Admin` over gRPC, method by method: FlushCaches is flush_caches."""
+
+    def __init__(self, admin: Admin) -> None:
+        for rpc in pb.DESCRIPTOR.services_by_name["Admin"].methods:
+            setattr(self, rpc.name, _rpc(getattr(admin, snake_case(rpc.name))))
+
+
+def snake_case(name: str) -> str:
+    return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")
+
+
+def _rpc(method: Callable[[Any], Any]) -> Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]:
+    async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        answer = method(request)
+        return await answer if inspect.isawaitable(answer) else answer
+
+    return call

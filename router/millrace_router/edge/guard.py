@@ -1,0 +1,93 @@
+"""In front of the public ports: who is calling, and nothing else of what a caller may try to say about itself.
+
+Every request is given a `Caller` (tenants.py) from its headers: the tenant of its API key, and its trace. Headers
+`x-millrace-*`, which are ours, are dropped; headers in all are bounded. With API keys configured everything needs one
+but health, readiness and reflection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from typing import Any
+
+import grpc
+from fastapi import Request
+from millrace_common.reasons import Reason
+from millrace_common.tracing import checked
+from millrace_rpc.errors import MillraceError
+from millrace_rpc.server import MAX_METADATA_BYTES, with_behavior
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from millrace_router.edge.http_answers import on_error
+from millrace_router.edge.tenants import DEFAULT, Caller, Keys, caller
+
+OPEN_PATHS = frozenset({"/health", "/ready"})
+OURS = b"x-millrace-"
+MAX_HEADER_BYTES = MAX_METADATA_BYTES
+
+
+class GrpcGuard(grpc.aio.ServerInterceptor):
+    def __init__(self, keys: Keys | None) -> None:
+        self._keys = keys
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        handler = await continuation(details)
+        if handler is None or not details.method.startswith("/millrace."):
+            return handler
+        try:
+            caller.set(_caller(details.invocation_metadata, self._keys))
+        except MillraceError as error:
+            return with_behavior(handler, _raises_in_stream(error) if handler.response_streaming else _raises(error))
+        return handler
+
+
+class HttpGuard:
+    """ASGI middleware."""
+
+    def __init__(self, app: ASGIApp, keys: Keys | None) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = [(name, value) for name, value in scope["headers"] if not name.startswith(OURS)]
+        try:
+            if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
+                raise MillraceError(Reason.MESSAGE_TOO_LARGE, f"the headers have more than {MAX_HEADER_BYTES} bytes")
+            texts = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in headers)
+            caller.set(_caller(texts, None if scope["path"] in OPEN_PATHS else self._keys))
+        except MillraceError as error:
+            answer = await on_error(Request(scope), error)
+            if error.reason is Reason.UNAUTHENTICATED:
+                answer.headers["www-authenticate"] = "Bearer"
+            await answer(scope, receive, send)
+            return
+        await self._app({**scope, "headers": headers}, receive, send)
+
+
+def _caller(headers: Iterable[tuple[str, str | bytes]], keys: Keys | None) -> Caller:
+    """Raises UNAUTHENTICATED."""
+    found = {name: value for name, value in headers if isinstance(value, str)}
+    tenant = DEFAULT if keys is None else keys.tenant(found.get("authorization", ""))
+    return Caller(tenant, checked(found.get("traceparent", "")))
+
+
+def _raises(error: MillraceError) -> Callable[..., Awaitable[Any]]:
+    async def behavior(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        raise error
+
+    return behavior
+
+
+def _raises_in_stream(error: MillraceError) -> Callable[..., AsyncIterator[Any]]:
+    async def behavior(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        raise error
+        yield  # makes this a generator
+
+    return behavior

@@ -1,0 +1,57 @@
+"""Answers over HTTP: JSON, and errors in the shape of the OpenAI API, from the one table."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from millrace_common.log import request_id
+from millrace_common.reasons import Reason
+from millrace_rpc.errors import MillraceError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+
+def handle_errors(app: FastAPI) -> None:
+    """Whatever is raised gets its answer in this shape; what nobody expected is logged by uvicorn besides."""
+    app.add_exception_handler(MillraceError, on_error)
+    app.add_exception_handler(HTTPException, on_http_exception)
+    app.add_exception_handler(ClientDisconnect, on_gone)
+    app.add_exception_handler(Exception, on_fault)
+
+
+def json_answer(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(value), status, headers, "application/json")
+
+
+async def on_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, MillraceError)
+    headers = {"retry-after": str(math.ceil(error.retry_after_s))} if error.retry_after_s > 0 else {}
+    if name := request_id.get():
+        headers["x-request-id"] = name
+    return json_answer(error.http_body(), error.row.http, headers)
+
+
+async def on_http_exception(request: Request, error: Exception) -> Response:
+    """Unknown paths and methods, in the same shape."""
+    assert isinstance(error, HTTPException)
+    body = MillraceError(Reason.NOT_FOUND, f"{request.method} {request.url.path}: {error.detail}").http_body()
+    return json_answer(body, error.status_code, dict(error.headers or {}))
+
+
+async def on_gone(request: Request, error: Exception) -> Response:
+    """Nobody hears it, and nothing is wrong with us."""
+    return await on_error(request, MillraceError(Reason.CANCELLED, "the client went away"))
+
+
+async def on_fault(request: Request, error: Exception) -> Response:
+    return await on_error(request, MillraceError(Reason.INTERNAL, f"{type(error).__name__}: {error}"))
+
+
+def encode_error(error: MillraceError) -> bytes:
+    """A whole HTTP/1.1 answer that ends its connection, for where there is no request yet."""
+    body = msgspec.json.encode(error.http_body())
+    head = f"HTTP/1.1 {error.row.http} \r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+    return head.encode() + b"connection: close\r\n\r\n" + body

@@ -1,0 +1,44 @@
+"""/health, /ready and /metrics: beside the public API, or on a plain port of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fastapi import FastAPI, Response
+from millrace_common.reasons import Reason
+from millrace_rpc.errors import MillraceError
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from millrace_router.edge.http_answers import handle_errors, json_answer
+from millrace_router.flow.generation import Backend
+
+
+def build(backend: Backend, before_scrape: Callable[[], None]) -> FastAPI:
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    handle_errors(app)
+    add(app, backend, before_scrape)
+    return app
+
+
+def add(app: FastAPI, backend: Backend, before_scrape: Callable[[], None] | None) -> None:
+    """`before_scrape` brings numbers up to date that are not counted as they change; None: no /metrics here."""
+
+    @app.get("/health")
+    async def health() -> Response:
+        return json_answer({"status": "ok"})
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        if backend.admission.closed:
+            raise MillraceError(Reason.DRAINING, "the router is shutting down")
+        if not backend.registry.ready:
+            raise MillraceError(Reason.NO_WORKERS, "no pair of prefill and decode workers is ready")
+        return json_answer({"status": "ready"})
+
+    if before_scrape is None:
+        return
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        before_scrape()
+        return Response(generate_latest(backend.metrics.registry), media_type=CONTENT_TYPE_LATEST)

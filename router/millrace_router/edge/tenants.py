@@ -1,0 +1,193 @@
+"""Who asks: the API keys of a file, and what each may do.
+
+The file is a mounted secret, YAML or JSON, looked at again while we run; changed keys hold from the next request on:
+
+    keys:
+      - name: team-a            # the tenant, in metrics, logs and traces
+        sha256: 9f86d08188…     # of the key; or `key: sk-…` itself
+        weight: 2               # of its share of the workers, against others who wait
+        priority: 10            # the highest it may ask for
+        requests_per_s: 5
+        tokens_per_s: 20000     # of prompts and answers
+
+Only hashes are kept. A key is looked up by its hash, so the time that takes tells nothing about keys that exist.
+Without a file everybody is the tenant "default", without limits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import math
+from collections.abc import Callable, Mapping, Set
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from millrace_common.config import Config
+from millrace_common.reasons import Reason
+from millrace_common.reloaded import Reloaded
+from millrace_rpc.errors import MillraceError
+from pydantic import Field, ValidationError, model_validator
+
+from millrace_router.edge.limits import Bucket
+
+LEAST_KEY_CHARS = 8
+BURST_S = 2.0  # seconds of a rate that its burst is, unless it is given
+
+
+class ApiKey(Config):
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")  # a tenant may have several keys
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")  # hex; made from `key` where the file has that
+    weight: float = Field(1.0, gt=0, le=1000)
+    priority: int = Field(0, ge=-100, le=100)
+    requests_per_s: float | None = Field(None, gt=0)
+    requests_burst: float | None = Field(None, ge=1)
+    tokens_per_s: float | None = Field(None, gt=0)
+    tokens_burst: float | None = Field(None, ge=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _hash(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or "key" not in values:
+            return values
+        key = values["key"]
+        if "sha256" in values or not isinstance(key, str) or len(key) < LEAST_KEY_CHARS:
+            raise ValueError(f"key: give either sha256 or key, a text of at least {LEAST_KEY_CHARS} characters")
+        return {name: value for name, value in values.items() if name != "key"} | {"sha256": _sha256(key)}
+
+
+class KeyFile(Config):
+    keys: tuple[ApiKey, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _distinct(self) -> KeyFile:
+        if len({key.sha256 for key in self.keys}) < len(self.keys):
+            raise ValueError("keys: two have the same sha256")
+        if len({key.name for key in self.keys}) < len({key.model_copy(update={"sha256": ""}) for key in self.keys}):
+            raise ValueError("keys: two of the same name differ in more than the key")
+        return self
+
+
+@dataclass(slots=True, eq=False)
+class Tenant:
+    """A caller's rights, and what is left of its rates."""
+
+    name: str = "default"
+    weight: float = 1.0
+    priority: int | None = None  # None: any
+    requests: Bucket | None = None
+    tokens: Bucket | None = None
+
+    def check(self, now: float) -> None:
+        """RATE_LIMITED unless another request may begin; says when."""
+        for bucket, what in ((self.requests, "requests"), (self.tokens, "tokens")):
+            wait = bucket.wait_for(1, now) if bucket is not None else 0.0
+            if bucket is not None and wait > 0:
+                message = f"{self.name} is limited to {bucket.rate:g} {what} per second"
+                raise MillraceError(Reason.RATE_LIMITED, message, retry_after_s=math.ceil(wait * 1000) / 1000)
+
+    def begin(self, prompt_tokens: int, now: float) -> None:
+        """A request that was checked begins."""
+        if self.requests is not None:
+            self.requests.take(1, now)
+        self.spend(prompt_tokens, now)
+
+    def spend(self, tokens: int, now: float) -> None:
+        if self.tokens is not None:
+            self.tokens.take(tokens, now)
+
+    def allowed(self, priority: int) -> int:
+        """The priority that a request of this caller gets."""
+        return priority if self.priority is None else min(priority, self.priority)
+
+
+DEFAULT = Tenant()
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who made the request that is being handled, as the guard of its port found out."""
+
+    tenant: Tenant = DEFAULT
+    traceparent: str = ""  # W3C, checked; empty: the trace begins here
+
+
+caller: ContextVar[Caller] = ContextVar("millrace_caller", default=Caller())  # noqa: B039 - nothing changes it
+
+
+class Keys:
+    """The tenants of a file. OSError when it cannot be used at the start."""
+
+    def __init__(self, path: Path, clock: Callable[[], float], on_reload: Callable[[str], None]) -> None:
+        self._clock = clock
+        self._by_digest: dict[str, tuple[str, Tenant]] = {}
+        self._made_for: tuple[ApiKey, ...] = ()
+        try:
+            self._file = Reloaded("API keys", [path], lambda: read(path), on_reload, clock)
+        except ValueError as error:
+            raise OSError(f"api_keys: {error}") from error
+
+    def tenant(self, authorization: str) -> Tenant:
+        """Whose key is in an Authorization header. UNAUTHENTICATED for everything that is none."""
+        scheme, _, key = authorization.partition(" ")
+        if scheme.lower() != "bearer" or not key:
+            raise MillraceError(Reason.UNAUTHENTICATED, "give an API key: Authorization: Bearer <key>")
+        digest = _sha256(key.strip())
+        found = self._current().get(digest)
+        if found is None or not hmac.compare_digest(found[0], digest):
+            raise MillraceError(Reason.UNAUTHENTICATED, "this API key is not known")
+        return found[1]
+
+    @property
+    def names(self) -> Set[str]:
+        """Of the tenants that there are now."""
+        return {tenant.name for _, tenant in self._current().values()}
+
+    def _current(self) -> Mapping[str, tuple[str, Tenant]]:
+        keys = self._file.get()
+        if keys is not self._made_for:
+            before = {tenant.name: tenant for _, tenant in self._by_digest.values()}
+            now = self._clock()
+            tenants = {key.name: _tenant(key, before.get(key.name), now) for key in keys}
+            self._by_digest = {key.sha256: (key.sha256, tenants[key.name]) for key in keys}
+            self._made_for = keys
+        return self._by_digest
+
+
+def read(path: Path) -> tuple[ApiKey, ...]:
+    """ValueError or OSError with the place of the mistake, and never a value of the file."""
+    try:
+        values = yaml.safe_load(path.read_text())
+    except (UnicodeDecodeError, yaml.YAMLError):
+        raise ValueError(f"{path} is not YAML") from None
+    try:
+        return KeyFile.model_validate(values).keys
+    except ValidationError as error:
+        places = (
+            f"{'.'.join(map(str, e['loc'])) or 'the file'}: {e['msg']}" for e in error.errors(include_input=False)
+        )
+        raise ValueError(f"{path}: {'; '.join(places)}") from None
+
+
+def _tenant(key: ApiKey, before: Tenant | None, now: float) -> Tenant:
+    """What was left of a rate is kept when the file changes, and what still runs pays into the same bucket."""
+    requests = _bucket(key.requests_per_s, key.requests_burst, before.requests if before else None, now)
+    tokens = _bucket(key.tokens_per_s, key.tokens_burst, before.tokens if before else None, now)
+    return Tenant(key.name, key.weight, key.priority, requests, tokens)
+
+
+def _bucket(rate: float | None, burst: float | None, before: Bucket | None, now: float) -> Bucket | None:
+    if rate is None:
+        return None
+    size = burst or max(BURST_S * rate, 1.0)
+    if before is None:
+        return Bucket.full(rate, size, now)
+    before.resize(rate, size, now)
+    return before
+
+
+def _sha256(key: str) -> str:
+    return hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()

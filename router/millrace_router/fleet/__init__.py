@@ -1,0 +1,1 @@
+"""The workers of this router, and their connections."""

@@ -1,0 +1,127 @@
+"""One worker's Link: a long-lived stream that carries all requests of this router to that worker, and their outputs
+back.
+
+1. `connect` opens the stream, says hello with the worker's epoch and waits for the welcome.
+2. `submit` registers a leg under its room and queues the message; a writer task sends what is queued.
+3. `run` reads outputs and hands each to its leg. Outputs of rooms or attempts that nobody here works on are counted
+   and dropped.
+4. The stream ends (`run` raises) or `close` is called: every registered leg fails with WORKER_LOST at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+import grpc
+from millrace.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2
+from millrace_common.reasons import Reason
+from millrace_rpc.errors import MillraceError, from_rpc_error
+
+log = logging.getLogger(__name__)
+
+PREFILL, DECODE, UNIFIED = worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_DECODE, worker_pb2.ROLE_UNIFIED
+
+
+class LegSink(Protocol):
+    """Who hears about one leg of one attempt."""
+
+    attempt: int
+
+    def on_output(self, out: worker_pb2.SequenceOutput, now: float) -> None: ...
+
+    def on_failure(self, error: MillraceError) -> None: ...
+
+
+class Link:
+    def __init__(self, role: int, address: str, on_stale: Callable[[str], None]) -> None:
+        self.address = address
+        self._message = prefill_pb2.PrefillLinkRequest if role == PREFILL else decode_pb2.DecodeLinkRequest
+        self._stub = prefill_pb2_grpc.PrefillServiceStub if role == PREFILL else decode_pb2_grpc.DecodeServiceStub
+        self._on_stale = on_stale
+        self._legs: dict[int, LegSink] = {}
+        self._outgoing: asyncio.Queue[prefill_pb2.PrefillLinkRequest | decode_pb2.DecodeLinkRequest] = asyncio.Queue()
+        self._call: grpc.aio.StreamStreamCall | None = None
+        self._writer: asyncio.Task[None] | None = None
+        self._closed: MillraceError | None = None
+
+    @property
+    def in_flight(self) -> int:
+        """Legs that the worker works on."""
+        return len(self._legs)
+
+    async def connect(self, channel: grpc.aio.Channel, router_id: str, epoch: str) -> None:
+        hello = worker_pb2.LinkHello(router_id=router_id, epoch=epoch)
+        self._outgoing.put_nowait(self._message(hello=hello))
+        self._call = self._stub(channel).Link()
+        self._writer = asyncio.create_task(self._send())
+        response = await self._read()
+        if response.welcome.epoch != epoch:
+            raise MillraceError(Reason.EPOCH_CHANGED, f"{self.address} is another process now")
+
+    async def run(self) -> None:
+        """Read until the stream ends; never returns normally."""
+        loop = asyncio.get_running_loop()
+        legs = self._legs
+        while True:
+            response = await self._read()
+            now = loop.time()
+            for out in response.outputs.outputs:
+                identity = out.id
+                leg = legs.get(identity.room)
+                if leg is not None and leg.attempt == identity.attempt:
+                    leg.on_output(out, now)
+                elif out.finish_reason != common_pb2.FINISH_REASON_ABORT:  # which answers our own Abort
+                    self._on_stale("output")
+
+    def submit(self, request: worker_pb2.EngineRequest, source: worker_pb2.KvSourceRef | None, leg: LegSink) -> None:
+        if self._closed is not None:
+            leg.on_failure(self._closed)
+            return
+        self._legs[request.id.room] = leg
+        if self._message is prefill_pb2.PrefillLinkRequest:
+            submit = prefill_pb2.PrefillRequest(request=request)
+        else:
+            submit = decode_pb2.DecodeRequest(request=request, source=source)
+        self._outgoing.put_nowait(self._message(submit=submit))
+
+    def forget(self, room: int) -> None:
+        """The leg is over: its worker has said its last output."""
+        self._legs.pop(room, None)
+
+    def abort(self, room: int, attempt: int, reason: str) -> None:
+        self._legs.pop(room, None)
+        identity = common_pb2.AttemptId(room=room, attempt=attempt)
+        self._outgoing.put_nowait(self._message(abort=worker_pb2.AbortRequest(id=identity, reason=reason)))
+
+    def close(self, error: MillraceError) -> None:
+        """Fail every leg. Nothing is sent or received any more."""
+        if self._closed is not None:
+            return
+        self._closed = error
+        if self._call is not None and self._writer is not None:
+            self._writer.cancel()
+            self._call.cancel()
+        legs, self._legs = list(self._legs.values()), {}
+        for leg in legs:
+            leg.on_failure(error)
+
+    async def _send(self) -> None:
+        """Write what is queued. A broken stream ends this quietly: the reader tells."""
+        assert self._call is not None
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            while True:
+                await self._call.write(await self._outgoing.get())
+
+    async def _read(self) -> worker_pb2.LinkResponse:
+        assert self._call is not None
+        try:
+            response = await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        if response is grpc.aio.EOF:
+            raise MillraceError(Reason.WORKER_LOST, f"{self.address} closed the link")
+        return response

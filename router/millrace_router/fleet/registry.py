@@ -1,0 +1,191 @@
+"""All workers of this router: who is discovered (fleet.py), the hooks of their pairs, and the view that the policy
+chooses from.
+
+What is derived from the workers' states (states.py) is computed once per change of a state: load reports, of which
+there are many, change only numbers.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable
+
+from millrace.v1 import admin_pb2, worker_pb2
+from millrace_common.metrics import Metrics
+from millrace_common.reasons import Reason
+from millrace_rpc.errors import MillraceError
+from millrace_rpc.tls import Identity
+
+from millrace_router.config import RouterConfig
+from millrace_router.discovery.base import Target
+from millrace_router.discovery.factory import make_source
+from millrace_router.fleet import states
+from millrace_router.fleet.cache_feed import CacheFeeds
+from millrace_router.fleet.fleet import Fleet
+from millrace_router.fleet.hooks import Hooks
+from millrace_router.fleet.link import DECODE, PREFILL, UNIFIED
+from millrace_router.fleet.worker import Worker
+from millrace_router.policy.placer import Placer
+from millrace_router.policy.snapshot import Placement, View, Want
+from millrace_router.resilience.health import Health
+
+log = logging.getLogger(__name__)
+
+
+class Registry:
+    def __init__(
+        self,
+        config: RouterConfig,
+        metrics: Metrics,
+        on_change: Callable[[], None],
+        identity: Identity | None = None,
+    ) -> None:
+        """`identity`: ours towards the workers; None: plain."""
+        self._identity = identity
+        self.hooks = Hooks(config.timeouts, metrics, self._changed)
+        self._fleet = Fleet(make_source(config.found_by), self._make_worker, metrics, self._changed)
+        self.workers = self._fleet.workers  # by address
+        self._config = config
+        self._router_id = secrets.token_hex(8)
+        self._routable: frozenset[str] = frozenset()  # epochs
+        self._able: list[tuple[Worker, frozenset[str]]] = []  # of every model, by address, with their sources' epochs
+        self._first: str | None = None  # the revision that is asked first, while there are others
+        self.placer = Placer(config, metrics)
+        self.health = Health(config.resilience, metrics)
+        self._feeds = CacheFeeds(self.placer.indexes.kv, metrics)
+        self._metrics = metrics
+        self._on_change = on_change
+        self._model: worker_pb2.WorkerInfo | None = None
+
+    def start(self) -> None:
+        self._fleet.start()
+
+    async def stop(self) -> None:
+        self.hooks.stop()
+        self._feeds.stop()
+        await self._fleet.stop()
+
+    @property
+    def ready(self) -> bool:
+        return bool(self._routable)
+
+    @property
+    def model(self) -> worker_pb2.WorkerInfo:
+        """What is served, as one of its workers said. NO_WORKERS before any has."""
+        if self._model is None:
+            raise MillraceError(Reason.NO_WORKERS, "no worker has come up yet")
+        return self._model
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Under which the model is served, its own first. NO_WORKERS as `model`."""
+        own = self.model.model
+        also = [w.info.model for w in self.workers.values() if w.epoch in self._routable]
+        return tuple(dict.fromkeys(name for name in (own, *also, *self._config.aliases) if name))
+
+    def obstacle(self, worker: Worker) -> str:
+        """Why no request goes to this worker; empty when it is routable."""
+        if (why := worker.unhealthy or worker.withheld) or worker.epoch in self._routable:
+            return why
+        if any(worker.epoch in (pair.source, pair.worker) for pair in self.hooks.ready):
+            if self._serves(worker):
+                return "no partner of it is routable"
+            name = self.model.model
+            other = worker.info.model != name
+            return f"{name!r} is served, not its model" if other else f"{name!r} is served, of other weights than its"
+        return self.hooks.why_not(worker.epoch)
+
+    def view(self, weights: str) -> View:
+        """Of the model with these weights."""
+        roles: dict[int, list] = {PREFILL: [], DECODE: [], UNIFIED: []}
+        left_out = self.health.left_out()
+        for worker, sources in self._able:
+            if worker.weights == weights:
+                roles[worker.role] += worker.replicas(sources, left_out.get(worker.epoch, ""))
+        return View(tuple(roles[PREFILL]), tuple(roles[DECODE]), tuple(roles[UNIFIED]), self._first)
+
+    def choose(self, want: Want) -> Placement | None:
+        """None: it has to wait. NO_WORKERS: another model is served than the one that has begun the answer."""
+        served = "" if self._model is None else self._model.layout.model
+        weights = want.weights or served
+        if weights != served and self.ready and not any(worker.weights == weights for worker, _ in self._able):
+            raise MillraceError(Reason.NO_WORKERS, "the model that began this answer is no longer served")
+        return self.placer.choose(self.view(weights), want)
+
+    def drain(self, worker: Worker) -> None:
+        """Send no more requests to the process that this worker is now."""
+        worker.drained_epoch = worker.epoch
+        self._changed()
+
+    def status(self) -> list[admin_pb2.WorkerStatus]:
+        return [self._status(worker) for worker in (*self.workers.values(), *self._fleet.leaving)]
+
+    def _status(self, worker: Worker) -> admin_pb2.WorkerStatus:
+        detail, target = self.obstacle(worker), worker.target
+        return admin_pb2.WorkerStatus(
+            address=worker.address,
+            info=worker.info,
+            load=worker.load,
+            reachable=worker.load is not None,
+            healthy=not worker.unhealthy,
+            routable=not detail,
+            detail=detail,
+            in_flight=worker.in_flight,
+            key=target.key,
+            name=target.name,
+            topology={**target.topology, **({"revision": target.revision} if target.revision else {})},
+            leaving=worker.leaving,
+        )
+
+    def _make_worker(self, target: Target) -> Worker:
+        def on_stale(kind: str) -> None:
+            self._metrics.stale.labels(kind=kind).inc()
+
+        return Worker(
+            target, self._router_id, self._config.timeouts, self._changed, self._loaded, on_stale, self._identity
+        )
+
+    def _changed(self) -> None:
+        """A worker, or a pair, is in another state."""
+        workers = self.workers.values()
+        self.hooks.reconcile(workers)
+        seen = [worker.seen for worker in workers]
+        able = states.routable(seen, self.hooks.ready)
+        self._model = self._served(able)
+        self._routable = frozenset(w.epoch for w in workers if w.epoch in able and self._serves(w))
+        sources = states.sources(self.hooks.ready)
+        serving = sorted((w for w in workers if w.epoch in able), key=lambda w: w.address)
+        self._able = [(worker, sources.get(worker.epoch, frozenset())) for worker in serving]
+        first = self._config.routing.revision
+        self._first = first if any(worker.target.revision != first for worker in serving) else None
+        routable = (
+            frozenset(w.epoch for w in serving if w.role == role and w.epoch in self._routable)
+            for role in (PREFILL, DECODE, UNIFIED)
+        )
+        self.health.keep({one.epoch: one.role for one in seen if one.epoch}, routable)
+        self._feeds.reconcile(workers)
+        self.placer.indexes.keep((w.epoch, i) for w in workers if w.link for i in range(w.info.replicas))
+        counts = states.count(seen, self._routable)
+        for role in states.ROLES:
+            for state in states.STATES:
+                self._metrics.workers.labels(role=role, state=state).set(counts[role, state])
+        self._loaded()
+
+    def _served(self, routable: frozenset[str]) -> worker_pb2.WorkerInfo | None:
+        """One model at a time: that of the revision that is asked first; without it that of before, for as long as a
+        worker can serve it; then another one's.
+        """
+        linked = [worker for worker in self.workers.values() if worker.link is not None]
+        able = [worker for worker in linked if worker.epoch in routable] or linked
+        first = [worker for worker in able if worker.target.revision == self._config.routing.revision] or able
+        same = [worker for worker in first if self._serves(worker)]
+        return next((worker.info for worker in same or first), self._model)
+
+    def _serves(self, worker: Worker) -> bool:
+        return self._model is not None and worker.weights == self._model.layout.model
+
+    def _loaded(self) -> None:
+        """A worker has reported its load."""
+        self._fleet.release()
+        self._on_change()

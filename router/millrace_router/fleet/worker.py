@@ -1,0 +1,253 @@
+"""One worker as this router knows it, and the task that keeps the connection.
+
+1. Connect: GetInfo, check the protocol version.
+2. Watch its load. A stream that breaks or stays silent means that the worker is lost.
+3. As soon as it is READY: ask again who it is (now with model and layout) and open the Link.
+4. When any of these fails, or the process at the address is another one: close the Link, which fails every attempt
+   there at once; back to 1 after a pause, unless discovery has dropped it.
+
+Pairing and warm-up are the hooks' affair; `routable` replicas are the registry's. `on_change` is called when what
+states.py derives from it may have changed, `on_load` when only numbers have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Coroutine
+
+import grpc
+from millrace.v1 import worker_pb2, worker_pb2_grpc
+from millrace_common.reasons import Reason
+from millrace_rpc.client import channel, heard_within
+from millrace_rpc.errors import MillraceError, from_rpc_error
+from millrace_rpc.tls import Identity
+
+from millrace_router.config import Timeouts
+from millrace_router.discovery.base import Target
+from millrace_router.fleet.link import Link
+from millrace_router.fleet.states import Seen
+from millrace_router.policy.snapshot import Replica
+
+log = logging.getLogger(__name__)
+
+PROTOCOL = 1
+READY = worker_pb2.WORKER_STATE_READY
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
+
+
+class Worker:
+    def __init__(
+        self,
+        target: Target,
+        router_id: str,
+        timeouts: Timeouts,
+        on_change: Callable[[], None],
+        on_load: Callable[[], None],
+        on_stale: Callable[[str], None],
+        identity: Identity | None = None,
+    ) -> None:
+        self.target = target  # as discovery saw it last
+        self.address = target.address
+        self.leaving = False  # discovery no longer lists it
+        self.info = worker_pb2.WorkerInfo()  # of the latest session
+        self.load: worker_pb2.LoadSnapshot | None = None  # None: not reachable
+        self.link: Link | None = None  # None: not linked
+        self._control: worker_pb2_grpc.WorkerServiceStub | None = None
+        self.drained_epoch = ""  # the process that an operator told to drain
+        self.trouble = "not connected yet"  # why the latest session ended
+        self._router_id = router_id
+        self._timeouts = timeouts
+        self._replicas: tuple[Replica, ...] = ()
+        self._made_from: tuple[object, ...] | None = None  # what _replicas shows; None: more has been sent since
+        self._on_change = on_change
+        self._on_load = on_load
+        self._on_stale = on_stale
+        self._identity = identity
+        self._pause = FIRST_PAUSE_S  # before the next session
+        self._sent: dict[int, tuple[int, int, int]] = {}  # replica: what was sent since the latest load, see note_sent
+
+    @property
+    def role(self) -> int:
+        return self.info.role
+
+    @property
+    def epoch(self) -> str:
+        return self.info.epoch
+
+    @property
+    def weights(self) -> str:
+        """A hash of the model: equal ones give equal answers. Empty until it is READY."""
+        return self.info.layout.model
+
+    @property
+    def control(self) -> worker_pb2_grpc.WorkerServiceStub:
+        """WORKER_LOST while there is no connection."""
+        if self._control is None:
+            raise MillraceError(Reason.WORKER_LOST, f"worker {self.address} is {self.unhealthy}")
+        return self._control
+
+    @property
+    def in_flight(self) -> int:
+        return 0 if self.link is None else self.link.in_flight
+
+    @property
+    def unhealthy(self) -> str:
+        """Why it could not serve if it were asked to; empty when it could."""
+        if self.load is None:
+            return f"unreachable: {self.trouble}"
+        if self.load.state != READY:
+            state = worker_pb2.WorkerState.Name(self.load.state).removeprefix("WORKER_STATE_").lower()
+            return f"{state} {self.info.state_message}".rstrip()
+        return "not linked yet" if self.link is None else ""
+
+    @property
+    def withheld(self) -> str:
+        """Why it is not asked to; empty when it may be."""
+        if self.leaving:
+            return "no longer discovered"
+        return "draining" if self.drained_epoch and self.drained_epoch == self.epoch else self.target.withheld
+
+    @property
+    def seen(self) -> Seen:
+        role = worker_pb2.Role.Name(self.role).removeprefix("ROLE_").lower() if self.role else self.target.role
+        return Seen(role or "unspecified", self.epoch, self.unhealthy, self.withheld)
+
+    def source(self) -> worker_pb2.KvSourceRef:
+        fingerprint = self.info.layout.fingerprint
+        return worker_pb2.KvSourceRef(address=self.address, epoch=self.epoch, fingerprint=fingerprint)
+
+    def note_sent(self, replica: int, tokens: int, held: int) -> None:
+        """Until the next load report, what was sent counts as load: a burst is spread. `tokens` are to be computed
+        there, the KV of `held` ones is to be fetched.
+        """
+        requests, total, fetched = self._sent.get(replica, (0, 0, 0))
+        self._sent[replica] = requests + 1, total + tokens, fetched + held
+        self._made_from = None
+
+    def replicas(self, sources: frozenset[str], left_out: str) -> tuple[Replica, ...]:
+        """A snapshot of each replica for the policy; the same objects until something changes."""
+        made_from = (self.load, self.target, sources, left_out)
+        if self._made_from is None or any(a is not b for a, b in zip(made_from, self._made_from, strict=True)):
+            loads = enumerate(self.load.replicas if self.load else ())
+            self._replicas = tuple(self._replica(index, load, sources, left_out) for index, load in loads)
+            self._made_from = made_from
+        return self._replicas
+
+    def _replica(self, index: int, load: worker_pb2.ReplicaLoad, sources: frozenset[str], left_out: str) -> Replica:
+        requests, tokens, held = self._sent.get(index, (0, 0, 0))
+        return Replica(
+            address=self.address,
+            index=index,
+            epoch=self.epoch,
+            fingerprint=self.info.layout.fingerprint,
+            credits=load.credits - requests,
+            tokens=load.waiting_tokens + tokens,
+            sequences=load.running + load.waiting + load.importing + requests,
+            sources=sources,
+            held=load.pages_running * self.info.layout.page_size + held,
+            labels=self.target.topology,
+            revision=self.target.revision,
+            left_out=left_out,
+        )
+
+    async def run(self) -> None:
+        """Keep the connection. Ends by cancellation, or with the connection when it is leaving."""
+        while True:
+            error = await self._session()
+            if self.load is not None:
+                log.warning("worker %s lost: %s", self.address, error.message)
+            self.load, self._control, self.trouble = None, None, error.message
+            self._on_change()
+            if self.leaving:
+                return
+            await asyncio.sleep(self._pause * random.uniform(0.8, 1.2))
+            self._pause = min(2 * self._pause, LONGEST_PAUSE_S)
+
+    async def _session(self) -> MillraceError:
+        """Steps 1 to 3, until the first failure."""
+        try:
+            async with channel(self.address, self._identity) as ch:
+                self._control = worker_pb2_grpc.WorkerServiceStub(ch)
+                self.info = await self._ask()
+                ready = asyncio.Event()
+                await _first_end(self._watch(ready), self._hold_link(ch, ready))
+        except (MillraceError, grpc.RpcError, TimeoutError) as error:
+            return _as_error(error)
+        except Exception as error:  # garbage of the worker's, or a fault of ours: it would never be connected again
+            log.exception("the connection to worker %s broke unexpectedly", self.address)
+            return MillraceError(Reason.INTERNAL, f"{type(error).__name__}: {error}")
+        raise AssertionError("both go on until one fails")
+
+    async def refresh(self) -> None:
+        """Ask the same process again who it is. Raises MillraceError or RpcError."""
+        info = await self._ask()
+        if info.epoch != self.epoch:
+            raise MillraceError(Reason.EPOCH_CHANGED, "another process answers at its address")
+        self.info = info
+
+    async def _ask(self) -> worker_pb2.WorkerInfo:
+        info = await self.control.GetInfo(worker_pb2.GetInfoRequest(), timeout=self._timeouts.connect)
+        if info.protocol != PROTOCOL:
+            raise MillraceError(
+                Reason.LAYOUT_MISMATCH, f"it speaks protocol version {info.protocol}, this router {PROTOCOL}"
+            )
+        if info.role not in (worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_DECODE, worker_pb2.ROLE_UNIFIED):
+            raise MillraceError(Reason.INVALID_ARGUMENT, f"it has an unknown role ({info.role})")
+        return info
+
+    async def _watch(self, ready: asyncio.Event) -> None:
+        call = self.control.WatchLoad(worker_pb2.WatchLoadRequest())
+        while True:
+            load = await heard_within(self._timeouts.silence, call.read())
+            if load is grpc.aio.EOF:
+                raise MillraceError(Reason.WORKER_LOST, "it ended its load stream")
+            if load.epoch != self.epoch:
+                raise MillraceError(Reason.EPOCH_CHANGED, "another process answers at its address")
+            news = self.load is None or load.state != self.load.state
+            self.load = load
+            self._sent.clear()
+            if load.state == READY:
+                ready.set()
+            if news:
+                self._on_change()
+            else:
+                self._on_load()
+
+    async def _hold_link(self, ch: grpc.aio.Channel, ready: asyncio.Event) -> None:
+        await ready.wait()
+        await self.refresh()
+        link = Link(self.role, self.address, self._on_stale)
+        try:
+            async with asyncio.timeout(self._timeouts.connect):
+                await link.connect(ch, self._router_id, self.epoch)
+            self.link, self._pause = link, FIRST_PAUSE_S
+            self._on_change()
+            await link.run()
+        finally:
+            self.link = None
+            self._on_change()  # before its legs fail: they choose again at once
+            link.close(MillraceError(Reason.WORKER_LOST, f"worker {self.address} was lost"))
+
+
+async def _first_end(*calls: Coroutine[None, None, None]) -> None:
+    """Run all until one ends or raises; the others are cancelled. Not a TaskGroup: before Python 3.13 that swallows a
+    cancellation that comes while it is ending.
+    """
+    tasks = [asyncio.create_task(call) for call in calls]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        done.pop().result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _as_error(error: MillraceError | grpc.RpcError | TimeoutError) -> MillraceError:
+    if isinstance(error, MillraceError):
+        return error
+    if isinstance(error, TimeoutError):
+        return MillraceError(Reason.WORKER_LOST, "it is silent")
+    return from_rpc_error(error)

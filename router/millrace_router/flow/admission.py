@@ -1,0 +1,206 @@
+"""The bounded queue in front of the workers, and who is refused at its door.
+
+1. `check_room` refuses what can find no place, before any work is done for it; `make_room` decides once the tokens
+   are known: QUEUE_FULL, unless others have to give way (fair_queue.py says who), and DEADLINE_TOO_SHORT when the
+   wait, estimated from the measured rate of service, would be longer than the client waits.
+2. `enter` takes a ticket. With nobody before it and a placement at hand it is served at once.
+3. `pump` serves in fair order. Called whenever credits or workers may have appeared; nothing polls. A ticket that
+   finds no placement now does not block the next ones, up to `look_ahead` of them, but it cannot be overtaken without
+   end either (Ticket.blocks).
+4. `leave` withdraws a ticket (cancel, deadline). Setting `closed` refuses new requests (drain); those inside are still
+   served. A retried request enters again with its first place, and is never refused as over the size.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable
+
+from millrace_common.reasons import Reason
+from millrace_rpc.errors import MillraceError
+
+from millrace_router.flow.fair_queue import FairQueue, Place, Ticket
+from millrace_router.policy.snapshot import Placement, Want
+
+MEMORY_S = 10.0  # of the measured rate: as more is served, what was before counts for less
+LEAST_BUSY_S = 0.5  # of measuring, before anything is concluded from it
+LEAST_RETRY_S, LONGEST_RETRY_S = 0.1, 60.0
+
+
+class ServiceRate:
+    """Tokens per second that leave the queue while somebody waits: only then it tells what the workers can do. A pause
+    between two services, however long, forgets nothing: long answers in few places make long ones.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._at = now
+        self._tokens = 0.0  # both fade with the same speed
+        self._seconds = 0.0  # until the latest service
+        self._since = 0.0  # seconds since then
+
+    def advance(self, now: float, waiting: bool) -> None:
+        """Until now, somebody was waiting or not."""
+        passed, self._at = max(now - self._at, 0.0), max(now, self._at)
+        self._since += passed if waiting else 0.0
+
+    def served(self, tokens: int) -> None:
+        fade = math.exp(-self._since / MEMORY_S)
+        self._tokens = self._tokens * fade + tokens
+        self._seconds = self._seconds * fade + self._since
+        self._since = 0.0
+
+    def seconds_for(self, tokens: float) -> float | None:
+        """None: not known yet. Nothing was served so far: what has lasted so long may last for as long again."""
+        seconds = self._seconds + self._since
+        if seconds < LEAST_BUSY_S:
+            return None
+        return tokens * seconds / self._tokens if self._tokens else seconds
+
+
+class Admission:
+    def __init__(
+        self,
+        size: int,
+        choose: Callable[[Want], Placement | None],  # raises MillraceError where waiting is in vain
+        on_size: Callable[[int], None],
+        look_ahead: int = 8,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._size = size
+        self._choose = choose
+        self._on_size = on_size
+        self._look_ahead = look_ahead
+        self._clock = clock
+        self._arrivals = itertools.count()
+        self._queue = FairQueue()
+        self._rate = ServiceRate(clock())
+        self._waiting = 0
+        self._pumping = False
+        self.closed = False
+
+    def __len__(self) -> int:
+        return self._waiting
+
+    @property
+    def tokens(self) -> int:
+        """Prompt tokens of all who wait."""
+        return self._queue.tokens
+
+    def place(self, priority: int, tenant: str = "default", weight: float = 1.0) -> Place:
+        """A new arrival's."""
+        return Place(priority, next(self._arrivals), tenant, weight)
+
+    # ------------------------------------------------------------------------------------- at the door
+
+    def check_room(self, tickets: int, place: Place) -> None:
+        """Refuse a new request before any work is done for it."""
+        if self.closed:
+            raise MillraceError(Reason.DRAINING, "the router is shutting down")
+        over = self._waiting + tickets - self._size
+        if over > 0 and self._queue.victims(place, tickets, over) is None:
+            message = f"the queue holds {self._waiting} of at most {self._size} requests"
+            raise MillraceError(Reason.QUEUE_FULL, message, retry_after_s=self.drained_in())
+
+    def make_room(self, tickets: int, place: Place, tokens: int, left_s: float | None) -> None:
+        """For so many tickets of `tokens` prompt tokens each, whose client waits `left_s` more (None: for ever)."""
+        if left_s is not None and left_s <= 0:
+            raise MillraceError(Reason.DEADLINE_EXCEEDED, "the deadline had passed before the request could wait")
+        self.check_room(tickets, place)
+        wait = self.wait_of(place, tokens)
+        if left_s is not None and wait is not None and wait > left_s:
+            message = f"about {wait:.1f} s would pass in the queue, and the deadline is in {left_s:.1f} s"
+            raise MillraceError(Reason.DEADLINE_TOO_SHORT, message, retry_after_s=_bounded(wait - left_s))
+        over = self._waiting + tickets - self._size
+        for victim in (self._queue.victims(place, tickets, over) or ()) if over > 0 else ():
+            if not victim.waiting:
+                continue  # served, once another had left the places that are looked at
+            self.leave(victim)
+            message = "the queue is full, and others who hold less of it came"
+            victim.refuse(MillraceError(Reason.QUEUE_FULL, message, retry_after_s=self.drained_in()))
+
+    def wait_of(self, place: Place, tokens: int) -> float | None:
+        """The estimated wait of a newcomer, in seconds. None: not known. 0 while nobody waits."""
+        if not self._waiting:
+            return 0.0
+        self._rate.advance(self._clock(), waiting=True)
+        return self._rate.seconds_for(self._queue.tokens_before(place, tokens))
+
+    def drained_in(self) -> float | None:
+        """When a refused client should come again, in seconds: when those who wait now will have been served. None:
+        not known.
+        """
+        self._rate.advance(self._clock(), waiting=self._waiting > 0)
+        seconds = self._rate.seconds_for(self._queue.tokens)
+        return None if seconds is None else _bounded(seconds)
+
+    # ------------------------------------------------------------------------------------- inside
+
+    def enter(self, ticket: Ticket) -> None:
+        self._rate.advance(self._clock(), waiting=self._waiting > 0)
+        self._queue.add(ticket)
+        self._resize(+1)
+        if not self._pumping:  # else the pump that runs comes to it
+            self._run(lambda: self._serve_one(ticket))
+
+    def leave(self, ticket: Ticket) -> None:
+        if ticket.waiting:
+            self._queue.remove(ticket)
+            self._resize(-1)
+            self.pump()
+
+    def charge(self, place: Place, tokens: int) -> None:
+        """Tokens that a request of this place has produced."""
+        self._queue.charge(place, tokens)
+
+    def pump(self) -> None:
+        """Serve whom the workers have room for. Serving may call back into the queue: the outer call goes on."""
+        if not self._pumping and self._waiting:
+            self._run(self._serve_one)
+
+    def _run(self, serve_one: Callable[[], bool]) -> None:
+        self._pumping = True
+        try:
+            if serve_one():
+                while self._serve_one():
+                    pass
+        finally:
+            self._pumping = False
+
+    def _serve_one(self, only: Ticket | None = None) -> bool:
+        """Whether somebody was served, or refused. `only`: those before it have been tried since anything changed."""
+        now = self._clock()
+        before: list[Ticket] = []
+        for ticket in itertools.islice(self._queue.in_order(), self._look_ahead):
+            try:
+                placement = self._choose(ticket.want) if only is None or ticket is only else None
+            except MillraceError as error:  # nobody will ever serve it
+                self.leave(ticket)
+                ticket.refuse(error)
+                return True
+            if placement is not None:
+                for other in before:
+                    other.overtaken += 1
+                self._serve(ticket, placement, now, waited=ticket is not only or self._waiting > 1)
+                return True
+            if ticket is only or ticket.blocks(now):
+                return False
+            before.append(ticket)
+        return False
+
+    def _serve(self, ticket: Ticket, placement: Placement, now: float, waited: bool) -> None:
+        if waited:  # or others do
+            self._rate.advance(now, waiting=True)
+            self._rate.served(ticket.want.tokens)
+        self._queue.take(ticket)
+        self._resize(-1)
+        ticket.serve(placement)
+
+    def _resize(self, change: int) -> None:
+        self._waiting += change
+        self._on_size(self._waiting)
+
+
+def _bounded(seconds: float) -> float:
+    return min(max(seconds, LEAST_RETRY_S), LONGEST_RETRY_S)

@@ -1,0 +1,73 @@
+"""A request as the client made it, from gRPC or HTTP, unchecked: every limit is in validate.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from millrace.v1 import common_pb2
+
+from millrace_router.text.chat_format import Tool
+
+
+class ToolCall(NamedTuple):
+    """A call that the model made in an earlier turn. `arguments` is JSON text."""
+
+    id: str
+    name: str
+    arguments: str
+
+    def as_json(self) -> dict[str, Any]:
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+class Message(NamedTuple):
+    role: str
+    content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""  # of the call whose result this is
+
+    def as_json(self) -> dict[str, Any]:
+        """As chat templates want it."""
+        turn: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.tool_calls:
+            turn["tool_calls"] = [call.as_json() for call in self.tool_calls]
+            turn["content"] = self.content or None
+        return turn | ({"tool_call_id": self.tool_call_id} if self.tool_call_id else {})
+
+
+class Chat(NamedTuple):
+    """`required`: tools of which one must be called; none: the model decides. `arguments` are the template's own."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+    required: tuple[Tool, ...] = ()
+    parallel: bool = True  # several calls at once
+    arguments: Mapping[str, Any] = {}
+
+
+Prompt = str | Chat | list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """`numbers`: the scalar fields of SamplingParams that were given."""
+
+    model: str
+    prompt: Prompt | None
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    grammar: common_pb2.Grammar | None = None
+    grammar_param: str = "grammar"  # the field of the request that it came from
+    stop: Sequence[str] = ()
+    ends: Sequence[str] = ()  # further stop strings, which follow from what was asked for
+    n: int = 1
+    priority: int = 0
+    request_id: str = ""
+    session_id: str = ""  # requests with the same one begin alike
+    keep_special_tokens: bool = False
+    timeout_s: float | None = None  # until the client's deadline

@@ -1,0 +1,213 @@
+"""The order of those who wait: by priority, and within a priority by fair shares of tokens between tenants. Pure.
+
+Each tenant of a priority has `spent`: the tokens it was given there, divided by its weight. The tenant that has spent
+the least goes next, its tickets in the order of their arrival. A tenant that comes (back) starts no lower than those
+who wait have come to: idle time earns nothing. So between two tenants that both keep waiting, tokens per weight never
+differ by more than one ticket of each. What a request produces later is added by `charge`.
+
+A retry (`paid`) goes before all of its priority: its share was taken when it was served first, and its client is in
+the middle of an answer.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from millrace_rpc.errors import MillraceError
+
+from millrace_router.policy.snapshot import Placement, Want
+
+PATIENCE = 64  # times that others may be served before a ticket that is next; doubles with every hold
+HOLD_S = 0.5  # how long such a ticket then keeps others back
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a continuation stands, over all of its attempts. Higher priorities first."""
+
+    priority: int
+    arrival: int
+    tenant: str = "default"
+    weight: float = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One wait for workers: either `serve` or `refuse` is called, once, unless the ticket leaves before."""
+
+    place: Place
+    want: Want
+    serve: Callable[[Placement], None]
+    refuse: Callable[[MillraceError], None]
+    paid: bool = False  # a retry
+    waiting: bool = False
+    overtaken: int = 0
+    patience: int = PATIENCE
+    held_until: float | None = None
+
+    def blocks(self, now: float) -> bool:
+        """Nobody may be served before it any more, for a while: capacity that comes back in small pieces, which
+        others would take, gathers for it. A ticket that nothing can serve holds the others up ever more rarely.
+        """
+        if self.overtaken < self.patience:
+            return False
+        if self.held_until is None:
+            self.held_until = now + HOLD_S
+        if now < self.held_until:
+            return True
+        self.overtaken, self.patience, self.held_until = 0, 2 * self.patience, None
+        return False
+
+
+@dataclass(slots=True)
+class _Tenant:
+    weight: float
+    spent: float  # tokens per weight
+    tokens: int = 0  # waiting
+    tickets: OrderedDict[int, Ticket] = field(default_factory=OrderedDict)  # by arrival
+
+
+class _Level:
+    """One priority."""
+
+    def __init__(self) -> None:
+        self.paid: dict[int, Ticket] = {}
+        self.tenants: dict[str, _Tenant] = {}
+        self.reached = 0.0  # how far the tenants that wait have come, at least; never falls
+        self.tokens = 0
+        self.size = 0
+
+    def tenant(self, place: Place) -> _Tenant:
+        found = self.tenants.get(place.tenant)
+        if found is None:
+            found = self.tenants[place.tenant] = _Tenant(place.weight, self.reached)
+        found.weight = place.weight
+        return found
+
+    def add(self, ticket: Ticket) -> None:
+        self.size += 1
+        self.tokens += ticket.want.tokens
+        if ticket.paid:
+            self.paid[ticket.place.arrival] = ticket
+            return
+        tenant = self.tenant(ticket.place)
+        if not tenant.tickets:
+            tenant.spent = max(tenant.spent, self.reached)
+        tenant.tickets[ticket.place.arrival] = ticket
+        tenant.tokens += ticket.want.tokens
+
+    def remove(self, ticket: Ticket) -> None:
+        self.size -= 1
+        self.tokens -= ticket.want.tokens
+        if ticket.paid:
+            del self.paid[ticket.place.arrival]
+            return
+        tenant = self.tenants[ticket.place.tenant]
+        del tenant.tickets[ticket.place.arrival]
+        tenant.tokens -= ticket.want.tokens
+
+    def spend(self, place: Place, tokens: int) -> None:
+        tenant = self.tenant(place)
+        waiting = [other.spent for other in self.tenants.values() if other.tickets]
+        self.reached = max(self.reached, min(tenant.spent, *waiting) if waiting else tenant.spent)
+        tenant.spent += tokens / place.weight
+        for name in [n for n, t in self.tenants.items() if not t.tickets and t.spent <= self.reached]:
+            del self.tenants[name]  # as good as new
+
+    def in_order(self) -> Iterator[Ticket]:
+        """As they would be served if every one of them could be."""
+        yield from (self.paid[arrival] for arrival in sorted(self.paid))
+        heads: list[tuple[float, int, _Tenant, Iterator[Ticket]]] = []
+        for tenant in self.tenants.values():
+            if tenant.tickets:
+                heads.append((tenant.spent, next(iter(tenant.tickets)), tenant, iter(tenant.tickets.values())))
+        heapq.heapify(heads)
+        while heads:
+            spent, first, tenant, tickets = heapq.heappop(heads)
+            if (ticket := next(tickets, None)) is not None:
+                yield ticket
+                heapq.heappush(heads, (spent + ticket.want.tokens / tenant.weight, first, tenant, tickets))
+
+
+class FairQueue:
+    def __init__(self) -> None:
+        self._levels: dict[int, _Level] = {}
+
+    def __len__(self) -> int:
+        return sum(level.size for level in self._levels.values())
+
+    @property
+    def tokens(self) -> int:
+        """Of all who wait."""
+        return sum(level.tokens for level in self._levels.values())
+
+    def add(self, ticket: Ticket) -> None:
+        ticket.waiting = True
+        self._level(ticket.place).add(ticket)
+
+    def remove(self, ticket: Ticket) -> None:
+        """It leaves without having been served."""
+        ticket.waiting = False
+        self._level(ticket.place).remove(ticket)
+
+    def take(self, ticket: Ticket) -> None:
+        """It is served."""
+        self.remove(ticket)
+        if not ticket.paid:
+            self.charge(ticket.place, ticket.want.tokens)
+
+    def charge(self, place: Place, tokens: int) -> None:
+        """Tokens that the tenant got."""
+        self._level(place).spend(place, tokens)
+
+    def in_order(self) -> Iterator[Ticket]:
+        """Best first. The queue must not change meanwhile."""
+        for priority in sorted(self._levels, reverse=True):
+            yield from self._levels[priority].in_order()
+
+    def tokens_before(self, place: Place, tokens: int) -> float:
+        """Tokens that are due before a newcomer of so many is served, if nobody else comes: all of higher priorities,
+        and of its own what each tenant can get while its tenant works off its own waiting tickets.
+        """
+        before = float(sum(level.tokens for priority, level in self._levels.items() if priority > place.priority))
+        level = self._levels.get(place.priority)
+        if level is None:
+            return before
+        own = level.tenants.get(place.tenant)
+        waiting = own.tokens if own is not None else 0
+        start = max(own.spent, level.reached) if own is not None else level.reached
+        served_at = start + waiting / place.weight  # what it will have spent when it is the newcomer's turn
+        before += waiting + sum(ticket.want.tokens for ticket in level.paid.values())
+        for tenant in level.tenants.values():
+            if tenant is not own:
+                before += min(tenant.tokens, max(served_at - tenant.spent, 0.0) * tenant.weight)
+        return before
+
+    def victims(self, place: Place, newcomers: int, room: int) -> list[Ticket] | None:
+        """Who gives up `room` places of a full queue to so many newcomers; None: they find none. Those of the lowest
+        priority go first, and there the newest of the tenant that holds the most places for its weight; within the
+        newcomers' own priority only a tenant that holds more than theirs would.
+        """
+        found: list[Ticket] = []
+        for priority in sorted(p for p in self._levels if p <= place.priority):
+            level = self._levels[priority]
+            own = level.tenants.get(place.tenant)
+            limit = (len(own.tickets) if own is not None else 0) + newcomers if priority == place.priority else 0
+            left = {name: list(tenant.tickets.values()) for name, tenant in level.tenants.items() if tenant.tickets}
+            while len(found) < room and left:
+                name = max(left, key=lambda name: len(left[name]) / level.tenants[name].weight)
+                if len(left[name]) / level.tenants[name].weight <= limit / place.weight:
+                    break
+                found.append(left[name].pop())
+                if not left[name]:
+                    del left[name]
+        return found if len(found) == room else None
+
+    def _level(self, place: Place) -> _Level:
+        level = self._levels.get(place.priority)
+        if level is None:
+            level = self._levels[place.priority] = _Level()
+        return level

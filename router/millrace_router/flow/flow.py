@@ -1,0 +1,319 @@
+"""The life of one continuation: which worker does what, what the client may see, when to try again. Pure: events in,
+actions out.
+
+1. QUEUED    waits for workers. `assign` submits the attempt to its legs at once: a prefill and a decode worker, only
+             a prefill worker (one token to go), or a unified one (the decode leg alone).
+2. PREFILL   no output yet. The first token comes from whichever leg is faster.
+3. HANDOVER  the prefill worker's token is out, the decode worker is still reading the KV.
+4. DECODE    the decode leg produces. Its outputs begin with the first token again; what overlaps must be equal.
+5. DONE, FAILED, CANCELLED  absorb everything. Every leg that is still open has been told to abort, and in HANDOVER
+             the prefill worker too: it has said everything, but holds pages for a reader that may never come.
+
+Back to QUEUED: a leg failed for a reason that another attempt may cure (the errors' table says which) or made no
+progress in time. The other leg is aborted, the attempt number rises, and the next attempt replays prompt +
+`outputs`: the client sees a pause. Everything is bounded by `max_attempts`, the client's deadline and the budget that
+all requests share (`give_up`); a client that gets such an error may try again itself. What a busy worker refuses is
+none of these attempts, because its last places are offered to all routers and only one of them is the first.
+
+`outputs` are the tokens of the room by position. The client takes them with `take`; a disagreement between the legs
+is retried only while the client has seen nothing of the attempt, else it ends the request: a wrong token is never
+sent knowingly.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from millrace.v1 import common_pb2, worker_pb2
+from millrace_common.reasons import Reason
+from millrace_rpc.errors import MillraceError
+
+from millrace_router.config import Timeouts
+
+BACKOFF_S, LONGEST_BACKOFF_S = 0.05, 1.0  # pauses before trying busy workers again; doubled with every refusal
+MAX_REFUSALS = 64  # with these pauses a minute
+AGAIN_S = 1.0  # when a client whose request was given up should try again
+
+
+class Stage(enum.StrEnum):
+    QUEUED = "queued"
+    PREFILL = "prefill"
+    HANDOVER = "handover"
+    DECODE = "decode"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class Leg(enum.StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+_END = frozenset({Stage.DONE, Stage.FAILED, Stage.CANCELLED})
+LEGAL: dict[Stage, frozenset[Stage]] = {
+    Stage.QUEUED: frozenset({Stage.PREFILL}) | _END,  # DONE: a stop string in what an earlier attempt produced
+    Stage.PREFILL: frozenset({Stage.HANDOVER, Stage.DECODE, Stage.QUEUED}) | _END,
+    Stage.HANDOVER: frozenset({Stage.DECODE, Stage.QUEUED}) | _END,
+    Stage.DECODE: frozenset({Stage.QUEUED}) | _END,
+    Stage.DONE: frozenset(),
+    Stage.FAILED: frozenset(),
+    Stage.CANCELLED: frozenset(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Send the attempt to its open legs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Tell the leg's worker to stop working on the attempt."""
+
+    leg: Leg
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Blame:
+    """The attempt failed because of the worker of this leg, or of one of these."""
+
+    legs: frozenset[Leg]
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """Enter the queue again after `delay_s`. `refused`: the attempt was over before it had begun."""
+
+    reason: Reason
+    delay_s: float
+    refused: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """A metric's attribute, to be increased by one (`kind`: its label)."""
+
+    metric: str
+    kind: str = ""
+
+
+Action = Submit | Abort | Blame | Retry | Count
+NOTHING: tuple[Action, ...] = ()
+
+
+@dataclass(slots=True)
+class Flow:
+    timeouts: Timeouts
+    max_tokens: int
+    max_attempts: int
+    deadline: float | None  # all times on the event loop's clock
+    progress: float  # when the stage began or last moved
+    queue_s: float  # how long the first wait may take
+    stage: Stage = Stage.QUEUED
+    attempt: int = -1  # of the latest submit
+    refusals: int = 0  # attempts that workers were too busy to take
+    open: set[Leg] = field(default_factory=set)  # legs that may still say something
+    outputs: list[int] = field(default_factory=list)  # token ids of the room
+    logprobs: list[common_pb2.TokenLogprobs] = field(default_factory=list)  # as many as outputs, when asked for
+    base: int = 0  # outputs that the latest attempt was given
+    taken: int = 0  # outputs that the client has
+    finish_reason: common_pb2.FinishReason = common_pb2.FINISH_REASON_UNSPECIFIED  # when DONE
+    error: MillraceError | None = None  # of the latest failed attempt; why, when FAILED or CANCELLED
+
+    @property
+    def ended(self) -> bool:
+        return self.stage in _END
+
+    @property
+    def remaining(self) -> int:
+        return self.max_tokens - len(self.outputs)
+
+    @property
+    def expires(self) -> float:
+        """When `tick` has to look again."""
+        limit = {
+            Stage.QUEUED: self.queue_s if self.attempt < 0 else self.timeouts.queue,
+            Stage.PREFILL: self.timeouts.prefill,
+            Stage.HANDOVER: self.timeouts.handover,
+            Stage.DECODE: self.timeouts.stall,
+        }[self.stage]
+        return self.progress + limit if self.deadline is None else min(self.progress + limit, self.deadline)
+
+    # ------------------------------------------------------------------------------------- what the client does
+
+    def take(self) -> tuple[list[int], list[common_pb2.TokenLogprobs]]:
+        """The outputs since the last call."""
+        start, self.taken = self.taken, len(self.outputs)
+        return self.outputs[start:], self.logprobs[start:]
+
+    def stop(self) -> Sequence[Action]:
+        """A stop string was found in what was taken."""
+        if self.ended:
+            return NOTHING
+        return self._end(Stage.DONE, "stop string", finish_reason=common_pb2.FINISH_REASON_STOP)
+
+    def cancel(self, error: MillraceError) -> Sequence[Action]:
+        if self.ended:
+            return NOTHING
+        return self._end(Stage.CANCELLED, str(error.reason), error=error)
+
+    def give_up(self) -> Sequence[Action]:
+        """Instead of the retry that was asked for: there were too many of them lately."""
+        assert self.stage is Stage.QUEUED and self.error is not None
+        return self._end(Stage.FAILED, "no retry", error=self._final(self.error, "too many requests are tried again"))
+
+    # ------------------------------------------------------------------------------------- what workers do
+
+    def assign(self, legs: frozenset[Leg], now: float) -> Sequence[Action]:
+        assert legs and self.stage is Stage.QUEUED
+        self.attempt += 1
+        self.base = len(self.outputs)
+        self.open = set(legs)
+        self._move(Stage.PREFILL, now)
+        return (Submit(),)
+
+    def output(self, leg: Leg, out: worker_pb2.SequenceOutput, now: float) -> Sequence[Action]:
+        """An output of the latest attempt. The common case, the next token of a running decode, must stay short."""
+        if leg not in self.open:
+            return (Count("stale", "output"),)
+        tokens, outputs = out.token_ids, self.outputs
+        known = len(outputs) - out.first_index  # how many of its tokens we have (tokens always follow on)
+        if tokens:
+            if known == 0:
+                outputs.extend(tokens)
+                self.logprobs.extend(out.logprobs)
+            elif known < 0 or tokens[:known] != outputs[out.first_index : out.first_index + len(tokens)]:
+                return self._disagree(leg, out, now)
+            else:
+                outputs.extend(tokens[known:])
+                self.logprobs.extend(out.logprobs[known:])
+            self.progress = now
+        if leg is Leg.DECODE and self.stage is Stage.DECODE and not out.finish_reason:
+            return NOTHING if known == 0 else (Count("stale", "duplicate"),)
+        return self._turn(leg, out, now)
+
+    def leg_failed(self, leg: Leg, error: MillraceError, now: float) -> Sequence[Action]:
+        """The leg is over without a proper end: its worker refused, failed or went away."""
+        if leg not in self.open:
+            return NOTHING
+        self.open.discard(leg)
+        if leg is Leg.PREFILL and self.stage is Stage.DECODE:
+            return NOTHING  # the decode worker has all that it needs
+        return self._fail(error, _BOTH if error.reason in _TWO_SIDED else frozenset({leg}), now)
+
+    def tick(self, now: float, routable: bool) -> Sequence[Action]:
+        """Time passed. `routable`: some placement exists, if not now then when credits return."""
+        if self.ended or now < self.expires:
+            return NOTHING
+        if self.deadline is not None and now >= self.deadline:
+            error = MillraceError(Reason.DEADLINE_EXCEEDED, f"the deadline passed in stage {self.stage}")
+            return self._end(Stage.FAILED, "deadline", error=error)
+        if self.stage is Stage.QUEUED:
+            return self._end(Stage.FAILED, "queue timeout", error=self.error or _no_room(routable))
+        error = MillraceError(Reason.STALLED, f"no progress for {now - self.progress:.1f} s in stage {self.stage}")
+        return self._fail(error, self._culprits(), now)
+
+    # ------------------------------------------------------------------------------------- inside
+
+    def _turn(self, leg: Leg, out: worker_pb2.SequenceOutput, now: float) -> Sequence[Action]:
+        """An output that moves the stage or closes the leg."""
+        finish = out.finish_reason
+        if leg is Leg.DECODE and out.token_ids and self.stage is not Stage.DECODE:
+            self._move(Stage.DECODE, now)  # it has the KV
+        if finish == common_pb2.FINISH_REASON_ERROR:
+            failure = out.failure
+            error = MillraceError(failure.reason, failure.message, retry_after_s=failure.retry_after_ms / 1000 or None)
+            return self.leg_failed(leg, error, now)
+        if finish == common_pb2.FINISH_REASON_ABORT:
+            return self.leg_failed(leg, MillraceError(Reason.CANCELLED, f"aborted by the {leg} worker"), now)
+        if finish:
+            if out.token_ids and out.first_index + len(out.token_ids) != len(self.outputs):
+                return self._disagree(leg, out, now)
+            self.open.discard(leg)
+            return self._end(Stage.DONE, "finished", finish_reason=finish)
+        if leg is Leg.PREFILL:
+            self.open.discard(leg)  # it has said all that it had to say
+            if self.stage is Stage.PREFILL:
+                self._move(Stage.HANDOVER, now)
+        return NOTHING
+
+    def _disagree(self, leg: Leg, out: worker_pb2.SequenceOutput, now: float) -> Sequence[Action]:
+        where = f"position {out.first_index} (of {len(self.outputs)})"
+        error = MillraceError(Reason.INTERNAL, f"the {leg} worker's tokens at {where} contradict what came before")
+        seen = self.taken > self.base
+        del self.outputs[max(self.base, self.taken) :], self.logprobs[max(self.base, self.taken) :]
+        if seen:
+            return (Count("mismatches"), *self._end(Stage.FAILED, "mismatch", error=error))
+        return (Count("mismatches"), *self._fail(error, _BOTH, now, curable=True))
+
+    def _fail(self, error: MillraceError, blame: frozenset[Leg], now: float, curable: bool = False) -> Sequence[Action]:
+        """The attempt is over: the next one, if that may help and is allowed."""
+        self.error = error
+        blamed = Blame(blame, error.reason)
+        if self.remaining <= 0:
+            end = self._end(Stage.DONE, "complete", finish_reason=common_pb2.FINISH_REASON_LENGTH)
+            return (*end, blamed)
+        if not (curable or error.row.retry_elsewhere):
+            return (*self._end(Stage.FAILED, str(error.reason), error=error), blamed)
+        busy = error.row.retry_after_s > 0  # the worker is well but takes nothing now
+        pause = min(BACKOFF_S * 2**self.refusals, LONGEST_BACKOFF_S) if busy else 0.0
+        refused = busy and len(self.outputs) == self.base and self.refusals < MAX_REFUSALS
+        self.refusals += refused
+        tries = self.attempt + 1 - self.refusals
+        if tries >= self.max_attempts:
+            last = self._final(error, f"attempt {tries} of {self.max_attempts}")
+            return (*self._end(Stage.FAILED, str(error.reason), error=last), blamed)
+        aborts = self._abort_open(str(error.reason))
+        self._move(Stage.QUEUED, now)
+        return (*aborts, blamed, Retry(error.reason, pause, refused))
+
+    def _culprits(self) -> frozenset[Leg]:
+        """Whose silence it is: a first token needs the prefill worker alone, a handover both."""
+        if self.stage is Stage.HANDOVER:
+            return _BOTH
+        return frozenset({Leg.PREFILL if self.stage is Stage.PREFILL and Leg.PREFILL in self.open else Leg.DECODE})
+
+    def _final(self, error: MillraceError, why: str) -> MillraceError:
+        """The client's turn to try again."""
+        return MillraceError(error.reason, f"{error.message} ({why})", retry_after_s=error.retry_after_s or AGAIN_S)
+
+    def _end(
+        self,
+        stage: Stage,
+        why: str,
+        *,
+        finish_reason: common_pb2.FinishReason = common_pb2.FINISH_REASON_UNSPECIFIED,
+        error: MillraceError | None = None,
+    ) -> Sequence[Action]:
+        aborts = self._abort_open(why)
+        self.finish_reason, self.error = finish_reason, error
+        self._move(stage, self.progress)
+        return aborts
+
+    def _abort_open(self, why: str) -> tuple[Action, ...]:
+        holding = {Leg.PREFILL} if self.stage is Stage.HANDOVER else set()
+        legs, self.open = sorted(self.open | holding), set()
+        return tuple(Abort(leg, self.attempt, why) for leg in legs)
+
+    def _move(self, stage: Stage, now: float) -> None:
+        assert stage in LEGAL[self.stage], f"{self.stage} -> {stage}"
+        self.stage, self.progress = stage, now
+
+
+_BOTH = frozenset(Leg)
+# Reported by the decode worker, these can as well be the prefill worker's fault.
+_TWO_SIDED = frozenset(
+    {Reason.EPOCH_CHANGED, Reason.KV_NOT_FOUND, Reason.KV_EXPIRED, Reason.KV_MISMATCH, Reason.TRANSFER_FAILED}
+)
+
+
+def _no_room(routable: bool) -> MillraceError:
+    if routable:
+        return MillraceError(Reason.OVERLOADED, "no worker had room in time")
+    return MillraceError(Reason.NO_WORKERS, "no pair of prefill and decode workers is ready")

@@ -1,0 +1,319 @@
+"""Doing what the flow decides: one `Generation` per continuation, with its queue ticket, its legs on the workers' Links
+and its timer.
+
+The flow (flow.py) is pure; everything with a side effect is here: events come from the queue (`_serve`), the Links
+(`_Leg`), the clock (`_tick`) and the client (`stop`, `cancel`); the flow's actions go out in `_perform`. Whatever
+happened, `_settle` looks at the stage once: stamps it, moves the timer, and wakes the client's stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from millrace.v1 import common_pb2, worker_pb2
+from millrace_common.metrics import Metrics
+from millrace_common.reasons import Reason
+from millrace_common.spans import Tracer
+from millrace_rpc.errors import MillraceError
+
+from millrace_router.config import RouterConfig
+from millrace_router.edge.tenants import Tenant
+from millrace_router.fleet.link import Link
+from millrace_router.fleet.registry import Registry
+from millrace_router.flow.admission import Admission
+from millrace_router.flow.fair_queue import Ticket
+from millrace_router.flow.flow import Abort, Action, Blame, Count, Flow, Leg, Retry, Stage, Submit
+from millrace_router.flow.spans import ContinuationSpans
+from millrace_router.policy.decision import Decision
+from millrace_router.policy.snapshot import Placement, Replica, Unified, Want
+
+log = logging.getLogger(__name__)
+
+LONGEST_MS = 2**32 - 1  # that a message can say: seven weeks
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """What every generation shares."""
+
+    config: RouterConfig
+    registry: Registry
+    admission: Admission
+    metrics: Metrics
+    tracer: Tracer
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A validated continuation. `sampling` has seed and max_tokens set."""
+
+    token_ids: list[int]
+    sampling: common_pb2.SamplingParams
+    priority: int
+    request_id: str
+    received: float  # on the event loop's clock
+    deadline: float | None
+    tenant: Tenant
+    session_id: str = ""
+
+
+class Generation:
+    def __init__(
+        self,
+        backend: Backend,
+        job: Job,
+        spans: ContinuationSpans,
+        wake: Callable[[], None],
+        elsewhere: frozenset[str] = frozenset(),
+    ) -> None:
+        """`elsewhere`: addresses of workers that are no use, whoever else there is; it is a hedge then."""
+        self._loop = asyncio.get_running_loop()
+        config, now = backend.config, self._loop.time()
+        self.job = job
+        self.wake = wake
+        self.stage = Stage.QUEUED  # as `_settle` saw it last
+        self.room = secrets.randbits(64) or 1
+        self.cached_tokens = 0
+        self.decision: Decision | None = None  # why the latest attempt went where it went
+        self.stamps: dict[Stage, float] = {Stage.QUEUED: now}  # when a stage began first
+        self.tokens_at: float | None = None  # when the first token arrived
+        self.flow = Flow(
+            timeouts=config.timeouts,
+            max_tokens=job.sampling.max_tokens,
+            max_attempts=config.max_attempts,
+            deadline=job.deadline,
+            progress=now,
+            queue_s=config.timeouts.queue if backend.registry.ready else config.timeouts.no_workers,
+        )
+        self._backend = backend
+        self._health = backend.registry.health
+        self.place = backend.admission.place(job.priority, job.tenant.name, job.tenant.weight)
+        self._spans = spans
+        self._ticket: Ticket | None = None
+        self._placed: dict[Leg, Replica] = {}
+        self._links: dict[Leg, Link] = {}
+        self._hedge = bool(elsewhere)
+        self._avoid = elsewhere
+        self._weights = ""  # of the model that was asked last
+        self._timer: asyncio.Handle | None = None
+        self._timer_at = 0.0  # uvloop gives a handle without a time for a moment that has passed
+        self._again: asyncio.TimerHandle | None = None
+
+    @property
+    def workers(self) -> frozenset[str]:
+        """Addresses of those that the latest attempt was given to."""
+        return frozenset(replica.address for replica in self._placed.values())
+
+    def start(self) -> None:
+        if not self._hedge:
+            self._health.budget.begin()
+        self._arm()
+        self._enter()
+
+    def stop(self) -> None:
+        """A stop string was found."""
+        self.perform(self.flow.stop())
+
+    def cancel(self, error: MillraceError) -> None:
+        self.perform(self.flow.cancel(error))
+
+    def perform(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case Submit():
+                    self._submit()
+                case Abort(leg, attempt, reason):
+                    self._links[leg].abort(self.room, attempt, reason)
+                case Blame(legs, reason):
+                    blamed = [replica for leg, replica in self._placed.items() if leg in legs]
+                    self._avoid |= {replica.address for replica in blamed}
+                    self._health.failed([replica.epoch for replica in blamed], reason)
+                case Retry():
+                    self._retry(action)
+                case Count(metric, kind):
+                    counter = getattr(self._backend.metrics, metric)
+                    (counter.labels(kind=kind) if kind else counter).inc()
+        self._settle()
+
+    # ------------------------------------------------------------------------------------- the queue
+
+    def _enter(self) -> None:
+        self._again = None
+        want = self._want()
+        self._spans.waits(self._loop.time())
+        self._ticket = Ticket(self.place, want, self._serve, self._refuse, paid=self.flow.attempt >= 0)
+        self._backend.admission.enter(self._ticket)
+        if self._hedge and self._ticket is not None:
+            self.cancel(MillraceError(Reason.OVERLOADED, "nobody else has room"))  # and it delays no others
+
+    def _refuse(self, error: MillraceError) -> None:
+        """Another took the place in the queue, or nobody will ever serve it."""
+        self._ticket = None
+        self.cancel(error)
+
+    def _want(self) -> Want:
+        job, flow, registry = self.job, self.flow, self._backend.registry
+        token_ids = job.token_ids + flow.outputs if flow.outputs else job.token_ids
+        page_size = max(registry.model.layout.page_size, 1)
+        return Want(
+            tokens=len(token_ids),
+            prefill_only=flow.remaining == 1,
+            avoid=self._avoid,
+            elsewhere=self._hedge,
+            weights=self._weights if flow.outputs else "",
+            session=job.session_id,
+            pages=registry.placer.indexes.hashes(token_ids, page_size),
+            page_size=page_size,
+            draw=(self.room + flow.attempt) % 2**64,
+            request_id=job.request_id,
+            attempt=flow.attempt + 1,
+        )
+
+    def _serve(self, placement: Placement) -> None:
+        self._ticket = None
+        self._spans.placed(self._loop.time(), self.flow.attempt + 1, placement)
+        self.decision = placement.decision
+        if isinstance(placement, Unified):
+            self._placed = {Leg.DECODE: placement.worker}
+        else:
+            self._placed = {Leg.PREFILL: placement.prefill}
+            if placement.decode is not None:
+                self._placed[Leg.DECODE] = placement.decode
+        self.perform(self.flow.assign(frozenset(self._placed), self._loop.time()))
+
+    def _retry(self, retry: Retry) -> None:
+        log.info("attempt %d failed after %d tokens: %s", self.flow.attempt, len(self.flow.outputs), self.flow.error)
+        self._spans.over(self._loop.time(), error=str(self.flow.error))
+        if not retry.refused and not self._health.budget.spend(self._loop.time()):
+            self._backend.metrics.retries_refused.inc()
+            self.flow.give_up()
+            return
+        self._backend.metrics.retries.labels(reason=str(retry.reason)).inc()
+        self._again = self._loop.call_later(retry.delay_s, self._enter)
+
+    # ------------------------------------------------------------------------------------- the workers
+
+    def _submit(self) -> None:
+        """Send the attempt to its legs. A Link that is gone fails its leg at once, which ends the attempt half-way."""
+        source = None  # the prefill leg comes first and is the decode leg's source
+        for leg, replica in self._placed.items():
+            if leg not in self.flow.open:
+                return
+            worker = self._backend.registry.workers[replica.address]
+            self._weights = worker.weights
+            request = self._request(replica.index)
+            length = len(request.token_ids)
+            cached = 0 if self.decision is None else self.decision.cached_tokens
+            worker.note_sent(replica.index, *((length - cached, 0) if source is None else (0, length)))
+            assert worker.link is not None, "the policy chose a worker that is not linked"
+            self._links[leg] = link = worker.link
+            self._health.sent(replica.epoch)
+            link.submit(request, source, _Leg(self, leg, link))
+            source = worker.source()
+
+    def _request(self, replica: int) -> worker_pb2.EngineRequest:
+        job, flow = self.job, self.flow
+        left_ms = 0.0 if job.deadline is None else max((job.deadline - self._loop.time()) * 1000, 1.0)
+        return worker_pb2.EngineRequest(
+            id=common_pb2.AttemptId(room=self.room, attempt=flow.attempt),
+            token_ids=job.token_ids + flow.outputs,
+            num_prior_outputs=len(flow.outputs),
+            sampling=job.sampling,
+            priority=job.priority,
+            timeout_ms=int(min(left_ms, LONGEST_MS)),
+            replica=replica,
+            request_id=job.request_id,
+            traceparent=self._spans.traceparent,
+        )
+
+    def heard(self, leg: Leg, now: float) -> None:
+        """A leg's first output. Since the stage began: a decode worker's time does not include the prefill worker's."""
+        self._health.spoke(self._placed[leg].epoch, now - self.flow.progress, len(self.job.token_ids))
+
+    # ------------------------------------------------------------------------------------- afterwards
+
+    def _settle(self) -> None:
+        stage = self.flow.stage
+        if stage is not self.stage:
+            self.stage = stage
+            self.stamps.setdefault(stage, self._loop.time())
+            if self.flow.ended:
+                self._finish()
+            else:
+                self._arm()
+        self.wake()
+
+    def _arm(self) -> None:
+        """Have the timer fire no later than the flow expires; earlier is harmless."""
+        expires = self.flow.expires
+        if self._timer is None or self._timer_at > expires:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer_at = expires
+            self._timer = self._loop.call_at(expires, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        actions, error = self.flow.tick(self._loop.time(), self._backend.registry.ready), self.flow.error
+        if self.flow.ended and error is not None and error.reason is Reason.OVERLOADED:
+            error.retry_after_s = self._backend.admission.drained_in() or error.retry_after_s
+        self.perform(actions)
+        if not self.flow.ended:
+            self._arm()
+
+    def _finish(self) -> None:
+        if not self._hedge:
+            self._health.budget.end(self._loop.time())
+        for handle in (self._timer, self._again):
+            if handle is not None:
+                handle.cancel()
+        if self._ticket is not None:
+            self._backend.admission.leave(self._ticket)
+            self._ticket = None
+        self._end_spans()
+
+    def _end_spans(self) -> None:
+        flow = self.flow
+        if self.tokens_at is not None:
+            self._spans.first_token(self.tokens_at)
+        error = "" if flow.stage is Stage.DONE else str(flow.error)
+        tokens = {"millrace.output_tokens": len(flow.outputs), "millrace.cached_tokens": self.cached_tokens}
+        self._spans.over(self._loop.time(), tokens, error)
+
+
+class _Leg:
+    """One leg of one attempt, as its Link knows it."""
+
+    __slots__ = ("_flow", "_generation", "_heard", "_leg", "_link", "attempt")
+
+    def __init__(self, generation: Generation, leg: Leg, link: Link) -> None:
+        self.attempt = generation.flow.attempt
+        self._generation = generation
+        self._flow = generation.flow
+        self._heard = False
+        self._leg = leg
+        self._link = link
+
+    def on_output(self, out: worker_pb2.SequenceOutput, now: float) -> None:
+        flow, generation = self._flow, self._generation
+        if not self._heard and out.token_ids:
+            self._heard = True
+            generation.heard(self._leg, now)
+        if generation.tokens_at is None and out.token_ids:
+            generation.tokens_at = now
+            generation.cached_tokens = out.cached_tokens
+        actions = flow.output(self._leg, out, now)
+        if self._leg not in flow.open:
+            self._link.forget(generation.room)
+        if actions or flow.stage is not generation.stage:
+            generation.perform(actions)
+        else:  # nearly always
+            generation.wake()
+
+    def on_failure(self, error: MillraceError) -> None:
+        loop = asyncio.get_running_loop()
+        self._generation.perform(self._flow.leg_failed(self._leg, error, loop.time()))

@@ -1,0 +1,193 @@
+"""What gRPC and HTTP have in common: from an unchecked `Ask` to a stream of deltas.
+
+1. Check the limits, the caller's rates, and that the queue has room. 2. Tokenize. 3. Check the context, and with it
+   the queue once more. 4. Start one generation per continuation.
+Every request that comes here is counted once, by how it ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import secrets
+import time
+from dataclasses import dataclass
+
+from millrace.v1 import common_pb2, worker_pb2
+from millrace_common.spans import Attributes
+from millrace_rpc.errors import MillraceError
+
+from millrace_router.edge.tenants import Tenant, caller
+from millrace_router.flow import validate
+from millrace_router.flow.ask import Ask, Chat, Prompt
+from millrace_router.flow.generation import Backend, Job
+from millrace_router.flow.hedged import prepare
+from millrace_router.flow.metrics import observe_generation
+from millrace_router.flow.rounds import Rounds
+from millrace_router.flow.spans import ContinuationSpans, RequestSpans
+from millrace_router.flow.stream import Continuation, Stream, Text, gone
+from millrace_router.text.tokenizer import Tokenizer
+
+LAST_WORDS_S = 1.0  # for clients to read the error of a stream that was cut off
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    request_id: str
+    model: str
+    prompt_tokens: int
+    thinking: bool  # the prompt ends inside the model's thoughts
+    stream: Stream
+
+
+class Inference:
+    def __init__(self, backend: Backend, tokenizer: Tokenizer) -> None:
+        self.backend = backend
+        self.tokenizer = tokenizer
+        self.active: set[Stream] = set()
+        self._rounds = Rounds(asyncio.get_running_loop(), backend.config.stream_interval)
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def model(self) -> worker_pb2.WorkerInfo:
+        return self.backend.registry.model
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Under which the model is served, its own first."""
+        return self.backend.registry.names
+
+    async def generate(self, ask: Ask, api: str) -> Answer:
+        """Start the request; the caller reads `answer.stream.deltas()` to the end, or leaves it."""
+        received, who = asyncio.get_running_loop().time(), caller.get()
+        request_id = ask.request_id or secrets.token_hex(12)
+        about = {"millrace.api": api, "millrace.tenant": who.tenant.name, "millrace.request_id": request_id}
+        spans = RequestSpans(self.backend.tracer, who.traceparent, received, about)
+        ended, config = Ended(self, api, who.tenant, spans), self.backend.config
+        try:
+            token_ids, sampling = await self._admit(ask, who.tenant, received)
+        except MillraceError as error:
+            ended.count(error)
+            raise
+        except asyncio.CancelledError:
+            ended.count(gone())
+            raise
+        spans.routed(asyncio.get_running_loop().time(), len(token_ids))
+        stream = Stream(lambda error: ended(stream, error), config.limits.unread * ask.n, self._rounds)
+        for i in range(ask.n):
+            job = Job(
+                token_ids=token_ids,
+                sampling=_seeded(sampling, i),
+                priority=who.tenant.allowed(ask.priority),
+                request_id=request_id,
+                received=received,
+                deadline=None if ask.timeout_s is None else received + ask.timeout_s,
+                tenant=who.tenant,
+                session_id=ask.session_id,
+            )
+            below = functools.partial(ContinuationSpans, self.backend.tracer, spans.traceparent, i)
+            generation = prepare(self.backend, job, below, stream.wake)
+            text = Text(self.tokenizer, (*ask.stop, *ask.ends), ask.keep_special_tokens)
+            stream.continuations.append(Continuation(i, generation, text, self.backend.metrics.itl.observe))
+        self._started(stream, len(token_ids))
+        for continuation in stream.continuations:
+            continuation.generation.start()
+        thinking = self.tokenizer.thinking(token_ids)
+        return Answer(request_id, self.model.model, len(token_ids), thinking, stream)
+
+    async def _admit(self, ask: Ask, tenant: Tenant, received: float) -> tuple[list[int], common_pb2.SamplingParams]:
+        """The prompt's tokens and the resolved parameters of a request that may begin. Raises MillraceError."""
+        model, admission = self.model, self.backend.admission
+        validate.check(ask, model, self.names, self.backend.config.limits)
+        tenant.check(time.monotonic())
+        place = admission.place(tenant.allowed(ask.priority), tenant.name, tenant.weight)
+        admission.check_room(ask.n, place)
+        token_ids = await self.tokenize(ask.prompt, model)
+        sampling = validate.fit(ask, len(token_ids), model)
+        self.tokenizer.behind_thoughts(sampling, token_ids)
+        passed = asyncio.get_running_loop().time() - received
+        tenant.check(time.monotonic())  # others came meanwhile
+        admission.make_room(ask.n, place, len(token_ids), None if ask.timeout_s is None else ask.timeout_s - passed)
+        tenant.begin(ask.n * len(token_ids), time.monotonic())
+        return token_ids, sampling
+
+    async def tokenize(self, prompt: Prompt | None, model: worker_pb2.WorkerInfo) -> list[int]:
+        """Token ids of a prompt that `validate.check_prompt` has passed."""
+        assert prompt is not None
+        if isinstance(prompt, list):
+            return prompt
+        text = prompt if isinstance(prompt, str) else self._render(prompt)
+        validate.check_text_length(text, self.tokenizer.longest_token, model)
+        return await self.tokenizer.encode(text, add_bos=isinstance(prompt, str))
+
+    def _render(self, chat: Chat) -> str:
+        return self.tokenizer.render([turn.as_json() for turn in chat.messages], chat.tools, chat.arguments)
+
+    async def drain(self, grace_s: float, error: MillraceError) -> None:
+        """Refuse new requests, wait for the running ones, then end those that are left with `error`. A client that does
+        not read cannot hold this up.
+        """
+        self.backend.admission.closed = True
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._idle.wait()
+        except TimeoutError:
+            for stream in list(self.active):
+                stream.cancel(error)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), LAST_WORDS_S)
+
+    def _started(self, stream: Stream, prompt_tokens: int) -> None:
+        self.active.add(stream)
+        self._idle.clear()
+        self.backend.metrics.active.set(len(self.active))
+        self.backend.metrics.tokens.labels(direction="prompt").inc(prompt_tokens)
+
+    def ended(self, stream: Stream) -> None:
+        self.active.discard(stream)
+        if not self.active:
+            self._idle.set()
+        self.backend.metrics.active.set(len(self.active))
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What is noted of a request when it has ended."""
+
+    inference: Inference
+    api: str
+    tenant: Tenant
+    spans: RequestSpans
+
+    def __call__(self, stream: Stream, error: MillraceError | None) -> None:
+        backend = self.inference.backend
+        self.inference.ended(stream)
+        prompt = output = 0
+        for continuation in stream.continuations:
+            generation = continuation.generation
+            observe_generation(backend.metrics, generation)
+            prompt, output = len(generation.job.token_ids), output + len(generation.flow.outputs)
+            backend.admission.charge(generation.place, len(generation.flow.outputs))
+        self.tenant.spend(output, time.monotonic())
+        for direction, tokens in (("prompt", prompt), ("output", output)):
+            backend.metrics.tenant_tokens.labels(tenant=self.tenant.name, direction=direction).inc(tokens)
+        self.count(error, output)
+
+    def count(self, error: MillraceError | None, output_tokens: int = 0) -> None:
+        status = "ok" if error is None else error.reason.lower()
+        metrics = self.inference.backend.metrics
+        metrics.requests.labels(api=self.api, status=status).inc()
+        metrics.tenant_requests.labels(tenant=self.tenant.name, status=status).inc()
+        about: Attributes = {"millrace.status": status, "millrace.output_tokens": output_tokens}
+        self.spans.end(asyncio.get_running_loop().time(), about, "" if error is None else str(error))
+
+
+def _seeded(sampling: common_pb2.SamplingParams, i: int) -> common_pb2.SamplingParams:
+    if i == 0:
+        return sampling
+    copy = common_pb2.SamplingParams()
+    copy.CopyFrom(sampling)
+    copy.seed = (sampling.seed + i) % 2**64
+    return copy

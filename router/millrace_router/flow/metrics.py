@@ -1,0 +1,47 @@
+"""The router's metrics: rows of the catalogue, filled where things end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Set
+
+from millrace_common.metrics import PROCESS, ROUTER, Metrics
+from prometheus_client import CollectorRegistry
+
+from millrace_router.flow.flow import Stage
+from millrace_router.flow.generation import Generation
+from millrace_router.flow.hedged import Hedged
+
+
+def build() -> Metrics:
+    metrics = Metrics((*ROUTER, *PROCESS), CollectorRegistry())
+    metrics.started.set_to_current_time()
+    return metrics
+
+
+def forget_tenants(metrics: Metrics, known: Set[str]) -> None:
+    """Drop the series of tenants that are not known any more: keys come and go for as long as the process lives."""
+    for counter in (metrics.tenant_requests, metrics.tenant_tokens):
+        samples = [sample for family in counter.collect() for sample in family.samples]
+        for values in {tuple(s.labels.values()) for s in samples if s.labels["tenant"] not in known}:
+            counter.remove(*values)
+
+
+def observe_generation(metrics: Metrics, generation: Generation | Hedged) -> None:
+    """The stages of one continuation that has ended. A stage that it did not reach is not observed."""
+    now = asyncio.get_running_loop().time()
+    stamps, received = generation.stamps, generation.job.received
+    decode = stamps.get(Stage.DECODE)
+    spans = {
+        "route": (received, stamps[Stage.QUEUED]),
+        "queue": (stamps[Stage.QUEUED], stamps.get(Stage.PREFILL)),
+        "prefill": (stamps.get(Stage.PREFILL), generation.tokens_at),
+        "kv_transfer": (stamps.get(Stage.HANDOVER), decode),
+        "first_token": (received, generation.tokens_at),
+        "decode": (decode, now),
+        "total": (received, now),
+    }
+    for stage, (start, end) in spans.items():
+        if start is not None and end is not None and end >= start:
+            metrics.stage.labels(stage=stage).observe(end - start)
+    metrics.tokens.labels(direction="output").inc(len(generation.flow.outputs))

@@ -1,0 +1,67 @@
+"""The router's spans of a request.
+
+    generate                       the whole request: caller, tokens, how it ended
+      route                        checks and tokenization
+      queue                        each wait for workers
+      attempt                      at the workers, whose own spans are below it: from its submit to its end
+
+The continuations of a request share its span; `millrace.continuation` tells their attempts apart.
+"""
+
+from __future__ import annotations
+
+from millrace_common.spans import NO_ATTRIBUTES, Attributes, Span, Tracer
+
+from millrace_router.policy.snapshot import Placement
+
+
+class RequestSpans:
+    def __init__(self, tracer: Tracer, parent: str, received: float, attributes: Attributes) -> None:
+        self.tracer = tracer
+        self._span = tracer.begin("generate", parent, received, attributes, server=True)
+        self._received = received
+
+    @property
+    def traceparent(self) -> str:
+        return self._span.traceparent
+
+    def routed(self, now: float, prompt_tokens: int) -> None:
+        route = self.tracer.begin("route", self.traceparent, self._received)
+        route.end(now, {"millrace.prompt_tokens": prompt_tokens})
+
+    def end(self, now: float, attributes: Attributes = NO_ATTRIBUTES, error: str = "") -> None:
+        self._span.end(now, attributes, error)
+
+
+class ContinuationSpans:
+    def __init__(self, tracer: Tracer, parent: str, index: int) -> None:
+        self._tracer = tracer
+        self._parent = parent
+        self._index = index
+        self._queue: Span | None = None
+        self._attempt: Span | None = None
+
+    @property
+    def traceparent(self) -> str:
+        """For the workers of the attempt."""
+        return self._parent if self._attempt is None else self._attempt.traceparent
+
+    def waits(self, now: float) -> None:
+        self._queue = self._tracer.begin("queue", self._parent, now, {"millrace.continuation": self._index})
+
+    def placed(self, now: float, attempt: int, placement: Placement) -> None:
+        self.over(now)
+        where = placement.decision.attributes() if placement.decision is not None else {}
+        attributes = {"millrace.continuation": self._index, "millrace.attempt": attempt, **where}
+        self._attempt = self._tracer.begin("attempt", self._parent, now, attributes)
+
+    def first_token(self, at: float) -> None:
+        if self._attempt is not None:
+            self._attempt.event("first_token", at)
+
+    def over(self, now: float, attributes: Attributes = NO_ATTRIBUTES, error: str = "") -> None:
+        """The wait or the attempt that was going on, if any. Idempotent."""
+        for span in (self._queue, self._attempt):
+            if span is not None:
+                span.end(now, attributes, error)
+        self._queue = self._attempt = None

@@ -1,0 +1,209 @@
+"""What a client reads: the continuations of one request as text deltas.
+
+1. `Inference.generate` starts n generations. 2. `deltas` yields, for each continuation, everything new since its
+   previous delta: a slow client, or a router that is behind (rounds.py), makes fewer, larger deltas. The first never
+   waits. 3. A stop string ends its continuation before the string's first character and aborts the workers at once.
+4. The first failure ends the stream with its error, after what had arrived before it. 5. Leaving `deltas` in any way
+   cancels the rest.
+
+A reader that does not come back holds nobody up: what it has not read is kept, and after `unread` steps of the engine
+the continuations end with SLOW_CLIENT, which frees the workers. It gets what was kept, and then the error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+
+from millrace.v1 import common_pb2
+from millrace_common.reasons import Reason
+from millrace_rpc.errors import MillraceError
+
+from millrace_router.flow.flow import Stage
+from millrace_router.flow.generation import Generation
+from millrace_router.flow.hedged import Hedged
+from millrace_router.flow.rounds import Rounds
+from millrace_router.text.stop_strings import StopMatcher
+from millrace_router.text.tokenizer import Detokenizer, Tokenizer
+
+
+@dataclass(slots=True)
+class Delta:
+    """`finish_reason` is set on a continuation's last delta. `completion_tokens` counts from its beginning."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[common_pb2.TokenLogprobs]
+    finish_reason: common_pb2.FinishReason
+    completion_tokens: int
+    cached_tokens: int
+    first: bool
+
+
+class Text:
+    """Tokens to visible text: detokenized, cut at a stop string."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], keep_special: bool) -> None:
+        self._detokenizer = Detokenizer(tokenizer, keep_special)
+        self._matcher = StopMatcher(stops) if stops else None
+
+    @property
+    def stopped(self) -> bool:
+        return self._matcher is not None and self._matcher.matched
+
+    def push(self, ids: list[int]) -> tuple[str, int]:
+        """The visible text, and how many of the ids were used: up to the one that completes a stop string."""
+        if self._matcher is None:
+            return self._detokenizer.push(ids), len(ids)
+        shown = []
+        for used, token in enumerate(ids, 1):
+            shown.append(self._matcher.push(self._detokenizer.push((token,))))
+            if self._matcher.matched:
+                return "".join(shown), used
+        return "".join(shown), len(ids)
+
+    def flush(self) -> str:
+        text = self._detokenizer.flush()
+        return text if self._matcher is None else self._matcher.push(text) + self._matcher.flush()
+
+
+class Continuation:
+    """One generation with its text. `on_gap` hears the seconds between two deltas."""
+
+    def __init__(
+        self, index: int, generation: Generation | Hedged, text: Text, on_gap: Callable[[float], None]
+    ) -> None:
+        self.generation = generation
+        self.finished = False
+        self.completion_tokens = 0
+        self._index = index
+        self._text = text
+        self._on_gap = on_gap
+        self._read_at: float | None = None
+
+    @property
+    def news(self) -> bool:
+        """`read` has something to return or to raise."""
+        flow = self.generation.flow
+        return len(flow.outputs) != flow.taken or flow.ended
+
+    def read(self) -> Delta | None:
+        """What is new; None when nothing is. Raises the generation's error once everything before it was read."""
+        if not self.news:
+            return None
+        flow = self.generation.flow
+        tokens, logprobs = flow.take()
+        if not tokens and flow.stage is not Stage.DONE:
+            assert flow.error is not None
+            raise flow.error
+        text, used = self._text.push(tokens)
+        finish_reason = flow.finish_reason
+        if self._text.stopped:
+            self.generation.stop()
+            finish_reason = common_pb2.FINISH_REASON_STOP
+        elif finish_reason:
+            text += self._text.flush()
+        self._note_gap()
+        first, self.finished = self.completion_tokens == 0, finish_reason != 0
+        self.completion_tokens += used
+        return Delta(
+            self._index,
+            text,
+            tokens[:used],
+            logprobs[:used],
+            finish_reason,
+            self.completion_tokens,
+            self.generation.cached_tokens,
+            first,
+        )
+
+    def _note_gap(self) -> None:
+        now = time.perf_counter()
+        if self._read_at is not None:
+            self._on_gap(now - self._read_at)
+        self._read_at = now
+
+
+class Stream:
+    """`on_end` is called once, with the error that ended the stream or None. What is new is read in `rounds`, but for
+    the first news; what has come by then makes one delta.
+    """
+
+    def __init__(self, on_end: Callable[[MillraceError | None], None], unread: int, rounds: Rounds) -> None:
+        self.continuations: list[Continuation] = []
+        self._on_end: Callable[[MillraceError | None], None] | None = on_end
+        self._rounds = rounds
+        self._turn: asyncio.Future[None] | None = None  # the reader's next one; None while it is away with a delta
+        self._joined = False  # a round, which will bring the turn
+        self._silent = True  # nothing has been read yet
+        self._unread = 0  # calls of `wake` since the reader was here
+        self._limit = unread
+
+    def wake(self) -> None:
+        if self._turn is None:
+            self._unread += 1
+            if self._unread == self._limit:
+                message = f"the client did not read what came in {self._limit} steps"
+                self.cancel(MillraceError(Reason.SLOW_CLIENT, message))
+        elif self._silent:
+            self._take_turn()
+        elif not self._joined:
+            self._joined = True
+            self._rounds.join(self._take_turn)
+
+    def _take_turn(self) -> None:
+        turn, self._turn, self._joined = self._turn, None, False
+        if turn is not None and not turn.done():  # else the reader has gone
+            turn.set_result(None)
+
+    async def _wait(self, open_ones: Sequence[Continuation]) -> None:
+        """For news, and the turn to read it."""
+        self._turn = turn = asyncio.get_running_loop().create_future()
+        if any(continuation.news for continuation in open_ones):  # since it was read
+            self.wake()
+        await turn
+
+    def cancel(self, error: MillraceError) -> None:
+        """End what still runs; a reader gets `error`."""
+        for continuation in self.continuations:
+            continuation.generation.cancel(error)
+
+    def close(self, error: MillraceError | None = None) -> None:
+        """Nobody reads any more. Idempotent. `error`: what ended the reading, None when everything was read."""
+        on_end, self._on_end = self._on_end, None
+        if on_end is not None:
+            self.cancel(error or gone())
+            on_end(error)
+            self.continuations = []  # they refer to this stream: leave no cycle to the garbage collector
+
+    async def deltas(self) -> AsyncIterator[Delta]:
+        open_ones = self.continuations
+        error: MillraceError | None = gone()
+        try:
+            while open_ones:
+                self._unread = 0
+                finished = False
+                for continuation in open_ones:
+                    delta = continuation.read()
+                    if delta is not None:
+                        self._silent = False
+                        finished = finished or continuation.finished
+                        yield delta
+                if finished:
+                    open_ones = [c for c in open_ones if not c.finished]
+                else:
+                    await self._wait(open_ones)
+            error = None
+        except MillraceError as failure:
+            error = failure
+            raise
+        finally:
+            self.close(error)
+
+
+def gone() -> MillraceError:
+    """A new one each time: an exception that is raised keeps its traceback."""
+    return MillraceError(Reason.CANCELLED, "the client went away")

@@ -1,0 +1,225 @@
+"""Every limit of a request, checked in one place, before any work, for gRPC and HTTP alike.
+
+Both fronts fill an `Ask` with what the client sent; `check` and `fit` refuse it with an error that names the field
+and its limit. The order: what needs no tokens first (`check`), then, with the prompt's tokens, the context (`fit`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+from millrace.v1 import common_pb2, worker_pb2
+from millrace_common import grammar_text
+from millrace_common.reasons import Reason
+from millrace_rpc.errors import MillraceError
+
+from millrace_router.config import Limits
+from millrace_router.flow.ask import Ask, Chat, Message, Prompt
+from millrace_router.text.chat_format import Tool
+
+U32, U64 = 2**32 - 1, 2**64 - 1
+ROLES = ("system", "developer", "user", "assistant", "tool")
+TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+class Range(NamedTuple):
+    low: float
+    high: float
+    above: bool = False  # low itself is not allowed
+
+    def __str__(self) -> str:
+        return f"above {self.low} and at most {self.high}" if self.above else f"between {self.low} and {self.high}"
+
+    def holds(self, value: float) -> bool:
+        """NaN is in no range. Integers may have any number of digits."""
+        return (self.low < value if self.above else self.low <= value) and value <= self.high
+
+
+# The scalar fields of common.proto's SamplingParams.
+NUMBERS = {
+    "temperature": Range(0, 100),
+    "top_p": Range(0, 1, above=True),
+    "top_k": Range(0, U32),
+    "min_p": Range(0, 1),
+    "repetition_penalty": Range(0, 100, above=True),
+    "presence_penalty": Range(-2, 2),
+    "frequency_penalty": Range(-2, 2),
+    "seed": Range(0, U64),
+    "max_tokens": Range(1, U32),
+    "min_tokens": Range(0, U32),
+    "logprobs": Range(0, 20),
+}
+LOGIT_BIAS = Range(-100, 100)
+
+
+def check(ask: Ask, model: worker_pb2.WorkerInfo, names: Collection[str], limits: Limits) -> None:
+    """`names`: as for `check_model`."""
+    check_model(ask.model, names)
+    check_prompt(ask.prompt, model)
+    if isinstance(ask.prompt, Chat):
+        _check_tools(ask.prompt.tools, limits)
+        for argument in ask.prompt.arguments.items():
+            _check_text("chat_template_kwargs", "".join(map(str, argument)))
+    if ask.grammar is not None:
+        _check_grammar(ask, ask.grammar, model)
+    for name, value in ask.numbers.items():
+        _within(name, value, NUMBERS[name])
+    _within("n", ask.n, Range(1, limits.n))
+    _within("priority", ask.priority, Range(-limits.priority, limits.priority))
+    _check_tokens(ask, model, limits)
+    _check_stop(ask.stop, limits)
+    _check_text("request_id", ask.request_id)
+    if len(ask.request_id) > limits.request_id_chars:
+        raise _invalid("request_id", f"must have at most {limits.request_id_chars} characters")
+    _check_text("session_id", ask.session_id)
+    if len(ask.session_id) > limits.session_id_chars:
+        raise _invalid("session_id", f"must have at most {limits.session_id_chars} characters")
+    if ask.timeout_s is not None and not ask.timeout_s > 0:
+        raise MillraceError(Reason.DEADLINE_EXCEEDED, "the deadline had passed when the request arrived")
+
+
+def check_model(name: str, names: Collection[str]) -> None:
+    """`names`: under which the model is served."""
+    _check_text("model", name)
+    if name and name not in names:
+        message = f"model {name!r} is not served here; {', '.join(map(repr, names))} is"
+        raise MillraceError(Reason.MODEL_NOT_FOUND, message, param="model")
+
+
+def check_prompt(prompt: Prompt | None, model: worker_pb2.WorkerInfo) -> None:
+    if prompt is None or prompt in ("", []):
+        raise _invalid("prompt", "must not be empty")
+    if isinstance(prompt, str):
+        _check_text("prompt", prompt)
+    elif isinstance(prompt, list):
+        check_ids("prompt", prompt, model)
+    else:
+        _check_messages(prompt.messages)
+
+
+def check_ids(name: str, ids: Sequence[int], model: worker_pb2.WorkerInfo) -> None:
+    if ids and min(ids) >= 0 and max(ids) < model.vocab_size:
+        return
+    for i, token in enumerate(ids):
+        if not 0 <= token < model.vocab_size:
+            raise _invalid(name, f"[{i}] must be a token id from 0 to {model.vocab_size - 1}, not {token}")
+
+
+def check_text_length(text: str, longest_token: int, model: worker_pb2.WorkerInfo) -> None:
+    """Refuse before tokenizing what cannot fit however it is tokenized."""
+    if len(text) > longest_token * model.max_context:
+        raise _too_long(f"the prompt has {len(text)} characters", model)
+
+
+def check_size(size: int, limits: Limits) -> None:
+    if size > limits.message_bytes:
+        message = f"the request has {size} bytes, the limit is {limits.message_bytes}"
+        raise MillraceError(Reason.MESSAGE_TOO_LARGE, message)
+
+
+def fit(ask: Ask, prompt_tokens: int, model: worker_pb2.WorkerInfo) -> common_pb2.SamplingParams:
+    """The sampling parameters with seed and max_tokens resolved, for a prompt of this many tokens."""
+    room = model.max_context - prompt_tokens
+    if room < 1:
+        raise _too_long(f"the prompt has {prompt_tokens} tokens", model)
+    max_tokens = int(ask.numbers.get("max_tokens", room))
+    if max_tokens > room:
+        raise _too_long(f"the prompt's {prompt_tokens} tokens and max_tokens {max_tokens} together exceed it", model)
+    if ask.numbers.get("min_tokens", 0) > max_tokens:
+        raise _invalid("min_tokens", f"must be at most max_tokens, which is {max_tokens}")
+    numbers: dict[str, Any] = {"seed": secrets.randbits(64), **ask.numbers, "max_tokens": max_tokens}
+    return common_pb2.SamplingParams(
+        **numbers,
+        logit_bias=ask.logit_bias,
+        stop_token_ids=ask.stop_token_ids,
+        ignore_eos=ask.ignore_eos,
+        grammar=ask.grammar,
+    )
+
+
+def _check_messages(messages: tuple[Message, ...]) -> None:
+    if not messages:
+        raise _invalid("messages", "must not be empty")
+    for i, message in enumerate(messages):
+        if message.role not in ROLES:
+            raise _invalid("messages", f"[{i}].role must be one of {', '.join(ROLES)}, not {message.role!r}")
+        for text in (message.content, message.tool_call_id, *(part for call in message.tool_calls for part in call)):
+            _check_text("messages", text)
+
+
+def _check_tools(tools: Sequence[Tool], limits: Limits) -> None:
+    if len(tools) > limits.tools:
+        raise _invalid("tools", f"must have at most {limits.tools} entries, not {len(tools)}")
+    names = set()
+    for i, tool in enumerate(tools):
+        if not TOOL_NAME.fullmatch(tool.name):
+            raise _invalid("tools", f"[{i}].function.name must be 1 to 64 letters, digits, _ or -, not {tool.name!r}")
+        if tool.name in names:
+            raise _invalid("tools", f"[{i}].function.name {tool.name!r} is there already")
+        names.add(tool.name)
+        _check_text("tools", tool.description)
+        _check_text("tools", json.dumps(tool.parameters, ensure_ascii=False))
+
+
+def _check_grammar(ask: Ask, grammar: common_pb2.Grammar, model: worker_pb2.WorkerInfo) -> None:
+    """What can be known without a compiler; the workers refuse the rest before any work."""
+    kind, param = grammar.WhichOneof("kind"), ask.grammar_param
+    if kind is None:
+        raise _invalid(param, "has no kind")
+    text = getattr(grammar, kind)
+    _check_text(param, text)
+    if problem := grammar_text.problem(kind, text):
+        raise _invalid(param, f"has a {kind} that cannot be used: {problem}")
+    if grammar.HasField("after_token_id"):
+        check_ids(param, [grammar.after_token_id], model)
+    for name, given in (("ignore_eos", ask.ignore_eos), ("min_tokens", ask.numbers.get("min_tokens", 0) > 0)):
+        if given:
+            raise _invalid(name, f"cannot be combined with {param}, which decides where the output may end")
+
+
+def _check_tokens(ask: Ask, model: worker_pb2.WorkerInfo, limits: Limits) -> None:
+    if len(ask.logit_bias) > limits.logit_bias:
+        raise _invalid("logit_bias", f"must have at most {limits.logit_bias} entries, not {len(ask.logit_bias)}")
+    check_ids("logit_bias", list(ask.logit_bias), model)
+    for value in ask.logit_bias.values():
+        _within("logit_bias", value, LOGIT_BIAS)
+    if len(ask.stop_token_ids) > limits.stop_token_ids:
+        message = f"must have at most {limits.stop_token_ids} entries, not {len(ask.stop_token_ids)}"
+        raise _invalid("stop_token_ids", message)
+    check_ids("stop_token_ids", ask.stop_token_ids, model)
+
+
+def _check_stop(stop: Sequence[str], limits: Limits) -> None:
+    if len(stop) > limits.stop:
+        raise _invalid("stop", f"must have at most {limits.stop} strings, not {len(stop)}")
+    for i, text in enumerate(stop):
+        _check_text("stop", text)
+        if not 1 <= len(text) <= limits.stop_chars:
+            raise _invalid("stop", f"[{i}] must have 1 to {limits.stop_chars} characters, not {len(text)}")
+
+
+def _within(name: str, value: float, allowed: Range) -> None:
+    if not allowed.holds(value):
+        raise _invalid(name, f"must be {allowed}, not {value}")
+
+
+def _check_text(name: str, text: str) -> None:
+    """JSON can spell lone surrogates, which no UTF-8 text contains."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise _invalid(name, "is not valid UTF-8") from None
+
+
+def _invalid(name: str, rest: str) -> MillraceError:
+    separator = "" if rest.startswith("[") else " "
+    return MillraceError(Reason.INVALID_ARGUMENT, f"{name}{separator}{rest}", param=name)
+
+
+def _too_long(what: str, model: worker_pb2.WorkerInfo) -> MillraceError:
+    message = f"{what}, the model's context is {model.max_context} tokens for prompt and output"
+    return MillraceError(Reason.CONTEXT_TOO_LONG, message, param="prompt")

@@ -1,0 +1,198 @@
+"""Deltas in the shapes of the OpenAI API: whole answers and stream chunks, for chat and for plain completions."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from millrace.v1 import common_pb2
+
+from millrace_router.flow.inference import Answer
+from millrace_router.flow.stream import Delta
+from millrace_router.openai import objects as objects
+from millrace_router.openai.said import MessageParser, Said
+from millrace_router.text.tokenizer import Tokenizer
+from millrace_router.text.tool_calls import CallDelta
+
+STOP, LENGTH, TOOL_CALLS = "stop", "length", "tool_calls"
+FINISH: dict[int, str] = {common_pb2.FINISH_REASON_STOP: STOP, common_pb2.FINISH_REASON_LENGTH: LENGTH}
+
+
+@dataclass(slots=True)
+class Choice:
+    """One continuation so far."""
+
+    parser: MessageParser | None  # of chat
+    thinking: bool
+    tokens: int = 0
+    reasoning_tokens: int = 0
+    characters: int = 0  # of its tokens' texts, for text_offset
+    called: bool = False
+
+
+@dataclass(slots=True)
+class Shape:
+    """One answer on its way out. Reading a delta also counts usage; the objects are plain JSON values."""
+
+    chat: bool
+    answer: Answer
+    tokenizer: Tokenizer
+    logprobs: bool
+    tools: bool = False  # calls may come
+    created: int = field(default_factory=lambda: int(time.time()))
+    choices: dict[int, Choice] = field(default_factory=dict)  # by continuation
+    cached_tokens: int = 0
+
+    def chunk(self, delta: Delta) -> dict[str, Any]:
+        choice = self._choice(delta)
+        facts: dict[str, Any] = {"index": delta.index, "finish_reason": None, "logprobs": None}
+        if self.logprobs:
+            facts["logprobs"] = self._logprobs(choice, delta.logprobs)
+        if self.chat:
+            said = self._read(choice, delta)
+            facts["delta"] = _delta(said, delta.first)
+        else:
+            facts["text"] = delta.text
+        facts["finish_reason"] = _finish(choice, delta.finish_reason)
+        return self._envelope([facts], ".chunk")
+
+    def usage_chunk(self) -> dict[str, Any]:
+        return self._envelope([], ".chunk") | {"usage": self._usage()}
+
+    def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        found = []
+        for index in sorted({delta.index for delta in deltas}):
+            mine = [delta for delta in deltas if delta.index == index]
+            said = self._message(mine) if self.chat else {"text": "".join(delta.text for delta in mine)}
+            choice = self._choice(mine[-1])
+            entries = [entry for delta in mine for entry in delta.logprobs]
+            logprobs = self._logprobs(choice, entries) if self.logprobs else None
+            finish = _finish(choice, mine[-1].finish_reason)
+            found.append({"index": index, "finish_reason": finish, "logprobs": logprobs} | said)
+        return self._envelope(found) | {"usage": self._usage()}
+
+    def _choice(self, delta: Delta) -> Choice:
+        choice = self.choices.get(delta.index)
+        if choice is None:
+            form, thinking = self.tokenizer.format, self.answer.thinking
+            parser = MessageParser(reasons=form.reasons, thinking=thinking, tools=self.tools) if self.chat else None
+            choice = self.choices[delta.index] = Choice(parser, thinking and form.reasons)
+        self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
+        choice.tokens = delta.completion_tokens
+        return choice
+
+    def _read(self, choice: Choice, delta: Delta) -> Said:
+        assert choice.parser is not None
+        said = choice.parser.push(delta.text, last=bool(delta.finish_reason))
+        choice.called = choice.called or bool(said.calls)
+        if choice.thinking or said.thoughts:
+            ended = self.tokenizer.thoughts_end(delta.token_ids)
+            choice.reasoning_tokens += len(delta.token_ids) if ended is None else ended
+            choice.thinking = ended is None
+        return said
+
+    def _message(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        """All that was said, in one. A message without text has null there if it has calls."""
+        thoughts, text, calls = "", "", dict[int, CallDelta]()
+        for delta in deltas:
+            said = self._read(self._choice(delta), delta)
+            thoughts, text = thoughts + said.thoughts, text + said.text
+            for call in said.calls:
+                before = calls.get(call.index, CallDelta(call.index, "", ""))
+                calls[call.index] = CallDelta(call.index, before.name or call.name, before.arguments + call.arguments)
+        message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+        if thoughts:
+            message["reasoning_content"] = thoughts
+        if calls:
+            message["tool_calls"] = [_call(call) for call in calls.values()]
+        return {"message": message}
+
+    def _envelope(self, choices: list[dict[str, Any]], suffix: str = "") -> dict[str, Any]:
+        prefix, kind = ("chatcmpl", "chat.completion" + suffix) if self.chat else ("cmpl", "text_completion")
+        return {
+            "id": f"{prefix}-{self.answer.request_id}",
+            "object": kind,
+            "created": self.created,
+            "model": self.answer.model,
+            "choices": choices,
+        }
+
+    def _usage(self) -> objects.Usage:
+        completion = sum(choice.tokens for choice in self.choices.values())
+        reasoning = sum(choice.reasoning_tokens for choice in self.choices.values())
+        return {
+            "prompt_tokens": self.answer.prompt_tokens,
+            "completion_tokens": completion,
+            "total_tokens": self.answer.prompt_tokens + completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": reasoning},
+        }
+
+    def _logprobs(
+        self, choice: Choice, entries: Sequence[common_pb2.TokenLogprobs]
+    ) -> objects.ChatLogprobs | objects.CompletionLogprobs:
+        return self._chat_logprobs(entries) if self.chat else self._completion_logprobs(choice, entries)
+
+    def _chat_logprobs(self, entries: Sequence[common_pb2.TokenLogprobs]) -> objects.ChatLogprobs:
+        content: list[objects.TokenEntry] = [
+            {**self._alternative(entry.sampled), "top_logprobs": [self._alternative(top) for top in entry.top]}
+            for entry in entries
+        ]
+        return {"content": content, "refusal": None}
+
+    def _alternative(self, entry: common_pb2.TokenLogprob) -> objects.Alternative:
+        data = self.tokenizer.token_bytes((entry.token_id,))
+        return {"token": data.decode("utf-8", "replace"), "logprob": entry.logprob, "bytes": list(data)}
+
+    def _completion_logprobs(
+        self, choice: Choice, entries: Sequence[common_pb2.TokenLogprobs]
+    ) -> objects.CompletionLogprobs:
+        tokens, offsets = [self._text(entry.sampled) for entry in entries], []
+        for token in tokens:
+            offsets.append(choice.characters)
+            choice.characters += len(token)
+        return {
+            "tokens": tokens,
+            "token_logprobs": [entry.sampled.logprob for entry in entries],
+            "top_logprobs": [{self._text(top): top.logprob for top in entry.top} for entry in entries],
+            "text_offset": offsets,
+        }
+
+    def _text(self, entry: common_pb2.TokenLogprob) -> str:
+        return self.tokenizer.decode((entry.token_id,), keep_special=True)
+
+
+def _finish(choice: Choice, reason: common_pb2.FinishReason) -> str | None:
+    finish = FINISH.get(reason)
+    return TOOL_CALLS if choice.called and finish == STOP else finish
+
+
+def _delta(said: Said, first: bool) -> objects.ChatDelta:
+    """What is empty is left out, but for the first delta's content."""
+    delta: objects.ChatDelta = {"role": "assistant", "content": ""} if first else {}
+    if said.text:
+        delta["content"] = said.text
+    if said.thoughts:
+        delta["reasoning_content"] = said.thoughts
+    if said.calls:
+        delta["tool_calls"] = [_call_chunk(call) for call in said.calls]
+    return delta
+
+
+def _call_chunk(call: CallDelta) -> objects.CallChunk:
+    if not call.name:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function: objects.FunctionDelta = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": _call_id(), "type": "function", "function": function}
+
+
+def _call(call: CallDelta) -> objects.ToolCallObject:
+    function: objects.FunctionCall = {"name": call.name, "arguments": call.arguments}
+    return {"id": _call_id(), "type": "function", "function": function}
+
+
+def _call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"

@@ -1,0 +1,162 @@
+"""The request of /v1/chat/completions: turns, tools, and how they become an `Ask`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from millrace.v1 import common_pb2
+from pydantic import BeforeValidator, Field
+
+from millrace_router.flow.ask import Ask, Chat, Message, ToolCall
+from millrace_router.openai.types import Common, Items, Strict, invalid
+from millrace_router.text.chat_format import ChatFormat, Tool, structural_tag
+from millrace_router.text.markers import CALL_END
+
+MAX_ARGUMENTS = 16  # of a chat template
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(Strict):
+    name: str
+    arguments: str = "{}"  # JSON text
+
+
+class CalledTool(Strict):
+    """`index` is what streams number calls with; clients send it back with the rest."""
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+    def as_call(self) -> ToolCall:
+        return ToolCall(self.id, self.function.name, self.function.arguments)
+
+
+class Turn(Strict):
+    """`name` and `reasoning_content` of earlier turns are not shown to the model: DeepSeek's templates take neither."""
+
+    role: str
+    content: str | Items[TextPart] | None = None
+    name: str | None = None
+    tool_calls: Items[CalledTool] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+
+    def as_message(self, i: int) -> Message:
+        text = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content or ""
+        calls = tuple(call.as_call() for call in self.tool_calls or ())
+        if self.content is None and not calls:
+            raise invalid("messages", f"messages[{i}].content is required")
+        if calls and self.role != "assistant":
+            raise invalid("messages", f"messages[{i}].tool_calls are for the role assistant, not {self.role!r}")
+        return Message(self.role, text, calls, self.tool_call_id or "")
+
+
+class Function(Strict):
+    """`parameters` absent: the function has none."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FunctionTool(Strict):
+    type: Literal["function"]
+    function: Function
+
+    def as_tool(self) -> Tool:
+        about = self.function
+        parameters = {"type": "object", "properties": {}} if about.parameters is None else about.parameters
+        return Tool(about.name, about.description or "", parameters, bool(about.strict))
+
+
+class FunctionName(Strict):
+    name: str
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: FunctionName
+
+
+def _few(arguments: Any) -> Any:
+    """Refuse too many before each of them is looked at."""
+    if isinstance(arguments, dict) and len(arguments) > MAX_ARGUMENTS:
+        raise ValueError(f"at most {MAX_ARGUMENTS} of them, not {len(arguments)}")
+    return arguments
+
+
+Scalar = str | bool | int | float | None
+Arguments = Annotated[dict[str, Scalar], Field(max_length=MAX_ARGUMENTS), BeforeValidator(_few)]
+
+
+class Conversation(Strict):
+    """What the chat template is given. `chat_template_kwargs`, an extension, are its own arguments."""
+
+    messages: Items[Turn]
+    tools: Items[FunctionTool] = Field([])
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: Arguments = Field({})
+
+    def as_chat(self) -> Chat:
+        tools = () if self.tool_choice == "none" else tuple(tool.as_tool() for tool in self.tools)
+        messages = tuple(turn.as_message(i) for i, turn in enumerate(self.messages))
+        return Chat(messages, tools, self._required(tools), self.parallel_tool_calls, self.chat_template_kwargs)
+
+    def _required(self, tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            named = tuple(tool for tool in tools if tool.name == name)
+            if not named:
+                raise invalid("tool_choice", f"tool_choice names {name!r}, which is not among the tools")
+            return named[:1]
+        if self.tool_choice == "required" and not tools:
+            raise invalid("tool_choice", "tool_choice is required, but there are no tools")
+        return tools if self.tool_choice == "required" else ()
+
+
+class ChatRequest(Conversation, Common):
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+
+    @property
+    def may_call(self) -> bool:
+        return bool(self.tools) and self.tool_choice != "none"
+
+    def ask(self, request_id: str) -> Ask:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise invalid("top_logprobs", "top_logprobs needs logprobs to be true")
+        max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        ask = self.as_ask(self.as_chat(), request_id, max_tokens, (self.top_logprobs or 0) if self.logprobs else None)
+        if ask.grammar is not None and self.may_call:
+            message = f"{ask.grammar_param} cannot be combined with tools; set tool_choice to none"
+            raise invalid(ask.grammar_param, message)
+        return ask
+
+
+def in_format(ask: Ask, form: ChatFormat) -> Ask:
+    """With what tools need of the engine: a call that must come, or that must be correct, is made so by a grammar.
+    INVALID_ARGUMENT for tools when the model knows no calls.
+    """
+    chat = ask.prompt
+    if not isinstance(chat, Chat) or not chat.tools:
+        return ask
+    if form.style is None:
+        raise invalid("tools", "tools are not supported: the model's chat template knows no tool calls")
+    if chat.required or any(tool.strict for tool in chat.tools):
+        named = len(chat.required) == 1 and len(chat.tools) > 1
+        tag = structural_tag(
+            chat.required or chat.tools, form.style, required=bool(chat.required), parallel=chat.parallel and not named
+        )
+        return replace(ask, grammar=common_pb2.Grammar(structural_tag=tag), grammar_param="tools")
+    return ask if chat.parallel else replace(ask, ends=(CALL_END,))

@@ -1,0 +1,180 @@
+"""The objects that the OpenAI API answers with: they type the code that builds them (answers.py, http.py)
+and are published in the OpenAPI document.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NotRequired, TypedDict
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class Alternative(TypedDict):
+    """`bytes` of the token, which may be a part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenEntry(Alternative):
+    top_logprobs: list[Alternative]
+
+
+class ChatLogprobs(TypedDict):
+    content: list[TokenEntry]
+    refusal: None
+
+
+class CompletionLogprobs(TypedDict):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class FunctionDelta(TypedDict):
+    name: NotRequired[str]
+    arguments: str
+
+
+class CallChunk(TypedDict):
+    """`id`, `type` and `function.name` are on a call's first chunk."""
+
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionDelta
+
+
+class FunctionCall(TypedDict):
+    name: str
+    arguments: str
+
+
+class ToolCallObject(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class ChatDelta(TypedDict, total=False):
+    role: Literal["assistant"]
+    content: str
+    reasoning_content: str
+    tool_calls: list[CallChunk]
+
+
+class ChatMessage(TypedDict):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCallObject]]
+
+
+class PromptDetails(TypedDict):
+    cached_tokens: int
+
+
+class CompletionDetails(TypedDict):
+    reasoning_tokens: int
+
+
+class Usage(TypedDict):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails
+
+
+class ChatChoice(TypedDict):
+    index: int
+    finish_reason: FinishReason | None
+    logprobs: ChatLogprobs | None
+    message: ChatMessage
+
+
+class ChatChunkChoice(TypedDict):
+    index: int
+    finish_reason: FinishReason | None
+    logprobs: ChatLogprobs | None
+    delta: ChatDelta
+
+
+class TextChoice(TypedDict):
+    index: int
+    finish_reason: FinishReason | None
+    logprobs: CompletionLogprobs | None
+    text: str
+
+
+class ChatAnswer(TypedDict):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatChunk(TypedDict):
+    """`usage` is there when it was asked for: null, and on the last chunk, which has no choices, the numbers."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: NotRequired[Usage | None]
+
+
+class TextAnswer(TypedDict):
+    """Also the chunks of its stream; those have `usage` as a chat's."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: NotRequired[Usage | None]
+
+
+class ModelObject(TypedDict):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(TypedDict):
+    object: Literal["list"]
+    data: list[ModelObject]
+
+
+class Tokens(TypedDict):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+
+
+class Text(TypedDict):
+    prompt: str
+
+
+class ErrorFacts(TypedDict):
+    """`code` is a reason of the error table in lower case; `param` the field of the request, if it was one."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class Error(TypedDict):
+    error: ErrorFacts
+
+
+Object = dict[str, Any]  # a JSON value on its way out

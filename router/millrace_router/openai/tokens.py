@@ -1,0 +1,49 @@
+"""/tokenize and /detokenize: what a prompt is to the workers, and back."""
+
+from __future__ import annotations
+
+from millrace_router.flow import validate
+from millrace_router.flow.ask import Ask, Prompt
+from millrace_router.flow.inference import Inference
+from millrace_router.openai import objects as objects
+from millrace_router.openai.chat import Arguments, Conversation, FunctionTool, Turn, in_format
+from millrace_router.openai.types import Items, Strict, invalid
+
+
+class TokenizeRequest(Strict):
+    """Either `prompt` or `messages`, with what else the chat template takes."""
+
+    model: str = ""
+    prompt: str | None = None
+    messages: Items[Turn] | None = None
+    tools: Items[FunctionTool] | None = None
+    chat_template_kwargs: Arguments | None = None
+
+    def as_prompt(self) -> Prompt:
+        if (self.prompt is None) is (self.messages is None):
+            raise invalid("prompt", "prompt or messages is required, and not both")
+        if self.prompt is not None:
+            return self.prompt
+        return Conversation(
+            messages=self.messages or [], tools=self.tools or [], chat_template_kwargs=self.chat_template_kwargs or {}
+        ).as_chat()
+
+
+class DetokenizeRequest(Strict):
+    model: str = ""
+    tokens: Items[int]
+    keep_special_tokens: bool = True
+
+
+async def tokenize(inference: Inference, wanted: TokenizeRequest) -> objects.Tokens:
+    model = inference.model
+    ask = in_format(Ask(model=wanted.model, prompt=wanted.as_prompt()), inference.tokenizer.format)
+    validate.check(ask, model, inference.names, inference.backend.config.limits)
+    tokens = await inference.tokenize(ask.prompt, model)
+    return {"count": len(tokens), "max_model_len": model.max_context, "tokens": tokens}
+
+
+def detokenize(inference: Inference, wanted: DetokenizeRequest) -> objects.Text:
+    validate.check_model(wanted.model, inference.names)
+    validate.check_ids("tokens", wanted.tokens, inference.model)
+    return {"prompt": inference.tokenizer.decode(wanted.tokens, wanted.keep_special_tokens)}

@@ -1,0 +1,1 @@
+"""Text and token ids, and the structure of a model's output."""

@@ -1,0 +1,213 @@
+"""Text to token ids and back: the only place of the system that knows text.
+
+The tokenizer is a byte-level BPE in Hugging Face's format (tokenizer.json, tokenizer_config.json), as every DeepSeek
+model has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import json
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.sandbox
+from millrace.v1 import common_pb2
+from millrace_common.config import ConfigError
+from millrace_common.reasons import Reason
+from millrace_rpc.errors import MillraceError
+from tokenizers import Tokenizer as HfTokenizer
+
+from millrace_router.text import markers
+from millrace_router.text.chat_format import EXTENSIONS, ChatFormat, Tool, described
+from millrace_router.text.markers import THINK, THINK_END
+
+LONG_TEXT = 2_000  # characters from which on encoding leaves the event loop
+
+
+class Tokenizer:
+    """`bos` and `eos` are token ids, None when the model has none."""
+
+    def __init__(self, tokenizer: HfTokenizer, config: Mapping[str, Any], chat_template: str | None) -> None:
+        self._hf = tokenizer
+        self._bytes = _token_bytes(tokenizer)
+        special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        self._shown = [b"" if i in special else data for i, data in enumerate(self._bytes)]
+        self._names = {name: _content(config.get(name)) for name in ("bos_token", "eos_token")}
+        self.bos = self._id("bos_token")
+        self.eos = self._id("eos_token")
+        self.longest_token = max(map(len, self._bytes), default=1)  # bytes
+        self._template = _compile(chat_template) if chat_template else None
+        vocabulary = tokenizer.get_vocab()
+        self.format = ChatFormat.of(chat_template or "", vocabulary)
+        self._think_end = vocabulary.get(THINK_END)
+        for marker in markers.ALL:
+            if marker in vocabulary:  # whether or not it is a special token, parsers want to see it
+                self._shown[vocabulary[marker]] = marker.encode()
+
+    @classmethod
+    def load(cls, folder: str | Path, chat_template: str = "") -> Tokenizer:
+        """`chat_template`: a file to use instead of the folder's template. ConfigError for a folder that has no usable
+        tokenizer.
+        """
+        folder = Path(folder)
+        try:
+            tokenizer = HfTokenizer.from_file(str(folder / "tokenizer.json"))
+            config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        except Exception as error:  # tokenizers raises bare Exception
+            raise ConfigError(f"model: no usable tokenizer in {folder}: {error}") from error
+        file = Path(chat_template) if chat_template else folder / "chat_template.jinja"
+        if chat_template and not file.exists():
+            raise ConfigError(f"chat_template: there is no file {chat_template}")
+        template = file.read_text(encoding="utf-8") if file.exists() else config.get("chat_template")
+        return cls(tokenizer, config, template)
+
+    async def encode(self, text: str, add_bos: bool) -> list[int]:
+        """Long texts are encoded in a thread."""
+        if len(text) < LONG_TEXT:
+            return self._encode(text, add_bos)
+        return await asyncio.to_thread(self._encode, text, add_bos)
+
+    def decode(self, ids: Iterable[int], keep_special: bool = False) -> str:
+        return self.token_bytes(ids, keep_special).decode("utf-8", "replace")
+
+    def token_bytes(self, ids: Iterable[int], keep_special: bool = True) -> bytes:
+        """Ids beyond the tokenizer's vocabulary (the model's may be padded) are empty."""
+        table = self._bytes if keep_special else self._shown
+        try:
+            return b"".join([table[i] for i in ids])
+        except IndexError:
+            return b"".join([table[i] for i in ids if i < len(table)])
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Tool] = (),
+        arguments: Mapping[str, Any] = types.MappingProxyType({}),
+    ) -> str:
+        """The chat template's text, ready for the assistant's turn. INVALID_ARGUMENT when the template refuses.
+
+        Args:
+            arguments: of the template itself, for example `thinking` of DeepSeek V3.1.
+        """
+        if self._template is None:
+            raise MillraceError(Reason.INVALID_ARGUMENT, "the model has no chat template", param="messages")
+        messages = [{**turn, "role": "system"} if turn["role"] == "developer" else turn for turn in messages]
+        if tools and not self.format.takes_tools:
+            assert self.format.style is not None, "checked when the request came in"
+            messages = _with_system(messages, described(tools, self.format.style))
+        names = {name: text for name, text in self._names.items() if text is not None}
+        try:
+            return self._template.render(
+                {**arguments, **names},
+                messages=messages,
+                tools=[tool.as_json() for tool in tools] or None,
+                add_generation_prompt=True,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            message = f"the chat template refused the messages: {error}"
+            raise MillraceError(Reason.INVALID_ARGUMENT, message, param="messages") from error
+
+    def thinking(self, prompt: Sequence[int]) -> bool:
+        """Whether the output that follows the prompt begins inside the model's thoughts."""
+        return self.decode(prompt[-8:]).rstrip().endswith(THINK)  # <think> may be several tokens
+
+    def thoughts_end(self, ids: Sequence[int]) -> int | None:
+        """How many of these output ids belong to the thoughts that end among them, their end mark included; None: they
+        do not end here.
+        """
+        try:
+            return list(ids).index(self._think_end) + 1  # type: ignore[arg-type]
+        except ValueError:
+            return None
+
+    def behind_thoughts(self, sampling: common_pb2.SamplingParams, prompt: Sequence[int]) -> None:
+        """A grammar is for the answer: let it begin behind thoughts that the prompt has begun."""
+        given = not sampling.HasField("grammar") or sampling.grammar.HasField("after_token_id")
+        if not given and self._think_end is not None and self.thinking(prompt):
+            sampling.grammar.after_token_id = self._think_end
+
+    def _encode(self, text: str, add_bos: bool) -> list[int]:
+        ids = self._hf.encode(text, add_special_tokens=False).ids
+        return [self.bos, *ids] if add_bos and self.bos is not None else ids
+
+    def _id(self, name: str) -> int | None:
+        text = self._names[name]
+        return None if text is None else self._hf.token_to_id(text)
+
+
+class Detokenizer:
+    """The text of a growing list of tokens. A character whose bytes are spread over tokens appears when it is complete;
+    bytes that can never become one appear as U+FFFD. All pieces together equal `Tokenizer.decode` of all ids.
+    """
+
+    __slots__ = ("_decoder", "_keep_special", "_tokenizer")
+
+    def __init__(self, tokenizer: Tokenizer, keep_special: bool) -> None:
+        self._tokenizer = tokenizer
+        self._keep_special = keep_special
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, ids: Iterable[int]) -> str:
+        return self._decoder.decode(self._tokenizer.token_bytes(ids, self._keep_special))
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+def _token_bytes(tokenizer: HfTokenizer) -> list[bytes]:
+    """The bytes of every token id. A token is written with one printable character per byte (GPT-2's table); one with
+    any other character, which only added tokens have, stands for itself.
+    """
+    kind = json.loads(tokenizer.to_str()).get("decoder") or {}
+    if kind.get("type") != "ByteLevel":
+        raise ConfigError(f"model: the tokenizer's decoder is {kind.get('type')}, but only ByteLevel is supported")
+    alphabet = _byte_alphabet()
+    table = [b""] * (max(tokenizer.get_vocab().values(), default=-1) + 1)
+    for token, i in tokenizer.get_vocab().items():
+        try:
+            table[i] = bytes([alphabet[character] for character in token])
+        except KeyError:
+            table[i] = token.encode()
+    return table
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Character to byte: printable bytes of Latin-1 are themselves, the others are counted up from U+0100."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def _with_system(messages: Sequence[Mapping[str, Any]], text: str) -> list[Mapping[str, Any]]:
+    """`text` at the end of the system message, or as one."""
+    first, rest = (messages[0], messages[1:]) if messages and messages[0]["role"] == "system" else (None, messages)
+    content = f"{first['content']}\n\n{text}" if first is not None else text
+    return [{"role": "system", "content": content}, *rest]
+
+
+def _content(token: Any) -> str | None:
+    """tokenizer_config.json writes a token as its text or as an object with it."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _compile(source: str) -> jinja2.Template:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=EXTENSIONS
+    )
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateError as error:
+        raise ConfigError(f"model: the chat template is broken: {error}") from error
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)

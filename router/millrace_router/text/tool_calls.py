@@ -1,0 +1,168 @@
+"""Tool calls in DeepSeek's formats, told apart from the text in the stream.
+
+    V3, R1   text CALLS ( CALL function SEP name \\n ```json \\n arguments \\n ``` CALL_END )+ CALLS_END
+    V3.1     text CALLS ( CALL name SEP arguments CALL_END )+ CALLS_END
+
+(The words in capitals are the special tokens of markers.py.) One parser reads both: V3's kind is always "function",
+and what follows it there is a name, never "{".
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from millrace_router.text.markers import CALL, CALL_END, CALL_SEP, CALLS, CALLS_END, Scanner
+
+KIND, FENCE = "function", "```"
+
+
+@dataclass(frozen=True, slots=True)
+class CallDelta:
+    """What is new of call `index`. `name` is set on its first delta; `arguments` is a piece of JSON text."""
+
+    index: int
+    name: str
+    arguments: str
+
+
+class _State(enum.Enum):
+    TEXT = enum.auto()
+    BETWEEN = enum.auto()  # calls
+    HEAD = enum.auto()  # V3: the kind; V3.1: the name
+    KIND_READ = enum.auto()  # "function" was read: V3, or a function of V3.1 that has this name
+    NAME = enum.auto()  # V3
+    FENCE = enum.auto()  # V3: the line ```json
+    ARGUMENTS = enum.auto()
+
+
+class ToolCallParser:
+    """Every `push` and the final `flush` give the new text and calls. What comes out does not depend on how the text
+    was cut into pieces. A call that is cut off before its arguments begin is left out.
+    """
+
+    def __init__(self) -> None:
+        self._state = _State.TEXT
+        self._scanner = Scanner()
+        self._word = ""  # of the head or the line that is being read
+        self._name = ""  # of a call that was not told yet
+        self._tail = ""  # of the arguments: theirs if more of them come
+        self._begun = False  # the arguments
+        self._index = -1
+        self._text: list[str] = []
+        self._calls: list[CallDelta] = []
+
+    def push(self, text: str) -> tuple[str, list[CallDelta]]:
+        self._scanner.text += text
+        while self._step():
+            pass
+        return self._taken()
+
+    def flush(self) -> tuple[str, list[CallDelta]]:
+        """The text has ended. Arguments that end here end as if their call had been closed."""
+        rest = self._scanner.rest()
+        if self._state is _State.TEXT:
+            self._text.append(rest)
+        elif self._state is _State.ARGUMENTS:
+            self._tell(rest)
+        return self._taken()
+
+    def _taken(self) -> tuple[str, list[CallDelta]]:
+        text, calls = "".join(self._text), self._calls
+        self._text, self._calls = [], []
+        return text, calls
+
+    def _step(self) -> bool:
+        """Understand a piece of the text. False: more is needed."""
+        match self._state:
+            case _State.TEXT:
+                before, marker = self._scanner.until(CALLS)
+                self._text.append(before)
+                return self._go(_State.BETWEEN if marker else None)
+            case _State.BETWEEN:
+                _, marker = self._scanner.until(CALL, CALLS_END)
+                return self._go({CALL: _State.HEAD, CALLS_END: _State.TEXT}.get(marker))
+            case _State.HEAD:
+                return self._read_head()
+            case _State.KIND_READ:
+                return self._after_kind()
+            case _State.NAME:
+                return self._read_line(_State.FENCE)
+            case _State.FENCE:
+                return self._read_line(_State.ARGUMENTS)
+            case _State.ARGUMENTS:
+                before, marker = self._scanner.until(CALL_END)
+                self._tell(before)
+                return self._go(_State.BETWEEN if marker else None)
+
+    def _go(self, state: _State | None) -> bool:
+        if state is None:
+            return False
+        self._state, self._word = state, ""
+        return True
+
+    def _read_head(self) -> bool:
+        before, marker = self._scanner.until(CALL_SEP, CALL_END)
+        self._word += before
+        if not marker:
+            return False
+        head = self._word.strip()
+        if marker == CALL_END or not head:  # no call: what follows is passed over
+            return self._go(_State.BETWEEN)
+        if head == KIND:
+            return self._go(_State.KIND_READ)
+        return self._begin(head)
+
+    def _after_kind(self) -> bool:
+        following = self._scanner.text.lstrip()
+        if not following:
+            return False
+        return self._begin(KIND) if following[0] == "{" else self._go(_State.NAME)
+
+    def _read_line(self, following: _State) -> bool:
+        before, marker = self._scanner.until("\n", CALL_END)
+        self._word += before
+        if not marker:
+            return False
+        line = self._word.strip()
+        if marker == CALL_END:
+            return self._go(_State.BETWEEN)
+        if not line:
+            return self._go(self._state)
+        if following is _State.FENCE:
+            self._name = line
+            return self._go(following)
+        started = self._begin(self._name)
+        if not line.startswith(FENCE):  # the model left the code block out
+            self._tell(line + "\n")
+        return started
+
+    def _begin(self, name: str) -> bool:
+        """The arguments of a call are next."""
+        self._index += 1
+        self._begun, self._tail = False, ""
+        self._calls.append(CallDelta(self._index, name, ""))
+        return self._go(_State.ARGUMENTS)
+
+    def _tell(self, text: str) -> None:
+        """Arguments, without the white space before them and what follows them."""
+        text = self._tail + text if self._begun else text.lstrip()
+        self._begun = self._begun or bool(text)
+        end = _tail(text)
+        self._tail = text[end:]
+        if end:
+            self._add(text[:end])
+
+    def _add(self, arguments: str) -> None:
+        last = self._calls[-1] if self._calls else None
+        if last is not None and last.index == self._index:
+            self._calls[-1] = CallDelta(last.index, last.name, last.arguments + arguments)
+        else:
+            self._calls.append(CallDelta(self._index, "", arguments))
+
+
+def _tail(text: str) -> int:
+    """Where the longest tail starts that may be the end of V3's code block: white space, ``` or less, white space."""
+    end = len(text.rstrip())
+    ticks = next((n for n in range(min(3, end)) if text[end - n - 1] != "`"), min(3, end))
+    return len(text[: end - ticks].rstrip())

@@ -1,0 +1,1 @@
+"""The pages: who holds them, what they contain, and their memory."""

@@ -1,0 +1,129 @@
+"""Pages for sequences: the block pool and the prefix cache behind one door.
+
+Life of a page:
+    1. `allocate`  free -> running (evicting idle cached pages when the free list is short)
+    2. `insert`    a full page whose KV is written becomes findable; from now on nobody writes to it
+    3. `match`     another sequence of the same prefix shares it
+    4. `publish`   a decode worker may read it; `park` when the prompt is done, `unpublish` when its lease has ended
+    5. `release`   its last running holder leaves: cached if it was inserted, else free
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from millrace_serve.engine.cache.block_pool import BlockPool, Holder, InvariantError
+from millrace_serve.engine.cache.radix import Node, RadixTree
+from millrace_serve.engine.core import CacheChange
+
+
+class CachedPrefix:
+    """One sequence's place in the tree: how many of its pages are in it, and which equal pages of others it keeps."""
+
+    __slots__ = ("num_pages", "pins", "tail")
+
+    def __init__(self, tail: Node, num_pages: int) -> None:
+        self.tail = tail
+        self.num_pages = num_pages
+        self.pins: list[int] = []
+
+    def path_up(self) -> Iterator[Node]:
+        """From the deepest node to the one below the root."""
+        node = self.tail
+        while node.parent is not None:
+            yield node
+            node = node.parent
+
+
+class KvCache:
+    def __init__(self, num_pages: int, page_size: int, prefix_cache: bool) -> None:
+        self.page_size = page_size
+        self.pool = BlockPool(num_pages)
+        self._tree = RadixTree(page_size)
+        self._enabled = prefix_cache
+
+    @property
+    def available(self) -> int:
+        """Pages that `allocate` can hand out now."""
+        return self.pool.num_free + self._tree.num_idle
+
+    def match(self, tokens: Sequence[int], max_pages: int) -> tuple[list[int], CachedPrefix]:
+        """Take a share of the longest cached prefix."""
+        path = self._tree.match(tokens, max_pages) if self._enabled else []
+        pages = [node.page for node in path]
+        self._share(pages)
+        return pages, CachedPrefix(path[-1] if path else self._tree.root, len(pages))
+
+    def allocate(self, count: int) -> list[int] | None:
+        """`count` pages, or None (and nothing is evicted) when there are not so many."""
+        if count > self.available:
+            return None
+        while self.pool.num_free < count:
+            self.pool.drop([self._tree.evict()], Holder.CACHE)
+        return self.pool.allocate(count)
+
+    def insert(self, prefix: CachedPrefix, tokens: Sequence[int], pages: list[int], hashes: Sequence[int]) -> None:
+        """Put `pages`, all full, under `tokens`; hashes[i] is the chain hash of page i. Where an equal page is there,
+        it stays and is pinned.
+        """
+        if not self._enabled:
+            return
+        for index in range(prefix.num_pages, len(pages)):
+            page = pages[index]
+            prefix.tail = self._tree.extend(prefix.tail, tokens, index, page, hashes[index])
+            if prefix.tail.page == page:
+                self.pool.hold([page], Holder.CACHE)
+            else:
+                self._share([prefix.tail.page])
+                prefix.pins.append(prefix.tail.page)
+        prefix.num_pages = max(prefix.num_pages, len(pages))
+
+    def release(self, prefix: CachedPrefix, pages: list[int]) -> None:
+        """A running sequence leaves its pages and pins."""
+        self._leave(prefix, pages, Holder.RUNNING)
+
+    def publish(self, pages: list[int]) -> None:
+        """A decode worker may read these pages of a running prompt from now on."""
+        self.pool.hold(pages, Holder.PUBLISHED)
+
+    def park(self, prefix: CachedPrefix, pages: list[int]) -> None:
+        """A running prompt leaves. What it published stays, and its pins too: a parent must not go before a child."""
+        self.pool.hold(prefix.pins, Holder.PUBLISHED)
+        self._leave(prefix, pages, Holder.RUNNING)
+
+    def unpublish(self, prefix: CachedPrefix, pages: list[int]) -> None:
+        """End of a parked prompt; `pages` are the ones that it published."""
+        self._leave(prefix, pages, Holder.PUBLISHED)
+
+    def flush(self) -> int:
+        """Evict every idle page; returns how many."""
+        count = self._tree.num_idle
+        for _ in range(count):
+            self.pool.drop([self._tree.evict()], Holder.CACHE)
+        return count
+
+    def take_changes(self) -> CacheChange | None:
+        """What the prefix cache stored and removed since the last call."""
+        return self._tree.changes.take()
+
+    def check(self) -> None:
+        self.pool.check()
+        if self._tree.num_idle != self.pool.num_cached:
+            raise InvariantError(f"{self._tree.num_idle} idle nodes but {self.pool.num_cached} cached pages")
+
+    def _share(self, pages: list[int]) -> None:
+        self.pool.hold(pages, Holder.RUNNING)
+        for page in pages:
+            self._tree.set_busy(page)
+
+    def _leave(self, prefix: CachedPrefix, pages: list[int], holder: Holder) -> None:
+        self.pool.drop(pages, holder)
+        self.pool.drop(prefix.pins, holder)
+        self._set_idle(reversed(pages))
+        if prefix.pins:  # pages and pins interleave on the path: bring all of it into order
+            self._set_idle(node.page for node in prefix.path_up())
+
+    def _set_idle(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            if self.pool.state(page) == Holder.CACHE:
+                self._tree.set_idle(page)

@@ -1,0 +1,121 @@
+"""The memory of the pages: one allocation of [page, layer, token, latent | rope], a page being one contiguous block.
+
+With the canary on, a page has CANARY_BYTES more at its end (engine/cache/canary.py). A pool without torch has the same
+bytes, but no tensor: the simulated runner writes canaries only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from millrace_serve.engine.cache.canary import CANARY_BYTES
+
+PROTOCOL_VERSION = 2  # of what two workers say to each other (kv.proto)
+ITEM_BYTES = {"float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 4}
+
+
+class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """What two workers must have in common before pages may travel between them."""
+
+    page_size: int  # tokens
+    num_layers: int  # the MTP layer included
+    dtype: str
+    latent_width: int  # elements
+    rope_width: int  # elements
+    layout_id: str = "page-layer-token-width"
+    canary: bool = False
+    model_hash: str  # of the checkpoint that computed the KV
+    protocol_version: int = PROTOCOL_VERSION
+
+    @property
+    def width(self) -> int:
+        return self.latent_width + self.rope_width
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.num_layers * self.page_size * self.width * ITEM_BYTES[self.dtype]
+
+    @property
+    def page_bytes(self) -> int:
+        return self.kv_bytes + (CANARY_BYTES if self.canary else 0)
+
+    @property
+    def fingerprint(self) -> str:
+        """32 hex digits; unequal fingerprints never pair."""
+        fields = json.dumps(msgspec.to_builtins(self), sort_keys=True)
+        return hashlib.blake2b(fields.encode(), digest_size=16).hexdigest()
+
+
+class KvPool:
+    """num_pages x page_bytes bytes at `address`; `close` is the garbage collector's."""
+
+    def __init__(self, layout: KvLayout, num_pages: int, tensor: Any = None) -> None:
+        """`tensor`: uint8 torch tensor [num_pages * page_bytes]; None allocates numpy memory."""
+        self.layout = layout
+        self.num_pages = num_pages
+        self.nbytes = num_pages * layout.page_bytes
+        self._tensor = tensor
+        self._bytes = np.zeros(self.nbytes, np.uint8) if tensor is None else self._host_bytes(tensor)
+
+    @classmethod
+    def create(cls, layout: KvLayout, num_pages: int, device: Any) -> KvPool:
+        """A pool of torch memory on `device`."""
+        import torch  # the simulated engine must work without it
+
+        return cls(layout, num_pages, torch.zeros(num_pages * layout.page_bytes, dtype=torch.uint8, device=device))
+
+    @property
+    def address(self) -> int:
+        return self._tensor.data_ptr() if self._bytes is None else self._bytes.ctypes.data
+
+    @property
+    def buffer(self) -> Any:
+        """The uint8 allocation, for registration: a torch tensor, or a numpy array."""
+        return self._bytes if self._tensor is None else self._tensor
+
+    def view(self) -> Any:
+        """Tensor [num_pages, num_layers, page_size, width]."""
+        import torch
+
+        layout = self.layout
+        typed = self._tensor.view(getattr(torch, layout.dtype))
+        token, layer = layout.width, layout.page_size * layout.width
+        page = layout.page_bytes // ITEM_BYTES[layout.dtype]
+        return typed.as_strided((self.num_pages, layout.num_layers, layout.page_size, token), (page, layer, token, 1))
+
+    def scrub(self, pages: Sequence[int]) -> None:
+        """Fill with 0xFF bytes, a NaN in every dtype, and a canary that names nothing."""
+        index = np.asarray(pages)
+        if self._bytes is None:
+            self._tensor.view(self.num_pages, -1)[index] = 0xFF
+        else:
+            self._bytes.reshape(self.num_pages, -1)[index] = 0xFF
+
+    def canary_table(self) -> Any:
+        """Tensor int64 [num_pages, 8]: the canaries' words on the device."""
+        import torch
+
+        return self._tensor.view(self.num_pages, -1)[:, self.layout.kv_bytes :].view(torch.int64)
+
+    def read_canaries(self, pages: np.ndarray) -> np.ndarray:
+        """First two words of each page's canary: u64 [*pages.shape, 2]. Of a pool in the host's memory."""
+        return self._canary_words()[pages, :2]
+
+    def write_canaries(self, pages: np.ndarray, words: np.ndarray) -> None:
+        """Into a pool in the host's memory."""
+        self._canary_words()[pages, :2] = words
+
+    def _canary_words(self) -> np.ndarray:
+        """u64 [num_pages, 8]"""
+        assert self._bytes is not None, "the pool is on a device"
+        return self._bytes.reshape(self.num_pages, -1)[:, self.layout.kv_bytes :].view(np.uint64)
+
+    @staticmethod
+    def _host_bytes(tensor: Any) -> np.ndarray | None:
+        return tensor.numpy() if tensor.device.type == "cpu" else None

@@ -1,0 +1,90 @@
+"""Prefix cache: a tree of full pages, one node per page, keyed by the page's tokens.
+
+Nodes name physical pages but do not own them: engine/cache/kv_cache.py keeps the holders in the block pool, and tells
+the tree which nodes are idle (no sequence and no published prompt uses their page). Idle nodes are evicted in the order
+in which they became idle. Whoever uses a node uses its parents too, and leaves the deepest first; so a parent is
+never evicted before its children.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from millrace_serve.engine.cache.changes import CacheChanges
+
+
+class Node:
+    __slots__ = ("block", "children", "key", "page", "parent")
+
+    def __init__(self, parent: Node | None, key: tuple[int, ...], page: int, block: int) -> None:
+        self.parent = parent
+        self.key = key  # the page's tokens
+        self.page = page
+        self.block = block  # chain hash of the prefix that ends with this page; 0: the root's
+        self.children: dict[tuple[int, ...], Node] = {}
+
+
+class RadixTree:
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self.root = Node(None, (), 0, 0)
+        self.changes = CacheChanges()  # of the tree, for whoever tells others
+        self._by_page: dict[int, Node] = {}
+        self._idle: dict[Node, None] = {}  # oldest first
+
+    def __len__(self) -> int:
+        return len(self._by_page)
+
+    def __contains__(self, page: int) -> bool:
+        return page in self._by_page
+
+    @property
+    def num_idle(self) -> int:
+        return len(self._idle)
+
+    def match(self, tokens: Sequence[int], max_pages: int) -> list[Node]:
+        """Nodes of the longest cached prefix of `tokens`, at most `max_pages` of them."""
+        node, path = self.root, []
+        for index in range(max_pages):
+            child = node.children.get(self._key(tokens, index))
+            if child is None:
+                break
+            path.append(child)
+            node = child
+        return path
+
+    def extend(self, parent: Node, tokens: Sequence[int], index: int, page: int, block: int) -> Node:
+        """The child of `parent` for page `index` of `tokens`, whose chain hash is `block`: the one that exists, else a
+        new busy one for `page`.
+        """
+        key = self._key(tokens, index)
+        child = parent.children.get(key)
+        if child is None:
+            child = parent.children[key] = Node(parent, key, page, block)
+            self._by_page[page] = child
+            self.changes.store(child.block)
+        return child
+
+    def set_busy(self, page: int) -> None:
+        self._idle.pop(self._by_page[page], None)
+
+    def set_idle(self, page: int) -> None:
+        """Make `page` the youngest idle page."""
+        node = self._by_page[page]
+        self._idle.pop(node, None)
+        self._idle[node] = None
+
+    def evict(self) -> int:
+        """Forget the node that has been idle longest and return its page."""
+        node = next(iter(self._idle))
+        assert not node.children, f"page {node.page} is evicted before its {len(node.children)} children"
+        assert node.parent is not None
+        del self._idle[node]
+        del self._by_page[node.page]
+        del node.parent.children[node.key]
+        self.changes.remove(node.block)
+        return node.page
+
+    def _key(self, tokens: Sequence[int], index: int) -> tuple[int, ...]:
+        start = index * self.page_size
+        return tuple(tokens[start : start + self.page_size])

@@ -1,0 +1,175 @@
+"""Grammars of requests: compiled beside the engine's loop, walked by their sequences. No torch; the compiler proper is
+engine/grammar/xgrammar_compiler.py.
+
+1. `admit` sees every message on its way to the scheduler. A Submit whose grammar was never seen starts a compilation in
+   a thread; it and all later messages of that request wait here, in order, and everything else passes.
+2. `admitted` gives back those whose compilation has ended, well or not.
+3. `walk` makes the sequence's `Walk` when the scheduler enrols it, or says why the request is refused.
+4. The walk's mask restricts the sequence's next token (engine/step/sampling.py). It is a function of the grammar and
+   the outputs alone, so preemption keeps it, and another attempt or the decode worker rebuilds it from the outputs it
+   is given.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from millrace_serve.engine.core import EngineInput, Failure, FlushCache, Grammar, Request, RequestId, Submit
+
+MAX_COMPILED = 128  # grammars kept; the least recently used one goes
+COMPILE_THREADS = 2
+
+
+class GrammarError(Exception):
+    """The grammar cannot be used; the message says why, for the client."""
+
+
+class Matcher(Protocol):
+    """A place in a compiled grammar."""
+
+    mask: np.ndarray  # int32 [ceil(V / 32)]; bit t % 32 of word t // 32: token t may come next
+
+    def accept(self, token: int) -> bool:
+        """Go on by one token that is no end of sequence. False: the grammar does not allow it."""
+        ...
+
+
+class Compiler(Protocol):
+    def compile(self, grammar: Grammar) -> Callable[[], Matcher]:
+        """Makes matchers that stand at the beginning. Raises GrammarError. Called by several threads."""
+        ...
+
+    def no_stop(self) -> np.ndarray:
+        """The mask of everything but the ends of the sequence."""
+        ...
+
+
+class Walk:
+    """One sequence's way through its grammar: free up to `after`, if there is one, and then by a matcher."""
+
+    def __init__(self, start: Callable[[], Matcher], after: int | None, free: np.ndarray) -> None:
+        self._start = start
+        self._after = after
+        self._free = free
+        self._matcher = start() if after is None else None
+
+    @property
+    def mask(self) -> np.ndarray:
+        """As in Matcher; valid until the next `accept`."""
+        return self._free if self._matcher is None else self._matcher.mask
+
+    def accept(self, tokens: Iterable[int]) -> Failure | None:
+        """Go on by outputs that did not end the sequence. A failure: there is no way on."""
+        for token in tokens:
+            if self._matcher is not None:
+                if not self._matcher.accept(token):
+                    return Failure("INVALID_ARGUMENT", f"the output's token {token} is not what the grammar allows")
+            elif token == self._after:
+                self._matcher = self._start()
+        if not self.mask.any():
+            return Failure("INVALID_ARGUMENT", "the grammar has come to a point from which no text can go on")
+        return None
+
+
+class Grammars:
+    """Not thread-safe: used by the engine's thread. Without a compiler every grammar is refused."""
+
+    def __init__(self, compiler: Compiler | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._compiler = compiler
+        self._clock = clock
+        self._compiled: OrderedDict[Grammar, Future[Callable[[], Matcher]]] = OrderedDict()
+        self._held: dict[RequestId, tuple[float, list[EngineInput]]] = {}  # since when, and what; a Submit comes first
+        self._threads = ThreadPoolExecutor(COMPILE_THREADS, "grammar")  # a thread starts when it is needed
+
+    @property
+    def waiting(self) -> int:
+        """Requests whose grammars are being compiled."""
+        return len(self._held)
+
+    def admit(self, message: EngineInput) -> list[EngineInput]:
+        """What may go on to the scheduler now: the message or nothing."""
+        if not self._held and not isinstance(message, Submit):  # nearly always
+            return [message]
+        if isinstance(message, FlushCache):
+            return [message]
+        id = message.request.id if isinstance(message, Submit) else message.id
+        if id in self._held:
+            self._held[id][1].append(message)
+            return []
+        grammar = message.request.sampling.grammar if isinstance(message, Submit) else None
+        if grammar is None or self._compiler is None or self._compile(grammar).done():
+            return [message]
+        self._held[id] = self._clock(), [message]
+        return []
+
+    def admitted(self) -> list[EngineInput]:
+        """The messages of requests whose compilation has ended, in order for each of them."""
+        ready: list[EngineInput] = []
+        for id, (since, messages) in list(self._held.items()):
+            submit = messages[0]
+            assert isinstance(submit, Submit) and submit.request.sampling.grammar is not None
+            if self._compile(submit.request.sampling.grammar).done():
+                del self._held[id]
+                ready += [_shortened(submit, self._clock() - since), *messages[1:]]
+        return ready
+
+    def walk(self, request: Request) -> Walk | Failure:
+        """The request's walk, behind the outputs of its earlier attempts."""
+        grammar = request.sampling.grammar
+        assert grammar is not None
+        if self._compiler is None:
+            return Failure("INVALID_ARGUMENT", "this worker serves no grammars: it has no tokenizer")
+        try:
+            start = self._compile(grammar).result()
+        except GrammarError as error:
+            return Failure("INVALID_ARGUMENT", f"{grammar.kind}: {error}")
+        walk = Walk(start, grammar.after_token_id, self._compiler.no_stop())
+        return walk.accept(request.token_ids[len(request.token_ids) - request.num_prior_outputs :]) or walk
+
+    def close(self) -> None:
+        """Compilations that have not started are dropped."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _compile(self, grammar: Grammar) -> Future[Callable[[], Matcher]]:
+        assert self._compiler is not None
+        key = _text_of(grammar)
+        if key not in self._compiled:
+            self._forget_oldest()
+            self._compiled[key] = self._threads.submit(self._compiler.compile, key)
+        self._compiled.move_to_end(key)
+        return self._compiled[key]
+
+    def _forget_oldest(self) -> None:
+        """One that is compiled and that nobody waits for, when there are too many."""
+        if len(self._compiled) < MAX_COMPILED:
+            return
+        awaited = {_text_of(one.sampling.grammar) for one in self._requests() if one.sampling.grammar is not None}
+        idle = (key for key, future in self._compiled.items() if future.done() and key not in awaited)
+        if (oldest := next(idle, None)) is not None:
+            del self._compiled[oldest]
+
+    def _requests(self) -> Iterator[Request]:
+        """Those that wait."""
+        for _, (submit, *_) in self._held.values():
+            assert isinstance(submit, Submit)
+            yield submit.request
+
+
+def _text_of(grammar: Grammar) -> Grammar:
+    """What is compiled of it."""
+    return msgspec.structs.replace(grammar, after_token_id=None)
+
+
+def _shortened(submit: Submit, waited_s: float) -> Submit:
+    """The time that it waited here counts against its deadline."""
+    request = submit.request
+    if request.timeout_s is None:
+        return submit
+    return Submit(msgspec.structs.replace(request, timeout_s=max(request.timeout_s - waited_s, 0.0)))

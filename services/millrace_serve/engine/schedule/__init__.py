@@ -1,0 +1,1 @@
+"""Who runs next, and what the next step does. No torch."""

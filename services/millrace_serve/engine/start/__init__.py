@@ -1,0 +1,1 @@
+"""A rank's way from a checkpoint to an engine that may serve."""

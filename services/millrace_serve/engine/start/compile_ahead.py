@@ -1,0 +1,276 @@
+"""Other processes compile what a rank will run, while it reads its weights. Compilers use one core each, and a rank
+meets their kernels one after the other: minutes with empty caches, of which most cores see nothing.
+
+1. `beside` starts processes, each with a model of the rank's widths and random weights that has one dense layer and two
+   with experts, which share theirs.
+2. Each takes the steps of the rank's own rehearsal, its GEMMs, and its graphs, beginning at another place of those
+   lists and going round. What another one has compiled meanwhile is on disk and takes no time, so they end together,
+   and what one of them fails to do the others do.
+3. The rank goes on when all have ended: their memory is its own again before it is measured.
+
+A file in the cache folder says that everything is there (`mark`); then no process is started. Those that fail are named
+in the log, and the rank compiles what is missing. They end with the rank: their stdin is a pipe that closes with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+from millrace_kernels import backend, fp8
+
+from millrace_serve.engine.cache.kv_pool import KvPool
+from millrace_serve.engine.config import Role
+from millrace_serve.engine.start import memory, rehearsal
+from millrace_serve.engine.start.startup import Site, capture
+from millrace_serve.engine.step.device import device_of
+from millrace_serve.engine.step.graphs import buckets_up_to
+from millrace_serve.engine.step.torch_runner import TorchRunner
+from millrace_serve.model.attn_step import FormThresholds
+from millrace_serve.model.config import ModelConfig
+from millrace_serve.model.deepseek_v3 import DeepseekV3
+from millrace_serve.model.parallel import ParallelDims
+from millrace_serve.model.random_weights import RandomWeights
+from millrace_serve.model.weight_bytes import weight_bytes
+
+FOLDER = "complete"  # in the cache folder: an empty file for each fingerprint whose kernels are all there
+COMMAND = (sys.executable, "-m", "millrace_serve.engine.start.compile_ahead")
+MOST_PROCESSES = 8
+LIMIT_S = 300.0  # after which the rank goes on without those that have not ended
+WORK_BYTES = 2 << 30  # for the activations of most steps; those that need more are left to the rank
+LIBRARIES = ("torch", "triton", "sgl-deep-gemm", "sgl-flash-mla", "flashinfer-python")
+# FlashInfer's module is built once, under a lock: one process builds it, the others do not wait for it.
+WITHOUT_FLASHINFER = {
+    "mla_prefill.plan": "",
+    "mla_prefill.mla_prefill": "millrace_kernels.triton.mla_prefill:mla_prefill",
+}
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """What one of the processes is told."""
+
+    site: Site
+    index: int
+    count: int
+    num_bytes: int  # that torch may allocate: the rank's weights must find room beside all parts
+
+
+# ------------------------------------------------------------------------------------------------ the rank
+
+
+def parts(site: Site, room: int) -> list[Part]:
+    """Of the processes to start. `room`: bytes of the device that nobody needs while weights are read."""
+    file = mark_file(site)
+    if file is None or file.exists():
+        return []
+    small, portable = small_config(site.model), dataclasses.replace(site, dims=alone(site.dims))
+    least = weight_bytes(small, portable.dims, site.dtype, fp8=site.fp8) + WORK_BYTES + memory.CONTEXT_BYTES
+    count = num_processes(len(os.sched_getaffinity(0)), room, least)
+    return [Part(portable, i, count, room // count - memory.CONTEXT_BYTES) for i in range(count)]
+
+
+def num_processes(cores: int, room: int, least: int) -> int:
+    """By cores and memory; one alone would be hardly faster than the rank."""
+    count = min(cores, MOST_PROCESSES, room // least)
+    return count if count > 1 else 0
+
+
+@contextlib.contextmanager
+def beside(
+    site: Site, wanted: Sequence[Part], command: Sequence[str] = COMMAND, limit_s: float = LIMIT_S
+) -> Iterator[None]:
+    """Processes compile meanwhile. Waits for them in the end, and kills them when what it surrounds fails."""
+    started = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        running = []
+        try:
+            if wanted and _is_first(site, stack):
+                running = [stack.enter_context(_started(part, command)) for part in wanted]
+        except Exception as error:  # no start is lost for a faster one
+            log.warning("nothing is compiled ahead: %s: %s", type(error).__name__, error)
+        yield
+        failures = [why for process, errors in running if (why := _end(process, errors, started + limit_s))]
+    if failures:
+        log.warning("%d of %d processes that compile ahead failed: %s", len(failures), len(running), failures[0])
+    if running:
+        log.info("compiled ahead processes=%d seconds=%.1f", len(running), time.monotonic() - started)
+
+
+def together(site: Site) -> None:
+    """Waits until every rank is here: what the first of them has had compiled, the others need not compile."""
+    if site.device.type == "cuda" and site.dims.world_group is not None:
+        dist.all_reduce(torch.zeros(1), group=site.dims.world_group)
+
+
+def mark(site: Site) -> None:
+    """Everything is compiled; a unified worker runs what the other roles do. A read-only folder stays as it is."""
+    for role in Role if site.role is Role.UNIFIED else (site.role,):
+        if (file := mark_file(dataclasses.replace(site, role=role))) is not None:
+            with contextlib.suppress(OSError):
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.touch()
+
+
+def mark_file(site: Site) -> Path | None:
+    """None where nothing is compiled ahead: on CPUs, and without a cache folder."""
+    folder = site.execution.cache_dir
+    if folder is None or site.device.type != "cuda":
+        return None
+    return folder.expanduser() / FOLDER / fingerprint(site, torch.cuda.get_device_name(site.device))
+
+
+def fingerprint(site: Site, device_name: str) -> str:
+    """Of all that decides which kernels there are: shapes, limits, libraries, and our own sources."""
+    dims = dataclasses.replace(alone(site.dims), rank=0)
+    layout = msgspec.structs.replace(site.layout, model_hash="")
+    facts = (site.role, site.limits.model_copy(update={"num_pages": "auto"}), site.model, layout, dims, site.dtype)
+    whole = hashlib.sha256(repr((device_name, site.buckets, *facts, *map(_version, LIBRARIES))).encode())
+    for path in sorted(Path(backend.__file__).parent.rglob("*.py")):
+        whole.update(path.read_bytes())
+    return whole.hexdigest()[:32]
+
+
+def _version(library: str) -> str:
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return "absent"
+
+
+def _is_first(site: Site, stack: contextlib.ExitStack) -> bool:
+    """Of the ranks that would fill the same folder with the same kernels; until `stack` ends."""
+    if (file := mark_file(site)) is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock = stack.enter_context(file.with_suffix(".lock").open("w"))
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
+
+
+@contextlib.contextmanager
+def _started(part: Part, command: Sequence[str]) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
+    """The process, which is gone afterwards, and what it writes to stderr."""
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors)
+        assert process.stdin is not None
+        try:
+            with contextlib.suppress(BrokenPipeError):  # its exit code says more
+                pickle.dump(part, process.stdin)
+                process.stdin.flush()
+            yield process, errors
+        finally:
+            process.kill()
+            process.wait()
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+
+
+def _end(process: subprocess.Popen[bytes], errors: IO[bytes], until: float) -> str:
+    """Waits until then (of time.monotonic); why it failed, empty if it did not."""
+    try:
+        code = process.wait(max(until - time.monotonic(), 0))
+    except subprocess.TimeoutExpired:
+        return "it took too long"
+    if not code:
+        return ""
+    errors.seek(0)
+    last = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
+    return f"exit code {code}: {last}"
+
+
+# ------------------------------------------------------------------------------------------------ the processes
+
+
+def main() -> None:
+    part: Part = pickle.load(sys.stdin.buffer)
+    threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
+    device = part.site.device
+    with contextlib.ExitStack() as stack:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            total = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(part.num_bytes / total)
+            if part.index:
+                stack.enter_context(backend.forced(**WITHOUT_FLASHINFER))
+        run(part)
+
+
+def run(part: Part) -> None:
+    """Steps, GEMMs and graphs. torch.compile is left out: what it makes depends on all layers."""
+    execution = part.site.execution.model_copy(update={"compile": "off"})
+    model = small_model(part.site)
+    layout = msgspec.structs.replace(part.site.layout, num_layers=len(model.layers))
+    site = dataclasses.replace(part.site, model=model.config, layout=layout, execution=execution)
+    config = site.limits.resolved(2)
+    pool = KvPool.create(layout, config.num_pages, site.device)
+    runner = TorchRunner(model, pool, config, site.model.vocab_size, device_of(site.device))
+    shapes = [rehearsal.largest(config), *rehearsal.prefill_shapes(config)]
+    if site.role is not Role.PREFILL:
+        shapes += rehearsal.decode_shapes(site.buckets or buckets_up_to(config.max_running))
+    for shape in turned(shapes, part.index, part.count):
+        with contextlib.suppress(torch.OutOfMemoryError):
+            runner.launch(rehearsal.batch_of(shape, config.page_size, site.dims.dp)).result()
+    most = max(shape.num_tokens for shape in shapes)
+    runner.call(lambda: fp8.compile_ahead(most, site.device, part.index / part.count))
+    if site.buckets:
+        capture(site, config, runner)
+    runner.close()
+
+
+def small_model(site: Site) -> DeepseekV3:
+    """The last layer is the one before it once more; unlike that one it goes on with the sampled rows only."""
+    config = small_config(site.model)
+    weights = RandomWeights(site.device, site.dtype, fp8=site.fp8)
+    model = DeepseekV3(weights, config, site.dims, FormThresholds())
+    model.layers.append(model.layers[-1])
+    return model
+
+
+def small_config(config: ModelConfig) -> ModelConfig:
+    """A layer of each kind; what has one kind only has two of it."""
+    dense = min(config.first_k_dense_replace, 1) if config.is_moe(config.num_hidden_layers - 1) else 2
+    changes: dict[str, Any] = {"num_hidden_layers": 2, "first_k_dense_replace": dense, "num_nextn_predict_layers": 0}
+    return config.model_copy(update=changes)
+
+
+def alone(dims: ParallelDims) -> ParallelDims:
+    """A rank of the same shapes that talks to nobody."""
+    return dataclasses.replace(dims, world_group=None, tp_group=None, dp_group=None)
+
+
+def turned(items: Sequence[T], index: int, count: int) -> list[T]:
+    """All of them, from the index-th of `count` parts on and round."""
+    first = len(items) * index // count
+    return [*items[first:], *items[:first]]
+
+
+def _end_with_parent() -> None:
+    os.read(0, 1)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

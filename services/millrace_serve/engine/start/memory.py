@@ -1,0 +1,148 @@
+"""What a CUDA device's memory is given to: decided before the large allocations, told as a table, refused with numbers.
+
+    budget   = memory_fraction * total          what this rank may use of the device
+    KV pages = budget - weights - activations - graphs - libraries
+
+1. Before the weights are loaded their bytes are known from the checkpoint's shapes, and the rest is estimated: what
+   cannot work is refused in seconds.
+2. With the weights loaded, a rehearsal of the largest step measures the rest (engine/start/rehearsal.py), and the pages
+   are counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from millrace_serve.engine.config import Limits
+
+GIB = 1 << 30
+MIB = 1 << 20
+GRAPH_BYTES = 12 * MIB  # of a captured decode step, besides the scratch memory that all share
+CONTEXT_BYTES = 1 * GIB  # of CUDA, cuBLAS, NCCL and loaded kernels, before they are measured
+MOST_LIBRARY_BYTES = 4 * GIB  # more than that has been taken by another process that starts at the same time
+
+
+class OverCommitted(ValueError):
+    """The configuration needs more memory than there is. The message has the numbers and what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of a device, before anything of this rank was allocated."""
+
+    total: int
+    free: int
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Bytes that a rank needs besides its KV pages."""
+
+    weights: int
+    activations: int  # the largest step, sampling included
+    graphs: int
+    libraries: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    memory: Memory
+    fraction: float
+    demand: Demand
+    page_bytes: int
+    page_tokens: int
+    num_pages: int
+
+    @property
+    def budget(self) -> int:
+        return int(self.memory.total * self.fraction)
+
+    def table(self) -> str:
+        """One line per use, GiB."""
+        kv = self.num_pages * self.page_bytes
+        tokens = (self.num_pages - 1) * self.page_tokens
+        rows = [
+            ("device", self.memory.total, f"{(self.memory.total - self.memory.free) / GIB:.2f} used by others"),
+            ("budget", self.budget, f"memory_fraction={self.fraction}"),
+            *_uses(self.demand),
+            ("KV pages", kv, f"{self.num_pages} of {self.page_bytes / MIB:.2f} MiB, {tokens} tokens"),
+            ("left", self.budget - _sum(self.demand) - kv, ""),
+        ]
+        return "\n".join(f"{name:<12}{size / GIB:9.2f} GiB  {note}".rstrip() for name, size, note in rows)
+
+
+def make_plan(
+    limits: Limits, memory: Memory, fraction: float, demand: Demand, page_bytes: int, max_pages: int | None = None
+) -> MemoryPlan:
+    """
+    Args:
+        limits: num_pages may be "auto": as many as fit.
+        max_pages: that anybody can ever use; None: no limit.
+    Raises:
+        OverCommitted
+    """
+    budget, total = int(memory.total * fraction), memory.total
+    if budget > memory.free:
+        raise OverCommitted(
+            f"memory_fraction={fraction} of {_gib(total)} is {_gib(budget)}, but only {_gib(memory.free)} are free: "
+            f"others use {_gib(total - memory.free)}. Stop them, or set memory_fraction to "
+            f"{int(memory.free / total * 100) / 100}"
+        )
+    left, needs = budget - _sum(demand), ", ".join(f"{name} {_gib(size)}" for name, size, _ in _uses(demand))
+    least = limits.max_pages_per_seq + 1 if limits.num_pages == "auto" else limits.num_pages
+    if least * page_bytes > left:
+        wanted = (
+            f"one sequence of max_model_len={limits.max_model_len} tokens needs {least} KV pages"
+            if limits.num_pages == "auto"
+            else f"limits.num_pages={least} was asked for"
+        )
+        raise OverCommitted(
+            f"{wanted}, {_gib(least * page_bytes)}, but {_gib(max(left, 0))} are left of the budget of {_gib(budget)} "
+            f"(memory_fraction={fraction} of {_gib(total)}) after {needs}. {_advice(limits, left, page_bytes)}"
+        )
+    fit = left // page_bytes
+    if limits.num_pages != "auto":
+        fit = limits.num_pages
+    elif max_pages is not None:
+        fit = min(fit, max_pages)
+    return MemoryPlan(memory, fraction, demand, page_bytes, limits.page_size, fit)
+
+
+def estimate(limits: Limits, weights: int, hidden_size: int, vocab_size: int, num_graphs: int) -> Demand:
+    """Before anything can be measured. Activations: a step's rows through the widest places of a layer, and logits."""
+    rows = limits.max_prefill_tokens + limits.max_running
+    activations = rows * hidden_size * 2 * 16 + limits.max_running * vocab_size * 4 * 4
+    return Demand(weights, activations, graph_reserve(num_graphs, 0), CONTEXT_BYTES)
+
+
+def graph_reserve(num_graphs: int, decode_bytes: int) -> int:
+    """`decode_bytes`: activations of the largest captured step, whose memory the others share."""
+    return num_graphs * GRAPH_BYTES + decode_bytes
+
+
+def _uses(demand: Demand) -> list[tuple[str, int, str]]:
+    return [
+        ("weights", demand.weights, ""),
+        ("activations", demand.activations, "the largest step"),
+        ("graphs", demand.graphs, ""),
+        ("libraries", demand.libraries, "CUDA, NCCL, workspaces"),
+    ]
+
+
+def _advice(limits: Limits, left: int, page_bytes: int) -> str:
+    pages = left // page_bytes
+    tokens = (pages - 1) * limits.page_size
+    others = "raise memory_fraction, lower limits.max_prefill_tokens, use kv_dtype=float8_e4m3fn or more ranks"
+    if tokens < limits.page_size:
+        return f"To fit, {others}"
+    if limits.num_pages == "auto":
+        return f"Set limits.max_model_len to {tokens} or less, or {others}"
+    return f"Set limits.num_pages to {pages} or less, or {others}"
+
+
+def _sum(demand: Demand) -> int:
+    return demand.weights + demand.activations + demand.graphs + demand.libraries
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB"

@@ -1,0 +1,187 @@
+"""How a rank gets from a loaded model to one that may serve: memory measured and planned, kernels compiled, graphs
+captured. Every function here is collective over the ranks of the worker: they run the same rehearsals.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from millrace_common import gc_hooks
+from millrace_kernels import fp8
+
+from millrace_serve.engine.cache.kv_pool import KvLayout, KvPool
+from millrace_serve.engine.config import EngineConfig, Execution, Limits, Role
+from millrace_serve.engine.start import memory, rehearsal
+from millrace_serve.engine.start.compile import compiled
+from millrace_serve.engine.start.phases import Phases
+from millrace_serve.engine.start.rehearsal import Shape
+from millrace_serve.engine.step.device import device_of
+from millrace_serve.engine.step.graphs import DecodeGraphs, Forward, buckets_up_to
+from millrace_serve.engine.step.torch_runner import Model, TorchRunner
+from millrace_serve.model.config import ModelConfig
+from millrace_serve.model.parallel import ParallelDims
+from millrace_serve.model.weight_bytes import weight_bytes
+from millrace_serve.model.weights import keeps_fp8
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What a rank runs, and where."""
+
+    role: Role
+    limits: Limits
+    execution: Execution
+    model: ModelConfig
+    layout: KvLayout
+    dims: ParallelDims
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """Rows of the graphs; none where there are no graphs. A prefill worker has no decode steps."""
+        wanted = self.execution.graphs
+        if wanted == "off" or self.role is Role.PREFILL or (wanted == "auto" and self.device.type != "cuda"):
+            return ()
+        return buckets_up_to(self.limits.max_running, self.execution.graph_buckets)
+
+    @property
+    def fp8(self) -> bool:
+        """Whether products run on FP8 weights."""
+        return keeps_fp8(self.model, self.device, self.dtype)
+
+
+class MemoryPlanner:
+    """1. made before anything is on the device; 2. `check` before the weights are read; 3. `pages` after."""
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self._memory = None
+        if site.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(site.device)
+            self._memory = memory.Memory(total, free + torch.cuda.memory_reserved(site.device))  # what is there is ours
+
+    def check(self) -> int:
+        """Bytes that nobody needs while the weights are read. Raises memory.OverCommitted when the weights and what is
+        estimated already do not fit.
+        """
+        if self._memory is None:
+            return 0
+        site, model = self._site, self._site.model
+        weights = weight_bytes(model, site.dims, site.dtype, fp8=site.fp8)
+        demand = memory.estimate(site.limits, weights, model.hidden_size, model.vocab_size, len(site.buckets))
+        plan = self._plan(demand)
+        log.info("memory, estimated before the weights are read:\n%s", plan.table())
+        return plan.budget - demand.weights - demand.libraries
+
+    def pages(self, model: Model) -> int:
+        """Of the KV pool, the same on every rank. Raises memory.OverCommitted."""
+        if self._memory is None:
+            wanted = self._site.limits.num_pages
+            assert wanted != "auto", "only the memory of CUDA devices is planned"
+            return wanted
+        plan = self._plan(self._measure(model))
+        log.info("memory:\n%s", plan.table())
+        return _smallest(plan.num_pages, self._site.dims)
+
+    def _plan(self, demand: memory.Demand) -> memory.MemoryPlan:
+        assert self._memory is not None
+        site = self._site
+        everybody = site.limits.max_running * site.limits.max_pages_per_seq + 1
+        fraction, page_bytes = site.execution.memory_fraction, site.layout.page_bytes
+        return memory.make_plan(site.limits, self._memory, fraction, demand, page_bytes, everybody)
+
+    def _measure(self, model: Model) -> memory.Demand:
+        """Runs the largest step, and the largest that graphs will have, on a pool of the sink alone."""
+        assert self._memory is not None
+        site, device = self._site, device_of(self._site.device)
+        torch.cuda.empty_cache()
+        weights = torch.cuda.memory_allocated(site.device)
+        pool = KvPool.create(site.layout, 2, site.device)
+        runner = TorchRunner(model, pool, site.limits.resolved(2), site.model.vocab_size, device)
+        activations = self._peak(runner, rehearsal.largest(site.limits))
+        graphs, rows = 0, max(site.buckets, default=0)
+        if rows:
+            decode = self._peak(runner, Shape(num_decode=rows)) + rows * site.model.vocab_size * 4
+            graphs = memory.graph_reserve(len(site.buckets), decode)
+        runner.close()
+        del runner, pool
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(site.device)
+        libraries = self._memory.free - free - torch.cuda.memory_reserved(site.device)
+        libraries = min(max(libraries, 0), memory.MOST_LIBRARY_BYTES)
+        return memory.Demand(weights, activations, graphs, libraries)
+
+    def _peak(self, runner: TorchRunner, shape: Shape) -> int:
+        """Bytes that a step needs besides what was allocated before it."""
+        site = self._site
+        before = torch.cuda.memory_allocated(site.device)
+        torch.cuda.reset_peak_memory_stats(site.device)
+        runner.launch(rehearsal.batch_of(shape, site.limits.page_size, site.dims.dp)).result()
+        return torch.cuda.max_memory_allocated(site.device) - before
+
+
+def prepare(site: Site, config: EngineConfig, runner: TorchRunner, phases: Phases) -> None:
+    """Compile and capture what `runner` will need; afterwards the garbage collector does not look at it any more."""
+    if site.device.type == "cuda":
+        with phases("compile"):
+            shapes = list(rehearsal.prefill_shapes(config))
+            if not site.buckets and site.role is not Role.PREFILL:
+                shapes += rehearsal.decode_shapes(buckets_up_to(config.max_running))
+            _rehearse(site, runner, shapes, graphs=False)
+            runner.call(lambda: fp8.compile_ahead(max(_tokens(shapes)), site.device))
+    if not site.buckets:
+        return
+    with phases("capture"):
+        capture(site, config, runner)
+    gc_hooks.freeze()
+
+
+def capture(site: Site, config: EngineConfig, runner: TorchRunner) -> None:
+    """The graphs of all buckets, and each replayed with greedy and other sampling."""
+    graphs = DecodeGraphs(
+        device_of(site.device),
+        _forwards(site, runner),
+        runner.last_tokens,
+        site.buckets,
+        config.max_pages_per_seq,
+        site.model.vocab_size,
+        site.dims.dp,
+    )
+    runner.call(graphs.capture)
+    runner.use_graphs(graphs)
+    _rehearse(site, runner, list(rehearsal.decode_shapes(site.buckets)), graphs=True)
+
+
+def _rehearse(site: Site, runner: TorchRunner, shapes: list[Shape], *, graphs: bool) -> None:
+    for shape in shapes:
+        runner.launch(rehearsal.batch_of(shape, site.limits.page_size, site.dims.dp, graphs=graphs)).result()
+    log.info("rehearsed %d steps of %d to %d tokens", len(shapes), min(_tokens(shapes)), max(_tokens(shapes)))
+
+
+def _tokens(shapes: list[Shape]) -> list[int]:
+    return [shape.num_tokens for shape in shapes]
+
+
+def _forwards(site: Site, runner: TorchRunner) -> Callable[[int], Forward]:
+    """What is captured, by bucket."""
+    plain, execution = runner.forward_all, site.execution
+    if execution.compile == "off":
+        return lambda bucket: plain
+    fast = compiled(plain)
+    return lambda bucket: fast if bucket <= execution.compile_max_batch else plain
+
+
+def _smallest(num_pages: int, dims: ParallelDims) -> int:
+    """The pages of a sequence have the same ids on all ranks of its replica."""
+    if dims.world_group is None:
+        return num_pages
+    pages = torch.tensor([num_pages])
+    dist.all_reduce(pages, dist.ReduceOp.MIN, group=dims.world_group)
+    return int(pages)

@@ -1,0 +1,137 @@
+"""Puts a real engine together from a checkpoint. A replica's leader gets an Engine; its other ranks follow."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from millrace_serve.engine.cache.kv_pool import KvLayout, KvPool
+from millrace_serve.engine.config import EngineConfig, Execution, Limits, Role
+from millrace_serve.engine.engine import Engine
+from millrace_serve.engine.grammar.grammars import Grammars
+from millrace_serve.engine.grammar.xgrammar_compiler import XgrammarCompiler
+from millrace_serve.engine.schedule.factory import Clock, make_scheduler
+from millrace_serve.engine.schedule.limits import ModelFacts
+from millrace_serve.engine.start import compile_ahead
+from millrace_serve.engine.start.phases import Phases
+from millrace_serve.engine.start.startup import MemoryPlanner, Site, prepare
+from millrace_serve.engine.step.batch import BatchBuilder
+from millrace_serve.engine.step.device import device_of
+from millrace_serve.engine.step.groups import ControlGroups
+from millrace_serve.engine.step.lockstep import Together, follow
+from millrace_serve.engine.step.torch_runner import TorchRunner
+from millrace_serve.model.checkpoint_hash import checkpoint_hash
+from millrace_serve.model.config import ModelConfig
+from millrace_serve.model.deepseek_v3 import DeepseekV3, FormThresholds, load_model
+from millrace_serve.model.parallel import ParallelDims
+from millrace_serve.model.random_weights import RandomWeights
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """What every rank of a worker has, leader or not."""
+
+    config: EngineConfig
+    model: ModelConfig
+    pool: KvPool
+    runner: TorchRunner
+    control: ControlGroups
+
+
+def build_engine(
+    limits: Limits,
+    role: Role,
+    model_path: str | Path,
+    dims: ParallelDims,
+    device: torch.device,
+    dtype: torch.dtype,
+    clock: Clock = time.monotonic,
+    execution: Execution | None = None,
+    phases: Phases | None = None,
+    model: DeepseekV3 | None = None,
+) -> Engine:
+    """The engine of a leader (tp_rank 0). Collective: the other ranks of its group call `run_follower` meanwhile.
+
+    Args:
+        model: one that is there already, in the place of what `model_path` holds.
+    Raises:
+        ConfigError, CheckpointError: the checkpoint cannot be used.
+        ValueError: max_model_len is more than the model's, or the model does not divide by `dims`.
+        OverCommitted: there is too little memory.
+    """
+    rank = load_rank(limits, role, Path(model_path), dims, device, dtype, execution, phases, model)
+    facts = ModelFacts(rank.model.vocab_size, frozenset(rank.model.eos_token_ids))
+    grammars = Grammars(XgrammarCompiler(Path(model_path), facts.vocab_size, facts.eos_token_ids), clock)
+    scheduler = make_scheduler(rank.config, role, facts, clock, grammars)
+    lockstep = Together(rank.control.all_gather, rank.control.broadcast)
+    return Engine(rank.config, scheduler, BatchBuilder(rank.config), rank.runner, rank.pool, lockstep)
+
+
+def run_follower(rank: Rank) -> None:
+    """Run what the leader of this replica broadcasts, until its engine is closed."""
+    assert rank.control.broadcast is not None, "tp == 1 has no followers"
+    follow(rank.runner, rank.control.broadcast)
+    rank.runner.close()
+
+
+def load_rank(
+    limits: Limits,
+    role: Role,
+    path: Path,
+    dims: ParallelDims,
+    device: torch.device,
+    dtype: torch.dtype,
+    execution: Execution | None = None,
+    phases: Phases | None = None,
+    model: DeepseekV3 | None = None,
+) -> Rank:
+    """Collective over all ranks of `dims`; what it raises is what build_engine raises."""
+    execution, phases = execution or Execution(), phases or Phases()
+    device = device_of(device).torch  # other processes must be told which one it is
+    model_config = ModelConfig.load(path) if model is None else model.config
+    if limits.max_model_len > model_config.max_position_embeddings:
+        raise ValueError(
+            f"max_model_len={limits.max_model_len} is more than the model's {model_config.max_position_embeddings}"
+        )
+    read = model is None and not execution.random_weights
+    layout = _layout(limits, execution, model_config, checkpoint_hash(path) if read else "random", dtype)
+    site = Site(role, limits, execution, model_config, layout, dims, device, dtype)
+    planner = MemoryPlanner(site)
+    control = ControlGroups.create(dims)
+    if model is None:
+        with phases("load"):
+            with compile_ahead.beside(site, compile_ahead.parts(site, planner.check())):
+                model = _model(site, path)
+            compile_ahead.together(site)
+    with phases("memory"):
+        config = limits.resolved(planner.pages(model))
+        pool = KvPool.create(layout, config.num_pages, device)
+        if config.poison:
+            pool.scrub(range(1, config.num_pages))
+    runner = TorchRunner(model, pool, config, model_config.vocab_size, device_of(device))
+    prepare(site, config, runner, phases)
+    compile_ahead.mark(site)
+    return Rank(config, model_config, pool, runner, control)
+
+
+def _model(site: Site, path: Path) -> DeepseekV3:
+    if not site.execution.random_weights:
+        return load_model(path, site.dims, site.device, site.dtype)
+    weights = RandomWeights(site.device, site.dtype, fp8=site.fp8)
+    return DeepseekV3(weights, site.model, site.dims, FormThresholds())
+
+
+def _layout(limits: Limits, execution: Execution, model: ModelConfig, model_hash: str, dtype: torch.dtype) -> KvLayout:
+    own = str(dtype).removeprefix("torch.")
+    return KvLayout(
+        page_size=limits.page_size,
+        num_layers=model.num_kv_layers,
+        dtype=own if execution.kv_dtype == "auto" else execution.kv_dtype,
+        latent_width=model.kv_lora_rank,
+        rope_width=model.qk_rope_head_dim,
+        canary=limits.canary,
+        model_hash=model_hash,
+    )

@@ -1,0 +1,1 @@
+"""One step: arrays of a plan, the model's run, sampled tokens."""

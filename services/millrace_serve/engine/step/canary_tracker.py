@@ -1,0 +1,46 @@
+"""Debug: what the pages of each sequence must hold before and after a step (engine/cache/canary.py)."""
+
+from __future__ import annotations
+
+import numpy as np
+from millrace_common.page_hash import chain_hash
+
+from millrace_serve.engine.cache.canary import CanaryBatch
+from millrace_serve.engine.schedule.sequence import Sequence
+
+
+class CanaryTracker:
+    """What each slot's pages must hold."""
+
+    def __init__(self, num_slots: int, max_pages: int, page_size: int) -> None:
+        self._words = np.zeros((num_slots, max_pages, 2), np.uint64)
+        self._known = [0] * num_slots  # tokens that the words cover
+        self._page_size = page_size
+
+    def join(self, seq: Sequence, num_tokens: int) -> None:
+        """The pages of `seq` come with the KV of its first `num_tokens`."""
+        self._words[seq.slot] = 0
+        self._known[seq.slot] = 0
+        self._advance(seq, num_tokens)
+
+    def build(self, seqs: list[Sequence], num_pages: int) -> CanaryBatch:
+        expected = self._words[[seq.slot for seq in seqs], :num_pages]
+        pages, words = [], []
+        for seq in seqs:
+            for index in self._advance(seq, min(len(seq.tokens), seq.num_scheduled)):
+                pages.append(seq.pages[index])
+                words.append(self._words[seq.slot, index])
+        table = np.array(words, np.uint64).reshape(-1, 2)
+        return CanaryBatch(expected, np.array(pages, np.int64), table, [str(seq.id) for seq in seqs])
+
+    def _advance(self, seq: Sequence, num_tokens: int) -> range:
+        """Cover the first `num_tokens`; returns the pages that changed."""
+        size, words, start = self._page_size, self._words[seq.slot], self._known[seq.slot]
+        if num_tokens <= start:
+            return range(0)
+        touched = range(start // size, -(-num_tokens // size))
+        for index in touched:
+            tokens = seq.tokens[index * size : min((index + 1) * size, num_tokens)]
+            words[index] = chain_hash(int(words[index - 1, 0]) if index else 0, tokens), len(tokens)
+        self._known[seq.slot] = num_tokens
+        return touched

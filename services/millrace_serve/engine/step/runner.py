@@ -1,0 +1,24 @@
+"""What runs a step. Steps run in the order in which they are launched, and `launch` does not wait for them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from millrace_serve.engine.schedule.plan import StepOutput
+from millrace_serve.engine.step.batch import StepBatch
+
+
+class StepHandle(Protocol):
+    def result(self) -> StepOutput:
+        """Wait for the step. Raises what the step raised."""
+        ...
+
+
+class Runner(Protocol):
+    """Keeps the last sampled token of every slot, so that the next step can be launched before this one was read."""
+
+    def launch(self, batch: StepBatch) -> StepHandle: ...
+
+    def close(self) -> None:
+        """Stop. Launched steps may be dropped."""
+        ...

@@ -1,0 +1,256 @@
+"""The importing side of a decode worker: carries out what each request's KvImport (transfer/importer.py) decides.
+
+Life of an import:
+
+1. `start`     a task opens Fetch on the prefill worker and hands its parts to the state machine
+2. the machine asks: AskReserve -> KvOffered to the engine; Read -> ReadPages to every rank of the replica;
+   AskRelease and GiveBack -> release on the Fetch stream
+3. answers come back through `on_reserved`, `on_read_done`, `on_stuck` and the stream; whatever breaks comes as
+   `on_abort`
+4. Done -> KvArrived, Over -> KvFailed, and the import is forgotten; both only when no read is in flight. A stream on
+   which release was said ends by itself, any other is cut
+
+While reads of a failed import are still in flight its pages are in quarantine: the router hears of the failure at once,
+the engine gets its KvFailed later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Coroutine
+
+import msgspec
+from millrace.v1 import worker_pb2
+from millrace_common.page_hash import page_hashes
+from millrace_common.reasons import Reason
+from millrace_rpc.errors import MillraceError
+
+from millrace_serve.engine.core import (
+    Failure,
+    KvArrived,
+    KvFailed,
+    KvOffered,
+    KvPart,
+    KvReserved,
+    Request,
+    RequestId,
+)
+from millrace_serve.handover.peers import FATAL, Fetch, Peer, Peers
+from millrace_serve.transfer.base import MemoryHandle
+from millrace_serve.transfer.importer import (
+    Action,
+    AskRelease,
+    AskReserve,
+    Done,
+    GiveBack,
+    ImportState,
+    KvImport,
+    Over,
+    Read,
+)
+from millrace_serve.transfer.lease import Outcome
+from millrace_serve.worker.frontend.frontend import Frontend
+from millrace_serve.worker.messages import AddSource, DropSource, ReadDone, ReadPages, ReadStuck
+
+log = logging.getLogger(__name__)
+
+
+class Import:
+    """One request's import: the machine, and what is needed to carry out what it asks."""
+
+    def __init__(self, machine: KvImport, replica: int, peer: Peer) -> None:
+        self.machine = machine
+        self.replica = replica
+        self.peer = peer
+        self.sources: list[MemoryHandle] = []  # by tensor-parallel rank of the exporter
+        self.pending: dict[int, set[int]] = {}  # read -> ranks that have not finished it
+        self.errors: dict[int, str] = {}  # read -> what went wrong on a rank
+        self.num_pages: collections.Counter[int] = collections.Counter()  # read -> pages
+        self.posted_at: dict[int, float] = {}  # by read
+        self.last_part_at = 0.0
+        self.told = False  # the router knows that it is over, or will hear it from the engine
+        self.fetch: Fetch | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.released = False  # release was said
+
+
+class Imports:
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+        self._peers = Peers(
+            lambda rank, agent: frontend.ranks.send_transfer(rank, DropSource(agent)), frontend.identity
+        )
+        self._live: dict[RequestId, Import] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __contains__(self, id: RequestId) -> bool:
+        return id in self._live
+
+    def start(self, request: Request, replica: int, source: worker_pb2.KvSourceRef) -> None:
+        hashes = page_hashes(request.token_ids, self._frontend.config.limits.page_size)
+        peer = self._peers.get(source.address, source.epoch)
+        job = self._live[request.id] = Import(KvImport(request.id, hashes), replica, peer)
+        job.task = self._run(self._to_the_end(job, lambda: self._fetch(job)))
+
+    def peer(self, source: worker_pb2.KvSourceRef) -> Peer:
+        return self._peers.get(source.address, source.epoch)
+
+    def abort(self, id: RequestId, failure: Failure) -> bool:
+        """False: there is no such import."""
+        job = self._live.get(id)
+        if job is None:
+            return False
+        job.told = True
+        self._do(job, job.machine.on_abort(failure))
+        return True
+
+    def on_reserved(self, reserved: KvReserved) -> None:
+        self._frontend.spans.has_pages(reserved.id)
+        if job := self._live.get(reserved.id):
+            self._do(job, job.machine.on_reserved(reserved.page_ids, reserved.num_cached_pages))
+        else:
+            self._frontend.count_stale("reserved")
+
+    def on_read_done(self, rank: int, done: ReadDone) -> None:
+        """A read is over when it is over on every rank of the replica."""
+        job = self._live.get(done.id)
+        if job is None or rank not in job.pending.get(done.read, ()):
+            self._frontend.count_stale("read")
+            return
+        pending = job.pending[done.read]
+        pending.remove(rank)
+        if done.error:
+            job.errors[done.read] = f"rank {rank}: {done.error}"
+        else:
+            info = self._frontend.ranks.info
+            assert info is not None
+            self._frontend.metrics.kv_bytes.inc(done.num_pages * info.layout.page_bytes)
+        if pending:
+            return
+        del job.pending[done.read]
+        self._frontend.metrics.kv_read.observe(time.monotonic() - job.posted_at[done.read])
+        if error := job.errors.get(done.read):
+            self._do(job, job.machine.on_read_failed(done.read, error))
+        else:
+            self._do(job, job.machine.on_read_done(done.read))
+
+    def on_stuck(self, stuck: ReadStuck) -> None:
+        if job := self._live.get(stuck.id):
+            seconds = self._frontend.config.timeouts.stall
+            message = f"a read of KV pages has not ended after {seconds:g} s"
+            self._do(job, job.machine.on_abort(Failure(Reason.STALLED, message)))
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._peers.close()
+
+    # ------------------------------------------------------------------------------------------- carrying out
+
+    def _do(self, job: Import, actions: list[Action]) -> None:
+        id, engine = job.machine.id, self._frontend.ranks
+        for action in actions:
+            match action:
+                case AskReserve():
+                    self._frontend.spans.waits_for_pages(id)
+                    engine.send(job.replica, KvOffered(id))
+                case Read():
+                    self._read(job, action)
+                case AskRelease() | GiveBack():
+                    assert job.fetch is not None, "released before anything came"
+                    job.released = True
+                    self._run(self._to_the_end(job, job.fetch.release))
+                case Done(first):
+                    self._frontend.metrics.kv_transfer.observe(time.monotonic() - job.last_part_at)
+                    self._frontend.spans.imported(id, sum(job.num_pages.values()))
+                    engine.send(job.replica, KvArrived(id, first))
+                    self._forget(job)
+                    if id in self._frontend.attempts:  # the engine says what follows the first token, and the end
+                        self._frontend.attempts.deliver([msgspec.structs.replace(first, finish=None)])
+                case Over(failure):
+                    engine.send(job.replica, KvFailed(id, failure))
+                    self._forget(job)
+        if job.machine.state is ImportState.DRAINING and job.machine.failure and not job.told:
+            self._frontend.fail(id, job.machine.failure)
+        self._count_quarantine()
+
+    def _read(self, job: Import, read: Read) -> None:
+        """Rank i reads from the exporter's rank i; with fewer ranks over there they serve several, as the KV is the
+        same on all.
+        """
+        ranks = self._frontend.ranks.of_replica(job.replica)
+        job.pending[read.read] = set(ranks)
+        job.num_pages[read.read] = len(read.dst_pages)
+        job.posted_at[read.read] = time.monotonic()
+        for index, rank in enumerate(ranks):
+            source = job.sources[index % len(job.sources)]
+            if (rank, source.agent) not in job.peer.agents:
+                job.peer.agents.add((rank, source.agent))
+                self._frontend.ranks.send_transfer(rank, AddSource(source))
+            message = ReadPages(job.machine.id, read.read, source.agent, read.src_pages, read.dst_pages)
+            self._frontend.ranks.send_transfer(rank, message)
+
+    def _forget(self, job: Import) -> None:
+        del self._live[job.machine.id]
+        if failure := job.machine.failure:
+            self._frontend.metrics.kv_failures.labels(reason=failure.reason).inc()
+            log.info("kv import %s failed: %s: %s", job.machine.id, failure.reason, failure.message)
+        for refusal, count in job.machine.refused.items():
+            self._frontend.metrics.worker_stale.labels(kind=refusal).inc(count)
+        if job.task is not None and not job.released:
+            job.task.cancel()
+
+    def _count_quarantine(self) -> None:
+        draining = (job for job in self._live.values() if job.machine.state is ImportState.DRAINING)
+        pages = sum(job.num_pages[read] for job in draining for read in job.pending)
+        self._frontend.metrics.quarantined.set(pages)
+
+    # ------------------------------------------------------------------------------------------- talking to the peer
+
+    async def _fetch(self, job: Import) -> None:
+        info = self._frontend.ranks.info
+        assert info is not None
+        machine, stall_s = job.machine, self._frontend.config.timeouts.stall
+        job.fetch = job.peer.fetch(machine.id, info.layout.fingerprint, stall_s)
+        async with contextlib.aclosing(job.fetch.items()) as items:
+            async for item in items:
+                match item:
+                    case KvPart():
+                        job.last_part_at = time.monotonic()
+                        self._do(job, machine.on_part(item))
+                    case Outcome():
+                        self._do(job, machine.on_release_outcome(item))
+                    case sources:
+                        job.sources = sources
+        self._do(job, machine.on_stream_end())
+
+    async def _to_the_end(self, job: Import, work: Callable[[], Coroutine[None, None, None]]) -> None:
+        """Whatever goes wrong ends the import: nobody else would."""
+        try:
+            await work()
+        except MillraceError as error:
+            self._broken(job, error)
+        except Exception as error:
+            log.exception("kv import %s: unexpected error", job.machine.id)
+            self._broken(job, MillraceError(Reason.INTERNAL, f"{type(error).__name__}: {error}"))
+
+    def _broken(self, job: Import, error: MillraceError) -> None:
+        if error.reason in FATAL:
+            self._peers.drop(job.peer)
+        self._do(
+            job, job.machine.on_abort(Failure(error.reason, f"prefill worker {job.peer.address}: {error.message}"))
+        )
+
+    def _run(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task

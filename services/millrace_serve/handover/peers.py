@@ -1,0 +1,183 @@
+"""Connections to prefill workers, one per process start of each: (address, epoch).
+
+A peer that failed, or whose connection broke, is dropped with its channel, so that the next import starts with a fresh
+one; the ranks are told to read nothing more from its pools, and let go of them: a process that died leaves memory
+behind for as long as somebody maps it. Imports that use it at that time fail by their own broken streams.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import TypeAlias, TypeVar
+
+import grpc
+from millrace.v1 import kv_pb2, kv_pb2_grpc, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
+from millrace_common.reasons import Reason
+from millrace_rpc.client import channel, heard_within, reply
+from millrace_rpc.errors import MillraceError
+from millrace_rpc.tls import Identity
+
+from millrace_serve.engine.core import KvPart, RequestId
+from millrace_serve.transfer.base import MemoryHandle
+from millrace_serve.transfer.lease import Outcome
+from millrace_serve.worker.frontend import convert
+
+log = logging.getLogger(__name__)
+
+FATAL = frozenset({Reason.WORKER_LOST, Reason.EPOCH_CHANGED, Reason.STALLED})
+UNARY_TIMEOUT_S = 5.0
+LAST_CALLS_S = 300.0  # for the calls of a channel whose certificate was replaced; a lease is not longer
+T = TypeVar("T")
+Call: TypeAlias = "grpc.aio.StreamStreamCall[kv_pb2.FetchRequest, kv_pb2.FetchResponse]"
+
+
+class Peer:
+    """One prefill worker process."""
+
+    def __init__(self, address: str, epoch: str, identity: Identity | None) -> None:
+        self.address = address
+        self.epoch = epoch
+        self.agents: set[tuple[int, str]] = set()  # (our rank, its agent) that were introduced to each other
+        self._identity = identity
+        self._connect()
+
+    def _connect(self) -> None:
+        self._version = self._identity.version if self._identity is not None else 0
+        self._channel = channel(self.address, self._identity)
+        self._kv = kv_pb2_grpc.KvServiceStub(self._channel)
+        self.worker = worker_pb2_grpc.WorkerServiceStub(self._channel)
+        self.prefill = prefill_pb2_grpc.PrefillServiceStub(self._channel)
+
+    def fetch(self, id: RequestId, fingerprint: str, stall_s: float) -> Fetch:
+        """Raises MillraceError."""
+        return Fetch(_start(self._kv.Fetch), self, id, fingerprint, stall_s)
+
+    async def info(self) -> worker_pb2.WorkerInfo:
+        """Raises MillraceError."""
+        return await reply(_start(lambda: self.worker.GetInfo(worker_pb2.GetInfoRequest(), timeout=UNARY_TIMEOUT_S)))
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def lost(self) -> bool:
+        """Returns when the connection has broken. False: it was closed by us, or replaced."""
+        channel, state = self._channel, grpc.ChannelConnectivity.IDLE
+        with contextlib.suppress(grpc.aio.UsageError):  # it was closed
+            while True:
+                before, state = state, channel.get_state()
+                if before is grpc.ChannelConnectivity.READY and state is not before:
+                    return channel is self._channel
+                await channel.wait_for_state_change(state)
+        return False
+
+    def renewed(self) -> grpc.aio.Channel | None:
+        """Calls from now on use our newest certificate. The channel for those that go on, if it was another."""
+        if self._identity is None or self._identity.version == self._version:
+            return None
+        before = self._channel
+        self._connect()
+        return before
+
+
+class Fetch:
+    """One attempt's stream: iterate over `items`, and `release` once, which makes the stream end."""
+
+    def __init__(self, call: Call, peer: Peer, id: RequestId, fingerprint: str, stall_s: float) -> None:
+        self._call = call
+        self._address = peer.address
+        self._id = id
+        self._opening = kv_pb2.FetchOpen(id=convert.attempt_id(id), epoch=peer.epoch, fingerprint=fingerprint)
+        self._stall_s = stall_s
+
+    async def items(self) -> AsyncGenerator[list[MemoryHandle] | KvPart | Outcome, None]:
+        """Where the pages are, the parts, and HELD as the answer to `release`. Raises MillraceError."""
+        try:
+            await self._say(kv_pb2.FetchRequest(open=self._opening))
+            while (response := await self._next()) is not None:
+                match response.WhichOneof("message"):
+                    case "source":
+                        yield [convert.core_memory(memory) for memory in response.source.ranks]
+                    case "part":
+                        yield convert.core_part(self._id, response.part)
+                    case "held":
+                        yield Outcome.HELD
+        finally:
+            self._call.cancel()
+
+    async def release(self) -> None:
+        await self._say(kv_pb2.FetchRequest(release=kv_pb2.FetchRelease()))
+
+    async def _say(self, message: kv_pb2.FetchRequest) -> None:
+        """On a stream that has ended, `items` says why."""
+        with contextlib.suppress(MillraceError, asyncio.InvalidStateError):
+            await reply(self._call.write(message))
+
+    async def _next(self) -> kv_pb2.FetchResponse | None:
+        try:
+            response = await reply(heard_within(self._stall_s, self._call.read()))
+        except TimeoutError:
+            message = f"{self._address} has not been heard for {self._stall_s:g} s"
+            raise MillraceError(Reason.STALLED, message) from None
+        return None if response is grpc.aio.EOF else response
+
+
+class Peers:
+    def __init__(self, drop_source: Callable[[int, str], None], identity: Identity | None = None) -> None:
+        """`drop_source(rank, agent)` tells a rank."""
+        self._drop_source = drop_source
+        self._identity = identity
+        self._peers: dict[tuple[str, str], Peer] = {}
+        self._watches: dict[Peer, asyncio.Task[None]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def get(self, address: str, epoch: str) -> Peer:
+        peer = self._peers.get((address, epoch))
+        if peer is None:
+            peer = self._peers[address, epoch] = Peer(address, epoch, self._identity)
+            self._watch(peer)
+        elif (before := peer.renewed()) is not None:
+            self._watch(peer)
+            self._close(before.close(LAST_CALLS_S))
+        return peer
+
+    def drop(self, peer: Peer) -> None:
+        """Idempotent: it may have a successor by then."""
+        if self._peers.get((peer.address, peer.epoch)) is not peer:
+            return
+        del self._peers[peer.address, peer.epoch]
+        log.info("dropped prefill worker %s epoch=%s", peer.address, peer.epoch)
+        for rank, agent in peer.agents:
+            self._drop_source(rank, agent)
+        self._watches.pop(peer).cancel()
+        self._close(peer.close())
+
+    def _watch(self, peer: Peer) -> None:
+        """Ended by us before the channel is closed: gRPC does not always end it then."""
+        if (before := self._watches.get(peer)) is not None:
+            before.cancel()
+        self._watches[peer] = asyncio.create_task(self._drop_when_lost(peer))
+
+    async def _drop_when_lost(self, peer: Peer) -> None:
+        if await peer.lost():
+            self.drop(peer)
+
+    def _close(self, closing: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(closing)
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def close(self) -> None:
+        for peer in list(self._peers.values()):
+            self.drop(peer)
+        await asyncio.gather(*self._closing)
+
+
+def _start(call: Callable[[], T]) -> T:
+    """Raises MillraceError when the peer was dropped before."""
+    try:
+        return call()
+    except grpc.aio.UsageError as error:
+        raise MillraceError(Reason.WORKER_LOST, str(error)) from error

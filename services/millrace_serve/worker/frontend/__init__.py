@@ -1,0 +1,1 @@
+"""The frontend process of a worker: gRPC, no tensors."""

@@ -1,0 +1,97 @@
+"""What the engines' prefix caches hold, for routers that choose by it (WatchCache).
+
+The board mirrors each replica's cache from the changes that its engine reports, and numbers its states. A watcher gets
+the mirror as a snapshot and then the difference to what it was told last, so a slow one gets fewer, larger
+messages, and what waits for it is never larger than the cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+
+from millrace.v1 import worker_pb2
+
+from millrace_serve.engine.cache.changes import CacheChanges
+from millrace_serve.engine.core import CacheChange
+from millrace_serve.worker.frontend.wakeup import Wakeup
+
+CHUNK = 8192  # blocks in one change of a snapshot: a watcher takes each in a few milliseconds
+
+
+class CacheBoard:
+    def __init__(self, replicas: int, epoch: str) -> None:
+        self._epoch = epoch
+        self._blocks: list[dict[int, None]] = [
+            {} for _ in range(replicas)
+        ]  # a block after those before it in its chain
+        self._sequences = [0] * replicas
+        self._watchers: set[_Watcher] = set()
+
+    def update(self, replica: int, change: CacheChange) -> None:
+        blocks = self._blocks[replica]
+        for block in change.removed:
+            blocks.pop(block, None)
+        for block in change.stored:
+            blocks[block] = None
+        self._sequences[replica] += 1
+        for watcher in self._watchers:
+            watcher.add(replica, change)
+
+    async def watch(self, min_interval_s: float) -> AsyncIterator[worker_pb2.CacheChanges]:
+        """Snapshots at once, then changes, at most one message each `min_interval_s`."""
+        watcher = _Watcher(self._sequences)
+        self._watchers.add(watcher)
+        snapshots = list(zip(self._sequences, map(list, self._blocks), strict=True))  # all of the same moment
+        try:
+            for replica, (sequence, blocks) in enumerate(snapshots):
+                for change in _snapshot(replica, sequence, blocks):
+                    yield worker_pb2.CacheChanges(epoch=self._epoch, changes=[change])
+            while True:
+                if not watcher.behind:
+                    await watcher.changed.wait()
+                yield worker_pb2.CacheChanges(epoch=self._epoch, changes=watcher.take(self._sequences))
+                await asyncio.sleep(min_interval_s)
+        finally:
+            self._watchers.discard(watcher)
+
+
+class _Watcher:
+    """What one stream was not told yet."""
+
+    def __init__(self, sequences: list[int]) -> None:
+        self.changed = Wakeup()
+        self._told = list(sequences)
+        self._pending = [CacheChanges() for _ in sequences]
+
+    @property
+    def behind(self) -> bool:
+        return any(self._pending)
+
+    def add(self, replica: int, change: CacheChange) -> None:
+        self._pending[replica].add(change)
+        self.changed.fire()
+
+    def take(self, sequences: list[int]) -> list[worker_pb2.CacheChange]:
+        """One change for each replica that is in another state."""
+        found = []
+        for replica, (after, sequence) in enumerate(zip(self._told, sequences, strict=True)):
+            if after != sequence:
+                change = self._pending[replica].take() or CacheChange([], [])
+                wire = worker_pb2.CacheChange(replica=replica, after=after, sequence=sequence)
+                wire.stored.extend(change.stored)
+                wire.removed.extend(change.removed)
+                found.append(wire)
+        self._told = list(sequences)
+        return found
+
+
+def _snapshot(replica: int, sequence: int, blocks: list[int]) -> Iterator[worker_pb2.CacheChange]:
+    for start in range(0, max(len(blocks), 1), CHUNK):
+        yield worker_pb2.CacheChange(
+            replica=replica,
+            after=sequence,
+            sequence=sequence,
+            snapshot=start == 0,
+            stored=blocks[start : start + CHUNK],
+        )

@@ -1,0 +1,161 @@
+"""The long-lived streams of routers. One Link carries all requests of one router to this worker and all their outputs
+back.
+
+Life of a Link:
+
+1. `serve`: the first message must be LinkHello with our epoch, or the stream ends with a status. LinkWelcome is the
+   answer.
+2. Submits and aborts are taken one by one, in order. A submit that cannot be taken is answered by a final output
+   with a Failure.
+3. Outputs that engines deliver are collected in an Outbox; whenever the router takes a message, it gets all that is
+   there: one message per engine step if it keeps up, merged ones if it does not. Nobody waits for a slow router.
+4. The stream ends: by the router, by a broken connection, or by `end` (the worker stops). Everything that the router
+   has here and that is not finished is aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+from millrace.v1 import worker_pb2
+from millrace_common.reasons import Reason
+from millrace_rpc.errors import MillraceError
+
+from millrace_serve.engine.core import Failure, FinishReason, RequestId, SequenceOutput
+from millrace_serve.worker.frontend import convert
+from millrace_serve.worker.frontend.outbox import Outbox
+from millrace_serve.worker.frontend.wakeup import Wakeup
+
+log = logging.getLogger(__name__)
+
+
+class Link:
+    """The owner of a router's attempts."""
+
+    def __init__(self, router_id: str) -> None:
+        self.router_id = router_id
+        self._outbox = Outbox()
+        self._changed = Wakeup()
+        self._ended = False
+        self._error: MillraceError | None = None
+
+    def put(self, output: SequenceOutput) -> None:
+        self._outbox.put(output)
+        self._changed.fire()
+
+    def end(self, error: MillraceError | None = None) -> None:
+        """No more outputs come; those that are there still go out. With `error`, that is the stream's status."""
+        if not self._ended:
+            self._ended, self._error = True, error
+            self._changed.fire()
+
+    async def messages(self) -> AsyncIterator[worker_pb2.LinkResponse]:
+        while True:
+            if self._outbox:
+                outputs = worker_pb2.StepOutputs(outputs=map(convert.wire_output, self._outbox.take()))
+                yield worker_pb2.LinkResponse(outputs=outputs)
+            elif not self._ended:
+                await self._changed.wait()
+            elif self._error is not None:
+                raise self._error
+            else:
+                return
+
+
+class Links:
+    """All Links of a worker. `submit(link, message)` starts work, or raises MillraceError; `abort(id, reason)` stops
+    it; `admit()` raises MillraceError when no new Link is taken; `on_closed(link)` hears of a Link's end once.
+    """
+
+    def __init__(
+        self,
+        epoch: str,
+        admit: Callable[[], None],
+        submit: Callable[[Link, Any], None],
+        abort: Callable[[RequestId, str], bool],
+        on_closed: Callable[[Link], None],
+    ) -> None:
+        self._epoch = epoch
+        self._admit = admit
+        self._submit = submit
+        self._abort = abort
+        self._on_closed = on_closed
+        self._open: set[Link] = set()
+
+    async def serve(
+        self, requests: AsyncIterator[Any], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[worker_pb2.LinkResponse]:
+        self._admit()
+        hello = await _first(requests)
+        check_epoch(hello.epoch, self._epoch)
+        link = Link(hello.router_id)
+        self._open.add(link)
+        log.info("link of router %s opened", link.router_id)
+        reader = asyncio.create_task(self._read(link, requests))
+        # a generator that is suspended in a yield does not notice that its call is over
+        context.add_done_callback(lambda _: self._close(link, reader))
+        yield worker_pb2.LinkResponse(welcome=worker_pb2.LinkWelcome(epoch=self._epoch))
+        async for message in link.messages():
+            yield message
+
+    def end_all(self, error: MillraceError) -> None:
+        for link in self._open:
+            link.end(error)
+
+    async def _read(self, link: Link, requests: AsyncIterator[Any]) -> None:
+        """An error of ours ends the Link, with a status: a Link that nobody reads must not stay."""
+        error = None
+        try:
+            async for message in requests:
+                self._take(link, message)
+        except (grpc.aio.UsageError, grpc.aio.AbortError):
+            pass  # the stream is over
+        except Exception as unexpected:
+            log.exception("link of router %s failed", link.router_id)
+            error = MillraceError(Reason.INTERNAL, f"{type(unexpected).__name__}: {unexpected}")
+        link.end(error)
+
+    def _take(self, link: Link, message: Any) -> None:
+        match message.WhichOneof("message"):
+            case "submit":
+                try:
+                    self._submit(link, message.submit)
+                except MillraceError as error:
+                    link.put(refusal(message.submit.request, error))
+            case "abort":
+                id = RequestId(message.abort.id.room, message.abort.id.attempt)
+                self._abort(id, message.abort.reason)
+            case kind:
+                link.end(MillraceError(Reason.INVALID_ARGUMENT, f"unexpected {kind or 'empty'} message on a Link"))
+
+    def _close(self, link: Link, reader: asyncio.Task[None]) -> None:
+        reader.cancel()
+        link.end()
+        if link in self._open:
+            self._open.remove(link)
+            log.info("link of router %s closed", link.router_id)
+            self._on_closed(link)
+
+
+def check_epoch(theirs: str, ours: str) -> None:
+    if theirs != ours:
+        message = f"epoch {theirs or '(empty)'} is not that of this process, {ours}"
+        raise MillraceError(Reason.EPOCH_CHANGED, message)
+
+
+def refusal(request: worker_pb2.EngineRequest, error: MillraceError) -> SequenceOutput:
+    id = RequestId(request.id.room, request.id.attempt)
+    failure = Failure(error.reason, error.message)
+    return SequenceOutput(id, request.num_prior_outputs, [], FinishReason.ERROR, failure)
+
+
+async def _first(requests: AsyncIterator[Any]) -> worker_pb2.LinkHello:
+    async for message in requests:
+        if message.WhichOneof("message") == "hello":
+            return message.hello
+        break
+    raise MillraceError(Reason.INVALID_ARGUMENT, "the first message of a Link must be hello")

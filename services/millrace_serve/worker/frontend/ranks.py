@@ -1,0 +1,189 @@
+"""The frontend's end of its ranks: starts them, talks to them, hears when one is lost.
+
+Life: 1. `start` launches all ranks; 2. each reports RankReady, after which its inboxes can be sent to; 3. reports go to
+`on_report`; 4. `stop`. A rank that fails, hangs or ends before that is lost, and the worker with it: `on_lost` is told
+once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+import zmq
+
+from millrace_serve.engine.core import EngineInput, Events
+from millrace_serve.engine.start.phases import slowest
+from millrace_serve.transfer.base import MemoryHandle
+from millrace_serve.worker.channels import Receiver, Sender
+from millrace_serve.worker.config import WorkerConfig
+from millrace_serve.worker.frontend.step_watch import StepWatch
+from millrace_serve.worker.launcher import Launcher
+from millrace_serve.worker.messages import (
+    FreezeGc,
+    FromRank,
+    GcFrozen,
+    ProfileDone,
+    RankFailed,
+    RankReady,
+    Report,
+    StartProfile,
+    Stop,
+    StopProfile,
+    ToEngine,
+    ToTransfer,
+)
+
+log = logging.getLogger(__name__)
+
+
+class RankLost(Exception):
+    """A rank ended, or cannot start. The message says which and why."""
+
+
+class Ranks:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        launcher: Launcher,
+        on_report: Callable[[int, Report], None],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        self._config = config
+        self._launcher = launcher
+        self._on_report = on_report
+        self._on_lost = on_lost
+        self._context = zmq.Context()
+        self._inbox: Receiver[FromRank] = Receiver(self._context, launcher.bind(), FromRank)
+        self._engines: dict[int, Sender[ToEngine]] = {}
+        self._transfers: dict[int, Sender[ToTransfer]] = {}
+        self._infos: dict[int, RankReady] = {}
+        self._freezes: dict[int, asyncio.Future[int]] = {}
+        self._profiles: dict[int, asyncio.Future[ProfileDone]] = {}
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._steps = StepWatch(config.timeouts.step)
+        self._watcher: asyncio.Task[None] | None = None
+        self._lost = ""
+        self._stopping = False
+
+    async def start(self) -> None:
+        """Returns when every rank is ready. Raises RankLost when one ends first."""
+        self._inbox.watch(asyncio.get_running_loop(), self._take)
+        await self._launcher.start(self._config, self._inbox.endpoint, self._on_exit)
+        await self._ready
+        self._watcher = asyncio.create_task(self._watch_steps())
+
+    async def stop(self, grace_s: float) -> None:
+        """Ranks that are not up yet know of no work to end, and are killed."""
+        self._stopping = True
+        if self._watcher is not None:
+            self._watcher.cancel()
+        if len(self._infos) < self._config.num_ranks:
+            grace_s = 0.0
+        for engine in self._engines.values():
+            engine.send(Stop())
+        for transfer in self._transfers.values():
+            transfer.send(Stop())
+        await self._launcher.stop(grace_s)
+        self._inbox.close()
+        self._context.destroy(linger=0)
+
+    @property
+    def info(self) -> RankReady | None:
+        """Of rank 0; what it says of the model is the same on all. None before it is ready."""
+        return self._infos.get(0)
+
+    def startup(self) -> dict[str, float]:
+        """Seconds of each phase of the ranks' start."""
+        return slowest([info.startup for info in self._infos.values()])
+
+    def of_replica(self, replica: int) -> range:
+        return range(replica * self._config.tp, (replica + 1) * self._config.tp)
+
+    def memory_of(self, replica: int) -> list[MemoryHandle]:
+        """Where the pages of a replica can be read, by tensor-parallel rank."""
+        handles = [self._infos[rank].memory for rank in self.of_replica(replica)]
+        return [handle for handle in handles if handle is not None]
+
+    def send(self, replica: int, message: EngineInput) -> None:
+        """To the engine of a replica."""
+        self._engines[self.of_replica(replica)[0]].send(message)
+
+    def send_transfer(self, rank: int, message: ToTransfer) -> None:
+        self._transfers[rank].send(message)
+
+    async def freeze_gc(self) -> list[int]:
+        """Objects frozen, by rank. Calls that overlap share one answer."""
+        for rank, engine in self._engines.items():
+            if rank not in self._freezes:
+                self._freezes[rank] = asyncio.get_running_loop().create_future()
+                engine.send(FreezeGc())
+        return list(await asyncio.gather(*map(asyncio.shield, self._freezes.values())))
+
+    async def profile(self, message: StartProfile | StopProfile) -> list[ProfileDone]:
+        """Every rank's answer. One call at a time."""
+        loop = asyncio.get_running_loop()
+        self._profiles = {rank: loop.create_future() for rank in self._engines}
+        for engine in self._engines.values():
+            engine.send(message)
+        return list(await asyncio.gather(*self._profiles.values()))
+
+    def _take(self, message: FromRank) -> None:
+        """An error of ours ends the worker: what the report said is lost, and somebody may wait for it."""
+        try:
+            self._handle(message.rank, message.report)
+        except Exception as error:
+            log.exception("a report of rank %d could not be handled", message.rank)
+            self._lose(f"a report of rank {message.rank}: {type(error).__name__}: {error}")
+
+    def _handle(self, rank: int, report: Report) -> None:
+        match report:
+            case RankReady():
+                self._connect(rank, report)
+            case RankFailed(why):
+                self._lose(f"rank {rank} failed: {why}")
+            case GcFrozen(objects):
+                self._freezes.pop(rank).set_result(objects)
+            case ProfileDone():
+                if not (answer := self._profiles[rank]).done():
+                    answer.set_result(report)
+            case _:
+                if isinstance(report, Events) and report.load is not None:
+                    self._steps.heard(rank, report.load.running, time.monotonic())
+                self._on_report(rank, report)
+
+    async def _watch_steps(self) -> None:
+        limit_s = self._steps.limit_s
+        while (rank := self._steps.hung(time.monotonic())) is None:
+            await asyncio.sleep(limit_s / 10)
+        self._lose(f"rank {rank} hangs: sequences run, and no step has ended for {limit_s:g} s (timeouts.step)")
+
+    def _connect(self, rank: int, info: RankReady) -> None:
+        self._infos[rank] = info
+        self._engines[rank] = Sender(self._context, info.engine_endpoint)
+        if info.transfer_endpoint:
+            self._transfers[rank] = Sender(self._context, info.transfer_endpoint)
+        if len(self._infos) == self._config.num_ranks and not self._ready.done():
+            self._ready.set_result(None)
+
+    def _on_exit(self, rank: int, how: str) -> None:
+        if not self._stopping:
+            self._inbox.flush()  # its last words say more
+            self._lose(f"rank {rank} ended ({how})")
+
+    def _lose(self, why: str) -> None:
+        if self._stopping or self._lost:
+            return
+        self._lost = why
+        log.error("%s", why)
+        if not self._ready.done():
+            self._ready.set_exception(RankLost(why))
+        for freeze in self._freezes.values():
+            freeze.set_exception(RankLost(why))
+        for answer in self._profiles.values():
+            if not answer.done():
+                answer.set_exception(RankLost(why))
+        self._freezes.clear()
+        self._on_lost(why)

@@ -1,0 +1,116 @@
+"""WorkerService: the control side of a worker of any role."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import TypeAlias
+
+import grpc
+from millrace.v1 import worker_pb2, worker_pb2_grpc
+from millrace_common.reasons import Reason
+from millrace_rpc.errors import MillraceError
+
+from millrace_serve.worker.frontend import convert
+from millrace_serve.worker.frontend.frontend import PROTOCOL, STATES, Frontend
+from millrace_serve.worker.frontend.lifecycle import State
+
+MIN_INTERVAL_S = 0.05
+MAX_INTERVAL_S = 1.0
+SERVICE_NAME = "millrace.v1.WorkerService"
+
+Context: TypeAlias = grpc.aio.ServicerContext
+
+
+def worker_info(frontend: Frontend) -> worker_pb2.WorkerInfo:
+    config, info = frontend.config, frontend.ranks.info
+    wire = worker_pb2.WorkerInfo(
+        worker_id=config.worker_id or frontend.epoch,
+        epoch=frontend.epoch,
+        role=worker_pb2.Role.Value(f"ROLE_{config.role.name}"),
+        state=STATES[frontend.lifecycle.state],
+        state_message=frontend.lifecycle.message,
+        model=config.model_name,
+        replicas=config.dp,
+        tp=config.tp,
+        gc_freezes=frontend.gc_freezes,
+        warmed_sources=frontend.warmed_sources,
+        protocol=PROTOCOL,
+        startup_seconds=frontend.startup_seconds,
+    )
+    if info is not None:
+        wire.max_context = info.max_context
+        wire.vocab_size = info.vocab_size
+        wire.eos_token_ids.extend(info.eos_token_ids)
+        wire.layout.CopyFrom(convert.wire_layout(info.layout))
+    return wire
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+
+    async def GetInfo(self, request: worker_pb2.GetInfoRequest, context: Context) -> worker_pb2.WorkerInfo:
+        return worker_info(self._frontend)
+
+    async def WatchLoad(
+        self, request: worker_pb2.WatchLoadRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.LoadSnapshot]:
+        low = request.min_interval_ms / 1000 or MIN_INTERVAL_S
+        high = request.max_interval_ms / 1000 or MAX_INTERVAL_S
+        async for snapshot in self._frontend.board.watch(low, max(low, high)):
+            yield snapshot
+
+    async def WatchCache(
+        self, request: worker_pb2.WatchCacheRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.CacheChanges]:
+        async for changes in self._frontend.caches.watch(request.min_interval_ms / 1000 or MIN_INTERVAL_S):
+            yield changes
+
+    async def Warmup(self, request: worker_pb2.WarmupRequest, context: Context) -> worker_pb2.WarmupResponse:
+        started = time.monotonic()
+        if self._frontend.lifecycle.state not in (State.WARMING, State.READY):
+            self._frontend.check_admission()
+        if request.HasField("source"):
+            await self._frontend.role.warm_pair(request.source)
+        else:
+            await self._frontend.warm_up()
+        return worker_pb2.WarmupResponse(seconds=time.monotonic() - started)
+
+    async def FreezeGc(self, request: worker_pb2.FreezeGcRequest, context: Context) -> worker_pb2.FreezeGcResponse:
+        self._check_ranks()
+        processes, objects = await self._frontend.freeze_gc()
+        return worker_pb2.FreezeGcResponse(processes=processes, frozen_objects=objects)
+
+    async def Drain(self, request: worker_pb2.DrainRequest, context: Context) -> worker_pb2.DrainResponse:
+        default = self._frontend.config.timeouts.drain
+        timeout_s = request.timeout_s if request.HasField("timeout_s") else default
+        if not timeout_s >= 0:
+            raise convert.invalid("timeout_s", f"is {timeout_s}; it must be at least 0")
+        return worker_pb2.DrainResponse(aborted=await self._frontend.drain(timeout_s))
+
+    async def Abort(self, request: worker_pb2.AbortRequest, context: Context) -> worker_pb2.AbortResponse:
+        return worker_pb2.AbortResponse(found=self._frontend.abort(convert.request_id(request.id), request.reason))
+
+    async def FlushCache(
+        self, request: worker_pb2.FlushCacheRequest, context: Context
+    ) -> worker_pb2.FlushCacheResponse:
+        self._check_ranks()
+        return worker_pb2.FlushCacheResponse(pages=await self._frontend.flush_cache())
+
+    async def StartProfile(
+        self, request: worker_pb2.StartProfileRequest, context: Context
+    ) -> worker_pb2.StartProfileResponse:
+        self._check_ranks()
+        max_seconds = request.max_seconds if request.HasField("max_seconds") else None
+        return worker_pb2.StartProfileResponse(folder=str(await self._frontend.profiling.start(max_seconds)))
+
+    async def StopProfile(
+        self, request: worker_pb2.StopProfileRequest, context: Context
+    ) -> worker_pb2.StopProfileResponse:
+        self._check_ranks()
+        return worker_pb2.StopProfileResponse(paths=await self._frontend.profiling.stop())
+
+    def _check_ranks(self) -> None:
+        if self._frontend.ranks.info is None:
+            raise MillraceError(Reason.NOT_READY, "the ranks are not up yet")

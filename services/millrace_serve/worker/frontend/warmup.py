@@ -1,0 +1,63 @@
+"""Real tiny requests of a worker to itself, of shapes that differ: one token, a page and a bit, more than one chunk,
+several at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+from millrace_common.reasons import Reason
+from millrace_rpc.errors import MillraceError
+
+from millrace_serve.engine.config import EngineConfig
+from millrace_serve.engine.core import (
+    FinishReason,
+    Request,
+    RequestId,
+    Route,
+    SamplingParams,
+    SequenceOutput,
+)
+
+MAX_TOKENS = 4  # outputs of one warm-up request
+
+
+class Waiter:
+    """Owner of one attempt: collects its outputs until `done`."""
+
+    def __init__(self, route: Route) -> None:
+        self.outputs: list[SequenceOutput] = []
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._route = route
+
+    def put(self, output: SequenceOutput) -> None:
+        self.outputs.append(output)
+        if (output.finish is not None or self._route is Route.EXPORT) and not self.done.done():
+            self.done.set_result(None)
+
+    async def wait(self) -> list[SequenceOutput]:
+        """Raises MillraceError when the request failed."""
+        await self.done
+        last = self.outputs[-1]
+        if last.error is not None:
+            raise MillraceError(last.error.reason, f"warm-up request failed: {last.error.message}")
+        if last.finish is FinishReason.ABORT:
+            raise MillraceError(Reason.CANCELLED, "warm-up request was aborted")
+        return self.outputs
+
+
+def prompt_lengths(config: EngineConfig) -> list[int]:
+    longest = min(config.max_model_len - MAX_TOKENS, config.usable_pages * config.page_size // 4)
+    wanted = (1, config.page_size, config.page_size + 1, 2 * config.page_size + 3, config.max_prefill_tokens + 1)
+    return sorted({max(min(length, longest), 1) for length in wanted})
+
+
+def tiny_request(length: int, vocab_size: int, route: Route) -> Request:
+    """A prompt that nobody else has: it must not be answered from a prefix cache."""
+    return Request(
+        id=RequestId(random.getrandbits(64) | 1, 0),
+        token_ids=[random.randrange(vocab_size) for _ in range(length)],
+        sampling=SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True),
+        route=route,
+    )

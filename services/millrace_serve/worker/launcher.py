@@ -1,0 +1,24 @@
+"""What the frontend knows of how its ranks are started. launch.py and ray_launch.py do it."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+
+from millrace_serve.worker.config import WorkerConfig
+
+OnExit = Callable[[int, str], None]  # rank, how it ended
+
+
+class Launcher(abc.ABC):
+    @abc.abstractmethod
+    def bind(self) -> str:
+        """Where the frontend's inbox listens: a ZeroMQ endpoint, perhaps with a wildcard port."""
+
+    @abc.abstractmethod
+    async def start(self, config: WorkerConfig, frontend: str, on_exit: OnExit) -> None:
+        """Start all ranks. `on_exit` is called on the event loop when one ends, for whatever reason."""
+
+    @abc.abstractmethod
+    async def stop(self, grace_s: float) -> None:
+        """Wait for the ranks, which have been told to stop, and end those that have not after `grace_s`. Idempotent."""

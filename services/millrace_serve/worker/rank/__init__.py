@@ -1,0 +1,1 @@
+"""A rank process of a worker: tensors, no gRPC."""

@@ -1,0 +1,139 @@
+"""The main loop of a rank: take messages, step, ship what the step has to say as one message. Sleeps on the inbox
+without work.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from millrace_common import gc_hooks
+
+from millrace_serve.engine.core import Events, Load
+from millrace_serve.engine.engine import Engine
+from millrace_serve.worker.channels import Receiver
+from millrace_serve.worker.messages import (
+    FreezeGc,
+    GcFrozen,
+    GcPauses,
+    Report,
+    StartProfile,
+    Stop,
+    StopProfile,
+    ToEngine,
+)
+from millrace_serve.worker.rank.profiler import RankProfiler
+
+log = logging.getLogger(__name__)
+
+LOAD_INTERVAL_S = 0.02  # a load without other events is shipped at most this often while the engine works
+QUIET_S = 1.0  # without a message for this long, an engine without work checks its books, which takes milliseconds
+
+
+class GcReporter:
+    """Freezes on demand, and reports the pauses of this process."""
+
+    def __init__(self, process: str, report: Callable[[Report], None], warn_s: float) -> None:
+        self._process = process
+        self._report = report
+        self._warn_s = warn_s
+        self._watch = gc_hooks.PauseWatch()
+
+    def freeze(self) -> None:
+        objects = gc_hooks.freeze()
+        self.flush()
+        log.info("garbage collector frozen objects=%d", objects)
+        self._report(GcFrozen(objects))
+
+    def flush(self) -> None:
+        if pauses := self._watch.take():
+            gc_hooks.warn_of_long(self._process, pauses, self._warn_s)
+            self._report(GcPauses(pauses))
+
+
+class EngineLoop:
+    """Of the leader of a replica."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        inbox: Receiver[ToEngine],
+        report: Callable[[Report], None],
+        gc: GcReporter,
+        profiler: RankProfiler,
+    ) -> None:
+        self._engine = engine
+        self._inbox = inbox
+        self._report = report
+        self._gc = gc
+        self._profiler = profiler
+        self._checked = False
+        self._active_at = 0.0
+        self._shipped: Load | None = None
+        self._shipped_at = 0.0
+
+    def run(self) -> None:
+        engine = self._engine
+        self._ship(Events(load=engine.load()))
+        while not engine.stopped:
+            messages = self._inbox.receive(self._wait_s())
+            for message in messages:
+                self._take(message)
+            self._check_when_quiet(bool(messages) or engine.has_work())
+            self._ship(engine.step())
+            self._gc.flush()
+        engine.close()
+
+    def _wait_s(self) -> float | None:
+        wait_s = self._engine.wait_s()
+        if self._checked:
+            return wait_s
+        return QUIET_S if wait_s is None else min(wait_s, QUIET_S)
+
+    def _check_when_quiet(self, active: bool) -> None:
+        """Once per pause."""
+        now = time.monotonic()
+        if active:
+            self._active_at, self._checked = now, False
+        elif not self._checked and now - self._active_at >= QUIET_S:
+            self._engine.check_idle()
+            self._checked = True
+
+    def _take(self, message: ToEngine) -> None:
+        match message:
+            case FreezeGc():
+                self._gc.freeze()
+            case StartProfile() | StopProfile():
+                self._report(self._profiler.handle(message))
+            case Stop():
+                self._engine.stop()
+            case _:
+                self._engine.submit(message)
+
+    def _ship(self, events: Events) -> None:
+        """Without events, a load that is not news, or not news enough while the engine is busy, stays here."""
+        if not events:
+            if events.load == self._shipped:
+                return
+            if self._engine.has_work() and time.monotonic() - self._shipped_at < LOAD_INTERVAL_S:
+                return
+        self._report(events)
+        self._shipped, self._shipped_at = events.load, time.monotonic()
+
+
+def follower_inbox(
+    inbox: Receiver[ToEngine], report: Callable[[Report], None], gc: GcReporter, profiler: RankProfiler
+) -> None:
+    """The inbox of a rank without scheduler, until Stop. Its steps come from its leader, which also ends it."""
+    while True:
+        for message in inbox.receive(None):
+            match message:
+                case FreezeGc():
+                    gc.freeze()
+                case StartProfile() | StopProfile():
+                    report(profiler.handle(message))
+                case Stop():
+                    return
+                case _:
+                    raise TypeError(f"a follower does not take {type(message).__name__}")

@@ -1,0 +1,35 @@
+"""What a rank of a real model is made of. Imports torch."""
+
+from __future__ import annotations
+
+import torch
+
+from millrace_serve.engine.engine import Engine
+from millrace_serve.engine.start.phases import Phases
+from millrace_serve.engine.start.torch_factory import build_engine, load_rank, run_follower
+from millrace_serve.model.config import ModelConfig
+from millrace_serve.model.parallel import init_parallel, leave_parallel
+from millrace_serve.worker.rank.parts import Parts, RankSpec
+
+
+def build(spec: RankSpec, phases: Phases) -> Parts:
+    """Collective over all ranks of the worker."""
+    config = spec.config
+    assert config.model is not None
+    device = torch.device(config.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", (config.first_gpu + spec.rank) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    wait = config.timeouts.start  # a rank may load or compile for as long as all of them may take
+    dims = init_parallel(
+        spec.rank, config.tp, config.dp, spec.rendezvous, device, timeout_s=wait, expert_tp=config.expert_tp
+    )
+    dtype = getattr(torch, config.dtype)
+    model = ModelConfig.load(config.model)
+    facts = model.vocab_size, config.limits.max_model_len, sorted(model.eos_token_ids)
+    where = config.model, dims, device, dtype
+    if dims.tp_rank == 0:
+        engine: Engine = build_engine(config.limits, config.role, *where, execution=config, phases=phases)
+        return Parts(engine.pool, *facts, engine=engine, leave=leave_parallel)
+    rank = load_rank(config.limits, config.role, *where, execution=config, phases=phases)
+    return Parts(rank.pool, *facts, run=lambda: run_follower(rank), leave=leave_parallel)

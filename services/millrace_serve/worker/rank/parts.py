@@ -1,0 +1,32 @@
+"""What a rank is told, and what it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from millrace_serve.engine.cache.kv_pool import KvPool
+from millrace_serve.engine.engine import Engine
+from millrace_serve.worker.config import WorkerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RankSpec:
+    config: WorkerConfig
+    rank: int
+    frontend: str  # endpoint of the frontend's inbox
+    bind: str  # where the rank's own inboxes listen: a ZeroMQ endpoint with {name} in it
+    rendezvous: str  # init_method of torch.distributed
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a rank is made of: `engine` on a leader, `run` (which the leader ends) on a follower."""
+
+    pool: KvPool
+    vocab_size: int
+    max_context: int
+    eos_token_ids: list[int]
+    engine: Engine | None = None
+    run: Callable[[], None] | None = None
+    leave: Callable[[], None] | None = None  # the other ranks

@@ -1,0 +1,182 @@
+"""A rank process: one engine (or a follower of one), and on importing workers one transfer thread. No gRPC here.
+
+Life of a rank:
+
+1. connect to the frontend, report LOADING
+2. join the other ranks, load the model, make the KV pool, report COMPILING, compile and capture
+   (engine/start/startup.py)
+3. open the transport: exporting workers describe their pool, importing ones start the reader
+4. report RankReady with the endpoints of the inboxes
+5. the engine loop (loop.py), until Stop
+6. the transfer ends before the pool goes away, and the rank leaves the others
+An error on the way is reported as RankFailed, and the process exits with code 1.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import zmq
+from millrace_common import log as logs
+
+from millrace_serve.engine.cache.kv_pool import KvPool
+from millrace_serve.engine.config import Role
+from millrace_serve.engine.start.phases import Phases
+from millrace_serve.transfer.base import KvSink, KvSource, PageBuffer
+from millrace_serve.worker.channels import Receiver, Sender
+from millrace_serve.worker.config import EngineKind, WorkerConfig
+from millrace_serve.worker.messages import FromRank, RankFailed, RankProgress, RankReady, Report, ToEngine
+from millrace_serve.worker.rank.loop import EngineLoop, GcReporter, follower_inbox
+from millrace_serve.worker.rank.parts import Parts, RankSpec
+from millrace_serve.worker.rank.profiler import RankProfiler
+from millrace_serve.worker.rank.transfer_thread import TransferThread
+
+log = logging.getLogger(__name__)
+
+PR_SET_PDEATHSIG = 1
+# what the worker says it does meanwhile
+PHASE_STATES = {
+    "import": "loading",
+    "load": "loading",
+    "memory": "loading",
+    "compile": "compiling",
+    "capture": "compiling",
+}
+
+
+def main(spec: RankSpec, alive: Connection) -> None:
+    """Entry point of a spawned rank process; ends with the process that holds the other end of `alive`."""
+    die_with_parent(alive)
+    sys.exit(run(spec))
+
+
+def run(spec: RankSpec) -> int:
+    """The rank's whole life; the exit code."""
+    logs.setup(f"{spec.config.role}/rank{spec.rank}", spec.config.log_level)
+    context = zmq.Context()
+    outbox: Sender[FromRank] = Sender(context, spec.frontend)
+    try:
+        _live(spec, context, lambda report: outbox.send(FromRank(spec.rank, report)))
+        return 0
+    except Exception as error:
+        log.exception("rank %d failed", spec.rank)
+        outbox.send(FromRank(spec.rank, RankFailed(f"{type(error).__name__}: {error}")))
+        return 1
+    finally:
+        context.destroy(linger=500)
+
+
+def _live(spec: RankSpec, context: zmq.Context[Any], report: Callable[[Report], None]) -> None:
+    config = spec.config
+    report(RankProgress("loading", f"rank {spec.rank}: {config.model_name}"))
+    phases = Phases(lambda name: report(RankProgress(PHASE_STATES[name], f"rank {spec.rank}: {name}")))
+    parts = _build(spec, phases)
+    report(RankProgress("compiling", f"rank {spec.rank}"))
+    inbox: Receiver[ToEngine] = Receiver(context, spec.bind.format(name="engine"), ToEngine)
+    buffer = _buffer(parts.pool, config)
+    source = _source(buffer) if config.role is Role.PREFILL else None
+    transfer = _transfer_thread(spec, context, buffer) if config.role is Role.DECODE else None
+    gc = GcReporter(f"rank{spec.rank}", report, config.gc_warn_s)
+    report(
+        RankReady(
+            engine_endpoint=inbox.endpoint,
+            transfer_endpoint=transfer.endpoint if transfer else "",
+            vocab_size=parts.vocab_size,
+            max_context=parts.max_context,
+            eos_token_ids=parts.eos_token_ids,
+            layout=parts.pool.layout,
+            num_pages=parts.pool.num_pages,
+            startup=phases.seconds,
+            memory=source.handle() if source else None,
+        )
+    )
+    _work(parts, inbox, report, gc, RankProfiler(spec.rank))
+    if transfer:
+        transfer.join()
+    if source:
+        source.close()
+    if parts.leave:
+        parts.leave()
+
+
+def _work(
+    parts: Parts,
+    inbox: Receiver[ToEngine],
+    report: Callable[[Report], None],
+    gc: GcReporter,
+    profiler: RankProfiler,
+) -> None:
+    if parts.engine is not None:
+        EngineLoop(parts.engine, inbox, report, gc, profiler).run()
+        return
+    assert parts.run is not None
+    # once started, only this thread uses the inbox and the outbox
+    arguments = inbox, report, gc, profiler
+    threading.Thread(target=follower_inbox, args=arguments, name="inbox", daemon=True).start()
+    parts.run()
+
+
+def _build(spec: RankSpec, phases: Phases) -> Parts:
+    """Torch is imported for a real model only."""
+    config = spec.config
+    if config.engine is EngineKind.MODEL:
+        with phases("import"):
+            from millrace_serve.worker.rank.model import build
+
+        return build(spec, phases)
+    from millrace_serve.engine.sim.factory import build_sim_engine
+
+    assert config.limits.num_pages != "auto"
+    engine = build_sim_engine(config.limits.resolved(config.limits.num_pages), config.role, config.sim)
+    return Parts(engine.pool, config.sim.vocab_size, config.limits.max_model_len, [config.sim.eos_token_id], engine)
+
+
+def _buffer(pool: KvPool, config: WorkerConfig) -> PageBuffer:
+    on_gpu = config.device == "cuda"
+    device_id = pool.buffer.device.index if on_gpu else 0
+    return PageBuffer(pool.address, pool.layout.page_bytes, pool.num_pages, "VRAM" if on_gpu else "DRAM", device_id)
+
+
+def _source(buffer: PageBuffer) -> KvSource:
+    from millrace_serve.transfer.cuda_ipc import shared_memory_name
+    from millrace_serve.transfer.nixl import NixlSource  # takes 0.3 s, which a unified worker need not spend
+
+    return NixlSource(buffer, shared=shared_memory_name(buffer) if buffer.mem_type == "VRAM" else b"")
+
+
+def _transfer_thread(spec: RankSpec, context: zmq.Context[Any], buffer: PageBuffer) -> TransferThread:
+    from millrace_serve.transfer.cuda_ipc import CudaIpcSink
+    from millrace_serve.transfer.nearest import NearestSink
+    from millrace_serve.transfer.nixl import NixlSink
+
+    bind, stall_s = spec.bind.format(name="transfer"), spec.config.timeouts.stall
+    sink: KvSink = NixlSink(buffer)
+    if buffer.mem_type == "VRAM":
+        sink = NearestSink(CudaIpcSink(buffer), sink)
+    transfer = TransferThread(sink, spec.rank, context, bind, spec.frontend, stall_s)
+    transfer.start()
+    return transfer
+
+
+def die_with_parent(alive: Connection) -> None:
+    """Signals of the terminal are for the frontend. Its end is ours, whatever native code we are in."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    def watch() -> None:
+        try:
+            alive.recv_bytes()
+        except (EOFError, OSError):
+            os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()

@@ -1,0 +1,102 @@
+"""Configuration files and overrides: what is accepted, and that every mistake is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pydantic
+import pytest
+from millrace_common.config import Config, ConfigError, load
+from pydantic import Field
+
+
+class Inner(Config):
+    size: int = Field(4, ge=1)
+    names: tuple[str, ...] = ()
+
+
+class Outer(Config):
+    model: str
+    ratio: float = 0.5
+    inner: Inner = Inner()
+
+
+@pytest.fixture
+def file(tmp_path: Path):
+    def write(text: str | bytes) -> Path:
+        path = tmp_path / "config.yaml"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return path
+
+    return write
+
+
+def test_file_then_overrides(file) -> None:
+    path = file("model: a\ninner:\n  size: 2\n  names: [x]\n")
+    config = load(Outer, path, ["inner.size=7", "ratio=0.25"])
+    assert config == Outer(model="a", ratio=0.25, inner=Inner(size=7, names=("x",)))
+
+
+@pytest.mark.parametrize("text", ["", "# only a comment\n", "{}"])
+def test_empty_file_is_no_configuration(file, text: str) -> None:
+    assert load(Outer, file(text), ["model=a"]) == Outer(model="a")
+
+
+def test_override_reaches_into_an_empty_section(file) -> None:
+    assert load(Outer, file("model: a\ninner:\n"), ["inner.size=3"]).inner.size == 3
+
+
+def test_override_values_are_yaml() -> None:
+    assert load(Outer, None, ["model='007'", "inner.names=[a, b]"]) == Outer(model="007", inner=Inner(names=("a", "b")))
+
+
+def test_value_may_contain_an_equals_sign() -> None:
+    assert load(Outer, None, ["model=a=b"]).model == "a=b"
+
+
+def test_later_override_wins() -> None:
+    assert load(Outer, None, ["model=a", "model=b"]).model == "b"
+
+
+@pytest.mark.parametrize(
+    ("items", "message"),
+    [
+        (["model=a", "modle=b"], "modle: unknown key"),
+        (["model=a", "inner.sise=1"], "inner.sise: unknown key"),
+        ([], "model: required"),
+        (["model=a", "inner.size=0"], "inner.size: .*greater than or equal to 1.*got 0"),
+        (["model=a", "ratio=fast"], "ratio: .*number.*got 'fast'"),
+        (["model=a", "inner=3"], "inner: .*got 3"),
+        (["model=a", "model.x=1"], "'model' is not a section"),
+        (["model"], "not of the form"),
+        (["=3"], "not of the form"),
+        (["model=[1"], "not YAML"),
+    ],
+)
+def test_mistake_in_an_override_is_named(items: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(Outer, None, items)
+
+
+def test_every_mistake_is_named_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(Outer, None, ["ratio=x", "foo=1"])
+    assert {part.split(":")[0] for part in str(caught.value).split("; ")} == {"model", "ratio", "foo"}
+
+
+@pytest.mark.parametrize("text", ["model: [", "- a\n- b\n", "just text", b"model: \xff\xfe"])
+def test_bad_file_is_named(file, text: str | bytes) -> None:
+    path = file(text)
+    with pytest.raises(ConfigError, match=str(path)):
+        load(Outer, path)
+
+
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.yaml"):
+        load(Outer, tmp_path / "absent.yaml")
+
+
+def test_models_are_frozen() -> None:
+    config = Outer(model="a")
+    with pytest.raises(pydantic.ValidationError):
+        config.model = "b"

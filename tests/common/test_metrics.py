@@ -1,0 +1,77 @@
+"""The catalogue of metrics: naming rules, and that a component gets what it lists."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from millrace_common import metrics
+from millrace_common.metrics import PROCESS, ROUTER, WORKER, Metric, Metrics
+from millrace_common.quick_histogram import QuickHistogram
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+
+ALL = (*ROUTER, *WORKER, *PROCESS)
+
+
+@pytest.mark.parametrize("row", ALL, ids=lambda row: row.attr)
+def test_name_follows_the_rules(row: Metric) -> None:
+    assert re.fullmatch(r"millrace_[a-z_]+", row.name)
+    assert row.name.endswith("_total") == (row.kind is Counter)
+    if row.kind in (Histogram, QuickHistogram):
+        assert row.name.endswith(("_seconds", "_bytes", "_tokens")), "a histogram names its base unit"
+        assert row.buckets == tuple(sorted(row.buckets))
+    assert not re.search(r"_(ms|millis|us|kb|mb|percent)(_|$)", row.name), "base units only"
+    assert row.help[0].isupper() or row.help[0].isdigit() or row.help.startswith("KV")
+    assert row.help.endswith(".")
+
+
+def test_names_and_attributes_are_unique() -> None:
+    assert len({row.name for row in ALL}) == len(ALL)
+    assert len({row.attr for row in ALL}) == len(ALL)
+
+
+def test_no_label_is_unbounded() -> None:
+    for row in ALL:
+        assert not set(row.labels) & {"request_id", "room", "model", "user", "prompt", "address", "epoch"}, row.name
+
+
+@pytest.mark.parametrize("rows", [ROUTER, WORKER, PROCESS, ALL], ids=["router", "worker", "process", "all"])
+def test_a_component_registers_all_its_metrics(rows: tuple[Metric, ...]) -> None:
+    registry = CollectorRegistry()
+    built = Metrics(rows, registry)
+    for row in rows:
+        assert isinstance(getattr(built, row.attr), row.kind)
+    text = generate_latest(registry).decode()
+    for row in rows:
+        assert f"# HELP {row.name}" in text
+
+
+def test_two_components_of_one_process_do_not_meet() -> None:
+    first, second = (Metrics(ROUTER, CollectorRegistry()) for _ in range(2))
+    first.requests.labels(api="grpc", status="ok").inc()
+    assert second.requests.labels(api="grpc", status="ok")._value.get() == 0
+
+
+def test_unknown_metric_is_an_error() -> None:
+    with pytest.raises(AttributeError, match="requets"):
+        _ = Metrics(ROUTER, CollectorRegistry()).requets
+
+
+def test_stages_are_those_of_a_request() -> None:
+    assert metrics.STAGES[0] == "queue"
+    assert metrics.STAGES[-1] == "total"
+
+
+@given(st.lists(st.floats(0, 2)))
+def test_a_quick_histogram_says_what_the_usual_one_says(values: list[float]) -> None:
+    texts = []
+    for kind in (Histogram, QuickHistogram):
+        registry = CollectorRegistry()
+        histogram = kind("millrace_x_seconds", "X.", (), registry=registry, buckets=(0.5, 1.0))
+        for value in values:
+            histogram.observe(value)
+        lines = generate_latest(registry).decode().splitlines()
+        texts.append([line for line in lines if "_created" not in line])
+    assert texts[0] == texts[1]

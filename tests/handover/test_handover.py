@@ -1,0 +1,319 @@
+"""Prompts computed on one worker and continued on another: real processes with the simulated engine, NIXL between them.
+
+Every test ends with both pools whole: no page is lost whatever happens to a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from millrace.v1 import common_pb2, kv_pb2, kv_pb2_grpc, worker_pb2
+from millrace_common.reasons import Reason
+from millrace_rpc.errors import MillraceError, from_rpc_error
+from millrace_testing.fake_router import FakeLink, FakePair, request
+from millrace_testing.procs import SIM, Worker, gone, workers
+from millrace_testing.sim import expected, prompt_of
+
+ABORT, ERROR = common_pb2.FINISH_REASON_ABORT, common_pb2.FINISH_REASON_ERROR
+SLOW = (*SIM, "sim={token_s: 0.0001}", "limits.max_prefill_tokens=256")  # a prompt of 8000 tokens: 32 chunks, 0.8 s
+SHORT_LEASE = "timeouts={lease: 0.3, heartbeat: 0.1, max_lease: 0.5, stall: 5.0}"
+IMPATIENT = "timeouts={stall: 0.5, heartbeat: 0.1, fetch_wait: 0.2}"
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[list[Worker]]:
+    """A prefill and a decode worker for all tests that leave them as they found them."""
+    async with workers(tmp_path_factory.mktemp("pair"), "prefill", "decode") as both:
+        yield both
+
+
+async def until_metric(worker: Worker, name: str, value: float, **labels: str) -> None:
+    async with asyncio.timeout(10):
+        while await worker.metric(name, **labels) < value:
+            await asyncio.sleep(0.02)
+
+
+async def whole(*both: Worker) -> None:
+    for worker in both:
+        await worker.whole()
+
+
+async def test_tokens_equal_the_oracle_through_both_workers(pair: list[Worker]) -> None:
+    prefill, decode = pair
+    async with FakePair(prefill, decode) as both:
+        prompts = [prompt_of(length) for length in (1, 63, 64, 65, 500, 3000)] * 2  # again from the prefix cache
+        requests = [both.submit(request(prompt, max_tokens=8, logprobs=1)) for prompt in prompts]
+        await asyncio.gather(*(both.to_decode.finish(r) for r in requests))
+        for r, prompt in zip(requests, prompts, strict=True):
+            assert both.to_decode.tokens(r) == expected(prompt, 8)
+            assert sum(len(output.logprobs) for output in both.to_decode.of(r)) == 8
+            [first] = both.to_prefill.of(r)
+            assert first.finish_reason == 0 and list(first.token_ids) == expected(prompt, 1)
+    await whole(prefill, decode)
+    assert await decode.metric("millrace_kv_transfer_seconds_count") == len(requests)
+    assert await decode.metric("millrace_kv_bytes_total") > 0
+    assert await prefill.metric("millrace_leases_ended_total", outcome="released") == len(requests)
+
+
+async def test_a_prompt_that_ends_with_its_first_token(pair: list[Worker]) -> None:
+    prefill, decode = pair
+    async with FakePair(prefill, decode) as both:
+        r = both.submit(request(prompt_of(100), max_tokens=1))
+        for link in (both.to_prefill, both.to_decode):
+            assert (await link.finish(r)).finish_reason == common_pb2.FINISH_REASON_LENGTH
+            assert link.tokens(r) == expected(list(r.token_ids), 1)
+    await whole(prefill, decode)
+
+
+async def test_the_pair_is_warmed_by_the_decode_worker(tmp_path: Path) -> None:
+    async with workers(tmp_path, "prefill", "decode", sets=(*SIM, "dp=2")) as (prefill, decode):
+        source = await prefill.source()
+        for _ in range(2):
+            await decode.stub.Warmup(worker_pb2.WarmupRequest(source=source), timeout=20)
+            assert list((await decode.info()).warmed_sources) == [prefill.epoch]
+        assert await decode.metric("millrace_kv_transfer_seconds_count") == 8  # two replicas here, two there, twice
+        for reason, change in (
+            (Reason.LAYOUT_MISMATCH, {"fingerprint": "0"}),
+            (Reason.EPOCH_CHANGED, {"epoch": "0"}),
+            (Reason.WORKER_LOST, {"address": "127.0.0.1:1"}),
+        ):
+            wrong = worker_pb2.KvSourceRef(address=source.address, epoch=source.epoch, fingerprint=source.fingerprint)
+            for field, value in change.items():
+                setattr(wrong, field, value)
+            with pytest.raises(Exception) as caught:
+                await decode.stub.Warmup(worker_pb2.WarmupRequest(source=wrong), timeout=20)
+            assert from_rpc_error(caught.value).reason is reason  # type: ignore[arg-type]
+        await whole(prefill, decode)
+
+
+async def test_failures_of_one_request_are_told_with_their_reason(tmp_path: Path) -> None:
+    async with workers(tmp_path, "prefill", "decode", sets=(*SIM, IMPATIENT)) as (prefill, decode):
+        source = await prefill.source()
+        sources = {
+            Reason.KV_NOT_FOUND: source,  # nobody submits it there
+            Reason.EPOCH_CHANGED: worker_pb2.KvSourceRef(
+                address=source.address, epoch="0", fingerprint=source.fingerprint
+            ),
+            Reason.LAYOUT_MISMATCH: worker_pb2.KvSourceRef(address=source.address, epoch=source.epoch, fingerprint="0"),
+            Reason.WORKER_LOST: worker_pb2.KvSourceRef(
+                address="127.0.0.1:1", epoch="0", fingerprint=source.fingerprint
+            ),
+        }
+        async with FakeLink(decode) as to_decode:
+            requests = {reason: request(prompt_of(100)) for reason in sources}
+            for reason, r in requests.items():
+                to_decode.submit(r, sources[reason])
+            for reason, r in requests.items():
+                end = await to_decode.finish(r)
+                assert end.finish_reason == ERROR and end.failure.reason == reason, end
+        await whole(decode)
+
+
+async def test_an_abort_reaches_the_other_side_at_every_stage(tmp_path: Path) -> None:
+    async with workers(tmp_path, "prefill", "decode", sets=SLOW) as (prefill, decode):
+        async with FakePair(prefill, decode) as both:
+            # on P while it computes: D hears it through Fetch
+            r = both.submit(request(prompt_of(8000)))
+            await until_metric(prefill, "millrace_leases", 1)  # the first chunk is out
+            both.to_prefill.abort(r)
+            assert (await both.to_prefill.finish(r)).finish_reason == ABORT
+            assert (await both.to_decode.finish(r)).failure.reason == Reason.CANCELLED
+            # on D while P computes: D gives the pages back, and P stops
+            r = both.submit(request(prompt_of(8000)))
+            await until_metric(decode, "millrace_sequences", 1, doing="importing")
+            both.to_decode.abort(r)
+            assert (await both.to_decode.finish(r)).finish_reason == ABORT
+            assert (await both.to_prefill.finish(r)).finish_reason == ERROR
+            # parked on P, and nobody fetches it
+            r = request(prompt_of(100))
+            both.to_prefill.submit(r)
+            await both.to_prefill.first(r)
+            await until_metric(prefill, "millrace_leases", 1)
+            both.to_prefill.abort(r)
+            await prefill.whole()
+            # decoding
+            r = both.submit(request(prompt_of(100), max_tokens=8000))
+            await both.to_decode.first(r)
+            both.to_decode.abort(r)
+            assert (await both.to_decode.finish(r)).finish_reason == ABORT
+        await whole(prefill, decode)
+
+
+async def test_an_attempt_is_submitted_once(pair: list[Worker]) -> None:
+    prefill, _ = pair
+    async with FakeLink(prefill) as link:
+        r = request(prompt_of(100))
+        link.submit(r)
+        await link.first(r)
+        link.submit(r)
+        assert "submitted here before" in (await link.finish(r)).failure.message
+        link.abort(r)
+        await prefill.whole()
+
+
+async def test_a_dropped_router_leaves_nothing_behind(tmp_path: Path) -> None:
+    sets = (*SLOW, SHORT_LEASE)
+    async with workers(tmp_path, "prefill", "decode", sets=sets) as (prefill, decode):
+        async with FakePair(prefill, decode) as both:
+            for length in (50, 100, 4000):
+                both.submit(request(prompt_of(length), max_tokens=8000))
+            await until_metric(prefill, "millrace_leases", 1)
+        await whole(prefill, decode)
+
+
+async def test_a_lease_that_expires_while_decode_stalls(tmp_path: Path) -> None:
+    async with workers(tmp_path, "prefill", "decode", sets=(*SIM, SHORT_LEASE)) as (prefill, decode):
+        async with FakePair(prefill, decode) as both:
+            [rank] = decode.ranks()
+            rank.suspend()
+            r = both.submit(request(prompt_of(300)))
+            await until_metric(prefill, "millrace_leases_ended_total", 1, outcome="expired")
+            rank.resume()
+            assert (await both.to_decode.finish(r)).failure.reason == Reason.KV_EXPIRED
+            await until_metric(decode, "millrace_kv_failures_total", 1, reason="KV_EXPIRED")  # counted once it is final
+        await whole(prefill, decode)
+
+
+@pytest.mark.parametrize("victim", ["frontend", "rank"])
+async def test_prefill_dies_before_it_has_published_all(tmp_path: Path, victim: str) -> None:
+    async with workers(tmp_path, "prefill", "decode", sets=SLOW) as (prefill, decode):
+        family = prefill.family()
+        async with FakePair(prefill, decode) as both:
+            r = both.submit(request(prompt_of(8000)))
+            await until_metric(decode, "millrace_sequences", 1, doing="importing")
+            if victim == "frontend":
+                prefill.process.send(signal.SIGKILL)
+            else:
+                prefill.ranks()[0].kill()
+            end = await both.to_decode.finish(r, timeout_s=5)
+            assert end.finish_reason == ERROR
+            assert end.failure.reason in (Reason.WORKER_LOST, Reason.TRANSFER_FAILED)
+            await both.to_prefill.end(timeout_s=5)
+            assert await prefill.process.wait() == (-9 if victim == "frontend" else 1)
+        await gone(family)
+        await decode.whole()
+
+
+async def test_prefill_freezes(tmp_path: Path) -> None:
+    async with workers(tmp_path, "prefill", "decode", sets=(*SLOW, IMPATIENT)) as (prefill, decode):
+        async with FakePair(prefill, decode) as both:
+            r = both.submit(request(prompt_of(8000)))
+            await until_metric(decode, "millrace_sequences", 1, doing="importing")
+            prefill.process.send(signal.SIGSTOP)
+            try:
+                assert (await both.to_decode.finish(r, timeout_s=5)).failure.reason == Reason.STALLED
+            finally:
+                prefill.process.send(signal.SIGCONT)
+            both.to_prefill.abort(r)
+        await whole(prefill, decode)
+
+
+async def test_a_restarted_prefill_worker_is_another_one(tmp_path: Path) -> None:
+    async with workers(tmp_path, "prefill", "decode") as (prefill, decode):
+        old = await prefill.source()
+        async with FakeLink(decode) as to_decode:
+            r = request(prompt_of(300))
+            async with FakeLink(prefill) as to_prefill:
+                to_prefill.submit(r)
+                to_decode.submit(r, old)
+                await to_decode.finish(r)
+            prefill.process.send(signal.SIGKILL)
+            await prefill.process.wait()
+            again = Worker("prefill", tmp_path, (*SIM, f"grpc_port={old.address.rpartition(':')[2]}"))
+            await again.start()
+            try:
+                await again.ready()
+                stale = request(prompt_of(300))
+                to_decode.submit(stale, old)
+                assert (await to_decode.finish(stale)).failure.reason in (Reason.EPOCH_CHANGED, Reason.WORKER_LOST)
+                new = await again.source()
+                fresh = request(list(r.token_ids))
+                async with FakeLink(again) as to_again:
+                    to_again.submit(fresh)
+                    to_decode.submit(fresh, new)
+                    await to_decode.finish(fresh)
+                assert to_decode.tokens(fresh) == expected(list(r.token_ids), 8)
+                await whole(again, decode)
+            finally:
+                await again.close()
+
+
+async def test_fetch_works_twice_and_release_is_answered_on_it(pair: list[Worker]) -> None:
+    """A second decode worker takes over when the first one died before it released."""
+    prefill, _ = pair
+    async with FakeLink(prefill) as link:
+        source = await prefill.source()
+        stub = kv_pb2_grpc.KvServiceStub(prefill.channel)
+        r = request(prompt_of(200))
+        fetch = kv_pb2.FetchOpen(id=r.id, epoch=source.epoch, fingerprint=source.fingerprint)
+
+        async def pages(release: bool = False) -> tuple[list[int], bool]:
+            """Of one Fetch, up to its last part or its end; whether they were held."""
+            call, found, held = stub.Fetch(timeout=10), [], False
+            await call.write(kv_pb2.FetchRequest(open=fetch))
+            async for response in call:
+                found += response.part.page_ids
+                held |= response.HasField("held")
+                if response.part.last:
+                    if not release:
+                        call.cancel()
+                        break
+                    await call.write(kv_pb2.FetchRequest(release=kv_pb2.FetchRelease()))
+            return found, held
+
+        early = asyncio.create_task(pages())
+        link.submit(r)
+        found, held = await early
+        assert len(found) == 4 and not held
+        assert await pages() == (found, False)
+        assert await pages(release=True) == (found, True)
+        await prefill.whole()
+        for opening in (kv_pb2.FetchRequest(open=fetch), kv_pb2.FetchRequest(release=kv_pb2.FetchRelease())):
+            with pytest.raises(Exception) as caught:
+                call = stub.Fetch(timeout=10)
+                await call.write(opening)
+                async for _ in call:
+                    pass
+            reason = from_rpc_error(caught.value).reason  # type: ignore[arg-type]
+            assert reason is (Reason.KV_NOT_FOUND if opening.HasField("open") else Reason.INVALID_ARGUMENT)
+
+
+async def test_a_drain_waits_for_parked_prompts(tmp_path: Path) -> None:
+    async with workers(tmp_path, "prefill", "decode") as (prefill, decode):
+        async with FakePair(prefill, decode) as both:
+            r = request(prompt_of(200))
+            both.to_prefill.submit(r)
+            await both.to_prefill.first(r)
+            prefill.process.send(signal.SIGTERM)
+            await prefill.until(lambda: "SIGTERM: draining" in prefill.process.log_tail(), "the drain")
+            both.to_decode.submit(r, both.source)
+            await both.to_decode.finish(r)
+            assert both.to_decode.tokens(r) == expected(list(r.token_ids), 8)
+        assert await asyncio.wait_for(prefill.process.wait(), 10) == 0
+        await decode.whole()
+
+
+async def test_layouts_that_differ_never_pair(pair: list[Worker], tmp_path: Path) -> None:
+    prefill, _ = pair
+    async with (
+        workers(tmp_path, "decode", sets=(*SIM, "limits.page_size=32")) as [decode],
+        FakeLink(decode) as link,
+    ):
+        source = await prefill.source()
+        r = request(prompt_of(100))
+        link.submit(r, source)
+        assert (await link.finish(r)).failure.reason == Reason.LAYOUT_MISMATCH
+        with pytest.raises(MillraceError) as caught:
+            try:
+                await decode.stub.Warmup(worker_pb2.WarmupRequest(source=source))
+            except Exception as error:
+                raise from_rpc_error(error) from error  # type: ignore[arg-type]
+        assert caught.value.reason is Reason.LAYOUT_MISMATCH

@@ -1,0 +1,273 @@
+"""What the decode frontend does around the import state machine, with scripted peers and ranks: races that processes
+lose only now and then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import types
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from millrace.v1 import decode_pb2, worker_pb2
+from millrace_common import metrics as catalogue
+from millrace_common.page_hash import page_hashes
+from millrace_common.reasons import Reason
+from millrace_common.tracing import OFF
+from millrace_rpc.errors import MillraceError
+from millrace_serve.decode.service import DecodeRole
+from millrace_serve.engine.core import (
+    Failure,
+    KvArrived,
+    KvFailed,
+    KvOffered,
+    KvPart,
+    KvReserved,
+    Request,
+    RequestId,
+    SamplingParams,
+    SequenceOutput,
+    TokenOutput,
+)
+from millrace_serve.transfer.base import MemoryHandle
+from millrace_serve.transfer.lease import Outcome
+from millrace_serve.worker.config import WorkerConfig
+from millrace_serve.worker.frontend.spans import WorkerSpans
+from millrace_serve.worker.messages import AddSource, ReadDone, ReadPages, ReadStuck
+from prometheus_client import CollectorRegistry
+
+ID = RequestId(9, 1)
+PROMPT = list(range(100))
+FIRST = SequenceOutput(ID, 0, [TokenOutput(5)])
+SOURCES = [MemoryHandle("nixl", f"p{rank}", b"", 0, 64, 10) for rank in range(2)]
+
+
+class Peer:
+    """And its one Fetch."""
+
+    address, epoch = "p:1", "e"
+
+    def __init__(self) -> None:
+        self.agents: set[tuple[int, str]] = set()
+        self.said: asyncio.Queue[Any] = asyncio.Queue()
+        self.answer: Any = Outcome.HELD  # to a release; None: the stream ends
+        self.released = 0
+        self.ended = False
+
+    def fetch(self, id: RequestId, fingerprint: str, stall_s: float) -> Peer:
+        return self
+
+    async def items(self) -> AsyncIterator[Any]:
+        try:
+            while (item := await self.said.get()) is not None:
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+        finally:
+            self.ended = True
+
+    async def release(self) -> None:
+        self.released += 1
+        self.said.put_nowait(self.answer)
+        self.said.put_nowait(None)
+
+    async def close(self) -> None: ...
+
+    async def lost(self) -> bool:
+        return await asyncio.get_running_loop().create_future()
+
+    def renewed(self) -> None: ...
+
+
+class Bench:
+    """One import of two pages on a replica of two ranks."""
+
+    def __init__(self) -> None:
+        self.engine: list[Any] = []
+        self.transfer: list[tuple[int, Any]] = []
+        self.failed: list[Failure] = []
+        self.outputs: list[SequenceOutput] = []
+        layout = types.SimpleNamespace(fingerprint="f", page_bytes=64)
+        ranks = types.SimpleNamespace(
+            info=types.SimpleNamespace(layout=layout),
+            of_replica=lambda replica: range(2 * replica, 2 * replica + 2),
+            send=lambda replica, message: self.engine.append(message),
+            send_transfer=lambda rank, message: self.transfer.append((rank, message)),
+        )
+
+        class Attempts(set[RequestId]):
+            deliver = self.outputs.extend
+
+        self.frontend: Any = types.SimpleNamespace(
+            config=WorkerConfig(engine="sim", tp=2),
+            ranks=ranks,
+            attempts=Attempts([ID]),
+            metrics=catalogue.Metrics(catalogue.WORKER, CollectorRegistry()),
+            fail=lambda id, failure: self.failed.append(failure),
+            count_stale=lambda kind: None,
+            identity=None,
+            spans=WorkerSpans(OFF),
+        )
+        self.frontend.submit = lambda request, route, link: self.engine.append(request)
+        self.role = DecodeRole(self.frontend)
+        self.imports = self.role.imports
+        self.peer = Peer()
+        self.imports._peers._peers["p:1", "e"] = self.peer  # type: ignore[assignment]
+        self.imports._peers._watch(self.peer)  # type: ignore[arg-type]
+        request = Request(id=ID, token_ids=PROMPT, sampling=SamplingParams(max_tokens=4))
+        self.imports.start(request, 0, worker_pb2.KvSourceRef(address="p:1", epoch="e"))
+
+    async def settle(self) -> None:
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+    async def reading(self) -> None:
+        """To both ranks reading the pages."""
+        hashes = page_hashes(PROMPT, 64)
+        self.peer.said.put_nowait(SOURCES)
+        self.peer.said.put_nowait(KvPart(ID, 0, [7, 8], hashes, 100, True, FIRST))
+        await self.settle()
+        assert self.engine == [KvOffered(ID)]
+        self.imports.on_reserved(KvReserved(ID, [3, 4], 0))
+        reads = [(rank, message) for rank, message in self.transfer if isinstance(message, ReadPages)]
+        assert reads == [(rank, ReadPages(ID, 0, f"p{rank}", [7, 8], [3, 4])) for rank in (0, 1)]
+        assert [(r, m.source) for r, m in self.transfer if isinstance(m, AddSource)] == list(enumerate(SOURCES))
+
+    def quarantined(self) -> float:
+        return float(self.frontend.metrics.quarantined._value.get())
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    bench = Bench()
+    yield bench
+    await bench.imports.close()
+
+
+async def test_held_after_every_rank_has_read(bench: Bench) -> None:
+    await bench.reading()
+    bench.imports.on_read_done(0, ReadDone(ID, 0, "", 2))
+    bench.imports.on_read_done(0, ReadDone(ID, 0, "", 2))  # said twice
+    await bench.settle()
+    assert bench.peer.released == 0
+    bench.imports.on_read_done(1, ReadDone(ID, 0, "", 2))
+    await bench.settle()
+    assert bench.engine[1:] == [KvArrived(ID, FIRST)] and bench.outputs == [FIRST]
+    assert len(bench.imports) == 0 and bench.failed == []
+    assert bench.peer.ended
+
+
+async def test_an_abort_holds_the_pages_until_the_reads_are_over_and_says_nothing_itself(bench: Bench) -> None:
+    await bench.reading()
+    assert bench.imports.abort(ID, Failure(Reason.CANCELLED, "gone"))
+    bench.imports.on_read_done(1, ReadDone(ID, 0, "", 2))
+    await bench.settle()
+    assert bench.engine == [KvOffered(ID)] and bench.quarantined() == 2
+    bench.imports.on_read_done(0, ReadDone(ID, 0, "", 2))
+    await bench.settle()
+    assert bench.engine[1:] == [KvFailed(ID, Failure(Reason.CANCELLED, "gone"))]
+    assert bench.failed == [] and bench.quarantined() == 0  # the engine's own output is the answer
+    await bench.settle()
+    assert bench.peer.released == 1 and bench.peer.ended  # what we will not use is given back
+    assert not bench.imports.abort(ID, Failure(Reason.CANCELLED, "gone"))
+
+
+async def test_an_attempt_whose_reads_are_in_flight_is_not_taken_again(bench: Bench) -> None:
+    await bench.reading()
+    bench.frontend.attempts.discard(ID)
+    bench.imports.abort(ID, Failure(Reason.CANCELLED, "its router has gone"))
+    again = decode_pb2.DecodeRequest()
+    again.request.id.room, again.request.id.attempt = ID.room, ID.attempt
+    again.source.address, again.source.fingerprint = "p:1", "f"
+    with pytest.raises(MillraceError, match="submitted here before"):
+        bench.role.submit(None, again)  # type: ignore[arg-type]
+    assert bench.engine == [KvOffered(ID)] and bench.quarantined() == 2
+
+
+async def test_an_import_that_ends_before_it_begins_leaves_no_warning(recwarn: pytest.WarningsRecorder) -> None:
+    bench = Bench()
+    assert bench.imports.abort(ID, Failure(Reason.CANCELLED, "gone"))
+    await bench.imports.close()
+    assert len(bench.imports) == 0 and not bench.peer.ended
+    del bench
+    gc.collect()
+    assert [str(warning.message) for warning in recwarn] == []
+
+
+async def test_a_failure_of_ours_is_told_at_once_while_reads_are_in_flight(bench: Bench) -> None:
+    await bench.reading()
+    bench.imports.on_stuck(ReadStuck(ID, 0))
+    assert [failure.reason for failure in bench.failed] == [Reason.STALLED]
+    assert bench.engine == [KvOffered(ID)]
+    bench.imports.on_read_done(0, ReadDone(ID, 0, "closed", 2))
+    bench.imports.on_read_done(1, ReadDone(ID, 0, "", 2))
+    [failed] = bench.engine[1:]
+    assert isinstance(failed, KvFailed) and failed.failure.reason == Reason.STALLED and len(bench.failed) == 1
+
+
+async def test_an_answer_that_nobody_understands_ends_the_import(bench: Bench) -> None:
+    bench.peer.said.put_nowait(ValueError("a part that cannot be read"))
+    await bench.settle()
+    [failed] = bench.engine
+    assert isinstance(failed, KvFailed) and failed.failure.reason == Reason.INTERNAL
+    assert "ValueError: a part that cannot be read" in failed.failure.message and len(bench.imports) == 0
+
+
+async def test_a_broken_stream_during_reads(bench: Bench) -> None:
+    await bench.reading()
+    bench.peer.said.put_nowait(MillraceError(Reason.WORKER_LOST, "reset"))
+    await bench.settle()
+    assert [failure.reason for failure in bench.failed] == [Reason.WORKER_LOST]
+    for rank in (0, 1):
+        bench.imports.on_read_done(rank, ReadDone(ID, 0, "", 2))
+    assert isinstance(bench.engine[-1], KvFailed) and len(bench.imports) == 0
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (None, Reason.TRANSFER_FAILED),
+        (MillraceError(Reason.KV_EXPIRED, "too late"), Reason.KV_EXPIRED),
+        (MillraceError(Reason.WORKER_LOST, "reset"), Reason.WORKER_LOST),
+    ],
+)
+async def test_nothing_but_held_is_good(bench: Bench, answer: MillraceError | None, reason: Reason) -> None:
+    bench.peer.answer = answer
+    await bench.reading()
+    for rank in (0, 1):
+        bench.imports.on_read_done(rank, ReadDone(ID, 0, "", 2))
+    await bench.settle()
+    [failed] = bench.engine[1:]
+    assert isinstance(failed, KvFailed) and failed.failure.reason == reason and bench.outputs == []
+
+
+async def test_pages_are_reserved_while_the_prompt_is_computed(bench: Bench) -> None:
+    bench.peer.said.put_nowait(SOURCES)
+    bench.peer.said.put_nowait(KvPart(ID, 0, [], [], 0, False))
+    await bench.settle()
+    assert bench.engine == [KvOffered(ID)]
+    bench.imports.on_reserved(KvReserved(ID, [3, 4], 0))
+    assert bench.transfer == []
+    bench.peer.said.put_nowait(KvPart(ID, 0, [7, 8], page_hashes(PROMPT, 64), 100, True, FIRST))
+    await bench.settle()
+    assert [message for _, message in bench.transfer if isinstance(message, ReadPages)] == [
+        ReadPages(ID, 0, f"p{rank}", [7, 8], [3, 4]) for rank in (0, 1)
+    ]
+
+
+async def test_nothing_is_given_back_before_anything_was_offered(bench: Bench) -> None:
+    await bench.settle()
+    assert bench.imports.abort(ID, Failure(Reason.CANCELLED, "gone"))
+    await bench.settle()
+    assert bench.peer.released == 0 and bench.peer.ended
+
+
+async def test_a_read_that_fails_on_one_rank_waits_for_the_other(bench: Bench) -> None:
+    await bench.reading()
+    bench.imports.on_read_done(0, ReadDone(ID, 0, "endpoint lost", 2))
+    assert bench.engine == [KvOffered(ID)]
+    bench.imports.on_read_done(1, ReadDone(ID, 0, "", 2))
+    [failed] = bench.engine[1:]
+    assert failed.failure.reason == Reason.TRANSFER_FAILED and "rank 0: endpoint lost" in failed.failure.message
