@@ -46,8 +46,12 @@ checkpoint: $(TINY_FP8)/config.json ## Make models/generated/tiny-fp8, the FP8 v
 ##@ Check
 
 .PHONY: test
-test: setup stubs checkpoint $(PROMETHEUS) ## Run the whole test suite (ARGS="-k router" for a part)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+test: setup stubs checkpoint $(PROMETHEUS) ## Run the tests, all but the long ones (ARGS="-k router" for a part)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m 'not long' $(ARGS)
+
+.PHONY: test-long
+test-long: setup stubs checkpoint ## Run the long tests: groups of pods with Ray, a soak, resolvers of requirements
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m long $(ARGS)
 
 .PHONY: chaos
 chaos: setup stubs ## Kill, pause, cut off and drain workers and routers for minutes while clients check every token (ARGS="--minutes 3")

@@ -168,6 +168,7 @@ def pip(device: str) -> list[str]:
     return [*command, "--use-feature=fast-deps", "--no-input", "--constraint", constraints, "--requirement"]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("index")
 @pytest.mark.parametrize(("device", "python"), [("cpu", "3.11"), ("gpu", "3.12")])
 def test_uv_resolves_what_make_setup_and_the_images_install(device: str, python: str, tmp_path: Path) -> None:
@@ -175,6 +176,7 @@ def test_uv_resolves_what_make_setup_and_the_images_install(device: str, python:
     assert problem is None, problem
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("index")
 def test_pip_resolves_what_needs_a_gpu(tmp_path: Path) -> None:
     """The rest is resolved by `make setup`, which uses pip; it is left out because pip takes long for many packages."""
@@ -183,6 +185,7 @@ def test_pip_resolves_what_needs_a_gpu(tmp_path: Path) -> None:
     assert problem is None, problem
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("index")
 @pytest.mark.parametrize("tool", [uv("gpu", "3.12"), pip("gpu")], ids=["uv", "pip"])
 def test_flash_mla_cannot_be_an_ordinary_requirement(tool: list[str], tmp_path: Path) -> None:

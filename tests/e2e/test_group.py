@@ -15,7 +15,7 @@ from millrace_rpc.client import channel
 from millrace_testing.fake_router import FakeLink, request
 from millrace_testing.group import Group, Pod, missing
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
 READY_S = 60.0  # since the name was published: 16 on two idle cores, 43 on busy ones
 START_S = 150.0  # until Ray runs in a pod, which nobody waits for

@@ -17,7 +17,7 @@ MAX_TOKENS = 24
 CONCURRENCY = 16
 GROWTH = 0.10  # of a process's memory after the first 300 requests
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 
 def make_prompts() -> list[list[int]]:
