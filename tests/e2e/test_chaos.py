@@ -10,7 +10,7 @@ import pytest
 from millrace_testing.chaos import FAULTS, chaos
 from millrace_testing.namespaces import Namespaces, available
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
 ECHO = """
 import socket, sys
