@@ -77,6 +77,13 @@ resourceClaims: {{ toJson . }}
 {{- end }}
 {{- end -}}
 
+{{/* ROUTER-OR-POOL -> {"claims": [...]}, the DRA claims of its main container; {} without any */}}
+{{- define "millrace.claims" -}}
+{{- $claims := list -}}
+{{- range .resourceClaims -}}{{- $claims = append $claims (dict "name" .name) -}}{{- end -}}
+{{- ternary (dict "claims" $claims) dict (gt (len $claims) 0) | toJson -}}
+{{- end -}}
+
 {{/* (dict "root" $ "scheduling" {...} "component" "router" "pool" "" "affinity" {...} "tolerations" [...]): `affinity` and
      `tolerations` are the chart's own */}}
 {{- define "millrace.scheduling" -}}
@@ -140,7 +147,7 @@ affinity:
     {{- end }}
 {{- end -}}
 
-{{/* (dict "root" $ "kind" "pdb" ...): a PodDisruptionBudget, where more than one pod can be. Pods that are not ready may
+{{/* What millrace.meta takes, with "values" ROUTER-OR-POOL: a PodDisruptionBudget, where more than one pod can be. Pods that are not ready may
      always be evicted: one that loads for half an hour would stop the drain of its node. */}}
 {{- define "millrace.pdb" -}}
 {{- $several := or (ne .values.autoscaling.kind "none") (gt (default 0 .values.replicas | int) 1) -}}

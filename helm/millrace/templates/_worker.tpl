@@ -145,10 +145,7 @@ spec:
 {{- end -}}
 {{- $resources := dict -}}
 {{- if $devices -}}{{- $resources = dict "limits" $devices "requests" $devices -}}{{- end -}}
-{{- $claims := list -}}
-{{- range .pool.resourceClaims -}}{{- $claims = append $claims (dict "name" .name) -}}{{- end -}}
-{{- if $claims -}}{{- $_ := set $resources "claims" $claims -}}{{- end -}}
-{{- toYaml $resources -}}
+{{- merge $resources (include "millrace.claims" .pool | fromJson) | toYaml -}}
 {{- end -}}
 
 {{/* What the init container, the worker and the job that warms caches mount alike */}}
