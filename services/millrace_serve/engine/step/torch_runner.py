@@ -42,8 +42,6 @@ Read = Callable[[], StepOutput]
 class Model(Protocol):
     def forward(self, inputs: ForwardInput, kv: Tensor) -> Tensor: ...
 
-    def forward_sampled(self, inputs: ForwardInput, kv: Tensor) -> Tensor: ...
-
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
@@ -114,7 +112,7 @@ class TorchRunner:
 
     def forward(self, inputs: ForwardInput) -> Tensor:
         """-> logits float32 [S, V] of the sampled rows"""
-        return self._model.logits(self._model.forward_sampled(inputs, self._kv))
+        return self._model.logits(self._model.forward(inputs, self._kv)[inputs.sample_rows])
 
     def forward_all(self, inputs: ForwardInput) -> Tensor:
         """-> logits float32 [T, V]"""
