@@ -77,7 +77,8 @@ def test_a_small_model_has_every_kind_of_layer(dense: int, kinds: str) -> None:
     changed = site().model.model_copy(update={"first_k_dense_replace": dense, "num_nextn_predict_layers": 1})
     model = compile_ahead.small_model(dataclasses.replace(site(), model=changed))
     assert "".join("E" if isinstance(layer.mlp, Moe) else "D" for layer in model.layers) == kinds
-    assert model.layers[2] is model.layers[1] and model.mtp is None
+    assert model.layers[2].mlp is model.layers[1].mlp and model.mtp is None
+    assert [layer.sampled_only for layer in model.layers] == [False, False, True]
     assert model.heads.num_heads == changed.num_attention_heads // 2
 
 

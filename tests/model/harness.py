@@ -6,7 +6,7 @@ The pool is NaN but for the sink page, page ids are dealt in shuffled order, and
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from millrace_serve.model.deepseek_v3 import DeepseekV3
@@ -77,6 +77,7 @@ class Driver:
     def step(self, work: list[tuple[Seq, int]], padding: int = 0, dp_num_tokens: tuple[int, ...] = ()) -> Tensor:
         """Runs one step and returns the logits [T, vocab] of all real rows, in the order of `work` sorted by phase."""
         inputs = self.build(work, padding, dp_num_tokens)
+        inputs = replace(inputs, sample_rows=torch.arange(inputs.num_tokens))
         hidden = self.model.forward(inputs, self.kv)
         for seq, num in work:
             seq.computed += num

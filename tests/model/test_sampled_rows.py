@@ -1,4 +1,4 @@
-"""A step that computes its last layer for the sampled rows alone: their hidden states and the pool are those of all."""
+"""A step whose last MLP runs on the sampled rows alone: their hidden states and the pool are those of all rows."""
 
 from __future__ import annotations
 
@@ -24,6 +24,14 @@ from torch import Tensor
 @pytest.fixture(scope="module")
 def model(random_bf16: Path) -> DeepseekV3:
     return load_model(random_bf16, ParallelDims(), torch.device("cpu"), torch.float32)
+
+
+def sampled_only(model: DeepseekV3) -> DeepseekV3:
+    """The same model as it is without an MTP layer."""
+    short = copy.copy(model)
+    short.layers = [*model.layers[:-1], copy.copy(model.layers[-1])]
+    short.layers[-1].sampled_only = True
+    return short
 
 
 @pytest.fixture
@@ -62,7 +70,8 @@ def test_sampled_rows(model: DeepseekV3, widths: list[int], name: str, padding: 
     inputs = driver.build([(seq, new) for seq, (_, new) in zip(seqs, lens, strict=True)], padding)
     inputs = replace(inputs, sample_rows=inputs.sample_rows[sampled])
     pool = driver.kv.clone()
-    expected, found = model.forward(inputs, pool)[inputs.sample_rows], model.forward_sampled(inputs, driver.kv)
+    expected = model.forward(inputs, pool)[inputs.sample_rows]
+    found = sampled_only(model).forward(inputs, driver.kv)[inputs.sample_rows]
     assert widths[-2:] == [inputs.num_tokens + padding, len(sampled)]
     assert found.shape == expected.shape
     assert_close(found, expected, MODEL_TOLERANCE)
@@ -74,7 +83,7 @@ def test_rows_within_a_prompt(model: DeepseekV3, widths: list[int]) -> None:
     driver, seqs = Driver(model), [Seq(random_prompt(num, model.config.vocab_size, num)) for num in (90, 40)]
     inputs = replace(driver.build([(seqs[0], 90), (seqs[1], 40)]), sample_rows=torch.tensor([0, 63, 64, 90, 129]))
     assert_close(
-        model.forward_sampled(inputs, driver.kv),
+        sampled_only(model).forward(inputs, driver.kv)[inputs.sample_rows],
         model.forward(inputs, driver.kv)[inputs.sample_rows],
         MODEL_TOLERANCE,
     )
@@ -87,25 +96,29 @@ def test_the_first_layer_may_be_the_last(dense: int) -> None:
     config = ModelConfig.parse({**CONFIG, "num_hidden_layers": 1, "first_k_dense_replace": dense, "q_lora_rank": None})
     weights = RandomWeights(torch.device("cpu"), torch.float32, fp8=False)
     model = DeepseekV3(weights, config, ParallelDims(), FormThresholds())
+    assert model.layers[-1].sampled_only is (model.mtp is None)
     driver, seqs = Driver(model), [Seq(random_prompt(70, config.vocab_size, i)) for i in range(3)]
     driver.step([(seqs[0], 69), (seqs[1], 64)])
     inputs = driver.build([(seqs[0], 1), (seqs[1], 2), (seqs[2], 1)])  # decode, a chunk, a prompt of one token
     inputs = replace(inputs, sample_rows=torch.tensor([3, 0, 1, 1]))
     expected = model.forward(inputs, driver.kv)[inputs.sample_rows]
-    assert_close(model.forward_sampled(inputs, driver.kv), expected, MODEL_TOLERANCE)
+    assert_close(sampled_only(model).forward(inputs, driver.kv)[inputs.sample_rows], expected, MODEL_TOLERANCE)
 
 
-def test_a_decode_step_and_replicas_compute_every_row(
-    model: DeepseekV3, widths: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_decode_step_computes_every_row(model: DeepseekV3, widths: list[int]) -> None:
     driver, seq = Driver(model), Seq(random_prompt(40, model.config.vocab_size, 0))
     driver.step([(seq, 39)])
     decode = driver.build([(seq, 1)], padding=3)
-    assert torch.equal(model.forward_sampled(decode, driver.kv), model.forward(decode, driver.kv)[:1])
+    assert torch.equal(sampled_only(model).forward(decode, driver.kv), model.forward(decode, driver.kv))
     assert widths[1:] == [4, 4]
-    remote = copy.copy(model.exchange)
-    remote.local = False  # the experts' exchange has agreed on the numbers of tokens
-    monkeypatch.setattr(model, "exchange", remote)
-    prompt = driver.build([(Seq(seq.tokens), 30)])
-    assert torch.equal(model.forward_sampled(prompt, driver.kv), model.forward(prompt, driver.kv)[29:])
-    assert widths[3:] == [30, 30]
+
+
+def test_replicas_and_an_mtp_layer_need_every_row() -> None:
+    """The other replicas have been told how many rows come, and MTP reads the hidden state of every prompt token."""
+    weights = RandomWeights(torch.device("cpu"), torch.float32, fp8=False)
+
+    def flag(mtp: int, dims: ParallelDims) -> bool:
+        config = ModelConfig.parse({**CONFIG, "num_nextn_predict_layers": mtp})
+        return DeepseekV3(weights, config, dims, FormThresholds()).layers[-1].sampled_only
+
+    assert [flag(0, ParallelDims()), flag(1, ParallelDims()), flag(0, ParallelDims(dp=2))] == [True, False, False]

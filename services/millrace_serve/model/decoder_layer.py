@@ -1,6 +1,8 @@
-"""h = x + attention(norm(x));  out = h + mlp(norm(h)). Letters: T tokens, D hidden size."""
+"""h = x + attention(norm(x));  out = h + mlp(norm(h)). Letters: T tokens, S sampled rows, D hidden size."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from millrace_kernels.fp8 import Fp8
 from torch import Tensor
@@ -8,6 +10,7 @@ from torch import Tensor
 from millrace_serve.model.attn_step import AttnStep
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.expert_exchange import ExpertExchange
+from millrace_serve.model.inputs import ForwardInput
 from millrace_serve.model.layers import RmsNorm
 from millrace_serve.model.mla import Mla
 from millrace_serve.model.moe import DenseMlp, Moe
@@ -30,21 +33,28 @@ class DecoderLayer:
             self.mlp = DenseMlp(ckpt, config, dims, f"{prefix}.mlp")
 
         self._plain_input = not isinstance(self.self_attn.q_kv_a_proj, Fp8)
+        self.sampled_only = False  # whether the MLP of a step with prompt chunks leaves out rows that are not sampled
 
-    def __call__(
-        self, x: Tensor, residual: Tensor | None, step: AttnStep, kv: Tensor, sampled: AttnStep | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, x: Tensor, residual: Tensor | None, step: AttnStep, kv: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, D] and the residual stream still to be added to it, None in the first layer -> the same, a layer later.
 
-        Leaving the addition to the next norm lets both be one pass over memory. With `sampled` all T rows are cached,
-        and only its S rows go on: -> [S, D].
+        Leaving the addition to the next norm lets both be one pass over memory. With `sampled_only`, rows of prompt
+        chunks that are not sampled are left without the MLP's output.
         """
         if residual is None:
             h, residual = self.input_layernorm.operand(x, plain=self._plain_input), x
         else:
             h, residual = self.input_layernorm.add_operand(x, residual, plain=self._plain_input)
-        attended = self.self_attn(h, step, kv, sampled)
-        if sampled is not None:
-            residual, step = residual[step.inputs.sample_rows], sampled
+        attended, inputs = self.self_attn(h, step, kv), step.inputs
+        if self.sampled_only and inputs.attn.num_decode < inputs.attn.num_seqs:
+            rows = inputs.sample_rows
+            h, chosen = self.post_attention_layernorm.add_operand(attended[rows], residual[rows])
+            return attended.index_copy_(0, rows, self.mlp(h, _of_rows(inputs))), residual.index_copy_(0, rows, chosen)
         h, residual = self.post_attention_layernorm.add_operand(attended, residual)
-        return self.mlp(h, step.inputs), residual
+        return self.mlp(h, inputs), residual
+
+
+def _of_rows(inputs: ForwardInput) -> ForwardInput:
+    """What an MLP reads of a step that consists of the sampled rows, none of which is padding."""
+    token_ids = inputs.token_ids[inputs.sample_rows]
+    return replace(inputs, token_ids=token_ids, num_tokens=len(token_ids), num_tokens_device=None)

@@ -46,39 +46,24 @@ class DeepseekV3:
         self.norm = RmsNorm(ckpt, "model.norm", config.hidden_size, config.rms_norm_eps)
         self.lm_head = VocabParallel(ckpt, config, dims, "lm_head.weight")
         self.mtp = Mtp(ckpt, config, dims, exchange) if config.num_nextn_predict_layers else None
+        self.layers[-1].sampled_only = self.mtp is None and exchange.local
 
     @torch.inference_mode()
     def forward(self, inputs: ForwardInput, kv: Tensor) -> Tensor:
         """Writes the step's rows into the pool and returns the hidden states after the final norm, [T, D].
 
+        Only the sampled rows of prompt chunks are hidden states, unless there is an MTP layer, which needs all of them.
+
         Args:
             kv: [num_pages, L, page_size, kv_lora_rank + qk_rope_head_dim], L >= num_kv_layers; a page is contiguous.
         """
-        return self._forward(inputs, kv, None)
-
-    @torch.inference_mode()
-    def forward_sampled(self, inputs: ForwardInput, kv: Tensor) -> Tensor:
-        """The rows inputs.sample_rows of `forward`, [S, D].
-
-        Nobody attends to what the last layer makes of the other rows. Where prompt chunks have such rows, it writes all
-        of them into the pool and goes on with the sampled ones, as a decode step. Replicas that exchange tokens do not
-        know of each other how many are sampled, so they compute them all.
-        """
-        attn = inputs.attn
-        if not self.exchange.local or attn.num_decode == attn.num_seqs:
-            return self.forward(inputs, kv)[inputs.sample_rows]
-        return self._forward(inputs, kv, inputs.sampled())
-
-    def _forward(self, inputs: ForwardInput, kv: Tensor, sampled: ForwardInput | None) -> Tensor:
         with self.scratch.step():
             step = self._attn_step(inputs, kv[:, 0])
             x, residual = self.embed_tokens.embed(inputs.token_ids), None
-            for index, layer in enumerate(self.layers[:-1]):
+            for index, layer in enumerate(self.layers):
                 x, residual = layer(x, residual, step, kv[:, index])
-            last = len(self.layers) - 1
-            rest = None if sampled is None else self._attn_step(sampled, kv[:, last])
-            out, _ = self.norm.add(*self.layers[last](x, residual, step, kv[:, last], rest))
-            return out
+            assert residual is not None
+            return self.norm.add(x, residual)[0]
 
     @torch.inference_mode()
     def forward_mtp(self, inputs: ForwardInput, hidden: Tensor, kv: Tensor) -> Tensor:

@@ -53,24 +53,3 @@ class ForwardInput:
     @property
     def device(self) -> torch.device:
         return self.token_ids.device
-
-    def sampled(self) -> ForwardInput:
-        """The sampled rows alone, each as a decode sequence: its keys, those of this step included, are in the pool."""
-        rows, num = self.sample_rows, len(self.sample_rows)
-        owners = torch.searchsorted(self.attn.cu_q, rows.int(), right=True) - 1
-        attn = AttnPlan(
-            num_decode=num,
-            cu_q=torch.arange(num + 1, dtype=torch.int32, device=self.device),
-            seq_lens=(self.positions[rows] + 1).int(),
-            page_table=self.attn.page_table[owners],
-            q_lens_host=(1,) * num,
-            seq_lens_host=(1,) * num,  # of no meaning: the host does not know whose rows they are
-        )
-        return ForwardInput(
-            token_ids=self.token_ids[rows],
-            positions=self.positions[rows],
-            kv_slots=self.kv_slots[rows],
-            attn=attn,
-            sample_rows=torch.arange(num, device=self.device),
-            num_tokens=num,
-        )

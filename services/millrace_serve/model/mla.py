@@ -67,11 +67,8 @@ class Mla:
             f"{prefix}.o_proj.weight", (hidden, total * config.v_head_dim), cols=heads(config.v_head_dim)
         )
 
-    def __call__(self, h: Operand, step: AttnStep, kv: Tensor, sampled: AttnStep | None = None) -> Tensor:
-        """h [T, D], kv [num_pages, page_size, C+R] of this layer -> [T, D]. Padding rows attend to nothing.
-
-        With `sampled` all T rows are cached, but only its rows attend: -> [S, D].
-        """
+    def __call__(self, h: Operand, step: AttnStep, kv: Tensor) -> Tensor:
+        """h [T, D], kv [num_pages, page_size, C+R] of this layer -> [T, D]. Padding rows attend to nothing."""
         q_norm = None if self.q_a_layernorm is None else self.q_a_layernorm.weight
         q_low, c_kv, k_pe = mla_qkv_norm(
             linear(h, self.q_kv_a_proj),
@@ -82,11 +79,8 @@ class Mla:
             step.sin,
             step.inputs.kv_slots,
             kv,
-            plain=sampled is not None or q_norm is None or not isinstance(self.q_b_proj, Fp8),
+            plain=q_norm is None or not isinstance(self.q_b_proj, Fp8),
         )
-        if sampled is not None:
-            assert q_low.plain is not None
-            q_low, step = Operand(q_low.plain[step.inputs.sample_rows], None), sampled
         q = linear(q_low, self.q_b_proj) if q_norm is not None else q_low.plain
         assert q is not None
         q = q.unflatten(-1, (self.num_heads, self.config.qk_head_dim))

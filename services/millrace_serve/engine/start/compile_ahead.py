@@ -15,6 +15,7 @@ in the log, and the rank compiles what is missing. They end with the rank: their
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import fcntl
 import hashlib
@@ -241,11 +242,13 @@ def run(part: Part) -> None:
 
 
 def small_model(site: Site) -> DeepseekV3:
-    """The last layer is the one before it once more; unlike that one it goes on with the sampled rows only."""
+    """Three layers, of which the last two share their weights; only the last one leaves out rows (`sampled_only`)."""
     config = small_config(site.model)
     weights = RandomWeights(site.device, site.dtype, fp8=site.fp8)
     model = DeepseekV3(weights, config, site.dims, FormThresholds())
-    model.layers.append(model.layers[-1])
+    whole = copy.copy(model.layers[-1])
+    whole.sampled_only = False
+    model.layers.insert(-1, whole)
     return model
 
 
