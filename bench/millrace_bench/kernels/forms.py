@@ -1,0 +1,134 @@
+"""Where absorbing a cached prefix stops being faster than expanding it: `model.attn_step.FormThresholds`.
+
+One layer's attention of V3 is timed for a prompt chunk of q queries behind a cached prefix, launched op by op as in a
+step with prompt chunks. The time contains all projections and, in the expanded form, the gathering and the up-projection
+of the prefix. Kernels' plans are made once per step and are not timed.
+
+python -m millrace_bench.kernels.forms [--heads 16 128] [--prefix 1024 4096] [--queries 16 64] [--out FILE]
+python -m millrace_bench.kernels.forms --tiny        small widths on a CPU, to see that it runs
+
+`break_even` of the JSON: by heads and prefix, the number of queries from which on the expanded form is faster,
+interpolated between the two numbers that were measured; null: the absorbed form always was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+from millrace_kernels.fp8 import Operand
+from millrace_kernels.scratch import Scratch
+from millrace_serve.model.attn_step import AttnStep, FormThresholds, HeadShape
+from millrace_serve.model.config import ModelConfig
+from millrace_serve.model.inputs import AttnPlan, ForwardInput
+from millrace_serve.model.mla import Mla
+from millrace_serve.model.parallel import ParallelDims
+from millrace_serve.model.random_weights import RandomWeights
+from millrace_serve.model.yarn import rope_tables
+
+from millrace_bench import v3
+from millrace_bench.common import Record, print_record
+from millrace_bench.shard import PAGE, time_ms
+
+FORMS = {"absorbed": FormThresholds(absorb_max_queries=1 << 30), "expanded": FormThresholds(absorb_max_queries=0)}
+HEADS, TINY_HEADS = (16, 128), (2, 8)
+PREFIXES, TINY_PREFIXES = (1024, 2048, 4096, 8192, 16384, 32768), (128, 256)
+QUERIES, TINY_QUERIES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048), (8, 64)
+
+
+class Layer:
+    """The attention of one layer with random weights, and a pool that holds one prefix and one chunk."""
+
+    def __init__(self, heads: int, tokens: int, device: torch.device, widths: dict[str, Any]) -> None:
+        self.config = ModelConfig(num_hidden_layers=1, **widths)
+        dims = ParallelDims(tp=self.config.num_attention_heads // heads)
+        weights = RandomWeights(device, torch.bfloat16, fp8=device.type == "cuda")
+        self.mla = Mla(weights, self.config, dims, "layer")
+        self.heads = HeadShape(heads, self.config.qk_head_dim, self.config.v_head_dim)
+        self.tables, self.scratch, self.device = rope_tables(self.config, device), Scratch(device), device
+        self.pages = -(-tokens // PAGE)
+        self.kv = torch.randn(self.pages + 1, PAGE, self.config.kv_row_dim, device=device, dtype=torch.bfloat16)
+
+    @torch.inference_mode()
+    def time(self, prefix: int, queries: int, form: FormThresholds, repeats: int) -> float:
+        """Milliseconds of one layer: the median of `repeats` calls back to back."""
+        step = AttnStep.prepare(
+            self._inputs(prefix, queries), self.tables, form, self.heads, self.kv, torch.bfloat16
+        )  # fmt: skip
+        x = torch.randn(queries, self.config.hidden_size, device=self.device, dtype=torch.bfloat16)
+
+        def call() -> None:
+            with self.scratch.step():
+                self.mla(Operand(x, None), step, self.kv)
+
+        return statistics.median(time_ms(call, repeats, self.device))
+
+    def _inputs(self, prefix: int, queries: int) -> ForwardInput:
+        positions, end = torch.arange(prefix, prefix + queries, device=self.device), prefix + queries
+
+        def ints(*values: int) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+        table = torch.arange(1, self.pages + 1, dtype=torch.int32, device=self.device).view(1, -1)
+        return ForwardInput(
+            token_ids=torch.zeros_like(positions),
+            positions=positions,
+            kv_slots=positions + PAGE,
+            attn=AttnPlan(0, ints(0, queries), ints(end), table, (queries,), (end,)),
+            sample_rows=positions[-1:] - prefix,
+            num_tokens=queries,
+        )
+
+
+def break_even(absorbed: dict[int, float], expanded: dict[int, float]) -> float | None:
+    """The number of queries where the two meet, linear between measured ones; the smallest one where expanding always
+    wins; None where absorbing always does. After the last crossing expanding stays ahead.
+    """
+    queries = sorted(absorbed)
+    ahead = [expanded[q] < absorbed[q] for q in queries]
+    if not ahead[-1]:
+        return None
+    last = max((i for i, wins in enumerate(ahead) if not wins), default=-1)
+    if last < 0:
+        return queries[0]
+    low, high = queries[last], queries[last + 1]
+    before, after = expanded[low] - absorbed[low], absorbed[high] - expanded[high]
+    return round(low + (high - low) * before / (before + after), 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Absorbed against expanded attention of prompt chunks.")
+    parser.add_argument("--heads", type=int, nargs="+", help="of one rank: 16 is TP8 of V3, 128 is DP")
+    parser.add_argument("--prefix", type=int, nargs="+", help="cached tokens")
+    parser.add_argument("--queries", type=int, nargs="+", help="tokens of the chunk")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--tiny", action="store_true", help="small widths on a CPU")
+    parser.add_argument("--out", type=Path, help="the record goes to this file too")
+    args = parser.parse_args()
+    device = torch.device("cpu" if args.tiny else "cuda")
+    widths = {**v3.V3, **(v3.TINY if args.tiny else {})}
+    prefixes = args.prefix or (TINY_PREFIXES if args.tiny else PREFIXES)
+    queries = args.queries or (TINY_QUERIES if args.tiny else QUERIES)
+    rows, crossings = [], []
+    for heads in args.heads or (TINY_HEADS if args.tiny else HEADS):
+        layer = Layer(heads, max(prefixes) + max(queries), device, widths)
+        for prefix in prefixes:
+            times: dict[str, dict[int, float]] = {form: {} for form in FORMS}
+            for form, num in itertools.product(FORMS, queries):
+                times[form][num] = round(layer.time(prefix, num, FORMS[form], args.repeats), 4)
+                rows.append({"heads": heads, "prefix": prefix, "queries": num, "form": form, "ms": times[form][num]})
+            crossings.append({"heads": heads, "prefix": prefix, "queries": break_even(**times)})
+            print(crossings[-1], times, flush=True)
+    results = {"rows": rows, "break_even": crossings}
+    if args.out:
+        args.out.write_text(json.dumps(results))
+    print_record(Record("forms", vars(args), results))
+
+
+if __name__ == "__main__":
+    main()
