@@ -58,7 +58,6 @@ ROUTER = (
     ),
     Metric("retries_refused", "millrace_retries_refused_total", Counter, "Attempts that the budget did not allow."),
     Metric("retries_left", "millrace_retry_budget_attempts", Gauge, "Further attempts that the budget allows now."),
-    Metric("hedges", "millrace_hedges_total", Counter, "Second attempts for late first tokens.", ("outcome",)),
     Metric("breakers", "millrace_breakers", Gauge, "Workers by the state of their circuit breaker.", ("role", "state")),
     Metric(
         "breaker_transitions",

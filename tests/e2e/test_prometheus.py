@@ -78,7 +78,6 @@ MAY_BE_EMPTY = {
     "Stale messages": "no message was late",
     "Breakers that changed": "breakers stay closed when either worker of a pair may be to blame",
     "Ejections": "nobody is far off the others where there is one of each role",
-    "Hedges": "off by default",
 }
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from millrace_common.reasons import Reason
 from millrace_router.flow.metrics import build
 from millrace_router.resilience.breaker import LEGAL, Breaker, State
-from millrace_router.resilience.budget import HEDGES, Budget
+from millrace_router.resilience.budget import Budget
 from millrace_router.resilience.config import BreakerRules, OutlierRules, Resilience, RetryBudget
 from millrace_router.resilience.health import FAULTS, Health
 from millrace_router.resilience.outliers import Record, judge
@@ -54,12 +54,6 @@ def test_the_budget_follows_the_requests_that_are_alive() -> None:
     assert not budget.spend(9.0)
     assert budget.spend(12.0), "what was spent at first is forgotten; the requests that ended are not"
     assert [budget.spend(30.0) for _ in range(3)] == [True, True, False]
-
-
-def test_hedges_leave_half_of_the_budget_to_retries() -> None:
-    budget = Budget(RetryBudget(window=10, ratio=0, per_s=1))
-    assert sum(budget.spend(0.0, HEDGES) for _ in range(10)) == 5
-    assert sum(budget.spend(0.0) for _ in range(10)) == 5
 
 
 # ------------------------------------------------------------------------------------- breaker

@@ -135,12 +135,6 @@ RESILIENCE = Row(
             "ops",
             (Query(total(VIEW.rate("ejections"), "role", "why"), "{{role}} {{why}}"),),
         ),
-        Panel(
-            "Hedges",
-            "Second attempts for late first tokens, by outcome.",
-            "ops",
-            (Query(total(VIEW.rate("hedges"), "outcome"), "{{outcome}}"),),
-        ),
     ),
 )
 KNOWN_WORKERS = Row(

@@ -62,15 +62,7 @@ class Job:
 
 
 class Generation:
-    def __init__(
-        self,
-        backend: Backend,
-        job: Job,
-        spans: ContinuationSpans,
-        wake: Callable[[], None],
-        elsewhere: frozenset[str] = frozenset(),
-    ) -> None:
-        """`elsewhere`: addresses of workers that are no use, whoever else there is; it is a hedge then."""
+    def __init__(self, backend: Backend, job: Job, spans: ContinuationSpans, wake: Callable[[], None]) -> None:
         self._loop = asyncio.get_running_loop()
         config, now = backend.config, self._loop.time()
         self.job = job
@@ -96,21 +88,14 @@ class Generation:
         self._ticket: Ticket | None = None
         self._placed: dict[Leg, Replica] = {}
         self._links: dict[Leg, Link] = {}
-        self._hedge = bool(elsewhere)
-        self._avoid = elsewhere
+        self._avoid: frozenset[str] = frozenset()  # addresses of workers that failed it before
         self._weights = ""  # of the model that was asked last
         self._timer: asyncio.Handle | None = None
         self._timer_at = 0.0  # uvloop gives a handle without a time for a moment that has passed
         self._again: asyncio.TimerHandle | None = None
 
-    @property
-    def workers(self) -> frozenset[str]:
-        """Addresses of those that the latest attempt was given to."""
-        return frozenset(replica.address for replica in self._placed.values())
-
     def start(self) -> None:
-        if not self._hedge:
-            self._health.budget.begin()
+        self._health.budget.begin()
         self._arm()
         self._enter()
 
@@ -147,8 +132,6 @@ class Generation:
         self._spans.waits(self._loop.time())
         self._ticket = Ticket(self.place, want, self._serve, self._refuse, paid=self.flow.attempt >= 0)
         self._backend.admission.enter(self._ticket)
-        if self._hedge and self._ticket is not None:
-            self.cancel(MillraceError(Reason.OVERLOADED, "nobody else has room"))  # and it delays no others
 
     def _refuse(self, error: MillraceError) -> None:
         """Another took the place in the queue, or nobody will ever serve it."""
@@ -163,7 +146,6 @@ class Generation:
             tokens=len(token_ids),
             prefill_only=flow.remaining == 1,
             avoid=self._avoid,
-            elsewhere=self._hedge,
             weights=self._weights if flow.outputs else "",
             session=job.session_id,
             pages=registry.placer.indexes.hashes(token_ids, page_size),
@@ -266,8 +248,7 @@ class Generation:
             self._arm()
 
     def _finish(self) -> None:
-        if not self._hedge:
-            self._health.budget.end(self._loop.time())
+        self._health.budget.end(self._loop.time())
         for handle in (self._timer, self._again):
             if handle is not None:
                 handle.cancel()

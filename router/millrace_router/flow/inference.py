@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import secrets
 import time
 from dataclasses import dataclass
@@ -21,8 +20,7 @@ from millrace_rpc.errors import MillraceError
 from millrace_router.edge.tenants import Tenant, caller
 from millrace_router.flow import validate
 from millrace_router.flow.ask import Ask, Chat, Prompt
-from millrace_router.flow.generation import Backend, Job
-from millrace_router.flow.hedged import prepare
+from millrace_router.flow.generation import Backend, Generation, Job
 from millrace_router.flow.metrics import observe_generation
 from millrace_router.flow.rounds import Rounds
 from millrace_router.flow.spans import ContinuationSpans, RequestSpans
@@ -87,8 +85,8 @@ class Inference:
                 tenant=who.tenant,
                 session_id=ask.session_id,
             )
-            below = functools.partial(ContinuationSpans, self.backend.tracer, spans.traceparent, i)
-            generation = prepare(self.backend, job, below, stream.wake)
+            below = ContinuationSpans(self.backend.tracer, spans.traceparent, i)
+            generation = Generation(self.backend, job, below, stream.wake)
             text = Text(self.tokenizer, (*ask.stop, *ask.ends), ask.keep_special_tokens)
             stream.continuations.append(Continuation(i, generation, text, self.backend.metrics.itl.observe))
         self._started(stream, len(token_ids))

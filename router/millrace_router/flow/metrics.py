@@ -10,7 +10,6 @@ from prometheus_client import CollectorRegistry
 
 from millrace_router.flow.flow import Stage
 from millrace_router.flow.generation import Generation
-from millrace_router.flow.hedged import Hedged
 
 
 def build() -> Metrics:
@@ -27,7 +26,7 @@ def forget_tenants(metrics: Metrics, known: Set[str]) -> None:
             counter.remove(*values)
 
 
-def observe_generation(metrics: Metrics, generation: Generation | Hedged) -> None:
+def observe_generation(metrics: Metrics, generation: Generation) -> None:
     """The stages of one continuation that has ended. A stage that it did not reach is not observed."""
     now = asyncio.get_running_loop().time()
     stamps, received = generation.stamps, generation.job.received

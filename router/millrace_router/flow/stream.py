@@ -23,7 +23,6 @@ from millrace_rpc.errors import MillraceError
 
 from millrace_router.flow.flow import Stage
 from millrace_router.flow.generation import Generation
-from millrace_router.flow.hedged import Hedged
 from millrace_router.flow.rounds import Rounds
 from millrace_router.text.stop_strings import StopMatcher
 from millrace_router.text.tokenizer import Detokenizer, Tokenizer
@@ -73,9 +72,7 @@ class Text:
 class Continuation:
     """One generation with its text. `on_gap` hears the seconds between two deltas."""
 
-    def __init__(
-        self, index: int, generation: Generation | Hedged, text: Text, on_gap: Callable[[float], None]
-    ) -> None:
+    def __init__(self, index: int, generation: Generation, text: Text, on_gap: Callable[[float], None]) -> None:
         self.generation = generation
         self.finished = False
         self.completion_tokens = 0

@@ -81,7 +81,7 @@ class Chooser:
     def _choose(self, situation: Situation, note: Note | None) -> Placement | None:
         want, first = situation.want, situation.view.first
         revisions = (None,) if first is None else (first, None)
-        for avoid in (want.avoid, frozenset[str]()) if want.avoid and not want.elsewhere else (want.avoid,):
+        for avoid in (want.avoid, frozenset[str]()) if want.avoid else (want.avoid,):
             for revision in revisions:
                 attempt = _Attempt(self, situation, avoid, revision, note)
                 placement = attempt.local() or attempt.pair() or attempt.unified()

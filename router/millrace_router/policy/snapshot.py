@@ -66,7 +66,6 @@ class Want:
     tokens: int  # length of the prompt, replayed outputs included
     prefill_only: bool = False  # one more token ends it: nothing to hand over
     avoid: frozenset[str] = frozenset()  # addresses of workers that failed this request before
-    elsewhere: bool = False  # nowhere rather than at one of those
     weights: str = ""  # of the model that has begun the answer: no other may go on with it; empty: nothing is said yet
     session: str = ""  # requests of one session share a prefix; empty: unknown
     pages: tuple[int, ...] = ()  # chain hashes of the prompt's full pages; empty when no policy looks at them

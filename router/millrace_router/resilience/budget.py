@@ -1,4 +1,4 @@
-"""How many further attempts there may be: retries and hedges, of all requests together. Pure; a clock is passed in.
+"""How many retries there may be, of all requests together. Pure; a clock is passed in.
 
     allowed = ratio x (requests alive in the window) + per_s x window
 
@@ -13,7 +13,6 @@ from millrace_router.resilience.config import RetryBudget
 from millrace_router.resilience.window import Window
 
 ENDED, SPENT = 0, 1
-HEDGES = 0.5  # of the budget: the rest stays for retries
 
 
 class Budget:
@@ -30,15 +29,14 @@ class Budget:
         self._running -= 1
         self._window.add(ENDED, 1, now)
 
-    def left(self, now: float, share: float = 1.0) -> float:
-        """Attempts, if only this share of the budget may be used."""
+    def left(self, now: float) -> float:
+        """Retries that the budget allows now."""
         ended, spent = self._window.sums(now)
-        allowed = self._rules.ratio * (self._running + ended) + self._rules.per_s * self._rules.window
-        return share * allowed - spent
+        return self._rules.ratio * (self._running + ended) + self._rules.per_s * self._rules.window - spent
 
-    def spend(self, now: float, share: float = 1.0) -> bool:
+    def spend(self, now: float) -> bool:
         """Whether one more attempt may be made; if so, it is counted."""
-        if self.left(now, share) < 1:
+        if self.left(now) < 1:
             return False
         self._window.add(SPENT, 1, now)
         return True

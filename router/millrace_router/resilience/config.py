@@ -40,4 +40,3 @@ class Resilience(Config):
     retries: RetryBudget = RetryBudget()
     breaker: BreakerRules = BreakerRules()
     outliers: OutlierRules = OutlierRules()
-    hedge_after: float | None = Field(None, gt=0)  # without a first token, a second attempt elsewhere; none: never
