@@ -1,8 +1,8 @@
 """Where absorbing a cached prefix stops being faster than expanding it: `model.attn_step.FormThresholds`.
 
 One layer's attention of V3 is timed for a prompt chunk of q queries behind a cached prefix, launched op by op as in a
-step with prompt chunks. The time contains all projections and, in the expanded form, the gathering and the up-projection
-of the prefix. Kernels' plans are made once per step and are not timed.
+step with prompt chunks. The time contains all projections and, in the expanded form, the gathering and up-projection of
+the prefix. Kernels' plans are made once per step and are not timed.
 
 python -m millrace_bench.kernels.forms [--heads 16 128] [--prefix 1024 4096] [--queries 16 64] [--out FILE]
 python -m millrace_bench.kernels.forms --tiny        small widths on a CPU, to see that it runs
