@@ -68,7 +68,17 @@ MAY_IMPORT = {
     f"{WORKER}.channels": set(),
     f"{WORKER}.launcher": {f"{WORKER}.config"},
     f"{WORKER}.frontend": {
-        *(STUBS, COMMON, RPC, CORE, LIMITS, CACHE, f"{ENGINE}.start.phases", f"{TRANSFER}.base"),
+        *(
+            STUBS,
+            COMMON,
+            RPC,
+            CORE,
+            LIMITS,
+            CACHE,
+            f"{ENGINE}.start.phases",
+            f"{TRANSFER}.base",
+            f"{TRANSFER}.messages",
+        ),
         *(*BOTH_PROCESSES, f"{WORKER}.launcher"),
     },
     f"{WORKER}.rank": {COMMON, MODEL, ENGINE, TRANSFER, *BOTH_PROCESSES},

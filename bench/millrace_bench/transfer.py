@@ -15,6 +15,7 @@ import ctypes
 import multiprocessing as mp
 import queue
 import statistics
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -22,10 +23,14 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
+import zmq
+from millrace_serve.engine.core import RequestId
 from millrace_serve.transfer.base import KvSink, MemoryHandle, PageBuffer, ReadState
+from millrace_serve.transfer.messages import AddSource, FromReader, ReadDone, ReadPages, StopReader, ToReader
 from millrace_serve.transfer.nixl import NixlSink, NixlSource
 from millrace_serve.transfer.nixl_agent import NixlConfig
-from millrace_serve.transfer.reader import Reader, ReaderConfig, ReaderEvent, ReadFinished
+from millrace_serve.transfer.reader import Reader
+from millrace_serve.worker.channels import Receiver, Sender
 from rich.console import Console
 from rich.table import Table
 
@@ -158,17 +163,24 @@ def _read(sink: KvSink, source: MemoryHandle, src: Sequence[int], dst: Sequence[
 
 
 def _reader_ms(sink: KvSink, source: MemoryHandle, repeats: int) -> float:
-    """Median of one-page reads, one at a time, each found by an idle reader. Closes the sink."""
-    events: queue.SimpleQueue[ReaderEvent] = queue.SimpleQueue()
-    reader = Reader(sink, ReaderConfig(), events.put)
+    """Median of one-page reads, one at a time, each asked of an idle reader over ZeroMQ. Closes the sink."""
+    context: zmq.Context[Any] = zmq.Context()
+    inbox: Receiver[ToReader] = Receiver(context, "inproc://reader", ToReader)
+    commands: Sender[ToReader] = Sender(context, inbox.endpoint)
+    reports: queue.SimpleQueue[FromReader] = queue.SimpleQueue()
+    thread = threading.Thread(target=Reader(sink, inbox, reports.put, stall_s=60.0).run)
+    thread.start()
+    commands.send(AddSource(source))
     seconds = []
     for i in range(repeats):
         started = time.perf_counter()
-        reader.read(i, source, [0], [0])
-        event = events.get()
+        commands.send(ReadPages(RequestId(1, 0), i, [0], [0], source.agent))
+        report = reports.get()
         seconds.append(time.perf_counter() - started)
-        assert isinstance(event, ReadFinished) and not event.error, event
-    reader.close()
+        assert isinstance(report, ReadDone) and not report.error, report
+    commands.send(StopReader())
+    thread.join()
+    context.destroy(linger=0)
     return statistics.median(seconds) * 1e3
 
 

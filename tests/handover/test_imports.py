@@ -33,9 +33,9 @@ from millrace_serve.engine.core import (
 )
 from millrace_serve.transfer.base import MemoryHandle
 from millrace_serve.transfer.lease import Outcome
+from millrace_serve.transfer.messages import AddSource, ReadDone, ReadPages, ReadStuck
 from millrace_serve.worker.config import WorkerConfig
 from millrace_serve.worker.frontend.spans import WorkerSpans
-from millrace_serve.worker.messages import AddSource, ReadDone, ReadPages, ReadStuck
 from prometheus_client import CollectorRegistry
 
 ID = RequestId(9, 1)
@@ -94,7 +94,7 @@ class Bench:
             info=types.SimpleNamespace(layout=layout),
             of_replica=lambda replica: range(2 * replica, 2 * replica + 2),
             send=lambda replica, message: self.engine.append(message),
-            send_transfer=lambda rank, message: self.transfer.append((rank, message)),
+            send_reader=lambda rank, message: self.transfer.append((rank, message)),
         )
 
         class Attempts(set[RequestId]):
@@ -132,7 +132,7 @@ class Bench:
         assert self.engine == [KvOffered(ID)]
         self.imports.on_reserved(KvReserved(ID, [3, 4], 0))
         reads = [(rank, message) for rank, message in self.transfer if isinstance(message, ReadPages)]
-        assert reads == [(rank, ReadPages(ID, 0, f"p{rank}", [7, 8], [3, 4])) for rank in (0, 1)]
+        assert reads == [(rank, ReadPages(ID, 0, [7, 8], [3, 4], f"p{rank}")) for rank in (0, 1)]
         assert [(r, m.source) for r, m in self.transfer if isinstance(m, AddSource)] == list(enumerate(SOURCES))
 
     def quarantined(self) -> float:
@@ -253,7 +253,7 @@ async def test_pages_are_reserved_while_the_prompt_is_computed(bench: Bench) -> 
     bench.peer.said.put_nowait(KvPart(ID, 0, [7, 8], page_hashes(PROMPT, 64), 100, True, FIRST))
     await bench.settle()
     assert [message for _, message in bench.transfer if isinstance(message, ReadPages)] == [
-        ReadPages(ID, 0, f"p{rank}", [7, 8], [3, 4]) for rank in (0, 1)
+        ReadPages(ID, 0, [7, 8], [3, 4], f"p{rank}") for rank in (0, 1)
     ]
 
 

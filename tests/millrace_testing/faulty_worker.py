@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from millrace_serve.transfer.base import KvSink, MemoryHandle, PageBuffer, ReadOp
-from millrace_serve.transfer.faulty import Fault, FaultPlan, FaultySink
+
+from millrace_testing.faulty_transfer import Fault, FaultPlan, FaultySink
 
 FLAG = "MILLRACE_TEST_KV_FAULT"
 OBJECTS = 2_000_000  # that a collection has to look at

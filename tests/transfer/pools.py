@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 from millrace_serve.transfer.base import KvSink, KvSource, MemoryHandle, PageBuffer, ReadOp, ReadState
-from millrace_serve.transfer.local import LocalFabric, LocalSink, LocalSource
 from millrace_serve.transfer.nixl import NixlSink, NixlSource
 from millrace_serve.transfer.nixl_agent import NixlConfig
+from millrace_testing.local_transfer import LocalFabric, LocalSink, LocalSource
 
 POISON = 0xA5
 DEADLINE_S = 30.0

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 from millrace_serve.transfer.base import KvSink, ReadState, TransferError
-from millrace_serve.transfer.faulty import FaultPlan, FaultySink
+from millrace_testing.faulty_transfer import FaultPlan, FaultySink
 from transfer.pools import POISON, Fabric, Pool, finish
 
 

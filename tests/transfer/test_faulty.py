@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from millrace_serve.transfer.base import MemoryHandle, ReadState, TransferError
-from millrace_serve.transfer.faulty import Fault, FaultPlan, FaultySink
-from millrace_serve.transfer.local import LocalFabric, LocalSink, LocalSource
+from millrace_testing.faulty_transfer import Fault, FaultPlan, FaultySink
+from millrace_testing.local_transfer import LocalFabric, LocalSink, LocalSource
 from transfer.pools import POISON, Pool, finish
 
 

@@ -14,10 +14,10 @@ from millrace_serve.transfer.importer import (
     ImportState,
     KvImport,
     Over,
-    Read,
     Refusal,
 )
 from millrace_serve.transfer.lease import Outcome
+from millrace_serve.transfer.messages import ReadPages
 
 ID = RequestId(11, 2)
 HASHES = page_hashes(list(range(64 * 4 + 5)))  # 5 pages, the last one partial
@@ -44,8 +44,8 @@ def test_parts_are_read_as_they_arrive() -> None:
     x = KvImport(ID, HASHES)
     assert x.on_part(part(0, 2)) == [AskReserve()]
     assert x.on_part(part(2, 3)) == []
-    assert x.on_reserved(range(10, 15), 0) == [Read(0, [100, 101, 102], [10, 11, 12])]
-    assert x.on_part(part(3, 5)) == [Read(1, [103, 104], [13, 14])]
+    assert x.on_reserved(range(10, 15), 0) == [ReadPages(ID, 0, [100, 101, 102], [10, 11, 12])]
+    assert x.on_part(part(3, 5)) == [ReadPages(ID, 1, [103, 104], [13, 14])]
     assert x.on_read_done(1) == []
     assert x.on_read_done(0) == [AskRelease()]
     assert x.on_release_outcome(Outcome.HELD) == [Done(FIRST)]
@@ -60,7 +60,7 @@ def test_pages_are_reserved_before_there_is_anything_to_read() -> None:
     assert x.on_part(OFFER) == [AskReserve()]
     assert x.on_part(OFFER) == []
     assert x.on_reserved(range(10, 15), 1) == []
-    assert x.on_part(part(0, 5)) == [Read(0, [101, 102, 103, 104], [11, 12, 13, 14])]
+    assert x.on_part(part(0, 5)) == [ReadPages(ID, 0, [101, 102, 103, 104], [11, 12, 13, 14])]
     assert x.on_read_done(0) == [AskRelease()]
 
 
@@ -78,7 +78,7 @@ def test_cached_pages_are_not_read(cached: int) -> None:
     x = KvImport(ID, HASHES)
     x.on_part(part(0, 2))
     actions = x.on_reserved(range(10, 15), cached) + x.on_part(part(2, 5))
-    reads = [a for a in actions if isinstance(a, Read)]
+    reads = [a for a in actions if isinstance(a, ReadPages)]
     pairs = [pair for r in reads for pair in zip(r.src_pages, r.dst_pages, strict=True)]
     assert pairs == [(100 + i, 10 + i) for i in range(cached, 5)]
     for r in reads:
@@ -104,7 +104,7 @@ def test_what_does_not_fit_is_refused_and_counted() -> None:
         Refusal.LATE: 2,
     }
     assert x.state is ImportState.READING
-    assert x.on_part(part(2, 5)) == [Read(1, [102, 103, 104], [12, 13, 14])]
+    assert x.on_part(part(2, 5)) == [ReadPages(ID, 1, [102, 103, 104], [12, 13, 14])]
 
 
 def test_nothing_follows_the_last_part() -> None:
@@ -184,7 +184,7 @@ def test_an_abort_while_reserving_ends_at_once() -> None:
 def test_an_abort_while_releasing_does_not_release_again() -> None:
     x = reading(num_cached_pages=2)
     for action in x.on_part(part(2, 5)):
-        assert isinstance(action, Read)
+        assert isinstance(action, ReadPages)
         assert x.on_read_done(action.read) == [AskRelease()]
     assert x.on_abort(CANCELLED) == [Over(CANCELLED)]
     assert x.on_release_outcome(Outcome.HELD) == []

@@ -5,11 +5,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from millrace_serve.engine.core import KvPart, RequestId
-from millrace_serve.transfer.lease import LEGAL, LeaseConfig, LeaseState, LeaseTable, Outcome
+from millrace_serve.transfer.lease import MOVES, LeaseConfig, LeaseState, LeaseTable, Outcome
 
 A, B = RequestId(7, 0), RequestId(7, 1)
 CONFIG = LeaseConfig(lease_s=10.0, max_lease_s=25.0, tombstone_s=100.0, max_tombstones=4)
-TERMINAL = {state for state, successors in LEGAL.items() if not successors}
 
 
 def part(id: RequestId, first_page: int = 0, num_pages: int = 2, last: bool = True) -> KvPart:
@@ -131,7 +130,7 @@ class LeaseMachine(RuleBasedStateMachine):
 
     def on_ended(self, id: RequestId, state: LeaseState) -> None:
         assert id not in self.freed, "pages freed twice"
-        assert state in TERMINAL
+        assert state in MOVES.final
         assert id not in self.held
         self.freed[id] = state
 
@@ -158,7 +157,7 @@ class LeaseMachine(RuleBasedStateMachine):
     @rule(id=ids)
     def abort(self, id: RequestId) -> None:
         self.table.abort(id)
-        assert self.table.state(id) in TERMINAL
+        assert self.table.state(id) in MOVES.final
 
     @rule(id=ids)
     def renew(self, id: RequestId) -> None:

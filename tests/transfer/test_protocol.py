@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from millrace_serve.engine.core import Failure, KvPart, RequestId, SequenceOutput, TokenOutput
 from millrace_serve.transfer.base import ReadOp, ReadState, TransferError
-from millrace_serve.transfer.faulty import Fault, FaultPlan, FaultySink
-from millrace_serve.transfer.importer import Action, AskRelease, AskReserve, Done, GiveBack, KvImport, Over, Read
+from millrace_serve.transfer.importer import Action, AskRelease, AskReserve, Done, GiveBack, KvImport, Over
 from millrace_serve.transfer.lease import LeaseConfig, LeaseState, LeaseTable
-from millrace_serve.transfer.local import LocalFabric, LocalSink, LocalSource
+from millrace_serve.transfer.messages import ReadPages
+from millrace_testing.faulty_transfer import Fault, FaultPlan, FaultySink
+from millrace_testing.local_transfer import LocalFabric, LocalSink, LocalSource
 from transfer.pools import Pool
 
 NUM_PAGES, PAGE_BYTES, REUSED, FREED = 6, 64, 0xEE, 0xDD
@@ -53,7 +54,7 @@ class ProtocolMachine(RuleBasedStateMachine):
         for action in actions:
             assert self.end is None, f"{action} after {self.end}"
             match action:
-                case Read(read, src, dst):
+                case ReadPages(_, read, src, dst):
                     try:
                         self.ops[read] = self.sink.read(self.source, src, dst)
                     except TransferError as error:

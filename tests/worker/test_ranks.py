@@ -33,7 +33,7 @@ class Nobody(Launcher):
 
 def ready(config: WorkerConfig, endpoint: str) -> RankReady:
     return RankReady(
-        engine_endpoint=endpoint, transfer_endpoint="", vocab_size=2, max_context=1, eos_token_ids=[],
+        engine_endpoint=endpoint, reader_endpoint="", vocab_size=2, max_context=1, eos_token_ids=[],
         layout=sim_layout(config.limits, config.sim), num_pages=2, startup={}, memory=None,
     )  # fmt: skip
 

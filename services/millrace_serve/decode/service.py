@@ -13,12 +13,13 @@ from millrace_serve.engine.config import Role
 from millrace_serve.engine.core import Events, Failure, Request, RequestId, Route
 from millrace_serve.handover import pairing
 from millrace_serve.handover.imports import Imports
+from millrace_serve.transfer.messages import ReadDone, ReadStuck
 from millrace_serve.worker.frontend import convert
 from millrace_serve.worker.frontend.frontend import Frontend
 from millrace_serve.worker.frontend.links import Link
 from millrace_serve.worker.frontend.role import RoleLogic
 from millrace_serve.worker.frontend.warmup import Waiter
-from millrace_serve.worker.messages import ReadDone, ReadStuck, Report, SourceAdded
+from millrace_serve.worker.messages import Report
 
 CANCELLED = Failure(Reason.CANCELLED, "the attempt was aborted")
 
@@ -69,8 +70,6 @@ class DecodeRole(RoleLogic):
                 self.imports.on_read_done(rank, report)
             case ReadStuck():
                 self.imports.on_stuck(report)
-            case SourceAdded():
-                pass  # a connection that fails fails its reads as well
             case _:
                 super().on_report(rank, report)
 

@@ -3,7 +3,7 @@
 Life of an import:
 
 1. `start`     a task opens Fetch on the prefill worker and hands its parts to the state machine
-2. the machine asks: AskReserve -> KvOffered to the engine; Read -> ReadPages to every rank of the replica;
+2. the machine asks: AskReserve -> KvOffered to the engine; ReadPages -> every rank of the replica;
    AskRelease and GiveBack -> release on the Fetch stream
 3. answers come back through `on_reserved`, `on_read_done`, `on_stuck` and the stream; whatever breaks comes as
    `on_abort`
@@ -50,11 +50,10 @@ from millrace_serve.transfer.importer import (
     ImportState,
     KvImport,
     Over,
-    Read,
 )
 from millrace_serve.transfer.lease import Outcome
+from millrace_serve.transfer.messages import AddSource, DropSource, ReadDone, ReadPages, ReadStuck
 from millrace_serve.worker.frontend.frontend import Frontend
-from millrace_serve.worker.messages import AddSource, DropSource, ReadDone, ReadPages, ReadStuck
 
 log = logging.getLogger(__name__)
 
@@ -81,9 +80,7 @@ class Import:
 class Imports:
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
-        self._peers = Peers(
-            lambda rank, agent: frontend.ranks.send_transfer(rank, DropSource(agent)), frontend.identity
-        )
+        self._peers = Peers(lambda rank, agent: frontend.ranks.send_reader(rank, DropSource(agent)), frontend.identity)
         self._live: dict[RequestId, Import] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -162,7 +159,7 @@ class Imports:
                 case AskReserve():
                     self._frontend.spans.waits_for_pages(id)
                     engine.send(job.replica, KvOffered(id))
-                case Read():
+                case ReadPages():
                     self._read(job, action)
                 case AskRelease() | GiveBack():
                     assert job.fetch is not None, "released before anything came"
@@ -182,7 +179,7 @@ class Imports:
             self._frontend.fail(id, job.machine.failure)
         self._count_quarantine()
 
-    def _read(self, job: Import, read: Read) -> None:
+    def _read(self, job: Import, read: ReadPages) -> None:
         """Rank i reads from the exporter's rank i; with fewer ranks over there they serve several, as the KV is the
         same on all.
         """
@@ -194,9 +191,8 @@ class Imports:
             source = job.sources[index % len(job.sources)]
             if (rank, source.agent) not in job.peer.agents:
                 job.peer.agents.add((rank, source.agent))
-                self._frontend.ranks.send_transfer(rank, AddSource(source))
-            message = ReadPages(job.machine.id, read.read, source.agent, read.src_pages, read.dst_pages)
-            self._frontend.ranks.send_transfer(rank, message)
+                self._frontend.ranks.send_reader(rank, AddSource(source))
+            self._frontend.ranks.send_reader(rank, msgspec.structs.replace(read, agent=source.agent))
 
     def _forget(self, job: Import) -> None:
         del self._live[job.machine.id]

@@ -26,9 +26,12 @@ import enum
 from collections.abc import Sequence
 
 import msgspec
+from millrace_common.reasons import Reason
+from millrace_common.transitions import Transitions
 
 from millrace_serve.engine.core import Failure, KvPart, RequestId, SequenceOutput
 from millrace_serve.transfer.lease import Outcome
+from millrace_serve.transfer.messages import ReadPages
 
 
 class ImportState(enum.StrEnum):
@@ -41,16 +44,17 @@ class ImportState(enum.StrEnum):
     OVER = "over"
 
 
-LEGAL: dict[ImportState, frozenset[ImportState]] = {
-    ImportState.WAITING: frozenset({ImportState.RESERVING, ImportState.DONE, ImportState.OVER}),
-    ImportState.RESERVING: frozenset({ImportState.READING, ImportState.DONE, ImportState.OVER}),
-    ImportState.READING: frozenset({ImportState.RELEASING, ImportState.DONE, ImportState.DRAINING, ImportState.OVER}),
-    ImportState.RELEASING: frozenset({ImportState.DONE, ImportState.OVER}),
-    ImportState.DRAINING: frozenset({ImportState.OVER}),
-    ImportState.DONE: frozenset(),
-    ImportState.OVER: frozenset(),
-}
-TERMINAL = frozenset(state for state, successors in LEGAL.items() if not successors)
+MOVES = Transitions(
+    {
+        ImportState.WAITING: (ImportState.RESERVING, ImportState.DONE, ImportState.OVER),
+        ImportState.RESERVING: (ImportState.READING, ImportState.DONE, ImportState.OVER),
+        ImportState.READING: (ImportState.RELEASING, ImportState.DONE, ImportState.DRAINING, ImportState.OVER),
+        ImportState.RELEASING: (ImportState.DONE, ImportState.OVER),
+        ImportState.DRAINING: (ImportState.OVER,),
+        ImportState.DONE: (),
+        ImportState.OVER: (),
+    }
+)
 _TAKES_PARTS = frozenset({ImportState.WAITING, ImportState.RESERVING, ImportState.READING})
 
 
@@ -64,14 +68,6 @@ class Refusal(enum.StrEnum):
 
 class AskReserve(msgspec.Struct, frozen=True):
     """Ask our engine for pages (KvOffered); answer with `on_reserved`."""
-
-
-class Read(msgspec.Struct, frozen=True):
-    """Start one read; answer with `on_read_done` or `on_read_failed` when it is final."""
-
-    read: int  # 0, 1, ... within the import
-    src_pages: list[int]
-    dst_pages: list[int]
 
 
 class AskRelease(msgspec.Struct, frozen=True):
@@ -94,7 +90,7 @@ class Over(msgspec.Struct, frozen=True):
     failure: Failure
 
 
-Action = AskReserve | Read | AskRelease | GiveBack | Done | Over
+Action = AskReserve | ReadPages | AskRelease | GiveBack | Done | Over
 
 
 class KvImport:
@@ -123,7 +119,7 @@ class KvImport:
             return self._refuse(refusal)
         self._offered = True
         if problem := self._contradiction_in(part):
-            return self.on_abort(Failure("KV_MISMATCH", f"{self.id}: {problem}"))
+            return self.on_abort(Failure(Reason.KV_MISMATCH, f"{self.id}: {problem}"))
         self._src_pages += part.page_ids
         if part.last:
             self._first = part.first
@@ -136,10 +132,10 @@ class KvImport:
 
     def on_stream_end(self) -> list[Action]:
         """The exporter's stream ended in good order: neither parts nor an answer to a release can come any more."""
-        if self.state in TERMINAL or self.failure is not None or self._is_finished:
+        if self.state in MOVES.final or self.failure is not None or self._is_finished:
             return []
         have = f"{len(self._src_pages)} of {len(self._expected)} pages, {self.state}"
-        return self.on_abort(Failure("TRANSFER_FAILED", f"{self.id}: the exporter's stream ended after {have}"))
+        return self.on_abort(Failure(Reason.TRANSFER_FAILED, f"{self.id}: the exporter's stream ended after {have}"))
 
     def on_reserved(self, page_ids: Sequence[int], num_cached_pages: int) -> list[Action]:
         """Our pages, one per page of the prompt; the first `num_cached_pages` already hold what we need."""
@@ -163,19 +159,19 @@ class KvImport:
         if read not in self._outstanding:
             return self._refuse(Refusal.UNKNOWN_READ)
         self._outstanding.remove(read)
-        return self.on_abort(Failure("TRANSFER_FAILED", f"{self.id}: {reason}"))
+        return self.on_abort(Failure(Reason.TRANSFER_FAILED, f"{self.id}: {reason}"))
 
     def on_release_outcome(self, outcome: Outcome) -> list[Action]:
         if self.state is not ImportState.RELEASING:
             return self._refuse(Refusal.LATE)
         if outcome is not Outcome.HELD:
             message = f"{self.id}: the exporter no longer held the pages when they had been read (release: {outcome})"
-            return self.on_abort(Failure("KV_EXPIRED", message))
+            return self.on_abort(Failure(Reason.KV_EXPIRED, message))
         return self._done()
 
     def on_abort(self, failure: Failure) -> list[Action]:
         """The request was cancelled, the peer died, a read stalled, ...: the first failure is the one reported."""
-        if self.state in TERMINAL:
+        if self.state in MOVES.final:
             return self._refuse(Refusal.LATE)
         self.failure = self.failure or failure
         if self._outstanding and self.state is not ImportState.DRAINING:
@@ -218,10 +214,10 @@ class KvImport:
         start, end = self._num_asked, len(self._src_pages)
         if start < end:
             self._num_asked = end
-            read = Read(self._num_reads, self._src_pages[start:end], self._dst_pages[start:end])
+            read = self._num_reads
             self._num_reads += 1
-            self._outstanding.add(read.read)
-            return [read]
+            self._outstanding.add(read)
+            return [ReadPages(self.id, read, self._src_pages[start:end], self._dst_pages[start:end])]
         if self._first is not None and not self._outstanding:
             self._move(ImportState.RELEASING)
             return [AskRelease()]
@@ -249,5 +245,4 @@ class KvImport:
         return []
 
     def _move(self, to: ImportState) -> None:
-        assert to in LEGAL[self.state], f"{self.id}: illegal import transition {self.state} -> {to}"
-        self.state = to
+        self.state = MOVES.move(self.state, to, f"import {self.id}")

@@ -23,6 +23,7 @@ import enum
 from collections.abc import Callable
 
 import msgspec
+from millrace_common.transitions import Transitions
 
 from millrace_serve.engine.core import KvPart, RequestId
 
@@ -41,13 +42,15 @@ class Outcome(enum.StrEnum):
     UNKNOWN = "unknown"  # never published here, or forgotten: discard what was read
 
 
-LEGAL: dict[LeaseState, frozenset[LeaseState]] = {
-    LeaseState.OPEN: frozenset({LeaseState.PUBLISHED, LeaseState.ABORTED}),
-    LeaseState.PUBLISHED: frozenset({LeaseState.RELEASED, LeaseState.EXPIRED, LeaseState.ABORTED}),
-    LeaseState.RELEASED: frozenset(),
-    LeaseState.EXPIRED: frozenset(),
-    LeaseState.ABORTED: frozenset(),
-}
+MOVES = Transitions(
+    {
+        LeaseState.OPEN: (LeaseState.PUBLISHED, LeaseState.ABORTED),
+        LeaseState.PUBLISHED: (LeaseState.RELEASED, LeaseState.EXPIRED, LeaseState.ABORTED),
+        LeaseState.RELEASED: (),
+        LeaseState.EXPIRED: (),
+        LeaseState.ABORTED: (),
+    }
+)
 
 RELEASE_ANSWER: dict[LeaseState, Outcome] = {
     LeaseState.OPEN: Outcome.EXPIRED,
@@ -98,7 +101,7 @@ class LeaseTable:
         lease.num_pages += len(part.page_ids)
         if part.last:
             now = self._clock()
-            lease.state = _moved(lease.state, LeaseState.PUBLISHED)
+            lease.state = MOVES.move(lease.state, LeaseState.PUBLISHED, f"lease {part.id}")
             lease.last_deadline = now + self._config.max_lease_s
             lease.deadline = min(now + self._config.lease_s, lease.last_deadline)
         return True
@@ -160,7 +163,7 @@ class LeaseTable:
     def _end(self, id: RequestId, to: LeaseState) -> None:
         lease = self._live.pop(id, None)
         now = self._clock()
-        self._ended[id] = (_moved(lease.state, to) if lease else to, now)
+        self._ended[id] = (MOVES.move(lease.state, to, f"lease {id}") if lease else to, now)
         self._forget(now)
         if lease:
             self._on_ended(id, to)
@@ -172,8 +175,3 @@ class LeaseTable:
             if ended_at > oldest_kept and len(self._ended) <= self._config.max_tombstones:
                 return
             self._ended.popitem(last=False)
-
-
-def _moved(state: LeaseState, to: LeaseState) -> LeaseState:
-    assert to in LEGAL[state], f"illegal lease transition {state} -> {to}"
-    return to

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -16,6 +17,7 @@ import zmq
 
 T = TypeVar("T")
 
+SHORTEST_POLL_S = 1e-3  # ZeroMQ counts in milliseconds: a shorter wait is a sleep that no message ends
 BATCH = 256  # messages that a reader callback takes before others get their turn
 
 
@@ -51,8 +53,12 @@ class Receiver(Generic[T]):
 
     def receive(self, wait_s: float | None = 0.0) -> list[T]:
         """Everything that is there; waits for the first message up to `wait_s` (None: for ever)."""
-        if wait_s != 0:
-            self._socket.poll(None if wait_s is None else math.ceil(wait_s * 1000))
+        if wait_s is None:
+            self._socket.poll()
+        elif 0 < wait_s < SHORTEST_POLL_S:
+            time.sleep(wait_s)
+        elif wait_s:
+            self._socket.poll(math.ceil(wait_s * 1000))
         messages: list[T] = []
         while (message := self._take()) is not None:
             messages.append(message)

@@ -1,10 +1,11 @@
-"""What the frontend and the ranks say to each other, besides the engine's own messages (engine/core.py).
+"""Messages between the frontend and the ranks, besides those of the engine (engine/core.py) and of the reader
+(transfer/messages.py).
 
-    frontend -> engine thread     EngineInput, FreezeGc, StartProfile, StopProfile, Stop
-    frontend -> transfer thread   AddSource, DropSource, ReadPages, Stop
-    rank -> frontend              FromRank(rank, Report)
+    frontend -> engine thread   EngineInput, FreezeGc, StartProfile, StopProfile, Stop
+    frontend -> reader thread   ToReader
+    rank -> frontend            FromRank(rank, Report)
 
-Order is kept within one line of this table, and nowhere else.
+Messages of one line arrive in the order in which they were sent; between lines there is no order.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import msgspec
 from millrace_common.gc_hooks import GcPause
 
 from millrace_serve.engine.cache.kv_pool import KvLayout
-from millrace_serve.engine.core import EngineInput, Events, RequestId
+from millrace_serve.engine.core import EngineInput, Events
 from millrace_serve.transfer.base import MemoryHandle
+from millrace_serve.transfer.messages import ReadDone, ReadStuck
 
 
 class FreezeGc(msgspec.Struct, frozen=True, tag=True):
@@ -33,35 +35,10 @@ class StopProfile(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """End the thread in good order."""
+    """End the engine loop in good order."""
 
 
 ToEngine = EngineInput | FreezeGc | StartProfile | StopProfile | Stop
-
-
-class AddSource(msgspec.Struct, frozen=True, tag=True):
-    """Pages of this exporter will be read; connect to it now."""
-
-    source: MemoryHandle
-
-
-class DropSource(msgspec.Struct, frozen=True, tag=True):
-    """The exporter is gone: no new reads from it."""
-
-    agent: str
-
-
-class ReadPages(msgspec.Struct, frozen=True, tag=True):
-    """Copy page src_pages[i] of an added source to our page dst_pages[i]; answered by ReadDone."""
-
-    id: RequestId
-    read: int  # 0, 1, ... within the import
-    agent: str
-    src_pages: list[int]
-    dst_pages: list[int]
-
-
-ToTransfer = AddSource | DropSource | ReadPages | Stop
 
 
 class RankProgress(msgspec.Struct, frozen=True, tag=True):
@@ -73,7 +50,7 @@ class RankReady(msgspec.Struct, frozen=True, tag=True):
     """The engine can step. `memory` is set where other workers may read this rank's pages."""
 
     engine_endpoint: str
-    transfer_endpoint: str
+    reader_endpoint: str
     vocab_size: int
     max_context: int
     eos_token_ids: list[int]
@@ -89,27 +66,6 @@ class RankFailed(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-class ReadDone(msgspec.Struct, frozen=True, tag=True):
-    """Final: nothing of the read is in flight. `error` is empty when every page arrived."""
-
-    id: RequestId
-    read: int
-    error: str
-    num_pages: int
-
-
-class ReadStuck(msgspec.Struct, frozen=True, tag=True):
-    """The read takes too long; ReadDone follows when it is final."""
-
-    id: RequestId
-    read: int
-
-
-class SourceAdded(msgspec.Struct, frozen=True, tag=True):
-    agent: str
-    error: str
-
-
 class GcPauses(msgspec.Struct, frozen=True, tag=True):
     pauses: list[GcPause]
 
@@ -123,18 +79,7 @@ class ProfileDone(msgspec.Struct, frozen=True, tag=True):
     error: str  # empty when it worked
 
 
-Report = (
-    Events
-    | RankProgress
-    | RankReady
-    | RankFailed
-    | ReadDone
-    | ReadStuck
-    | SourceAdded
-    | GcPauses
-    | GcFrozen
-    | ProfileDone
-)
+Report = Events | RankProgress | RankReady | RankFailed | ReadDone | ReadStuck | GcPauses | GcFrozen | ProfileDone
 
 
 class FromRank(msgspec.Struct, frozen=True, array_like=True):

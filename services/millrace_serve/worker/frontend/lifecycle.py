@@ -16,6 +16,8 @@ import logging
 import time
 from collections.abc import Callable
 
+from millrace_common.transitions import Transitions
+
 log = logging.getLogger(__name__)
 
 
@@ -30,15 +32,17 @@ class State(enum.StrEnum):
 
 
 _ORDER = list(State)
-LEGAL: dict[State, frozenset[State]] = {
-    State.STARTING: frozenset({State.LOADING, State.STOPPED}),
-    State.LOADING: frozenset({State.COMPILING, State.STOPPED}),
-    State.COMPILING: frozenset({State.WARMING, State.STOPPED}),
-    State.WARMING: frozenset({State.READY, State.STOPPED}),
-    State.READY: frozenset({State.DRAINING, State.STOPPED}),
-    State.DRAINING: frozenset({State.STOPPED}),
-    State.STOPPED: frozenset(),
-}
+MOVES = Transitions(
+    {
+        State.STARTING: (State.LOADING, State.STOPPED),
+        State.LOADING: (State.COMPILING, State.STOPPED),
+        State.COMPILING: (State.WARMING, State.STOPPED),
+        State.WARMING: (State.READY, State.STOPPED),
+        State.READY: (State.DRAINING, State.STOPPED),
+        State.DRAINING: (State.STOPPED,),
+        State.STOPPED: (),
+    }
+)
 
 
 class Lifecycle:
@@ -50,7 +54,7 @@ class Lifecycle:
         self._since = clock()
 
     def to(self, state: State, message: str = "") -> None:
-        assert state in LEGAL[self.state], f"illegal worker transition {self.state} -> {state}"
+        MOVES.move(self.state, state, "worker")
         now = self._clock()
         log.info("%s -> %s after %.2f s%s", self.state, state, now - self._since, f": {message}" if message else "")
         self.state, self.message, self._since = state, message, now

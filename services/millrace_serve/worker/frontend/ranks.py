@@ -17,6 +17,7 @@ import zmq
 from millrace_serve.engine.core import EngineInput, Events
 from millrace_serve.engine.start.phases import slowest
 from millrace_serve.transfer.base import MemoryHandle
+from millrace_serve.transfer.messages import StopReader, ToReader
 from millrace_serve.worker.channels import Receiver, Sender
 from millrace_serve.worker.config import WorkerConfig
 from millrace_serve.worker.frontend.step_watch import StepWatch
@@ -33,7 +34,6 @@ from millrace_serve.worker.messages import (
     Stop,
     StopProfile,
     ToEngine,
-    ToTransfer,
 )
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class Ranks:
         self._context = zmq.Context()
         self._inbox: Receiver[FromRank] = Receiver(self._context, launcher.bind(), FromRank)
         self._engines: dict[int, Sender[ToEngine]] = {}
-        self._transfers: dict[int, Sender[ToTransfer]] = {}
+        self._readers: dict[int, Sender[ToReader]] = {}
         self._infos: dict[int, RankReady] = {}
         self._freezes: dict[int, asyncio.Future[int]] = {}
         self._profiles: dict[int, asyncio.Future[ProfileDone]] = {}
@@ -84,8 +84,8 @@ class Ranks:
             grace_s = 0.0
         for engine in self._engines.values():
             engine.send(Stop())
-        for transfer in self._transfers.values():
-            transfer.send(Stop())
+        for reader in self._readers.values():
+            reader.send(StopReader())
         await self._launcher.stop(grace_s)
         self._inbox.close()
         self._context.destroy(linger=0)
@@ -111,8 +111,8 @@ class Ranks:
         """To the engine of a replica."""
         self._engines[self.of_replica(replica)[0]].send(message)
 
-    def send_transfer(self, rank: int, message: ToTransfer) -> None:
-        self._transfers[rank].send(message)
+    def send_reader(self, rank: int, message: ToReader) -> None:
+        self._readers[rank].send(message)
 
     async def freeze_gc(self) -> list[int]:
         """Objects frozen, by rank. Calls that overlap share one answer."""
@@ -163,8 +163,8 @@ class Ranks:
     def _connect(self, rank: int, info: RankReady) -> None:
         self._infos[rank] = info
         self._engines[rank] = Sender(self._context, info.engine_endpoint)
-        if info.transfer_endpoint:
-            self._transfers[rank] = Sender(self._context, info.transfer_endpoint)
+        if info.reader_endpoint:
+            self._readers[rank] = Sender(self._context, info.reader_endpoint)
         if len(self._infos) == self._config.num_ranks and not self._ready.done():
             self._ready.set_result(None)
 

@@ -1,4 +1,4 @@
-"""A rank process: one engine (or a follower of one), and on importing workers one transfer thread. No gRPC here.
+"""A rank process: one engine (or a follower of one), and on importing workers a thread that reads KV. No gRPC here.
 
 Life of a rank:
 
@@ -31,13 +31,14 @@ from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import Role
 from millrace_serve.engine.start.phases import Phases
 from millrace_serve.transfer.base import KvSink, KvSource, PageBuffer
+from millrace_serve.transfer.messages import ToReader
+from millrace_serve.transfer.reader import Reader
 from millrace_serve.worker.channels import Receiver, Sender
 from millrace_serve.worker.config import EngineKind, WorkerConfig
 from millrace_serve.worker.messages import FromRank, RankFailed, RankProgress, RankReady, Report, ToEngine
 from millrace_serve.worker.rank.loop import EngineLoop, GcReporter, follower_inbox
 from millrace_serve.worker.rank.parts import Parts, RankSpec
 from millrace_serve.worker.rank.profiler import RankProfiler
-from millrace_serve.worker.rank.transfer_thread import TransferThread
 
 log = logging.getLogger(__name__)
 
@@ -83,12 +84,12 @@ def _live(spec: RankSpec, context: zmq.Context[Any], report: Callable[[Report], 
     inbox: Receiver[ToEngine] = Receiver(context, spec.bind.format(name="engine"), ToEngine)
     buffer = _buffer(parts.pool, config)
     source = _source(buffer) if config.role is Role.PREFILL else None
-    transfer = _transfer_thread(spec, context, buffer) if config.role is Role.DECODE else None
+    endpoint, reader = _reader_thread(spec, context, buffer) if config.role is Role.DECODE else ("", None)
     gc = GcReporter(f"rank{spec.rank}", report, config.gc_warn_s)
     report(
         RankReady(
             engine_endpoint=inbox.endpoint,
-            transfer_endpoint=transfer.endpoint if transfer else "",
+            reader_endpoint=endpoint,
             vocab_size=parts.vocab_size,
             max_context=parts.max_context,
             eos_token_ids=parts.eos_token_ids,
@@ -99,8 +100,8 @@ def _live(spec: RankSpec, context: zmq.Context[Any], report: Callable[[Report], 
         )
     )
     _work(parts, inbox, report, gc, RankProfiler(spec.rank))
-    if transfer:
-        transfer.join()
+    if reader:
+        reader.join()
     if source:
         source.close()
     if parts.leave:
@@ -152,18 +153,35 @@ def _source(buffer: PageBuffer) -> KvSource:
     return NixlSource(buffer, shared=shared_memory_name(buffer) if buffer.mem_type == "VRAM" else b"")
 
 
-def _transfer_thread(spec: RankSpec, context: zmq.Context[Any], buffer: PageBuffer) -> TransferThread:
+def _reader_thread(spec: RankSpec, context: zmq.Context[Any], buffer: PageBuffer) -> tuple[str, threading.Thread]:
+    """The endpoint of the reader's inbox, and the thread that reads KV until StopReader."""
+    inbox: Receiver[ToReader] = Receiver(context, spec.bind.format(name="transfer"), ToReader)
+    outbox: Sender[FromRank] = Sender(context, spec.frontend)  # from now on used by the new thread only
+    stall_s = spec.config.timeouts.stall
+    reader = Reader(_sink(buffer), inbox, lambda report: outbox.send(FromRank(spec.rank, report)), stall_s)
+
+    def run() -> None:
+        try:
+            reader.run()
+        except Exception as error:  # no further report will come, and the pages must stay allocated
+            log.exception("the KV reader failed")
+            outbox.send(FromRank(spec.rank, RankFailed(f"the KV reader failed: {type(error).__name__}: {error}")))
+        finally:
+            inbox.close()
+            outbox.close()
+
+    thread = threading.Thread(target=run, name="kv-reader", daemon=True)
+    thread.start()
+    return inbox.endpoint, thread
+
+
+def _sink(buffer: PageBuffer) -> KvSink:
     from millrace_serve.transfer.cuda_ipc import CudaIpcSink
     from millrace_serve.transfer.nearest import NearestSink
     from millrace_serve.transfer.nixl import NixlSink
 
-    bind, stall_s = spec.bind.format(name="transfer"), spec.config.timeouts.stall
-    sink: KvSink = NixlSink(buffer)
-    if buffer.mem_type == "VRAM":
-        sink = NearestSink(CudaIpcSink(buffer), sink)
-    transfer = TransferThread(sink, spec.rank, context, bind, spec.frontend, stall_s)
-    transfer.start()
-    return transfer
+    sink = NixlSink(buffer)
+    return NearestSink(CudaIpcSink(buffer), sink) if buffer.mem_type == "VRAM" else sink
 
 
 def die_with_parent(alive: Connection) -> None:

@@ -13,7 +13,6 @@ import random
 from collections.abc import Sequence
 
 import msgspec
-
 from millrace_serve.transfer.base import KvSink, MemoryHandle, PageBuffer, ReadOp, ReadState, TransferError
 
 
