@@ -71,6 +71,24 @@ async def test_the_client_has_the_first_token_before_the_kv_has_moved(pair: Clus
     assert pair.metric("millrace_inter_token_seconds_count") >= 1
 
 
+async def test_an_answer_in_one_message_has_been_decoded(pair: Cluster) -> None:
+    """The stage begins and ends with the same message, and is counted."""
+    go = asyncio.Event()
+
+    async def at_once(worker: FakeWorker, request: worker_pb2.EngineRequest) -> AsyncIterator:
+        await go.wait()
+        yield output(request, 0, count=8, finish=LENGTH)
+
+    pair.decodes[0].script.append(at_once)
+    answer = asyncio.create_task(pair.generate(PROMPT))
+    await pair.until(lambda: any(s.continuations[0].generation.flow.outputs for s in pair.router.inference.active))
+    go.set()
+    assert (await answer).tokens() == expected(PROMPT, 8)
+    await pair.quiet()
+    for stage in ("queue", "route", "prefill", "kv_transfer", "first_token", "decode", "total"):
+        assert pair.metric("millrace_stage_seconds_count", stage=stage) == 1, stage
+
+
 async def test_unified(cluster: Callable) -> None:
     made = await cluster(FakeWorker(UNIFIED))
     assert (await made.generate(PROMPT)).tokens() == expected(PROMPT, 8)

@@ -125,6 +125,10 @@ class Flow:
     taken: int = 0  # outputs that the client has
     finish_reason: common_pb2.FinishReason = common_pb2.FINISH_REASON_UNSPECIFIED  # when DONE
     error: MillraceError | None = None  # of the latest failed attempt; why, when FAILED or CANCELLED
+    began: dict[Stage, float] = field(default_factory=dict)  # when each stage began first, also one that took no time
+
+    def __post_init__(self) -> None:
+        self.began[self.stage] = self.progress
 
     @property
     def ended(self) -> bool:
@@ -304,6 +308,7 @@ class Flow:
     def _move(self, stage: Stage, now: float) -> None:
         assert stage in LEGAL[self.stage], f"{self.stage} -> {stage}"
         self.stage, self.progress = stage, now
+        self.began.setdefault(stage, now)
 
 
 _BOTH = frozenset(Leg)

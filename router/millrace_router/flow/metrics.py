@@ -29,13 +29,13 @@ def forget_tenants(metrics: Metrics, known: Set[str]) -> None:
 def observe_generation(metrics: Metrics, generation: Generation) -> None:
     """The stages of one continuation that has ended. A stage that it did not reach is not observed."""
     now = asyncio.get_running_loop().time()
-    stamps, received = generation.stamps, generation.job.received
-    decode = stamps.get(Stage.DECODE)
+    began, received = generation.flow.began, generation.job.received
+    decode = began.get(Stage.DECODE)
     spans = {
-        "route": (received, stamps[Stage.QUEUED]),
-        "queue": (stamps[Stage.QUEUED], stamps.get(Stage.PREFILL)),
-        "prefill": (stamps.get(Stage.PREFILL), generation.tokens_at),
-        "kv_transfer": (stamps.get(Stage.HANDOVER), decode),
+        "route": (received, began[Stage.QUEUED]),
+        "queue": (began[Stage.QUEUED], began.get(Stage.PREFILL)),
+        "prefill": (began.get(Stage.PREFILL), generation.tokens_at),
+        "kv_transfer": (began.get(Stage.HANDOVER), decode),
         "first_token": (received, generation.tokens_at),
         "decode": (decode, now),
         "total": (received, now),
