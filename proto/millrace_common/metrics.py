@@ -58,16 +58,10 @@ ROUTER = (
     ),
     Metric("retries_refused", "millrace_retries_refused_total", Counter, "Attempts that the budget did not allow."),
     Metric("retries_left", "millrace_retry_budget_attempts", Gauge, "Further attempts that the budget allows now."),
-    Metric("breakers", "millrace_breakers", Gauge, "Workers by the state of their circuit breaker.", ("role", "state")),
+    Metric("ejected", "millrace_ejected_workers", Gauge, "Workers that get no requests for a while.", ("role",)),
     Metric(
-        "breaker_transitions",
-        "millrace_breaker_transitions_total",
-        Counter,
-        "Circuit breakers that changed, by their new state.",
-        ("role", "state"),
+        "ejections", "millrace_ejections_total", Counter, "Ejections: consecutive, failing or slow.", ("role", "why")
     ),
-    Metric("ejected", "millrace_ejected_workers", Gauge, "Workers far off the others of their role.", ("role",)),
-    Metric("ejections", "millrace_ejections_total", Counter, "Workers ejected: failing or slow.", ("role", "why")),
     Metric("workers", "millrace_workers", Gauge, "Discovered, healthy and routable workers.", ("role", "state")),
     Metric("pairs", "millrace_pairs", Gauge, "Pairs of workers by how far their hooks are.", ("state",)),
     Metric(

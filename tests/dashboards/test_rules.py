@@ -155,11 +155,8 @@ LOADS_AND_DIES = " ".join(f"{start}x11 _x4" for start in range(1, 10))
 PROCESSES = {
     "WorkersNotRoutable": Case(workers("prefill", 2, 1), workers("prefill", 2, 2), at="45m"),
     "WorkersShunned": Case(
-        {
-            f'millrace_ejected_workers{{{POD},role="decode"}}': "0x40",
-            f'millrace_breakers{{{POD},role="decode",state="open"}}': "1x40",
-        },
-        {f'millrace_breakers{{{POD},role="decode",state="open"}}': "0x40"},
+        {f'millrace_ejected_workers{{{POD},role="decode"}}': "1x40"},
+        {f'millrace_ejected_workers{{{POD},role="decode"}}': "0x40"},
     ),
     "WorkerNotReady": Case(
         {READY: " ".join(["0x11 _x4"] * 9)}, {READY: "0x55 1x95"}, at="2h", why="a start that takes 55 minutes"

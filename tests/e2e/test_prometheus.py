@@ -76,7 +76,6 @@ NOT_INFLICTED = {
 MAY_BE_EMPTY = {
     "Messages for unknown attempts": "no message was late",
     "Stale messages": "no message was late",
-    "Breakers that changed": "breakers stay closed when either worker of a pair may be to blame",
     "Ejections": "nobody is far off the others where there is one of each role",
 }
 

@@ -63,22 +63,22 @@ async def test_without_budget_the_original_error_is_told_and_may_be_retried(clus
 
 
 async def test_a_worker_that_fails_again_and_again_is_left_out_and_explained(cluster: Callable) -> None:
-    made = await spare(cluster, resilience={"breaker": {"consecutive": 3, "pause": 60}})
+    made = await spare(cluster, resilience={"outliers": {"consecutive": 3, "pause": 60}})
     bad, good = made.decodes
     bad.script, good.script = type(bad.script)([fails("STALLED")] * 50), type(bad.script)()
     for i in range(12):
         result = await made.generate(PROMPT, request_id=f"r{i}")
         assert result.tokens() == expected(PROMPT, 8)
     assert len(bad.submitted) == 3, "three failures in a row, and no request more"
-    assert made.metric("millrace_breaker_transitions_total", role="decode", state="open") == 1
+    assert made.metric("millrace_ejections_total", role="decode", why="consecutive") == 1
     decision = made.router.registry.placer.decisions.of("r11")[-1]
     excluded = [row.excluded for step in decision.explain() for row in step.candidates if row.excluded]
-    assert excluded == ["circuit open"]
+    assert excluded == ["ejected: failures in a row"]
     await made.quiet()
 
 
 async def test_a_restarted_worker_is_used_at_once(cluster: Callable) -> None:
-    made = await spare(cluster, resilience={"breaker": {"consecutive": 1, "pause": 60}})
+    made = await spare(cluster, resilience={"outliers": {"consecutive": 1, "pause": 60}})
     bad, good = made.decodes
     bad.script, good.script = type(bad.script)([fails("STALLED")]), type(bad.script)()
     while not bad.submitted:

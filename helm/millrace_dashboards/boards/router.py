@@ -112,26 +112,14 @@ RESILIENCE = Row(
             ),
         ),
         Panel(
-            "Circuit breakers",
-            "Workers by the state of their breaker, of the router that sees most of them in that state.",
-            "short",
-            (Query(largest(VIEW.gauge("breakers"), "role", "state"), "{{role}} {{state}}"),),
-        ),
-        Panel(
-            "Breakers that changed",
-            "By their new state.",
-            "ops",
-            (Query(total(VIEW.rate("breaker_transitions"), "role", "state"), "{{role}} {{state}}"),),
-        ),
-        Panel(
             "Ejected workers",
-            "Far off the others of their role, of the router that has ejected most.",
+            "Workers that get no requests for a while, of the router that has ejected most.",
             "short",
             (Query(largest(VIEW.gauge("ejected"), "role"), "{{role}}"),),
         ),
         Panel(
             "Ejections",
-            "For failing or for being slow.",
+            "For failures in a row, for failing more often than the peers, or for being slower.",
             "ops",
             (Query(total(VIEW.rate("ejections"), "role", "why"), "{{role}} {{why}}"),),
         ),

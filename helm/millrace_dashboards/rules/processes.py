@@ -30,7 +30,7 @@ def workers(t: Thresholds, now: Scope) -> tuple[Alert, ...]:
         Alert(
             "WorkersShunned",
             f"{NAMED}: {{{{ $labels.role }}}} workers fail or are slow.",
-            largest(now.gauge("ejected"), *BY_ROLE) + " + " + largest(now.gauge("breakers", state="open"), *BY_ROLE),
+            largest(now.gauge("ejected"), *BY_ROLE),
             "> 0",
             "10m",
         ),

@@ -3,7 +3,7 @@ and its timer.
 
 The flow (flow.py) is pure; everything with a side effect is here: events come from the queue (`_serve`), the Links
 (`_Leg`), the clock (`_tick`) and the client (`stop`, `cancel`); the flow's actions go out in `_perform`. Whatever
-happened, `_settle` looks at the stage once: stamps it, moves the timer, and wakes the client's stream.
+happened, `_settle` looks at the stage once: moves the timer, and wakes the client's stream.
 """
 
 from __future__ import annotations
@@ -71,7 +71,6 @@ class Generation:
         self.room = secrets.randbits(64) or 1
         self.cached_tokens = 0
         self.decision: Decision | None = None  # why the latest attempt went where it went
-        self.stamps: dict[Stage, float] = {Stage.QUEUED: now}  # when a stage began first
         self.tokens_at: float | None = None  # when the first token arrived
         self.flow = Flow(
             timeouts=config.timeouts,
@@ -193,7 +192,6 @@ class Generation:
             worker.note_sent(replica.index, *((length - cached, 0) if source is None else (0, length)))
             assert worker.link is not None, "the policy chose a worker that is not linked"
             self._links[leg] = link = worker.link
-            self._health.sent(replica.epoch)
             link.submit(request, source, _Leg(self, leg, link))
             source = worker.source()
 
@@ -222,7 +220,6 @@ class Generation:
         stage = self.flow.stage
         if stage is not self.stage:
             self.stage = stage
-            self.stamps.setdefault(stage, self._loop.time())
             if self.flow.ended:
                 self._finish()
             else:

@@ -32,7 +32,7 @@ class Replica:
     held: int = 0  # tokens whose KV its running sequences hold: what each decode step reads
     labels: Mapping[str, str] = field(default_factory=lambda: NO_LABELS, compare=False)  # of its worker: zone, …
     revision: str = ""  # of its worker
-    left_out: str = ""  # why it gets nothing although it could: its circuit breaker, or it is ejected
+    left_out: str = ""  # why it gets nothing although it could: resilience/ has ejected it
 
     @property
     def key(self) -> Key:

@@ -1,10 +1,10 @@
 """How many retries there may be, of all requests together. Pure; a clock is passed in.
 
-    allowed = ratio x (requests alive in the window) + per_s x window
+    allowed = ratio x (requests alive in the window) + per_s x WINDOW_S
 
 A request is alive in the window if it runs now or has ended in it. So the workers never see more than 1 + ratio times
-the work, plus a few attempts per second, whatever is broken; and a worker that dies with many long streams, the
-common case, is no reason to give any of them up.
+the work, plus a few attempts per second, whatever is broken. A worker that dies with many long streams, the common
+case, exhausts no budget.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from __future__ import annotations
 from millrace_router.resilience.config import RetryBudget
 from millrace_router.resilience.window import Window
 
+WINDOW_S = 10.0
 ENDED, SPENT = 0, 1
 
 
 class Budget:
     def __init__(self, rules: RetryBudget) -> None:
         self._rules = rules
-        self._window = Window(rules.window, 2)
+        self._window = Window(WINDOW_S, 2)
         self._running = 0
 
     def begin(self) -> None:
@@ -32,7 +33,7 @@ class Budget:
     def left(self, now: float) -> float:
         """Retries that the budget allows now."""
         ended, spent = self._window.sums(now)
-        return self._rules.ratio * (self._running + ended) + self._rules.per_s * self._rules.window - spent
+        return self._rules.ratio * (self._running + ended) + self._rules.per_s * WINDOW_S - spent
 
     def spend(self, now: float) -> bool:
         """Whether one more attempt may be made; if so, it is counted."""

@@ -1,37 +1,31 @@
-"""How the workers have been doing, and whom the policy leaves out for it.
+"""How the workers have been doing, and which of them the policies leave out.
 
-Every leg of every attempt reports here: what it was sent, its first output, and whatever the flow blames on it. Counted
-are a worker's own faults, see FAULTS: neither what is wrong with the request, nor that a worker is full or leaving.
+Every leg of every attempt reports its first output here, and the failure that the flow blames on its worker. FAULTS are
+the failures that count: neither a mistake in the request nor a worker that is full or leaving is one. `judge`
+(outliers.py) decides which workers are ejected.
 
-What can be blamed on one worker goes to its breaker (breaker.py) and its record; what may be either side's only to both
-records, where the outlier is who has it more often than its peers (outliers.py).
-
-Workers are known by the epochs of their processes: a restarted one begins with a clean slate. If all routable workers
-of a role would be left out, none is: then it is not the workers, and failing fast would help nobody.
+A process is known by its epoch: a restarted worker begins with an empty record. If every routable worker of a role
+would be left out, none of them is: then the cause is not the workers, and failing fast would help no request.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from millrace_common.metrics import Metrics
 from millrace_common.reasons import Reason
 
-from millrace_router.fleet.states import ROLES
-from millrace_router.resilience.breaker import Breaker, State
 from millrace_router.resilience.budget import Budget
 from millrace_router.resilience.config import Resilience
-from millrace_router.resilience.outliers import Record, judge
-from millrace_router.resilience.window import Window
+from millrace_router.resilience.outliers import CONSECUTIVE, FAILING, SLOW, Record, judge
 
 log = logging.getLogger(__name__)
 
 NOBODY: Mapping[str, str] = {}
-JUDGE_S = 0.5  # between two looks at the outliers
+JUDGE_S = 0.5  # between two looks at the outliers, while no attempt fails
 FAULTS = frozenset(
     {
         Reason.INTERNAL,
@@ -43,119 +37,75 @@ FAULTS = frozenset(
         Reason.KV_MISMATCH,
     }
 )
-
-
-@dataclass(frozen=True, slots=True)
-class _Worker:
-    role: str
-    breaker: Breaker
-    record: Record
+EXPLAINED = {
+    CONSECUTIVE: "ejected: failures in a row",
+    FAILING: "ejected: fails more often than its peers",
+    SLOW: "ejected: slower than its peers",
+}
 
 
 class Health:
     def __init__(self, rules: Resilience, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
         self.budget = Budget(rules.retries)
-        self._rules = rules
+        self._rules = rules.outliers
         self._metrics = metrics
         self._clock = clock
-        self._workers: dict[str, _Worker] = {}  # by epoch
+        self._roles: dict[str, dict[str, Record]] = defaultdict(dict)  # by role and epoch; also roles without workers
+        self._records: dict[str, Record] = {}  # the same, by epoch
         self._routable: tuple[frozenset[str], ...] = ()  # epochs of each role
-        self._suspects: set[str] = set()  # breaker not closed, or ejected: nearly always nobody
+        self._ejected: dict[str, Record] = {}  # by epoch, nearly always empty
         self._judged_at = clock()
 
     def keep(self, roles: Mapping[str, str], routable: Iterable[frozenset[str]]) -> None:
         """The processes that there are: epoch to role, and the routable epochs of each role."""
+        self._records = {epoch: self._records.get(epoch) or Record() for epoch in roles}
+        self._ejected = {epoch: record for epoch, record in self._ejected.items() if epoch in roles}
+        for records in self._roles.values():
+            records.clear()
         for epoch, role in roles.items():
-            if epoch not in self._workers:
-                record = Record(Window(self._rules.outliers.window, 2))
-                self._workers[epoch] = _Worker(role, Breaker(self._rules.breaker), record)
-        for epoch in self._workers.keys() - roles.keys():
-            del self._workers[epoch]
-        self._suspects &= roles.keys()
+            self._roles[role][epoch] = self._records[epoch]
         self._routable = tuple(routable)
 
     def left_out(self) -> Mapping[str, str]:
-        """Epochs of those to be left out now, and why."""
-        if not self._suspects:
+        """Epochs of the workers to be left out now, and why."""
+        if not self._ejected:
             return NOBODY
-        found = {epoch: why for epoch in tuple(self._suspects) if (why := self._why_not(epoch))}
-        for role in self._routable:
-            if role and role <= found.keys():
-                for epoch in role:
-                    del found[epoch]
-        return found
-
-    # ------------------------------------------------------------------------------------- what legs report
-
-    def sent(self, epoch: str) -> None:
-        if epoch in self._suspects:
-            self._workers[epoch].breaker.sent(self._clock())
+        now = self._clock()
+        self._ejected = {epoch: record for epoch, record in self._ejected.items() if now < record.ejected_until}
+        spared = {epoch for role in self._routable if role <= self._ejected.keys() for epoch in role}
+        return {epoch: EXPLAINED[record.why] for epoch, record in self._ejected.items() if epoch not in spared}
 
     def spoke(self, epoch: str, seconds: float, prompt_tokens: int) -> None:
         """The first output for a request that was sent so long ago."""
-        if (worker := self._workers.get(epoch)) is not None:
+        if (record := self._records.get(epoch)) is not None:
             now = self._clock()
-            worker.record.spoke(seconds, prompt_tokens, now)
-            before = worker.breaker.state
-            worker.breaker.succeeded(now)
-            self._moved(epoch, worker, before)
+            record.spoke(seconds, prompt_tokens, now)
             if now >= self._judged_at + JUDGE_S:
                 self._judge(now)
 
-    def failed(self, epochs: Iterable[str], reason: Reason) -> None:
+    def failed(self, epochs: Collection[str], reason: Reason) -> None:
         """An attempt failed, which is blamed on one worker or on either of two."""
         if reason not in FAULTS:
             return
         now = self._clock()
-        blamed = [(epoch, self._workers[epoch]) for epoch in epochs if epoch in self._workers]
-        for epoch, worker in blamed:
-            worker.record.failed(now)
-            if len(blamed) == 1:
-                before = worker.breaker.state
-                worker.breaker.failed(now)
-                self._moved(epoch, worker, before)
+        blamed = [self._records[epoch] for epoch in epochs if epoch in self._records]
+        for record in blamed:
+            record.failed(now, alone=len(blamed) == 1)
         self._judge(now)
-
-    # ------------------------------------------------------------------------------------- for operators
 
     def report(self) -> None:
         """Bring the gauges up to date, also those of roles whose last worker is gone."""
         now = self._clock()
-        states = Counter((worker.role, worker.breaker.state) for worker in self._workers.values())
-        ejected = Counter(w.role for w in self._workers.values() if now < w.record.ejected_until)
-        for role in ROLES:
-            self._metrics.ejected.labels(role=role).set(ejected[role])
-            for state in State:
-                self._metrics.breakers.labels(role=role, state=state).set(states[role, state])
+        for role, records in self._roles.items():
+            ejected = sum(now < record.ejected_until for record in records.values())
+            self._metrics.ejected.labels(role=role).set(ejected)
         self._metrics.retries_left.set(self.budget.left(now))
-
-    # ------------------------------------------------------------------------------------- inside
-
-    def _why_not(self, epoch: str) -> str:
-        worker, now = self._workers[epoch], self._clock()
-        before = worker.breaker.state
-        why = worker.breaker.why_not(now)
-        self._moved(epoch, worker, before)
-        if now < worker.record.ejected_until:
-            return why or "ejected: far off the others of its role"
-        if worker.breaker.state is State.CLOSED:
-            self._suspects.discard(epoch)
-        return why
-
-    def _moved(self, epoch: str, worker: _Worker, before: State) -> None:
-        state = worker.breaker.state
-        if state is not before:
-            log.warning("the circuit breaker of %s worker %s is %s", worker.role, epoch, state)
-            self._metrics.breaker_transitions.labels(role=worker.role, state=state).inc()
-            self._suspects.add(epoch)
 
     def _judge(self, now: float) -> None:
         self._judged_at = now
-        for role in {worker.role for worker in self._workers.values()}:
-            records = {epoch: worker.record for epoch, worker in self._workers.items() if worker.role == role}
-            for epoch, why in judge(records, self._rules.outliers, now).items():
-                records[epoch].eject(self._rules.outliers, now)
-                self._suspects.add(epoch)
-                until = records[epoch].ejected_until
-                log.warning("%s worker %s is ejected for %.0f s: %s", role, epoch, until - now, why)
+        for role, records in self._roles.items():
+            for epoch, why in judge(records, self._rules, now).items():
+                self._ejected[epoch] = record = records[epoch]
+                record.eject(why, self._rules, now)
+                log.warning("%s worker %s is %s, for %.0f s", role, epoch, EXPLAINED[why], record.ejected_until - now)
                 self._metrics.ejections.labels(role=role, why=why).inc()

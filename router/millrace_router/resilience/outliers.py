@@ -1,13 +1,16 @@
-"""Which workers are far off the others of their role. `judge` is a pure function over their records.
+"""Which workers are left out because they do worse than they should. `judge` is a pure function over their records.
 
-A breaker asks whether a worker fails; this asks whether it does worse than its peers, so it also sees what cannot be
-blamed on one side (a transfer has two) and what is slow without failing. What all have in common ejects nobody.
+    consecutive   `consecutive` failures in a row that can be blamed on this worker alone
+    failing       failure ratio >= median of the others + `failures`
+    slow          median first-output time per 1,000 prompt tokens (at least 1,000 are counted) > `slower` x the others'
+                  median, and by more than SLOWER_BY_S
 
-    failing   failure ratio >= median of the others + `failures`
-    slow      median first-output time per 1,000 prompt tokens (at least 1,000 are counted) > `slower` x the others'
-              median, and by more than `slower_by` seconds
+The two comparisons also see a failure that has two sides (a transfer), and what is slow without failing. What all
+workers of a role have in common ejects none of them by comparison, and comparisons eject at most `share` of a role.
 
-An ejected worker comes back by itself, and stays away longer each time; a window without ejection makes it forget one.
+An ejected worker gets requests again after its pause. Each ejection lasts longer than the one before; each window
+without an ejection lowers the count by one. A worker that was ejected for failures in a row and fails again before its
+first success is ejected at once.
 """
 
 from __future__ import annotations
@@ -21,8 +24,13 @@ from statistics import median
 from millrace_router.resilience.config import OutlierRules
 from millrace_router.resilience.window import Window
 
+CONSECUTIVE, FAILING, SLOW = "consecutive", "failing", "slow"
+WINDOW_S = 30.0
+LEAST_OUTCOMES = 10  # in the window, before a worker is compared
+SLOWER_BY_S = 1.0  # per 1,000 prompt tokens: below it, a worker that is many times slower is still fast
+LONGEST_PAUSE_S = 300.0
 OUTCOMES, FAILURES = 0, 1
-TIMES = 31  # of the latest first outputs that the median is taken of
+TIMES = 31  # latest first outputs that the median is taken of
 UNIT = 1000  # prompt tokens
 
 
@@ -30,47 +38,56 @@ UNIT = 1000  # prompt tokens
 class Record:
     """What one worker's process did lately."""
 
-    window: Window  # OUTCOMES, FAILURES
+    window: Window = field(default_factory=lambda: Window(WINDOW_S, 2))  # OUTCOMES, FAILURES
     times: deque[float] = field(default_factory=lambda: deque(maxlen=TIMES))
+    in_a_row: int = 0  # failures since the last success
     ejected_until: float = 0.0
     ejections: int = 0
+    why: str = ""  # of the latest ejection
 
     def spoke(self, seconds: float, prompt_tokens: int, now: float) -> None:
-        """Its first output for a request, so long after the request was sent."""
+        """A success: the first output for a request, so long after the request was sent."""
         self.window.add(OUTCOMES, 1, now)
         self.times.append(seconds * UNIT / max(prompt_tokens, UNIT))
+        self.in_a_row = 0
 
-    def failed(self, now: float) -> None:
+    def failed(self, now: float, alone: bool) -> None:
+        """A failure. `alone`: no other worker can be to blame for it."""
         self.window.add(OUTCOMES, 1, now)
         self.window.add(FAILURES, 1, now)
+        self.in_a_row += alone and now >= self.ejected_until  # what was sent before an ejection prolongs no ejection
 
-    def eject(self, rules: OutlierRules, now: float) -> None:
-        quiet = math.floor((now - self.ejected_until) / rules.window)  # windows since it came back
+    def eject(self, why: str, rules: OutlierRules, now: float) -> None:
+        quiet = math.floor((now - self.ejected_until) / WINDOW_S)  # windows since the previous ejection ended
         self.ejections = max(self.ejections - quiet, 0) + 1
-        self.ejected_until = now + min(rules.pause * self.ejections, rules.longest_pause)
-        self.window.clear()  # what it did before has been paid for
+        self.ejected_until = now + min(rules.pause * self.ejections, LONGEST_PAUSE_S)
+        self.why = why
+        self.in_a_row = min(self.in_a_row, rules.consecutive - 1)
+        self.window.clear()  # the ejection answers what the worker did before
         self.times.clear()
 
 
 def judge(role: Mapping[str, Record], rules: OutlierRules, now: float) -> dict[str, str]:
-    """Those of a role's workers to be ejected now, worst first: "failing" or "slow"."""
-    room = math.floor(rules.share * len(role)) - sum(now < record.ejected_until for record in role.values())
-    judged = {name: r for name, r in role.items() if now >= r.ejected_until and _outcomes(r, now) >= rules.least}
-    if room <= 0 or len(judged) < 2:
-        return {}
-    ratios = {name: record.window.sums(now)[FAILURES] / _outcomes(record, now) for name, record in judged.items()}
-    times = {name: median(record.times) for name, record in judged.items() if record.times}
-    found: dict[str, tuple[float, str]] = {}
-    for name in judged:
+    """Name to reason of the workers of a role that are to be ejected now."""
+    free = {name: record for name, record in role.items() if now >= record.ejected_until}
+    found = {name: CONSECUTIVE for name, record in free.items() if record.in_a_row >= rules.consecutive}
+    room = math.floor(rules.share * len(role)) - (len(role) - len(free)) - len(found)
+    compared = {name: r for name, r in free.items() if name not in found and _outcomes(r, now) >= LEAST_OUTCOMES}
+    if room <= 0 or len(compared) < 2:
+        return found
+    ratios = {name: record.window.sums(now)[FAILURES] / _outcomes(record, now) for name, record in compared.items()}
+    times = {name: median(record.times) for name, record in compared.items() if record.times}
+    far: dict[str, tuple[float, str]] = {}
+    for name in compared:
         excess = ratios[name] - _others(ratios, name)
         if excess >= rules.failures:
-            found[name] = (excess, "failing")
+            far[name] = (excess, FAILING)
         elif name in times and len(times) > 1:
             usual = _others(times, name)
-            if times[name] > max(rules.slower * usual, usual + rules.slower_by):
-                found[name] = (0.0, "slow")
-    worst = sorted(found, key=lambda name: found[name], reverse=True)
-    return {name: found[name][1] for name in worst[:room]}
+            if times[name] > max(rules.slower * usual, usual + SLOWER_BY_S):
+                far[name] = (0.0, SLOW)
+    worst = sorted(far, key=lambda name: far[name], reverse=True)
+    return found | {name: far[name][1] for name in worst[:room]}
 
 
 def _outcomes(record: Record, now: float) -> float:
