@@ -29,8 +29,6 @@ from typing import Any
 
 import torch
 from millrace_kernels.fp8 import Fp8, Operand
-from millrace_kernels.lib import deep_gemm
-from millrace_kernels.triton import launch
 from millrace_serve.engine.step.device import Replay, device_of
 from millrace_serve.model.attn_step import FormThresholds
 from millrace_serve.model.config import ModelConfig
@@ -284,16 +282,12 @@ def main() -> None:
     parser.add_argument("--prefill", nargs="*", default=[], metavar="PROMPTSxLENGTH")
     parser.add_argument("--kv-dtype", nargs="+", default=["bfloat16"], choices=["bfloat16", "float8_e4m3fn"])
     parser.add_argument("--tiny", action="store_true", help="small widths on a CPU, to see that it runs")
-    parser.add_argument("--pdl", action="store_true", help="dependent launch of our kernels and DeepGEMM's")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--profile", action="store_true", help="one more step under the profiler, by kernel")
     parser.add_argument("--out", type=Path, help="JSON lines are appended here as they come")
     args = parser.parse_args()
     started = time.perf_counter()
     device = torch.device("cpu" if args.tiny else "cuda")
-    if args.pdl:
-        deep_gemm.set_dependent(True)
-        launch.set_dependent(True)
     model = build(SHARDS[args.shard], args.layers, device, v3.TINY if args.tiny else None)
     synchronize(device)
     print(f"weights: {torch.cuda.memory_allocated() / 1e9:.1f} GB in {time.perf_counter() - started:.1f} s", flush=True)

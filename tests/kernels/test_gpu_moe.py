@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Iterator
 
 import pytest
 import torch
 from millrace_kernels import backend, moe_gate
 from millrace_kernels.backend import SMALL_TOKENS, forced
 from millrace_kernels.fp8 import Operand, quant_groups
-from millrace_kernels.lib import deep_gemm
 from millrace_kernels.moe_experts import expected_rows, moe_experts
 from millrace_kernels.testing.cases import TINY, V3_TP8, Dims
 from millrace_kernels.testing.experts import Experts, choose, draw_experts
 from millrace_kernels.testing.numeric import FP8_EXPERTS_TOLERANCE, OP_TOLERANCE, assert_close
-from millrace_kernels.triton import launch, moe_grouped, moe_small
+from millrace_kernels.triton import moe_grouped, moe_small
 from millrace_kernels.triton.moe_grouped import Launch
 from torch import Tensor
 
@@ -133,19 +131,6 @@ def check(num: int, dims: Dims, held: int, first: int, size: int, fp8: bool, sha
     assert_close(out, expected, FP8_EXPERTS_TOLERANCE if rounded else OP_TOLERANCE[torch.bfloat16])
 
 
-@pytest.fixture(params=[False, True], ids=["plain launches", "dependent launches"])
-def launches(request: pytest.FixtureRequest) -> Iterator[None]:
-    switches = [launch.set_dependent]
-    if importlib.util.find_spec("deep_gemm"):
-        switches.append(deep_gemm.set_dependent)
-    for switch in switches:
-        switch(request.param)
-    yield
-    for switch in switches:
-        switch(False)
-
-
-@pytest.mark.usefixtures("launches")
 @pytest.mark.parametrize(("num", "fp8"), [(1, True), (SMALL_TOKENS, True), (96, True), (96, False)])
 def test_a_graph_follows_new_choices_and_its_padding(num: int, fp8: bool) -> None:
     """Captured once with one routing, replayed with others: nothing of the host's may be baked in."""

@@ -48,17 +48,6 @@ def candidates(op: str, call: Call, device: torch.device, size: int = 0) -> dict
     return found or {"ref": call}
 
 
-def dependent(on: bool, call: Call) -> object:
-    """`call` with dependent launch of our kernels on or off."""
-    from millrace_kernels.triton import launch
-
-    launch.set_dependent(on)
-    try:
-        return call()
-    finally:
-        launch.set_dependent(False)
-
-
 def forced(op: str, target: str, call: Call) -> object:
     """`call` with one implementation of `op`; an empty target is the reference."""
     with backend.forced(**{op: target}):

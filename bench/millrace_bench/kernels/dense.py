@@ -18,7 +18,7 @@ from millrace_kernels.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm
 from millrace_kernels.silu_mul import silu_mul, silu_mul_quant
 from torch import Tensor
 
-from millrace_bench.kernels.case import Call, Case, candidates, dependent
+from millrace_bench.kernels.case import Call, Case, candidates
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ def _elementwise(
 
 
 def _chain(num: int, device: torch.device) -> Case:
-    """The dense MLP of a TP8 rank: four kernels or more in a row, with and without dependent launch."""
+    """The dense MLP of a TP8 rank: four kernels or more in a row."""
     hidden, (gate_up, down) = 7168, ((4608, 7168), (7168, 2304))
 
     def make() -> dict[str, Call]:
@@ -151,7 +151,7 @@ def _chain(num: int, device: torch.device) -> Case:
             operand, _ = add_rms_norm_quant(x, x, gain, 1e-6)
             return linear(silu_mul_quant(linear(operand, first)), second)
 
-        return {"in order": lambda: dependent(False, call), "dependent launch": lambda: dependent(True, call)}
+        return {"in order": call}
 
     weights = gate_up[0] * gate_up[1] + down[0] * down[1]
     return Case("dense MLP", f"T={num}", make, weights + 6 * num * hidden, 2 * num * weights)

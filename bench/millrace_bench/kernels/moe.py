@@ -21,7 +21,7 @@ from millrace_kernels.testing.cases import TINY, V3_TP8, Dims
 from millrace_kernels.testing.experts import choose, draw_experts
 from torch import Tensor
 
-from millrace_bench.kernels.case import Call, Case, candidates, dependent
+from millrace_bench.kernels.case import Call, Case, candidates
 
 SGL14, SGL9 = "aiconfigurator, SGLang 0.5.14, TP8 Triton", "aiconfigurator, SGLang 0.5.9, TP8 Triton"
 DEEP_EP = "aiconfigurator, SGLang 0.5.10, DeepEP + DeepGEMM"
@@ -151,9 +151,6 @@ def _others(
 
     num, (_, *rest) = x.shape[0], arguments
     calls: dict[str, Call] = {}
-    if num == 1:
-        small = functools.partial(moe_small.moe_experts_fp8, *arguments, **options)  # type: ignore[arg-type]
-        calls["small, dependent launch"] = lambda: dependent(True, small)
     if SMALL_TOKENS < num <= moe_small.MOST_TOKENS:
         calls["small"] = functools.partial(moe_small.moe_experts_fp8, x, *rest, **options)  # type: ignore[arg-type]
     if SMALL_TOKENS < num <= 8192:

@@ -16,13 +16,6 @@ M_STEP = 64
 _met: dict[tuple[int, int], None] = {}  # (N, K) of the products of this process
 
 
-def set_dependent(on: bool) -> None:
-    """Programmatic dependent launch of DeepGEMM's kernels, as `millrace_kernels.triton.launch.set_dependent`."""
-    import deep_gemm
-
-    deep_gemm.set_pdl(on)
-
-
 def fp8_linear(x: Fp8, weight: Fp8, dtype: torch.dtype) -> Tensor:
     """BF16 results of shapes that TMA can address; ours makes the others."""
     import deep_gemm

@@ -4,10 +4,8 @@ its tiles of 64 query rows are clipped.
 What its sources say and its documentation does not:
 - A sequence of length 0 is one empty block for the BF16 kernel, which gives out 0 and lse +inf but touches the page of
   the first table entry. The FP8 kernel would read the table in front of its row, so there lengths are at least 1.
-- The BF16 kernel is launched as a dependent one but does not wait for the kernel before it. That one must not let its
-  dependents go ahead; ours that make a query do not (triton/launch.py).
-- The kernel that merges splits may end before the main one, when nothing was split. The kernel after it must not be a
-  dependent one; ours that takes the result is not.
+- It uses programmatic dependent launch without waiting for the kernel before it, and the kernel that merges splits may
+  end before the main one. So the kernels before and after it are launched plainly, as all of ours are.
 """
 
 from __future__ import annotations

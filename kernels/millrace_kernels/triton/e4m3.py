@@ -7,8 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from millrace_kernels.triton.launch import options, wait
-
 PER_PROGRAM = 2048
 
 
@@ -16,7 +14,7 @@ def to_e4m3(x: Tensor) -> Tensor:
     assert x.is_contiguous(), x.stride()
     out = torch.empty_like(x, dtype=torch.float8_e4m3fn)
     if x.numel():
-        _cast[(triton.cdiv(x.numel(), PER_PROGRAM),)](out, x, x.numel(), BLOCK=PER_PROGRAM, **options(4))
+        _cast[(triton.cdiv(x.numel(), PER_PROGRAM),)](out, x, x.numel(), BLOCK=PER_PROGRAM, num_warps=4)
     return out
 
 
@@ -27,8 +25,7 @@ def saturated(x):
 
 
 @triton.jit
-def _cast(out_ptr, x_ptr, num, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _cast(out_ptr, x_ptr, num, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    wait(PDL)
     x = tl.load(x_ptr + at, mask=at < num, other=0.0)
     tl.store(out_ptr + at, saturated(x).to(tl.float8e4nv), mask=at < num)

@@ -23,7 +23,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from millrace_kernels.fp8 import BLOCK, Fp8
 from millrace_kernels.gpu import measured, sms
 from millrace_kernels.scratch import zeros
-from millrace_kernels.triton.launch import go_ahead, options, wait
 from millrace_kernels.triton.small_linear import reduce_parts
 
 GROUP_M = 8  # tiles of tokens that share rows of the weight while those are in the L2 cache
@@ -86,7 +85,7 @@ def _fp8_linear(
     x, x_scales, weight, w_scales, out, parts, arrivals, num_tokens, n, k, blocks_per_split,
     x_stride, x_scale_row, x_scale_col, weight_stride, w_scale_row, w_scale_col,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, JOINED: tl.constexpr, TMA: tl.constexpr,
-    GROUP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """With TMA, x, x_scales and weight are descriptors: of tiles [BLOCK_M, 128], of columns [1, BLOCK_M] of the scales
     transposed, and of tiles [BLOCK_N, 128]; beyond the edges are zeros.
@@ -100,7 +99,6 @@ def _fp8_linear(
     w_scale_at = w_scales + tile_n * BLOCK_N // 128 * w_scale_row
     w_scale = tl.load(w_scale_at + first * w_scale_col)
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    wait(PDL)
     for block in tl.range(first, last, num_stages=STAGES):
         next_w_scale = tl.load(w_scale_at + tl.minimum(block + 1, last - 1) * w_scale_col)  # scalars are not pipelined
         if TMA:
@@ -116,7 +114,6 @@ def _fp8_linear(
             x_scale = tl.load(x_scales + tokens * x_scale_row + block * x_scale_col, tokens < num_tokens, other=0.0)
         total += tl.dot(values, tl.trans(inputs)) * (x_scale * w_scale)[None, :]
         w_scale = next_w_scale
-    go_ahead(PDL)
     target = parts + split * num_tokens.to(tl.int64) * n if SPLIT else out
     at = tokens[:, None].to(tl.int64) * n + rows[None, :]
     written = (tokens < num_tokens)[:, None] & (rows < n)[None, :]
@@ -150,7 +147,7 @@ def fp8_linear_with(x: Fp8, weight: Fp8, dtype: torch.dtype, chosen: Config) -> 
         *operands, weight.scales, out, parts, arrivals, num_tokens, n, k, blocks,
         x.data.stride(0), *x.scales.stride(), weight.data.stride(0), *weight.scales.stride(),
         BLOCK_M=chosen.block_m, BLOCK_N=chosen.block_n, SPLIT=split, JOINED=joined, TMA=tma,
-        GROUP=GROUP_M, STAGES=chosen.stages, maxnreg=chosen.registers or None, **options(chosen.warps),
+        GROUP=GROUP_M, STAGES=chosen.stages, maxnreg=chosen.registers or None, num_warps=chosen.warps,
     )  # fmt: skip
     if split and not joined:
         reduce_parts(parts, out)

@@ -4,8 +4,7 @@
 
 A lane loads 16 bytes of BLOCK_N / (warps along N) rows at once, straight into registers and all of them before it uses
 any: the weight does not pass through shared memory, only x does, and a warp's load is 512 bytes of one row. While one
-tile of BLOCK_K columns is multiplied, the next is on its way. The first needs nothing of the kernel before and with
-dependent launch does not wait for it. Everything is FP32 from the weight on.
+tile of BLOCK_K columns is multiplied, the next is on its way. Everything is FP32 from the weight on.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from torch import Tensor
 
 from millrace_kernels.fp8 import Fp8
 from millrace_kernels.gpu import sms
-from millrace_kernels.triton.launch import go_ahead, options, wait
 
 
 class Gemv(NamedTuple):
@@ -79,7 +77,7 @@ def run_scales(scales, scale_col, tile: tl.constexpr, K: tl.constexpr, BLOCK_K: 
 @triton.jit
 def _gemv(
     x, weight, scales, out, n, weight_stride, scale_row, scale_col,
-    K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * BLOCK_N
     row = first + tl.arange(0, BLOCK_N)
@@ -87,7 +85,6 @@ def _gemv(
     scales += first // 128 * scale_row
     values = columns(rows, 0, K, BLOCK_K)
     total = tl.zeros([BLOCK_N, BLOCK_K // 16], tl.float32)
-    wait(PDL)
     for tile in tl.static_range(1, TILES):
         ahead = columns(rows, tile, K, BLOCK_K)
         inputs, scale = run_values(x, tile - 1, K, BLOCK_K, 16), run_scales(scales, scale_col, tile - 1, K, BLOCK_K, 16)
@@ -95,7 +92,6 @@ def _gemv(
         values = ahead
     inputs, scale = run_values(x, TILES - 1, K, BLOCK_K, 16), run_scales(scales, scale_col, TILES - 1, K, BLOCK_K, 16)
     total += dot_runs(values, inputs, scale)
-    go_ahead(PDL)
     tl.store(out + row, tl.sum(total, axis=1).to(out.dtype.element_ty), row < n)
 
 
@@ -106,5 +102,5 @@ def gemv(x: Tensor, weight: Fp8, out: Tensor, chosen: Gemv) -> None:
     _gemv[(triton.cdiv(n, chosen.block_n),)](
         x, weight.data, weight.scales, out, n, weight.data.stride(0), *weight.scales.stride(),
         K=k, BLOCK_N=chosen.block_n, BLOCK_K=chosen.block_k, TILES=triton.cdiv(k, chosen.block_k),
-        **options(chosen.warps),
+        num_warps=chosen.warps,
     )  # fmt: skip

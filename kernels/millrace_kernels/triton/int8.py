@@ -14,7 +14,6 @@ import triton.language as tl
 from torch import Tensor
 
 from millrace_kernels.int8 import Int8
-from millrace_kernels.triton.launch import go_ahead, options, wait
 
 
 class Config(NamedTuple):
@@ -36,12 +35,10 @@ GROUP = 8  # tiles of tokens that share rows of the weight while those are in th
 
 
 @triton.jit
-def _quant_rows(x, data, scales, width, x_stride, WIDTH: tl.constexpr, PDL: tl.constexpr):
+def _quant_rows(x, data, scales, width, x_stride, WIDTH: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, WIDTH)
-    wait(PDL)
     values = tl.load(x + row * x_stride + cols, cols < width, other=0.0).to(tl.float32)
-    go_ahead(PDL)
     largest = tl.max(tl.abs(values), axis=0)
     scale = tl.where(largest > 0, tl.div_rn(largest, 127.0), 1.0)
     scaled = tl.div_rn(values, tl.broadcast_to(scale, values.shape))
@@ -54,7 +51,6 @@ def _quant_rows(x, data, scales, width, x_stride, WIDTH: tl.constexpr, PDL: tl.c
 def _int8_linear(
     x, x_scales, weight, w_scales, out, num_tokens, n, k, x_stride, weight_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
     tiles_m, tiles_n = tl.cdiv(num_tokens, BLOCK_M), tl.cdiv(n, BLOCK_N)
     tile_m, tile_n = tl.swizzle2d(tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n, tiles_m, tiles_n, GROUP)
@@ -62,13 +58,11 @@ def _int8_linear(
     some, held, at = tokens < num_tokens, rows < n, tl.arange(0, BLOCK_K)
     x_at, w_at = x + tokens.to(tl.int64)[:, None] * x_stride, weight + rows.to(tl.int64)[:, None] * weight_stride
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.int32)
-    wait(PDL)
     for first in tl.range(0, k, BLOCK_K, num_stages=STAGES):
         inside = (first + at < k)[None, :]
         inputs = tl.load(x_at + first + at[None, :], some[:, None] & inside, other=0)
         values = tl.load(w_at + first + at[None, :], held[:, None] & inside, other=0)
         total = tl.dot(values, tl.trans(inputs), total, out_dtype=tl.int32)
-    go_ahead(PDL)
     x_scale = tl.load(x_scales + tokens, some, other=0.0)
     w_scale = tl.load(w_scales + rows, held, other=0.0)
     result = tl.trans(total.to(tl.float32) * w_scale[:, None] * x_scale[None, :])
@@ -84,7 +78,7 @@ def quant_rows(x: Tensor) -> Int8:
     if num_tokens:
         padded = triton.next_power_of_2(width)
         warps = max(1, min(16, padded // 1024))
-        _quant_rows[(num_tokens,)](x, data, scales, width, x.stride(0), WIDTH=padded, **options(warps))
+        _quant_rows[(num_tokens,)](x, data, scales, width, x.stride(0), WIDTH=padded, num_warps=warps)
     return Int8(data, scales)
 
 
@@ -100,6 +94,6 @@ def int8_linear_with(x: Int8, weight: Int8, dtype: torch.dtype, chosen: Config) 
         _int8_linear[(triton.cdiv(num_tokens, chosen.block_m) * triton.cdiv(n, chosen.block_n),)](
             x.data, x.scales, weight.data, weight.scales, out, num_tokens, n, k, x.data.stride(0),
             weight.data.stride(0), BLOCK_M=chosen.block_m, BLOCK_N=chosen.block_n, BLOCK_K=BLOCK_K, GROUP=GROUP,
-            STAGES=chosen.stages, **options(chosen.warps),
+            STAGES=chosen.stages, num_warps=chosen.warps,
         )  # fmt: skip
     return out

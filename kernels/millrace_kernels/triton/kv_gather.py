@@ -11,7 +11,6 @@ import triton.language as tl
 from torch import Tensor
 
 from millrace_kernels.triton.host_table import host_table
-from millrace_kernels.triton.launch import options, wait
 
 CHUNK = 4096
 
@@ -29,7 +28,7 @@ def kv_gather(kv: Tensor, page_table: Tensor, starts: Sequence[int], lens: Seque
         _gather[(triton.cdiv(max(lens), page_size) * per_page, len(lens))](
             out, kv, page_table, table,
             len(lens), kv.stride(0), page_table.stride(0),
-            WIDTH=width, PAGE=page_size, PER_PAGE=per_page, CHUNK=CHUNK, **options(4),
+            WIDTH=width, PAGE=page_size, PER_PAGE=per_page, CHUNK=CHUNK, num_warps=4,
         )  # fmt: skip
     return out
 
@@ -38,10 +37,9 @@ def kv_gather(kv: Tensor, page_table: Tensor, starts: Sequence[int], lens: Seque
 def _gather(
     out_ptr, kv_ptr, page_table_ptr, table_ptr,
     num_seqs, kv_page, page_table_row,
-    WIDTH: tl.constexpr, PAGE: tl.constexpr, PER_PAGE: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+    WIDTH: tl.constexpr, PAGE: tl.constexpr, PER_PAGE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     page, seq = tl.program_id(0) // PER_PAGE, tl.program_id(1)
-    wait(PDL)
     rows = tl.load(table_ptr + num_seqs + seq) - page * PAGE  # of the sequence, from this page on
     if rows > 0:
         first_page = tl.load(table_ptr + seq)

@@ -7,8 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from millrace_kernels.triton.launch import options, wait
-
 
 def merge_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     tokens, heads, value = out_a.shape
@@ -20,7 +18,7 @@ def merge_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> t
         _merge[(tokens, triton.cdiv(heads, block))](
             out, lse, out_a, lse_a, out_b, lse_b,
             heads, *out_a.stride()[:2], *lse_a.stride(), *out_b.stride()[:2], *lse_b.stride(),
-            V=value, BLOCK_H=block, **options(4),
+            V=value, BLOCK_H=block, num_warps=4,
         )  # fmt: skip
     return out, lse
 
@@ -29,12 +27,11 @@ def merge_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> t
 def _merge(
     out_ptr, lse_ptr, a_ptr, lse_a_ptr, b_ptr, lse_b_ptr,
     heads, a_row, a_head, lse_a_row, lse_a_head, b_row, b_head, lse_b_row, lse_b_head,
-    V: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
+    V: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     present = head < heads
-    wait(PDL)
     lse_a = tl.load(lse_a_ptr + token * lse_a_row + head * lse_a_head, mask=present, other=0.0)
     lse_b = tl.load(lse_b_ptr + token * lse_b_row + head * lse_b_head, mask=present, other=0.0)
     base = tl.maximum(lse_a, lse_b)

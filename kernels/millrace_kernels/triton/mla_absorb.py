@@ -17,7 +17,6 @@ from torch import Tensor
 
 from millrace_kernels.fp8 import BLOCK, Fp8, Operand
 from millrace_kernels.gpu import measured
-from millrace_kernels.triton.launch import options, wait
 from millrace_kernels.triton.quant import empty_fp8, quantise
 from millrace_kernels.triton.rope import rotate, rotate_into
 from millrace_kernels.triton.small_linear import exact_bf16
@@ -99,7 +98,7 @@ def absorb_q_with(q: Tensor, w_uk: Tensor | Fp8, cos: Tensor, sin: Tensor, tile:
             out, q, weight, scales, cos, sin,
             tokens, *out.stride()[:2], *q.stride()[:2], *weight.stride()[:2], scales.stride(0), cos.stride(0),
             N=nope, C=latent, HALF=cos.shape[1], BLOCK_T=tile.tokens, BLOCK_C=tile.columns, FP8=fp8,
-            **options(tile.warps),
+            num_warps=tile.warps,
         )  # fmt: skip
     return out
 
@@ -159,7 +158,7 @@ def _absorb(
     out_ptr, q_ptr, w_ptr, scales_ptr, cos_ptr, sin_ptr,
     tokens, out_row, out_head, q_row, q_head, w_head, w_row, scale_head, angle_row,
     N: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
-    FP8: tl.constexpr, PDL: tl.constexpr,
+    FP8: tl.constexpr,
 ):  # fmt: skip
     head, part = tl.program_id(0), tl.program_id(1)
     token = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -167,7 +166,6 @@ def _absorb(
     q_rows = q_ptr + head * q_head + token * q_row
     out_rows = out_ptr + head * out_head + token * out_row
     if part == C // BLOCK_C:
-        wait(PDL)
         pe, angles = tl.arange(0, 2 * HALF)[None, :], token[:, None] * angle_row + tl.arange(0, HALF)[None, :]
         cos = tl.load(cos_ptr + angles, mask=present[:, None], other=0.0)
         sin = tl.load(sin_ptr + angles, mask=present[:, None], other=0.0)
@@ -177,7 +175,6 @@ def _absorb(
     else:
         inner, column = tl.arange(0, N), part * BLOCK_C + tl.arange(0, BLOCK_C)
         w = tl.load(w_ptr + head.to(tl.int64) * w_head + inner[:, None] * w_row + column[None, :])
-        wait(PDL)
         nope = tl.load(q_rows[:, None] + inner[None, :], mask=present[:, None], other=0.0)
         if FP8:
             scale = tl.load(scales_ptr + head * scale_head + part * BLOCK_C // 128)
@@ -194,7 +191,6 @@ def _project(
     C: tl.constexpr, V: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr,
     FP8: tl.constexpr, QUANT: tl.constexpr,
 ):  # fmt: skip
-    """Never launched as a dependent: the kernel before may be FlashMLA's last, see lib/flash_mla.py."""
     head = tl.program_id(0)
     token = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
     present = (token < tokens)[:, None]

@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from millrace_kernels.triton.launch import options, wait
 from millrace_kernels.triton.softmax import LOG2E, begin, finish, fold
 
 PROGRAMS = 264  # two for each of an H200's 132 multiprocessors
@@ -69,13 +68,13 @@ def mla_decode_with(
         part_out, part_lse, q, kv, page_table, seq_lens,
         scale, num_seqs, rows, num_heads, num_queries, kv.stride(0), kv.stride(1), page_table.stride(0),
         C=kv_lora_rank, R=width - kv_lora_rank, PAGE=page, BLOCK_M=chosen.block_m, BLOCK_N=block_n,
-        **options(chosen.num_warps, chosen.num_stages),
+        num_warps=chosen.num_warps, num_stages=chosen.num_stages,
     )  # fmt: skip
     if splits > 1:
         columns = min(MERGE_COLUMNS, kv_lora_rank)
         _merge[(num_seqs * rows, triton.cdiv(kv_lora_rank, columns))](
             out, lse, part_out, part_lse, num_seqs * rows, splits,
-            C=kv_lora_rank, COLUMNS=columns, SPLITS=triton.next_power_of_2(splits), **options(4),
+            C=kv_lora_rank, COLUMNS=columns, SPLITS=triton.next_power_of_2(splits), num_warps=4,
         )  # fmt: skip
     return out, lse
 
@@ -85,13 +84,11 @@ def _attend(
     out_ptr, lse_ptr, q_ptr, kv_ptr, page_table_ptr, seq_lens_ptr,
     scale, num_seqs, num_rows, num_heads, num_queries, kv_page, kv_row, page_table_row,
     C: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
     seq, split = tl.program_id(0), tl.program_id(2)
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     latent, rope = tl.arange(0, C)[None, :], tl.arange(0, R)[None, :]
     present = (row < num_rows)[:, None]
-    wait(PDL)
     num_keys = tl.load(seq_lens_ptr + seq)
     share = tl.cdiv(tl.cdiv(num_keys, BLOCK_N), tl.num_programs(2)) * BLOCK_N
     last_key = num_keys - num_queries + row // num_heads
@@ -126,12 +123,11 @@ def _attend(
 def _merge(
     out_ptr, lse_ptr, part_out_ptr, part_lse_ptr,
     num_rows, splits,
-    C: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+    C: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """COLUMNS of a row: all shares that saw a key at once."""
     row, split = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    wait(PDL)
     lses = tl.load(part_lse_ptr + split * num_rows + row, mask=split < splits, other=float("-inf"))
     base = tl.max(lses, axis=0)
     base = tl.where(base == float("-inf"), 0.0, base)

@@ -6,7 +6,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from millrace_kernels.triton.launch import options, wait
 from millrace_kernels.triton.rope import rotate_into
 
 
@@ -23,7 +22,7 @@ def expand_kv_with(up: Tensor, k_pe: Tensor, nope: int, block: int, num_warps: i
         _expand_k[(tokens, triton.cdiv(heads, block))](
             k, up, k_pe,
             heads, *up.stride()[:2], k_pe.stride(0),
-            N=nope, R=rope, BLOCK_H=block, **options(num_warps),
+            N=nope, R=rope, BLOCK_H=block, num_warps=num_warps,
         )  # fmt: skip
     return k, up[..., nope:]
 
@@ -38,14 +37,13 @@ def rope_q(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _expand_k(
     k_ptr, up_ptr, k_pe_ptr,
     heads, up_row, up_head, k_pe_row,
-    N: tl.constexpr, R: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
+    N: tl.constexpr, R: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
     present = head < heads
     rows = k_ptr + (token * heads + head) * (N + R)
     column, pe_column = tl.arange(0, N)[None, :], tl.arange(0, R)[None, :]
-    wait(PDL)
     nope = tl.load(up_ptr + token * up_row + head * up_head + column, mask=present, other=0.0)
     pe = tl.load(k_pe_ptr + token * k_pe_row + pe_column)
     tl.store(rows + column, nope, mask=present)

@@ -14,7 +14,6 @@ import triton.language as tl
 from torch import Tensor
 
 from millrace_kernels.triton.host_table import host_table
-from millrace_kernels.triton.launch import options, wait
 from millrace_kernels.triton.softmax import LOG2E, begin, finish, fold
 
 
@@ -67,7 +66,7 @@ def mla_prefill_with(
             out, lse, q, k, v, table,
             len(q_lens), scale, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
             CAUSAL=causal, D1=first, D2=q.shape[2] - first, V=v.shape[2],
-            BLOCK_M=chosen.block_m, BLOCK_N=chosen.block_n, **options(chosen.num_warps, chosen.num_stages),
+            BLOCK_M=chosen.block_m, BLOCK_N=chosen.block_n, num_warps=chosen.num_warps, num_stages=chosen.num_stages,
         )  # fmt: skip
     return out, lse
 
@@ -86,11 +85,10 @@ def _attend(
     out_ptr, lse_ptr, q_ptr, k_ptr, v_ptr, table_ptr,
     num_seqs, scale, q_row, q_head, k_row, k_head, v_row, v_head,
     CAUSAL: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     head, seq = tl.program_id(1), tl.program_id(2)
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the longest of causal work begins first
-    wait(PDL)
     q_len = tl.load(table_ptr + num_seqs + seq)
     if first < q_len:
         q_start = tl.load(table_ptr + seq).to(tl.int64)

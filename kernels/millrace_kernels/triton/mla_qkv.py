@@ -10,7 +10,6 @@ from torch import Tensor
 from millrace_kernels.backend import SMALL_TOKENS
 from millrace_kernels.fp8 import BLOCK, Operand
 from millrace_kernels.triton.e4m3 import saturated
-from millrace_kernels.triton.launch import go_ahead, options, wait
 from millrace_kernels.triton.quant import empty_fp8, quantise
 from millrace_kernels.triton.rope import rotate
 
@@ -41,7 +40,7 @@ def mla_qkv_norm(
             q16, q8, scales, c_kv, k_pe, kv,
             qkv.stride(0), cos.stride(0), scales.stride(1), kv.stride(0), kv.stride(1), eps,
             Q=width, C=latent, HALF=rope // 2, GROUPS=triton.next_power_of_2(triton.cdiv(width, BLOCK)),
-            PAGE=kv.shape[1], PLAIN=q is not None, QUANT=fp8 is not None, **options(4),
+            PAGE=kv.shape[1], PLAIN=q is not None, QUANT=fp8 is not None, num_warps=4,
         )  # fmt: skip
     return Operand(q, fp8), c_kv, k_pe
 
@@ -52,21 +51,19 @@ def _norm_store(
     q_ptr, q8_ptr, scales_ptr, c_kv_ptr, k_pe_ptr, kv_ptr,
     qkv_row, angle_row, scale_column, kv_page, kv_row, eps,
     Q: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUPS: tl.constexpr, PAGE: tl.constexpr,
-    PLAIN: tl.constexpr, QUANT: tl.constexpr, PDL: tl.constexpr,
+    PLAIN: tl.constexpr, QUANT: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     x_ptr = qkv_ptr + token * qkv_row
     if tl.program_id(1) == 1:
         q_ptr, q8_ptr = q_ptr + token * Q, q8_ptr + token * Q
         scales_ptr += token
-        _norm_q(x_ptr, q_weight_ptr, q_ptr, q8_ptr, scales_ptr, scale_column, eps, Q, GROUPS, PLAIN, QUANT, PDL)
+        _norm_q(x_ptr, q_weight_ptr, q_ptr, q8_ptr, scales_ptr, scale_column, eps, Q, GROUPS, PLAIN, QUANT)
     else:
         column, pe_column = tl.arange(0, C), tl.arange(0, 2 * HALF)[None, :]
         weight = tl.load(kv_weight_ptr + column).to(tl.float32)
-        wait(PDL)
         x = tl.load(x_ptr + Q + column).to(tl.float32)
         pe = tl.load(x_ptr + Q + C + pe_column).to(tl.float32)
-        go_ahead(PDL)
         slot, angles = tl.load(slots_ptr + token), token * angle_row + tl.arange(0, HALF)[None, :]
         rotated = rotate(pe, tl.load(cos_ptr + angles), tl.load(sin_ptr + angles)).to(k_pe_ptr.dtype.element_ty)
         normed = (x * tl.rsqrt(tl.sum(x * x, axis=0) / C + eps) * weight).to(c_kv_ptr.dtype.element_ty)
@@ -81,16 +78,14 @@ def _norm_store(
 def _norm_q(
     x_ptr, weight_ptr, q_ptr, q8_ptr, scales_ptr,
     scale_column, eps,
-    Q: tl.constexpr, GROUPS: tl.constexpr, PLAIN: tl.constexpr, QUANT: tl.constexpr, PDL: tl.constexpr,
+    Q: tl.constexpr, GROUPS: tl.constexpr, PLAIN: tl.constexpr, QUANT: tl.constexpr,
 ):  # fmt: skip
     """A row as a tile [groups, 128]: a group's largest is one reduction."""
     group = tl.arange(0, GROUPS)
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     mask = column < Q
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
-    wait(PDL)
     x = tl.load(x_ptr + column, mask=mask, other=0.0).to(tl.float32)
-    go_ahead(PDL)
     mean = tl.sum(tl.sum(x * x, axis=1), axis=0) / Q
     normed = (x * tl.rsqrt(mean + eps) * weight).to(q_ptr.dtype.element_ty)
     if PLAIN:

@@ -12,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 
 from millrace_kernels.ref import moe_gate as reference
-from millrace_kernels.triton.launch import go_ahead, options, wait
 
 SLICE, BLOCK_K = 256, 64  # columns of a part, all of them loaded at once, and of a product
 BLOCK_E = 64  # experts of a program
@@ -24,7 +23,7 @@ BATCH = 4  # parts that are added to a token's sum at a time
 def _logits_kernel(
     x_ptr, w_ptr, parts_ptr, num_tokens, stride_x,
     D: tl.constexpr, E: tl.constexpr, SLICE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The weight is the left operand: wgmma takes 64 of its rows, and as many tokens as there are."""
     e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
@@ -32,13 +31,11 @@ def _logits_kernel(
     part, col = tl.program_id(2), tl.arange(0, BLOCK_K)
     is_expert, is_token = e < E, t < num_tokens
     total = tl.zeros([BLOCK_E, BLOCK_T], tl.float32)
-    wait(PDL)
     for k0 in tl.range(part * SLICE, tl.minimum(part * SLICE + SLICE, D), BLOCK_K, num_stages=STAGES):
         k = (k0 + col)[None, :]
         w = tl.load(w_ptr + e[:, None] * D + k, mask=is_expert[:, None] & (k < D), other=0.0)
         x = tl.load(x_ptr + t[:, None] * stride_x + k, mask=is_token[:, None] & (k < D), other=0.0)
         total = tl.dot(w, tl.trans(x), total)
-    go_ahead(PDL)
     at = (part * num_tokens + t)[:, None] * E + e[None, :]
     tl.store(parts_ptr + at, tl.trans(total), mask=is_token[:, None] & is_expert[None, :])
 
@@ -54,7 +51,7 @@ def gate_logits(x: Tensor, weight: Tensor) -> Tensor:
         block_t = min(max(triton.next_power_of_2(num), 16), MOST_TOKENS)
         _logits_kernel[(triton.cdiv(experts, BLOCK_E), triton.cdiv(num, block_t), len(parts))](
             x, weight, parts, num, x.stride(0), dim, experts, SLICE, block_t, BLOCK_E, BLOCK_K,
-            SLICE // BLOCK_K, **options(num_warps=4),
+            SLICE // BLOCK_K, num_warps=4,
         )  # fmt: skip
     return parts
 
@@ -90,7 +87,7 @@ def _gate_kernel(
     logits_ptr, bias_ptr, num_tokens_ptr, weights_ptr, experts_ptr, scaling, stride_part,
     PARTS: tl.constexpr, BATCH: tl.constexpr, STAGES: tl.constexpr, G: tl.constexpr, S: tl.constexpr,
     G_PAD: tl.constexpr, S_PAD: tl.constexpr, TOPK_GROUP: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr,
-    NORM: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr,
 ):  # fmt: skip
     """One token: G groups of S experts as a [G, S] tile, padded with -inf; positions keep the experts' order."""
     token = tl.program_id(0).to(tl.int64)
@@ -98,7 +95,6 @@ def _gate_kernel(
     position = tl.arange(0, G_PAD * S_PAD)
     expert = position // S_PAD * S + position % S_PAD
     real = (position // S_PAD < G) & (position % S_PAD < S)
-    wait(PDL)
     logits = tl.zeros([G_PAD * S_PAD], tl.float32)
     for first_part in tl.range(0, PARTS, BATCH, num_stages=STAGES):  # all loads under way before the first sum
         part = first_part + tl.arange(0, BATCH)[:, None]
@@ -123,7 +119,6 @@ def _gate_kernel(
         is_token = token < tl.load(num_tokens_ptr)
         weights = tl.where(is_token, weights, 0.0)
         chosen = tl.where(is_token, chosen, -1)
-    go_ahead(PDL)
     tl.store(weights_ptr + token * TOP_K + k, weights, mask=k < TOP_K)
     tl.store(experts_ptr + token * TOP_K + k, chosen, mask=k < TOP_K)
 
@@ -164,6 +159,6 @@ def moe_gate(
             top_k,
             triton.next_power_of_2(top_k),
             norm_topk_prob,
-            **options(num_warps=1),
+            num_warps=1,
         )
     return weights, chosen

@@ -24,7 +24,6 @@ from millrace_kernels.backend import SMALL_TOKENS
 from millrace_kernels.fp8 import BLOCK, Fp8, Operand, quant_groups
 from millrace_kernels.gpu import measured
 from millrace_kernels.moe_experts import expected_rows
-from millrace_kernels.triton.launch import go_ahead, options, wait
 from millrace_kernels.triton.moe_route import Blocks, Route, route, slices
 from millrace_kernels.triton.moe_rows import combine
 from millrace_kernels.triton.quant import quantise
@@ -109,14 +108,13 @@ def _gate_up_kernel(
     x_ptr, x_scales, w13, w_scales_ptr, h_ptr, h_scales_ptr, tokens_ptr, blocks_ptr, ends_ptr, total_ptr,
     stride_x, stride_scale_t, stride_scale_k, stride_h_scale,
     D: tl.constexpr, SIZE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, STAGES: tl.constexpr,
-    FP8: tl.constexpr, LEFT: tl.constexpr, PDL: tl.constexpr,
+    FP8: tl.constexpr, LEFT: tl.constexpr,
 ):  # fmt: skip
     """x_scales, of tokens, and w13 are pointers, with LEFT descriptors: of columns [1, M] of the rows' scales, and of
     tiles [N, K] of the experts on top of each other. What rows of nobody hold then stays in them.
     """
     tiles: tl.constexpr = (SIZE + N - 1) // N
     block, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    wait(PDL)
     if block * M < tl.load(total_ptr):
         expert = tl.load(blocks_ptr + block)
         r, n, col = block * M + tl.arange(0, M), tile * N + tl.arange(0, N), tl.arange(0, K)
@@ -150,7 +148,6 @@ def _gate_up_kernel(
             up = _add_product(up, x, w_up, scale * up_scale, FP8, LEFT)
             if FP8:
                 gate_scale, up_scale = next_gate_scale, next_up_scale
-        go_ahead(PDL)
         h = gate * tl.sigmoid(gate) * up
         h = tl.trans(h) if LEFT else h
         at, mask = h_ptr + r.to(tl.int64)[:, None] * SIZE + n[None, :], real[:, None] & (n < SIZE)[None, :]
@@ -166,7 +163,7 @@ def _gate_up_kernel(
 def _down_kernel(
     h, h_scales, w2, w_scales_ptr, y_ptr, blocks_ptr, ends_ptr, total_ptr, stride_h_scale,
     D: tl.constexpr, SIZE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, STAGES: tl.constexpr,
-    FP8: tl.constexpr, LEFT: tl.constexpr, PDL: tl.constexpr,
+    FP8: tl.constexpr, LEFT: tl.constexpr,
 ):  # fmt: skip
     """h, h_scales and w2 are pointers, with LEFT descriptors: of tiles [M, K], of columns [1, M], and of tiles [N, K]
     of the experts on top of each other. What rows of nobody hold then stays in them.
@@ -174,7 +171,6 @@ def _down_kernel(
     tiles: tl.constexpr = (D + N - 1) // N
     groups: tl.constexpr = SIZE // 128
     block, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    wait(PDL)
     if block * M < tl.load(total_ptr):
         expert = tl.load(blocks_ptr + block)
         r, n, col = (block * M + tl.arange(0, M)).to(tl.int64), tile * N + tl.arange(0, N), tl.arange(0, K)
@@ -200,7 +196,6 @@ def _down_kernel(
             y = _add_product(y, rows, w, scale * w_scale, FP8, LEFT)
             if FP8:
                 w_scale = next_w_scale
-        go_ahead(PDL)
         y = tl.trans(y) if LEFT else y
         tl.store(y_ptr + r[:, None] * D + n[None, :], y, mask=real[:, None] & (n < D)[None, :])
 
@@ -262,7 +257,7 @@ def gate_up(x: Fp8, w13: Tensor | Fp8, plan: Route, blocks: Blocks, block_m: int
         x.data, x.scales if blocks.scales is None else _columns(blocks.scales, block_m),
         _tiles(data.flatten(0, 1), BLOCK) if left else data, scales, h, h_scales,
         blocks.tokens, blocks.experts, plan.ends, plan.total, x.data.stride(0), *x.scales.stride(), rows,
-        dim, size, block_m, BLOCK, BLOCK // data.element_size(), chosen.stages, fp8, left, **options(chosen.warps),
+        dim, size, block_m, BLOCK, BLOCK // data.element_size(), chosen.stages, fp8, left, num_warps=chosen.warps,
     )  # fmt: skip
     return Fp8(h, h_scales.t())
 
@@ -277,7 +272,7 @@ def down(h: Fp8, w2: Tensor | Fp8, plan: Route, blocks: Blocks, block_m: int, ch
         _tiles(h.data, block_m) if left else h.data, _columns(h.scales.t(), block_m) if left else h.scales,
         _tiles(data.flatten(0, 1), chosen.block_n) if left else data, scales, y,
         blocks.experts, plan.ends, plan.total, rows, dim, size, block_m, chosen.block_n, BLOCK // data.element_size(),
-        chosen.stages, fp8, left, **options(chosen.warps),
+        chosen.stages, fp8, left, num_warps=chosen.warps,
     )  # fmt: skip
     return y
 

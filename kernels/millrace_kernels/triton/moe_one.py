@@ -18,7 +18,6 @@ import triton.language as tl
 from torch import Tensor
 
 from millrace_kernels.triton.gemv import columns, dot_runs, run_scales, run_values
-from millrace_kernels.triton.launch import go_ahead, options, wait
 from millrace_kernels.triton.moe_route import local_expert
 
 
@@ -40,11 +39,10 @@ USED: Pair = (Config(2, 8192, 16), Config(4, 512, 1))
 def _gate_up_one(
     x_ptr, experts_ptr, weights_ptr, w13_ptr, scales_ptr, h_ptr, held_ptr, first_expert,
     D: tl.constexpr, SIZE: tl.constexpr, ROUTED: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr,
-    N: tl.constexpr, BLOCK_K: tl.constexpr, TILES: tl.constexpr, RUN: tl.constexpr, PDL: tl.constexpr,
+    N: tl.constexpr, BLOCK_K: tl.constexpr, TILES: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
     """N columns of h of choice `a`; and the expert's row in the weights, -1 if it is not here."""
     tile_n, a = tl.program_id(0), tl.program_id(1)
-    wait(PDL)
     expert = local_expert(experts_ptr, 0, a, a < CHOICES, first_expert, ROUTED, TOP_K)
     weight = tl.load(weights_ptr + a, mask=a < TOP_K, other=1.0)
     if tile_n == 0:
@@ -68,7 +66,6 @@ def _gate_up_one(
             gate_sum += dot_runs(gate, x, run_scales(gate_scales, 1, tile, D, BLOCK_K, RUN))
             up_sum += dot_runs(up, x, run_scales(up_scales, 1, tile, D, BLOCK_K, RUN))
             gate, up = next_gate, next_up
-        go_ahead(PDL)
         total, up_total = tl.sum(gate_sum, axis=1), tl.sum(up_sum, axis=1)
         h = total * tl.sigmoid(total) * up_total * weight
         tl.store(h_ptr + a * SIZE + n, h, mask=n < SIZE)
@@ -103,13 +100,12 @@ def _down_tile(
 def _down_one(
     h_ptr, held_ptr, w2_ptr, scales_ptr, out_ptr,
     D: tl.constexpr, SIZE: tl.constexpr, CHOICES: tl.constexpr,
-    N: tl.constexpr, BLOCK_K: tl.constexpr, TILES: tl.constexpr, RUN: tl.constexpr, PDL: tl.constexpr,
+    N: tl.constexpr, BLOCK_K: tl.constexpr, TILES: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
     """N columns of the output."""
     n = tl.program_id(0) * N + tl.arange(0, N)
     row, row_block = tl.minimum(n, D - 1), tl.program_id(0) * N // 128
     total = tl.zeros([N, BLOCK_K // RUN], tl.float32)
-    wait(PDL)
     w2, h, scale = _down_tile(h_ptr, held_ptr, w2_ptr, scales_ptr, row, row_block, 0, D, SIZE, CHOICES, BLOCK_K, RUN)
     for tile in tl.static_range(1, TILES):
         next_w2, next_h, next_scale = _down_tile(
@@ -118,7 +114,6 @@ def _down_one(
         total += dot_runs(w2, h, scale)
         w2, h, scale = next_w2, next_h, next_scale
     total += dot_runs(w2, h, scale)
-    go_ahead(PDL)
     tl.store(out_ptr + n, tl.sum(total, axis=1), mask=n < D)
 
 
@@ -137,11 +132,10 @@ def run(
     _gate_up_one[(triton.cdiv(size, up.block_n), choices)](
         x, experts, weights, w13, w13_scales, h, rows, first_expert,
         dim, size, held - shared_expert, top_k, choices,
-        up.block_n, up.block_k, triton.cdiv(dim, up.block_k), gcd(dim, 16), **options(up.num_warps),
+        up.block_n, up.block_k, triton.cdiv(dim, up.block_k), gcd(dim, 16), num_warps=up.num_warps,
     )  # fmt: skip
     _down_one[(triton.cdiv(dim, down.block_n),)](
         h, rows, w2, w2_scales, out, dim, size, choices,
-        down.block_n, down.block_k, triton.cdiv(choices * size, down.block_k), gcd(size, 16),
-        **options(down.num_warps),
+        down.block_n, down.block_k, triton.cdiv(choices * size, down.block_k), gcd(size, 16), num_warps=down.num_warps,
     )  # fmt: skip
     return out

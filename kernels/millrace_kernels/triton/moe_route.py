@@ -19,7 +19,6 @@ import triton.language as tl
 from torch import Tensor
 
 from millrace_kernels.scratch import zeros
-from millrace_kernels.triton.launch import go_ahead, options, wait
 from millrace_kernels.triton.moe_route_few import FEW_TOKENS, route_few
 
 CHUNK = 32  # choices that one program, a single warp, ranks
@@ -74,7 +73,6 @@ def _count_kernel(
     E_PAD: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Ranks a chunk's choices of the same expert among themselves, then takes the chunk's slots of it at once.
 
@@ -83,7 +81,6 @@ def _count_kernel(
     i = tl.arange(0, CHUNK)
     token, choice = tl.program_id(0) * TOKENS + i // CHOICES, i % CHOICES
     real = (i < TOKENS * CHOICES) & (token < num_tokens)
-    wait(PDL)
     expert = local_expert(experts_ptr, token, choice, real, first_expert, ROUTED, TOP_K)
     held = expert >= 0
     same = (expert[:, None] == expert[None, :]) & held[:, None]
@@ -94,7 +91,6 @@ def _count_kernel(
     leader = held & (rank == 0) & (again == 0)
     base = tl.atomic_add(counts_ptr + expert, tl.sum(counted.to(tl.int32), axis=1), mask=leader)
     base = tl.sum(tl.where(same & leader[None, :], base[None, :], 0), axis=1)
-    go_ahead(PDL)
     tl.store(slots_ptr + token * CHOICES + choice, base + rank, mask=real & held)
 
     tl.debug_barrier()  # every thread's counts before this program's arrival
@@ -134,17 +130,14 @@ def _place_kernel(
     BLOCK: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUPS_PAD: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     token, choice = i // CHOICES, i % CHOICES
     real = token < num_tokens
-    wait(PDL)
     expert = local_expert(experts_ptr, token, choice, real, first_expert, ROUTED, TOP_K)
     held = expert >= 0
     slot = tl.load(slots_ptr + i, mask=held, other=0)
     row = tl.load(starts_ptr + expert, mask=held, other=0) + slot
-    go_ahead(PDL)
     tl.store(rows_ptr + i, tl.where(held, row, -1), mask=real)
     if tokens_ptr is not None:
         tl.store(tokens_ptr + row, token, mask=held)
@@ -196,7 +189,7 @@ def route(
     slots, starts, tokens = ints(num, choices), ints(num_held), CHUNK // choices
     _count_kernel[(triton.cdiv(num, tokens),)](
         experts, slots, counts, starts, ends, total, num, first_expert, num_held, routed, top_k, choices, tokens,
-        CHUNK, triton.next_power_of_2(num_held), alignment, group_rows, **options(num_warps=1),
+        CHUNK, triton.next_power_of_2(num_held), alignment, group_rows, num_warps=1,
     )  # fmt: skip
     _place(experts, slots, starts, rows, blocks, scales, first_expert, routed, max(granularity, 1))
     return plan, blocks
@@ -212,7 +205,7 @@ def _place(
     _place_kernel[(triton.cdiv(num * choices, size),)](
         experts, slots, starts, rows, tokens, owners, scales, gathered, num, first_expert,
         *((0, 0) if scales is None else scales.stride()), 0 if gathered is None else gathered.shape[1],
-        routed, top_k, choices, granularity, size, groups, triton.next_power_of_2(groups), **options(num_warps=4),
+        routed, top_k, choices, granularity, size, groups, triton.next_power_of_2(groups), num_warps=4,
     )  # fmt: skip
 
 

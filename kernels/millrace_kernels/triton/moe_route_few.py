@@ -12,8 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from millrace_kernels.triton.launch import go_ahead, options, wait
-
 if TYPE_CHECKING:
     from millrace_kernels.triton.moe_route import Blocks, Route
 
@@ -56,12 +54,11 @@ def _route_few_kernel(
     num_tokens, first_expert, stride_scale_t, stride_scale_k, num_rows,
     E: tl.constexpr, ROUTED: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr, T_PAD: tl.constexpr,
     BINS: tl.constexpr, ALIGNMENT: tl.constexpr, GROUP_ROWS: tl.constexpr, GRANULARITY: tl.constexpr,
-    GROUPS: tl.constexpr, GROUPS_PART: tl.constexpr, PDL: tl.constexpr,
+    GROUPS: tl.constexpr, GROUPS_PART: tl.constexpr,
 ):  # fmt: skip
     mine, part = tl.program_id(0), tl.program_id(1)
     t, e = tl.arange(0, T_PAD), tl.arange(0, BINS)
     present = t < num_tokens
-    wait(PDL)
     columns = _columns(experts_ptr, t, present, first_expert, ROUTED, TOP_K)
     chosen = present & (mine == ROUTED)  # all choose the shared expert
     for choice in tl.static_range(TOP_K):
@@ -78,7 +75,6 @@ def _route_few_kernel(
         starts, total = tl.cumsum(room, axis=0) - room, tl.sum(room, axis=0)
     rank = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
     row = tl.sum(tl.where(e == mine, starts, 0), axis=0) + rank
-    go_ahead(PDL)
     if part == 0:
         row_at = rows_ptr + t * (TOP_K + E - ROUTED)
         for choice in tl.static_range(TOP_K):
@@ -111,5 +107,5 @@ def route_few(
         *((0, 0) if scales is None else scales.stride()), 0 if gathered is None else gathered.shape[1],
         num_held, routed, top_k, triton.next_power_of_2(top_k), max(triton.next_power_of_2(num), LANES),
         triton.next_power_of_2(num_held), alignment, group_rows, max(granularity, 1),
-        groups, triton.next_power_of_2(triton.cdiv(groups, parts)), **options(LANES // 32),
+        groups, triton.next_power_of_2(triton.cdiv(groups, parts)), num_warps=LANES // 32,
     )  # fmt: skip

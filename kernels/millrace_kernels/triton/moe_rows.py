@@ -11,7 +11,6 @@ import triton.language as tl
 from torch import Tensor
 
 from millrace_kernels.fp8 import BLOCK, Fp8
-from millrace_kernels.triton.launch import go_ahead, options, wait
 from millrace_kernels.triton.moe_route import Route
 from millrace_kernels.triton.quant import quantise
 
@@ -44,7 +43,6 @@ def _permute_kernel(
     CHOICES: tl.constexpr,
     PADDED: tl.constexpr,
     CACHE: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """One token: read once, written to each of its rows.
 
@@ -54,12 +52,10 @@ def _permute_kernel(
     token = tl.program_id(0).to(tl.int64)
     col, block = tl.arange(0, D_PAD), tl.arange(0, BLOCKS_PAD)
     rows, held = (), 0
-    wait(PDL)
     for choice in tl.static_range(CHOICES):
         row = tl.load(rows_ptr + token * CHOICES + choice)
         rows += (row,)  # type: ignore[assignment]
         held += (row >= 0).to(tl.int32)
-    go_ahead(PDL)
     if held > 0:
         where = token * stride_scale_t + block * stride_scale_k
         scales = tl.load(scales_ptr + where, mask=block < BLOCKS)
@@ -84,7 +80,7 @@ def permute(x: Fp8, route: Route, out: Tensor, num_warps: int = 4, stream: bool 
     _permute_kernel[(num,)](
         x.data.view(torch.uint8), x.scales, route.rows, out.view(torch.uint8), scales, *x.scales.stride(),
         route.group_rows, dim, triton.next_power_of_2(dim), blocks, triton.next_power_of_2(blocks),
-        route.rows.shape[1], route.group_rows != route.num_rows, ".cs" if stream else "", **options(num_warps),
+        route.rows.shape[1], route.group_rows != route.num_rows, ".cs" if stream else "", num_warps=num_warps,
     )  # fmt: skip
     return Fp8(out, scales)
 
@@ -108,13 +104,10 @@ def _silu_mul_quant_kernel(
     SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     PADDED: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """A fixed grid walks over the tiles of ROWS rows and 128 columns that exist."""
     i, col = tl.arange(0, ROWS), tl.arange(0, 128)
     columns: tl.constexpr = SIZE // 128
-    wait(PDL)
-    go_ahead(PDL)
     tiles = tl.load(total_ptr) // ROWS * columns
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         first = tile // columns * ROWS
@@ -143,7 +136,7 @@ def silu_mul_quant(x: Tensor, route: Route, rows: int = 16, programs: int = 132 
     grid = min(programs, num_rows // rows * (size // BLOCK))
     _silu_mul_quant_kernel[(grid,)](
         x, out, scales, route.counts, route.total, route.group_rows,
-        size, rows, route.group_rows != num_rows, **options(num_warps),
+        size, rows, route.group_rows != num_rows, num_warps=num_warps,
     )  # fmt: skip
     return Fp8(out, scales)
 
@@ -159,14 +152,11 @@ def _combine_kernel(
     BLOCK_D: tl.constexpr,
     TOP_K: tl.constexpr,
     CHOICES: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """One token and BLOCK_D columns, its rows summed in the order of its choices."""
     token = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     out = tl.zeros([BLOCK_D], tl.float32)
-    wait(PDL)
-    go_ahead(PDL)
     for choice in tl.static_range(CHOICES):
         row = tl.load(rows_ptr + token * CHOICES + choice).to(tl.int64)
         y = tl.load(y_ptr + row * D + col, mask=(row >= 0) & (col < D), other=0.0).to(tl.float32)
@@ -193,5 +183,5 @@ def combine_with(y: Tensor, route: Route, weights: Tensor, out: Tensor, block_d:
     assert weights.is_contiguous() and y.is_contiguous() and out.is_contiguous(), (weights.shape, y.shape)
     block_d = min(block_d, triton.next_power_of_2(dim))
     _combine_kernel[(num, triton.cdiv(dim, block_d))](
-        y, route.rows, weights, out, num, dim, block_d, top_k, route.rows.shape[1], **options(num_warps)
+        y, route.rows, weights, out, num, dim, block_d, top_k, route.rows.shape[1], num_warps=num_warps
     )

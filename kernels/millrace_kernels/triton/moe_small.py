@@ -20,7 +20,6 @@ from torch import Tensor
 
 from millrace_kernels.fp8 import BLOCK, Fp8, Operand
 from millrace_kernels.triton import moe_one
-from millrace_kernels.triton.launch import go_ahead, options, wait
 from millrace_kernels.triton.moe_route import local_expert
 from millrace_kernels.triton.small_linear import exact_bf16
 
@@ -71,12 +70,10 @@ def _gate_up_kernel(
     x_ptr, experts_ptr, weights_ptr, w13_ptr, scales_ptr, h_ptr, leaders_ptr,
     num_tokens, first_expert, stride_x,
     D: tl.constexpr, SIZE: tl.constexpr, ROUTED: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr,
-    T_PAD: tl.constexpr, C_PAD: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
-    FP8: tl.constexpr, PDL: tl.constexpr,
+    T_PAD: tl.constexpr, C_PAD: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """N columns of h for the expert that choice `a` stands for; and who stands for which expert, -1 for nobody."""
     tile, a = tl.program_id(0), tl.program_id(1)
-    wait(PDL)
     expert, leads, chose, weight = _choices(
         experts_ptr, weights_ptr, a, num_tokens, first_expert, ROUTED, TOP_K, CHOICES, T_PAD, C_PAD
     )
@@ -103,7 +100,6 @@ def _gate_up_kernel(
             else:
                 gate = tl.dot(x, tl.trans(w_gate), gate)
                 up = tl.dot(x, tl.trans(w_up), up)
-        go_ahead(PDL)
         h = tl.where(chose[:, None], gate * tl.sigmoid(gate) * up * weight[:, None], 0.0)
         at = h_ptr + (a * num_tokens + t)[:, None] * SIZE + n[None, :]
         tl.store(at, h, mask=(t < num_tokens)[:, None] & (n < SIZE)[None, :])
@@ -113,14 +109,13 @@ def _gate_up_kernel(
 def _down_kernel(
     h_ptr, leaders_ptr, w2_ptr, scales_ptr, out_ptr, num_tokens, num_choices,
     D: tl.constexpr, SIZE: tl.constexpr, CHOICES: tl.constexpr, T_PAD: tl.constexpr, N: tl.constexpr,
-    STAGES: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """N columns of the output: one sum over the choices that stand for an expert and over its inputs."""
     t, n, col = tl.arange(0, T_PAD), tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, 128)
     row = tl.where(n < D, n, 0)
     blocks: tl.constexpr = (SIZE + 127) // 128
     scales_ptr += tl.program_id(0) * N // 128 * blocks
-    wait(PDL)
     out = tl.zeros([T_PAD, N], tl.float32)
     for step in tl.range(0, num_choices * blocks, num_stages=STAGES):
         a, block = step // blocks, step % blocks
@@ -136,7 +131,6 @@ def _down_kernel(
             out += tl.dot(h, tl.trans(w)) * scale
         else:
             out = tl.dot(h, tl.trans(w), out)
-    go_ahead(PDL)
     mask = (t < num_tokens)[:, None] & (n < D)[None, :]
     tl.store(out_ptr + t[:, None] * D + n[None, :], out, mask=mask)
 
@@ -182,10 +176,10 @@ def run(
     _gate_up_kernel[(triton.cdiv(size, up.block_n), num * choices)](
         x, experts, weights, w13_data, w13_scales, h, leaders, num, first_expert, x.stride(0),
         dim, size, routed, top_k, choices, padded, triton.next_power_of_2(choices),
-        up.block_n, up.num_stages, fp8, **options(up.num_warps),
+        up.block_n, up.num_stages, fp8, num_warps=up.num_warps,
     )  # fmt: skip
     _down_kernel[(triton.cdiv(dim, down.block_n),)](
         h, leaders, w2_data, w2_scales, out, num, num * choices,
-        dim, size, choices, padded, down.block_n, down.num_stages, fp8, **options(down.num_warps),
+        dim, size, choices, padded, down.block_n, down.num_stages, fp8, num_warps=down.num_warps,
     )  # fmt: skip
     return out

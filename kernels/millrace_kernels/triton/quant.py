@@ -12,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 
 from millrace_kernels.fp8 import BLOCK, Fp8
-from millrace_kernels.triton.launch import go_ahead, options, wait
 
 # Largest number of tokens -> (rows, warps) of a program: few tokens need more programs, many need long ones.
 CONFIGS = ((64, 4, 1), (1024, 8, 2), (1 << 62, 32, 4))
@@ -45,16 +44,14 @@ def quantise(groups, EXACT: tl.constexpr = False):
 @triton.jit(do_not_specialize=["num_tokens", "scale_stride"])
 def _quant_groups(
     x, data, scales, num_tokens, width, x_stride, scale_stride,
-    BLOCK_T: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_T: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(0)
     rows = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     cols = group * 128 + tl.arange(0, 128)
     inside = (rows < num_tokens)[:, None] & (cols < width)[None, :]
     at = rows[:, None].to(tl.int64)
-    wait(PDL)
     groups = tl.load(x + at * x_stride + cols[None, :], inside, other=0.0).to(tl.float32)
-    go_ahead(PDL)
     quantised, scale = quantise(groups, EXACT)
     tl.store(data + at * width + cols[None, :], quantised, inside)
     tl.store(scales + group.to(tl.int64) * scale_stride + rows, scale, rows < num_tokens)
@@ -73,6 +70,6 @@ def quant_groups_with(x: Tensor, block_t: int, num_warps: int, exact: bool = Fal
         grid = (triton.cdiv(width, BLOCK), triton.cdiv(num_tokens, block_t))
         _quant_groups[grid](
             x, out.data, out.scales, num_tokens, width, x.stride(0), out.scales.stride(1),
-            BLOCK_T=block_t, EXACT=exact, **options(num_warps),
+            BLOCK_T=block_t, EXACT=exact, num_warps=num_warps,
         )  # fmt: skip
     return out

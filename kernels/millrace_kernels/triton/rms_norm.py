@@ -14,7 +14,6 @@ from torch import Tensor
 
 from millrace_kernels.backend import SMALL_TOKENS
 from millrace_kernels.fp8 import BLOCK, Fp8, Operand
-from millrace_kernels.triton.launch import go_ahead, options, wait
 from millrace_kernels.triton.quant import empty_fp8, quantise
 
 
@@ -23,7 +22,6 @@ def _rms_norm(
     x, residual, weight, out, total, data, scales,
     width, eps, x_stride, residual_stride, scale_stride,
     TILES: tl.constexpr, GROUPS: tl.constexpr, ADD: tl.constexpr, PLAIN: tl.constexpr, QUANT: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     x, residual = x + row * x_stride, residual + row * residual_stride
@@ -31,7 +29,6 @@ def _rms_norm(
     groups = tl.arange(0, GROUPS)
     cols = groups[:, None] * 128 + tl.arange(0, 128)[None, :]
     gain = tl.load(weight + cols, cols < width, other=0.0)
-    wait(PDL)
     sums = ()
     for tile in tl.static_range(TILES):
         at = tile * GROUPS * 128 + cols
@@ -39,7 +36,6 @@ def _rms_norm(
         if ADD:
             values += tl.load(residual + at, at < width, other=0.0).to(tl.float32)
         sums += (values.to(total.dtype.element_ty),)  # type: ignore[assignment]
-    go_ahead(PDL)
     squares = tl.zeros([GROUPS, 128], tl.float32)
     for tile in tl.static_range(TILES):
         at, values = tile * GROUPS * 128 + cols, sums[tile].to(tl.float32)
@@ -124,6 +120,6 @@ def _launch(
             x, added, weight, plain, total, data, scales,
             width, eps, x.stride(0), added.stride(0), scales.stride(1),
             TILES=triton.cdiv(width, groups * BLOCK), GROUPS=groups,
-            ADD=residual is not None, PLAIN=out is not None, QUANT=fp8 is not None, **options(warps),
+            ADD=residual is not None, PLAIN=out is not None, QUANT=fp8 is not None, num_warps=warps,
         )  # fmt: skip
     return total

@@ -7,8 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from millrace_kernels.triton.launch import options, wait
-
 HEADS_PER_WARP = 8  # so that in place each element belongs to one thread
 MANY = 128, 16  # heads of a program and of a warp, from MANY_TOKENS on: 150 us for 16,384 tokens of 128 heads, not 165
 MANY_TOKENS = 1024
@@ -36,7 +34,7 @@ def rotate_into_with(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, block: in
     _rotate[(tokens, triton.cdiv(heads, block))](
         out, x, cos, sin,
         heads, *out.stride()[:2], *x.stride()[:2], cos.stride(0),
-        HALF=width // 2, BLOCK_H=block, **options(block // per_warp),
+        HALF=width // 2, BLOCK_H=block, num_warps=block // per_warp,
     )  # fmt: skip
 
 
@@ -51,13 +49,12 @@ def rotate(x, cos, sin):
 def _rotate(
     out_ptr, x_ptr, cos_ptr, sin_ptr,
     heads, out_row, out_head, x_row, x_head, angle_row,
-    HALF: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
+    HALF: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
     column, angle = tl.arange(0, 2 * HALF)[None, :], token * angle_row + tl.arange(0, HALF)[None, :]
     present = head < heads
-    wait(PDL)
     cos, sin = tl.load(cos_ptr + angle), tl.load(sin_ptr + angle)
     x = tl.load(x_ptr + token * x_row + head * x_head + column, mask=present, other=0.0)
     rotated = rotate(x.to(tl.float32), cos, sin).to(out_ptr.dtype.element_ty)

@@ -20,8 +20,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from millrace_kernels.triton.launch import options, wait
-
 BLOCK, WARPS = 8192, 8  # large, for what takes time are the sums over a block, one for each level
 MOST = 16384
 LEVELS = 16  # 1 to 15 nats, and the last: all that are allowed
@@ -50,9 +48,9 @@ def candidates(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor
     found = Candidates(empty(num, MOST), counts.new_empty(num), empty(num), mass.new_empty(num))
     sizes = {"BLOCK": BLOCK, "BLOCKS": triton.next_power_of_2(blocks), "LEVELS": LEVELS}
     grid = (num, blocks)
-    _tops[grid](best, *given, BLOCK=BLOCK, **options(WARPS))
-    _levels[grid](counts, level_mass, mass, best, *given, **sizes, **options(WARPS))
-    _collect[grid](*found, counts, level_mass, mass, best, *given, **sizes, MOST=MOST, **options(WARPS))
+    _tops[grid](best, *given, BLOCK=BLOCK, num_warps=WARPS)
+    _levels[grid](counts, level_mass, mass, best, *given, **sizes, num_warps=WARPS)
+    _collect[grid](*found, counts, level_mass, mass, best, *given, **sizes, MOST=MOST, num_warps=WARPS)
     return found
 
 
@@ -86,10 +84,9 @@ def _cut(top, level, LEVELS: tl.constexpr):
 
 @triton.jit
 def _tops(
-    best, logits, temperature, top_k, top_p, log_min_p, stride, vocab, BLOCK: tl.constexpr, PDL: tl.constexpr
+    best, logits, temperature, top_k, top_p, log_min_p, stride, vocab, BLOCK: tl.constexpr
 ):  # fmt: skip
     row, block = tl.program_id(0), tl.program_id(1)
-    wait(PDL)
     heat, _, _, _, _, filtered = filters_of(row, temperature, top_k, top_p, log_min_p, vocab)
     if filtered:
         y = scaled(logits + row.to(tl.int64) * stride, block * BLOCK + tl.arange(0, BLOCK), vocab, heat)
@@ -105,10 +102,9 @@ def _row_top(best, row, BLOCKS: tl.constexpr):
 @triton.jit
 def _levels(
     counts, level_mass, mass, best, logits, temperature, top_k, top_p, log_min_p, stride, vocab,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, LEVELS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     row, block = tl.program_id(0), tl.program_id(1)
-    wait(PDL)
     heat, _, _, _, _, filtered = filters_of(row, temperature, top_k, top_p, log_min_p, vocab)
     if filtered:
         top = _row_top(best, row, BLOCKS)
@@ -125,10 +121,9 @@ def _levels(
 @triton.jit
 def _collect(
     values, sizes, tops, masses, counts, level_mass, mass, best, logits, temperature, top_k, top_p, log_min_p, stride,
-    vocab, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, LEVELS: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
+    vocab, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, LEVELS: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     row, block, blocks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    wait(PDL)
     heat, wanted, part, _, limited, filtered = filters_of(row, temperature, top_k, top_p, log_min_p, vocab)
     if filtered:
         i, levels = tl.arange(0, BLOCKS), tl.arange(0, LEVELS)

@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from millrace_kernels.triton.launch import options, wait
 from millrace_kernels.triton.sample_candidates import candidates, filters_of, scaled, weights
 
 PROBES = 8
@@ -32,7 +31,7 @@ def bounds(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
     for few, (block, warps) in BLOCKS.items():
         _bounds[found.sizes.shape](
             values, lasts, *found, *given, MOST=found.values.shape[1], FEW=few, BLOCK=block, PROBES=PROBES,
-            **options(warps),
+            num_warps=warps,
         )  # fmt: skip
     return values, lasts
 
@@ -47,11 +46,10 @@ def _ordered(y):
 @triton.jit
 def _bounds(
     values, lasts, found, sizes, tops, masses, logits, temperature, top_k, top_p, log_min_p, stride, vocab,
-    MOST: tl.constexpr, FEW: tl.constexpr, BLOCK: tl.constexpr, PROBES: tl.constexpr, PDL: tl.constexpr,
+    MOST: tl.constexpr, FEW: tl.constexpr, BLOCK: tl.constexpr, PROBES: tl.constexpr,
 ):  # fmt: skip
     """FEW: of all rows but those to be searched that have no candidates."""
     row = tl.program_id(0)
-    wait(PDL)
     heat, count, part, floor, limited, filtered = filters_of(row, temperature, top_k, top_p, log_min_p, vocab)
     searched = filtered & (limited | (part < 1.0))
     size = tl.load(sizes + row, searched, other=1)

@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from millrace_kernels.triton.launch import options, wait
 from millrace_kernels.triton.sample_candidates import scaled
 from millrace_kernels.triton.sample_filter import bounds
 
@@ -45,9 +44,9 @@ def sample_tokens(
     values, lasts = bounds(logits, temperature, top_k, top_p, min_p) if filters else (scores, ids)  # these: not read
     _draw[(num, blocks)](
         scores, ids, logits, temperature, values, lasts, seeds, output_index, logits.stride(0), vocab, int(filters),
-        BLOCK=BLOCK, **options(4),
+        BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
-    _best[(num,)](tokens, scores, ids, blocks, BLOCKS=triton.next_power_of_2(blocks), **options(1))
+    _best[(num,)](tokens, scores, ids, blocks, BLOCKS=triton.next_power_of_2(blocks), num_warps=1)
     return tokens
 
 
@@ -91,12 +90,11 @@ def _estimated_noise(bits):
 @triton.jit(do_not_specialize=["filters"])  # a rehearsal compiles it for every batch
 def _draw(
     scores, best_ids, logits, temperature, values, lasts, seeds, output_index, stride, vocab, filters,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, block = tl.program_id(0), tl.program_id(1)
     ids = block * BLOCK + tl.arange(0, BLOCK)
     x_row = logits + row.to(tl.int64) * stride
-    wait(PDL)
     heat = tl.load(temperature + row)
     drawn = heat > 0.0
     y = scaled(x_row, ids, vocab, tl.where(drawn, heat, 1.0))
@@ -135,9 +133,8 @@ def _best_of_block(y, ids, some_id, seed, position):
 
 
 @triton.jit
-def _best(tokens_ptr, scores, ids, blocks, BLOCKS: tl.constexpr, PDL: tl.constexpr):
+def _best(tokens_ptr, scores, ids, blocks, BLOCKS: tl.constexpr):
     row, block = tl.program_id(0), tl.arange(0, BLOCKS)
-    wait(PDL)
     score = tl.load(scores + row * blocks + block, block < blocks, other=float("-inf"))
     best_id = tl.load(ids + row * blocks + block, block < blocks, other=0x7FFFFFFF)
     top = tl.max(score, axis=0)

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from millrace_kernels.backend import SMALL_TOKENS
 from millrace_kernels.fp8 import BLOCK, Operand
-from millrace_kernels.triton.launch import go_ahead, options, wait
 from millrace_kernels.triton.quant import config, empty_fp8, quantise
 
 
@@ -22,17 +21,15 @@ def silu_times(gate, up):
 @triton.jit(do_not_specialize=["num_tokens", "scale_stride"])
 def _silu_mul(
     x, out, scales, num_tokens, width, x_stride, scale_stride,
-    BLOCK_T: tl.constexpr, QUANT: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_T: tl.constexpr, QUANT: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(0)
     rows = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     cols = group * 128 + tl.arange(0, 128)
     inside = (rows < num_tokens)[:, None] & (cols < width)[None, :]
     at = rows[:, None].to(tl.int64)
-    wait(PDL)
     gate = tl.load(x + at * x_stride + cols[None, :], inside, other=0.0).to(tl.float32)
     up = tl.load(x + at * x_stride + width + cols[None, :], inside, other=0.0).to(tl.float32)
-    go_ahead(PDL)
     result = silu_times(gate, up)
     if QUANT:
         quantised, scale = quantise(result)
@@ -64,5 +61,5 @@ def _launch(x: Tensor, out: Tensor, scales: Tensor, scale_stride: int) -> None:
     block_t, num_warps = config(num_tokens)
     _silu_mul[(triton.cdiv(width, BLOCK), triton.cdiv(num_tokens, block_t))](
         x, out, scales, num_tokens, width, x.stride(0), scale_stride,
-        BLOCK_T=block_t, QUANT=out.dtype == torch.float8_e4m3fn, **options(num_warps),
+        BLOCK_T=block_t, QUANT=out.dtype == torch.float8_e4m3fn, num_warps=num_warps,
     )  # fmt: skip

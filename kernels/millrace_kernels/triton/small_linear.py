@@ -20,7 +20,6 @@ from millrace_kernels.fp8 import BLOCK, Fp8
 from millrace_kernels.gpu import measured, sms
 from millrace_kernels.ref import fp8 as reference
 from millrace_kernels.triton.gemv import Gemv, estimate, gemv
-from millrace_kernels.triton.launch import go_ahead, options, wait
 
 
 class Config(NamedTuple):
@@ -80,7 +79,7 @@ def exact_bf16(weight):
 @triton.jit(do_not_specialize=["num_tokens", "scale_row", "blocks_per_split"])
 def _gemm(
     x, weight, scales, out, num_tokens, n, k, x_stride, weight_stride, scale_row, scale_col, blocks_per_split,
-    BLOCK_N: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """WHOLE: no edges."""
     first = tl.program_id(0) * BLOCK_N
@@ -93,7 +92,6 @@ def _gemm(
     row_scales = scales + (first // 128) * scale_row
     total = tl.zeros([16, BLOCK_N], tl.float32)
     last = tl.minimum((split + 1) * blocks_per_split, tl.cdiv(k, 128))
-    wait(PDL)
     for block in tl.range(split * blocks_per_split, last, num_stages=STAGES):
         at = block * 128 + cols
         inside = at < k
@@ -104,20 +102,17 @@ def _gemm(
         inputs = tl.load(token_values + at[None, :], inside[None, :] & (tokens < num_tokens)[:, None], other=0.0)
         scale = tl.load(row_scales + block * scale_col)
         total += tl.dot(inputs, exact_bf16(values)) * scale
-    go_ahead(PDL)
     at_out = (split * num_tokens + tokens)[:, None].to(tl.int64) * n + rows[None, :]
     tl.store(out + at_out, total.to(out.dtype.element_ty), (tokens < num_tokens)[:, None] & (rows < n)[None, :])
 
 
 @triton.jit
-def _reduce(parts, out, size, SPLITS: tl.constexpr, BLOCK_SIZE: tl.constexpr, PDL: tl.constexpr):
+def _reduce(parts, out, size, SPLITS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     """parts float32 [SPLITS, size] -> out [size]"""
     at = tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
-    wait(PDL)
     total = tl.zeros([BLOCK_SIZE], tl.float32)
     for split in tl.static_range(SPLITS):
         total += tl.load(parts + split * size + at, at < size, other=0.0)
-    go_ahead(PDL)
     tl.store(out + at, total.to(out.dtype.element_ty), at < size)
 
 
@@ -148,7 +143,7 @@ def _launch_gemm(x: Tensor, weight: Fp8, out: Tensor, chosen: Config) -> None:
     _gemm[(triton.cdiv(n, chosen.block_n), splits)](
         x, weight.data, weight.scales, parts, num_tokens, n, k, x.stride(0), weight.data.stride(0),
         *weight.scales.stride(), blocks, BLOCK_N=chosen.block_n, WHOLE=n % chosen.block_n == 0 and k % BLOCK == 0,
-        STAGES=chosen.stages, **options(chosen.warps),
+        STAGES=chosen.stages, num_warps=chosen.warps,
     )  # fmt: skip
     if splits > 1:
         reduce_parts(parts, out)
@@ -157,4 +152,4 @@ def _launch_gemm(x: Tensor, weight: Fp8, out: Tensor, chosen: Config) -> None:
 def reduce_parts(parts: Tensor, out: Tensor) -> None:
     """parts float32 [SPLITS, ...] -> their sum, in order, in out [...]"""
     size = out.numel()
-    _reduce[(triton.cdiv(size, 512),)](parts, out, size, SPLITS=parts.shape[0], BLOCK_SIZE=512, **options(num_warps=4))
+    _reduce[(triton.cdiv(size, 512),)](parts, out, size, SPLITS=parts.shape[0], BLOCK_SIZE=512, num_warps=4)
