@@ -12,9 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from millrace_common.page_hash import chain_hash, page_hashes
+from millrace_common.versions import KV_PROTOCOL
 from millrace_serve.engine.cache.block_pool import BlockPool, Holder, InvariantError
 from millrace_serve.engine.cache.kv_cache import CachedPrefix, KvCache
-from millrace_serve.engine.cache.kv_pool import PROTOCOL_VERSION, KvLayout, KvPool
+from millrace_serve.engine.cache.kv_pool import KvLayout, KvPool
 
 
 def test_chain_hash_is_what_it_says():
@@ -195,7 +196,7 @@ def test_fingerprint_depends_on_every_field():
         "layout_id": "x",
         "canary": False,
         "model_hash": "n",
-        "protocol_version": PROTOCOL_VERSION + 1,
+        "protocol_version": KV_PROTOCOL + 1,
     }
     fields = {name: getattr(LAYOUT, name) for name in LAYOUT.__struct_fields__}
     assert set(changes) == set(fields)

@@ -352,7 +352,7 @@ def test_a_lease_that_ends_early_ends_the_request():
         (request(1, [20] * 9, prior=8), "INVALID_ARGUMENT", "max_tokens=8"),
         (request(1, [20], temperature=float("nan")), "INVALID_ARGUMENT", "temperature=nan"),
         (request(1, [20], top_p=0.0), "INVALID_ARGUMENT", "top_p=0.0"),
-        (request(1, [20], logprobs=21), "INVALID_ARGUMENT", "logprobs=21 must be in 0..20"),
+        (request(1, [20], logprobs=21), "INVALID_ARGUMENT", "logprobs=21 must be between 0 and 20"),
         (request(1, [20], logit_bias={200: 1.0}), "INVALID_ARGUMENT", "logit_bias"),
         (request(1, [20], seed=-1), "INVALID_ARGUMENT", "seed=-1"),
         (request(1, [20], repetition_penalty=0.0), "INVALID_ARGUMENT", "repetition_penalty"),

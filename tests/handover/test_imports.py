@@ -35,6 +35,7 @@ from millrace_serve.transfer.base import MemoryHandle
 from millrace_serve.transfer.lease import Outcome
 from millrace_serve.transfer.messages import AddSource, ReadDone, ReadPages, ReadStuck
 from millrace_serve.worker.config import WorkerConfig
+from millrace_serve.worker.frontend.role import Parts
 from millrace_serve.worker.frontend.spans import WorkerSpans
 from prometheus_client import CollectorRegistry
 
@@ -90,8 +91,8 @@ class Bench:
         self.failed: list[Failure] = []
         self.outputs: list[SequenceOutput] = []
         layout = types.SimpleNamespace(fingerprint="f", page_bytes=64)
-        ranks = types.SimpleNamespace(
-            info=types.SimpleNamespace(layout=layout),
+        ranks: Any = types.SimpleNamespace(
+            ready_info=types.SimpleNamespace(layout=layout),
             of_replica=lambda replica: range(2 * replica, 2 * replica + 2),
             send=lambda replica, message: self.engine.append(message),
             send_reader=lambda rank, message: self.transfer.append((rank, message)),
@@ -100,18 +101,15 @@ class Bench:
         class Attempts(set[RequestId]):
             deliver = self.outputs.extend
 
-        self.frontend: Any = types.SimpleNamespace(
-            config=WorkerConfig(engine="sim", tp=2),
-            ranks=ranks,
+        self.requests: Any = types.SimpleNamespace(
             attempts=Attempts([ID]),
-            metrics=catalogue.Metrics(catalogue.WORKER, CollectorRegistry()),
             fail=lambda id, failure: self.failed.append(failure),
             count_stale=lambda kind: None,
-            identity=None,
-            spans=WorkerSpans(OFF),
+            submit=lambda request, route, link: self.engine.append(request),
         )
-        self.frontend.submit = lambda request, route, link: self.engine.append(request)
-        self.role = DecodeRole(self.frontend)
+        self.metrics = catalogue.Metrics(catalogue.WORKER, CollectorRegistry())
+        config = WorkerConfig(engine="sim", tp=2)
+        self.role = DecodeRole(Parts(config, "ours", ranks, self.requests, WorkerSpans(OFF), self.metrics, None))
         self.imports = self.role.imports
         self.peer = Peer()
         self.imports._peers._peers["p:1", "e"] = self.peer  # type: ignore[assignment]
@@ -136,14 +134,14 @@ class Bench:
         assert [(r, m.source) for r, m in self.transfer if isinstance(m, AddSource)] == list(enumerate(SOURCES))
 
     def quarantined(self) -> float:
-        return float(self.frontend.metrics.quarantined._value.get())
+        return float(self.metrics.quarantined._value.get())
 
 
 @pytest.fixture
 async def bench() -> AsyncIterator[Bench]:
     bench = Bench()
     yield bench
-    await bench.imports.close()
+    await bench.role.close()
 
 
 async def test_held_after_every_rank_has_read(bench: Bench) -> None:
@@ -176,7 +174,7 @@ async def test_an_abort_holds_the_pages_until_the_reads_are_over_and_says_nothin
 
 async def test_an_attempt_whose_reads_are_in_flight_is_not_taken_again(bench: Bench) -> None:
     await bench.reading()
-    bench.frontend.attempts.discard(ID)
+    bench.requests.attempts.discard(ID)
     bench.imports.abort(ID, Failure(Reason.CANCELLED, "its router has gone"))
     again = decode_pb2.DecodeRequest()
     again.request.id.room, again.request.id.attempt = ID.room, ID.attempt
@@ -189,7 +187,7 @@ async def test_an_attempt_whose_reads_are_in_flight_is_not_taken_again(bench: Be
 async def test_an_import_that_ends_before_it_begins_leaves_no_warning(recwarn: pytest.WarningsRecorder) -> None:
     bench = Bench()
     assert bench.imports.abort(ID, Failure(Reason.CANCELLED, "gone"))
-    await bench.imports.close()
+    await bench.role.close()
     assert len(bench.imports) == 0 and not bench.peer.ended
     del bench
     gc.collect()

@@ -10,15 +10,14 @@ from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
 
 from millrace_serve.engine.config import Role
-from millrace_serve.engine.core import Events, Failure, Request, RequestId, Route
-from millrace_serve.handover import pairing
+from millrace_serve.engine.core import Events, Failure, RequestId, Route
 from millrace_serve.handover.imports import Imports
-from millrace_serve.transfer.messages import ReadDone, ReadStuck
+from millrace_serve.handover.pairing import Pairs, check_layout
+from millrace_serve.handover.peers import Peers
+from millrace_serve.transfer.messages import DropSource, ReadDone, ReadStuck
 from millrace_serve.worker.frontend import convert
-from millrace_serve.worker.frontend.frontend import Frontend
-from millrace_serve.worker.frontend.links import Link
-from millrace_serve.worker.frontend.role import RoleLogic
-from millrace_serve.worker.frontend.warmup import Waiter
+from millrace_serve.worker.frontend.links import Link, Links
+from millrace_serve.worker.frontend.role import Parts, RoleLogic
 from millrace_serve.worker.messages import Report
 
 CANCELLED = Failure(Reason.CANCELLED, "the attempt was aborted")
@@ -28,33 +27,39 @@ class DecodeRole(RoleLogic):
     service_names = ("millrace.v1.DecodeService",)
     warmup_route = Route.LOCAL
 
-    def __init__(self, frontend: Frontend) -> None:
-        super().__init__(frontend)
-        self.imports = Imports(frontend)
+    def __init__(self, parts: Parts) -> None:
+        config, requests = parts.config, parts.requests
+        self._role = config.role
+        self._ranks = parts.ranks
+        self._requests = requests
+        self._peers = Peers(lambda rank, agent: parts.ranks.send_reader(rank, DropSource(agent)), parts.identity)
+        self.imports = Imports(
+            config.limits.page_size,
+            config.timeouts.stall,
+            parts.ranks,
+            requests,
+            self._peers,
+            parts.spans,
+            parts.metrics,
+        )
+        self._pairs = Pairs(config, parts.epoch, parts.ranks, requests, self._peers, self.imports)
+        self.warmed_sources = self._pairs.warmed
+        requests.on_abort = self._abort
 
-    @property
-    def fingerprint(self) -> str:
-        info = self.frontend.ranks.info
-        if info is None:
-            raise MillraceError(Reason.NOT_READY, "the ranks are not up yet")
-        return info.layout.fingerprint
-
-    def register(self, server: grpc.aio.Server) -> None:
-        decode_pb2_grpc.add_DecodeServiceServicer_to_server(DecodeServicer(self.frontend), server)
+    def register(self, server: grpc.aio.Server, links: Links) -> None:
+        decode_pb2_grpc.add_DecodeServiceServicer_to_server(DecodeServicer(links), server)
 
     def submit(self, link: Link, message: decode_pb2.DecodeRequest) -> None:
         if not message.HasField("source"):
-            self.frontend.submit(message.request, Route.LOCAL, link)
+            self._requests.submit(message.request, Route.LOCAL, link)
             return
-        if self.frontend.config.role is Role.UNIFIED:
+        if self._role is Role.UNIFIED:
             raise convert.invalid("source", "is set, but a unified worker imports nothing")
-        if message.source.fingerprint != self.fingerprint:
-            text = f"KV layout {message.source.fingerprint} of {message.source.address} is not ours, {self.fingerprint}"
-            raise MillraceError(Reason.LAYOUT_MISMATCH, text)
+        check_layout(message.source.fingerprint, message.source.address, self._ranks)
         id = convert.request_id(message.request.id)
-        if id in self.imports and id not in self.frontend.attempts:  # reads of it are still in flight
+        if id in self.imports and id not in self._requests.attempts:  # reads of it are still in flight
             raise convert.invalid("id", f"{id} was submitted here before")
-        if request := self.frontend.submit(message.request, Route.IMPORT, link):
+        if request := self._requests.submit(message.request, Route.IMPORT, link):
             self.imports.start(request, message.request.replica, message.source)
 
     def on_events(self, replica: int, events: Events) -> None:
@@ -73,42 +78,32 @@ class DecodeRole(RoleLogic):
             case _:
                 super().on_report(rank, report)
 
-    def abort(self, id: RequestId) -> bool:
-        return self.imports.abort(id, CANCELLED)
-
     def on_lost(self, error: MillraceError) -> None:
-        """Nobody waits for imports but our own engines."""
+        """Only our own engines wait for imports."""
 
     @property
     def busy(self) -> bool:
         return len(self.imports) > 0
 
-    async def run_import(self, request: Request, replica: int, source: worker_pb2.KvSourceRef) -> None:
-        """A request of our own. Raises MillraceError when it fails."""
-        waiter = Waiter(request.route)
-        self.frontend.start_attempt(request, replica, waiter)
-        self.imports.start(request, replica, source)
-        try:
-            await waiter.wait()
-        finally:
-            if request.id in self.frontend.attempts:
-                self.frontend.abort(request.id, "the warm-up is over")
-
     async def warm_pair(self, source: worker_pb2.KvSourceRef) -> None:
-        if self.frontend.config.role is Role.UNIFIED:
+        if self._role is Role.UNIFIED:
             await super().warm_pair(source)
-        await pairing.warm_pair(self, source)
+        await self._pairs.warm_up(source)
 
     async def close(self) -> None:
         await self.imports.close()
+        await self._peers.close()
+
+    def _abort(self, id: RequestId) -> bool:
+        return self.imports.abort(id, CANCELLED)
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
-    def __init__(self, frontend: Frontend) -> None:
-        self._frontend = frontend
+    def __init__(self, links: Links) -> None:
+        self._links = links
 
     async def Link(
         self, requests: AsyncIterator[decode_pb2.DecodeLinkRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[worker_pb2.LinkResponse]:
-        async for response in self._frontend.links.serve(requests, context):
+        async for response in self._links.serve(requests, context):
             yield response

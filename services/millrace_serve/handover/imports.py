@@ -25,6 +25,7 @@ from collections.abc import Callable, Coroutine
 
 import msgspec
 from millrace.v1 import worker_pb2
+from millrace_common.metrics import Metrics
 from millrace_common.page_hash import page_hashes
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
@@ -52,8 +53,10 @@ from millrace_serve.transfer.importer import (
     Over,
 )
 from millrace_serve.transfer.lease import Outcome
-from millrace_serve.transfer.messages import AddSource, DropSource, ReadDone, ReadPages, ReadStuck
-from millrace_serve.worker.frontend.frontend import Frontend
+from millrace_serve.transfer.messages import AddSource, ReadDone, ReadPages, ReadStuck
+from millrace_serve.worker.frontend.ranks import Ranks
+from millrace_serve.worker.frontend.requests import Requests
+from millrace_serve.worker.frontend.spans import WorkerSpans
 
 log = logging.getLogger(__name__)
 
@@ -78,9 +81,24 @@ class Import:
 
 
 class Imports:
-    def __init__(self, frontend: Frontend) -> None:
-        self._frontend = frontend
-        self._peers = Peers(lambda rank, agent: frontend.ranks.send_reader(rank, DropSource(agent)), frontend.identity)
+    def __init__(
+        self,
+        page_size: int,
+        stall_s: float,
+        ranks: Ranks,
+        requests: Requests,
+        peers: Peers,
+        spans: WorkerSpans,
+        metrics: Metrics,
+    ) -> None:
+        """`stall_s`: silence of a Fetch stream, or a read that takes so long, ends an import."""
+        self._page_size = page_size
+        self._stall_s = stall_s
+        self._ranks = ranks
+        self._requests = requests
+        self._peers = peers
+        self._spans = spans
+        self._metrics = metrics
         self._live: dict[RequestId, Import] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -91,13 +109,10 @@ class Imports:
         return id in self._live
 
     def start(self, request: Request, replica: int, source: worker_pb2.KvSourceRef) -> None:
-        hashes = page_hashes(request.token_ids, self._frontend.config.limits.page_size)
+        hashes = page_hashes(request.token_ids, self._page_size)
         peer = self._peers.get(source.address, source.epoch)
         job = self._live[request.id] = Import(KvImport(request.id, hashes), replica, peer)
         job.task = self._run(self._to_the_end(job, lambda: self._fetch(job)))
-
-    def peer(self, source: worker_pb2.KvSourceRef) -> Peer:
-        return self._peers.get(source.address, source.epoch)
 
     def abort(self, id: RequestId, failure: Failure) -> bool:
         """False: there is no such import."""
@@ -109,30 +124,28 @@ class Imports:
         return True
 
     def on_reserved(self, reserved: KvReserved) -> None:
-        self._frontend.spans.has_pages(reserved.id)
+        self._spans.has_pages(reserved.id)
         if job := self._live.get(reserved.id):
             self._do(job, job.machine.on_reserved(reserved.page_ids, reserved.num_cached_pages))
         else:
-            self._frontend.count_stale("reserved")
+            self._requests.count_stale("reserved")
 
     def on_read_done(self, rank: int, done: ReadDone) -> None:
         """A read is over when it is over on every rank of the replica."""
         job = self._live.get(done.id)
         if job is None or rank not in job.pending.get(done.read, ()):
-            self._frontend.count_stale("read")
+            self._requests.count_stale("read")
             return
         pending = job.pending[done.read]
         pending.remove(rank)
         if done.error:
             job.errors[done.read] = f"rank {rank}: {done.error}"
         else:
-            info = self._frontend.ranks.info
-            assert info is not None
-            self._frontend.metrics.kv_bytes.inc(done.num_pages * info.layout.page_bytes)
+            self._metrics.kv_bytes.inc(done.num_pages * self._ranks.ready_info.layout.page_bytes)
         if pending:
             return
         del job.pending[done.read]
-        self._frontend.metrics.kv_read.observe(time.monotonic() - job.posted_at[done.read])
+        self._metrics.kv_read.observe(time.monotonic() - job.posted_at[done.read])
         if error := job.errors.get(done.read):
             self._do(job, job.machine.on_read_failed(done.read, error))
         else:
@@ -140,24 +153,22 @@ class Imports:
 
     def on_stuck(self, stuck: ReadStuck) -> None:
         if job := self._live.get(stuck.id):
-            seconds = self._frontend.config.timeouts.stall
-            message = f"a read of KV pages has not ended after {seconds:g} s"
+            message = f"a read of KV pages has not ended after {self._stall_s:g} s"
             self._do(job, job.machine.on_abort(Failure(Reason.STALLED, message)))
 
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._peers.close()
 
     # ------------------------------------------------------------------------------------------- carrying out
 
     def _do(self, job: Import, actions: list[Action]) -> None:
-        id, engine = job.machine.id, self._frontend.ranks
+        id, engine, attempts = job.machine.id, self._ranks, self._requests.attempts
         for action in actions:
             match action:
                 case AskReserve():
-                    self._frontend.spans.waits_for_pages(id)
+                    self._spans.waits_for_pages(id)
                     engine.send(job.replica, KvOffered(id))
                 case ReadPages():
                     self._read(job, action)
@@ -166,24 +177,24 @@ class Imports:
                     job.released = True
                     self._run(self._to_the_end(job, job.fetch.release))
                 case Done(first):
-                    self._frontend.metrics.kv_transfer.observe(time.monotonic() - job.last_part_at)
-                    self._frontend.spans.imported(id, sum(job.num_pages.values()))
+                    self._metrics.kv_transfer.observe(time.monotonic() - job.last_part_at)
+                    self._spans.imported(id, sum(job.num_pages.values()))
                     engine.send(job.replica, KvArrived(id, first))
                     self._forget(job)
-                    if id in self._frontend.attempts:  # the engine says what follows the first token, and the end
-                        self._frontend.attempts.deliver([msgspec.structs.replace(first, finish=None)])
+                    if id in attempts:  # the engine says what follows the first token, and the end
+                        attempts.deliver([msgspec.structs.replace(first, finish=None)])
                 case Over(failure):
                     engine.send(job.replica, KvFailed(id, failure))
                     self._forget(job)
         if job.machine.state is ImportState.DRAINING and job.machine.failure and not job.told:
-            self._frontend.fail(id, job.machine.failure)
+            self._requests.fail(id, job.machine.failure)
         self._count_quarantine()
 
     def _read(self, job: Import, read: ReadPages) -> None:
         """Rank i reads from the exporter's rank i; with fewer ranks over there they serve several, as the KV is the
         same on all.
         """
-        ranks = self._frontend.ranks.of_replica(job.replica)
+        ranks = self._ranks.of_replica(job.replica)
         job.pending[read.read] = set(ranks)
         job.num_pages[read.read] = len(read.dst_pages)
         job.posted_at[read.read] = time.monotonic()
@@ -191,31 +202,29 @@ class Imports:
             source = job.sources[index % len(job.sources)]
             if (rank, source.agent) not in job.peer.agents:
                 job.peer.agents.add((rank, source.agent))
-                self._frontend.ranks.send_reader(rank, AddSource(source))
-            self._frontend.ranks.send_reader(rank, msgspec.structs.replace(read, agent=source.agent))
+                self._ranks.send_reader(rank, AddSource(source))
+            self._ranks.send_reader(rank, msgspec.structs.replace(read, agent=source.agent))
 
     def _forget(self, job: Import) -> None:
         del self._live[job.machine.id]
         if failure := job.machine.failure:
-            self._frontend.metrics.kv_failures.labels(reason=failure.reason).inc()
+            self._metrics.kv_failures.labels(reason=failure.reason).inc()
             log.info("kv import %s failed: %s: %s", job.machine.id, failure.reason, failure.message)
         for refusal, count in job.machine.refused.items():
-            self._frontend.metrics.worker_stale.labels(kind=refusal).inc(count)
+            self._metrics.worker_stale.labels(kind=refusal).inc(count)
         if job.task is not None and not job.released:
             job.task.cancel()
 
     def _count_quarantine(self) -> None:
         draining = (job for job in self._live.values() if job.machine.state is ImportState.DRAINING)
         pages = sum(job.num_pages[read] for job in draining for read in job.pending)
-        self._frontend.metrics.quarantined.set(pages)
+        self._metrics.quarantined.set(pages)
 
     # ------------------------------------------------------------------------------------------- talking to the peer
 
     async def _fetch(self, job: Import) -> None:
-        info = self._frontend.ranks.info
-        assert info is not None
-        machine, stall_s = job.machine, self._frontend.config.timeouts.stall
-        job.fetch = job.peer.fetch(machine.id, info.layout.fingerprint, stall_s)
+        machine = job.machine
+        job.fetch = job.peer.fetch(machine.id, self._ranks.ready_info.layout.fingerprint, self._stall_s)
         async with contextlib.aclosing(job.fetch.items()) as items:
             async for item in items:
                 match item:

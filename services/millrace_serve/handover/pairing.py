@@ -3,85 +3,92 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator
-from typing import Protocol
 
 import grpc
 from millrace.v1 import prefill_pb2, worker_pb2
 from millrace_common.reasons import Reason
+from millrace_common.versions import WORKER_API
 from millrace_rpc.errors import MillraceError, from_rpc_error
 
-from millrace_serve.engine.core import Request, Route
+from millrace_serve.engine.core import Route
 from millrace_serve.handover.imports import Imports
-from millrace_serve.handover.peers import Peer
+from millrace_serve.handover.peers import Peer, Peers
+from millrace_serve.worker.config import WorkerConfig
 from millrace_serve.worker.frontend import convert, warmup
-from millrace_serve.worker.frontend.frontend import PROTOCOL, Frontend
+from millrace_serve.worker.frontend.ranks import Ranks
+from millrace_serve.worker.frontend.requests import Requests
 from millrace_serve.worker.frontend.wakeup import within
 
 
-class Importer(Protocol):
-    """What the warm-up of a pair needs of a decode worker's role."""
+class Pairs:
+    """The prefill workers that this decode worker has been warmed up with: `warmed` are their epochs."""
 
-    frontend: Frontend
-    imports: Imports
+    def __init__(
+        self, config: WorkerConfig, epoch: str, ranks: Ranks, requests: Requests, peers: Peers, imports: Imports
+    ) -> None:
+        self.warmed: list[str] = []
+        self._config = config
+        self._epoch = epoch
+        self._ranks = ranks
+        self._requests = requests
+        self._peers = peers
+        self._imports = imports
 
-    @property
-    def fingerprint(self) -> str: ...
+    async def warm_up(self, source: worker_pb2.KvSourceRef) -> None:
+        """Raises MillraceError when the two can never pair, or when a request fails."""
+        peer = self._peers.get(source.address, source.epoch)
+        info = await peer.info()
+        check_pair(info, source, self._ranks)
+        pairs = [(theirs, ours) for theirs in range(info.replicas) for ours in range(self._config.dp)]
+        async with within(self._config.timeouts.warmup, "warming up the pair"):
+            await asyncio.gather(*(self._run(source, peer, theirs, ours) for theirs, ours in pairs))
+        if source.epoch not in self.warmed:
+            self.warmed.append(source.epoch)
 
-    async def run_import(self, request: Request, replica: int, source: worker_pb2.KvSourceRef) -> None: ...
+    async def _run(self, source: worker_pb2.KvSourceRef, peer: Peer, theirs: int, ours: int) -> None:
+        """One prompt, computed by replica `theirs` of the prefill worker and continued by our replica `ours`."""
+        limits = self._config.limits
+        length = min(limits.page_size + 1, limits.max_model_len - warmup.MAX_TOKENS)
+        request = warmup.tiny_request(length, self._ranks.ready_info.vocab_size, Route.IMPORT)
+        wire = worker_pb2.EngineRequest(
+            id=convert.attempt_id(request.id),
+            token_ids=request.token_ids,
+            replica=theirs,
+            request_id="warm-up",
+        )
+        wire.sampling.max_tokens = request.sampling.max_tokens
+        wire.sampling.temperature = request.sampling.temperature
+        wire.sampling.seed = request.sampling.seed
+        wire.sampling.ignore_eos = request.sampling.ignore_eos
+        done = asyncio.Event()
+        begin = functools.partial(self._imports.start, request, ours, source)
+        prefill = asyncio.create_task(_prefill(peer, wire, self._epoch, done))
+        decode = asyncio.create_task(self._requests.run_own(request, ours, begin))
+        try:
+            await asyncio.gather(prefill, decode)
+        finally:
+            done.set()
+            for task in (prefill, decode):
+                task.cancel()
 
 
-async def warm_pair(role: Importer, source: worker_pb2.KvSourceRef) -> None:
-    """Raises MillraceError when the two can never pair, or when a request fails."""
-    frontend = role.frontend
-    peer = role.imports.peer(source)
-    info = await peer.info()
-    check_pair(info, source, role.fingerprint)
-    config = frontend.config
-    pairs = [(theirs, ours) for theirs in range(info.replicas) for ours in range(config.dp)]
-    async with within(config.timeouts.warmup, "warming up the pair"):
-        await asyncio.gather(*(_run(role, source, peer, theirs, ours) for theirs, ours in pairs))
-    if source.epoch not in frontend.warmed_sources:
-        frontend.warmed_sources.append(source.epoch)
-
-
-def check_pair(info: worker_pb2.WorkerInfo, source: worker_pb2.KvSourceRef, fingerprint: str) -> None:
+def check_pair(info: worker_pb2.WorkerInfo, source: worker_pb2.KvSourceRef, ranks: Ranks) -> None:
     if info.epoch != source.epoch:
         raise MillraceError(Reason.EPOCH_CHANGED, f"the process at {source.address} is {info.epoch}")
-    if info.protocol != PROTOCOL:
-        message = f"{source.address} speaks protocol {info.protocol}, this worker {PROTOCOL}"
+    if info.protocol != WORKER_API:
+        message = f"{source.address} has version {info.protocol} of the worker API, this worker {WORKER_API}"
         raise MillraceError(Reason.LAYOUT_MISMATCH, message)
     for theirs in (info.layout.fingerprint, source.fingerprint):
-        if theirs != fingerprint:
-            message = f"KV layout {theirs or '(empty)'} of {source.address} is not ours, {fingerprint}"
-            raise MillraceError(Reason.LAYOUT_MISMATCH, message)
+        check_layout(theirs, source.address, ranks)
 
 
-async def _run(role: Importer, source: worker_pb2.KvSourceRef, peer: Peer, theirs: int, ours: int) -> None:
-    """One prompt, computed by replica `theirs` of the prefill worker and continued by our replica `ours`."""
-    info, config = role.frontend.ranks.info, role.frontend.config
-    assert info is not None
-    length = min(config.limits.page_size + 1, config.limits.max_model_len - warmup.MAX_TOKENS)
-    request = warmup.tiny_request(length, info.vocab_size, Route.IMPORT)
-    wire = worker_pb2.EngineRequest(
-        id=convert.attempt_id(request.id),
-        token_ids=request.token_ids,
-        replica=theirs,
-        request_id="warm-up",
-    )
-    wire.sampling.max_tokens = request.sampling.max_tokens
-    wire.sampling.temperature = request.sampling.temperature
-    wire.sampling.seed = request.sampling.seed
-    wire.sampling.ignore_eos = request.sampling.ignore_eos
-    done = asyncio.Event()
-    prefill = asyncio.create_task(_prefill(peer, wire, role.frontend.epoch, done))
-    decode = asyncio.create_task(role.run_import(request, ours, source))
-    try:
-        await asyncio.gather(prefill, decode)
-    finally:
-        done.set()
-        for task in (prefill, decode):
-            task.cancel()
+def check_layout(theirs: str, whose: str, ranks: Ranks) -> None:
+    """Raises MillraceError unless the KV layout of the other worker has the fingerprint of ours."""
+    ours = ranks.ready_info.layout.fingerprint
+    if theirs != ours:
+        raise MillraceError(Reason.LAYOUT_MISMATCH, f"KV layout {theirs or '(empty)'} of {whose} is not ours, {ours}")
 
 
 async def _prefill(peer: Peer, wire: worker_pb2.EngineRequest, epoch: str, done: asyncio.Event) -> None:

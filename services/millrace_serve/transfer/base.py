@@ -18,7 +18,7 @@ import msgspec
 class MemoryHandle(msgspec.Struct, frozen=True):
     """Where one rank's page pool can be read from. Opaque to everybody but the transport that made it."""
 
-    transport: str  # "nixl" | "local"
+    transport: str  # "nixl"; tests have others
     agent: str  # unique name of the exporting agent, new with every process start
     metadata: bytes  # what the importer needs to reach it
     base: int  # address of page 0

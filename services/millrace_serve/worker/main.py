@@ -27,30 +27,34 @@ from millrace.v1 import worker_pb2_grpc
 from millrace_common import log as logs
 from millrace_common.config import ConfigError, load
 from millrace_rpc.errors import MillraceError
+from millrace_rpc.http_server import HttpServer
 from millrace_rpc.server import Server
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
 
 from millrace_serve.engine.config import Role
 from millrace_serve.worker import caches
 from millrace_serve.worker.config import WorkerConfig
 from millrace_serve.worker.frontend.frontend import Frontend
-from millrace_serve.worker.frontend.http import Answer, HttpServer
 from millrace_serve.worker.frontend.lifecycle import State
 from millrace_serve.worker.frontend.ranks import RankLost
-from millrace_serve.worker.frontend.role import RoleLogic
+from millrace_serve.worker.frontend.role import Parts, RoleLogic
 from millrace_serve.worker.frontend.service import SERVICE_NAME, WorkerServicer
 from millrace_serve.worker.launch import make_launcher
 
 log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 1.0  # for streams to take their last messages
-MakeRole = Callable[[Frontend], RoleLogic]
+MakeRole = Callable[[Parts], RoleLogic]
 
 
 async def serve(config: WorkerConfig, make_role: MakeRole, announce: Path | None = None) -> int:
     """Run a worker; its exit code."""
     frontend = Frontend(config, uuid.uuid4().hex, make_launcher(config.launcher), make_role)
     server = _server(frontend)
-    http = HttpServer(_routes(frontend))
+    http = HttpServer(_probes(frontend))
     stop = _signals()
     code, message = 1, "could not start"
     try:
@@ -58,7 +62,7 @@ async def serve(config: WorkerConfig, make_role: MakeRole, announce: Path | None
         if config.health_port is not None:
             health_port = await server.start_health(f"{config.host}:{config.health_port}")
         await server.start(f"{config.host}:{config.grpc_port}", frontend.identity)
-        metrics_port = await http.start(config.host, config.metrics_port)
+        metrics_port = http.start(f"{config.host}:{config.metrics_port}")
         if announce is not None:
             ports = {"grpc": server.port, "metrics": metrics_port}
             _announce(announce, frontend, ports if health_port is None else {**ports, "health": health_port})
@@ -97,22 +101,28 @@ async def _live(frontend: Frontend, stop: asyncio.Event, address: str) -> tuple[
 def _server(frontend: Frontend) -> Server:
     server = Server([SERVICE_NAME, *frontend.role.service_names])
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(frontend), server.grpc)
-    frontend.role.register(server.grpc)
+    frontend.role.register(server.grpc, frontend.links)
     frontend.state_changed = lambda state: server.set_serving(state is State.READY)
     return server
 
 
-def _routes(frontend: Frontend) -> dict[str, Callable[[], Answer]]:
-    def metrics() -> Answer:
+def _probes(frontend: Frontend) -> Starlette:
+    """Plain HTTP for Prometheus and probes: /metrics, /health (the process lives) and /ready (the worker is READY)."""
+
+    async def metrics(request: Request) -> Response:
         frontend.report_pauses()
         frontend.board.report(frontend.metrics)
-        return 200, prometheus_client.CONTENT_TYPE_LATEST, prometheus_client.generate_latest(frontend.registry)
+        latest = prometheus_client.generate_latest(frontend.registry)
+        return Response(latest, media_type=prometheus_client.CONTENT_TYPE_LATEST)
 
-    def ready() -> Answer:
+    async def health(request: Request) -> Response:
+        return PlainTextResponse("ok\n")
+
+    async def ready(request: Request) -> Response:
         state = frontend.lifecycle.state
-        return (200 if state is State.READY else 503), "text/plain", f"{state}\n".encode()
+        return PlainTextResponse(f"{state}\n", 200 if state is State.READY else 503)
 
-    return {"/metrics": metrics, "/health": lambda: (200, "text/plain", b"ok\n"), "/ready": ready}
+    return Starlette(routes=[Route("/metrics", metrics), Route("/health", health), Route("/ready", ready)])
 
 
 def _signals() -> asyncio.Event:

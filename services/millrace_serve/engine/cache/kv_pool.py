@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from millrace_common.versions import KV_PROTOCOL
 
 from millrace_serve.engine.cache.canary import CANARY_BYTES
 
-PROTOCOL_VERSION = 2  # of what two workers say to each other (kv.proto)
 ITEM_BYTES = {"float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -31,7 +31,7 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
     layout_id: str = "page-layer-token-width"
     canary: bool = False
     model_hash: str  # of the checkpoint that computed the KV
-    protocol_version: int = PROTOCOL_VERSION
+    protocol_version: int = KV_PROTOCOL
 
     @property
     def width(self) -> int:

@@ -20,6 +20,7 @@ from typing import Protocol
 
 import msgspec
 import numpy as np
+from millrace_common.reasons import Reason
 
 from millrace_serve.engine.core import EngineInput, Failure, FlushCache, Grammar, Request, RequestId, Submit
 
@@ -70,11 +71,13 @@ class Walk:
         for token in tokens:
             if self._matcher is not None:
                 if not self._matcher.accept(token):
-                    return Failure("INVALID_ARGUMENT", f"the output's token {token} is not what the grammar allows")
+                    return Failure(
+                        Reason.INVALID_ARGUMENT, f"the output's token {token} is not what the grammar allows"
+                    )
             elif token == self._after:
                 self._matcher = self._start()
         if not self.mask.any():
-            return Failure("INVALID_ARGUMENT", "the grammar has come to a point from which no text can go on")
+            return Failure(Reason.INVALID_ARGUMENT, "the grammar has come to a point from which no text can go on")
         return None
 
 
@@ -125,11 +128,11 @@ class Grammars:
         grammar = request.sampling.grammar
         assert grammar is not None
         if self._compiler is None:
-            return Failure("INVALID_ARGUMENT", "this worker serves no grammars: it has no tokenizer")
+            return Failure(Reason.INVALID_ARGUMENT, "this worker serves no grammars: it has no tokenizer")
         try:
             start = self._compile(grammar).result()
         except GrammarError as error:
-            return Failure("INVALID_ARGUMENT", f"{grammar.kind}: {error}")
+            return Failure(Reason.INVALID_ARGUMENT, f"{grammar.kind}: {error}")
         walk = Walk(start, grammar.after_token_id, self._compiler.no_stop())
         return walk.accept(request.token_ids[len(request.token_ids) - request.num_prior_outputs :]) or walk
 

@@ -1,13 +1,16 @@
-"""Between the wire and the engine: protobuf messages to core structs and back. The only place that knows both.
+"""Conversion between protobuf messages and the engine's structs.
 
-What a message can get wrong by itself is refused here; what depends on the model (vocabulary, context, pages) is
-refused by the engine (engine/schedule/limits.py). Comparisons are written so that NaN fails them.
+What is wrong with a message by itself is refused here (millrace_common/sampling_limits.py); the engine refuses what
+depends on the model: vocabulary, context, pages (engine/schedule/limits.py).
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 from millrace.v1 import common_pb2, kv_pb2, worker_pb2
+from millrace_common import sampling_limits as limits
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import TABLE, MillraceError
 
@@ -28,19 +31,6 @@ from millrace_serve.engine.core import (
     TopLogprob,
 )
 from millrace_serve.transfer.base import MemoryHandle
-
-MAX_STOP_TOKEN_IDS = 64
-MAX_LOGIT_BIAS = 1024
-RANGES: tuple[tuple[str, float, float], ...] = (  # optional numbers of SamplingParams, limits included
-    ("temperature", 0.0, 100.0),
-    ("min_p", 0.0, 1.0),
-    ("presence_penalty", -2.0, 2.0),
-    ("frequency_penalty", -2.0, 2.0),
-    ("logprobs", 0, 20),
-)
-POSITIVE_RANGES = (("top_p", 1.0), ("repetition_penalty", 100.0))  # above 0, up to the limit
-PLAIN = ("top_k", "seed", "min_tokens")  # optional and limited by their wire type or by the engine
-PRIORITY = 100
 
 _FINISH = {
     None: common_pb2.FINISH_REASON_UNSPECIFIED,
@@ -76,8 +66,7 @@ def request(wire: worker_pb2.EngineRequest, route: Route) -> Request:
         raise invalid("token_ids", "must not be empty")
     if wire.num_prior_outputs >= len(wire.token_ids):
         raise invalid("num_prior_outputs", f"is {wire.num_prior_outputs} of {len(wire.token_ids)} token_ids")
-    if not -PRIORITY <= wire.priority <= PRIORITY:
-        raise invalid("priority", f"is {wire.priority}; it must be in -{PRIORITY}..{PRIORITY}")
+    _check("priority", "", wire.priority, limits.PRIORITY)
     return Request(
         id=id,
         token_ids=list(wire.token_ids),
@@ -91,40 +80,30 @@ def request(wire: worker_pb2.EngineRequest, route: Route) -> Request:
 
 def sampling_params(wire: common_pb2.SamplingParams) -> SamplingParams:
     """Raises MillraceError (INVALID_ARGUMENT) naming field and limit."""
-    if wire.max_tokens < 1:
-        raise invalid("max_tokens", f"is {wire.max_tokens}; it must be set, and at least 1")
-    values: dict[str, float | int] = {name: getattr(wire, name) for name in PLAIN if wire.HasField(name)}
-    for name, low, high in RANGES:
-        if wire.HasField(name):
-            values[name] = getattr(wire, name)
-            if not low <= values[name] <= high:
-                raise invalid(name, f"is {values[name]:g}; it must be in [{low:g}, {high:g}]")
-    for name, high in POSITIVE_RANGES:
-        if wire.HasField(name):
-            values[name] = getattr(wire, name)
-            if not 0 < values[name] <= high:
-                raise invalid(name, f"is {values[name]:g}; it must be in (0, {high:g}]")
+    if not wire.HasField("max_tokens"):
+        raise invalid("max_tokens", "must be set")
+    values: dict[str, Any] = {name: getattr(wire, name) for name in limits.NUMBERS if wire.HasField(name)}
+    for name, value in values.items():
+        _check(name, "", value, limits.NUMBERS[name])
     if wire.min_tokens > wire.max_tokens:
         raise invalid("min_tokens", f"is {wire.min_tokens}; it must be at most max_tokens={wire.max_tokens}")
-    if len(wire.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise invalid("stop_token_ids", f"has {len(wire.stop_token_ids)} entries; the limit is {MAX_STOP_TOKEN_IDS}")
+    for name, most in (("stop_token_ids", limits.MAX_STOP_TOKEN_IDS), ("logit_bias", limits.MAX_LOGIT_BIAS)):
+        if (count := len(getattr(wire, name))) > most:
+            raise invalid(name, f"has {count} entries; the limit is {most}")
+    for token, bias in wire.logit_bias.items():
+        _check("logit_bias", f"of token {token} ", bias, limits.LOGIT_BIAS)
     return SamplingParams(
-        max_tokens=wire.max_tokens,
-        logit_bias=_logit_bias(wire),
+        logit_bias=dict(wire.logit_bias),
         stop_token_ids=tuple(wire.stop_token_ids),
         ignore_eos=wire.ignore_eos,
         grammar=_grammar(wire),
-        **values,  # type: ignore[arg-type]
+        **values,
     )
 
 
-def _logit_bias(wire: common_pb2.SamplingParams) -> dict[int, float]:
-    if len(wire.logit_bias) > MAX_LOGIT_BIAS:
-        raise invalid("logit_bias", f"has {len(wire.logit_bias)} entries; the limit is {MAX_LOGIT_BIAS}")
-    for token, bias in wire.logit_bias.items():
-        if not -100 <= bias <= 100:
-            raise invalid("logit_bias", f"of token {token} is {bias:g}; it must be in [-100, 100]")
-    return dict(wire.logit_bias)
+def _check(field: str, what: str, value: float, allowed: limits.Range) -> None:
+    if not allowed.holds(value):
+        raise invalid(field, f"{what}is {value:g}; it must be {allowed}")
 
 
 def _grammar(wire: common_pb2.SamplingParams) -> Grammar | None:
@@ -161,16 +140,21 @@ def core_output(wire: worker_pb2.SequenceOutput) -> SequenceOutput:
         tokens = [_core_token(*pair) for pair in zip(wire.token_ids, wire.logprobs, strict=True)]
     else:
         tokens = [TokenOutput(token) for token in wire.token_ids]
-    error = Failure(wire.failure.reason, wire.failure.message) if wire.HasField("failure") else None
+    error = core_failure(wire.failure) if wire.HasField("failure") else None
     finish = _FINISH_BACK[wire.finish_reason]
     return SequenceOutput(request_id(wire.id), wire.first_index, tokens, finish, error, wire.cached_tokens)
 
 
 def wire_failure(failure: Failure) -> common_pb2.Failure:
-    row = TABLE.get(failure.reason, TABLE[Reason.INTERNAL])  # type: ignore[call-overload]
+    retry_after_s = TABLE[Reason(failure.reason)].retry_after_s
     return common_pb2.Failure(
-        reason=failure.reason, message=failure.message, retry_after_ms=round(row.retry_after_s * 1000)
+        reason=failure.reason, message=failure.message, retry_after_ms=round(retry_after_s * 1000)
     )
+
+
+def core_failure(wire: common_pb2.Failure) -> Failure:
+    """A reason that this version does not have is INTERNAL."""
+    return Failure(Reason.__members__.get(wire.reason, Reason.INTERNAL), wire.message)
 
 
 def _wire_logprobs(token: TokenOutput) -> common_pb2.TokenLogprobs:

@@ -1,8 +1,8 @@
-"""The frontend of a worker behind its servers: one object per process, composed of parts that do not know each other.
+"""The frontend of a worker behind its servers: one object per process, composed of parts.
 
-Life: 1. `start` brings up the ranks and warms the engines, to READY; 2. requests come through `submit`, reports of the
-ranks go to whom they belong; 3. `drain` stops admission and lets work end; 4. `close`. A rank that dies ends 2 and 3 at
-once: every attempt fails with WORKER_LOST, and `lost` is set for the process to exit.
+Life: 1. `start` brings up the ranks and warms the engines, to READY; 2. requests come over `links`, and reports of the
+ranks go to the parts that they concern; 3. `drain` stops admission and lets work end; 4. `close`. A rank that dies ends
+2 and 3 at once: every attempt fails with WORKER_LOST, and `lost` is set for the process to exit.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from millrace_rpc.errors import MillraceError
 from millrace_rpc.tls import identity_of
 from prometheus_client import CollectorRegistry
 
-from millrace_serve.engine.core import Abort, Events, Failure, FlushCache, Request, RequestId, Route, Submit
+from millrace_serve.engine.core import Events, Failure, FlushCache
 from millrace_serve.engine.start.phases import Phases
 from millrace_serve.engine.start.phases import table as phase_table
 from millrace_serve.worker.config import WorkerConfig
-from millrace_serve.worker.frontend import convert, warmup
-from millrace_serve.worker.frontend.attempts import Attempt, Attempts, Owner
+from millrace_serve.worker.frontend import warmup
 from millrace_serve.worker.frontend.cache_board import CacheBoard
 from millrace_serve.worker.frontend.lifecycle import Lifecycle, State
-from millrace_serve.worker.frontend.links import Link, Links
+from millrace_serve.worker.frontend.links import Links
 from millrace_serve.worker.frontend.load import LoadBoard
 from millrace_serve.worker.frontend.profiling import Profiling
 from millrace_serve.worker.frontend.ranks import Ranks
-from millrace_serve.worker.frontend.role import RoleLogic
+from millrace_serve.worker.frontend.requests import Requests
+from millrace_serve.worker.frontend.role import Parts, RoleLogic
 from millrace_serve.worker.frontend.spans import WorkerSpans
 from millrace_serve.worker.frontend.wakeup import within
 from millrace_serve.worker.launcher import Launcher
@@ -42,14 +42,13 @@ from millrace_serve.worker.messages import GcPauses, RankProgress, Report
 
 log = logging.getLogger(__name__)
 
-PROTOCOL = 1
 STOP_GRACE_S = 5.0
 FLUSH_S = 1.0
 
 
 class Frontend:
     def __init__(
-        self, config: WorkerConfig, epoch: str, launcher: Launcher, make_role: Callable[[Frontend], RoleLogic]
+        self, config: WorkerConfig, epoch: str, launcher: Launcher, make_role: Callable[[Parts], RoleLogic]
     ) -> None:
         self.config = config
         self.epoch = epoch
@@ -58,19 +57,19 @@ class Frontend:
         self.metrics = catalogue.Metrics(rows, self.registry)
         self.metrics.started.set_to_current_time()
         self.identity = identity_of(config.tls, self.metrics)
-        self.spans = WorkerSpans(tracing.make(config.tracing, f"millrace-{config.role}", epoch))
         self.lifecycle = Lifecycle(self._on_state)
-        self.attempts = Attempts(self.count_stale)
         self.board = LoadBoard(config.dp, lambda: STATES[self.lifecycle.state], epoch)
         self.caches = CacheBoard(config.dp, epoch)
         self.ranks = Ranks(config, launcher, self._on_report, self._on_lost)
-        self.role = make_role(self)
-        self.links = Links(epoch, self.check_admission, self.role.submit, self.abort, self._on_link_closed)
+        self._spans = WorkerSpans(tracing.make(config.tracing, f"millrace-{config.role}", epoch))
+        self.requests = Requests(config.dp, self.lifecycle, self.ranks, self._spans, self.metrics)
+        self.role = make_role(Parts(config, epoch, self.ranks, self.requests, self._spans, self.metrics, self.identity))
+        requests = self.requests
+        self.links = Links(epoch, requests.check_admission, self.role.submit, requests.abort, requests.drop)
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.state_changed: Callable[[State], None] = lambda state: None
         self.gc_freezes = 0
         self.startup_seconds: dict[str, float] = {}  # by phase
-        self.warmed_sources: list[str] = []
         self.profiling = Profiling(config, epoch, self.ranks)
         self._pauses = gc_hooks.PauseWatch()
         self._lag = LoopLag("frontend", self.metrics)
@@ -90,8 +89,7 @@ class Frontend:
 
     async def warm_up(self) -> None:
         """Every engine runs requests of several shapes, one after the other and together."""
-        info = self.ranks.info
-        assert info is not None
+        info = self.ranks.ready_info
         async with within(self.config.timeouts.warmup, "the warm-up"):
             for length in warmup.prompt_lengths(self.config.limits.resolved(info.num_pages)):
                 for concurrent in (1, 4):
@@ -100,19 +98,8 @@ class Frontend:
                         for replica in range(self.config.dp)
                         for _ in range(min(concurrent, self.config.limits.max_running))
                     ]
-                    await asyncio.gather(*(self.run_own(request, replica) for replica, request in requests))
+                    await asyncio.gather(*(self.requests.run_own(request, replica) for replica, request in requests))
         await self.flush_cache()
-
-    async def run_own(self, request: Request, replica: int) -> None:
-        """One request of the worker to itself. Raises MillraceError when it fails."""
-        waiter = warmup.Waiter(request.route)
-        self.start_attempt(request, replica, waiter)
-        try:
-            await waiter.wait()
-        finally:
-            self.role.abort(request.id)
-            if request.id in self.attempts:
-                self.abort(request.id, "the warm-up is over")
 
     async def drain(self, timeout_s: float) -> int:
         """Stop admission, let running work end, abort the rest, wait for parked pages and transfers. The number
@@ -121,11 +108,12 @@ class Frontend:
         if self.lifecycle.state is State.READY:
             self.lifecycle.to(State.DRAINING)
         deadline = time.monotonic() + timeout_s
-        while self.attempts and (left := deadline - time.monotonic()) > 0:
-            await self.attempts.changed.wait(left)
-        aborted = list(self.attempts)
+        attempts = self.requests.attempts
+        while attempts and (left := deadline - time.monotonic()) > 0:
+            await attempts.changed.wait(left)
+        aborted = list(attempts)
         for id in aborted:
-            self.fail(id, Failure(Reason.DRAINING, "the worker drains and this request did not end in time"))
+            self.requests.fail(id, Failure(Reason.DRAINING, "the worker drains and this request did not end in time"))
         deadline = max(deadline, time.monotonic() + self.config.timeouts.lease)
         while not (self.board.idle and not self.role.busy) and (left := deadline - time.monotonic()) > 0:
             await self.board.changed.wait(min(left, 0.1))  # `busy` has no wake-up of its own
@@ -142,65 +130,9 @@ class Frontend:
         await self.ranks.stop(STOP_GRACE_S)
         self._pauses.close()
         self._lag.close()
-        await asyncio.to_thread(self.spans.close)
+        await asyncio.to_thread(self._spans.close)
 
-    # ------------------------------------------------------------------------------------------------ requests
-
-    def check_admission(self) -> None:
-        """Raises MillraceError unless requests of routers are admitted."""
-        state = self.lifecycle.state
-        if state is State.READY:
-            return
-        if state in (State.DRAINING, State.STOPPED):
-            raise MillraceError(Reason.DRAINING, "the worker drains")
-        raise MillraceError(Reason.NOT_READY, f"the worker is {state}: {self.lifecycle.message}".rstrip(": "))
-
-    def submit(self, wire: worker_pb2.EngineRequest, route: Route, owner: Owner) -> Request | None:
-        """Admit a router's request and give it to an engine. None: a repetition of a request that is being worked on,
-        which has its answer coming. Raises MillraceError when it is refused.
-        """
-        self.check_admission()
-        if wire.replica >= self.config.dp:
-            raise convert.invalid("replica", f"is {wire.replica}; the worker has {self.config.dp}")
-        request = convert.request(wire, route)
-        info = self.ranks.info
-        assert info is not None
-        if (largest := max(request.token_ids)) >= info.vocab_size:
-            raise convert.invalid("token_ids", f"has {largest}; ids are 0..{info.vocab_size - 1}")
-        known = self.attempts.owner_of(request.id)
-        if known is owner:
-            self.count_stale("submit")
-            return None
-        if known is not None:
-            raise convert.invalid("id", f"{request.id} is being worked on for another router")
-        self.spans.begin(request.id, route, tracing.checked(wire.traceparent), len(request.token_ids))
-        self.start_attempt(request, wire.replica, owner)
-        return request
-
-    def start_attempt(self, request: Request, replica: int, owner: Owner) -> None:
-        self.attempts.start(request.id, Attempt(owner, replica, request.route))
-        self.role.on_start(request, replica)
-        self.ranks.send(replica, Submit(request))
-
-    def abort(self, id: RequestId, reason: str) -> bool:
-        """Stop an attempt wherever it is; its owner hears the end. False: nobody works on it."""
-        replica = self.attempts.replica_of(id)
-        if replica is not None:
-            log.debug("abort %s: %s", id, reason)
-            self.ranks.send(replica, Abort(id))
-        found = self.role.abort(id) or replica is not None
-        if not found:
-            self.count_stale("abort")
-        return found
-
-    def fail(self, id: RequestId, failure: Failure) -> None:
-        """End an attempt now, with an error of ours, and stop the engine's work on it."""
-        replica = self.attempts.replica_of(id)
-        if replica is not None:
-            self.attempts.fail(id, failure)
-            self.spans.end(id, f"{failure.reason}: {failure.message}")
-            self.ranks.send(replica, Abort(id))
-            self.role.abort(id)
+    # ------------------------------------------------------------------------------------------------ admin
 
     async def flush_cache(self) -> int:
         """The number of pages that were idle in the prefix caches. Returns when they are free; under load others may be
@@ -226,9 +158,6 @@ class Frontend:
         self.report_pauses()
         return len(objects), sum(objects)
 
-    def count_stale(self, kind: str) -> None:
-        self.metrics.worker_stale.labels(kind=kind).inc()
-
     def report_pauses(self) -> None:
         """Of this process; ranks report theirs."""
         pauses = self._pauses.take()
@@ -253,23 +182,18 @@ class Frontend:
                 self.role.on_report(rank, report)
 
     def _on_events(self, replica: int, events: Events) -> None:
-        self.spans.on_outputs(events.outputs)
+        self._spans.on_outputs(events.outputs)
         self.role.on_events(replica, events)
-        self.attempts.deliver(events.outputs)
+        self.requests.attempts.deliver(events.outputs)
         if events.cache is not None:
             self.caches.update(replica, events.cache)
         if events.load is not None:
             self.board.update(replica, events.load)
 
-    def _on_link_closed(self, link: Link) -> None:
-        for id in self.attempts.owned_by(link):
-            self.abort(id, "its router's link closed")
-            self.attempts.forget(id)
-
     def _on_lost(self, why: str) -> None:
         failure = Failure(Reason.WORKER_LOST, why)
-        for id in self.attempts:
-            self.attempts.fail(id, failure)
+        for id in self.requests.attempts:
+            self.requests.attempts.fail(id, failure)
         error = MillraceError(Reason.WORKER_LOST, why)
         self.role.on_lost(error)
         self.lost.set_result(why)

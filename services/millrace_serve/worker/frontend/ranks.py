@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 
 import zmq
+from millrace_common.reasons import Reason
+from millrace_rpc.errors import MillraceError
 
 from millrace_serve.engine.core import EngineInput, Events
 from millrace_serve.engine.start.phases import slowest
@@ -94,6 +96,13 @@ class Ranks:
     def info(self) -> RankReady | None:
         """Of rank 0; what it says of the model is the same on all. None before it is ready."""
         return self._infos.get(0)
+
+    @property
+    def ready_info(self) -> RankReady:
+        """`info` of ranks that are up; raises MillraceError (NOT_READY) before that."""
+        if (info := self.info) is None:
+            raise MillraceError(Reason.NOT_READY, "the ranks are not up yet")
+        return info
 
     def startup(self) -> dict[str, float]:
         """Seconds of each phase of the ranks' start."""

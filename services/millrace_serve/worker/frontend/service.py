@@ -8,11 +8,10 @@ from typing import TypeAlias
 
 import grpc
 from millrace.v1 import worker_pb2, worker_pb2_grpc
-from millrace_common.reasons import Reason
-from millrace_rpc.errors import MillraceError
+from millrace_common.versions import WORKER_API
 
 from millrace_serve.worker.frontend import convert
-from millrace_serve.worker.frontend.frontend import PROTOCOL, STATES, Frontend
+from millrace_serve.worker.frontend.frontend import STATES, Frontend
 from millrace_serve.worker.frontend.lifecycle import State
 
 MIN_INTERVAL_S = 0.05
@@ -34,8 +33,8 @@ def worker_info(frontend: Frontend) -> worker_pb2.WorkerInfo:
         replicas=config.dp,
         tp=config.tp,
         gc_freezes=frontend.gc_freezes,
-        warmed_sources=frontend.warmed_sources,
-        protocol=PROTOCOL,
+        warmed_sources=frontend.role.warmed_sources,
+        protocol=WORKER_API,
         startup_seconds=frontend.startup_seconds,
     )
     if info is not None:
@@ -70,7 +69,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def Warmup(self, request: worker_pb2.WarmupRequest, context: Context) -> worker_pb2.WarmupResponse:
         started = time.monotonic()
         if self._frontend.lifecycle.state not in (State.WARMING, State.READY):
-            self._frontend.check_admission()
+            self._frontend.requests.check_admission()
         if request.HasField("source"):
             await self._frontend.role.warm_pair(request.source)
         else:
@@ -78,7 +77,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return worker_pb2.WarmupResponse(seconds=time.monotonic() - started)
 
     async def FreezeGc(self, request: worker_pb2.FreezeGcRequest, context: Context) -> worker_pb2.FreezeGcResponse:
-        self._check_ranks()
+        self._frontend.ranks.ready_info  # noqa: B018
         processes, objects = await self._frontend.freeze_gc()
         return worker_pb2.FreezeGcResponse(processes=processes, frozen_objects=objects)
 
@@ -90,27 +89,25 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return worker_pb2.DrainResponse(aborted=await self._frontend.drain(timeout_s))
 
     async def Abort(self, request: worker_pb2.AbortRequest, context: Context) -> worker_pb2.AbortResponse:
-        return worker_pb2.AbortResponse(found=self._frontend.abort(convert.request_id(request.id), request.reason))
+        return worker_pb2.AbortResponse(
+            found=self._frontend.requests.abort(convert.request_id(request.id), request.reason)
+        )
 
     async def FlushCache(
         self, request: worker_pb2.FlushCacheRequest, context: Context
     ) -> worker_pb2.FlushCacheResponse:
-        self._check_ranks()
+        self._frontend.ranks.ready_info  # noqa: B018
         return worker_pb2.FlushCacheResponse(pages=await self._frontend.flush_cache())
 
     async def StartProfile(
         self, request: worker_pb2.StartProfileRequest, context: Context
     ) -> worker_pb2.StartProfileResponse:
-        self._check_ranks()
+        self._frontend.ranks.ready_info  # noqa: B018
         max_seconds = request.max_seconds if request.HasField("max_seconds") else None
         return worker_pb2.StartProfileResponse(folder=str(await self._frontend.profiling.start(max_seconds)))
 
     async def StopProfile(
         self, request: worker_pb2.StopProfileRequest, context: Context
     ) -> worker_pb2.StopProfileResponse:
-        self._check_ranks()
+        self._frontend.ranks.ready_info  # noqa: B018
         return worker_pb2.StopProfileResponse(paths=await self._frontend.profiling.stop())
-
-    def _check_ranks(self) -> None:
-        if self._frontend.ranks.info is None:
-            raise MillraceError(Reason.NOT_READY, "the ranks are not up yet")

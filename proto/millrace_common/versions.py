@@ -1,0 +1,6 @@
+"""Versions of our interfaces. Two processes work together only with equal numbers."""
+
+from __future__ import annotations
+
+WORKER_API = 1  # worker.proto, prefill.proto and decode.proto: what a worker serves
+KV_PROTOCOL = 2  # kv.proto, and the bytes of a page: how one worker reads the pages of another

@@ -1,0 +1,116 @@
+"""The attempts that a worker works on: admission, start, abort and failure, for routers' requests and the worker's own.
+
+An attempt lives in three places: here (`attempts`: where its outputs go), in an engine, and, on a worker that exports
+or imports KV, in the role (`on_start`, `on_abort`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from millrace.v1 import worker_pb2
+from millrace_common import tracing
+from millrace_common.metrics import Metrics
+from millrace_common.reasons import Reason
+from millrace_rpc.errors import MillraceError
+
+from millrace_serve.engine.core import Abort, Failure, Request, RequestId, Route, Submit
+from millrace_serve.worker.frontend import convert, warmup
+from millrace_serve.worker.frontend.attempts import Attempt, Attempts, Owner
+from millrace_serve.worker.frontend.lifecycle import Lifecycle, State
+from millrace_serve.worker.frontend.ranks import Ranks
+from millrace_serve.worker.frontend.spans import WorkerSpans
+
+log = logging.getLogger(__name__)
+
+
+class Requests:
+    def __init__(self, replicas: int, lifecycle: Lifecycle, ranks: Ranks, spans: WorkerSpans, metrics: Metrics) -> None:
+        self.attempts = Attempts(self.count_stale)
+        # what a role does for an attempt besides the engine's work; `on_abort` returns whether there was anything
+        self.on_start: Callable[[RequestId, int], None] = lambda id, replica: None
+        self.on_abort: Callable[[RequestId], bool] = lambda id: False
+        self._replicas = replicas
+        self._lifecycle = lifecycle
+        self._ranks = ranks
+        self._spans = spans
+        self._metrics = metrics
+
+    def check_admission(self) -> None:
+        """Raises MillraceError unless requests of routers are admitted."""
+        state = self._lifecycle.state
+        if state is State.READY:
+            return
+        if state in (State.DRAINING, State.STOPPED):
+            raise MillraceError(Reason.DRAINING, "the worker drains")
+        raise MillraceError(Reason.NOT_READY, f"the worker is {state}: {self._lifecycle.message}".rstrip(": "))
+
+    def submit(self, wire: worker_pb2.EngineRequest, route: Route, owner: Owner) -> Request | None:
+        """Admit a router's request and give it to an engine. None: the owner has submitted the same attempt before,
+        and its answer is coming. Raises MillraceError when the request is refused.
+        """
+        self.check_admission()
+        if wire.replica >= self._replicas:
+            raise convert.invalid("replica", f"is {wire.replica}; the worker has {self._replicas}")
+        request = convert.request(wire, route)
+        vocab_size = self._ranks.ready_info.vocab_size
+        if (largest := max(request.token_ids)) >= vocab_size:
+            raise convert.invalid("token_ids", f"has {largest}; ids are 0..{vocab_size - 1}")
+        known = self.attempts.owner_of(request.id)
+        if known is owner:
+            self.count_stale("submit")
+            return None
+        if known is not None:
+            raise convert.invalid("id", f"{request.id} is being worked on for another router")
+        self._spans.begin(request.id, route, tracing.checked(wire.traceparent), len(request.token_ids))
+        self._start(request, wire.replica, owner)
+        return request
+
+    async def run_own(self, request: Request, replica: int, begin: Callable[[], None] = lambda: None) -> None:
+        """Run a request of the worker itself; `begin` is called when the engine has it. Raises MillraceError when the
+        request fails.
+        """
+        waiter = warmup.Waiter(request.route)
+        self._start(request, replica, waiter)
+        try:
+            begin()
+            await waiter.wait()
+        finally:
+            self.on_abort(request.id)
+            if request.id in self.attempts:
+                self.abort(request.id, "the warm-up is over")
+
+    def abort(self, id: RequestId, reason: str) -> bool:
+        """Stop an attempt wherever it is; its owner gets the engine's last output. False: there is no such attempt."""
+        replica = self.attempts.replica_of(id)
+        if replica is not None:
+            log.debug("abort %s: %s", id, reason)
+            self._ranks.send(replica, Abort(id))
+        found = self.on_abort(id) or replica is not None
+        if not found:
+            self.count_stale("abort")
+        return found
+
+    def fail(self, id: RequestId, failure: Failure) -> None:
+        """End an attempt now, with an error of ours, and stop the engine's work on it."""
+        replica = self.attempts.replica_of(id)
+        if replica is not None:
+            self.attempts.fail(id, failure)
+            self._spans.end(id, f"{failure.reason}: {failure.message}")
+            self._ranks.send(replica, Abort(id))
+            self.on_abort(id)
+
+    def drop(self, owner: Owner) -> None:
+        """Abort everything that `owner` has here; the owner is gone and gets no answers."""
+        for id in self.attempts.owned_by(owner):
+            self.abort(id, "its router's link closed")
+            self.attempts.forget(id)
+
+    def count_stale(self, kind: str) -> None:
+        self._metrics.worker_stale.labels(kind=kind).inc()
+
+    def _start(self, request: Request, replica: int, owner: Owner) -> None:
+        self.attempts.start(request.id, Attempt(owner, replica, request.route))
+        self.on_start(request.id, replica)
+        self._ranks.send(replica, Submit(request))
