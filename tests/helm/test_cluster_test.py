@@ -4,40 +4,23 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from click.testing import Result
 from millrace_chart.render import ROOT, objects, template
-from millrace_cluster import decide, load, steps
+from millrace_cluster import decide, load, steps, tools
 from millrace_cluster.__main__ import app
 from millrace_cluster.tools import Failed
 from millrace_testing import kube_schema
 from millrace_testing.charts import of_kind, pods
 from typer.testing import CliRunner
-
-# Writes down what it is called with, and answers with the first rule whose words are all among the arguments, and whose
-# `after` was called before.
-PLAYER = """#!{python} -IS
-import json, os, sys
-folder = {folder!r}
-words = [os.path.basename(sys.argv[0]), *sys.argv[1:]]
-with open(folder + "/calls", "a+") as calls:
-    calls.seek(0)
-    before = calls.read()
-    calls.write(json.dumps(words) + "\\n")
-for rule in json.load(open(folder + "/rules")):
-    if set(rule["words"]) <= set(words) and rule["after"] in before:
-        sys.stdout.write(rule["out"])
-        sys.stderr.write(rule["error"])
-        sys.exit(rule["status"])
-"""
 
 
 def rule(words: str, out: Any = "", error: str = "", status: int = 0, after: str = "") -> dict[str, Any]:
@@ -96,32 +79,51 @@ RULES = [
 
 @dataclass
 class Stage:
-    """A PATH with players, and what was called."""
+    """A PATH with players, which are not started: `run` plays all parts, and writes down what was called."""
 
     folder: Path
     rules: list[dict[str, Any]] = field(default_factory=list)
+    called: list[list[str]] = field(default_factory=list)
 
     def play(self, *options: str, context: str = "there") -> Result:
-        (self.folder / "rules").write_text(json.dumps([*self.rules, *RULES]))
         path = {"PATH": f"{self.folder}:/usr/bin:/bin"}
         return CliRunner().invoke(app, ["--context", context, "--timeout", "1", *options], env=path)
 
+    def run(self, command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        """The answer of the first rule whose words are all in the command, and whose `after` was called before."""
+        assert Path(command[0]).parent == self.folder
+        words, before = [Path(command[0]).name, *command[1:]], "\n".join(map(json.dumps, self.called))
+        self.called.append(words)
+        fitting = (it for it in (*self.rules, *RULES) if set(it["words"]) <= set(words) and it["after"] in before)
+        found = next(fitting, rule(""))
+        return subprocess.CompletedProcess(command, found["status"], found["out"], found["error"])
+
     def calls(self) -> list[list[str]]:
         """Without the options that all have."""
-        found = [json.loads(line) for line in (self.folder / "calls").read_text().splitlines()]
-        assert all("there" in words or words[0] == "docker" or "kind-k" in words for words in found)
-        return [[words[0], *words[5:]] for words in found]
+        assert all("there" in words or words[0] == "docker" or "kind-k" in words for words in self.called)
+        return [[words[0], *words[5:]] for words in self.called]
 
     def said(self, *words: str) -> bool:
         return any(set(words) <= set(call) for call in self.calls())
 
 
 @pytest.fixture
-def stage(tmp_path: Path) -> Stage:
+def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
     for name in ("kubectl", "helm", "docker"):
-        (tmp_path / name).write_text(PLAYER.format(python=sys.executable, folder=str(tmp_path)))
-        (tmp_path / name).chmod(0o755)
-    return Stage(tmp_path)
+        (tmp_path / name).touch(mode=0o755)
+    made = Stage(tmp_path)
+    monkeypatch.setattr(tools, "subprocess", SimpleNamespace(run=made.run))
+    return made
+
+
+def test_a_command_gets_its_input_and_fails_with_its_last_words() -> None:
+    assert tools.run(["cat"], "manifests") == "manifests"
+    with pytest.raises(Failed) as failed:
+        tools.run(["sh", "-c", "seq 100 >&2; exit 3"])
+    first, *said = str(failed.value).splitlines()
+    assert first.endswith("exit status 3") and said == [str(i) for i in range(101 - tools.LAST, 101)]
+    with pytest.raises(Failed, match="only this"):
+        tools.run(["sh", "-c", "echo only this; exit 1"])
 
 
 def test_everything_passes(stage: Stage) -> None:
@@ -155,15 +157,14 @@ def test_the_api_server_checks_every_preset_for_its_own_version(stage: Stage) ->
 
 def test_a_node_of_kind_is_stopped_and_started(stage: Stage) -> None:
     assert stage.play(context="kind-k").exit_code == 0
-    calls = [json.loads(line) for line in (stage.folder / "calls").read_text().splitlines()]
-    assert [call for call in calls if call[0] == "docker"] == [["docker", "stop", "b"], ["docker", "start", "b"]]
+    assert [call for call in stage.called if call[0] == "docker"] == [["docker", "stop", "b"], ["docker", "start", "b"]]
     assert not stage.said("cordon")
 
 
 def test_it_does_not_run_without_a_context(stage: Stage) -> None:
     done = stage.play(context="")
     assert done.exit_code == 2 and "CONTEXT=..." in done.stderr
-    assert not (stage.folder / "calls").exists()
+    assert not stage.called
 
 
 def test_an_unknown_step_is_refused(stage: Stage) -> None:
