@@ -125,6 +125,10 @@ loc: ## Count the lines of each package, its largest file, and the tests
 		| awk -v p=$$p '$$2 == "total" {next} {n += $$1; f++; if ($$1 >= m) {m = $$1; b = $$2}} END {printf "%-26s %6d lines %4d files, largest %4d %s\n", p, n, f, m, b}'; \
 	done
 
+.PHONY: config-leaves
+config-leaves: setup stubs ## List the keys of every configuration file, and how many there are
+	@$(BIN)/python -m millrace_bench.config_leaves
+
 .PHONY: clean
 clean: ## Remove everything that was generated, .venv included
 	@rm -rf $(VENV) models/generated proto/millrace/v1/*_pb2* *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,0 +1,32 @@
+"""How many keys a configuration has: each is one more thing that an operator may get wrong."""
+
+from __future__ import annotations
+
+from millrace_bench.config_leaves import FILES, count, leaves
+from millrace_common.config import Config
+from millrace_common.tls_config import Tls
+
+MOST = 150
+
+
+class Part(Config):
+    a: int = 1
+    b: tuple[int, ...] = ()
+
+
+class Whole(Config):
+    x: str = ""
+    one: Part = Part()
+    many: tuple[Part, ...] = ()
+    tls: Tls | None = None
+
+
+def test_nested_models_are_counted_in_every_place() -> None:
+    tls = [f"tls.{name}" for name in Tls.model_fields]
+    assert list(leaves(Whole)) == ["x", "one.a", "one.b", "many.a", "many.b", *tls]
+
+
+def test_there_are_few_keys() -> None:
+    keys = {file: list(leaves(model)) for file, model in FILES.items()}
+    assert "limits.page_size" in keys["worker"] and "discovery.static.address" in keys["router"]
+    assert sum(count().values()) <= MOST, count()
