@@ -19,21 +19,20 @@ def moe_experts(
     experts: Tensor,
     w13: Tensor | Fp8,
     w2: Tensor | Fp8,
-    first_expert: int,
     *,
     shared_expert: bool = False,
     num_experts: int = 0,
 ) -> Tensor:
-    """The routed experts [first_expert, first_expert + E) applied to the tokens that chose them.
+    """The experts of this rank applied to the tokens that chose them.
 
     Args:
         x: [T, D]. Plain weights and few tokens need its plain form; more tokens with FP8 weights are quantised here
             unless the operand brings its FP8 form.
-        weights: float32 [T, K]; experts: int32 [T, K] global ids; ids outside of the range, -1 included, count nothing.
-            An expert that a token names twice counts twice.
+        weights: float32 [T, K]; experts: int32 [T, K], each an index into w13 and w2, or -1 for a choice that another
+            rank computes and for padding. An expert that a token names twice counts twice.
         w13: [E, 2I, D], gate rows then up rows; w2: [E, D, I]; both plain in x's dtype or both FP8 with scales of
             128 x 128 blocks, [E, 2I/128, D/128] and [E, D/128, I/128].
-        shared_expert: the last of the E experts is the shared one, and the range of ids is E - 1 long.
+        shared_expert: the last of the E experts is the shared one; ids do not name it.
         num_experts: how many routed experts all ranks together hold, 0: those held here. It says how many rows an
             expert may expect, and changes nothing but the speed.
     Returns:
@@ -48,7 +47,7 @@ def moe_experts(
     assert first.shape[2] == second.shape[1] == rows.shape[1], (first.shape, second.shape, rows.shape)
     expected = expected_rows(experts.shape[0], experts.shape[1], num_experts or first.shape[0] - shared_expert)
     run = implementation(f"moe_experts.{_kind(rows, w13, w2)}", rows.device, len(rows), (*second.shape, expected))
-    return run(x, weights, experts, w13, w2, first_expert, shared_expert=shared_expert, num_experts=num_experts)
+    return run(x, weights, experts, w13, w2, shared_expert=shared_expert, num_experts=num_experts)
 
 
 def expected_rows(num_tokens: int, top_k: int, num_experts: int) -> int:

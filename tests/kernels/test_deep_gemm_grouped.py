@@ -15,7 +15,7 @@ from millrace_kernels.moe_experts import expected_rows
 from millrace_kernels.ref import fp8 as reference
 from millrace_kernels.ref.moe_experts import moe_experts
 from millrace_kernels.scratch import Scratch
-from millrace_kernels.testing.experts import draw_experts
+from millrace_kernels.testing.experts import draw_experts, held_ids
 from millrace_kernels.testing.numeric import FP8_EXPERTS_TOLERANCE, assert_close
 from millrace_kernels.triton import moe_grouped, moe_route
 from millrace_kernels.triton.moe_grouped import Launch
@@ -118,7 +118,7 @@ def test_layouts(library: Library, layout: str, num: int, shared: bool) -> None:
     experts[3:4] = -1
     weights = torch.rand(num, 3, generator=generator)
     w13, w2 = draw_experts(HELD, DIM, SIZE, torch.bfloat16, True, x.device, generator)
-    arguments = (x, weights, experts, w13, w2, FIRST)
+    arguments = (x, weights, held_ids(experts, FIRST, HELD - shared), w13, w2)
     out = getattr(grouped, layout)(*arguments, shared_expert=shared, num_experts=TOTAL)
     assert out.dtype == torch.bfloat16
     assert_close(out, moe_experts(*arguments, shared_expert=shared), FP8_EXPERTS_TOLERANCE)
@@ -132,10 +132,10 @@ def test_many_tokens_take_turns(library: Library, monkeypatch: pytest.MonkeyPatc
     weights = torch.rand(13, 2, generator=generator)
     w13, w2 = draw_experts(HELD, DIM, SIZE, torch.bfloat16, True, x.device, generator)
     quantised = Operand(None, quant_groups(x))
-    at_once = grouped.packed(quantised, weights, experts, w13, w2, 0)
+    at_once = grouped.packed(quantised, weights, experts, w13, w2)
     assert len(library.calls) == 2
     monkeypatch.setattr(grouped, "slices", lambda num, choices: moe_route.slices(num, choices, max_rows=10))
-    in_turns = grouped.packed(quantised, weights, experts, w13, w2, 0)
+    in_turns = grouped.packed(quantised, weights, experts, w13, w2)
     assert len(library.calls) == 2 + 2 * 3
     assert torch.equal(at_once, in_turns)
 
@@ -151,7 +151,7 @@ def test_permuted_rows_that_leave_the_cache_first_are_the_same() -> None:
     generator = torch.Generator().manual_seed(0)
     x = quant_groups(torch.randn(20, DIM, generator=generator))
     experts = torch.rand(20, TOTAL, generator=generator).argsort(dim=1)[:, :3].int()
-    plan, _ = moe_route.route(experts, FIRST, HELD, True, 32)
+    plan, _ = moe_route.route(held_ids(experts, FIRST, HELD - 1), HELD, True, 32)
     room = torch.zeros(2, plan.num_rows, DIM).to(torch.float8_e4m3fn)
     plain, streamed = (permute(x, plan, out, stream=stream) for out, stream in zip(room, (False, True), strict=True))
     token, choice = (plan.rows >= 0).nonzero(as_tuple=True)
@@ -170,7 +170,7 @@ def test_expected_rows_are_powers_of_two(rows: int, expected: int) -> None:
 def test_tiles_grow_with_the_rows_of_an_expert(library: Library) -> None:
     experts = torch.zeros(1, 1, dtype=torch.int32)
     for expected, alignment in ((64, 64), (128, 128), (2048, 128), (4096, 256)):
-        assert grouped._packed_layout(experts, 0, HELD, False, expected).alignment == alignment
+        assert grouped._packed_layout(experts, HELD, False, expected).alignment == alignment
 
 
 class Launches(TorchDispatchMode):
@@ -212,7 +212,7 @@ def test_launches_of_a_layer(ours: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "deep_gemm", library := types.ModuleType("deep_gemm"))
     x, experts = Fp8(torch.zeros(20, DIM).to(torch.float8_e4m3fn), torch.ones(20, DIM // 128)), torch.zeros(20, 2)
     w13, w2 = draw_experts(HELD, DIM, SIZE, torch.bfloat16, True, experts.device, torch.Generator())
-    arguments = (Operand(None, x), torch.rand(20, 2), experts.int(), w13, w2, 0)
+    arguments = (Operand(None, x), torch.rand(20, 2), experts.int(), w13, w2)
     with Scratch(experts.device).step(), Launches(monkeypatch) as launches:
         library.set_mk_alignment_for_contiguous_layout = lambda value: None
         library.m_grouped_fp8_gemm_nt_contiguous = lambda *args, **kwargs: launches.names.append("deep_gemm")

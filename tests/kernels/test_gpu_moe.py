@@ -12,7 +12,7 @@ from millrace_kernels.backend import SMALL_TOKENS, forced
 from millrace_kernels.fp8 import Operand, quant_groups
 from millrace_kernels.moe_experts import expected_rows, moe_experts
 from millrace_kernels.testing.cases import TINY, V3_TP8, Dims
-from millrace_kernels.testing.experts import Experts, choose, draw_experts
+from millrace_kernels.testing.experts import Experts, choose, draw_experts, held_ids
 from millrace_kernels.testing.numeric import FP8_EXPERTS_TOLERANCE, OP_TOLERANCE, assert_close
 from millrace_kernels.triton import moe_grouped, moe_small
 from millrace_kernels.triton.moe_grouped import Launch
@@ -117,7 +117,7 @@ def check(num: int, dims: Dims, held: int, first: int, size: int, fp8: bool, sha
     weights, experts = choose(num, dims, CUDA, seeded(num))
     experts[3:4] = -1
     experts[4:5] = first  # one expert eight times
-    arguments = (weights, experts, w13, w2, first)
+    arguments = (weights, held_ids(experts, first, held - shared), w13, w2)
     options = {"shared_expert": shared, "num_experts": dims.experts}
     operand = Operand(x, quant_groups(x) if fp8 and num > SMALL_TOKENS else None)
     expecting = (held, dims.hidden, size, expected_rows(num, dims.top_k, dims.experts))
@@ -143,7 +143,7 @@ def test_a_graph_follows_new_choices_and_its_padding(num: int, fp8: bool) -> Non
             moe_gate.gate_logits(x, router), bias, n_group=dims.groups, topk_group=dims.topk_groups, top_k=dims.top_k,
             norm_topk_prob=True, routed_scaling_factor=2.5, num_tokens=real,
         )  # fmt: skip
-        return moe_experts(x, weights, experts, w13, w2, EP8_FIRST, num_experts=256)
+        return moe_experts(x, weights, held_ids(experts, EP8_FIRST, EP8_HELD), w13, w2, num_experts=256)
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):

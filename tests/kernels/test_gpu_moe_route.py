@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from millrace_kernels.testing.cases import V3_TP8
-from millrace_kernels.testing.experts import choose
+from millrace_kernels.testing.experts import choose, held_ids
 from millrace_kernels.triton import moe_route
 
 pytestmark = pytest.mark.gpu
@@ -23,10 +23,11 @@ def test_few_tokens_go_where_many_would(
     _, experts = choose(num, V3_TP8, CUDA, generator)
     experts = experts % total
     experts[3:4] = -1
+    experts = held_ids(experts, first, held - shared)
     scales = torch.rand(56, num, generator=generator, device=CUDA).t()
 
     def route() -> tuple[moe_route.Route, moe_route.Blocks]:
-        plan, blocks = moe_route.route(experts, first, held, shared, 32, granularity=32, scales=scales)
+        plan, blocks = moe_route.route(experts, held, shared, 32, granularity=32, scales=scales)
         assert blocks is not None
         return plan, blocks
 

@@ -10,7 +10,7 @@ from millrace_kernels.moe_experts import moe_experts
 from millrace_kernels.moe_gate import moe_gate
 from millrace_kernels.ref import moe_experts as reference
 from millrace_kernels.testing.cases import TINY, TOKENS, V3_TP8, Dims
-from millrace_kernels.testing.experts import draw_experts
+from millrace_kernels.testing.experts import draw_experts, held_ids
 from millrace_kernels.testing.numeric import assert_close
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -90,7 +90,7 @@ def test_experts(num: int, first: int, count: int) -> None:
                 gate_up = w13[expert - first].double() @ x[token].double()
                 act = gate_up[:size] * gate_up[:size].sigmoid() * gate_up[size:]
                 expected[token] += weight * (w2[expert - first].double() @ act)
-    out = moe_experts(x, weights, experts, w13, w2, first)
+    out = moe_experts(x, weights, held_ids(experts, first, count), w13, w2)
     assert out.dtype == x.dtype
     assert_close(out, expected)
     assert (out[: num // 7] == 0).all()
@@ -101,7 +101,7 @@ def test_experts_ignore_what_padding_rows_hold() -> None:
     x[1] = 1.0
     experts = torch.tensor([[-1, -1], [0, 1]], dtype=torch.int32)
     w13, w2 = torch.ones(2, 2 * 8, TINY.hidden), torch.ones(2, TINY.hidden, 8)
-    out = moe_experts(x, torch.ones(2, 2), experts, w13, w2, 0)
+    out = moe_experts(x, torch.ones(2, 2), experts, w13, w2)
     assert (out[0] == 0).all() and out[1].isfinite().all()
 
 
@@ -118,7 +118,7 @@ def test_every_expert_for_every_token(num: int, shared: bool, fp8: bool) -> None
     weights = torch.rand(num, 4, generator=generator)
     x[1:2] = torch.nan if not shared else 1.0
     operand = Operand(x, quant_groups(x) if fp8 else None)
-    arguments = (operand, weights, experts, w13, w2, 3)
+    arguments = (operand, weights, held_ids(experts, 3, held - shared), w13, w2)
     found = cublas.moe_experts_other(*arguments, shared_expert=shared)
     assert_close(found, reference.moe_experts(*arguments, shared_expert=shared))
 
@@ -128,7 +128,7 @@ def test_a_graph_may_hold_every_expert_for_every_token() -> None:
     with FakeTensorMode():
         w13, w2 = torch.empty(5, 2 * 72, TINY.hidden), torch.empty(5, TINY.hidden, 72)
         experts, weights = torch.empty(7, 4, dtype=torch.int32), torch.empty(7, 4)
-        arguments = (torch.empty(7, TINY.hidden), weights, experts, w13, w2, 3)
+        arguments = (torch.empty(7, TINY.hidden), weights, experts, w13, w2)
         assert cublas.moe_experts_other(*arguments).shape == (7, TINY.hidden)
         with pytest.raises(Exception, match=r"aten\.(bincount|_local_scalar_dense)"):
             reference.moe_experts(*arguments)

@@ -9,7 +9,7 @@ from millrace_kernels.fp8 import Operand, quant_groups
 from millrace_kernels.ref import moe_experts as ref_experts
 from millrace_kernels.ref import moe_gate as ref_gate
 from millrace_kernels.testing.cases import TINY, V3_TP8, Dims
-from millrace_kernels.testing.experts import Experts, draw_experts
+from millrace_kernels.testing.experts import Experts, draw_experts, held_ids
 from millrace_kernels.testing.numeric import FP8_EXPERTS_TOLERANCE, assert_close
 from millrace_kernels.triton import moe_gate, moe_grouped, moe_route, moe_small
 from millrace_kernels.triton.moe_grouped import Launch
@@ -59,12 +59,12 @@ def test_gate_logits(num: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_close(moe_gate.gate_logits(x.float(), weight), ref_gate.gate_logits(x, weight))
 
 
-def choices(num: int, top_k: int, total: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Experts of this rank and of others, some twice by one token, and a padding row."""
-    experts = torch.randint(-1, total, (num, top_k), generator=seeded(seed), dtype=torch.int32)
+def choices(num: int, held: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Three of 9 experts, of which the rank holds those from the third on; some named twice, and a padding row."""
+    experts = torch.randint(-1, 9, (num, 3), generator=seeded(seed), dtype=torch.int32)
     experts[1:2] = -1
     experts[2:3, :2] = 4
-    return torch.rand(num, top_k, generator=seeded(seed)), experts
+    return torch.rand(num, 3, generator=seeded(seed)), held_ids(experts, 2, held)
 
 
 def case(
@@ -72,7 +72,7 @@ def case(
 ) -> tuple[Tensor, Tensor, Tensor, Experts]:
     x = torch.randn(num, dim, generator=seeded(num)).to(dtype)
     x[1:2] = 0.0 if shared else torch.nan  # the padding row, which only a shared expert sees
-    return x, *choices(num, 3, 9, num), draw_experts(4, dim, size, dtype, fp8, CPU, seeded(7))
+    return x, *choices(num, 4 - shared, num), draw_experts(4, dim, size, dtype, fp8, CPU, seeded(7))
 
 
 @pytest.mark.parametrize("num", [0, 1, 5])
@@ -80,7 +80,7 @@ def case(
 @pytest.mark.parametrize(("dim", "size", "fp8"), [(256, 128, True), (136, 24, False)])
 def test_small(num: int, shared: bool, dim: int, size: int, fp8: bool) -> None:
     x, weights, experts, (w13, w2) = case(num, dim, size, torch.bfloat16, fp8, shared)
-    arguments = (x, weights, experts, w13, w2, 2)
+    arguments = (x, weights, experts, w13, w2)
     out = moe_small.moe_experts(*arguments, shared_expert=shared)
     assert out.dtype == x.dtype
     assert_close(out, ref_experts.moe_experts(*arguments, shared_expert=shared))
@@ -88,7 +88,7 @@ def test_small(num: int, shared: bool, dim: int, size: int, fp8: bool) -> None:
 
 def test_small_in_fp32_multiplies_one_token_exactly() -> None:
     x, weights, _, (w13, w2) = case(1, 256, 128, torch.float32, True)
-    arguments = (x, weights, torch.tensor([[2, 5, 4]], dtype=torch.int32), w13, w2, 2)
+    arguments = (x, weights, torch.tensor([[0, 3, 2]], dtype=torch.int32), w13, w2)
     assert_close(moe_small.moe_experts(*arguments), ref_experts.moe_experts(*arguments))
 
 
@@ -96,7 +96,7 @@ def test_small_in_fp32_multiplies_one_token_exactly() -> None:
 @pytest.mark.parametrize("shared", [False, True])
 def test_grouped_plain(num: int, shared: bool) -> None:
     x, weights, experts, (w13, w2) = case(num, 136, 24, torch.bfloat16, False, shared)
-    arguments = (x, weights, experts, w13, w2, 2)
+    arguments = (x, weights, experts, w13, w2)
     out = moe_grouped.moe_experts(*arguments, shared_expert=shared, num_experts=9)
     assert_close(out, ref_experts.moe_experts(*arguments, shared_expert=shared))
 
@@ -110,9 +110,9 @@ LEFT = moe_grouped.Config(32, Launch(4, 3, left=True), Launch(4, 3, 64, left=Tru
 def test_grouped_fp8(num: int, shared: bool, config: moe_grouped.Config, monkeypatch: pytest.MonkeyPatch) -> None:
     x, weights, experts, (w13, w2) = case(num, 256, 128, torch.bfloat16, True, shared)
     quantised = Operand(None, quant_groups(x))
-    expected = ref_experts.moe_experts(x, weights, experts, w13, w2, 2, shared_expert=shared)
+    expected = ref_experts.moe_experts(x, weights, experts, w13, w2, shared_expert=shared)
     poison_empty(monkeypatch)
-    out = moe_grouped.run(quantised, weights, experts, w13, w2, 2, shared_expert=shared, config=config)
+    out = moe_grouped.run(quantised, weights, experts, w13, w2, shared_expert=shared, config=config)
     assert_close(out, expected, FP8_EXPERTS_TOLERANCE)
 
 
@@ -122,12 +122,12 @@ def test_route(few: bool, num: int, shared: bool, group_rows: int, monkeypatch: 
     """In one launch and in two; rows of an expert in any order."""
     monkeypatch.setattr(moe_route, "FEW_TOKENS", num if few else 0)
     poison_empty(monkeypatch)
-    (_, experts), held, first = choices(num, 3, 9, num), 4 + shared, 2
+    (_, experts), held = choices(num, 4, num), 4 + shared
     scales = torch.randn(5, num, generator=seeded(num)).t()
     options = {"group_rows": group_rows, "granularity": 16, "scales": scales}
-    plan, blocks = moe_route.route(experts, first, held, shared, 16, **options)
+    plan, blocks = moe_route.route(experts, held, shared, 16, **options)
     assert blocks is not None and blocks.scales is not None
-    wanted = [sorted({t for t in range(num) if first + e in experts[t]}) for e in range(4)]
+    wanted = [sorted({t for t in range(num) if e in experts[t]}) for e in range(4)]
     wanted += [list(range(num))] * shared
     start = 0
     for expert, tokens in enumerate(wanted):
@@ -139,11 +139,10 @@ def test_route(few: bool, num: int, shared: bool, group_rows: int, monkeypatch: 
         assert torch.equal(blocks.scales[:, start:end], scales[blocks.tokens[start:end]].t())
         assert (blocks.experts[start // 16 : -(-end // 16)] == expert).all()
         for row, token in enumerate(found, start):
-            named = experts[token] == first + expert if expert < 4 else torch.arange(4) == 3
+            named = experts[token] == expert if expert < 4 else torch.arange(4) == 3
             assert named.any() and (plan.rows[token][: len(named)][named] == row).all()
         start = -(-end // 16) * 16
-    local = experts - first
-    assert (plan.rows[:, :3][(local < 0) | (local >= 4)] == -1).all()
+    assert (plan.rows[:, :3][experts < 0] == -1).all()
     assert plan.total == (held * group_rows or start) and plan.num_rows >= start
 
 
@@ -164,12 +163,12 @@ def test_weights_as_the_left_operand_want_rows() -> None:
     x, weights, experts, (w13, w2) = case(5, 256, 128, torch.bfloat16, fp8=True)
     operand, config = Operand(None, quant_groups(x)), moe_grouped.Config(16, *[Launch(4, 3, left=True)] * 2)
     with pytest.raises(AssertionError, match="block_m 16: with the weight as left operand 32 or more"):
-        moe_grouped.run(operand, weights, experts, w13, w2, 2, shared_expert=False, config=config)
+        moe_grouped.run(operand, weights, experts, w13, w2, shared_expert=False, config=config)
 
 
 def test_nobody_reads_memory_that_nobody_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weights, experts, (w13, w2) = case(5, 256, 128, torch.bfloat16, fp8=True)
-    expected = ref_experts.moe_experts(x, weights, experts, w13, w2, 2)
+    expected = ref_experts.moe_experts(x, weights, experts, w13, w2)
     poison_empty(monkeypatch)
-    assert_close(moe_small.moe_experts(x, weights, experts, w13, w2, 2), expected)
-    assert_close(moe_grouped.moe_experts(x, weights, experts, w13, w2, 2), expected, FP8_EXPERTS_TOLERANCE)
+    assert_close(moe_small.moe_experts(x, weights, experts, w13, w2), expected)
+    assert_close(moe_grouped.moe_experts(x, weights, experts, w13, w2), expected, FP8_EXPERTS_TOLERANCE)

@@ -18,7 +18,7 @@ from millrace_kernels.backend import SMALL_TOKENS
 from millrace_kernels.fp8 import Fp8, Operand, quant_groups
 from millrace_kernels.moe_experts import moe_experts
 from millrace_kernels.testing.cases import TINY, V3_TP8, Dims
-from millrace_kernels.testing.experts import choose, draw_experts
+from millrace_kernels.testing.experts import choose, draw_experts, held_ids
 from torch import Tensor
 
 from millrace_bench.kernels.case import Call, Case, candidates
@@ -46,9 +46,9 @@ class Rank:
         return self.held - self.shared if self.folded else self.dims.experts
 
     def choose(self, num: int, device: torch.device, generator: torch.Generator, skew: float) -> tuple[Tensor, Tensor]:
-        """weights float32 [T, K], experts int32 [T, K]"""
+        """weights float32 [T, K], experts int32 [T, K] as the rank has them: -1 for those of other ranks"""
         weights, experts = choose(num, self.dims, device, generator, skew)
-        return weights, experts % self.experts
+        return weights, held_ids(experts % self.experts, self.first, self.held - self.shared)
 
 
 TP8 = Rank("TP8", V3_TP8, 256, 256)
@@ -135,7 +135,7 @@ def _calls(rank: Rank, num: int, skew: float, device: torch.device) -> dict[str,
     weights, experts = rank.choose(num, device, generator, skew)
     w13, w2 = draw_weights(rank.held, rank.dims.hidden, rank.size, device)
     operand = Operand(x, None) if num <= SMALL_TOKENS else Operand(None, quant_groups(x))
-    arguments = (operand, weights, experts, w13, w2, rank.first)
+    arguments = (operand, weights, experts, w13, w2)
     options = {"shared_expert": rank.shared, "num_experts": rank.experts}
     call = functools.partial(moe_experts, *arguments, **options)  # type: ignore[arg-type]
     calls = candidates("moe_experts.moe_experts_fp8", call, device, num)
@@ -143,7 +143,7 @@ def _calls(rank: Rank, num: int, skew: float, device: torch.device) -> dict[str,
 
 
 def _others(
-    rank: Rank, x: Tensor, arguments: tuple[Operand, Tensor, Tensor, Fp8, Fp8, int], options: dict[str, int]
+    rank: Rank, x: Tensor, arguments: tuple[Operand, Tensor, Tensor, Fp8, Fp8], options: dict[str, int]
 ) -> dict[str, Call]:
     """What the table does not choose for this size: other layouts, other sizes' kernels, configurations untuned."""
     from millrace_kernels.lib import deep_gemm_grouped
@@ -179,6 +179,5 @@ def _used(rank: Rank, num: int, skew: float) -> float:
     total = 0
     for _ in range(samples):
         _, experts = rank.choose(min(num, 2048), torch.device("cpu"), generator, skew)
-        local = experts.unique() - rank.first
-        total += int(((local >= 0) & (local < rank.held - rank.shared)).sum())
+        total += int((experts.unique() >= 0).sum())
     return total / samples + rank.shared

@@ -145,7 +145,7 @@ class Experts:
         up, down = moe_small.configs(self.num)
         pair: Any = (up, option) if self.down else (option, down)
         x, weights, experts, w13, w2 = inputs
-        return moe_small.run(x, weights, experts, w13, w2, 0, True, pair)
+        return moe_small.run(x, weights, experts, w13, w2, True, pair)
 
     @property
     def inputs(self) -> list[tuple[Any, ...]]:
@@ -157,7 +157,7 @@ class Experts:
 
     def wanted(self) -> Tensor:
         x, weights, experts, w13, w2 = self.inputs[0]
-        return ref_experts.moe_experts(x, weights, experts, w13, w2, 0, shared_expert=True)
+        return ref_experts.moe_experts(x, weights, experts, w13, w2, shared_expert=True)
 
 
 @functools.cache

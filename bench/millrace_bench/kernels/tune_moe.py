@@ -102,7 +102,7 @@ class Plans:
     def plan(self, block_m: int) -> list[tuple[Route, Blocks]]:
         rank, plans = self.job.rank, []
         for _, experts in self.routings:
-            at = (experts, rank.first, rank.held, rank.shared, block_m)
+            at = (experts, rank.held, rank.shared, block_m)
             plan, blocks = route(*at, granularity=block_m, scales=self.fp8.scales)
             assert blocks is not None
             plans.append((plan, blocks))
@@ -125,7 +125,7 @@ class Plans:
         x = Operand(self.x, None) if plain else Operand(None, self.fp8)
         rank = self.job.rank
         return [
-            functools.partial(run, x, *routing, *self.weights, rank.first, shared_expert=rank.shared, **options)
+            functools.partial(run, x, *routing, *self.weights, shared_expert=rank.shared, **options)
             for routing in self.routings
         ]
 

@@ -66,7 +66,7 @@ def _experts(num: int, rank: Rank) -> Iterator[Task]:
     num = slices(num, rank.dims.top_k + rank.shared)[0][1]
     weights, experts = rank.choose(num, CUDA, generator, 0.0)
     alignment = packed_alignment(expected_rows(num, rank.dims.top_k, rank.experts))
-    plan, _ = route(experts, rank.first, rank.held, rank.shared, alignment)
+    plan, _ = route(experts, rank.held, rank.shared, alignment)
     x = quant_groups(torch.randn(num, rank.dims.hidden, device=CUDA).bfloat16())
     permuted = torch.empty(plan.num_rows, rank.dims.hidden, dtype=torch.float8_e4m3fn, device=CUDA)
     ways = [*itertools.product((1, 2, 4, 8), (False, True))]

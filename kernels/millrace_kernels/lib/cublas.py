@@ -25,7 +25,7 @@ def int8_linear(x: Int8, weight: Int8, dtype: torch.dtype) -> Tensor:
 
 
 def moe_experts_other(
-    x: Tensor | Operand, weights: Tensor, experts: Tensor, w13: Tensor | Fp8, w2: Tensor | Fp8, first_expert: int,
+    x: Tensor | Operand, weights: Tensor, experts: Tensor, w13: Tensor | Fp8, w2: Tensor | Fp8,
     *, shared_expert: bool = False, num_experts: int = 0,
 ) -> Tensor:  # fmt: skip
     """Every expert for every token, and nothing of it for the tokens that did not choose it: far more products than
@@ -39,7 +39,7 @@ def moe_experts_other(
         if shared_expert and expert == held - 1:
             out += outputs
             continue
-        chosen = experts == first_expert + expert  # [T, K]
+        chosen = experts == expert  # [T, K]
         weight = (weights * chosen).sum(1, keepdim=True)
         out += torch.where(chosen.any(1, keepdim=True), outputs * weight, 0.0)
     return out.to(rows.dtype)

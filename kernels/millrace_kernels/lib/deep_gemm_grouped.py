@@ -32,37 +32,37 @@ class Pass(NamedTuple):
     expected_rows: int  # of one expert, on average
 
 
-Layout = Callable[[Tensor, int, int, bool, int], Pass]  # experts, first_expert, E, shared_expert, expected rows
+Layout = Callable[[Tensor, int, bool, int], Pass]  # experts, E, shared_expert, expected rows
 Gemm = Callable[[Fp8, Fp8, Tensor, Pass], None]  # rows, weights, out
 
 
 def packed(
-    x: Tensor | Operand, weights: Tensor, experts: Tensor, w13: Fp8, w2: Fp8, first_expert: int,
+    x: Tensor | Operand, weights: Tensor, experts: Tensor, w13: Fp8, w2: Fp8,
     *, shared_expert: bool = False, num_experts: int = 0,
 ) -> Tensor:  # fmt: skip
     run = (_packed_layout, _packed_gemm)
-    return _moe(*run, x, weights, experts, w13, w2, first_expert, shared_expert, num_experts)
+    return _moe(*run, x, weights, experts, w13, w2, shared_expert, num_experts)
 
 
 def indexed(
-    x: Tensor | Operand, weights: Tensor, experts: Tensor, w13: Fp8, w2: Fp8, first_expert: int,
+    x: Tensor | Operand, weights: Tensor, experts: Tensor, w13: Fp8, w2: Fp8,
     *, shared_expert: bool = False, num_experts: int = 0,
 ) -> Tensor:  # fmt: skip
     run = (_indexed_layout, _indexed_gemm)
-    return _moe(*run, x, weights, experts, w13, w2, first_expert, shared_expert, num_experts)
+    return _moe(*run, x, weights, experts, w13, w2, shared_expert, num_experts)
 
 
 def padded(
-    x: Tensor | Operand, weights: Tensor, experts: Tensor, w13: Fp8, w2: Fp8, first_expert: int,
+    x: Tensor | Operand, weights: Tensor, experts: Tensor, w13: Fp8, w2: Fp8,
     *, shared_expert: bool = False, num_experts: int = 0,
 ) -> Tensor:  # fmt: skip
     run = (_padded_layout, _padded_gemm)
-    return _moe(*run, x, weights, experts, w13, w2, first_expert, shared_expert, num_experts)
+    return _moe(*run, x, weights, experts, w13, w2, shared_expert, num_experts)
 
 
-def _packed_layout(experts: Tensor, first: int, num_held: int, shared: bool, expected: int) -> Pass:
+def _packed_layout(experts: Tensor, num_held: int, shared: bool, expected: int) -> Pass:
     alignment = packed_alignment(expected)
-    return Pass(*route(experts, first, num_held, shared, alignment), alignment, expected)
+    return Pass(*route(experts, num_held, shared, alignment), alignment, expected)
 
 
 def packed_alignment(expected: int) -> int:
@@ -89,8 +89,8 @@ def _packed_gemm(x: Fp8, weight: Fp8, out: Tensor, plan: Pass) -> None:
     )
 
 
-def _indexed_layout(experts: Tensor, first: int, num_held: int, shared: bool, expected: int) -> Pass:
-    return Pass(*route(experts, first, num_held, shared, 128, granularity=1), 128, expected)
+def _indexed_layout(experts: Tensor, num_held: int, shared: bool, expected: int) -> Pass:
+    return Pass(*route(experts, num_held, shared, 128, granularity=1), 128, expected)
 
 
 def _indexed_gemm(x: Fp8, weight: Fp8, out: Tensor, plan: Pass) -> None:
@@ -101,9 +101,9 @@ def _indexed_gemm(x: Fp8, weight: Fp8, out: Tensor, plan: Pass) -> None:
     deep_gemm.m_grouped_fp8_gemm_nt_contiguous(tuple(x), tuple(weight), out, plan.blocks.experts)
 
 
-def _padded_layout(experts: Tensor, first: int, num_held: int, shared: bool, expected: int) -> Pass:
+def _padded_layout(experts: Tensor, num_held: int, shared: bool, expected: int) -> Pass:
     room = -(-experts.shape[0] // 128) * 128  # a token has one row of an expert at most
-    return Pass(*route(experts, first, num_held, shared, 128, group_rows=room), 128, expected)
+    return Pass(*route(experts, num_held, shared, 128, group_rows=room), 128, expected)
 
 
 def _padded_gemm(x: Fp8, weight: Fp8, out: Tensor, plan: Pass) -> None:
@@ -119,7 +119,7 @@ def _padded_gemm(x: Fp8, weight: Fp8, out: Tensor, plan: Pass) -> None:
 
 def _moe(
     layout: Layout, gemm: Gemm, x: Tensor | Operand, weights: Tensor, experts: Tensor, w13: Fp8, w2: Fp8,
-    first_expert: int, shared_expert: bool, num_experts: int,
+    shared_expert: bool, num_experts: int,
 ) -> Tensor:  # fmt: skip
     plain, fp8 = x if isinstance(x, Operand) else (x, None)
     if fp8 is None:
@@ -131,7 +131,7 @@ def _moe(
     held = num_experts or num_held - shared_expert
     for first, last in slices(num, top_k + shared_expert):
         expected = expected_rows(last - first, top_k, held)
-        plan = layout(experts[first:last], first_expert, num_held, shared_expert, expected)
+        plan = layout(experts[first:last], num_held, shared_expert, expected)
         rows = Fp8(fp8.data[first:last], fp8.scales[first:last])
         _one_pass(plan, gemm, rows, weights[first:last], w13, w2, out[first:last])
     return out

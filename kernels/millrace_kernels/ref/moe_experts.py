@@ -15,7 +15,6 @@ def moe_experts(
     experts: Tensor,
     w13: Tensor | Fp8,
     w2: Tensor | Fp8,
-    first_expert: int,
     *,
     shared_expert: bool = False,
     num_experts: int = 0,
@@ -24,19 +23,17 @@ def moe_experts(
     del num_experts
     rows = plain_rows(x)
     num_routed = (w13.data if isinstance(w13, Fp8) else w13).shape[0] - shared_expert
-    local = experts.long() - first_expert  # [T, K]
-    local = torch.where((local >= 0) & (local < num_routed), local, -1)
     if shared_expert:
-        local = F.pad(local, (0, 1), value=num_routed)
+        experts = F.pad(experts, (0, 1), value=num_routed)
         weights = F.pad(weights, (0, 1), value=1.0)
-    order = local.flatten().argsort(stable=True)  # choices sorted by expert
-    counts = torch.bincount(local.flatten() + 1, minlength=num_routed + shared_expert + 1).tolist()
+    order = experts.flatten().argsort(stable=True)  # choices sorted by expert
+    counts = torch.bincount(experts.flatten() + 1, minlength=num_routed + shared_expert + 1).tolist()
     out = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
-    start = counts[0]  # of the choices of experts that others hold
+    start = counts[0]  # choices that are not computed here
     for expert, count in enumerate(counts[1:]):
         if count:
             choices = order[start : start + count]
-            tokens = choices // local.shape[1]
+            tokens = choices // experts.shape[1]
             outputs = one_expert(rows[tokens], w13, w2, expert)
             out.index_add_(0, tokens, outputs.float() * weights.flatten()[choices].unsqueeze(1))
             start += count

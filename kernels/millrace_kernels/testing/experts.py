@@ -32,6 +32,12 @@ def _stack(parts: list[Fp8]) -> Fp8:
     return Fp8(torch.stack([p.data for p in parts]), torch.stack([p.scales for p in parts]))
 
 
+def held_ids(experts: Tensor, first: int, count: int) -> Tensor:
+    """Ids on a rank that holds `count` experts from `first` on: their index there, -1 for all others."""
+    local = experts - first
+    return local.masked_fill((local < 0) | (local >= count), -1)
+
+
 def choose(
     num: int, dims: Dims, device: torch.device, generator: torch.Generator, skew: float = 0.0
 ) -> tuple[Tensor, Tensor]:

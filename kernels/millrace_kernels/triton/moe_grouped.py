@@ -201,20 +201,20 @@ def _down_kernel(
 
 
 def moe_experts(
-    x: Tensor | Operand, weights: Tensor, experts: Tensor, w13: Tensor | Fp8, w2: Tensor | Fp8, first_expert: int,
+    x: Tensor | Operand, weights: Tensor, experts: Tensor, w13: Tensor | Fp8, w2: Tensor | Fp8,
     *, shared_expert: bool = False, num_experts: int = 0,
 ) -> Tensor:  # fmt: skip
     num_held, _, size = (w2.data if isinstance(w2, Fp8) else w2).shape
     rows = expected_rows(experts.shape[0], experts.shape[1], num_experts or num_held - shared_expert)
     chosen = config(rows, num_held, size)
-    return run(x, weights, experts, w13, w2, first_expert, shared_expert=shared_expert, config=chosen)
+    return run(x, weights, experts, w13, w2, shared_expert=shared_expert, config=chosen)
 
 
 moe_experts_fp8 = moe_experts
 
 
 def run(
-    x: Tensor | Operand, weights: Tensor, experts: Tensor, w13: Tensor | Fp8, w2: Tensor | Fp8, first_expert: int,
+    x: Tensor | Operand, weights: Tensor, experts: Tensor, w13: Tensor | Fp8, w2: Tensor | Fp8,
     *, shared_expert: bool, config: Config,
 ) -> Tensor:  # fmt: skip
     rows, dtype = _rows(x, w13)
@@ -224,7 +224,7 @@ def run(
         chosen, part = experts[first:last], Fp8(rows.data[first:last], rows.scales[first:last])
         left = config.up.left and isinstance(w13, Fp8)
         plan, blocks = route(
-            chosen, first_expert, num_held, shared_expert, config.block_m, granularity=config.block_m,
+            chosen, num_held, shared_expert, config.block_m, granularity=config.block_m,
             scales=part.scales if left else None,
         )  # fmt: skip
         assert blocks is not None

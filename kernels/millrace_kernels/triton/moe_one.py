@@ -2,7 +2,7 @@
 
     h_a = weight_a * silu(w13_a,gate x) * w13_a,up x      out = sum over a of w2_a h_a
 
-`a` counts the token's choices; one whose expert another rank holds adds nothing. An expert named twice is read twice:
+`a` counts the token's choices; one without an expert adds nothing. An expert named twice is read twice:
 its two shares add up. Weights are read as in `gemv.py`. For w2, h is one vector of all choices and each run of its
 columns looks up whose rows it meets. Everything is FP32 from the weights on, except h in memory, which has x's dtype.
 """
@@ -35,15 +35,15 @@ Pair = tuple[Config, Config]  # for w13 and w2
 USED: Pair = (Config(2, 8192, 16), Config(4, 512, 1))
 
 
-@triton.jit(do_not_specialize=["first_expert"])
+@triton.jit
 def _gate_up_one(
-    x_ptr, experts_ptr, weights_ptr, w13_ptr, scales_ptr, h_ptr, held_ptr, first_expert,
+    x_ptr, experts_ptr, weights_ptr, w13_ptr, scales_ptr, h_ptr, held_ptr,
     D: tl.constexpr, SIZE: tl.constexpr, ROUTED: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr,
     N: tl.constexpr, BLOCK_K: tl.constexpr, TILES: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
     """N columns of h of choice `a`; and the expert's row in the weights, -1 if it is not here."""
     tile_n, a = tl.program_id(0), tl.program_id(1)
-    expert = local_expert(experts_ptr, 0, a, a < CHOICES, first_expert, ROUTED, TOP_K)
+    expert = local_expert(experts_ptr, 0, a, a < CHOICES, ROUTED, TOP_K)
     weight = tl.load(weights_ptr + a, mask=a < TOP_K, other=1.0)
     if tile_n == 0:
         tl.store(held_ptr + a, expert)
@@ -119,7 +119,7 @@ def _down_one(
 
 def run(
     x: Tensor, weights: Tensor, experts: Tensor, w13_w2: tuple[Tensor, Tensor],
-    scales: tuple[Tensor, Tensor] | tuple[None, None], first_expert: int, shared_expert: bool, pair: Pair,
+    scales: tuple[Tensor, Tensor] | tuple[None, None], shared_expert: bool, pair: Pair,
 ) -> Tensor:  # fmt: skip
     """x [1, D] -> [1, D]; everything contiguous, scales with FP8 weights only."""
     (w13, w2), (w13_scales, w2_scales), (up, down) = w13_w2, scales, pair
@@ -130,7 +130,7 @@ def run(
     rows = torch.empty(choices, dtype=torch.int32, device=x.device)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     _gate_up_one[(triton.cdiv(size, up.block_n), choices)](
-        x, experts, weights, w13, w13_scales, h, rows, first_expert,
+        x, experts, weights, w13, w13_scales, h, rows,
         dim, size, held - shared_expert, top_k, choices,
         up.block_n, up.block_k, triton.cdiv(dim, up.block_k), gcd(dim, 16), num_warps=up.num_warps,
     )  # fmt: skip

@@ -29,7 +29,7 @@ MAX_ROWS = 9 << 14  # of a pass, before padding: 16,384 tokens of V3; more take 
 class Route(NamedTuple):
     """Letters: T tokens, C choices per token (top-k, and the shared expert), E experts held here."""
 
-    rows: Tensor  # int32 [T, C], the row of each choice, -1 for experts that others hold
+    rows: Tensor  # int32 [T, C], the row of each choice, -1 for a choice without one
     counts: Tensor  # int32 [E], rows of each expert
     ends: Tensor  # int32 [E], one past each expert's last row
     total: Tensor  # int32 [1], one past the last row, padding included
@@ -46,15 +46,13 @@ class Blocks(NamedTuple):
 
 
 @triton.jit
-def local_expert(experts_ptr, token, choice, real, first_expert, ROUTED: tl.constexpr, TOP_K: tl.constexpr):
-    """The expert of a choice as an index of this rank's, -1 for none. Choice TOP_K is the shared expert, the last."""
-    routed = real & (choice < TOP_K)
-    expert = tl.load(experts_ptr + token * TOP_K + choice, mask=routed, other=-1) - first_expert
-    expert = tl.where(routed & (expert >= 0) & (expert < ROUTED), expert, -1)
+def local_expert(experts_ptr, token, choice, real, ROUTED: tl.constexpr, TOP_K: tl.constexpr):
+    """The expert of a choice, -1 for none. Choice TOP_K is the shared expert, which comes after the routed ones."""
+    expert = tl.load(experts_ptr + token * TOP_K + choice, mask=real & (choice < TOP_K), other=-1)
     return tl.where(real & (choice == TOP_K), ROUTED, expert)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "first_expert"])
+@triton.jit(do_not_specialize=["num_tokens"])
 def _count_kernel(
     experts_ptr,
     slots_ptr,
@@ -63,7 +61,6 @@ def _count_kernel(
     ends_ptr,
     total_ptr,
     num_tokens,
-    first_expert,
     E: tl.constexpr,
     ROUTED: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -81,7 +78,7 @@ def _count_kernel(
     i = tl.arange(0, CHUNK)
     token, choice = tl.program_id(0) * TOKENS + i // CHOICES, i % CHOICES
     real = (i < TOKENS * CHOICES) & (token < num_tokens)
-    expert = local_expert(experts_ptr, token, choice, real, first_expert, ROUTED, TOP_K)
+    expert = local_expert(experts_ptr, token, choice, real, ROUTED, TOP_K)
     held = expert >= 0
     same = (expert[:, None] == expert[None, :]) & held[:, None]
     before = i[None, :] < i[:, None]
@@ -108,7 +105,7 @@ def _count_kernel(
         tl.store(total_ptr, total)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "first_expert", "stride_scale_k"])
+@triton.jit(do_not_specialize=["num_tokens", "stride_scale_k"])
 def _place_kernel(
     experts_ptr,
     slots_ptr,
@@ -119,7 +116,6 @@ def _place_kernel(
     scales_ptr,
     out_scales_ptr,
     num_tokens,
-    first_expert,
     stride_scale_t,
     stride_scale_k,
     num_rows,
@@ -134,7 +130,7 @@ def _place_kernel(
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     token, choice = i // CHOICES, i % CHOICES
     real = token < num_tokens
-    expert = local_expert(experts_ptr, token, choice, real, first_expert, ROUTED, TOP_K)
+    expert = local_expert(experts_ptr, token, choice, real, ROUTED, TOP_K)
     held = expert >= 0
     slot = tl.load(slots_ptr + i, mask=held, other=0)
     row = tl.load(starts_ptr + expert, mask=held, other=0) + slot
@@ -152,7 +148,6 @@ def _place_kernel(
 
 def route(
     experts: Tensor,
-    first_expert: int,
     num_held: int,
     shared_expert: bool,
     alignment: int,
@@ -184,26 +179,26 @@ def route(
         gathered = None if scales is None else scales.new_empty(scales.shape[1], num_rows)
         blocks = Blocks(ints(num_rows), owners.fill_(-1) if granularity < alignment else owners, gathered)
     if few:
-        route_few(experts, first_expert, routed, alignment, group_rows, granularity, scales, plan, blocks)
+        route_few(experts, routed, alignment, group_rows, granularity, scales, plan, blocks)
         return plan, blocks
     slots, starts, tokens = ints(num, choices), ints(num_held), CHUNK // choices
     _count_kernel[(triton.cdiv(num, tokens),)](
-        experts, slots, counts, starts, ends, total, num, first_expert, num_held, routed, top_k, choices, tokens,
+        experts, slots, counts, starts, ends, total, num, num_held, routed, top_k, choices, tokens,
         CHUNK, triton.next_power_of_2(num_held), alignment, group_rows, num_warps=1,
     )  # fmt: skip
-    _place(experts, slots, starts, rows, blocks, scales, first_expert, routed, max(granularity, 1))
+    _place(experts, slots, starts, rows, blocks, scales, routed, max(granularity, 1))
     return plan, blocks
 
 
 def _place(
     experts: Tensor, slots: Tensor, starts: Tensor, rows: Tensor, blocks: Blocks | None, scales: Tensor | None,
-    first_expert: int, routed: int, granularity: int,
+    routed: int, granularity: int,
 ) -> None:  # fmt: skip
     (num, choices), top_k = rows.shape, experts.shape[1]
     tokens, owners, gathered = blocks or (None, None, None)
     groups, size = (0, PLACE) if scales is None else (scales.shape[1], PLACE_SCALED)
     _place_kernel[(triton.cdiv(num * choices, size),)](
-        experts, slots, starts, rows, tokens, owners, scales, gathered, num, first_expert,
+        experts, slots, starts, rows, tokens, owners, scales, gathered, num,
         *((0, 0) if scales is None else scales.stride()), 0 if gathered is None else gathered.shape[1],
         routed, top_k, choices, granularity, size, groups, triton.next_power_of_2(groups), num_warps=4,
     )  # fmt: skip

@@ -21,12 +21,11 @@ PARTS = 4  # programs of an expert, where scales have to be gathered
 
 
 @triton.jit
-def _columns(experts_ptr, t, present, first_expert, ROUTED: tl.constexpr, TOP_K: tl.constexpr):
-    """The experts held here that the tokens' first, second, ... choices name, -1 for others: TOP_K times [T]."""
+def _columns(experts_ptr, t, present, TOP_K: tl.constexpr):
+    """The experts that the tokens' first, second, ... choices name, -1 for none: TOP_K times [T]."""
     columns = ()
     for choice in tl.static_range(TOP_K):
-        expert = tl.load(experts_ptr + t * TOP_K + choice, mask=present, other=-1) - first_expert
-        columns += (tl.where(present & (expert >= 0) & (expert < ROUTED), expert, -1),)  # type: ignore[assignment]
+        columns += (tl.load(experts_ptr + t * TOP_K + choice, mask=present, other=-1),)  # type: ignore[assignment]
     return columns
 
 
@@ -48,10 +47,10 @@ def _counts(columns, TOP_K: tl.constexpr, K_PAD: tl.constexpr, BINS: tl.constexp
     return tl.histogram(every, BINS, mask=every >= 0)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "first_expert", "stride_scale_k"])
+@triton.jit(do_not_specialize=["num_tokens", "stride_scale_k"])
 def _route_few_kernel(
     experts_ptr, rows_ptr, counts_ptr, ends_ptr, total_ptr, tokens_ptr, blocks_ptr, scales_ptr, out_scales_ptr,
-    num_tokens, first_expert, stride_scale_t, stride_scale_k, num_rows,
+    num_tokens, stride_scale_t, stride_scale_k, num_rows,
     E: tl.constexpr, ROUTED: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr, T_PAD: tl.constexpr,
     BINS: tl.constexpr, ALIGNMENT: tl.constexpr, GROUP_ROWS: tl.constexpr, GRANULARITY: tl.constexpr,
     GROUPS: tl.constexpr, GROUPS_PART: tl.constexpr,
@@ -59,7 +58,7 @@ def _route_few_kernel(
     mine, part = tl.program_id(0), tl.program_id(1)
     t, e = tl.arange(0, T_PAD), tl.arange(0, BINS)
     present = t < num_tokens
-    columns = _columns(experts_ptr, t, present, first_expert, ROUTED, TOP_K)
+    columns = _columns(experts_ptr, t, present, TOP_K)
     chosen = present & (mine == ROUTED)  # all choose the shared expert
     for choice in tl.static_range(TOP_K):
         chosen = chosen | (columns[choice] == mine)
@@ -94,7 +93,7 @@ def _route_few_kernel(
 
 
 def route_few(
-    experts: Tensor, first_expert: int, routed: int, alignment: int, group_rows: int, granularity: int,
+    experts: Tensor, routed: int, alignment: int, group_rows: int, granularity: int,
     scales: Tensor | None, out: Route, blocks: Blocks | None,
 ) -> None:  # fmt: skip
     """experts int32 [T, K] with T <= FEW_TOKENS -> all of `out` and `blocks`, as `moe_route.route` says."""
@@ -103,7 +102,7 @@ def route_few(
     tokens, owners, gathered = blocks or (None, None, None)
     groups, parts = (0, 1) if scales is None else (scales.shape[1], PARTS)
     _route_few_kernel[(num_held, parts)](
-        experts, out.rows, out.counts, out.ends, out.total, tokens, owners, scales, gathered, num, first_expert,
+        experts, out.rows, out.counts, out.ends, out.total, tokens, owners, scales, gathered, num,
         *((0, 0) if scales is None else scales.stride()), 0 if gathered is None else gathered.shape[1],
         num_held, routed, top_k, triton.next_power_of_2(top_k), max(triton.next_power_of_2(num), LANES),
         triton.next_power_of_2(num_held), alignment, group_rows, max(granularity, 1),

@@ -47,13 +47,13 @@ CONFIGS: dict[int, Pair] = {
 
 @triton.jit
 def _choices(
-    experts_ptr, weights_ptr, a, num_tokens, first_expert,
+    experts_ptr, weights_ptr, a, num_tokens,
     ROUTED: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr, T_PAD: tl.constexpr, C_PAD: tl.constexpr,
 ):  # fmt: skip
     """The expert that choice `a` names, whether it is the first to do so, who chose it, and with which weight."""
     token, choice = tl.arange(0, T_PAD)[:, None], tl.arange(0, C_PAD)[None, :]
     real = (token < num_tokens) & (choice < CHOICES)
-    experts = local_expert(experts_ptr, token, choice, real, first_expert, ROUTED, TOP_K)
+    experts = local_expert(experts_ptr, token, choice, real, ROUTED, TOP_K)
     routed = real & (choice < TOP_K)
     weights = tl.load(weights_ptr + token * TOP_K + choice, mask=routed, other=1.0)
     number = token * CHOICES + choice
@@ -65,17 +65,17 @@ def _choices(
     return expert, (expert >= 0) & (leader == a), chose, weight
 
 
-@triton.jit(do_not_specialize=["num_tokens", "first_expert"])
+@triton.jit(do_not_specialize=["num_tokens"])
 def _gate_up_kernel(
     x_ptr, experts_ptr, weights_ptr, w13_ptr, scales_ptr, h_ptr, leaders_ptr,
-    num_tokens, first_expert, stride_x,
+    num_tokens, stride_x,
     D: tl.constexpr, SIZE: tl.constexpr, ROUTED: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr,
     T_PAD: tl.constexpr, C_PAD: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """N columns of h for the expert that choice `a` stands for; and who stands for which expert, -1 for nobody."""
     tile, a = tl.program_id(0), tl.program_id(1)
     expert, leads, chose, weight = _choices(
-        experts_ptr, weights_ptr, a, num_tokens, first_expert, ROUTED, TOP_K, CHOICES, T_PAD, C_PAD
+        experts_ptr, weights_ptr, a, num_tokens, ROUTED, TOP_K, CHOICES, T_PAD, C_PAD
     )
     if tile == 0:
         tl.store(leaders_ptr + a, tl.where(leads, expert, -1))
@@ -136,12 +136,12 @@ def _down_kernel(
 
 
 def moe_experts(
-    x: Tensor | Operand, weights: Tensor, experts: Tensor, w13: Tensor | Fp8, w2: Tensor | Fp8, first_expert: int,
+    x: Tensor | Operand, weights: Tensor, experts: Tensor, w13: Tensor | Fp8, w2: Tensor | Fp8,
     *, shared_expert: bool = False, num_experts: int = 0,
 ) -> Tensor:  # fmt: skip
     rows = x.plain if isinstance(x, Operand) else x
     assert rows is not None, "few tokens are multiplied in their plain form"
-    return run(rows, weights, experts, w13, w2, first_expert, shared_expert, configs(rows.shape[0]))
+    return run(rows, weights, experts, w13, w2, shared_expert, configs(rows.shape[0]))
 
 
 moe_experts_fp8 = moe_experts
@@ -152,7 +152,7 @@ def configs(num_tokens: int) -> Pair:
 
 
 def run(
-    x: Tensor, weights: Tensor, experts: Tensor, w13: Tensor | Fp8, w2: Tensor | Fp8, first_expert: int,
+    x: Tensor, weights: Tensor, experts: Tensor, w13: Tensor | Fp8, w2: Tensor | Fp8,
     shared_expert: bool, pair: Pair,
 ) -> Tensor:  # fmt: skip
     (up, down), (num, dim), top_k, fp8 = pair, x.shape, experts.shape[1], isinstance(w13, Fp8)
@@ -168,13 +168,13 @@ def run(
         return out
     if isinstance(up, moe_one.Config) and isinstance(down, moe_one.Config):
         scales = (w13_scales, w2_scales) if fp8 else (None, None)
-        return moe_one.run(x, weights, experts, (w13_data, w2_data), scales, first_expert, shared_expert, (up, down))
+        return moe_one.run(x, weights, experts, (w13_data, w2_data), scales, shared_expert, (up, down))
     assert isinstance(up, Config) and isinstance(down, Config), pair
     padded = max(16, triton.next_power_of_2(num))
     h = torch.empty(num * choices, num, size, dtype=x.dtype, device=x.device)
     leaders = torch.empty(num * choices, dtype=torch.int32, device=x.device)
     _gate_up_kernel[(triton.cdiv(size, up.block_n), num * choices)](
-        x, experts, weights, w13_data, w13_scales, h, leaders, num, first_expert, x.stride(0),
+        x, experts, weights, w13_data, w13_scales, h, leaders, num, x.stride(0),
         dim, size, routed, top_k, choices, padded, triton.next_power_of_2(choices),
         up.block_n, up.num_stages, fp8, num_warps=up.num_warps,
     )  # fmt: skip

@@ -69,11 +69,15 @@ class Moe:
         assert h.plain is not None
         weights, experts = self.gate(h.plain, _real_tokens(inputs))
         seen = self.exchange.dispatch(h, weights, experts, inputs)
+        h_seen, w_seen, ids = seen
+        ids = ids - self.first_expert
+        ids = ids.masked_fill((ids < 0) | (ids >= len_of(self.w13) - self.fused_shared), -1)
         routed = moe_experts(
-            *seen,
+            h_seen,
+            w_seen,
+            ids,
             self.w13,
             self.w2,
-            self.first_expert,
             shared_expert=self.fused_shared,
             num_experts=self.num_experts,
         )
@@ -81,6 +85,10 @@ class Moe:
         if self.shared_experts is not None:
             out = out + self.shared_experts.partial(h)
         return self.dims.tp_all_reduce(out)
+
+
+def len_of(w: Tensor | Fp8) -> int:
+    return (w.data if isinstance(w, Fp8) else w).shape[0]
 
 
 class DenseMlp:
