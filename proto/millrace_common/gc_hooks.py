@@ -1,7 +1,7 @@
 """Python's garbage collector in a process that must not pause: measure every pause, and freeze what lives for ever.
 
 A collection can start inside any allocation, also while a lock of logging or metrics is held. So the callback only
-appends to a deque, and whoever runs the process's loop takes the pauses out and reports them.
+appends to a deque, and the process's loop takes the pauses out and reports them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a grammar's text must be before anything compiles it. The router refuses by it early; workers trust nobody."""
+"""What a grammar's text must be before anything compiles it. The router checks it early; workers check it again."""
 
 from __future__ import annotations
 

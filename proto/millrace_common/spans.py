@@ -1,4 +1,4 @@
-"""What the code that makes spans knows of tracing."""
+"""The interface between code that makes spans and tracing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Tracing(Config):
     """Needs the packages of `millrace[tracing]`."""
 
     endpoint: str = Field("", pattern=r"^(https?://[^/\s]+)?$")  # OTLP over gRPC: http://collector:4317; empty: off
-    sample: float = Field(1.0, ge=0, le=1)  # of the traces that begin here; who brings one has decided already
+    sample: float = Field(1.0, ge=0, le=1)  # of the traces that begin here; a caller's trace keeps the caller's decision
 
 
 class Span(Protocol):

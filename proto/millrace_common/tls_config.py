@@ -14,7 +14,7 @@ class Tls(Config):
 
     cert: Path | None = None  # our certificate, followed by the intermediate ones
     key: Path | None = None
-    ca: Path | None = None  # who signs the certificates of our peers; absent: whom the system trusts
+    ca: Path | None = None  # authority of the peers' certificates; absent: the system's authorities
     require_client_cert: bool = False  # mTLS: our servers talk to clients with a certificate signed by `ca` only
     server_name: str = ""  # the name in every worker's certificate; empty: the host of the address that is called
 

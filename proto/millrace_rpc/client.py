@@ -35,7 +35,7 @@ RETRIED = {  # a call is made again, at another router, as long as nothing of it
 }
 SPREAD = {
     "loadBalancingConfig": [{"round_robin": {}}],
-    "healthCheckConfig": {"serviceName": ""},  # a router that drains says NOT_SERVING
+    "healthCheckConfig": {"serviceName": ""},  # a draining router reports NOT_SERVING
     "methodConfig": [{"name": [{"service": "millrace.v1.Inference"}], "retryPolicy": RETRIED}],
 }
 

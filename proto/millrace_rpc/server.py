@@ -77,7 +77,7 @@ class Server:
         return self.port
 
     async def start_health(self, address: str) -> int:
-        """Answer the same health checks, and nothing else, on a plain port of their own, for probes that know no TLS.
+        """Answer the same health checks, and nothing else, on a plain port of their own, for probes without TLS.
         Before `start`, so that a slow start is seen as one.
         """
         self._plain = grpc.aio.server(options=SERVER_OPTIONS)
