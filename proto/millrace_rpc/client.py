@@ -66,8 +66,9 @@ def _channel(target: str, identity: Identity | None, options: Sequence[tuple[str
 
 
 async def reply(call: Awaitable[T]) -> T:
-    """What a unary call, or a read or a write on a stream, returns. MillraceError when it fails, WORKER_LOST also when
-    somebody closes its channel: to who waits for the answer that looks like a cancellation of their own.
+    """The result of a unary call, or of a read or a write on a stream. Raises MillraceError when it fails.
+
+    A closed channel is WORKER_LOST: gRPC reports it to the waiting task as if the task itself were cancelled.
     """
     try:
         return await call

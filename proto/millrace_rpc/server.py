@@ -62,7 +62,7 @@ class Server:
         reflection.enable_server_reflection(names, self.grpc)
 
     async def start(self, address: str, identity: Identity | None = None) -> int:
-        """Bind `host:port` (port 0: any free one) and serve, with TLS if there is an identity. Health says NOT_SERVING
+        """Bind `host:port` (port 0: any free one) and serve, with TLS if there is an identity. Health is NOT_SERVING
         until `set_serving(True)`.
         """
         self.set_serving(False)
