@@ -23,5 +23,5 @@ class Tls(Config):
         if (self.cert is None) is not (self.key is None):
             raise ValueError("cert and key go together")
         if self.require_client_cert and self.ca is None:
-            raise ValueError("require_client_cert needs ca, which says whose certificates are good")
+            raise ValueError("require_client_cert needs ca, the authority of the clients' certificates")
         return self
