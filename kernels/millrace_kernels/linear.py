@@ -1,7 +1,7 @@
 """out = x w^T, with a plain weight or one in FP8.
 
 An FP8 weight is multiplied in one of two ways, by the number of tokens: up to SMALL_TOKENS by `small_linear`, which
-reads plain rows; above by `fp8_linear`, which wants them quantised. `operand` makes the form that it will be, so that
+reads plain rows; above by `fp8_linear`, which reads quantised rows. `operand` makes the form that is needed, so that
 one quantisation serves several products; a norm or SwiGLU makes it in the same pass (`rms_norm_quant`,
 `silu_mul_quant`).
 """

@@ -35,8 +35,8 @@ def sample_tokens(
     Args:
         temperature: float32 [S], 0 is greedy; top_p, min_p: float32 [S]; top_k: int64 [S], 0 keeps all.
         seeds: int64 [S], the bits of a u64; output_index: int64 [S], the output's position in its sequence.
-        draws: False says that every temperature is 0.
-        filters: False says that no row that is drawn has a top_k, top_p or min_p. The host knows both.
+        draws: False when every temperature is 0.
+        filters: False when no drawn row has a top_k, top_p or min_p. The host decides both.
     Notes:
         Nothing here waits for a GPU. A row of nothing but -inf gives token 0.
     """

@@ -6,7 +6,7 @@ zeroes one block when it begins and every layer takes its own part of it:
     with scratch.step():                       the model, around a forward
         counts = zeros(num_experts, device)    a kernel's host code
 
-Words are given out once per step, so whoever asks gets zeros. When the block is used up, and outside of a step, they
+Each word is given out once per step, so it is zero. When the block is used up, and outside a step, words
 come from torch. The block stays where it is: a graph that captured a whole step zeroes it again in every replay.
 """
 

@@ -1,4 +1,4 @@
-"""What torch's own GEMMs (cuBLAS) do best, and what nobody else does."""
+"""Products for which torch's own GEMMs (cuBLAS) are the fastest, or the only implementation."""
 
 from __future__ import annotations
 

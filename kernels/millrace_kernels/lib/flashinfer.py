@@ -1,9 +1,9 @@
 """FlashInfer's ragged prefill (FlashAttention 3, sm90): heads of 192 for q and k and of 128 for v, BF16, any
 strides but the last. Its lse is in base 2.
 
-A sequence that has queries but no keys spoils those after it, so the library never sees one: the queries of the others
-are gathered, and theirs get out 0 and lse -inf. Where everybody has keys, which is all of causal attention, nothing is
-copied.
+A sequence that has queries but no keys spoils those after it, so such sequences are left out: the queries of the others
+are gathered, and the sequence's own get out 0 and lse -inf. When every sequence has keys, as in causal attention,
+nothing is copied.
 
 A plan is made on the host in a pinned buffer and copied asynchronously. So a wrapper, which owns the buffer, serves one
 plan at a time and is planned again only when that copy is over: the GPU may be a step behind.
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class Plan:
-    """Made at its first use, when the scale is known; its wrapper goes back when nobody holds the plan any more."""
+    """Made at its first use, when the scale is known; its wrapper goes back when the plan is no longer referenced."""
 
     def __init__(
         self, q_lens: Sequence[int], k_lens: Sequence[int], num_heads: int, causal: bool, device: torch.device

@@ -1,4 +1,4 @@
-"""The only place where tolerances live, and the poison for memory that nobody may read."""
+"""The only place where tolerances live, and the poison for memory that must not be read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small tables of integers that the host knows and a kernel reads."""
+"""Small tables of integers that the host fills and a kernel reads."""
 
 from __future__ import annotations
 

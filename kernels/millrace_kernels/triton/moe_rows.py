@@ -69,7 +69,7 @@ def _permute_kernel(
 
 
 def permute(x: Fp8, route: Route, out: Tensor, num_warps: int = 4, stream: bool = False) -> Fp8:
-    """x [T, D] -> out [num_rows, D] and its scales, in the route's layout; rows of nobody hold anything.
+    """x [T, D] -> out [num_rows, D] and its scales, in the route's layout; unused rows have arbitrary content.
 
     stream: rows that do not fit into L2 leave it first.
     """

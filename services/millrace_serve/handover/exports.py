@@ -1,5 +1,4 @@
-"""The exporting side of a prefill worker: what each prompt has published, who is fetching it, and until when its pages
-are held.
+"""The exporting side of a prefill worker: the published parts of each prompt, its Fetch streams, and its lease.
 
 Life of an export:
 
@@ -7,7 +6,7 @@ Life of an export:
 2. `publish`  parts come from the engine; every Fetch stream of the attempt gets all of them in order, whenever it
    was opened
 3. the end, by the lease (transfer/lease.py): released, expired or aborted; or by `fail`, when the prompt failed. The
-   engine is told LeaseEnded, and Fetch streams end: normally after a release, else with the reason.
+   engine gets LeaseEnded, and Fetch streams end: normally after a release, else with the reason.
 
 A Fetch may come before 1: it waits. Attempts that have ended are remembered for a while, for Fetches that come late.
 """
@@ -42,7 +41,7 @@ class Export:
     def __init__(self, replica: int) -> None:
         self.replica = replica
         self.parts: list[KvPart] = []  # for Fetches
-        self.error: tuple[Reason | str, str] | None = None  # what Fetches hear at the end
+        self.error: tuple[Reason | str, str] | None = None  # the reason that ends Fetches
         self.changed = Wakeup()
 
 
@@ -87,7 +86,7 @@ class Exports:
         return self.leases.release(id)
 
     def abort(self, id: RequestId) -> bool:
-        """The router wants no more of it. False: nothing is held for it."""
+        """The router aborted the attempt. False: nothing is held for it."""
         if id not in self._live:
             return False
         self.leases.abort(id)

@@ -8,9 +8,9 @@ Life of an import:
 3. answers come back through `on_reserved`, `on_read_done`, `on_stuck` and the stream; whatever breaks comes as
    `on_abort`
 4. Done -> KvArrived, Over -> KvFailed, and the import is forgotten; both only when no read is in flight. A stream on
-   which release was said ends by itself, any other is cut
+   which release was sent ends by itself, any other is cut
 
-While reads of a failed import are still in flight its pages are in quarantine: the router hears of the failure at once,
+While reads of a failed import are still in flight its pages are in quarantine: the router gets the failure at once,
 the engine gets its KvFailed later.
 """
 
@@ -74,10 +74,10 @@ class Import:
         self.num_pages: collections.Counter[int] = collections.Counter()  # read -> pages
         self.posted_at: dict[int, float] = {}  # by read
         self.last_part_at = 0.0
-        self.told = False  # the router knows that it is over, or will hear it from the engine
+        self.told = False  # the router has the end of the attempt, or will get it from the engine
         self.fetch: Fetch | None = None
         self.task: asyncio.Task[None] | None = None
-        self.released = False  # release was said
+        self.released = False  # release was sent
 
 
 class Imports:
@@ -181,7 +181,7 @@ class Imports:
                     self._spans.imported(id, sum(job.num_pages.values()))
                     engine.send(job.replica, KvArrived(id, first))
                     self._forget(job)
-                    if id in attempts:  # the engine says what follows the first token, and the end
+                    if id in attempts:  # the engine sends everything after the first token, and the end
                         attempts.deliver([msgspec.structs.replace(first, finish=None)])
                 case Over(failure):
                     engine.send(job.replica, KvFailed(id, failure))
@@ -238,7 +238,7 @@ class Imports:
         self._do(job, machine.on_stream_end())
 
     async def _to_the_end(self, job: Import, work: Callable[[], Coroutine[None, None, None]]) -> None:
-        """Whatever goes wrong ends the import: nobody else would."""
+        """Runs `work`; every error in it ends the import, because nothing else would."""
         try:
             await work()
         except MillraceError as error:

@@ -1,8 +1,8 @@
 """Connections to prefill workers, one per process start of each: (address, epoch).
 
 A peer that failed, or whose connection broke, is dropped with its channel, so that the next import starts with a fresh
-one; the ranks are told to read nothing more from its pools, and let go of them: a process that died leaves memory
-behind for as long as somebody maps it. Imports that use it at that time fail by their own broken streams.
+one; the ranks read nothing more from its pools and unmap them, because the memory of a dead process stays allocated
+while another process maps it. Imports that use the peer at that time fail by their own broken streams.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Fetch:
         await self._say(kv_pb2.FetchRequest(release=kv_pb2.FetchRelease()))
 
     async def _say(self, message: kv_pb2.FetchRequest) -> None:
-        """On a stream that has ended, `items` says why."""
+        """Sends a message. On a stream that has ended it is lost, and `items` raises the reason."""
         with contextlib.suppress(MillraceError, asyncio.InvalidStateError):
             await reply(self._call.write(message))
 
@@ -126,7 +126,7 @@ class Fetch:
 
 class Peers:
     def __init__(self, drop_source: Callable[[int, str], None], identity: Identity | None = None) -> None:
-        """`drop_source(rank, agent)` tells a rank."""
+        """`drop_source(rank, agent)` makes a rank disconnect from an exporter."""
         self._drop_source = drop_source
         self._identity = identity
         self._peers: dict[tuple[str, str], Peer] = {}

@@ -1,6 +1,6 @@
 """How KV pages travel: two small interfaces, and the facts both sides exchange.
 
-The exporter registers its pool once and says where it is (`MemoryHandle`). The importer reads pages out of it, and
+The exporter registers its pool once and describes it (`MemoryHandle`). The importer reads pages out of it, and
 starts and finishes every operation itself: when a `ReadOp` is done or failed, nothing of it is in flight any more, so
 its pages may be freed; before that, never. The exporter takes no part in a read, which is why the lease (lease.py) and
 the fenced Release exist: they prove after the fact that the pages were not reused while being read.
@@ -16,7 +16,7 @@ import msgspec
 
 
 class MemoryHandle(msgspec.Struct, frozen=True):
-    """Where one rank's page pool can be read from. Opaque to everybody but the transport that made it."""
+    """Where one rank's page pool can be read from. Opaque to everything but the transport that made it."""
 
     transport: str  # "nixl"; tests have others
     agent: str  # unique name of the exporting agent, new with every process start

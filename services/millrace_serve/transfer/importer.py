@@ -3,19 +3,19 @@
 Life of one import:
 
 1. WAITING    nothing has arrived yet.
-2. RESERVING  the first part arrived, perhaps without pages: AskReserve was said, parts are collected meanwhile.
+2. RESERVING  the first part arrived, perhaps without pages: AskReserve was emitted, parts are collected.
 3. READING    our pages are known: every part's pages that our prefix cache lacks are read as the part arrives.
-4. RELEASING  the last part arrived and every read is done: AskRelease was said.
-5. DONE       the exporter answered HELD: what was read is good, Done was said.
-   OVER       it failed and nothing is in flight: Over was said, our pages may be freed.
-   DRAINING   it failed while reads were in flight; no new ones start, and the last one to become final leads to OVER.
+4. RELEASING  the last part arrived and every read is done: AskRelease was emitted.
+5. DONE       the exporter answered HELD: the data is good, Done was emitted.
+   OVER       the import failed and nothing is in flight: Over was emitted, our pages may be freed.
+   DRAINING   the import failed while reads were in flight; no new ones start, and the last final one leads to OVER.
 
 A last part whose first token already ended the sequence leads to DONE as soon as nothing is in flight, from any state:
 there is nothing to read for, and the exporter has taken the pages back.
 
-Exactly one of Done and Over is said in every life, and only when nothing is in flight. What does not fit (another
-request, a part seen before, a part after a gap, an answer nobody waits for) is refused and counted in `refused`; it
-never changes the state. A part that contradicts what we know (the hash of its tokens, the number of pages) fails the
+Exactly one of Done and Over is emitted per import, and only when nothing is in flight. An event that does not fit
+(another request, a repeated part, a part after a gap, an unexpected answer) is refused and counted in `refused`; it
+never changes the state. A part that contradicts the prompt (the hash of its tokens, the number of pages) fails the
 import.
 """
 
@@ -71,21 +71,21 @@ class AskReserve(msgspec.Struct, frozen=True):
 
 
 class AskRelease(msgspec.Struct, frozen=True):
-    """Say release to the exporter; answer with `on_release_outcome`, or with how the stream ended instead."""
+    """Send release to the exporter; answer with `on_release_outcome`, or with the end of the stream."""
 
 
 class GiveBack(msgspec.Struct, frozen=True):
-    """Say release to the exporter and ignore the answer: we gave up, and it need not hold the pages any longer."""
+    """Send release to the exporter and ignore the answer: the import failed, and the pages need not be held."""
 
 
 class Done(msgspec.Struct, frozen=True):
-    """Tell our engine KvArrived."""
+    """Send KvArrived to our engine."""
 
     first: SequenceOutput
 
 
 class Over(msgspec.Struct, frozen=True):
-    """Tell our engine KvFailed; no operation on our pages is in flight."""
+    """Send KvFailed to our engine; no operation on our pages is in flight."""
 
     failure: Failure
 
@@ -100,7 +100,7 @@ class KvImport:
         self.id = id
         self.state = ImportState.WAITING
         self.refused: collections.Counter[Refusal] = collections.Counter()
-        self.failure: Failure | None = None  # set as soon as it is known; Over may come later
+        self.failure: Failure | None = None  # set at the first failure; Over may come later
         self._expected = list(expected_hashes)
         self._offered = False  # a part came: the exporter has a lease for us
         self._src_pages: list[int] = []  # accepted so far, in page order
@@ -131,7 +131,7 @@ class KvImport:
         return self._advance()
 
     def on_stream_end(self) -> list[Action]:
-        """The exporter's stream ended in good order: neither parts nor an answer to a release can come any more."""
+        """The exporter's stream ended in good order: no further part and no answer to a release will come."""
         if self.state in MOVES.final or self.failure is not None or self._is_finished:
             return []
         have = f"{len(self._src_pages)} of {len(self._expected)} pages, {self.state}"
@@ -206,7 +206,7 @@ class KvImport:
         return None
 
     def _advance(self) -> list[Action]:
-        """Asks for what can be asked for now."""
+        """Emits the next action that is possible now."""
         if self._is_finished:
             return [] if self._outstanding else self._done()
         if self.state is not ImportState.READING:

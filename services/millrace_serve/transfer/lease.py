@@ -5,13 +5,13 @@ Life of one lease, keyed by (room, attempt):
 1. OPEN       the first KvPart was published; the sequence still computes and its pages belong to it: no deadline runs.
 2. PUBLISHED  the last part was published; the pages are parked and a deadline runs, pushed forward by `renew` up to a
               maximum.
-3. RELEASED   the importer released in time (HELD): its reads saw pages that nobody reused.
+3. RELEASED   the importer released in time (HELD): its reads saw pages that were not reused.
    EXPIRED    the deadline passed first.
    ABORTED    the router stopped the request (in either state, or before its first part), or the importer gave it up
               while it was still open.
 
 Entering a terminal state calls `on_ended` once: that call is what lets the pages be reused, and HELD is never answered
-for the first time after it. A terminal lease leaves a tombstone, so that a repeated Release hears the same answer again
+for the first time after it. A terminal lease leaves a tombstone, so that a repeated Release gets the same answer
 and a late part of an ended lease is refused instead of opening a new one. Tombstones are bounded by age and count;
 without one the answer is UNKNOWN.
 """

@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 
 class NearestSink(KvSink):
-    """`sinks` in the order of preference; the last one takes whom the others refuse."""
+    """`sinks` in order of preference; the last one takes the sources that the others refuse."""
 
     def __init__(self, *sinks: KvSink) -> None:
         self._sinks = sinks
