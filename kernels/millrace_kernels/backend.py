@@ -90,7 +90,6 @@ TABLE: dict[str, tuple[Choice, ...]] = {
     # sampling
     "sample_tokens.sample_tokens": _ours("sample_tokens:sample_tokens"),
     # attention
-    "rope.rope": _ours("rope:rope"),
     "mla_qkv.mla_qkv_norm": _ours("mla_qkv:mla_qkv_norm"),
     "mla_absorb.absorb_q": (
         Choice("millrace_kernels.triton.mla_absorb:absorb_q_small", needs="triton", max_size=SMALL_TOKENS),
@@ -158,8 +157,8 @@ def choices(op: str, device: torch.device) -> tuple[Choice, ...]:
 
 @contextlib.contextmanager
 def forced(**targets: str) -> Iterator[None]:
-    """Runs ops with a given implementation, for comparisons: `forced(**{"rope.rope": "path:function"})`. An empty
-    target is the reference.
+    """Runs ops with a given implementation, for comparisons: `forced(**{"kv_gather.kv_gather": "path:function"})`. An
+    empty target is the reference.
     """
     before = dict(_forced)
     _forced.update({op: target or _reference(op) for op, target in targets.items()})

@@ -8,15 +8,15 @@ from millrace_kernels import mla_decode as mla_decode_module
 from millrace_kernels import mla_prefill as mla_prefill_module
 from millrace_kernels.backend import SMALL_TOKENS
 from millrace_kernels.kv_gather import kv_gather
-from millrace_kernels.kv_store import kv_store
 from millrace_kernels.merge_state import merge_state
 from millrace_kernels.mla_absorb import absorb_q, project_v
 from millrace_kernels.mla_decode import mla_decode
 from millrace_kernels.mla_expand import expand_kv, rope_q
 from millrace_kernels.mla_prefill import mla_prefill
 from millrace_kernels.mla_qkv import mla_qkv_norm
+from millrace_kernels.ref.mla_qkv import kv_store
+from millrace_kernels.ref.rope import rope
 from millrace_kernels.rms_norm import rms_norm
-from millrace_kernels.rope import rope
 from millrace_kernels.testing import attention
 from millrace_kernels.testing.attention import Draw
 from millrace_kernels.testing.cases import DECODE_CASES, PREFILL_CASES, TINY, DecodeCase, PrefillCase, paged_pool

@@ -6,9 +6,10 @@ import pytest
 import torch
 from millrace_kernels import backend, gpu
 from millrace_kernels.backend import Choice, forced, implementation
-from millrace_kernels.ref.rope import rope
+from millrace_kernels.ref.kv_gather import kv_gather
 from millrace_kernels.triton import fp8_linear
 
+OP = "kv_gather.kv_gather"
 CPU = torch.device("cpu")
 
 
@@ -25,42 +26,45 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
 
 
 def test_an_op_without_a_row_runs_its_reference(on_gpu: torch.device) -> None:
-    backend.TABLE["rope.rope"] = ()
-    assert implementation("rope.rope", CPU) is rope
-    assert implementation("rope.rope", on_gpu) is rope
+    backend.TABLE[OP] = ()
+    assert implementation(OP, CPU) is kv_gather
+    assert implementation(OP, on_gpu) is kv_gather
 
 
 def test_the_first_row_that_serves_the_size_wins(on_gpu: torch.device) -> None:
-    backend.TABLE["rope.rope"] = (
+    backend.TABLE[OP] = (
         Choice("math:hypot", max_size=16),
         Choice("math:pow", min_size=64, capability="sm100"),
         Choice("math:fmod", min_size=64),
     )
-    assert implementation("rope.rope", on_gpu, 16)(3, 4) == 5
-    assert implementation("rope.rope", on_gpu, 17) is rope
-    assert implementation("rope.rope", on_gpu, 64)(7, 4) == 3
-    assert implementation("rope.rope", CPU, 16) is rope
+    assert implementation(OP, on_gpu, 16)(3, 4) == 5
+    assert implementation(OP, on_gpu, 17) is kv_gather
+    assert implementation(OP, on_gpu, 64)(7, 4) == 3
+    assert implementation(OP, CPU, 16) is kv_gather
 
 
 def test_a_row_may_ask_for_more_than_the_size(on_gpu: torch.device) -> None:
-    backend.TABLE["rope.rope"] = (Choice("math:hypot", when="operator:eq"), Choice("math:fmod", when="operator:ne"))
-    assert implementation("rope.rope", on_gpu, 16, (3, 4))(7, 4) == 3
+    backend.TABLE[OP] = (
+        Choice("math:hypot", when="operator:eq"),
+        Choice("math:fmod", when="operator:ne"),
+    )
+    assert implementation(OP, on_gpu, 16, (3, 4))(7, 4) == 3
 
 
 def test_a_missing_library_is_named_and_skipped(on_gpu: torch.device, caplog: pytest.LogCaptureFixture) -> None:
-    backend.TABLE["rope.rope"] = (Choice("math:hypot", needs="no_such_library"), Choice("math:fmod"))
+    backend.TABLE[OP] = (Choice("math:hypot", needs="no_such_library"), Choice("math:fmod"))
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            assert implementation("rope.rope", on_gpu, 1)(7, 4) == 3
+            assert implementation(OP, on_gpu, 1)(7, 4) == 3
     assert [record.getMessage().split()[0] for record in caplog.records] == ["no_such_library"]
 
 
 def test_forced_for_a_comparison() -> None:
-    with forced(**{"rope.rope": "math:hypot"}):
-        assert implementation("rope.rope", CPU)(3, 4) == 5
-        with forced(**{"rope.rope": ""}):
-            assert implementation("rope.rope", CPU) is rope
-    assert implementation("rope.rope", CPU) is rope
+    with forced(**{OP: "math:hypot"}):
+        assert implementation(OP, CPU)(3, 4) == 5
+        with forced(**{OP: ""}):
+            assert implementation(OP, CPU) is kv_gather
+    assert implementation(OP, CPU) is kv_gather
 
 
 @pytest.mark.parametrize("op", ["moe_experts", "moe_experts_fp8", "moe_experts_other"])

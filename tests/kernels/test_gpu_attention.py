@@ -70,7 +70,6 @@ def check(
 @pytest.mark.parametrize("num", TOKENS)
 @pytest.mark.parametrize("heads", HEADS)
 def test_layout_and_rotation(num: int, heads: int) -> None:
-    check("rope.rope", num, attention.rope, num, heads)
     check("mla_expand.rope_q", num, attention.rope_q, num, heads, changed=("q",))
     check("mla_expand.expand_kv", num, attention.expand_kv, num, heads)
     check("merge_state.merge_state", num, attention.merge_state, num, heads, tolerances=ATTENTION)

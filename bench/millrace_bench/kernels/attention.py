@@ -11,16 +11,12 @@ import torch
 from millrace_kernels import mla_decode, mla_prefill
 from millrace_kernels.backend import SMALL_TOKENS
 from millrace_kernels.kv_gather import kv_gather
-from millrace_kernels.kv_store import kv_store
 from millrace_kernels.merge_state import merge_state
 from millrace_kernels.mla_absorb import absorb_q, project_v, project_v_quant
 from millrace_kernels.mla_expand import expand_kv, rope_q
 from millrace_kernels.mla_qkv import mla_qkv_norm
-from millrace_kernels.rms_norm import rms_norm, rms_norm_quant
-from millrace_kernels.rope import rope
 from millrace_kernels.testing import attention
 from millrace_kernels.testing.attention import LATENT, NOPE, QK, ROPE, ROW, VALUE, Draw, Inputs
-from torch import Tensor
 
 from millrace_bench.kernels.case import Call, Case, candidates
 
@@ -94,21 +90,9 @@ def _case(
 
 
 def _qkv_norm(draw: Draw, num: int) -> Case:
-    """Against the ops that it replaces: two norms, one of them with its quantisation, a rotation, the write."""
-
-    def apart(inputs: Inputs) -> None:
-        q, c_kv, k_pe = inputs["qkv"].split((Q_LORA_RANK, LATENT, ROPE), dim=1)
-        rms_norm_quant(q, inputs["q_weight"], inputs["eps"])
-        c_kv = rms_norm(c_kv, inputs["kv_weight"], inputs["eps"])
-        kv_store(inputs["kv"], inputs["slots"], c_kv, rope(k_pe, inputs["cos"], inputs["sin"]))
-
-    def make() -> dict[str, Call]:
-        inputs = attention.mla_qkv_norm(draw, num, Q_LORA_RANK, True, draw.dtype)
-        calls = _calls("mla_qkv.mla_qkv_norm", mla_qkv_norm, inputs, draw, num)
-        return calls | {"separate ops": functools.partial(apart, inputs)}
-
-    moved = num * (2 * Q_LORA_RANK + 3 * ROW) * draw.dtype.itemsize
-    return Case("mla_qkv.mla_qkv_norm", f"T={num}", make, moved, 0)
+    make = functools.partial(attention.mla_qkv_norm, draw, num, Q_LORA_RANK, True, draw.dtype)
+    moved = num * (2 * Q_LORA_RANK + 3 * ROW)
+    return _case("mla_qkv.mla_qkv_norm", f"T={num}", mla_qkv_norm, make, draw, num, moved)
 
 
 def _of_heads(draw: Draw, num: int, heads: int) -> Iterator[Case]:
@@ -118,7 +102,8 @@ def _of_heads(draw: Draw, num: int, heads: int) -> Iterator[Case]:
         anchor = {"anchor_us": ABSORB_US[heads], "anchor": SGLANG + ", torch.bmm"}
     args = (draw, num, heads)
     rows, flops = num * heads, 2 * num * weight
-    yield _absorb(*args, shape, weight + rows * (QK + ROW), flops, anchor)
+    absorb, moved = functools.partial(attention.absorb_q, *args), weight + rows * (QK + ROW)
+    yield _case("mla_absorb.absorb_q", shape, absorb_q, absorb, draw, num, moved, flops, **anchor)
     project = functools.partial(attention.project_v, *args)
     moved = weight + rows * (LATENT + VALUE)
     yield _case("mla_absorb.project_v", shape, project_v, project, draw, num, moved, flops, **anchor)
@@ -130,21 +115,6 @@ def _of_heads(draw: Draw, num: int, heads: int) -> Iterator[Case]:
         ("merge_state.merge_state", merge_state, attention.merge_state, 3 * VALUE),
     ):
         yield _case(op, shape, call, functools.partial(make, *args), draw, num, rows * width)
-
-
-def _absorb(draw: Draw, num: int, heads: int, shape: str, moved: float, flops: float, anchor: dict[str, Any]) -> Case:
-    """Against the products and copies that it replaces."""
-
-    def copied(q: Tensor, w_uk: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        latent = torch.bmm(q[..., :NOPE].transpose(0, 1), w_uk).transpose(0, 1)
-        return torch.cat((latent, rope(q[..., NOPE:], cos, sin)), dim=-1)
-
-    def make() -> dict[str, Call]:
-        inputs = attention.absorb_q(draw, num, heads)
-        calls = _calls("mla_absorb.absorb_q", absorb_q, inputs, draw, num)
-        return calls | {"with copies": functools.partial(copied, **inputs)}
-
-    return Case("mla_absorb.absorb_q", shape, make, moved * draw.dtype.itemsize, flops, **anchor)
 
 
 def _gather(draw: Draw, length: int, kv_dtype: torch.dtype) -> Case:

@@ -84,11 +84,6 @@ def rope_q(draw: Draw, num: int, heads: int) -> Inputs:
     return {"q": draw(num, heads, QK), **draw.angles(num)}
 
 
-def rope(draw: Draw, num: int, heads: int | None) -> Inputs:
-    shape = (num, ROPE) if heads is None else (num, heads, ROPE)
-    return {"x": draw.part(*shape), **draw.angles(num)}
-
-
 def merge_state(draw: Draw, num: int, heads: int) -> Inputs:
     """Of four neighbouring tokens one lacks side a, one side b, one both."""
     sides: Inputs = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -10,13 +9,6 @@ from torch import Tensor
 HEADS_PER_WARP = 8  # so that in place each element belongs to one thread
 MANY = 128, 16  # heads of a program and of a warp, from MANY_TOKENS on: 150 us for 16,384 tokens of 128 heads, not 165
 MANY_TOKENS = 1024
-
-
-def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    heads, out_heads = (x, out) if x.dim() == 3 else (x.unsqueeze(1), out.unsqueeze(1))
-    rotate_into(out_heads, heads, cos, sin)
-    return out
 
 
 def rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
