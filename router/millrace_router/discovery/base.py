@@ -1,4 +1,4 @@
-"""What discovery tells the router: the full set of targets, again and again. Whoever listens compares."""
+"""The interface of discovery: a source reports the full set of targets again and again, and the listener compares."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Something that should be a worker. For a worker on several hosts, its leader."""
+    """An address that should be a worker. A worker on several hosts is represented by its leader."""
 
-    key: str  # the same for its whole life and of nobody else: a pod's UID, or the address
+    key: str  # unique, and constant for its whole life: a pod's UID, or the address
     address: str  # host:port of its gRPC server
     name: str = ""  # for operators, such as the pod's
-    role: str = ""  # "prefill", "decode", "unified" or unknown: counts it until the worker itself says its role
+    role: str = ""  # "prefill", "decode", "unified" or unknown; valid until the worker reports its role
     revision: str = ""  # workers of two revisions never pair, and `routing.revision` names the one that is asked first
-    withheld: str = ""  # why it should get no new requests; empty: it may
+    withheld: str = ""  # why the worker should get no new requests; empty: it may get them
     topology: Mapping[str, str] = field(default_factory=dict)  # "host", "zone" and whatever is configured
 
 
@@ -24,11 +24,11 @@ class Listener(Protocol):
     """Called on the event loop."""
 
     def on_targets(self, targets: Sequence[Target]) -> None:
-        """This is everything that exists now. One target per address."""
+        """`targets` is everything that exists now, one target per address."""
 
     def on_trouble(self, kind: str) -> None:
-        """The source failed to look, and goes on. What it said before stands: an outage of discovery removes nobody.
-        `kind` is one of TROUBLES.
+        """The source failed to look, and will try again. Its last report stays valid: an outage of discovery removes no
+        worker. `kind` is one of TROUBLES.
         """
 
 

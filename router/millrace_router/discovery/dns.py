@@ -1,7 +1,7 @@
-"""Workers by name: every address that a name has is one. Asked again on an interval.
+"""Discovery by DNS: every address of every name is a worker. Names are looked up again after an interval.
 
-A name that does not exist has no workers (so says a headless Service without ready pods). Any other failure keeps what
-the name had before.
+A name that does not exist has no workers (a headless Service without ready pods is such a name). After any other
+failure the name keeps its last addresses.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ NO_SUCH_NAME = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONA
 
 
 async def resolve(host: str) -> list[str]:
-    """IP addresses, in order and without repetition: those of IPv4 where there are both, since in a dual-stack cluster
-    every worker has one of each. OSError as from getaddrinfo.
+    """Return sorted, distinct IP addresses. Where both kinds exist, IPv4 only, because in a dual-stack cluster every
+    worker has one of each. Raises OSError as getaddrinfo does.
     """
     found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
     kept = socket.AF_INET if any(family == socket.AF_INET for family, *_ in found) else socket.AF_INET6
@@ -54,7 +54,7 @@ class DnsSource:
             await asyncio.sleep(self._config.interval_s)
 
     async def _look_up(self, name: str) -> str:
-        """Ask for one name. The kind of trouble, or empty."""
+        """Look up one name. Returns the kind of trouble, or an empty string."""
         host, _, port = name.rpartition(":")
         try:
             async with asyncio.timeout(self._config.interval_s + 5.0):

@@ -1,4 +1,4 @@
-"""The API server as discovery sees it: credentials, the one call, and what its errors mean."""
+"""The client of the API server: credentials, the one call, and the meaning of its errors."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ List = Callable[..., Any]
 
 
 def connect(config: KubernetesConfig) -> List:
-    """The call that lists or watches what the configuration names, as plain JSON: typed models cost a hundred times
-    more, and what we read is little. Credentials are read now. Raises when there are none.
+    """Return the call that lists or watches the configured objects as plain JSON; typed models cost a hundred times
+    more, and discovery reads few fields. Reads the credentials now, and raises when there are none.
     """
     configuration = client.Configuration()
     if config.api:
@@ -54,7 +54,7 @@ def namespace_of(config: KubernetesConfig) -> str:
 
 
 def answer_of(response: Any) -> Object:
-    """The body of an answer to a list. Raises ApiException with what an error answer says."""
+    """Return the body of an answer to a list. Raises ApiException with the message of an error answer."""
     if response.status != HTTPStatus.OK:
         raise ApiException(http_resp=response)
     answer: Object = json.loads(response.data)
@@ -63,7 +63,7 @@ def answer_of(response: Any) -> Object:
 
 def trouble(error: Exception) -> str:
     """One of base.TROUBLES."""
-    if isinstance(error, ApiException):  # without a status it is how the client says that TLS failed
+    if isinstance(error, ApiException):  # without a status: the client reports a TLS failure like this
         if not error.status:
             return "untrusted"
         return "gone" if error.status == HTTPStatus.GONE else "refused"
@@ -72,7 +72,9 @@ def trouble(error: Exception) -> str:
 
 
 def explain(error: Exception) -> str:
-    """One line. Of an error answer its message, which names who may not do what: the rest is headers."""
+    """Describe an error in one line. Of an error answer only the message, which names the account and the forbidden
+    verb; the rest is headers.
+    """
     if not isinstance(error, ApiException):
         return f"{type(error).__name__}: {error}"
     try:

@@ -1,4 +1,4 @@
-"""What Kubernetes objects, as they come in JSON, say about workers. Pure.
+"""Targets from Kubernetes objects in JSON. Pure.
 
 Pod: its UID, its IP, a port, and whether it is Ready. EndpointSlice: the same for each of its endpoints, without the
 pod's labels: there the Service has to select the leaders.
@@ -21,7 +21,9 @@ OVER = ("Failed", "Succeeded")  # phases of a pod that will never run again
 
 
 def of_pod(pod: Object, config: KubernetesConfig) -> list[Target]:
-    """At most one target. None: not a leader, has no address yet, or is over (an evicted pod stays listed)."""
+    """Return at most one target. None for a follower, a pod without address, or a finished pod (an evicted pod stays
+    listed).
+    """
     meta, spec, status = pod["metadata"], pod.get("spec", {}), pod.get("status", {})
     labels, ip = meta.get("labels") or {}, status.get("podIP")
     if not is_leader(labels, config.leader) or not ip or status.get("phase") in OVER:
@@ -45,7 +47,7 @@ def of_pod(pod: Object, config: KubernetesConfig) -> list[Target]:
 
 
 def is_leader(labels: dict[str, str], leader: str) -> bool:
-    """`leader` is label=value. Without the label it is a worker of one pod, so its own leader."""
+    """`leader` is label=value. A pod without the label is a worker of one pod, and so its own leader."""
     name, _, value = leader.partition("=")
     return labels.get(name, value) == value
 
@@ -88,7 +90,7 @@ class Store:
         self._found: dict[str, tuple[str, list[Target]]] = {}  # UID: time of creation, targets
 
     def replace(self, objects: Iterable[Object]) -> None:
-        """A full list: what it lacks is gone, also when no event has said so."""
+        """Apply a full list: objects that it lacks are gone, even without an event."""
         self._found = {}
         for item in objects:
             self._put(item)

@@ -3,9 +3,9 @@
 1. A worker that is linked gets a feed: a snapshot of each replica, then changes.
 2. A gap in the sequence numbers, or a broken stream: the worker's replicas are forgotten, and the feed starts again
    with a snapshot.
-3. The Link is gone: so is the feed, and what it told.
+3. The Link is gone: the feed ends, and its data is dropped.
 
-An index that is behind costs a wrong guess, never a wrong answer.
+A stale index costs a wrong guess, never a wrong answer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PAUSE_S = 0.5  # before a broken feed starts again
 
 class CacheFeeds:
     def __init__(self, index: KvIndex | None, metrics: Metrics) -> None:
-        """Without an index, nobody is followed."""
+        """Without an index, no worker is followed."""
         self._index = index
         self._metrics = metrics
         self._feeds: dict[Link, tuple[_Feed, asyncio.Task[None]]] = {}
@@ -63,7 +63,7 @@ class _Feed:
         self._replicas: set[int] = set()
 
     async def run(self) -> None:
-        """Until it is cancelled, or the worker turns out not to know the call."""
+        """Run until cancelled, or until the worker turns out not to have the call."""
         while True:
             try:
                 await self._follow()

@@ -1,9 +1,9 @@
 """The workers that discovery lists, and the tasks that keep their connections.
 
-1. A new target becomes a Worker, whose task starts at once.
+1. A new target becomes a `Worker`; its task starts at once.
 2. A target that changes in place (readiness, labels) is handed to its Worker.
-3. A target that is gone: its Worker is leaving. It gets no new requests, keeps its Link for those that it has, and
-   ends with the last of them, or when the Link fails. It does not connect again.
+3. A target that is gone: its Worker is leaving. A leaving worker gets no new requests, keeps its Link for the running
+   ones, and ends with the last of them, or when the Link fails. It does not reconnect.
 
 An address belongs to one worker of `workers` at a time; a leaving worker can have the address of its successor.
 """
@@ -71,7 +71,7 @@ class Fleet:
         self._metrics.discovery_troubles.labels(kind=kind).inc()
 
     def release(self) -> None:
-        """End the leaving workers that have nothing left to do. To be called whenever that may have become true."""
+        """End the leaving workers without running requests. Call it whenever a request has ended."""
         for worker in self.leaving:
             task = self._tasks[worker]
             if not worker.in_flight and not task.cancelling():

@@ -1,4 +1,4 @@
-"""The warm-up and GC-freeze hooks: what has to happen before a request may be sent to a worker.
+"""The warm-up and GC-freeze hooks, which run before a worker gets its first request.
 
 For every prefill worker P and decode worker D of one revision with equal KV layouts, and for every unified worker U:
 
@@ -6,11 +6,10 @@ For every prefill worker P and decode worker D of one revision with equal KV lay
              U.Warmup. A decode worker warms a few pairs at a time.
 2. FREEZING  FreezeGc on P and D (U). Pairs that need it at the same time share one call.
 3. READY     both have acknowledged.
-4. RETRYING  anything else is tried again from 1 after a pause, for as long as both live. REFUSED: these two can never
-             pair.
+4. RETRYING every failure is retried from 1 after a pause, for as long as both live. REFUSED: these two can never pair.
 
-Pairs are known by the epochs of their processes, so a restarted worker starts again at 1, and what was told to its
-predecessor counts for nothing. All of it is idempotent.
+Pairs are identified by the epochs of their processes, so a restarted worker starts again at 1. All steps are
+idempotent.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class Stage(enum.StrEnum):
 
 @dataclass(slots=True)
 class Progress:
-    """How far a pair is."""
+    """The progress of a pair."""
 
     source: Worker | None
     worker: Worker
@@ -67,7 +66,7 @@ class Progress:
 
 
 def wanted(workers: Iterable[Worker]) -> dict[Pair, tuple[Worker | None, Worker]]:
-    """Every pair that could serve. Readiness in discovery is not asked for: it comes and goes without a new process."""
+    """Return every pair that could serve. Readiness in discovery does not matter: it changes without a new process."""
     usable = [worker for worker in workers if not worker.unhealthy and worker.drained_epoch != worker.epoch]
     sources = [worker for worker in usable if worker.role == PREFILL]
     pairs: dict[Pair, tuple[Worker | None, Worker]] = {}
@@ -189,7 +188,7 @@ class Hooks:
 
 
 class Shared:
-    """Something that one run does for everybody who asked before it began: at most one runs and one is due."""
+    """Work that one run does for all callers who asked before it began: at most one run is active and one is due."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()

@@ -3,8 +3,7 @@ back.
 
 1. `connect` opens the stream, says hello with the worker's epoch and waits for the welcome.
 2. `submit` registers a leg under its room and queues the message; a writer task sends what is queued.
-3. `run` reads outputs and hands each to its leg. Outputs of rooms or attempts that nobody here works on are counted
-   and dropped.
+3. `run` reads outputs and hands each to its leg. Outputs of unknown rooms or stale attempts are counted and dropped.
 4. The stream ends (`run` raises) or `close` is called: every registered leg fails with WORKER_LOST at once.
 """
 
@@ -27,7 +26,7 @@ PREFILL, DECODE, UNIFIED = worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_DECODE, work
 
 
 class LegSink(Protocol):
-    """Who hears about one leg of one attempt."""
+    """The receiver of one leg's outputs."""
 
     attempt: int
 
@@ -50,7 +49,7 @@ class Link:
 
     @property
     def in_flight(self) -> int:
-        """Legs that the worker works on."""
+        """Number of running legs."""
         return len(self._legs)
 
     async def connect(self, channel: grpc.aio.Channel, router_id: str, epoch: str) -> None:
@@ -89,7 +88,7 @@ class Link:
         self._outgoing.put_nowait(self._message(submit=submit))
 
     def forget(self, room: int) -> None:
-        """The leg is over: its worker has said its last output."""
+        """Drop a leg whose last output has arrived."""
         self._legs.pop(room, None)
 
     def abort(self, room: int, attempt: int, reason: str) -> None:
@@ -110,7 +109,7 @@ class Link:
             leg.on_failure(error)
 
     async def _send(self) -> None:
-        """Write what is queued. A broken stream ends this quietly: the reader tells."""
+        """Write the queued messages. Returns when the stream is broken; `run` raises the reason."""
         assert self._call is not None
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             while True:

@@ -1,12 +1,11 @@
-"""Three states of a worker, one inside the other, and what follows from them. Pure.
+"""Three nested states of a worker, and the values derived from them. Pure.
 
-    discovered   a source of discovery lists it
-    healthy      its process answers, says READY and has our Link
-    routable     healthy, withheld by nobody (discovery, an operator), and the hooks are done for a pair with a partner
-                 of which the same is true; a unified worker is its own partner
+    discovered a source of discovery lists it healthy its process answers, reports READY and has our Link routable
+    healthy, not withheld (by discovery or an operator), and the hooks are done for a pair with such a partner; a
+    unified worker is its own partner
 
 The router is ready when something is routable: a prefill and a decode worker with one KV layout (others never become a
-pair), or a unified worker. Everything is derived from what is true now, so losing it is noticed like gaining it.
+pair), or a unified worker. Everything is derived from current facts, so a loss is noticed like a gain.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def sources(ready: Iterable[Pair]) -> dict[str, frozenset[str]]:
 
 
 def count(workers: Iterable[Seen], routable: frozenset[str]) -> Counter[tuple[str, str]]:
-    """Workers by (role, state); whoever is in an inner state is in the outer ones too."""
+    """Count workers by (role, state); a worker in an inner state is in the outer ones too."""
     counts: Counter[tuple[str, str]] = Counter()
     for worker in workers:
         counts[worker.role, DISCOVERED] += 1

@@ -1,7 +1,7 @@
-"""What a model's chat format can do, as its template and its vocabulary show, and tools in that format.
+"""The abilities of a model's chat format, derived from its template and vocabulary, and tools in that format.
 
-DeepSeek's own templates render calls and their results, but none of them tells the model which tools there are: where
-a template does not take `tools`, they are described in the system message, in the words of DeepSeek's model cards.
+DeepSeek's own templates render calls and their results, but none of them lists the tools. Where a template does not
+take `tools`, the system message describes them in the words of DeepSeek's model cards.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Style(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    style: Style | None = None  # of tool calls; None: the model knows none
+    style: Style | None = None  # of tool calls; None: the model has none
     takes_tools: bool = False  # the template describes them
     reasons: bool = False
 

@@ -30,7 +30,7 @@ class Prefixes:
 
 
 class Scanner:
-    """Text that has arrived and is not understood yet."""
+    """Text that has arrived and is not parsed yet."""
 
     __slots__ = ("text",)
 
@@ -38,7 +38,9 @@ class Scanner:
         self.text = ""
 
     def until(self, *markers: str) -> tuple[str, str]:
-        """Take what stands before the first of `markers`, and it; without any ("") all that cannot begin one."""
+        """Take the text before the first of `markers`, and the marker; without a marker ("") all text that cannot begin
+        one.
+        """
         found = min(((at, marker) for marker in markers if (at := self.text.find(marker)) >= 0), default=None)
         if found is None:
             return self._take(Prefixes(markers).undecided(self.text)), ""

@@ -1,4 +1,4 @@
-"""A model's thoughts and its answer, told apart in the stream.
+"""Separation of a model's thoughts and answer in the stream.
 
     <think> thoughts </think> answer
 

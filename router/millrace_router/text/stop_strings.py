@@ -21,7 +21,7 @@ class StopMatcher:
         self.matched = False
 
     def push(self, text: str) -> str:
-        """What may be shown now. After a match: what stood before it, and nothing more ever."""
+        """Return the text that may be shown now. After a match: the text before it, and nothing more."""
         if self.matched:
             return ""
         text = self._held + text
@@ -34,6 +34,6 @@ class StopMatcher:
         return text[:keep]
 
     def flush(self) -> str:
-        """The text has ended: what was withheld."""
+        """The text has ended: return the withheld rest."""
         held, self._held = self._held, ""
         return held

@@ -1,4 +1,4 @@
-"""Text to token ids and back: the only place of the system that knows text.
+"""Text to token ids and back. All other parts of the system handle token ids only.
 
 The tokenizer is a byte-level BPE in Hugging Face's format (tokenizer.json, tokenizer_config.json), as every DeepSeek
 model has.
@@ -118,8 +118,8 @@ class Tokenizer:
         return self.decode(prompt[-8:]).rstrip().endswith(THINK)  # <think> may be several tokens
 
     def thoughts_end(self, ids: Sequence[int]) -> int | None:
-        """How many of these output ids belong to the thoughts that end among them, their end mark included; None: they
-        do not end here.
+        """Return how many of these output ids belong to the thoughts, their end mark included; None: the thoughts do
+        not end here.
         """
         try:
             return list(ids).index(self._think_end) + 1  # type: ignore[arg-type]
@@ -127,7 +127,7 @@ class Tokenizer:
             return None
 
     def behind_thoughts(self, sampling: common_pb2.SamplingParams, prompt: Sequence[int]) -> None:
-        """A grammar is for the answer: let it begin behind thoughts that the prompt has begun."""
+        """Let a grammar, which is for the answer, begin after the thoughts that the prompt has begun."""
         given = not sampling.HasField("grammar") or sampling.grammar.HasField("after_token_id")
         if not given and self._think_end is not None and self.thinking(prompt):
             sampling.grammar.after_token_id = self._think_end

@@ -1,4 +1,4 @@
-"""Tool calls in DeepSeek's formats, told apart from the text in the stream.
+"""Separation of tool calls in DeepSeek's formats from the text of the stream.
 
     V3, R1   text CALLS ( CALL function SEP name \\n ```json \\n arguments \\n ``` CALL_END )+ CALLS_END
     V3.1     text CALLS ( CALL name SEP arguments CALL_END )+ CALLS_END
@@ -19,7 +19,7 @@ KIND, FENCE = "function", "```"
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """What is new of call `index`. `name` is set on its first delta; `arguments` is a piece of JSON text."""
+    """The new part of call `index`. `name` is set on its first delta; `arguments` is a piece of JSON text."""
 
     index: int
     name: str
@@ -45,7 +45,7 @@ class ToolCallParser:
         self._state = _State.TEXT
         self._scanner = Scanner()
         self._word = ""  # of the head or the line that is being read
-        self._name = ""  # of a call that was not told yet
+        self._name = ""  # of a call that was not emitted yet
         self._tail = ""  # of the arguments: theirs if more of them come
         self._begun = False  # the arguments
         self._index = -1
@@ -73,7 +73,7 @@ class ToolCallParser:
         return text, calls
 
     def _step(self) -> bool:
-        """Understand a piece of the text. False: more is needed."""
+        """Parse a piece of the text. False: more text is needed."""
         match self._state:
             case _State.TEXT:
                 before, marker = self._scanner.until(CALLS)
@@ -145,7 +145,7 @@ class ToolCallParser:
         return self._go(_State.ARGUMENTS)
 
     def _tell(self, text: str) -> None:
-        """Arguments, without the white space before them and what follows them."""
+        """Emit arguments, without the white space before them and the text after them."""
         text = self._tail + text if self._begun else text.lstrip()
         self._begun = self._begun or bool(text)
         end = _tail(text)
