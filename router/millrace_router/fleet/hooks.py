@@ -6,7 +6,8 @@ For every prefill worker P and decode worker D of one revision with equal KV lay
              U.Warmup. A decode worker warms a few pairs at a time.
 2. FREEZING  FreezeGc on P and D (U). Pairs that need it at the same time share one call.
 3. READY     both have acknowledged.
-4. RETRYING every failure is retried from 1 after a pause, for as long as both live. REFUSED: these two can never pair.
+4. RETRYING  every failure is retried from 1 after a pause, for as long as both live.
+   REFUSED   these two can never pair.
 
 Pairs are identified by the epochs of their processes, so a restarted worker starts again at 1. All steps are
 idempotent.

@@ -1,8 +1,9 @@
 """Three nested states of a worker, and the values derived from them. Pure.
 
-    discovered a source of discovery lists it healthy its process answers, reports READY and has our Link routable
-    healthy, not withheld (by discovery or an operator), and the hooks are done for a pair with such a partner; a
-    unified worker is its own partner
+    discovered   a source of discovery lists it
+    healthy      its process answers, reports READY and has our Link
+    routable     healthy, not withheld (by discovery or an operator), and the hooks are done for a pair with such a
+                 partner; a unified worker is its own partner
 
 The router is ready when something is routable: a prefill and a decode worker with one KV layout (others never become a
 pair), or a unified worker. Everything is derived from current facts, so a loss is noticed like a gain.
