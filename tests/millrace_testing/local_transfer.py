@@ -10,17 +10,8 @@ import threading
 import uuid
 from collections.abc import Sequence
 
-from millrace_serve.transfer.base import (
-    KvSink,
-    KvSource,
-    MemoryHandle,
-    PageBuffer,
-    ReadOp,
-    ReadState,
-    TransferError,
-    check_pages,
-    check_source,
-)
+from millrace_serve.transfer.base import KvSource, MemoryHandle, PageBuffer, ReadState, TransferError, check_source
+from millrace_serve.transfer.polled import Peer, PolledRead, PolledSink
 
 
 class LocalFabric:
@@ -68,60 +59,33 @@ class LocalSource(KvSource):
         self._fabric.remove(self._agent)
 
 
-class LocalSink(KvSink):
-    def __init__(self, fabric: LocalFabric, pool: PageBuffer) -> None:
-        self._fabric = fabric
-        self._pool = pool
-        self._connected: set[str] = set()
-        self._in_flight: set[_LocalRead] = set()
+class LocalSink(PolledSink[Peer]):
+    """A read's handle is its (source page, destination page) pairs."""
 
-    def connect(self, source: MemoryHandle) -> None:
+    def __init__(self, fabric: LocalFabric, pool: PageBuffer) -> None:
+        super().__init__(pool)
+        self._fabric = fabric
+
+    def open(self, source: MemoryHandle) -> Peer:
         check_source(source, "local", self._pool)
         if not self._fabric.has(source.agent):
             raise TransferError(f"{source.agent} is not in this process")
-        self._connected.add(source.agent)
+        return Peer(source.agent)
 
-    def read(self, source: MemoryHandle, src_pages: Sequence[int], dst_pages: Sequence[int]) -> ReadOp:
-        if source.agent not in self._connected:
-            raise TransferError(f"{source.agent} is not connected")
-        check_pages(source, self._pool, src_pages, dst_pages)
-        op = _LocalRead(self, source.agent, list(zip(src_pages, dst_pages, strict=True)))
-        self._in_flight.add(op)
-        return op
+    def post(self, read: PolledRead[Peer], src_pages: Sequence[int], dst_pages: Sequence[int]) -> None:
+        read.handle = list(zip(src_pages, dst_pages, strict=True))
 
-    def disconnect(self, agent: str) -> None:
-        self._connected.discard(agent)
+    def progress(self, read: PolledRead[Peer]) -> None:
+        if self._fabric.copy(read.peer.name, self._pool, read.handle):
+            self.finish(read, ReadState.DONE)
+        else:
+            self.finish(read, ReadState.FAILED, f"{read.peer.name} is gone")
+
+    def let_go(self, peer: Peer) -> None:
+        """Nothing was opened."""
 
     def close(self) -> None:
-        self._connected.clear()
-        for op in list(self._in_flight):
-            op.fail("the importer was closed")
-
-    def finish(self, op: _LocalRead) -> ReadState:
-        """Copies what `op` asked for, now."""
-        copied = self._fabric.copy(op.agent, self._pool, op.pairs)
-        self._in_flight.discard(op)
-        return ReadState.DONE if copied else ReadState.FAILED
-
-
-class _LocalRead(ReadOp):
-    def __init__(self, sink: LocalSink, agent: str, pairs: list[tuple[int, int]]) -> None:
-        self._sink = sink
-        self.agent = agent
-        self.pairs = pairs
-        self._state = ReadState.PENDING
-        self._error = ""
-
-    def poll(self) -> ReadState:
-        if self._state is ReadState.PENDING:
-            self._state = self._sink.finish(self)
-            if self._state is ReadState.FAILED:
-                self._error = f"{self.agent} is gone"
-        return self._state
-
-    def fail(self, reason: str) -> None:
-        self._state, self._error = ReadState.FAILED, reason
-
-    @property
-    def error(self) -> str:
-        return self._error
+        for peer in list(self._peers.values()):
+            for read in list(peer.reads):
+                self.finish(read, ReadState.FAILED, "the importer was closed")
+            self.disconnect(peer.name)

@@ -20,17 +20,9 @@ from typing import Any, Protocol
 
 import msgspec
 
-from millrace_serve.transfer.base import (
-    KvSink,
-    MemoryHandle,
-    PageBuffer,
-    ReadOp,
-    ReadState,
-    TransferError,
-    check_pages,
-    check_source,
-)
+from millrace_serve.transfer.base import MemoryHandle, PageBuffer, ReadState, TransferError, check_source
 from millrace_serve.transfer.cuda_driver import CudaDriver, CudaError
+from millrace_serve.transfer.polled import Peer, PolledRead, PolledSink
 
 log = logging.getLogger(__name__)
 
@@ -80,54 +72,60 @@ def same_host(source: MemoryHandle) -> bool:
     return bool(source.shared) and msgspec.msgpack.decode(source.shared, type=SharedMemory).host == host_id()
 
 
-class CudaIpcSink(KvSink):
-    """Reads the pools of any transport whose handle says how to map them."""
+class IpcPeer(Peer):
+    def __init__(self, name: str, opened: int, base: int) -> None:
+        super().__init__(name)
+        self.opened = opened  # what the driver mapped
+        self.base = base  # page 0
+
+
+class CudaIpcSink(PolledSink[IpcPeer]):
+    """Reads the pools of any transport whose handle says how to map them. A read's handle is a CUDA event."""
 
     def __init__(self, pool: PageBuffer, driver: Driver | None = None) -> None:
-        self._pool = pool
+        super().__init__(pool)
         self._driver = driver or CudaDriver(pool.device_id)
         self._driver.bind()
         self._stream = self._driver.stream()
-        self._peers: dict[str, _Peer] = {}
         self._closed = False
 
-    def connect(self, source: MemoryHandle) -> None:
+    def open(self, source: MemoryHandle) -> IpcPeer:
         check_source(source, source.transport, self._pool)
         if not same_host(source):
             raise TransferError(f"{source.agent} does not share its memory with this host")
-        if peer := self._peers.get(source.agent):
-            peer.leaving = False
-            return
         shared = msgspec.msgpack.decode(source.shared, type=SharedMemory)
         try:
             self._driver.bind()
             opened = self._driver.open(shared.handle)
         except CudaError as error:
             raise TransferError(f"the memory of {source.agent} cannot be mapped: {error}") from error
-        self._peers[source.agent] = _Peer(source.agent, opened, opened + shared.offset)
+        return IpcPeer(source.agent, opened, opened + shared.offset)
 
-    def read(self, source: MemoryHandle, src_pages: Sequence[int], dst_pages: Sequence[int]) -> ReadOp:
-        peer = self._peers.get(source.agent)
-        if peer is None or peer.leaving:
-            raise TransferError(f"{source.agent} is not connected")
-        check_pages(source, self._pool, src_pages, dst_pages)
-        size = self._pool.page_bytes
+    def post(self, read: PolledRead[IpcPeer], src_pages: Sequence[int], dst_pages: Sequence[int]) -> None:
+        ours, theirs, size = self._pool.address, read.peer.base, self._pool.page_bytes
         self._driver.bind()
-        op = _IpcRead(self, peer)
         try:
             for src, dst, count in runs(src_pages, dst_pages):
-                self._driver.copy(self._pool.address + dst * size, peer.base + src * size, count * size, self._stream)
-            op.event = self._driver.record(self._stream)
+                self._driver.copy(ours + dst * size, theirs + src * size, count * size, self._stream)
+            read.handle = self._driver.record(self._stream)
         except CudaError as error:
             self._driver.wait(self._stream)  # what was enqueued before must not write later
-            raise TransferError(f"reading {len(src_pages)} pages of {source.agent} failed: {error}") from error
-        peer.reads.add(op)
-        return op
+            raise TransferError(f"reading {len(src_pages)} pages of {read.peer.name} failed: {error}") from error
 
-    def disconnect(self, agent: str) -> None:
-        if peer := self._peers.get(agent):
-            peer.leaving = True
-            self._drop_if_unused(peer)
+    def progress(self, read: PolledRead[IpcPeer]) -> None:
+        try:
+            self._driver.bind()
+            if not self._driver.reached(read.handle):
+                return
+            self._driver.destroy_event(read.handle)
+        except CudaError as failure:  # the context is lost: nothing is in flight any more
+            self.finish(read, ReadState.FAILED, f"reading from {read.peer.name} failed: {failure}")
+        else:
+            self.finish(read, ReadState.DONE)
+
+    def let_go(self, peer: IpcPeer) -> None:
+        with contextlib.suppress(CudaError):  # of a lost context
+            self._driver.close(peer.opened)
 
     def close(self) -> None:
         if self._closed:
@@ -136,57 +134,10 @@ class CudaIpcSink(KvSink):
         self._driver.bind()
         self._driver.wait(self._stream)
         for peer in list(self._peers.values()):
-            peer.leaving = True
-            for op in list(peer.reads):
-                op.poll()
-            self._drop_if_unused(peer)
+            for read in list(peer.reads):
+                read.poll()
+            self.disconnect(peer.name)
         self._driver.destroy_stream(self._stream)
-
-    def finish(self, op: _IpcRead) -> tuple[ReadState, str]:
-        """Where `op` is now, and why it failed."""
-        state, error = ReadState.DONE, ""
-        try:
-            self._driver.bind()
-            if not self._driver.reached(op.event):
-                return ReadState.PENDING, ""
-            self._driver.destroy_event(op.event)
-        except CudaError as failure:  # the context is lost: nothing is in flight any more
-            state, error = ReadState.FAILED, f"reading from {op.peer.name} failed: {failure}"
-        op.peer.reads.discard(op)
-        self._drop_if_unused(op.peer)
-        return state, error
-
-    def _drop_if_unused(self, peer: _Peer) -> None:
-        if peer.leaving and not peer.reads and peer.name in self._peers:
-            del self._peers[peer.name]
-            with contextlib.suppress(CudaError):  # of a lost context
-                self._driver.close(peer.opened)
-
-
-class _Peer:
-    def __init__(self, name: str, opened: int, base: int) -> None:
-        self.name = name
-        self.opened = opened  # what the driver mapped
-        self.base = base  # page 0
-        self.reads: set[_IpcRead] = set()  # not final
-        self.leaving = False
-
-
-class _IpcRead(ReadOp):
-    def __init__(self, sink: CudaIpcSink, peer: _Peer) -> None:
-        self._sink = sink
-        self.peer = peer
-        self.event: Any = None
-        self._state, self._error = ReadState.PENDING, ""
-
-    def poll(self) -> ReadState:
-        if self._state is ReadState.PENDING:
-            self._state, self._error = self._sink.finish(self)
-        return self._state
-
-    @property
-    def error(self) -> str:
-        return self._error
 
 
 def runs(src_pages: Sequence[int], dst_pages: Sequence[int]) -> Iterator[tuple[int, int, int]]:
