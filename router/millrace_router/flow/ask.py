@@ -1,4 +1,4 @@
-"""A request as the client made it, from gRPC or HTTP, unchecked: every limit is in validate.py."""
+"""A request as the client sent it, by gRPC or HTTP, unchecked: validate.py has every limit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Message(NamedTuple):
     tool_call_id: str = ""  # of the call whose result this is
 
     def as_json(self) -> dict[str, Any]:
-        """As chat templates want it."""
+        """The form for chat templates."""
         turn: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.tool_calls:
             turn["tool_calls"] = [call.as_json() for call in self.tool_calls]

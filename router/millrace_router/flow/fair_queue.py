@@ -1,9 +1,9 @@
-"""The order of those who wait: by priority, and within a priority by fair shares of tokens between tenants. Pure.
+"""The order of waiting tickets: by priority, and within a priority by fair shares of tokens between tenants. Pure.
 
 Each tenant of a priority has `spent`: the tokens it was given there, divided by its weight. The tenant that has spent
-the least goes next, its tickets in the order of their arrival. A tenant that comes (back) starts no lower than those
-who wait have come to: idle time earns nothing. So between two tenants that both keep waiting, tokens per weight never
-differ by more than one ticket of each. What a request produces later is added by `charge`.
+the least goes next, its tickets in the order of their arrival. A tenant that comes (back) starts no lower than the
+waiting tenants: idle time earns nothing. So between two tenants that both keep waiting, tokens per weight never differ
+by more than one ticket of each. `charge` adds the tokens that a request produces later.
 
 A retry (`paid`) goes before all of its priority: its share was taken when it was served first, and its client is in
 the middle of an answer.
@@ -20,13 +20,13 @@ from millrace_rpc.errors import MillraceError
 
 from millrace_router.policy.snapshot import Placement, Want
 
-PATIENCE = 64  # times that others may be served before a ticket that is next; doubles with every hold
-HOLD_S = 0.5  # how long such a ticket then keeps others back
+PATIENCE = 64  # tickets that may overtake the first ticket before it holds the queue; doubles with every hold
+HOLD_S = 0.5  # length of such a hold
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a continuation stands, over all of its attempts. Higher priorities first."""
+    """The place of a continuation, over all of its attempts. Higher priorities first."""
 
     priority: int
     arrival: int
@@ -49,8 +49,8 @@ class Ticket:
     held_until: float | None = None
 
     def blocks(self, now: float) -> bool:
-        """Nobody may be served before it any more, for a while: capacity that comes back in small pieces, which
-        others would take, gathers for it. A ticket that nothing can serve holds the others up ever more rarely.
+        """Whether no other ticket may be served before this one for a while, so that capacity that returns in small
+        pieces accumulates for it. A ticket that no worker can serve holds the queue ever more rarely.
         """
         if self.overtaken < self.patience:
             return False
@@ -76,7 +76,7 @@ class _Level:
     def __init__(self) -> None:
         self.paid: dict[int, Ticket] = {}
         self.tenants: dict[str, _Tenant] = {}
-        self.reached = 0.0  # how far the tenants that wait have come, at least; never falls
+        self.reached = 0.0  # the least `spent` of the waiting tenants; never falls
         self.tokens = 0
         self.size = 0
 
@@ -118,7 +118,7 @@ class _Level:
             del self.tenants[name]  # as good as new
 
     def in_order(self) -> Iterator[Ticket]:
-        """As they would be served if every one of them could be."""
+        """The tickets in the order of service, if all of them could be served."""
         yield from (self.paid[arrival] for arrival in sorted(self.paid))
         heads: list[tuple[float, int, _Tenant, Iterator[Ticket]]] = []
         for tenant in self.tenants.values():
@@ -141,7 +141,7 @@ class FairQueue:
 
     @property
     def tokens(self) -> int:
-        """Of all who wait."""
+        """Prompt tokens of all waiting tickets."""
         return sum(level.tokens for level in self._levels.values())
 
     def add(self, ticket: Ticket) -> None:
@@ -149,18 +149,18 @@ class FairQueue:
         self._level(ticket.place).add(ticket)
 
     def remove(self, ticket: Ticket) -> None:
-        """It leaves without having been served."""
+        """Remove a ticket that was not served."""
         ticket.waiting = False
         self._level(ticket.place).remove(ticket)
 
     def take(self, ticket: Ticket) -> None:
-        """It is served."""
+        """Take out a ticket to serve it."""
         self.remove(ticket)
         if not ticket.paid:
             self.charge(ticket.place, ticket.want.tokens)
 
     def charge(self, place: Place, tokens: int) -> None:
-        """Tokens that the tenant got."""
+        """Add tokens to the tenant's `spent`."""
         self._level(place).spend(place, tokens)
 
     def in_order(self) -> Iterator[Ticket]:
@@ -169,8 +169,8 @@ class FairQueue:
             yield from self._levels[priority].in_order()
 
     def tokens_before(self, place: Place, tokens: int) -> float:
-        """Tokens that are due before a newcomer of so many is served, if nobody else comes: all of higher priorities,
-        and of its own what each tenant can get while its tenant works off its own waiting tickets.
+        """Tokens that are served before a newcomer of so many, if no other ticket arrives: all of higher priorities,
+        and of its own priority the share of each tenant while its own tenant's waiting tickets are served.
         """
         before = float(sum(level.tokens for priority, level in self._levels.items() if priority > place.priority))
         level = self._levels.get(place.priority)
@@ -187,9 +187,9 @@ class FairQueue:
         return before
 
     def victims(self, place: Place, newcomers: int, room: int) -> list[Ticket] | None:
-        """Who gives up `room` places of a full queue to so many newcomers; None: they find none. Those of the lowest
-        priority go first, and there the newest of the tenant that holds the most places for its weight; within the
-        newcomers' own priority only a tenant that holds more than theirs would.
+        """The tickets that give up their places in a full queue to so many newcomers; None: no room. Those of the
+        lowest priority go first, and there the newest of the tenant that holds the most places for its weight; within
+        the newcomers' own priority only a tenant that holds more than theirs would.
         """
         found: list[Ticket] = []
         for priority in sorted(p for p in self._levels if p <= place.priority):

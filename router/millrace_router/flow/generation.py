@@ -1,5 +1,5 @@
-"""Doing what the flow decides: one `Generation` per continuation, with its queue ticket, its legs on the workers' Links
-and its timer.
+"""Execution of the flow's decisions: one `Generation` per continuation, with its queue ticket, its legs on the workers'
+Links and its timer.
 
 The flow (flow.py) is pure; everything with a side effect is here: events come from the queue (`_serve`), the Links
 (`_Leg`), the clock (`_tick`) and the client (`stop`, `cancel`); the flow's actions go out in `_perform`. Whatever
@@ -133,7 +133,7 @@ class Generation:
         self._backend.admission.enter(self._ticket)
 
     def _refuse(self, error: MillraceError) -> None:
-        """Another took the place in the queue, or nobody will ever serve it."""
+        """Another ticket took the place in the queue, or no worker will ever serve this one."""
         self._ticket = None
         self.cancel(error)
 
@@ -264,7 +264,7 @@ class Generation:
 
 
 class _Leg:
-    """One leg of one attempt, as its Link knows it."""
+    """One leg of one attempt, registered on its Link."""
 
     __slots__ = ("_flow", "_generation", "_heard", "_leg", "_link", "attempt")
 

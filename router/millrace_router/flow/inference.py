@@ -1,8 +1,7 @@
-"""What gRPC and HTTP have in common: from an unchecked `Ask` to a stream of deltas.
+"""The common part of gRPC and HTTP: from an unchecked `Ask` to a stream of deltas.
 
-1. Check the limits, the caller's rates, and that the queue has room. 2. Tokenize. 3. Check the context, and with it
-   the queue once more. 4. Start one generation per continuation.
-Every request that comes here is counted once, by how it ended.
+1. Check the limits, the caller's rates, and that the queue has room. 2. Tokenize. 3. Check the context, and with it the
+   queue once more. 4. Start one generation per continuation. Every request is counted once, by its end.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class Inference:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Under which the model is served, its own first."""
+        """The names of the served model, its own first."""
         return self.backend.registry.names
 
     async def generate(self, ask: Ask, api: str) -> Answer:
@@ -124,8 +123,8 @@ class Inference:
         return self.tokenizer.render([turn.as_json() for turn in chat.messages], chat.tools, chat.arguments)
 
     async def drain(self, grace_s: float, error: MillraceError) -> None:
-        """Refuse new requests, wait for the running ones, then end those that are left with `error`. A client that does
-        not read cannot hold this up.
+        """Refuse new requests, wait for the running ones, then end the rest with `error`. A client that does not read
+        does not delay this.
         """
         self.backend.admission.closed = True
         try:
@@ -152,7 +151,7 @@ class Inference:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """What is noted of a request when it has ended."""
+    """The facts recorded when a request has ended."""
 
     inference: Inference
     api: str

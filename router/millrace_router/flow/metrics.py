@@ -1,4 +1,4 @@
-"""The router's metrics: rows of the catalogue, filled where things end."""
+"""The router's metrics: rows of the catalogue, updated when requests and stages end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def build() -> Metrics:
 
 
 def forget_tenants(metrics: Metrics, known: Set[str]) -> None:
-    """Drop the series of tenants that are not known any more: keys come and go for as long as the process lives."""
+    """Drop the series of tenants that left the key file, which changes while the process runs."""
     for counter in (metrics.tenant_requests, metrics.tenant_tokens):
         samples = [sample for family in counter.collect() for sample in family.samples]
         for values in {tuple(s.labels.values()) for s in samples if s.labels["tenant"] not in known}:

@@ -1,13 +1,13 @@
-"""When streams send what is new: in rounds. A message costs a router far more than one more token in it (a system call,
-and three turns of the event loop), so one that is behind sends larger messages instead of queueing small ones.
+"""Streams send new tokens in rounds. A message costs a router far more than one more token in it (a system call and
+three turns of the event loop), so a router that is behind sends larger messages instead of queueing small ones.
 
 1. A stream with news joins the next round, once.
-2. A round gives each of its streams a turn, in the order in which they joined, each in a turn of the event loop: what
-   else comes (outputs, requests, first tokens) waits for one message at a time, never for the whole round.
-3. After it all streams rest, for as long as it took. What comes meanwhile makes one message of each.
+2. A round gives each of its streams a turn, in the order of joining, each in its own turn of the event loop. Other
+   events (outputs, requests, first tokens) therefore wait for one message, never for the whole round.
+3. After it all streams rest for as long as the round took. Tokens that arrive meanwhile become one message per stream.
 
 A round that takes no time is followed by no rest: a router with little to do sends each token by itself. Under load
-sending takes at most half of the event loop's time, whatever else slows it down, and the other half is for the others.
+sending takes at most half of the event loop's time.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class Rounds:
         self._go_on()
 
     def _go_on(self) -> None:
-        """One turn. What it wakes runs before the next call of this, so that a round's time includes it."""
+        """Give one turn. Tasks that it wakes run before the next call, so that a round's time includes them."""
         try:
             self._round.popleft()()
-        finally:  # the others' turns come whatever one does
+        finally:  # an error in one turn does not stop the others
             self._loop.call_soon(self._go_on if self._round else self._end)
 
     def _end(self) -> None:

@@ -1,4 +1,4 @@
-"""What a client reads: the continuations of one request as text deltas.
+"""The output for a client: the continuations of one request as text deltas.
 
 1. `Inference.generate` starts n generations. 2. `deltas` yields, for each continuation, everything new since its
    previous delta: a slow client, or a router that is behind (rounds.py), makes fewer, larger deltas. The first never
@@ -6,8 +6,9 @@
 4. The first failure ends the stream with its error, after what had arrived before it. 5. Leaving `deltas` in any way
    cancels the rest.
 
-A reader that does not come back holds nobody up: what it has not read is kept, and after `unread` steps of the engine
-the continuations end with SLOW_CLIENT, which frees the workers. It gets what was kept, and then the error.
+A reader that does not come back delays no other stream: its unread tokens are kept, and after `unread` steps of the
+engine the continuations end with SLOW_CLIENT, which frees the workers. The reader gets the kept tokens, and then the
+error.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class Text:
 
 
 class Continuation:
-    """One generation with its text. `on_gap` hears the seconds between two deltas."""
+    """One generation with its text. `on_gap` gets the seconds between two deltas."""
 
     def __init__(self, index: int, generation: Generation, text: Text, on_gap: Callable[[float], None]) -> None:
         self.generation = generation
@@ -88,7 +89,7 @@ class Continuation:
         return len(flow.outputs) != flow.taken or flow.ended
 
     def read(self) -> Delta | None:
-        """What is new; None when nothing is. Raises the generation's error once everything before it was read."""
+        """Return the new delta, or None. Raises the generation's error once everything before it was read."""
         if not self.news:
             return None
         flow = self.generation.flow
@@ -169,7 +170,7 @@ class Stream:
             continuation.generation.cancel(error)
 
     def close(self, error: MillraceError | None = None) -> None:
-        """Nobody reads any more. Idempotent. `error`: what ended the reading, None when everything was read."""
+        """End the reading. Idempotent. `error`: its cause, None when everything was read."""
         on_end, self._on_end = self._on_end, None
         if on_end is not None:
             self.cancel(error or gone())

@@ -3,8 +3,8 @@
     cost = tokens of work there + cache_weight x prompt tokens that are not cached there
 
 Both terms are tokens, so a worker with the prefix is left for an idle one exactly when its queue costs more than the
-prefix saves. The two policies differ in where the knowledge comes from: prefix_index.py remembers what this router
-sent to whom, kv_index.py hears from the workers what they hold.
+prefix saves. The two policies differ in their source: prefix_index.py records the prompts that this router sent to each
+worker, kv_index.py gets reports from the workers.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Who has which prefix: what both indexes share.
+"""Holders of prefixes: the common part of both indexes.
 
-A block is known by its chain hash (millrace_common/page_hash.py), which names the block and everything before it. Its
-holders are a bit mask, one bit per prefix cache. A cache is prefix-closed: who has a block has all blocks before it.
-So along a prompt the masks only shrink, and the lengths of everybody's cached prefix are where they do: `depths` finds
-them by bisection, with a few look-ups for a prompt of any length.
+A block is identified by its chain hash (millrace_common/page_hash.py), which covers the block and everything before it.
+Its holders are a bit mask, one bit per prefix cache. A cache is prefix-closed: a holder of a block holds all blocks
+before it. So along a prompt the masks only shrink, and each holder's cached prefix ends where its bit vanishes:
+`depths` finds these places by bisection, with a few look-ups for a prompt of any length.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Bits:
 
 
 def depths(hashes: Sequence[int], lookup: Callable[[int], int], live: int) -> list[tuple[int, int]]:
-    """(number of leading blocks, mask of who has exactly so many). `lookup` gives a block's mask, 0 for an unknown
-    one; those who have no block are left out.
+    """Return (number of leading blocks, mask of the holders with exactly so many). `lookup` gives a block's mask, 0 for
+    an unknown one; holders without a block are left out.
     """
     if not hashes:
         return []

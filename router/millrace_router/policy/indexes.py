@@ -1,4 +1,4 @@
-"""The indexes that the configured policies need, behind one door; one that nobody needs is not kept.
+"""The indexes that the configured policies need, behind one interface; an unused index is not kept.
 
 `prefix_aware` looks into the prefix index, `kv_aware` into the KV index. The other policies look into neither, but
 local prefill wants an estimate: the decode policy's index, else whichever there is.
@@ -45,8 +45,8 @@ class Indexes:
         return self.prefix is not None or self.kv is not None
 
     def hashes(self, token_ids: Sequence[int], page_size: int) -> tuple[int, ...]:
-        """Of the full pages of a prompt; nothing when nobody asks. The continuations of a request share its list of
-        tokens, so the latest answer is kept.
+        """Return the chain hashes of the full pages of a prompt; empty without an index. The continuations of a request
+        share its list of tokens, so the latest answer is kept.
         """
         if not self.used or page_size < 1:
             return ()
@@ -66,7 +66,7 @@ class Indexes:
         return prefill, self._of_decode.lookup(want.pages) if self._of_decode is not None else NO_PAGES
 
     def note(self, want: Want, placement: Placement) -> None:
-        """The request was sent."""
+        """Record a sent request."""
         if self.prefix is None or not want.pages:
             return
         if isinstance(placement, Pair):
@@ -76,6 +76,6 @@ class Indexes:
         self.prefix.note(want.pages, [replica.process for replica in replicas])
 
     def keep(self, holders: Iterable[Process]) -> None:
-        """Everybody else is gone."""
+        """Keep these processes, and forget all others."""
         if self.prefix is not None:
             self.prefix.keep(set(holders))

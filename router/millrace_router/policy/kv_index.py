@@ -1,10 +1,10 @@
-"""What the workers' prefix caches hold, as they report it.
+"""The content of the workers' prefix caches, as the workers report it.
 
 Life of a holder (one replica of one process):
 
-1. a snapshot makes it known, with the sequence number of its state
-2. each change says which number it follows; any other than the latest is a gap: the holder is forgotten, `apply` says
-   so, and the caller asks for a new snapshot
+1. a snapshot adds it, with the sequence number of its state
+2. each change names the number that it follows; any other than the latest is a gap: the holder is forgotten, `apply`
+   returns False, and the caller requests a new snapshot
 3. `forget`, when the process or the connection is gone
 
 The table is cut into shards: no operation copies or walks all of it. Bits of forgotten holders stay in the masks and
@@ -46,7 +46,7 @@ class KvIndex:
         return sum(map(len, self._shards))
 
     def apply(self, holder: Process, change: Change) -> bool:
-        """False: something was missed, and nothing is known of the holder until its next snapshot."""
+        """Apply one change. False: a change was missed, and the holder has no entries until its next snapshot."""
         if change.snapshot:
             self.forget(holder)
         elif self._sequences.get(holder) != change.after:

@@ -27,7 +27,7 @@ def _by_rank(everyone: Sequence[Replica], inputs: Inputs) -> dict[tuple[str, int
 
 
 def _by_label(candidates: Sequence[Replica], inputs: Inputs) -> dict[tuple[str, int], float]:
-    """A worker without a proper label is nobody's first choice."""
+    """A worker without a valid label comes last for every bucket."""
     names = {str(bucket): float(bucket) for bucket in range(len(inputs.routing.length_bounds) + 1)}
     label = inputs.routing.length_label
     return {replica.key: names.get(replica.labels.get(label, ""), float("inf")) for replica in candidates}

@@ -1,8 +1,8 @@
-"""What this router has sent to whom: a guess at the workers' prefix caches that costs them nothing.
+"""The prompts that this router has sent to each worker: an estimate of the workers' prefix caches without their help.
 
 Bounded by `max_blocks`; the least recently used block goes first. A prompt touches its blocks from the last to the
-first, so a block is never older than those behind it, and the index stays prefix-closed. What a worker evicted is not
-noticed: for that there is kv_index.py.
+first, so a block is never older than those behind it, and the index stays prefix-closed. Evictions by a worker are not
+noticed; kv_index.py covers them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class PrefixIndex:
         return {holder: depth for depth, mask in found for holder in self._bits.holders(mask)}
 
     def keep(self, holders: set[Process]) -> None:
-        """Forget everybody else."""
+        """Keep these processes, and forget all others."""
         for holder in self._bits:
             if holder not in holders:
                 self._bits.drop(holder)

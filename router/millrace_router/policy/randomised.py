@@ -1,7 +1,7 @@
 """Choices by chance. The randomness is the request's `draw`, so they are as repeatable as the others.
 
-`power_of_two` takes the less loaded of two: nearly as even as the least loaded of all, but routers that look at the
-same reports do not all run to the same worker.
+`power_of_two` takes the less loaded of two: nearly as even as the least loaded of all, but routers with the same
+reports do not all choose the same worker.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Everybody in turn, whatever the load: for tests and for requests that are all alike."""
+"""All replicas in turn, whatever the load: for tests and for requests that are all alike."""
 
 from __future__ import annotations
 

@@ -19,16 +19,16 @@ Score = tuple[float, ...]
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What a policy may look at besides the candidates."""
+    """The inputs of a policy besides the candidates."""
 
     want: Want
     routing: Routing
     everyone: tuple[Replica, ...]  # of the role, in order of key, whether they are candidates or not
     pages: Mapping[tuple[str, int], int]  # full pages of the prompt that a replica (by `process`) has cached
-    last: Key | None  # whom the role's previous request got
+    last: Key | None  # the replica of the role's previous request
 
     def cached(self, replica: Replica) -> int:
-        """Prompt tokens that it need not compute, or need not transfer."""
+        """Prompt tokens that the replica need not compute, or need not transfer."""
         return self.want.cached(self.pages.get(replica.process, 0))
 
 
@@ -46,8 +46,8 @@ def best(candidates: Sequence[Replica], scores: Sequence[Score], last: Key | Non
 
 
 def bound(candidates: Sequence[Replica], routing: Routing) -> float:
-    """Sequences that no candidate should exceed: `load_factor` x the mean, with one more sequence counted in, but
-    never less than `load_slack`: few are no load. Somebody is always below it.
+    """Sequences that no candidate should exceed: `load_factor` x the mean, with one more sequence counted in, but never
+    less than `load_slack`. At least one candidate is always below it.
     """
     total = sum(replica.sequences for replica in candidates) + 1
     return max(-(-routing.load_factor * total // len(candidates)), routing.load_slack)

@@ -1,4 +1,4 @@
-"""What a choice is made from, and what it ends in. Everything here is immutable."""
+"""The inputs and the result of a choice. Everything here is immutable."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Replica:
 
     @property
     def process(self) -> tuple[str, int]:
-        """Who holds a prefix cache: it ends with the process."""
+        """The owner of a prefix cache, which ends with the process."""
         return self.epoch, self.index
 
     @property
@@ -75,7 +75,7 @@ class Want:
     attempt: int = 0
 
     def cached(self, pages: int) -> int:
-        """Tokens that a worker need not compute which has the first `pages` pages: it computes at least one."""
+        """Tokens that a worker with the first `pages` pages need not compute; at least one token is always computed."""
         return min(pages, (self.tokens - 1) // self.page_size) * self.page_size
 
 

@@ -1,7 +1,7 @@
 """Pages travel from the prefill worker to the decode worker: near is better than far.
 
-Labels are compared from the widest (zone) to the narrowest (host). The nearest group is taken in which somebody is
-within the load bound, so nearness never costs more than `load_factor` x the mean load.
+Labels are compared from the widest (zone) to the narrowest (host). The nearest group with a replica within the load
+bound is taken, so nearness never costs more than `load_factor` x the mean load.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def distance(a: Replica, b: Replica, levels: Sequence[str]) -> int:
 
 
 def far(source: Replica, candidates: Sequence[Replica], routing: Routing) -> list[int]:
-    """Indices of those candidates that are not to be chosen."""
+    """Indices of the candidates that must not be chosen."""
     distances = [distance(source, replica, routing.topology) for replica in candidates]
     if min(distances) == max(distances):
         return []

@@ -1,1 +1,1 @@
-"""What keeps one worker's failures from becoming everybody's."""
+"""Protection of all requests from the failures of one worker."""

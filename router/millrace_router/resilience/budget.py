@@ -1,4 +1,4 @@
-"""How many retries there may be, of all requests together. Pure; a clock is passed in.
+"""The number of allowed retries of all requests together. Pure; a clock is passed in.
 
     allowed = ratio x (requests alive in the window) + per_s x WINDOW_S
 

@@ -1,11 +1,11 @@
-"""How the workers have been doing, and which of them the policies leave out.
+"""The record of each worker, and the workers that the policies leave out.
 
 Every leg of every attempt reports its first output here, and the failure that the flow blames on its worker. FAULTS are
 the failures that count: neither a mistake in the request nor a worker that is full or leaving is one. `judge`
 (outliers.py) decides which workers are ejected.
 
-A process is known by its epoch: a restarted worker begins with an empty record. If every routable worker of a role
-would be left out, none of them is: then the cause is not the workers, and failing fast would help no request.
+A process is identified by its epoch: a restarted worker begins with an empty record. If every routable worker of a role
+would be left out, none of them is, because then the cause is elsewhere, and failing fast would help no request.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Health:
         self._judged_at = clock()
 
     def keep(self, roles: Mapping[str, str], routable: Iterable[frozenset[str]]) -> None:
-        """The processes that there are: epoch to role, and the routable epochs of each role."""
+        """Update the existing processes: epoch to role, and the routable epochs of each role."""
         self._records = {epoch: self._records.get(epoch) or Record() for epoch in roles}
         self._ejected = {epoch: record for epoch, record in self._ejected.items() if epoch in roles}
         for records in self._roles.values():
@@ -76,7 +76,7 @@ class Health:
         return {epoch: EXPLAINED[record.why] for epoch, record in self._ejected.items() if epoch not in spared}
 
     def spoke(self, epoch: str, seconds: float, prompt_tokens: int) -> None:
-        """The first output for a request that was sent so long ago."""
+        """Record the first output for a request that was sent so long ago."""
         if (record := self._records.get(epoch)) is not None:
             now = self._clock()
             record.spoke(seconds, prompt_tokens, now)
@@ -84,7 +84,7 @@ class Health:
                 self._judge(now)
 
     def failed(self, epochs: Collection[str], reason: Reason) -> None:
-        """An attempt failed, which is blamed on one worker or on either of two."""
+        """Record a failed attempt, by the fault of one worker or of either of two."""
         if reason not in FAULTS:
             return
         now = self._clock()

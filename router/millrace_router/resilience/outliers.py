@@ -1,12 +1,12 @@
-"""Which workers are left out because they do worse than they should. `judge` is a pure function over their records.
+"""The ejection of workers that fail or are far slower than their peers. `judge` is a pure function over their records.
 
     consecutive   `consecutive` failures in a row that can be blamed on this worker alone
     failing       failure ratio >= median of the others + `failures`
     slow          median first-output time per 1,000 prompt tokens (at least 1,000 are counted) > `slower` x the others'
                   median, and by more than SLOWER_BY_S
 
-The two comparisons also see a failure that has two sides (a transfer), and what is slow without failing. What all
-workers of a role have in common ejects none of them by comparison, and comparisons eject at most `share` of a role.
+The two comparisons also count failures with two possible causes (a transfer), and slowness without failures. A fault
+that all workers of a role share ejects none of them by comparison, and comparisons eject at most `share` of a role.
 
 An ejected worker gets requests again after its pause. Each ejection lasts longer than the one before; each window
 without an ejection lowers the count by one. A worker that was ejected for failures in a row and fails again before its
@@ -36,7 +36,7 @@ UNIT = 1000  # prompt tokens
 
 @dataclass(slots=True)
 class Record:
-    """What one worker's process did lately."""
+    """The recent record of one worker's process."""
 
     window: Window = field(default_factory=lambda: Window(WINDOW_S, 2))  # OUTCOMES, FAILURES
     times: deque[float] = field(default_factory=lambda: deque(maxlen=TIMES))
