@@ -1,1 +1,1 @@
-"""What clients and operators reach: gRPC, HTTP, and who may call."""
+"""The public side: gRPC and HTTP for clients and operators, API keys."""

@@ -1,8 +1,8 @@
-"""What operators can ask of a router, once: `Admin`. Over gRPC `AdminService` serves it, over HTTP admin_http.py; both
-on ports of their own.
+"""The operators' functions of a router: `Admin`. `AdminService` serves them over gRPC, admin_http.py over HTTP, on
+ports of their own.
 
-Everything is idempotent. What concerns several workers is asked of all of them at once; when some fail, the error names
-each of them, and the others have done it.
+Everything is idempotent. A call to several workers goes to all of them at once; when some fail, the error names each of
+them, and the others have done it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Admin:
         worker = self._worker(request.address)
         drain = worker_pb2.DrainRequest()
         if request.HasField("timeout_s"):
-            if not request.timeout_s >= 0:  # the worker would refuse that, but for us it would be drained
+            if not request.timeout_s >= 0:  # the worker would refuse the call after this router has drained it
                 raise MillraceError(Reason.INVALID_ARGUMENT, "timeout_s must be at least 0", param="timeout_s")
             drain.timeout_s = request.timeout_s
         control = worker.control
@@ -107,13 +107,14 @@ class Admin:
         raise MillraceError(Reason.NOT_FOUND, f"no worker at {name!r}", param="address")
 
     def _reachable(self, names: Iterable[str]) -> list[Worker]:
-        """The named workers, whatever state they are in; without names, all that can be asked."""
+        """The named workers, in any state; without names, all reachable ones."""
         named = [self._worker(name) for name in names]
         return named or [worker for worker in self._registry.workers.values() if worker.load is not None]
 
 
 async def _each(workers: list[Worker], call: Callable[[Worker], Awaitable[T]]) -> list[T]:
-    """The answers of all workers. Raises when one failed, with the first failure's reason and everybody's message."""
+    """The answers of all workers. Raises when one failed, with the first failure's reason and every failure's message.
+    """
 
     async def ask(worker: Worker) -> T | MillraceError:
         try:

@@ -1,6 +1,6 @@
 """The Admin service over HTTP, on a port of its own: JSON of the same messages, answered by the same functions.
 
-    GET  /workers                                       who is discovered, healthy, routable; pairs; this process
+    GET  /workers                                       the states of workers; pairs; this process
     GET  /explain/{request_id}                          why it was sent where it was
     POST /drain/{worker}      {"timeout_s": 30}
     POST /warmup  /freeze_gc  /flush_cache

@@ -1,4 +1,4 @@
-"""A decision of the policy, as operators read it."""
+"""A decision of the policy as a message for operators."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""In front of the public ports: who is calling, and nothing else of what a caller may try to say about itself.
+"""Authentication in front of the public ports, and removal of headers that a caller may not set.
 
 Every request is given a `Caller` (tenants.py) from its headers: the tenant of its API key, and its trace. Headers
-`x-millrace-*`, which are ours, are dropped; headers in all are bounded. With API keys configured everything needs one
-but health, readiness and reflection.
+`x-millrace-*`, which are internal, are dropped; the size of all headers is bounded. With API keys configured every call
+needs one except health, readiness and reflection.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 
 
 def handle_errors(app: FastAPI) -> None:
-    """Whatever is raised gets its answer in this shape; what nobody expected is logged by uvicorn besides."""
+    """Every exception gets an answer in this shape; uvicorn also logs the unexpected ones."""
     app.add_exception_handler(MillraceError, on_error)
     app.add_exception_handler(HTTPException, on_http_exception)
     app.add_exception_handler(ClientDisconnect, on_gone)
@@ -42,7 +42,7 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
 
 
 async def on_gone(request: Request, error: Exception) -> Response:
-    """Nobody hears it, and nothing is wrong with us."""
+    """The client has gone: the answer is not read, and the router has no fault."""
     return await on_error(request, MillraceError(Reason.CANCELLED, "the client went away"))
 
 
@@ -51,7 +51,7 @@ async def on_fault(request: Request, error: Exception) -> Response:
 
 
 def encode_error(error: MillraceError) -> bytes:
-    """A whole HTTP/1.1 answer that ends its connection, for where there is no request yet."""
+    """A whole HTTP/1.1 answer that ends its connection, for errors before a request is complete."""
     body = msgspec.json.encode(error.http_body())
     head = f"HTTP/1.1 {error.row.http} \r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
     return head.encode() + b"connection: close\r\n\r\n" + body

@@ -9,8 +9,8 @@ ROUNDING = 1e-6
 
 @dataclass(slots=True)
 class Bucket:
-    """`level` grows by `rate` per second up to `burst`. It may be overdrawn by what turned out only afterwards (the
-    tokens of an answer); then nothing is given until the debt is paid.
+    """`level` grows by `rate` per second up to `burst`. Amounts that are known only afterwards (the tokens of an
+    answer) may overdraw it; then nothing is given until the debt is paid.
     """
 
     rate: float
@@ -23,7 +23,7 @@ class Bucket:
         return cls(rate, burst, burst, now)
 
     def resize(self, rate: float, burst: float, now: float) -> None:
-        """What has been taken stays taken, and what was refilled until now refilled."""
+        """Change rate and burst; the present level is kept."""
         self._fill(now)
         self.level += burst - self.burst
         self.rate, self.burst = rate, burst

@@ -21,7 +21,7 @@ def build(backend: Backend, before_scrape: Callable[[], None]) -> FastAPI:
 
 
 def add(app: FastAPI, backend: Backend, before_scrape: Callable[[], None] | None) -> None:
-    """`before_scrape` brings numbers up to date that are not counted as they change; None: no /metrics here."""
+    """`before_scrape` updates the gauges that are not updated on change; None: no /metrics here."""
 
     @app.get("/health")
     async def health() -> Response:

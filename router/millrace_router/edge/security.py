@@ -1,4 +1,4 @@
-"""What a router's configuration says about trust, made once: its certificates and its callers' keys."""
+"""Certificates and API keys of a router, made once from its configuration."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from millrace_router.edge.tenants import Keys
 class Security:
     inside: Identity | None  # towards workers and operators; None: plain
     public: Identity | None  # towards clients
-    keys: Keys | None  # None: everybody may call
+    keys: Keys | None  # None: callers need no key
 
 
 def make(config: RouterConfig, metrics: Metrics) -> Security:
-    """OSError for files that cannot be used."""
+    """Raises OSError for unusable files."""
 
     def on_reload(outcome: str) -> None:
         metrics.reloads.labels(what="api_keys", outcome=outcome).inc()

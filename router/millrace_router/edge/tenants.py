@@ -1,4 +1,4 @@
-"""Who asks: the API keys of a file, and what each may do.
+"""Tenants: the API keys of a file, and the rights of each.
 
 The file is a mounted secret, YAML or JSON, looked at again while we run; changed keys hold from the next request on:
 
@@ -10,8 +10,8 @@ The file is a mounted secret, YAML or JSON, looked at again while we run; change
         requests_per_s: 5
         tokens_per_s: 20000     # of prompts and answers
 
-Only hashes are kept. A key is looked up by its hash, so the time that takes tells nothing about keys that exist.
-Without a file everybody is the tenant "default", without limits.
+Only hashes are kept. A key is looked up by its hash, so the time of a look-up reveals nothing about existing keys.
+Without a file every caller is the tenant "default", without limits.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class KeyFile(Config):
 
 @dataclass(slots=True, eq=False)
 class Tenant:
-    """A caller's rights, and what is left of its rates."""
+    """A caller's rights, and the rest of its rates."""
 
     name: str = "default"
     weight: float = 1.0
@@ -82,7 +82,7 @@ class Tenant:
     tokens: Bucket | None = None
 
     def check(self, now: float) -> None:
-        """RATE_LIMITED unless another request may begin; says when."""
+        """Raise RATE_LIMITED, with the time to wait, unless another request may begin."""
         for bucket, what in ((self.requests, "requests"), (self.tokens, "tokens")):
             wait = bucket.wait_for(1, now) if bucket is not None else 0.0
             if bucket is not None and wait > 0:
@@ -90,7 +90,7 @@ class Tenant:
                 raise MillraceError(Reason.RATE_LIMITED, message, retry_after_s=math.ceil(wait * 1000) / 1000)
 
     def begin(self, prompt_tokens: int, now: float) -> None:
-        """A request that was checked begins."""
+        """Count a checked request that begins."""
         if self.requests is not None:
             self.requests.take(1, now)
         self.spend(prompt_tokens, now)
@@ -109,7 +109,7 @@ DEFAULT = Tenant()
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who made the request that is being handled, as the guard of its port found out."""
+    """The caller of the current request, as the guard of its port determined it."""
 
     tenant: Tenant = DEFAULT
     traceparent: str = ""  # W3C, checked; empty: the trace begins here
@@ -119,7 +119,7 @@ caller: ContextVar[Caller] = ContextVar("millrace_caller", default=Caller())  # 
 
 
 class Keys:
-    """The tenants of a file. OSError when it cannot be used at the start."""
+    """The tenants of a file. Raises OSError when the file is unusable at the start."""
 
     def __init__(self, path: Path, clock: Callable[[], float], on_reload: Callable[[str], None]) -> None:
         self._clock = clock
@@ -131,7 +131,7 @@ class Keys:
             raise OSError(f"api_keys: {error}") from error
 
     def tenant(self, authorization: str) -> Tenant:
-        """Whose key is in an Authorization header. UNAUTHENTICATED for everything that is none."""
+        """Return the tenant of the key in an Authorization header. Raises UNAUTHENTICATED for an unknown key."""
         scheme, _, key = authorization.partition(" ")
         if scheme.lower() != "bearer" or not key:
             raise MillraceError(Reason.UNAUTHENTICATED, "give an API key: Authorization: Bearer <key>")
@@ -158,7 +158,7 @@ class Keys:
 
 
 def read(path: Path) -> tuple[ApiKey, ...]:
-    """ValueError or OSError with the place of the mistake, and never a value of the file."""
+    """Raises ValueError or OSError with the place of the mistake, never with a value of the file."""
     try:
         values = yaml.safe_load(path.read_text())
     except (UnicodeDecodeError, yaml.YAMLError):
@@ -173,7 +173,7 @@ def read(path: Path) -> tuple[ApiKey, ...]:
 
 
 def _tenant(key: ApiKey, before: Tenant | None, now: float) -> Tenant:
-    """What was left of a rate is kept when the file changes, and what still runs pays into the same bucket."""
+    """When the file changes, the rest of a rate is kept, and running requests are counted in the same bucket."""
     requests = _bucket(key.requests_per_s, key.requests_burst, before.requests if before else None, now)
     tokens = _bucket(key.tokens_per_s, key.tokens_burst, before.tokens if before else None, now)
     return Tenant(key.name, key.weight, key.priority, requests, tokens)

@@ -1,4 +1,4 @@
-"""Deltas in the shapes of the OpenAI API: whole answers and stream chunks, for chat and for plain completions."""
+"""Deltas as objects of the OpenAI API: whole answers and stream chunks, for chat and for plain completions."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Shape:
         return said
 
     def _message(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        """All that was said, in one. A message without text has null there if it has calls."""
+        """The whole message. Its text is null if it has calls only."""
         thoughts, text, calls = "", "", dict[int, CallDelta]()
         for delta in deltas:
             said = self._read(self._choice(delta), delta)
@@ -171,7 +171,7 @@ def _finish(choice: Choice, reason: common_pb2.FinishReason) -> str | None:
 
 
 def _delta(said: Said, first: bool) -> objects.ChatDelta:
-    """What is empty is left out, but for the first delta's content."""
+    """Empty fields are left out, except the first delta's content."""
     delta: objects.ChatDelta = {"role": "assistant", "content": ""} if first else {}
     if said.text:
         delta["content"] = said.text

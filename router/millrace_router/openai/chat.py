@@ -88,7 +88,7 @@ class NamedTool(Strict):
 
 
 def _few(arguments: Any) -> Any:
-    """Refuse too many before each of them is looked at."""
+    """Refuse too many arguments before each of them is checked."""
     if isinstance(arguments, dict) and len(arguments) > MAX_ARGUMENTS:
         raise ValueError(f"at most {MAX_ARGUMENTS} of them, not {len(arguments)}")
     return arguments
@@ -99,7 +99,7 @@ Arguments = Annotated[dict[str, Scalar], Field(max_length=MAX_ARGUMENTS), Before
 
 
 class Conversation(Strict):
-    """What the chat template is given. `chat_template_kwargs`, an extension, are its own arguments."""
+    """The input of the chat template. `chat_template_kwargs`, an extension, are its own arguments."""
 
     messages: Items[Turn]
     tools: Items[FunctionTool] = Field([])
@@ -145,8 +145,8 @@ class ChatRequest(Conversation, Common):
 
 
 def in_format(ask: Ask, form: ChatFormat) -> Ask:
-    """With what tools need of the engine: a call that must come, or that must be correct, is made so by a grammar.
-    INVALID_ARGUMENT for tools when the model knows no calls.
+    """Add the grammar that a required or strict call needs. Raises INVALID_ARGUMENT for tools when the model has no
+    calls.
     """
     chat = ask.prompt
     if not isinstance(chat, Chat) or not chat.tools:

@@ -163,7 +163,9 @@ async def _chain(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[byte
 
 
 async def _body(request: Request, limits: Any) -> bytes:
-    """The body. One that is too large is read to its end, because few clients listen before that, but not kept."""
+    """Return the body. Too large a body is read to its end, because few clients read an answer before that, but not
+    kept.
+    """
     body, size = bytearray(), 0
     async for piece in request.stream():
         size += len(piece)

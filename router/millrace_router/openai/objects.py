@@ -1,5 +1,5 @@
-"""The objects that the OpenAI API answers with: they type the code that builds them (answers.py, http.py)
-and are published in the OpenAPI document.
+"""The answer objects of the OpenAI API: types of the code that builds them (answers.py, http.py), published in the
+OpenAPI document.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The OpenAPI document of the public HTTP port, made from the types that requests are read with and answers built with.
+"""The OpenAPI document of the public HTTP port, made from the types of requests and answers.
 
 It is fuzzed against a running router (tests/router/test_openapi.py), so that it stays true.
 """

@@ -10,7 +10,7 @@ from millrace_router.text.tool_calls import CallDelta, ToolCallParser
 
 @dataclass(slots=True)
 class Said:
-    """What is new."""
+    """New thoughts, text and tool calls."""
 
     thoughts: str = ""
     text: str = ""
@@ -18,7 +18,7 @@ class Said:
 
 
 class MessageParser:
-    """Text deltas to what they say, whatever the pieces: reasoning first, tool calls in what is left."""
+    """Text deltas to parts of a message, whatever the cuts: reasoning first, then tool calls in the rest."""
 
     def __init__(self, *, reasons: bool, thinking: bool, tools: bool) -> None:
         """The model can reason; the prompt has begun its thoughts; it may call tools."""

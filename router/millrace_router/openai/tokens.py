@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize: what a prompt is to the workers, and back."""
+"""/tokenize and /detokenize: a prompt to the token ids that workers get, and back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from millrace_router.openai.types import Items, Strict, invalid
 
 
 class TokenizeRequest(Strict):
-    """Either `prompt` or `messages`, with what else the chat template takes."""
+    """Either `prompt` or `messages`, with the further inputs of the chat template."""
 
     model: str = ""
     prompt: str | None = None
