@@ -5,9 +5,9 @@
                    with it and has an equal KV layout. One token to go: the prefill replica alone
 3. unified         one replica for both phases
 
-The first of these that finds somebody with credits is taken. Workers in `Want.avoid` (they failed this request before)
-are looked at only when nobody else is left; those that are left out (resilience/) not even then. While the view names
-a revision that is asked first, the others get what it has no room for. Within a step the role's policy scores the
+The first of these with a replica that has credits is taken. Workers in `Want.avoid` (they failed this request before)
+are candidates only when no other is left; ejected ones (resilience/) not even then. While the view names a revision
+that is asked first, the others get the requests for which it has no room. Within a step the role's policy scores the
 candidates, see scoring.py.
 """
 
@@ -71,7 +71,7 @@ class Chooser:
         return None if placement is None else replace(placement, decision=Decision(self, situation, placement))
 
     def explain(self, situation: Situation) -> tuple[Selection, ...]:
-        """Every selection that `choose` makes, in order: the failed ones too."""
+        """Return every selection that `choose` makes, in order, the failed ones included."""
         notes: list[Selection] = []
         self._choose(situation, notes.append)
         return tuple(notes)
@@ -105,7 +105,9 @@ class _Attempt:
         pages = self.situation.decode_pages
 
         def why_not(replica: Replica) -> str:
-            """What waits there counts: a decode worker that is busy with prompts gets no more of them."""
+            """Return why a prompt is not run by a decode worker. Its waiting tokens count: a decode worker that is busy
+            with prompts gets no more of them.
+            """
             uncached = want.tokens - want.cached(pages.get(replica.process, 0))
             return self._closed(replica) or ("prompt too long" if uncached + replica.tokens >= limit else "")
 
@@ -150,7 +152,7 @@ class _Attempt:
     def _select(
         self, role: str, everyone: tuple[Replica, ...], why_not: WhyNot, near: Replica | None = None
     ) -> Replica | None:
-        """The policy's choice of those whom nothing is against."""
+        """Return the policy's choice among the candidates that are not excluded."""
         routing, situation = self.chooser.routing, self.situation
         policy = self.chooser.prefill if role == "prefill" else self.chooser.decode
         pages = situation.prefill_pages if role == "prefill" else situation.decode_pages
