@@ -39,7 +39,6 @@ class Routing(Config):
     length_label: str = ""  # length_buckets: the label with a worker's bucket (0, 1, …); empty: by rank
     topology: tuple[str, ...] = ("zone", "rack", "host")  # labels, widest first, that make a decode worker near
     local_prefill_tokens: int = Field(0, ge=0)  # shorter uncached prompts are run by the decode worker itself; 0: none
-    decisions: int = Field(1024, ge=0)  # kept to be explained
     revision: str = ""  # of the workers that are asked first: discovery knows it; empty: of those that have none
 
     @field_validator("length_bounds")
@@ -65,17 +64,12 @@ class Timeouts(Config):
 
 
 class Limits(Config):
-    """What a request may ask for. The model's own limits (context, vocabulary) come from the workers."""
+    """What a request may ask for, as far as it costs the router. flow/validate.py has the fixed limits; the model's own
+    (context, vocabulary) come from the workers.
+    """
 
     n: int = Field(16, ge=1)
     stop: int = Field(16, ge=0)
-    stop_chars: int = Field(256, ge=1)
-    stop_token_ids: int = Field(64, ge=0)
-    tools: int = Field(128, ge=0)
-    logit_bias: int = Field(1024, ge=0)
-    request_id_chars: int = Field(128, ge=1)
-    session_id_chars: int = Field(512, ge=1)
-    priority: int = Field(100, ge=0)  # -priority to +priority
     unread: int = Field(16_384, ge=1)  # engine steps that a client may be behind before its stream ends: SLOW_CLIENT
     message_bytes: int = Field(8 << 20, ge=1, lt=16 << 20)  # below the transport's own limit, whose error is less clear
 
@@ -84,13 +78,11 @@ class Connections(Config):
     """Of clients. They end in good order now and then, so that a new router replica gets its share of the load."""
 
     max_age: float | None = Field(300.0, gt=0)  # seconds, give or take a tenth; none: they live for ever
-    grace: float | None = Field(None, gt=0)  # seconds for gRPC streams that still run then; none: to their end
-    max_requests: int = Field(10_000, ge=1)  # on one HTTP connection
 
     @property
     def grpc_options(self) -> list[tuple[str, int]]:
-        times = {"grpc.max_connection_age_ms": self.max_age, "grpc.max_connection_age_grace_ms": self.grace}
-        return [(name, round(seconds * 1000)) for name, seconds in times.items() if seconds is not None]
+        """Streams that still run at that age go on to their end: no grace is set."""
+        return [] if self.max_age is None else [("grpc.max_connection_age_ms", round(self.max_age * 1000))]
 
 
 _ADDRESS = r"^([^:\s]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}$"
@@ -100,7 +92,7 @@ class RouterConfig(Config):
     model: str  # folder with tokenizer.json and tokenizer_config.json; the rest of the checkpoint is not read
     chat_template: str = ""  # a file to use instead of the model's own template
     aliases: tuple[str, ...] = ()  # further names under which clients may ask for the model that is served
-    workers: tuple[str, ...] = ()  # short for discovery.static; each worker says itself which role it has
+    workers: tuple[StaticTarget, ...] = ()  # with discovery.kind=static; each worker says itself which role it has
     discovery: DiscoveryConfig = DiscoveryConfig()
     grpc: str = Field("127.0.0.1:0", pattern=_ADDRESS)  # host:port to listen on; port 0: any free one
     http: str = Field("127.0.0.1:0", pattern=_ADDRESS)
@@ -116,14 +108,12 @@ class RouterConfig(Config):
     decode_policy: Policy = Policy.LEAST_LOADED
     routing: Routing = Routing()
     queue_size: int = Field(1024, ge=1)  # waiting continuations
-    look_ahead: int = Field(8, ge=1)  # those that are tried while the first ones find no worker
     max_attempts: int = Field(4, ge=1)  # tries of one continuation, the first included
     resilience: Resilience = Resilience()
     timeouts: Timeouts = Timeouts()
     limits: Limits = Limits()
     connections: Connections = Connections()
     stream_interval: float = Field(0.0, ge=0, le=1)  # seconds between two rounds of sending; 0: as the load allows
-    gc_warn_s: float = Field(0.05, gt=0)  # a collection pause above this is logged
     log_level: str = "INFO"
 
     @model_validator(mode="after")
@@ -131,9 +121,3 @@ class RouterConfig(Config):
         if self.workers and self.discovery.kind is not Kind.STATIC:
             raise ValueError(f"workers: only with discovery.kind=static, not {self.discovery.kind}")
         return self
-
-    @property
-    def found_by(self) -> DiscoveryConfig:
-        """`discovery` with `workers` in it."""
-        static = (*(StaticTarget(address=address) for address in self.workers), *self.discovery.static)
-        return self.discovery.model_copy(update={"static": static})

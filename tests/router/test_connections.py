@@ -12,6 +12,7 @@ import httpx
 import pytest
 from millrace.v1 import inference_pb2, inference_pb2_grpc, worker_pb2
 from millrace_common.reasons import Reason
+from millrace_router.edge import http_server
 from millrace_router.openai import http as openai_http
 from millrace_rpc.errors import from_rpc_error
 from router.fake_worker import DECODE, PREFILL, FakeWorker, expected, output
@@ -158,16 +159,19 @@ async def _becomes(channel: grpc.aio.Channel, wanted: grpc.ChannelConnectivity) 
         await channel.wait_for_state_change(state)
 
 
-@pytest.mark.parametrize("settings", [{"max_requests": 3}, {"max_age": 0.2}])
-async def test_old_http_connections_end_with_an_answer(cluster: Callable, settings: dict) -> None:
-    made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE), connections=settings)
+@pytest.mark.parametrize(("max_requests", "max_age"), [(3, None), (10_000, 0.2)])
+async def test_old_http_connections_end_with_an_answer(
+    cluster: Callable, monkeypatch: pytest.MonkeyPatch, max_requests: int, max_age: float | None
+) -> None:
+    monkeypatch.setattr(http_server, "MAX_REQUESTS", max_requests)
+    made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE), connections={"max_age": max_age})
     async with httpx.AsyncClient(base_url=made.url) as client, asyncio.timeout(10):
         closed = []
         while not any(closed):
             answer = await client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 2})
             assert answer.status_code == 200
             closed.append(answer.headers.get("connection") == "close")
-        assert len(closed) == 3 if "max_requests" in settings else len(closed) > 1
+        assert len(closed) == 3 if max_age is None else len(closed) > 1
         assert (await client.get("/health")).status_code == 200
 
 

@@ -265,9 +265,9 @@ async def test_dns_follows_its_names() -> None:
 # ----------------------------------------------------------------------------------------- configuration
 
 
-def test_workers_are_short_for_static_discovery() -> None:
-    config = RouterConfig(model="m", workers=("a:1",), discovery={"static": [{"address": "b:1"}]})
-    assert [target.address for target in config.found_by.static] == ["a:1", "b:1"]
+def test_a_worker_of_the_list_is_an_address_or_more() -> None:
+    config = RouterConfig(model="m", workers=("a:1", {"address": "b:1", "revision": "r"}))
+    assert [(target.address, target.revision) for target in config.workers] == [("a:1", ""), ("b:1", "r")]
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_workers_are_short_for_static_discovery() -> None:
         ({"discovery": {"kind": "dns", "dns": {"names": ["host"]}}}, "is not host:port"),
         ({"discovery": {"kind": "kubernetes"}}, "kubernetes.selector: required"),
         ({"discovery": {"kind": "consul"}}, "kind"),
-        ({"discovery": {"static": [{"address": "nowhere"}]}}, "address"),
+        ({"workers": [{"address": "nowhere"}]}, "address"),
     ],
 )
 def test_bad_configuration(values: dict[str, object], words: str) -> None:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
 import pytest
 from millrace_router.discovery.config import KubernetesConfig
 from millrace_router.discovery.kube_api import trouble
-from millrace_router.discovery.kubernetes import KubernetesSource
+from millrace_router.discovery.kubernetes import KubernetesSource, Timing
 from millrace_testing.kube_server import KubeServer, endpoint, endpoint_slice, pod
 from router.fake_worker import DECODE, PREFILL, FakeWorker, expected
 from router.harness import Cluster
 from router.test_discovery import Heard
 
-FAST = {"selector": "app=millrace", "backoff_s": 0.02, "silence_s": 20.0}
+FAST = Timing(first_pause=0.02, silence=20.0)
+SELECTOR = "app=millrace"
 
 
 @pytest.fixture
@@ -26,11 +28,12 @@ async def server() -> AsyncIterator[KubeServer]:
 
 @pytest.fixture
 async def hear(server: KubeServer) -> AsyncIterator[Callable]:
-    """`hear(silence_s=…)`: a listener of a started source."""
+    """`hear(Timing(…), api=…)`: a listener of a started source."""
     async with contextlib.AsyncExitStack() as stack:
 
-        def start(**values: object) -> Heard:
-            source, heard = KubernetesSource(KubernetesConfig(**{**FAST, "api": server.url, **values})), Heard()
+        def start(timing: Timing = FAST, **values: object) -> Heard:
+            config = KubernetesConfig(**{"selector": SELECTOR, "api": server.url, **values})
+            source, heard = KubernetesSource(config, timing), Heard()
             source.start(heard)
             stack.push_async_callback(source.stop)
             return heard
@@ -85,7 +88,7 @@ async def test_gone_leads_to_another_list(server: KubeServer, hear: Callable, as
     server.gone_as_event = as_event
     first, second = pod("a", "10.0.0.1:1"), pod("b", "10.0.0.2:1")
     server.put(first)
-    heard = hear(watch_s=1)
+    heard = hear(replace(FAST, watch=1))
     await heard.until(lambda: len(heard.targets) == 1)
     await settled(server, lambda: server.open_watches == 1)
     server.delete(first)
@@ -97,7 +100,7 @@ async def test_gone_leads_to_another_list(server: KubeServer, hear: Callable, as
 
 async def test_a_dropped_watch_goes_on_where_it_was(server: KubeServer, hear: Callable) -> None:
     first, second = pod("a", "10.0.0.1:1"), pod("b", "10.0.0.2:1")
-    heard = hear(watch_s=1)
+    heard = hear(replace(FAST, watch=1))
     await heard.until(lambda: heard.times)
     await settled(server, lambda: server.open_watches == 1)
     server.put(first)
@@ -111,7 +114,7 @@ async def test_a_dropped_watch_goes_on_where_it_was(server: KubeServer, hear: Ca
 async def test_a_half_open_connection_is_noticed(server: KubeServer, hear: Callable) -> None:
     item = pod("a", "10.0.0.1:1")
     server.put(item)
-    heard = hear(silence_s=0.3)
+    heard = hear(replace(FAST, silence=0.3))
     await heard.until(lambda: len(heard.targets) == 1)
     await settled(server, lambda: server.open_watches >= 1)
     server.silent = True
@@ -124,7 +127,7 @@ async def test_a_full_list_from_time_to_time(server: KubeServer, hear: Callable)
     """A watch that looks alive but says nothing."""
     item = pod("a", "10.0.0.1:1")
     server.put(item)
-    heard = hear(relist_s=1.0)
+    heard = hear(replace(FAST, relist=1.0))
     await heard.until(lambda: len(heard.targets) == 1)
     server.silent = True
     server.delete(item)
@@ -201,7 +204,7 @@ async def found(cluster: Callable, server: KubeServer) -> AsyncIterator[Callable
                 stack.push_async_callback(worker.stop)
                 pods.append(pod(f"worker-{i}", worker.address))
                 server.put(pods[-1])
-            kubernetes = {**FAST, "api": server.url}
+            kubernetes = {"selector": SELECTOR, "api": server.url}
             made = await cluster(discovery={"kind": "kubernetes", "kubernetes": kubernetes}, wait=False)
             made.workers = list(workers)
             await made.until(lambda: made.router.registry.ready, 30)

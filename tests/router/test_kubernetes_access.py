@@ -15,13 +15,14 @@ import yaml
 from kubernetes.client.exceptions import ApiException
 from millrace_router.discovery.config import KubernetesConfig
 from millrace_router.discovery.kube_api import explain
-from millrace_router.discovery.kubernetes import KubernetesSource
+from millrace_router.discovery.kubernetes import KubernetesSource, Timing
 from millrace_testing.certificates import Authority
 from millrace_testing.kube_server import KubeServer, pod
 from router.test_discovery import Heard
 
 FIRST, SECOND = "first-secret-token", "second-secret-token"
-FAST = {"selector": "app=millrace", "namespace": "default", "backoff_s": 0.02, "silence_s": 20.0}
+FAST = Timing(first_pause=0.02, silence=20.0)
+PODS = {"selector": "app=millrace", "namespace": "default"}
 
 
 @dataclass
@@ -87,7 +88,7 @@ async def hear(site: Site) -> AsyncIterator[Callable]:
     async with contextlib.AsyncExitStack() as stack:
 
         def start() -> Heard:
-            source, heard = KubernetesSource(KubernetesConfig(**FAST, **site.settings)), Heard()
+            source, heard = KubernetesSource(KubernetesConfig(**PODS, **site.settings), FAST), Heard()
             source.start(heard)
             stack.push_async_callback(source.stop)
             return heard
@@ -149,7 +150,7 @@ async def test_a_token_that_no_header_can_hold(site: Site, hear: Callable, caplo
 
 
 async def test_stopping_ends_a_watch_over_tls(site: Site) -> None:
-    source, heard = KubernetesSource(KubernetesConfig(**FAST, **site.settings)), Heard()
+    source, heard = KubernetesSource(KubernetesConfig(**PODS, **site.settings), FAST), Heard()
     source.start(heard)
     watching = next(thread for thread in threading.enumerate() if thread.name == "kubernetes-watch")
     site.server.put(pod("a", "10.0.0.1:1"))

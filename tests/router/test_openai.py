@@ -116,6 +116,7 @@ async def test_errors_become_the_clients_exceptions(pair: Cluster, client: opena
 
 async def test_an_error_before_the_first_token_is_a_status(pair: Cluster) -> None:
     pair.prefills[0].script.append(fails("LAYOUT_MISMATCH"))
+    pair.decodes[0].script.append(hangs())
     answer = await pair.http.post("/v1/completions", json={"prompt": "x", "stream": True})
     assert answer.status_code == 503 and answer.json()["error"]["code"] == "layout_mismatch"
 

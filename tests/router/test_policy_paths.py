@@ -9,6 +9,7 @@ import grpc
 import pytest
 from millrace.v1 import admin_pb2, worker_pb2
 from millrace_common.page_hash import page_hashes
+from millrace_router.policy import decision
 from router.fake_worker import CONTEXT, DECODE, PREFILL, UNIFIED, FakeWorker, expected
 from router.harness import Cluster
 
@@ -207,8 +208,9 @@ async def test_every_attempt_of_every_continuation_can_be_explained(cluster: Cal
     assert [row.chosen for row in decode.candidates] == [True] and list(decode.candidates[0].score) == [0.0, 0.0]
 
 
-async def test_only_the_latest_are_remembered(cluster: Callable) -> None:
-    made = await cluster(FakeWorker(UNIFIED), routing={"decisions": 2})
+async def test_only_the_latest_are_remembered(cluster: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decision, "REMEMBERED", 2)
+    made = await cluster(FakeWorker(UNIFIED))
     for name in ("one", "two", "three"):
         await made.generate([CONTEXT % 200], request_id=name)
     assert await ways(made, "three") and await ways(made, "two")

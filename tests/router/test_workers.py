@@ -132,7 +132,7 @@ async def test_other_protocol_is_refused(cluster: Callable) -> None:
     prefill = FakeWorker(PREFILL)
     prefill.protocol = 99
     made = await cluster(prefill, FakeWorker(DECODE), wait=False)
-    await made.until(lambda: "protocol version 99" in detail(made, prefill))
+    await made.until(lambda: "version 99 of the worker API" in detail(made, prefill))
 
 
 async def test_one_model_at_a_time(cluster: Callable) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from millrace_common.config import Config
 from pydantic import Field, model_validator
@@ -19,10 +19,16 @@ class Kind(enum.StrEnum):
 
 
 class StaticTarget(Config):
+    """A worker of the list `workers`. An address alone is short for one without the rest."""
+
     address: str = Field(pattern=r"^\S+:\d{1,5}$")
-    name: str = ""
     revision: str = ""
     topology: dict[str, str] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _address_alone(cls, value: Any) -> Any:
+        return {"address": value} if isinstance(value, str) else value
 
 
 class DnsConfig(Config):
@@ -45,16 +51,10 @@ class KubernetesConfig(Config):
     kubeconfig: Path | None = None  # file; else the pod's service account
     context: str = ""  # of the kubeconfig
     api: str = ""  # URL of an API server that asks for no credentials, such as `kubectl proxy`
-    watch_s: int = Field(240, ge=1)  # the server ends a watch after this, and the next continues it
-    silence_s: float = Field(120.0, gt=0)  # a connection without any byte for so long is dead; servers send bookmarks
-    connect_s: float = Field(5.0, gt=0)
-    relist_s: float = Field(300.0, gt=0)  # between full lists, whatever the watch says; +-10 %
-    backoff_s: float = Field(0.5, gt=0)  # first pause after an error; doubles up to 30 s
 
 
 class DiscoveryConfig(Config):
     kind: Kind = Kind.STATIC
-    static: tuple[StaticTarget, ...] = ()  # `workers` of the router is its short form
     dns: DnsConfig = DnsConfig()
     kubernetes: KubernetesConfig = KubernetesConfig()
 

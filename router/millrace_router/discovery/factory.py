@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from millrace_common.config import ConfigError
 
 from millrace_router.discovery.base import Source
-from millrace_router.discovery.config import DiscoveryConfig, Kind
+from millrace_router.discovery.config import DiscoveryConfig, Kind, StaticTarget
 from millrace_router.discovery.dns import DnsSource
 from millrace_router.discovery.static import StaticSource
 
 
-def make_source(config: DiscoveryConfig) -> Source:
+def make_source(config: DiscoveryConfig, static: Iterable[StaticTarget]) -> Source:
     """Raises ConfigError when something for it is not installed."""
     match config.kind:
         case Kind.STATIC:
-            return StaticSource(config.static)
+            return StaticSource(static)
         case Kind.DNS:
             return DnsSource(config.dns)
         case Kind.KUBERNETES:

@@ -4,7 +4,7 @@
     1. list                       ── objects ──▶      Store.replace, publish
     2. watch from its version     ── event ────▶      Store.apply, publish
     3. the server ends the watch: watch on from the version of its last event
-    4. 410, any other error, silence, or relist_s since the last list: back to 1, after a pause unless it was due.
+    4. 410, any other error, silence, or Timing.relist since the last list: back to 1, after a pause unless it was due.
        After an error credentials are read afresh: a token, an authority or a kubeconfig may have been replaced
 
 The thread talks to the API server only, decides nothing and keeps nothing but a resource version; what was missed
@@ -21,6 +21,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from kubernetes.watch import Watch
@@ -32,14 +33,26 @@ from millrace_router.discovery.objects import Object, Store
 
 log = logging.getLogger(__name__)
 
-LONGEST_PAUSE_S = 30.0
 SHORTEST_WATCH_S = 0.2  # a server that ends watches faster than this is in trouble
 PAGE = 500  # objects per answer to a list
 
 
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """In seconds."""
+
+    watch: int = 240  # the server ends a watch after this, and the next one continues it
+    silence: float = 120.0  # a connection without any byte for so long is dead: servers send bookmarks every minute
+    connect: float = 5.0
+    relist: float = 300.0  # between full lists, whatever the watch says; +-10 %
+    first_pause: float = 0.5  # after an error; doubles up to the longest
+    longest_pause: float = 30.0
+
+
 class KubernetesSource:
-    def __init__(self, config: KubernetesConfig) -> None:
+    def __init__(self, config: KubernetesConfig, timing: Timing = Timing()) -> None:
         self._config = config
+        self._timing = timing
         self._store = Store(config)
         self._stopped = threading.Event()
         self._watch: Watch | None = None
@@ -84,15 +97,15 @@ class KubernetesSource:
     # ------------------------------------------------------------------------------------- in the thread
 
     def _run(self) -> None:
-        config, pause = self._config, self._config.backoff_s
+        config, timing, pause = self._config, self._timing, self._timing.first_pause
         call: List | None = None
         while not self._stopped.is_set():
-            due = time.monotonic() + config.relist_s * random.uniform(0.9, 1.1)
+            due = time.monotonic() + timing.relist * random.uniform(0.9, 1.1)
             try:
                 verb = "list"
                 call = call or connect(config)
                 version = self._list(call)
-                pause, verb = config.backoff_s, "watch"
+                pause, verb = timing.first_pause, "watch"
                 while not self._stopped.is_set() and (left := due - time.monotonic()) > 0:
                     version = self._follow(call, version, left)
             except Exception as error:  # whatever it is, the answer is the same
@@ -103,7 +116,7 @@ class KubernetesSource:
                 log.warning("cannot %s (%s), listing again: %s", what, kind, explain(error))
                 self._tell(self._on_trouble, kind)
                 self._stopped.wait(pause * random.uniform(0.5, 1.0))
-                pause = min(2 * pause, LONGEST_PAUSE_S)
+                pause = min(2 * pause, timing.longest_pause)
 
     def _list(self, call: List) -> str:
         """Hand over all objects; the resource version to watch from."""
@@ -124,7 +137,7 @@ class KubernetesSource:
         events = watch.stream(
             call,
             resource_version=version,
-            timeout_seconds=math.ceil(min(left_s, self._config.watch_s)),
+            timeout_seconds=math.ceil(min(left_s, self._timing.watch)),
             allow_watch_bookmarks=True,
             _request_timeout=self._timeout(),
         )
@@ -144,7 +157,7 @@ class KubernetesSource:
 
     def _timeout(self) -> tuple[float, float]:
         """To connect, and between two bytes."""
-        return self._config.connect_s, self._config.silence_s
+        return self._timing.connect, self._timing.silence
 
     def _tell(self, callback: Callable[..., None], *arguments: Any) -> None:
         assert self._loop is not None

@@ -11,7 +11,7 @@ from millrace_router.discovery.config import StaticTarget
 class StaticSource:
     def __init__(self, targets: Iterable[StaticTarget]) -> None:
         self._targets = one_per_address(
-            Target(t.address, t.address, t.name, revision=t.revision, topology=t.topology) for t in targets
+            Target(t.address, t.address, revision=t.revision, topology=t.topology) for t in targets
         )
 
     def start(self, listener: Listener) -> None:

@@ -11,13 +11,13 @@ from google.protobuf.message import Message as Proto
 from millrace.v1 import inference_pb2 as pb
 from millrace_common.log import request_id
 from millrace_common.reasons import Reason
+from millrace_common.sampling_limits import NUMBERS
 from millrace_rpc.errors import MillraceError
 
 from millrace_router.flow import validate
 from millrace_router.flow.ask import Ask, Chat, Message, Prompt
 from millrace_router.flow.inference import Inference
 from millrace_router.flow.stream import Delta, gone
-from millrace_router.flow.validate import NUMBERS
 
 SERVICE = "millrace.v1.Inference"
 

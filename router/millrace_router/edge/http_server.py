@@ -21,6 +21,7 @@ from millrace_router.config import Connections
 from millrace_router.edge.http_answers import encode_error
 
 STOP_GRACE_S = 1  # for connections, once every stream has ended
+MAX_REQUESTS = 10_000  # on one connection: then the client connects anew, perhaps to another router
 MAX_HEAD_BYTES = 64 << 10  # of what was received before a request's headers were complete
 MAX_HEAD_S = 30.0  # from the connection, or a later request's first byte, to the end of its headers
 
@@ -130,7 +131,7 @@ class _Ageing(_BoundedHead):
     def __init__(self, connections: Connections, parting: asyncio.Event, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._parting = parting
-        self._left = connections.max_requests
+        self._left = MAX_REQUESTS
         age = connections.max_age
         self._old_at = None if age is None else self.loop.time() + age * random.uniform(0.9, 1.1)
 

@@ -44,7 +44,7 @@ class Registry:
         """`identity`: ours towards the workers; None: plain."""
         self._identity = identity
         self.hooks = Hooks(config.timeouts, metrics, self._changed)
-        self._fleet = Fleet(make_source(config.found_by), self._make_worker, metrics, self._changed)
+        self._fleet = Fleet(make_source(config.discovery, config.workers), self._make_worker, metrics, self._changed)
         self.workers = self._fleet.workers  # by address
         self._config = config
         self._router_id = secrets.token_hex(8)

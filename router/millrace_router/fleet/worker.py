@@ -1,6 +1,6 @@
 """One worker as this router knows it, and the task that keeps the connection.
 
-1. Connect: GetInfo, check the protocol version.
+1. Connect: GetInfo, check the version of its API.
 2. Watch its load. A stream that breaks or stays silent means that the worker is lost.
 3. As soon as it is READY: ask again who it is (now with model and layout) and open the Link.
 4. When any of these fails, or the process at the address is another one: close the Link, which fails every attempt
@@ -20,6 +20,7 @@ from collections.abc import Callable, Coroutine
 import grpc
 from millrace.v1 import worker_pb2, worker_pb2_grpc
 from millrace_common.reasons import Reason
+from millrace_common.versions import WORKER_API
 from millrace_rpc.client import channel, heard_within
 from millrace_rpc.errors import MillraceError, from_rpc_error
 from millrace_rpc.tls import Identity
@@ -32,7 +33,6 @@ from millrace_router.policy.snapshot import Replica
 
 log = logging.getLogger(__name__)
 
-PROTOCOL = 1
 READY = worker_pb2.WORKER_STATE_READY
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 
@@ -189,10 +189,9 @@ class Worker:
 
     async def _ask(self) -> worker_pb2.WorkerInfo:
         info = await self.control.GetInfo(worker_pb2.GetInfoRequest(), timeout=self._timeouts.connect)
-        if info.protocol != PROTOCOL:
-            raise MillraceError(
-                Reason.LAYOUT_MISMATCH, f"it speaks protocol version {info.protocol}, this router {PROTOCOL}"
-            )
+        if info.protocol != WORKER_API:
+            text = f"it serves version {info.protocol} of the worker API, this router needs {WORKER_API}"
+            raise MillraceError(Reason.LAYOUT_MISMATCH, text)
         if info.role not in (worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_DECODE, worker_pb2.ROLE_UNIFIED):
             raise MillraceError(Reason.INVALID_ARGUMENT, f"it has an unknown role ({info.role})")
         return info

@@ -24,6 +24,7 @@ from millrace_rpc.errors import MillraceError
 from millrace_router.flow.fair_queue import FairQueue, Place, Ticket
 from millrace_router.policy.snapshot import Placement, Want
 
+LOOK_AHEAD = 8  # tickets that are tried while the first ones find no worker
 MEMORY_S = 10.0  # of the measured rate: as more is served, what was before counts for less
 LEAST_BUSY_S = 0.5  # of measuring, before anything is concluded from it
 LEAST_RETRY_S, LONGEST_RETRY_S = 0.1, 60.0
@@ -65,7 +66,7 @@ class Admission:
         size: int,
         choose: Callable[[Want], Placement | None],  # raises MillraceError where waiting is in vain
         on_size: Callable[[int], None],
-        look_ahead: int = 8,
+        look_ahead: int = LOOK_AHEAD,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._size = size

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 
 from millrace.v1 import common_pb2, worker_pb2
 from millrace_common.reasons import Reason
+from millrace_common.transitions import Transitions
 from millrace_rpc.errors import MillraceError
 
 from millrace_router.config import Timeouts
@@ -52,16 +53,17 @@ class Leg(enum.StrEnum):
     DECODE = "decode"
 
 
-_END = frozenset({Stage.DONE, Stage.FAILED, Stage.CANCELLED})
-LEGAL: dict[Stage, frozenset[Stage]] = {
-    Stage.QUEUED: frozenset({Stage.PREFILL}) | _END,  # DONE: a stop string in what an earlier attempt produced
-    Stage.PREFILL: frozenset({Stage.HANDOVER, Stage.DECODE, Stage.QUEUED}) | _END,
-    Stage.HANDOVER: frozenset({Stage.DECODE, Stage.QUEUED}) | _END,
-    Stage.DECODE: frozenset({Stage.QUEUED}) | _END,
-    Stage.DONE: frozenset(),
-    Stage.FAILED: frozenset(),
-    Stage.CANCELLED: frozenset(),
+_END = {Stage.DONE, Stage.FAILED, Stage.CANCELLED}
+LEGAL = {
+    Stage.QUEUED: {Stage.PREFILL} | _END,  # DONE: a stop string in what an earlier attempt produced
+    Stage.PREFILL: {Stage.HANDOVER, Stage.DECODE, Stage.QUEUED} | _END,
+    Stage.HANDOVER: {Stage.DECODE, Stage.QUEUED} | _END,
+    Stage.DECODE: {Stage.QUEUED} | _END,
+    Stage.DONE: set[Stage](),
+    Stage.FAILED: set[Stage](),
+    Stage.CANCELLED: set[Stage](),
 }
+_TRANSITIONS = Transitions(LEGAL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +134,7 @@ class Flow:
 
     @property
     def ended(self) -> bool:
-        return self.stage in _END
+        return self.stage in _TRANSITIONS.final
 
     @property
     def remaining(self) -> int:
@@ -306,8 +308,8 @@ class Flow:
         return tuple(Abort(leg, self.attempt, why) for leg in legs)
 
     def _move(self, stage: Stage, now: float) -> None:
-        assert stage in LEGAL[self.stage], f"{self.stage} -> {stage}"
-        self.stage, self.progress = stage, now
+        self.stage = _TRANSITIONS.move(self.stage, stage, "continuation")
+        self.progress = now
         self.began.setdefault(stage, now)
 
 

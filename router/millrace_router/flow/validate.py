@@ -10,50 +10,31 @@ import json
 import re
 import secrets
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from millrace.v1 import common_pb2, worker_pb2
 from millrace_common import grammar_text
 from millrace_common.reasons import Reason
+from millrace_common.sampling_limits import (
+    LOGIT_BIAS,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_TOKEN_IDS,
+    NUMBERS,
+    PRIORITY,
+    Range,
+)
 from millrace_rpc.errors import MillraceError
 
 from millrace_router.config import Limits
 from millrace_router.flow.ask import Ask, Chat, Message, Prompt
 from millrace_router.text.chat_format import Tool
 
-U32, U64 = 2**32 - 1, 2**64 - 1
+MAX_STOP_CHARS = 256
+MAX_TOOLS = 128
+MAX_REQUEST_ID_CHARS = 128
+MAX_SESSION_ID_CHARS = 512
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-
-
-class Range(NamedTuple):
-    low: float
-    high: float
-    above: bool = False  # low itself is not allowed
-
-    def __str__(self) -> str:
-        return f"above {self.low} and at most {self.high}" if self.above else f"between {self.low} and {self.high}"
-
-    def holds(self, value: float) -> bool:
-        """NaN is in no range. Integers may have any number of digits."""
-        return (self.low < value if self.above else self.low <= value) and value <= self.high
-
-
-# The scalar fields of common.proto's SamplingParams.
-NUMBERS = {
-    "temperature": Range(0, 100),
-    "top_p": Range(0, 1, above=True),
-    "top_k": Range(0, U32),
-    "min_p": Range(0, 1),
-    "repetition_penalty": Range(0, 100, above=True),
-    "presence_penalty": Range(-2, 2),
-    "frequency_penalty": Range(-2, 2),
-    "seed": Range(0, U64),
-    "max_tokens": Range(1, U32),
-    "min_tokens": Range(0, U32),
-    "logprobs": Range(0, 20),
-}
-LOGIT_BIAS = Range(-100, 100)
 
 
 def check(ask: Ask, model: worker_pb2.WorkerInfo, names: Collection[str], limits: Limits) -> None:
@@ -61,7 +42,7 @@ def check(ask: Ask, model: worker_pb2.WorkerInfo, names: Collection[str], limits
     check_model(ask.model, names)
     check_prompt(ask.prompt, model)
     if isinstance(ask.prompt, Chat):
-        _check_tools(ask.prompt.tools, limits)
+        _check_tools(ask.prompt.tools)
         for argument in ask.prompt.arguments.items():
             _check_text("chat_template_kwargs", "".join(map(str, argument)))
     if ask.grammar is not None:
@@ -69,15 +50,16 @@ def check(ask: Ask, model: worker_pb2.WorkerInfo, names: Collection[str], limits
     for name, value in ask.numbers.items():
         _within(name, value, NUMBERS[name])
     _within("n", ask.n, Range(1, limits.n))
-    _within("priority", ask.priority, Range(-limits.priority, limits.priority))
-    _check_tokens(ask, model, limits)
+    _within("priority", ask.priority, PRIORITY)
+    _check_tokens(ask, model)
     _check_stop(ask.stop, limits)
-    _check_text("request_id", ask.request_id)
-    if len(ask.request_id) > limits.request_id_chars:
-        raise _invalid("request_id", f"must have at most {limits.request_id_chars} characters")
-    _check_text("session_id", ask.session_id)
-    if len(ask.session_id) > limits.session_id_chars:
-        raise _invalid("session_id", f"must have at most {limits.session_id_chars} characters")
+    for name, text, most in (
+        ("request_id", ask.request_id, MAX_REQUEST_ID_CHARS),
+        ("session_id", ask.session_id, MAX_SESSION_ID_CHARS),
+    ):
+        _check_text(name, text)
+        if len(text) > most:
+            raise _invalid(name, f"must have at most {most} characters")
     if ask.timeout_s is not None and not ask.timeout_s > 0:
         raise MillraceError(Reason.DEADLINE_EXCEEDED, "the deadline had passed when the request arrived")
 
@@ -151,9 +133,8 @@ def _check_messages(messages: tuple[Message, ...]) -> None:
             _check_text("messages", text)
 
 
-def _check_tools(tools: Sequence[Tool], limits: Limits) -> None:
-    if len(tools) > limits.tools:
-        raise _invalid("tools", f"must have at most {limits.tools} entries, not {len(tools)}")
+def _check_tools(tools: Sequence[Tool]) -> None:
+    _check_count("tools", len(tools), MAX_TOOLS)
     names = set()
     for i, tool in enumerate(tools):
         if not TOOL_NAME.fullmatch(tool.name):
@@ -181,15 +162,12 @@ def _check_grammar(ask: Ask, grammar: common_pb2.Grammar, model: worker_pb2.Work
             raise _invalid(name, f"cannot be combined with {param}, which decides where the output may end")
 
 
-def _check_tokens(ask: Ask, model: worker_pb2.WorkerInfo, limits: Limits) -> None:
-    if len(ask.logit_bias) > limits.logit_bias:
-        raise _invalid("logit_bias", f"must have at most {limits.logit_bias} entries, not {len(ask.logit_bias)}")
+def _check_tokens(ask: Ask, model: worker_pb2.WorkerInfo) -> None:
+    _check_count("logit_bias", len(ask.logit_bias), MAX_LOGIT_BIAS)
     check_ids("logit_bias", list(ask.logit_bias), model)
     for value in ask.logit_bias.values():
         _within("logit_bias", value, LOGIT_BIAS)
-    if len(ask.stop_token_ids) > limits.stop_token_ids:
-        message = f"must have at most {limits.stop_token_ids} entries, not {len(ask.stop_token_ids)}"
-        raise _invalid("stop_token_ids", message)
+    _check_count("stop_token_ids", len(ask.stop_token_ids), MAX_STOP_TOKEN_IDS)
     check_ids("stop_token_ids", ask.stop_token_ids, model)
 
 
@@ -198,8 +176,13 @@ def _check_stop(stop: Sequence[str], limits: Limits) -> None:
         raise _invalid("stop", f"must have at most {limits.stop} strings, not {len(stop)}")
     for i, text in enumerate(stop):
         _check_text("stop", text)
-        if not 1 <= len(text) <= limits.stop_chars:
-            raise _invalid("stop", f"[{i}] must have 1 to {limits.stop_chars} characters, not {len(text)}")
+        if not 1 <= len(text) <= MAX_STOP_CHARS:
+            raise _invalid("stop", f"[{i}] must have 1 to {MAX_STOP_CHARS} characters, not {len(text)}")
+
+
+def _check_count(name: str, count: int, most: int) -> None:
+    if count > most:
+        raise _invalid(name, f"must have at most {most} entries, not {count}")
 
 
 def _within(name: str, value: float, allowed: Range) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from millrace_router.policy.choose import Chooser, Situation
 
 CLOSED = "no credits"
+REMEMBERED = 1024  # decisions: seconds to minutes of a router
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +84,8 @@ class Decision:
 class Decisions:
     """The latest ones, for operators' questions."""
 
-    def __init__(self, size: int) -> None:
-        self._ring: deque[Decision] = deque(maxlen=size)
+    def __init__(self) -> None:
+        self._ring: deque[Decision] = deque(maxlen=REMEMBERED)
 
     def keep(self, decision: Decision) -> None:
         self._ring.append(decision)

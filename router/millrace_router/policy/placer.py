@@ -14,7 +14,7 @@ from millrace_router.policy.snapshot import Key, Pair, Placement, View, Want
 class Placer:
     def __init__(self, config: RouterConfig, metrics: Metrics) -> None:
         self.indexes = Indexes(config.prefill_policy, config.decode_policy, config.routing)
-        self.decisions = Decisions(config.routing.decisions)
+        self.decisions = Decisions()
         self._chooser = Chooser(config.prefill_policy, config.decode_policy, config.routing)
         self._metrics = metrics
         self._last: dict[str, Key] = {}
