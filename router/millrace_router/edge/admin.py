@@ -113,8 +113,7 @@ class Admin:
 
 
 async def _each(workers: list[Worker], call: Callable[[Worker], Awaitable[T]]) -> list[T]:
-    """The answers of all workers. Raises when one failed, with the first failure's reason and every failure's message.
-    """
+    """The answers of all workers. Raises if one failed, with the first failure's reason and all messages."""
 
     async def ask(worker: Worker) -> T | MillraceError:
         try:

@@ -36,8 +36,8 @@ _SAME_NAME = (
 
 
 T = TypeVar("T")
-Items = Annotated[list[T], Field(fail_fast=True)]  # its first mistake says enough: a body may hold a million of them
-MISTAKES = 100  # of a request; what has more of them is not looked at closely
+Items = Annotated[list[T], Field(fail_fast=True)]  # only the first mistake is reported: a body may hold a million
+MISTAKES = 100  # of a request; larger ones are not checked in detail
 
 
 class Strict(BaseModel):
@@ -79,9 +79,9 @@ class ResponseFormat(Strict):
 
 
 class Common(Strict):
-    """What both endpoints take. The fields after `response_format` are extensions."""
+    """The fields of both endpoints. The fields after `response_format` are extensions."""
 
-    model: str = ""  # empty: whichever is served
+    model: str = ""  # empty: the served one
     temperature: float | None = None
     top_p: float | None = None
     n: int = 1
@@ -157,7 +157,7 @@ R = TypeVar("R", bound=Strict)
 
 
 def parse(model: type[R], body: bytes) -> R:
-    """INVALID_ARGUMENT for anything that is not a well-formed request of this type."""
+    """Raises INVALID_ARGUMENT for anything but a well-formed request of this type."""
     try:
         values: Any = json.loads(body.decode())
     except UnicodeDecodeError as error:

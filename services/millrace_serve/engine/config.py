@@ -1,4 +1,4 @@
-"""Limits of one engine, and how it uses its device.
+"""Limits of one engine, and its use of the device.
 
 `Limits` are as configured; `EngineConfig` is the same with everything resolved: every "auto" is a number.
 """
@@ -39,7 +39,7 @@ class Limits(BaseModel):
         return -(-self.max_model_len // self.page_size)
 
     def resolved(self, num_pages: int) -> EngineConfig:
-        """With this number of pages, whatever was configured."""
+        """The same limits with this number of pages."""
         return EngineConfig.model_validate({**self.model_dump(), "num_pages": num_pages})
 
 
@@ -57,7 +57,7 @@ def _word(value: Any) -> Any:
 
 
 class Execution(Config):
-    """How a rank uses its device."""
+    """A rank's use of its device."""
 
     graphs: Annotated[Literal["auto", "on", "off"], BeforeValidator(_word)] = "auto"  # of decode; auto: on CUDA devices
     graph_buckets: tuple[Annotated[int, Field(ge=1)], ...] = ()  # rows; empty: those of engine/step/graphs.py

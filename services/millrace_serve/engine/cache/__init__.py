@@ -1,1 +1,1 @@
-"""The pages: who holds them, what they contain, and their memory."""
+"""The pages: their holders, their content, and their memory."""

@@ -1,4 +1,4 @@
-"""Who holds which physical page.
+"""The holders of each physical page.
 
 A page has three kinds of holders: running sequences, published prompts (a decode worker may be reading them), and the
 prefix cache. Its state follows from them, the strongest first:
@@ -6,7 +6,7 @@ prefix cache. Its state follows from them, the strongest first:
     RUNNING    at least one running holder
     PUBLISHED  no running holder, at least one published one
     CACHED     only the prefix cache: may be evicted
-    FREE       nobody: on the free list
+    FREE       no holder: on the free list
 
 Page 0 is the sink and has no state. free + cached + published + running == total, always.
 """
@@ -31,7 +31,7 @@ FREE = 3  # the state of a page without holders; the other states have their hol
 
 
 class BlockPool:
-    """Pages 1 .. num_pages-1. `freed` collects pages that became free, for whoever scrubs and clears it."""
+    """Pages 1 .. num_pages-1. `freed` collects pages that became free; the owner that scrubs them clears it."""
 
     def __init__(self, num_pages: int) -> None:
         self.total = num_pages - 1

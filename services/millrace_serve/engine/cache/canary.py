@@ -1,8 +1,8 @@
-"""Debug: every page carries the name of its content, so that a wrong page is an error and never a wrong token.
+"""Debug: every page carries the identity of its content, so that a wrong page is an error and never a wrong token.
 
 The last CANARY_BYTES of a page are eight u64; the first is the chain hash of the tokens whose KV is in the page, the
-second their count. Because a page is one contiguous block, this travels with every transfer. The host learns a
-sampled token one step after its KV is written, so a page's canary may be one token behind its content; it never names
+second their count. Because a page is one contiguous block, the canary travels with every transfer. The host gets a
+sampled token one step after its KV is written, so a page's canary may be one token behind its content; it never covers
 a token that is not there.
 """
 
@@ -26,7 +26,7 @@ class CanaryBatch:
 
 
 def mismatches(batch: CanaryBatch, page_table: np.ndarray, found: np.ndarray) -> dict[int, str]:
-    """Compare what the pages hold, u64 [B, P, 2], with what they must hold. Index of the sequence -> message."""
+    """Compare `found`, u64 [B, P, 2], with the expected words. Returns index of the sequence -> message."""
     wrong = (batch.expected[:, :, 1] != 0) & (batch.expected != found).any(axis=2)
     messages: dict[int, str] = {}
     for row, index in zip(*np.nonzero(wrong), strict=True):

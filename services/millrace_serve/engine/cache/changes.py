@@ -1,7 +1,7 @@
-"""What a prefix cache stored and removed since somebody last looked, by block (millrace_common/page_hash.py).
+"""Blocks (millrace_common/page_hash.py) that a prefix cache stored and removed since the last `take`.
 
 Only the difference counts: a block that was stored and removed again is in neither list. So the order does not matter,
-and a collector that nobody empties is no larger than the two states it lies between.
+and a collector that is never emptied is no larger than the two states.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class CacheChanges:
             self.store(block)
 
     def take(self) -> CacheChange | None:
-        """All of it, a block after those before it in its chain; None when there is nothing."""
+        """Return and clear the changes, each block after its predecessors in the chain; None when there are none."""
         if not self:
             return None
         change = CacheChange(list(self._stored), list(self._removed))

@@ -1,8 +1,8 @@
-"""Pages for sequences: the block pool and the prefix cache behind one door.
+"""Pages for sequences: the block pool and the prefix cache behind one interface.
 
 Life of a page:
     1. `allocate`  free -> running (evicting idle cached pages when the free list is short)
-    2. `insert`    a full page whose KV is written becomes findable; from now on nobody writes to it
+    2. 2. `insert`    a full page whose KV is written becomes findable; from now on it is read only
     3. `match`     another sequence of the same prefix shares it
     4. `publish`   a decode worker may read it; `park` when the prompt is done, `unpublish` when its lease has ended
     5. `release`   its last running holder leaves: cached if it was inserted, else free
@@ -18,7 +18,9 @@ from millrace_serve.engine.core import CacheChange
 
 
 class CachedPrefix:
-    """One sequence's place in the tree: how many of its pages are in it, and which equal pages of others it keeps."""
+    """One sequence's place in the tree: the number of its pages in it, and the equal pages of other sequences that it
+    pins.
+    """
 
     __slots__ = ("num_pages", "pins", "tail")
 
@@ -83,11 +85,11 @@ class KvCache:
         self._leave(prefix, pages, Holder.RUNNING)
 
     def publish(self, pages: list[int]) -> None:
-        """A decode worker may read these pages of a running prompt from now on."""
+        """Let a decode worker read these pages of a running prompt from now on."""
         self.pool.hold(pages, Holder.PUBLISHED)
 
     def park(self, prefix: CachedPrefix, pages: list[int]) -> None:
-        """A running prompt leaves. What it published stays, and its pins too: a parent must not go before a child."""
+        """A running prompt leaves. Its published pages stay, and its pins too: a parent must not go before a child."""
         self.pool.hold(prefix.pins, Holder.PUBLISHED)
         self._leave(prefix, pages, Holder.RUNNING)
 
@@ -103,7 +105,7 @@ class KvCache:
         return count
 
     def take_changes(self) -> CacheChange | None:
-        """What the prefix cache stored and removed since the last call."""
+        """The blocks that the prefix cache stored and removed since the last call."""
         return self._tree.changes.take()
 
     def check(self) -> None:

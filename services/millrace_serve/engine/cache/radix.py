@@ -1,9 +1,9 @@
 """Prefix cache: a tree of full pages, one node per page, keyed by the page's tokens.
 
-Nodes name physical pages but do not own them: engine/cache/kv_cache.py keeps the holders in the block pool, and tells
-the tree which nodes are idle (no sequence and no published prompt uses their page). Idle nodes are evicted in the order
-in which they became idle. Whoever uses a node uses its parents too, and leaves the deepest first; so a parent is
-never evicted before its children.
+Nodes name physical pages but do not own them: engine/cache/kv_cache.py keeps the holders in the block pool, and marks
+idle nodes (no sequence and no published prompt uses their page). Idle nodes are evicted in the order in which they
+became idle. A user of a node uses its parents too, and leaves the deepest first; so a parent is never evicted before
+its children.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class RadixTree:
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
         self.root = Node(None, (), 0, 0)
-        self.changes = CacheChanges()  # of the tree, for whoever tells others
+        self.changes = CacheChanges()  # of the tree, for reports to routers
         self._by_page: dict[int, Node] = {}
         self._idle: dict[Node, None] = {}  # oldest first
 
@@ -54,8 +54,8 @@ class RadixTree:
         return path
 
     def extend(self, parent: Node, tokens: Sequence[int], index: int, page: int, block: int) -> Node:
-        """The child of `parent` for page `index` of `tokens`, whose chain hash is `block`: the one that exists, else a
-        new busy one for `page`.
+        """Return the child of `parent` for page `index` of `tokens`, whose chain hash is `block`: the existing one,
+        else a new busy one for `page`.
         """
         key = self._key(tokens, index)
         child = parent.children.get(key)

@@ -2,7 +2,7 @@
 
 The vocabulary is read when the first grammar comes. Special tokens have no text, so no grammar allows them; the ends of
 the sequence are allowed exactly where the text is complete. JSON is written on one line, with a space behind commas and
-colons: where white space is free, a model can go on indenting until its tokens are used up.
+colons: with free white space a model may indent until its tokens are used up.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class _Matcher:
 
 def _compile(compiler: xgrammar.GrammarCompiler, grammar: Grammar) -> xgrammar.CompiledGrammar:
     match grammar.kind:
-        case GrammarKind.JSON_SCHEMA:  # what a schema does not mention it allows: strict_mode would forbid it
+        case GrammarKind.JSON_SCHEMA:  # a schema allows what it does not mention: strict_mode would forbid it
             return compiler.compile_json_schema(grammar.text, strict_mode=False, any_whitespace=False)
         case GrammarKind.REGEX:
             return compiler.compile_regex(grammar.text)

@@ -1,15 +1,16 @@
-"""Other processes compile what a rank will run, while it reads its weights. Compilers use one core each, and a rank
-meets their kernels one after the other: minutes with empty caches, of which most cores see nothing.
+"""Other processes compile a rank's kernels while the rank reads its weights. A rank alone would compile them one after
+the other on one core: minutes with empty caches.
 
 1. `beside` starts processes, each with a model of the rank's widths and random weights that has one dense layer and two
    with experts, which share theirs.
-2. Each takes the steps of the rank's own rehearsal, its GEMMs, and its graphs, beginning at another place of those
-   lists and going round. What another one has compiled meanwhile is on disk and takes no time, so they end together,
-   and what one of them fails to do the others do.
-3. The rank goes on when all have ended: their memory is its own again before it is measured.
+2. All processes run the same list of warm-up steps, GEMMs and graphs, each starting at a different offset and wrapping
+   around, so that together they cover it. A kernel that another process has compiled is on disk and costs nothing, so
+   all end at about the same time, and one that fails leaves its part to the others.
+3. The rank goes on when all have ended, so that their memory is free before it measures its own.
 
-A file in the cache folder says that everything is there (`mark`); then no process is started. Those that fail are named
-in the log, and the rank compiles what is missing. They end with the rank: their stdin is a pipe that closes with it.
+A file in the cache folder (`mark`) means that all kernels are there; then no process is started. The log names
+processes that fail, and the rank compiles the missing kernels. The processes end with the rank: their stdin is a pipe
+that closes with it.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ MOST_PROCESSES = 8
 LIMIT_S = 300.0  # after which the rank goes on without those that have not ended
 WORK_BYTES = 2 << 30  # for the activations of most steps; those that need more are left to the rank
 LIBRARIES = ("torch", "triton", "sgl-deep-gemm", "sgl-flash-mla", "flashinfer-python")
-# FlashInfer's module is built once, under a lock: one process builds it, the others do not wait for it.
+# One process builds FlashInfer's module under a lock; the others do not wait for it.
 WITHOUT_FLASHINFER = {
     "mla_prefill.plan": "",
     "mla_prefill.mla_prefill": "millrace_kernels.triton.mla_prefill:mla_prefill",
@@ -69,7 +70,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
-    """What one of the processes is told."""
+    """The input of one process."""
 
     site: Site
     index: int
@@ -81,7 +82,7 @@ class Part:
 
 
 def parts(site: Site, room: int) -> list[Part]:
-    """Of the processes to start. `room`: bytes of the device that nobody needs while weights are read."""
+    """The inputs of the processes to start. `room`: bytes of the device that are unused while weights are read."""
     file = mark_file(site)
     if file is None or file.exists():
         return []
@@ -92,7 +93,7 @@ def parts(site: Site, room: int) -> list[Part]:
 
 
 def num_processes(cores: int, room: int, least: int) -> int:
-    """By cores and memory; one alone would be hardly faster than the rank."""
+    """Number of processes by cores and memory; 0 instead of 1, because one alone is hardly faster than the rank."""
     count = min(cores, MOST_PROCESSES, room // least)
     return count if count > 1 else 0
 
@@ -101,7 +102,7 @@ def num_processes(cores: int, room: int, least: int) -> int:
 def beside(
     site: Site, wanted: Sequence[Part], command: Sequence[str] = COMMAND, limit_s: float = LIMIT_S
 ) -> Iterator[None]:
-    """Processes compile meanwhile. Waits for them in the end, and kills them when what it surrounds fails."""
+    """Context: processes compile during its body. Its end waits for them; a failure of the body kills them."""
     started = time.monotonic()
     with contextlib.ExitStack() as stack:
         running = []
@@ -119,13 +120,15 @@ def beside(
 
 
 def together(site: Site) -> None:
-    """Waits until every rank is here: what the first of them has had compiled, the others need not compile."""
+    """Wait for every rank, so that the others find the kernels of the first rank's processes."""
     if site.device.type == "cuda" and site.dims.world_group is not None:
         dist.all_reduce(torch.zeros(1), group=site.dims.world_group)
 
 
 def mark(site: Site) -> None:
-    """Everything is compiled; a unified worker runs what the other roles do. A read-only folder stays as it is."""
+    """Mark the folder as complete; a unified worker marks it for the other roles too. A read-only folder stays as it
+    is.
+    """
     for role in Role if site.role is Role.UNIFIED else (site.role,):
         if (file := mark_file(dataclasses.replace(site, role=role))) is not None:
             with contextlib.suppress(OSError):
@@ -142,7 +145,7 @@ def mark_file(site: Site) -> Path | None:
 
 
 def fingerprint(site: Site, device_name: str) -> str:
-    """Of all that decides which kernels there are: shapes, limits, libraries, and our own sources."""
+    """Hash of everything that decides the kernels: shapes, limits, libraries, and our own sources."""
     dims = dataclasses.replace(alone(site.dims), rank=0)
     layout = msgspec.structs.replace(site.layout, model_hash="")
     facts = (site.role, site.limits.model_copy(update={"num_pages": "auto"}), site.model, layout, dims, site.dtype)
@@ -160,7 +163,7 @@ def _version(library: str) -> str:
 
 
 def _is_first(site: Site, stack: contextlib.ExitStack) -> bool:
-    """Of the ranks that would fill the same folder with the same kernels; until `stack` ends."""
+    """Whether this is the first of the ranks that would fill the same folder with the same kernels; until `stack` ends."""
     if (file := mark_file(site)) is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         lock = stack.enter_context(file.with_suffix(".lock").open("w"))
@@ -220,7 +223,7 @@ def main() -> None:
 
 
 def run(part: Part) -> None:
-    """Steps, GEMMs and graphs. torch.compile is left out: what it makes depends on all layers."""
+    """Run steps, GEMMs and graphs. torch.compile is left out, because its result depends on all layers."""
     execution = part.site.execution.model_copy(update={"compile": "off"})
     model = small_model(part.site)
     layout = msgspec.structs.replace(part.site.layout, num_layers=len(model.layers))
@@ -260,12 +263,12 @@ def small_config(config: ModelConfig) -> ModelConfig:
 
 
 def alone(dims: ParallelDims) -> ParallelDims:
-    """A rank of the same shapes that talks to nobody."""
+    """A rank of the same shapes without other ranks."""
     return dataclasses.replace(dims, world_group=None, tp_group=None, dp_group=None)
 
 
 def turned(items: Sequence[T], index: int, count: int) -> list[T]:
-    """All of them, from the index-th of `count` parts on and round."""
+    """All items, from the index-th of `count` parts on, wrapping around."""
     first = len(items) * index // count
     return [*items[first:], *items[:first]]
 

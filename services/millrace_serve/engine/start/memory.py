@@ -1,10 +1,11 @@
-"""What a CUDA device's memory is given to: decided before the large allocations, told as a table, refused with numbers.
+"""The division of a CUDA device's memory: planned before the large allocations, logged as a table, refused with
+numbers.
 
     budget   = memory_fraction * total          what this rank may use of the device
     KV pages = budget - weights - activations - graphs - libraries
 
-1. Before the weights are loaded their bytes are known from the checkpoint's shapes, and the rest is estimated: what
-   cannot work is refused in seconds.
+1. Before the weights are loaded their bytes follow from the checkpoint's shapes, and the rest is estimated: a
+   configuration that cannot fit is refused in seconds.
 2. With the weights loaded, a rehearsal of the largest step measures the rest (engine/start/rehearsal.py), and the pages
    are counted.
 """
@@ -23,7 +24,7 @@ MOST_LIBRARY_BYTES = 4 * GIB  # more than that has been taken by another process
 
 
 class OverCommitted(ValueError):
-    """The configuration needs more memory than there is. The message has the numbers and what to change."""
+    """The configuration needs more memory than there is. The message has the numbers and the keys to change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +75,8 @@ class MemoryPlan:
 def make_plan(
     limits: Limits, memory: Memory, fraction: float, demand: Demand, page_bytes: int, max_pages: int | None = None
 ) -> MemoryPlan:
-    """
-    Args:
-        limits: num_pages may be "auto": as many as fit.
-        max_pages: that anybody can ever use; None: no limit.
-    Raises:
-        OverCommitted
+    """Args: limits: num_pages may be "auto": as many as fit. max_pages: the most pages that can ever be used; None: no
+    limit. Raises: OverCommitted
     """
     budget, total = int(memory.total * fraction), memory.total
     if budget > memory.free:

@@ -1,4 +1,4 @@
-"""How long each phase of a start took."""
+"""The time of each phase of a start."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Phases:
 
 
 def slowest(phases: list[Mapping[str, float]]) -> dict[str, float]:
-    """Of several ranks, which wait for each other: the longest time of each phase, in order."""
+    """The longest time of each phase over several ranks, which wait for each other, in order."""
     return {name: max(one.get(name, 0.0) for one in phases) for name in NAMES if any(name in one for one in phases)}
 
 

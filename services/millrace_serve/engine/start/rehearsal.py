@@ -40,8 +40,8 @@ def largest(limits: Limits) -> Shape:
 
 
 def prefill_shapes(limits: Limits) -> Iterator[Shape]:
-    """Prompts of lengths of every size, each fresh and after a prefix that is expanded, and numbers of prompts of every
-    size: as many rows are left in the last layer.
+    """Prompts of every size in `_sizes`, each without and with a cached prefix, and every number of prompts: the last
+    layer has as many rows.
     """
     longest = min(limits.max_prefill_tokens, limits.max_model_len - 1)
     prefix = _prefix(limits, longest)

@@ -1,5 +1,5 @@
-"""How a rank gets from a loaded model to one that may serve: memory measured and planned, kernels compiled, graphs
-captured. Every function here is collective over the ranks of the worker: they run the same rehearsals.
+"""The start of a rank from a loaded model to READY: measure and plan memory, compile kernels, capture graphs. Every
+function here is collective over the ranks of the worker: they run the same rehearsals.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """What a rank runs, and where."""
+    """A rank's model, limits and device."""
 
     role: Role
     limits: Limits
@@ -68,8 +68,8 @@ class MemoryPlanner:
             self._memory = memory.Memory(total, free + torch.cuda.memory_reserved(site.device))  # what is there is ours
 
     def check(self) -> int:
-        """Bytes that nobody needs while the weights are read. Raises memory.OverCommitted when the weights and what is
-        estimated already do not fit.
+        """Return the bytes that are unused while the weights are read. Raises memory.OverCommitted when the weights and
+        the estimates already do not fit.
         """
         if self._memory is None:
             return 0
@@ -81,7 +81,7 @@ class MemoryPlanner:
         return plan.budget - demand.weights - demand.libraries
 
     def pages(self, model: Model) -> int:
-        """Of the KV pool, the same on every rank. Raises memory.OverCommitted."""
+        """Pages of the KV pool, the same on every rank. Raises memory.OverCommitted."""
         if self._memory is None:
             wanted = self._site.limits.num_pages
             assert wanted != "auto", "only the memory of CUDA devices is planned"
@@ -98,7 +98,7 @@ class MemoryPlanner:
         return memory.make_plan(site.limits, self._memory, fraction, demand, page_bytes, everybody)
 
     def _measure(self, model: Model) -> memory.Demand:
-        """Runs the largest step, and the largest that graphs will have, on a pool of the sink alone."""
+        """Run the largest step, and the largest step of the graphs, on a pool of the sink page alone."""
         assert self._memory is not None
         site, device = self._site, device_of(self._site.device)
         torch.cuda.empty_cache()
@@ -128,7 +128,7 @@ class MemoryPlanner:
 
 
 def prepare(site: Site, config: EngineConfig, runner: TorchRunner, phases: Phases) -> None:
-    """Compile and capture what `runner` will need; afterwards the garbage collector does not look at it any more."""
+    """Compile and capture everything that `runner` will need, then freeze the garbage collector."""
     if site.device.type == "cuda":
         with phases("compile"):
             shapes = list(rehearsal.prefill_shapes(config))
@@ -170,7 +170,7 @@ def _tokens(shapes: list[Shape]) -> list[int]:
 
 
 def _forwards(site: Site, runner: TorchRunner) -> Callable[[int], Forward]:
-    """What is captured, by bucket."""
+    """The functions to capture, by bucket."""
     plain, execution = runner.forward_all, site.execution
     if execution.compile == "off":
         return lambda bucket: plain
