@@ -2,9 +2,9 @@
 engine/grammar/xgrammar_compiler.py.
 
 1. `admit` sees every message on its way to the scheduler. A Submit whose grammar was never seen starts a compilation in
-   a thread; it and all later messages of that request wait here, in order, and everything else passes.
-2. `admitted` gives back those whose compilation has ended, well or not.
-3. `walk` makes the sequence's `Walk` when the scheduler enrols it, or says why the request is refused.
+   a thread; the Submit and all later messages of its request wait here, in order; other messages pass.
+2. `admitted` returns the messages whose compilation has ended, with or without success.
+3. `walk` makes the sequence's `Walk` when the scheduler enrols it, or returns why the request is refused.
 4. The walk's mask restricts the sequence's next token (engine/step/sampling.py). It is a function of the grammar and
    the outputs alone, so preemption keeps it, and another attempt or the decode worker rebuilds it from the outputs it
    is given.
@@ -29,22 +29,22 @@ COMPILE_THREADS = 2
 
 
 class GrammarError(Exception):
-    """The grammar cannot be used; the message says why, for the client."""
+    """The grammar cannot be used. The message is for the client."""
 
 
 class Matcher(Protocol):
-    """A place in a compiled grammar."""
+    """A state of a compiled grammar."""
 
     mask: np.ndarray  # int32 [ceil(V / 32)]; bit t % 32 of word t // 32: token t may come next
 
     def accept(self, token: int) -> bool:
-        """Go on by one token that is no end of sequence. False: the grammar does not allow it."""
+        """Advance by one token that is no end of sequence. False: the grammar does not allow it."""
         ...
 
 
 class Compiler(Protocol):
     def compile(self, grammar: Grammar) -> Callable[[], Matcher]:
-        """Makes matchers that stand at the beginning. Raises GrammarError. Called by several threads."""
+        """Return a factory of matchers in the initial state. Raises GrammarError. Called by several threads."""
         ...
 
     def no_stop(self) -> np.ndarray:
@@ -53,7 +53,7 @@ class Compiler(Protocol):
 
 
 class Walk:
-    """One sequence's way through its grammar: free up to `after`, if there is one, and then by a matcher."""
+    """The state of one sequence in its grammar: free up to the token `after`, if given, then by a matcher."""
 
     def __init__(self, start: Callable[[], Matcher], after: int | None, free: np.ndarray) -> None:
         self._start = start
@@ -67,7 +67,7 @@ class Walk:
         return self._free if self._matcher is None else self._matcher.mask
 
     def accept(self, tokens: Iterable[int]) -> Failure | None:
-        """Go on by outputs that did not end the sequence. A failure: there is no way on."""
+        """Advance by outputs that did not end the sequence. Returns a failure when no continuation exists."""
         for token in tokens:
             if self._matcher is not None:
                 if not self._matcher.accept(token):
@@ -97,7 +97,7 @@ class Grammars:
         return len(self._held)
 
     def admit(self, message: EngineInput) -> list[EngineInput]:
-        """What may go on to the scheduler now: the message or nothing."""
+        """Return the message if it may go on to the scheduler now."""
         if not self._held and not isinstance(message, Submit):  # nearly always
             return [message]
         if isinstance(message, FlushCache):
@@ -124,7 +124,7 @@ class Grammars:
         return ready
 
     def walk(self, request: Request) -> Walk | Failure:
-        """The request's walk, behind the outputs of its earlier attempts."""
+        """The request's walk, after the outputs of its earlier attempts."""
         grammar = request.sampling.grammar
         assert grammar is not None
         if self._compiler is None:
@@ -150,7 +150,7 @@ class Grammars:
         return self._compiled[key]
 
     def _forget_oldest(self) -> None:
-        """One that is compiled and that nobody waits for, when there are too many."""
+        """Forget the oldest compiled grammar without waiting requests, when there are too many."""
         if len(self._compiled) < MAX_COMPILED:
             return
         awaited = {_text_of(one.sampling.grammar) for one in self._requests() if one.sampling.grammar is not None}
@@ -159,7 +159,7 @@ class Grammars:
             del self._compiled[oldest]
 
     def _requests(self) -> Iterator[Request]:
-        """Those that wait."""
+        """The waiting requests."""
         for _, (submit, *_) in self._held.values():
             assert isinstance(submit, Submit)
             yield submit.request
@@ -171,7 +171,7 @@ def _text_of(grammar: Grammar) -> Grammar:
 
 
 def _shortened(submit: Submit, waited_s: float) -> Submit:
-    """The time that it waited here counts against its deadline."""
+    """Subtract the time that the request waited here from its deadline."""
     request = submit.request
     if request.timeout_s is None:
         return submit

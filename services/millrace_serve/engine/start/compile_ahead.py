@@ -163,7 +163,7 @@ def _version(library: str) -> str:
 
 
 def _is_first(site: Site, stack: contextlib.ExitStack) -> bool:
-    """Whether this is the first of the ranks that would fill the same folder with the same kernels; until `stack` ends."""
+    """Whether this rank is the first that fills the folder with these kernels; until `stack` ends."""
     if (file := mark_file(site)) is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         lock = stack.enter_context(file.with_suffix(".lock").open("w"))
