@@ -9,7 +9,7 @@ import sys
 
 
 def main(argv: list[str] | None = None) -> int:
-    from millrace_serve.decode.service import DecodeRole  # rank processes import this file, and need nothing of it
+    from millrace_serve.decode.service import DecodeRole  # rank processes import this file and must not run it
     from millrace_serve.engine.config import Role
     from millrace_serve.worker.main import main as worker_main
 

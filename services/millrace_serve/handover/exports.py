@@ -2,13 +2,13 @@
 
 Life of an export:
 
-1. `expect`   the prompt was given to an engine
+1. `expect`   the engine gets the prompt
 2. `publish`  parts come from the engine; every Fetch stream of the attempt gets all of them in order, whenever it
    was opened
 3. the end, by the lease (transfer/lease.py): released, expired or aborted; or by `fail`, when the prompt failed. The
    engine gets LeaseEnded, and Fetch streams end: normally after a release, else with the reason.
 
-A Fetch may come before 1: it waits. Attempts that have ended are remembered for a while, for Fetches that come late.
+A Fetch may come before 1: it waits. Ended attempts are remembered for a while, for late Fetches.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Exports:
         self._end_lease = end_lease
         self._live: dict[RequestId, Export] = {}
         self._ended: collections.OrderedDict[RequestId, Export] = collections.OrderedDict()
-        self._expected = Wakeup()  # fires when an attempt becomes known
+        self._expected = Wakeup()  # fires when an attempt is added
         self._timer: asyncio.TimerHandle | None = None
 
     def __contains__(self, id: RequestId) -> bool:
@@ -72,7 +72,7 @@ class Exports:
         if part.first is not None and part.first.finish is not None and export is not None:
             self._finish(part, export)
             return
-        if not self.leases.publish(part):  # it was aborted meanwhile: the pages are free to go
+        if not self.leases.publish(part):  # it was aborted meanwhile: the pages may be reused
             self._end_lease(replica, LeaseEnded(part.id))
             return
         self._metrics.leases.set(self.leases.num_live)
@@ -145,7 +145,7 @@ class Exports:
         self._end(id, _END[state])
 
     def _finish(self, part: KvPart, export: Export) -> None:
-        """The first token ended the sequence. Its pages go back now; a Fetch still gets the part, whenever it comes."""
+        """The first token ended the sequence. Its pages are released now; a Fetch still gets the part, however late."""
         parts = [*export.parts, part]
         self._end(part.id, None)
         export.parts = parts

@@ -92,7 +92,7 @@ def check_layout(theirs: str, whose: str, ranks: Ranks) -> None:
 
 
 async def _prefill(peer: Peer, wire: worker_pb2.EngineRequest, epoch: str, done: asyncio.Event) -> None:
-    """As the prefill worker's router for one request: returns with its first token. Raises what went wrong there."""
+    """Act as the prefill worker's router for one request: returns with its first token. Raises the request's error."""
 
     async def messages() -> AsyncIterator[prefill_pb2.PrefillLinkRequest]:
         hello = worker_pb2.LinkHello(router_id=f"warm-up of {epoch}", epoch=peer.epoch)

@@ -40,7 +40,7 @@ class Peer:
     def __init__(self, address: str, epoch: str, identity: Identity | None) -> None:
         self.address = address
         self.epoch = epoch
-        self.agents: set[tuple[int, str]] = set()  # (our rank, its agent) that were introduced to each other
+        self.agents: set[tuple[int, str]] = set()  # pairs (our rank, its agent) that are connected
         self._identity = identity
         self._connect()
 
@@ -63,7 +63,7 @@ class Peer:
         await self._channel.close()
 
     async def lost(self) -> bool:
-        """Returns when the connection has broken. False: it was closed by us, or replaced."""
+        """Wait until the connection breaks. False: this process closed or replaced it."""
         channel, state = self._channel, grpc.ChannelConnectivity.IDLE
         with contextlib.suppress(grpc.aio.UsageError):  # it was closed
             while True:
@@ -74,7 +74,9 @@ class Peer:
         return False
 
     def renewed(self) -> grpc.aio.Channel | None:
-        """Calls from now on use our newest certificate. The channel for those that go on, if it was another."""
+        """Use the newest certificate for further calls. Returns the previous channel, on which running calls go on, if
+        it changed.
+        """
         if self._identity is None or self._identity.version == self._version:
             return None
         before = self._channel
@@ -93,7 +95,7 @@ class Fetch:
         self._stall_s = stall_s
 
     async def items(self) -> AsyncGenerator[list[MemoryHandle] | KvPart | Outcome, None]:
-        """Where the pages are, the parts, and HELD as the answer to `release`. Raises MillraceError."""
+        """Yields the KvSource, the parts, and HELD as the answer to `release`. Raises MillraceError."""
         try:
             await self._say(kv_pb2.FetchRequest(open=self._opening))
             while (response := await self._next()) is not None:
@@ -155,7 +157,9 @@ class Peers:
         self._close(peer.close())
 
     def _watch(self, peer: Peer) -> None:
-        """Ended by us before the channel is closed: gRPC does not always end it then."""
+        """Watch the connection. Cancelled before the channel is closed, because gRPC does not always end the watch
+        then.
+        """
         if (before := self._watches.get(peer)) is not None:
             before.cancel()
         self._watches[peer] = asyncio.create_task(self._drop_when_lost(peer))

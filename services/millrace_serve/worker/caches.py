@@ -1,4 +1,4 @@
-"""One folder for everything that is compiled while a worker starts, so that a volume or an image can hold it.
+"""One folder for all code that is compiled while a worker starts, so that a volume or an image can hold it.
 
 A library reads its variable when it is imported. Entry points therefore set them before anything else, in the frontend;
 its ranks inherit them. `millrace compile` fills the folder ahead of time.

@@ -1,7 +1,7 @@
 """Typed one-way message channels between the processes of a worker: ZeroMQ PUSH/PULL with msgpack.
 
-Sending never blocks: a message for a slow receiver is queued without limit, because what may be in flight is already
-limited by the engine's admission. A socket belongs to one thread.
+Sending never blocks: messages for a slow receiver are queued without limit, because the engine's admission already
+limits the work in flight. A socket belongs to one thread.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import zmq
 T = TypeVar("T")
 
 SHORTEST_POLL_S = 1e-3  # ZeroMQ counts in milliseconds: a shorter wait is a sleep that no message ends
-BATCH = 256  # messages that a reader callback takes before others get their turn
+BATCH = 256  # messages that a reader callback takes before other callbacks run
 
 
 class Sender(Generic[T]):
@@ -52,7 +52,7 @@ class Receiver(Generic[T]):
         self._on_message: Callable[[T], None] | None = None
 
     def receive(self, wait_s: float | None = 0.0) -> list[T]:
-        """Everything that is there; waits for the first message up to `wait_s` (None: for ever)."""
+        """Return all queued messages; waits for the first one up to `wait_s` (None: for ever)."""
         if wait_s is None:
             self._socket.poll()
         elif 0 < wait_s < SHORTEST_POLL_S:
@@ -71,13 +71,13 @@ class Receiver(Generic[T]):
         loop.call_soon(self._readable)
 
     def flush(self) -> None:
-        """Deliver now what is there."""
+        """Deliver the queued messages now."""
         assert self._on_message is not None
         for message in self.receive():
             self._on_message(message)
 
     def _readable(self) -> None:
-        # The descriptor is edge-triggered: it says nothing more until the socket was read empty.
+        # The descriptor is edge-triggered: it signals again only after the socket was read empty.
         assert self._loop is not None and self._on_message is not None
         for _ in range(BATCH):
             if self._socket.closed or (message := self._take()) is None:

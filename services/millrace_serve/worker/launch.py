@@ -1,8 +1,8 @@
-"""Starts rank processes, and tells when one ends. `Launcher` is all that the frontend knows; ray_launch.py is the other
-one.
+"""Starts rank processes and reports the end of one, behind the interface `Launcher`; ray_launch.py is the other
+implementation.
 
-No rank outlives the frontend, however that ends: the kernel kills it with its parent (Linux), and a pipe that closes
-tells it.
+No rank outlives the frontend, however the frontend ends: the kernel kills a rank with its parent (Linux), and a rank
+exits when its pipe closes.
 """
 
 from __future__ import annotations

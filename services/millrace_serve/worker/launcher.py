@@ -1,4 +1,4 @@
-"""What the frontend knows of how its ranks are started. launch.py and ray_launch.py do it."""
+"""The interface for starting ranks. launch.py and ray_launch.py implement it."""
 
 from __future__ import annotations
 
@@ -21,4 +21,4 @@ class Launcher(abc.ABC):
 
     @abc.abstractmethod
     async def stop(self, grace_s: float) -> None:
-        """Wait for the ranks, which have been told to stop, and end those that have not after `grace_s`. Idempotent."""
+        """Wait for the ranks, which have got Stop, and kill those that run after `grace_s`. Idempotent."""

@@ -1,6 +1,6 @@
 """Ranks as Ray actors, one per bundle of a placement group, for workers that span hosts. Ray is imported here only.
 
-The actors belong to the frontend's Ray job: Ray ends them with it, however it ends.
+The actors belong to the frontend's Ray job: Ray ends them with the job, however the frontend ends.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ WAIT_LOG_S = 5.0
 
 
 def start_hook(params: Any, head: bool) -> None:
-    """`ray start` calls it before it starts anything ($RAY_START_HOOK of our pods), for what its options cannot say.
+    """Adjust Ray before `ray start` ($RAY_START_HOOK of our pods), beyond its options.
 
-    Ray Client runs whatever code it is sent, and is not wanted. Nothing here is scaled. And Ray keeps one of the ports
-    that it is given from its node, which then ends itself unless an agent names that port within 15 seconds; on a busy
-    machine that is too short.
+    Ray Client is off, because it runs any code that is sent to it, and so is the autoscaler. The raylet gets the port
+    of its dashboard agent: without it a node ends itself unless the agent reports a port within 15 seconds, which is
+    too short on a busy machine.
     """
     params.ray_client_server_port = None
     params.no_monitor = True

@@ -1,8 +1,8 @@
-"""What the engines' prefix caches hold, for routers that choose by it (WatchCache).
+"""The content of the engines' prefix caches, for routers (WatchCache).
 
 The board mirrors each replica's cache from the changes that its engine reports, and numbers its states. A watcher gets
-the mirror as a snapshot and then the difference to what it was told last, so a slow one gets fewer, larger
-messages, and what waits for it is never larger than the cache.
+the mirror as a snapshot and then the difference to its last message, so a slow watcher gets fewer, larger messages, and
+its backlog is never larger than the cache.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class CacheBoard:
 
 
 class _Watcher:
-    """What one stream was not told yet."""
+    """The changes that one stream has not got yet."""
 
     def __init__(self, sequences: list[int]) -> None:
         self.changed = Wakeup()

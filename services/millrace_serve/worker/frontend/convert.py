@@ -1,7 +1,7 @@
 """Conversion between protobuf messages and the engine's structs.
 
-What is wrong with a message by itself is refused here (millrace_common/sampling_limits.py); the engine refuses what
-depends on the model: vocabulary, context, pages (engine/schedule/limits.py).
+Limits of a message by itself are checked here (millrace_common/sampling_limits.py); the engine checks limits of the
+model: vocabulary, context, pages (engine/schedule/limits.py).
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class Profiling:
         self._paths = await self._tell(StopProfile())
 
     async def _tell(self, message: StartProfile | StopProfile) -> list[str]:
-        """The ranks' paths. A rank that could not makes it fail, after all have answered."""
+        """Send to all ranks and return their paths. Raises when a rank failed, after all have answered."""
         try:
             answers = await self._ranks.profile(message)
         except RankLost as error:

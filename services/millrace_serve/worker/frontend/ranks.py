@@ -1,8 +1,8 @@
-"""The frontend's end of its ranks: starts them, talks to them, hears when one is lost.
+"""The frontend's side of its ranks: starts them, exchanges messages with them, notices a lost one.
 
 Life: 1. `start` launches all ranks; 2. each reports RankReady, after which its inboxes can be sent to; 3. reports go to
-`on_report`; 4. `stop`. A rank that fails, hangs or ends before that is lost, and the worker with it: `on_lost` is told
-once.
+`on_report`; 4. `stop`. A rank that fails, hangs or ends before that is lost, and the worker with it: `on_lost` is
+called once.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Ranks:
         self._watcher = asyncio.create_task(self._watch_steps())
 
     async def stop(self, grace_s: float) -> None:
-        """Ranks that are not up yet know of no work to end, and are killed."""
+        """Ranks that are not up yet have no work to end, and are killed."""
         self._stopping = True
         if self._watcher is not None:
             self._watcher.cancel()
@@ -94,7 +94,7 @@ class Ranks:
 
     @property
     def info(self) -> RankReady | None:
-        """Of rank 0; what it says of the model is the same on all. None before it is ready."""
+        """The report of rank 0; its facts about the model are the same on all ranks. None before it is ready."""
         return self._infos.get(0)
 
     @property
@@ -117,7 +117,7 @@ class Ranks:
         return [handle for handle in handles if handle is not None]
 
     def send(self, replica: int, message: EngineInput) -> None:
-        """To the engine of a replica."""
+        """Send to the engine of a replica."""
         self._engines[self.of_replica(replica)[0]].send(message)
 
     def send_reader(self, rank: int, message: ToReader) -> None:
@@ -140,7 +140,7 @@ class Ranks:
         return list(await asyncio.gather(*self._profiles.values()))
 
     def _take(self, message: FromRank) -> None:
-        """An error of ours ends the worker: what the report said is lost, and somebody may wait for it."""
+        """Handle a report. An exception ends the worker: the report would be lost, and a request may wait for it."""
         try:
             self._handle(message.rank, message.report)
         except Exception as error:
@@ -179,7 +179,7 @@ class Ranks:
 
     def _on_exit(self, rank: int, how: str) -> None:
         if not self._stopping:
-            self._inbox.flush()  # its last words say more
+            self._inbox.flush()  # its RankFailed has the reason
             self._lose(f"rank {rank} ended ({how})")
 
     def _lose(self, why: str) -> None:

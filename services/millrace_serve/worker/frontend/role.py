@@ -1,4 +1,6 @@
-"""What differs between workers. prefill/ and decode/ implement `RoleLogic`; the frontend uses nothing else of them."""
+"""The differences between the roles. prefill/ and decode/ implement `RoleLogic`; the frontend uses nothing else of
+them.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from millrace_serve.worker.messages import Report
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a role is composed with; it passes on to each of its own parts what that part needs."""
+    """The parts of the frontend that a role needs; a role passes them on to its own parts."""
 
     config: WorkerConfig
     epoch: str
@@ -51,11 +53,11 @@ class RoleLogic(abc.ABC):
 
     @abc.abstractmethod
     def on_events(self, replica: int, events: Events) -> None:
-        """What an engine reports, before its outputs go to the routers."""
+        """Handle an engine's events, before its outputs go to the routers."""
 
     @abc.abstractmethod
     def on_lost(self, error: MillraceError) -> None:
-        """The worker dies: end everything that others wait for."""
+        """The worker dies: end all waiting requests."""
 
     @property
     @abc.abstractmethod
@@ -63,7 +65,7 @@ class RoleLogic(abc.ABC):
         """Parked pages or transfers: a drain waits for them."""
 
     def on_report(self, rank: int, report: Report) -> None:
-        """Anything else that a rank reports."""
+        """Handle a report of a rank that is not for all roles."""
         raise TypeError(f"{type(self).__name__} does not take {type(report).__name__} of rank {rank}")
 
     async def warm_pair(self, source: worker_pb2.KvSourceRef) -> None:

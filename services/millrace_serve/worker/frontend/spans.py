@@ -5,8 +5,7 @@
     IMPORT      transfer (queue in it), decode  a decode worker; its queue is the wait for pages
     LOCAL       queue, prefill, decode          both phases here
 
-An attempt without a trace context leaves nothing here. `queue` of the engine is known only with its first output,
-which says how long it was.
+An attempt without a trace context has no spans. The engine's first output reports the length of `queue`.
 """
 
 from __future__ import annotations

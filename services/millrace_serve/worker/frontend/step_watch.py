@@ -1,8 +1,8 @@
-"""Notices a rank that hangs: a collective whose partner is gone, a kernel that never ends. Its process lives, so nobody
-else would.
+"""Detection of a rank that hangs: a collective waits for a lost partner, or a kernel never ends. Its process lives, so
+nothing else notices.
 
-A rank with running sequences ends a step every few milliseconds, and says so. One that has not said a word for
-`limit_s` since it said that sequences run is lost.
+A rank with running sequences reports the end of a step every few milliseconds. A rank that is silent for `limit_s`
+after such a report is lost.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ class StepWatch:
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
-        self._busy: dict[int, float] = {}  # rank: when it was heard last, where sequences ran then
+        self._busy: dict[int, float] = {}  # rank: time of its last report, if sequences ran then
 
     def heard(self, rank: int, running: int, now: float) -> None:
         if running:

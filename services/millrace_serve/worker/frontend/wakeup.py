@@ -11,7 +11,9 @@ from millrace_rpc.errors import MillraceError
 
 
 class Wakeup:
-    """Lets coroutines sleep until something changes. They look at the state themselves: a wake-up carries nothing."""
+    """Lets coroutines sleep until something changes. A wake-up carries no data: the coroutines check the state
+    themselves.
+    """
 
     def __init__(self) -> None:
         self._sleepers: set[asyncio.Future[bool]] = set()

@@ -54,7 +54,7 @@ def prompt_lengths(config: EngineConfig) -> list[int]:
 
 
 def tiny_request(length: int, vocab_size: int, route: Route) -> Request:
-    """A prompt that nobody else has: it must not be answered from a prefix cache."""
+    """A unique prompt, so that no prefix cache answers it."""
     return Request(
         id=RequestId(random.getrandbits(64) | 1, 0),
         token_ids=[random.randrange(vocab_size) for _ in range(length)],

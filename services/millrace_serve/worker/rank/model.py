@@ -1,4 +1,4 @@
-"""What a rank of a real model is made of. Imports torch."""
+"""The parts of a rank with a real model. Imports torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank is told, and what it is made of."""
+"""The input and the parts of a rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RankSpec:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a rank is made of: `engine` on a leader, `run` (which the leader ends) on a follower."""
+    """The parts of a rank: `engine` on a leader, `run` (which the leader ends) on a follower."""
 
     pool: KvPool
     vocab_size: int

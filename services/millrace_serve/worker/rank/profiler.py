@@ -37,7 +37,7 @@ class RankProfiler:
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / f"{label}-rank{self._rank}.json.gz"
         activities = {ProfilerActivity.CPU, ProfilerActivity.CUDA} & set(supported_activities())
-        # a follower is told in another thread than the one that computes
+        # a follower gets the message in another thread than the one that computes
         config = _ExperimentalConfig(profile_all_threads=True)
         self._profile = profile(activities=activities, experimental_config=config)
         self._profile.start()
