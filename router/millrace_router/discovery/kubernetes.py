@@ -7,8 +7,8 @@
     4. 410, any other error, silence, or Timing.relist since the last list: back to 1, after a pause unless it was due.
        After an error credentials are read afresh: a token, an authority or a kubeconfig may have been replaced
 
-The thread talks to the API server only, decides nothing and keeps nothing but a resource version; what was missed
-while no watch ran comes out of comparing the next list. An error removes nobody.
+The thread talks to the API server only; its one state is a resource version. Comparison with the next list finds
+changes that were missed without a watch. An error removes no worker.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from millrace_router.discovery.objects import Object, Store
 
 log = logging.getLogger(__name__)
 
-SHORTEST_WATCH_S = 0.2  # a server that ends watches faster than this is in trouble
+SHORTEST_WATCH_S = 0.2  # a server that ends watches faster than this is faulty
 PAGE = 500  # objects per answer to a list
 
 
@@ -58,14 +58,14 @@ class KubernetesSource:
         self._watch: Watch | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._listener: Listener | None = None
-        self._due = False  # publishing is on its way: a burst of events is told once
+        self._due = False  # publishing is scheduled: a burst of events is published once
 
     def start(self, listener: Listener) -> None:
         self._loop, self._listener = asyncio.get_running_loop(), listener
         threading.Thread(target=self._run, name="kubernetes-watch", daemon=True).start()
 
     async def stop(self) -> None:
-        """The thread ends as soon as its connection does; nobody has to wait for it."""
+        """End the thread as soon as its connection ends. The caller need not wait for it."""
         self._stopped.set()
         if self._watch is not None:
             self._watch.stop()
@@ -119,7 +119,7 @@ class KubernetesSource:
                 pause = min(2 * pause, timing.longest_pause)
 
     def _list(self, call: List) -> str:
-        """Hand over all objects; the resource version to watch from."""
+        """Pass on all objects. Returns the resource version to watch from."""
         objects: list[Object] = []
         following = None
         while True:
@@ -131,7 +131,7 @@ class KubernetesSource:
                 return str(answer["metadata"]["resourceVersion"])
 
     def _follow(self, call: List, version: str, left_s: float) -> str:
-        """Hand over the events of one watch until its regular end; the version to go on from."""
+        """Pass on the events of one watch until its regular end. Returns the version to continue from."""
         started = time.monotonic()
         self._watch = watch = Watch()
         events = watch.stream(

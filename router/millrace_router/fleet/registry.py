@@ -1,8 +1,8 @@
-"""All workers of this router: who is discovered (fleet.py), the hooks of their pairs, and the view that the policy
-chooses from.
+"""All workers of this router: the discovered ones (fleet.py), the hooks of their pairs, and the view from which the
+policy chooses.
 
-What is derived from the workers' states (states.py) is computed once per change of a state: load reports, of which
-there are many, change only numbers.
+Values derived from the workers' states (states.py) are computed once per change of a state; the frequent load reports
+change only numbers.
 """
 
 from __future__ import annotations
@@ -72,20 +72,20 @@ class Registry:
 
     @property
     def model(self) -> worker_pb2.WorkerInfo:
-        """What is served, as one of its workers said. NO_WORKERS before any has."""
+        """Return the served model, as one of its workers reported it. Raises NO_WORKERS before the first report."""
         if self._model is None:
             raise MillraceError(Reason.NO_WORKERS, "no worker has come up yet")
         return self._model
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Under which the model is served, its own first. NO_WORKERS as `model`."""
+        """Return the names of the served model, its own first. Raises NO_WORKERS as `model` does."""
         own = self.model.model
         also = [w.info.model for w in self.workers.values() if w.epoch in self._routable]
         return tuple(dict.fromkeys(name for name in (own, *also, *self._config.aliases) if name))
 
     def obstacle(self, worker: Worker) -> str:
-        """Why no request goes to this worker; empty when it is routable."""
+        """Return why no request goes to this worker; empty when it is routable."""
         if (why := worker.unhealthy or worker.withheld) or worker.epoch in self._routable:
             return why
         if any(worker.epoch in (pair.source, pair.worker) for pair in self.hooks.ready):
@@ -106,7 +106,9 @@ class Registry:
         return View(tuple(roles[PREFILL]), tuple(roles[DECODE]), tuple(roles[UNIFIED]), self._first)
 
     def choose(self, want: Want) -> Placement | None:
-        """None: it has to wait. NO_WORKERS: another model is served than the one that has begun the answer."""
+        """Choose a placement; None: the request has to wait. Raises NO_WORKERS when the model that began the answer is
+        no longer served.
+        """
         served = "" if self._model is None else self._model.layout.model
         weights = want.weights or served
         if weights != served and self.ready and not any(worker.weights == weights for worker, _ in self._able):
@@ -114,7 +116,7 @@ class Registry:
         return self.placer.choose(self.view(weights), want)
 
     def drain(self, worker: Worker) -> None:
-        """Send no more requests to the process that this worker is now."""
+        """Send no more requests to the worker's present process."""
         worker.drained_epoch = worker.epoch
         self._changed()
 
@@ -173,8 +175,8 @@ class Registry:
         self._loaded()
 
     def _served(self, routable: frozenset[str]) -> worker_pb2.WorkerInfo | None:
-        """One model at a time: that of the revision that is asked first; without it that of before, for as long as a
-        worker can serve it; then another one's.
+        """Return the one served model: that of the revision that is asked first; else the previous one while a worker
+        can serve it; else another.
         """
         linked = [worker for worker in self.workers.values() if worker.link is not None]
         able = [worker for worker in linked if worker.epoch in routable] or linked

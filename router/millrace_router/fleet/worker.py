@@ -1,13 +1,13 @@
-"""One worker as this router knows it, and the task that keeps the connection.
+"""The router's view of one worker, and the task that keeps the connection.
 
 1. Connect: GetInfo, check the version of its API.
 2. Watch its load. A stream that breaks or stays silent means that the worker is lost.
-3. As soon as it is READY: ask again who it is (now with model and layout) and open the Link.
+3. As soon as it is READY: call GetInfo again (now with model and layout) and open the Link.
 4. When any of these fails, or the process at the address is another one: close the Link, which fails every attempt
    there at once; back to 1 after a pause, unless discovery has dropped it.
 
-Pairing and warm-up are the hooks' affair; `routable` replicas are the registry's. `on_change` is called when what
-states.py derives from it may have changed, `on_load` when only numbers have.
+hooks.py pairs and warms workers; registry.py decides which are routable. `on_change` is called when the worker's state
+may have changed, `on_load` when only numbers have.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Worker:
 
     @property
     def unhealthy(self) -> str:
-        """Why it could not serve if it were asked to; empty when it could."""
+        """Why the worker cannot serve; empty when it can."""
         if self.load is None:
             return f"unreachable: {self.trouble}"
         if self.load.state != READY:
@@ -104,7 +104,7 @@ class Worker:
 
     @property
     def withheld(self) -> str:
-        """Why it is not asked to; empty when it may be."""
+        """Why the worker gets no new requests; empty when it may get them."""
         if self.leaving:
             return "no longer discovered"
         return "draining" if self.drained_epoch and self.drained_epoch == self.epoch else self.target.withheld
@@ -119,8 +119,8 @@ class Worker:
         return worker_pb2.KvSourceRef(address=self.address, epoch=self.epoch, fingerprint=fingerprint)
 
     def note_sent(self, replica: int, tokens: int, held: int) -> None:
-        """Until the next load report, what was sent counts as load: a burst is spread. `tokens` are to be computed
-        there, the KV of `held` ones is to be fetched.
+        """Count a sent request as load until the next load report, so that a burst is spread. `tokens` will be computed
+        there, the KV of `held` tokens will be fetched.
         """
         requests, total, fetched = self._sent.get(replica, (0, 0, 0))
         self._sent[replica] = requests + 1, total + tokens, fetched + held
@@ -181,7 +181,7 @@ class Worker:
         raise AssertionError("both go on until one fails")
 
     async def refresh(self) -> None:
-        """Ask the same process again who it is. Raises MillraceError or RpcError."""
+        """Call GetInfo on the same process again. Raises MillraceError or RpcError."""
         info = await self._ask()
         if info.epoch != self.epoch:
             raise MillraceError(Reason.EPOCH_CHANGED, "another process answers at its address")
