@@ -1,14 +1,14 @@
-"""The bounded queue in front of the workers, and who is refused at its door.
+"""The bounded queue in front of the workers, and the refusal of requests that it cannot serve.
 
-1. `check_room` refuses what can find no place, before any work is done for it; `make_room` decides once the tokens
-   are known: QUEUE_FULL, unless others have to give way (fair_queue.py says who), and DEADLINE_TOO_SHORT when the
-   wait, estimated from the measured rate of service, would be longer than the client waits.
-2. `enter` takes a ticket. With nobody before it and a placement at hand it is served at once.
-3. `pump` serves in fair order. Called whenever credits or workers may have appeared; nothing polls. A ticket that
-   finds no placement now does not block the next ones, up to `look_ahead` of them, but it cannot be overtaken without
-   end either (Ticket.blocks).
-4. `leave` withdraws a ticket (cancel, deadline). Setting `closed` refuses new requests (drain); those inside are still
-   served. A retried request enters again with its first place, and is never refused as over the size.
+1. `check_room` refuses a request without a place before any work. `make_room` decides once its tokens are known:
+   QUEUE_FULL, unless waiting tickets have to give way (fair_queue.py chooses them), and DEADLINE_TOO_SHORT when the
+   wait, estimated from the measured rate of service, exceeds the client's deadline.
+2. `enter` takes a ticket. The first ticket is served at once if a placement exists.
+3. `pump` serves in fair order. It is called whenever credits or workers may have appeared; nothing polls. A ticket
+   without a placement does not block the next ones, up to `look_ahead` of them, but the number of overtakings is
+   bounded (Ticket.blocks).
+4. `leave` withdraws a ticket (cancel, deadline). `closed` refuses new requests (drain); waiting ones are still served.
+   A retried request enters again at its first place, and the queue's size does not refuse it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from millrace_router.flow.fair_queue import FairQueue, Place, Ticket
 from millrace_router.policy.snapshot import Placement, Want
 
 LOOK_AHEAD = 8  # tickets that are tried while the first ones find no worker
-MEMORY_S = 10.0  # of the measured rate: as more is served, what was before counts for less
+MEMORY_S = 10.0  # of the measured rate: older services count for less
 LEAST_BUSY_S = 0.5  # of measuring, before anything is concluded from it
 LEAST_RETRY_S, LONGEST_RETRY_S = 0.1, 60.0
 
 
 class ServiceRate:
-    """Tokens per second that leave the queue while somebody waits: only then it tells what the workers can do. A pause
-    between two services, however long, forgets nothing: long answers in few places make long ones.
+    """Decayed throughput of the queue in tokens per second, counted only while the queue is not empty, because an empty
+    queue does not show the capacity. Decay runs on busy time, so idle gaps, normal with few long answers, do not erase
+    the estimate.
     """
 
     def __init__(self, now: float) -> None:
@@ -42,7 +43,7 @@ class ServiceRate:
         self._since = 0.0  # seconds since then
 
     def advance(self, now: float, waiting: bool) -> None:
-        """Until now, somebody was waiting or not."""
+        """Advance the clock; `waiting`: the queue was not empty since the last call."""
         passed, self._at = max(now - self._at, 0.0), max(now, self._at)
         self._since += passed if waiting else 0.0
 
@@ -53,7 +54,9 @@ class ServiceRate:
         self._since = 0.0
 
     def seconds_for(self, tokens: float) -> float | None:
-        """None: not known yet. Nothing was served so far: what has lasted so long may last for as long again."""
+        """Estimated seconds until so many tokens are served; None: unknown. Before the first service the estimate is
+        the time waited so far.
+        """
         seconds = self._seconds + self._since
         if seconds < LEAST_BUSY_S:
             return None
@@ -86,7 +89,7 @@ class Admission:
 
     @property
     def tokens(self) -> int:
-        """Prompt tokens of all who wait."""
+        """Prompt tokens of all waiting tickets."""
         return self._queue.tokens
 
     def place(self, priority: int, tenant: str = "default", weight: float = 1.0) -> Place:
@@ -105,7 +108,9 @@ class Admission:
             raise MillraceError(Reason.QUEUE_FULL, message, retry_after_s=self.drained_in())
 
     def make_room(self, tickets: int, place: Place, tokens: int, left_s: float | None) -> None:
-        """For so many tickets of `tokens` prompt tokens each, whose client waits `left_s` more (None: for ever)."""
+        """Make room for so many tickets of `tokens` prompt tokens each, whose client waits `left_s` more (None: for
+        ever).
+        """
         if left_s is not None and left_s <= 0:
             raise MillraceError(Reason.DEADLINE_EXCEEDED, "the deadline had passed before the request could wait")
         self.check_room(tickets, place)
@@ -122,16 +127,14 @@ class Admission:
             victim.refuse(MillraceError(Reason.QUEUE_FULL, message, retry_after_s=self.drained_in()))
 
     def wait_of(self, place: Place, tokens: int) -> float | None:
-        """The estimated wait of a newcomer, in seconds. None: not known. 0 while nobody waits."""
+        """The estimated wait of a newcomer, in seconds. None: unknown. 0 for an empty queue."""
         if not self._waiting:
             return 0.0
         self._rate.advance(self._clock(), waiting=True)
         return self._rate.seconds_for(self._queue.tokens_before(place, tokens))
 
     def drained_in(self) -> float | None:
-        """When a refused client should come again, in seconds: when those who wait now will have been served. None:
-        not known.
-        """
+        """Seconds after which a refused client should retry: until the present queue is served. None: unknown."""
         self._rate.advance(self._clock(), waiting=self._waiting > 0)
         seconds = self._rate.seconds_for(self._queue.tokens)
         return None if seconds is None else _bounded(seconds)
@@ -156,7 +159,9 @@ class Admission:
         self._queue.charge(place, tokens)
 
     def pump(self) -> None:
-        """Serve whom the workers have room for. Serving may call back into the queue: the outer call goes on."""
+        """Serve the tickets for which the workers have room. Serving may call back into the queue: the outer call goes
+        on.
+        """
         if not self._pumping and self._waiting:
             self._run(self._serve_one)
 
@@ -170,13 +175,15 @@ class Admission:
             self._pumping = False
 
     def _serve_one(self, only: Ticket | None = None) -> bool:
-        """Whether somebody was served, or refused. `only`: those before it have been tried since anything changed."""
+        """Whether a ticket was served or refused. `only`: the tickets before it have been tried since the last
+        change.
+        """
         now = self._clock()
         before: list[Ticket] = []
         for ticket in itertools.islice(self._queue.in_order(), self._look_ahead):
             try:
                 placement = self._choose(ticket.want) if only is None or ticket is only else None
-            except MillraceError as error:  # nobody will ever serve it
+            except MillraceError as error:  # no worker will ever serve it
                 self.leave(ticket)
                 ticket.refuse(error)
                 return True

@@ -92,7 +92,7 @@ def check_ids(name: str, ids: Sequence[int], model: worker_pb2.WorkerInfo) -> No
 
 
 def check_text_length(text: str, longest_token: int, model: worker_pb2.WorkerInfo) -> None:
-    """Refuse before tokenizing what cannot fit however it is tokenized."""
+    """Refuse, before tokenizing, a text that cannot fit."""
     if len(text) > longest_token * model.max_context:
         raise _too_long(f"the prompt has {len(text)} characters", model)
 
@@ -147,7 +147,7 @@ def _check_tools(tools: Sequence[Tool]) -> None:
 
 
 def _check_grammar(ask: Ask, grammar: common_pb2.Grammar, model: worker_pb2.WorkerInfo) -> None:
-    """What can be known without a compiler; the workers refuse the rest before any work."""
+    """Check everything that needs no compiler; the workers refuse the rest before any work."""
     kind, param = grammar.WhichOneof("kind"), ask.grammar_param
     if kind is None:
         raise _invalid(param, "has no kind")

@@ -1,7 +1,7 @@
-"""Why a request went where it went.
+"""The explanation of a placement.
 
-A decision costs nothing when it is made: it keeps the immutable situation, and because choosing is a pure function, it
-is explained by choosing once more with notes.
+A decision costs nothing when it is made: it keeps the immutable situation. Choosing is a pure function, so choosing
+once more, with notes, explains it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Selection:
     role: str  # "local", "prefill", "decode" or "unified"
     policy: str
     candidates: tuple[Candidate, ...]
-    chosen: Key | None  # None: everybody was excluded
+    chosen: Key | None  # None: every candidate was excluded
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Decision:
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that whoever computes the prompt is expected to have."""
+        """Prompt tokens that are expected to be cached on the replica that computes the prompt."""
         want, situation = self.situation.want, self.situation
         if isinstance(self.placement, Pair):
             return want.cached(situation.prefill_pages.get(self.placement.prefill.process, 0))

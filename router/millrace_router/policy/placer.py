@@ -1,4 +1,4 @@
-"""Around the pure choice: the indexes it looks into, whose turn it is, and the decisions to be explained."""
+"""The state around the pure choice: the indexes, the turns of equal scores, and the recorded decisions."""
 
 from __future__ import annotations
 
