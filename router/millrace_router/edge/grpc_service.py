@@ -61,7 +61,7 @@ class InferenceService:
         return pb.ListModelsResponse(models=entries)
 
     def handlers(self) -> grpc.GenericRpcHandler:
-        """What to add to the server. The generated registration would answer malformed bytes with INTERNAL."""
+        """The handlers for the server. The generated registration would answer malformed bytes with INTERNAL."""
         unary, stream = grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler
         methods = {
             "Generate": self._handler(stream, self.generate, pb.GenerateRequest, streaming=True),

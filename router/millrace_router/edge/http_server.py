@@ -53,7 +53,9 @@ class HttpServer:
         return listener.getsockname()[1]
 
     def part(self) -> None:
-        """From now on every answer is its connection's last, so that the client's next one is to somebody else."""
+        """From now on every answer is its connection's last, so that the client's next connection reaches another
+        router.
+        """
         self._parting.set()
 
     async def stop(self) -> None:
@@ -65,17 +67,17 @@ class HttpServer:
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals stay ours."""
+        """Leave signals to the process."""
         yield
 
 
 class _BoundedHead(HttpToolsProtocol):
-    """The parser waits for headers and keeps them until they are complete: here limits of size and time end it."""
+    """Limits of size and time for headers, which the parser alone keeps until they are complete."""
 
     _head_bytes = 0
     _head_timer: asyncio.TimerHandle | None = None
     _in_head = True
-    _got_through = False  # the data at hand completed somebody's headers
+    _got_through = False  # the data at hand completed a request's headers
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
