@@ -6,13 +6,13 @@ actions out.
 2. PREFILL   no output yet. The first token comes from whichever leg is faster.
 3. HANDOVER  the prefill worker's token is out, the decode worker is still reading the KV.
 4. DECODE    the decode leg produces. Its outputs begin with the first token again; what overlaps must be equal.
-5. DONE, FAILED, CANCELLED  absorb everything. Every leg that is still open has been told to abort, and in HANDOVER
-             the prefill worker too: it has said everything, but holds pages for a reader that may never come.
+5. DONE, FAILED, CANCELLED  absorb everything. Every open leg has got an abort, and in HANDOVER the prefill worker
+             too: its outputs are complete, but it holds pages for a reader that may never come.
 
 Back to QUEUED: a leg failed for a reason that another attempt may cure (the errors' table says which) or made no
 progress in time. The other leg is aborted, the attempt number rises, and the next attempt replays prompt +
 `outputs`: the client sees a pause. Everything is bounded by `max_attempts`, the client's deadline and the budget that
-all requests share (`give_up`); a client that gets such an error may try again itself. What a busy worker refuses is
+all requests share (`give_up`); a client that gets such an error may retry. What a busy worker refuses is
 none of these attempts, because its last places are offered to all routers and only one of them is the first.
 
 `outputs` are the tokens of the room by position. The client takes them with `take`; a disagreement between the legs
