@@ -1,4 +1,4 @@
-"""The life of one continuation: which worker does what, what the client may see, when to try again. Pure: events in,
+"""The life of one continuation: the work of each worker, the outputs for the client, and the retries. Pure: events in,
 actions out.
 
 1. QUEUED    waits for workers. `assign` submits the attempt to its legs at once: a prefill and a decode worker, only
@@ -10,10 +10,10 @@ actions out.
              too: its outputs are complete, but it holds pages for a reader that may never come.
 
 Back to QUEUED: a leg failed for a reason that another attempt may cure (the errors' table says which) or made no
-progress in time. The other leg is aborted, the attempt number rises, and the next attempt replays prompt +
-`outputs`: the client sees a pause. Everything is bounded by `max_attempts`, the client's deadline and the budget that
-all requests share (`give_up`); a client that gets such an error may retry. What a busy worker refuses is
-none of these attempts, because its last places are offered to all routers and only one of them is the first.
+progress in time. The other leg is aborted, the attempt number rises, and the next attempt replays prompt + `outputs`:
+the client sees a pause. Everything is bounded by `max_attempts`, the client's deadline and the budget that all requests
+share (`give_up`); a client that gets such an error may retry. A refusal by a busy worker does not count as an attempt,
+because all routers compete for its last places.
 
 `outputs` are the tokens of the room by position. The client takes them with `take`; a disagreement between the legs
 is retried only while the client has seen nothing of the attempt, else it ends the request: a wrong token is never
@@ -35,7 +35,7 @@ from millrace_router.config import Timeouts
 
 BACKOFF_S, LONGEST_BACKOFF_S = 0.05, 1.0  # pauses before trying busy workers again; doubled with every refusal
 MAX_REFUSALS = 64  # with these pauses a minute
-AGAIN_S = 1.0  # when a client whose request was given up should try again
+AGAIN_S = 1.0  # when a client whose request was given up should retry
 
 
 class Stage(enum.StrEnum):
@@ -73,7 +73,7 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Tell the leg's worker to stop working on the attempt."""
+    """Send an abort of the attempt to the leg's worker."""
 
     leg: Leg
     attempt: int
@@ -120,7 +120,7 @@ class Flow:
     stage: Stage = Stage.QUEUED
     attempt: int = -1  # of the latest submit
     refusals: int = 0  # attempts that workers were too busy to take
-    open: set[Leg] = field(default_factory=set)  # legs that may still say something
+    open: set[Leg] = field(default_factory=set)  # legs that may still send outputs
     outputs: list[int] = field(default_factory=list)  # token ids of the room
     logprobs: list[common_pb2.TokenLogprobs] = field(default_factory=list)  # as many as outputs, when asked for
     base: int = 0  # outputs that the latest attempt was given
@@ -170,7 +170,7 @@ class Flow:
         return self._end(Stage.CANCELLED, str(error.reason), error=error)
 
     def give_up(self) -> Sequence[Action]:
-        """Instead of the retry that was asked for: there were too many of them lately."""
+        """Called instead of the requested retry, when the budget is exhausted."""
         assert self.stage is Stage.QUEUED and self.error is not None
         return self._end(Stage.FAILED, "no retry", error=self._final(self.error, "too many requests are tried again"))
 
@@ -210,7 +210,7 @@ class Flow:
             return NOTHING
         self.open.discard(leg)
         if leg is Leg.PREFILL and self.stage is Stage.DECODE:
-            return NOTHING  # the decode worker has all that it needs
+            return NOTHING  # the decode worker has the whole KV
         return self._fail(error, _BOTH if error.reason in _TWO_SIDED else frozenset({leg}), now)
 
     def tick(self, now: float, routable: bool) -> Sequence[Action]:
@@ -244,7 +244,7 @@ class Flow:
             self.open.discard(leg)
             return self._end(Stage.DONE, "finished", finish_reason=finish)
         if leg is Leg.PREFILL:
-            self.open.discard(leg)  # it has said all that it had to say
+            self.open.discard(leg)  # its outputs are complete
             if self.stage is Stage.PREFILL:
                 self._move(Stage.HANDOVER, now)
         return NOTHING
@@ -259,7 +259,7 @@ class Flow:
         return (Count("mismatches"), *self._fail(error, _BOTH, now, curable=True))
 
     def _fail(self, error: MillraceError, blame: frozenset[Leg], now: float, curable: bool = False) -> Sequence[Action]:
-        """The attempt is over: the next one, if that may help and is allowed."""
+        """The attempt is over: start the next one, if it may help and is allowed."""
         self.error = error
         blamed = Blame(blame, error.reason)
         if self.remaining <= 0:
@@ -267,7 +267,7 @@ class Flow:
             return (*end, blamed)
         if not (curable or error.row.retry_elsewhere):
             return (*self._end(Stage.FAILED, str(error.reason), error=error), blamed)
-        busy = error.row.retry_after_s > 0  # the worker is well but takes nothing now
+        busy = error.row.retry_after_s > 0  # the worker is healthy and busy
         pause = min(BACKOFF_S * 2**self.refusals, LONGEST_BACKOFF_S) if busy else 0.0
         refused = busy and len(self.outputs) == self.base and self.refusals < MAX_REFUSALS
         self.refusals += refused
@@ -280,13 +280,13 @@ class Flow:
         return (*aborts, blamed, Retry(error.reason, pause, refused))
 
     def _culprits(self) -> frozenset[Leg]:
-        """Whose silence it is: a first token needs the prefill worker alone, a handover both."""
+        """The workers that may cause a silence: a first token needs the prefill worker alone, a handover both."""
         if self.stage is Stage.HANDOVER:
             return _BOTH
         return frozenset({Leg.PREFILL if self.stage is Stage.PREFILL and Leg.PREFILL in self.open else Leg.DECODE})
 
     def _final(self, error: MillraceError, why: str) -> MillraceError:
-        """The client's turn to try again."""
+        """The error for the client, which may retry."""
         return MillraceError(error.reason, f"{error.message} ({why})", retry_after_s=error.retry_after_s or AGAIN_S)
 
     def _end(
@@ -314,7 +314,7 @@ class Flow:
 
 
 _BOTH = frozenset(Leg)
-# Reported by the decode worker, these can as well be the prefill worker's fault.
+# When the decode worker reports these, the prefill worker may be at fault.
 _TWO_SIDED = frozenset(
     {Reason.EPOCH_CHANGED, Reason.KV_NOT_FOUND, Reason.KV_EXPIRED, Reason.KV_MISMATCH, Reason.TRANSFER_FAILED}
 )
