@@ -98,7 +98,7 @@ NO_TORCH_NO_GRPC = (
 NO_TORCH = ("millrace_common/*.py", "millrace_rpc/*.py", "millrace_router/**/*.py", "millrace_cli/*.py")
 NO_GRPC = (
     "millrace_common/*.py",
-    "millrace_serve/model/*.py",
+    "millrace_serve/model/**/*.py",
     "millrace_serve/engine/**/*.py",
     "millrace_serve/transfer/*.py",
     "millrace_serve/worker/rank/*.py",

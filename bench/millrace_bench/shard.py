@@ -28,11 +28,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from millrace_kernels.fp8 import Fp8, Operand
+from millrace_kernels.fp8 import Fp8
 from millrace_serve.engine.step.device import Replay, device_of
 from millrace_serve.model.attn_step import FormThresholds
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3
+from millrace_serve.model.experts.local import LocalExperts
 from millrace_serve.model.inputs import AttnPlan, ForwardInput
 from millrace_serve.model.moe import Moe
 from millrace_serve.model.parallel import ParallelDims
@@ -75,35 +76,20 @@ SHARDS = {
 }
 
 
-class FoldedExchange:
-    """Stands for the exchange between `ranks` ranks with balanced routing: every choice lands here."""
+class FoldedExperts(LocalExperts):
+    """Stands for an exchange between ranks with balanced routing: every choice lands on an expert of this rank."""
 
-    local = True
-
-    def __init__(self, num_local: int) -> None:
-        self._num_local = num_local
-
-    def dispatch(
-        self, h: Operand, weights: Tensor, experts: Tensor, inputs: ForwardInput
-    ) -> tuple[Operand, Tensor, Tensor]:
-        return h, weights, experts.fmod(self._num_local)  # whose sign is that of the id: -1, nobody's, stays
-
-    def combine(self, partial: Tensor, inputs: ForwardInput) -> Tensor:
-        return partial
+    def __init__(self, *facts: Any) -> None:
+        super().__init__(*facts)
+        self.held.num_experts = len(self.held.w13.data) - self.fuses_shared
+        self.held.slots = lambda ids: ids.fmod(self.held.num_experts)  # keeps the sign: -1, the padding, stays -1
 
 
 def build(shard: Shard, layers: int, device: torch.device, widths: dict[str, Any] | None = None) -> DeepseekV3:
     """`widths` replaces V3's, for a test."""
     config = ModelConfig(num_hidden_layers=layers, **{**v3.V3, **(widths or {})})
     weights = RandomWeights(device, torch.bfloat16, fp8=True)
-    if not shard.folded:
-        return DeepseekV3(weights, config, shard.dims, FormThresholds())
-    held = config.n_routed_experts // shard.dims.ep_size
-    model = DeepseekV3(weights, config, shard.dims, FormThresholds(), FoldedExchange(held))
-    for layer in model.layers:
-        if isinstance(layer.mlp, Moe):
-            layer.mlp.num_experts = held
-    return model
+    return DeepseekV3(weights, config, shard.dims, FormThresholds(), FoldedExperts if shard.folded else None)
 
 
 # ------------------------------------------------------------------------------------------------ steps
@@ -217,8 +203,9 @@ def floor_ms(model: DeepseekV3, inputs: ForwardInput, kv_bytes: int = 2) -> floa
         weights = [layer.self_attn.q_kv_a_proj, layer.self_attn.q_b_proj, layer.self_attn.kv_b_proj]
         sizes = [_nbytes(w) for w in (*weights, layer.self_attn.o_proj)]
         if isinstance(layer.mlp, Moe):
-            experts = _nbytes(layer.mlp.w13) + _nbytes(layer.mlp.w2)
-            held = (layer.mlp.w13.data if isinstance(layer.mlp.w13, Fp8) else layer.mlp.w13).shape[0] - 1
+            assert isinstance(layer.mlp.routed, LocalExperts)
+            w13, w2 = layer.mlp.routed.held.w13, layer.mlp.routed.held.w2
+            experts, held = _nbytes(w13) + _nbytes(w2), len(w13.data) - 1
             touched = held * (1 - (1 - min(chosen / held, 1)) ** tokens) + 1
             read += experts / (held + 1) * touched
             per_token += experts / (held + 1) * (chosen + 1)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from millrace_bench import v3
-from millrace_bench.shard import SHARDS, FoldedExchange, build, decode_step, floor_ms, kind_of, make_pool, prefill_step
-from millrace_kernels.fp8 import Operand
+from millrace_bench.shard import SHARDS, build, decode_step, floor_ms, kind_of, make_pool, prefill_step
 
 CPU = torch.device("cpu")
 
@@ -15,7 +14,7 @@ CPU = torch.device("cpu")
 def test_a_rank_runs_every_kind_of_step(name: str) -> None:
     model = build(SHARDS[name], 2, CPU, v3.TINY)
     mlp = model.layers[1].mlp
-    assert mlp.fused_shared and mlp.w13.data.shape[0] == (17 if name == "tp8" else 3)
+    assert mlp.routed.fuses_shared and mlp.routed.held.w13.data.shape[0] == (17 if name == "tp8" else 3)
     pool = make_pool(model, 9, CPU, torch.bfloat16)
     for inputs in (decode_step(model, 3, 100, CPU), prefill_step(model, 2, 70, CPU)):
         logits = model.logits(model.forward(inputs, pool)[inputs.sample_rows])
@@ -24,9 +23,9 @@ def test_a_rank_runs_every_kind_of_step(name: str) -> None:
 
 
 def test_every_choice_lands_on_this_rank() -> None:
-    experts = torch.tensor([[0, 5, 31, -1]], dtype=torch.int32)
-    _, _, folded = FoldedExchange(4).dispatch(Operand(torch.zeros(1, 8), None), torch.ones(1, 4), experts, None)
-    assert folded.tolist() == [[0, 1, 3, -1]]
+    held = build(SHARDS["ep8"], 2, CPU, v3.TINY).layers[1].mlp.routed.held
+    assert held.num_experts == 2
+    assert held.slots(torch.tensor([[0, 5, 14, -1]], dtype=torch.int32)).tolist() == [[0, 1, 0, -1]]
 
 
 def test_kernels_by_kind() -> None:

@@ -46,8 +46,9 @@ def test_which_weights_stay_in_fp8(random_fp8: Path, random_bf16: Path) -> None:
             widened = quantised.data.float() * quantised.scales.repeat_interleave(BLOCK, 1)[:, None]
             assert torch.equal(widened, plain)
         if isinstance(mlp, Moe):
-            assert mlp.fused_shared and mlp.shared_experts is None and isinstance(mlp.w13, Fp8)
-            assert mlp.w13.data.shape[0] == model.config.n_routed_experts + 1
+            assert mlp.routed.fuses_shared and mlp.shared_experts is None
+            w13 = mlp.routed.held.w13
+            assert isinstance(w13, Fp8) and w13.data.shape[0] == model.config.n_routed_experts + 1
     plain = load(random_bf16, keep_fp8=True).layers[1].self_attn
     assert not isinstance(plain.o_proj, Fp8) and plain.w_uk_fp8 is plain.w_uv_fp8 is None
     assert not isinstance(load(random_fp8, keep_fp8=False).layers[1].self_attn.o_proj, Fp8)

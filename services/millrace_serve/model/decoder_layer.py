@@ -9,7 +9,7 @@ from torch import Tensor
 
 from millrace_serve.model.attn_step import AttnStep
 from millrace_serve.model.config import ModelConfig
-from millrace_serve.model.expert_exchange import ExpertExchange
+from millrace_serve.model.experts.routed import MakeExperts
 from millrace_serve.model.inputs import ForwardInput
 from millrace_serve.model.layers import RmsNorm
 from millrace_serve.model.mla import Mla
@@ -20,7 +20,7 @@ from millrace_serve.model.weights import Weights
 
 class DecoderLayer:
     def __init__(
-        self, ckpt: Weights, config: ModelConfig, dims: ParallelDims, exchange: ExpertExchange, layer: int
+        self, ckpt: Weights, config: ModelConfig, dims: ParallelDims, make_experts: MakeExperts, layer: int
     ) -> None:
         prefix, eps = f"model.layers.{layer}", config.rms_norm_eps
         self.input_layernorm = RmsNorm(ckpt, f"{prefix}.input_layernorm", config.hidden_size, eps)
@@ -28,7 +28,7 @@ class DecoderLayer:
         self.post_attention_layernorm = RmsNorm(ckpt, f"{prefix}.post_attention_layernorm", config.hidden_size, eps)
         self.mlp: Moe | DenseMlp
         if config.is_moe(layer):
-            self.mlp = Moe(ckpt, config, dims, exchange, f"{prefix}.mlp")
+            self.mlp = Moe(ckpt, config, dims, make_experts, layer)
         else:
             self.mlp = DenseMlp(ckpt, config, dims, f"{prefix}.mlp")
 

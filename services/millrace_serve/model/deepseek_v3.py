@@ -5,6 +5,7 @@ Letters: T tokens of the step, S sampled rows, D hidden size, L layers of the KV
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from pathlib import Path
@@ -16,11 +17,14 @@ from torch import Tensor
 from millrace_serve.model.attn_step import AttnStep, FormThresholds, HeadShape
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.decoder_layer import DecoderLayer
-from millrace_serve.model.expert_exchange import ExpertExchange, make_exchange
+from millrace_serve.model.experts.gather import GatherExperts
+from millrace_serve.model.experts.local import LocalExperts
+from millrace_serve.model.experts.placement import Placement
+from millrace_serve.model.experts.routed import Implementation
 from millrace_serve.model.inputs import ForwardInput
 from millrace_serve.model.layers import RmsNorm, VocabParallel
 from millrace_serve.model.mtp import Mtp
-from millrace_serve.model.parallel import ParallelDims
+from millrace_serve.model.parallel import ParallelDims, check_divides
 from millrace_serve.model.weights import Checkpoint, Weights, keeps_fp8
 from millrace_serve.model.yarn import rope_tables
 
@@ -34,19 +38,22 @@ class DeepseekV3:
         config: ModelConfig,
         dims: ParallelDims,
         thresholds: FormThresholds,
-        exchange: ExpertExchange | None = None,
+        experts: Implementation | None = None,
     ) -> None:
         self.config, self.dims, self.thresholds, self.dtype = config, dims, thresholds, ckpt.dtype
         self.rope_tables = rope_tables(config, ckpt.device)
         self.scratch = Scratch(ckpt.device)
-        self.heads = HeadShape(config.num_attention_heads // dims.tp, config.qk_head_dim, config.v_head_dim)
-        self.exchange = exchange = exchange or make_exchange(dims)
+        num_heads = check_divides("num_attention_heads", config.num_attention_heads, "tp", dims.tp)
+        self.heads = HeadShape(num_heads, config.qk_head_dim, config.v_head_dim)
+        placement = Placement.contiguous(config.num_kv_layers, config.n_routed_experts, dims.ep_size)
+        implementation = experts or (LocalExperts if dims.dp == 1 else GatherExperts)
+        make = functools.partial(implementation, ckpt, config, dims, placement)
         self.embed_tokens = VocabParallel(ckpt, config, dims, "model.embed_tokens.weight")
-        self.layers = [DecoderLayer(ckpt, config, dims, exchange, layer) for layer in range(config.num_hidden_layers)]
+        self.layers = [DecoderLayer(ckpt, config, dims, make, layer) for layer in range(config.num_hidden_layers)]
         self.norm = RmsNorm(ckpt, "model.norm", config.hidden_size, config.rms_norm_eps)
         self.lm_head = VocabParallel(ckpt, config, dims, "lm_head.weight")
-        self.mtp = Mtp(ckpt, config, dims, exchange) if config.num_nextn_predict_layers else None
-        self.layers[-1].sampled_only = self.mtp is None and exchange.local
+        self.mtp = Mtp(ckpt, config, dims, make) if config.num_nextn_predict_layers else None
+        self.layers[-1].sampled_only = self.mtp is None and self.layers[-1].mlp.local
 
     @torch.inference_mode()
     def forward(self, inputs: ForwardInput, kv: Tensor) -> Tensor:

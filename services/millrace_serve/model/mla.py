@@ -26,7 +26,7 @@ from torch import Tensor
 from millrace_serve.model.attn_step import AbsorbedGroup, AttnStep
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.layers import RmsNorm
-from millrace_serve.model.parallel import ParallelDims, check_divides
+from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.weights import Weights, stack_rows
 from millrace_serve.model.yarn import softmax_scale
 
@@ -35,7 +35,7 @@ class Mla:
     def __init__(self, ckpt: Weights, config: ModelConfig, dims: ParallelDims, prefix: str) -> None:
         self.config, self.dims = config, dims
         self.scale = softmax_scale(config)
-        self.num_heads = check_divides("num_attention_heads", config.num_attention_heads, "tp", dims.tp)
+        self.num_heads = config.num_attention_heads // dims.tp
         self.eps, hidden = config.rms_norm_eps, config.hidden_size
         total = config.num_attention_heads
 

@@ -14,20 +14,20 @@ from torch import Tensor
 from millrace_serve.model.attn_step import AttnStep
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.decoder_layer import DecoderLayer
-from millrace_serve.model.expert_exchange import ExpertExchange
+from millrace_serve.model.experts.routed import MakeExperts
 from millrace_serve.model.layers import RmsNorm
 from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.weights import Weights
 
 
 class Mtp:
-    def __init__(self, ckpt: Weights, config: ModelConfig, dims: ParallelDims, exchange: ExpertExchange) -> None:
+    def __init__(self, ckpt: Weights, config: ModelConfig, dims: ParallelDims, make_experts: MakeExperts) -> None:
         layer, hidden, eps = config.num_hidden_layers, config.hidden_size, config.rms_norm_eps
         prefix = f"model.layers.{layer}"
         self.enorm = RmsNorm(ckpt, f"{prefix}.enorm", hidden, eps)
         self.hnorm = RmsNorm(ckpt, f"{prefix}.hnorm", hidden, eps)
         self.eh_proj = ckpt.matrix(f"{prefix}.eh_proj.weight", (hidden, 2 * hidden))
-        self.layer = DecoderLayer(ckpt, config, dims, exchange, layer)
+        self.layer = DecoderLayer(ckpt, config, dims, make_experts, layer)
         self.norm = RmsNorm(ckpt, f"{prefix}.shared_head.norm", hidden, eps)
         for copy in (
             "embed_tokens.weight",

@@ -40,11 +40,12 @@ class ParallelDims:
 
     @property
     def ep_size(self) -> int:
-        return self.world
+        """How many ranks share the experts: with `expert_tp` each has a part of all of them."""
+        return 1 if self.expert_tp else self.world
 
     @property
     def ep_rank(self) -> int:
-        return self.rank
+        return 0 if self.expert_tp else self.rank
 
     def tp_all_reduce(self, x: Tensor) -> Tensor:
         """Sum over the TP group, in place."""

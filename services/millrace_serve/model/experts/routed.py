@@ -1,0 +1,48 @@
+"""The border between an MoE layer and the ranks that hold its experts.
+
+Implementations: `local` for one replica, `gather` for several; `gather` is the oracle of faster exchanges. An
+implementation owns w13 and w2. It decides in which form rows travel (BF16, FP8) and how a rank sorts those that arrive
+(by token, or by expert with counts).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from millrace_kernels.fp8 import Operand
+from torch import Tensor
+
+from millrace_serve.model.config import ModelConfig
+from millrace_serve.model.experts.placement import Placement
+from millrace_serve.model.inputs import ForwardInput
+from millrace_serve.model.parallel import ParallelDims
+from millrace_serve.model.weights import Weights
+
+Finish = Callable[[], Tensor]
+
+
+class RoutedExperts(Protocol):
+    """sum over the chosen experts of weight_e * expert_e(h) for this replica's T tokens."""
+
+    local: bool  # only tokens of this replica take part, so a call may leave out rows of the step
+    fuses_shared: bool  # the result contains the shared expert's output
+    tp_partial: bool  # the result is this rank's part of a sum over the TP group
+
+    def begin(self, h: Operand, weights: Tensor, ids: Tensor, inputs: ForwardInput) -> Finish:
+        """Sends the tokens to their experts; the returned function computes them and brings the results back.
+
+        Work launched between the two calls overlaps with the transfer. In a CUDA graph all sizes depend on T and on
+        `inputs.dp_num_tokens` alone. Collective, unless `local`.
+
+        Args:
+            h: [T, D]; weights: float32 [T, K]; ids: int32 [T, K] experts of the model, -1 for padding.
+        Returns:
+            a function that returns [T, D].
+        """
+        ...
+
+
+Layer = int
+MakeExperts = Callable[[Layer], RoutedExperts]
+Implementation = Callable[[Weights, ModelConfig, ParallelDims, Placement, Layer], RoutedExperts]

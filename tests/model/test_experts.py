@@ -1,0 +1,137 @@
+"""Placements of experts, and that experts of any placement add up to those of one rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from millrace_kernels.fp8 import Operand
+from millrace_kernels.testing.numeric import assert_close
+from millrace_serve.model.config import ModelConfig
+from millrace_serve.model.experts.held import HeldExperts
+from millrace_serve.model.experts.local import LocalExperts
+from millrace_serve.model.experts.placement import Placement, SlotMap
+from millrace_serve.model.inputs import ForwardInput
+from millrace_serve.model.moe import Moe
+from millrace_serve.model.parallel import ParallelDims
+from millrace_serve.model.weights import Checkpoint
+from torch import Tensor
+
+CPU = torch.device("cpu")
+EXPERTS, LAYER = 16, 1
+
+
+@st.composite
+def placements(draw: st.DrawFn) -> Placement:
+    """One layer: the experts in any order, some of them more than once."""
+    num, ranks = draw(st.integers(1, 12)), draw(st.integers(1, 4))
+    spare = -num % ranks + ranks * draw(st.integers(0, 2))
+    more = draw(st.lists(st.integers(0, num - 1), min_size=spare, max_size=spare))
+    experts = draw(st.permutations([*range(num), *more]))
+    return Placement(np.array(experts, np.int32).reshape(1, ranks, -1), num)
+
+
+@given(placements())
+def test_one_slot_of_one_rank_serves_a_row(placement: Placement) -> None:
+    ranks = range(placement.experts.shape[1])
+    tables = np.stack([placement.logical_to_slot(0, rank) for rank in ranks])
+    assert (tables[:, :, -1] == -1).all() and tables.dtype == np.int32
+    assert ((tables[:, :, :-1] >= 0).sum(axis=0) == 1).all()
+    for rank in ranks:
+        held, (turns, experts) = placement.slots_of_rank(0, rank), (tables[rank] >= 0).nonzero()
+        assert [held[slot] for slot in tables[rank, turns, experts]] == experts.tolist()
+
+
+@given(placements())
+def test_replicas_take_turns(placement: Placement) -> None:
+    """Every slot serves some row."""
+    for rank in range(placement.experts.shape[1]):
+        table = placement.logical_to_slot(0, rank)
+        assert set(table[table >= 0]) == set(range(placement.experts.shape[2]))
+
+
+@given(placements(), st.data())
+def test_the_device_maps_as_the_table(placement: Placement, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, placement.experts.shape[1] - 1))
+    ids = data.draw(st.lists(st.integers(-1, placement.num_experts - 1), min_size=6, max_size=6))
+    found = SlotMap(placement, 0, rank, CPU)(torch.tensor(ids, dtype=torch.int32).view(3, 2))
+    table = placement.logical_to_slot(0, rank)
+    assert found.dtype == torch.int32
+    assert found.tolist() == [[table[row % len(table), e] for e in ids[2 * row : 2 * row + 2]] for row in range(3)]
+
+
+def test_all_experts_in_order_need_no_map() -> None:
+    ids = torch.tensor([[3, -1]], dtype=torch.int32)
+    assert SlotMap(Placement.contiguous(2, 4, 1), 1, 0, CPU)(ids) is ids
+    assert SlotMap(Placement.contiguous(2, 4, 2), 1, 1, CPU)(ids).tolist() == [[1, -1]]
+
+
+def test_contiguous_experts() -> None:
+    placement = Placement.contiguous(3, 6, 2)
+    assert [placement.slots_of_rank(2, rank) for rank in (0, 1)] == [[0, 1, 2], [3, 4, 5]]
+    with pytest.raises(ValueError, match=r"n_routed_experts=6 .* tp \* dp=4"):
+        Placement.contiguous(3, 6, 4)
+
+
+def test_an_expert_without_a_slot_is_a_mistake() -> None:
+    with pytest.raises(AssertionError, match="layer 0: every expert needs a slot"):
+        Placement(np.array([[[0, 1], [1, 3]]], np.int32), 4)
+
+
+def layout(name: str) -> Placement:
+    rng = np.random.default_rng(0)
+    more = rng.choice(EXPERTS, 8) if name == "replicas" else np.arange(0)
+    order = np.arange(EXPERTS) if name == "contiguous" else rng.permutation(np.concatenate([np.arange(EXPERTS), more]))
+    return Placement(np.broadcast_to(order.astype(np.int32).reshape(4, -1), (4, 4, len(order) // 4)), EXPERTS)
+
+
+@pytest.mark.parametrize("name", ["contiguous", "shuffled", "replicas"])
+def test_experts_of_the_ranks_add_up(name: str, random_bf16: Path) -> None:
+    config = ModelConfig.load(random_bf16)
+    rng = torch.Generator().manual_seed(0)
+    h = Operand(torch.randn(9, config.hidden_size, generator=rng), None)
+    ids = torch.rand(9, EXPERTS, generator=rng).argsort(dim=1)[:, : config.num_experts_per_tok].int()
+    ids[4] = -1
+    weights = torch.rand(ids.shape, generator=rng)
+
+    def experts(placement: Placement, dims: ParallelDims) -> HeldExperts:
+        ckpt = Checkpoint(random_bf16, config, CPU, torch.float32)
+        return HeldExperts(ckpt, config, dims, placement, LAYER, with_shared=False)
+
+    whole = experts(Placement.contiguous(4, EXPERTS, 1), ParallelDims())(h, weights, ids)
+    parts = [experts(layout(name), ParallelDims(rank=rank, dp=4))(h, weights, ids) for rank in range(4)]
+    assert (whole[4] == 0).all() and whole.count_nonzero() > 0
+    assert_close(torch.stack(parts).sum(0), whole)
+
+
+class Complete(LocalExperts):
+    """An exchange whose result is summed over the ranks already."""
+
+    tp_partial = False
+
+
+class Doubling(ParallelDims):
+    """Two TP ranks with equal parts."""
+
+    def tp_all_reduce(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+@pytest.mark.parametrize("implementation", [LocalExperts, Complete])
+def test_a_complete_result_is_not_summed_again(implementation: Any, random_bf16: Path) -> None:
+    config = ModelConfig.load(random_bf16)
+    ckpt, dims = Checkpoint(random_bf16, config, CPU, torch.float32), Doubling()
+    placement = Placement.contiguous(4, EXPERTS, 1)
+    moe = Moe(ckpt, config, dims, lambda layer: implementation(ckpt, config, dims, placement, layer), LAYER)
+    h = Operand(torch.randn(3, config.hidden_size, generator=torch.Generator().manual_seed(0)), None)
+    token_ids = torch.zeros(3, dtype=torch.int64)
+    inputs = ForwardInput(token_ids, token_ids, token_ids, None, token_ids, num_tokens=3)  # type: ignore[arg-type]
+    routed = moe.routed.begin(h, *moe.gate(h.plain, None), inputs)()  # type: ignore[arg-type]
+    assert moe.shared_experts is not None
+    shared = moe.shared_experts.partial(h)
+    assert_close(moe(h, inputs), 2 * shared + (2 if moe.routed.tp_partial else 1) * routed)
