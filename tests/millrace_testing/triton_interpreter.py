@@ -1,4 +1,4 @@
-"""Triton's interpreter, with float conversions that round as a GPU does, and for the numpy of today.
+"""Triton's interpreter, faster, with float conversions that round as a GPU does, and for the numpy of today.
 
 Its own conversions drop the carry out of the mantissa: 31.7 becomes 16 in E4M3. Torch's are right; values beyond E4M3
 saturate.
@@ -6,6 +6,7 @@ saturate.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -57,10 +58,23 @@ def _patch_tensor(original: Any) -> Any:
     return patch
 
 
+def _patch_once(original: Any, nothing: Any) -> Any:
+    """Its own patches the language again for every call of a helper, which is half of a kernel's time. The patches of
+    a function stay; `nothing` is what its caller then restores.
+    """
+
+    def patch(function: Any) -> Any:
+        original(function)
+        return nothing
+
+    return functools.cache(patch)
+
+
 def install() -> None:
     from triton.runtime import interpreter
 
     if interpreter._convert_float is not convert:
         interpreter._convert_float = convert
+        interpreter._patch_lang = _patch_once(interpreter._patch_lang, interpreter._LangPatchScope())
         interpreter.InterpreterBuilder.create_dot = _dot
         interpreter._patch_lang_tensor = _patch_tensor(interpreter._patch_lang_tensor)
