@@ -71,7 +71,7 @@ class _Feed:
             except grpc.aio.AioRpcError as error:
                 why = error.details() or str(error.code())
                 if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                    log.warning("worker %s does not say what its prefix caches hold", self._worker.address)
+                    log.warning("worker %s has no WatchCache: its prefix caches are unknown", self._worker.address)
                     return
             except MillraceError as error:
                 why = error.message
@@ -96,7 +96,7 @@ class _Feed:
                         return
         finally:
             call.cancel()
-        raise MillraceError(Reason.WORKER_LOST, "it ended its cache stream")
+        raise MillraceError(Reason.WORKER_LOST, "the worker ended its cache stream")
 
     def _apply(self, wire: worker_pb2.CacheChange) -> bool:
         self._replicas.add(wire.replica)

@@ -190,10 +190,10 @@ class Worker:
     async def _ask(self) -> worker_pb2.WorkerInfo:
         info = await self.control.GetInfo(worker_pb2.GetInfoRequest(), timeout=self._timeouts.connect)
         if info.protocol != WORKER_API:
-            text = f"it serves version {info.protocol} of the worker API, this router needs {WORKER_API}"
+            text = f"the worker serves version {info.protocol} of the worker API, this router needs {WORKER_API}"
             raise MillraceError(Reason.LAYOUT_MISMATCH, text)
         if info.role not in (worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_DECODE, worker_pb2.ROLE_UNIFIED):
-            raise MillraceError(Reason.INVALID_ARGUMENT, f"it has an unknown role ({info.role})")
+            raise MillraceError(Reason.INVALID_ARGUMENT, f"the worker has an unknown role ({info.role})")
         return info
 
     async def _watch(self, ready: asyncio.Event) -> None:
@@ -201,7 +201,7 @@ class Worker:
         while True:
             load = await heard_within(self._timeouts.silence, call.read())
             if load is grpc.aio.EOF:
-                raise MillraceError(Reason.WORKER_LOST, "it ended its load stream")
+                raise MillraceError(Reason.WORKER_LOST, "the worker ended its load stream")
             if load.epoch != self.epoch:
                 raise MillraceError(Reason.EPOCH_CHANGED, "another process answers at its address")
             news = self.load is None or load.state != self.load.state

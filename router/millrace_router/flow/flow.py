@@ -251,7 +251,7 @@ class Flow:
 
     def _disagree(self, leg: Leg, out: worker_pb2.SequenceOutput, now: float) -> Sequence[Action]:
         where = f"position {out.first_index} (of {len(self.outputs)})"
-        error = MillraceError(Reason.INTERNAL, f"the {leg} worker's tokens at {where} contradict what came before")
+        error = MillraceError(Reason.INTERNAL, f"the {leg} worker's tokens at {where} contradict earlier tokens")
         seen = self.taken > self.base
         del self.outputs[max(self.base, self.taken) :], self.logprobs[max(self.base, self.taken) :]
         if seen:

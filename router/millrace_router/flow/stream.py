@@ -144,7 +144,7 @@ class Stream:
         if self._turn is None:
             self._unread += 1
             if self._unread == self._limit:
-                message = f"the client did not read what came in {self._limit} steps"
+                message = f"the client has not read the outputs of {self._limit} engine steps"
                 self.cancel(MillraceError(Reason.SLOW_CLIENT, message))
         elif self._silent:
             self._take_turn()

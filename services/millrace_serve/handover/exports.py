@@ -133,7 +133,7 @@ class Exports:
             left = deadline - asyncio.get_running_loop().time()
             if left <= 0:
                 waited = f"not submitted within fetch_wait={self._timeouts.fetch_wait:g} s"
-                raise MillraceError(Reason.KV_NOT_FOUND, f"{id} is not known here: {waited}")
+                raise MillraceError(Reason.KV_NOT_FOUND, f"{id} is unknown: {waited}")
             if not await self._expected.wait(min(left, self._timeouts.heartbeat)):
                 yield None
         if export := self._live.get(id) or self._ended.get(id):

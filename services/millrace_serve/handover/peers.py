@@ -121,7 +121,7 @@ class Fetch:
         try:
             response = await reply(heard_within(self._stall_s, self._call.read()))
         except TimeoutError:
-            message = f"{self._address} has not been heard for {self._stall_s:g} s"
+            message = f"{self._address} has sent nothing for {self._stall_s:g} s"
             raise MillraceError(Reason.STALLED, message) from None
         return None if response is grpc.aio.EOF else response
 

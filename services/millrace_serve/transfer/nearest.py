@@ -26,7 +26,7 @@ class NearestSink(KvSink):
             try:
                 sink.connect(source)
             except TransferError as error:
-                log.info("%s: %s; taking the next way", type(sink).__name__, error)
+                log.info("%s: %s; using the next transport", type(sink).__name__, error)
             else:
                 self._way[source.agent] = sink
                 return

@@ -72,12 +72,12 @@ class Walk:
             if self._matcher is not None:
                 if not self._matcher.accept(token):
                     return Failure(
-                        Reason.INVALID_ARGUMENT, f"the output's token {token} is not what the grammar allows"
+                        Reason.INVALID_ARGUMENT, f"the grammar does not allow token {token} of the output"
                     )
             elif token == self._after:
                 self._matcher = self._start()
         if not self.mask.any():
-            return Failure(Reason.INVALID_ARGUMENT, "the grammar has come to a point from which no text can go on")
+            return Failure(Reason.INVALID_ARGUMENT, "the grammar has no continuation after this output")
         return None
 
 

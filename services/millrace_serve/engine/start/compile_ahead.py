@@ -110,7 +110,7 @@ def beside(
             if wanted and _is_first(site, stack):
                 running = [stack.enter_context(_started(part, command)) for part in wanted]
         except Exception as error:  # no start is lost for a faster one
-            log.warning("nothing is compiled ahead: %s: %s", type(error).__name__, error)
+            log.warning("cannot compile ahead: %s: %s", type(error).__name__, error)
         yield
         failures = [why for process, errors in running if (why := _end(process, errors, started + limit_s))]
     if failures:
