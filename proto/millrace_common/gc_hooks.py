@@ -19,6 +19,8 @@ from millrace_common.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
+WARN_S = 0.05  # a longer pause is logged
+
 
 class GcPause(msgspec.Struct, frozen=True, array_like=True):
     generation: int
@@ -27,16 +29,23 @@ class GcPause(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PauseWatch:
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    """Measures from its construction until `close`; `process` names the process in the log."""
+
+    def __init__(self, process: str, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._process = process
         self._clock = clock
         self._started = 0.0
         self._pauses: collections.deque[GcPause] = collections.deque(maxlen=1024)
         gc.callbacks.append(self._on_gc)
 
     def take(self) -> list[GcPause]:
+        """The pauses since the last call; long ones are logged."""
         pauses = []
         while self._pauses:
             pauses.append(self._pauses.popleft())
+        for pause in pauses:
+            if pause.seconds >= WARN_S:
+                _warn(self._process, pause)
         return pauses
 
     def close(self) -> None:
@@ -53,31 +62,33 @@ class PauseWatch:
 
 
 class ProcessGc:
-    """Of a process with the metrics of the catalogue's PROCESS rows."""
+    """The garbage collector of a process that has the metrics of the catalogue's PROCESS rows."""
 
-    def __init__(self, process: str, metrics: Metrics, warn_s: float) -> None:
+    def __init__(self, process: str, metrics: Metrics) -> None:
         self._process = process
         self._metrics = metrics
-        self._warn_s = warn_s
-        self._watch = PauseWatch()
+        self._watch = PauseWatch(process)
         self.freezes = 0
         self.frozen_objects = 0  # by the latest freeze
 
     def freeze(self) -> int:
         objects = freeze()
         self.freezes, self.frozen_objects = self.freezes + 1, objects
-        self._metrics.gc_frozen.labels(process=self._process).set(objects)
-        self._metrics.gc_freezes.labels(process=self._process).inc()
+        self.count_freeze(self._process, 1, objects)
         self.report()
         return objects
 
     def report(self) -> None:
         """The pauses since the last call."""
-        pauses = self._watch.take()
-        warn_of_long(self._process, pauses, self._warn_s)
+        self.observe(self._process, self._watch.take())
+
+    def count_freeze(self, process: str, processes: int, objects: int) -> None:
+        self._metrics.gc_freezes.labels(process=process).inc(processes)
+        self._metrics.gc_frozen.labels(process=process).set(objects)
+
+    def observe(self, process: str, pauses: list[GcPause]) -> None:
         for pause in pauses:
-            generation = str(pause.generation)
-            self._metrics.gc_pause.labels(process=self._process, generation=generation).observe(pause.seconds)
+            self._metrics.gc_pause.labels(process=process, generation=str(pause.generation)).observe(pause.seconds)
 
     def close(self) -> None:
         self._watch.close()
@@ -90,16 +101,14 @@ def freeze() -> int:
     return gc.get_freeze_count()
 
 
-def warn_of_long(process: str, pauses: list[GcPause], warn_s: float) -> None:
-    """To be called in the process that paused: counting its objects takes time, so it is done for long pauses only."""
-    for pause in pauses:
-        if pause.seconds >= warn_s:
-            log.warning(
-                "gc pause of %.1f ms in %s: generation %d, %d objects collected, %d tracked, %d frozen",
-                pause.seconds * 1e3,
-                process,
-                pause.generation,
-                pause.collected,
-                len(gc.get_objects()),
-                gc.get_freeze_count(),
-            )
+def _warn(process: str, pause: GcPause) -> None:
+    """Counting the objects takes time, so it is done for long pauses only."""
+    log.warning(
+        "gc pause of %.1f ms in %s: generation %d, %d objects collected, %d tracked, %d frozen",
+        pause.seconds * 1e3,
+        process,
+        pause.generation,
+        pause.collected,
+        len(gc.get_objects()),
+        gc.get_freeze_count(),
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import contextlib
 import logging
@@ -101,8 +102,8 @@ class Server:
             await self._plain.stop(0)
 
 
-class _Errors(grpc.aio.ServerInterceptor):
-    """Turns exceptions of handlers into statuses."""
+class Interceptor(grpc.aio.ServerInterceptor):
+    """Wraps the handlers of our own services; health and reflection stay as they are."""
 
     async def intercept_service(
         self,
@@ -112,6 +113,17 @@ class _Errors(grpc.aio.ServerInterceptor):
         handler = await continuation(details)
         if handler is None or not details.method.startswith("/millrace."):
             return handler
+        return self.wrap(handler, details)
+
+    @abc.abstractmethod
+    def wrap(self, handler: grpc.RpcMethodHandler, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+        """The handler to call instead."""
+
+
+class _Errors(Interceptor):
+    """Turns exceptions of handlers into statuses."""
+
+    def wrap(self, handler: grpc.RpcMethodHandler, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
         wrapped: Callable[..., Any]
         if handler.response_streaming:
             wrapped = _streaming(handler.stream_stream or handler.unary_stream)

@@ -41,7 +41,6 @@ from millrace_router.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-GC_WARN_S = 0.05  # a longer collection pause is logged
 STOP_GRACE_S = 1.0  # for connections, once every stream has ended
 PARTING_S = 1.0  # until GOAWAY: a call that it crosses is cancelled, so clients that can see that we drain go first
 
@@ -57,7 +56,7 @@ class Router:
         self.registry = Registry(config, metrics, self._changed, identity=trust.inside)
         self.admission = Admission(config.queue_size, self.registry.choose, metrics.queued.set)
         self.metrics = metrics
-        self._gc = ProcessGc("router", metrics, GC_WARN_S)
+        self._gc = ProcessGc("router", metrics)
         backend = Backend(config, self.registry, self.admission, metrics, self.tracer)
         self.inference = Inference(backend, Tokenizer.load(config.model, config.chat_template))
         self.ports: dict[str, int] = {}

@@ -4,6 +4,9 @@ ask.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from millrace.v1 import admin_pb2, admin_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -11,34 +14,34 @@ from millrace_rpc.client import channel
 from millrace_rpc.tls import Identity
 
 TIMEOUT_S = 2.0
+T = TypeVar("T")
 
 
-async def is_serving(address: str, identity: Identity | None = None) -> bool | None:
-    """The health service's answer for the whole server."""
+async def _ask(address: str, identity: Identity | None, call: Callable[[grpc.aio.Channel], Awaitable[T]]) -> T | None:
     async with channel(address, identity) as ch:
         try:
-            answer = await health_pb2_grpc.HealthStub(ch).Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
+            return await call(ch)
         except grpc.RpcError:
             return None
-    return answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def is_serving(address: str, identity: Identity | None = None) -> bool:
+    """The health service's answer for the whole server."""
+    request = health_pb2.HealthCheckRequest()
+    answer = await _ask(address, identity, lambda ch: health_pb2_grpc.HealthStub(ch).Check(request, timeout=TIMEOUT_S))
+    return answer is not None and answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
 async def worker_info(address: str, identity: Identity | None = None) -> worker_pb2.WorkerInfo | None:
-    async with channel(address, identity) as ch:
-        try:
-            return await worker_pb2_grpc.WorkerServiceStub(ch).GetInfo(worker_pb2.GetInfoRequest(), timeout=TIMEOUT_S)
-        except grpc.RpcError:
-            return None
+    request, stub = worker_pb2.GetInfoRequest(), worker_pb2_grpc.WorkerServiceStub
+    return await _ask(address, identity, lambda ch: stub(ch).GetInfo(request, timeout=TIMEOUT_S))
 
 
 async def workers(admin_address: str, identity: Identity | None = None) -> list[admin_pb2.WorkerStatus] | None:
     """A router's view of its workers."""
-    async with channel(admin_address, identity) as ch:
-        try:
-            answer = await admin_pb2_grpc.AdminStub(ch).ListWorkers(admin_pb2.ListWorkersRequest(), timeout=TIMEOUT_S)
-        except grpc.RpcError:
-            return None
-    return list(answer.workers)
+    request, stub = admin_pb2.ListWorkersRequest(), admin_pb2_grpc.AdminStub
+    answer = await _ask(admin_address, identity, lambda ch: stub(ch).ListWorkers(request, timeout=TIMEOUT_S))
+    return None if answer is None else list(answer.workers)
 
 
 def state_name(state: int) -> str:

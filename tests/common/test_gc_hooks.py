@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 
 
 def test_every_collection_is_measured_with_its_generation() -> None:
-    watch = gc_hooks.PauseWatch()
+    watch = gc_hooks.PauseWatch("p")
     try:
         gc.collect(0)
         gc.collect(2)
@@ -32,15 +32,18 @@ def test_freeze_can_be_repeated() -> None:
 
 
 def test_long_pauses_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    watch = gc_hooks.PauseWatch("rank3")
+    watch.close()
+    watch._pauses.extend([GcPause(2, 0.2, 7), GcPause(0, 0.001, 0)])
     with caplog.at_level(logging.WARNING):
-        gc_hooks.warn_of_long("rank3", [GcPause(2, 0.2, 7), GcPause(0, 0.001, 0)], warn_s=0.05)
+        assert len(watch.take()) == 2
     [record] = caplog.records
     assert "200.0 ms in rank3: generation 2, 7 objects" in record.getMessage()
 
 
 def test_a_process_counts_its_freezes_and_pauses() -> None:
     metrics = Metrics(PROCESS, CollectorRegistry())
-    own = ProcessGc("router", metrics, warn_s=60)
+    own = ProcessGc("router", metrics)
     value = metrics.registry.get_sample_value
     try:
         assert own.freeze() > 1000

@@ -98,15 +98,13 @@ class Bench:
             send_reader=lambda rank, message: self.transfer.append((rank, message)),
         )
 
-        class Attempts(set[RequestId]):
+        class Requests(set[RequestId]):
             deliver = self.outputs.extend
+            fail = staticmethod(lambda id, failure: self.failed.append(failure))
+            count_stale = staticmethod(lambda kind: None)
+            submit = staticmethod(lambda request, route, link: self.engine.append(request))
 
-        self.requests: Any = types.SimpleNamespace(
-            attempts=Attempts([ID]),
-            fail=lambda id, failure: self.failed.append(failure),
-            count_stale=lambda kind: None,
-            submit=lambda request, route, link: self.engine.append(request),
-        )
+        self.requests: Any = Requests([ID])
         self.metrics = catalogue.Metrics(catalogue.WORKER, CollectorRegistry())
         config = WorkerConfig(engine="sim", tp=2)
         self.role = DecodeRole(Parts(config, "ours", ranks, self.requests, WorkerSpans(OFF), self.metrics, None))
@@ -174,7 +172,7 @@ async def test_an_abort_holds_the_pages_until_the_reads_are_over_and_says_nothin
 
 async def test_an_attempt_whose_reads_are_in_flight_is_not_taken_again(bench: Bench) -> None:
     await bench.reading()
-    bench.requests.attempts.discard(ID)
+    bench.requests.discard(ID)
     bench.imports.abort(ID, Failure(Reason.CANCELLED, "its router has gone"))
     again = decode_pb2.DecodeRequest()
     again.request.id.room, again.request.id.attempt = ID.room, ID.attempt

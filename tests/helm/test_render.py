@@ -130,7 +130,7 @@ def test_a_changed_configuration_rolls_its_pods_and_no_others() -> None:
             for item in of_kind(items, "Deployment", "StatefulSet")
         }
 
-    before, after = (sums(rendered("cpu-tiny", *more)) for more in ((), ("workers.decode.config.gc_warn_s=1",)))
+    before, after = (sums(rendered("cpu-tiny", *more)) for more in ((), ("workers.decode.config.timeouts.step=301",)))
     assert {name for name in before if before[name] != after[name]} == {"demo-millrace-decode"}
 
 

@@ -57,7 +57,7 @@ class DecodeRole(RoleLogic):
             raise convert.invalid("source", "is set, but a unified worker imports nothing")
         check_layout(message.source.fingerprint, message.source.address, self._ranks)
         id = convert.request_id(message.request.id)
-        if id in self.imports and id not in self._requests.attempts:  # reads of it are still in flight
+        if id in self.imports and id not in self._requests:  # reads of it are still in flight
             raise convert.invalid("id", f"{id} was submitted here before")
         if request := self._requests.submit(message.request, Route.IMPORT, link):
             self.imports.start(request, message.request.replica, message.source)

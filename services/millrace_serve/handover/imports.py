@@ -17,11 +17,11 @@ the engine gets its KvFailed later.
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 
 import msgspec
 from millrace.v1 import worker_pb2
@@ -61,6 +61,14 @@ from millrace_serve.worker.frontend.spans import WorkerSpans
 log = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
+class PostedRead:
+    num_pages: int
+    pending: set[int]  # ranks that have not finished it
+    posted_at: float
+    error: str = ""  # of a rank
+
+
 class Import:
     """One request's import: the machine, and what is needed to carry out what it asks."""
 
@@ -69,10 +77,7 @@ class Import:
         self.replica = replica
         self.peer = peer
         self.sources: list[MemoryHandle] = []  # by tensor-parallel rank of the exporter
-        self.pending: dict[int, set[int]] = {}  # read -> ranks that have not finished it
-        self.errors: dict[int, str] = {}  # read -> what went wrong on a rank
-        self.num_pages: collections.Counter[int] = collections.Counter()  # read -> pages
-        self.posted_at: dict[int, float] = {}  # by read
+        self.reads: dict[int, PostedRead] = {}  # by number
         self.last_part_at = 0.0
         self.told = False  # the router has the end of the attempt, or will get it from the engine
         self.fetch: Fetch | None = None
@@ -133,21 +138,20 @@ class Imports:
     def on_read_done(self, rank: int, done: ReadDone) -> None:
         """A read is over when it is over on every rank of the replica."""
         job = self._live.get(done.id)
-        if job is None or rank not in job.pending.get(done.read, ()):
+        read = job.reads.get(done.read) if job else None
+        if job is None or read is None or rank not in read.pending:
             self._requests.count_stale("read")
             return
-        pending = job.pending[done.read]
-        pending.remove(rank)
+        read.pending.remove(rank)
         if done.error:
-            job.errors[done.read] = f"rank {rank}: {done.error}"
+            read.error = f"rank {rank}: {done.error}"
         else:
             self._metrics.kv_bytes.inc(done.num_pages * self._ranks.ready_info.layout.page_bytes)
-        if pending:
+        if read.pending:
             return
-        del job.pending[done.read]
-        self._metrics.kv_read.observe(time.monotonic() - job.posted_at[done.read])
-        if error := job.errors.get(done.read):
-            self._do(job, job.machine.on_read_failed(done.read, error))
+        self._metrics.kv_read.observe(time.monotonic() - read.posted_at)
+        if read.error:
+            self._do(job, job.machine.on_read_failed(done.read, read.error))
         else:
             self._do(job, job.machine.on_read_done(done.read))
 
@@ -164,7 +168,7 @@ class Imports:
     # ------------------------------------------------------------------------------------------- carrying out
 
     def _do(self, job: Import, actions: list[Action]) -> None:
-        id, engine, attempts = job.machine.id, self._ranks, self._requests.attempts
+        id, engine = job.machine.id, self._ranks
         for action in actions:
             match action:
                 case AskReserve():
@@ -178,11 +182,11 @@ class Imports:
                     self._run(self._to_the_end(job, job.fetch.release))
                 case Done(first):
                     self._metrics.kv_transfer.observe(time.monotonic() - job.last_part_at)
-                    self._spans.imported(id, sum(job.num_pages.values()))
+                    self._spans.imported(id, sum(read.num_pages for read in job.reads.values()))
                     engine.send(job.replica, KvArrived(id, first))
                     self._forget(job)
-                    if id in attempts:  # the engine sends everything after the first token, and the end
-                        attempts.deliver([msgspec.structs.replace(first, finish=None)])
+                    if id in self._requests:  # the engine sends everything after the first token, and the end
+                        self._requests.deliver([msgspec.structs.replace(first, finish=None)])
                 case Over(failure):
                     engine.send(job.replica, KvFailed(id, failure))
                     self._forget(job)
@@ -195,9 +199,7 @@ class Imports:
         same on all.
         """
         ranks = self._ranks.of_replica(job.replica)
-        job.pending[read.read] = set(ranks)
-        job.num_pages[read.read] = len(read.dst_pages)
-        job.posted_at[read.read] = time.monotonic()
+        job.reads[read.read] = PostedRead(len(read.dst_pages), set(ranks), time.monotonic())
         for index, rank in enumerate(ranks):
             source = job.sources[index % len(job.sources)]
             if (rank, source.agent) not in job.peer.agents:
@@ -217,7 +219,7 @@ class Imports:
 
     def _count_quarantine(self) -> None:
         draining = (job for job in self._live.values() if job.machine.state is ImportState.DRAINING)
-        pages = sum(job.num_pages[read] for job in draining for read in job.pending)
+        pages = sum(read.num_pages for job in draining for read in job.reads.values() if read.pending)
         self._metrics.quarantined.set(pages)
 
     # ------------------------------------------------------------------------------------------- talking to the peer

@@ -88,7 +88,9 @@ def check_layout(theirs: str, whose: str, ranks: Ranks) -> None:
     """Raises MillraceError unless the KV layout of the other worker has the fingerprint of ours."""
     ours = ranks.ready_info.layout.fingerprint
     if theirs != ours:
-        raise MillraceError(Reason.LAYOUT_MISMATCH, f"KV layout {theirs or '(empty)'} of {whose} is not ours, {ours}")
+        raise MillraceError(
+            Reason.LAYOUT_MISMATCH, f"KV layout {theirs or '(empty)'} of {whose} is not this worker's, {ours}"
+        )
 
 
 async def _prefill(peer: Peer, wire: worker_pb2.EngineRequest, epoch: str, done: asyncio.Event) -> None:

@@ -42,7 +42,7 @@ class PrefillRole(RoleLogic):
 
     def submit(self, link: Link, message: prefill_pb2.PrefillRequest) -> None:
         id = convert.request_id(message.request.id)
-        if id in self.exports and id not in self._requests.attempts:
+        if id in self.exports and id not in self._requests:
             raise convert.invalid("id", f"{id} was submitted here before")
         self._requests.submit(message.request, Route.EXPORT, link)
 

@@ -62,7 +62,6 @@ class WorkerConfig(Execution):
     profile_dir: Path | None = None  # where torch.profiler's traces go; none: profiles are refused
     tls: Tls | None = None  # of the gRPC port, and towards prefill workers; none: plain, like the metrics port
     tracing: Tracing = Tracing()
-    gc_warn_s: float = Field(0.05, gt=0)  # a collection pause above this is logged
     log_level: str = "INFO"
 
     @model_validator(mode="before")

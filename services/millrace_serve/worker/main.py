@@ -11,24 +11,22 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import logging
 import os
 import signal
-import sys
 import uuid
 from collections.abc import Callable, MutableMapping, Sequence
 from pathlib import Path
 
 import prometheus_client
-import uvloop
 from millrace.v1 import worker_pb2_grpc
 from millrace_common import log as logs
 from millrace_common.config import ConfigError, load
 from millrace_rpc.errors import MillraceError
 from millrace_rpc.http_server import HttpServer
 from millrace_rpc.server import Server
+from millrace_rpc.server import run as run_on_uvloop
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -110,7 +108,7 @@ def _probes(frontend: Frontend) -> Starlette:
     """Plain HTTP for Prometheus and probes: /metrics, /health (the process lives) and /ready (the worker is READY)."""
 
     async def metrics(request: Request) -> Response:
-        frontend.report_pauses()
+        frontend.gc.report()
         frontend.board.report(frontend.metrics)
         latest = prometheus_client.generate_latest(frontend.registry)
         return Response(latest, media_type=prometheus_client.CONTENT_TYPE_LATEST)
@@ -174,12 +172,8 @@ def main(
 def run(config: WorkerConfig, make_role: MakeRole, announce: Path | None = None) -> int:
     """A whole worker process on uvloop; its exit code."""
     logs.setup(str(config.role), config.log_level)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        try:
-            return runner.run(serve(config, make_role, announce))
-        except OSError as error:  # a port that is taken
-            log.error("%s", error)
-            return 1
-        finally:
-            with contextlib.suppress(BrokenPipeError):
-                sys.stderr.flush()
+    try:
+        return run_on_uvloop(serve(config, make_role, announce))
+    except OSError as error:  # a port that is taken
+        log.error("%s", error)
+        return 1

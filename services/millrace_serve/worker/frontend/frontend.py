@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable
 
 from millrace.v1 import worker_pb2
-from millrace_common import gc_hooks, tracing
 from millrace_common import metrics as catalogue
+from millrace_common import tracing
+from millrace_common.gc_hooks import ProcessGc
 from millrace_common.loop_lag import LoopLag
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
@@ -68,10 +69,9 @@ class Frontend:
         self.links = Links(epoch, requests.check_admission, self.role.submit, requests.abort, requests.drop)
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.state_changed: Callable[[State], None] = lambda state: None
-        self.gc_freezes = 0
         self.startup_seconds: dict[str, float] = {}  # by phase
         self.profiling = Profiling(config, epoch, self.ranks)
-        self._pauses = gc_hooks.PauseWatch()
+        self.gc = ProcessGc("frontend", self.metrics)
         self._lag = LoopLag("frontend", self.metrics)
 
     # ------------------------------------------------------------------------------------------------ life
@@ -108,10 +108,9 @@ class Frontend:
         if self.lifecycle.state is State.READY:
             self.lifecycle.to(State.DRAINING)
         deadline = time.monotonic() + timeout_s
-        attempts = self.requests.attempts
-        while attempts and (left := deadline - time.monotonic()) > 0:
-            await attempts.changed.wait(left)
-        aborted = list(attempts)
+        while self.requests and (left := deadline - time.monotonic()) > 0:
+            await self.requests.changed.wait(left)
+        aborted = list(self.requests)
         for id in aborted:
             self.requests.fail(id, Failure(Reason.DRAINING, "the worker drains and this request did not end in time"))
         deadline = max(deadline, time.monotonic() + self.config.timeouts.lease)
@@ -128,7 +127,7 @@ class Frontend:
         await self.role.close()
         self.profiling.close()
         await self.ranks.stop(STOP_GRACE_S)
-        self._pauses.close()
+        self.gc.close()
         self._lag.close()
         await asyncio.to_thread(self._spans.close)
 
@@ -149,21 +148,9 @@ class Frontend:
 
     async def freeze_gc(self) -> tuple[int, int]:
         """Processes that froze, and objects frozen."""
-        objects = [gc_hooks.freeze(), *await self.ranks.freeze_gc()]
-        self.gc_freezes += 1
-        self.metrics.gc_freezes.labels(process="frontend").inc()
-        self.metrics.gc_freezes.labels(process="rank").inc(len(objects) - 1)
-        self.metrics.gc_frozen.labels(process="frontend").set(objects[0])
-        self.metrics.gc_frozen.labels(process="rank").set(sum(objects[1:]))
-        self.report_pauses()
+        objects = [self.gc.freeze(), *await self.ranks.freeze_gc()]
+        self.gc.count_freeze("rank", len(objects) - 1, sum(objects[1:]))
         return len(objects), sum(objects)
-
-    def report_pauses(self) -> None:
-        """Of this process; ranks report theirs."""
-        pauses = self._pauses.take()
-        gc_hooks.warn_of_long("frontend", pauses, self.config.gc_warn_s)
-        for pause in pauses:
-            self.metrics.gc_pause.labels(process="frontend", generation=str(pause.generation)).observe(pause.seconds)
 
     # ------------------------------------------------------------------------------------------------ reports
 
@@ -174,26 +161,21 @@ class Frontend:
             case RankProgress(state, message):
                 self.lifecycle.advance(State(state), message)
             case GcPauses(pauses):
-                for pause in pauses:
-                    self.metrics.gc_pause.labels(process="rank", generation=str(pause.generation)).observe(
-                        pause.seconds
-                    )
+                self.gc.observe("rank", pauses)
             case _:
                 self.role.on_report(rank, report)
 
     def _on_events(self, replica: int, events: Events) -> None:
         self._spans.on_outputs(events.outputs)
         self.role.on_events(replica, events)
-        self.requests.attempts.deliver(events.outputs)
+        self.requests.deliver(events.outputs)
         if events.cache is not None:
             self.caches.update(replica, events.cache)
         if events.load is not None:
             self.board.update(replica, events.load)
 
     def _on_lost(self, why: str) -> None:
-        failure = Failure(Reason.WORKER_LOST, why)
-        for id in self.requests.attempts:
-            self.requests.attempts.fail(id, failure)
+        self.requests.fail_all(Failure(Reason.WORKER_LOST, why))
         error = MillraceError(Reason.WORKER_LOST, why)
         self.role.on_lost(error)
         self.lost.set_result(why)

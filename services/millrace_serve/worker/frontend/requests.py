@@ -1,13 +1,15 @@
-"""The attempts that a worker works on: admission, start, abort and failure, for routers' requests and the worker's own.
+"""The attempts that a worker works on: admission, start, outputs, abort and failure, for routers' requests and its own.
 
-An attempt lives in three places: here (`attempts`: where its outputs go), in an engine, and, on a worker that exports
-or imports KV, in the role (`on_start`, `on_abort`).
+An attempt lives here (its owner gets its outputs), in an engine, and, on a worker that exports or imports KV, in the
+role (`on_start`, `on_abort`). It ends here with its final output, with a prefill worker's first token (the only output
+that is due there), by `fail`, or when its owner is dropped.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple, Protocol
 
 from millrace.v1 import worker_pb2
 from millrace_common import tracing
@@ -15,19 +17,30 @@ from millrace_common.metrics import Metrics
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
 
-from millrace_serve.engine.core import Abort, Failure, Request, RequestId, Route, Submit
+from millrace_serve.engine.core import Abort, Failure, FinishReason, Request, RequestId, Route, SequenceOutput, Submit
 from millrace_serve.worker.frontend import convert, warmup
-from millrace_serve.worker.frontend.attempts import Attempt, Attempts, Owner
 from millrace_serve.worker.frontend.lifecycle import Lifecycle, State
 from millrace_serve.worker.frontend.ranks import Ranks
 from millrace_serve.worker.frontend.spans import WorkerSpans
+from millrace_serve.worker.frontend.wakeup import Wakeup
 
 log = logging.getLogger(__name__)
 
 
+class Owner(Protocol):
+    def put(self, output: SequenceOutput) -> None:
+        """Must not block."""
+
+
+class Attempt(NamedTuple):
+    owner: Owner
+    replica: int
+    route: Route
+
+
 class Requests:
     def __init__(self, replicas: int, lifecycle: Lifecycle, ranks: Ranks, spans: WorkerSpans, metrics: Metrics) -> None:
-        self.attempts = Attempts(self.count_stale)
+        self.changed = Wakeup()  # fires when an attempt ends
         # what a role does for an attempt besides the engine's work; `on_abort` returns whether there was anything
         self.on_start: Callable[[RequestId, int], None] = lambda id, replica: None
         self.on_abort: Callable[[RequestId], bool] = lambda id: False
@@ -36,6 +49,16 @@ class Requests:
         self._ranks = ranks
         self._spans = spans
         self._metrics = metrics
+        self._live: dict[RequestId, Attempt] = {}
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __contains__(self, id: RequestId) -> bool:
+        return id in self._live
+
+    def __iter__(self) -> Iterator[RequestId]:
+        return iter(list(self._live))
 
     def check_admission(self) -> None:
         """Raises MillraceError unless requests of routers are admitted."""
@@ -57,8 +80,8 @@ class Requests:
         vocab_size = self._ranks.ready_info.vocab_size
         if (largest := max(request.token_ids)) >= vocab_size:
             raise convert.invalid("token_ids", f"has {largest}; ids are 0..{vocab_size - 1}")
-        known = self.attempts.owner_of(request.id)
-        if known is owner:
+        known = self._live.get(request.id)
+        if known is not None and known.owner is owner:
             self.count_stale("submit")
             return None
         if known is not None:
@@ -78,39 +101,67 @@ class Requests:
             await waiter.wait()
         finally:
             self.on_abort(request.id)
-            if request.id in self.attempts:
+            if request.id in self:
                 self.abort(request.id, "the warm-up is over")
+
+    def deliver(self, outputs: Iterable[SequenceOutput]) -> None:
+        """Give outputs of an engine to the owners of their attempts."""
+        for output in outputs:
+            attempt = self._live.get(output.id)
+            if attempt is None:
+                if output.finish is not FinishReason.ABORT:  # which answers our own Abort
+                    self.count_stale("output")
+                continue
+            if output.finish is not None or attempt.route is Route.EXPORT:
+                self._end(output.id)
+            attempt.owner.put(output)
 
     def abort(self, id: RequestId, reason: str) -> bool:
         """Stop an attempt wherever it is; its owner gets the engine's last output. False: there is no such attempt."""
-        replica = self.attempts.replica_of(id)
-        if replica is not None:
+        attempt = self._live.get(id)
+        if attempt is not None:
             log.debug("abort %s: %s", id, reason)
-            self._ranks.send(replica, Abort(id))
-        found = self.on_abort(id) or replica is not None
+            self._ranks.send(attempt.replica, Abort(id))
+        found = self.on_abort(id) or attempt is not None
         if not found:
             self.count_stale("abort")
         return found
 
     def fail(self, id: RequestId, failure: Failure) -> None:
         """End an attempt now, with an error of ours, and stop the engine's work on it."""
-        replica = self.attempts.replica_of(id)
-        if replica is not None:
-            self.attempts.fail(id, failure)
+        attempt = self._live.get(id)
+        if attempt is not None:
+            self._tell(id, failure)
             self._spans.end(id, f"{failure.reason}: {failure.message}")
-            self._ranks.send(replica, Abort(id))
+            self._ranks.send(attempt.replica, Abort(id))
             self.on_abort(id)
+
+    def fail_all(self, failure: Failure) -> None:
+        """End every attempt; there is no engine any more."""
+        for id in self:
+            self._tell(id, failure)
 
     def drop(self, owner: Owner) -> None:
         """Abort everything that `owner` has here; the owner is gone and gets no answers."""
-        for id in self.attempts.owned_by(owner):
-            self.abort(id, "its router's link closed")
-            self.attempts.forget(id)
+        for id in self:
+            if self._live[id].owner is owner:
+                self.abort(id, "its router's link closed")
+                self._end(id)
 
     def count_stale(self, kind: str) -> None:
         self._metrics.worker_stale.labels(kind=kind).inc()
 
     def _start(self, request: Request, replica: int, owner: Owner) -> None:
-        self.attempts.start(request.id, Attempt(owner, replica, request.route))
+        assert request.id not in self._live, f"{request.id} is live"
+        self._live[request.id] = Attempt(owner, replica, request.route)
         self.on_start(request.id, replica)
         self._ranks.send(replica, Submit(request))
+
+    def _tell(self, id: RequestId, failure: Failure) -> None:
+        owner = self._live[id].owner
+        self._end(id)
+        owner.put(SequenceOutput(id, 0, [], FinishReason.ERROR, failure))
+
+    def _end(self, id: RequestId) -> None:
+        del self._live[id]
+        self.changed.fire()

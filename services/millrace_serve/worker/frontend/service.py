@@ -32,7 +32,7 @@ def worker_info(frontend: Frontend) -> worker_pb2.WorkerInfo:
         model=config.model_name,
         replicas=config.dp,
         tp=config.tp,
-        gc_freezes=frontend.gc_freezes,
+        gc_freezes=frontend.gc.freezes,
         warmed_sources=frontend.role.warmed_sources,
         protocol=WORKER_API,
         startup_seconds=frontend.startup_seconds,

@@ -34,11 +34,9 @@ QUIET_S = 1.0  # without a message for this long, an engine without work checks 
 class GcReporter:
     """Freezes on demand, and reports the pauses of this process."""
 
-    def __init__(self, process: str, report: Callable[[Report], None], warn_s: float) -> None:
-        self._process = process
+    def __init__(self, process: str, report: Callable[[Report], None]) -> None:
         self._report = report
-        self._warn_s = warn_s
-        self._watch = gc_hooks.PauseWatch()
+        self._watch = gc_hooks.PauseWatch(process)
 
     def freeze(self) -> None:
         objects = gc_hooks.freeze()
@@ -48,7 +46,6 @@ class GcReporter:
 
     def flush(self) -> None:
         if pauses := self._watch.take():
-            gc_hooks.warn_of_long(self._process, pauses, self._warn_s)
             self._report(GcPauses(pauses))
 
 

@@ -85,7 +85,7 @@ def _live(spec: RankSpec, context: zmq.Context[Any], report: Callable[[Report], 
     buffer = _buffer(parts.pool, config)
     source = _source(buffer) if config.role is Role.PREFILL else None
     endpoint, reader = _reader_thread(spec, context, buffer) if config.role is Role.DECODE else ("", None)
-    gc = GcReporter(f"rank{spec.rank}", report, config.gc_warn_s)
+    gc = GcReporter(f"rank{spec.rank}", report)
     report(
         RankReady(
             engine_endpoint=inbox.endpoint,
