@@ -16,7 +16,7 @@ from millrace_router.resilience.config import Resilience
 
 
 class Policy(enum.StrEnum):
-    """How a role's replica is chosen; policy/ has a file for each."""
+    """How a role's replica is chosen; policy/choose.py maps each to its function."""
 
     ROUND_ROBIN = "round_robin"
     RANDOM = "random"

@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 from millrace_common.reasons import Reason
 from millrace_router.flow.admission import Admission, ServiceRate
 from millrace_router.flow.fair_queue import HOLD_S, PATIENCE, Place, Ticket
-from millrace_router.policy.snapshot import Placement, Want
+from millrace_router.policy.choose import Decision
+from millrace_router.policy.snapshot import Want
 from millrace_rpc.errors import MillraceError
 
-PLACE: Placement = object()  # type: ignore[assignment]
+PLACE: Decision = object()  # type: ignore[assignment]
 
 
 class Gate:
@@ -25,7 +26,7 @@ class Gate:
         self.sizes: list[int] = []
         self.queue = Admission(size, self.choose, self.sizes.append, look_ahead, lambda: self.now)
 
-    def choose(self, want: Want) -> Placement | None:
+    def choose(self, want: Want) -> Decision | None:
         if want.tokens > self.room:
             return None
         self.room -= want.tokens

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from millrace_router.config import Policy, RouterConfig, Routing
 from millrace_router.policy.choose import SCORERS, Chooser, Situation
 from millrace_router.policy.scoring import Inputs, best
-from millrace_router.policy.snapshot import Pair, Placement, Replica, Unified, View, Want
+from millrace_router.policy.snapshot import Placement, Replica, View, Want
 from pydantic import ValidationError
 
 WANT = Want(tokens=10)
@@ -23,8 +23,8 @@ def replica(address: str, **fields: object) -> Replica:
 
 
 def choose(view: View, want: Want = WANT, policy: Policy = Policy.LEAST_LOADED, **routing: object) -> Placement | None:
-    chooser = Chooser(policy, policy, Routing(**routing))
-    return chooser.choose(Situation(view, want))
+    decision = Chooser(policy, policy, Routing(**routing)).choose(Situation(view, want))
+    return None if decision is None else decision.placement
 
 
 def pick(
@@ -49,7 +49,7 @@ def test_nothing_to_choose_from() -> None:
 
 def test_only_warmed_pairs() -> None:
     assert choose(View((P1,), (D2,))) is None
-    assert choose(View((P1, P2), (D2,))) == Pair(P2, D2)
+    assert choose(View((P1, P2), (D2,))) == Placement(P2, D2)
 
 
 def test_equal_fingerprints_only() -> None:
@@ -66,20 +66,20 @@ def test_without_credits_it_waits(credits: int) -> None:
 
 def test_one_token_wants_no_decode_worker() -> None:
     want = Want(tokens=10, prefill_only=True)
-    assert choose(View((P1,), ()), want) == Pair(P1, None)
+    assert choose(View((P1,), ()), want) == Placement(P1, None)
 
 
 def test_unified_when_there_is_no_pair() -> None:
     unified = replica("u")
-    assert choose(View((), (), (unified,))) == Unified(unified)
-    assert choose(View((P1,), (D1,), (unified,))) == Pair(P1, D1)
+    assert choose(View((), (), (unified,))) == Placement(None, unified)
+    assert choose(View((P1,), (D1,), (unified,))) == Placement(P1, D1)
 
 
 def test_avoided_workers_are_the_last_resort() -> None:
     view = View((P1, P2), (D1,))
-    assert choose(view, Want(10, avoid=frozenset({"p1"}))) == Pair(P2, D1)
-    assert choose(view, Want(10, avoid=frozenset({"p2"}))) == Pair(P1, D1)
-    assert choose(View((P1,), (D1,)), Want(10, avoid=frozenset({"p1", "d1"}))) == Pair(P1, D1)
+    assert choose(view, Want(10, avoid=frozenset({"p1"}))) == Placement(P2, D1)
+    assert choose(view, Want(10, avoid=frozenset({"p2"}))) == Placement(P1, D1)
+    assert choose(View((P1,), (D1,)), Want(10, avoid=frozenset({"p1", "d1"}))) == Placement(P1, D1)
 
 
 @st.composite
@@ -116,7 +116,8 @@ def test_whatever_the_policy_nobody_without_credits_and_no_unequal_layouts(
     want = Want(100, prefill_only=one, avoid=avoid, draw=draw, session=f"s{draw % 3}")
     chooser = Chooser(prefill, decode, Routing(local_prefill_tokens=local))
     situation = Situation(view, want)
-    placement = chooser.choose(situation)
+    decision = chooser.choose(situation)
+    placement = None if decision is None else decision.placement
     possible = {
         (p.key, d.key)
         for p in view.prefill
@@ -124,22 +125,21 @@ def test_whatever_the_policy_nobody_without_credits_and_no_unequal_layouts(
         if min(p.credits, d.credits) > 0 and p.epoch in d.sources and p.fingerprint == d.fingerprint
     }
     match placement:
-        case Pair(p, None):
-            assert one and p.credits > 0
-        case Pair(p, d):
-            assert (p.key, d.key) in possible and not one
-        case Unified(worker):
+        case Placement(p, None):
+            assert one and p is not None and p.credits > 0
+        case Placement(None, worker):
             assert worker.credits > 0
             assert worker in view.unified or (local and not one and 100 + worker.tokens < 500)
+        case Placement(p, d):
+            assert (p.key, d.key) in possible and not one
         case None:
             assert not possible or one
             assert not any(u.credits > 0 for u in view.unified)
-    assert chooser.choose(situation) == placement, "the same situation, the same choice"
-    if placement is not None:
-        assert placement.decision is not None
-        last = placement.decision.explain()[-1]
-        chosen = placement.decode or placement.prefill if isinstance(placement, Pair) else placement.worker
-        assert last.chosen == chosen.key
+    assert chooser.choose(situation) == decision, "the same situation, the same choice"
+    if decision is not None:
+        last = decision.explain()[-1]
+        chosen = decision.placement.decode or decision.placement.prefill
+        assert chosen is not None and last.chosen == chosen.key
         assert all(bool(row.excluded) != bool(row.score) for row in last.candidates)
 
 
@@ -221,9 +221,9 @@ def test_length_buckets_by_rank_count_everybody_of_the_role() -> None:
 
     def prefill(tokens: int, *busy: int) -> str:
         view = View(tuple(replica(p.address, credits=0) if i in busy else p for i, p in enumerate(everyone)), (decode,))
-        placement = chooser.choose(Situation(view, Want(tokens)))
-        assert isinstance(placement, Pair)
-        return placement.prefill.address
+        decision = chooser.choose(Situation(view, Want(tokens)))
+        assert decision is not None and decision.placement.prefill is not None
+        return decision.placement.prefill.address
 
     assert [prefill(tokens) for tokens in (50, 500, 5000)] == ["p0", "p2", "p4"]
     assert prefill(500, 2) == "p3"
@@ -247,7 +247,7 @@ def near(address: str, zone: str, host: str, **fields: object) -> Replica:
 
 def decode_for(*decodes: Replica, policy: Policy = Policy.LEAST_LOADED, **labels: str) -> str:
     placement = choose(View((replica("p", labels=labels),), decodes), policy=policy)
-    assert isinstance(placement, Pair) and placement.decode is not None
+    assert placement is not None and placement.prefill is not None and placement.decode is not None
     return placement.decode.address
 
 
@@ -271,10 +271,10 @@ def test_nearness_costs_no_more_than_the_load_bound() -> None:
 def local(decode: Replica, tokens: int, pages: int = 0) -> bool:
     chooser = Chooser(Policy.LEAST_LOADED, Policy.LEAST_LOADED, Routing(local_prefill_tokens=256))
     situation = Situation(View((P1,), (decode,)), Want(tokens), decode_pages={decode.process: pages})
-    placement = chooser.choose(situation)
-    assert placement is not None and placement.decision is not None
-    assert placement.decision.way == ("local" if isinstance(placement, Unified) else "pair")
-    return isinstance(placement, Unified)
+    decision = chooser.choose(situation)
+    assert decision is not None
+    assert decision.way == ("local" if decision.placement.prefill is None else "pair")
+    return decision.placement.prefill is None
 
 
 def test_a_short_uncached_prompt_is_run_by_the_decode_worker() -> None:
@@ -290,5 +290,4 @@ def test_a_decode_worker_that_is_busy_with_prompts_gets_no_more() -> None:
 
 
 def test_one_token_is_not_run_by_a_decode_worker() -> None:
-    chooser = Chooser(Policy.LEAST_LOADED, Policy.LEAST_LOADED, Routing(local_prefill_tokens=256))
-    assert chooser.choose(Situation(View((P1,), (D1,)), Want(10, prefill_only=True))) == Pair(P1, None)
+    assert choose(View((P1,), (D1,)), Want(10, prefill_only=True), local_prefill_tokens=256) == Placement(P1, None)

@@ -13,7 +13,7 @@ from millrace_router.policy.holders import Bits, depths
 from millrace_router.policy.indexes import Indexes
 from millrace_router.policy.kv_index import Change, KvIndex
 from millrace_router.policy.prefix_index import MAX_DEAD, PrefixIndex
-from millrace_router.policy.snapshot import Pair, Replica, Unified, Want
+from millrace_router.policy.snapshot import Placement, Replica, Want
 
 CHAINS = [[100 * chain + (0 if block < 3 else chain) + block for block in range(9)] for chain in range(4)]
 for chain in CHAINS[1:]:
@@ -244,7 +244,7 @@ def test_each_policy_asks_its_own_index() -> None:
     assert indexes.kv is not None
     want = Want(tokens=200, pages=indexes.hashes(list(range(200)), 64))
     assert len(want.pages) == 3 and indexes.lookup(want) == ({}, {})
-    indexes.note(want, Pair(replica("p"), replica("d")))
+    indexes.note(want, Placement(replica("p"), replica("d")))
     indexes.kv.apply(("d", 0), Change(0, 0, want.pages[:1], snapshot=True))
     assert indexes.lookup(want) == ({("p", 0): 3, ("d", 0): 3}, {("d", 0): 1})
     assert indexes.lookup(Want(tokens=200)) == ({}, {})
@@ -255,7 +255,7 @@ def test_each_policy_asks_its_own_index() -> None:
 def test_local_prefill_has_an_estimate_whatever_the_policy() -> None:
     indexes = Indexes(Policy.LEAST_LOADED, Policy.LEAST_LOADED, Routing(local_prefill_tokens=100))
     want = Want(tokens=200, pages=indexes.hashes(list(range(200)), 64))
-    indexes.note(want, Unified(replica("d")))
+    indexes.note(want, Placement(None, replica("d")))
     assert indexes.lookup(want) == ({}, {("d", 0): 3})
 
 

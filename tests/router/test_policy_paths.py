@@ -9,7 +9,7 @@ import grpc
 import pytest
 from millrace.v1 import admin_pb2, worker_pb2
 from millrace_common.page_hash import page_hashes
-from millrace_router.policy import decision
+from millrace_router.policy import placer
 from router.fake_worker import CONTEXT, DECODE, PREFILL, UNIFIED, FakeWorker, expected
 from router.harness import Cluster
 
@@ -209,7 +209,7 @@ async def test_every_attempt_of_every_continuation_can_be_explained(cluster: Cal
 
 
 async def test_only_the_latest_are_remembered(cluster: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decision, "REMEMBERED", 2)
+    monkeypatch.setattr(placer, "REMEMBERED", 2)
     made = await cluster(FakeWorker(UNIFIED))
     for name in ("one", "two", "three"):
         await made.generate([CONTEXT % 200], request_id=name)

@@ -71,7 +71,7 @@ async def test_a_worker_that_fails_again_and_again_is_left_out_and_explained(clu
         assert result.tokens() == expected(PROMPT, 8)
     assert len(bad.submitted) == 3, "three failures in a row, and no request more"
     assert made.metric("millrace_ejections_total", role="decode", why="consecutive") == 1
-    decision = made.router.registry.placer.decisions.of("r11")[-1]
+    decision = made.router.registry.placer.decisions_of("r11")[-1]
     excluded = [row.excluded for step in decision.explain() for row in step.candidates if row.excluded]
     assert excluded == ["ejected: failures in a row"]
     await made.quiet()

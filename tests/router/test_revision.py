@@ -8,12 +8,14 @@ from collections.abc import AsyncIterator, Callable
 import grpc
 import pytest
 from millrace_common.reasons import Reason
+from millrace_router.config import Policy, Routing
 from millrace_router.discovery.base import Target
-from millrace_router.policy.snapshot import Pair, View
+from millrace_router.policy.choose import Chooser, Situation
+from millrace_router.policy.snapshot import Placement, View
 from millrace_rpc.errors import from_rpc_error
 from router.fake_worker import DECODE, PREFILL, UNIFIED, FakeWorker, expected, fails, hangs
 from router.harness import Cluster
-from router.test_policy import choose, replica
+from router.test_policy import WANT, choose, replica
 from router.test_workers import detail
 
 OLD, NEW = "", "b"
@@ -85,15 +87,15 @@ def two_sets(credits: int = 4) -> View:
 
 def test_the_first_revision_is_asked_whatever_its_load() -> None:
     view = two_sets()
-    found = choose(view)
-    assert found == Pair(view.prefill[1], view.decode[1])
-    (prefill, _) = found.decision.explain()
+    found = Chooser(Policy.LEAST_LOADED, Policy.LEAST_LOADED, Routing()).choose(Situation(view, WANT))
+    assert found is not None and found.placement == Placement(view.prefill[1], view.decode[1])
+    (prefill, _) = found.explain()
     assert [row.excluded for row in prefill.candidates] == ["revision 'b' is asked first", ""]
 
 
 def test_the_others_get_what_it_has_no_room_for() -> None:
     view = two_sets(credits=0)
-    assert choose(view) == Pair(view.prefill[0], view.decode[0])
+    assert choose(view) == Placement(view.prefill[0], view.decode[0])
 
 
 # ----------------------------------------------------------------------------------------- the router

@@ -20,9 +20,9 @@ from millrace_common.reasons import Reason
 from millrace_rpc.client import reply
 from millrace_rpc.errors import MillraceError
 
-from millrace_router.edge.explain import explained
 from millrace_router.fleet.registry import Registry
 from millrace_router.fleet.worker import Worker
+from millrace_router.policy.choose import Decision, Selection
 
 SERVICE = "millrace.v1.Admin"
 T = TypeVar("T")
@@ -93,11 +93,11 @@ class Admin:
         return pb.StopProfilesResponse(traces=traces)
 
     def explain_request(self, request: pb.ExplainRequestRequest) -> pb.ExplainRequestResponse:
-        decisions = self._registry.placer.decisions.of(request.request_id)
+        decisions = self._registry.placer.decisions_of(request.request_id)
         if not decisions:
             text = f"no placement of request {request.request_id!r} is remembered"
             raise MillraceError(Reason.NOT_FOUND, text, param="request_id")
-        return pb.ExplainRequestResponse(placements=map(explained, decisions))
+        return pb.ExplainRequestResponse(placements=map(_explained, decisions))
 
     def _worker(self, name: str) -> Worker:
         """By address, name or key of discovery, or its own id."""
@@ -150,3 +150,29 @@ def _rpc(method: Callable[[Any], Any]) -> Callable[[Any, grpc.aio.ServicerContex
         return await answer if inspect.isawaitable(answer) else answer
 
     return call
+
+
+def _explained(decision: Decision) -> pb.PlacementDecision:
+    want = decision.situation.want
+    return pb.PlacementDecision(
+        attempt=want.attempt,
+        way=decision.way,
+        prompt_tokens=want.tokens,
+        cached_tokens=decision.cached_tokens,
+        selections=map(_selection, decision.explain()),
+    )
+
+
+def _selection(selection: Selection) -> pb.Selection:
+    candidates = [
+        pb.Candidate(
+            address=row.key[0],
+            replica=row.key[1],
+            chosen=row.key == selection.chosen,
+            excluded=row.excluded,
+            score=row.score,
+            cached_tokens=row.cached_tokens,
+        )
+        for row in selection.candidates
+    ]
+    return pb.Selection(role=selection.role, policy=selection.policy, candidates=candidates)

@@ -59,7 +59,7 @@ class Link:
         self._writer = asyncio.create_task(self._send())
         response = await self._read()
         if response.welcome.epoch != epoch:
-            raise MillraceError(Reason.EPOCH_CHANGED, f"{self.address} is another process now")
+            raise MillraceError(Reason.EPOCH_CHANGED, f"another process answers at {self.address}")
 
     async def run(self) -> None:
         """Read until the stream ends; never returns normally."""

@@ -26,8 +26,9 @@ from millrace_router.fleet.fleet import Fleet
 from millrace_router.fleet.hooks import Hooks
 from millrace_router.fleet.link import DECODE, PREFILL, UNIFIED
 from millrace_router.fleet.worker import Worker
+from millrace_router.policy.choose import Decision
 from millrace_router.policy.placer import Placer
-from millrace_router.policy.snapshot import Placement, View, Want
+from millrace_router.policy.snapshot import View, Want
 from millrace_router.resilience.health import Health
 
 log = logging.getLogger(__name__)
@@ -105,7 +106,7 @@ class Registry:
                 roles[worker.role] += worker.replicas(sources, left_out.get(worker.epoch, ""))
         return View(tuple(roles[PREFILL]), tuple(roles[DECODE]), tuple(roles[UNIFIED]), self._first)
 
-    def choose(self, want: Want) -> Placement | None:
+    def choose(self, want: Want) -> Decision | None:
         """Choose a placement; None: the request has to wait. Raises NO_WORKERS when the model that began the answer is
         no longer served.
         """

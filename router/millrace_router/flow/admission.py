@@ -22,7 +22,8 @@ from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
 
 from millrace_router.flow.fair_queue import FairQueue, Place, Ticket
-from millrace_router.policy.snapshot import Placement, Want
+from millrace_router.policy.choose import Decision
+from millrace_router.policy.snapshot import Want
 
 LOOK_AHEAD = 8  # tickets that are tried while the first ones find no worker
 MEMORY_S = 10.0  # of the measured rate: older services count for less
@@ -67,7 +68,7 @@ class Admission:
     def __init__(
         self,
         size: int,
-        choose: Callable[[Want], Placement | None],  # raises MillraceError where waiting is in vain
+        choose: Callable[[Want], Decision | None],  # raises MillraceError where waiting is in vain
         on_size: Callable[[int], None],
         look_ahead: int = LOOK_AHEAD,
         clock: Callable[[], float] = time.monotonic,
@@ -182,28 +183,28 @@ class Admission:
         before: list[Ticket] = []
         for ticket in itertools.islice(self._queue.in_order(), self._look_ahead):
             try:
-                placement = self._choose(ticket.want) if only is None or ticket is only else None
+                decision = self._choose(ticket.want) if only is None or ticket is only else None
             except MillraceError as error:  # no worker will ever serve it
                 self.leave(ticket)
                 ticket.refuse(error)
                 return True
-            if placement is not None:
+            if decision is not None:
                 for other in before:
                     other.overtaken += 1
-                self._serve(ticket, placement, now, waited=ticket is not only or self._waiting > 1)
+                self._serve(ticket, decision, now, waited=ticket is not only or self._waiting > 1)
                 return True
             if ticket is only or ticket.blocks(now):
                 return False
             before.append(ticket)
         return False
 
-    def _serve(self, ticket: Ticket, placement: Placement, now: float, waited: bool) -> None:
+    def _serve(self, ticket: Ticket, decision: Decision, now: float, waited: bool) -> None:
         if waited:  # or others do
             self._rate.advance(now, waiting=True)
             self._rate.served(ticket.want.tokens)
         self._queue.take(ticket)
         self._resize(-1)
-        ticket.serve(placement)
+        ticket.serve(decision)
 
     def _resize(self, change: int) -> None:
         self._waiting += change

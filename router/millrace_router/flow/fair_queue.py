@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 
 from millrace_rpc.errors import MillraceError
 
-from millrace_router.policy.snapshot import Placement, Want
+from millrace_router.policy.choose import Decision
+from millrace_router.policy.snapshot import Want
 
 PATIENCE = 64  # tickets that may overtake the first ticket before it holds the queue; doubles with every hold
 HOLD_S = 0.5  # length of such a hold
@@ -40,7 +41,7 @@ class Ticket:
 
     place: Place
     want: Want
-    serve: Callable[[Placement], None]
+    serve: Callable[[Decision], None]
     refuse: Callable[[MillraceError], None]
     paid: bool = False  # a retry
     waiting: bool = False

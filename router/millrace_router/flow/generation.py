@@ -28,8 +28,8 @@ from millrace_router.flow.admission import Admission
 from millrace_router.flow.fair_queue import Ticket
 from millrace_router.flow.flow import Abort, Action, Blame, Count, Flow, Leg, Retry, Stage, Submit
 from millrace_router.flow.spans import ContinuationSpans
-from millrace_router.policy.decision import Decision
-from millrace_router.policy.snapshot import Placement, Replica, Unified, Want
+from millrace_router.policy.choose import Decision
+from millrace_router.policy.snapshot import Replica, Want
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Generation:
         self.stage = Stage.QUEUED  # as `_settle` saw it last
         self.room = secrets.randbits(64) or 1
         self.cached_tokens = 0
-        self.decision: Decision | None = None  # why the latest attempt went where it went
+        self._decision: Decision | None = None  # why the latest attempt went where it went
         self.tokens_at: float | None = None  # when the first token arrived
         self.flow = Flow(
             timeouts=config.timeouts,
@@ -154,16 +154,12 @@ class Generation:
             attempt=flow.attempt + 1,
         )
 
-    def _serve(self, placement: Placement) -> None:
+    def _serve(self, decision: Decision) -> None:
         self._ticket = None
-        self._spans.placed(self._loop.time(), self.flow.attempt + 1, placement)
-        self.decision = placement.decision
-        if isinstance(placement, Unified):
-            self._placed = {Leg.DECODE: placement.worker}
-        else:
-            self._placed = {Leg.PREFILL: placement.prefill}
-            if placement.decode is not None:
-                self._placed[Leg.DECODE] = placement.decode
+        self._spans.placed(self._loop.time(), self.flow.attempt + 1, decision)
+        self._decision = decision
+        legs = {Leg.PREFILL: decision.placement.prefill, Leg.DECODE: decision.placement.decode}
+        self._placed = {leg: replica for leg, replica in legs.items() if replica is not None}
         self.perform(self.flow.assign(frozenset(self._placed), self._loop.time()))
 
     def _retry(self, retry: Retry) -> None:
@@ -188,7 +184,7 @@ class Generation:
             self._weights = worker.weights
             request = self._request(replica.index)
             length = len(request.token_ids)
-            cached = 0 if self.decision is None else self.decision.cached_tokens
+            cached = 0 if self._decision is None else self._decision.cached_tokens
             worker.note_sent(replica.index, *((length - cached, 0) if source is None else (0, length)))
             assert worker.link is not None, "the policy chose a worker that is not linked"
             self._links[leg] = link = worker.link

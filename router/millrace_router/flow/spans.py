@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from millrace_common.spans import NO_ATTRIBUTES, Attributes, Span, Tracer
 
-from millrace_router.policy.snapshot import Placement
+from millrace_router.policy.choose import Decision
 
 
 class RequestSpans:
@@ -49,10 +49,9 @@ class ContinuationSpans:
     def waits(self, now: float) -> None:
         self._queue = self._tracer.begin("queue", self._parent, now, {"millrace.continuation": self._index})
 
-    def placed(self, now: float, attempt: int, placement: Placement) -> None:
+    def placed(self, now: float, attempt: int, decision: Decision) -> None:
         self.over(now)
-        where = placement.decision.attributes() if placement.decision is not None else {}
-        attributes = {"millrace.continuation": self._index, "millrace.attempt": attempt, **where}
+        attributes = {"millrace.continuation": self._index, "millrace.attempt": attempt, **decision.attributes()}
         self._attempt = self._tracer.begin("attempt", self._parent, now, attributes)
 
     def first_token(self, at: float) -> None:

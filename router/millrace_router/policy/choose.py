@@ -9,41 +9,56 @@ The first of these with a replica that has credits is taken. Workers in `Want.av
 are candidates only when no other is left; ejected ones (resilience/) not even then. While the view names a revision
 that is asked first, the others get the requests for which it has no room. Within a step the role's policy scores the
 candidates, see scoring.py.
+
+A `Decision` costs nothing when it is made: it keeps the immutable situation, and because choosing is a pure function,
+choosing once more with notes explains it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from millrace_router.config import Policy, Routing
-from millrace_router.policy import (
-    cached,
-    least_loaded,
-    length_buckets,
-    randomised,
-    round_robin,
-    session,
-    topology,
-)
-from millrace_router.policy.decision import CLOSED, Candidate, Decision, Selection
+from millrace_router.policy import cached, length_buckets, session, simple, topology
 from millrace_router.policy.holders import Process
-from millrace_router.policy.scoring import Inputs, Scorer, best
-from millrace_router.policy.snapshot import Key, Pair, Placement, Replica, Unified, View, Want
+from millrace_router.policy.scoring import Inputs, Score, Scorer, best
+from millrace_router.policy.snapshot import Key, Placement, Replica, View, Want
 
 SCORERS: Mapping[Policy, Scorer] = {
-    Policy.ROUND_ROBIN: round_robin.score,
-    Policy.RANDOM: randomised.random_choice,
-    Policy.POWER_OF_TWO: randomised.power_of_two,
-    Policy.LEAST_LOADED: least_loaded.score,
+    Policy.ROUND_ROBIN: simple.round_robin,
+    Policy.RANDOM: simple.random_choice,
+    Policy.POWER_OF_TWO: simple.power_of_two,
+    Policy.LEAST_LOADED: simple.least_loaded,
     Policy.SESSION: session.score,
     Policy.PREFIX_AWARE: cached.score,
     Policy.KV_AWARE: cached.score,
     Policy.LENGTH_BUCKETS: length_buckets.score,
 }
+CLOSED = "no credits"
 NO_PAGES: Mapping[Process, int] = {}
-Note = Callable[[Selection], None]
 WhyNot = Callable[[Replica], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    key: Key
+    score: Score  # lowest wins; empty when it was excluded
+    excluded: str  # why; empty when it was scored
+    cached_tokens: int  # of the prompt, as far as the policy's index knows
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """One question to a policy. A request asks one or several: see choose.py."""
+
+    role: str  # "local", "prefill", "decode" or "unified"
+    policy: str
+    candidates: tuple[Candidate, ...]
+    chosen: Key | None  # None: every candidate was excluded
+
+
+Note = Callable[[Selection], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +80,16 @@ class Chooser:
     decode: Policy
     routing: Routing
 
-    def choose(self, situation: Situation) -> Placement | None:
-        """The placement, with its decision; None when the request has to wait."""
+    def choose(self, situation: Situation) -> Decision | None:
+        """None: the request has to wait."""
         placement = self._choose(situation, None)
-        return None if placement is None else replace(placement, decision=Decision(self, situation, placement))
+        return None if placement is None else Decision(self, situation, placement)
 
     def explain(self, situation: Situation) -> tuple[Selection, ...]:
         """Return every selection that `choose` makes, in order, the failed ones included."""
         notes: list[Selection] = []
         self._choose(situation, notes.append)
         return tuple(notes)
-
-    # ------------------------------------------------------------------------------------- the three ways
 
     def _choose(self, situation: Situation, note: Note | None) -> Placement | None:
         want, first = situation.want, situation.view.first
@@ -91,6 +104,47 @@ class Chooser:
 
 
 @dataclass(frozen=True, slots=True)
+class Decision:
+    chooser: Chooser
+    situation: Situation
+    placement: Placement
+
+    @property
+    def way(self) -> str:
+        """One of "pair", "prefill_only", "local" and "unified"."""
+        if self.placement.prefill is not None:
+            return "prefill_only" if self.placement.decode is None else "pair"
+        return "unified" if self.placement.decode in self.situation.view.unified else "local"
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that the replica which computes the prompt is expected to have."""
+        situation, prefill, decode = self.situation, self.placement.prefill, self.placement.decode
+        replica, pages = (prefill, situation.prefill_pages) if prefill else (decode, situation.decode_pages)
+        assert replica is not None
+        return situation.want.cached(pages.get(replica.process, 0))
+
+    def explain(self) -> tuple[Selection, ...]:
+        return self.chooser.explain(self.situation)
+
+    def attributes(self) -> dict[str, str | int]:
+        """Attributes of a span of the request's trace."""
+        prefill, decode, chooser = self.placement.prefill, self.placement.decode, self.chooser
+        found: dict[str, str | int] = {
+            "millrace.route.way": self.way,
+            "millrace.route.cached_tokens": self.cached_tokens,
+        }
+        for role, policy, replica in (
+            ("prefill", chooser.prefill, prefill),
+            ("worker" if prefill is None else "decode", chooser.decode, decode),
+        ):
+            if replica is not None:
+                found[f"millrace.route.{role}"] = f"{replica.address}/{replica.index}"
+                found[f"millrace.route.{role}_policy"] = str(policy)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
 class _Attempt:
     chooser: Chooser
     situation: Situation
@@ -98,7 +152,7 @@ class _Attempt:
     revision: str | None  # the only one that is asked; None: all are
     note: Note | None
 
-    def local(self) -> Unified | None:
+    def local(self) -> Placement | None:
         want, limit = self.situation.want, self.chooser.routing.local_prefill_tokens
         if not limit or want.prefill_only:
             return None
@@ -112,9 +166,9 @@ class _Attempt:
             return self._closed(replica) or ("prompt too long" if uncached + replica.tokens >= limit else "")
 
         worker = self._select("local", self.situation.view.decode, why_not)
-        return None if worker is None else Unified(worker)
+        return None if worker is None else Placement(None, worker)
 
-    def pair(self) -> Pair | None:
+    def pair(self) -> Placement | None:
         view, prefill_only = self.situation.view, self.situation.want.prefill_only
         decodes = [] if prefill_only else [replica for replica in view.decode if not self._closed(replica)]
 
@@ -125,20 +179,18 @@ class _Attempt:
 
         source = self._select("prefill", view.prefill, why_not)
         if source is None or prefill_only:
-            return None if source is None else Pair(source, None)
+            return None if source is None else Placement(source, None)
 
         def mismatch(replica: Replica) -> str:
             return self._closed(replica) or ("" if _paired(source, replica) else "not paired with the prefill worker")
 
         target = self._select("decode", view.decode, mismatch, near=source)
         assert target is not None
-        return Pair(source, target)
+        return Placement(source, target)
 
-    def unified(self) -> Unified | None:
+    def unified(self) -> Placement | None:
         worker = self._select("unified", self.situation.view.unified, self._closed)
-        return None if worker is None else Unified(worker)
-
-    # ------------------------------------------------------------------------------------- one selection
+        return None if worker is None else Placement(None, worker)
 
     def _closed(self, replica: Replica) -> str:
         if replica.credits <= 0:
@@ -177,7 +229,7 @@ class _Attempt:
 
 def _has_partner(source: Replica, decodes: Sequence[Replica]) -> bool:
     for decode in decodes:  # noqa: SIM110 - a generator costs more than all the comparisons: the first one nearly always fits
-        if source.epoch in decode.sources and source.fingerprint == decode.fingerprint:
+        if _paired(source, decode):
             return True
     return False
 

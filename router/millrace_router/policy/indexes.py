@@ -15,7 +15,7 @@ from millrace_router.policy.choose import NO_PAGES
 from millrace_router.policy.holders import Process
 from millrace_router.policy.kv_index import KvIndex
 from millrace_router.policy.prefix_index import PrefixIndex
-from millrace_router.policy.snapshot import Pair, Placement, Want
+from millrace_router.policy.snapshot import Placement, Want
 
 Pages = Mapping[Process, int]
 
@@ -69,11 +69,8 @@ class Indexes:
         """Record a sent request."""
         if self.prefix is None or not want.pages:
             return
-        if isinstance(placement, Pair):
-            replicas = [placement.prefill, *([placement.decode] if placement.decode else [])]
-        else:
-            replicas = [placement.worker]
-        self.prefix.note(want.pages, [replica.process for replica in replicas])
+        replicas = (placement.prefill, placement.decode)
+        self.prefix.note(want.pages, [replica.process for replica in replicas if replica is not None])
 
     def keep(self, holders: Iterable[Process]) -> None:
         """Keep these processes, and forget all others."""

@@ -13,8 +13,8 @@ import functools
 import hashlib
 from collections.abc import Sequence
 
-from millrace_router.policy import least_loaded
 from millrace_router.policy.scoring import Inputs, Score, bound
+from millrace_router.policy.simple import least_loaded
 from millrace_router.policy.snapshot import Key, Replica
 
 _U64 = 2**64 - 1
@@ -23,7 +23,7 @@ _U64 = 2**64 - 1
 def score(candidates: Sequence[Replica], inputs: Inputs) -> list[Score]:
     """(0, or 1 above the bound; minus the weight). A request without session goes to the least loaded."""
     if not inputs.want.session:
-        return least_loaded.score(candidates, inputs)
+        return least_loaded(candidates, inputs)
     limit = bound(candidates, inputs.routing)
     session = _hash(inputs.want.session)
     return [(float(replica.sequences >= limit), -weight(session, replica.key)) for replica in candidates]

@@ -5,10 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from millrace_router.policy.decision import Decision
 
 Key = tuple[str, int]  # a replica: its worker's address, and its index there
 NO_LABELS: Mapping[str, str] = MappingProxyType({})
@@ -80,18 +76,8 @@ class Want:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
-    prefill: Replica
-    decode: Replica | None  # None: prefill only
-    decision: Decision | None = field(default=None, compare=False)
+class Placement:
+    """One of the two is there at least. A decode replica without a prefill replica runs both phases."""
 
-
-@dataclass(frozen=True, slots=True)
-class Unified:
-    """One worker runs both phases: a unified one, or a decode worker that runs a short prompt itself."""
-
-    worker: Replica
-    decision: Decision | None = field(default=None, compare=False)
-
-
-Placement = Pair | Unified
+    prefill: Replica | None
+    decode: Replica | None
