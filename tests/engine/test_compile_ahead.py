@@ -189,7 +189,7 @@ def test_a_cache_folder_that_cannot_be_written_is_no_error(cache: Path, caplog: 
     with beside(site("cuda:0", cache_dir=cache), told(2), doing("")):
         pass
     mark(site("cuda:0", cache_dir=cache))
-    assert "nothing is compiled ahead: NotADirectoryError" in caplog.text
+    assert "cannot compile ahead: NotADirectoryError" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_one_that_hangs_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_command_that_is_not_there_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
     with beside(site(), told(2), ["/no/such/python"]):
         pass
-    assert "nothing is compiled ahead: FileNotFoundError" in caplog.text
+    assert "cannot compile ahead: FileNotFoundError" in caplog.text
 
 
 def test_processes_are_told_which_gpu_the_current_one_is(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,9 +71,7 @@ class Walk:
         for token in tokens:
             if self._matcher is not None:
                 if not self._matcher.accept(token):
-                    return Failure(
-                        Reason.INVALID_ARGUMENT, f"the grammar does not allow token {token} of the output"
-                    )
+                    return Failure(Reason.INVALID_ARGUMENT, f"the grammar does not allow token {token} of the output")
             elif token == self._after:
                 self._matcher = self._start()
         if not self.mask.any():
