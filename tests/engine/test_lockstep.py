@@ -17,7 +17,7 @@ from millrace_serve.engine.sim.runner import SimRunner
 from millrace_serve.engine.start.torch_factory import build_engine, load_rank, run_follower
 from millrace_serve.engine.step.batch import StepBatch
 from millrace_serve.engine.step.lockstep import AllGather, Alone, State, Together, follow
-from millrace_serve.model.parallel import init_parallel, leave_parallel
+from millrace_serve.model.parallel import ParallelDims, init_parallel, leave_parallel
 from millrace_testing import paths
 
 
@@ -107,14 +107,25 @@ def test_a_follower_runs_what_the_leader_shares():
     assert all(isinstance(result, StepOutput) and not result.corrupt for result in results)
 
 
-def serve_rank(rank: int, tp: int, dp: int, graphs: str, store: str, queue: object) -> None:
+CASES = ((1, 1, "off"), (2, 1, "off"), (1, 2, "off"), (1, 2, "on"))  # tp, dp, graphs
+
+
+def serve_rank(rank: int, folder: Path, queue: object) -> None:
+    """One process of each rank for all cases: importing torch takes longer than a case."""
     torch.set_num_threads(1)
-    dims = init_parallel(rank, tp, dp, f"file://{store}", torch.device("cpu"), timeout_s=60)
+    for number, (tp, dp, graphs) in enumerate(CASES):
+        if rank < tp * dp:
+            dims = init_parallel(rank, tp, dp, f"file://{folder}/{number}", torch.device("cpu"), timeout_s=60)
+            queue.put((number, rank, serve_case(dims, graphs)))  # type: ignore[attr-defined]
+            leave_parallel()
+
+
+def serve_case(dims: ParallelDims, graphs: str) -> list[int] | None:
+    """The tokens of replica 0; None of a rank that follows."""
     config = EngineConfig(num_pages=20, max_model_len=256, max_running=4, max_prefill_tokens=100, canary=True)
     if dims.tp_rank:
         run_follower(load_rank(config, Role.UNIFIED, paths.TINY, dims, torch.device("cpu"), torch.float32))
-        leave_parallel()
-        return
+        return None
     where = paths.TINY, dims, torch.device("cpu"), torch.float32
     engine = build_engine(config, Role.UNIFIED, *where, execution=Execution.model_validate({"graphs": graphs}))
     tokens: list[int] = []
@@ -127,23 +138,21 @@ def serve_rank(rank: int, tp: int, dp: int, graphs: str, store: str, queue: obje
         if taken == 12 and dims.dp_rank == dims.dp - 1:
             engine.stop()
     engine.close()
-    leave_parallel()
-    queue.put((rank, tokens))  # type: ignore[attr-defined]
+    return tokens
 
 
 def test_two_ranks_over_gloo_say_what_one_says(tmp_path: Path):
-    context, said = mp.get_context("spawn"), {}
-    for tp, dp, graphs in ((1, 1, "off"), (2, 1, "off"), (1, 2, "off"), (1, 2, "on")):
-        queue = context.Queue()
-        store = str(tmp_path / f"store-{tp}-{dp}-{graphs}")
-        arguments = tp, dp, graphs, store, queue
-        ranks = [context.Process(target=serve_rank, args=(rank, *arguments)) for rank in range(tp * dp)]
-        for process in ranks:
-            process.start()
-        answers = dict(queue.get(timeout=60) for _ in range(dp))
-        for process in ranks:
-            process.join(30)
-            assert process.exitcode == 0
-        said[tp, dp, graphs] = answers[0]
-        assert len(answers[0]) == 6 and all(not answers[rank] for rank in answers if rank)
-    assert len({tuple(tokens) for tokens in said.values()}) == 1, said
+    context = mp.get_context("spawn")
+    queue = context.Queue()
+    ranks = [context.Process(target=serve_rank, args=(rank, tmp_path, queue)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    said = [queue.get(timeout=60) for tp, dp, _ in CASES for _ in range(tp * dp)]
+    for process in ranks:
+        process.join(30)
+        assert process.exitcode == 0
+    for number, rank, tokens in said:
+        tp = CASES[number][0]
+        assert tokens is None if rank % tp else len(tokens) == (0 if rank else 6)
+    leaders = [tuple(tokens) for _, rank, tokens in said if rank == 0]
+    assert len(leaders) == len(CASES) and len(set(leaders)) == 1, said
