@@ -1,8 +1,8 @@
-"""The only place that chooses an implementation of an op.
+"""The choice of an implementation for each op.
 
 An op is named `module.function`. `TABLE` lists its faster implementations, best first, each with the capability, the
-sizes (tokens, mostly) and the library that it needs; they were measured with `millrace bench kernels`. What no row
-serves runs the op's reference: every op works on every device, with every library missing.
+sizes (tokens, mostly) and the library that it needs; they were measured with `millrace bench kernels`. Without a
+matching row the op's reference runs: every op works on every device, even without any library.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import torch
 
 log = logging.getLogger(__name__)
 
-SMALL_TOKENS = 16  # up to which a weight is read faster than its activations are worth quantising
+SMALL_TOKENS = 16  # up to so many tokens the read of the weight dominates, and quantising activations does not pay
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     target: str  # `import.path:function`, with the signature of the op
-    needs: str = ""  # a library that must be there
+    needs: str = ""  # a library that must be installed
     min_size: int = 0
     max_size: int = 1 << 62
-    when: str = ""  # `import.path:function` of (size, shape) for what sizes alone do not tell
+    when: str = ""  # `import.path:function` of (size, shape), where sizes alone do not decide
     capability: str = "sm90"
 
     def serves(self, size: int, shape: tuple[int, ...]) -> bool:
@@ -36,7 +36,7 @@ class Choice:
 
 
 def _ours(target: str) -> tuple[Choice, ...]:
-    """The row of an op that only our Triton implements."""
+    """The row of an op whose only other implementation is our Triton kernel."""
     return (Choice(f"millrace_kernels.triton.{target}", needs="triton"),)
 
 
@@ -193,7 +193,7 @@ def _available(op: str, capability: str) -> tuple[Choice, ...]:
 
 @functools.cache
 def _has(library: str) -> bool:
-    """Whether the library imports; when not, says so once."""
+    """Whether the library imports; logs once when it does not."""
     if not library:
         return True
     try:

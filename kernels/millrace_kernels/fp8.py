@@ -26,7 +26,7 @@ class Fp8(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """The rows x [T, K] that a GEMM multiplies, in the forms that were worth making; at least one is there."""
+    """The rows x [T, K] of a GEMM's input, plain or in FP8 or both; at least one form is present."""
 
     plain: Tensor | None
     fp8: Fp8 | None
@@ -75,17 +75,17 @@ def fp8_linear(x: Fp8, weight: Fp8, dtype: torch.dtype) -> Tensor:
 
 
 def compile_ahead(max_tokens: int, device: torch.device, start: float = 0.0) -> int:
-    """Compile what `fp8_linear` will need for 1 to max_tokens rows of each weight shape that it has met so far, where
-    the number of rows decides which kernel runs. Returns the number of those shapes.
+    """Compile the kernels of `fp8_linear` for 1 to max_tokens rows of each weight shape that it has met so far, where
+    the number of rows decides the kernel. Returns the number of those shapes.
 
-    Args:
-        start: from which part of all that on, in [0, 1), and round: processes that share a cache begin apart.
+    Args: start: offset in [0, 1) at which the list begins, wrapping around, so that processes with one cache begin
+        apart.
     """
     return implementation("fp8.compile_ahead", device, max_tokens)(max_tokens, device, start)
 
 
 def small_linear(x: Tensor, weight: Fp8) -> Tensor:
-    """out = x dequantised(weight)^T for few rows: what it costs is to read the weight once.
+    """out = x dequantised(weight)^T for few rows: its cost is one read of the weight.
 
     Args:
         x: [T, K] with T <= SMALL_TOKENS, not quantised; rows may be strided.

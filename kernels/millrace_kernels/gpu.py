@@ -1,8 +1,8 @@
-"""Which GPUs the measured tables are for.
+"""The GPUs for which the measured tables hold.
 
-Configurations of kernels are measured on an H200, and what decides among them is how many programs run at once: they
+Configurations of kernels are measured on an H200. The number of programs that run at once decides among them, so they
 hold for every Hopper GPU of 132 multiprocessors (H100, H200, H800). Others (an H20 has 78) get estimates from their own
-number. `backend.TABLE`, which chooses between libraries and us, is keyed by the compute capability.
+number. `backend.TABLE`, which chooses between libraries and our kernels, is keyed by the compute capability.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """W8A8 products in INT8, for GPUs without FP8 tensor cores: real value = INT8 value * scale.
 
 Activations carry one scale per row, weights one per output channel, so both scales leave the sum and the sum is exact:
-K * 127^2 stays below 2^31 for K up to 133,000. DeepSeek-V3 is published in FP8 and no model here is loaded this way;
-`quant_rows` of a weight is what a loader would keep, `int8_linear(quant_rows(x), weight, dtype)` what it would run.
+K * 127^2 stays below 2^31 for K up to 133,000. DeepSeek-V3 is published in FP8, and no loader uses this module yet: a
+loader would keep `quant_rows` of a weight and run `int8_linear(quant_rows(x), weight, dtype)`.
 """
 
 from __future__ import annotations

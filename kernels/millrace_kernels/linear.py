@@ -1,4 +1,4 @@
-"""out = x w^T, with a plain weight or one in FP8.
+"""out = x w^T, with a plain or an FP8 weight.
 
 An FP8 weight is multiplied in one of two ways, by the number of tokens: up to SMALL_TOKENS by `small_linear`, which
 reads plain rows; above by `fp8_linear`, which reads quantised rows. `operand` makes the form that is needed, so that

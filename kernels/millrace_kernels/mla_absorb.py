@@ -3,7 +3,8 @@
 q_h = [q_nope_h W_UK_h | rope(q_pe_h)]        out_h = latent_h W_UV_h^T
 
 `quantised` is the same weight as an FP8 checkpoint stores it, where a head is one row of its blocks: E4M3 of the same
-shape, scales float32 [H, C/128], any head strides. Implementations that were measured to gain from it read it instead.
+shape, scales float32 [H, C/128], any head strides. Implementations that were measured to be faster with it read it
+instead.
 """
 
 from __future__ import annotations

@@ -17,14 +17,11 @@ from millrace_kernels.backend import implementation
 
 
 def plan(seq_lens: Tensor, queries_per_seq: int, num_heads: int, kv_dtype: torch.dtype) -> Any:
-    """How the work of a step is spread over the GPU: made once, used by all layers. Computed on the device, without
-    synchronisation, so a CUDA graph may hold it and is right for whatever `seq_lens` holds at replay.
+    """The distribution of a step's work over the GPU: made once, used by all layers. Computed on the device, without
+    synchronisation, so a CUDA graph may contain it and it follows the `seq_lens` of each replay.
 
-    Args:
-        seq_lens: int32 [B], the ones of the calls to come.
-        queries_per_seq: S; num_heads: H.
-    Returns:
-        What `mla_decode` takes as `plan`; None where an implementation needs none.
+    Args: seq_lens: int32 [B], the ones of the calls to come. queries_per_seq: S; num_heads: H. Returns: The `plan` of
+        `mla_decode`; None where an implementation needs none.
     """
     op = implementation("mla_decode.plan", seq_lens.device, seq_lens.shape[0])
     return op(seq_lens, queries_per_seq, num_heads, kv_dtype)

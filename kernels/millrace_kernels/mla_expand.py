@@ -1,4 +1,4 @@
-"""What turns projections into the operands of `mla_prefill` (the expanded form of MLA).
+"""Projections to operands of `mla_prefill` (the expanded form of MLA).
 
 k_h = [up_nope_h | k_pe]        v_h = up_v_h        q_h = [q_nope_h | rope(q_pe_h)]
 """

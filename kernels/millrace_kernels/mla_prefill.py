@@ -24,11 +24,10 @@ def plan(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Any:
-    """How the work of a step is spread over the GPU: made on the host once, used by all layers. A step may hold several
-    at a time.
+    """The distribution of a step's work over the GPU: made on the host once, used by all layers. A step may hold
+    several.
 
-    Returns:
-        What `mla_prefill` takes as `plan`; None where an implementation needs none.
+    Returns: The `plan` of `mla_prefill`; None where an implementation needs none.
     """
     op = implementation("mla_prefill.plan", device, sum(q_lens))
     return op(q_lens, k_lens, num_heads, qk_head_dim, v_head_dim, causal, device, dtype)

@@ -1,4 +1,4 @@
-"""What follows the projection of a step's tokens to [q | c_kv | k_pe], in one pass over them.
+"""The operations after the projection of a step's tokens to [q | c_kv | k_pe], in one pass.
 
 q = rms_norm(q) q_weight        c_kv = rms_norm(c_kv) kv_weight        k_pe = rope(k_pe)
 kv[slot // page_size, slot % page_size] = [c_kv | k_pe]

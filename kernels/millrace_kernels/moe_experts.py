@@ -1,7 +1,7 @@
 """out_t = sum over chosen experts e held here of  weight_te * w2_e silu_mul(w13_e x_t)   + w2_s silu_mul(w13_s x_t)
 
-The second term is there with `shared_expert`: the shared expert lies as one more expert behind the routed ones, and
-every row chooses it with weight 1, so that it costs no launch and no pass of its own.
+The second term exists with `shared_expert`: the shared expert is one more expert behind the routed ones, and every row
+chooses it with weight 1, which saves a launch and a pass.
 """
 
 from __future__ import annotations
@@ -25,19 +25,14 @@ def moe_experts(
 ) -> Tensor:
     """The experts of this rank applied to the tokens that chose them.
 
-    Args:
-        x: [T, D]. Plain weights and few tokens need its plain form; more tokens with FP8 weights are quantised here
-            unless the operand brings its FP8 form.
-        weights: float32 [T, K]; experts: int32 [T, K], each an index into w13 and w2, or -1 for a choice that another
-            rank computes and for padding. An expert that a token names twice counts twice.
-        w13: [E, 2I, D], gate rows then up rows; w2: [E, D, I]; both plain in x's dtype or both FP8 with scales of
-            128 x 128 blocks, [E, 2I/128, D/128] and [E, D/128, I/128].
-        shared_expert: the last of the E experts is the shared one; ids do not name it.
-        num_experts: how many routed experts all ranks together hold, 0: those held here. It says how many rows an
-            expert may expect, and changes nothing but the speed.
-    Returns:
-        [T, D] in x's dtype, bfloat16 for an x without plain form; 0 for a token none of whose experts is held here.
-        The same inputs give the same bits.
+    Args: x: [T, D]. Plain weights and few tokens need its plain form; more tokens with FP8 weights are quantised here
+        unless the operand brings its FP8 form. weights: float32 [T, K]; experts: int32 [T, K], each an index into w13
+        and w2, or -1 for a choice that another rank computes and for padding. An expert that a token names twice counts
+        twice. w13: [E, 2I, D], gate rows then up rows; w2: [E, D, I]; both plain in x's dtype or both FP8 with scales
+        of 128 x 128 blocks, [E, 2I/128, D/128] and [E, D/128, I/128]. shared_expert: the last of the E experts is the
+        shared one; ids do not name it. num_experts: routed experts of all ranks together, 0: those of this rank. It
+        gives the expected rows per expert, and changes only the speed. Returns: [T, D] in x's dtype, bfloat16 for an x
+        without plain form; 0 for a token none of whose experts is held here. The same inputs give the same bits.
     """
     rows = x if isinstance(x, Tensor) else x.plain if x.plain is not None else x.fp8.data  # type: ignore[union-attr]
     first, second = (w.data if isinstance(w, Fp8) else w for w in (w13, w2))
@@ -51,15 +46,13 @@ def moe_experts(
 
 
 def expected_rows(num_tokens: int, top_k: int, num_experts: int) -> int:
-    """Of one expert, as a power of two: what is chosen by it changes rarely."""
+    """Expected rows of one expert, as a power of two, so that choices by it change rarely."""
     rows = -(-num_tokens * top_k // num_experts)
     return 1 << max(rows - 1, 0).bit_length()
 
 
 def _kind(rows: Tensor, w13: Tensor | Fp8, w2: Tensor | Fp8) -> str:
-    """Which op of the table this is. The kernels are for BF16, and for FP8 in whole blocks; for what else there is,
-    nobody has a fast one.
-    """
+    """The op of the table. The fast kernels are for BF16, and for FP8 in whole blocks; other inputs have none."""
     if isinstance(w13, Fp8) and isinstance(w2, Fp8):
         whole = all(size % BLOCK == 0 for size in w2.data.shape[1:])
         return "moe_experts_fp8" if whole and rows.dtype != torch.float32 else "moe_experts_other"

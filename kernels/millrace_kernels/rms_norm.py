@@ -23,7 +23,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def rms_norm_quant(x: Tensor, weight: Tensor, eps: float, *, plain: bool = True) -> Operand:
     """operand(rms_norm(x)) in one pass: quantised above SMALL_TOKENS tokens.
 
-    plain: False leaves the plain form out where it is quantised and bfloat16, which `linear` takes for granted.
+    plain: False leaves the plain form out where the result is quantised and bfloat16, as `linear` assumes.
     """
     assert x.shape[-1] == weight.shape[0], (x.shape, weight.shape)
     return implementation("rms_norm.rms_norm_quant", x.device, x.shape[0])(x, weight, eps, plain)

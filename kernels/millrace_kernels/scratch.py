@@ -1,4 +1,4 @@
-"""Counters that are zero when a kernel gets them, of all layers of a step, zeroed at once.
+"""Counters that are zero when a kernel gets them; one fill per step zeroes those of all layers.
 
 A kernel that counts with atomics begins with zeros. Filling them layer by layer is one more launch per layer, so a step
 zeroes one block when it begins and every layer takes its own part of it:

@@ -28,8 +28,8 @@ def moe_experts_other(
     x: Tensor | Operand, weights: Tensor, experts: Tensor, w13: Tensor | Fp8, w2: Tensor | Fp8,
     *, shared_expert: bool = False, num_experts: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Every expert for every token, and nothing of it for the tokens that did not choose it: far more products than
-    are needed, but the host learns nothing of the choices, so a CUDA graph may hold them.
+    """Every expert for every token, with weight 0 where the token did not choose it. That is far more products than
+    needed, but the host does not read the choices, so a CUDA graph may contain it.
     """
     rows = plain_rows(x)
     held = (w13.data if isinstance(w13, Fp8) else w13).shape[0]

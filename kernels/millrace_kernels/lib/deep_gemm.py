@@ -17,7 +17,7 @@ _met: dict[tuple[int, int], None] = {}  # (N, K) of the products of this process
 
 
 def fp8_linear(x: Fp8, weight: Fp8, dtype: torch.dtype) -> Tensor:
-    """BF16 results of shapes that TMA can address; ours makes the others."""
+    """BF16 results of shapes that TMA can address; our kernel computes the others."""
     import deep_gemm
 
     (num_tokens, k), n = x.data.shape, weight.data.shape[0]

@@ -1,9 +1,9 @@
 """FlashMLA's dense decode kernels for sm90: rows of 576, values of 512, pages of 64, BF16 or E4M3. Any number of heads:
 its tiles of 64 query rows are clipped.
 
-What its sources say and its documentation does not:
+Facts of its sources that its documentation lacks:
 - A sequence of length 0 is one empty block for the BF16 kernel, which gives out 0 and lse +inf but touches the page of
-  the first table entry. The FP8 kernel would read the table in front of its row, so there lengths are at least 1.
+  the first table entry. The FP8 kernel would read the table before its row, so its lengths are at least 1.
 - It uses programmatic dependent launch without waiting for the kernel before it, and the kernel that merges splits may
   end before the main one. So the kernels before and after it are launched plainly, as all of ours are.
 """
@@ -22,7 +22,7 @@ from millrace_kernels.triton.e4m3 import to_e4m3
 
 ROW, LATENT, PAGE = 576, 512, 64
 KV_DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
-FEW_SEQS, FEW_ROWS = 4, 32  # up to which our kernel is faster: one has no more query rows than half of a tile here
+FEW_SEQS, FEW_ROWS = 4, 32  # up to so many sequences our kernel is faster, with at most half a tile of query rows each
 
 
 @dataclass(frozen=True, slots=True)

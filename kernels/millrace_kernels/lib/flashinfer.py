@@ -67,7 +67,7 @@ class _Slot:
         from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
 
         self.size = size
-        unused = _unused_workspace(device)  # FlashAttention 3 splits no keys
+        unused = _unused_workspace(device)  # FlashAttention 3 does not split keys
         self.wrapper = BatchPrefillWithRaggedKVCacheWrapper(unused, "NHD", backend="fa3")
         self.wrapper.reset_workspace_buffer(unused, torch.empty(size, dtype=torch.uint8, device=device))
         self.copied = torch.cuda.Event()
@@ -134,7 +134,9 @@ def mla_prefill(
 
 @functools.cache
 def _works(device: torch.device) -> bool:
-    """Its kernels are compiled at their first use, which needs a compiler and a minute, or a cache."""
+    """Whether its kernels can be compiled. The first use compiles them, which needs a compiler and a minute, or a
+    cache.
+    """
     try:
         q, v = (torch.zeros(1, 1, dim, dtype=torch.bfloat16, device=device) for dim in (QK_DIM, V_DIM))
         out, lse = ours.outputs(q, v, 1)

@@ -1,4 +1,4 @@
-"""Inputs of attention's ops as their keyword arguments, for tests and benches; what may not be read is NaN.
+"""Inputs of attention's ops as keyword arguments, for tests and benches; memory that must not be read is NaN.
 
 Widths are DeepSeek-V3's unless named; letters as in the model.
 """

@@ -1,4 +1,4 @@
-"""Experts, and who chooses them, for tests and benches."""
+"""Experts and choices of tokens, for tests and benches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The only place where tolerances live, and the poison for memory that must not be read."""
+"""All tolerances, and the poison for memory that must not be read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TEXT_TOLERANCE = {"BF16": 0.02, "FP8": 0.08}  # the same over texts that it was 
 
 
 def poisoned(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
-    """All NaN: whatever reads it and uses it shows."""
+    """All NaN, so that every use of it shows in the result."""
     return torch.full(shape, torch.nan, dtype=dtype, device=device)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 # temperature, top_k, top_p, min_p
 KINDS = (
     (1.0, 0, 1.0, 0.0),
-    (0.0, 5, 0.5, 0.5),  # greedy: what else it says does not matter
+    (0.0, 5, 0.5, 0.5),  # greedy: its filters do not matter
     (0.7, 40, 1.0, 0.0),
     (1.0, 1, 1.0, 0.0),
     (1.0, 0, 0.9, 0.0),

@@ -1,4 +1,4 @@
-"""How long a call takes on its device, without the host's part in it.
+"""The time of a call on its device, without the host's part.
 
 On a GPU the calls are captured in one CUDA graph, which is replayed between two events. A list of calls that do the
 same work on different inputs keeps the inputs out of the L2 cache, as weights are in a model.
@@ -20,7 +20,7 @@ SAMPLE_S = 2e-3  # of one sample, at least
 def time_us(
     calls: Sequence[Call], device: torch.device, samples: int = 7, calls_per_graph: int = CALLS_PER_GRAPH
 ) -> float:
-    """Median microseconds of one call, after a warm-up. `calls` are equal but for their inputs."""
+    """Median microseconds of one call, after a warm-up. `calls` differ in their inputs only."""
     assert calls and samples > 0
     num = -(-calls_per_graph // len(calls)) * len(calls)
     run, num = (_graph(calls, num), num) if device.type == "cuda" else (_each(calls), len(calls))
