@@ -143,7 +143,7 @@ def test_a_part_that_contradicts_itself_fails_the_import(bad: KvPart, message: s
 def test_pages_are_not_given_up_while_reads_are_in_flight() -> None:
     x = reading()
     x.on_part(part(2, 3))
-    assert x.num_outstanding_reads == 2
+    assert x._outstanding == {0, 1}
     assert x.on_abort(CANCELLED) == []
     assert x.state is ImportState.DRAINING and x.failure == CANCELLED
     assert x.on_part(part(3, 5)) == []

@@ -110,10 +110,6 @@ class KvImport:
         self._num_reads = 0
         self._first: SequenceOutput | None = None  # of the last part
 
-    @property
-    def num_outstanding_reads(self) -> int:
-        return len(self._outstanding)
-
     def on_part(self, part: KvPart) -> list[Action]:
         if refusal := self._refusal_of(part):
             return self._refuse(refusal)

@@ -70,7 +70,6 @@ class LeaseConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 class _Lease(msgspec.Struct):
     state: LeaseState
-    num_pages: int = 0
     deadline: float = 0.0  # of PUBLISHED
     last_deadline: float = 0.0  # renewals never go beyond
 
@@ -98,7 +97,6 @@ class LeaseTable:
         lease = self._live.setdefault(part.id, _Lease(LeaseState.OPEN))
         if lease.state is not LeaseState.OPEN:
             return False
-        lease.num_pages += len(part.page_ids)
         if part.last:
             now = self._clock()
             lease.state = MOVES.move(lease.state, LeaseState.PUBLISHED, f"lease {part.id}")
@@ -151,14 +149,6 @@ class LeaseTable:
     @property
     def num_live(self) -> int:
         return len(self._live)
-
-    @property
-    def num_tombstones(self) -> int:
-        return len(self._ended)
-
-    @property
-    def num_parked_pages(self) -> int:
-        return sum(x.num_pages for x in self._live.values() if x.state is LeaseState.PUBLISHED)
 
     def _end(self, id: RequestId, to: LeaseState) -> None:
         lease = self._live.pop(id, None)

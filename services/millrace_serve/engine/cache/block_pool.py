@@ -103,9 +103,6 @@ class BlockPool:
             return Holder.PUBLISHED
         return Holder.CACHE if cache[page] else FREE
 
-    def num_holders(self, page: int, holder: Holder) -> int:
-        return self._refs[holder][page]
-
     def check(self) -> None:
         """Recount everything. Raises InvariantError with the numbers."""
         counts = [0, 0, 0, 0]
