@@ -1,4 +1,4 @@
-"""A cast to E4M3 with scale 1 that saturates; torch's makes NaN of what is larger than 448."""
+"""A saturating cast to E4M3 with scale 1; torch's cast makes NaN of values above 448."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FP8 product on the tensor cores, for 17 to some hundred tokens, where what it costs is to read the weight once.
+"""FP8 product on the tensor cores, for 17 to some hundred tokens, where its cost is one read of the weight.
 
     out_tn = sum over 128-column blocks b of x_scale_tb * w_scale_nb * (sum over k in b of x_tk w_nk)
 

@@ -1,4 +1,4 @@
-"""One row x [K] times rows of a weight, on CUDA cores: what it costs is to read the weight once.
+"""One row x [K] times rows of a weight, on CUDA cores: its cost is one read of the weight.
 
     out_n = sum over runs r of 16 columns of scale_nr * (sum over k in r of x_k w_nk)
 

@@ -3,7 +3,7 @@ rides along in programs of its own. For more tokens cuBLAS multiplies, through s
 unless our kernels were measured to be faster: they spare the launch for the rotation, or for the quantisation of what
 o_proj reads, where a head's values are one group.
 
-FP8 weights, as the projection is stored, halve what is read of them; products are still BF16 and exact to the weight.
+FP8 weights, as the projection is stored, halve the bytes; products are still BF16 and exact to the weight.
 """
 
 from __future__ import annotations

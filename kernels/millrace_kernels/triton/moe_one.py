@@ -1,4 +1,4 @@
-"""Experts for one token, where time is what reading the weights of its experts costs: two launches on CUDA cores.
+"""Experts for one token, where the read of its experts' weights takes the time: two launches on CUDA cores.
 
     h_a = weight_a * silu(w13_a,gate x) * w13_a,up x      out = sum over a of w2_a h_a
 

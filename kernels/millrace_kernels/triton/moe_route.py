@@ -38,10 +38,10 @@ class Route(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """What a kernel that gathers its own rows reads, valid up to `total`: blocks beyond hold anything."""
+    """The input of a kernel that gathers its own rows, valid up to `total`; blocks beyond are arbitrary."""
 
     tokens: Tensor  # int32 [num_rows], whose token a row is
-    experts: Tensor  # int32 [num_rows / granularity], whose expert a block of rows is, -1 where nobody's up to `total`
+    experts: Tensor  # int32 [num_rows / granularity], the expert of a block of rows, -1 for unused blocks up to `total`
     scales: Tensor | None  # float32 [D/128, num_rows], of the rows' FP8 groups
 
 
@@ -158,8 +158,8 @@ def route(
 ) -> tuple[Route, Blocks | None]:
     """experts int32 [T, K] with T > 0 -> where they go; group_rows > 0 for the padded form.
 
-    granularity: rows per entry of Blocks.experts, a divisor of alignment; 0: nobody gathers rows, no Blocks.
-    scales: float32 [T, D/128] of the tokens, to be gathered for Blocks.
+    granularity: rows per entry of Blocks.experts, a divisor of alignment; 0: no kernel gathers rows, no Blocks. scales:
+    float32 [T, D/128] of the tokens, to be gathered for Blocks.
     """
     num, top_k = experts.shape
     choices, routed = top_k + shared_expert, num_held - shared_expert

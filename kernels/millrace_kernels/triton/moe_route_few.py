@@ -1,7 +1,8 @@
 """The route of few tokens in one launch, without atomics: every expert's program finds out itself where its rows are.
 
-Each program reads all choices, counts them for all experts (a histogram), and so knows where its own expert begins; the
-rank of a token among those of its expert is a running sum over the tokens. Rows of an expert are in the tokens' order.
+Each program reads all choices and counts them for all experts (a histogram), which gives the start of its own expert;
+the rank of a token among those of its expert is a running sum over the tokens. Rows of an expert are in the tokens'
+order.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def route_few(
     experts: Tensor, routed: int, alignment: int, group_rows: int, granularity: int,
     scales: Tensor | None, out: Route, blocks: Blocks | None,
 ) -> None:  # fmt: skip
-    """experts int32 [T, K] with T <= FEW_TOKENS -> all of `out` and `blocks`, as `moe_route.route` says."""
+    """experts int32 [T, K] with T <= FEW_TOKENS -> all of `out` and `blocks`, as `moe_route.route` fills them."""
     (num, top_k), num_held = experts.shape, out.counts.shape[0]
     assert 0 < num <= FEW_TOKENS and experts.is_contiguous(), experts.shape
     tokens, owners, gathered = blocks or (None, None, None)

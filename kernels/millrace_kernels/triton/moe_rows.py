@@ -1,4 +1,4 @@
-"""What lies between and around the grouped GEMMs: rows to their experts, SwiGLU with quantisation, rows back to tokens.
+"""The passes around the grouped GEMMs: rows to their experts, SwiGLU with quantisation, rows back to tokens.
 
 Scales of rows lie as the FP8 GEMMs of sm90 read them: [groups, group_rows, K/128], column by column inside a group.
 """

@@ -1,4 +1,4 @@
-"""Experts for few tokens, where time is what reading the weights of the chosen experts costs: two launches.
+"""Experts for few tokens, where the read of the chosen experts' weights takes the time: two launches.
 
     h[a, t] = weight_te * silu(w13_e,gate x_t) * w13_e,up x_t      out_t = sum over a of w2_e h[a, t]
 
@@ -50,7 +50,7 @@ def _choices(
     experts_ptr, weights_ptr, a, num_tokens,
     ROUTED: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr, T_PAD: tl.constexpr, C_PAD: tl.constexpr,
 ):  # fmt: skip
-    """The expert that choice `a` names, whether it is the first to do so, who chose it, and with which weight."""
+    """The expert of choice `a`, whether `a` is the first choice of it, the tokens that chose it, and their weights."""
     token, choice = tl.arange(0, T_PAD)[:, None], tl.arange(0, C_PAD)[None, :]
     real = (token < num_tokens) & (choice < CHOICES)
     experts = local_expert(experts_ptr, token, choice, real, ROUTED, TOP_K)
@@ -72,7 +72,7 @@ def _gate_up_kernel(
     D: tl.constexpr, SIZE: tl.constexpr, ROUTED: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr,
     T_PAD: tl.constexpr, C_PAD: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """N columns of h for the expert that choice `a` stands for; and who stands for which expert, -1 for nobody."""
+    """N columns of h for the expert of choice `a`; and the first choice of each expert, -1 for none."""
     tile, a = tl.program_id(0), tl.program_id(1)
     expert, leads, chose, weight = _choices(
         experts_ptr, weights_ptr, a, num_tokens, ROUTED, TOP_K, CHOICES, T_PAD, C_PAD

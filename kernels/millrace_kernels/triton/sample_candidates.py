@@ -35,7 +35,7 @@ class Candidates(NamedTuple):
 
 
 def candidates(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, log_min_p: Tensor) -> Candidates:
-    """logits float32 [S, V] and what `sample_tokens` has of each row."""
+    """logits float32 [S, V] and the parameters of `sample_tokens` for each row."""
     num, vocab = logits.shape
     blocks = triton.cdiv(vocab, BLOCK)
     given = (logits, temperature, top_k, top_p, log_min_p, logits.stride(0), vocab)

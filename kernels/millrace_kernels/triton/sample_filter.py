@@ -72,7 +72,7 @@ def _bounds(
                     above, mass_above, equal = _around(x_row, by, length, top, key, BLOCK)
                     kept = tl.minimum(count.to(tl.int32) - above, equal)
                     target = part.to(tl.float64) * (mass_above + weights(_value(key), top) * kept.to(tl.float64))
-                # top_p: of what top_k leaves
+                # top_p: of the tokens that top_k keeps
                 if part < 1.0:
                     kth = key
                     key = _search(x_row, by, length, top, kth, highest, target.to(tl.float32), False, BLOCK, PROBES)
@@ -92,7 +92,7 @@ def _bounds(
 
 @triton.jit
 def _value(key):
-    """What `_ordered` made the key of."""
+    """The inverse of `_ordered`."""
     bits = key.to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
@@ -140,7 +140,7 @@ def _search(
 @triton.jit
 def _around(x_row, heat, vocab, top, key, BLOCK: tl.constexpr):
     """How many tokens are above the key, their mass, and how many are equal to it. The mass is a float64: its distance
-    from a target says how many more are kept.
+    from a target gives the number of further kept tokens.
     """
     above = tl.zeros((BLOCK,), dtype=tl.int32)
     mass = tl.zeros((BLOCK,), dtype=tl.float64)

@@ -31,7 +31,7 @@ class Config(NamedTuple):
     stages: int
 
 
-# (tokens, N, K) -> what `python -m millrace_bench.kernels.tune` found best; the tokens are 1, 4 (2 to 4) or 16.
+# (tokens, N, K) -> the best of `python -m millrace_bench.kernels.tune`; the tokens are 1, 4 (2 to 4) or 16.
 MEASURED: dict[tuple[int, int, int], Config | Gemv] = {
     (1, 2112, 7168): Gemv(2, 1024, 2),
     (1, 7168, 2048): Gemv(2, 512, 1),
