@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from millrace_kernels.testing.numeric import MODEL_TOLERANCE, assert_close
 from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model
 from millrace_serve.model.parallel import ParallelDims
+from millrace_serve.model.weight_bytes import tensor_bytes, weight_bytes
 from millrace_testing.checkpoint import CONFIG
 from model.harness import Driver, Seq, random_prompt
 from safetensors.torch import load_file
@@ -70,3 +71,13 @@ def test_the_mtp_step_writes_only_its_own_layer(model: DeepseekV3) -> None:
     model.forward_mtp(inputs, torch.zeros(20, model.config.hidden_size), driver.kv)
     page = driver.kv[seq.pages[0]]
     assert page[-1, :20].isfinite().all() and page[-1, 20:].isnan().all() and page[:-1].isnan().all()
+
+
+def test_an_unused_mtp_layer_is_not_loaded(random_bf16: Path, model: DeepseekV3) -> None:
+    short = load_model(random_bf16, ParallelDims(), torch.device("cpu"), torch.float32, mtp=False)
+    assert short.mtp is None and short.config.num_kv_layers == model.config.num_kv_layers - 1
+    tokens = random_prompt(20, model.config.vocab_size, 1)
+    outputs = [Driver(one).step([(Seq(tokens), 20)]) for one in (short, model)]
+    assert torch.equal(*outputs)
+    assert weight_bytes(short.config, ParallelDims(), torch.float32, fp8=False) == tensor_bytes(short)
+    assert tensor_bytes(short) < tensor_bytes(model)

@@ -29,6 +29,7 @@ class Limits(BaseModel):
     max_waiting: int = Field(256, ge=0)  # sequences queued beyond max_running; more are refused as OVERLOADED
     max_prefill_tokens: int = Field(2048, ge=1)  # prompt tokens per step over all sequences; decode tokens come on top
     max_parked_pages: int | None = Field(None, ge=1)  # pages that prompts may hold until their lease ends; None = pool
+    draft_tokens: int = Field(0, ge=0)  # 0: the MTP layer is neither loaded nor in the KV page; no step drafts yet
     prefix_cache: bool = True
     overlap: bool = True  # schedule step N+1 while step N runs
     canary: bool = False  # debug: every page carries the hash of its tokens, checked before each step

@@ -140,6 +140,10 @@ class ModelConfig(BaseModel):
         """Layers of the KV pool: the MTP layer is the last."""
         return self.num_hidden_layers + self.num_nextn_predict_layers
 
+    def without_mtp(self) -> ModelConfig:
+        """The same model, whose MTP layer is neither loaded nor in the pool."""
+        return self.model_copy(update={"num_nextn_predict_layers": 0})
+
     def is_moe(self, layer: int) -> bool:
         return layer >= self.first_k_dense_replace
 

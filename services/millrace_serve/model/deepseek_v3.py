@@ -99,11 +99,13 @@ def load_model(
     thresholds: FormThresholds | None = None,
     *,
     keep_fp8: bool | None = None,
+    mtp: bool = True,
 ) -> DeepseekV3:
     """Reads this rank's part of a checkpoint directory.
 
     Args:
         keep_fp8: GEMMs run on the FP8 weights themselves; otherwise they are dequantised to `dtype`. None: `keeps_fp8`.
+        mtp: whether the MTP layer is loaded, where the checkpoint has one.
 
     Raises:
         ConfigError: config.json is unusable.
@@ -114,6 +116,9 @@ def load_model(
     config = ModelConfig.load(path)
     keep = keeps_fp8(config, device, dtype) if keep_fp8 is None else keep_fp8
     ckpt = Checkpoint(path, config, device, dtype, keep_fp8=keep)
+    if config.num_nextn_predict_layers and not mtp:
+        config = config.without_mtp()
+        ckpt.skip(f"model.layers.{config.num_hidden_layers}.")
     model = DeepseekV3(ckpt, config, dims, thresholds or FormThresholds())
     ckpt.finish()
     log.info("model loaded path=%s rank=%d dtype=%s seconds=%.1f", path, dims.rank, dtype, time.monotonic() - started)

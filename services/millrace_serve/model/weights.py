@@ -148,7 +148,12 @@ class Checkpoint:
         self._header(name, shape, (*FLOATS, "F8_E4M3"))
         self._unclaimed.discard(name + SCALE_SUFFIX)
 
+    def skip(self, prefix: str) -> None:
+        """Tensors that the config describes and this process does not need."""
+        self._unclaimed = {name for name in self._unclaimed if not name.startswith(prefix)}
+
     def finish(self) -> None:
+        """Raises CheckpointError if the checkpoint has tensors that the config does not describe."""
         left = sorted(name for name in self._unclaimed if not name.endswith(IGNORED_SUFFIXES))
         if left:
             shown = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")

@@ -24,7 +24,7 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
     """What two workers must have in common before pages may travel between them."""
 
     page_size: int  # tokens
-    num_layers: int  # the MTP layer included
+    num_layers: int  # the MTP layer included where it is loaded
     dtype: str
     latent_width: int  # elements
     rope_width: int  # elements

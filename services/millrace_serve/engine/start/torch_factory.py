@@ -59,7 +59,8 @@ def build_engine(
         model: one that is there already, in the place of what `model_path` holds.
     Raises:
         ConfigError, CheckpointError: the checkpoint cannot be used.
-        ValueError: max_model_len is more than the model's, or the model does not divide by `dims`.
+        ValueError: max_model_len is more than the model's, the model does not divide by `dims`, or draft_tokens asks
+            for an MTP layer that the checkpoint does not have.
         OverCommitted: there is too little memory.
     """
     rank = load_rank(limits, role, Path(model_path), dims, device, dtype, execution, phases, model)
@@ -91,7 +92,7 @@ def load_rank(
     """Collective over all ranks of `dims`; what it raises is what build_engine raises."""
     execution, phases = execution or Execution(), phases or Phases()
     device = device_of(device).torch  # other processes must be told which one it is
-    model_config = ModelConfig.load(path) if model is None else model.config
+    model_config = _model_config(limits, path) if model is None else model.config
     if limits.max_model_len > model_config.max_position_embeddings:
         raise ValueError(
             f"max_model_len={limits.max_model_len} is more than the model's {model_config.max_position_embeddings}"
@@ -117,9 +118,20 @@ def load_rank(
     return Rank(config, model_config, pool, runner, control)
 
 
+def _model_config(limits: Limits, path: Path) -> ModelConfig:
+    """Of the layers that this worker loads."""
+    config = ModelConfig.load(path)
+    if not limits.draft_tokens:
+        return config.without_mtp()
+    if not config.num_nextn_predict_layers:
+        raise ValueError(f"draft_tokens={limits.draft_tokens}: {path} has no MTP layer (num_nextn_predict_layers)")
+    return config
+
+
 def _model(site: Site, path: Path) -> DeepseekV3:
     if not site.execution.random_weights:
-        return load_model(path, site.dims, site.device, site.dtype)
+        mtp = site.model.num_nextn_predict_layers > 0
+        return load_model(path, site.dims, site.device, site.dtype, mtp=mtp)
     weights = RandomWeights(site.device, site.dtype, fp8=site.fp8)
     return DeepseekV3(weights, site.model, site.dims, FormThresholds())
 
