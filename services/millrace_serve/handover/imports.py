@@ -1,4 +1,4 @@
-"""The importing side of a decode worker: carries out what each request's KvImport (transfer/importer.py) decides.
+"""The importing side of a decode worker: carries out the actions of each request's KvImport (transfer/importer.py).
 
 Life of an import:
 
@@ -70,7 +70,7 @@ class PostedRead:
 
 
 class Import:
-    """One request's import: the machine, and what is needed to carry out what it asks."""
+    """One request's import: its state machine, and the data needed to carry out its actions."""
 
     def __init__(self, machine: KvImport, replica: int, peer: Peer) -> None:
         self.machine = machine
@@ -195,8 +195,8 @@ class Imports:
         self._count_quarantine()
 
     def _read(self, job: Import, read: ReadPages) -> None:
-        """Rank i reads from the exporter's rank i; with fewer ranks over there they serve several, as the KV is the
-        same on all.
+        """Rank i reads from the exporter's rank i, modulo the number of exporting ranks, because the KV is the same on
+        all of them.
         """
         ranks = self._ranks.of_replica(job.replica)
         job.reads[read.read] = PostedRead(len(read.dst_pages), set(ranks), time.monotonic())

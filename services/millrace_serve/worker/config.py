@@ -34,8 +34,8 @@ class Timeouts(Config):
     fetch_wait: float = Field(10.0, gt=0)  # prefill: a Fetch that came before its prompt was submitted
     heartbeat: float = Field(1.0, gt=0)  # prefill: between two messages of a Fetch stream
     stall: float = Field(5.0, gt=0)  # decode: silence of a Fetch stream, or a read that does not end
-    lease: float = Field(30.0, gt=0)  # prefill: parked pages since the importer was last heard
-    max_lease: float = Field(300.0, gt=0)  # prefill: parked pages, whatever the importer says
+    lease: float = Field(30.0, gt=0)  # prefill: parked pages since the importer's last message
+    max_lease: float = Field(300.0, gt=0)  # prefill: parked pages, renewals included
 
 
 class WorkerConfig(Execution):
@@ -67,7 +67,7 @@ class WorkerConfig(Execution):
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, values: Any) -> Any:
-        """What follows from other values: the context from the checkpoint, dtype and pages from the device."""
+        """Fill in values that follow from others: the context from the checkpoint, dtype and pages from the device."""
         if not isinstance(values, dict):
             return values
         limits, on_cuda = values.get("limits") or {}, values.get("device") == "cuda"

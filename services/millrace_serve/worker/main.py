@@ -74,7 +74,7 @@ async def serve(config: WorkerConfig, make_role: MakeRole, announce: Path | None
 
 
 async def _live(frontend: Frontend, stop: asyncio.Event, address: str) -> tuple[int, str]:
-    """Until the worker should end. The exit code, and why."""
+    """Wait until the worker should end. Returns the exit code and the reason."""
     stopped = asyncio.create_task(stop.wait())
     start = asyncio.create_task(frontend.start())
     await asyncio.wait((start, stopped, frontend.lost), return_when=asyncio.FIRST_COMPLETED)
@@ -139,7 +139,9 @@ def _signals() -> asyncio.Event:
 
 
 def _announce(path: Path, frontend: Frontend, ports: dict[str, int]) -> None:
-    """Bound ports by name, and who we are. Written under another name first, so that nobody reads half of it."""
+    """Write the bound ports by name, and the identity. Written under another name first, so that a reader never sees
+    half a file.
+    """
     facts = {**ports, "pid": os.getpid(), "epoch": frontend.epoch}
     draft = path.with_name(f"{path.name}.{os.getpid()}")
     draft.write_text(json.dumps(facts))

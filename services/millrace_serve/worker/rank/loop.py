@@ -1,5 +1,5 @@
-"""The main loop of a rank: take messages, step, ship what the step has to say as one message. Sleeps on the inbox
-without work.
+"""The main loop of a rank: take messages, step, send the step's events as one message. Sleeps on the inbox without
+work.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from millrace_serve.worker.rank.profiler import RankProfiler
 log = logging.getLogger(__name__)
 
 LOAD_INTERVAL_S = 0.02  # a load without other events is shipped at most this often while the engine works
-QUIET_S = 1.0  # without a message for this long, an engine without work checks its books, which takes milliseconds
+QUIET_S = 1.0  # after this long without messages an idle engine checks the pool's invariants, which takes milliseconds
 
 
 class GcReporter:
@@ -109,7 +109,7 @@ class EngineLoop:
                 self._engine.submit(message)
 
     def _ship(self, events: Events) -> None:
-        """Without events, a load that is not news, or not news enough while the engine is busy, stays here."""
+        """Send events. Without events, an unchanged load, or a changed one while the engine is busy, is held back."""
         if not events:
             if events.load == self._shipped:
                 return

@@ -43,7 +43,7 @@ from millrace_serve.worker.rank.profiler import RankProfiler
 log = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
-# what the worker says it does meanwhile
+# the worker's state in each phase
 PHASE_STATES = {
     "import": "loading",
     "load": "loading",
@@ -185,7 +185,9 @@ def _sink(buffer: PageBuffer) -> KvSink:
 
 
 def die_with_parent(alive: Connection) -> None:
-    """Signals of the terminal are for the frontend. Its end is ours, whatever native code we are in."""
+    """Ignore signals of the terminal, which are for the frontend, and exit when the frontend ends, even inside native
+    code.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if sys.platform == "linux":
