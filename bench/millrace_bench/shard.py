@@ -30,7 +30,6 @@ from typing import Any
 import torch
 from millrace_kernels.fp8 import Fp8
 from millrace_serve.engine.step.device import Replay, device_of
-from millrace_serve.model.attn_step import FormThresholds
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3
 from millrace_serve.model.experts.local import LocalExperts
@@ -89,7 +88,7 @@ def build(shard: Shard, layers: int, device: torch.device, widths: dict[str, Any
     """`widths` replaces V3's, for a test."""
     config = ModelConfig(num_hidden_layers=layers, **{**v3.V3, **(widths or {})})
     weights = RandomWeights(device, torch.bfloat16, fp8=True)
-    return DeepseekV3(weights, config, shard.dims, FormThresholds(), FoldedExperts if shard.folded else None)
+    return DeepseekV3(weights, config, shard.dims, experts=FoldedExperts if shard.folded else None)
 
 
 # ------------------------------------------------------------------------------------------------ steps

@@ -17,6 +17,14 @@ from model.harness import Driver, Seq, random_prompt
 LIMIT = FormThresholds(absorb_max_queries=100)
 
 
+def test_the_threshold_is_that_of_the_device_and_of_the_heads() -> None:
+    def found(device: str, heads: int) -> int:
+        return FormThresholds.measured(torch.device(device), heads).absorb_max_queries
+
+    assert [found("cpu", 4), found("cpu", 128), found("meta", 128)] == [48, 48, 48]
+    assert [found("cuda", 16), found("cuda:1", 17), found("cuda", 128)] == [1700, 320, 320]
+
+
 @pytest.mark.parametrize(
     ("q_lens", "prefix_lens", "form"),
     [

@@ -10,7 +10,6 @@ import pytest
 import torch
 from millrace_kernels.fp8 import Operand
 from millrace_kernels.testing.numeric import MODEL_TOLERANCE, assert_close
-from millrace_serve.model.attn_step import FormThresholds
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model
 from millrace_serve.model.inputs import ForwardInput
@@ -95,7 +94,7 @@ def test_the_first_layer_may_be_the_last(dense: int) -> None:
     """And its queries may come from the hidden state itself, as a view of a wider product."""
     config = ModelConfig.parse({**CONFIG, "num_hidden_layers": 1, "first_k_dense_replace": dense, "q_lora_rank": None})
     weights = RandomWeights(torch.device("cpu"), torch.float32, fp8=False)
-    model = DeepseekV3(weights, config, ParallelDims(), FormThresholds())
+    model = DeepseekV3(weights, config, ParallelDims())
     assert model.layers[-1].sampled_only is (model.mtp is None)
     driver, seqs = Driver(model), [Seq(random_prompt(70, config.vocab_size, i)) for i in range(3)]
     driver.step([(seqs[0], 69), (seqs[1], 64)])
@@ -119,6 +118,6 @@ def test_replicas_and_an_mtp_layer_need_every_row() -> None:
 
     def flag(mtp: int, dims: ParallelDims) -> bool:
         config = ModelConfig.parse({**CONFIG, "num_nextn_predict_layers": mtp})
-        return DeepseekV3(weights, config, dims, FormThresholds()).layers[-1].sampled_only
+        return DeepseekV3(weights, config, dims).layers[-1].sampled_only
 
     assert [flag(0, ParallelDims()), flag(1, ParallelDims()), flag(0, ParallelDims(dp=2))] == [True, False, False]

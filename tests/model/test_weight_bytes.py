@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from millrace_serve.model.config import ModelConfig
-from millrace_serve.model.deepseek_v3 import DeepseekV3, FormThresholds, load_model
+from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model
 from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.random_weights import RandomWeights
 from millrace_serve.model.weight_bytes import tensor_bytes, weight_bytes
@@ -30,7 +30,7 @@ def test_the_size_is_exact(dtype: torch.dtype) -> None:
 )
 def test_the_size_of_a_shard_is_exact(dims: ParallelDims, fp8: bool) -> None:
     config = ModelConfig.load(TINY)
-    model = DeepseekV3(RandomWeights(CPU, torch.bfloat16, fp8=fp8), config, dims, FormThresholds())
+    model = DeepseekV3(RandomWeights(CPU, torch.bfloat16, fp8=fp8), config, dims)
     size = weight_bytes(config, dims, torch.bfloat16, fp8=fp8)
     assert size == tensor_bytes(model) < weight_bytes(config, ParallelDims(), torch.bfloat16, fp8=fp8)
 

@@ -30,8 +30,24 @@ class Form(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class FormThresholds:
-    absorb_max_queries: int = 48  # queries per key up to which cached prefixes are absorbed; break-even on a CPU
+    absorb_max_queries: int  # queries per key up to which cached prefixes are absorbed
     prefix_chunk_tokens: int = 4096  # prefix tokens, over all sequences, whose k and v exist at a time
+
+    @classmethod
+    def measured(cls, device: torch.device, num_heads: int) -> FormThresholds:
+        """The break-even on a device of this kind, for so many heads of a rank."""
+        rows = BREAK_EVEN["cuda" if device.type == "cuda" else "cpu"]
+        return cls(next(queries for heads, queries in rows if num_heads <= heads))
+
+
+# Heads of a rank up to which a row holds, and its absorb_max_queries. CPU: the references, one core, `models/tiny`.
+# CUDA: a Hopper GPU, by `python -m millrace_bench.kernels.forms`. 16 heads: expanding wins from 1,726 queries on behind
+# 32,768 cached tokens, and behind 1,024 to 16,384 never up to 2,048 queries. 128 heads: from 382, 311, 338 and 231
+# queries on behind 4,096, 8,192, 16,384 and 32,768 cached tokens.
+BREAK_EVEN = {
+    "cpu": ((1 << 30, 48),),
+    "cuda": ((16, 1700), (1 << 30, 320)),
+}
 
 
 @dataclass(frozen=True, slots=True)

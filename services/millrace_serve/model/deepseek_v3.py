@@ -37,13 +37,15 @@ class DeepseekV3:
         ckpt: Weights,
         config: ModelConfig,
         dims: ParallelDims,
-        thresholds: FormThresholds,
+        thresholds: FormThresholds | None = None,
         experts: Implementation | None = None,
     ) -> None:
-        self.config, self.dims, self.thresholds, self.dtype = config, dims, thresholds, ckpt.dtype
+        """`thresholds`: None takes what was measured on a device of this kind."""
+        self.config, self.dims, self.dtype = config, dims, ckpt.dtype
         self.rope_tables = rope_tables(config, ckpt.device)
         self.scratch = Scratch(ckpt.device)
         num_heads = check_divides("num_attention_heads", config.num_attention_heads, "tp", dims.tp)
+        self.thresholds = thresholds or FormThresholds.measured(ckpt.device, num_heads)
         self.heads = HeadShape(num_heads, config.qk_head_dim, config.v_head_dim)
         placement = Placement.contiguous(config.num_kv_layers, config.n_routed_experts, dims.ep_size)
         implementation = experts or (LocalExperts if dims.dp == 1 else GatherExperts)
@@ -119,7 +121,7 @@ def load_model(
     if config.num_nextn_predict_layers and not mtp:
         config = config.without_mtp()
         ckpt.skip(f"model.layers.{config.num_hidden_layers}.")
-    model = DeepseekV3(ckpt, config, dims, thresholds or FormThresholds())
+    model = DeepseekV3(ckpt, config, dims, thresholds)
     ckpt.finish()
     log.info("model loaded path=%s rank=%d dtype=%s seconds=%.1f", path, dims.rank, dtype, time.monotonic() - started)
     return model

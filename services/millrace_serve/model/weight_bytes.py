@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from millrace_serve.model.attn_step import FormThresholds
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3
 from millrace_serve.model.parallel import ParallelDims
@@ -37,7 +36,7 @@ def weight_bytes(config: ModelConfig, dims: ParallelDims, dtype: torch.dtype, *,
         ValueError: the config does not divide by `dims`.
     """
     shapes: Any = WeightShapes(dtype, fp8=fp8)
-    return tensor_bytes(DeepseekV3(shapes, config, dims, FormThresholds()))
+    return tensor_bytes(DeepseekV3(shapes, config, dims))
 
 
 def tensor_bytes(thing: object) -> int:

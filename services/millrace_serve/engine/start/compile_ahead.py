@@ -45,7 +45,6 @@ from millrace_serve.engine.start.startup import Site, capture
 from millrace_serve.engine.step.device import device_of
 from millrace_serve.engine.step.graphs import buckets_up_to
 from millrace_serve.engine.step.torch_runner import TorchRunner
-from millrace_serve.model.attn_step import FormThresholds
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3
 from millrace_serve.model.parallel import ParallelDims
@@ -248,7 +247,7 @@ def small_model(site: Site) -> DeepseekV3:
     """Three layers, of which the last two share their weights; only the last one leaves out rows (`sampled_only`)."""
     config = small_config(site.model)
     weights = RandomWeights(site.device, site.dtype, fp8=site.fp8)
-    model = DeepseekV3(weights, config, site.dims, FormThresholds())
+    model = DeepseekV3(weights, config, site.dims)
     whole = copy.copy(model.layers[-1])
     whole.sampled_only = False
     model.layers.insert(-1, whole)

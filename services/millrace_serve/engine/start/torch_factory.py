@@ -25,7 +25,7 @@ from millrace_serve.engine.step.lockstep import Together, follow
 from millrace_serve.engine.step.torch_runner import TorchRunner
 from millrace_serve.model.checkpoint_hash import checkpoint_hash
 from millrace_serve.model.config import ModelConfig
-from millrace_serve.model.deepseek_v3 import DeepseekV3, FormThresholds, load_model
+from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model
 from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.random_weights import RandomWeights
 
@@ -133,7 +133,7 @@ def _model(site: Site, path: Path) -> DeepseekV3:
         mtp = site.model.num_nextn_predict_layers > 0
         return load_model(path, site.dims, site.device, site.dtype, mtp=mtp)
     weights = RandomWeights(site.device, site.dtype, fp8=site.fp8)
-    return DeepseekV3(weights, site.model, site.dims, FormThresholds())
+    return DeepseekV3(weights, site.model, site.dims)
 
 
 def _layout(limits: Limits, execution: Execution, model: ModelConfig, model_hash: str, dtype: torch.dtype) -> KvLayout:
