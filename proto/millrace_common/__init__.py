@@ -1,1 +1,1 @@
-"""What every process has: configuration, log, metrics, traces, names of pages. No RPC."""
+"""The common parts of all processes: configuration, log, metrics, traces, page hashes. No RPC."""

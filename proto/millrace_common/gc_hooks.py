@@ -1,4 +1,4 @@
-"""Python's garbage collector in a process that must not pause: measure every pause, and freeze what lives for ever.
+"""Python's garbage collector in a process that must not pause: measure every pause, and freeze permanent objects.
 
 A collection can start inside any allocation, also while a lock of logging or metrics is held. So the callback only
 appends to a deque, and the process's loop takes the pauses out and reports them.
@@ -95,7 +95,7 @@ class ProcessGc:
 
 
 def freeze() -> int:
-    """Collect, then take everything that is alive out of the collector's sight. The number of frozen objects."""
+    """Collect, then exclude all live objects from further collections. Returns the number of frozen objects."""
     gc.collect()
     gc.freeze()
     return gc.get_freeze_count()

@@ -1,4 +1,4 @@
-"""What a grammar's text must be before anything compiles it. The router checks it early; workers check it again."""
+"""Checks of a grammar's text before any compilation. The router checks it early; workers check it again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_DEPTH = 64  # of nested JSON: a compiler's time grows with its cube, and it 
 
 
 def problem(kind: str, text: str) -> str:
-    """One sentence's rest about "it"; empty: nothing is wrong so far."""
+    """The fault of the text as the end of a sentence; empty: none found."""
     size = len(text.encode(errors="replace"))
     if not 1 <= size <= MAX_BYTES:
         return f"it has {size} bytes; 1 to {MAX_BYTES} are allowed"

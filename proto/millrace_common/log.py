@@ -25,7 +25,7 @@ class _Formatter(logging.Formatter):
 
 
 def setup(process: str, level: str = "INFO") -> None:
-    """Log to stderr. `process` tells processes apart, for example "decode/rank0"."""
+    """Log to stderr. `process` is the name in each line, for example "decode/rank0"."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Formatter(process))
     root = logging.getLogger()

@@ -1,4 +1,4 @@
-"""How late the event loop is: what a callback waits for others that do not yield. Every request feels it."""
+"""The delay of the event loop: the time that a callback waits for others that do not yield. It delays every request."""
 
 from __future__ import annotations
 

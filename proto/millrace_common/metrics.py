@@ -21,7 +21,7 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 _SHORT = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 
 
-KV_FAULTS = (  # reasons of kv_failures for which neither a client nor a lost worker is to blame
+KV_FAULTS = (  # reasons of kv_failures that neither a client nor a lost worker causes
     Reason.KV_EXPIRED,
     Reason.KV_MISMATCH,
     Reason.KV_NOT_FOUND,

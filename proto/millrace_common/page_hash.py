@@ -1,4 +1,4 @@
-"""Chain hashes of token pages: the name of a page's content, equal on every worker and every router.
+"""Chain hashes of token pages: the identity of a page's content, equal on every worker and every router.
 
 hash_i = blake2b-64(hash_{i-1} as little-endian u64 || the page's tokens as little-endian int32), hash_{-1} = 0
 """

@@ -1,5 +1,5 @@
-"""A histogram for what happens once per token: an observation takes 0.3 µs instead of 2, because it takes no lock.
-Without labels, and for one thread.
+"""A histogram for events of every token: an observation takes 0.3 µs instead of 2, because it takes no lock. Without
+labels, and for one thread.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Why a request fails. What a reason means to clients and routers: millrace_rpc/errors.py."""
+"""Reasons why a request fails. millrace_rpc/errors.py has their meaning for clients and routers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class Reason(enum.StrEnum):
     QUEUE_FULL = "QUEUE_FULL"  # the router's queue
     RATE_LIMITED = "RATE_LIMITED"  # the API key's own limit
     OVERLOADED = "OVERLOADED"  # a worker without credits
-    SLOW_CLIENT = "SLOW_CLIENT"  # it did not read its stream
+    SLOW_CLIENT = "SLOW_CLIENT"  # the client did not read its stream
     NO_WORKERS = "NO_WORKERS"  # no routable pair
     NOT_READY = "NOT_READY"
     DRAINING = "DRAINING"
-    DEADLINE_TOO_SHORT = "DEADLINE_TOO_SHORT"  # it would pass in the router's queue
+    DEADLINE_TOO_SHORT = "DEADLINE_TOO_SHORT"  # the deadline would pass in the router's queue
     DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
     CANCELLED = "CANCELLED"
-    EPOCH_CHANGED = "EPOCH_CHANGED"  # the process at this address is not the one that was meant
+    EPOCH_CHANGED = "EPOCH_CHANGED"  # another process answers at this address
     LAYOUT_MISMATCH = "LAYOUT_MISMATCH"
     KV_NOT_FOUND = "KV_NOT_FOUND"
     KV_EXPIRED = "KV_EXPIRED"

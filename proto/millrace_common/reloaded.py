@@ -1,4 +1,4 @@
-"""What is made of files that others replace while we run: certificates, API keys."""
+"""Values made from files that are replaced while the process runs: certificates, API keys."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ INTERVAL_S = 1.0  # between two looks at the files
 class Reloaded(Generic[T]):
     """Made by `load` at the beginning, whose errors are raised, and again after any of the files has changed.
 
-    A later load that raises ValueError or OSError leaves what was there: a file that is written at this moment, or a
-    certificate that does not fit its key yet. It is logged, counted by `on_reload` ("ok" or "failed"), and tried
-    again when the files change again. Messages of `load` must hold no secrets. Safe to use from several threads.
+    A later load that raises ValueError or OSError keeps the previous value: the file may be half written, or a
+    certificate may not fit its key yet. The failure is logged, counted by `on_reload` ("ok" or "failed"), and the load
+    is repeated when the files change again. Messages of `load` must hold no secrets. Safe to use from several threads.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Reloaded(Generic[T]):
                 self._looked_at = now
                 stamps = self._look()
                 if stamps != self._stamps:
-                    self._stamps = stamps  # from before the load: a change during it is seen at the next look
+                    self._stamps = stamps  # from before the load, so that a change during it is noticed next time
                     self._reload()
             return self._value
 

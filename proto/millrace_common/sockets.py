@@ -1,4 +1,4 @@
-"""Listening sockets for addresses as our configurations write them: `host:port`, IPv6 as `[host]:port`."""
+"""Listening sockets for addresses of the configuration: `host:port`, IPv6 as `[host]:port`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import socket
 
 
 def listen(address: str, backlog: int = 100) -> socket.socket:
-    """Bound and listening; port 0: any free one. OSError when the address cannot be had."""
+    """Return a bound, listening socket; port 0: any free one. Raises OSError for an unavailable address."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

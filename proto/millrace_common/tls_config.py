@@ -1,4 +1,4 @@
-"""The section `tls` of a process's configuration. What is made of it: millrace_rpc/tls.py."""
+"""The section `tls` of a process's configuration, used by millrace_rpc/tls.py."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Spans of a request in every process that it passes, for OpenTelemetry.
 
-A trace context travels as W3C `traceparent` text: from the client, and from the router to the workers in
-EngineRequest. Without an endpoint nothing is recorded, and the context that came is handed on as it is. Times are
-those of the event loop's clock (`loop.time()`, `time.monotonic()`), in seconds.
+A trace context travels as W3C `traceparent` text: from the client, and from the router to the workers in EngineRequest.
+Without an endpoint nothing is recorded, and the received context goes on unchanged. Times are those of the event loop's
+clock (`loop.time()`, `time.monotonic()`), in seconds.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ OFF: Tracer = _Off()
 
 
 def checked(traceparent: str) -> str:
-    """What came from outside, or nothing if it is no trace context."""
+    """Return a received trace context, or an empty string if it is invalid."""
     return traceparent if _TRACEPARENT.fullmatch(traceparent) else ""
 
 

@@ -1,4 +1,4 @@
-"""Which moves of a state machine are legal."""
+"""The legal moves of a state machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Client channels with the options that our servers expect, and what may happen to calls on them."""
+"""Client channels with the options that our servers expect, and the errors of calls on them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from millrace_rpc.tls import Identity
 
 T = TypeVar("T")
 
-SLICES = 4  # of a silence, see heard_within
+SLICES = 4  # of a silence, see `heard_within`
 CHANNEL_OPTIONS = [
     *KEEPALIVE,
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 5_000),  # how long one attempt may take, a TLS handshake with a busy peer too
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # of one attempt, a TLS handshake with a busy peer included
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.use_local_subchannel_pool", 1),
 ]
-RETRIED = {  # a call is made again, at another router, as long as nothing of its answer has come
+RETRIED = {  # a call is repeated at another router as long as no part of its answer has come
     "maxAttempts": 5,
     "initialBackoff": "0.1s",
     "maxBackoff": "2s",
@@ -41,7 +41,7 @@ SPREAD = {
 
 
 def channel(address: str, identity: Identity | None = None) -> grpc.aio.Channel:
-    """An own connection to `address`, shared with no other channel of the process, so that its failures are its own.
+    """Open a connection to `address` that no other channel of the process shares, so that its failures are its own.
     Plain without an identity, else TLS with the certificates that the identity has now.
     """
     return _channel(address, identity, CHANNEL_OPTIONS)
@@ -49,8 +49,8 @@ def channel(address: str, identity: Identity | None = None) -> grpc.aio.Channel:
 
 def routers(target: str, identity: Identity | None = None) -> grpc.aio.Channel:
     """To all routers that `target` names, for clients of the Inference service: `dns:///millrace-routers:50051`,
-    `ipv4:10.0.0.1:50051,10.0.0.2:50051`. Calls go round. A router that drains gets no new ones, and a call that fails
-    with UNAVAILABLE before any output is made again elsewhere: routers can be replaced without a failed request.
+    `ipv4:10.0.0.1:50051,10.0.0.2:50051`. Calls go round. A draining router gets no new calls, and a call that fails
+    with UNAVAILABLE before any output is repeated elsewhere: routers can be replaced without a failed request.
     """
     config = json.dumps(SPREAD)
     kept = ("grpc.per_rpc_retry_buffer_size", MAX_MESSAGE_BYTES)  # a call whose request is larger is not retried
@@ -82,9 +82,9 @@ async def reply(call: Awaitable[T]) -> T:
 
 
 async def heard_within(silence_s: float, reading: Coroutine[Any, Any, T]) -> T:
-    """What a stream's `read()` returns. TimeoutError when the peer was silent for so long, which ends the call.
+    """The result of a stream's `read()`. Raises TimeoutError when the peer was silent for so long, which ends the call.
 
-    The time is counted in slices: a pause of our own process, in which nothing could be heard, costs no more than one.
+    The time is counted in slices, so a pause of this process counts as one slice at most.
     """
     read = asyncio.create_task(reading)
     try:

@@ -1,4 +1,4 @@
-"""The one table of errors: what a reason means on gRPC, on HTTP, and to a router that decides whether to try again.
+"""The one table of errors: the meaning of a reason on gRPC, on HTTP, and for a router that decides about a retry.
 
 A `MillraceError` is raised where a request is refused or fails; the servers' edges turn it into a status
 (`to_status`) or an OpenAI-style HTTP answer (`http_body`), and clients turn a status back into it (`from_rpc_error`).
@@ -125,7 +125,7 @@ def _status_of(error: grpc.RpcError) -> status_pb2.Status | None:
 
 
 def from_rpc_error(error: grpc.RpcError) -> MillraceError:
-    """The error that the other side raised; for a status without our details, the nearest reason."""
+    """The error that the peer raised; for a status without our details, the nearest reason."""
     status = _status_of(error)
     reason: Reason | str | None = None
     param, retry_after_s = None, None

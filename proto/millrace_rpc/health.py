@@ -1,5 +1,5 @@
-"""grpc.health.v1. Our own: that of grpcio-health-checking forgets every watcher of a service as soon as one of them
-leaves, and a client that was forgotten goes on sending to a router that drains.
+"""grpc.health.v1. Our own implementation, because grpcio-health-checking drops every watcher of a service as soon as
+one of them leaves, and a dropped client goes on sending to a draining router.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class Health(health_pb2_grpc.HealthServicer):
         return pb.HealthCheckResponse(status=status)
 
     async def Watch(self, request: pb.HealthCheckRequest, context: grpc.aio.ServicerContext) -> None:
-        """The status now and after each change; what changes back while a slow client reads may be skipped."""
+        """Yields the status now and after each change; a change that is reverted while a slow client reads may be
+        skipped.
+        """
         told = None
         while True:
             changed = self._changed

@@ -60,7 +60,9 @@ class _Server(uvicorn.Server):
 
 
 class BoundedHead(HttpToolsProtocol):
-    """Ends a connection whose headers are too long or too slow: the parser alone would wait and collect for ever."""
+    """Ends a connection whose headers are too long or too slow; the parser alone would wait and collect without
+    limit.
+    """
 
     _head_bytes = 0
     _head_timer: asyncio.TimerHandle | None = None
@@ -116,7 +118,7 @@ class BoundedHead(HttpToolsProtocol):
 
 
 def _last_answer(error: MillraceError) -> bytes:
-    """A whole HTTP/1.1 answer that ends its connection, for where there is no request yet."""
+    """A whole HTTP/1.1 answer that ends its connection, for errors before a request is complete."""
     body = json.dumps(error.http_body(), separators=(",", ":")).encode()
     head = f"HTTP/1.1 {error.row.http} \r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
     return head.encode() + b"connection: close\r\n\r\n" + body

@@ -1,4 +1,4 @@
-"""A gRPC server as all of ours are: asyncio, health, reflection, and errors from the one table."""
+"""The gRPC server of every process: asyncio, health, reflection, and errors from the one table."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ class Server:
         return self.port
 
     async def start_health(self, address: str) -> int:
-        """Answer the same health checks, and nothing else, on a plain port of their own, for probes without TLS.
-        Before `start`, so that a slow start is seen as one.
+        """Answer the same health checks, and nothing else, on a plain port of their own, for probes without TLS. Call
+        it before `start`, so that a slow start is visible.
         """
         self._plain = grpc.aio.server(options=SERVER_OPTIONS)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._plain)

@@ -1,8 +1,8 @@
 """TLS of every hop: one `Tls` section per process, and the `Identity` that its servers and clients share.
 
-Certificates are files, looked at again while the process runs. A server uses the new ones for the next handshake,
-without a restart and without touching the connections it has; a client for its next channel. New files that do not
-fit together are not used (see millrace_common/reloaded.py).
+Certificates are files, checked again while the process runs. A server uses the new ones for the next handshake, without
+a restart and without touching the connections it has; a client for its next channel. New files that do not fit together
+are ignored (see millrace_common/reloaded.py).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Identity:
     # ------------------------------------------------------------------------------------- servers
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Of a gRPC server; every handshake looks whether the files have changed."""
+        """The credentials of a gRPC server; every handshake checks the files for changes."""
         self._need_certificate()
         served = self.version
 
@@ -77,7 +77,7 @@ class Identity:
         )
 
     def server_context(self) -> ssl.SSLContext:
-        """Of an HTTPS server. The context stands for whichever is current: each handshake is given that one."""
+        """The context of an HTTPS server: each handshake uses the current certificates."""
         self._need_certificate()
         entry = self._new_context()
 
@@ -120,8 +120,8 @@ class Identity:
     # ------------------------------------------------------------------------------------- clients
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """For a new channel. A channel keeps what it was made with, so a client makes a new one when `version` grows,
-        or whenever it connects again.
+        """The credentials of a new channel. A channel keeps its certificates, so a client makes a new channel when
+        `version` grows, or whenever it reconnects.
         """
         version = self.version
         if self._channel is None or self._channel_made != version:
@@ -159,5 +159,5 @@ def load(tls: Tls) -> Material:
 
 
 def _no_password() -> str:
-    """Instead of a question on the terminal."""
+    """Raise an error instead of asking on the terminal."""
     raise ValueError("tls: the key is encrypted; give one without a password")

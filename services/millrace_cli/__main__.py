@@ -133,7 +133,7 @@ def workers(
     cert: access.Cert = None,
     key: access.Key = None,
 ) -> None:
-    """Show the workers that a router knows."""
+    """Show the workers of a router."""
     from millrace_cli.workers import show
 
     asyncio.run(show(address, access.identity(ca, cert, key)))

@@ -1,4 +1,4 @@
-"""What a command needs to be let in: the options of a router with TLS or API keys."""
+"""Access to a router with TLS or API keys: the options of a command."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`millrace compile`: everything that a worker compiles while it starts, ahead of time.
+"""`millrace compile`: compile ahead of time everything that a worker compiles while it starts.
 
 1. the ranks start as a worker's do: they load, measure, run every prompt shape and every decode bucket, and capture
-2. nobody serves; they are stopped, and what the cache folder has gained is shown
+2. no requests are served; the ranks stop, and the growth of the cache folder is printed
 """
 
 from __future__ import annotations

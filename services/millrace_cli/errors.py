@@ -1,4 +1,4 @@
-"""What a command raises when it cannot do its work: one line for the user, and the exit code."""
+"""The error of a command that cannot do its work: one line for the user, and the exit code."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from millrace_cli.errors import CommandError
 
 @dataclass(slots=True)
 class Answer:
-    """What has arrived of one continuation."""
+    """The received part of one continuation."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -60,7 +60,7 @@ async def stream(
     identity: Identity | None = None,
     api_key: str = "",
 ) -> Answer:
-    """Run one request; `on_text` gets every piece of text as it arrives. CommandError for whatever goes wrong."""
+    """Run one request; `on_text` gets every piece of text as it arrives. Raises CommandError for every failure."""
     metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
     answer = Answer()
     begin = time.perf_counter()
@@ -91,8 +91,8 @@ def finish_name(reason: int) -> str:
 
 
 def explain(error: grpc.RpcError, address: str) -> CommandError:
-    """A line that says what to do, where we know it. A server of ours always names its own reason, a missing one
-    never.
+    """One line of advice for the user, if there is any. Our servers always name a reason; an unreachable server names
+    none.
     """
     failure = from_rpc_error(error)
     if error.code() is grpc.StatusCode.UNAVAILABLE and failure.reason is Reason.WORKER_LOST:

@@ -1,6 +1,4 @@
-"""Short questions to running processes. An answer that does not come is None: processes start, stop and hang while we
-ask.
-"""
+"""Short queries to running processes. A missing answer is None, because processes start, stop and hang at any time."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def processes_table(cluster: LocalCluster) -> Table:
 
 
 def addresses(cluster: LocalCluster, seconds: float) -> str:
-    """What a user needs to know, as it is printed."""
+    """The addresses and commands that are printed for the user."""
     command = "millrace" if shutil.which("millrace") else os.path.relpath(Path(sys.executable).with_name("millrace"))
     return "\n".join(
         [

@@ -1,4 +1,4 @@
-"""`millrace workers`: what a router knows about its workers."""
+"""`millrace workers`: a router's view of its workers."""
 
 from __future__ import annotations
 
