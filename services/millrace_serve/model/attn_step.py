@@ -1,4 +1,4 @@
-"""What all layers of one step share about attention: rotary rows, the form, and the kernels' plans, made once a step.
+"""The attention data that all layers of a step share: rotary rows, the form, and the kernels' plans, made once a step.
 
 Three forms of the same maths (model/mla.py has the formulas); decode sequences are always absorbed, prompt chunks:
     EXPANDED         k and v of the step's own tokens are computed per head; nothing is cached yet
@@ -129,8 +129,8 @@ class AttnStep:
 def choose_form(q_lens: Sequence[int], seq_lens: Sequence[int], thresholds: FormThresholds) -> Form:
     """The form of a step's prompt chunks.
 
-    Expanding costs per key, absorbing costs per (query, key) pair; so what counts is the number of queries that a key
-    serves: the mean of q_len weighted by seq_len.
+    Expanding costs per key, absorbing costs per (query, key) pair. So the number of queries that a key serves decides:
+    the mean of q_len weighted by seq_len.
     """
     if all(q == seq for q, seq in zip(q_lens, seq_lens, strict=True)):
         return Form.EXPANDED

@@ -1,4 +1,4 @@
-"""The tensors of one forward step: what the engine hands to the model, and nothing else.
+"""The tensors of one forward step: the whole input of the model from the engine.
 
 Letters: T tokens of the step (padding included), B sequences, S sampled rows, P pages of the longest sequence.
 The engine lays the step out as `[decode sequences | prefill sequences]`: the first `num_decode` sequences have exactly
@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class AttnPlan:
-    """How the queries of a step find their keys: built once per step, read by every layer, overwritten by graph replay.
+    """The keys of each query of a step: built once per step, read by every layer, overwritten by graph replay.
 
     `cu_q` and `seq_lens` come twice, on the device for kernels and on the host for control flow, so that no layer waits
     for a device read.
@@ -36,9 +36,10 @@ class AttnPlan:
 
 @dataclass(frozen=True, slots=True)
 class ForwardInput:
-    """One step. Rows past `num_tokens` are padding: their KV goes to page 0 and nobody samples them.
+    """One step. Rows past `num_tokens` are padding: their KV goes to page 0 and no row of them is sampled.
 
-    A graph is captured once for many steps, so there `num_tokens` is T and `num_tokens_device` says how many are real.
+    A graph is captured once for many steps, so there `num_tokens` is T and `num_tokens_device` has the number of real
+    tokens.
     """
 
     token_ids: Tensor  # int64 [T]

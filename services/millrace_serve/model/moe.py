@@ -19,7 +19,7 @@ from millrace_serve.model.weights import Weights
 
 
 class Gate:
-    """Products are exact and sums FP32: a rounding difference here changes which experts run."""
+    """Products are exact and sums FP32, because a rounding difference here changes the choice of experts."""
 
     def __init__(self, ckpt: Weights, config: ModelConfig, prefix: str) -> None:
         experts = config.n_routed_experts

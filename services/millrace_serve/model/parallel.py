@@ -1,4 +1,4 @@
-"""Who a rank is, and whom it talks to. R ranks = dp replicas x tp ranks; rank = dp_rank * tp + tp_rank.
+"""The place of a rank, and its groups. R ranks = dp replicas x tp ranks; rank = dp_rank * tp + tp_rank.
 
 attention heads, dense MLPs, shared expert, embedding, LM head   sharded over tp
 routed experts                                                   whole ones spread over all R ranks; or, expert_tp,
@@ -62,7 +62,7 @@ class ParallelDims:
         return _all_gather(x, self.dp, self.dp_group)
 
     def dp_reduce_scatter(self, x: Tensor) -> Tensor:
-        """[dp, n, ...] of every replica -> the sum of everybody's row dp_rank, [n, ...]."""
+        """[dp, n, ...] of every replica -> the sum over replicas of row dp_rank, [n, ...]."""
         if self.dp_group is None:
             return x[0]
         out = torch.empty_like(x[0])
@@ -71,7 +71,7 @@ class ParallelDims:
 
 
 def _all_gather(x: Tensor, size: int, group: dist.ProcessGroup | None) -> Tensor:
-    if group is None:  # alone, or one rank of many that a bench runs by itself: our own part stands for the others'
+    if group is None:  # alone, or one rank that a bench runs by itself: its own part stands for the others'
         return x.unsqueeze(0).expand(size, *x.shape)
     out = x.new_empty(size * x.shape[0], *x.shape[1:])
     dist.all_gather_into_tensor(out, x.contiguous(), group=group)
@@ -103,7 +103,7 @@ def init_parallel(
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = datetime.timedelta(seconds=timeout_s)
     dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world, timeout=timeout)
-    # a group takes torch's own timeout, not the world's, unless it is told
+    # without `timeout` a group takes torch's own, not the world's
     tp_groups = [dist.new_group(range(d * tp, (d + 1) * tp), timeout=timeout) for d in range(dp)] if tp > 1 else None
     dp_groups = [dist.new_group(range(t, world, tp), timeout=timeout) for t in range(tp)] if dp > 1 else None
     return ParallelDims(
@@ -118,8 +118,8 @@ def init_parallel(
 
 
 def leave_parallel() -> None:
-    """Ends what `init_parallel` began. A process that exits without it may abort: threads of its groups may still be
-    letting go of tensors while the interpreter ends.
+    """Ends what `init_parallel` began. A process that exits without it may abort, because threads of its groups may
+    still release tensors while the interpreter ends.
     """
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -80,7 +80,7 @@ class IpcPeer(Peer):
 
 
 class CudaIpcSink(PolledSink[IpcPeer]):
-    """Reads the pools of any transport whose handle says how to map them. A read's handle is a CUDA event."""
+    """Reads the pools of any transport whose handle can be mapped. A read's handle is a CUDA event."""
 
     def __init__(self, pool: PageBuffer, driver: Driver | None = None) -> None:
         super().__init__(pool)

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 class NixlSource(KvSource):
-    """`shared`: what CUDA IPC needs to know about the same pool, for importers on this host."""
+    """`shared`: how CUDA IPC maps the same pool, for importers on this host."""
 
     def __init__(
         self, pool: PageBuffer, config: NixlConfig | None = None, label: str = "kv", shared: bytes = b""

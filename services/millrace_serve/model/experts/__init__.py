@@ -1,1 +1,1 @@
-"""The routed experts of a layer: which rank holds them, and how tokens reach them."""
+"""The routed experts of a layer: their place on ranks, and the way of tokens to them."""

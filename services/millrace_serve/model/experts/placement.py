@@ -1,4 +1,4 @@
-"""Which rank holds which experts. No other module assumes an order of experts.
+"""The experts that each rank holds. No other module assumes an order of experts.
 
 A rank has slots: slot s of a layer is row s of that layer's w13 and w2 on the rank. An expert may have several slots,
 on several ranks; then the replicas take the rows of a step in turns.
@@ -54,7 +54,9 @@ class Placement:
 
 
 class SlotMap:
-    """`Placement.logical_to_slot` on the device. Without replicas and in order of the slots nothing is mapped."""
+    """`Placement.logical_to_slot` on the device. Without replicas and with experts in the order of the slots, ids are
+    returned as they are.
+    """
 
     def __init__(self, placement: Placement, layer: int, rank: int, device: torch.device) -> None:
         table = placement.logical_to_slot(layer, rank)
