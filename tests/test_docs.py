@@ -14,9 +14,13 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
+from millrace_router.config import RouterConfig
+from millrace_serve.worker.config import WorkerConfig
 from millrace_testing.paths import ROOT
+from pydantic import BaseModel
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(
@@ -57,6 +61,27 @@ def test_named_files_exist(document: Path) -> None:
         if not any(path.match(rest) for path in (ROOT / folder).rglob(Path(rest).name))
     ]
     assert missing == []
+
+
+def config_paths(model: type[BaseModel], prefix: str = "") -> set[str]:
+    """Dotted paths of all sections and leaves of a configuration."""
+    paths = set()
+    for name, field in model.model_fields.items():
+        paths.add(prefix + name)
+        for annotation in (field.annotation, *get_args(field.annotation)):
+            if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+                paths |= config_paths(annotation, f"{prefix}{name}.")
+    return paths
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_named_configuration_keys_exist(document: Path) -> None:
+    """Dotted paths in backticks that begin with a section; the sections above it may be left out."""
+    paths = config_paths(RouterConfig) | config_paths(WorkerConfig)
+    ends = {".".join(path.split(".")[start:]) for path in paths for start in range(path.count(".") + 1)}
+    sections = {end.partition(".")[0] for end in ends if "." in end} - {"model", "kubernetes", "tls"}  # files, modules
+    named = re.findall(rf"`((?:{'|'.join(sorted(sections))})\.[a-z_.]+)[`=]", document.read_text())
+    assert {key for key in named if not key.endswith((".py", ".yaml", ".md"))} <= ends
 
 
 def test_every_documented_target_has_a_recipe() -> None:
