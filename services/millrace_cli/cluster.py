@@ -3,9 +3,6 @@ benches run.
 
     async with LocalCluster(ClusterSpec(engine="sim")) as cluster:
         ...  cluster.grpc_address ("127.0.0.1:41123"), cluster.http_url ("http://127.0.0.1:39801")
-        await cluster.kill("decode-0")
-        await cluster.restart("decode-0")       # on its old port
-        await cluster.wait_routable("decode-0")
 
 Life of a start: 1. workers start on free ports and announce them; 2. the router starts with their addresses as its
 static list; 3. workers load and warm, the router pairs them; 4. the router is serving and every worker is routable:
@@ -21,12 +18,11 @@ import asyncio
 import json
 import logging
 import os
-import signal
 import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
@@ -177,15 +173,9 @@ class LocalCluster:
     def _url(self, service: str) -> str:
         return f"{'https' if self._identity else 'http'}://{self.address('router', service)}"
 
-    def pid(self, name: str) -> int:
-        return self.processes[name].pid
-
     def status(self) -> list[Status]:
         """Of all processes. After the start only exits are still followed."""
-        return [
-            seen if seen.state in ("ready", "exited") else replace(seen, seconds=self._age(seen.name))
-            for seen in self._seen.values()
-        ]
+        return [self._note(name, seen.state, seen.detail) for name, seen in self._seen.items()]
 
     # ---- the whole
 
@@ -232,33 +222,6 @@ class LocalCluster:
         for process in self.processes.values():
             process.kill_group()
 
-    # ---- one process
-
-    async def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
-        """Send a signal that ends the process, and wait for the end. Even with `spec.restart` it stays away until
-        `restart`.
-        """
-        self._watchers[name].cancel()
-        self.processes[name].send(number)
-        self._exited(name, await self.processes[name].wait())
-
-    def send(self, name: str, number: signal.Signals) -> None:
-        """Send a signal and do not wait: SIGSTOP and SIGCONT make a stall."""
-        self.processes[name].send(number)
-
-    async def restart(self, name: str) -> None:
-        """Stop the process if it runs, and start it on the ports it had. Returns when it has bound them."""
-        self._watchers[name].cancel()
-        await self.processes[name].stop(self.spec.stop_grace_s)
-        await self._spawn(name)
-        await self._until(lambda: self._announced((name,)), (name,), time.monotonic() + self.spec.patience_s)
-
-    async def wait_routable(self, *names: str) -> None:
-        """Until the router sends requests to all of these workers (default: all workers)."""
-        names = names or tuple(self.spec.workers())
-        must_run = () if self.spec.restart else names
-        await self._until(lambda: self._routable(names), must_run, time.monotonic() + self.spec.patience_s)
-
     # ---- inside
 
     async def _spawn(self, name: str, pause_s: float = BACKOFF_S[0]) -> None:
@@ -295,10 +258,10 @@ class LocalCluster:
         """Wait for an unasked end of a process: log it, and bring the process back if the spec says so."""
         process = self.processes[name]
         code = await process.wait()
-        self._exited(name, code)
+        self._note(name, "exited", f"code {code}")
         if not self._started:
             return  # `start` tells the caller
-        log.error("%s ended with code %d; the end of %s:\n%s", name, code, process.log_path, process.log_tail(10))
+        log.error("%s ended with code %d. %s", name, code, process.end_of_log(10))
         if self.spec.restart:
             if time.monotonic() - process.started_at > BACKOFF_S[1]:
                 pause_s = BACKOFF_S[0]
@@ -313,19 +276,13 @@ class LocalCluster:
             for name in must_run:
                 process = self.processes[name]
                 if process.starts and not process.running:
-                    tail = process.log_tail()
-                    raise StartError(
-                        f"{name} ended with code {process.returncode}. The end of {process.log_path}:\n{tail}"
-                    )
+                    raise StartError(f"{name} ended with code {process.returncode}. {process.end_of_log(30)}")
             if time.monotonic() > deadline:
-                states = ", ".join(f"{seen.name} {seen.state} {seen.detail}".rstrip() for seen in self.status())
-                raise StartError(f"not ready after {self.spec.patience_s:.0f} s: {states}.\n{self._late()}")
+                seen = self.status()
+                states = ", ".join(f"{one.name} {one.state} {one.detail}".rstrip() for one in seen)
+                late = "\n".join(self.processes[one.name].end_of_log(15) for one in seen if one.state != "ready")
+                raise StartError(f"not ready after {self.spec.patience_s:.0f} s: {states}.\n{late}")
             await asyncio.sleep(POLL_S)
-
-    def _late(self) -> str:
-        """The ends of the logs of those that are not ready."""
-        late = [self.processes[seen.name] for seen in self.status() if seen.state != "ready"]
-        return "\n".join(f"The end of {process.log_path}:\n{process.log_tail(15)}" for process in late)
 
     async def _announced(self, names: tuple[str, ...]) -> bool:
         for name in names:
@@ -337,22 +294,20 @@ class LocalCluster:
         await asyncio.gather(*(self._look(name) for name in self.spec.workers()))
         serving = await probe.is_serving(self.grpc_address, self._identity)
         self._note("router", "ready" if serving else "pairing")
-        return bool(serving) and await self._routable(tuple(self.spec.workers()))
+        return serving and await self._routable(tuple(self.spec.workers()))
 
     async def _look(self, name: str) -> None:
         if info := await probe.worker_info(self.address(name), self._identity):
             self._note(name, probe.state_name(info.state), info.state_message)
 
-    def _note(self, name: str, state: str, detail: str = "") -> None:
-        if self._seen[name].state != "ready":
-            self._seen[name] = Status(name, state, detail, self._age(name))
-
-    def _exited(self, name: str, code: int) -> None:
-        self._seen[name] = Status(name, "exited", f"code {code}", self._age(name))
-
-    def _age(self, name: str) -> float:
-        started_at = self.processes[name].started_at
-        return time.monotonic() - started_at if started_at else 0.0
+    def _note(self, name: str, state: str, detail: str = "") -> Status:
+        """What is known of a process from now on: a ready one stays so until it exits."""
+        seen = self._seen[name]
+        if seen.state != "exited" and (seen.state != "ready" or state == "exited"):
+            started_at = self.processes[name].started_at
+            seen = Status(name, state, detail, time.monotonic() - started_at if started_at else 0.0)
+            self._seen[name] = seen
+        return seen
 
     async def _routable(self, names: tuple[str, ...]) -> bool:
         seen = await probe.workers(self.admin_address, self._identity)

@@ -75,6 +75,9 @@ class Process:
             return ""
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
 
+    def end_of_log(self, lines: int) -> str:
+        return f"The end of {self.log_path}:\n{self.log_tail(lines)}"
+
     def send(self, number: signal.Signals) -> None:
         assert self._process is not None, f"{self.name} was never started"
         if self.running:

@@ -1,4 +1,4 @@
-"""LocalCluster over stand-in processes: start, kill, restart, and that nothing ever stays behind."""
+"""ControlledCluster over stand-in processes: start, kill, restart, and that nothing ever stays behind."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 from millrace_cli import probe
-from millrace_cli.cluster import GPU_START_S, LOG_DIR, START_S, LocalCluster, StartError
+from millrace_cli.cluster import GPU_START_S, LOG_DIR, START_S, StartError
+from millrace_testing.cluster import ControlledCluster
 
 
 async def test_start_gives_addresses_and_stop_leaves_nothing(make_spec, wait_gone) -> None:
-    async with LocalCluster(make_spec(prefill=1, decode=2)) as cluster:
+    async with ControlledCluster(make_spec(prefill=1, decode=2)) as cluster:
         assert set(cluster.processes) == {"router", "prefill-0", "decode-0", "decode-1"}
         assert {seen.state for seen in cluster.status()} == {"ready"}
         assert await probe.is_serving(cluster.grpc_address)
@@ -29,12 +30,12 @@ async def test_start_gives_addresses_and_stop_leaves_nothing(make_spec, wait_gon
 
 
 async def test_unified_is_one_worker(make_spec) -> None:
-    async with LocalCluster(make_spec(prefill=0, decode=0, unified=1)) as cluster:
+    async with ControlledCluster(make_spec(prefill=0, decode=0, unified=1)) as cluster:
         assert set(cluster.processes) == {"router", "unified-0"}
 
 
 async def test_killed_worker_stays_away_until_restarted_on_its_port(make_spec) -> None:
-    async with LocalCluster(make_spec(restart=True)) as cluster:
+    async with ControlledCluster(make_spec(restart=True)) as cluster:
         address, pid = cluster.address("decode-0"), cluster.pid("decode-0")
         await cluster.kill("decode-0")
         assert not cluster.processes["decode-0"].running
@@ -46,7 +47,7 @@ async def test_killed_worker_stays_away_until_restarted_on_its_port(make_spec) -
 
 
 async def test_restart_of_a_running_router_keeps_its_ports(make_spec) -> None:
-    async with LocalCluster(make_spec()) as cluster:
+    async with ControlledCluster(make_spec()) as cluster:
         before = cluster.grpc_address, cluster.admin_address, cluster.admin_http_url
         await cluster.restart("router")
         await cluster.wait_routable()
@@ -54,7 +55,7 @@ async def test_restart_of_a_running_router_keeps_its_ports(make_spec) -> None:
 
 
 async def test_worker_that_dies_comes_back(make_spec, caplog: pytest.LogCaptureFixture) -> None:
-    async with LocalCluster(make_spec(restart=True)) as cluster:
+    async with ControlledCluster(make_spec(restart=True)) as cluster:
         address, pid = cluster.address("prefill-0"), cluster.pid("prefill-0")
         os.kill(pid, signal.SIGKILL)
         await cluster.processes["prefill-0"].wait()
@@ -65,7 +66,7 @@ async def test_worker_that_dies_comes_back(make_spec, caplog: pytest.LogCaptureF
 
 
 async def test_worker_that_dies_stays_dead_without_restart(make_spec, caplog: pytest.LogCaptureFixture) -> None:
-    async with LocalCluster(make_spec()) as cluster:
+    async with ControlledCluster(make_spec()) as cluster:
         os.kill(cluster.pid("prefill-0"), signal.SIGKILL)
         await cluster.processes["prefill-0"].wait()
         with pytest.raises(StartError, match="prefill-0 ended with code -9"):
@@ -73,7 +74,7 @@ async def test_worker_that_dies_stays_dead_without_restart(make_spec, caplog: py
 
 
 async def test_child_that_exits_during_start_shows_its_log_and_stops_all(make_spec, wait_gone) -> None:
-    cluster = LocalCluster(make_spec(worker_set=("die=0",)))
+    cluster = ControlledCluster(make_spec(worker_set=("die=0",)))
     with pytest.raises(StartError, match=r"(?s)ended with code 1.*standin: no such checkpoint"):
         async with cluster:
             pass
@@ -81,7 +82,7 @@ async def test_child_that_exits_during_start_shows_its_log_and_stops_all(make_sp
 
 
 async def test_start_gives_up_and_says_who_is_late(make_spec, wait_gone) -> None:
-    cluster = LocalCluster(make_spec(worker_set=("never=true",), start_timeout_s=4))
+    cluster = ControlledCluster(make_spec(worker_set=("never=true",), start_timeout_s=4))
     late = r"(?s)not ready after 4 s: .*prefill-0 loading layer 1 of 2.*The end of \S*/prefill-0.log:\nstandin: prefill"
     with pytest.raises(StartError, match=late):
         async with cluster:
@@ -118,7 +119,7 @@ def test_workers_have_gpus_of_their_own_where_there_are_enough(make_spec) -> Non
 
 def test_logs_may_be_kept_elsewhere(tmp_path: Path, make_spec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LOG_DIR, str(tmp_path / "kept" / "here"))
-    first, second = (LocalCluster(make_spec(log_dir=None)).log_dir for _ in range(2))
+    first, second = (ControlledCluster(make_spec(log_dir=None)).log_dir for _ in range(2))
     assert first != second and first.parent == second.parent == tmp_path / "kept" / "here"
 
 
@@ -126,13 +127,13 @@ async def test_taken_port_fails_the_start(make_spec) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(StartError, match=f"cannot listen on 127.0.0.1:{port}"):
-            async with LocalCluster(make_spec(grpc_port=port)):
+            async with ControlledCluster(make_spec(grpc_port=port)):
                 pass
 
 
 async def test_deaf_child_and_its_own_children_are_killed(make_spec, wait_gone) -> None:
     spec = make_spec(worker_set=("deaf=true",), stop_grace_s=0.3)
-    async with LocalCluster(spec) as cluster:
+    async with ControlledCluster(spec) as cluster:
         pids = [cluster.pid(name) for name in cluster.processes]
     children = [int(path.read_text()) for path in Path(spec.log_dir).glob("*.child")]
     assert len(children) == 2
@@ -148,7 +149,7 @@ async def test_kill_minus_nine_of_the_supervisor_leaves_nothing(tmp_path: Path, 
 
         async def main():
             async with LocalCluster(ClusterSpec(command=standin_command)) as cluster:
-                print(*(cluster.pid(name) for name in cluster.processes), flush=True)
+                print(*(process.pid for process in cluster.processes.values()), flush=True)
                 await asyncio.sleep(600)
 
         asyncio.run(main())
@@ -164,7 +165,7 @@ async def test_kill_minus_nine_of_the_supervisor_leaves_nothing(tmp_path: Path, 
 
 
 async def test_restart_during_the_back_off_starts_once(make_spec) -> None:
-    async with LocalCluster(make_spec(restart=True)) as cluster:
+    async with ControlledCluster(make_spec(restart=True)) as cluster:
         os.kill(cluster.pid("decode-0"), signal.SIGKILL)
         await cluster.processes["decode-0"].wait()
         await asyncio.sleep(0)  # the watcher now waits before it brings decode-0 back

@@ -16,11 +16,12 @@ import grpc
 import httpx
 import pytest
 from millrace.v1 import admin_pb2, worker_pb2
-from millrace_cli.cluster import ClusterSpec, LocalCluster
+from millrace_cli.cluster import ClusterSpec
 from millrace_rpc.errors import from_rpc_error
 from millrace_serve.engine.core import SamplingParams
 from millrace_serve.engine.sim.runner import SimSettings, oracle_outputs
 from millrace_testing.client import Answer, Client, collect, until
+from millrace_testing.cluster import ControlledCluster
 from millrace_testing.proxy import Proxy
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -50,7 +51,7 @@ def expected(prompt: list[int], max_tokens: int) -> list[int]:
     return oracle_outputs(prompt, SamplingParams(max_tokens=max_tokens, temperature=0.0), SimSettings())
 
 
-async def client_of(cluster: LocalCluster) -> Client:
+async def client_of(cluster: ControlledCluster) -> Client:
     return Client(cluster.grpc_address, cluster.admin_address)
 
 
@@ -74,7 +75,7 @@ async def routable(client: Client, count: int) -> None:
     raise AssertionError(f"not routable: {workers}")
 
 
-async def retries(cluster: LocalCluster) -> dict[str, float]:
+async def retries(cluster: ControlledCluster) -> dict[str, float]:
     """How often the router tried again, by the reason of the failed attempt."""
     async with httpx.AsyncClient(base_url=cluster.http_url) as http:
         text = (await http.get("/metrics")).text
@@ -86,7 +87,7 @@ async def retries(cluster: LocalCluster) -> dict[str, float]:
     }
 
 
-def name_of(cluster: LocalCluster, address: str) -> str:
+def name_of(cluster: ControlledCluster, address: str) -> str:
     return next(name for name in cluster.spec.workers() if cluster.address(name) == address)
 
 
@@ -98,7 +99,7 @@ async def finish(task: asyncio.Task[Answer], prompt: list[int], max_tokens: int)
 
 
 async def test_prefill_worker_dies_while_it_computes() -> None:
-    async with LocalCluster(spec(*SLOW_PREFILL)) as cluster, await client_of(cluster) as client:
+    async with ControlledCluster(spec(*SLOW_PREFILL)) as cluster, await client_of(cluster) as client:
         prompt = make_prompt(1)
         task = asyncio.create_task(client.generate(prompt, max_tokens=20))
         victim = name_of(cluster, await busy(client, PREFILL, lambda worker: worker.load.replicas[0].running > 0))
@@ -112,7 +113,7 @@ async def test_prefill_worker_dies_while_it_computes() -> None:
 
 
 async def test_decode_worker_dies_before_the_first_token() -> None:
-    async with LocalCluster(spec(*SLOW_PREFILL)) as cluster, await client_of(cluster) as client:
+    async with ControlledCluster(spec(*SLOW_PREFILL)) as cluster, await client_of(cluster) as client:
         prompt = make_prompt(2)
         task = asyncio.create_task(client.generate(prompt, max_tokens=20))
         victim = name_of(cluster, await busy(client, DECODE, lambda worker: worker.in_flight > 0))
@@ -125,7 +126,7 @@ async def test_decode_worker_dies_before_the_first_token() -> None:
 
 
 async def test_decode_worker_dies_in_the_middle_of_a_stream() -> None:
-    async with LocalCluster(spec(*SLOW_DECODE)) as cluster, await client_of(cluster) as client:
+    async with ControlledCluster(spec(*SLOW_DECODE)) as cluster, await client_of(cluster) as client:
         prompts = [make_prompt(seed, 300) for seed in range(6)]
         answers = [Answer() for _ in prompts]
 
@@ -148,7 +149,7 @@ async def test_decode_worker_dies_in_the_middle_of_a_stream() -> None:
 async def test_lease_expires_while_the_decode_worker_stalls() -> None:
     settings = (*SLOW_PREFILL, "timeouts.lease=0.5", "timeouts.max_lease=0.5")
     async with (
-        LocalCluster(spec(*settings, prefill=1, decode=1, router_set=("timeouts.silence=10",))) as cluster,
+        ControlledCluster(spec(*settings, prefill=1, decode=1, router_set=("timeouts.silence=10",))) as cluster,
         await client_of(cluster) as client,
     ):
         prompt = make_prompt(3)
@@ -167,7 +168,7 @@ async def test_lease_expires_while_the_decode_worker_stalls() -> None:
 async def test_worker_hangs(role: str) -> None:
     """SIGSTOP: sockets stay open and nothing answers. The router gives the worker up and takes another."""
     slow = SLOW_PREFILL if role == "prefill" else SLOW_DECODE
-    async with LocalCluster(spec(*slow)) as cluster, await client_of(cluster) as client:
+    async with ControlledCluster(spec(*slow)) as cluster, await client_of(cluster) as client:
         prompt = make_prompt(4, 2000 if role == "prefill" else 100)
         task = asyncio.create_task(client.generate(prompt, max_tokens=100, timeout=60))
         victim = name_of(
@@ -185,7 +186,7 @@ async def test_worker_hangs(role: str) -> None:
 
 
 async def test_router_dies_and_workers_drop_its_requests() -> None:
-    async with LocalCluster(spec(*SLOW_DECODE, prefill=1, decode=1)) as cluster:
+    async with ControlledCluster(spec(*SLOW_DECODE, prefill=1, decode=1)) as cluster:
         async with await client_of(cluster) as client:
             tasks = [asyncio.create_task(client.generate(make_prompt(s, 200), max_tokens=2000)) for s in range(4)]
             await busy(client, DECODE, lambda worker: worker.load.replicas[0].running >= 4)
@@ -204,7 +205,7 @@ async def test_router_dies_and_workers_drop_its_requests() -> None:
 
 async def test_client_goes_away_at_any_moment() -> None:
     async with (
-        LocalCluster(spec("sim.step_s=0.002", "sim.token_s=0.00005", prefill=1, decode=1)) as cluster,
+        ControlledCluster(spec("sim.step_s=0.002", "sim.token_s=0.00005", prefill=1, decode=1)) as cluster,
         await client_of(cluster) as client,
     ):
         rng = random.Random(6)
@@ -225,7 +226,7 @@ async def test_client_goes_away_at_any_moment() -> None:
 async def test_decode_worker_out_of_pages_pushes_back() -> None:
     """24 sequences of 9 pages through a decode pool of 40: they wait, are preempted, and all come out right."""
     settings = ("limits.num_pages=41", "limits.max_model_len=1024", "sim.step_s=0.001")
-    async with LocalCluster(spec(*settings, prefill=1, decode=1)) as cluster, await client_of(cluster) as client:
+    async with ControlledCluster(spec(*settings, prefill=1, decode=1)) as cluster, await client_of(cluster) as client:
         prompts = [make_prompt(seed, 400) for seed in range(24)]
         tasks = [asyncio.create_task(client.generate(p, max_tokens=150, timeout=90)) for p in prompts]
         for prompt, task in zip(prompts, tasks, strict=True):
@@ -236,10 +237,10 @@ async def test_decode_worker_out_of_pages_pushes_back() -> None:
 async def test_broken_and_frozen_connections() -> None:
     """The router's Links and the decode worker's Fetch run through proxies that cut or freeze them."""
     async with (
-        LocalCluster(spec(*SLOW_PREFILL, "sim.step_s=0.005", prefill=1, decode=1)) as cluster,
+        ControlledCluster(spec(*SLOW_PREFILL, "sim.step_s=0.005", prefill=1, decode=1)) as cluster,
         Proxy(cluster.address("prefill-0")) as prefill,
         Proxy(cluster.address("decode-0")) as decode,
-        LocalCluster(
+        ControlledCluster(
             spec(prefill=0, decode=0, router_set=(f'workers=["{prefill.address}", "{decode.address}"]',))
         ) as front,
         await client_of(front) as client,
@@ -265,7 +266,7 @@ async def test_broken_and_frozen_connections() -> None:
 
 async def test_no_worker_left_is_a_clear_error() -> None:
     async with (
-        LocalCluster(spec(*SLOW_DECODE, prefill=1, decode=1, router_set=("timeouts.queue=1",))) as cluster,
+        ControlledCluster(spec(*SLOW_DECODE, prefill=1, decode=1, router_set=("timeouts.queue=1",))) as cluster,
         await client_of(cluster) as client,
     ):
         prompt = make_prompt(8, 200)

@@ -17,10 +17,11 @@ import pytest
 import pytest_asyncio
 from jsonschema import Draft202012Validator
 from millrace.v1 import admin_pb2, common_pb2
-from millrace_cli.cluster import ClusterSpec, LocalCluster
+from millrace_cli.cluster import ClusterSpec
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import from_rpc_error
 from millrace_testing.client import Answer, Client, collect, until
+from millrace_testing.cluster import ControlledCluster
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
 
@@ -41,19 +42,19 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SC
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster() -> AsyncIterator[LocalCluster]:
+async def cluster() -> AsyncIterator[ControlledCluster]:
     limits = ("limits.canary=true", "limits.poison=true")
-    async with LocalCluster(ClusterSpec(prefill=1, decode=2, worker_set=limits)) as cluster:
+    async with ControlledCluster(ClusterSpec(prefill=1, decode=2, worker_set=limits)) as cluster:
         yield cluster
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def client(cluster: LocalCluster) -> AsyncIterator[Client]:
+async def client(cluster: ControlledCluster) -> AsyncIterator[Client]:
     async with Client(cluster.grpc_address, cluster.admin_address) as client:
         yield client
 
 
-async def test_json_always_satisfies_its_schema(cluster: LocalCluster, client: Client) -> None:
+async def test_json_always_satisfies_its_schema(cluster: ControlledCluster, client: Client) -> None:
     async with openai.AsyncOpenAI(base_url=f"{cluster.http_url}/v1", api_key="none", max_retries=0) as http:
         ask = {"model": "", "messages": [{"role": "user", "content": "Weather?"}], "response_format": FORMAT, "n": 2}
         answers = await asyncio.gather(*(http.chat.completions.create(**ask, **fields) for fields in SAMPLINGS * 2))
@@ -84,7 +85,7 @@ async def test_thoughts_are_free_until_they_end(client: Client) -> None:
     assert answer.tokens[0] == mark and answer.text.endswith(("yes", "no")) and answer.finish == "stop"
 
 
-async def test_what_cannot_be_compiled_is_refused_before_any_work(cluster: LocalCluster, client: Client) -> None:
+async def test_what_cannot_be_compiled_is_refused_before_any_work(cluster: ControlledCluster, client: Client) -> None:
     bad = {"type": "json_schema", "json_schema": {"schema": {"type": "strng"}}}
     async with httpx.AsyncClient(base_url=cluster.http_url) as http:
         answer = await http.post("/v1/completions", json={"prompt": "x", "response_format": bad, "stream": True})
@@ -96,7 +97,7 @@ async def test_what_cannot_be_compiled_is_refused_before_any_work(cluster: Local
     await client.wait_whole()
 
 
-async def test_a_worker_dies_in_the_middle(cluster: LocalCluster, client: Client) -> None:
+async def test_a_worker_dies_in_the_middle(cluster: ControlledCluster, client: Client) -> None:
     """The other decode worker goes on behind what was said, with the tokens that would have come. The last test: it
     leaves a worker less.
     """
@@ -116,7 +117,7 @@ async def test_a_worker_dies_in_the_middle(cluster: LocalCluster, client: Client
     assert (answer.tokens, answer.text) == (expected.tokens, expected.text)
 
 
-async def busy_decoder(cluster: LocalCluster, client: Client) -> str:
+async def busy_decoder(cluster: ControlledCluster, client: Client) -> str:
     assert client.admin is not None
     workers = (await client.admin.ListWorkers(admin_pb2.ListWorkersRequest(), timeout=10)).workers
     busy = {worker.address for worker in workers if worker.in_flight}

@@ -22,13 +22,14 @@ from pathlib import Path
 import grpc
 import pytest
 from millrace.v1 import inference_pb2, inference_pb2_grpc
-from millrace_cli.cluster import ClusterSpec, LocalCluster, server_command
+from millrace_cli.cluster import ClusterSpec, server_command
 from millrace_dashboards import alerts, files
 from millrace_dashboards.alert import Alert, Deployment, Thresholds
 from millrace_dashboards.boards import DASHBOARDS
 from millrace_dashboards.grafana import Query
 from millrace_dashboards.promql import CATALOGUE
 from millrace_rpc.client import channel
+from millrace_testing.cluster import ControlledCluster
 from millrace_testing.faulty_worker import FLAG
 from millrace_testing.paths import ROOT
 from millrace_testing.prometheus import Prometheus, Target, free_port, needs_prometheus
@@ -83,7 +84,7 @@ MAY_BE_EMPTY = {
 class System:
     """The cluster, what scrapes it, and its clients."""
 
-    def __init__(self, cluster: LocalCluster, prometheus: Prometheus, keys: Path, fault: Path) -> None:
+    def __init__(self, cluster: ControlledCluster, prometheus: Prometheus, keys: Path, fault: Path) -> None:
         self.cluster = cluster
         self.prometheus = prometheus
         self.keys = keys
@@ -150,7 +151,7 @@ def command(role: str) -> list[str]:
     return server_command(role) if role == "router" else [sys.executable, "-m", "millrace_testing.faulty_worker", role]
 
 
-def targets(cluster: LocalCluster) -> dict[str, Target]:
+def targets(cluster: ControlledCluster) -> dict[str, Target]:
     """By name, with the labels that the chart's monitors set."""
     made = {}
     for name, role in cluster.roles.items():
@@ -182,7 +183,7 @@ async def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     )
     rules = files.rendered(THRESHOLDS, of=OF)["alerts.yaml"]
     async with (
-        LocalCluster(spec) as cluster,
+        ControlledCluster(spec) as cluster,
         Prometheus(tmp_path / "prometheus", rules, targets(cluster).values()) as prometheus,
     ):
         yield System(cluster, prometheus, keys, fault)

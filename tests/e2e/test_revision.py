@@ -14,9 +14,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from millrace_cli.cluster import LocalCluster
 from millrace_serve.engine.core import SamplingParams
 from millrace_serve.engine.sim.runner import SimSettings, oracle_outputs
+from millrace_testing.cluster import ControlledCluster
 from millrace_testing.kube_server import KubeServer
 from millrace_testing.pods import PRE_STOP_S, Pod, Pods
 from millrace_testing.prometheus import free_port
@@ -59,7 +59,7 @@ async def idle(load: Load, *pods: Pod) -> None:
     assert await steps(*pods) == before
 
 
-async def replaced(old: LocalCluster) -> None:
+async def replaced(old: ControlledCluster) -> None:
     """What a Deployment does to a router once its successor is Ready."""
     await asyncio.sleep(PRE_STOP_S)  # the chart's hook
     await old.kill("router", signal.SIGTERM)
@@ -71,12 +71,12 @@ async def test_a_new_layout_takes_over_and_back_without_a_failed_request(server:
     target = "ipv4:" + ",".join(f"127.0.0.1:{port}" for port in ports)
     async with Pods(server, tmp_path, WORKERS) as pods, contextlib.AsyncExitStack() as stack:
         old = await asyncio.gather(pods.start("prefill-0", "prefill"), pods.start("decode-0", "decode"))
-        first = await stack.enter_async_context(LocalCluster(router_spec(server, tmp_path, ports[0])))
+        first = await stack.enter_async_context(ControlledCluster(router_spec(server, tmp_path, ports[0])))
         load = await stack.enter_async_context(Load(target))
         await load.more(5)
 
         prefill = await pods.start("prefill-b-0", "prefill", LAYOUT, revision="b")
-        second = await stack.enter_async_context(LocalCluster(router_spec(server, tmp_path, ports[1], NEW)))
+        second = await stack.enter_async_context(ControlledCluster(router_spec(server, tmp_path, ports[1], NEW)))
         await replaced(first)
         await prefill.worker.ready()
         await routable(second, addresses(*old))  # half of a pair is nothing, although it is preferred
@@ -115,7 +115,7 @@ async def test_a_new_model_takes_over_without_a_failed_request(server: KubeServe
             pods.start("prefill-0", "prefill", "served_name=chat-1"),
             pods.start("decode-0", "decode", "served_name=chat-1"),
         )
-        first = await stack.enter_async_context(LocalCluster(router_spec(server, tmp_path, ports[0], names)))
+        first = await stack.enter_async_context(ControlledCluster(router_spec(server, tmp_path, ports[0], names)))
         oracles = expected, expected_of_new_model
         load = await stack.enter_async_context(Load(target, oracles, models=("chat-1", "chat-2", "")))
         await load.more(5)
@@ -131,7 +131,7 @@ async def test_a_new_model_takes_over_without_a_failed_request(server: KubeServe
         await routable(first, addresses(*old))
         assert load.by_oracle[1] == 0, "the old model until the routers are told"
 
-        second = await stack.enter_async_context(LocalCluster(router_spec(server, tmp_path, ports[1], names, NEW)))
+        second = await stack.enter_async_context(ControlledCluster(router_spec(server, tmp_path, ports[1], names, NEW)))
         await routable(second, addresses(*new))
         await replaced(first)
         await idle(load, *old)

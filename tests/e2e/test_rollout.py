@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from millrace_cli.cluster import LocalCluster
+from millrace_testing.cluster import ControlledCluster
 from millrace_testing.kube_server import KubeServer
 from millrace_testing.pods import PRE_STOP_S, Pods
 from millrace_testing.prometheus import free_port
@@ -34,7 +34,7 @@ async def test_workers_come_and_go_without_a_failed_request(server: KubeServer, 
         names = ("prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2")
         live = dict(zip(names, await asyncio.gather(*(pods.start(n, n.split("-")[0]) for n in names)), strict=True))
         spec = router_spec(server, tmp_path, free_port())
-        async with LocalCluster(spec) as router, Load(router.grpc_address) as load:
+        async with ControlledCluster(spec) as router, Load(router.grpc_address) as load:
             await routable(router, {pod.worker.address for pod in live.values()})
             await load.more(10)
             await live.pop("decode-2").delete()  # scale-down
@@ -56,11 +56,11 @@ async def test_routers_are_replaced_without_a_failed_request(server: KubeServer,
     specs = [router_spec(server, tmp_path, port) for port in ports]
     async with Pods(server, tmp_path, WORKERS) as pods, contextlib.AsyncExitStack() as stack:
         await asyncio.gather(pods.start("prefill-0", "prefill"), pods.start("decode-0", "decode"))
-        live = [await stack.enter_async_context(LocalCluster(spec)) for spec in specs[:2]]
+        live = [await stack.enter_async_context(ControlledCluster(spec)) for spec in specs[:2]]
         load = await stack.enter_async_context(Load(target))
         await load.more(10)
         for spec in specs[2:]:
-            live.append(await stack.enter_async_context(LocalCluster(spec)))
+            live.append(await stack.enter_async_context(ControlledCluster(spec)))
             await load.more(5)
             old = live.pop(0)
             await asyncio.sleep(PRE_STOP_S)  # the chart's hook

@@ -7,8 +7,9 @@ import random
 
 import psutil
 import pytest
-from millrace_cli.cluster import ClusterSpec, LocalCluster
+from millrace_cli.cluster import ClusterSpec
 from millrace_testing.client import Answer, Client, collect
+from millrace_testing.cluster import ControlledCluster
 from millrace_testing.reference import greedy
 
 REQUESTS = 1000
@@ -25,7 +26,7 @@ def make_prompts() -> list[list[int]]:
     return [[rng.randrange(10, 1000) for _ in range(rng.randrange(1, 500))] for _ in range(PROMPTS)]
 
 
-def memory_of(cluster: LocalCluster) -> dict[str, int]:
+def memory_of(cluster: ControlledCluster) -> dict[str, int]:
     """Bytes of each process tree."""
     sizes = {}
     for name in cluster.roles:
@@ -71,7 +72,7 @@ async def test_a_thousand_requests() -> None:
         await asyncio.gather(*(runner() for _ in range(CONCURRENCY)))
 
     async with (
-        LocalCluster(ClusterSpec()) as cluster,
+        ControlledCluster(ClusterSpec()) as cluster,
         Client(cluster.grpc_address, cluster.admin_address) as client,
     ):
         await many(client, 300)

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import grpc
 from millrace.v1 import admin_pb2, inference_pb2, inference_pb2_grpc
-from millrace_cli.cluster import ClusterSpec, LocalCluster
+from millrace_cli.cluster import ClusterSpec
 from millrace_rpc.client import routers
 
 from millrace_testing.client import Client
+from millrace_testing.cluster import ControlledCluster
 from millrace_testing.kube_server import KubeServer
 from millrace_testing.sim import expected
 
@@ -101,7 +102,7 @@ def router_spec(server: KubeServer, folder: Path, port: int, *sets: str) -> Clus
     )
 
 
-async def routable(cluster: LocalCluster, names: set[str]) -> None:
+async def routable(cluster: ControlledCluster, names: set[str]) -> None:
     """Until the router sends requests to these pods and no others."""
     seen: set[str] = set()
     told: dict[str, str] = {}
@@ -117,7 +118,7 @@ async def routable(cluster: LocalCluster, names: set[str]) -> None:
     assert seen == names, told
 
 
-async def retries(router: LocalCluster, reason: str) -> float:
+async def retries(router: ControlledCluster, reason: str) -> float:
     """Further attempts of this router so far, after one that failed for this reason."""
     url = f"{router.http_url}/metrics"
     text = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=5).read().decode())
