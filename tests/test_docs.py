@@ -63,6 +63,14 @@ def test_named_files_exist(document: Path) -> None:
     assert missing == []
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_named_tests_exist(document: Path) -> None:
+    """`test_file.py::test_name`"""
+    for name, function in re.findall(r"`(test_\w+\.py)::(\w+)`", document.read_text()):
+        files = list((ROOT / "tests").rglob(name))
+        assert any(f"def {function}(" in file.read_text() for file in files), f"{name}::{function}"
+
+
 def config_paths(model: type[BaseModel], prefix: str = "") -> set[str]:
     """Dotted paths of all sections and leaves of a configuration."""
     paths = set()
