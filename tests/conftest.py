@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import sys
 
 import pytest
 
@@ -12,6 +13,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Before triton is imported, also by others such as transformers: without a GPU its kernels run in its interpreter.
 if not glob.glob("/dev/nvidia[0-9]*"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# Before jsonschema is imported: it would build the parsers of a format that nothing here uses, for two seconds.
+sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
