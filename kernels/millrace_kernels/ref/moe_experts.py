@@ -40,7 +40,7 @@ def moe_experts(
     return out.to(rows.dtype)
 
 
-moe_experts_fp8 = moe_experts_other = moe_experts  # the same op; the table tells them apart
+moe_experts_fp8 = moe_experts_other = moe_experts  # the same op; the table distinguishes them
 
 
 def plain_rows(x: Tensor | Operand) -> Tensor:
@@ -55,7 +55,7 @@ def plain_rows(x: Tensor | Operand) -> Tensor:
 
 
 def one_expert(x: Tensor, w13: Tensor | Fp8, w2: Tensor | Fp8, expert: int) -> Tensor:
-    """[T, D] -> [T, D], whoever chose it"""
+    """[T, D] -> [T, D], for all tokens"""
     first, second = _weight(w13, expert), _weight(w2, expert)
     return F.linear(silu_mul(F.linear(x.to(first.dtype), first)), second)
 

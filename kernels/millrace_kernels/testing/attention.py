@@ -17,7 +17,7 @@ from millrace_kernels.testing.numeric import poisoned
 LATENT, ROPE, NOPE, VALUE, PAGE, LAYERS = 512, 64, 128, 128, 64, 3
 ROW, QK = LATENT + ROPE, NOPE + ROPE
 SCALE = 0.07
-E4M3_NAN = 0x7F  # as a byte: many operations of torch know no E4M3
+E4M3_NAN = 0x7F  # as a byte: many operations of torch do not support E4M3
 
 Inputs = dict[str, Any]
 

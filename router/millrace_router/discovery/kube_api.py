@@ -33,7 +33,7 @@ def connect(config: KubernetesConfig) -> List:
     else:
         credentials.load_incluster_config(configuration)
     _keep_token_on_one_line(configuration)
-    configuration.retries = False  # by us, who know what has to be told then
+    configuration.retries = False  # discovery retries itself, and reports the trouble
     api = client.ApiClient(configuration)
     if config.objects == "pods":
         method: List = client.CoreV1Api(api).list_namespaced_pod

@@ -44,7 +44,7 @@ class Timing:
     watch: int = 240  # the server ends a watch after this, and the next one continues it
     silence: float = 120.0  # a connection without any byte for so long is dead: servers send bookmarks every minute
     connect: float = 5.0
-    relist: float = 300.0  # between full lists, whatever the watch says; +-10 %
+    relist: float = 300.0  # between full lists, with or without a watch; +-10 %
     first_pause: float = 0.5  # after an error; doubles up to the longest
     longest_pause: float = 30.0
 

@@ -45,7 +45,7 @@ class Candidate:
     key: Key
     score: Score  # lowest wins; empty when it was excluded
     excluded: str  # why; empty when it was scored
-    cached_tokens: int  # of the prompt, as far as the policy's index knows
+    cached_tokens: int  # of the prompt, by the policy's index
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Situation:
 
     view: View
     want: Want
-    last: Mapping[str, Key] = field(default_factory=dict)  # by role: whom its previous request got
+    last: Mapping[str, Key] = field(default_factory=dict)  # by role: the replica of its previous request
     prefill_pages: Mapping[Process, int] = field(default_factory=lambda: NO_PAGES)  # leading pages that are cached
     decode_pages: Mapping[Process, int] = field(default_factory=lambda: NO_PAGES)  # of decode and unified replicas
 

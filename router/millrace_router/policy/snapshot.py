@@ -62,7 +62,7 @@ class Want:
     tokens: int  # length of the prompt, replayed outputs included
     prefill_only: bool = False  # one more token ends it: nothing to hand over
     avoid: frozenset[str] = frozenset()  # addresses of workers that failed this request before
-    weights: str = ""  # of the model that has begun the answer: no other may go on with it; empty: nothing is said yet
+    weights: str = ""  # of the model that has begun the answer: no other may continue it; empty: no output yet
     session: str = ""  # requests of one session share a prefix; empty: unknown
     pages: tuple[int, ...] = ()  # chain hashes of the prompt's full pages; empty when no policy looks at them
     page_size: int = 64  # tokens

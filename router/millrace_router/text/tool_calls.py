@@ -46,7 +46,7 @@ class ToolCallParser:
         self._scanner = Scanner()
         self._word = ""  # of the head or the line that is being read
         self._name = ""  # of a call that was not emitted yet
-        self._tail = ""  # of the arguments: theirs if more of them come
+        self._tail = ""  # text that belongs to the arguments if more of them come
         self._begun = False  # the arguments
         self._index = -1
         self._text: list[str] = []

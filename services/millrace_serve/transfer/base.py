@@ -97,7 +97,7 @@ class KvSink(abc.ABC):
 
 
 class TransferError(Exception):
-    """A peer that cannot be reached, or memory that does not fit. The message says which."""
+    """An unreachable peer, or memory that does not fit. The message names it."""
 
 
 def check_pages(source: MemoryHandle, ours: PageBuffer, src_pages: Sequence[int], dst_pages: Sequence[int]) -> None:

@@ -1,12 +1,12 @@
-"""The life of a worker: which states there are, which may follow which, and who is told.
+"""The life of a worker: its states, their legal order, and their listeners.
 
 1. STARTING   the frontend answers GetInfo; ranks are being started
 2. LOADING    ranks read weights
 3. COMPILING  ranks compile and capture
 4. WARMING    real tiny requests run through the engine
-5. READY      routers' requests are admitted; the health service says SERVING
+5. READY      routers' requests are admitted; the health service reports SERVING
 6. DRAINING   running work ends, nothing new is admitted
-7. STOPPED    the process is about to exit; `message` says why
+7. STOPPED    the process is about to exit; `message` has the reason
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Link:
 
 class Links:
     """All Links of a worker. `submit(link, message)` starts work, or raises MillraceError; `abort(id, reason)` stops
-    it; `admit()` raises MillraceError when no new Link is taken; `on_closed(link)` hears of a Link's end once.
+    it; `admit()` raises MillraceError when no new Link is taken; `on_closed(link)` is called once at a Link's end.
     """
 
     def __init__(
@@ -107,7 +107,9 @@ class Links:
             link.end(error)
 
     async def _read(self, link: Link, requests: AsyncIterator[Any]) -> None:
-        """An error of ours ends the Link, with a status: a Link that nobody reads must not stay."""
+        """Read the Link. An unexpected error ends the Link with a status, because a Link without a reader must not
+        stay.
+        """
         error = None
         try:
             async for message in requests:

@@ -1,4 +1,4 @@
-"""What the engines last said about their load: for routers (WatchLoad) and for Prometheus (on each scrape)."""
+"""The latest load of the engines, for routers (WatchLoad) and for Prometheus (on each scrape)."""
 
 from __future__ import annotations
 

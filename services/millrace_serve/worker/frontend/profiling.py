@@ -1,7 +1,7 @@
 """torch.profiler on the ranks of a worker: started and stopped through the frontend, one trace file per rank.
 
-1. `start` tells every rank (worker/rank/profiler.py) to start; a profile that runs already is left running.
-   A caller that goes away while the ranks answer changes nothing.
+1. `start` starts the profiler of every rank (worker/rank/profiler.py); a running profile is left alone. A caller that
+   goes away while the ranks answer changes nothing.
 2. `stop`, or the end of its time, has every rank write a Chrome trace, which stops that rank's engine for as
    long as the writing takes. The paths are kept until the next profile.
 """

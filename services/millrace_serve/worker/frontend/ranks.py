@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 class RankLost(Exception):
-    """A rank ended, or cannot start. The message says which and why."""
+    """A rank ended, or cannot start. The message names the rank and the reason."""
 
 
 class Ranks:
