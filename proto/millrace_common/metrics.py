@@ -49,7 +49,7 @@ ROUTER = (
     Metric("tokens", "millrace_tokens_total", Counter, "Tokens, by direction.", ("direction",)),
     Metric("queued", "millrace_queue_requests", Gauge, "Requests waiting for a pair of workers."),
     Metric("queued_tokens", "millrace_queue_tokens", Gauge, "Prompt tokens of the waiting requests."),
-    Metric("queue_wait", "millrace_queue_wait_seconds", Gauge, "Estimated time until those who wait are served."),
+    Metric("queue_wait", "millrace_queue_wait_seconds", Gauge, "Estimated time until the waiting requests are served."),
     Metric("tenant_requests", "millrace_tenant_requests_total", Counter, "Requests by API key.", ("tenant", "status")),
     Metric("tenant_tokens", "millrace_tenant_tokens_total", Counter, "Tokens by API key.", ("tenant", "direction")),
     Metric("active", "millrace_active_requests", Gauge, "Requests being worked on."),
@@ -68,7 +68,7 @@ ROUTER = (
         "discovery_synced",
         "millrace_discovery_last_sync_timestamp_seconds",
         Gauge,
-        "When discovery last said which workers exist.",
+        "Time of the last list of workers from discovery.",
     ),
     Metric(
         "discovery_changes", "millrace_discovery_changes_total", Counter, "Workers that discovery changed.", ("change",)
@@ -92,8 +92,8 @@ ROUTER = (
     Metric(
         "cache_snapshots", "millrace_cache_snapshots_total", Counter, "Snapshots of workers' prefix caches received."
     ),
-    Metric("cache_gaps", "millrace_cache_gaps_total", Counter, "Gaps in what workers said of their prefix caches."),
-    Metric("stale", "millrace_stale_messages_total", Counter, "Messages for attempts nobody works on.", ("kind",)),
+    Metric("cache_gaps", "millrace_cache_gaps_total", Counter, "Gaps in the workers' reports of their prefix caches."),
+    Metric("stale", "millrace_stale_messages_total", Counter, "Messages with a stale attempt number.", ("kind",)),
     Metric("mismatches", "millrace_token_mismatches_total", Counter, "Prefill and decode disagreed on a token."),
 )
 WORKER = (

@@ -12,7 +12,7 @@ from millrace_cli.errors import CommandError
 if TYPE_CHECKING:
     from millrace_rpc.tls import Identity
 
-Ca = Annotated[Path | None, typer.Option("--tls-ca", help="Use TLS; who signed the router's certificate.")]
+Ca = Annotated[Path | None, typer.Option("--tls-ca", help="Use TLS; the authority of the router's certificate.")]
 Cert = Annotated[Path | None, typer.Option("--tls-cert", help="Our certificate, for mTLS.")]
 Key = Annotated[Path | None, typer.Option("--tls-key", help="Its private key.")]
 ApiKey = Annotated[str, typer.Option(envvar="MILLRACE_API_KEY", help="Better in the environment than here.")]

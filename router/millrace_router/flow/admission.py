@@ -124,7 +124,7 @@ class Admission:
             if not victim.waiting:
                 continue  # served, once another had left the places that are looked at
             self.leave(victim)
-            message = "the queue is full, and others who hold less of it came"
+            message = "the queue is full, and this tenant holds the largest share of it"
             victim.refuse(MillraceError(Reason.QUEUE_FULL, message, retry_after_s=self.drained_in()))
 
     def wait_of(self, place: Place, tokens: int) -> float | None:

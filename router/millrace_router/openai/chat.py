@@ -152,7 +152,7 @@ def in_format(ask: Ask, form: ChatFormat) -> Ask:
     if not isinstance(chat, Chat) or not chat.tools:
         return ask
     if form.style is None:
-        raise invalid("tools", "tools are not supported: the model's chat template knows no tool calls")
+        raise invalid("tools", "tools are not supported: the model's chat template has no tool calls")
     if chat.required or any(tool.strict for tool in chat.tools):
         named = len(chat.required) == 1 and len(chat.tools) > 1
         tag = structural_tag(
