@@ -83,7 +83,7 @@ TABLE: dict[str, tuple[Choice, ...]] = {
             when="millrace_kernels.triton.moe_grouped:is_fastest",
         ),
         Choice("millrace_kernels.triton.moe_small:moe_experts_fp8", needs="triton", max_size=SMALL_TOKENS),
-        Choice("millrace_kernels.lib.deep_gemm_grouped:packed", needs="deep_gemm"),
+        Choice("millrace_kernels.lib.deep_gemm_grouped:moe_experts_fp8", needs="deep_gemm"),
         *_ours("moe_grouped:moe_experts_fp8"),
     ),
     "moe_experts.moe_experts_other": (Choice("millrace_kernels.lib.cublas:moe_experts_other"),),

@@ -167,7 +167,7 @@ class Products(types.ModuleType):
 
     def __init__(self) -> None:
         super().__init__("deep_gemm_grouped")
-        self.packed = self.padded = ref_experts.moe_experts
+        self.moe_experts_fp8 = ref_experts.moe_experts
 
 
 def test_the_experts_are_tuned_launch_by_launch(

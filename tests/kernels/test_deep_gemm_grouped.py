@@ -33,32 +33,26 @@ DIM, SIZE, HELD, FIRST, TOTAL = 256, 128, 4, 2, 9
 
 
 class Library(types.ModuleType):
-    """What the two products of DeepGEMM 0.1.5 check and do on sm90; rows that they may not read are NaN."""
+    """What the grouped product of DeepGEMM 0.1.5 checks and does on sm90; rows that they may not read are NaN."""
 
     def __init__(self) -> None:
         super().__init__("deep_gemm")
         self.alignment = 0
-        self.calls: list[str] = []
+        self.calls = 0
 
     def set_mk_alignment_for_contiguous_layout(self, value: int) -> None:
         self.alignment = value
 
     def m_grouped_fp8_gemm_nt_contiguous(
         self, a: Pair, b: Pair, d: Tensor, grouped_layout: Tensor, *,
-        use_psum_layout: bool = False, expected_m_for_psum_layout: int | None = None,
+        use_psum_layout: bool, expected_m_for_psum_layout: int,
     ) -> None:  # fmt: skip
         m, _ = self.check(a, b)
         assert d.shape == (m, b[0].shape[1]) and d.is_contiguous() and a[1].stride() == (1, m) and m % 4 == 0
         assert m % self.alignment == 0
-        if use_psum_layout:
-            assert grouped_layout.shape == (len(b[0]),) and (expected_m_for_psum_layout or 0) > 0
-            self.calls.append(f"packed {self.alignment}")
-            runs = list(self.packed(grouped_layout.tolist()))
-        else:
-            assert grouped_layout.shape == (m,) and expected_m_for_psum_layout is None
-            self.calls.append(f"indexed {self.alignment}")
-            runs = list(self.indexed(grouped_layout.tolist()))
-        for expert, first, last in runs:
+        assert use_psum_layout and grouped_layout.shape == (len(b[0]),) and expected_m_for_psum_layout > 0
+        self.calls += 1
+        for expert, first, last in self.packed(grouped_layout.tolist()):
             self.multiply(a[0][first:last], a[1][first:last], b, expert, d[first:last])
 
     def packed(self, ends: list[int]) -> Iterator[tuple[int, int, int]]:
@@ -67,22 +61,6 @@ class Library(types.ModuleType):
             assert end >= start, ends
             yield expert, start, end
             start = -(-end // self.alignment) * self.alignment
-
-    def indexed(self, owners: list[int]) -> Iterator[tuple[int, int, int]]:
-        for first in range(0, len(owners), self.alignment):
-            tile = [owner for owner in owners[first : first + self.alignment] if owner >= 0]
-            assert len(set(tile)) <= 1 and owners[first : first + len(tile)] == tile
-            if tile:
-                yield tile[0], first, first + len(tile)
-
-    def fp8_m_grouped_gemm_nt_masked(self, a: Pair, b: Pair, d: Tensor, masked_m: Tensor, expected_m: int) -> None:
-        groups, room, k = a[0].shape
-        self.check(a, b)
-        assert a[1].stride() == (room * (k // 128), 1, room) and d.shape == (groups, room, b[0].shape[1])
-        assert masked_m.shape == (groups,) and masked_m.is_contiguous() and expected_m > 0 and room % 128 == 0
-        self.calls.append("padded")
-        for expert, count in enumerate(masked_m.tolist()):
-            self.multiply(a[0][expert, :count], a[1][expert, :count], b, expert, d[expert, :count])
 
     @staticmethod
     def check(a: Pair, b: Pair) -> tuple[int, int]:
@@ -102,15 +80,14 @@ class Library(types.ModuleType):
 def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     stand_in = Library()
     monkeypatch.setitem(sys.modules, "deep_gemm", stand_in)
-    monkeypatch.setattr(grouped, "quant_groups", quant_groups)  # as on a GPU
+    monkeypatch.setattr(moe_grouped, "quant_groups", quant_groups)  # as on a GPU
     poison_empty(monkeypatch)
     return stand_in
 
 
-@pytest.mark.parametrize("layout", ["packed", "indexed", "padded"])
 @pytest.mark.parametrize("num", [0, 1, 40])
 @pytest.mark.parametrize("shared", [False, True])
-def test_layouts(library: Library, layout: str, num: int, shared: bool) -> None:
+def test_experts_equal_the_reference(library: Library, num: int, shared: bool) -> None:
     generator = torch.Generator().manual_seed(num)
     x = torch.randn(num, DIM, generator=generator).bfloat16()
     experts = torch.randint(-1, TOTAL, (num, 3), generator=generator, dtype=torch.int32)
@@ -119,10 +96,10 @@ def test_layouts(library: Library, layout: str, num: int, shared: bool) -> None:
     weights = torch.rand(num, 3, generator=generator)
     w13, w2 = draw_experts(HELD, DIM, SIZE, torch.bfloat16, True, x.device, generator)
     arguments = (x, weights, held_ids(experts, FIRST, HELD - shared), w13, w2)
-    out = getattr(grouped, layout)(*arguments, shared_expert=shared, num_experts=TOTAL)
+    out = grouped.moe_experts_fp8(*arguments, shared_expert=shared, num_experts=TOTAL)
     assert out.dtype == torch.bfloat16
     assert_close(out, moe_experts(*arguments, shared_expert=shared), FP8_EXPERTS_TOLERANCE)
-    assert [call.split()[0] for call in library.calls] == [layout] * 2 * (num > 0)
+    assert library.calls == 2 * (num > 0)
 
 
 def test_many_tokens_take_turns(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,11 +109,11 @@ def test_many_tokens_take_turns(library: Library, monkeypatch: pytest.MonkeyPatc
     weights = torch.rand(13, 2, generator=generator)
     w13, w2 = draw_experts(HELD, DIM, SIZE, torch.bfloat16, True, x.device, generator)
     quantised = Operand(None, quant_groups(x))
-    at_once = grouped.packed(quantised, weights, experts, w13, w2)
-    assert len(library.calls) == 2
+    at_once = grouped.moe_experts_fp8(quantised, weights, experts, w13, w2)
+    assert library.calls == 2
     monkeypatch.setattr(grouped, "slices", lambda num, choices: moe_route.slices(num, choices, max_rows=10))
-    in_turns = grouped.packed(quantised, weights, experts, w13, w2)
-    assert len(library.calls) == 2 + 2 * 3
+    in_turns = grouped.moe_experts_fp8(quantised, weights, experts, w13, w2)
+    assert library.calls == 2 + 2 * 3
     assert torch.equal(at_once, in_turns)
 
 
@@ -167,10 +144,9 @@ def test_expected_rows_are_powers_of_two(rows: int, expected: int) -> None:
     assert expected_rows(rows * 4, 2, 8) == expected
 
 
-def test_tiles_grow_with_the_rows_of_an_expert(library: Library) -> None:
-    experts = torch.zeros(1, 1, dtype=torch.int32)
+def test_tiles_grow_with_the_rows_of_an_expert() -> None:
     for expected, alignment in ((64, 64), (128, 128), (2048, 128), (4096, 256)):
-        assert grouped._packed_layout(experts, HELD, False, expected).alignment == alignment
+        assert grouped.tile_rows(expected) == alignment
 
 
 class Launches(TorchDispatchMode):
@@ -220,7 +196,7 @@ def test_launches_of_a_layer(ours: bool, monkeypatch: pytest.MonkeyPatch) -> Non
             left = Launch(4, 3, left=True)
             moe_grouped.run(*arguments, shared_expert=False, config=moe_grouped.Config(32, left, left))
         else:
-            grouped.packed(*arguments)
+            grouped.moe_experts_fp8(*arguments)
     between = ["_gate_up_kernel", "_down_kernel"]
     if not ours:
         between = ["_permute_kernel", "deep_gemm", "_silu_mul_quant_kernel", "deep_gemm"]

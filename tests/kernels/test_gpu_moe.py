@@ -31,8 +31,7 @@ TP8_TOKENS = [*RANK_TOKENS, *((num, True) for num in (64, 128, 256, 512, 1024))]
 NOT_CHOSEN = [
     ("millrace_kernels.triton.moe_grouped:moe_experts_fp8", 17),
     ("millrace_kernels.triton.moe_grouped:moe_experts_fp8", 3000),
-    ("millrace_kernels.lib.deep_gemm_grouped:indexed", 17),
-    ("millrace_kernels.lib.deep_gemm_grouped:padded", 17),
+    ("millrace_kernels.lib.deep_gemm_grouped:moe_experts_fp8", 17),
 ]
 
 

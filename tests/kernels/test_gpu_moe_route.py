@@ -27,19 +27,20 @@ def test_few_tokens_go_where_many_would(
     scales = torch.rand(56, num, generator=generator, device=CUDA).t()
 
     def route() -> tuple[moe_route.Route, moe_route.Blocks]:
-        plan, blocks = moe_route.route(experts, held, shared, 32, granularity=32, scales=scales)
+        plan, blocks = moe_route.route(experts, held, shared, 32, gather=True, scales=scales)
         assert blocks is not None
         return plan, blocks
 
     (plan, blocks), (again, blocks_again) = route(), route()
     monkeypatch.setattr(moe_route, "FEW_TOKENS", 0)
     other, other_blocks = route()
-    for name in ("counts", "ends", "total"):
+    for name in ("ends", "total"):
         assert torch.equal(getattr(plan, name), getattr(other, name)), name
     assert torch.equal(plan.rows, again.rows) and torch.equal(plan.rows < 0, other.rows < 0)
     used = torch.arange(int(plan.total) // 32, device=CUDA)
     assert torch.equal(blocks.experts[used], other_blocks.experts[used])
-    for count, end in zip(plan.counts.tolist(), plan.ends.tolist(), strict=True):
+    counts = [int((experts == expert).any(1).sum()) for expert in range(held - shared)] + [num] * shared
+    for count, end in zip(counts, plan.ends.tolist(), strict=True):
         tokens = blocks.tokens[end - count : end]
         assert torch.equal(tokens, other_blocks.tokens[end - count : end].sort().values)
         assert torch.equal(tokens, blocks_again.tokens[end - count : end])

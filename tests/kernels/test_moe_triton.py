@@ -117,23 +117,21 @@ def test_grouped_fp8(num: int, shared: bool, config: moe_grouped.Config, monkeyp
 
 
 @pytest.mark.parametrize("few", [True, False])
-@pytest.mark.parametrize(("num", "shared", "group_rows"), [(1, True, 0), (21, False, 0), (33, True, 0), (33, True, 64)])
-def test_route(few: bool, num: int, shared: bool, group_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("num", "shared"), [(1, True), (21, False), (33, True)])
+def test_route(few: bool, num: int, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one launch and in two; rows of an expert in any order."""
     monkeypatch.setattr(moe_route, "FEW_TOKENS", num if few else 0)
     poison_empty(monkeypatch)
     (_, experts), held = choices(num, 4, num), 4 + shared
     scales = torch.randn(5, num, generator=seeded(num)).t()
-    options = {"group_rows": group_rows, "granularity": 16, "scales": scales}
-    plan, blocks = moe_route.route(experts, held, shared, 16, **options)
+    plan, blocks = moe_route.route(experts, held, shared, 16, gather=True, scales=scales)
     assert blocks is not None and blocks.scales is not None
     wanted = [sorted({t for t in range(num) if e in experts[t]}) for e in range(4)]
     wanted += [list(range(num))] * shared
     start = 0
     for expert, tokens in enumerate(wanted):
-        start = expert * group_rows if group_rows else start
         end = start + len(tokens)
-        assert (plan.counts[expert], plan.ends[expert]) == (len(tokens), end)
+        assert plan.ends[expert] == end
         found = blocks.tokens[start:end].tolist()
         assert sorted(found) == tokens and (found == tokens or not few)
         assert torch.equal(blocks.scales[:, start:end], scales[blocks.tokens[start:end]].t())
@@ -143,7 +141,7 @@ def test_route(few: bool, num: int, shared: bool, group_rows: int, monkeypatch: 
             assert named.any() and (plan.rows[token][: len(named)][named] == row).all()
         start = -(-end // 16) * 16
     assert (plan.rows[:, :3][experts < 0] == -1).all()
-    assert plan.total == (held * group_rows or start) and plan.num_rows >= start
+    assert plan.total == start and plan.num_rows >= start
 
 
 def test_measured_configurations_are_for_what_an_expert_expects() -> None:

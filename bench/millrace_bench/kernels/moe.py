@@ -145,18 +145,13 @@ def _calls(rank: Rank, num: int, skew: float, device: torch.device) -> dict[str,
 def _others(
     rank: Rank, x: Tensor, arguments: tuple[Operand, Tensor, Tensor, Fp8, Fp8], options: dict[str, int]
 ) -> dict[str, Call]:
-    """What the table does not choose for this size: other layouts, other sizes' kernels, configurations untuned."""
-    from millrace_kernels.lib import deep_gemm_grouped
+    """What the table does not choose for this size: other sizes' kernels, configurations untuned."""
     from millrace_kernels.triton import moe_grouped, moe_small
 
     num, (_, *rest) = x.shape[0], arguments
     calls: dict[str, Call] = {}
     if SMALL_TOKENS < num <= moe_small.MOST_TOKENS:
         calls["small"] = functools.partial(moe_small.moe_experts_fp8, x, *rest, **options)  # type: ignore[arg-type]
-    if SMALL_TOKENS < num <= 8192:
-        calls["indexed"] = functools.partial(deep_gemm_grouped.indexed, *arguments, **options)  # type: ignore[arg-type]
-        if rank in (EP8, EP8_STEP):  # as much room for each of 256 experts as all tokens need does not fit
-            calls["padded"] = functools.partial(deep_gemm_grouped.padded, *arguments, **options)  # type: ignore[arg-type]
     if SMALL_TOKENS < num <= 1024:
         calls["grouped, untuned"] = functools.partial(
             moe_grouped.run, *arguments, shared_expert=rank.shared, config=moe_grouped.UNTUNED

@@ -103,7 +103,7 @@ class Plans:
         rank, plans = self.job.rank, []
         for _, experts in self.routings:
             at = (experts, rank.held, rank.shared, block_m)
-            plan, blocks = route(*at, granularity=block_m, scales=self.fp8.scales)
+            plan, blocks = route(*at, gather=True, scales=self.fp8.scales)
             assert blocks is not None
             plans.append((plan, blocks))
         return plans
@@ -160,11 +160,9 @@ def others(plans: Plans) -> dict[str, list[Callable[[], Tensor]]]:
     rank, num = plans.job.rank, plans.job.num
     seen: dict[str, Any] = {"num_experts": rank.experts}
     found = {
-        "packed": plans.whole(deep_gemm_grouped.packed, **seen),
+        "packed": plans.whole(deep_gemm_grouped.moe_experts_fp8, **seen),
         "grouped, in use": plans.whole(moe_grouped.moe_experts_fp8, **seen),
     }
-    if rank.size == EP8.size:  # as much room for each of 256 experts as all tokens need does not fit
-        found["padded"] = plans.whole(deep_gemm_grouped.padded, **seen)
     if num <= SMALL_TOKENS:
         found["small"] = plans.whole(moe_small.moe_experts_fp8, plain=True, **seen)
     return found

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from millrace_kernels.fp8 import quant_groups
-from millrace_kernels.lib.deep_gemm_grouped import packed_alignment
+from millrace_kernels.lib.deep_gemm_grouped import tile_rows
 from millrace_kernels.moe_experts import expected_rows
 from millrace_kernels.testing.timing import time_us
 from millrace_kernels.triton import mla_expand, quant, rms_norm, rope
@@ -65,7 +65,7 @@ def _experts(num: int, rank: Rank) -> Iterator[Task]:
     generator = torch.Generator(device=CUDA).manual_seed(num)
     num = slices(num, rank.dims.top_k + rank.shared)[0][1]
     weights, experts = rank.choose(num, CUDA, generator, 0.0)
-    alignment = packed_alignment(expected_rows(num, rank.dims.top_k, rank.experts))
+    alignment = tile_rows(expected_rows(num, rank.dims.top_k, rank.experts))
     plan, _ = route(experts, rank.held, rank.shared, alignment)
     x = quant_groups(torch.randn(num, rank.dims.hidden, device=CUDA).bfloat16())
     permuted = torch.empty(plan.num_rows, rank.dims.hidden, dtype=torch.float8_e4m3fn, device=CUDA)

@@ -217,23 +217,21 @@ def run(
     x: Tensor | Operand, weights: Tensor, experts: Tensor, w13: Tensor | Fp8, w2: Tensor | Fp8,
     *, shared_expert: bool, config: Config,
 ) -> Tensor:  # fmt: skip
-    rows, dtype = _rows(x, w13)
+    rows, dtype = rows_for(x, w13)
     num_held = (w13.data if isinstance(w13, Fp8) else w13).shape[0]
     out = torch.empty(rows.data.shape, dtype=dtype, device=rows.data.device)
     for first, last in slices(experts.shape[0], experts.shape[1] + shared_expert):
         chosen, part = experts[first:last], Fp8(rows.data[first:last], rows.scales[first:last])
         left = config.up.left and isinstance(w13, Fp8)
-        plan, blocks = route(
-            chosen, num_held, shared_expert, config.block_m, granularity=config.block_m,
-            scales=part.scales if left else None,
-        )  # fmt: skip
+        scales = part.scales if left else None
+        plan, blocks = route(chosen, num_held, shared_expert, config.block_m, gather=True, scales=scales)
         assert blocks is not None
         h = gate_up(part, w13, plan, blocks, config.block_m, config.up)
         combine(down(h, w2, plan, blocks, config.block_m, config.down), plan, weights[first:last], out[first:last])
     return out
 
 
-def _rows(x: Tensor | Operand, w13: Tensor | Fp8) -> tuple[Fp8, torch.dtype]:
+def rows_for(x: Tensor | Operand, w13: Tensor | Fp8) -> tuple[Fp8, torch.dtype]:
     """The rows as the weights want them (plain ones have any tensor in the place of scales), and the sum's dtype."""
     plain, fp8 = x if isinstance(x, Operand) else (x, None)
     if not isinstance(w13, Fp8):

@@ -1,8 +1,8 @@
 """Where every choice of an expert goes: expert e's rows lie together, so that grouped GEMMs read them as one matrix.
 
-Packed: expert e owns the rows [starts[e], ends[e]); starts are multiples of `alignment`, rows between are padding that
-nobody reads. Padded: expert e owns [e * group_rows, e * group_rows + counts[e]). All sizes are the host's upper bounds,
-so a graph can be captured; how many rows there really are stays on the device.
+Expert e owns the rows [starts[e], ends[e]); starts are multiples of `alignment`, and the rows between are padding,
+never read. All sizes are the host's upper bounds, so a graph can be captured; the real number of rows stays on the
+device.
 
     few tokens       one launch, moe_route_few.py
     tokens' choices  --count-->  slot of each choice within its expert, counts  --last program-->  starts, ends
@@ -30,18 +30,16 @@ class Route(NamedTuple):
     """Letters: T tokens, C choices per token (top-k, and the shared expert), E experts held here."""
 
     rows: Tensor  # int32 [T, C], the row of each choice, -1 for a choice without one
-    counts: Tensor  # int32 [E], rows of each expert
     ends: Tensor  # int32 [E], one past each expert's last row
     total: Tensor  # int32 [1], one past the last row, padding included
     num_rows: int  # the most rows that there can be
-    group_rows: int  # of one expert where each has the same room (padded), num_rows else
 
 
 class Blocks(NamedTuple):
     """The input of a kernel that gathers its own rows, valid up to `total`; blocks beyond are arbitrary."""
 
     tokens: Tensor  # int32 [num_rows], whose token a row is
-    experts: Tensor  # int32 [num_rows / granularity], the expert of a block of rows, -1 for unused blocks up to `total`
+    experts: Tensor  # int32 [num_rows / alignment], the expert of a block of `alignment` rows
     scales: Tensor | None  # float32 [D/128, num_rows], of the rows' FP8 groups
 
 
@@ -69,7 +67,6 @@ def _count_kernel(
     CHUNK: tl.constexpr,
     E_PAD: tl.constexpr,
     ALIGNMENT: tl.constexpr,
-    GROUP_ROWS: tl.constexpr,
 ):
     """Ranks a chunk's choices of the same expert among themselves, then takes the chunk's slots of it at once.
 
@@ -95,14 +92,11 @@ def _count_kernel(
     if arrived == tl.num_programs(0) - 1:
         e = tl.arange(0, E_PAD)
         count = tl.load(counts_ptr + e, mask=e < E, other=0, cache_modifier=".cg")
-        if GROUP_ROWS > 0:
-            start, total = e * GROUP_ROWS, E * GROUP_ROWS
-        else:
-            room = (count + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
-            start, total = tl.cumsum(room, axis=0) - room, tl.sum(room, axis=0)
+        room = (count + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+        start = tl.cumsum(room, axis=0) - room
         tl.store(starts_ptr + e, start, mask=e < E)
         tl.store(ends_ptr + e, start + count, mask=e < E)
-        tl.store(total_ptr, total)
+        tl.store(total_ptr, tl.sum(room, axis=0))
 
 
 @triton.jit(do_not_specialize=["num_tokens", "stride_scale_k"])
@@ -122,7 +116,7 @@ def _place_kernel(
     ROUTED: tl.constexpr,
     TOP_K: tl.constexpr,
     CHOICES: tl.constexpr,
-    GRANULARITY: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUPS_PAD: tl.constexpr,
@@ -138,7 +132,7 @@ def _place_kernel(
     if tokens_ptr is not None:
         tl.store(tokens_ptr + row, token, mask=held)
     if blocks_ptr is not None:
-        tl.store(blocks_ptr + row // GRANULARITY, expert, mask=held & (slot % GRANULARITY == 0))
+        tl.store(blocks_ptr + row // ALIGNMENT, expert, mask=held & (slot % ALIGNMENT == 0))
     if GROUPS:
         group = tl.arange(0, GROUPS_PAD)[:, None]
         at, mask = token[None, :] * stride_scale_t + group * stride_scale_k, held[None, :] & (group < GROUPS)
@@ -152,47 +146,44 @@ def route(
     shared_expert: bool,
     alignment: int,
     *,
-    group_rows: int = 0,
-    granularity: int = 0,
+    gather: bool = False,
     scales: Tensor | None = None,
 ) -> tuple[Route, Blocks | None]:
-    """experts int32 [T, K] with T > 0 -> where they go; group_rows > 0 for the padded form.
+    """experts int32 [T, K] with T > 0 -> where they go.
 
-    granularity: rows per entry of Blocks.experts, a divisor of alignment; 0: no kernel gathers rows, no Blocks. scales:
-    float32 [T, D/128] of the tokens, to be gathered for Blocks.
+    Args:
+        gather: whether Blocks are returned, for a kernel that gathers its rows itself.
+        scales: float32 [T, D/128] of the tokens, to be gathered for Blocks.
     """
     num, top_k = experts.shape
     choices, routed = top_k + shared_expert, num_held - shared_expert
     assert 0 < choices <= CHUNK and experts.is_contiguous() and experts.dtype == torch.int32, experts.shape
-    assert (group_rows or alignment) % max(granularity, 1) == 0, (alignment, granularity)
-    num_rows = num_held * group_rows or most_rows(num, choices, num_held, alignment)
+    num_rows = most_rows(num, choices, num_held, alignment)
 
     def ints(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=experts.device)
 
-    few = num <= FEW_TOKENS
-    counts = ints(num_held) if few else zeros(num_held + 1, experts.device)  # and how many programs have arrived
     rows, ends, total = ints(num, choices), ints(num_held), ints(1)
-    plan, blocks = Route(rows, counts[:num_held], ends, total, num_rows, group_rows or num_rows), None
-    if granularity:
-        owners = ints(num_rows // granularity)
+    plan, blocks = Route(rows, ends, total, num_rows), None
+    if gather:
         gathered = None if scales is None else scales.new_empty(scales.shape[1], num_rows)
-        blocks = Blocks(ints(num_rows), owners.fill_(-1) if granularity < alignment else owners, gathered)
-    if few:
-        route_few(experts, routed, alignment, group_rows, granularity, scales, plan, blocks)
+        blocks = Blocks(ints(num_rows), ints(num_rows // alignment), gathered)
+    if num <= FEW_TOKENS:
+        route_few(experts, routed, alignment, scales, plan, blocks)
         return plan, blocks
+    counts = zeros(num_held + 1, experts.device)  # rows of each expert, and how many programs have arrived
     slots, starts, tokens = ints(num, choices), ints(num_held), CHUNK // choices
     _count_kernel[(triton.cdiv(num, tokens),)](
         experts, slots, counts, starts, ends, total, num, num_held, routed, top_k, choices, tokens,
-        CHUNK, triton.next_power_of_2(num_held), alignment, group_rows, num_warps=1,
+        CHUNK, triton.next_power_of_2(num_held), alignment, num_warps=1,
     )  # fmt: skip
-    _place(experts, slots, starts, rows, blocks, scales, routed, max(granularity, 1))
+    _place(experts, slots, starts, rows, blocks, scales, routed, alignment)
     return plan, blocks
 
 
 def _place(
     experts: Tensor, slots: Tensor, starts: Tensor, rows: Tensor, blocks: Blocks | None, scales: Tensor | None,
-    routed: int, granularity: int,
+    routed: int, alignment: int,
 ) -> None:  # fmt: skip
     (num, choices), top_k = rows.shape, experts.shape[1]
     tokens, owners, gathered = blocks or (None, None, None)
@@ -200,12 +191,12 @@ def _place(
     _place_kernel[(triton.cdiv(num * choices, size),)](
         experts, slots, starts, rows, tokens, owners, scales, gathered, num,
         *((0, 0) if scales is None else scales.stride()), 0 if gathered is None else gathered.shape[1],
-        routed, top_k, choices, granularity, size, groups, triton.next_power_of_2(groups), num_warps=4,
+        routed, top_k, choices, alignment, size, groups, triton.next_power_of_2(groups), num_warps=4,
     )  # fmt: skip
 
 
 def most_rows(num_tokens: int, choices: int, num_held: int, alignment: int) -> int:
-    """Of the packed form: every choice held here, and almost a whole alignment lost at every expert that can be hit."""
+    """Every choice held here, and almost a whole alignment lost at every expert that can be hit."""
     rows = num_tokens * min(choices, num_held)
     return triton.cdiv(rows + min(rows, num_held) * (alignment - 1), alignment) * alignment
 

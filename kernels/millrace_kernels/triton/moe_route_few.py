@@ -50,11 +50,10 @@ def _counts(columns, TOP_K: tl.constexpr, K_PAD: tl.constexpr, BINS: tl.constexp
 
 @triton.jit(do_not_specialize=["num_tokens", "stride_scale_k"])
 def _route_few_kernel(
-    experts_ptr, rows_ptr, counts_ptr, ends_ptr, total_ptr, tokens_ptr, blocks_ptr, scales_ptr, out_scales_ptr,
+    experts_ptr, rows_ptr, ends_ptr, total_ptr, tokens_ptr, blocks_ptr, scales_ptr, out_scales_ptr,
     num_tokens, stride_scale_t, stride_scale_k, num_rows,
     E: tl.constexpr, ROUTED: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr, T_PAD: tl.constexpr,
-    BINS: tl.constexpr, ALIGNMENT: tl.constexpr, GROUP_ROWS: tl.constexpr, GRANULARITY: tl.constexpr,
-    GROUPS: tl.constexpr, GROUPS_PART: tl.constexpr,
+    BINS: tl.constexpr, ALIGNMENT: tl.constexpr, GROUPS: tl.constexpr, GROUPS_PART: tl.constexpr,
 ):  # fmt: skip
     mine, part = tl.program_id(0), tl.program_id(1)
     t, e = tl.arange(0, T_PAD), tl.arange(0, BINS)
@@ -68,11 +67,8 @@ def _route_few_kernel(
         gathered = chosen[None, :] & (group < GROUPS)
         scales = tl.load(scales_ptr + t[None, :] * stride_scale_t + group * stride_scale_k, mask=gathered)
     count = _counts(columns, TOP_K, K_PAD, BINS) + tl.where((e == ROUTED) & (e < E), num_tokens, 0)
-    if GROUP_ROWS > 0:
-        starts, total = e * GROUP_ROWS, E * GROUP_ROWS
-    else:
-        room = (count + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
-        starts, total = tl.cumsum(room, axis=0) - room, tl.sum(room, axis=0)
+    room = (count + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    starts = tl.cumsum(room, axis=0) - room
     rank = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
     row = tl.sum(tl.where(e == mine, starts, 0), axis=0) + rank
     if part == 0:
@@ -84,28 +80,26 @@ def _route_few_kernel(
         if tokens_ptr is not None:
             tl.store(tokens_ptr + row, t, mask=chosen)
         if blocks_ptr is not None:
-            tl.store(blocks_ptr + row // GRANULARITY, mine, mask=chosen & (rank % GRANULARITY == 0))
+            tl.store(blocks_ptr + row // ALIGNMENT, mine, mask=chosen & (rank % ALIGNMENT == 0))
         if mine == 0:
-            tl.store(counts_ptr + e, count, mask=e < E)
             tl.store(ends_ptr + e, starts + count, mask=e < E)
-            tl.store(total_ptr, total)
+            tl.store(total_ptr, tl.sum(room, axis=0))
     if GROUPS:
         tl.store(out_scales_ptr + group * num_rows.to(tl.int64) + row[None, :], scales, mask=gathered)
 
 
 def route_few(
-    experts: Tensor, routed: int, alignment: int, group_rows: int, granularity: int,
-    scales: Tensor | None, out: Route, blocks: Blocks | None,
-) -> None:  # fmt: skip
+    experts: Tensor, routed: int, alignment: int, scales: Tensor | None, out: Route, blocks: Blocks | None
+) -> None:
     """experts int32 [T, K] with T <= FEW_TOKENS -> all of `out` and `blocks`, as `moe_route.route` fills them."""
-    (num, top_k), num_held = experts.shape, out.counts.shape[0]
+    (num, top_k), num_held = experts.shape, out.ends.shape[0]
     assert 0 < num <= FEW_TOKENS and experts.is_contiguous(), experts.shape
     tokens, owners, gathered = blocks or (None, None, None)
     groups, parts = (0, 1) if scales is None else (scales.shape[1], PARTS)
     _route_few_kernel[(num_held, parts)](
-        experts, out.rows, out.counts, out.ends, out.total, tokens, owners, scales, gathered, num,
+        experts, out.rows, out.ends, out.total, tokens, owners, scales, gathered, num,
         *((0, 0) if scales is None else scales.stride()), 0 if gathered is None else gathered.shape[1],
         num_held, routed, top_k, triton.next_power_of_2(top_k), max(triton.next_power_of_2(num), LANES),
-        triton.next_power_of_2(num_held), alignment, group_rows, max(granularity, 1),
-        groups, triton.next_power_of_2(triton.cdiv(groups, parts)), num_warps=LANES // 32,
+        triton.next_power_of_2(num_held), alignment, groups, triton.next_power_of_2(triton.cdiv(groups, parts)),
+        num_warps=LANES // 32,
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """The passes around the grouped GEMMs: rows to their experts, SwiGLU with quantisation, rows back to tokens.
 
-Scales of rows lie as the FP8 GEMMs of sm90 read them: [groups, group_rows, K/128], column by column inside a group.
+Scales of rows [num_rows, K/128] lie column by column, as the FP8 GEMMs of sm90 read them.
 """
 
 from __future__ import annotations
@@ -15,17 +15,6 @@ from millrace_kernels.triton.moe_route import Route
 from millrace_kernels.triton.quant import quantise
 
 
-@triton.jit
-def scale_offset(row, column, group_rows, columns, PADDED: tl.constexpr):
-    """Where the scale of (row, 128-column block) lies. Divisions cost more than the rest of a kernel that only moves
-    rows, so there are none where all rows are one group.
-    """
-    offset = column * group_rows + row
-    if PADDED:
-        offset += row // group_rows * (columns - 1) * group_rows
-    return offset
-
-
 @triton.jit(do_not_specialize=["stride_scale_k"])
 def _permute_kernel(
     x_ptr,
@@ -35,13 +24,12 @@ def _permute_kernel(
     out_scales_ptr,
     stride_scale_t,
     stride_scale_k,
-    group_rows,
+    num_rows,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCKS_PAD: tl.constexpr,
     CHOICES: tl.constexpr,
-    PADDED: tl.constexpr,
     CACHE: tl.constexpr,
 ):
     """One token: read once, written to each of its rows.
@@ -61,8 +49,8 @@ def _permute_kernel(
         scales = tl.load(scales_ptr + where, mask=block < BLOCKS)
         x = tl.load(x_ptr + token * D + col, mask=col < D)
         for choice in tl.static_range(CHOICES):
-            to = scale_offset(rows[choice], block, group_rows, BLOCKS, PADDED)
-            tl.store(out_scales_ptr + to, scales, mask=(rows[choice] >= 0) & (block < BLOCKS))
+            to = out_scales_ptr + block * num_rows + rows[choice]
+            tl.store(to, scales, mask=(rows[choice] >= 0) & (block < BLOCKS))
         for choice in tl.static_range(CHOICES):
             to, mask = rows[choice].to(tl.int64) * D + col, (rows[choice] >= 0) & (col < D)
             tl.store(out_ptr + to, x, mask=mask, cache_modifier=CACHE)
@@ -75,22 +63,19 @@ def permute(x: Fp8, route: Route, out: Tensor, num_warps: int = 4, stream: bool 
     """
     num, dim = x.data.shape
     assert x.data.is_contiguous() and dim % BLOCK == 0 and out.is_contiguous(), x.data.shape
-    blocks = dim // BLOCK
-    scales = rows_scales(route, blocks, x.data.device)
+    blocks, num_rows = dim // BLOCK, route.num_rows
+    scales = _scales(num_rows, blocks, x.data.device)
     _permute_kernel[(num,)](
         x.data.view(torch.uint8), x.scales, route.rows, out.view(torch.uint8), scales, *x.scales.stride(),
-        route.group_rows, dim, triton.next_power_of_2(dim), blocks, triton.next_power_of_2(blocks),
-        route.rows.shape[1], route.group_rows != route.num_rows, ".cs" if stream else "", num_warps=num_warps,
+        num_rows, dim, triton.next_power_of_2(dim), blocks, triton.next_power_of_2(blocks),
+        route.rows.shape[1], ".cs" if stream else "", num_warps=num_warps,
     )  # fmt: skip
     return Fp8(out, scales)
 
 
-def rows_scales(route: Route, columns: int, device: torch.device) -> Tensor:
-    """Room for float32 [num_rows, columns] scales, in two dimensions where all rows are one group, else in three."""
-    groups = route.num_rows // route.group_rows
-    assert route.num_rows * columns < 1 << 31, (route.num_rows, columns)
-    scales = torch.empty(groups, columns, route.group_rows, dtype=torch.float32, device=device).transpose(1, 2)
-    return scales[0] if groups == 1 else scales
+def _scales(num_rows: int, columns: int, device: torch.device) -> Tensor:
+    assert num_rows * columns < 1 << 31, (num_rows, columns)  # kernels compute their offsets in int32
+    return torch.empty(columns, num_rows, dtype=torch.float32, device=device).t()
 
 
 @triton.jit
@@ -98,46 +83,34 @@ def _silu_mul_quant_kernel(
     x_ptr,
     out_ptr,
     scales_ptr,
-    counts_ptr,
     total_ptr,
-    group_rows,
+    num_rows,
     SIZE: tl.constexpr,
     ROWS: tl.constexpr,
-    PADDED: tl.constexpr,
 ):
     """A fixed grid walks over the tiles of ROWS rows and 128 columns that exist."""
     i, col = tl.arange(0, ROWS), tl.arange(0, 128)
     columns: tl.constexpr = SIZE // 128
     tiles = tl.load(total_ptr) // ROWS * columns
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        first = tile // columns * ROWS
-        used = True
-        if PADDED:
-            used = first % group_rows < tl.load(counts_ptr + first // group_rows)
-        if used:
-            row, column = first + i, tile % columns
-            wide = row.to(tl.int64)[:, None]
-            at = wide * (2 * SIZE) + column * 128 + col[None, :]
-            gate = tl.load(x_ptr + at).to(tl.float32)
-            up = tl.load(x_ptr + at + SIZE).to(tl.float32)
-            out, scale = quantise(gate * tl.sigmoid(gate) * up)
-            tl.store(out_ptr + wide * SIZE + column * 128 + col[None, :], out)
-            tl.store(scales_ptr + scale_offset(row, column, group_rows, columns, PADDED), scale)
+        row, column = tile // columns * ROWS + i, tile % columns
+        wide = row.to(tl.int64)[:, None]
+        at = wide * (2 * SIZE) + column * 128 + col[None, :]
+        gate = tl.load(x_ptr + at).to(tl.float32)
+        up = tl.load(x_ptr + at + SIZE).to(tl.float32)
+        out, scale = quantise(gate * tl.sigmoid(gate) * up)
+        tl.store(out_ptr + wide * SIZE + column * 128 + col[None, :], out)
+        tl.store(scales_ptr + column * num_rows + row, scale)
 
 
 def silu_mul_quant(x: Tensor, route: Route, rows: int = 16, programs: int = 132 * 8, num_warps: int = 4) -> Fp8:
-    """x [num_rows, 2I] -> silu(gate) * up [num_rows, I], rows of the route's layout; whole tiles without a row are
-    left out.
-    """
+    """x [num_rows, 2I] -> silu(gate) * up [num_rows, I], up to the route's total."""
     num_rows, size = x.shape[0], x.shape[1] // 2
-    assert size % BLOCK == 0 and route.group_rows % rows == 0 and x.is_contiguous(), (x.shape, route.group_rows)
+    assert size % BLOCK == 0 and num_rows % rows == 0 and x.is_contiguous(), x.shape
     out = torch.empty(num_rows, size, dtype=torch.float8_e4m3fn, device=x.device)
-    scales = rows_scales(route, size // BLOCK, x.device)
+    scales = _scales(num_rows, size // BLOCK, x.device)
     grid = min(programs, num_rows // rows * (size // BLOCK))
-    _silu_mul_quant_kernel[(grid,)](
-        x, out, scales, route.counts, route.total, route.group_rows,
-        size, rows, route.group_rows != num_rows, num_warps=num_warps,
-    )  # fmt: skip
+    _silu_mul_quant_kernel[(grid,)](x, out, scales, route.total, num_rows, size, rows, num_warps=num_warps)
     return Fp8(out, scales)
 
 
