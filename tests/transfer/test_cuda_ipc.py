@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from millrace_serve.transfer.base import KvSink, MemoryHandle, PageBuffer, ReadOp, ReadState, TransferError
-from millrace_serve.transfer.cuda_driver import CudaError
+from millrace_serve.transfer.cuda_driver import CudaDriver, CudaError
 from millrace_serve.transfer.cuda_ipc import CudaIpcSink, SharedMemory, host_id, runs, shared_memory_name
 from millrace_serve.transfer.nearest import NearestSink
 from transfer.pools import POISON, Pool, finish
@@ -22,7 +22,7 @@ from transfer.pools import POISON, Pool, finish
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
-class HostDriver:
+class HostDriver(CudaDriver):
     """Host memory in the place of a GPU's; copies happen when their event is looked at."""
 
     def __init__(self) -> None:
