@@ -82,7 +82,10 @@ MAY_IMPORT = {
         *(*BOTH_PROCESSES, f"{WORKER}.launcher"),
     },
     f"{WORKER}.rank": {COMMON, MODEL, ENGINE, TRANSFER, *BOTH_PROCESSES},
-    HANDOVER: {STUBS, COMMON, RPC, CORE, TRANSFER, WORKER},
+    HANDOVER: {
+        *(STUBS, COMMON, RPC, CORE, TRANSFER, f"{WORKER}.config"),
+        *(f"{WORKER}.frontend.{part}" for part in ("convert", "ranks", "requests", "spans", "wakeup", "warmup")),
+    },
     "millrace_serve.prefill": {STUBS, COMMON, RPC, ENGINE, TRANSFER, WORKER, HANDOVER},
     "millrace_serve.decode": {STUBS, COMMON, RPC, ENGINE, TRANSFER, WORKER, HANDOVER},
 }

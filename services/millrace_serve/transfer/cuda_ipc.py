@@ -16,7 +16,6 @@ import contextlib
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
 
 import msgspec
 
@@ -27,22 +26,6 @@ from millrace_serve.transfer.polled import Peer, PolledRead, PolledSink
 log = logging.getLogger(__name__)
 
 
-class Driver(Protocol):
-    """What of the CUDA driver a transfer needs; cuda_driver.py has the real one."""
-
-    def bind(self) -> None: ...
-    def export(self, address: int) -> tuple[bytes, int]: ...
-    def open(self, handle: bytes) -> int: ...
-    def close(self, address: int) -> None: ...
-    def stream(self) -> Any: ...
-    def copy(self, dst: int, src: int, nbytes: int, stream: Any) -> None: ...
-    def record(self, stream: Any) -> Any: ...
-    def reached(self, event: Any) -> bool: ...
-    def destroy_event(self, event: Any) -> None: ...
-    def wait(self, stream: Any) -> None: ...
-    def destroy_stream(self, stream: Any) -> None: ...
-
-
 class SharedMemory(msgspec.Struct, frozen=True):
     """How a process of the same host finds a pool."""
 
@@ -51,7 +34,7 @@ class SharedMemory(msgspec.Struct, frozen=True):
     offset: int  # of page 0 in what the handle opens
 
 
-def shared_memory_name(pool: PageBuffer, driver: Driver | None = None) -> bytes:
+def shared_memory_name(pool: PageBuffer, driver: CudaDriver | None = None) -> bytes:
     """`MemoryHandle.shared` of a pool in GPU memory; empty when the driver cannot share it, which is logged."""
     try:
         driver = driver or CudaDriver(pool.device_id)
@@ -82,7 +65,7 @@ class IpcPeer(Peer):
 class CudaIpcSink(PolledSink[IpcPeer]):
     """Reads the pools of any transport whose handle can be mapped. A read's handle is a CUDA event."""
 
-    def __init__(self, pool: PageBuffer, driver: Driver | None = None) -> None:
+    def __init__(self, pool: PageBuffer, driver: CudaDriver | None = None) -> None:
         super().__init__(pool)
         self._driver = driver or CudaDriver(pool.device_id)
         self._driver.bind()

@@ -11,27 +11,24 @@ log = logging.getLogger(__name__)
 
 
 class NearestSink(KvSink):
-    """`sinks` in order of preference; the last one takes the sources that the others refuse."""
+    """Reads through `near` whatever it can, and through `far` the sources that `near` refuses."""
 
-    def __init__(self, *sinks: KvSink) -> None:
-        self._sinks = sinks
+    def __init__(self, near: KvSink, far: KvSink) -> None:
+        self._near = near
+        self._far = far
         self._way: dict[str, KvSink] = {}
 
     def connect(self, source: MemoryHandle) -> None:
-        if way := self._way.get(source.agent):
+        way = self._way.get(source.agent, self._near)
+        try:
             way.connect(source)
-            return
-        *preferred, last = self._sinks
-        for sink in preferred:
-            try:
-                sink.connect(source)
-            except TransferError as error:
-                log.info("%s: %s; using the next transport", type(sink).__name__, error)
-            else:
-                self._way[source.agent] = sink
-                return
-        last.connect(source)
-        self._way[source.agent] = last
+        except TransferError as error:
+            if source.agent in self._way:
+                raise
+            log.info("%s: %s; using the next transport", type(way).__name__, error)
+            way = self._far
+            way.connect(source)
+        self._way[source.agent] = way
 
     def read(self, source: MemoryHandle, src_pages: Sequence[int], dst_pages: Sequence[int]) -> ReadOp:
         way = self._way.get(source.agent)
@@ -44,5 +41,5 @@ class NearestSink(KvSink):
             way.disconnect(agent)
 
     def close(self) -> None:
-        for sink in self._sinks:
-            sink.close()
+        self._near.close()
+        self._far.close()
