@@ -30,13 +30,13 @@ from typing import Any
 import torch
 from millrace_kernels.fp8 import Fp8
 from millrace_serve.engine.step.device import Replay, device_of
+from millrace_serve.model.checkpoint.random_weights import RandomWeights
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3
 from millrace_serve.model.experts.local import LocalExperts
 from millrace_serve.model.inputs import AttnPlan, ForwardInput
 from millrace_serve.model.moe import Moe
 from millrace_serve.model.parallel import ParallelDims
-from millrace_serve.model.random_weights import RandomWeights
 from torch import Tensor
 
 from millrace_bench import v3

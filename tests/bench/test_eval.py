@@ -30,7 +30,7 @@ from millrace_cli.errors import CommandError
 from millrace_kernels import linear
 from millrace_kernels.backend import SMALL_TOKENS
 from millrace_kernels.fp8 import Fp8, fp8_linear
-from millrace_serve.model.export_fp8 import export
+from millrace_serve.model.checkpoint.export_fp8 import export
 from millrace_testing.paths import TINY
 from rich.console import Console
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from millrace_serve.model.checkpoint.shard_writer import write_json, write_shards
 from millrace_serve.model.config import CONFIG_FILE
-from millrace_serve.model.shard_writer import write_json, write_shards
 from torch import Tensor
 
 MAX_SHARD_BYTES = 8 << 20  # several shards

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from millrace_serve.model.checkpoint_hash import SAMPLE_BYTES, SAMPLES, checkpoint_hash
+from millrace_serve.model.checkpoint.checkpoint_hash import SAMPLE_BYTES, SAMPLES, checkpoint_hash
 from millrace_testing.paths import TINY
 from safetensors.torch import load_file, save_file
 

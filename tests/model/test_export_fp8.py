@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from millrace_kernels.fp8 import dequant_blocks
-from millrace_serve.model import export_fp8
+from millrace_serve.model.checkpoint import export_fp8
+from millrace_serve.model.checkpoint.export_fp8 import QUANTISED, export, quantise
 from millrace_serve.model.config import ConfigError, ModelConfig
 from millrace_serve.model.deepseek_v3 import load_model
-from millrace_serve.model.export_fp8 import QUANTISED, export, quantise
 from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.weights import INDEX_FILE, SCALE_SUFFIX, CheckpointError
 from millrace_testing.paths import TINY

@@ -8,12 +8,12 @@ import torch
 from millrace_kernels.backend import SMALL_TOKENS
 from millrace_kernels.fp8 import BLOCK, Fp8, dequant_blocks, quant_blocks
 from millrace_kernels.testing.numeric import FP8_MODEL_TOLERANCE
+from millrace_serve.model.checkpoint.export_fp8 import export
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model
-from millrace_serve.model.export_fp8 import export
 from millrace_serve.model.moe import Moe
 from millrace_serve.model.parallel import ParallelDims
-from millrace_serve.model.weights import Checkpoint, keeps_fp8, stack_rows
+from millrace_serve.model.weights import Checkpoint, Part, keeps_fp8, stack_rows
 from millrace_testing.paths import TINY
 from model.harness import Driver, Seq, random_prompt
 
@@ -58,11 +58,11 @@ def test_a_shard_inside_of_a_block_is_dequantised(random_fp8: Path) -> None:
     ckpt = Checkpoint(random_fp8, ModelConfig.load(random_fp8), CPU, torch.float32, keep_fp8=True)
     whole = ckpt.matrix(Q_B, (768, 128))
     assert isinstance(whole, Fp8)
-    plain, part = ckpt.tensor(Q_B, (768, 128)), ckpt.matrix(Q_B, (768, 128), rows=(128, 384))
+    plain, part = ckpt.tensor(Q_B, (768, 128)), ckpt.matrix(Q_B, (768, 128), Part(rows=(128, 384)))
     assert isinstance(part, Fp8) and torch.equal(dequant_blocks(*part, torch.float32), plain[128:384])
-    for odd in ({"rows": (64, 384)}, {"cols": (0, 64)}):
-        found = ckpt.matrix(Q_B, (768, 128), **odd)
-        assert isinstance(found, torch.Tensor) and torch.equal(found, ckpt.tensor(Q_B, (768, 128), **odd))
+    for odd in (Part(rows=(64, 384)), Part(cols=(0, 64))):
+        found = ckpt.matrix(Q_B, (768, 128), odd)
+        assert isinstance(found, torch.Tensor) and torch.equal(found, ckpt.tensor(Q_B, (768, 128), odd))
 
 
 def test_rows_on_top_of_each_other() -> None:

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 from millrace_kernels.fp8 import Fp8, dequant_blocks
-from millrace_serve.model.random_weights import RandomWeights
+from millrace_serve.model.checkpoint.random_weights import RandomWeights
+from millrace_serve.model.weights import Part
 
 CPU = torch.device("cpu")
 
@@ -11,7 +12,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("fp8", [False, True])
 def test_matrices_keep_the_size_of_activations(fp8: bool) -> None:
     weights = RandomWeights(CPU, torch.float32, fp8=fp8)
-    matrix = weights.matrix("any", (512, 256), rows=(128, 256))
+    matrix = weights.matrix("any", (512, 256), Part(rows=(128, 256)))
     if fp8:
         assert isinstance(matrix, Fp8) and matrix.data.dtype is torch.float8_e4m3fn and matrix.scales.shape == (1, 2)
         matrix = dequant_blocks(*matrix, torch.float32)
@@ -21,7 +22,7 @@ def test_matrices_keep_the_size_of_activations(fp8: bool) -> None:
 
 def test_stacks_parts_and_vectors() -> None:
     weights = RandomWeights(CPU, torch.bfloat16, fp8=True)
-    stacked = weights.stack([("gate", "up")] * 3, (256, 384), cols=(0, 128))
+    stacked = weights.stack([("gate", "up")] * 3, (256, 384), Part(cols=(0, 128)))
     assert isinstance(stacked, Fp8) and stacked.data.shape == (3, 512, 128) and stacked.scales.shape == (3, 4, 1)
     assert torch.equal(weights.tensor("a.bias", (4,), dtype=torch.float32), torch.zeros(4))
     assert torch.equal(weights.tensor("norm.weight", (4,)), torch.ones(4, dtype=torch.bfloat16))

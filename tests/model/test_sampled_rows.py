@@ -10,11 +10,11 @@ import pytest
 import torch
 from millrace_kernels.fp8 import Operand
 from millrace_kernels.testing.numeric import MODEL_TOLERANCE, assert_close
+from millrace_serve.model.checkpoint.random_weights import RandomWeights
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model
 from millrace_serve.model.inputs import ForwardInput
 from millrace_serve.model.parallel import ParallelDims
-from millrace_serve.model.random_weights import RandomWeights
 from millrace_testing.checkpoint import CONFIG
 from model.harness import Driver, Seq, random_prompt
 from torch import Tensor

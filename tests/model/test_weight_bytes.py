@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from millrace_serve.model.checkpoint.random_weights import RandomWeights
+from millrace_serve.model.checkpoint.weight_bytes import tensor_bytes, weight_bytes
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model
 from millrace_serve.model.parallel import ParallelDims
-from millrace_serve.model.random_weights import RandomWeights
-from millrace_serve.model.weight_bytes import tensor_bytes, weight_bytes
 from millrace_testing.paths import TINY
 
 CPU = torch.device("cpu")

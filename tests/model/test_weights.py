@@ -12,7 +12,7 @@ import torch
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model
 from millrace_serve.model.parallel import ParallelDims
-from millrace_serve.model.weights import INDEX_FILE, Checkpoint, CheckpointError
+from millrace_serve.model.weights import INDEX_FILE, Checkpoint, CheckpointError, Part
 from model.checkpoints import Tensors, variant
 from torch import Tensor
 
@@ -171,8 +171,8 @@ def test_rotary_buffers_of_old_checkpoints_are_ignored(random_bf16: Path, tmp_pa
 def test_slices_of_a_tensor(random_bf16: Path) -> None:
     ckpt = Checkpoint(random_bf16, ModelConfig.load(random_bf16), CPU, torch.float32)
     whole = ckpt.tensor(Q_B, (768, 128))
-    assert torch.equal(ckpt.tensor(Q_B, (768, 128), rows=(192, 384)), whole[192:384])
-    assert torch.equal(ckpt.tensor(Q_B, (768, 128), cols=(5, 77)), whole[:, 5:77])
+    assert torch.equal(ckpt.tensor(Q_B, (768, 128), Part(rows=(192, 384))), whole[192:384])
+    assert torch.equal(ckpt.tensor(Q_B, (768, 128), Part(cols=(5, 77))), whole[:, 5:77])
     assert torch.equal(
-        ckpt.tensor(Q_B, (768, 128), rows=(1, 2), cols=(0, 1), dtype=torch.bfloat16), whole[1:2, :1].bfloat16()
+        ckpt.tensor(Q_B, (768, 128), Part(rows=(1, 2), cols=(0, 1)), dtype=torch.bfloat16), whole[1:2, :1].bfloat16()
     )

@@ -24,7 +24,7 @@ import torch
 from millrace_cli.cluster import TINY
 from millrace_kernels.testing.numeric import TEXT_TOLERANCE
 from millrace_router.text.tokenizer import Tokenizer
-from millrace_serve.model.export_fp8 import export
+from millrace_serve.model.checkpoint.export_fp8 import export
 from torch import Tensor
 
 from millrace_bench.common import Record, print_record

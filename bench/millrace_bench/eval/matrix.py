@@ -27,7 +27,7 @@ from typing import Any
 
 from millrace_cli.cluster import TINY
 from millrace_cli.errors import CommandError
-from millrace_serve.model.export_fp8 import export
+from millrace_serve.model.checkpoint.export_fp8 import export
 from rich.console import Console
 from rich.table import Table
 

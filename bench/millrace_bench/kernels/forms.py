@@ -24,11 +24,11 @@ import torch
 from millrace_kernels.fp8 import Operand
 from millrace_kernels.scratch import Scratch
 from millrace_serve.model.attn_step import AttnStep, FormThresholds, HeadShape
+from millrace_serve.model.checkpoint.random_weights import RandomWeights
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.inputs import AttnPlan, ForwardInput
 from millrace_serve.model.mla import Mla
 from millrace_serve.model.parallel import ParallelDims
-from millrace_serve.model.random_weights import RandomWeights
 from millrace_serve.model.yarn import rope_tables
 
 from millrace_bench import v3

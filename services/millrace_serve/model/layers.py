@@ -11,7 +11,7 @@ from torch import Tensor
 
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.parallel import ParallelDims, check_divides
-from millrace_serve.model.weights import Weights, stack_rows
+from millrace_serve.model.weights import Part, Weights, stack_rows
 
 
 class RmsNorm:
@@ -48,9 +48,9 @@ class Mlp:
         size = check_divides(f"{prefix} intermediate size", intermediate, "tp", dims.tp)
         shard = (dims.tp_rank * size, (dims.tp_rank + 1) * size)
         shape = (intermediate, hidden)
-        gate_up = [ckpt.matrix(f"{prefix}.{name}.weight", shape, rows=shard) for name in ("gate_proj", "up_proj")]
+        gate_up = [ckpt.matrix(f"{prefix}.{name}.weight", shape, Part(rows=shard)) for name in ("gate_proj", "up_proj")]
         self.gate_up_proj = stack_rows(gate_up, ckpt.dtype)  # [2I, D]
-        self.down_proj = ckpt.matrix(f"{prefix}.down_proj.weight", (hidden, intermediate), cols=shard)  # [D, I]
+        self.down_proj = ckpt.matrix(f"{prefix}.down_proj.weight", (hidden, intermediate), Part(cols=shard))  # [D, I]
 
     def partial(self, h: Operand) -> Tensor:
         activate = silu_mul_quant if isinstance(self.down_proj, Fp8) else silu_mul
@@ -66,7 +66,7 @@ class VocabParallel:
         self.per_rank = -(-config.vocab_size // dims.tp)
         self.first = min(dims.tp_rank * self.per_rank, config.vocab_size)
         stop = min(self.first + self.per_rank, config.vocab_size)
-        self.weight = ckpt.tensor(name, (config.vocab_size, config.hidden_size), rows=(self.first, stop))
+        self.weight = ckpt.tensor(name, (config.vocab_size, config.hidden_size), Part(rows=(self.first, stop)))
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """token_ids int64 [T] -> [T, D], complete on every rank of the replica."""

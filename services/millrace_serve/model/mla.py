@@ -27,7 +27,7 @@ from millrace_serve.model.attn_step import AbsorbedGroup, AttnStep
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.layers import RmsNorm
 from millrace_serve.model.parallel import ParallelDims
-from millrace_serve.model.weights import Weights, stack_rows
+from millrace_serve.model.weights import Part, Weights, stack_rows
 from millrace_serve.model.yarn import softmax_scale
 
 
@@ -42,29 +42,29 @@ class Mla:
         def heads(dim: int) -> tuple[int, int]:
             return dims.tp_rank * self.num_heads * dim, (dims.tp_rank + 1) * self.num_heads * dim
 
-        q_shape, q_rows = total * config.qk_head_dim, heads(config.qk_head_dim)
+        q_shape, q_part = total * config.qk_head_dim, Part(rows=heads(config.qk_head_dim))
         self.q_a_layernorm = None
         if config.q_lora_rank is None:
-            q_first = ckpt.matrix(f"{prefix}.q_proj.weight", (q_shape, hidden), rows=q_rows)
+            q_first = ckpt.matrix(f"{prefix}.q_proj.weight", (q_shape, hidden), q_part)
         else:
             rank = config.q_lora_rank
             q_first = ckpt.matrix(f"{prefix}.q_a_proj.weight", (rank, hidden))
             self.q_a_layernorm = RmsNorm(ckpt, f"{prefix}.q_a_layernorm", rank, self.eps)
-            self.q_b_proj = ckpt.matrix(f"{prefix}.q_b_proj.weight", (q_shape, rank), rows=q_rows)
+            self.q_b_proj = ckpt.matrix(f"{prefix}.q_b_proj.weight", (q_shape, rank), q_part)
         kv_a_proj = ckpt.matrix(f"{prefix}.kv_a_proj_with_mqa.weight", (config.kv_row_dim, hidden))
         self.q_kv_a_proj = stack_rows((q_first, kv_a_proj), ckpt.dtype)  # one GEMM reads h for both
         self.kv_a_layernorm = RmsNorm(ckpt, f"{prefix}.kv_a_layernorm", config.kv_lora_rank, self.eps)
         head_dim = config.qk_nope_head_dim + config.v_head_dim
-        kv_b = f"{prefix}.kv_b_proj.weight", (total * head_dim, config.kv_lora_rank)
-        self.kv_b_proj = ckpt.matrix(*kv_b, rows=heads(head_dim))
-        plain = self.kv_b_proj if isinstance(self.kv_b_proj, Tensor) else ckpt.tensor(*kv_b, rows=heads(head_dim))
+        kv_b = f"{prefix}.kv_b_proj.weight", (total * head_dim, config.kv_lora_rank), Part(rows=heads(head_dim))
+        self.kv_b_proj = ckpt.matrix(*kv_b)
+        plain = self.kv_b_proj if isinstance(self.kv_b_proj, Tensor) else ckpt.tensor(*kv_b)
         # [H, N, C], [H, V, C]
         self.w_uk, self.w_uv = plain.unflatten(0, (self.num_heads, head_dim)).split(
             (config.qk_nope_head_dim, config.v_head_dim), dim=1
         )
         self.w_uk_fp8, self.w_uv_fp8 = _heads_fp8(self.kv_b_proj, config)
         self.o_proj = ckpt.matrix(
-            f"{prefix}.o_proj.weight", (hidden, total * config.v_head_dim), cols=heads(config.v_head_dim)
+            f"{prefix}.o_proj.weight", (hidden, total * config.v_head_dim), Part(cols=heads(config.v_head_dim))
         )
 
     def __call__(self, h: Operand, step: AttnStep, kv: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from millrace_kernels.fp8 import BLOCK, Fp8, dequant_blocks
@@ -41,34 +41,45 @@ class CheckpointError(ValueError):
     """The checkpoint is unreadable or does not match its config; the message names the tensor."""
 
 
+class Part(NamedTuple):
+    """What this rank holds of a matrix; None stands for all rows or all columns."""
+
+    rows: Slice | None = None
+    cols: Slice | None = None
+
+    def of(self, shape: Shape) -> tuple[Slice, Slice]:
+        return self.rows or (0, shape[0]), self.cols or (0, shape[1])
+
+
+WHOLE = Part()
+
+
 class Weights(Protocol):
-    """Where the model's tensors come from: a `Checkpoint`, or random numbers of the same shapes."""
+    """Where the model's tensors come from: a `Checkpoint`, or random numbers of the same shapes. `shape` is always that
+    of the whole tensor in the checkpoint.
+    """
 
     device: torch.device
     dtype: torch.dtype
     fp8: bool  # matrices may stay in FP8
 
-    def tensor(
-        self,
-        name: str,
-        shape: Shape,
-        *,
-        rows: Slice | None = None,
-        cols: Slice | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor: ...
+    def tensor(self, name: str, shape: Shape, part: Part = WHOLE, *, dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor on the device, in `dtype` (None: the compute dtype)."""
+        ...
 
-    def matrix(
-        self, name: str, shape: Shape, *, rows: Slice | None = None, cols: Slice | None = None
-    ) -> Tensor | Fp8: ...
+    def matrix(self, name: str, shape: Shape, part: Part = WHOLE) -> Tensor | Fp8:
+        """The weight [N, K] of a GEMM, which may stay in FP8."""
+        ...
 
-    def stack(
-        self, names: Sequence[Sequence[str]], shape: Shape, *, rows: Slice | None = None, cols: Slice | None = None
-    ) -> Tensor | Fp8: ...
+    def stack(self, names: Sequence[Sequence[str]], shape: Shape, part: Part = WHOLE) -> Tensor | Fp8:
+        """[len(names), sum of the rows, K]: the matrices of each entry on top of each other, all of one `shape`."""
+        ...
 
     def has(self, name: str) -> bool: ...
 
-    def claim(self, name: str, shape: Shape) -> None: ...
+    def claim(self, name: str, shape: Shape) -> None:
+        """A tensor that belongs to the model and that another rank reads: it must exist and have the right shape."""
+        ...
 
 
 class Checkpoint:
@@ -87,52 +98,32 @@ class Checkpoint:
         self.dtype = dtype
         self.fp8 = keep_fp8 and config.fp8_blocks
         self._files: dict[Path, Any] = {}
-        self._file_of = self._read_index()
+        files = checkpoint_files(self.directory).items()
+        self._file_of = {name: file for file, names in files for name in names or self._open(file).keys()}
         self._unclaimed = set(self._file_of)
 
-    def tensor(
-        self,
-        name: str,
-        shape: Shape,
-        *,
-        rows: Slice | None = None,
-        cols: Slice | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        """The tensor or its slice, on the device, in `dtype` (default: the compute dtype); FP8 weights are dequantised.
-
-        Args:
-            shape: of the whole tensor in the checkpoint.
-            rows, cols: the part that this rank holds.
-        """
-        stored = self._stored(name, shape)
-        part = _take(stored, rows, cols)
-        dtype = dtype or self.dtype
+    def tensor(self, name: str, shape: Shape, part: Part = WHOLE, *, dtype: torch.dtype | None = None) -> Tensor:
+        """FP8 weights are dequantised; a part of them may begin inside of a block."""
+        stored, dtype = self._stored(name, shape), dtype or self.dtype
+        taken = _take(stored, *part)
         if stored.get_dtype() == "F8_E4M3":
-            rows, cols = rows or (0, shape[0]), cols or (0, shape[1])
-            scales = self._scales(name, shape, rows, cols)
-            part = dequant_blocks(part, scales, dtype, rows[0] % BLOCK, cols[0] % BLOCK)
-        return part.to(device=self.device, dtype=dtype, copy=True)  # never a view of the mapped file
+            rows, cols = part.of(shape)
+            taken = dequant_blocks(taken, self._scales(name, shape, part), dtype, rows[0] % BLOCK, cols[0] % BLOCK)
+        return taken.to(device=self.device, dtype=dtype, copy=True)  # never a view of the mapped file
 
-    def matrix(self, name: str, shape: Shape, *, rows: Slice | None = None, cols: Slice | None = None) -> Tensor | Fp8:
-        """As `tensor`, for the weight [N, K] of a GEMM: FP8 stays FP8 when the rank's part begins at a block and K is
-        whole blocks.
-        """
-        whole = rows or (0, shape[0]), cols or (0, shape[1])
-        aligned = not (whole[0][0] % BLOCK or whole[1][0] % BLOCK or (whole[1][1] - whole[1][0]) % BLOCK)
+    def matrix(self, name: str, shape: Shape, part: Part = WHOLE) -> Tensor | Fp8:
+        """FP8 stays FP8 when the rank's part begins at a block and K is whole blocks."""
+        rows, cols = part.of(shape)
+        aligned = not (rows[0] % BLOCK or cols[0] % BLOCK or (cols[1] - cols[0]) % BLOCK)
         stored = self._stored(name, shape)
         if not (self.fp8 and aligned and stored.get_dtype() == "F8_E4M3"):
-            return self.tensor(name, shape, rows=rows, cols=cols)
-        part, scales = _take(stored, rows, cols), self._scales(name, shape, *whole)
-        return Fp8(part.to(self.device, copy=True), scales.to(self.device, copy=True))
+            return self.tensor(name, shape, part)
+        return Fp8(*(x.to(self.device, copy=True) for x in (_take(stored, *part), self._scales(name, shape, part))))
 
-    def stack(
-        self, names: Sequence[Sequence[str]], shape: Shape, *, rows: Slice | None = None, cols: Slice | None = None
-    ) -> Tensor | Fp8:
-        """[len(names), sum of the rows, K]: the matrices of each entry on top of each other, all of one `shape`."""
+    def stack(self, names: Sequence[Sequence[str]], shape: Shape, part: Part = WHOLE) -> Tensor | Fp8:
         out: Tensor | Fp8 | None = None
-        for index, parts in enumerate(names):
-            one = stack_rows([self.matrix(name, shape, rows=rows, cols=cols) for name in parts], self.dtype)
+        for index, entry in enumerate(names):
+            one = stack_rows([self.matrix(name, shape, part) for name in entry], self.dtype)
             if out is None:
                 out = _map(lambda x: x.new_empty(len(names), *x.shape), one)
             for target, source in zip(_tensors(out), _tensors(one), strict=True):
@@ -144,7 +135,6 @@ class Checkpoint:
         return name in self._file_of
 
     def claim(self, name: str, shape: Shape) -> None:
-        """A tensor that belongs to the model and that another rank reads: it must exist and have the right shape."""
         self._header(name, shape, (*FLOATS, "F8_E4M3"))
         self._unclaimed.discard(name + SCALE_SUFFIX)
 
@@ -159,19 +149,6 @@ class Checkpoint:
             shown = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
             raise CheckpointError(f"{self.directory}: tensors that config.json does not describe: {shown}")
         self._files.clear()
-
-    def _read_index(self) -> dict[str, Path]:
-        index = self.directory / INDEX_FILE
-        if index.is_file():
-            try:
-                weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            except (json.JSONDecodeError, KeyError, UnicodeDecodeError) as error:
-                raise CheckpointError(f"{index}: malformed index: {error}") from None
-            return {name: self.directory / file for name, file in weight_map.items()}
-        files = sorted(self.directory.glob("*.safetensors"))
-        if not files:
-            raise CheckpointError(f"{self.directory}: no {INDEX_FILE} and no *.safetensors")
-        return {name: file for file in files for name in self._open(file).keys()}  # noqa: SIM118 (not a dict)
 
     def _open(self, file: Path) -> Any:
         if file not in self._files:
@@ -202,11 +179,32 @@ class Checkpoint:
         quantised = self.config.fp8_blocks and len(shape) == 2
         return self._header(name, shape, (*FLOATS, "F8_E4M3") if quantised else FLOATS)
 
-    def _scales(self, name: str, shape: Shape, rows: Slice, cols: Slice) -> Tensor:
-        """float32, of the blocks that the slice touches."""
+    def _scales(self, name: str, shape: Shape, part: Part) -> Tensor:
+        """float32, of the blocks that the part touches."""
         scale_shape = tuple(-(-size // BLOCK) for size in shape)
-        blocks = [(start // BLOCK, -(-stop // BLOCK)) for start, stop in (rows, cols)]
+        blocks = ((start // BLOCK, -(-stop // BLOCK)) for start, stop in part.of(shape))
         return _take(self._header(name + SCALE_SUFFIX, scale_shape, ("F32",)), *blocks)
+
+
+def checkpoint_files(directory: Path) -> dict[Path, list[str]]:
+    """Weight file -> the tensors that the index places there; without an index an empty list, which means all.
+
+    Raises:
+        CheckpointError: the index is malformed, or there are no weights.
+    """
+    index = directory / INDEX_FILE
+    if not index.is_file():
+        if not (files := sorted(directory.glob("*.safetensors"))):
+            raise CheckpointError(f"{directory}: no {INDEX_FILE} and no *.safetensors")
+        return {file: [] for file in files}
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (json.JSONDecodeError, KeyError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{index}: malformed index: {error}") from None
+    found: dict[Path, list[str]] = {directory / file: [] for file in sorted(set(weight_map.values()))}
+    for name, file in weight_map.items():
+        found[directory / file].append(name)
+    return found
 
 
 def stack_rows(parts: Sequence[Tensor | Fp8], dtype: torch.dtype) -> Tensor | Fp8:

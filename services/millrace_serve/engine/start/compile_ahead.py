@@ -45,11 +45,11 @@ from millrace_serve.engine.start.startup import Site, capture
 from millrace_serve.engine.step.device import device_of
 from millrace_serve.engine.step.graphs import buckets_up_to
 from millrace_serve.engine.step.torch_runner import TorchRunner
+from millrace_serve.model.checkpoint.random_weights import RandomWeights
+from millrace_serve.model.checkpoint.weight_bytes import weight_bytes
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3
 from millrace_serve.model.parallel import ParallelDims
-from millrace_serve.model.random_weights import RandomWeights
-from millrace_serve.model.weight_bytes import weight_bytes
 
 FOLDER = "complete"  # in the cache folder: an empty file for each fingerprint whose kernels are all there
 COMMAND = (sys.executable, "-m", "millrace_serve.engine.start.compile_ahead")

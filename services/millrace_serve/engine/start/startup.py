@@ -22,9 +22,9 @@ from millrace_serve.engine.start.rehearsal import Shape
 from millrace_serve.engine.step.device import device_of
 from millrace_serve.engine.step.graphs import DecodeGraphs, Forward, buckets_up_to
 from millrace_serve.engine.step.torch_runner import Model, TorchRunner
+from millrace_serve.model.checkpoint.weight_bytes import weight_bytes
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.parallel import ParallelDims
-from millrace_serve.model.weight_bytes import weight_bytes
 from millrace_serve.model.weights import keeps_fp8
 
 log = logging.getLogger(__name__)

@@ -23,11 +23,11 @@ from millrace_serve.engine.step.device import device_of
 from millrace_serve.engine.step.groups import ControlGroups
 from millrace_serve.engine.step.lockstep import Together, follow
 from millrace_serve.engine.step.torch_runner import TorchRunner
-from millrace_serve.model.checkpoint_hash import checkpoint_hash
+from millrace_serve.model.checkpoint.checkpoint_hash import checkpoint_hash
+from millrace_serve.model.checkpoint.random_weights import RandomWeights
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model
 from millrace_serve.model.parallel import ParallelDims
-from millrace_serve.model.random_weights import RandomWeights
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.experts.placement import Placement, SlotMap
 from millrace_serve.model.parallel import ParallelDims, check_divides
-from millrace_serve.model.weights import Weights
+from millrace_serve.model.weights import Part, Weights
 
 
 class HeldExperts:
@@ -61,6 +61,6 @@ def load_experts(
         ckpt.claim(f"{prefix}.experts.{expert}.down_proj.weight", (hidden, size))
     held = [f"{prefix}.experts.{expert}" for expert in experts] + [f"{prefix}.shared_experts"] * with_shared
     gate_up = [(f"{expert}.gate_proj.weight", f"{expert}.up_proj.weight") for expert in held]
-    w13 = ckpt.stack(gate_up, (size, hidden), rows=part)
-    w2 = ckpt.stack([(f"{expert}.down_proj.weight",) for expert in held], (hidden, size), cols=part)
+    w13 = ckpt.stack(gate_up, (size, hidden), Part(rows=part))
+    w2 = ckpt.stack([(f"{expert}.down_proj.weight",) for expert in held], (hidden, size), Part(cols=part))
     return w13, w2

@@ -13,50 +13,39 @@ import torch
 from millrace_kernels.fp8 import BLOCK, E4M3_MAX, Fp8
 from torch import Tensor
 
-Shape = tuple[int, ...]
-Slice = tuple[int, int]
+from millrace_serve.model.weights import WHOLE, Part, Shape, Weights
 
 _SIGMAS = 6.0  # that the largest FP8 value stands for
 _CHUNK = 1 << 26  # elements drawn at a time: 256 MiB, beside the weights themselves
 
 
-class RandomWeights:
-    """What `weights.Checkpoint` is to the model."""
+class RandomWeights(Weights):
+    """Stands for a `weights.Checkpoint`."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, *, fp8: bool, seed: int = 0) -> None:
         self.device, self.dtype, self.fp8 = device, dtype, fp8
         self._generator = torch.Generator(device).manual_seed(seed)
 
-    def tensor(
-        self,
-        name: str,
-        shape: Shape,
-        *,
-        rows: Slice | None = None,
-        cols: Slice | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor:
+    def tensor(self, name: str, shape: Shape, part: Part = WHOLE, *, dtype: torch.dtype | None = None) -> Tensor:
         """Ones for the weights of norms, zeros for biases, else as a matrix."""
         dtype = dtype or self.dtype
         if len(shape) == 1:
             fill = 0.0 if name.endswith("bias") else 1.0
             return torch.full(shape, fill, dtype=dtype, device=self.device)
-        return self._draw(_part(shape, rows, cols), 1 / math.sqrt(shape[1]), dtype)
+        return self._draw(_size(shape, part), 1 / math.sqrt(shape[1]), dtype)
 
-    def matrix(self, name: str, shape: Shape, *, rows: Slice | None = None, cols: Slice | None = None) -> Tensor | Fp8:
-        return self._matrix(_part(shape, rows, cols), 1 / math.sqrt(shape[1]))
+    def matrix(self, name: str, shape: Shape, part: Part = WHOLE) -> Tensor | Fp8:
+        return self._matrix(_size(shape, part), 1 / math.sqrt(shape[1]))
 
-    def stack(
-        self, names: Sequence[Sequence[str]], shape: Shape, *, rows: Slice | None = None, cols: Slice | None = None
-    ) -> Tensor | Fp8:
-        num_rows, num_cols = _part(shape, rows, cols)
-        return self._matrix((len(names), len(names[0]) * num_rows, num_cols), 1 / math.sqrt(shape[1]))
+    def stack(self, names: Sequence[Sequence[str]], shape: Shape, part: Part = WHOLE) -> Tensor | Fp8:
+        rows, cols = _size(shape, part)
+        return self._matrix((len(names), len(names[0]) * rows, cols), 1 / math.sqrt(shape[1]))
 
     def has(self, name: str) -> bool:
         return False
 
     def claim(self, name: str, shape: Shape) -> None:
-        """Another rank's: nothing to do."""
+        pass
 
     def _matrix(self, shape: Shape, std: float) -> Tensor | Fp8:
         if not self.fp8:
@@ -74,6 +63,5 @@ class RandomWeights:
         return out
 
 
-def _part(shape: Shape, rows: Slice | None, cols: Slice | None) -> Shape:
-    sizes = tuple(end - start for start, end in (rows or (0, shape[0]), cols or (0, shape[1])))
-    return (*sizes, *shape[2:])
+def _size(shape: Shape, part: Part) -> Shape:
+    return tuple(end - start for start, end in part.of(shape))

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from millrace_serve.model.checkpoint.random_weights import RandomWeights
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3
 from millrace_serve.model.parallel import ParallelDims
-from millrace_serve.model.random_weights import RandomWeights, Shape
+from millrace_serve.model.weights import Shape
 
 META = torch.device("meta")
 
@@ -35,8 +36,7 @@ def weight_bytes(config: ModelConfig, dims: ParallelDims, dtype: torch.dtype, *,
     Raises:
         ValueError: the config does not divide by `dims`.
     """
-    shapes: Any = WeightShapes(dtype, fp8=fp8)
-    return tensor_bytes(DeepseekV3(shapes, config, dims))
+    return tensor_bytes(DeepseekV3(WeightShapes(dtype, fp8=fp8), config, dims))
 
 
 def tensor_bytes(thing: object) -> int:

@@ -1,6 +1,6 @@
 """Quantises a checkpoint as DeepSeek published V3: E4M3 weights, one float32 `weight_scale_inv` per 128 x 128 block.
 
-    python -m millrace_serve.model.export_fp8 SRC DST
+    python -m millrace_serve.model.checkpoint.export_fp8 SRC DST
 
 1. SRC's config must be one that we can run, and must not be quantised already.
 2. Tensor by tensor, in the order of SRC's files: linear weights of attention, MLPs and experts become E4M3 and a scale;
@@ -31,9 +31,9 @@ from millrace_kernels.fp8 import quant_blocks
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from millrace_serve.model.checkpoint.shard_writer import write_json, write_shards
 from millrace_serve.model.config import CONFIG_FILE, ConfigError, ModelConfig
-from millrace_serve.model.shard_writer import write_json, write_shards
-from millrace_serve.model.weights import INDEX_FILE, SCALE_SUFFIX, CheckpointError
+from millrace_serve.model.weights import INDEX_FILE, SCALE_SUFFIX, CheckpointError, checkpoint_files
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ def quantise(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def _quantised(source: Path) -> Iterator[tuple[str, Tensor]]:
-    files = _files(source)
+    files = checkpoint_files(source)
     for number, (file, names) in enumerate(files.items(), start=1):
         log.info("%s (%d of %d)", file.name, number, len(files))
         try:
@@ -105,24 +105,6 @@ def _quantised(source: Path) -> Iterator[tuple[str, Tensor]]:
                     yield from quantise(name, tensors.get_tensor(name))
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{file}: cannot be read: {error}") from None
-
-
-def _files(source: Path) -> dict[Path, list[str]]:
-    """Weight file to the tensors that the index places there; without an index an empty list: all of them."""
-    index = source / INDEX_FILE
-    if not index.is_file():
-        files = sorted(source.glob("*.safetensors"))
-        if not files:
-            raise CheckpointError(f"{source}: no {INDEX_FILE} and no *.safetensors")
-        return {file: [] for file in files}
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (json.JSONDecodeError, KeyError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{index}: malformed index: {error}") from None
-    found: dict[Path, list[str]] = {source / file: [] for file in sorted(set(weight_map.values()))}
-    for name, file in weight_map.items():
-        found[source / file].append(name)
-    return found
 
 
 def main() -> None:
