@@ -35,9 +35,7 @@ class Health(health_pb2_grpc.HealthServicer):
         return pb.HealthCheckResponse(status=status)
 
     async def Watch(self, request: pb.HealthCheckRequest, context: grpc.aio.ServicerContext) -> None:
-        """Yields the status now and after each change; a change that is reverted while a slow client reads may be
-        skipped.
-        """
+        """Yields the status now and after each change; a slow client may miss a change that is reverted."""
         told = None
         while True:
             changed = self._changed

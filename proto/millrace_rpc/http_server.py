@@ -60,9 +60,7 @@ class _Server(uvicorn.Server):
 
 
 class BoundedHead(HttpToolsProtocol):
-    """Ends a connection whose headers are too long or too slow; the parser alone would wait and collect without
-    limit.
-    """
+    """Ends a connection whose headers are too long or too slow; the parser alone has no limit."""
 
     _head_bytes = 0
     _head_timer: asyncio.TimerHandle | None = None

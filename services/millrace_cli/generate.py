@@ -91,9 +91,7 @@ def finish_name(reason: int) -> str:
 
 
 def explain(error: grpc.RpcError, address: str) -> CommandError:
-    """One line of advice for the user, if there is any. Our servers always name a reason; an unreachable server names
-    none.
-    """
+    """One line of advice for the user, if there is any. An unreachable server names no reason."""
     failure = from_rpc_error(error)
     if error.code() is grpc.StatusCode.UNAVAILABLE and failure.reason is Reason.WORKER_LOST:
         return CommandError(f"no server answers at {address}; start one with `millrace serve-local`, or give --address")

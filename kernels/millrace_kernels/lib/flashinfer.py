@@ -134,9 +134,7 @@ def mla_prefill(
 
 @functools.cache
 def _works(device: torch.device) -> bool:
-    """Whether its kernels can be compiled. The first use compiles them, which needs a compiler and a minute, or a
-    cache.
-    """
+    """Whether its kernels compile; the first use needs a compiler and a minute, or a cache."""
     try:
         q, v = (torch.zeros(1, 1, dim, dtype=torch.bfloat16, device=device) for dim in (QK_DIM, V_DIM))
         out, lse = ours.outputs(q, v, 1)

@@ -46,9 +46,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def rms_error(actual: Tensor, expected: Tensor) -> float:
-    """|actual - expected| / |expected| over all elements: for FP8, where the largest error means little. NaN is
-    infinite.
-    """
+    """|actual - expected| / |expected| over all elements, for FP8. NaN is infinite."""
     assert actual.shape == expected.shape, (actual.shape, expected.shape)
     if not expected.numel():
         return 0.0

@@ -21,9 +21,7 @@ OVER = ("Failed", "Succeeded")  # phases of a pod that will never run again
 
 
 def of_pod(pod: Object, config: KubernetesConfig) -> list[Target]:
-    """Return at most one target. None for a follower, a pod without address, or a finished pod (an evicted pod stays
-    listed).
-    """
+    """Return the target, if any: not of a follower, nor of a pod without address or a finished one."""
     meta, spec, status = pod["metadata"], pod.get("spec", {}), pod.get("status", {})
     labels, ip = meta.get("labels") or {}, status.get("podIP")
     if not is_leader(labels, config.leader) or not ip or status.get("phase") in OVER:

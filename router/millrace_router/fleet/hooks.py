@@ -114,9 +114,7 @@ class Hooks:
         self._count()
 
     async def rerun(self, workers: Iterable[Worker]) -> int:
-        """Run the hooks of every pair once more; returns how many. A failure is raised after all have ended, and
-        changes nothing.
-        """
+        """Run the hooks of every pair once more; returns the number. Raises a failure after all have ended."""
         pairs = wanted(workers)
         runs = (self._once(Progress(*both)) for both in pairs.values())
         for result in await asyncio.gather(*runs, return_exceptions=True):

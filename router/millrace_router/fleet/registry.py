@@ -107,9 +107,7 @@ class Registry:
         return View(tuple(roles[PREFILL]), tuple(roles[DECODE]), tuple(roles[UNIFIED]), self._first)
 
     def choose(self, want: Want) -> Decision | None:
-        """Choose a placement; None: the request has to wait. Raises NO_WORKERS when the model that began the answer is
-        no longer served.
-        """
+        """Choose a placement; None: wait. Raises NO_WORKERS when the model that began the answer is gone."""
         served = "" if self._model is None else self._model.layout.model
         weights = want.weights or served
         if weights != served and self.ready and not any(worker.weights == weights for worker, _ in self._able):

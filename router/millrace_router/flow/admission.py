@@ -160,9 +160,7 @@ class Admission:
         self._queue.charge(place, tokens)
 
     def pump(self) -> None:
-        """Serve the tickets for which the workers have room. Serving may call back into the queue: the outer call goes
-        on.
-        """
+        """Serve the tickets for which workers have room. Serving may call this again: the outer call goes on."""
         if not self._pumping and self._waiting:
             self._run(self._serve_one)
 
@@ -176,9 +174,7 @@ class Admission:
             self._pumping = False
 
     def _serve_one(self, only: Ticket | None = None) -> bool:
-        """Whether a ticket was served or refused. `only`: the tickets before it have been tried since the last
-        change.
-        """
+        """Whether a ticket was served or refused. `only`: the tickets before it have been tried already."""
         now = self._clock()
         before: list[Ticket] = []
         for ticket in itertools.islice(self._queue.in_order(), self._look_ahead):

@@ -145,9 +145,7 @@ class ChatRequest(Conversation, Common):
 
 
 def in_format(ask: Ask, form: ChatFormat) -> Ask:
-    """Add the grammar that a required or strict call needs. Raises INVALID_ARGUMENT for tools when the model has no
-    calls.
-    """
+    """Add the grammar of a required or strict call. Raises INVALID_ARGUMENT when the model has no calls."""
     chat = ask.prompt
     if not isinstance(chat, Chat) or not chat.tools:
         return ask

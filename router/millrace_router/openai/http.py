@@ -163,9 +163,7 @@ async def _chain(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[byte
 
 
 async def _body(request: Request, limits: Any) -> bytes:
-    """Return the body. Too large a body is read to its end, because few clients read an answer before that, but not
-    kept.
-    """
+    """Return the body. Too large a body is read to its end, as clients expect, but not kept."""
     body, size = bytearray(), 0
     async for piece in request.stream():
         size += len(piece)

@@ -1,6 +1,4 @@
-"""The answer objects of the OpenAI API: types of the code that builds them (answers.py, http.py), published in the
-OpenAPI document.
-"""
+"""The answer objects of the OpenAI API, as the code builds them and the OpenAPI document describes them."""
 
 from __future__ import annotations
 

@@ -38,9 +38,7 @@ class Scanner:
         self.text = ""
 
     def until(self, *markers: str) -> tuple[str, str]:
-        """Take the text before the first of `markers`, and the marker; without a marker ("") all text that cannot begin
-        one.
-        """
+        """Take the text before the first of `markers`, and the marker; else ("") all text that cannot begin one."""
         found = min(((at, marker) for marker in markers if (at := self.text.find(marker)) >= 0), default=None)
         if found is None:
             return self._take(Prefixes(markers).undecided(self.text)), ""

@@ -52,9 +52,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path, chat_template: str = "") -> Tokenizer:
-        """`chat_template`: a file to use instead of the folder's template. ConfigError for a folder that has no usable
-        tokenizer.
-        """
+        """`chat_template`: a file instead of the folder's template. Raises ConfigError without a usable tokenizer."""
         folder = Path(folder)
         try:
             tokenizer = HfTokenizer.from_file(str(folder / "tokenizer.json"))
@@ -118,9 +116,7 @@ class Tokenizer:
         return self.decode(prompt[-8:]).rstrip().endswith(THINK)  # <think> may be several tokens
 
     def thoughts_end(self, ids: Sequence[int]) -> int | None:
-        """Return how many of these output ids belong to the thoughts, their end mark included; None: the thoughts do
-        not end here.
-        """
+        """Number of output ids of the thoughts, their end mark included; None: the thoughts do not end here."""
         try:
             return list(ids).index(self._think_end) + 1  # type: ignore[arg-type]
         except ValueError:

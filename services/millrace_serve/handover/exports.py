@@ -169,8 +169,6 @@ class Exports:
         self._arm()
 
     def _arm(self) -> None:
-        """The timer runs at the earliest deadline; a renewal that moves it makes the timer come early, which is
-        harmless.
-        """
+        """Set the timer to the earliest deadline. After a renewal it fires early, which is harmless."""
         if (deadline := self.leases.next_deadline()) is not None:
             self._timer = asyncio.get_running_loop().call_at(deadline, self._expire)

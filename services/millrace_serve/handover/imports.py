@@ -195,9 +195,7 @@ class Imports:
         self._count_quarantine()
 
     def _read(self, job: Import, read: ReadPages) -> None:
-        """Rank i reads from the exporter's rank i, modulo the number of exporting ranks, because the KV is the same on
-        all of them.
-        """
+        """Rank i reads from the exporter's rank i, modulo their number: the KV is the same on all of them."""
         ranks = self._ranks.of_replica(job.replica)
         job.reads[read.read] = PostedRead(len(read.dst_pages), set(ranks), time.monotonic())
         for index, rank in enumerate(ranks):

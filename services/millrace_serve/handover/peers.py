@@ -74,9 +74,7 @@ class Peer:
         return False
 
     def renewed(self) -> grpc.aio.Channel | None:
-        """Use the newest certificate for further calls. Returns the previous channel, on which running calls go on, if
-        it changed.
-        """
+        """Use the newest certificate for further calls. Returns the previous channel if it changed."""
         if self._identity is None or self._identity.version == self._version:
             return None
         before = self._channel
@@ -157,9 +155,7 @@ class Peers:
         self._close(peer.close())
 
     def _watch(self, peer: Peer) -> None:
-        """Watch the connection. Cancelled before the channel is closed, because gRPC does not always end the watch
-        then.
-        """
+        """Watch the connection. Cancel it before the channel closes: gRPC does not always end it then."""
         if (before := self._watches.get(peer)) is not None:
             before.cancel()
         self._watches[peer] = asyncio.create_task(self._drop_when_lost(peer))

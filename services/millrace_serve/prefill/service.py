@@ -102,9 +102,7 @@ class KvServicer(kv_pb2_grpc.KvServiceServicer):
             yield kv_pb2.FetchResponse(held=kv_pb2.Held())
 
     async def _release(self, id: RequestId, requests: AsyncIterator[kv_pb2.FetchRequest]) -> Outcome | None:
-        """Release the pages when the peer sends release, which ends the Fetch. None: the stream ended without a
-        release.
-        """
+        """Release the pages at the peer's release, which ends the Fetch. None: the stream ended without it."""
         with contextlib.suppress(grpc.aio.UsageError, grpc.aio.AbortError):  # the stream is over
             async for message in requests:
                 if message.HasField("release"):

@@ -18,9 +18,7 @@ from millrace_serve.engine.core import CacheChange
 
 
 class CachedPrefix:
-    """One sequence's place in the tree: the number of its pages in it, and the equal pages of other sequences that it
-    pins.
-    """
+    """One sequence's place in the tree: its own pages in it, and the equal pages of others that it pins."""
 
     __slots__ = ("num_pages", "pins", "tail")
 

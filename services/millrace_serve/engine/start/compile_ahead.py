@@ -125,9 +125,7 @@ def together(site: Site) -> None:
 
 
 def mark(site: Site) -> None:
-    """Mark the folder as complete; a unified worker marks it for the other roles too. A read-only folder stays as it
-    is.
-    """
+    """Mark the folder as complete, for all roles after a unified worker. A read-only folder stays as it is."""
     for role in Role if site.role is Role.UNIFIED else (site.role,):
         if (file := mark_file(dataclasses.replace(site, role=role))) is not None:
             with contextlib.suppress(OSError):

@@ -17,9 +17,7 @@ from millrace_serve.model.weights import Weights
 
 
 class LocalExperts(RoutedExperts):
-    """The shared expert is one more row of w13 and w2 where it has the experts' size on this rank: that spares its own
-    GEMMs.
-    """
+    """The shared expert is one more row of w13 and w2 where it has the experts' size on this rank."""
 
     local, tp_partial = True, True
 

@@ -102,9 +102,7 @@ class Frontend:
         await self.flush_cache()
 
     async def drain(self, timeout_s: float) -> int:
-        """Stop admission, let running work end, abort the rest, wait for parked pages and transfers. The number
-        aborted.
-        """
+        """Stop admission, let work end, abort the rest, wait for parked pages and transfers. Returns the aborted."""
         if self.lifecycle.state is State.READY:
             self.lifecycle.to(State.DRAINING)
         deadline = time.monotonic() + timeout_s

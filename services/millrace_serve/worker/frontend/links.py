@@ -107,9 +107,7 @@ class Links:
             link.end(error)
 
     async def _read(self, link: Link, requests: AsyncIterator[Any]) -> None:
-        """Read the Link. An unexpected error ends the Link with a status, because a Link without a reader must not
-        stay.
-        """
+        """Read the Link. An unexpected error ends it with a status: a Link without a reader must not stay."""
         error = None
         try:
             async for message in requests:

@@ -45,9 +45,7 @@ class LoadBoard:
         return worker_pb2.LoadSnapshot(epoch=self._epoch, state=self._state(), replicas=replicas)
 
     async def watch(self, min_interval_s: float, max_interval_s: float) -> AsyncIterator[worker_pb2.LoadSnapshot]:
-        """A snapshot at once, then on every change, at most one each `min_interval_s` and at least each
-        `max_interval_s`.
-        """
+        """Yield a snapshot at once, then on change, every `min_interval_s` to `max_interval_s`."""
         while True:
             sent = self.snapshot()
             yield sent

@@ -91,9 +91,7 @@ class Requests:
         return request
 
     async def run_own(self, request: Request, replica: int, begin: Callable[[], None] = lambda: None) -> None:
-        """Run a request of the worker itself; `begin` is called when the engine has it. Raises MillraceError when the
-        request fails.
-        """
+        """Run a request of the worker itself; `begin` is called when the engine has it. Raises MillraceError."""
         waiter = warmup.Waiter(request.route)
         self._start(request, replica, waiter)
         try:

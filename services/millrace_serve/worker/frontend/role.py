@@ -1,6 +1,4 @@
-"""The differences between the roles. prefill/ and decode/ implement `RoleLogic`; the frontend uses nothing else of
-them.
-"""
+"""The differences between the roles: prefill/ and decode/ implement `RoleLogic` for the frontend."""
 
 from __future__ import annotations
 

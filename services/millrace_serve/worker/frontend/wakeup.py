@@ -11,9 +11,7 @@ from millrace_rpc.errors import MillraceError
 
 
 class Wakeup:
-    """Lets coroutines sleep until something changes. A wake-up carries no data: the coroutines check the state
-    themselves.
-    """
+    """Lets coroutines sleep until something changes. A wake-up carries no data."""
 
     def __init__(self) -> None:
         self._sleepers: set[asyncio.Future[bool]] = set()

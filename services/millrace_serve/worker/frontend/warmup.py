@@ -1,6 +1,4 @@
-"""Real tiny requests of a worker to itself, of shapes that differ: one token, a page and a bit, more than one chunk,
-several at once.
-"""
+"""Real tiny requests of a worker to itself: one token, a page and a bit, several chunks, several requests at once."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The main loop of a rank: take messages, step, send the step's events as one message. Sleeps on the inbox without
-work.
-"""
+"""The main loop of a rank: take messages, step, send the events as one message. Without work it sleeps on the inbox."""
 
 from __future__ import annotations
 

@@ -185,9 +185,7 @@ def _sink(buffer: PageBuffer) -> KvSink:
 
 
 def die_with_parent(alive: Connection) -> None:
-    """Ignore signals of the terminal, which are for the frontend, and exit when the frontend ends, even inside native
-    code.
-    """
+    """Leave the terminal's signals to the frontend, and exit with it, even inside native code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if sys.platform == "linux":
