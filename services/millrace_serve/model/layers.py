@@ -1,4 +1,4 @@
-"""The parts that every layer is made of. Letters: T tokens, D hidden size, I intermediate size of this rank."""
+"""The parts of every layer. Letters: T tokens, D hidden size, I intermediate size of this rank."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 1. `Checkpoint(dir, config, device, dtype)` reads the headers: name -> file, from `*.safetensors` or the shards' index.
 2. The modules of the model take their tensors by public name with the shape that the config implies: `tensor` for
-   what is computed with in the compute dtype, `matrix` and `stack` for the weights of a GEMM, which stay in FP8 where
-   the checkpoint and the device have it.
+   tensors in the compute dtype, `matrix` and `stack` for the weights of a GEMM, which stay in FP8 where the checkpoint
+   and the device have it.
 3. `finish()` refuses a checkpoint that holds weights which the config does not describe.
 """
 
@@ -55,7 +55,7 @@ WHOLE = Part()
 
 
 class Weights(Protocol):
-    """Where the model's tensors come from: a `Checkpoint`, or random numbers of the same shapes. `shape` is always that
+    """The source of the model's tensors: a `Checkpoint`, or random numbers of the same shapes. `shape` is always that
     of the whole tensor in the checkpoint.
     """
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from millrace_serve.model.weights import WHOLE, Part, Shape, Weights
 
-_SIGMAS = 6.0  # that the largest FP8 value stands for
+_SIGMAS = 6.0  # the real value of the largest FP8 value
 _CHUNK = 1 << 26  # elements drawn at a time: 256 MiB, beside the weights themselves
 
 

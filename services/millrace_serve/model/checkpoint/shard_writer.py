@@ -1,4 +1,4 @@
-"""Writes tensors as a sharded checkpoint while they are being made: never more than one shard of them is in memory."""
+"""Writes tensors as a sharded checkpoint while they are made, with at most one shard in memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_shard_
         total += tensor.nbytes
     names.append(_save(folder / _draft(len(names)), shard))
     files = [f"model-{index:05d}-of-{len(names):05d}.safetensors" for index in range(1, len(names) + 1)]
-    for index, file in enumerate(files):  # their number is known only now
+    for index, file in enumerate(files):  # the number of shards is known only now
         (folder / _draft(index)).rename(folder / file)
     weight_map = {name: file for file, held in zip(files, names, strict=True) for name in held}
     write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})

@@ -1,6 +1,6 @@
 """The exact size of a rank's weights before any of them is read: the model is built of tensors without memory.
 
-There is no second list of what is sharded how: the modules ask for the same shapes as ever.
+There is no second list of shards: the modules ask for the same shapes as in a real load.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class WeightShapes(RandomWeights):
 
 
 def weight_bytes(config: ModelConfig, dims: ParallelDims, dtype: torch.dtype, *, fp8: bool) -> int:
-    """Of the rank `dims.rank`. `fp8`: matrices stay quantised.
+    """Bytes of the weights of rank `dims.rank`. `fp8`: matrices stay quantised.
 
     Raises:
         ValueError: the config does not divide by `dims`.

@@ -25,14 +25,14 @@ class HeldExperts:
         *,
         with_shared: bool,
     ) -> None:
-        self.num_experts = config.n_routed_experts  # that the tokens seen here are spread over
+        self.num_experts = config.n_routed_experts  # routed experts of the model
         self.with_shared = with_shared
         self.slots: Callable[[Tensor], Tensor] = SlotMap(placement, layer, dims.ep_rank, ckpt.device)
         held = placement.slots_of_rank(layer, dims.ep_rank)
         self.w13, self.w2 = load_experts(ckpt, config, dims, f"model.layers.{layer}.mlp", held, with_shared)
 
     def __call__(self, h: Operand, weights: Tensor, ids: Tensor) -> Tensor:
-        """h [G, D], weights float32 [G, K], ids int32 [G, K] -> [G, D], what the experts held here add."""
+        """h [G, D], weights float32 [G, K], ids int32 [G, K] -> [G, D], the sum of this rank's experts."""
         return moe_experts(
             h,
             weights,
