@@ -2,7 +2,7 @@
 
     quantise x once per token -> rows to experts -> w13 -> SwiGLU and quantise -> w2 -> weighted sum per token
 
-DeepGEMM is told where each expert's rows end: room that no row fills costs neither memory nor time.
+DeepGEMM gets the end of each expert's rows: room that no row fills costs neither memory nor time.
 """
 
 from __future__ import annotations
