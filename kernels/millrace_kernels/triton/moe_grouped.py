@@ -56,9 +56,9 @@ CONFIGS = {
     1 << 30: _both(128, 128, 8, 3),
 }
 LEFT_ROWS = 32  # of a program: their scales are a tile of TMA, which begins at a multiple of 128 bytes
-UNTUNED = _both(64, 64, 4, 2)  # what one would begin with, for comparison
+UNTUNED = _both(64, 64, 4, 2)  # an untuned configuration, for comparison
 
-# By the expected rows of an expert of a TP8 rank: 128 tokens 364 us, DeepGEMM with what it needs 496; 512: 429, 532.
+# By the expected rows of an expert of a TP8 rank: 128 tokens 364 us, DeepGEMM and its other kernels 496; 512: 429, 532.
 TP8 = {
     1: Config(16, Launch(4, 3), Launch(4, 3)),
     2: Config(16, Launch(8, 3), Launch(4, 3)),
@@ -70,7 +70,7 @@ TP8 = {
 EP8_FEW = Config(32, Launch(4, 5, left=True), Launch(4, 4, 64, left=True))
 
 # (expected rows of an expert, E, I) -> the fastest of `python -m millrace_bench.kernels.tune_moe`, where it beats
-# DeepGEMM with what that needs around it.
+# DeepGEMM with its further kernels.
 MEASURED: dict[tuple[int, int, int], Config] = {
     **{(rows, held, 256): config for rows, config in TP8.items() for held in (256, 257)},  # 257: with the shared expert
     **{(rows, held, 2048): EP8_FEW for rows in (1, 2, 4, 8) for held in (32, 33)},  # EP8, 32 tokens: 367 us, 393
