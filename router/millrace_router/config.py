@@ -31,7 +31,7 @@ class Policy(enum.StrEnum):
 class Routing(Config):
     """Parameters of the policies."""
 
-    load_factor: float = Field(1.25, gt=1)  # session, topology: who has more sequences than this x the mean is full
+    load_factor: float = Field(1.25, gt=1)  # session, topology: more sequences than this x the mean are too many
     load_slack: int = Field(4, ge=1)  # session, topology: so many sequences are never too many
     cache_weight: float = Field(1.0, ge=0)  # prefix_aware, kv_aware: an uncached prompt token in tokens of load
     prefix_blocks: int = Field(200_000, ge=1)  # prefix_aware: pages remembered, some 130 bytes each
@@ -39,7 +39,7 @@ class Routing(Config):
     length_label: str = ""  # length_buckets: the label with a worker's bucket (0, 1, …); empty: by rank
     topology: tuple[str, ...] = ("zone", "rack", "host")  # labels, widest first, that make a decode worker near
     local_prefill_tokens: int = Field(0, ge=0)  # shorter uncached prompts are run by the decode worker itself; 0: none
-    revision: str = ""  # of the workers that are asked first: discovery knows it; empty: of those that have none
+    revision: str = ""  # revision of the workers that are asked first; empty: workers without a revision
 
     @field_validator("length_bounds")
     @classmethod
@@ -92,7 +92,7 @@ class RouterConfig(Config):
     model: str  # folder with tokenizer.json and tokenizer_config.json; the rest of the checkpoint is not read
     chat_template: str = ""  # a file to use instead of the model's own template
     aliases: tuple[str, ...] = ()  # further names under which clients may ask for the model that is served
-    workers: tuple[StaticTarget, ...] = ()  # with discovery.kind=static; each worker says itself which role it has
+    workers: tuple[StaticTarget, ...] = ()  # with discovery.kind=static; each worker reports its own role
     discovery: DiscoveryConfig = DiscoveryConfig()
     grpc: str = Field("127.0.0.1:0", pattern=_ADDRESS)  # host:port to listen on; port 0: any free one
     http: str = Field("127.0.0.1:0", pattern=_ADDRESS)
@@ -102,7 +102,7 @@ class RouterConfig(Config):
     health: str | None = Field(None, pattern=_ADDRESS)  # plain grpc.health.v1, beside that of the gRPC API
     tls: Tls | None = None  # of every port, and towards the workers; none: plain
     public_tls: Tls | None = None  # of the gRPC and HTTP APIs, where clients trust another authority than the workers
-    api_keys: Path | None = None  # file of edge/tenants.py; none: everybody may call
+    api_keys: Path | None = None  # file of edge/tenants.py; none: callers need no key
     tracing: Tracing = Tracing()
     prefill_policy: Policy = Policy.LEAST_LOADED
     decode_policy: Policy = Policy.LEAST_LOADED
