@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 import grpc
 import httpx
 import pytest
+import pytest_asyncio
 from millrace.v1 import admin_pb2, worker_pb2
 from millrace_cli.cluster import ClusterSpec
 from millrace_rpc.errors import from_rpc_error
@@ -25,7 +26,7 @@ from millrace_testing.cluster import ControlledCluster
 from millrace_testing.proxy import Proxy
 from prometheus_client.parser import text_string_to_metric_families
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
 
 PREFILL, DECODE = worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_DECODE
 SLOW_PREFILL = ("sim.token_s=0.0004",)  # 0.8 s for 2,000 tokens
@@ -75,6 +76,13 @@ async def routable(client: Client, count: int) -> None:
     raise AssertionError(f"not routable: {workers}")
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def two_of_each() -> AsyncIterator[ControlledCluster]:
+    """Slow workers that every test leaves routable and whole."""
+    async with ControlledCluster(spec(*SLOW_PREFILL, *SLOW_DECODE)) as cluster:
+        yield cluster
+
+
 async def retries(cluster: ControlledCluster) -> dict[str, float]:
     """How often the router tried again, by the reason of the failed attempt."""
     async with httpx.AsyncClient(base_url=cluster.http_url) as http:
@@ -85,6 +93,11 @@ async def retries(cluster: ControlledCluster) -> dict[str, float]:
         for sample in family.samples
         if sample.name == "millrace_retries_total"
     }
+
+
+async def more_retries(cluster: ControlledCluster, before: dict[str, float]) -> dict[str, float]:
+    now = await retries(cluster)
+    return {reason: now[reason] - before.get(reason, 0) for reason in now if now[reason] != before.get(reason)}
 
 
 def name_of(cluster: ControlledCluster, address: str) -> str:
@@ -98,36 +111,39 @@ async def finish(task: asyncio.Task[Answer], prompt: list[int], max_tokens: int)
     return answer
 
 
-async def test_prefill_worker_dies_while_it_computes() -> None:
-    async with ControlledCluster(spec(*SLOW_PREFILL)) as cluster, await client_of(cluster) as client:
+async def test_prefill_worker_dies_while_it_computes(two_of_each: ControlledCluster) -> None:
+    cluster, before = two_of_each, await retries(two_of_each)
+    async with await client_of(cluster) as client:
         prompt = make_prompt(1)
         task = asyncio.create_task(client.generate(prompt, max_tokens=20))
         victim = name_of(cluster, await busy(client, PREFILL, lambda worker: worker.load.replicas[0].running > 0))
         await cluster.kill(victim)
         await finish(task, prompt, 20)
-        assert (await retries(cluster))["WORKER_LOST"] == 1
+        assert (await more_retries(cluster, before))["WORKER_LOST"] == 1
         await cluster.restart(victim)
         await cluster.wait_routable(victim)
         await finish(asyncio.create_task(client.generate(prompt, max_tokens=20)), prompt, 20)
         await client.wait_whole()
 
 
-async def test_decode_worker_dies_before_the_first_token() -> None:
-    async with ControlledCluster(spec(*SLOW_PREFILL)) as cluster, await client_of(cluster) as client:
+async def test_decode_worker_dies_before_the_first_token(two_of_each: ControlledCluster) -> None:
+    cluster, before = two_of_each, await retries(two_of_each)
+    async with await client_of(cluster) as client:
         prompt = make_prompt(2)
         task = asyncio.create_task(client.generate(prompt, max_tokens=20))
         victim = name_of(cluster, await busy(client, DECODE, lambda worker: worker.in_flight > 0))
         await cluster.kill(victim)
         await finish(task, prompt, 20)
-        assert (await retries(cluster))["WORKER_LOST"] == 1
+        assert (await more_retries(cluster, before))["WORKER_LOST"] == 1
         await cluster.restart(victim)
         await cluster.wait_routable(victim)
         await client.wait_whole(timeout=60)
 
 
-async def test_decode_worker_dies_in_the_middle_of_a_stream() -> None:
-    async with ControlledCluster(spec(*SLOW_DECODE)) as cluster, await client_of(cluster) as client:
-        prompts = [make_prompt(seed, 300) for seed in range(6)]
+async def test_decode_worker_dies_in_the_middle_of_a_stream(two_of_each: ControlledCluster) -> None:
+    cluster, before = two_of_each, await retries(two_of_each)
+    async with await client_of(cluster) as client:
+        prompts = [make_prompt(seed, 300) for seed in range(20, 26)]
         answers = [Answer() for _ in prompts]
 
         async def run(prompt: list[int], answer: Answer) -> Answer:
@@ -140,7 +156,7 @@ async def test_decode_worker_dies_in_the_middle_of_a_stream() -> None:
         await cluster.kill("decode-0")
         for prompt, task in zip(prompts, tasks, strict=True):
             await finish(task, prompt, 200)
-        assert (await retries(cluster))["WORKER_LOST"] >= 1  # those that were there
+        assert (await more_retries(cluster, before))["WORKER_LOST"] >= 1  # those that were there
         await cluster.restart("decode-0")
         await cluster.wait_routable("decode-0")
         await client.wait_whole(timeout=60)
@@ -165,11 +181,11 @@ async def test_lease_expires_while_the_decode_worker_stalls() -> None:
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_worker_hangs(role: str) -> None:
+async def test_worker_hangs(role: str, two_of_each: ControlledCluster) -> None:
     """SIGSTOP: sockets stay open and nothing answers. The router gives the worker up and takes another."""
-    slow = SLOW_PREFILL if role == "prefill" else SLOW_DECODE
-    async with ControlledCluster(spec(*slow)) as cluster, await client_of(cluster) as client:
-        prompt = make_prompt(4, 2000 if role == "prefill" else 100)
+    cluster, before = two_of_each, await retries(two_of_each)
+    async with await client_of(cluster) as client:
+        prompt = make_prompt(4, 2000) if role == "prefill" else make_prompt(9, 100)
         task = asyncio.create_task(client.generate(prompt, max_tokens=100, timeout=60))
         victim = name_of(
             cluster,
@@ -179,7 +195,7 @@ async def test_worker_hangs(role: str) -> None:
         )
         cluster.send(victim, signal.SIGSTOP)
         await finish(task, prompt, 100)
-        assert sum((await retries(cluster)).values()) == 1
+        assert sum((await more_retries(cluster, before)).values()) == 1
         cluster.send(victim, signal.SIGCONT)
         await cluster.wait_routable(victim)
         await client.wait_whole(timeout=60)
