@@ -64,8 +64,8 @@ TABLE: dict[str, tuple[Choice, ...]] = {
     "rms_norm.add_rms_norm": _ours("rms_norm:add_rms_norm"),
     "rms_norm.rms_norm_quant": _ours("rms_norm:rms_norm_quant"),
     "rms_norm.add_rms_norm_quant": _ours("rms_norm:add_rms_norm_quant"),
-    "silu_mul.silu_mul": _ours("silu_mul:silu_mul"),
-    "silu_mul.silu_mul_quant": _ours("silu_mul:silu_mul_quant"),
+    "silu_mul.silu_mul": _ours("quant:silu_mul"),
+    "silu_mul.silu_mul_quant": _ours("quant:silu_mul_quant"),
     # experts
     "moe_gate.gate_logits": (
         Choice("millrace_kernels.triton.moe_gate:gate_logits", needs="triton", max_size=256),

@@ -1,7 +1,7 @@
-"""Quantisation of 1 x 128 groups: each element is read once, the scales are written column by column.
+"""Quantisation of 1 x 128 groups, SwiGLU, and both in one pass: each element is read once.
 
-A program takes BLOCK_T rows of one group column, so neighbouring programs read neighbouring memory and a program's
-scales are one run of floats. A lane reads 16 bytes at a time.
+A program takes BLOCK_T rows of one group column, so neighbouring programs read neighbouring memory. Scales are written
+column by column: those of a program are one run of floats. A lane reads 16 bytes at a time.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from millrace_kernels.fp8 import BLOCK, Fp8
+from millrace_kernels.backend import SMALL_TOKENS
+from millrace_kernels.fp8 import BLOCK, Fp8, Operand
 
 # Largest number of tokens -> (rows, warps) of a program: few tokens need more programs, many need long ones.
 CONFIGS = ((64, 4, 1), (1024, 8, 2), (1 << 62, 32, 4))
@@ -42,19 +43,38 @@ def quantise(groups, EXACT: tl.constexpr = False):
 
 
 @triton.jit(do_not_specialize=["num_tokens", "scale_stride"])
-def _quant_groups(
-    x, data, scales, num_tokens, width, x_stride, scale_stride,
-    BLOCK_T: tl.constexpr, EXACT: tl.constexpr,
+def _quant_tiles(
+    x, out, scales, num_tokens, width, x_stride, scale_stride,
+    BLOCK_T: tl.constexpr, SILU: tl.constexpr, QUANT: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
+    """BLOCK_T rows of one group of columns. SILU: x is [T, 2 * width], gate then up."""
     group = tl.program_id(0)
     rows = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     cols = group * 128 + tl.arange(0, 128)
     inside = (rows < num_tokens)[:, None] & (cols < width)[None, :]
-    at = rows[:, None].to(tl.int64)
-    groups = tl.load(x + at * x_stride + cols[None, :], inside, other=0.0).to(tl.float32)
-    quantised, scale = quantise(groups, EXACT)
-    tl.store(data + at * width + cols[None, :], quantised, inside)
-    tl.store(scales + group.to(tl.int64) * scale_stride + rows, scale, rows < num_tokens)
+    row = rows[:, None].to(tl.int64)
+    at = x + row * x_stride + cols[None, :]
+    values = tl.load(at, inside, other=0.0).to(tl.float32)
+    if SILU:
+        values = values / (1.0 + tl.exp(-values)) * tl.load(at + width, inside, other=0.0).to(tl.float32)
+    to = out + row * width + cols[None, :]
+    if QUANT:
+        quantised, scale = quantise(values, EXACT)
+        tl.store(to, quantised, inside)
+        tl.store(scales + group.to(tl.int64) * scale_stride + rows, scale, rows < num_tokens)
+    else:
+        tl.store(to, values.to(out.dtype.element_ty), inside)
+
+
+def _launch(x: Tensor, out: Fp8, block_t: int, num_warps: int, silu: bool, exact: bool = False) -> None:
+    """`out` may hold plain rows, and then any tensor in the place of scales."""
+    assert x.dim() == 2 and x.stride(1) == 1, (x.shape, x.stride())
+    num_tokens, width = out.data.shape
+    if num_tokens:
+        _quant_tiles[(triton.cdiv(width, BLOCK), triton.cdiv(num_tokens, block_t))](
+            x, *out, num_tokens, width, x.stride(0), out.scales.stride(1),
+            BLOCK_T=block_t, SILU=silu, QUANT=out.data.dtype == torch.float8_e4m3fn, EXACT=exact, num_warps=num_warps,
+        )  # fmt: skip
 
 
 def quant_groups(x: Tensor) -> Fp8:
@@ -63,13 +83,20 @@ def quant_groups(x: Tensor) -> Fp8:
 
 def quant_groups_with(x: Tensor, block_t: int, num_warps: int, exact: bool = False) -> Fp8:
     """With a given tile, and with a division per element for comparison."""
-    assert x.stride(1) == 1, x.stride()
-    num_tokens, width = x.shape
-    out = empty_fp8(num_tokens, width, x.device)
-    if num_tokens:
-        grid = (triton.cdiv(width, BLOCK), triton.cdiv(num_tokens, block_t))
-        _quant_groups[grid](
-            x, out.data, out.scales, num_tokens, width, x.stride(0), out.scales.stride(1),
-            BLOCK_T=block_t, EXACT=exact, num_warps=num_warps,
-        )  # fmt: skip
+    out = empty_fp8(*x.shape, x.device)
+    _launch(x, out, block_t, num_warps, silu=False, exact=exact)
     return out
+
+
+def silu_mul(x: Tensor) -> Tensor:
+    out = x.new_empty(x.shape[0], x.shape[1] // 2)
+    _launch(x, Fp8(out, out), *config(x.shape[0]), silu=True)
+    return out
+
+
+def silu_mul_quant(x: Tensor) -> Operand:
+    if x.shape[0] <= SMALL_TOKENS:
+        return Operand(silu_mul(x), None)
+    out = empty_fp8(x.shape[0], x.shape[1] // 2, x.device)
+    _launch(x, out, *config(x.shape[0]), silu=True)
+    return Operand(None, out)
