@@ -1,4 +1,4 @@
-"""How KV pages travel: two small interfaces, and the facts both sides exchange.
+"""The interfaces of a transport for KV pages, and the facts that both sides exchange.
 
 The exporter registers its pool once and describes it (`MemoryHandle`). The importer reads pages out of it, and
 starts and finishes every operation itself: when a `ReadOp` is done or failed, nothing of it is in flight any more, so

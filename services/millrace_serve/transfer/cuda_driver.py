@@ -1,4 +1,4 @@
-"""The calls of the CUDA driver that reading another process's memory takes, through ctypes: no torch, no build."""
+"""Calls of the CUDA driver for reading another process's memory, through ctypes: no torch, no build."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""One request's KV on its way into our pool: a pure state machine, driven by the frontend. No I/O, no clock.
+"""The import of one request's KV into this worker's pool: a pure state machine, driven by the frontend. No I/O, no
+clock.
 
 Life of one import:
 
 1. WAITING    nothing has arrived yet.
 2. RESERVING  the first part arrived, perhaps without pages: AskReserve was emitted, parts are collected.
-3. READING    our pages are known: every part's pages that our prefix cache lacks are read as the part arrives.
+3. READING    our pages are known: pages that our prefix cache lacks are read as their part arrives.
 4. RELEASING  the last part arrived and every read is done: AskRelease was emitted.
 5. DONE       the exporter answered HELD: the data is good, Done was emitted.
    OVER       the import failed and nothing is in flight: Over was emitted, our pages may be freed.

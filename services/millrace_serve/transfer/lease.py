@@ -1,4 +1,4 @@
-"""Which exported prompts still hold their pages, and what Release may answer. Pure: no I/O, one thread, a given clock.
+"""The leases of exported prompts, and the answers to Release. Pure: no I/O, one thread, a given clock.
 
 Life of one lease, keyed by (room, attempt):
 

@@ -1,4 +1,4 @@
-"""The shortest way to each exporter: CUDA IPC to a GPU of this host, else NIXL. One sink in front of both."""
+"""One sink for two transports: CUDA IPC to a GPU of this host, NIXL otherwise."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """One NIXL agent: UCX backend, one registered pool. The only file that imports NIXL.
 
-NIXL's native bindings are used directly rather than its Python `nixl_agent`, because that class cannot set how often
-the progress thread wakes: it then spins, and an idle exporter costs a whole core. The bindings need numpy but no torch.
+NIXL's native bindings are used directly instead of its Python `nixl_agent`, because that class cannot set how often the
+progress thread wakes: it then spins, and an idle exporter costs a whole core. The bindings need numpy but no torch.
 """
 
 from __future__ import annotations

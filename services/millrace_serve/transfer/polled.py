@@ -1,4 +1,4 @@
-"""What the transports have in common: a table of peers, and reads that move forward when they are polled.
+"""The common part of the transports: a table of peers, and reads that advance when they are polled.
 
 Life of a peer: 1. `connect` opens it; 2. reads; 3. `disconnect`, or an error of the transport: it takes no new reads;
 4. with its last read final it is let go, and `connect` may open it again.

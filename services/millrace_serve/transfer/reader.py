@@ -1,4 +1,4 @@
-"""The loop that reads KV on an importing rank: owns the KvSink, takes commands from an inbox, reports by a callback.
+"""The loop that reads KV on an importing rank. It owns the KvSink, takes commands from an inbox, reports by a callback.
 
 Life of one read:
 
