@@ -37,7 +37,7 @@ MAY_IMPORT = {
     f"{ROUTER}.text": {STUBS, COMMON, RPC},
     f"{ROUTER}.discovery": {COMMON},
     f"{ROUTER}.policy": {COMMON, f"{ROUTER}.config"},
-    f"{ROUTER}.resilience": {COMMON, RPC, f"{ROUTER}.fleet.states", f"{ROUTER}.flow.flow"},
+    f"{ROUTER}.resilience": {COMMON},
     f"{ROUTER}.fleet": {
         STUBS,
         COMMON,
@@ -46,7 +46,7 @@ MAY_IMPORT = {
     },
     f"{ROUTER}.flow": {
         *(STUBS, COMMON, RPC),
-        *(f"{ROUTER}.{part}" for part in ("config", "policy", "resilience", "fleet", "text", "edge.tenants")),
+        *(f"{ROUTER}.{part}" for part in ("config", "policy", "resilience", "fleet", "text")),
     },
     f"{ROUTER}.edge": {STUBS, COMMON, RPC, *(f"{ROUTER}.{part}" for part in ("config", "policy", "fleet", "flow"))},
     f"{ROUTER}.openai": {STUBS, COMMON, RPC, *(f"{ROUTER}.{part}" for part in ("text", "flow", "edge"))},
@@ -118,9 +118,13 @@ class Module:
     tree: ast.Module
     lines: int
 
+    @functools.cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        return tuple(ast.walk(self.tree))
+
     def imports(self, nodes: Iterable[ast.AST] | None = None) -> Iterator[str]:
         """Dotted names of the modules that are imported by `nodes`, or anywhere in the module."""
-        for node in ast.walk(self.tree) if nodes is None else nodes:
+        for node in self.nodes if nodes is None else nodes:
             if isinstance(node, ast.Import):
                 yield from (alias.name for alias in node.names)
             elif isinstance(node, ast.ImportFrom) and node.module:
@@ -143,15 +147,17 @@ class Module:
 
     def targets(self) -> Iterator[str]:
         """Modules, and functions of modules, that strings name: `a.b.c`, `a.b.c:function`."""
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and TARGET.fullmatch(node.value):
                 yield node.value
-            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "_ours":  # of the kernel table
+            elif (
+                isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "_ours"
+            ):  # of the kernel table
                 yield f"{KERNELS}.triton.{ast.literal_eval(node.args[0])}"
 
     def defined(self) -> set[str]:
         """Names of functions, classes and variables of the module."""
-        stored = (node for node in ast.walk(self.tree) if isinstance(getattr(node, "ctx", None), ast.Store))
+        stored = (node for node in self.nodes if isinstance(getattr(node, "ctx", None), ast.Store))
         found = {node.name for node in self.tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
         return found | {node.id for node in stored if isinstance(node, ast.Name)}
 
@@ -323,7 +329,7 @@ def test_environment_is_read_at_the_edge_only() -> None:
     for module in modules():
         if module.path.name == "__main__.py" or module.package() in ANYTHING:
             continue
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv", "os.putenv"):
                 wrong.append(f"{module.path.relative_to(ROOT)}:{node.lineno}")
     assert not wrong, "\n".join(wrong)
@@ -334,7 +340,7 @@ def test_no_print_outside_command_line_and_benches() -> None:
     for module in modules():
         if module.path.name == "__main__.py" or module.package() in ANYTHING:
             continue
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "print":
                 wrong.append(f"{module.path.relative_to(ROOT)}:{node.lineno}")
     assert not wrong, "\n".join(wrong)
@@ -344,7 +350,7 @@ def test_no_bare_except() -> None:
     wrong = [
         f"{module.path.relative_to(ROOT)}:{node.lineno}"
         for module in modules()
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.ExceptHandler) and node.type is None
     ]
     assert not wrong, "\n".join(wrong)
@@ -358,7 +364,7 @@ def test_files_are_short() -> None:
 def test_functions_are_short() -> None:
     long = {}
     for module in modules():
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = node.end_lineno - node.lineno + 1
                 if length > MAX_FUNCTION:

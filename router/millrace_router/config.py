@@ -102,7 +102,7 @@ class RouterConfig(Config):
     health: str | None = Field(None, pattern=_ADDRESS)  # plain grpc.health.v1, beside that of the gRPC API
     tls: Tls | None = None  # of every port, and towards the workers; none: plain
     public_tls: Tls | None = None  # of the gRPC and HTTP APIs, where clients trust another authority than the workers
-    api_keys: Path | None = None  # file of edge/tenants.py; none: callers need no key
+    api_keys: Path | None = None  # file of edge/api_keys.py; none: callers need no key
     tracing: Tracing = Tracing()
     prefill_policy: Policy = Policy.LEAST_LOADED
     decode_policy: Policy = Policy.LEAST_LOADED

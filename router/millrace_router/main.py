@@ -25,12 +25,13 @@ from millrace_common.gc_hooks import ProcessGc
 from millrace_common.loop_lag import LoopLag
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
+from millrace_rpc.http_server import HttpServer
 from millrace_rpc.server import Server
 
 from millrace_router.config import RouterConfig
 from millrace_router.edge import admin, admin_http, grpc_service, probes, security
 from millrace_router.edge.guard import GrpcGuard, HttpGuard
-from millrace_router.edge.http_server import HttpServer
+from millrace_router.edge.public_http import PublicHttp
 from millrace_router.fleet.registry import Registry
 from millrace_router.flow.admission import Admission
 from millrace_router.flow.generation import Backend
@@ -63,10 +64,12 @@ class Router:
         self._public = Server([grpc_service.SERVICE], [GrpcGuard(trust.keys)], config.connections.grpc_options)
         self._admin = Server([admin.SERVICE])
         operations = admin.Admin(self.registry, self._gc)
-        admin_pb2_grpc.add_AdminServicer_to_server(admin.AdminService(operations), self._admin.grpc)
+        admin_pb2_grpc.add_AdminServicer_to_server(operations, self._admin.grpc)
         self._admin_http = HttpServer(admin_http.build(operations))
         beside = self._before_scrape if config.metrics is None else None
-        self._http = HttpServer(HttpGuard(openai_http.build(self.inference, beside), trust.keys), config.connections)
+        self._http = PublicHttp(
+            HttpGuard(openai_http.build(self.inference, beside), trust.keys), config.connections.max_age
+        )
         self._probes = HttpServer(probes.build(backend, self._before_scrape))
         self._look = asyncio.Event()
         self._readiness: asyncio.Task[None] | None = None

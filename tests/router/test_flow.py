@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from millrace.v1 import common_pb2, worker_pb2
 from millrace_common.reasons import Reason
 from millrace_router.config import Timeouts
-from millrace_router.flow.flow import LEGAL, MAX_REFUSALS, Abort, Count, Flow, Leg, Retry, Stage, Submit
+from millrace_router.flow.flow import LEGAL, MAX_REFUSALS, Abort, Flow, Leg, Mismatch, Retry, Stage, Stale, Submit
 from millrace_rpc.errors import TABLE, MillraceError
 
 BOTH = frozenset(Leg)
@@ -130,7 +130,7 @@ class Simulation:
         """A leg that is not open says something: dropped."""
         for leg in BOTH - self.flow.open:
             before = list(self.flow.outputs), self.flow.stage
-            assert self.flow.output(leg, out(0, 77), self.now) == (Count("stale", "output"),)
+            assert self.flow.output(leg, out(0, 77), self.now) == (Stale("output"),)
             assert (self.flow.outputs, self.flow.stage) == before
 
     def check(self) -> None:
@@ -173,7 +173,7 @@ def test_terminal_stages_absorb() -> None:
         assert machine.stop() == ()
         assert machine.tick(1e9, True) == ()
         assert machine.leg_failed(Leg.DECODE, MillraceError(Reason.WORKER_LOST, "z"), 1.0) == ()
-        assert machine.output(Leg.DECODE, out(0, 1), 1.0) == (Count("stale", "output"),)
+        assert machine.output(Leg.DECODE, out(0, 1), 1.0) == (Stale("output"),)
         assert machine.stage is end and not machine.outputs
 
 
@@ -227,7 +227,7 @@ def test_mismatch_before_the_client_saw_anything_is_retried() -> None:
     machine.assign(BOTH, 0.0)
     machine.output(Leg.PREFILL, out(0, 5), 0.1)
     actions = machine.output(Leg.DECODE, out(0, 6, 7), 0.2)
-    assert actions[0] == Count("mismatches") and isinstance(actions[-1], Retry)
+    assert actions[0] == Mismatch() and isinstance(actions[-1], Retry)
     assert machine.stage is Stage.QUEUED and machine.outputs == []
 
 
@@ -245,7 +245,7 @@ def test_a_gap_is_a_mismatch() -> None:
     machine = flow()
     machine.assign(frozenset({Leg.DECODE}), 0.0)
     machine.output(Leg.DECODE, out(0, 5), 0.1)
-    assert machine.output(Leg.DECODE, out(2, 9), 0.2)[0] == Count("mismatches")
+    assert machine.output(Leg.DECODE, out(2, 9), 0.2)[0] == Mismatch()
     assert machine.outputs == []
 
 
@@ -253,7 +253,7 @@ def test_late_final_first_token_contradicts_a_longer_stream() -> None:
     machine = flow()
     machine.assign(BOTH, 0.0)
     machine.output(Leg.DECODE, out(0, 5, 6), 0.1)
-    assert machine.output(Leg.PREFILL, out(0, 5, finish=STOP), 0.2)[0] == Count("mismatches")
+    assert machine.output(Leg.PREFILL, out(0, 5, finish=STOP), 0.2)[0] == Mismatch()
 
 
 def test_a_lost_worker_that_had_said_everything_needs_no_replay() -> None:

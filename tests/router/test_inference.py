@@ -8,9 +8,8 @@ from collections.abc import Callable
 
 import pytest
 from millrace_common.reasons import Reason
-from millrace_router.edge.limits import Bucket
-from millrace_router.edge.tenants import Caller, Tenant, caller
 from millrace_router.flow.ask import Ask
+from millrace_router.flow.tenant import Bucket, Caller, Tenant, caller
 from millrace_rpc.errors import MillraceError
 from router.fake_worker import DECODE, PREFILL, FakeWorker, expected
 from router.harness import Cluster

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from millrace_common.reasons import Reason
-from millrace_router.edge.limits import Bucket
-from millrace_router.edge.tenants import Keys, Tenant
+from millrace_router.edge.api_keys import Keys
+from millrace_router.flow.tenant import Bucket, Tenant
 from millrace_rpc.errors import MillraceError
 
 SECRET = "sk-very-secret-0123456789"

@@ -1,18 +1,15 @@
-"""The operators' functions of a router: `Admin`. `AdminService` serves them over gRPC, admin_http.py over HTTP, on
-ports of their own.
+"""The operators' functions of a router: `Admin` serves them over gRPC, admin_http.py over HTTP, on ports of their own.
 
 Everything is idempotent. A call to several workers goes to all of them at once; when some fail, the error names each of
-them, and the others have done it.
+them, and the others have done it. No method looks at its gRPC context.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import grpc
 from millrace.v1 import admin_pb2 as pb
 from millrace.v1 import admin_pb2_grpc, worker_pb2
 from millrace_common.gc_hooks import ProcessGc
@@ -28,12 +25,12 @@ SERVICE = "millrace.v1.Admin"
 T = TypeVar("T")
 
 
-class Admin:
+class Admin(admin_pb2_grpc.AdminServicer):
     def __init__(self, registry: Registry, gc: ProcessGc) -> None:
         self._registry = registry
         self._gc = gc
 
-    def list_workers(self, request: pb.ListWorkersRequest) -> pb.ListWorkersResponse:
+    async def ListWorkers(self, request: pb.ListWorkersRequest, context: object = None) -> pb.ListWorkersResponse:
         pairs = [
             pb.PairStatus(
                 source=progress.source.address if progress.source else "",
@@ -49,7 +46,7 @@ class Admin:
         )
         return pb.ListWorkersResponse(workers=self._registry.status(), pairs=pairs, router=router)
 
-    async def drain_worker(self, request: pb.DrainWorkerRequest) -> worker_pb2.DrainResponse:
+    async def DrainWorker(self, request: pb.DrainWorkerRequest, context: object = None) -> worker_pb2.DrainResponse:
         worker = self._worker(request.address)
         drain = worker_pb2.DrainRequest()
         if request.HasField("timeout_s"):
@@ -60,10 +57,10 @@ class Admin:
         self._registry.drain(worker)
         return (await _each([worker], lambda _: control.Drain(drain)))[0]
 
-    async def warm_up(self, request: pb.WarmUpRequest) -> pb.WarmUpResponse:
+    async def WarmUp(self, request: pb.WarmUpRequest, context: object = None) -> pb.WarmUpResponse:
         return pb.WarmUpResponse(pairs=await self._registry.hooks.rerun(self._registry.workers.values()))
 
-    async def freeze_gc_all(self, request: pb.FreezeGcAllRequest) -> worker_pb2.FreezeGcResponse:
+    async def FreezeGcAll(self, request: pb.FreezeGcAllRequest, context: object = None) -> worker_pb2.FreezeGcResponse:
         own = self._gc.freeze()
         freeze = worker_pb2.FreezeGcRequest()
         frozen = await _each(self._reachable(()), lambda worker: worker.control.FreezeGc(freeze))
@@ -72,12 +69,14 @@ class Admin:
             frozen_objects=own + sum(answer.frozen_objects for answer in frozen),
         )
 
-    async def flush_caches(self, request: pb.FlushCachesRequest) -> worker_pb2.FlushCacheResponse:
+    async def FlushCaches(
+        self, request: pb.FlushCachesRequest, context: object = None
+    ) -> worker_pb2.FlushCacheResponse:
         flush = worker_pb2.FlushCacheRequest()
         flushed = await _each(self._reachable(()), lambda worker: worker.control.FlushCache(flush))
         return worker_pb2.FlushCacheResponse(pages=sum(answer.pages for answer in flushed))
 
-    async def start_profiles(self, request: pb.StartProfilesRequest) -> pb.StartProfilesResponse:
+    async def StartProfiles(self, request: pb.StartProfilesRequest, context: object = None) -> pb.StartProfilesResponse:
         start = worker_pb2.StartProfileRequest()
         if request.HasField("max_seconds"):
             start.max_seconds = request.max_seconds
@@ -85,14 +84,16 @@ class Admin:
         await _each(workers, lambda worker: worker.control.StartProfile(start))
         return pb.StartProfilesResponse(workers=[worker.address for worker in workers])
 
-    async def stop_profiles(self, request: pb.StopProfilesRequest) -> pb.StopProfilesResponse:
+    async def StopProfiles(self, request: pb.StopProfilesRequest, context: object = None) -> pb.StopProfilesResponse:
         workers, stop = self._reachable(request.workers), worker_pb2.StopProfileRequest()
         answers = await _each(workers, lambda worker: worker.control.StopProfile(stop))
         pairs = zip(workers, answers, strict=True)
         traces = [pb.WorkerTraces(address=worker.address, paths=answer.paths) for worker, answer in pairs]
         return pb.StopProfilesResponse(traces=traces)
 
-    def explain_request(self, request: pb.ExplainRequestRequest) -> pb.ExplainRequestResponse:
+    async def ExplainRequest(
+        self, request: pb.ExplainRequestRequest, context: object = None
+    ) -> pb.ExplainRequestResponse:
         decisions = self._registry.placer.decisions_of(request.request_id)
         if not decisions:
             text = f"no placement of request {request.request_id!r} is remembered"
@@ -130,26 +131,6 @@ async def _each(workers: list[Worker], call: Callable[[Worker], Awaitable[T]]) -
         first = next(iter(failures.values()))
         raise MillraceError(first.reason, f"{len(failures)} of {len(workers)} workers failed: {details}")
     return [answer for answer in answers if not isinstance(answer, MillraceError)]
-
-
-class AdminService(admin_pb2_grpc.AdminServicer):
-    """`Admin` over gRPC, method by method: FlushCaches is flush_caches."""
-
-    def __init__(self, admin: Admin) -> None:
-        for rpc in pb.DESCRIPTOR.services_by_name["Admin"].methods:
-            setattr(self, rpc.name, _rpc(getattr(admin, snake_case(rpc.name))))
-
-
-def snake_case(name: str) -> str:
-    return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")
-
-
-def _rpc(method: Callable[[Any], Any]) -> Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]:
-    async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
-        answer = method(request)
-        return await answer if inspect.isawaitable(answer) else answer
-
-    return call
 
 
 def _explained(decision: Decision) -> pb.PlacementDecision:

@@ -13,8 +13,7 @@ A body may be left out. Its fields are those of the message, and an unknown one 
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -29,6 +28,7 @@ from millrace_router.edge.admin import Admin
 from millrace_router.edge.http_answers import handle_errors, json_answer
 
 MAX_BODY = 64 << 10
+Method = Callable[[Any], Awaitable[Message]]  # of Admin, each with a message of its own
 
 
 def build(admin: Admin) -> FastAPI:
@@ -41,36 +41,36 @@ def build(admin: Admin) -> FastAPI:
 
     @app.get("/workers")
     async def workers() -> Response:
-        return _answer(admin.list_workers(pb.ListWorkersRequest()))
+        return _answer(await admin.ListWorkers(pb.ListWorkersRequest()))
 
     @app.get("/explain/{request_id:path}")
     async def explain(request_id: str) -> Response:
-        return _answer(admin.explain_request(pb.ExplainRequestRequest(request_id=request_id)))
+        return _answer(await admin.ExplainRequest(pb.ExplainRequestRequest(request_id=request_id)))
 
     @app.post("/drain/{worker:path}")
     async def drain(worker: str, request: Request) -> Response:
-        return await _call(admin.drain_worker, request, pb.DrainWorkerRequest(), address=worker)
+        return await _call(admin.DrainWorker, request, pb.DrainWorkerRequest(), address=worker)
 
-    posts: dict[str, tuple[Callable[[Any], Any], type[Message]]] = {
-        "/warmup": (admin.warm_up, pb.WarmUpRequest),
-        "/freeze_gc": (admin.freeze_gc_all, pb.FreezeGcAllRequest),
-        "/flush_cache": (admin.flush_caches, pb.FlushCachesRequest),
-        "/start_profile": (admin.start_profiles, pb.StartProfilesRequest),
-        "/stop_profile": (admin.stop_profiles, pb.StopProfilesRequest),
+    posts: dict[str, tuple[Method, type[Message]]] = {
+        "/warmup": (admin.WarmUp, pb.WarmUpRequest),
+        "/freeze_gc": (admin.FreezeGcAll, pb.FreezeGcAllRequest),
+        "/flush_cache": (admin.FlushCaches, pb.FlushCachesRequest),
+        "/start_profile": (admin.StartProfiles, pb.StartProfilesRequest),
+        "/stop_profile": (admin.StopProfiles, pb.StopProfilesRequest),
     }
     for path, (method, message) in posts.items():
         app.post(path)(_endpoint(method, message))
     return app
 
 
-def _endpoint(method: Callable[[Any], Any], message: type[Message]) -> Callable[[Request], Any]:
+def _endpoint(method: Method, message: type[Message]) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         return await _call(method, request, message())
 
     return endpoint
 
 
-async def _call(method: Callable[[Any], Any], request: Request, message: Message, **fields: str) -> Response:
+async def _call(method: Method, request: Request, message: Message, **fields: str) -> Response:
     body = await _body(request)
     try:
         json_format.ParseDict(msgspec.json.decode(body or b"{}", type=dict), message)
@@ -79,8 +79,7 @@ async def _call(method: Callable[[Any], Any], request: Request, message: Message
         raise MillraceError(Reason.INVALID_ARGUMENT, text) from error
     for name, value in fields.items():
         setattr(message, name, value)
-    answer = method(message)
-    return _answer(await answer if inspect.isawaitable(answer) else answer)
+    return _answer(await method(message))
 
 
 async def _body(request: Request) -> bytes:

@@ -1,6 +1,6 @@
 """Authentication in front of the public ports, and removal of headers that a caller may not set.
 
-Every request is given a `Caller` (tenants.py) from its headers: the tenant of its API key, and its trace. Headers
+Every request is given a `Caller` (flow/tenant.py) from its headers: the tenant of its API key, and its trace. Headers
 `x-millrace-*`, which are internal, are dropped; the size of all headers is bounded. With API keys configured every call
 needs one except health, readiness and reflection.
 """
@@ -15,29 +15,23 @@ from fastapi import Request
 from millrace_common.reasons import Reason
 from millrace_common.tracing import checked
 from millrace_rpc.errors import MillraceError
-from millrace_rpc.server import MAX_METADATA_BYTES, with_behavior
+from millrace_rpc.server import MAX_METADATA_BYTES, Interceptor, with_behavior
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from millrace_router.edge.api_keys import Keys
 from millrace_router.edge.http_answers import on_error
-from millrace_router.edge.tenants import DEFAULT, Caller, Keys, caller
+from millrace_router.flow.tenant import DEFAULT, Caller, caller
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
 OURS = b"x-millrace-"
 MAX_HEADER_BYTES = MAX_METADATA_BYTES
 
 
-class GrpcGuard(grpc.aio.ServerInterceptor):
+class GrpcGuard(Interceptor):
     def __init__(self, keys: Keys | None) -> None:
         self._keys = keys
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
-        details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler:
-        handler = await continuation(details)
-        if handler is None or not details.method.startswith("/millrace."):
-            return handler
+    def wrap(self, handler: grpc.RpcMethodHandler, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
         try:
             caller.set(_caller(details.invocation_metadata, self._keys))
         except MillraceError as error:

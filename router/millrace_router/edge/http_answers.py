@@ -48,10 +48,3 @@ async def on_gone(request: Request, error: Exception) -> Response:
 
 async def on_fault(request: Request, error: Exception) -> Response:
     return await on_error(request, MillraceError(Reason.INTERNAL, f"{type(error).__name__}: {error}"))
-
-
-def encode_error(error: MillraceError) -> bytes:
-    """A whole HTTP/1.1 answer that ends its connection, for errors before a request is complete."""
-    body = msgspec.json.encode(error.http_body())
-    head = f"HTTP/1.1 {error.row.http} \r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-    return head.encode() + b"connection: close\r\n\r\n" + body

@@ -9,7 +9,7 @@ from millrace_common.metrics import Metrics
 from millrace_rpc.tls import Identity, identity_of
 
 from millrace_router.config import RouterConfig
-from millrace_router.edge.tenants import Keys
+from millrace_router.edge.api_keys import Keys
 
 
 @dataclass(frozen=True, slots=True)

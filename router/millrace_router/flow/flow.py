@@ -98,14 +98,18 @@ class Retry:
 
 
 @dataclass(frozen=True, slots=True)
-class Count:
-    """A metric's attribute, to be increased by one (`kind`: its label)."""
+class Stale:
+    """Count an output that changes nothing: it is "duplicate", or its leg is closed ("output")."""
 
-    metric: str
-    kind: str = ""
+    kind: str
 
 
-Action = Submit | Abort | Blame | Retry | Count
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """Count a disagreement between the legs."""
+
+
+Action = Submit | Abort | Blame | Retry | Stale | Mismatch
 NOTHING: tuple[Action, ...] = ()
 
 
@@ -187,7 +191,7 @@ class Flow:
     def output(self, leg: Leg, out: worker_pb2.SequenceOutput, now: float) -> Sequence[Action]:
         """An output of the latest attempt. The common case, the next token of a running decode, must stay short."""
         if leg not in self.open:
-            return (Count("stale", "output"),)
+            return (Stale("output"),)
         tokens, outputs = out.token_ids, self.outputs
         known = len(outputs) - out.first_index  # how many of its tokens we have (tokens always follow on)
         if tokens:
@@ -201,7 +205,7 @@ class Flow:
                 self.logprobs.extend(out.logprobs[known:])
             self.progress = now
         if leg is Leg.DECODE and self.stage is Stage.DECODE and not out.finish_reason:
-            return NOTHING if known == 0 else (Count("stale", "duplicate"),)
+            return NOTHING if known == 0 else (Stale("duplicate"),)
         return self._turn(leg, out, now)
 
     def leg_failed(self, leg: Leg, error: MillraceError, now: float) -> Sequence[Action]:
@@ -255,8 +259,8 @@ class Flow:
         seen = self.taken > self.base
         del self.outputs[max(self.base, self.taken) :], self.logprobs[max(self.base, self.taken) :]
         if seen:
-            return (Count("mismatches"), *self._end(Stage.FAILED, "mismatch", error=error))
-        return (Count("mismatches"), *self._fail(error, _BOTH, now, curable=True))
+            return (Mismatch(), *self._end(Stage.FAILED, "mismatch", error=error))
+        return (Mismatch(), *self._fail(error, _BOTH, now, curable=True))
 
     def _fail(self, error: MillraceError, blame: frozenset[Leg], now: float, curable: bool = False) -> Sequence[Action]:
         """The attempt is over: start the next one, if it may help and is allowed."""

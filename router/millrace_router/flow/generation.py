@@ -21,13 +21,13 @@ from millrace_common.spans import Tracer
 from millrace_rpc.errors import MillraceError
 
 from millrace_router.config import RouterConfig
-from millrace_router.edge.tenants import Tenant
 from millrace_router.fleet.link import Link
 from millrace_router.fleet.registry import Registry
 from millrace_router.flow.admission import Admission
 from millrace_router.flow.fair_queue import Ticket
-from millrace_router.flow.flow import Abort, Action, Blame, Count, Flow, Leg, Retry, Stage, Submit
+from millrace_router.flow.flow import Abort, Action, Blame, Flow, Leg, Mismatch, Retry, Stage, Stale, Submit
 from millrace_router.flow.spans import ContinuationSpans
+from millrace_router.flow.tenant import Tenant
 from millrace_router.policy.choose import Decision
 from millrace_router.policy.snapshot import Replica, Want
 
@@ -118,9 +118,10 @@ class Generation:
                     self._health.failed([replica.epoch for replica in blamed], reason)
                 case Retry():
                     self._retry(action)
-                case Count(metric, kind):
-                    counter = getattr(self._backend.metrics, metric)
-                    (counter.labels(kind=kind) if kind else counter).inc()
+                case Stale(kind):
+                    self._backend.metrics.stale.labels(kind=kind).inc()
+                case Mismatch():
+                    self._backend.metrics.mismatches.inc()
         self._settle()
 
     # ------------------------------------------------------------------------------------- the queue

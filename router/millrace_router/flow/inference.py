@@ -16,7 +16,6 @@ from millrace.v1 import common_pb2, worker_pb2
 from millrace_common.spans import Attributes
 from millrace_rpc.errors import MillraceError
 
-from millrace_router.edge.tenants import Tenant, caller
 from millrace_router.flow import validate
 from millrace_router.flow.ask import Ask, Chat, Prompt
 from millrace_router.flow.generation import Backend, Generation, Job
@@ -24,6 +23,7 @@ from millrace_router.flow.metrics import observe_generation
 from millrace_router.flow.rounds import Rounds
 from millrace_router.flow.spans import ContinuationSpans, RequestSpans
 from millrace_router.flow.stream import Continuation, Stream, Text, gone
+from millrace_router.flow.tenant import Tenant, caller
 from millrace_router.text.tokenizer import Tokenizer
 
 LAST_WORDS_S = 1.0  # for clients to read the error of a stream that was cut off

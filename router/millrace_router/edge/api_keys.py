@@ -18,10 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import math
 from collections.abc import Callable, Mapping, Set
-from contextvars import ContextVar
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +29,7 @@ from millrace_common.reloaded import Reloaded
 from millrace_rpc.errors import MillraceError
 from pydantic import Field, ValidationError, model_validator
 
-from millrace_router.edge.limits import Bucket
+from millrace_router.flow.tenant import Bucket, Tenant
 
 LEAST_KEY_CHARS = 8
 BURST_S = 2.0  # seconds of a rate that its burst is, unless it is given
@@ -69,53 +66,6 @@ class KeyFile(Config):
         if len({key.name for key in self.keys}) < len({key.model_copy(update={"sha256": ""}) for key in self.keys}):
             raise ValueError("keys: two of the same name differ in more than the key")
         return self
-
-
-@dataclass(slots=True, eq=False)
-class Tenant:
-    """A caller's rights, and the rest of its rates."""
-
-    name: str = "default"
-    weight: float = 1.0
-    priority: int | None = None  # None: any
-    requests: Bucket | None = None
-    tokens: Bucket | None = None
-
-    def check(self, now: float) -> None:
-        """Raise RATE_LIMITED, with the time to wait, unless another request may begin."""
-        for bucket, what in ((self.requests, "requests"), (self.tokens, "tokens")):
-            wait = bucket.wait_for(1, now) if bucket is not None else 0.0
-            if bucket is not None and wait > 0:
-                message = f"{self.name} is limited to {bucket.rate:g} {what} per second"
-                raise MillraceError(Reason.RATE_LIMITED, message, retry_after_s=math.ceil(wait * 1000) / 1000)
-
-    def begin(self, prompt_tokens: int, now: float) -> None:
-        """Count a checked request that begins."""
-        if self.requests is not None:
-            self.requests.take(1, now)
-        self.spend(prompt_tokens, now)
-
-    def spend(self, tokens: int, now: float) -> None:
-        if self.tokens is not None:
-            self.tokens.take(tokens, now)
-
-    def allowed(self, priority: int) -> int:
-        """The priority that a request of this caller gets."""
-        return priority if self.priority is None else min(priority, self.priority)
-
-
-DEFAULT = Tenant()
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """The caller of the current request, as the guard of its port determined it."""
-
-    tenant: Tenant = DEFAULT
-    traceparent: str = ""  # W3C, checked; empty: the trace begins here
-
-
-caller: ContextVar[Caller] = ContextVar("millrace_caller", default=Caller())  # noqa: B039 - nothing changes it
 
 
 class Keys:
