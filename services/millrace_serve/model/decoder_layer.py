@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from millrace_kernels.fp8 import Fp8
 from torch import Tensor
 
 from millrace_serve.model.attn_step import AttnStep
@@ -22,17 +21,19 @@ class DecoderLayer:
     def __init__(
         self, ckpt: Weights, config: ModelConfig, dims: ParallelDims, make_experts: MakeExperts, layer: int
     ) -> None:
-        prefix, eps = f"model.layers.{layer}", config.rms_norm_eps
-        self.input_layernorm = RmsNorm(ckpt, f"{prefix}.input_layernorm", config.hidden_size, eps)
+        prefix, hidden, eps = f"model.layers.{layer}", config.hidden_size, config.rms_norm_eps
         self.self_attn = Mla(ckpt, config, dims, f"{prefix}.self_attn")
-        self.post_attention_layernorm = RmsNorm(ckpt, f"{prefix}.post_attention_layernorm", config.hidden_size, eps)
         self.mlp: Moe | DenseMlp
         if config.is_moe(layer):
             self.mlp = Moe(ckpt, config, dims, make_experts, layer)
         else:
             self.mlp = DenseMlp(ckpt, config, dims, f"{prefix}.mlp")
 
-        self._plain_input = not isinstance(self.self_attn.q_kv_a_proj, Fp8)
+        def norm(name: str, *, plain: bool) -> RmsNorm:
+            return RmsNorm(ckpt, f"{prefix}.{name}", hidden, eps, plain=plain)
+
+        self.input_layernorm = norm("input_layernorm", plain=self.self_attn.reads_plain)
+        self.post_attention_layernorm = norm("post_attention_layernorm", plain=self.mlp.reads_plain)
         self.sampled_only = False  # whether the MLP of a step with prompt chunks leaves out rows that are not sampled
 
     def __call__(self, x: Tensor, residual: Tensor | None, step: AttnStep, kv: Tensor) -> tuple[Tensor, Tensor]:
@@ -41,16 +42,13 @@ class DecoderLayer:
         Leaving the addition to the next norm lets both be one pass over memory. With `sampled_only`, rows of prompt
         chunks that are not sampled are left without the MLP's output.
         """
-        if residual is None:
-            h, residual = self.input_layernorm.operand(x, plain=self._plain_input), x
-        else:
-            h, residual = self.input_layernorm.add_operand(x, residual, plain=self._plain_input)
+        h, residual = self.input_layernorm.operand(x, residual)
         attended, inputs = self.self_attn(h, step, kv), step.inputs
         if self.sampled_only and inputs.attn.num_decode < inputs.attn.num_seqs:
             rows = inputs.sample_rows
-            h, chosen = self.post_attention_layernorm.add_operand(attended[rows], residual[rows])
+            h, chosen = self.post_attention_layernorm.operand(attended[rows], residual[rows])
             return attended.index_copy_(0, rows, self.mlp(h, _of_rows(inputs))), residual.index_copy_(0, rows, chosen)
-        h, residual = self.post_attention_layernorm.add_operand(attended, residual)
+        h, residual = self.post_attention_layernorm.operand(attended, residual)
         return self.mlp(h, inputs), residual
 
 

@@ -15,14 +15,11 @@ from millrace_serve.model.weights import Part, Weights, stack_rows
 
 
 class RmsNorm:
-    """`operand`: in the forms that products with this checkpoint's weights take; without `plain` only those that
-    products with FP8 weights take.
-    """
+    """`plain`: whether the consumer of `operand` reads the plain rows beside their FP8 form."""
 
-    def __init__(self, ckpt: Weights, name: str, dim: int, eps: float) -> None:
+    def __init__(self, ckpt: Weights, name: str, dim: int, eps: float, *, plain: bool = True) -> None:
         self.weight = ckpt.tensor(f"{name}.weight", (dim,))
-        self.eps = eps
-        self.quant = ckpt.fp8
+        self.eps, self.quant, self.plain = eps, ckpt.fp8, plain
 
     def __call__(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
@@ -31,12 +28,14 @@ class RmsNorm:
         """(norm(x + residual), x + residual)"""
         return add_rms_norm(x, residual, self.weight, self.eps)
 
-    def operand(self, x: Tensor, *, plain: bool = True) -> Operand:
-        return rms_norm_quant(x, self.weight, self.eps, plain=plain) if self.quant else Operand(self(x), None)
-
-    def add_operand(self, x: Tensor, residual: Tensor, *, plain: bool = True) -> tuple[Operand, Tensor]:
+    def operand(self, x: Tensor, residual: Tensor | None) -> tuple[Operand, Tensor]:
+        """As `add`, in the forms that products read; without a residual (norm(x), x)."""
+        if residual is None:
+            if self.quant:
+                return rms_norm_quant(x, self.weight, self.eps, plain=self.plain), x
+            return Operand(self(x), None), x
         if self.quant:
-            return add_rms_norm_quant(x, residual, self.weight, self.eps, plain=plain)
+            return add_rms_norm_quant(x, residual, self.weight, self.eps, plain=self.plain)
         normed, residual = self.add(x, residual)
         return Operand(normed, None), residual
 

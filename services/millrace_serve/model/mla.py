@@ -43,7 +43,7 @@ class Mla:
             return dims.tp_rank * self.num_heads * dim, (dims.tp_rank + 1) * self.num_heads * dim
 
         q_shape, q_part = total * config.qk_head_dim, Part(rows=heads(config.qk_head_dim))
-        self.q_a_layernorm = None
+        self.q_a_layernorm, self.q_b_proj = None, None
         if config.q_lora_rank is None:
             q_first = ckpt.matrix(f"{prefix}.q_proj.weight", (q_shape, hidden), q_part)
         else:
@@ -53,6 +53,7 @@ class Mla:
             self.q_b_proj = ckpt.matrix(f"{prefix}.q_b_proj.weight", (q_shape, rank), q_part)
         kv_a_proj = ckpt.matrix(f"{prefix}.kv_a_proj_with_mqa.weight", (config.kv_row_dim, hidden))
         self.q_kv_a_proj = stack_rows((q_first, kv_a_proj), ckpt.dtype)  # one GEMM reads h for both
+        self.reads_plain = not isinstance(self.q_kv_a_proj, Fp8)
         self.kv_a_layernorm = RmsNorm(ckpt, f"{prefix}.kv_a_layernorm", config.kv_lora_rank, self.eps)
         head_dim = config.qk_nope_head_dim + config.v_head_dim
         kv_b = f"{prefix}.kv_b_proj.weight", (total * head_dim, config.kv_lora_rank), Part(rows=heads(head_dim))
@@ -79,9 +80,9 @@ class Mla:
             step.sin,
             step.inputs.kv_slots,
             kv,
-            plain=q_norm is None or not isinstance(self.q_b_proj, Fp8),
+            plain=not isinstance(self.q_b_proj, Fp8),
         )
-        q = linear(q_low, self.q_b_proj) if q_norm is not None else q_low.plain
+        q = q_low.plain if self.q_b_proj is None else linear(q_low, self.q_b_proj)
         assert q is not None
         q = q.unflatten(-1, (self.num_heads, self.config.qk_head_dim))
 

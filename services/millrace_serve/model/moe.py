@@ -6,7 +6,7 @@ Letters: T tokens, D hidden size, K experts per token.
 from __future__ import annotations
 
 import torch
-from millrace_kernels.fp8 import Operand
+from millrace_kernels.fp8 import Fp8, Operand
 from millrace_kernels.moe_gate import gate_logits, moe_gate
 from torch import Tensor
 
@@ -45,6 +45,8 @@ class Gate:
 
 
 class Moe:
+    reads_plain = True  # by the gate
+
     def __init__(
         self, ckpt: Weights, config: ModelConfig, dims: ParallelDims, make_experts: MakeExperts, layer: int
     ) -> None:
@@ -77,6 +79,7 @@ class DenseMlp:
     def __init__(self, ckpt: Weights, config: ModelConfig, dims: ParallelDims, prefix: str) -> None:
         self.dims = dims
         self.mlp = Mlp(ckpt, dims, prefix, config.hidden_size, config.intermediate_size)
+        self.reads_plain = not isinstance(self.mlp.gate_up_proj, Fp8)
 
     def __call__(self, h: Operand, inputs: ForwardInput) -> Tensor:
         return self.dims.tp_all_reduce(self.mlp.partial(h))
