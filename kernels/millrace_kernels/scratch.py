@@ -26,7 +26,7 @@ _active = threading.local()  # .scratch of the thread that launches
 
 
 class Scratch:
-    """Of one model."""
+    """The counters of one model."""
 
     def __init__(self, device: torch.device, words: int = WORDS) -> None:
         self._memory = torch.zeros(words, dtype=torch.int32, device=device)

@@ -48,9 +48,10 @@ def channel(address: str, identity: Identity | None = None) -> grpc.aio.Channel:
 
 
 def routers(target: str, identity: Identity | None = None) -> grpc.aio.Channel:
-    """To all routers that `target` names, for clients of the Inference service: `dns:///millrace-routers:50051`,
-    `ipv4:10.0.0.1:50051,10.0.0.2:50051`. Calls go round. A draining router gets no new calls, and a call that fails
-    with UNAVAILABLE before any output is repeated elsewhere: routers can be replaced without a failed request.
+    """Open a channel to all routers that `target` names, for clients of the Inference service:
+    `dns:///millrace-routers:50051`, `ipv4:10.0.0.1:50051,10.0.0.2:50051`. Calls go round. A draining router gets no new
+    calls, and a call that fails with UNAVAILABLE before any output is repeated elsewhere: routers can be replaced
+    without a failed request.
     """
     config = json.dumps(SPREAD)
     kept = ("grpc.per_rpc_retry_buffer_size", MAX_MESSAGE_BYTES)  # a call whose request is larger is not retried

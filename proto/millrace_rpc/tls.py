@@ -132,7 +132,7 @@ class Identity:
 
 
 def identity_of(tls: Tls | None, metrics: Metrics) -> Identity | None:
-    """Of a process with the metrics of the catalogue's PROCESS rows. OSError for files that cannot be used."""
+    """The identity of a process with the metrics of the catalogue's PROCESS rows. OSError for unusable files."""
     if tls is None:
         return None
     return Identity(tls, lambda outcome: metrics.reloads.labels(what="certificates", outcome=outcome).inc())

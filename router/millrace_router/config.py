@@ -16,7 +16,7 @@ from millrace_router.resilience.config import Resilience
 
 
 class Policy(enum.StrEnum):
-    """How a role's replica is chosen; policy/choose.py maps each to its function."""
+    """The choice of a role's replica; policy/choose.py maps each to its function."""
 
     ROUND_ROBIN = "round_robin"
     RANDOM = "random"
@@ -50,7 +50,7 @@ class Routing(Config):
 
 
 class Timeouts(Config):
-    """How long a request may stay in a stage without progress, in seconds."""
+    """Limits of a stage without progress, in seconds."""
 
     no_workers: float = Field(5.0, gt=0)  # before NO_WORKERS, for a request that came when no pair was routable
     queue: float = Field(60.0, gt=0)  # waiting for a worker with credits
@@ -64,8 +64,8 @@ class Timeouts(Config):
 
 
 class Limits(Config):
-    """What a request may ask for, as far as it costs the router. flow/validate.py has the fixed limits; the model's own
-    (context, vocabulary) come from the workers.
+    """Limits of a request that cost the router. flow/validate.py has the fixed limits; the model's own (context,
+    vocabulary) come from the workers.
     """
 
     n: int = Field(16, ge=1)
@@ -75,7 +75,9 @@ class Limits(Config):
 
 
 class Connections(Config):
-    """Of clients. They end in good order now and then, so that a new router replica gets its share of the load."""
+    """Connections of clients. They end in good order now and then, so that a new router replica gets its share of the
+    load.
+    """
 
     max_age: float | None = Field(300.0, gt=0)  # seconds, give or take a tenth; none: they live for ever
 

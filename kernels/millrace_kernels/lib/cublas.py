@@ -19,7 +19,7 @@ def gate_logits(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def int8_linear(x: Int8, weight: Int8, dtype: torch.dtype) -> Tensor:
-    """For more than 16 tokens, N and K in eights; the scales are a pass of their own."""
+    """The product for more than 16 tokens and N and K in eights; the scales are a second pass."""
     total = torch._int_mm(x.data, weight.data.t())
     return (total * x.scales[:, None] * weight.scales).to(dtype)
 

@@ -57,7 +57,7 @@ class Plan:
         self._slot.wrapper.run(q, k, v, out=out, lse=lse, return_lse=True)
 
     def _work_bytes(self) -> int:
-        """Of the list of tiles, seven integers each, and of the list of multiprocessors."""
+        """Bytes of the list of tiles, seven integers each, and of the list of multiprocessors."""
         tiles = sum(-(-n // QUERIES_PER_TILE) for n in self.q_lens)
         return 7 * 4 * tiles * self.num_heads + 4096
 

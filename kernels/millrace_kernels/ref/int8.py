@@ -13,6 +13,6 @@ def quant_rows(x: Tensor) -> Int8:
 
 
 def int8_linear(x: Int8, weight: Int8, dtype: torch.dtype) -> Tensor:
-    """In float64, where sums of such products are exact."""
+    """Computed in float64, where sums of such products are exact."""
     total = x.data.double() @ weight.data.double().t()
     return (total * x.scales[:, None] * weight.scales).to(dtype)

@@ -39,7 +39,7 @@ def _each(calls: Sequence[Call]) -> Call:
 
 
 def _graph(calls: Sequence[Call], num: int) -> Call:
-    """All calls, and again up to `num`, as one replayable graph."""
+    """One replayable graph of all calls, repeated up to `num` calls."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):  # compiles, loads, allocates

@@ -50,12 +50,12 @@ PROJECT_QUANT: dict[tuple[int, int, int], Tile] = {
 
 
 def absorb_is_measured(num_tokens: int, shape: tuple[int, ...]) -> bool:
-    """For a w_uk [H, N, C]; shape: (H, N, C, bytes of an element)."""
+    """Whether our kernel is faster for a w_uk [H, N, C]; shape: (H, N, C, bytes of an element)."""
     return _is_measured(ABSORB, num_tokens, shape)
 
 
 def project_quant_is_measured(num_tokens: int, shape: tuple[int, ...]) -> bool:
-    """For a w_uv [H, V, C]; shape: (H, V, C, bytes of an element)."""
+    """Whether our kernel is faster for a w_uv [H, V, C]; shape: (H, V, C, bytes of an element)."""
     return _is_measured(PROJECT_QUANT, num_tokens, shape)
 
 

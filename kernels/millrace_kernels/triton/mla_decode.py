@@ -28,7 +28,7 @@ class Config(NamedTuple):
 
 
 def config(rows: int, dtype: torch.dtype) -> Config:
-    """For S * H query rows in dtype."""
+    """The configuration for S * H query rows in dtype."""
     block_m = max(16, min(64, triton.next_power_of_2(rows)))
     warps = 8 if block_m == 64 else 4
     return (

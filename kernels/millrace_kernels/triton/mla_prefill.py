@@ -25,7 +25,7 @@ class Config(NamedTuple):
 
 
 def config(longest: int, dtype: torch.dtype) -> Config:
-    """For sequences of up to `longest` queries in dtype."""
+    """The configuration for sequences of up to `longest` queries in dtype."""
     wide = dtype == torch.float32
     block_m = max(16, min(32 if wide else 128, triton.next_power_of_2(longest)))
     return Config(block_m, 32, 4, 1) if wide else Config(block_m, 64, 8 if block_m == 128 else 4, 2)

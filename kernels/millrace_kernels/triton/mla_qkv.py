@@ -98,7 +98,7 @@ def _norm_q(
 
 @triton.jit
 def _as_cached(x, kv_ptr):
-    """In the pool's dtype; E4M3 saturates."""
+    """Cast to the pool's dtype; E4M3 saturates."""
     if kv_ptr.dtype.element_ty == tl.float8e4nv:
         x = saturated(x)
     return x.to(kv_ptr.dtype.element_ty)

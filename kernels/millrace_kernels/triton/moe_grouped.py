@@ -30,7 +30,7 @@ from millrace_kernels.triton.quant import quantise
 
 
 class Launch(NamedTuple):
-    """Of one of the two: 128 bytes of the terms at a time, `stages` of them under way."""
+    """One of the two launches: 128 bytes of the terms at a time, `stages` of them in flight."""
 
     warps: int
     stages: int
@@ -84,7 +84,9 @@ def config(rows: int, num_held: int, size: int) -> Config:
 
 
 def is_fastest(num_tokens: int, shape: tuple[int, ...]) -> bool:
-    """Of the kernels for experts w2 [E, D, I] in FP8 that expect so many rows each; shape: (E, D, I, rows)."""
+    """Whether this is the fastest kernel for experts w2 [E, D, I] in FP8 that expect so many rows each; shape: (E, D,
+    I, rows).
+    """
     num_held, _, size, rows = shape
     if num_tokens <= SMALL_TOKENS:
         return num_tokens * size >= LEAST_WORK

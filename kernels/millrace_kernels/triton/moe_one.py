@@ -22,7 +22,7 @@ from millrace_kernels.triton.moe_route import local_expert
 
 
 class Config(NamedTuple):
-    """Of one launch, as `gemv.Gemv`. w13's programs make block_n columns of gate and of up."""
+    """The configuration of one launch, as `gemv.Gemv`. w13's programs make block_n columns of gate and of up."""
 
     block_n: int
     block_k: int

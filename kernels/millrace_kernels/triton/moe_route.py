@@ -1,4 +1,4 @@
-"""Where every choice of an expert goes: expert e's rows lie together, so that grouped GEMMs read them as one matrix.
+"""The row of every choice of an expert: expert e's rows lie together, so that grouped GEMMs read them as one matrix.
 
 Expert e owns the rows [starts[e], ends[e]); starts are multiples of `alignment`, and the rows between are padding,
 never read. All sizes are the host's upper bounds, so a graph can be captured; the real number of rows stays on the
@@ -196,7 +196,9 @@ def _place(
 
 
 def most_rows(num_tokens: int, choices: int, num_held: int, alignment: int) -> int:
-    """Every choice held here, and almost a whole alignment lost at every expert that can be hit."""
+    """Upper bound of the rows: every choice held here, and almost a whole alignment lost at every expert that can be
+    hit.
+    """
     rows = num_tokens * min(choices, num_held)
     return triton.cdiv(rows + min(rows, num_held) * (alignment - 1), alignment) * alignment
 

@@ -27,7 +27,7 @@ MOST_TOKENS = 64  # that the kernels can take; the table gives them fewer
 
 
 class Config(NamedTuple):
-    """Of one launch. A program makes `block_n` columns, 128 terms of their sums at a time."""
+    """The configuration of one launch. A program makes `block_n` columns, 128 terms of their sums at a time."""
 
     block_n: int
     num_warps: int

@@ -83,7 +83,7 @@ def add_rms_norm_quant(
 def add_rms_norm_quant_with(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, plain: bool, groups: int, warps: int
 ) -> tuple[Operand, Tensor]:
-    """With a given tile."""
+    """`add_rms_norm_quant` with a given tile."""
     out = _empty(x, plain)
     return out, _launch(x, residual, weight, eps, *out, (groups, warps))
 

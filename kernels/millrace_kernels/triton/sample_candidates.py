@@ -26,7 +26,7 @@ LEVELS = 16  # 1 to 15 nats, and the last: all that are allowed
 
 
 class Candidates(NamedTuple):
-    """Of rows that are drawn with a filter; others hold anything."""
+    """Candidates of rows that are drawn with a filter; other rows are arbitrary."""
 
     values: Tensor  # float32 [S, MOST], logits / temperature
     sizes: Tensor  # int32 [S], how many there are; 0: none were collected

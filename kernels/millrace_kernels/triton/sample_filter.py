@@ -1,4 +1,4 @@
-"""Which tokens top_k, top_p and min_p keep, without sorting.
+"""The tokens that top_k, top_p and min_p keep, without sorting.
 
 Sorted by falling y, smaller ids first among equals, the kept tokens are a prefix: all with y above a value, and of
 those equal to it the first few. A program per row searches the value, among the row's candidates (sample_candidates.py)
@@ -139,8 +139,8 @@ def _search(
 
 @triton.jit
 def _around(x_row, heat, vocab, top, key, BLOCK: tl.constexpr):
-    """How many tokens are above the key, their mass, and how many are equal to it. The mass is a float64: its distance
-    from a target gives the number of further kept tokens.
+    """The number of tokens above the key, their mass, and the number of tokens equal to it. The mass is a float64: its
+    distance from a target gives the number of further kept tokens.
     """
     above = tl.zeros((BLOCK,), dtype=tl.int32)
     mass = tl.zeros((BLOCK,), dtype=tl.float64)

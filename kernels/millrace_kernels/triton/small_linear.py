@@ -23,7 +23,7 @@ from millrace_kernels.triton.gemv import Gemv, estimate, gemv
 
 
 class Config(NamedTuple):
-    """Of _gemm."""
+    """The configuration of `_gemm`."""
 
     block_n: int  # divides 128, so that a program's rows share their scales
     splits: int

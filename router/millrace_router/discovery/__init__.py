@@ -1,1 +1,1 @@
-"""Which workers exist: static list, DNS or Kubernetes, behind one interface (base.py)."""
+"""Discovery of workers: static list, DNS or Kubernetes, behind one interface (base.py)."""

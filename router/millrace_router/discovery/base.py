@@ -44,7 +44,9 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """From one set of targets to the next, by key. A target that moved to another address was removed and added."""
+    """The changes from one set of targets to the next, by key. A target that moved to another address was removed and
+    added.
+    """
 
     removed: tuple[Target, ...]
     added: tuple[Target, ...]
@@ -68,8 +70,8 @@ def diff(known: Mapping[str, Target], targets: Iterable[Target]) -> Changes:
 
 
 def one_per_address(targets: Iterable[Target]) -> tuple[Target, ...]:
-    """In order of age, oldest first. Of those with one address, which happens while a pod is replaced, the youngest
-    that may get requests, else the youngest.
+    """Keep one target per address. `targets` are in order of age, oldest first. Of those with one address, which
+    happens while a pod is replaced, the youngest that may get requests is kept, else the youngest.
     """
     chosen: dict[str, Target] = {}
     for target in targets:

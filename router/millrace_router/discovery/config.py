@@ -1,4 +1,4 @@
-"""Where the router's workers come from."""
+"""The configuration of discovery."""
 
 from __future__ import annotations
 

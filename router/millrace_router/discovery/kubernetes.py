@@ -39,7 +39,7 @@ PAGE = 500  # objects per answer to a list
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """In seconds."""
+    """Intervals in seconds."""
 
     watch: int = 240  # the server ends a watch after this, and the next one continues it
     silence: float = 120.0  # a connection without any byte for so long is dead: servers send bookmarks every minute
@@ -156,7 +156,7 @@ class KubernetesSource:
         return version
 
     def _timeout(self) -> tuple[float, float]:
-        """To connect, and between two bytes."""
+        """Timeouts to connect, and between two bytes."""
         return self._timing.connect, self._timing.silence
 
     def _tell(self, callback: Callable[..., None], *arguments: Any) -> None:

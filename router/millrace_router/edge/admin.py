@@ -101,7 +101,7 @@ class Admin(admin_pb2_grpc.AdminServicer):
         return pb.ExplainRequestResponse(placements=map(_explained, decisions))
 
     def _worker(self, name: str) -> Worker:
-        """By address, name or key of discovery, or its own id."""
+        """The worker with this address, name or key of discovery, or id."""
         for worker in self._registry.workers.values():
             if name and name in (worker.address, worker.target.name, worker.target.key, worker.info.worker_id):
                 return worker

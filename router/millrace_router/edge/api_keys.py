@@ -93,7 +93,7 @@ class Keys:
 
     @property
     def names(self) -> Set[str]:
-        """Of the tenants that there are now."""
+        """The names of the present tenants."""
         return {tenant.name for _, tenant in self._current().values()}
 
     def _current(self) -> Mapping[str, tuple[str, Tenant]]:

@@ -98,7 +98,7 @@ class Registry:
         return self.hooks.why_not(worker.epoch)
 
     def view(self, weights: str) -> View:
-        """Of the model with these weights."""
+        """The view of the model with these weights."""
         roles: dict[int, list] = {PREFILL: [], DECODE: [], UNIFIED: []}
         left_out = self.health.left_out()
         for worker, sources in self._able:

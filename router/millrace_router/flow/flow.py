@@ -146,7 +146,7 @@ class Flow:
 
     @property
     def expires(self) -> float:
-        """When `tick` has to look again."""
+        """The time of the next `tick`."""
         limit = {
             Stage.QUEUED: self.queue_s if self.attempt < 0 else self.timeouts.queue,
             Stage.PREFILL: self.timeouts.prefill,

@@ -38,7 +38,7 @@ LONGEST_MS = 2**32 - 1  # that a message can say: seven weeks
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """What every generation shares."""
+    """The parts that every generation shares."""
 
     config: RouterConfig
     registry: Registry

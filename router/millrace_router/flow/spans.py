@@ -43,7 +43,7 @@ class ContinuationSpans:
 
     @property
     def traceparent(self) -> str:
-        """For the workers of the attempt."""
+        """The trace context for the workers of the attempt."""
         return self._parent if self._attempt is None else self._attempt.traceparent
 
     def waits(self, now: float) -> None:

@@ -158,7 +158,7 @@ class Stream:
             turn.set_result(None)
 
     async def _wait(self, open_ones: Sequence[Continuation]) -> None:
-        """For news, and the turn to read it."""
+        """Wait for news, and the turn to read it."""
         self._turn = turn = asyncio.get_running_loop().create_future()
         if any(continuation.news for continuation in open_ones):  # since it was read
             self.wake()

@@ -96,7 +96,7 @@ async def _generate(
 
 
 async def _collect(request: Request, stream: Stream) -> list[Any]:
-    """All deltas, unless the client goes away."""
+    """Return all deltas, unless the client goes away."""
     watcher = asyncio.create_task(_cancel_when_gone(request, stream))
     try:
         return [delta async for delta in stream.deltas()]

@@ -129,7 +129,7 @@ class ChatChunk(TypedDict):
 
 
 class TextAnswer(TypedDict):
-    """Also the chunks of its stream; those have `usage` as a chat's."""
+    """The answer and the chunks of its stream, which have `usage` as a chat's."""
 
     id: str
     object: Literal["text_completion"]

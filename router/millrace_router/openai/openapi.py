@@ -83,7 +83,7 @@ def _schemas() -> dict[str, Any]:
 
 
 def _loosen(schema: dict[str, Any]) -> None:
-    """As types.parse reads a request: null is absent, and some fields are ignored."""
+    """Loosen a schema as types.parse reads a request: null is absent, and some fields are ignored."""
     required = schema.get("required", ())
     for name, value in schema["properties"].items():
         if name not in required and {"type": "null"} not in value.get("anyOf", ()):

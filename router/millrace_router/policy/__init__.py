@@ -1,1 +1,1 @@
-"""Which workers serve a request. choose.py decides."""
+"""The choice of the workers for a request; choose.py decides."""

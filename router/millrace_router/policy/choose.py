@@ -1,4 +1,4 @@
-"""Which workers serve a request: a pure function of a `Situation`.
+"""The choice of the workers for a request: a pure function of a `Situation`.
 
 1. local prefill   the uncached part of the prompt is short: a decode worker runs it itself (`local_prefill_tokens`)
 2. pair            a prefill replica that somebody may decode for; then, near it, a decode replica that has been warmed

@@ -24,7 +24,7 @@ SHARDS_PER_CHANGE = 2  # cleaned while there are dead bits
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What a replica's cache stored and removed between two states. A snapshot replaces what was known."""
+    """The blocks that a replica's cache stored and removed between two states. A snapshot replaces all earlier ones."""
 
     after: int  # sequence number of the state that it follows
     sequence: int  # of the state that it leads to

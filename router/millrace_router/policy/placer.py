@@ -41,5 +41,5 @@ class Placer:
         return decision
 
     def decisions_of(self, request_id: str) -> list[Decision]:
-        """Of all continuations and attempts of a request, oldest first."""
+        """The decisions of all continuations and attempts of a request, oldest first."""
         return [decision for decision in self.decisions if decision.situation.want.request_id == request_id]

@@ -59,7 +59,7 @@ class Tool(NamedTuple):
 
 
 def described(tools: Sequence[Tool], style: Style) -> str:
-    """For the system message."""
+    """The description of tools for the system message."""
     parts = ["## Tools\nYou have access to the following tools:"]
     for tool in tools:
         schema = json.dumps(tool.parameters, ensure_ascii=False)
@@ -100,7 +100,7 @@ def structural_tag(tools: Sequence[Tool], style: Style, *, required: bool, paral
 
 
 def _around(name: str, style: Style) -> tuple[str, str]:
-    """What stands before and after a call's arguments."""
+    """The texts before and after a call's arguments."""
     if style is Style.V31:
         return f"{CALL}{name}{CALL_SEP}", CALL_END
     return f"{CALL}{KIND}{CALL_SEP}{name}\n{FENCE}json\n", f"\n{FENCE}{CALL_END}"

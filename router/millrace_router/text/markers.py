@@ -12,7 +12,7 @@ ALL = (THINK, THINK_END, CALLS, CALLS_END, CALL, CALL_END, CALL_SEP)
 
 
 class Prefixes:
-    """Where a text might be the beginning of one of `markers`."""
+    """Tails of a text that may be the beginning of one of `markers`."""
 
     __slots__ = ("_first", "_longest", "_markers")
 
@@ -22,7 +22,7 @@ class Prefixes:
         self._longest = max(map(len, self._markers), default=0)
 
     def undecided(self, text: str) -> int:
-        """Where the longest tail starts that a marker could go on from; len(text) when there is none."""
+        """Start of the longest tail that a marker could continue; len(text) when there is none."""
         for at in range(max(0, len(text) - self._longest + 1), len(text)):
             if text[at] in self._first and any(marker.startswith(text[at:]) for marker in self._markers):
                 return at

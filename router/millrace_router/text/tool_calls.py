@@ -162,7 +162,7 @@ class ToolCallParser:
 
 
 def _tail(text: str) -> int:
-    """Where the longest tail starts that may be the end of V3's code block: white space, ``` or less, white space."""
+    """Start of the longest tail that may be the end of V3's code block: white space, ``` or less, white space."""
     end = len(text.rstrip())
     ticks = next((n for n in range(min(3, end)) if text[end - n - 1] != "`"), min(3, end))
     return len(text[: end - ticks].rstrip())

@@ -40,7 +40,7 @@ class ParallelDims:
 
     @property
     def ep_size(self) -> int:
-        """How many ranks share the experts: with `expert_tp` each has a part of all of them."""
+        """Number of ranks that share the experts: with `expert_tp` each has a part of all of them."""
         return 1 if self.expert_tp else self.world
 
     @property

@@ -16,7 +16,7 @@ import msgspec
 
 
 class MemoryHandle(msgspec.Struct, frozen=True):
-    """Where one rank's page pool can be read from. Opaque to everything but the transport that made it."""
+    """The place of one rank's page pool. Opaque to everything but the transport that made it."""
 
     transport: str  # "nixl"; tests have others
     agent: str  # unique name of the exporting agent, new with every process start
@@ -101,7 +101,7 @@ class TransferError(Exception):
 
 
 def check_pages(source: MemoryHandle, ours: PageBuffer, src_pages: Sequence[int], dst_pages: Sequence[int]) -> None:
-    """What every transport refuses before it touches memory."""
+    """The checks of every transport before it touches memory."""
     if not src_pages or len(src_pages) != len(dst_pages):
         raise TransferError(f"read of {len(src_pages)} source pages into {len(dst_pages)} destination pages")
     for name, pages, limit in (("src_pages", src_pages, source.num_pages), ("dst_pages", dst_pages, ours.num_pages)):

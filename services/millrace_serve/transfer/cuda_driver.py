@@ -33,7 +33,7 @@ class CudaDriver:
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), self._device)
 
     def bind(self) -> None:
-        """Every thread that calls anything below does this first."""
+        """Bind the calling thread; every thread calls this before anything below."""
         self._call("cuCtxSetCurrent", self._context)
 
     def export(self, address: int) -> tuple[bytes, int]:

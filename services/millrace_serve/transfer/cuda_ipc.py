@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class SharedMemory(msgspec.Struct, frozen=True):
-    """How a process of the same host finds a pool."""
+    """The place of a pool for processes of the same host."""
 
     host: str
     handle: bytes

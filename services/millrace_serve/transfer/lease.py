@@ -124,7 +124,7 @@ class LeaseTable:
         return RELEASE_ANSWER[state]
 
     def abort(self, id: RequestId) -> None:
-        """Also for an id never seen: a part that is already on its way from the engine must not open a lease."""
+        """End a lease. An unknown id is recorded too, so that a part that is still on its way does not open a lease."""
         if id not in self._ended:
             self._end(id, LeaseState.ABORTED)
 
@@ -143,7 +143,7 @@ class LeaseTable:
         return tombstone[0] if tombstone else None
 
     def next_deadline(self) -> float | None:
-        """When `expire` next has a lease to end, on the table's clock."""
+        """The time at which `expire` next has a lease to end, on the table's clock."""
         return min((x.deadline for x in self._live.values() if x.state is LeaseState.PUBLISHED), default=None)
 
     @property

@@ -13,7 +13,7 @@ OnExit = Callable[[int, str], None]  # rank, how it ended
 class Launcher(abc.ABC):
     @abc.abstractmethod
     def bind(self) -> str:
-        """Where the frontend's inbox listens: a ZeroMQ endpoint, perhaps with a wildcard port."""
+        """The endpoint of the frontend's inbox: ZeroMQ, perhaps with a wildcard port."""
 
     @abc.abstractmethod
     async def start(self, config: WorkerConfig, frontend: str, on_exit: OnExit) -> None:

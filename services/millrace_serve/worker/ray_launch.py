@@ -98,12 +98,12 @@ class RayLauncher(Launcher):
 
 
 def endpoint(address: str, port: int | str) -> str:
-    """Of ZeroMQ and of torch's rendezvous: both want an IPv6 address in brackets."""
+    """The endpoint for ZeroMQ and torch's rendezvous, which both need an IPv6 address in brackets."""
     return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
 
 
 async def _placed(group: Any, ranks: int) -> None:
-    """Until every rank has its place: the other pods have joined."""
+    """Wait until every rank has its place: the other pods have joined."""
     ready = asyncio.ensure_future(group.ready())
     while not (await asyncio.wait({ready}, timeout=WAIT_LOG_S))[0]:
         pods = sum(node["Alive"] for node in ray.nodes())

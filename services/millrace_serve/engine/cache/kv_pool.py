@@ -21,7 +21,7 @@ ITEM_BYTES = {"float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 4}
 
 
 class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """What two workers must have in common before pages may travel between them."""
+    """The facts that two workers must share before pages may travel between them."""
 
     page_size: int  # tokens
     num_layers: int  # the MTP layer included where it is loaded
@@ -108,7 +108,7 @@ class KvPool:
         return self._canary_words()[pages, :2]
 
     def write_canaries(self, pages: np.ndarray, words: np.ndarray) -> None:
-        """Into a pool in the host's memory."""
+        """Write canaries into a pool in the host's memory."""
         self._canary_words()[pages, :2] = words
 
     def _canary_words(self) -> np.ndarray:

@@ -164,7 +164,7 @@ class Grammars:
 
 
 def _text_of(grammar: Grammar) -> Grammar:
-    """What is compiled of it."""
+    """The text that identifies a compilation."""
     return msgspec.structs.replace(grammar, after_token_id=None)
 
 

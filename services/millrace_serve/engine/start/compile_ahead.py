@@ -134,7 +134,7 @@ def mark(site: Site) -> None:
 
 
 def mark_file(site: Site) -> Path | None:
-    """None where nothing is compiled ahead: on CPUs, and without a cache folder."""
+    """The file of `mark`; None where nothing is compiled ahead: on CPUs, and without a cache folder."""
     folder = site.execution.cache_dir
     if folder is None or site.device.type != "cuda":
         return None

@@ -32,7 +32,7 @@ from millrace_serve.model.parallel import ParallelDims
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """What every rank of a worker has, leader or not."""
+    """The parts of every rank of a worker, leader or not."""
 
     config: EngineConfig
     model: ModelConfig
@@ -119,7 +119,7 @@ def load_rank(
 
 
 def _model_config(limits: Limits, path: Path) -> ModelConfig:
-    """Of the layers that this worker loads."""
+    """The configuration of the layers that this worker loads."""
     config = ModelConfig.load(path)
     if not limits.draft_tokens:
         return config.without_mtp()

@@ -14,10 +14,9 @@ LENGTH_BYTES = 8  # a safetensors file begins with its header's length, little-e
 
 
 def checkpoint_hash(path: Path) -> str:
-    """Of the config, and of each weight file's name, size, header and evenly spaced samples.
-
-    Neither the folder's name nor times count. A change of a few bytes between two samples stays unseen: another
-    training, quantization or fine-tune of the model does not.
+    """Hash of the config, and of each weight file's name, size, header and evenly spaced samples. Neither the folder's
+    name nor times count. A change of a few bytes between two samples stays unseen: another training, quantization or
+    fine-tune of the model does not.
     """
     digest = hashlib.blake2b((path / CONFIG_FILE).read_bytes(), digest_size=16)
     for file in sorted(path.glob("*.safetensors")):

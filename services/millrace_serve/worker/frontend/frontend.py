@@ -77,7 +77,7 @@ class Frontend:
     # ------------------------------------------------------------------------------------------------ life
 
     async def start(self) -> None:
-        """To READY. Raises RankLost or MillraceError when it cannot be reached."""
+        """Start the worker up to READY. Raises RankLost or MillraceError when it fails."""
         async with within(self.config.timeouts.start, "starting the ranks"):
             await self.ranks.start()
         self.lifecycle.advance(State.WARMING, "")
@@ -88,7 +88,7 @@ class Frontend:
         self.lifecycle.to(State.READY)
 
     async def warm_up(self) -> None:
-        """Every engine runs requests of several shapes, one after the other and together."""
+        """Run requests of several shapes on every engine, one after the other and together."""
         info = self.ranks.ready_info
         async with within(self.config.timeouts.warmup, "the warm-up"):
             for length in warmup.prompt_lengths(self.config.limits.resolved(info.num_pages)):

@@ -61,7 +61,7 @@ class Lifecycle:
         self._on_change(state)
 
     def advance(self, state: State, message: str) -> None:
-        """As far as `state` through the states in between; a state that lies behind changes nothing but the message."""
+        """Advance to `state` through the states in between; an earlier state changes only the message."""
         while _ORDER.index(self.state) < _ORDER.index(state):
             self.to(_ORDER[_ORDER.index(self.state) + 1], message)
         self.message = message

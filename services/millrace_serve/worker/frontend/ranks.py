@@ -112,7 +112,7 @@ class Ranks:
         return range(replica * self._config.tp, (replica + 1) * self._config.tp)
 
     def memory_of(self, replica: int) -> list[MemoryHandle]:
-        """Where the pages of a replica can be read, by tensor-parallel rank."""
+        """The memory handles of a replica's pages, by tensor-parallel rank."""
         handles = [self._infos[rank].memory for rank in self.of_replica(replica)]
         return [handle for handle in handles if handle is not None]
 
@@ -132,7 +132,7 @@ class Ranks:
         return list(await asyncio.gather(*map(asyncio.shield, self._freezes.values())))
 
     async def profile(self, message: StartProfile | StopProfile) -> list[ProfileDone]:
-        """Every rank's answer. One call at a time."""
+        """Return every rank's answer. One call at a time."""
         loop = asyncio.get_running_loop()
         self._profiles = {rank: loop.create_future() for rank in self._engines}
         for engine in self._engines.values():

@@ -22,7 +22,7 @@ class Wakeup:
             _wake(sleeper, True)
 
     async def wait(self, timeout_s: float | None = None) -> bool:
-        """Until the next `fire`. False: the time ran out first."""
+        """Wait until the next `fire`. False: the time ran out first."""
         loop = asyncio.get_running_loop()
         sleeper = loop.create_future()
         self._sleepers.add(sleeper)

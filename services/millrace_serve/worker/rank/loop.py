@@ -48,7 +48,7 @@ class GcReporter:
 
 
 class EngineLoop:
-    """Of the leader of a replica."""
+    """The loop of a replica's leader."""
 
     def __init__(
         self,
