@@ -75,9 +75,7 @@ class Limits(Config):
 
 
 class Connections(Config):
-    """Connections of clients. They end in good order now and then, so that a new router replica gets its share of the
-    load.
-    """
+    """Connections of clients. They end in good order after a while, so that a new router replica gets load."""
 
     max_age: float | None = Field(300.0, gt=0)  # seconds, give or take a tenth; none: they live for ever
 

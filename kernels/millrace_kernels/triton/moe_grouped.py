@@ -84,9 +84,7 @@ def config(rows: int, num_held: int, size: int) -> Config:
 
 
 def is_fastest(num_tokens: int, shape: tuple[int, ...]) -> bool:
-    """Whether this is the fastest kernel for experts w2 [E, D, I] in FP8 that expect so many rows each; shape: (E, D,
-    I, rows).
-    """
+    """Whether this is the fastest kernel for FP8 experts w2 [E, D, I]; shape: (E, D, I, expected rows)."""
     num_held, _, size, rows = shape
     if num_tokens <= SMALL_TOKENS:
         return num_tokens * size >= LEAST_WORK

@@ -196,9 +196,7 @@ def _place(
 
 
 def most_rows(num_tokens: int, choices: int, num_held: int, alignment: int) -> int:
-    """Upper bound of the rows: every choice held here, and almost a whole alignment lost at every expert that can be
-    hit.
-    """
+    """Upper bound of the rows: every choice, and almost a whole alignment for every expert that can be hit."""
     rows = num_tokens * min(choices, num_held)
     return triton.cdiv(rows + min(rows, num_held) * (alignment - 1), alignment) * alignment
 

@@ -44,9 +44,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """The changes from one set of targets to the next, by key. A target that moved to another address was removed and
-    added.
-    """
+    """Changes between two sets of targets, by key. A target with a new address was removed and added."""
 
     removed: tuple[Target, ...]
     added: tuple[Target, ...]

@@ -19,9 +19,7 @@ class PublicHttp(HttpServer):
         super().__init__(app, functools.partial(_Ageing, max_age_s, self._parting))
 
     def part(self) -> None:
-        """From now on every answer is its connection's last, so that the client's next connection reaches another
-        router.
-        """
+        """Make every answer its connection's last, so that clients reach another router next."""
         self._parting.set()
 
 

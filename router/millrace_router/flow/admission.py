@@ -109,9 +109,7 @@ class Admission:
             raise MillraceError(Reason.QUEUE_FULL, message, retry_after_s=self.drained_in())
 
     def make_room(self, tickets: int, place: Place, tokens: int, left_s: float | None) -> None:
-        """Make room for so many tickets of `tokens` prompt tokens each, whose client waits `left_s` more (None: for
-        ever).
-        """
+        """Make room for tickets of `tokens` prompt tokens each, whose client waits `left_s` more (None: for ever)."""
         if left_s is not None and left_s <= 0:
             raise MillraceError(Reason.DEADLINE_EXCEEDED, "the deadline had passed before the request could wait")
         self.check_room(tickets, place)

@@ -88,8 +88,7 @@ class KvSink(abc.ABC):
 
     @abc.abstractmethod
     def disconnect(self, agent: str) -> None:
-        """Forget a peer (it died or restarted under a new agent name): no new reads. Those in flight run to their end.
-        Idempotent."""
+        """Forget a peer that died or restarted: no new reads; those in flight run to their end. Idempotent."""
 
     @abc.abstractmethod
     def close(self) -> None:

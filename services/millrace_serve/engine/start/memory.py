@@ -106,9 +106,7 @@ def make_plan(
 
 
 def estimate(limits: Limits, weights: int, hidden_size: int, vocab_size: int, num_graphs: int) -> Demand:
-    """The demand before anything can be measured. Activations: a step's rows in the widest places of a layer, and
-    logits.
-    """
+    """The demand before a measurement. Activations: a step's rows in the widest places of a layer, and logits."""
     rows = limits.max_prefill_tokens + limits.max_running
     activations = rows * hidden_size * 2 * 16 + limits.max_running * vocab_size * 4 * 4
     return Demand(weights, activations, graph_reserve(num_graphs, 0), CONTEXT_BYTES)
