@@ -4,9 +4,9 @@
    ports. Not serving yet: /ready says 503, gRPC health NOT_SERVING.
 2. Discover the workers and connect to them; their pairs are warmed; with the first routable pair the collector is
    frozen again and the router is serving, and without any it is not: never latched.
-3. SIGTERM or SIGINT: refuse new requests (DRAINING) and send clients away: who asks for our health goes by itself,
-   after a moment GOAWAY tells the others, HTTP answers say `connection: close`. Running streams finish, up to the
-   grace; the rest ends with DRAINING; exit 0. Without streams that is at once.
+3. SIGTERM or SIGINT: refuse new requests (DRAINING) and send clients away: clients that watch the health leave by
+   themselves, after a moment the others get GOAWAY, HTTP answers carry `connection: close`. Running streams finish, up
+   to the grace; the rest ends with DRAINING; exit 0. Without streams the process ends at once.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from millrace_router.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 1.0  # for connections, once every stream has ended
-PARTING_S = 1.0  # until GOAWAY: a call that it crosses is cancelled, so clients that can see that we drain go first
+PARTING_S = 1.0  # until GOAWAY, which cancels a call that crosses it: clients that watch the health leave before
 
 
 class Router:
-    """`start`, then `ports` says where it listens; `stop` drains."""
+    """`start`, then `ports` has the bound addresses; `stop` drains."""
 
     def __init__(self, config: RouterConfig) -> None:
         metrics = build()
@@ -142,7 +142,7 @@ class Router:
                 serving = ready
                 log.info("serving" if ready else "not serving")
                 if ready:
-                    self._gc.freeze()  # what the warm-up of the pairs has left
+                    self._gc.freeze()  # objects of the pairs' warm-up
                 self._public.set_serving(ready)
 
 
