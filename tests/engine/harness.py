@@ -23,6 +23,7 @@ from millrace_serve.engine.core import (
     TokenOutput,
 )
 from millrace_serve.engine.engine import Engine
+from millrace_serve.engine.grammar.grammars import Grammars
 from millrace_serve.engine.sim.factory import build_sim_engine
 from millrace_serve.engine.sim.runner import SimSettings, oracle_outputs
 
@@ -40,12 +41,16 @@ class Clock:
 class Driver:
     """Collects the Events of a simulated engine and holds them against the oracle."""
 
-    def __init__(self, role: Role, settings: SimSettings = SETTINGS, **config: object) -> None:
+    def __init__(
+        self, role: Role, settings: SimSettings = SETTINGS, grammars: Grammars | None = None, **config: object
+    ) -> None:
         self.clock = Clock()
         self.config = EngineConfig.model_validate({**TINY, "max_prefill_tokens": 6, "poison": True, **config})
         self.settings = settings
-        self.engine: Engine = build_sim_engine(self.config, role, settings, clock=self.clock)
-        self.roster = self.engine._scheduler.roster
+        self.engine: Engine = build_sim_engine(self.config, role, settings, clock=self.clock, grammars=grammars)
+        self.scheduler = self.engine._scheduler
+        self.here = self.scheduler.requests
+        self.cache = self.scheduler.pages.cache
         self.requests: dict[RequestId, Request] = {}
         self.tokens: dict[RequestId, list[int]] = {}  # outputs of the room, those before this engine included
         self.finish: dict[RequestId, SequenceOutput] = {}
@@ -107,10 +112,12 @@ class Driver:
     def check_pages(self) -> None:
         """No page belongs to two sequences unless it is a shared, complete one; nothing that is used is free."""
         self.engine.check_idle()
-        waiting = [len(seq.tokens) for seq in self.roster.live.values() if seq in self.roster.waiting._members]
-        assert (len(self.roster.waiting), self.roster.waiting.num_tokens) == (len(waiting), sum(waiting))
-        cache = self.roster.cache
-        owners = Counter(page for seq in self.roster.live.values() for page in seq.pages)
+        for seq in self.here.live.values():
+            seq.check()
+        waiting = [len(seq.tokens) for seq in self.here.live.values() if seq in self.here.waiting._members]
+        assert (len(self.here.waiting), self.here.waiting.num_tokens) == (len(waiting), sum(waiting))
+        cache = self.cache
+        owners = Counter(page for seq in self.here.live.values() for page in seq.pages)
         for page, count in owners.items():
             assert cache.pool.state(page) < 2, f"page {page} has an owner but is not running or published"
             assert count == 1 or page in cache._tree, f"page {page} is owned {count} times and not shared"
@@ -120,12 +127,12 @@ class Driver:
     def check_whole(self) -> None:
         """Everything is over: no sequence, no page, no slot is left behind."""
         assert not self.engine.has_work()
-        assert not self.roster.live and not self.roster.leaving and not len(self.roster.waiting)
-        assert self.roster.num_active == 0
-        assert len(self.roster._slots) == self.config.max_running
-        pool = self.roster.cache.pool
+        assert not self.here.live and not self.scheduler.leaving and not len(self.here.waiting)
+        assert self.here.num_active == 0
+        assert len(self.scheduler.pages._slots) == self.config.max_running
+        pool = self.cache.pool
         assert pool.num_free + pool.num_cached == pool.total
-        self.roster.cache.flush()
+        self.cache.flush()
         assert pool.num_free == pool.total
         for id in self.requests:
             assert id in self.finish or id in self.parts, f"request {id} was never answered"

@@ -8,62 +8,92 @@ from millrace_common.page_hash import chain_hash, page_hashes
 from millrace_serve.engine.config import Role
 from millrace_serve.engine.core import RequestId
 from millrace_serve.engine.schedule.plan import Plan
-from millrace_serve.engine.step.batch import BatchBuilder, StepBatch
+from millrace_serve.engine.step.batch import BatchBuilder, SlotUpdates, StepBatch
 
 SIZE = 4
 
 
-def expected_rows(plan: Plan) -> list[tuple[int, int, int]]:
-    """(token, position, kv slot) of every row; token None stands for one taken from the slot."""
-    rows = []
-    for seq in plan.decode:
-        position = seq.num_scheduled - 1
-        rows.append((-1 - seq.slot, position, seq.pages[position // SIZE] * SIZE + position % SIZE))
-    for chunk in plan.chunks:
-        for position in range(chunk.start, chunk.end):
-            page = chunk.seq.pages[position // SIZE]
-            rows.append((chunk.seq.tokens[position], position, page * SIZE + position % SIZE))
-    return rows
+class Rows:
+    """The slots of a device, in plain Python, and the rows that a step makes of them."""
+
+    def __init__(self) -> None:
+        self.length: dict[int, int] = {}
+        self.capacity: dict[int, int] = {}
+        self.pages: dict[tuple[int, int], int] = {}
+
+    def update(self, updates: SlotUpdates) -> None:
+        cells = zip(updates.page_slots.tolist(), updates.page_indexes.tolist(), strict=True)
+        self.pages.update(zip(cells, updates.pages.tolist(), strict=True))
+        self.capacity.update(zip(updates.grown.tolist(), updates.capacity.tolist(), strict=True))
+        self.length.update(zip(updates.joined.tolist(), updates.lengths.tolist(), strict=True))
+
+    def of(self, batch: StepBatch) -> list[tuple[int, int]]:
+        """(position, KV slot) of every row of a step without drafts."""
+        rows = []
+        for slot, first, end in zip(batch.slots.tolist(), batch.cu_q.tolist(), batch.cu_q.tolist()[1:], strict=False):
+            for _ in range(first, end):
+                position = self.length[slot]
+                assert position < self.capacity[slot]
+                rows.append((position, self.pages[slot, position // SIZE] * SIZE + position % SIZE))
+                self.length[slot] += 1
+        return rows
+
+
+def expected_rows(plan: Plan) -> list[tuple[int, int]]:
+    """(position, KV slot) of every row."""
+    spans = [(seq, seq.num_computed - 1, seq.num_computed) for seq in plan.decode]
+    spans += [(chunk.seq, chunk.start, chunk.end) for chunk in plan.chunks]
+    return [
+        (position, seq.pages[position // SIZE] * SIZE + position % SIZE)
+        for seq, start, end in spans
+        for position in range(start, end)
+    ]
 
 
 def watch(driver: Driver, batches: list[StepBatch]) -> None:
     """Check every batch that the engine builds."""
     builder: BatchBuilder = driver.engine._builder
-    build = builder.build
+    build, device = builder.build, Rows()
 
     def checked(plan: Plan) -> StepBatch:
         batch = build(plan)
-        rows = expected_rows(plan)
-        found = zip(batch.token_ids.tolist(), batch.positions.tolist(), batch.kv_slots.tolist(), strict=True)
-        assert list(found) == rows
-        seqs = plan.decode + [chunk.seq for chunk in plan.chunks]
-        ends = [seq.num_scheduled for seq in plan.decode] + [chunk.end for chunk in plan.chunks]
-        assert batch.seq_lens.tolist() == ends
-        assert batch.q_lens.tolist() == [1] * len(plan.decode) + [chunk.end - chunk.start for chunk in plan.chunks]
-        assert batch.num_decode == len(plan.decode)
-        for row, (seq, end) in enumerate(zip(seqs, ends, strict=True)):
-            used = -(-end // SIZE)
-            assert batch.page_table[row, :used].tolist() == seq.pages[:used]
-        samples = [row for row, seq in enumerate(plan.decode)]
-        last = len(plan.decode) - 1
-        for chunk in plan.chunks:
-            last += chunk.end - chunk.start
-            samples += [last] if chunk.samples else []
-        assert batch.sample_rows.tolist() == samples
-        sampling = plan.decode + [chunk.seq for chunk in plan.chunks if chunk.samples]
-        assert batch.sample_slots.tolist() == [seq.slot for seq in sampling]
-        positions = batch.positions[batch.sample_rows]
-        assert batch.sampling.output_index.tolist() == [
-            position + 1 - seq.num_prompt for position, seq in zip(positions.tolist(), sampling, strict=True)
-        ]
-        assert batch.sampling.seeds.tolist() == [seq.request.sampling.seed for seq in sampling]
-        assert np.array_equal(
-            batch.sampling.temperature, np.float32([seq.request.sampling.temperature for seq in sampling])
-        )
+        if batch.updates is not None:
+            device.update(batch.updates)
+        assert device.of(batch) == expected_rows(plan)
+        check_rows(plan, batch)
+        check_sampling(plan, batch)
         batches.append(batch)
         return batch
 
     builder.build = checked  # type: ignore[method-assign]
+
+
+def check_rows(plan: Plan, batch: StepBatch) -> None:
+    seqs = plan.decode + [chunk.seq for chunk in plan.chunks]
+    assert batch.slots.tolist() == [seq.slot for seq in seqs]
+    assert np.diff(batch.cu_q).tolist() == [1] * len(plan.decode) + [chunk.end - chunk.start for chunk in plan.chunks]
+    assert batch.chunk_ends == tuple(chunk.end for chunk in plan.chunks)
+    assert batch.chunk_tokens.tolist() == [t for c in plan.chunks for t in c.seq.tokens[c.start : c.end]]
+    assert (batch.num_decode, batch.num_tokens) == (len(plan.decode), int(batch.cu_q[-1]))
+    assert batch.num_rows.tolist() == [batch.num_tokens]
+    longest = max([seq.num_computed for seq in plan.decode] + [chunk.end for chunk in plan.chunks])
+    assert batch.num_pages == -(-longest // SIZE)
+
+
+def check_sampling(plan: Plan, batch: StepBatch) -> None:
+    samples, last = list(range(len(plan.decode))), len(plan.decode) - 1
+    for chunk in plan.chunks:
+        last += chunk.end - chunk.start
+        samples += [last] if chunk.samples else []
+    assert batch.sample_rows.tolist() == samples
+    sampling = plan.decode + [chunk.seq for chunk in plan.chunks if chunk.samples]
+    assert batch.sample_slots.tolist() == [seq.slot for seq in sampling]
+    params = [seq.request.sampling for seq in sampling]
+    if batch.sampling is None:
+        assert not any(one.temperature for one in params)
+        return
+    assert batch.sampling.seeds.tolist() == [one.seed for one in params]
+    assert np.array_equal(batch.sampling.temperature, np.float32([one.temperature for one in params]))
 
 
 def test_every_batch_of_a_busy_engine():
@@ -74,8 +104,9 @@ def test_every_batch_of_a_busy_engine():
         driver.submit(request(room, tokens, max_tokens=9, temperature=room % 2 / 2, seed=2**63 + room))
     driver.run()
     driver.check_whole()
-    assert any(batch.num_decode and batch.num_decode < len(batch.q_lens) for batch in batches), "no mixed step"
-    assert driver.roster.totals["preemptions"] > 0
+    assert any(batch.num_decode and batch.chunk_lens for batch in batches), "no mixed step"
+    assert any(batch.sampling is None for batch in batches) and any(batch.sampling is not None for batch in batches)
+    assert driver.scheduler.outbox.totals["preemptions"] > 0
 
 
 def test_canaries_follow_the_known_tokens():
@@ -96,4 +127,4 @@ def test_canaries_follow_the_known_tokens():
 
 def test_an_idle_batch_has_no_rows():
     batch = StepBatch.idle()
-    assert batch.num_tokens == 0 and len(batch.sample_rows) == 0 and batch.page_table.shape == (0, 1)
+    assert batch.num_tokens == 0 and len(batch.sample_rows) == 0 and batch.sampling is None

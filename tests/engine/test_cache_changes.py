@@ -46,7 +46,7 @@ def test_only_the_difference_counts(first: list[tuple[bool, int]], second: list[
 
 def blocks_of(driver: Driver) -> set[int]:
     """Of the tree itself."""
-    found, nodes = set(), [driver.roster.cache._tree.root]
+    found, nodes = set(), [driver.cache._tree.root]
     while nodes:
         node: Node = nodes.pop()
         nodes += node.children.values()

@@ -228,7 +228,7 @@ def test_the_simulated_device_runs_one_step_after_the_other():
     settings = SimSettings(step_s=2.0)
     now = [10.0]
     config = EngineConfig(num_pages=4, max_model_len=64)
-    runner = SimRunner(settings, KvPool(sim_layout(config, settings), 4), clock=lambda: now[0])
+    runner = SimRunner(settings, KvPool(sim_layout(config, settings), 4), config, clock=lambda: now[0])
     ready = [runner.launch(StepBatch.idle())._ready_at for _ in range(2)]
     now[0] = 20.0
     ready.append(runner.launch(StepBatch.idle())._ready_at)

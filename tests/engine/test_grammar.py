@@ -29,7 +29,7 @@ from millrace_serve.engine.core import (
 from millrace_serve.engine.grammar.grammars import MAX_COMPILED, GrammarError, Grammars
 from millrace_serve.engine.schedule.plan import StepOutput
 from millrace_serve.engine.sim.runner import SimRunner
-from millrace_serve.engine.step.batch import StepBatch
+from millrace_serve.engine.step.batch import HostBatch
 from millrace_serve.engine.step.lockstep import Together, follow
 
 V = SETTINGS.vocab_size
@@ -108,20 +108,23 @@ class FakeCompiler:
 class MaskedRunner(SimRunner):
     """Takes an allowed token where there is a mask, else what SimRunner takes."""
 
-    def _sample(self, batch: StepBatch, corrupt: dict[int, str]) -> StepOutput:
+    def _sample(self, batch: HostBatch, corrupt: dict[int, str]) -> StepOutput:
         output = super()._sample(batch, corrupt)
-        if batch.sampling.grammar is not None:
+        if batch.sampling is not None and batch.sampling.grammar is not None:
+            lens = [1] * batch.num_decode + [batch.chunk_lens[chunk] for chunk in batch.sampling_chunks]
+            index = self._lengths[batch.sample_slots] + lens - self._num_prompt[batch.sample_slots]
             for sample, mask in zip(*batch.sampling.grammar, strict=True):
-                output.tokens[sample] = pick(bits_of(mask), int(batch.sampling.output_index[sample]))
+                output.tokens[sample] = pick(bits_of(mask), int(index[sample]))
         return output
 
 
 class GrammarDriver(Driver):
     def __init__(self, role: Role, **config: object) -> None:
-        super().__init__(role, **{"num_pages": 40, **config})
         self.compiler = FakeCompiler()
-        self.roster.grammars = Grammars(self.compiler, self.clock)
-        self.engine._runner = MaskedRunner(self.settings, self.engine.pool)
+        self.grammars = Grammars(self.compiler, lambda: self.clock())
+        super().__init__(role, grammars=self.grammars, **{"num_pages": 40, **config})
+        runner = MaskedRunner(self.settings, self.engine.pool, self.config)
+        self.engine._runner, self.engine._builder._on_join = runner, runner.join
 
     def expected(self, id: RequestId) -> list[int]:
         params = self.requests[id].sampling
@@ -129,8 +132,8 @@ class GrammarDriver(Driver):
 
     def finish_compiling(self) -> None:
         self.compiler.gate.set()
-        self.roster.grammars._threads.submit(lambda: None).result(20)
-        while self.roster.grammars.waiting:
+        self.grammars._threads.submit(lambda: None).result(20)
+        while self.grammars.waiting:
             self.step()
 
 
@@ -181,7 +184,7 @@ def test_the_decode_worker_goes_on_from_the_prefill_workers_token() -> None:
     driver.submit(asked)
     driver.tell(KvOffered(asked.id))  # while the grammar is being compiled
     driver.step()
-    assert driver.roster.grammars.waiting and not driver.reserved and driver.engine.wait_s() == pytest.approx(0.005)
+    assert driver.grammars.waiting and not driver.reserved and driver.engine.wait_s() == pytest.approx(0.005)
     driver.finish_compiling()
     driver.run()
     fill_pages(driver, driver.reserved[asked.id].page_ids, asked.token_ids, 0)
@@ -221,7 +224,7 @@ def test_refusals() -> None:
     assert driver.compiler.compiled == ["bad", "dead end"], "a grammar is compiled once"
     driver.check_whole()
     assert "no tokenizer" in Grammars().walk(constrained(1, [20])).message
-    contradicted = driver.roster.grammars.walk(constrained(4, [20, 199], prior=1))
+    contradicted = driver.grammars.walk(constrained(4, [20, 199], prior=1))
     assert "does not allow token 199" in contradicted.message
 
 
@@ -269,8 +272,8 @@ def test_a_grammar_that_somebody_waits_for_is_kept() -> None:
     for room in range(MAX_COMPILED + 5):
         driver.submit(constrained(room, [20], Grammar(GrammarKind.REGEX, str(room)), max_tokens=1))
     driver.compiler.gate.set()
-    driver.roster.grammars._threads.shutdown(wait=True)
-    driver.roster.grammars._threads = ThreadPoolExecutor(1)
+    driver.grammars._threads.shutdown(wait=True)
+    driver.grammars._threads = ThreadPoolExecutor(1)
     driver.submit(constrained(1000, [20], Grammar(GrammarKind.REGEX, "new"), max_tokens=1))
     driver.finish_compiling()
     driver.run()
@@ -310,12 +313,12 @@ def test_followers_are_given_the_same_masks() -> None:
     driver.run()
     driver.engine.close()
     pool = KvPool(driver.engine.pool.layout, driver.config.num_pages)
-    runner, tokens = MaskedRunner(driver.settings, pool), []
+    runner, tokens = MaskedRunner(driver.settings, pool, driver.config), []
 
     class Recording:
-        def launch(self, batch: StepBatch) -> object:
+        def launch(self, batch: HostBatch) -> object:
             handle = runner.launch(batch)
-            tokens.extend(handle.result().tokens.tolist())
+            tokens.extend(handle.result().tokens[:, 0].tolist())
             return handle
 
     follow(Recording(), broadcast)  # type: ignore[arg-type]

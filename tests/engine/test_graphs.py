@@ -9,11 +9,12 @@ from engine.harness import request, said
 from millrace_serve.engine.config import EngineConfig, Execution, Role
 from millrace_serve.engine.core import Request
 from millrace_serve.engine.engine import Engine
-from millrace_serve.engine.start.rehearsal import Shape, batch_of
 from millrace_serve.engine.start.torch_factory import build_engine
 from millrace_serve.engine.step.batch import StepBatch
 from millrace_serve.engine.step.device import Cpu
-from millrace_serve.engine.step.graphs import BUCKETS, Columns, DecodeGraphs, PaddedRows, buckets_up_to, columns_size
+from millrace_serve.engine.step.graphs import BUCKETS, DecodeGraphs, buckets_up_to
+from millrace_serve.engine.step.slots import Slots
+from millrace_serve.engine.step.staging import Staging
 from millrace_serve.model.inputs import ForwardInput
 from millrace_serve.model.parallel import ParallelDims
 from millrace_testing.paths import TINY
@@ -54,7 +55,7 @@ def test_padded_steps_equal_unpadded_ones(sampling: dict[str, object], buckets: 
     padded_engine = engine(graphs="on", graph_buckets=buckets)
     graphs = padded_engine._runner._graphs
     replays, graphs_run = [], graphs.run
-    graphs.run = lambda rows: (replays.append(rows.bucket), graphs_run(rows))[1]
+    graphs.run = lambda rows: (replays.append(len(rows.slots)), graphs_run(rows))[1]
     padded = said(padded_engine, requests(**sampling))
     assert set(replays) <= set(graphs.buckets) and len(set(replays)) > 1
     assert plain.keys() == padded.keys()
@@ -71,19 +72,6 @@ def test_buckets_end_with_all_slots() -> None:
     assert buckets_up_to(16, (3, 8, 99)) == (3, 8, 16)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 9, 256])
-def test_columns_of_a_block_do_not_overlap(rows: int) -> None:
-    block = np.zeros(columns_size(rows), np.int64)
-    columns = Columns.of(block, rows, np.int32)
-    for value, name in enumerate(("slots", "positions", "kv_slots", "seq_lens", "num_tokens"), start=1):
-        getattr(columns, name)[:] = value
-    assert [set(getattr(columns, name).tolist()) for name in Columns.__slots__] == [{1}, {2}, {3}, {4}, {5}]
-    sizes = [rows, rows, rows, rows, 1]
-    assert [len(getattr(columns, name)) for name in Columns.__slots__] == sizes
-    on_device = Columns.of(torch.from_numpy(block), rows, torch.int32)
-    assert on_device.seq_lens.tolist() == [4] * rows and on_device.num_tokens.tolist() == [5]
-
-
 class Recorder:
     """Stands for a model: remembers its inputs, answers with the token ids as logits."""
 
@@ -95,48 +83,76 @@ class Recorder:
         return inputs.token_ids[:, None].float().expand(-1, 3)
 
 
-def make(recorder: Recorder, dp: int = 1) -> DecodeGraphs:
-    last_tokens = torch.tensor([100, 101, 102, 103, 0])
-    graphs = DecodeGraphs(Cpu(), lambda bucket: recorder, last_tokens, (2, 4), max_pages=3, vocab_size=3, dp=dp)
+def make(recorder: Recorder, dp: int = 1, num_queries: tuple[int, ...] = (1,)) -> tuple[DecodeGraphs, Slots]:
+    config = EngineConfig(num_pages=9, max_model_len=192, max_running=4)
+    state = Slots(config, CPU, max(num_queries))
+    state.last_tokens += torch.tensor([100, 101, 102, 103, 0])[:, None]
+    graphs = DecodeGraphs(Cpu(), lambda bucket: recorder, state, (2, 4), 3, dp, num_queries)
     graphs.capture()
     recorder.seen.clear()
-    return graphs
+    return graphs, state
 
 
-def uploaded(rows: PaddedRows[np.ndarray]) -> PaddedRows[Tensor]:
-    return PaddedRows(rows.bucket, torch.from_numpy(rows.block), torch.from_numpy(rows.page_table))
+def uploaded(batch: StepBatch[np.ndarray]) -> StepBatch[Tensor]:
+    return Staging(Cpu(), 0).upload(0, batch)
+
+
+def decode(num_seqs: int, num_queries: int = 1) -> StepBatch[np.ndarray]:
+    """A step of the first slots."""
+    batch = StepBatch.idle()
+    batch.num_decode, batch.num_queries, batch.all_decode = num_seqs, num_queries, True
+    batch.slots = batch.sample_slots = np.arange(num_seqs)
+    batch.num_rows = np.array([num_seqs * num_queries], np.int32)
+    return batch
 
 
 def test_padding_rows_touch_the_sink_only() -> None:
     recorder = Recorder()
-    graphs = make(recorder)
-    full, small = batch_of(Shape(num_decode=4), 64, graphs=True), batch_of(Shape(num_decode=3), 64, graphs=True)
-    for batch in (full, small):
-        batch.page_table = np.arange(1, 1 + 2 * batch.num_tokens, dtype=np.int32).reshape(-1, 2)
-        batch.kv_slots, batch.seq_lens = batch.kv_slots + 64, batch.seq_lens + 70
-    graphs.run(uploaded(graphs.pad(full, 4)))
-    logits = graphs.run(uploaded(graphs.pad(small, 4)))
+    graphs, state = make(recorder)
+    state.page_table[:4, :2] = torch.arange(1, 9).view(4, 2)
+    state.lengths[:4], state.capacity[:4] = 70, 128
+    graphs.run(uploaded(graphs.pad(decode(4))))
+    logits, positions = graphs.run(uploaded(graphs.pad(decode(3))))
     inputs = recorder.seen[-1]
-    assert inputs.token_ids.tolist() == [100, 101, 102, 0] and logits[:, 0].tolist() == [100, 101, 102, 0]
-    assert inputs.attn.seq_lens.tolist() == [71, 71, 71, 1] and inputs.kv_slots.tolist() == [64, 64, 64, 0]
-    assert inputs.attn.page_table[3, :2].tolist() == [0, 0], "a page of the step before"
+    assert inputs.token_ids.tolist() == [100, 101, 102, 0] and logits[:, 0].tolist() == [100, 101, 102]
+    assert positions.tolist() == [70, 70, 70] and inputs.positions.tolist() == [70, 70, 70, 0]
+    assert inputs.attn.seq_lens.tolist() == [71, 71, 71, 1]
+    assert inputs.kv_slots.tolist() == [2 * 64 + 6, 4 * 64 + 6, 6 * 64 + 6, 0]
+    assert inputs.attn.page_table.tolist() == [[1, 2, 0], [3, 4, 0], [5, 6, 0], [0, 0, 0]], "a page of the step before"
     assert inputs.num_tokens_device is not None and inputs.num_tokens_device.tolist() == [3]
     assert inputs.attn.num_decode == inputs.num_tokens == 4 and inputs.attn.cu_q.tolist() == [0, 1, 2, 3, 4]
 
 
+def test_a_graph_holds_several_rows_of_each_sequence() -> None:
+    """Rows without a page, those at or behind the capacity, go to the sink."""
+    recorder = Recorder()
+    graphs, state = make(recorder, num_queries=(1, 3))
+    state.page_table[:2, 0] = torch.tensor([5, 6])
+    state.last_tokens[1] = torch.tensor([7, 8, 9])
+    state.lengths[:2], state.capacity[:2] = torch.tensor([10, 62]), 64
+    _, positions = graphs.run(uploaded(graphs.pad(decode(2, 3))))
+    inputs = recorder.seen[-1]
+    assert positions.tolist() == [10, 11, 12, 62, 63, 64]
+    assert inputs.token_ids.tolist() == [100, 100, 100, 7, 8, 9]
+    assert inputs.kv_slots.tolist() == [5 * 64 + 10, 5 * 64 + 11, 5 * 64 + 12, 6 * 64 + 62, 6 * 64 + 63, 0]
+    assert inputs.attn.seq_lens.tolist() == [13, 65] and inputs.attn.q_lens_host == (3, 3)
+    assert inputs.attn.cu_q.tolist() == [0, 3, 6]
+    assert not graphs.holds(decode(2, 2)) and graphs.holds(decode(4, 3)) and graphs.holds(decode(4))
+
+
 def test_replicas_replay_the_same_bucket() -> None:
     recorder = Recorder()
-    graphs = make(recorder, dp=2)
+    graphs, _ = make(recorder, dp=2)
     idle = StepBatch.idle()
     idle.dp_num_tokens, idle.all_decode = (0, 3), True
-    assert graphs.bucket(idle) == 4
-    graphs.run(uploaded(graphs.pad(idle, 4)))
+    assert graphs.holds(idle) and len(graphs.pad(idle).slots) == 4
+    graphs.run(uploaded(graphs.pad(idle)))
     assert recorder.seen[-1].dp_num_tokens == (4, 4) and recorder.seen[-1].token_ids.tolist() == [0] * 4
     assert recorder.seen[-1].num_tokens_device.tolist() == [0]
     idle.all_decode = False  # the other one has a prompt chunk
-    assert graphs.bucket(idle) is None
+    assert not graphs.holds(idle)
     idle.dp_num_tokens, idle.all_decode = (0, 5), True
-    assert graphs.bucket(idle) is None
+    assert not graphs.holds(idle)
 
 
 @pytest.mark.parametrize(

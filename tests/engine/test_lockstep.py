@@ -15,7 +15,7 @@ from millrace_serve.engine.schedule.plan import StepOutput
 from millrace_serve.engine.sim.factory import build_sim_engine
 from millrace_serve.engine.sim.runner import SimRunner
 from millrace_serve.engine.start.torch_factory import build_engine, load_rank, run_follower
-from millrace_serve.engine.step.batch import StepBatch
+from millrace_serve.engine.step.batch import HostBatch, StepBatch
 from millrace_serve.engine.step.lockstep import AllGather, Alone, State, Together, follow
 from millrace_serve.model.parallel import ParallelDims, init_parallel, leave_parallel
 from millrace_testing import paths
@@ -94,16 +94,18 @@ def test_a_follower_runs_what_the_leader_shares():
         leader += [token.token_id for output in engine.step().outputs for token in output.tokens]
     engine.close()
     pool = KvPool(engine.pool.layout, config.num_pages)
-    runner, results = SimRunner(SETTINGS, pool), []
+    runner, results = SimRunner(SETTINGS, pool, config), []
+    # The oracle stands for the model, which a follower has too.
+    runner._prompt_hash, runner._eos_from = engine._runner._prompt_hash, engine._runner._eos_from
 
     class Recording:
-        def launch(self, batch: StepBatch) -> object:
+        def launch(self, batch: HostBatch) -> object:
             handle = runner.launch(batch)
             results.append(handle.result())
             return handle
 
     follow(Recording(), broadcast)  # type: ignore[arg-type]
-    assert [int(token) for result in results for token in result.tokens] == leader and len(leader) == 5
+    assert [int(token) for result in results for token in result.tokens[:, 0]] == leader and len(leader) == 5
     assert all(isinstance(result, StepOutput) and not result.corrupt for result in results)
 
 

@@ -1,4 +1,4 @@
-"""Random orders of every event, on tiny pools, with and without overlap; the oracle says what must come out.
+"""Random orders of every event, on tiny pools, with and without overlap and drafts; the oracle has what must come out.
 
 Pages are poisoned and carry canaries, so a page that is reused too early or shared by mistake fails a request that no
 rule corrupted, and that is an assertion here.
@@ -25,6 +25,7 @@ from millrace_serve.engine.core import (
     RequestId,
     Route,
 )
+from millrace_serve.engine.schedule.sequence import Transfer
 from millrace_serve.engine.sim.runner import oracle_outputs
 
 PREFIXES = ([20] * 12, [20] * 4 + [30] * 8, [40, 41, 42])
@@ -59,9 +60,12 @@ class Machine(RuleBasedStateMachine):
         max_running=st.integers(1, 4),
         max_prefill_tokens=st.integers(1, 12),
         max_parked_pages=st.sampled_from([None, 4]),
+        draft_tokens=st.integers(0, 3),
+        acceptance=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
     )
-    def start(self, **config: object) -> None:
-        self.driver = Driver(self.role, max_waiting=5, **config)
+    def start(self, draft_tokens: int, acceptance: float, **config: object) -> None:
+        drafts = SETTINGS.model_copy(update={"draft_tokens": draft_tokens, "acceptance": acceptance})
+        self.driver = Driver(self.role, drafts, max_waiting=5, **config)
         self.rooms = 0
         self.ended_leases: set[RequestId] = set()
         self.corrupted: set[RequestId] = set()
@@ -164,7 +168,7 @@ class DecodeMachine(Machine):
         """Imports for which no pages were reserved; the engine may have given up on them."""
         if not hasattr(self, "driver"):
             return []
-        return sorted(id for id, seq in self.driver.roster.live.items() if seq.imports and not seq.in_transfer)
+        return sorted(id for id, seq in self.driver.here.live.items() if seq.transfer is Transfer.AWAITED)
 
     def in_transfer(self) -> list[RequestId]:
         """The importer goes on with a transfer, or says that it is over, even after the request has ended."""

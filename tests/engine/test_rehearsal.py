@@ -13,6 +13,9 @@ from millrace_serve.engine.start.phases import Phases, slowest, table
 from millrace_serve.engine.start.rehearsal import Shape, batch_of, decode_shapes, largest, prefill_shapes
 from millrace_serve.engine.start.torch_factory import build_engine
 from millrace_serve.model.parallel import ParallelDims
+from millrace_serve.engine.step.device import Cpu
+from millrace_serve.engine.step.slots import Slots
+from millrace_serve.engine.step.staging import Staging
 from millrace_testing.paths import TINY
 
 V3 = Limits(num_pages="auto", max_model_len=163840, max_running=256, max_prefill_tokens=16384)
@@ -49,9 +52,15 @@ def test_prompts_of_every_size_class_are_rehearsed() -> None:
 
 def test_a_batch_is_laid_out_as_the_builder_does() -> None:
     batch = batch_of(Shape(num_decode=2, chunks=2, chunk=3, prefix=64, greedy=False), 64, dp=2)
-    assert batch.positions.tolist() == [0, 0, 64, 65, 66, 64, 65, 66]
-    assert batch.seq_lens.tolist() == [1, 1, 67, 67] and batch.q_lens.tolist() == [1, 1, 3, 3]
-    assert batch.kv_slots.max() < 64 and batch.page_table.shape == (4, 2) and not batch.page_table.any()
+    slots = Slots(SMALL, torch.device("cpu"))
+    step = Staging(Cpu(), 0).upload(0, batch)
+    slots.update(step.updates)
+    inputs = slots.inputs(step)
+    assert inputs.positions.tolist() == [0, 0, 64, 65, 66, 64, 65, 66]
+    assert inputs.attn.seq_lens.tolist() == [1, 1, 67, 67] and inputs.attn.q_lens_host == (1, 1, 3, 3)
+    assert inputs.attn.seq_lens_host[2:] == (67, 67) and inputs.attn.cu_q.tolist() == [0, 1, 2, 5, 8]
+    assert not inputs.kv_slots.any() and inputs.attn.page_table.tolist() == [[0, 0]] * 4
+    assert len(set(inputs.token_ids.tolist())) > 4
     assert batch.sample_rows.tolist() == [0, 1, 4, 7] and batch.dp_num_tokens == (8, 8)
     assert not batch.all_decode and len(batch.sampling.drawn) == 4
     assert batch_of(Shape(num_decode=2), 64, graphs=True).all_decode

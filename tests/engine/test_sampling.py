@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 from millrace_kernels.ref.sample_tokens import gumbel_noise
-from millrace_serve.engine.core import Request, RequestId, SamplingParams
+from millrace_serve.engine.core import Request, RequestId, SamplingParams, TokenOutput
 from millrace_serve.engine.schedule.plan import StepOutput
 from millrace_serve.engine.schedule.sequence import Sequence
 from millrace_serve.engine.step.device import Cpu
@@ -18,6 +19,19 @@ from millrace_serve.engine.step.sampling_batch import SamplingTable
 from millrace_serve.engine.step.staging import Staging
 
 V = 24
+
+
+@dataclass
+class Sampled:
+    tokens: np.ndarray  # int64 [S]
+    logprobs: np.ndarray | None = None
+    top_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
+
+    def token(self, row: int, token_id: int, one: SamplingParams) -> TokenOutput:
+        columns = (self.logprobs, self.top_ids, self.top_logprobs)
+        parts = (None if column is None else column[:, None] for column in columns)
+        return StepOutput(self.tokens[:, None], np.ones(len(self.tokens)), *parts).token(row, 0, token_id, one)
 
 
 class Bench:
@@ -34,12 +48,16 @@ class Bench:
             self.table.join(seq)
             self.seqs.append(seq)
 
-    def __call__(self, logits: torch.Tensor, index: int = 0) -> StepOutput:
+    def __call__(self, logits: torch.Tensor, index: int = 0) -> Sampled:
         slots = np.arange(len(self.seqs))
-        batch = self.table.gather(slots, np.full(len(slots), index))
-        device = self.staging.upload(0, batch)
-        chosen, raw = sample(logits.clone(), batch, device, self.tokens)
-        return StepOutput(**self.staging.download(0, results(chosen, raw, batch.num_logprobs))())
+        batch = self.table.gather(slots)
+        if batch is None:
+            answer = results(logits.argmax(dim=-1), None, -1)
+        else:
+            device, output_index = self.staging.upload(0, batch), torch.full((len(slots),), index)
+            chosen, raw = sample(logits.clone(), batch, device, output_index, self.tokens)
+            answer = results(chosen, raw, batch.num_logprobs)
+        return Sampled(**self.staging.download(0, answer)())
 
 
 def params(**fields: object) -> SamplingParams:

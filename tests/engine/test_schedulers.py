@@ -79,7 +79,7 @@ def test_the_last_to_arrive_of_the_lowest_priority_is_preempted_and_recomputed(o
     for room, priority in ((1, 0), (2, 1), (3, 0)):
         driver.submit(request(room, [20 + room] * 7, Route.IMPORT, max_tokens=8, priority=priority))
     import_all(driver, 1, 2, 3)
-    seqs = {id.room: seq for id, seq in driver.roster.live.items()}
+    seqs = {id.room: seq for id, seq in driver.here.live.items()}
     while not driver.engine.load().preemptions:
         driver.step()
     assert seqs[3].slot == -1 or seqs[3].inflight
@@ -177,7 +177,7 @@ def test_corrupt_pages_fail_their_request_and_nobody_else(overlap):
     for room in (1, 2):
         driver.submit(request(room, [20 + room] * 10, Route.IMPORT, max_tokens=5))
     import_all(driver, 1, 2)
-    page = driver.roster.live[RequestId(1, 0)].pages[1]
+    page = driver.here.live[RequestId(1, 0)].pages[1]
     fill_pages(driver, [page], [77] * 4, 0)
     driver.run()
     error = driver.finish[RequestId(1, 0)].error
@@ -200,7 +200,7 @@ def test_a_corrupt_page_leaves_the_prefix_cache_with_the_request_that_found_it(o
         return output.error if output else None
 
     assert run(1) is None and driver.engine.load().pages_cached == 2
-    [_, page] = [node.page for node in driver.roster.cache._tree.match(PROMPT, 2)]
+    [_, page] = [node.page for node in driver.cache._tree.match(PROMPT, 2)]
     fill_pages(driver, [page], [77] * 4, 0)
     error = run(2)
     assert error is not None and error.reason == "KV_MISMATCH" and f"KV page {page} " in error.message
@@ -234,9 +234,9 @@ def test_deadlines_of_requests_that_have_ended_are_forgotten():
     for room in range(300):
         driver.submit(request(room, PROMPT, max_tokens=1, timeout_s=3600.0))
         driver.run()
-    assert len(driver.roster._deadlines) < 100
+    assert len(driver.here._deadlines) < 100
     driver.submit(request(1000, PROMPT, max_tokens=2, timeout_s=3.0))
-    assert driver.roster.seconds_to_deadline() == 3.0
+    assert driver.here.seconds_to_deadline() == 3.0
     driver.run()
     driver.check_whole()
 
@@ -247,7 +247,7 @@ def test_deadline_passes_in_every_phase():
     driver.submit(request(2, PROMPT, max_tokens=20, timeout_s=2.0))  # will wait
     driver.submit(request(3, PROMPT, Route.IMPORT, timeout_s=2.0))  # will never be offered
     driver.step()
-    assert driver.roster.seconds_to_deadline() == 2.0
+    assert driver.here.seconds_to_deadline() == 2.0
     driver.clock.now = 2.5
     driver.run()
     assert {output.error.reason for output in driver.finish.values()} == {"DEADLINE_EXCEEDED"}

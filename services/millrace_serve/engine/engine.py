@@ -3,8 +3,8 @@
     submit(msg)*  ->  step()  ->  Events
 
 `step` schedules and launches step N+1, then reads and commits step N (overlap), or reads what it has just launched
-(no overlap). Whoever left in step N may still be named by step N+1: its extra token is dropped, and its pages are
-kept, until N+1 is committed.
+(no overlap). A sequence that leaves with step N may still be named by step N+1: the tokens of that step are dropped, and
+the sequence's pages are kept, until N+1 is committed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from millrace_serve.engine.cache.block_pool import InvariantError
 from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import EngineConfig
 from millrace_serve.engine.core import EngineInput, Events, Load
+from millrace_serve.engine.grammar.grammars import Grammars
 from millrace_serve.engine.schedule.plan import Plan
 from millrace_serve.engine.schedule.scheduler import Scheduler
 from millrace_serve.engine.step.batch import BatchBuilder, StepBatch
@@ -20,8 +21,8 @@ from millrace_serve.engine.step.lockstep import Alone, Lockstep
 from millrace_serve.engine.step.runner import Runner, StepHandle
 
 IDLE_PLAN = Plan([], [])
-DP_POLL_S = 0.005  # replicas meet this often while nobody has work
-COMPILE_POLL_S = 0.005  # how often to look for the end of a grammar's compilation while nobody has work
+DP_POLL_S = 0.005  # how often replicas meet while none has work: the most that a first request waits for them
+COMPILE_POLL_S = 0.005  # how often to look for the end of a grammar's compilation while there is no other work
 
 
 class Engine:
@@ -31,6 +32,7 @@ class Engine:
         self,
         config: EngineConfig,
         scheduler: Scheduler,
+        grammars: Grammars,
         builder: BatchBuilder,
         runner: Runner,
         pool: KvPool,
@@ -39,6 +41,7 @@ class Engine:
         self.config = config
         self.pool = pool
         self._scheduler = scheduler
+        self._grammars = grammars
         self._builder = builder
         self._runner = runner
         self._lockstep = lockstep or Alone()
@@ -49,13 +52,13 @@ class Engine:
 
     def submit(self, msg: EngineInput) -> None:
         """Never raises for a bad request: that ends in an output with finish ERROR, in the next step's Events."""
-        for admitted in self._scheduler.roster.grammars.admit(msg):
+        for admitted in self._grammars.admit(msg):
             self._scheduler.handle(admitted)
             self._stale = True
 
     def step(self) -> Events:
         """One step: schedule, build, launch, commit the previous one. Call it while `has_work`, or after `wait_s`."""
-        for msg in self._scheduler.roster.grammars.admitted():
+        for msg in self._grammars.admitted():
             self._scheduler.handle(msg)
         plan = self._scheduler.schedule()
         self._stale = plan is not None
@@ -66,7 +69,7 @@ class Engine:
         if self._in_flight is not None and not self.config.overlap:
             self._commit(self._in_flight)
             self._in_flight = None
-        events = self._scheduler.roster.take_events()
+        events = self._scheduler.take_events()
         events.load = self.load()
         return events
 
@@ -76,17 +79,16 @@ class Engine:
 
     def has_work(self) -> bool:
         """False: step() would do nothing before the next message, or before `wait_s` has passed."""
-        return self._stale or self._in_flight is not None or self._scheduler.roster.has_events()
+        return self._stale or self._in_flight is not None or bool(self._scheduler.outbox)
 
     def wait_s(self) -> float | None:
         """How long to wait for messages before the next step(): 0 = not at all, None = until one comes."""
         if self.has_work():
             return 0.0
-        roster = self._scheduler.roster
         waits = (
-            roster.seconds_to_deadline(),
+            self._scheduler.requests.seconds_to_deadline(),
             DP_POLL_S if self._lockstep.collective else None,
-            COMPILE_POLL_S if roster.grammars.waiting else None,
+            COMPILE_POLL_S if self._grammars.waiting else None,
         )
         return min((wait for wait in waits if wait is not None), default=None)
 
@@ -95,10 +97,10 @@ class Engine:
 
     def check_idle(self) -> None:
         """Raise InvariantError with the numbers if pages are lost, or are not all back when no request is live."""
-        roster = self._scheduler.roster
-        roster.cache.check()
-        pool = roster.cache.pool
-        if not roster.live and pool.num_free + pool.num_cached != pool.total:
+        cache, live = self._scheduler.pages.cache, self._scheduler.requests.live
+        cache.check()
+        pool = cache.pool
+        if not live and pool.num_free + pool.num_cached != pool.total:
             raise InvariantError(
                 f"no request is live, but of {pool.total} pages {pool.num_running} are running and "
                 f"{pool.num_published} published (free {pool.num_free}, cached {pool.num_cached})"
@@ -107,7 +109,7 @@ class Engine:
     def close(self) -> None:
         """End the runner and the followers. Live requests are dropped."""
         self._lockstep.share(None)
-        self._scheduler.roster.grammars.close()
+        self._grammars.close()
         self._runner.close()
 
     def _launch(self, plan: Plan | None) -> tuple[Plan, StepHandle] | None:
@@ -128,8 +130,10 @@ class Engine:
         self._stale = True
 
     def _scrub(self) -> None:
-        """Nobody has yet written to a page that was freed since the last step, even if it was given away again."""
-        freed = self._scheduler.roster.cache.pool.freed
+        """Poison the pages that were freed since the last step: no launched step has written to them yet, even if another
+        sequence has them already.
+        """
+        freed = self._scheduler.pages.cache.pool.freed
         if freed and self.config.poison:
             self.pool.scrub(freed)
         freed.clear()

@@ -9,23 +9,26 @@ a token that is not there.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 
 CANARY_BYTES = 64
+A = TypeVar("A")  # numpy array or tensor
 
 
 @dataclass(slots=True)
-class CanaryBatch:
-    """`expected` are the first two words of each page in the page table before the step; count 0 = not checked."""
+class CanaryBatch(Generic[A]):
+    """`expected` are the first two words of each page of `pages` before the step; count 0 = not checked."""
 
-    expected: np.ndarray  # u64 [B, P, 2]
-    write_pages: np.ndarray  # int64 [W]
-    write_words: np.ndarray  # u64 [W, 2]
-    names: list[str]  # [B] requests, for the message
+    pages: A  # int64 [B, P], 0 past the end
+    expected: A  # u64 [B, P, 2]
+    write_pages: A  # int64 [W]
+    write_words: A  # u64 [W, 2]
+    names: tuple[str, ...]  # [B] requests, for the message
 
 
-def mismatches(batch: CanaryBatch, page_table: np.ndarray, found: np.ndarray) -> dict[int, str]:
+def mismatches(batch: CanaryBatch[np.ndarray], found: np.ndarray) -> dict[int, str]:
     """Compare `found`, u64 [B, P, 2], with the expected words. Returns index of the sequence -> message."""
     wrong = (batch.expected[:, :, 1] != 0) & (batch.expected != found).any(axis=2)
     messages: dict[int, str] = {}
@@ -33,7 +36,7 @@ def mismatches(batch: CanaryBatch, page_table: np.ndarray, found: np.ndarray) ->
         want, have = batch.expected[row, index].tolist(), found[row, index].tolist()
         messages.setdefault(
             int(row),
-            f"KV page {page_table[row, index]} (page {index} of request {batch.names[row]}) holds other tokens: "
+            f"KV page {batch.pages[row, index]} (page {index} of request {batch.names[row]}) holds other tokens: "
             f"hash {have[0]:016x} of {have[1]} tokens, expected {want[0]:016x} of {want[1]}",
         )
     return messages

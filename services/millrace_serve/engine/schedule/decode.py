@@ -7,13 +7,17 @@ Life of an IMPORT request:                               Life of a LOCAL request
     4. KvArrived    READY (or DONE: its first token was      3. commit      first token; it decodes from now on
                     the last one)
     5. schedule     RUNNING, decoding
-Then both grow by one token a step. Without a free page for it, the sequence that goes last (lowest priority, latest
-arrival) is preempted: it returns to the queue without pages and is recomputed here from prompt and outputs, whatever
-its route was. Abort or deadline: DONE; pages of an IMPORTING request stay until KvArrived or KvFailed says that the
-transfer is over.
+Then each step gives both up to `num_queries` rows: the last token and drafts of what follows it. The device accepts 1 to
+`num_queries` of them. The rows need pages; with pages for one row a sequence goes on, and the device accepts no token
+beyond the sequence's capacity. Without a free page even for one row, the sequence that goes last (lowest priority,
+latest arrival) is preempted: it returns to the queue without pages and is recomputed here from prompt and outputs,
+whatever its route was. Abort or deadline: DONE; pages of an IMPORTING request stay until KvArrived or KvFailed ends the
+transfer.
 """
 
 from __future__ import annotations
+
+from millrace_common.reasons import Reason
 
 from millrace_serve.engine.core import (
     Abort,
@@ -29,104 +33,99 @@ from millrace_serve.engine.core import (
     Request,
     SequenceOutput,
     Submit,
-    TokenOutput,
 )
+from millrace_serve.engine.config import EngineConfig
+from millrace_serve.engine.schedule.pages import Pages
 from millrace_serve.engine.schedule.plan import Plan, StepOutput
-from millrace_serve.engine.schedule.roster import Roster
-from millrace_serve.engine.schedule.sequence import Phase, Sequence
+from millrace_serve.engine.schedule.requests import Requests
+from millrace_serve.engine.schedule.scheduler import Scheduler
+from millrace_serve.engine.schedule.sequence import Phase, Sequence, Transfer, Trust
 
 
-class DecodeScheduler:
-    def __init__(self, roster: Roster) -> None:
-        self.roster = roster
+class DecodeScheduler(Scheduler):
+    def __init__(self, config: EngineConfig, requests: Requests, pages: Pages, num_queries: int = 1) -> None:
+        super().__init__(config, requests, pages)
+        self._num_queries = num_queries
         self._importing: set[Sequence] = set()  # a transfer into their pages may be in flight, even if they are DONE
         self._ready: dict[Sequence, None] = {}
         self._prefilling: dict[Sequence, None] = {}
         self._decoding: dict[Sequence, None] = {}
-        self._joined: list[Sequence] = []  # got a slot, and no plan has said so yet
+        self._joined: list[Sequence] = []  # got a slot that no plan has named yet
 
     # ------------------------------------------------------------------------------------------ messages
 
     def handle(self, msg: EngineInput) -> None:
+        live = self.requests.live
         match msg:
             case Submit(request):
-                self._submit(request)
+                if (seq := self._enrol(request)) and seq.phase is Phase.WAITING:
+                    self.requests.waiting.push(seq)
             case Abort(id):
-                if (seq := self.roster.live.get(id)) and seq.phase is not Phase.DONE:
+                if (seq := live.get(id)) and seq.phase is not Phase.DONE:
                     self._stop(seq, FinishReason.ABORT)
             case KvOffered(id):
-                if (seq := self.roster.live.get(id)) and seq.phase is Phase.EXPECTED:
+                if (seq := live.get(id)) and seq.phase is Phase.EXPECTED:
                     seq.enter(Phase.WAITING)
-                    self.roster.waiting.push(seq)
+                    self.requests.waiting.push(seq)
             case KvArrived(id, first):
-                if (seq := self.roster.live.get(id)) and seq.imports:
+                if (seq := live.get(id)) and seq.transfer is not Transfer.NONE:
                     self._arrived(seq, first)
             case KvFailed(id, failure):
-                if (seq := self.roster.live.get(id)) and seq.imports:
+                if (seq := live.get(id)) and seq.transfer is not Transfer.NONE:
                     self._failed(seq, failure)
             case FlushCache():
-                self.roster.cache.flush()
+                self.pages.cache.flush()
             case _:
                 raise TypeError(f"a decode engine does not take {type(msg).__name__}")
-
-    def _submit(self, request: Request) -> None:
-        seq = self.roster.enrol(request)
-        if seq is not None and not seq.imports:
-            self.roster.waiting.push(seq)
 
     def _arrived(self, seq: Sequence, first: SequenceOutput) -> None:
         self._end_transfer(seq)
         if seq.phase is Phase.DONE:
-            self.roster.settle(seq)
+            self._settle(seq)
             return
         held = seq.phase is Phase.IMPORTING
-        seq.tokens += [token.token_id for token in first.tokens]
+        tokens = [token.token_id for token in first.tokens]
+        seq.tokens += tokens
         finish = first.finish or (FinishReason.LENGTH if len(seq.tokens) >= seq.limit else None)
         if finish is not None:
             self._stop(seq, finish)
-        elif seq.grammar is not None and (refused := seq.grammar.accept(t.token_id for t in first.tokens)):
+        elif not held:
+            message = "KV arrived before pages were reserved for it"
+            self._stop(seq, FinishReason.ERROR, Failure(Reason.INTERNAL, message))
+        elif seq.grammar is not None and (refused := seq.grammar.accept(tokens)):
             self._stop(seq, FinishReason.ERROR, refused)
-        elif held:
-            seq.imports = False
-            seq.trusted = False
-            seq.num_scheduled = len(seq.request.token_ids)
+        else:
+            seq.trust = Trust.UNPROVEN
+            seq.set_computed(len(seq.request.token_ids))
             seq.enter(Phase.READY)
             self._ready[seq] = None
-        else:
-            self._stop(seq, FinishReason.ERROR, Failure("INTERNAL", "KV arrived before pages were reserved for it"))
 
     def _failed(self, seq: Sequence, failure: Failure) -> None:
         self._end_transfer(seq)
         if seq.phase is Phase.DONE:
-            self.roster.settle(seq)
+            self._settle(seq)
         else:
             self._stop(seq, FinishReason.ERROR, failure)
 
     def _end_transfer(self, seq: Sequence) -> None:
-        seq.in_transfer = False
+        seq.move(Transfer.NONE)
         self._importing.discard(seq)
 
-    def _stop(self, seq: Sequence, finish: FinishReason, error: Failure | None = None) -> None:
-        """End a request in any phase but DONE."""
-        self.roster.say(seq, [], finish, error)
-        self._take_off(seq)
-        self.roster.leave(seq, Phase.DONE)
-
     def _take_off(self, seq: Sequence) -> None:
-        self.roster.waiting.discard(seq)
+        self.requests.waiting.discard(seq)
         for group in (self._ready, self._prefilling, self._decoding):
             group.pop(seq, None)
 
     # ------------------------------------------------------------------------------------------ scheduling
 
     def schedule(self) -> Plan | None:
-        """One token for every decoding sequence that has a page for it, and prompt chunks up to the step's budget.
-        Whoever is undecided sits this step out.
+        """Rows for every decoding sequence that has a page for one, and prompt chunks up to the step's budget. An
+        undecided sequence sits this step out.
         """
-        for seq in self.roster.expired():
+        for seq in self.requests.expired():
             message = f"timeout_s={seq.request.timeout_s} passed"
-            self._stop(seq, FinishReason.ERROR, Failure("DEADLINE_EXCEEDED", message))
-        plan = Plan([], [])
+            self._stop(seq, FinishReason.ERROR, Failure(Reason.DEADLINE_EXCEEDED, message))
+        plan = Plan([], [], self._num_queries)
         self._join_ready()
         self._grow(plan)
         self._take_decodes(plan)
@@ -135,141 +134,164 @@ class DecodeScheduler:
             return None
         plan.joined = [seq for seq in self._joined if seq.phase is Phase.RUNNING]
         self._joined = []
-        self.roster.totals["steps"] += 1
+        self.outbox.totals["steps"] += 1
         return plan
 
     def _join_ready(self) -> None:
-        while self._ready and self.roster.has_slot():
+        while self._ready and self.pages.has_slot():
             seq = min(self._ready, key=_order)
             del self._ready[seq]
-            self.roster.run(seq)
+            self.pages.run(seq)
             self._decoding[seq] = None
             self._joined.append(seq)
 
     def _grow(self, plan: Plan) -> None:
-        """A page for each decoding sequence whose next token needs one. Those that get none sit this step out."""
-        size = self.roster.config.page_size
-        need = [
+        """Pages for the rows of decoding sequences: first one for each sequence that cannot go on without, then more
+        for drafts as far as free pages go. Sequences that get none sit this step out.
+        """
+        q = self._num_queries
+        short = [
             seq
             for seq in self._decoding
-            if seq.num_scheduled == len(seq.pages) * size and seq.num_scheduled + 1 < seq.limit and not seq.undecided
+            if seq.capacity < seq.num_reserved + q and seq.capacity < seq.limit - 1 and not seq.undecided
         ]
-        if not need:
+        if not short:
             return
-        cache = self.roster.cache
-        while cache.available < len(need) and not self.roster.leaving:
+        cache = self.pages.cache
+        stuck = [seq for seq in short if seq.num_reserved >= seq.capacity]
+        while cache.available < len(stuck) and not self.leaving:
             victim = max((*self._ready, *self._prefilling, *self._decoding), key=_order)
             self._preempt(victim)
-            need = [seq for seq in need if seq is not victim]
-        if cache.available < len(need):
-            need = sorted(need, key=_order)[: cache.available]
-        for seq, page in zip(need, cache.allocate(len(need)) or (), strict=True):
-            seq.pages.append(page)
-        plan.grown = need
+            stuck, short = ([seq for seq in group if seq is not victim] for group in (stuck, short))
+        if cache.available < len(stuck):
+            stuck = sorted(stuck, key=_order)[: cache.available]
+        for seq in stuck:
+            self.pages.grow(seq, 1)
+        plan.grown = stuck + self._grow_for_drafts(short) if q > 1 else stuck
+
+    def _grow_for_drafts(self, short: list[Sequence]) -> list[Sequence]:
+        """Those that got pages beyond the one that their next token needs."""
+        grown = []
+        for seq in short:
+            wanted = min(seq.num_reserved + self._num_queries, seq.limit - 1)
+            missing = min(self.pages.count(wanted) - len(seq.pages), self.pages.cache.available)
+            if missing > 0 and seq.num_reserved < seq.capacity:
+                self.pages.grow(seq, missing)
+                grown.append(seq)
+        return grown
 
     def _preempt(self, seq: Sequence) -> None:
         self._take_off(seq)
-        self.roster.totals["preemptions"] += 1
-        self.roster.leave(seq, Phase.WAITING)
+        self.outbox.totals["preemptions"] += 1
+        self._leave(seq, Phase.WAITING)
 
     def _take_decodes(self, plan: Plan) -> None:
-        size, decode = self.roster.config.page_size, plan.decode
+        decode, q = plan.decode, self._num_queries
         for seq in self._decoding:
-            position = seq.num_scheduled
-            if position + 1 < seq.limit and position < len(seq.pages) * size and not seq.undecided:
-                seq.num_scheduled = position + 1
+            reserved, capacity = seq.num_reserved, seq.capacity
+            if reserved < capacity and not seq.undecided:
+                reserved += q
+                seq.num_computed += 1
+                seq.num_reserved = reserved if reserved < capacity else capacity
+                seq.num_known = len(seq.tokens)
                 seq.inflight += 1
                 decode.append(seq)
 
     def _take_chunks(self, plan: Plan) -> None:
-        budget = self.roster.config.max_prefill_tokens
+        budget = self.config.max_prefill_tokens
         for running in list(self._prefilling):
             budget -= self._take_chunk(plan, running, budget)
-        self.roster.blocked = False
-        while (seq := self.roster.waiting.head()) and (budget > 0 or seq.imports) and self._admit(seq):
-            if not seq.imports:
+        self._blocked = False
+        while (seq := self.requests.waiting.head()) and self._admit_head(seq, budget):
+            if seq.phase is Phase.RUNNING:
                 self._joined.append(seq)
                 budget -= self._take_chunk(plan, seq, budget)
 
     def _take_chunk(self, plan: Plan, seq: Sequence, budget: int) -> int:
         if budget <= 0:
             return 0
-        chunk = self.roster.next_chunk(seq, budget)
+        chunk = self._next_chunk(seq, budget)
         plan.chunks.append(chunk)
         if chunk.samples:
             del self._prefilling[seq]
             self._decoding[seq] = None
         return chunk.end - chunk.start
 
-    def _admit(self, seq: Sequence) -> bool:
-        """Pages for the head of the queue, which leaves it. One page stays back for each sequence that is decoding."""
-        roster, length, size = self.roster, len(seq.tokens), self.roster.config.page_size
-        if seq.imports:
-            if not roster.take_pages(seq, length, length // size, headroom=len(self._decoding)):
+    def _admit_head(self, seq: Sequence, budget: int) -> bool:
+        """One page stays back for each sequence that is decoding."""
+        length, size, headroom = len(seq.tokens), self.pages.size, len(self._decoding)
+        if seq.transfer is Transfer.AWAITED:
+            if not self._admit(seq, length // size, headroom):
                 return False
-            roster.waiting.discard(seq)
             self._reserve(seq)
             return True
         at_least_one_token = (length - 1) // size
-        if not roster.has_slot() or not roster.take_pages(seq, length, at_least_one_token, len(self._decoding)):
+        if budget <= 0 or not self.pages.has_slot() or not self._admit(seq, at_least_one_token, headroom):
             return False
-        roster.waiting.discard(seq)
-        roster.run(seq)
+        self.pages.run(seq)
         self._prefilling[seq] = None
         return True
 
     def _reserve(self, seq: Sequence) -> None:
         seq.enter(Phase.IMPORTING)
-        seq.in_transfer = True
+        seq.move(Transfer.READING)
         self._importing.add(seq)
-        cached = seq.num_scheduled // self.roster.config.page_size
-        self.roster.reserved.append(KvReserved(seq.id, list(seq.pages), cached))
+        self.outbox.reserved(KvReserved(seq.id, list(seq.pages), seq.num_computed // self.pages.size))
 
     # ------------------------------------------------------------------------------------------ results
 
     def commit(self, plan: Plan, output: StepOutput) -> None:
         """Row s of `output` belongs to the s-th sampling sequence of `plan`."""
-        tokens = output.tokens.tolist()
-        for row, seq in enumerate(plan.decode):
-            self._take_result(seq, row, row, tokens, output)
+        tokens = output.accepted()
         row = len(plan.decode)
+        for index, seq in enumerate(plan.decode):
+            self._take_result(seq, index, index, tokens, output)
         for index, chunk in enumerate(plan.chunks, start=row):
             self._take_result(chunk.seq, index, row if chunk.samples else -1, tokens, output)
             row += chunk.samples
 
-    def _take_result(self, seq: Sequence, index: int, row: int, tokens: list[int], output: StepOutput) -> None:
-        """`row` is -1 for a chunk that sampled nothing. A preempted sequence (WAITING) still takes its token."""
+    def _take_result(self, seq: Sequence, index: int, row: int, tokens: list[list[int]], output: StepOutput) -> None:
+        """`row` is -1 for a chunk that sampled nothing. A preempted sequence (WAITING) still takes its tokens."""
         seq.inflight -= 1
         if output.corrupt and index in output.corrupt and seq.phase is not Phase.DONE:
-            seq.corrupt = True
-            self._stop(seq, FinishReason.ERROR, Failure("KV_MISMATCH", output.corrupt[index]))
+            seq.trust = Trust.CORRUPT
+            self._stop(seq, FinishReason.ERROR, Failure(Reason.KV_MISMATCH, output.corrupt[index]))
         elif row >= 0 and seq.phase is not Phase.DONE:
-            self._append(seq, output.token(row, tokens[row], seq.request.sampling))
-        if seq.phase is not Phase.RUNNING and not seq.inflight and seq in self.roster.leaving:
-            self.roster.settle(seq)
+            self._append(seq, row, tokens[row], output)
+        if seq.phase is not Phase.RUNNING and not seq.inflight and seq in self.leaving:
+            self._settle(seq)
 
-    def _append(self, seq: Sequence, token: TokenOutput) -> None:
-        seq.trusted = True
+    def _append(self, seq: Sequence, row: int, tokens: list[int], output: StepOutput) -> None:
+        seq.trust = Trust.PROVEN
         if seq.silent and seq.phase is Phase.RUNNING:
             self._share_prompt(seq)
-        seq.tokens.append(token.token_id)
-        finish = seq.finish_of(token.token_id)
-        self.roster.say(seq, [token], finish)
+        count, finish = seq.extend(tokens)
+        params = seq.request.sampling
+        outputs = [output.token(row, index, token, params) for index, token in enumerate(tokens[:count])]
+        self.outbox.output(seq, outputs, finish)
         if finish is not None:
             self._take_off(seq)
-            self.roster.leave(seq, Phase.DONE)
-        elif seq.grammar is not None and (refused := seq.grammar.accept((token.token_id,))):
+            self._leave(seq, Phase.DONE)
+        elif seq.grammar is not None and (refused := seq.grammar.accept(tokens)):
             self._stop(seq, FinishReason.ERROR, refused)
+        elif self._num_queries > 1 and seq.phase is Phase.RUNNING:
+            self._narrow(seq)
+
+    def _narrow(self, seq: Sequence) -> None:
+        """The bounds, now that the device's count of the oldest launched step is known."""
+        written = len(seq.tokens) - 1  # the newest token is the next step's input
+        seq.num_computed = written + seq.inflight
+        seq.num_reserved = min(written + seq.inflight * self._num_queries, seq.capacity)
 
     def _share_prompt(self, seq: Sequence) -> None:
         assert seq.prefix is not None
         prompt = seq.request.token_ids
-        full = len(prompt) // self.roster.config.page_size
-        self.roster.cache.insert(seq.prefix, prompt, seq.pages[:full], seq.prompt_hashes)
+        full = len(prompt) // self.pages.size
+        self.pages.cache.insert(seq.prefix, prompt, seq.pages[:full], seq.prompt_hashes)
 
     def load(self) -> Load:
         running = len(self._prefilling) + len(self._decoding)
-        return self.roster.load(running, importing=len(self._importing) + len(self._ready), exporting=0)
+        return self._load(running, importing=len(self._importing) + len(self._ready), exporting=0)
 
 
 def _order(seq: Sequence) -> tuple[int, int]:

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from millrace_serve.engine.cache.kv_cache import KvCache
 from millrace_serve.engine.config import EngineConfig, Role
 from millrace_serve.engine.grammar.grammars import Grammars
 from millrace_serve.engine.schedule.decode import DecodeScheduler
 from millrace_serve.engine.schedule.limits import ModelFacts
+from millrace_serve.engine.schedule.pages import Pages
 from millrace_serve.engine.schedule.prefill import PrefillScheduler
-from millrace_serve.engine.schedule.roster import Roster
+from millrace_serve.engine.schedule.requests import Requests
 from millrace_serve.engine.schedule.scheduler import Scheduler
 
 Clock = Callable[[], float]
 
 
 def make_scheduler(
-    config: EngineConfig, role: Role, facts: ModelFacts, clock: Clock, grammars: Grammars | None = None
+    config: EngineConfig, role: Role, facts: ModelFacts, clock: Clock, grammars: Grammars, num_queries: int = 1
 ) -> Scheduler:
-    roster = Roster(config, role, facts, clock, grammars)
-    return PrefillScheduler(roster) if role is Role.PREFILL else DecodeScheduler(roster)
+    """`num_queries`: rows of a decode sequence in a step, its last token and drafts."""
+    requests = Requests(config, role, facts, clock, grammars)
+    pages = Pages(config, KvCache(config.num_pages, config.page_size, config.prefix_cache))
+    if role is Role.PREFILL:
+        return PrefillScheduler(config, requests, pages)
+    return DecodeScheduler(config, requests, pages, num_queries)

@@ -22,32 +22,45 @@ class Chunk:
 
 @dataclass(slots=True)
 class Plan:
-    """Rows of the step in order: one token of each decode sequence, then the chunks."""
+    """Rows of the step in order: `num_queries` of each decode sequence (its last token and drafts), then the chunks."""
 
     decode: list[Sequence]
     chunks: list[Chunk]
+    num_queries: int = 1
     joined: list[Sequence] = field(default_factory=list)  # got their slot since the last plan
     grown: list[Sequence] = field(default_factory=list)  # got more pages since the last plan
 
     @property
     def num_tokens(self) -> int:
-        return len(self.decode) + sum(chunk.end - chunk.start for chunk in self.chunks)
+        return len(self.decode) * self.num_queries + sum(chunk.end - chunk.start for chunk in self.chunks)
 
 
 @dataclass(slots=True)
 class StepOutput:
-    """Row s belongs to the s-th sampling sequence of the plan. K = the most logprobs that a row asked for."""
+    """Row s belongs to the s-th sampling sequence of the plan: its first `counts[s]` tokens were accepted.
 
-    tokens: np.ndarray  # int64 [S]
-    logprobs: np.ndarray | None = None  # float32 [S]; of the sampled token
-    top_ids: np.ndarray | None = None  # int64 [S, K]
-    top_logprobs: np.ndarray | None = None  # float32 [S, K]
+    q is the plan's num_queries; K is the most logprobs that a row asked for.
+    """
+
+    tokens: np.ndarray  # int64 [S, q]
+    counts: np.ndarray  # int32 [S], 1..q
+    logprobs: np.ndarray | None = None  # float32 [S, q]; of the sampled tokens
+    top_ids: np.ndarray | None = None  # int64 [S, q, K]
+    top_logprobs: np.ndarray | None = None  # float32 [S, q, K]
     corrupt: dict[int, str] = field(default_factory=dict)  # index of a sequence in the plan -> which page was wrong
 
-    def token(self, row: int, token_id: int, params: SamplingParams) -> TokenOutput:
+    def accepted(self) -> list[list[int]]:
+        """The accepted tokens of each sampling sequence."""
+        rows: list[list[int]] = self.tokens.tolist()
+        if self.tokens.shape[1] > 1:
+            rows = [row[:count] for row, count in zip(rows, self.counts.tolist(), strict=True)]
+        return rows
+
+    def token(self, row: int, index: int, token_id: int, params: SamplingParams) -> TokenOutput:
+        """Accepted token `index` of row `row`, with the logprobs that `params` asks for."""
         if params.logprobs is None:
             return TokenOutput(token_id)
         assert self.logprobs is not None and self.top_ids is not None and self.top_logprobs is not None
-        ids, values = self.top_ids[row, : params.logprobs], self.top_logprobs[row, : params.logprobs]
-        top = tuple(map(TopLogprob, ids.tolist(), values.tolist()))
-        return TokenOutput(token_id, float(self.logprobs[row]), top)
+        ids = self.top_ids[row, index, : params.logprobs].tolist()
+        values = self.top_logprobs[row, index, : params.logprobs].tolist()
+        return TokenOutput(token_id, float(self.logprobs[row, index]), tuple(map(TopLogprob, ids, values)))

@@ -13,6 +13,8 @@ LeaseEnded before 4: nobody will read the rest, so the request ends in an error.
 
 from __future__ import annotations
 
+from millrace_common.reasons import Reason
+
 from millrace_serve.engine.core import (
     Abort,
     EngineInput,
@@ -24,141 +26,146 @@ from millrace_serve.engine.core import (
     Load,
     SequenceOutput,
     Submit,
-    TokenOutput,
 )
+from millrace_serve.engine.config import EngineConfig
+from millrace_serve.engine.schedule.pages import Pages
 from millrace_serve.engine.schedule.plan import Chunk, Plan, StepOutput
-from millrace_serve.engine.schedule.roster import Roster
-from millrace_serve.engine.schedule.sequence import Phase, Sequence
+from millrace_serve.engine.schedule.requests import Requests
+from millrace_serve.engine.schedule.scheduler import Scheduler
+from millrace_serve.engine.schedule.sequence import Phase, Sequence, Trust
 
 
-class PrefillScheduler:
-    def __init__(self, roster: Roster) -> None:
-        self.roster = roster
+class PrefillScheduler(Scheduler):
+    def __init__(self, config: EngineConfig, requests: Requests, pages: Pages) -> None:
+        super().__init__(config, requests, pages)
         self._running: dict[Sequence, None] = {}  # in order of admission
         self._num_parked = 0
 
     def handle(self, msg: EngineInput) -> None:
+        live = self.requests.live
         match msg:
             case Submit(request):
-                if seq := self.roster.enrol(request):
-                    self.roster.waiting.push(seq)
+                if seq := self._enrol(request):
+                    self.requests.waiting.push(seq)
             case Abort(id):
-                seq = self.roster.live.get(id)
+                seq = live.get(id)
                 if seq is not None and seq.phase in (Phase.WAITING, Phase.RUNNING):
                     self._stop(seq, FinishReason.ABORT)
             case LeaseEnded(id):
-                if seq := self.roster.live.get(id):
+                if seq := live.get(id):
                     self._end_lease(seq)
             case FlushCache():
-                self.roster.cache.flush()
+                self.pages.cache.flush()
             case _:
                 raise TypeError(f"a prefill engine does not take {type(msg).__name__}")
 
     def schedule(self) -> Plan | None:
         """Chunks for the admitted prompts in order, then new prompts, until the step's token budget is used up."""
-        for seq in self.roster.expired():
+        for seq in self.requests.expired():
             message = f"timeout_s={seq.request.timeout_s} passed during prefill"
-            self._stop(seq, FinishReason.ERROR, Failure("DEADLINE_EXCEEDED", message))
-        budget = self.roster.config.max_prefill_tokens
+            self._stop(seq, FinishReason.ERROR, Failure(Reason.DEADLINE_EXCEEDED, message))
+        budget = self.config.max_prefill_tokens
         plan = Plan([], [])
         for seq in self._running:
             budget -= self._take_chunk(plan, seq, budget)
-        self.roster.blocked = False
+        self._blocked = False
         while budget > 0 and (admitted := self._admit_head()):
             plan.joined.append(admitted)
             budget -= self._take_chunk(plan, admitted, budget)
         if not plan.chunks:
             return None
-        self.roster.totals["steps"] += 1
+        self.outbox.totals["steps"] += 1
         return plan
 
     def commit(self, plan: Plan, output: StepOutput) -> None:
-        tokens = output.tokens.tolist()
-        row = 0
+        tokens, row = output.accepted(), 0
         for index, chunk in enumerate(plan.chunks):
             seq = chunk.seq
             seq.inflight -= 1
             if seq.phase is not Phase.RUNNING:
-                self.roster.settle(seq)
+                self._settle(seq)
             elif index in output.corrupt:
-                seq.corrupt = True
-                self._stop(seq, FinishReason.ERROR, Failure("KV_MISMATCH", output.corrupt[index]))
+                seq.trust = Trust.CORRUPT
+                self._stop(seq, FinishReason.ERROR, Failure(Reason.KV_MISMATCH, output.corrupt[index]))
             else:
-                self._advance(chunk, output.token(row, tokens[row], seq.request.sampling) if chunk.samples else None)
+                self._share(chunk)
+                if chunk.samples:
+                    self._finish(seq, row, tokens[row], output)
             row += chunk.samples
 
     def load(self) -> Load:
-        return self.roster.load(len(self._running), importing=0, exporting=self._num_parked)
+        return self._load(len(self._running), importing=0, exporting=self._num_parked)
 
     def _admit_head(self) -> Sequence | None:
-        roster = self.roster
-        seq = roster.waiting.head()
-        if seq is None or not roster.has_slot():
+        seq = self.requests.waiting.head()
+        if seq is None or not self.pages.has_slot():
             return None
-        pool, config = roster.cache.pool, roster.config
+        pool, most = self.pages.cache.pool, self.config.max_parked_pages
         held = pool.num_running + pool.num_published
-        if held and config.max_parked_pages and held + roster.pages_for(len(seq.tokens)) > config.max_parked_pages:
-            roster.blocked = True
+        if held and most and held + self.pages.count(len(seq.tokens)) > most:
+            self._blocked = True
             return None
-        at_least_one_token = (len(seq.tokens) - 1) // config.page_size
-        if not roster.take_pages(seq, len(seq.tokens), at_least_one_token, headroom=0):
+        at_least_one_token = (len(seq.tokens) - 1) // self.pages.size
+        if not self._admit(seq, at_least_one_token, headroom=0):
             return None
-        roster.waiting.discard(seq)
-        roster.run(seq)
+        self.pages.run(seq)
         self._running[seq] = None
-        self._publish(seq, seq.num_scheduled // config.page_size)
+        self._publish(seq, seq.num_computed // self.pages.size)
         return seq
 
     def _take_chunk(self, plan: Plan, seq: Sequence, budget: int) -> int:
-        if budget <= 0 or seq.num_scheduled == len(seq.tokens):
+        if budget <= 0 or seq.num_computed == len(seq.tokens):
             return 0
-        chunk = self.roster.next_chunk(seq, budget)
+        chunk = self._next_chunk(seq, budget)
         plan.chunks.append(chunk)
         return chunk.end - chunk.start
 
-    def _advance(self, chunk: Chunk, token: TokenOutput | None) -> None:
-        """A chunk's KV is in its pages: make them known, and end the request if its prompt is complete."""
-        seq, full = chunk.seq, chunk.end // self.roster.config.page_size
+    def _share(self, chunk: Chunk) -> None:
+        """The chunk's KV is in its pages: put the full ones into the prefix cache, and publish them."""
+        seq, full = chunk.seq, chunk.end // self.pages.size
         assert seq.prefix is not None
-        self.roster.cache.insert(seq.prefix, seq.tokens, seq.pages[:full], seq.prompt_hashes)
-        if token is None:
-            if full > seq.num_published:
-                self._publish(seq, full)
-            return
-        seq.tokens.append(token.token_id)
-        first = self.roster.say(seq, [token], seq.finish_of(token.token_id))
+        self.pages.cache.insert(seq.prefix, seq.tokens, seq.pages[:full], seq.prompt_hashes)
+        if not chunk.samples and full > seq.num_published:
+            self._publish(seq, full)
+
+    def _finish(self, seq: Sequence, row: int, tokens: list[int], output: StepOutput) -> None:
+        """The prompt is complete: its first token goes out with the last part."""
+        _, finish = seq.extend(tokens)
+        first = self.outbox.output(seq, [output.token(row, 0, tokens[0], seq.request.sampling)], finish)
         self._publish(seq, len(seq.pages), first)
         del self._running[seq]
-        self._park(seq)
+        self._leave(seq, Phase.PARKED)
 
     def _publish(self, seq: Sequence, num_pages: int, first: SequenceOutput | None = None) -> None:
         """Announce pages[num_published : num_pages]; with `first`, as the last part. There may be no pages in it."""
         span = slice(seq.num_published, num_pages)
         pages, hashes = seq.pages[span], seq.prompt_hashes[span]
-        num_tokens = min(num_pages * self.roster.config.page_size, len(seq.request.token_ids))
-        self.roster.cache.publish(pages)
-        part = KvPart(seq.id, seq.num_published, pages, hashes, num_tokens, first is not None, first)
-        self.roster.parts.append(part)
+        num_tokens = min(num_pages * self.pages.size, len(seq.request.token_ids))
+        self.pages.cache.publish(pages)
+        self.outbox.part(KvPart(seq.id, seq.num_published, pages, hashes, num_tokens, first is not None, first))
         seq.num_published = num_pages
 
-    def _stop(self, seq: Sequence, finish: FinishReason, error: Failure | None = None) -> None:
-        """End a WAITING or RUNNING request early."""
-        self.roster.say(seq, [], finish, error)
-        self.roster.waiting.discard(seq)
+    def _take_off(self, seq: Sequence) -> None:
+        self.requests.waiting.discard(seq)
         self._running.pop(seq, None)
-        if seq.num_published:
-            self._park(seq)
-        else:
-            self.roster.leave(seq, Phase.DONE)
 
-    def _park(self, seq: Sequence) -> None:
-        self._num_parked += 1
-        self.roster.leave(seq, Phase.PARKED)
+    def _leave(self, seq: Sequence, phase: Phase) -> None:
+        """A prompt of which a decode worker may read pages stays until its lease ends."""
+        if phase is Phase.DONE and seq.num_published:
+            phase = Phase.PARKED
+        self._num_parked += phase is Phase.PARKED
+        super()._leave(seq, phase)
 
     def _end_lease(self, seq: Sequence) -> None:
         if seq.phase in (Phase.WAITING, Phase.RUNNING):
             message = "the lease ended before the prompt was computed"
-            self._stop(seq, FinishReason.ERROR, Failure("KV_EXPIRED", message))
-        if seq.phase is Phase.PARKED:
-            self._num_parked -= 1
-            self.roster.unpark(seq)
+            self._stop(seq, FinishReason.ERROR, Failure(Reason.KV_EXPIRED, message))
+        if seq.phase is not Phase.PARKED:
+            return
+        self._num_parked -= 1
+        seq.enter(Phase.DONE)
+        if seq.inflight:  # aborted an instant ago: the commit of its last step frees its pages
+            self.pages.unpublish(seq)
+        else:
+            self.pages.unpark(seq)
+            del self.requests.live[seq.id]

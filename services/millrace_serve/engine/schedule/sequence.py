@@ -1,24 +1,35 @@
 """One request inside a scheduler.
 
-    phase       left by                                        holds
-    EXPECTED    KvOffered -> WAITING                           nothing              (IMPORT only)
-    WAITING     admitted -> RUNNING; reserved -> IMPORTING     nothing
-    IMPORTING   KvArrived -> READY; KvFailed -> DONE           pages                (IMPORT only)
-    READY       a free slot -> RUNNING; preempted -> WAITING   pages                (IMPORT only)
-    RUNNING     preempted -> WAITING; exported -> PARKED       slot, pages
-    PARKED      LeaseEnded -> DONE                             published pages      (EXPORT only)
-    DONE        (absorbing)                                    see below
+    phase       left by                                          slot   pages       transfer
+    EXPECTED    KvOffered -> WAITING                             -      -           AWAITED
+    WAITING     admitted -> RUNNING; reserved -> IMPORTING       (a)    (a)         NONE, AWAITED
+    IMPORTING   KvArrived -> READY                               -      own         READING
+    READY       a free slot -> RUNNING; preempted -> WAITING     -      own         NONE
+    RUNNING     preempted -> WAITING; exported -> PARKED         own    own         NONE
+    PARKED      LeaseEnded -> DONE                               (a)    published   NONE
+    DONE        nothing                                          (a)    (a) (b)     any
 
-Every phase may go to DONE by abort, deadline or failure. A sequence that left RUNNING keeps its pages and its slot
-while a launched step still names it (`inflight` > 0), and a DONE one that was IMPORTING keeps its pages until the
-transfer is over.
+Every phase may go to DONE by abort, deadline or failure. (a) A sequence that has left RUNNING keeps its slot and its
+pages while a launched step still names it (`inflight` > 0). (b) A sequence that was IMPORTING keeps its pages until the
+transfer is over (`transfer` is READING).
+
+Bounds of a running sequence. The device decides how many of a step's rows are accepted, and the host learns that when
+the step is committed. Until then the host works with two bounds of the tokens whose KV is in the pages:
+
+    tokens   0 ........ num_computed ........ num_reserved ........ capacity .... limit
+             KV is there for sure | may be there    | has pages        | has none yet
+
+`num_computed` == `num_reserved` when no launched step is uncommitted, and always when a step has one row per sequence.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Collection
+from dataclasses import dataclass
 
 from millrace_common.page_hash import page_hashes
+from millrace_common.transitions import Transitions
 
 from millrace_serve.engine.cache.kv_cache import CachedPrefix
 from millrace_serve.engine.core import FinishReason, Request, Route
@@ -35,34 +46,77 @@ class Phase(enum.Enum):
     DONE = enum.auto()
 
 
-LEGAL = {
-    Phase.EXPECTED: {Phase.WAITING, Phase.DONE},
-    Phase.WAITING: {Phase.IMPORTING, Phase.RUNNING, Phase.DONE},
-    Phase.IMPORTING: {Phase.READY, Phase.DONE},
-    Phase.READY: {Phase.RUNNING, Phase.WAITING, Phase.DONE},
-    Phase.RUNNING: {Phase.WAITING, Phase.PARKED, Phase.DONE},
-    Phase.PARKED: {Phase.DONE},
-    Phase.DONE: set(),
+class Transfer(enum.Enum):
+    """The KV of a prompt that another worker computes."""
+
+    NONE = enum.auto()  # this worker computes the prompt, or the KV has arrived
+    AWAITED = enum.auto()
+    READING = enum.auto()  # reads into the sequence's pages may be in flight
+
+
+class Trust(enum.Enum):
+    """Whether the sequence's pages may enter the prefix cache."""
+
+    PROVEN = enum.auto()
+    UNPROVEN = enum.auto()  # imported, and no step has used the pages yet
+    CORRUPT = enum.auto()  # a step found a page with other tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Holds:
+    """What a sequence may hold in a phase while no launched step names it."""
+
+    slot: bool
+    pages: bool
+    transfer: Collection[Transfer]
+
+
+PHASES = Transitions(
+    {
+        Phase.EXPECTED: {Phase.WAITING, Phase.DONE},
+        Phase.WAITING: {Phase.IMPORTING, Phase.RUNNING, Phase.DONE},
+        Phase.IMPORTING: {Phase.READY, Phase.DONE},
+        Phase.READY: {Phase.RUNNING, Phase.WAITING, Phase.DONE},
+        Phase.RUNNING: {Phase.WAITING, Phase.PARKED, Phase.DONE},
+        Phase.PARKED: {Phase.DONE},
+        Phase.DONE: (),
+    }
+)
+HOLDS = {
+    Phase.EXPECTED: Holds(slot=False, pages=False, transfer=(Transfer.AWAITED,)),
+    Phase.WAITING: Holds(slot=False, pages=False, transfer=(Transfer.NONE, Transfer.AWAITED)),
+    Phase.IMPORTING: Holds(slot=False, pages=True, transfer=(Transfer.READING,)),
+    Phase.READY: Holds(slot=False, pages=True, transfer=(Transfer.NONE,)),
+    Phase.RUNNING: Holds(slot=True, pages=True, transfer=(Transfer.NONE,)),
+    Phase.PARKED: Holds(slot=False, pages=True, transfer=(Transfer.NONE,)),
+    Phase.DONE: Holds(slot=False, pages=True, transfer=(Transfer.READING,)),
 }
+TRANSFERS = Transitions(
+    {
+        Transfer.AWAITED: {Transfer.READING, Transfer.NONE},
+        Transfer.READING: {Transfer.NONE},
+        Transfer.NONE: (),
+    }
+)
 
 
 class Sequence:
-    """`tokens` holds what is known; the token that a step in flight samples is not in it yet."""
+    """`tokens` holds what is known; the tokens that launched steps sample are not in it yet."""
 
     __slots__ = (
         "arrived",
-        "corrupt",
+        "capacity",
         "deadline",
         "grammar",
         "id",
-        "imports",
-        "in_transfer",
         "inflight",
         "limit",
         "num_cached_tokens",
+        "num_computed",
+        "num_known",
         "num_prompt",
         "num_published",
-        "num_scheduled",
+        "num_reserved",
         "order",
         "pages",
         "phase",
@@ -74,7 +128,8 @@ class Sequence:
         "slot",
         "stop_ids",
         "tokens",
-        "trusted",
+        "transfer",
+        "trust",
     )
 
     def __init__(
@@ -86,29 +141,31 @@ class Sequence:
         stop_ids: frozenset[int],
         prompt_hashes: list[int],
     ) -> None:
+        imported = request.route is Route.IMPORT
         self.request = request
         self.id = request.id
         self.order = order  # (-priority, arrival): smaller goes first, and is preempted last
         self.deadline = deadline
-        self.limit = limit  # tokens, prompt included, at which it finishes by LENGTH
+        self.limit = limit  # tokens, prompt included, at which the sequence finishes by LENGTH
         self.stop_ids = stop_ids
         self.prompt_hashes = prompt_hashes  # of each page of request.token_ids (millrace_common/page_hash.py)
         self.tokens = list(request.token_ids)
         self.num_prompt = len(request.token_ids) - request.num_prior_outputs
-        self.imports = request.route is Route.IMPORT  # its KV is still to come from another worker
-        self.phase = Phase.EXPECTED if self.imports else Phase.WAITING
-        self.in_transfer = False  # reads into its pages may be in flight
+        self.phase = Phase.EXPECTED if imported else Phase.WAITING
+        self.transfer = Transfer.AWAITED if imported else Transfer.NONE
+        self.trust = Trust.PROVEN
         self.slot = -1
         self.pages: list[int] = []
         self.prefix: CachedPrefix | None = None
-        self.num_scheduled = 0  # tokens whose KV is there or will be written by a launched step
+        self.capacity = 0  # positions that have a page and may be written
+        self.num_computed = 0  # at least so many tokens have their KV once the launched steps are done
+        self.num_reserved = 0  # at most so many
+        self.num_known = 0  # len(tokens) when the last step was launched: the canaries of that step cover them
         self.inflight = 0  # launched steps that name this sequence and are not committed
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache
-        self.silent = True  # nothing was said about it yet
-        self.arrived = 0.0  # on the roster's clock
-        self.queued_s = 0.0  # until it got its first pages
-        self.trusted = True  # else its pages must not enter the prefix cache: imported and not used yet
-        self.corrupt = False  # one of its pages was found wrong
+        self.silent = True  # no output has been sent yet
+        self.arrived = 0.0  # on the scheduler's clock
+        self.queued_s = 0.0  # until the sequence got its first pages
         self.num_published = 0  # pages announced in KvParts
         self.grammar: Walk | None = None  # where `tokens` stand in the request's grammar
 
@@ -119,25 +176,47 @@ class Sequence:
 
     @property
     def undecided(self) -> bool:
-        """Which tokens may come next depends on one that is still being sampled: it must sit out until that is known.
-
-        Everybody else's next step can be launched before the last one was read; a grammar's mask is made from it.
-        """
+        """The grammar's mask depends on a token that a launched step still samples: the next step must wait for it."""
         return self.grammar is not None and self.inflight > 0
 
     def page_hashes(self, num_pages: int, size: int) -> list[int]:
-        """Of its first pages, which must be full."""
+        """Of the first pages, which must be full."""
         full = min(len(self.request.token_ids) // size, num_pages)
         hashes = self.prompt_hashes[:full]
         rest = self.tokens[full * size : num_pages * size]
         return hashes + page_hashes(rest, size, prev=hashes[-1] if hashes else 0)
 
     def enter(self, phase: Phase) -> None:
-        assert phase in LEGAL[self.phase], f"request {self.id}: {self.phase} -> {phase}"
-        self.phase = phase
+        self.phase = PHASES.move(self.phase, phase, f"request {self.id}")
 
-    def finish_of(self, token: int) -> FinishReason | None:
-        """Whether `token`, just appended, ends the sequence."""
-        if token in self.stop_ids and self.num_outputs > self.request.sampling.min_tokens:
-            return FinishReason.STOP
-        return FinishReason.LENGTH if len(self.tokens) >= self.limit else None
+    def move(self, transfer: Transfer) -> None:
+        self.transfer = TRANSFERS.move(self.transfer, transfer, f"transfer of request {self.id}")
+
+    def set_computed(self, num_tokens: int) -> None:
+        """The KV of exactly so many tokens is in the pages, or will be with the step that is being planned."""
+        self.num_computed = self.num_reserved = num_tokens
+
+    def extend(self, tokens: list[int]) -> tuple[int, FinishReason | None]:
+        """Append outputs up to the one that ends the sequence -> how many, and why it ends."""
+        for count, token in enumerate(tokens, start=1):
+            self.tokens.append(token)
+            if token in self.stop_ids and self.num_outputs > self.request.sampling.min_tokens:
+                return count, FinishReason.STOP
+            if len(self.tokens) >= self.limit:
+                return count, FinishReason.LENGTH
+        return len(tokens), None
+
+    def check(self) -> None:
+        """Assert that what the sequence holds fits its phase, as the table above says."""
+        holds, name = HOLDS[self.phase], f"request {self.id} is {self.phase}"
+        assert self.transfer in holds.transfer or self.phase is Phase.DONE, f"{name} and its transfer is {self.transfer}"
+        assert self.num_computed <= self.num_reserved, f"{name}: {self.num_computed} > {self.num_reserved}"
+        if self.inflight:
+            assert self.slot >= 0 and self.pages, f"{name} and a launched step names it without slot or pages"
+            return
+        assert (self.slot >= 0) == holds.slot, f"{name} with slot {self.slot}"
+        assert not self.pages or holds.pages, f"{name} with pages {self.pages}"
+        if self.phase is Phase.DONE:
+            assert self.transfer is Transfer.READING, f"{name} and nothing keeps it"
+        elif self.phase is Phase.RUNNING:
+            assert self.num_computed == self.num_reserved <= self.capacity, f"{name}: bounds differ without a step"

@@ -8,6 +8,7 @@ import time
 from millrace_serve.engine.cache.kv_pool import ITEM_BYTES, KvLayout, KvPool
 from millrace_serve.engine.config import EngineConfig, Role
 from millrace_serve.engine.engine import Engine
+from millrace_serve.engine.grammar.grammars import Grammars
 from millrace_serve.engine.schedule.factory import Clock, make_scheduler
 from millrace_serve.engine.schedule.limits import ModelFacts
 from millrace_serve.engine.sim.runner import SimRunner, SimSettings
@@ -37,10 +38,13 @@ def build_sim_engine(
     settings: SimSettings,
     lockstep: Lockstep | None = None,
     clock: Clock = time.monotonic,
+    grammars: Grammars | None = None,
 ) -> Engine:
     """The canary is always on: it is what stands for KV."""
     config = config.model_copy(update={"canary": True})
     pool = KvPool(sim_layout(config, settings), config.num_pages)
     facts = ModelFacts(settings.vocab_size, frozenset((settings.eos_token_id,)))
-    scheduler = make_scheduler(config, role, facts, clock)
-    return Engine(config, scheduler, BatchBuilder(config, oracle=True), SimRunner(settings, pool), pool, lockstep)
+    grammars = grammars or Grammars()
+    scheduler = make_scheduler(config, role, facts, clock, grammars, 1 + settings.draft_tokens)
+    runner = SimRunner(settings, pool, config)
+    return Engine(config, scheduler, grammars, BatchBuilder(config, runner.join), runner, pool, lockstep)

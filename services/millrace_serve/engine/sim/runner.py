@@ -2,9 +2,11 @@
 
     step seconds = fixed + per token + per sequence + per key, on one device that runs one step after the other
     token        = hash(prompt of the room, seed if sampling, output position)
+    accepted     = 1 + the drafts before the first that hash(prompt, output position) rejects
 
-The token depends neither on room, attempt, batch, worker nor replay, so a test can say what must come out. Pages
-carry only their canary, which is always checked: a page of another request is an error, never a token.
+The token depends neither on room, attempt, batch, worker, drafts nor replay, so a test can compute what must come out.
+Pages carry only their canary, which is always checked: a page of another request is an error, never a token. Like the
+real device, the simulated one keeps the state of each slot, and the host learns the lengths one step late.
 """
 
 from __future__ import annotations
@@ -19,8 +21,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from millrace_serve.engine.cache.canary import mismatches
 from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.core import SamplingParams
+from millrace_serve.engine.config import EngineConfig
 from millrace_serve.engine.schedule.plan import StepOutput
-from millrace_serve.engine.step.batch import StepBatch
+from millrace_serve.engine.schedule.sequence import Sequence
+from millrace_serve.engine.step.batch import HostBatch
 
 SPECIAL_TOKENS = 16  # ids below are never drawn; the simulated EOS is one of them
 MASK = (1 << 64) - 1
@@ -39,6 +43,8 @@ class SimSettings(BaseModel):
     token_s: float = Field(0.0, ge=0)
     sequence_s: float = Field(0.0, ge=0)
     key_s: float = Field(0.0, ge=0)
+    draft_tokens: int = Field(0, ge=0, le=7)  # rows of a decode sequence beyond the first
+    acceptance: float = Field(0.7, ge=0, le=1)  # probability that a draft is accepted
     page_kv_bytes: int = Field(4096, ge=2, multiple_of=2)  # size of a page that travels, without its canary
 
 
@@ -82,53 +88,107 @@ class SimHandle:
 
 
 class SimRunner:
-    """Samples at launch; the handle is ready when the simulated device would be."""
+    """Launched steps are computed at once, and are ready when the simulated device would be."""
 
-    def __init__(self, settings: SimSettings, pool: KvPool, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, settings: SimSettings, pool: KvPool, config: EngineConfig, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._settings = settings
         self._pool = pool
+        self._page_size = config.page_size
         self._clock = clock
         self._free_at = 0.0
+        slots = config.max_running
+        self._lengths = np.zeros(slots, np.int64)
+        self._capacity = np.zeros(slots, np.int64)
+        self._num_prompt = np.zeros(slots, np.int64)
+        self._page_table = np.zeros((slots, config.max_pages_per_seq), np.int32)
+        self._prompt_hash = np.zeros(slots, np.uint64)
+        self._eos_from = np.zeros(slots, np.int64)  # the first output that may be EOS
 
-    def launch(self, batch: StepBatch) -> SimHandle:
+    def join(self, seq: Sequence) -> None:
+        """A slot's new owner, for the oracle."""
+        params = seq.request.sampling
+        self._prompt_hash[seq.slot] = chain_hash(0, seq.tokens[: seq.num_prompt])
+        self._eos_from[seq.slot] = np.iinfo(np.int64).max if params.ignore_eos else params.min_tokens
+
+    def launch(self, batch: HostBatch) -> SimHandle:
+        self._update(batch)
         corrupt = {}
         if batch.canary is not None:
-            corrupt = mismatches(batch.canary, batch.page_table, self._pool.read_canaries(batch.page_table))
+            corrupt = mismatches(batch.canary, self._pool.read_canaries(batch.canary.pages))
             self._pool.write_canaries(batch.canary.write_pages, batch.canary.write_words)
         self._free_at = max(self._clock(), self._free_at) + self._seconds(batch)
-        return SimHandle(self._sample(batch, corrupt), self._free_at)
+        output = self._sample(batch, corrupt)
+        self._advance(batch, output.counts)
+        return SimHandle(output, self._free_at)
 
     def close(self) -> None:
         pass
 
-    def _seconds(self, batch: StepBatch) -> float:
-        s = self._settings
-        keys = int(batch.seq_lens.sum()) if s.key_s else 0
-        return s.step_s + s.token_s * batch.num_tokens + s.sequence_s * len(batch.q_lens) + s.key_s * keys
+    def _update(self, batch: HostBatch) -> None:
+        if (updates := batch.updates) is not None:
+            self._page_table[updates.page_slots, updates.page_indexes] = updates.pages
+            self._capacity[updates.grown] = updates.capacity
+            self._lengths[updates.joined] = updates.lengths
+            self._num_prompt[updates.joined] = updates.num_prompt
 
-    def _sample(self, batch: StepBatch, corrupt: dict[int, str]) -> StepOutput:
-        sampling, settings = batch.sampling, self._settings
-        assert batch.oracle is not None, "the batch builder must be made with oracle=True"
-        hashes = batch.oracle.prompt_hashes
-        seeds = np.where(sampling.temperature > 0, sampling.seeds, np.uint64(0))
-        drawn = _mix_array(_mix_array(hashes ^ _mix_array(seeds)) + sampling.output_index.astype(np.uint64))
+    def _advance(self, batch: HostBatch, counts: np.ndarray) -> None:
+        """Write the step's rows, which must have pages of their own, and take the accepted ones over."""
+        slots, before = batch.slots, self._lengths[batch.slots]
+        after = before + np.concatenate((counts[: batch.num_decode], batch.chunk_lens)).astype(np.int64)
+        for slot, start, end in zip(slots.tolist(), before.tolist(), after.tolist(), strict=True):
+            end = min(end, self._capacity[slot])
+            pages = self._page_table[slot, start // self._page_size : -(-end // self._page_size)]
+            assert pages.all(), f"slot {slot} has no page for some of its positions {start}..{end - 1}"
+        self._lengths[slots] = after
+
+    def _seconds(self, batch: HostBatch) -> float:
+        s = self._settings
+        keys = int(self._lengths[batch.slots].sum()) + batch.num_tokens if s.key_s else 0
+        return s.step_s + s.token_s * batch.num_tokens + s.sequence_s * len(batch.slots) + s.key_s * keys
+
+    def _sample(self, batch: HostBatch, corrupt: dict[int, str]) -> StepOutput:
+        """Row i of a decode sequence samples output `index` + i."""
+        slots, settings = batch.sample_slots, self._settings
+        hashes, num_decode = self._prompt_hash[slots], batch.num_decode
+        index = self._lengths[slots] - self._num_prompt[slots]
+        index[:num_decode] += 1
+        index[num_decode:] += np.array([batch.chunk_lens[chunk] for chunk in batch.sampling_chunks], np.int64)
+        seeds = np.zeros(len(slots), np.uint64)
+        if (sampling := batch.sampling) is not None:
+            seeds = np.where(sampling.temperature > 0, sampling.seeds, np.uint64(0))
+        index = index[:, None] + np.arange(batch.num_queries)
+        drawn = _mix_array(_mix_array(hashes ^ _mix_array(seeds))[:, None] + index.astype(np.uint64))
         tokens = (drawn % np.uint64(settings.vocab_size - SPECIAL_TOKENS)).astype(np.int64) + SPECIAL_TOKENS
         if settings.eos_lengths is not None:
             low, high = settings.eos_lengths
             last = np.uint64(LENGTH_INDEX & MASK)
             lengths = _mix_array(_mix_array(hashes) + last) % np.uint64(high - low + 1) + np.uint64(low)
-            ends = sampling.output_index >= np.maximum(lengths.astype(np.int64) - 1, batch.oracle.eos_from)
+            ends = index >= np.maximum(lengths.astype(np.int64) - 1, self._eos_from[slots])[:, None]
             tokens[ends] = settings.eos_token_id
-        return _with_logprobs(StepOutput(tokens, corrupt=corrupt), sampling.num_logprobs, settings.vocab_size)
+        output = StepOutput(tokens, self._accept(batch, hashes, index), corrupt=corrupt)
+        return _with_logprobs(output, -1 if sampling is None else sampling.num_logprobs, settings.vocab_size)
+
+    def _accept(self, batch: HostBatch, hashes: np.ndarray, index: np.ndarray) -> np.ndarray:
+        """int32 [S]: the accepted rows of each sampled sequence, as far as positions have pages."""
+        counts = np.ones(len(hashes), np.int32)
+        decode = slice(0, batch.num_decode)
+        if batch.num_queries > 1 and batch.num_decode:
+            draws = _mix_array(_mix_array(~hashes[decode])[:, None] + index[decode, 1:].astype(np.uint64))
+            accepted = draws < np.uint64(int(self._settings.acceptance * MASK))
+            room = self._capacity[batch.slots[decode]] - self._lengths[batch.slots[decode]]
+            counts[decode] = np.clip(1 + np.cumprod(accepted, axis=1).sum(axis=1), 1, np.maximum(room, 1))
+        return counts
 
 
 def _with_logprobs(output: StepOutput, count: int, vocab_size: int) -> StepOutput:
     """Made-up values: the sampled token has -1, the next ids -2, -3, ..."""
     if count >= 0:
-        size = len(output.tokens)
-        output.logprobs = np.full(size, -1.0, np.float32)
-        output.top_ids = (output.tokens[:, None] + np.arange(count)) % vocab_size
-        output.top_logprobs = np.tile(-1.0 - np.arange(count, dtype=np.float32), (size, 1))
+        shape = output.tokens.shape
+        output.logprobs = np.full(shape, -1.0, np.float32)
+        output.top_ids = (output.tokens[:, :, None] + np.arange(count)) % vocab_size
+        output.top_logprobs = np.tile(-1.0 - np.arange(count, dtype=np.float32), (*shape, 1))
     return output
 
 
@@ -141,7 +201,7 @@ def _mix(x: int) -> int:
 
 
 def _mix_array(x: np.ndarray) -> np.ndarray:
-    """`_mix` of u64 [N]; numpy's unsigned arithmetic wraps around."""
+    """`_mix` of an array of u64; numpy's unsigned arithmetic wraps around."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from millrace_serve.engine.config import Limits
-from millrace_serve.engine.step.batch import StepBatch
+from millrace_serve.engine.step.batch import HostBatch, SlotUpdates, StepBatch
 from millrace_serve.engine.step.sampling_batch import HostSampling, SamplingBatch
 
 PREFIX_TOKENS = 4096  # cached tokens before a chunk: as many as are expanded at a time
@@ -69,29 +69,46 @@ def decode_shapes(buckets: Sequence[int]) -> Iterator[Shape]:
         yield Shape(num_decode=bucket, greedy=False)
 
 
-def batch_of(shape: Shape, page_size: int, dp: int = 1, *, graphs: bool = False) -> StepBatch:
-    """`graphs`: let the step be one."""
-    q_lens = np.array([1] * shape.num_decode + [shape.chunk] * shape.chunks, np.int32)
-    starts = np.array([0] * shape.num_decode + [shape.prefix] * shape.chunks, np.int64)
-    positions = np.concatenate([np.arange(start, start + q) for start, q in zip(starts, q_lens, strict=True)])
-    seq_lens = (starts + q_lens).astype(np.int32)
-    pages = np.zeros((len(q_lens), -(-int(seq_lens.max()) // page_size)), np.int32)
-    slots = np.arange(len(q_lens))
+def batch_of(shape: Shape, page_size: int, dp: int = 1, *, graphs: bool = False) -> HostBatch:
+    """Its sequences own no page, so all KV goes to the sink. `graphs`: let the step be one."""
+    lens = (1,) * shape.num_decode + (shape.chunk,) * shape.chunks
+    ends = tuple(shape.prefix + size for size in lens[shape.num_decode :])
+    slots, rows = np.arange(len(lens)), np.cumsum((0, *lens), dtype=np.int32)
     batch = StepBatch(
         num_decode=shape.num_decode,
-        token_ids=np.arange(shape.num_tokens) % 100,  # several, for their experts
-        positions=positions.astype(np.int64),
-        kv_slots=positions.astype(np.int64) % page_size,
-        page_table=pages,
-        q_lens=q_lens,
-        seq_lens=seq_lens,
-        sample_rows=np.cumsum(q_lens) - 1,
+        num_queries=1,
+        num_pages=-(-max(ends, default=1) // page_size),
+        slots=slots,
+        cu_q=rows,
+        num_rows=rows[-1:],
+        chunk_tokens=np.arange(shape.num_decode, shape.num_tokens) % 100,  # several, for their experts
+        chunk_lens=lens[shape.num_decode :],
+        chunk_ends=ends,
+        sampling_chunks=tuple(range(shape.chunks)),
+        sample_rows=rows[1:].astype(np.int64) - 1,
         sample_slots=slots,
-        sampling=_sampling(len(slots), shape.greedy),
+        sampling=None if shape.greedy else _sampling(len(slots)),
+        updates=_updates(slots, shape),
     )
     batch.dp_num_tokens = (shape.num_tokens,) * dp if dp > 1 else ()
     batch.all_decode = graphs and batch.is_decode
     return batch
+
+
+def _updates(slots: np.ndarray, shape: Shape) -> SlotUpdates[np.ndarray]:
+    """All slots join, behind their prefixes and with different tokens."""
+    none, lengths = np.zeros(0, np.int64), np.where(slots < shape.num_decode, 0, shape.prefix)
+    return SlotUpdates(
+        page_slots=none,
+        page_indexes=none,
+        pages=none.astype(np.int32),
+        grown=slots,
+        capacity=np.zeros_like(slots),
+        joined=slots,
+        lengths=lengths,
+        last_tokens=slots % 100,
+        num_prompt=lengths,
+    )
 
 
 def _prefix(limits: Limits, chunk: int) -> int:
@@ -99,8 +116,6 @@ def _prefix(limits: Limits, chunk: int) -> int:
     return min(PREFIX_TOKENS, limits.max_model_len - 1 - chunk) // limits.page_size * limits.page_size
 
 
-def _sampling(count: int, greedy: bool) -> HostSampling:
-    temperature = np.full(count, 0.0 if greedy else 1.0, np.float32)
-    top_p, min_p, top_k = np.full(count, 0.95, np.float32), np.zeros(count, np.float32), np.zeros(count, np.int64)
-    drawn = np.arange(0 if greedy else count)
-    return SamplingBatch(temperature, top_p, min_p, top_k, np.zeros(count, np.uint64), np.zeros(count, np.int64), drawn)
+def _sampling(count: int) -> HostSampling:
+    floats, zeros = np.ones(count, np.float32), np.zeros(count, np.int64)
+    return SamplingBatch(floats, 0.95 * floats, 0 * floats, zeros, zeros.astype(np.uint64), np.arange(count))

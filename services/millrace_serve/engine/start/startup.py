@@ -148,9 +148,8 @@ def capture(site: Site, config: EngineConfig, runner: TorchRunner) -> None:
     graphs = DecodeGraphs(
         device_of(site.device),
         _forwards(site, runner),
-        runner.last_tokens,
+        runner.slots,
         site.buckets,
-        config.max_pages_per_seq,
         site.model.vocab_size,
         site.dims.dp,
     )

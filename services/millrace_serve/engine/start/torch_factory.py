@@ -68,7 +68,7 @@ def build_engine(
     grammars = Grammars(XgrammarCompiler(Path(model_path), facts.vocab_size, facts.eos_token_ids), clock)
     scheduler = make_scheduler(rank.config, role, facts, clock, grammars)
     lockstep = Together(rank.control.all_gather, rank.control.broadcast)
-    return Engine(rank.config, scheduler, BatchBuilder(rank.config), rank.runner, rank.pool, lockstep)
+    return Engine(rank.config, scheduler, grammars, BatchBuilder(rank.config), rank.runner, rank.pool, lockstep)
 
 
 def run_follower(rank: Rank) -> None:

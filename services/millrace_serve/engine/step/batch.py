@@ -1,155 +1,189 @@
-"""Plan -> StepBatch: the step's arrays, numpy only.
+"""Plan -> StepBatch: what a step brings to the device.
 
-What does not change from step to step is kept per slot and gathered; only joined sequences, new pages and prompt
-chunks cost Python time per item. Letters: T tokens, B sequences, S sampled rows, P pages of the longest sequence.
+The device keeps the state of each slot (engine/step/slots.py): how many tokens have their KV, the last tokens, the page
+table. A step therefore brings the slots that run, the tokens of prompt chunks, and what changed in the slots. Positions
+and KV slots are computed on the device, where the lengths are. A decode step costs the host little more than the list
+of its slots; only joined sequences, new pages and prompt chunks cost Python time per item.
+
+Letters: T tokens, B sequences, D of them decode sequences, q rows of each decode sequence, S sampled sequences.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
+from typing import Generic, TypeVar
 
 import numpy as np
-from millrace_common.page_hash import chain_hash
 
 from millrace_serve.engine.cache.canary import CanaryBatch
 from millrace_serve.engine.config import EngineConfig
 from millrace_serve.engine.schedule.plan import Plan
 from millrace_serve.engine.schedule.sequence import Sequence
 from millrace_serve.engine.step.canary_tracker import CanaryTracker
-from millrace_serve.engine.step.sampling_batch import HostSampling, SamplingTable, no_samples
+from millrace_serve.engine.step.sampling_batch import SamplingBatch, SamplingTable
 
-_NONE = np.zeros(0, np.int64)
-
-
-@dataclass(slots=True)
-class OracleRows:
-    """What the simulated runner answers to instead of logits."""
-
-    prompt_hashes: np.ndarray  # u64 [S], chain hash of the room's prompt
-    eos_from: np.ndarray  # int64 [S], first output position at which EOS may come
+A = TypeVar("A")  # numpy array on the host, tensor on the device (engine/step/staging.py)
 
 
 @dataclass(slots=True)
-class StepBatch:
-    """Sequences in order `[decode | chunks]`. A negative token id -1-s means: the last token sampled on slot s."""
+class SlotUpdates(Generic[A]):
+    """What changed since the last step. A joined slot has a new owner."""
 
-    num_decode: int
-    token_ids: np.ndarray  # int64 [T]
-    positions: np.ndarray  # int64 [T]
-    kv_slots: np.ndarray  # int64 [T], page * page_size + offset
-    page_table: np.ndarray  # int32 [B, P], 0 past the end
-    q_lens: np.ndarray  # int32 [B]
-    seq_lens: np.ndarray  # int32 [B], this step's tokens included
-    sample_rows: np.ndarray  # int64 [S]
-    sample_slots: np.ndarray  # int64 [S], where the sampled tokens are kept for the next step
-    sampling: HostSampling
-    preset: tuple[np.ndarray, np.ndarray] | None = None  # int64 [J] slots and tokens to set before the step
-    oracle: OracleRows | None = None
-    canary: CanaryBatch | None = None
+    page_slots: A  # int64 [U]; page_table[page_slots, page_indexes] = pages
+    page_indexes: A  # int64 [U]
+    pages: A  # int32 [U]
+    grown: A  # int64 [G] slots with more pages, the joined ones included
+    capacity: A  # int64 [G] positions that may be written
+    joined: A  # int64 [J] slots
+    lengths: A  # int64 [J] tokens whose KV is in the pages
+    last_tokens: A  # int64 [J]
+    num_prompt: A  # int64 [J]
+
+
+@dataclass(slots=True)
+class StepBatch(Generic[A]):
+    """Sequences in order `[decode | chunks]`, and their rows likewise."""
+
+    num_decode: int  # D
+    num_queries: int  # q
+    num_pages: int  # that the longest sequence of the step may use
+    slots: A  # int64 [B]
+    cu_q: A  # int32 [B+1], the first row of each sequence, and T
+    num_rows: A  # int32 [1], T
+    chunk_tokens: A  # int64 [T - D * q]
+    chunk_lens: tuple[int, ...]  # tokens of each chunk
+    chunk_ends: tuple[int, ...]  # tokens of each chunk's sequence with the chunk
+    sampling_chunks: tuple[int, ...]  # indices of the chunks that end their prompts
+    sample_rows: A  # int64: all rows of the decode sequences, then the last row of each chunk that ends its prompt
+    sample_slots: A  # int64 [S]
+    sampling: SamplingBatch[A] | None  # None: argmax, and no logprobs
+    updates: SlotUpdates[A] | None = None
+    canary: CanaryBatch[A] | None = None
     dp_num_tokens: tuple[int, ...] = ()  # T of every data-parallel replica; empty when dp == 1
     all_decode: bool = False  # no replica has a prompt chunk in this step
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids)
+        return self.num_decode * self.num_queries + sum(self.chunk_lens)
 
     @property
     def is_decode(self) -> bool:
         """There is no prompt chunk."""
-        return self.num_decode == len(self.q_lens)
+        return not self.chunk_lens
 
     @classmethod
-    def idle(cls) -> StepBatch:
-        """No tokens: a replica without work takes part in the others' collectives."""
-        lens = np.zeros(0, np.int32)
-        pages = np.zeros((0, 1), np.int32)
-        batch = cls(0, _NONE, _NONE, _NONE, pages, lens, lens, _NONE, _NONE, no_samples())
-        batch.oracle = OracleRows(_NONE.astype(np.uint64), _NONE)
-        return batch
+    def idle(cls) -> StepBatch[np.ndarray]:
+        """No tokens: a replica without work takes part in the collectives of the others."""
+        none, zero = np.zeros(0, np.int64), np.zeros(1, np.int32)
+        return StepBatch(0, 1, 1, none, zero, zero, none, (), (), (), none, none, None)
+
+
+HostBatch = StepBatch[np.ndarray]
 
 
 class BatchBuilder:
-    def __init__(self, config: EngineConfig, *, oracle: bool = False) -> None:
-        slots, pages = config.max_running, -(-config.max_model_len // config.page_size)
+    def __init__(self, config: EngineConfig, on_join: Callable[[Sequence], None] | None = None) -> None:
+        """`on_join` sees every new owner of a slot before the step that brings it to the device."""
+        num_slots = config.max_running
         self._page_size = config.page_size
-        self._page_table = np.zeros((slots, pages), np.int32)
-        self._num_prompt = np.zeros(slots, np.int64)
-        self._sampling = SamplingTable(slots)
-        self._oracle = OracleRows(np.zeros(slots, np.uint64), np.zeros(slots, np.int64)) if oracle else None
-        self._canary = CanaryTracker(slots, pages, config.page_size) if config.canary else None
+        self._sent_pages = [0] * num_slots
+        self._sampling = SamplingTable(num_slots)
+        self._canary = CanaryTracker(config) if config.canary else None
+        self._on_join = on_join
 
-    def build(self, plan: Plan) -> StepBatch:
-        self._update(plan)
-        decode, chunks = plan.decode, plan.chunks
-        slots = np.fromiter([seq.slot for seq in decode], np.int64, len(decode))
-        ends = np.fromiter([seq.num_scheduled for seq in decode], np.int64, len(decode))
-        batch = self._rows(slots, ends) if not chunks else self._mixed_rows(plan, slots, ends)
-        if plan.joined:
-            slots = np.array([seq.slot for seq in plan.joined], np.int64)
-            batch.preset = slots, np.array([seq.tokens[-1] for seq in plan.joined], np.int64)
-        if self._oracle is not None:
-            rows = batch.sample_slots
-            batch.oracle = OracleRows(self._oracle.prompt_hashes[rows], self._oracle.eos_from[rows])
+    def build(self, plan: Plan) -> HostBatch:
+        updates = self._updates(plan) if plan.joined or plan.grown else None
+        batch = self._mixed_step(plan) if plan.chunks else self._decode_step(plan)
+        batch.updates = updates
         if self._canary is not None:
-            seqs = decode + [chunk.seq for chunk in chunks]
-            batch.canary = self._canary.build(seqs, batch.page_table.shape[1])
+            batch.canary = self._canary.build(plan.decode + [chunk.seq for chunk in plan.chunks], batch.num_pages)
         return batch
 
-    def _update(self, plan: Plan) -> None:
-        for seq in plan.grown:
-            self._page_table[seq.slot, len(seq.pages) - 1] = seq.pages[-1]
-        starts = {chunk.seq.slot: chunk.start for chunk in plan.chunks} if plan.joined else {}
-        for seq in plan.joined:
-            self._join(seq, starts.get(seq.slot, len(seq.request.token_ids)))
+    def _updates(self, plan: Plan) -> SlotUpdates[np.ndarray]:
+        joined = list(dict.fromkeys(plan.joined))
+        starts = {chunk.seq.slot: chunk.start for chunk in plan.chunks} if joined else {}
+        lengths = [starts.get(seq.slot, len(seq.tokens) - 1) for seq in joined]
+        for seq, length in zip(joined, lengths, strict=True):
+            self._join(seq, length)
+        grown = list(dict.fromkeys((*joined, *plan.grown)))
+        slots = _int64([seq.slot for seq in grown])
+        first = [self._sent_pages[seq.slot] for seq in grown]
+        for seq in grown:
+            self._sent_pages[seq.slot] = len(seq.pages)
+        spans = [range(start, len(seq.pages)) for seq, start in zip(grown, first, strict=True)]
+        new = (seq.pages[start:] for seq, start in zip(grown, first, strict=True))
+        return SlotUpdates(
+            page_slots=np.repeat(slots, [len(span) for span in spans]),
+            page_indexes=_int64(list(chain.from_iterable(spans))),
+            pages=np.array(list(chain.from_iterable(new)), np.int32),
+            grown=slots,
+            capacity=_int64([seq.capacity for seq in grown]),
+            joined=_int64([seq.slot for seq in joined]),
+            lengths=_int64(lengths),
+            last_tokens=_int64([seq.tokens[-1] for seq in joined]),
+            num_prompt=_int64([seq.num_prompt for seq in joined]),
+        )
 
     def _join(self, seq: Sequence, num_ready: int) -> None:
         """A slot's new owner, whose first `num_ready` tokens have their KV."""
-        slot = seq.slot
-        row = self._page_table[slot]
-        row[: len(seq.pages)] = seq.pages
-        row[len(seq.pages) :] = 0
-        self._num_prompt[slot] = seq.num_prompt
+        self._sent_pages[seq.slot] = 0
         self._sampling.join(seq)
-        if self._oracle is not None:
-            params = seq.request.sampling
-            self._oracle.prompt_hashes[slot] = chain_hash(0, seq.tokens[: seq.num_prompt])
-            self._oracle.eos_from[slot] = np.iinfo(np.int64).max if params.ignore_eos else params.min_tokens
         if self._canary is not None:
             self._canary.join(seq, num_ready)
+        if self._on_join is not None:
+            self._on_join(seq)
 
-    def _rows(self, slots: np.ndarray, ends: np.ndarray) -> StepBatch:
-        """A step of decode sequences only: one row each."""
-        size, count = self._page_size, len(slots)
-        positions = ends - 1
-        page_table = self._page_table[:, : self._width(ends)][slots]
-        rows = np.arange(count)
-        kv_slots = page_table[rows, positions // size].astype(np.int64) * size + positions % size
-        sampling = self._sampling.gather(slots, ends - self._num_prompt[slots])
-        ones, seq_lens = np.ones(count, np.int32), ends.astype(np.int32)
-        tokens = -1 - slots
-        return StepBatch(count, tokens, positions, kv_slots, page_table, ones, seq_lens, rows, slots, sampling)
-
-    def _mixed_rows(self, plan: Plan, decode_slots: np.ndarray, decode_ends: np.ndarray) -> StepBatch:
-        size, chunks, num_decode = self._page_size, plan.chunks, len(decode_slots)
-        slots = np.concatenate((decode_slots, [chunk.seq.slot for chunk in chunks]))
-        ends = np.concatenate((decode_ends, [chunk.end for chunk in chunks]))
-        q_lens = np.ones(len(slots), np.int64)
-        q_lens[num_decode:] = [chunk.end - chunk.start for chunk in chunks]
-        last_rows = np.cumsum(q_lens) - 1
-        tokens = np.concatenate((-1 - decode_slots, *(chunk.seq.tokens[chunk.start : chunk.end] for chunk in chunks)))
-        seq_of_row = np.repeat(np.arange(len(slots)), q_lens)
-        positions = np.arange(len(tokens)) + (ends - 1 - last_rows)[seq_of_row]
-        page_table = self._page_table[:, : self._width(ends)][slots]
-        kv_slots = page_table[seq_of_row, positions // size].astype(np.int64) * size + positions % size
-        samples = np.ones(len(slots), bool)
-        samples[num_decode:] = [chunk.samples for chunk in chunks]
-        sample_slots = slots[samples]
-        sampling = self._sampling.gather(sample_slots, ends[samples] - self._num_prompt[sample_slots])
-        q_lens, seq_lens = q_lens.astype(np.int32), ends.astype(np.int32)
-        rows = last_rows[samples]
+    def _decode_step(self, plan: Plan) -> HostBatch:
+        count, q = len(plan.decode), plan.num_queries
+        slots = np.fromiter([seq.slot for seq in plan.decode], np.int64, count)
         return StepBatch(
-            num_decode, tokens, positions, kv_slots, page_table, q_lens, seq_lens, rows, sample_slots, sampling
+            num_decode=count,
+            num_queries=q,
+            num_pages=self._width(plan),
+            slots=slots,
+            cu_q=np.arange(0, count * q + 1, q, np.int32),
+            num_rows=np.array([count * q], np.int32),
+            chunk_tokens=np.zeros(0, np.int64),
+            chunk_lens=(),
+            chunk_ends=(),
+            sampling_chunks=(),
+            sample_rows=np.arange(count * q),
+            sample_slots=slots,
+            sampling=self._sampling.gather(slots),
         )
 
-    def _width(self, ends: np.ndarray) -> int:
-        return -(-int(ends.max()) // self._page_size)
+    def _mixed_step(self, plan: Plan) -> HostBatch:
+        chunks, num_decode, q = plan.chunks, len(plan.decode), plan.num_queries
+        slots = _int64([seq.slot for seq in plan.decode] + [chunk.seq.slot for chunk in chunks])
+        chunk_lens = tuple([chunk.end - chunk.start for chunk in chunks])
+        cu_q = np.zeros(len(slots) + 1, np.int32)
+        np.cumsum((q,) * num_decode + chunk_lens, out=cu_q[1:])
+        sampling_chunks = tuple([index for index, chunk in enumerate(chunks) if chunk.samples])
+        ending = num_decode + _int64(list(sampling_chunks))
+        sample_slots = np.concatenate((slots[:num_decode], slots[ending]))
+        return StepBatch(
+            num_decode=num_decode,
+            num_queries=q,
+            num_pages=self._width(plan),
+            slots=slots,
+            cu_q=cu_q,
+            num_rows=cu_q[-1:],
+            chunk_tokens=np.concatenate([_int64(chunk.seq.tokens[chunk.start : chunk.end]) for chunk in chunks]),
+            chunk_lens=chunk_lens,
+            chunk_ends=tuple([chunk.end for chunk in chunks]),
+            sampling_chunks=sampling_chunks,
+            sample_rows=np.concatenate((np.arange(num_decode * q), cu_q[ending + 1] - 1)),
+            sample_slots=sample_slots,
+            sampling=self._sampling.gather(sample_slots),
+        )
+
+    def _width(self, plan: Plan) -> int:
+        """Pages of the longest sequence at the end of the step, as far as the host knows."""
+        ends = max([seq.num_reserved for seq in plan.decode], default=1)
+        return -(-max([ends, *[chunk.end for chunk in plan.chunks]]) // self._page_size)
+
+
+def _int64(values: list[int]) -> np.ndarray:
+    return np.array(values, np.int64)

@@ -6,16 +6,17 @@ import numpy as np
 from millrace_common.page_hash import chain_hash
 
 from millrace_serve.engine.cache.canary import CanaryBatch
+from millrace_serve.engine.config import EngineConfig
 from millrace_serve.engine.schedule.sequence import Sequence
 
 
 class CanaryTracker:
     """What each slot's pages must hold."""
 
-    def __init__(self, num_slots: int, max_pages: int, page_size: int) -> None:
-        self._words = np.zeros((num_slots, max_pages, 2), np.uint64)
-        self._known = [0] * num_slots  # tokens that the words cover
-        self._page_size = page_size
+    def __init__(self, config: EngineConfig) -> None:
+        self._words = np.zeros((config.max_running, config.max_pages_per_seq, 2), np.uint64)
+        self._known = [0] * config.max_running  # tokens that the words cover
+        self._page_size = config.page_size
 
     def join(self, seq: Sequence, num_tokens: int) -> None:
         """The pages of `seq` come with the KV of its first `num_tokens`."""
@@ -23,15 +24,17 @@ class CanaryTracker:
         self._known[seq.slot] = 0
         self._advance(seq, num_tokens)
 
-    def build(self, seqs: list[Sequence], num_pages: int) -> CanaryBatch:
+    def build(self, seqs: list[Sequence], num_pages: int) -> CanaryBatch[np.ndarray]:
         expected = self._words[[seq.slot for seq in seqs], :num_pages]
+        table = np.zeros((len(seqs), num_pages), np.int64)
         pages, words = [], []
-        for seq in seqs:
-            for index in self._advance(seq, min(len(seq.tokens), seq.num_scheduled)):
+        for row, seq in enumerate(seqs):
+            table[row, : len(seq.pages)] = seq.pages[:num_pages]
+            for index in self._advance(seq, min(seq.num_known, seq.num_computed)):
                 pages.append(seq.pages[index])
                 words.append(self._words[seq.slot, index])
-        table = np.array(words, np.uint64).reshape(-1, 2)
-        return CanaryBatch(expected, np.array(pages, np.int64), table, [str(seq.id) for seq in seqs])
+        written = np.array(words, np.uint64).reshape(-1, 2)
+        return CanaryBatch(table, expected, np.array(pages, np.int64), written, tuple(str(seq.id) for seq in seqs))
 
     def _advance(self, seq: Sequence, num_tokens: int) -> range:
         """Cover the first `num_tokens`; returns the pages that changed."""

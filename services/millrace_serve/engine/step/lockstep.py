@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from millrace_serve.engine.step.batch import StepBatch
+from millrace_serve.engine.step.batch import HostBatch
 from millrace_serve.engine.step.runner import Runner
 
 State = tuple[int, int, int, int]  # of a replica in a step: works, its tokens, has no prompt chunk, wants to end
@@ -32,11 +32,11 @@ class Agreement:
 class Lockstep(Protocol):
     collective: bool  # whether agree() waits for other replicas
 
-    def agree(self, batch: StepBatch | None, last: bool) -> Agreement:
+    def agree(self, batch: HostBatch | None, last: bool) -> Agreement:
         """Once per step on every replica; None: no work here. `last`: this replica wants to end."""
         ...
 
-    def share(self, batch: StepBatch | None) -> None:
+    def share(self, batch: HostBatch | None) -> None:
         """Give the followers their next batch; None: the end."""
         ...
 
@@ -46,10 +46,10 @@ class Alone:
 
     collective = False
 
-    def agree(self, batch: StepBatch | None, last: bool) -> Agreement:
+    def agree(self, batch: HostBatch | None, last: bool) -> Agreement:
         return _with_itself(batch, last)
 
-    def share(self, batch: StepBatch | None) -> None:
+    def share(self, batch: HostBatch | None) -> None:
         pass
 
 
@@ -61,19 +61,19 @@ class Together:
         self._broadcast = broadcast
         self.collective = all_gather is not None
 
-    def agree(self, batch: StepBatch | None, last: bool) -> Agreement:
+    def agree(self, batch: HostBatch | None, last: bool) -> Agreement:
         if self._all_gather is None:
             return _with_itself(batch, last)
         mine = (0, 0, 1) if batch is None else (1, batch.num_tokens, int(batch.is_decode))
         works, tokens, decode, ends = zip(*self._all_gather((*mine, int(last))), strict=True)
         return Agreement(any(works), tokens, all(decode), any(ends))
 
-    def share(self, batch: StepBatch | None) -> None:
+    def share(self, batch: HostBatch | None) -> None:
         if self._broadcast is not None:
             self._broadcast(pickle.dumps(batch, protocol=pickle.HIGHEST_PROTOCOL))
 
 
-def _with_itself(batch: StepBatch | None, last: bool) -> Agreement:
+def _with_itself(batch: HostBatch | None, last: bool) -> Agreement:
     return Agreement(batch is not None, (), batch is None or batch.is_decode, last)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from millrace_serve.engine.schedule.plan import StepOutput
-from millrace_serve.engine.step.batch import StepBatch
+from millrace_serve.engine.step.batch import HostBatch
 
 
 class StepHandle(Protocol):
@@ -15,9 +15,9 @@ class StepHandle(Protocol):
 
 
 class Runner(Protocol):
-    """Keeps the last sampled token of every slot, so that the next step can be launched before this one was read."""
+    """Keeps the state of every slot, so that the next step can be launched before this one was read."""
 
-    def launch(self, batch: StepBatch) -> StepHandle: ...
+    def launch(self, batch: HostBatch) -> StepHandle: ...
 
     def close(self) -> None:
         """Stop. Launched steps may be dropped."""

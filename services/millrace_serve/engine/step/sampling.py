@@ -6,9 +6,8 @@
     presence, frequency (OpenAI):      l -= presence * [count > 0] + frequency * count, over outputs only
     temperature, top_k, top_p, min_p, draw: millrace_kernels.sample_tokens
 
-Logprobs are those of softmax(logits), before everything above. Nothing here waits for the device: what is decided is
-decided on the host's arrays, and their twin on the device is computed with. Letters: S sampled rows, V vocabulary, N
-rows with penalties.
+Logprobs are those of softmax(logits), before everything above. Control flow reads the host arrays and kernels read the
+device copies, so nothing here waits for the device. Letters: S sampled rows, V vocabulary, N rows with penalties.
 """
 
 from __future__ import annotations
@@ -57,30 +56,32 @@ class TokenTables:
 
 
 def sample(
-    logits: Tensor, host: HostSampling, device: DeviceSampling, tables: TokenTables
+    logits: Tensor, host: HostSampling, device: DeviceSampling, output_index: Tensor, tables: TokenTables
 ) -> tuple[Tensor, Tensor | None]:
-    """logits float32 [S, V], overwritten -> tokens int64 [S]; log-softmax of the raw logits if anybody wants it.
+    """logits float32 [S, V], overwritten -> tokens int64 [S]; log-softmax of the raw logits if a request wants it.
 
     Args:
         host, device: the same batch twice.
+        output_index: int64 [S], 0-based output position in the room
     """
     raw = torch.log_softmax(logits, dim=-1) if host.num_logprobs >= 0 else None
     if device.grammar is not None:
         _restrict(logits, *device.grammar)
     if device.bias is not None:
-        samples, tokens, values = device.bias
-        logits.index_put_((samples, tokens), values, accumulate=True)
+        bias = device.bias
+        values = bias.values.masked_fill(output_index[bias.samples] >= bias.until, 0.0)
+        logits.index_put_((bias.samples, bias.tokens), values, accumulate=True)
     if device.penalties is not None:
         tables.join(device.penalties)
         tables.apply(logits, device.penalties)
-    chosen = _choose(logits, host, device)
+    chosen = _choose(logits, host, device, output_index)
     if device.penalties is not None:
         tables.add(chosen, device.penalties)
     return chosen, raw
 
 
 def results(tokens: Tensor, raw: Tensor | None, num_logprobs: int) -> dict[str, Tensor]:
-    """What plan.StepOutput is made of, on the device."""
+    """What plan.StepOutput is made of, on the device, with one row for each sequence."""
     if raw is None:
         return {"tokens": tokens}
     top = raw.topk(num_logprobs, dim=-1)
@@ -95,7 +96,7 @@ def _restrict(logits: Tensor, samples: Tensor, masks: Tensor) -> None:
     logits[samples] = logits[samples].masked_fill(allowed == 0, -torch.inf)
 
 
-def _choose(logits: Tensor, host: HostSampling, device: DeviceSampling) -> Tensor:
+def _choose(logits: Tensor, host: HostSampling, device: DeviceSampling, output_index: Tensor) -> Tensor:
     drawn = host.drawn
     filters = (host.top_k[drawn] > 0) | (host.top_p[drawn] < 1) | (host.min_p[drawn] > 0)
     return sample_tokens(
@@ -105,7 +106,7 @@ def _choose(logits: Tensor, host: HostSampling, device: DeviceSampling) -> Tenso
         device.top_p,
         device.min_p,
         device.seeds,
-        device.output_index,
+        output_index,
         draws=len(drawn) > 0,
         filters=bool(filters.any()),
     )

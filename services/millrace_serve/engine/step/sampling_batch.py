@@ -1,8 +1,8 @@
-"""Sampling parameters as arrays: one row per sampled token of the step.
+"""Sampling parameters as arrays: one row per sampled sequence of the step.
 
 Parameters that every request has are kept per slot and gathered. The rare ones (penalties, logit_bias, min_tokens,
-logprobs, grammar) live in `Extras`, and cost time only in steps in which somebody has them. A batch exists twice: with
-numpy arrays on the host, which decide what has to be done, and with tensors on the device (engine/step/staging.py).
+logprobs, grammar) live in `Extras`, and cost time only in steps in which a request has them. A batch exists twice: with
+numpy arrays on the host, which control what is computed, and with tensors on the device (engine/step/staging.py).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor  # the simulated engine works without it
 
 A = TypeVar("A")  # numpy array or tensor
+ALWAYS = np.iinfo(np.int64).max
 LEAST_REPETITION = 1e-3  # a penalty below counts as this: the quotient of a logit would be infinite
 LEAST_TEMPERATURE = 1e-5  # below is greedy: the quotient of a logit would be infinite, or larger than all noise
 
@@ -35,41 +36,38 @@ class Penalties(Generic[A]):
 
 
 @dataclass(slots=True)
+class Bias(Generic[A]):
+    """What is added to logits: logit_bias, and -inf on the stop tokens of outputs that are shorter than min_tokens."""
+
+    samples: A  # int64 [N]
+    tokens: A  # int64 [N]
+    values: A  # float32 [N]
+    until: A  # int64 [N]: only for outputs before this one; the device alone knows which output a row samples
+
+
+@dataclass(slots=True)
 class SamplingBatch(Generic[A]):
     temperature: A  # float32 [S], 0 = greedy
     top_p: A  # float32 [S]
     min_p: A  # float32 [S]
     top_k: A  # int64 [S], 0 = whole vocabulary
     seeds: A  # u64 [S]; the same bits as int64 on the device
-    output_index: A  # int64 [S], 0-based output position in the room
     drawn: A  # int64, the rows with temperature > 0
-    num_logprobs: int = -1  # the largest number of most likely tokens wanted; -1: nobody wants logprobs
+    num_logprobs: int = -1  # the largest number of most likely tokens wanted; -1: no request wants logprobs
     penalties: Penalties[A] | None = None
-    bias: tuple[A, A, A] | None = None  # (sample, token, float32 added to its logit)
+    bias: Bias[A] | None = None
     grammar: tuple[A, A] | None = None  # int64 [G] samples, int32 [G, ceil(V / 32)] their masks
-
-    @property
-    def is_greedy(self) -> bool:
-        """Argmax of the logits as they are, and nothing else."""
-        rare = self.penalties is None and self.bias is None and self.grammar is None
-        return rare and self.num_logprobs < 0 and not len(self.drawn)  # type: ignore[arg-type]
 
 
 HostSampling: TypeAlias = SamplingBatch[np.ndarray]
 DeviceSampling: TypeAlias = "SamplingBatch[Tensor]"
 
 
-def no_samples() -> HostSampling:
-    floats, ints = np.zeros(0, np.float32), np.zeros(0, np.int64)
-    return SamplingBatch(floats, floats, floats, ints, np.zeros(0, np.uint64), ints, ints)
-
-
 @dataclass(slots=True)
 class Extras:
     seq: Sequence
     logprobs: int
-    bias_tokens: list[int]
-    bias_values: list[float]
+    bias: dict[int, float]
     min_tokens: int
     penalty_row: int = -1
     penalty_ready: bool = False
@@ -98,31 +96,24 @@ class SamplingTable:
         if common and not params.needs_token_counts:
             return
         logprobs = -1 if params.logprobs is None else params.logprobs
-        bias = params.logit_bias
-        extras = Extras(seq, logprobs, list(bias.keys()), list(bias.values()), min_tokens)
+        extras = Extras(seq, logprobs, params.logit_bias, min_tokens)
         if params.needs_token_counts:
             extras.penalty_row = self._take_row()
         self._extras[slot] = extras
 
-    def gather(self, slots: np.ndarray, output_index: np.ndarray) -> HostSampling:
-        """`slots` of the sampled rows, and the output positions that they sample."""
+    def gather(self, slots: np.ndarray) -> HostSampling | None:
+        """Of the sampled sequences; None: each token is the argmax of the logits as they are, without logprobs."""
         floats = self._floats[slots]
-        columns = floats[:, 0], floats[:, 1], floats[:, 2]
-        drawn = np.flatnonzero(columns[0] > 0)
-        batch = SamplingBatch(*columns, self._top_k[slots], self._seeds[slots], output_index, drawn)
+        drawn = np.flatnonzero(floats[:, 0] > 0)
+        found = []
         if self._extras:
             found = [(s, self._extras[slot]) for s, slot in enumerate(slots.tolist()) if slot in self._extras]
-            if found:
-                self._add_extras(batch, found)
+        if not len(drawn) and not found:
+            return None
+        batch = SamplingBatch(*floats.T, self._top_k[slots], self._seeds[slots], drawn)
+        if found:
+            _add_extras(batch, found)
         return batch
-
-    def _add_extras(self, batch: HostSampling, found: list[tuple[int, Extras]]) -> None:
-        batch.num_logprobs = max(extras.logprobs for _, extras in found)
-        batch.bias = _bias(batch.output_index, found)
-        batch.grammar = _grammar(found)
-        penalized = [(s, extras) for s, extras in found if extras.penalty_row >= 0]
-        if penalized:
-            batch.penalties = _penalties(penalized)
 
     def _take_row(self) -> int:
         if self._free_rows:
@@ -131,23 +122,27 @@ class SamplingTable:
         return self._num_rows - 1
 
 
-def _bias(
-    output_index: np.ndarray, found: list[tuple[int, Extras]]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-    """logit_bias, and -inf on the stop tokens of sequences that are shorter than min_tokens."""
-    samples: list[int] = []
-    tokens: list[int] = []
-    values: list[float] = []
+def _add_extras(batch: HostSampling, found: list[tuple[int, Extras]]) -> None:
+    batch.num_logprobs = max(extras.logprobs for _, extras in found)
+    batch.bias = _bias(found)
+    batch.grammar = _grammar(found)
+    penalized = [(s, extras) for s, extras in found if extras.penalty_row >= 0]
+    if penalized:
+        batch.penalties = _penalties(penalized)
+
+
+def _bias(found: list[tuple[int, Extras]]) -> Bias[np.ndarray] | None:
+    rows: list[tuple[int, int, float, int]] = []
     for s, extras in found:
-        tokens += extras.bias_tokens
-        values += extras.bias_values
-        if output_index[s] < extras.min_tokens:
-            tokens += extras.seq.stop_ids
-            values += [-np.inf] * len(extras.seq.stop_ids)
-        samples += [s] * (len(tokens) - len(samples))
-    if not samples:
+        rows += [(s, token, value, ALWAYS) for token, value in extras.bias.items()]
+        if extras.seq.num_outputs < extras.min_tokens:
+            rows += [(s, token, -np.inf, extras.min_tokens) for token in extras.seq.stop_ids]
+    if not rows:
         return None
-    return np.array(samples, np.int64), np.array(tokens, np.int64), np.array(values, np.float32)
+    samples, tokens, values, until = zip(*rows, strict=True)
+    return Bias(
+        np.array(samples, np.int64), np.array(tokens, np.int64), np.array(values, np.float32), np.array(until, np.int64)
+    )
 
 
 def _grammar(found: list[tuple[int, Extras]]) -> tuple[np.ndarray, np.ndarray] | None:

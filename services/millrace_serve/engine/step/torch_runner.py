@@ -5,9 +5,9 @@
                  results; it never waits for the device
     reader       another thread: waits until the step is done, and resolves the Future
 
-Sampled tokens stay on the device in `last_tokens`, where the next step finds them, so step N+1 is launched while step
-N runs. Steps of decode sequences alone are graphs (engine/step/graphs.py), where there are any; steps with prompt
-chunks are launched op by op.
+Sampled tokens and lengths stay on the device (engine/step/slots.py), where the next step finds them, so step N+1 is
+launched while step N runs. Steps of decode sequences alone are graphs (engine/step/graphs.py), where there are any;
+steps with prompt chunks are launched op by op.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -26,73 +25,42 @@ from millrace_serve.engine.cache.canary import mismatches
 from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import EngineConfig
 from millrace_serve.engine.schedule.plan import StepOutput
-from millrace_serve.engine.step.batch import StepBatch
+from millrace_serve.engine.step.batch import HostBatch, StepBatch
 from millrace_serve.engine.step.device import Device
-from millrace_serve.engine.step.graphs import DecodeGraphs, PaddedRows
+from millrace_serve.engine.step.graphs import DecodeGraphs
 from millrace_serve.engine.step.sampling import TokenTables, results, sample
-from millrace_serve.engine.step.sampling_batch import SamplingBatch
+from millrace_serve.engine.step.slots import Slots
 from millrace_serve.engine.step.staging import NUM_SLOTS, Staging
-from millrace_serve.model.inputs import AttnPlan, ForwardInput
+from millrace_serve.model.inputs import ForwardInput
 
-A = TypeVar("A")  # numpy array or tensor
 T = TypeVar("T")
 Read = Callable[[], StepOutput]
 
 
 class Model(Protocol):
-    def forward(self, inputs: ForwardInput, kv: Tensor) -> Tensor: ...
+    def forward(self, inputs: ForwardInput, kv: Tensor) -> Tensor:
+        """-> hidden states [T, D]"""
+        ...
 
-    def logits(self, hidden: Tensor) -> Tensor: ...
-
-
-@dataclass(slots=True)
-class Rows(Generic[A]):
-    """A step as it is, without padding. The first `num_decode` tokens are those last sampled on the sampled slots."""
-
-    token_ids: A  # int64 [T]
-    positions: A  # int64 [T]
-    kv_slots: A  # int64 [T]
-    cu_q: A  # int32 [B+1]
-    seq_lens: A  # int32 [B]
-    page_table: A  # int32 [B, P]
-    num_tokens: A  # int32 [1]
-
-    @classmethod
-    def of(cls, batch: StepBatch) -> Rows[np.ndarray]:
-        cu_q = np.zeros(len(batch.q_lens) + 1, np.int32)
-        np.cumsum(batch.q_lens, out=cu_q[1:])
-        count = np.array([batch.num_tokens], np.int32)
-        rows = batch.token_ids, batch.positions, batch.kv_slots
-        return Rows(*rows, cu_q, batch.seq_lens, batch.page_table, count)
-
-
-@dataclass(slots=True)
-class Cargo(Generic[A]):
-    """Everything that a step brings to the device."""
-
-    rows: Rows[A] | PaddedRows[A]  # type: ignore[type-var]
-    sample_rows: A  # int64 [S]
-    sample_slots: A  # int64 [S]
-    preset: tuple[A, A] | None
-    sampling: SamplingBatch[A] | None  # None: greedy
-    canary: tuple[A, A] | None  # pages and their words
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [S, D] -> float32 [S, V]"""
+        ...
 
 
 class TorchRunner:
     def __init__(self, model: Model, pool: KvPool, config: EngineConfig, vocab_size: int, device: Device) -> None:
         self._model, self._pool, self._kv, self._device = model, pool, pool.view(), device
-        self.last_tokens = torch.zeros(config.max_running + 1, dtype=torch.int64, device=device.torch)
+        self.slots = Slots(config, device.torch)
         self._tables = TokenTables(vocab_size, device.torch)
         self._graphs: DecodeGraphs | None = None
-        tokens = config.max_running + config.max_prefill_tokens
         pages = config.max_running * config.max_pages_per_seq
-        self._staging = Staging(device, 32 * tokens + 4 * pages + 64 * config.max_running)
+        self._staging = Staging(device, 8 * config.max_prefill_tokens + 20 * pages + 256 * config.max_running)
         self._num_steps = 0
         self._in_flight = threading.BoundedSemaphore(NUM_SLOTS)
         self._launcher = ThreadPoolExecutor(1, "runner", device.bind)
         self._reader = ThreadPoolExecutor(1, "reader", device.bind)
 
-    def launch(self, batch: StepBatch) -> Future[StepOutput]:
+    def launch(self, batch: HostBatch) -> Future[StepOutput]:
         future: Future[StepOutput] = Future()
         self._launcher.submit(self._launch, batch, future)
         return future
@@ -118,7 +86,7 @@ class TorchRunner:
         """-> logits float32 [T, V]"""
         return self._model.logits(self._model.forward(inputs, self._kv))
 
-    def _launch(self, batch: StepBatch, future: Future[StepOutput]) -> None:
+    def _launch(self, batch: HostBatch, future: Future[StepOutput]) -> None:
         self._in_flight.acquire()
         try:
             read = self._run(batch, self._num_steps % NUM_SLOTS)
@@ -140,77 +108,50 @@ class TorchRunner:
             self._in_flight.release()
 
     @torch.inference_mode()
-    def _run(self, batch: StepBatch, slot: int) -> Read:
-        bucket = self._graphs.bucket(batch) if self._graphs else None
-        cargo: Cargo[Tensor] = self._staging.upload(slot, self._cargo(batch, bucket))
-        if cargo.preset is not None:
-            self.last_tokens.index_copy_(0, *cargo.preset)
+    def _run(self, batch: HostBatch, staging_slot: int) -> Read:
+        graphs = self._graphs if self._graphs is not None and self._graphs.holds(batch) else None
+        step: StepBatch[Tensor] = self._staging.upload(staging_slot, batch if graphs is None else graphs.pad(batch))
+        if step.updates is not None:
+            self.slots.update(step.updates)
         answers = {}
-        if cargo.canary is not None:
-            answers["canaries"] = self._pool.canary_table()[cargo.rows.page_table[: len(batch.q_lens)], :2]
-        logits = self._logits(cargo, batch)
-        if cargo.canary is not None:
-            pages, words = cargo.canary
-            self._pool.canary_table()[pages, :2] = words
-        if len(batch.sample_rows):
-            answers |= self._sample(logits, batch, cargo)
-        return _reading(batch, self._staging.download(slot, answers))
+        if step.canary is not None:
+            answers["canaries"] = self._pool.canary_table()[step.canary.pages, :2]
+        logits, positions = self._forward(step) if graphs is None else graphs.run(step)
+        if step.canary is not None:
+            self._pool.canary_table()[step.canary.write_pages, :2] = step.canary.write_words
+        if step.sample_slots.shape[0]:
+            answers |= self._sample(logits, positions, batch, step)
+        self.slots.advance(step, answers.get("tokens"))
+        return _reading(batch, self._staging.download(staging_slot, answers))
 
-    def _cargo(self, batch: StepBatch, bucket: int | None) -> Cargo[np.ndarray]:
-        rows = Rows.of(batch) if bucket is None or self._graphs is None else self._graphs.pad(batch, bucket)
-        canary = None if batch.canary is None else (batch.canary.write_pages, batch.canary.write_words)
-        sampling = None if batch.sampling.is_greedy else batch.sampling
-        return Cargo(rows, batch.sample_rows, batch.sample_slots, batch.preset, sampling, canary)
+    def _forward(self, step: StepBatch[Tensor]) -> tuple[Tensor, Tensor]:
+        """Logits float32 [S, V] of the sampled rows, and their positions."""
+        inputs = self.slots.inputs(step)
+        return self.forward(inputs), inputs.positions[inputs.sample_rows]
 
-    def _logits(self, cargo: Cargo[Tensor], batch: StepBatch) -> Tensor:
-        """float32 [S, V]"""
-        if isinstance(cargo.rows, PaddedRows):
-            assert self._graphs is not None
-            return self._graphs.run(cargo.rows)[: batch.num_tokens]
-        return self.forward(self._inputs(cargo.rows, cargo, batch))
-
-    def _inputs(self, rows: Rows[Tensor], cargo: Cargo[Tensor], batch: StepBatch) -> ForwardInput:
-        if batch.num_decode:
-            slots, decode = cargo.sample_slots[: batch.num_decode], rows.token_ids[: batch.num_decode]
-            torch.index_select(self.last_tokens, 0, slots, out=decode)
-        attn = AttnPlan(
-            num_decode=batch.num_decode,
-            cu_q=rows.cu_q,
-            seq_lens=rows.seq_lens,
-            page_table=rows.page_table,
-            q_lens_host=tuple(batch.q_lens.tolist()),
-            seq_lens_host=tuple(batch.seq_lens.tolist()),
-        )
-        return ForwardInput(
-            token_ids=rows.token_ids,
-            positions=rows.positions,
-            kv_slots=rows.kv_slots,
-            attn=attn,
-            sample_rows=cargo.sample_rows,
-            num_tokens=batch.num_tokens,
-            dp_num_tokens=batch.dp_num_tokens,
-            num_tokens_device=rows.num_tokens,
-        )
-
-    def _sample(self, logits: Tensor, batch: StepBatch, cargo: Cargo[Tensor]) -> dict[str, Tensor]:
-        if cargo.sampling is None:
-            tokens, raw = logits.argmax(dim=-1), None
-        else:
-            tokens, raw = sample(logits, batch.sampling, cargo.sampling, self._tables)
-        self.last_tokens.index_copy_(0, cargo.sample_slots, tokens)
+    def _sample(
+        self, logits: Tensor, positions: Tensor, batch: HostBatch, step: StepBatch[Tensor]
+    ) -> dict[str, Tensor]:
+        """`positions`: of the sampled rows."""
+        if batch.sampling is None or step.sampling is None:
+            return results(logits.argmax(dim=-1), None, -1)
+        output_index = self.slots.output_index(positions, step)
+        tokens, raw = sample(logits, batch.sampling, step.sampling, output_index, self._tables)
         return results(tokens, raw, batch.sampling.num_logprobs)
 
 
-def _reading(batch: StepBatch, download: Callable[[], dict[str, Any]]) -> Read:
+def _reading(batch: HostBatch, download: Callable[[], dict[str, Any]]) -> Read:
     """The step's answer, once the device has given it."""
 
     def read() -> StepOutput:
         answers = download()
         canaries = answers.pop("canaries", None)
-        output = StepOutput(**{"tokens": np.zeros(0, np.int64), **answers})
+        columns = {name: column[:, None] for name, column in answers.items()}  # one row of each sequence
+        tokens = columns.pop("tokens", np.zeros((0, 1), np.int64))
+        output = StepOutput(tokens, np.ones(len(tokens), np.int32), **columns)
         if canaries is not None:
             assert batch.canary is not None
-            output.corrupt = mismatches(batch.canary, batch.page_table, canaries.view(np.uint64))
+            output.corrupt = mismatches(batch.canary, canaries.view(np.uint64))
         return output
 
     return read

@@ -1,0 +1,90 @@
+"""The pages and slots of sequences: taking them, growing, and giving them back."""
+
+from __future__ import annotations
+
+from millrace_serve.engine.cache.block_pool import Holder
+from millrace_serve.engine.cache.kv_cache import KvCache
+from millrace_serve.engine.config import EngineConfig
+from millrace_serve.engine.schedule.sequence import Phase, Sequence, Trust
+
+
+class Pages:
+    def __init__(self, config: EngineConfig, cache: KvCache) -> None:
+        self.cache = cache
+        self.size = config.page_size
+        self._slots = list(range(config.max_running - 1, -1, -1))
+
+    def count(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.size)
+
+    def take(self, seq: Sequence, max_cached_pages: int, headroom: int = 0) -> bool:
+        """Give `seq` pages for all its tokens, cached ones as far as they go. False: fewer than that and `headroom`
+        more are available, and nothing was taken.
+        """
+        cached, prefix = self.cache.match(seq.tokens, max_cached_pages)
+        need = self.count(len(seq.tokens)) - len(cached)
+        if need + headroom > self.cache.available:
+            self.cache.release(prefix, cached)
+            return False
+        own = self.cache.allocate(need)
+        assert own is not None
+        seq.pages, seq.prefix = cached + own, prefix
+        seq.set_computed(len(cached) * self.size)
+        self._set_capacity(seq)
+        return True
+
+    def grow(self, seq: Sequence, count: int) -> None:
+        """`count` more pages, which must be available."""
+        pages = self.cache.allocate(count)
+        assert pages is not None
+        seq.pages += pages
+        self._set_capacity(seq)
+
+    def _set_capacity(self, seq: Sequence) -> None:
+        """The last token of a sequence is never fed back, so its position needs no KV."""
+        seq.capacity = min(len(seq.pages) * self.size, seq.limit - 1)
+
+    def has_slot(self) -> bool:
+        return bool(self._slots)
+
+    def run(self, seq: Sequence) -> None:
+        seq.slot = self._slots.pop()
+        seq.enter(Phase.RUNNING)
+
+    def free_slot(self, seq: Sequence) -> None:
+        if seq.slot >= 0:
+            self._slots.append(seq.slot)
+            seq.slot = -1
+
+    def release(self, seq: Sequence) -> None:
+        """Give all pages back; full ones whose KV is written and known stay in the prefix cache."""
+        if seq.prefix is None:
+            return
+        if seq.trust is Trust.PROVEN:
+            full = min(seq.num_known, seq.num_computed) // self.size
+            self.cache.insert(seq.prefix, seq.tokens, seq.pages[:full], seq.page_hashes(full, self.size))
+        self.cache.release(seq.prefix, seq.pages)
+        self._forget_corrupt(seq)
+        seq.pages, seq.prefix, seq.capacity, seq.trust = [], None, 0, Trust.PROVEN
+        seq.set_computed(0)
+
+    def park(self, seq: Sequence) -> None:
+        """Keep the published pages of a prompt and give the others back."""
+        assert seq.prefix is not None
+        self.cache.park(seq.prefix, seq.pages)
+        del seq.pages[seq.num_published :]
+
+    def unpark(self, seq: Sequence) -> None:
+        """Give the published pages of a parked prompt back."""
+        assert seq.prefix is not None
+        self.cache.unpublish(seq.prefix, seq.pages)
+        self._forget_corrupt(seq)
+
+    def unpublish(self, seq: Sequence) -> None:
+        """The published pages of a prompt that a launched step still names stay its own."""
+        self.cache.pool.drop(seq.pages[: seq.num_published], Holder.PUBLISHED)
+
+    def _forget_corrupt(self, seq: Sequence) -> None:
+        """The wrong page may have come from the prefix cache, where the sequence has just left it idle."""
+        if seq.trust is Trust.CORRUPT:
+            self.cache.flush()

@@ -1,0 +1,161 @@
+"""What the device keeps of each slot from step to step, and the rows of a step made of it.
+
+The host knows how far a sequence is at least and at most; the device knows it exactly. So a step can be launched before
+the previous one was read, whatever that one accepts.
+
+    row i of a decode sequence   token last_tokens[slot, i] at position lengths[slot] + i
+    row i of a chunk             token i of the chunk at position lengths[slot] + i
+
+The row's KV goes to the page of its position. A row at or behind `capacity` has no page: its KV goes to the sink, and
+nothing that comes of it is accepted. The last slot is padding: its length and its capacity are 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from millrace_serve.engine.config import EngineConfig
+from millrace_serve.engine.step.batch import SlotUpdates, StepBatch
+from millrace_serve.model.inputs import AttnPlan, ForwardInput
+
+
+class Slots:
+    """Only the thread that launches steps uses it."""
+
+    def __init__(self, config: EngineConfig, device: torch.device, max_queries: int = 1) -> None:
+        count = config.max_running + 1
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=device)
+
+        self.padding = count - 1
+        self.page_size = config.page_size
+        self.lengths = zeros(count)  # tokens whose KV is in the pages
+        self.capacity = zeros(count)  # positions that may be written
+        self.num_prompt = zeros(count)
+        self.last_tokens = zeros(count, max_queries)  # the newest token, which has no KV yet, and drafts
+        self.page_table = torch.zeros(count, config.max_pages_per_seq, dtype=torch.int32, device=device)
+        self._ones = torch.ones(count, dtype=torch.int64, device=device)
+
+    @property
+    def max_pages(self) -> int:
+        return self.page_table.shape[1]
+
+    def update(self, updates: SlotUpdates[Tensor]) -> None:
+        self.page_table.index_put_((updates.page_slots, updates.page_indexes), updates.pages)
+        self.capacity.index_copy_(0, updates.grown, updates.capacity)
+        if updates.joined.shape[0]:
+            self.lengths.index_copy_(0, updates.joined, updates.lengths)
+            self.num_prompt.index_copy_(0, updates.joined, updates.num_prompt)
+            self.last_tokens[:, 0].index_copy_(0, updates.joined, updates.last_tokens)
+
+    def inputs(self, step: StepBatch[Tensor]) -> ForwardInput:
+        """A step as it is, without padding."""
+        num_decode, q = step.num_decode, step.num_queries
+        if step.is_decode:
+            rows = decode_rows(num_decode, q, step.slots.device)
+            return self.decode_inputs(step.slots, q, rows, step.num_pages, step.num_rows, step.dp_num_tokens)
+        lens = step.cu_q[1:] - step.cu_q[:-1]
+        seq_of_row = torch.repeat_interleave(lens, output_size=step.num_tokens)
+        offsets = torch.arange(step.num_tokens, device=seq_of_row.device) - step.cu_q[seq_of_row]
+        placed = self._place(step.slots, (seq_of_row, offsets), step.num_pages)
+        decoded = self.last_tokens[step.slots[:num_decode], :q].flatten()
+        attn = AttnPlan(
+            num_decode=num_decode,
+            cu_q=step.cu_q,
+            seq_lens=(placed.starts + lens).int(),
+            page_table=placed.page_table,
+            q_lens_host=(q,) * num_decode + step.chunk_lens,
+            seq_lens_host=(0,) * num_decode + step.chunk_ends,
+        )
+        return ForwardInput(
+            token_ids=torch.cat((decoded, step.chunk_tokens)),
+            positions=placed.positions,
+            kv_slots=placed.kv_slots,
+            attn=attn,
+            sample_rows=step.sample_rows,
+            num_tokens=step.num_tokens,
+            dp_num_tokens=step.dp_num_tokens,
+            num_tokens_device=step.num_rows,
+        )
+
+    def decode_inputs(
+        self,
+        slots: Tensor,
+        num_queries: int,
+        rows: Rows,
+        num_pages: int,
+        num_rows: Tensor,
+        dp_num_tokens: tuple[int, ...],
+    ) -> ForwardInput:
+        """`num_queries` rows of each of `slots` int64 [B]. Nothing here depends on the host, so a graph may hold it.
+
+        Args:
+            rows: decode_rows(B, num_queries)
+            num_rows: int32 [1], rows that are no padding
+        """
+        count = slots.shape[0]
+        placed = self._place(slots, rows, num_pages)
+        attn = AttnPlan(
+            num_decode=count,
+            cu_q=torch.arange(0, count * num_queries + 1, num_queries, dtype=torch.int32, device=slots.device),
+            seq_lens=(placed.starts + num_queries).int(),
+            page_table=placed.page_table,
+            q_lens_host=(num_queries,) * count,
+            seq_lens_host=(0,) * count,
+        )
+        return ForwardInput(
+            token_ids=self.last_tokens[slots, :num_queries].flatten(),
+            positions=placed.positions,
+            kv_slots=placed.kv_slots,
+            attn=attn,
+            sample_rows=torch.arange(count * num_queries, device=slots.device),
+            num_tokens=count * num_queries,
+            dp_num_tokens=dp_num_tokens,
+            num_tokens_device=num_rows,
+        )
+
+    def output_index(self, positions: Tensor, step: StepBatch[Tensor]) -> Tensor:
+        """int64 [S]: which output of its request each sampled row gives. `positions` of the sampled rows."""
+        return positions + 1 - self.num_prompt[step.sample_slots]
+
+    def advance(self, step: StepBatch[Tensor], tokens: Tensor | None) -> None:
+        """Take the step's results over: `tokens` int64 [S] sampled, one for each sampling sequence; None: there are none."""
+        num_decode = step.num_decode
+        if num_decode:
+            self.lengths.index_add_(0, step.slots[:num_decode], self._ones[:num_decode])
+        if not step.is_decode:
+            lens = (step.cu_q[1:] - step.cu_q[:-1]).long()
+            self.lengths.index_add_(0, step.slots[num_decode:], lens[num_decode:])
+        if tokens is not None:
+            self.last_tokens[:, 0].index_copy_(0, step.sample_slots, tokens)
+
+    def _place(self, slots: Tensor, rows: Rows, num_pages: int) -> _Placed:
+        seq_of_row, offsets = rows
+        starts = self.lengths[slots]
+        page_table = self.page_table[:, :num_pages].index_select(0, slots)
+        positions = starts[seq_of_row] + offsets
+        page = page_table[seq_of_row, (positions // self.page_size).clamp_(max=num_pages - 1)]
+        kv_slots = page.long() * self.page_size + positions % self.page_size
+        kv_slots.masked_fill_(positions >= self.capacity[slots][seq_of_row], 0)
+        return _Placed(starts, page_table, positions, kv_slots)
+
+
+Rows = tuple[Tensor, Tensor]  # int64 [T] twice: the row's sequence, and its place among the sequence's rows
+
+
+def decode_rows(count: int, num_queries: int, device: torch.device) -> Rows:
+    """Of `count` sequences with equally many rows."""
+    seqs, places = torch.arange(count, device=device), torch.arange(num_queries, device=device)
+    return seqs.repeat_interleave(num_queries), places.repeat(count)
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    starts: Tensor  # int64 [B], tokens of each sequence before the step
+    page_table: Tensor  # int32 [B, num_pages]
+    positions: Tensor  # int64 [T]
+    kv_slots: Tensor  # int64 [T]
