@@ -20,6 +20,7 @@ from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import EngineConfig, Execution, Role
 from millrace_serve.engine.core import Request, RequestId, SamplingParams, Submit
 from millrace_serve.engine.engine import Engine
+from millrace_serve.engine.grammar.grammars import Grammars
 from millrace_serve.engine.schedule.factory import make_scheduler
 from millrace_serve.engine.schedule.limits import ModelFacts
 from millrace_serve.engine.sim.factory import sim_layout
@@ -63,8 +64,10 @@ def _free_engine(batch: int, **config: int) -> Engine:
     settings = SimSettings()
     config_ = EngineConfig(max_running=batch, max_waiting=64, **config)
     pool = KvPool(sim_layout(config_, settings), config_.num_pages)
-    scheduler = make_scheduler(config_, Role.UNIFIED, ModelFacts(settings.vocab_size, frozenset((1,))), time.monotonic)
-    return Engine(config_, scheduler, BatchBuilder(config_, oracle=True), SimRunner(settings, pool), pool)
+    facts, grammars = ModelFacts(settings.vocab_size, frozenset((1,))), Grammars()
+    scheduler = make_scheduler(config_, Role.UNIFIED, facts, time.monotonic, grammars)
+    runner = SimRunner(settings, pool, config_)
+    return Engine(config_, scheduler, grammars, BatchBuilder(config_, runner.join), runner, pool)
 
 
 def _submit(engine: Engine, rng: random.Random, lengths: list[int], max_tokens: int, vocab: int = 30000) -> None:
