@@ -41,7 +41,7 @@ class Rows:
 
 def expected_rows(plan: Plan) -> list[tuple[int, int]]:
     """(position, KV slot) of every row."""
-    spans = [(seq, seq.num_computed - 1, seq.num_computed) for seq in plan.decode]
+    spans = [(seq, seq.num_reserved - 1, seq.num_reserved) for seq in plan.decode]
     spans += [(chunk.seq, chunk.start, chunk.end) for chunk in plan.chunks]
     return [
         (position, seq.pages[position // SIZE] * SIZE + position % SIZE)
@@ -76,7 +76,7 @@ def check_rows(plan: Plan, batch: StepBatch) -> None:
     assert batch.chunk_tokens.tolist() == [t for c in plan.chunks for t in c.seq.tokens[c.start : c.end]]
     assert (batch.num_decode, batch.num_tokens) == (len(plan.decode), int(batch.cu_q[-1]))
     assert batch.num_rows.tolist() == [batch.num_tokens]
-    longest = max([seq.num_computed for seq in plan.decode] + [chunk.end for chunk in plan.chunks])
+    longest = max([seq.num_reserved for seq in plan.decode] + [chunk.end for chunk in plan.chunks])
     assert batch.num_pages == -(-longest // SIZE)
 
 

@@ -12,10 +12,10 @@ from millrace_serve.engine.engine import Engine
 from millrace_serve.engine.start.phases import Phases, slowest, table
 from millrace_serve.engine.start.rehearsal import Shape, batch_of, decode_shapes, largest, prefill_shapes
 from millrace_serve.engine.start.torch_factory import build_engine
-from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.engine.step.device import Cpu
 from millrace_serve.engine.step.slots import Slots
 from millrace_serve.engine.step.staging import Staging
+from millrace_serve.model.parallel import ParallelDims
 from millrace_testing.paths import TINY
 
 V3 = Limits(num_pages="auto", max_model_len=163840, max_running=256, max_prefill_tokens=16384)

@@ -31,7 +31,7 @@ class Sampled:
     def token(self, row: int, token_id: int, one: SamplingParams) -> TokenOutput:
         columns = (self.logprobs, self.top_ids, self.top_logprobs)
         parts = (None if column is None else column[:, None] for column in columns)
-        return StepOutput(self.tokens[:, None], np.ones(len(self.tokens)), *parts).token(row, 0, token_id, one)
+        return StepOutput(self.tokens[:, None], np.ones(len(self.tokens)), *parts).outputs(row, [token_id], one)[0]
 
 
 class Bench:

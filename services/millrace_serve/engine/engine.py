@@ -3,8 +3,8 @@
     submit(msg)*  ->  step()  ->  Events
 
 `step` schedules and launches step N+1, then reads and commits step N (overlap), or reads what it has just launched
-(no overlap). A sequence that leaves with step N may still be named by step N+1: the tokens of that step are dropped, and
-the sequence's pages are kept, until N+1 is committed.
+(no overlap). A sequence that leaves with step N may still be named by step N+1: the tokens of that step are dropped,
+and the sequence's pages are kept, until N+1 is committed.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ class Engine:
         self._stale = True
 
     def _scrub(self) -> None:
-        """Poison the pages that were freed since the last step: no launched step has written to them yet, even if another
-        sequence has them already.
+        """Poison the pages that were freed since the last step: even if another sequence has them already, no launched
+        step has written to them yet.
         """
         freed = self._scheduler.pages.cache.pool.freed
         if freed and self.config.poison:

@@ -7,18 +7,19 @@ Life of an IMPORT request:                               Life of a LOCAL request
     4. KvArrived    READY (or DONE: its first token was      3. commit      first token; it decodes from now on
                     the last one)
     5. schedule     RUNNING, decoding
-Then each step gives both up to `num_queries` rows: the last token and drafts of what follows it. The device accepts 1 to
-`num_queries` of them. The rows need pages; with pages for one row a sequence goes on, and the device accepts no token
-beyond the sequence's capacity. Without a free page even for one row, the sequence that goes last (lowest priority,
-latest arrival) is preempted: it returns to the queue without pages and is recomputed here from prompt and outputs,
-whatever its route was. Abort or deadline: DONE; pages of an IMPORTING request stay until KvArrived or KvFailed ends the
-transfer.
+Then each step gives both up to `num_queries` rows: the last token and drafts of what follows it. The device accepts 1
+to `num_queries` of them. The rows need pages; with pages for one row a sequence goes on, and the device accepts no
+token beyond the sequence's capacity. Without a free page even for one row, the sequence that goes last (lowest
+priority, latest arrival) is preempted: it returns to the queue without pages and is recomputed here from prompt and
+outputs, whatever its route was. Abort or deadline: DONE; pages of an IMPORTING request stay until KvArrived or KvFailed
+ends the transfer.
 """
 
 from __future__ import annotations
 
 from millrace_common.reasons import Reason
 
+from millrace_serve.engine.config import EngineConfig
 from millrace_serve.engine.core import (
     Abort,
     EngineInput,
@@ -30,11 +31,9 @@ from millrace_serve.engine.core import (
     KvOffered,
     KvReserved,
     Load,
-    Request,
     SequenceOutput,
     Submit,
 )
-from millrace_serve.engine.config import EngineConfig
 from millrace_serve.engine.schedule.pages import Pages
 from millrace_serve.engine.schedule.plan import Plan, StepOutput
 from millrace_serve.engine.schedule.requests import Requests
@@ -190,10 +189,8 @@ class DecodeScheduler(Scheduler):
         for seq in self._decoding:
             reserved, capacity = seq.num_reserved, seq.capacity
             if reserved < capacity and not seq.undecided:
-                reserved += q
-                seq.num_computed += 1
-                seq.num_reserved = reserved if reserved < capacity else capacity
-                seq.num_known = len(seq.tokens)
+                seq.num_computed = len(seq.tokens)
+                seq.num_reserved = reserved + q if reserved + q < capacity else capacity
                 seq.inflight += 1
                 decode.append(seq)
 
@@ -266,9 +263,7 @@ class DecodeScheduler(Scheduler):
         if seq.silent and seq.phase is Phase.RUNNING:
             self._share_prompt(seq)
         count, finish = seq.extend(tokens)
-        params = seq.request.sampling
-        outputs = [output.token(row, index, token, params) for index, token in enumerate(tokens[:count])]
-        self.outbox.output(seq, outputs, finish)
+        self.outbox.output(seq, output.outputs(row, tokens[:count], seq.request.sampling), finish)
         if finish is not None:
             self._take_off(seq)
             self._leave(seq, Phase.DONE)
@@ -278,9 +273,8 @@ class DecodeScheduler(Scheduler):
             self._narrow(seq)
 
     def _narrow(self, seq: Sequence) -> None:
-        """The bounds, now that the device's count of the oldest launched step is known."""
+        """The upper bound, now that the count of the oldest launched step is known."""
         written = len(seq.tokens) - 1  # the newest token is the next step's input
-        seq.num_computed = written + seq.inflight
         seq.num_reserved = min(written + seq.inflight * self._num_queries, seq.capacity)
 
     def _share_prompt(self, seq: Sequence) -> None:

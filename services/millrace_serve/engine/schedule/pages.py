@@ -61,7 +61,7 @@ class Pages:
         if seq.prefix is None:
             return
         if seq.trust is Trust.PROVEN:
-            full = min(seq.num_known, seq.num_computed) // self.size
+            full = seq.num_computed // self.size
             self.cache.insert(seq.prefix, seq.tokens, seq.pages[:full], seq.page_hashes(full, self.size))
         self.cache.release(seq.prefix, seq.pages)
         self._forget_corrupt(seq)

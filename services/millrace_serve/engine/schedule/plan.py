@@ -56,11 +56,12 @@ class StepOutput:
             rows = [row[:count] for row, count in zip(rows, self.counts.tolist(), strict=True)]
         return rows
 
-    def token(self, row: int, index: int, token_id: int, params: SamplingParams) -> TokenOutput:
-        """Accepted token `index` of row `row`, with the logprobs that `params` asks for."""
+    def outputs(self, row: int, tokens: list[int], params: SamplingParams) -> list[TokenOutput]:
+        """The first accepted tokens of a row, with the logprobs that `params` asks for."""
         if params.logprobs is None:
-            return TokenOutput(token_id)
+            return [TokenOutput(token) for token in tokens]
         assert self.logprobs is not None and self.top_ids is not None and self.top_logprobs is not None
-        ids = self.top_ids[row, index, : params.logprobs].tolist()
-        values = self.top_logprobs[row, index, : params.logprobs].tolist()
-        return TokenOutput(token_id, float(self.logprobs[row, index]), tuple(map(TopLogprob, ids, values)))
+        ids = self.top_ids[row, :, : params.logprobs].tolist()
+        values = self.top_logprobs[row, :, : params.logprobs].tolist()
+        tops = [tuple(map(TopLogprob, *top)) for top in zip(ids, values, strict=True)]
+        return list(map(TokenOutput, tokens, self.logprobs[row].tolist(), tops))

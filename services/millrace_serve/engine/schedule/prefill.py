@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from millrace_common.reasons import Reason
 
+from millrace_serve.engine.config import EngineConfig
 from millrace_serve.engine.core import (
     Abort,
     EngineInput,
@@ -27,7 +28,6 @@ from millrace_serve.engine.core import (
     SequenceOutput,
     Submit,
 )
-from millrace_serve.engine.config import EngineConfig
 from millrace_serve.engine.schedule.pages import Pages
 from millrace_serve.engine.schedule.plan import Chunk, Plan, StepOutput
 from millrace_serve.engine.schedule.requests import Requests
@@ -131,7 +131,7 @@ class PrefillScheduler(Scheduler):
     def _finish(self, seq: Sequence, row: int, tokens: list[int], output: StepOutput) -> None:
         """The prompt is complete: its first token goes out with the last part."""
         _, finish = seq.extend(tokens)
-        first = self.outbox.output(seq, [output.token(row, 0, tokens[0], seq.request.sampling)], finish)
+        first = self.outbox.output(seq, output.outputs(row, tokens, seq.request.sampling), finish)
         self._publish(seq, len(seq.pages), first)
         del self._running[seq]
         self._leave(seq, Phase.PARKED)

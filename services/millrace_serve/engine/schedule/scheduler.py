@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import abc
 
-from millrace_serve.engine.core import EngineInput, Events, Failure, FinishReason, Load, Request
 from millrace_serve.engine.config import EngineConfig
+from millrace_serve.engine.core import EngineInput, Events, Failure, FinishReason, Load, Request
 from millrace_serve.engine.schedule.outbox import Outbox
 from millrace_serve.engine.schedule.pages import Pages
 from millrace_serve.engine.schedule.plan import Chunk, Plan, StepOutput
@@ -65,7 +65,6 @@ class Scheduler(abc.ABC):
         start = seq.num_computed
         end = min(start + budget, len(seq.tokens))
         seq.set_computed(end)
-        seq.num_known = len(seq.tokens)
         seq.inflight += 1
         return Chunk(seq, start, end, samples=end == len(seq.tokens))
 

@@ -13,13 +13,14 @@ Every phase may go to DONE by abort, deadline or failure. (a) A sequence that ha
 pages while a launched step still names it (`inflight` > 0). (b) A sequence that was IMPORTING keeps its pages until the
 transfer is over (`transfer` is READING).
 
-Bounds of a running sequence. The device decides how many of a step's rows are accepted, and the host learns that when
-the step is committed. Until then the host works with two bounds of the tokens whose KV is in the pages:
+Bounds of a running sequence. The device decides how many of a step's rows are accepted, and the host learns the number
+when the step is committed. Until then the host works with bounds:
 
-    tokens   0 ........ num_computed ........ num_reserved ........ capacity .... limit
-             KV is there for sure | may be there    | has pages        | has none yet
+    position  0 ........ num_computed ........ num_reserved ........ capacity ........ limit
+              known, and KV is there | KV may be there  | has a page       | has no page yet
 
-`num_computed` == `num_reserved` when no launched step is uncommitted, and always when a step has one row per sequence.
+Both are meant for the time when all launched steps are done. Tokens before `num_computed` were known when the last step
+was launched, so their KV and their canaries are in the pages.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ HOLDS = {
     Phase.READY: Holds(slot=False, pages=True, transfer=(Transfer.NONE,)),
     Phase.RUNNING: Holds(slot=True, pages=True, transfer=(Transfer.NONE,)),
     Phase.PARKED: Holds(slot=False, pages=True, transfer=(Transfer.NONE,)),
-    Phase.DONE: Holds(slot=False, pages=True, transfer=(Transfer.READING,)),
+    Phase.DONE: Holds(slot=False, pages=True, transfer=tuple(Transfer)),
 }
 TRANSFERS = Transitions(
     {
@@ -113,7 +114,6 @@ class Sequence:
         "limit",
         "num_cached_tokens",
         "num_computed",
-        "num_known",
         "num_prompt",
         "num_published",
         "num_reserved",
@@ -158,9 +158,8 @@ class Sequence:
         self.pages: list[int] = []
         self.prefix: CachedPrefix | None = None
         self.capacity = 0  # positions that have a page and may be written
-        self.num_computed = 0  # at least so many tokens have their KV once the launched steps are done
-        self.num_reserved = 0  # at most so many
-        self.num_known = 0  # len(tokens) when the last step was launched: the canaries of that step cover them
+        self.num_computed = 0  # tokens that are known and have their KV once the launched steps are done
+        self.num_reserved = 0  # tokens that have their KV then, at most
         self.inflight = 0  # launched steps that name this sequence and are not committed
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache
         self.silent = True  # no output has been sent yet
@@ -198,19 +197,21 @@ class Sequence:
 
     def extend(self, tokens: list[int]) -> tuple[int, FinishReason | None]:
         """Append outputs up to the one that ends the sequence -> how many, and why it ends."""
+        known, stop_ids, limit = self.tokens, self.stop_ids, self.limit
         for count, token in enumerate(tokens, start=1):
-            self.tokens.append(token)
-            if token in self.stop_ids and self.num_outputs > self.request.sampling.min_tokens:
+            known.append(token)
+            if token in stop_ids and self.num_outputs > self.request.sampling.min_tokens:
                 return count, FinishReason.STOP
-            if len(self.tokens) >= self.limit:
+            if len(known) >= limit:
                 return count, FinishReason.LENGTH
         return len(tokens), None
 
     def check(self) -> None:
         """Assert that what the sequence holds fits its phase, as the table above says."""
         holds, name = HOLDS[self.phase], f"request {self.id} is {self.phase}"
-        assert self.transfer in holds.transfer or self.phase is Phase.DONE, f"{name} and its transfer is {self.transfer}"
-        assert self.num_computed <= self.num_reserved, f"{name}: {self.num_computed} > {self.num_reserved}"
+        assert self.transfer in holds.transfer, f"{name} and its transfer is {self.transfer}"
+        bounds = f"{name}: {self.num_computed} computed, {self.num_reserved} reserved, {self.capacity} fit"
+        assert self.num_computed <= self.num_reserved, bounds
         if self.inflight:
             assert self.slot >= 0 and self.pages, f"{name} and a launched step names it without slot or pages"
             return
@@ -219,4 +220,5 @@ class Sequence:
         if self.phase is Phase.DONE:
             assert self.transfer is Transfer.READING, f"{name} and nothing keeps it"
         elif self.phase is Phase.RUNNING:
-            assert self.num_computed == self.num_reserved <= self.capacity, f"{name}: bounds differ without a step"
+            assert self.num_reserved <= self.capacity, bounds
+            assert self.num_reserved in (self.num_computed, len(self.tokens) - 1), f"{bounds}, no step is launched"

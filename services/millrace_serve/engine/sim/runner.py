@@ -20,8 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from millrace_serve.engine.cache.canary import mismatches
 from millrace_serve.engine.cache.kv_pool import KvPool
-from millrace_serve.engine.core import SamplingParams
 from millrace_serve.engine.config import EngineConfig
+from millrace_serve.engine.core import SamplingParams
 from millrace_serve.engine.schedule.plan import StepOutput
 from millrace_serve.engine.schedule.sequence import Sequence
 from millrace_serve.engine.step.batch import HostBatch
@@ -176,7 +176,7 @@ class SimRunner:
         decode = slice(0, batch.num_decode)
         if batch.num_queries > 1 and batch.num_decode:
             draws = _mix_array(_mix_array(~hashes[decode])[:, None] + index[decode, 1:].astype(np.uint64))
-            accepted = draws < np.uint64(int(self._settings.acceptance * MASK))
+            accepted = draws < np.uint64(min(int(self._settings.acceptance * MASK), MASK))
             room = self._capacity[batch.slots[decode]] - self._lengths[batch.slots[decode]]
             counts[decode] = np.clip(1 + np.cumprod(accepted, axis=1).sum(axis=1), 1, np.maximum(room, 1))
         return counts

@@ -143,7 +143,7 @@ class BatchBuilder:
             num_queries=q,
             num_pages=self._width(plan),
             slots=slots,
-            cu_q=np.arange(0, count * q + 1, q, np.int32),
+            cu_q=np.arange(0, count * q + 1, q, dtype=np.int32),
             num_rows=np.array([count * q], np.int32),
             chunk_tokens=np.zeros(0, np.int64),
             chunk_lens=(),

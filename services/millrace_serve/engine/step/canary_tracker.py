@@ -30,7 +30,7 @@ class CanaryTracker:
         pages, words = [], []
         for row, seq in enumerate(seqs):
             table[row, : len(seq.pages)] = seq.pages[:num_pages]
-            for index in self._advance(seq, min(seq.num_known, seq.num_computed)):
+            for index in self._advance(seq, seq.num_computed):
                 pages.append(seq.pages[index])
                 words.append(self._words[seq.slot, index])
         written = np.array(words, np.uint64).reshape(-1, 2)

@@ -76,7 +76,9 @@ class DecodeGraphs:
 
     def holds(self, batch: HostBatch) -> bool:
         """Whether the step can be a graph, here and on every other replica."""
-        return batch.all_decode and batch.num_queries in self._num_queries and self._sequences(batch) <= self.buckets[-1]
+        return (
+            batch.all_decode and batch.num_queries in self._num_queries and self._sequences(batch) <= self.buckets[-1]
+        )
 
     def pad(self, batch: HostBatch) -> HostBatch:
         """`batch` with the slots of its bucket; there may be none in it."""

@@ -110,7 +110,8 @@ class SamplingTable:
             found = [(s, self._extras[slot]) for s, slot in enumerate(slots.tolist()) if slot in self._extras]
         if not len(drawn) and not found:
             return None
-        batch = SamplingBatch(*floats.T, self._top_k[slots], self._seeds[slots], drawn)
+        columns = floats[:, 0], floats[:, 1], floats[:, 2]
+        batch = SamplingBatch(*columns, self._top_k[slots], self._seeds[slots], drawn)
         if found:
             _add_extras(batch, found)
         return batch

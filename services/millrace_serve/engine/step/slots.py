@@ -123,7 +123,11 @@ class Slots:
         return positions + 1 - self.num_prompt[step.sample_slots]
 
     def advance(self, step: StepBatch[Tensor], tokens: Tensor | None) -> None:
-        """Take the step's results over: `tokens` int64 [S] sampled, one for each sampling sequence; None: there are none."""
+        """Take the step's results over.
+
+        Args:
+            tokens: int64 [S], one sampled token of each sampling sequence; None: no sequence samples
+        """
         num_decode = step.num_decode
         if num_decode:
             self.lengths.index_add_(0, step.slots[:num_decode], self._ones[:num_decode])
