@@ -1,4 +1,5 @@
-"""The nouns of the engine. Everything that crosses a boundary inside a worker is defined here; no torch, no grpc.
+"""Requests, commands and events of the engine; no torch, no grpc. worker/messages.py and transfer/messages.py have the
+other messages inside a worker.
 
 Life of a request inside one engine:
 
@@ -9,9 +10,9 @@ Life of a request inside one engine:
             -> StepOutput (what the runner returned)
               -> Events (what the outside world is told)
 
-`Route` says which of the three lives a request has: LOCAL runs both phases here; EXPORT runs the prompt, samples one
-token, and parks the KV pages for a decode worker; IMPORT receives a prompt's KV from a prefill worker and decodes.
-The messages are msgspec structs because they cross from the frontend process to the rank processes unchanged.
+`Route` is the life of a request: LOCAL runs both phases here; EXPORT runs the prompt, samples one token, and parks the
+KV pages for a decode worker; IMPORT receives a prompt's KV from a prefill worker and decodes. The messages are msgspec
+structs because they cross from the frontend process to the rank processes unchanged.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ SINK_PAGE = 0  # page 0 absorbs the KV writes of padding rows and is never given
 
 
 class RequestId(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """Identity of one try of one request: no two tries share it, so a stale message is never taken for a live one."""
+    """Identity of one attempt of one request. Attempts never share it, so a stale message is never taken for a live
+    one.
+    """
 
     room: int  # random u64, drawn by the router once per request
     attempt: int  # 0, 1, ... within the room
@@ -53,8 +56,8 @@ class GrammarKind(enum.StrEnum):
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """What the output's text must be. Tokens are restricted by it from the first output on, or after `after_token_id`
-    has come: until then only the end of the sequence is forbidden.
+    """The texts that an output may be. It restricts tokens from the first output on, or after `after_token_id`; until
+    then only the end of the sequence is forbidden.
     """
 
     kind: GrammarKind
@@ -87,7 +90,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """What a router submitted. `token_ids` is the prompt followed by the outputs of earlier attempts (replay)."""
+    """A submitted request. `token_ids` is the prompt followed by the outputs of earlier attempts (replay)."""
 
     id: RequestId
     token_ids: list[int]
@@ -130,7 +133,7 @@ class SequenceOutput(msgspec.Struct, frozen=True):
 
 class KvPart(msgspec.Struct, frozen=True):
     """Finished pages of an exported prompt. Parts of a request arrive in order and never overlap. The first comes when
-    the prompt's turn has come; it has the pages that were cached, perhaps none.
+    the prompt is admitted; it has the cached pages, perhaps none.
     """
 
     id: RequestId
@@ -197,7 +200,7 @@ class KvReserved(msgspec.Struct, frozen=True, tag=True):
 
 
 class CacheChange(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks (u64 chain hashes of full pages) that the prefix cache has now and had not before, and the reverse."""
+    """Blocks (u64 chain hashes of full pages) that the prefix cache has gained and lost."""
 
     stored: list[int]
     removed: list[int]
@@ -225,7 +228,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Events(msgspec.Struct, tag=True):
-    """Everything one engine step has to say, in order. Sent as one message."""
+    """The events of one engine step, in order. Sent as one message."""
 
     outputs: list[SequenceOutput] = []
     parts: list[KvPart] = []

@@ -51,7 +51,7 @@ class Engine:
         self._stale = True  # something happened since schedule() last found nothing to do
 
     def submit(self, msg: EngineInput) -> None:
-        """Never raises for a bad request: that ends in an output with finish ERROR, in the next step's Events."""
+        """Never raises for a bad request: it ends in an output with finish ERROR, in the next step's Events."""
         for admitted in self._grammars.admit(msg):
             self._scheduler.handle(admitted)
             self._stale = True
@@ -74,7 +74,7 @@ class Engine:
         return events
 
     def stop(self) -> None:
-        """End all replicas with the next step; `stopped` says on each of them that it was taken."""
+        """End all replicas with the next step, after which `stopped` is true on each of them."""
         self._stopping = True
 
     def has_work(self) -> bool:

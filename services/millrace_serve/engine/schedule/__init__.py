@@ -1,1 +1,1 @@
-"""Who runs next, and what the next step does. No torch."""
+"""Scheduling: the sequences of the next step, their pages and slots. No torch."""

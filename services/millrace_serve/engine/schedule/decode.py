@@ -1,4 +1,4 @@
-"""Who runs next on a decode or unified worker.
+"""The scheduler of a decode or unified worker.
 
 Life of an IMPORT request:                               Life of a LOCAL request:
     1. Submit       EXPECTED                                 1. Submit      WAITING, in the queue

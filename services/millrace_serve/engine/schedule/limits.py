@@ -1,4 +1,4 @@
-"""What an engine refuses at the door. The router checks the same limits first; here they protect the engine itself."""
+"""The limits of an engine. The router checks the same limits first; here they protect the engine itself."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROUTES = {
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What schedulers know of the model."""
+    """Facts about the model for schedulers."""
 
     vocab_size: int
     eos_token_ids: frozenset[int]
@@ -33,7 +33,7 @@ def sequence_limit(request: Request, config: EngineConfig) -> int:
 
 
 def refusal(request: Request, config: EngineConfig, facts: ModelFacts, role: Role) -> Failure | None:
-    """Why `request` can never run here, or None."""
+    """Return why `request` can never run here, or None."""
     if request.route not in ROUTES[role]:
         return _invalid(f"route {request.route} is not served by a {role} engine")
     problem = _token_problem(request, facts) or _sampling_problem(request.sampling, facts)

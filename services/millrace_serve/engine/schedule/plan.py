@@ -1,4 +1,4 @@
-"""What one step does (`Plan`, the scheduler's decision) and what came of it (`StepOutput`, the runner's answer)."""
+"""One step: `Plan`, the scheduler's decision, and `StepOutput`, the runner's answer."""
 
 from __future__ import annotations
 

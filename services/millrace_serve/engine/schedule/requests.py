@@ -1,4 +1,4 @@
-"""The requests of one engine: which are here, until when they may run, and how many more may come."""
+"""The requests of one engine: the live ones, their deadlines, and the room for more."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ class Requests:
         self._deadlines: list[Deadline] = []  # a heap
 
     def enrol(self, request: Request) -> Sequence | Failure | None:
-        """A sequence in its first phase that is in no queue yet; why it is refused; or None for one that is here."""
+        """Return a sequence in its first phase, in no queue yet; or why it is refused; or None for a request that is
+        here already.
+        """
         if request.id in self.live:
             log.warning("request %s is here already; its second submission is ignored", request.id)
             return None
@@ -72,7 +74,7 @@ class Requests:
         return seq
 
     def room(self) -> int:
-        """How many more requests are taken now."""
+        """Number of further requests that are taken now."""
         return self._config.max_running + self._config.max_waiting - self.num_active - self._grammars.waiting
 
     @property

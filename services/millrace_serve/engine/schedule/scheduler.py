@@ -1,4 +1,4 @@
-"""What an engine asks of a scheduler, and what both schedulers do alike: how a sequence leaves.
+"""The interface of a scheduler, and the common part of both: how a sequence leaves.
 
 A sequence that leaves (finished, preempted, parked) gives its slot and pages back at once when no launched step names
 it, otherwise with the commit of the last such step. Only then may another sequence have them.

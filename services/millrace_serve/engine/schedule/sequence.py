@@ -102,7 +102,7 @@ TRANSFERS = Transitions(
 
 
 class Sequence:
-    """`tokens` holds what is known; the tokens that launched steps sample are not in it yet."""
+    """`tokens` has the known tokens; those that launched steps sample are not in it yet."""
 
     __slots__ = (
         "arrived",

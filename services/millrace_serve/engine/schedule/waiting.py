@@ -1,4 +1,4 @@
-"""The queue in front of a scheduler: by priority, then by arrival. Nobody is skipped, so nobody starves."""
+"""The queue in front of a scheduler: by priority, then by arrival. No request is skipped, so none starves."""
 
 from __future__ import annotations
 

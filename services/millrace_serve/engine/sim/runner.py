@@ -1,4 +1,4 @@
-"""A runner without a model: a timing model for when a step is done, and an oracle for what it samples. No torch.
+"""A runner without a model: a timing model for the end of a step, and an oracle for its tokens. No torch.
 
     step seconds = fixed + per token + per sequence + per key, on one device that runs one step after the other
     token        = hash(prompt of the room, seed if sampling, output position)

@@ -1,4 +1,4 @@
-"""Plan -> StepBatch: what a step brings to the device.
+"""Plan -> StepBatch: the arrays that a step brings to the device.
 
 The device keeps the state of each slot (engine/step/slots.py): how many tokens have their KV, the last tokens, the page
 table. A step therefore brings the slots that run, the tokens of prompt chunks, and what changed in the slots. Positions

@@ -1,4 +1,4 @@
-"""Debug: what the pages of each sequence must hold before and after a step (engine/cache/canary.py)."""
+"""Debug: the canaries that the pages of each sequence must have before and after a step (engine/cache/canary.py)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from millrace_serve.engine.schedule.sequence import Sequence
 
 
 class CanaryTracker:
-    """What each slot's pages must hold."""
+    """The expected canaries of each slot's pages."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._words = np.zeros((config.max_running, config.max_pages_per_seq, 2), np.uint64)

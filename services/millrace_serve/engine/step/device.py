@@ -1,8 +1,8 @@
-"""The few things in which a CUDA device differs from a CPU for who runs steps on it.
+"""The differences between a CUDA device and a CPU for the runner of steps.
 
-A CUDA device works behind the host's back: memory that it copies from must be pinned, an event says when it got so far,
-and a graph replays many launches as one. On a CPU work is done when the call returns: an event is nothing, and a replay
-is the call itself.
+A CUDA device works asynchronously: memory that it copies from must be pinned, an event marks a point of its work, and a
+graph replays many launches as one. On a CPU work is done when the call returns: an event is nothing, and a replay is
+the call itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Replay = Callable[[], None]
 
 class Event(Protocol):
     def wait(self) -> None:
-        """Until everything is done that had been launched. Raises what went wrong on the device."""
+        """Wait until all launched work is done. Raises an error of the device."""
         ...
 
 
@@ -96,7 +96,7 @@ class Cuda:
         if self._graph_memory is None:
             self._graph_memory = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # thread_local: other threads, such as NCCL's watchdog, may go on talking to the device meanwhile
+        # thread_local: other threads, such as NCCL's watchdog, may use the device meanwhile
         with torch.cuda.graph(graph, pool=self._graph_memory, capture_error_mode="thread_local"):
             run()
         return graph.replay

@@ -1,8 +1,8 @@
-"""How the ranks of a worker take steps together.
+"""Common steps of the ranks of a worker.
 
-Data-parallel replicas meet in every step (the experts' exchange is collective), so once per step they agree on a
-small CPU vector. Whoever has nothing to do runs an idle step as long as somebody works, and all of them end with the
-step in which the first one wants to: nobody waits for one that has left. Inside a tensor-parallel group only the leader
+Data-parallel replicas meet in every step (the experts' exchange is collective), so once per step they agree on a small
+CPU vector. A replica without work runs an idle step as long as another one works, and all end with the step in which
+the first one asks to end, so that none waits for one that has left. Inside a tensor-parallel group only the leader
 schedules, and the others run the batches that it broadcasts.
 """
 
@@ -17,15 +17,15 @@ from millrace_serve.engine.step.batch import HostBatch
 from millrace_serve.engine.step.runner import Runner
 
 State = tuple[int, int, int, int]  # of a replica in a step: works, its tokens, has no prompt chunk, wants to end
-AllGather = Callable[[State], list[State]]  # mine -> everybody's, in rank order
+AllGather = Callable[[State], list[State]]  # own vector -> those of all replicas, in rank order
 Broadcast = Callable[[bytes | None], bytes]  # the leader passes data, the others None; all get the leader's data
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
     anybody_works: bool
-    num_tokens: tuple[int, ...]  # of this step, by replica; empty for one that is alone
-    all_decode: bool  # nobody has a prompt chunk
+    num_tokens: tuple[int, ...]  # of this step, by replica; empty for a single replica
+    all_decode: bool  # no replica has a prompt chunk
     last: bool  # of all steps
 
 

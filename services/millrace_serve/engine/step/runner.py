@@ -1,4 +1,4 @@
-"""What runs a step. Steps run in the order in which they are launched, and `launch` does not wait for them."""
+"""The interface of a runner. Steps run in the order of their launches, and `launch` does not wait for them."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from millrace_serve.engine.step.sampling_batch import DeviceSampling, HostSampli
 
 
 class TokenTables:
-    """Which tokens a sequence has seen; one row for each sequence that has penalties. Grows when rows are needed."""
+    """The tokens of each sequence with penalties, one row each. Grows when rows are needed."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._in_prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)

@@ -1,4 +1,4 @@
-"""Arrays of the host on the device in one copy, and results back without anybody waiting.
+"""Arrays of the host to the device in one copy, and results back without waiting.
 
 slot      step n uses slot n % NUM_SLOTS; its arrays and results lie there until its results have been read
 upload    all arrays of a step, wherever they are in a tree of dataclasses, dicts, lists and tuples, are packed
@@ -20,7 +20,7 @@ from torch import Tensor
 from millrace_serve.engine.step.device import Device
 
 NUM_SLOTS = 3  # one runs, one waits behind it, one is being read
-ALIGN = 16  # bytes; what vector loads of kernels want
+ALIGN = 16  # bytes, for the vector loads of kernels
 DTYPES = {
     np.dtype(bool): torch.bool,
     np.dtype(np.uint8): torch.uint8,
