@@ -1,4 +1,4 @@
-"""Who runs next on a prefill worker.
+"""The scheduler of a prefill worker.
 
 Life of an EXPORT request:
     1. Submit            WAITING, in the queue
@@ -8,7 +8,7 @@ Life of an EXPORT request:
     4. last commit       the first token goes out, with the last part; PARKED
     5. LeaseEnded        the pages are free
 Abort or deadline: nothing published -> DONE, pages free; something published -> PARKED until LeaseEnded.
-LeaseEnded before 4: nobody will read the rest, so the request ends in an error.
+LeaseEnded before 4: no worker will read the rest, so the request ends in an error.
 """
 
 from __future__ import annotations
