@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator
+from operator import methodcaller
+from typing import TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -20,39 +21,37 @@ from millrace_router.flow.inference import Inference
 from millrace_router.flow.stream import Delta, gone
 
 SERVICE = "millrace.v1.Inference"
+P = TypeVar("P", bound=Proto)
 
 
 class InferenceService:
     def __init__(self, inference: Inference) -> None:
         self._inference = inference
 
-    async def generate(
-        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[pb.GenerateResponse]:
+    async def generate(self, data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.GenerateResponse]:
+        request = self._parse(pb.GenerateRequest, data)
         request_id.set(request.request_id)
         answer = await self._inference.generate(to_ask(request, context.time_remaining()), "grpc")
         context.add_done_callback(lambda _: answer.stream.close(gone()))
         async for delta in answer.stream.deltas():
             yield _response(delta, answer.request_id, answer.model, answer.prompt_tokens)
 
-    async def tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
+    async def tokenize(self, data: bytes, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
+        request = self._parse(pb.TokenizeRequest, data)
         model, prompt = self._inference.model, _prompt(request.prompt)
         validate.check_model(request.model, self._inference.names)
         validate.check_prompt(prompt, model)
         return pb.TokenizeResponse(token_ids=await self._inference.tokenize(prompt, model))
 
-    async def detokenize(
-        self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext
-    ) -> pb.DetokenizeResponse:
-        model = self._inference.model
+    async def detokenize(self, data: bytes, context: grpc.aio.ServicerContext) -> pb.DetokenizeResponse:
+        request, model = self._parse(pb.DetokenizeRequest, data), self._inference.model
         validate.check_model(request.model, self._inference.names)
         validate.check_ids("token_ids", request.token_ids, model)
         text = self._inference.tokenizer.decode(request.token_ids, request.keep_special_tokens)
         return pb.DetokenizeResponse(text=text)
 
-    async def list_models(
-        self, request: pb.ListModelsRequest, context: grpc.aio.ServicerContext
-    ) -> pb.ListModelsResponse:
+    async def list_models(self, data: bytes, context: grpc.aio.ServicerContext) -> pb.ListModelsResponse:
+        self._parse(pb.ListModelsRequest, data)
         model = self._inference.model
         entries = [
             pb.Model(name=name, max_context=model.max_context, vocab_size=model.vocab_size)
@@ -61,55 +60,26 @@ class InferenceService:
         return pb.ListModelsResponse(models=entries)
 
     def handlers(self) -> grpc.GenericRpcHandler:
-        """The handlers for the server. The generated registration would answer malformed bytes with INTERNAL."""
-        unary, stream = grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler
+        """Return the handlers for the server. They get bytes: the generated registration would answer malformed ones
+        with INTERNAL.
+        """
+        unary, serialize = grpc.unary_unary_rpc_method_handler, methodcaller("SerializeToString")
         methods = {
-            "Generate": self._handler(stream, self.generate, pb.GenerateRequest, streaming=True),
-            "Tokenize": self._handler(unary, self.tokenize, pb.TokenizeRequest),
-            "Detokenize": self._handler(unary, self.detokenize, pb.DetokenizeRequest),
-            "ListModels": self._handler(unary, self.list_models, pb.ListModelsRequest),
+            "Generate": grpc.unary_stream_rpc_method_handler(self.generate, None, serialize),
+            "Tokenize": unary(self.tokenize, None, serialize),
+            "Detokenize": unary(self.detokenize, None, serialize),
+            "ListModels": unary(self.list_models, None, serialize),
         }
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
-    def _handler(self, make: Callable, behavior: Callable, message: type[Proto], streaming: bool = False) -> Any:
-        limits = self._inference.backend.config.limits
-
-        def parse(data: bytes) -> Proto | MillraceError:
-            try:
-                validate.check_size(len(data), limits)
-                return message.FromString(data)
-            except DecodeError:
-                text = f"the request is not a well-formed {message.__name__} (strings must be valid UTF-8)"
-                return MillraceError(Reason.INVALID_ARGUMENT, text)
-            except MillraceError as error:
-                return error
-
-        return make(_checked_stream(behavior) if streaming else _checked(behavior), parse, _serialize)
-
-
-def _serialize(message: Proto) -> bytes:
-    return message.SerializeToString()
-
-
-def _checked(behavior: Callable) -> Callable:
-    async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
-        if isinstance(request, MillraceError):
-            raise request
-        return await behavior(request, context)
-
-    return call
-
-
-def _checked_stream(behavior: Callable) -> Callable:
-    def call(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-        return _refusal(request) if isinstance(request, MillraceError) else behavior(request, context)
-
-    return call
-
-
-async def _refusal(error: MillraceError) -> AsyncIterator[Any]:
-    raise error
-    yield  # makes this a generator
+    def _parse(self, kind: type[P], data: bytes) -> P:
+        """Raises INVALID_ARGUMENT for malformed bytes, MESSAGE_TOO_LARGE for too many."""
+        validate.check_size(len(data), self._inference.backend.config.limits)
+        try:
+            return kind.FromString(data)
+        except DecodeError:
+            text = f"the request is not a well-formed {kind.__name__} (strings must be valid UTF-8)"
+            raise MillraceError(Reason.INVALID_ARGUMENT, text) from None
 
 
 def to_ask(request: pb.GenerateRequest, timeout_s: float | None) -> Ask:
