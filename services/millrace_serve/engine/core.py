@@ -5,10 +5,10 @@ Life of a request inside one engine:
 
     Request (frozen, as submitted)
       -> Sequence (mutable, owned by the scheduler)
-        -> Plan (who runs this step and how many tokens)
+        -> Plan (the sequences of a step and their tokens)
           -> StepBatch (the step's arrays; engine/step/batch.py)
             -> StepOutput (what the runner returned)
-              -> Events (what the outside world is told)
+              -> Events (reports to the frontend)
 
 `Route` is the life of a request: LOCAL runs both phases here; EXPORT runs the prompt, samples one token, and parks the
 KV pages for a decode worker; IMPORT receives a prompt's KV from a prefill worker and decodes. The messages are msgspec

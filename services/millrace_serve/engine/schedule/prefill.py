@@ -2,7 +2,7 @@
 
 Life of an EXPORT request:
     1. Submit            WAITING, in the queue
-    2. schedule          RUNNING: a slot, and pages for the whole prompt; what the cache had is published at once, if
+    2. schedule          RUNNING: a slot, and pages for the whole prompt; cached pages are published at once, if
                          only as a part without pages: the decode worker reserves its own while this one computes
     3. commit            after each chunk its finished pages are published
     4. last commit       the first token goes out, with the last part; PARKED
