@@ -82,7 +82,7 @@ class Engine:
         return self._stale or self._in_flight is not None or bool(self._scheduler.outbox)
 
     def wait_s(self) -> float | None:
-        """How long to wait for messages before the next step(): 0 = not at all, None = until one comes."""
+        """Seconds to wait for messages before the next step(): 0 = none, None = until one comes."""
         if self.has_work():
             return 0.0
         waits = (

@@ -1,4 +1,4 @@
-"""What an engine reports with its next `Events`, and its running totals."""
+"""The reports of an engine for its next `Events`, and its running totals."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Trust(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Holds:
-    """What a sequence may hold in a phase while no launched step names it."""
+    """The resources of a sequence in a phase while no launched step names it."""
 
     slot: bool
     pages: bool
@@ -179,7 +179,7 @@ class Sequence:
         return self.grammar is not None and self.inflight > 0
 
     def page_hashes(self, num_pages: int, size: int) -> list[int]:
-        """Of the first pages, which must be full."""
+        """Hashes of the first pages, which must be full."""
         full = min(len(self.request.token_ids) // size, num_pages)
         hashes = self.prompt_hashes[:full]
         rest = self.tokens[full * size : num_pages * size]

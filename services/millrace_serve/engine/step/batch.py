@@ -29,7 +29,7 @@ A = TypeVar("A")  # numpy array on the host, tensor on the device (engine/step/s
 
 @dataclass(slots=True)
 class SlotUpdates(Generic[A]):
-    """What changed since the last step. A joined slot has a new owner."""
+    """The changes since the last step. A joined slot has a new owner."""
 
     page_slots: A  # int64 [U]; page_table[page_slots, page_indexes] = pages
     page_indexes: A  # int64 [U]

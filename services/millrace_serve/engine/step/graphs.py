@@ -46,7 +46,7 @@ def buckets_up_to(max_running: int, wanted: Sequence[int] = ()) -> tuple[int, ..
 
 
 class DecodeGraphs:
-    """Of one rank. Only the thread that launches steps uses it."""
+    """The graphs of one rank, used only by the thread that launches steps."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class DecodeGraphs:
         )
 
     def _sequences(self, batch: HostBatch) -> int:
-        """Of the replica that has most of them."""
+        """The largest number of sequences of a replica."""
         return max(batch.dp_num_tokens, default=batch.num_tokens) // batch.num_queries
 
     def _capture(self, bucket: int, num_queries: int) -> Replay:

@@ -81,7 +81,7 @@ def sample(
 
 
 def results(tokens: Tensor, raw: Tensor | None, num_logprobs: int) -> dict[str, Tensor]:
-    """What plan.StepOutput is made of, on the device, with one row for each sequence."""
+    """The parts of plan.StepOutput, on the device, with one row for each sequence."""
     if raw is None:
         return {"tokens": tokens}
     top = raw.topk(num_logprobs, dim=-1)

@@ -37,12 +37,12 @@ class Penalties(Generic[A]):
 
 @dataclass(slots=True)
 class Bias(Generic[A]):
-    """What is added to logits: logit_bias, and -inf on the stop tokens of outputs that are shorter than min_tokens."""
+    """Additions to logits: logit_bias, and -inf on the stop tokens of outputs that are shorter than min_tokens."""
 
     samples: A  # int64 [N]
     tokens: A  # int64 [N]
     values: A  # float32 [N]
-    until: A  # int64 [N]: only for outputs before this one; the device alone knows which output a row samples
+    until: A  # int64 [N]: only for outputs before this one; only the device has the output index of a row
 
 
 @dataclass(slots=True)
@@ -102,7 +102,7 @@ class SamplingTable:
         self._extras[slot] = extras
 
     def gather(self, slots: np.ndarray) -> HostSampling | None:
-        """Of the sampled sequences; None: each token is the argmax of the logits as they are, without logprobs."""
+        """The parameters of the sampled sequences; None: argmax of the unchanged logits, without logprobs."""
         floats = self._floats[slots]
         drawn = np.flatnonzero(floats[:, 0] > 0)
         found = []

@@ -1,7 +1,7 @@
-"""What the device keeps of each slot from step to step, and the rows of a step made of it.
+"""The device's state of each slot, and the rows of a step made of it.
 
-The host knows how far a sequence is at least and at most; the device knows it exactly. So a step can be launched before
-the previous one was read, whatever that one accepts.
+The host has bounds of a sequence's length, the device the exact length. So a step can be launched before the previous
+one was read, however many tokens that one accepts.
 
     row i of a decode sequence   token last_tokens[slot, i] at position lengths[slot] + i
     row i of a chunk             token i of the chunk at position lengths[slot] + i
@@ -152,7 +152,7 @@ Rows = tuple[Tensor, Tensor]  # int64 [T] twice: the row's sequence, and its pla
 
 
 def decode_rows(count: int, num_queries: int, device: torch.device) -> Rows:
-    """Of `count` sequences with equally many rows."""
+    """The rows of `count` sequences with equally many rows."""
     seqs, places = torch.arange(count, device=device), torch.arange(num_queries, device=device)
     return seqs.repeat_interleave(num_queries), places.repeat(count)
 

@@ -26,7 +26,7 @@ DTYPES = {
     np.dtype(np.uint8): torch.uint8,
     np.dtype(np.int32): torch.int32,
     np.dtype(np.int64): torch.int64,
-    np.dtype(np.uint64): torch.int64,  # the same bits; few kernels know uint64
+    np.dtype(np.uint64): torch.int64,  # the same bits; few kernels support uint64
     np.dtype(np.float32): torch.float32,
 }
 NUMPY = {kind: dtype for dtype, kind in DTYPES.items() if dtype != np.dtype(np.uint64)}
@@ -59,7 +59,7 @@ class Staging:
         return _replaced(tree, np.ndarray, iter(tensors))
 
     def download(self, slot: int, tree: Any) -> Callable[[], Any]:
-        """What it returns waits for the device, and gives the tree with arrays in the place of tensors."""
+        """Return a function that waits for the device and gives the tree with arrays in the place of tensors."""
         tensors = list(_leaves(tree, Tensor))
         offsets, total = _place([tensor.nbytes for tensor in tensors])
         host, _ = self._down[slot] = _roomy(self._device, self._down[slot], total)
