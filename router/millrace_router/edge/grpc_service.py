@@ -60,9 +60,7 @@ class InferenceService:
         return pb.ListModelsResponse(models=entries)
 
     def handlers(self) -> grpc.GenericRpcHandler:
-        """Return the handlers for the server. They get bytes: the generated registration would answer malformed ones
-        with INTERNAL.
-        """
+        """Return the handlers. They get bytes, because generated ones answer malformed bytes with INTERNAL."""
         unary, serialize = grpc.unary_unary_rpc_method_handler, methodcaller("SerializeToString")
         methods = {
             "Generate": grpc.unary_stream_rpc_method_handler(self.generate, None, serialize),

@@ -25,9 +25,7 @@ SINK_PAGE = 0  # page 0 absorbs the KV writes of padding rows and is never given
 
 
 class RequestId(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """Identity of one attempt of one request. Attempts never share it, so a stale message is never taken for a live
-    one.
-    """
+    """Identity of one attempt of one request, so that a stale message is never taken for a live one."""
 
     room: int  # random u64, drawn by the router once per request
     attempt: int  # 0, 1, ... within the room

@@ -169,7 +169,7 @@ class DecodeScheduler(Scheduler):
         plan.grown = stuck + self._grow_for_drafts(short) if q > 1 else stuck
 
     def _grow_for_drafts(self, short: list[Sequence]) -> list[Sequence]:
-        """Those that got pages beyond the one that their next token needs."""
+        """Return the sequences that got pages beyond the one that their next token needs."""
         grown = []
         for seq in short:
             wanted = min(seq.num_reserved + self._num_queries, seq.limit - 1)

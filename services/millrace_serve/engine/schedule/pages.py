@@ -34,7 +34,7 @@ class Pages:
         return True
 
     def grow(self, seq: Sequence, count: int) -> None:
-        """`count` more pages, which must be available."""
+        """Give `seq` `count` more pages, which must be available."""
         pages = self.cache.allocate(count)
         assert pages is not None
         seq.pages += pages

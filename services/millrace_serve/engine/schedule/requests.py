@@ -42,9 +42,7 @@ class Requests:
         self._deadlines: list[Deadline] = []  # a heap
 
     def enrol(self, request: Request) -> Sequence | Failure | None:
-        """Return a sequence in its first phase, in no queue yet; or why it is refused; or None for a request that is
-        here already.
-        """
+        """Return a new sequence, in no queue yet; or why it is refused; or None for a repeated submission."""
         if request.id in self.live:
             log.warning("request %s is here already; its second submission is ignored", request.id)
             return None

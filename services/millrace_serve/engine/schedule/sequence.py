@@ -196,7 +196,7 @@ class Sequence:
         self.num_computed = self.num_reserved = num_tokens
 
     def extend(self, tokens: list[int]) -> tuple[int, FinishReason | None]:
-        """Append outputs up to the one that ends the sequence -> how many, and why it ends."""
+        """Append outputs up to the one that ends the sequence. Returns their number, and why it ends."""
         known, stop_ids, limit = self.tokens, self.stop_ids, self.limit
         for count, token in enumerate(tokens, start=1):
             known.append(token)

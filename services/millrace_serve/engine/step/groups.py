@@ -44,7 +44,7 @@ def gather_over(group: dist.ProcessGroup) -> AllGather:
 
 
 def broadcast_over(group: dist.ProcessGroup) -> Broadcast:
-    """From the first rank of `group`; the size travels first."""
+    """Broadcast from the first rank of `group`; the size travels first."""
     leader = dist.get_global_rank(group, 0)
 
     def broadcast(data: bytes | None) -> bytes:

@@ -76,7 +76,7 @@ class Staging:
         return read
 
     def _allocate(self, nbytes: int) -> Tensor | None:
-        """Nothing where the host's memory is the device's."""
+        """Allocate both sides; nothing where the host's memory is the device's."""
         if self._device.torch.type == "cpu":
             return None
         return torch.empty(_capacity(nbytes), dtype=torch.uint8, device=self._device.torch)

@@ -75,7 +75,7 @@ class TorchRunner:
         return self._launcher.submit(function).result()
 
     def use_graphs(self, graphs: DecodeGraphs) -> None:
-        """From the next step on."""
+        """Use these graphs from the next step on."""
         self._graphs = graphs
 
     def forward(self, inputs: ForwardInput) -> Tensor:
