@@ -17,6 +17,7 @@ import logging
 import os
 import secrets
 import signal
+import time
 from pathlib import Path
 
 from millrace.v1 import admin_pb2_grpc
@@ -27,9 +28,11 @@ from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
 from millrace_rpc.http_server import HttpServer
 from millrace_rpc.server import Server
+from millrace_rpc.tls import identity_of
 
 from millrace_router.config import RouterConfig
-from millrace_router.edge import admin, admin_http, grpc_service, probes, security
+from millrace_router.edge import admin, admin_http, grpc_service, probes
+from millrace_router.edge.api_keys import Keys
 from millrace_router.edge.guard import GrpcGuard, HttpGuard
 from millrace_router.edge.public_http import PublicHttp
 from millrace_router.fleet.registry import Registry
@@ -50,25 +53,26 @@ class Router:
     """`start`, then `ports` has the bound addresses; `stop` drains."""
 
     def __init__(self, config: RouterConfig) -> None:
-        metrics = build()
+        self.metrics = metrics = build()
         self.config = config
         self.tracer = tracing.make(config.tracing, "millrace-router", secrets.token_hex(8))
-        self._security = trust = security.make(config, metrics)
-        self.registry = Registry(config, metrics, self._changed, identity=trust.inside)
+        self._inside = identity_of(config.tls, metrics)  # towards workers and operators
+        self._public_identity = self._inside if config.public_tls is None else identity_of(config.public_tls, metrics)
+        self._keys = None if config.api_keys is None else Keys(config.api_keys, time.monotonic, self._keys_reloaded)
+        self.registry = Registry(config, metrics, self._changed, identity=self._inside)
         self.admission = Admission(config.queue_size, self.registry.choose, metrics.queued.set)
-        self.metrics = metrics
         self._gc = ProcessGc("router", metrics)
         backend = Backend(config, self.registry, self.admission, metrics, self.tracer)
         self.inference = Inference(backend, Tokenizer.load(config.model, config.chat_template))
         self.ports: dict[str, int] = {}
-        self._public = Server([grpc_service.SERVICE], [GrpcGuard(trust.keys)], config.connections.grpc_options)
+        self._public = Server([grpc_service.SERVICE], [GrpcGuard(self._keys)], config.connections.grpc_options)
         self._admin = Server([admin.SERVICE])
         operations = admin.Admin(self.registry, self._gc)
         admin_pb2_grpc.add_AdminServicer_to_server(operations, self._admin.grpc)
         self._admin_http = HttpServer(admin_http.build(operations))
         beside = self._before_scrape if config.metrics is None else None
         self._http = PublicHttp(
-            HttpGuard(openai_http.build(self.inference, beside), trust.keys), config.connections.max_age
+            HttpGuard(openai_http.build(self.inference, beside), self._keys), config.connections.max_age
         )
         self._probes = HttpServer(probes.build(backend, self._before_scrape))
         self._look = asyncio.Event()
@@ -77,13 +81,13 @@ class Router:
 
     async def start(self) -> None:
         self._public.grpc.add_generic_rpc_handlers((grpc_service.InferenceService(self.inference).handlers(),))
-        config, trust = self.config, self._security
+        config, public, inside = self.config, self._public_identity, self._inside
         if config.health is not None:
             self.ports["health"] = await self._public.start_health(config.health)
-        self.ports["grpc"] = await self._public.start(config.grpc, trust.public)
-        self.ports["admin"] = await self._admin.start(config.admin, trust.inside)
-        self.ports["http"] = self._http.start(config.http, trust.public)
-        self.ports["admin_http"] = self._admin_http.start(config.admin_http, trust.inside)
+        self.ports["grpc"] = await self._public.start(config.grpc, public)
+        self.ports["admin"] = await self._admin.start(config.admin, inside)
+        self.ports["http"] = self._http.start(config.http, public)
+        self.ports["admin_http"] = self._admin_http.start(config.admin_http, inside)
         if config.metrics is not None:
             self.ports["metrics"] = self._probes.start(config.metrics)
         self._admin.set_serving(True)
@@ -122,10 +126,13 @@ class Router:
     def _before_scrape(self) -> None:
         self._gc.report()
         self.registry.health.report()
-        if self._security.keys is not None:
-            forget_tenants(self.metrics, self._security.keys.names)
+        if self._keys is not None:
+            forget_tenants(self.metrics, self._keys.names)
         self.metrics.queued_tokens.set(self.admission.tokens)
         self.metrics.queue_wait.set(self.admission.drained_in() or 0 if self.admission.tokens else 0)
+
+    def _keys_reloaded(self, outcome: str) -> None:
+        self.metrics.reloads.labels(what="api_keys", outcome=outcome).inc()
 
     def _changed(self) -> None:
         self.admission.pump()

@@ -15,6 +15,7 @@ from millrace_common.reasons import Reason
 from millrace_router.config import Timeouts
 from millrace_router.discovery.base import Target
 from millrace_router.fleet.worker import Worker
+from millrace_router.flow.metrics import build
 from millrace_rpc.errors import MillraceError, from_rpc_error
 from router.fake_worker import DECODE, PREFILL, UNIFIED, FakeWorker, expected, hangs
 from router.harness import Cluster
@@ -99,7 +100,7 @@ async def test_a_stop_at_the_moment_of_a_loss_stops() -> None:
     def nothing() -> None: ...
 
     fake = FakeWorker(UNIFIED)
-    worker = Worker(Target("fake", await fake.start()), "router", Timeouts(), nothing, nothing, lambda kind: None)
+    worker = Worker(Target("fake", await fake.start()), "router", Timeouts(), build(), nothing, nothing)
     running = asyncio.create_task(worker.run())
     async with asyncio.timeout(5):
         while worker.link is None:

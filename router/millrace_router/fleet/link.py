@@ -12,11 +12,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
 from typing import Protocol
 
 import grpc
 from millrace.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2
+from millrace_common.metrics import Metrics
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError, from_rpc_error
 
@@ -36,11 +36,11 @@ class LegSink(Protocol):
 
 
 class Link:
-    def __init__(self, role: int, address: str, on_stale: Callable[[str], None]) -> None:
+    def __init__(self, role: int, address: str, metrics: Metrics) -> None:
         self.address = address
         self._message = prefill_pb2.PrefillLinkRequest if role == PREFILL else decode_pb2.DecodeLinkRequest
         self._stub = prefill_pb2_grpc.PrefillServiceStub if role == PREFILL else decode_pb2_grpc.DecodeServiceStub
-        self._on_stale = on_stale
+        self._stale = metrics.stale.labels(kind="output")
         self._legs: dict[int, LegSink] = {}
         self._outgoing: asyncio.Queue[prefill_pb2.PrefillLinkRequest | decode_pb2.DecodeLinkRequest] = asyncio.Queue()
         self._call: grpc.aio.StreamStreamCall | None = None
@@ -74,7 +74,7 @@ class Link:
                 if leg is not None and leg.attempt == identity.attempt:
                     leg.on_output(out, now)
                 elif out.finish_reason != common_pb2.FINISH_REASON_ABORT:  # which answers our own Abort
-                    self._on_stale("output")
+                    self._stale.inc()
 
     def submit(self, request: worker_pb2.EngineRequest, source: worker_pb2.KvSourceRef | None, leg: LegSink) -> None:
         if self._closed is not None:

@@ -140,12 +140,8 @@ class Registry:
         )
 
     def _make_worker(self, target: Target) -> Worker:
-        def on_stale(kind: str) -> None:
-            self._metrics.stale.labels(kind=kind).inc()
-
-        return Worker(
-            target, self._router_id, self._config.timeouts, self._changed, self._loaded, on_stale, self._identity
-        )
+        timeouts, metrics = self._config.timeouts, self._metrics
+        return Worker(target, self._router_id, timeouts, metrics, self._changed, self._loaded, self._identity)
 
     def _changed(self) -> None:
         """A worker, or a pair, is in another state."""

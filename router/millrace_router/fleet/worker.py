@@ -19,6 +19,7 @@ from collections.abc import Callable, Coroutine
 
 import grpc
 from millrace.v1 import worker_pb2, worker_pb2_grpc
+from millrace_common.metrics import Metrics
 from millrace_common.reasons import Reason
 from millrace_common.versions import WORKER_API
 from millrace_rpc.client import channel, heard_within
@@ -43,9 +44,9 @@ class Worker:
         target: Target,
         router_id: str,
         timeouts: Timeouts,
+        metrics: Metrics,
         on_change: Callable[[], None],
         on_load: Callable[[], None],
-        on_stale: Callable[[str], None],
         identity: Identity | None = None,
     ) -> None:
         self.target = target  # as discovery saw it last
@@ -59,11 +60,11 @@ class Worker:
         self.trouble = "not connected yet"  # why the latest session ended
         self._router_id = router_id
         self._timeouts = timeouts
+        self._metrics = metrics
         self._replicas: tuple[Replica, ...] = ()
         self._made_from: tuple[object, ...] | None = None  # what _replicas shows; None: more has been sent since
         self._on_change = on_change
         self._on_load = on_load
-        self._on_stale = on_stale
         self._identity = identity
         self._pause = FIRST_PAUSE_S  # before the next session
         self._sent: dict[int, tuple[int, int, int]] = {}  # replica: what was sent since the latest load, see note_sent
@@ -217,7 +218,7 @@ class Worker:
     async def _hold_link(self, ch: grpc.aio.Channel, ready: asyncio.Event) -> None:
         await ready.wait()
         await self.refresh()
-        link = Link(self.role, self.address, self._on_stale)
+        link = Link(self.role, self.address, self._metrics)
         try:
             async with asyncio.timeout(self._timeouts.connect):
                 await link.connect(ch, self._router_id, self.epoch)

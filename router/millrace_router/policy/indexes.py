@@ -22,33 +22,21 @@ Pages = Mapping[Process, int]
 
 class Indexes:
     def __init__(self, prefill: Policy, decode: Policy, routing: Routing) -> None:
-        policies = (prefill, decode)
-        local = routing.local_prefill_tokens > 0
+        policies, local = {prefill, decode}, routing.local_prefill_tokens > 0
         self.kv = KvIndex() if Policy.KV_AWARE in policies else None
         guess = Policy.PREFIX_AWARE in policies or (local and self.kv is None)
         self.prefix = PrefixIndex(routing.prefix_blocks) if guess else None
-        self._of_prefill = self._index(prefill, False)
-        self._of_decode = self._index(decode, local)
+        by_policy = {Policy.KV_AWARE: self.kv, Policy.PREFIX_AWARE: self.prefix}
+        estimate = self.prefix if self.kv is None else self.kv
+        self._of_prefill = by_policy.get(prefill)
+        self._of_decode = by_policy.get(decode, estimate if local else None)
         self._hashed: tuple[Sequence[int], int, tuple[int, ...]] = ((), 0, ())
-
-    def _index(self, policy: Policy, anyway: bool) -> PrefixIndex | KvIndex | None:
-        if policy is Policy.KV_AWARE:
-            return self.kv
-        if policy is Policy.PREFIX_AWARE:
-            return self.prefix
-        if not anyway:
-            return None
-        return self.prefix if self.kv is None else self.kv
-
-    @property
-    def used(self) -> bool:
-        return self.prefix is not None or self.kv is not None
 
     def hashes(self, token_ids: Sequence[int], page_size: int) -> tuple[int, ...]:
         """Return the chain hashes of the full pages of a prompt; empty without an index. The continuations of a request
         share its list of tokens, so the latest answer is kept.
         """
-        if not self.used or page_size < 1:
+        if (self.prefix is None and self.kv is None) or page_size < 1:
             return ()
         known, size, hashes = self._hashed
         if known is not token_ids or size != page_size:
