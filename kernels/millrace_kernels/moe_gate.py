@@ -6,10 +6,22 @@ weight = s / sum(s chosen)  (norm_topk_prob)  * routed_scaling_factor
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from millrace_kernels.backend import implementation
+
+
+class GateRule(NamedTuple):
+    """The names of config.json; `top_k` is num_experts_per_tok."""
+
+    n_group: int
+    topk_group: int
+    top_k: int
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
 
 
 def gate_logits(x: Tensor, weight: Tensor) -> Tensor:
@@ -24,17 +36,7 @@ def gate_logits(x: Tensor, weight: Tensor) -> Tensor:
     return implementation("moe_gate.gate_logits", x.device, x.shape[0])(x, weight)
 
 
-def moe_gate(
-    logits: Tensor,
-    bias: Tensor,
-    *,
-    n_group: int,
-    topk_group: int,
-    top_k: int,
-    norm_topk_prob: bool,
-    routed_scaling_factor: float,
-    num_tokens: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def moe_gate(logits: Tensor, bias: Tensor, rule: GateRule, num_tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """logits float32 [T, E], bias float32 [E] -> weights float32 [T, K], experts int32 [T, K].
 
     Args:
@@ -46,16 +48,8 @@ def moe_gate(
         E is a multiple of n_group, a group has at least two experts and topk_group groups have at least top_k.
     """
     rows, num_experts = logits.shape[-2:]
-    assert num_experts == bias.shape[0] and num_experts % n_group == 0, (logits.shape, bias.shape, n_group)
-    assert 2 * n_group <= num_experts and top_k * n_group <= topk_group * num_experts, (num_experts, n_group, top_k)
+    assert num_experts == bias.shape[0] and num_experts % rule.n_group == 0, (logits.shape, bias.shape, rule)
+    assert 2 * rule.n_group <= num_experts, (num_experts, rule)
+    assert rule.top_k * rule.n_group <= rule.topk_group * num_experts, (num_experts, rule)
     assert num_tokens is None or num_tokens.dtype == torch.int32, num_tokens
-    return implementation("moe_gate.moe_gate", logits.device, rows)(
-        logits,
-        bias,
-        n_group=n_group,
-        topk_group=topk_group,
-        top_k=top_k,
-        norm_topk_prob=norm_topk_prob,
-        routed_scaling_factor=routed_scaling_factor,
-        num_tokens=num_tokens,
-    )
+    return implementation("moe_gate.moe_gate", logits.device, rows)(logits, bias, rule, num_tokens)

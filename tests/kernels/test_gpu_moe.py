@@ -12,7 +12,7 @@ from millrace_kernels.backend import SMALL_TOKENS, forced
 from millrace_kernels.fp8 import Operand, quant_groups
 from millrace_kernels.moe_experts import expected_rows, moe_experts
 from millrace_kernels.testing.cases import TINY, V3_TP8, Dims
-from millrace_kernels.testing.experts import Experts, choose, draw_experts, held_ids
+from millrace_kernels.testing.experts import Experts, choose, draw_experts, held_ids, rule_of
 from millrace_kernels.testing.numeric import FP8_EXPERTS_TOLERANCE, OP_TOLERANCE, assert_close
 from millrace_kernels.triton import moe_grouped, moe_small
 from millrace_kernels.triton.moe_grouped import Launch
@@ -63,13 +63,12 @@ def test_gate(num: int, dims: Dims) -> None:
     logits = torch.randn(num, dims.experts, generator=seeded(num), device=CUDA).round(decimals=1)  # with ties
     bias = torch.zeros(dims.experts, device=CUDA)
     real = torch.tensor([max(num - 2, 0)], dtype=torch.int32, device=CUDA)
-    options = {"n_group": dims.groups, "topk_group": dims.topk_groups, "top_k": dims.top_k}
-    options |= {"norm_topk_prob": True, "routed_scaling_factor": 2.5, "num_tokens": real}
-    weights, experts = moe_gate.moe_gate(logits, bias, **options)
+    rule = rule_of(dims)
+    weights, experts = moe_gate.moe_gate(logits, bias, rule, real)
     parts = torch.stack((logits, *[logits, -logits] * 13, torch.zeros_like(logits)))  # as many as of V3's; exact sums
-    assert all(map(torch.equal, moe_gate.moe_gate(parts, bias, **options), (weights, experts)))
+    assert all(map(torch.equal, moe_gate.moe_gate(parts, bias, rule, real), (weights, experts)))
     with forced(**REFERENCES):
-        expected_weights, expected_experts = moe_gate.moe_gate(logits, bias, **options)
+        expected_weights, expected_experts = moe_gate.moe_gate(logits, bias, rule, real)
     # An ulp between the two sigmoids may turn sums of two that are almost equal; choices of the same scores may not.
     assert (experts != expected_experts).any(1).sum() <= num // 100
     same = (experts == expected_experts).all(1)
@@ -138,10 +137,7 @@ def test_a_graph_follows_new_choices_and_its_padding(num: int, fp8: bool) -> Non
     router = rows(256, 7168) / 7168**0.5
 
     def step() -> Tensor:
-        weights, experts = moe_gate.moe_gate(
-            moe_gate.gate_logits(x, router), bias, n_group=dims.groups, topk_group=dims.topk_groups, top_k=dims.top_k,
-            norm_topk_prob=True, routed_scaling_factor=2.5, num_tokens=real,
-        )  # fmt: skip
+        weights, experts = moe_gate.moe_gate(moe_gate.gate_logits(x, router), bias, rule_of(dims), real)
         return moe_experts(x, weights, held_ids(experts, EP8_FIRST, EP8_HELD), w13, w2, num_experts=256)
 
     stream = torch.cuda.Stream()

@@ -10,22 +10,14 @@ from millrace_kernels.moe_experts import moe_experts
 from millrace_kernels.moe_gate import moe_gate
 from millrace_kernels.ref import moe_experts as reference
 from millrace_kernels.testing.cases import TINY, TOKENS, V3_TP8, Dims
-from millrace_kernels.testing.experts import draw_experts, held_ids
+from millrace_kernels.testing.experts import draw_experts, held_ids, rule_of
 from millrace_kernels.testing.numeric import assert_close
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 def gate(logits: Tensor, bias: Tensor, dims: Dims, norm: bool = True, scaling: float = 2.5) -> tuple[Tensor, Tensor]:
-    return moe_gate(
-        logits,
-        bias,
-        n_group=dims.groups,
-        topk_group=dims.topk_groups,
-        top_k=dims.top_k,
-        norm_topk_prob=norm,
-        routed_scaling_factor=scaling,
-    )
+    return moe_gate(logits, bias, rule_of(dims, norm, scaling))
 
 
 def naive_gate(logits: list[float], bias: list[float], dims: Dims, norm: bool, scaling: float) -> dict[int, float]:

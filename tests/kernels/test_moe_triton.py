@@ -9,7 +9,7 @@ from millrace_kernels.fp8 import Operand, quant_groups
 from millrace_kernels.ref import moe_experts as ref_experts
 from millrace_kernels.ref import moe_gate as ref_gate
 from millrace_kernels.testing.cases import TINY, V3_TP8, Dims
-from millrace_kernels.testing.experts import Experts, draw_experts, held_ids
+from millrace_kernels.testing.experts import Experts, draw_experts, held_ids, rule_of
 from millrace_kernels.testing.numeric import FP8_EXPERTS_TOLERANCE, assert_close
 from millrace_kernels.triton import moe_gate, moe_grouped, moe_route, moe_small
 from millrace_kernels.triton.moe_grouped import Launch
@@ -36,14 +36,13 @@ def test_gate(num: int, dims: Dims, norm: bool, padded: bool) -> None:
     logits[4:5, ::3] = 1.0
     bias = torch.randn(dims.experts, generator=seeded(1)) * 0.1
     bias[: dims.experts // 2] = 0.0
-    options = {"n_group": dims.groups, "topk_group": dims.topk_groups, "top_k": dims.top_k}
-    options |= {"norm_topk_prob": norm, "routed_scaling_factor": 2.5}
+    rule = rule_of(dims, norm)
     real = torch.tensor([5], dtype=torch.int32) if padded else None
     if padded:
         logits[5:] = torch.nan
     for given in (logits, torch.stack((logits, logits, -logits))):  # whole, and in parts whose sum is exact
-        weights, experts = moe_gate.moe_gate(given, bias, **options, num_tokens=real)
-        expected_weights, expected_experts = ref_gate.moe_gate(given, bias, **options, num_tokens=real)
+        weights, experts = moe_gate.moe_gate(given, bias, rule, real)
+        expected_weights, expected_experts = ref_gate.moe_gate(given, bias, rule, real)
         assert torch.equal(experts, expected_experts) and experts.dtype == torch.int32
         assert_close(weights, expected_weights)
 

@@ -18,7 +18,7 @@ from millrace_kernels.backend import SMALL_TOKENS
 from millrace_kernels.fp8 import Fp8, Operand, quant_groups
 from millrace_kernels.moe_experts import moe_experts
 from millrace_kernels.testing.cases import TINY, V3_TP8, Dims
-from millrace_kernels.testing.experts import choose, draw_experts, held_ids
+from millrace_kernels.testing.experts import choose, draw_experts, held_ids, rule_of
 from torch import Tensor
 
 from millrace_bench.kernels.case import Call, Case, candidates
@@ -103,10 +103,8 @@ def _gate(num: int, dims: Dims, device: torch.device) -> Iterator[Case]:
 
     def gate() -> dict[str, Call]:
         parts = torch.randn(-(-dims.hidden // 256), num, dims.experts, device=device)
-        call = functools.partial(
-            moe_gate.moe_gate, bias=torch.zeros(dims.experts, device=device), n_group=dims.groups,
-            topk_group=dims.topk_groups, top_k=dims.top_k, norm_topk_prob=True, routed_scaling_factor=2.5,
-        )  # fmt: skip
+        bias = torch.zeros(dims.experts, device=device)
+        call = functools.partial(moe_gate.moe_gate, bias=bias, rule=rule_of(dims))
         calls = candidates("moe_gate.moe_gate", functools.partial(call, parts[0]), device, num)
         return calls | {"logits in parts": functools.partial(call, parts)}
 

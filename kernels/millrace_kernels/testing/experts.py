@@ -7,7 +7,7 @@ from torch import Tensor
 
 from millrace_kernels.backend import forced
 from millrace_kernels.fp8 import Fp8
-from millrace_kernels.moe_gate import moe_gate
+from millrace_kernels.moe_gate import GateRule, moe_gate
 from millrace_kernels.ref.fp8 import quant_blocks
 from millrace_kernels.testing.cases import Dims
 
@@ -52,12 +52,8 @@ def choose(
         logits = logits / 4  # sigmoid keeps the order as long as it does not saturate
     bias = torch.zeros(dims.experts, device=device)
     with forced(**{"moe_gate.moe_gate": ""}):
-        return moe_gate(
-            logits,
-            bias,
-            n_group=dims.groups,
-            topk_group=dims.topk_groups,
-            top_k=dims.top_k,
-            norm_topk_prob=True,
-            routed_scaling_factor=2.5,
-        )
+        return moe_gate(logits, bias, rule_of(dims))
+
+
+def rule_of(dims: Dims, norm: bool = True, scaling: float = 2.5) -> GateRule:
+    return GateRule(dims.groups, dims.topk_groups, dims.top_k, norm, scaling)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from millrace_kernels.moe_gate import GateRule
 from millrace_kernels.ref import moe_gate as reference
 
 SLICE, BLOCK_K = 256, 64  # columns of a part, all of them loaded at once, and of a product
@@ -123,42 +124,18 @@ def _gate_kernel(
     tl.store(experts_ptr + token * TOP_K + k, chosen, mask=k < TOP_K)
 
 
-def moe_gate(
-    logits: Tensor,
-    bias: Tensor,
-    *,
-    n_group: int,
-    topk_group: int,
-    top_k: int,
-    norm_topk_prob: bool,
-    routed_scaling_factor: float,
-    num_tokens: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def moe_gate(logits: Tensor, bias: Tensor, rule: GateRule, num_tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
     num, experts = logits.shape[-2:]
     assert logits.is_contiguous() and bias.is_contiguous() and logits.dtype == bias.dtype == torch.float32
-    weights = torch.empty(num, top_k, dtype=torch.float32, device=logits.device)
-    chosen = torch.empty(num, top_k, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(num, rule.top_k, dtype=torch.float32, device=logits.device)
+    chosen = torch.empty(num, rule.top_k, dtype=torch.int32, device=logits.device)
     if num:
-        size, parts = experts // n_group, logits.shape[0] if logits.dim() == 3 else 1
+        size, parts = experts // rule.n_group, logits.shape[0] if logits.dim() == 3 else 1
+        batch = min(triton.next_power_of_2(parts), BATCH)
         _gate_kernel[(num,)](
-            logits,
-            bias,
-            num_tokens,
-            weights,
-            chosen,
-            routed_scaling_factor,
-            num * experts,
-            parts,
-            min(triton.next_power_of_2(parts), BATCH),
-            triton.cdiv(parts, BATCH),
-            n_group,
-            size,
-            triton.next_power_of_2(n_group),
-            triton.next_power_of_2(size),
-            topk_group,
-            top_k,
-            triton.next_power_of_2(top_k),
-            norm_topk_prob,
-            num_warps=1,
-        )
+            logits, bias, num_tokens, weights, chosen, rule.routed_scaling_factor, num * experts,
+            parts, batch, triton.cdiv(parts, BATCH), rule.n_group, size,
+            triton.next_power_of_2(rule.n_group), triton.next_power_of_2(size), rule.topk_group, rule.top_k,
+            triton.next_power_of_2(rule.top_k), rule.norm_topk_prob, num_warps=1,
+        )  # fmt: skip
     return weights, chosen

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 from millrace_kernels.fp8 import Fp8, Operand
-from millrace_kernels.moe_gate import gate_logits, moe_gate
+from millrace_kernels.moe_gate import GateRule, gate_logits, moe_gate
 from torch import Tensor
 
 from millrace_serve.model.config import ModelConfig
@@ -23,7 +23,13 @@ class Gate:
 
     def __init__(self, ckpt: Weights, config: ModelConfig, prefix: str) -> None:
         experts = config.n_routed_experts
-        self.config = config
+        self.rule = GateRule(
+            config.n_group,
+            config.topk_group,
+            config.num_experts_per_tok,
+            config.norm_topk_prob,
+            config.routed_scaling_factor,
+        )
         # published in BF16, so BF16 x BF16 loses nothing
         dtype = torch.bfloat16 if ckpt.fp8 else torch.float32
         self.weight = ckpt.tensor(f"{prefix}.weight", (experts, config.hidden_size), dtype=dtype)
@@ -31,17 +37,7 @@ class Gate:
 
     def __call__(self, x: Tensor, num_tokens: Tensor | None) -> tuple[Tensor, Tensor]:
         """x [T, D] -> weights float32 [T, K], experts int32 [T, K]; rows from num_tokens (int32 [1]) on choose -1."""
-        config = self.config
-        return moe_gate(
-            gate_logits(x, self.weight),
-            self.bias,
-            n_group=config.n_group,
-            topk_group=config.topk_group,
-            top_k=config.num_experts_per_tok,
-            norm_topk_prob=config.norm_topk_prob,
-            routed_scaling_factor=config.routed_scaling_factor,
-            num_tokens=num_tokens,
-        )
+        return moe_gate(gate_logits(x, self.weight), self.bias, self.rule, num_tokens)
 
 
 class Moe:
