@@ -59,7 +59,7 @@ FROZEN = Row(
         ),
         Panel(
             "Event-loop lag p99",
-            "A pause that hurt is seen here as well.",
+            "A long pause shows here as well.",
             "s",
             (Query(VIEW.quantile(0.99, "loop_lag", "process"), "{{process}}"),),
         ),

@@ -52,7 +52,7 @@ HELD = Row(
     (
         Panel(
             "Leases",
-            "Parked prompts, per prefill worker. More than there are requests: nobody comes for them.",
+            "Parked prompts, per prefill worker. More than there are requests: no decode worker fetches them.",
             "short",
             (Query(total(VIEW.gauge("leases"), "pod"), "{{pod}}"),),
         ),
@@ -82,7 +82,7 @@ FAILURES = Row(
         ),
         Panel(
             "Ended leases",
-            "`released`: read and proven. `expired`: no word of the decode worker in time. `aborted`: by the router.",
+            "`released`: read and proven. `expired`: the decode worker was silent. `aborted`: by the router.",
             "ops",
             (Query(total(VIEW.rate("leases_ended"), "outcome"), "{{outcome}}"),),
             stacked=True,

@@ -1,4 +1,4 @@
-"""Is it well, and if not, where to look next."""
+"""The state of the system, and where to look next."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOW = Row(
         _stat("Requests", "Requests that ended, per second.", "reqps", total(VIEW.rate("requests"))),
         _stat(
             "Server errors",
-            "Share of requests that ended by a fault of ours (HTTP 5xx). Refused and cancelled ones do not count.",
+            "Share of requests that ended with a server error (HTTP 5xx). Refused and cancelled ones do not count.",
             "percentunit",
             ratio(f"({total(VIEW.rate('requests', status=SERVER_FAULTS))} or vector(0))", total(VIEW.rate("requests"))),
             (0.01, 0.05),
@@ -77,13 +77,13 @@ CAPACITY = Row(
     (
         Panel(
             "Routable workers",
-            "Workers that the routers send requests to. If routers differ, the one that knows most counts.",
+            "Workers that get requests. If routers differ, the highest number counts.",
             "short",
             (Query(largest(VIEW.gauge("workers", state="routable"), "role"), "{{role}}"),),
         ),
         Panel(
             "KV pages in use",
-            "Share of the pages that neither are free nor could be taken from the prefix cache.",
+            "Share of the pages that are neither free nor evictable from the prefix cache.",
             "percentunit",
             (
                 Query(
@@ -97,7 +97,7 @@ CAPACITY = Row(
         ),
         Panel(
             "Prompt tokens to be computed",
-            "Waiting in the routers, and already sent to workers. What prefill is scaled by.",
+            "Waiting in the routers, and already sent to workers. Prefill scales by it.",
             "short",
             (
                 Query(total(VIEW.gauge("queued_tokens")), "router"),
@@ -108,5 +108,5 @@ CAPACITY = Row(
     ),
 )
 DASHBOARD = Dashboard(
-    "overview", "Overview", "Is it well, and if not, where to look next.", (NOW, TRAFFIC, LATENCY, CAPACITY)
+    "overview", "Overview", "The state of the system, and where to look next.", (NOW, TRAFFIC, LATENCY, CAPACITY)
 )

@@ -1,4 +1,4 @@
-"""The routers: admission, placement, the workers they know, and their own health."""
+"""The routers: admission, placement, their workers, and their own health."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ADMISSION = Row(
         ),
         Panel(
             "Estimated wait",
-            "Until those who wait now will have been served.",
+            "Time until the present queue will be served.",
             "s",
             (Query(largest(VIEW.gauge("queue_wait"), "pod"), "{{pod}}"),),
         ),
@@ -68,7 +68,7 @@ PLACEMENT = Row(
         ),
         Panel(
             "Cached prompt tokens",
-            "What routers expected the chosen workers to have, and what prefill workers had.",
+            "Cached tokens that routers expected, and those that prefill workers had.",
             "ops",
             (
                 Query(total(VIEW.rate("expected_cached_tokens")), "expected"),
@@ -87,7 +87,7 @@ PLACEMENT = Row(
         ),
         Panel(
             "Stale messages",
-            "Messages of workers for attempts that nobody works on any more.",
+            "Messages of workers with a stale attempt number.",
             "ops",
             (Query(total(VIEW.rate("stale"), "kind"), "{{kind}}"),),
         ),
@@ -130,7 +130,7 @@ KNOWN_WORKERS = Row(
     (
         Panel(
             "Workers",
-            "Discovered, healthy (answers and is linked), routable (warmed as a pair and withheld by nobody).",
+            "Discovered, healthy (answers and is linked), routable (warmed as a pair and not withheld).",
             "short",
             (
                 Query(
@@ -148,13 +148,13 @@ KNOWN_WORKERS = Row(
         ),
         Panel(
             "Hooks",
-            "Warm-ups, GC freezes and looks at what came of them.",
+            "Warm-ups, GC freezes and checks of their results.",
             "ops",
             (Query(total(VIEW.rate("hooks"), "hook", "outcome"), "{{hook}} {{outcome}}"),),
         ),
         Panel(
             "Age of discovery",
-            "Since a source of discovery last said which workers exist. A static list says it once.",
+            "Time since the last list of workers from discovery. A static list comes once.",
             "s",
             (Query(f"time() - {largest(VIEW.gauge('discovery_synced'), 'pod')}", "{{pod}}"),),
         ),
@@ -177,7 +177,7 @@ ITSELF = Row(
     (
         Panel(
             "Event-loop lag p99",
-            "What every stream of this router waits for others.",
+            "The time that every stream of this router waits for others.",
             "s",
             (Query(VIEW.quantile(0.99, "loop_lag", "pod", process="router"), "{{pod}}"),),
         ),
@@ -211,6 +211,6 @@ ITSELF = Row(
 DASHBOARD = Dashboard(
     "router",
     "Routers",
-    "The routers: admission, placement, the workers they know, and their own health.",
+    "The routers: admission, placement, their workers, and their own health.",
     (ADMISSION, PLACEMENT, RESILIENCE, KNOWN_WORKERS, ITSELF),
 )

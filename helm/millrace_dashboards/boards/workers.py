@@ -50,7 +50,7 @@ WORK = Row(
         ),
         Panel(
             "Credits",
-            "Further requests that each worker is willing to take.",
+            "Further requests that each worker takes now.",
             "short",
             (Query(total(VIEW.gauge("credits"), "pod"), "{{pod}}"),),
         ),
@@ -99,7 +99,7 @@ MEMORY = Row(
         ),
         Panel(
             "KV pages in use per worker",
-            "Share that neither is free nor could be taken from the prefix cache. What decode is scaled by.",
+            "Share that is neither free nor evictable from the prefix cache. Decode scales by it.",
             "percentunit",
             (
                 Query(
@@ -112,7 +112,7 @@ MEMORY = Row(
         ),
         Panel(
             "Prompt tokens to be computed",
-            "Per worker. What prefill is scaled by.",
+            "Per worker. Prefill scales by it.",
             "short",
             (Query(total(VIEW.gauge("waiting_tokens"), "pod"), "{{pod}}"),),
         ),
@@ -132,7 +132,7 @@ MEMORY = Row(
         ),
         Panel(
             "Preemptions",
-            "Sequences that gave their pages back and start again. Many: too few pages for what is admitted.",
+            "Sequences that gave their pages back and start again. Many: too few pages for the admitted requests.",
             "ops",
             (Query(total(VIEW.rate("engine", what="preemptions"), "pod"), "{{pod}}"),),
         ),

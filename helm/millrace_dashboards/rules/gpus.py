@@ -1,5 +1,5 @@
-"""GPUs, by the metrics of NVIDIA's DCGM exporter. They are of all nodes that Prometheus knows: its labels do not say
-which deployment a GPU serves once the pod has gone.
+"""GPUs, by the metrics of NVIDIA's DCGM exporter. They cover all nodes of Prometheus: the labels do not name
+the deployment of a GPU once the pod has gone.
 
 DCGM_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL is not among the exporter's default counters; all others are.
 """

@@ -1,4 +1,4 @@
-"""Workers, routers, and what watches them."""
+"""Workers, routers, and the things that they need."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def workers(t: Thresholds, now: Scope) -> tuple[Alert, ...]:
 
 
 def watching(t: Thresholds, now: Scope, lately: Scope) -> tuple[Alert, ...]:
-    """What others must say of them: Prometheus, the API server, mounted files."""
+    """Alerts about their surroundings: Prometheus, the API server, mounted files."""
     routable = total(largest(now.gauge("workers", role=ROLES, state="routable"), *BY_ROLE), *WHERE)
     seen = number(now.gauge("state", state="ready"), *WHERE)
     return (
@@ -73,7 +73,7 @@ def watching(t: Thresholds, now: Scope, lately: Scope) -> tuple[Alert, ...]:
         ),
         Alert(
             "DiscoveryStale",
-            "{{ $labels.pod }}: nobody has said for {{ $value | humanizeDuration }} which workers exist.",
+            "{{ $labels.pod }}: no list of workers for {{ $value | humanizeDuration }}.",
             f"time() - {largest(now.gauge('discovery_synced'), *BY_POD)}",
             f"> {t.discovery_age:g}",
             "0m",

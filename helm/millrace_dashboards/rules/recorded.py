@@ -14,7 +14,7 @@ def scaling(now: Scope) -> dict[str, str]:
 
 
 def vllm(now: Scope) -> dict[str, str]:
-    """The load of each worker in vLLM's names, for dashboards and autoscalers that know no others."""
+    """The load of each worker in vLLM's names, for dashboards and autoscalers that expect them."""
     waiting, running = (now.gauge("sequences", doing=doing) for doing in ("waiting", "running"))
     in_use, pages = now.gauge("pages", use="~running|published"), now.gauge("pages")
     by = (*BY_POD, "model_name")

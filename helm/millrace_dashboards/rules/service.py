@@ -15,7 +15,7 @@ def routers(now: Scope) -> tuple[Alert, ...]:
     return (
         Alert(
             "RoutersGone",
-            f"{NAMED}: no router says anything. All are gone, or Prometheus no longer scrapes them.",
+            f"{NAMED}: no router has metrics. All are gone, or Prometheus no longer scrapes them.",
             f"{number(workers, *WHERE)} or absent({workers}) - 1",  # 0 where there is none
             "== 0",
             "3m",
@@ -52,14 +52,14 @@ def failures(t: Thresholds, now: Scope) -> tuple[Alert, ...]:
         ),
         Alert(
             "Retries",
-            f"{NAMED}: {share} of the attempts fail and are tried again.",
+            f"{NAMED}: {share} of the attempts fail and are retried.",
             f"{ratio(total(now.rate('retries'), *WHERE), total(now.rate('decisions'), *WHERE))} or 0 * {ended}",
             f"> {t.retries:g}",
             "10m",
         ),
         Alert(
             "RetryBudgetEmpty",
-            f"{NAMED}: so many attempts fail that routers no longer try again.",
+            f"{NAMED}: so many attempts fail that routers no longer retry.",
             total(now.rate("retries_refused"), *WHERE),
             "> 0",
         ),
@@ -67,7 +67,7 @@ def failures(t: Thresholds, now: Scope) -> tuple[Alert, ...]:
 
 
 def latency(t: Thresholds, now: Scope) -> tuple[Alert, ...]:
-    """Answers that come late, and requests that wait or are sent away."""
+    """Late answers, and requests that wait or are refused."""
     ended = total(now.rate("requests"), *WHERE)
     took = "{{ $value | humanizeDuration }}"
     return (
@@ -87,7 +87,7 @@ def latency(t: Thresholds, now: Scope) -> tuple[Alert, ...]:
         ),
         Alert(
             "QueueGrows",
-            f"{NAMED}: requests wait, and ever more of them.",
+            f"{NAMED}: requests wait, and their number grows.",
             total(now.slope("queued"), *WHERE),
             "> 0",
             "10m",

@@ -1,4 +1,4 @@
-"""Prefill, decode, and what travels between them."""
+"""Prefill, decode, and the KV pages between them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def pages(t: Thresholds, now: Scope) -> tuple[Alert, ...]:
     return (
         Alert(
             "LeasesExpire",
-            "{{ $labels.pod }}: parked prompts are given up, because no decode worker was heard in time.",
+            "{{ $labels.pod }}: leases of parked prompts expire, because decode workers are silent.",
             total(now.rate("leases_ended", outcome="expired"), *BY_POD),
             "> 0",
         ),
