@@ -1,7 +1,7 @@
 """A router process from start to exit.
 
 1. Load the tokenizer, bind the ports (gRPC and HTTP, public and admin), freeze the garbage collector, announce the
-   ports. Not serving yet: /ready says 503, gRPC health NOT_SERVING.
+   ports. Not serving yet: /ready is 503, gRPC health NOT_SERVING.
 2. Discover the workers and connect to them; their pairs are warmed; with the first routable pair the collector is
    frozen again and the router is serving, and without any it is not: never latched.
 3. SIGTERM or SIGINT: refuse new requests (DRAINING) and send clients away: clients that watch the health leave by

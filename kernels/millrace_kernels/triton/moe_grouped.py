@@ -111,7 +111,7 @@ def _gate_up_kernel(
     FP8: tl.constexpr, LEFT: tl.constexpr,
 ):  # fmt: skip
     """x_scales, of tokens, and w13 are pointers, with LEFT descriptors: of columns [1, M] of the rows' scales, and of
-    tiles [N, K] of the experts on top of each other. What rows of nobody hold then stays in them.
+    tiles [N, K] of the experts on top of each other. Unused rows then keep their content.
     """
     tiles: tl.constexpr = (SIZE + N - 1) // N
     block, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
@@ -166,7 +166,7 @@ def _down_kernel(
     FP8: tl.constexpr, LEFT: tl.constexpr,
 ):  # fmt: skip
     """h, h_scales and w2 are pointers, with LEFT descriptors: of tiles [M, K], of columns [1, M], and of tiles [N, K]
-    of the experts on top of each other. What rows of nobody hold then stays in them.
+    of the experts on top of each other. Unused rows then keep their content.
     """
     tiles: tl.constexpr = (D + N - 1) // N
     groups: tl.constexpr = SIZE // 128

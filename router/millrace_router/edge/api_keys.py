@@ -5,7 +5,7 @@ The file is a mounted secret, YAML or JSON, looked at again while we run; change
     keys:
       - name: team-a            # the tenant, in metrics, logs and traces
         sha256: 9f86d08188…     # of the key; or `key: sk-…` itself
-        weight: 2               # of its share of the workers, against others who wait
+        weight: 2               # of its share of the workers, among waiting tenants
         priority: 10            # the highest it may ask for
         requests_per_s: 5
         tokens_per_s: 20000     # of prompts and answers

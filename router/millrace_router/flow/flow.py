@@ -9,7 +9,7 @@ actions out.
 5. DONE, FAILED, CANCELLED  absorb everything. Every open leg has got an abort, and in HANDOVER the prefill worker
              too: its outputs are complete, but it holds pages for a reader that may never come.
 
-Back to QUEUED: a leg failed for a reason that another attempt may cure (the errors' table says which) or made no
+Back to QUEUED: a leg failed for a reason that another attempt may cure (by the table of errors) or made no
 progress in time. The other leg is aborted, the attempt number rises, and the next attempt replays prompt + `outputs`:
 the client sees a pause. Everything is bounded by `max_attempts`, the client's deadline and the budget that all requests
 share (`give_up`); a client that gets such an error may retry. A refusal by a busy worker does not count as an attempt,

@@ -1,7 +1,7 @@
 """The choice of the workers for a request: a pure function of a `Situation`.
 
 1. local prefill   the uncached part of the prompt is short: a decode worker runs it itself (`local_prefill_tokens`)
-2. pair            a prefill replica that somebody may decode for; then, near it, a decode replica that has been warmed
+2. pair            a prefill replica with an open decode partner; then, near it, a decode replica that has been warmed
                    with it and has an equal KV layout. One token to go: the prefill replica alone
 3. unified         one replica for both phases
 

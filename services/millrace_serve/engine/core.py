@@ -143,7 +143,7 @@ class KvPart(msgspec.Struct, frozen=True):
     first: SequenceOutput | None = None  # on the last part: the first token, perhaps already final
 
 
-# ------------------------------------------------------------------------------------- what an engine is told
+# ------------------------------------------------------------------------------------- commands to an engine
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
@@ -186,7 +186,7 @@ class FlushCache(msgspec.Struct, frozen=True, tag=True):
     """Drop every prefix-cache page that no sequence uses."""
 
 
-# ------------------------------------------------------------------------------------- what an engine tells
+# ------------------------------------------------------------------------------------- events of an engine
 
 
 class KvReserved(msgspec.Struct, frozen=True, tag=True):

@@ -207,7 +207,7 @@ class Sequence:
         return len(tokens), None
 
     def check(self) -> None:
-        """Assert that what the sequence holds fits its phase, as the table above says."""
+        """Assert that what the sequence holds fits its phase, by the table above."""
         holds, name = HOLDS[self.phase], f"request {self.id} is {self.phase}"
         assert self.transfer in holds.transfer, f"{name} and its transfer is {self.transfer}"
         bounds = f"{name}: {self.num_computed} computed, {self.num_reserved} reserved, {self.capacity} fit"

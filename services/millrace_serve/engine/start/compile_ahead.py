@@ -178,7 +178,7 @@ def _started(part: Part, command: Sequence[str]) -> Iterator[tuple[subprocess.Po
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors)
         assert process.stdin is not None
         try:
-            with contextlib.suppress(BrokenPipeError):  # its exit code says more
+            with contextlib.suppress(BrokenPipeError):  # its exit code is reported
                 pickle.dump(part, process.stdin)
                 process.stdin.flush()
             yield process, errors

@@ -180,7 +180,7 @@ class BatchBuilder:
         )
 
     def _width(self, plan: Plan) -> int:
-        """Pages of the longest sequence at the end of the step, as far as the host knows."""
+        """Pages of the longest sequence at the end of the step, by the host's upper bound."""
         ends = max([seq.num_reserved for seq in plan.decode], default=1)
         return -(-max([ends, *[chunk.end for chunk in plan.chunks]]) // self._page_size)
 
