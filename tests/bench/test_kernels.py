@@ -14,17 +14,17 @@ import millrace_bench.kernels.__main__ as kernels_main
 import pytest
 import torch
 from millrace_bench.kernels import tune, tune_attention, tune_jobs, tune_mid, tune_moe, tune_rows
+from millrace_bench.kernels.attention_inputs import Draw
 from millrace_bench.kernels.case import Call, Case, candidates
 from millrace_bench.kernels.driver import Row, as_dict, floor_us, line, measure, num_sets
 from millrace_bench.kernels.moe import TP8_SHARED, Rank, draw_weights
+from millrace_bench.kernels.numeric import FP8_EXPERTS_TOLERANCE
+from millrace_bench.kernels.shapes import TINY
 from millrace_bench.kernels.tune_jobs import Decode, Experts, Linear
 from millrace_kernels import backend
 from millrace_kernels.backend import Choice
 from millrace_kernels.fp8 import BLOCK
 from millrace_kernels.ref import moe_experts as ref_experts
-from millrace_kernels.testing.attention import Draw
-from millrace_kernels.testing.cases import TINY
-from millrace_kernels.testing.numeric import FP8_EXPERTS_TOLERANCE
 from millrace_kernels.triton import mla_absorb, mla_decode, quant, small_linear
 from millrace_kernels.triton.moe_grouped import Launch
 from millrace_testing import triton_interpreter

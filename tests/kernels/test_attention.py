@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from millrace_bench.kernels import attention_inputs
+from millrace_bench.kernels.attention_inputs import Draw
+from millrace_bench.kernels.numeric import ATTENTION_TOLERANCE, assert_close, poisoned
+from millrace_bench.kernels.shapes import DECODE_CASES, PREFILL_CASES, TINY, DecodeCase, PrefillCase, paged_pool
 from millrace_kernels import mla_decode as mla_decode_module
 from millrace_kernels import mla_prefill as mla_prefill_module
 from millrace_kernels.backend import SMALL_TOKENS
@@ -17,10 +21,6 @@ from millrace_kernels.mla_qkv import mla_qkv_norm
 from millrace_kernels.ref.mla_qkv import kv_store
 from millrace_kernels.ref.rope import rope
 from millrace_kernels.rms_norm import rms_norm
-from millrace_kernels.testing import attention
-from millrace_kernels.testing.attention import Draw
-from millrace_kernels.testing.cases import DECODE_CASES, PREFILL_CASES, TINY, DecodeCase, PrefillCase, paged_pool
-from millrace_kernels.testing.numeric import ATTENTION_TOLERANCE, assert_close, poisoned
 from torch import Tensor
 
 SCALE = 0.07
@@ -137,7 +137,7 @@ def test_merge_state_equals_attention_over_both_sets(num: int) -> None:
 @pytest.mark.parametrize("num", [0, 1, 20])
 @pytest.mark.parametrize("normed", [True, False])
 def test_mla_qkv_norm_is_two_norms_a_rotation_and_a_store(num: int, normed: bool) -> None:
-    call = attention.mla_qkv_norm(Draw(), num, 256, normed, torch.float32)
+    call = attention_inputs.mla_qkv_norm(Draw(), num, 256, normed, torch.float32)
     q, c_kv, k_pe = mla_qkv_norm(**call)
     parts = call["qkv"].split((256, TINY.latent, TINY.rope), dim=1)
     if normed:
@@ -173,7 +173,7 @@ def test_absorbed_attention_equals_expanded_attention(num: int) -> None:
 
 def test_an_fp8_pool_saturates_and_reads_as_what_it_holds() -> None:
     draw, lens = Draw(), (70, 5)
-    kv, table = attention.paged(draw, lens, torch.float8_e4m3fn)
+    kv, table = attention_inputs.paged(draw, lens, torch.float8_e4m3fn)
     row, large = draw(1, TINY.kv_row), 1e4
     row[0, 0], row[0, -1] = large, -large
     kv_store(kv, table[0, :1].long() * TINY.page, row[:, : TINY.latent], row[:, TINY.latent :])

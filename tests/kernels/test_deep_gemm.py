@@ -7,10 +7,10 @@ import types
 
 import pytest
 import torch
+from millrace_bench.kernels.numeric import assert_close
 from millrace_kernels.fp8 import Fp8, quant_blocks
 from millrace_kernels.lib import deep_gemm
 from millrace_kernels.ref import fp8 as reference
-from millrace_kernels.testing.numeric import assert_close
 from millrace_kernels.triton.quant import quant_groups
 from torch import Tensor
 

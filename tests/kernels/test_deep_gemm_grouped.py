@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from millrace_bench.kernels.expert_inputs import draw_experts, held_ids
+from millrace_bench.kernels.numeric import FP8_EXPERTS_TOLERANCE, assert_close
 from millrace_kernels.fp8 import Fp8, Operand
 from millrace_kernels.lib import deep_gemm_grouped as grouped
 from millrace_kernels.moe_experts import expected_rows
 from millrace_kernels.ref import fp8 as reference
 from millrace_kernels.ref.moe_experts import moe_experts
 from millrace_kernels.scratch import Scratch
-from millrace_kernels.testing.experts import draw_experts, held_ids
-from millrace_kernels.testing.numeric import FP8_EXPERTS_TOLERANCE, assert_close
 from millrace_kernels.triton import moe_grouped, moe_route
 from millrace_kernels.triton.moe_grouped import Launch
 from millrace_kernels.triton.moe_rows import permute

@@ -6,14 +6,14 @@ import math
 
 import pytest
 import torch
+from millrace_bench.kernels.numeric import assert_close
+from millrace_bench.kernels.shapes import TINY, TOKENS
 from millrace_kernels.backend import SMALL_TOKENS
 from millrace_kernels.fp8 import Operand, quant_groups
 from millrace_kernels.linear import linear, operand
 from millrace_kernels.ref.rope import rope
 from millrace_kernels.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm, rms_norm_quant
 from millrace_kernels.silu_mul import silu_mul, silu_mul_quant
-from millrace_kernels.testing.cases import TINY, TOKENS
-from millrace_kernels.testing.numeric import assert_close
 from torch import Tensor
 
 DTYPES = [torch.float32, torch.bfloat16]

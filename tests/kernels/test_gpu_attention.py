@@ -10,15 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from millrace_kernels import backend, mla_decode, mla_prefill
-from millrace_kernels import mla_absorb as absorption
-from millrace_kernels.backend import SMALL_TOKENS
-from millrace_kernels.ref import mla_absorb as reference
-from millrace_kernels.testing import attention
-from millrace_kernels.testing.attention import Draw
-from millrace_kernels.testing.cases import DECODE_CASES, PREFILL_CASES, DecodeCase, PrefillCase
-from millrace_kernels.testing.compare import assert_like_reference
-from millrace_kernels.testing.numeric import (
+from millrace_bench.kernels import attention_inputs
+from millrace_bench.kernels.attention_inputs import Draw
+from millrace_bench.kernels.numeric import (
     ATTENTION_TOLERANCE,
     FP8_ATTENTION_TOLERANCE,
     FP8_TOLERANCE,
@@ -28,7 +22,13 @@ from millrace_kernels.testing.numeric import (
     dequantised,
     rms_error,
 )
+from millrace_bench.kernels.shapes import DECODE_CASES, PREFILL_CASES, DecodeCase, PrefillCase
+from millrace_kernels import backend, mla_decode, mla_prefill
+from millrace_kernels import mla_absorb as absorption
+from millrace_kernels.backend import SMALL_TOKENS
+from millrace_kernels.ref import mla_absorb as reference
 from millrace_kernels.triton import mla_absorb
+from millrace_testing.like_reference import assert_like_reference
 
 pytestmark = pytest.mark.gpu
 
@@ -70,25 +70,28 @@ def check(
 @pytest.mark.parametrize("num", TOKENS)
 @pytest.mark.parametrize("heads", HEADS)
 def test_layout_and_rotation(num: int, heads: int) -> None:
-    check("mla_expand.rope_q", num, attention.rope_q, num, heads, changed=("q",))
-    check("mla_expand.expand_kv", num, attention.expand_kv, num, heads)
-    check("merge_state.merge_state", num, attention.merge_state, num, heads, tolerances=ATTENTION)
+    check("mla_expand.rope_q", num, attention_inputs.rope_q, num, heads, changed=("q",))
+    check("mla_expand.expand_kv", num, attention_inputs.expand_kv, num, heads)
+    check("merge_state.merge_state", num, attention_inputs.merge_state, num, heads, tolerances=ATTENTION)
 
 
 @pytest.mark.parametrize("num", TOKENS)
 @pytest.mark.parametrize("heads", HEADS)
 def test_absorption(num: int, heads: int) -> None:
-    check("mla_absorb.absorb_q", num, attention.absorb_q, num, heads)
-    check("mla_absorb.project_v", num, attention.project_v, num, heads)
+    check("mla_absorb.absorb_q", num, attention_inputs.absorb_q, num, heads)
+    check("mla_absorb.project_v", num, attention_inputs.project_v, num, heads)
 
 
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("tokens", [32, 64, 128])
 def test_our_products_of_the_absorbed_form_for_many_tokens(tokens: int, fp8: bool) -> None:
     draw, tile = Draw("cuda", BF16), mla_absorb.Tile(128, 8, tokens)
-    for op, make, weight in (("absorb_q", attention.absorb_q, "w_uk"), ("project_v", attention.project_v, "w_uv")):
+    for op, make, weight in (
+        ("absorb_q", attention_inputs.absorb_q, "w_uk"),
+        ("project_v", attention_inputs.project_v, "w_uv"),
+    ):
         inputs = make(draw, 100, 128)
-        quantised = attention.fp8_heads(inputs[weight])
+        quantised = attention_inputs.fp8_heads(inputs[weight])
         values = quantised.data.float() * quantised.scales.repeat_interleave(128, 1)[:, None]
         given = inputs | {weight: quantised} if fp8 else inputs
         widened = inputs | {weight: values if fp8 else inputs[weight].float()}
@@ -105,9 +108,12 @@ def test_our_products_of_the_absorbed_form_for_many_tokens(tokens: int, fp8: boo
 def test_either_form_of_a_weight(num: int, heads: int) -> None:
     """The table takes the FP8 form or the plain one; they are the same numbers, but for BF16's rounding."""
     draw = Draw("cuda", BF16)
-    for op, make, weight in (("absorb_q", attention.absorb_q, "w_uk"), ("project_v", attention.project_v, "w_uv")):
+    for op, make, weight in (
+        ("absorb_q", attention_inputs.absorb_q, "w_uk"),
+        ("project_v", attention_inputs.project_v, "w_uv"),
+    ):
         inputs = make(draw, num, heads)
-        quantised = attention.fp8_heads(inputs[weight])
+        quantised = attention_inputs.fp8_heads(inputs[weight])
         values = quantised.data.float() * quantised.scales.repeat_interleave(128, 1)[:, None]
         rows = "q" if op == "absorb_q" else "latent"
         wanted = getattr(reference, op)(**(inputs | {weight: values, rows: inputs[rows].float()}))
@@ -124,13 +130,13 @@ def test_either_form_of_a_weight(num: int, heads: int) -> None:
 @pytest.mark.parametrize(("q_width", "normed"), [(1536, True), (128, True), (3072, False)])
 def test_mla_qkv_norm(num: int, kv_dtype: torch.dtype, q_width: int, normed: bool) -> None:
     args = (num, q_width, normed, kv_dtype)
-    check("mla_qkv.mla_qkv_norm", num, attention.mla_qkv_norm, *args, changed=("kv",))
+    check("mla_qkv.mla_qkv_norm", num, attention_inputs.mla_qkv_norm, *args, changed=("kv",))
 
 
 @pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
 def test_kv_gather(kv_dtype: torch.dtype) -> None:
     for starts, lens in (((), ()), ((0, 0), (0, 0)), ((64, 0, 128), (36, 129, 1)), ((0, 4096), (4096, 3))):
-        check("kv_gather.kv_gather", sum(lens), attention.kv_gather, starts, lens, kv_dtype)
+        check("kv_gather.kv_gather", sum(lens), attention_inputs.kv_gather, starts, lens, kv_dtype)
 
 
 @pytest.mark.parametrize("case", [*PREFILL_CASES, LONG_PREFILL], **by_name)
@@ -139,17 +145,17 @@ def test_kv_gather(kv_dtype: torch.dtype) -> None:
 def test_mla_prefill(case: PrefillCase, heads: int, causal: bool) -> None:
     args = (case.q_lens, case.q_lens if causal else case.prefix_lens, heads, causal)
     size = sum(case.q_lens)
-    check("mla_prefill.mla_prefill", size, attention.mla_prefill, *args, tolerances=ATTENTION)
+    check("mla_prefill.mla_prefill", size, attention_inputs.mla_prefill, *args, tolerances=ATTENTION)
 
 
 def test_plans_of_one_step_live_side_by_side() -> None:
     """Those of the own tokens and of the prefix, and those of a step before that the GPU may still work on."""
     draw = Draw("cuda", BF16)
     lens = [((100, 7), (100, 7), True), ((100, 7), (640, 64), False), ((3, 300), (3, 300), True)]
-    calls = [attention.mla_prefill(draw, q, k, 16, causal) for q, k, causal in lens]
+    calls = [attention_inputs.mla_prefill(draw, q, k, 16, causal) for q, k, causal in lens]
     expected = [mla_prefill.mla_prefill(**call) for call in calls]
     for _ in range(20):
-        shape = (16, attention.QK, attention.VALUE)
+        shape = (16, attention_inputs.QK, attention_inputs.VALUE)
         plans = [mla_prefill.plan(q, k, *shape, causal, DEVICE, BF16) for q, k, causal in lens]
         for _layer, (call, plan, (out, lse)) in itertools.product(range(3), zip(calls, plans, expected, strict=True)):
             found = mla_prefill.mla_prefill(**call, plan=plan)
@@ -161,7 +167,7 @@ def test_plans_of_one_step_live_side_by_side() -> None:
 def test_mla_decode(case: DecodeCase, heads: int) -> None:
     """Queries that see nothing have an lse of either sign, so only the others' are compared."""
     op, draw = "mla_decode.mla_decode", Draw("cuda", BF16)
-    call = attention.mla_decode(draw, case.seq_lens, case.num_queries, heads, BF16)
+    call = attention_inputs.mla_decode(draw, case.seq_lens, case.num_queries, heads, BF16)
     with backend.forced(**{op: ""}):
         wide = call | {"q": call["q"].float(), "kv": call["kv"].float()}
         wanted, wanted_lse = mla_decode.mla_decode(**wide)
@@ -180,7 +186,7 @@ def test_mla_decode(case: DecodeCase, heads: int) -> None:
 def test_mla_decode_over_an_fp8_pool(case: DecodeCase) -> None:
     """A sequence of length 0 may have any output, but nobody else's changes."""
     op, draw = "mla_decode.mla_decode", Draw("cuda", BF16)
-    call = attention.mla_decode(draw, case.seq_lens, case.num_queries, 128, E4M3)
+    call = attention_inputs.mla_decode(draw, case.seq_lens, case.num_queries, 128, E4M3)
     with backend.forced(**{op: ""}):
         wanted, _ = mla_decode.mla_decode(**(call | {"q": call["q"].float()}))
     plan = mla_decode.plan(call["seq_lens"], case.num_queries, 128, E4M3)
@@ -195,9 +201,9 @@ def test_mla_decode_over_an_fp8_pool(case: DecodeCase) -> None:
 def test_a_graph_replays_with_other_lengths(kv_dtype: torch.dtype) -> None:
     """The plan and all ops of a decode step are captured once; lengths, pages and slots change under it."""
     draw, lens = Draw("cuda", BF16), (4096, 1, 700, 64, 65, 2000)
-    call = attention.mla_decode(draw, lens, 1, 16, kv_dtype)
-    w_uk, cos_sin = draw(16, attention.NOPE, attention.LATENT), draw.angles(len(lens))
-    query = draw(len(lens), 16, attention.QK)
+    call = attention_inputs.mla_decode(draw, lens, 1, 16, kv_dtype)
+    w_uk, cos_sin = draw(16, attention_inputs.NOPE, attention_inputs.LATENT), draw.angles(len(lens))
+    query = draw(len(lens), 16, attention_inputs.QK)
 
     def step() -> torch.Tensor:
         from millrace_kernels.mla_absorb import absorb_q, project_v

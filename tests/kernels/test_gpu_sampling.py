@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from millrace_kernels import sample_tokens as op
-from millrace_kernels.testing.sampling import draw_inputs, kept, kept_by_bounds
+from millrace_testing.sampling_rows import draw_inputs, kept, kept_by_bounds
 from torch import Tensor
 
 pytestmark = pytest.mark.gpu

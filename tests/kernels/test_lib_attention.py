@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from millrace_bench.kernels import attention_inputs
+from millrace_bench.kernels.attention_inputs import Draw
+from millrace_bench.kernels.numeric import FP8_ATTENTION_TOLERANCE, assert_close
 from millrace_kernels.lib import flash_mla, flashinfer
 from millrace_kernels.ref import mla_decode, mla_prefill
-from millrace_kernels.testing import attention
-from millrace_kernels.testing.attention import Draw
-from millrace_kernels.testing.numeric import FP8_ATTENTION_TOLERANCE, assert_close
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU test_gpu_attention.py runs the libraries")
@@ -101,7 +101,7 @@ def expected_decode(call: dict[str, Any]) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("planned", [True, False])
 @pytest.mark.parametrize("queries", [1, 3])
 def test_flash_mla_decodes_bf16(library: FlashMla, queries: int, planned: bool) -> None:
-    call = attention.mla_decode(Draw(dtype=BF16), (70, 3, 128), queries, 2, BF16)
+    call = attention_inputs.mla_decode(Draw(dtype=BF16), (70, 3, 128), queries, 2, BF16)
     plan = flash_mla.schedule(call["seq_lens"], queries, 2, BF16) if planned else None
     out, lse = flash_mla.mla_decode(**call, plan=plan)
     wanted, wanted_lse = expected_decode(call)
@@ -111,7 +111,7 @@ def test_flash_mla_decodes_bf16(library: FlashMla, queries: int, planned: bool) 
 
 
 def test_flash_mla_decodes_fp8_and_never_sees_a_length_of_0(library: FlashMla) -> None:
-    call = attention.mla_decode(Draw(dtype=BF16), (70, 0, 128), 1, 2, E4M3)
+    call = attention_inputs.mla_decode(Draw(dtype=BF16), (70, 0, 128), 1, 2, E4M3)
     call["q"][0, 0, 0, 0] = 1000.0  # more than E4M3 holds
     call["kv"][0] = 0.0  # the sink page, which stands in for what a sequence of length 0 does not have
     plan = flash_mla.schedule(call["seq_lens"], 1, 2, E4M3)
@@ -131,10 +131,10 @@ def test_few_rows_of_few_sequences_are_ours(library: FlashMla, monkeypatch: pyte
 
 
 def test_what_flash_mla_does_not_take_is_ours(library: FlashMla) -> None:
-    wide = attention.mla_decode(Draw(), (70,), 1, 2, torch.float32)
+    wide = attention_inputs.mla_decode(Draw(), (70,), 1, 2, torch.float32)
     assert flash_mla.schedule(wide["seq_lens"], 1, 2, torch.float32) is None
     assert_close(flash_mla.mla_decode(**wide)[0], expected_decode(wide)[0], 1e-5)
-    empty = attention.mla_decode(Draw(dtype=BF16), (), 1, 2, BF16)
+    empty = attention_inputs.mla_decode(Draw(dtype=BF16), (), 1, 2, BF16)
     assert flash_mla.mla_decode(**empty)[0].shape == (0, 1, 2, 512)
     assert library.decoded == 0
 
@@ -218,7 +218,7 @@ def schedule(q_lens: tuple[int, ...], k_lens: tuple[int, ...], causal: bool) -> 
 def test_flashinfer_prefill(
     wrappers: list[flashinfer._Slot], q_lens: tuple[int, ...], k_lens: tuple[int, ...], causal: bool, planned: bool
 ) -> None:
-    call = attention.mla_prefill(Draw(dtype=BF16), q_lens, k_lens, 2, causal)
+    call = attention_inputs.mla_prefill(Draw(dtype=BF16), q_lens, k_lens, 2, causal)
     wide = {name: value.float() if isinstance(value, Tensor) else value for name, value in call.items()}
     plan = schedule(q_lens, k_lens, causal) if planned else None
     out, lse = flashinfer.mla_prefill(**call, plan=plan)
@@ -228,7 +228,7 @@ def test_flashinfer_prefill(
 
 
 def test_a_wrapper_serves_one_plan_at_a_time(wrappers: list[flashinfer._Slot]) -> None:
-    call = attention.mla_prefill(Draw(dtype=BF16), (5,), (5,), 2, True)
+    call = attention_inputs.mla_prefill(Draw(dtype=BF16), (5,), (5,), 2, True)
     assert len(wrappers) == 1
     first, second = schedule((5,), (5,), True), schedule((5,), (5,), False)
     for plan in (first, second):
@@ -254,9 +254,9 @@ def test_a_large_plan_has_room_for_its_tiles(wrappers: list[flashinfer._Slot]) -
 def test_what_flashinfer_does_not_take_is_ours(
     wrappers: list[flashinfer._Slot], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    call = attention.mla_prefill(Draw(), (5,), (5,), 2, True)
+    call = attention_inputs.mla_prefill(Draw(), (5,), (5,), 2, True)
     assert_close(flashinfer.mla_prefill(**call)[0], mla_prefill.mla_prefill(**call)[0], 1e-5)
-    nothing = attention.mla_prefill(Draw(dtype=BF16), (5,), (0,), 2, False)
+    nothing = attention_inputs.mla_prefill(Draw(dtype=BF16), (5,), (0,), 2, False)
     out, lse = flashinfer.mla_prefill(**nothing)
     assert (out == 0).all() and (lse == -torch.inf).all()
 
@@ -269,7 +269,7 @@ def test_a_library_that_does_not_compile_is_named_and_left(
 
     flashinfer._works.cache_clear()
     monkeypatch.setattr(Wrapper, "plan", no_compiler)
-    call = attention.mla_prefill(Draw(dtype=BF16), (5,), (5,), 2, True)
+    call = attention_inputs.mla_prefill(Draw(dtype=BF16), (5,), (5,), 2, True)
     for _ in range(2):
         flashinfer.mla_prefill(**call)
     assert [record.getMessage() for record in caplog.records] == [

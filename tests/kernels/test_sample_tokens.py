@@ -9,9 +9,9 @@ import triton.language as tl
 from millrace_kernels import sample_tokens as op
 from millrace_kernels.backend import forced
 from millrace_kernels.ref.sample_tokens import gumbel_noise
-from millrace_kernels.testing.sampling import draw_inputs, kept, kept_by_bounds
 from millrace_kernels.triton import sample_candidates, sample_filter
 from millrace_kernels.triton.sample_tokens import _estimated_noise, _noise
+from millrace_testing.sampling_rows import draw_inputs, kept, kept_by_bounds
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU test_gpu_sampling.py runs the kernels")

@@ -8,15 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from millrace_kernels.backend import SMALL_TOKENS, forced
-from millrace_kernels.fp8 import Fp8, quant_groups
-from millrace_kernels.mla_qkv import mla_qkv_norm
-from millrace_kernels.ref import mla_absorb as reference
-from millrace_kernels.testing import attention
-from millrace_kernels.testing.attention import Draw
-from millrace_kernels.testing.cases import DECODE_CASES, PREFILL_CASES, DecodeCase, PrefillCase
-from millrace_kernels.testing.compare import assert_like_reference
-from millrace_kernels.testing.numeric import (
+from millrace_bench.kernels import attention_inputs
+from millrace_bench.kernels.attention_inputs import Draw
+from millrace_bench.kernels.numeric import (
     ATTENTION_TOLERANCE,
     FP8_TOLERANCE,
     OP_TOLERANCE,
@@ -24,8 +18,14 @@ from millrace_kernels.testing.numeric import (
     dequantised,
     rms_error,
 )
+from millrace_bench.kernels.shapes import DECODE_CASES, PREFILL_CASES, DecodeCase, PrefillCase
+from millrace_kernels.backend import SMALL_TOKENS, forced
+from millrace_kernels.fp8 import Fp8, quant_groups
+from millrace_kernels.mla_qkv import mla_qkv_norm
+from millrace_kernels.ref import mla_absorb as reference
 from millrace_kernels.triton import mla_absorb, mla_decode
 from millrace_kernels.triton.mla_absorb import Tile, absorb_q_with, project_v_quant_with, project_v_with
+from millrace_testing.like_reference import assert_like_reference
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU test_gpu_attention.py runs the kernels")
@@ -56,14 +56,14 @@ def check(
 @pytest.mark.parametrize("heads", [1, 2, 20])
 @pytest.mark.parametrize("num", [0, 1, 7])
 def test_rope_q_leaves_the_other_columns(num: int, heads: int) -> None:
-    check("mla_expand.rope_q", "mla_expand:rope_q", attention.rope_q, num, heads, changed=("q",))
+    check("mla_expand.rope_q", "mla_expand:rope_q", attention_inputs.rope_q, num, heads, changed=("q",))
 
 
 @pytest.mark.parametrize("num", [0, 1, SMALL_TOKENS, SMALL_TOKENS + 1])
 @pytest.mark.parametrize("q_width", [1536, 200])
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, E4M3])
 def test_mla_qkv_norm(num: int, q_width: int, kv_dtype: torch.dtype) -> None:
-    make = attention.mla_qkv_norm
+    make = attention_inputs.mla_qkv_norm
     tolerances = EXACT | {torch.bfloat16: 2**-8, E4M3: 2**-4}  # a tie that float32 turned
     args = (num, q_width, True, kv_dtype)
     check("mla_qkv.mla_qkv_norm", "mla_qkv:mla_qkv_norm", make, *args, tolerances=tolerances, changed=("kv",))
@@ -74,7 +74,7 @@ def test_mla_qkv_norm(num: int, q_width: int, kv_dtype: torch.dtype) -> None:
 def test_mla_qkv_norm_without_a_plain_q(num: int, target: str) -> None:
     results = []
     for plain in (True, False):
-        call = attention.mla_qkv_norm(Draw(dtype=torch.bfloat16), num, 256, True, torch.bfloat16)
+        call = attention_inputs.mla_qkv_norm(Draw(dtype=torch.bfloat16), num, 256, True, torch.bfloat16)
         with forced(**{"mla_qkv.mla_qkv_norm": target}):
             results.append((*mla_qkv_norm(**call, plain=plain), call["kv"]))
     (whole, *rest), (alone, *same) = results
@@ -86,30 +86,30 @@ def test_mla_qkv_norm_without_a_plain_q(num: int, target: str) -> None:
 
 def test_mla_qkv_norm_passes_q_through() -> None:
     args = (SMALL_TOKENS + 1, 384, False, torch.float32)
-    check("mla_qkv.mla_qkv_norm", "mla_qkv:mla_qkv_norm", attention.mla_qkv_norm, *args, changed=("kv",))
+    check("mla_qkv.mla_qkv_norm", "mla_qkv:mla_qkv_norm", attention_inputs.mla_qkv_norm, *args, changed=("kv",))
 
 
 @pytest.mark.parametrize("target", ["absorb_q", "absorb_q_small"])
 @pytest.mark.parametrize("num", [0, 1, 7, SMALL_TOKENS])
 def test_absorb_q(target: str, num: int) -> None:
-    check("mla_absorb.absorb_q", f"mla_absorb:{target}", attention.absorb_q, num, HEADS)
+    check("mla_absorb.absorb_q", f"mla_absorb:{target}", attention_inputs.absorb_q, num, HEADS)
 
 
 @pytest.mark.parametrize("num", [0, 1, 7, SMALL_TOKENS])
 def test_project_v(num: int) -> None:
-    check("mla_absorb.project_v", "mla_absorb:project_v_small", attention.project_v, num, HEADS)
+    check("mla_absorb.project_v", "mla_absorb:project_v_small", attention_inputs.project_v, num, HEADS)
 
 
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("num", [0, 17, 40])
 def test_absorption_of_many_tokens(num: int, fp8: bool) -> None:
     draw = Draw(dtype=torch.bfloat16)
-    inputs, tile = attention.absorb_q(draw, num, HEADS), Tile(64, 4, 32)
+    inputs, tile = attention_inputs.absorb_q(draw, num, HEADS), Tile(64, 4, 32)
     weight, values = of_heads(inputs["w_uk"], fp8)
     found = absorb_q_with(**(inputs | {"w_uk": weight}), tile=tile)
     wanted = reference.absorb_q(inputs["q"].float(), values, inputs["cos"], inputs["sin"])
     assert_close(found, wanted)
-    inputs = attention.project_v(draw, num, HEADS)
+    inputs = attention_inputs.project_v(draw, num, HEADS)
     weight, values = of_heads(inputs["w_uv"], fp8)
     latent, wanted = inputs["latent"], reference.project_v(inputs["latent"].float(), values)
     assert_close(project_v_with(latent, weight, tile), wanted)
@@ -126,7 +126,7 @@ def test_fp8_weights_are_read_where_there_are_any() -> None:
         ("absorb_q", "w_uk", mla_absorb.absorb_q_many),
         ("project_v", "w_uv", mla_absorb.project_v_quant),
     ):
-        inputs = getattr(attention, op)(draw, 17, HEADS)
+        inputs = getattr(attention_inputs, op)(draw, 17, HEADS)
         quantised, values = of_heads(inputs[weight], True)
         wanted = getattr(reference, op)(**{name: x.float() for name, x in (inputs | {weight: values}).items()})
         found = run(**(inputs | {weight: torch.full_like(inputs[weight], torch.nan)}), quantised=quantised)
@@ -146,7 +146,7 @@ def of_heads(weight: Tensor, fp8: bool) -> tuple[Tensor | Fp8, Tensor]:
     """What the kernels get, and its exact values."""
     if not fp8:
         return weight, weight.float()
-    quantised = attention.fp8_heads(weight)
+    quantised = attention_inputs.fp8_heads(weight)
     return quantised, quantised.data.float() * quantised.scales.repeat_interleave(128, 1)[:, None]
 
 
@@ -162,12 +162,12 @@ def test_few_tokens_fill_the_gpu_and_cover_all_columns(heads: int) -> None:
 
 @pytest.mark.parametrize("num", [0, 1, 7])
 def test_expand_kv(num: int) -> None:
-    check("mla_expand.expand_kv", "mla_expand:expand_kv", attention.expand_kv, num, HEADS)
+    check("mla_expand.expand_kv", "mla_expand:expand_kv", attention_inputs.expand_kv, num, HEADS)
 
 
 @pytest.mark.parametrize("num", [0, 1, 7])
 def test_merge_state(num: int) -> None:
-    check("merge_state.merge_state", "merge_state:merge_state", attention.merge_state, num, HEADS)
+    check("merge_state.merge_state", "merge_state:merge_state", attention_inputs.merge_state, num, HEADS)
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, E4M3])
@@ -176,7 +176,7 @@ def test_merge_state(num: int) -> None:
     [((), ()), ((0, 64, 0), (65, 0, 3)), ((64, 0, 128), (36, 129, 1)), ((0, 0, 0), (0, 0, 0))],
 )
 def test_kv_gather(starts: tuple[int, ...], lens: tuple[int, ...], kv_dtype: torch.dtype) -> None:
-    check("kv_gather.kv_gather", "kv_gather:kv_gather", attention.kv_gather, starts, lens, kv_dtype)
+    check("kv_gather.kv_gather", "kv_gather:kv_gather", attention_inputs.kv_gather, starts, lens, kv_dtype)
 
 
 @pytest.mark.parametrize("case", PREFILL_CASES, **by_name)
@@ -184,21 +184,27 @@ def test_kv_gather(starts: tuple[int, ...], lens: tuple[int, ...], kv_dtype: tor
 def test_mla_prefill(case: PrefillCase, causal: bool) -> None:
     args = (case.q_lens, case.q_lens if causal else case.prefix_lens, 1, causal)
     name = "mla_prefill.mla_prefill"
-    check(name, "mla_prefill:mla_prefill", attention.mla_prefill, *args, tolerances=ATTENTION_TOLERANCE)
+    check(name, "mla_prefill:mla_prefill", attention_inputs.mla_prefill, *args, tolerances=ATTENTION_TOLERANCE)
 
 
 @pytest.mark.parametrize("programs", [1, 12], ids=["whole", "split"])
 @pytest.mark.parametrize("case", DECODE_CASES, **by_name)
 def test_mla_decode(case: DecodeCase, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mla_decode, "PROGRAMS", programs)
-    make = functools.partial(attention.mla_decode, kv_dtype=torch.float32)
+    make = functools.partial(attention_inputs.mla_decode, kv_dtype=torch.float32)
     args = (case.seq_lens, case.num_queries, HEADS)
     check("mla_decode.mla_decode", "mla_decode:mla_decode", make, *args, tolerances=ATTENTION_TOLERANCE)
 
 
 def test_mla_decode_over_an_fp8_pool() -> None:
     args = ((70, 0, 5), 2, HEADS, E4M3)
-    check("mla_decode.mla_decode", "mla_decode:mla_decode", attention.mla_decode, *args, tolerances=ATTENTION_TOLERANCE)
+    check(
+        "mla_decode.mla_decode",
+        "mla_decode:mla_decode",
+        attention_inputs.mla_decode,
+        *args,
+        tolerances=ATTENTION_TOLERANCE,
+    )
 
 
 def test_the_query_is_cast_to_e4m3_with_saturation() -> None:

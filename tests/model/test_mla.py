@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from millrace_kernels.testing.numeric import MODEL_TOLERANCE, assert_close, poisoned
+from millrace_bench.kernels.numeric import MODEL_TOLERANCE, assert_close, poisoned
 from millrace_serve.model.attn_step import Form, FormThresholds, choose_form, prefix_chunks
 from millrace_serve.model.deepseek_v3 import load_model
 from millrace_serve.model.parallel import ParallelDims

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from millrace_kernels.testing.numeric import ROTARY_TOLERANCE, assert_close
+from millrace_bench.kernels.numeric import ROTARY_TOLERANCE, assert_close
 from millrace_serve.model.config import ModelConfig, RopeScaling
 from millrace_serve.model.yarn import inverse_frequencies, rope_tables, softmax_scale
 from millrace_testing.checkpoint import CONFIG

@@ -15,9 +15,9 @@ from millrace_kernels.merge_state import merge_state
 from millrace_kernels.mla_absorb import absorb_q, project_v, project_v_quant
 from millrace_kernels.mla_expand import expand_kv, rope_q
 from millrace_kernels.mla_qkv import mla_qkv_norm
-from millrace_kernels.testing import attention
-from millrace_kernels.testing.attention import LATENT, NOPE, QK, ROPE, ROW, VALUE, Draw, Inputs
 
+from millrace_bench.kernels import attention_inputs
+from millrace_bench.kernels.attention_inputs import LATENT, NOPE, QK, ROPE, ROW, VALUE, Draw, Inputs
 from millrace_bench.kernels.case import Call, Case, candidates
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -90,7 +90,7 @@ def _case(
 
 
 def _qkv_norm(draw: Draw, num: int) -> Case:
-    make = functools.partial(attention.mla_qkv_norm, draw, num, Q_LORA_RANK, True, draw.dtype)
+    make = functools.partial(attention_inputs.mla_qkv_norm, draw, num, Q_LORA_RANK, True, draw.dtype)
     moved = num * (2 * Q_LORA_RANK + 3 * ROW)
     return _case("mla_qkv.mla_qkv_norm", f"T={num}", mla_qkv_norm, make, draw, num, moved)
 
@@ -102,17 +102,17 @@ def _of_heads(draw: Draw, num: int, heads: int) -> Iterator[Case]:
         anchor = {"anchor_us": ABSORB_US[heads], "anchor": SGLANG + ", torch.bmm"}
     args = (draw, num, heads)
     rows, flops = num * heads, 2 * num * weight
-    absorb, moved = functools.partial(attention.absorb_q, *args), weight + rows * (QK + ROW)
+    absorb, moved = functools.partial(attention_inputs.absorb_q, *args), weight + rows * (QK + ROW)
     yield _case("mla_absorb.absorb_q", shape, absorb_q, absorb, draw, num, moved, flops, **anchor)
-    project = functools.partial(attention.project_v, *args)
+    project = functools.partial(attention_inputs.project_v, *args)
     moved = weight + rows * (LATENT + VALUE)
     yield _case("mla_absorb.project_v", shape, project_v, project, draw, num, moved, flops, **anchor)
     if num > SMALL_TOKENS:
         yield _case("mla_absorb.project_v_quant", shape, project_v_quant, project, draw, num, moved, flops)
     for op, call, make, width in (
-        ("mla_expand.expand_kv", expand_kv, attention.expand_kv, NOPE + QK),
-        ("mla_expand.rope_q", rope_q, attention.rope_q, 2 * ROPE),
-        ("merge_state.merge_state", merge_state, attention.merge_state, 3 * VALUE),
+        ("mla_expand.expand_kv", expand_kv, attention_inputs.expand_kv, NOPE + QK),
+        ("mla_expand.rope_q", rope_q, attention_inputs.rope_q, 2 * ROPE),
+        ("merge_state.merge_state", merge_state, attention_inputs.merge_state, 3 * VALUE),
     ):
         yield _case(op, shape, call, functools.partial(make, *args), draw, num, rows * width)
 
@@ -121,7 +121,7 @@ def _gather(draw: Draw, length: int, kv_dtype: torch.dtype) -> Case:
     starts, lens = (0, 0), (length, length)
 
     def make() -> Inputs:
-        return attention.kv_gather(draw, starts, lens, kv_dtype)
+        return attention_inputs.kv_gather(draw, starts, lens, kv_dtype)
 
     moved = sum(lens) * ROW * (1 + kv_dtype.itemsize / draw.dtype.itemsize)
     return _case("kv_gather.kv_gather", f"2 x {length} {_name(kv_dtype)}", kv_gather, make, draw, sum(lens), moved)
@@ -131,11 +131,11 @@ def _decode(draw: Draw, heads: int, batch: int, keys: int, kv_dtype: torch.dtype
     """In a page-major pool, and in one of a layer of its own: pages that lie apart should cost nothing."""
 
     def make() -> dict[str, Call]:
-        inputs = attention.mla_decode(draw, (keys,) * batch, 1, heads, kv_dtype)
+        inputs = attention_inputs.mla_decode(draw, (keys,) * batch, 1, heads, kv_dtype)
         inputs["plan"] = mla_decode.plan(inputs["seq_lens"], 1, heads, kv_dtype)
         calls = _calls("mla_decode.mla_decode", mla_decode.mla_decode, inputs, draw, batch)
         if keys == CONTEXTS[2]:
-            kv, page_table = attention.paged(draw, (keys,) * batch, kv_dtype, contiguous=True)
+            kv, page_table = attention_inputs.paged(draw, (keys,) * batch, kv_dtype, contiguous=True)
             own = inputs | {"kv": kv, "page_table": page_table}
             calls |= {"contiguous pool": functools.partial(mla_decode.mla_decode, **own)}
         return calls
@@ -159,7 +159,7 @@ def _decode(draw: Draw, heads: int, batch: int, keys: int, kv_dtype: torch.dtype
 
 def _prefill(draw: Draw, heads: int, queries: int, keys: int, causal: bool) -> Case:
     def make() -> Inputs:
-        inputs = attention.mla_prefill(draw, (queries,), (keys,), heads, causal, padding=0)
+        inputs = attention_inputs.mla_prefill(draw, (queries,), (keys,), heads, causal, padding=0)
         shape = (heads, QK, VALUE, causal, draw.device, draw.dtype)
         return inputs | {"plan": mla_prefill.plan((queries,), (keys,), *shape)}
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 import torch
-from millrace_kernels.testing.timing import Call, time_us
 
 from millrace_bench.kernels.case import Case
+from millrace_bench.kernels.timing import Call, time_us
 
 # An H200 by its datasheet, dense.
 BYTES_PER_S = 4.8e12

@@ -18,12 +18,11 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from millrace_kernels.testing.numeric import rms_error
-from millrace_kernels.testing.timing import time_us
-
 from millrace_bench.common import Record, print_record
 from millrace_bench.kernels.compile_ahead import compile_ahead
 from millrace_bench.kernels.dense import EP8, TP8
+from millrace_bench.kernels.numeric import rms_error
+from millrace_bench.kernels.timing import time_us
 from millrace_bench.kernels.tune_jobs import CUDA, Decode, Experts, Job, Linear
 
 GAIN = 0.97  # a row is worth its line when it takes less than this part of the time

@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from millrace_kernels.fp8 import Fp8, Operand
 from millrace_kernels.ref import mla_absorb as reference
-from millrace_kernels.testing import attention
-from millrace_kernels.testing.attention import Draw, Inputs
-from millrace_kernels.testing.timing import time_us
 from millrace_kernels.triton import mla_absorb, mla_decode, mla_prefill
 from millrace_kernels.triton.mla_absorb import Tile
 from torch import Tensor
 
 from millrace_bench.common import Record, print_record
+from millrace_bench.kernels import attention_inputs
+from millrace_bench.kernels.attention_inputs import Draw, Inputs
 from millrace_bench.kernels.compile_ahead import compile_ahead
+from millrace_bench.kernels.timing import time_us
 
 HEADS, SETS = (16, 128), 16  # as many inputs take turns, so that weights come from memory
 COMPILE_PART = 0.5  # of the time, at most
@@ -56,8 +56,8 @@ def tasks(draw: Draw) -> Iterator[Task]:
 def _absorption(draw: Draw, num: int, heads: int) -> Iterator[Task]:
     shape = f"T={num} H={heads}"
     for op, run, make, width, least in (
-        ("absorb_q", mla_absorb.absorb_q_with, attention.absorb_q, attention.LATENT, 32),
-        ("project_v", mla_absorb.project_v_with, attention.project_v, attention.VALUE, 16),
+        ("absorb_q", mla_absorb.absorb_q_with, attention_inputs.absorb_q, attention_inputs.LATENT, 32),
+        ("project_v", mla_absorb.project_v_with, attention_inputs.project_v, attention_inputs.VALUE, 16),
     ):
         blocks = [1 << power for power in range(least.bit_length() - 1, width.bit_length())]
         used = mla_absorb.columns(heads, width, least)
@@ -71,10 +71,10 @@ def _absorption_of_many(draw: Draw, num: int, heads: int) -> Iterator[Task]:
     shape = f"T={num} H={heads}"
     tiles = [Tile(*tile) for tile in itertools.product((64, 128), (4, 8), (32, 64, 128))]
     for op, run, make, weight in (
-        ("absorb_q of many", _absorb_many, attention.absorb_q, "w_uk"),
-        ("project_v_quant", _project_many, attention.project_v, "w_uv"),
+        ("absorb_q of many", _absorb_many, attention_inputs.absorb_q, "w_uk"),
+        ("project_v_quant", _project_many, attention_inputs.project_v, "w_uv"),
     ):
-        chosen = [tile for tile in tiles if op == "absorb_q of many" or tile.columns == attention.VALUE]
+        chosen = [tile for tile in tiles if op == "absorb_q of many" or tile.columns == attention_inputs.VALUE]
         options: list[dict[str, Any]] = [{"tile": None, "fp8": False}]
         options += [{"tile": t, "fp8": fp8} for t in chosen for fp8 in (False, True)]
         yield Task(op, shape, functools.partial(_with_fp8, make, weight, draw, num, heads), run, options)
@@ -82,7 +82,7 @@ def _absorption_of_many(draw: Draw, num: int, heads: int) -> Iterator[Task]:
 
 def _with_fp8(make: Callable[..., Inputs], weight: str, *shape: Any) -> Inputs:
     inputs = make(*shape)
-    return inputs | {"quantised": attention.fp8_heads(inputs[weight])}
+    return inputs | {"quantised": attention_inputs.fp8_heads(inputs[weight])}
 
 
 def _absorb_many(
@@ -103,7 +103,7 @@ def _decode(draw: Draw, heads: int, batch: int, keys: int) -> Task:
     used = mla_decode.config(heads, draw.dtype)
     others = itertools.product((16, 32, 64), (32, 64), (132, 264, 528), (4, 8), (2, 3))
     options = dict.fromkeys((used, *(mla_decode.Config(*other) for other in others if other[0] <= max(heads, 16))))
-    make = functools.partial(attention.mla_decode, draw, (keys,) * batch, 1, heads, draw.dtype)
+    make = functools.partial(attention_inputs.mla_decode, draw, (keys,) * batch, 1, heads, draw.dtype)
     chosen = [{"chosen": option} for option in options]
     return Task("mla_decode", f"H={heads} B={batch} L={keys}", make, mla_decode.mla_decode_with, chosen)
 
@@ -112,7 +112,7 @@ def _prefill(draw: Draw, heads: int, num: int) -> Task:
     used = mla_prefill.config(num, draw.dtype)
     others = itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3))
     options = dict.fromkeys((used, *(mla_prefill.Config(*other) for other in others)))
-    make = functools.partial(attention.mla_prefill, draw, (num,), (num,), heads, True, padding=0)
+    make = functools.partial(attention_inputs.mla_prefill, draw, (num,), (num,), heads, True, padding=0)
     chosen = [{"chosen": option} for option in options]
     return Task("mla_prefill", f"T={num} H={heads}", make, mla_prefill.mla_prefill_with, chosen)
 

@@ -19,15 +19,15 @@ from millrace_kernels.lib import flash_mla
 from millrace_kernels.ref import fp8 as ref_fp8
 from millrace_kernels.ref import mla_decode as ref_decode
 from millrace_kernels.ref import moe_experts as ref_experts
-from millrace_kernels.testing import attention
-from millrace_kernels.testing.attention import Draw
-from millrace_kernels.testing.experts import choose
 from millrace_kernels.triton import mla_decode, moe_one, moe_small
 from millrace_kernels.triton.gemv import Gemv
 from millrace_kernels.triton.small_linear import Config, config, reduce_parts, small_linear_with
 from torch import Tensor
 
+from millrace_bench.kernels import attention_inputs
+from millrace_bench.kernels.attention_inputs import Draw
 from millrace_bench.kernels.driver import COLD_BYTES
+from millrace_bench.kernels.expert_inputs import choose
 from millrace_bench.kernels.moe import TP8_SHARED, draw_weights
 
 CUDA = torch.device("cuda")
@@ -205,7 +205,7 @@ class Decode:
     @functools.cached_property
     def inputs(self) -> dict[str, Any]:
         draw = Draw(str(CUDA), torch.bfloat16)
-        return attention.mla_decode(draw, (self.keys,) * self.batch, 1, self.heads, torch.bfloat16)
+        return attention_inputs.mla_decode(draw, (self.keys,) * self.batch, 1, self.heads, torch.bfloat16)
 
     def calls(self, option: Any) -> Calls:
         if option == "flash_mla":

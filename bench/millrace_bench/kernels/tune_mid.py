@@ -21,14 +21,14 @@ from millrace_kernels.fp8 import BLOCK, Fp8, quant_blocks, quant_groups
 from millrace_kernels.gpu import sms
 from millrace_kernels.lib import deep_gemm
 from millrace_kernels.scratch import Scratch
-from millrace_kernels.testing.numeric import rms_error
-from millrace_kernels.testing.timing import time_us
 from millrace_kernels.triton.fp8_linear import Config, fp8_linear_with
 from torch import Tensor
 
 from millrace_bench.common import Record, print_record
 from millrace_bench.kernels.compile_ahead import compile_ahead
 from millrace_bench.kernels.driver import COLD_BYTES
+from millrace_bench.kernels.numeric import rms_error
+from millrace_bench.kernels.timing import time_us
 
 CUDA = torch.device("cuda")
 # Most wanted first: an EP8 rank's o_proj, and what else it multiplies; then a TP8 rank's.

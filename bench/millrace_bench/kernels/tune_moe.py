@@ -24,8 +24,6 @@ from millrace_kernels.backend import SMALL_TOKENS
 from millrace_kernels.fp8 import BLOCK, Fp8, Operand, quant_groups
 from millrace_kernels.lib import deep_gemm_grouped
 from millrace_kernels.moe_experts import expected_rows
-from millrace_kernels.testing.numeric import rms_error
-from millrace_kernels.testing.timing import time_us
 from millrace_kernels.triton import moe_grouped, moe_small
 from millrace_kernels.triton.moe_grouped import LEFT_ROWS, Config, Launch
 from millrace_kernels.triton.moe_route import Blocks, Route, route
@@ -34,6 +32,8 @@ from torch import Tensor
 from millrace_bench.common import Record, print_record
 from millrace_bench.kernels.compile_ahead import compile_ahead
 from millrace_bench.kernels.moe import EP8, EP8_STEP, TP8_SHARED, Rank, draw_weights
+from millrace_bench.kernels.numeric import rms_error
+from millrace_bench.kernels.timing import time_us
 
 CUDA = torch.device("cuda")
 ROUTINGS = 4  # in turns, so that few tokens do not find their experts in the L2 cache

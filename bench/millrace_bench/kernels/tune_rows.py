@@ -19,13 +19,13 @@ import torch
 from millrace_kernels.fp8 import quant_groups
 from millrace_kernels.lib.deep_gemm_grouped import tile_rows
 from millrace_kernels.moe_experts import expected_rows
-from millrace_kernels.testing.timing import time_us
 from millrace_kernels.triton import mla_expand, quant, rms_norm, rope
 from millrace_kernels.triton.moe_route import route, slices
 from millrace_kernels.triton.moe_rows import combine_tile, combine_with, permute, silu_mul_quant
 
 from millrace_bench.common import Record, print_record
 from millrace_bench.kernels.moe import EP8_STEP, Rank
+from millrace_bench.kernels.timing import time_us
 
 CUDA = torch.device("cuda")
 TOKENS = (128, 256, 16384)

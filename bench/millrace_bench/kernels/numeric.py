@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
-
 from millrace_kernels.fp8 import BLOCK, Fp8
+from torch import Tensor
 
 # Largest error, as a part of the largest expected magnitude.
 OP_TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
