@@ -72,7 +72,7 @@ class InferenceService:
 
     def _parse(self, kind: type[P], data: bytes) -> P:
         """Raises INVALID_ARGUMENT for malformed bytes, MESSAGE_TOO_LARGE for too many."""
-        validate.check_size(len(data), self._inference.backend.config.limits)
+        validate.check_size(len(data), self._inference.backend.config.limits.message_bytes)
         try:
             return kind.FromString(data)
         except DecodeError:

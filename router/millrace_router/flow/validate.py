@@ -97,9 +97,9 @@ def check_text_length(text: str, longest_token: int, model: worker_pb2.WorkerInf
         raise _too_long(f"the prompt has {len(text)} characters", model)
 
 
-def check_size(size: int, limits: Limits) -> None:
-    if size > limits.message_bytes:
-        message = f"the request has {size} bytes, the limit is {limits.message_bytes}"
+def check_size(size: int, most: int) -> None:
+    if size > most:
+        message = f"the request has {size} bytes, the limit is {most}"
         raise MillraceError(Reason.MESSAGE_TOO_LARGE, message)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable
@@ -32,7 +33,7 @@ from millrace_router.openai.types import CompletionRequest, parse
 def build(inference: Inference, before_scrape: Callable[[], None] | None) -> FastAPI:
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     handle_errors(app)
-    limits, started, document = inference.backend.config.limits, int(time.time()), openapi.document()
+    started, document = int(time.time()), openapi.document()
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
@@ -60,11 +61,11 @@ def build(inference: Inference, before_scrape: Callable[[], None] | None) -> Fas
 
     @app.post("/tokenize")
     async def to_tokens(request: Request) -> Response:
-        return json_answer(await tokenize(inference, parse(TokenizeRequest, await _body(request, limits))))
+        return json_answer(await tokenize(inference, parse(TokenizeRequest, await _body(inference, request))))
 
     @app.post("/detokenize")
     async def to_text(request: Request) -> Response:
-        return json_answer(detokenize(inference, parse(DetokenizeRequest, await _body(request, limits))))
+        return json_answer(detokenize(inference, parse(DetokenizeRequest, await _body(inference, request))))
 
     @app.get("/openapi.json")
     async def describe() -> Response:
@@ -79,7 +80,7 @@ async def _generate(
 ) -> Response:
     name = request.headers.get("x-request-id", "") or secrets.token_hex(12)
     request_id.set(name)
-    wanted = parse(kind, await _body(request, inference.backend.config.limits))
+    wanted = parse(kind, await _body(inference, request))
     ask = in_format(wanted.ask(name), inference.tokenizer.format)
     if session_id := request.headers.get("x-session-id", ""):
         ask = replace(ask, session_id=session_id)
@@ -89,34 +90,29 @@ async def _generate(
     shape = Shape(chat, answer, inference.tokenizer, "logprobs" in ask.numbers, tools)
     headers = {"x-request-id": answer.request_id}
     if not wanted.stream:
-        return json_answer(shape.whole(await _collect(request, answer.stream)), headers=headers)
+        async with _watched(request, answer.stream):
+            deltas = [delta async for delta in answer.stream.deltas()]
+        return json_answer(shape.whole(deltas), headers=headers)
     events = _events(shape, wanted.stream_options.include_usage)
-    first = await _first(request, events, answer.stream)
+    async with _watched(request, answer.stream):
+        first = await anext(events)  # a failure before it is an HTTP status, not an event of a stream with status 200
     return _Sse(first, events, answer.stream, headers)
 
 
-async def _collect(request: Request, stream: Stream) -> list[Any]:
-    """Return all deltas, unless the client goes away."""
-    watcher = asyncio.create_task(_cancel_when_gone(request, stream))
+@contextlib.asynccontextmanager
+async def _watched(request: Request, stream: Stream) -> AsyncIterator[None]:
+    """Cancel the stream if the client goes away meanwhile."""
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        stream.cancel(gone())
+
+    watcher = asyncio.create_task(watch())
     try:
-        return [delta async for delta in stream.deltas()]
+        yield
     finally:
         watcher.cancel()
-
-
-async def _first(request: Request, events: AsyncIterator[bytes], stream: Stream) -> bytes:
-    """The first event, so that a failure before it is an HTTP status and not an event of a stream with status 200."""
-    watcher = asyncio.create_task(_cancel_when_gone(request, stream))
-    try:
-        return await anext(events)
-    finally:
-        watcher.cancel()
-
-
-async def _cancel_when_gone(request: Request, stream: Stream) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-    stream.cancel(gone())
 
 
 async def _events(shape: Shape, include_usage: bool) -> AsyncIterator[bytes]:
@@ -162,12 +158,12 @@ async def _chain(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[byte
         yield event
 
 
-async def _body(request: Request, limits: Any) -> bytes:
+async def _body(inference: Inference, request: Request) -> bytes:
     """Return the body. Too large a body is read to its end, as clients expect, but not kept."""
-    body, size = bytearray(), 0
+    body, size, most = bytearray(), 0, inference.backend.config.limits.message_bytes
     async for piece in request.stream():
         size += len(piece)
-        if size <= limits.message_bytes:
+        if size <= most:
             body += piece
-    validate.check_size(size, limits)
+    validate.check_size(size, most)
     return bytes(body)
