@@ -200,7 +200,7 @@ def floor_ms(model: DeepseekV3, inputs: ForwardInput, kv_bytes: int = 2) -> floa
     chosen, read, per_token = config.num_experts_per_tok, 0.0, 0.0
     for layer in model.layers:
         weights = [layer.self_attn.q_kv_a_proj, layer.self_attn.q_b_proj, layer.self_attn.kv_b_proj]
-        sizes = [_nbytes(w) for w in (*weights, layer.self_attn.o_proj)]
+        sizes = [_nbytes(w) for w in (*weights, layer.self_attn.o_proj) if w is not None]
         if isinstance(layer.mlp, Moe):
             assert isinstance(layer.mlp.routed, LocalExperts)
             w13, w2 = layer.mlp.routed.held.w13, layer.mlp.routed.held.w2

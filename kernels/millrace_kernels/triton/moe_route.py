@@ -52,22 +52,10 @@ def local_expert(experts_ptr, token, choice, real, ROUTED: tl.constexpr, TOP_K: 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _count_kernel(
-    experts_ptr,
-    slots_ptr,
-    counts_ptr,
-    starts_ptr,
-    ends_ptr,
-    total_ptr,
-    num_tokens,
-    E: tl.constexpr,
-    ROUTED: tl.constexpr,
-    TOP_K: tl.constexpr,
-    CHOICES: tl.constexpr,
-    TOKENS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    E_PAD: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-):
+    experts_ptr, slots_ptr, counts_ptr, starts_ptr, ends_ptr, total_ptr, num_tokens,
+    E: tl.constexpr, ROUTED: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr, TOKENS: tl.constexpr,
+    CHUNK: tl.constexpr, E_PAD: tl.constexpr, ALIGNMENT: tl.constexpr,
+):  # fmt: skip
     """Ranks a chunk's choices of the same expert among themselves, then takes the chunk's slots of it at once.
 
     A token that names an expert twice has one row of it: `again` marks the second, which shares the slot of the first.
@@ -101,26 +89,11 @@ def _count_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens", "stride_scale_k"])
 def _place_kernel(
-    experts_ptr,
-    slots_ptr,
-    starts_ptr,
-    rows_ptr,
-    tokens_ptr,
-    blocks_ptr,
-    scales_ptr,
-    out_scales_ptr,
-    num_tokens,
-    stride_scale_t,
-    stride_scale_k,
-    num_rows,
-    ROUTED: tl.constexpr,
-    TOP_K: tl.constexpr,
-    CHOICES: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUPS_PAD: tl.constexpr,
-):
+    experts_ptr, slots_ptr, starts_ptr, rows_ptr, tokens_ptr, blocks_ptr, scales_ptr, out_scales_ptr,
+    num_tokens, stride_scale_t, stride_scale_k, num_rows,
+    ROUTED: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr, ALIGNMENT: tl.constexpr, BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr, GROUPS_PAD: tl.constexpr,
+):  # fmt: skip
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     token, choice = i // CHOICES, i % CHOICES
     real = token < num_tokens

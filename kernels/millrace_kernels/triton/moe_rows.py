@@ -17,21 +17,10 @@ from millrace_kernels.triton.quant import quantise
 
 @triton.jit(do_not_specialize=["stride_scale_k"])
 def _permute_kernel(
-    x_ptr,
-    scales_ptr,
-    rows_ptr,
-    out_ptr,
-    out_scales_ptr,
-    stride_scale_t,
-    stride_scale_k,
-    num_rows,
-    D: tl.constexpr,
-    D_PAD: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BLOCKS_PAD: tl.constexpr,
-    CHOICES: tl.constexpr,
-    CACHE: tl.constexpr,
-):
+    x_ptr, scales_ptr, rows_ptr, out_ptr, out_scales_ptr, stride_scale_t, stride_scale_k, num_rows,
+    D: tl.constexpr, D_PAD: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_PAD: tl.constexpr,
+    CHOICES: tl.constexpr, CACHE: tl.constexpr,
+):  # fmt: skip
     """One token: read once, written to each of its rows.
 
     A scale is 4 bytes of a sector that eight neighbouring rows of an expert share. Programs of neighbouring tokens
@@ -79,15 +68,7 @@ def _scales(num_rows: int, columns: int, device: torch.device) -> Tensor:
 
 
 @triton.jit
-def _silu_mul_quant_kernel(
-    x_ptr,
-    out_ptr,
-    scales_ptr,
-    total_ptr,
-    num_rows,
-    SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+def _silu_mul_quant_kernel(x_ptr, out_ptr, scales_ptr, total_ptr, num_rows, SIZE: tl.constexpr, ROWS: tl.constexpr):
     """A fixed grid walks over the tiles of ROWS rows and 128 columns that exist."""
     i, col = tl.arange(0, ROWS), tl.arange(0, 128)
     columns: tl.constexpr = SIZE // 128
@@ -116,16 +97,9 @@ def silu_mul_quant(x: Tensor, route: Route, rows: int = 16, programs: int = 132 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _combine_kernel(
-    y_ptr,
-    rows_ptr,
-    weights_ptr,
-    out_ptr,
-    num_tokens,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    TOP_K: tl.constexpr,
-    CHOICES: tl.constexpr,
-):
+    y_ptr, rows_ptr, weights_ptr, out_ptr, num_tokens,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr,
+):  # fmt: skip
     """One token and BLOCK_D columns, its rows summed in the order of its choices."""
     token = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)

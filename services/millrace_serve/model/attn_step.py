@@ -41,7 +41,7 @@ class FormThresholds:
 
 
 # Heads of a rank up to which a row holds, and its absorb_max_queries. CPU: the references, one core, `models/tiny`.
-# CUDA: a Hopper GPU, by `python -m millrace_bench.kernels.forms`. 16 heads: expanding wins from 1,726 queries on behind
+# CUDA: an H200, by `python -m millrace_bench.kernels.forms`. 16 heads: expanding wins from 1,726 queries on behind
 # 32,768 cached tokens, and behind 1,024 to 16,384 never up to 2,048 queries. 128 heads: from 382, 311, 338 and 231
 # queries on behind 4,096, 8,192, 16,384 and 32,768 cached tokens.
 BREAK_EVEN = {
