@@ -55,7 +55,7 @@ def server_command(role: str) -> list[str]:
 
 
 def count_gpus() -> int:
-    """That this host shows its processes; 1 where it does not tell."""
+    """GPUs that this process may use; 1 on a host that lists none."""
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     return len(shown.split(",")) if shown else max(len(list(Path("/dev").glob("nvidia[0-9]*"))), 1)
 
@@ -106,9 +106,9 @@ class ClusterSpec:
         return (*own, *self.worker_set)
 
     def _of(self, key: str) -> int:
-        """What the workers are told last of a number that is 1 else; they refuse what is none."""
-        told = [item.partition("=")[2].strip() for item in self.worker_set if item.startswith(f"{key}=")]
-        return int(told[-1]) if told and told[-1].isdecimal() else 1
+        """The last value of `key` among the workers' settings; 1 when it is absent or no number."""
+        values = [item.partition("=")[2].strip() for item in self.worker_set if item.startswith(f"{key}=")]
+        return int(values[-1]) if values and values[-1].isdecimal() else 1
 
 
 def new_log_dir() -> Path:
@@ -119,7 +119,7 @@ def new_log_dir() -> Path:
 
 
 class StartError(Exception):
-    """The cluster did not become ready; the message has the end of the log that tells why."""
+    """The cluster did not become ready; the message has the end of the log with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class LocalCluster:
         self._ports: dict[str, dict[str, int]] = {}
         self._seen: dict[str, Status] = {name: Status(name, "starting", "", 0.0) for name in self.roles}
         self._started = False
-        self._watchers: dict[str, asyncio.Task[None]] = {}  # of processes whose exit would be news
+        self._watchers: dict[str, asyncio.Task[None]] = {}  # of processes that run
 
     # ---- addresses
 
@@ -231,7 +231,7 @@ class LocalCluster:
         self._watchers[name] = asyncio.create_task(self._watch(name, pause_s))
 
     def _arguments(self, name: str) -> list[str]:
-        """What a process is told: its ports (those it had before, if any), then the spec's own settings."""
+        """Options of a process: its ports (those it had before, if any), then the spec's own settings."""
         role, ports = self.roles[name], self._ports.get(name, {})
         if role == "router":
             items = [
@@ -255,12 +255,12 @@ class LocalCluster:
         return [argument for item in items for argument in ("--set", item)]
 
     async def _watch(self, name: str, pause_s: float) -> None:
-        """Wait for an unasked end of a process: log it, and bring the process back if the spec says so."""
+        """Wait until a process ends by itself, log the end, and bring the process back if `spec.restart` is set."""
         process = self.processes[name]
         code = await process.wait()
         self._note(name, "exited", f"code {code}")
         if not self._started:
-            return  # `start` tells the caller
+            return  # `start` raises StartError
         log.error("%s ended with code %d. %s", name, code, process.end_of_log(10))
         if self.spec.restart:
             if time.monotonic() - process.started_at > BACKOFF_S[1]:

@@ -2,7 +2,7 @@
 
 Life of a page:
     1. `allocate`  free -> running (evicting idle cached pages when the free list is short)
-    2. 2. `insert`    a full page whose KV is written becomes findable; from now on it is read only
+    2. `insert`    a full page whose KV is written becomes findable; from now on it is read only
     3. `match`     another sequence of the same prefix shares it
     4. `publish`   a decode worker may read it; `park` when the prompt is done, `unpublish` when its lease has ended
     5. `release`   its last running holder leaves: cached if it was inserted, else free

@@ -1,5 +1,5 @@
-"""What one router has still to be told. Bounded without dropping anything: while a router is slow, the outputs of one
-sequence are merged into one, so that no more entries wait than sequences live (plus one per MAX_TOKENS of a sequence).
+"""Outputs that wait for one router. The number of entries is bounded without dropping any: while a router is slow, the
+outputs of one sequence are merged into one entry, or one per MAX_TOKENS.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import zmq
 from millrace_common.reasons import Reason
@@ -39,6 +40,7 @@ from millrace_serve.worker.messages import (
 )
 
 log = logging.getLogger(__name__)
+A = TypeVar("A", GcFrozen, ProfileDone)
 
 
 class RankLost(Exception):
@@ -62,8 +64,7 @@ class Ranks:
         self._engines: dict[int, Sender[ToEngine]] = {}
         self._readers: dict[int, Sender[ToReader]] = {}
         self._infos: dict[int, RankReady] = {}
-        self._freezes: dict[int, asyncio.Future[int]] = {}
-        self._profiles: dict[int, asyncio.Future[ProfileDone]] = {}
+        self._asked: dict[tuple[type, int], asyncio.Future[Any]] = {}  # (answer's type, rank): answers to come
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._steps = StepWatch(config.timeouts.step)
         self._watcher: asyncio.Task[None] | None = None
@@ -124,20 +125,20 @@ class Ranks:
         self._readers[rank].send(message)
 
     async def freeze_gc(self) -> list[int]:
-        """Objects frozen, by rank. Calls that overlap share one answer."""
-        for rank, engine in self._engines.items():
-            if rank not in self._freezes:
-                self._freezes[rank] = asyncio.get_running_loop().create_future()
-                engine.send(FreezeGc())
-        return list(await asyncio.gather(*map(asyncio.shield, self._freezes.values())))
+        """Objects frozen, by rank."""
+        return [answer.objects for answer in await self._ask(FreezeGc(), GcFrozen)]
 
     async def profile(self, message: StartProfile | StopProfile) -> list[ProfileDone]:
-        """Return every rank's answer. One call at a time."""
-        loop = asyncio.get_running_loop()
-        self._profiles = {rank: loop.create_future() for rank in self._engines}
-        for engine in self._engines.values():
-            engine.send(message)
-        return list(await asyncio.gather(*self._profiles.values()))
+        """Answers of all ranks. One call at a time."""
+        return await self._ask(message, ProfileDone)
+
+    async def _ask(self, message: FreezeGc | StartProfile | StopProfile, answer: type[A]) -> list[A]:
+        """Answers of all ranks to `message`; calls that overlap share them. Raises RankLost."""
+        for rank, engine in self._engines.items():
+            if (answer, rank) not in self._asked:
+                self._asked[answer, rank] = asyncio.get_running_loop().create_future()
+                engine.send(message)
+        return list(await asyncio.gather(*(asyncio.shield(self._asked[answer, rank]) for rank in self._engines)))
 
     def _take(self, message: FromRank) -> None:
         """Handle a report. An exception ends the worker: the report would be lost, and a request may wait for it."""
@@ -153,11 +154,8 @@ class Ranks:
                 self._connect(rank, report)
             case RankFailed(why):
                 self._lose(f"rank {rank} failed: {why}")
-            case GcFrozen(objects):
-                self._freezes.pop(rank).set_result(objects)
-            case ProfileDone():
-                if not (answer := self._profiles[rank]).done():
-                    answer.set_result(report)
+            case GcFrozen() | ProfileDone():
+                self._asked.pop((type(report), rank)).set_result(report)
             case _:
                 if isinstance(report, Events) and report.load is not None:
                     self._steps.heard(rank, report.load.running, time.monotonic())
@@ -189,10 +187,7 @@ class Ranks:
         log.error("%s", why)
         if not self._ready.done():
             self._ready.set_exception(RankLost(why))
-        for freeze in self._freezes.values():
-            freeze.set_exception(RankLost(why))
-        for answer in self._profiles.values():
-            if not answer.done():
-                answer.set_exception(RankLost(why))
-        self._freezes.clear()
+        for answer in self._asked.values():
+            answer.set_exception(RankLost(why))
+        self._asked.clear()
         self._on_lost(why)

@@ -29,21 +29,25 @@ LOAD_INTERVAL_S = 0.02  # a load without other events is shipped at most this of
 QUIET_S = 1.0  # after this long without messages an idle engine checks the pool's invariants, which takes milliseconds
 
 
-class GcReporter:
-    """Freezes on demand, and reports the pauses of this process."""
+class Upkeep:
+    """Garbage collection and profiles of a rank's process: what the frontend asks of the process, not of the engine."""
 
-    def __init__(self, process: str, report: Callable[[Report], None]) -> None:
+    def __init__(self, rank: int, report: Callable[[Report], None]) -> None:
         self._report = report
-        self._watch = gc_hooks.PauseWatch(process)
+        self._pauses = gc_hooks.PauseWatch(f"rank{rank}")
+        self._profiler = RankProfiler(rank)
 
-    def freeze(self) -> None:
-        objects = gc_hooks.freeze()
-        self.flush()
-        log.info("garbage collector frozen objects=%d", objects)
-        self._report(GcFrozen(objects))
+    def handle(self, message: FreezeGc | StartProfile | StopProfile) -> None:
+        if isinstance(message, FreezeGc):
+            objects = gc_hooks.freeze()
+            self.report_pauses()
+            log.info("the garbage collector has frozen %d objects", objects)
+            self._report(GcFrozen(objects))
+        else:
+            self._report(self._profiler.handle(message))
 
-    def flush(self) -> None:
-        if pauses := self._watch.take():
+    def report_pauses(self) -> None:
+        if pauses := self._pauses.take():
             self._report(GcPauses(pauses))
 
 
@@ -51,18 +55,12 @@ class EngineLoop:
     """The loop of a replica's leader."""
 
     def __init__(
-        self,
-        engine: Engine,
-        inbox: Receiver[ToEngine],
-        report: Callable[[Report], None],
-        gc: GcReporter,
-        profiler: RankProfiler,
+        self, engine: Engine, inbox: Receiver[ToEngine], report: Callable[[Report], None], upkeep: Upkeep
     ) -> None:
         self._engine = engine
         self._inbox = inbox
         self._report = report
-        self._gc = gc
-        self._profiler = profiler
+        self._upkeep = upkeep
         self._checked = False
         self._active_at = 0.0
         self._shipped: Load | None = None
@@ -77,7 +75,7 @@ class EngineLoop:
                 self._take(message)
             self._check_when_quiet(bool(messages) or engine.has_work())
             self._ship(engine.step())
-            self._gc.flush()
+            self._upkeep.report_pauses()
         engine.close()
 
     def _wait_s(self) -> float | None:
@@ -97,10 +95,8 @@ class EngineLoop:
 
     def _take(self, message: ToEngine) -> None:
         match message:
-            case FreezeGc():
-                self._gc.freeze()
-            case StartProfile() | StopProfile():
-                self._report(self._profiler.handle(message))
+            case FreezeGc() | StartProfile() | StopProfile():
+                self._upkeep.handle(message)
             case Stop():
                 self._engine.stop()
             case _:
@@ -117,17 +113,13 @@ class EngineLoop:
         self._shipped, self._shipped_at = events.load, time.monotonic()
 
 
-def follower_inbox(
-    inbox: Receiver[ToEngine], report: Callable[[Report], None], gc: GcReporter, profiler: RankProfiler
-) -> None:
+def follower_inbox(inbox: Receiver[ToEngine], upkeep: Upkeep) -> None:
     """The inbox of a rank without scheduler, until Stop. Its steps come from its leader, which also ends it."""
     while True:
         for message in inbox.receive(None):
             match message:
-                case FreezeGc():
-                    gc.freeze()
-                case StartProfile() | StopProfile():
-                    report(profiler.handle(message))
+                case FreezeGc() | StartProfile() | StopProfile():
+                    upkeep.handle(message)
                 case Stop():
                     return
                 case _:

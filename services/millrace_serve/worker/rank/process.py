@@ -36,9 +36,8 @@ from millrace_serve.transfer.reader import Reader
 from millrace_serve.worker.channels import Receiver, Sender
 from millrace_serve.worker.config import EngineKind, WorkerConfig
 from millrace_serve.worker.messages import FromRank, RankFailed, RankProgress, RankReady, Report, ToEngine
-from millrace_serve.worker.rank.loop import EngineLoop, GcReporter, follower_inbox
+from millrace_serve.worker.rank.loop import EngineLoop, Upkeep, follower_inbox
 from millrace_serve.worker.rank.parts import Parts, RankSpec
-from millrace_serve.worker.rank.profiler import RankProfiler
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +84,6 @@ def _live(spec: RankSpec, context: zmq.Context[Any], report: Callable[[Report], 
     buffer = _buffer(parts.pool, config)
     source = _source(buffer) if config.role is Role.PREFILL else None
     endpoint, reader = _reader_thread(spec, context, buffer) if config.role is Role.DECODE else ("", None)
-    gc = GcReporter(f"rank{spec.rank}", report)
     report(
         RankReady(
             engine_endpoint=inbox.endpoint,
@@ -99,30 +97,20 @@ def _live(spec: RankSpec, context: zmq.Context[Any], report: Callable[[Report], 
             memory=source.handle() if source else None,
         )
     )
-    _work(parts, inbox, report, gc, RankProfiler(spec.rank))
+    upkeep = Upkeep(spec.rank, report)
+    if parts.engine is not None:
+        EngineLoop(parts.engine, inbox, report, upkeep).run()
+    else:
+        assert parts.run is not None
+        # once started, only this thread uses the inbox and the outbox
+        threading.Thread(target=follower_inbox, args=(inbox, upkeep), name="inbox", daemon=True).start()
+        parts.run()
     if reader:
         reader.join()
     if source:
         source.close()
     if parts.leave:
         parts.leave()
-
-
-def _work(
-    parts: Parts,
-    inbox: Receiver[ToEngine],
-    report: Callable[[Report], None],
-    gc: GcReporter,
-    profiler: RankProfiler,
-) -> None:
-    if parts.engine is not None:
-        EngineLoop(parts.engine, inbox, report, gc, profiler).run()
-        return
-    assert parts.run is not None
-    # once started, only this thread uses the inbox and the outbox
-    arguments = inbox, report, gc, profiler
-    threading.Thread(target=follower_inbox, args=arguments, name="inbox", daemon=True).start()
-    parts.run()
 
 
 def _build(spec: RankSpec, phases: Phases) -> Parts:
