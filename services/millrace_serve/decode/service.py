@@ -79,7 +79,7 @@ class DecodeRole(RoleLogic):
                 super().on_report(rank, report)
 
     def on_lost(self, error: MillraceError) -> None:
-        """Only our own engines wait for imports."""
+        """Nothing to do: only this worker's engines wait for imports."""
 
     @property
     def busy(self) -> bool:

@@ -1,1 +1,1 @@
-"""The two ends of one protocol: a prompt's pages go from one worker to another."""
+"""Both ends of the hand-over: a prompt's pages go from one worker to another."""

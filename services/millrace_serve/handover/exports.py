@@ -94,7 +94,7 @@ class Exports:
         return True
 
     def fail(self, id: RequestId, error: MillraceError) -> None:
-        """The prompt failed in the engine."""
+        """End the export of a prompt that failed in the engine."""
         if id in self._live:
             self._end(id, (error.reason, error.message))
             self.leases.abort(id)
@@ -105,8 +105,8 @@ class Exports:
         self._expected.fire()
 
     async def fetch(self, id: RequestId) -> AsyncIterator[Export | KvPart | None]:
-        """The export, then its parts as they come; None where nothing has come for a heartbeat's time. Ends when the
-        lease is released; raises MillraceError for every other end, and KV_NOT_FOUND for an attempt that does not come.
+        """Yield the export, then its parts as they come; None after a heartbeat's time without one. Ends when the lease
+        is released; raises MillraceError for every other end, and KV_NOT_FOUND for an attempt that does not come.
         """
         async for export in self._wait_for(id):
             yield export

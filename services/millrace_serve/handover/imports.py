@@ -5,8 +5,7 @@ Life of an import:
 1. `start`     a task opens Fetch on the prefill worker and hands its parts to the state machine
 2. the machine asks: AskReserve -> KvOffered to the engine; ReadPages -> every rank of the replica;
    AskRelease and GiveBack -> release on the Fetch stream
-3. answers come back through `on_reserved`, `on_read_done`, `on_stuck` and the stream; whatever breaks comes as
-   `on_abort`
+3. answers come back through `on_reserved`, `on_read_done`, `on_stuck` and the stream; every failure comes as `on_abort`
 4. Done -> KvArrived, Over -> KvFailed, and the import is forgotten; both only when no read is in flight. A stream on
    which release was sent ends by itself, any other is cut
 
@@ -96,7 +95,7 @@ class Imports:
         spans: WorkerSpans,
         metrics: Metrics,
     ) -> None:
-        """`stall_s`: silence of a Fetch stream, or a read that takes so long, ends an import."""
+        """`stall_s`: a Fetch stream that is silent for so long, or a read that takes longer, ends an import."""
         self._page_size = page_size
         self._stall_s = stall_s
         self._ranks = ranks

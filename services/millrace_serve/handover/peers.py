@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 FATAL = frozenset({Reason.WORKER_LOST, Reason.EPOCH_CHANGED, Reason.STALLED})
 UNARY_TIMEOUT_S = 5.0
-LAST_CALLS_S = 300.0  # for the calls of a channel whose certificate was replaced; a lease is not longer
+LAST_CALLS_S = 300.0  # for the calls of a channel whose certificate was replaced: longer than a lease
 T = TypeVar("T")
 Call: TypeAlias = "grpc.aio.StreamStreamCall[kv_pb2.FetchRequest, kv_pb2.FetchResponse]"
 
@@ -144,7 +144,7 @@ class Peers:
         return peer
 
     def drop(self, peer: Peer) -> None:
-        """Idempotent: it may have a successor by then."""
+        """Drop a peer. Idempotent: the peer may have a successor by then."""
         if self._peers.get((peer.address, peer.epoch)) is not peer:
             return
         del self._peers[peer.address, peer.epoch]

@@ -132,8 +132,8 @@ class Frontend:
     # ------------------------------------------------------------------------------------------------ admin
 
     async def flush_cache(self) -> int:
-        """The number of pages that were idle in the prefix caches. Returns when they are free; under load others may be
-        cached by then, so it does not wait for ever.
+        """Free the idle pages of the prefix caches. Returns their number when they are free; under load others may be
+        cached by then, so the wait is bounded.
         """
         pages = sum(load.pages_cached for load in self.board.loads)
         for replica in range(self.config.dp):
@@ -145,7 +145,7 @@ class Frontend:
         return pages
 
     async def freeze_gc(self) -> tuple[int, int]:
-        """Processes that froze, and objects frozen."""
+        """Freeze all processes. Returns the number of processes and of frozen objects."""
         objects = [self.gc.freeze(), *await self.ranks.freeze_gc()]
         self.gc.count_freeze("rank", len(objects) - 1, sum(objects[1:]))
         return len(objects), sum(objects)

@@ -5,12 +5,11 @@ Life of a Link:
 
 1. `serve`: the first message must be LinkHello with our epoch, or the stream ends with a status. LinkWelcome is the
    answer.
-2. Submits and aborts are taken one by one, in order. A submit that cannot be taken is answered by a final output
-   with a Failure.
-3. Outputs that engines deliver are collected in an Outbox; whenever the router takes a message, it gets all that is
-   there: one message per engine step if it keeps up, merged ones if it does not. Nobody waits for a slow router.
-4. The stream ends: by the router, by a broken connection, or by `end` (the worker stops). Everything that the router
-   has here and that is not finished is aborted.
+2. Submits and aborts are taken one by one, in order. A refused submit is answered by a final output with a Failure.
+3. Outputs of engines are collected in an Outbox. A message to the router takes all of them: one message per engine step
+   if the router keeps up, merged ones if it does not. Nothing waits for a slow router.
+4. The stream ends: by the router, by a broken connection, or by `end` (the worker stops). All unfinished attempts of
+   the router are aborted.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class Link:
         self._changed.fire()
 
     def end(self, error: MillraceError | None = None) -> None:
-        """No more outputs come; those that are there still go out. With `error`, that is the stream's status."""
+        """End the stream after the queued outputs. `error` becomes the stream's status."""
         if not self._ended:
             self._ended, self._error = True, error
             self._changed.fire()

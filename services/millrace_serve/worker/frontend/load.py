@@ -34,7 +34,7 @@ class LoadBoard:
 
     @property
     def idle(self) -> bool:
-        """No engine has anything to do, and every page is free or an idle page of the prefix cache."""
+        """Whether no engine has work, and every page is free or an idle page of the prefix cache."""
         return all(
             not any(getattr(load, name) for name in DOING) and load.pages_free + load.pages_cached == load.pages_total
             for load in self.loads

@@ -38,16 +38,16 @@ class Profiling:
         self._paths: list[str] = []  # of the latest profile
 
     async def start(self, max_seconds: float | None) -> Path:
-        """The folder of the traces. Raises MillraceError when this worker cannot profile."""
+        """Start, and return the folder of the traces. Raises MillraceError when this worker cannot profile."""
         seconds = DEFAULT_S if max_seconds is None else max_seconds
         if not 0 < seconds <= LONGEST_S:
             raise invalid("max_seconds", f"is {seconds}; it must be over 0 and at most {LONGEST_S:.0f}")
         folder = self._folder()
-        await asyncio.shield(asyncio.create_task(self._start(folder, seconds)))  # else ranks go on for ever
+        await asyncio.shield(asyncio.create_task(self._start(folder, seconds)))  # otherwise ranks would never stop
         return folder
 
     async def stop(self) -> list[str]:
-        """Paths of the traces of the running profile, else of the latest. NOT_FOUND without any."""
+        """Stop, and return the traces of the running profile, else of the latest. NOT_FOUND without any."""
         await asyncio.shield(asyncio.create_task(self._stop()))
         if not self._paths:
             raise MillraceError(Reason.NOT_FOUND, "no profile was started")

@@ -126,7 +126,7 @@ class Requests:
         return found
 
     def fail(self, id: RequestId, failure: Failure) -> None:
-        """End an attempt now, with an error of ours, and stop the engine's work on it."""
+        """End an attempt now, with an error, and stop the engine's work on it."""
         attempt = self._live.get(id)
         if attempt is not None:
             self._tell(id, failure)
@@ -140,7 +140,7 @@ class Requests:
             self._tell(id, failure)
 
     def drop(self, owner: Owner) -> None:
-        """Abort everything that `owner` has here; the owner is gone and gets no answers."""
+        """Abort all attempts of `owner`, which is gone and gets no answers."""
         for id in self:
             if self._live[id].owner is owner:
                 self.abort(id, "its router's link closed")
