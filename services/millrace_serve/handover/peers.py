@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 FATAL = frozenset({Reason.WORKER_LOST, Reason.EPOCH_CHANGED, Reason.STALLED})
 UNARY_TIMEOUT_S = 5.0
-LAST_CALLS_S = 300.0  # for the calls of a channel whose certificate was replaced: longer than a lease
+LAST_CALLS_S = 300.0  # for the calls of a channel whose certificate was replaced: as long as a lease may be
 T = TypeVar("T")
 Call: TypeAlias = "grpc.aio.StreamStreamCall[kv_pb2.FetchRequest, kv_pb2.FetchResponse]"
 
