@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -71,34 +72,22 @@ def run_module(module: str, *arguments: str) -> None:
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def run_server(role: str, context: typer.Context) -> None:
-    from millrace_cli.cluster import SERVERS
+def server(role: str) -> Callable[[typer.Context], None]:
+    def run(context: typer.Context) -> None:
+        from millrace_cli.cluster import SERVERS
 
-    run_module(*SERVERS[role], *context.args)
+        run_module(*SERVERS[role], *context.args)
 
-
-@app.command(context_settings=PASS_ON)
-def router(context: typer.Context) -> None:
-    """Run a router."""
-    run_server("router", context)
+    return run
 
 
-@app.command(context_settings=PASS_ON)
-def prefill(context: typer.Context) -> None:
-    """Run a prefill worker."""
-    run_server("prefill", context)
-
-
-@app.command(context_settings=PASS_ON)
-def decode(context: typer.Context) -> None:
-    """Run a decode worker."""
-    run_server("decode", context)
-
-
-@app.command(context_settings=PASS_ON)
-def unified(context: typer.Context) -> None:
-    """Run a worker for both phases."""
-    run_server("unified", context)
+for role, what in {
+    "router": "a router",
+    "prefill": "a prefill worker",
+    "decode": "a decode worker",
+    "unified": "a worker for both phases",
+}.items():
+    app.command(role, context_settings=PASS_ON, help=f"Run {what}.")(server(role))
 
 
 @app.command()

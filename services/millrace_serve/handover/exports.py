@@ -41,7 +41,7 @@ class Export:
     def __init__(self, replica: int) -> None:
         self.replica = replica
         self.parts: list[KvPart] = []  # for Fetches
-        self.error: tuple[Reason | str, str] | None = None  # the reason that ends Fetches
+        self.error: tuple[Reason, str] | None = None  # the reason that ends Fetches
         self.changed = Wakeup()
 
 
@@ -151,7 +151,7 @@ class Exports:
         export.parts = parts
         self.leases.abort(part.id)
 
-    def _end(self, id: RequestId, error: tuple[Reason | str, str] | None) -> None:
+    def _end(self, id: RequestId, error: tuple[Reason, str] | None) -> None:
         export = self._live.pop(id, None)
         if export is None:
             return

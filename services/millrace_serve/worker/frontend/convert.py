@@ -32,14 +32,8 @@ from millrace_serve.engine.core import (
 )
 from millrace_serve.transfer.base import MemoryHandle
 
-_FINISH = {
-    None: common_pb2.FINISH_REASON_UNSPECIFIED,
-    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
-    FinishReason.ABORT: common_pb2.FINISH_REASON_ABORT,
-    FinishReason.ERROR: common_pb2.FINISH_REASON_ERROR,
-}
-_FINISH_BACK = {value: key for key, value in _FINISH.items()}
+_FINISH = {reason: common_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason}
+_FINISH_BACK = {value: reason for reason, value in _FINISH.items()}
 
 
 def invalid(param: str, message: str) -> MillraceError:
@@ -125,7 +119,7 @@ def wire_output(output: SequenceOutput) -> worker_pb2.SequenceOutput:
         id=attempt_id(output.id),
         first_index=output.first_index,
         token_ids=[token.token_id for token in output.tokens],
-        finish_reason=_FINISH[output.finish],
+        finish_reason=None if output.finish is None else _FINISH[output.finish],
         cached_tokens=output.num_cached_tokens,
     )
     if output.tokens and output.tokens[0].logprob is not None:
@@ -141,7 +135,7 @@ def core_output(wire: worker_pb2.SequenceOutput) -> SequenceOutput:
     else:
         tokens = [TokenOutput(token) for token in wire.token_ids]
     error = core_failure(wire.failure) if wire.HasField("failure") else None
-    finish = _FINISH_BACK[wire.finish_reason]
+    finish = _FINISH_BACK.get(wire.finish_reason)
     return SequenceOutput(request_id(wire.id), wire.first_index, tokens, finish, error, wire.cached_tokens)
 
 
