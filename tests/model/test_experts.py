@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from millrace_bench.kernels.numeric import assert_close
 from millrace_kernels.fp8 import Operand
@@ -36,6 +36,7 @@ def placements(draw: st.DrawFn) -> Placement:
     return Placement(np.array(experts, np.int32).reshape(1, ranks, -1), num)
 
 
+@settings(deadline=None)
 @given(placements())
 def test_one_slot_of_one_rank_serves_a_row(placement: Placement) -> None:
     ranks = range(placement.experts.shape[1])
@@ -47,6 +48,7 @@ def test_one_slot_of_one_rank_serves_a_row(placement: Placement) -> None:
         assert [held[slot] for slot in tables[rank, turns, experts]] == experts.tolist()
 
 
+@settings(deadline=None)
 @given(placements())
 def test_replicas_take_turns(placement: Placement) -> None:
     """Every slot serves some row."""
@@ -55,6 +57,7 @@ def test_replicas_take_turns(placement: Placement) -> None:
         assert set(table[table >= 0]) == set(range(placement.experts.shape[2]))
 
 
+@settings(deadline=None)
 @given(placements(), st.data())
 def test_the_device_maps_as_the_table(placement: Placement, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, placement.experts.shape[1] - 1))
