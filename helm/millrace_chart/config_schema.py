@@ -1,7 +1,7 @@
-"""Schemas of `router.config` and `workers.*.config`, from the models that read them.
+"""Make the schemas of `router.config` and `workers.*.config` from the configuration models of router and worker.
 
-What the chart sets itself is not there, so each thing has one place. Nothing is required: the chart or the model's
-defaults fill it in.
+The schemas leave out the keys that the chart sets itself, so each key has one place. No key is required: the chart or
+the defaults of the model fill it in.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ OWNED = {  # set by templates/_config.tpl
 }
 MODELS: dict[str, type[Config]] = {"routerConfig": RouterConfig, "workerConfig": WorkerConfig}
 OWNED_BELOW = {"timeouts": ("drain",)}
-DROPPED = ("title", "default", "description", "required")  # nothing is required, and comments are in the models
+DROPPED = ("title", "default", "description", "required")  # no key is required; the models have the comments
 WORDS = ("graphs", "compile")  # YAML's on and off
 
 
@@ -76,7 +76,7 @@ def config_schema(model: type[Config], owned: Iterable[str]) -> Schema:
 
 
 def plain(node: Any, definitions: Schema) -> Any:
-    """With references filled in and without what only readers need: draft 7, which is what Helm knows."""
+    """Return the schema as draft 7, which Helm reads: references are filled in, and descriptions are left out."""
     if isinstance(node, list):
         return [plain(item, definitions) for item in node]
     if not isinstance(node, dict):

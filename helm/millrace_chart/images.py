@@ -1,6 +1,6 @@
-"""`make images`: print how images are built, pushed and installed, and write what they hold. It builds nothing.
+"""`make images`: print the commands that build, push and install the images, and list the packages of the images.
 
-The chart is the only place of names and versions: repositories are those of values.yaml, the version is its appVersion.
+No command is run. Names and versions come from the chart: repositories from values.yaml, the version from appVersion.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Image:
 
     @property
     def reference(self) -> str:
-        """Without a registry."""
+        """Repository and tag, without a registry."""
         return f"{_values()['images'][self.key]['repository']}:{version()}{self.suffix}"
 
     def build(self, engine: str, registry: str) -> list[str]:
@@ -65,14 +65,14 @@ def _join(registry: str, reference: str) -> str:
 
 
 def install(device: str, registry: str) -> list[str]:
-    """The helm command that installs a preset with these images."""
+    """Return the helm command that installs a preset with these images."""
     preset = f"{CHART.relative_to(ROOT)}/presets/{PRESETS[device]}.yaml"
     sets = ["--set", f"images.registry={registry.rstrip('/')}"] if registry else []
     return ["helm", "install", "millrace", str(CHART.relative_to(ROOT)), "--values", preset, *sets]
 
 
 def lines(engine: str, device: str, registry: str) -> Iterator[str]:
-    """Commands, and comments that a shell skips."""
+    """Yield commands, and comments that a shell skips."""
     images = (ROUTER, WORKERS[device])
     yield "# In the root of the source tree:"
     yield from (shlex.join(image.build(engine, registry)) for image in images)
@@ -85,7 +85,7 @@ def lines(engine: str, device: str, registry: str) -> Iterator[str]:
 
 
 def packages(image: Image) -> str:
-    """Every Python package of the image, as a requirements file. The lock for CPU lacks torch: see the Dockerfile."""
+    """Return a requirements file of all Python packages of the image. The CPU lock lacks torch: see the Dockerfile."""
     text = (REQUIREMENTS / f"{image.lock}.lock").read_text()
     if image.device == "cpu":
         pins = (REQUIREMENTS / "constraints-cpu.txt").read_text().splitlines()
@@ -94,10 +94,10 @@ def packages(image: Image) -> str:
 
 
 def write_bom(image: Image, folder: Path) -> Path:
-    """Write a bill of materials of the image's Python packages (CycloneDX JSON). CalledProcessError: a broken lock."""
+    """List the image's Python packages as CycloneDX JSON. Raises CalledProcessError for a broken lock."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{image.reference.replace(':', '-')}.cdx.json"
-    quiet = ["-W", "ignore:The Component this BOM:UserWarning"]  # a lock does not say which package asked for which
+    quiet = ["-W", "ignore:The Component this BOM:UserWarning"]  # locks do not name the users of a package
     tool = [sys.executable, *quiet, "-m", "cyclonedx_py", "requirements", "--pyproject", str(ROOT / "pyproject.toml")]
     command = [*tool, "--output-reproducible", "--output-file", str(path), "-"]
     subprocess.run(command, input=packages(image), text=True, check=True)

@@ -1,4 +1,4 @@
-"""Runs Helm on the chart: templates of a preset as objects, and as text to be compared with k8s/golden."""
+"""Run Helm on the chart: render a preset as objects, or as the text that k8s/golden keeps."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ ROOT = Path(__file__).parents[2]
 CHART = ROOT / "helm" / "millrace"
 GOLDEN = ROOT / "k8s" / "golden"
 SCHEMA = CHART / "values.schema.json"
-INSTALLED = ROOT / ".venv" / "helm" / "node_modules"  # by `make setup`: helm, and the oldest one that must do
+INSTALLED = ROOT / ".venv" / "helm" / "node_modules"  # by `make setup`: the newest helm and the oldest supported one
 NAMES = {"helm": "helm-newest/bin/helm", "oldest": "helm-oldest/bin/helm"}
 RELEASE, NAMESPACE, KUBERNETES = "demo", "millrace", "1.31.0"
 OPERATOR = "monitoring.coreos.com/v1"  # the cluster has it
-EDITED = "images.registry=registry.example/millrace"  # the one value that presets for GPUs cannot know
+EDITED = "images.registry=registry.example/millrace"  # presets for GPUs have no default for this value
 ELIDED = ("preflight.py", "start.sh", "helm_test.py")  # contents of files/, which have tests of their own
 Object = dict[str, Any]
 
 
 class _Dumper(yaml.SafeDumper):
-    """Texts with several lines as such, and no anchors."""
+    """Writes a text of several lines as a block, and never an anchor."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -42,11 +42,11 @@ _Dumper.add_representer(str, _text)
 
 
 class ChartError(Exception):
-    """Helm refused; the message is its own."""
+    """Helm refused the chart or its values; the message is Helm's own."""
 
 
 def find_helm(which: str = "helm") -> Path | None:
-    """The one that `make setup` has installed; else, but not for "oldest", the one of $PATH."""
+    """Return the helm that `make setup` installed, else the one on $PATH (never for "oldest")."""
     installed = INSTALLED / NAMES[which]
     if installed.is_file():
         return installed
@@ -68,7 +68,7 @@ def fabrics() -> list[str]:
 
 @cache
 def template(files: tuple[Path, ...], sets: tuple[str, ...] = (), which: str = "helm") -> str:
-    """The manifests. `sets`: KEY=JSON or KEY=TEXT, as for --set. ChartError when Helm refuses."""
+    """Render the manifests. `sets` are KEY=JSON or KEY=TEXT, as for --set. Raises ChartError when Helm refuses."""
     arguments = ["template", RELEASE, str(CHART), "--namespace", NAMESPACE, "--set", EDITED]
     arguments += ["--kube-version", KUBERNETES, "--api-versions", OPERATOR]
     for file in files:
@@ -90,13 +90,13 @@ def run(arguments: Sequence[str], which: str = "helm") -> str:
 
 @cache
 def objects(manifests: str) -> list[Object]:
-    """Not to be changed."""
+    """Parse manifests. The result is cached: callers must not change it."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast where it was built
     return [item for item in yaml.load_all(manifests, loader) if item]
 
 
 def golden(name: str) -> str:
-    """A preset as it is kept: sorted, and with the contents of files/ left out."""
+    """Return the text that k8s/golden keeps of a preset: sorted objects without the contents of files/."""
     items = sorted(objects(template((preset_file(name),))), key=lambda item: (item["kind"], item["metadata"]["name"]))
     return yaml.dump_all(map(elided, items), Dumper=_Dumper, sort_keys=False, width=120)
 
@@ -111,7 +111,7 @@ def elided(item: Object) -> Object:
 
 
 def without_checksums(node: Any) -> Any:
-    """They change with the contents of files/."""
+    """Replace the checksums, which change with the contents of files/."""
     if isinstance(node, dict):
         return {key: "(sum)" if key == "checksum/config" else without_checksums(value) for key, value in node.items()}
     return [without_checksums(value) for value in node] if isinstance(node, list) else node
@@ -122,7 +122,7 @@ def _is_file(key: str) -> bool:
 
 
 def written() -> Iterator[tuple[Path, str]]:
-    """Every file that `make golden` writes, with its text; the schema first, which Helm checks the rest with."""
+    """Yield every file that `make golden` writes, with its text. The schema is first: Helm needs it."""
     yield SCHEMA, schema.text(fabrics())
     for name in presets():
         yield GOLDEN / f"{name}.yaml", golden(name)

@@ -1,4 +1,4 @@
-"""values.schema.json: what every value may be. Unknown keys are refused everywhere but in what Kubernetes defines."""
+"""Make values.schema.json. It refuses unknown keys, except inside objects that Kubernetes defines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PORT: Schema = {"type": "integer", "minimum": 1, "maximum": 65535}
 SECONDS: Schema = {"type": "integer", "minimum": 0}
 COUNT: Schema = {"type": "integer", "minimum": 0}
 POSITIVE: Schema = {"type": "integer", "minimum": 1}
-ANY_OBJECT: Schema = {"type": "object"}  # of Kubernetes' own types
+ANY_OBJECT: Schema = {"type": "object"}  # Kubernetes defines and checks it
 STRINGS: Schema = {"type": "object", "additionalProperties": TEXT}
 VARIABLE_NAME: Schema = {"pattern": "^[A-Za-z_][A-Za-z0-9_]*$"}
 VARIABLES: Schema = {
@@ -24,7 +24,7 @@ VARIABLES: Schema = {
     "additionalProperties": {"type": ["string", "number", "boolean"]},
 }
 SOURCES = ("secretKeyRef", "configMapKeyRef", "fieldRef", "resourceFieldRef")
-ENV: Schema = {  # a map is a valueFrom
+ENV: Schema = {  # a map becomes a valueFrom
     "type": "object",
     "propertyNames": VARIABLE_NAME,
     "additionalProperties": {
@@ -58,7 +58,7 @@ def ref(name: str) -> Schema:
 
 
 def closed(**properties: Schema) -> Schema:
-    """An object with these properties at most."""
+    """Return the schema of an object that has no other properties."""
     return {"type": "object", "additionalProperties": False, "properties": properties}
 
 
@@ -97,7 +97,7 @@ SCHEDULING = closed(
     runtimeClassName=TEXT,
     spread=list_of(TEXT),
 )
-PODS = {  # routers and workers alike
+PODS = {  # keys of routers and workers
     "config": {},
     "drain": DRAIN,
     "terminationGracePeriodSeconds": {"type": ["integer", "null"], "minimum": 0},
@@ -177,10 +177,10 @@ RAY = closed(
 )
 
 
-DEVICE: Schema = {"type": "string", "pattern": "^[A-Za-z0-9_-]+$"}  # of RDMA, or how its name begins
+DEVICE: Schema = {"type": "string", "pattern": "^[A-Za-z0-9_-]+$"}  # the name of an RDMA device, or its first letters
 
 
-WORKER["type"] = ["object", "null"]  # anyOf would begin every message with "must validate at least one schema"
+WORKER["type"] = ["object", "null"]  # with anyOf every message would begin with "must validate at least one schema"
 
 
 def fabric(presets: list[str]) -> Schema:
@@ -231,7 +231,7 @@ GATEWAY = closed(
 
 
 def values_schema(fabrics: list[str]) -> Schema:
-    """`fabrics`: the names of files/fabrics.yaml."""
+    """Return the whole schema. `fabrics` are the names in files/fabrics.yaml."""
     values = closed(
         nameOverride=NAME,
         fullnameOverride=NAME,

@@ -22,7 +22,7 @@ app = typer.Typer(add_completion=False)
 
 
 class Report:
-    """A row per step. After the first failure nothing else is started."""
+    """Prints a row per step. After the first failure no further step starts."""
 
     def __init__(self) -> None:
         self.table = Table("step", "result", "seconds", "what")
@@ -43,7 +43,7 @@ class Report:
 
 @app.command()
 def main(
-    context: Annotated[str, typer.Option(help="of kubectl; there is no default, so that nobody hits a wrong cluster")],
+    context: Annotated[str, typer.Option(help="of kubectl; it has no default, which could be a wrong cluster")],
     registry: Annotated[str, typer.Option(help="images.registry of the chart; empty: images are on the nodes")] = "",
     namespace: Annotated[str, typer.Option(help="is made, and deleted at the end")] = "millrace-cluster-test",
     values: Annotated[list[Path] | None, typer.Option(help="further values files for all releases")] = None,
@@ -94,7 +94,7 @@ def _prepare(cluster: Cluster) -> str:
 
 
 def _explain(cluster: Cluster) -> None:
-    """What a reader looks at first after a failure."""
+    """Print pods and events, which explain most failures."""
     for arguments in (("get", "pods", "--output", "wide"), ("get", "events", "--sort-by=.lastTimestamp")):
         try:
             typer.echo("\n".join(cluster.kubectl(*arguments).splitlines()[-30:]), err=True)
@@ -103,7 +103,7 @@ def _explain(cluster: Cluster) -> None:
 
 
 def _clean(cluster: Cluster) -> bool:
-    """Whether the namespace could not be deleted."""
+    """Delete the namespace; return whether that failed."""
     try:
         cluster.kubectl("delete", "namespace", cluster.namespace, f"--timeout={cluster.timeout}s")
     except Failed as error:

@@ -1,4 +1,4 @@
-"""What the steps decide, from what kubectl says: no command is run here."""
+"""Decisions of the steps, made from the output of kubectl. No command is run here."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def namespace(name: str) -> Object:
 
 
 def check_free(found: Iterable[Object]) -> None:
-    """Failed where the namespace is there: it is left by an earlier run, or somebody else's."""
+    """Raise Failed if the namespace exists: an earlier run left it, or it belongs to something else."""
     for item in found:
         name, ours = item["metadata"]["name"], OURS.items() <= (item["metadata"].get("labels") or {}).items()
         left = f"left by an earlier run: kubectl delete namespace {name}"
@@ -34,7 +34,7 @@ def version(said: str) -> str:
     """Of the API server, from `kubectl version --output json`, as Helm takes it: 1.31.0."""
     found = re.match(r"v?(\d+\.\d+\.\d+)", json.loads(said).get("serverVersion", {}).get("gitVersion", ""))
     if found is None:
-        raise Failed(f"the API server does not tell its version: {said.strip()}")
+        raise Failed(f"the answer of the API server has no version: {said.strip()}")
     return found[1]
 
 
@@ -83,7 +83,7 @@ def verdict(log: str) -> str:
         found = json.loads(log.strip().splitlines()[-1])
         sent, failed, reasons = found["sent"], found["failed"], found["reasons"]
     except (IndexError, KeyError, ValueError) as error:
-        raise Failed(f"the load said nothing that can be read: {log[-200:]!r}") from error
+        raise Failed(f"the load printed nothing that can be read: {log[-200:]!r}") from error
     if failed or not sent:
         raise Failed(f"{failed} of {sent} requests failed: {'; '.join(reasons) or 'none was sent'}")
     return f"{sent} requests, none failed"

@@ -1,4 +1,4 @@
-"""Runs kubectl, helm and docker. Nothing is decided here."""
+"""Run kubectl, helm and docker."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 
 from millrace_chart.render import CHART, find_helm
 
-LAST = 15  # lines of what a failed command said
+LAST = 15  # lines of a failed command's output that its error shows
 
 
 class Failed(Exception):
-    """A step failed; the message is the reason, for people."""
+    """A step failed; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """One context and namespace. `timeout`: seconds that one wait may take."""
+    """One context and namespace. `timeout` is the longest wait in seconds."""
 
     context: str
     namespace: str
@@ -29,7 +29,7 @@ class Cluster:
         return run([binary("kubectl"), "--context", self.context, "--namespace", self.namespace, *arguments], stdin)
 
     def get(self, *arguments: str) -> list[dict[str, Any]]:
-        """The objects that `kubectl get` finds."""
+        """Return the objects that `kubectl get` finds."""
         found = json.loads(self.kubectl("get", *arguments, "--output", "json"))
         return list(found["items"]) if "items" in found else [found]
 
@@ -37,12 +37,12 @@ class Cluster:
         return run([binary("helm"), "--kube-context", self.context, "--namespace", self.namespace, *arguments])
 
     def install(self, release: str, *arguments: str) -> None:
-        """Installs or upgrades, and waits until all is ready."""
+        """Install or upgrade a release, and wait until all of it is ready."""
         self.helm("upgrade", release, str(CHART), "--install", "--wait", "--timeout", f"{self.timeout}s", *arguments)
         self.settled(release)
 
     def settled(self, release: str) -> None:
-        """Waits until no Deployment of the release is being rolled out. Helm lets those be that have one pod less."""
+        """Wait until no Deployment of the release is being rolled out. Helm accepts one missing pod."""
         for found in self.get("deployment", "--selector", f"app.kubernetes.io/instance={release}"):
             name = f"deployment/{found['metadata']['name']}"
             self.kubectl("rollout", "status", name, f"--timeout={self.timeout}s")
@@ -52,7 +52,7 @@ class Cluster:
 
 
 def binary(name: str) -> str:
-    """Failed where there is none."""
+    """Return the path of a program. Raises Failed if there is none."""
     found = shutil.which(name) or (find_helm() if name == "helm" else None)
     if found is None:
         raise Failed(f"there is no {name} on the PATH")
@@ -60,7 +60,7 @@ def binary(name: str) -> str:
 
 
 def run(command: list[str], stdin: str = "") -> str:
-    """What it printed; Failed with the last that it said where it ends badly."""
+    """Run a command and return its output. Raises Failed with the last lines of the output if the command fails."""
     done = subprocess.run(command, input=stdin, capture_output=True, text=True)
     if done.returncode:
         said = (done.stderr.strip() or done.stdout.strip()).splitlines()[-LAST:]

@@ -94,7 +94,7 @@
 {{- end -}}
 {{- if and (gt (int $pool.gpus) 0) (not $images.registry) (not (contains "/" $images.gpuWorker.repository)) (ne
   $pool.image.pullPolicy "Never") -}}
-{{- fail (printf "images.registry: required for the GPUs of %s, because nobody publishes the images: `make images` prints how to build and push them (pullPolicy Never: they are on the nodes)" $at) -}}
+{{- fail (printf "images.registry: required for the GPUs of %s, because the images are not published: `make images` prints how to build and push them (pullPolicy Never: they are on the nodes)" $at) -}}
 {{- end -}}
 {{- if and (gt (int $pool.gpus) 0) (not $pool.gpuResource) (not $pool.resourceClaims) -}}
 {{- fail (printf "%s.gpuResource: required, or resourceClaims that bring the GPUs" $at) -}}

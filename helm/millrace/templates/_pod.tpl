@@ -18,7 +18,7 @@ capabilities: {drop: [ALL]}
 {{- end -}}
 
 {{/* (dict "port" 9091 "startup" 60 "startupService" "liveness"): of grpc.health.v1 on the plain health port. `liveness` is
-     the process alone: a busy device or a lost peer restarts nobody. Readiness is the empty service name. */}}
+     the process alone: a busy device or a lost peer restarts no container. Readiness is the empty service name. */}}
 {{- define "millrace.probes" -}}
 startupProbe:
   grpc: {port: {{ int .port }}, service: {{ .startupService | quote }}}

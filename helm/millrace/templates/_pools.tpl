@@ -1,6 +1,6 @@
 {{/* Worker pools, and the checkpoint that each of them serves. */}}
 
-{{/* All pools by name, as JSON: {"prefill": {...}}. A pool is workerDefaults with what workers.NAME says differently, and:
+{{/* All pools by name, as JSON: {"prefill": {...}}. A pool is workerDefaults, overridden by workers.NAME, and:
      name, role, fullname, service (the name of its Service), image (see millrace.image), model (whole), modelPath, grace.
      A pool that is null is none, so that a file of values can take one away. Without any, those of presets/cpu-tiny.yaml
      are taken: they are not defaults in values.yaml, where a preset would be merged with them. */}}
@@ -30,7 +30,7 @@
 {{- $pools | toJson -}}
 {{- end -}}
 
-{{/* pool -> the label by which discovery knows its revision, on pods and (for EndpointSlices, which copy it) on its Service */}}
+{{/* pool -> the label by which discovery finds its revision, on pods and (for EndpointSlices, which copy it) on its Service */}}
 {{- define "millrace.revision" -}}
 {{- with .revision }}
 millrace/revision: {{ . | quote }}

@@ -1,4 +1,4 @@
-{{/* Whether monitors and rules are made: `auto` asks whether the cluster knows them, so that an install does not fail */}}
+{{/* Whether monitors and rules are made: `auto` looks whether the cluster has their CRDs, so that an install does not fail */}}
 {{- define "millrace.monitored" -}}
 {{- $enabled := .Values.monitoring.enabled -}}
 {{- if or (eq (toString $enabled) "true") (and (eq (toString $enabled) "auto") (.Capabilities.APIVersions.Has
