@@ -40,6 +40,8 @@ from millrace_serve.engine.schedule.requests import Requests
 from millrace_serve.engine.schedule.scheduler import Scheduler
 from millrace_serve.engine.schedule.sequence import Phase, Sequence, Transfer, Trust
 
+RUNNING, DONE = Phase.RUNNING, Phase.DONE  # Python 3.11 takes as long for a member of an enum as for a call
+
 
 class DecodeScheduler(Scheduler):
     def __init__(self, config: EngineConfig, requests: Requests, pages: Pages, num_queries: int = 1) -> None:
@@ -188,7 +190,7 @@ class DecodeScheduler(Scheduler):
         decode, q = plan.decode, self._num_queries
         for seq in self._decoding:
             reserved, capacity = seq.num_reserved, seq.capacity
-            if reserved < capacity and not seq.undecided:
+            if reserved < capacity and (seq.grammar is None or not seq.undecided):
                 seq.num_computed = len(seq.tokens)
                 seq.num_reserved = reserved + q if reserved + q < capacity else capacity
                 seq.inflight += 1
@@ -250,26 +252,27 @@ class DecodeScheduler(Scheduler):
     def _take_result(self, seq: Sequence, index: int, row: int, tokens: list[list[int]], output: StepOutput) -> None:
         """`row` is -1 for a chunk that sampled nothing. A preempted sequence (WAITING) still takes its tokens."""
         seq.inflight -= 1
-        if output.corrupt and index in output.corrupt and seq.phase is not Phase.DONE:
+        if output.corrupt and index in output.corrupt and seq.phase is not DONE:
             seq.trust = Trust.CORRUPT
             self._stop(seq, FinishReason.ERROR, Failure(Reason.KV_MISMATCH, output.corrupt[index]))
-        elif row >= 0 and seq.phase is not Phase.DONE:
+        elif row >= 0 and seq.phase is not DONE:
             self._append(seq, row, tokens[row], output)
-        if seq.phase is not Phase.RUNNING and not seq.inflight and seq in self.leaving:
+        if not seq.inflight and seq.phase is not RUNNING and seq in self.leaving:
             self._settle(seq)
 
     def _append(self, seq: Sequence, row: int, tokens: list[int], output: StepOutput) -> None:
-        seq.trust = Trust.PROVEN
-        if seq.silent and seq.phase is Phase.RUNNING:
-            self._share_prompt(seq)
-        count, finish = seq.extend(tokens)
-        self.outbox.output(seq, output.outputs(row, tokens[:count], seq.request.sampling), finish)
+        if seq.silent:
+            seq.trust = Trust.PROVEN
+            if seq.phase is RUNNING:
+                self._share_prompt(seq)
+        tokens, finish = seq.extend(tokens)
+        self.outbox.output(seq, output.outputs(row, tokens, seq), finish)
         if finish is not None:
             self._take_off(seq)
             self._leave(seq, Phase.DONE)
         elif seq.grammar is not None and (refused := seq.grammar.accept(tokens)):
             self._stop(seq, FinishReason.ERROR, refused)
-        elif self._num_queries > 1 and seq.phase is Phase.RUNNING:
+        elif self._num_queries > 1 and seq.phase is RUNNING:
             self._narrow(seq)
 
     def _narrow(self, seq: Sequence) -> None:

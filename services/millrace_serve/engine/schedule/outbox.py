@@ -18,16 +18,16 @@ from millrace_serve.engine.schedule.sequence import Sequence
 class Outbox:
     def __init__(self) -> None:
         self.totals = dict.fromkeys(("preemptions", "steps", "cached_tokens", "prompt_tokens", "output_tokens"), 0)
-        self._events = Events()
+        self._outputs: list[SequenceOutput] = []
+        self._parts: list[KvPart] = []
+        self._reserved: list[KvReserved] = []
 
     def __bool__(self) -> bool:
-        """Cache changes alone wait for the next step: they are hints for routers."""
-        events = self._events
-        return bool(events.outputs or events.parts or events.reserved)
+        return bool(self._outputs or self._parts or self._reserved)
 
     def refuse(self, request: Request, failure: Failure) -> None:
         first = request.num_prior_outputs
-        self._events.outputs.append(SequenceOutput(request.id, first, [], FinishReason.ERROR, failure))
+        self._outputs.append(SequenceOutput(request.id, first, [], FinishReason.ERROR, failure))
 
     def admitted(self, seq: Sequence, now: float) -> None:
         """`seq` got its first pages; a sequence that was preempted does not count again."""
@@ -47,18 +47,20 @@ class Outbox:
     ) -> SequenceOutput:
         """`tokens` are the newest of seq.tokens."""
         cached, queued_s = (seq.num_cached_tokens, seq.queued_s) if seq.silent else (0, 0.0)
-        output = SequenceOutput(seq.id, seq.num_outputs - len(tokens), tokens, finish, error, cached, queued_s)
+        first = len(seq.tokens) - seq.num_prompt - len(tokens)
+        output = SequenceOutput(seq.id, first, tokens, finish, error, cached, queued_s)
         seq.silent = False
-        self._events.outputs.append(output)
+        self._outputs.append(output)
         self.totals["output_tokens"] += len(tokens)
         return output
 
     def part(self, part: KvPart) -> None:
-        self._events.parts.append(part)
+        self._parts.append(part)
 
     def reserved(self, reserved: KvReserved) -> None:
-        self._events.reserved.append(reserved)
+        self._reserved.append(reserved)
 
     def take(self) -> Events:
-        events, self._events = self._events, Events()
+        events = Events(self._outputs, self._parts, self._reserved)
+        self._outputs, self._parts, self._reserved = [], [], []
         return events

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from millrace_serve.engine.core import SamplingParams, TokenOutput, TopLogprob
+from millrace_serve.engine.core import TokenOutput, TopLogprob
 from millrace_serve.engine.schedule.sequence import Sequence
 
 
@@ -56,12 +56,11 @@ class StepOutput:
             rows = [row[:count] for row, count in zip(rows, self.counts.tolist(), strict=True)]
         return rows
 
-    def outputs(self, row: int, tokens: list[int], params: SamplingParams) -> list[TokenOutput]:
-        """The first accepted tokens of a row, with the logprobs that `params` asks for."""
-        if params.logprobs is None:
-            return [TokenOutput(token) for token in tokens]
-        assert self.logprobs is not None and self.top_ids is not None and self.top_logprobs is not None
-        ids = self.top_ids[row, :, : params.logprobs].tolist()
-        values = self.top_logprobs[row, :, : params.logprobs].tolist()
+    def outputs(self, row: int, tokens: list[int], seq: Sequence) -> list[TokenOutput]:
+        """The first accepted tokens of a row, with as many logprobs as the request of `seq` asks for."""
+        if self.logprobs is None or (count := seq.request.sampling.logprobs) is None:
+            return list(map(TokenOutput, tokens))
+        assert self.top_ids is not None and self.top_logprobs is not None
+        ids, values = self.top_ids[row, :, :count].tolist(), self.top_logprobs[row, :, :count].tolist()
         tops = [tuple(map(TopLogprob, *top)) for top in zip(ids, values, strict=True)]
         return list(map(TokenOutput, tokens, self.logprobs[row].tolist(), tops))

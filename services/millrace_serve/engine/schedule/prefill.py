@@ -131,7 +131,7 @@ class PrefillScheduler(Scheduler):
     def _finish(self, seq: Sequence, row: int, tokens: list[int], output: StepOutput) -> None:
         """The prompt is complete: its first token goes out with the last part."""
         _, finish = seq.extend(tokens)
-        first = self.outbox.output(seq, output.outputs(row, tokens, seq.request.sampling), finish)
+        first = self.outbox.output(seq, output.outputs(row, tokens, seq), finish)
         self._publish(seq, len(seq.pages), first)
         del self._running[seq]
         self._leave(seq, Phase.PARKED)

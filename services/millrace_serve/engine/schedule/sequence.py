@@ -195,16 +195,19 @@ class Sequence:
         """The KV of exactly so many tokens is in the pages, or will be with the step that is being planned."""
         self.num_computed = self.num_reserved = num_tokens
 
-    def extend(self, tokens: list[int]) -> tuple[int, FinishReason | None]:
-        """Append outputs up to the one that ends the sequence. Returns their number, and why it ends."""
-        known, stop_ids, limit = self.tokens, self.stop_ids, self.limit
+    def extend(self, tokens: list[int]) -> tuple[list[int], FinishReason | None]:
+        """Append outputs up to the one that ends the sequence. Returns these outputs, and why the sequence ends."""
+        known, limit = self.tokens, self.limit
+        if len(known) + len(tokens) < limit and self.stop_ids.isdisjoint(tokens):  # nearly always
+            known += tokens
+            return tokens, None
         for count, token in enumerate(tokens, start=1):
             known.append(token)
-            if token in stop_ids and self.num_outputs > self.request.sampling.min_tokens:
-                return count, FinishReason.STOP
+            if token in self.stop_ids and self.num_outputs > self.request.sampling.min_tokens:
+                return tokens[:count], FinishReason.STOP
             if len(known) >= limit:
-                return count, FinishReason.LENGTH
-        return len(tokens), None
+                return tokens[:count], FinishReason.LENGTH
+        return tokens, None
 
     def check(self) -> None:
         """Assert that what the sequence holds fits its phase, by the table above."""
