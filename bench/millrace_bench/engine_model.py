@@ -161,11 +161,11 @@ def _replay_ms(engine: Engine, batch: int, repeats: int = 20) -> float | None:
     def replays() -> float:
         with torch.inference_mode():
             device = device_of(runner._device.torch)
-            graphs._replays[bucket]()
+            graphs._replays[bucket, 1]()
             device.synchronize()
             started = time.perf_counter()
             for _ in range(repeats):
-                graphs._replays[bucket]()
+                graphs._replays[bucket, 1]()
             device.synchronize()
             return (time.perf_counter() - started) / repeats * 1e3
 
@@ -180,10 +180,10 @@ def _replay_is_exact(engine: Engine, batch: int) -> bool:
 
     def compare() -> bool:
         with torch.inference_mode():
-            graphs._replays[bucket]()
+            graphs._replays[bucket, 1]()
             replayed = graphs._logits[:bucket].clone()
             graphs._logits.fill_(torch.nan)
-            graphs._body(bucket)()
+            graphs._body(bucket, 1)()
             return torch.equal(replayed, graphs._logits[:bucket])
 
     return runner.call(compare)

@@ -15,7 +15,6 @@ from millrace_serve.engine.core import Submit
 from millrace_serve.engine.engine import Engine
 from millrace_serve.engine.start import startup
 from millrace_serve.engine.start.torch_factory import build_engine
-from millrace_serve.engine.step.graphs import Columns, DecodeGraphs, columns_size
 from millrace_serve.model.parallel import ParallelDims
 from millrace_testing.paths import TINY
 
@@ -77,16 +76,14 @@ def test_what_other_processes_compile_ahead_is_compiled_once(tmp_path: Path, cap
     assert "compile ahead failed" not in caplog.text and "cannot compile ahead" not in caplog.text
 
 
-def fill(graphs: DecodeGraphs, bucket: int, position: int) -> None:
-    """The bucket's buffers: every row has a token and a page of its own, as rows that are no padding have."""
-    columns, rows = Columns.of(graphs._block[: columns_size(bucket)], bucket, torch.int32), torch.arange(bucket).cuda()
-    graphs._last_tokens[:bucket] = 10 + rows + position
-    graphs._page_table[:bucket, 0] = 1 + rows  # page 0 is the sink
-    columns.slots.copy_(rows)
-    columns.positions.fill_(position)
-    columns.kv_slots.copy_((1 + rows) * PAGE + position)
-    columns.seq_lens.fill_(position + 1)
-    columns.num_tokens.fill_(bucket)
+def fill(one: Engine, bucket: int, position: int) -> None:
+    """The slots' state: each of the first slots has tokens and a page of its own, as rows that are no padding have."""
+    state, graphs, slots = one._runner.slots, one._runner._graphs, torch.arange(bucket).cuda()
+    state.last_tokens[:bucket] = 10 + slots[:, None] + position
+    state.page_table[:bucket, 0] = 1 + slots  # page 0 is the sink
+    state.lengths[:bucket], state.capacity[:bucket] = position, PAGE
+    graphs._slots[:bucket] = slots
+    graphs._num_rows.fill_(bucket)
 
 
 def test_a_replay_is_bit_for_bit_the_call_it_was_captured_from() -> None:
@@ -94,11 +91,11 @@ def test_a_replay_is_bit_for_bit_the_call_it_was_captured_from() -> None:
     graphs = one._runner._graphs
     with torch.inference_mode():
         for bucket, position in itertools.product((1, 4, 9), range(3)):
-            fill(graphs, bucket, position)
-            graphs._replays[bucket]()
+            fill(one, bucket, position)
+            graphs._replays[bucket, 1]()
             replayed = graphs._logits[:bucket].clone()
             graphs._logits.fill_(torch.nan)
-            graphs._body(bucket)()
+            graphs._body(bucket, 1)()
             assert torch.equal(replayed, graphs._logits[:bucket])
             assert len(replayed.unique(dim=0)) == bucket, "rows with different tokens differ"
     one.close()

@@ -28,10 +28,10 @@ class Sampled:
     top_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
 
-    def token(self, row: int, token_id: int, one: SamplingParams) -> TokenOutput:
+    def token(self, row: int, token_id: int, seq: Sequence) -> TokenOutput:
         columns = (self.logprobs, self.top_ids, self.top_logprobs)
         parts = (None if column is None else column[:, None] for column in columns)
-        return StepOutput(self.tokens[:, None], np.ones(len(self.tokens)), *parts).outputs(row, [token_id], one)[0]
+        return StepOutput(self.tokens[:, None], np.ones(len(self.tokens)), *parts).outputs(row, [token_id], seq)[0]
 
 
 class Bench:
@@ -211,7 +211,7 @@ def test_logprobs_are_of_the_raw_distribution():
     output = bench(LOGITS.expand(2, V))
     raw = torch.log_softmax(LOGITS, 0)
     assert output.tokens[0] == 3
-    token = output.token(0, 3, bench.seqs[0].request.sampling)
+    token = output.token(0, 3, bench.seqs[0])
     assert token.logprob == pytest.approx(float(raw[3]), abs=1e-5)
     assert [top.token_id for top in token.top] == raw.argsort(descending=True)[:4].tolist()
-    assert output.token(1, int(output.tokens[1]), bench.seqs[1].request.sampling).top == ()
+    assert output.token(1, int(output.tokens[1]), bench.seqs[1]).top == ()

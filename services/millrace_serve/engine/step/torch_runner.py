@@ -116,7 +116,7 @@ class TorchRunner:
         answers = {}
         if step.canary is not None:
             answers["canaries"] = self._pool.canary_table()[step.canary.pages, :2]
-        logits, positions = self._forward(step) if graphs is None else graphs.run(step)
+        logits, positions = self._logits(step, graphs)
         if step.canary is not None:
             self._pool.canary_table()[step.canary.write_pages, :2] = step.canary.write_words
         if step.sample_slots.shape[0]:
@@ -124,8 +124,10 @@ class TorchRunner:
         self.slots.advance(step, answers.get("tokens"))
         return _reading(batch, self._staging.download(staging_slot, answers))
 
-    def _forward(self, step: StepBatch[Tensor]) -> tuple[Tensor, Tensor]:
+    def _logits(self, step: StepBatch[Tensor], graphs: DecodeGraphs | None) -> tuple[Tensor, Tensor]:
         """Logits float32 [S, V] of the sampled rows, and their positions."""
+        if graphs is not None:
+            return graphs.run(step)
         inputs = self.slots.inputs(step)
         return self.forward(inputs), inputs.positions[inputs.sample_rows]
 
