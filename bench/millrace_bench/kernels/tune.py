@@ -10,20 +10,13 @@ python -m millrace_bench.kernels.tune [--out FILE] [--seconds 70] [--only T=1]
 
 from __future__ import annotations
 
-import argparse
 import functools
-import itertools
-import time
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
-from millrace_bench.common import Record, print_record
-from millrace_bench.kernels.compile_ahead import compile_ahead
 from millrace_bench.kernels.dense import EP8, TP8
-from millrace_bench.kernels.numeric import rms_error
-from millrace_bench.kernels.timing import time_us
-from millrace_bench.kernels.tune_jobs import CUDA, Decode, Experts, Job, Linear
+from millrace_bench.kernels.tune_jobs import CUDA, Experts, Job, Linear
+from millrace_bench.kernels.tuning import Run, parser, times_of
 
 GAIN = 0.97  # a row is worth its line when it takes less than this part of the time
 COMPILE_PART = 0.6  # of the time, at most
@@ -35,37 +28,15 @@ def jobs() -> Iterator[Job]:
     tp8, both = ([(p.n, p.k) for p in products] for products in (TP8, (*TP8, *EP8)))
     yield from (Linear(1, n, k) for n, k in tp8)
     yield from (Experts(1, down) for down in (False, True))
-    yield from (Decode(batch, keys) for batch, keys in itertools.product((1, 4), (1024, 4096)))
     yield from (Linear(1, n, k) for n, k in dict.fromkeys(both) if (n, k) not in tp8)
     for num in (4, 16):
         yield from (Linear(num, n, k) for n, k in tp8)
         yield from (Experts(num, down) for down in (False, True))
 
 
-def compile_all(wanted: Iterable[Job], until: float) -> set[Hashable]:
-    """The keys that compiled before `until`."""
-    tasks: dict[Hashable, Callable[[], None]] = {}
-    for job in wanted:
-        for option in job.options():
-            tasks.setdefault(job.key(option), functools.partial(job.compile, option))
-    return compile_ahead(tasks, until)
-
-
-def tune(job: Job, ready: set[Hashable], until: float) -> dict[Any, float]:
-    """Microseconds by configuration, the one in use first; wrong ones and those that fail are left out."""
-    times: dict[Any, float] = {}
-    expected = job.wanted()
-    for option in job.options():
-        if job.key(option) not in ready or time.monotonic() > until:
-            continue
-        try:
-            calls = job.calls(option)
-            error = rms_error(calls[0](), expected)
-            assert error <= SAME, f"differs from the reference by {error:.1e}"
-            times[option] = time_us(calls, CUDA, samples=3)
-        except Exception as failure:  # too much shared memory, say
-            print(f"{job}: {option}: {type(failure).__name__}: {str(failure)[:200]}", flush=True)
-    return times
+def tune(job: Job, ready: set[Hashable], is_over: Callable[[], bool]) -> dict[Any, float]:
+    options = [option for option in job.options() if job.key(option) in ready]
+    return times_of(job, options, job.calls, CUDA, wanted=job.wanted(), same=SAME, is_over=is_over)
 
 
 def row(job: Job, times: dict[Any, float]) -> dict[str, Any]:
@@ -81,31 +52,22 @@ def row(job: Job, times: dict[Any, float]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Tune the kernels of a small decode step.")
-    parser.add_argument("--out", type=Path, help="a file for the JSON, rewritten after every job")
-    parser.add_argument("--seconds", type=float, default=70.0, help="for everything")
-    parser.add_argument("--only", default="", help="only jobs whose name contains this")
-    args = parser.parse_args()
-    start = time.monotonic()
-    rows: list[dict[str, Any]] = []
-    record = Record("tune", vars(args), {"rows": rows})  # its rows are still to come
-    until = start + args.seconds
+    options = parser("Tune the kernels of a small decode step.", 70.0)
+    options.add_argument("--only", default="", help="only jobs whose name contains this")
+    args = options.parse_args()
+    run = Run("tune", args)
     wanted = [job for job in jobs() if args.only in str(job)]
-    ready = compile_all(wanted, start + COMPILE_PART * args.seconds)
-    print(f"compiled after {time.monotonic() - start:.0f} s", flush=True)
-    for job in wanted:
-        if time.monotonic() > until:
-            print(f"no time left for {job}", flush=True)
-            continue
+    compiled = ((job.key(o), functools.partial(job.compile, o)) for job in wanted for o in job.options())
+    ready = run.compile(compiled, COMPILE_PART)
+
+    def measure(job: Job) -> dict[str, Any] | None:
         try:
-            if times := tune(job, ready, until):
-                rows.append(row(job, times))
-        except Exception as failure:  # the other jobs are still worth their rows
-            print(f"{job}: {type(failure).__name__}: {str(failure)[:200]}", flush=True)
-        job.__dict__.pop("inputs", None)
-        if args.out:
-            args.out.write_text(record.to_json() + "\n")
-    print_record(record)
+            times = tune(job, ready, lambda: run.is_over)
+            return row(job, times) if times else None
+        finally:
+            job.__dict__.pop("inputs", None)
+
+    run.measure(wanted, measure)
 
 
 if __name__ == "__main__":

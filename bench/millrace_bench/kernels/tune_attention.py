@@ -6,13 +6,10 @@ python -m millrace_bench.kernels.tune_attention [--op mla_decode] [--quick] [--s
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
-import time
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,11 +19,9 @@ from millrace_kernels.triton import mla_absorb, mla_decode, mla_prefill
 from millrace_kernels.triton.mla_absorb import Tile
 from torch import Tensor
 
-from millrace_bench.common import Record, print_record
 from millrace_bench.kernels import attention_inputs
 from millrace_bench.kernels.attention_inputs import Draw, Inputs
-from millrace_bench.kernels.compile_ahead import compile_ahead
-from millrace_bench.kernels.timing import time_us
+from millrace_bench.kernels.tuning import Run, parser, times_of
 
 HEADS, SETS = (16, 128), 16  # as many inputs take turns, so that weights come from memory
 COMPILE_PART = 0.5  # of the time, at most
@@ -40,6 +35,9 @@ class Task:
     run: Callable[..., object]  # with the inputs and one of the configurations
     options: list[dict[str, Any]]  # the one in use is the first
 
+    def __str__(self) -> str:
+        return f"{self.op:20}{self.shape:24}"
+
 
 def tasks(draw: Draw) -> Iterator[Task]:
     for heads, num in itertools.product(reversed(HEADS), (128, 256)):
@@ -47,7 +45,7 @@ def tasks(draw: Draw) -> Iterator[Task]:
     for heads in HEADS:
         for num in (1, 16):
             yield from _absorption(draw, num, heads)
-        for batch, keys in ((1, 4096), (32, 4096), (128, 4096)):
+        for batch, keys in ((1, 1024), (1, 4096), (4, 4096), (32, 4096), (128, 4096)):
             yield _decode(draw, heads, batch, keys)
         for num in (64, 4096):
             yield _prefill(draw, heads, num)
@@ -101,7 +99,8 @@ def _project_many(latent: Tensor, w_uv: Tensor, quantised: Fp8, tile: Tile | Non
 
 def _decode(draw: Draw, heads: int, batch: int, keys: int) -> Task:
     used = mla_decode.config(heads, draw.dtype)
-    others = itertools.product((16, 32, 64), (32, 64), (132, 264, 528), (4, 8), (2, 3))
+    widths, programs = ((16, 32, 64), (32, 64, 132, 264)) if batch <= 4 else ((32, 64), (132, 264, 528))
+    others = itertools.product((16, 32, 64), widths, programs, (4, 8), (2, 3))
     options = dict.fromkeys((used, *(mla_decode.Config(*other) for other in others if other[0] <= max(heads, 16))))
     make = functools.partial(attention_inputs.mla_decode, draw, (keys,) * batch, 1, heads, draw.dtype)
     chosen = [{"chosen": option} for option in options]
@@ -126,53 +125,45 @@ def _found(op: str) -> list[Task]:
     return [task for task in tasks(Draw("cuda", torch.bfloat16)) if op in task.op]
 
 
-def compile_all(op: str, until: float) -> set[Hashable]:
-    """(op, option) of those that compiled before `until`, at the first shape that has them."""
-    compiling: dict[Hashable, Callable[[], None]] = {}
+def compiled(op: str) -> Iterator[tuple[Hashable, Callable[[], None]]]:
+    """(op, option), which compile at the first shape that has them."""
     for index, task in enumerate(_found(op)):
         for number, option in enumerate(task.options):
-            compiling.setdefault((task.op, str(option)), functools.partial(compile_one, op, index, number))
-    return compile_ahead(compiling, until)
+            yield (task.op, str(option)), functools.partial(compile_one, op, index, number)
 
 
-def tune(
-    task: Task, ready: set[Hashable], device: torch.device, samples: int
-) -> Iterator[tuple[dict[str, Any], float]]:
-    """Microseconds of each configuration, in the task's order; those that the GPU refuses are left out."""
+def tune(task: Task, ready: set[Hashable], device: torch.device, samples: int) -> dict[str, float]:
     sets = [task.make() for _ in range(SETS if task.op.startswith(("absorb_q", "project_v")) else 1)]
-    for option in task.options:
-        if (task.op, str(option)) not in ready:
-            continue
-        try:
-            yield option, time_us([functools.partial(task.run, **inputs, **option) for inputs in sets], device, samples)
-        except Exception as error:  # too much shared memory, say
-            print(f"{task.op} {task.shape} {option}: {type(error).__name__}")
+    options = {str(option): option for option in task.options if (task.op, str(option)) in ready}
+
+    def calls(name: str) -> list[Callable[[], object]]:
+        return [functools.partial(task.run, **inputs, **options[name]) for inputs in sets]
+
+    return times_of(task, options, calls, device, samples=samples)
+
+
+def report(task: Task, times: dict[str, float]) -> dict[str, Any] | None:
+    if not times:
+        return None
+    best, used = next(iter(times)), str(task.options[0])
+    in_use = times.get(used, float("nan"))
+    print(f"{task}{times[best]:10.1f} us with {best}, {in_use:.1f} with {used}", flush=True)
+    return {
+        "op": task.op,
+        "shape": task.shape,
+        "used": used,
+        "us": [[name, round(us, 2)] for name, us in times.items()],
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Tune attention's own kernels.")
-    parser.add_argument("--op", default="", help="only ops whose name contains this")
-    parser.add_argument("--quick", action="store_true", help="fewer samples")
-    parser.add_argument("--seconds", type=float, default=180.0, help="after which no further shape is begun")
-    parser.add_argument("--out", type=Path, help="a file for the JSON, rewritten after every shape")
-    args = parser.parse_args()
-    until, device = time.monotonic() + args.seconds, torch.device("cuda")
-    ready = compile_all(args.op, until - (1 - COMPILE_PART) * args.seconds)
-    rows: list[dict[str, Any]] = []
-    record = Record("tune", vars(args), {"rows": rows})  # its rows are still to come
-    for task in _found(args.op):
-        if time.monotonic() > until:
-            print(f"no time left for {task.op} {task.shape}", flush=True)
-            continue
-        times = list(tune(task, ready, device, samples=3 if args.quick else 7))
-        if not times:
-            continue
-        best, us = min(times, key=lambda item: item[1])
-        print(f"{task.op:20}{task.shape:24}{us:10.1f} us with {best}, {times[0][1]:.1f} with {times[0][0]}", flush=True)
-        rows.append({"op": task.op, "shape": task.shape, "us": [[str(option), round(us, 2)] for option, us in times]})
-        if args.out:
-            args.out.write_text(record.to_json() + "\n")
-    print_record(record)
+    options = parser("Tune attention's own kernels.", 180.0)
+    options.add_argument("--op", default="", help="only ops whose name contains this")
+    options.add_argument("--quick", action="store_true", help="fewer samples")
+    args, device = options.parse_args(), torch.device("cuda")
+    run = Run("tune_attention", args)
+    ready, samples = run.compile(compiled(args.op), COMPILE_PART), 3 if args.quick else 7
+    run.measure(_found(args.op), lambda task: report(task, tune(task, ready, device, samples)))
 
 
 if __name__ == "__main__":

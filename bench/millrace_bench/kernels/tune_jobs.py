@@ -15,17 +15,13 @@ from typing import Any
 
 import torch
 from millrace_kernels.fp8 import BLOCK, Fp8, quant_blocks
-from millrace_kernels.lib import flash_mla
 from millrace_kernels.ref import fp8 as ref_fp8
-from millrace_kernels.ref import mla_decode as ref_decode
 from millrace_kernels.ref import moe_experts as ref_experts
-from millrace_kernels.triton import mla_decode, moe_one, moe_small
+from millrace_kernels.triton import moe_one, moe_small
 from millrace_kernels.triton.gemv import Gemv
 from millrace_kernels.triton.small_linear import Config, config, reduce_parts, small_linear_with
 from torch import Tensor
 
-from millrace_bench.kernels import attention_inputs
-from millrace_bench.kernels.attention_inputs import Draw
 from millrace_bench.kernels.driver import COLD_BYTES
 from millrace_bench.kernels.expert_inputs import choose
 from millrace_bench.kernels.moe import TP8_SHARED, draw_weights
@@ -171,52 +167,4 @@ def _routings(num: int) -> list[tuple[Tensor, Tensor]]:
     return [choose(num, TP8_SHARED.dims, CUDA, generator) for _ in range(4)]
 
 
-@dataclass(frozen=True)
-class Decode:
-    """16 heads; FlashMLA, whose schedule is not counted, is one of the options."""
-
-    batch: int
-    keys: int
-    heads: int = 16
-
-    def __str__(self) -> str:
-        return f"mla_decode B={self.batch} L={self.keys} H={self.heads}"
-
-    @property
-    def nbytes(self) -> float:
-        return 2 * 576 * self.batch * self.keys
-
-    def options(self) -> list[Any]:
-        used = mla_decode.config(self.heads, torch.bfloat16)
-        tiles = ((16, 4, 2), (32, 4, 1), (32, 4, 2), (32, 8, 2), (64, 8, 1), (64, 8, 2))
-        others = [
-            mla_decode.Config(16, block_n, programs, warps, stages)
-            for (block_n, warps, stages), programs in itertools.product(tiles, (32, 64, 132, 264))
-        ]
-        return [*dict.fromkeys((used, *others)), "flash_mla"]
-
-    def key(self, option: Any) -> Any:
-        return ("decode", option if option == "flash_mla" else option._replace(programs=264))
-
-    def compile(self, option: Any) -> None:
-        for batch, keys in ((1, 1024), (1, 4096), (4, 1024)):  # _merge's shares, and numbers that are 1
-            Decode(batch, keys).calls(option)[0]()
-
-    @functools.cached_property
-    def inputs(self) -> dict[str, Any]:
-        draw = Draw(str(CUDA), torch.bfloat16)
-        return attention_inputs.mla_decode(draw, (self.keys,) * self.batch, 1, self.heads, torch.bfloat16)
-
-    def calls(self, option: Any) -> Calls:
-        if option == "flash_mla":
-            flash_mla.FEW_SEQS = 0
-            plan = flash_mla.schedule(self.inputs["seq_lens"], 1, self.heads, torch.bfloat16)
-            assert plan is not None, "flash_mla cannot be used"
-            return [lambda: flash_mla.mla_decode(**self.inputs, plan=plan)[0]]
-        return [lambda: mla_decode.mla_decode_with(**self.inputs, chosen=option)[0]]
-
-    def wanted(self) -> Tensor:
-        return ref_decode.mla_decode(**self.inputs)[0]
-
-
-Job = Linear | Experts | Decode
+Job = Linear | Experts

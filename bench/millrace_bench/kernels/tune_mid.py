@@ -9,12 +9,9 @@ python -m millrace_bench.kernels.tune_mid [--tokens 128 64] [--seconds 90] [--ou
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
-import time
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Hashable, Iterator
 
 import torch
 from millrace_kernels.fp8 import BLOCK, Fp8, quant_blocks, quant_groups
@@ -24,13 +21,11 @@ from millrace_kernels.scratch import Scratch
 from millrace_kernels.triton.fp8_linear import Config, fp8_linear_with
 from torch import Tensor
 
-from millrace_bench.common import Record, print_record
-from millrace_bench.kernels.compile_ahead import compile_ahead
 from millrace_bench.kernels.driver import COLD_BYTES
-from millrace_bench.kernels.numeric import rms_error
-from millrace_bench.kernels.timing import time_us
+from millrace_bench.kernels.tuning import Run, parser, times_of
 
 CUDA = torch.device("cuda")
+Shape = tuple[int, int, int]  # tokens, N, K
 # Most wanted first: an EP8 rank's o_proj, and what else it multiplies; then a TP8 rank's.
 SHAPES = (
     (7168, 16384), (24576, 1536), (2112, 7168), (36864, 7168), (7168, 18432), (4096, 7168), (7168, 2048), (3072, 1536),
@@ -104,14 +99,19 @@ def key(config: Config) -> Config:
     return config._replace(splits=min(config.splits, 2))
 
 
-def compile_all(cases: Iterable[tuple[int, int, int]], until: float) -> set[Hashable]:
-    """Of (tokens, key) and (tokens, N, K): those that compiled before `until`."""
-    tasks: dict[Hashable, Callable[[], None]] = {}
+def compiled(cases: list[Shape]) -> Iterator[tuple[Hashable, Callable[[], None]]]:
+    """(tokens, key) and (tokens, N, K): what compiles them."""
     for num, n, k in cases:
-        tasks[num, n, k] = functools.partial(compile_library, num, n, k)
+        yield (num, n, k), functools.partial(compile_library, num, n, k)
         for config in candidates(num, n, k):
-            tasks[num, key(config)] = functools.partial(compile_ours, num, key(config))
-    return compile_ahead(tasks, until)
+            yield (num, key(config)), functools.partial(compile_ours, num, key(config))
+
+
+@functools.lru_cache(maxsize=1)
+def draw_weights(n: int, k: int) -> list[Fp8]:
+    first = quant_blocks(torch.randn(n, k, device=CUDA, dtype=torch.bfloat16))
+    copies = max(int(COLD_BYTES / (n * k)), 1)
+    return [first, *(Fp8(first.data.clone(), first.scales.clone()) for _ in range(copies))]
 
 
 def step(product: Callable[[Fp8], Tensor], weights: list[Fp8], scratch: Scratch) -> None:
@@ -120,22 +120,21 @@ def step(product: Callable[[Fp8], Tensor], weights: list[Fp8], scratch: Scratch)
             product(weight)
 
 
-def tune(num: int, n: int, k: int, weights: list[Fp8], ready: set[Hashable]) -> dict[Config | None, float]:
-    """Microseconds of each configuration and of DeepGEMM (None), ascending; wrong ones and those that fail left out."""
-    x, times = quant_groups(torch.randn(num, k, device=CUDA, dtype=torch.bfloat16)), {}
-    scratch = Scratch(CUDA)
+def tune(num: int, n: int, k: int, ready: set[Hashable]) -> dict[Config | None, float]:
+    """Microseconds of each configuration and of DeepGEMM (None) in a step."""
+    x, scratch = quant_groups(torch.randn(num, k, device=CUDA, dtype=torch.bfloat16)), Scratch(CUDA)
+    weights = draw_weights(n, k)
     turns = list(itertools.islice(itertools.cycle(weights), max(STEP, len(weights))))
-    wanted = _product(x, None, weights[0])
-    for chosen in (None, *(config for config in candidates(num, n, k) if (num, key(config)) in ready)):
-        try:
-            product = functools.partial(_product, x, chosen)
-            error = rms_error(product(weights[0]), wanted)
-            assert error <= SAME, f"differs from DeepGEMM by {error:.1e}"
-            us = time_us([functools.partial(step, product, turns, scratch)], CUDA, samples=3, calls_per_graph=1)
-            times[chosen] = us / len(turns)
-        except Exception as failure:  # too much shared memory, say
-            print(f"{(num, n, k)}: {chosen}: {type(failure).__name__}: {str(failure)[:200]}", flush=True)
-    return dict(sorted(times.items(), key=lambda item: item[1]))
+
+    def steps(chosen: Config | None) -> list[Callable[[], None]]:
+        return [functools.partial(step, functools.partial(_product, x, chosen), turns, scratch)]
+
+    options = [None, *(config for config in candidates(num, n, k) if (num, key(config)) in ready)]
+    times = times_of(
+        (num, n, k), options, steps, CUDA, calls_per_graph=1,
+        wanted=_product(x, None, weights[0]), same=SAME, result=lambda chosen: _product(x, chosen, weights[0]),
+    )  # fmt: skip
+    return {chosen: us / len(turns) for chosen, us in times.items()}
 
 
 def _product(x: Fp8, chosen: Config | None, weight: Fp8) -> Tensor:
@@ -158,26 +157,13 @@ def report(num: int, n: int, k: int, times: dict[Config | None, float]) -> dict[
 
 
 def main() -> None:
-    start = time.monotonic()
-    parser = argparse.ArgumentParser(description="Tune the FP8 product of some tens of tokens.")
-    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS), choices=TOKENS)
-    parser.add_argument("--seconds", type=float, default=90.0, help="after which no further shape is begun")
-    parser.add_argument("--out", type=Path, help="a file for the JSON, rewritten after every size")
-    args = parser.parse_args()
-    cases = [(num, n, k) for num, (n, k) in itertools.product(args.tokens, SHAPES)]
-    ready = compile_all(cases, start + COMPILE_PART * args.seconds)
-    rows: list[dict[str, object]] = []
-    record = Record("tune_mid", vars(args), {"rows": rows})  # its rows are still to come
-    for n, k in SHAPES:
-        first = quant_blocks(torch.randn(n, k, device=CUDA, dtype=torch.bfloat16))
-        copies = max(int(COLD_BYTES / (n * k)), 1)
-        weights = [first, *(Fp8(first.data.clone(), first.scales.clone()) for _ in range(copies))]
-        for num in args.tokens:
-            if time.monotonic() - start < args.seconds:
-                rows.append(report(num, n, k, tune(num, n, k, weights, ready)))
-                if args.out:
-                    args.out.write_text(record.to_json() + "\n")
-    print_record(record)
+    options = parser("Tune the FP8 product of some tens of tokens.", 90.0)
+    options.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS), choices=TOKENS)
+    args = options.parse_args()
+    run = Run("tune_mid", args)
+    cases = [(num, n, k) for (n, k), num in itertools.product(SHAPES, args.tokens)]
+    ready = run.compile(compiled(cases), COMPILE_PART)
+    run.measure(cases, lambda case: report(*case, tune(*case, ready)))
 
 
 if __name__ == "__main__":

@@ -10,13 +10,10 @@ python -m millrace_bench.kernels.tune_moe [--ranks "EP8 step" EP8] [--seconds 18
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
-import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,11 +26,8 @@ from millrace_kernels.triton.moe_grouped import LEFT_ROWS, Config, Launch
 from millrace_kernels.triton.moe_route import Blocks, Route, route
 from torch import Tensor
 
-from millrace_bench.common import Record, print_record
-from millrace_bench.kernels.compile_ahead import compile_ahead
 from millrace_bench.kernels.moe import EP8, EP8_STEP, TP8_SHARED, Rank, draw_weights
-from millrace_bench.kernels.numeric import rms_error
-from millrace_bench.kernels.timing import time_us
+from millrace_bench.kernels.tuning import Run, parser, times_of
 
 CUDA = torch.device("cuda")
 ROUTINGS = 4  # in turns, so that few tokens do not find their experts in the L2 cache
@@ -48,6 +42,7 @@ COMPILE_PART = 0.5  # of the time, at most
 SAME = 2e-2  # rms error between two computations with FP8 between the products
 Routings = list[tuple[Tensor, Tensor]]
 Times = dict[Any, float]  # microseconds, ascending
+Option = tuple[int, Launch]  # height of a tile, configuration
 
 UPS = (
     *(Launch(warps, stages, left=True) for warps, stages in ((4, 2), (4, 3), (4, 5), (8, 2), (8, 3), (8, 4), (8, 5))),
@@ -108,11 +103,13 @@ class Plans:
             plans.append((plan, blocks))
         return plans
 
-    def ups(self, block_m: int, launch: Launch) -> list[Callable[[], Fp8]]:
+    def ups(self, option: Option) -> list[Callable[[], Fp8]]:
+        block_m, launch = option
         first = functools.partial(moe_grouped.gate_up, self.fp8, self.weights[0])
         return [functools.partial(first, *_pair(launch, plan), block_m, launch) for plan in self.plan(block_m)]
 
-    def downs(self, block_m: int, launch: Launch) -> list[Callable[[], Tensor]]:
+    def downs(self, option: Option) -> list[Callable[[], Tensor]]:
+        block_m, launch = option
         plans, some = self.plan(block_m), Launch(8, 3)
         hs = [moe_grouped.gate_up(self.fp8, self.weights[0], *_pair(some, plan), block_m, some) for plan in plans]
         w2 = self.weights[1]
@@ -140,7 +137,7 @@ def compile_one(size: int, block_m: int, up: bool, launch: Launch) -> None:
     rank = Rank("blank", TP8_SHARED.dims, 2, size, folded=True)
     routings = [(torch.zeros(64, 8, device=CUDA), torch.zeros(64, 8, dtype=torch.int32, device=CUDA))]
     plans = Plans(Job(rank, 64), routings, *blank_weights(2, rank.dims.hidden, size))
-    (plans.ups if up else plans.downs)(block_m, launch)[0]()
+    (plans.ups if up else plans.downs)((block_m, launch))[0]()
 
 
 def blank_weights(held: int, dim: int, size: int) -> tuple[Fp8, Fp8]:
@@ -168,39 +165,21 @@ def others(plans: Plans) -> dict[str, list[Callable[[], Tensor]]]:
     return found
 
 
-def tune(plans: Plans, ready: set[Hashable], until: float) -> dict[str, Times]:
+def tune(plans: Plans, ready: set[Hashable], is_over: Callable[[], bool]) -> dict[str, Times]:
     """Times of `up` and `down` by (height, launch), and of whole ops (`op`) by name or configuration."""
-    job = plans.job
-    times: dict[str, Times] = {"up": {}, "down": {}, "op": {}}
-    reference = others(plans)
+    job, reference, times = plans.job, others(plans), {}
     wanted = reference["packed"][0]()
-    for name, calls in reference.items():
-        _time(times["op"], name, calls, wanted)
-    for size, block_m, up, launch in job.kernels():
-        if (size, block_m, up, launch) in ready and time.monotonic() < until:
-            make = plans.ups if up else plans.downs
-            _time(times["up" if up else "down"], (block_m, launch), make(block_m, launch))
+    for name, make in (("up", plans.ups), ("down", plans.downs)):
+        keys = [key for key in job.kernels() if key[2] == (name == "up") and key in ready]
+        options = [(block_m, launch) for _, block_m, _, launch in keys]
+        times[name] = times_of(name, options, make, CUDA, is_over=is_over)
+    whole: dict[Any, list[Callable[[], Tensor]]] = dict(reference)
     for block_m in heights(job.rows):
-        ups, downs = ([key[1] for key in _sorted(times[name]) if key[0] == block_m] for name in ("up", "down"))
+        ups, downs = ([launch for height, launch in times[name] if height == block_m] for name in ("up", "down"))
         if ups and downs:
             config = Config(block_m, ups[0], downs[0])
-            _time(times["op"], config, plans.whole(moe_grouped.run, config=config), wanted)
-    return {name: _sorted(found) for name, found in times.items()}
-
-
-def _time(times: Times, name: object, calls: Sequence[Callable[[], Any]], wanted: Tensor | None = None) -> None:
-    """Into `times`; what fails or gives another result is left out."""
-    try:
-        if wanted is not None:
-            error = rms_error(calls[0](), wanted)
-            assert error <= SAME, f"differs from DeepGEMM by {error:.1e}"
-        times[name] = time_us(calls, CUDA, samples=3)
-    except Exception as failure:  # too much shared memory, say
-        print(f"{name}: {type(failure).__name__}: {str(failure)[:200]}", flush=True)
-
-
-def _sorted(times: Times) -> Times:
-    return dict(sorted(times.items(), key=lambda item: item[1]))
+            whole[config] = plans.whole(moe_grouped.run, config=config)
+    return times | {"op": times_of(job.rank.name, whole, whole.__getitem__, CUDA, wanted=wanted, same=SAME)}
 
 
 def report(job: Job, times: dict[str, Times]) -> dict[str, Any]:
@@ -222,30 +201,20 @@ def jobs(names: Sequence[str]) -> list[Job]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Tune the experts' kernels.")
-    names = [rank.name for rank in SIZES]
-    parser.add_argument("--ranks", nargs="+", default=names, choices=names)
-    parser.add_argument("--seconds", type=float, default=180.0, help="for everything")
-    parser.add_argument("--out", type=Path, help="a file for the JSON, rewritten after every size")
-    args = parser.parse_args()
-    until, wanted = time.monotonic() + args.seconds, jobs(args.ranks)
-    tasks: dict[Hashable, Callable[[], None]] = {
-        key: functools.partial(compile_one, *key) for job in wanted for key in job.kernels()
-    }
-    ready = compile_ahead(tasks, until - (1 - COMPILE_PART) * args.seconds)
-    rows: list[dict[str, Any]] = []
-    record = Record("tune_moe", vars(args), {"rows": rows})  # its rows are still to come
-    for job in wanted:
-        if time.monotonic() > until:
-            print(f"no time left for {job}", flush=True)
-            continue
-        generator = torch.Generator(device=CUDA).manual_seed(job.num)
-        routings = [job.rank.choose(job.num, CUDA, generator, 0.0) for _ in range(ROUTINGS)]
-        weights = draw_weights(job.rank.held, job.rank.dims.hidden, job.rank.size, CUDA)
-        rows.append(report(job, tune(Plans(job, routings, *weights), ready, until)))
-        if args.out:
-            args.out.write_text(record.to_json() + "\n")
-    print_record(record)
+    options, names = parser("Tune the experts' kernels.", 180.0), [rank.name for rank in SIZES]
+    options.add_argument("--ranks", nargs="+", default=names, choices=names)
+    args = options.parse_args()
+    run, wanted = Run("tune_moe", args), jobs(args.ranks)
+    keys = (key for job in wanted for key in job.kernels())
+    ready = run.compile(((key, functools.partial(compile_one, *key)) for key in keys), COMPILE_PART)
+
+    def measure(job: Job) -> dict[str, Any]:
+        rank, generator = job.rank, torch.Generator(device=CUDA).manual_seed(job.num)
+        routings = [rank.choose(job.num, CUDA, generator, 0.0) for _ in range(ROUTINGS)]
+        plans = Plans(job, routings, *draw_weights(rank.held, rank.dims.hidden, rank.size, CUDA))
+        return report(job, tune(plans, ready, lambda: run.is_over))
+
+    run.measure(wanted, measure)
 
 
 if __name__ == "__main__":

@@ -7,12 +7,10 @@ python -m millrace_bench.kernels.tune_rows [--tokens 128 16384] [--only permute 
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,9 +21,8 @@ from millrace_kernels.triton import mla_expand, quant, rms_norm, rope
 from millrace_kernels.triton.moe_route import route, slices
 from millrace_kernels.triton.moe_rows import combine_tile, combine_with, permute, silu_mul_quant
 
-from millrace_bench.common import Record, print_record
 from millrace_bench.kernels.moe import EP8_STEP, Rank
-from millrace_bench.kernels.timing import time_us
+from millrace_bench.kernels.tuning import Run, parser, times_of
 
 CUDA = torch.device("cuda")
 TOKENS = (128, 256, 16384)
@@ -82,37 +79,27 @@ def _experts(num: int, rank: Rank) -> Iterator[Task]:
 
 
 def tune(task: Task) -> dict[tuple[int, ...], float]:
-    """Microseconds, ascending; what the GPU refuses is left out."""
-    times: dict[tuple[int, ...], float] = {}
-    for option in dict.fromkeys((task.used, *task.others)):
-        try:
-            times[option] = time_us([functools.partial(task.run, *option)], CUDA, samples=3)
-        except Exception as failure:
-            print(f"{task.op} {option}: {type(failure).__name__}: {str(failure)[:200]}", flush=True)
-    return dict(sorted(times.items(), key=lambda item: item[1]))
+    options = dict.fromkeys((task.used, *task.others))
+    return times_of(task.op, options, lambda option: [functools.partial(task.run, *option)], CUDA)
+
+
+def report(num: int, task: Task) -> dict[str, Any]:
+    times = tune(task)
+    best = next(iter(times))
+    used = f"in use {task.used}: {times.get(task.used, float('nan')):.1f} us"
+    print(f"{task.op} T={num}: {times[best]:.1f} us with {best}; {used}", flush=True)
+    ranked = [[list(option), round(us, 2)] for option, us in times.items()]
+    return {"op": task.op, "tokens": num, "used": list(task.used), "us": ranked}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Tune the kernels around an EP8 rank's products.")
-    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
-    parser.add_argument("--only", nargs="+", help="the ops' names")
-    parser.add_argument("--out", type=Path, help="a file for the JSON, rewritten after every kernel")
-    args = parser.parse_args()
-    rows: list[dict[str, Any]] = []
-    record = Record("tune_rows", vars(args), {"rows": rows})  # its rows are still to come
-    for num in args.tokens:
-        for task in tasks(num):
-            if args.only and task.op.split()[0] not in args.only:
-                continue
-            times = tune(task)
-            best = next(iter(times))
-            used = f"in use {task.used}: {times.get(task.used, float('nan')):.1f} us"
-            print(f"{task.op} T={num}: {times[best]:.1f} us with {best}; {used}", flush=True)
-            ranked = [[list(option), round(us, 2)] for option, us in times.items()]
-            rows.append({"op": task.op, "tokens": num, "used": list(task.used), "us": ranked})
-            if args.out:
-                args.out.write_text(record.to_json() + "\n")
-    print_record(record)
+    options = parser("Tune the kernels around an EP8 rank's products.", 180.0)
+    options.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
+    options.add_argument("--only", nargs="+", help="the ops' names")
+    args = options.parse_args()
+    found = ((num, task) for num in args.tokens for task in tasks(num))
+    wanted = ((num, task) for num, task in found if not args.only or task.op.split()[0] in args.only)
+    Run("tune_rows", args).measure(wanted, lambda job: report(*job))
 
 
 if __name__ == "__main__":
