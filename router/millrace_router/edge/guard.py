@@ -7,8 +7,7 @@ needs one except health, readiness and reflection.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from typing import Any
+from collections.abc import AsyncIterator, Iterable
 
 import grpc
 from fastapi import Request
@@ -35,7 +34,7 @@ class GrpcGuard(Interceptor):
         try:
             caller.set(_caller(details.invocation_metadata, self._keys))
         except MillraceError as error:
-            return with_behavior(handler, _raises_in_stream(error) if handler.response_streaming else _raises(error))
+            return _refusing(handler, error)
         return handler
 
 
@@ -72,16 +71,12 @@ def _caller(headers: Iterable[tuple[str, str | bytes]], keys: Keys | None) -> Ca
     return Caller(tenant, checked(found.get("traceparent", "")))
 
 
-def _raises(error: MillraceError) -> Callable[..., Awaitable[Any]]:
-    async def behavior(request: Any, context: grpc.aio.ServicerContext) -> Any:
+def _refusing(handler: grpc.RpcMethodHandler, error: MillraceError) -> grpc.RpcMethodHandler:
+    async def unary(request: bytes, context: grpc.aio.ServicerContext) -> None:
         raise error
 
-    return behavior
-
-
-def _raises_in_stream(error: MillraceError) -> Callable[..., AsyncIterator[Any]]:
-    async def behavior(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+    async def stream(request: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
         raise error
         yield  # makes this a generator
 
-    return behavior
+    return with_behavior(handler, stream if handler.response_streaming else unary)

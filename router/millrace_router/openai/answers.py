@@ -12,7 +12,7 @@ from millrace.v1 import common_pb2
 
 from millrace_router.flow.inference import Answer
 from millrace_router.flow.stream import Delta
-from millrace_router.openai import objects as objects
+from millrace_router.openai import objects
 from millrace_router.openai.said import MessageParser, Said
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_router.text.tool_calls import CallDelta

@@ -22,8 +22,7 @@ from millrace_router.edge.http_answers import handle_errors, json_answer
 from millrace_router.flow import validate
 from millrace_router.flow.inference import Inference
 from millrace_router.flow.stream import Stream, gone
-from millrace_router.openai import objects as objects
-from millrace_router.openai import openapi
+from millrace_router.openai import objects, openapi
 from millrace_router.openai.answers import Shape
 from millrace_router.openai.chat import ChatRequest, in_format
 from millrace_router.openai.tokens import DetokenizeRequest, TokenizeRequest, detokenize, tokenize

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Literal, NotRequired, TypedDict
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -173,6 +173,3 @@ class ErrorFacts(TypedDict):
 
 class Error(TypedDict):
     error: ErrorFacts
-
-
-Object = dict[str, Any]  # a JSON value on its way out

@@ -13,7 +13,7 @@ from millrace_rpc.errors import TABLE
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from millrace_router.openai import objects as objects
+from millrace_router.openai import objects
 from millrace_router.openai.chat import ChatRequest
 from millrace_router.openai.tokens import DetokenizeRequest, TokenizeRequest
 from millrace_router.openai.types import IGNORED, CompletionRequest

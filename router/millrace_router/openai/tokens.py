@@ -5,7 +5,7 @@ from __future__ import annotations
 from millrace_router.flow import validate
 from millrace_router.flow.ask import Ask, Prompt
 from millrace_router.flow.inference import Inference
-from millrace_router.openai import objects as objects
+from millrace_router.openai import objects
 from millrace_router.openai.chat import Arguments, Conversation, FunctionTool, Turn, in_format
 from millrace_router.openai.types import Items, Strict, invalid
 

@@ -24,7 +24,7 @@ from millrace_router.resilience.outliers import CONSECUTIVE, FAILING, SLOW, Reco
 
 log = logging.getLogger(__name__)
 
-NOBODY: Mapping[str, str] = {}
+NONE: Mapping[str, str] = {}
 JUDGE_S = 0.5  # between two looks at the outliers, while no attempt fails
 FAULTS = frozenset(
     {
@@ -69,7 +69,7 @@ class Health:
     def left_out(self) -> Mapping[str, str]:
         """Epochs of the workers to be left out now, and why."""
         if not self._ejected:
-            return NOBODY
+            return NONE
         now = self._clock()
         self._ejected = {epoch: record for epoch, record in self._ejected.items() if now < record.ejected_until}
         spared = {epoch for role in self._routable if role <= self._ejected.keys() for epoch in role}
