@@ -3,6 +3,10 @@
 An op is named `module.function`. `TABLE` lists its faster implementations, best first, each with the capability, the
 sizes (tokens, mostly) and the library that it needs; they were measured with `millrace bench kernels`. Without a
 matching row the op's reference runs: every op works on every device, even without any library.
+
+Two choices are made elsewhere. Up to SMALL_TOKENS tokens an FP8 product reads plain rows, not quantised ones: `linear`,
+`mla_absorb`, norms and SwiGLU follow this one constant. A file of lib/ hands dtypes, widths and alignments that its
+library refuses to our kernel of the op.
 """
 
 from __future__ import annotations
