@@ -17,7 +17,6 @@ Without a file every caller is the tenant "default", without limits.
 from __future__ import annotations
 
 import hashlib
-import hmac
 from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from typing import Any
@@ -73,7 +72,7 @@ class Keys:
 
     def __init__(self, path: Path, clock: Callable[[], float], on_reload: Callable[[str], None]) -> None:
         self._clock = clock
-        self._by_digest: dict[str, tuple[str, Tenant]] = {}
+        self._by_digest: dict[str, Tenant] = {}
         self._made_for: tuple[ApiKey, ...] = ()
         try:
             self._file = Reloaded("API keys", [path], lambda: read(path), on_reload, clock)
@@ -85,24 +84,23 @@ class Keys:
         scheme, _, key = authorization.partition(" ")
         if scheme.lower() != "bearer" or not key:
             raise MillraceError(Reason.UNAUTHENTICATED, "give an API key: Authorization: Bearer <key>")
-        digest = _sha256(key.strip())
-        found = self._current().get(digest)
-        if found is None or not hmac.compare_digest(found[0], digest):
+        tenant = self._current().get(_sha256(key.strip()))
+        if tenant is None:
             raise MillraceError(Reason.UNAUTHENTICATED, "this API key is not known")
-        return found[1]
+        return tenant
 
     @property
     def names(self) -> Set[str]:
         """The names of the present tenants."""
-        return {tenant.name for _, tenant in self._current().values()}
+        return {tenant.name for tenant in self._current().values()}
 
-    def _current(self) -> Mapping[str, tuple[str, Tenant]]:
+    def _current(self) -> Mapping[str, Tenant]:
         keys = self._file.get()
         if keys is not self._made_for:
-            before = {tenant.name: tenant for _, tenant in self._by_digest.values()}
+            before = {tenant.name: tenant for tenant in self._by_digest.values()}
             now = self._clock()
             tenants = {key.name: _tenant(key, before.get(key.name), now) for key in keys}
-            self._by_digest = {key.sha256: (key.sha256, tenants[key.name]) for key in keys}
+            self._by_digest = {key.sha256: tenants[key.name] for key in keys}
             self._made_for = keys
         return self._by_digest
 
