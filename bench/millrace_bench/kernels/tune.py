@@ -1,9 +1,6 @@
-"""Times configurations of a decode step's kernels for 1, 4 and 16 tokens at V3's shapes: few-token products, experts
-and attention. Prints the best beside the one in use, and the rows worth adding to `MEASURED` in
-millrace_kernels/triton/small_linear.py; writes all times as JSON.
+"""Times configurations of a decode step's kernels for 1, 4 and 16 tokens at V3's shapes: few-token products and experts.
 
-Processes compile every configuration ahead, for a part of the time: one that is not ready by then is left out, and so
-are jobs that the time did not reach.
+Prints the best beside the one in use, and the rows worth adding to `MEASURED` in millrace_kernels/triton/small_linear.py.
 
 python -m millrace_bench.kernels.tune [--out FILE] [--seconds 70] [--only T=1]
 """
