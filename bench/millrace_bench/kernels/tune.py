@@ -1,6 +1,6 @@
-"""Times configurations of a decode step's kernels for 1, 4 and 16 tokens at V3's shapes: few-token products and experts.
+"""Times configurations of the few-token products and experts of a decode step: 1, 4 and 16 tokens, V3's shapes.
 
-Prints the best beside the one in use, and the rows worth adding to `MEASURED` in millrace_kernels/triton/small_linear.py.
+Prints the best beside the one in use, and the rows worth adding to `small_linear.MEASURED`.
 
 python -m millrace_bench.kernels.tune [--out FILE] [--seconds 70] [--only T=1]
 """

@@ -1,8 +1,6 @@
-"""Times configurations of the FP8 product for some tens of tokens beside DeepGEMM, at V3's shapes; prints the rows of
-`MEASURED` in millrace_kernels/triton/fp8_linear.py that are faster, and writes all times as JSON.
+"""Times configurations of the FP8 product for some tens of tokens beside DeepGEMM, at V3's shapes.
 
-Compiling takes longer than measuring, so processes compile every configuration ahead, on small inputs and for a limited
-time: a configuration that is not ready by then is left out, and so are shapes that the time did not reach.
+Prints the rows that are faster, for `fp8_linear.MEASURED`.
 
 python -m millrace_bench.kernels.tune_mid [--tokens 128 64] [--seconds 90] [--out FILE]
 """

@@ -1,9 +1,7 @@
-"""Times configurations of our grouped experts beside DeepGEMM's layouts and the few-token kernels, at V3's shapes;
-prints the rows of `MEASURED` in millrace_kernels/triton/moe_grouped.py that are the fastest, and writes all times as
-JSON.
+"""Times configurations of our grouped experts beside DeepGEMM and the few-token kernels, at V3's shapes.
 
-The two launches are timed one by one; for each height of a tile the best of both make the op, whose time is compared.
-A configuration that is not compiled in time is left out, and so are sizes that the time did not reach.
+Prints the rows that are the fastest, for `moe_grouped.MEASURED`. The two launches are timed one by one; for each height
+of a tile the best of both make the op, whose time is compared.
 
 python -m millrace_bench.kernels.tune_moe [--ranks "EP8 step" EP8] [--seconds 180] [--out FILE]
 """
