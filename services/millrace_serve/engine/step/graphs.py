@@ -72,6 +72,8 @@ class DecodeGraphs:
         self._num_rows = torch.zeros(1, dtype=torch.int32, device=where)
         self._positions = torch.zeros(rows, dtype=torch.int64, device=where)
         self._logits = torch.zeros(rows, vocab_size, device=where)
+        # Kept here and not by what is captured: a graph holds addresses, and no memory of theirs outside its own pool.
+        self._rows = {q: decode_rows(largest, q, where) for q in self._num_queries}
         self._replays: dict[tuple[int, int], Replay] = {}
 
     def holds(self, batch: HostBatch) -> bool:
@@ -124,7 +126,8 @@ class DecodeGraphs:
 
     def _body(self, bucket: int, num_queries: int) -> Callable[[], None]:
         state, forward, total = self._state, self._forward(bucket), bucket * num_queries
-        rows = decode_rows(bucket, num_queries, self._device.torch)
+        seq_of_row, offsets = self._rows[num_queries]
+        rows = seq_of_row[:total], offsets[:total]
         dp_num_tokens = (total,) * self._dp if self._dp > 1 else ()
 
         def run() -> None:
