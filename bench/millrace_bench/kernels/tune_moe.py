@@ -73,6 +73,9 @@ class Job:
     rank: Rank
     num: int
 
+    def __str__(self) -> str:
+        return f"{self.rank.name} T={self.num}"
+
     @property
     def rows(self) -> int:
         return expected_rows(self.num, self.rank.dims.top_k, self.rank.experts)
@@ -185,7 +188,7 @@ def report(job: Job, times: dict[str, Times]) -> dict[str, Any]:
     ours = {config: us for config, us in ops.items() if isinstance(config, Config)}
     theirs = {name: us for name, us in ops.items() if isinstance(name, str) and not name.startswith("grouped")}
     listed = ", ".join(f"{name} {us:.1f}" for name, us in ops.items() if isinstance(name, str))
-    print(f"# {rank.name} T={job.num}, us: {listed}", flush=True)
+    print(f"# {job}, us: {listed}", flush=True)
     if ours:
         config, us = next(iter(ours.items()))
         row = f"({job.rows}, {rank.held}, {rank.size}): {config!r},  # {us:.1f} us"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,9 +33,9 @@ Options = Sequence[tuple[int, ...]]
 @dataclass(frozen=True)
 class Task:
     op: str
-    run: Callable[..., object]  # with an option's numbers
+    run: Callable[..., object] = field(repr=False)  # with an option's numbers
     used: tuple[int, ...]
-    others: Options
+    others: Options = field(repr=False)
 
 
 def tasks(num: int, rank: Rank = EP8_STEP) -> Iterator[Task]:
