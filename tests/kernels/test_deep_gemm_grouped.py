@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of rows that nobody wrote
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of rows that were not written
 
 Pair = tuple[Tensor, Tensor]
 DIM, SIZE, HELD, FIRST, TOTAL = 256, 128, 4, 2, 9

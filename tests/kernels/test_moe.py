@@ -106,7 +106,7 @@ def test_every_expert_for_every_token(num: int, shared: bool, fp8: bool) -> None
     w13, w2 = draw_experts(held, TINY.hidden, 72, torch.float32, fp8, torch.device("cpu"), generator)
     x = torch.randn(num, TINY.hidden, generator=generator)
     experts = torch.randint(-1, 16, (num, 4), generator=generator, dtype=torch.int32)
-    experts[1:2], experts[2:3] = -1, 6  # nobody, and one expert four times
+    experts[1:2], experts[2:3] = -1, 6  # no expert, and one expert four times
     weights = torch.rand(num, 4, generator=generator)
     x[1:2] = torch.nan if not shared else 1.0
     operand = Operand(x, quant_groups(x) if fp8 else None)

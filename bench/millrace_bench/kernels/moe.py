@@ -167,7 +167,7 @@ def draw_weights(held: int, dim: int, size: int, device: torch.device) -> tuple[
 
 @functools.cache
 def _used(rank: Rank, num: int, skew: float) -> float:
-    """How many of the rank's experts somebody chooses, in a sample of the same choices."""
+    """How many of the rank's experts are chosen, in a sample of the same choices."""
     samples, generator = 8, torch.Generator().manual_seed(0)
     total = 0
     for _ in range(samples):
