@@ -178,6 +178,6 @@ $(STUBS): $(PROTOS) $(INSTALLED)
 	@$(BIN)/python -m grpc_tools.protoc -I proto --python_out=proto --pyi_out=proto --grpc_python_out=proto $(PROTOS)
 	@touch $@
 
-$(TINY_FP8)/config.json: $(addprefix services/millrace_serve/model/checkpoint/,export_fp8.py shard_writer.py) $(wildcard $(TINY)/*) | $(INSTALLED)
+$(TINY_FP8)/config.json: $(addprefix bench/millrace_bench/checkpoint/,export_fp8.py shard_writer.py) $(wildcard $(TINY)/*) | $(INSTALLED)
 	@rm -rf $(TINY_FP8)
-	@$(BIN)/python -m millrace_serve.model.checkpoint.export_fp8 $(TINY) $(TINY_FP8)
+	@$(BIN)/python -m millrace_bench.checkpoint.export_fp8 $(TINY) $(TINY_FP8)

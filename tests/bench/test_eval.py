@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from millrace_bench.checkpoint.export_fp8 import export
 from millrace_bench.eval import __main__ as command
 from millrace_bench.eval import in_process, matrix
 from millrace_bench.eval.backend import Answer, Job, Perplexity
@@ -30,7 +31,6 @@ from millrace_cli.errors import CommandError
 from millrace_kernels import linear
 from millrace_kernels.backend import SMALL_TOKENS
 from millrace_kernels.fp8 import Fp8, fp8_linear
-from millrace_serve.model.checkpoint.export_fp8 import export
 from millrace_testing.paths import TINY
 from rich.console import Console
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from millrace_serve.model.checkpoint.export_fp8 import QUANTIZATION
+from millrace_bench.checkpoint.export_fp8 import QUANTIZATION
 from millrace_serve.model.config import ConfigError, ModelConfig
 from millrace_testing.checkpoint import CONFIG
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from millrace_bench.checkpoint.export_fp8 import export
 from millrace_bench.kernels.numeric import FP8_MODEL_TOLERANCE
 from millrace_kernels.backend import SMALL_TOKENS
 from millrace_kernels.fp8 import BLOCK, Fp8, dequant_blocks, quant_blocks
-from millrace_serve.model.checkpoint.export_fp8 import export
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model
 from millrace_serve.model.moe import Moe

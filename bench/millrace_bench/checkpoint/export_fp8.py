@@ -1,6 +1,6 @@
 """Quantises a checkpoint as DeepSeek published V3: E4M3 weights, one float32 `weight_scale_inv` per 128 x 128 block.
 
-    python -m millrace_serve.model.checkpoint.export_fp8 SRC DST
+    python -m millrace_bench.checkpoint.export_fp8 SRC DST
 
 1. SRC's config must be one that we can run, and must not be quantised already.
 2. Tensor by tensor, in the order of SRC's files: linear weights of attention, MLPs and experts become E4M3 and a scale;
@@ -28,12 +28,12 @@ from pathlib import Path
 
 import torch
 from millrace_kernels.fp8 import quant_blocks
+from millrace_serve.model.config import CONFIG_FILE, ConfigError, ModelConfig
+from millrace_serve.model.weights import INDEX_FILE, SCALE_SUFFIX, CheckpointError, checkpoint_files
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from millrace_serve.model.checkpoint.shard_writer import write_json, write_shards
-from millrace_serve.model.config import CONFIG_FILE, ConfigError, ModelConfig
-from millrace_serve.model.weights import INDEX_FILE, SCALE_SUFFIX, CheckpointError, checkpoint_files
+from millrace_bench.checkpoint.shard_writer import write_json, write_shards
 
 log = logging.getLogger(__name__)
 

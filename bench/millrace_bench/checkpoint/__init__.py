@@ -1,0 +1,1 @@
+"""Checkpoints are made here: quantised ones, and shards of any tensors."""
