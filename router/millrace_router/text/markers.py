@@ -41,16 +41,16 @@ class Scanner:
         """Take the text before the first of `markers`, and the marker; else ("") all text that cannot begin one."""
         found = min(((at, marker) for marker in markers if (at := self.text.find(marker)) >= 0), default=None)
         if found is None:
-            return self._take(Prefixes(markers).undecided(self.text)), ""
+            return self.take(Prefixes(markers).undecided(self.text)), ""
         at, marker = found
-        before = self._take(at)
-        self._take(len(marker))
+        before = self.take(at)
+        self.take(len(marker))
         return before, marker
 
     def rest(self) -> str:
         """Take everything: the text has ended."""
-        return self._take(len(self.text))
+        return self.take(len(self.text))
 
-    def _take(self, count: int) -> str:
+    def take(self, count: int) -> str:
         taken, self.text = self.text[:count], self.text[count:]
         return taken

@@ -10,6 +10,7 @@ and what follows it there is a name, never "{".
 from __future__ import annotations
 
 import enum
+import re
 from dataclasses import dataclass
 
 from millrace_router.text.markers import CALL, CALL_END, CALL_SEP, CALLS, CALLS_END, Scanner
@@ -29,11 +30,12 @@ class CallDelta:
 class _State(enum.Enum):
     TEXT = enum.auto()
     BETWEEN = enum.auto()  # calls
-    HEAD = enum.auto()  # V3: the kind; V3.1: the name
-    KIND_READ = enum.auto()  # "function" was read: V3, or a function of V3.1 that has this name
-    NAME = enum.auto()  # V3
-    FENCE = enum.auto()  # V3: the line ```json
+    HEAD = enum.auto()  # what stands before a call's arguments
     ARGUMENTS = enum.auto()
+
+
+# The lines of a V3 head behind SEP: the name, then the fence, or arguments where the model left the code block out.
+_V3_LINES = re.compile(r"\s*(\S[^\n]*)\n\s*(?:```[^\n]*\n|(?=\S[^\n]*\n))")
 
 
 class ToolCallParser:
@@ -44,8 +46,6 @@ class ToolCallParser:
     def __init__(self) -> None:
         self._state = _State.TEXT
         self._scanner = Scanner()
-        self._word = ""  # of the head or the line that is being read
-        self._name = ""  # of a call that was not emitted yet
         self._tail = ""  # text that belongs to the arguments if more of them come
         self._begun = False  # the arguments
         self._index = -1
@@ -84,58 +84,29 @@ class ToolCallParser:
                 return self._go({CALL: _State.HEAD, CALLS_END: _State.TEXT}.get(marker))
             case _State.HEAD:
                 return self._read_head()
-            case _State.KIND_READ:
-                return self._after_kind()
-            case _State.NAME:
-                return self._read_line(_State.FENCE)
-            case _State.FENCE:
-                return self._read_line(_State.ARGUMENTS)
             case _State.ARGUMENTS:
                 before, marker = self._scanner.until(CALL_END)
                 self._tell(before)
                 return self._go(_State.BETWEEN if marker else None)
 
     def _go(self, state: _State | None) -> bool:
-        if state is None:
-            return False
-        self._state, self._word = state, ""
-        return True
+        self._state = state or self._state
+        return state is not None
 
     def _read_head(self) -> bool:
-        before, marker = self._scanner.until(CALL_SEP, CALL_END)
-        self._word += before
-        if not marker:
-            return False
-        head = self._word.strip()
-        if marker == CALL_END or not head:  # no call: what follows is passed over
-            return self._go(_State.BETWEEN)
-        if head == KIND:
-            return self._go(_State.KIND_READ)
-        return self._begin(head)
-
-    def _after_kind(self) -> bool:
-        following = self._scanner.text.lstrip()
-        if not following:
-            return False
-        return self._begin(KIND) if following[0] == "{" else self._go(_State.NAME)
-
-    def _read_line(self, following: _State) -> bool:
-        before, marker = self._scanner.until("\n", CALL_END)
-        self._word += before
-        if not marker:
-            return False
-        line = self._word.strip()
-        if marker == CALL_END:
-            return self._go(_State.BETWEEN)
-        if not line:
-            return self._go(self._state)
-        if following is _State.FENCE:
-            self._name = line
-            return self._go(following)
-        started = self._begin(self._name)
-        if not line.startswith(FENCE):  # the model left the code block out
-            self._tell(line + "\n")
-        return started
+        """Take a whole head, or all of a call without one."""
+        call, end, _ = self._scanner.text.partition(CALL_END)
+        kind, separator, rest = call.partition(CALL_SEP)
+        name, size = kind.strip() if separator else "", len(kind) + len(separator)
+        if name == KIND and not rest.lstrip().startswith("{"):  # else a function of V3.1 that has this name
+            lines = _V3_LINES.match(rest)
+            name, size = (lines[1].strip(), size + lines.end()) if lines else ("", size)
+        if not name and (kind.strip() or not separator):
+            if not end:
+                return False
+            size = len(call) + len(end)
+        self._scanner.take(size)
+        return self._begin(name) if name else self._go(_State.BETWEEN)
 
     def _begin(self, name: str) -> bool:
         """The arguments of a call are next."""
