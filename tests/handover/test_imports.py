@@ -35,7 +35,6 @@ from millrace_serve.transfer.base import MemoryHandle
 from millrace_serve.transfer.lease import Outcome
 from millrace_serve.transfer.messages import AddSource, ReadDone, ReadPages, ReadStuck
 from millrace_serve.worker.config import WorkerConfig
-from millrace_serve.worker.frontend.role import Parts
 from millrace_serve.worker.frontend.spans import WorkerSpans
 from prometheus_client import CollectorRegistry
 
@@ -107,7 +106,16 @@ class Bench:
         self.requests: Any = Requests([ID])
         self.metrics = catalogue.Metrics(catalogue.WORKER, CollectorRegistry())
         config = WorkerConfig(engine="sim", tp=2)
-        self.role = DecodeRole(Parts(config, "ours", ranks, self.requests, WorkerSpans(OFF), self.metrics, None))
+        frontend: Any = types.SimpleNamespace(
+            config=config,
+            epoch="ours",
+            ranks=ranks,
+            requests=self.requests,
+            spans=WorkerSpans(OFF),
+            metrics=self.metrics,
+            identity=None,
+        )
+        self.role = DecodeRole(frontend)
         self.imports = self.role.imports
         self.peer = Peer()
         self.imports._peers._peers["p:1", "e"] = self.peer  # type: ignore[assignment]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
 import grpc
 from millrace.v1 import decode_pb2, decode_pb2_grpc, worker_pb2
 from millrace_common.reasons import Reason
@@ -16,8 +14,9 @@ from millrace_serve.handover.pairing import Pairs, check_layout
 from millrace_serve.handover.peers import Peers
 from millrace_serve.transfer.messages import DropSource, ReadDone, ReadStuck
 from millrace_serve.worker.frontend import convert
-from millrace_serve.worker.frontend.links import Link, Links
-from millrace_serve.worker.frontend.role import Parts, RoleLogic
+from millrace_serve.worker.frontend.frontend import Frontend
+from millrace_serve.worker.frontend.links import Links, RouterLink
+from millrace_serve.worker.frontend.role import RoleLogic
 from millrace_serve.worker.messages import Report
 
 CANCELLED = Failure(Reason.CANCELLED, "the attempt was aborted")
@@ -27,29 +26,29 @@ class DecodeRole(RoleLogic):
     service_names = ("millrace.v1.DecodeService",)
     warmup_route = Route.LOCAL
 
-    def __init__(self, parts: Parts) -> None:
-        config, requests = parts.config, parts.requests
+    def __init__(self, frontend: Frontend) -> None:
+        config, requests = frontend.config, frontend.requests
         self._role = config.role
-        self._ranks = parts.ranks
+        self._ranks = frontend.ranks
         self._requests = requests
-        self._peers = Peers(lambda rank, agent: parts.ranks.send_reader(rank, DropSource(agent)), parts.identity)
+        self._peers = Peers(lambda rank, agent: frontend.ranks.send_reader(rank, DropSource(agent)), frontend.identity)
         self.imports = Imports(
             config.limits.page_size,
             config.timeouts.stall,
-            parts.ranks,
+            frontend.ranks,
             requests,
             self._peers,
-            parts.spans,
-            parts.metrics,
+            frontend.spans,
+            frontend.metrics,
         )
-        self._pairs = Pairs(config, parts.epoch, parts.ranks, requests, self._peers, self.imports)
+        self._pairs = Pairs(config, frontend.epoch, frontend.ranks, requests, self._peers, self.imports)
         self.warmed_sources = self._pairs.warmed
         requests.on_abort = self._abort
 
     def register(self, server: grpc.aio.Server, links: Links) -> None:
-        decode_pb2_grpc.add_DecodeServiceServicer_to_server(DecodeServicer(links), server)
+        decode_pb2_grpc.add_DecodeServiceServicer_to_server(links, server)
 
-    def submit(self, link: Link, message: decode_pb2.DecodeRequest) -> None:
+    def submit(self, link: RouterLink, message: decode_pb2.DecodeRequest) -> None:
         if not message.HasField("source"):
             self._requests.submit(message.request, Route.LOCAL, link)
             return
@@ -96,14 +95,3 @@ class DecodeRole(RoleLogic):
 
     def _abort(self, id: RequestId) -> bool:
         return self.imports.abort(id, CANCELLED)
-
-
-class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
-    def __init__(self, links: Links) -> None:
-        self._links = links
-
-    async def Link(
-        self, requests: AsyncIterator[decode_pb2.DecodeLinkRequest], context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[worker_pb2.LinkResponse]:
-        async for response in self._links.serve(requests, context):
-            yield response

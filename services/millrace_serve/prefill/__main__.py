@@ -5,14 +5,9 @@ from __future__ import annotations
 import os
 import sys
 
-
-def main(argv: list[str] | None = None) -> int:
+if __name__ == "__main__":  # rank processes import this file and must not run it
     from millrace_serve.engine.config import Role
-    from millrace_serve.prefill.service import PrefillRole  # rank processes import this file and must not run it
-    from millrace_serve.worker.main import main as worker_main
+    from millrace_serve.prefill.service import PrefillRole
+    from millrace_serve.worker.main import main
 
-    return worker_main(PrefillRole, (Role.PREFILL,), os.environ, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(PrefillRole, (Role.PREFILL,), os.environ))

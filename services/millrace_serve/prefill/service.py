@@ -8,8 +8,7 @@ from collections.abc import AsyncIterator
 from typing import TypeAlias
 
 import grpc
-from millrace.v1 import kv_pb2, kv_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2
-from millrace_common.reasons import Reason
+from millrace.v1 import kv_pb2, kv_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from millrace_rpc.errors import MillraceError
 
 from millrace_serve.engine.core import Events, FinishReason, KvPart, RequestId, Route
@@ -17,9 +16,10 @@ from millrace_serve.handover.exports import Export, Exports
 from millrace_serve.handover.pairing import check_layout
 from millrace_serve.transfer.lease import Outcome
 from millrace_serve.worker.frontend import convert
-from millrace_serve.worker.frontend.links import Link, Links, check_epoch
+from millrace_serve.worker.frontend.frontend import Frontend
+from millrace_serve.worker.frontend.links import Links, RouterLink, check_epoch, opening
 from millrace_serve.worker.frontend.ranks import Ranks
-from millrace_serve.worker.frontend.role import Parts, RoleLogic
+from millrace_serve.worker.frontend.role import RoleLogic
 
 Context: TypeAlias = grpc.aio.ServicerContext
 
@@ -28,19 +28,19 @@ class PrefillRole(RoleLogic):
     service_names = ("millrace.v1.PrefillService", "millrace.v1.KvService")
     warmup_route = Route.EXPORT
 
-    def __init__(self, parts: Parts) -> None:
-        self._epoch = parts.epoch
-        self._ranks = parts.ranks
-        self._requests = parts.requests
-        self.exports = Exports(parts.config.timeouts, parts.metrics, parts.ranks.send)
+    def __init__(self, frontend: Frontend) -> None:
+        self._epoch = frontend.epoch
+        self._ranks = frontend.ranks
+        self._requests = frontend.requests
+        self.exports = Exports(frontend.config.timeouts, frontend.metrics, frontend.ranks.send)
         self._requests.on_start = self.exports.expect
         self._requests.on_abort = self.exports.abort
 
     def register(self, server: grpc.aio.Server, links: Links) -> None:
-        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(PrefillServicer(links), server)
+        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(links, server)
         kv_pb2_grpc.add_KvServiceServicer_to_server(KvServicer(self._epoch, self._ranks, self.exports), server)
 
-    def submit(self, link: Link, message: prefill_pb2.PrefillRequest) -> None:
+    def submit(self, link: RouterLink, message: prefill_pb2.PrefillRequest) -> None:
         id = convert.request_id(message.request.id)
         if id in self.exports and id not in self._requests:
             raise convert.invalid("id", f"{id} was submitted here before")
@@ -63,17 +63,6 @@ class PrefillRole(RoleLogic):
         return self.exports.leases.num_live > 0
 
 
-class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
-    def __init__(self, links: Links) -> None:
-        self._links = links
-
-    async def Link(
-        self, requests: AsyncIterator[prefill_pb2.PrefillLinkRequest], context: Context
-    ) -> AsyncIterator[worker_pb2.LinkResponse]:
-        async for response in self._links.serve(requests, context):
-            yield response
-
-
 class KvServicer(kv_pb2_grpc.KvServiceServicer):
     def __init__(self, epoch: str, ranks: Ranks, exports: Exports) -> None:
         self._epoch = epoch
@@ -83,10 +72,10 @@ class KvServicer(kv_pb2_grpc.KvServiceServicer):
     async def Fetch(
         self, requests: AsyncIterator[kv_pb2.FetchRequest], context: Context
     ) -> AsyncIterator[kv_pb2.FetchResponse]:
-        opening = await _opening(requests)
-        id = convert.request_id(opening.id)
-        check_epoch(opening.epoch, self._epoch)
-        check_layout(opening.fingerprint, "the decode worker", self._ranks)
+        begin: kv_pb2.FetchOpen = await opening(requests, "open", "Fetch")
+        id = convert.request_id(begin.id)
+        check_epoch(begin.epoch, self._epoch)
+        check_layout(begin.fingerprint, "the decode worker", self._ranks)
         release = asyncio.create_task(self._release(id, requests))
         # a generator that is suspended in a yield does not notice that its call is over
         context.add_done_callback(lambda _: release.cancel())
@@ -108,11 +97,3 @@ class KvServicer(kv_pb2_grpc.KvServiceServicer):
                 if message.HasField("release"):
                     return self._exports.release(id)
         return None
-
-
-async def _opening(requests: AsyncIterator[kv_pb2.FetchRequest]) -> kv_pb2.FetchOpen:
-    async for message in requests:
-        if message.HasField("open"):
-            return message.open
-        break
-    raise MillraceError(Reason.INVALID_ARGUMENT, "the first message of a Fetch must be open")

@@ -25,8 +25,7 @@ from millrace_common import log as logs
 from millrace_common.config import ConfigError, load
 from millrace_rpc.errors import MillraceError
 from millrace_rpc.http_server import HttpServer
-from millrace_rpc.server import Server
-from millrace_rpc.server import run as run_on_uvloop
+from millrace_rpc.server import Server, run
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -38,17 +37,17 @@ from millrace_serve.worker.config import WorkerConfig
 from millrace_serve.worker.frontend.frontend import Frontend
 from millrace_serve.worker.frontend.lifecycle import State
 from millrace_serve.worker.frontend.ranks import RankLost
-from millrace_serve.worker.frontend.role import Parts, RoleLogic
+from millrace_serve.worker.frontend.role import RoleLogic
 from millrace_serve.worker.frontend.service import SERVICE_NAME, WorkerServicer
 from millrace_serve.worker.launch import make_launcher
 
 log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 1.0  # for streams to take their last messages
-MakeRole = Callable[[Parts], RoleLogic]
+MakeRole = Callable[[Frontend], RoleLogic]
 
 
-async def serve(config: WorkerConfig, make_role: MakeRole, announce: Path | None = None) -> int:
+async def serve(config: WorkerConfig, make_role: MakeRole, announce: Path | None) -> int:
     """Run a worker; its exit code."""
     frontend = Frontend(config, uuid.uuid4().hex, make_launcher(config.launcher), make_role)
     server = _server(frontend)
@@ -146,10 +145,8 @@ def _announce(path: Path, frontend: Frontend, ports: dict[str, int]) -> None:
     draft.replace(path)
 
 
-def main(
-    make_role: MakeRole, roles: Sequence[Role], environ: MutableMapping[str, str], argv: Sequence[str] | None = None
-) -> int:
-    """The command line of an entry point that serves these roles; where it is one, it need not be configured.
+def main(make_role: MakeRole, roles: Sequence[Role], environ: MutableMapping[str, str]) -> int:
+    """A whole process from its command line to its exit code. Where it serves one role, `role` need not be configured.
 
     `environ`: the process's own, which its ranks inherit.
     """
@@ -157,7 +154,7 @@ def main(
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one key; repeatable")
     parser.add_argument("--announce", type=Path, metavar="FILE", help="write the bound ports there as JSON")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_args()
     try:
         sets = [*arguments.set, f"role={roles[0]}"] if len(roles) == 1 else arguments.set
         config = load(WorkerConfig, arguments.config, sets)
@@ -166,14 +163,9 @@ def main(
     if config.role not in roles:
         parser.error(f"role: this entry point serves {' and '.join(roles)}, not {config.role}")
     caches.use(config.cache_dir, environ)
-    return run(config, make_role, arguments.announce)
-
-
-def run(config: WorkerConfig, make_role: MakeRole, announce: Path | None = None) -> int:
-    """A whole worker process on uvloop; its exit code."""
     logs.setup(str(config.role), config.log_level)
     try:
-        return run_on_uvloop(serve(config, make_role, announce))
+        return run(serve(config, make_role, arguments.announce))
     except OSError as error:  # a port that is taken
         log.error("%s", error)
         return 1

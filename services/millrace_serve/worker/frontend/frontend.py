@@ -35,7 +35,7 @@ from millrace_serve.worker.frontend.load import LoadBoard
 from millrace_serve.worker.frontend.profiling import Profiling
 from millrace_serve.worker.frontend.ranks import Ranks
 from millrace_serve.worker.frontend.requests import Requests
-from millrace_serve.worker.frontend.role import Parts, RoleLogic
+from millrace_serve.worker.frontend.role import RoleLogic
 from millrace_serve.worker.frontend.spans import WorkerSpans
 from millrace_serve.worker.frontend.wakeup import within
 from millrace_serve.worker.launcher import Launcher
@@ -49,7 +49,7 @@ FLUSH_S = 1.0
 
 class Frontend:
     def __init__(
-        self, config: WorkerConfig, epoch: str, launcher: Launcher, make_role: Callable[[Parts], RoleLogic]
+        self, config: WorkerConfig, epoch: str, launcher: Launcher, make_role: Callable[[Frontend], RoleLogic]
     ) -> None:
         self.config = config
         self.epoch = epoch
@@ -62,11 +62,10 @@ class Frontend:
         self.board = LoadBoard(config.dp, lambda: STATES[self.lifecycle.state], epoch)
         self.caches = CacheBoard(config.dp, epoch)
         self.ranks = Ranks(config, launcher, self._on_report, self._on_lost)
-        self._spans = WorkerSpans(tracing.make(config.tracing, f"millrace-{config.role}", epoch))
-        self.requests = Requests(config.dp, self.lifecycle, self.ranks, self._spans, self.metrics)
-        self.role = make_role(Parts(config, epoch, self.ranks, self.requests, self._spans, self.metrics, self.identity))
-        requests = self.requests
-        self.links = Links(epoch, requests.check_admission, self.role.submit, requests.abort, requests.drop)
+        self.spans = WorkerSpans(tracing.make(config.tracing, f"millrace-{config.role}", epoch))
+        self.requests = Requests(config.dp, self.lifecycle, self.ranks, self.spans, self.metrics)
+        self.role = make_role(self)
+        self.links = Links(epoch, self.requests, self.role.submit)
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.state_changed: Callable[[State], None] = lambda state: None
         self.startup_seconds: dict[str, float] = {}  # by phase
@@ -127,7 +126,7 @@ class Frontend:
         await self.ranks.stop(STOP_GRACE_S)
         self.gc.close()
         self._lag.close()
-        await asyncio.to_thread(self._spans.close)
+        await asyncio.to_thread(self.spans.close)
 
     # ------------------------------------------------------------------------------------------------ admin
 
@@ -164,7 +163,7 @@ class Frontend:
                 self.role.on_report(rank, report)
 
     def _on_events(self, replica: int, events: Events) -> None:
-        self._spans.on_outputs(events.outputs)
+        self.spans.on_outputs(events.outputs)
         self.role.on_events(replica, events)
         self.requests.deliver(events.outputs)
         if events.cache is not None:

@@ -3,8 +3,8 @@ back.
 
 Life of a Link:
 
-1. `serve`: the first message must be LinkHello with our epoch, or the stream ends with a status. LinkWelcome is the
-   answer.
+1. `Links.Link`: the first message must be LinkHello with our epoch, or the stream ends with a status. LinkWelcome is
+   the answer.
 2. Submits and aborts are taken one by one, in order. A refused submit is answered by a final output with a Failure.
 3. Outputs of engines are collected in an Outbox. A message to the router takes all of them: one message per engine step
    if the router keeps up, merged ones if it does not. Nothing waits for a slow router.
@@ -27,12 +27,13 @@ from millrace_rpc.errors import MillraceError
 from millrace_serve.engine.core import Failure, FinishReason, RequestId, SequenceOutput
 from millrace_serve.worker.frontend import convert
 from millrace_serve.worker.frontend.outbox import Outbox
+from millrace_serve.worker.frontend.requests import Requests
 from millrace_serve.worker.frontend.wakeup import Wakeup
 
 log = logging.getLogger(__name__)
 
 
-class Link:
+class RouterLink:
     """The owner of a router's attempts."""
 
     def __init__(self, router_id: str) -> None:
@@ -66,32 +67,23 @@ class Link:
 
 
 class Links:
-    """All Links of a worker. `submit(link, message)` starts work, or raises MillraceError; `abort(id, reason)` stops
-    it; `admit()` raises MillraceError when no new Link is taken; `on_closed(link)` is called once at a Link's end.
+    """All Links of a worker: the servicer of PrefillService or DecodeService. `submit(link, message)` starts work, or
+    raises MillraceError.
     """
 
-    def __init__(
-        self,
-        epoch: str,
-        admit: Callable[[], None],
-        submit: Callable[[Link, Any], None],
-        abort: Callable[[RequestId, str], bool],
-        on_closed: Callable[[Link], None],
-    ) -> None:
+    def __init__(self, epoch: str, requests: Requests, submit: Callable[[RouterLink, Any], None]) -> None:
         self._epoch = epoch
-        self._admit = admit
+        self._requests = requests
         self._submit = submit
-        self._abort = abort
-        self._on_closed = on_closed
-        self._open: set[Link] = set()
+        self._open: set[RouterLink] = set()
 
-    async def serve(
+    async def Link(
         self, requests: AsyncIterator[Any], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[worker_pb2.LinkResponse]:
-        self._admit()
-        hello = await _first(requests)
+        self._requests.check_admission()
+        hello: worker_pb2.LinkHello = await opening(requests, "hello", "Link")
         check_epoch(hello.epoch, self._epoch)
-        link = Link(hello.router_id)
+        link = RouterLink(hello.router_id)
         self._open.add(link)
         log.info("link of router %s opened", link.router_id)
         reader = asyncio.create_task(self._read(link, requests))
@@ -105,7 +97,7 @@ class Links:
         for link in self._open:
             link.end(error)
 
-    async def _read(self, link: Link, requests: AsyncIterator[Any]) -> None:
+    async def _read(self, link: RouterLink, requests: AsyncIterator[Any]) -> None:
         """Read the Link. An unexpected error ends it with a status: a Link without a reader must not stay."""
         error = None
         try:
@@ -118,7 +110,7 @@ class Links:
             error = MillraceError(Reason.INTERNAL, f"{type(unexpected).__name__}: {unexpected}")
         link.end(error)
 
-    def _take(self, link: Link, message: Any) -> None:
+    def _take(self, link: RouterLink, message: Any) -> None:
         match message.WhichOneof("message"):
             case "submit":
                 try:
@@ -127,17 +119,17 @@ class Links:
                     link.put(refusal(message.submit.request, error))
             case "abort":
                 id = RequestId(message.abort.id.room, message.abort.id.attempt)
-                self._abort(id, message.abort.reason)
+                self._requests.abort(id, message.abort.reason)
             case kind:
                 link.end(MillraceError(Reason.INVALID_ARGUMENT, f"unexpected {kind or 'empty'} message on a Link"))
 
-    def _close(self, link: Link, reader: asyncio.Task[None]) -> None:
+    def _close(self, link: RouterLink, reader: asyncio.Task[None]) -> None:
         reader.cancel()
         link.end()
         if link in self._open:
             self._open.remove(link)
             log.info("link of router %s closed", link.router_id)
-            self._on_closed(link)
+            self._requests.drop(link)
 
 
 def check_epoch(theirs: str, ours: str) -> None:
@@ -152,9 +144,10 @@ def refusal(request: worker_pb2.EngineRequest, error: MillraceError) -> Sequence
     return SequenceOutput(id, request.num_prior_outputs, [], FinishReason.ERROR, failure)
 
 
-async def _first(requests: AsyncIterator[Any]) -> worker_pb2.LinkHello:
+async def opening(requests: AsyncIterator[Any], kind: str, stream: str) -> Any:
+    """The content of the first message, which must be of this kind."""
     async for message in requests:
-        if message.WhichOneof("message") == "hello":
-            return message.hello
+        if message.WhichOneof("message") == kind:
+            return getattr(message, kind)
         break
-    raise MillraceError(Reason.INVALID_ARGUMENT, "the first message of a Link must be hello")
+    raise MillraceError(Reason.INVALID_ARGUMENT, f"the first message of a {stream} must be {kind}")

@@ -4,39 +4,21 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
 from millrace.v1 import worker_pb2
-from millrace_common.metrics import Metrics
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
-from millrace_rpc.tls import Identity
 
 from millrace_serve.engine.core import Events, Route
-from millrace_serve.worker.config import WorkerConfig
-from millrace_serve.worker.frontend.links import Link, Links
-from millrace_serve.worker.frontend.ranks import Ranks
-from millrace_serve.worker.frontend.requests import Requests
-from millrace_serve.worker.frontend.spans import WorkerSpans
+from millrace_serve.worker.frontend.links import Links, RouterLink
 from millrace_serve.worker.messages import Report
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """The parts of the frontend that a role needs; a role passes them on to its own parts."""
-
-    config: WorkerConfig
-    epoch: str
-    ranks: Ranks
-    requests: Requests
-    spans: WorkerSpans
-    metrics: Metrics
-    identity: Identity | None
-
-
 class RoleLogic(abc.ABC):
+    """Made by the frontend from itself, once its ranks and requests are there."""
+
     service_names: Sequence[str]
     warmup_route: Route
     warmed_sources: Sequence[str] = ()  # epochs of the prefill workers whose pair with this one is warm
@@ -46,7 +28,7 @@ class RoleLogic(abc.ABC):
         """Add the servicers of this role."""
 
     @abc.abstractmethod
-    def submit(self, link: Link, message: Any) -> None:
+    def submit(self, link: RouterLink, message: Any) -> None:
         """Start work on a submit message of a Link. Raises MillraceError when it is refused."""
 
     @abc.abstractmethod

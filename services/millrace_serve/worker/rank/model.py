@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from millrace_serve.engine.engine import Engine
 from millrace_serve.engine.start.phases import Phases
-from millrace_serve.engine.start.torch_factory import build_engine, load_rank, run_follower
+from millrace_serve.engine.start.torch_factory import load_rank
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.parallel import init_parallel, leave_parallel
 from millrace_serve.worker.rank.parts import Parts, RankSpec
@@ -28,8 +27,7 @@ def build(spec: RankSpec, phases: Phases) -> Parts:
     model = ModelConfig.load(config.model)
     facts = model.vocab_size, config.limits.max_model_len, sorted(model.eos_token_ids)
     where = config.model, dims, device, dtype
-    if dims.tp_rank == 0:
-        engine: Engine = build_engine(config.limits, config.role, *where, execution=config, phases=phases)
-        return Parts(engine.pool, *facts, engine=engine, leave=leave_parallel)
     rank = load_rank(config.limits, config.role, *where, execution=config, phases=phases)
-    return Parts(rank.pool, *facts, run=lambda: run_follower(rank), leave=leave_parallel)
+    if dims.tp_rank:
+        return Parts(rank.pool, *facts, run=rank.follow, leave=leave_parallel)
+    return Parts(rank.pool, *facts, engine=rank.engine(), leave=leave_parallel)
