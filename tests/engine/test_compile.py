@@ -12,7 +12,7 @@ from millrace_serve.engine.config import Execution, Limits, Role
 from millrace_serve.engine.engine import Engine
 from millrace_serve.engine.start import startup
 from millrace_serve.engine.start.compile import compiled
-from millrace_serve.engine.start.torch_factory import build_engine
+from millrace_serve.engine.start.torch_factory import load_rank
 from millrace_serve.model.parallel import ParallelDims
 from millrace_testing.paths import TINY
 from millrace_testing.reference import LOGPROB_TOLERANCE
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 def engine(**execution: object) -> Engine:
     limits = Limits(num_pages=32, max_model_len=256, max_running=4, max_prefill_tokens=80, canary=True)
     options = Execution.model_validate(execution)
-    return build_engine(limits, Role.UNIFIED, TINY, ParallelDims(), CPU, torch.float32, execution=options)
+    return load_rank(limits, Role.UNIFIED, TINY, ParallelDims(), CPU, torch.float32, execution=options).engine()
 
 
 def test_compiled_steps_say_what_plain_ones_say(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from millrace_serve.engine.config import Execution, Limits, Role
 from millrace_serve.engine.start import compile_ahead
 from millrace_serve.engine.start.compile_ahead import Part, beside, fingerprint, mark, num_processes, parts, turned
 from millrace_serve.engine.start.startup import Site
-from millrace_serve.engine.start.torch_factory import build_engine
+from millrace_serve.engine.start.torch_factory import load_rank
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.moe import Moe
 from millrace_serve.model.parallel import ParallelDims
@@ -231,9 +231,9 @@ def test_processes_are_told_which_gpu_the_current_one_is(cache: Path, monkeypatc
     monkeypatch.setattr(compile_ahead, "beside", noted)
     execution = Execution.model_validate({"cache_dir": cache})
     with pytest.raises(InterruptedError):
-        build_engine(
+        load_rank(
             LIMITS, Role.UNIFIED, TINY, ParallelDims(), torch.device("cuda"), torch.bfloat16, execution=execution
-        )
+        ).engine()
     assert len(wanted) == 8 and {part.site.device for part in wanted} == {torch.device("cuda", 1)}
 
 
@@ -267,7 +267,7 @@ def test_a_rank_starts_beside_a_process_that_runs_its_steps(
     torch.set_num_threads(1)
     monkeypatch.setattr(compile_ahead, "parts", lambda site, room: [Part(site, 0, 1, ROOMY)])
     with caplog.at_level(logging.INFO):
-        engine = build_engine(LIMITS, Role.UNIFIED, TINY, ParallelDims(), CPU, torch.float32)
+        engine = load_rank(LIMITS, Role.UNIFIED, TINY, ParallelDims(), CPU, torch.float32).engine()
     engine.close()
     messages = [record.getMessage() for record in caplog.records]
     assert any(message.startswith("compiled ahead processes=1") for message in messages)

@@ -28,7 +28,7 @@ from millrace_serve.engine.core import (
 from millrace_serve.engine.engine import Engine
 from millrace_serve.engine.sim.factory import sim_layout
 from millrace_serve.engine.sim.runner import SimRunner, SimSettings
-from millrace_serve.engine.start.torch_factory import build_engine
+from millrace_serve.engine.start.torch_factory import load_rank
 from millrace_serve.engine.step.batch import StepBatch
 from millrace_serve.model.parallel import ParallelDims
 from millrace_testing.paths import TINY
@@ -67,7 +67,7 @@ def make(role: Role, **config: object) -> Engine:
     base = {"num_pages": 64, "max_model_len": 512, "max_running": 16, "max_prefill_tokens": 96}
     debug = {"canary": True, "poison": True}
     config_ = EngineConfig.model_validate({**base, **debug, **config})
-    return build_engine(config_, role, TINY, ParallelDims(), CPU, torch.float32)
+    return load_rank(config_, role, TINY, ParallelDims(), CPU, torch.float32).engine()
 
 
 def requests(prompts: list[list[int]], route: Route = Route.LOCAL, start: int = 0, **sampling: object) -> list[Request]:

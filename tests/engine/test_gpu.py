@@ -14,7 +14,7 @@ from millrace_serve.engine.config import Execution, Limits, Role
 from millrace_serve.engine.core import Submit
 from millrace_serve.engine.engine import Engine
 from millrace_serve.engine.start import startup
-from millrace_serve.engine.start.torch_factory import build_engine
+from millrace_serve.engine.start.torch_factory import load_rank
 from millrace_serve.model.parallel import ParallelDims
 from millrace_testing.paths import TINY
 
@@ -30,7 +30,7 @@ def engine(dtype: torch.dtype = torch.bfloat16, **execution: object) -> Engine:
     limits = Limits(num_pages=128, max_model_len=256, max_running=9, max_prefill_tokens=80, canary=True)
     options = Execution.model_validate({"memory_fraction": 0.3, **execution})
     device = torch.device("cuda", torch.cuda.current_device())
-    return build_engine(limits, Role.UNIFIED, TINY, ParallelDims(), device, dtype, execution=options)
+    return load_rank(limits, Role.UNIFIED, TINY, ParallelDims(), device, dtype, execution=options).engine()
 
 
 def submit(one: Engine, **sampling: object) -> None:
@@ -121,7 +121,7 @@ def test_pages_fill_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = Limits(num_pages="auto", max_model_len=4096, max_running=4, max_prefill_tokens=512)
     device = torch.device("cuda", torch.cuda.current_device())
     options = Execution(memory_fraction=0.3)
-    one = build_engine(limits, Role.UNIFIED, TINY, ParallelDims(), device, torch.bfloat16, execution=options)
+    one = load_rank(limits, Role.UNIFIED, TINY, ParallelDims(), device, torch.bfloat16, execution=options).engine()
     assert one.pool.num_pages == plans[-1].num_pages == 4 * 64 + 1  # every slot at full length, and the sink
     assert plans[-1].demand.activations > 0
     one.close()

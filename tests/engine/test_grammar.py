@@ -30,7 +30,7 @@ from millrace_serve.engine.grammar.grammars import MAX_COMPILED, GrammarError, G
 from millrace_serve.engine.schedule.plan import StepOutput
 from millrace_serve.engine.sim.runner import SimRunner
 from millrace_serve.engine.step.batch import HostBatch
-from millrace_serve.engine.step.lockstep import Together, follow
+from millrace_serve.engine.step.lockstep import Lockstep
 
 V = SETTINGS.vocab_size
 WORDS = -(-V // 32)
@@ -307,7 +307,7 @@ def test_followers_are_given_the_same_masks() -> None:
         return sent.pop(0)
 
     driver = GrammarDriver(Role.UNIFIED)
-    driver.engine._lockstep = Together(None, broadcast)
+    lockstep = driver.engine._lockstep = Lockstep(None, broadcast)
     driver.submit(constrained(1, [20, 21, 22], max_tokens=6))
     driver.finish_compiling()
     driver.run()
@@ -321,5 +321,5 @@ def test_followers_are_given_the_same_masks() -> None:
             tokens.extend(handle.result().tokens[:, 0].tolist())
             return handle
 
-    follow(Recording(), broadcast)  # type: ignore[arg-type]
+    lockstep.follow(Recording())  # type: ignore[arg-type]
     assert tokens == driver.tokens[RequestId(1, 0)] == expected(6)

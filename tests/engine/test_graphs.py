@@ -9,9 +9,9 @@ from engine.harness import request, said
 from millrace_serve.engine.config import EngineConfig, Execution, Role
 from millrace_serve.engine.core import Request
 from millrace_serve.engine.engine import Engine
-from millrace_serve.engine.start.torch_factory import build_engine
+from millrace_serve.engine.start.torch_factory import load_rank
 from millrace_serve.engine.step.batch import StepBatch
-from millrace_serve.engine.step.device import Cpu
+from millrace_serve.engine.step.device import Device
 from millrace_serve.engine.step.graphs import BUCKETS, DecodeGraphs, buckets_up_to
 from millrace_serve.engine.step.slots import Slots
 from millrace_serve.engine.step.staging import Staging
@@ -36,7 +36,7 @@ def engine(**execution: object) -> Engine:
         num_pages=64, max_model_len=256, max_running=9, max_prefill_tokens=80, canary=True, poison=True
     )
     options = Execution.model_validate(execution)
-    return build_engine(config, Role.UNIFIED, TINY, ParallelDims(), CPU, torch.float32, execution=options)
+    return load_rank(config, Role.UNIFIED, TINY, ParallelDims(), CPU, torch.float32, execution=options).engine()
 
 
 def requests(**sampling: object) -> list[Request]:
@@ -87,14 +87,14 @@ def make(recorder: Recorder, dp: int = 1, num_queries: tuple[int, ...] = (1,)) -
     config = EngineConfig(num_pages=9, max_model_len=192, max_running=4)
     state = Slots(config, CPU, max(num_queries))
     state.last_tokens += torch.tensor([100, 101, 102, 103, 0])[:, None]
-    graphs = DecodeGraphs(Cpu(), lambda bucket: recorder, state, (2, 4), 3, dp, num_queries)
+    graphs = DecodeGraphs(Device(), lambda bucket: recorder, state, (2, 4), 3, dp, num_queries)
     graphs.capture()
     recorder.seen.clear()
     return graphs, state
 
 
 def uploaded(batch: StepBatch[np.ndarray]) -> StepBatch[Tensor]:
-    return Staging(Cpu(), 0).upload(0, batch)
+    return Staging(Device(), 0).upload(0, batch)
 
 
 def decode(num_seqs: int, num_queries: int = 1) -> StepBatch[np.ndarray]:
@@ -166,8 +166,8 @@ def test_replicas_replay_the_same_bucket() -> None:
 )
 def test_who_has_graphs(role: Role, options: dict[str, object], expected: bool) -> None:
     config = EngineConfig(num_pages=8, max_model_len=64, max_running=2)
-    built = build_engine(
+    built = load_rank(
         config, role, TINY, ParallelDims(), CPU, torch.float32, execution=Execution.model_validate(options)
-    )
+    ).engine()
     built.close()
     assert (built._runner._graphs is not None) is expected

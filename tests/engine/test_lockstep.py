@@ -14,9 +14,9 @@ from millrace_serve.engine.core import Submit
 from millrace_serve.engine.schedule.plan import StepOutput
 from millrace_serve.engine.sim.factory import build_sim_engine
 from millrace_serve.engine.sim.runner import SimRunner
-from millrace_serve.engine.start.torch_factory import build_engine, load_rank, run_follower
+from millrace_serve.engine.start.torch_factory import load_rank
 from millrace_serve.engine.step.batch import HostBatch, StepBatch
-from millrace_serve.engine.step.lockstep import AllGather, Alone, State, Together, follow
+from millrace_serve.engine.step.lockstep import AllGather, Lockstep, State
 from millrace_serve.model.parallel import ParallelDims, init_parallel, leave_parallel
 from millrace_testing import paths
 
@@ -39,9 +39,9 @@ class FakeGather:
 
 
 def test_alone_agrees_with_itself():
-    assert not Alone().agree(None, last=False).anybody_works
-    assert Alone().agree(StepBatch.idle(), last=False).anybody_works
-    assert [Alone().agree(None, last).last for last in (False, True)] == [False, True]
+    assert not Lockstep().agree(None, last=False).anybody_works
+    assert Lockstep().agree(StepBatch.idle(), last=False).anybody_works
+    assert [Lockstep().agree(None, last).last for last in (False, True)] == [False, True]
 
 
 def test_an_idle_replica_steps_as_long_as_another_works():
@@ -50,7 +50,7 @@ def test_an_idle_replica_steps_as_long_as_another_works():
     outputs: list[list[int]] = [[], []]
 
     def replica(rank: int) -> None:
-        engine = build_sim_engine(config, Role.UNIFIED, SETTINGS, Together(gather.of(rank), None))
+        engine = build_sim_engine(config, Role.UNIFIED, SETTINGS, Lockstep(gather.of(rank), None))
         launch = engine._runner.launch
         engine._runner.launch = lambda batch: (
             counts[rank].append((batch.num_tokens, batch.dp_num_tokens, batch.all_decode)),
@@ -87,7 +87,7 @@ def test_a_follower_runs_what_the_leader_shares():
             return data
         return sent.pop(0)
 
-    engine = build_sim_engine(config, Role.UNIFIED, SETTINGS, Together(None, broadcast))
+    engine = build_sim_engine(config, Role.UNIFIED, SETTINGS, Lockstep(None, broadcast))
     engine.submit(Submit(request(1, [20, 21, 22], max_tokens=5)))
     leader: list[int] = []
     while engine.has_work():
@@ -104,7 +104,7 @@ def test_a_follower_runs_what_the_leader_shares():
             results.append(handle.result())
             return handle
 
-    follow(Recording(), broadcast)  # type: ignore[arg-type]
+    engine._lockstep.follow(Recording())  # type: ignore[arg-type]
     assert [int(token) for result in results for token in result.tokens[:, 0]] == leader and len(leader) == 5
     assert all(isinstance(result, StepOutput) and not result.corrupt for result in results)
 
@@ -126,10 +126,10 @@ def serve_case(dims: ParallelDims, graphs: str) -> list[int] | None:
     """The tokens of replica 0; None of a rank that follows."""
     config = EngineConfig(num_pages=20, max_model_len=256, max_running=4, max_prefill_tokens=100, canary=True)
     if dims.tp_rank:
-        run_follower(load_rank(config, Role.UNIFIED, paths.TINY, dims, torch.device("cpu"), torch.float32))
+        load_rank(config, Role.UNIFIED, paths.TINY, dims, torch.device("cpu"), torch.float32).follow()
         return None
     where = paths.TINY, dims, torch.device("cpu"), torch.float32
-    engine = build_engine(config, Role.UNIFIED, *where, execution=Execution.model_validate({"graphs": graphs}))
+    engine = load_rank(config, Role.UNIFIED, *where, execution=Execution.model_validate({"graphs": graphs})).engine()
     tokens: list[int] = []
     taken = 0
     if dims.dp_rank == 0:

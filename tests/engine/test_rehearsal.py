@@ -11,8 +11,8 @@ from millrace_serve.engine.core import Submit
 from millrace_serve.engine.engine import Engine
 from millrace_serve.engine.start.phases import Phases, slowest, table
 from millrace_serve.engine.start.rehearsal import Shape, batch_of, decode_shapes, largest, prefill_shapes
-from millrace_serve.engine.start.torch_factory import build_engine
-from millrace_serve.engine.step.device import Cpu
+from millrace_serve.engine.start.torch_factory import load_rank
+from millrace_serve.engine.step.device import Device
 from millrace_serve.engine.step.slots import Slots
 from millrace_serve.engine.step.staging import Staging
 from millrace_serve.model.parallel import ParallelDims
@@ -53,7 +53,7 @@ def test_prompts_of_every_size_class_are_rehearsed() -> None:
 def test_a_batch_is_laid_out_as_the_builder_does() -> None:
     batch = batch_of(Shape(num_decode=2, chunks=2, chunk=3, prefix=64, greedy=False), 64, dp=2)
     slots = Slots(SMALL, torch.device("cpu"))
-    step = Staging(Cpu(), 0).upload(0, batch)
+    step = Staging(Device(), 0).upload(0, batch)
     slots.update(step.updates)
     inputs = slots.inputs(step)
     assert inputs.positions.tolist() == [0, 0, 64, 65, 66, 64, 65, 66]
@@ -69,7 +69,7 @@ def test_a_batch_is_laid_out_as_the_builder_does() -> None:
 
 def test_every_shape_runs_and_leaves_pages_alone() -> None:
     torch.set_num_threads(1)
-    engine = build_engine(SMALL, Role.UNIFIED, TINY, ParallelDims(), torch.device("cpu"), torch.float32)
+    engine = load_rank(SMALL, Role.UNIFIED, TINY, ParallelDims(), torch.device("cpu"), torch.float32).engine()
     engine.pool.scrub(range(1, 9))
     for shape in (largest(SMALL), *prefill_shapes(SMALL), *decode_shapes((1, 4))):
         output = engine._runner.launch(batch_of(shape, 64)).result()
@@ -98,9 +98,9 @@ def test_an_fp8_cache_is_another_layout_of_a_quarter_of_fp32() -> None:
     def build(kv_dtype: str) -> Engine:
         options = Execution.model_validate({"kv_dtype": kv_dtype})
         limits = SMALL.model_copy(update={"canary": True, "poison": True, "num_pages": 20})
-        return build_engine(
+        return load_rank(
             limits, Role.UNIFIED, TINY, ParallelDims(), torch.device("cpu"), torch.float32, execution=options
-        )
+        ).engine()
 
     said = {}
     for kv_dtype in ("auto", "float8_e4m3fn"):

@@ -13,7 +13,7 @@ from millrace_kernels.ref.sample_tokens import gumbel_noise
 from millrace_serve.engine.core import Request, RequestId, SamplingParams, TokenOutput
 from millrace_serve.engine.schedule.plan import StepOutput
 from millrace_serve.engine.schedule.sequence import Sequence
-from millrace_serve.engine.step.device import Cpu
+from millrace_serve.engine.step.device import Device
 from millrace_serve.engine.step.sampling import TokenTables, results, sample
 from millrace_serve.engine.step.sampling_batch import SamplingTable
 from millrace_serve.engine.step.staging import Staging
@@ -39,7 +39,7 @@ class Bench:
 
     def __init__(self, *params: SamplingParams, prompt: list[int] | None = None, stops: frozenset[int] = frozenset()):
         self.table, self.tokens = SamplingTable(len(params)), TokenTables(V, torch.device("cpu"))
-        self.staging = Staging(Cpu(), 0)
+        self.staging = Staging(Device(), 0)
         self.seqs = []
         for slot, one in enumerate(params):
             request = Request(id=RequestId(slot, 0), token_ids=prompt or [0], sampling=one)

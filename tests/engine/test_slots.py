@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from millrace_serve.engine.config import EngineConfig
 from millrace_serve.engine.step.batch import SlotUpdates, StepBatch
-from millrace_serve.engine.step.device import Cpu
+from millrace_serve.engine.step.device import Device
 from millrace_serve.engine.step.slots import Slots
 from millrace_serve.engine.step.staging import Staging
 from millrace_serve.model.deepseek_v3 import load_model
@@ -49,7 +49,7 @@ def step_of(
         sampling=None,
         updates=updates,
     )
-    return Staging(Cpu(), 0).upload(0, batch)
+    return Staging(Device(), 0).upload(0, batch)
 
 
 @st.composite

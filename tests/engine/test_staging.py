@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from millrace_serve.engine.step.device import Cpu
+from millrace_serve.engine.step.device import Device
 from millrace_serve.engine.step.staging import ALIGN, NUM_SLOTS, Staging
 
 
@@ -35,7 +35,7 @@ def tree(seed: int = 0) -> Tree:
 
 def test_a_tree_of_arrays_becomes_the_same_tree_of_tensors() -> None:
     wanted = tree()
-    sent = Staging(Cpu(), 0).upload(0, wanted)
+    sent = Staging(Device(), 0).upload(0, wanted)
     assert sent.first.dtype == torch.int32 and np.array_equal(sent.first, wanted.first)
     assert sent.inner.words.tolist() == [-1, 0]  # u64 bits in int64
     assert [row for row, _ in sent.inner.rows] == [5, 6] and sent.inner.rows[1][1].dtype == torch.float32
@@ -46,20 +46,20 @@ def test_a_tree_of_arrays_becomes_the_same_tree_of_tensors() -> None:
 
 
 def test_slots_keep_their_content_until_they_are_used_again() -> None:
-    staging = Staging(Cpu(), 0)
+    staging = Staging(Device(), 0)
     sent = [staging.upload(slot, tree(slot)) for slot in range(NUM_SLOTS)]
     for slot, one in enumerate(sent):
         assert np.array_equal(one.first, tree(slot).first)
 
 
 def test_more_than_was_expected_is_found_room_for() -> None:
-    staging = Staging(Cpu(), 16)
+    staging = Staging(Device(), 16)
     big = np.arange(100_000)
     assert np.array_equal(staging.upload(0, {"big": big})["big"], big)
 
 
 def test_a_download_is_a_copy_of_the_moment() -> None:
-    staging = Staging(Cpu(), 0)
+    staging = Staging(Device(), 0)
     tokens = torch.arange(4)
     read = staging.download(0, {"tokens": tokens, "top": torch.ones(2, 0), "count": 3})
     tokens.zero_()
@@ -70,11 +70,11 @@ def test_a_download_is_a_copy_of_the_moment() -> None:
 
 
 def test_nothing_is_a_tree_too() -> None:
-    staging = Staging(Cpu(), 0)
+    staging = Staging(Device(), 0)
     assert staging.upload(0, {"rows": None}) == {"rows": None}
     assert staging.download(0, {})() == {}
 
 
 def test_an_unknown_dtype_is_refused() -> None:
     with pytest.raises(KeyError):
-        Staging(Cpu(), 0).upload(0, np.zeros(1, np.complex64))
+        Staging(Device(), 0).upload(0, np.zeros(1, np.complex64))

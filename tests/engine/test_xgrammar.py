@@ -20,7 +20,7 @@ from millrace_serve.engine.core import Failure, FinishReason, Grammar, GrammarKi
 from millrace_serve.engine.engine import Engine
 from millrace_serve.engine.grammar.grammars import GrammarError, Grammars
 from millrace_serve.engine.grammar.xgrammar_compiler import XgrammarCompiler
-from millrace_serve.engine.start.torch_factory import build_engine
+from millrace_serve.engine.start.torch_factory import load_rank
 from millrace_serve.model.parallel import ParallelDims
 from millrace_testing import paths
 from tokenizers import Tokenizer
@@ -54,7 +54,7 @@ def tiny_engine(**config: object) -> Engine:
     limits = EngineConfig.model_validate(
         {"num_pages": 60, "page_size": 16, "max_model_len": 256, "max_running": 6, "max_prefill_tokens": 64, **config}
     )
-    return build_engine(limits, Role.UNIFIED, paths.TINY, ParallelDims(), torch.device("cpu"), torch.float32)
+    return load_rank(limits, Role.UNIFIED, paths.TINY, ParallelDims(), torch.device("cpu"), torch.float32).engine()
 
 
 def ask(room: int, grammar: Grammar | None, **fields: object) -> Request:

@@ -13,7 +13,7 @@ from millrace_cli.errors import CommandError
 from millrace_common.config import load
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_serve.engine.core import FinishReason, Request, RequestId, SamplingParams, SequenceOutput, Submit
-from millrace_serve.engine.start.torch_factory import build_engine
+from millrace_serve.engine.start.torch_factory import load_rank
 from millrace_serve.model.deepseek_v3 import load_model
 from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.worker.config import WorkerConfig
@@ -50,7 +50,9 @@ class EngineBackend:
         self._tokenizer = Tokenizer.load(folder)
         at = folder, ParallelDims(), torch.device(device), self._dtype
         model = None if keep_fp8 is None else load_model(*at, keep_fp8=keep_fp8)
-        self._engine = build_engine(self._config.limits, self._config.role, *at, execution=self._config, model=model)
+        self._engine = load_rank(
+            self._config.limits, self._config.role, *at, execution=self._config, model=model
+        ).engine()
         self._rooms = 0
 
     async def answer(self, jobs: Sequence[Job], done: Done) -> list[Answer]:

@@ -17,7 +17,7 @@ from millrace_serve.engine.grammar.grammars import Grammars
 from millrace_serve.engine.schedule.plan import Plan
 from millrace_serve.engine.schedule.scheduler import Scheduler
 from millrace_serve.engine.step.batch import BatchBuilder, StepBatch
-from millrace_serve.engine.step.lockstep import Alone, Lockstep
+from millrace_serve.engine.step.lockstep import Lockstep
 from millrace_serve.engine.step.runner import Runner, StepHandle
 
 IDLE_PLAN = Plan([], [])
@@ -44,7 +44,7 @@ class Engine:
         self._grammars = grammars
         self._builder = builder
         self._runner = runner
-        self._lockstep = lockstep or Alone()
+        self._lockstep = lockstep or Lockstep()
         self._in_flight: tuple[Plan, StepHandle] | None = None
         self._stopping = False
         self.stopped = False  # the last step was taken, here and on every other replica
@@ -87,7 +87,7 @@ class Engine:
             return 0.0
         waits = (
             self._scheduler.requests.seconds_to_deadline(),
-            DP_POLL_S if self._lockstep.collective else None,
+            DP_POLL_S if self._lockstep.all_gather else None,
             COMPILE_POLL_S if self._grammars.waiting else None,
         )
         return min((wait for wait in waits if wait is not None), default=None)

@@ -1,4 +1,4 @@
-"""Puts a real engine together from a checkpoint. A replica's leader gets an Engine; its other ranks follow."""
+"""Puts a rank together from a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from millrace_serve.engine.config import EngineConfig, Execution, Limits, Role
 from millrace_serve.engine.engine import Engine
 from millrace_serve.engine.grammar.grammars import Grammars
 from millrace_serve.engine.grammar.xgrammar_compiler import XgrammarCompiler
-from millrace_serve.engine.schedule.factory import Clock, make_scheduler
+from millrace_serve.engine.schedule.factory import make_scheduler
 from millrace_serve.engine.schedule.limits import ModelFacts
 from millrace_serve.engine.start import compile_ahead
 from millrace_serve.engine.start.phases import Phases
 from millrace_serve.engine.start.startup import MemoryPlanner, Site, prepare
 from millrace_serve.engine.step.batch import BatchBuilder
 from millrace_serve.engine.step.device import device_of
-from millrace_serve.engine.step.groups import ControlGroups
-from millrace_serve.engine.step.lockstep import Together, follow
+from millrace_serve.engine.step.groups import lockstep_of
+from millrace_serve.engine.step.lockstep import Lockstep
 from millrace_serve.engine.step.torch_runner import TorchRunner
 from millrace_serve.model.checkpoint.checkpoint_hash import checkpoint_hash
 from millrace_serve.model.checkpoint.random_weights import RandomWeights
@@ -32,50 +32,27 @@ from millrace_serve.model.parallel import ParallelDims
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """The parts of every rank of a worker, leader or not."""
+    """One rank of a worker, ready for steps: the leader of a replica (tp_rank 0) has an engine, the others follow."""
 
+    role: Role
+    path: Path
     config: EngineConfig
     model: ModelConfig
     pool: KvPool
     runner: TorchRunner
-    control: ControlGroups
+    lockstep: Lockstep
 
+    def engine(self) -> Engine:
+        facts = ModelFacts(self.model.vocab_size, frozenset(self.model.eos_token_ids))
+        grammars = Grammars(XgrammarCompiler(self.path, facts.vocab_size, facts.eos_token_ids), time.monotonic)
+        scheduler = make_scheduler(self.config, self.role, facts, time.monotonic, grammars)
+        builder = BatchBuilder(self.config)
+        return Engine(self.config, scheduler, grammars, builder, self.runner, self.pool, self.lockstep)
 
-def build_engine(
-    limits: Limits,
-    role: Role,
-    model_path: str | Path,
-    dims: ParallelDims,
-    device: torch.device,
-    dtype: torch.dtype,
-    clock: Clock = time.monotonic,
-    execution: Execution | None = None,
-    phases: Phases | None = None,
-    model: DeepseekV3 | None = None,
-) -> Engine:
-    """The engine of a leader (tp_rank 0). Collective: the other ranks of its group call `run_follower` meanwhile.
-
-    Args:
-        model: one that is there already, in the place of what `model_path` holds.
-    Raises:
-        ConfigError, CheckpointError: the checkpoint cannot be used.
-        ValueError: max_model_len is more than the model's, the model does not divide by `dims`, or draft_tokens asks
-            for an MTP layer that the checkpoint does not have.
-        OverCommitted: there is too little memory.
-    """
-    rank = load_rank(limits, role, Path(model_path), dims, device, dtype, execution, phases, model)
-    facts = ModelFacts(rank.model.vocab_size, frozenset(rank.model.eos_token_ids))
-    grammars = Grammars(XgrammarCompiler(Path(model_path), facts.vocab_size, facts.eos_token_ids), clock)
-    scheduler = make_scheduler(rank.config, role, facts, clock, grammars)
-    lockstep = Together(rank.control.all_gather, rank.control.broadcast)
-    return Engine(rank.config, scheduler, grammars, BatchBuilder(rank.config), rank.runner, rank.pool, lockstep)
-
-
-def run_follower(rank: Rank) -> None:
-    """Run what the leader of this replica broadcasts, until its engine is closed."""
-    assert rank.control.broadcast is not None, "tp == 1 has no followers"
-    follow(rank.runner, rank.control.broadcast)
-    rank.runner.close()
+    def follow(self) -> None:
+        """Run what the leader of this replica shares, until its engine is closed."""
+        self.lockstep.follow(self.runner)
+        self.runner.close()
 
 
 def load_rank(
@@ -89,7 +66,16 @@ def load_rank(
     phases: Phases | None = None,
     model: DeepseekV3 | None = None,
 ) -> Rank:
-    """Collective over all ranks of `dims`; what it raises is what build_engine raises."""
+    """Collective over all ranks of `dims`.
+
+    Args:
+        model: one that is there already, in the place of what `path` holds.
+    Raises:
+        ConfigError, CheckpointError: the checkpoint cannot be used.
+        ValueError: max_model_len is more than the model's, the model does not divide by `dims`, or draft_tokens asks
+            for an MTP layer that the checkpoint does not have.
+        OverCommitted: there is too little memory.
+    """
     execution, phases = execution or Execution(), phases or Phases()
     device = device_of(device).torch  # other processes must be told which one it is
     model_config = _model_config(limits, path) if model is None else model.config
@@ -101,7 +87,7 @@ def load_rank(
     layout = _layout(limits, execution, model_config, checkpoint_hash(path) if read else "random", dtype)
     site = Site(role, limits, execution, model_config, layout, dims, device, dtype)
     planner = MemoryPlanner(site)
-    control = ControlGroups.create(dims)
+    lockstep = lockstep_of(dims)
     if model is None:
         with phases("load"):
             with compile_ahead.beside(site, compile_ahead.parts(site, planner.check())):
@@ -115,7 +101,7 @@ def load_rank(
     runner = TorchRunner(model, pool, config, model_config.vocab_size, device_of(device))
     prepare(site, config, runner, phases)
     compile_ahead.mark(site)
-    return Rank(config, model_config, pool, runner, control)
+    return Rank(role, path, config, model_config, pool, runner, lockstep)
 
 
 def _model_config(limits: Limits, path: Path) -> ModelConfig:

@@ -8,70 +8,46 @@ the call itself.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 Replay = Callable[[], None]
+Wait = Callable[[], None]
 
 
-class Event(Protocol):
-    def wait(self) -> None:
-        """Wait until all launched work is done. Raises an error of the device."""
-        ...
+class Device:
+    """The interface of a device, and a CPU."""
 
-
-class Device(Protocol):
-    torch: torch.device
+    torch = torch.device("cpu")
 
     def bind(self) -> None:
         """Make it the current device of the calling thread."""
-        ...
 
     def host_buffer(self, nbytes: int) -> Tensor:
         """uint8 [nbytes] on the host; copies between it and the device need no waiting."""
-        ...
+        return torch.empty(nbytes, dtype=torch.uint8)
 
     def send(self, host: Tensor, memory: Tensor | None) -> Tensor:
         """`host` on the device: copied to the beginning of `memory`, or itself where that is the same place."""
-        ...
+        return host
 
-    def record(self) -> Event: ...
+    def record(self) -> Wait:
+        """Return a function that waits until all work launched so far is done, and raises an error of the device."""
+        return _done
 
     def capture(self, run: Callable[[], None]) -> Replay:
         """`run` launches work of fixed shapes on fixed memory; the replay does that work again. Captures share their
         scratch memory: a result must be copied to memory of its own before the end of `run`.
         """
-        ...
-
-    def synchronize(self) -> None: ...
-
-
-class Cpu:
-    def __init__(self) -> None:
-        self.torch = torch.device("cpu")
-
-    def bind(self) -> None:
-        pass
-
-    def host_buffer(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-    def send(self, host: Tensor, memory: Tensor | None) -> Tensor:
-        return host
-
-    def record(self) -> Event:
-        return _Done()
-
-    def capture(self, run: Callable[[], None]) -> Replay:
         return run
 
     def synchronize(self) -> None:
-        pass
+        """Wait until all work is done."""
 
 
-class Cuda:
+class Cuda(Device):
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.torch = torch.device("cuda", index)
@@ -87,10 +63,10 @@ class Cuda:
         assert memory is not None, "a CUDA device has memory of its own"
         return memory[: host.shape[0]].copy_(host, non_blocking=True)
 
-    def record(self) -> Event:
-        event = _CudaEvent()
+    def record(self) -> Wait:
+        event = torch.cuda.Event(blocking=True)  # a spinning thread would take the interpreter from the launching one
         event.record()
-        return event
+        return event.synchronize
 
     def capture(self, run: Callable[[], None]) -> Replay:
         if self._graph_memory is None:
@@ -105,23 +81,9 @@ class Cuda:
         torch.cuda.synchronize(self.torch)
 
 
-class _Done:
-    def wait(self) -> None:
-        pass
-
-
-class _CudaEvent:
-    """Waits asleep: a spinning thread would take the interpreter's time from the one that launches."""
-
-    def __init__(self) -> None:
-        self._event = torch.cuda.Event(blocking=True)
-
-    def record(self) -> None:
-        self._event.record()
-
-    def wait(self) -> None:
-        self._event.synchronize()
-
-
 def device_of(device: torch.device) -> Device:
-    return Cuda(device) if device.type == "cuda" else Cpu()
+    return Cuda(device) if device.type == "cuda" else Device()
+
+
+def _done() -> None:
+    pass

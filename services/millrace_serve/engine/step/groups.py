@@ -5,31 +5,23 @@ They run on the engine's thread while the model's collectives run on the runner'
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.distributed as dist
 
-from millrace_serve.engine.step.lockstep import AllGather, Broadcast, State
+from millrace_serve.engine.step.lockstep import AllGather, Broadcast, Lockstep, State
 from millrace_serve.model.parallel import ParallelDims
 
 
-@dataclass(frozen=True, slots=True)
-class ControlGroups:
-    all_gather: AllGather | None  # among the leaders; None when dp == 1
-    broadcast: Broadcast | None  # from the leader of this replica; None when tp == 1
-
-    @classmethod
-    def create(cls, dims: ParallelDims) -> ControlGroups:
-        """Collective over all ranks of `dims`."""
-        all_gather = broadcast = None
-        if dims.dp > 1:
-            leaders = dist.new_group(range(0, dims.world, dims.tp), backend="gloo")
-            all_gather = gather_over(leaders) if dims.tp_rank == 0 else None
-        if dims.tp > 1:
-            groups = [dist.new_group(range(d * dims.tp, (d + 1) * dims.tp), backend="gloo") for d in range(dims.dp)]
-            broadcast = broadcast_over(groups[dims.dp_rank])
-        return cls(all_gather, broadcast)
+def lockstep_of(dims: ParallelDims) -> Lockstep:
+    """Collective over all ranks of `dims`."""
+    all_gather = broadcast = None
+    if dims.dp > 1:
+        leaders = dist.new_group(range(0, dims.world, dims.tp), backend="gloo")
+        all_gather = gather_over(leaders) if dims.tp_rank == 0 else None
+    if dims.tp > 1:
+        groups = [dist.new_group(range(d * dims.tp, (d + 1) * dims.tp), backend="gloo") for d in range(dims.dp)]
+        broadcast = broadcast_over(groups[dims.dp_rank])
+    return Lockstep(all_gather, broadcast)
 
 
 def gather_over(group: dist.ProcessGroup) -> AllGather:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from millrace_serve.engine.step.batch import HostBatch
 from millrace_serve.engine.step.runner import Runner
@@ -29,61 +28,34 @@ class Agreement:
     last: bool  # of all steps
 
 
-class Lockstep(Protocol):
-    collective: bool  # whether agree() waits for other replicas
+@dataclass(frozen=True, slots=True)
+class Lockstep:
+    """engine/step/groups.py makes it over torch.distributed."""
+
+    all_gather: AllGather | None = None  # among the leaders of replicas; None when dp == 1
+    broadcast: Broadcast | None = None  # from the leader of this replica; None when tp == 1
 
     def agree(self, batch: HostBatch | None, last: bool) -> Agreement:
         """Once per step on every replica; None: no work here. `last`: this replica wants to end."""
-        ...
-
-    def share(self, batch: HostBatch | None) -> None:
-        """Give the followers their next batch; None: the end."""
-        ...
-
-
-class Alone:
-    """One replica of one rank."""
-
-    collective = False
-
-    def agree(self, batch: HostBatch | None, last: bool) -> Agreement:
-        return _with_itself(batch, last)
-
-    def share(self, batch: HostBatch | None) -> None:
-        pass
-
-
-class Together:
-    """`all_gather` among the replicas' leaders (dp > 1), `broadcast` from this leader to its followers (tp > 1)."""
-
-    def __init__(self, all_gather: AllGather | None, broadcast: Broadcast | None) -> None:
-        self._all_gather = all_gather
-        self._broadcast = broadcast
-        self.collective = all_gather is not None
-
-    def agree(self, batch: HostBatch | None, last: bool) -> Agreement:
-        if self._all_gather is None:
-            return _with_itself(batch, last)
+        if self.all_gather is None:
+            return Agreement(batch is not None, (), batch is None or batch.is_decode, last)
         mine = (0, 0, 1) if batch is None else (1, batch.num_tokens, int(batch.is_decode))
-        works, tokens, decode, ends = zip(*self._all_gather((*mine, int(last))), strict=True)
+        works, tokens, decode, ends = zip(*self.all_gather((*mine, int(last))), strict=True)
         return Agreement(any(works), tokens, all(decode), any(ends))
 
     def share(self, batch: HostBatch | None) -> None:
-        if self._broadcast is not None:
-            self._broadcast(pickle.dumps(batch, protocol=pickle.HIGHEST_PROTOCOL))
+        """Give the followers their next batch; None: the end."""
+        if self.broadcast is not None:
+            self.broadcast(pickle.dumps(batch, protocol=pickle.HIGHEST_PROTOCOL))
 
-
-def _with_itself(batch: HostBatch | None, last: bool) -> Agreement:
-    return Agreement(batch is not None, (), batch is None or batch.is_decode, last)
-
-
-def follow(runner: Runner, broadcast: Broadcast) -> None:
-    """The whole life of a follower: run what the leader broadcasts until it ends. One step may be ahead."""
-    previous = None
-    while (batch := pickle.loads(broadcast(None))) is not None:
-        handle = runner.launch(batch)
+    def follow(self, runner: Runner) -> None:
+        """The whole life of a follower: run what the leader shares until it ends. One step may be ahead."""
+        assert self.broadcast is not None, "tp == 1 has no followers"
+        previous = None
+        while (batch := pickle.loads(self.broadcast(None))) is not None:
+            handle = runner.launch(batch)
+            if previous is not None:
+                previous.result()
+            previous = handle
         if previous is not None:
             previous.result()
-        previous = handle
-    if previous is not None:
-        previous.result()

@@ -67,10 +67,10 @@ class Staging:
             _part(host, offset, tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
             for tensor, offset in zip(tensors, offsets, strict=True)
         ]
-        event = self._device.record()
+        wait = self._device.record()
 
         def read() -> Any:
-            event.wait()
+            wait()
             return _replaced(tree, Tensor, iter([part.numpy().copy() for part in parts]))
 
         return read
