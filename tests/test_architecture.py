@@ -36,7 +36,7 @@ MAY_IMPORT = {
     f"{ROUTER}.config": {COMMON, f"{ROUTER}.discovery.config", f"{ROUTER}.resilience.config"},
     f"{ROUTER}.text": {STUBS, COMMON, RPC},
     f"{ROUTER}.discovery": {COMMON},
-    f"{ROUTER}.policy": {COMMON, f"{ROUTER}.config"},
+    f"{ROUTER}.policy": {STUBS, COMMON, f"{ROUTER}.config"},
     f"{ROUTER}.resilience": {COMMON},
     f"{ROUTER}.fleet": {
         STUBS,

@@ -21,10 +21,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from millrace.v1.worker_pb2 import CacheChange
 from millrace_common.page_hash import page_hashes
 from millrace_router.config import Policy, RouterConfig, Routing
 from millrace_router.flow.metrics import build
-from millrace_router.policy.kv_index import Change, KvIndex
+from millrace_router.policy.kv_index import KvIndex
 from millrace_router.policy.placer import Placer
 from millrace_router.policy.prefix_index import PrefixIndex
 from millrace_router.policy.snapshot import Replica, View, Want
@@ -145,7 +146,9 @@ def _fill(s: Settings, placer: Placer, view: View, rng: random.Random) -> list[t
                 placer.indexes.prefix.note(prompt, [replica.process])
             if placer.indexes.kv is not None:
                 number = sequences.get(replica.process, 0)
-                change = Change(number, number + 1, prompt, snapshot=replica.process not in sequences)
+                change = CacheChange(
+                    after=number, sequence=number + 1, stored=prompt, snapshot=replica.process not in sequences
+                )
                 assert placer.indexes.kv.apply(replica.process, change)
                 sequences[replica.process] = number + 1
     return prompts
@@ -184,7 +187,7 @@ def _fill_kv(s: Settings) -> KvIndex:
     for number in range(s.memory_blocks // per_change):
         replica, turn = number % s.workers, number // s.workers
         blocks = [rng.getrandbits(64) for _ in range(per_change)]
-        index.apply((f"e{replica}", 0), Change(turn, turn + 1, blocks, snapshot=turn == 0))
+        index.apply((f"e{replica}", 0), CacheChange(after=turn, sequence=turn + 1, stored=blocks, snapshot=turn == 0))
     return index
 
 

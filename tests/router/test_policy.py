@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from millrace_router.config import Policy, RouterConfig, Routing
-from millrace_router.policy.choose import SCORERS, Chooser, Situation
+from millrace_router.policy.choose import Chooser, Situation
+from millrace_router.policy.scorers import SCORERS
 from millrace_router.policy.scoring import Inputs, best
 from millrace_router.policy.snapshot import Placement, Replica, View, Want
 from pydantic import ValidationError

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from millrace.v1.worker_pb2 import CacheChange
 from millrace_router.config import Policy, Routing
 from millrace_router.policy import kv_index
 from millrace_router.policy.holders import Bits, depths
 from millrace_router.policy.indexes import Indexes
-from millrace_router.policy.kv_index import Change, KvIndex
+from millrace_router.policy.kv_index import KvIndex
 from millrace_router.policy.prefix_index import MAX_DEAD, PrefixIndex
 from millrace_router.policy.snapshot import Placement, Replica, Want
 
@@ -62,23 +64,29 @@ def test_a_bit_is_not_given_again_before_it_was_recycled() -> None:
 # ------------------------------------------------------------------------------------- the KV index
 
 
+def change(
+    after: int, sequence: int, stored: Iterable[int] = (), removed: Iterable[int] = (), snapshot: bool = False
+) -> CacheChange:
+    return CacheChange(after=after, sequence=sequence, stored=stored, removed=removed, snapshot=snapshot)
+
+
 class Worker:
     """A prefix cache, and what it still has to tell."""
 
     def __init__(self) -> None:
         self.blocks: set[int] = set()
         self.sequence = 0
-        self.messages: list[Change] = [Change(0, 0, snapshot=True)]
+        self.messages: list[CacheChange] = [change(0, 0, snapshot=True)]
 
     def change(self, stored: set[int], removed: set[int]) -> None:
         self.blocks = (self.blocks - removed) | stored
-        self.messages.append(Change(self.sequence, self.sequence + 1, sorted(stored), sorted(removed)))
+        self.messages.append(change(self.sequence, self.sequence + 1, sorted(stored), sorted(removed)))
         self.sequence += 1
 
-    def snapshot(self) -> list[Change]:
+    def snapshot(self) -> list[CacheChange]:
         blocks = sorted(self.blocks)
-        first = Change(self.sequence, self.sequence, blocks[:3], snapshot=True)
-        return [first, Change(self.sequence, self.sequence, blocks[3:])]
+        first = change(self.sequence, self.sequence, blocks[:3], snapshot=True)
+        return [first, change(self.sequence, self.sequence, blocks[3:])]
 
 
 class KvIndexMachine(RuleBasedStateMachine):
@@ -166,9 +174,9 @@ class KvIndexMachine(RuleBasedStateMachine):
         for key in [*self.told]:
             self.index.forget(key)
         assert self.index.lookup(CHAINS[0]) == {}
-        self.index.apply(("last", 0), Change(0, 0, snapshot=True))
+        self.index.apply(("last", 0), change(0, 0, snapshot=True))
         for number in range(2 * kv_index.SHARDS):
-            self.index.apply(("last", 0), Change(number, number + 1))
+            self.index.apply(("last", 0), change(number, number + 1))
         assert len(self.index) == 0
         assert self.index._bits.dead == 0 and self.index._bits.live.bit_count() == 1
 
@@ -245,7 +253,7 @@ def test_each_policy_asks_its_own_index() -> None:
     want = Want(tokens=200, pages=indexes.hashes(list(range(200)), 64))
     assert len(want.pages) == 3 and indexes.lookup(want) == ({}, {})
     indexes.note(want, Placement(replica("p"), replica("d")))
-    indexes.kv.apply(("d", 0), Change(0, 0, want.pages[:1], snapshot=True))
+    indexes.kv.apply(("d", 0), change(0, 0, want.pages[:1], snapshot=True))
     assert indexes.lookup(want) == ({("p", 0): 3, ("d", 0): 3}, {("d", 0): 1})
     assert indexes.lookup(Want(tokens=200)) == ({}, {})
     indexes.keep([("d", 0)])

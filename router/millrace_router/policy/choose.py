@@ -8,7 +8,7 @@
 The first of these with a replica that has credits is taken. Workers in `Want.avoid` (they failed this request before)
 are candidates only when no other is left; ejected ones (resilience/) not even then. While the view names a revision
 that is asked first, the others get the requests for which it has no room. Within a step the role's policy scores the
-candidates, see scoring.py.
+candidates, see scorers.py.
 
 A `Decision` costs nothing when it is made: it keeps the immutable situation, and because choosing is a pure function,
 choosing once more with notes explains it.
@@ -20,21 +20,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from millrace_router.config import Policy, Routing
-from millrace_router.policy import cached, length_buckets, session, simple, topology
+from millrace_router.policy import topology
 from millrace_router.policy.holders import Process
-from millrace_router.policy.scoring import Inputs, Score, Scorer, best
+from millrace_router.policy.scorers import SCORERS
+from millrace_router.policy.scoring import Inputs, Score, best
 from millrace_router.policy.snapshot import Key, Placement, Replica, View, Want
 
-SCORERS: Mapping[Policy, Scorer] = {
-    Policy.ROUND_ROBIN: simple.round_robin,
-    Policy.RANDOM: simple.random_choice,
-    Policy.POWER_OF_TWO: simple.power_of_two,
-    Policy.LEAST_LOADED: simple.least_loaded,
-    Policy.SESSION: session.score,
-    Policy.PREFIX_AWARE: cached.score,
-    Policy.KV_AWARE: cached.score,
-    Policy.LENGTH_BUCKETS: length_buckets.score,
-}
 CLOSED = "no credits"
 NO_PAGES: Mapping[Process, int] = {}
 WhyNot = Callable[[Replica], str]

@@ -56,6 +56,11 @@ class Bits:
             yield self._holders[bit]
             mask ^= bit
 
+    def leading(self, hashes: Sequence[int], lookup: Callable[[int], int]) -> dict[Process, int]:
+        """Leading blocks that each known holder has; none: not in the answer. `lookup` as of `depths`."""
+        found = depths(hashes, lookup, self.live)
+        return {holder: depth for depth, mask in found for holder in self.holders(mask)}
+
 
 def depths(hashes: Sequence[int], lookup: Callable[[int], int], live: int) -> list[tuple[int, int]]:
     """Return (number of leading blocks, mask of the holders with exactly so many). `lookup` gives a block's mask, 0 for

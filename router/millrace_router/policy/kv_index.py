@@ -13,24 +13,14 @@ are ignored; every change cleans some shards of them, and after a whole round th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from millrace_router.policy.holders import Bits, Process, depths
+from millrace.v1.worker_pb2 import CacheChange
+
+from millrace_router.policy.holders import Bits, Process
 
 SHARDS = 256
 SHARDS_PER_CHANGE = 2  # cleaned while there are dead bits
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """The blocks that a replica's cache stored and removed between two states. A snapshot replaces all earlier ones."""
-
-    after: int  # sequence number of the state that it follows
-    sequence: int  # of the state that it leads to
-    stored: Iterable[int] = ()
-    removed: Iterable[int] = ()
-    snapshot: bool = False
 
 
 class KvIndex:
@@ -45,7 +35,7 @@ class KvIndex:
         """Blocks, those included that only forgotten holders had and that are not cleaned yet."""
         return sum(map(len, self._shards))
 
-    def apply(self, holder: Process, change: Change) -> bool:
+    def apply(self, holder: Process, change: CacheChange) -> bool:
         """Apply one change. False: a change was missed, and the holder has no entries until its next snapshot."""
         if change.snapshot:
             self.forget(holder)
@@ -75,8 +65,7 @@ class KvIndex:
     def lookup(self, hashes: Sequence[int]) -> dict[Process, int]:
         """Leading blocks that each holder has; none: not in the answer."""
         shards = self._shards
-        found = depths(hashes, lambda block: shards[block % SHARDS].get(block, 0), self._bits.live)
-        return {holder: depth for depth, mask in found for holder in self._bits.holders(mask)}
+        return self._bits.leading(hashes, lambda block: shards[block % SHARDS].get(block, 0))
 
     def _clean(self) -> None:
         if not self._cleaning:

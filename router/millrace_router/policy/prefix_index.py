@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from millrace_router.policy.holders import Bits, Process, depths
+from millrace_router.policy.holders import Bits, Process
 
 MAX_DEAD = 64  # bits of lost workers before the masks are cleaned, all at once: some 0.1 s per million blocks
 
@@ -43,8 +43,7 @@ class PrefixIndex:
     def lookup(self, hashes: Sequence[int]) -> dict[Process, int]:
         """Leading blocks that each holder has; none: not in the answer."""
         masks = self._masks
-        found = depths(hashes, lambda block: masks.get(block, 0), self._bits.live)
-        return {holder: depth for depth, mask in found for holder in self._bits.holders(mask)}
+        return self._bits.leading(hashes, lambda block: masks.get(block, 0))
 
     def keep(self, holders: set[Process]) -> None:
         """Keep these processes, and forget all others."""
