@@ -33,7 +33,6 @@ class Reloaded(Generic[T]):
         on_reload: Callable[[str], None] = lambda outcome: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.version = 0  # grows with every successful load
         self._what = what
         self._paths = tuple(paths)
         self._load = load
@@ -62,12 +61,11 @@ class Reloaded(Generic[T]):
             log.warning("%s: the changed files are not used: %s", self._what, error)
             self._on_reload("failed")
             return
-        self.version += 1
         log.info("%s: loaded again", self._what)
         self._on_reload("ok")
 
-    def _look(self) -> tuple[Stamp, ...]:
-        return tuple(_stamp(path) for path in self._paths)
+    def _look(self) -> list[Stamp]:
+        return [_stamp(path) for path in self._paths]
 
 
 def _stamp(path: Path) -> Stamp:

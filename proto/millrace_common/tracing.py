@@ -9,33 +9,9 @@ from __future__ import annotations
 
 import re
 
-from millrace_common.spans import NO_ATTRIBUTES, Attributes, Span, Tracer, Tracing
+from millrace_common.spans import OFF, Tracer, Tracing
 
 _TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
-
-
-class _NoSpan:
-    def __init__(self, traceparent: str) -> None:
-        self.traceparent = traceparent
-
-    def event(self, name: str, at: float) -> None:
-        pass
-
-    def end(self, at: float, attributes: Attributes = NO_ATTRIBUTES, error: str = "") -> None:
-        pass
-
-
-class _Off:
-    def begin(
-        self, name: str, parent: str, at: float, attributes: Attributes = NO_ATTRIBUTES, server: bool = False
-    ) -> Span:
-        return _NoSpan(parent)
-
-    def close(self) -> None:
-        pass
-
-
-OFF: Tracer = _Off()
 
 
 def checked(traceparent: str) -> str:

@@ -12,16 +12,16 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 
-from millrace_common.spans import NO_ATTRIBUTES, Attributes, Span, Tracing
+from millrace_common.spans import NO_ATTRIBUTES, Attributes, Span, Tracer, Tracing
 
 EXPORT_TIMEOUT_S = 3
 FLUSH_INTERVAL_MS = 1000
 
 
-class OtelSpan:
+class OtelSpan(Span):
     def __init__(self, span: trace.Span, offset_ns: int) -> None:
         context = span.get_span_context()
-        self.traceparent = f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
+        super().__init__(f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}")
         self._span = span
         self._offset_ns = offset_ns
 
@@ -35,7 +35,7 @@ class OtelSpan:
         self._span.end(self._offset_ns + int(at * 1e9))
 
 
-class OtelTracer:
+class OtelTracer(Tracer):
     def __init__(self, provider: TracerProvider) -> None:
         self._provider = provider
         self._tracer = provider.get_tracer("millrace")

@@ -8,9 +8,9 @@ are ignored (see millrace_common/reloaded.py).
 from __future__ import annotations
 
 import ssl
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import grpc
 from millrace_common.metrics import Metrics
@@ -18,16 +18,18 @@ from millrace_common.reloaded import Reloaded
 from millrace_common.tls_config import Tls
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Material:
-    """The files' bytes. Not to be printed."""
+    """The files' bytes, not to be printed, and what is made of them."""
 
     chain: bytes | None
     key: bytes | None
     ca: bytes | None
+    context: ssl.SSLContext  # of an HTTPS server
+    client: grpc.ChannelCredentials
 
-    def __repr__(self) -> str:
-        return "Material(...)"
+    def server_configuration(self) -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration([(self.key, self.chain)], self.ca)
 
 
 class Identity:
@@ -37,52 +39,42 @@ class Identity:
         self,
         tls: Tls,
         on_reload: Callable[[str], None] = lambda outcome: None,
-        clock: Callable[[], float] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tls = tls
         paths = [path for path in (tls.cert, tls.key, tls.ca) if path is not None]
-        options: dict[str, Any] = {} if clock is None else {"clock": clock}
         try:
-            self._files = Reloaded("TLS certificates", paths, lambda: load(tls), on_reload, **options)
+            self._files = Reloaded("TLS certificates", paths, lambda: load(tls), on_reload, clock)
         except ValueError as error:
             raise OSError(str(error)) from error
-        self._channel_made = -1
-        self._channel: grpc.ChannelCredentials | None = None
-        self._context_made = -1
-        self._context: ssl.SSLContext | None = None
 
     @property
-    def version(self) -> int:
-        """Another one after new files were loaded."""
-        self._files.get()
-        return self._files.version
-
-    # ------------------------------------------------------------------------------------- servers
+    def version(self) -> object:
+        """Another object after new files were loaded."""
+        return self._files.get()
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """The credentials of a gRPC server; every handshake checks the files for changes."""
         self._need_certificate()
-        served = self.version
+        served = self._files.get()
 
         def fetch() -> grpc.ServerCertificateConfiguration | None:
             """Called in a thread of gRPC's; None: nothing new."""
             nonlocal served
-            if self.version == served:
-                return None
-            served = self._files.version
-            return self._server_configuration()
+            before, served = served, self._files.get()
+            return None if served is before else served.server_configuration()
 
         return grpc.dynamic_ssl_server_credentials(
-            self._server_configuration(), fetch, require_client_authentication=self.tls.require_client_cert
+            served.server_configuration(), fetch, require_client_authentication=self.tls.require_client_cert
         )
 
     def server_context(self) -> ssl.SSLContext:
         """The context of an HTTPS server: each handshake uses the current certificates."""
         self._need_certificate()
-        entry = self._new_context()
+        entry = load(self.tls).context  # of its own, because a connection keeps the callback of its first context
 
         def at_hello(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
-            connection.context = self._current_context()
+            connection.context = self._files.get().context
 
         entry.sni_callback = at_hello
         return entry
@@ -91,44 +83,11 @@ class Identity:
         if self.tls.cert is None:
             raise OSError("tls.cert: a server needs a certificate")
 
-    def _server_configuration(self) -> grpc.ServerCertificateConfiguration:
-        files = self._files.get()
-        return grpc.ssl_server_certificate_configuration([(files.key, files.chain)], files.ca)
-
-    def _current_context(self) -> ssl.SSLContext:
-        version = self.version
-        if self._context is None or self._context_made != version:
-            try:
-                self._context, self._context_made = self._new_context(), version
-            except (OSError, ValueError):  # the files change again just now
-                if self._context is None:
-                    raise
-        return self._context
-
-    def _new_context(self) -> ssl.SSLContext:
-        tls = self.tls
-        assert tls.cert is not None
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
-        context.load_cert_chain(tls.cert, tls.key, password=_no_password)
-        context.set_alpn_protocols(["http/1.1"])
-        if tls.require_client_cert:
-            context.load_verify_locations(cafile=tls.ca)
-            context.verify_mode = ssl.CERT_REQUIRED
-        return context
-
-    # ------------------------------------------------------------------------------------- clients
-
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """The credentials of a new channel. A channel keeps its certificates, so a client makes a new channel when
-        `version` grows, or whenever it reconnects.
+        `version` changes, or whenever it reconnects.
         """
-        version = self.version
-        if self._channel is None or self._channel_made != version:
-            files = self._files.get()
-            self._channel = grpc.ssl_channel_credentials(files.ca, files.key, files.chain)
-            self._channel_made = version
-        return self._channel
+        return self._files.get().client
 
 
 def identity_of(tls: Tls | None, metrics: Metrics) -> Identity | None:
@@ -141,6 +100,8 @@ def identity_of(tls: Tls | None, metrics: Metrics) -> Identity | None:
 def load(tls: Tls) -> Material:
     """Read and check. ValueError or OSError with the names of the files, never their content."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
     try:
         if tls.cert is not None:
             context.load_cert_chain(tls.cert, tls.key, password=_no_password)
@@ -155,7 +116,10 @@ def load(tls: Tls) -> Material:
         raise ValueError(f"tls: {tls.ca} holds no certificates ({error.reason})") from error
     except OSError as error:
         raise OSError(f"tls: cannot read {tls.ca}: {error.strerror}") from error
-    return Material(*(path.read_bytes() if path is not None else None for path in (tls.cert, tls.key, tls.ca)))
+    if tls.require_client_cert:
+        context.verify_mode = ssl.CERT_REQUIRED
+    chain, key, ca = (path.read_bytes() if path is not None else None for path in (tls.cert, tls.key, tls.ca))
+    return Material(chain, key, ca, context, grpc.ssl_channel_credentials(ca, key, chain))
 
 
 def _no_password() -> str:

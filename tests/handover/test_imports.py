@@ -15,7 +15,7 @@ from millrace.v1 import decode_pb2, worker_pb2
 from millrace_common import metrics as catalogue
 from millrace_common.page_hash import page_hashes
 from millrace_common.reasons import Reason
-from millrace_common.tracing import OFF
+from millrace_common.spans import OFF
 from millrace_rpc.errors import MillraceError
 from millrace_serve.decode.service import DecodeRole
 from millrace_serve.engine.core import (

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 
 import pytest
-from millrace_common.spans import Tracing
-from millrace_common.tracing import OFF, checked, make
+from millrace_common.spans import OFF, Tracing
+from millrace_common.tracing import checked, make
 from millrace_common.tracing_otel import OtelTracer, provider
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor

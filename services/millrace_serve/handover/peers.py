@@ -45,7 +45,7 @@ class Peer:
         self._connect()
 
     def _connect(self) -> None:
-        self._version = self._identity.version if self._identity is not None else 0
+        self._version = self._identity.version if self._identity is not None else None
         self._channel = channel(self.address, self._identity)
         self._kv = kv_pb2_grpc.KvServiceStub(self._channel)
         self.worker = worker_pb2_grpc.WorkerServiceStub(self._channel)

@@ -14,30 +14,19 @@ class Wakeup:
     """Lets coroutines sleep until something changes. A wake-up carries no data."""
 
     def __init__(self) -> None:
-        self._sleepers: set[asyncio.Future[bool]] = set()
+        self._next = asyncio.Event()
 
     def fire(self) -> None:
-        sleepers, self._sleepers = self._sleepers, set()
-        for sleeper in sleepers:
-            _wake(sleeper, True)
+        self._next.set()
+        self._next = asyncio.Event()
 
     async def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until the next `fire`. False: the time ran out first."""
-        loop = asyncio.get_running_loop()
-        sleeper = loop.create_future()
-        self._sleepers.add(sleeper)
-        timer = None if timeout_s is None else loop.call_later(max(timeout_s, 0.0), _wake, sleeper, False)
         try:
-            return await sleeper
-        finally:
-            self._sleepers.discard(sleeper)
-            if timer is not None:
-                timer.cancel()
-
-
-def _wake(sleeper: asyncio.Future[bool], fired: bool) -> None:
-    if not sleeper.done():
-        sleeper.set_result(fired)
+            async with asyncio.timeout(timeout_s):
+                return await self._next.wait()
+        except TimeoutError:
+            return False
 
 
 @contextlib.asynccontextmanager
