@@ -20,9 +20,10 @@ from millrace.v1 import admin_pb2, worker_pb2
 from millrace_cli.cluster import ClusterSpec
 from millrace_rpc.errors import from_rpc_error
 from millrace_serve.engine.core import SamplingParams
-from millrace_serve.engine.sim.runner import SimSettings, oracle_outputs
+from millrace_serve.engine.sim.runner import SimSettings
 from millrace_testing.client import Answer, Client, collect, until
 from millrace_testing.cluster import ControlledCluster
+from millrace_testing.oracle import oracle_outputs
 from millrace_testing.proxy import Proxy
 from prometheus_client.parser import text_string_to_metric_families
 

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 from millrace_serve.engine.core import SamplingParams
-from millrace_serve.engine.sim.runner import SimSettings, oracle_outputs
+from millrace_serve.engine.sim.runner import SimSettings
 from millrace_testing.cluster import ControlledCluster
 from millrace_testing.kube_server import KubeServer
+from millrace_testing.oracle import oracle_outputs
 from millrace_testing.pods import PRE_STOP_S, Pod, Pods
 from millrace_testing.prometheus import free_port
 from millrace_testing.rollout import WORKERS, Load, retries, routable, router_spec

@@ -25,7 +25,8 @@ from millrace_serve.engine.core import (
 from millrace_serve.engine.engine import Engine
 from millrace_serve.engine.grammar.grammars import Grammars
 from millrace_serve.engine.sim.factory import build_sim_engine
-from millrace_serve.engine.sim.runner import SimSettings, oracle_outputs
+from millrace_serve.engine.sim.runner import SimSettings
+from millrace_testing.oracle import oracle_outputs
 
 TINY = {"num_pages": 14, "page_size": 4, "max_model_len": 32, "max_running": 3, "max_waiting": 50}
 SETTINGS = SimSettings(vocab_size=200, page_kv_bytes=8, eos_lengths=(2, 12))

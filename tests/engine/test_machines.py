@@ -26,7 +26,7 @@ from millrace_serve.engine.core import (
     Route,
 )
 from millrace_serve.engine.schedule.sequence import Transfer
-from millrace_serve.engine.sim.runner import oracle_outputs
+from millrace_testing.oracle import oracle_outputs
 
 PREFIXES = ([20] * 12, [20] * 4 + [30] * 8, [40, 41, 42])
 EXPECTED_FAILURES = {"DEADLINE_EXCEEDED", "CONTEXT_TOO_LONG", "OVERLOADED", "TRANSFER_FAILED", "INVALID_ARGUMENT"}

@@ -43,7 +43,7 @@ class Bench:
         self.seqs = []
         for slot, one in enumerate(params):
             request = Request(id=RequestId(slot, 0), token_ids=prompt or [0], sampling=one)
-            seq = Sequence(request, (0, slot), None, 10**6, stops, [])
+            seq = Sequence(request, (0, slot), 10**6, stops, [])
             seq.slot = slot
             self.table.join(seq)
             self.seqs.append(seq)

@@ -34,11 +34,12 @@ import httpx
 from millrace_bench.common import Record, print_record
 from millrace_rpc.errors import TABLE, MillraceError, from_rpc_error
 from millrace_serve.engine.core import SamplingParams
-from millrace_serve.engine.sim.runner import SPECIAL_TOKENS, SimSettings, oracle_outputs
+from millrace_serve.engine.sim.runner import SPECIAL_TOKENS, SimSettings
 
 from millrace_testing.client import Answer, Client, collect
 from millrace_testing.namespaces import available
 from millrace_testing.nodes import Node, System
+from millrace_testing.oracle import oracle_outputs
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 
 from millrace_serve.engine.core import SamplingParams
-from millrace_serve.engine.sim.runner import SimSettings, oracle_outputs
+from millrace_serve.engine.sim.runner import SimSettings
+
+from millrace_testing.oracle import oracle_outputs
 
 SETTINGS = SimSettings()
 

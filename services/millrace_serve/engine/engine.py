@@ -79,7 +79,7 @@ class Engine:
 
     def has_work(self) -> bool:
         """False: step() would do nothing before the next message, or before `wait_s` has passed."""
-        return self._stale or self._in_flight is not None or bool(self._scheduler.outbox)
+        return self._stale or self._in_flight is not None or bool(self._scheduler.outbox.events)
 
     def wait_s(self) -> float | None:
         """Seconds to wait for messages before the next step(): 0 = none, None = until one comes."""

@@ -235,7 +235,8 @@ class DecodeScheduler(Scheduler):
         seq.enter(Phase.IMPORTING)
         seq.move(Transfer.READING)
         self._importing.add(seq)
-        self.outbox.reserved(KvReserved(seq.id, list(seq.pages), seq.num_computed // self.pages.size))
+        num_cached_pages = seq.num_computed // self.pages.size
+        self.outbox.events.reserved.append(KvReserved(seq.id, list(seq.pages), num_cached_pages))
 
     # ------------------------------------------------------------------------------------------ results
 

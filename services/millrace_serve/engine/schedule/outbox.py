@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-from millrace_serve.engine.core import (
-    Events,
-    Failure,
-    FinishReason,
-    KvPart,
-    KvReserved,
-    Request,
-    SequenceOutput,
-    TokenOutput,
-)
+from millrace_serve.engine.core import Events, Failure, FinishReason, Request, SequenceOutput, TokenOutput
 from millrace_serve.engine.schedule.sequence import Sequence
 
 
 class Outbox:
     def __init__(self) -> None:
         self.totals = dict.fromkeys(("preemptions", "steps", "cached_tokens", "prompt_tokens", "output_tokens"), 0)
-        self._outputs: list[SequenceOutput] = []
-        self._parts: list[KvPart] = []
-        self._reserved: list[KvReserved] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._outputs or self._parts or self._reserved)
+        self.events = Events()
 
     def refuse(self, request: Request, failure: Failure) -> None:
         first = request.num_prior_outputs
-        self._outputs.append(SequenceOutput(request.id, first, [], FinishReason.ERROR, failure))
+        self.events.outputs.append(SequenceOutput(request.id, first, [], FinishReason.ERROR, failure))
 
     def admitted(self, seq: Sequence, now: float) -> None:
         """`seq` got its first pages; a sequence that was preempted does not count again."""
@@ -50,17 +36,10 @@ class Outbox:
         first = len(seq.tokens) - seq.num_prompt - len(tokens)
         output = SequenceOutput(seq.id, first, tokens, finish, error, cached, queued_s)
         seq.silent = False
-        self._outputs.append(output)
+        self.events.outputs.append(output)
         self.totals["output_tokens"] += len(tokens)
         return output
 
-    def part(self, part: KvPart) -> None:
-        self._parts.append(part)
-
-    def reserved(self, reserved: KvReserved) -> None:
-        self._reserved.append(reserved)
-
     def take(self) -> Events:
-        events = Events(self._outputs, self._parts, self._reserved)
-        self._outputs, self._parts, self._reserved = [], [], []
+        events, self.events = self.events, Events()
         return events

@@ -142,7 +142,8 @@ class PrefillScheduler(Scheduler):
         pages, hashes = seq.pages[span], seq.prompt_hashes[span]
         num_tokens = min(num_pages * self.pages.size, len(seq.request.token_ids))
         self.pages.cache.publish(pages)
-        self.outbox.part(KvPart(seq.id, seq.num_published, pages, hashes, num_tokens, first is not None, first))
+        part = KvPart(seq.id, seq.num_published, pages, hashes, num_tokens, first is not None, first)
+        self.outbox.events.parts.append(part)
         seq.num_published = num_pages
 
     def _take_off(self, seq: Sequence) -> None:

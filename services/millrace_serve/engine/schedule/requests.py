@@ -60,15 +60,13 @@ class Requests:
     def _add(self, request: Request, walk: Walk | None) -> Sequence:
         params, now = request.sampling, self.clock()
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._facts.eos_token_ids)
-        deadline = None if request.timeout_s is None else now + request.timeout_s
         order = (-request.priority, next(self._arrivals))
         hashes = page_hashes(request.token_ids, self._config.page_size)  # now, while no step waits for them
-        seq = Sequence(request, order, deadline, sequence_limit(request, self._config), stop_ids, hashes)
-        seq.grammar, seq.arrived = walk, now
+        seq = Sequence(request, order, sequence_limit(request, self._config), stop_ids, hashes, now, walk)
         self.live[seq.id] = seq
         self.num_active += 1
-        if deadline is not None:
-            self._watch((deadline, order, seq))
+        if request.timeout_s is not None:
+            self._watch((now + request.timeout_s, order, seq))
         return seq
 
     def room(self) -> int:

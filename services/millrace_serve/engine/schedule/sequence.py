@@ -27,13 +27,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from millrace_common.page_hash import page_hashes
 from millrace_common.transitions import Transitions
 
 from millrace_serve.engine.cache.kv_cache import CachedPrefix
-from millrace_serve.engine.core import FinishReason, Request, Route
+from millrace_serve.engine.core import FinishReason, Request, RequestId, Route
 from millrace_serve.engine.grammar.grammars import Walk
 
 
@@ -101,72 +101,40 @@ TRANSFERS = Transitions(
 )
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Sequence:
     """`tokens` has the known tokens; those that launched steps sample are not in it yet."""
 
-    __slots__ = (
-        "arrived",
-        "capacity",
-        "deadline",
-        "grammar",
-        "id",
-        "inflight",
-        "limit",
-        "num_cached_tokens",
-        "num_computed",
-        "num_prompt",
-        "num_published",
-        "num_reserved",
-        "order",
-        "pages",
-        "phase",
-        "prefix",
-        "prompt_hashes",
-        "queued_s",
-        "request",
-        "silent",
-        "slot",
-        "stop_ids",
-        "tokens",
-        "transfer",
-        "trust",
-    )
+    request: Request
+    order: tuple[int, int]  # (-priority, arrival): smaller goes first, and is preempted last
+    limit: int  # tokens, prompt included, at which the sequence finishes by LENGTH
+    stop_ids: frozenset[int]
+    prompt_hashes: list[int]  # of each page of request.token_ids (millrace_common/page_hash.py)
+    arrived: float = 0.0  # on the scheduler's clock
+    grammar: Walk | None = None  # where `tokens` stand in the request's grammar
+    id: RequestId = field(init=False)
+    tokens: list[int] = field(init=False)
+    num_prompt: int = field(init=False)
+    phase: Phase = Phase.WAITING
+    transfer: Transfer = Transfer.NONE
+    trust: Trust = Trust.PROVEN
+    slot: int = -1
+    pages: list[int] = field(default_factory=list)
+    prefix: CachedPrefix | None = None
+    capacity: int = 0  # positions that have a page and may be written
+    num_computed: int = 0  # tokens that are known and have their KV once the launched steps are done
+    num_reserved: int = 0  # tokens that have their KV then, at most
+    inflight: int = 0  # launched steps that name this sequence and are not committed
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    silent: bool = True  # no output has been sent yet
+    queued_s: float = 0.0  # until the sequence got its first pages
+    num_published: int = 0  # pages announced in KvParts
 
-    def __init__(
-        self,
-        request: Request,
-        order: tuple[int, int],
-        deadline: float | None,
-        limit: int,
-        stop_ids: frozenset[int],
-        prompt_hashes: list[int],
-    ) -> None:
-        imported = request.route is Route.IMPORT
-        self.request = request
-        self.id = request.id
-        self.order = order  # (-priority, arrival): smaller goes first, and is preempted last
-        self.deadline = deadline
-        self.limit = limit  # tokens, prompt included, at which the sequence finishes by LENGTH
-        self.stop_ids = stop_ids
-        self.prompt_hashes = prompt_hashes  # of each page of request.token_ids (millrace_common/page_hash.py)
-        self.tokens = list(request.token_ids)
-        self.num_prompt = len(request.token_ids) - request.num_prior_outputs
-        self.phase = Phase.EXPECTED if imported else Phase.WAITING
-        self.transfer = Transfer.AWAITED if imported else Transfer.NONE
-        self.trust = Trust.PROVEN
-        self.slot = -1
-        self.pages: list[int] = []
-        self.prefix: CachedPrefix | None = None
-        self.capacity = 0  # positions that have a page and may be written
-        self.num_computed = 0  # tokens that are known and have their KV once the launched steps are done
-        self.num_reserved = 0  # tokens that have their KV then, at most
-        self.inflight = 0  # launched steps that name this sequence and are not committed
-        self.num_cached_tokens = 0  # prompt tokens found in the prefix cache
-        self.silent = True  # no output has been sent yet
-        self.arrived = 0.0  # on the scheduler's clock
-        self.queued_s = 0.0  # until the sequence got its first pages
-        self.num_published = 0  # pages announced in KvParts
-        self.grammar: Walk | None = None  # where `tokens` stand in the request's grammar
+    def __post_init__(self) -> None:
+        self.id, self.tokens = self.request.id, list(self.request.token_ids)
+        self.num_prompt = len(self.tokens) - self.request.num_prior_outputs
+        if self.request.route is Route.IMPORT:
+            self.phase, self.transfer = Phase.EXPECTED, Transfer.AWAITED
 
     @property
     def num_outputs(self) -> int:

@@ -21,14 +21,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from millrace_serve.engine.cache.canary import mismatches
 from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import EngineConfig
-from millrace_serve.engine.core import SamplingParams
 from millrace_serve.engine.schedule.plan import StepOutput
 from millrace_serve.engine.schedule.sequence import Sequence
 from millrace_serve.engine.step.batch import HostBatch
 
 SPECIAL_TOKENS = 16  # ids below are never drawn; the simulated EOS is one of them
-MASK = (1 << 64) - 1
-LENGTH_INDEX = -1  # output position whose hash decides the length
+MOST = (1 << 64) - 1
+LENGTH_INDEX = np.uint64(MOST)  # output position -1, whose hash decides the length
 
 
 class SimSettings(BaseModel):
@@ -46,33 +45,6 @@ class SimSettings(BaseModel):
     draft_tokens: int = Field(0, ge=0, le=7)  # rows of a decode sequence beyond the first
     acceptance: float = Field(0.7, ge=0, le=1)  # probability that a draft is accepted
     page_kv_bytes: int = Field(4096, ge=2, multiple_of=2)  # size of a page that travels, without its canary
-
-
-def oracle_token(prompt_hash: int, seed: int, index: int, vocab: int) -> int:
-    """Output token `index` of a prompt with chain_hash(0, prompt) == prompt_hash; greedy: seed 0. Never EOS."""
-    return SPECIAL_TOKENS + _mix(_mix(prompt_hash ^ _mix(seed)) + index) % (vocab - SPECIAL_TOKENS)
-
-
-def oracle_length(prompt_hash: int, settings: SimSettings) -> int | None:
-    """Output length at which EOS comes, it included; None: never."""
-    if settings.eos_lengths is None:
-        return None
-    low, high = settings.eos_lengths
-    return low + _mix(_mix(prompt_hash) + (LENGTH_INDEX & MASK)) % (high - low + 1)
-
-
-def oracle_outputs(prompt: list[int], params: SamplingParams, settings: SimSettings) -> list[int]:
-    """Everything that a request must return if the context is long enough."""
-    prompt_hash, seed = chain_hash(0, prompt), params.seed if params.temperature > 0 else 0
-    end = None if params.ignore_eos else oracle_length(prompt_hash, settings)
-    tokens: list[int] = []
-    while len(tokens) < params.max_tokens:
-        at_end = end is not None and len(tokens) >= max(end - 1, params.min_tokens)
-        drawn = oracle_token(prompt_hash, seed, len(tokens), settings.vocab_size)
-        tokens.append(settings.eos_token_id if at_end else drawn)
-        if at_end or (drawn in params.stop_token_ids and len(tokens) > params.min_tokens):
-            break
-    return tokens
 
 
 class SimHandle:
@@ -159,12 +131,11 @@ class SimRunner:
         if (sampling := batch.sampling) is not None:
             seeds = np.where(sampling.temperature > 0, sampling.seeds, np.uint64(0))
         index = index[:, None] + np.arange(batch.num_queries)
-        drawn = _mix_array(_mix_array(hashes ^ _mix_array(seeds))[:, None] + index.astype(np.uint64))
+        drawn = _mix(_mix(hashes ^ _mix(seeds))[:, None] + index.astype(np.uint64))
         tokens = (drawn % np.uint64(settings.vocab_size - SPECIAL_TOKENS)).astype(np.int64) + SPECIAL_TOKENS
         if settings.eos_lengths is not None:
             low, high = settings.eos_lengths
-            last = np.uint64(LENGTH_INDEX & MASK)
-            lengths = _mix_array(_mix_array(hashes) + last) % np.uint64(high - low + 1) + np.uint64(low)
+            lengths = _mix(_mix(hashes) + LENGTH_INDEX) % np.uint64(high - low + 1) + np.uint64(low)
             ends = index >= np.maximum(lengths.astype(np.int64) - 1, self._eos_from[slots])[:, None]
             tokens[ends] = settings.eos_token_id
         output = StepOutput(tokens, self._accept(batch, hashes, index), corrupt=corrupt)
@@ -175,8 +146,8 @@ class SimRunner:
         counts = np.ones(len(hashes), np.int32)
         decode = slice(0, batch.num_decode)
         if batch.num_queries > 1 and batch.num_decode:
-            draws = _mix_array(_mix_array(~hashes[decode])[:, None] + index[decode, 1:].astype(np.uint64))
-            accepted = draws < np.uint64(min(int(self._settings.acceptance * MASK), MASK))
+            draws = _mix(_mix(~hashes[decode])[:, None] + index[decode, 1:].astype(np.uint64))
+            accepted = draws < np.uint64(min(int(self._settings.acceptance * MOST), MOST))
             room = self._capacity[batch.slots[decode]] - self._lengths[batch.slots[decode]]
             counts[decode] = np.clip(1 + np.cumprod(accepted, axis=1).sum(axis=1), 1, np.maximum(room, 1))
         return counts
@@ -192,16 +163,8 @@ def _with_logprobs(output: StepOutput, count: int, vocab_size: int) -> StepOutpu
     return output
 
 
-def _mix(x: int) -> int:
-    """splitmix64 (Steele, Lea, Flood 2014): a bijection of u64 without visible structure."""
-    x = (x + 0x9E3779B97F4A7C15) & MASK
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
-    return x ^ (x >> 31)
-
-
-def _mix_array(x: np.ndarray) -> np.ndarray:
-    """`_mix` of an array of u64; numpy's unsigned arithmetic wraps around."""
+def _mix(x: np.ndarray) -> np.ndarray:
+    """splitmix64 (Steele, Lea, Flood 2014) of an array of u64: a bijection without visible structure."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
