@@ -2,7 +2,8 @@
 
 An op is named `module.function`. `TABLE` lists its faster implementations, best first, each with the capability, the
 sizes (tokens, mostly) and the library that it needs; they were measured with `millrace bench kernels`. Without a
-matching row the op's reference runs: every op works on every device, even without any library.
+matching row the op's reference runs, which is the body of the op's function: every op works on every device, even
+without any library.
 
 Two choices are made elsewhere. Up to SMALL_TOKENS tokens an FP8 product reads plain rows, not quantised ones: `linear`,
 `mla_absorb`, norms and SwiGLU follow this one constant. A file of lib/ hands dtypes, widths and alignments that its
@@ -28,7 +29,7 @@ SMALL_TOKENS = 16  # up to so many tokens the read of the weight dominates, and 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    target: str  # `import.path:function`, with the signature of the op
+    target: str  # `import.path:function`, with the signature of the op; empty: the reference
     needs: str = ""  # a library that must be installed
     min_size: int = 0
     max_size: int = 1 << 62
@@ -37,6 +38,9 @@ class Choice:
 
     def serves(self, size: int, shape: tuple[int, ...]) -> bool:
         return self.min_size <= size <= self.max_size and (not self.when or _load(self.when)(size, shape))
+
+
+REFERENCE = Choice("")
 
 
 def _ours(target: str) -> tuple[Choice, ...]:
@@ -106,7 +110,7 @@ TABLE: dict[str, tuple[Choice, ...]] = {
     ),
     "mla_absorb.project_v": (
         Choice("millrace_kernels.triton.mla_absorb:project_v_small", needs="triton", max_size=SMALL_TOKENS),
-        Choice("millrace_kernels.ref.mla_absorb:project_v"),
+        REFERENCE,
     ),
     "mla_absorb.project_v_quant": (
         Choice(
@@ -114,7 +118,7 @@ TABLE: dict[str, tuple[Choice, ...]] = {
             needs="triton",
             when="millrace_kernels.triton.mla_absorb:project_quant_is_measured",
         ),
-        Choice("millrace_kernels.ref.mla_absorb:project_v_quant"),
+        REFERENCE,
     ),
     "mla_expand.expand_kv": _ours("mla_expand:expand_kv"),
     "mla_expand.rope_q": _ours("mla_expand:rope_q"),
@@ -142,16 +146,18 @@ def capability(device: torch.device) -> str:
     return _sm(device.index or 0)
 
 
-def implementation(op: str, device: torch.device, size: int = 0, shape: tuple[int, ...] = ()) -> Callable[..., Any]:
-    """The function that runs `op` on tensors of `device`; it has the signature of the op. `shape` is the weight's."""
+def implementation(
+    op: str, device: torch.device, size: int = 0, shape: tuple[int, ...] = ()
+) -> Callable[..., Any] | None:
+    """The function that runs `op` on tensors of `device`, with the signature of the op; None: its reference does.
+    `shape` is the weight's.
+    """
     if device.type == "cpu" and not _forced:
-        return _load(_reference(op))
-    if target := _forced.get(op):
-        return _load(target)
-    for choice in choices(op, device):
-        if choice.serves(size, shape):
-            return _load(choice.target)
-    return _load(_reference(op))
+        return None
+    target = _forced.get(op)
+    if target is None:
+        target = next((choice.target for choice in choices(op, device) if choice.serves(size, shape)), "")
+    return _load(target) if target else None
 
 
 def choices(op: str, device: torch.device) -> tuple[Choice, ...]:
@@ -165,7 +171,7 @@ def forced(**targets: str) -> Iterator[None]:
     empty target is the reference.
     """
     before = dict(_forced)
-    _forced.update({op: target or _reference(op) for op, target in targets.items()})
+    _forced.update(targets)
     try:
         yield
     finally:
@@ -177,11 +183,6 @@ def forced(**targets: str) -> Iterator[None]:
 def _sm(index: int) -> str:
     major, minor = torch.cuda.get_device_capability(index)
     return f"sm{major}{minor}"
-
-
-def _reference(op: str) -> str:
-    module, function = op.split(".")
-    return f"millrace_kernels.ref.{module}:{function}"
 
 
 @functools.cache

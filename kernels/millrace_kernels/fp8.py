@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from millrace_kernels.backend import SMALL_TOKENS, implementation
@@ -39,12 +40,23 @@ def quant_groups(x: Tensor) -> Fp8:
     to 4), as the FP8 GEMMs read them.
     """
     assert x.dim() == 2 and x.dtype in (torch.bfloat16, torch.float32), (x.shape, x.dtype)
-    return implementation("fp8.quant_groups", x.device, x.shape[0])(x)
+    run = implementation("fp8.quant_groups", x.device, x.shape[0])
+    return run(x) if run else reference_quant_groups(x)
+
+
+def reference_quant_groups(x: Tensor) -> Fp8:
+    groups = _pad(x.float(), 1, BLOCK).unflatten(1, (-1, BLOCK))  # [T, K/128, 128]
+    scales = _scale(groups.abs().amax(-1))
+    quantized = (groups / scales.unsqueeze(-1)).flatten(1)[:, : x.shape[1]]
+    return Fp8(quantized.to(torch.float8_e4m3fn), scales)
 
 
 def quant_blocks(weight: Tensor) -> Fp8:
     """weight [N, K] -> E4M3 [N, K], scales float32 [ceil(N/128), ceil(K/128)]."""
-    return implementation("fp8.quant_blocks", weight.device)(weight)
+    blocks = _pad(weight.float(), BLOCK, BLOCK).unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # [n, 128, k, 128]
+    scales = _scale(blocks.abs().amax((1, 3)))  # [n, k]
+    quantized = (blocks / scales[:, None, :, None]).flatten(2).flatten(0, 1)
+    return Fp8(quantized[: weight.shape[0], : weight.shape[1]].to(torch.float8_e4m3fn).contiguous(), scales)
 
 
 def dequant_blocks(
@@ -56,7 +68,13 @@ def dequant_blocks(
     of the first of them, so a rank's shard need not begin at a block.
     """
     assert 0 <= first_row < BLOCK and 0 <= first_col < BLOCK, (first_row, first_col)
-    return implementation("fp8.dequant_blocks", weight.device)(weight, scales, dtype, first_row, first_col)
+    values, (n, k) = weight.to(torch.float32, memory_format=torch.contiguous_format), weight.shape
+    if first_row == 0 and first_col == 0 and n % BLOCK == 0 and k % BLOCK == 0:  # the same, without a [N, K] of scales
+        values.view(n // BLOCK, BLOCK, k // BLOCK, BLOCK).mul_(scales[:, None, :, None])
+        return values.to(dtype)
+    rows = (torch.arange(n, device=weight.device) + first_row) // BLOCK
+    cols = (torch.arange(k, device=weight.device) + first_col) // BLOCK
+    return values.mul_(scales[rows][:, cols]).to(dtype)
 
 
 def fp8_linear(x: Fp8, weight: Fp8, dtype: torch.dtype) -> Tensor:
@@ -70,8 +88,15 @@ def fp8_linear(x: Fp8, weight: Fp8, dtype: torch.dtype) -> Tensor:
     """
     _check(x.data, weight)
     assert x.scales.shape == (x.data.shape[0], weight.scales.shape[1]), (x.scales.shape, weight.scales.shape)
-    run = implementation("fp8.fp8_linear", x.data.device, x.data.shape[0], tuple(weight.data.shape))
-    return run(x, weight, dtype)
+    if run := implementation("fp8.fp8_linear", x.data.device, x.data.shape[0], tuple(weight.data.shape)):
+        return run(x, weight, dtype)
+    row_scales = weight.scales.repeat_interleave(BLOCK, 0)[: weight.data.shape[0]]  # [N, K/128]
+    out = torch.zeros(x.data.shape[0], weight.data.shape[0], dtype=torch.float32, device=x.data.device)
+    for block in range(x.scales.shape[1]):
+        cols = slice(block * BLOCK, (block + 1) * BLOCK)
+        partial = F.linear(x.data[:, cols].float(), weight.data[:, cols].float())
+        out += partial * x.scales[:, block : block + 1] * row_scales[:, block]
+    return out.to(dtype)
 
 
 def compile_ahead(max_tokens: int, device: torch.device, start: float = 0.0) -> int:
@@ -81,7 +106,8 @@ def compile_ahead(max_tokens: int, device: torch.device, start: float = 0.0) -> 
     Args: start: offset in [0, 1) at which the list begins, wrapping around, so that processes with one cache begin
         apart.
     """
-    return implementation("fp8.compile_ahead", device, max_tokens)(max_tokens, device, start)
+    run = implementation("fp8.compile_ahead", device, max_tokens)
+    return run(max_tokens, device, start) if run else 0
 
 
 def small_linear(x: Tensor, weight: Fp8) -> Tensor:
@@ -95,7 +121,21 @@ def small_linear(x: Tensor, weight: Fp8) -> Tensor:
     """
     _check(x, weight)
     assert x.shape[0] <= SMALL_TOKENS, x.shape
-    return implementation("fp8.small_linear", x.device, x.shape[0])(x, weight)
+    run = implementation("fp8.small_linear", x.device, x.shape[0])
+    return run(x, weight) if run else reference_small_linear(x, weight)
+
+
+def reference_small_linear(x: Tensor, weight: Fp8) -> Tensor:
+    return F.linear(x.float(), dequant_blocks(*weight, torch.float32)).to(x.dtype)
+
+
+def _pad(x: Tensor, row_multiple: int, col_multiple: int) -> Tensor:
+    return F.pad(x, (0, -x.shape[1] % col_multiple, 0, -x.shape[0] % row_multiple))
+
+
+def _scale(largest: Tensor) -> Tensor:
+    limit = largest.new_full((), E4M3_MAX)  # a tensor: by a number, a GPU multiplies with the rounded inverse
+    return torch.where(largest > NOTHING, largest / limit, torch.ones_like(largest))
 
 
 def _check(x: Tensor, weight: Fp8) -> None:

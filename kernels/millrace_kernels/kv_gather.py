@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from millrace_kernels.backend import implementation
+from millrace_kernels.mla_decode import pages_of
 
 
 def kv_gather(kv: Tensor, page_table: Tensor, starts: Sequence[int], lens: Sequence[int]) -> Tensor:
@@ -21,4 +23,12 @@ def kv_gather(kv: Tensor, page_table: Tensor, starts: Sequence[int], lens: Seque
     """
     assert page_table.shape[0] == len(starts) == len(lens)
     assert all(start % kv.shape[1] == 0 for start, num in zip(starts, lens, strict=True) if num), starts
-    return implementation("kv_gather.kv_gather", kv.device)(kv, page_table, starts, lens)
+    if run := implementation("kv_gather.kv_gather", kv.device):
+        return run(kv, page_table, starts, lens)
+    page_size, width = kv.shape[1:]
+    dtype = torch.bfloat16 if kv.dtype == torch.float8_e4m3fn else kv.dtype
+    parts = [kv.new_empty(0, width, dtype=dtype)]
+    for row, start, num in zip(page_table, starts, lens, strict=True):
+        first, last = start // page_size, -(-(start + num) // page_size)
+        parts.append(pages_of(kv, row[first:last].long()).reshape(-1, width)[:num].to(dtype))
+    return torch.cat(parts)

@@ -11,9 +11,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from millrace_kernels.backend import implementation
+
+PAGES_PER_BLOCK = 32
 
 
 def plan(seq_lens: Tensor, queries_per_seq: int, num_heads: int, kv_dtype: torch.dtype) -> Any:
@@ -23,8 +26,8 @@ def plan(seq_lens: Tensor, queries_per_seq: int, num_heads: int, kv_dtype: torch
     Args: seq_lens: int32 [B], the ones of the calls to come. queries_per_seq: S; num_heads: H. Returns: The `plan` of
         `mla_decode`; None where an implementation needs none.
     """
-    op = implementation("mla_decode.plan", seq_lens.device, seq_lens.shape[0])
-    return op(seq_lens, queries_per_seq, num_heads, kv_dtype)
+    run = implementation("mla_decode.plan", seq_lens.device, seq_lens.shape[0])
+    return run(seq_lens, queries_per_seq, num_heads, kv_dtype) if run else None
 
 
 def mla_decode(
@@ -53,5 +56,67 @@ def mla_decode(
         Rows of the last page past seq_lens may hold anything, NaN included.
     """
     assert q.shape[-1] == kv.shape[-1] and q.shape[0] == page_table.shape[0] == seq_lens.shape[0]
-    op = implementation("mla_decode.mla_decode", q.device, q.shape[0])
-    return op(q, kv, page_table, seq_lens, scale, kv_lora_rank, plan)
+    if run := implementation("mla_decode.mla_decode", q.device, q.shape[0]):
+        return run(q, kv, page_table, seq_lens, scale, kv_lora_rank, plan)
+    return _by_pages(q, kv, page_table, seq_lens, scale, kv_lora_rank)
+
+
+def _by_pages(
+    q: Tensor, kv: Tensor, page_table: Tensor, seq_lens: Tensor, scale: float, kv_lora_rank: int
+) -> tuple[Tensor, Tensor]:
+    """Attend to each page in use on its own, then merge the pages of a sequence by their log-sum-exp.
+
+    Work is proportional to the pages in use (U), not to batch times the longest sequence, and the pages are read in
+    blocks that stay in the cache between the two products.
+    """
+    num_seqs, num_queries, num_heads, _ = q.shape
+    page_size, device = kv.shape[1], q.device
+    seq_lens = seq_lens.long()
+    num_pages = (seq_lens + page_size - 1) // page_size  # [B]
+    used = torch.arange(page_table.shape[1], device=device) < num_pages.unsqueeze(1)  # [B, P]
+    seq, page = used.nonzero(as_tuple=True)  # [U]
+    physical = page_table[seq, page].long()
+    in_page = seq_lens[seq] - page * page_size  # keys of the sequence from this page on; may exceed a page
+    queries = (q * scale).flatten(1, 2)  # [B, S*H, C+R]
+
+    page_out = queries.new_empty(len(seq), num_queries * num_heads, kv_lora_rank)
+    page_lse = queries.new_empty(page_out.shape[:2], dtype=torch.float32)
+    for start in range(0, len(seq), PAGES_PER_BLOCK):
+        block = slice(start, start + PAGES_PER_BLOCK)
+        rows = pages_of(kv, physical[block]).to(q.dtype)
+        page_out[block], page_lse[block] = _attend(queries[seq[block]], rows, in_page[block], num_queries, kv_lora_rank)
+
+    lse = _merge_lse(page_lse, used)  # [B, S*H]
+    weights = (page_lse - lse.masked_fill(lse == -torch.inf, 0.0)[seq]).exp_()
+    out = torch.zeros(num_seqs, *page_out.shape[1:], device=device)
+    out.index_add_(0, seq, page_out * weights.unsqueeze(-1))
+    shape = (num_seqs, num_queries, num_heads)
+    return out.to(q.dtype).view(*shape, kv_lora_rank), lse.view(shape)
+
+
+def pages_of(kv: Tensor, ids: Tensor) -> Tensor:
+    """[len(ids), page_size, C+R]"""
+    if kv.dtype == torch.float8_e4m3fn:
+        return kv.view(torch.uint8)[ids].view(kv.dtype)
+    return F.embedding(ids, kv.flatten(1)).view(-1, *kv.shape[1:])  # faster than an index
+
+
+def _attend(q: Tensor, rows: Tensor, in_page: Tensor, num_queries: int, kv_lora_rank: int) -> tuple[Tensor, Tensor]:
+    """q [U, S*H, C+R], rows [U, page_size, C+R] -> out [U, S*H, C], lse [U, S*H] of each page alone."""
+    num_heads = q.shape[1] // num_queries
+    key = torch.arange(rows.shape[1], device=q.device)
+    beyond = (key >= in_page.unsqueeze(1)).flatten().nonzero().squeeze(1)
+    rows.view(-1, rows.shape[2]).index_fill_(0, beyond, 0.0)  # may be NaN, and 0 * NaN is NaN
+    last_key = in_page.unsqueeze(1) - num_queries + torch.arange(num_queries, device=q.device)  # [U, S], causal
+    future = (key > last_key.unsqueeze(-1)).repeat_interleave(num_heads, dim=1)  # [U, S*H, page_size]
+    scores = torch.bmm(q, rows.transpose(1, 2)).float().masked_fill_(future, -torch.inf)
+    lse = scores.logsumexp(-1)
+    probs = scores.sub_(lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).exp_()
+    return torch.bmm(probs.to(q.dtype), rows[..., :kv_lora_rank]), lse
+
+
+def _merge_lse(page_lse: Tensor, used: Tensor) -> Tensor:
+    """page_lse [U, S*H] -> [B, S*H]; -inf where a query saw no key."""
+    padded = page_lse.new_full((*used.shape, page_lse.shape[1]), -torch.inf)
+    padded[used] = page_lse
+    return padded.logsumexp(1)

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from millrace_kernels.backend import implementation
 
+QUERY_BLOCK = 128  # bounds the score matrix; causal blocks skip the keys to their right
+
 
 def plan(
     q_lens: Sequence[int],
@@ -29,8 +31,8 @@ def plan(
 
     Returns: The `plan` of `mla_prefill`; None where an implementation needs none.
     """
-    op = implementation("mla_prefill.plan", device, sum(q_lens))
-    return op(q_lens, k_lens, num_heads, qk_head_dim, v_head_dim, causal, device, dtype)
+    run = implementation("mla_prefill.plan", device, sum(q_lens))
+    return run(q_lens, k_lens, num_heads, qk_head_dim, v_head_dim, causal, device, dtype) if run else None
 
 
 def mla_prefill(
@@ -56,5 +58,33 @@ def mla_prefill(
     """
     assert sum(q_lens) <= q.shape[0] and sum(k_lens) <= k.shape[0] == v.shape[0], (q.shape, k.shape, v.shape)
     assert not causal or tuple(q_lens) == tuple(k_lens), (q_lens, k_lens)
-    op = implementation("mla_prefill.mla_prefill", q.device, sum(q_lens))
-    return op(q, k, v, q_lens, k_lens, scale, causal, plan)
+    if run := implementation("mla_prefill.mla_prefill", q.device, sum(q_lens)):
+        return run(q, k, v, q_lens, k_lens, scale, causal, plan)
+    out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
+    lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
+    q_start = k_start = 0
+    for q_len, k_len in zip(q_lens, k_lens, strict=True):
+        keys = k[k_start : k_start + k_len].permute(1, 2, 0)  # [H, Dq, Tk]
+        values = v[k_start : k_start + k_len].transpose(0, 1)  # [H, Tk, Dv]
+        for first in range(0, q_len if k_len else 0, QUERY_BLOCK):
+            last = min(first + QUERY_BLOCK, q_len)
+            seen = last if causal else k_len
+            rows = slice(q_start + first, q_start + last)
+            block = q[rows].transpose(0, 1) * scale
+            out_b, lse_b = _attend(block, keys[..., :seen], values[:, :seen], first if causal else None)
+            out[rows], lse[rows] = out_b.transpose(0, 1), lse_b.transpose(0, 1)
+        q_start += q_len
+        k_start += k_len
+    return out, lse
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor, causal_from: int | None) -> tuple[Tensor, Tensor]:
+    """q [H, S, Dq] whose first row is query `causal_from` of its sequence; -> [H, S, Dv], [H, S]."""
+    scores = torch.bmm(q, keys).float()  # [H, S, Tk]
+    if causal_from is not None:
+        num_rows = q.shape[1]
+        future = torch.ones(num_rows, num_rows, dtype=torch.bool, device=q.device).triu(1)
+        scores[..., causal_from:].masked_fill_(future, -torch.inf)
+    lse = scores.logsumexp(dim=-1)  # [H, S]
+    probs = scores.sub_(lse.unsqueeze(-1)).exp_()
+    return torch.bmm(probs.to(values.dtype), values), lse

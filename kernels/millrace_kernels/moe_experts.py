@@ -7,10 +7,12 @@ chooses it with weight 1, which saves a launch and a pass.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from millrace_kernels.backend import implementation
-from millrace_kernels.fp8 import BLOCK, Fp8, Operand
+from millrace_kernels.fp8 import BLOCK, Fp8, Operand, dequant_blocks
+from millrace_kernels.silu_mul import reference_silu_mul
 
 
 def moe_experts(
@@ -41,8 +43,10 @@ def moe_experts(
     assert first.shape[0] == second.shape[0] and first.shape[1] == 2 * second.shape[2], (first.shape, second.shape)
     assert first.shape[2] == second.shape[1] == rows.shape[1], (first.shape, second.shape, rows.shape)
     expected = expected_rows(experts.shape[0], experts.shape[1], num_experts or first.shape[0] - shared_expert)
-    run = implementation(f"moe_experts.{_kind(rows, w13, w2)}", rows.device, len(rows), (*second.shape, expected))
-    return run(x, weights, experts, w13, w2, shared_expert=shared_expert, num_experts=num_experts)
+    op = f"moe_experts.{_kind(rows, w13, w2)}"
+    if run := implementation(op, rows.device, len(rows), (*second.shape, expected)):
+        return run(x, weights, experts, w13, w2, shared_expert=shared_expert, num_experts=num_experts)
+    return reference_experts(x, weights, experts, w13, w2, shared_expert)
 
 
 def expected_rows(num_tokens: int, top_k: int, num_experts: int) -> int:
@@ -57,3 +61,49 @@ def _kind(rows: Tensor, w13: Tensor | Fp8, w2: Tensor | Fp8) -> str:
         whole = all(size % BLOCK == 0 for size in w2.data.shape[1:])
         return "moe_experts_fp8" if whole and rows.dtype != torch.float32 else "moe_experts_other"
     return "moe_experts" if rows.dtype == torch.bfloat16 else "moe_experts_other"
+
+
+def reference_experts(
+    x: Tensor | Operand, weights: Tensor, experts: Tensor, w13: Tensor | Fp8, w2: Tensor | Fp8, shared_expert: bool
+) -> Tensor:
+    """FP8 experts are computed in FP32, and nothing is quantised on the way."""
+    rows = plain_rows(x)
+    num_routed = (w13.data if isinstance(w13, Fp8) else w13).shape[0] - shared_expert
+    if shared_expert:
+        experts = F.pad(experts, (0, 1), value=num_routed)
+        weights = F.pad(weights, (0, 1), value=1.0)
+    order = experts.flatten().argsort(stable=True)  # choices sorted by expert
+    counts = torch.bincount(experts.flatten() + 1, minlength=num_routed + shared_expert + 1).tolist()
+    out = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
+    start = counts[0]  # choices that are not computed here
+    for expert, count in enumerate(counts[1:]):
+        if count:
+            choices = order[start : start + count]
+            tokens = choices // experts.shape[1]
+            outputs = one_expert(rows[tokens], w13, w2, expert)
+            out.index_add_(0, tokens, outputs.float() * weights.flatten()[choices].unsqueeze(1))
+            start += count
+    return out.to(rows.dtype)
+
+
+def plain_rows(x: Tensor | Operand) -> Tensor:
+    """[T, D]"""
+    if isinstance(x, Tensor):
+        return x
+    if x.plain is not None:
+        return x.plain
+    assert x.fp8 is not None, "an operand without any form"
+    data, scales = x.fp8
+    return (data.float() * scales.repeat_interleave(BLOCK, 1)[:, : data.shape[1]]).bfloat16()
+
+
+def one_expert(x: Tensor, w13: Tensor | Fp8, w2: Tensor | Fp8, expert: int) -> Tensor:
+    """[T, D] -> [T, D], for all tokens"""
+    first, second = _weight(w13, expert), _weight(w2, expert)
+    return F.linear(reference_silu_mul(F.linear(x.to(first.dtype), first)), second)
+
+
+def _weight(weight: Tensor | Fp8, expert: int) -> Tensor:
+    if isinstance(weight, Fp8):
+        return dequant_blocks(weight.data[expert], weight.scales[expert], torch.float32, 0, 0)
+    return weight[expert]

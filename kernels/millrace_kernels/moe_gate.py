@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from millrace_kernels.backend import implementation
@@ -33,7 +34,12 @@ def gate_logits(x: Tensor, weight: Tensor) -> Tensor:
         float32 [T, E], or [P, T, E] in parts of K that moe_gate adds.
     """
     assert x.shape[1] == weight.shape[1], (x.shape, weight.shape)
-    return implementation("moe_gate.gate_logits", x.device, x.shape[0])(x, weight)
+    run = implementation("moe_gate.gate_logits", x.device, x.shape[0])
+    return run(x, weight) if run else reference_gate_logits(x, weight)
+
+
+def reference_gate_logits(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x.float(), weight.float())
 
 
 def moe_gate(logits: Tensor, bias: Tensor, rule: GateRule, num_tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -52,4 +58,25 @@ def moe_gate(logits: Tensor, bias: Tensor, rule: GateRule, num_tokens: Tensor | 
     assert 2 * rule.n_group <= num_experts, (num_experts, rule)
     assert rule.top_k * rule.n_group <= rule.topk_group * num_experts, (num_experts, rule)
     assert num_tokens is None or num_tokens.dtype == torch.int32, num_tokens
-    return implementation("moe_gate.moe_gate", logits.device, rows)(logits, bias, rule, num_tokens)
+    if run := implementation("moe_gate.moe_gate", logits.device, rows):
+        return run(logits, bias, rule, num_tokens)
+    logits = logits.sum(0) if logits.dim() == 3 else logits
+    scores = logits.sigmoid()
+    choice = (scores + bias).unflatten(1, (rule.n_group, -1))  # [T, G, E/G]
+    group_scores = choice.topk(2, dim=-1).values.sum(-1)  # [T, G]
+    best = _largest(group_scores, rule.topk_group)  # [T, topk_group]
+    dropped = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, best, False)
+    experts = _largest(choice.masked_fill(dropped.unsqueeze(-1), -torch.inf).flatten(1), rule.top_k)  # [T, K]
+    weights = scores.gather(1, experts)
+    if rule.norm_topk_prob:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    weights, experts = weights * rule.routed_scaling_factor, experts.int()
+    if num_tokens is None:
+        return weights, experts
+    padding = (torch.arange(logits.shape[0], device=logits.device) >= num_tokens).unsqueeze(1)
+    return weights.masked_fill(padding, 0.0), experts.masked_fill(padding, -1)
+
+
+def _largest(x: Tensor, num: int) -> Tensor:
+    """Indices of the `num` largest of each row, lower index first among equals; topk promises no order of equals."""
+    return x.sort(dim=-1, descending=True, stable=True).indices[:, :num]

@@ -9,6 +9,7 @@ import types
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import millrace_bench.kernels.__main__ as kernels_main
 import pytest
@@ -24,10 +25,11 @@ from millrace_bench.kernels.tune_jobs import Experts, Linear
 from millrace_kernels import backend
 from millrace_kernels.backend import Choice
 from millrace_kernels.fp8 import BLOCK
-from millrace_kernels.ref import moe_experts as ref_experts
+from millrace_kernels.moe_experts import reference_experts
 from millrace_kernels.triton import mla_absorb, mla_decode, quant, small_linear
 from millrace_kernels.triton.moe_grouped import Launch
 from millrace_testing import triton_interpreter
+from torch import Tensor
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -199,7 +201,11 @@ class Products(types.ModuleType):
 
     def __init__(self) -> None:
         super().__init__("deep_gemm_grouped")
-        self.moe_experts_fp8 = ref_experts.moe_experts
+        self.moe_experts_fp8 = self._by_the_reference
+
+    @staticmethod
+    def _by_the_reference(*arguments: Any, shared_expert: bool, num_experts: int = 0) -> Tensor:
+        return reference_experts(*arguments, shared_expert)
 
 
 def test_the_experts_are_tuned_launch_by_launch(

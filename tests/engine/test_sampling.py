@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from millrace_kernels.ref.sample_tokens import gumbel_noise
+from millrace_kernels.sample_tokens import gumbel_noise
 from millrace_serve.engine.core import Request, RequestId, SamplingParams, TokenOutput
 from millrace_serve.engine.schedule.plan import StepOutput
 from millrace_serve.engine.schedule.sequence import Sequence

@@ -17,10 +17,9 @@ from millrace_kernels.mla_absorb import absorb_q, project_v
 from millrace_kernels.mla_decode import mla_decode
 from millrace_kernels.mla_expand import expand_kv, rope_q
 from millrace_kernels.mla_prefill import mla_prefill
-from millrace_kernels.mla_qkv import mla_qkv_norm
-from millrace_kernels.ref.mla_qkv import kv_store
-from millrace_kernels.ref.rope import rope
+from millrace_kernels.mla_qkv import kv_store, mla_qkv_norm
 from millrace_kernels.rms_norm import rms_norm
+from millrace_kernels.rope import rope
 from torch import Tensor
 
 SCALE = 0.07

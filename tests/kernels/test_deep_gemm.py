@@ -8,9 +8,8 @@ import types
 import pytest
 import torch
 from millrace_bench.kernels.numeric import assert_close
-from millrace_kernels.fp8 import Fp8, quant_blocks
+from millrace_kernels.fp8 import Fp8, fp8_linear, quant_blocks
 from millrace_kernels.lib import deep_gemm
-from millrace_kernels.ref import fp8 as reference
 from millrace_kernels.triton.quant import quant_groups
 from torch import Tensor
 
@@ -30,7 +29,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
         assert b[1].shape == (-(-n // 128), k // 128) and b[1].is_contiguous()
         assert all(part.stride(1) == 1 and part.dtype == torch.float8_e4m3fn for part in (a[0], b[0]))
         seen.append((m, n, k))
-        d.copy_(reference.fp8_linear(Fp8(*a), Fp8(*b), torch.bfloat16))
+        d.copy_(fp8_linear(Fp8(*a), Fp8(*b), torch.bfloat16))
 
     library = types.ModuleType("deep_gemm")
     library.fp8_gemm_nt = fp8_gemm_nt  # type: ignore[attr-defined]
@@ -47,7 +46,7 @@ def test_products_that_tma_can_address_go_to_the_library(products: list[tuple[in
     x, weight = quant_groups(draw(num, 256)), quant_blocks(draw(136, 256))
     out = deep_gemm.fp8_linear(x, weight, torch.bfloat16)
     assert products == [(num, 136, 256)]
-    assert torch.equal(out, reference.fp8_linear(x, weight, torch.bfloat16))
+    assert torch.equal(out, fp8_linear(x, weight, torch.bfloat16))
 
 
 @pytest.mark.parametrize(
@@ -57,7 +56,7 @@ def test_others_are_ours(products: list[tuple[int, int, int]], n: int, k: int, d
     x, weight = quant_groups(draw(3, k)), quant_blocks(draw(n, k))
     out = deep_gemm.fp8_linear(x, weight, dtype)
     assert products == [] and out.dtype == dtype
-    assert_close(out, reference.fp8_linear(x, weight, torch.float32))
+    assert_close(out, fp8_linear(x, weight, torch.float32))
 
 
 def test_no_tokens_are_no_product(products: list[tuple[int, int, int]]) -> None:

@@ -11,11 +11,9 @@ import pytest
 import torch
 from millrace_bench.kernels.expert_inputs import draw_experts, held_ids
 from millrace_bench.kernels.numeric import FP8_EXPERTS_TOLERANCE, assert_close
-from millrace_kernels.fp8 import Fp8, Operand
+from millrace_kernels.fp8 import Fp8, Operand, fp8_linear
 from millrace_kernels.lib import deep_gemm_grouped as grouped
-from millrace_kernels.moe_experts import expected_rows
-from millrace_kernels.ref import fp8 as reference
-from millrace_kernels.ref.moe_experts import moe_experts
+from millrace_kernels.moe_experts import expected_rows, moe_experts
 from millrace_kernels.scratch import Scratch
 from millrace_kernels.triton import moe_grouped, moe_route
 from millrace_kernels.triton.moe_grouped import Launch
@@ -73,7 +71,7 @@ class Library(types.ModuleType):
 
     @staticmethod
     def multiply(x: Tensor, scales: Tensor, b: Pair, expert: int, d: Tensor) -> None:
-        d.copy_(reference.fp8_linear(Fp8(x, scales), Fp8(b[0][expert], b[1][expert]), torch.bfloat16))
+        d.copy_(fp8_linear(Fp8(x, scales), Fp8(b[0][expert], b[1][expert]), torch.bfloat16))
 
 
 @pytest.fixture

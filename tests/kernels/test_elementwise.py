@@ -11,8 +11,8 @@ from millrace_bench.kernels.shapes import TINY, TOKENS
 from millrace_kernels.backend import SMALL_TOKENS
 from millrace_kernels.fp8 import Operand, quant_groups
 from millrace_kernels.linear import linear, operand
-from millrace_kernels.ref.rope import rope
 from millrace_kernels.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm, rms_norm_quant
+from millrace_kernels.rope import rope
 from millrace_kernels.silu_mul import silu_mul, silu_mul_quant
 from torch import Tensor
 

@@ -11,7 +11,6 @@ from millrace_kernels.fp8 import Operand, quant_groups
 from millrace_kernels.lib import cublas
 from millrace_kernels.moe_experts import moe_experts
 from millrace_kernels.moe_gate import moe_gate
-from millrace_kernels.ref import moe_experts as reference
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -112,7 +111,7 @@ def test_every_expert_for_every_token(num: int, shared: bool, fp8: bool) -> None
     operand = Operand(x, quant_groups(x) if fp8 else None)
     arguments = (operand, weights, held_ids(experts, 3, held - shared), w13, w2)
     found = cublas.moe_experts_other(*arguments, shared_expert=shared)
-    assert_close(found, reference.moe_experts(*arguments, shared_expert=shared))
+    assert_close(found, moe_experts(*arguments, shared_expert=shared))
 
 
 def test_a_graph_may_hold_every_expert_for_every_token() -> None:
@@ -123,4 +122,4 @@ def test_a_graph_may_hold_every_expert_for_every_token() -> None:
         arguments = (torch.empty(7, TINY.hidden), weights, experts, w13, w2)
         assert cublas.moe_experts_other(*arguments).shape == (7, TINY.hidden)
         with pytest.raises(Exception, match=r"aten\.(bincount|_local_scalar_dense)"):
-            reference.moe_experts(*arguments)
+            moe_experts(*arguments)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from millrace_kernels import sample_tokens as op
 from millrace_kernels.backend import forced
-from millrace_kernels.ref.sample_tokens import gumbel_noise
+from millrace_kernels.sample_tokens import gumbel_noise
 from millrace_kernels.triton import sample_candidates, sample_filter
 from millrace_kernels.triton.sample_tokens import _estimated_noise, _noise
 from millrace_testing.sampling_rows import draw_inputs, kept, kept_by_bounds

@@ -19,10 +19,10 @@ from millrace_bench.kernels.numeric import (
     rms_error,
 )
 from millrace_bench.kernels.shapes import DECODE_CASES, PREFILL_CASES, DecodeCase, PrefillCase
+from millrace_kernels import mla_absorb as reference
 from millrace_kernels.backend import SMALL_TOKENS, forced
 from millrace_kernels.fp8 import Fp8, quant_groups
 from millrace_kernels.mla_qkv import mla_qkv_norm
-from millrace_kernels.ref import mla_absorb as reference
 from millrace_kernels.triton import mla_absorb, mla_decode
 from millrace_kernels.triton.mla_absorb import Tile, absorb_q_with, project_v_quant_with, project_v_with
 from millrace_testing.like_reference import assert_like_reference

@@ -47,7 +47,7 @@ def draw_inputs(num: int, vocab: int, seed: int = 0, device: str = "cpu", filter
 
 def kept(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """bool [S, V] by the reference, of rows that are drawn."""
-    from millrace_kernels.ref.sample_tokens import filtered
+    from millrace_kernels.sample_tokens import filtered
 
     return filtered(logits / temperature[:, None], top_k, top_p, min_p) > -torch.inf
 

@@ -55,5 +55,5 @@ def forced(op: str, target: str, call: Call) -> object:
 
 
 def _label(target: str) -> str:
-    """`millrace_kernels.triton.rms_norm:rms_norm` -> `triton.rms_norm`"""
-    return target.partition(":")[0].removeprefix("millrace_kernels.")
+    """`millrace_kernels.triton.rms_norm:rms_norm` -> `triton.rms_norm`; the reference -> `ref`"""
+    return target.partition(":")[0].removeprefix("millrace_kernels.") or "ref"

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 from millrace_kernels.backend import forced
-from millrace_kernels.fp8 import Fp8
+from millrace_kernels.fp8 import Fp8, quant_blocks
 from millrace_kernels.moe_gate import GateRule, moe_gate
-from millrace_kernels.ref.fp8 import quant_blocks
 from torch import Tensor
 
 from millrace_bench.kernels.shapes import Dims

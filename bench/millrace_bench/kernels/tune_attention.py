@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from millrace_kernels.backend import forced
 from millrace_kernels.fp8 import Fp8, Operand
-from millrace_kernels.ref import mla_absorb as reference
+from millrace_kernels.mla_absorb import project_v_quant
 from millrace_kernels.triton import mla_absorb, mla_decode, mla_prefill
 from millrace_kernels.triton.mla_absorb import Tile
 from torch import Tensor
@@ -93,7 +94,8 @@ def _absorb_many(
 
 def _project_many(latent: Tensor, w_uv: Tensor, quantised: Fp8, tile: Tile | None, fp8: bool) -> Operand:
     if tile is None:
-        return reference.project_v_quant(latent, w_uv)
+        with forced(**{"mla_absorb.project_v_quant": "", "mla_absorb.project_v": ""}):
+            return project_v_quant(latent, w_uv)
     return mla_absorb.project_v_quant_with(latent, quantised if fp8 else w_uv, tile)
 
 

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from millrace_kernels.fp8 import BLOCK, Fp8, quant_blocks
-from millrace_kernels.ref import fp8 as ref_fp8
-from millrace_kernels.ref import moe_experts as ref_experts
+from millrace_kernels.fp8 import BLOCK, Fp8, quant_blocks, reference_small_linear
+from millrace_kernels.moe_experts import reference_experts
 from millrace_kernels.triton import moe_one, moe_small
 from millrace_kernels.triton.gemv import Gemv
 from millrace_kernels.triton.small_linear import Config, config, reduce_parts, small_linear_with
@@ -90,7 +89,7 @@ class Linear:
         return [functools.partial(small_linear_with, x, weight, option) for weight in weights]
 
     def wanted(self) -> Tensor:
-        return ref_fp8.small_linear(self.inputs[0], self.inputs[1][0])
+        return reference_small_linear(self.inputs[0], self.inputs[1][0])
 
 
 def _scales(n: int, k: int) -> Tensor:
@@ -153,7 +152,7 @@ class Experts:
 
     def wanted(self) -> Tensor:
         x, weights, experts, w13, w2 = self.inputs[0]
-        return ref_experts.moe_experts(x, weights, experts, w13, w2, shared_expert=True)
+        return reference_experts(x, weights, experts, w13, w2, shared_expert=True)
 
 
 @functools.cache

@@ -7,15 +7,15 @@ from torch import Tensor
 
 from millrace_kernels.fp8 import Fp8, Operand
 from millrace_kernels.int8 import Int8
-from millrace_kernels.ref import moe_gate as reference
-from millrace_kernels.ref.moe_experts import one_expert, plain_rows
+from millrace_kernels.moe_experts import one_expert, plain_rows
+from millrace_kernels.moe_gate import reference_gate_logits
 
 
 def gate_logits(x: Tensor, weight: Tensor) -> Tensor:
     """bfloat16 operands go to the tensor cores as they are; the sums leave them in FP32."""
     if x.dtype == weight.dtype == torch.bfloat16:
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
-    return reference.gate_logits(x, weight)
+    return reference_gate_logits(x, weight)
 
 
 def int8_linear(x: Int8, weight: Int8, dtype: torch.dtype) -> Tensor:

@@ -11,8 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from millrace_kernels.moe_gate import GateRule
-from millrace_kernels.ref import moe_gate as reference
+from millrace_kernels.moe_gate import GateRule, reference_gate_logits
 
 SLICE, BLOCK_K = 256, 64  # columns of a part, all of them loaded at once, and of a product
 BLOCK_E = 64  # experts of a program
@@ -44,7 +43,7 @@ def _logits_kernel(
 def gate_logits(x: Tensor, weight: Tensor) -> Tensor:
     """float32 [P, T, E] for bfloat16 operands; others are multiplied by the reference."""
     if not x.dtype == weight.dtype == torch.bfloat16:
-        return reference.gate_logits(x, weight)
+        return reference_gate_logits(x, weight)
     (num, dim), (experts, _) = x.shape, weight.shape
     assert weight.is_contiguous() and x.stride(1) == 1, (x.stride(), weight.stride())
     parts = torch.empty(triton.cdiv(dim, SLICE), num, experts, dtype=torch.float32, device=x.device)

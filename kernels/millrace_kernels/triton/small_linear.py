@@ -16,9 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from millrace_kernels.fp8 import BLOCK, Fp8
+from millrace_kernels.fp8 import BLOCK, Fp8, reference_small_linear
 from millrace_kernels.gpu import measured, sms
-from millrace_kernels.ref import fp8 as reference
 from millrace_kernels.triton.gemv import Gemv, estimate, gemv
 
 
@@ -118,7 +117,7 @@ def _reduce(parts, out, size, SPLITS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
 
 def small_linear(x: Tensor, weight: Fp8) -> Tensor:
     if x.dtype != torch.bfloat16:  # the tensor cores would round it
-        return reference.small_linear(x, weight)
+        return reference_small_linear(x, weight)
     return small_linear_with(x, weight, config(x.shape[0], *weight.data.shape))
 
 
