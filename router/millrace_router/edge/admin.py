@@ -19,7 +19,7 @@ from millrace_rpc.errors import MillraceError
 
 from millrace_router.fleet.registry import Registry
 from millrace_router.fleet.worker import Worker
-from millrace_router.policy.choose import Decision, Selection
+from millrace_router.policy.choose import Decision
 
 SERVICE = "millrace.v1.Admin"
 T = TypeVar("T")
@@ -115,22 +115,13 @@ class Admin(admin_pb2_grpc.AdminServicer):
 
 async def _each(workers: list[Worker], call: Callable[[Worker], Awaitable[T]]) -> list[T]:
     """The answers of all workers. Raises if one failed, with the first failure's reason and all messages."""
-
-    async def ask(worker: Worker) -> T | MillraceError:
-        try:
-            return await reply(call(worker))
-        except MillraceError as error:
-            return error
-
-    answers = await asyncio.gather(*map(ask, workers))
-    failures = {
-        w.address: answer for w, answer in zip(workers, answers, strict=True) if isinstance(answer, MillraceError)
-    }
+    tasks = [asyncio.create_task(reply(call(worker))) for worker in workers]
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    failures = [(w.address, e) for w, e in zip(workers, results, strict=True) if isinstance(e, MillraceError)]
     if failures:
-        details = "; ".join(f"{address}: {error.message}" for address, error in failures.items())
-        first = next(iter(failures.values()))
-        raise MillraceError(first.reason, f"{len(failures)} of {len(workers)} workers failed: {details}")
-    return [answer for answer in answers if not isinstance(answer, MillraceError)]
+        details = "; ".join(f"{address}: {error.message}" for address, error in failures)
+        raise MillraceError(failures[0][1].reason, f"{len(failures)} of {len(workers)} workers failed: {details}")
+    return [task.result() for task in tasks]
 
 
 def _explained(decision: Decision) -> pb.PlacementDecision:
@@ -140,20 +131,5 @@ def _explained(decision: Decision) -> pb.PlacementDecision:
         way=decision.way,
         prompt_tokens=want.tokens,
         cached_tokens=decision.cached_tokens,
-        selections=map(_selection, decision.explain()),
+        selections=decision.explain(),
     )
-
-
-def _selection(selection: Selection) -> pb.Selection:
-    candidates = [
-        pb.Candidate(
-            address=row.key[0],
-            replica=row.key[1],
-            chosen=row.key == selection.chosen,
-            excluded=row.excluded,
-            score=row.score,
-            cached_tokens=row.cached_tokens,
-        )
-        for row in selection.candidates
-    ]
-    return pb.Selection(role=selection.role, policy=selection.policy, candidates=candidates)

@@ -81,12 +81,11 @@ class Admission:
         self._arrivals = itertools.count()
         self._queue = FairQueue()
         self._rate = ServiceRate(clock())
-        self._waiting = 0
         self._pumping = False
         self.closed = False
 
     def __len__(self) -> int:
-        return self._waiting
+        return len(self._queue)
 
     @property
     def tokens(self) -> int:
@@ -103,9 +102,9 @@ class Admission:
         """Refuse a new request before any work is done for it."""
         if self.closed:
             raise MillraceError(Reason.DRAINING, "the router is shutting down")
-        over = self._waiting + tickets - self._size
+        over = len(self) + tickets - self._size
         if over > 0 and self._queue.victims(place, tickets, over) is None:
-            message = f"the queue holds {self._waiting} of at most {self._size} requests"
+            message = f"the queue holds {len(self)} of at most {self._size} requests"
             raise MillraceError(Reason.QUEUE_FULL, message, retry_after_s=self.drained_in())
 
     def make_room(self, tickets: int, place: Place, tokens: int, left_s: float | None) -> None:
@@ -117,7 +116,7 @@ class Admission:
         if left_s is not None and wait is not None and wait > left_s:
             message = f"about {wait:.1f} s would pass in the queue, and the deadline is in {left_s:.1f} s"
             raise MillraceError(Reason.DEADLINE_TOO_SHORT, message, retry_after_s=_bounded(wait - left_s))
-        over = self._waiting + tickets - self._size
+        over = len(self) + tickets - self._size
         for victim in (self._queue.victims(place, tickets, over) or ()) if over > 0 else ():
             if not victim.waiting:
                 continue  # served, once another had left the places that are looked at
@@ -127,30 +126,30 @@ class Admission:
 
     def wait_of(self, place: Place, tokens: int) -> float | None:
         """The estimated wait of a newcomer, in seconds. None: unknown. 0 for an empty queue."""
-        if not self._waiting:
+        if not len(self):
             return 0.0
         self._rate.advance(self._clock(), waiting=True)
         return self._rate.seconds_for(self._queue.tokens_before(place, tokens))
 
     def drained_in(self) -> float | None:
         """Seconds after which a refused client should retry: until the present queue is served. None: unknown."""
-        self._rate.advance(self._clock(), waiting=self._waiting > 0)
+        self._rate.advance(self._clock(), waiting=len(self) > 0)
         seconds = self._rate.seconds_for(self._queue.tokens)
         return None if seconds is None else _bounded(seconds)
 
     # ------------------------------------------------------------------------------------- inside
 
     def enter(self, ticket: Ticket) -> None:
-        self._rate.advance(self._clock(), waiting=self._waiting > 0)
+        self._rate.advance(self._clock(), waiting=len(self) > 0)
         self._queue.add(ticket)
-        self._resize(+1)
+        self._on_size(len(self))
         if not self._pumping:  # else the pump that runs comes to it
             self._run(lambda: self._serve_one(ticket))
 
     def leave(self, ticket: Ticket) -> None:
         if ticket.waiting:
             self._queue.remove(ticket)
-            self._resize(-1)
+            self._on_size(len(self))
             self.pump()
 
     def charge(self, place: Place, tokens: int) -> None:
@@ -159,7 +158,7 @@ class Admission:
 
     def pump(self) -> None:
         """Serve the tickets for which workers have room. Serving may call this again: the outer call goes on."""
-        if not self._pumping and self._waiting:
+        if not self._pumping and len(self):
             self._run(self._serve_one)
 
     def _run(self, serve_one: Callable[[], bool]) -> None:
@@ -185,7 +184,7 @@ class Admission:
             if decision is not None:
                 for other in before:
                     other.overtaken += 1
-                self._serve(ticket, decision, now, waited=ticket is not only or self._waiting > 1)
+                self._serve(ticket, decision, now, waited=ticket is not only or len(self) > 1)
                 return True
             if ticket is only or ticket.blocks(now):
                 return False
@@ -197,12 +196,8 @@ class Admission:
             self._rate.advance(now, waiting=True)
             self._rate.served(ticket.want.tokens)
         self._queue.take(ticket)
-        self._resize(-1)
+        self._on_size(len(self))
         ticket.serve(decision)
-
-    def _resize(self, change: int) -> None:
-        self._waiting += change
-        self._on_size(self._waiting)
 
 
 def _bounded(seconds: float) -> float:

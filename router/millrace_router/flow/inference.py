@@ -13,15 +13,15 @@ import time
 from dataclasses import dataclass
 
 from millrace.v1 import common_pb2, worker_pb2
-from millrace_common.spans import Attributes
+from millrace_common.spans import Attributes, Span
 from millrace_rpc.errors import MillraceError
 
 from millrace_router.flow import validate
-from millrace_router.flow.ask import Ask, Chat, Prompt
+from millrace_router.flow.ask import Ask, Prompt
 from millrace_router.flow.generation import Backend, Generation, Job
 from millrace_router.flow.metrics import observe_generation
 from millrace_router.flow.rounds import Rounds
-from millrace_router.flow.spans import ContinuationSpans, RequestSpans
+from millrace_router.flow.spans import ContinuationSpans
 from millrace_router.flow.stream import Continuation, Stream, Text, gone
 from millrace_router.flow.tenant import Tenant, caller
 from millrace_router.text.tokenizer import Tokenizer
@@ -61,18 +61,16 @@ class Inference:
         received, who = asyncio.get_running_loop().time(), caller.get()
         request_id = ask.request_id or secrets.token_hex(12)
         about = {"millrace.api": api, "millrace.tenant": who.tenant.name, "millrace.request_id": request_id}
-        spans = RequestSpans(self.backend.tracer, who.traceparent, received, about)
-        ended, config = Ended(self, api, who.tenant, spans), self.backend.config
+        tracer, unread = self.backend.tracer, self.backend.config.limits.unread * ask.n
+        span = tracer.begin("generate", who.traceparent, received, about, server=True)
         try:
             token_ids, sampling = await self._admit(ask, who.tenant, received)
-        except MillraceError as error:
-            ended.count(error)
+        except (MillraceError, asyncio.CancelledError) as error:
+            self._count(api, who.tenant, span, error if isinstance(error, MillraceError) else gone())
             raise
-        except asyncio.CancelledError:
-            ended.count(gone())
-            raise
-        spans.routed(asyncio.get_running_loop().time(), len(token_ids))
-        stream = Stream(lambda error: ended(stream, error), config.limits.unread * ask.n, self._rounds)
+        route = tracer.begin("route", span.traceparent, received)
+        route.end(asyncio.get_running_loop().time(), {"millrace.prompt_tokens": len(token_ids)})
+        stream = Stream(lambda error: self._ended(stream, api, who.tenant, span, error), unread, self._rounds)
         for i in range(ask.n):
             job = Job(
                 token_ids=token_ids,
@@ -84,7 +82,7 @@ class Inference:
                 tenant=who.tenant,
                 session_id=ask.session_id,
             )
-            below = ContinuationSpans(self.backend.tracer, spans.traceparent, i)
+            below = ContinuationSpans(tracer, span.traceparent, i)
             generation = Generation(self.backend, job, below, stream.wake)
             text = Text(self.tokenizer, (*ask.stop, *ask.ends), ask.keep_special_tokens)
             stream.continuations.append(Continuation(i, generation, text, self.backend.metrics.itl.observe))
@@ -115,12 +113,13 @@ class Inference:
         assert prompt is not None
         if isinstance(prompt, list):
             return prompt
-        text = prompt if isinstance(prompt, str) else self._render(prompt)
+        if isinstance(prompt, str):
+            text = prompt
+        else:
+            turns = [turn.as_json() for turn in prompt.messages]
+            text = self.tokenizer.render(turns, prompt.tools, prompt.arguments)
         validate.check_text_length(text, self.tokenizer.longest_token, model)
         return await self.tokenizer.encode(text, add_bos=isinstance(prompt, str))
-
-    def _render(self, chat: Chat) -> str:
-        return self.tokenizer.render([turn.as_json() for turn in chat.messages], chat.tools, chat.arguments)
 
     async def drain(self, grace_s: float, error: MillraceError) -> None:
         """Refuse new requests, wait for the running ones, then end the rest with `error`. A client that does not read
@@ -142,43 +141,32 @@ class Inference:
         self.backend.metrics.active.set(len(self.active))
         self.backend.metrics.tokens.labels(direction="prompt").inc(prompt_tokens)
 
-    def ended(self, stream: Stream) -> None:
+    def _ended(self, stream: Stream, api: str, tenant: Tenant, span: Span, error: MillraceError | None) -> None:
+        """Record the facts of a request that had started."""
         self.active.discard(stream)
         if not self.active:
             self._idle.set()
-        self.backend.metrics.active.set(len(self.active))
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """The facts recorded when a request has ended."""
-
-    inference: Inference
-    api: str
-    tenant: Tenant
-    spans: RequestSpans
-
-    def __call__(self, stream: Stream, error: MillraceError | None) -> None:
-        backend = self.inference.backend
-        self.inference.ended(stream)
+        metrics = self.backend.metrics
+        metrics.active.set(len(self.active))
         prompt = output = 0
         for continuation in stream.continuations:
             generation = continuation.generation
-            observe_generation(backend.metrics, generation)
+            observe_generation(metrics, generation)
             prompt, output = len(generation.job.token_ids), output + len(generation.flow.outputs)
-            backend.admission.charge(generation.place, len(generation.flow.outputs))
-        self.tenant.spend(output, time.monotonic())
+            self.backend.admission.charge(generation.place, len(generation.flow.outputs))
+        tenant.spend(output, time.monotonic())
         for direction, tokens in (("prompt", prompt), ("output", output)):
-            backend.metrics.tenant_tokens.labels(tenant=self.tenant.name, direction=direction).inc(tokens)
-        self.count(error, output)
+            metrics.tenant_tokens.labels(tenant=tenant.name, direction=direction).inc(tokens)
+        self._count(api, tenant, span, error, output)
 
-    def count(self, error: MillraceError | None, output_tokens: int = 0) -> None:
+    def _count(self, api: str, tenant: Tenant, span: Span, error: MillraceError | None, output_tokens: int = 0) -> None:
+        """Count a request by its end."""
         status = "ok" if error is None else error.reason.lower()
-        metrics = self.inference.backend.metrics
-        metrics.requests.labels(api=self.api, status=status).inc()
-        metrics.tenant_requests.labels(tenant=self.tenant.name, status=status).inc()
+        metrics = self.backend.metrics
+        metrics.requests.labels(api=api, status=status).inc()
+        metrics.tenant_requests.labels(tenant=tenant.name, status=status).inc()
         about: Attributes = {"millrace.status": status, "millrace.output_tokens": output_tokens}
-        self.spans.end(asyncio.get_running_loop().time(), about, "" if error is None else str(error))
+        span.end(asyncio.get_running_loop().time(), about, "" if error is None else str(error))
 
 
 def _seeded(sampling: common_pb2.SamplingParams, i: int) -> common_pb2.SamplingParams:

@@ -1,4 +1,4 @@
-"""The router's spans of a request.
+"""The router's spans of a request. inference.py makes the first two, `ContinuationSpans` the others.
 
     generate                       the whole request: caller, tokens, how it ended
       route                        checks and tokenization
@@ -13,24 +13,6 @@ from __future__ import annotations
 from millrace_common.spans import NO_ATTRIBUTES, Attributes, Span, Tracer
 
 from millrace_router.policy.choose import Decision
-
-
-class RequestSpans:
-    def __init__(self, tracer: Tracer, parent: str, received: float, attributes: Attributes) -> None:
-        self.tracer = tracer
-        self._span = tracer.begin("generate", parent, received, attributes, server=True)
-        self._received = received
-
-    @property
-    def traceparent(self) -> str:
-        return self._span.traceparent
-
-    def routed(self, now: float, prompt_tokens: int) -> None:
-        route = self.tracer.begin("route", self.traceparent, self._received)
-        route.end(now, {"millrace.prompt_tokens": prompt_tokens})
-
-    def end(self, now: float, attributes: Attributes = NO_ATTRIBUTES, error: str = "") -> None:
-        self._span.end(now, attributes, error)
 
 
 class ContinuationSpans:

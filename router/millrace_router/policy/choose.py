@@ -19,11 +19,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from millrace.v1.admin_pb2 import Candidate, Selection
+
 from millrace_router.config import Policy, Routing
 from millrace_router.policy import topology
 from millrace_router.policy.holders import Process
 from millrace_router.policy.scorers import SCORERS
-from millrace_router.policy.scoring import Inputs, Score, best
+from millrace_router.policy.scoring import Inputs, best
 from millrace_router.policy.snapshot import Key, Placement, Replica, View, Want
 
 CLOSED = "no credits"
@@ -31,25 +33,7 @@ NO_PAGES: Mapping[Process, int] = {}
 WhyNot = Callable[[Replica], str]
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    key: Key
-    score: Score  # lowest wins; empty when it was excluded
-    excluded: str  # why; empty when it was scored
-    cached_tokens: int  # of the prompt, by the policy's index
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """One question to a policy. A request asks one or several: see choose.py."""
-
-    role: str  # "local", "prefill", "decode" or "unified"
-    policy: str
-    candidates: tuple[Candidate, ...]
-    chosen: Key | None  # None: every candidate was excluded
-
-
-Note = Callable[[Selection], None]
+Note = Callable[[Selection], None]  # each question to a policy; a request asks one or several
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,10 +195,17 @@ class _Attempt:
         if self.note is not None and everyone:
             scored = iter(scores)
             rows = [
-                Candidate(r.key, () if why else next(scored), why, inputs.cached(r))
+                Candidate(
+                    address=r.address,
+                    replica=r.index,
+                    chosen=r is chosen,
+                    excluded=why,
+                    score=() if why else next(scored),
+                    cached_tokens=inputs.cached(r),
+                )
                 for r, why in zip(everyone, excluded, strict=True)
             ]
-            self.note(Selection(role, str(policy), tuple(rows), chosen.key if chosen else None))
+            self.note(Selection(role=role, policy=policy, candidates=rows))
         return chosen
 
 
