@@ -11,11 +11,13 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from millrace_common.spans import NO_ATTRIBUTES, Attributes, Span, Tracer, Tracing
 
 EXPORT_TIMEOUT_S = 3
 FLUSH_INTERVAL_MS = 1000
+W3C = TraceContextTextMapPropagator()
 
 
 class OtelSpan(Span):
@@ -46,7 +48,8 @@ class OtelTracer(Tracer):
     ) -> Span:
         kind = trace.SpanKind.SERVER if server else trace.SpanKind.INTERNAL
         start = self._offset_ns + int(at * 1e9)
-        span = self._tracer.start_span(name, _context(parent), kind, dict(attributes), start_time=start)
+        context = W3C.extract({"traceparent": parent}, Context())  # not the current one, for a trace that begins
+        span = self._tracer.start_span(name, context, kind, dict(attributes), start_time=start)
         return OtelSpan(span, self._offset_ns)
 
     def close(self) -> None:
@@ -63,14 +66,3 @@ def exporting(config: Tracing, service: str, instance: str) -> OtelTracer:
     exporter = OTLPSpanExporter(config.endpoint, timeout=EXPORT_TIMEOUT_S)
     made.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=FLUSH_INTERVAL_MS))
     return OtelTracer(made)
-
-
-def _context(traceparent: str) -> Context:
-    """An empty context, not the current one, for a trace that begins."""
-    if not traceparent:
-        return Context()
-    _, trace_id, span_id, flags = traceparent.split("-")
-    parent = trace.SpanContext(
-        int(trace_id, 16), int(span_id, 16), is_remote=True, trace_flags=trace.TraceFlags(int(flags, 16))
-    )
-    return trace.set_span_in_context(trace.NonRecordingSpan(parent), Context())

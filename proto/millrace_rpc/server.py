@@ -67,14 +67,7 @@ class Server:
         until `set_serving(True)`.
         """
         self.set_serving(False)
-        try:
-            if identity is None:
-                self.port = self.grpc.add_insecure_port(address)
-            else:
-                self.port = self.grpc.add_secure_port(address, identity.server_credentials())
-        except RuntimeError as error:
-            raise OSError(f"cannot listen on {address}: {error}") from error
-        await self.grpc.start()
+        self.port = await _start(self.grpc, address, identity)
         return self.port
 
     async def start_health(self, address: str) -> int:
@@ -84,12 +77,7 @@ class Server:
         self._plain = grpc.aio.server(options=SERVER_OPTIONS)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._plain)
         self.set_serving(False)
-        try:
-            port = self._plain.add_insecure_port(address)
-        except RuntimeError as error:
-            raise OSError(f"cannot listen on {address}: {error}") from error
-        await self._plain.start()
-        return port
+        return await _start(self._plain, address, None)
 
     def set_serving(self, serving: bool) -> None:
         """Readiness of every service. Liveness is the process answering health checks at all."""
@@ -100,6 +88,19 @@ class Server:
         await self.grpc.stop(grace_s)
         if self._plain is not None:
             await self._plain.stop(0)
+
+
+async def _start(server: grpc.aio.Server, address: str, identity: Identity | None) -> int:
+    """The bound port."""
+    try:
+        if identity is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, identity.server_credentials())
+    except RuntimeError as error:
+        raise OSError(f"cannot listen on {address}: {error}") from error
+    await server.start()
+    return port
 
 
 class Interceptor(grpc.aio.ServerInterceptor):

@@ -24,7 +24,6 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Literal
 
 from millrace_common.tls_config import Tls
@@ -42,6 +41,7 @@ GPU_MEMORY = 0.9  # of a GPU, for all workers together
 LOG_DIR = "MILLRACE_LOG_DIR"  # variable of the environment: where the log folders of clusters are made
 TINY = Path(__file__).parents[2] / "models" / "tiny"  # the trained checkpoint of this source tree
 BACKOFF_S = (0.5, 30.0)  # first and longest pause before a child comes back; it doubles with every exit within a minute
+ROUTER_PORTS = ("grpc", "http", "admin", "admin_http")
 SERVERS = {  # role to module and first arguments
     "router": ("millrace_router",),
     "prefill": ("millrace_serve.prefill",),
@@ -187,9 +187,7 @@ class LocalCluster:
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.stop()
 
     async def start(self) -> None:
@@ -235,10 +233,7 @@ class LocalCluster:
         role, ports = self.roles[name], self._ports.get(name, {})
         if role == "router":
             items = [
-                f"grpc={HOST}:{ports.get('grpc', self.spec.grpc_port)}",
-                f"http={HOST}:{ports.get('http', self.spec.http_port)}",
-                f"admin={HOST}:{ports.get('admin', self.spec.admin_port)}",
-                f"admin_http={HOST}:{ports.get('admin_http', self.spec.admin_http_port)}",
+                *(f"{name}={HOST}:{ports.get(name, getattr(self.spec, f'{name}_port'))}" for name in ROUTER_PORTS),
                 f"workers={json.dumps([self.address(worker) for worker in self.spec.workers()])}",
                 f"model={self.spec.model}",
                 *self.spec.router_set,

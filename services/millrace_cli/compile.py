@@ -12,10 +12,11 @@ from pathlib import Path
 
 from millrace_common import config as configuration
 from millrace_common import log as logs
+from millrace_rpc.errors import MillraceError
 from millrace_serve.engine.start import phases
 from millrace_serve.worker import caches
 from millrace_serve.worker.config import WorkerConfig
-from millrace_serve.worker.frontend.ranks import RankLost, Ranks
+from millrace_serve.worker.frontend.ranks import Ranks
 from millrace_serve.worker.launch import make_launcher
 from millrace_serve.worker.messages import RankProgress, Report
 from rich.console import Console
@@ -40,8 +41,8 @@ async def fill(path: Path | None, overrides: Sequence[str], environ: MutableMapp
     try:
         await ranks.start()
         seconds = ranks.startup()
-    except RankLost as error:
-        raise CommandError(f"could not start: {error}") from error
+    except MillraceError as error:
+        raise CommandError(f"could not start: {error.message}") from error
     finally:
         await ranks.stop(STOP_GRACE_S)
     print(f"{config.num_ranks} rank(s) of {config.model_name}: {phases.table(seconds)}")

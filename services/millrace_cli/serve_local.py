@@ -26,7 +26,7 @@ from rich.live import Live
 from rich.logging import RichHandler
 from rich.table import Table
 
-from millrace_cli.cluster import HOST, ClusterSpec, LocalCluster, StartError
+from millrace_cli.cluster import HOST, ROUTER_PORTS, ClusterSpec, LocalCluster, StartError
 from millrace_cli.errors import CommandError
 
 STYLES = {"ready": "green", "exited": "bold red"}
@@ -45,7 +45,7 @@ def usable_port(port: int) -> int:
 
 def resolve_ports(spec: ClusterSpec, console: Console) -> ClusterSpec:
     changes: dict[str, Any] = {}
-    for field in ("grpc_port", "http_port", "admin_port", "admin_http_port"):
+    for field in (f"{name}_port" for name in ROUTER_PORTS):
         wish = getattr(spec, field)
         if usable_port(wish) != wish:
             console.print(f"port {wish} is taken; {field.replace('_', ' ')} will be a free one", style="yellow")

@@ -16,7 +16,6 @@ from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError, from_rpc_error
 from millrace_serve.worker.config import WorkerConfig
 from millrace_serve.worker.frontend.profiling import Profiling
-from millrace_serve.worker.frontend.ranks import RankLost
 from millrace_serve.worker.messages import ProfileDone, StartProfile, StopProfile
 from millrace_serve.worker.rank.profiler import RankProfiler
 from millrace_testing.paths import TINY
@@ -107,7 +106,7 @@ async def test_what_is_refused() -> None:
 async def test_ranks_that_fail() -> None:
     ranks = ScriptedRanks()
     profiling = make(ranks)
-    ranks.errors.extend(["rank 1: disk full", RankLost("rank 1 ended")])
+    ranks.errors.extend(["rank 1: disk full", MillraceError(Reason.WORKER_LOST, "rank 1 ended")])
     error = await refusal(profiling.start(None))
     assert error.reason is Reason.INTERNAL and "disk full" in error.message
     assert (await refusal(profiling.start(None))).reason is Reason.WORKER_LOST

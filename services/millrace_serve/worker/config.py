@@ -78,19 +78,11 @@ class WorkerConfig(Execution):
         return {"dtype": dtype, **values, "limits": limits}
 
     @model_validator(mode="after")
-    def _checkpoint_is_named(self) -> WorkerConfig:
+    def _fits_together(self) -> WorkerConfig:
         if self.engine is EngineKind.MODEL and self.model is None:
             raise ValueError("model: a checkpoint folder is required unless engine=sim")
-        return self
-
-    @model_validator(mode="after")
-    def _parts_of_experts_have_one_replica(self) -> WorkerConfig:
         if self.expert_tp and self.dp > 1:
             raise ValueError(f"expert_tp: needs dp=1, not {self.dp}: an expert's parts are summed within a replica")
-        return self
-
-    @model_validator(mode="after")
-    def _memory_can_be_planned(self) -> WorkerConfig:
         if self.limits.num_pages == "auto" and (self.device == "cpu" or self.engine is EngineKind.SIM):
             raise ValueError("limits.num_pages: auto is for a model on a CUDA device")
         return self

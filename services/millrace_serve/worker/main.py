@@ -36,7 +36,6 @@ from millrace_serve.worker import caches
 from millrace_serve.worker.config import WorkerConfig
 from millrace_serve.worker.frontend.frontend import Frontend
 from millrace_serve.worker.frontend.lifecycle import State
-from millrace_serve.worker.frontend.ranks import RankLost
 from millrace_serve.worker.frontend.role import RoleLogic
 from millrace_serve.worker.frontend.service import SERVICE_NAME, WorkerServicer
 from millrace_serve.worker.launch import make_launcher
@@ -82,7 +81,7 @@ async def _live(frontend: Frontend, stop: asyncio.Event, address: str) -> tuple[
         return 0, "stopped by a signal before it was ready"
     try:
         await start
-    except (RankLost, MillraceError) as error:
+    except MillraceError as error:
         return 1, f"could not start: {error}"
     log.info("READY %s", address)
     await asyncio.wait((stopped, frontend.lost), return_when=asyncio.FIRST_COMPLETED)

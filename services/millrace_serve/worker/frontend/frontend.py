@@ -76,14 +76,17 @@ class Frontend:
     # ------------------------------------------------------------------------------------------------ life
 
     async def start(self) -> None:
-        """Start the worker up to READY. Raises RankLost or MillraceError when it fails."""
+        """Start the worker up to READY. Raises MillraceError when it fails."""
         async with within(self.config.timeouts.start, "starting the ranks"):
             await self.ranks.start()
         self.lifecycle.advance(State.WARMING, "")
         phases = Phases()
         with phases("warm-up"):
             await self.warm_up()
-        self._on_started({**self.ranks.startup(), **phases.seconds})
+        self.startup_seconds = {**self.ranks.startup(), **phases.seconds}
+        log.info("start-up: %s", phase_table(self.startup_seconds))
+        for name, value in self.startup_seconds.items():
+            self.metrics.startup.labels(phase=name).set(value)
         self.lifecycle.to(State.READY)
 
     async def warm_up(self) -> None:
@@ -177,12 +180,6 @@ class Frontend:
         self.role.on_lost(error)
         self.lost.set_result(why)
         self.links.end_all(error)
-
-    def _on_started(self, seconds: dict[str, float]) -> None:
-        log.info("start-up: %s", phase_table(seconds))
-        self.startup_seconds = seconds
-        for name, value in seconds.items():
-            self.metrics.startup.labels(phase=name).set(value)
 
     def _on_state(self, state: State) -> None:
         for name in State:

@@ -17,7 +17,7 @@ from millrace_rpc.errors import MillraceError
 
 from millrace_serve.worker.config import EngineKind, WorkerConfig
 from millrace_serve.worker.frontend.convert import invalid
-from millrace_serve.worker.frontend.ranks import RankLost, Ranks
+from millrace_serve.worker.frontend.ranks import Ranks
 from millrace_serve.worker.messages import StartProfile, StopProfile
 
 log = logging.getLogger(__name__)
@@ -92,10 +92,7 @@ class Profiling:
 
     async def _tell(self, message: StartProfile | StopProfile) -> list[str]:
         """Send to all ranks and return their paths. Raises when a rank failed, after all have answered."""
-        try:
-            answers = await self._ranks.profile(message)
-        except RankLost as error:
-            raise MillraceError(Reason.WORKER_LOST, str(error)) from error
+        answers = await self._ranks.profile(message)
         if errors := [answer.error for answer in answers if answer.error]:
             raise MillraceError(Reason.INTERNAL, f"the profiler failed: {'; '.join(errors)}")
         return [answer.path for answer in answers]

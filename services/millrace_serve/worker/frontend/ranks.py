@@ -43,10 +43,6 @@ log = logging.getLogger(__name__)
 A = TypeVar("A", GcFrozen, ProfileDone)
 
 
-class RankLost(Exception):
-    """A rank ended, or cannot start. The message names the rank and the reason."""
-
-
 class Ranks:
     def __init__(
         self,
@@ -72,7 +68,7 @@ class Ranks:
         self._stopping = False
 
     async def start(self) -> None:
-        """Returns when every rank is ready. Raises RankLost when one ends first."""
+        """Returns when every rank is ready. Raises MillraceError (WORKER_LOST) when one ends first."""
         self._inbox.watch(asyncio.get_running_loop(), self._take)
         await self._launcher.start(self._config, self._inbox.endpoint, self._on_exit)
         await self._ready
@@ -133,7 +129,7 @@ class Ranks:
         return await self._ask(message, ProfileDone)
 
     async def _ask(self, message: FreezeGc | StartProfile | StopProfile, answer: type[A]) -> list[A]:
-        """Answers of all ranks to `message`; calls that overlap share them. Raises RankLost."""
+        """Answers of all ranks to `message`; calls that overlap share them. Raises MillraceError."""
         for rank, engine in self._engines.items():
             if (answer, rank) not in self._asked:
                 self._asked[answer, rank] = asyncio.get_running_loop().create_future()
@@ -185,9 +181,9 @@ class Ranks:
             return
         self._lost = why
         log.error("%s", why)
-        if not self._ready.done():
-            self._ready.set_exception(RankLost(why))
-        for answer in self._asked.values():
-            answer.set_exception(RankLost(why))
+        error = MillraceError(Reason.WORKER_LOST, why)
+        for answer in (self._ready, *self._asked.values()):
+            if not answer.done():
+                answer.set_exception(error)
         self._asked.clear()
         self._on_lost(why)

@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 from typing import TypeAlias
 
 import grpc
-from millrace.v1 import worker_pb2, worker_pb2_grpc
+from millrace.v1 import worker_pb2 as pb
+from millrace.v1 import worker_pb2_grpc
 from millrace_common.versions import WORKER_API
 
 from millrace_serve.worker.frontend import convert
@@ -21,52 +22,45 @@ SERVICE_NAME = "millrace.v1.WorkerService"
 Context: TypeAlias = grpc.aio.ServicerContext
 
 
-def worker_info(frontend: Frontend) -> worker_pb2.WorkerInfo:
-    config, info = frontend.config, frontend.ranks.info
-    wire = worker_pb2.WorkerInfo(
-        worker_id=config.worker_id or frontend.epoch,
-        epoch=frontend.epoch,
-        role=worker_pb2.Role.Value(f"ROLE_{config.role.name}"),
-        state=STATES[frontend.lifecycle.state],
-        state_message=frontend.lifecycle.message,
-        model=config.model_name,
-        replicas=config.dp,
-        tp=config.tp,
-        gc_freezes=frontend.gc.freezes,
-        warmed_sources=frontend.role.warmed_sources,
-        protocol=WORKER_API,
-        startup_seconds=frontend.startup_seconds,
-    )
-    if info is not None:
-        wire.max_context = info.max_context
-        wire.vocab_size = info.vocab_size
-        wire.eos_token_ids.extend(info.eos_token_ids)
-        wire.layout.CopyFrom(convert.wire_layout(info.layout))
-    return wire
-
-
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
 
-    async def GetInfo(self, request: worker_pb2.GetInfoRequest, context: Context) -> worker_pb2.WorkerInfo:
-        return worker_info(self._frontend)
+    async def GetInfo(self, request: pb.GetInfoRequest, context: Context) -> pb.WorkerInfo:
+        frontend = self._frontend
+        config, info = frontend.config, frontend.ranks.info
+        wire = pb.WorkerInfo(
+            worker_id=config.worker_id or frontend.epoch,
+            epoch=frontend.epoch,
+            role=pb.Role.Value(f"ROLE_{config.role.name}"),
+            state=STATES[frontend.lifecycle.state],
+            state_message=frontend.lifecycle.message,
+            model=config.model_name,
+            replicas=config.dp,
+            tp=config.tp,
+            gc_freezes=frontend.gc.freezes,
+            warmed_sources=frontend.role.warmed_sources,
+            protocol=WORKER_API,
+            startup_seconds=frontend.startup_seconds,
+        )
+        if info is not None:
+            wire.max_context = info.max_context
+            wire.vocab_size = info.vocab_size
+            wire.eos_token_ids.extend(info.eos_token_ids)
+            wire.layout.CopyFrom(convert.wire_layout(info.layout))
+        return wire
 
-    async def WatchLoad(
-        self, request: worker_pb2.WatchLoadRequest, context: Context
-    ) -> AsyncIterator[worker_pb2.LoadSnapshot]:
+    async def WatchLoad(self, request: pb.WatchLoadRequest, context: Context) -> AsyncIterator[pb.LoadSnapshot]:
         low = request.min_interval_ms / 1000 or MIN_INTERVAL_S
         high = request.max_interval_ms / 1000 or MAX_INTERVAL_S
         async for snapshot in self._frontend.board.watch(low, max(low, high)):
             yield snapshot
 
-    async def WatchCache(
-        self, request: worker_pb2.WatchCacheRequest, context: Context
-    ) -> AsyncIterator[worker_pb2.CacheChanges]:
+    async def WatchCache(self, request: pb.WatchCacheRequest, context: Context) -> AsyncIterator[pb.CacheChanges]:
         async for changes in self._frontend.caches.watch(request.min_interval_ms / 1000 or MIN_INTERVAL_S):
             yield changes
 
-    async def Warmup(self, request: worker_pb2.WarmupRequest, context: Context) -> worker_pb2.WarmupResponse:
+    async def Warmup(self, request: pb.WarmupRequest, context: Context) -> pb.WarmupResponse:
         started = time.monotonic()
         if self._frontend.lifecycle.state not in (State.WARMING, State.READY):
             self._frontend.requests.check_admission()
@@ -74,40 +68,32 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             await self._frontend.role.warm_pair(request.source)
         else:
             await self._frontend.warm_up()
-        return worker_pb2.WarmupResponse(seconds=time.monotonic() - started)
+        return pb.WarmupResponse(seconds=time.monotonic() - started)
 
-    async def FreezeGc(self, request: worker_pb2.FreezeGcRequest, context: Context) -> worker_pb2.FreezeGcResponse:
+    async def FreezeGc(self, request: pb.FreezeGcRequest, context: Context) -> pb.FreezeGcResponse:
         self._frontend.ranks.ready_info  # noqa: B018
         processes, objects = await self._frontend.freeze_gc()
-        return worker_pb2.FreezeGcResponse(processes=processes, frozen_objects=objects)
+        return pb.FreezeGcResponse(processes=processes, frozen_objects=objects)
 
-    async def Drain(self, request: worker_pb2.DrainRequest, context: Context) -> worker_pb2.DrainResponse:
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
         default = self._frontend.config.timeouts.drain
         timeout_s = request.timeout_s if request.HasField("timeout_s") else default
         if not timeout_s >= 0:
             raise convert.invalid("timeout_s", f"is {timeout_s}; it must be at least 0")
-        return worker_pb2.DrainResponse(aborted=await self._frontend.drain(timeout_s))
+        return pb.DrainResponse(aborted=await self._frontend.drain(timeout_s))
 
-    async def Abort(self, request: worker_pb2.AbortRequest, context: Context) -> worker_pb2.AbortResponse:
-        return worker_pb2.AbortResponse(
-            found=self._frontend.requests.abort(convert.request_id(request.id), request.reason)
-        )
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+        return pb.AbortResponse(found=self._frontend.requests.abort(convert.request_id(request.id), request.reason))
 
-    async def FlushCache(
-        self, request: worker_pb2.FlushCacheRequest, context: Context
-    ) -> worker_pb2.FlushCacheResponse:
+    async def FlushCache(self, request: pb.FlushCacheRequest, context: Context) -> pb.FlushCacheResponse:
         self._frontend.ranks.ready_info  # noqa: B018
-        return worker_pb2.FlushCacheResponse(pages=await self._frontend.flush_cache())
+        return pb.FlushCacheResponse(pages=await self._frontend.flush_cache())
 
-    async def StartProfile(
-        self, request: worker_pb2.StartProfileRequest, context: Context
-    ) -> worker_pb2.StartProfileResponse:
+    async def StartProfile(self, request: pb.StartProfileRequest, context: Context) -> pb.StartProfileResponse:
         self._frontend.ranks.ready_info  # noqa: B018
         max_seconds = request.max_seconds if request.HasField("max_seconds") else None
-        return worker_pb2.StartProfileResponse(folder=str(await self._frontend.profiling.start(max_seconds)))
+        return pb.StartProfileResponse(folder=str(await self._frontend.profiling.start(max_seconds)))
 
-    async def StopProfile(
-        self, request: worker_pb2.StopProfileRequest, context: Context
-    ) -> worker_pb2.StopProfileResponse:
+    async def StopProfile(self, request: pb.StopProfileRequest, context: Context) -> pb.StopProfileResponse:
         self._frontend.ranks.ready_info  # noqa: B018
-        return worker_pb2.StopProfileResponse(paths=await self._frontend.profiling.stop())
+        return pb.StopProfileResponse(paths=await self._frontend.profiling.stop())

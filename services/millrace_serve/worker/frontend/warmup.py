@@ -9,40 +9,29 @@ from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
 
 from millrace_serve.engine.config import EngineConfig
-from millrace_serve.engine.core import (
-    FinishReason,
-    Request,
-    RequestId,
-    Route,
-    SamplingParams,
-    SequenceOutput,
-)
+from millrace_serve.engine.core import FinishReason, Request, RequestId, Route, SamplingParams, SequenceOutput
 
 MAX_TOKENS = 4  # outputs of one warm-up request
 
 
 class Waiter:
-    """Owner of one attempt: collects its outputs until `done`."""
+    """Owner of one attempt."""
 
     def __init__(self, route: Route) -> None:
-        self.outputs: list[SequenceOutput] = []
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._last: asyncio.Future[SequenceOutput] = asyncio.get_running_loop().create_future()
         self._route = route
 
     def put(self, output: SequenceOutput) -> None:
-        self.outputs.append(output)
-        if (output.finish is not None or self._route is Route.EXPORT) and not self.done.done():
-            self.done.set_result(None)
+        if (output.finish is not None or self._route is Route.EXPORT) and not self._last.done():
+            self._last.set_result(output)
 
-    async def wait(self) -> list[SequenceOutput]:
-        """Raises MillraceError when the request failed."""
-        await self.done
-        last = self.outputs[-1]
+    async def wait(self) -> None:
+        """Wait for the last output. Raises MillraceError when the request failed."""
+        last = await self._last
         if last.error is not None:
             raise MillraceError(last.error.reason, f"warm-up request failed: {last.error.message}")
         if last.finish is FinishReason.ABORT:
             raise MillraceError(Reason.CANCELLED, "warm-up request was aborted")
-        return self.outputs
 
 
 def prompt_lengths(config: EngineConfig) -> list[int]:
