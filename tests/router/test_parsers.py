@@ -8,7 +8,7 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from millrace_router.openai.said import MessageParser
+from millrace_router.openai.answers import MessageParser
 from millrace_router.text.markers import ALL, CALL, CALL_END, CALL_SEP, CALLS, CALLS_END, THINK, THINK_END
 
 WEATHER, TIME = '{"city": "Oslo", "days": [1, 2]}', '{\n  "zone": "a```b"\n}'

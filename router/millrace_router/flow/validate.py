@@ -6,7 +6,6 @@ and its limit. The order: what needs no tokens first (`check`), then, with the p
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 from collections.abc import Collection, Sequence
@@ -43,8 +42,6 @@ def check(ask: Ask, model: worker_pb2.WorkerInfo, names: Collection[str], limits
     check_prompt(ask.prompt, model)
     if isinstance(ask.prompt, Chat):
         _check_tools(ask.prompt.tools)
-        for argument in ask.prompt.arguments.items():
-            _check_text("chat_template_kwargs", "".join(map(str, argument)))
     if ask.grammar is not None:
         _check_grammar(ask, ask.grammar, model)
     for name, value in ask.numbers.items():
@@ -57,16 +54,14 @@ def check(ask: Ask, model: worker_pb2.WorkerInfo, names: Collection[str], limits
         ("request_id", ask.request_id, MAX_REQUEST_ID_CHARS),
         ("session_id", ask.session_id, MAX_SESSION_ID_CHARS),
     ):
-        _check_text(name, text)
         if len(text) > most:
-            raise _invalid(name, f"must have at most {most} characters")
+            raise invalid(name, f"must have at most {most} characters")
     if ask.timeout_s is not None and not ask.timeout_s > 0:
         raise MillraceError(Reason.DEADLINE_EXCEEDED, "the deadline had passed when the request arrived")
 
 
 def check_model(name: str, names: Collection[str]) -> None:
     """`names`: under which the model is served."""
-    _check_text("model", name)
     if name and name not in names:
         message = f"model {name!r} is not served here; {', '.join(map(repr, names))} is"
         raise MillraceError(Reason.MODEL_NOT_FOUND, message, param="model")
@@ -74,12 +69,10 @@ def check_model(name: str, names: Collection[str]) -> None:
 
 def check_prompt(prompt: Prompt | None, model: worker_pb2.WorkerInfo) -> None:
     if prompt is None or prompt in ("", []):
-        raise _invalid("prompt", "must not be empty")
-    if isinstance(prompt, str):
-        _check_text("prompt", prompt)
-    elif isinstance(prompt, list):
+        raise invalid("prompt", "must not be empty")
+    if isinstance(prompt, list):
         check_ids("prompt", prompt, model)
-    else:
+    elif isinstance(prompt, Chat):
         _check_messages(prompt.messages)
 
 
@@ -88,7 +81,7 @@ def check_ids(name: str, ids: Sequence[int], model: worker_pb2.WorkerInfo) -> No
         return
     for i, token in enumerate(ids):
         if not 0 <= token < model.vocab_size:
-            raise _invalid(name, f"[{i}] must be a token id from 0 to {model.vocab_size - 1}, not {token}")
+            raise invalid(name, f"[{i}] must be a token id from 0 to {model.vocab_size - 1}, not {token}")
 
 
 def check_text_length(text: str, longest_token: int, model: worker_pb2.WorkerInfo) -> None:
@@ -112,7 +105,7 @@ def fit(ask: Ask, prompt_tokens: int, model: worker_pb2.WorkerInfo) -> common_pb
     if max_tokens > room:
         raise _too_long(f"the prompt's {prompt_tokens} tokens and max_tokens {max_tokens} together exceed it", model)
     if ask.numbers.get("min_tokens", 0) > max_tokens:
-        raise _invalid("min_tokens", f"must be at most max_tokens, which is {max_tokens}")
+        raise invalid("min_tokens", f"must be at most max_tokens, which is {max_tokens}")
     numbers: dict[str, Any] = {"seed": secrets.randbits(64), **ask.numbers, "max_tokens": max_tokens}
     return common_pb2.SamplingParams(
         **numbers,
@@ -125,12 +118,10 @@ def fit(ask: Ask, prompt_tokens: int, model: worker_pb2.WorkerInfo) -> common_pb
 
 def _check_messages(messages: tuple[Message, ...]) -> None:
     if not messages:
-        raise _invalid("messages", "must not be empty")
+        raise invalid("messages", "must not be empty")
     for i, message in enumerate(messages):
         if message.role not in ROLES:
-            raise _invalid("messages", f"[{i}].role must be one of {', '.join(ROLES)}, not {message.role!r}")
-        for text in (message.content, message.tool_call_id, *(part for call in message.tool_calls for part in call)):
-            _check_text("messages", text)
+            raise invalid("messages", f"[{i}].role must be one of {', '.join(ROLES)}, not {message.role!r}")
 
 
 def _check_tools(tools: Sequence[Tool]) -> None:
@@ -138,28 +129,24 @@ def _check_tools(tools: Sequence[Tool]) -> None:
     names = set()
     for i, tool in enumerate(tools):
         if not TOOL_NAME.fullmatch(tool.name):
-            raise _invalid("tools", f"[{i}].function.name must be 1 to 64 letters, digits, _ or -, not {tool.name!r}")
+            raise invalid("tools", f"[{i}].function.name must be 1 to 64 letters, digits, _ or -, not {tool.name!r}")
         if tool.name in names:
-            raise _invalid("tools", f"[{i}].function.name {tool.name!r} is there already")
+            raise invalid("tools", f"[{i}].function.name {tool.name!r} is there already")
         names.add(tool.name)
-        _check_text("tools", tool.description)
-        _check_text("tools", json.dumps(tool.parameters, ensure_ascii=False))
 
 
 def _check_grammar(ask: Ask, grammar: common_pb2.Grammar, model: worker_pb2.WorkerInfo) -> None:
     """Check everything that needs no compiler; the workers refuse the rest before any work."""
     kind, param = grammar.WhichOneof("kind"), ask.grammar_param
     if kind is None:
-        raise _invalid(param, "has no kind")
-    text = getattr(grammar, kind)
-    _check_text(param, text)
-    if problem := grammar_text.problem(kind, text):
-        raise _invalid(param, f"has a {kind} that cannot be used: {problem}")
+        raise invalid(param, "has no kind")
+    if problem := grammar_text.problem(kind, getattr(grammar, kind)):
+        raise invalid(param, f"has a {kind} that cannot be used: {problem}")
     if grammar.HasField("after_token_id"):
         check_ids(param, [grammar.after_token_id], model)
     for name, given in (("ignore_eos", ask.ignore_eos), ("min_tokens", ask.numbers.get("min_tokens", 0) > 0)):
         if given:
-            raise _invalid(name, f"cannot be combined with {param}, which decides where the output may end")
+            raise invalid(name, f"cannot be combined with {param}, which decides where the output may end")
 
 
 def _check_tokens(ask: Ask, model: worker_pb2.WorkerInfo) -> None:
@@ -173,33 +160,25 @@ def _check_tokens(ask: Ask, model: worker_pb2.WorkerInfo) -> None:
 
 def _check_stop(stop: Sequence[str], limits: Limits) -> None:
     if len(stop) > limits.stop:
-        raise _invalid("stop", f"must have at most {limits.stop} strings, not {len(stop)}")
+        raise invalid("stop", f"must have at most {limits.stop} strings, not {len(stop)}")
     for i, text in enumerate(stop):
-        _check_text("stop", text)
         if not 1 <= len(text) <= MAX_STOP_CHARS:
-            raise _invalid("stop", f"[{i}] must have 1 to {MAX_STOP_CHARS} characters, not {len(text)}")
+            raise invalid("stop", f"[{i}] must have 1 to {MAX_STOP_CHARS} characters, not {len(text)}")
 
 
 def _check_count(name: str, count: int, most: int) -> None:
     if count > most:
-        raise _invalid(name, f"must have at most {most} entries, not {count}")
+        raise invalid(name, f"must have at most {most} entries, not {count}")
 
 
 def _within(name: str, value: float, allowed: Range) -> None:
     if not allowed.holds(value):
-        raise _invalid(name, f"must be {allowed}, not {value}")
+        raise invalid(name, f"must be {allowed}, not {value}")
 
 
-def _check_text(name: str, text: str) -> None:
-    """JSON can spell lone surrogates, which no UTF-8 text contains."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise _invalid(name, "is not valid UTF-8") from None
-
-
-def _invalid(name: str, rest: str) -> MillraceError:
-    separator = "" if rest.startswith("[") else " "
+def invalid(name: str, rest: str) -> MillraceError:
+    """`rest`: of a sentence that begins with the field's name; it may go on with a part of the field."""
+    separator = "" if rest[0] in "[.:" else " "
     return MillraceError(Reason.INVALID_ARGUMENT, f"{name}{separator}{rest}", param=name)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from millrace.v1 import common_pb2
@@ -13,12 +13,44 @@ from millrace.v1 import common_pb2
 from millrace_router.flow.inference import Answer
 from millrace_router.flow.stream import Delta
 from millrace_router.openai import objects
-from millrace_router.openai.said import MessageParser, Said
+from millrace_router.text.reasoning import ReasoningParser
 from millrace_router.text.tokenizer import Tokenizer
-from millrace_router.text.tool_calls import CallDelta
+from millrace_router.text.tool_calls import CallDelta, ToolCallParser
 
 STOP, LENGTH, TOOL_CALLS = "stop", "length", "tool_calls"
 FINISH: dict[int, str] = {common_pb2.FINISH_REASON_STOP: STOP, common_pb2.FINISH_REASON_LENGTH: LENGTH}
+
+
+@dataclass(slots=True)
+class Said:
+    """New thoughts, text and tool calls."""
+
+    thoughts: str = ""
+    text: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
+
+
+class MessageParser:
+    """Text deltas to parts of a message, whatever the cuts: reasoning first, then tool calls in the rest."""
+
+    def __init__(self, *, reasons: bool, thinking: bool, tools: bool) -> None:
+        """The model can reason; the prompt has begun its thoughts; it may call tools."""
+        self._reasoning = ReasoningParser(thinking) if reasons else None
+        self._tools = ToolCallParser() if tools else None
+
+    def push(self, text: str, last: bool) -> Said:
+        said = Said(text=text)
+        if self._reasoning is not None:
+            said.thoughts, said.text = self._reasoning.push(text)
+            if last:
+                thoughts, text = self._reasoning.flush()
+                said.thoughts, said.text = said.thoughts + thoughts, said.text + text
+        if self._tools is not None:
+            said.text, said.calls = self._tools.push(said.text)
+            if last:
+                text, calls = self._tools.flush()
+                said.text, said.calls = said.text + text, said.calls + calls
+        return said
 
 
 @dataclass(slots=True)
@@ -47,32 +79,30 @@ class Shape:
     cached_tokens: int = 0
 
     def chunk(self, delta: Delta) -> dict[str, Any]:
-        choice = self._choice(delta)
-        facts: dict[str, Any] = {"index": delta.index, "finish_reason": None, "logprobs": None}
-        if self.logprobs:
-            facts["logprobs"] = self._logprobs(choice, delta.logprobs)
-        if self.chat:
-            said = self._read(choice, delta)
-            facts["delta"] = _delta(said, delta.first)
-        else:
-            facts["text"] = delta.text
-        facts["finish_reason"] = _finish(choice, delta.finish_reason)
-        return self._envelope([facts], ".chunk")
+        return self._envelope([self._part(delta, whole=False)], ".chunk")
 
     def usage_chunk(self) -> dict[str, Any]:
         return self._envelope([], ".chunk") | {"usage": self._usage()}
 
     def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        found = []
-        for index in sorted({delta.index for delta in deltas}):
-            mine = [delta for delta in deltas if delta.index == index]
-            said = self._message(mine) if self.chat else {"text": "".join(delta.text for delta in mine)}
-            choice = self._choice(mine[-1])
-            entries = [entry for delta in mine for entry in delta.logprobs]
-            logprobs = self._logprobs(choice, entries) if self.logprobs else None
-            finish = _finish(choice, mine[-1].finish_reason)
-            found.append({"index": index, "finish_reason": finish, "logprobs": logprobs} | said)
-        return self._envelope(found) | {"usage": self._usage()}
+        by_index = ([d for d in deltas if d.index == index] for index in sorted({d.index for d in deltas}))
+        return self._envelope([self._part(_joined(mine), whole=True) for mine in by_index]) | {"usage": self._usage()}
+
+    def _part(self, delta: Delta, whole: bool) -> dict[str, Any]:
+        """An element of `choices`: of an answer, if the delta is the whole output, or of a chunk."""
+        choice = self._choice(delta)
+        part: dict[str, Any] = {"index": delta.index, "finish_reason": None, "logprobs": None}
+        if self.logprobs:
+            part["logprobs"] = self._logprobs(choice, delta.logprobs)
+        if not self.chat:
+            part["text"] = delta.text
+        elif whole:
+            part["message"] = _message(self._read(choice, delta))
+        else:
+            part["delta"] = _delta(self._read(choice, delta), delta.first)
+        finish = FINISH.get(delta.finish_reason)
+        part["finish_reason"] = TOOL_CALLS if choice.called and finish == STOP else finish
+        return part
 
     def _choice(self, delta: Delta) -> Choice:
         choice = self.choices.get(delta.index)
@@ -93,22 +123,6 @@ class Shape:
             choice.reasoning_tokens += len(delta.token_ids) if ended is None else ended
             choice.thinking = ended is None
         return said
-
-    def _message(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        """The whole message. Its text is null if it has calls only."""
-        thoughts, text, calls = "", "", dict[int, CallDelta]()
-        for delta in deltas:
-            said = self._read(self._choice(delta), delta)
-            thoughts, text = thoughts + said.thoughts, text + said.text
-            for call in said.calls:
-                before = calls.get(call.index, CallDelta(call.index, "", ""))
-                calls[call.index] = CallDelta(call.index, before.name or call.name, before.arguments + call.arguments)
-        message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
-        if thoughts:
-            message["reasoning_content"] = thoughts
-        if calls:
-            message["tool_calls"] = [_call(call) for call in calls.values()]
-        return {"message": message}
 
     def _envelope(self, choices: list[dict[str, Any]], suffix: str = "") -> dict[str, Any]:
         prefix, kind = ("chatcmpl", "chat.completion" + suffix) if self.chat else ("cmpl", "text_completion")
@@ -165,9 +179,27 @@ class Shape:
         return self.tokenizer.decode((entry.token_id,), keep_special=True)
 
 
-def _finish(choice: Choice, reason: common_pb2.FinishReason) -> str | None:
-    finish = FINISH.get(reason)
-    return TOOL_CALLS if choice.called and finish == STOP else finish
+def _joined(deltas: Sequence[Delta]) -> Delta:
+    """The whole output of one continuation as one delta."""
+    last = deltas[-1]
+    return replace(
+        last,
+        text="".join(delta.text for delta in deltas),
+        token_ids=[token for delta in deltas for token in delta.token_ids],
+        logprobs=[entry for delta in deltas for entry in delta.logprobs],
+        cached_tokens=max(delta.cached_tokens for delta in deltas),
+    )
+
+
+def _message(said: Said) -> objects.ChatMessage:
+    """The text is null if there are calls only."""
+    content = said.text or (None if said.calls else "")
+    message: objects.ChatMessage = {"role": "assistant", "content": content, "refusal": None}
+    if said.thoughts:
+        message["reasoning_content"] = said.thoughts
+    if said.calls:
+        message["tool_calls"] = [_call(call) for call in said.calls]
+    return message
 
 
 def _delta(said: Said, first: bool) -> objects.ChatDelta:

@@ -9,7 +9,8 @@ from millrace.v1 import common_pb2
 from pydantic import BeforeValidator, Field
 
 from millrace_router.flow.ask import Ask, Chat, Message, ToolCall
-from millrace_router.openai.types import Common, Items, Strict, invalid
+from millrace_router.flow.validate import invalid
+from millrace_router.openai.types import Common, Items, Strict
 from millrace_router.text.chat_format import ChatFormat, Tool, structural_tag
 from millrace_router.text.markers import CALL_END
 
@@ -53,9 +54,9 @@ class Turn(Strict):
         text = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content or ""
         calls = tuple(call.as_call() for call in self.tool_calls or ())
         if self.content is None and not calls:
-            raise invalid("messages", f"messages[{i}].content is required")
+            raise invalid("messages", f"[{i}].content is required")
         if calls and self.role != "assistant":
-            raise invalid("messages", f"messages[{i}].tool_calls are for the role assistant, not {self.role!r}")
+            raise invalid("messages", f"[{i}].tool_calls are for the role assistant, not {self.role!r}")
         return Message(self.role, text, calls, self.tool_call_id or "")
 
 
@@ -117,10 +118,10 @@ class Conversation(Strict):
             name = self.tool_choice.function.name
             named = tuple(tool for tool in tools if tool.name == name)
             if not named:
-                raise invalid("tool_choice", f"tool_choice names {name!r}, which is not among the tools")
+                raise invalid("tool_choice", f"names {name!r}, which is not among the tools")
             return named[:1]
         if self.tool_choice == "required" and not tools:
-            raise invalid("tool_choice", "tool_choice is required, but there are no tools")
+            raise invalid("tool_choice", "is required, but there are no tools")
         return tools if self.tool_choice == "required" else ()
 
 
@@ -135,12 +136,11 @@ class ChatRequest(Conversation, Common):
 
     def ask(self, request_id: str) -> Ask:
         if self.top_logprobs is not None and not self.logprobs:
-            raise invalid("top_logprobs", "top_logprobs needs logprobs to be true")
+            raise invalid("top_logprobs", "needs logprobs to be true")
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         ask = self.as_ask(self.as_chat(), request_id, max_tokens, (self.top_logprobs or 0) if self.logprobs else None)
         if ask.grammar is not None and self.may_call:
-            message = f"{ask.grammar_param} cannot be combined with tools; set tool_choice to none"
-            raise invalid(ask.grammar_param, message)
+            raise invalid(ask.grammar_param, "cannot be combined with tools; set tool_choice to none")
         return ask
 
 
@@ -150,7 +150,7 @@ def in_format(ask: Ask, form: ChatFormat) -> Ask:
     if not isinstance(chat, Chat) or not chat.tools:
         return ask
     if form.style is None:
-        raise invalid("tools", "tools are not supported: the model's chat template has no tool calls")
+        raise invalid("tools", "are not supported: the model's chat template has no tool calls")
     if chat.required or any(tool.strict for tool in chat.tools):
         named = len(chat.required) == 1 and len(chat.tools) > 1
         tag = structural_tag(

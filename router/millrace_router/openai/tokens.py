@@ -7,7 +7,7 @@ from millrace_router.flow.ask import Ask, Prompt
 from millrace_router.flow.inference import Inference
 from millrace_router.openai import objects
 from millrace_router.openai.chat import Arguments, Conversation, FunctionTool, Turn, in_format
-from millrace_router.openai.types import Items, Strict, invalid
+from millrace_router.openai.types import Items, Strict
 
 
 class TokenizeRequest(Strict):
@@ -21,7 +21,7 @@ class TokenizeRequest(Strict):
 
     def as_prompt(self) -> Prompt:
         if (self.prompt is None) is (self.messages is None):
-            raise invalid("prompt", "prompt or messages is required, and not both")
+            raise validate.invalid("prompt", "or messages is required, and not both")
         if self.prompt is not None:
             return self.prompt
         return Conversation(

@@ -16,6 +16,7 @@ from millrace_rpc.errors import MillraceError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from millrace_router.flow.ask import Ask, Prompt
+from millrace_router.flow.validate import invalid
 
 UNSUPPORTED = {  # by name, with the reason or what to do instead
     "audio": "only text is generated",
@@ -69,11 +70,11 @@ class ResponseFormat(Strict):
         for field in ("json_schema", "regex"):
             if (getattr(self, field) is not None) is not (self.type == field):
                 needed = "is required" if self.type == field else "has no meaning"
-                raise invalid("response_format", f"response_format.{field} {needed} with type {self.type}")
+                raise invalid("response_format", f".{field} {needed} with type {self.type}")
         if self.type == "text":
             return None
         if self.type == "regex":
-            return common_pb2.Grammar(regex=as_text("response_format", self.regex or ""))
+            return common_pb2.Grammar(regex=self.regex or "")
         schema = self.json_schema.schema_ if self.json_schema is not None else None
         return common_pb2.Grammar(json_schema=json.dumps({"type": "object"} if schema is None else schema))
 
@@ -133,8 +134,8 @@ class Common(Strict):
         if self.guided_regex is None:
             return grammar, "response_format"
         if grammar is not None:
-            raise invalid("guided_regex", "guided_regex cannot be combined with response_format")
-        return common_pb2.Grammar(regex=as_text("guided_regex", self.guided_regex)), "guided_regex"
+            raise invalid("guided_regex", "cannot be combined with response_format")
+        return common_pb2.Grammar(regex=self.guided_regex), "guided_regex"
 
 
 class CompletionRequest(Common):
@@ -149,7 +150,7 @@ class CompletionRequest(Common):
             return self.prompt
         texts = [item for item in self.prompt if isinstance(item, str)]
         if len(texts) > 1:
-            raise invalid("prompt", f"prompt must be one prompt, not a list of {len(texts)}")
+            raise invalid("prompt", f"must be one prompt, not a list of {len(texts)}")
         return texts[0] if texts else [item for item in self.prompt if isinstance(item, int)]
 
 
@@ -170,14 +171,22 @@ def parse(model: type[R], body: bytes) -> R:
         values["prompt"] = values["prompt"][0]
     for name, why in UNSUPPORTED.items():
         if values.pop(name, None) not in (None, False):
-            raise invalid(name, f"{name} is not supported: {why}")
+            raise invalid(name, f"is not supported: {why}")
     for name in ("tools", "response_format"):
         if grammar_text.deeper_than(values.get(name), 2 * grammar_text.MAX_DEPTH):
-            raise invalid(name, f"{name} is nested more than {2 * grammar_text.MAX_DEPTH} deep")
+            raise invalid(name, f"is nested more than {2 * grammar_text.MAX_DEPTH} deep")
+    given = {name: value for name, value in values.items() if value is not None and name not in IGNORED}
     try:
-        return model.model_validate({k: v for k, v in values.items() if v is not None and k not in IGNORED})
+        request = model.model_validate(given)
     except ValidationError as error:
         raise _explain(error) from error
+    if b"\\ud" in body or b"\\uD" in body:  # JSON can spell lone surrogates, which no UTF-8 text contains
+        for name, value in given.items():
+            try:
+                json.dumps(value, ensure_ascii=False).encode()
+            except UnicodeEncodeError:
+                raise invalid(name, "is not valid UTF-8") from None
+    return request
 
 
 def _explain(error: ValidationError) -> MillraceError:
@@ -186,28 +195,15 @@ def _explain(error: ValidationError) -> MillraceError:
     problem = error.errors()[0]
     param = str(problem["loc"][0])
     where = ".".join(str(part) for part in problem["loc"] if not str(part).endswith("]"))
-    if problem["type"] == "extra_forbidden":
-        return invalid(param, f"unknown or unsupported field {where}")
-    if problem["type"] == "missing":
-        return invalid(param, f"{where} is required")
-    return invalid(param, f"{where}: {problem['msg']}")
+    text = {
+        "extra_forbidden": f"unknown or unsupported field {where}",
+        "missing": f"{where} is required",
+    }.get(problem["type"], f"{where}: {problem['msg']}")
+    return MillraceError(Reason.INVALID_ARGUMENT, text, param=param)
 
 
 def _token_id(key: str) -> int:
     try:
         return int(key)
     except ValueError:
-        raise invalid("logit_bias", f"logit_bias: {key!r} is not a token id") from None
-
-
-def invalid(param: str, message: str) -> MillraceError:
-    return MillraceError(Reason.INVALID_ARGUMENT, message, param=param)
-
-
-def as_text(param: str, text: str) -> str:
-    """JSON can spell lone surrogates, which protobuf refuses."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise invalid(param, f"{param} is not valid UTF-8") from None
-    return text
+        raise invalid("logit_bias", f": {key!r} is not a token id") from None
