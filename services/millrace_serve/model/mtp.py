@@ -29,12 +29,8 @@ class Mtp:
         self.eh_proj = ckpt.matrix(f"{prefix}.eh_proj.weight", (hidden, 2 * hidden))
         self.layer = DecoderLayer(ckpt, config, dims, make_experts, layer)
         self.norm = RmsNorm(ckpt, f"{prefix}.shared_head.norm", hidden, eps)
-        for copy in (
-            "embed_tokens.weight",
-            "shared_head.head.weight",
-        ):  # published beside the layer; equal to the main ones
-            if ckpt.has(f"{prefix}.{copy}"):
-                ckpt.claim(f"{prefix}.{copy}", (config.vocab_size, hidden))
+        for copy in ("embed_tokens", "shared_head.head"):  # published beside the layer; equal to the main ones
+            ckpt.claim(f"{prefix}.{copy}.weight", (config.vocab_size, hidden), optional=True)
 
     def __call__(self, embedded: Tensor, hidden: Tensor, step: AttnStep, kv: Tensor) -> Tensor:
         """embedded [T, D] of tokens t_{i+1}, hidden [T, D] of the main model (or of the last draft) at i -> [T, D]."""

@@ -75,10 +75,10 @@ class Weights(Protocol):
         """[len(names), sum of the rows, K]: the matrices of each entry on top of each other, all of one `shape`."""
         ...
 
-    def has(self, name: str) -> bool: ...
-
-    def claim(self, name: str, shape: Shape) -> None:
-        """A tensor that belongs to the model and that another rank reads: it must exist and have the right shape."""
+    def claim(self, name: str, shape: Shape, *, optional: bool = False) -> None:
+        """A tensor that belongs to the model and that this rank does not read: it must have the right shape, and exist
+        unless it is `optional`.
+        """
         ...
 
 
@@ -131,12 +131,10 @@ class Checkpoint:
         assert out is not None, "nothing to stack"
         return out
 
-    def has(self, name: str) -> bool:
-        return name in self._file_of
-
-    def claim(self, name: str, shape: Shape) -> None:
-        self._header(name, shape, (*FLOATS, "F8_E4M3"))
-        self._unclaimed.discard(name + SCALE_SUFFIX)
+    def claim(self, name: str, shape: Shape, *, optional: bool = False) -> None:
+        if name in self._file_of or not optional:
+            self._header(name, shape, (*FLOATS, "F8_E4M3"))
+            self._unclaimed.discard(name + SCALE_SUFFIX)
 
     def skip(self, prefix: str) -> None:
         """Tensors that the config describes and this process does not need."""

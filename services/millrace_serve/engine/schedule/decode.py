@@ -207,14 +207,11 @@ class DecodeScheduler(Scheduler):
                 budget -= self._take_chunk(plan, seq, budget)
 
     def _take_chunk(self, plan: Plan, seq: Sequence, budget: int) -> int:
-        if budget <= 0:
-            return 0
-        chunk = self._next_chunk(seq, budget)
-        plan.chunks.append(chunk)
-        if chunk.samples:
+        taken = super()._take_chunk(plan, seq, budget)
+        if taken and plan.chunks[-1].samples:
             del self._prefilling[seq]
             self._decoding[seq] = None
-        return chunk.end - chunk.start
+        return taken
 
     def _admit_head(self, seq: Sequence, budget: int) -> bool:
         """One page stays back for each sequence that is decoding."""

@@ -74,27 +74,21 @@ def _sampling_problem(params: SamplingParams, facts: ModelFacts) -> str | None:
         value = getattr(params, name)
         if value is not None and not allowed.holds(value):
             return f"{name}={value!r} must be {allowed}"
+    vocab = range(facts.vocab_size)
+    bias = (token in vocab and math.isfinite(value) for token, value in params.logit_bias.items())
+    after = None if params.grammar is None else params.grammar.after_token_id
     checks = (
         ("min_tokens", params.min_tokens <= params.max_tokens, "at most max_tokens"),
-        ("stop_token_ids", all(0 <= t < facts.vocab_size for t in params.stop_token_ids), "inside the vocabulary"),
+        ("stop_token_ids", all(token in vocab for token in params.stop_token_ids), "inside the vocabulary"),
         ("ignore_eos", params.grammar is None or not params.ignore_eos, "false with a grammar"),
         ("min_tokens", params.grammar is None or not params.min_tokens, "0 with a grammar"),
-        ("grammar", _valid_grammar(params, facts.vocab_size), "one whose after_token_id is inside the vocabulary"),
-        ("logit_bias", _valid_bias(params.logit_bias, facts.vocab_size), "finite, for ids inside the vocabulary"),
+        ("grammar", after is None or after in vocab, "one whose after_token_id is inside the vocabulary"),
+        ("logit_bias", all(bias), "finite, for ids inside the vocabulary"),
     )
     for name, ok, rule in checks:
         if not ok:
             return f"{name}={getattr(params, name)!r} must be {rule}"
     return None
-
-
-def _valid_bias(bias: dict[int, float], vocab_size: int) -> bool:
-    return all(0 <= token < vocab_size and math.isfinite(value) for token, value in bias.items())
-
-
-def _valid_grammar(params: SamplingParams, vocab_size: int) -> bool:
-    after = None if params.grammar is None else params.grammar.after_token_id
-    return after is None or 0 <= after < vocab_size
 
 
 def _invalid(message: str) -> Failure:

@@ -30,10 +30,6 @@ class Plan:
     joined: list[Sequence] = field(default_factory=list)  # got their slot since the last plan
     grown: list[Sequence] = field(default_factory=list)  # got more pages since the last plan
 
-    @property
-    def num_tokens(self) -> int:
-        return len(self.decode) * self.num_queries + sum(chunk.end - chunk.start for chunk in self.chunks)
-
 
 @dataclass(slots=True)
 class StepOutput:

@@ -113,13 +113,6 @@ class PrefillScheduler(Scheduler):
         self._publish(seq, seq.num_computed // self.pages.size)
         return seq
 
-    def _take_chunk(self, plan: Plan, seq: Sequence, budget: int) -> int:
-        if budget <= 0 or seq.num_computed == len(seq.tokens):
-            return 0
-        chunk = self._next_chunk(seq, budget)
-        plan.chunks.append(chunk)
-        return chunk.end - chunk.start
-
     def _share(self, chunk: Chunk) -> None:
         """The chunk's KV is in its pages: put the full ones into the prefix cache, and publish them."""
         seq, full = chunk.seq, chunk.end // self.pages.size

@@ -61,12 +61,16 @@ class Scheduler(abc.ABC):
         self.requests.waiting.discard(seq)
         return True
 
-    def _next_chunk(self, seq: Sequence, budget: int) -> Chunk:
+    def _take_chunk(self, plan: Plan, seq: Sequence, budget: int) -> int:
+        """Plan the next tokens of a prompt, at most `budget`. Returns their number."""
         start = seq.num_computed
         end = min(start + budget, len(seq.tokens))
+        if end <= start:
+            return 0
         seq.set_computed(end)
         seq.inflight += 1
-        return Chunk(seq, start, end, samples=end == len(seq.tokens))
+        plan.chunks.append(Chunk(seq, start, end, samples=end == len(seq.tokens)))
+        return end - start
 
     def _stop(self, seq: Sequence, finish: FinishReason, error: Failure | None = None) -> None:
         """End a request in any phase but DONE."""

@@ -7,6 +7,7 @@ numpy arrays on the host, which control what is computed, and with tensors on th
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
@@ -66,9 +67,6 @@ DeviceSampling: TypeAlias = "SamplingBatch[Tensor]"
 @dataclass(slots=True)
 class Extras:
     seq: Sequence
-    logprobs: int
-    bias: dict[int, float]
-    min_tokens: int
     penalty_row: int = -1
     penalty_ready: bool = False
 
@@ -80,7 +78,7 @@ class SamplingTable:
         self._seeds = np.zeros(num_slots, np.uint64)
         self._extras: dict[int, Extras] = {}  # by slot; an entry stays until the slot's next owner comes
         self._free_rows: list[int] = []
-        self._num_rows = 0
+        self._new_rows = itertools.count()
 
     def join(self, seq: Sequence) -> None:
         params, slot = seq.request.sampling, seq.slot
@@ -91,15 +89,11 @@ class SamplingTable:
         old = self._extras.pop(slot, None)
         if old is not None and old.penalty_row >= 0:
             self._free_rows.append(old.penalty_row)
-        min_tokens = params.min_tokens if seq.stop_ids else 0
-        common = params.logprobs is None and not params.logit_bias and not min_tokens and seq.grammar is None
-        if common and not params.needs_token_counts:
-            return
-        logprobs = -1 if params.logprobs is None else params.logprobs
-        extras = Extras(seq, logprobs, params.logit_bias, min_tokens)
+        biased = params.logit_bias or (params.min_tokens and seq.stop_ids)
         if params.needs_token_counts:
-            extras.penalty_row = self._take_row()
-        self._extras[slot] = extras
+            self._extras[slot] = Extras(seq, self._free_rows.pop() if self._free_rows else next(self._new_rows))
+        elif biased or params.logprobs is not None or seq.grammar is not None:
+            self._extras[slot] = Extras(seq)
 
     def gather(self, slots: np.ndarray) -> HostSampling | None:
         """The parameters of the sampled sequences; None: argmax of the unchanged logits, without logprobs."""
@@ -116,15 +110,10 @@ class SamplingTable:
             _add_extras(batch, found)
         return batch
 
-    def _take_row(self) -> int:
-        if self._free_rows:
-            return self._free_rows.pop()
-        self._num_rows += 1
-        return self._num_rows - 1
-
 
 def _add_extras(batch: HostSampling, found: list[tuple[int, Extras]]) -> None:
-    batch.num_logprobs = max(extras.logprobs for _, extras in found)
+    wanted = (extras.seq.request.sampling.logprobs for _, extras in found)
+    batch.num_logprobs = max((count for count in wanted if count is not None), default=-1)
     batch.bias = _bias(found)
     batch.grammar = _grammar(found)
     penalized = [(s, extras) for s, extras in found if extras.penalty_row >= 0]
@@ -135,9 +124,10 @@ def _add_extras(batch: HostSampling, found: list[tuple[int, Extras]]) -> None:
 def _bias(found: list[tuple[int, Extras]]) -> Bias[np.ndarray] | None:
     rows: list[tuple[int, int, float, int]] = []
     for s, extras in found:
-        rows += [(s, token, value, ALWAYS) for token, value in extras.bias.items()]
-        if extras.seq.num_outputs < extras.min_tokens:
-            rows += [(s, token, -np.inf, extras.min_tokens) for token in extras.seq.stop_ids]
+        seq, params = extras.seq, extras.seq.request.sampling
+        rows += [(s, token, value, ALWAYS) for token, value in params.logit_bias.items()]
+        if seq.num_outputs < params.min_tokens:
+            rows += [(s, token, -np.inf, params.min_tokens) for token in seq.stop_ids]
     if not rows:
         return None
     samples, tokens, values, until = zip(*rows, strict=True)

@@ -12,8 +12,6 @@ nothing that comes of it is accepted. The last slot is padding: its length and i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -61,20 +59,20 @@ class Slots:
         lens = step.cu_q[1:] - step.cu_q[:-1]
         seq_of_row = torch.repeat_interleave(lens, output_size=step.num_tokens)
         offsets = torch.arange(step.num_tokens, device=seq_of_row.device) - step.cu_q[seq_of_row]
-        placed = self._place(step.slots, (seq_of_row, offsets), step.num_pages)
+        starts, page_table, positions, kv_slots = self._place(step.slots, (seq_of_row, offsets), step.num_pages)
         decoded = self.last_tokens[step.slots[:num_decode], :q].flatten()
         attn = AttnPlan(
             num_decode=num_decode,
             cu_q=step.cu_q,
-            seq_lens=(placed.starts + lens).int(),
-            page_table=placed.page_table,
+            seq_lens=(starts + lens).int(),
+            page_table=page_table,
             q_lens_host=(q,) * num_decode + step.chunk_lens,
             seq_lens_host=(0,) * num_decode + step.chunk_ends,
         )
         return ForwardInput(
             token_ids=torch.cat((decoded, step.chunk_tokens)),
-            positions=placed.positions,
-            kv_slots=placed.kv_slots,
+            positions=positions,
+            kv_slots=kv_slots,
             attn=attn,
             sample_rows=step.sample_rows,
             num_tokens=step.num_tokens,
@@ -98,19 +96,19 @@ class Slots:
             num_rows: int32 [1], rows that are no padding
         """
         count = slots.shape[0]
-        placed = self._place(slots, rows, num_pages)
+        starts, page_table, positions, kv_slots = self._place(slots, rows, num_pages)
         attn = AttnPlan(
             num_decode=count,
             cu_q=torch.arange(0, count * num_queries + 1, num_queries, dtype=torch.int32, device=slots.device),
-            seq_lens=(placed.starts + num_queries).int(),
-            page_table=placed.page_table,
+            seq_lens=(starts + num_queries).int(),
+            page_table=page_table,
             q_lens_host=(num_queries,) * count,
             seq_lens_host=(0,) * count,
         )
         return ForwardInput(
             token_ids=self.last_tokens[slots, :num_queries].flatten(),
-            positions=placed.positions,
-            kv_slots=placed.kv_slots,
+            positions=positions,
+            kv_slots=kv_slots,
             attn=attn,
             sample_rows=torch.arange(count * num_queries, device=slots.device),
             num_tokens=count * num_queries,
@@ -137,7 +135,12 @@ class Slots:
         if tokens is not None:
             self.last_tokens[:, 0].index_copy_(0, step.sample_slots, tokens)
 
-    def _place(self, slots: Tensor, rows: Rows, num_pages: int) -> _Placed:
+    def _place(self, slots: Tensor, rows: Rows, num_pages: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """
+        Returns:
+            tokens of each sequence before the step int64 [B], page table int32 [B, num_pages], and positions and KV
+            slots int64 [T]
+        """
         seq_of_row, offsets = rows
         starts = self.lengths[slots]
         page_table = self.page_table[:, :num_pages].index_select(0, slots)
@@ -145,7 +148,7 @@ class Slots:
         page = page_table[seq_of_row, (positions // self.page_size).clamp_(max=num_pages - 1)]
         kv_slots = page.long() * self.page_size + positions % self.page_size
         kv_slots.masked_fill_(positions >= self.capacity[slots][seq_of_row], 0)
-        return _Placed(starts, page_table, positions, kv_slots)
+        return starts, page_table, positions, kv_slots
 
 
 Rows = tuple[Tensor, Tensor]  # int64 [T] twice: the row's sequence, and its place among the sequence's rows
@@ -155,11 +158,3 @@ def decode_rows(count: int, num_queries: int, device: torch.device) -> Rows:
     """The rows of `count` sequences with equally many rows."""
     seqs, places = torch.arange(count, device=device), torch.arange(num_queries, device=device)
     return seqs.repeat_interleave(num_queries), places.repeat(count)
-
-
-@dataclass(frozen=True, slots=True)
-class _Placed:
-    starts: Tensor  # int64 [B], tokens of each sequence before the step
-    page_table: Tensor  # int32 [B, num_pages]
-    positions: Tensor  # int64 [T]
-    kv_slots: Tensor  # int64 [T]

@@ -78,10 +78,6 @@ class TorchRunner:
         """Use these graphs from the next step on."""
         self._graphs = graphs
 
-    def forward(self, inputs: ForwardInput) -> Tensor:
-        """-> logits float32 [S, V] of the sampled rows"""
-        return self._model.logits(self._model.forward(inputs, self._kv)[inputs.sample_rows])
-
     def forward_all(self, inputs: ForwardInput) -> Tensor:
         """-> logits float32 [T, V]"""
         return self._model.logits(self._model.forward(inputs, self._kv))
@@ -129,7 +125,8 @@ class TorchRunner:
         if graphs is not None:
             return graphs.run(step)
         inputs = self.slots.inputs(step)
-        return self.forward(inputs), inputs.positions[inputs.sample_rows]
+        sampled = self._model.forward(inputs, self._kv)[inputs.sample_rows]
+        return self._model.logits(sampled), inputs.positions[inputs.sample_rows]
 
     def _sample(
         self, logits: Tensor, positions: Tensor, batch: HostBatch, step: StepBatch[Tensor]

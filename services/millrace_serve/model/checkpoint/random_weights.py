@@ -41,10 +41,7 @@ class RandomWeights(Weights):
         rows, cols = _size(shape, part)
         return self._matrix((len(names), len(names[0]) * rows, cols), 1 / math.sqrt(shape[1]))
 
-    def has(self, name: str) -> bool:
-        return False
-
-    def claim(self, name: str, shape: Shape) -> None:
+    def claim(self, name: str, shape: Shape, *, optional: bool = False) -> None:
         pass
 
     def _matrix(self, shape: Shape, std: float) -> Tensor | Fp8:
