@@ -123,7 +123,7 @@ class _FaultyRead(ReadOp):
             self._given_up = f"{source.agent} died (injected)"
         self._inner: list[ReadOp] = []
         self._state = ReadState.PENDING
-        self._error = ""
+        self.error = ""
         if not self._given_up and fault is not Fault.STALL:
             self._post()
 
@@ -139,10 +139,6 @@ class _FaultyRead(ReadOp):
                 self._sink.finished(self)
         return self._state
 
-    @property
-    def error(self) -> str:
-        return self._error
-
     def _next_state(self) -> ReadState:
         if self.fault is Fault.STALL and not self._inner and not self._given_up:
             if self._polls <= self._sink.plan.stall_polls:
@@ -156,7 +152,7 @@ class _FaultyRead(ReadOp):
             return ReadState.PENDING
         failed = self._given_up or next((op.error for op in self._inner if op.error), "")
         if failed:
-            self._error = failed
+            self.error = failed
             return ReadState.FAILED
         if self._is_held_back():
             return ReadState.PENDING

@@ -10,7 +10,7 @@ import threading
 import uuid
 from collections.abc import Sequence
 
-from millrace_serve.transfer.base import KvSource, MemoryHandle, PageBuffer, ReadState, TransferError, check_source
+from millrace_serve.transfer.base import MemoryHandle, PageBuffer, ReadState, TransferError, check_source
 from millrace_serve.transfer.polled import Peer, PolledRead, PolledSink
 
 
@@ -44,7 +44,7 @@ class LocalFabric:
             return True
 
 
-class LocalSource(KvSource):
+class LocalSource:
     def __init__(self, fabric: LocalFabric, pool: PageBuffer, label: str = "local") -> None:
         self._fabric = fabric
         self._pool = pool

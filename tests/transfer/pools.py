@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
-from millrace_serve.transfer.base import KvSink, KvSource, MemoryHandle, PageBuffer, ReadOp, ReadState
+from millrace_serve.transfer.base import KvSink, MemoryHandle, PageBuffer, ReadOp, ReadState
 from millrace_serve.transfer.nixl import NixlSink, NixlSource
 from millrace_serve.transfer.nixl_agent import NixlConfig
 from millrace_testing.local_transfer import LocalFabric, LocalSink, LocalSource
@@ -37,7 +37,7 @@ class LocalExporter:
     def __init__(self, fabric: LocalFabric, num_pages: int, page_bytes: int, seed: int) -> None:
         self.pool = Pool(num_pages, page_bytes, seed)
         self.pages = self.pool.pages
-        self._source: KvSource = LocalSource(fabric, self.pool.buffer)
+        self._source = LocalSource(fabric, self.pool.buffer)
         self.handle = self._source.handle()
 
     def kill(self) -> None:

@@ -108,10 +108,15 @@ class Exports:
         """Yield the export, then its parts as they come; None after a heartbeat's time without one. Ends when the lease
         is released; raises MillraceError for every other end, and KV_NOT_FOUND for an attempt that does not come.
         """
-        async for export in self._wait_for(id):
-            yield export
-        if (export := self._live.get(id) or self._ended.get(id)) is None:
-            return
+        deadline = asyncio.get_running_loop().time() + self._timeouts.fetch_wait
+        while (export := self._live.get(id) or self._ended.get(id)) is None:
+            left = deadline - asyncio.get_running_loop().time()
+            if left <= 0:
+                waited = f"not submitted within fetch_wait={self._timeouts.fetch_wait:g} s"
+                raise MillraceError(Reason.KV_NOT_FOUND, f"{id} is unknown: {waited}")
+            if not await self._expected.wait(min(left, self._timeouts.heartbeat)):
+                yield None
+        yield export
         if id in self._ended and not export.error and not export.parts:
             raise MillraceError(Reason.KV_NOT_FOUND, f"{id} was released before")
         num_sent = 0
@@ -126,18 +131,6 @@ class Exports:
                 yield None
         if export.error is not None:
             raise MillraceError(*export.error)
-
-    async def _wait_for(self, id: RequestId) -> AsyncIterator[Export | None]:
-        deadline = asyncio.get_running_loop().time() + self._timeouts.fetch_wait
-        while id not in self:
-            left = deadline - asyncio.get_running_loop().time()
-            if left <= 0:
-                waited = f"not submitted within fetch_wait={self._timeouts.fetch_wait:g} s"
-                raise MillraceError(Reason.KV_NOT_FOUND, f"{id} is unknown: {waited}")
-            if not await self._expected.wait(min(left, self._timeouts.heartbeat)):
-                yield None
-        if export := self._live.get(id) or self._ended.get(id):
-            yield export
 
     def _on_ended(self, id: RequestId, state: LeaseState) -> None:
         self._metrics.leases_ended.labels(outcome=state).inc()

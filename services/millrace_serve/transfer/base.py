@@ -52,25 +52,11 @@ class ReadState(enum.StrEnum):
 class ReadOp(abc.ABC):
     """One posted read of a batch of pages."""
 
+    error = ""  # the reason of FAILED
+
     @abc.abstractmethod
     def poll(self) -> ReadState:
         """Current state; DONE and FAILED are final and mean that nothing is in flight."""
-
-    @property
-    @abc.abstractmethod
-    def error(self) -> str:
-        """Reason of FAILED, else empty."""
-
-
-class KvSource(abc.ABC):
-    """Exporting side of a pool."""
-
-    @abc.abstractmethod
-    def handle(self) -> MemoryHandle: ...
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Idempotent."""
 
 
 class KvSink(abc.ABC):

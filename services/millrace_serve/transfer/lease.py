@@ -52,14 +52,6 @@ MOVES = Transitions(
     }
 )
 
-RELEASE_ANSWER: dict[LeaseState, Outcome] = {
-    LeaseState.OPEN: Outcome.EXPIRED,
-    LeaseState.PUBLISHED: Outcome.HELD,
-    LeaseState.RELEASED: Outcome.HELD,
-    LeaseState.EXPIRED: Outcome.EXPIRED,
-    LeaseState.ABORTED: Outcome.EXPIRED,
-}
-
 
 class LeaseConfig(msgspec.Struct, frozen=True, kw_only=True):
     lease_s: float = 30.0  # from the last part or the last renewal
@@ -121,7 +113,7 @@ class LeaseTable:
             self._end(id, LeaseState.RELEASED)
         elif state is LeaseState.OPEN:
             self._end(id, LeaseState.ABORTED)
-        return RELEASE_ANSWER[state]
+        return Outcome.HELD if state in (LeaseState.PUBLISHED, LeaseState.RELEASED) else Outcome.EXPIRED
 
     def abort(self, id: RequestId) -> None:
         """End a lease. An unknown id is recorded too, so that a part that is still on its way does not open a lease."""

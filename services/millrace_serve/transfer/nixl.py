@@ -23,22 +23,15 @@ from typing import Any
 
 import numpy as np
 
-from millrace_serve.transfer.base import (
-    KvSource,
-    MemoryHandle,
-    PageBuffer,
-    ReadState,
-    TransferError,
-    check_source,
-)
+from millrace_serve.transfer.base import MemoryHandle, PageBuffer, ReadState, TransferError, check_source
 from millrace_serve.transfer.nixl_agent import NixlAgent, NixlConfig
 from millrace_serve.transfer.polled import Peer, PolledRead, PolledSink
 
 log = logging.getLogger(__name__)
 
 
-class NixlSource(KvSource):
-    """`shared`: how CUDA IPC maps the same pool, for importers on this host."""
+class NixlSource:
+    """The exporting side of a pool. `shared`: how CUDA IPC maps the same pool, for importers on this host."""
 
     def __init__(
         self, pool: PageBuffer, config: NixlConfig | None = None, label: str = "kv", shared: bytes = b""
@@ -61,6 +54,7 @@ class NixlSource(KvSource):
         )
 
     def close(self) -> None:
+        """Idempotent."""
         self._agent.close()
 
 

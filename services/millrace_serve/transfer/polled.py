@@ -28,21 +28,13 @@ class PolledRead(ReadOp, Generic[P]):
     def __init__(self, sink: PolledSink[P], peer: P) -> None:
         self.peer = peer
         self.handle: Any = None  # the transport's
+        self.state = ReadState.PENDING
         self._sink = sink
-        self._state = ReadState.PENDING
-        self._error = ""
 
     def poll(self) -> ReadState:
-        if self._state is ReadState.PENDING:
+        if self.state is ReadState.PENDING:
             self._sink.progress(self)
-        return self._state
-
-    def end(self, state: ReadState, error: str = "") -> None:
-        self._state, self._error = state, error
-
-    @property
-    def error(self) -> str:
-        return self._error
+        return self.state
 
 
 class PolledSink(KvSink, Generic[P]):
@@ -95,7 +87,7 @@ class PolledSink(KvSink, Generic[P]):
             self._drop_if_unused(peer)
 
     def finish(self, read: PolledRead[P], state: ReadState, error: str = "") -> None:
-        read.end(state, error)
+        read.state, read.error = state, error
         read.peer.reads.discard(read)
         self._drop_if_unused(read.peer)
 

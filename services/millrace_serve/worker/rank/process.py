@@ -22,7 +22,7 @@ import sys
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 from millrace_common import log as logs
@@ -30,7 +30,7 @@ from millrace_common import log as logs
 from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import Role
 from millrace_serve.engine.start.phases import Phases
-from millrace_serve.transfer.base import KvSink, KvSource, PageBuffer
+from millrace_serve.transfer.base import KvSink, PageBuffer
 from millrace_serve.transfer.messages import ToReader
 from millrace_serve.transfer.reader import Reader
 from millrace_serve.worker.channels import Receiver, Sender
@@ -38,6 +38,9 @@ from millrace_serve.worker.config import EngineKind, WorkerConfig
 from millrace_serve.worker.messages import FromRank, RankFailed, RankProgress, RankReady, Report, ToEngine
 from millrace_serve.worker.rank.loop import EngineLoop, Upkeep, follower_inbox
 from millrace_serve.worker.rank.parts import Parts, RankSpec
+
+if TYPE_CHECKING:
+    from millrace_serve.transfer.nixl import NixlSource
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +137,7 @@ def _buffer(pool: KvPool, config: WorkerConfig) -> PageBuffer:
     return PageBuffer(pool.address, pool.layout.page_bytes, pool.num_pages, "VRAM" if on_gpu else "DRAM", device_id)
 
 
-def _source(buffer: PageBuffer) -> KvSource:
+def _source(buffer: PageBuffer) -> NixlSource:
     from millrace_serve.transfer.cuda_ipc import shared_memory_name
     from millrace_serve.transfer.nixl import NixlSource  # takes 0.3 s, which a unified worker need not spend
 
