@@ -10,7 +10,6 @@ import collections
 import gc
 import logging
 import time
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -31,18 +30,15 @@ class GcPause(msgspec.Struct, frozen=True, array_like=True):
 class PauseWatch:
     """Measures from its construction until `close`; `process` names the process in the log."""
 
-    def __init__(self, process: str, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, process: str) -> None:
         self._process = process
-        self._clock = clock
         self._started = 0.0
         self._pauses: collections.deque[GcPause] = collections.deque(maxlen=1024)
         gc.callbacks.append(self._on_gc)
 
     def take(self) -> list[GcPause]:
         """The pauses since the last call; long ones are logged."""
-        pauses = []
-        while self._pauses:
-            pauses.append(self._pauses.popleft())
+        pauses = [self._pauses.popleft() for _ in range(len(self._pauses))]
         for pause in pauses:
             if pause.seconds >= WARN_S:
                 _warn(self._process, pause)
@@ -55,9 +51,9 @@ class PauseWatch:
 
     def _on_gc(self, phase: str, info: dict[str, Any]) -> None:
         if phase == "start":
-            self._started = self._clock()
+            self._started = time.perf_counter()
             return
-        seconds = self._clock() - self._started
+        seconds = time.perf_counter() - self._started
         self._pauses.append(GcPause(info["generation"], seconds, info["collected"]))
 
 

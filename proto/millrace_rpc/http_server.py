@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 from collections.abc import Callable, Iterator
 
 import uvicorn
-from millrace_common import sockets
 from millrace_common.reasons import Reason
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -41,7 +41,7 @@ class HttpServer:
         """Bind `host:port` (port 0: any free one) and serve; the bound port. OSError when the address is taken."""
         self._config.load()
         self._config.ssl = None if identity is None else identity.server_context()
-        listener = sockets.listen(address, backlog=2048)
+        listener = listen(address)
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
         return int(listener.getsockname()[1])
 
@@ -50,6 +50,14 @@ class HttpServer:
         self._server.should_exit = True
         if self._task is not None:
             await self._task
+
+
+def listen(address: str) -> socket.socket:
+    """Listen on `host:port`, IPv6 as `[host]:port`; port 0: any free one. Raises OSError when the address is taken."""
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, int(port)), family=family, backlog=2048)
 
 
 class _Server(uvicorn.Server):

@@ -84,56 +84,42 @@ def addresses(cluster: LocalCluster, seconds: float) -> str:
     )
 
 
-class Supervisor:
-    """One run of `serve-local`."""
+async def supervise(spec: ClusterSpec, console: Console) -> None:
+    """Run the cluster until a signal; CommandError when the start failed."""
+    cluster, stopping = LocalCluster(spec), asyncio.Event()
 
-    def __init__(self, spec: ClusterSpec, console: Console) -> None:
-        self.console = console
-        self.cluster = LocalCluster(spec)
-        self.signals = 0
-        self.stopping = asyncio.Event()
+    def on_signal() -> None:
+        if stopping.is_set():
+            cluster.kill_all()
+        stopping.set()
 
-    async def run(self) -> None:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self.on_signal)
-        try:
-            if await self.start():
-                await self.stopping.wait()
-        finally:
-            await self.stop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    stopped = asyncio.create_task(stopping.wait())
+    try:
+        await start(cluster, stopped, console)
+        await stopped
+    finally:
+        console.print("stopping (again: at once)", style="dim")
+        await cluster.stop()
+        console.print("stopped", style="dim")
 
-    def on_signal(self) -> None:
-        self.signals += 1
-        self.stopping.set()
-        if self.signals > 1:
-            self.cluster.kill_all()
 
-    async def start(self) -> bool:
-        """Start the cluster under the live table; False when a signal came first."""
-        begin = time.monotonic()
-        starting = asyncio.create_task(self.cluster.start())
-        stopping = asyncio.create_task(self.stopping.wait())
-        with Live(console=self.console, get_renderable=lambda: processes_table(self.cluster), refresh_per_second=8):
-            await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        if not starting.done():
-            starting.cancel()
-            await asyncio.wait({starting})
-            return False
-        try:
-            starting.result()
-        except StartError as error:
-            raise CommandError(str(error)) from error
-        self.console.print(
-            addresses(self.cluster, time.monotonic() - begin), markup=False, highlight=False, soft_wrap=True
-        )
-        return True
-
-    async def stop(self) -> None:
-        self.console.print("stopping (again: at once)", style="dim")
-        await self.cluster.stop()
-        self.console.print("stopped", style="dim")
+async def start(cluster: LocalCluster, stopped: asyncio.Task[bool], console: Console) -> None:
+    """Start the cluster under the live table and print its addresses, unless a signal comes first."""
+    begin = time.monotonic()
+    starting = asyncio.create_task(cluster.start())
+    with Live(console=console, get_renderable=lambda: processes_table(cluster), refresh_per_second=8):
+        await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():
+        starting.cancel()
+        await asyncio.wait({starting})
+        return
+    try:
+        starting.result()
+    except StartError as error:
+        raise CommandError(str(error)) from error
+    console.print(addresses(cluster, time.monotonic() - begin), markup=False, highlight=False, soft_wrap=True)
 
 
 def serve_local(spec: ClusterSpec) -> None:
@@ -144,4 +130,4 @@ def serve_local(spec: ClusterSpec) -> None:
     logging.basicConfig(
         level=logging.INFO, format="%(message)s", handlers=[RichHandler(console=console, show_path=False)]
     )
-    asyncio.run(Supervisor(resolve_ports(spec, console), console).run())
+    asyncio.run(supervise(resolve_ports(spec, console), console))

@@ -22,9 +22,8 @@ CHUNK = 8192  # blocks in one change of a snapshot: a watcher takes each in a fe
 class CacheBoard:
     def __init__(self, replicas: int, epoch: str) -> None:
         self._epoch = epoch
-        self._blocks: list[dict[int, None]] = [
-            {} for _ in range(replicas)
-        ]  # a block after those before it in its chain
+        # of each replica; a block comes after those before it in its chain
+        self._blocks: list[dict[int, None]] = [{} for _ in range(replicas)]
         self._sequences = [0] * replicas
         self._watchers: set[_Watcher] = set()
 
@@ -78,10 +77,11 @@ class _Watcher:
         for replica, (after, sequence) in enumerate(zip(self._told, sequences, strict=True)):
             if after != sequence:
                 change = self._pending[replica].take() or CacheChange([], [])
-                wire = worker_pb2.CacheChange(replica=replica, after=after, sequence=sequence)
-                wire.stored.extend(change.stored)
-                wire.removed.extend(change.removed)
-                found.append(wire)
+                found.append(
+                    worker_pb2.CacheChange(
+                        replica=replica, after=after, sequence=sequence, stored=change.stored, removed=change.removed
+                    )
+                )
         self._told = list(sequences)
         return found
 

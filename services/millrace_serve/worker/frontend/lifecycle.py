@@ -46,16 +46,15 @@ MOVES = Transitions(
 
 
 class Lifecycle:
-    def __init__(self, on_change: Callable[[State], None], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, on_change: Callable[[State], None]) -> None:
         self.state = State.STARTING
         self.message = ""
         self._on_change = on_change
-        self._clock = clock
-        self._since = clock()
+        self._since = time.monotonic()
 
     def to(self, state: State, message: str = "") -> None:
         MOVES.move(self.state, state, "worker")
-        now = self._clock()
+        now = time.monotonic()
         log.info("%s -> %s after %.2f s%s", self.state, state, now - self._since, f": {message}" if message else "")
         self.state, self.message, self._since = state, message, now
         self._on_change(state)

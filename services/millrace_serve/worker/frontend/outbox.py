@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import collections
 
+import msgspec
+
 from millrace_serve.engine.core import RequestId, SequenceOutput
 
 MAX_TOKENS = 4096  # of one entry and of one message: with 20 logprobs each, a tenth of what the transport takes
@@ -22,11 +24,13 @@ class Outbox:
     def put(self, output: SequenceOutput) -> None:
         waiting = self._latest.get(output.id)
         if waiting is None or len(waiting.tokens) + len(output.tokens) > MAX_TOKENS:
-            self._append(output)
-        elif output.finish is None:
-            waiting.tokens.extend(output.tokens)
+            self._entries.append(output)
+            self._latest[output.id] = output
         else:
-            self._replace(waiting, output)
+            waiting.tokens.extend(output.tokens)
+            if output.finish is not None:  # a new object with the end, because outputs are frozen
+                last = msgspec.structs.replace(waiting, finish=output.finish, error=output.error)
+                self._entries[self._entries.index(waiting)] = self._latest[output.id] = last
 
     def take(self) -> list[SequenceOutput]:
         """The next message's worth, oldest first."""
@@ -39,16 +43,3 @@ class Outbox:
                 del self._latest[entry.id]
             taken.append(entry)
         return taken
-
-    def _append(self, output: SequenceOutput) -> None:
-        self._entries.append(output)
-        self._latest[output.id] = output
-
-    def _replace(self, waiting: SequenceOutput, last: SequenceOutput) -> None:
-        """`last` ends the sequence: the waiting entry gets its tokens and its end. Frozen, hence a new object."""
-        tokens = [*waiting.tokens, *last.tokens]
-        merged = SequenceOutput(
-            last.id, waiting.first_index, tokens, last.finish, last.error, waiting.num_cached_tokens
-        )
-        self._entries[self._entries.index(waiting)] = merged
-        self._latest[last.id] = merged

@@ -69,12 +69,12 @@ class WorkerSpans:
             if attempt.route is not Route.IMPORT and not attempt.answered and output.tokens:
                 self._prefilled(output, attempt, now)
             if output.finish is not None or attempt.route is Route.EXPORT:
-                self.end(output.id, _trouble(output), already=attempt.answered and attempt.route is Route.EXPORT)
+                self.end(output.id, _trouble(output))
 
-    def end(self, id: RequestId, error: str = "", already: bool = False) -> None:
-        """Idempotent. `already`: its last span has ended."""
+    def end(self, id: RequestId, error: str = "") -> None:
+        """Idempotent."""
         attempt = self._live.pop(id, None)
-        if attempt is not None and not already:
+        if attempt is not None:
             _end_queue(attempt, self._now())
             attempt.span.end(self._now(), error=error)
 
@@ -90,6 +90,8 @@ class WorkerSpans:
         attempt.span.end(now, {"millrace.cached_tokens": output.num_cached_tokens})
         if attempt.route is Route.LOCAL:
             self._decode(attempt, now)
+        else:
+            attempt.span = Span("")  # nothing follows on a prefill worker
 
     def _decode(self, attempt: _Attempt, now: float) -> None:
         attempt.span = self._tracer.begin("decode", attempt.parent, now, server=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 
 import pytest
-from millrace_common.sockets import listen
+from millrace_rpc.http_server import listen
 from millrace_testing.ipv6 import needs_ipv6
 
 
