@@ -43,21 +43,16 @@ class Choice:
 REFERENCE = Choice("")
 
 
-def _ours(target: str) -> tuple[Choice, ...]:
-    """The row of an op whose only other implementation is our Triton kernel."""
-    return (Choice(f"millrace_kernels.triton.{target}", needs="triton"),)
+def _ours(target: str, max_size: int = 1 << 62, when: str = "") -> tuple[Choice]:
+    """The row of one of our Triton kernels."""
+    return (Choice(f"millrace_kernels.triton.{target}", needs="triton", max_size=max_size, when=when),)
 
 
 TABLE: dict[str, tuple[Choice, ...]] = {
     # dense
     "fp8.quant_groups": _ours("quant:quant_groups"),
     "fp8.fp8_linear": (
-        Choice(
-            "millrace_kernels.triton.fp8_linear:fp8_linear",
-            needs="triton",
-            max_size=256,
-            when="millrace_kernels.triton.fp8_linear:is_measured",
-        ),
+        *_ours("fp8_linear:fp8_linear", max_size=256, when="millrace_kernels.triton.fp8_linear:is_measured"),
         Choice("millrace_kernels.lib.deep_gemm:fp8_linear", needs="deep_gemm"),
         *_ours("fp8_linear:fp8_linear"),
     ),
@@ -76,21 +71,17 @@ TABLE: dict[str, tuple[Choice, ...]] = {
     "silu_mul.silu_mul_quant": _ours("quant:silu_mul_quant"),
     # experts
     "moe_gate.gate_logits": (
-        Choice("millrace_kernels.triton.moe_gate:gate_logits", needs="triton", max_size=256),
+        *_ours("moe_gate:gate_logits", max_size=256),
         Choice("millrace_kernels.lib.cublas:gate_logits"),
     ),
     "moe_gate.moe_gate": _ours("moe_gate:moe_gate"),
     "moe_experts.moe_experts": (
-        Choice("millrace_kernels.triton.moe_small:moe_experts", needs="triton", max_size=SMALL_TOKENS),
+        *_ours("moe_small:moe_experts", max_size=SMALL_TOKENS),
         *_ours("moe_grouped:moe_experts"),
     ),
     "moe_experts.moe_experts_fp8": (
-        Choice(
-            "millrace_kernels.triton.moe_grouped:moe_experts_fp8",
-            needs="triton",
-            when="millrace_kernels.triton.moe_grouped:is_fastest",
-        ),
-        Choice("millrace_kernels.triton.moe_small:moe_experts_fp8", needs="triton", max_size=SMALL_TOKENS),
+        *_ours("moe_grouped:moe_experts_fp8", when="millrace_kernels.triton.moe_grouped:is_fastest"),
+        *_ours("moe_small:moe_experts_fp8", max_size=SMALL_TOKENS),
         Choice("millrace_kernels.lib.deep_gemm_grouped:moe_experts_fp8", needs="deep_gemm"),
         *_ours("moe_grouped:moe_experts_fp8"),
     ),
@@ -100,24 +91,13 @@ TABLE: dict[str, tuple[Choice, ...]] = {
     # attention
     "mla_qkv.mla_qkv_norm": _ours("mla_qkv:mla_qkv_norm"),
     "mla_absorb.absorb_q": (
-        Choice("millrace_kernels.triton.mla_absorb:absorb_q_small", needs="triton", max_size=SMALL_TOKENS),
-        Choice(
-            "millrace_kernels.triton.mla_absorb:absorb_q_many",
-            needs="triton",
-            when="millrace_kernels.triton.mla_absorb:absorb_is_measured",
-        ),
+        *_ours("mla_absorb:absorb_q_small", max_size=SMALL_TOKENS),
+        *_ours("mla_absorb:absorb_q_many", when="millrace_kernels.triton.mla_absorb:absorb_is_measured"),
         *_ours("mla_absorb:absorb_q"),
     ),
-    "mla_absorb.project_v": (
-        Choice("millrace_kernels.triton.mla_absorb:project_v_small", needs="triton", max_size=SMALL_TOKENS),
-        REFERENCE,
-    ),
+    "mla_absorb.project_v": (*_ours("mla_absorb:project_v_small", max_size=SMALL_TOKENS), REFERENCE),
     "mla_absorb.project_v_quant": (
-        Choice(
-            "millrace_kernels.triton.mla_absorb:project_v_quant",
-            needs="triton",
-            when="millrace_kernels.triton.mla_absorb:project_quant_is_measured",
-        ),
+        *_ours("mla_absorb:project_v_quant", when="millrace_kernels.triton.mla_absorb:project_quant_is_measured"),
         REFERENCE,
     ),
     "mla_expand.expand_kv": _ours("mla_expand:expand_kv"),
