@@ -74,6 +74,8 @@ class DecodeGraphs:
         self._logits = torch.zeros(rows, vocab_size, device=where)
         # Kept here and not by what is captured: a graph holds addresses, and no memory of theirs outside its own pool.
         self._rows = {q: decode_rows(largest, q, where) for q in self._num_queries}
+        self._cu_q = {q: torch.arange(0, largest * q + 1, q, dtype=torch.int32, device=where) for q in self._rows}
+        self._sample_rows = torch.arange(rows, device=where)
         self._replays: dict[tuple[int, int], Replay] = {}
 
     def holds(self, batch: HostBatch) -> bool:
@@ -128,11 +130,25 @@ class DecodeGraphs:
         state, forward, total = self._state, self._forward(bucket), bucket * num_queries
         seq_of_row, offsets = self._rows[num_queries]
         rows = seq_of_row[:total], offsets[:total]
-        dp_num_tokens = (total,) * self._dp if self._dp > 1 else ()
+        step = StepBatch(
+            num_decode=bucket,
+            num_queries=num_queries,
+            num_pages=state.max_pages,
+            slots=self._slots[:bucket],
+            cu_q=self._cu_q[num_queries][: bucket + 1],
+            num_rows=self._num_rows,
+            chunk_tokens=self._sample_rows[:0],
+            chunk_lens=(),
+            chunk_ends=(),
+            sampling_chunks=(),
+            sample_rows=self._sample_rows[:total],
+            sample_slots=self._slots[:bucket],
+            sampling=None,
+            dp_num_tokens=(total,) * self._dp if self._dp > 1 else (),
+        )
 
         def run() -> None:
-            slots = self._slots[:bucket]
-            inputs = state.decode_inputs(slots, num_queries, rows, state.max_pages, self._num_rows, dp_num_tokens)
+            inputs = state.inputs(step, rows)
             self._positions[:total].copy_(inputs.positions)
             self._logits[:total].copy_(forward(inputs))
 

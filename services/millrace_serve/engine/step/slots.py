@@ -50,17 +50,27 @@ class Slots:
             self.num_prompt.index_copy_(0, updates.joined, updates.num_prompt)
             self.last_tokens[:, 0].index_copy_(0, updates.joined, updates.last_tokens)
 
-    def inputs(self, step: StepBatch[Tensor]) -> ForwardInput:
-        """A step as it is, without padding."""
+    def inputs(self, step: StepBatch[Tensor], rows: Rows | None = None) -> ForwardInput:
+        """Without prompt chunks nothing here depends on the host, so a graph may hold it.
+
+        Args:
+            rows: decode_rows of a step without prompt chunks, where they exist already
+        """
         num_decode, q = step.num_decode, step.num_queries
-        if step.is_decode:
-            rows = decode_rows(num_decode, q, step.slots.device)
-            return self.decode_inputs(step.slots, q, rows, step.num_pages, step.num_rows, step.dp_num_tokens)
-        lens = step.cu_q[1:] - step.cu_q[:-1]
-        seq_of_row = torch.repeat_interleave(lens, output_size=step.num_tokens)
-        offsets = torch.arange(step.num_tokens, device=seq_of_row.device) - step.cu_q[seq_of_row]
-        starts, page_table, positions, kv_slots = self._place(step.slots, (seq_of_row, offsets), step.num_pages)
-        decoded = self.last_tokens[step.slots[:num_decode], :q].flatten()
+        token_ids = self.last_tokens[step.slots[:num_decode], :q].flatten()
+        lens: Tensor | int = q
+        if not step.is_decode:
+            lens = step.cu_q[1:] - step.cu_q[:-1]
+            seq_of_row = torch.repeat_interleave(lens, output_size=step.num_tokens)
+            rows = seq_of_row, torch.arange(step.num_tokens, device=token_ids.device) - step.cu_q[seq_of_row]
+            token_ids = torch.cat((token_ids, step.chunk_tokens))
+        seq_of_row, offsets = rows or decode_rows(num_decode, q, token_ids.device)
+        starts = self.lengths[step.slots]
+        page_table = self.page_table[:, : step.num_pages].index_select(0, step.slots)
+        positions = starts[seq_of_row] + offsets
+        page = page_table[seq_of_row, (positions // self.page_size).clamp_(max=step.num_pages - 1)]
+        kv_slots = page.long() * self.page_size + positions % self.page_size
+        kv_slots.masked_fill_(positions >= self.capacity[step.slots][seq_of_row], 0)
         attn = AttnPlan(
             num_decode=num_decode,
             cu_q=step.cu_q,
@@ -70,7 +80,7 @@ class Slots:
             seq_lens_host=(0,) * num_decode + step.chunk_ends,
         )
         return ForwardInput(
-            token_ids=torch.cat((decoded, step.chunk_tokens)),
+            token_ids=token_ids,
             positions=positions,
             kv_slots=kv_slots,
             attn=attn,
@@ -78,42 +88,6 @@ class Slots:
             num_tokens=step.num_tokens,
             dp_num_tokens=step.dp_num_tokens,
             num_tokens_device=step.num_rows,
-        )
-
-    def decode_inputs(
-        self,
-        slots: Tensor,
-        num_queries: int,
-        rows: Rows,
-        num_pages: int,
-        num_rows: Tensor,
-        dp_num_tokens: tuple[int, ...],
-    ) -> ForwardInput:
-        """`num_queries` rows of each of `slots` int64 [B]. Nothing here depends on the host, so a graph may hold it.
-
-        Args:
-            rows: decode_rows(B, num_queries)
-            num_rows: int32 [1], rows that are no padding
-        """
-        count = slots.shape[0]
-        starts, page_table, positions, kv_slots = self._place(slots, rows, num_pages)
-        attn = AttnPlan(
-            num_decode=count,
-            cu_q=torch.arange(0, count * num_queries + 1, num_queries, dtype=torch.int32, device=slots.device),
-            seq_lens=(starts + num_queries).int(),
-            page_table=page_table,
-            q_lens_host=(num_queries,) * count,
-            seq_lens_host=(0,) * count,
-        )
-        return ForwardInput(
-            token_ids=self.last_tokens[slots, :num_queries].flatten(),
-            positions=positions,
-            kv_slots=kv_slots,
-            attn=attn,
-            sample_rows=torch.arange(count * num_queries, device=slots.device),
-            num_tokens=count * num_queries,
-            dp_num_tokens=dp_num_tokens,
-            num_tokens_device=num_rows,
         )
 
     def output_index(self, positions: Tensor, step: StepBatch[Tensor]) -> Tensor:
@@ -134,21 +108,6 @@ class Slots:
             self.lengths.index_add_(0, step.slots[num_decode:], lens[num_decode:])
         if tokens is not None:
             self.last_tokens[:, 0].index_copy_(0, step.sample_slots, tokens)
-
-    def _place(self, slots: Tensor, rows: Rows, num_pages: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """
-        Returns:
-            tokens of each sequence before the step int64 [B], page table int32 [B, num_pages], and positions and KV
-            slots int64 [T]
-        """
-        seq_of_row, offsets = rows
-        starts = self.lengths[slots]
-        page_table = self.page_table[:, :num_pages].index_select(0, slots)
-        positions = starts[seq_of_row] + offsets
-        page = page_table[seq_of_row, (positions // self.page_size).clamp_(max=num_pages - 1)]
-        kv_slots = page.long() * self.page_size + positions % self.page_size
-        kv_slots.masked_fill_(positions >= self.capacity[slots][seq_of_row], 0)
-        return starts, page_table, positions, kv_slots
 
 
 Rows = tuple[Tensor, Tensor]  # int64 [T] twice: the row's sequence, and its place among the sequence's rows
