@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 import os
@@ -34,7 +35,7 @@ from millrace_router.config import RouterConfig
 from millrace_router.edge import admin, admin_http, grpc_service, probes
 from millrace_router.edge.api_keys import Keys
 from millrace_router.edge.guard import GrpcGuard, HttpGuard
-from millrace_router.edge.public_http import PublicHttp
+from millrace_router.edge.public_http import Ageing
 from millrace_router.fleet.registry import Registry
 from millrace_router.flow.admission import Admission
 from millrace_router.flow.generation import Backend
@@ -71,9 +72,9 @@ class Router:
         admin_pb2_grpc.add_AdminServicer_to_server(operations, self._admin.grpc)
         self._admin_http = HttpServer(admin_http.build(operations))
         beside = self._before_scrape if config.metrics is None else None
-        self._http = PublicHttp(
-            HttpGuard(openai_http.build(self.inference, beside), self._keys), config.connections.max_age
-        )
+        self._parting = asyncio.Event()
+        connection = functools.partial(Ageing, config.connections.max_age, self._parting)
+        self._http = HttpServer(HttpGuard(openai_http.build(self.inference, beside), self._keys), connection)
         self._probes = HttpServer(probes.build(backend, self._before_scrape))
         self._look = asyncio.Event()
         self._readiness: asyncio.Task[None] | None = None
@@ -100,7 +101,7 @@ class Router:
     async def stop(self) -> None:
         self.admission.closed = True
         self._look.set()
-        self._http.part()
+        self._parting.set()
         parting = asyncio.create_task(self._part())
         error = MillraceError(Reason.DRAINING, "the router is shutting down")
         await self.inference.drain(self.config.timeouts.drain, error)

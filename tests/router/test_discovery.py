@@ -13,8 +13,8 @@ from millrace_router.config import RouterConfig
 from millrace_router.discovery.base import Target, diff, one_per_address
 from millrace_router.discovery.config import DnsConfig, KubernetesConfig, StaticTarget
 from millrace_router.discovery.dns import DnsSource, resolve
+from millrace_router.discovery.factory import StaticSource
 from millrace_router.discovery.objects import Store, of_pod, of_slice
-from millrace_router.discovery.static import StaticSource
 from millrace_testing.kube_server import endpoint, endpoint_slice, pod
 from pydantic import ValidationError
 

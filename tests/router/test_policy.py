@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from millrace_router.config import Policy, RouterConfig, Routing
 from millrace_router.policy.choose import Chooser, Situation
-from millrace_router.policy.scorers import SCORERS
-from millrace_router.policy.scoring import Inputs, best
+from millrace_router.policy.scoring import SCORERS, Inputs, best
 from millrace_router.policy.snapshot import Placement, Replica, View, Want
 from pydantic import ValidationError
 

@@ -9,8 +9,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from millrace_router.config import Routing
-from millrace_router.policy import scorers
-from millrace_router.policy.scoring import Inputs, best
+from millrace_router.policy.scoring import Inputs, best, session
 from millrace_router.policy.snapshot import Key, Replica, Want
 
 SESSIONS = [f"session-{i}" for i in range(60)]
@@ -27,7 +26,7 @@ def choose(
     inputs = Inputs(
         Want(10, session=name), Routing(load_factor=load_factor, load_slack=load_slack), tuple(candidates), {}, last
     )
-    return candidates[best(candidates, scorers.session(candidates, inputs), last)]
+    return candidates[best(candidates, session(candidates, inputs), last)]
 
 
 @given(NAMES, st.floats(1.01, 3.0), st.lists(st.sampled_from(SESSIONS), min_size=1, max_size=200))

@@ -6,10 +6,24 @@ from collections.abc import Iterable
 
 from millrace_common.config import ConfigError
 
-from millrace_router.discovery.base import Source
+from millrace_router.discovery.base import Listener, Source, Target, one_per_address
 from millrace_router.discovery.config import DiscoveryConfig, Kind, StaticTarget
 from millrace_router.discovery.dns import DnsSource
-from millrace_router.discovery.static import StaticSource
+
+
+class StaticSource:
+    """A list that does not change."""
+
+    def __init__(self, targets: Iterable[StaticTarget]) -> None:
+        self._targets = one_per_address(
+            Target(t.address, t.address, revision=t.revision, topology=t.topology) for t in targets
+        )
+
+    def start(self, listener: Listener) -> None:
+        listener.on_targets(self._targets)
+
+    async def stop(self) -> None:
+        pass
 
 
 def make_source(config: DiscoveryConfig, static: Iterable[StaticTarget]) -> Source:

@@ -25,15 +25,14 @@ from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
 
 from millrace_router.edge.admin import Admin
-from millrace_router.edge.http_answers import handle_errors, json_answer
+from millrace_router.edge.http_answers import json_answer, new_app
 
 MAX_BODY = 64 << 10
 Method = Callable[[Any], Awaitable[Message]]  # of Admin, each with a message of its own
 
 
 def build(admin: Admin) -> FastAPI:
-    app = FastAPI(title="Millrace admin", docs_url=None, redoc_url=None)
-    handle_errors(app)
+    app = new_app(title="Millrace admin")
 
     @app.get("/health")
     async def health() -> Response:

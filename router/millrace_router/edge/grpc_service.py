@@ -16,7 +16,7 @@ from millrace_common.sampling_limits import NUMBERS
 from millrace_rpc.errors import MillraceError
 
 from millrace_router.flow import validate
-from millrace_router.flow.ask import Ask, Chat, Message, Prompt
+from millrace_router.flow.ask import Ask, Chat, Prompt
 from millrace_router.flow.inference import Inference
 from millrace_router.flow.stream import Delta, gone
 
@@ -105,7 +105,7 @@ def _prompt(prompt: pb.Prompt) -> Prompt | None:
         case "text":
             return prompt.text
         case "chat":
-            return Chat(tuple(Message(message.role, message.content) for message in prompt.chat.messages))
+            return Chat(tuple({"role": turn.role, "content": turn.content} for turn in prompt.chat.messages))
         case "token_ids":
             return list(prompt.token_ids.ids)
     return None

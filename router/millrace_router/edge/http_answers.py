@@ -14,12 +14,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 
-def handle_errors(app: FastAPI) -> None:
-    """Every exception gets an answer in this shape; uvicorn also logs the unexpected ones."""
+def new_app(**options: Any) -> FastAPI:
+    """An app in which every exception gets an answer in this shape; uvicorn also logs the unexpected ones."""
+    app = FastAPI(docs_url=None, redoc_url=None, **options)
     app.add_exception_handler(MillraceError, on_error)
     app.add_exception_handler(HTTPException, on_http_exception)
     app.add_exception_handler(ClientDisconnect, on_gone)
     app.add_exception_handler(Exception, on_fault)
+    return app
 
 
 def json_answer(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -9,13 +9,12 @@ from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from millrace_router.edge.http_answers import handle_errors, json_answer
+from millrace_router.edge.http_answers import json_answer, new_app
 from millrace_router.flow.generation import Backend
 
 
 def build(backend: Backend, before_scrape: Callable[[], None]) -> FastAPI:
-    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-    handle_errors(app)
+    app = new_app(openapi_url=None)
     add(app, backend, before_scrape)
     return app
 

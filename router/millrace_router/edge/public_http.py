@@ -1,29 +1,17 @@
-"""The public HTTP server. Its connections end now and then, so that a new router replica gets its share of the load."""
+"""Connections of the public HTTP server. They end now and then: a new router replica gets its share of the load."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import random
 from typing import Any
 
-from millrace_rpc.http_server import BoundedHead, HttpServer
-from starlette.types import ASGIApp
+from millrace_rpc.http_server import BoundedHead
 
 MAX_REQUESTS = 10_000  # on one connection
 
 
-class PublicHttp(HttpServer):
-    def __init__(self, app: ASGIApp, max_age_s: float | None) -> None:
-        self._parting = asyncio.Event()
-        super().__init__(app, functools.partial(_Ageing, max_age_s, self._parting))
-
-    def part(self) -> None:
-        """Make every answer its connection's last, so that clients reach another router next."""
-        self._parting.set()
-
-
-class _Ageing(BoundedHead):
+class Ageing(BoundedHead):
     """The answer to a request on an old connection says `connection: close`, which clients expect at any time. uvicorn
     has no option for it: `cycle.keep_alive` is its own, so a new version of uvicorn needs test_connections.py.
     """

@@ -11,37 +11,12 @@ from millrace.v1 import common_pb2
 from millrace_router.text.chat_format import Tool
 
 
-class ToolCall(NamedTuple):
-    """A call that the model made in an earlier turn. `arguments` is JSON text."""
-
-    id: str
-    name: str
-    arguments: str
-
-    def as_json(self) -> dict[str, Any]:
-        function = {"name": self.name, "arguments": self.arguments}
-        return {"id": self.id, "type": "function", "function": function}
-
-
-class Message(NamedTuple):
-    role: str
-    content: str
-    tool_calls: tuple[ToolCall, ...] = ()
-    tool_call_id: str = ""  # of the call whose result this is
-
-    def as_json(self) -> dict[str, Any]:
-        """The form for chat templates."""
-        turn: dict[str, Any] = {"role": self.role, "content": self.content}
-        if self.tool_calls:
-            turn["tool_calls"] = [call.as_json() for call in self.tool_calls]
-            turn["content"] = self.content or None
-        return turn | ({"tool_call_id": self.tool_call_id} if self.tool_call_id else {})
-
-
 class Chat(NamedTuple):
-    """`required`: tools of which one must be called; none: the model decides. `arguments` are the template's own."""
+    """`messages` have the form that chat templates take. `required`: tools of which one must be called; none: the model
+    decides. `arguments` are the template's own.
+    """
 
-    messages: tuple[Message, ...]
+    messages: tuple[Mapping[str, Any], ...]
     tools: tuple[Tool, ...] = ()
     required: tuple[Tool, ...] = ()
     parallel: bool = True  # several calls at once

@@ -116,8 +116,7 @@ class Inference:
         if isinstance(prompt, str):
             text = prompt
         else:
-            turns = [turn.as_json() for turn in prompt.messages]
-            text = self.tokenizer.render(turns, prompt.tools, prompt.arguments)
+            text = self.tokenizer.render(prompt.messages, prompt.tools, prompt.arguments)
         validate.check_text_length(text, self.tokenizer.longest_token, model)
         return await self.tokenizer.encode(text, add_bos=isinstance(prompt, str))
 

@@ -25,7 +25,7 @@ from millrace_common.sampling_limits import (
 from millrace_rpc.errors import MillraceError
 
 from millrace_router.config import Limits
-from millrace_router.flow.ask import Ask, Chat, Message, Prompt
+from millrace_router.flow.ask import Ask, Chat, Prompt
 from millrace_router.text.chat_format import Tool
 
 MAX_STOP_CHARS = 256
@@ -73,7 +73,11 @@ def check_prompt(prompt: Prompt | None, model: worker_pb2.WorkerInfo) -> None:
     if isinstance(prompt, list):
         check_ids("prompt", prompt, model)
     elif isinstance(prompt, Chat):
-        _check_messages(prompt.messages)
+        if not prompt.messages:
+            raise invalid("messages", "must not be empty")
+        for i, message in enumerate(prompt.messages):
+            if message["role"] not in ROLES:
+                raise invalid("messages", f"[{i}].role must be one of {', '.join(ROLES)}, not {message['role']!r}")
 
 
 def check_ids(name: str, ids: Sequence[int], model: worker_pb2.WorkerInfo) -> None:
@@ -114,14 +118,6 @@ def fit(ask: Ask, prompt_tokens: int, model: worker_pb2.WorkerInfo) -> common_pb
         ignore_eos=ask.ignore_eos,
         grammar=ask.grammar,
     )
-
-
-def _check_messages(messages: tuple[Message, ...]) -> None:
-    if not messages:
-        raise invalid("messages", "must not be empty")
-    for i, message in enumerate(messages):
-        if message.role not in ROLES:
-            raise invalid("messages", f"[{i}].role must be one of {', '.join(ROLES)}, not {message.role!r}")
 
 
 def _check_tools(tools: Sequence[Tool]) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from millrace.v1 import common_pb2
 from pydantic import BeforeValidator, Field
 
-from millrace_router.flow.ask import Ask, Chat, Message, ToolCall
+from millrace_router.flow.ask import Ask, Chat
 from millrace_router.flow.validate import invalid
 from millrace_router.openai.types import Common, Items, Strict
 from millrace_router.text.chat_format import ChatFormat, Tool, structural_tag
@@ -35,9 +35,6 @@ class CalledTool(Strict):
     function: CalledFunction
     index: int | None = None
 
-    def as_call(self) -> ToolCall:
-        return ToolCall(self.id, self.function.name, self.function.arguments)
-
 
 class Turn(Strict):
     """`name` and `reasoning_content` of earlier turns are not shown to the model: DeepSeek's templates take neither."""
@@ -50,14 +47,18 @@ class Turn(Strict):
     reasoning_content: str | None = None
     refusal: str | None = None
 
-    def as_message(self, i: int) -> Message:
+    def as_message(self, i: int) -> dict[str, Any]:
+        """The form for chat templates."""
         text = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content or ""
-        calls = tuple(call.as_call() for call in self.tool_calls or ())
+        calls = [call.model_dump(exclude={"index"}) for call in self.tool_calls or ()]
         if self.content is None and not calls:
             raise invalid("messages", f"[{i}].content is required")
         if calls and self.role != "assistant":
             raise invalid("messages", f"[{i}].tool_calls are for the role assistant, not {self.role!r}")
-        return Message(self.role, text, calls, self.tool_call_id or "")
+        message: dict[str, Any] = {"role": self.role, "content": text}
+        if calls:
+            message |= {"tool_calls": calls, "content": text or None}
+        return message | ({"tool_call_id": self.tool_call_id} if self.tool_call_id else {})
 
 
 class Function(Strict):

@@ -18,7 +18,7 @@ from millrace_rpc.errors import MillraceError
 from starlette.types import Receive, Scope, Send
 
 from millrace_router.edge import probes
-from millrace_router.edge.http_answers import handle_errors, json_answer
+from millrace_router.edge.http_answers import json_answer, new_app
 from millrace_router.flow import validate
 from millrace_router.flow.inference import Inference
 from millrace_router.flow.stream import Stream, gone
@@ -30,8 +30,7 @@ from millrace_router.openai.types import CompletionRequest, parse
 
 
 def build(inference: Inference, before_scrape: Callable[[], None] | None) -> FastAPI:
-    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-    handle_errors(app)
+    app = new_app(openapi_url=None)
     started, document = int(time.time()), openapi.document()
 
     @app.post("/v1/chat/completions")

@@ -8,7 +8,7 @@
 The first of these with a replica that has credits is taken. Workers in `Want.avoid` (they failed this request before)
 are candidates only when no other is left; ejected ones (resilience/) not even then. While the view names a revision
 that is asked first, the others get the requests for which it has no room. Within a step the role's policy scores the
-candidates, see scorers.py.
+candidates, see scoring.py.
 
 A `Decision` costs nothing when it is made: it keeps the immutable situation, and because choosing is a pure function,
 choosing once more with notes explains it.
@@ -22,10 +22,8 @@ from dataclasses import dataclass, field
 from millrace.v1.admin_pb2 import Candidate, Selection
 
 from millrace_router.config import Policy, Routing
-from millrace_router.policy import topology
 from millrace_router.policy.holders import Process
-from millrace_router.policy.scorers import SCORERS
-from millrace_router.policy.scoring import Inputs, best
+from millrace_router.policy.scoring import SCORERS, Inputs, best, far
 from millrace_router.policy.snapshot import Key, Placement, Replica, View, Want
 
 CLOSED = "no credits"
@@ -186,7 +184,7 @@ class _Attempt:
         excluded = [why_not(replica) for replica in everyone]
         if near is not None and near.labels:
             within = [i for i, why in enumerate(excluded) if not why]
-            for i in topology.far(near, [everyone[i] for i in within], routing):
+            for i in far(near, [everyone[i] for i in within], routing):
                 excluded[within[i]] = "a nearer worker has room"
         candidates = [replica for replica, why in zip(everyone, excluded, strict=True) if not why]
         inputs = Inputs(situation.want, routing, everyone, pages, situation.last.get(role))
