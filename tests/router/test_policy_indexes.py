@@ -12,8 +12,8 @@ from millrace.v1.worker_pb2 import CacheChange
 from millrace_router.config import Policy, Routing
 from millrace_router.policy import kv_index
 from millrace_router.policy.holders import Bits, depths
-from millrace_router.policy.indexes import Indexes
 from millrace_router.policy.kv_index import KvIndex
+from millrace_router.policy.placer import Indexes
 from millrace_router.policy.prefix_index import MAX_DEAD, PrefixIndex
 from millrace_router.policy.snapshot import Placement, Replica, Want
 

@@ -48,7 +48,7 @@ class Sets:
 
     def _list(self) -> None:
         targets = [Target(w.address, w.address, revision=revision) for w, revision in self._revisions.items()]
-        self.made.router.registry._fleet.on_targets(targets)
+        self.made.router.registry.on_targets(targets)
 
     async def stop(self) -> None:
         for worker in self._started:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from millrace_router.text.stop_strings import StopMatcher
+from millrace_router.text.markers import StopMatcher
 
 
 def naive(text: str, stops: list[str]) -> tuple[str, bool]:

@@ -143,7 +143,7 @@ async def test_one_model_at_a_time(cluster: Callable) -> None:
     new.model, new.weights = "other", "weights-b"
     await new.start()
     try:
-        made.router.registry._fleet.on_targets([Target(it.address, it.address) for it in (new, old)])
+        made.router.registry.on_targets([Target(it.address, it.address) for it in (new, old)])
         await made.until(lambda: "'tiny' is served" in detail(made, new))
         for _ in range(3):
             assert (await made.generate([1], model="tiny")).error is None

@@ -19,6 +19,9 @@ class Target:
     withheld: str = ""  # why the worker should get no new requests; empty: it may get them
     topology: Mapping[str, str] = field(default_factory=dict)  # "host", "zone" and whatever is configured
 
+    def __str__(self) -> str:
+        return f"{self.name} ({self.address})" if self.name else self.address
+
 
 class Listener(Protocol):
     """Called on the event loop."""

@@ -72,15 +72,8 @@ class KubernetesSource:
 
     # ------------------------------------------------------------------------------------- on the event loop
 
-    def _on_list(self, objects: list[Object]) -> None:
-        self._store.replace(objects)
-        self._publish_soon()
-
-    def _on_event(self, kind: str, item: Object) -> None:
-        self._store.apply(kind, item)
-        self._publish_soon()
-
-    def _publish_soon(self) -> None:
+    def _update(self, change: Callable[..., None], *arguments: Any) -> None:
+        change(*arguments)
         if not self._due and self._loop is not None:
             self._due = True
             self._loop.call_soon(self._publish)
@@ -127,7 +120,7 @@ class KubernetesSource:
             objects += answer["items"]
             following = answer["metadata"].get("continue")
             if not following:
-                self._tell(self._on_list, objects)
+                self._tell(self._update, self._store.replace, objects)
                 return str(answer["metadata"]["resourceVersion"])
 
     def _follow(self, call: List, version: str, left_s: float) -> str:
@@ -148,7 +141,7 @@ class KubernetesSource:
                 if event is None:
                     raise ValueError("the watch sent something that is not JSON")
                 version = event["object"]["metadata"]["resourceVersion"]
-                self._tell(self._on_event, event["type"], event["object"])
+                self._tell(self._update, self._store.apply, event["type"], event["object"])
                 if time.monotonic() - started > left_s:
                     return version  # due for a list, though the server has not ended the watch
         if time.monotonic() - started < SHORTEST_WATCH_S:

@@ -1,15 +1,24 @@
-"""All workers of this router: the discovered ones (fleet.py), the hooks of their pairs, and the view from which the
-policy chooses.
+"""All workers of this router: those that discovery lists, the tasks that keep their connections, the hooks of their
+pairs, and the view from which the policy chooses.
 
-Values derived from the workers' states (states.py) are computed once per change of a state; the frequent load reports
-change only numbers.
+1. A new target becomes a `Worker`; its task starts at once.
+2. A target that changes in place (readiness, labels) is handed to its Worker.
+3. A target that is gone: its Worker is leaving. A leaving worker gets no new requests, keeps its Link for the running
+   ones, and ends with the last of them, or when the Link fails. It does not reconnect.
+
+An address belongs to one worker of `workers` at a time; a leaving worker can have the address of its successor. Values
+derived from the workers' states (states.py) are computed once per change of a state; the frequent load reports change
+only numbers.
 """
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import logging
 import secrets
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 
 from millrace.v1 import admin_pb2, worker_pb2
 from millrace_common.metrics import Metrics
@@ -18,11 +27,10 @@ from millrace_rpc.errors import MillraceError
 from millrace_rpc.tls import Identity
 
 from millrace_router.config import RouterConfig
-from millrace_router.discovery.base import Target
+from millrace_router.discovery.base import TROUBLES, Target, diff
 from millrace_router.discovery.factory import make_source
 from millrace_router.fleet import states
 from millrace_router.fleet.cache_feed import CacheFeeds
-from millrace_router.fleet.fleet import Fleet
 from millrace_router.fleet.hooks import Hooks
 from millrace_router.fleet.link import DECODE, PREFILL, UNIFIED
 from millrace_router.fleet.worker import Worker
@@ -35,6 +43,8 @@ log = logging.getLogger(__name__)
 
 
 class Registry:
+    """A listener of discovery."""
+
     def __init__(
         self,
         config: RouterConfig,
@@ -45,8 +55,10 @@ class Registry:
         """`identity`: ours towards the workers; None: plain."""
         self._identity = identity
         self.hooks = Hooks(config.timeouts, metrics, self._changed)
-        self._fleet = Fleet(make_source(config.discovery, config.workers), self._make_worker, metrics, self._changed)
-        self.workers = self._fleet.workers  # by address
+        self.workers: dict[str, Worker] = {}  # by address
+        self._leaving: set[Worker] = set()
+        self._tasks: dict[Worker, asyncio.Task[None]] = {}
+        self._source = make_source(config.discovery, config.workers)
         self._config = config
         self._router_id = secrets.token_hex(8)
         self._routable: frozenset[str] = frozenset()  # epochs
@@ -58,14 +70,20 @@ class Registry:
         self._metrics = metrics
         self._on_change = on_change
         self._model: worker_pb2.WorkerInfo | None = None
+        for kind in TROUBLES:
+            metrics.discovery_troubles.labels(kind=kind)
 
     def start(self) -> None:
-        self._fleet.start()
+        self._source.start(self)
 
     async def stop(self) -> None:
         self.hooks.stop()
         self._feeds.stop()
-        await self._fleet.stop()
+        await self._source.stop()
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     @property
     def ready(self) -> bool:
@@ -120,7 +138,7 @@ class Registry:
         self._changed()
 
     def status(self) -> list[admin_pb2.WorkerStatus]:
-        return [self._status(worker) for worker in (*self.workers.values(), *self._fleet.leaving)]
+        return [self._status(worker) for worker in (*self.workers.values(), *self._leaving)]
 
     def _status(self, worker: Worker) -> admin_pb2.WorkerStatus:
         detail, target = self.obstacle(worker), worker.target
@@ -139,9 +157,49 @@ class Registry:
             leaving=worker.leaving,
         )
 
-    def _make_worker(self, target: Target) -> Worker:
+    # ------------------------------------------------------------------------------------- what discovery says
+
+    def on_targets(self, targets: Sequence[Target]) -> None:
+        self._metrics.discovery_synced.set(time.time())
+        changes = diff({worker.target.key: worker.target for worker in self.workers.values()}, targets)
+        for target in changes.removed:
+            worker = self.workers.pop(target.address)
+            log.info("%s is no longer listed; %d requests are running there", target, worker.in_flight)
+            worker.leaving = True
+            self._leaving.add(worker)
+        self._release()
+        for target in changes.added:
+            log.info("discovered %s", target)
+            self._add(target)
+        for target in changes.updated:
+            self.workers[target.address].target = target
+        for change in ("removed", "added", "updated"):
+            self._metrics.discovery_changes.labels(change=change).inc(len(getattr(changes, change)))
+        if changes.removed or changes.added or changes.updated:
+            self._changed()
+
+    def on_trouble(self, kind: str) -> None:
+        self._metrics.discovery_troubles.labels(kind=kind).inc()
+
+    def _add(self, target: Target) -> None:
         timeouts, metrics = self._config.timeouts, self._metrics
-        return Worker(target, self._router_id, timeouts, metrics, self._changed, self._loaded, self._identity)
+        worker = Worker(target, self._router_id, timeouts, metrics, self._changed, self._loaded, self._identity)
+        self.workers[target.address] = worker
+        self._tasks[worker] = task = asyncio.create_task(worker.run())
+        task.add_done_callback(functools.partial(self._ended, worker))
+
+    def _ended(self, worker: Worker, task: asyncio.Task[None]) -> None:
+        self._leaving.discard(worker)
+        del self._tasks[worker]
+
+    def _release(self) -> None:
+        """End the leaving workers without running requests."""
+        for worker in self._leaving:
+            task = self._tasks[worker]
+            if not worker.in_flight and not task.cancelling():
+                task.cancel()
+
+    # ------------------------------------------------------------------------------------- what workers say
 
     def _changed(self) -> None:
         """A worker, or a pair, is in another state."""
@@ -183,6 +241,6 @@ class Registry:
         return self._model is not None and worker.weights == self._model.layout.model
 
     def _loaded(self) -> None:
-        """A worker has reported its load."""
-        self._fleet.release()
+        """A worker has reported its load, perhaps because a request has ended."""
+        self._release()
         self._on_change()

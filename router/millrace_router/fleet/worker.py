@@ -174,8 +174,12 @@ class Worker:
                 self.info = await self._ask()
                 ready = asyncio.Event()
                 await _first_end(self._watch(ready), self._hold_link(ch, ready))
-        except (MillraceError, grpc.RpcError, TimeoutError) as error:
-            return _as_error(error)
+        except MillraceError as error:
+            return error
+        except grpc.RpcError as error:
+            return from_rpc_error(error)
+        except TimeoutError:
+            return MillraceError(Reason.WORKER_LOST, "it is silent")
         except Exception as error:  # garbage of the worker's, or a fault of ours: it would never be connected again
             log.exception("the connection to worker %s broke unexpectedly", self.address)
             return MillraceError(Reason.INTERNAL, f"{type(error).__name__}: {error}")
@@ -243,11 +247,3 @@ async def _first_end(*calls: Coroutine[None, None, None]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _as_error(error: MillraceError | grpc.RpcError | TimeoutError) -> MillraceError:
-    if isinstance(error, MillraceError):
-        return error
-    if isinstance(error, TimeoutError):
-        return MillraceError(Reason.WORKER_LOST, "it is silent")
-    return from_rpc_error(error)

@@ -25,7 +25,7 @@ from millrace_rpc.errors import MillraceError
 from millrace_router.flow.flow import Stage
 from millrace_router.flow.generation import Generation
 from millrace_router.flow.rounds import Rounds
-from millrace_router.text.stop_strings import StopMatcher
+from millrace_router.text.markers import StopMatcher
 from millrace_router.text.tokenizer import Detokenizer, Tokenizer
 
 

@@ -3,15 +3,74 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 
 from millrace_common.metrics import Metrics
+from millrace_common.page_hash import page_hashes
 
-from millrace_router.config import RouterConfig
-from millrace_router.policy.choose import Chooser, Decision, Situation
-from millrace_router.policy.indexes import Indexes
-from millrace_router.policy.snapshot import Key, View, Want
+from millrace_router.config import Policy, RouterConfig, Routing
+from millrace_router.policy.choose import NO_PAGES, Chooser, Decision, Situation
+from millrace_router.policy.holders import Process
+from millrace_router.policy.kv_index import KvIndex
+from millrace_router.policy.prefix_index import PrefixIndex
+from millrace_router.policy.snapshot import Key, Placement, View, Want
 
 REMEMBERED = 1024  # decisions: seconds to minutes of a router
+
+
+Pages = Mapping[Process, int]
+
+
+class Indexes:
+    """The indexes that the configured policies need; an unused index is not kept.
+
+    `prefix_aware` looks into the prefix index, `kv_aware` into the KV index. The other policies look into neither, but
+    local prefill wants an estimate: the decode policy's index, else whichever there is.
+    """
+
+    def __init__(self, prefill: Policy, decode: Policy, routing: Routing) -> None:
+        policies, local = {prefill, decode}, routing.local_prefill_tokens > 0
+        self.kv = KvIndex() if Policy.KV_AWARE in policies else None
+        guess = Policy.PREFIX_AWARE in policies or (local and self.kv is None)
+        self.prefix = PrefixIndex(routing.prefix_blocks) if guess else None
+        by_policy = {Policy.KV_AWARE: self.kv, Policy.PREFIX_AWARE: self.prefix}
+        estimate = self.prefix if self.kv is None else self.kv
+        self._of_prefill = by_policy.get(prefill)
+        self._of_decode = by_policy.get(decode, estimate if local else None)
+        self._hashed: tuple[Sequence[int], int, tuple[int, ...]] = ((), 0, ())
+
+    def hashes(self, token_ids: Sequence[int], page_size: int) -> tuple[int, ...]:
+        """Return the chain hashes of the full pages of a prompt; empty without an index. The continuations of a request
+        share its list of tokens, so the latest answer is kept.
+        """
+        if (self.prefix is None and self.kv is None) or page_size < 1:
+            return ()
+        known, size, hashes = self._hashed
+        if known is not token_ids or size != page_size:
+            hashes = tuple(page_hashes(token_ids[: len(token_ids) // page_size * page_size], page_size))
+            self._hashed = token_ids, page_size, hashes
+        return hashes
+
+    def lookup(self, want: Want) -> tuple[Pages, Pages]:
+        """Leading pages of the prompt that are cached: for the prefill and for the decode policy."""
+        if not want.pages:
+            return NO_PAGES, NO_PAGES
+        prefill = self._of_prefill.lookup(want.pages) if self._of_prefill is not None else NO_PAGES
+        if self._of_decode is self._of_prefill:
+            return prefill, prefill
+        return prefill, self._of_decode.lookup(want.pages) if self._of_decode is not None else NO_PAGES
+
+    def note(self, want: Want, placement: Placement) -> None:
+        """Record a sent request."""
+        if self.prefix is None or not want.pages:
+            return
+        replicas = (placement.prefill, placement.decode)
+        self.prefix.note(want.pages, [replica.process for replica in replicas if replica is not None])
+
+    def keep(self, holders: Iterable[Process]) -> None:
+        """Keep these processes, and forget all others."""
+        if self.prefix is not None:
+            self.prefix.keep(set(holders))
 
 
 class Placer:

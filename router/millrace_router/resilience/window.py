@@ -13,30 +13,19 @@ class Window:
 
     def __init__(self, seconds: float, width: int) -> None:
         self._slot_s = seconds / SLOTS
-        self._slots: deque[tuple[int, list[float]]] = deque()
-        self._sums = [0.0] * width
+        self._width = width
+        self._slots: deque[tuple[int, list[float]]] = deque(maxlen=SLOTS)
 
     def add(self, counter: int, amount: float, now: float) -> None:
-        self._forget(now)
-        slot = self._slot(now)
+        slot = math.floor(now / self._slot_s)
         if not self._slots or self._slots[-1][0] != slot:
-            self._slots.append((slot, [0.0] * len(self._sums)))
+            self._slots.append((slot, [0.0] * self._width))
         self._slots[-1][1][counter] += amount
-        self._sums[counter] += amount
 
     def sums(self, now: float) -> list[float]:
-        self._forget(now)
-        return list(self._sums)
+        first = math.floor(now / self._slot_s) - SLOTS + 1
+        counted = [amounts for slot, amounts in self._slots if slot >= first]
+        return [sum(amounts[counter] for amounts in counted) for counter in range(self._width)]
 
     def clear(self) -> None:
         self._slots.clear()
-        self._sums = [0.0] * len(self._sums)
-
-    def _slot(self, now: float) -> int:
-        return math.floor(now / self._slot_s)
-
-    def _forget(self, now: float) -> None:
-        first = self._slot(now) - SLOTS + 1
-        while self._slots and self._slots[0][0] < first:
-            for i, amount in enumerate(self._slots.popleft()[1]):
-                self._sums[i] -= amount
