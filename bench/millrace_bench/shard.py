@@ -130,8 +130,7 @@ def _step(model: DeepseekV3, q_lens: list[int], seq_lens: list[int], decode: int
         kv_slots=slots.to(device),
         attn=attn,
         sample_rows=(ends - 1).to(device),
-        num_tokens=len(tokens),
-        num_tokens_device=torch.tensor([len(tokens)], dtype=torch.int32, device=device),
+        num_tokens=torch.tensor([len(tokens)], dtype=torch.int32, device=device),
     )
 
 
@@ -196,7 +195,7 @@ def kind_of(kernel: str) -> str:
 def floor_ms(model: DeepseekV3, inputs: ForwardInput, kv_bytes: int = 2) -> float:
     """The larger of memory and tensor-core time, summed over linear layers and attention. `kv_bytes`: of an element."""
     config, attn = model.config, inputs.attn
-    tokens, heads = inputs.num_tokens, model.heads.num_heads
+    tokens, heads = len(inputs.token_ids), model.heads.num_heads
     chosen, read, per_token = config.num_experts_per_tok, 0.0, 0.0
     for layer in model.layers:
         weights = [layer.self_attn.q_kv_a_proj, layer.self_attn.q_b_proj, layer.self_attn.kv_b_proj]
@@ -254,7 +253,7 @@ def measure(model: DeepseekV3, kind: str, count: int, length: int, kv_dtype: str
     median = statistics.median(times)
     floor = floor_ms(model, inputs, pool.itemsize)
     row |= {"ms": round(median, 3), "min_ms": round(min(times), 3), "floor_ms": round(floor, 3)}
-    row |= {"of_floor": round(row["floor_ms"] / median, 3), "tokens_per_s": round(inputs.num_tokens / median * 1e3)}
+    row |= {"of_floor": round(row["floor_ms"] / median, 3), "tokens_per_s": round(len(inputs.token_ids) / median * 1e3)}
     if args.profile:
         row["kinds_ms"], row["kernels_ms"] = breakdown(profiled)
     return row

@@ -35,7 +35,7 @@ def test_compiled_steps_say_what_plain_ones_say(monkeypatch: pytest.MonkeyPatch)
 
     def recording(forward: object) -> object:
         fast = compiled(forward, "eager")  # type: ignore[arg-type]
-        return lambda inputs: (seen.append(inputs.num_tokens), fast(inputs))[1]
+        return lambda inputs: (seen.append(len(inputs.token_ids)), fast(inputs))[1]
 
     monkeypatch.setattr(startup, "compiled", recording)
     batch = [request(room, list(range(20, 60 + room)), max_tokens=6, logprobs=0) for room in range(4)]

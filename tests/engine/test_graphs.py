@@ -119,8 +119,8 @@ def test_padding_rows_touch_the_sink_only() -> None:
     assert inputs.attn.seq_lens.tolist() == [71, 71, 71, 1]
     assert inputs.kv_slots.tolist() == [2 * 64 + 6, 4 * 64 + 6, 6 * 64 + 6, 0]
     assert inputs.attn.page_table.tolist() == [[1, 2, 0], [3, 4, 0], [5, 6, 0], [0, 0, 0]], "a page of the step before"
-    assert inputs.num_tokens_device is not None and inputs.num_tokens_device.tolist() == [3]
-    assert inputs.attn.num_decode == inputs.num_tokens == 4 and inputs.attn.cu_q.tolist() == [0, 1, 2, 3, 4]
+    assert inputs.num_tokens is not None and inputs.num_tokens.tolist() == [3]
+    assert inputs.attn.num_decode == len(inputs.token_ids) == 4 and inputs.attn.cu_q.tolist() == [0, 1, 2, 3, 4]
 
 
 def test_a_graph_holds_several_rows_of_each_sequence() -> None:
@@ -148,7 +148,7 @@ def test_replicas_replay_the_same_bucket() -> None:
     assert graphs.holds(idle) and len(graphs.pad(idle).slots) == 4
     graphs.run(uploaded(graphs.pad(idle)))
     assert recorder.seen[-1].dp_num_tokens == (4, 4) and recorder.seen[-1].token_ids.tolist() == [0] * 4
-    assert recorder.seen[-1].num_tokens_device.tolist() == [0]
+    assert recorder.seen[-1].num_tokens.tolist() == [0]
     idle.all_decode = False  # the other one has a prompt chunk
     assert not graphs.holds(idle)
     idle.dp_num_tokens, idle.all_decode = (0, 5), True

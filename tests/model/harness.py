@@ -70,18 +70,19 @@ class Driver:
             kv_slots=torch.tensor(slots + [i % PAGE for i in range(padding)], dtype=torch.int64),
             attn=plan,
             sample_rows=torch.tensor(rows, dtype=torch.int64),
-            num_tokens=len(tokens),
             dp_num_tokens=dp_num_tokens,
+            num_tokens=torch.tensor([len(tokens)], dtype=torch.int32) if padding else None,
         )
 
     def step(self, work: list[tuple[Seq, int]], padding: int = 0, dp_num_tokens: tuple[int, ...] = ()) -> Tensor:
         """Runs one step and returns the logits [T, vocab] of all real rows, in the order of `work` sorted by phase."""
         inputs = self.build(work, padding, dp_num_tokens)
-        inputs = replace(inputs, sample_rows=torch.arange(inputs.num_tokens))
+        num_tokens = len(inputs.token_ids) - padding
+        inputs = replace(inputs, sample_rows=torch.arange(num_tokens))
         hidden = self.model.forward(inputs, self.kv)
         for seq, num in work:
             seq.computed += num
-        return self.model.logits(hidden[: inputs.num_tokens])
+        return self.model.logits(hidden[:num_tokens])
 
     def greedy(self, prompts: list[list[int]], num_tokens: int, chunk: int = 1 << 30) -> list[list[int]]:
         """Continuous batching: prompts in chunks beside decoding sequences, all until `num_tokens` are generated."""

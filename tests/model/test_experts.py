@@ -133,7 +133,7 @@ def test_a_complete_result_is_not_summed_again(implementation: Any, random_bf16:
     moe = Moe(ckpt, config, dims, lambda layer: implementation(ckpt, config, dims, placement, layer), LAYER)
     h = Operand(torch.randn(3, config.hidden_size, generator=torch.Generator().manual_seed(0)), None)
     token_ids = torch.zeros(3, dtype=torch.int64)
-    inputs = ForwardInput(token_ids, token_ids, token_ids, None, token_ids, num_tokens=3)  # type: ignore[arg-type]
+    inputs = ForwardInput(token_ids, token_ids, token_ids, None, token_ids)  # type: ignore[arg-type]
     routed = moe.routed.begin(h, *moe.gate(h.plain, None), inputs)()  # type: ignore[arg-type]
     assert moe.shared_experts is not None
     shared = moe.shared_experts.partial(h)

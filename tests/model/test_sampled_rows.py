@@ -71,7 +71,7 @@ def test_sampled_rows(model: DeepseekV3, widths: list[int], name: str, padding: 
     pool = driver.kv.clone()
     expected = model.forward(inputs, pool)[inputs.sample_rows]
     found = sampled_only(model).forward(inputs, driver.kv)[inputs.sample_rows]
-    assert widths[-2:] == [inputs.num_tokens + padding, len(sampled)]
+    assert widths[-2:] == [len(inputs.token_ids), len(sampled)]
     assert found.shape == expected.shape
     assert_close(found, expected, MODEL_TOLERANCE)
     torch.testing.assert_close(driver.kv, pool, rtol=0.0, atol=0.0, equal_nan=True)

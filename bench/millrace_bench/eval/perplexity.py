@@ -76,5 +76,4 @@ def _step(ids: list[int], start: int, end: int, pages: int, device: str) -> Forw
         kv_slots=positions + PAGE,
         attn=plan,
         sample_rows=positions - start,
-        num_tokens=count,
     )

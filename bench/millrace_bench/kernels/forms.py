@@ -81,7 +81,6 @@ class Layer:
             kv_slots=positions + PAGE,
             attn=AttnPlan(0, ints(0, queries), ints(end), table, (queries,), (end,)),
             sample_rows=positions[-1:] - prefix,
-            num_tokens=queries,
         )
 
 

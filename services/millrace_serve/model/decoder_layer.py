@@ -54,5 +54,4 @@ class DecoderLayer:
 
 def _of_rows(inputs: ForwardInput) -> ForwardInput:
     """The inputs of an MLP for a step of the sampled rows, none of which is padding."""
-    token_ids = inputs.token_ids[inputs.sample_rows]
-    return replace(inputs, token_ids=token_ids, num_tokens=len(token_ids), num_tokens_device=None)
+    return replace(inputs, token_ids=inputs.token_ids[inputs.sample_rows], num_tokens=None)

@@ -36,20 +36,15 @@ class AttnPlan:
 
 @dataclass(frozen=True, slots=True)
 class ForwardInput:
-    """One step. Rows past `num_tokens` are padding: their KV goes to page 0 and no row of them is sampled.
-
-    A graph is captured once for many steps, so there `num_tokens` is T and `num_tokens_device` has the number of real
-    tokens.
-    """
+    """One step. Rows past `num_tokens` are padding: their KV goes to page 0 and no row of them is sampled."""
 
     token_ids: Tensor  # int64 [T]
     positions: Tensor  # int64 [T], 0-based position in the sequence
     kv_slots: Tensor  # int64 [T], page_id * page_size + offset where this token's KV row is written
     attn: AttnPlan
     sample_rows: Tensor  # int64 [S], rows of T whose logits are wanted
-    num_tokens: int  # real tokens, <= T
     dp_num_tokens: tuple[int, ...] = ()  # T of every data-parallel replica in rank order; empty when dp == 1
-    num_tokens_device: Tensor | None = None  # int32 [1], num_tokens where a graph's replay finds it; None: no padding
+    num_tokens: Tensor | None = None  # int32 [1], for a graph is captured once for many steps; None: T, no padding
 
     @property
     def device(self) -> torch.device:

@@ -59,7 +59,7 @@ class Moe:
     def __call__(self, h: Operand, inputs: ForwardInput) -> Tensor:
         """h [T, D] -> [T, D]"""
         assert h.plain is not None
-        finish = self.routed.begin(h, *self.gate(h.plain, _real_tokens(inputs)), inputs)
+        finish = self.routed.begin(h, *self.gate(h.plain, inputs.num_tokens), inputs)
         shared = None if self.shared_experts is None else self.shared_experts.partial(h)
         out = finish()
         if shared is not None:
@@ -79,10 +79,3 @@ class DenseMlp:
 
     def __call__(self, h: Operand, inputs: ForwardInput) -> Tensor:
         return self.dims.tp_all_reduce(self.mlp.partial(h))
-
-
-def _real_tokens(inputs: ForwardInput) -> Tensor | None:
-    """int32 [1] on the device; None when there is no padding: a padding row must not load an expert."""
-    if inputs.num_tokens_device is None and inputs.num_tokens < inputs.token_ids.shape[0]:
-        return torch.full((1,), inputs.num_tokens, dtype=torch.int32, device=inputs.device)
-    return inputs.num_tokens_device

@@ -74,7 +74,19 @@ def sample(
     if device.penalties is not None:
         tables.join(device.penalties)
         tables.apply(logits, device.penalties)
-    chosen = _choose(logits, host, device, output_index)
+    drawn = host.drawn
+    filters = (host.top_k[drawn] > 0) | (host.top_p[drawn] < 1) | (host.min_p[drawn] > 0)
+    chosen = sample_tokens(
+        logits,
+        device.temperature,
+        device.top_k,
+        device.top_p,
+        device.min_p,
+        device.seeds,
+        output_index,
+        draws=len(drawn) > 0,
+        filters=bool(filters.any()),
+    )
     if device.penalties is not None:
         tables.add(chosen, device.penalties)
     return chosen, raw
@@ -94,19 +106,3 @@ def _restrict(logits: Tensor, samples: Tensor, masks: Tensor) -> None:
     bits = masks[:, :, None] >> torch.arange(32, dtype=torch.int32, device=masks.device)
     allowed = (bits & 1).flatten(1)[:, : logits.shape[1]]
     logits[samples] = logits[samples].masked_fill(allowed == 0, -torch.inf)
-
-
-def _choose(logits: Tensor, host: HostSampling, device: DeviceSampling, output_index: Tensor) -> Tensor:
-    drawn = host.drawn
-    filters = (host.top_k[drawn] > 0) | (host.top_p[drawn] < 1) | (host.min_p[drawn] > 0)
-    return sample_tokens(
-        logits,
-        device.temperature,
-        device.top_k,
-        device.top_p,
-        device.min_p,
-        device.seeds,
-        output_index,
-        draws=len(drawn) > 0,
-        filters=bool(filters.any()),
-    )

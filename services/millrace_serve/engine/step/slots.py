@@ -85,9 +85,8 @@ class Slots:
             kv_slots=kv_slots,
             attn=attn,
             sample_rows=step.sample_rows,
-            num_tokens=step.num_tokens,
             dp_num_tokens=step.dp_num_tokens,
-            num_tokens_device=step.num_rows,
+            num_tokens=step.num_rows,
         )
 
     def output_index(self, positions: Tensor, step: StepBatch[Tensor]) -> Tensor:

@@ -29,7 +29,6 @@ DTYPES = {
     np.dtype(np.uint64): torch.int64,  # the same bits; few kernels support uint64
     np.dtype(np.float32): torch.float32,
 }
-NUMPY = {kind: dtype for dtype, kind in DTYPES.items() if dtype != np.dtype(np.uint64)}
 
 
 class Staging:

@@ -15,16 +15,17 @@ from torch import Tensor
 
 from millrace_serve.model.weights import WHOLE, Part, Shape, Weights
 
+META = torch.device("meta")
 _SIGMAS = 6.0  # the real value of the largest FP8 value
 _CHUNK = 1 << 26  # elements drawn at a time: 256 MiB, beside the weights themselves
 
 
 class RandomWeights(Weights):
-    """Stands for a `weights.Checkpoint`."""
+    """Stands for a `weights.Checkpoint`. On the device `meta`: shapes and dtypes only."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, *, fp8: bool, seed: int = 0) -> None:
         self.device, self.dtype, self.fp8 = device, dtype, fp8
-        self._generator = torch.Generator(device).manual_seed(seed)
+        self._generator = None if device == META else torch.Generator(device).manual_seed(seed)
 
     def tensor(self, name: str, shape: Shape, part: Part = WHOLE, *, dtype: torch.dtype | None = None) -> Tensor:
         """Ones for the weights of norms, zeros for biases, else as a matrix."""
@@ -54,6 +55,8 @@ class RandomWeights(Weights):
 
     def _draw(self, shape: Shape, std: float, dtype: torch.dtype) -> Tensor:
         out = torch.empty(shape, dtype=dtype, device=self.device)
+        if self._generator is None:
+            return out
         for part in out.view(-1).split(_CHUNK):
             values = torch.randn(part.shape, generator=self._generator, device=self.device, dtype=torch.float32)
             part.copy_(values.mul_(std).clamp_(-_SIGMAS * std, _SIGMAS * std))

@@ -11,23 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from millrace_serve.model.checkpoint.random_weights import RandomWeights
+from millrace_serve.model.checkpoint.random_weights import META, RandomWeights
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3
 from millrace_serve.model.parallel import ParallelDims
-from millrace_serve.model.weights import Shape
-
-META = torch.device("meta")
-
-
-class WeightShapes(RandomWeights):
-    """Tensors of the device `meta`: shapes and dtypes only."""
-
-    def __init__(self, dtype: torch.dtype, *, fp8: bool) -> None:
-        self.device, self.dtype, self.fp8 = META, dtype, fp8
-
-    def _draw(self, shape: Shape, std: float, dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=META)
 
 
 def weight_bytes(config: ModelConfig, dims: ParallelDims, dtype: torch.dtype, *, fp8: bool) -> int:
@@ -36,7 +23,7 @@ def weight_bytes(config: ModelConfig, dims: ParallelDims, dtype: torch.dtype, *,
     Raises:
         ValueError: the config does not divide by `dims`.
     """
-    return tensor_bytes(DeepseekV3(WeightShapes(dtype, fp8=fp8), config, dims))
+    return tensor_bytes(DeepseekV3(RandomWeights(META, dtype, fp8=fp8), config, dims))
 
 
 def tensor_bytes(thing: object) -> int:
