@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
 from typing import Any
 
 REGEX = "regex"  # the kind of grammar that is no JSON
@@ -31,13 +30,10 @@ def deeper_than(value: Any, limit: int) -> bool:
     """Whether JSON is nested more than `limit` deep."""
     level = [value]
     for _ in range(limit + 1):
-        level = [child for item in level for child in _children(item)]
+        containers = (
+            item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)
+        )
+        level = [child for container in containers for child in container]
         if not level:
             return False
     return True
-
-
-def _children(value: Any) -> Collection[Any]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()

@@ -6,6 +6,7 @@ A `MillraceError` is raised where a request is refused or fails; the servers' ed
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,16 +118,11 @@ _BY_CODE = {
 }
 
 
-def _status_of(error: grpc.RpcError) -> status_pb2.Status | None:
-    try:
-        return rpc_status.from_call(error)
-    except ValueError:  # the transport replaced the code, so the details are of another error
-        return None
-
-
 def from_rpc_error(error: grpc.RpcError) -> MillraceError:
     """The error that the peer raised; for a status without our details, the nearest reason."""
-    status = _status_of(error)
+    status: status_pb2.Status | None = None
+    with contextlib.suppress(ValueError):  # the transport replaced the code, so the details are of another error
+        status = rpc_status.from_call(error)
     reason: Reason | str | None = None
     param, retry_after_s = None, None
     for detail in status.details if status else ():

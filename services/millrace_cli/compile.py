@@ -35,7 +35,7 @@ async def fill(path: Path | None, overrides: Sequence[str], environ: MutableMapp
     except configuration.ConfigError as error:
         raise CommandError(str(error), code=2) from error
     logs.setup("compile", config.log_level)
-    caches.use(config.cache_dir, environ)
+    environ.update(caches.variables(config.cache_dir))
     before = caches.sizes(config.cache_dir)
     ranks = Ranks(config, make_launcher(config.launcher), _show, lambda why: None)
     try:

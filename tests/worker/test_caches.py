@@ -6,7 +6,7 @@ from millrace_serve.worker import caches
 
 def test_every_library_compiles_below_one_folder(tmp_path: Path) -> None:
     environ = {"TRITON_CACHE_DIR": "/elsewhere", "PATH": "/bin"}
-    caches.use(tmp_path, environ)
+    environ.update(caches.variables(tmp_path))
     assert environ.pop("PATH") == "/bin"
     assert set(environ) == set(caches.FOLDERS.values())
     assert all(Path(folder).parent == tmp_path for folder in environ.values())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import grpc
 from millrace.v1 import decode_pb2, decode_pb2_grpc, worker_pb2
 from millrace_common.reasons import Reason
-from millrace_rpc.errors import MillraceError
 
 from millrace_serve.engine.config import Role
 from millrace_serve.engine.core import Events, Failure, RequestId, Route
@@ -76,9 +75,6 @@ class DecodeRole(RoleLogic):
                 self.imports.on_stuck(report)
             case _:
                 super().on_report(rank, report)
-
-    def on_lost(self, error: MillraceError) -> None:
-        """Nothing to do: only this worker's engines wait for imports."""
 
     @property
     def busy(self) -> bool:

@@ -6,7 +6,6 @@ its ranks inherit them. `millrace compile` fills the folder ahead of time.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
 from pathlib import Path
 
 FOLDERS = {
@@ -22,10 +21,6 @@ def variables(cache_dir: Path) -> dict[str, str]:
     """Environment of a process that compiles."""
     folder = cache_dir.expanduser().absolute()
     return {variable: str(folder / name) for name, variable in FOLDERS.items()}
-
-
-def use(cache_dir: Path, environ: MutableMapping[str, str]) -> None:
-    environ.update(variables(cache_dir))
 
 
 def sizes(cache_dir: Path) -> dict[str, tuple[int, int]]:

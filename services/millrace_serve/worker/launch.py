@@ -1,8 +1,8 @@
 """Starts rank processes and reports the end of one, behind the interface `Launcher`; ray_launch.py is the other
 implementation.
 
-No rank outlives the frontend, however the frontend ends: the kernel kills a rank with its parent (Linux), and a rank
-exits when its pipe closes.
+No rank outlives the frontend, however the frontend ends: the kernel kills a rank with its parent (Linux), and a thread
+of the rank waits for the parent's end.
 """
 
 from __future__ import annotations
@@ -36,11 +36,8 @@ class LocalLauncher(Launcher):
         for rank in range(config.num_ranks):
             bind, rendezvous = f"ipc://{self._folder}/rank{rank}-{{name}}", f"file://{self._folder}/rendezvous"
             spec = RankSpec(config, rank, frontend, bind, rendezvous)
-            alive, keep = spawn.Pipe(duplex=False)
-            process = spawn.Process(target=rank_main, args=(spec, alive), name=f"millrace-rank{rank}", daemon=True)
+            process = spawn.Process(target=rank_main, args=(spec,), name=f"millrace-rank{rank}", daemon=True)
             process.start()
-            alive.close()
-            process.keep_alive = keep  # type: ignore[attr-defined]  # closes with us
             self._processes.append(process)
             end: asyncio.Future[None] = loop.create_future()
             self._ends.append(end)

@@ -161,7 +161,7 @@ def main(make_role: MakeRole, roles: Sequence[Role], environ: MutableMapping[str
         parser.error(str(error))
     if config.role not in roles:
         parser.error(f"role: this entry point serves {' and '.join(roles)}, not {config.role}")
-    caches.use(config.cache_dir, environ)
+    environ.update(caches.variables(config.cache_dir))
     logs.setup(str(config.role), config.log_level)
     try:
         return run(serve(config, make_role, arguments.announce))

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import multiprocessing
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -55,9 +55,9 @@ PHASE_STATES = {
 }
 
 
-def main(spec: RankSpec, alive: Connection) -> None:
-    """Entry point of a spawned rank process; ends with the process that holds the other end of `alive`."""
-    die_with_parent(alive)
+def main(spec: RankSpec) -> None:
+    """Entry point of a spawned rank process; ends with its parent."""
+    die_with_parent()
     sys.exit(run(spec))
 
 
@@ -175,17 +175,18 @@ def _sink(buffer: PageBuffer) -> KvSink:
     return NearestSink(CudaIpcSink(buffer), sink) if buffer.mem_type == "VRAM" else sink
 
 
-def die_with_parent(alive: Connection) -> None:
+def die_with_parent() -> None:
     """Leave the terminal's signals to the frontend, and exit with it, even inside native code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
     def watch() -> None:
-        try:
-            alive.recv_bytes()
-        except (EOFError, OSError):
-            os._exit(1)
+        parent.join()
+        os._exit(1)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
