@@ -106,7 +106,7 @@ def _decode(draw: Draw, heads: int, batch: int, keys: int) -> Task:
     options = dict.fromkeys((used, *(mla_decode.Config(*other) for other in others if other[0] <= max(heads, 16))))
     make = functools.partial(attention_inputs.mla_decode, draw, (keys,) * batch, 1, heads, draw.dtype)
     chosen = [{"chosen": option} for option in options]
-    return Task("mla_decode", f"H={heads} B={batch} L={keys}", make, mla_decode.mla_decode_with, chosen)
+    return Task("mla_decode", f"H={heads} B={batch} L={keys}", make, mla_decode.mla_decode, chosen)
 
 
 def _prefill(draw: Draw, heads: int, num: int) -> Task:
@@ -115,7 +115,7 @@ def _prefill(draw: Draw, heads: int, num: int) -> Task:
     options = dict.fromkeys((used, *(mla_prefill.Config(*other) for other in others)))
     make = functools.partial(attention_inputs.mla_prefill, draw, (num,), (num,), heads, True, padding=0)
     chosen = [{"chosen": option} for option in options]
-    return Task("mla_prefill", f"T={num} H={heads}", make, mla_prefill.mla_prefill_with, chosen)
+    return Task("mla_prefill", f"T={num} H={heads}", make, mla_prefill.mla_prefill, chosen)
 
 
 def compile_one(op: str, task: int, option: int) -> None:

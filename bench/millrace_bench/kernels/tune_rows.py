@@ -49,7 +49,7 @@ def tasks(num: int, rank: Rank = EP8_STEP) -> Iterator[Task]:
     rows_warps = [(4, 1), (8, 2), (16, 2), (16, 4), (32, 4), (32, 8)]
     yield Task("quant_groups", functools.partial(quant.quant_groups_with, heads), quant.config(num), rows_warps)
     up, k_pe = heads.new_zeros(num, HEADS, 2 * NOPE), heads.new_zeros(num, ROPE)
-    expand = functools.partial(mla_expand.expand_kv_with, up, k_pe, NOPE)
+    expand = functools.partial(mla_expand.expand_kv, up, k_pe, NOPE)
     yield Task("expand_kv", expand, (64, 4), [*itertools.product((16, 32, 64), (2, 4, 8))])
     q = up.new_zeros(num, HEADS, NOPE + ROPE)[..., NOPE:]
     rotate = functools.partial(rope.rotate_into_with, q, q, *torch.zeros(2, num, ROPE // 2, device=CUDA))

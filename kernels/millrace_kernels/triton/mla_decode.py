@@ -44,14 +44,9 @@ def mla_decode(
     scale: float,
     kv_lora_rank: int,
     plan: Any = None,
+    chosen: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
-    chosen = config(q.shape[1] * q.shape[2], q.dtype)
-    return mla_decode_with(q, kv, page_table, seq_lens, scale, kv_lora_rank, chosen)
-
-
-def mla_decode_with(
-    q: Tensor, kv: Tensor, page_table: Tensor, seq_lens: Tensor, scale: float, kv_lora_rank: int, chosen: Config
-) -> tuple[Tensor, Tensor]:
+    chosen = chosen or config(q.shape[1] * q.shape[2], q.dtype)
     (num_seqs, num_queries, num_heads, width), rows = q.shape, q.shape[1] * q.shape[2]
     assert q.is_contiguous() and kv.stride(2) == page_table.stride(1) == 1, (q.stride(), kv.stride())
     out = q.new_empty(num_seqs, num_queries, num_heads, kv_lora_rank)

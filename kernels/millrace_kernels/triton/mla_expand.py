@@ -9,13 +9,10 @@ from torch import Tensor
 from millrace_kernels.triton.rope import rotate_into
 
 
-def expand_kv(up: Tensor, k_pe: Tensor, nope: int) -> tuple[Tensor, Tensor]:
-    return expand_kv_with(up, k_pe, nope, min(64, triton.next_power_of_2(up.shape[1])))
-
-
-def expand_kv_with(up: Tensor, k_pe: Tensor, nope: int, block: int, num_warps: int = 4) -> tuple[Tensor, Tensor]:
-    """`block`: heads of a program."""
+def expand_kv(up: Tensor, k_pe: Tensor, nope: int, block: int = 64, num_warps: int = 4) -> tuple[Tensor, Tensor]:
+    """`block`: heads of a program, at most."""
     tokens, heads, rope = up.shape[0], up.shape[1], k_pe.shape[1]
+    block = min(block, triton.next_power_of_2(heads))
     assert up.stride(2) == k_pe.stride(1) == 1
     k = up.new_empty(tokens, heads, nope + rope)
     if tokens:

@@ -40,24 +40,12 @@ def mla_prefill(
     scale: float,
     causal: bool,
     plan: Any = None,
-) -> tuple[Tensor, Tensor]:
-    chosen = config(max(q_lens, default=0), q.dtype)
-    return mla_prefill_with(q, k, v, q_lens, k_lens, scale, causal, chosen)
-
-
-def mla_prefill_with(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_lens: Sequence[int],
-    k_lens: Sequence[int],
-    scale: float,
-    causal: bool,
-    chosen: Config,
+    chosen: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
     assert q.stride(2) == k.stride(2) == v.stride(2) == 1, (q.stride(), k.stride(), v.stride())
     out, lse = outputs(q, v, sum(q_lens))
     longest = max(q_lens, default=0)
+    chosen = chosen or config(longest, q.dtype)
     if longest:
         starts = [tuple(accumulate(lens, initial=0))[:-1] for lens in (q_lens, k_lens)]
         table = host_table((starts[0], tuple(q_lens), starts[1], tuple(k_lens)), q.device)
