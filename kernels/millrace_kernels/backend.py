@@ -119,11 +119,13 @@ TABLE: dict[str, tuple[Choice, ...]] = {
 _forced: dict[str, str] = {}
 
 
+@functools.cache
 def capability(device: torch.device) -> str:
     """`cpu`, or `sm90` for a CUDA device of compute capability 9.0."""
     if device.type != "cuda":
         return device.type
-    return _sm(device.index or 0)
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm{major}{minor}"
 
 
 def implementation(
@@ -157,12 +159,6 @@ def forced(**targets: str) -> Iterator[None]:
     finally:
         _forced.clear()
         _forced.update(before)
-
-
-@functools.cache
-def _sm(index: int) -> str:
-    major, minor = torch.cuda.get_device_capability(index)
-    return f"sm{major}{minor}"
 
 
 @functools.cache

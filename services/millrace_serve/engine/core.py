@@ -21,8 +21,6 @@ import enum
 
 import msgspec
 
-SINK_PAGE = 0  # page 0 absorbs the KV writes of padding rows and is never given to a sequence
-
 
 class RequestId(msgspec.Struct, frozen=True, array_like=True, order=True):
     """Identity of one attempt of one request, so that a stale message is never taken for a live one."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -55,11 +56,10 @@ def same_host(source: MemoryHandle) -> bool:
     return bool(source.shared) and msgspec.msgpack.decode(source.shared, type=SharedMemory).host == host_id()
 
 
+@dataclass(eq=False)
 class IpcPeer(Peer):
-    def __init__(self, name: str, opened: int, base: int) -> None:
-        super().__init__(name)
-        self.opened = opened  # what the driver mapped
-        self.base = base  # page 0
+    opened: int  # what the driver mapped
+    base: int  # page 0
 
 
 class CudaIpcSink(PolledSink[IpcPeer]):

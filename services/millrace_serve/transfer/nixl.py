@@ -19,6 +19,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,21 +31,21 @@ from millrace_serve.transfer.polled import Peer, PolledRead, PolledSink
 log = logging.getLogger(__name__)
 
 
-class NixlSource:
+class NixlSource(NixlAgent):
     """The exporting side of a pool. `shared`: how CUDA IPC maps the same pool, for importers on this host."""
 
     def __init__(
         self, pool: PageBuffer, config: NixlConfig | None = None, label: str = "kv", shared: bytes = b""
     ) -> None:
-        self._agent = NixlAgent(label, pool, config or NixlConfig(), progress_thread=True)
+        super().__init__(label, pool, config or NixlConfig(), progress_thread=True)
         self._shared = shared
 
     def handle(self) -> MemoryHandle:
-        agent, pool = self._agent, self._agent.pool
+        pool = self.pool
         return MemoryHandle(
             transport="nixl",
-            agent=agent.name,
-            metadata=agent.nixl.getLocalMD(),
+            agent=self.name,
+            metadata=self.nixl.getLocalMD(),
             base=pool.address,
             page_bytes=pool.page_bytes,
             num_pages=pool.num_pages,
@@ -53,16 +54,11 @@ class NixlSource:
             shared=self._shared,
         )
 
-    def close(self) -> None:
-        """Idempotent."""
-        self._agent.close()
 
-
+@dataclass(eq=False)
 class NixlPeer(Peer):
-    def __init__(self, name: str, pages: int) -> None:
-        super().__init__(name)
-        self.pages = pages  # handle of the prepared descriptor list
-        self.settled_at = 0.0  # when `error` is set
+    pages: int  # handle of the prepared descriptor list
+    settled_at: float = 0.0  # when `error` is set
 
 
 class NixlSink(PolledSink[NixlPeer]):

@@ -73,6 +73,7 @@ class NixlAgent:
         return self.nixl.prepXferDlist(owner, self.mem_type(mem_type), pages, [self.backend])
 
     def close(self) -> None:
+        """Idempotent."""
         if self.closed:
             return
         self.closed = True

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from millrace_serve.transfer.base import KvSink, MemoryHandle, PageBuffer, ReadOp, ReadState, TransferError, check_pages
 
 
+@dataclass(eq=False)
 class Peer:
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.reads: set[PolledRead[Any]] = set()  # not final
-        self.leaving = False  # it was disconnected
-        self.error = ""  # of the transport
+    name: str
+    reads: set[PolledRead[Any]] = field(default_factory=set, kw_only=True)  # not final
+    leaving: bool = field(default=False, kw_only=True)  # it was disconnected
+    error: str = field(default="", kw_only=True)  # of the transport
 
 
 P = TypeVar("P", bound=Peer)

@@ -8,7 +8,8 @@ prefix cache. Its state follows from them, the strongest first:
     CACHED     only the prefix cache: may be evicted
     FREE       no holder: on the free list
 
-Page 0 is the sink and has no state. free + cached + published + running == total, always.
+Page 0 is the sink: it takes the KV writes of padding rows, is never given to a sequence, and has no state.
+free + cached + published + running == total, always.
 """
 
 from __future__ import annotations

@@ -12,26 +12,21 @@ from millrace_serve.engine.core import CacheChange
 
 
 class CacheChanges:
-    __slots__ = ("_removed", "_stored")
+    __slots__ = ("_is_stored",)
 
     def __init__(self, stored: Iterable[int] = ()) -> None:
-        self._stored = dict.fromkeys(stored)
-        self._removed: dict[int, None] = {}
+        self._is_stored = dict.fromkeys(stored, True)  # by block; False: it was removed
 
     def __bool__(self) -> bool:
-        return bool(self._stored or self._removed)
+        return bool(self._is_stored)
 
     def store(self, block: int) -> None:
-        if block in self._removed:
-            del self._removed[block]
-        else:
-            self._stored[block] = None
+        if not self._is_stored.setdefault(block, True):
+            del self._is_stored[block]
 
     def remove(self, block: int) -> None:
-        if block in self._stored:
-            del self._stored[block]
-        else:
-            self._removed[block] = None
+        if self._is_stored.setdefault(block, False):
+            del self._is_stored[block]
 
     def add(self, change: CacheChange) -> None:
         for block in change.removed:
@@ -43,6 +38,5 @@ class CacheChanges:
         """Return and clear the changes, each block after its predecessors in the chain; None when there are none."""
         if not self:
             return None
-        change = CacheChange(list(self._stored), list(self._removed))
-        self._stored, self._removed = {}, {}
-        return change
+        changed, self._is_stored = self._is_stored, {}
+        return CacheChange([b for b, stored in changed.items() if stored], [b for b, s in changed.items() if not s])
