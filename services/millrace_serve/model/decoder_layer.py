@@ -9,7 +9,6 @@ from torch import Tensor
 from millrace_serve.model.attn_step import AttnStep
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.experts.routed import MakeExperts
-from millrace_serve.model.inputs import ForwardInput
 from millrace_serve.model.layers import RmsNorm
 from millrace_serve.model.mla import Mla
 from millrace_serve.model.moe import DenseMlp, Moe
@@ -47,11 +46,7 @@ class DecoderLayer:
         if self.sampled_only and inputs.attn.num_decode < inputs.attn.num_seqs:
             rows = inputs.sample_rows
             h, chosen = self.post_attention_layernorm.operand(attended[rows], residual[rows])
-            return attended.index_copy_(0, rows, self.mlp(h, _of_rows(inputs))), residual.index_copy_(0, rows, chosen)
+            out = self.mlp(h, replace(inputs, num_tokens=None))  # none of these rows is padding
+            return attended.index_copy_(0, rows, out), residual.index_copy_(0, rows, chosen)
         h, residual = self.post_attention_layernorm.operand(attended, residual)
         return self.mlp(h, inputs), residual
-
-
-def _of_rows(inputs: ForwardInput) -> ForwardInput:
-    """The inputs of an MLP for a step of the sampled rows, none of which is padding."""
-    return replace(inputs, token_ids=inputs.token_ids[inputs.sample_rows], num_tokens=None)

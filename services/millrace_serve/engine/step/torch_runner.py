@@ -1,9 +1,9 @@
 """Runs steps on the model.
 
-    launch       hands the batch to the runner's thread and returns a Future
+    launch       hands the batch to the runner's thread and returns a Future of the reader's
     that thread  packs the step's arrays, copies them to the device and launches forward, sampling and the copies of the
                  results; it never waits for the device
-    reader       another thread: waits until the step is done, and resolves the Future
+    reader       another thread: waits until the step is launched and done, and gives its results
 
 Sampled tokens and lengths stay on the device (engine/step/slots.py), where the next step finds them, so step N+1 is
 launched while step N runs. Steps of decode sequences alone are graphs (engine/step/graphs.py), where there are any;
@@ -61,9 +61,7 @@ class TorchRunner:
         self._reader = ThreadPoolExecutor(1, "reader", device.bind)
 
     def launch(self, batch: HostBatch) -> Future[StepOutput]:
-        future: Future[StepOutput] = Future()
-        self._launcher.submit(self._launch, batch, future)
-        return future
+        return self._reader.submit(self._read, self._launcher.submit(self._launch, batch))
 
     def close(self) -> None:
         """Launched steps are finished: other ranks may be in the middle of them."""
@@ -82,24 +80,15 @@ class TorchRunner:
         """-> logits float32 [T, V]"""
         return self._model.logits(self._model.forward(inputs, self._kv))
 
-    def _launch(self, batch: HostBatch, future: Future[StepOutput]) -> None:
+    def _launch(self, batch: HostBatch) -> Read:
         self._in_flight.acquire()
-        try:
-            read = self._run(batch, self._num_steps % NUM_SLOTS)
-            self._num_steps += 1
-        except BaseException as error:
-            self._in_flight.release()
-            future.set_exception(error)
-        else:
-            self._reader.submit(self._read, read, future)
+        read = self._run(batch, self._num_steps % NUM_SLOTS)
+        self._num_steps += 1
+        return read
 
-    def _read(self, read: Read, future: Future[StepOutput]) -> None:
+    def _read(self, launched: Future[Read]) -> StepOutput:
         try:
-            output = read()
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(output)
+            return launched.result()()
         finally:
             self._in_flight.release()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from millrace_kernels.fp8 import Fp8, Operand
+from millrace_kernels.fp8 import Operand
 from millrace_kernels.moe_experts import moe_experts
 from torch import Tensor
 
@@ -15,6 +15,11 @@ from millrace_serve.model.weights import Part, Weights
 
 
 class HeldExperts:
+    """w13 [S, 2I, D] and w2 [S, D, I] of the rank's S slots, and of the shared expert at the end.
+
+    With `expert_tp` the rank has a part of each: rows of w13, columns of w2.
+    """
+
     def __init__(
         self,
         ckpt: Weights,
@@ -28,8 +33,19 @@ class HeldExperts:
         self.num_experts = config.n_routed_experts  # routed experts of the model
         self.with_shared = with_shared
         self.slots: Callable[[Tensor], Tensor] = SlotMap(placement, layer, dims.ep_rank, ckpt.device)
-        held = placement.slots_of_rank(layer, dims.ep_rank)
-        self.w13, self.w2 = load_experts(ckpt, config, dims, f"model.layers.{layer}.mlp", held, with_shared)
+        experts, prefix = placement.slots_of_rank(layer, dims.ep_rank), f"model.layers.{layer}.mlp"
+        hidden, size, part = config.hidden_size, config.moe_intermediate_size, None
+        if dims.expert_tp:
+            width = check_divides("moe_intermediate_size", size, "tp", dims.tp)
+            part = (dims.tp_rank * width, (dims.tp_rank + 1) * width)
+        for expert in sorted({*range(config.n_routed_experts)} - {*experts}):
+            ckpt.claim(f"{prefix}.experts.{expert}.gate_proj.weight", (size, hidden))
+            ckpt.claim(f"{prefix}.experts.{expert}.up_proj.weight", (size, hidden))
+            ckpt.claim(f"{prefix}.experts.{expert}.down_proj.weight", (hidden, size))
+        held = [f"{prefix}.experts.{expert}" for expert in experts] + [f"{prefix}.shared_experts"] * with_shared
+        gate_up = [(f"{expert}.gate_proj.weight", f"{expert}.up_proj.weight") for expert in held]
+        self.w13 = ckpt.stack(gate_up, (size, hidden), Part(rows=part))
+        self.w2 = ckpt.stack([(f"{expert}.down_proj.weight",) for expert in held], (hidden, size), Part(cols=part))
 
     def __call__(self, h: Operand, weights: Tensor, ids: Tensor) -> Tensor:
         """h [G, D], weights float32 [G, K], ids int32 [G, K] -> [G, D], the sum of this rank's experts."""
@@ -42,25 +58,3 @@ class HeldExperts:
             shared_expert=self.with_shared,
             num_experts=self.num_experts,
         )
-
-
-def load_experts(
-    ckpt: Weights, config: ModelConfig, dims: ParallelDims, prefix: str, experts: list[int], with_shared: bool
-) -> tuple[Tensor | Fp8, Tensor | Fp8]:
-    """w13 [S, 2I, D] and w2 [S, D, I] of `experts` in this order, and of the shared expert at the end.
-
-    With `expert_tp` the rank has a part of each: rows of w13, columns of w2.
-    """
-    hidden, size, part = config.hidden_size, config.moe_intermediate_size, None
-    if dims.expert_tp:
-        width = check_divides("moe_intermediate_size", size, "tp", dims.tp)
-        part = (dims.tp_rank * width, (dims.tp_rank + 1) * width)
-    for expert in sorted({*range(config.n_routed_experts)} - {*experts}):
-        ckpt.claim(f"{prefix}.experts.{expert}.gate_proj.weight", (size, hidden))
-        ckpt.claim(f"{prefix}.experts.{expert}.up_proj.weight", (size, hidden))
-        ckpt.claim(f"{prefix}.experts.{expert}.down_proj.weight", (hidden, size))
-    held = [f"{prefix}.experts.{expert}" for expert in experts] + [f"{prefix}.shared_experts"] * with_shared
-    gate_up = [(f"{expert}.gate_proj.weight", f"{expert}.up_proj.weight") for expert in held]
-    w13 = ckpt.stack(gate_up, (size, hidden), Part(rows=part))
-    w2 = ckpt.stack([(f"{expert}.down_proj.weight",) for expert in held], (hidden, size), Part(cols=part))
-    return w13, w2
