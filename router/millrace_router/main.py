@@ -22,9 +22,8 @@ import time
 from pathlib import Path
 
 from millrace.v1 import admin_pb2_grpc
-from millrace_common import tracing
+from millrace_common import loop_lag, tracing
 from millrace_common.gc_hooks import ProcessGc
-from millrace_common.loop_lag import LoopLag
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
 from millrace_rpc.http_server import HttpServer
@@ -78,7 +77,7 @@ class Router:
         self._probes = HttpServer(probes.build(backend, self._before_scrape))
         self._look = asyncio.Event()
         self._readiness: asyncio.Task[None] | None = None
-        self._lag: LoopLag | None = None
+        self._lag: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         self._public.grpc.add_generic_rpc_handlers((grpc_service.InferenceService(self.inference).handlers(),))
@@ -94,7 +93,7 @@ class Router:
         self._admin.set_serving(True)
         self.inference.tokenizer.decode(await self.inference.tokenizer.encode("warm-up", add_bos=True))
         self._gc.freeze()
-        self._lag = LoopLag("router", self.metrics)
+        self._lag = asyncio.create_task(loop_lag.measure("router", self.metrics))
         self._readiness = asyncio.create_task(self._keep_readiness())
         self.registry.start()
 
@@ -111,7 +110,7 @@ class Router:
         if self._readiness is not None:
             self._readiness.cancel()
         if self._lag is not None:
-            self._lag.close()
+            self._lag.cancel()
         await self.registry.stop()
         await asyncio.to_thread(self.tracer.close)
         self._gc.close()

@@ -125,7 +125,7 @@ async def test_a_worker_that_is_lost_meanwhile_is_an_error(operate: Callable, pa
         ("/start_profile", b'{"workers": ["\xff"]}', 400, "StartProfilesRequest"),
         ("/start_profile", b'{"workers": ' + b"[" * 5000, 400, "StartProfilesRequest"),
         ("/warmup", b"not JSON", 400, "WarmUpRequest in JSON"),
-        ("/warmup", b" " * (65 << 10), 413, "larger than 65536 bytes"),
+        ("/warmup", b" " * (65 << 10), 413, "the limit is 65536"),
         ("/nothing", b"", 404, "POST /nothing"),
         ("/workers", b"", 405, "POST /workers"),
     ],

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from hypothesis import given
 from hypothesis import strategies as st
-from millrace_router.fleet.states import DISCOVERED, HEALTHY, ROUTABLE, Pair, Seen, count, routable
+from millrace_router.fleet.states import DISCOVERED, HEALTHY, ROUTABLE, Pair, count, routable
+
+
+class Seen(NamedTuple):
+    """What the states need of a worker."""
+
+    role_name: str
+    epoch: str
+    unhealthy: str
+    withheld: str
+
 
 P, D, U = Seen("prefill", "p", "", ""), Seen("decode", "d", "", ""), Seen("unified", "u", "", "")
 PD = Pair("p", "d")
@@ -53,5 +65,4 @@ def test_whoever_is_routable_has_a_routable_partner(workers: list[Seen], ready: 
 
 
 def _with(worker: Seen, change: dict[str, str]) -> Seen:
-    values = {"role": worker.role, "epoch": worker.epoch, "unhealthy": worker.unhealthy, "withheld": worker.withheld}
-    return Seen(**{**values, **change})
+    return worker._replace(**change)

@@ -26,7 +26,8 @@ def of_pod(pod: Object, config: KubernetesConfig) -> list[Target]:
     labels, ip = meta.get("labels") or {}, status.get("podIP")
     if not is_leader(labels, config.leader) or not ip or status.get("phase") in OVER:
         return []
-    port = _pod_port(spec, config.port)
+    entries = [entry for container in spec.get("containers", ()) for entry in container.get("ports") or ()]
+    port = _port(entries, config.port, "containerPort")
     if port is None:
         log.warning("pod %s has no port named %r", meta["name"], config.port)
         return []
@@ -51,7 +52,7 @@ def is_leader(labels: dict[str, str], leader: str) -> bool:
 
 
 def of_slice(slice: Object, config: KubernetesConfig) -> list[Target]:
-    port = _slice_port(slice, config.port)
+    port = _port(slice.get("ports") or (), config.port, "port")
     if port is None:
         log.warning("EndpointSlice %s has no port named %r", slice["metadata"]["name"], config.port)
         return []
@@ -132,17 +133,7 @@ def _endpoint_withheld(conditions: dict[str, bool | None]) -> str:
     return "the endpoint is not ready" if conditions.get("ready") is False else ""
 
 
-def _pod_port(spec: Object, port: int | str) -> int | None:
+def _port(entries: Iterable[Object], port: int | str, field: str) -> int | None:
     if isinstance(port, int):
         return port
-    for container in spec.get("containers", ()):
-        for entry in container.get("ports") or ():
-            if entry.get("name") == port:
-                return int(entry["containerPort"])
-    return None
-
-
-def _slice_port(slice: Object, port: int | str) -> int | None:
-    if isinstance(port, int):
-        return port
-    return next((int(e["port"]) for e in slice.get("ports") or () if e.get("name") == port and e.get("port")), None)
+    return next((int(e[field]) for e in entries if e.get("name") == port and e.get(field)), None)

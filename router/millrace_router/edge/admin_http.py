@@ -25,7 +25,7 @@ from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
 
 from millrace_router.edge.admin import Admin
-from millrace_router.edge.http_answers import json_answer, new_app
+from millrace_router.edge.http_answers import json_answer, new_app, read_body
 
 MAX_BODY = 64 << 10
 Method = Callable[[Any], Awaitable[Message]]  # of Admin, each with a message of its own
@@ -38,59 +38,35 @@ def build(admin: Admin) -> FastAPI:
     async def health() -> Response:
         return json_answer({"status": "ok"})
 
-    @app.get("/workers")
-    async def workers() -> Response:
-        return _answer(await admin.ListWorkers(pb.ListWorkersRequest()))
-
-    @app.get("/explain/{request_id:path}")
-    async def explain(request_id: str) -> Response:
-        return _answer(await admin.ExplainRequest(pb.ExplainRequestRequest(request_id=request_id)))
-
-    @app.post("/drain/{worker:path}")
-    async def drain(worker: str, request: Request) -> Response:
-        return await _call(admin.DrainWorker, request, pb.DrainWorkerRequest(), address=worker)
-
-    posts: dict[str, tuple[Method, type[Message]]] = {
-        "/warmup": (admin.WarmUp, pb.WarmUpRequest),
-        "/freeze_gc": (admin.FreezeGcAll, pb.FreezeGcAllRequest),
-        "/flush_cache": (admin.FlushCaches, pb.FlushCachesRequest),
-        "/start_profile": (admin.StartProfiles, pb.StartProfilesRequest),
-        "/stop_profile": (admin.StopProfiles, pb.StopProfilesRequest),
-    }
-    for path, (method, message) in posts.items():
-        app.post(path)(_endpoint(method, message))
+    routes: tuple[tuple[str, str, Method, type[Message]], ...] = (
+        ("GET", "/workers", admin.ListWorkers, pb.ListWorkersRequest),
+        ("GET", "/explain/{request_id:path}", admin.ExplainRequest, pb.ExplainRequestRequest),
+        ("POST", "/drain/{address:path}", admin.DrainWorker, pb.DrainWorkerRequest),
+        ("POST", "/warmup", admin.WarmUp, pb.WarmUpRequest),
+        ("POST", "/freeze_gc", admin.FreezeGcAll, pb.FreezeGcAllRequest),
+        ("POST", "/flush_cache", admin.FlushCaches, pb.FlushCachesRequest),
+        ("POST", "/start_profile", admin.StartProfiles, pb.StartProfilesRequest),
+        ("POST", "/stop_profile", admin.StopProfiles, pb.StopProfilesRequest),
+    )
+    for verb, path, method, message in routes:
+        app.add_api_route(path, _endpoint(method, message), methods=[verb])
     return app
 
 
-def _endpoint(method: Method, message: type[Message]) -> Callable[[Request], Awaitable[Response]]:
+def _endpoint(method: Method, kind: type[Message]) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
-        return await _call(method, request, message())
+        """Fill the message from the body and the path's parameters, which have the names of its fields."""
+        body, message = await read_body(request, MAX_BODY), kind()
+        try:
+            json_format.ParseDict(msgspec.json.decode(body or b"{}", type=dict), message)
+        except (json_format.ParseError, ValueError, RecursionError) as error:  # ValueError: not JSON, or not UTF-8
+            text = f"the body is not a {message.DESCRIPTOR.name} in JSON: {error}"
+            raise MillraceError(Reason.INVALID_ARGUMENT, text) from error
+        for name, value in request.path_params.items():
+            setattr(message, name, value)
+        answer = json_format.MessageToDict(
+            await method(message), preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+        )
+        return json_answer(answer)
 
     return endpoint
-
-
-async def _call(method: Method, request: Request, message: Message, **fields: str) -> Response:
-    body = await _body(request)
-    try:
-        json_format.ParseDict(msgspec.json.decode(body or b"{}", type=dict), message)
-    except (json_format.ParseError, ValueError, RecursionError) as error:  # ValueError: not JSON, or not UTF-8
-        text = f"the body is not a {message.DESCRIPTOR.name} in JSON: {error}"
-        raise MillraceError(Reason.INVALID_ARGUMENT, text) from error
-    for name, value in fields.items():
-        setattr(message, name, value)
-    return _answer(await method(message))
-
-
-async def _body(request: Request) -> bytes:
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > MAX_BODY:
-            raise MillraceError(Reason.MESSAGE_TOO_LARGE, f"the body is larger than {MAX_BODY} bytes")
-    return bytes(body)
-
-
-def _answer(message: Message) -> Response:
-    return json_answer(
-        json_format.MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-    )

@@ -1,4 +1,4 @@
-"""Answers over HTTP: JSON, and errors in the shape of the OpenAI API, from the one table."""
+"""HTTP: bounded bodies, answers in JSON, and errors in the shape of the OpenAI API, from the one table."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+
+from millrace_router.flow.stream import gone
+from millrace_router.flow.validate import check_size
 
 
 def new_app(**options: Any) -> FastAPI:
@@ -45,8 +48,19 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
 
 async def on_gone(request: Request, error: Exception) -> Response:
     """The client has gone: the answer is not read, and the router has no fault."""
-    return await on_error(request, MillraceError(Reason.CANCELLED, "the client went away"))
+    return await on_error(request, gone())
 
 
 async def on_fault(request: Request, error: Exception) -> Response:
     return await on_error(request, MillraceError(Reason.INTERNAL, f"{type(error).__name__}: {error}"))
+
+
+async def read_body(request: Request, most: int) -> bytes:
+    """Return the body. Too large a body is read to its end, as clients expect, but not kept."""
+    body, size = bytearray(), 0
+    async for piece in request.stream():
+        size += len(piece)
+        if size <= most:
+            body += piece
+    check_size(size, most)
+    return bytes(body)

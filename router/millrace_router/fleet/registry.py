@@ -205,8 +205,7 @@ class Registry:
         """A worker, or a pair, is in another state."""
         workers = self.workers.values()
         self.hooks.reconcile(workers)
-        seen = [worker.seen for worker in workers]
-        able = states.routable(seen, self.hooks.ready)
+        able = states.routable(workers, self.hooks.ready)
         self._model = self._served(able)
         self._routable = frozenset(w.epoch for w in workers if w.epoch in able and self._serves(w))
         sources = states.sources(self.hooks.ready)
@@ -218,10 +217,10 @@ class Registry:
             frozenset(w.epoch for w in serving if w.role == role and w.epoch in self._routable)
             for role in (PREFILL, DECODE, UNIFIED)
         )
-        self.health.keep({one.epoch: one.role for one in seen if one.epoch}, routable)
+        self.health.keep({w.epoch: w.role_name for w in workers if w.epoch}, routable)
         self._feeds.reconcile(workers)
         self.placer.indexes.keep((w.epoch, i) for w in workers if w.link for i in range(w.info.replicas))
-        counts = states.count(seen, self._routable)
+        counts = states.count(workers, self._routable)
         for role in states.ROLES:
             for state in states.STATES:
                 self._metrics.workers.labels(role=role, state=state).set(counts[role, state])

@@ -15,6 +15,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from millrace_router.fleet.worker import Worker
+
 ROLES = ("prefill", "decode", "unified", "unspecified")
 DISCOVERED, HEALTHY, ROUTABLE = STATES = ("discovered", "healthy", "routable")
 
@@ -27,17 +29,7 @@ class Pair:
     worker: str
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """A discovered worker. Both reasons are empty when there is none."""
-
-    role: str  # one of ROLES
-    epoch: str
-    unhealthy: str
-    withheld: str
-
-
-def routable(workers: Iterable[Seen], ready: Iterable[Pair]) -> frozenset[str]:
+def routable(workers: Iterable[Worker], ready: Iterable[Pair]) -> frozenset[str]:
     """Epochs. `ready` are the pairs whose hooks are done."""
     fit = {worker.epoch for worker in workers if not worker.unhealthy and not worker.withheld}
     found: set[str] = set()
@@ -55,11 +47,11 @@ def sources(ready: Iterable[Pair]) -> dict[str, frozenset[str]]:
     return {worker: frozenset(epochs) for worker, epochs in found.items()}
 
 
-def count(workers: Iterable[Seen], routable: frozenset[str]) -> Counter[tuple[str, str]]:
+def count(workers: Iterable[Worker], routable: frozenset[str]) -> Counter[tuple[str, str]]:
     """Count workers by (role, state); a worker in an inner state is in the outer ones too."""
     counts: Counter[tuple[str, str]] = Counter()
     for worker in workers:
-        counts[worker.role, DISCOVERED] += 1
-        counts[worker.role, HEALTHY] += not worker.unhealthy
-        counts[worker.role, ROUTABLE] += worker.epoch in routable
+        counts[worker.role_name, DISCOVERED] += 1
+        counts[worker.role_name, HEALTHY] += not worker.unhealthy
+        counts[worker.role_name, ROUTABLE] += worker.epoch in routable
     return counts

@@ -29,7 +29,6 @@ from millrace_rpc.tls import Identity
 from millrace_router.config import Timeouts
 from millrace_router.discovery.base import Target
 from millrace_router.fleet.link import Link
-from millrace_router.fleet.states import Seen
 from millrace_router.policy.snapshot import Replica
 
 log = logging.getLogger(__name__)
@@ -111,9 +110,10 @@ class Worker:
         return "draining" if self.drained_epoch and self.drained_epoch == self.epoch else self.target.withheld
 
     @property
-    def seen(self) -> Seen:
+    def role_name(self) -> str:
+        """One of states.ROLES."""
         role = worker_pb2.Role.Name(self.role).removeprefix("ROLE_").lower() if self.role else self.target.role
-        return Seen(role or "unspecified", self.epoch, self.unhealthy, self.withheld)
+        return role or "unspecified"
 
     def source(self) -> worker_pb2.KvSourceRef:
         fingerprint = self.info.layout.fingerprint

@@ -93,7 +93,8 @@ class Shape:
         choice = self._choice(delta)
         part: dict[str, Any] = {"index": delta.index, "finish_reason": None, "logprobs": None}
         if self.logprobs:
-            part["logprobs"] = self._logprobs(choice, delta.logprobs)
+            entries = delta.logprobs
+            part["logprobs"] = self._chat_logprobs(entries) if self.chat else self._text_logprobs(choice, entries)
         if not self.chat:
             part["text"] = delta.text
         elif whole:
@@ -145,11 +146,6 @@ class Shape:
             "completion_tokens_details": {"reasoning_tokens": reasoning},
         }
 
-    def _logprobs(
-        self, choice: Choice, entries: Sequence[common_pb2.TokenLogprobs]
-    ) -> objects.ChatLogprobs | objects.CompletionLogprobs:
-        return self._chat_logprobs(entries) if self.chat else self._completion_logprobs(choice, entries)
-
     def _chat_logprobs(self, entries: Sequence[common_pb2.TokenLogprobs]) -> objects.ChatLogprobs:
         content: list[objects.TokenEntry] = [
             {**self._alternative(entry.sampled), "top_logprobs": [self._alternative(top) for top in entry.top]}
@@ -161,9 +157,7 @@ class Shape:
         data = self.tokenizer.token_bytes((entry.token_id,))
         return {"token": data.decode("utf-8", "replace"), "logprob": entry.logprob, "bytes": list(data)}
 
-    def _completion_logprobs(
-        self, choice: Choice, entries: Sequence[common_pb2.TokenLogprobs]
-    ) -> objects.CompletionLogprobs:
+    def _text_logprobs(self, choice: Choice, entries: Sequence[common_pb2.TokenLogprobs]) -> objects.CompletionLogprobs:
         tokens, offsets = [self._text(entry.sampled) for entry in entries], []
         for token in tokens:
             offsets.append(choice.characters)

@@ -18,11 +18,10 @@ from millrace_rpc.errors import MillraceError
 from starlette.types import Receive, Scope, Send
 
 from millrace_router.edge import probes
-from millrace_router.edge.http_answers import json_answer, new_app
-from millrace_router.flow import validate
+from millrace_router.edge.http_answers import json_answer, new_app, read_body
 from millrace_router.flow.inference import Inference
 from millrace_router.flow.stream import Stream, gone
-from millrace_router.openai import objects, openapi
+from millrace_router.openai import openapi
 from millrace_router.openai.answers import Shape
 from millrace_router.openai.chat import ChatRequest, in_format
 from millrace_router.openai.tokens import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
@@ -31,6 +30,7 @@ from millrace_router.openai.types import CompletionRequest, parse
 
 def build(inference: Inference, before_scrape: Callable[[], None] | None) -> FastAPI:
     app = new_app(openapi_url=None)
+    most = inference.backend.config.limits.message_bytes
     started, document = int(time.time()), openapi.document()
 
     @app.post("/v1/chat/completions")
@@ -43,27 +43,16 @@ def build(inference: Inference, before_scrape: Callable[[], None] | None) -> Fas
 
     @app.get("/v1/models")
     async def models() -> Response:
-        model = inference.model
-        entries: list[objects.ModelObject] = [
-            {
-                "id": name,
-                "object": "model",
-                "created": started,
-                "owned_by": "millrace",
-                "max_model_len": model.max_context,
-            }
-            for name in inference.names
-        ]
-        answer: objects.ModelList = {"object": "list", "data": entries}
-        return json_answer(answer)
+        facts = {"created": started, "owned_by": "millrace", "max_model_len": inference.model.max_context}
+        return json_answer({"object": "list", "data": [{"id": n, "object": "model", **facts} for n in inference.names]})
 
     @app.post("/tokenize")
     async def to_tokens(request: Request) -> Response:
-        return json_answer(await tokenize(inference, parse(TokenizeRequest, await _body(inference, request))))
+        return json_answer(await tokenize(inference, parse(TokenizeRequest, await read_body(request, most))))
 
     @app.post("/detokenize")
     async def to_text(request: Request) -> Response:
-        return json_answer(detokenize(inference, parse(DetokenizeRequest, await _body(inference, request))))
+        return json_answer(detokenize(inference, parse(DetokenizeRequest, await read_body(request, most))))
 
     @app.get("/openapi.json")
     async def describe() -> Response:
@@ -78,7 +67,7 @@ async def _generate(
 ) -> Response:
     name = request.headers.get("x-request-id", "") or secrets.token_hex(12)
     request_id.set(name)
-    wanted = parse(kind, await _body(inference, request))
+    wanted = parse(kind, await read_body(request, inference.backend.config.limits.message_bytes))
     ask = in_format(wanted.ask(name), inference.tokenizer.format)
     if session_id := request.headers.get("x-session-id", ""):
         ask = replace(ask, session_id=session_id)
@@ -154,14 +143,3 @@ async def _chain(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[byte
     yield first
     async for event in rest:
         yield event
-
-
-async def _body(inference: Inference, request: Request) -> bytes:
-    """Return the body. Too large a body is read to its end, as clients expect, but not kept."""
-    body, size, most = bytearray(), 0, inference.backend.config.limits.message_bytes
-    async for piece in request.stream():
-        size += len(piece)
-        if size <= most:
-            body += piece
-    validate.check_size(size, most)
-    return bytes(body)
