@@ -286,14 +286,14 @@ class LocalCluster:
         return all(self.processes[name].announced() for name in names)
 
     async def _ready(self) -> bool:
-        await asyncio.gather(*(self._look(name) for name in self.spec.workers()))
+        workers = tuple(self.spec.workers())
+        infos = await asyncio.gather(*(probe.worker_info(self.address(name), self._identity) for name in workers))
+        for name, info in zip(workers, infos, strict=True):
+            if info is not None:
+                self._note(name, probe.state_name(info.state), info.state_message)
         serving = await probe.is_serving(self.grpc_address, self._identity)
         self._note("router", "ready" if serving else "pairing")
-        return serving and await self._routable(tuple(self.spec.workers()))
-
-    async def _look(self, name: str) -> None:
-        if info := await probe.worker_info(self.address(name), self._identity):
-            self._note(name, probe.state_name(info.state), info.state_message)
+        return serving and await self._routable(workers)
 
     def _note(self, name: str, state: str, detail: str = "") -> Status:
         """What is known of a process from now on: a ready one stays so until it exits."""

@@ -11,8 +11,7 @@ from millrace_serve.engine.core import Events, Load
 from millrace_serve.engine.sim.factory import sim_layout
 from millrace_serve.worker.channels import Sender
 from millrace_serve.worker.config import Timeouts, WorkerConfig
-from millrace_serve.worker.frontend.ranks import Ranks
-from millrace_serve.worker.frontend.step_watch import StepWatch
+from millrace_serve.worker.frontend.ranks import Ranks, StepWatch
 from millrace_serve.worker.launcher import Launcher, OnExit
 from millrace_serve.worker.messages import FromRank, RankReady, Report
 

@@ -14,10 +14,9 @@ import time
 from collections.abc import Callable
 
 from millrace.v1 import worker_pb2
+from millrace_common import loop_lag, tracing
 from millrace_common import metrics as catalogue
-from millrace_common import tracing
 from millrace_common.gc_hooks import ProcessGc
-from millrace_common.loop_lag import LoopLag
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
 from millrace_rpc.tls import identity_of
@@ -71,7 +70,7 @@ class Frontend:
         self.startup_seconds: dict[str, float] = {}  # by phase
         self.profiling = Profiling(config, epoch, self.ranks)
         self.gc = ProcessGc("frontend", self.metrics)
-        self._lag = LoopLag("frontend", self.metrics)
+        self._lag = asyncio.create_task(loop_lag.measure("frontend", self.metrics))
 
     # ------------------------------------------------------------------------------------------------ life
 
@@ -128,7 +127,7 @@ class Frontend:
         self.profiling.close()
         await self.ranks.stop(STOP_GRACE_S)
         self.gc.close()
-        self._lag.close()
+        self._lag.cancel()
         await asyncio.to_thread(self.spans.close)
 
     # ------------------------------------------------------------------------------------------------ admin

@@ -42,7 +42,10 @@ class Profiling:
         seconds = DEFAULT_S if max_seconds is None else max_seconds
         if not 0 < seconds <= LONGEST_S:
             raise invalid("max_seconds", f"is {seconds}; it must be over 0 and at most {LONGEST_S:.0f}")
-        folder = self._folder()
+        if self._config.engine is EngineKind.SIM:
+            raise MillraceError(Reason.INVALID_ARGUMENT, "a simulated engine has nothing to profile (engine=sim)")
+        if (folder := self._config.profile_dir) is None:
+            raise MillraceError(Reason.INVALID_ARGUMENT, "profile_dir: no folder for traces is configured")
         await asyncio.shield(asyncio.create_task(self._start(folder, seconds)))  # otherwise ranks would never stop
         return folder
 
@@ -56,13 +59,6 @@ class Profiling:
     def close(self) -> None:
         if self._expiry is not None:
             self._expiry.cancel()
-
-    def _folder(self) -> Path:
-        if self._config.engine is EngineKind.SIM:
-            raise MillraceError(Reason.INVALID_ARGUMENT, "a simulated engine has nothing to profile (engine=sim)")
-        if self._config.profile_dir is None:
-            raise MillraceError(Reason.INVALID_ARGUMENT, "profile_dir: no folder for traces is configured")
-        return self._config.profile_dir
 
     async def _start(self, folder: Path, seconds: float) -> None:
         async with self._one_by_one:

@@ -23,7 +23,6 @@ from millrace_serve.transfer.base import MemoryHandle
 from millrace_serve.transfer.messages import StopReader, ToReader
 from millrace_serve.worker.channels import Receiver, Sender
 from millrace_serve.worker.config import WorkerConfig
-from millrace_serve.worker.frontend.step_watch import StepWatch
 from millrace_serve.worker.launcher import Launcher
 from millrace_serve.worker.messages import (
     FreezeGc,
@@ -41,6 +40,28 @@ from millrace_serve.worker.messages import (
 
 log = logging.getLogger(__name__)
 A = TypeVar("A", GcFrozen, ProfileDone)
+
+
+class StepWatch:
+    """Detection of a rank that hangs: a collective waits for a lost partner, or a kernel never ends. Its process lives,
+    so nothing else notices. A rank with running sequences reports the end of a step every few milliseconds; a rank that
+    is silent for `limit_s` after such a report is lost. Times are of one monotonic clock, in seconds.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self._busy: dict[int, float] = {}  # rank: time of its last report, if sequences ran then
+
+    def heard(self, rank: int, running: int, now: float) -> None:
+        if running:
+            self._busy[rank] = now
+        else:
+            self._busy.pop(rank, None)
+
+    def hung(self, now: float) -> int | None:
+        """The rank that has been silent for the longest time, if that is too long."""
+        rank = min(self._busy, key=lambda rank: self._busy[rank], default=None)
+        return rank if rank is not None and now - self._busy[rank] > self.limit_s else None
 
 
 class Ranks:
