@@ -36,7 +36,7 @@ async def test_who_is_over_its_rate_takes_nobodys_place(cluster: Callable) -> No
     made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE, credits=0), queue_size=1)
     waiting = asyncio.create_task(made.generate(PROMPT))
     await made.until(lambda: len(made.router.admission) == 1)
-    greedy = Tenant("greedy", weight=4.0, requests=Bucket.full(1, 1, time.monotonic()))
+    greedy = Tenant("greedy", weight=4.0, requests=Bucket(1, 1, time.monotonic()))
     caller.set(Caller(greedy))
 
     async def tokenize(prompt: object, model: object) -> list[int]:

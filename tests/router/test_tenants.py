@@ -131,7 +131,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_rates_say_when() -> None:
-    tenant = Tenant("a", requests=Bucket.full(2, 4, 0.0), tokens=Bucket.full(100, 200, 0.0))
+    tenant = Tenant("a", requests=Bucket(2, 4, 0.0), tokens=Bucket(100, 200, 0.0))
     for _ in range(4):
         tenant.check(0.0)
         tenant.begin(10, 0.0)
@@ -154,7 +154,7 @@ def test_a_priority_is_capped() -> None:
     st.floats(0.1, 1000), st.floats(1, 1000), st.lists(st.tuples(st.floats(0, 10), st.floats(0.1, 100)), max_size=50)
 )
 def test_a_bucket_never_gives_more_than_its_rate(rate: float, burst: float, asks: list[tuple[float, float]]) -> None:
-    bucket, now, given_out = Bucket.full(rate, burst, 0.0), 0.0, 0.0
+    bucket, now, given_out = Bucket(rate, burst, 0.0), 0.0, 0.0
     for pause, amount in asks:
         now += pause
         amount = min(amount, burst)

@@ -132,7 +132,7 @@ def _bucket(rate: float | None, burst: float | None, before: Bucket | None, now:
         return None
     size = burst or max(BURST_S * rate, 1.0)
     if before is None:
-        return Bucket.full(rate, size, now)
+        return Bucket(rate, size, now)
     before.resize(rate, size, now)
     return before
 

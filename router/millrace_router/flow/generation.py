@@ -249,9 +249,6 @@ class Generation:
         if self._ticket is not None:
             self._backend.admission.leave(self._ticket)
             self._ticket = None
-        self._end_spans()
-
-    def _end_spans(self) -> None:
         flow = self.flow
         if self.tokens_at is not None:
             self._spans.first_token(self.tokens_at)

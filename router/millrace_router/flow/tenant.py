@@ -20,12 +20,8 @@ class Bucket:
 
     rate: float
     burst: float
-    level: float
     at: float  # when `level` was right
-
-    @classmethod
-    def full(cls, rate: float, burst: float, now: float) -> Bucket:
-        return cls(rate, burst, burst, now)
+    level: float = math.inf  # of a new bucket: full
 
     def resize(self, rate: float, burst: float, now: float) -> None:
         """Change rate and burst; the present level is kept."""

@@ -55,16 +55,11 @@ class Chooser:
 
     def choose(self, situation: Situation) -> Decision | None:
         """None: the request has to wait."""
-        placement = self._choose(situation, None)
+        placement = self.place(situation)
         return None if placement is None else Decision(self, situation, placement)
 
-    def explain(self, situation: Situation) -> tuple[Selection, ...]:
-        """Return every selection that `choose` makes, in order, the failed ones included."""
-        notes: list[Selection] = []
-        self._choose(situation, notes.append)
-        return tuple(notes)
-
-    def _choose(self, situation: Situation, note: Note | None) -> Placement | None:
+    def place(self, situation: Situation, note: Note | None = None) -> Placement | None:
+        """`note` gets every selection on the way, in order, the failed ones included."""
         want, first = situation.want, situation.view.first
         revisions = (None,) if first is None else (first, None)
         for avoid in (want.avoid, frozenset[str]()) if want.avoid else (want.avoid,):
@@ -98,7 +93,9 @@ class Decision:
         return situation.want.cached(pages.get(replica.process, 0))
 
     def explain(self) -> tuple[Selection, ...]:
-        return self.chooser.explain(self.situation)
+        notes: list[Selection] = []
+        self.chooser.place(self.situation, notes.append)
+        return tuple(notes)
 
     def attributes(self) -> dict[str, str | int]:
         """Attributes of a span of the request's trace."""
