@@ -13,9 +13,10 @@ from millrace_kernels.scratch import Scratch
 from millrace_kernels.silu_mul import silu_mul, silu_mul_quant
 from millrace_kernels.triton import fp8_linear as mid
 from millrace_kernels.triton import rms_norm
+from millrace_kernels.triton import small_linear as small
 from millrace_kernels.triton.gemv import Gemv
 from millrace_kernels.triton.quant import quant_groups_with
-from millrace_kernels.triton.small_linear import Config, config, small_linear_with
+from millrace_kernels.triton.small_linear import Config, config
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU test_gpu_dense.py runs the same kernels")
@@ -157,7 +158,7 @@ def test_small_linear(num: int, n: int, k: int) -> None:
     assert_close(found, exact)
     if num > 1:
         for splits in (1, 3):
-            assert_close(small_linear_with(x, weight, Config(32, splits, 4, 2)), exact)
+            assert_close(small.small_linear(x, weight, Config(32, splits, 4, 2)), exact)
 
 
 MID = [
@@ -173,7 +174,7 @@ MID = [
 def test_fp8_linear(num: int, n: int, k: int, chosen: mid.Config | None) -> None:
     x = quant_groups_with(strided_rows(num, k, torch.bfloat16), 1, 1)
     weight = quant_blocks(torch.randn(n, k, generator=torch.Generator().manual_seed(1)))
-    found = mid.fp8_linear_with(x, weight, torch.float32, chosen or mid.config(num, n, k))
+    found = mid.fp8_linear(x, weight, torch.float32, chosen or mid.config(num, n, k))
     assert found.dtype == torch.float32
     exact = dequantised(x).double() @ dequant_blocks(*weight, torch.float32).double().T
     assert_close(found, exact)
@@ -186,7 +187,7 @@ def test_parts_of_a_replayed_step_are_joined_again() -> None:
     found = []
     for _ in range(2):
         with scratch.step():
-            found.append(mid.fp8_linear_with(x, weight, torch.float32, chosen))
+            found.append(mid.fp8_linear(x, weight, torch.float32, chosen))
     assert torch.equal(*found)
     assert_close(found[0], dequantised(x).double() @ dequant_blocks(*weight, torch.float32).double().T)
 
@@ -206,7 +207,7 @@ def test_one_row_in_tiles(n: int, k: int, chosen: Gemv | Config) -> None:
     x = strided_rows(1, k, torch.bfloat16)
     weight = quant_blocks(torch.randn(n, k, generator=torch.Generator().manual_seed(1)))
     exact = x.double() @ dequant_blocks(*weight, torch.float32).double().T
-    assert_close(small_linear_with(x, weight, chosen), exact)
+    assert_close(small.small_linear(x, weight, chosen), exact)
 
 
 def test_small_linear_of_fp32_rows_does_not_round_them() -> None:

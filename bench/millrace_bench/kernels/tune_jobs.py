@@ -18,7 +18,7 @@ from millrace_kernels.fp8 import BLOCK, Fp8, quant_blocks, reference_small_linea
 from millrace_kernels.moe_experts import reference_experts
 from millrace_kernels.triton import moe_one, moe_small
 from millrace_kernels.triton.gemv import Gemv
-from millrace_kernels.triton.small_linear import Config, config, reduce_parts, small_linear_with
+from millrace_kernels.triton.small_linear import Config, config, reduce_parts, small_linear
 from torch import Tensor
 
 from millrace_bench.kernels.driver import COLD_BYTES
@@ -73,7 +73,7 @@ class Linear:
         k = self.k if isinstance(option, Gemv) else 1024 if option.splits <= 8 else 128 * option.splits
         num = 1 if isinstance(option, Gemv) else 16
         weight = Fp8(torch.zeros(256, k, dtype=torch.uint8, device=CUDA).view(torch.float8_e4m3fn), _scales(256, k))
-        small_linear_with(torch.zeros(num, k, dtype=torch.bfloat16, device=CUDA), weight, option)
+        small_linear(torch.zeros(num, k, dtype=torch.bfloat16, device=CUDA), weight, option)
         if isinstance(option, Config) and option.splits > 1:
             reduce_parts(torch.zeros(option.splits, 256, device=CUDA), torch.zeros(256, device=CUDA).bfloat16())
 
@@ -86,7 +86,7 @@ class Linear:
 
     def calls(self, option: Any) -> Calls:
         x, weights = self.inputs
-        return [functools.partial(small_linear_with, x, weight, option) for weight in weights]
+        return [functools.partial(small_linear, x, weight, option) for weight in weights]
 
     def wanted(self) -> Tensor:
         return reference_small_linear(self.inputs[0], self.inputs[1][0])

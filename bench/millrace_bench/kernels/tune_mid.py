@@ -16,7 +16,7 @@ from millrace_kernels.fp8 import BLOCK, Fp8, quant_blocks, quant_groups
 from millrace_kernels.gpu import sms
 from millrace_kernels.lib import deep_gemm
 from millrace_kernels.scratch import Scratch
-from millrace_kernels.triton.fp8_linear import Config, fp8_linear_with
+from millrace_kernels.triton.fp8_linear import Config, fp8_linear
 from torch import Tensor
 
 from millrace_bench.kernels.driver import COLD_BYTES
@@ -79,7 +79,7 @@ def candidates(num: int, n: int, k: int) -> Iterator[Config]:
 
 def compile_ours(num: int, config: Config) -> None:
     """How K is cut is no part of what is compiled, only that it is."""
-    fp8_linear_with(*_blank(num, 256, 1024), torch.bfloat16, config)
+    fp8_linear(*_blank(num, 256, 1024), torch.bfloat16, config)
 
 
 def compile_library(num: int, n: int, k: int) -> None:
@@ -138,7 +138,7 @@ def tune(num: int, n: int, k: int, ready: set[Hashable]) -> dict[Config | None, 
 def _product(x: Fp8, chosen: Config | None, weight: Fp8) -> Tensor:
     if chosen is None:
         return deep_gemm.fp8_linear(x, weight, torch.bfloat16)
-    return fp8_linear_with(x, weight, torch.bfloat16, chosen)
+    return fp8_linear(x, weight, torch.bfloat16, chosen)
 
 
 def report(num: int, n: int, k: int, times: dict[Config | None, float]) -> dict[str, object]:

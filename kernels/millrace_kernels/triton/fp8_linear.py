@@ -124,12 +124,9 @@ def _fp8_linear(
             _join(parts, out, at, written, num_tokens.to(tl.int64) * n, splits)
 
 
-def fp8_linear(x: Fp8, weight: Fp8, dtype: torch.dtype) -> Tensor:
-    return fp8_linear_with(x, weight, dtype, config(x.data.shape[0], *weight.data.shape))
-
-
-def fp8_linear_with(x: Fp8, weight: Fp8, dtype: torch.dtype, chosen: Config) -> Tensor:
+def fp8_linear(x: Fp8, weight: Fp8, dtype: torch.dtype, chosen: Config | None = None) -> Tensor:
     (num_tokens, k), n = x.data.shape, weight.data.shape[0]
+    chosen = chosen or config(num_tokens, n, k)
     assert x.data.stride(1) == 1 and weight.data.stride(1) == 1, (x.data.stride(), weight.data.stride())
     assert BLOCK % chosen.block_n == 0, chosen
     out = torch.empty(num_tokens, n, dtype=dtype, device=x.data.device)

@@ -115,14 +115,11 @@ def _reduce(parts, out, size, SPLITS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     tl.store(out + at, total.to(out.dtype.element_ty), at < size)
 
 
-def small_linear(x: Tensor, weight: Fp8) -> Tensor:
+def small_linear(x: Tensor, weight: Fp8, chosen: Config | Gemv | None = None) -> Tensor:
     if x.dtype != torch.bfloat16:  # the tensor cores would round it
         return reference_small_linear(x, weight)
-    return small_linear_with(x, weight, config(x.shape[0], *weight.data.shape))
-
-
-def small_linear_with(x: Tensor, weight: Fp8, chosen: Config | Gemv) -> Tensor:
     num_tokens, n = x.shape[0], weight.data.shape[0]
+    chosen = chosen or config(num_tokens, *weight.data.shape)
     assert x.stride(1) == 1 and weight.data.stride(1) == 1 and BLOCK % chosen.block_n == 0, (x.stride(), chosen)
     out = x.new_empty(num_tokens, n)
     if isinstance(chosen, Gemv):

@@ -20,7 +20,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 from millrace.v1 import worker_pb2
@@ -68,20 +68,20 @@ class PostedRead:
     error: str = ""  # of a rank
 
 
+@dataclass(slots=True)
 class Import:
     """One request's import: its state machine, and the data needed to carry out its actions."""
 
-    def __init__(self, machine: KvImport, replica: int, peer: Peer) -> None:
-        self.machine = machine
-        self.replica = replica
-        self.peer = peer
-        self.sources: list[MemoryHandle] = []  # by tensor-parallel rank of the exporter
-        self.reads: dict[int, PostedRead] = {}  # by number
-        self.last_part_at = 0.0
-        self.told = False  # the router has the end of the attempt, or will get it from the engine
-        self.fetch: Fetch | None = None
-        self.task: asyncio.Task[None] | None = None
-        self.released = False  # release was sent
+    machine: KvImport
+    replica: int
+    peer: Peer
+    sources: list[MemoryHandle] = field(default_factory=list)  # by tensor-parallel rank of the exporter
+    reads: dict[int, PostedRead] = field(default_factory=dict)  # by number
+    last_part_at: float = 0.0
+    told: bool = False  # the router has the end of the attempt, or will get it from the engine
+    fetch: Fetch | None = None
+    task: asyncio.Task[None] | None = None
+    released: bool = False  # release was sent
 
 
 class Imports:
