@@ -170,7 +170,7 @@ def _tokens(shapes: list[Shape]) -> list[int]:
 
 def _forwards(site: Site, runner: TorchRunner) -> Callable[[int], Forward]:
     """The functions to capture, by bucket."""
-    plain, execution = runner.forward_all, site.execution
+    plain, execution = runner.forward, site.execution
     if execution.compile == "off":
         return lambda bucket: plain
     fast = compiled(plain)

@@ -76,7 +76,7 @@ class TorchRunner:
         """Use these graphs from the next step on."""
         self._graphs = graphs
 
-    def forward_all(self, inputs: ForwardInput) -> Tensor:
+    def forward(self, inputs: ForwardInput) -> Tensor:
         """-> logits float32 [T, V]"""
         return self._model.logits(self._model.forward(inputs, self._kv))
 
