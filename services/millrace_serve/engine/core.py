@@ -109,7 +109,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """Why a sequence ended in error; `reason` is a name of millrace_rpc.errors.Reason."""
+    """Why a sequence ended in error; `reason` is a value of millrace_common.reasons.Reason."""
 
     reason: str
     message: str
