@@ -81,7 +81,7 @@ class System:
 
     @contextlib.asynccontextmanager
     async def _grpc(self, concurrency: int) -> AsyncIterator[Backend]:
-        if await probe.is_serving(self.where) is None:
+        if not await probe.is_serving(self.where):
             raise CommandError(f"no server answers at {self.where}; start one with `millrace serve-local`")
         yield GrpcBackend(self.where, concurrency)
 
