@@ -119,6 +119,7 @@ def test_tuning_offers_configurations_of_every_shape() -> None:
             assert options[0] == small_linear.config(job.num, job.n, job.k)
 
 
+@pytest.mark.long
 def test_tuning_measures_what_gives_the_right_result(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -208,6 +209,7 @@ class Products(types.ModuleType):
         return reference_experts(*arguments, shared_expert)
 
 
+@pytest.mark.long
 def test_the_experts_are_tuned_launch_by_launch(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

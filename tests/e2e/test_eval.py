@@ -24,6 +24,7 @@ def results() -> dict[str, Any]:
     return record
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("task", THRESHOLDS)
 def test_accuracy(results: dict[str, Any], task: str) -> None:
     figures = results["tasks"][task]

@@ -20,7 +20,7 @@ from millrace_testing.pods import PRE_STOP_S, Pods
 from millrace_testing.prometheus import free_port
 from millrace_testing.rollout import WORKERS, Load, routable, router_spec
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(180)]
 
 
 @pytest.fixture

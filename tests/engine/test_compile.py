@@ -28,6 +28,7 @@ def engine(**execution: object) -> Engine:
     return load_rank(limits, Role.UNIFIED, TINY, ParallelDims(), CPU, torch.float32, execution=options).engine()
 
 
+@pytest.mark.long
 def test_compiled_steps_say_what_plain_ones_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """The backend `eager` shows what is traced, without a compiler for it."""
     torch.set_num_threads(1)

@@ -126,6 +126,7 @@ async def test_an_abort_reaches_the_other_side_at_every_stage(tmp_path: Path) ->
             both.to_prefill.abort(r)
             assert (await both.to_prefill.finish(r)).finish_reason == ABORT
             assert (await both.to_decode.finish(r)).failure.reason == Reason.CANCELLED
+            await until_metric(decode, "millrace_sequences", 0, doing="importing")  # of the first one
             # on D while P computes: D gives the pages back, and P stops
             r = both.submit(request(prompt_of(8000)))
             await until_metric(decode, "millrace_sequences", 1, doing="importing")

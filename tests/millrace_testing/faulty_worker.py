@@ -66,4 +66,4 @@ if __name__ == "__mp_main__":
 elif __name__ == "__main__":
     role = sys.argv.pop(1)
     signal.signal(signal.SIGUSR1, pause)
-    runpy.run_module(f"millrace_serve.{role}.__main__", run_name="__millrace__")["main"]()
+    runpy.run_module(f"millrace_serve.{role}.__main__", run_name="__main__")

@@ -65,12 +65,14 @@ async def said(link: FakeLink, r: worker_pb2.EngineRequest) -> Continuation:
     return Continuation(link.tokens(r), [token.sampled.logprob for output in link.of(r) for token in output.logprobs])
 
 
+@pytest.mark.long
 async def test_data_parallel_replicas_step_together(tmp_path: Path, reference: list[Continuation]) -> None:
     async with workers(tmp_path, "unified", sets=(*MODEL, "dp=2")) as [worker], FakeLink(worker) as link:
         assert_same(await generate(link, 2), reference)
         await worker.whole()
 
 
+@pytest.mark.long
 async def test_tensor_parallel_ranks_hand_over_rank_by_rank(tmp_path: Path, reference: list[Continuation]) -> None:
     """Also between workers that have sharded their experts in the two ways that there are."""
     sets = (*MODEL, "tp=2", f"profile_dir={tmp_path / 'traces'}")
