@@ -29,8 +29,6 @@ from millrace_router.policy.snapshot import Key, Placement, Replica, View, Want
 CLOSED = "no credits"
 NO_PAGES: Mapping[Process, int] = {}
 WhyNot = Callable[[Replica], str]
-
-
 Note = Callable[[Selection], None]  # each question to a policy; a request asks one or several
 
 

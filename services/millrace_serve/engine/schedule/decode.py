@@ -255,7 +255,7 @@ class DecodeScheduler(Scheduler):
             self._stop(seq, FinishReason.ERROR, Failure(Reason.KV_MISMATCH, output.corrupt[index]))
         elif row >= 0 and seq.phase is not DONE:
             self._append(seq, row, tokens[row], output)
-        if not seq.inflight and seq.phase is not RUNNING and seq in self.leaving:
+        if seq.phase is not RUNNING and not seq.inflight and seq in self.leaving:
             self._settle(seq)
 
     def _append(self, seq: Sequence, row: int, tokens: list[int], output: StepOutput) -> None:

@@ -32,10 +32,12 @@ class Outbox:
         error: Failure | None = None,
     ) -> SequenceOutput:
         """`tokens` are the newest of seq.tokens."""
-        cached, queued_s = (seq.num_cached_tokens, seq.queued_s) if seq.silent else (0, 0.0)
         first = len(seq.tokens) - seq.num_prompt - len(tokens)
-        output = SequenceOutput(seq.id, first, tokens, finish, error, cached, queued_s)
-        seq.silent = False
+        if seq.silent:
+            output = SequenceOutput(seq.id, first, tokens, finish, error, seq.num_cached_tokens, seq.queued_s)
+            seq.silent = False
+        else:
+            output = SequenceOutput(seq.id, first, tokens, finish, error)
         self.events.outputs.append(output)
         self.totals["output_tokens"] += len(tokens)
         return output

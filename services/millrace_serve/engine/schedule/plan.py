@@ -55,7 +55,9 @@ class StepOutput:
     def outputs(self, row: int, tokens: list[int], seq: Sequence) -> list[TokenOutput]:
         """The first accepted tokens of a row, with as many logprobs as the request of `seq` asks for."""
         if self.logprobs is None or (count := seq.request.sampling.logprobs) is None:
-            return list(map(TokenOutput, tokens))
+            return (
+                [TokenOutput(tokens[0])] if len(tokens) == 1 else list(map(TokenOutput, tokens))
+            )  # map is slow for one
         assert self.top_ids is not None and self.top_logprobs is not None
         ids, values = self.top_ids[row, :, :count].tolist(), self.top_logprobs[row, :, :count].tolist()
         tops = [tuple(map(TopLogprob, *top)) for top in zip(ids, values, strict=True)]

@@ -75,7 +75,7 @@ class Staging:
         return read
 
     def _allocate(self, nbytes: int) -> Tensor | None:
-        """Allocate both sides; nothing where the host's memory is the device's."""
+        """Memory of the device; None where the host's memory is the device's."""
         if self._device.torch.type == "cpu":
             return None
         return torch.empty(_capacity(nbytes), dtype=torch.uint8, device=self._device.torch)
