@@ -61,10 +61,12 @@ class Machine(RuleBasedStateMachine):
         max_prefill_tokens=st.integers(1, 12),
         max_parked_pages=st.sampled_from([None, 4]),
         draft_tokens=st.integers(0, 3),
+        draft_batches=st.sampled_from([(9, 9, 9), (3, 2, 1), (2, 0, 0)]),
         acceptance=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
     )
     def start(self, draft_tokens: int, acceptance: float, **config: object) -> None:
-        drafts = SETTINGS.model_copy(update={"draft_tokens": draft_tokens, "acceptance": acceptance})
+        config["draft_tokens"] = draft_tokens
+        drafts = SETTINGS.model_copy(update={"acceptance": acceptance})
         self.driver = Driver(self.role, drafts, max_waiting=5, **config)
         self.rooms = 0
         self.ended_leases: set[RequestId] = set()

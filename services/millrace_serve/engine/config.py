@@ -19,6 +19,9 @@ class Role(enum.StrEnum):
     UNIFIED = "unified"  # LOCAL requests
 
 
+DRAFT_BATCHES = (128, 16, 4)  # until they are measured: one draft up to 128 sequences, two up to 16, three up to 4
+
+
 class Limits(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -29,7 +32,12 @@ class Limits(BaseModel):
     max_waiting: int = Field(256, ge=0)  # sequences queued beyond max_running; more are refused as OVERLOADED
     max_prefill_tokens: int = Field(2048, ge=1)  # prompt tokens per step over all sequences; decode tokens come on top
     max_parked_pages: int | None = Field(None, ge=1)  # pages that prompts may hold until their lease ends; None = pool
-    draft_tokens: int = Field(0, ge=0)  # 0: the MTP layer is neither loaded nor in the KV page; no step drafts yet
+    draft_tokens: int = Field(
+        0, ge=0, le=3
+    )  # most drafts per sequence and step; 0: no MTP layer, not in the page either
+    draft_batches: tuple[Annotated[int, Field(ge=0)], ...] = (
+        DRAFT_BATCHES  # most sequences of a step for 1, 2, … drafts
+    )
     prefix_cache: bool = True
     overlap: bool = True  # schedule step N+1 while step N runs
     canary: bool = False  # debug: every page carries the hash of its tokens, checked before each step
@@ -38,6 +46,10 @@ class Limits(BaseModel):
     @property
     def max_pages_per_seq(self) -> int:
         return -(-self.max_model_len // self.page_size)
+
+    def num_drafts(self, num_sequences: int) -> int:
+        """Drafts of each sequence in a step of so many sequences."""
+        return sum(num_sequences <= most for most in self.draft_batches[: self.draft_tokens])
 
     def resolved(self, num_pages: int) -> EngineConfig:
         """The same limits with this number of pages."""
@@ -68,3 +80,5 @@ class Execution(Config):
     memory_fraction: float = Field(0.92, gt=0, le=1)  # of a CUDA device's memory, for this rank
     cache_dir: Path | None = None  # of compiled code; None: where libraries put it, and nothing is compiled ahead
     random_weights: bool = False  # in the shapes of the checkpoint's config.json, which may stand alone
+    # Of random weights, for benchmarks: the probability that the first draft, the first two, … are accepted.
+    simulated_acceptance: tuple[Annotated[float, Field(ge=0, le=1)], ...] = ()

@@ -125,6 +125,8 @@ class SequenceOutput(msgspec.Struct, frozen=True):
     error: Failure | None = None
     num_cached_tokens: int = 0  # prompt tokens served from this engine's prefix cache; set on the first output
     queued_s: float = 0.0  # from its arrival until it got pages; set on the first output
+    num_drafted: int = 0  # drafts that this engine verified for the sequence; set on the last output
+    num_accepted: int = 0  # of these
 
 
 class KvPart(msgspec.Struct, frozen=True):
@@ -139,6 +141,7 @@ class KvPart(msgspec.Struct, frozen=True):
     num_tokens: int  # prompt tokens whose KV is ready, this part included
     last: bool
     first: SequenceOutput | None = None  # on the last part: the first token, perhaps already final
+    drafts: tuple[int, ...] = ()  # on the last part: drafts of the tokens behind it
 
 
 # ------------------------------------------------------------------------------------- commands to an engine
@@ -165,6 +168,7 @@ class KvArrived(msgspec.Struct, frozen=True, tag=True):
 
     id: RequestId
     first: SequenceOutput
+    drafts: tuple[int, ...] = ()  # of the tokens behind `first`
 
 
 class KvFailed(msgspec.Struct, frozen=True, tag=True):
@@ -220,6 +224,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0  # prompt tokens ever served from the prefix cache
     prompt_tokens: int = 0
     output_tokens: int = 0
+    drafted: tuple[int, ...] = ()  # drafts ever verified, by their place behind the last token
+    accepted: tuple[int, ...] = ()  # of these
     credits: int = 0  # further requests this replica is willing to take now
 
 

@@ -44,9 +44,9 @@ RUNNING, DONE = Phase.RUNNING, Phase.DONE  # Python 3.11 takes as long for a mem
 
 
 class DecodeScheduler(Scheduler):
-    def __init__(self, config: EngineConfig, requests: Requests, pages: Pages, num_queries: int = 1) -> None:
+    def __init__(self, config: EngineConfig, requests: Requests, pages: Pages) -> None:
         super().__init__(config, requests, pages)
-        self._num_queries = num_queries
+        self._num_queries = 1 + config.draft_tokens  # at most
         self._importing: set[Sequence] = set()  # a transfer into their pages may be in flight, even if they are DONE
         self._ready: dict[Sequence, None] = {}
         self._prefilling: dict[Sequence, None] = {}

@@ -17,12 +17,9 @@ from millrace_serve.engine.schedule.scheduler import Scheduler
 Clock = Callable[[], float]
 
 
-def make_scheduler(
-    config: EngineConfig, role: Role, facts: ModelFacts, clock: Clock, grammars: Grammars, num_queries: int = 1
-) -> Scheduler:
-    """`num_queries`: rows of a decode sequence in a step, its last token and drafts."""
+def make_scheduler(config: EngineConfig, role: Role, facts: ModelFacts, clock: Clock, grammars: Grammars) -> Scheduler:
     requests = Requests(config, role, facts, clock, grammars)
     pages = Pages(config, KvCache(config.num_pages, config.page_size, config.prefix_cache))
     if role is Role.PREFILL:
         return PrefillScheduler(config, requests, pages)
-    return DecodeScheduler(config, requests, pages, num_queries)
+    return DecodeScheduler(config, requests, pages)

@@ -42,7 +42,6 @@ class SimSettings(BaseModel):
     token_s: float = Field(0.0, ge=0)
     sequence_s: float = Field(0.0, ge=0)
     key_s: float = Field(0.0, ge=0)
-    draft_tokens: int = Field(0, ge=0, le=7)  # rows of a decode sequence beyond the first
     acceptance: float = Field(0.7, ge=0, le=1)  # probability that a draft is accepted
     page_kv_bytes: int = Field(4096, ge=2, multiple_of=2)  # size of a page that travels, without its canary
 
