@@ -95,6 +95,7 @@ def test_bad_requests_are_refused_with_the_name_of_the_field(field: str, change)
         SequenceOutput(ID, 0, [TokenOutput(1)], None, None, 128),
         SequenceOutput(ID, 7, [], FinishReason.ERROR, Failure("KV_EXPIRED", "too late")),
         SequenceOutput(ID, 7, [], FinishReason.ABORT),
+        SequenceOutput(ID, 7, [TokenOutput(1)], FinishReason.STOP, num_drafted=9, num_accepted=4),
         SequenceOutput(ID, 2, [TokenOutput(3, -0.5, (TopLogprob(3, -0.5), TopLogprob(4, -1.5)))], FinishReason.STOP),
     ],
 )
@@ -104,14 +105,19 @@ def test_outputs_survive_the_round_trip(output: SequenceOutput) -> None:
 
 def test_parts_and_memory_survive_the_round_trip() -> None:
     first = SequenceOutput(ID, 0, [TokenOutput(1)])
-    for part in (KvPart(ID, 0, [4, 5], [2**64 - 1, 0], 128, False), KvPart(ID, 2, [], [], 128, True, first)):
+    for part in (
+        KvPart(ID, 0, [4, 5], [2**64 - 1, 0], 128, False),
+        KvPart(ID, 2, [], [], 128, True, first),
+        KvPart(ID, 2, [], [], 128, True, first, (7, 0, 7)),
+    ):
         assert convert.core_part(ID, convert.wire_part(part)) == part
     handle = MemoryHandle("nixl", "agent", b"\0\1", 2**63, 4096, 10, 1, "VRAM")
     assert convert.core_memory(convert.wire_memory(handle)) == handle
 
 
 def test_every_field_of_load_is_on_the_wire() -> None:
-    values = {name: index for index, name in enumerate(Load.__struct_fields__, 1)}
+    counts = {"drafted": [9, 5, 1], "accepted": [7, 2, 0]}
+    values = {name: index for index, name in enumerate(Load.__struct_fields__, 1)} | counts
     sent = convert.wire_load(Load(**values))
     assert {field.name: value for field, value in sent.ListFields()} == values
 

@@ -121,6 +121,8 @@ def wire_output(output: SequenceOutput) -> worker_pb2.SequenceOutput:
         token_ids=[token.token_id for token in output.tokens],
         finish_reason=None if output.finish is None else _FINISH[output.finish],
         cached_tokens=output.num_cached_tokens,
+        drafted_tokens=output.num_drafted,
+        accepted_draft_tokens=output.num_accepted,
     )
     if output.tokens and output.tokens[0].logprob is not None:
         wire.logprobs.extend(map(_wire_logprobs, output.tokens))
@@ -136,7 +138,16 @@ def core_output(wire: worker_pb2.SequenceOutput) -> SequenceOutput:
         tokens = [TokenOutput(token) for token in wire.token_ids]
     error = core_failure(wire.failure) if wire.HasField("failure") else None
     finish = _FINISH_BACK.get(wire.finish_reason)
-    return SequenceOutput(request_id(wire.id), wire.first_index, tokens, finish, error, wire.cached_tokens)
+    return SequenceOutput(
+        request_id(wire.id),
+        wire.first_index,
+        tokens,
+        finish,
+        error,
+        wire.cached_tokens,
+        num_drafted=wire.drafted_tokens,
+        num_accepted=wire.accepted_draft_tokens,
+    )
 
 
 def wire_failure(failure: Failure) -> common_pb2.Failure:
@@ -173,12 +184,22 @@ def wire_part(part: KvPart) -> kv_pb2.KvPart:
         num_tokens=part.num_tokens,
         last=part.last,
         first=wire_output(part.first) if part.first else None,
+        drafts=part.drafts,
     )
 
 
 def core_part(id: RequestId, wire: kv_pb2.KvPart) -> KvPart:
     first = core_output(wire.first) if wire.HasField("first") else None
-    return KvPart(id, wire.first_page, list(wire.page_ids), list(wire.fingerprints), wire.num_tokens, wire.last, first)
+    return KvPart(
+        id,
+        wire.first_page,
+        list(wire.page_ids),
+        list(wire.fingerprints),
+        wire.num_tokens,
+        wire.last,
+        first,
+        tuple(wire.drafts),
+    )
 
 
 def wire_memory(handle: MemoryHandle) -> kv_pb2.RankMemory:
