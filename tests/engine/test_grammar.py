@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from engine.drafted_masks import bits_of, check_masks
 from engine.harness import SETTINGS, Driver, fill_pages, first_output, request
 from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import Role
@@ -52,10 +53,6 @@ def mask_of(tokens: list[int]) -> np.ndarray:
     return mask.astype(np.uint32).view(np.int32)
 
 
-def bits_of(mask: np.ndarray) -> list[int]:
-    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
-
-
 def pick(bits: list[int], output_index: int) -> int:
     return bits[output_index % len(bits)]
 
@@ -77,13 +74,19 @@ class FakeMatcher:
     def __init__(self, dead_end: int | None) -> None:
         self._tokens: list[int] = []
         self._dead_end = dead_end
-        self.mask = mask_of(allowed([]))
+
+    @property
+    def mask(self) -> np.ndarray:
+        return mask_of([] if len(self._tokens) == self._dead_end else allowed(self._tokens))
 
     def accept(self, token: int) -> bool:
         legal = token in bits_of(self.mask)
-        self._tokens.append(token)
-        self.mask = mask_of([] if len(self._tokens) == self._dead_end else allowed(self._tokens))
+        self._tokens += [token] * legal
         return legal
+
+    def rollback(self, count: int) -> None:
+        assert count <= len(self._tokens)
+        del self._tokens[len(self._tokens) - count :]
 
 
 class FakeCompiler:
@@ -210,6 +213,24 @@ def test_a_grammar_that_begins_behind_a_token() -> None:
         assert walk.accept([token]) is None
     assert walk.accept([77]) is None and bits_of(walk.mask) == allowed([])
     assert walk.accept([allowed([])[0]]) is None
+
+
+@pytest.mark.parametrize("grammar", [FREE, AFTER])
+def test_masks_along_drafts(grammar: Grammar) -> None:
+    """Every number of masks comes, and drafts that pass the token behind which the grammar begins."""
+    grammars, after = Grammars(FakeCompiler()), grammar.after_token_id
+    one = constrained(1, [5], grammar)
+    seen = [check_masks(lambda: grammars.walk(one), seed, V, SETTINGS.eos_token_id, after) for seed in range(60)]
+    assert {count for count, _ in seen} == {1, 2, 3, 4}
+    assert any(passed for _, passed in seen) is (after is not None)
+    grammars.close()
+
+
+def test_drafts_that_the_grammar_cannot_go_on_from() -> None:
+    tokens = expected(4)
+    walk = Grammars(FakeCompiler()).walk(constrained(1, [5], Grammar(GrammarKind.REGEX, "dead end")))
+    assert walk.accept(tokens[:2]) is None
+    assert [bits_of(mask) for mask in walk.masks(tokens[2:])] == [allowed(tokens[:2]), allowed(tokens[:3])]
 
 
 def test_refusals() -> None:

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from engine.drafted_masks import bits_of, check_masks
 from engine.harness import request
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -185,7 +186,7 @@ def test_special_tokens_and_padding_are_never_allowed(compiler: XgrammarCompiler
 def test_structural_tag(compiler: XgrammarCompiler) -> None:
     matcher = compiler.compile(Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(TAG)))()
     assert all(matcher.accept(token) for token in TOKENIZER.encode("<call>7</call>", add_special_tokens=False).ids)
-    assert np.flatnonzero(np.unpackbits(matcher.mask.view(np.uint8), bitorder="little")).tolist() == [EOS]
+    assert bits_of(matcher.mask) == [EOS]
     assert not compiler.compile(Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(TAG)))().accept(
         TOKENIZER.encode("7").ids[0]
     )
@@ -198,8 +199,7 @@ def test_a_walk_depends_on_the_outputs_only(compiler: XgrammarCompiler, seed: in
     grammars, rng, tokens = Grammars(compiler), np.random.default_rng(seed), []
     walk = grammars.walk(ask(1, JSON))
     while len(tokens) < 12:
-        bits = np.flatnonzero(np.unpackbits(walk.mask.view(np.uint8), bitorder="little"))
-        token = int(rng.choice(bits))
+        token = int(rng.choice(bits_of(walk.mask)))
         if token == EOS:
             break
         tokens.append(token)
@@ -208,6 +208,25 @@ def test_a_walk_depends_on_the_outputs_only(compiler: XgrammarCompiler, seed: in
     other = grammars.walk(request(1, base + tokens[:prior], prior=prior, grammar=JSON))
     assert other.accept(tokens[prior:]) is None
     assert (other.mask == walk.mask).all()
+    grammars.close()
+
+
+@pytest.mark.parametrize("grammar", [JSON, WORDS, msgspec.structs.replace(WORDS, after_token_id=ASSISTANT)])
+def test_masks_along_drafts(compiler: XgrammarCompiler, grammar: Grammar) -> None:
+    grammars, after, one = Grammars(compiler), grammar.after_token_id, ask(1, grammar)
+    seen = [check_masks(lambda: grammars.walk(one), seed, 1024, EOS, after) for seed in range(40)]
+    assert {count for count, _ in seen} == {1, 2, 3, 4}
+    assert any(passed for _, passed in seen) is (after is not None)
+    grammars.close()
+
+
+def test_a_draft_that_ends_the_sequence(compiler: XgrammarCompiler) -> None:
+    grammars = Grammars(compiler)
+    walk = grammars.walk(ask(1, Grammar(GrammarKind.REGEX, "yes|no")))
+    outputs = TOKENIZER.encode("no", add_special_tokens=False).ids
+    masks = walk.masks([*outputs, EOS, 50])
+    assert len(masks) == 1 + len(outputs) and bits_of(masks[-1]) == [EOS]
+    assert walk.accept(outputs) is None and bits_of(walk.mask) == [EOS]
     grammars.close()
 
 

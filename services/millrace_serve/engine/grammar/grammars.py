@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
@@ -35,10 +35,17 @@ class GrammarError(Exception):
 class Matcher(Protocol):
     """A state of a compiled grammar."""
 
-    mask: np.ndarray  # int32 [ceil(V / 32)]; bit t % 32 of word t // 32: token t may come next
+    @property
+    def mask(self) -> np.ndarray:
+        """int32 [ceil(V / 32)]; bit t % 32 of word t // 32: token t may come next. Valid until the state changes."""
+        ...
 
     def accept(self, token: int) -> bool:
-        """Advance by one token that is no end of sequence. False: the grammar does not allow it."""
+        """Advance by one token. False, and nothing changes: the grammar does not allow it, or it ends the sequence."""
+        ...
+
+    def rollback(self, count: int) -> None:
+        """Take back the last `count` accepted tokens."""
         ...
 
 
@@ -63,20 +70,40 @@ class Walk:
 
     @property
     def mask(self) -> np.ndarray:
-        """As in Matcher; valid until the next `accept`."""
+        """As in Matcher."""
         return self._free if self._matcher is None else self._matcher.mask
+
+    def masks(self, drafts: Sequence[int]) -> list[np.ndarray]:
+        """Copies of the mask now and behind each of the leading `drafts` that the grammar allows; the walk stays here.
+
+        A draft that ends the sequence, or that the grammar cannot go on from, ends the list: it has 1 to
+        1 + len(drafts) masks, and what is sampled in rows without one is not to be taken.
+        """
+        matcher, masks = self._matcher, [self.mask.copy()]
+        for token in drafts:
+            if not self._advance(token):
+                break
+            masks.append(self.mask.copy())
+        if matcher is not None:
+            matcher.rollback(len(masks) - 1)
+        self._matcher = matcher
+        return masks if masks[-1].any() else masks[:-1]
 
     def accept(self, tokens: Iterable[int]) -> Failure | None:
         """Advance by outputs that did not end the sequence. Returns a failure when no continuation exists."""
         for token in tokens:
-            if self._matcher is not None:
-                if not self._matcher.accept(token):
-                    return Failure(Reason.INVALID_ARGUMENT, f"the grammar does not allow token {token} of the output")
-            elif token == self._after:
-                self._matcher = self._start()
+            if not self._advance(token):
+                return Failure(Reason.INVALID_ARGUMENT, f"the grammar does not allow token {token} of the output")
         if not self.mask.any():
             return Failure(Reason.INVALID_ARGUMENT, "the grammar has no continuation after this output")
         return None
+
+    def _advance(self, token: int) -> bool:
+        if self._matcher is not None:
+            return self._matcher.accept(token)
+        if token == self._after:
+            self._matcher = self._start()
+        return bool(self._free[token // 32] >> token % 32 & 1)
 
 
 class Grammars:

@@ -78,18 +78,28 @@ class _Matcher:
 
         self._matcher = xgrammar.GrammarMatcher(compiled)
         self._rows = np.empty((1, words), np.int32)
-        self.mask = self._rows[0]
-        self._fill()
+        self._filled = False
+
+    @property
+    def mask(self) -> np.ndarray:
+        if not self._filled:
+            self._rows.fill(ALL)  # the library leaves a mask that restricts nothing as it is
+            self._matcher.fill_next_token_bitmask(self._rows)
+            self._filled = True
+        return self._rows[0]
 
     def accept(self, token: int) -> bool:
-        if not self._matcher.accept_token(token) or self._matcher.is_terminated():  # by an end of the sequence
+        if not self._matcher.accept_token(token):
             return False
-        self._fill()
+        if self._matcher.is_terminated():  # by an end of the sequence
+            self._matcher.rollback(1)
+            return False
+        self._filled = False
         return True
 
-    def _fill(self) -> None:
-        self._rows.fill(ALL)  # the library leaves a mask that restricts nothing as it is
-        self._matcher.fill_next_token_bitmask(self._rows)
+    def rollback(self, count: int) -> None:
+        self._matcher.rollback(count)
+        self._filled = False
 
 
 def _compile(compiler: xgrammar.GrammarCompiler, grammar: Grammar) -> xgrammar.CompiledGrammar:
