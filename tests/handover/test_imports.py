@@ -91,7 +91,7 @@ class Bench:
         self.outputs: list[SequenceOutput] = []
         layout = types.SimpleNamespace(fingerprint="f", page_bytes=64)
         ranks: Any = types.SimpleNamespace(
-            ready_info=types.SimpleNamespace(layout=layout),
+            ready_info=types.SimpleNamespace(layout=layout, vocab_size=1000),
             of_replica=lambda replica: range(2 * replica, 2 * replica + 2),
             send=lambda replica, message: self.engine.append(message),
             send_reader=lambda rank, message: self.transfer.append((rank, message)),
@@ -127,11 +127,11 @@ class Bench:
         for _ in range(10):
             await asyncio.sleep(0)
 
-    async def reading(self) -> None:
+    async def reading(self, drafts: tuple[int, ...] = ()) -> None:
         """To both ranks reading the pages."""
         hashes = page_hashes(PROMPT, 64)
         self.peer.said.put_nowait(SOURCES)
-        self.peer.said.put_nowait(KvPart(ID, 0, [7, 8], hashes, 100, True, FIRST))
+        self.peer.said.put_nowait(KvPart(ID, 0, [7, 8], hashes, 100, True, FIRST, drafts))
         await self.settle()
         assert self.engine == [KvOffered(ID)]
         self.imports.on_reserved(KvReserved(ID, [3, 4], 0))
@@ -161,6 +161,17 @@ async def test_held_after_every_rank_has_read(bench: Bench) -> None:
     assert bench.engine[1:] == [KvArrived(ID, FIRST)] and bench.outputs == [FIRST]
     assert len(bench.imports) == 0 and bench.failed == []
     assert bench.peer.ended
+
+
+@pytest.mark.parametrize(("sent", "used"), [((5, 0, 999), (5, 0, 999)), ((5, 1000, 6), (5,)), ((2**32 - 1,), ())])
+async def test_drafts_reach_the_engine_up_to_the_first_that_is_no_token(
+    bench: Bench, sent: tuple[int, ...], used: tuple[int, ...]
+) -> None:
+    await bench.reading(sent)
+    for rank in (0, 1):
+        bench.imports.on_read_done(rank, ReadDone(ID, 0, "", 2))
+    await bench.settle()
+    assert bench.engine[1:] == [KvArrived(ID, FIRST, used)] and bench.outputs == [FIRST]
 
 
 async def test_an_abort_holds_the_pages_until_the_reads_are_over_and_says_nothing_itself(bench: Bench) -> None:

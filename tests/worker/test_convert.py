@@ -111,6 +111,8 @@ def test_parts_and_memory_survive_the_round_trip() -> None:
         KvPart(ID, 2, [], [], 128, True, first, (7, 0, 7)),
     ):
         assert convert.core_part(ID, convert.wire_part(part)) == part
+    many = convert.wire_part(KvPart(ID, 2, [], [], 128, True, first, (7, 0, 7, 1, 2)))
+    assert convert.core_part(ID, many).drafts == (7, 0, 7)
     handle = MemoryHandle("nixl", "agent", b"\0\1", 2**63, 4096, 10, 1, "VRAM")
     assert convert.core_memory(convert.wire_memory(handle)) == handle
 

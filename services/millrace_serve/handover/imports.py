@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import Callable, Coroutine
@@ -78,6 +79,7 @@ class Import:
     sources: list[MemoryHandle] = field(default_factory=list)  # by tensor-parallel rank of the exporter
     reads: dict[int, PostedRead] = field(default_factory=dict)  # by number
     last_part_at: float = 0.0
+    drafts: tuple[int, ...] = ()  # of the tokens behind the first one
     told: bool = False  # the router has the end of the attempt, or will get it from the engine
     fetch: Fetch | None = None
     task: asyncio.Task[None] | None = None
@@ -182,7 +184,7 @@ class Imports:
                 case Done(first):
                     self._metrics.kv_transfer.observe(time.monotonic() - job.last_part_at)
                     self._spans.imported(id, sum(read.num_pages for read in job.reads.values()))
-                    engine.send(job.replica, KvArrived(id, first))
+                    engine.send(job.replica, KvArrived(id, first, job.drafts))
                     self._forget(job)
                     if id in self._requests:  # the engine sends everything after the first token, and the end
                         self._requests.deliver([msgspec.structs.replace(first, finish=None)])
@@ -229,12 +231,18 @@ class Imports:
                 match item:
                     case KvPart():
                         job.last_part_at = time.monotonic()
+                        job.drafts = self._usable(item.drafts)
                         self._do(job, machine.on_part(item))
                     case Outcome():
                         self._do(job, machine.on_release_outcome(item))
                     case sources:
                         job.sources = sources
         self._do(job, machine.on_stream_end())
+
+    def _usable(self, drafts: tuple[int, ...]) -> tuple[int, ...]:
+        """The drafts before the first one that is no token of ours. Drafts are only hints: a bad one fails nothing."""
+        vocab_size = self._ranks.ready_info.vocab_size
+        return tuple(itertools.takewhile(lambda draft: draft < vocab_size, drafts))
 
     async def _to_the_end(self, job: Import, work: Callable[[], Coroutine[None, None, None]]) -> None:
         """Runs `work`; every error in it ends the import, because nothing else would."""

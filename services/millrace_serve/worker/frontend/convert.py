@@ -32,6 +32,7 @@ from millrace_serve.engine.core import (
 )
 from millrace_serve.transfer.base import MemoryHandle
 
+MAX_DRAFTS = 3  # as in engine/config.py
 _FINISH = {reason: common_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason}
 _FINISH_BACK = {value: reason for reason, value in _FINISH.items()}
 
@@ -189,6 +190,7 @@ def wire_part(part: KvPart) -> kv_pb2.KvPart:
 
 
 def core_part(id: RequestId, wire: kv_pb2.KvPart) -> KvPart:
+    """Of more drafts than an engine takes, the first ones."""
     first = core_output(wire.first) if wire.HasField("first") else None
     return KvPart(
         id,
@@ -198,7 +200,7 @@ def core_part(id: RequestId, wire: kv_pb2.KvPart) -> KvPart:
         wire.num_tokens,
         wire.last,
         first,
-        tuple(wire.drafts),
+        tuple(wire.drafts[:MAX_DRAFTS]),
     )
 
 
