@@ -1,9 +1,9 @@
 """The one catalogue of metrics: every name, unit, label and help text of the system.
 
 A component builds a `Metrics` over its own registry and uses attributes: `metrics.requests.labels(status="ok").inc()`.
-Names carry the prefix `millrace_` and a base unit; counters end in `_total`. Labels are bounded sets. A series that
-begins at 1 has never increased for Prometheus; so counters that alerts watch have `known` label values, which are 0
-from the start.
+Names carry the prefix `millrace_` and a base unit; counters end in `_total`. Labels are bounded sets: the router drops
+the series of tenants and workers that are gone. A series that begins at 1 has never increased for Prometheus; so
+counters that alerts watch have `known` label values, which are 0 from the start.
 """
 
 from __future__ import annotations
@@ -93,6 +93,20 @@ ROUTER = (
         "cache_snapshots", "millrace_cache_snapshots_total", Counter, "Snapshots of workers' prefix caches received."
     ),
     Metric("cache_gaps", "millrace_cache_gaps_total", Counter, "Gaps in the workers' reports of their prefix caches."),
+    Metric(
+        "drafted_tokens",
+        "millrace_drafted_tokens_total",
+        Counter,
+        "Drafts of ended attempts, by the addresses of their workers.",
+        ("prefill", "decode"),
+    ),
+    Metric(
+        "accepted_draft_tokens",
+        "millrace_accepted_draft_tokens_total",
+        Counter,
+        "Drafts that became output tokens, by the addresses of their workers.",
+        ("prefill", "decode"),
+    ),
     Metric("stale", "millrace_stale_messages_total", Counter, "Messages with a stale attempt number.", ("kind",)),
     Metric("mismatches", "millrace_token_mismatches_total", Counter, "Prefill and decode disagreed on a token."),
 )
@@ -105,6 +119,16 @@ WORKER = (
     Metric("credits", "millrace_credits", Gauge, "Further requests the replica is willing to take.", ("replica",)),
     Metric(
         "engine", "millrace_engine_total", Counter, "Engine counts: steps, tokens, preemptions.", ("replica", "what")
+    ),
+    Metric(
+        "drafts", "millrace_drafts_total", Counter, "Drafts verified, by their place, from 1.", ("replica", "position")
+    ),
+    Metric(
+        "drafts_accepted",
+        "millrace_drafts_accepted_total",
+        Counter,
+        "Drafts that became output tokens, by their place.",
+        ("replica", "position"),
     ),
     Metric("kv_bytes", "millrace_kv_bytes_total", Counter, "KV bytes read from prefill workers."),
     Metric(

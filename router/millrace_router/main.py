@@ -39,7 +39,7 @@ from millrace_router.fleet.registry import Registry
 from millrace_router.flow.admission import Admission
 from millrace_router.flow.generation import Backend
 from millrace_router.flow.inference import Inference
-from millrace_router.flow.metrics import build, forget_tenants
+from millrace_router.flow.metrics import build, forget_tenants, forget_workers
 from millrace_router.openai import http as openai_http
 from millrace_router.text.tokenizer import Tokenizer
 
@@ -128,6 +128,7 @@ class Router:
         self.registry.health.report()
         if self._keys is not None:
             forget_tenants(self.metrics, self._keys.names)
+        forget_workers(self.metrics, self.registry.workers.keys())
         self.metrics.queued_tokens.set(self.admission.tokens)
         self.metrics.queue_wait.set(self.admission.drained_in() or 0 if self.admission.tokens else 0)
 

@@ -155,7 +155,9 @@ class Script:
         self.flow = Flow(Timeouts(), max_tokens=1000, max_attempts=1, deadline=None, progress=0.0, queue_s=1.0)
         self.flow.assign(frozenset({Leg.DECODE}), 0.0)
         text = SimpleNamespace(push=lambda ids: ("".join(map(chr, ids)), len(ids)), flush=lambda: "!", stopped=False)
-        generation = SimpleNamespace(flow=self.flow, cached_tokens=0, cancel=self.flow.cancel)
+        generation = SimpleNamespace(
+            flow=self.flow, cached_tokens=0, drafted_tokens=0, accepted_tokens=0, cancel=self.flow.cancel
+        )
         self.stream.continuations.append(Continuation(0, generation, text, lambda gap: None))  # type: ignore[arg-type]
         self.read: list[Delta] = []
         self.reader = asyncio.create_task(self._read())

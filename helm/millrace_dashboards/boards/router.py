@@ -92,6 +92,22 @@ PLACEMENT = Row(
             (Query(total(VIEW.rate("stale"), "kind"), "{{kind}}"),),
         ),
         Panel(
+            "Drafts accepted by pair",
+            "Share of drafts that became output tokens, by prefill → decode worker: the ten lowest pairs.",
+            "percentunit",
+            (
+                Query(
+                    "bottomk(10, "
+                    + ratio(
+                        total(VIEW.rate("accepted_draft_tokens"), "prefill", "decode"),
+                        total(VIEW.rate("drafted_tokens"), "prefill", "decode"),
+                    )
+                    + ")",
+                    "{{prefill}} → {{decode}}",
+                ),
+            ),
+        ),
+        Panel(
             "Token mismatches",
             "Prefill and decode disagreed on a token. Never normal.",
             "ops",

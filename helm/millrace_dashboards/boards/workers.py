@@ -1,4 +1,4 @@
-"""The workers of one role or of all: life, work, memory."""
+"""The workers of one role or of all: life, work, drafts, memory."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ WORK = Row(
         ),
         Panel(
             "Tokens per step",
-            "Generated tokens per engine step: the mean batch of a decode worker.",
+            "Generated tokens per engine step: a decode worker's mean batch times its accept length.",
             "short",
             (
                 Query(
@@ -84,6 +84,43 @@ WORK = Row(
             "Of each worker's engines.",
             "ops",
             (Query(total(VIEW.rate("engine", what="steps"), "pod"), "{{pod}}"),),
+        ),
+    ),
+)
+DRAFTS = Row(
+    "Drafts",
+    (
+        Panel(
+            "Accepted by place",
+            "Share of verified drafts that became output tokens. 1 is the draft right behind the last token.",
+            "percentunit",
+            (
+                Query(
+                    ratio(total(VIEW.rate("drafts_accepted"), "position"), total(VIEW.rate("drafts"), "position")),
+                    "draft {{position}}",
+                ),
+            ),
+        ),
+        Panel(
+            "Accept length",
+            "Tokens per sequence and step that had drafts: 1 + accepted ones. Near 1: drafts only cost time.",
+            "short",
+            (
+                Query(
+                    "1 + "
+                    + ratio(
+                        total(VIEW.rate("drafts_accepted"), "pod"), total(VIEW.rate("drafts", position="1"), "pod")
+                    ),
+                    "{{pod}}",
+                ),
+            ),
+        ),
+        Panel(
+            "Drafts verified",
+            "By place. Large batches have fewer drafts per sequence, or none (`limits.draft_batches`).",
+            "ops",
+            (Query(total(VIEW.rate("drafts"), "position"), "draft {{position}}"),),
+            stacked=True,
         ),
     ),
 )
@@ -147,7 +184,7 @@ MEMORY = Row(
 DASHBOARD = Dashboard(
     "workers",
     "Workers",
-    "The workers of one role or of all: life, work, memory.",
-    (LIFE, WORK, MEMORY),
+    "The workers of one role or of all: life, work, drafts, memory.",
+    (LIFE, WORK, DRAFTS, MEMORY),
     by_role=True,
 )

@@ -125,6 +125,9 @@ def _response(delta: Delta, request_id: str, model: str, prompt_tokens: int) -> 
     usage.prompt_tokens = prompt_tokens
     usage.cached_prompt_tokens = delta.cached_tokens
     usage.completion_tokens = delta.completion_tokens
+    if delta.drafted_tokens:
+        usage.drafted_tokens = delta.drafted_tokens
+        usage.accepted_draft_tokens = delta.accepted_tokens
     if delta.first:
         response.model = model
     return response

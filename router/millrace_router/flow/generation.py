@@ -33,6 +33,7 @@ from millrace_router.policy.snapshot import Replica, Want
 
 log = logging.getLogger(__name__)
 
+NO_WORKER = "none"  # of the role: a label's value
 LONGEST_MS = 2**32 - 1  # that a message can say: seven weeks
 
 
@@ -70,6 +71,8 @@ class Generation:
         self.stage = Stage.QUEUED  # as `_settle` saw it last
         self.room = secrets.randbits(64) or 1
         self.cached_tokens = 0
+        self.drafted_tokens = 0  # of all attempts that have ended
+        self.accepted_tokens = 0  # of these
         self._decision: Decision | None = None  # why the latest attempt went where it went
         self.tokens_at: float | None = None  # when the first token arrived
         self.flow = Flow(
@@ -211,6 +214,15 @@ class Generation:
         """A leg's first output. Since the stage began: a decode worker's time does not include the prefill worker's."""
         self._health.spoke(self._placed[leg].epoch, now - self.flow.progress, len(self.job.token_ids))
 
+    def drafted(self, out: worker_pb2.SequenceOutput) -> None:
+        """The last output of an attempt says how many drafts there were."""
+        self.drafted_tokens += out.drafted_tokens
+        self.accepted_tokens += out.accepted_draft_tokens
+        metrics, placed = self._backend.metrics, self._placed
+        pair = [placed[leg].address if leg in placed else NO_WORKER for leg in (Leg.PREFILL, Leg.DECODE)]
+        metrics.drafted_tokens.labels(*pair).inc(out.drafted_tokens)
+        metrics.accepted_draft_tokens.labels(*pair).inc(out.accepted_draft_tokens)
+
     # ------------------------------------------------------------------------------------- afterwards
 
     def _settle(self) -> None:
@@ -278,6 +290,8 @@ class _Leg:
         if generation.tokens_at is None and out.token_ids:
             generation.tokens_at = now
             generation.cached_tokens = out.cached_tokens
+        if out.drafted_tokens:
+            generation.drafted(out)
         actions = flow.output(self._leg, out, now)
         if self._leg not in flow.open:
             self._link.forget(generation.room)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Set
+from collections.abc import Callable, Set
+from typing import Any
 
 from millrace_common.metrics import PROCESS, ROUTER, Metrics
 from prometheus_client import CollectorRegistry
 
 from millrace_router.flow.flow import Stage
-from millrace_router.flow.generation import Generation
+from millrace_router.flow.generation import NO_WORKER, Generation
 
 
 def build() -> Metrics:
@@ -21,9 +22,19 @@ def build() -> Metrics:
 def forget_tenants(metrics: Metrics, known: Set[str]) -> None:
     """Drop the series of tenants that left the key file, which changes while the process runs."""
     for counter in (metrics.tenant_requests, metrics.tenant_tokens):
-        samples = [sample for family in counter.collect() for sample in family.samples]
-        for values in {tuple(s.labels.values()) for s in samples if s.labels["tenant"] not in known}:
-            counter.remove(*values)
+        _keep(counter, lambda labels: labels["tenant"] in known)
+
+
+def forget_workers(metrics: Metrics, known: Set[str]) -> None:
+    """Drop the series of pairs with a worker that discovery no longer lists. `known` are addresses."""
+    for counter in (metrics.drafted_tokens, metrics.accepted_draft_tokens):
+        _keep(counter, lambda labels: {*labels.values()} - {NO_WORKER} <= known)
+
+
+def _keep(counter: Any, wanted: Callable[[dict[str, str]], bool]) -> None:
+    samples = [sample for family in counter.collect() for sample in family.samples]
+    for values in {tuple(sample.labels.values()) for sample in samples if not wanted(sample.labels)}:
+        counter.remove(*values)
 
 
 def observe_generation(metrics: Metrics, generation: Generation) -> None:

@@ -40,6 +40,8 @@ class Delta:
     finish_reason: common_pb2.FinishReason
     completion_tokens: int
     cached_tokens: int
+    drafted_tokens: int
+    accepted_tokens: int  # of these
     first: bool
 
 
@@ -115,6 +117,8 @@ class Continuation:
             finish_reason,
             self.completion_tokens,
             self.generation.cached_tokens,
+            self.generation.drafted_tokens,
+            self.generation.accepted_tokens,
             first,
         )
 

@@ -61,6 +61,8 @@ class Choice:
     thinking: bool
     tokens: int = 0
     reasoning_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     characters: int = 0  # of its tokens' texts, for text_offset
     called: bool = False
 
@@ -113,6 +115,7 @@ class Shape:
             choice = self.choices[delta.index] = Choice(parser, thinking and form.reasons)
         self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
         choice.tokens = delta.completion_tokens
+        choice.drafted_tokens, choice.accepted_tokens = delta.drafted_tokens, delta.accepted_tokens
         return choice
 
     def _read(self, choice: Choice, delta: Delta) -> Said:
@@ -136,14 +139,19 @@ class Shape:
         }
 
     def _usage(self) -> objects.Usage:
-        completion = sum(choice.tokens for choice in self.choices.values())
-        reasoning = sum(choice.reasoning_tokens for choice in self.choices.values())
+        choices = self.choices.values()
+        completion = sum(choice.tokens for choice in choices)
+        details: objects.CompletionDetails = {"reasoning_tokens": sum(choice.reasoning_tokens for choice in choices)}
+        if drafted := sum(choice.drafted_tokens for choice in choices):
+            accepted = sum(choice.accepted_tokens for choice in choices)
+            details["accepted_prediction_tokens"] = accepted
+            details["rejected_prediction_tokens"] = drafted - accepted
         return {
             "prompt_tokens": self.answer.prompt_tokens,
             "completion_tokens": completion,
             "total_tokens": self.answer.prompt_tokens + completion,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-            "completion_tokens_details": {"reasoning_tokens": reasoning},
+            "completion_tokens_details": details,
         }
 
     def _chat_logprobs(self, entries: Sequence[common_pb2.TokenLogprobs]) -> objects.ChatLogprobs:

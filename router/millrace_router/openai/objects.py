@@ -76,7 +76,11 @@ class PromptDetails(TypedDict):
 
 
 class CompletionDetails(TypedDict):
+    """The predictions are the workers' drafts; there when they drafted."""
+
     reasoning_tokens: int
+    accepted_prediction_tokens: NotRequired[int]
+    rejected_prediction_tokens: NotRequired[int]
 
 
 class Usage(TypedDict):

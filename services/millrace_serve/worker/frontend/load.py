@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import collections
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 from millrace.v1 import worker_pb2
 from millrace_common.metrics import Metrics
@@ -25,7 +25,7 @@ class LoadBoard:
         self.changed = Wakeup()
         self._state = state
         self._epoch = epoch
-        self._counted: list[collections.Counter[str]] = [collections.Counter() for _ in range(replicas)]
+        self._reported: dict[Any, int] = {}  # by counter
 
     def update(self, replica: int, load: Load) -> None:
         if load != self.loads[replica]:
@@ -63,6 +63,11 @@ class LoadBoard:
             metrics.waiting_tokens.labels(replica=replica).set(load.waiting_tokens)
             metrics.credits.labels(replica=replica).set(load.credits)
             for name in COUNTED:
-                new = getattr(load, name) - self._counted[index][name]
-                metrics.engine.labels(replica=replica, what=name).inc(new)
-                self._counted[index][name] += new
+                self._advance(metrics.engine.labels(replica=replica, what=name), getattr(load, name))
+            for counter, counts in ((metrics.drafts, load.drafted), (metrics.drafts_accepted, load.accepted)):
+                for position, count in enumerate(counts, 1):
+                    self._advance(counter.labels(replica=replica, position=position), count)
+
+    def _advance(self, counter: Any, count: int) -> None:
+        counter.inc(count - self._reported.get(counter, 0))
+        self._reported[counter] = count

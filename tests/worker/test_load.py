@@ -1,0 +1,28 @@
+"""The counts of engines as Prometheus sees them: growth since the last scrape, of every replica by itself."""
+
+from __future__ import annotations
+
+from millrace.v1 import worker_pb2
+from millrace_common.metrics import WORKER, Metrics
+from millrace_serve.engine.core import Load
+from millrace_serve.worker.frontend.load import LoadBoard
+from prometheus_client import CollectorRegistry
+
+
+def test_counts_follow_the_engines() -> None:
+    board = LoadBoard(2, lambda: worker_pb2.WORKER_STATE_READY, "e")
+    metrics = Metrics(WORKER, CollectorRegistry())
+    for drafted, accepted, steps in (((), (), 3), ((10, 4), (8, 1), 9), ((12, 5), (9, 2), 11)):
+        board.update(1, Load(drafted=drafted, accepted=accepted, steps=steps))
+        board.report(metrics)
+        board.report(metrics)  # nothing new
+
+    def value(name: str, **labels: str) -> float | None:
+        return metrics.registry.get_sample_value(name, labels)
+
+    assert value("millrace_engine_total", replica="1", what="steps") == 11
+    assert value("millrace_engine_total", replica="0", what="steps") == 0
+    for position, drafted, accepted in (("1", 12, 9), ("2", 5, 2)):
+        assert value("millrace_drafts_total", replica="1", position=position) == drafted
+        assert value("millrace_drafts_accepted_total", replica="1", position=position) == accepted
+        assert value("millrace_drafts_total", replica="0", position=position) is None, "it has never drafted"
