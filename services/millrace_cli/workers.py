@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 
 from millrace.v1 import admin_pb2, worker_pb2
 from millrace_rpc.tls import Identity
@@ -12,8 +13,21 @@ from rich.table import Table
 from millrace_cli import probe
 from millrace_cli.errors import CommandError
 
-COLUMNS = ("address", "role", "state", "routable", "running", "waiting", "pages free", "credits", "in flight", "epoch")
-MIN_WIDTH = 140  # also where the output is no terminal
+COLUMNS = (
+    "address",
+    "role",
+    "state",
+    "routable",
+    "running",
+    "waiting",
+    "pages free",
+    "credits",
+    "in flight",
+    "drafts accepted",
+    "accept length",
+    "epoch",
+)
+MIN_WIDTH = 160  # also where the output is no terminal
 
 
 def row(worker: admin_pb2.WorkerStatus) -> list[str]:
@@ -30,8 +44,17 @@ def row(worker: admin_pb2.WorkerStatus) -> list[str]:
         f"{free}/{sum(r.pages_total for r in replicas)}",
         str(sum(r.credits for r in replicas)),
         str(worker.in_flight),
+        *_drafts(replicas),
         worker.info.epoch[:8],
     ]
+
+
+def _drafts(replicas: Sequence[worker_pb2.ReplicaLoad]) -> tuple[str, str]:
+    """Share of accepted drafts, and mean tokens of a sequence per step with drafts, since the start. Empty: none."""
+    if not (steps := sum(r.drafted[0] for r in replicas if r.drafted)):
+        return "", ""
+    drafted, accepted = sum(sum(r.drafted) for r in replicas), sum(sum(r.accepted) for r in replicas)
+    return f"{accepted / drafted:.0%}", f"{1 + accepted / steps:.2f}"
 
 
 async def show(admin_address: str, identity: Identity | None = None) -> None:

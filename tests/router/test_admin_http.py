@@ -68,6 +68,18 @@ async def test_workers_pairs_and_this_process(operate: Callable) -> None:
     assert made.metric("millrace_pairs", state="ready") == 1
 
 
+async def test_the_drafts_of_workers(operate: Callable) -> None:
+    made, http = await operate(FakeWorker(PREFILL), FakeWorker(DECODE))
+    made.decodes[0].change(counts={"drafted": [10, 4], "accepted": [8, 1]})
+    async with asyncio.timeout(5):
+        while True:
+            loads = [worker["load"]["replicas"][0] for worker in (await http.get("/workers")).json()["workers"]]
+            if loads[1]["drafted"]:
+                break
+    assert [load["drafted"] for load in loads] == [[], ["10", "4"]]
+    assert [load["accepted"] for load in loads] == [[], ["8", "1"]]
+
+
 async def test_both_faces_do_the_same(operate: Callable) -> None:
     made, http = await operate(FakeWorker(PREFILL), FakeWorker(DECODE))
     assert await ask(http, "/warmup") == {"pairs": 1}

@@ -1,0 +1,24 @@
+"""The table of `millrace workers`."""
+
+from __future__ import annotations
+
+import pytest
+from millrace.v1 import admin_pb2, worker_pb2
+from millrace_cli import workers
+
+
+@pytest.mark.parametrize(
+    ("replicas", "shown"),
+    [
+        ([], ("", "")),
+        ([{"running": 2}], ("", "")),
+        ([{"drafted": [0, 0], "accepted": [0, 0]}], ("", "")),
+        ([{"drafted": [10, 4], "accepted": [8, 1]}], ("64%", "1.90")),
+        ([{"drafted": [10, 4], "accepted": [8, 1]}, {}, {"drafted": [6], "accepted": [3]}], ("60%", "1.75")),
+    ],
+)
+def test_drafts_of_all_replicas(replicas: list[dict[str, object]], shown: tuple[str, str]) -> None:
+    load = worker_pb2.LoadSnapshot(replicas=[worker_pb2.ReplicaLoad(**replica) for replica in replicas])
+    cells = workers.row(admin_pb2.WorkerStatus(address="d:1", reachable=True, load=load))
+    by_column = dict(zip(workers.COLUMNS, cells, strict=True))
+    assert (by_column["drafts accepted"], by_column["accept length"]) == shown
