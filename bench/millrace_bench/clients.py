@@ -28,6 +28,8 @@ class Sample:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    drafted_tokens: int = 0  # drafts that workers verified
+    accepted_tokens: int = 0  # of these
     end: float = 0.0
     error: str = ""  # reason; empty: complete
 
@@ -94,6 +96,8 @@ class GrpcClient:
                     sample.output_tokens += len(response.token_ids)
                 sample.prompt_tokens = response.usage.prompt_tokens
                 sample.cached_tokens = response.usage.cached_prompt_tokens
+                sample.drafted_tokens = response.usage.drafted_tokens
+                sample.accepted_tokens = response.usage.accepted_draft_tokens
         except grpc.RpcError as error:
             sample.error = str(from_rpc_error(error).reason)
         sample.end = time.perf_counter()
@@ -161,6 +165,9 @@ class HttpClient:
                 sample.prompt_tokens = usage["prompt_tokens"]
                 sample.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
                 sample.output_tokens = usage["completion_tokens"]
+                drafts = usage.get("completion_tokens_details") or {}
+                sample.accepted_tokens = drafts.get("accepted_prediction_tokens", 0)
+                sample.drafted_tokens = sample.accepted_tokens + drafts.get("rejected_prediction_tokens", 0)
 
     async def close(self) -> None:
         await self._http.aclose()

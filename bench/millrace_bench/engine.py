@@ -3,15 +3,18 @@
 python -m millrace_bench.engine                      host overhead: schedule + build + commit, runner for free
 python -m millrace_bench.engine --model CHECKPOINT   tokens/s and step times (millrace_bench/engine_model.py)
 python -m millrace_bench.engine --shard tp8 --device cuda --batches 1 --variants eager graph
+python -m millrace_bench.engine --shard tp8 --device cuda --batches 1 16 --context 1024 --drafts 0 1 2 3
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import itertools
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,7 @@ from millrace_bench.common import Record, print_record
 
 BATCHES = (1, 16, 64, 256)
 VARIANTS = {"eager": ("graphs=off",), "graph": ("graphs=on",), "compile": ("graphs=on", "compile=decode")}
+ACCEPTANCE = (0.85, 0.5, 0.25)  # so a step with 1, 2, 3 drafts gives 1.85, 2.35, 2.6 tokens of a sequence
 Row = dict[str, Any]
 
 
@@ -106,35 +110,41 @@ def _timed(function: Callable[..., Any], into: list[float]) -> Callable[..., Any
     return call
 
 
-def run_model(args: argparse.Namespace) -> list[Row]:
-    """Rows of each variant, and how its decode steps compare with the first one's."""
+def run_model(args: argparse.Namespace) -> Iterator[Row]:
+    """Rows of each engine, one after the other on the same weights, and how their decode steps compare."""
     import torch  # host overhead needs none
 
-    from millrace_bench import engine_model, shard, v3
+    from millrace_bench import engine_compare, engine_model, shard, v3
 
-    device = torch.device(args.device)
-    source = args.model or shard.build(shard.SHARDS[args.shard], args.layers, device, v3.TINY if args.tiny else None)
-    work = engine_model.Work(args.batches, args.prompt, args.outputs, args.temperature)
-    rows: list[Row] = []
-    for variant in args.variants or [""]:
-        execution = load(Execution, None, [*args.set, *VARIANTS.get(variant, ())])
-        found = engine_model.run(work, source, device, execution, args.prefill_tokens)
-        rows += [{"variant": variant, **row} for row in found] if variant else found
-    return rows + ratios([row for row in rows if row["kind"] == "decode"], args.variants)
+    device, mtp = torch.device(args.device), {"num_nextn_predict_layers": int(any(args.drafts))}
+    widths = {**(v3.TINY if args.tiny else {}), **mtp}
+    source = args.model or shard.build(shard.SHARDS[args.shard], args.layers, device, widths)
+    decode: list[Row] = []
+    for variant, drafts in itertools.product(args.variants or [""], args.drafts):
+        work = engine_model.Work(
+            args.batches, args.context or args.prompt, args.outputs, args.temperature, bool(args.context), drafts
+        )
+        execution = load(Execution, None, [*_acceptance(args, drafts), *args.set, *VARIANTS.get(variant, ())])
+        label = {"variant": variant} if variant else {}
+        for row in engine_model.run(work, source, device, execution, args.prefill_tokens):
+            row = {**label, "drafts": drafts, **row}
+            yield row
+            if row["kind"] == "decode":
+                decode.append(row)
+        gc.collect()  # the next engine needs its memory
+    yield from engine_compare.ratios(decode)
+    if len(args.drafts) > 1:
+        yield from engine_compare.best(decode)
 
 
-def ratios(rows: list[Row], variants: list[str]) -> list[Row]:
-    """Of the step times of all variants but the first to the first one's, by batch."""
-    steps = {(row.get("variant"), row["batch"]): row["step_ms"] for row in rows}
-    batches = sorted({batch for _, batch in steps})
-    return [
-        {"kind": "ratio", "batch": batch, "variant": variant, "to": variants[0],
-         "speedup": round(steps[variants[0], batch] / steps[variant, batch], 3)}
-        for variant in variants[1:] for batch in batches
-    ]  # fmt: skip
+def _acceptance(args: argparse.Namespace, drafts: int) -> list[str]:
+    """Random weights predict nothing, so how many drafts are accepted is drawn."""
+    if args.model or not drafts:
+        return []
+    return ["random_weights=true", f"simulated_acceptance={args.acceptance[:drafts]}"]
 
 
-def main() -> None:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Offline benchmarks of the engine.")
     parser.add_argument("--model", type=Path, help="checkpoint directory: measure a model instead of host overhead")
     parser.add_argument("--shard", choices=("tp8", "ep8"), help="a rank of the 671B model instead (bench shard)")
@@ -146,16 +156,29 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
     parser.add_argument("--steps", type=int, default=300, help="of host overhead")
     parser.add_argument("--prompt", type=int, default=256, help="tokens")
+    parser.add_argument(
+        "--context", type=int, help="tokens before the first output, with random KV: no prompt is computed"
+    )
+    parser.add_argument(
+        "--drafts", type=int, nargs="+", default=[0], choices=range(4), help="one engine after the other"
+    )
+    parser.add_argument(
+        "--acceptance", type=float, nargs=3, default=ACCEPTANCE, metavar="P",
+        help="of random weights: probability that the first draft, the first two, all three are accepted (%(default)s)",
+    )  # fmt: skip
     parser.add_argument("--outputs", type=int, default=32, help="tokens")
     parser.add_argument("--prefill-tokens", type=int, default=1024, help="per step")
     parser.add_argument("--temperature", type=float, default=0.0)
-    args = parser.parse_args()
-    if args.model or args.shard:
-        rows = run_model(args)
-    else:
-        rows = run(tuple(args.batches), args.steps)
-    for row in rows:
-        print("  ".join(f"{key}={value}" for key, value in row.items()))
+    return parser
+
+
+def main() -> None:
+    args = parser().parse_args()
+    found = run_model(args) if args.model or args.shard else run(tuple(args.batches), args.steps)
+    rows: list[Row] = []
+    for row in found:
+        rows.append(row)
+        print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
     print_record(Record("engine", vars(args), {"rows": rows}))
 
 

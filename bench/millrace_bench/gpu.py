@@ -15,88 +15,28 @@ import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
+from millrace_bench import gpu_figures as figures
 from millrace_bench.common import Record, print_record
 from millrace_bench.stages import ROOT, WIDTH, Stage, results, run, table
 
 TEST_LIMIT_S = 600.0
-Results = dict[str, Any]
-
-# ------------------------------------------------------------------------------------------------ what the table says
-
-
-def _logits(found: Results) -> str:
-    return ", ".join(f"{row['weights']} {row['path']} {row['median']:.4f}" for row in found["rows"])
-
-
-def _eval(found: Results) -> str:
-    whole = [(row["system"], row["all"]) for row in found["rows"]]
-    return ", ".join(f"{name} {one['accuracy']:.3f} [{one['low']:.3f}, {one['high']:.3f}]" for name, one in whole)
-
-
-def _engine(found: Results) -> str:
-    texts = []
-    for row in found["rows"]:
-        variant = row.get("variant", "")
-        if row["kind"] == "decode":
-            exact = {True: ", equal to eager", False: ", NOT EQUAL to eager"}.get(row.get("exact"), "")
-            texts.append(f"{variant} {row['step_ms']:.2f} ms, idle {row.get('idle', float('nan')):.1%}{exact}")
-        elif row["kind"] == "ratio":
-            texts.append(f"{variant} x{row['speedup']:.2f}")
-        elif row["kind"] == "capture":
-            texts.append(f"{variant} captured in {row['gc_off_s']} s, with the collector on {row['gc_on_s']} s")
-        elif row["kind"] == "collector":
-            texts.append(f"a collection {row['frozen_ms']:.1f} ms, thawed {row['thawed_ms']:.0f} ms")
-    return "; ".join(texts)
-
-
-def _shard(found: Results) -> str:
-    texts = []
-    for row in found["rows"]:
-        fp8 = " FP8 KV" if row["kv_dtype"] == "float8_e4m3fn" else ""
-        texts.append(f"{row['kind']} {row['count']}x{row['length']}{fp8} {row['ms']:.2f} ms")
-    return ", ".join(texts)
-
-
-def _startup(found: Results) -> str:
-    return ", ".join(f"{row['caches']} {row['ready_s']:.0f} s" for row in found["rows"])
-
-
-def _handover(found: Results) -> str:
-    times = f"transfer {found['transfer_ms']['p50']:.2f} ms, hand-over {found['handover_ms']['p50']:.2f} ms"
-    return f"{times}, {found['equal_to_unified']} of {found['prompts']} equal to unified"
-
-
-def _kernels(found: Results) -> str:
-    failed = sum("error" in row for row in found["rows"])
-    return f"{len(found['rows'])} rows" + (f", {failed} with an error" if failed else "")
-
-
-def _moe(found: Results) -> str:
-    """The fastest of all against our kernel with an untuned configuration."""
-    times = {row["impl"]: row["us"] for row in found["rows"] if row["shape"] == "T=512 TP8" and "error" not in row}
-    untuned = times.pop("grouped, untuned", None)
-    if untuned is None or not times:
-        return _kernels(found)
-    best = min(times, key=lambda impl: times[impl])
-    return f"{_kernels(found)}; T=512 TP8: {best} {times[best]:.0f} us, untuned {untuned:.0f} us"
-
-
-def _rows(found: Results) -> str:
-    return f"{len(found['rows'])} rows"
-
-
-# ------------------------------------------------------------------------------------------------ the stages
 
 PYTEST = "pytest -p no:cacheprovider --tb=short"
 ENGINE, SHARD = "millrace_bench.engine --shard tp8", "millrace_bench.shard"
 EVAL, STARTUP = "millrace_bench.eval", "millrace_bench.startup"
 HANDOVER, KERNELS = "millrace_bench.handover", "millrace_bench.kernels"
+MATRIX = "matrix --num-items 40 --concurrency 16"
 # A context of 1K in steps of 16 tokens: the kernels of longer steps, which need not be compiled then, are not measured.
 STEPS = "--device cuda --batches 1 --prompt 1024 --outputs 100 --prefill-tokens 16"
+DRAFTS = "millrace_bench.engine --device cuda --prefill-tokens 16"  # prompts are not computed
+SWEEP = (
+    "--batches 1 2 4 8 16 32 64 128 256 --set graph_buckets=[1,2,4,8,16,32,64,128,256]"
+    " --context 1024 --outputs 100 --drafts 0 1 2 3"
+)
+SERVING = "millrace_bench.drafts_serving"
 START = "--device cuda --worker-set limits.max_model_len=8192"
 TWO_WORKERS = (
     "--worker-set device=cuda memory_fraction=0.42 limits.max_model_len=4224 limits.max_running=4"
@@ -105,42 +45,67 @@ TWO_WORKERS = (
 
 STAGES = (
     Stage("parity", f"{PYTEST} tests/e2e/test_parity.py -m gpu", 560, "all pass"),
-    Stage("logits", f"{EVAL} logits --device cuda", 180, "medians within BF16 0.02, FP8 0.08", _logits),
+    Stage("logits", f"{EVAL} logits --device cuda", 180, "medians within BF16 0.02, FP8 0.08", figures.logits),
     Stage("graphs", f"{PYTEST} tests/engine/test_gpu.py -m gpu", 300, "graphs equal eager bit for bit"),
-    Stage("eval", f"{EVAL} matrix --device cuda --num-items 40 --concurrency 16", 480, "within its error", _eval),
-    Stage("engine", f"{ENGINE} {STEPS} --variants eager graph", 300, "idle < 3 %", _engine),
-    Stage("startup", f"{STARTUP} --widths tp8 {START}", 560, "cold 360 s, warm 60 s", _startup),
-    Stage("shard-tp8", f"{SHARD} --shard tp8 --decode 1x1024 1x4096 --profile", 200, "1x1024 4.5 ms", _shard),
+    Stage("eval", f"{EVAL} {MATRIX} --device cuda", 480, "within its error", figures.evaluation),
+    Stage("engine", f"{ENGINE} {STEPS} --variants eager graph", 300, "idle < 3 %", figures.engine),
+    Stage("startup", f"{STARTUP} --widths tp8 {START}", 560, "cold 360 s, warm 60 s", figures.startup),
+    Stage("shard-tp8", f"{SHARD} --shard tp8 --decode 1x1024 1x4096 --profile", 200, "1x1024 4.5 ms", figures.shard),
     Stage(
         "shard-ep8",
         f"{SHARD} --shard ep8 --decode 128x4096 256x2048 --prefill 4x4096 16x1024"
         " --kv-dtype bfloat16 float8_e4m3fn --profile",
         400,
         "decode 42 ms, 48 ms; prefill 1250 ms, 1100 ms",
-        _shard,
+        figures.shard,
     ),
     Stage(
         "handover",
         f"{HANDOVER} --widths v3 --layers 6 --length 4096 --prompts 10 {TWO_WORKERS}",
         400,
         "transfer 3 ms, all equal",
-        _handover,
+        figures.handover,
     ),
-    Stage("compile", f"{ENGINE} {STEPS} --layers 8 --variants eager graph compile", 420, "ratios", _engine),
-    Stage("kernels-dense", f"{KERNELS} --group dense", 240, "the anchors", _kernels),
-    Stage("kernels-attention", f"{KERNELS} --group attention", 240, "the anchors", _kernels),
-    Stage("kernels-moe", f"{KERNELS} --group moe", 300, "the anchors; tuned against untuned", _moe),
-    Stage("kernels-sampling", f"{KERNELS} --group sampling", 100, "the anchors", _kernels),
-    Stage("startup-v3", f"{STARTUP} --widths v3 --layers 6 {START}", 560, "cold 360 s, warm 60 s", _startup),
-    Stage("tune", "millrace_bench.kernels.tune --seconds 200", 260, "what is in use is best", _rows),
-    Stage("tune-mid", "millrace_bench.kernels.tune_mid --seconds 150", 220, "as above", _rows),
-    Stage("tune-moe", "millrace_bench.kernels.tune_moe --seconds 240", 300, "as above", _rows),
-    Stage("tune-rows", "millrace_bench.kernels.tune_rows", 200, "as above", _rows),
-    Stage("tune-attention", "millrace_bench.kernels.tune_attention --seconds 180", 260, "as above", _rows),
+    Stage(
+        "drafts-tp8",
+        f"{DRAFTS} --shard tp8 --batches 1 --context 1024 --outputs 200 --drafts 0 1 2 3",
+        400,
+        "x1.6",
+        figures.drafts,
+    ),
+    Stage(
+        "drafts-ep8",  # contexts up to 4,096; weights and KV take nearly all of the memory
+        f"{DRAFTS} --shard ep8 --batches 128 --context 4032 --outputs 64 --drafts 0 1"
+        " --set memory_fraction=0.98 --set graph_buckets=[128]",
+        400,
+        "x1.28",
+        figures.drafts,
+    ),
+    Stage("drafts-sweep", f"{DRAFTS} --shard tp8 {SWEEP}", 560, "limits.draft_batches", figures.drafts_sweep),
+    Stage("drafts-sweep-ep8", f"{DRAFTS} --shard ep8 {SWEEP}", 560, "limits.draft_batches", figures.drafts_sweep),
+    Stage(
+        "drafts-serving",
+        f"{SERVING} --widths e32 --layers 61 --worker-set device=cuda limits.max_prefill_tokens=4096",
+        1040,
+        "TPOT 14.8 ms without drafts",
+        figures.drafts_serving,
+    ),
+    Stage("compile", f"{ENGINE} {STEPS} --layers 8 --variants eager graph compile", 420, "ratios", figures.engine),
+    Stage("kernels-dense", f"{KERNELS} --group dense", 240, "the anchors", figures.kernels),
+    Stage("kernels-attention", f"{KERNELS} --group attention", 240, "the anchors", figures.kernels),
+    Stage("kernels-moe", f"{KERNELS} --group moe", 300, "the anchors; tuned against untuned", figures.moe),
+    Stage("kernels-sampling", f"{KERNELS} --group sampling", 100, "the anchors", figures.kernels),
+    Stage("startup-v3", f"{STARTUP} --widths v3 --layers 6 {START}", 560, "cold 360 s, warm 60 s", figures.startup),
+    Stage("tune", "millrace_bench.kernels.tune --seconds 200", 260, "what is in use is best", figures.rows),
+    Stage("tune-mid", "millrace_bench.kernels.tune_mid --seconds 150", 220, "as above", figures.rows),
+    Stage("tune-moe", "millrace_bench.kernels.tune_moe --seconds 240", 300, "as above", figures.rows),
+    Stage("tune-rows", "millrace_bench.kernels.tune_rows", 200, "as above", figures.rows),
+    Stage("tune-attention", "millrace_bench.kernels.tune_attention --seconds 180", 260, "as above", figures.rows),
 )
 
 # The same over small shapes on a CPU, by stage. Tuners time configurations of a GPU; their tests run them on a CPU.
 SMALL_STEPS = "--tiny --layers 2 --batches 1 --prompt 40 --outputs 12 --prefill-tokens 16"
+SMALL_DRAFTS = "--tiny --layers 2 --context 40 --outputs 40 --prefill-tokens 16 --set graphs=on"
 SMALL_SHARD = "--tiny --layers 2 --repeats 2 --profile --decode 2x100"
 SMALL = {
     "parity": f"{PYTEST} tests/e2e/test_parity.py -k 'unified_equals and cpu'",
@@ -152,6 +117,11 @@ SMALL = {
     "shard-tp8": f"{SHARD} --shard tp8 {SMALL_SHARD}",
     "shard-ep8": f"{SHARD} --shard ep8 {SMALL_SHARD} --prefill 2x70 --kv-dtype bfloat16 float8_e4m3fn",
     "handover": f"{HANDOVER} --widths tiny --layers 2 --length 100 --prompts 3 --worker-set limits.max_model_len=256",
+    "drafts-tp8": f"{ENGINE} {SMALL_DRAFTS} --batches 1 --drafts 0 1 2 3",
+    "drafts-ep8": f"millrace_bench.engine --shard ep8 {SMALL_DRAFTS} --batches 2 --drafts 0 1",
+    "drafts-sweep": f"{ENGINE} {SMALL_DRAFTS} --batches 1 2 4 --drafts 0 1 2 3",
+    "drafts-sweep-ep8": f"millrace_bench.engine --shard ep8 {SMALL_DRAFTS} --batches 1 3 --drafts 0 3",
+    "drafts-serving": f"{SERVING} --widths tiny --layers 2 --input-len 64 --output-len 24 --drafts 0 2",
     "compile": f"{ENGINE} {SMALL_STEPS} --variants eager graph compile",
     "kernels-dense": f"{KERNELS} --group dense --device cpu --quick",
     "kernels-attention": f"{KERNELS} --group attention --device cpu --quick",

@@ -50,6 +50,8 @@ class Report:
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
+    drafted_tokens: int
+    accepted_tokens: int  # of these
     request_rate: float
     output_token_rate: float
     total_token_rate: float
@@ -75,6 +77,8 @@ class Report:
             prompt_tokens=prompt_tokens,
             cached_tokens=sum(sample.cached_tokens for sample in good),
             output_tokens=output_tokens,
+            drafted_tokens=sum(sample.drafted_tokens for sample in good),
+            accepted_tokens=sum(sample.accepted_tokens for sample in good),
             request_rate=len(good) / seconds,
             output_token_rate=output_tokens / seconds,
             total_token_rate=(prompt_tokens + output_tokens) / seconds,
@@ -107,6 +111,8 @@ def throughput_table(report: Report, slo: Slo) -> Table:
     table.add_row("prompt + output tokens per second", f"{report.total_token_rate:.1f}")
     cached = report.cached_tokens / report.prompt_tokens if report.prompt_tokens else 0.0
     table.add_row("prompt tokens from the prefix cache", f"{cached:.1%}")
+    if report.drafted_tokens:
+        table.add_row("drafts accepted", f"{report.accepted_tokens / report.drafted_tokens:.1%}")
     if slo != Slo():
         table.add_row("goodput (requests per second in SLO)", f"{report.goodput:.2f} ({report.slo_met:.1%})")
     return table

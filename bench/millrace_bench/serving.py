@@ -77,14 +77,15 @@ class Settings:
 def run(settings: Settings, console: Console | None = None) -> Record:
     """Load the target and print the tables; the record is what the JSON line holds."""
     console = console or Console(stderr=True, highlight=False)
-    target, samples = asyncio.run(_run(settings, console))
+    target, samples = asyncio.run(collect(settings, console))
     slo = Slo.parse(settings.slo)
     report = Report.of(samples, slo)
     console.print(latency_table(report), throughput_table(report, slo))
     return Record("serving", asdict(settings) | {"target": asdict(target)}, report.as_dict())
 
 
-async def _run(settings: Settings, console: Console) -> tuple[Target, list[Sample]]:
+async def collect(settings: Settings, console: Console) -> tuple[Target, list[Sample]]:
+    """What was loaded, and what each counted request did."""
     async with contextlib.AsyncExitStack() as stack:
         address = await stack.enter_async_context(_address(settings, console))
         options = Options(settings.temperature, settings.ignore_eos)

@@ -98,9 +98,13 @@ def make_pool(model: DeepseekV3, num_pages: int, device: torch.device, dtype: to
     """[num_pages, L, page, C+R] of random rows: attention over equal keys would be a special case."""
     config = model.config
     pool = torch.empty(num_pages, config.num_kv_layers, PAGE, config.kv_row_dim, dtype=dtype, device=device)
-    for page in pool.split(64):
-        page.copy_(torch.randn(page.shape, device=device, dtype=torch.bfloat16))
+    fill(pool)
     return pool
+
+
+def fill(pool: Tensor) -> None:
+    for page in pool.split(64):
+        page.copy_(torch.randn(page.shape, device=pool.device, dtype=torch.bfloat16))
 
 
 def decode_step(model: DeepseekV3, batch: int, context: int, device: torch.device) -> ForwardInput:

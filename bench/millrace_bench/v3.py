@@ -3,6 +3,7 @@ from with `random_weights=true`.
 
     v3     the whole width: a layer with experts takes 11.5 GB in FP8, so a few layers fit on one GPU
     tp8    what one of 8 tensor-parallel ranks has of it: all 61 layers fit on one GPU, and nobody needs the other ranks
+    e32    the whole width with 32 experts in one group: all 61 layers fit on one H200
     tiny   for a dry run on a CPU
 """
 
@@ -55,6 +56,7 @@ WIDTHS: dict[str, dict[str, Any]] = {
         "intermediate_size": 2304,
         "moe_intermediate_size": 256,
     },
+    "e32": {"n_routed_experts": 32, "n_group": 1, "topk_group": 1},
     "tiny": {**TINY, "num_attention_heads": 2, "intermediate_size": 256, "moe_intermediate_size": 128},
 }
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -64,7 +66,8 @@ def write_folder(folder: Path, widths: str, layers: int) -> Path:
     """config.json of `widths`, and the tokenizer of models/tiny, whose ids every vocabulary here has. -> folder"""
     shape = {**V3, **WIDTHS[widths]}
     del shape["fp8_blocks"]  # the published way to say so is FP8
-    facts = {"model_type": "deepseek_v3", "eos_token_id": 1, "quantization_config": FP8, "num_hidden_layers": layers}
+    facts = {"model_type": "deepseek_v3", "eos_token_id": 1, "quantization_config": FP8}
+    facts |= {"num_hidden_layers": layers, "num_nextn_predict_layers": 1}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**shape, **facts}, indent=1))
     for name in ("tokenizer.json", "tokenizer_config.json"):

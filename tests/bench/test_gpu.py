@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from millrace_bench import gpu, stages
+from millrace_bench import gpu, gpu_figures, stages
 from millrace_bench.stages import Stage
 from millrace_cli.cluster import LOG_DIR
 from millrace_testing.procs import gone
@@ -156,12 +156,12 @@ def test_a_real_stage_through_the_command(tmp_path: Path) -> None:
 
 
 FIGURES = {
-    "_logits": ({"rows": [{"weights": "FP8", "path": "prompt", "median": 0.026}]}, "FP8 prompt 0.0260"),
-    "_eval": (
+    "logits": ({"rows": [{"weights": "FP8", "path": "prompt", "median": 0.026}]}, "FP8 prompt 0.0260"),
+    "evaluation": (
         {"rows": [{"system": "engine FP8", "all": {"accuracy": 0.99, "low": 0.97, "high": 1.0}}]},
         "engine FP8 0.990 [0.970, 1.000]",
     ),
-    "_engine": (
+    "engine": (
         {
             "rows": [
                 {"kind": "start"},
@@ -174,19 +174,45 @@ FIGURES = {
         "graph 4.11 ms, idle 2.1%, equal to eager; graph captured in 1.5 s, with the collector on 9.5 s; "
         "a collection 0.0 ms, thawed 350 ms; graph x9.50",
     ),
-    "_shard": (
+    "drafts": (
+        {
+            "rows": [
+                {"kind": "start", "drafts": 0},
+                {"kind": "decode", "drafts": 0, "batch": 1, "step_ms": 4.0, "accept": 1.0},
+                {"kind": "decode", "drafts": 1, "batch": 1, "step_ms": 4.5, "accept": 1.85},
+                {"kind": "ratio", "drafts": 1, "batch": 1, "speedup": 1.644},
+            ]
+        },
+        "0 drafts 4.00 ms for 1.00 tokens, x1.00; 1 drafts 4.50 ms for 1.85 tokens, x1.64",
+    ),
+    "drafts_sweep": (
+        {
+            "rows": [
+                {"kind": "decode"},
+                {"kind": "best", "batch": 1, "drafts": 2, "speedup": 1.61},
+                {"kind": "best", "batch": 8, "drafts": 1, "speedup": 1.2},
+                {"kind": "draft_batches", "most": [8, 1]},
+            ]
+        },
+        "1: 2 drafts x1.61, 8: 1 drafts x1.20; draft_batches [8, 1]",
+    ),
+    "drafts_serving": (
+        {"rows": [{"drafts": 0, "tpot_ms": 14.8}, {"drafts": 3, "error": "not done after 250 s"}]},
+        "0 drafts 14.8 ms, 3 drafts not done after 250 s",
+    ),
+    "shard": (
         {"rows": [{"kind": "decode", "count": 1, "length": 1024, "kv_dtype": "float8_e4m3fn", "ms": 4.044}]},
         "decode 1x1024 FP8 KV 4.04 ms",
     ),
-    "_startup": (
+    "startup": (
         {"rows": [{"caches": "cold", "ready_s": 99.6}, {"caches": "warm", "ready_s": 30.2}]},
         "cold 100 s, warm 30 s",
     ),
-    "_handover": (
+    "handover": (
         {"transfer_ms": {"p50": 3.34}, "handover_ms": {"p50": 4.0}, "equal_to_unified": 8, "prompts": 8},
         "transfer 3.34 ms, hand-over 4.00 ms, 8 of 8 equal to unified",
     ),
-    "_moe": (
+    "moe": (
         {
             "rows": [
                 {"shape": "T=512 TP8", "impl": "packed", "us": 400.4},
@@ -202,4 +228,4 @@ FIGURES = {
 @pytest.mark.parametrize("name", FIGURES)
 def test_what_the_table_says_of_a_bench(name: str) -> None:
     results, text = FIGURES[name]
-    assert getattr(gpu, name)(results) == text
+    assert getattr(gpu_figures, name)(results) == text

@@ -12,7 +12,7 @@ import torch
 from millrace_cli.errors import CommandError
 from millrace_common.config import load
 from millrace_router.text.tokenizer import Tokenizer
-from millrace_serve.engine.core import FinishReason, Request, RequestId, SamplingParams, SequenceOutput, Submit
+from millrace_serve.engine.core import FinishReason, Load, Request, RequestId, SamplingParams, SequenceOutput, Submit
 from millrace_serve.engine.start.torch_factory import load_rank
 from millrace_serve.model.deepseek_v3 import load_model
 from millrace_serve.model.parallel import ParallelDims
@@ -27,6 +27,7 @@ class EngineBackend:
     """One engine with a unified worker's configuration.
 
     1. `answer` submits jobs until `concurrency` are live, and steps; a finished one makes room for the next.
+       `complete` does so with texts in the place of conversations.
     2. `close` stops the engine.
     """
 
@@ -58,6 +59,14 @@ class EngineBackend:
     async def answer(self, jobs: Sequence[Job], done: Done) -> list[Answer]:
         prompts = [await self._prompt(job) for job in jobs]
         return await asyncio.to_thread(self._run, jobs, prompts, done)
+
+    async def complete(self, texts: Sequence[str], jobs: Sequence[Job]) -> list[Answer]:
+        """What follows `texts`, sampled as each one's job says; messages of jobs are not used."""
+        prompts = [await self._tokenizer.encode(text, add_bos=True) for text in texts]
+        return await asyncio.to_thread(self._run, jobs, prompts, lambda: None)
+
+    def load(self) -> Load:
+        return self._engine.load()
 
     async def perplexity(self) -> Perplexity | None:
         encoded = [await self._tokenizer.encode(text, add_bos=True) for text in TEXTS]

@@ -1,0 +1,49 @@
+"""How engines of the same work compare: graphs and compilation to none, drafts to none, and the best drafts by batch.
+
+A row belongs to `variant` (engine.py) and `drafts`, the number for each sequence and step. Tokens per second compare
+them: a step with drafts is longer, and gives more tokens.
+"""
+
+from __future__ import annotations
+
+from itertools import takewhile
+from typing import Any
+
+Row = dict[str, Any]
+
+
+def ratios(rows: list[Row]) -> list[Row]:
+    """Of decode rows, to those of the first engine by batch."""
+    first = {row["batch"]: row for row in reversed(rows)}
+    return [
+        {"kind": "ratio", "batch": row["batch"], **_engine(row), "speedup": _speedup(row, base)}
+        for row in rows if _engine(row) != _engine(base := first[row["batch"]])
+    ]  # fmt: skip
+
+
+def best(rows: list[Row]) -> list[Row]:
+    """The number of drafts with the most tokens per second by batch, and what `limits.draft_batches` they make."""
+    found: list[Row] = []
+    for batch in sorted({row["batch"] for row in rows}):
+        of_batch = [row for row in rows if row["batch"] == batch]
+        fastest = max(of_batch, key=lambda row: row["tokens_per_s"])
+        figures = {key: fastest[key] for key in ("drafts", "accept", "step_ms", "tokens_per_s")}
+        found.append({"kind": "best", "batch": batch, **figures, "speedup": _speedup(fastest, of_batch[0])})
+    return [*found, {"kind": "draft_batches", "most": draft_batches({row["batch"]: row["drafts"] for row in found})}]
+
+
+def draft_batches(best_of: dict[int, int]) -> list[int]:
+    """Up to which batch at least 1, 2, … drafts are best at every batch. `best_of`: batch, ascending, to drafts."""
+    return [_largest(best_of, drafts) for drafts in range(1, max(best_of.values()) + 1)]
+
+
+def _largest(best_of: dict[int, int], drafts: int) -> int:
+    return max(takewhile(lambda batch: best_of[batch] >= drafts, best_of), default=0)
+
+
+def _engine(row: Row) -> Row:
+    return {key: row[key] for key in ("variant", "drafts") if key in row}
+
+
+def _speedup(row: Row, base: Row) -> float:
+    return round(row["tokens_per_s"] / base["tokens_per_s"], 3)

@@ -1,0 +1,95 @@
+"""What the table of `millrace bench gpu` says of each bench: one line from the results of its JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Results = dict[str, Any]
+
+
+def logits(found: Results) -> str:
+    return ", ".join(f"{row['weights']} {row['path']} {row['median']:.4f}" for row in found["rows"])
+
+
+def evaluation(found: Results) -> str:
+    whole = [(row["system"], row["all"]) for row in found["rows"]]
+    return ", ".join(f"{name} {one['accuracy']:.3f} [{one['low']:.3f}, {one['high']:.3f}]" for name, one in whole)
+
+
+def engine(found: Results) -> str:
+    texts = []
+    for row in found["rows"]:
+        variant = row.get("variant", "")
+        if row["kind"] == "decode":
+            exact = {True: ", equal to eager", False: ", NOT EQUAL to eager"}.get(row.get("exact"), "")
+            texts.append(f"{variant} {row['step_ms']:.2f} ms, idle {row.get('idle', float('nan')):.1%}{exact}")
+        elif row["kind"] == "ratio":
+            texts.append(f"{variant} x{row['speedup']:.2f}")
+        elif row["kind"] == "capture":
+            texts.append(f"{variant} captured in {row['gc_off_s']} s, with the collector on {row['gc_on_s']} s")
+        elif row["kind"] == "collector":
+            texts.append(f"a collection {row['frozen_ms']:.1f} ms, thawed {row['thawed_ms']:.0f} ms")
+    return "; ".join(texts)
+
+
+def drafts(found: Results) -> str:
+    """Of engines with drafts: each step, and what it makes of one without drafts."""
+    speedups = {(row["batch"], row["drafts"]): row["speedup"] for row in found["rows"] if row["kind"] == "ratio"}
+    texts = []
+    for row in found["rows"]:
+        if row["kind"] == "decode":
+            speedup = speedups.get((row["batch"], row["drafts"]), 1)
+            texts.append(
+                f"{row['drafts']} drafts {row['step_ms']:.2f} ms for {row['accept']:.2f} tokens, x{speedup:.2f}"
+            )
+    return "; ".join(texts)
+
+
+def drafts_sweep(found: Results) -> str:
+    """The best number of drafts by batch."""
+    *best, limits = (row for row in found["rows"] if row["kind"] in ("best", "draft_batches"))
+    texts = [f"{row['batch']}: {row['drafts']} drafts x{row['speedup']:.2f}" for row in best]
+    return f"{', '.join(texts)}; draft_batches {limits['most']}"
+
+
+def drafts_serving(found: Results) -> str:
+    rows = found["rows"]
+    return ", ".join(
+        f"{row['drafts']} drafts {row.get('error') or format(row['tpot_ms'], '.1f') + ' ms'}" for row in rows
+    )
+
+
+def shard(found: Results) -> str:
+    texts = []
+    for row in found["rows"]:
+        fp8 = " FP8 KV" if row["kv_dtype"] == "float8_e4m3fn" else ""
+        texts.append(f"{row['kind']} {row['count']}x{row['length']}{fp8} {row['ms']:.2f} ms")
+    return ", ".join(texts)
+
+
+def startup(found: Results) -> str:
+    return ", ".join(f"{row['caches']} {row['ready_s']:.0f} s" for row in found["rows"])
+
+
+def handover(found: Results) -> str:
+    times = f"transfer {found['transfer_ms']['p50']:.2f} ms, hand-over {found['handover_ms']['p50']:.2f} ms"
+    return f"{times}, {found['equal_to_unified']} of {found['prompts']} equal to unified"
+
+
+def kernels(found: Results) -> str:
+    failed = sum("error" in row for row in found["rows"])
+    return f"{len(found['rows'])} rows" + (f", {failed} with an error" if failed else "")
+
+
+def moe(found: Results) -> str:
+    """The fastest of all against our kernel with an untuned configuration."""
+    times = {row["impl"]: row["us"] for row in found["rows"] if row["shape"] == "T=512 TP8" and "error" not in row}
+    untuned = times.pop("grouped, untuned", None)
+    if untuned is None or not times:
+        return kernels(found)
+    best = min(times, key=lambda impl: times[impl])
+    return f"{kernels(found)}; T=512 TP8: {best} {times[best]:.0f} us, untuned {untuned:.0f} us"
+
+
+def rows(found: Results) -> str:
+    return f"{len(found['rows'])} rows"

@@ -1,0 +1,67 @@
+"""Benches of an engine with a model: its rows on a CPU, and how numbers of drafts compare."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+from millrace_bench import engine, engine_compare, engine_model
+from millrace_serve.engine.start.torch_factory import Rank
+
+SHARD = ["--shard", "tp8", "--tiny", "--layers", "2", "--prefill-tokens", "16", "--set", "graphs=on"]
+
+
+def decode(batch: int, drafts: int, tokens_per_s: float) -> dict[str, object]:
+    figures = {"accept": 1.0 + drafts / 2, "step_ms": 4.0, "tokens_per_s": tokens_per_s}
+    return {"kind": "decode", "batch": batch, "drafts": drafts, **figures}
+
+
+ROWS = [decode(1, 0, 100.0), decode(8, 0, 400.0), decode(1, 1, 150.0), decode(8, 1, 300.0)]
+
+
+def test_ratios_are_to_the_first_engine() -> None:
+    assert engine_compare.ratios(ROWS) == [
+        {"kind": "ratio", "batch": 1, "drafts": 1, "speedup": 1.5},
+        {"kind": "ratio", "batch": 8, "drafts": 1, "speedup": 0.75},
+    ]
+
+
+def test_the_best_number_by_batch() -> None:
+    first, second, limits = engine_compare.best(ROWS)
+    assert (first["batch"], first["drafts"], first["speedup"]) == (1, 1, 1.5)
+    assert (second["batch"], second["drafts"], second["speedup"]) == (8, 0, 1.0)
+    assert limits == {"kind": "draft_batches", "most": [1]}
+
+
+@pytest.mark.parametrize(
+    ("best_of", "most"),
+    [({1: 3, 2: 2, 4: 1, 8: 0}, [4, 2, 1]), ({1: 0, 2: 1}, [0]), ({1: 2, 4: 1, 8: 2}, [8, 1]), ({1: 0}, [])],
+)
+def test_limits_end_before_the_first_batch_that_wants_fewer(best_of: dict[int, int], most: list[int]) -> None:
+    assert engine_compare.draft_batches(best_of) == most
+
+
+@pytest.fixture
+def runners(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
+    """Of the engines that were loaded."""
+    found: list[weakref.ref[Any]] = []
+    load = engine_model.load_rank
+
+    def load_rank(*args: Any, **options: Any) -> Rank:
+        rank = load(*args, **options)
+        found.append(weakref.ref(rank.runner))
+        return rank
+
+    monkeypatch.setattr(engine_model, "load_rank", load_rank)
+    return found
+
+
+def test_decoding_starts_behind_a_context_that_nobody_computed(runners: list[weakref.ref[Any]]) -> None:
+    args = engine.parser().parse_args([*SHARD, "--batches", "1", "3", "--context", "100", "--outputs", "8"])
+    rows = list(engine.run_model(args))
+    assert [(row["kind"], row.get("batch")) for row in rows] == [("start", None), ("decode", 1), ("decode", 3)]
+    for row in rows[1:]:
+        assert row["prompt"] == 100 and row["accept"] == 1.0 and row["exact"]
+        assert row["tokens_per_s"] == pytest.approx(row["batch"] / row["step_ms"] * 1e3, rel=1e-2)
+    assert [runner() for runner in runners] == [None], "the next engine needs its memory"
