@@ -78,9 +78,10 @@ class Recorder:
     def __init__(self) -> None:
         self.seen: list[ForwardInput] = []
 
-    def __call__(self, inputs: ForwardInput) -> Tensor:
+    def __call__(self, inputs: ForwardInput) -> tuple[Tensor, Tensor]:
         self.seen.append(inputs)
-        return inputs.token_ids[:, None].float().expand(-1, 3)
+        tokens = inputs.token_ids[:, None].float()
+        return tokens, tokens.expand(-1, 3)
 
 
 def make(recorder: Recorder, dp: int = 1, num_queries: tuple[int, ...] = (1,)) -> tuple[DecodeGraphs, Slots]:

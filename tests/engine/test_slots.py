@@ -18,7 +18,7 @@ from millrace_testing.paths import TINY
 from torch import Tensor
 
 CPU = torch.device("cpu")
-CONFIG = EngineConfig.model_validate({**LIMITS, "max_running": 6, "num_pages": 60})
+CONFIG = EngineConfig.model_validate({**LIMITS, "max_running": 6, "num_pages": 60, "draft_tokens": 3})
 SIZE = CONFIG.page_size
 
 
@@ -41,6 +41,7 @@ def step_of(
         cu_q=cu_q,
         num_rows=cu_q[-1:],
         chunk_tokens=int64([token for _, tokens, _ in chunks for token in tokens]),
+        next_tokens=int64([token + 1 for _, tokens, _ in chunks for token in tokens]),
         chunk_lens=tuple(len(tokens) for _, tokens, _ in chunks),
         chunk_ends=tuple(end for _, _, end in chunks),
         sampling_chunks=tuple(range(len(chunks))),
@@ -68,7 +69,7 @@ def test_rows_are_where_the_tokens_belong(case: tuple[list[tuple[int, int]], int
     order = random.sample(range(6), 6)
     free = random.sample(range(1, 60), 59)
     pages = [[free.pop() for _ in range(capacity // SIZE)] for _, capacity in spans]
-    state = Slots(CONFIG, CPU, 4)
+    state = Slots(CONFIG, CPU)
     state.page_table.fill_(59)  # what former owners left
     state.last_tokens.copy_(torch.arange(28).view(7, 4) + 100)
     updates = SlotUpdates(
@@ -79,8 +80,10 @@ def test_rows_are_where_the_tokens_belong(case: tuple[list[tuple[int, int]], int
         capacity=int64([capacity for _, capacity in spans]),
         joined=int64(list(range(6))),
         lengths=int64([length for length, _ in spans]),
-        last_tokens=int64([100 + 4 * slot for slot in range(6)]),
+        last_tokens=np.arange(24).reshape(6, 4) + 100,
         num_prompt=int64([0] * 6),
+        temperature=np.ones(6, np.float32),
+        seeds=np.arange(6, dtype=np.uint64),
     )
     decode, others = order[:num_decode], order[num_decode:]
     chunks = []
@@ -111,7 +114,7 @@ def test_rows_are_where_the_tokens_belong(case: tuple[list[tuple[int, int]], int
 
     if q == 1:
         sampled = torch.arange(len(step.sample_slots)) + 900
-        state.advance(step, sampled)
+        state.accept(step, sampled)
         for slot, token in zip([*decode, *others], sampled.tolist(), strict=True):
             end = spans[slot][0] + 1 if slot in decode else next(e for s, _, e in chunks if s == slot)
             assert (int(state.lengths[slot]), int(state.last_tokens[slot, 0])) == (end, token)
@@ -121,18 +124,18 @@ def test_several_rows_of_a_sequence_are_several_steps_at_once() -> None:
     """The logits of q rows equal those of q steps with one row each: what drafts are verified with."""
     torch.set_num_threads(1)
     model = load_model(TINY, ParallelDims(), CPU, torch.float32)
-    config = EngineConfig(num_pages=8, max_model_len=192, max_running=2)
+    config = EngineConfig(num_pages=8, max_model_len=192, max_running=2, draft_tokens=3)
     prompt, drafts = [10 + 7 * i % 300 for i in range(61)], [31, 77, 5, 140]
 
     def run(q: int) -> Tensor:
         kv = torch.zeros(8, model.config.num_kv_layers, 64, model.config.kv_row_dim)
-        state, found = Slots(config, CPU, q), []
+        state, found = Slots(config, CPU), []
         state.page_table[0, :3], state.capacity[0] = torch.tensor([3, 1, 6]), 192
         first = step_of([], [(0, prompt, len(prompt))], q)
         model.forward(state.inputs(first), kv)
-        state.advance(first, torch.tensor(drafts[:1]))
+        state.accept(first, torch.tensor(drafts[:1]))
         for start in range(0, len(drafts), q):
-            state.last_tokens[0] = torch.tensor(drafts[start : start + q])
+            state.last_tokens[0, :q] = torch.tensor(drafts[start : start + q])
             step = step_of([0], [], q)
             found.append(model.logits(model.forward(state.inputs(step), kv)))
             state.lengths[0] += q

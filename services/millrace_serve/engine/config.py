@@ -19,7 +19,9 @@ class Role(enum.StrEnum):
     UNIFIED = "unified"  # LOCAL requests
 
 
-DRAFT_BATCHES = (128, 16, 4)  # until they are measured: one draft up to 128 sequences, two up to 16, three up to 4
+MOST_DRAFTS = 3
+# The most sequences of a step that makes one draft of each, two, three. Guessed until they are measured.
+DRAFT_BATCHES = (128, 16, 4)
 
 
 class Limits(BaseModel):
@@ -32,12 +34,8 @@ class Limits(BaseModel):
     max_waiting: int = Field(256, ge=0)  # sequences queued beyond max_running; more are refused as OVERLOADED
     max_prefill_tokens: int = Field(2048, ge=1)  # prompt tokens per step over all sequences; decode tokens come on top
     max_parked_pages: int | None = Field(None, ge=1)  # pages that prompts may hold until their lease ends; None = pool
-    draft_tokens: int = Field(
-        0, ge=0, le=3
-    )  # most drafts per sequence and step; 0: no MTP layer, not in the page either
-    draft_batches: tuple[Annotated[int, Field(ge=0)], ...] = (
-        DRAFT_BATCHES  # most sequences of a step for 1, 2, … drafts
-    )
+    draft_tokens: int = Field(0, ge=0, le=MOST_DRAFTS)  # most per sequence and step; 0: the KV page has no MTP layer
+    draft_batches: tuple[Annotated[int, Field(ge=0)], ...] = DRAFT_BATCHES
     prefix_cache: bool = True
     overlap: bool = True  # schedule step N+1 while step N runs
     canary: bool = False  # debug: every page carries the hash of its tokens, checked before each step

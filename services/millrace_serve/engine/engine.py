@@ -113,14 +113,13 @@ class Engine:
         self._runner.close()
 
     def _launch(self, plan: Plan | None) -> tuple[Plan, StepHandle] | None:
-        batch = None if plan is None else self._builder.build(plan)
-        agreement = self._lockstep.agree(batch, self._stopping)
+        agreement = self._lockstep.agree(plan, self._stopping)
         self.stopped = agreement.last
         if not agreement.anybody_works:
             return None
-        if batch is None:
-            batch = StepBatch.idle()
-        batch.dp_num_tokens, batch.all_decode = agreement.num_tokens, agreement.all_decode
+        num_queries = 1 + self.config.num_drafts(agreement.most_sampled)
+        batch = StepBatch.idle(num_queries) if plan is None else self._builder.build(plan, num_queries)
+        agreement.tell(batch)
         self._lockstep.share(batch)
         return plan or IDLE_PLAN, self._runner.launch(batch)
 

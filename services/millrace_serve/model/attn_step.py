@@ -101,7 +101,7 @@ class AttnStep:
     ) -> AttnStep:
         """`tables`: cos and sin by position; `kv`: one layer of the pool; `dtype`: of q, k and v."""
         attn = inputs.attn
-        decode, end = attn.num_decode, sum(attn.q_lens_host)
+        decode, first, end = attn.num_decode, sum(attn.q_lens_host[: attn.num_decode]), sum(attn.q_lens_host)
         q_lens, seq_lens = attn.q_lens_host[decode:], attn.seq_lens_host[decode:]
         form = choose_form(q_lens, seq_lens, thresholds)
         expand = bool(q_lens) and form is not Form.ABSORBED
@@ -119,7 +119,7 @@ class AttnStep:
             cos=tables[0][inputs.positions],
             sin=tables[1][inputs.positions],
             absorbed=groups,
-            expanded_rows=slice(decode, end if expand else decode),
+            expanded_rows=slice(first, end if expand else first),
             expanded_seqs=slice(decode, attn.num_seqs if expand else decode),
             own_plan=own_plan,
             prefix=tuple(prefix),

@@ -1,9 +1,9 @@
 """The tensors of one forward step: the whole input of the model from the engine.
 
 Letters: T tokens of the step (padding included), B sequences, S sampled rows, P pages of the longest sequence.
-The engine lays the step out as `[decode sequences | prefill sequences]`: the first `num_decode` sequences have exactly
-one query token each and attend through the absorbed form; the rest are prompt chunks and may attend through the
-expanded form.
+The engine lays the step out as `[decode sequences | prefill sequences]`: the first `num_decode` sequences have equally
+many query tokens, the last token and drafts, and attend through the absorbed form; the rest are prompt chunks and may
+attend through the expanded form.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class AttnPlan:
     for a device read.
     """
 
-    num_decode: int  # leading sequences with one query token each
+    num_decode: int  # leading sequences that decode
     cu_q: Tensor  # int32 [B+1], prefix sums of query tokens per sequence
     seq_lens: Tensor  # int32 [B], keys of each sequence, this step's tokens included
     page_table: Tensor  # int32 [B, P], physical page ids; entries past a sequence's last page are 0 (the sink)

@@ -7,8 +7,8 @@ Life of an IMPORT request:                               Life of a LOCAL request
     4. KvArrived    READY (or DONE: its first token was      3. commit      first token; it decodes from now on
                     the last one)
     5. schedule     RUNNING, decoding
-Then each step gives both up to `num_queries` rows: the last token and drafts of what follows it. The device accepts 1
-to `num_queries` of them. The rows need pages; with pages for one row a sequence goes on, and the device accepts no
+Then each step gives both up to 1 + draft_tokens rows: the last token and drafts of what follows it. The device accepts
+one of them or more. The rows need pages; with pages for one row a sequence goes on, and the device accepts no
 token beyond the sequence's capacity. Without a free page even for one row, the sequence that goes last (lowest
 priority, latest arrival) is preempted: it returns to the queue without pages and is recomputed here from prompt and
 outputs, whatever its route was. Abort or deadline: DONE; pages of an IMPORTING request stay until KvArrived or KvFailed
@@ -68,8 +68,9 @@ class DecodeScheduler(Scheduler):
                 if (seq := live.get(id)) and seq.phase is Phase.EXPECTED:
                     seq.enter(Phase.WAITING)
                     self.requests.waiting.push(seq)
-            case KvArrived(id, first):
+            case KvArrived(id, first, drafts):
                 if (seq := live.get(id)) and seq.transfer is not Transfer.NONE:
+                    seq.drafts = drafts
                     self._arrived(seq, first)
             case KvFailed(id, failure):
                 if (seq := live.get(id)) and seq.transfer is not Transfer.NONE:
@@ -126,7 +127,7 @@ class DecodeScheduler(Scheduler):
         for seq in self.requests.expired():
             message = f"timeout_s={seq.request.timeout_s} passed"
             self._stop(seq, FinishReason.ERROR, Failure(Reason.DEADLINE_EXCEEDED, message))
-        plan = Plan([], [], self._num_queries)
+        plan = Plan([], [])
         self._join_ready()
         self._grow(plan)
         self._take_decodes(plan)
@@ -241,6 +242,8 @@ class DecodeScheduler(Scheduler):
         """Row s of `output` belongs to the s-th sampling sequence of `plan`."""
         tokens = output.accepted()
         row = len(plan.decode)
+        if output.tokens.shape[1] > 1:
+            self.outbox.drafts(plan.decode, output)
         for index, seq in enumerate(plan.decode):
             self._take_result(seq, index, index, tokens, output)
         for index, chunk in enumerate(plan.chunks, start=row):
@@ -271,6 +274,7 @@ class DecodeScheduler(Scheduler):
         elif seq.grammar is not None and (refused := seq.grammar.accept(tokens)):
             self._stop(seq, FinishReason.ERROR, refused)
         elif self._num_queries > 1 and seq.phase is RUNNING:
+            seq.drafts = output.drafts_of(row)
             self._narrow(seq)
 
     def _narrow(self, seq: Sequence) -> None:

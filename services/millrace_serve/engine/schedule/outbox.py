@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from millrace_serve.engine.config import MOST_DRAFTS
 from millrace_serve.engine.core import Events, Failure, FinishReason, Request, SequenceOutput, TokenOutput
+from millrace_serve.engine.schedule.plan import StepOutput
 from millrace_serve.engine.schedule.sequence import Sequence
 
 
 class Outbox:
     def __init__(self) -> None:
         self.totals = dict.fromkeys(("preemptions", "steps", "cached_tokens", "prompt_tokens", "output_tokens"), 0)
+        self.drafted = [0] * MOST_DRAFTS  # by their place behind the newest token
+        self.accepted = [0] * MOST_DRAFTS
         self.events = Events()
 
     def refuse(self, request: Request, failure: Failure) -> None:
@@ -33,14 +37,26 @@ class Outbox:
     ) -> SequenceOutput:
         """`tokens` are the newest of seq.tokens."""
         first = len(seq.tokens) - seq.num_prompt - len(tokens)
-        if seq.silent:
-            output = SequenceOutput(seq.id, first, tokens, finish, error, seq.num_cached_tokens, seq.queued_s)
+        if seq.silent or finish is not None:
+            cached, queued_s = (seq.num_cached_tokens, seq.queued_s) if seq.silent else (0, 0.0)
+            drafts = (seq.num_drafted, seq.num_accepted) if finish is not None else (0, 0)
+            output = SequenceOutput(seq.id, first, tokens, finish, error, cached, queued_s, *drafts)
             seq.silent = False
-        else:
-            output = SequenceOutput(seq.id, first, tokens, finish, error)
+        else:  # nearly always
+            output = SequenceOutput(seq.id, first, tokens)
         self.events.outputs.append(output)
         self.totals["output_tokens"] += len(tokens)
         return output
+
+    def drafts(self, seqs: list[Sequence], output: StepOutput) -> None:
+        """Count the drafts of a step's decode sequences, its first rows."""
+        counts = zip(output.drafted.tolist(), output.counts.tolist(), strict=True)
+        for seq, (drafted, count) in zip(seqs, counts, strict=False):
+            seq.num_drafted += drafted
+            seq.num_accepted += count - 1
+            for place in range(drafted):
+                self.drafted[place] += 1
+                self.accepted[place] += place < count - 1
 
     def take(self) -> Events:
         events, self.events = self.events, Events()

@@ -22,11 +22,10 @@ class Chunk:
 
 @dataclass(slots=True)
 class Plan:
-    """Rows of the step in order: `num_queries` of each decode sequence (its last token and drafts), then the chunks."""
+    """Rows of the step in order: those of each decode sequence (its last token and drafts), then the chunks."""
 
     decode: list[Sequence]
     chunks: list[Chunk]
-    num_queries: int = 1
     joined: list[Sequence] = field(default_factory=list)  # got their slot since the last plan
     grown: list[Sequence] = field(default_factory=list)  # got more pages since the last plan
 
@@ -35,15 +34,23 @@ class Plan:
 class StepOutput:
     """Row s belongs to the s-th sampling sequence of the plan: its first `counts[s]` tokens were accepted.
 
-    q is the plan's num_queries; K is the most logprobs that a row asked for.
+    q is the step's num_queries; K is the most logprobs that a row asked for.
     """
 
     tokens: np.ndarray  # int64 [S, q]
-    counts: np.ndarray  # int32 [S], 1..q
+    counts: np.ndarray  # int64 [S], 1..q
+    drafted: np.ndarray  # int64 [S], how many of its rows had drafts
+    drafts: np.ndarray  # int64 [S, ...], of the tokens behind the newest one; -1: none
     logprobs: np.ndarray | None = None  # float32 [S, q]; of the sampled tokens
     top_ids: np.ndarray | None = None  # int64 [S, q, K]
     top_logprobs: np.ndarray | None = None  # float32 [S, q, K]
     corrupt: dict[int, str] = field(default_factory=dict)  # index of a sequence in the plan -> which page was wrong
+
+    @classmethod
+    def nothing(cls) -> StepOutput:
+        """Of a step without sampling sequences."""
+        none = np.zeros(0, np.int64)
+        return cls(none[:, None], none, none, none[:, None])
 
     def accepted(self) -> list[list[int]]:
         """The accepted tokens of each sampling sequence."""
@@ -51,6 +58,10 @@ class StepOutput:
         if self.tokens.shape[1] > 1:
             rows = [row[:count] for row, count in zip(rows, self.counts.tolist(), strict=True)]
         return rows
+
+    def drafts_of(self, row: int) -> tuple[int, ...]:
+        """The known drafts of a sampling sequence."""
+        return tuple([draft for draft in self.drafts[row].tolist() if draft >= 0])
 
     def outputs(self, row: int, tokens: list[int], seq: Sequence) -> list[TokenOutput]:
         """The first accepted tokens of a row, with as many logprobs as the request of `seq` asks for."""

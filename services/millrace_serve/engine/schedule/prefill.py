@@ -125,17 +125,19 @@ class PrefillScheduler(Scheduler):
         """The prompt is complete: its first token goes out with the last part."""
         _, finish = seq.extend(tokens)
         first = self.outbox.output(seq, output.outputs(row, tokens, seq), finish)
-        self._publish(seq, len(seq.pages), first)
+        self._publish(seq, len(seq.pages), first, output.drafts_of(row))
         del self._running[seq]
         self._leave(seq, Phase.PARKED)
 
-    def _publish(self, seq: Sequence, num_pages: int, first: SequenceOutput | None = None) -> None:
+    def _publish(
+        self, seq: Sequence, num_pages: int, first: SequenceOutput | None = None, drafts: tuple[int, ...] = ()
+    ) -> None:
         """Announce pages[num_published : num_pages]; with `first`, as the last part. There may be no pages in it."""
         span = slice(seq.num_published, num_pages)
         pages, hashes = seq.pages[span], seq.prompt_hashes[span]
         num_tokens = min(num_pages * self.pages.size, len(seq.request.token_ids))
         self.pages.cache.publish(pages)
-        part = KvPart(seq.id, seq.num_published, pages, hashes, num_tokens, first is not None, first)
+        part = KvPart(seq.id, seq.num_published, pages, hashes, num_tokens, first is not None, first, drafts)
         self.outbox.events.parts.append(part)
         seq.num_published = num_pages
 

@@ -120,6 +120,8 @@ class Scheduler(abc.ABC):
             pages_cached=pool.num_cached,
             pages_published=pool.num_published,
             pages_running=pool.num_running,
+            drafted=tuple(self.outbox.drafted[: self.config.draft_tokens]),
+            accepted=tuple(self.outbox.accepted[: self.config.draft_tokens]),
             credits=0 if self._blocked else max(requests.room(), 0),
             **self.outbox.totals,
         )

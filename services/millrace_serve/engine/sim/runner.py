@@ -137,19 +137,21 @@ class SimRunner:
             lengths = _mix(_mix(hashes) + LENGTH_INDEX) % np.uint64(high - low + 1) + np.uint64(low)
             ends = index >= np.maximum(lengths.astype(np.int64) - 1, self._eos_from[slots])[:, None]
             tokens[ends] = settings.eos_token_id
-        output = StepOutput(tokens, self._accept(batch, hashes, index), corrupt=corrupt)
+        counts, drafted = self._accept(batch, hashes, index)
+        output = StepOutput(tokens, counts, drafted, tokens[:, :0], corrupt=corrupt)
         return _with_logprobs(output, -1 if sampling is None else sampling.num_logprobs, settings.vocab_size)
 
-    def _accept(self, batch: HostBatch, hashes: np.ndarray, index: np.ndarray) -> np.ndarray:
-        """int32 [S]: the accepted rows of each sampled sequence, as far as positions have pages."""
-        counts = np.ones(len(hashes), np.int32)
+    def _accept(self, batch: HostBatch, hashes: np.ndarray, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """int64 [S] twice: the accepted rows of each sampled sequence, and its drafts, where positions have pages."""
+        counts, drafted = np.ones(len(hashes), np.int64), np.zeros(len(hashes), np.int64)
         decode = slice(0, batch.num_decode)
         if batch.num_queries > 1 and batch.num_decode:
             draws = _mix(_mix(~hashes[decode])[:, None] + index[decode, 1:].astype(np.uint64))
             accepted = draws < np.uint64(min(int(self._settings.acceptance * MOST), MOST))
             room = self._capacity[batch.slots[decode]] - self._lengths[batch.slots[decode]]
             counts[decode] = np.clip(1 + np.cumprod(accepted, axis=1).sum(axis=1), 1, np.maximum(room, 1))
-        return counts
+            drafted[decode] = np.clip(room - 1, 0, batch.num_queries - 1)
+        return counts, drafted
 
 
 def _with_logprobs(output: StepOutput, count: int, vocab_size: int) -> StepOutput:

@@ -230,10 +230,10 @@ def run(part: Part) -> None:
     runner = TorchRunner(model, pool, config, site.model.vocab_size, device_of(site.device))
     shapes = [rehearsal.largest(config), *rehearsal.prefill_shapes(config)]
     if site.role is not Role.PREFILL:
-        shapes += rehearsal.decode_shapes(site.buckets or buckets_up_to(config.max_running))
+        shapes += rehearsal.decode_shapes(config, site.buckets or buckets_up_to(config.max_running))
     for shape in turned(shapes, part.index, part.count):
         with contextlib.suppress(torch.OutOfMemoryError):
-            runner.launch(rehearsal.batch_of(shape, config.page_size, site.dims.dp)).result()
+            runner.launch(rehearsal.batch_of(shape, config, site.dims.dp)).result()
     most = max(shape.num_tokens for shape in shapes)
     runner.call(lambda: fp8.compile_ahead(most, site.device, part.index / part.count))
     if site.buckets:

@@ -18,9 +18,10 @@ PREFIX_TOKENS = 4096  # cached tokens before a chunk: as many as are expanded at
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A step: `num_decode` sequences of one token, and chunks of `chunk` tokens after `prefix` cached ones."""
+    """A step: `num_decode` sequences, and chunks of `chunk` tokens after `prefix` cached ones."""
 
     num_decode: int = 0
+    num_queries: int = 1  # as in StepBatch
     chunks: int = 0
     chunk: int = 0
     prefix: int = 0
@@ -28,7 +29,7 @@ class Shape:
 
     @property
     def num_tokens(self) -> int:
-        return self.num_decode + self.chunks * self.chunk
+        return self.num_decode * self.num_queries + self.chunks * self.chunk
 
 
 def largest(limits: Limits) -> Shape:
@@ -36,7 +37,7 @@ def largest(limits: Limits) -> Shape:
     longest = limits.max_model_len - 1
     chunks = min(-(-limits.max_prefill_tokens // longest), limits.max_running)
     chunk = min(limits.max_prefill_tokens // chunks, longest)
-    return Shape(limits.max_running - chunks, chunks, chunk, _prefix(limits, chunk), greedy=False)
+    return _shape(limits, limits.max_running - chunks, chunks, chunk, _prefix(limits, chunk), greedy=False)
 
 
 def prefill_shapes(limits: Limits) -> Iterator[Shape]:
@@ -46,14 +47,21 @@ def prefill_shapes(limits: Limits) -> Iterator[Shape]:
     longest = min(limits.max_prefill_tokens, limits.max_model_len - 1)
     prefix = _prefix(limits, longest)
     for length in _sizes(longest):
-        yield Shape(chunks=1, chunk=length)
+        yield _shape(limits, chunks=1, chunk=length)
         if prefix:
-            yield Shape(chunks=1, chunk=length, prefix=prefix)
+            yield _shape(limits, chunks=1, chunk=length, prefix=prefix)
     for count in _sizes(min(limits.max_running, longest)):
-        yield Shape(chunks=count, chunk=min(longest // count, 2))
+        yield _shape(limits, chunks=count, chunk=min(longest // count, 2))
     count = min(4, limits.max_running, longest)
-    yield Shape(chunks=count, chunk=longest // count)
-    yield Shape(num_decode=limits.max_running - 1, chunks=1, chunk=longest, greedy=False)
+    yield _shape(limits, chunks=count, chunk=longest // count)
+    yield _shape(limits, limits.max_running - 1, chunks=1, chunk=longest, greedy=False)
+
+
+def _shape(
+    limits: Limits, num_decode: int = 0, chunks: int = 0, chunk: int = 0, prefix: int = 0, *, greedy: bool = True
+) -> Shape:
+    """With as many drafts as such a step has."""
+    return Shape(num_decode, 1 + limits.num_drafts(num_decode + chunks), chunks, chunk, prefix, greedy)
 
 
 def _sizes(most: int) -> list[int]:
@@ -62,40 +70,46 @@ def _sizes(most: int) -> list[int]:
     return sorted({*powers, *(3 * power // 4 - 1 for power in powers if power > 4)})
 
 
-def decode_shapes(buckets: Sequence[int]) -> Iterator[Shape]:
+def decode_shapes(limits: Limits, buckets: Sequence[int]) -> Iterator[Shape]:
     """Largest first, greedy and not."""
     for bucket in reversed(buckets):
-        yield Shape(num_decode=bucket)
-        yield Shape(num_decode=bucket, greedy=False)
+        yield _shape(limits, bucket)
+        yield _shape(limits, bucket, greedy=False)
 
 
-def batch_of(shape: Shape, page_size: int, dp: int = 1, *, graphs: bool = False) -> HostBatch:
+def batch_of(shape: Shape, limits: Limits, dp: int = 1, *, graphs: bool = False) -> HostBatch:
     """Its sequences own no page, so all KV goes to the sink. `graphs`: let the step be one."""
-    lens = (1,) * shape.num_decode + (shape.chunk,) * shape.chunks
+    q = shape.num_queries
+    lens = (q,) * shape.num_decode + (shape.chunk,) * shape.chunks
     ends = tuple(shape.prefix + size for size in lens[shape.num_decode :])
     slots, rows = np.arange(len(lens)), np.cumsum((0, *lens), dtype=np.int32)
-    batch = StepBatch(
+    first = shape.num_decode * q
+    chunk_tokens = np.arange(first, shape.num_tokens) % 100  # several, for their experts
+    sample_rows = np.concatenate((np.arange(first), rows[shape.num_decode + 1 :].astype(np.int64) - 1))
+    batch: HostBatch = StepBatch(
         num_decode=shape.num_decode,
-        num_queries=1,
-        num_pages=-(-max(ends, default=1) // page_size),
+        num_queries=q,
+        num_pages=-(-(max(ends, default=1) + limits.draft_tokens) // limits.page_size),
         slots=slots,
         cu_q=rows,
         num_rows=rows[-1:],
-        chunk_tokens=np.arange(shape.num_decode, shape.num_tokens) % 100,  # several, for their experts
+        chunk_tokens=chunk_tokens,
+        next_tokens=chunk_tokens if limits.draft_tokens else chunk_tokens[:0],
         chunk_lens=lens[shape.num_decode :],
         chunk_ends=ends,
         sampling_chunks=tuple(range(shape.chunks)),
-        sample_rows=rows[1:].astype(np.int64) - 1,
+        sample_rows=sample_rows,
         sample_slots=slots,
-        sampling=None if shape.greedy else _sampling(len(slots)),
-        updates=_updates(slots, shape),
+        sampling=None if shape.greedy else _sampling(len(sample_rows)),
+        updates=_updates(slots, shape, limits),
     )
-    batch.dp_num_tokens = (shape.num_tokens,) * dp if dp > 1 else ()
+    if dp > 1:
+        batch.dp_num_tokens, batch.dp_num_sampled = (shape.num_tokens,) * dp, (len(slots),) * dp
     batch.all_decode = graphs and batch.is_decode
     return batch
 
 
-def _updates(slots: np.ndarray, shape: Shape) -> SlotUpdates[np.ndarray]:
+def _updates(slots: np.ndarray, shape: Shape, limits: Limits) -> SlotUpdates[np.ndarray]:
     """All slots join, behind their prefixes and with different tokens."""
     none, lengths = np.zeros(0, np.int64), np.where(slots < shape.num_decode, 0, shape.prefix)
     return SlotUpdates(
@@ -106,8 +120,10 @@ def _updates(slots: np.ndarray, shape: Shape) -> SlotUpdates[np.ndarray]:
         capacity=np.zeros_like(slots),
         joined=slots,
         lengths=lengths,
-        last_tokens=slots % 100,
+        last_tokens=np.repeat(slots[:, None] % 100, 1 + limits.draft_tokens, axis=1),
         num_prompt=lengths,
+        temperature=np.ones(len(slots), np.float32),
+        seeds=np.zeros(len(slots), np.uint64),
     )
 
 

@@ -106,10 +106,11 @@ class MemoryPlanner:
         pool = KvPool.create(site.layout, 2, site.device)
         runner = TorchRunner(model, pool, site.limits.resolved(2), site.model.vocab_size, device)
         activations = self._peak(runner, rehearsal.largest(site.limits))
-        graphs, rows = 0, max(site.buckets, default=0)
-        if rows:
-            decode = self._peak(runner, Shape(num_decode=rows)) + rows * site.model.vocab_size * 4
-            graphs = memory.graph_reserve(len(site.buckets), decode)
+        graphs = 0
+        if site.buckets:
+            step = max(rehearsal.decode_shapes(site.limits, site.buckets), key=lambda shape: shape.num_tokens)
+            results = step.num_tokens * (site.model.vocab_size * 4 + site.model.hidden_size * site.dtype.itemsize)
+            graphs = memory.graph_reserve(len(site.buckets), self._peak(runner, step) + results)
         runner.close()
         del runner, pool
         torch.cuda.empty_cache()
@@ -123,7 +124,7 @@ class MemoryPlanner:
         site = self._site
         before = torch.cuda.memory_allocated(site.device)
         torch.cuda.reset_peak_memory_stats(site.device)
-        runner.launch(rehearsal.batch_of(shape, site.limits.page_size, site.dims.dp)).result()
+        runner.launch(rehearsal.batch_of(shape, site.limits, site.dims.dp)).result()
         return torch.cuda.max_memory_allocated(site.device) - before
 
 
@@ -133,7 +134,7 @@ def prepare(site: Site, config: EngineConfig, runner: TorchRunner, phases: Phase
         with phases("compile"):
             shapes = list(rehearsal.prefill_shapes(config))
             if not site.buckets and site.role is not Role.PREFILL:
-                shapes += rehearsal.decode_shapes(buckets_up_to(config.max_running))
+                shapes += rehearsal.decode_shapes(config, buckets_up_to(config.max_running))
             _rehearse(site, runner, shapes, graphs=False)
             runner.call(lambda: fp8.compile_ahead(max(_tokens(shapes)), site.device))
     if not site.buckets:
@@ -150,17 +151,18 @@ def capture(site: Site, config: EngineConfig, runner: TorchRunner) -> None:
         _forwards(site, runner),
         runner.slots,
         site.buckets,
-        site.model.vocab_size,
         site.dims.dp,
+        runner.drafter,
+        site.limits.num_drafts,
     )
     runner.call(graphs.capture)
     runner.use_graphs(graphs)
-    _rehearse(site, runner, list(rehearsal.decode_shapes(site.buckets)), graphs=True)
+    _rehearse(site, runner, list(rehearsal.decode_shapes(site.limits, site.buckets)), graphs=True)
 
 
 def _rehearse(site: Site, runner: TorchRunner, shapes: list[Shape], *, graphs: bool) -> None:
     for shape in shapes:
-        runner.launch(rehearsal.batch_of(shape, site.limits.page_size, site.dims.dp, graphs=graphs)).result()
+        runner.launch(rehearsal.batch_of(shape, site.limits, site.dims.dp, graphs=graphs)).result()
     log.info("rehearsed %d steps of %d to %d tokens", len(shapes), min(_tokens(shapes)), max(_tokens(shapes)))
 
 

@@ -84,6 +84,8 @@ def load_rank(
             f"max_model_len={limits.max_model_len} is more than the model's {model_config.max_position_embeddings}"
         )
     read = model is None and not execution.random_weights
+    if read and execution.simulated_acceptance:
+        raise ValueError("simulated_acceptance needs random_weights=true: the outputs of real weights would be wrong")
     layout = _layout(limits, execution, model_config, checkpoint_hash(path) if read else "random", dtype)
     site = Site(role, limits, execution, model_config, layout, dims, device, dtype)
     planner = MemoryPlanner(site)
@@ -98,7 +100,8 @@ def load_rank(
         pool = KvPool.create(layout, config.num_pages, device)
         if config.poison:
             pool.scrub(range(1, config.num_pages))
-    runner = TorchRunner(model, pool, config, model_config.vocab_size, device_of(device))
+    simulated = execution.simulated_acceptance
+    runner = TorchRunner(model, pool, config, model_config.vocab_size, device_of(device), simulated)
     prepare(site, config, runner, phases)
     compile_ahead.mark(site)
     return Rank(role, path, config, model_config, pool, runner, lockstep)

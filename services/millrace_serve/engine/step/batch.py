@@ -5,7 +5,8 @@ table. A step therefore brings the slots that run, the tokens of prompt chunks, 
 and KV slots are computed on the device, where the lengths are. A decode step costs the host little more than the list
 of its slots; only joined sequences, new pages and prompt chunks cost Python time per item.
 
-Letters: T tokens, B sequences, D of them decode sequences, q rows of each decode sequence, S sampled sequences.
+Letters: T tokens, B sequences, D of them decode sequences, q rows of each decode sequence (its last token and drafts),
+S sampling sequences, R their sampled rows: q of a decode sequence, 1 of a chunk.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 
 from millrace_serve.engine.cache.canary import CanaryBatch
 from millrace_serve.engine.config import EngineConfig
-from millrace_serve.engine.schedule.plan import Plan
+from millrace_serve.engine.schedule.plan import Chunk, Plan
 from millrace_serve.engine.schedule.sequence import Sequence
 from millrace_serve.engine.step.canary_tracker import CanaryTracker
 from millrace_serve.engine.step.sampling_batch import SamplingBatch, SamplingTable
@@ -36,11 +37,13 @@ class SlotUpdates(Generic[A]):
     page_indexes: A  # int64 [U]
     pages: A  # int32 [U]
     grown: A  # int64 [G] slots with more pages, the joined ones included
-    capacity: A  # int64 [G] positions that may be written
+    capacity: A  # int64 [G] positions that have a page
     joined: A  # int64 [J] slots
     lengths: A  # int64 [J] tokens whose KV is in the pages
-    last_tokens: A  # int64 [J]
+    last_tokens: A  # int64 [J, 1+K] the newest token and the drafts that came with it; -1: no draft
     num_prompt: A  # int64 [J]
+    temperature: A  # float32 [J]
+    seeds: A  # u64 [J]; the same bits as int64 on the device
 
 
 @dataclass(slots=True)
@@ -48,21 +51,23 @@ class StepBatch(Generic[A]):
     """Sequences in order `[decode | chunks]`, and their rows likewise."""
 
     num_decode: int  # D
-    num_queries: int  # q
+    num_queries: int  # q: so many rows of a decode sequence, and one draft less for each sampling sequence
     num_pages: int  # that the longest sequence of the step may use
     slots: A  # int64 [B]
     cu_q: A  # int32 [B+1], the first row of each sequence, and T
     num_rows: A  # int32 [1], T
     chunk_tokens: A  # int64 [T - D * q]
+    next_tokens: A  # int64 [T - D * q], the tokens behind these, for the MTP layer; any where a chunk ends its prompt
     chunk_lens: tuple[int, ...]  # tokens of each chunk
     chunk_ends: tuple[int, ...]  # tokens of each chunk's sequence with the chunk
     sampling_chunks: tuple[int, ...]  # indices of the chunks that end their prompts
-    sample_rows: A  # int64: all rows of the decode sequences, then the last row of each chunk that ends its prompt
+    sample_rows: A  # int64 [R]: all rows of the decode sequences, then the last row of each chunk that ends its prompt
     sample_slots: A  # int64 [S]
     sampling: SamplingBatch[A] | None  # None: argmax, and no logprobs
     updates: SlotUpdates[A] | None = None
     canary: CanaryBatch[A] | None = None
     dp_num_tokens: tuple[int, ...] = ()  # T of every data-parallel replica; empty when dp == 1
+    dp_num_sampled: tuple[int, ...] = ()  # S of every replica likewise
     all_decode: bool = False  # no replica has a prompt chunk in this step
 
     @property
@@ -74,11 +79,15 @@ class StepBatch(Generic[A]):
         """There is no prompt chunk."""
         return not self.chunk_lens
 
+    @property
+    def num_sampled(self) -> int:
+        return self.num_decode + len(self.sampling_chunks)
+
     @classmethod
-    def idle(cls) -> StepBatch[np.ndarray]:
+    def idle(cls, num_queries: int = 1) -> StepBatch[np.ndarray]:
         """No tokens: a replica without work takes part in the collectives of the others."""
         none, zero = np.zeros(0, np.int64), np.zeros(1, np.int32)
-        return StepBatch(0, 1, 1, none, zero, zero, none, (), (), (), none, none, None)
+        return StepBatch(0, num_queries, 1, none, zero, zero, none, none, (), (), (), none, none, None)
 
 
 HostBatch = StepBatch[np.ndarray]
@@ -89,15 +98,16 @@ class BatchBuilder:
     def __init__(self, config: EngineConfig, on_join: Callable[[Sequence], None] | None = None) -> None:
         """`on_join` sees every new owner of a slot before the step that brings it to the device."""
         num_slots = config.max_running
-        self._page_size = config.page_size
+        self._config = config
         self._sent_pages = [0] * num_slots
         self._sampling = SamplingTable(num_slots)
         self._canary = CanaryTracker(config) if config.canary else None
         self._on_join = on_join
 
-    def build(self, plan: Plan) -> HostBatch:
+    def build(self, plan: Plan, num_queries: int = 1) -> HostBatch:
+        """`num_queries`: as in StepBatch, at most 1 + draft_tokens."""
         updates = self._updates(plan) if plan.joined or plan.grown else None
-        batch = self._mixed_step(plan) if plan.chunks else self._decode_step(plan)
+        batch = self._mixed_step(plan, num_queries) if plan.chunks else self._decode_step(plan, num_queries)
         batch.updates = updates
         if self._canary is not None:
             batch.canary = self._canary.build(plan.decode + [chunk.seq for chunk in plan.chunks], batch.num_pages)
@@ -121,12 +131,22 @@ class BatchBuilder:
             page_indexes=_int64(list(chain.from_iterable(spans))),
             pages=np.array(list(chain.from_iterable(new)), np.int32),
             grown=slots,
-            capacity=_int64([seq.capacity for seq in grown]),
+            capacity=_int64([len(seq.pages) * self._config.page_size for seq in grown]),
             joined=_int64([seq.slot for seq in joined]),
             lengths=_int64(lengths),
-            last_tokens=_int64([seq.tokens[-1] for seq in joined]),
+            last_tokens=self._last_tokens(joined),
             num_prompt=_int64([seq.num_prompt for seq in joined]),
+            temperature=self._sampling.temperature[[seq.slot for seq in joined]],
+            seeds=self._sampling.seeds[[seq.slot for seq in joined]],
         )
+
+    def _last_tokens(self, seqs: list[Sequence]) -> np.ndarray:
+        """int64 [len(seqs), 1+K]"""
+        last = np.full((len(seqs), 1 + self._config.draft_tokens), -1)
+        for row, seq in zip(last, seqs, strict=True):
+            known = (seq.tokens[-1], *seq.drafts)[: len(row)]
+            row[: len(known)] = known
+        return last
 
     def _join(self, seq: Sequence, num_ready: int) -> None:
         """A slot's new owner, whose first `num_ready` tokens have their KV."""
@@ -137,8 +157,8 @@ class BatchBuilder:
         if self._on_join is not None:
             self._on_join(seq)
 
-    def _decode_step(self, plan: Plan) -> HostBatch:
-        count, q = len(plan.decode), plan.num_queries
+    def _decode_step(self, plan: Plan, q: int) -> HostBatch:
+        count = len(plan.decode)
         slots = np.fromiter(map(_slot, plan.decode), np.int64, count)
         return StepBatch(
             num_decode=count,
@@ -148,16 +168,17 @@ class BatchBuilder:
             cu_q=np.arange(0, count * q + 1, q, dtype=np.int32),
             num_rows=np.array([count * q], np.int32),
             chunk_tokens=np.zeros(0, np.int64),
+            next_tokens=np.zeros(0, np.int64),
             chunk_lens=(),
             chunk_ends=(),
             sampling_chunks=(),
             sample_rows=np.arange(count * q),
             sample_slots=slots,
-            sampling=self._sampling.gather(slots),
+            sampling=self._sampling.gather(slots, count, q),
         )
 
-    def _mixed_step(self, plan: Plan) -> HostBatch:
-        chunks, num_decode, q = plan.chunks, len(plan.decode), plan.num_queries
+    def _mixed_step(self, plan: Plan, q: int) -> HostBatch:
+        chunks, num_decode = plan.chunks, len(plan.decode)
         slots = _int64([seq.slot for seq in plan.decode] + [chunk.seq.slot for chunk in chunks])
         chunk_lens = tuple([chunk.end - chunk.start for chunk in chunks])
         cu_q = np.zeros(len(slots) + 1, np.int32)
@@ -172,21 +193,31 @@ class BatchBuilder:
             slots=slots,
             cu_q=cu_q,
             num_rows=cu_q[-1:],
-            chunk_tokens=np.concatenate([_int64(chunk.seq.tokens[chunk.start : chunk.end]) for chunk in chunks]),
+            chunk_tokens=_tokens(chunks, 0),
+            next_tokens=_tokens(chunks, 1) if self._config.draft_tokens else np.zeros(0, np.int64),
             chunk_lens=chunk_lens,
             chunk_ends=tuple([chunk.end for chunk in chunks]),
             sampling_chunks=sampling_chunks,
             sample_rows=np.concatenate((np.arange(num_decode * q), cu_q[ending + 1] - 1)),
             sample_slots=sample_slots,
-            sampling=self._sampling.gather(sample_slots),
+            sampling=self._sampling.gather(sample_slots, num_decode, q),
         )
 
     def _width(self, plan: Plan) -> int:
-        """Pages of the longest sequence at the end of the step, by the host's upper bound."""
+        """Pages of the longest sequence at the end of the step, by the host's upper bound; rows of drafts may lie
+        behind it (engine/step/slots.py).
+        """
         longest = max(map(_num_reserved, plan.decode), default=1)
         for chunk in plan.chunks:
             longest = max(longest, chunk.end)
-        return -(-longest // self._page_size)
+        return -(-(longest + self._config.draft_tokens) // self._config.page_size)
+
+
+def _tokens(chunks: list[Chunk], ahead: int) -> np.ndarray:
+    """The tokens `ahead` places behind those of the chunks; 0 behind the end of a sequence."""
+    parts = [_int64(chunk.seq.tokens[chunk.start + ahead : chunk.end + ahead]) for chunk in chunks]
+    missing = (chunk.end - chunk.start - len(part) for chunk, part in zip(chunks, parts, strict=True))
+    return np.concatenate([np.pad(part, (0, count)) for part, count in zip(parts, missing, strict=True)])
 
 
 def _int64(values: list[int]) -> np.ndarray:

@@ -1,8 +1,11 @@
-"""Decode steps in graphs: one per (sequences, rows of each), where a number of sequences is padded to a bucket.
+"""Decode steps in graphs: two per (sequences, rows of each), where a number of sequences is padded to a bucket.
 
 1. `pad` fills a step up with sequences of the padding slot, on the host.
 2. `run` copies the step's slots to where the graph finds them, replays it, and gives logits and positions of all rows.
-3. `capture` made the graphs, the largest first, so that the others find room in its memory.
+3. Sampling runs between the graphs: few steps sample alike.
+4. `accept` replays the second graph with the sampled tokens: it accepts drafts and makes new ones. A step without
+   drafts has no second graph.
+5. `capture` made the graphs, the largest first, so that the others find room in its memory.
 
 Everything else that a graph reads is the state of the slots on the device (engine/step/slots.py). The padding slot has
 length 0 and capacity 0, so the KV of its rows goes to the sink; `num_rows` keeps them away from the experts, and no
@@ -17,9 +20,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,7 +32,8 @@ from torch import Tensor
 
 from millrace_serve.engine.step.batch import HostBatch, StepBatch
 from millrace_serve.engine.step.device import Device, Replay
-from millrace_serve.engine.step.slots import Slots, decode_rows
+from millrace_serve.engine.step.slots import Accepted, Rows, Slots, decode_rows
+from millrace_serve.engine.step.speculate import Drafter
 from millrace_serve.model.inputs import ForwardInput
 
 log = logging.getLogger(__name__)
@@ -36,7 +42,12 @@ BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 
 BUCKET_STEP = 64  # beyond the last of them
 WARMUPS = 2  # runs before a capture: what libraries set up in a first run cannot be captured
 
-Forward = Callable[[ForwardInput], Tensor]  # -> logits float32 [T, V]
+Forward = Callable[[ForwardInput], tuple[Tensor, Tensor]]  # -> hidden states [T, D], logits float32 [T, V]
+
+
+class Key(NamedTuple):
+    bucket: int  # sequences
+    num_queries: int  # rows of each
 
 
 def buckets_up_to(max_running: int, wanted: Sequence[int] = ()) -> tuple[int, ...]:
@@ -54,105 +65,154 @@ class DecodeGraphs:
         forward: Callable[[int], Forward],
         slots: Slots,
         buckets: Sequence[int],
-        vocab_size: int,
         dp: int = 1,
-        num_queries: Sequence[int] = (1,),
+        drafter: Drafter | None = None,
+        num_drafts: Callable[[int], int] = lambda sequences: 0,
     ) -> None:
         """
         Args:
             forward: what is captured for a bucket
-            num_queries: rows of each sequence for which there are graphs
+            num_drafts: of a step of so many sequences (Limits.num_drafts); above 0 there is a drafter
         """
         self._device, self._forward, self._state, self._dp = device, forward, slots, dp
+        self._drafter = drafter
         self.buckets = tuple(buckets)
-        self._num_queries = tuple(num_queries)
-        largest, where = self.buckets[-1], device.torch
-        rows = largest * max(self._num_queries)
+        self._keys = _keys(self.buckets, num_drafts)
+        largest, rows, where = self.buckets[-1], max(key.bucket * key.num_queries for key in self._keys), device.torch
         self._slots = torch.full((largest,), slots.padding, device=where)
         self._num_rows = torch.zeros(1, dtype=torch.int32, device=where)
-        self._positions = torch.zeros(rows, dtype=torch.int64, device=where)
-        self._logits = torch.zeros(rows, vocab_size, device=where)
+        self._tokens = torch.zeros(rows, dtype=torch.int64, device=where)  # sampled
         # Kept here and not by what is captured: a graph holds addresses, and no memory of theirs outside its own pool.
-        self._rows = {q: decode_rows(largest, q, where) for q in self._num_queries}
+        self._rows = {q: decode_rows(largest, q, where) for q in {key.num_queries for key in self._keys}}
         self._cu_q = {q: torch.arange(0, largest * q + 1, q, dtype=torch.int32, device=where) for q in self._rows}
         self._sample_rows = torch.arange(rows, device=where)
-        self._replays: dict[tuple[int, int], Replay] = {}
+        self._results: dict[str, Tensor] = {}
+        self._replays: dict[Key, tuple[Replay, Replay | None]] = {}
 
     def holds(self, batch: HostBatch) -> bool:
         """Whether the step can be a graph, here and on every other replica."""
-        return (
-            batch.all_decode and batch.num_queries in self._num_queries and self._sequences(batch) <= self.buckets[-1]
-        )
+        if not batch.all_decode or self._sequences(batch) > self.buckets[-1]:
+            return False
+        return Key(self._bucket(batch), batch.num_queries) in self._replays
 
     def pad(self, batch: HostBatch) -> HostBatch:
         """`batch` with the slots of its bucket; there may be none in it."""
-        bucket = next(bucket for bucket in self.buckets if self._sequences(batch) <= bucket)
-        slots = np.full(bucket, self._state.padding)
+        slots = np.full(self._bucket(batch), self._state.padding)
         slots[: batch.num_decode] = batch.slots
         return dataclasses.replace(batch, slots=slots)
 
     def run(self, step: StepBatch[Tensor]) -> tuple[Tensor, Tensor]:
-        """A padded step -> logits float32 [T, V] and positions int64 [T] of its own rows, valid until the next run."""
+        """A padded step -> logits float32 [R, V] and positions int64 [R] of its own rows, valid until the next run."""
         bucket, rows = step.slots.shape[0], step.num_tokens
         self._slots[:bucket].copy_(step.slots)
         self._num_rows.copy_(step.num_rows)
-        self._replays[bucket, step.num_queries]()
-        return self._logits[:rows], self._positions[:rows]
+        forward, _ = self._replays[Key(bucket, step.num_queries)]
+        forward()
+        return self._results["logits"][:rows], self._results["positions"][:rows]
+
+    def accept(self, step: StepBatch[Tensor], tokens: Tensor) -> Accepted:
+        """Behind `run` of the same step: `tokens` int64 [R] that its rows sampled."""
+        _, accept = self._replays[Key(step.slots.shape[0], step.num_queries)]
+        if accept is None:
+            return self._state.accept(step, tokens)
+        self._tokens[: tokens.shape[0]].copy_(tokens)
+        accept()
+        return Accepted(*(self._results[name][: step.num_decode] for name in ("counts", "drafted", "rows")))
 
     @torch.inference_mode()
     def capture(self, collector: bool = False) -> None:
         """`collector`: leave Python's garbage collector on, to measure what it costs."""
         started = time.monotonic()
-        keys = sorted(((b, q) for b in self.buckets for q in self._num_queries), key=lambda key: -key[0] * key[1])
         with contextlib.nullcontext() if collector else _without_collector():
-            for bucket, num_queries in keys:
+            for key in self._keys:
                 began = time.monotonic()
-                self._replays[bucket, num_queries] = self._capture(bucket, num_queries)
-                log.debug("graph captured rows=%dx%d seconds=%.2f", bucket, num_queries, time.monotonic() - began)
+                self._slots.fill_(self._state.padding)
+                self._num_rows.zero_()
+                forward = self._capture(self._body(key))
+                self._replays[key] = forward, self._capture(self._acceptance(key)) if key.num_queries > 1 else None
+                log.debug("graphs captured rows=%dx%d seconds=%.2f", *key, time.monotonic() - began)
         log.info(
             "graphs captured buckets=%s seconds=%.1f", ",".join(map(str, self.buckets)), time.monotonic() - started
         )
 
     def _sequences(self, batch: HostBatch) -> int:
         """The largest number of sequences of a replica."""
-        return max(batch.dp_num_tokens, default=batch.num_tokens) // batch.num_queries
+        return max(batch.dp_num_sampled, default=batch.num_sampled)
 
-    def _capture(self, bucket: int, num_queries: int) -> Replay:
-        self._slots.fill_(self._state.padding)
-        self._num_rows.zero_()
-        run = self._body(bucket, num_queries)
+    def _bucket(self, batch: HostBatch) -> int:
+        return next(bucket for bucket in self.buckets if self._sequences(batch) <= bucket)
+
+    def _capture(self, run: Callable[[], None]) -> Replay:
         for _ in range(WARMUPS):
             run()
         self._device.synchronize()
         return self._device.capture(run)
 
-    def _body(self, bucket: int, num_queries: int) -> Callable[[], None]:
-        state, forward, total = self._state, self._forward(bucket), bucket * num_queries
-        seq_of_row, offsets = self._rows[num_queries]
-        rows = seq_of_row[:total], offsets[:total]
-        step = StepBatch(
-            num_decode=bucket,
-            num_queries=num_queries,
-            num_pages=state.max_pages,
-            slots=self._slots[:bucket],
-            cu_q=self._cu_q[num_queries][: bucket + 1],
-            num_rows=self._num_rows,
-            chunk_tokens=self._sample_rows[:0],
-            chunk_lens=(),
-            chunk_ends=(),
-            sampling_chunks=(),
-            sample_rows=self._sample_rows[:total],
-            sample_slots=self._slots[:bucket],
-            sampling=None,
-            dp_num_tokens=(total,) * self._dp if self._dp > 1 else (),
-        )
+    def _body(self, key: Key) -> Callable[[], None]:
+        state, forward, step, rows = self._state, self._forward(key.bucket), self._step(key), self._rows_of(key)
 
         def run() -> None:
             inputs = state.inputs(step, rows)
-            self._positions[:total].copy_(inputs.positions)
-            self._logits[:total].copy_(forward(inputs))
+            hidden, logits = forward(inputs)
+            self._keep(positions=inputs.positions, logits=logits)
+            if key.num_queries > 1:
+                self._keep(hidden=hidden)
 
         return run
+
+    def _acceptance(self, key: Key) -> Callable[[], None]:
+        state, drafter, step, rows = self._state, self._drafter, self._step(key), self._rows_of(key)
+        assert drafter is not None, "drafts need a drafter"
+        tokens = self._tokens[: key.bucket * key.num_queries]
+
+        def run() -> None:
+            inputs = state.inputs(step, rows)
+            accepted = state.accept(step, tokens, drafter.simulated)
+            drafter.draft(step, inputs, self._results["hidden"][: tokens.shape[0]], tokens, accepted)
+            self._keep(counts=accepted.counts, drafted=accepted.drafted, rows=accepted.rows)
+
+        return run
+
+    def _step(self, key: Key) -> StepBatch[Tensor]:
+        bucket, q = key
+        slots, none, several = self._slots[:bucket], self._sample_rows[:0], self._dp > 1
+        return StepBatch(
+            num_decode=bucket,
+            num_queries=q,
+            num_pages=self._state.max_pages,
+            slots=slots,
+            cu_q=self._cu_q[q][: bucket + 1],
+            num_rows=self._num_rows,
+            chunk_tokens=none,
+            next_tokens=none,
+            chunk_lens=(),
+            chunk_ends=(),
+            sampling_chunks=(),
+            sample_rows=self._sample_rows[: bucket * q],
+            sample_slots=slots,
+            sampling=None,
+            dp_num_tokens=(bucket * q,) * self._dp if several else (),
+            dp_num_sampled=(bucket,) * self._dp if several else (),
+            all_decode=True,
+        )
+
+    def _rows_of(self, key: Key) -> Rows:
+        seq_of_row, offsets = self._rows[key.num_queries]
+        return seq_of_row[: key.bucket * key.num_queries], offsets[: key.bucket * key.num_queries]
+
+    def _keep(self, **results: Tensor) -> None:
+        """Copy to where `run` and `accept` find them. The first run, which is not captured, makes room for all."""
+        for name, value in results.items():
+            if name not in self._results:
+                self._results[name] = value.new_zeros(self._sample_rows.shape[0], *value.shape[1:])
+            self._results[name][: value.shape[0]].copy_(value)
+
+
+def _keys(buckets: Sequence[int], num_drafts: Callable[[int], int]) -> list[Key]:
+    """Of every step that may come; the largest first."""
+    bounds = itertools.pairwise((0, *buckets))
+    keys = {Key(last, 1 + num_drafts(count)) for below, last in bounds for count in range(below + 1, last + 1)}
+    return sorted(keys, key=lambda key: key.bucket * key.num_queries, reverse=True)
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ def gather_over(group: dist.ProcessGroup) -> AllGather:
     def all_gather(mine: State) -> list[State]:
         out = torch.empty(size * len(mine), dtype=torch.int64)
         dist.all_gather_into_tensor(out, torch.tensor(mine), group=group)
-        return [(works, tokens, decode, last) for works, tokens, decode, last in out.view(size, -1).tolist()]
+        return [(decode, chunks, tokens, last) for decode, chunks, tokens, last in out.view(size, -1).tolist()]
 
     return all_gather
 

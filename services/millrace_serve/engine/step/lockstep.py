@@ -11,21 +11,43 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import add
 
+from millrace_serve.engine.schedule.plan import Plan
 from millrace_serve.engine.step.batch import HostBatch
 from millrace_serve.engine.step.runner import Runner
 
-State = tuple[int, int, int, int]  # of a replica in a step: works, its tokens, has no prompt chunk, wants to end
+State = tuple[
+    int, int, int, int
+]  # of a replica in a step: decode sequences, sampling chunks, chunk tokens, wants to end
 AllGather = Callable[[State], list[State]]  # own vector -> those of all replicas, in rank order
 Broadcast = Callable[[bytes | None], bytes]  # the leader passes data, the others None; all get the leader's data
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    anybody_works: bool
-    num_tokens: tuple[int, ...]  # of this step, by replica; empty for a single replica
-    all_decode: bool  # no replica has a prompt chunk
+    """The work of all replicas in this step, in rank order."""
+
+    num_decode: tuple[int, ...]  # sequences
+    num_sampled: tuple[int, ...]  # sequences that sample
+    chunk_tokens: tuple[int, ...]
     last: bool  # of all steps
+
+    @property
+    def anybody_works(self) -> bool:
+        return any(self.num_decode) or any(self.chunk_tokens)
+
+    @property
+    def most_sampled(self) -> int:
+        return max(self.num_sampled)
+
+    def tell(self, batch: HostBatch) -> None:
+        """Write into a replica's batch what it needs to know of the others."""
+        batch.all_decode = not any(self.chunk_tokens)
+        if len(self.num_decode) > 1:
+            works = zip(self.num_decode, self.chunk_tokens, strict=True)
+            batch.dp_num_tokens = tuple([count * batch.num_queries + tokens for count, tokens in works])
+            batch.dp_num_sampled = self.num_sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +57,12 @@ class Lockstep:
     all_gather: AllGather | None = None  # among the leaders of replicas; None when dp == 1
     broadcast: Broadcast | None = None  # from the leader of this replica; None when tp == 1
 
-    def agree(self, batch: HostBatch | None, last: bool) -> Agreement:
+    def agree(self, plan: Plan | None, last: bool) -> Agreement:
         """Once per step on every replica; None: no work here. `last`: this replica wants to end."""
-        if self.all_gather is None:
-            return Agreement(batch is not None, (), batch is None or batch.is_decode, last)
-        mine = (0, 0, 1) if batch is None else (1, batch.num_tokens, int(batch.is_decode))
-        works, tokens, decode, ends = zip(*self.all_gather((*mine, int(last))), strict=True)
-        return Agreement(any(works), tokens, all(decode), any(ends))
+        mine = (*((0, 0, 0) if plan is None else _work(plan)), int(last))
+        states = [mine] if self.all_gather is None else self.all_gather(mine)
+        decode, chunks, tokens, ends = zip(*states, strict=True)
+        return Agreement(decode, tuple(map(add, decode, chunks)), tokens, any(ends))
 
     def share(self, batch: HostBatch | None) -> None:
         """Give the followers their next batch; None: the end."""
@@ -59,3 +80,9 @@ class Lockstep:
             previous = handle
         if previous is not None:
             previous.result()
+
+
+def _work(plan: Plan) -> tuple[int, int, int]:
+    """Decode sequences, chunks that sample, and tokens of all chunks."""
+    sampling = sum(chunk.samples for chunk in plan.chunks)
+    return len(plan.decode), sampling, sum(chunk.end - chunk.start for chunk in plan.chunks)

@@ -7,7 +7,8 @@
     temperature, top_k, top_p, min_p, draw: millrace_kernels.sample_tokens
 
 Logprobs are those of softmax(logits), before everything above. Control flow reads the host arrays and kernels read the
-device copies, so nothing here waits for the device. Letters: S sampled rows, V vocabulary, N rows with penalties.
+device copies, so nothing here waits for the device. Letters: R sampled rows, V vocabulary, N rows with penalties, k
+drafts.
 """
 
 from __future__ import annotations
@@ -33,18 +34,22 @@ class TokenTables:
             ones = torch.ones(outputs.shape, dtype=self._counts.dtype, device=outputs.device)
             self._counts[row].zero_().index_add_(0, outputs, ones)
 
-    def apply(self, logits: Tensor, penalties: Penalties[Tensor]) -> None:
-        """In place on logits [S, V]."""
+    def apply(self, logits: Tensor, penalties: Penalties[Tensor], before: Tensor) -> None:
+        """In place on logits [R, V]. `before`: int64 [R, k], the drafts that a row takes for outputs, else -1."""
         counts = self._counts[penalties.rows]
+        if before.shape[1]:
+            drafts = before[penalties.samples]
+            counts = counts.scatter_add(1, drafts.clamp(min=0), (drafts >= 0).to(counts.dtype))
         seen = self._in_prompt[penalties.rows] | (counts > 0)
         x, repetition = logits[penalties.samples], penalties.repetition[:, None]
         x = torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)
         x = x - penalties.presence[:, None] * (counts > 0) - penalties.frequency[:, None] * counts
         logits[penalties.samples] = x
 
-    def add(self, tokens: Tensor, penalties: Penalties[Tensor]) -> None:
-        """Count the tokens [S] just sampled."""
-        self._counts[penalties.rows, tokens[penalties.samples]] += 1
+    def add(self, tokens: Tensor, accepted: Tensor, penalties: Penalties[Tensor]) -> None:
+        """Count the tokens [R] just sampled, as far as they are accepted (bool [R])."""
+        rows, samples = penalties.rows, penalties.samples
+        self._counts.index_put_((rows, tokens[samples]), accepted[samples].to(self._counts.dtype), accumulate=True)
 
     def _grow(self, num_rows: int) -> None:
         missing = num_rows - self._counts.shape[0]
@@ -56,13 +61,19 @@ class TokenTables:
 
 
 def sample(
-    logits: Tensor, host: HostSampling, device: DeviceSampling, output_index: Tensor, tables: TokenTables
+    logits: Tensor,
+    host: HostSampling,
+    device: DeviceSampling,
+    output_index: Tensor,
+    before: Tensor,
+    tables: TokenTables,
 ) -> tuple[Tensor, Tensor | None]:
-    """logits float32 [S, V], overwritten -> tokens int64 [S]; log-softmax of the raw logits if a request wants it.
+    """logits float32 [R, V], overwritten -> tokens int64 [R]; log-softmax of the raw logits if a request wants it.
 
     Args:
         host, device: the same batch twice.
-        output_index: int64 [S], 0-based output position in the room
+        output_index: int64 [R], 0-based output position in the room
+        before: int64 [R, k], the drafts that a row takes for outputs, else -1
     """
     raw = torch.log_softmax(logits, dim=-1) if host.num_logprobs >= 0 else None
     if device.grammar is not None:
@@ -73,7 +84,7 @@ def sample(
         logits.index_put_((bias.samples, bias.tokens), values, accumulate=True)
     if device.penalties is not None:
         tables.join(device.penalties)
-        tables.apply(logits, device.penalties)
+        tables.apply(logits, device.penalties, before)
     drawn = host.drawn
     filters = (host.top_k[drawn] > 0) | (host.top_p[drawn] < 1) | (host.min_p[drawn] > 0)
     chosen = sample_tokens(
@@ -87,13 +98,11 @@ def sample(
         draws=len(drawn) > 0,
         filters=bool(filters.any()),
     )
-    if device.penalties is not None:
-        tables.add(chosen, device.penalties)
     return chosen, raw
 
 
 def results(tokens: Tensor, raw: Tensor | None, num_logprobs: int) -> dict[str, Tensor]:
-    """The parts of plan.StepOutput, on the device, with one row for each sequence."""
+    """The parts of plan.StepOutput that belong to sampled rows."""
     if raw is None:
         return {"tokens": tokens}
     top = raw.topk(num_logprobs, dim=-1)

@@ -1,4 +1,4 @@
-"""Sampling parameters as arrays: one row per sampled sequence of the step.
+"""Sampling parameters as arrays: one row per sampled row of the step, several of a sequence with drafts.
 
 Parameters that every request has are kept per slot and gathered. The rare ones (penalties, logit_bias, min_tokens,
 logprobs, grammar) live in `Extras`, and cost time only in steps in which a request has them. A batch exists twice: with
@@ -28,7 +28,7 @@ LEAST_TEMPERATURE = 1e-5  # below is greedy: the quotient of a logit would be in
 class Penalties(Generic[A]):
     """Rows of the runner's tables of seen tokens. A `joined` row is cleared and filled before it is used."""
 
-    samples: A  # int64 [N], which of the S rows have penalties
+    samples: A  # int64 [N], which of the R rows have penalties
     rows: A  # int64 [N], their table rows
     repetition: A  # float32 [N]
     presence: A  # float32 [N]
@@ -48,11 +48,11 @@ class Bias(Generic[A]):
 
 @dataclass(slots=True)
 class SamplingBatch(Generic[A]):
-    temperature: A  # float32 [S], 0 = greedy
-    top_p: A  # float32 [S]
-    min_p: A  # float32 [S]
-    top_k: A  # int64 [S], 0 = whole vocabulary
-    seeds: A  # u64 [S]; the same bits as int64 on the device
+    temperature: A  # float32 [R], 0 = greedy
+    top_p: A  # float32 [R]
+    min_p: A  # float32 [R]
+    top_k: A  # int64 [R], 0 = whole vocabulary
+    seeds: A  # u64 [R]; the same bits as int64 on the device
     drawn: A  # int64, the rows with temperature > 0
     num_logprobs: int = -1  # the largest number of most likely tokens wanted; -1: no request wants logprobs
     penalties: Penalties[A] | None = None
@@ -71,11 +71,14 @@ class Extras:
     penalty_ready: bool = False
 
 
+Found = tuple[range, Extras]  # the sampled rows of a sequence
+
+
 class SamplingTable:
     def __init__(self, num_slots: int) -> None:
         self._floats = np.zeros((num_slots, 3), np.float32)  # temperature, top_p, min_p
         self._top_k = np.zeros(num_slots, np.int64)
-        self._seeds = np.zeros(num_slots, np.uint64)
+        self.seeds = np.zeros(num_slots, np.uint64)
         self._extras: dict[int, Extras] = {}  # by slot; an entry stays until the slot's next owner comes
         self._free_rows: list[int] = []
         self._new_rows = itertools.count()
@@ -85,7 +88,7 @@ class SamplingTable:
         temperature = params.temperature if params.temperature >= LEAST_TEMPERATURE else 0.0
         self._floats[slot] = temperature, params.top_p, params.min_p
         self._top_k[slot] = params.top_k
-        self._seeds[slot] = params.seed
+        self.seeds[slot] = params.seed
         old = self._extras.pop(slot, None)
         if old is not None and old.penalty_row >= 0:
             self._free_rows.append(old.penalty_row)
@@ -95,39 +98,53 @@ class SamplingTable:
         elif biased or params.logprobs is not None or seq.grammar is not None:
             self._extras[slot] = Extras(seq)
 
-    def gather(self, slots: np.ndarray) -> HostSampling | None:
-        """The parameters of the sampled sequences; None: argmax of the unchanged logits, without logprobs."""
-        floats = self._floats[slots]
-        drawn = np.flatnonzero(floats[:, 0] > 0)
+    @property
+    def temperature(self) -> np.ndarray:
+        """float32, by slot"""
+        return self._floats[:, 0]
+
+    def gather(self, slots: np.ndarray, num_decode: int, num_queries: int) -> HostSampling | None:
+        """The parameters of the sampled rows; None: argmax of the unchanged logits, without logprobs.
+
+        Args:
+            slots: int64 [S]; the first `num_decode` have `num_queries` rows each, the others have one.
+        """
         found = []
         if self._extras:
             found = [(s, self._extras[slot]) for s, slot in enumerate(slots.tolist()) if slot in self._extras]
+        first = np.arange(len(slots))
+        if num_queries > 1:
+            counts = np.where(first < num_decode, num_queries, 1)
+            first, slots = np.cumsum(counts) - counts, np.repeat(slots, counts)
+        floats = self._floats[slots]
+        drawn = np.flatnonzero(floats[:, 0] > 0)
         if not len(drawn) and not found:
             return None
         columns = floats[:, 0], floats[:, 1], floats[:, 2]
-        batch = SamplingBatch(*columns, self._top_k[slots], self._seeds[slots], drawn)
+        batch = SamplingBatch(*columns, self._top_k[slots], self.seeds[slots], drawn)
         if found:
-            _add_extras(batch, found)
+            rows = [range(first[s], first[s] + (num_queries if s < num_decode else 1)) for s, _ in found]
+            _add_extras(batch, list(zip(rows, (extras for _, extras in found), strict=True)))
         return batch
 
 
-def _add_extras(batch: HostSampling, found: list[tuple[int, Extras]]) -> None:
+def _add_extras(batch: HostSampling, found: list[Found]) -> None:
     wanted = (extras.seq.request.sampling.logprobs for _, extras in found)
     batch.num_logprobs = max((count for count in wanted if count is not None), default=-1)
     batch.bias = _bias(found)
     batch.grammar = _grammar(found)
-    penalized = [(s, extras) for s, extras in found if extras.penalty_row >= 0]
+    penalized = [(rows, extras) for rows, extras in found if extras.penalty_row >= 0]
     if penalized:
         batch.penalties = _penalties(penalized)
 
 
-def _bias(found: list[tuple[int, Extras]]) -> Bias[np.ndarray] | None:
+def _bias(found: list[Found]) -> Bias[np.ndarray] | None:
     rows: list[tuple[int, int, float, int]] = []
-    for s, extras in found:
+    for own, extras in found:
         seq, params = extras.seq, extras.seq.request.sampling
-        rows += [(s, token, value, ALWAYS) for token, value in params.logit_bias.items()]
+        rows += [(r, token, value, ALWAYS) for r in own for token, value in params.logit_bias.items()]
         if seq.num_outputs < params.min_tokens:
-            rows += [(s, token, -np.inf, params.min_tokens) for token in seq.stop_ids]
+            rows += [(r, token, -np.inf, params.min_tokens) for r in own for token in seq.stop_ids]
     if not rows:
         return None
     samples, tokens, values, until = zip(*rows, strict=True)
@@ -136,15 +153,21 @@ def _bias(found: list[tuple[int, Extras]]) -> Bias[np.ndarray] | None:
     )
 
 
-def _grammar(found: list[tuple[int, Extras]]) -> tuple[np.ndarray, np.ndarray] | None:
-    """Copies of the masks as they are now: of the outputs committed so far, which is all there are (`undecided`)."""
-    walks = [(s, extras.seq.grammar) for s, extras in found if extras.seq.grammar is not None]
-    if not walks:
-        return None
-    return np.array([s for s, _ in walks], np.int64), np.stack([walk.mask for _, walk in walks])
+def _grammar(found: list[Found]) -> tuple[np.ndarray, np.ndarray] | None:
+    """Copies of the masks as they are now: of the outputs committed so far, which is all there are (`undecided`), and
+    of the drafts behind them. Rows behind a draft that the grammar does not allow need none: no such draft is accepted.
+    """
+    rows: list[int] = []
+    masks: list[np.ndarray] = []
+    for own, extras in found:
+        if (walk := extras.seq.grammar) is not None:
+            own_masks = walk.masks(extras.seq.drafts[: len(own) - 1])
+            rows += own[: len(own_masks)]
+            masks += own_masks
+    return (np.array(rows, np.int64), np.stack(masks)) if rows else None
 
 
-def _penalties(penalized: list[tuple[int, Extras]]) -> Penalties[np.ndarray]:
+def _penalties(penalized: list[Found]) -> Penalties[np.ndarray]:
     joined = []
     for _, extras in penalized:
         if not extras.penalty_ready:
@@ -152,10 +175,11 @@ def _penalties(penalized: list[tuple[int, Extras]]) -> Penalties[np.ndarray]:
             prompt, outputs = seq.tokens[: seq.num_prompt], seq.tokens[seq.num_prompt :]
             joined.append((extras.penalty_row, np.array(prompt, np.int64), np.array(outputs, np.int64)))
             extras.penalty_ready = True
-    params = [extras.seq.request.sampling for _, extras in penalized]
+    by_row = [(row, extras) for rows, extras in penalized for row in rows]
+    params = [extras.seq.request.sampling for _, extras in by_row]
     return Penalties(
-        np.array([s for s, _ in penalized], np.int64),
-        np.array([extras.penalty_row for _, extras in penalized], np.int64),
+        np.array([row for row, _ in by_row], np.int64),
+        np.array([extras.penalty_row for _, extras in by_row], np.int64),
         np.array([max(p.repetition_penalty, LEAST_REPETITION) for p in params], np.float32),
         np.array([p.presence_penalty for p in params], np.float32),
         np.array([p.frequency_penalty for p in params], np.float32),

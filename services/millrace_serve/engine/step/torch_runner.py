@@ -5,15 +5,16 @@
                  results; it never waits for the device
     reader       another thread: waits until the step is launched and done, and gives its results
 
-Sampled tokens and lengths stay on the device (engine/step/slots.py), where the next step finds them, so step N+1 is
-launched while step N runs. Steps of decode sequences alone are graphs (engine/step/graphs.py), where there are any;
-steps with prompt chunks are launched op by op.
+Sampled tokens, drafts and lengths stay on the device (engine/step/slots.py), where the next step finds them, so step
+N+1 is launched while step N runs. Steps of decode sequences alone are graphs (engine/step/graphs.py), where there are
+any; steps with prompt chunks are launched op by op.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
@@ -29,28 +30,36 @@ from millrace_serve.engine.step.batch import HostBatch, StepBatch
 from millrace_serve.engine.step.device import Device
 from millrace_serve.engine.step.graphs import DecodeGraphs
 from millrace_serve.engine.step.sampling import TokenTables, results, sample
-from millrace_serve.engine.step.slots import Slots
+from millrace_serve.engine.step.slots import Accepted, Slots, accepted_rows, by_sequence
+from millrace_serve.engine.step.speculate import Drafter, DraftModel
 from millrace_serve.engine.step.staging import NUM_SLOTS, Staging
 from millrace_serve.model.inputs import ForwardInput
 
 T = TypeVar("T")
 Read = Callable[[], StepOutput]
+Accept = Callable[[Tensor], Accepted]  # int64 [R], the sampled tokens
 
 
-class Model(Protocol):
+class Model(DraftModel, Protocol):
     def forward(self, inputs: ForwardInput, kv: Tensor) -> Tensor:
         """-> hidden states [T, D]"""
         ...
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [S, D] -> float32 [S, V]"""
-        ...
-
 
 class TorchRunner:
-    def __init__(self, model: Model, pool: KvPool, config: EngineConfig, vocab_size: int, device: Device) -> None:
+    def __init__(
+        self,
+        model: Model,
+        pool: KvPool,
+        config: EngineConfig,
+        vocab_size: int,
+        device: Device,
+        simulated: Sequence[float] = (),
+    ) -> None:
+        """`simulated`: Execution.simulated_acceptance"""
         self._model, self._pool, self._kv, self._device = model, pool, pool.view(), device
         self.slots = Slots(config, device.torch)
+        self.drafter = Drafter(model, self._kv, self.slots, simulated) if config.draft_tokens else None
         self._tables = TokenTables(vocab_size, device.torch)
         self._graphs: DecodeGraphs | None = None
         pages = config.max_running * config.max_pages_per_seq
@@ -76,9 +85,10 @@ class TorchRunner:
         """Use these graphs from the next step on."""
         self._graphs = graphs
 
-    def forward(self, inputs: ForwardInput) -> Tensor:
-        """-> logits float32 [T, V]"""
-        return self._model.logits(self._model.forward(inputs, self._kv))
+    def forward(self, inputs: ForwardInput) -> tuple[Tensor, Tensor]:
+        """-> hidden states [T, D], logits float32 [T, V]"""
+        hidden = self._model.forward(inputs, self._kv)
+        return hidden, self._model.logits(hidden)
 
     def _launch(self, batch: HostBatch) -> Read:
         self._in_flight.acquire()
@@ -101,21 +111,36 @@ class TorchRunner:
         answers = {}
         if step.canary is not None:
             answers["canaries"] = self._pool.canary_table()[step.canary.pages, :2]
-        logits, positions = self._logits(step, graphs)
+        logits, positions, accept = self._replay(step, graphs) if graphs is not None else self._forward(step)
         if step.canary is not None:
             self._pool.canary_table()[step.canary.write_pages, :2] = step.canary.write_words
-        if step.sample_slots.shape[0]:
-            answers |= self._sample(logits, positions, batch, step)
-        self.slots.advance(step, answers.get("tokens"))
+        sampled = self._sample(logits, positions, batch, step)
+        accepted = accept(sampled["tokens"])
+        if step.sampling is not None and step.sampling.penalties is not None:
+            self._tables.add(sampled["tokens"], accepted_rows(step, accepted), step.sampling.penalties)
+        if step.num_sampled:
+            answers |= {name: by_sequence(column, step) for name, column in sampled.items()}
+            answers |= {"counts": accepted.counts, "drafted": accepted.drafted}
+            answers["drafts"] = self.slots.last_tokens[step.sample_slots, 1:]
         return _reading(batch, self._staging.download(staging_slot, answers))
 
-    def _logits(self, step: StepBatch[Tensor], graphs: DecodeGraphs | None) -> tuple[Tensor, Tensor]:
-        """Logits float32 [S, V] of the sampled rows, and their positions."""
-        if graphs is not None:
-            return graphs.run(step)
+    def _forward(self, step: StepBatch[Tensor]) -> tuple[Tensor, Tensor, Accept]:
+        """Logits float32 [R, V] of the sampled rows, their positions, and what takes their samples."""
         inputs = self.slots.inputs(step)
-        sampled = self._model.forward(inputs, self._kv)[inputs.sample_rows]
-        return self._model.logits(sampled), inputs.positions[inputs.sample_rows]
+        hidden = self._model.forward(inputs, self._kv)
+
+        def accept(tokens: Tensor) -> Accepted:
+            if self.drafter is None:
+                return self.slots.accept(step, tokens)
+            accepted = self.slots.accept(step, tokens, self.drafter.simulated)
+            if self.drafter.wanted(step):
+                self.drafter.draft(step, inputs, hidden, tokens, accepted)
+            return accepted
+
+        return self._model.logits(hidden[inputs.sample_rows]), inputs.positions[inputs.sample_rows], accept
+
+    def _replay(self, step: StepBatch[Tensor], graphs: DecodeGraphs) -> tuple[Tensor, Tensor, Accept]:
+        return *graphs.run(step), functools.partial(graphs.accept, step)
 
     def _sample(
         self, logits: Tensor, positions: Tensor, batch: HostBatch, step: StepBatch[Tensor]
@@ -123,8 +148,8 @@ class TorchRunner:
         """`positions`: of the sampled rows."""
         if batch.sampling is None or step.sampling is None:
             return results(logits.argmax(dim=-1), None, -1)
-        output_index = self.slots.output_index(positions, step)
-        tokens, raw = sample(logits, batch.sampling, step.sampling, output_index, self._tables)
+        output_index, before = self.slots.output_index(positions, step), self.slots.drafts_before(step)
+        tokens, raw = sample(logits, batch.sampling, step.sampling, output_index, before, self._tables)
         return results(tokens, raw, batch.sampling.num_logprobs)
 
 
@@ -134,9 +159,7 @@ def _reading(batch: HostBatch, download: Callable[[], dict[str, Any]]) -> Read:
     def read() -> StepOutput:
         answers = download()
         canaries = answers.pop("canaries", None)
-        columns = {name: column[:, None] for name, column in answers.items()}  # one row of each sequence
-        tokens = columns.pop("tokens", np.zeros((0, 1), np.int64))
-        output = StepOutput(tokens, np.ones(len(tokens), np.int32), **columns)
+        output = StepOutput(**answers) if answers else StepOutput.nothing()
         if canaries is not None:
             assert batch.canary is not None
             output.corrupt = mismatches(batch.canary, canaries.view(np.uint64))

@@ -1,0 +1,83 @@
+"""Drafts by the MTP layer (V3 paper, section 2.2), made behind each step for the next one.
+
+1. The MTP layer runs over all rows of the step: row i takes the hidden state of row i and the token behind it, which
+   the step has just sampled or which the host knows from the prompt. That writes the layer's KV. Rows behind the
+   accepted ones write KV that the next step overwrites before any row attends to it.
+2. The output of the last accepted row gives the first draft; that draft and this output give the second, and so on.
+
+A draft is drawn with the noise that the target will use at the same place (Gumbel coupling, arXiv:2408.07978): where
+both distributions are close, both draw the same token. Filters, penalties and grammars are left to the target.
+Shapes depend on the number of sequences and of drafts alone, so all of this can be captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from millrace_kernels.sample_tokens import sample_tokens
+from torch import Tensor
+
+from millrace_serve.engine.step.batch import StepBatch
+from millrace_serve.engine.step.slots import Accepted, Slots
+from millrace_serve.model.inputs import ForwardInput
+
+
+class DraftModel(Protocol):
+    def forward_mtp(self, inputs: ForwardInput, hidden: Tensor, kv: Tensor) -> Tensor:
+        """hidden [T, D] -> [T, D]"""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [S, D] -> float32 [S, V]"""
+        ...
+
+
+class Drafter:
+    def __init__(self, model: DraftModel, kv: Tensor, slots: Slots, simulated: Sequence[float] = ()) -> None:
+        """`simulated`: Execution.simulated_acceptance"""
+        self._model, self._kv, self._slots = model, kv, slots
+        self.simulated = torch.tensor(simulated, device=slots.lengths.device) if simulated else None
+
+    def wanted(self, step: StepBatch[Tensor]) -> bool:
+        """Chunks always run: their KV of the MTP layer is written now or never."""
+        return step.num_queries > 1 or not step.all_decode
+
+    def draft(
+        self, step: StepBatch[Tensor], inputs: ForwardInput, hidden: Tensor, tokens: Tensor, accepted: Accepted
+    ) -> None:
+        """After `Slots.accept`: write the drafts of every sampling sequence to `last_tokens`.
+
+        Args:
+            inputs: of the step; hidden: [T, D], its hidden states
+            tokens: int64 [R], sampled by its rows
+        """
+        mtp = replace(inputs, token_ids=_next_tokens(step, tokens))
+        hidden = self._model.forward_mtp(mtp, hidden, self._kv)[accepted.rows]
+        sampled = max(step.dp_num_sampled, default=step.num_sampled)
+        for draft in range(1, step.num_queries if sampled else 1):
+            if draft > 1:
+                one = self._slots.draft_inputs(step, draft - 1)
+                hidden = self._model.forward_mtp(one, hidden, self._kv)
+            self._choose(step, draft, self._model.logits(hidden))
+
+    def _choose(self, step: StepBatch[Tensor], draft: int, logits: Tensor) -> None:
+        """logits float32 [S, V]"""
+        state, slots = self._slots, step.sample_slots
+        index = state.lengths[slots] + draft - state.num_prompt[slots]
+        none = torch.zeros_like(slots)
+        chosen = sample_tokens(
+            logits, state.temperature[slots], none, none + 1.0, none.float(), state.seeds[slots], index, filters=False
+        )
+        state.last_tokens[:, draft].index_copy_(0, slots, chosen.clamp_(0, logits.shape[1] - 1))
+
+
+def _next_tokens(step: StepBatch[Tensor], tokens: Tensor) -> Tensor:
+    """int64 [T]: the token behind each row."""
+    rows = step.num_decode * step.num_queries
+    if step.is_decode:
+        return tokens
+    known = torch.cat((tokens[:rows], step.next_tokens))
+    return known.index_copy_(0, step.sample_rows[rows:], tokens[rows:])
