@@ -74,7 +74,7 @@ async def run(folder: Path, drafts: int, concurrency: int, plan: Sequence[Work])
             )
             row: Row = {"drafts": drafts, "temperature": work.temperature, "task": work.name}
             row |= {"tokens": sum(answer.output_tokens for answer in answers)}
-            row |= {"drafted": drafted, "accepted": accepted, "accept": _accept(drafted, accepted)}
+            row |= {"drafted": drafted, "accepted": accepted, "accept": accept_length(drafted, accepted)}
             found.append((row, answers))
     return found
 
@@ -83,7 +83,7 @@ def _since(before: Sequence[int], after: Sequence[int]) -> list[int]:
     return [now - then for now, then in zip(after, before or (0,) * len(after), strict=True)]
 
 
-def _accept(drafted: Sequence[int], accepted: Sequence[int]) -> float:
+def accept_length(drafted: Sequence[int], accepted: Sequence[int]) -> float:
     """Every step with drafts has a first one."""
     return round(1 + sum(accepted) / drafted[0], 3) if drafted and drafted[0] else 1.0
 

@@ -3,6 +3,7 @@ for each number of drafts. Weights are random, so how many drafts are accepted i
 
     tpot_ms   per token after the first; ttft_ms until the first
     accept    tokens that a step gave: 1 without drafts
+    speedup   of the time per token, to the first system
 
 python -m millrace_bench.drafts_serving --widths e32 --layers 61 --worker-set device=cuda
 python -m millrace_bench.drafts_serving --widths tiny --layers 2 --input-len 64 --output-len 24        on a CPU
@@ -38,9 +39,11 @@ def main() -> None:
         model = v3.write_folder(Path(folder) / args.widths, args.widths, args.layers)
         rows: list[Row] = []
         for drafts in args.drafts:
-            rows.append(asyncio.run(_within_limit(_spec(model, drafts, args), drafts, args)))
-            print("  ".join(f"{key}={value}" for key, value in rows[-1].items()), flush=True)
-    _add_speedups(rows)
+            row = asyncio.run(_within_limit(_spec(model, drafts, args), drafts, args))
+            rows.append(row)
+            if "tpot_ms" in row and "tpot_ms" in rows[0]:
+                row["speedup"] = round(rows[0]["tpot_ms"] / row["tpot_ms"], 3)
+            print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
     print_record(Record("drafts_serving", vars(args), {"rows": rows}))
     sys.exit(int(any(row.get("error") for row in rows)))
 
@@ -86,14 +89,6 @@ async def _measure(spec: ClusterSpec, drafts: int, args: argparse.Namespace) -> 
     row |= {"ttft_ms": round(1e3 * report.ttft.p50, 2), "tpot_ms": round(1e3 * report.tpot.p50, 3)}
     row["accept"] = round(1 + drafts * report.accepted_tokens / max(report.drafted_tokens, 1), 3)
     return row | ({"error": str(report.errors)} if report.errors else {})
-
-
-def _add_speedups(rows: list[Row]) -> None:
-    """Of the time per token, to that of the first row."""
-    first = rows[0].get("tpot_ms")
-    for row in rows[1:]:
-        if first and "tpot_ms" in row:
-            row["speedup"] = round(first / row["tpot_ms"], 3)
 
 
 def parser() -> argparse.ArgumentParser:

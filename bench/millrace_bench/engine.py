@@ -141,7 +141,7 @@ def _acceptance(args: argparse.Namespace, drafts: int) -> list[str]:
     """Random weights predict nothing, so how many drafts are accepted is drawn."""
     if args.model or not drafts:
         return []
-    return ["random_weights=true", f"simulated_acceptance={args.acceptance[:drafts]}"]
+    return ["random_weights=true", f"simulated_acceptance={list(args.acceptance[:drafts])}"]
 
 
 def parser() -> argparse.ArgumentParser:

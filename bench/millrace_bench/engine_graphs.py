@@ -4,63 +4,82 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from millrace_serve.engine.engine import Engine
 from millrace_serve.engine.step.device import device_of
+from millrace_serve.engine.step.graphs import Key
 
 Row = dict[str, Any]
 
 
 def replay_ms(engine: Engine, batch: int, repeats: int = 20) -> float | None:
-    """Of the graph that steps of this batch replay, its inputs as the last step left them."""
+    """Of the graphs that steps of this batch replay, their inputs as the last step left them."""
     runner: Any = engine._runner
     graphs = runner._graphs
     if graphs is None or runner._device.torch.type == "cpu":
         return None
-    bucket = next(bucket for bucket in graphs.buckets if batch <= bucket)
+    replays = [replay for replay in graphs._replays[_key(engine, batch)] if replay is not None]
 
-    def replays() -> float:
+    def times() -> float:
         with torch.inference_mode():
             device = device_of(runner._device.torch)
-            graphs._replays[bucket, 1]()
+            _call(replays)
             device.synchronize()
             started = time.perf_counter()
             for _ in range(repeats):
-                graphs._replays[bucket, 1]()
+                _call(replays)
             device.synchronize()
             return (time.perf_counter() - started) / repeats * 1e3
 
-    return runner.call(replays)
+    return runner.call(times)
 
 
 def replay_is_exact(engine: Engine, batch: int) -> bool:
-    """Whether the graph gives the bits of the calls that it was captured from, on the last step's inputs."""
+    """Whether the graphs give the bits of the calls that they were captured from, on the last step's inputs."""
     runner: Any = engine._runner
-    graphs = runner._graphs
-    bucket = next(bucket for bucket in graphs.buckets if batch <= bucket)
+    graphs, state, key = runner._graphs, runner.slots, _key(engine, batch)
+    replays = [replay for replay in graphs._replays[key] if replay is not None]
+    eager = [make(key) for make in (graphs._body, graphs._acceptance)[: len(replays)]]
 
     def compare() -> bool:
         with torch.inference_mode():
-            # One token back: rows at the end of their pages would all write to the sink, which padding rows read.
-            slots = graphs._slots[:bucket]
-            runner.slots.lengths[slots[slots != runner.slots.padding]] -= 1
-            graphs._replays[bucket, 1]()
-            replayed = graphs._logits[:bucket].clone()
-            graphs._logits.fill_(torch.nan)
-            graphs._body(bucket, 1)()
-            return torch.equal(replayed, graphs._logits[:bucket])
+            # A step back: rows at the end of their pages would all write to the sink, which padding rows read.
+            slots = graphs._slots[: key.bucket]
+            state.lengths[slots[slots != state.padding]] -= key.num_queries
+            before = state.lengths.clone(), state.last_tokens.clone()
+
+            def results(calls: Sequence[Callable[[], None]]) -> tuple[torch.Tensor, ...]:
+                state.lengths.copy_(before[0])
+                state.last_tokens.copy_(before[1])
+                graphs._results["logits"].fill_(torch.nan)
+                _call(calls)
+                logits = graphs._results["logits"][: key.bucket * key.num_queries]
+                return logits.clone(), state.lengths.clone(), state.last_tokens.clone()
+
+            return all(map(torch.equal, results(replays), results(eager)))
 
     return runner.call(compare)
+
+
+def _key(engine: Engine, batch: int) -> Key:
+    graphs = engine._runner._graphs  # type: ignore[attr-defined]
+    bucket = next(bucket for bucket in graphs.buckets if batch <= bucket)
+    return Key(bucket, 1 + engine.config.num_drafts(batch))
+
+
+def _call(calls: Sequence[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
 
 
 def captures(engine: Engine) -> Iterator[Row]:
     runner: Any = engine._runner
     if runner._graphs is None:
         return
-    row: Row = {"kind": "capture", "graphs": len(runner._graphs.buckets)}
+    row: Row = {"kind": "capture", "graphs": len(runner._graphs._replays)}
     for name, collector in (("gc_off_s", False), ("gc_on_s", True)):
         started = time.perf_counter()
         runner.call(lambda collector=collector: runner._graphs.capture(collector))

@@ -2,7 +2,7 @@
 
     step_ms     median wall time of a steady decode step of the whole loop: schedule, build, launch, read, commit
     accept      tokens that a sequence got in a steady step, counted in the outputs: 1 without drafts
-    replay_ms   the same step's graph alone, replayed back to back; sampling and copies come on top of it
+    replay_ms   the same step's graphs alone, replayed back to back; sampling and copies come on top of it
     gap         1 - replay_ms / step_ms: what is not the graph
     exact       whether a replay gives the bits that eager calls give
     idle        part of the time from the end of a step's last copy to the beginning of the next step's model, on the
@@ -21,7 +21,7 @@ import itertools
 import random
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -174,22 +174,25 @@ class Watch:
         self._runner, self._device = runner, runner._device.torch
         self._begin: Stamp = None
         self._steps: list[tuple[Stamp, Stamp]] = []
-        logits, run = runner._logits, runner._run
+        run = runner._run
 
-        def begin(*args: Any) -> Any:
-            self._begin = stamp(self._device)
-            return logits(*args)
+        def begins(call: Callable[..., Any]) -> Callable[..., Any]:
+            def begin(*args: Any) -> Any:
+                self._begin = stamp(self._device)
+                return call(*args)
+
+            return begin
 
         def end(*args: Any) -> Any:
             read = run(*args)
             self._steps.append((self._begin, stamp(self._device)))
             return read
 
-        runner._logits, runner._run = begin, end
+        runner._forward, runner._replay, runner._run = begins(runner._forward), begins(runner._replay), end
 
     def stop(self) -> Row:
         """Once all steps are done."""
-        del self._runner._logits, self._runner._run
+        del self._runner._forward, self._runner._replay, self._runner._run
         steps = self._steps[EDGE:-EDGE]
         if len(steps) < 2:
             return {}

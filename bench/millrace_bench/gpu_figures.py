@@ -53,10 +53,11 @@ def drafts_sweep(found: Results) -> str:
 
 
 def drafts_serving(found: Results) -> str:
-    rows = found["rows"]
-    return ", ".join(
-        f"{row['drafts']} drafts {row.get('error') or format(row['tpot_ms'], '.1f') + ' ms'}" for row in rows
-    )
+    texts = []
+    for row in found["rows"]:
+        figures = f"TPOT {row['tpot_ms']:.1f} ms x{row['speedup']:.2f}" if "speedup" in row else row["error"]
+        texts.append(f"{row['drafts']} drafts {figures}")
+    return ", ".join(texts)
 
 
 def shard(found: Results) -> str:

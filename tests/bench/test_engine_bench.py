@@ -65,3 +65,27 @@ def test_decoding_starts_behind_a_context_that_nobody_computed(runners: list[wea
         assert row["prompt"] == 100 and row["accept"] == 1.0 and row["exact"]
         assert row["tokens_per_s"] == pytest.approx(row["batch"] / row["step_ms"] * 1e3, rel=1e-2)
     assert [runner() for runner in runners] == [None], "the next engine needs its memory"
+
+
+def test_drafts_are_compared_on_the_same_weights(runners: list[weakref.ref[Any]]) -> None:
+    options = [
+        "--batches",
+        "2",
+        "--context",
+        "20",
+        "--outputs",
+        "30",
+        "--drafts",
+        "0",
+        "2",
+        "--acceptance",
+        "1",
+        "1",
+        "0",
+    ]
+    rows = list(engine.run_model(engine.parser().parse_args([*SHARD, *options])))
+    none, two = (row for row in rows if row["kind"] == "decode")
+    assert (none["drafts"], none["accept"], two["drafts"], two["accept"]) == (0, 1.0, 2, 3.0) and two["exact"]
+    assert [row["kind"] for row in rows[4:]] == ["ratio", "best", "draft_batches"]
+    assert rows[4]["speedup"] == pytest.approx(two["tokens_per_s"] / none["tokens_per_s"], rel=1e-2)
+    assert [runner() for runner in runners] == [None, None]

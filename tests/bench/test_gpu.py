@@ -197,8 +197,8 @@ FIGURES = {
         "1: 2 drafts x1.61, 8: 1 drafts x1.20; draft_batches [8, 1]",
     ),
     "drafts_serving": (
-        {"rows": [{"drafts": 0, "tpot_ms": 14.8}, {"drafts": 3, "error": "not done after 250 s"}]},
-        "0 drafts 14.8 ms, 3 drafts not done after 250 s",
+        {"rows": [{"drafts": 0, "tpot_ms": 14.8, "speedup": 1.0}, {"drafts": 3, "error": "not done after 250 s"}]},
+        "0 drafts TPOT 14.8 ms x1.00, 3 drafts not done after 250 s",
     ),
     "shard": (
         {"rows": [{"kind": "decode", "count": 1, "length": 1024, "kv_dtype": "float8_e4m3fn", "ms": 4.044}]},

@@ -46,6 +46,23 @@ def test_engine() -> None:
     assert [row["batch"] for row in decode] == [1, 2] and all(row["step_us"] > 0 for row in decode)
 
 
+def test_drafts() -> None:
+    work = ["--tasks", "copy", "--num-items", "2", "--temperatures", "1", "--drafts", "2", "--tokens", "12"]
+    text, copy = record_of("drafts", *work)["results"]["rows"]
+    for row in (text, copy):
+        assert (row["same"], row["items"], row["drafts"], row["temperature"]) == (2, 2, 2, 1.0)
+        assert row["drafted"][0] >= row["drafted"][1] >= row["accepted"][1] and row["accepted"][0] >= row["accepted"][1]
+    assert copy["accept"] > 1.5, "the trained layer predicts what it copies"
+
+
+@pytest.mark.long
+def test_drafts_serving() -> None:
+    options = ["--widths", "tiny", "--layers", "2", "--input-len", "64", "--output-len", "24", "--num-requests", "2"]
+    none, two = record_of("drafts_serving", *options, "--drafts", "0", "2")["results"]["rows"]
+    assert none["accept"] == none["speedup"] == 1.0 and two["accept"] > 1.5
+    assert none["completed"] == two["completed"] == 2 and two["tpot_ms"] > 0 and two["ttft_ms"] > 0
+
+
 def test_kernels() -> None:
     record = record_of("kernels", "--group", "dense", "--device", "cpu", "--quick")
     rows = record["results"]["rows"]

@@ -1,0 +1,45 @@
+"""Acceptance on text and in a whole system; how they are measured on a CPU."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from millrace_bench import drafts
+from millrace_bench.drafts import TEXT, Work
+from millrace_bench.eval.backend import Answer
+from millrace_bench.heldout_texts import TEXTS
+from rich.console import Console
+
+
+def row(drafted: list[int], accepted: list[int]) -> dict[str, object]:
+    facts = {"drafts": len(drafted), "temperature": 0.0, "task": TEXT, "tokens": 9}
+    return facts | {"drafted": drafted, "accepted": accepted, "accept": drafts.accept_length(drafted, accepted)}
+
+
+@pytest.mark.parametrize(
+    ("drafted", "accepted", "length"), [([10], [8], 1.8), ([10, 9], [8, 2], 2.0), ([], [], 1.0), ([0, 0], [0, 0], 1.0)]
+)
+def test_the_accept_length_counts_steps_with_drafts(drafted: list[int], accepted: list[int], length: float) -> None:
+    assert drafts.accept_length(drafted, accepted) == length
+
+
+def test_an_answer_that_drafts_changed_is_counted_and_shown() -> None:
+    expected = [Answer("a b", (1, 2)), Answer("c", (3,))]
+    changed = [Answer("a b", (1, 2)), Answer("c", (4,))]
+    (found,) = drafts.compare([(row([], []), expected)], [(row([4, 3], [3, 0]), changed)])
+    assert (found["same"], found["items"]) == (1, 2)
+    console = Console(width=120, file=io.StringIO())
+    console.print(drafts.table([found]))
+    assert console.file.getvalue().splitlines()[4].split() == [TEXT, "0.0", "2", "0.750", "0.000", "1.75", "9", "1/2"]
+
+
+def test_works_are_the_texts_and_each_task_at_every_temperature() -> None:
+    found = drafts.works(("addition", "sort"), 2, (0.0, 1.0), 5)
+    assert [(work.name, work.temperature) for work in found] == [
+        (name, temperature) for temperature in (0.0, 1.0) for name in (TEXT, "addition", "sort")
+    ]
+    text: Work = found[3]
+    assert [len(work.jobs) for work in found] == [2] * 6 and text.prompts == [one[: len(one) // 2] for one in TEXTS[:2]]
+    assert {job.temperature for work in found[3:] for job in work.jobs} == {1.0}
+    assert [job.item.max_tokens for job in text.jobs] == [5, 5]
