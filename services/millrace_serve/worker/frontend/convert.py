@@ -15,6 +15,7 @@ from millrace_common.reasons import Reason
 from millrace_rpc.errors import TABLE, MillraceError
 
 from millrace_serve.engine.cache.kv_pool import KvLayout
+from millrace_serve.engine.config import MOST_DRAFTS
 from millrace_serve.engine.core import (
     Failure,
     FinishReason,
@@ -32,7 +33,6 @@ from millrace_serve.engine.core import (
 )
 from millrace_serve.transfer.base import MemoryHandle
 
-MAX_DRAFTS = 3  # as in engine/config.py
 _FINISH = {reason: common_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason}
 _FINISH_BACK = {value: reason for reason, value in _FINISH.items()}
 
@@ -200,7 +200,7 @@ def core_part(id: RequestId, wire: kv_pb2.KvPart) -> KvPart:
         wire.num_tokens,
         wire.last,
         first,
-        tuple(wire.drafts[:MAX_DRAFTS]),
+        tuple(wire.drafts[:MOST_DRAFTS]),
     )
 
 
