@@ -1,6 +1,6 @@
 from hypothesis import given
 from hypothesis import strategies as st
-from millrace_serve.engine.core import FinishReason, RequestId, SequenceOutput, TokenOutput
+from millrace_serve.engine.core import Failure, FinishReason, RequestId, SequenceOutput, TokenOutput
 from millrace_serve.worker.frontend.outbox import MAX_TOKENS, Outbox
 
 
@@ -19,14 +19,16 @@ def test_a_router_that_keeps_up_gets_every_step_by_itself() -> None:
 
 
 def test_a_slow_router_gets_merged_outputs_with_the_end_last() -> None:
+    first = SequenceOutput(RequestId(1, 0), 0, [TokenOutput(0)], num_cached_tokens=64, queued_s=0.5)
+    error = Failure("STALLED", "late")
+    end = SequenceOutput(first.id, 100, [], FinishReason.ERROR, error, num_drafted=90, num_accepted=40)
     box = Outbox()
-    for step in range(100):
+    box.put(first)
+    for step in range(1, 100):
         box.put(output(1, step, 1))
-    box.put(output(1, 100, 0, FinishReason.STOP))
-    assert len(box) == 1
-    [merged] = box.take()
-    assert [token.token_id for token in merged.tokens] == list(range(100))
-    assert merged.finish is FinishReason.STOP
+    box.put(end)
+    tokens = [TokenOutput(step) for step in range(100)]
+    assert box.take() == [SequenceOutput(first.id, 0, tokens, FinishReason.ERROR, error, 64, 0.5, 90, 40)]
 
 
 def test_messages_stay_below_the_transport_limit() -> None:

@@ -29,7 +29,13 @@ class Outbox:
         else:
             waiting.tokens.extend(output.tokens)
             if output.finish is not None:  # a new object with the end, because outputs are frozen
-                last = msgspec.structs.replace(waiting, finish=output.finish, error=output.error)
+                last = msgspec.structs.replace(
+                    waiting,
+                    finish=output.finish,
+                    error=output.error,
+                    num_drafted=output.num_drafted,
+                    num_accepted=output.num_accepted,
+                )
                 self._entries[self._entries.index(waiting)] = self._latest[output.id] = last
 
     def take(self) -> list[SequenceOutput]:
