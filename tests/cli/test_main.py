@@ -6,10 +6,13 @@ import json
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 from millrace_cli import generate
+from millrace_cli.__main__ import main
 
 COMMANDS = (
     "serve-local",
@@ -26,11 +29,23 @@ COMMANDS = (
 )
 
 
-def millrace(
-    *arguments: str, code: str = "from millrace_cli.__main__ import main; main()"
-) -> subprocess.CompletedProcess[str]:
+def millrace(*arguments: str, code: str = "from millrace_cli.__main__ import main; main()") -> CompletedProcess[str]:
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., CompletedProcess[str]]:
+    """As `millrace`, in this process: for commands that end with their own usage."""
+
+    def run(*arguments: str) -> CompletedProcess[str]:
+        monkeypatch.setattr(sys, "argv", ["millrace", *arguments])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        shown = capsys.readouterr()
+        return CompletedProcess(arguments, stop.value.code, shown.out, shown.err)
+
+    return run
 
 
 @pytest.fixture
@@ -47,8 +62,8 @@ def test_help_lists_every_command() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS[:-2])
-def test_every_command_has_help(command: str) -> None:
-    result = millrace(command, "--help")
+def test_every_command_has_help(command: str, here: Callable[..., CompletedProcess[str]]) -> None:
+    result = here(command, "--help")
     assert result.returncode == 0
     assert "usage:" in result.stdout.lower()
 
@@ -75,8 +90,10 @@ def test_every_command_has_help(command: str) -> None:
         (["nothing"], "nothing"),
     ],
 )
-def test_bad_usage_is_exit_2_and_names_the_culprit(arguments: list[str], message: str) -> None:
-    result = millrace(*arguments)
+def test_bad_usage_is_exit_2_and_names_the_culprit(
+    arguments: list[str], message: str, here: Callable[..., CompletedProcess[str]]
+) -> None:
+    result = here(*arguments)
     assert result.returncode == 2, result.stderr
     assert message in result.stderr
     assert "Traceback" not in result.stderr

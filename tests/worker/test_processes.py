@@ -29,7 +29,8 @@ STOP, LENGTH, ABORT, ERROR = (
 )
 
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+# The group: one process of the tests starts the workers that tests share, not each.
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.xdist_group("workers")]
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
