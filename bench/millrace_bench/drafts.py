@@ -75,6 +75,7 @@ async def run(folder: Path, drafts: int, concurrency: int, plan: Sequence[Work])
             row: Row = {"drafts": drafts, "temperature": work.temperature, "task": work.name}
             row |= {"tokens": sum(answer.output_tokens for answer in answers)}
             row |= {"drafted": drafted, "accepted": accepted, "accept": accept_length(drafted, accepted)}
+            print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
             found.append((row, answers))
     return found
 

@@ -21,8 +21,8 @@ def engine(found: Results) -> str:
     for row in found["rows"]:
         variant = row.get("variant", "")
         if row["kind"] == "decode":
-            exact = {True: ", equal to eager", False: ", NOT EQUAL to eager"}.get(row.get("exact"), "")
-            texts.append(f"{variant} {row['step_ms']:.2f} ms, idle {row.get('idle', float('nan')):.1%}{exact}")
+            idle = row.get("idle", float("nan"))
+            texts.append(f"{variant} {row['step_ms']:.2f} ms, idle {idle:.1%}{_exact(row)}")
         elif row["kind"] == "ratio":
             texts.append(f"{variant} x{row['speedup']:.2f}")
         elif row["kind"] == "capture":
@@ -32,6 +32,10 @@ def engine(found: Results) -> str:
     return "; ".join(texts)
 
 
+def _exact(row: Any) -> str:
+    return {True: ", equal to eager", False: ", NOT EQUAL to eager"}.get(row.get("exact"), "")
+
+
 def drafts(found: Results) -> str:
     """Of engines with drafts: each step, and what it makes of one without drafts."""
     speedups = {(row["batch"], row["drafts"]): row["speedup"] for row in found["rows"] if row["kind"] == "ratio"}
@@ -39,9 +43,8 @@ def drafts(found: Results) -> str:
     for row in found["rows"]:
         if row["kind"] == "decode":
             speedup = speedups.get((row["batch"], row["drafts"]), 1)
-            texts.append(
-                f"{row['drafts']} drafts {row['step_ms']:.2f} ms for {row['accept']:.2f} tokens, x{speedup:.2f}"
-            )
+            step = f"{row['drafts']} drafts {row['step_ms']:.2f} ms for {row['accept']:.2f} tokens"
+            texts.append(f"{step}, x{speedup:.2f}{_exact(row)}")
     return "; ".join(texts)
 
 

@@ -27,7 +27,7 @@ class EngineBackend:
     """One engine with a unified worker's configuration.
 
     1. `answer` submits jobs until `concurrency` are live, and steps; a finished one makes room for the next.
-       `complete` does so with texts in the place of conversations.
+       `complete` does so with texts instead of conversations.
     2. `close` stops the engine.
     """
 
