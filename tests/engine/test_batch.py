@@ -55,8 +55,8 @@ def watch(driver: Driver, batches: list[StepBatch]) -> None:
     builder: BatchBuilder = driver.engine._builder
     build, device = builder.build, Rows()
 
-    def checked(plan: Plan) -> StepBatch:
-        batch = build(plan)
+    def checked(plan: Plan, num_queries: int) -> StepBatch:
+        batch = build(plan, num_queries)
         if batch.updates is not None:
             device.update(batch.updates)
         assert device.of(batch) == expected_rows(plan)

@@ -84,11 +84,20 @@ class Recorder:
         return tokens, tokens.expand(-1, 3)
 
 
-def make(recorder: Recorder, dp: int = 1, num_queries: tuple[int, ...] = (1,)) -> tuple[DecodeGraphs, Slots]:
-    config = EngineConfig(num_pages=9, max_model_len=192, max_running=4)
-    state = Slots(config, CPU, max(num_queries))
+class NoDrafts:
+    """Stands for a drafter."""
+
+    simulated = None
+
+    def draft(self, *args: object) -> None:
+        pass
+
+
+def make(recorder: Recorder, dp: int = 1, drafts: int = 0) -> tuple[DecodeGraphs, Slots]:
+    config = EngineConfig(num_pages=9, max_model_len=192, max_running=4, draft_tokens=drafts, draft_batches=(2, 2))
+    state = Slots(config, CPU)
     state.last_tokens += torch.tensor([100, 101, 102, 103, 0])[:, None]
-    graphs = DecodeGraphs(Device(), lambda bucket: recorder, state, (2, 4), 3, dp, num_queries)
+    graphs = DecodeGraphs(Device(), lambda bucket: recorder, state, (2, 4), dp, NoDrafts(), config.num_drafts)
     graphs.capture()
     recorder.seen.clear()
     return graphs, state
@@ -107,6 +116,7 @@ def decode(num_seqs: int, num_queries: int = 1) -> StepBatch[np.ndarray]:
     return batch
 
 
+@torch.inference_mode()
 def test_padding_rows_touch_the_sink_only() -> None:
     recorder = Recorder()
     graphs, state = make(recorder)
@@ -124,10 +134,11 @@ def test_padding_rows_touch_the_sink_only() -> None:
     assert inputs.attn.num_decode == len(inputs.token_ids) == 4 and inputs.attn.cu_q.tolist() == [0, 1, 2, 3, 4]
 
 
+@torch.inference_mode()
 def test_a_graph_holds_several_rows_of_each_sequence() -> None:
     """Rows without a page, those at or behind the capacity, go to the sink."""
     recorder = Recorder()
-    graphs, state = make(recorder, num_queries=(1, 3))
+    graphs, state = make(recorder, drafts=2)
     state.page_table[:2, 0] = torch.tensor([5, 6])
     state.last_tokens[1] = torch.tensor([7, 8, 9])
     state.lengths[:2], state.capacity[:2] = torch.tensor([10, 62]), 64
@@ -138,21 +149,24 @@ def test_a_graph_holds_several_rows_of_each_sequence() -> None:
     assert inputs.kv_slots.tolist() == [5 * 64 + 10, 5 * 64 + 11, 5 * 64 + 12, 6 * 64 + 62, 6 * 64 + 63, 0]
     assert inputs.attn.seq_lens.tolist() == [13, 65] and inputs.attn.q_lens_host == (3, 3)
     assert inputs.attn.cu_q.tolist() == [0, 3, 6]
-    assert not graphs.holds(decode(2, 2)) and graphs.holds(decode(4, 3)) and graphs.holds(decode(4))
+    assert not graphs.holds(decode(2, 2)) and not graphs.holds(decode(4, 3)) and graphs.holds(decode(4))
 
 
+@torch.inference_mode()
 def test_replicas_replay_the_same_bucket() -> None:
     recorder = Recorder()
     graphs, _ = make(recorder, dp=2)
     idle = StepBatch.idle()
-    idle.dp_num_tokens, idle.all_decode = (0, 3), True
+    idle.dp_num_tokens = idle.dp_num_sampled = (0, 3)
+    idle.all_decode = True
     assert graphs.holds(idle) and len(graphs.pad(idle).slots) == 4
     graphs.run(uploaded(graphs.pad(idle)))
     assert recorder.seen[-1].dp_num_tokens == (4, 4) and recorder.seen[-1].token_ids.tolist() == [0] * 4
     assert recorder.seen[-1].num_tokens.tolist() == [0]
     idle.all_decode = False  # the other one has a prompt chunk
     assert not graphs.holds(idle)
-    idle.dp_num_tokens, idle.all_decode = (0, 5), True
+    idle.dp_num_tokens = idle.dp_num_sampled = (0, 5)
+    idle.all_decode = True
     assert not graphs.holds(idle)
 
 

@@ -11,11 +11,12 @@ from engine.harness import SETTINGS, TINY, request
 from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import EngineConfig, Execution, Role
 from millrace_serve.engine.core import Submit
-from millrace_serve.engine.schedule.plan import StepOutput
+from millrace_serve.engine.schedule.plan import Plan, StepOutput
+from millrace_serve.engine.schedule.sequence import Sequence
 from millrace_serve.engine.sim.factory import build_sim_engine
 from millrace_serve.engine.sim.runner import SimRunner
 from millrace_serve.engine.start.torch_factory import load_rank
-from millrace_serve.engine.step.batch import HostBatch, StepBatch
+from millrace_serve.engine.step.batch import HostBatch
 from millrace_serve.engine.step.lockstep import AllGather, Lockstep, State
 from millrace_serve.model.parallel import ParallelDims, init_parallel, leave_parallel
 from millrace_testing import paths
@@ -25,7 +26,7 @@ class FakeGather:
     """An all-gather among threads."""
 
     def __init__(self, size: int) -> None:
-        self._barrier, self._values = threading.Barrier(size, timeout=20), [(0, 0, 1, 0)] * size
+        self._barrier, self._values = threading.Barrier(size, timeout=20), [(0, 0, 0, 0)] * size
 
     def of(self, rank: int) -> AllGather:
         def all_gather(mine: State) -> list[State]:
@@ -40,7 +41,7 @@ class FakeGather:
 
 def test_alone_agrees_with_itself():
     assert not Lockstep().agree(None, last=False).anybody_works
-    assert Lockstep().agree(StepBatch.idle(), last=False).anybody_works
+    assert Lockstep().agree(Plan([Sequence(request(1, [5]), (0, 0), 9, frozenset(), [])], []), last=False).anybody_works
     assert [Lockstep().agree(None, last).last for last in (False, True)] == [False, True]
 
 

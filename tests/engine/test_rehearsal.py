@@ -47,11 +47,11 @@ def test_prompts_of_every_size_class_are_rehearsed() -> None:
     assert {shape.prefix for shape in prefill_shapes(V3)} == {0, 4096}
     prompts = {shape.chunks for shape in prefill_shapes(V3)}
     assert {1, 2, 4, 16, 64, 256} <= prompts and {11, 47, 191} <= prompts  # as many rows end the last layer
-    assert [shape.num_decode for shape in decode_shapes((1, 4))] == [4, 4, 1, 1]
+    assert [shape.num_decode for shape in decode_shapes(V3, (1, 4))] == [4, 4, 1, 1]
 
 
 def test_a_batch_is_laid_out_as_the_builder_does() -> None:
-    batch = batch_of(Shape(num_decode=2, chunks=2, chunk=3, prefix=64, greedy=False), 64, dp=2)
+    batch = batch_of(Shape(num_decode=2, chunks=2, chunk=3, prefix=64, greedy=False), SMALL, dp=2)
     slots = Slots(SMALL, torch.device("cpu"))
     step = Staging(Device(), 0).upload(0, batch)
     slots.update(step.updates)
@@ -63,16 +63,16 @@ def test_a_batch_is_laid_out_as_the_builder_does() -> None:
     assert len(set(inputs.token_ids.tolist())) > 4
     assert batch.sample_rows.tolist() == [0, 1, 4, 7] and batch.dp_num_tokens == (8, 8)
     assert not batch.all_decode and len(batch.sampling.drawn) == 4
-    assert batch_of(Shape(num_decode=2), 64, graphs=True).all_decode
-    assert not batch_of(Shape(num_decode=2), 64).all_decode
+    assert batch_of(Shape(num_decode=2), SMALL, graphs=True).all_decode
+    assert not batch_of(Shape(num_decode=2), SMALL).all_decode
 
 
 def test_every_shape_runs_and_leaves_pages_alone() -> None:
     torch.set_num_threads(1)
     engine = load_rank(SMALL, Role.UNIFIED, TINY, ParallelDims(), torch.device("cpu"), torch.float32).engine()
     engine.pool.scrub(range(1, 9))
-    for shape in (largest(SMALL), *prefill_shapes(SMALL), *decode_shapes((1, 4))):
-        output = engine._runner.launch(batch_of(shape, 64)).result()
+    for shape in (largest(SMALL), *prefill_shapes(SMALL), *decode_shapes(SMALL, (1, 4))):
+        output = engine._runner.launch(batch_of(shape, SMALL)).result()
         assert len(output.tokens) == shape.num_decode + shape.chunks
     pages = engine.pool.buffer.numpy().reshape(9, -1)[1:]
     assert np.all(pages == 0xFF)

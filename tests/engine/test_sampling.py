@@ -31,7 +31,8 @@ class Sampled:
     def token(self, row: int, token_id: int, seq: Sequence) -> TokenOutput:
         columns = (self.logprobs, self.top_ids, self.top_logprobs)
         parts = (None if column is None else column[:, None] for column in columns)
-        return StepOutput(self.tokens[:, None], np.ones(len(self.tokens)), *parts).outputs(row, [token_id], seq)[0]
+        ones, none = np.ones(len(self.tokens)), self.tokens[:, None][:, :0]
+        return StepOutput(self.tokens[:, None], ones, 0 * ones, none, *parts).outputs(row, [token_id], seq)[0]
 
 
 class Bench:
@@ -50,12 +51,15 @@ class Bench:
 
     def __call__(self, logits: torch.Tensor, index: int = 0) -> Sampled:
         slots = np.arange(len(self.seqs))
-        batch = self.table.gather(slots)
+        batch = self.table.gather(slots, len(slots), 1)
         if batch is None:
             answer = results(logits.argmax(dim=-1), None, -1)
         else:
             device, output_index = self.staging.upload(0, batch), torch.full((len(slots),), index)
-            chosen, raw = sample(logits.clone(), batch, device, output_index, self.tokens)
+            none = output_index[:, None][:, :0]
+            chosen, raw = sample(logits.clone(), batch, device, output_index, none, self.tokens)
+            if device.penalties is not None:
+                self.tokens.add(chosen, torch.ones_like(chosen, dtype=torch.bool), device.penalties)
             answer = results(chosen, raw, batch.num_logprobs)
         return Sampled(**self.staging.download(0, answer)())
 

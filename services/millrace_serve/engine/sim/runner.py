@@ -128,7 +128,8 @@ class SimRunner:
         index[num_decode:] += np.array([batch.chunk_lens[chunk] for chunk in batch.sampling_chunks], np.int64)
         seeds = np.zeros(len(slots), np.uint64)
         if (sampling := batch.sampling) is not None:
-            seeds = np.where(sampling.temperature > 0, sampling.seeds, np.uint64(0))
+            rows = np.arange(len(slots)) + np.minimum(np.arange(len(slots)), num_decode) * (batch.num_queries - 1)
+            seeds = np.where(sampling.temperature[rows] > 0, sampling.seeds[rows], np.uint64(0))
         index = index[:, None] + np.arange(batch.num_queries)
         drawn = _mix(_mix(hashes ^ _mix(seeds))[:, None] + index.astype(np.uint64))
         tokens = (drawn % np.uint64(settings.vocab_size - SPECIAL_TOKENS)).astype(np.int64) + SPECIAL_TOKENS

@@ -7,7 +7,8 @@ one was read, however many tokens that one accepts.
     row i of a chunk             token i of the chunk at position lengths[slot] + i
 
 The row's KV goes to the page of its position. A row at or behind `capacity` has no page: its KV goes to the sink, and
-nothing that comes of it is accepted. The host drops tokens behind the end of a sequence. The last slot is padding: its length and its capacity are 0.
+nothing that comes of it is accepted. The host drops tokens behind the end of a sequence. The last slot is padding: its
+length and its capacity are 0.
 
 Drafts are accepted by equality: the target samples every row as it would without drafts, and draft i is accepted when
 it and all drafts before it are what the rows before theirs sampled. So a wrong or a missing draft costs a row, never a
@@ -178,7 +179,9 @@ class Slots:
         else:
             drafts, sampled = self.last_tokens[own, 1:q], tokens[: num_decode * q].view(num_decode, q)
             room = self.capacity[own] - self.lengths[own]
-            held = sampled[:, :-1] == drafts if simulated is None else _hold(self.lengths[own], simulated[: q - 1])
+            held = (
+                sampled[:, :-1] == drafts if simulated is None else _hold(self.lengths[own] + own, simulated[: q - 1])
+            )
             accepted = torch.minimum(1 + held.long().cumprod(1).sum(1), room)
             verified = torch.minimum((drafts >= 0).long().cumprod(1).sum(1), (room - 1).clamp_(min=0))
             last = sampled.gather(1, (accepted - 1).clamp_(min=0)[:, None])[:, 0]
@@ -222,7 +225,9 @@ def accepted_rows(step: StepBatch[Tensor], accepted: Accepted) -> Tensor:
     return torch.cat(((places < counts[:num_decode, None]).flatten(), counts[num_decode:] > 0))
 
 
-def _hold(lengths: Tensor, probabilities: Tensor) -> Tensor:
-    """bool [D, k], the same for the same length of a sequence: one draw decides how many drafts hold."""
-    draws = (lengths * 0x9E3779B1 >> 8 & 0xFFFF).float() / 0x10000
-    return draws[:, None] < probabilities
+def _hold(keys: Tensor, probabilities: Tensor) -> Tensor:
+    """bool [D, k]: one draw of each key [D] decides how many drafts hold. The hash is MurmurHash3's finalizer."""
+    x = keys * 0x9E3779B1 & 0xFFFFFFFF
+    x = (x ^ x >> 16) * 0x85EBCA6B & 0xFFFFFFFF
+    x = (x ^ x >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
+    return ((x ^ x >> 16).double() / 2**32)[:, None] < probabilities
