@@ -137,7 +137,7 @@ def test_preempted_sequences_go_on_as_they_would_have() -> None:
     """Too few pages for all: sequences give way, and are computed again from prompt and outputs."""
     wanted = [request(room, prompt, max_tokens=60, **SEEDED) for room, prompt in enumerate(questions() * 2)]
     roomy = run(engine(0), wanted)
-    tight = engine(3, num_pages=11, max_running=6)
+    tight = engine(3, num_pages=8, max_running=6)
     assert tokens(run(tight, wanted)) == tokens(roomy)
     assert tight.load().preemptions > 0 and sum(tight.load().accepted) > 0
 
@@ -167,7 +167,7 @@ def test_a_draft_of_not_a_number_is_a_token(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_most_drafts_are_accepted_where_the_model_is_sure() -> None:
     one = engine(3)
-    run(one, [request(room, prompt, max_tokens=40, **GREEDY) for room, prompt in enumerate(questions())])
+    run(one, [request(room, ids, max_tokens=40, ignore_eos=False, **GREEDY) for room, ids in enumerate(questions())])
     drafted, accepted = one.load().drafted, one.load().accepted
     assert accepted[0] / drafted[0] > 0.7, (drafted, accepted)
 
@@ -231,4 +231,4 @@ def test_simulated_acceptance_accepts_the_stated_share() -> None:
     one = load_rank(limits, Role.UNIFIED, TINY, ParallelDims(), CPU, torch.float32, execution=options).engine()
     run(one, [request(room, [20 + room] * (5 + room), max_tokens=200, ignore_eos=True, **GREEDY) for room in range(9)])
     shares = [some / all_ for some, all_ in zip(one.load().accepted, one.load().drafted, strict=True)]
-    assert shares == pytest.approx([0.8, 0.5, 0.3], abs=0.06)
+    assert shares == pytest.approx([0.8, 0.5, 0.3], abs=0.1)

@@ -26,8 +26,11 @@ LENGTHS = (1, 5, 63, 64, 65, 130, 20)
 PAGE = 64  # tokens
 
 
-def engine(dtype: torch.dtype = torch.bfloat16, **execution: object) -> Engine:
-    limits = Limits(num_pages=128, max_model_len=256, max_running=9, max_prefill_tokens=80, canary=True)
+def engine(dtype: torch.dtype = torch.bfloat16, drafts: int = 0, **execution: object) -> Engine:
+    limits = Limits(
+        num_pages=128, max_model_len=256, max_running=9, max_prefill_tokens=80, canary=True,
+        draft_tokens=drafts, draft_batches=(9, 5, 2),
+    )  # fmt: skip
     options = Execution.model_validate({"memory_fraction": 0.3, **execution})
     device = torch.device("cuda", torch.cuda.current_device())
     return load_rank(limits, Role.UNIFIED, TINY, ParallelDims(), device, dtype, execution=options).engine()
@@ -46,10 +49,10 @@ def no_waiting() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("graphs", ["on", "off"])
+@pytest.mark.parametrize(("graphs", "drafts"), [("on", 0), ("off", 0), ("on", 3), ("off", 3)])
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9, "logprobs": 2}])
-def test_no_step_waits_for_the_device(graphs: str, sampling: dict[str, object], no_waiting: None) -> None:
-    one = engine(graphs=graphs)
+def test_no_step_waits_for_the_device(graphs: str, drafts: int, sampling: dict[str, object], no_waiting: None) -> None:
+    one = engine(graphs=graphs, drafts=drafts)
     submit(one, **sampling)
     torch.cuda.set_sync_debug_mode("error")
     while one.has_work():
@@ -125,3 +128,17 @@ def test_pages_fill_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     assert one.pool.num_pages == plans[-1].num_pages == 4 * 64 + 1  # every slot at full length, and the sink
     assert plans[-1].demand.activations > 0
     one.close()
+
+
+@pytest.mark.parametrize("graphs", ["on", "off"])
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.9, "seed": 3, "repetition_penalty": 1.2}])
+def test_answers_do_not_depend_on_drafts(graphs: str, sampling: dict[str, object]) -> None:
+    """In FP32: the logits of several rows and of one differ in their last bits."""
+    answers = []
+    for drafts in (0, 1, 3):
+        one = engine(torch.float32, drafts, graphs=graphs)
+        prompts = [[10 + (7 * i + length) % 500 for i in range(length)] for length in LENGTHS]
+        asked = [request(room, prompt, max_tokens=30, logprobs=1, **sampling) for room, prompt in enumerate(prompts)]
+        answers.append({room: [token for token, _ in tokens] for room, tokens in said(one, asked).items()})
+        assert len(one.load().accepted) == drafts and (not drafts or one.load().accepted[0] > 0)
+    assert answers[1] == answers[0] and answers[2] == answers[0]
