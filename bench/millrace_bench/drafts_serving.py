@@ -2,7 +2,7 @@
 for each number of drafts. Weights are random, so how many drafts are accepted is drawn.
 
     tpot_ms   per token after the first; ttft_ms until the first
-    accept    tokens that a step gave: 1 without drafts
+    accept    tokens that a step gave, drawn: 1 without drafts; step_ms of such a step, by both
     speedup   of the time per token, to the first system
 
 python -m millrace_bench.drafts_serving --widths e32 --layers 61 --worker-set device=cuda
@@ -87,7 +87,8 @@ async def _measure(spec: ClusterSpec, drafts: int, args: argparse.Namespace) -> 
     report = Report.of(samples, Slo())
     row: Row = {"ready_s": round(ready_s, 1), "completed": report.completed}
     row |= {"ttft_ms": round(1e3 * report.ttft.p50, 2), "tpot_ms": round(1e3 * report.tpot.p50, 3)}
-    row["accept"] = round(1 + drafts * report.accepted_tokens / max(report.drafted_tokens, 1), 3)
+    accept = 1 + drafts * report.accepted_tokens / max(report.drafted_tokens, 1)
+    row |= {"accept": round(accept, 3), "step_ms": round(row["tpot_ms"] * accept, 3)}
     return row | ({"error": str(report.errors)} if report.errors else {})
 
 

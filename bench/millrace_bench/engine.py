@@ -128,9 +128,10 @@ def run_model(args: argparse.Namespace) -> Iterator[Row]:
         label = {"variant": variant} if variant else {}
         for row in engine_model.run(work, source, device, execution, args.prefill_tokens):
             row = {**label, "drafts": drafts, **row}
-            yield row
             if row["kind"] == "decode":
+                row |= {} if args.model else {"expected": 1 + sum(args.acceptance[:drafts])}
                 decode.append(row)
+            yield row
         gc.collect()  # the next engine needs its memory
     yield from engine_compare.ratios(decode)
     if len(args.drafts) > 1:

@@ -13,8 +13,9 @@ SHARD = ["--shard", "tp8", "--tiny", "--layers", "2", "--prefill-tokens", "16", 
 
 
 def decode(batch: int, drafts: int, tokens_per_s: float) -> dict[str, object]:
-    figures = {"accept": 1.0 + drafts / 2, "step_ms": 4.0, "tokens_per_s": tokens_per_s}
-    return {"kind": "decode", "batch": batch, "drafts": drafts, **figures}
+    accept = 1.0 + drafts / 2
+    step_ms = batch * accept / tokens_per_s * 1e3
+    return {"kind": "decode", "batch": batch, "drafts": drafts, "accept": accept, "step_ms": step_ms}
 
 
 ROWS = [decode(1, 0, 100.0), decode(8, 0, 400.0), decode(1, 1, 150.0), decode(8, 1, 300.0)]
@@ -25,6 +26,12 @@ def test_ratios_are_to_the_first_engine() -> None:
         {"kind": "ratio", "batch": 1, "drafts": 1, "speedup": 1.5},
         {"kind": "ratio", "batch": 8, "drafts": 1, "speedup": 0.75},
     ]
+
+
+def test_what_was_drawn_does_not_decide() -> None:
+    lucky = {"kind": "decode", "batch": 1, "drafts": 1, "accept": 2.0, "expected": 1.5, "step_ms": 15.0}
+    assert engine_compare.ratios([ROWS[0], lucky])[0]["speedup"] == 1.0
+    assert engine_compare.best([ROWS[0], lucky])[0]["drafts"] == 0
 
 
 def test_the_best_number_by_batch() -> None:
