@@ -25,13 +25,21 @@ SHORT_LEASE = "timeouts={lease: 0.3, heartbeat: 0.1, max_lease: 0.5, stall: 5.0}
 IMPATIENT = "timeouts={stall: 0.5, heartbeat: 0.1, fetch_wait: 0.2}"
 
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+# The group: one process of the tests starts the workers that tests share, not each.
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.xdist_group("handover")]
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[list[Worker]]:
     """A prefill and a decode worker for all tests that leave them as they found them."""
     async with workers(tmp_path_factory.mktemp("pair"), "prefill", "decode") as both:
+        yield both
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def impatient(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[list[Worker]]:
+    """As `pair`, slow to compute and quick to give up."""
+    async with workers(tmp_path_factory.mktemp("impatient"), "prefill", "decode", sets=(*SLOW, IMPATIENT)) as both:
         yield both
 
 
@@ -94,27 +102,23 @@ async def test_the_pair_is_warmed_by_the_decode_worker(tmp_path: Path) -> None:
         await whole(prefill, decode)
 
 
-async def test_failures_of_one_request_are_told_with_their_reason(tmp_path: Path) -> None:
-    async with workers(tmp_path, "prefill", "decode", sets=(*SIM, IMPATIENT)) as (prefill, decode):
-        source = await prefill.source()
-        sources = {
-            Reason.KV_NOT_FOUND: source,  # nobody submits it there
-            Reason.EPOCH_CHANGED: worker_pb2.KvSourceRef(
-                address=source.address, epoch="0", fingerprint=source.fingerprint
-            ),
-            Reason.LAYOUT_MISMATCH: worker_pb2.KvSourceRef(address=source.address, epoch=source.epoch, fingerprint="0"),
-            Reason.WORKER_LOST: worker_pb2.KvSourceRef(
-                address="127.0.0.1:1", epoch="0", fingerprint=source.fingerprint
-            ),
-        }
-        async with FakeLink(decode) as to_decode:
-            requests = {reason: request(prompt_of(100)) for reason in sources}
-            for reason, r in requests.items():
-                to_decode.submit(r, sources[reason])
-            for reason, r in requests.items():
-                end = await to_decode.finish(r)
-                assert end.finish_reason == ERROR and end.failure.reason == reason, end
-        await whole(decode)
+async def test_failures_of_one_request_are_told_with_their_reason(impatient: list[Worker]) -> None:
+    prefill, decode = impatient
+    source = await prefill.source()
+    sources = {
+        Reason.KV_NOT_FOUND: source,  # nobody submits it there
+        Reason.EPOCH_CHANGED: worker_pb2.KvSourceRef(address=source.address, epoch="0", fingerprint=source.fingerprint),
+        Reason.LAYOUT_MISMATCH: worker_pb2.KvSourceRef(address=source.address, epoch=source.epoch, fingerprint="0"),
+        Reason.WORKER_LOST: worker_pb2.KvSourceRef(address="127.0.0.1:1", epoch="0", fingerprint=source.fingerprint),
+    }
+    async with FakeLink(decode) as to_decode:
+        requests = {reason: request(prompt_of(100)) for reason in sources}
+        for reason, r in requests.items():
+            to_decode.submit(r, sources[reason])
+        for reason, r in requests.items():
+            end = await to_decode.finish(r)
+            assert end.finish_reason == ERROR and end.failure.reason == reason, end
+    await whole(decode)
 
 
 async def test_an_abort_reaches_the_other_side_at_every_stage(tmp_path: Path) -> None:
@@ -184,8 +188,9 @@ async def test_a_lease_that_expires_while_decode_stalls(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("victim", ["frontend", "rank"])
-async def test_prefill_dies_before_it_has_published_all(tmp_path: Path, victim: str) -> None:
-    async with workers(tmp_path, "prefill", "decode", sets=SLOW) as (prefill, decode):
+async def test_prefill_dies_before_it_has_published_all(pair: list[Worker], tmp_path: Path, victim: str) -> None:
+    _, decode = pair
+    async with workers(tmp_path, "prefill", sets=SLOW) as [prefill]:
         family = prefill.family()
         async with FakePair(prefill, decode) as both:
             r = both.submit(request(prompt_of(8000)))
@@ -203,22 +208,23 @@ async def test_prefill_dies_before_it_has_published_all(tmp_path: Path, victim: 
         await decode.whole()
 
 
-async def test_prefill_freezes(tmp_path: Path) -> None:
-    async with workers(tmp_path, "prefill", "decode", sets=(*SLOW, IMPATIENT)) as (prefill, decode):
-        async with FakePair(prefill, decode) as both:
-            r = both.submit(request(prompt_of(8000)))
-            await until_metric(decode, "millrace_sequences", 1, doing="importing")
-            prefill.process.send(signal.SIGSTOP)
-            try:
-                assert (await both.to_decode.finish(r, timeout_s=5)).failure.reason == Reason.STALLED
-            finally:
-                prefill.process.send(signal.SIGCONT)
-            both.to_prefill.abort(r)
-        await whole(prefill, decode)
+async def test_prefill_freezes(impatient: list[Worker]) -> None:
+    prefill, decode = impatient
+    async with FakePair(prefill, decode) as both:
+        r = both.submit(request(prompt_of(8000)))
+        await until_metric(decode, "millrace_sequences", 1, doing="importing")
+        prefill.process.send(signal.SIGSTOP)
+        try:
+            assert (await both.to_decode.finish(r, timeout_s=5)).failure.reason == Reason.STALLED
+        finally:
+            prefill.process.send(signal.SIGCONT)
+        both.to_prefill.abort(r)
+    await whole(prefill, decode)
 
 
-async def test_a_restarted_prefill_worker_is_another_one(tmp_path: Path) -> None:
-    async with workers(tmp_path, "prefill", "decode") as (prefill, decode):
+async def test_a_restarted_prefill_worker_is_another_one(pair: list[Worker], tmp_path: Path) -> None:
+    _, decode = pair
+    async with workers(tmp_path, "prefill") as [prefill]:
         old = await prefill.source()
         async with FakeLink(decode) as to_decode:
             r = request(prompt_of(300))
@@ -287,8 +293,9 @@ async def test_fetch_works_twice_and_release_is_answered_on_it(pair: list[Worker
             assert reason is (Reason.KV_NOT_FOUND if opening.HasField("open") else Reason.INVALID_ARGUMENT)
 
 
-async def test_a_drain_waits_for_parked_prompts(tmp_path: Path) -> None:
-    async with workers(tmp_path, "prefill", "decode") as (prefill, decode):
+async def test_a_drain_waits_for_parked_prompts(pair: list[Worker], tmp_path: Path) -> None:
+    _, decode = pair
+    async with workers(tmp_path, "prefill") as [prefill]:
         async with FakePair(prefill, decode) as both:
             r = request(prompt_of(200))
             both.to_prefill.submit(r)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import pytest
 import torch
@@ -33,6 +34,12 @@ def assert_same(found: Sequence[Continuation], expected: Sequence[Continuation])
         assert one.logprobs == _rounded(other.logprobs)
 
 
+def assert_greedy(found: Sequence[Continuation], prompts: Sequence[list[int]]) -> None:
+    """Each is its prompt's continuation by transformers: behind those before it every token is the likeliest one."""
+    expected = [_likeliest(tuple(p), tuple(one.tokens)) for p, one in zip(prompts, found, strict=True)]
+    assert_same(found, expected)
+
+
 def load() -> DeepseekV3ForCausalLM:
     return DeepseekV3ForCausalLM.from_pretrained(TINY, dtype=torch.float32).eval()
 
@@ -46,6 +53,18 @@ def greedy(prompts: Sequence[list[int]], num_tokens: int) -> list[Continuation]:
 
 def _rounded(logprobs: list[float]) -> object:
     return pytest.approx(logprobs, abs=LOGPROB_TOLERANCE, rel=0)
+
+
+@cache
+def _likeliest(prompt: tuple[int, ...], tokens: tuple[int, ...]) -> Continuation:
+    """The reference's choice behind the prompt and each of the tokens but the last one, in one pass."""
+    with torch.inference_mode():
+        logits = _loaded()(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
+    best = logits.log_softmax(-1).max(-1)
+    return Continuation(best.indices.tolist(), best.values.tolist())
+
+
+_loaded = cache(load)
 
 
 def _continue(model: DeepseekV3ForCausalLM, prompt: list[int], num_tokens: int) -> Continuation:
