@@ -1,11 +1,12 @@
 """How many drafts a checkpoint's own MTP layer gets right, on held-out text and on every task of the evaluation suite.
 
-python -m millrace_bench.drafts [--model models/tiny] [--num-items 20] [--temperatures 0 1]
+python -m millrace_bench.drafts [--model models/tiny] [--num-items 10] [--temperatures 0 1]
 
 One engine after the other in this process, without drafts and with 1, 2 and 3, on the same prompts and seeds.
 
-    position N   part of the drafts in that place behind the last token that were accepted
-    accept       tokens that a step with drafts gave a sequence
+    position N   part of the drafts in that place behind the last token that were accepted, behind the end of an
+                 answer too: a step may be launched before the end is known
+    accept       tokens of an answer that a decode step gave
     same         answers that are those without drafts, token by token; exit code 1 when one differs
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -74,7 +76,7 @@ async def run(folder: Path, drafts: int, concurrency: int, plan: Sequence[Work])
             )
             row: Row = {"drafts": drafts, "temperature": work.temperature, "task": work.name}
             row |= {"tokens": sum(answer.output_tokens for answer in answers)}
-            row |= {"drafted": drafted, "accepted": accepted, "accept": accept_length(drafted, accepted)}
+            row |= {"drafted": drafted, "accepted": accepted, "accept": accept_length(answers)}
             print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
             found.append((row, answers))
     return found
@@ -84,9 +86,10 @@ def _since(before: Sequence[int], after: Sequence[int]) -> list[int]:
     return [now - then for now, then in zip(after, before or (0,) * len(after), strict=True)]
 
 
-def accept_length(drafted: Sequence[int], accepted: Sequence[int]) -> float:
-    """Every step with drafts has a first one."""
-    return round(1 + sum(accepted) / drafted[0], 3) if drafted and drafted[0] else 1.0
+def accept_length(answers: Sequence[Answer]) -> float:
+    """NaN without decode steps."""
+    steps = sum(answer.decode_steps for answer in answers)
+    return round(sum(answer.output_tokens - 1 for answer in answers) / steps, 3) if steps else math.nan
 
 
 def compare(without: Sequence[tuple[Row, list[Answer]]], found: Sequence[tuple[Row, list[Answer]]]) -> list[Row]:
@@ -115,7 +118,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="How many drafts of a checkpoint's own MTP layer are accepted.")
     parser.add_argument("--model", type=Path, default=TINY, help="checkpoint folder (%(default)s)")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--num-items", type=int, default=20, help="of each task, and texts, at most (%(default)s)")
+    parser.add_argument("--num-items", type=int, default=10, help="of each task, and texts, at most (%(default)s)")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--drafts", type=int, nargs="+", default=[1, 2, 3], choices=range(1, 4))
     parser.add_argument("--tokens", type=int, default=64, help="of a text's continuation (%(default)s)")

@@ -52,7 +52,7 @@ def test_drafts() -> None:
     for row in (text, copy):
         assert (row["same"], row["items"], row["drafts"], row["temperature"]) == (2, 2, 2, 1.0)
         assert row["drafted"][0] >= row["drafted"][1] >= row["accepted"][1] and row["accepted"][0] >= row["accepted"][1]
-    assert copy["accept"] > 1.5, "the trained layer predicts what it copies"
+    assert text["accept"] > 1 and copy["accept"] > 1.5, "the trained layer predicts what it copies"
 
 
 @pytest.mark.long

@@ -25,6 +25,7 @@ class Answer:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    decode_steps: int = 0  # that gave all tokens but the first; 0 where the system is not in this process
     error: str = ""  # why there is no answer; empty: there is one
 
     def same_as(self, other: Answer) -> bool:

@@ -110,7 +110,7 @@ class EngineBackend:
             return Answer(error=last.error.message if last.error else "unknown error")
         tokens = tuple(token.token_id for output in outputs for token in output.tokens)
         cached = max(output.num_cached_tokens for output in outputs)
-        return Answer(self._tokenizer.decode(tokens), tokens, len(prompt), cached, len(tokens))
+        return Answer(self._tokenizer.decode(tokens), tokens, len(prompt), cached, len(tokens), len(outputs) - 1)
 
 
 class TransformersBackend:
