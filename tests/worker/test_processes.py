@@ -46,6 +46,13 @@ async def slow(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Worker
         yield worker
 
 
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def two(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Worker]:
+    """One worker of two replicas for all tests that leave it as they found it."""
+    async with workers(tmp_path_factory.mktemp("two"), "unified", sets=(*SIM, "dp=2")) as [worker]:
+        yield worker
+
+
 async def http(worker: Worker, path: str) -> tuple[int, str]:
     def get() -> tuple[int, str]:
         try:
@@ -169,13 +176,12 @@ async def test_a_slow_router_holds_up_nobody_and_loses_nothing(unified: Worker) 
             assert slow.tokens(r) == expected(list(r.token_ids), 3000)
 
 
-async def test_freeze_gc_is_acknowledged_by_every_process_and_can_be_repeated(tmp_path: Path) -> None:
-    async with workers(tmp_path, "unified", sets=(*SIM, "dp=2")) as [worker]:
-        answers = await asyncio.gather(*(worker.stub.FreezeGc(worker_pb2.FreezeGcRequest()) for _ in range(2)))
-        assert all(answer.processes == 3 and answer.frozen_objects > 10_000 for answer in answers)
-        assert (await worker.info()).gc_freezes == 2
-        assert await worker.metric("millrace_gc_freezes_total", process="frontend") == 2
-        assert await worker.metric("millrace_gc_pause_seconds_count", process="rank", generation="2") >= 2
+async def test_freeze_gc_is_acknowledged_by_every_process_and_can_be_repeated(two: Worker) -> None:
+    answers = await asyncio.gather(*(two.stub.FreezeGc(worker_pb2.FreezeGcRequest()) for _ in range(2)))
+    assert all(answer.processes == 3 and answer.frozen_objects > 10_000 for answer in answers)
+    assert (await two.info()).gc_freezes == 2
+    assert await two.metric("millrace_gc_freezes_total", process="frontend") == 2
+    assert await two.metric("millrace_gc_pause_seconds_count", process="rank", generation="2") >= 2
 
 
 async def test_flush_cache_and_own_warm_up(unified: Worker) -> None:
@@ -191,22 +197,23 @@ async def test_flush_cache_and_own_warm_up(unified: Worker) -> None:
         await unified.whole()
 
 
-async def test_a_flush_waits_for_every_replica(tmp_path: Path) -> None:
-    async with workers(tmp_path, "unified", sets=(*SIM, "dp=2")) as [worker], FakeLink(worker) as link:
+async def test_a_flush_waits_for_every_replica(two: Worker) -> None:
+    async with FakeLink(two) as link:
         requests = [request(prompt_of(640)) for _ in range(2)]
         for replica, r in enumerate(requests):
             r.replica = replica
             link.submit(r)
         for r in requests:
             await link.finish(r)
-        cached = [replica.pages_cached for replica in (await worker.whole()).replicas]
+        cached = [replica.pages_cached for replica in (await two.whole()).replicas]
         assert min(cached) >= 10
-        assert (await worker.stub.FlushCache(worker_pb2.FlushCacheRequest())).pages == sum(cached)
-        assert not any(replica.pages_cached for replica in (await worker.load()).replicas)
+        assert (await two.stub.FlushCache(worker_pb2.FlushCacheRequest())).pages == sum(cached)
+        assert not any(replica.pages_cached for replica in (await two.load()).replicas)
 
 
-async def test_replicas_serve_side_by_side(tmp_path: Path) -> None:
-    async with workers(tmp_path, "unified", sets=(*SIM, "dp=2")) as [worker], FakeLink(worker) as link:
+async def test_replicas_serve_side_by_side(two: Worker) -> None:
+    before = [replica.prompt_tokens for replica in (await two.whole()).replicas]
+    async with FakeLink(two) as link:
         requests = [request([i]) for i in range(1, 9)]
         for i, r in enumerate(requests):
             r.replica = i % 2
@@ -214,7 +221,8 @@ async def test_replicas_serve_side_by_side(tmp_path: Path) -> None:
         for r in requests:
             await link.finish(r)
             assert link.tokens(r) == expected(list(r.token_ids), 8)
-        assert all(replica.prompt_tokens > 0 for replica in (await worker.whole()).replicas)
+        after = [replica.prompt_tokens for replica in (await two.whole()).replicas]
+        assert [count - old for count, old in zip(after, before, strict=True)] == [4, 4]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
