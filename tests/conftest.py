@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import sys
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,24 @@ if not glob.glob("/dev/nvidia[0-9]*"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 # Before jsonschema is imported: it would build the parsers of a format that nothing here uses, for two seconds.
 sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]
+
+
+TOGETHER = ("tests/e2e/", "tests/helm/")  # one cluster at a time; who has rendered a chart has it for all other tests
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """One process runs all tests of a file, or of such a folder: what a module makes once is made once. Written out
+    because the groups of pytest-xdist 3.8 are without effect under pytest 9.2.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return next((folder for folder in TOGETHER if file.startswith(folder)), file)
+
+    return ByFile(config, log)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -26,8 +26,6 @@ from millrace_serve.model.parallel import ParallelDims
 from millrace_testing import paths
 from tokenizers import Tokenizer
 
-pytestmark = pytest.mark.xdist_group("xgrammar")  # what is computed once is computed by one process of the tests
-
 SCHEMA = {
     "type": "object",
     "properties": {

@@ -25,8 +25,7 @@ SHORT_LEASE = "timeouts={lease: 0.3, heartbeat: 0.1, max_lease: 0.5, stall: 5.0}
 IMPATIENT = "timeouts={stall: 0.5, heartbeat: 0.1, fetch_wait: 0.2}"
 
 
-# The group: one process of the tests starts the workers that tests share, not each.
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.xdist_group("handover")]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from millrace_chart.render import find_helm
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group("helm"))  # who has rendered a chart has it for all other tests
         marker = item.get_closest_marker("helm")
         if marker is not None:
             which = marker.args[0] if marker.args else "helm"

@@ -21,8 +21,6 @@ from model.ranks import TIMEOUT_S, run_jobs
 from safetensors.torch import save_file
 from torch import Tensor
 
-pytestmark = pytest.mark.xdist_group("ranks")  # one process of the tests starts them, not each
-
 GRID = [(2, 1), (4, 1), (1, 2), (1, 4), (2, 2)]  # tp, dp
 VOCAB = 1280
 TABLE = torch.arange(28.0).view(7, 4)

@@ -29,8 +29,7 @@ STOP, LENGTH, ABORT, ERROR = (
 )
 
 
-# The group: one process of the tests starts the workers that tests share, not each.
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.xdist_group("workers")]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
