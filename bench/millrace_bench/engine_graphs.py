@@ -26,6 +26,7 @@ def replay_ms(engine: Engine, batch: int, repeats: int = 20) -> float | None:
     def times() -> float:
         with torch.inference_mode():
             device = device_of(runner._device.torch)
+            capacity = runner.slots.capacity.clone()
             runner.slots.capacity.copy_(runner.slots.lengths)  # nothing is accepted, so the contexts stay as they are
             _call(replays)
             device.synchronize()
