@@ -201,10 +201,10 @@ def test_a_measured_shape_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("chosen", [Gemv(4, 512, 1), Gemv(8, 1024, 4), Gemv(2, 2048, 4), Config(32, 3, 4, 2)])
-@pytest.mark.parametrize(("n", "k"), [(203, 1352), (64, 2048)])
-def test_one_row_in_tiles(n: int, k: int, chosen: Gemv | Config) -> None:
+@pytest.mark.parametrize(("num", "n", "k"), [(1, 203, 1352), (1, 64, 2048), (3, 203, 1352), (4, 64, 2048)])
+def test_few_rows_in_tiles(num: int, n: int, k: int, chosen: Gemv | Config) -> None:
     """The last tile ends within the weight, beyond it, or with it; so do the last rows."""
-    x = strided_rows(1, k, torch.bfloat16)
+    x = strided_rows(num, k, torch.bfloat16)
     weight = quant_blocks(torch.randn(n, k, generator=torch.Generator().manual_seed(1)))
     exact = x.double() @ dequant_blocks(*weight, torch.float32).double().T
     assert_close(small.small_linear(x, weight, chosen), exact)

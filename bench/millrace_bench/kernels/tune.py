@@ -1,4 +1,4 @@
-"""Times configurations of the few-token products and experts of a decode step: 1, 4 and 16 tokens, V3's shapes.
+"""Times configurations of the few-token products and experts of a decode step: 1, 2, 4 and 16 tokens, V3's shapes.
 
 Prints the best beside the one in use, and the rows worth adding to `small_linear.MEASURED`.
 
@@ -26,7 +26,7 @@ def jobs() -> Iterator[Job]:
     yield from (Linear(1, n, k) for n, k in tp8)
     yield from (Experts(1, down) for down in (False, True))
     yield from (Linear(1, n, k) for n, k in dict.fromkeys(both) if (n, k) not in tp8)
-    for num in (4, 16):
+    for num in (2, 4, 16):
         yield from (Linear(num, n, k) for n, k in tp8)
         yield from (Experts(num, down) for down in (False, True))
 

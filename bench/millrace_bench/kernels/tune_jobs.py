@@ -57,7 +57,7 @@ class Linear:
 
     def options(self) -> list[Any]:
         used, few = config(self.num, self.n, self.k), max(self.k // BLOCK // 3, 1)
-        if self.num == 1:
+        if self.num <= 4:
             dots = [Config(32, splits, 4, 6) for splits in (1, 4) if splits <= few]
             return list(dict.fromkeys((used, *(Gemv(*tile) for tile in gemv_tiles(self.k)), *dots)))
         sizes = itertools.product((16, 32, 64), (1, 2, 4, 8), (4, 6))
@@ -67,11 +67,11 @@ class Linear:
 
     def key(self, option: Any) -> Any:
         """What is compiled: K of a product with one row, and that K is cut; not how often."""
-        return ("gemv", self.k, option) if isinstance(option, Gemv) else ("gemm", option)
+        return ("gemv", self.num, self.k, option) if isinstance(option, Gemv) else ("gemm", option)
 
     def compile(self, option: Any) -> None:
         k = self.k if isinstance(option, Gemv) else 1024 if option.splits <= 8 else 128 * option.splits
-        num = 1 if isinstance(option, Gemv) else 16
+        num = self.num if isinstance(option, Gemv) else 16
         weight = Fp8(torch.zeros(256, k, dtype=torch.uint8, device=CUDA).view(torch.float8_e4m3fn), _scales(256, k))
         small_linear(torch.zeros(num, k, dtype=torch.bfloat16, device=CUDA), weight, option)
         if isinstance(option, Config) and option.splits > 1:
@@ -114,7 +114,7 @@ class Experts:
     def options(self) -> list[Any]:
         used = moe_small.configs(self.num)[self.down]
         others: list[Any]
-        if self.num > 1:
+        if self.num > 4:
             sizes = itertools.product((16, 32, 64), (4, 8), (4, 6))
             others = [moe_small.Config(*size) for size in sizes]
         elif self.down:

@@ -1,6 +1,6 @@
-"""One row x [K] times rows of a weight, on CUDA cores: its cost is one read of the weight.
+"""One to four rows x [T, K] times rows of a weight, on CUDA cores: the cost is one read of the weight.
 
-    out_n = sum over runs r of 16 columns of scale_nr * (sum over k in r of x_k w_nk)
+    out_tn = sum over runs r of 16 columns of scale_nr * (sum over k in r of x_tk w_nk)
 
 A lane loads 16 bytes of BLOCK_N / (warps along N) rows at once, straight into registers and all of them before it uses
 any: the weight does not pass through shared memory, only x does, and a warp's load is 512 bytes of one row. While one
@@ -76,31 +76,37 @@ def run_scales(scales, scale_col, tile: tl.constexpr, K: tl.constexpr, BLOCK_K: 
 
 @triton.jit
 def _gemv(
-    x, weight, scales, out, n, weight_stride, scale_row, scale_col,
-    K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TILES: tl.constexpr,
+    x, weight, scales, out, n, x_stride, weight_stride, scale_row, scale_col,
+    K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TILES: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * BLOCK_N
     row = first + tl.arange(0, BLOCK_N)
     rows = weight + tl.minimum(row, n - 1)[:, None].to(tl.int64) * weight_stride
     scales += first // 128 * scale_row
     values = columns(rows, 0, K, BLOCK_K)
-    total = tl.zeros([BLOCK_N, BLOCK_K // 16], tl.float32)
-    for tile in tl.static_range(1, TILES):
-        ahead = columns(rows, tile, K, BLOCK_K)
-        inputs, scale = run_values(x, tile - 1, K, BLOCK_K, 16), run_scales(scales, scale_col, tile - 1, K, BLOCK_K, 16)
-        total += dot_runs(values, inputs, scale)
-        values = ahead
-    inputs, scale = run_values(x, TILES - 1, K, BLOCK_K, 16), run_scales(scales, scale_col, TILES - 1, K, BLOCK_K, 16)
-    total += dot_runs(values, inputs, scale)
-    tl.store(out + row, tl.sum(total, axis=1).to(out.dtype.element_ty), row < n)
+    totals = ()
+    for _ in tl.static_range(TOKENS):
+        totals += (tl.zeros([BLOCK_N, BLOCK_K // 16], tl.float32),)  # type: ignore[assignment]
+    for tile in tl.static_range(TILES):
+        ahead = values
+        if tile + 1 < TILES:
+            ahead = columns(rows, tile + 1, K, BLOCK_K)
+        scale = run_scales(scales, scale_col, tile, K, BLOCK_K, 16)
+        sums = ()
+        for token in tl.static_range(TOKENS):
+            inputs = run_values(x + token * x_stride, tile, K, BLOCK_K, 16)
+            sums += (totals[token] + dot_runs(values, inputs, scale),)  # type: ignore[assignment]
+        values, totals = ahead, sums
+    for token in tl.static_range(TOKENS):
+        tl.store(out + token * n + row, tl.sum(totals[token], axis=1).to(out.dtype.element_ty), row < n)
 
 
 def gemv(x: Tensor, weight: Fp8, out: Tensor, chosen: Gemv) -> None:
-    """x [K] times weight [N, K], into out [N]; rows of the weight may lie apart."""
+    """x [T, K] times weight [N, K], into out [T, N]; rows of x and of the weight may lie apart."""
     n, k = weight.data.shape
-    assert x.is_contiguous() and out.is_contiguous() and 128 % chosen.block_n == 0 and chosen.block_k % 16 == 0, chosen
+    assert x.stride(1) == 1 and out.is_contiguous() and 128 % chosen.block_n == 0 and chosen.block_k % 16 == 0, chosen
     _gemv[(triton.cdiv(n, chosen.block_n),)](
-        x, weight.data, weight.scales, out, n, weight.data.stride(0), *weight.scales.stride(),
+        x, weight.data, weight.scales, out, n, x.stride(0), weight.data.stride(0), *weight.scales.stride(),
         K=k, BLOCK_N=chosen.block_n, BLOCK_K=chosen.block_k, TILES=triton.cdiv(k, chosen.block_k),
-        num_warps=chosen.warps,
+        TOKENS=x.shape[0], num_warps=chosen.warps,
     )  # fmt: skip

@@ -76,7 +76,7 @@ MEASURED: dict[tuple[int, int, int], Config] = {
     **{(rows, held, 2048): EP8_FEW for rows in (1, 2, 4, 8) for held in (32, 33)},  # EP8, 32 tokens: 367 us, 393
     (32, 33, 2048): Config(32, Launch(4, 3, left=True), Launch(4, 3, left=True)),  # a step of EP8, 128 tokens: 397, 414
 }
-LEAST_WORK = 1024  # tokens times I, from which on these are faster than the kernels for few tokens (moe_small)
+LEAST_WORK = 1280  # tokens times I, from which on these are faster than the kernels for few tokens (moe_small)
 
 
 def config(rows: int, num_held: int, size: int) -> Config:

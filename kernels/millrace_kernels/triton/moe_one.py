@@ -1,9 +1,9 @@
-"""Experts for one token, where the read of its experts' weights takes the time: two launches on CUDA cores.
+"""Experts for one token or a few, where the read of their experts' weights takes the time: two launches on CUDA cores.
 
     h_a = weight_a * silu(w13_a,gate x) * w13_a,up x      out = sum over a of w2_a h_a
 
-`a` counts the token's choices; one without an expert adds nothing. An expert named twice is read twice:
-its two shares add up. Weights are read as in `gemv.py`. For w2, h is one vector of all choices and each run of its
+`a` counts the choices, token by token; one without an expert adds nothing. An expert named twice is read twice, the
+second time from L2: few tokens seldom name the same routed one. Weights are read as in `gemv.py`. For w2, h is one vector of all choices and each run of its
 columns looks up whose rows it meets. Everything is FP32 from the weights on, except h in memory, which has x's dtype.
 """
 
@@ -31,20 +31,23 @@ class Config(NamedTuple):
 
 Pair = tuple[Config, Config]  # for w13 and w2
 
-# `python -m millrace_bench.kernels.tune` times others.
+# One token, and two to four. `python -m millrace_bench.kernels.tune` times others.
 USED: Pair = (Config(2, 8192, 16), Config(4, 512, 1))
+FEW: Pair = (Config(8, 1024, 4), Config(16, 512, 4))
 
 
 @triton.jit
 def _gate_up_one(
-    x_ptr, experts_ptr, weights_ptr, w13_ptr, scales_ptr, h_ptr, held_ptr,
+    x_ptr, experts_ptr, weights_ptr, w13_ptr, scales_ptr, h_ptr, held_ptr, stride_x,
     D: tl.constexpr, SIZE: tl.constexpr, ROUTED: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr,
     N: tl.constexpr, BLOCK_K: tl.constexpr, TILES: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
     """N columns of h of choice `a`; and the expert's row in the weights, -1 if it is not here."""
     tile_n, a = tl.program_id(0), tl.program_id(1)
-    expert = local_expert(experts_ptr, 0, a, a < CHOICES, ROUTED, TOP_K)
-    weight = tl.load(weights_ptr + a, mask=a < TOP_K, other=1.0)
+    token, choice = a // CHOICES, a % CHOICES
+    x_ptr += token * stride_x
+    expert = local_expert(experts_ptr, token, choice, choice < CHOICES, ROUTED, TOP_K)
+    weight = tl.load(weights_ptr + token * TOP_K + choice, mask=choice < TOP_K, other=1.0)
     if tile_n == 0:
         tl.store(held_ptr + a, expert)
     if expert >= 0:
@@ -102,7 +105,9 @@ def _down_one(
     D: tl.constexpr, SIZE: tl.constexpr, CHOICES: tl.constexpr,
     N: tl.constexpr, BLOCK_K: tl.constexpr, TILES: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    """N columns of the output."""
+    """N columns of the output of a token."""
+    token = tl.program_id(1)
+    h_ptr, held_ptr, out_ptr = h_ptr + token * CHOICES * SIZE, held_ptr + token * CHOICES, out_ptr + token * D
     n = tl.program_id(0) * N + tl.arange(0, N)
     row, row_block = tl.minimum(n, D - 1), tl.program_id(0) * N // 128
     total = tl.zeros([N, BLOCK_K // RUN], tl.float32)
@@ -121,20 +126,19 @@ def run(
     x: Tensor, weights: Tensor, experts: Tensor, w13_w2: tuple[Tensor, Tensor],
     scales: tuple[Tensor, Tensor] | tuple[None, None], shared_expert: bool, pair: Pair,
 ) -> Tensor:  # fmt: skip
-    """x [1, D] -> [1, D]; everything contiguous, scales with FP8 weights only."""
+    """x [T, D] -> [T, D]; everything contiguous but the rows of x, scales with FP8 weights only."""
     (w13, w2), (w13_scales, w2_scales), (up, down) = w13_w2, scales, pair
     (num, dim), top_k, (held, _, size) = x.shape, experts.shape[1], w2.shape
-    assert num == 1, num
     choices = top_k + shared_expert
-    h = torch.empty(choices, size, dtype=x.dtype, device=x.device)
-    rows = torch.empty(choices, dtype=torch.int32, device=x.device)
+    h = torch.empty(num * choices, size, dtype=x.dtype, device=x.device)
+    rows = torch.empty(num * choices, dtype=torch.int32, device=x.device)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _gate_up_one[(triton.cdiv(size, up.block_n), choices)](
-        x, experts, weights, w13, w13_scales, h, rows,
+    _gate_up_one[(triton.cdiv(size, up.block_n), num * choices)](
+        x, experts, weights, w13, w13_scales, h, rows, x.stride(0),
         dim, size, held - shared_expert, top_k, choices,
         up.block_n, up.block_k, triton.cdiv(dim, up.block_k), gcd(dim, 16), num_warps=up.num_warps,
     )  # fmt: skip
-    _down_one[(triton.cdiv(dim, down.block_n),)](
+    _down_one[(triton.cdiv(dim, down.block_n), num)](
         h, rows, w2, w2_scales, out, dim, size, choices,
         down.block_n, down.block_k, triton.cdiv(choices * size, down.block_k), gcd(size, 16), num_warps=down.num_warps,
     )  # fmt: skip

@@ -4,7 +4,7 @@
 
 `a` counts choices, token by token. The first choice that names an expert e stands for it: its programs read e's
 weights once and serve every token at once, with h = 0 for those that did not choose e; the other choices have nothing
-to do. One token is multiplied in FP32 registers, several on the tensor cores in bfloat16, where a tile of 16 rows
+to do. Up to four tokens are multiplied in FP32 registers (`moe_one.py`), more on the tensor cores in bfloat16, where a tile of 16 rows
 costs no more than one. FP8 weights are multiplied as they are (E4M3 fits into bfloat16) and their block scales applied
 to the sums.
 """
@@ -39,7 +39,8 @@ Pair = tuple[Config, Config] | tuple[moe_one.Config, moe_one.Config]  # for w13 
 # By the number of tokens from which on they hold; `python -m millrace_bench.kernels.tune` times others.
 CONFIGS: dict[int, Pair] = {
     1: moe_one.USED,
-    2: (Config(32, 4, 4), Config(32, 4, 6)),
+    2: moe_one.FEW,
+    5: (Config(32, 4, 4), Config(32, 4, 6)),
     9: (Config(32, 4, 6), Config(32, 4, 6)),
     17: (Config(32, 4, 4), Config(64, 4, 5)),
 }

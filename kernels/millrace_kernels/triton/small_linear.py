@@ -30,7 +30,7 @@ class Config(NamedTuple):
     stages: int
 
 
-# (tokens, N, K) -> the best of `python -m millrace_bench.kernels.tune`; the tokens are 1, 4 (2 to 4) or 16.
+# (tokens, N, K) -> the best of `python -m millrace_bench.kernels.tune`; the tokens are 1, 2, 4 (3 and 4) or 16.
 MEASURED: dict[tuple[int, int, int], Config | Gemv] = {
     (1, 2112, 7168): Gemv(2, 1024, 2),
     (1, 7168, 2048): Gemv(2, 512, 1),
@@ -38,8 +38,14 @@ MEASURED: dict[tuple[int, int, int], Config | Gemv] = {
     (1, 32768, 512): Gemv(16, 512, 4),
     (1, 7168, 16384): Gemv(2, 4096, 8),
     (1, 4096, 7168): Gemv(8, 1024, 2),
+    (2, 2112, 7168): Gemv(4, 1024, 2),
+    (2, 3072, 1536): Gemv(2, 512, 1),
+    (2, 7168, 2048): Gemv(4, 512, 1),
+    (2, 4608, 7168): Gemv(4, 2048, 4),
+    (2, 7168, 2304): Gemv(4, 512, 1),
+    (2, 512, 7168): Gemv(4, 4096, 8),
     (4, 2112, 7168): Config(64, 8, 4, 4),
-    (4, 3072, 1536): Config(32, 4, 4, 4),
+    (4, 3072, 1536): Gemv(2, 512, 1),
     (4, 7168, 2048): Config(32, 1, 4, 4),
     (4, 4608, 7168): Config(64, 8, 4, 4),
     (4, 7168, 2304): Config(32, 1, 4, 4),
@@ -53,7 +59,7 @@ MEASURED: dict[tuple[int, int, int], Config | Gemv] = {
 
 
 def config(num_tokens: int, n: int, k: int) -> Config | Gemv:
-    tokens = next(limit for limit in (1, 4, 16) if num_tokens <= limit)
+    tokens = next(limit for limit in (1, 2, 4, 16) if num_tokens <= limit)
     return measured(MEASURED, (tokens, n, k)) or _estimate(tokens, n, k)
 
 
@@ -123,9 +129,8 @@ def small_linear(x: Tensor, weight: Fp8, chosen: Config | Gemv | None = None) ->
     assert x.stride(1) == 1 and weight.data.stride(1) == 1 and BLOCK % chosen.block_n == 0, (x.stride(), chosen)
     out = x.new_empty(num_tokens, n)
     if isinstance(chosen, Gemv):
-        assert num_tokens <= 1, num_tokens
         if num_tokens:
-            gemv(x[0], weight, out[0], chosen)
+            gemv(x, weight, out, chosen)
     elif num_tokens:
         _launch_gemm(x, weight, out, chosen)
     return out

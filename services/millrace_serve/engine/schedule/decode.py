@@ -242,8 +242,6 @@ class DecodeScheduler(Scheduler):
         """Row s of `output` belongs to the s-th sampling sequence of `plan`."""
         tokens = output.accepted()
         row = len(plan.decode)
-        if output.tokens.shape[1] > 1:
-            self.outbox.drafts(plan.decode, output)
         for index, seq in enumerate(plan.decode):
             self._take_result(seq, index, index, tokens, output)
         for index, chunk in enumerate(plan.chunks, start=row):
@@ -267,6 +265,8 @@ class DecodeScheduler(Scheduler):
             if seq.phase is RUNNING:
                 self._share_prompt(seq)
         tokens, finish = seq.extend(tokens)
+        if self._num_queries > 1:
+            self.outbox.drafts(seq, int(output.drafted[row]), len(tokens) - 1)
         self.outbox.output(seq, output.outputs(row, tokens, seq), finish)
         if finish is not None:
             self._take_off(seq)

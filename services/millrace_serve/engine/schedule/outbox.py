@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from millrace_serve.engine.config import MOST_DRAFTS
 from millrace_serve.engine.core import Events, Failure, FinishReason, Request, SequenceOutput, TokenOutput
-from millrace_serve.engine.schedule.plan import StepOutput
 from millrace_serve.engine.schedule.sequence import Sequence
 
 
@@ -48,15 +47,13 @@ class Outbox:
         self.totals["output_tokens"] += len(tokens)
         return output
 
-    def drafts(self, seqs: list[Sequence], output: StepOutput) -> None:
-        """Count the drafts of a step's decode sequences, its first rows."""
-        counts = zip(output.drafted.tolist(), output.counts.tolist(), strict=True)
-        for seq, (drafted, count) in zip(seqs, counts, strict=False):
-            seq.num_drafted += drafted
-            seq.num_accepted += count - 1
-            for place in range(drafted):
-                self.drafted[place] += 1
-                self.accepted[place] += place < count - 1
+    def drafts(self, seq: Sequence, drafted: int, accepted: int) -> None:
+        """Count the drafts that a step verified, and those of them that are outputs."""
+        seq.num_drafted += drafted
+        seq.num_accepted += accepted
+        for place in range(drafted):
+            self.drafted[place] += 1
+            self.accepted[place] += place < accepted
 
     def take(self) -> Events:
         events, self.events = self.events, Events()
