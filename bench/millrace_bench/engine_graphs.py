@@ -21,11 +21,13 @@ def replay_ms(engine: Engine, batch: int, repeats: int = 20) -> float | None:
     graphs = runner._graphs
     if graphs is None or runner._device.torch.type == "cpu":
         return None
-    replays = [replay for replay in graphs._replays[_key(engine, batch)] if replay is not None]
+    key = _key(engine, batch)
+    replays = [replay for replay in graphs._replays[key] if replay is not None]
 
     def times() -> float:
         with torch.inference_mode():
             device = device_of(runner._device.torch)
+            _take_all(graphs, key, batch)
             capacity = runner.slots.capacity.clone()
             runner.slots.capacity.copy_(runner.slots.lengths)  # nothing is accepted, so the contexts stay as they are
             _call(replays)
@@ -50,9 +52,9 @@ def replay_is_exact(engine: Engine, batch: int) -> bool:
 
     def compare() -> bool:
         with torch.inference_mode():
+            _take_all(graphs, key, batch)
             # A step back: rows at the end of their pages would all write to the sink, which padding rows read.
-            slots = graphs._slots[: key.bucket]
-            state.lengths[slots[slots != state.padding]] -= key.num_queries
+            state.lengths[:batch] -= key.num_queries
             before = state.lengths.clone(), state.last_tokens.clone()
 
             def results(calls: Sequence[Callable[[], None]]) -> tuple[torch.Tensor, ...]:
@@ -60,8 +62,8 @@ def replay_is_exact(engine: Engine, batch: int) -> bool:
                 state.last_tokens.copy_(before[1])
                 graphs._results["logits"].fill_(torch.nan)
                 _call(calls)
-                logits = graphs._results["logits"][: key.bucket * key.num_queries]
-                return logits.clone(), state.lengths.clone(), state.last_tokens.clone()
+                logits = graphs._results["logits"][: batch * key.num_queries]
+                return logits.clone(), state.lengths[:batch].clone(), state.last_tokens[:batch].clone()
 
             return all(map(torch.equal, results(replays), results(eager)))
 
@@ -72,6 +74,13 @@ def _key(engine: Engine, batch: int) -> Key:
     graphs = engine._runner._graphs  # type: ignore[attr-defined]
     bucket = next(bucket for bucket in graphs.buckets if batch <= bucket)
     return Key(bucket, 1 + engine.config.num_drafts(batch))
+
+
+def _take_all(graphs: Any, key: Key, batch: int) -> None:
+    """Sequences end one after the other where drafts are accepted by chance; their slots still hold them."""
+    graphs._slots[: key.bucket] = graphs._state.padding
+    graphs._slots[:batch] = torch.arange(batch, device=graphs._slots.device)
+    graphs._num_rows.fill_(batch * key.num_queries)
 
 
 def _call(calls: Sequence[Callable[[], None]]) -> None:

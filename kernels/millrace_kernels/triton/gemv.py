@@ -91,10 +91,11 @@ def _gemv(
         ahead = values
         if tile + 1 < TILES:
             ahead = columns(rows, tile + 1, K, BLOCK_K)
-        scale = run_scales(scales, scale_col, tile, K, BLOCK_K, 16)
+        inputs, scale = run_values(x, tile, K, BLOCK_K, 16), run_scales(scales, scale_col, tile, K, BLOCK_K, 16)
         sums = ()
         for token in tl.static_range(TOKENS):
-            inputs = run_values(x + token * x_stride, tile, K, BLOCK_K, 16)
+            if token > 0:
+                inputs = run_values(x + token * x_stride, tile, K, BLOCK_K, 16)
             sums += (totals[token] + dot_runs(values, inputs, scale),)  # type: ignore[assignment]
         values, totals = ahead, sums
     for token in tl.static_range(TOKENS):
