@@ -28,8 +28,9 @@ ROOMY = 1 << 40
 READS = "import sys; sys.stdin.buffer.read(1); "
 
 
-def site(device: str = "cpu", role: Role = Role.UNIFIED, cache_dir: Path | None = None) -> Site:
+def site(device: str = "cpu", role: Role = Role.UNIFIED, cache_dir: Path | None = None, drafts: int = 0) -> Site:
     model = ModelConfig.load(TINY)
+    model = model if drafts else model.without_mtp()
     layout = KvLayout(
         page_size=64,
         num_layers=model.num_kv_layers,
@@ -40,7 +41,8 @@ def site(device: str = "cpu", role: Role = Role.UNIFIED, cache_dir: Path | None 
     )
     dims = ParallelDims(rank=1, tp=2)
     execution = Execution.model_validate({"graphs": "on", "cache_dir": cache_dir})
-    return Site(role, LIMITS, execution, model, layout, dims, torch.device(device), torch.float32)
+    limits = LIMITS.model_copy(update={"draft_tokens": drafts})
+    return Site(role, limits, execution, model, layout, dims, torch.device(device), torch.float32)
 
 
 def told(count: int) -> list[Part]:
@@ -74,7 +76,7 @@ def test_processes_begin_apart_and_do_everything() -> None:
 
 @pytest.mark.parametrize(("dense", "kinds"), [(1, "DEE"), (2, "DEE"), (0, "EEE"), (9, "DDD")])
 def test_a_small_model_has_every_kind_of_layer(dense: int, kinds: str) -> None:
-    changed = site().model.model_copy(update={"first_k_dense_replace": dense, "num_nextn_predict_layers": 1})
+    changed = site().model.model_copy(update={"first_k_dense_replace": dense})
     model = compile_ahead.small_model(dataclasses.replace(site(), model=changed))
     assert "".join("E" if isinstance(layer.mlp, Moe) else "D" for layer in model.layers) == kinds
     assert model.layers[2].mlp is model.layers[1].mlp and model.mtp is None
@@ -82,10 +84,15 @@ def test_a_small_model_has_every_kind_of_layer(dense: int, kinds: str) -> None:
     assert model.heads.num_heads == changed.num_attention_heads // 2
 
 
-@pytest.mark.parametrize("role", [Role.UNIFIED, Role.PREFILL])
-def test_a_part_runs_every_step_beginning_elsewhere(role: Role, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("role", "drafts"), [(Role.UNIFIED, 0), (Role.PREFILL, 0), (Role.UNIFIED, 2)])
+def test_a_part_runs_every_step_beginning_elsewhere(role: Role, drafts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
     ran: list[list[int]] = []
+    drafted = []
+    forward_mtp = compile_ahead.DeepseekV3.forward_mtp
+    monkeypatch.setattr(
+        compile_ahead.DeepseekV3, "forward_mtp", lambda *args: (drafted.append(1), forward_mtp(*args))[1]
+    )
     launch = compile_ahead.TorchRunner.launch
 
     def recorded(runner: compile_ahead.TorchRunner, batch: compile_ahead.rehearsal.StepBatch):  # type: ignore[no-untyped-def]
@@ -95,10 +102,11 @@ def test_a_part_runs_every_step_beginning_elsewhere(role: Role, monkeypatch: pyt
     monkeypatch.setattr(compile_ahead.TorchRunner, "launch", recorded)
     for index in range(2):
         ran.append([])
-        compile_ahead.run(Part(site(role=role), index, 2, ROOMY))
+        compile_ahead.run(Part(site(role=role, drafts=drafts), index, 2, ROOMY))
     first, second = ran
     assert first != second and sorted(first) == sorted(second)
-    assert max(first) == 98 and (role is Role.PREFILL or first.count(3) > 2)
+    assert max(first) == 98 + 2 * drafts and (role is Role.PREFILL or first.count(3 * (1 + drafts)) > 2)
+    assert (len(drafted) > 2 * len(first)) is (drafts > 0)
 
 
 def test_what_decides_over_kernels_is_in_the_fingerprint() -> None:

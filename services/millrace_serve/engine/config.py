@@ -20,8 +20,8 @@ class Role(enum.StrEnum):
 
 
 MOST_DRAFTS = 3
-# The most sequences of a step that makes one draft of each, two, three. Guessed until they are measured.
-DRAFT_BATCHES = (128, 16, 4)
+# The most sequences of a step that makes one draft of each, two, three: measured with V3 on an H200 (docs/gpu.md).
+DRAFT_BATCHES = (256, 32, 16)
 
 
 class Limits(BaseModel):

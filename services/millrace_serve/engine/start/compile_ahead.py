@@ -1,8 +1,8 @@
 """Other processes compile a rank's kernels while the rank reads its weights. A rank alone would compile them one after
 the other on one core: minutes with empty caches.
 
-1. `beside` starts processes, each with a model of the rank's widths and random weights that has one dense layer and two
-   with experts, which share theirs.
+1. `beside` starts processes, each with a model of the rank's widths and random weights that has one dense layer, two
+   with experts, which share theirs, and an MTP layer where the rank drafts.
 2. All processes run the same list of warm-up steps, GEMMs and graphs, each starting at a different offset and wrapping
    around, so that together they cover it. A kernel that another process has compiled is on disk and costs nothing, so
    all end at about the same time, and one that fails leaves its part to the others.
@@ -31,7 +31,7 @@ import time
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, TypeVar
 
 import msgspec
 import torch
@@ -242,7 +242,9 @@ def run(part: Part) -> None:
 
 
 def small_model(site: Site) -> DeepseekV3:
-    """Three layers, of which the last two share their weights; only the last one leaves out rows (`sampled_only`)."""
+    """Three layers, of which the last two share their weights; only the last one leaves out rows (`sampled_only`). An MTP
+    layer comes on top of them, and writes its KV where the last one does.
+    """
     config = small_config(site.model)
     weights = RandomWeights(site.device, site.dtype, fp8=site.fp8)
     model = DeepseekV3(weights, config, site.dims)
@@ -255,8 +257,7 @@ def small_model(site: Site) -> DeepseekV3:
 def small_config(config: ModelConfig) -> ModelConfig:
     """A layer of each kind; what has one kind only has two of it."""
     dense = min(config.first_k_dense_replace, 1) if config.is_moe(config.num_hidden_layers - 1) else 2
-    changes: dict[str, Any] = {"num_hidden_layers": 2, "first_k_dense_replace": dense, "num_nextn_predict_layers": 0}
-    return config.model_copy(update=changes)
+    return config.model_copy(update={"num_hidden_layers": 2, "first_k_dense_replace": dense})
 
 
 def alone(dims: ParallelDims) -> ParallelDims:
