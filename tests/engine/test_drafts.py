@@ -137,7 +137,7 @@ def test_preempted_sequences_go_on_as_they_would_have() -> None:
     """Too few pages for all: sequences give way, and are computed again from prompt and outputs."""
     wanted = [request(room, prompt, max_tokens=60, **SEEDED) for room, prompt in enumerate(questions() * 2)]
     roomy = run(engine(0), wanted)
-    tight = engine(3, num_pages=8, max_running=6)
+    tight = engine(3, num_pages=7, max_running=6)
     assert tokens(run(tight, wanted)) == tokens(roomy)
     assert tight.load().preemptions > 0 and sum(tight.load().accepted) > 0
 

@@ -22,8 +22,8 @@ from millrace_kernels.triton.e4m3 import to_e4m3
 
 ROW, LATENT, PAGE = 576, 512, 64
 KV_DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
-# Up to so many query rows of all sequences our kernel is faster, with at most a tile of them each: FlashMLA took 22.8 us
-# for one sequence of 64 rows and 1,024 keys, where ours takes 10.6 for 32 rows.
+# Up to so many query rows of all sequences our kernel is faster, with at most a tile of them each: FlashMLA took 22.8
+# us for one sequence of 64 rows and 1,024 keys, where ours takes 10.6 for 32 rows.
 FEW_SEQS, FEW_ROWS, TILE = 4, 128, 64
 
 

@@ -242,8 +242,8 @@ def run(part: Part) -> None:
 
 
 def small_model(site: Site) -> DeepseekV3:
-    """Three layers, of which the last two share their weights; only the last one leaves out rows (`sampled_only`). An MTP
-    layer comes on top of them, and writes its KV where the last one does.
+    """Three layers, of which the last two share their weights; only the last one leaves out rows (`sampled_only`).
+    An MTP layer comes on top of them, and writes its KV where the last one does.
     """
     config = small_config(site.model)
     weights = RandomWeights(site.device, site.dtype, fp8=site.fp8)
