@@ -5,30 +5,25 @@ The engine is the real one with the trained checkpoint in FP32 on a CPU. Pages c
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import json
 from collections.abc import Callable
 
 import pytest
 import torch
+from engine.drafting import COUNTED, EVERY_STEP, GREEDY, SEEDED, SHAPED, Said, engine, questions, run, tokens
 from engine.harness import request
-from millrace_bench.tasks import TASKS
-from millrace_router.text.tokenizer import Tokenizer as ChatTokenizer
 from millrace_serve.engine.config import Execution, Limits, Role
-from millrace_serve.engine.core import FinishReason, Grammar, GrammarKind, Request, Route, SequenceOutput, Submit
-from millrace_serve.engine.engine import Engine
+from millrace_serve.engine.core import FinishReason, Grammar, GrammarKind, Request, Route, Submit
 from millrace_serve.engine.start.torch_factory import load_rank
 from millrace_serve.engine.step.speculate import Drafter
-from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model
+from millrace_serve.model.deepseek_v3 import DeepseekV3
 from millrace_serve.model.parallel import ParallelDims
 from millrace_testing.paths import TINY
 from millrace_testing.reference import LOGPROB_TOLERANCE
 from torch import Tensor
 
 CPU = torch.device("cpu")
-EVERY_STEP = (9, 9, 9)  # as many drafts as there may be, whatever the number of sequences
-Said = dict[int, list[SequenceOutput]]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,51 +31,6 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@functools.cache
-def model() -> DeepseekV3:
-    return load_model(TINY, ParallelDims(), CPU, torch.float32)
-
-
-def engine(drafts: int, role: Role = Role.UNIFIED, graphs: str = "off", **limits: object) -> Engine:
-    wanted = {
-        "num_pages": 80, "max_model_len": 256, "max_running": 9, "max_prefill_tokens": 80, "canary": True,
-        "poison": True, "draft_tokens": drafts, "draft_batches": EVERY_STEP, **limits,
-    }  # fmt: skip
-    options = Execution.model_validate({"graphs": graphs})
-    one = Limits.model_validate(wanted)
-    return load_rank(one, role, TINY, ParallelDims(), CPU, torch.float32, execution=options).engine()
-
-
-def run(one: Engine, requests: list[Request]) -> Said:
-    said: Said = {request.id.room: [] for request in requests}
-    for each in requests:
-        one.submit(Submit(each))
-    while one.has_work():
-        for output in one.step().outputs:
-            assert output.error is None, output.error
-            said[output.id.room].append(output)
-    one.check_idle()
-    one.close()
-    return said
-
-
-def tokens(said: Said) -> dict[int, list[int]]:
-    return {room: [token.token_id for output in outputs for token in output.tokens] for room, outputs in said.items()}
-
-
-@functools.cache
-def questions() -> list[list[int]]:
-    """What the checkpoint was trained to answer, so that it is sure of most tokens."""
-    tokenizer = ChatTokenizer.load(TINY)
-    items = [item for task in ("copy", "sort", "chat") for item in TASKS[task].items(0, 1)]
-    texts = [tokenizer.render([message._asdict() for message in item.messages]) for item in items]
-    return [asyncio.run(tokenizer.encode(text, add_bos=False)) for text in texts]
-
-
-GREEDY = {"temperature": 0.0}
-SEEDED = {"temperature": 0.8, "top_p": 0.9, "seed": 3}
-COUNTED = {"temperature": 0.9, "seed": 5, "repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3}
-SHAPED = {"temperature": 1.0, "seed": 9, "min_tokens": 12, "logit_bias": {20: 3.0, 30: -5.0}}
 LENGTHS = (1, 5, 63, 64, 65, 130, 20, 200)
 
 
@@ -135,9 +85,10 @@ def check(said: Said, expected: Said) -> None:
 
 def test_preempted_sequences_go_on_as_they_would_have() -> None:
     """Too few pages for all: sequences give way, and are computed again from prompt and outputs."""
-    wanted = [request(room, prompt, max_tokens=60, **SEEDED) for room, prompt in enumerate(questions() * 2)]
+    prompts = (questions() * 2)[:4]
+    wanted = [request(room, prompt, max_tokens=80, **SEEDED) for room, prompt in enumerate(prompts)]
     roomy = run(engine(0), wanted)
-    tight = engine(3, num_pages=7, max_running=6)
+    tight = engine(3, num_pages=5)
     assert tokens(run(tight, wanted)) == tokens(roomy)
     assert tight.load().preemptions > 0 and sum(tight.load().accepted) > 0
 
