@@ -264,6 +264,8 @@ class DecodeScheduler(Scheduler):
             seq.trust = Trust.PROVEN
             if seq.phase is RUNNING:
                 self._share_prompt(seq)
+        if seq.grammar is not None and len(tokens) > 1:  # behind a token that nothing may follow, none is an output
+            tokens = tokens[: len(seq.grammar.masks(tokens[:-1]))]
         tokens, finish = seq.extend(tokens)
         if self._num_queries > 1:
             self.outbox.drafts(seq, int(output.drafted[row]), len(tokens) - 1)
@@ -274,7 +276,8 @@ class DecodeScheduler(Scheduler):
         elif seq.grammar is not None and (refused := seq.grammar.accept(tokens)):
             self._stop(seq, FinishReason.ERROR, refused)
         elif self._num_queries > 1 and seq.phase is RUNNING:
-            seq.drafts = output.drafts_of(row)
+            if seq.grammar is not None:
+                seq.drafts = output.drafts_of(row)
             self._narrow(seq)
 
     def _narrow(self, seq: Sequence) -> None:

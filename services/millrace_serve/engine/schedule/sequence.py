@@ -128,7 +128,7 @@ class Sequence:
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     silent: bool = True  # no output has been sent yet
     queued_s: float = 0.0  # until the sequence got its first pages
-    drafts: tuple[int, ...] = ()  # of the tokens behind the newest one; the device has them too
+    drafts: tuple[int, ...] = ()  # that came with the KV; with a grammar those of the newest step; the device has them
     num_drafted: int = 0  # drafts that steps have verified
     num_accepted: int = 0  # of these
     num_published: int = 0  # pages announced in KvParts

@@ -109,7 +109,7 @@ class Slots:
         return ForwardInput(
             token_ids=token_ids,
             positions=positions,
-            kv_slots=self._kv_slots(positions, page_table[seq_of_row], self.capacity[step.slots][seq_of_row]),
+            kv_slots=self._kv_slots(positions, page_table, seq_of_row, self.capacity[step.slots]),
             attn=attn,
             sample_rows=step.sample_rows,
             dp_num_tokens=step.dp_num_tokens,
@@ -120,11 +120,11 @@ class Slots:
         """After `accept`: the row of each sampling sequence whose token is its draft number `draft`, from 1 on."""
         slots, count = step.sample_slots, step.sample_slots.shape[0]
         page_table = self.page_table[:, : step.num_pages].index_select(0, slots)
-        positions = self.lengths[slots] + (draft - 1)
+        positions, each = self.lengths[slots] + (draft - 1), self._cu_ones[:count]
         return ForwardInput(
             token_ids=self.last_tokens[slots, draft],
             positions=positions,
-            kv_slots=self._kv_slots(positions, page_table, self.capacity[slots]),
+            kv_slots=self._kv_slots(positions, page_table, each, self.capacity[slots]),
             attn=AttnPlan(
                 num_decode=count,
                 cu_q=self._cu_ones[: count + 1],
@@ -138,11 +138,11 @@ class Slots:
             num_tokens=step.num_rows // step.num_queries if step.is_decode else None,
         )
 
-    def _kv_slots(self, positions: Tensor, page_tables: Tensor, capacity: Tensor) -> Tensor:
-        """int64 [T] of positions [T]; `page_tables` [T, P] and `capacity` [T] of each row's sequence."""
-        index = (positions // self.page_size).clamp_(max=page_tables.shape[1] - 1)
-        page = page_tables.gather(1, index[:, None])[:, 0]
-        return (page.long() * self.page_size + positions % self.page_size).masked_fill_(positions >= capacity, 0)
+    def _kv_slots(self, positions: Tensor, page_table: Tensor, seq_of_row: Tensor, capacity: Tensor) -> Tensor:
+        """int64 [T] of positions [T]; `page_table` [B, P] and `capacity` [B] of the step's sequences."""
+        page = page_table[seq_of_row, (positions // self.page_size).clamp_(max=page_table.shape[1] - 1)]
+        kv_slots = page.long() * self.page_size + positions % self.page_size
+        return kv_slots.masked_fill_(positions >= capacity[seq_of_row], 0)
 
     def output_index(self, positions: Tensor, step: StepBatch[Tensor]) -> Tensor:
         """int64 [R]: which output of its request each sampled row gives. `positions` of the sampled rows."""
@@ -171,33 +171,32 @@ class Slots:
         Args:
             simulated: float32 [K], instead of comparing: the probability that the first draft, the first two, … hold
         """
-        num_decode, q, slots = step.num_decode, step.num_queries, step.sample_slots
-        own = slots[:num_decode]
-        counts = drafted = self._ones[: slots.shape[0]]
-        if q == 1:
-            drafted, newest = drafted - 1, tokens
-        else:
-            drafts, sampled = self.last_tokens[own, 1:q], tokens[: num_decode * q].view(num_decode, q)
-            room = self.capacity[own] - self.lengths[own]
-            held = (
-                sampled[:, :-1] == drafts if simulated is None else _hold(self.lengths[own] + own, simulated[: q - 1])
-            )
-            accepted = torch.minimum(1 + held.long().cumprod(1).sum(1), room)
-            verified = torch.minimum((drafts >= 0).long().cumprod(1).sum(1), (room - 1).clamp_(min=0))
-            last = sampled.gather(1, (accepted - 1).clamp_(min=0)[:, None])[:, 0]
-            chunks = counts[num_decode:]
-            newest = torch.cat((last, tokens[num_decode * q :]))
-            counts, drafted = torch.cat((accepted, chunks)), torch.cat((verified, chunks - 1))
-        self.lengths.index_add_(0, own, counts[:num_decode])
+        num_decode, slots, rows = step.num_decode, step.sample_slots, step.sample_rows
+        counts = self._ones[: slots.shape[0]]
+        drafted = counts - 1
+        if step.num_queries > 1:
+            counts, drafted = self._verify(step, tokens, simulated)
+            last = _last_accepted(step, counts)
+            tokens, rows = tokens[last], rows[last]
+        self.lengths.index_add_(0, slots[:num_decode], counts[:num_decode])
         if not step.is_decode:
             lens = (step.cu_q[1:] - step.cu_q[:-1]).long()
             self.lengths.index_add_(0, step.slots[num_decode:], lens[num_decode:])
-        self.last_tokens.index_copy_(0, slots, F.pad(newest[:, None], (0, self.last_tokens.shape[1] - 1), value=NONE))
-        rows = step.sample_rows
-        if q > 1:
-            firsts = rows[: num_decode * q : q] + (counts[:num_decode] - 1).clamp_(min=0)
-            rows = torch.cat((firsts, rows[num_decode * q :]))
+        self.last_tokens.index_copy_(0, slots, F.pad(tokens[:, None], (0, self.last_tokens.shape[1] - 1), value=NONE))
         return Accepted(counts, drafted, rows)
+
+    def _verify(self, step: StepBatch[Tensor], tokens: Tensor, simulated: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`counts` and `drafted` of Accepted."""
+        num_decode, q, slots = step.num_decode, step.num_queries, step.sample_slots
+        own, chunks = slots[:num_decode], self._ones[: slots.shape[0] - num_decode]
+        drafts, room = self.last_tokens[own, 1:q], self.capacity[own] - self.lengths[own]
+        if simulated is None:
+            held = tokens[: num_decode * q].view(num_decode, q)[:, :-1] == drafts
+        else:
+            held = _hold(self.lengths[own] + own, simulated[: q - 1])
+        counts = torch.minimum(_leading(held) + 1, room)
+        drafted = torch.minimum(_leading(drafts >= 0), (room - 1).clamp_(min=0))
+        return torch.cat((counts, chunks)), torch.cat((drafted, chunks - 1))
 
 
 Rows = tuple[Tensor, Tensor]  # int64 [T] twice: the row's sequence, and its place among the sequence's rows
@@ -223,6 +222,18 @@ def accepted_rows(step: StepBatch[Tensor], accepted: Accepted) -> Tensor:
     num_decode, counts = step.num_decode, accepted.counts
     places = torch.arange(step.num_queries, device=counts.device)
     return torch.cat(((places < counts[:num_decode, None]).flatten(), counts[num_decode:] > 0))
+
+
+def _leading(held: Tensor) -> Tensor:
+    """bool [D, k] -> int64 [D]: how many are true before the first that is not"""
+    return held.long().cumprod(1).sum(1)
+
+
+def _last_accepted(step: StepBatch[Tensor], counts: Tensor) -> Tensor:
+    """int64 [S]: which of the R sampled rows gives each sequence its newest token. `counts` [S] of padding are 0."""
+    rows = torch.arange(step.sample_rows.shape[0], device=counts.device)
+    first = step.num_decode * step.num_queries
+    return torch.cat((rows[: first : step.num_queries] + (counts[: step.num_decode] - 1).clamp_(min=0), rows[first:]))
 
 
 def _hold(keys: Tensor, probabilities: Tensor) -> Tensor:
