@@ -27,12 +27,18 @@ def int64(values: list[int]) -> np.ndarray:
 
 
 def step_of(
-    decode: list[int], chunks: list[tuple[int, list[int], int]], num_queries: int, updates: SlotUpdates | None = None
+    decode: list[int],
+    chunks: list[tuple[int, list[int], int]],
+    num_queries: int,
+    updates: SlotUpdates | None = None,
+    samples: list[bool] | None = None,
 ) -> StepBatch[Tensor]:
-    """`decode`: slots; `chunks`: slot, tokens and end of each, all of which sample."""
+    """`decode`: slots; `chunks`: slot, tokens and end of each; `samples`: whether each chunk does, by default all."""
     lens = [num_queries] * len(decode) + [len(tokens) for _, tokens, _ in chunks]
     slots, cu_q = int64(decode + [slot for slot, _, _ in chunks]), np.cumsum([0, *lens], dtype=np.int32)
-    rows = list(range(len(decode) * num_queries)) + [int(end) - 1 for end in cu_q[len(decode) + 1 :]]
+    sampling = [chunk for chunk in range(len(chunks)) if samples is None or samples[chunk]]
+    last = [len(decode) + chunk for chunk in sampling]
+    rows = list(range(len(decode) * num_queries)) + [int(cu_q[seq + 1]) - 1 for seq in last]
     batch = StepBatch(
         num_decode=len(decode),
         num_queries=num_queries,
@@ -44,9 +50,9 @@ def step_of(
         next_tokens=int64([token + 1 for _, tokens, _ in chunks for token in tokens]),
         chunk_lens=tuple(len(tokens) for _, tokens, _ in chunks),
         chunk_ends=tuple(end for _, _, end in chunks),
-        sampling_chunks=tuple(range(len(chunks))),
+        sampling_chunks=tuple(sampling),
         sample_rows=int64(rows),
-        sample_slots=slots,
+        sample_slots=slots[[*range(len(decode)), *last]],
         sampling=None,
         updates=updates,
     )
