@@ -10,8 +10,20 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from millrace_cli.cluster import LocalCluster
+from millrace_cli.cluster import ClusterSpec, LocalCluster
+
+
+@dataclass(frozen=True, slots=True)
+class MixedSpec(ClusterSpec):
+    """Workers that differ."""
+
+    own: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # further `--set` items of a worker, by its name
+
+    def settings(self, name: str) -> tuple[str, ...]:
+        return (*ClusterSpec.settings(self, name), *self.own.get(name, ()))
 
 
 class ControlledCluster(LocalCluster):
