@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Sequence as Tokens
 
@@ -26,10 +27,28 @@ from millrace_serve.engine.engine import Engine
 from millrace_serve.engine.grammar.grammars import Grammars
 from millrace_serve.engine.sim.factory import build_sim_engine
 from millrace_serve.engine.sim.runner import SimSettings
+from millrace_serve.engine.step.lockstep import AllGather, State
 from millrace_testing.oracle import oracle_outputs
 
 TINY = {"num_pages": 14, "page_size": 4, "max_model_len": 32, "max_running": 3, "max_waiting": 50}
 SETTINGS = SimSettings(vocab_size=200, page_kv_bytes=8, eos_lengths=(2, 12))
+
+
+class FakeGather:
+    """An all-gather among threads."""
+
+    def __init__(self, size: int) -> None:
+        self._barrier, self._values = threading.Barrier(size, timeout=20), [(0, 0, 0, 0)] * size
+
+    def of(self, rank: int) -> AllGather:
+        def all_gather(mine: State) -> list[State]:
+            self._values[rank] = mine
+            self._barrier.wait()
+            values = list(self._values)
+            self._barrier.wait()
+            return values
+
+        return all_gather
 
 
 class Clock:

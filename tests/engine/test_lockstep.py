@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+import pytest
 import torch
 import torch.multiprocessing as mp
-from engine.harness import SETTINGS, TINY, request
+from engine.harness import SETTINGS, TINY, FakeGather, request
 from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import EngineConfig, Execution, Role
 from millrace_serve.engine.core import Submit
@@ -16,33 +17,33 @@ from millrace_serve.engine.schedule.sequence import Sequence
 from millrace_serve.engine.sim.factory import build_sim_engine
 from millrace_serve.engine.sim.runner import SimRunner
 from millrace_serve.engine.start.torch_factory import load_rank
-from millrace_serve.engine.step.batch import HostBatch
-from millrace_serve.engine.step.lockstep import AllGather, Lockstep, State
+from millrace_serve.engine.step.batch import HostBatch, StepBatch
+from millrace_serve.engine.step.lockstep import Agreement, Lockstep
 from millrace_serve.model.parallel import ParallelDims, init_parallel, leave_parallel
 from millrace_testing import paths
-
-
-class FakeGather:
-    """An all-gather among threads."""
-
-    def __init__(self, size: int) -> None:
-        self._barrier, self._values = threading.Barrier(size, timeout=20), [(0, 0, 0, 0)] * size
-
-    def of(self, rank: int) -> AllGather:
-        def all_gather(mine: State) -> list[State]:
-            self._values[rank] = mine
-            self._barrier.wait()
-            values = list(self._values)
-            self._barrier.wait()
-            return values
-
-        return all_gather
 
 
 def test_alone_agrees_with_itself():
     assert not Lockstep().agree(None, last=False).anybody_works
     assert Lockstep().agree(Plan([Sequence(request(1, [5]), (0, 0), 9, frozenset(), [])], []), last=False).anybody_works
     assert [Lockstep().agree(None, last).last for last in (False, True)] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("num_queries", "agreement", "expected"),
+    [
+        (1, Agreement((3, 0), (4, 0), (7, 0), False), ((10, 0), (4, 0), False)),
+        (4, Agreement((3, 0), (4, 0), (7, 0), False), ((19, 0), (4, 0), False)),
+        (3, Agreement((2, 5, 0), (2, 5, 0), (0, 0, 0), False), ((6, 15, 0), (2, 5, 0), True)),
+        (2, Agreement((1, 0), (1, 0), (0, 9), False), ((2, 9), (1, 0), False)),  # a chunk that does not end its prompt
+        (4, Agreement((3,), (4,), (7,), False), ((), (), False)),  # alone
+        (4, Agreement((3,), (3,), (0,), False), ((), (), True)),
+    ],
+)
+def test_a_batch_knows_the_rows_of_all_replicas(num_queries, agreement, expected):
+    batch = StepBatch.idle(num_queries)
+    agreement.tell(batch)
+    assert (batch.dp_num_tokens, batch.dp_num_sampled, batch.all_decode) == expected
 
 
 def test_an_idle_replica_steps_as_long_as_another_works():
