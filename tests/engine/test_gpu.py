@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine.harness import request, said
+from engine.replays import check_replays
 from millrace_serve.engine.config import Execution, Limits, Role
 from millrace_serve.engine.core import Submit
 from millrace_serve.engine.engine import Engine
@@ -23,7 +23,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 LENGTHS = (1, 5, 63, 64, 65, 130, 20)
-PAGE = 64  # tokens
 
 
 def engine(dtype: torch.dtype = torch.bfloat16, drafts: int = 0, **execution: object) -> Engine:
@@ -79,28 +78,10 @@ def test_what_other_processes_compile_ahead_is_compiled_once(tmp_path: Path, cap
     assert "compile ahead failed" not in caplog.text and "cannot compile ahead" not in caplog.text
 
 
-def fill(one: Engine, bucket: int, position: int) -> None:
-    """The slots' state: each of the first slots has tokens and a page of its own, as rows that are no padding have."""
-    state, graphs, slots = one._runner.slots, one._runner._graphs, torch.arange(bucket).cuda()
-    state.last_tokens[:bucket] = 10 + slots[:, None] + position
-    state.page_table[:bucket, 0] = 1 + slots  # page 0 is the sink
-    state.lengths[:bucket], state.capacity[:bucket] = position, PAGE
-    graphs._slots[:bucket] = slots
-    graphs._num_rows.fill_(bucket)
-
-
-def test_a_replay_is_bit_for_bit_the_call_it_was_captured_from() -> None:
-    one = engine(graphs="on")
-    graphs = one._runner._graphs
-    with torch.inference_mode():
-        for bucket, position in itertools.product((1, 4, 9), range(3)):
-            fill(one, bucket, position)
-            graphs._replays[bucket, 1]()
-            replayed = graphs._logits[:bucket].clone()
-            graphs._logits.fill_(torch.nan)
-            graphs._body(bucket, 1)()
-            assert torch.equal(replayed, graphs._logits[:bucket])
-            assert len(replayed.unique(dim=0)) == bucket, "rows with different tokens differ"
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_a_replay_is_bit_for_bit_the_call_it_was_captured_from(drafts: int) -> None:
+    one = engine(graphs="on", drafts=drafts)
+    check_replays(one)
     one.close()
 
 

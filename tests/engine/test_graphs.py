@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from engine import drafting
 from engine.harness import request, said
+from engine.replays import check_replays
 from millrace_serve.engine.config import EngineConfig, Execution, Role
 from millrace_serve.engine.core import Request
 from millrace_serve.engine.engine import Engine
@@ -62,6 +64,16 @@ def test_padded_steps_equal_unpadded_ones(sampling: dict[str, object], buckets: 
     for room, answer in plain.items():
         assert [token for token, _ in padded[room]] == [token for token, _ in answer]
         assert [logprob for _, logprob in padded[room]] == pytest.approx([p for _, p in answer], abs=LOGPROB_TOLERANCE)
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_a_replay_leaves_what_the_call_leaves(drafts: int) -> None:
+    """Also for GPUs (test_gpu.py); here a replay is a call, and no result depends on what an earlier one has left."""
+    one = drafting.engine(drafts, graphs="on", draft_batches=(9, 5, 2))
+    wanted = [(9, 2), (8, 3), (8, 2), (4, 3), (2, 4), (1, 4)] if drafts else [(9, 1), (8, 1), (4, 1), (2, 1), (1, 1)]
+    assert sorted(one._runner._graphs._replays) == sorted(wanted)
+    check_replays(one)
+    one.close()
 
 
 def test_buckets_end_with_all_slots() -> None:
