@@ -1,6 +1,16 @@
 """Drafts change how many tokens a step gives, never which: every answer equals that of an engine without drafts.
 
-The engine is the real one with the trained checkpoint in FP32 on a CPU. Pages carry canaries and freed ones are NaN.
+The engine is the real one (engine/drafting.py). Faults that other systems have had with drafts, and their tests here:
+
+    prefill without drafts, decode with them   test_drafts_kv.py: drafts or their KV do not come with a prompt;
+                                               test_draft_tokens.py: workers with and without the layer never pair
+    padded rows in graphs                      test_graphs.py: padding has length 0 and writes to the sink only;
+                                               test_accept.py: a row without room is never accepted
+    tensor-parallel ranks accept other tokens  test_drafts_ranks.py: leader and follower end with the same slots
+    idle replicas do not draft and others hang test_drafts_ranks.py
+    a cached page without its last draft KV    test_drafts_kv.py: drafts behind cached pages are of use
+    noise shared by draft and target           test_drafts_sampling.py: chi-square, and tokens seed by seed
+    rows of drafts taken for prompt chunks     test_answers_are_those_without_drafts: chunks beside drafts
 """
 
 from __future__ import annotations
@@ -91,6 +101,22 @@ def test_preempted_sequences_go_on_as_they_would_have() -> None:
     tight = engine(3, num_pages=5)
     assert tokens(run(tight, wanted)) == tokens(roomy)
     assert tight.load().preemptions > 0 and sum(tight.load().accepted) > 0
+
+
+@pytest.mark.parametrize(
+    "canary",
+    [
+        False,
+        pytest.param(
+            True, marks=pytest.mark.xfail(strict=True, raises=ValueError, reason="CanaryTracker lacks the last column")
+        ),
+    ],
+)
+def test_a_sequence_may_fill_the_last_page(canary: bool) -> None:
+    """Its last rows lie behind the longest sequence that there may be."""
+    wanted = [request(1, questions()[0] + questions()[1] + [20], max_tokens=99, **SEEDED)]
+    expected = tokens(run(engine(0, max_model_len=128), wanted))
+    assert tokens(run(engine(3, max_model_len=128, canary=canary), wanted)) == expected and len(expected[1]) == 28
 
 
 def always(token: int) -> Callable[..., None]:
