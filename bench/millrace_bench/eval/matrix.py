@@ -39,6 +39,7 @@ from millrace_bench.eval.score import Comparison, Evaluation
 from millrace_bench.eval.system import Kind, System
 from millrace_bench.tasks import TASKS
 
+DRAFTS = ("limits.draft_tokens=3",)
 GPU_PART = 0.3  # for each of two workers, and for an engine of this process
 
 
@@ -72,6 +73,7 @@ def rows(bf16: str, fp8: str, chunk: int, device: str) -> list[Row]:
             Row("engine FP8", System(Kind.MODEL, fp8, device, part), "CPU FP8", exact=False),
             Row("P → D BF16", System(Kind.PAIR, bf16, worker_set=on_gpu), exact=False),
             Row("P → D FP8", System(Kind.PAIR, fp8, worker_set=on_gpu), "CPU FP8", exact=False),
+            Row("P → D BF16 with drafts", System(Kind.PAIR, bf16, worker_set=(*on_gpu, *DRAFTS)), exact=False),
         ]
     return [
         Row("transformers", System(Kind.TRANSFORMERS, bf16)),
@@ -80,6 +82,7 @@ def rows(bf16: str, fp8: str, chunk: int, device: str) -> list[Row]:
         Row("P → D FP8", System(Kind.PAIR, fp8), exact=False),
         Row(f"P → D chunks of {chunk}", System(Kind.PAIR, bf16, worker_set=(f"limits.max_prefill_tokens={chunk}",))),
         Row("P → D cached prefixes", System(Kind.PAIR, bf16), cached=True),
+        Row("P → D with drafts", System(Kind.PAIR, bf16, worker_set=DRAFTS)),
     ]
 
 
