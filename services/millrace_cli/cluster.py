@@ -280,10 +280,9 @@ class LocalCluster:
             await asyncio.sleep(POLL_S)
 
     async def _announced(self, names: tuple[str, ...]) -> bool:
-        for name in names:
-            if ports := self.processes[name].announced():
-                self._ports[name] = ports
-        return all(self.processes[name].announced() for name in names)
+        found = {name: ports for name in names if (ports := self.processes[name].announced())}
+        self._ports.update(found)
+        return len(found) == len(names)
 
     async def _ready(self) -> bool:
         workers = tuple(self.spec.workers())

@@ -109,7 +109,9 @@ def make(recorder: Recorder, dp: int = 1, drafts: int = 0) -> tuple[DecodeGraphs
     config = EngineConfig(num_pages=9, max_model_len=192, max_running=4, draft_tokens=drafts, draft_batches=(2, 2))
     state = Slots(config, CPU)
     state.last_tokens += torch.tensor([100, 101, 102, 103, 0])[:, None]
-    graphs = DecodeGraphs(Device(), lambda bucket: recorder, state, (2, 4), dp, NoDrafts(), config.num_drafts)
+    graphs = DecodeGraphs(
+        Device(), lambda bucket: recorder, state, (2, 4), dp, NoDrafts() if drafts else None, config.num_drafts
+    )
     graphs.capture()
     recorder.seen.clear()
     return graphs, state

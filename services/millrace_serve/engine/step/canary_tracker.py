@@ -26,7 +26,7 @@ class CanaryTracker:
 
     def build(self, seqs: list[Sequence], num_pages: int) -> CanaryBatch[np.ndarray]:
         expected = self._words[[seq.slot for seq in seqs], :num_pages]
-        table = np.zeros((len(seqs), num_pages), np.int64)
+        table = np.zeros(expected.shape[:2], np.int64)  # rows of drafts may ask for a page more than there can be
         pages, words = [], []
         for row, seq in enumerate(seqs):
             table[row, : len(seq.pages)] = seq.pages[:num_pages]

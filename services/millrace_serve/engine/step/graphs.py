@@ -3,8 +3,8 @@
 1. `pad` fills a step up with sequences of the padding slot, on the host.
 2. `run` copies the step's slots to where the graph finds them, replays it, and gives logits and positions of all rows.
 3. Sampling runs between the graphs: few steps sample alike.
-4. `accept` replays the second graph with the sampled tokens: it accepts drafts and makes new ones. A step without
-   drafts has no second graph.
+4. `accept` replays the second graph with the sampled tokens: it accepts drafts and makes new ones. A worker without
+   drafts has no second graphs.
 5. `capture` made the graphs, the largest first, so that the others find room in its memory.
 
 Everything else that a graph reads is the state of the slots on the device (engine/step/slots.py). The padding slot has
@@ -72,7 +72,7 @@ class DecodeGraphs:
         """
         Args:
             forward: what is captured for a bucket
-            num_drafts: of a step of so many sequences (Limits.num_drafts); above 0 there is a drafter
+            num_drafts: of a step of so many sequences (Limits.num_drafts); above 0 only with a drafter
         """
         self._device, self._forward, self._state, self._dp = device, forward, slots, dp
         self._drafter = drafter
@@ -129,7 +129,7 @@ class DecodeGraphs:
                 self._slots.fill_(self._state.padding)
                 self._num_rows.zero_()
                 forward = self._capture(self._body(key))
-                self._replays[key] = forward, self._capture(self._acceptance(key)) if key.num_queries > 1 else None
+                self._replays[key] = forward, self._capture(self._acceptance(key)) if self._drafter else None
                 log.debug("graphs captured rows=%dx%d seconds=%.2f", *key, time.monotonic() - began)
         log.info(
             "graphs captured buckets=%s seconds=%.1f", ",".join(map(str, self.buckets)), time.monotonic() - started
@@ -155,7 +155,7 @@ class DecodeGraphs:
             inputs = state.inputs(step, rows)
             hidden, logits = forward(inputs)
             self._keep(positions=inputs.positions, logits=logits)
-            if key.num_queries > 1:
+            if self._drafter is not None:
                 self._keep(hidden=hidden)
 
         return run

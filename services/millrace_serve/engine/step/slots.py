@@ -174,7 +174,7 @@ class Slots:
         num_decode, slots, rows = step.num_decode, step.sample_slots, step.sample_rows
         counts = self._ones[: slots.shape[0]]
         drafted = counts - 1
-        if step.num_queries > 1:
+        if self.last_tokens.shape[1] > 1:  # also where this step has no drafts: a graph's padding gets no token
             counts, drafted = self._verify(step, tokens, simulated)
             last = _last_accepted(step, counts)
             tokens, rows = tokens[last], rows[last]

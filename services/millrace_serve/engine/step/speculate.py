@@ -1,8 +1,9 @@
 """Drafts by the MTP layer (V3 paper, section 2.2), made behind each step for the next one.
 
 1. The MTP layer runs over all rows of the step: row i takes the hidden state of row i and the token behind it, which
-   the step has just sampled or which the host knows from the prompt. That writes the layer's KV. Rows behind the
-   accepted ones write KV that the next step overwrites before any row attends to it.
+   the step has just sampled or which the host knows from the prompt. That writes the layer's KV, also in a step that
+   makes no drafts: a sequence without it would be drafted badly ever after. Rows behind the accepted ones write KV that
+   the next step overwrites before any row attends to it.
 2. The output of the last accepted row gives the first draft; that draft and this output give the second, and so on.
 
 A draft is drawn with the noise that the target will use at the same place (Gumbel coupling, arXiv:2408.07978): where
@@ -40,10 +41,6 @@ class Drafter:
         """`simulated`: Execution.simulated_acceptance"""
         self._model, self._kv, self._slots = model, kv, slots
         self.simulated = torch.tensor(simulated, device=slots.lengths.device) if simulated else None
-
-    def wanted(self, step: StepBatch[Tensor]) -> bool:
-        """Chunks always run: their KV of the MTP layer is written now or never."""
-        return step.num_queries > 1 or not step.all_decode
 
     def draft(
         self, step: StepBatch[Tensor], inputs: ForwardInput, hidden: Tensor, tokens: Tensor, accepted: Accepted

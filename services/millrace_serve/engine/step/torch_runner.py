@@ -133,8 +133,7 @@ class TorchRunner:
             if self.drafter is None:
                 return self.slots.accept(step, tokens)
             accepted = self.slots.accept(step, tokens, self.drafter.simulated)
-            if self.drafter.wanted(step):
-                self.drafter.draft(step, inputs, hidden, tokens, accepted)
+            self.drafter.draft(step, inputs, hidden, tokens, accepted)
             return accepted
 
         return self._model.logits(hidden[inputs.sample_rows]), inputs.positions[inputs.sample_rows], accept
