@@ -4,9 +4,9 @@
 
 `a` counts choices, token by token. The first choice that names an expert e stands for it: its programs read e's
 weights once and serve every token at once, with h = 0 for those that did not choose e; the other choices have nothing
-to do. Up to four tokens are multiplied in FP32 registers (`moe_one.py`), more on the tensor cores in bfloat16, where a tile of 16 rows
-costs no more than one. FP8 weights are multiplied as they are (E4M3 fits into bfloat16) and their block scales applied
-to the sums.
+to do. Up to four tokens are multiplied in FP32 registers (`moe_one.py`), more on the tensor cores in bfloat16, where a
+tile of 16 rows costs no more than one. FP8 weights are multiplied as they are (E4M3 fits into bfloat16) and their block
+scales applied to the sums.
 """
 
 from __future__ import annotations
