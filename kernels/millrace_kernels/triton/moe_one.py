@@ -3,8 +3,9 @@
     h_a = weight_a * silu(w13_a,gate x) * w13_a,up x      out = sum over a of w2_a h_a
 
 `a` counts the choices, token by token; one without an expert adds nothing. An expert named twice is read twice, the
-second time from L2: few tokens seldom name the same routed one. Weights are read as in `gemv.py`. For w2, h is one vector of all choices and each run of its
-columns looks up whose rows it meets. Everything is FP32 from the weights on, except h in memory, which has x's dtype.
+second time from L2: few tokens seldom name the same routed one. Weights are read as in `gemv.py`. For w2, h is one
+vector of all choices of a token, and each run of its columns looks up whose rows it meets. Everything is FP32 from the
+weights on, except h in memory, which has x's dtype.
 """
 
 from __future__ import annotations
