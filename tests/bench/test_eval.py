@@ -388,10 +388,10 @@ def test_an_address_needs_no_torch() -> None:
 
 def test_rows_of_the_matrix() -> None:
     found = matrix.rows(str(TINY), str(TINY), 256, "cpu")
-    assert [row.system.kind for row in found] == [Kind.TRANSFORMERS, Kind.UNIFIED] + 4 * [Kind.PAIR]
-    assert [row.exact for row in found] == [True, True, True, False, True, True]
+    assert [row.system.kind for row in found] == [Kind.TRANSFORMERS, Kind.UNIFIED] + 5 * [Kind.PAIR]
+    assert [row.exact for row in found] == [True, True, True, False, True, True, True]
     assert found[4].system.worker_set == ("limits.max_prefill_tokens=256",)
-    assert found[5].cached
+    assert found[5].cached and found[6].system.worker_set == matrix.DRAFTS
 
 
 def test_rows_of_the_matrix_on_a_gpu(tmp_path: Path) -> None:
@@ -401,9 +401,9 @@ def test_rows_of_the_matrix_on_a_gpu(tmp_path: Path) -> None:
     assert fp32.system == System(Kind.MODEL, str(TINY))
     assert fp8.system == System(Kind.MODEL, str(tmp_path), keep_fp8=True)
     assert not fp8.accurate and not fp8.exact and all(row.accurate for row in found)
-    assert [row.against for row in found] == ["", fp8.name, "", fp8.name]
-    assert [row.system.where for row in found] == 2 * [str(TINY), str(tmp_path)]
-    assert [row.system.kind for row in found] == [Kind.MODEL, Kind.MODEL, Kind.PAIR, Kind.PAIR]
+    assert [row.against for row in found] == ["", fp8.name, "", fp8.name, ""]
+    assert [row.system.where for row in found] == [*2 * [str(TINY), str(tmp_path)], str(TINY)]
+    assert [row.system.kind for row in found] == 2 * [Kind.MODEL] + 3 * [Kind.PAIR]
     assert all("cuda" in f"{row.system.device} {row.system}" for row in found)
     assert all(f"memory_fraction={matrix.GPU_PART}" in str(row.system) for row in found)
     assert not any(row.exact for row in found) and 2 * matrix.GPU_PART < 0.8
@@ -478,6 +478,7 @@ def test_checks_of_the_matrix_on_a_gpu(
     cost, *others = results["against_reference"]
     assert (cost["a"], cost["b"], cost["identical"]) == ("CPU FP32", "CPU FP8", "CPU FP8" not in fakes)
     assert [(one["a"], one["b"]) for one in others] == [
-        ("CPU FP32", "engine BF16"), ("CPU FP8", "engine FP8"), ("CPU FP32", "P → D BF16"), ("CPU FP8", "P → D FP8")
+        ("CPU FP32", "engine BF16"), ("CPU FP8", "engine FP8"), ("CPU FP32", "P → D BF16"), ("CPU FP8", "P → D FP8"),
+        ("CPU FP32", "P → D BF16 with drafts"),
     ]  # fmt: skip
     assert "/10 CPU FP8" in err and "/10 CPU FP32" not in err

@@ -125,7 +125,8 @@ def test_flash_mla_decodes_fp8_and_never_sees_a_length_of_0(library: FlashMla) -
 
 def test_few_rows_of_few_sequences_are_ours(library: FlashMla, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash_mla, "FEW_SEQS", 2)
-    for lens, queries, planned in (((70, 3), 16, False), ((70, 3), 17, True), ((70, 3, 9), 16, True)):
+    cases = (((70, 3), 16, False), ((70, 3), 17, True), ((70, 3, 9), 16, True), ((70,), 32, False), ((70,), 33, True))
+    for lens, queries, planned in cases:
         plan = flash_mla.schedule(torch.tensor(lens, dtype=torch.int32), queries, 2, BF16)
         assert (plan is not None) == planned
 

@@ -22,9 +22,10 @@ from millrace_kernels.triton.e4m3 import to_e4m3
 
 ROW, LATENT, PAGE = 576, 512, 64
 KV_DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
-# Up to so many query rows of all sequences our kernel is faster, with at most a tile of them each: FlashMLA took 22.8
-# us for one sequence of 64 rows and 1,024 keys, where ours takes 10.6 for 32 rows.
-FEW_SEQS, FEW_ROWS, TILE = 4, 128, 64
+FEW_SEQS, FEW_ROWS = 4, 32  # up to so many sequences our kernel is faster, with at most half a tile of query rows each
+TILE = (
+    64  # rows; one sequence with a whole tile took FlashMLA 22.8 us behind 1,024 keys, and ours 10.6 with half a tile
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class Plan:
 def schedule(seq_lens: Tensor, queries_per_seq: int, num_heads: int, kv_dtype: torch.dtype) -> Plan | None:
     """One kernel on one warp, for all layers. None: our kernel runs."""
     rows = queries_per_seq * num_heads
-    if len(seq_lens) <= FEW_SEQS and rows <= TILE and rows * len(seq_lens) <= FEW_ROWS:
+    if len(seq_lens) <= FEW_SEQS and rows <= (TILE if len(seq_lens) == 1 else FEW_ROWS):
         return None
     import flash_mla
     from flash_mla.flash_mla_interface import FlashMLASchedMeta
