@@ -4,8 +4,8 @@ python -m millrace_bench.drafts [--model models/tiny] [--num-items 10] [--temper
 
 One engine after the other in this process, without drafts and with 1, 2 and 3, on the same prompts and seeds.
 
-    position N   part of the drafts in that place behind the last token that were accepted, behind the end of an
-                 answer too: a step may be launched before the end is known
+    position N   part of the verified drafts in that place behind the last token that became output tokens; drafts
+                 behind the end of an answer do not
     accept       tokens of an answer that a decode step gave
     same         answers that are those without drafts, token by token; exit code 1 when one differs
 """

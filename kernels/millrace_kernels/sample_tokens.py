@@ -73,14 +73,14 @@ def filtered(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Ten
 def gumbel_noise(seeds: Tensor, output_index: Tensor, vocab_size: int) -> Tensor:
     """int64 [S] (u64 bits), int64 [S] -> float32 [S, V]."""
     tokens = torch.arange(vocab_size, device=seeds.device)
-    key = _mix32(_mix32(seeds & M32) ^ ((seeds >> 32) & M32))
-    key = _mix32(key ^ _mix32(output_index & M32))
-    bits = _mix32(_mix32(key[:, None] ^ _mix32(tokens)[None, :]) + key[:, None])
+    key = mix32(mix32(seeds & M32) ^ ((seeds >> 32) & M32))
+    key = mix32(key ^ mix32(output_index & M32))
+    bits = mix32(mix32(key[:, None] ^ mix32(tokens)[None, :]) + key[:, None])
     uniform = (bits.double() + 0.5) * 2.0**-32
     return -torch.log(-torch.log(uniform)).float()
 
 
-def _mix32(x: Tensor) -> Tensor:
+def mix32(x: Tensor) -> Tensor:
     """Bijection of u32 held in int64 (finalizer of MurmurHash3)."""
     x = x & M32
     x = ((x ^ (x >> 16)) * 0x85EBCA6B) & M32

@@ -24,7 +24,7 @@ ROW, LATENT, PAGE = 576, 512, 64
 KV_DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
 FEW_SEQS, FEW_ROWS = 4, 32  # up to so many sequences our kernel is faster, with at most half a tile of query rows each
 TILE = (
-    64  # rows; one sequence with a whole tile took FlashMLA 22.8 us behind 1,024 keys, and ours 10.6 with half a tile
+    64  # rows that one sequence may have: FlashMLA took 22.8 us for them behind 1,024 keys, ours 10.6 for half of them
 )
 
 

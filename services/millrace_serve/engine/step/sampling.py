@@ -65,7 +65,7 @@ def sample(
     host: HostSampling,
     device: DeviceSampling,
     output_index: Tensor,
-    before: Tensor,
+    before: Tensor | None,
     tables: TokenTables,
 ) -> tuple[Tensor, Tensor | None]:
     """logits float32 [R, V], overwritten -> tokens int64 [R]; log-softmax of the raw logits if a request wants it.
@@ -73,7 +73,7 @@ def sample(
     Args:
         host, device: the same batch twice.
         output_index: int64 [R], 0-based output position in the room
-        before: int64 [R, k], the drafts that a row takes for outputs, else -1
+        before: int64 [R, k], the drafts that a row takes for outputs, else -1; needed with penalties alone
     """
     raw = torch.log_softmax(logits, dim=-1) if host.num_logprobs >= 0 else None
     if device.grammar is not None:
@@ -83,6 +83,7 @@ def sample(
         values = bias.values.masked_fill(output_index[bias.samples] >= bias.until, 0.0)
         logits.index_put_((bias.samples, bias.tokens), values, accumulate=True)
     if device.penalties is not None:
+        assert before is not None, "penalties count drafts"
         tables.join(device.penalties)
         tables.apply(logits, device.penalties, before)
     drawn = host.drawn

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from millrace_kernels.sample_tokens import mix32
 from torch import Tensor
 
 from millrace_serve.engine.config import EngineConfig
@@ -237,8 +238,5 @@ def _last_accepted(step: StepBatch[Tensor], counts: Tensor) -> Tensor:
 
 
 def _hold(keys: Tensor, probabilities: Tensor) -> Tensor:
-    """bool [D, k]: one draw of each key [D] decides how many drafts hold. The hash is MurmurHash3's finalizer."""
-    x = keys * 0x9E3779B1 & 0xFFFFFFFF
-    x = (x ^ x >> 16) * 0x85EBCA6B & 0xFFFFFFFF
-    x = (x ^ x >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
-    return ((x ^ x >> 16).double() / 2**32)[:, None] < probabilities
+    """bool [D, k]: one draw of each key [D] decides how many drafts hold."""
+    return (mix32(keys).double() / 2**32)[:, None] < probabilities

@@ -147,7 +147,8 @@ class TorchRunner:
         """`positions`: of the sampled rows."""
         if batch.sampling is None or step.sampling is None:
             return results(logits.argmax(dim=-1), None, -1)
-        output_index, before = self.slots.output_index(positions, step), self.slots.drafts_before(step)
+        output_index = self.slots.output_index(positions, step)
+        before = None if step.sampling.penalties is None else self.slots.drafts_before(step)
         tokens, raw = sample(logits, batch.sampling, step.sampling, output_index, before, self._tables)
         return results(tokens, raw, batch.sampling.num_logprobs)
 
