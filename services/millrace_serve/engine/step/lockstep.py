@@ -17,9 +17,8 @@ from millrace_serve.engine.schedule.plan import Plan
 from millrace_serve.engine.step.batch import HostBatch
 from millrace_serve.engine.step.runner import Runner
 
-State = tuple[
-    int, int, int, int
-]  # of a replica in a step: decode sequences, sampling chunks, chunk tokens, wants to end
+# Of a replica in a step: decode sequences, sampling chunks, tokens of all chunks, whether it wants to end.
+State = tuple[int, int, int, int]
 AllGather = Callable[[State], list[State]]  # own vector -> those of all replicas, in rank order
 Broadcast = Callable[[bytes | None], bytes]  # the leader passes data, the others None; all get the leader's data
 
