@@ -34,14 +34,15 @@ def load(model: type[C], path: str | Path | None = None, overrides: Sequence[str
         if not isinstance(values, dict):
             raise ConfigError(f"configuration {path} must be a mapping, not {type(values).__name__}")
     for item in overrides:
-        _set(values, item)
+        override(values, item)
     try:
         return model.model_validate(values)
     except ValidationError as error:
         raise ConfigError(_explain(error)) from error
 
 
-def _set(values: dict[str, Any], item: str) -> None:
+def override(values: dict[str, Any], item: str) -> None:
+    """Apply one `a.b=value` in place. Raises ConfigError."""
     key, sep, raw = item.partition("=")
     if not sep or not key:
         raise ConfigError(f"--set {item!r} is not of the form key.path=value")

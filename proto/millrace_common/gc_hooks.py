@@ -40,8 +40,16 @@ class PauseWatch:
         """The pauses since the last call; long ones are logged."""
         pauses = [self._pauses.popleft() for _ in range(len(self._pauses))]
         for pause in pauses:
-            if pause.seconds >= WARN_S:
-                _warn(self._process, pause)
+            if pause.seconds >= WARN_S:  # counting the objects takes time
+                log.warning(
+                    "gc pause of %.1f ms in %s: generation %d, %d objects collected, %d tracked, %d frozen",
+                    pause.seconds * 1e3,
+                    self._process,
+                    pause.generation,
+                    pause.collected,
+                    len(gc.get_objects()),
+                    gc.get_freeze_count(),
+                )
         return pauses
 
     def close(self) -> None:
@@ -95,16 +103,3 @@ def freeze() -> int:
     gc.collect()
     gc.freeze()
     return gc.get_freeze_count()
-
-
-def _warn(process: str, pause: GcPause) -> None:
-    """Counting the objects takes time, so it is done for long pauses only."""
-    log.warning(
-        "gc pause of %.1f ms in %s: generation %d, %d objects collected, %d tracked, %d frozen",
-        pause.seconds * 1e3,
-        process,
-        pause.generation,
-        pause.collected,
-        len(gc.get_objects()),
-        gc.get_freeze_count(),
-    )

@@ -19,7 +19,7 @@ from millrace_common.reasons import Reason
 STAGES = ("queue", "route", "prefill", "kv_transfer", "first_token", "decode", "total")
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _SHORT = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
-
+Labels = tuple[str, ...]
 
 KV_FAULTS = (  # reasons of kv_failures that neither a client nor a lost worker causes
     Reason.KV_EXPIRED,
@@ -37,151 +37,148 @@ class Metric:
     name: str
     kind: type[Counter] | type[Gauge] | type[Histogram] | type[QuickHistogram]
     help: str
-    labels: tuple[str, ...] = ()
+    labels: Labels = ()
     buckets: tuple[float, ...] = ()
-    known: tuple[tuple[str, ...], ...] = ()  # label values, in the order of `labels`
+    known: tuple[Labels, ...] = ()  # label values, in the order of `labels`
+
+
+def counter(attr: str, name: str, help: str, labels: Labels = (), known: tuple[Labels, ...] = ()) -> Metric:
+    return Metric(attr, name, Counter, help, labels, known=known)
+
+
+def gauge(attr: str, name: str, help: str, labels: Labels = ()) -> Metric:
+    return Metric(attr, name, Gauge, help, labels)
+
+
+def histogram(attr: str, name: str, help: str, buckets: tuple[float, ...], labels: Labels = ()) -> Metric:
+    return Metric(attr, name, Histogram, help, labels, buckets)
 
 
 ROUTER = (
-    Metric("requests", "millrace_requests_total", Counter, "Requests by how they ended.", ("api", "status")),
-    Metric("stage", "millrace_stage_seconds", Histogram, "Time of a request in each stage.", ("stage",), _SECONDS),
+    counter("requests", "millrace_requests_total", "Requests by how they ended.", ("api", "status")),
+    histogram("stage", "millrace_stage_seconds", "Time of a request in each stage.", _SECONDS, ("stage",)),
     Metric("itl", "millrace_inter_token_seconds", QuickHistogram, "Time between a stream's token batches.", (), _SHORT),
-    Metric("tokens", "millrace_tokens_total", Counter, "Tokens, by direction.", ("direction",)),
-    Metric("queued", "millrace_queue_requests", Gauge, "Requests waiting for a pair of workers."),
-    Metric("queued_tokens", "millrace_queue_tokens", Gauge, "Prompt tokens of the waiting requests."),
-    Metric("queue_wait", "millrace_queue_wait_seconds", Gauge, "Estimated time until the waiting requests are served."),
-    Metric("tenant_requests", "millrace_tenant_requests_total", Counter, "Requests by API key.", ("tenant", "status")),
-    Metric("tenant_tokens", "millrace_tenant_tokens_total", Counter, "Tokens by API key.", ("tenant", "direction")),
-    Metric("active", "millrace_active_requests", Gauge, "Requests being worked on."),
-    Metric(
-        "retries", "millrace_retries_total", Counter, "Further attempts, by the reason of the failed one.", ("reason",)
-    ),
-    Metric("retries_refused", "millrace_retries_refused_total", Counter, "Attempts that the budget did not allow."),
-    Metric("retries_left", "millrace_retry_budget_attempts", Gauge, "Further attempts that the budget allows now."),
-    Metric("ejected", "millrace_ejected_workers", Gauge, "Workers that get no requests for a while.", ("role",)),
-    Metric(
-        "ejections", "millrace_ejections_total", Counter, "Ejections: consecutive, failing or slow.", ("role", "why")
-    ),
-    Metric("workers", "millrace_workers", Gauge, "Discovered, healthy and routable workers.", ("role", "state")),
-    Metric("pairs", "millrace_pairs", Gauge, "Pairs of workers by how far their hooks are.", ("state",)),
-    Metric(
+    counter("tokens", "millrace_tokens_total", "Tokens, by direction.", ("direction",)),
+    gauge("queued", "millrace_queue_requests", "Requests waiting for a pair of workers."),
+    gauge("queued_tokens", "millrace_queue_tokens", "Prompt tokens of the waiting requests."),
+    gauge("queue_wait", "millrace_queue_wait_seconds", "Estimated time until the waiting requests are served."),
+    counter("tenant_requests", "millrace_tenant_requests_total", "Requests by API key.", ("tenant", "status")),
+    counter("tenant_tokens", "millrace_tenant_tokens_total", "Tokens by API key.", ("tenant", "direction")),
+    gauge("active", "millrace_active_requests", "Requests being worked on."),
+    counter("retries", "millrace_retries_total", "Further attempts, by the reason of the failed one.", ("reason",)),
+    counter("retries_refused", "millrace_retries_refused_total", "Attempts that the budget did not allow."),
+    gauge("retries_left", "millrace_retry_budget_attempts", "Further attempts that the budget allows now."),
+    gauge("ejected", "millrace_ejected_workers", "Workers that get no requests for a while.", ("role",)),
+    counter("ejections", "millrace_ejections_total", "Ejections: consecutive, failing or slow.", ("role", "why")),
+    gauge("workers", "millrace_workers", "Discovered, healthy and routable workers.", ("role", "state")),
+    gauge("pairs", "millrace_pairs", "Pairs of workers by how far their hooks are.", ("state",)),
+    gauge(
         "discovery_synced",
         "millrace_discovery_last_sync_timestamp_seconds",
-        Gauge,
         "Time of the last list of workers from discovery.",
     ),
-    Metric(
-        "discovery_changes", "millrace_discovery_changes_total", Counter, "Workers that discovery changed.", ("change",)
-    ),
-    Metric("discovery_troubles", "millrace_discovery_troubles_total", Counter, "Looks that failed.", ("kind",)),
-    Metric("hooks", "millrace_hooks_total", Counter, "Warm-up and GC-freeze hooks run.", ("hook", "outcome")),
-    Metric(
+    counter("discovery_changes", "millrace_discovery_changes_total", "Workers that discovery changed.", ("change",)),
+    counter("discovery_troubles", "millrace_discovery_troubles_total", "Looks that failed.", ("kind",)),
+    counter("hooks", "millrace_hooks_total", "Warm-up and GC-freeze hooks run.", ("hook", "outcome")),
+    counter(
         "decisions",
         "millrace_decisions_total",
-        Counter,
         "Placements of attempts: pair, prefill_only, local or unified.",
         ("way", "prefill_policy", "decode_policy"),
     ),
-    Metric(
+    counter(
         "expected_cached_tokens",
         "millrace_expected_cached_tokens_total",
-        Counter,
         "Prompt tokens that the chosen worker was expected to have cached.",
     ),
-    Metric("cache_feeds", "millrace_cache_feeds", Gauge, "Workers whose prefix caches are followed."),
-    Metric(
-        "cache_snapshots", "millrace_cache_snapshots_total", Counter, "Snapshots of workers' prefix caches received."
-    ),
-    Metric("cache_gaps", "millrace_cache_gaps_total", Counter, "Gaps in the workers' reports of their prefix caches."),
-    Metric(
+    gauge("cache_feeds", "millrace_cache_feeds", "Workers whose prefix caches are followed."),
+    gauge("cache_blocks", "millrace_cache_blocks", "Different pages of prefix caches that the KV index knows."),
+    counter("cache_snapshots", "millrace_cache_snapshots_total", "Snapshots of workers' prefix caches received."),
+    counter("cache_gaps", "millrace_cache_gaps_total", "Gaps in the workers' reports of their prefix caches."),
+    counter(
         "drafted_tokens",
         "millrace_drafted_tokens_total",
-        Counter,
         "Drafts of ended attempts, by the addresses of their workers.",
         ("prefill", "decode"),
     ),
-    Metric(
+    counter(
         "accepted_draft_tokens",
         "millrace_accepted_draft_tokens_total",
-        Counter,
         "Drafts that became output tokens, by the addresses of their workers.",
         ("prefill", "decode"),
     ),
-    Metric("stale", "millrace_stale_messages_total", Counter, "Messages with a stale attempt number.", ("kind",)),
-    Metric("mismatches", "millrace_token_mismatches_total", Counter, "Prefill and decode disagreed on a token."),
+    counter("stale", "millrace_stale_messages_total", "Messages with a stale attempt number.", ("kind",)),
+    counter("mismatches", "millrace_token_mismatches_total", "Prefill and decode disagreed on a token."),
 )
 WORKER = (
-    Metric("state", "millrace_worker_state", Gauge, "1 for the worker's current state.", ("state",)),
-    Metric("startup", "millrace_startup_seconds", Gauge, "Time of each phase of the start.", ("phase",)),
-    Metric("sequences", "millrace_sequences", Gauge, "Sequences by what they do.", ("replica", "doing")),
-    Metric("pages", "millrace_kv_pages", Gauge, "KV pages by use.", ("replica", "use")),
-    Metric("waiting_tokens", "millrace_waiting_tokens", Gauge, "Prompt tokens still to be computed.", ("replica",)),
-    Metric("credits", "millrace_credits", Gauge, "Further requests the replica is willing to take.", ("replica",)),
-    Metric(
-        "engine", "millrace_engine_total", Counter, "Engine counts: steps, tokens, preemptions.", ("replica", "what")
+    gauge("state", "millrace_worker_state", "1 for the worker's current state.", ("state",)),
+    gauge("startup", "millrace_startup_seconds", "Time of each phase of the start.", ("phase",)),
+    counter(
+        "compilations",
+        "millrace_worker_compilations_total",
+        "Kernels compiled after READY, for which a request may have waited.",
+        ("library",),
+        known=(("triton",), ("deep_gemm",), ("flashinfer",)),
     ),
-    Metric(
-        "drafts", "millrace_drafts_total", Counter, "Drafts verified, by their place, from 1.", ("replica", "position")
-    ),
-    Metric(
+    gauge("sequences", "millrace_sequences", "Sequences by what they do.", ("replica", "doing")),
+    gauge("pages", "millrace_kv_pages", "KV pages by use.", ("replica", "use")),
+    gauge("waiting_tokens", "millrace_waiting_tokens", "Prompt tokens still to be computed.", ("replica",)),
+    gauge("credits", "millrace_credits", "Further requests the replica is willing to take.", ("replica",)),
+    gauge("host_pages", "millrace_host_pages", "Room for copies of KV pages in the host's memory.", ("replica", "use")),
+    counter("host_bytes", "millrace_host_bytes_total", "KV bytes copied to or from the host tier.", ("replica", "way")),
+    counter("host_seconds", "millrace_host_copy_seconds_total", "Time that these copies took.", ("replica", "way")),
+    counter("disk_pages", "millrace_disk_pages_total", "KV pages moved to or from the disk tier.", ("replica", "way")),
+    counter("engine", "millrace_engine_total", "Engine counts: steps, tokens, preemptions.", ("replica", "what")),
+    counter("drafts", "millrace_drafts_total", "Drafts verified, by their place, from 1.", ("replica", "position")),
+    counter(
         "drafts_accepted",
         "millrace_drafts_accepted_total",
-        Counter,
         "Drafts that became output tokens, by their place.",
         ("replica", "position"),
     ),
-    Metric("kv_bytes", "millrace_kv_bytes_total", Counter, "KV bytes read from prefill workers."),
-    Metric(
-        "kv_transfer", "millrace_kv_transfer_seconds", Histogram, "From the last part's arrival to held.", (), _SHORT
+    gauge(
+        "expert_imbalance",
+        "millrace_expert_imbalance",
+        "Choices of experts on the busiest rank over the mean of the ranks: mean of the layers.",
     ),
-    Metric(
-        "kv_read", "millrace_kv_read_seconds", Histogram, "From a read's posting to its end on all ranks.", (), _SHORT
-    ),
-    Metric(
+    counter("expert_moves", "millrace_expert_moves_total", "Experts that changed their place."),
+    counter("kv_bytes", "millrace_kv_bytes_total", "KV bytes read from other workers."),
+    histogram("kv_transfer", "millrace_kv_transfer_seconds", "From the last part's arrival to held.", _SHORT),
+    histogram("kv_read", "millrace_kv_read_seconds", "From a read's posting to its end on all ranks.", _SHORT),
+    counter(
         "kv_failures",
         "millrace_kv_failures_total",
-        Counter,
         "KV transfers that failed.",
         ("reason",),
         known=tuple((reason,) for reason in KV_FAULTS),
     ),
-    Metric("leases", "millrace_leases", Gauge, "Parked prompts."),
-    Metric(
+    counter("loan_pages", "millrace_loan_pages_total", "Cached pages borrowed and lent.", ("direction",)),
+    histogram("loan", "millrace_loan_seconds", "Of a loan, without its time in the queue.", _SHORT),
+    counter("loan_failures", "millrace_loan_failures_total", "Loans that ended without pages.", ("reason",)),
+    gauge("leases", "millrace_leases", "Parked prompts, and loans."),
+    counter(
         "leases_ended",
         "millrace_leases_ended_total",
-        Counter,
         "Leases by how they ended.",
         ("outcome",),
         known=(("released",), ("expired",), ("aborted",)),
     ),
-    Metric("quarantined", "millrace_quarantined_pages", Gauge, "Pages of transfers that are over but not yet final."),
-    Metric(
-        "worker_stale", "millrace_worker_stale_messages_total", Counter, "Messages for unknown attempts.", ("kind",)
-    ),
+    gauge("quarantined", "millrace_quarantined_pages", "Pages of transfers that are over but not yet final."),
+    counter("worker_stale", "millrace_worker_stale_messages_total", "Messages for unknown attempts.", ("kind",)),
 )
 PROCESS = (
-    Metric("started", "millrace_start_timestamp_seconds", Gauge, "When the process started."),
-    Metric(
-        "gc_pause",
-        "millrace_gc_pause_seconds",
-        Histogram,
-        "Garbage-collection pauses.",
-        ("process", "generation"),
-        _SHORT,
-    ),
-    Metric(
-        "loop_lag", "millrace_event_loop_lag_seconds", Histogram, "How late the event loop is.", ("process",), _SHORT
-    ),
-    Metric(
+    gauge("started", "millrace_start_timestamp_seconds", "When the process started."),
+    histogram("gc_pause", "millrace_gc_pause_seconds", "Garbage-collection pauses.", _SHORT, ("process", "generation")),
+    histogram("loop_lag", "millrace_event_loop_lag_seconds", "How late the event loop is.", _SHORT, ("process",)),
+    counter(
         "reloads",
         "millrace_reloads_total",
-        Counter,
         "Changed files (certificates, keys) by whether they are used.",
         ("what", "outcome"),
         known=(("certificates", "failed"), ("api_keys", "failed")),
     ),
-    Metric("gc_freezes", "millrace_gc_freezes_total", Counter, "GC freezes.", ("process",)),
-    Metric("gc_frozen", "millrace_gc_frozen_objects", Gauge, "Objects frozen by the latest freeze.", ("process",)),
+    counter("gc_freezes", "millrace_gc_freezes_total", "GC freezes.", ("process",)),
+    gauge("gc_frozen", "millrace_gc_frozen_objects", "Objects frozen by the latest freeze.", ("process",)),
 )
 
 

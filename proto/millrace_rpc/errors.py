@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
-from google.protobuf import any_pb2, duration_pb2
+from google.protobuf import any as protobuf_any
+from google.protobuf import duration
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 from millrace_common.reasons import Reason
@@ -84,13 +85,9 @@ class MillraceError(Exception):
             info.metadata["param"] = self.param
         details: list[Any] = [info]
         if self.retry_after_s > 0:
-            delay = duration_pb2.Duration()
-            delay.FromMilliseconds(round(self.retry_after_s * 1000))
+            delay = duration.from_milliseconds(round(self.retry_after_s * 1000))
             details.append(error_details_pb2.RetryInfo(retry_delay=delay))
-        packed = []
-        for detail in details:
-            packed.append(any_pb2.Any())
-            packed[-1].Pack(detail)
+        packed = map(protobuf_any.pack, details)
         code = code_pb2.Code.Value(self.row.code.name)
         message = self.message.encode(errors="replace")[:MAX_STATUS_BYTES].decode(errors="ignore")
         return rpc_status.to_status(status_pb2.Status(code=code, message=message, details=packed))
@@ -110,6 +107,7 @@ class MillraceError(Exception):
 _BY_CODE = {
     _S.CANCELLED: Reason.CANCELLED,
     _S.DEADLINE_EXCEEDED: Reason.DEADLINE_EXCEEDED,
+    _S.INTERNAL: Reason.WORKER_LOST,  # gRPC's own, about a stream that broke: our servers send details
     _S.INVALID_ARGUMENT: Reason.INVALID_ARGUMENT,
     _S.NOT_FOUND: Reason.NOT_FOUND,
     _S.RESOURCE_EXHAUSTED: Reason.OVERLOADED,

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import random
 import socket
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import uvicorn
 from millrace_common.reasons import Reason
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Scope
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from millrace_rpc.errors import MillraceError
@@ -19,6 +22,8 @@ from millrace_rpc.tls import Identity
 STOP_GRACE_S = 1  # for open connections when the server stops
 MAX_HEAD_BYTES = 64 << 10  # of what was received before a request's headers were complete
 MAX_HEAD_S = 30.0  # from the connection, or a later request's first byte, to the end of its headers
+MAX_REQUESTS = 10_000  # on one connection of `Ageing`
+BODY = "millrace.body"  # a scope's `Body`
 
 
 class HttpServer:
@@ -67,6 +72,30 @@ class _Server(uvicorn.Server):
         yield
 
 
+class Body:
+    """The way around ASGI for an answer that streams: `send` is a coroutine in every middleware, a write is a call.
+    Only between two `send`s of an answer without content-length.
+    """
+
+    def __init__(self, transport: asyncio.Transport, flow: FlowControl) -> None:
+        self._transport = transport
+        self._flow = flow
+
+    @property
+    def ready(self) -> bool:
+        """Nothing is wrong with the connection, and its client reads: else use `send`."""
+        return not (self._flow.write_paused or self._transport.is_closing())
+
+    def write(self, data: bytes) -> None:
+        if data:  # an empty chunk would be the end
+            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+
+def body_of(scope: Scope) -> Body | None:
+    """None: another server serves the app."""
+    return scope.get(BODY)
+
+
 class BoundedHead(HttpToolsProtocol):
     """Ends a connection whose headers are too long or too slow; the parser alone has no limit."""
 
@@ -77,6 +106,7 @@ class BoundedHead(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._body = Body(transport, self.flow)
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -87,6 +117,7 @@ class BoundedHead(HttpToolsProtocol):
         self._in_head = True
         self._expect_head()
         super().on_message_begin()
+        self.scope[BODY] = self._body  # type: ignore[literal-required]
 
     def on_headers_complete(self) -> None:
         self._in_head, self._head_bytes, self._completed_head = False, 0, True
@@ -121,6 +152,26 @@ class BoundedHead(HttpToolsProtocol):
             self._expect_head()  # an earlier request of the connection is still being answered
         else:
             self.transport.close()
+
+
+class Ageing(BoundedHead):
+    """Connections end now and then, so that a new router replica gets its share of the load: the answer to a request on
+    an old one says `connection: close`, which clients expect at any time. uvicorn has no option for it:
+    `cycle.keep_alive` is its own, so a new version of uvicorn needs test_connections.py.
+    """
+
+    def __init__(self, max_age_s: float | None, parting: asyncio.Event, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._parting = parting
+        self._left = MAX_REQUESTS
+        self._old_at = None if max_age_s is None else self.loop.time() + max_age_s * random.uniform(0.9, 1.1)
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self._left -= 1
+        old = self._old_at is not None and self.loop.time() >= self._old_at
+        if old or self._left <= 0 or self._parting.is_set():
+            self.cycle.keep_alive = False
 
 
 def _last_answer(error: MillraceError) -> bytes:

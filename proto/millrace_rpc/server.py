@@ -63,9 +63,7 @@ class Server:
         reflection.enable_server_reflection(names, self.grpc)
 
     async def start(self, address: str, identity: Identity | None = None) -> int:
-        """Bind `host:port` (port 0: any free one) and serve, with TLS if there is an identity. Health is NOT_SERVING
-        until `set_serving(True)`.
-        """
+        """Bind `host:port` (port 0: any free one), with TLS if there is an identity. `set_serving` comes later."""
         self.set_serving(False)
         self.port = await _start(self.grpc, address, identity)
         return self.port
@@ -125,19 +123,11 @@ class _Errors(Interceptor):
     """Turns exceptions of handlers into statuses."""
 
     def wrap(self, handler: grpc.RpcMethodHandler, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
-        wrapped: Callable[..., Any]
-        if handler.response_streaming:
-            wrapped = _streaming(handler.stream_stream or handler.unary_stream)
-        else:
-            wrapped = _unary(handler.stream_unary or handler.unary_unary)
-        return with_behavior(handler, wrapped)
-
-
-def with_behavior(handler: grpc.RpcMethodHandler, behavior: Callable[..., Any]) -> grpc.RpcMethodHandler:
-    """A handler of the same kind for the same messages."""
-    kinds = ["stream" if streams else "unary" for streams in (handler.request_streaming, handler.response_streaming)]
-    make = getattr(grpc, f"{'_'.join(kinds)}_rpc_method_handler")
-    return make(behavior, handler.request_deserializer, handler.response_serializer)
+        kinds = ["stream" if many else "unary" for many in (handler.request_streaming, handler.response_streaming)]
+        kind = "_".join(kinds)  # the name of the handler's one behaviour
+        wrapped = (_streaming if handler.response_streaming else _unary)(getattr(handler, kind))
+        make = getattr(grpc, f"{kind}_rpc_method_handler")
+        return make(wrapped, handler.request_deserializer, handler.response_serializer)
 
 
 def _unary(behavior: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:

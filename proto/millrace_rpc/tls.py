@@ -1,8 +1,7 @@
 """TLS of every hop: one `Tls` section per process, and the `Identity` that its servers and clients share.
 
-Certificates are files, checked again while the process runs. A server uses the new ones for the next handshake, without
-a restart and without touching the connections it has; a client for its next channel. New files that do not fit together
-are ignored (see millrace_common/reloaded.py).
+Certificates are files, checked again while the process runs (millrace_common/reloaded.py). A server uses the new ones
+for the next handshake, a client for its next channel.
 """
 
 from __future__ import annotations
@@ -18,18 +17,13 @@ from millrace_common.reloaded import Reloaded
 from millrace_common.tls_config import Tls
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Material:
-    """The files' bytes, not to be printed, and what is made of them."""
+    """What is made of the files."""
 
-    chain: bytes | None
-    key: bytes | None
-    ca: bytes | None
     context: ssl.SSLContext  # of an HTTPS server
+    server: grpc.ServerCertificateConfiguration | None  # None: there is no certificate
     client: grpc.ChannelCredentials
-
-    def server_configuration(self) -> grpc.ServerCertificateConfiguration:
-        return grpc.ssl_server_certificate_configuration([(self.key, self.chain)], self.ca)
 
 
 class Identity:
@@ -62,10 +56,10 @@ class Identity:
             """Called in a thread of gRPC's; None: nothing new."""
             nonlocal served
             before, served = served, self._files.get()
-            return None if served is before else served.server_configuration()
+            return None if served is before else served.server
 
         return grpc.dynamic_ssl_server_credentials(
-            served.server_configuration(), fetch, require_client_authentication=self.tls.require_client_cert
+            served.server, fetch, require_client_authentication=self.tls.require_client_cert
         )
 
     def server_context(self) -> ssl.SSLContext:
@@ -102,24 +96,22 @@ def load(tls: Tls) -> Material:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
+    files, fault = f"{tls.cert} and {tls.key}", "are no certificate with its key"
     try:
         if tls.cert is not None:
             context.load_cert_chain(tls.cert, tls.key, password=_no_password)
-    except ssl.SSLError as error:
-        raise ValueError(f"tls: {tls.cert} and {tls.key} are no certificate with its key ({error.reason})") from error
-    except OSError as error:
-        raise OSError(f"tls: cannot read {tls.cert} and {tls.key}: {error.strerror}") from error
-    try:
+        files, fault = str(tls.ca), "holds no certificates"
         if tls.ca is not None:
             context.load_verify_locations(cafile=tls.ca)
     except ssl.SSLError as error:
-        raise ValueError(f"tls: {tls.ca} holds no certificates ({error.reason})") from error
+        raise ValueError(f"tls: {files} {fault} ({error.reason})") from error
     except OSError as error:
-        raise OSError(f"tls: cannot read {tls.ca}: {error.strerror}") from error
+        raise OSError(f"tls: cannot read {files}: {error.strerror}") from error
     if tls.require_client_cert:
         context.verify_mode = ssl.CERT_REQUIRED
     chain, key, ca = (path.read_bytes() if path is not None else None for path in (tls.cert, tls.key, tls.ca))
-    return Material(chain, key, ca, context, grpc.ssl_channel_credentials(ca, key, chain))
+    server = grpc.ssl_server_certificate_configuration([(key, chain)], ca) if chain is not None else None
+    return Material(context, server, grpc.ssl_channel_credentials(ca, key, chain))
 
 
 def _no_password() -> str:

@@ -1,0 +1,100 @@
+"""The tokenizer of a checkpoint folder: tokenizer.json, or tiktoken's ranks as Moonshot AI publishes them (Moonlight,
+Kimi K2), which become the same byte-level BPE.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+HUGGING_FACE, TIKTOKEN = "tokenizer.json", "tiktoken.model"
+CONFIG = "tokenizer_config.json"
+
+# How Moonshot's tokenizers cut a text before BPE: a run of Han characters stands alone, words end at a change to upper
+# case and keep a contraction, and numbers have at most three digits.
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_BEFORE, _CONTRACTION = r"[^\r\n\p{L}\p{N}]?", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+MOONSHOT = "|".join(
+    (
+        r"[\p{Han}]+",
+        f"{_BEFORE}{_UPPER}*{_LOWER}+{_CONTRACTION}",
+        f"{_BEFORE}{_UPPER}+{_LOWER}*{_CONTRACTION}",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    )
+)
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """Raises ValueError, with the file's name, when there is none that can be used."""
+    if (file := folder / TIKTOKEN).exists() and not (folder / HUGGING_FACE).exists():
+        try:
+            ranks = dict(_ranks(file.read_bytes()))
+            config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+            added = {
+                int(i): AddedToken(token["content"], special=bool(token.get("special")))
+                for i, token in config.get("added_tokens_decoder", {}).items()
+            }
+            return from_ranks(ranks, added)
+        except (OSError, ValueError, TypeError, LookupError) as error:
+            raise ValueError(f"{file}: {error}") from error
+    try:
+        return Tokenizer.from_file(str(folder / HUGGING_FACE))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise ValueError(f"{folder / HUGGING_FACE}: {error}") from error
+
+
+def from_ranks(ranks: Mapping[bytes, int], added: Mapping[int, AddedToken]) -> Tokenizer:
+    """BPE that always merges the pair with the lowest rank. `added` tokens, by id, follow the ranks; ids between them
+    are reserved.
+    """
+    text = {data: "".join(byte_characters()[byte] for byte in data) for data in ranks}
+    merges = [(text[left], text[right]) for left, right in _merges(ranks)]
+    vocab = {text[data]: rank for data, rank in ranks.items()}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=True))
+    cut = pre_tokenizers.Split(Regex(MOONSHOT), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
+        [cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    first = len(vocab)
+    if sorted(vocab.values()) != list(range(first)) or min(added, default=first) < first:
+        raise ValueError(f"{first} ranks must be 0 to {first - 1}, and added tokens behind them")
+    reserved = (AddedToken(f"<|reserved_token_{i}|>", special=True) for i in range(first, max(added, default=-1) + 1))
+    tokenizer.add_tokens([added.get(i, token) for i, token in enumerate(reserved, first)])
+    return tokenizer
+
+
+@functools.cache
+def byte_characters() -> str:
+    """The character that stands for each byte in byte-level BPE: printable bytes of Latin-1 are themselves, the others
+    are counted up from U+0100.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = itertools.count(256)
+    return "".join(chr(byte if byte in printable else next(others)) for byte in range(256))
+
+
+def _ranks(data: bytes) -> Iterator[tuple[bytes, int]]:
+    for line in data.splitlines():
+        if line:
+            token, rank = line.split()
+            yield base64.b64decode(token, validate=True), int(rank)
+
+
+def _merges(ranks: Mapping[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
+    """All pairs that make a token, in the order of their tokens."""
+    for token in sorted(ranks, key=ranks.__getitem__):
+        pairs = ((token[:i], token[i:]) for i in range(1, len(token)))
+        known = [pair for pair in pairs if pair[0] in ranks and pair[1] in ranks]
+        yield from sorted(known, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
