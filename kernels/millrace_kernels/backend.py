@@ -1,9 +1,9 @@
 """The choice of an implementation for each op.
 
 An op is named `module.function`. `TABLE` lists its faster implementations, best first, each with the capability, the
-sizes (tokens, mostly) and the library that it needs; they were measured with `millrace bench kernels`. Without a
-matching row the op's reference runs, which is the body of the op's function: every op works on every device, even
-without any library.
+sizes (tokens, mostly) and the library that it needs. Their order was measured on sm90 with `millrace bench kernels`.
+Our Triton kernels run on every GPU from sm80 on, those that read or write E4M3 from sm89 on. Without a matching row the
+op's reference runs, which is the body of the op's function: every op works on every device, even without any library.
 
 Two choices are made elsewhere. Up to SMALL_TOKENS tokens an FP8 product reads plain rows, not quantised ones: `linear`,
 `mla_absorb`, norms and SwiGLU follow this one constant. A file of lib/ hands dtypes, widths and alignments that its
@@ -18,7 +18,7 @@ import importlib
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -30,64 +30,81 @@ SMALL_TOKENS = 16  # up to so many tokens the read of the weight dominates, and 
 @dataclass(frozen=True, slots=True)
 class Choice:
     target: str  # `import.path:function`, with the signature of the op; empty: the reference
-    needs: str = ""  # a library that must be installed
+    needs: str = ""  # a library that must be installed, or what it must offer: `import.path:function`
     min_size: int = 0
     max_size: int = 1 << 62
     when: str = ""  # `import.path:function` of (size, shape), where sizes alone do not decide
-    capability: str = "sm90"
+    capability: str = "sm90"  # one of these; "sm80+": this one and newer ones
+    status: Literal["measured", "untested", "compared"] = "measured"  # compared: benches time it, nothing chooses it
+
+    def runs_on(self, capability: str) -> bool:
+        if self.capability.endswith("+") and capability.startswith("sm"):
+            return int(capability[2:]) >= int(self.capability[2:-1])
+        return capability in self.capability.split()
 
     def serves(self, size: int, shape: tuple[int, ...]) -> bool:
         return self.min_size <= size <= self.max_size and (not self.when or _load(self.when)(size, shape))
 
 
-REFERENCE = Choice("")
+PLAIN, E4M3 = "sm80+", "sm89+"  # GPUs on which Triton compiles kernels without and with E4M3
+REFERENCE = Choice("", capability=PLAIN)
 
 
-def _ours(target: str, max_size: int = 1 << 62, when: str = "") -> tuple[Choice]:
+def _ours(target: str, max_size: int = 1 << 62, when: str = "", on: str = PLAIN) -> tuple[Choice]:
     """The row of one of our Triton kernels."""
-    return (Choice(f"millrace_kernels.triton.{target}", needs="triton", max_size=max_size, when=when),)
+    return (Choice(f"millrace_kernels.triton.{target}", "triton", max_size=max_size, when=when, capability=on),)
+
+
+def _flashinfer(function: str, needs: str, status: Literal["untested", "compared"], capability: str = "sm90") -> Choice:
+    target = f"millrace_kernels.lib.flashinfer_gemm:{function}"
+    return Choice(target, f"flashinfer.gemm:{needs}", capability=capability, status=status)
 
 
 TABLE: dict[str, tuple[Choice, ...]] = {
     # dense
-    "fp8.quant_groups": _ours("quant:quant_groups"),
+    "fp8.quant_groups": _ours("quant:quant_groups", on=E4M3),
     "fp8.fp8_linear": (
-        *_ours("fp8_linear:fp8_linear", max_size=256, when="millrace_kernels.triton.fp8_linear:is_measured"),
+        *_ours("fp8_linear:fp8_linear", 256, "millrace_kernels.triton.fp8_linear:is_measured", E4M3),
         Choice("millrace_kernels.lib.deep_gemm:fp8_linear", needs="deep_gemm"),
-        *_ours("fp8_linear:fp8_linear"),
+        _flashinfer("fp8_linear_cutlass", "gemm_fp8_nt_groupwise", "untested", "sm100 sm103 sm120 sm121"),
+        *_ours("fp8_linear:fp8_linear", on=E4M3),
+        _flashinfer("fp8_linear_trtllm", "gemm_fp8_nt_groupwise", "compared", "sm100 sm103"),
+        _flashinfer("fp8_linear_sm90", "fp8_blockscale_gemm_sm90", "compared"),
     ),
     "fp8.compile_ahead": (Choice("millrace_kernels.lib.deep_gemm:compile_ahead", needs="deep_gemm"),),
-    "fp8.small_linear": _ours("small_linear:small_linear"),
+    "fp8.small_linear": _ours("small_linear:small_linear", on=E4M3),
     "int8.quant_rows": _ours("int8:quant_rows"),
     "int8.int8_linear": (
         *_ours("int8:int8_linear"),
-        Choice("millrace_kernels.lib.cublas:int8_linear", min_size=17),
+        Choice("millrace_kernels.lib.cublas:int8_linear", min_size=17, capability=PLAIN),
     ),
     "rms_norm.rms_norm": _ours("rms_norm:rms_norm"),
-    "rms_norm.add_rms_norm": _ours("rms_norm:add_rms_norm"),
-    "rms_norm.rms_norm_quant": _ours("rms_norm:rms_norm_quant"),
-    "rms_norm.add_rms_norm_quant": _ours("rms_norm:add_rms_norm_quant"),
     "silu_mul.silu_mul": _ours("quant:silu_mul"),
-    "silu_mul.silu_mul_quant": _ours("quant:silu_mul_quant"),
     # experts
     "moe_gate.gate_logits": (
         *_ours("moe_gate:gate_logits", max_size=256),
-        Choice("millrace_kernels.lib.cublas:gate_logits"),
+        Choice("millrace_kernels.lib.cublas:gate_logits", capability=PLAIN),
     ),
     "moe_gate.moe_gate": _ours("moe_gate:moe_gate"),
+    "expert_slots.expert_slots": _ours("expert_slots:expert_slots"),
     "moe_experts.moe_experts": (
         *_ours("moe_small:moe_experts", max_size=SMALL_TOKENS),
         *_ours("moe_grouped:moe_experts"),
     ),
     "moe_experts.moe_experts_fp8": (
-        *_ours("moe_grouped:moe_experts_fp8", when="millrace_kernels.triton.moe_grouped:is_fastest"),
-        *_ours("moe_small:moe_experts_fp8", max_size=SMALL_TOKENS),
+        *_ours("moe_grouped:moe_experts_fp8", when="millrace_kernels.triton.moe_grouped:is_fastest", on=E4M3),
+        *_ours("moe_small:moe_experts_fp8", max_size=SMALL_TOKENS, on=E4M3),
         Choice("millrace_kernels.lib.deep_gemm_grouped:moe_experts_fp8", needs="deep_gemm"),
-        *_ours("moe_grouped:moe_experts_fp8"),
+        *_ours("moe_grouped:moe_experts_fp8", on=E4M3),
     ),
-    "moe_experts.moe_experts_other": (Choice("millrace_kernels.lib.cublas:moe_experts_other"),),
-    # sampling
+    "moe_experts.moe_experts_int8": _ours("int8:moe_experts_int8"),
+    "moe_experts.moe_experts_other": (Choice("millrace_kernels.lib.cublas:moe_experts_other", capability=PLAIN),),
+    "moe_masked.moe_masked": (Choice("millrace_kernels.lib.deep_gemm_masked:moe_masked", needs="deep_gemm"),),
+    # decode rows, sampling, acceptance
+    "decode_rows.decode_rows": _ours("decode_rows:decode_rows"),
+    "embed_part.embed_part": _ours("embed_part:embed_part"),
     "sample_tokens.sample_tokens": _ours("sample_tokens:sample_tokens"),
+    "accept_drafts.accept_drafts": _ours("accept_drafts:accept_drafts"),
     # attention
     "mla_qkv.mla_qkv_norm": _ours("mla_qkv:mla_qkv_norm"),
     "mla_absorb.absorb_q": (
@@ -97,7 +114,9 @@ TABLE: dict[str, tuple[Choice, ...]] = {
     ),
     "mla_absorb.project_v": (*_ours("mla_absorb:project_v_small", max_size=SMALL_TOKENS), REFERENCE),
     "mla_absorb.project_v_quant": (
-        *_ours("mla_absorb:project_v_quant", when="millrace_kernels.triton.mla_absorb:project_quant_is_measured"),
+        *_ours(
+            "mla_absorb:project_v_quant", when="millrace_kernels.triton.mla_absorb:project_quant_is_measured", on=E4M3
+        ),
         REFERENCE,
     ),
     "mla_expand.expand_kv": _ours("mla_expand:expand_kv"),
@@ -121,7 +140,7 @@ _forced: dict[str, str] = {}
 
 @functools.cache
 def capability(device: torch.device) -> str:
-    """`cpu`, or `sm90` for a CUDA device of compute capability 9.0."""
+    """`cpu`, or `sm90` for a CUDA device of compute capability 9.0, `sm100` for 10.0."""
     if device.type != "cuda":
         return device.type
     major, minor = torch.cuda.get_device_capability(device)
@@ -138,13 +157,16 @@ def implementation(
         return None
     target = _forced.get(op)
     if target is None:
-        target = next((choice.target for choice in choices(op, device) if choice.serves(size, shape)), "")
+        rows = _available(op, capability(device), False)
+        target = next((choice.target for choice in rows if choice.serves(size, shape)), "")
     return _load(target) if target else None
 
 
 def choices(op: str, device: torch.device) -> tuple[Choice, ...]:
-    """The rows of `op` that can run on `device`, best first: right capability, library there."""
-    return _available(op, capability(device))
+    """The rows of `op` that can run on `device`, best first: right capability, library there. Those that are there for
+    comparison are among them.
+    """
+    return _available(op, capability(device), True)
 
 
 @contextlib.contextmanager
@@ -168,17 +190,25 @@ def _load(target: str) -> Callable[..., Any]:
 
 
 @functools.cache
-def _available(op: str, capability: str) -> tuple[Choice, ...]:
-    return tuple(choice for choice in TABLE.get(op, ()) if choice.capability == capability and _has(choice.needs))
+def _available(op: str, capability: str, compared: bool) -> tuple[Choice, ...]:
+    rows = [row for row in TABLE.get(op, ()) if row.runs_on(capability) and (compared or row.status != "compared")]
+    found = tuple(row for row in rows if _has(row.needs))
+    for row in found:
+        if row.status == "untested":
+            log.warning("%s was never tested on %s", row.target, capability)
+    return found
 
 
 @functools.cache
 def _has(library: str) -> bool:
-    """Whether the library imports; logs once when it does not."""
-    if not library:
+    """Whether the library imports, and has the function named after a colon; logs once when it does not."""
+    path, _, function = library.partition(":")
+    if not path:
         return True
     try:
-        importlib.import_module(library)
+        module = importlib.import_module(path)
+        if function:
+            getattr(module, function)
     except Exception as error:  # a library may fail in any way, above all when it meets another CUDA
         log.warning("%s cannot be used, the next best runs: %s: %s", library, type(error).__name__, error)
         return False

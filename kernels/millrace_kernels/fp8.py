@@ -62,7 +62,7 @@ def quant_blocks(weight: Tensor) -> Fp8:
 def dequant_blocks(
     weight: Tensor, scales: Tensor, dtype: torch.dtype, first_row: int = 0, first_col: int = 0
 ) -> Tensor:
-    """weight E4M3 [N, K] -> [N, K] in dtype.
+    """weight E4M3 or int8 [N, K] -> [N, K] in dtype.
 
     `scales` belong to the blocks that the slice touches; first_row and first_col are where the slice begins inside
     of the first of them, so a rank's shard need not begin at a block.

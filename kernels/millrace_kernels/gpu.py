@@ -1,32 +1,55 @@
-"""The GPUs for which the measured tables hold.
-
-Configurations of kernels are measured on an H200. The number of programs that run at once decides among them, so they
-hold for every Hopper GPU of 132 multiprocessors (H100, H200, H800). Others (an H20 has 78) get estimates from their own
-number. `backend.TABLE`, which chooses between libraries and our kernels, is keyed by the compute capability.
-"""
+"""This process's GPU, as far as configurations of kernels depend on it."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Mapping
-from typing import TypeVar
+from typing import NamedTuple
 
 import torch
 
-MEASURED_SMS = 132
+from millrace_kernels.backend import capability
 
-_Key = TypeVar("_Key", bound=Hashable)
-_Value = TypeVar("_Value")
+
+class Gpu(NamedTuple):
+    name: str
+    capability: str
+    sms: int  # multiprocessors
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.capability}, {self.sms} multiprocessors)"
+
+
+H200 = Gpu("NVIDIA H200", "sm90", 132)  # on which most was measured
+H200_SHARED = 227 << 10  # bytes
+RESERVED_SHARED = 2 << 10  # of a program, for other things than its stages
+
+
+@functools.cache
+def gpu() -> Gpu:
+    """Without a GPU, the one on which most was measured."""
+    if not torch.cuda.is_available():
+        return H200
+    device = torch.device("cuda", torch.cuda.current_device())
+    return Gpu(torch.cuda.get_device_name(device), capability(device), sms())
 
 
 @functools.cache
 def sms() -> int:
-    """Multiprocessors of this process's GPU; without one, those of the GPU that was measured."""
+    """Multiprocessors of this process's GPU; without one, those of an H200."""
     if not torch.cuda.is_available():
-        return MEASURED_SMS
+        return H200.sms
     return int(torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count)
 
 
-def measured(table: Mapping[_Key, _Value], key: _Key) -> _Value | None:
-    """The table's entry, if the table holds for this GPU."""
-    return table.get(key) if sms() == MEASURED_SMS else None
+@functools.cache
+def shared_bytes() -> int:
+    """Shared memory that a program can have; without a GPU, that of an H200."""
+    if not torch.cuda.is_available():
+        return H200_SHARED
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
+
+
+def fitting(stages: int, stage_bytes: int, fixed_bytes: int = 0) -> int:
+    """How many of a pipeline's `stages` fit into the shared memory beside `fixed_bytes`; one at least."""
+    return max(1, min(stages, (shared_bytes() - RESERVED_SHARED - fixed_bytes) // stage_bytes))

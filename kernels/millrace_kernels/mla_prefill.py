@@ -6,7 +6,7 @@ out_i = sum_j softmax_j(scale * q_i . k_j) v_j        lse_i = log sum_j exp(scal
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,15 +16,16 @@ from millrace_kernels.backend import implementation
 QUERY_BLOCK = 128  # bounds the score matrix; causal blocks skip the keys to their right
 
 
+class Heads(NamedTuple):
+    """One rank's heads: how many, widths of q and k, and of v."""
+
+    num_heads: int
+    qk_dim: int
+    v_dim: int
+
+
 def plan(
-    q_lens: Sequence[int],
-    k_lens: Sequence[int],
-    num_heads: int,
-    qk_head_dim: int,
-    v_head_dim: int,
-    causal: bool,
-    device: torch.device,
-    dtype: torch.dtype,
+    q_lens: Sequence[int], k_lens: Sequence[int], heads: Heads, causal: bool, device: torch.device, dtype: torch.dtype
 ) -> Any:
     """The distribution of a step's work over the GPU: made on the host once, used by all layers. A step may hold
     several.
@@ -32,7 +33,7 @@ def plan(
     Returns: The `plan` of `mla_prefill`; None where an implementation needs none.
     """
     run = implementation("mla_prefill.plan", device, sum(q_lens))
-    return run(q_lens, k_lens, num_heads, qk_head_dim, v_head_dim, causal, device, dtype) if run else None
+    return run(q_lens, k_lens, heads, causal, device, dtype) if run else None
 
 
 def mla_prefill(

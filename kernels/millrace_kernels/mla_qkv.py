@@ -12,7 +12,7 @@ from torch import Tensor
 
 from millrace_kernels.backend import implementation
 from millrace_kernels.fp8 import E4M3_MAX, Operand
-from millrace_kernels.rms_norm import reference_operand
+from millrace_kernels.rms_norm import reference_norm
 from millrace_kernels.rope import rope
 
 
@@ -37,7 +37,7 @@ def mla_qkv_norm(
         cos, sin: float32 [T, R/2].
         slots: int64 [T]; several tokens may share a slot of the sink page, which then holds any one of them.
         kv: [num_pages, page_size, C+R], any page stride; bf16, float32, or E4M3 with scale 1, saturated at 448.
-        plain: False leaves q's plain form out, as in `rms_norm_quant`.
+        plain: False leaves q's plain form out, as in `rms_norm`.
     Returns:
         q [T, Q]: plain, and in FP8 above SMALL_TOKENS tokens, never when passed through; c_kv [T, C] and k_pe [T, R],
         not rounded to the pool's dtype.
@@ -50,7 +50,7 @@ def mla_qkv_norm(
     q, c_kv, k_pe = qkv.split((qkv.shape[1] - latent - rope_width, latent, rope_width), dim=-1)
     operand = Operand(q, None)
     if q_weight is not None:
-        operand = reference_operand(F.rms_norm(q, q_weight.shape, q_weight, eps), plain)
+        operand = reference_norm(q, q_weight, eps, True, plain)
     c_kv, k_pe = F.rms_norm(c_kv, kv_weight.shape, kv_weight, eps), rope(k_pe, cos, sin)
     kv_store(kv, slots, c_kv, k_pe)
     return operand, c_kv, k_pe

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from millrace_kernels.backend import implementation
 from millrace_kernels.fp8 import BLOCK, Fp8, Operand, dequant_blocks
+from millrace_kernels.int8 import Int8, Matrix
+from millrace_kernels.linear import linear
 from millrace_kernels.silu_mul import reference_silu_mul
 
 
@@ -19,11 +21,12 @@ def moe_experts(
     x: Tensor | Operand,
     weights: Tensor,
     experts: Tensor,
-    w13: Tensor | Fp8,
-    w2: Tensor | Fp8,
+    w13: Matrix,
+    w2: Matrix,
     *,
     shared_expert: bool = False,
     num_experts: int = 0,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The experts of this rank applied to the tokens that chose them.
 
@@ -31,22 +34,25 @@ def moe_experts(
         unless the operand brings its FP8 form. weights: float32 [T, K]; experts: int32 [T, K], each an index into w13
         and w2, or -1 for a choice that another rank computes and for padding. An expert that a token names twice counts
         twice. w13: [E, 2I, D], gate rows then up rows; w2: [E, D, I]; both plain in x's dtype or both FP8 with scales
-        of 128 x 128 blocks, [E, 2I/128, D/128] and [E, D/128, I/128]. shared_expert: the last of the E experts is the
-        shared one; ids do not name it. num_experts: routed experts of all ranks together, 0: those of this rank. It
-        gives the expected rows per expert, and changes only the speed. Returns: [T, D] in x's dtype, bfloat16 for an x
-        without plain form; 0 for a token none of whose experts is held here. The same inputs give the same bits.
+        of 128 x 128 blocks, [E, 2I/128, D/128] and [E, D/128, I/128], or both INT8, which need plain rows.
+        shared_expert: the last of the E experts is the shared one; ids do not name it. num_experts: routed experts of
+        all ranks together, 0: those of this rank. It gives the expected rows per expert, and changes only the speed.
+        out: [T, D], contiguous, where the result goes.
+        Returns: [T, D] in x's dtype, bfloat16 for an x without plain form; 0 for a token none of whose experts is held
+        here. The same inputs give the same bits.
     """
     rows = x if isinstance(x, Tensor) else x.plain if x.plain is not None else x.fp8.data  # type: ignore[union-attr]
-    first, second = (w.data if isinstance(w, Fp8) else w for w in (w13, w2))
-    assert isinstance(w13, Fp8) == isinstance(w2, Fp8), "w13 and w2 are both plain or both FP8"
+    first, second = (w if isinstance(w, Tensor) else w.data for w in (w13, w2))
+    assert type(w13) is type(w2), "w13 and w2 are both plain, both FP8 or both INT8"
     assert experts.shape == weights.shape and experts.shape[0] == rows.shape[0], (experts.shape, rows.shape)
     assert first.shape[0] == second.shape[0] and first.shape[1] == 2 * second.shape[2], (first.shape, second.shape)
     assert first.shape[2] == second.shape[1] == rows.shape[1], (first.shape, second.shape, rows.shape)
     expected = expected_rows(experts.shape[0], experts.shape[1], num_experts or first.shape[0] - shared_expert)
     op = f"moe_experts.{_kind(rows, w13, w2)}"
     if run := implementation(op, rows.device, len(rows), (*second.shape, expected)):
-        return run(x, weights, experts, w13, w2, shared_expert=shared_expert, num_experts=num_experts)
-    return reference_experts(x, weights, experts, w13, w2, shared_expert)
+        return run(x, weights, experts, w13, w2, shared_expert=shared_expert, num_experts=num_experts, out=out)
+    total = reference_experts(x, weights, experts, w13, w2, shared_expert)
+    return total if out is None else out.copy_(total)
 
 
 def expected_rows(num_tokens: int, top_k: int, num_experts: int) -> int:
@@ -55,20 +61,22 @@ def expected_rows(num_tokens: int, top_k: int, num_experts: int) -> int:
     return 1 << max(rows - 1, 0).bit_length()
 
 
-def _kind(rows: Tensor, w13: Tensor | Fp8, w2: Tensor | Fp8) -> str:
+def _kind(rows: Tensor, w13: Matrix, w2: Matrix) -> str:
     """The op of the table. The fast kernels are for BF16, and for FP8 in whole blocks; other inputs have none."""
     if isinstance(w13, Fp8) and isinstance(w2, Fp8):
         whole = all(size % BLOCK == 0 for size in w2.data.shape[1:])
         return "moe_experts_fp8" if whole and rows.dtype != torch.float32 else "moe_experts_other"
+    if isinstance(w13, Int8):
+        return "moe_experts_int8"
     return "moe_experts" if rows.dtype == torch.bfloat16 else "moe_experts_other"
 
 
 def reference_experts(
-    x: Tensor | Operand, weights: Tensor, experts: Tensor, w13: Tensor | Fp8, w2: Tensor | Fp8, shared_expert: bool
+    x: Tensor | Operand, weights: Tensor, experts: Tensor, w13: Matrix, w2: Matrix, shared_expert: bool
 ) -> Tensor:
-    """FP8 experts are computed in FP32, and nothing is quantised on the way."""
+    """FP8 experts are computed in FP32, and nothing is quantised on the way; INT8 ones quantise their rows."""
     rows = plain_rows(x)
-    num_routed = (w13.data if isinstance(w13, Fp8) else w13).shape[0] - shared_expert
+    num_routed = (w13 if isinstance(w13, Tensor) else w13.data).shape[0] - shared_expert
     if shared_expert:
         experts = F.pad(experts, (0, 1), value=num_routed)
         weights = F.pad(weights, (0, 1), value=1.0)
@@ -97,13 +105,16 @@ def plain_rows(x: Tensor | Operand) -> Tensor:
     return (data.float() * scales.repeat_interleave(BLOCK, 1)[:, : data.shape[1]]).bfloat16()
 
 
-def one_expert(x: Tensor, w13: Tensor | Fp8, w2: Tensor | Fp8, expert: int) -> Tensor:
+def one_expert(x: Tensor, w13: Matrix, w2: Matrix, expert: int) -> Tensor:
     """[T, D] -> [T, D], for all tokens"""
     first, second = _weight(w13, expert), _weight(w2, expert)
-    return F.linear(reference_silu_mul(F.linear(x.to(first.dtype), first)), second)
+    x = x if isinstance(first, Int8) else x.to(first.dtype)
+    return linear(reference_silu_mul(linear(x, first)), second)
 
 
-def _weight(weight: Tensor | Fp8, expert: int) -> Tensor:
+def _weight(weight: Matrix, expert: int) -> Tensor | Int8:
+    if isinstance(weight, Int8):
+        return Int8(weight.data[expert], weight.scales[expert])
     if isinstance(weight, Fp8):
         return dequant_blocks(weight.data[expert], weight.scales[expert], torch.float32, 0, 0)
     return weight[expert]

@@ -42,13 +42,16 @@ def reference_gate_logits(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x.float(), weight.float())
 
 
-def moe_gate(logits: Tensor, bias: Tensor, rule: GateRule, num_tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def moe_gate(
+    logits: Tensor, bias: Tensor, rule: GateRule, num_tokens: Tensor | None = None, loads: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """logits float32 [T, E], bias float32 [E] -> weights float32 [T, K], experts int32 [T, K].
 
     Args:
         logits: contiguous; or [P, T, E], of which the sum over P counts.
         num_tokens: int32 [1] where the logits are; rows from num_tokens[0] on are the padding of a CUDA graph and
             choose nothing: expert -1, weight 0. None: every row is a token.
+        loads: int32 [E], to which the number of rows that chose each expert is added.
     Notes:
         Ties between groups and between experts go to the lower index. Experts come in falling order of s + bias.
         E is a multiple of n_group, a group has at least two experts and topk_group groups have at least top_k.
@@ -58,8 +61,9 @@ def moe_gate(logits: Tensor, bias: Tensor, rule: GateRule, num_tokens: Tensor | 
     assert 2 * rule.n_group <= num_experts, (num_experts, rule)
     assert rule.top_k * rule.n_group <= rule.topk_group * num_experts, (num_experts, rule)
     assert num_tokens is None or num_tokens.dtype == torch.int32, num_tokens
+    assert loads is None or (loads.dtype == torch.int32 and loads.shape == bias.shape), loads
     if run := implementation("moe_gate.moe_gate", logits.device, rows):
-        return run(logits, bias, rule, num_tokens)
+        return run(logits, bias, rule, num_tokens, loads)
     logits = logits.sum(0) if logits.dim() == 3 else logits
     scores = logits.sigmoid()
     choice = (scores + bias).unflatten(1, (rule.n_group, -1))  # [T, G, E/G]
@@ -71,10 +75,13 @@ def moe_gate(logits: Tensor, bias: Tensor, rule: GateRule, num_tokens: Tensor | 
     if rule.norm_topk_prob:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     weights, experts = weights * rule.routed_scaling_factor, experts.int()
-    if num_tokens is None:
-        return weights, experts
-    padding = (torch.arange(logits.shape[0], device=logits.device) >= num_tokens).unsqueeze(1)
-    return weights.masked_fill(padding, 0.0), experts.masked_fill(padding, -1)
+    if num_tokens is not None:
+        padding = (torch.arange(rows, device=logits.device) >= num_tokens).unsqueeze(1)
+        weights, experts = weights.masked_fill(padding, 0.0), experts.masked_fill(padding, -1)
+    if loads is not None:
+        chosen = experts.flatten()
+        loads.index_add_(0, chosen.clamp(min=0), (chosen >= 0).int())
+    return weights, experts
 
 
 def _largest(x: Tensor, num: int) -> Tensor:

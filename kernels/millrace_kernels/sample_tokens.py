@@ -13,6 +13,8 @@ in every batch and on every device. Letters: S sampled rows, V vocabulary.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -21,32 +23,33 @@ from millrace_kernels.backend import implementation
 M32 = 0xFFFFFFFF
 
 
+class SampleParams(NamedTuple):
+    """Of each sampled row."""
+
+    temperature: Tensor  # float32 [S], 0 is greedy
+    top_k: Tensor  # int64 [S], 0 keeps all
+    top_p: Tensor  # float32 [S]
+    min_p: Tensor  # float32 [S]
+    seeds: Tensor  # int64 [S], the bits of a u64
+
+
 def sample_tokens(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seeds: Tensor,
-    output_index: Tensor,
-    *,
-    draws: bool = True,
-    filters: bool = True,
+    logits: Tensor, params: SampleParams, output_index: Tensor, *, draws: bool = True, filters: bool = True
 ) -> Tensor:
     """logits float32 [S, V], -inf where a token is not allowed -> int64 [S].
 
     Args:
-        temperature: float32 [S], 0 is greedy; top_p, min_p: float32 [S]; top_k: int64 [S], 0 keeps all.
-        seeds: int64 [S], the bits of a u64; output_index: int64 [S], the output's position in its sequence.
+        output_index: int64 [S], the output's position in its sequence.
         draws: False when every temperature is 0.
         filters: False when no drawn row has a top_k, top_p or min_p. The host decides both.
     Notes:
-        Nothing here waits for a GPU. A row of nothing but -inf gives token 0.
+        Nothing here waits for a GPU. A row of nothing but -inf gives token 0, one with NaN some token.
     """
     rows = logits.shape[:1]
-    assert all(x.shape == rows for x in (temperature, top_k, top_p, min_p, seeds, output_index)), logits.shape
+    assert all(x.shape == rows for x in (*params, output_index)), logits.shape
     if run := implementation("sample_tokens.sample_tokens", logits.device, logits.shape[0]):
-        return run(logits, temperature, top_k, top_p, min_p, seeds, output_index, draws=draws, filters=filters)
+        return run(logits, params, output_index, draws=draws, filters=filters)
+    temperature, top_k, top_p, min_p, seeds = params
     greedy = logits.argmax(dim=-1)
     if not draws:
         return greedy

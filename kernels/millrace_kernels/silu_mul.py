@@ -9,20 +9,13 @@ from millrace_kernels.backend import SMALL_TOKENS, implementation
 from millrace_kernels.fp8 import Operand, reference_quant_groups
 
 
-def silu_mul(x: Tensor) -> Tensor:
-    """x [T, 2I] -> [T, I]"""
-    assert x.shape[-1] % 2 == 0, x.shape
-    run = implementation("silu_mul.silu_mul", x.device, x.shape[0])
-    return run(x) if run else reference_silu_mul(x)
-
-
-def silu_mul_quant(x: Tensor) -> Operand:
-    """x [T, 2I] -> silu_mul(x) [T, I] for an FP8 product: plain up to SMALL_TOKENS tokens, above quantised only."""
+def silu_mul(x: Tensor, *, quant: bool = False) -> Operand:
+    """x [T, 2I] -> [T, I]. `quant`: for an FP8 product, above SMALL_TOKENS tokens quantised only; else plain."""
     assert x.dim() == 2 and x.shape[-1] % 2 == 0, x.shape
-    if run := implementation("silu_mul.silu_mul_quant", x.device, x.shape[0]):
-        return run(x)
+    if run := implementation("silu_mul.silu_mul", x.device, x.shape[0]):
+        return run(x, quant)
     out = reference_silu_mul(x)
-    return Operand(out, None) if x.shape[0] <= SMALL_TOKENS else Operand(None, reference_quant_groups(out))
+    return Operand(None, reference_quant_groups(out)) if quant and len(x) > SMALL_TOKENS else Operand(out, None)
 
 
 def reference_silu_mul(x: Tensor) -> Tensor:

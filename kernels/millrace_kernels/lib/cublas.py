@@ -26,20 +26,20 @@ def int8_linear(x: Int8, weight: Int8, dtype: torch.dtype) -> Tensor:
 
 def moe_experts_other(
     x: Tensor | Operand, weights: Tensor, experts: Tensor, w13: Tensor | Fp8, w2: Tensor | Fp8,
-    *, shared_expert: bool = False, num_experts: int = 0,
+    *, shared_expert: bool = False, num_experts: int = 0, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Every expert for every token, with weight 0 where the token did not choose it. That is far more products than
     needed, but the host does not read the choices, so a CUDA graph may contain it.
     """
     rows = plain_rows(x)
     held = (w13.data if isinstance(w13, Fp8) else w13).shape[0]
-    out = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
+    total = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
     for expert in range(held):
         outputs = one_expert(rows, w13, w2, expert).float()
         if shared_expert and expert == held - 1:
-            out += outputs
+            total += outputs
             continue
         chosen = experts == expert  # [T, K]
         weight = (weights * chosen).sum(1, keepdim=True)
-        out += torch.where(chosen.any(1, keepdim=True), outputs * weight, 0.0)
-    return out.to(rows.dtype)
+        total += torch.where(chosen.any(1, keepdim=True), outputs * weight, 0.0)
+    return total.to(rows.dtype) if out is None else out.copy_(total)

@@ -21,11 +21,11 @@ L2_BYTES = 50 << 20
 
 def moe_experts_fp8(
     x: Tensor | Operand, weights: Tensor, experts: Tensor, w13: Fp8, w2: Fp8,
-    *, shared_expert: bool = False, num_experts: int = 0,
+    *, shared_expert: bool = False, num_experts: int = 0, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     rows, dtype = rows_for(x, w13)
     (num, dim), num_held, top_k = rows.data.shape, w13.data.shape[0], experts.shape[1]
-    out = torch.empty(num, dim, dtype=dtype, device=rows.data.device)
+    out = torch.empty(num, dim, dtype=dtype, device=rows.data.device) if out is None else out
     for first, last in slices(num, top_k + shared_expert):
         expected = expected_rows(last - first, top_k, num_experts or num_held - shared_expert)
         part = Fp8(rows.data[first:last], rows.scales[first:last])

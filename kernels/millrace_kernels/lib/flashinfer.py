@@ -21,6 +21,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from millrace_kernels.mla_prefill import Heads
 from millrace_kernels.triton import mla_prefill as ours
 
 QK_DIM, V_DIM, QUERIES_PER_TILE = 192, 128, 128
@@ -90,20 +91,13 @@ class _Slot:
 
 
 def schedule(
-    q_lens: Sequence[int],
-    k_lens: Sequence[int],
-    num_heads: int,
-    qk_head_dim: int,
-    v_head_dim: int,
-    causal: bool,
-    device: torch.device,
-    dtype: torch.dtype,
+    q_lens: Sequence[int], k_lens: Sequence[int], heads: Heads, causal: bool, device: torch.device, dtype: torch.dtype
 ) -> Plan | None:
-    taken = (qk_head_dim, v_head_dim, dtype) == (QK_DIM, V_DIM, torch.bfloat16)
+    taken = (heads.qk_dim, heads.v_dim, dtype) == (QK_DIM, V_DIM, torch.bfloat16)
     seeing = any(q_len and k_len for q_len, k_len in zip(q_lens, k_lens, strict=True))
     if not taken or not seeing or not _works(device):
         return None
-    return Plan(q_lens, k_lens, num_heads, causal, device)
+    return Plan(q_lens, k_lens, heads.num_heads, causal, device)
 
 
 def mla_prefill(
@@ -116,7 +110,7 @@ def mla_prefill(
     causal: bool,
     plan: Plan | None = None,
 ) -> tuple[Tensor, Tensor]:
-    plan = plan or schedule(q_lens, k_lens, q.shape[1], q.shape[2], v.shape[2], causal, q.device, q.dtype)
+    plan = plan or schedule(q_lens, k_lens, Heads(q.shape[1], q.shape[2], v.shape[2]), causal, q.device, q.dtype)
     if plan is None:
         return ours.mla_prefill(q, k, v, q_lens, k_lens, scale, causal)
     queries, keys = sum(q_lens), sum(k_lens)

@@ -21,12 +21,14 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from millrace_kernels.fp8 import BLOCK, Fp8
-from millrace_kernels.gpu import measured, sms
+from millrace_kernels.gpu import fitting, sms
 from millrace_kernels.scratch import zeros
 from millrace_kernels.triton.small_linear import reduce_parts
+from millrace_kernels.tuned import Table
 
 GROUP_M = 8  # tiles of tokens that share rows of the weight while those are in the L2 cache
 CLASSES = (32, 64, 128, 256)  # tokens up to which a measured configuration holds
+MANY_SMS = 100  # an H100 or H200 has 132, an H20 78
 
 
 class Config(NamedTuple):
@@ -40,22 +42,17 @@ class Config(NamedTuple):
     joined: bool = True  # no second launch after splits
 
 
-# (class of tokens, N, K) -> the fastest of `python -m millrace_bench.kernels.tune_mid`, where it beats DeepGEMM.
-MEASURED: dict[tuple[int, int, int], Config] = {
-    (32, 24576, 1536): Config(32, 128, 1, 4, 4),  # 12.5 us, DeepGEMM 14.7
-    (64, 24576, 1536): Config(64, 64, 1, 4, 4),  # 13.0 us, DeepGEMM 13.9
-    (128, 24576, 1536): Config(128, 64, 1, 4, 3, 168),  # 15.0 us, DeepGEMM 36.9
-    (32, 2112, 7168): Config(32, 128, 7, 4, 6, joined=False),  # 9.4 us, DeepGEMM 10.7
-}
+# (class of tokens, N, K) -> the fastest, where it beats DeepGEMM
+MEASURED = Table("fp8_linear", Config)
 
 
 def config(num_tokens: int, n: int, k: int) -> Config:
-    return measured(MEASURED, (_class(num_tokens), n, k)) or _estimate(num_tokens, n, k)
+    return MEASURED.get(_class(num_tokens), n, k) or _estimate(num_tokens, n, k)
 
 
 def is_measured(num_tokens: int, shape: tuple[int, ...]) -> bool:
     """Whether this is faster than DeepGEMM, for a weight of that shape [N, K]."""
-    return measured(MEASURED, (_class(num_tokens), shape[0], shape[1])) is not None
+    return MEASURED.get(_class(num_tokens), shape[0], shape[1]) is not None
 
 
 def _class(num_tokens: int) -> int:
@@ -63,12 +60,16 @@ def _class(num_tokens: int) -> int:
 
 
 def _estimate(num_tokens: int, n: int, k: int) -> Config:
-    """Two programs for every SM, of at least four blocks each."""
+    """Up to 256 tokens two programs for every SM, of at least four blocks each. More: two groups of four warps that
+    share a tile; on GPUs with few SMs tiles half as high, whose programs take turns on an SM.
+    """
     if num_tokens > CLASSES[-1]:
-        return Config(128, 128, 1, 8, 4)
-    tile = Config(64, 128, 1, 4, 4) if num_tokens <= 64 else Config(128, 64, 1, 4, 4)
-    programs = triton.cdiv(max(num_tokens, 1), tile.block_m) * triton.cdiv(n, tile.block_n)
-    return tile._replace(splits=max(1, min(2 * sms() // programs, triton.cdiv(k, BLOCK) // 4)))
+        tile = Config(128, 128, 1, 8, 4) if sms() >= MANY_SMS else Config(64, 128, 1, 4, 4)
+    else:
+        tile = Config(64, 128, 1, 4, 4) if num_tokens <= 64 else Config(128, 64, 1, 4, 4)
+        programs = triton.cdiv(max(num_tokens, 1), tile.block_m) * triton.cdiv(n, tile.block_n)
+        tile = tile._replace(splits=max(1, min(2 * sms() // programs, triton.cdiv(k, BLOCK) // 4)))
+    return tile._replace(stages=fitting(tile.stages, (tile.block_m + tile.block_n) * BLOCK))
 
 
 @triton.jit

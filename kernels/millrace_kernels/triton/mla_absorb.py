@@ -16,12 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 from millrace_kernels.fp8 import BLOCK, Fp8, Operand
-from millrace_kernels.gpu import measured
+from millrace_kernels.gpu import sms
 from millrace_kernels.triton.quant import empty_fp8, quantise
 from millrace_kernels.triton.rope import rotate, rotate_into
 from millrace_kernels.triton.small_linear import exact_bf16
+from millrace_kernels.tuned import Table
 
-PROGRAMS = 264  # two for each of an H200's 132 multiprocessors: enough loads in flight
 BLOCK_T = 16  # rows of the smallest tensor-core tile
 CLASSES = (32, 64, 128, 256)  # tokens up to which a measured tile holds
 WIDTHS = 128, 512  # of a head of V3 and of its latent: the tables hold for these, and tiles need not divide others
@@ -33,20 +33,10 @@ class Tile(NamedTuple):
     tokens: int = BLOCK_T
 
 
-# (class of tokens, heads, bytes of the weight's elements) -> the fastest of `python -m
-# millrace_bench.kernels.tune_attention`, where it beats cuBLAS with the launch that it spares. The estimate is for
-# comparisons.
+# (class of tokens, heads, bytes of the weight's elements) -> the fastest, where it beats cuBLAS with the launch that it
+# spares. The estimate is for comparisons.
 ESTIMATE = Tile(BLOCK, 8, 64)
-ABSORB: dict[tuple[int, int, int], Tile] = {
-    (128, 16, 1): Tile(64, 8, 128),  # 3.8 us, cuBLAS 5.7
-    (128, 16, 2): Tile(64, 4, 128),  # 4.1 us
-    (256, 16, 1): Tile(64, 4, 128),  # 5.9 us, cuBLAS 6.8
-    (256, 16, 2): Tile(64, 8, 128),  # 6.1 us
-}
-PROJECT_QUANT: dict[tuple[int, int, int], Tile] = {
-    (128, 128, 1): Tile(128, 8, 64),  # 12.6 us, cuBLAS 14.3
-    (128, 128, 2): Tile(128, 8, 128),  # 13.7 us
-}
+ABSORB, PROJECT_QUANT = Table("absorb_q", Tile), Table("project_v_quant", Tile)
 
 
 def absorb_is_measured(num_tokens: int, shape: tuple[int, ...]) -> bool:
@@ -59,9 +49,9 @@ def project_quant_is_measured(num_tokens: int, shape: tuple[int, ...]) -> bool:
     return _is_measured(PROJECT_QUANT, num_tokens, shape)
 
 
-def _is_measured(table: dict[tuple[int, int, int], Tile], num_tokens: int, shape: tuple[int, ...]) -> bool:
+def _is_measured(table: Table[Tile], num_tokens: int, shape: tuple[int, ...]) -> bool:
     heads, *widths, size = shape
-    return tuple(widths) == WIDTHS and measured(table, (_class(num_tokens), heads, size)) is not None
+    return tuple(widths) == WIDTHS and table.get(_class(num_tokens), heads, size) is not None
 
 
 def _class(num_tokens: int) -> int:
@@ -82,7 +72,7 @@ def absorb_q_small(q: Tensor, w_uk: Tensor, cos: Tensor, sin: Tensor, quantised:
 
 def absorb_q_many(q: Tensor, w_uk: Tensor, cos: Tensor, sin: Tensor, quantised: Fp8 | None = None) -> Tensor:
     weight = quantised or w_uk
-    tile = ABSORB.get((_class(q.shape[0]), q.shape[1], _parts(weight)[0].itemsize), ESTIMATE)
+    tile = ABSORB.get(_class(q.shape[0]), q.shape[1], _parts(weight)[0].itemsize) or ESTIMATE
     return absorb_q_with(q, weight, cos, sin, tile)
 
 
@@ -116,7 +106,7 @@ def project_v_with(latent: Tensor, w_uv: Tensor | Fp8, tile: Tile) -> Tensor:
 
 def project_v_quant(latent: Tensor, w_uv: Tensor, quantised: Fp8 | None = None) -> Operand:
     weight = quantised or w_uv
-    tile = PROJECT_QUANT.get((_class(latent.shape[0]), latent.shape[1], _parts(weight)[0].itemsize), ESTIMATE)
+    tile = PROJECT_QUANT.get(_class(latent.shape[0]), latent.shape[1], _parts(weight)[0].itemsize) or ESTIMATE
     return project_v_quant_with(latent, weight, tile)
 
 
@@ -146,9 +136,11 @@ def _parts(weight: Tensor | Fp8) -> tuple[Tensor, Tensor, bool]:
 
 
 def columns(heads: int, width: int, least: int) -> int:
-    """The widest tile of a head that still makes PROGRAMS programs; a power of two that divides `width`."""
+    """The widest tile of a head that still makes two programs for every SM, so that enough loads are under way; a power
+    of two that divides `width`.
+    """
     block = width & -width
-    while block > least and heads * (width // block) < PROGRAMS:
+    while block > least and heads * (width // block) < 2 * sms():
         block //= 2
     return block
 

@@ -12,10 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from millrace_kernels.gpu import fitting, sms
 from millrace_kernels.triton.softmax import LOG2E, begin, finish, fold
 
-PROGRAMS = 264  # two for each of an H200's 132 multiprocessors
 MAX_SPLITS = 128
+WIDE = 2 * 576  # bytes of a row of V3 in BF16
 MERGE_COLUMNS = 64  # of a program
 
 
@@ -29,11 +30,12 @@ class Config(NamedTuple):
 
 def config(rows: int, dtype: torch.dtype) -> Config:
     """The configuration for S * H query rows in dtype."""
-    block_m = max(16, min(64, triton.next_power_of_2(rows)))
-    warps = 8 if block_m == 64 else 4
-    return (
-        Config(block_m, 16, PROGRAMS, warps, 1) if dtype == torch.float32 else Config(block_m, 32, PROGRAMS, warps, 2)
-    )
+    most = 64 if fitting(2, 64 * WIDE) == 2 else 32  # the rows of the query lie in shared memory too
+    block_m = max(16, min(most, triton.next_power_of_2(rows)))
+    warps, programs = 8 if block_m == 64 else 4, 2 * sms()
+    if dtype == torch.float32:
+        return Config(block_m, 16, programs, warps, 1)
+    return Config(block_m, 32, programs, warps, fitting(2, 32 * WIDE, block_m * WIDE))
 
 
 def mla_decode(

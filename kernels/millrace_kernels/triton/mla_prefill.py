@@ -13,8 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from millrace_kernels.gpu import fitting
 from millrace_kernels.triton.host_table import host_table
 from millrace_kernels.triton.softmax import LOG2E, begin, finish, fold
+
+QK_DIM, V_DIM = 192, 128  # of a head of V3
 
 
 class Config(NamedTuple):
@@ -28,7 +31,10 @@ def config(longest: int, dtype: torch.dtype) -> Config:
     """The configuration for sequences of up to `longest` queries in dtype."""
     wide = dtype == torch.float32
     block_m = max(16, min(32 if wide else 128, triton.next_power_of_2(longest)))
-    return Config(block_m, 32, 4, 1) if wide else Config(block_m, 64, 8 if block_m == 128 else 4, 2)
+    if wide:
+        return Config(block_m, 32, 4, 1)
+    stages = fitting(2, 64 * 2 * (QK_DIM + V_DIM), block_m * 2 * QK_DIM)
+    return Config(block_m, 64, 8 if block_m == 128 else 4, stages)
 
 
 def mla_prefill(

@@ -84,7 +84,7 @@ def _largest(
 
 @triton.jit
 def _gate_kernel(
-    logits_ptr, bias_ptr, num_tokens_ptr, weights_ptr, experts_ptr, scaling, stride_part,
+    logits_ptr, bias_ptr, num_tokens_ptr, loads_ptr, weights_ptr, experts_ptr, scaling, stride_part,
     PARTS: tl.constexpr, BATCH: tl.constexpr, STAGES: tl.constexpr, G: tl.constexpr, S: tl.constexpr,
     G_PAD: tl.constexpr, S_PAD: tl.constexpr, TOPK_GROUP: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr,
     NORM: tl.constexpr,
@@ -121,9 +121,13 @@ def _gate_kernel(
         chosen = tl.where(is_token, chosen, -1)
     tl.store(weights_ptr + token * TOP_K + k, weights, mask=k < TOP_K)
     tl.store(experts_ptr + token * TOP_K + k, chosen, mask=k < TOP_K)
+    if loads_ptr is not None:
+        tl.atomic_add(loads_ptr + chosen, 1, mask=(k < TOP_K) & (chosen >= 0), sem="relaxed")
 
 
-def moe_gate(logits: Tensor, bias: Tensor, rule: GateRule, num_tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def moe_gate(
+    logits: Tensor, bias: Tensor, rule: GateRule, num_tokens: Tensor | None = None, loads: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     num, experts = logits.shape[-2:]
     assert logits.is_contiguous() and bias.is_contiguous() and logits.dtype == bias.dtype == torch.float32
     weights = torch.empty(num, rule.top_k, dtype=torch.float32, device=logits.device)
@@ -132,7 +136,7 @@ def moe_gate(logits: Tensor, bias: Tensor, rule: GateRule, num_tokens: Tensor | 
         size, parts = experts // rule.n_group, logits.shape[0] if logits.dim() == 3 else 1
         batch = min(triton.next_power_of_2(parts), BATCH)
         _gate_kernel[(num,)](
-            logits, bias, num_tokens, weights, chosen, rule.routed_scaling_factor, num * experts,
+            logits, bias, num_tokens, loads, weights, chosen, rule.routed_scaling_factor, num * experts,
             parts, batch, triton.cdiv(parts, BATCH), rule.n_group, size,
             triton.next_power_of_2(rule.n_group), triton.next_power_of_2(size), rule.topk_group, rule.top_k,
             triton.next_power_of_2(rule.top_k), rule.norm_topk_prob, num_warps=1,

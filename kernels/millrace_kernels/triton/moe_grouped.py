@@ -22,11 +22,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from millrace_kernels.backend import SMALL_TOKENS
 from millrace_kernels.fp8 import BLOCK, Fp8, Operand, quant_groups
-from millrace_kernels.gpu import measured
+from millrace_kernels.gpu import fitting
 from millrace_kernels.moe_experts import expected_rows
 from millrace_kernels.triton.moe_route import Blocks, Route, route, slices
 from millrace_kernels.triton.moe_rows import combine
 from millrace_kernels.triton.quant import quantise
+from millrace_kernels.tuned import Table
 
 
 class Launch(NamedTuple):
@@ -56,31 +57,21 @@ CONFIGS = {
     1 << 30: _both(128, 128, 8, 3),
 }
 LEFT_ROWS = 32  # of a program: their scales are a tile of TMA, which begins at a multiple of 128 bytes
-UNTUNED = _both(64, 64, 4, 2)  # an untuned configuration, for comparison
 
-# By the expected rows of an expert of a TP8 rank: 128 tokens 364 us, DeepGEMM and its other kernels 496; 512: 429, 532.
-TP8 = {
-    1: Config(16, Launch(4, 3), Launch(4, 3)),
-    2: Config(16, Launch(8, 3), Launch(4, 3)),
-    4: Config(16, Launch(8, 3), Launch(4, 3)),
-    8: Config(16, Launch(8, 4), Launch(4, 3)),
-    16: Config(32, Launch(4, 5, left=True), Launch(4, 3, left=True)),
-    32: Config(64, Launch(8, 5, left=True), Launch(4, 3, left=True)),
-}
-EP8_FEW = Config(32, Launch(4, 5, left=True), Launch(4, 4, 64, left=True))
-
-# (expected rows of an expert, E, I) -> the fastest of `python -m millrace_bench.kernels.tune_moe`, where it beats
-# DeepGEMM with its further kernels.
-MEASURED: dict[tuple[int, int, int], Config] = {
-    **{(rows, held, 256): config for rows, config in TP8.items() for held in (256, 257)},  # 257: with the shared expert
-    **{(rows, held, 2048): EP8_FEW for rows in (1, 2, 4, 8) for held in (32, 33)},  # EP8, 32 tokens: 367 us, 393
-    (32, 33, 2048): Config(32, Launch(4, 3, left=True), Launch(4, 3, left=True)),  # a step of EP8, 128 tokens: 397, 414
-}
+# (expected rows of an expert, E, I) -> the fastest, where it beats DeepGEMM with its further kernels
+MEASURED = Table("moe_grouped", Config)
 LEAST_WORK = 1280  # tokens times I, from which on these are faster than the kernels for few tokens (moe_small)
 
 
 def config(rows: int, num_held: int, size: int) -> Config:
-    return measured(MEASURED, (rows, num_held, size)) or CONFIGS[min(most for most in CONFIGS if rows <= most)]
+    return MEASURED.get(rows, num_held, size) or _estimate(rows)
+
+
+def _estimate(rows: int) -> Config:
+    chosen = CONFIGS[min(most for most in CONFIGS if rows <= most)]
+    up = fitting(chosen.up.stages, (chosen.block_m + 2 * BLOCK) * BLOCK)
+    down = fitting(chosen.down.stages, (chosen.block_m + chosen.down.block_n) * BLOCK)
+    return chosen._replace(up=chosen.up._replace(stages=up), down=chosen.down._replace(stages=down))
 
 
 def is_fastest(num_tokens: int, shape: tuple[int, ...]) -> bool:
@@ -88,7 +79,7 @@ def is_fastest(num_tokens: int, shape: tuple[int, ...]) -> bool:
     num_held, _, size, rows = shape
     if num_tokens <= SMALL_TOKENS:
         return num_tokens * size >= LEAST_WORK
-    return measured(MEASURED, (rows, num_held, size)) is not None
+    return MEASURED.get(rows, num_held, size) is not None
 
 
 @triton.jit
@@ -202,12 +193,12 @@ def _down_kernel(
 
 def moe_experts(
     x: Tensor | Operand, weights: Tensor, experts: Tensor, w13: Tensor | Fp8, w2: Tensor | Fp8,
-    *, shared_expert: bool = False, num_experts: int = 0,
+    *, shared_expert: bool = False, num_experts: int = 0, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     num_held, _, size = (w2.data if isinstance(w2, Fp8) else w2).shape
     rows = expected_rows(experts.shape[0], experts.shape[1], num_experts or num_held - shared_expert)
     chosen = config(rows, num_held, size)
-    return run(x, weights, experts, w13, w2, shared_expert=shared_expert, config=chosen)
+    return run(x, weights, experts, w13, w2, shared_expert=shared_expert, config=chosen, out=out)
 
 
 moe_experts_fp8 = moe_experts
@@ -215,11 +206,11 @@ moe_experts_fp8 = moe_experts
 
 def run(
     x: Tensor | Operand, weights: Tensor, experts: Tensor, w13: Tensor | Fp8, w2: Tensor | Fp8,
-    *, shared_expert: bool, config: Config,
+    *, shared_expert: bool, config: Config, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     rows, dtype = rows_for(x, w13)
     num_held = (w13.data if isinstance(w13, Fp8) else w13).shape[0]
-    out = torch.empty(rows.data.shape, dtype=dtype, device=rows.data.device)
+    out = torch.empty(rows.data.shape, dtype=dtype, device=rows.data.device) if out is None else out
     for first, last in slices(experts.shape[0], experts.shape[1] + shared_expert):
         chosen, part = experts[first:last], Fp8(rows.data[first:last], rows.scales[first:last])
         left = config.up.left and isinstance(w13, Fp8)

@@ -32,9 +32,13 @@ class Config(NamedTuple):
 
 Pair = tuple[Config, Config]  # for w13 and w2
 
-# One token, and two to four. `python -m millrace_bench.kernels.tune` times others.
-USED: Pair = (Config(2, 8192, 16), Config(4, 512, 1))
-FEW: Pair = (Config(8, 1024, 4), Config(16, 512, 4))
+# By tokens; `python -m millrace_bench.kernels.tune few` times others.
+USED: dict[int, Pair] = {
+    1: (Config(2, 1024, 1), Config(4, 512, 1)),
+    2: (Config(1, 2048, 1), Config(16, 512, 4)),
+    3: (Config(1, 512, 1), Config(16, 512, 4)),
+    4: (Config(2, 1024, 1), Config(16, 512, 4)),
+}
 
 
 @triton.jit
@@ -125,15 +129,14 @@ def _down_one(
 
 def run(
     x: Tensor, weights: Tensor, experts: Tensor, w13_w2: tuple[Tensor, Tensor],
-    scales: tuple[Tensor, Tensor] | tuple[None, None], shared_expert: bool, pair: Pair,
+    scales: tuple[Tensor, Tensor] | tuple[None, None], shared_expert: bool, pair: Pair, out: Tensor,
 ) -> Tensor:  # fmt: skip
-    """x [T, D] -> [T, D]; everything contiguous but the rows of x, scales with FP8 weights only."""
+    """x [T, D] -> out [T, D]; everything contiguous but the rows of x, scales with FP8 weights only."""
     (w13, w2), (w13_scales, w2_scales), (up, down) = w13_w2, scales, pair
     (num, dim), top_k, (held, _, size) = x.shape, experts.shape[1], w2.shape
     choices = top_k + shared_expert
     h = torch.empty(num * choices, size, dtype=x.dtype, device=x.device)
     rows = torch.empty(num * choices, dtype=torch.int32, device=x.device)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     _gate_up_one[(triton.cdiv(size, up.block_n), num * choices)](
         x, experts, weights, w13, w13_scales, h, rows, x.stride(0),
         dim, size, held - shared_expert, top_k, choices,

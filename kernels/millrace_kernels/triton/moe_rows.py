@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from millrace_kernels.fp8 import BLOCK, Fp8
+from millrace_kernels.gpu import sms
 from millrace_kernels.triton.moe_route import Route
 from millrace_kernels.triton.quant import quantise
 
@@ -84,13 +85,13 @@ def _silu_mul_quant_kernel(x_ptr, out_ptr, scales_ptr, total_ptr, num_rows, SIZE
         tl.store(scales_ptr + column * num_rows + row, scale)
 
 
-def silu_mul_quant(x: Tensor, route: Route, rows: int = 16, programs: int = 132 * 8, num_warps: int = 4) -> Fp8:
-    """x [num_rows, 2I] -> silu(gate) * up [num_rows, I], up to the route's total."""
+def silu_mul_quant(x: Tensor, route: Route, rows: int = 16, programs: int = 0, num_warps: int = 4) -> Fp8:
+    """x [num_rows, 2I] -> silu(gate) * up [num_rows, I], up to the route's total. 0 programs: eight for every SM."""
     num_rows, size = x.shape[0], x.shape[1] // 2
     assert size % BLOCK == 0 and num_rows % rows == 0 and x.is_contiguous(), x.shape
     out = torch.empty(num_rows, size, dtype=torch.float8_e4m3fn, device=x.device)
     scales = _scales(num_rows, size // BLOCK, x.device)
-    grid = min(programs, num_rows // rows * (size // BLOCK))
+    grid = min(programs or 8 * sms(), num_rows // rows * (size // BLOCK))
     _silu_mul_quant_kernel[(grid,)](x, out, scales, route.total, num_rows, size, rows, num_warps=num_warps)
     return Fp8(out, scales)
 
@@ -120,13 +121,10 @@ def combine_tile(num_tokens: int) -> tuple[int, int]:
     return (512, 1) if num_tokens <= 256 else (2048, 4)
 
 
-def combine(y: Tensor, route: Route, weights: Tensor, out: Tensor) -> None:
+def combine(y: Tensor, route: Route, weights: Tensor, out: Tensor, chosen: tuple[int, int] | None = None) -> None:
     """y [num_rows, D], weights float32 [T, K] -> out [T, D]; the shared expert's weight is 1."""
-    combine_with(y, route, weights, out, *combine_tile(len(weights)))
-
-
-def combine_with(y: Tensor, route: Route, weights: Tensor, out: Tensor, block_d: int, num_warps: int) -> None:
     (num, top_k), dim = weights.shape, y.shape[1]
+    block_d, num_warps = chosen or combine_tile(num)
     assert weights.is_contiguous() and y.is_contiguous() and out.is_contiguous(), (weights.shape, y.shape)
     block_d = min(block_d, triton.next_power_of_2(dim))
     _combine_kernel[(num, triton.cdiv(dim, block_d))](

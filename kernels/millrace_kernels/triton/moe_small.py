@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from millrace_kernels.fp8 import BLOCK, Fp8, Operand
+from millrace_kernels.gpu import fitting
 from millrace_kernels.triton import moe_one
 from millrace_kernels.triton.moe_route import local_expert
 from millrace_kernels.triton.small_linear import exact_bf16
@@ -36,10 +37,9 @@ class Config(NamedTuple):
 
 Pair = tuple[Config, Config] | tuple[moe_one.Config, moe_one.Config]  # for w13 and w2
 
-# By the number of tokens from which on they hold; `python -m millrace_bench.kernels.tune` times others.
+# By the number of tokens from which on they hold; `python -m millrace_bench.kernels.tune few` times others.
 CONFIGS: dict[int, Pair] = {
-    1: moe_one.USED,
-    2: moe_one.FEW,
+    **moe_one.USED,
     5: (Config(32, 4, 4), Config(32, 4, 6)),
     9: (Config(32, 4, 6), Config(32, 4, 6)),
     17: (Config(32, 4, 4), Config(64, 4, 5)),
@@ -138,11 +138,11 @@ def _down_kernel(
 
 def moe_experts(
     x: Tensor | Operand, weights: Tensor, experts: Tensor, w13: Tensor | Fp8, w2: Tensor | Fp8,
-    *, shared_expert: bool = False, num_experts: int = 0,
+    *, shared_expert: bool = False, num_experts: int = 0, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     rows = x.plain if isinstance(x, Operand) else x
     assert rows is not None, "few tokens are multiplied in their plain form"
-    return run(rows, weights, experts, w13, w2, shared_expert, configs(rows.shape[0]))
+    return run(rows, weights, experts, w13, w2, shared_expert, configs(rows.shape[0]), out)
 
 
 moe_experts_fp8 = moe_experts
@@ -154,7 +154,7 @@ def configs(num_tokens: int) -> Pair:
 
 def run(
     x: Tensor, weights: Tensor, experts: Tensor, w13: Tensor | Fp8, w2: Tensor | Fp8,
-    shared_expert: bool, pair: Pair,
+    shared_expert: bool, pair: Pair, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     (up, down), (num, dim), top_k, fp8 = pair, x.shape, experts.shape[1], isinstance(w13, Fp8)
     w13_data, w13_scales = w13 if isinstance(w13, Fp8) else (w13, w13)
@@ -164,23 +164,27 @@ def run(
     assert num <= MOST_TOKENS and x.stride(1) == 1 and experts.is_contiguous() and weights.is_contiguous()
     assert all(tensor.is_contiguous() for tensor in (w13_data, w13_scales, w2_data, w2_scales))
     assert not fp8 or (BLOCK % up.block_n == 0 and BLOCK % down.block_n == 0), (up, down)
-    out = torch.empty(num, dim, dtype=x.dtype, device=x.device)
+    out = torch.empty(num, dim, dtype=x.dtype, device=x.device) if out is None else out
     if not num:
         return out
     if isinstance(up, moe_one.Config) and isinstance(down, moe_one.Config):
         scales = (w13_scales, w2_scales) if fp8 else (None, None)
-        return moe_one.run(x, weights, experts, (w13_data, w2_data), scales, shared_expert, (up, down))
+        return moe_one.run(x, weights, experts, (w13_data, w2_data), scales, shared_expert, (up, down), out)
     assert isinstance(up, Config) and isinstance(down, Config), pair
     padded = max(16, triton.next_power_of_2(num))
+    stages = [
+        fitting(launch.num_stages, BLOCK * (padded * x.itemsize + parts * launch.block_n * w13_data.itemsize))
+        for launch, parts in ((up, 2), (down, 1))
+    ]
     h = torch.empty(num * choices, num, size, dtype=x.dtype, device=x.device)
     leaders = torch.empty(num * choices, dtype=torch.int32, device=x.device)
     _gate_up_kernel[(triton.cdiv(size, up.block_n), num * choices)](
         x, experts, weights, w13_data, w13_scales, h, leaders, num, x.stride(0),
         dim, size, routed, top_k, choices, padded, triton.next_power_of_2(choices),
-        up.block_n, up.num_stages, fp8, num_warps=up.num_warps,
+        up.block_n, stages[0], fp8, num_warps=up.num_warps,
     )  # fmt: skip
     _down_kernel[(triton.cdiv(dim, down.block_n),)](
         h, leaders, w2_data, w2_scales, out, num, num * choices,
-        dim, size, choices, padded, down.block_n, down.num_stages, fp8, num_warps=down.num_warps,
+        dim, size, choices, padded, down.block_n, stages[1], fp8, num_warps=down.num_warps,
     )  # fmt: skip
     return out

@@ -30,22 +30,19 @@ def empty_fp8(num_tokens: int, width: int, device: torch.device) -> Fp8:
 
 
 @triton.jit
-def quantise(groups, EXACT: tl.constexpr = False):
-    """float32 [R, 128] -> E4M3 [R, 128], scales [R]. EXACT divides each element instead of once per group."""
+def quantise(groups):
+    """float32 [R, 128] -> E4M3 [R, 128], scales [R]. One division per group, whose inverse may turn a tie."""
     largest = tl.max(tl.abs(groups), axis=1)
     some = largest > 1e-30
     scale = tl.where(some, tl.div_rn(largest, 448.0), 1.0)
-    if EXACT:
-        scaled = tl.div_rn(groups, tl.broadcast_to(scale[:, None], groups.shape))
-    else:
-        scaled = groups * tl.where(some, 448.0 / tl.where(some, largest, 1.0), 1.0)[:, None]
+    scaled = groups * tl.where(some, 448.0 / tl.where(some, largest, 1.0), 1.0)[:, None]
     return scaled.to(tl.float8e4nv), scale
 
 
 @triton.jit(do_not_specialize=["num_tokens", "scale_stride"])
 def _quant_tiles(
     x, out, scales, num_tokens, width, x_stride, scale_stride,
-    BLOCK_T: tl.constexpr, SILU: tl.constexpr, QUANT: tl.constexpr, EXACT: tl.constexpr,
+    BLOCK_T: tl.constexpr, SILU: tl.constexpr, QUANT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_T rows of one group of columns. SILU: x is [T, 2 * width], gate then up."""
     group = tl.program_id(0)
@@ -59,44 +56,36 @@ def _quant_tiles(
         values = values / (1.0 + tl.exp(-values)) * tl.load(at + width, inside, other=0.0).to(tl.float32)
     to = out + row * width + cols[None, :]
     if QUANT:
-        quantised, scale = quantise(values, EXACT)
+        quantised, scale = quantise(values)
         tl.store(to, quantised, inside)
         tl.store(scales + group.to(tl.int64) * scale_stride + rows, scale, rows < num_tokens)
     else:
         tl.store(to, values.to(out.dtype.element_ty), inside)
 
 
-def _launch(x: Tensor, out: Fp8, block_t: int, num_warps: int, silu: bool, exact: bool = False) -> None:
+def _launch(x: Tensor, out: Fp8, block_t: int, num_warps: int, silu: bool) -> None:
     """`out` may hold plain rows, and then any tensor in the place of scales."""
     assert x.dim() == 2 and x.stride(1) == 1, (x.shape, x.stride())
     num_tokens, width = out.data.shape
     if num_tokens:
         _quant_tiles[(triton.cdiv(width, BLOCK), triton.cdiv(num_tokens, block_t))](
             x, *out, num_tokens, width, x.stride(0), out.scales.stride(1),
-            BLOCK_T=block_t, SILU=silu, QUANT=out.data.dtype == torch.float8_e4m3fn, EXACT=exact, num_warps=num_warps,
+            BLOCK_T=block_t, SILU=silu, QUANT=out.data.dtype == torch.float8_e4m3fn, num_warps=num_warps,
         )  # fmt: skip
 
 
-def quant_groups(x: Tensor) -> Fp8:
-    return quant_groups_with(x, *config(x.shape[0]))
-
-
-def quant_groups_with(x: Tensor, block_t: int, num_warps: int, exact: bool = False) -> Fp8:
-    """`quant_groups` with a given tile, and with a division per element for comparison."""
+def quant_groups(x: Tensor, chosen: tuple[int, int] | None = None) -> Fp8:
     out = empty_fp8(x.shape[0], x.shape[1], x.device)
-    _launch(x, out, block_t, num_warps, silu=False, exact=exact)
+    _launch(x, out, *(chosen or config(x.shape[0])), silu=False)
     return out
 
 
-def silu_mul(x: Tensor) -> Tensor:
-    out = x.new_empty(x.shape[0], x.shape[1] // 2)
-    _launch(x, Fp8(out, out), *config(x.shape[0]), silu=True)
-    return out
-
-
-def silu_mul_quant(x: Tensor) -> Operand:
-    if x.shape[0] <= SMALL_TOKENS:
-        return Operand(silu_mul(x), None)
-    out = empty_fp8(x.shape[0], x.shape[1] // 2, x.device)
-    _launch(x, out, *config(x.shape[0]), silu=True)
-    return Operand(None, out)
+def silu_mul(x: Tensor, quant: bool = False) -> Operand:
+    num_tokens, width = x.shape[0], x.shape[1] // 2
+    if quant and num_tokens > SMALL_TOKENS:
+        fp8 = empty_fp8(num_tokens, width, x.device)
+        _launch(x, fp8, *config(num_tokens), silu=True)
+        return Operand(None, fp8)
+    out = x.new_empty(num_tokens, width)
+    _launch(x, Fp8(out, out), *config(num_tokens), silu=True)
+    return Operand(out, None)

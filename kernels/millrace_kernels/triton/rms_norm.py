@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from millrace_kernels.backend import SMALL_TOKENS
-from millrace_kernels.fp8 import BLOCK, Fp8, Operand
+from millrace_kernels.fp8 import BLOCK, Operand
 from millrace_kernels.triton.quant import empty_fp8, quantise
 
 
@@ -57,35 +57,28 @@ def _rms_norm(
             tl.store(scales + group.to(tl.int64) * scale_stride + row, scale, group * 128 < width)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    out = x.new_empty(x.shape)
-    _launch(x, None, weight, eps, out, None, tile(*x.shape))
-    return out
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    out = x.new_empty(x.shape)
-    return out, _launch(x, residual, weight, eps, out, None, tile(*x.shape))
-
-
-def rms_norm_quant(x: Tensor, weight: Tensor, eps: float, plain: bool = True) -> Operand:
-    out = _empty(x, plain)
-    _launch(x, None, weight, eps, *out, tile(*x.shape))
-    return out
-
-
-def add_rms_norm_quant(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, plain: bool = True
-) -> tuple[Operand, Tensor]:
-    return add_rms_norm_quant_with(x, residual, weight, eps, plain, *tile(*x.shape))
-
-
-def add_rms_norm_quant_with(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, plain: bool, groups: int, warps: int
-) -> tuple[Operand, Tensor]:
-    """`add_rms_norm_quant` with a given tile."""
-    out = _empty(x, plain)
-    return out, _launch(x, residual, weight, eps, *out, (groups, warps))
+def rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, quant: bool, plain: bool,
+    chosen: tuple[int, int] | None = None,
+) -> tuple[Operand, Tensor]:  # fmt: skip
+    """`chosen`: another tile than `tile`."""
+    assert x.dim() == 2 and x.stride(1) == 1, (x.shape, x.stride())
+    assert residual is None or residual.stride(1) == 1, residual.stride()
+    (num_tokens, width), (groups, warps) = x.shape, chosen or tile(*x.shape)
+    quant = quant and num_tokens > SMALL_TOKENS
+    out = x.new_empty(x.shape) if plain or not quant or x.dtype != torch.bfloat16 else None
+    fp8 = empty_fp8(num_tokens, width, x.device) if quant else None
+    total = x if residual is None else x.new_empty(num_tokens, width)
+    if num_tokens:
+        added = x if residual is None else residual  # a pointer that is not read, as the next ones are not written
+        written, (data, scales) = x if out is None else out, fp8 or (x, x)
+        _rms_norm[(num_tokens,)](
+            x, added, weight, written, total, data, scales,
+            width, eps, x.stride(0), added.stride(0), scales.stride(1),
+            TILES=triton.cdiv(width, groups * BLOCK), GROUPS=groups,
+            ADD=residual is not None, PLAIN=out is not None, QUANT=quant, num_warps=warps,
+        )  # fmt: skip
+    return Operand(out, fp8), total
 
 
 def tile(num_tokens: int, width: int) -> tuple[int, int]:
@@ -94,32 +87,3 @@ def tile(num_tokens: int, width: int) -> tuple[int, int]:
         return 8, 4
     row, per_lane = triton.next_power_of_2(width), 16 if num_tokens <= 128 else 32
     return max(1, row // BLOCK), max(1, min(16, row // (32 * per_lane)))
-
-
-def _empty(x: Tensor, plain: bool) -> Operand:
-    quant = x.shape[0] > SMALL_TOKENS
-    plain = plain or not quant or x.dtype != torch.bfloat16
-    return Operand(
-        x.new_empty(x.shape) if plain else None, empty_fp8(x.shape[0], x.shape[1], x.device) if quant else None
-    )
-
-
-def _launch(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor | None, fp8: Fp8 | None,
-    tile: tuple[int, int],
-) -> Tensor:  # fmt: skip
-    """Fills `out` and `fp8`; -> the sum, x itself without a residual."""
-    assert x.dim() == 2 and x.stride(1) == 1, (x.shape, x.stride())
-    assert residual is None or residual.stride(1) == 1, residual.stride()
-    (num_tokens, width), (groups, warps) = x.shape, tile
-    total = x if residual is None else x.new_empty(num_tokens, width)
-    if num_tokens:
-        added = x if residual is None else residual  # a pointer that is not read, as the next ones are not written
-        plain, (data, scales) = x if out is None else out, fp8 or (x, x)
-        _rms_norm[(num_tokens,)](
-            x, added, weight, plain, total, data, scales,
-            width, eps, x.stride(0), added.stride(0), scales.stride(1),
-            TILES=triton.cdiv(width, groups * BLOCK), GROUPS=groups,
-            ADD=residual is not None, PLAIN=out is not None, QUANT=fp8 is not None, num_warps=warps,
-        )  # fmt: skip
-    return total

@@ -6,19 +6,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-HEADS_PER_WARP = 8  # so that in place each element belongs to one thread
-MANY = 128, 16  # heads of a program and of a warp, from MANY_TOKENS on: 150 us for 16,384 tokens of 128 heads, not 165
+FEW = 32, 8  # heads of a program and of a warp; in place each element belongs to one thread
+MANY = 128, 16  # from MANY_TOKENS on: 150 us for 16,384 tokens of 128 heads, not 165
 MANY_TOKENS = 1024
 
 
-def rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """out, x [T, H, R] of any strides but the last, which is 1; out may be x."""
-    rotate_into_with(out, x, cos, sin, *((32, HEADS_PER_WARP) if x.shape[0] < MANY_TOKENS else MANY))
+def rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, chosen: tuple[int, int] | None = None) -> None:
+    """out, x [T, H, R] of any strides but the last, which is 1; out may be x.
 
-
-def rotate_into_with(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, block: int, per_warp: int) -> None:
-    """`block`: heads of a program, at most. Every lane of a warp needs one of its `per_warp` heads' elements."""
+    chosen: heads of a program, at most, and of a warp, of which every lane needs an element.
+    """
     tokens, heads, width = x.shape
+    block, per_warp = chosen or (FEW if tokens < MANY_TOKENS else MANY)
     assert x.stride(2) == out.stride(2) == cos.stride(1) == sin.stride(1) == 1 and cos.stride(0) == sin.stride(0)
     if not tokens:
         return

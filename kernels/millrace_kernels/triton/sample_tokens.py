@@ -14,24 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from millrace_kernels.sample_tokens import SampleParams
 from millrace_kernels.triton.sample_candidates import scaled
 from millrace_kernels.triton.sample_filter import bounds
 
 BLOCK = 1024  # tokens of a program
 
 
-def sample_tokens(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seeds: Tensor,
-    output_index: Tensor,
-    *,
-    draws: bool = True,
-    filters: bool = True,
-) -> Tensor:
+def sample_tokens(logits: Tensor, params: SampleParams, output_index: Tensor, *, draws: bool, filters: bool) -> Tensor:
     assert logits.dtype == torch.float32 and logits.stride(1) == 1, (logits.dtype, logits.stride())
     num, vocab = logits.shape
     tokens = torch.empty(num, dtype=torch.int64, device=logits.device)
@@ -41,17 +31,17 @@ def sample_tokens(
     blocks = triton.cdiv(vocab, BLOCK)
     scores = torch.empty(num, blocks, dtype=torch.float32, device=logits.device)
     ids = torch.empty(num, blocks, dtype=torch.int32, device=logits.device)
-    values, lasts = bounds(logits, temperature, top_k, top_p, min_p) if filters else (scores, ids)  # these: not read
+    values, lasts = bounds(logits, *params[:4]) if filters else (scores, ids)  # these: not read
     _draw[(num, blocks)](
-        scores, ids, logits, temperature, values, lasts, seeds, output_index, logits.stride(0), vocab, int(filters),
-        BLOCK=BLOCK, num_warps=4,
+        scores, ids, logits, params.temperature, values, lasts, params.seeds, output_index,
+        logits.stride(0), vocab, int(filters), BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
     _best[(num,)](tokens, scores, ids, blocks, BLOCKS=triton.next_power_of_2(blocks), num_warps=1)
     return tokens
 
 
 @triton.jit
-def _mix32(x):
+def mix32(x):
     """Bijection of uint32 (finalizer of MurmurHash3)."""
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35
@@ -60,13 +50,13 @@ def _mix32(x):
 
 @triton.jit
 def _row_key(seed, position):
-    key = _mix32(_mix32(seed.to(tl.uint32)) ^ (seed >> 32).to(tl.uint32))
-    return _mix32(key ^ _mix32(position.to(tl.uint32)))
+    key = mix32(mix32(seed.to(tl.uint32)) ^ (seed >> 32).to(tl.uint32))
+    return mix32(key ^ mix32(position.to(tl.uint32)))
 
 
 @triton.jit
 def _bits(key, ids):
-    return _mix32(_mix32(key ^ _mix32(ids.to(tl.uint32))) + key)
+    return mix32(mix32(key ^ mix32(ids.to(tl.uint32))) + key)
 
 
 @triton.jit
@@ -138,4 +128,5 @@ def _best(tokens_ptr, scores, ids, blocks, BLOCKS: tl.constexpr):
     score = tl.load(scores + row * blocks + block, block < blocks, other=float("-inf"))
     best_id = tl.load(ids + row * blocks + block, block < blocks, other=0x7FFFFFFF)
     top = tl.max(score, axis=0)
-    tl.store(tokens_ptr + row, tl.min(tl.where(score == top, best_id, 0x7FFFFFFF), axis=0).to(tl.int64))
+    token = tl.min(tl.where(score == top, best_id, 0x7FFFFFFF), axis=0)
+    tl.store(tokens_ptr + row, tl.where(token == 0x7FFFFFFF, 0, token).to(tl.int64))

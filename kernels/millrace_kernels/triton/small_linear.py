@@ -17,8 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from millrace_kernels.fp8 import BLOCK, Fp8, reference_small_linear
-from millrace_kernels.gpu import measured, sms
+from millrace_kernels.gpu import sms
 from millrace_kernels.triton.gemv import Gemv, estimate, gemv
+from millrace_kernels.tuned import Table
 
 
 class Config(NamedTuple):
@@ -30,37 +31,13 @@ class Config(NamedTuple):
     stages: int
 
 
-# (tokens, N, K) -> the best of `python -m millrace_bench.kernels.tune`; the tokens are 1, 2, 4 (3 and 4) or 16.
-MEASURED: dict[tuple[int, int, int], Config | Gemv] = {
-    (1, 2112, 7168): Gemv(2, 1024, 2),
-    (1, 7168, 2048): Gemv(2, 512, 1),
-    (1, 7168, 2304): Gemv(8, 512, 4),
-    (1, 32768, 512): Gemv(16, 512, 4),
-    (1, 7168, 16384): Gemv(2, 4096, 8),
-    (1, 4096, 7168): Gemv(8, 1024, 2),
-    (2, 2112, 7168): Gemv(4, 1024, 2),
-    (2, 3072, 1536): Gemv(2, 512, 1),
-    (2, 7168, 2048): Gemv(4, 512, 1),
-    (2, 4608, 7168): Gemv(4, 2048, 4),
-    (2, 7168, 2304): Gemv(4, 512, 1),
-    (2, 512, 7168): Gemv(4, 4096, 8),
-    (4, 2112, 7168): Config(64, 8, 4, 4),
-    (4, 3072, 1536): Gemv(2, 512, 1),
-    (4, 7168, 2048): Config(32, 1, 4, 4),
-    (4, 4608, 7168): Config(64, 8, 4, 4),
-    (4, 7168, 2304): Config(32, 1, 4, 4),
-    (4, 512, 7168): Config(32, 8, 4, 6),
-    (16, 3072, 1536): Config(32, 4, 4, 4),
-    (16, 7168, 2048): Config(32, 1, 4, 4),
-    (16, 4608, 7168): Config(64, 8, 4, 4),
-    (16, 7168, 2304): Config(32, 1, 4, 4),
-    (16, 512, 7168): Config(32, 8, 4, 6),
-}
+# (tokens, N, K) -> the fastest; the tokens are 1, 2, 3, 4 (also 3) or 16
+MEASURED: Table[Config | Gemv] = Table("small_linear", Config, Gemv)
 
 
 def config(num_tokens: int, n: int, k: int) -> Config | Gemv:
     tokens = next(limit for limit in (1, 2, 4, 16) if num_tokens <= limit)
-    return measured(MEASURED, (tokens, n, k)) or _estimate(tokens, n, k)
+    return MEASURED.get(num_tokens, n, k) or MEASURED.get(tokens, n, k) or _estimate(tokens, n, k)
 
 
 def _estimate(tokens: int, n: int, k: int) -> Config | Gemv:
