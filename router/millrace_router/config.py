@@ -1,18 +1,18 @@
-"""The router's configuration."""
+"""The router's configuration. Times are in seconds."""
 
 from __future__ import annotations
 
 import enum
 import itertools
 from pathlib import Path
+from typing import Any, Literal
 
 from millrace_common.config import Config
 from millrace_common.spans import Tracing
 from millrace_common.tls_config import Tls
 from pydantic import Field, field_validator, model_validator
 
-from millrace_router.discovery.config import DiscoveryConfig, Kind, StaticTarget
-from millrace_router.resilience.config import Resilience
+ZONE = "topology.kubernetes.io/zone"
 
 
 class Policy(enum.StrEnum):
@@ -50,7 +50,7 @@ class Routing(Config):
 
 
 class Timeouts(Config):
-    """Limits of a stage without progress, in seconds."""
+    """Limits of a stage without progress."""
 
     no_workers: float = Field(5.0, gt=0)  # before NO_WORKERS, for a request that came when no pair was routable
     queue: float = Field(60.0, gt=0)  # waiting for a worker with credits
@@ -64,9 +64,7 @@ class Timeouts(Config):
 
 
 class Limits(Config):
-    """Limits of a request that cost the router. flow/validate.py has the fixed limits; the model's own (context,
-    vocabulary) come from the workers.
-    """
+    """Of a request. flow/validate.py has the fixed limits; the model's own come from the workers."""
 
     n: int = Field(16, ge=1)
     stop: int = Field(16, ge=0)
@@ -83,6 +81,85 @@ class Connections(Config):
     def grpc_options(self) -> list[tuple[str, int]]:
         """Streams that still run at that age go on to their end: no grace is set."""
         return [] if self.max_age is None else [("grpc.max_connection_age_ms", round(self.max_age * 1000))]
+
+
+class Kind(enum.StrEnum):
+    STATIC = "static"
+    DNS = "dns"
+    KUBERNETES = "kubernetes"
+
+
+class StaticTarget(Config):
+    """A worker of the list `workers`. An address alone is short for one without the rest."""
+
+    address: str = Field(pattern=r"^\S+:\d{1,5}$")
+    revision: str = ""
+    topology: dict[str, str] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _address_alone(cls, value: Any) -> Any:
+        return {"address": value} if isinstance(value, str) else value
+
+
+class DnsConfig(Config):
+    """Every address of every name is a worker: headless Services, or plain round-robin records."""
+
+    names: tuple[str, ...] = ()  # host:port
+    interval_s: float = Field(5.0, gt=0)  # between two look-ups
+
+
+class KubernetesConfig(Config):
+    objects: Literal["pods", "endpointslices"] = "pods"
+    selector: str = ""  # of labels; of EndpointSlices for example kubernetes.io/service-name=workers
+    namespace: str = ""  # empty: the router's own, outside a cluster "default"
+    port: int | str = "grpc"  # number, or the name of a container's (slice's) port
+    # label=value: a pod whose label has another value is a follower and ignored; a pod without the label is a worker
+    leader: str = Field("leaderworkerset.sigs.k8s.io/worker-index=0", pattern=r"^[^=\s]+=[^=\s]*$")
+    role_label: str = "app.kubernetes.io/component"  # prefill, decode or unified, until the worker reports its role
+    revision_label: str = "millrace/revision"  # of a pod, or of an EndpointSlice: the revision of its pool
+    topology: dict[str, str] = Field(default_factory=lambda: {"zone": ZONE})  # our name: the pod's label; host is known
+    kubeconfig: Path | None = None  # file; else the pod's service account
+    context: str = ""  # of the kubeconfig
+    api: str = ""  # URL of an API server that asks for no credentials, such as `kubectl proxy`
+
+
+class DiscoveryConfig(Config):
+    kind: Kind = Kind.STATIC
+    dns: DnsConfig = DnsConfig()
+    kubernetes: KubernetesConfig = KubernetesConfig()
+
+    @model_validator(mode="after")
+    def _has_what_its_kind_needs(self) -> DiscoveryConfig:
+        if self.kind is Kind.DNS and not self.dns.names:
+            raise ValueError("dns.names: required with kind=dns")
+        for name in self.dns.names:
+            host, _, port = name.rpartition(":")
+            if not host or not port.isdecimal():
+                raise ValueError(f"dns.names: {name!r} is not host:port")
+        if self.kind is Kind.KUBERNETES and not self.kubernetes.selector:
+            raise ValueError("kubernetes.selector: required with kind=kubernetes")
+        return self
+
+
+class RetryBudget(Config):
+    ratio: float = Field(1.0, ge=0)  # retries per request alive in the window; 1: every worker may die once
+    per_s: float = Field(5.0, ge=0)  # retries that are always allowed, so that a few requests can be retried too
+
+
+class OutlierRules(Config):
+    """A worker is compared with the median of the others of its role."""
+
+    consecutive: int = Field(5, ge=1)  # failures in a row that eject a worker, however its peers do
+    failures: float = Field(0.3, gt=0, le=1)  # failure ratio above the others' median by so much
+    slower: float = Field(5.0, gt=1)  # first outputs take so many times as long as the others'
+    pause: float = Field(10.0, gt=0)  # length of an ejection, times the number of ejections so far
+    share: float = Field(0.5, ge=0, lt=1)  # of a role, rounded down, that comparisons may eject at the same time
+
+
+class Resilience(Config):
+    retries: RetryBudget = RetryBudget()
+    outliers: OutlierRules = OutlierRules()
 
 
 _ADDRESS = r"^([^:\s]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}$"

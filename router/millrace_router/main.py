@@ -26,21 +26,21 @@ from millrace_common import loop_lag, tracing
 from millrace_common.gc_hooks import ProcessGc
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
-from millrace_rpc.http_server import HttpServer
+from millrace_rpc.http_server import Ageing, HttpServer
 from millrace_rpc.server import Server
 from millrace_rpc.tls import identity_of
 
+from millrace_router.anthropic import http as public_http
 from millrace_router.config import RouterConfig
 from millrace_router.edge import admin, admin_http, grpc_service, probes
 from millrace_router.edge.api_keys import Keys
 from millrace_router.edge.guard import GrpcGuard, HttpGuard
-from millrace_router.edge.public_http import Ageing
+from millrace_router.edge.http_answers import new_app
 from millrace_router.fleet.registry import Registry
 from millrace_router.flow.admission import Admission
 from millrace_router.flow.generation import Backend
 from millrace_router.flow.inference import Inference
 from millrace_router.flow.metrics import build, forget_tenants, forget_workers
-from millrace_router.openai import http as openai_http
 from millrace_router.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -73,10 +73,9 @@ class Router:
         beside = self._before_scrape if config.metrics is None else None
         self._parting = asyncio.Event()
         connection = functools.partial(Ageing, config.connections.max_age, self._parting)
-        self._http = HttpServer(HttpGuard(openai_http.build(self.inference, beside), self._keys), connection)
-        self._probes = HttpServer(probes.build(backend, self._before_scrape))
-        self._look = asyncio.Event()
-        self._readiness: asyncio.Task[None] | None = None
+        self._http = HttpServer(HttpGuard(public_http.build(self.inference, beside), self._keys), connection)
+        self._probes = HttpServer(probes.add(new_app(openapi_url=None), backend, self._before_scrape))
+        self._serving = False
         self._lag: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -94,12 +93,11 @@ class Router:
         self.inference.tokenizer.decode(await self.inference.tokenizer.encode("warm-up", add_bos=True))
         self._gc.freeze()
         self._lag = asyncio.create_task(loop_lag.measure("router", self.metrics))
-        self._readiness = asyncio.create_task(self._keep_readiness())
         self.registry.start()
 
     async def stop(self) -> None:
         self.admission.closed = True
-        self._look.set()
+        self._follow_readiness()
         self._parting.set()
         parting = asyncio.create_task(self._part())
         error = MillraceError(Reason.DRAINING, "the router is shutting down")
@@ -107,8 +105,6 @@ class Router:
         parting.cancel()
         servers = (server.stop(STOP_GRACE_S) for server in (self._public, self._admin))
         await asyncio.gather(*servers, self._http.stop(), self._admin_http.stop(), self._probes.stop())
-        if self._readiness is not None:
-            self._readiness.cancel()
         if self._lag is not None:
             self._lag.cancel()
         await self.registry.stop()
@@ -137,21 +133,17 @@ class Router:
 
     def _changed(self) -> None:
         self.admission.pump()
-        self._look.set()
+        self._follow_readiness()
 
-    async def _keep_readiness(self) -> None:
+    def _follow_readiness(self) -> None:
         """The health service follows the registry."""
-        serving = False
-        while True:
-            await self._look.wait()
-            self._look.clear()
-            ready = self.registry.ready and not self.admission.closed
-            if ready is not serving:
-                serving = ready
-                log.info("serving" if ready else "not serving")
-                if ready:
-                    self._gc.freeze()  # objects of the pairs' warm-up
-                self._public.set_serving(ready)
+        ready = self.registry.ready and not self.admission.closed
+        if ready is not self._serving:
+            self._serving = ready
+            log.info("serving" if ready else "not serving")
+            if ready:
+                self._gc.freeze()  # objects of the pairs' warm-up
+            self._public.set_serving(ready)
 
 
 async def serve(config: RouterConfig, announce: Path | None = None) -> int:

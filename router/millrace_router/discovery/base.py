@@ -30,9 +30,7 @@ class Listener(Protocol):
         """`targets` is everything that exists now, one target per address."""
 
     def on_trouble(self, kind: str) -> None:
-        """The source failed to look, and will try again. Its last report stays valid: an outage of discovery removes no
-        worker. `kind` is one of TROUBLES.
-        """
+        """A look failed. The last report stays valid: an outage removes no worker. `kind` is one of TROUBLES."""
 
 
 # Resource version too old; no answer; an error answer, such as 401 and 403; a certificate or TLS itself; any other.
@@ -57,17 +55,12 @@ class Changes:
 def diff(known: Mapping[str, Target], targets: Iterable[Target]) -> Changes:
     """`known` is by key."""
     now = {target.key: target for target in targets}
-    gone, new, updated = [], [], []
-    for key, old in known.items():
-        if key not in now or now[key].address != old.address:
-            gone.append(old)
-    for key, target in now.items():
-        before = known.get(key)
-        if before is None or before.address != target.address:
-            new.append(target)
-        elif before != target:
-            updated.append(target)
-    return Changes(tuple(gone), tuple(new), tuple(updated))
+    stay = {key for key in known.keys() & now.keys() if known[key].address == now[key].address}
+    return Changes(
+        removed=tuple(target for key, target in known.items() if key not in stay),
+        added=tuple(target for key, target in now.items() if key not in stay),
+        updated=tuple(target for key, target in now.items() if key in stay and target != known[key]),
+    )
 
 
 def one_per_address(targets: Iterable[Target]) -> tuple[Target, ...]:

@@ -1,8 +1,4 @@
-"""Discovery by DNS: every address of every name is a worker. Names are looked up again after an interval.
-
-A name that does not exist has no workers (a headless Service without ready pods is such a name). After any other
-failure the name keeps its last addresses.
-"""
+"""Discovery by DNS. A name that does not exist has no workers; after any other failure it keeps its last addresses."""
 
 from __future__ import annotations
 
@@ -11,8 +7,8 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable
 
+from millrace_router.config import DnsConfig
 from millrace_router.discovery.base import Listener, Target, join, one_per_address
-from millrace_router.discovery.config import DnsConfig
 
 log = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from millrace_common.config import ConfigError
 
+from millrace_router.config import DiscoveryConfig, Kind, StaticTarget
 from millrace_router.discovery.base import Listener, Source, Target, one_per_address
-from millrace_router.discovery.config import DiscoveryConfig, Kind, StaticTarget
 from millrace_router.discovery.dns import DnsSource
 
 

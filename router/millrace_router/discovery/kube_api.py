@@ -13,26 +13,34 @@ from kubernetes import client
 from kubernetes import config as credentials
 from kubernetes.client.exceptions import ApiException
 
-from millrace_router.discovery.config import KubernetesConfig
+from millrace_router.config import KubernetesConfig
 from millrace_router.discovery.objects import Object
 
 OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
-TOKEN = "BearerToken"  # where the client keeps it
 List = Callable[..., Any]
+
+
+class Configuration(client.Configuration):
+    """A token's file may end with a line break, which no header may; the error about it would show the token."""
+
+    def get_api_key_with_prefix(self, identifier: str, alias: str | None = None) -> str | None:
+        token = (super().get_api_key_with_prefix(identifier, alias) or "").strip()
+        if not token.isprintable():
+            raise ValueError("the bearer token is not one line of text")
+        return token or None
 
 
 def connect(config: KubernetesConfig) -> List:
     """Return the call that lists or watches the configured objects as plain JSON; typed models cost a hundred times
     more, and discovery reads few fields. Reads the credentials now, and raises when there are none.
     """
-    configuration = client.Configuration()
+    configuration = Configuration()
     if config.api:
         configuration.host = config.api
     elif config.kubeconfig is not None:
         credentials.load_kube_config(str(config.kubeconfig), config.context or None, configuration)
     else:
         credentials.load_incluster_config(configuration)
-    _keep_token_on_one_line(configuration)
     configuration.retries = False  # discovery retries itself, and reports the trouble
     api = client.ApiClient(configuration)
     if config.objects == "pods":
@@ -72,9 +80,7 @@ def trouble(error: Exception) -> str:
 
 
 def explain(error: Exception) -> str:
-    """Describe an error in one line. Of an error answer only the message, which names the account and the forbidden
-    verb; the rest is headers.
-    """
+    """Describe an error in one line. Of an error answer only the message; the rest is headers."""
     if not isinstance(error, ApiException):
         return f"{type(error).__name__}: {error}"
     try:
@@ -83,21 +89,3 @@ def explain(error: Exception) -> str:
         message = ""
     status = f"{error.status} " if error.status else ""
     return " ".join(f"{status}{error.reason}{': ' if message else ''}{message}".split())
-
-
-def _keep_token_on_one_line(configuration: client.Configuration) -> None:
-    """A token's file may end with a line break, which no header may; the error about it would show the token."""
-    read: Any = configuration.refresh_api_key_hook  # called by the client before each request
-
-    def refresh(configuration: client.Configuration) -> None:
-        if read is not None:
-            read(configuration)
-        token = configuration.api_key.get(TOKEN, "").strip()
-        if not token.isprintable():
-            raise ValueError("the bearer token is not one line of text")
-        if token:
-            configuration.api_key[TOKEN] = token
-        configuration.refresh_api_key_hook = hook  # reading has put back its own
-
-    hook: Any = refresh
-    configuration.refresh_api_key_hook = hook

@@ -7,8 +7,7 @@
     4. 410, any other error, silence, or Timing.relist since the last list: back to 1, after a pause unless it was due.
        After an error credentials are read afresh: a token, an authority or a kubeconfig may have been replaced
 
-The thread talks to the API server only; its one state is a resource version. Comparison with the next list finds
-changes that were missed without a watch. An error removes no worker.
+The thread talks to the API server only; its one state is a resource version.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from typing import Any
 
 from kubernetes.watch import Watch
 
+from millrace_router.config import KubernetesConfig
 from millrace_router.discovery.base import Listener
-from millrace_router.discovery.config import KubernetesConfig
 from millrace_router.discovery.kube_api import List, answer_of, connect, explain, namespace_of, trouble
 from millrace_router.discovery.objects import Object, Store
 

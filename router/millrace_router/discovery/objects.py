@@ -10,8 +10,8 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from millrace_router.config import KubernetesConfig
 from millrace_router.discovery.base import Target, join, one_per_address
-from millrace_router.discovery.config import KubernetesConfig
 
 log = logging.getLogger(__name__)
 
@@ -31,18 +31,10 @@ def of_pod(pod: Object, config: KubernetesConfig) -> list[Target]:
     if port is None:
         log.warning("pod %s has no port named %r", meta["name"], config.port)
         return []
-    role = labels.get(config.role_label, "")
     topology = {ours: labels[theirs] for ours, theirs in config.topology.items() if theirs in labels}
-    target = Target(
-        key=meta["uid"],
-        address=join(ip, port),
-        name=meta["name"],
-        role=role if role in ROLES else "",
-        revision=labels.get(config.revision_label, ""),
-        withheld=_pod_withheld(pod),
-        topology={"host": spec.get("nodeName", ""), **topology},
-    )
-    return [target]
+    topology = {"host": spec.get("nodeName", ""), **topology}
+    role, revision = _pool(labels, config)
+    return [Target(meta["uid"], join(ip, port), meta["name"], role, revision, _pod_withheld(pod), topology)]
 
 
 def is_leader(labels: dict[str, str], leader: str) -> bool:
@@ -56,25 +48,22 @@ def of_slice(slice: Object, config: KubernetesConfig) -> list[Target]:
     if port is None:
         log.warning("EndpointSlice %s has no port named %r", slice["metadata"]["name"], config.port)
         return []
-    labels = slice["metadata"].get("labels") or {}  # of the Service
-    role = labels.get(config.role_label, "")
+    role, revision = _pool(slice["metadata"].get("labels") or {}, config)  # labels of the Service
     targets = []
     for endpoint in slice.get("endpoints") or ():
         pod = endpoint.get("targetRef") or {}
         for ip in endpoint.get("addresses", ())[:1]:  # all addresses of an endpoint are the same pod
-            address = join(ip, port)
-            targets.append(
-                Target(
-                    key=pod.get("uid") or address,
-                    address=address,
-                    name=pod.get("name", ""),
-                    role=role if role in ROLES else "",
-                    revision=labels.get(config.revision_label, ""),
-                    withheld=_endpoint_withheld(endpoint.get("conditions") or {}),
-                    topology={"host": endpoint.get("nodeName") or "", "zone": endpoint.get("zone") or ""},
-                )
-            )
+            address, withheld = join(ip, port), _endpoint_withheld(endpoint.get("conditions") or {})
+            topology = {"host": endpoint.get("nodeName") or "", "zone": endpoint.get("zone") or ""}
+            key, name = pod.get("uid") or address, pod.get("name", "")
+            targets.append(Target(key, address, name, role, revision, withheld, topology))
     return targets
+
+
+def _pool(labels: dict[str, str], config: KubernetesConfig) -> tuple[str, str]:
+    """Role and revision."""
+    role = labels.get(config.role_label, "")
+    return role if role in ROLES else "", labels.get(config.revision_label, "")
 
 
 CONVERT: dict[str, Callable[[Object, KubernetesConfig], list[Target]]] = {"pods": of_pod, "endpointslices": of_slice}

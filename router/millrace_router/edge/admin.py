@@ -20,6 +20,7 @@ from millrace_rpc.errors import MillraceError
 from millrace_router.fleet.registry import Registry
 from millrace_router.fleet.worker import Worker
 from millrace_router.policy.choose import Decision
+from millrace_router.policy.snapshot import Loan
 
 SERVICE = "millrace.v1.Admin"
 T = TypeVar("T")
@@ -48,11 +49,9 @@ class Admin(admin_pb2_grpc.AdminServicer):
 
     async def DrainWorker(self, request: pb.DrainWorkerRequest, context: object = None) -> worker_pb2.DrainResponse:
         worker = self._worker(request.address)
-        drain = worker_pb2.DrainRequest()
-        if request.HasField("timeout_s"):
-            if not request.timeout_s >= 0:  # the worker would refuse the call after this router has drained it
-                raise MillraceError(Reason.INVALID_ARGUMENT, "timeout_s must be at least 0", param="timeout_s")
-            drain.timeout_s = request.timeout_s
+        if not request.timeout_s >= 0:  # the worker would refuse the call after this router has drained it
+            raise MillraceError(Reason.INVALID_ARGUMENT, "timeout_s must be at least 0", param="timeout_s")
+        drain = worker_pb2.DrainRequest(timeout_s=request.timeout_s if request.HasField("timeout_s") else None)
         control = worker.control
         self._registry.drain(worker)
         return (await _each([worker], lambda _: control.Drain(drain)))[0]
@@ -77,9 +76,8 @@ class Admin(admin_pb2_grpc.AdminServicer):
         return worker_pb2.FlushCacheResponse(pages=sum(answer.pages for answer in flushed))
 
     async def StartProfiles(self, request: pb.StartProfilesRequest, context: object = None) -> pb.StartProfilesResponse:
-        start = worker_pb2.StartProfileRequest()
-        if request.HasField("max_seconds"):
-            start.max_seconds = request.max_seconds
+        seconds = request.max_seconds if request.HasField("max_seconds") else None
+        start = worker_pb2.StartProfileRequest(max_seconds=seconds)
         workers = self._reachable(request.workers)
         await _each(workers, lambda worker: worker.control.StartProfile(start))
         return pb.StartProfilesResponse(workers=[worker.address for worker in workers])
@@ -132,4 +130,18 @@ def _explained(decision: Decision) -> pb.PlacementDecision:
         prompt_tokens=want.tokens,
         cached_tokens=decision.cached_tokens,
         selections=decision.explain(),
+        loan=_loan(decision.placement.loan),
+    )
+
+
+def _loan(loan: Loan | None) -> pb.Loan | None:
+    if loan is None:
+        return None
+    return pb.Loan(
+        address=loan.lender.address,
+        replica=loan.lender.index,
+        num_pages=loan.num_pages,
+        fetch_seconds=loan.fetch_s,
+        compute_seconds=loan.compute_s,
+        taken=loan.worthwhile,
     )

@@ -1,13 +1,5 @@
 """The Admin service over HTTP, on a port of its own: JSON of the same messages, answered by the same functions.
 
-    GET  /workers                                       the states of workers; pairs; this process
-    GET  /explain/{request_id}                          why it was sent where it was
-    POST /drain/{worker}      {"timeout_s": 30}
-    POST /warmup  /freeze_gc  /flush_cache
-    POST /start_profile       {"workers": [], "max_seconds": 10}
-    POST /stop_profile        {"workers": []}
-    GET  /health
-
 A body may be left out. Its fields are those of the message, and an unknown one is an error.
 """
 

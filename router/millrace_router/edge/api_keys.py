@@ -1,14 +1,7 @@
 """Tenants: the API keys of a file, and the rights of each.
 
-The file is a mounted secret, YAML or JSON, looked at again while we run; changed keys hold from the next request on:
-
-    keys:
-      - name: team-a            # the tenant, in metrics, logs and traces
-        sha256: 9f86d08188…     # of the key; or `key: sk-…` itself
-        weight: 2               # of its share of the workers, among waiting tenants
-        priority: 10            # the highest it may ask for
-        requests_per_s: 5
-        tokens_per_s: 20000     # of prompts and answers
+The file is a mounted secret, YAML or JSON (docs/router.md has an example), looked at again while we run; changed keys
+hold from the next request on.
 
 Only hashes are kept. A key is looked up by its hash, so the time of a look-up reveals nothing about existing keys.
 Without a file every caller is the tenant "default", without limits.
@@ -72,10 +65,9 @@ class Keys:
 
     def __init__(self, path: Path, clock: Callable[[], float], on_reload: Callable[[str], None]) -> None:
         self._clock = clock
-        self._by_digest: dict[str, Tenant] = {}
-        self._made_for: tuple[ApiKey, ...] = ()
+        self._tenants: dict[str, Tenant] = {}  # by name
         try:
-            self._file = Reloaded("API keys", [path], lambda: read(path), on_reload, clock)
+            self._file = Reloaded("API keys", [path], lambda: self._load(path), on_reload, clock)
         except ValueError as error:
             raise OSError(f"api_keys: {error}") from error
 
@@ -83,8 +75,10 @@ class Keys:
         """Return the tenant of the key in an Authorization header. Raises UNAUTHENTICATED for an unknown key."""
         scheme, _, key = authorization.partition(" ")
         if scheme.lower() != "bearer" or not key:
-            raise MillraceError(Reason.UNAUTHENTICATED, "give an API key: Authorization: Bearer <key>")
-        tenant = self._current().get(_sha256(key.strip()))
+            raise MillraceError(
+                Reason.UNAUTHENTICATED, "give an API key: Authorization: Bearer <key>, or x-api-key: <key>"
+            )
+        tenant = self._file.get().get(_sha256(key.strip()))
         if tenant is None:
             raise MillraceError(Reason.UNAUTHENTICATED, "this API key is not known")
         return tenant
@@ -92,17 +86,13 @@ class Keys:
     @property
     def names(self) -> Set[str]:
         """The names of the present tenants."""
-        return {tenant.name for tenant in self._current().values()}
+        return {tenant.name for tenant in self._file.get().values()}
 
-    def _current(self) -> Mapping[str, Tenant]:
-        keys = self._file.get()
-        if keys is not self._made_for:
-            before = {tenant.name: tenant for tenant in self._by_digest.values()}
-            now = self._clock()
-            tenants = {key.name: _tenant(key, before.get(key.name), now) for key in keys}
-            self._by_digest = {key.sha256: tenants[key.name] for key in keys}
-            self._made_for = keys
-        return self._by_digest
+    def _load(self, path: Path) -> Mapping[str, Tenant]:
+        """By the hash of the key."""
+        keys, now = read(path), self._clock()
+        self._tenants = {key.name: _tenant(key, self._tenants.get(key.name), now) for key in keys}
+        return {key.sha256: self._tenants[key.name] for key in keys}
 
 
 def read(path: Path) -> tuple[ApiKey, ...]:

@@ -7,14 +7,14 @@ needs one except health, readiness and reflection.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable
 
 import grpc
 from fastapi import Request
 from millrace_common.reasons import Reason
 from millrace_common.tracing import checked
 from millrace_rpc.errors import MillraceError
-from millrace_rpc.server import MAX_METADATA_BYTES, Interceptor, with_behavior
+from millrace_rpc.server import MAX_METADATA_BYTES, Interceptor
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from millrace_router.edge.api_keys import Keys
@@ -34,7 +34,7 @@ class GrpcGuard(Interceptor):
         try:
             caller.set(_caller(details.invocation_metadata, self._keys))
         except MillraceError as error:
-            return _refusing(handler, error)
+            return _refusing(error)
         return handler
 
 
@@ -67,16 +67,15 @@ class HttpGuard:
 def _caller(headers: Iterable[tuple[str, str | bytes]], keys: Keys | None) -> Caller:
     """Raises UNAUTHENTICATED."""
     found = {name: value for name, value in headers if isinstance(value, str)}
-    tenant = DEFAULT if keys is None else keys.tenant(found.get("authorization", ""))
+    key = found.get("x-api-key", "")  # Anthropic's clients send it instead
+    tenant = DEFAULT if keys is None else keys.tenant(found.get("authorization", "") or (key and f"Bearer {key}"))
     return Caller(tenant, checked(found.get("traceparent", "")))
 
 
-def _refusing(handler: grpc.RpcMethodHandler, error: MillraceError) -> grpc.RpcMethodHandler:
-    async def unary(request: bytes, context: grpc.aio.ServicerContext) -> None:
+def _refusing(error: MillraceError) -> grpc.RpcMethodHandler:
+    """For calls of every kind: a refusal has no answers, one or many."""
+
+    async def refuse(request: bytes, context: grpc.aio.ServicerContext) -> None:
         raise error
 
-    async def stream(request: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
-        raise error
-        yield  # makes this a generator
-
-    return with_behavior(handler, stream if handler.response_streaming else unary)
+    return grpc.unary_unary_rpc_method_handler(refuse)

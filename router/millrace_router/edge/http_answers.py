@@ -1,4 +1,4 @@
-"""HTTP: bounded bodies, answers in JSON, and errors in the shape of the OpenAI API, from the one table."""
+"""HTTP: bounded bodies, answers in JSON, and errors in the shape of the API, from the one table."""
 
 from __future__ import annotations
 
@@ -16,15 +16,22 @@ from starlette.requests import ClientDisconnect
 from millrace_router.flow.stream import gone
 from millrace_router.flow.validate import check_size
 
+MESSAGES = "/v1/messages"  # the paths of the Anthropic API begin so
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+
 
 def new_app(**options: Any) -> FastAPI:
     """An app in which every exception gets an answer in this shape; uvicorn also logs the unexpected ones."""
-    app = FastAPI(docs_url=None, redoc_url=None, **options)
-    app.add_exception_handler(MillraceError, on_error)
-    app.add_exception_handler(HTTPException, on_http_exception)
-    app.add_exception_handler(ClientDisconnect, on_gone)
-    app.add_exception_handler(Exception, on_fault)
-    return app
+    kinds = (MillraceError, HTTPException, ClientDisconnect, Exception)
+    return FastAPI(docs_url=None, redoc_url=None, exception_handlers=dict.fromkeys(kinds, on_error), **options)
 
 
 def json_answer(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -32,27 +39,26 @@ def json_answer(value: Any, status: int = 200, headers: dict[str, str] | None = 
 
 
 async def on_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, MillraceError)
+    if isinstance(error, HTTPException):  # an unknown path or method
+        unknown = MillraceError(Reason.NOT_FOUND, f"{request.method} {request.url.path}: {error.detail}")
+        return json_answer(_body(request, unknown), error.status_code, dict(error.headers or {}))
+    if isinstance(error, ClientDisconnect):  # the answer is not read, and the router has no fault
+        error = gone()
+    elif not isinstance(error, MillraceError):
+        error = MillraceError(Reason.INTERNAL, f"{type(error).__name__}: {error}")
     headers = {"retry-after": str(math.ceil(error.retry_after_s))} if error.retry_after_s > 0 else {}
     if name := request_id.get():
         headers["x-request-id"] = name
-    return json_answer(error.http_body(), error.row.http, headers)
+    return json_answer(_body(request, error), error.row.http, headers)
 
 
-async def on_http_exception(request: Request, error: Exception) -> Response:
-    """Unknown paths and methods, in the same shape."""
-    assert isinstance(error, HTTPException)
-    body = MillraceError(Reason.NOT_FOUND, f"{request.method} {request.url.path}: {error.detail}").http_body()
-    return json_answer(body, error.status_code, dict(error.headers or {}))
+def anthropic_error(error: MillraceError) -> dict[str, Any]:
+    kind = ANTHROPIC_TYPES.get(error.row.http, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id.get() or None}
 
 
-async def on_gone(request: Request, error: Exception) -> Response:
-    """The client has gone: the answer is not read, and the router has no fault."""
-    return await on_error(request, gone())
-
-
-async def on_fault(request: Request, error: Exception) -> Response:
-    return await on_error(request, MillraceError(Reason.INTERNAL, f"{type(error).__name__}: {error}"))
+def _body(request: Request, error: MillraceError) -> dict[str, Any]:
+    return anthropic_error(error) if request.url.path.startswith(MESSAGES) else error.http_body()
 
 
 async def read_body(request: Request, most: int) -> bytes:

@@ -9,17 +9,11 @@ from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from millrace_router.edge.http_answers import json_answer, new_app
+from millrace_router.edge.http_answers import json_answer
 from millrace_router.flow.generation import Backend
 
 
-def build(backend: Backend, before_scrape: Callable[[], None]) -> FastAPI:
-    app = new_app(openapi_url=None)
-    add(app, backend, before_scrape)
-    return app
-
-
-def add(app: FastAPI, backend: Backend, before_scrape: Callable[[], None] | None) -> None:
+def add(app: FastAPI, backend: Backend, before_scrape: Callable[[], None] | None) -> FastAPI:
     """`before_scrape` updates the gauges that are not updated on change; None: no /metrics here."""
 
     @app.get("/health")
@@ -34,10 +28,11 @@ def add(app: FastAPI, backend: Backend, before_scrape: Callable[[], None] | None
             raise MillraceError(Reason.NO_WORKERS, "no pair of prefill and decode workers is ready")
         return json_answer({"status": "ready"})
 
-    if before_scrape is None:
-        return
+    if before_scrape is not None:
 
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        before_scrape()
-        return Response(generate_latest(backend.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        @app.get("/metrics")
+        async def metrics() -> Response:
+            before_scrape()
+            return Response(generate_latest(backend.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    return app

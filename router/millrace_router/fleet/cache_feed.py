@@ -4,8 +4,6 @@
 2. A gap in the sequence numbers, or a broken stream: the worker's replicas are forgotten, and the feed starts again
    with a snapshot.
 3. The Link is gone: the feed ends, and its data is dropped.
-
-A stale index costs a wrong guess, never a wrong answer.
 """
 
 from __future__ import annotations
@@ -72,9 +70,7 @@ class CacheFeeds:
                 await asyncio.sleep(PAUSE_S)
 
     async def _follow(self, index: KvIndex, worker: Worker, epoch: str, replicas: set[int]) -> None:
-        """One stream, until its first gap; adds its replicas to `replicas`. Raises AioRpcError or MillraceError when it
-        ends before.
-        """
+        """One stream until its first gap; adds to `replicas`. Raises AioRpcError or MillraceError if it ends before."""
         call = worker.control.WatchCache(worker_pb2.WatchCacheRequest())
         try:
             while (message := await call.read()) is not grpc.aio.EOF:
@@ -85,6 +81,7 @@ class CacheFeeds:
                     if not index.apply((epoch, change.replica), change):
                         self._metrics.cache_gaps.inc()
                         return
+                self._metrics.cache_blocks.set(len(index))
         finally:
             call.cancel()
         raise MillraceError(Reason.WORKER_LOST, "the worker ended its cache stream")

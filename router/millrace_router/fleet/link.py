@@ -1,5 +1,4 @@
-"""One worker's Link: a long-lived stream that carries all requests of this router to that worker, and their outputs
-back.
+"""One worker's Link: a long-lived stream with all requests of this router to that worker, and their outputs.
 
 1. `connect` opens the stream, says hello with the worker's epoch and waits for the welcome.
 2. `submit` registers a leg under its room and queues the message; a writer task sends what is queued.
@@ -12,16 +11,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
 
 import grpc
 from millrace.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2
 from millrace_common.metrics import Metrics
 from millrace_common.reasons import Reason
-from millrace_rpc.errors import MillraceError, from_rpc_error
+from millrace_rpc.client import reply
+from millrace_rpc.errors import MillraceError
 
 log = logging.getLogger(__name__)
 
+Source: TypeAlias = prefill_pb2.KvPrefixRef | worker_pb2.KvSourceRef | None
 PREFILL, DECODE, UNIFIED = worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_DECODE, worker_pb2.ROLE_UNIFIED
 
 
@@ -29,6 +31,7 @@ class LegSink(Protocol):
     """The receiver of one leg's outputs."""
 
     attempt: int
+    heard: bool  # it has had tokens
 
     def on_output(self, out: worker_pb2.SequenceOutput, now: float) -> None: ...
 
@@ -46,6 +49,12 @@ class Link:
         self._call: grpc.aio.StreamStreamCall | None = None
         self._writer: asyncio.Task[None] | None = None
         self._closed: MillraceError | None = None
+        self.on_message: Callable[[], None] = lambda: None
+
+    @property
+    def streams(self) -> bool:
+        """Whether there are running legs that have had tokens."""
+        return any(leg.heard for leg in self._legs.values())
 
     @property
     def in_flight(self) -> int:
@@ -68,6 +77,7 @@ class Link:
         while True:
             response = await self._read()
             now = loop.time()
+            self.on_message()
             for out in response.outputs.outputs:
                 identity = out.id
                 leg = legs.get(identity.room)
@@ -76,13 +86,14 @@ class Link:
                 elif out.finish_reason != common_pb2.FINISH_REASON_ABORT:  # which answers our own Abort
                     self._stale.inc()
 
-    def submit(self, request: worker_pb2.EngineRequest, source: worker_pb2.KvSourceRef | None, leg: LegSink) -> None:
+    def submit(self, request: worker_pb2.EngineRequest, source: Source, leg: LegSink) -> None:
+        """`source` has KV for the request: cached pages for a prefill worker, all of the prompt for a decode worker."""
         if self._closed is not None:
             leg.on_failure(self._closed)
             return
         self._legs[request.id.room] = leg
         if self._message is prefill_pb2.PrefillLinkRequest:
-            submit = prefill_pb2.PrefillRequest(request=request)
+            submit = prefill_pb2.PrefillRequest(request=request, prefix=source)
         else:
             submit = decode_pb2.DecodeRequest(request=request, source=source)
         self._outgoing.put_nowait(self._message(submit=submit))
@@ -117,10 +128,7 @@ class Link:
 
     async def _read(self) -> worker_pb2.LinkResponse:
         assert self._call is not None
-        try:
-            response = await self._call.read()
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
+        response = await reply(self._call.read())
         if response is grpc.aio.EOF:
             raise MillraceError(Reason.WORKER_LOST, f"{self.address} closed the link")
         return response

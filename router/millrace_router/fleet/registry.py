@@ -1,14 +1,12 @@
-"""All workers of this router: those that discovery lists, the tasks that keep their connections, the hooks of their
-pairs, and the view from which the policy chooses.
+"""All workers of this router, the tasks that keep their connections, and the view from which the policy chooses.
 
 1. A new target becomes a `Worker`; its task starts at once.
 2. A target that changes in place (readiness, labels) is handed to its Worker.
-3. A target that is gone: its Worker is leaving. A leaving worker gets no new requests, keeps its Link for the running
-   ones, and ends with the last of them, or when the Link fails. It does not reconnect.
+3. A target that is gone: its Worker is leaving. It gets no new requests, keeps its Link for the running ones, and ends
+   with the last of them, or when the Link fails. It can have the address of its successor.
 
-An address belongs to one worker of `workers` at a time; a leaving worker can have the address of its successor. Values
-derived from the workers' states (states.py) are computed once per change of a state; the frequent load reports change
-only numbers.
+Values derived from the workers' states (states.py) are computed once per change of a state; the frequent load reports
+change only numbers.
 """
 
 from __future__ import annotations
@@ -46,11 +44,7 @@ class Registry:
     """A listener of discovery."""
 
     def __init__(
-        self,
-        config: RouterConfig,
-        metrics: Metrics,
-        on_change: Callable[[], None],
-        identity: Identity | None = None,
+        self, config: RouterConfig, metrics: Metrics, on_change: Callable[[], None], identity: Identity | None
     ) -> None:
         """`identity`: ours towards the workers; None: plain."""
         self._identity = identity
@@ -227,9 +221,7 @@ class Registry:
         self._loaded()
 
     def _served(self, routable: frozenset[str]) -> worker_pb2.WorkerInfo | None:
-        """Return the one served model: that of the revision that is asked first; else the previous one while a worker
-        can serve it; else another.
-        """
+        """The model of the revision that is asked first; else the previous one while a worker has it; else another."""
         linked = [worker for worker in self.workers.values() if worker.link is not None]
         able = [worker for worker in linked if worker.epoch in routable] or linked
         first = [worker for worker in able if worker.target.revision == self._config.routing.revision] or able

@@ -5,8 +5,7 @@
     routable     healthy, not withheld (by discovery or an operator), and the hooks are done for a pair with such a
                  partner; a unified worker is its own partner
 
-The router is ready when something is routable: a prefill and a decode worker with one KV layout (others never become a
-pair), or a unified worker. Everything is derived from current facts, so a loss is noticed like a gain.
+Everything is derived from current facts, so a loss is noticed like a gain.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The router's view of one worker, and the task that keeps the connection.
 
 1. Connect: GetInfo, check the version of its API.
-2. Watch its load. A stream that breaks or stays silent means that the worker is lost.
+2. Watch its load. A stream that breaks or stays silent means that the worker is lost, and so does a decode worker that
+   makes no progress with its streams (progress.py).
 3. As soon as it is READY: call GetInfo again (now with model and layout) and open the Link.
 4. When any of these fails, or the process at the address is another one: close the Link, which fails every attempt
    there at once; back to 1 after a pause, unless discovery has dropped it.
@@ -20,6 +21,7 @@ from collections.abc import Callable, Coroutine
 import grpc
 from millrace.v1 import worker_pb2, worker_pb2_grpc
 from millrace_common.metrics import Metrics
+from millrace_common.pace import TICK_S, PatientClock
 from millrace_common.reasons import Reason
 from millrace_common.versions import WORKER_API
 from millrace_rpc.client import channel, heard_within
@@ -29,11 +31,12 @@ from millrace_rpc.tls import Identity
 from millrace_router.config import Timeouts
 from millrace_router.discovery.base import Target
 from millrace_router.fleet.link import Link
+from millrace_router.fleet.progress import Progress
 from millrace_router.policy.snapshot import Replica
 
 log = logging.getLogger(__name__)
 
-READY = worker_pb2.WORKER_STATE_READY
+READY, DECODE = worker_pb2.WORKER_STATE_READY, worker_pb2.ROLE_DECODE
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 
 
@@ -66,6 +69,8 @@ class Worker:
         self._on_load = on_load
         self._identity = identity
         self._pause = FIRST_PAUSE_S  # before the next session
+        self._on_step: Callable[[], None] = lambda: None
+        self._stuck: worker_pb2.LoadSnapshot | None = None  # what it said when it made no progress, as long as it does
         self._sent: dict[int, tuple[int, int, int]] = {}  # replica: what was sent since the latest load, see note_sent
 
     @property
@@ -100,6 +105,8 @@ class Worker:
         if self.load.state != READY:
             state = worker_pb2.WorkerState.Name(self.load.state).removeprefix("WORKER_STATE_").lower()
             return f"{state} {self.info.state_message}".rstrip()
+        if self._stuck is not None:
+            return "stuck: its numbers have not changed since it was lost"
         return "not linked yet" if self.link is None else ""
 
     @property
@@ -151,6 +158,10 @@ class Worker:
             labels=self.target.topology,
             revision=self.target.revision,
             left_out=left_out,
+            page_bytes=self.info.layout.page_bytes,
+            prompt_tokens_per_s=load.prompt_tokens_per_s,
+            read_bytes_per_s=self.load.read_bytes_per_s if self.load else 0.0,
+            loan_s=self.load.loan_seconds if self.load else 0.0,
         )
 
     async def run(self) -> None:
@@ -209,7 +220,7 @@ class Worker:
                 raise MillraceError(Reason.WORKER_LOST, "the worker ended its load stream")
             if load.epoch != self.epoch:
                 raise MillraceError(Reason.EPOCH_CHANGED, "another process answers at its address")
-            news = self.load is None or load.state != self.load.state
+            news = self._moves_again(load) or self.load is None or load.state != self.load.state
             self.load = load
             self._sent.clear()
             if load.state == READY:
@@ -228,11 +239,31 @@ class Worker:
                 await link.connect(ch, self._router_id, self.epoch)
             self.link, self._pause = link, FIRST_PAUSE_S
             self._on_change()
-            await link.run()
+            watch = (self._watch_progress(link),) if self.role == DECODE else ()
+            await _first_end(link.run(), *watch)
         finally:
             self.link = None
             self._on_change()  # before its legs fail: they choose again at once
             link.close(MillraceError(Reason.WORKER_LOST, f"worker {self.address} was lost"))
+
+    async def _watch_progress(self, link: Link) -> None:
+        """Of the streams that the worker has begun, whatever it says of itself."""
+        clock = PatientClock()
+        progress = Progress(self._timeouts.stall, clock.now())
+        self._on_step = link.on_message = lambda: progress.moved(clock.now())
+        while not (why := progress.look(link.streams, clock.tick())):
+            await asyncio.sleep(TICK_S)
+        self._stuck = self.load
+        raise MillraceError(Reason.WORKER_LOST, why)
+
+    def _moves_again(self, load: worker_pb2.LoadSnapshot) -> bool:
+        """Whether it was stuck until now. A worker whose numbers change makes progress."""
+        if self.load is not None and self.load.replicas != load.replicas:
+            self._on_step()
+        if self._stuck is None or (self._stuck.epoch, self._stuck.replicas) == (load.epoch, load.replicas):
+            return False
+        self._stuck = None
+        return True
 
 
 async def _first_end(*calls: Coroutine[None, None, None]) -> None:

@@ -32,9 +32,8 @@ LEAST_RETRY_S, LONGEST_RETRY_S = 0.1, 60.0
 
 
 class ServiceRate:
-    """Decayed throughput of the queue in tokens per second, counted only while the queue is not empty, because an empty
-    queue does not show the capacity. Decay runs on busy time, so idle gaps, normal with few long answers, do not erase
-    the estimate.
+    """Decayed tokens per second. Time counts only while the queue is not empty: an empty queue does not show the
+    capacity, and idle gaps must not erase the estimate.
     """
 
     def __init__(self, now: float) -> None:
@@ -55,9 +54,7 @@ class ServiceRate:
         self._since = 0.0
 
     def seconds_for(self, tokens: float) -> float | None:
-        """Estimated seconds until so many tokens are served; None: unknown. Before the first service the estimate is
-        the time waited so far.
-        """
+        """Until so many tokens are served; None: unknown. Before the first service it is the time waited so far."""
         seconds = self._seconds + self._since
         if seconds < LEAST_BUSY_S:
             return None
@@ -95,8 +92,6 @@ class Admission:
     def place(self, priority: int, tenant: str = "default", weight: float = 1.0) -> Place:
         """A new arrival's."""
         return Place(priority, next(self._arrivals), tenant, weight)
-
-    # ------------------------------------------------------------------------------------- at the door
 
     def check_room(self, tickets: int, place: Place) -> None:
         """Refuse a new request before any work is done for it."""
@@ -137,8 +132,6 @@ class Admission:
         seconds = self._rate.seconds_for(self._queue.tokens)
         return None if seconds is None else _bounded(seconds)
 
-    # ------------------------------------------------------------------------------------- inside
-
     def enter(self, ticket: Ticket) -> None:
         self._rate.advance(self._clock(), waiting=len(self) > 0)
         self._queue.add(ticket)
@@ -153,7 +146,7 @@ class Admission:
             self.pump()
 
     def charge(self, place: Place, tokens: int) -> None:
-        """Tokens that a request of this place has produced."""
+        """Tokens that a request of this place has produced; negative: that it was charged for in vain."""
         self._queue.charge(place, tokens)
 
     def pump(self) -> None:

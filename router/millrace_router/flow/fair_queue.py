@@ -1,18 +1,14 @@
 """The order of waiting tickets: by priority, and within a priority by fair shares of tokens between tenants. Pure.
 
 Each tenant of a priority has `spent`: the tokens it was given there, divided by its weight. The tenant that has spent
-the least goes next, its tickets in the order of their arrival. A tenant that comes (back) starts no lower than the
-waiting tenants: idle time earns nothing. So between two tenants that both keep waiting, tokens per weight never differ
-by more than one ticket of each. `charge` adds the tokens that a request produces later.
-
-A retry (`paid`) goes before all of its priority: its share was taken when it was served first, and its client is in
-the middle of an answer.
+the least goes next, its tickets in the order of their arrival; a retry (`paid`) goes before all of its priority.
+docs/router.md#admission has the reasons.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -135,7 +131,7 @@ class _Level:
 
 class FairQueue:
     def __init__(self) -> None:
-        self._levels: dict[int, _Level] = {}
+        self._levels: defaultdict[int, _Level] = defaultdict(_Level)
 
     def __len__(self) -> int:
         return sum(level.size for level in self._levels.values())
@@ -147,12 +143,12 @@ class FairQueue:
 
     def add(self, ticket: Ticket) -> None:
         ticket.waiting = True
-        self._level(ticket.place).add(ticket)
+        self._levels[ticket.place.priority].add(ticket)
 
     def remove(self, ticket: Ticket) -> None:
         """Remove a ticket that was not served."""
         ticket.waiting = False
-        self._level(ticket.place).remove(ticket)
+        self._levels[ticket.place.priority].remove(ticket)
 
     def take(self, ticket: Ticket) -> None:
         """Take out a ticket to serve it."""
@@ -161,8 +157,8 @@ class FairQueue:
             self.charge(ticket.place, ticket.want.tokens)
 
     def charge(self, place: Place, tokens: int) -> None:
-        """Add tokens to the tenant's `spent`."""
-        self._level(place).spend(place, tokens)
+        """Add tokens to the tenant's `spent`; a negative number gives back."""
+        self._levels[place.priority].spend(place, tokens)
 
     def in_order(self) -> Iterator[Ticket]:
         """Best first. The queue must not change meanwhile."""
@@ -174,9 +170,7 @@ class FairQueue:
         and of its own priority the share of each tenant while its own tenant's waiting tickets are served.
         """
         before = float(sum(level.tokens for priority, level in self._levels.items() if priority > place.priority))
-        level = self._levels.get(place.priority)
-        if level is None:
-            return before
+        level = self._levels[place.priority]
         own = level.tenants.get(place.tenant)
         waiting = own.tokens if own is not None else 0
         start = max(own.spent, level.reached) if own is not None else level.reached
@@ -206,9 +200,3 @@ class FairQueue:
                 if not left[name]:
                     del left[name]
         return found if len(found) == room else None
-
-    def _level(self, place: Place) -> _Level:
-        level = self._levels.get(place.priority)
-        if level is None:
-            level = self._levels[place.priority] = _Level()
-        return level

@@ -1,7 +1,7 @@
 """The life of one continuation: the work of each worker, the outputs for the client, and the retries. Pure: events in,
 actions out.
 
-1. QUEUED    waits for workers. `assign` submits the attempt to its legs at once: a prefill and a decode worker, only
+1. QUEUED    waits for workers. After `assign` the attempt goes to its legs at once: a prefill and a decode worker, only
              a prefill worker (one token to go), or a unified one (the decode leg alone).
 2. PREFILL   no output yet. The first token comes from whichever leg is faster.
 3. HANDOVER  the prefill worker's token is out, the decode worker is still reading the KV.
@@ -10,10 +10,8 @@ actions out.
              too: its outputs are complete, but it holds pages for a reader that may never come.
 
 Back to QUEUED: a leg failed for a reason that another attempt may cure (by the table of errors) or made no
-progress in time. The other leg is aborted, the attempt number rises, and the next attempt replays prompt + `outputs`:
-the client sees a pause. Everything is bounded by `max_attempts`, the client's deadline and the budget that all requests
-share (`give_up`); a client that gets such an error may retry. A refusal by a busy worker does not count as an attempt,
-because all routers compete for its last places.
+progress in time. The other leg is aborted, the attempt number rises, and the next attempt replays prompt + `outputs`.
+Bounds are `max_attempts`, the client's deadline and the budget that all requests share (`give_up`).
 
 `outputs` are the tokens of the room by position. The client takes them with `take`; a disagreement between the legs
 is retried only while the client has seen nothing of the attempt, else it ends the request: a wrong token is never
@@ -59,16 +57,9 @@ LEGAL = {
     Stage.PREFILL: {Stage.HANDOVER, Stage.DECODE, Stage.QUEUED} | _END,
     Stage.HANDOVER: {Stage.DECODE, Stage.QUEUED} | _END,
     Stage.DECODE: {Stage.QUEUED} | _END,
-    Stage.DONE: set[Stage](),
-    Stage.FAILED: set[Stage](),
-    Stage.CANCELLED: set[Stage](),
+    **{stage: set[Stage]() for stage in _END},
 }
 _TRANSITIONS = Transitions(LEGAL)
-
-
-@dataclass(frozen=True, slots=True)
-class Submit:
-    """Send the attempt to its open legs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +100,7 @@ class Mismatch:
     """Count a disagreement between the legs."""
 
 
-Action = Submit | Abort | Blame | Retry | Stale | Mismatch
+Action = Abort | Blame | Retry | Stale | Mismatch
 NOTHING: tuple[Action, ...] = ()
 
 
@@ -121,6 +112,7 @@ class Flow:
     deadline: float | None  # all times on the event loop's clock
     progress: float  # when the stage began or last moved
     queue_s: float  # how long the first wait may take
+    wants_logprobs: bool = True
     stage: Stage = Stage.QUEUED
     attempt: int = -1  # of the latest submit
     refusals: int = 0  # attempts that workers were too busy to take
@@ -139,6 +131,11 @@ class Flow:
     @property
     def ended(self) -> bool:
         return self.stage in _TRANSITIONS.final
+
+    @property
+    def tries(self) -> int:
+        """Attempts that workers took."""
+        return self.attempt + 1 - self.refusals
 
     @property
     def remaining(self) -> int:
@@ -164,13 +161,9 @@ class Flow:
 
     def stop(self) -> Sequence[Action]:
         """A stop string was found in what was taken."""
-        if self.ended:
-            return NOTHING
         return self._end(Stage.DONE, "stop string", finish_reason=common_pb2.FINISH_REASON_STOP)
 
     def cancel(self, error: MillraceError) -> Sequence[Action]:
-        if self.ended:
-            return NOTHING
         return self._end(Stage.CANCELLED, str(error.reason), error=error)
 
     def give_up(self) -> Sequence[Action]:
@@ -180,13 +173,13 @@ class Flow:
 
     # ------------------------------------------------------------------------------------- what workers do
 
-    def assign(self, legs: frozenset[Leg], now: float) -> Sequence[Action]:
+    def assign(self, legs: frozenset[Leg], now: float) -> None:
+        """The attempt is sent to these legs."""
         assert legs and self.stage is Stage.QUEUED
         self.attempt += 1
         self.base = len(self.outputs)
         self.open = set(legs)
         self._move(Stage.PREFILL, now)
-        return (Submit(),)
 
     def output(self, leg: Leg, out: worker_pb2.SequenceOutput, now: float) -> Sequence[Action]:
         """An output of the latest attempt. The common case, the next token of a running decode, must stay short."""
@@ -197,7 +190,8 @@ class Flow:
         if tokens:
             if known == 0:
                 outputs.extend(tokens)
-                self.logprobs.extend(out.logprobs)
+                if self.wants_logprobs:  # to look at an empty field takes longer than the rest
+                    self.logprobs.extend(out.logprobs)
             elif known < 0 or tokens[:known] != outputs[out.first_index : out.first_index + len(tokens)]:
                 return self._disagree(leg, out, now)
             else:
@@ -228,8 +222,6 @@ class Flow:
             return self._end(Stage.FAILED, "queue timeout", error=self.error or _no_room(routable))
         error = MillraceError(Reason.STALLED, f"no progress for {now - self.progress:.1f} s in stage {self.stage}")
         return self._fail(error, self._culprits(), now)
-
-    # ------------------------------------------------------------------------------------- inside
 
     def _turn(self, leg: Leg, out: worker_pb2.SequenceOutput, now: float) -> Sequence[Action]:
         """An output that moves the stage or closes the leg."""
@@ -275,9 +267,8 @@ class Flow:
         pause = min(BACKOFF_S * 2**self.refusals, LONGEST_BACKOFF_S) if busy else 0.0
         refused = busy and len(self.outputs) == self.base and self.refusals < MAX_REFUSALS
         self.refusals += refused
-        tries = self.attempt + 1 - self.refusals
-        if tries >= self.max_attempts:
-            last = self._final(error, f"attempt {tries} of {self.max_attempts}")
+        if self.tries >= self.max_attempts:
+            last = self._final(error, f"attempt {self.tries} of {self.max_attempts}")
             return (*self._end(Stage.FAILED, str(error.reason), error=last), blamed)
         aborts = self._abort_open(str(error.reason))
         self._move(Stage.QUEUED, now)
@@ -301,6 +292,8 @@ class Flow:
         finish_reason: common_pb2.FinishReason = common_pb2.FINISH_REASON_UNSPECIFIED,
         error: MillraceError | None = None,
     ) -> Sequence[Action]:
+        if self.ended:
+            return NOTHING
         aborts = self._abort_open(why)
         self.finish_reason, self.error = finish_reason, error
         self._move(stage, self.progress)

@@ -1,9 +1,7 @@
-"""Execution of the flow's decisions: one `Generation` per continuation, with its queue ticket, its legs on the workers'
-Links and its timer.
+"""Execution of the decisions of a pure flow (flow.py): one `Generation` per continuation.
 
-The flow (flow.py) is pure; everything with a side effect is here: events come from the queue (`_serve`), the Links
-(`_Leg`), the clock (`_tick`) and the client (`stop`, `cancel`); the flow's actions go out in `_perform`. Whatever
-happened, `_settle` looks at the stage once: moves the timer, and wakes the client's stream.
+Events come from the queue (`_serve`), the Links (`_Leg`), the clock (`_tick`) and the client (`stop`, `cancel`); the
+flow's actions go out in `perform`. Whatever happened, `_settle` moves the timer and wakes the client's stream.
 """
 
 from __future__ import annotations
@@ -14,18 +12,18 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from millrace.v1 import common_pb2, worker_pb2
+from millrace.v1 import common_pb2, prefill_pb2, worker_pb2
 from millrace_common.metrics import Metrics
 from millrace_common.reasons import Reason
 from millrace_common.spans import Tracer
 from millrace_rpc.errors import MillraceError
 
 from millrace_router.config import RouterConfig
-from millrace_router.fleet.link import Link
+from millrace_router.fleet.link import Link, Source
 from millrace_router.fleet.registry import Registry
 from millrace_router.flow.admission import Admission
 from millrace_router.flow.fair_queue import Ticket
-from millrace_router.flow.flow import Abort, Action, Blame, Flow, Leg, Mismatch, Retry, Stage, Stale, Submit
+from millrace_router.flow.flow import Abort, Action, Blame, Flow, Leg, Mismatch, Retry, Stage, Stale
 from millrace_router.flow.spans import ContinuationSpans
 from millrace_router.flow.tenant import Tenant
 from millrace_router.policy.choose import Decision
@@ -82,6 +80,7 @@ class Generation:
             deadline=job.deadline,
             progress=now,
             queue_s=config.timeouts.queue if backend.registry.ready else config.timeouts.no_workers,
+            wants_logprobs=job.sampling.HasField("logprobs"),
         )
         self._backend = backend
         self._health = backend.registry.health
@@ -111,8 +110,6 @@ class Generation:
     def perform(self, actions: Sequence[Action]) -> None:
         for action in actions:
             match action:
-                case Submit():
-                    self._submit()
                 case Abort(leg, attempt, reason):
                     self._links[leg].abort(self.room, attempt, reason)
                 case Blame(legs, reason):
@@ -164,7 +161,9 @@ class Generation:
         self._decision = decision
         legs = {Leg.PREFILL: decision.placement.prefill, Leg.DECODE: decision.placement.decode}
         self._placed = {leg: replica for leg, replica in legs.items() if replica is not None}
-        self.perform(self.flow.assign(frozenset(self._placed), self._loop.time()))
+        self.flow.assign(frozenset(self._placed), self._loop.time())
+        self._submit()
+        self._settle()
 
     def _retry(self, retry: Retry) -> None:
         log.info("attempt %d failed after %d tokens: %s", self.flow.attempt, len(self.flow.outputs), self.flow.error)
@@ -180,7 +179,7 @@ class Generation:
 
     def _submit(self) -> None:
         """Send the attempt to its legs. A Link that is gone fails its leg at once, which ends the attempt half-way."""
-        source = None  # the prefill leg comes first and is the decode leg's source
+        source: Source = self._prefix()  # the prefill leg comes first and is the decode leg's source
         for leg, replica in self._placed.items():
             if leg not in self.flow.open:
                 return
@@ -189,11 +188,20 @@ class Generation:
             request = self._request(replica.index)
             length = len(request.token_ids)
             cached = 0 if self._decision is None else self._decision.cached_tokens
-            worker.note_sent(replica.index, *((length - cached, 0) if source is None else (0, length)))
+            computes = leg is Leg.PREFILL or source is None
+            worker.note_sent(replica.index, *((length - cached, 0) if computes else (0, length)))
             assert worker.link is not None, "the policy chose a worker that is not linked"
             self._links[leg] = link = worker.link
             link.submit(request, source, _Leg(self, leg, link))
             source = worker.source()
+
+    def _prefix(self) -> prefill_pb2.KvPrefixRef | None:
+        """Where the prefill worker gets leading pages of the prompt."""
+        loan = None if self._decision is None else self._decision.loan
+        if loan is None:
+            return None
+        source = self._backend.registry.workers[loan.lender.address].source()
+        return prefill_pb2.KvPrefixRef(worker=source, replica=loan.lender.index, num_pages=loan.num_pages)
 
     def _request(self, replica: int) -> worker_pb2.EngineRequest:
         job, flow = self.job, self.flow
@@ -272,20 +280,20 @@ class Generation:
 class _Leg:
     """One leg of one attempt, registered on its Link."""
 
-    __slots__ = ("_flow", "_generation", "_heard", "_leg", "_link", "attempt")
+    __slots__ = ("_flow", "_generation", "_leg", "_link", "attempt", "heard")
 
     def __init__(self, generation: Generation, leg: Leg, link: Link) -> None:
         self.attempt = generation.flow.attempt
         self._generation = generation
         self._flow = generation.flow
-        self._heard = False
+        self.heard = False
         self._leg = leg
         self._link = link
 
     def on_output(self, out: worker_pb2.SequenceOutput, now: float) -> None:
         flow, generation = self._flow, self._generation
-        if not self._heard and out.token_ids:
-            self._heard = True
+        if not self.heard and out.token_ids:
+            self.heard = True
             generation.heard(self._leg, now)
         if generation.tokens_at is None and out.token_ids:
             generation.tokens_at = now

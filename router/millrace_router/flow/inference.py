@@ -147,13 +147,20 @@ class Inference:
             self._idle.set()
         metrics = self.backend.metrics
         metrics.active.set(len(self.active))
-        prompt = output = 0
+        prompt = output = unserved = 0
         for continuation in stream.continuations:
             generation = continuation.generation
             observe_generation(metrics, generation)
             prompt, output = len(generation.job.token_ids), output + len(generation.flow.outputs)
             self.backend.admission.charge(generation.place, len(generation.flow.outputs))
+            if not generation.flow.tries:
+                unserved += 1
+                if generation.flow.attempt >= 0:  # the queue charged an attempt that a worker refused
+                    self.backend.admission.charge(generation.place, -prompt)
         tenant.spend(output, time.monotonic())
+        if unserved:
+            whole = unserved == len(stream.continuations)
+            tenant.give_back(unserved * prompt, time.monotonic(), request=whole)
         for direction, tokens in (("prompt", prompt), ("output", output)):
             metrics.tenant_tokens.labels(tenant=tenant.name, direction=direction).inc(tokens)
         self._count(api, tenant, span, error, output)

@@ -1,13 +1,11 @@
-"""Streams send new tokens in rounds. A message costs a router far more than one more token in it (a system call and
-three turns of the event loop), so a router that is behind sends larger messages instead of queueing small ones.
+"""Streams send new tokens in rounds, so that a router that is behind sends larger messages instead of queueing small
+ones (docs/router.md#streaming).
 
 1. A stream with news joins the next round, once.
-2. A round gives each of its streams a turn, in the order of joining, each in its own turn of the event loop. Other
-   events (outputs, requests, first tokens) therefore wait for one message, never for the whole round.
+2. A round gives each of its streams a turn, in the order of joining. A turn that wakes a task gets a turn of the event
+   loop; of those that write at once as many share one as fit into `SLICE_S`. Other events (outputs, requests, first
+   tokens) therefore wait for a few messages, never for the whole round.
 3. After it all streams rest for as long as the round took. Tokens that arrive meanwhile become one message per stream.
-
-A round that takes no time is followed by no rest: a router with little to do sends each token by itself. Under load
-sending takes at most half of the event loop's time.
 """
 
 from __future__ import annotations
@@ -19,6 +17,10 @@ from collections.abc import Callable
 
 LONGEST_REST_S = 0.02
 SHORT_S = 0.001  # a round that needs no rest
+SLICE_S = 0.0002
+
+
+Turn = Callable[[], bool]  # whether all is done; else tasks were woken
 
 
 def rest_s(took_s: float, interval_s: float) -> float:
@@ -34,12 +36,12 @@ class Rounds:
         self._loop = loop
         self._interval_s = interval_s
         self._clock = clock  # uvloop's own counts milliseconds
-        self._next: deque[Callable[[], None]] = deque()
-        self._round: deque[Callable[[], None]] = deque()
+        self._next: deque[Turn] = deque()
+        self._round: deque[Turn] = deque()
         self._began = 0.0
         self._idle = True  # no round, and no rest after one
 
-    def join(self, turn: Callable[[], None]) -> None:
+    def join(self, turn: Turn) -> None:
         """`turn` is called once, in the next round."""
         self._next.append(turn)
         if self._idle:
@@ -55,9 +57,11 @@ class Rounds:
         self._go_on()
 
     def _go_on(self) -> None:
-        """Give one turn. Tasks that it wakes run before the next call, so that a round's time includes them."""
+        """Give turns. Tasks that are woken run before the next call, so that a round's time includes them."""
+        until = self._clock() + SLICE_S
         try:
-            self._round.popleft()()
+            while self._round.popleft()() and self._round and self._clock() < until:
+                pass
         finally:  # an error in one turn does not stop the others
             self._loop.call_soon(self._go_on if self._round else self._end)
 

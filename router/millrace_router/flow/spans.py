@@ -1,9 +1,5 @@
-"""The router's spans of a request. inference.py makes the first two, `ContinuationSpans` the others.
-
-    generate                       the whole request: caller, tokens, how it ended
-      route                        checks and tokenization
-      queue                        each wait for workers
-      attempt                      at the workers, whose own spans are below it: from its submit to its end
+"""The router's spans of a request: `queue` for each wait for workers, `attempt` from a submit to its end, both below
+inference.py's `generate`. docs/router.md shows the whole tree.
 
 The continuations of a request share its span; `millrace.continuation` tells their attempts apart.
 """

@@ -4,19 +4,19 @@
    previous delta: a slow client, or a router that is behind (rounds.py), makes fewer, larger deltas. The first never
    waits. 3. A stop string ends its continuation before the string's first character and aborts the workers at once.
 4. The first failure ends the stream with its error, after what had arrived before it. 5. Leaving `deltas` in any way
-   cancels the rest.
+   cancels the rest. 6. While the reader of `deltas` waits, a `sink` gets the deltas between the first and the last.
 
-A reader that does not come back delays no other stream: its unread tokens are kept, and after `unread` steps of the
-engine the continuations end with SLOW_CLIENT, which frees the workers. The reader gets the kept tokens, and then the
-error.
+A reader that does not come back delays no other stream: its tokens are kept for `unread` engine steps, see `wake`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import codecs
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from millrace.v1 import common_pb2
 from millrace_common.reasons import Reason
@@ -26,7 +26,7 @@ from millrace_router.flow.flow import Stage
 from millrace_router.flow.generation import Generation
 from millrace_router.flow.rounds import Rounds
 from millrace_router.text.markers import StopMatcher
-from millrace_router.text.tokenizer import Detokenizer, Tokenizer
+from millrace_router.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)
@@ -43,33 +43,42 @@ class Delta:
     drafted_tokens: int
     accepted_tokens: int  # of these
     first: bool
+    stopped_by: str = ""  # the stop string that ended it
 
 
 class Text:
-    """Tokens to visible text: detokenized, cut at a stop string."""
+    """Tokens to visible text, cut at a stop string. A character whose bytes are spread over tokens appears when it is
+    complete; bytes that can never become one appear as U+FFFD. Without a stop string all pieces together equal
+    `Tokenizer.decode` of all ids.
+    """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], keep_special: bool) -> None:
-        self._detokenizer = Detokenizer(tokenizer, keep_special)
+        self._tokenizer = tokenizer
+        self._keep_special = keep_special
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._matcher = StopMatcher(stops) if stops else None
 
     @property
-    def stopped(self) -> bool:
-        return self._matcher is not None and self._matcher.matched
+    def stopped_by(self) -> str:
+        return self._matcher.matched if self._matcher is not None else ""
 
     def push(self, ids: list[int]) -> tuple[str, int]:
         """The visible text, and how many of the ids were used: up to the one that completes a stop string."""
         if self._matcher is None:
-            return self._detokenizer.push(ids), len(ids)
+            return self._decode(ids), len(ids)
         shown = []
         for used, token in enumerate(ids, 1):
-            shown.append(self._matcher.push(self._detokenizer.push((token,))))
+            shown.append(self._matcher.push(self._decode((token,))))
             if self._matcher.matched:
                 return "".join(shown), used
         return "".join(shown), len(ids)
 
     def flush(self) -> str:
-        text = self._detokenizer.flush()
+        text = self._decoder.decode(b"", final=True)
         return text if self._matcher is None else self._matcher.push(text) + self._matcher.flush()
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._decoder.decode(self._tokenizer.token_bytes(ids, self._keep_special))
 
 
 class Continuation:
@@ -101,7 +110,7 @@ class Continuation:
             raise flow.error
         text, used = self._text.push(tokens)
         finish_reason = flow.finish_reason
-        if self._text.stopped:
+        if self._text.stopped_by:
             self.generation.stop()
             finish_reason = common_pb2.FINISH_REASON_STOP
         elif finish_reason:
@@ -120,6 +129,7 @@ class Continuation:
             self.generation.drafted_tokens,
             self.generation.accepted_tokens,
             first,
+            self._text.stopped_by,
         )
 
     def _note_gap(self) -> None:
@@ -127,6 +137,16 @@ class Continuation:
         if self._read_at is not None:
             self._on_gap(now - self._read_at)
         self._read_at = now
+
+
+class Sink(Protocol):
+    """Takes deltas in the turn of their round itself, without a task to wake for each."""
+
+    @property
+    def ready(self) -> bool:
+        """Else the task has to come."""
+
+    def push(self, delta: Delta) -> None: ...
 
 
 class Stream:
@@ -138,6 +158,8 @@ class Stream:
         self.continuations: list[Continuation] = []
         self._on_end: Callable[[MillraceError | None], None] | None = on_end
         self._rounds = rounds
+        self.sink: Sink | None = None
+        self._open: list[Continuation] = []  # that the reader reads
         self._turn: asyncio.Future[None] | None = None  # the reader's next one; None while it is away with a delta
         self._joined = False  # a round, which will bring the turn
         self._silent = True  # nothing has been read yet
@@ -156,15 +178,37 @@ class Stream:
             self._joined = True
             self._rounds.join(self._take_turn)
 
-    def _take_turn(self) -> None:
-        turn, self._turn, self._joined = self._turn, None, False
-        if turn is not None and not turn.done():  # else the reader has gone
+    def _take_turn(self) -> bool:
+        """Whether the sink has taken everything; else the reader, if it has not gone, is woken."""
+        turn, self._joined = self._turn, False
+        if turn is None or turn.done():
+            return True
+        try:
+            if self.sink is not None and not self._silent and self._push(self.sink):
+                self._unread = 0
+                return True
             turn.set_result(None)
+        except Exception as error:
+            turn.set_exception(error)
+        self._turn = None
+        return False
 
-    async def _wait(self, open_ones: Sequence[Continuation]) -> None:
+    def _push(self, sink: Sink) -> bool:
+        """False: something is left for the reader, which waits."""
+        for continuation in self._open:
+            if not sink.ready or continuation.generation.flow.ended:
+                return False
+            delta = continuation.read()
+            if delta is not None:
+                sink.push(delta)
+                if continuation.finished:
+                    return False
+        return True
+
+    async def _wait(self) -> None:
         """Wait for news, and the turn to read it."""
         self._turn = turn = asyncio.get_running_loop().create_future()
-        if any(continuation.news for continuation in open_ones):  # since it was read
+        if any(continuation.news for continuation in self._open):  # since it was read
             self.wake()
         await turn
 
@@ -179,25 +223,22 @@ class Stream:
         if on_end is not None:
             self.cancel(error or gone())
             on_end(error)
-            self.continuations = []  # they refer to this stream: leave no cycle to the garbage collector
+            self.continuations = self._open = []  # they refer to this stream: leave no cycle to the garbage collector
 
     async def deltas(self) -> AsyncIterator[Delta]:
-        open_ones = self.continuations
+        self._open = self.continuations
         error: MillraceError | None = gone()
         try:
-            while open_ones:
+            while self._open:
                 self._unread = 0
-                finished = False
-                for continuation in open_ones:
+                for continuation in self._open:
                     delta = continuation.read()
                     if delta is not None:
                         self._silent = False
-                        finished = finished or continuation.finished
                         yield delta
-                if finished:
-                    open_ones = [c for c in open_ones if not c.finished]
-                else:
-                    await self._wait(open_ones)
+                if not any(continuation.finished for continuation in self._open):
+                    await self._wait()
+                self._open = [continuation for continuation in self._open if not continuation.finished]
             error = None
         except MillraceError as failure:
             error = failure

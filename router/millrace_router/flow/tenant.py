@@ -68,6 +68,12 @@ class Tenant:
             self.requests.take(1, now)
         self.spend(prompt_tokens, now)
 
+    def give_back(self, prompt_tokens: int, now: float, *, request: bool) -> None:
+        """Take back from `begin` what no worker took. `request`: the whole request."""
+        if request and self.requests is not None:
+            self.requests.take(-1, now)
+        self.spend(-prompt_tokens, now)
+
     def spend(self, tokens: int, now: float) -> None:
         if self.tokens is not None:
             self.tokens.take(tokens, now)

@@ -2,69 +2,34 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 from millrace.v1 import common_pb2
+from millrace_rpc.errors import MillraceError
 
 from millrace_router.flow.inference import Answer
 from millrace_router.flow.stream import Delta
 from millrace_router.openai import objects
-from millrace_router.text.reasoning import ReasoningParser
+from millrace_router.openai.reading import Reading, Said, call_id
+from millrace_router.openai.sse import event
+from millrace_router.text.call_stream import CallDelta
 from millrace_router.text.tokenizer import Tokenizer
-from millrace_router.text.tool_calls import CallDelta, ToolCallParser
 
 STOP, LENGTH, TOOL_CALLS = "stop", "length", "tool_calls"
 FINISH: dict[int, str] = {common_pb2.FINISH_REASON_STOP: STOP, common_pb2.FINISH_REASON_LENGTH: LENGTH}
 
 
 @dataclass(slots=True)
-class Said:
-    """New thoughts, text and tool calls."""
-
-    thoughts: str = ""
-    text: str = ""
-    calls: list[CallDelta] = field(default_factory=list)
-
-
-class MessageParser:
-    """Text deltas to parts of a message, whatever the cuts: reasoning first, then tool calls in the rest."""
-
-    def __init__(self, *, reasons: bool, thinking: bool, tools: bool) -> None:
-        """The model can reason; the prompt has begun its thoughts; it may call tools."""
-        self._reasoning = ReasoningParser(thinking) if reasons else None
-        self._tools = ToolCallParser() if tools else None
-
-    def push(self, text: str, last: bool) -> Said:
-        said = Said(text=text)
-        if self._reasoning is not None:
-            said.thoughts, said.text = self._reasoning.push(text)
-            if last:
-                thoughts, text = self._reasoning.flush()
-                said.thoughts, said.text = said.thoughts + thoughts, said.text + text
-        if self._tools is not None:
-            said.text, said.calls = self._tools.push(said.text)
-            if last:
-                text, calls = self._tools.flush()
-                said.text, said.calls = said.text + text, said.calls + calls
-        return said
-
-
-@dataclass(slots=True)
 class Choice:
     """One continuation so far."""
 
-    parser: MessageParser | None  # of chat
-    thinking: bool
-    tokens: int = 0
-    reasoning_tokens: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
+    reading: Reading | None  # of chat
+    latest: Delta  # has the counts so far
     characters: int = 0  # of its tokens' texts, for text_offset
-    called: bool = False
 
 
 @dataclass(slots=True)
@@ -76,15 +41,30 @@ class Shape:
     tokenizer: Tokenizer
     logprobs: bool
     tools: bool = False  # calls may come
+    include_usage: bool = False  # in a stream
+    usage_so_far: bool = False  # in every chunk of it
     created: int = field(default_factory=lambda: int(time.time()))
     choices: dict[int, Choice] = field(default_factory=dict)  # by continuation
     cached_tokens: int = 0
+    before: bytes = b""  # what all chunks of a stream have in common
+    after: bytes = b""
 
-    def chunk(self, delta: Delta) -> dict[str, Any]:
-        return self._envelope([self._part(delta, whole=False)], ".chunk")
+    def __post_init__(self) -> None:
+        chunk = event(self._envelope([], ".chunk") | ({"usage": None} if self.include_usage else {}))
+        before, empty, after = chunk.rpartition(b"[]")
+        self.before, self.after = before + empty[:1], empty[1:] + after
 
-    def usage_chunk(self) -> dict[str, Any]:
-        return self._envelope([], ".chunk") | {"usage": self._usage()}
+    def push(self, delta: Delta) -> bytes:
+        if self.usage_so_far:
+            return event(self._envelope([self._part(delta, whole=False)], ".chunk") | {"usage": self._usage()})
+        return self.before + msgspec.json.encode(self._part(delta, whole=False)) + self.after
+
+    def end(self) -> bytes:
+        usage = event(self._envelope([], ".chunk") | {"usage": self._usage()}) if self.include_usage else b""
+        return usage + b"data: [DONE]\n\n"
+
+    def fail(self, error: MillraceError) -> bytes:
+        return event(error.http_body())
 
     def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         by_index = ([d for d in deltas if d.index == index] for index in sorted({d.index for d in deltas}))
@@ -100,33 +80,22 @@ class Shape:
         if not self.chat:
             part["text"] = delta.text
         elif whole:
-            part["message"] = _message(self._read(choice, delta))
+            part["message"] = _message(_read(choice, delta))
         else:
-            part["delta"] = _delta(self._read(choice, delta), delta.first)
+            part["delta"] = _delta(_read(choice, delta), delta.first)
         finish = FINISH.get(delta.finish_reason)
-        part["finish_reason"] = TOOL_CALLS if choice.called and finish == STOP else finish
+        called = choice.reading is not None and choice.reading.called
+        part["finish_reason"] = TOOL_CALLS if called and finish == STOP else finish
         return part
 
     def _choice(self, delta: Delta) -> Choice:
         choice = self.choices.get(delta.index)
         if choice is None:
-            form, thinking = self.tokenizer.format, self.answer.thinking
-            parser = MessageParser(reasons=form.reasons, thinking=thinking, tools=self.tools) if self.chat else None
-            choice = self.choices[delta.index] = Choice(parser, thinking and form.reasons)
+            reading = Reading(self.answer, self.tokenizer, self.tools) if self.chat else None
+            choice = self.choices[delta.index] = Choice(reading, delta)
         self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
-        choice.tokens = delta.completion_tokens
-        choice.drafted_tokens, choice.accepted_tokens = delta.drafted_tokens, delta.accepted_tokens
+        choice.latest = delta
         return choice
-
-    def _read(self, choice: Choice, delta: Delta) -> Said:
-        assert choice.parser is not None
-        said = choice.parser.push(delta.text, last=bool(delta.finish_reason))
-        choice.called = choice.called or bool(said.calls)
-        if choice.thinking or said.thoughts:
-            ended = self.tokenizer.thoughts_end(delta.token_ids)
-            choice.reasoning_tokens += len(delta.token_ids) if ended is None else ended
-            choice.thinking = ended is None
-        return said
 
     def _envelope(self, choices: list[dict[str, Any]], suffix: str = "") -> dict[str, Any]:
         prefix, kind = ("chatcmpl", "chat.completion" + suffix) if self.chat else ("cmpl", "text_completion")
@@ -140,10 +109,11 @@ class Shape:
 
     def _usage(self) -> objects.Usage:
         choices = self.choices.values()
-        completion = sum(choice.tokens for choice in choices)
-        details: objects.CompletionDetails = {"reasoning_tokens": sum(choice.reasoning_tokens for choice in choices)}
-        if drafted := sum(choice.drafted_tokens for choice in choices):
-            accepted = sum(choice.accepted_tokens for choice in choices)
+        completion = sum(choice.latest.completion_tokens for choice in choices)
+        readings = [choice.reading for choice in choices if choice.reading is not None]
+        details: objects.CompletionDetails = {"reasoning_tokens": sum(reading.reasoning_tokens for reading in readings)}
+        if drafted := sum(choice.latest.drafted_tokens for choice in choices):
+            accepted = sum(choice.latest.accepted_tokens for choice in choices)
             details["accepted_prediction_tokens"] = accepted
             details["rejected_prediction_tokens"] = drafted - accepted
         return {
@@ -179,6 +149,11 @@ class Shape:
 
     def _text(self, entry: common_pb2.TokenLogprob) -> str:
         return self.tokenizer.decode((entry.token_id,), keep_special=True)
+
+
+def _read(choice: Choice, delta: Delta) -> Said:
+    assert choice.reading is not None
+    return choice.reading.read(delta)
 
 
 def _joined(deltas: Sequence[Delta]) -> Delta:
@@ -220,13 +195,9 @@ def _call_chunk(call: CallDelta) -> objects.CallChunk:
     if not call.name:
         return {"index": call.index, "function": {"arguments": call.arguments}}
     function: objects.FunctionDelta = {"name": call.name, "arguments": call.arguments}
-    return {"index": call.index, "id": _call_id(), "type": "function", "function": function}
+    return {"index": call.index, "id": call_id(call), "type": "function", "function": function}
 
 
 def _call(call: CallDelta) -> objects.ToolCallObject:
     function: objects.FunctionCall = {"name": call.name, "arguments": call.arguments}
-    return {"id": _call_id(), "type": "function", "function": function}
-
-
-def _call_id() -> str:
-    return f"call_{secrets.token_hex(12)}"
+    return {"id": call_id(call), "type": "function", "function": function}

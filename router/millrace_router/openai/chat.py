@@ -12,7 +12,6 @@ from millrace_router.flow.ask import Ask, Chat
 from millrace_router.flow.validate import invalid
 from millrace_router.openai.types import Common, Items, Strict
 from millrace_router.text.chat_format import ChatFormat, Tool, structural_tag
-from millrace_router.text.markers import CALL_END
 
 MAX_ARGUMENTS = 16  # of a chat template
 
@@ -158,4 +157,4 @@ def in_format(ask: Ask, form: ChatFormat) -> Ask:
             chat.required or chat.tools, form.style, required=bool(chat.required), parallel=chat.parallel and not named
         )
         return replace(ask, grammar=common_pb2.Grammar(structural_tag=tag), grammar_param="tools")
-    return ask if chat.parallel else replace(ask, ends=(CALL_END,))
+    return ask if chat.parallel else replace(ask, ends=(form.style.call_end,))

@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import secrets
+import functools
 import time
-from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Mapping
 
-import msgspec
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import StreamingResponse
 from millrace_common.log import request_id
-from millrace_rpc.errors import MillraceError
-from starlette.types import Receive, Scope, Send
 
 from millrace_router.edge import probes
 from millrace_router.edge.http_answers import json_answer, new_app, read_body
-from millrace_router.flow.inference import Inference
-from millrace_router.flow.stream import Stream, gone
+from millrace_router.flow.inference import Answer, Inference
 from millrace_router.openai import openapi
 from millrace_router.openai.answers import Shape
-from millrace_router.openai.chat import ChatRequest, in_format
+from millrace_router.openai.chat import ChatRequest
+from millrace_router.openai.responses import ResponseForm
+from millrace_router.openai.responses_request import ResponsesRequest
+from millrace_router.openai.serving import read, serve, serve_translated
 from millrace_router.openai.tokens import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 from millrace_router.openai.types import CompletionRequest, parse
 
 
-def build(inference: Inference, before_scrape: Callable[[], None] | None) -> FastAPI:
-    app = new_app(openapi_url=None)
-    most = inference.backend.config.limits.message_bytes
-    started, document = int(time.time()), openapi.document()
+def build(inference: Inference, before_scrape: Callable[[], None] | None, more: Mapping[str, openapi.Post]) -> FastAPI:
+    """`more`: as for `openapi.document`."""
+    app, document = new_app(), openapi.document(more)
+    app.openapi = lambda: document  # type: ignore[method-assign]
+    most, started = inference.backend.config.limits.message_bytes, int(time.time())
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
@@ -40,6 +35,11 @@ def build(inference: Inference, before_scrape: Callable[[], None] | None) -> Fas
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         return await _generate(inference, request, CompletionRequest)
+
+    @app.post("/v1/responses")
+    async def responses(request: Request) -> Response:
+        wanted = await read(inference, request, ResponsesRequest)
+        return await serve_translated(inference, request, wanted, functools.partial(ResponseForm, wanted))
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -54,92 +54,20 @@ def build(inference: Inference, before_scrape: Callable[[], None] | None) -> Fas
     async def to_text(request: Request) -> Response:
         return json_answer(detokenize(inference, parse(DetokenizeRequest, await read_body(request, most))))
 
-    @app.get("/openapi.json")
-    async def describe() -> Response:
-        return json_answer(document)
-
-    probes.add(app, inference.backend, before_scrape)
-    return app
+    return probes.add(app, inference.backend, before_scrape)
 
 
 async def _generate(
     inference: Inference, request: Request, kind: type[ChatRequest] | type[CompletionRequest]
 ) -> Response:
-    name = request.headers.get("x-request-id", "") or secrets.token_hex(12)
-    request_id.set(name)
-    wanted = parse(kind, await read_body(request, inference.backend.config.limits.message_bytes))
-    ask = in_format(wanted.ask(name), inference.tokenizer.format)
-    if session_id := request.headers.get("x-session-id", ""):
-        ask = replace(ask, session_id=session_id)
-    answer = await inference.generate(ask, "http")
-    chat = isinstance(wanted, ChatRequest)
+    wanted = await read(inference, request, kind)
+    ask = wanted.ask(request_id.get())
+    chat, logprobs = isinstance(wanted, ChatRequest), "logprobs" in ask.numbers
     tools = isinstance(wanted, ChatRequest) and wanted.may_call
-    shape = Shape(chat, answer, inference.tokenizer, "logprobs" in ask.numbers, tools)
-    headers = {"x-request-id": answer.request_id}
-    if not wanted.stream:
-        async with _watched(request, answer.stream):
-            deltas = [delta async for delta in answer.stream.deltas()]
-        return json_answer(shape.whole(deltas), headers=headers)
-    events = _events(shape, wanted.stream_options.include_usage)
-    async with _watched(request, answer.stream):
-        first = await anext(events)  # a failure before it is an HTTP status, not an event of a stream with status 200
-    return _Sse(first, events, answer.stream, headers)
 
+    def shape(answer: Answer) -> Shape:
+        options = wanted.stream_options
+        usage = options.include_usage, options.include_usage and options.continuous_usage_stats
+        return Shape(chat, answer, inference.tokenizer, logprobs, tools, *usage)
 
-@contextlib.asynccontextmanager
-async def _watched(request: Request, stream: Stream) -> AsyncIterator[None]:
-    """Cancel the stream if the client goes away meanwhile."""
-
-    async def watch() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        stream.cancel(gone())
-
-    watcher = asyncio.create_task(watch())
-    try:
-        yield
-    finally:
-        watcher.cancel()
-
-
-async def _events(shape: Shape, include_usage: bool) -> AsyncIterator[bytes]:
-    try:
-        async for delta in shape.answer.stream.deltas():
-            chunk = shape.chunk(delta)
-            if include_usage:
-                chunk["usage"] = None
-            yield _event(chunk)
-    except MillraceError as error:
-        if not shape.choices:
-            raise
-        yield _event(error.http_body())
-        return
-    if include_usage:
-        yield _event(shape.usage_chunk())
-    yield b"data: [DONE]\n\n"
-
-
-def _event(value: Any) -> bytes:
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
-
-
-class _Sse(StreamingResponse):
-    """Closes the stream whatever happens to the connection."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, first: bytes, rest: AsyncIterator[bytes], stream: Stream, headers: dict[str, str]) -> None:
-        self._stream = stream
-        super().__init__(_chain(first, rest), headers=headers | {"cache-control": "no-cache"})
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._stream.close(gone())
-
-
-async def _chain(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    yield first
-    async for event in rest:
-        yield event
+    return await serve(inference, request, ask, shape, wanted.stream)

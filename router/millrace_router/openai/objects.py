@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NotRequired, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -91,56 +91,71 @@ class Usage(TypedDict):
     completion_tokens_details: CompletionDetails
 
 
-class ChatChoice(TypedDict):
+class Choice(TypedDict):
     index: int
     finish_reason: FinishReason | None
+
+
+class ChatChoice(Choice):
     logprobs: ChatLogprobs | None
     message: ChatMessage
 
 
-class ChatChunkChoice(TypedDict):
-    index: int
-    finish_reason: FinishReason | None
+class ChatChunkChoice(Choice):
     logprobs: ChatLogprobs | None
     delta: ChatDelta
 
 
-class TextChoice(TypedDict):
-    index: int
-    finish_reason: FinishReason | None
+class TextChoice(Choice):
     logprobs: CompletionLogprobs | None
     text: str
 
 
-class ChatAnswer(TypedDict):
+class Envelope(TypedDict):
     id: str
-    object: Literal["chat.completion"]
     created: int
     model: str
+
+
+class ChatAnswer(Envelope):
+    object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: Usage
 
 
-class ChatChunk(TypedDict):
+class ChatChunk(Envelope):
     """`usage` is there when it was asked for: null, and on the last chunk, which has no choices, the numbers."""
 
-    id: str
     object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
     choices: list[ChatChunkChoice]
     usage: NotRequired[Usage | None]
 
 
-class TextAnswer(TypedDict):
+class TextAnswer(Envelope):
     """The answer and the chunks of its stream, which have `usage` as a chat's."""
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[TextChoice]
     usage: NotRequired[Usage | None]
+
+
+class Response(TypedDict):
+    """As OpenAI describes it. `output`: items of type reasoning, message and function_call. Nothing is stored."""
+
+    id: str
+    object: Literal["response"]
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    model: str
+    output: list[dict[str, Any]]
+    usage: dict[str, Any] | None
+    error: dict[str, str] | None
+    store: Literal[False]
+
+
+class NamedEvent(TypedDict):
+    """Of a stream, as the API's vendor describes it."""
+
+    type: str
 
 
 class ModelObject(TypedDict):

@@ -35,12 +35,16 @@ class DetokenizeRequest(Strict):
     keep_special_tokens: bool = True
 
 
+async def prompt_tokens(inference: Inference, ask: Ask) -> list[int]:
+    """The token ids that workers would get."""
+    ask = in_format(ask, inference.tokenizer.format)
+    validate.check(ask, inference.model, inference.names, inference.backend.config.limits)
+    return await inference.tokenize(ask.prompt, inference.model)
+
+
 async def tokenize(inference: Inference, wanted: TokenizeRequest) -> objects.Tokens:
-    model = inference.model
-    ask = in_format(Ask(model=wanted.model, prompt=wanted.as_prompt()), inference.tokenizer.format)
-    validate.check(ask, model, inference.names, inference.backend.config.limits)
-    tokens = await inference.tokenize(ask.prompt, model)
-    return {"count": len(tokens), "max_model_len": model.max_context, "tokens": tokens}
+    tokens = await prompt_tokens(inference, Ask(model=wanted.model, prompt=wanted.as_prompt()))
+    return {"count": len(tokens), "max_model_len": inference.model.max_context, "tokens": tokens}
 
 
 def detokenize(inference: Inference, wanted: DetokenizeRequest) -> objects.Text:

@@ -7,11 +7,13 @@ other unknown field is refused, because ignoring it would silently give another 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from millrace.v1 import common_pb2
 from millrace_common import grammar_text
 from millrace_common.reasons import Reason
+from millrace_common.sampling_limits import NUMBERS
 from millrace_rpc.errors import MillraceError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -30,23 +32,27 @@ UNSUPPORTED = {  # by name, with the reason or what to do instead
     "web_search_options": "the model has no network",
 }
 IGNORED = frozenset({"metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store"})
-_SAME_NAME = (
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
-    "min_tokens",
-)  # fmt: skip
-
 
 T = TypeVar("T")
 Items = Annotated[list[T], Field(fail_fast=True)]  # only the first mistake is reported: a body may hold a million
 MISTAKES = 100  # of a request; larger ones are not checked in detail
 
 
+DEEP = ("messages", "output_config", "response_format", "text", "tools")  # fields that hold JSON values of any form
+
+
 class Strict(BaseModel):
+    """Of a whole request some fields are ignored, and some are refused with a reason."""
+
+    IGNORED: ClassVar[frozenset[str]] = IGNORED
+    UNSUPPORTED: ClassVar[Mapping[str, str]] = UNSUPPORTED
+
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class StreamOptions(Strict):
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # an extension: every chunk has the usage so far
     include_obfuscation: Literal[False] = False
 
 
@@ -108,8 +114,8 @@ class Common(Strict):
     timeout_s: float | None = None  # the deadline that gRPC clients set on the call
 
     def as_ask(self, prompt: Prompt, request_id: str, max_tokens: int | None, logprobs: int | None) -> Ask:
-        numbers = {name: getattr(self, name) for name in _SAME_NAME}
-        numbers |= {"max_tokens": max_tokens, "logprobs": logprobs}
+        given = {"max_tokens": max_tokens, "logprobs": logprobs}
+        numbers = {name: getattr(self, name) for name in NUMBERS if name not in given} | given
         grammar, grammar_param = self._grammar()
         return Ask(
             model=self.model,
@@ -169,13 +175,13 @@ def parse(model: type[R], body: bytes) -> R:
         raise MillraceError(Reason.INVALID_ARGUMENT, "the body must be a JSON object")
     if isinstance(values.get("prompt"), list) and len(values["prompt"]) == 1 and isinstance(values["prompt"][0], list):
         values["prompt"] = values["prompt"][0]
-    for name, why in UNSUPPORTED.items():
+    for name, why in model.UNSUPPORTED.items():
         if values.pop(name, None) not in (None, False):
             raise invalid(name, f"is not supported: {why}")
-    for name in ("tools", "response_format"):
+    for name in DEEP:
         if grammar_text.deeper_than(values.get(name), 2 * grammar_text.MAX_DEPTH):
             raise invalid(name, f"is nested more than {2 * grammar_text.MAX_DEPTH} deep")
-    given = {name: value for name, value in values.items() if value is not None and name not in IGNORED}
+    given = {name: value for name, value in values.items() if value is not None and name not in model.IGNORED}
     try:
         request = model.model_validate(given)
     except ValidationError as error:
@@ -192,7 +198,8 @@ def parse(model: type[R], body: bytes) -> R:
 def _explain(error: ValidationError) -> MillraceError:
     if error.error_count() > MISTAKES:
         return MillraceError(Reason.INVALID_ARGUMENT, f"{error.error_count()} fields are unknown or not of their type")
-    problem = error.errors()[0]
+    problems = error.errors()
+    problem = next((problem for problem in problems if problem["type"] == "literal_error"), problems[0])  # says more
     param = str(problem["loc"][0])
     where = ".".join(str(part) for part in problem["loc"] if not str(part).endswith("]"))
     text = {

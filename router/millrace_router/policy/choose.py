@@ -2,13 +2,13 @@
 
 1. local prefill   the uncached part of the prompt is short: a decode worker runs it itself (`local_prefill_tokens`)
 2. pair            a prefill replica with an open decode partner; then, near it, a decode replica that has been warmed
-                   with it and has an equal KV layout. One token to go: the prefill replica alone
+                   with it and has an equal KV layout. One token to go: the prefill replica alone. Where another
+                   replica has more of the prompt cached, the prefill replica may fetch it (loans.py)
 3. unified         one replica for both phases
 
-The first of these with a replica that has credits is taken. Workers in `Want.avoid` (they failed this request before)
-are candidates only when no other is left; ejected ones (resilience/) not even then. While the view names a revision
-that is asked first, the others get the requests for which it has no room. Within a step the role's policy scores the
-candidates, see scoring.py.
+The first of these with a replica that has credits is taken; within it the role's policy scores the candidates
+(scoring.py). Workers in `Want.avoid` are candidates only when no other is left, ejected ones (resilience/) not even
+then. While the view names a revision that is asked first, the others get what it has no room for.
 
 A `Decision` costs nothing when it is made: it keeps the immutable situation, and because choosing is a pure function,
 choosing once more with notes explains it.
@@ -23,12 +23,12 @@ from millrace.v1.admin_pb2 import Candidate, Selection
 
 from millrace_router.config import Policy, Routing
 from millrace_router.policy.holders import Process
+from millrace_router.policy.loans import Lenders, best_loan, lenders
 from millrace_router.policy.scoring import SCORERS, Inputs, best, far
-from millrace_router.policy.snapshot import Key, Placement, Replica, View, Want
+from millrace_router.policy.snapshot import Key, Loan, Placement, Replica, View, Want
 
 CLOSED = "no credits"
 NO_PAGES: Mapping[Process, int] = {}
-WhyNot = Callable[[Replica], str]
 Note = Callable[[Selection], None]  # each question to a policy; a request asks one or several
 
 
@@ -39,8 +39,9 @@ class Situation:
     view: View
     want: Want
     last: Mapping[str, Key] = field(default_factory=dict)  # by role: the replica of its previous request
-    prefill_pages: Mapping[Process, int] = field(default_factory=lambda: NO_PAGES)  # leading pages that are cached
-    decode_pages: Mapping[Process, int] = field(default_factory=lambda: NO_PAGES)  # of decode and unified replicas
+    prefill_pages: Mapping[Process, float] = field(default_factory=lambda: NO_PAGES)  # leading pages that are cached
+    decode_pages: Mapping[Process, float] = field(default_factory=lambda: NO_PAGES)  # of decode and unified replicas
+    lendable: Mapping[Process, int] = field(default_factory=lambda: NO_PAGES)  # on any replica's device
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,14 @@ class Decision:
         situation, prefill, decode = self.situation, self.placement.prefill, self.placement.decode
         replica, pages = (prefill, situation.prefill_pages) if prefill else (decode, situation.decode_pages)
         assert replica is not None
-        return situation.want.cached(pages.get(replica.process, 0))
+        cached = situation.want.cached(pages.get(replica.process, 0))
+        return cached if self.loan is None else max(cached, situation.want.cached(self.loan.num_pages))
+
+    @property
+    def loan(self) -> Loan | None:
+        """The pages that the prefill worker fetches."""
+        loan = self.placement.loan
+        return loan if loan is not None and loan.worthwhile else None
 
     def explain(self) -> tuple[Selection, ...]:
         notes: list[Selection] = []
@@ -109,6 +117,9 @@ class Decision:
             if replica is not None:
                 found[f"millrace.route.{role}"] = f"{replica.address}/{replica.index}"
                 found[f"millrace.route.{role}_policy"] = str(policy)
+        if self.loan is not None:
+            found["millrace.route.lender"] = f"{self.loan.lender.address}/{self.loan.lender.index}"
+            found["millrace.route.lent_pages"] = self.loan.num_pages
         return found
 
 
@@ -124,40 +135,44 @@ class _Attempt:
         want, limit = self.situation.want, self.chooser.routing.local_prefill_tokens
         if not limit or want.prefill_only:
             return None
-        pages = self.situation.decode_pages
+        pages, replicas = self.situation.decode_pages, self.situation.view.decode
 
-        def why_not(replica: Replica) -> str:
-            """Return why a prompt is not run by a decode worker. Its waiting tokens count: a decode worker that is busy
-            with prompts gets no more of them.
-            """
+        def too_long(replica: Replica) -> bool:
+            """The replica's waiting tokens count: a decode worker that is busy with prompts gets no more of them."""
             uncached = want.tokens - want.cached(pages.get(replica.process, 0))
-            return self._closed(replica) or ("prompt too long" if uncached + replica.tokens >= limit else "")
+            return uncached + replica.tokens >= limit
 
-        worker = self._select("local", self.situation.view.decode, why_not)
+        excluded = [self._closed(replica) or ("prompt too long" if too_long(replica) else "") for replica in replicas]
+        worker = self._select("local", replicas, excluded)
         return None if worker is None else Placement(None, worker)
 
     def pair(self) -> Placement | None:
-        view, prefill_only = self.situation.view, self.situation.want.prefill_only
-        decodes = [] if prefill_only else [replica for replica in view.decode if not self._closed(replica)]
+        view, want = self.situation.view, self.situation.want
+        closed = [] if want.prefill_only else [self._closed(replica) for replica in view.decode]
+        decodes = [replica for replica, why in zip(view.decode, closed, strict=False) if not why]
 
-        def why_not(replica: Replica) -> str:
-            if why := self._closed(replica):
-                return why
-            return "" if prefill_only or _has_partner(replica, decodes) else "no open decode worker is paired with it"
+        def alone(replica: Replica) -> bool:
+            return not (want.prefill_only or _has_partner(replica, decodes))
 
-        source = self._select("prefill", view.prefill, why_not)
-        if source is None or prefill_only:
-            return None if source is None else Placement(source, None)
-
-        def mismatch(replica: Replica) -> str:
-            return self._closed(replica) or ("" if _paired(source, replica) else "not paired with the prefill worker")
-
-        target = self._select("decode", view.decode, mismatch, near=source)
+        no_partner = "no open decode worker is paired with it"
+        excluded = [self._closed(replica) or (no_partner if alone(replica) else "") for replica in view.prefill]
+        offers = lenders((*view.decode, *view.unified, *view.prefill), self.situation.lendable, want)
+        source = self._select("prefill", view.prefill, excluded, offers=offers)
+        if source is None:
+            return None
+        own = max(pages.get(source.process, 0) for pages in (self.situation.prefill_pages, self.situation.lendable))
+        loan = best_loan(source, want.cached(own), want, offers)
+        if want.prefill_only:
+            return Placement(source, None, loan)
+        rows = zip(view.decode, closed, strict=True)
+        excluded = [why or ("" if _paired(source, r) else "not paired with the prefill worker") for r, why in rows]
+        target = self._select("decode", view.decode, excluded, near=source)
         assert target is not None
-        return Placement(source, target)
+        return Placement(source, target, loan)
 
     def unified(self) -> Placement | None:
-        worker = self._select("unified", self.situation.view.unified, self._closed)
+        replicas = self.situation.view.unified
+        worker = self._select("unified", replicas, [self._closed(replica) for replica in replicas])
         return None if worker is None else Placement(None, worker)
 
     def _closed(self, replica: Replica) -> str:
@@ -170,19 +185,23 @@ class _Attempt:
         return "failed this request before" if replica.address in self.avoid else ""
 
     def _select(
-        self, role: str, everyone: tuple[Replica, ...], why_not: WhyNot, near: Replica | None = None
+        self,
+        role: str,
+        everyone: tuple[Replica, ...],
+        excluded: list[str],
+        near: Replica | None = None,
+        offers: Lenders = (),
     ) -> Replica | None:
-        """Return the policy's choice among the candidates that are not excluded."""
+        """Return the policy's choice among the candidates that are not excluded, for a reason."""
         routing, situation = self.chooser.routing, self.situation
         policy = self.chooser.prefill if role == "prefill" else self.chooser.decode
         pages = situation.prefill_pages if role == "prefill" else situation.decode_pages
-        excluded = [why_not(replica) for replica in everyone]
         if near is not None and near.labels:
             within = [i for i, why in enumerate(excluded) if not why]
             for i in far(near, [everyone[i] for i in within], routing):
                 excluded[within[i]] = "a nearer worker has room"
         candidates = [replica for replica, why in zip(everyone, excluded, strict=True) if not why]
-        inputs = Inputs(situation.want, routing, everyone, pages, situation.last.get(role))
+        inputs = Inputs(situation.want, routing, everyone, pages, situation.last.get(role), offers)
         scores = SCORERS[policy](candidates, inputs) if candidates else []
         chosen = candidates[best(candidates, scores, inputs.last)] if candidates else None
         if self.note is not None and everyone:

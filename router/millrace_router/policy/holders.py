@@ -22,9 +22,6 @@ class Bits:
         self._bit_of: dict[Process, int] = {}
         self._holders: dict[int, Process] = {}
 
-    def __contains__(self, holder: Process) -> bool:
-        return holder in self._bit_of
-
     def __iter__(self) -> Iterator[Process]:
         return iter(list(self._bit_of))
 

@@ -7,13 +7,16 @@ Life of a holder (one replica of one process):
    returns False, and the caller requests a new snapshot
 3. `forget`, when the process or the connection is gone
 
-The table is cut into shards: no operation copies or walks all of it. Bits of forgotten holders stay in the masks and
+The pages on a worker's device and their copies in its host's memory are two tables; the prefix on a host goes on where
+the one on its device ends.
+
+A table is cut into shards: no operation copies or walks all of it. Bits of forgotten holders stay in the masks and
 are ignored; every change cleans some shards of them, and after a whole round the bits are given again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from millrace.v1.worker_pb2 import CacheChange
 
@@ -21,11 +24,14 @@ from millrace_router.policy.holders import Bits, Process
 
 SHARDS = 256
 SHARDS_PER_CHANGE = 2  # cleaned while there are dead bits
+HOST_WEIGHT = 0.9  # of a page in the host's memory: it is copied back first, at a fraction of the cost of computing it
 
 
 class KvIndex:
     def __init__(self) -> None:
-        self._shards: list[dict[int, int]] = [{} for _ in range(SHARDS)]  # block -> holders
+        self._shards: list[dict[int, int]] = [{} for _ in range(SHARDS)]  # block -> holders on the device
+        self._host: list[dict[int, int]] = [{} for _ in range(SHARDS)]
+        self._has_host = False
         self._bits = Bits()
         self._sequences: dict[Process, int] = {}
         self._cleaning = 0  # dead bits of this round
@@ -43,18 +49,11 @@ class KvIndex:
             self.forget(holder)
             return False
         self._sequences[holder] = change.sequence
-        shards, bit = self._shards, self._bits.of(holder)
-        for block in change.removed:
-            shard = shards[block % SHARDS]
-            mask = shard.get(block, 0) & ~bit
-            if mask:
-                shard[block] = mask
-            else:
-                shard.pop(block, None)
-        for block in change.stored:
-            shard = shards[block % SHARDS]
-            mask = shard.get(block, 0)
-            shard[block] = mask | bit if mask else bit
+        bit = self._bits.of(holder)
+        _change(self._shards, bit, change.stored, change.removed)
+        if change.host_stored or self._has_host:
+            _change(self._host, bit, change.host_stored, change.host_removed)
+            self._has_host = True
         self._clean()
         return True
 
@@ -63,23 +62,50 @@ class KvIndex:
         self._bits.drop(holder)
 
     def lookup(self, hashes: Sequence[int]) -> dict[Process, int]:
-        """Leading blocks that each holder has; none: not in the answer."""
+        """Leading blocks that each holder has on its device; none: not in the answer."""
         shards = self._shards
         return self._bits.leading(hashes, lambda block: shards[block % SHARDS].get(block, 0))
+
+    def weighted(self, hashes: Sequence[int], on_device: Mapping[Process, int]) -> Mapping[Process, float]:
+        """The same with the blocks that follow in the host's memory, which count for less. `on_device`: of `lookup`."""
+        if not self._has_host:
+            return on_device
+        device, host = self._shards, self._host
+
+        def either(block: int) -> int:
+            return device[block % SHARDS].get(block, 0) | host[block % SHARDS].get(block, 0)
+
+        found = self._bits.leading(hashes, either)
+        on = {holder: on_device.get(holder, 0) for holder in found}
+        return {holder: on[holder] + HOST_WEIGHT * (depth - on[holder]) for holder, depth in found.items()}
 
     def _clean(self) -> None:
         if not self._cleaning:
             self._cleaning, self._clean_from = self._bits.dead, 0
         for _ in range(SHARDS_PER_CHANGE if self._cleaning else 0):
-            shard = self._shards[self._clean_from]
-            for block, mask in list(shard.items()):
-                if mask & self._cleaning:
-                    if mask := mask & ~self._cleaning:
-                        shard[block] = mask
-                    else:
-                        del shard[block]
+            for shard in (self._shards[self._clean_from], self._host[self._clean_from]):
+                for block, mask in list(shard.items()):
+                    if mask & self._cleaning:
+                        _put(shard, block, mask & ~self._cleaning)
             self._clean_from += 1
             if self._clean_from == SHARDS:
                 self._bits.recycle(self._cleaning)
                 self._cleaning = 0
                 return
+
+
+def _change(shards: list[dict[int, int]], bit: int, stored: Iterable[int], removed: Iterable[int]) -> None:
+    for block in removed:
+        shard = shards[block % SHARDS]
+        _put(shard, block, shard.get(block, 0) & ~bit)
+    for block in stored:
+        shard = shards[block % SHARDS]
+        mask = shard.get(block, 0)
+        shard[block] = mask | bit if mask else bit  # one int for all blocks that only this holder has
+
+
+def _put(shard: dict[int, int], block: int, mask: int) -> None:
+    if mask:
+        shard[block] = mask
+    else:
+        shard.pop(block, None)

@@ -18,14 +18,12 @@ from millrace_router.policy.snapshot import Key, Placement, View, Want
 REMEMBERED = 1024  # decisions: seconds to minutes of a router
 
 
-Pages = Mapping[Process, int]
+Pages = Mapping[Process, float]
 
 
 class Indexes:
-    """The indexes that the configured policies need; an unused index is not kept.
-
-    `prefix_aware` looks into the prefix index, `kv_aware` into the KV index. The other policies look into neither, but
-    local prefill wants an estimate: the decode policy's index, else whichever there is.
+    """The indexes that the configured policies need. Local prefill wants an estimate: the decode policy's index, else
+    whichever there is.
     """
 
     def __init__(self, prefill: Policy, decode: Policy, routing: Routing) -> None:
@@ -51,14 +49,18 @@ class Indexes:
             self._hashed = token_ids, page_size, hashes
         return hashes
 
-    def lookup(self, want: Want) -> tuple[Pages, Pages]:
-        """Leading pages of the prompt that are cached: for the prefill and for the decode policy."""
-        if not want.pages:
-            return NO_PAGES, NO_PAGES
-        prefill = self._of_prefill.lookup(want.pages) if self._of_prefill is not None else NO_PAGES
-        if self._of_decode is self._of_prefill:
-            return prefill, prefill
-        return prefill, self._of_decode.lookup(want.pages) if self._of_decode is not None else NO_PAGES
+    def lookup(self, want: Want) -> tuple[Pages, Pages, Mapping[Process, int]]:
+        """Leading pages that are cached: for the prefill policy, for the decode policy, and on devices, to be lent."""
+        hashes = want.pages
+        if not hashes:
+            return NO_PAGES, NO_PAGES, NO_PAGES
+        on_device = NO_PAGES if self.kv is None else self.kv.lookup(hashes)
+        found: dict[KvIndex | PrefixIndex | None, Pages] = {None: NO_PAGES}
+        if self.kv is not None:
+            found[self.kv] = self.kv.weighted(hashes, on_device)
+        if self.prefix is not None:
+            found[self.prefix] = self.prefix.lookup(hashes)
+        return found[self._of_prefill], found[self._of_decode], on_device
 
     def note(self, want: Want, placement: Placement) -> None:
         """Record a sent request."""

@@ -2,28 +2,10 @@
 
     score(candidates, inputs) -> one tuple for each candidate, compared element by element
 
-It is pure: the same inputs give the same scores, so a decision can be explained later by scoring again.
+It is pure: the same inputs give the same scores, so a decision can be explained later by scoring again. Randomised
+policies take their randomness from the request's `draw`. docs/router.md has what each policy is for.
 
-- `round_robin` looks at nothing, `random_choice` and `power_of_two` draw from the request's `draw`, so they are as
-  repeatable as the others. `power_of_two` is nearly as even as `least_loaded`, but routers with the same reports do not
-  all choose the same worker.
-- `cached` (prefix-aware, KV-aware): the least work including this prompt's own. Both terms of its cost are tokens, so a
-  worker with the prefix is left for an idle one exactly when its queue costs more than the prefix saves. The two
-  policies differ in their source: prefix_index.py records the prompts that this router sent to each worker, kv_index.py
-  gets reports from the workers.
-- `session`: a consistent hash with bounded load. Requests of one session go to one replica as long as it is not much
-  busier than the others. Rendezvous hashing: every replica has a pseudo-random weight for every session, and the
-  heaviest wins. A replica that joins takes only the sessions that it wins, one that leaves gives away only its own, and
-  all routers agree without talking to each other. A replica that would exceed the bound (`load_factor` x the mean of
-  sequences) is passed over; the session goes to its next heaviest one and comes back later.
-- `length_buckets`: short prompts do not wait behind long ones. `length_bounds` (a, b, …) make bucket 0 up to a tokens,
-  bucket 1 up to b, …. Replica groups: by the worker's label `length_label`, whose value is the bucket's number; without
-  that, the role's replicas in order of key are cut into as many groups of (nearly) equal size. A prompt whose group has
-  no room goes to the nearest group.
-
-Besides the policy, `far` leaves out decode workers: pages travel from the prefill worker to the decode worker, and near
-is better than far. Labels are compared from the widest (zone) to the narrowest (host). The nearest group with a replica
-within the load bound is taken, so nearness never costs more than `load_factor` x the mean load.
+Besides the policy, `far` leaves out decode workers that are not among the nearest with room.
 """
 
 from __future__ import annotations
@@ -35,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from millrace_router.config import Policy, Routing
+from millrace_router.policy.holders import Process
+from millrace_router.policy.loans import Lenders, saved
 from millrace_router.policy.snapshot import Key, Replica, Want
 
 Score = tuple[float, ...]
@@ -49,8 +33,9 @@ class Inputs:
     want: Want
     routing: Routing
     everyone: tuple[Replica, ...]  # of the role, in order of key, whether they are candidates or not
-    pages: Mapping[tuple[str, int], int]  # full pages of the prompt that a replica (by `process`) has cached
+    pages: Mapping[Process, float]  # full pages of the prompt that a replica has cached
     last: Key | None  # the replica of the role's previous request
+    lenders: Lenders = ()
 
     def cached(self, replica: Replica) -> int:
         """Prompt tokens that the replica need not compute, or need not transfer."""
@@ -78,23 +63,30 @@ def bound(candidates: Sequence[Replica], routing: Routing) -> float:
     return max(-(-routing.load_factor * total // len(candidates)), routing.load_slack)
 
 
-def distance(a: Replica, b: Replica, levels: Sequence[str]) -> int:
+def distances(source: Replica, candidates: Sequence[Replica], levels: Sequence[str]) -> list[int]:
     """0: all labels are equal; n: the first of the last n levels differs. A label that both lack is equal."""
-    for i, label in enumerate(levels):
-        if a.labels.get(label) != b.labels.get(label):
-            return len(levels) - i
-    return 0
+    away = [(source.labels.get(label), label, len(levels) - i) for i, label in enumerate(levels)]
+    found = []
+    for replica in candidates:
+        labels = replica.labels
+        for own, label, far_away in away:
+            if labels.get(label) != own:
+                found.append(far_away)
+                break
+        else:
+            found.append(0)
+    return found
 
 
 def far(source: Replica, candidates: Sequence[Replica], routing: Routing) -> list[int]:
     """Indices of the candidates that must not be chosen."""
-    distances = [distance(source, replica, routing.topology) for replica in candidates]
-    if min(distances) == max(distances):
+    away = distances(source, candidates, routing.topology)
+    if min(away) == max(away):
         return []
     limit = bound(candidates, routing)
     roomy = [replica.sequences < limit for replica in candidates]
-    closest = min(d for d, has_room in zip(distances, roomy, strict=True) if has_room)
-    return [i for i, d in enumerate(distances) if d != closest or not roomy[i]]
+    closest = min(d for d, has_room in zip(away, roomy, strict=True) if has_room)
+    return [i for i, d in enumerate(away) if d != closest or not roomy[i]]
 
 
 def least_loaded(candidates: Sequence[Replica], inputs: Inputs) -> list[Score]:
@@ -125,15 +117,20 @@ def power_of_two(candidates: Sequence[Replica], inputs: Inputs) -> list[Score]:
 
 
 def cached(candidates: Sequence[Replica], inputs: Inputs) -> list[Score]:
-    """(tokens of work there + cache_weight x prompt tokens that are not cached there, sequences)"""
-    weight, tokens = inputs.routing.cache_weight, inputs.want.tokens
-    return [
-        (replica.load + weight * (tokens - inputs.cached(replica)), float(replica.sequences)) for replica in candidates
-    ]
+    """(tokens of work there + cache_weight x prompt tokens that are not cached there, sequences). A worker with the
+    prefix is left for an idle one exactly when its queue costs more than the prefix saves. A replica that could fetch
+    the prefix is scored with what it will have, at the price of the fetch.
+    """
+    want, weight, pages = inputs.want, inputs.routing.cache_weight, inputs.pages
+    own = [want.cached(pages[process]) if (process := r.process) in pages else 0 for r in candidates]
+    rows = zip(candidates, saved(candidates, own, want, inputs.lenders), strict=True)
+    return [(r.tokens + r.held + weight * (want.tokens - s), float(r.sequences)) for r, s in rows]
 
 
 def session(candidates: Sequence[Replica], inputs: Inputs) -> list[Score]:
-    """(0, or 1 above the bound; minus the weight). A request without session goes to the least loaded."""
+    """(0, or 1 above the bound; minus the weight). A request without session goes to the least loaded. Rendezvous
+    hashing: each replica has a pseudo-random weight for each session, so all routers agree without communication.
+    """
     if not inputs.want.session:
         return least_loaded(candidates, inputs)
     limit = bound(candidates, inputs.routing)

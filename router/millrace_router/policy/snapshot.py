@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import NamedTuple
 
 Key = tuple[str, int]  # a replica: its worker's address, and its index there
 NO_LABELS: Mapping[str, str] = MappingProxyType({})
@@ -12,10 +13,7 @@ NO_LABELS: Mapping[str, str] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One attention-data-parallel unit of a routable worker, as the router sees it now.
-
-    The numbers include what this router has sent since the worker's last report.
-    """
+    """One attention-data-parallel unit of a routable worker, with all that was sent since the worker's last report."""
 
     address: str
     index: int
@@ -29,6 +27,11 @@ class Replica:
     labels: Mapping[str, str] = field(default_factory=lambda: NO_LABELS, compare=False)  # of its worker: zone, …
     revision: str = ""  # of its worker
     left_out: str = ""  # why it gets nothing although it could: resilience/ has ejected it
+    page_bytes: int = 0
+    # Measured by its worker; 0: not yet
+    prompt_tokens_per_s: float = 0.0
+    read_bytes_per_s: float = 0.0  # of KV from other workers
+    loan_s: float = 0.0  # of borrowing a prefix, beside the reads
 
     @property
     def key(self) -> Key:
@@ -70,9 +73,28 @@ class Want:
     request_id: str = ""
     attempt: int = 0
 
-    def cached(self, pages: int) -> int:
+    def cached(self, pages: float) -> int:
         """Tokens that a worker with the first `pages` pages need not compute; at least one token is always computed."""
-        return min(pages, (self.tokens - 1) // self.page_size) * self.page_size
+        return int(min(pages, (self.tokens - 1) // self.page_size) * self.page_size)
+
+
+class Loan(NamedTuple):
+    """Leading pages of a prompt that a prefill replica could fetch."""
+
+    lender: Replica
+    num_pages: int  # leading pages there
+    missing: int  # prompt tokens in those of them that the borrower lacks
+    fetch_s: float
+    compute_s: float
+
+    @property
+    def worthwhile(self) -> bool:
+        return self.fetch_s < self.compute_s
+
+    @property
+    def price(self) -> float:
+        """The fetch in prompt tokens that could be computed meanwhile."""
+        return self.missing * self.fetch_s / self.compute_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,3 +103,4 @@ class Placement:
 
     prefill: Replica | None
     decode: Replica | None
+    loan: Loan | None = None  # that the prefill replica could take, worthwhile or not

@@ -2,14 +2,12 @@
 
     allowed = ratio x (requests alive in the window) + per_s x WINDOW_S
 
-A request is alive in the window if it runs now or has ended in it. So the workers never see more than 1 + ratio times
-the work, plus a few attempts per second, whatever is broken. A worker that dies with many long streams, the common
-case, exhausts no budget.
+A request is alive in the window if it runs now or has ended in it.
 """
 
 from __future__ import annotations
 
-from millrace_router.resilience.config import RetryBudget
+from millrace_router.config import RetryBudget
 from millrace_router.resilience.window import Window
 
 WINDOW_S = 10.0

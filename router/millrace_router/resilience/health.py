@@ -4,8 +4,7 @@ Every leg of every attempt reports its first output here, and the failure that t
 the failures that count: neither a mistake in the request nor a worker that is full or leaving is one. `judge`
 (outliers.py) decides which workers are ejected.
 
-A process is identified by its epoch: a restarted worker begins with an empty record. If every routable worker of a role
-would be left out, none of them is, because then the cause is elsewhere, and failing fast would help no request.
+If every routable worker of a role would be left out, none of them is, because then the cause is elsewhere.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from millrace_common.metrics import Metrics
 from millrace_common.reasons import Reason
 
+from millrace_router.config import Resilience
 from millrace_router.resilience.budget import Budget
-from millrace_router.resilience.config import Resilience
 from millrace_router.resilience.outliers import CONSECUTIVE, FAILING, SLOW, Record, judge
 
 log = logging.getLogger(__name__)

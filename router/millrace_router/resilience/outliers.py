@@ -5,9 +5,6 @@
     slow          median first-output time per 1,000 prompt tokens (at least 1,000 are counted) > `slower` x the others'
                   median, and by more than SLOWER_BY_S
 
-The two comparisons also count failures with two possible causes (a transfer), and slowness without failures. A fault
-that all workers of a role share ejects none of them by comparison, and comparisons eject at most `share` of a role.
-
 An ejected worker gets requests again after its pause. Each ejection lasts longer than the one before; each window
 without an ejection lowers the count by one. A worker that was ejected for failures in a row and fails again before its
 first success is ejected at once.
@@ -21,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
-from millrace_router.resilience.config import OutlierRules
+from millrace_router.config import OutlierRules
 from millrace_router.resilience.window import Window
 
 CONSECUTIVE, FAILING, SLOW = "consecutive", "failing", "slow"

@@ -1,7 +1,7 @@
 """The abilities of a model's chat format, derived from its template and vocabulary, and tools in that format.
 
-DeepSeek's own templates render calls and their results, but none of them lists the tools. Where a template does not
-take `tools`, the system message describes them in the words of DeepSeek's model cards.
+Kimi's template lists the tools. DeepSeek's own templates render calls and their results, but do not list the tools.
+Where a template does not take `tools`, the system message describes them in the words of DeepSeek's model cards.
 """
 
 from __future__ import annotations
@@ -15,29 +15,59 @@ from typing import Any, NamedTuple
 import jinja2
 import jinja2.meta
 
-from millrace_router.text.markers import CALL, CALL_END, CALL_SEP, CALLS, CALLS_END, THINK_END
-from millrace_router.text.tool_calls import FENCE, KIND
+from millrace_router.text import dsml
+from millrace_router.text.call_stream import CallParser
+from millrace_router.text.markers import DEEPSEEK, DSML, KIMI, THINK_END
+from millrace_router.text.tool_calls import FENCE, KIND, MarkedCallParser
 
 MAX_SPACES = 8  # in a row, of arguments that a grammar writes
 
 
 class Style(enum.Enum):
+    """How a model writes tool calls."""
+
     V3 = enum.auto()  # and R1: arguments in a code block
     V31 = enum.auto()
+    V32 = enum.auto()  # DSML
+    KIMI = enum.auto()
+
+    @classmethod
+    def found_in(cls, text: str | Collection[str], template: str) -> Style | None:
+        """`text`: the template or the vocabulary."""
+        if KIMI.calls in text:
+            return cls.KIMI
+        if DSML in text:
+            return cls.V32
+        if DEEPSEEK.calls in text:
+            return cls.V3 if f"{FENCE}json" in template else cls.V31
+        return None
+
+    @property
+    def call_end(self) -> str:
+        """The text that ends a call."""
+        return {Style.KIMI: KIMI.call_end, Style.V32: dsml.CALL_END}.get(self, DEEPSEEK.call_end)
+
+    def parser(self) -> CallParser:
+        return dsml.DsmlParser() if self is Style.V32 else MarkedCallParser(KIMI if self is Style.KIMI else DEEPSEEK)
 
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    style: Style | None = None  # of tool calls; None: the model has none
+    style: Style | None = None  # None: the model has no tool calls
     takes_tools: bool = False  # the template describes them
     reasons: bool = False
 
+    @property
+    def ends_thoughts(self) -> tuple[str, ...]:
+        """What ends a model's thoughts besides </think>."""
+        return (KIMI.calls,) if self.style is Style.KIMI else ()
+
     @classmethod
     def of(cls, template: str, tokens: Collection[str]) -> ChatFormat:
-        """`tokens`: texts of the vocabulary. Raises jinja2.TemplateError."""
-        style = None
-        if CALLS in tokens or CALLS in template:
-            style = Style.V3 if f"{FENCE}json" in template else Style.V31
+        """`tokens`: texts of the vocabulary. What the template uses goes first, because vocabularies keep the tokens of
+        older formats. Raises jinja2.TemplateError.
+        """
+        style = Style.found_in(template, template) or Style.found_in(tokens, template)
         named = jinja2.meta.find_undeclared_variables(jinja2.Environment(extensions=EXTENSIONS).parse(template))
         return cls(style, "tools" in named, THINK_END in tokens)
 
@@ -64,10 +94,9 @@ def described(tools: Sequence[Tool], style: Style) -> str:
     for tool in tools:
         schema = json.dumps(tool.parameters, ensure_ascii=False)
         parts.append(f"### {tool.name}\nDescription: {tool.description}\n\nParameters: {schema}")
-    begin, end = _around("tool_call_name", style)
     parts.append(
         "IMPORTANT: ALWAYS adhere to this exact format for tool use:\n"
-        f"{CALLS}{begin}tool_call_arguments{end}{{additional_tool_calls}}{CALLS_END}\n\n"
+        f"{_example(style)}\n\n"
         "Where:\n"
         "- `tool_call_name` must be an exact match to one of the available tools\n"
         "- `tool_call_arguments` must be valid JSON that strictly follows the tool's Parameters Schema\n"
@@ -78,29 +107,67 @@ def described(tools: Sequence[Tool], style: Style) -> str:
 
 def structural_tag(tools: Sequence[Tool], style: Style, *, required: bool, parallel: bool) -> str:
     """xgrammar's format for an output that calls these tools correctly; not `required`: or none of them."""
-    tags = []
-    for tool in tools:
-        begin, end = _around(tool.name, style)
-        content = {"type": "json_schema", "json_schema": tool.parameters, "max_whitespace_cnt": MAX_SPACES}
-        tags.append({"type": "tag", "begin": begin, "content": content, "end": end})
+    begin, separator, end = _list_of_calls(style)
     calls = {
         "type": "tag",
-        "begin": CALLS,
+        "begin": begin,
         "content": {
             "type": "tags_with_separator",
-            "tags": tags,
-            "separator": "\n" if style is Style.V3 else "",
+            "tags": [_call(tool, style) for tool in tools],
+            "separator": separator,
             "at_least_one": True,
             "stop_after_first": not parallel,
         },
-        "end": CALLS_END,
+        "end": end,
     }
-    text_or_calls = {"type": "triggered_tags", "triggers": [CALLS], "tags": [calls], "stop_after_first": True}
+    text_or_calls = {"type": "triggered_tags", "triggers": [begin], "tags": [calls], "stop_after_first": True}
     return json.dumps({"type": "structural_tag", "format": calls if required else text_or_calls})
 
 
-def _around(name: str, style: Style) -> tuple[str, str]:
-    """The texts before and after a call's arguments."""
-    if style is Style.V31:
-        return f"{CALL}{name}{CALL_SEP}", CALL_END
-    return f"{CALL}{KIND}{CALL_SEP}{name}\n{FENCE}json\n", f"\n{FENCE}{CALL_END}"
+def _example(style: Style) -> str:
+    begin, separator, end = _list_of_calls(style)
+    match style:
+        case Style.V3:
+            call = f"{_v3_head('tool_call_name')}tool_call_arguments\n{FENCE}{DEEPSEEK.call_end}"
+        case Style.V31:
+            call = f"{DEEPSEEK.call}tool_call_name{DEEPSEEK.sep}tool_call_arguments{DEEPSEEK.call_end}"
+        case Style.V32:
+            value = f'{dsml.PARAMETER} name="parameter_name" string="true|false">parameter_value{dsml.PARAMETER_END}'
+            call = f'{dsml.CALL} name="tool_call_name">\n{value}\n{dsml.CALL_END}'
+        case Style.KIMI:
+            call = f"{KIMI.call}functions.tool_call_name:0{KIMI.sep}tool_call_arguments{KIMI.call_end}"
+    return f"{begin}{call}{separator}{{additional_tool_calls}}{end}"
+
+
+def _list_of_calls(style: Style) -> tuple[str, str, str]:
+    """The texts before, between and after calls."""
+    match style:
+        case Style.KIMI:
+            return KIMI.calls, "", KIMI.calls_end
+        case Style.V32:
+            return f"{dsml.CALLS}\n", "\n", f"\n{dsml.CALLS_END}"
+        case Style.V3 | Style.V31:
+            return DEEPSEEK.calls, "\n" if style is Style.V3 else "", DEEPSEEK.calls_end
+
+
+def _call(tool: Tool, style: Style) -> dict[str, Any]:
+    """xgrammar's tag of one call."""
+    arguments = {"type": "json_schema", "json_schema": tool.parameters, "max_whitespace_cnt": MAX_SPACES}
+    content: dict[str, Any] = arguments
+    match style:
+        case Style.V3:
+            begin, end = _v3_head(tool.name), f"\n{FENCE}{DEEPSEEK.call_end}"
+        case Style.V31:
+            begin, end = f"{DEEPSEEK.call}{tool.name}{DEEPSEEK.sep}", DEEPSEEK.call_end
+        case Style.V32:
+            begin, end = f'{dsml.CALL} name="{tool.name}">\n', dsml.CALL_END
+            content = {**arguments, "style": "deepseek_xml"}
+        case Style.KIMI:
+            begin, end = f"{KIMI.call}functions.{tool.name}:", KIMI.call_end
+            number, sep = {"type": "regex", "pattern": "[0-9]+"}, {"type": "const_string", "value": KIMI.sep}
+            content = {"type": "sequence", "elements": [number, sep, arguments]}
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def _v3_head(name: str) -> str:
+    return f"{DEEPSEEK.call}{KIND}{DEEPSEEK.sep}{name}\n{FENCE}json\n"

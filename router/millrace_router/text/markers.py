@@ -3,12 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 THINK, THINK_END = "<think>", "</think>"
-CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-CALL, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
-CALL_SEP = "<｜tool▁sep｜>"
-ALL = (THINK, THINK_END, CALLS, CALLS_END, CALL, CALL_END, CALL_SEP)
+
+
+class CallMarkers(NamedTuple):
+    """Special tokens around a list of calls, around each call, and between a call's name and its arguments."""
+
+    calls: str
+    calls_end: str
+    call: str
+    call_end: str
+    sep: str
+
+
+DEEPSEEK = CallMarkers(
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁calls▁end｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁sep｜>",
+)
+KIMI = CallMarkers(
+    "<|tool_calls_section_begin|>",
+    "<|tool_calls_section_end|>",
+    "<|tool_call_begin|>",
+    "<|tool_call_end|>",
+    "<|tool_call_argument_begin|>",
+)
+DSML = "｜DSML｜"  # a token of its own, in the tags of DeepSeek V3.2's calls
+ALL = (THINK, THINK_END, *DEEPSEEK, *KIMI, DSML)
 
 
 class Prefixes:
@@ -67,17 +92,18 @@ class StopMatcher:
         self._stops = tuple(stops)
         self._prefixes = Prefixes(stops)
         self._held = ""
-        self.matched = False
+        self.matched = ""  # the stop string
 
     def push(self, text: str) -> str:
         """Return the text that may be shown now. After a match: the text before it, and nothing more."""
         if self.matched:
             return ""
         text = self._held + text
-        hits = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        hits = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if hits:
-            self.matched, self._held = True, ""
-            return text[: min(hits)[1]]
+            _, at, self.matched = min(hits)
+            self._held = ""
+            return text[:at]
         keep = self._prefixes.undecided(text)
         self._held = text[keep:]
         return text[:keep]

@@ -3,12 +3,13 @@
     <think> thoughts </think> answer
 
 The prompt may end with <think> already (DeepSeek R1, V3.1 thinking); then the output begins with thoughts. White space
-around the two is not part of them.
+around the two is not part of them. Kimi K2 may call tools without ending its thoughts.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 
 from millrace_router.text.markers import THINK, THINK_END, Scanner
 
@@ -24,9 +25,10 @@ class ReasoningParser:
     text was cut into pieces.
     """
 
-    def __init__(self, thinking: bool) -> None:
-        """`thinking`: the prompt ended inside the thoughts."""
+    def __init__(self, thinking: bool, ends: Sequence[str] = ()) -> None:
+        """`thinking`: the prompt ended inside the thoughts. `ends`: texts that begin the answer without </think>."""
         self._state = _State.THOUGHTS if thinking else _State.START
+        self._ends = (THINK_END, *ends)
         self._scanner = Scanner()
         self._space = ""  # after thoughts: part of them if more of them come
         self._begun = False  # something but white space was seen in this state
@@ -39,9 +41,11 @@ class ReasoningParser:
             self._start()
         thoughts = ""
         if self._state is _State.THOUGHTS:
-            before, marker = self._scanner.until(THINK_END)
+            before, marker = self._scanner.until(*self._ends)
             thoughts = self._trimmed(before)
             if marker:
+                if marker != THINK_END:
+                    self._scanner.text = marker + self._scanner.text
                 self._state, self._begun = _State.ANSWER, False
         return thoughts, self._answer() if self._state is _State.ANSWER else ""
 

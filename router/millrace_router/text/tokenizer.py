@@ -1,13 +1,11 @@
 """Text to token ids and back. All other parts of the system handle token ids only.
 
-The tokenizer is a byte-level BPE in Hugging Face's format (tokenizer.json, tokenizer_config.json), as every DeepSeek
-model has.
+The tokenizer is a byte-level BPE, as every DeepSeek and Kimi model has.
 """
 
 from __future__ import annotations
 
 import asyncio
-import codecs
 import json
 import types
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,8 +18,10 @@ import jinja2.sandbox
 from millrace.v1 import common_pb2
 from millrace_common.config import ConfigError
 from millrace_common.reasons import Reason
+from millrace_common.tokenizer_file import CONFIG, byte_characters, load_tokenizer
 from millrace_rpc.errors import MillraceError
 from tokenizers import Tokenizer as HfTokenizer
+from tokenizers import decoders
 
 from millrace_router.text import markers
 from millrace_router.text.chat_format import EXTENSIONS, ChatFormat, Tool, described
@@ -31,7 +31,7 @@ LONG_TEXT = 2_000  # characters from which on encoding leaves the event loop
 
 
 class Tokenizer:
-    """`bos` and `eos` are token ids, None when the model has none."""
+    """`bos` is a token id, None when the model has none."""
 
     def __init__(self, tokenizer: HfTokenizer, config: Mapping[str, Any], chat_template: str | None) -> None:
         self._hf = tokenizer
@@ -39,8 +39,8 @@ class Tokenizer:
         special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         self._shown = [b"" if i in special else data for i, data in enumerate(self._bytes)]
         self._names = {name: _content(config.get(name)) for name in ("bos_token", "eos_token")}
-        self.bos = self._id("bos_token")
-        self.eos = self._id("eos_token")
+        bos = self._names["bos_token"]
+        self.bos = None if bos is None else tokenizer.token_to_id(bos)
         self.longest_token = max(map(len, self._bytes), default=1)  # bytes
         self._template = _compile(chat_template) if chat_template else None
         vocabulary = tokenizer.get_vocab()
@@ -55,9 +55,9 @@ class Tokenizer:
         """`chat_template`: a file instead of the folder's template. Raises ConfigError without a usable tokenizer."""
         folder = Path(folder)
         try:
-            tokenizer = HfTokenizer.from_file(str(folder / "tokenizer.json"))
-            config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-        except Exception as error:  # tokenizers raises bare Exception
+            tokenizer = load_tokenizer(folder)
+            config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
             raise ConfigError(f"model: no usable tokenizer in {folder}: {error}") from error
         file = Path(chat_template) if chat_template else folder / "chat_template.jinja"
         if chat_template and not file.exists():
@@ -89,9 +89,7 @@ class Tokenizer:
         arguments: Mapping[str, Any] = types.MappingProxyType({}),
     ) -> str:
         """The chat template's text, ready for the assistant's turn. INVALID_ARGUMENT when the template refuses.
-
-        Args:
-            arguments: of the template itself, for example `thinking` of DeepSeek V3.1.
+        `arguments` are its own, for example `thinking` of DeepSeek V3.1.
         """
         if self._template is None:
             raise MillraceError(Reason.INVALID_ARGUMENT, "the model has no chat template", param="messages")
@@ -132,38 +130,15 @@ class Tokenizer:
         ids = self._hf.encode(text, add_special_tokens=False).ids
         return [self.bos, *ids] if add_bos and self.bos is not None else ids
 
-    def _id(self, name: str) -> int | None:
-        text = self._names[name]
-        return None if text is None else self._hf.token_to_id(text)
-
-
-class Detokenizer:
-    """The text of a growing list of tokens. A character whose bytes are spread over tokens appears when it is complete;
-    bytes that can never become one appear as U+FFFD. All pieces together equal `Tokenizer.decode` of all ids.
-    """
-
-    __slots__ = ("_decoder", "_keep_special", "_tokenizer")
-
-    def __init__(self, tokenizer: Tokenizer, keep_special: bool) -> None:
-        self._tokenizer = tokenizer
-        self._keep_special = keep_special
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def push(self, ids: Iterable[int]) -> str:
-        return self._decoder.decode(self._tokenizer.token_bytes(ids, self._keep_special))
-
-    def flush(self) -> str:
-        return self._decoder.decode(b"", final=True)
-
 
 def _token_bytes(tokenizer: HfTokenizer) -> list[bytes]:
     """The bytes of every token id. A token is written with one printable character per byte (GPT-2's table); one with
     any other character, which only added tokens have, stands for itself.
     """
-    kind = json.loads(tokenizer.to_str()).get("decoder") or {}
-    if kind.get("type") != "ByteLevel":
-        raise ConfigError(f"model: the tokenizer's decoder is {kind.get('type')}, but only ByteLevel is supported")
-    alphabet = _byte_alphabet()
+    if not isinstance(tokenizer.decoder, decoders.ByteLevel):
+        kind = type(tokenizer.decoder).__name__
+        raise ConfigError(f"model: the tokenizer's decoder is {kind}, but only ByteLevel is supported")
+    alphabet = {character: byte for byte, character in enumerate(byte_characters())}
     table = [b""] * (max(tokenizer.get_vocab().values(), default=-1) + 1)
     for token, i in tokenizer.get_vocab().items():
         try:
@@ -171,13 +146,6 @@ def _token_bytes(tokenizer: HfTokenizer) -> list[bytes]:
         except KeyError:
             table[i] = token.encode()
     return table
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """Character to byte: printable bytes of Latin-1 are themselves, the others are counted up from U+0100."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def _with_system(messages: Sequence[Mapping[str, Any]], text: str) -> list[Mapping[str, Any]]:
@@ -198,11 +166,22 @@ def _compile(source: str) -> jinja2.Template:
     )
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment.filters["tojson"] = _to_json
     try:
         return environment.from_string(source)
     except jinja2.TemplateError as error:
         raise ConfigError(f"model: the chat template is broken: {error}") from error
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """transformers' filter of this name, which published templates are written for."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _refuse(message: str) -> None:

@@ -1,0 +1,33 @@
+"""The answers of the Messages API, as the OpenAPI document describes them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypedDict
+
+
+class Message(TypedDict):
+    """As Anthropic describes it. `content`: blocks of type thinking, text and tool_use."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: dict[str, Any]
+
+
+class MessageTokens(TypedDict):
+    input_tokens: int
+
+
+class MessageErrorFacts(TypedDict):
+    type: str
+    message: str
+
+
+class MessageError(TypedDict):
+    type: Literal["error"]
+    error: MessageErrorFacts
+    request_id: str | None

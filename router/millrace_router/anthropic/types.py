@@ -1,0 +1,210 @@
+"""Requests of the Messages API, and how they become a request of chat."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
+
+from millrace_router.flow.validate import invalid
+from millrace_router.openai.chat import (
+    CalledFunction,
+    CalledTool,
+    ChatRequest,
+    Function,
+    FunctionName,
+    FunctionTool,
+    NamedTool,
+    Turn,
+)
+from millrace_router.openai.translated import Lenient, Translated
+from millrace_router.openai.types import Items, JsonSchema, ResponseFormat, Strict
+
+
+class TextBlock(Lenient):
+    type: Literal["text"]
+    text: str
+
+
+def _as_blocks(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+Texts = Annotated[Items[TextBlock], BeforeValidator(_as_blocks, json_schema_input_type=str | list[TextBlock])]
+
+
+class ThinkingBlock(Lenient):
+    """`signature` is not looked at."""
+
+    type: Literal["thinking"]
+    thinking: str
+
+
+class ToolUseBlock(Lenient):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ToolResultBlock(Lenient):
+    """`is_error` is not shown to the model: the content says it."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Texts = Field([])
+    is_error: bool = False
+
+
+Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
+Content = Annotated[Items[Block], BeforeValidator(_as_blocks, json_schema_input_type=str | list[Block])]
+BLOCKS = {
+    "user": (TextBlock, ToolResultBlock),
+    "assistant": (TextBlock, ThinkingBlock, ToolUseBlock),
+    "system": (TextBlock,),
+}
+
+
+class InputMessage(Strict):
+    role: Literal["user", "assistant", "system"]
+    content: Content
+
+    def turns(self, i: int) -> Iterator[Turn]:
+        for j, block in enumerate(self.content):
+            if not isinstance(block, BLOCKS[self.role]):
+                raise invalid("messages", f"[{i}].content[{j}]: a {self.role} has no {block.type}")
+        texts = [block.text for block in self.content if isinstance(block, TextBlock)]
+        for block in self.content:
+            if isinstance(block, ToolResultBlock):
+                yield Turn(role="tool", tool_call_id=block.tool_use_id, content=_joined(block.content))
+        if self.role == "assistant":
+            thoughts = "".join(block.thinking for block in self.content if isinstance(block, ThinkingBlock))
+            calls = [_call(block) for block in self.content if isinstance(block, ToolUseBlock)]
+            yield Turn(
+                role="assistant", content="".join(texts), reasoning_content=thoughts or None, tool_calls=calls or None
+            )
+        elif texts:
+            yield Turn(role=self.role, content="\n".join(texts))
+
+
+class CustomTool(Strict):
+    """`type` absent: custom, the only one."""
+
+    type: Literal["custom"] | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    cache_control: dict[str, Any] | None = None
+    eager_input_streaming: bool | None = None  # arguments stream anyway
+
+    def as_function(self) -> FunctionTool:
+        function = Function(
+            name=self.name, description=self.description, parameters=self.input_schema, strict=self.strict
+        )
+        return FunctionTool(type="function", function=function)
+
+
+class ToolChoice(Strict):
+    type: Literal["auto", "any", "tool", "none"] = "auto"
+    name: str | None = None  # of type tool
+    disable_parallel_tool_use: bool = False
+
+
+class ThinkingConfig(Strict):
+    """`budget_tokens` is not enforced: `max_tokens` bounds thoughts and answer. `omitted`: no thoughts are sent."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputFormat(JsonSchema):
+    type: Literal["json_schema"]
+
+
+class OutputConfig(Strict):
+    """`effort` is ignored: the model knows none."""
+
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
+class CountRequest(Translated):
+    """What makes the prompt."""
+
+    IGNORED: ClassVar = frozenset(
+        {"cache_control", "context_management", "diagnostics", "inference_geo", "service_tier", "speed"}
+    )
+    UNSUPPORTED: ClassVar = {
+        "container": "nothing is run here",
+        "mcp_servers": "the model has no network; give tools and run them yourself",
+    }
+    NAMES: ClassVar = {"stop": "stop_sequences", "response_format": "output_config"}
+
+    messages: Items[InputMessage]
+    system: Texts = Field([])
+    tools: Items[CustomTool] = Field([])
+    tool_choice: ToolChoice = ToolChoice()
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig = OutputConfig()
+
+    def conversation(self) -> dict[str, Any]:
+        """As fields of chat."""
+        if self.messages and self.messages[-1].role == "assistant":
+            raise invalid("messages", "must not end with one of the assistant: the model does not continue texts")
+        system = [Turn(role="system", content=_joined(self.system))] if self.system else []
+        return {
+            "messages": [*system, *(turn for i, message in enumerate(self.messages) for turn in message.turns(i))],
+            "tools": [tool.as_function() for tool in self.tools],
+            "tool_choice": self._choice(),
+            "parallel_tool_calls": not self.tool_choice.disable_parallel_tool_use,
+            **self.shared(self.thinking.type != "disabled" if self.thinking is not None else None),
+        }
+
+    def as_chat(self) -> ChatRequest:
+        return ChatRequest(**self.conversation())
+
+    def _choice(self) -> str | NamedTool:
+        choice = self.tool_choice
+        if (choice.name is not None) is not (choice.type == "tool"):
+            needed = "is required" if choice.name is None else "has no meaning"
+            raise invalid("tool_choice", f".name {needed} with type {choice.type}")
+        if choice.name is not None:
+            return NamedTool(type="function", function=FunctionName(name=choice.name))
+        return {"any": "required"}.get(choice.type, choice.type)
+
+
+class Metadata(Strict):
+    user_id: str | None = None  # the session, unless the header x-session-id names one
+
+
+class MessagesRequest(CountRequest):
+    max_tokens: int
+    stop_sequences: Items[str] = Field([])
+    metadata: Metadata | None = None
+
+    @property
+    def shows_thoughts(self) -> bool:
+        return self.thinking is None or self.thinking.display != "omitted"
+
+    def as_chat(self) -> ChatRequest:
+        form = self.output_config.format
+        return ChatRequest(
+            **self.conversation(),
+            max_tokens=self.max_tokens,
+            stop=self.stop_sequences,
+            response_format=ResponseFormat(type="json_schema" if form is not None else "text", json_schema=form),
+            user=(self.metadata and self.metadata.user_id) or "",
+        )
+
+
+def _joined(texts: list[TextBlock]) -> str:
+    return "\n".join(block.text for block in texts)
+
+
+def _call(block: ToolUseBlock) -> CalledTool:
+    arguments = json.dumps(block.input, ensure_ascii=False)
+    return CalledTool(id=block.id, function=CalledFunction(name=block.name, arguments=arguments))

@@ -1,0 +1,148 @@
+"""A request of any of the HTTP APIs, from its body to the last event of its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar
+
+from fastapi import Request, Response
+from fastapi.responses import StreamingResponse
+from millrace_common.log import request_id
+from millrace_rpc.errors import MillraceError
+from millrace_rpc.http_server import Body, body_of
+from starlette.types import Receive, Scope, Send
+
+from millrace_router.edge.http_answers import json_answer, read_body
+from millrace_router.flow.ask import Ask
+from millrace_router.flow.inference import Answer, Inference
+from millrace_router.flow.stream import Delta, Stream, gone
+from millrace_router.openai.chat import in_format
+from millrace_router.openai.reading import Reading
+from millrace_router.openai.translated import Translated
+from millrace_router.openai.types import Strict, parse
+
+R = TypeVar("R", bound=Strict)
+
+
+class Form(Protocol):
+    """How an API tells an answer: at once, or as server-sent events."""
+
+    def whole(self, deltas: Sequence[Delta]) -> Any:
+        """The JSON value of a finished answer."""
+
+    def push(self, delta: Delta) -> bytes:
+        """The events of a delta; those of the first begin the stream."""
+
+    def end(self) -> bytes: ...
+
+    def fail(self, error: MillraceError) -> bytes:
+        """The last events of a stream that ends early."""
+
+
+async def read(inference: Inference, request: Request, kind: type[R]) -> R:
+    """The request in the body. From here on its id is in logs and answers."""
+    request_id.set(request.headers.get("x-request-id", "") or secrets.token_hex(12))
+    return parse(kind, await read_body(request, inference.backend.config.limits.message_bytes))
+
+
+async def serve(
+    inference: Inference, request: Request, ask: Ask, form_of: Callable[[Answer], Form], stream: bool
+) -> Response:
+    ask = in_format(ask, inference.tokenizer.format)
+    if session_id := request.headers.get("x-session-id", ""):
+        ask = replace(ask, session_id=session_id)
+    answer = await inference.generate(ask, "http")
+    form, headers = form_of(answer), {"x-request-id": answer.request_id}
+    if not stream:
+        async with _watched(request, answer.stream):
+            deltas = [delta async for delta in answer.stream.deltas()]
+        return json_answer(form.whole(deltas), headers=headers)
+    events = _events(form, answer.stream)
+    async with _watched(request, answer.stream):
+        first = await anext(events)  # a failure before it is an HTTP status, not an event of a stream with status 200
+    if (body := body_of(request.scope)) is not None:
+        answer.stream.sink = _Direct(body, form)
+    return _Sse(first, events, answer.stream, headers)
+
+
+async def serve_translated(
+    inference: Inference, request: Request, wanted: Translated, form_of: Callable[[Answer, Reading], Form]
+) -> Response:
+    chat = wanted.as_chat()
+
+    def form(answer: Answer) -> Form:
+        return form_of(answer, Reading(answer, inference.tokenizer, chat.may_call))
+
+    with wanted.named():
+        return await serve(inference, request, chat.ask(request_id.get()), form, wanted.stream)
+
+
+@contextlib.asynccontextmanager
+async def _watched(request: Request, stream: Stream) -> AsyncIterator[None]:
+    """Cancel the stream if the client goes away meanwhile."""
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        stream.cancel(gone())
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watcher.cancel()
+
+
+async def _events(form: Form, stream: Stream) -> AsyncIterator[bytes]:
+    begun = False
+    try:
+        async for delta in stream.deltas():
+            yield form.push(delta)
+            begun = True
+    except MillraceError as error:
+        if not begun:
+            raise
+        yield form.fail(error)
+        return
+    yield form.end()
+
+
+class _Direct:
+    """The sink of a stream whose head is sent."""
+
+    def __init__(self, body: Body, form: Form) -> None:
+        self._body = body
+        self._form = form
+
+    @property
+    def ready(self) -> bool:
+        return self._body.ready
+
+    def push(self, delta: Delta) -> None:
+        self._body.write(self._form.push(delta))
+
+
+class _Sse(StreamingResponse):
+    """Closes the stream whatever happens to the connection."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: bytes, rest: AsyncIterator[bytes], stream: Stream, headers: dict[str, str]) -> None:
+        self._stream = stream
+        super().__init__(_chain(first, rest), headers=headers | {"cache-control": "no-cache"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._stream.close(gone())
+
+
+async def _chain(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield first
+    async for event in rest:
+        yield event

@@ -1,0 +1,77 @@
+"""What parsers of tool calls have in common: a text goes in by pieces, and text and parts of calls come out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+
+from millrace_router.text.markers import Scanner
+
+
+@dataclass(frozen=True, slots=True)
+class CallDelta:
+    """The new part of call `index`. `name` is set on its first delta, and `id` when the model itself gave the call an
+    id, by which the prompt must name it later; `arguments` is a piece of JSON text.
+    """
+
+    index: int
+    name: str
+    arguments: str
+    id: str = ""
+
+
+class CallParser(ABC):
+    """Every `push` and the final `flush` give the new text and calls. What comes out does not depend on how the text
+    was cut into pieces. Nothing but the marks of well-formed calls is left out: what cannot be read as a call is text.
+    """
+
+    def __init__(self) -> None:
+        self._scanner = Scanner()
+        self._space = ""  # between calls: belongs to the text if more than white space comes
+        self._index = -1
+        self._text: list[str] = []
+        self._calls: list[CallDelta] = []
+
+    def push(self, text: str) -> tuple[str, list[CallDelta]]:
+        self._scanner.text += text
+        while self._step():
+            pass
+        return self._taken()
+
+    def flush(self) -> tuple[str, list[CallDelta]]:
+        """The text has ended. Arguments that end here end as if their call had been closed."""
+        self._end(self._scanner.rest())
+        return self._taken()
+
+    @abstractmethod
+    def _step(self) -> bool:
+        """Parse a piece of the text. False: more text is needed."""
+
+    @abstractmethod
+    def _end(self, rest: str) -> None:
+        """The text has ended with `rest`, in which no mark is whole."""
+
+    def _taken(self) -> tuple[str, list[CallDelta]]:
+        text, calls = "".join(self._text), self._calls
+        self._text, self._calls = [], []
+        return text, calls
+
+    def _between(self, text: str, *, closed: bool) -> None:
+        """`text` stands between calls, and `closed`: ends there. White space between two marks separates calls."""
+        text = self._space + text
+        kept = text.rstrip()
+        self._text.append(kept)
+        self._space = "" if closed else text[len(kept) :]
+
+    def _begin(self, name: str, call_id: str = "") -> None:
+        self._index += 1
+        self._calls.append(CallDelta(self._index, name, "", call_id))
+
+    def _add(self, arguments: str) -> None:
+        if not arguments:
+            return
+        last = self._calls[-1] if self._calls else None
+        if last is not None and last.index == self._index:
+            self._calls[-1] = replace(last, arguments=last.arguments + arguments)
+        else:
+            self._calls.append(CallDelta(self._index, "", arguments))

@@ -1,0 +1,120 @@
+"""Separation of tool calls in DeepSeek V3.2's markup from the text of the stream.
+
+    text <｜DSML｜function_calls>
+    <｜DSML｜invoke name="f">
+    <｜DSML｜parameter name="city" string="true">Oslo</｜DSML｜parameter>
+    <｜DSML｜parameter name="days" string="false">[1, 2]</｜DSML｜parameter>
+    </｜DSML｜invoke>
+    </｜DSML｜function_calls>
+
+A parameter is the text itself (string="true") or JSON. They become one JSON object, told while it comes.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import re
+
+from millrace_router.text.call_stream import CallParser
+from millrace_router.text.markers import DSML
+
+CALLS, CALLS_END = f"<{DSML}function_calls>", f"</{DSML}function_calls>"
+CALL, CALL_END = f"<{DSML}invoke", f"</{DSML}invoke>"
+PARAMETER, PARAMETER_END = f"<{DSML}parameter", f"</{DSML}parameter>"
+_NAME, _STRING = re.compile(r'\sname="([^"]*)"'), re.compile(r'\sstring="true"')
+
+
+class _State(enum.Enum):
+    TEXT = enum.auto()
+    BETWEEN = enum.auto()  # calls
+    HEAD = enum.auto()  # attributes of a call
+    PARAMETERS = enum.auto()  # between them
+    NAME = enum.auto()  # attributes of a parameter
+    STRING = enum.auto()
+    JSON = enum.auto()
+
+
+class DsmlParser(CallParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self._state = _State.TEXT
+        self._next = "{"  # stands before the next parameter
+
+    def _step(self) -> bool:
+        match self._state:
+            case _State.TEXT:
+                before, found = self._scanner.until(CALLS)
+                self._text.append(before)
+                return self._go({CALLS: _State.BETWEEN}.get(found))
+            case _State.BETWEEN:
+                before, found = self._scanner.until(CALL, CALLS_END)
+                self._between(before, closed=bool(found))
+                return self._go({CALL: _State.HEAD, CALLS_END: _State.TEXT}.get(found))
+            case _State.HEAD:
+                return self._read_head()
+            case _State.PARAMETERS:
+                before, found = self._scanner.until(PARAMETER, CALL_END)
+                self._between(before, closed=bool(found))
+                if found == CALL_END:
+                    self._add("{}" if self._next == "{" else "}")
+                return self._go({PARAMETER: _State.NAME, CALL_END: _State.BETWEEN}.get(found))
+            case _State.NAME:
+                return self._read_name()
+            case _State.STRING | _State.JSON:
+                before, found = self._scanner.until(PARAMETER_END)
+                self._tell(before)
+                if found and self._state is _State.STRING:
+                    self._add('"')
+                return self._go({PARAMETER_END: _State.PARAMETERS}.get(found))
+
+    def _end(self, rest: str) -> None:
+        match self._state:
+            case _State.TEXT:
+                self._text.append(rest)
+            case _State.HEAD | _State.NAME:
+                self._text.append((CALL if self._state is _State.HEAD else PARAMETER) + rest)
+            case _State.BETWEEN | _State.PARAMETERS:
+                self._between(rest, closed=True)
+            case _State.STRING | _State.JSON:
+                self._tell(rest)
+
+    def _go(self, state: _State | None) -> bool:
+        self._state = state or self._state
+        return state is not None
+
+    def _attributes(self) -> str | None:
+        """Take the rest of a tag; None: more text is needed."""
+        attributes, end, _ = self._scanner.text.partition(">")
+        if not end:
+            return None
+        self._scanner.take(len(attributes) + 1)
+        return attributes
+
+    def _read_head(self) -> bool:
+        if (attributes := self._attributes()) is None:
+            return False
+        if not (name := _NAME.search(attributes)):
+            self._text.append(f"{CALL}{attributes}>")
+            return self._go(_State.BETWEEN)
+        self._begin(name[1])
+        self._next = "{"
+        return self._go(_State.PARAMETERS)
+
+    def _read_name(self) -> bool:
+        if (attributes := self._attributes()) is None:
+            return False
+        if not (name := _NAME.search(attributes)):
+            self._text.append(f"{PARAMETER}{attributes}>")
+            return self._go(_State.PARAMETERS)
+        string = bool(_STRING.search(attributes))
+        self._add(f"{self._next}{_quoted(name[1])}: " + ('"' if string else ""))
+        self._next = ", "
+        return self._go(_State.STRING if string else _State.JSON)
+
+    def _tell(self, text: str) -> None:
+        self._add(_quoted(text)[1:-1] if self._state is _State.STRING else text)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
