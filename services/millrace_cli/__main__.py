@@ -26,6 +26,9 @@ app = typer.Typer(
 )
 
 
+Port = Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")]
+
+
 @app.command("serve-local")
 def serve_local(
     prefill: Annotated[int, typer.Option(min=1, help="Prefill workers.")] = 1,
@@ -33,10 +36,10 @@ def serve_local(
     unified: Annotated[bool, typer.Option("--unified", help="One worker for both phases instead.")] = False,
     engine: Annotated[Literal["model", "sim"], typer.Option(help="sim: a timing model without weights.")] = "model",
     model: Annotated[Path | None, typer.Option(help="Checkpoint folder. Default: models/tiny.")] = None,
-    grpc_port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 50051,
-    http_port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8000,
-    admin_port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 50052,
-    admin_http_port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8001,
+    grpc_port: Port = 50051,
+    http_port: Port = 8000,
+    admin_port: Port = 50052,
+    admin_http_port: Port = 8001,
     worker_set: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="For every worker.")] = None,
     router_set: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="For the router.")] = None,
     log_dir: Annotated[Path | None, typer.Option(help="Folder of the log files. Default: a new temporary one.")] = None,
@@ -51,10 +54,7 @@ def serve_local(
         unified=int(unified),
         engine=engine,
         model=model or TINY,
-        grpc_port=grpc_port,
-        http_port=http_port,
-        admin_port=admin_port,
-        admin_http_port=admin_http_port,
+        ports={"grpc": grpc_port, "http": http_port, "admin": admin_port, "admin_http": admin_http_port},
         worker_set=tuple(worker_set or ()),
         router_set=tuple(router_set or ()),
         log_dir=log_dir,
@@ -116,6 +116,24 @@ def generate(
 
 
 @app.command()
+def batch(
+    file: Annotated[Path, typer.Argument(help="Requests in OpenAI's batch format, one JSON object per line.")],
+    out: Annotated[Path, typer.Option(help="The answers. What has one there is not sent again.")],
+    address: Annotated[str, typer.Option(help="URL of any server with these APIs.")] = "http://127.0.0.1:8000",
+    concurrency: Annotated[int, typer.Option(min=1, max=4096, help="Requests at a time.")] = 64,
+    api_key: access.ApiKey = "",
+    ca: access.Ca = None,
+    cert: access.Cert = None,
+    key: access.Key = None,
+) -> None:
+    """Answer a file of requests; run it again after an interruption."""
+    from millrace_cli import batch as command
+
+    client = command.client_of(address, api_key, concurrency, access.ssl_context(ca, cert, key))
+    sys.exit(asyncio.run(command.run(client, file, out, concurrency)))
+
+
+@app.command()
 def workers(
     address: Annotated[str, typer.Option(help="The router's admin address.")] = "127.0.0.1:50052",
     ca: access.Ca = None,
@@ -128,7 +146,10 @@ def workers(
     asyncio.run(show(address, access.identity(ca, cert, key)))
 
 
-BENCHES = ("serving", "router", "policy", "transfer", "handover", "engine", "shard", "startup", "kernels", "gpu")
+BENCHES = (
+    *("serving", "pd", "router", "policy", "transfer", "handover", "tiers", "startup"),
+    *("engine", "shard", "ranks", "shared_prompts", "allreduce", "exchange", "balance", "kernels", "gpu"),
+)
 
 
 @app.command("compile")
@@ -143,6 +164,18 @@ def compile_caches(
 
     overrides = (*(set_ or ()), f"model={model}", *(("random_weights=true",) if random_weights else ()))
     asyncio.run(fill(config, overrides, os.environ))
+
+
+@app.command("check")
+def check_model(
+    model: Annotated[Path, typer.Argument(help="Checkpoint folder.")],
+    gpu: Annotated[Literal["H20", "H100", "H200"], typer.Option(help="For the values file.")] = "H200",
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="As for a worker.")] = None,
+) -> None:
+    """Say in seconds whether a checkpoint can be served and on which GPUs; print a values file for Helm."""
+    from millrace_cli.check import check
+
+    check(model, gpu, set_ or ())
 
 
 @app.command(context_settings=PASS_ON)

@@ -10,6 +10,8 @@ import typer
 from millrace_cli.errors import CommandError
 
 if TYPE_CHECKING:
+    import ssl
+
     from millrace_rpc.tls import Identity
 
 Ca = Annotated[Path | None, typer.Option("--tls-ca", help="Use TLS; the authority of the router's certificate.")]
@@ -29,3 +31,18 @@ def identity(ca: Path | None, cert: Path | None, key: Path | None) -> Identity |
         return Identity(Tls(ca=ca, cert=cert, key=key))
     except (OSError, ValueError) as error:
         raise CommandError(str(error), code=2) from error
+
+
+def ssl_context(ca: Path | None, cert: Path | None, key: Path | None) -> ssl.SSLContext | bool:
+    """For HTTPS. True: the system's authorities."""
+    if ca is None and cert is None and key is None:
+        return True
+    import ssl
+
+    try:
+        context = ssl.create_default_context(cafile=ca)
+        if cert is not None:
+            context.load_cert_chain(cert, key)
+    except OSError as error:  # of the files, and ssl's own
+        raise CommandError(f"--tls-ca, --tls-cert, --tls-key: {error}", code=2) from error
+    return context

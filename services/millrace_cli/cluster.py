@@ -1,15 +1,11 @@
-"""A router and its workers as separate processes of this machine: what `millrace serve-local`, the e2e tests and the
-benches run.
+"""A router and its workers as processes of this machine, for `millrace serve-local`, the e2e tests and the benches.
 
     async with LocalCluster(ClusterSpec(engine="sim")) as cluster:
         ...  cluster.grpc_address ("127.0.0.1:41123"), cluster.http_url ("http://127.0.0.1:39801")
 
-Life of a start: 1. workers start on free ports and announce them; 2. the router starts with their addresses as its
-static list; 3. workers load and warm, the router pairs them; 4. the router is serving and every worker is routable:
-ready. A child that exits before 4 fails the start with the tail of its log; when time runs out, there are the tails of
-all that are late. After 4 an exit is logged, and with `spec.restart` the child comes back on its old ports after a
-back-off. Leaving the context stops the router, then the workers; nothing survives this process, however it ends (see
-exec_guard).
+A start is over when the router is serving and every worker is routable. A child that exits before fails the start with
+the tail of its log; later an exit is logged, and with `spec.restart` the child comes back on its old ports after a
+back-off. Nothing survives this process, however it ends (see exec_guard).
 """
 
 from __future__ import annotations
@@ -21,7 +17,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -62,17 +58,14 @@ def count_gpus() -> int:
 
 @dataclass(frozen=True, slots=True)
 class ClusterSpec:
-    """What to start. Port 0: any free one."""
+    """What to start. A port that is 0 or not given: any free one."""
 
     prefill: int = 1
     decode: int = 1
     unified: int = 0  # unified workers; set prefill and decode to 0 then
     engine: Literal["model", "sim"] = "model"
     model: Path = TINY  # checkpoint folder; with the sim engine only its tokenizer is used
-    grpc_port: int = 0
-    http_port: int = 0
-    admin_port: int = 0
-    admin_http_port: int = 0
+    ports: Mapping[str, int] = field(default_factory=dict)  # of the router, by the names in ROUTER_PORTS
     worker_set: tuple[str, ...] = ()  # further `--set` items of every worker
     router_set: tuple[str, ...] = ()
     gpus: int = field(default_factory=count_gpus)  # for workers with device=cuda
@@ -122,16 +115,6 @@ class StartError(Exception):
     """The cluster did not become ready; the message has the end of the log with the reason."""
 
 
-@dataclass(frozen=True, slots=True)
-class Status:
-    """One process as it was seen last."""
-
-    name: str
-    state: str  # "starting", "exited", or a worker's state in lower case
-    detail: str
-    seconds: float  # since its start; stands still once it is ready or has exited
-
-
 class LocalCluster:
     """Names of processes: "router", "prefill-0", "decode-0", "unified-0", …; an unknown one is a KeyError."""
 
@@ -144,11 +127,8 @@ class LocalCluster:
         self.processes = {name: Process(name, self.log_dir, env) for name in self.roles}
         self._identity = None if spec.tls is None else Identity(spec.tls)
         self._ports: dict[str, dict[str, int]] = {}
-        self._seen: dict[str, Status] = {name: Status(name, "starting", "", 0.0) for name in self.roles}
         self._started = False
         self._watchers: dict[str, asyncio.Task[None]] = {}  # of processes that run
-
-    # ---- addresses
 
     def address(self, name: str, service: str = "grpc") -> str:
         """`host:port` of a process. Services: "grpc"; the router also has "http", "admin" and "admin_http"."""
@@ -172,12 +152,6 @@ class LocalCluster:
 
     def _url(self, service: str) -> str:
         return f"{'https' if self._identity else 'http'}://{self.address('router', service)}"
-
-    def status(self) -> list[Status]:
-        """Of all processes. After the start only exits are still followed."""
-        return [self._note(name, seen.state, seen.detail) for name, seen in self._seen.items()]
-
-    # ---- the whole
 
     async def __aenter__(self) -> LocalCluster:
         try:
@@ -220,12 +194,9 @@ class LocalCluster:
         for process in self.processes.values():
             process.kill_group()
 
-    # ---- inside
-
     async def _spawn(self, name: str, pause_s: float = BACKOFF_S[0]) -> None:
         """Start a process and watch it. `pause_s`: how long to wait before bringing it back after its next exit."""
         await self.processes[name].start([*self.spec.command(self.roles[name]), *self._arguments(name)])
-        self._seen[name] = Status(name, "starting", "", 0.0)
         self._watchers[name] = asyncio.create_task(self._watch(name, pause_s))
 
     def _arguments(self, name: str) -> list[str]:
@@ -233,7 +204,7 @@ class LocalCluster:
         role, ports = self.roles[name], self._ports.get(name, {})
         if role == "router":
             items = [
-                *(f"{name}={HOST}:{ports.get(name, getattr(self.spec, f'{name}_port'))}" for name in ROUTER_PORTS),
+                *(f"{name}={HOST}:{ports.get(name, self.spec.ports.get(name, 0))}" for name in ROUTER_PORTS),
                 f"workers={json.dumps([self.address(worker) for worker in self.spec.workers()])}",
                 f"model={self.spec.model}",
                 *self.spec.router_set,
@@ -253,12 +224,11 @@ class LocalCluster:
         """Wait until a process ends by itself, log the end, and bring the process back if `spec.restart` is set."""
         process = self.processes[name]
         code = await process.wait()
-        self._note(name, "exited", f"code {code}")
         if not self._started:
             return  # `start` raises StartError
         log.error("%s ended with code %d. %s", name, code, process.end_of_log(10))
         if self.spec.restart:
-            if time.monotonic() - process.started_at > BACKOFF_S[1]:
+            if process.seconds > BACKOFF_S[1]:
                 pause_s = BACKOFF_S[0]
             log.warning("%s starts again in %.1f s", name, pause_s)
             await asyncio.sleep(pause_s)
@@ -273,9 +243,9 @@ class LocalCluster:
                 if process.starts and not process.running:
                     raise StartError(f"{name} ended with code {process.returncode}. {process.end_of_log(30)}")
             if time.monotonic() > deadline:
-                seen = self.status()
+                seen = self.processes.values()
                 states = ", ".join(f"{one.name} {one.state} {one.detail}".rstrip() for one in seen)
-                late = "\n".join(self.processes[one.name].end_of_log(15) for one in seen if one.state != "ready")
+                late = "\n".join(one.end_of_log(15) for one in seen if one.state != "ready")
                 raise StartError(f"not ready after {self.spec.patience_s:.0f} s: {states}.\n{late}")
             await asyncio.sleep(POLL_S)
 
@@ -289,19 +259,10 @@ class LocalCluster:
         infos = await asyncio.gather(*(probe.worker_info(self.address(name), self._identity) for name in workers))
         for name, info in zip(workers, infos, strict=True):
             if info is not None:
-                self._note(name, probe.state_name(info.state), info.state_message)
+                self.processes[name].note(probe.state_name(info.state), info.state_message)
         serving = await probe.is_serving(self.grpc_address, self._identity)
-        self._note("router", "ready" if serving else "pairing")
+        self.processes["router"].note("ready" if serving else "pairing")
         return serving and await self._routable(workers)
-
-    def _note(self, name: str, state: str, detail: str = "") -> Status:
-        """What is known of a process from now on: a ready one stays so until it exits."""
-        seen = self._seen[name]
-        if seen.state != "exited" and (seen.state != "ready" or state == "exited"):
-            started_at = self.processes[name].started_at
-            seen = Status(name, state, detail, time.monotonic() - started_at if started_at else 0.0)
-            self._seen[name] = seen
-        return seen
 
     async def _routable(self, names: tuple[str, ...]) -> bool:
         seen = await probe.workers(self.admin_address, self._identity)

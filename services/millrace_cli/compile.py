@@ -1,8 +1,4 @@
-"""`millrace compile`: compile ahead of time everything that a worker compiles while it starts.
-
-1. the ranks start as a worker's do: they load, measure, run every prompt shape and every decode bucket, and capture
-2. no requests are served; the ranks stop, and the growth of the cache folder is printed
-"""
+"""`millrace compile`: start the ranks as a worker does, without serving, so that all is compiled."""
 
 from __future__ import annotations
 

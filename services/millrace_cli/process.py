@@ -26,8 +26,11 @@ class Process:
     def __init__(self, name: str, folder: Path, env: dict[str, str]) -> None:
         self.name = name
         self.log_path = folder / f"{name}.log"
-        self.started_at = 0.0  # time.monotonic() of the last start
+        self.started_at: float | None = None  # time.monotonic() of the last start
         self.starts = 0
+        self.state = "starting"  # then a worker's state in lower case, "ready" and "exited"
+        self.detail = ""
+        self._settled_at: float | None = None
         self._announce_path = folder / f"{name}.ports.json"
         self._env = env
         self._process: asyncio.subprocess.Process | None = None
@@ -47,17 +50,33 @@ class Process:
                 env=self._env,
                 start_new_session=True,
             )
-        self.started_at = time.monotonic()
+        self.started_at, self._settled_at = time.monotonic(), None
+        self.state, self.detail = "starting", ""
         self.starts += 1
+
+    def note(self, state: str, detail: str = "") -> None:
+        """What is seen of the process from outside. A ready one stays so until it exits."""
+        if self.state != "exited" and (self.state != "ready" or state == "exited"):
+            self.state, self.detail = state, detail
+            self._settled_at = time.monotonic() if state in ("ready", "exited") else None
+
+    @property
+    def seconds(self) -> float:
+        """Since the start; stands still once the process is ready or has exited."""
+        return 0.0 if self.started_at is None else (self._settled_at or time.monotonic()) - self.started_at
 
     @property
     def running(self) -> bool:
         return self._process is not None and self._process.returncode is None
 
     @property
-    def pid(self) -> int:
+    def _child(self) -> asyncio.subprocess.Process:
         assert self._process is not None, f"{self.name} was never started"
-        return self._process.pid
+        return self._process
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
 
     @property
     def returncode(self) -> int | None:
@@ -79,13 +98,13 @@ class Process:
         return f"The end of {self.log_path}:\n{self.log_tail(lines)}"
 
     def send(self, number: signal.Signals) -> None:
-        assert self._process is not None, f"{self.name} was never started"
         if self.running:
-            self._process.send_signal(number)
+            self._child.send_signal(number)
 
     async def wait(self) -> int:
-        assert self._process is not None, f"{self.name} was never started"
-        return await self._process.wait()
+        code = await self._child.wait()
+        self.note("exited", f"code {code}")
+        return code
 
     async def stop(self, grace_s: float) -> None:
         """SIGTERM, then SIGKILL to its whole group when it has not gone after `grace_s`."""

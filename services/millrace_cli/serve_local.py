@@ -1,15 +1,9 @@
-"""`millrace serve-local`: a whole system on this machine until Ctrl-C.
-
-1. Look for the checkpoint, and for free ports where the wished ones are taken.
-2. Start the cluster under a live table of its processes.
-3. Print the addresses and one line to try for each.
-4. Wait for SIGINT or SIGTERM; children that die meanwhile come back.
-5. Stop everything; a second signal kills instead of waiting.
-"""
+"""`millrace serve-local`: a whole system on this machine until Ctrl-C; a second one kills instead of waiting."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import shutil
@@ -19,14 +13,13 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.live import Live
 from rich.logging import RichHandler
 from rich.table import Table
 
-from millrace_cli.cluster import HOST, ROUTER_PORTS, ClusterSpec, LocalCluster, StartError
+from millrace_cli.cluster import HOST, ClusterSpec, LocalCluster, StartError
 from millrace_cli.errors import CommandError
 
 STYLES = {"ready": "green", "exited": "bold red"}
@@ -44,20 +37,18 @@ def usable_port(port: int) -> int:
 
 
 def resolve_ports(spec: ClusterSpec, console: Console) -> ClusterSpec:
-    changes: dict[str, Any] = {}
-    for field in (f"{name}_port" for name in ROUTER_PORTS):
-        wish = getattr(spec, field)
-        if usable_port(wish) != wish:
-            console.print(f"port {wish} is taken; {field.replace('_', ' ')} will be a free one", style="yellow")
-            changes[field] = 0
-    return replace(spec, **changes)
+    ports = {name: usable_port(wish) for name, wish in spec.ports.items()}
+    for name, wish in spec.ports.items():
+        if ports[name] != wish:
+            console.print(f"port {wish} is taken; {name.replace('_', ' ')} port will be a free one", style="yellow")
+    return replace(spec, ports=ports)
 
 
 def processes_table(cluster: LocalCluster) -> Table:
     table = Table("process", "state", "time", "", box=None, pad_edge=False)
-    for seen in cluster.status():
-        style = STYLES.get(seen.state, "yellow")
-        table.add_row(seen.name, f"[{style}]{seen.state}[/]", f"{seen.seconds:.1f} s", seen.detail)
+    for process in cluster.processes.values():
+        style = STYLES.get(process.state, "yellow")
+        table.add_row(process.name, f"[{style}]{process.state}[/]", f"{process.seconds:.1f} s", process.detail)
     return table
 
 
@@ -86,40 +77,31 @@ def addresses(cluster: LocalCluster, seconds: float) -> str:
 
 async def supervise(spec: ClusterSpec, console: Console) -> None:
     """Run the cluster until a signal; CommandError when the start failed."""
-    cluster, stopping = LocalCluster(spec), asyncio.Event()
+    cluster, task, signals = LocalCluster(spec), asyncio.current_task(), itertools.count()
+    assert task is not None
 
     def on_signal() -> None:
-        if stopping.is_set():
+        if next(signals):
             cluster.kill_all()
-        stopping.set()
+        else:
+            task.cancel()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    stopped = asyncio.create_task(stopping.wait())
+    begin = time.monotonic()
     try:
-        await start(cluster, stopped, console)
-        await stopped
+        with Live(console=console, get_renderable=lambda: processes_table(cluster), refresh_per_second=8):
+            await cluster.start()
+        console.print(addresses(cluster, time.monotonic() - begin), markup=False, highlight=False, soft_wrap=True)
+        await asyncio.Event().wait()
+    except asyncio.CancelledError:
+        pass  # the first signal
+    except StartError as error:
+        raise CommandError(str(error)) from error
     finally:
         console.print("stopping (again: at once)", style="dim")
         await cluster.stop()
         console.print("stopped", style="dim")
-
-
-async def start(cluster: LocalCluster, stopped: asyncio.Task[bool], console: Console) -> None:
-    """Start the cluster under the live table and print its addresses, unless a signal comes first."""
-    begin = time.monotonic()
-    starting = asyncio.create_task(cluster.start())
-    with Live(console=console, get_renderable=lambda: processes_table(cluster), refresh_per_second=8):
-        await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
-    if not starting.done():
-        starting.cancel()
-        await asyncio.wait({starting})
-        return
-    try:
-        starting.result()
-    except StartError as error:
-        raise CommandError(str(error)) from error
-    console.print(addresses(cluster, time.monotonic() - begin), markup=False, highlight=False, soft_wrap=True)
 
 
 def serve_local(spec: ClusterSpec) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Sequence
 
 from millrace.v1 import admin_pb2, worker_pb2
@@ -13,40 +14,29 @@ from rich.table import Table
 from millrace_cli import probe
 from millrace_cli.errors import CommandError
 
-COLUMNS = (
-    "address",
-    "role",
-    "state",
-    "routable",
-    "running",
-    "waiting",
-    "pages free",
-    "credits",
-    "in flight",
-    "drafts accepted",
-    "accept length",
-    "epoch",
-)
 MIN_WIDTH = 160  # also where the output is no terminal
 
 
-def row(worker: admin_pb2.WorkerStatus) -> list[str]:
-    """One line of the table; numbers are sums over the worker's replicas."""
+def row(worker: admin_pb2.WorkerStatus) -> dict[str, str]:
+    """One line of the table, by column; numbers are sums over the worker's replicas."""
     replicas = worker.load.replicas
     free = sum(r.pages_free + r.pages_cached for r in replicas)
-    return [
-        worker.address,
-        worker_pb2.Role.Name(worker.info.role).removeprefix("ROLE_").lower(),
-        probe.state_name(worker.load.state or worker.info.state) if worker.reachable else "unreachable",
-        "yes" if worker.routable else f"no: {worker.detail}",
-        str(sum(r.running for r in replicas)),
-        str(sum(r.waiting for r in replicas)),
-        f"{free}/{sum(r.pages_total for r in replicas)}",
-        str(sum(r.credits for r in replicas)),
-        str(worker.in_flight),
-        *_drafts(replicas),
-        worker.info.epoch[:8],
-    ]
+    drafts_accepted, accept_length = _drafts(replicas)
+    return {
+        "address": worker.address,
+        "role": worker_pb2.Role.Name(worker.info.role).removeprefix("ROLE_").lower(),
+        "state": probe.state_name(worker.load.state or worker.info.state) if worker.reachable else "unreachable",
+        "routable": "yes" if worker.routable else f"no: {worker.detail}",
+        "running": str(sum(r.running for r in replicas)),
+        "waiting": str(sum(r.waiting for r in replicas)),
+        "pages free": f"{free}/{sum(r.pages_total for r in replicas)}",
+        "credits": str(sum(r.credits for r in replicas)),
+        "in flight": str(worker.in_flight),
+        "drafts accepted": drafts_accepted,
+        "accept length": accept_length,
+        "expert imbalance": _experts(replicas[0]) if replicas else "",
+        "epoch": worker.info.epoch[:8],
+    }
 
 
 def _drafts(replicas: Sequence[worker_pb2.ReplicaLoad]) -> tuple[str, str]:
@@ -57,11 +47,19 @@ def _drafts(replicas: Sequence[worker_pb2.ReplicaLoad]) -> tuple[str, str]:
     return f"{accepted / drafted:.0%}", f"{1 + accepted / steps:.2f}"
 
 
+def _experts(load: worker_pb2.ReplicaLoad) -> str:
+    """Mean of the layers, the worst layer, and how old the placement is. Empty: not balanced."""
+    if not (layers := load.expert_imbalance):
+        return ""
+    age = f", moved {time.time() - load.experts_moved_at:.0f} s ago" if load.experts_moved_at else ""
+    return f"{sum(layers) / len(layers):.2f}, worst {max(layers):.2f}{age}"
+
+
 async def show(admin_address: str, identity: Identity | None = None) -> None:
     workers = await probe.workers(admin_address, identity)
     if workers is None:
         raise CommandError(f"no router's admin service answers at {admin_address}; give --address")
-    table = Table(*COLUMNS, box=None, pad_edge=False)
+    table = Table(*row(admin_pb2.WorkerStatus()), box=None, pad_edge=False)
     for worker in workers:
-        table.add_row(*row(worker))
+        table.add_row(*row(worker).values())
     Console(highlight=False, width=max(shutil.get_terminal_size().columns, MIN_WIDTH)).print(table)

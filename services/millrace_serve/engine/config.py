@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import enum
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from millrace_common.config import Config
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 
 class Role(enum.StrEnum):
@@ -19,6 +19,7 @@ class Role(enum.StrEnum):
     UNIFIED = "unified"  # LOCAL requests
 
 
+GIB = 1 << 30
 MOST_DRAFTS = 3
 # The most sequences of a step that makes one draft of each, two, three: measured with V3 on an H200 (docs/gpu.md).
 DRAFT_BATCHES = (256, 32, 16)
@@ -33,10 +34,15 @@ class Limits(BaseModel):
     max_running: int = Field(64, ge=1)  # sequences in one step
     max_waiting: int = Field(256, ge=0)  # sequences queued beyond max_running; more are refused as OVERLOADED
     max_prefill_tokens: int = Field(2048, ge=1)  # prompt tokens per step over all sequences; decode tokens come on top
+    # Uncached tokens of a prompt from which on all replicas compute it together, with half of their steps; 0: never.
+    share_prompts: int = Field(0, ge=0)
     max_parked_pages: int | None = Field(None, ge=1)  # pages that prompts may hold until their lease ends; None = pool
     draft_tokens: int = Field(0, ge=0, le=MOST_DRAFTS)  # most per sequence and step; 0: the KV page has no MTP layer
     draft_batches: tuple[Annotated[int, Field(ge=0)], ...] = DRAFT_BATCHES
     prefix_cache: bool = True
+    host_cache_gib: float = Field(0.0, ge=0)  # of each rank for copies of cached pages in the host's memory; 0: none
+    disk_cache: Path | None = None  # a folder for copies of these; workers may share it, and it survives restarts
+    disk_cache_gib: float = Field(100.0, gt=0)  # of that folder
     overlap: bool = True  # schedule step N+1 while step N runs
     canary: bool = False  # debug: every page carries the hash of its tokens, checked before each step
     poison: bool = False  # debug: freed pages are filled with NaN
@@ -44,6 +50,23 @@ class Limits(BaseModel):
     @property
     def max_pages_per_seq(self) -> int:
         return -(-self.max_model_len // self.page_size)
+
+    @property
+    def shared_tokens(self) -> int:
+        """Rows that a replica has for its part of a shared chunk. Even, so that no division of a chunk exceeds it."""
+        return max(self.max_prefill_tokens // 4 * 2, 1)
+
+    def host_pages(self, page_bytes: int) -> int:
+        """Copies of pages that the host tier has room for."""
+        return int(self.host_cache_gib * GIB) // page_bytes
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.host_cache_gib and not self.prefix_cache:
+            raise ValueError(f"host_cache_gib={self.host_cache_gib}: needs prefix_cache, whose pages it keeps")
+        if self.disk_cache and not self.host_cache_gib:
+            raise ValueError(f"disk_cache={self.disk_cache}: needs host_cache_gib: pages go through the host tier")
+        return self
 
     def num_drafts(self, num_sequences: int) -> int:
         """Drafts of each sequence in a step of so many sequences."""
@@ -72,11 +95,14 @@ class Execution(Config):
 
     graphs: Annotated[Literal["auto", "on", "off"], BeforeValidator(_word)] = "auto"  # of decode; auto: on CUDA devices
     graph_buckets: tuple[Annotated[int, Field(ge=1)], ...] = ()  # rows; empty: those of engine/step/graphs.py
-    compile: Annotated[Literal["off", "decode"], BeforeValidator(_word)] = "off"  # what torch.compile is applied to
-    compile_max_batch: int = Field(16, ge=1)  # rows up to which decode steps are compiled
+    compile_max_batch: int = Field(0, ge=0)  # rows up to which torch.compile is applied to decode steps
     kv_dtype: Literal["auto", "float8_e4m3fn", "bfloat16", "float16", "float32"] = "auto"  # auto: that of activations
     memory_fraction: float = Field(0.92, gt=0, le=1)  # of a CUDA device's memory, for this rank
     cache_dir: Path | None = None  # of compiled code; None: where libraries put it, and nothing is compiled ahead
+    exchange: Literal["auto", "gather", "peer", "deepep"] = "auto"  # how rows reach the experts of other replicas
+    dense_tp: int = Field(0, ge=0)  # ranks that share a dense MLP; a divisor of tp, 1: every rank has all; 0: tp
+    # Slots of a rank and layer for more replicas of experts with many tokens; 0: experts stay where they are loaded.
+    spare_experts: int = Field(0, ge=0)
     random_weights: bool = False  # in the shapes of the checkpoint's config.json, which may stand alone
     # Of random weights, for benchmarks: the probability that the first draft, the first two, … are accepted.
     simulated_acceptance: tuple[Annotated[float, Field(ge=0, le=1)], ...] = ()

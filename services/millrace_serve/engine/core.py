@@ -95,6 +95,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     num_prior_outputs: int = 0  # how many trailing token_ids are outputs of earlier attempts
     priority: int = 0  # higher first
     timeout_s: float | None = None  # from arrival at this worker; None = no deadline
+    borrows: bool = False  # EXPORT: its leading pages may come from another worker; it waits for KvOffered or KvFailed
 
 
 class TopLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -158,28 +159,50 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class KvOffered(msgspec.Struct, frozen=True, tag=True):
-    """The exporter of an IMPORT request has its first pages ready: reserve ours and answer with KvReserved."""
+    """The exporter of an IMPORT request has its first pages ready, or another worker lends the first `num_pages` of a
+    prompt that is computed here: reserve ours and answer with KvReserved.
+    """
 
     id: RequestId
+    num_pages: int = 0
 
 
 class KvArrived(msgspec.Struct, frozen=True, tag=True):
-    """All pages were read and the exporter confirmed that they were held throughout. Decoding may start."""
+    """All pages were read and the exporter confirmed that they were held throughout. Decoding may start, or (a loan,
+    without `first`) the computation of the rest.
+    """
 
     id: RequestId
-    first: SequenceOutput
+    first: SequenceOutput | None = None
     drafts: tuple[int, ...] = ()  # of the tokens behind `first`
 
 
 class KvFailed(msgspec.Struct, frozen=True, tag=True):
-    """The transfer is over without KV and no operation on our pages is in flight any more: free them."""
+    """The transfer is over without KV and no operation on our pages is in flight any more: free them, or (a loan)
+    compute what should have been in them.
+    """
 
     id: RequestId
     failure: Failure
 
 
+class KvLate(msgspec.Struct, frozen=True, tag=True):
+    """A loan failed while reads into our pages were in flight: compute in other pages. KvFailed follows."""
+
+    id: RequestId
+
+
+class Lend(msgspec.Struct, frozen=True, tag=True):
+    """Hold the cached pages of these blocks, as far as they go, until LeaseEnded; answer with a KvPart. A loan is none
+    of the requests: its id has room 0.
+    """
+
+    id: RequestId
+    blocks: list[int]  # chain hashes of a prefix's pages
+
+
 class LeaseEnded(msgspec.Struct, frozen=True, tag=True):
-    """An exported request's pages were released or their lease expired: they may be reused."""
+    """The pages of an exported request or of a loan were released or their lease expired: they may be reused."""
 
     id: RequestId
 
@@ -192,7 +215,7 @@ class FlushCache(msgspec.Struct, frozen=True, tag=True):
 
 
 class KvReserved(msgspec.Struct, frozen=True, tag=True):
-    """Pages for an IMPORT request. The first `num_cached_pages` are already filled from our own prefix cache."""
+    """Pages for an IMPORT request or a loan. The first `num_cached_pages` are filled from our own prefix cache."""
 
     id: RequestId
     page_ids: list[int]
@@ -200,10 +223,14 @@ class KvReserved(msgspec.Struct, frozen=True, tag=True):
 
 
 class CacheChange(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks (u64 chain hashes of full pages) that the prefix cache has gained and lost."""
+    """Blocks (u64 chain hashes of full pages) that the tiers of the prefix cache have gained and lost: the device's
+    pages, and their copies in the host's memory.
+    """
 
     stored: list[int]
     removed: list[int]
+    host_stored: list[int] = []
+    host_removed: list[int] = []
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -219,14 +246,30 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     pages_cached: int = 0  # evictable prefix-cache pages
     pages_published: int = 0
     pages_running: int = 0
+    host_pages_total: int = 0  # copies of pages that the host tier has room for
+    host_pages_used: int = 0
     preemptions: int = 0
+    resumed: int = 0  # preempted sequences that went on and computed about a page again at most
+    recomputed: int = 0  # preempted sequences that computed more again
     steps: int = 0
-    cached_tokens: int = 0  # prompt tokens ever served from the prefix cache
+    cached_tokens: int = 0  # prompt tokens ever served from a prefix cache, on whatever tier
+    host_cached_tokens: int = 0  # of these, from the host tier
+    host_stored_bytes: int = 0  # ever copied to the host tier
+    host_loaded_bytes: int = 0  # ever copied back
+    disk_stored_pages: int = 0  # ever stored in the third tier, or found there
+    disk_loaded_pages: int = 0  # ever loaded from it into the host tier
+    host_store_seconds: float = 0.0  # that the copies took
+    host_load_seconds: float = 0.0
     prompt_tokens: int = 0
     output_tokens: int = 0
     drafted: tuple[int, ...] = ()  # drafts ever verified, by their place behind the last token
     accepted: tuple[int, ...] = ()  # of these
     credits: int = 0  # further requests this replica is willing to take now
+    # Of the whole worker, where experts are balanced (model/experts/moving.py):
+    expert_imbalance: tuple[float, ...] = ()  # of each MoE layer lately: choices on the busiest rank over the mean
+    expert_moves: int = 0  # experts that ever changed their place
+    experts_moved_at: float = 0.0  # Unix time of the last move; 0: none
+    prompt_tokens_per_s: float = 0.0  # computed in steps with prompts, lately; 0: not measured
 
 
 class Events(msgspec.Struct, tag=True):
@@ -242,4 +285,4 @@ class Events(msgspec.Struct, tag=True):
         return bool(self.outputs or self.parts or self.reserved or self.cache)
 
 
-EngineInput = Submit | Abort | KvOffered | KvArrived | KvFailed | LeaseEnded | FlushCache
+EngineInput = Submit | Abort | KvOffered | KvArrived | KvFailed | KvLate | Lend | LeaseEnded | FlushCache

@@ -9,20 +9,27 @@ and the sequence's pages are kept, until N+1 is committed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import msgspec
+
 from millrace_serve.engine.cache.block_pool import InvariantError
 from millrace_serve.engine.cache.kv_pool import KvPool
+from millrace_serve.engine.cache.page_store import PageStore
 from millrace_serve.engine.config import EngineConfig
 from millrace_serve.engine.core import EngineInput, Events, Load
 from millrace_serve.engine.grammar.grammars import Grammars
 from millrace_serve.engine.schedule.plan import Plan
 from millrace_serve.engine.schedule.scheduler import Scheduler
-from millrace_serve.engine.step.batch import BatchBuilder, StepBatch
+from millrace_serve.engine.step.batch import BatchBuilder
 from millrace_serve.engine.step.lockstep import Lockstep
+from millrace_serve.engine.step.page_copier import PageCopier
 from millrace_serve.engine.step.runner import Runner, StepHandle
 
 IDLE_PLAN = Plan([], [])
-DP_POLL_S = 0.005  # how often replicas meet while none has work: the most that a first request waits for them
 COMPILE_POLL_S = 0.005  # how often to look for the end of a grammar's compilation while there is no other work
+STORE_POLL_S = 0.02  # likewise for the end of stores in the third tier, for which nobody waits
+COPY_POLL_S = 0.001  # likewise for the end of copies between the device and the host tier
 
 
 class Engine:
@@ -37,18 +44,26 @@ class Engine:
         runner: Runner,
         pool: KvPool,
         lockstep: Lockstep | None = None,
+        copier: PageCopier | None = None,
     ) -> None:
         self.config = config
         self.pool = pool
         self._scheduler = scheduler
+        self._disk = scheduler.host.disk
         self._grammars = grammars
         self._builder = builder
         self._runner = runner
+        self.copier = copier or PageCopier(pool, 0)
         self._lockstep = lockstep or Lockstep()
+        self.progress = self._lockstep.progress
         self._in_flight: tuple[Plan, StepHandle] | None = None
         self._stopping = False
         self.stopped = False  # the last step was taken, here and on every other replica
         self._stale = True  # something happened since schedule() last found nothing to do
+
+    def keep_in(self, store: PageStore) -> None:
+        """`store` is the third tier from now on, for pages of the copier's host memory. `close` closes it."""
+        self._disk.store = store
 
     def submit(self, msg: EngineInput) -> None:
         """Never raises for a bad request: it ends in an output with finish ERROR, in the next step's Events."""
@@ -60,15 +75,20 @@ class Engine:
         """One step: schedule, build, launch, commit the previous one. Call it while `has_work`, or after `wait_s`."""
         for msg in self._grammars.admitted():
             self._scheduler.handle(msg)
+        for job in self.copier.poll():
+            self._scheduler.host.finished(job)
+        self._disk.poll()
         plan = self._scheduler.schedule()
         self._stale = plan is not None
         self._scrub()
         previous, self._in_flight = self._in_flight, self._launch(plan)
+        self._copy()
         if previous is not None:
             self._commit(previous)
         if self._in_flight is not None and not self.config.overlap:
             self._commit(self._in_flight)
             self._in_flight = None
+        self._copy()
         events = self._scheduler.take_events()
         events.load = self.load()
         return events
@@ -82,25 +102,33 @@ class Engine:
         return self._stale or self._in_flight is not None or bool(self._scheduler.outbox.events)
 
     def wait_s(self) -> float | None:
-        """Seconds to wait for messages before the next step(): 0 = none, None = until one comes."""
-        if self.has_work():
+        """Seconds to wait for messages or `wake_fds` before the next step(): 0 = none, None = until one comes."""
+        if self.has_work() or self._lockstep.due():
             return 0.0
         waits = (
             self._scheduler.requests.seconds_to_deadline(),
-            DP_POLL_S if self._lockstep.all_gather else None,
             COMPILE_POLL_S if self._grammars.waiting else None,
+            COPY_POLL_S if self.copier.busy or self._disk.loads else None,
+            STORE_POLL_S if self._disk.stores else None,
         )
         return min((wait for wait in waits if wait is not None), default=None)
 
+    @property
+    def wake_fds(self) -> Sequence[int]:
+        """One of them is readable when another replica has work: the next step() is due."""
+        return self._lockstep.fds
+
     def load(self) -> Load:
-        return self._scheduler.load()
+        load, counts = self._scheduler.load(), self._runner.counts() | self.copier.counts() | self._disk.counts()
+        return msgspec.structs.replace(load, **counts) if counts else load
 
     def check_idle(self) -> None:
         """Raise InvariantError with the numbers if pages are lost, or are not all back when no request is live."""
-        cache, live = self._scheduler.pages.cache, self._scheduler.requests.live
+        cache, live, loans = self._scheduler.pages.cache, self._scheduler.requests.live, self._scheduler.loans
         cache.check()
+        self._scheduler.host.check()
         pool = cache.pool
-        if not live and pool.num_free + pool.num_cached != pool.total:
+        if not live and not loans and pool.num_free + pool.num_cached != pool.total:
             raise InvariantError(
                 f"no request is live, but of {pool.total} pages {pool.num_running} are running and "
                 f"{pool.num_published} published (free {pool.num_free}, cached {pool.num_cached})"
@@ -108,25 +136,38 @@ class Engine:
 
     def close(self) -> None:
         """End the runner and the followers. Live requests are dropped."""
-        self._lockstep.share(None)
+        self._lockstep.close()
         self._grammars.close()
         self._runner.close()
+        if self._disk.store is not None:
+            self._disk.store.close()
+        self.copier.close()
 
     def _launch(self, plan: Plan | None) -> tuple[Plan, StepHandle] | None:
         agreement = self._lockstep.agree(plan, self._stopping)
         self.stopped = agreement.last
+        self._scheduler.turn = agreement.turn
         if not agreement.anybody_works:
             return None
         num_queries = 1 + self.config.num_drafts(agreement.most_sampled)
-        batch = StepBatch.idle(num_queries) if plan is None else self._builder.build(plan, num_queries)
+        plan = plan or IDLE_PLAN
+        batch = self._builder.build(plan, num_queries, agreement.split)
         agreement.tell(batch)
         self._lockstep.share(batch)
-        return plan or IDLE_PLAN, self._runner.launch(batch)
+        self.progress.launches(batch)
+        return plan, self._runner.launch(batch)
 
     def _commit(self, step: tuple[Plan, StepHandle]) -> None:
         plan, handle = step
-        self._scheduler.commit(plan, handle.result())
+        output = handle.result()
+        self.progress.finished()
+        self._scheduler.commit(plan, output)
         self._stale = True
+
+    def _copy(self) -> None:
+        """Start the copies that were decided: after the scrubbing of pages that are to be filled."""
+        for job in self._scheduler.host.take_jobs(self.copier.most_pages):
+            self.copier.start(job)
 
     def _scrub(self) -> None:
         """Poison the pages that were freed since the last step: even if another sequence has them already, no launched

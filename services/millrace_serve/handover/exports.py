@@ -1,4 +1,5 @@
-"""The exporting side of a prefill worker: the published parts of each prompt, its Fetch streams, and its lease.
+"""The exporting side of a worker: the published parts of each prompt, its Fetch streams, and its lease; and the same of
+loans, cached pages that another worker wants.
 
 Life of an export:
 
@@ -9,12 +10,16 @@ Life of an export:
    engine gets LeaseEnded, and Fetch streams end: normally after a release, else with the reason.
 
 A Fetch may come before 1: it waits. Ended attempts are remembered for a while, for late Fetches.
+
+A loan (`lend`) belongs to the one Fetch that asked for it and ends with it. It has one part, the last one, and a lease
+that nothing renews. Without pages nothing is held.
 """
 
 from __future__ import annotations
 
 import asyncio
 import collections
+import itertools
 import logging
 from collections.abc import AsyncIterator, Callable
 
@@ -22,39 +27,41 @@ from millrace_common.metrics import Metrics
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
 
-from millrace_serve.engine.core import KvPart, LeaseEnded, RequestId
-from millrace_serve.transfer.lease import LeaseConfig, LeaseState, LeaseTable, Outcome
+from millrace_serve.engine.core import KvPart, LeaseEnded, Lend, RequestId
+from millrace_serve.transfer.lease import LeaseEnd, LeaseTable
 from millrace_serve.worker.config import Timeouts
 from millrace_serve.worker.frontend.wakeup import Wakeup
 
 log = logging.getLogger(__name__)
 
 MAX_ENDED = 65536
-_END: dict[LeaseState, tuple[Reason, str] | None] = {
-    LeaseState.RELEASED: None,
-    LeaseState.EXPIRED: (Reason.KV_EXPIRED, "the lease of this attempt's pages expired"),
-    LeaseState.ABORTED: (Reason.CANCELLED, "the attempt was aborted on the prefill worker"),
+LOAN_ROOM = 0  # which no request has
+_END: dict[LeaseEnd, tuple[Reason, str] | None] = {
+    LeaseEnd.RELEASED: None,
+    LeaseEnd.EXPIRED: (Reason.KV_EXPIRED, "the lease of this attempt's pages expired"),
+    LeaseEnd.ABORTED: (Reason.CANCELLED, "the attempt was aborted on the prefill worker"),
 }
 
 
 class Export:
-    def __init__(self, replica: int) -> None:
+    def __init__(self, replica: int, loan: bool = False) -> None:
         self.replica = replica
+        self.loan = loan
         self.parts: list[KvPart] = []  # for Fetches
         self.error: tuple[Reason, str] | None = None  # the reason that ends Fetches
         self.changed = Wakeup()
 
 
 class Exports:
-    """`end_lease(replica, message)` reaches the engine."""
+    """`send(replica, message)` reaches the engine."""
 
-    def __init__(self, timeouts: Timeouts, metrics: Metrics, end_lease: Callable[[int, LeaseEnded], None]) -> None:
+    def __init__(self, timeouts: Timeouts, metrics: Metrics, send: Callable[[int, LeaseEnded | Lend], None]) -> None:
         loop = asyncio.get_running_loop()
-        config = LeaseConfig(lease_s=timeouts.lease, max_lease_s=timeouts.max_lease)
-        self.leases = LeaseTable(config, loop.time, self._on_ended)
+        self.leases = LeaseTable(timeouts.lease, timeouts.max_lease, loop.time, self._on_ended)
         self._timeouts = timeouts
         self._metrics = metrics
-        self._end_lease = end_lease
+        self._send = send
+        self._loans = itertools.count()
         self._live: dict[RequestId, Export] = {}
         self._ended: collections.OrderedDict[RequestId, Export] = collections.OrderedDict()
         self._expected = Wakeup()  # fires when an attempt is added
@@ -67,30 +74,36 @@ class Exports:
         self._live[id] = Export(replica)
         self._expected.fire()
 
+    def lend(self, replica: int, blocks: list[int]) -> RequestId:
+        """Ask an engine for cached pages. Returns the loan's id, for `fetch`."""
+        id = RequestId(LOAN_ROOM, next(self._loans))
+        self._live[id] = Export(replica, loan=True)
+        self._send(replica, Lend(id, blocks))
+        return id
+
     def publish(self, replica: int, part: KvPart) -> None:
         export = self._live.get(part.id)
-        if part.first is not None and part.first.finish is not None and export is not None:
+        if export is None:  # it was aborted meanwhile: the pages may be reused
+            self._send(replica, LeaseEnded(part.id))
+            return
+        if part.last and (not part.page_ids or (part.first is not None and part.first.finish is not None)):
             self._finish(part, export)
             return
-        if not self.leases.publish(part):  # it was aborted meanwhile: the pages may be reused
-            self._end_lease(replica, LeaseEnded(part.id))
-            return
+        if export.loan:
+            self._metrics.loan_pages.labels(direction="lent").inc(len(part.page_ids))
+        self.leases.publish(part)
         self._metrics.leases.set(self.leases.num_live)
-        if export is not None:
-            export.parts.append(part)
-            export.changed.fire()
+        export.parts.append(part)
+        export.changed.fire()
         if part.last and self._timer is None:
             self._arm()
 
-    def release(self, id: RequestId) -> Outcome:
-        return self.leases.release(id)
-
     def abort(self, id: RequestId) -> bool:
-        """The router aborted the attempt. False: nothing is held for it."""
+        """The router aborted the attempt, or the borrower has gone. False: nothing is held for it."""
         if id not in self._live:
             return False
         self.leases.abort(id)
-        self._end(id, _END[LeaseState.ABORTED])
+        self._end(id, _END[LeaseEnd.ABORTED])
         return True
 
     def fail(self, id: RequestId, error: MillraceError) -> None:
@@ -112,7 +125,7 @@ class Exports:
         while (export := self._live.get(id) or self._ended.get(id)) is None:
             left = deadline - asyncio.get_running_loop().time()
             if left <= 0:
-                waited = f"not submitted within fetch_wait={self._timeouts.fetch_wait:g} s"
+                waited = f"not submitted within {self._timeouts.fetch_wait:g} s"
                 raise MillraceError(Reason.KV_NOT_FOUND, f"{id} is unknown: {waited}")
             if not await self._expected.wait(min(left, self._timeouts.heartbeat)):
                 yield None
@@ -127,18 +140,21 @@ class Exports:
             elif id not in self._live:
                 break
             elif not await export.changed.wait(self._timeouts.heartbeat):
-                self.leases.renew(id)
+                if not export.loan:
+                    self.leases.renew(id)
                 yield None
         if export.error is not None:
             raise MillraceError(*export.error)
 
-    def _on_ended(self, id: RequestId, state: LeaseState) -> None:
-        self._metrics.leases_ended.labels(outcome=state).inc()
+    def _on_ended(self, id: RequestId, end: LeaseEnd) -> None:
+        self._metrics.leases_ended.labels(outcome=end).inc()
         self._metrics.leases.set(self.leases.num_live)
-        self._end(id, _END[state])
+        self._end(id, _END[end])
 
     def _finish(self, part: KvPart, export: Export) -> None:
-        """The first token ended the sequence. Its pages are released now; a Fetch still gets the part, however late."""
+        """The first token ended the sequence, or nothing is lent. Its pages are released now; a Fetch still gets the
+        part, however late.
+        """
         parts = [*export.parts, part]
         self._end(part.id, None)
         export.parts = parts
@@ -150,11 +166,12 @@ class Exports:
             return
         export.error = error
         export.parts = []
-        self._ended[id] = export
+        if not export.loan:
+            self._ended[id] = export
         if len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
         export.changed.fire()
-        self._end_lease(export.replica, LeaseEnded(id))
+        self._send(export.replica, LeaseEnded(id))
 
     def _expire(self) -> None:
         self._timer = None

@@ -1,10 +1,11 @@
 """The importing side of a decode worker: carries out the actions of each request's KvImport (transfer/importer.py).
+borrowing.py does the same for a prefill worker.
 
 Life of an import:
 
 1. `start`     a task opens Fetch on the prefill worker and hands its parts to the state machine
 2. the machine asks: AskReserve -> KvOffered to the engine; ReadPages -> every rank of the replica;
-   AskRelease and GiveBack -> release on the Fetch stream
+   AskRelease -> release on the Fetch stream
 3. answers come back through `on_reserved`, `on_read_done`, `on_stuck` and the stream; every failure comes as `on_abort`
 4. Done -> KvArrived, Over -> KvFailed, and the import is forgotten; both only when no read is in flight. A stream on
    which release was sent ends by itself, any other is cut
@@ -24,7 +25,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 
 import msgspec
-from millrace.v1 import worker_pb2
+from millrace.v1 import kv_pb2, worker_pb2
 from millrace_common.metrics import Metrics
 from millrace_common.page_hash import page_hashes
 from millrace_common.reasons import Reason
@@ -39,7 +40,9 @@ from millrace_serve.engine.core import (
     KvReserved,
     Request,
     RequestId,
+    SequenceOutput,
 )
+from millrace_serve.handover.doubts import Doubts
 from millrace_serve.handover.peers import FATAL, Fetch, Peer, Peers
 from millrace_serve.transfer.base import MemoryHandle
 from millrace_serve.transfer.importer import (
@@ -47,13 +50,12 @@ from millrace_serve.transfer.importer import (
     AskRelease,
     AskReserve,
     Done,
-    GiveBack,
     ImportState,
     KvImport,
     Over,
 )
-from millrace_serve.transfer.lease import Outcome
-from millrace_serve.transfer.messages import AddSource, ReadDone, ReadPages, ReadStuck
+from millrace_serve.transfer.messages import AddSource, DropSource, ReadDone, ReadPages, ReadStuck
+from millrace_serve.worker.frontend.load import LoadBoard
 from millrace_serve.worker.frontend.ranks import Ranks
 from millrace_serve.worker.frontend.requests import Requests
 from millrace_serve.worker.frontend.spans import WorkerSpans
@@ -66,6 +68,7 @@ class PostedRead:
     num_pages: int
     pending: set[int]  # ranks that have not finished it
     posted_at: float
+    took_s: float = 0.0  # when it is over
     error: str = ""  # of a rank
 
 
@@ -84,6 +87,7 @@ class Import:
     fetch: Fetch | None = None
     task: asyncio.Task[None] | None = None
     released: bool = False  # release was sent
+    prefix: kv_pb2.FetchPrefix | None = None  # of a loan
 
 
 class Imports:
@@ -96,6 +100,8 @@ class Imports:
         peers: Peers,
         spans: WorkerSpans,
         metrics: Metrics,
+        board: LoadBoard,
+        doubts: Doubts,
     ) -> None:
         """`stall_s`: a Fetch stream that is silent for so long, or a read that takes longer, ends an import."""
         self._page_size = page_size
@@ -105,6 +111,8 @@ class Imports:
         self._peers = peers
         self._spans = spans
         self._metrics = metrics
+        self._board = board
+        self._doubts = doubts
         self._live: dict[RequestId, Import] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -117,8 +125,7 @@ class Imports:
     def start(self, request: Request, replica: int, source: worker_pb2.KvSourceRef) -> None:
         hashes = page_hashes(request.token_ids, self._page_size)
         peer = self._peers.get(source.address, source.epoch)
-        job = self._live[request.id] = Import(KvImport(request.id, hashes), replica, peer)
-        job.task = self._run(self._to_the_end(job, lambda: self._fetch(job)))
+        self._begin(Import(KvImport(request.id, hashes), replica, peer))
 
     def abort(self, id: RequestId, failure: Failure) -> bool:
         """False: there is no such import."""
@@ -128,6 +135,10 @@ class Imports:
         job.told = True
         self._do(job, job.machine.on_abort(failure))
         return True
+
+    def _begin(self, job: Import) -> None:
+        self._live[job.machine.id] = job
+        job.task = self._run(self._to_the_end(job, lambda: self._fetch(job)))
 
     def on_reserved(self, reserved: KvReserved) -> None:
         self._spans.has_pages(reserved.id)
@@ -146,18 +157,21 @@ class Imports:
         read.pending.remove(rank)
         if done.error:
             read.error = f"rank {rank}: {done.error}"
+            self._report(job, rank)
         else:
             self._metrics.kv_bytes.inc(done.num_pages * self._ranks.ready_info.layout.page_bytes)
         if read.pending:
             return
-        self._metrics.kv_read.observe(time.monotonic() - read.posted_at)
-        if read.error:
-            self._do(job, job.machine.on_read_failed(done.read, read.error))
-        else:
-            self._do(job, job.machine.on_read_done(done.read))
+        read.took_s = time.monotonic() - read.posted_at
+        self._metrics.kv_read.observe(read.took_s)
+        if not read.error:
+            self._doubts.read_well()
+            self._board.reads.add(read.num_pages * self._ranks.ready_info.layout.page_bytes, read.took_s)
+        self._do(job, job.machine.on_read_done(done.read, read.error))
 
-    def on_stuck(self, stuck: ReadStuck) -> None:
+    def on_stuck(self, rank: int, stuck: ReadStuck) -> None:
         if job := self._live.get(stuck.id):
+            self._report(job, rank)
             message = f"a read of KV pages has not ended after {self._stall_s:g} s"
             self._do(job, job.machine.on_abort(Failure(Reason.STALLED, message)))
 
@@ -173,43 +187,79 @@ class Imports:
         for action in actions:
             match action:
                 case AskReserve():
-                    self._spans.waits_for_pages(id)
-                    engine.send(job.replica, KvOffered(id))
+                    self._offer(job)
                 case ReadPages():
                     self._read(job, action)
-                case AskRelease() | GiveBack():
+                case AskRelease():
                     assert job.fetch is not None, "released before anything came"
                     job.released = True
                     self._run(self._to_the_end(job, job.fetch.release))
                 case Done(first):
-                    self._metrics.kv_transfer.observe(time.monotonic() - job.last_part_at)
-                    self._spans.imported(id, sum(read.num_pages for read in job.reads.values()))
-                    engine.send(job.replica, KvArrived(id, first, job.drafts))
-                    self._forget(job)
-                    if id in self._requests:  # the engine sends everything after the first token, and the end
-                        self._requests.deliver([msgspec.structs.replace(first, finish=None)])
+                    self._done(job, first)
                 case Over(failure):
                     engine.send(job.replica, KvFailed(id, failure))
                     self._forget(job)
         if job.machine.state is ImportState.DRAINING and job.machine.failure and not job.told:
-            self._requests.fail(id, job.machine.failure)
+            self._give_up(job, job.machine.failure)
         self._count_quarantine()
 
-    def _read(self, job: Import, read: ReadPages) -> None:
+    def _offer(self, job: Import) -> None:
+        self._spans.waits_for_pages(job.machine.id)
+        self._ranks.send(job.replica, KvOffered(job.machine.id))
+
+    def _done(self, job: Import, first: SequenceOutput | None) -> None:
+        id = job.machine.id
+        assert first is not None, f"import {id} ended without a first token"
+        self._metrics.kv_transfer.observe(time.monotonic() - job.last_part_at)
+        self._spans.imported(id, sum(read.num_pages for read in job.reads.values()))
+        self._ranks.send(job.replica, KvArrived(id, first, job.drafts))
+        self._forget(job)
+        if id in self._requests:  # the engine sends everything after the first token, and the end
+            self._requests.deliver([msgspec.structs.replace(first, finish=None)])
+
+    def _give_up(self, job: Import, failure: Failure) -> None:
+        """The import has failed, and reads into its pages are still in flight."""
+        self._requests.fail(job.machine.id, failure)
+
+    def _count_failure(self, failure: Failure) -> None:
+        self._metrics.kv_failures.labels(reason=failure.reason).inc()
+
+    def _report(self, job: Import, rank: int) -> None:
+        """Tell the peer that a rank could not read its pages. A loan's failure is no loss and casts no doubt on us."""
+        assert job.fetch is not None
+        report = self._doubts.report(self._source(job, rank).agent)
+        self._run(job.fetch.failed(report))
+        if job.prefix is None:
+            self._doubts.read_failed(job.peer.epoch)
+
+    def _source(self, job: Import, rank: int) -> MemoryHandle:
         """Rank i reads from the exporter's rank i, modulo their number: the KV is the same on all of them."""
+        return job.sources[self._ranks.of_replica(job.replica).index(rank) % len(job.sources)]
+
+    def _read(self, job: Import, read: ReadPages) -> None:
         ranks = self._ranks.of_replica(job.replica)
         job.reads[read.read] = PostedRead(len(read.dst_pages), set(ranks), time.monotonic())
-        for index, rank in enumerate(ranks):
-            source = job.sources[index % len(job.sources)]
-            if (rank, source.agent) not in job.peer.agents:
-                job.peer.agents.add((rank, source.agent))
-                self._ranks.send_reader(rank, AddSource(source))
+        for rank in ranks:
+            source = self._source(job, rank)
+            self._connect(job.peer, rank, source)
             self._ranks.send_reader(rank, msgspec.structs.replace(read, agent=source.agent))
+
+    def _connect(self, peer: Peer, rank: int, source: MemoryHandle) -> None:
+        """Have a rank connect to the source, in place of the agent that its owner had before. A peer that was dropped
+        gets no connection: nobody would end it.
+        """
+        key = (rank, source.owner)
+        if peer.dropped or (before := peer.agents.get(key)) == source.agent:
+            return
+        if before is not None:
+            self._ranks.send_reader(rank, DropSource(before))
+        peer.agents[key] = source.agent
+        self._ranks.send_reader(rank, AddSource(source))
 
     def _forget(self, job: Import) -> None:
         del self._live[job.machine.id]
         if failure := job.machine.failure:
-            self._metrics.kv_failures.labels(reason=failure.reason).inc()
+            self._count_failure(failure)
             log.info("kv import %s failed: %s: %s", job.machine.id, failure.reason, failure.message)
         for refusal, count in job.machine.refused.items():
             self._metrics.worker_stale.labels(kind=refusal).inc(count)
@@ -225,7 +275,7 @@ class Imports:
 
     async def _fetch(self, job: Import) -> None:
         machine = job.machine
-        job.fetch = job.peer.fetch(machine.id, self._ranks.ready_info.layout.fingerprint, self._stall_s)
+        job.fetch = job.peer.fetch(machine.id, self._ranks.ready_info.layout.fingerprint, self._stall_s, job.prefix)
         async with contextlib.aclosing(job.fetch.items()) as items:
             async for item in items:
                 match item:
@@ -233,8 +283,8 @@ class Imports:
                         job.last_part_at = time.monotonic()
                         job.drafts = self._usable(item.drafts)
                         self._do(job, machine.on_part(item))
-                    case Outcome():
-                        self._do(job, machine.on_release_outcome(item))
+                    case kv_pb2.Held():
+                        self._do(job, machine.on_held())
                     case sources:
                         job.sources = sources
         self._do(job, machine.on_stream_end())
@@ -257,9 +307,7 @@ class Imports:
     def _broken(self, job: Import, error: MillraceError) -> None:
         if error.reason in FATAL:
             self._peers.drop(job.peer)
-        self._do(
-            job, job.machine.on_abort(Failure(error.reason, f"prefill worker {job.peer.address}: {error.message}"))
-        )
+        self._do(job, job.machine.on_abort(Failure(error.reason, f"worker {job.peer.address}: {error.message}")))
 
     def _run(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

@@ -14,7 +14,7 @@ from millrace_rpc.errors import MillraceError, from_rpc_error
 
 from millrace_serve.engine.core import Route
 from millrace_serve.handover.imports import Imports
-from millrace_serve.handover.peers import Peer, Peers
+from millrace_serve.handover.peers import FATAL, Peer, Peers
 from millrace_serve.worker.config import WorkerConfig
 from millrace_serve.worker.frontend import convert, warmup
 from millrace_serve.worker.frontend.ranks import Ranks
@@ -23,12 +23,12 @@ from millrace_serve.worker.frontend.wakeup import within
 
 
 class Pairs:
-    """The prefill workers that this decode worker has been warmed up with: `warmed` are their epochs."""
+    """The prefill workers that this decode worker has been warmed up with."""
 
     def __init__(
         self, config: WorkerConfig, epoch: str, ranks: Ranks, requests: Requests, peers: Peers, imports: Imports
     ) -> None:
-        self.warmed: list[str] = []
+        self._warmed: frozenset[str] = frozenset()  # epochs
         self._config = config
         self._epoch = epoch
         self._ranks = ranks
@@ -36,16 +36,25 @@ class Pairs:
         self._peers = peers
         self._imports = imports
 
+    @property
+    def warmed(self) -> frozenset[str]:
+        """Epochs of those that are connected."""
+        return self._warmed & self._peers.epochs
+
     async def warm_up(self, source: worker_pb2.KvSourceRef) -> None:
         """Raises MillraceError when the two can never pair, or when a request fails."""
         peer = self._peers.get(source.address, source.epoch)
-        info = await peer.info()
-        check_pair(info, source, self._ranks)
+        try:
+            info = await peer.info()
+            check_pair(info, source, self._ranks)
+        except MillraceError as error:
+            if error.reason in FATAL:  # there may be no connection whose end would be noticed
+                self._peers.drop(peer)
+            raise
         pairs = [(theirs, ours) for theirs in range(info.replicas) for ours in range(self._config.dp)]
         async with within(self._config.timeouts.warmup, "warming up the pair"):
             await asyncio.gather(*(self._run(source, peer, theirs, ours) for theirs, ours in pairs))
-        if source.epoch not in self.warmed:
-            self.warmed.append(source.epoch)
+        self._warmed = self.warmed | {source.epoch}
 
     async def _run(self, source: worker_pb2.KvSourceRef, peer: Peer, theirs: int, ours: int) -> None:
         """One prompt, computed by replica `theirs` of the prefill worker and continued by our replica `ours`."""

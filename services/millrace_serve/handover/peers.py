@@ -1,4 +1,4 @@
-"""Connections to prefill workers, one per process start of each: (address, epoch).
+"""Connections to workers whose pages are read, one per process start of each: (address, epoch).
 
 A peer that failed, or whose connection broke, is dropped with its channel, so that the next import starts with a fresh
 one; the ranks read nothing more from its pools and unmap them, because the memory of a dead process stays allocated
@@ -22,7 +22,6 @@ from millrace_rpc.tls import Identity
 
 from millrace_serve.engine.core import KvPart, RequestId
 from millrace_serve.transfer.base import MemoryHandle
-from millrace_serve.transfer.lease import Outcome
 from millrace_serve.worker.frontend import convert
 
 log = logging.getLogger(__name__)
@@ -35,12 +34,13 @@ Call: TypeAlias = "grpc.aio.StreamStreamCall[kv_pb2.FetchRequest, kv_pb2.FetchRe
 
 
 class Peer:
-    """One prefill worker process."""
+    """One worker process."""
 
     def __init__(self, address: str, epoch: str, identity: Identity | None) -> None:
         self.address = address
         self.epoch = epoch
-        self.agents: set[tuple[int, str]] = set()  # pairs (our rank, its agent) that are connected
+        self.agents: dict[tuple[int, str], str] = {}  # that are connected, by our rank and the owner
+        self.dropped = False
         self._identity = identity
         self._connect()
 
@@ -51,9 +51,9 @@ class Peer:
         self.worker = worker_pb2_grpc.WorkerServiceStub(self._channel)
         self.prefill = prefill_pb2_grpc.PrefillServiceStub(self._channel)
 
-    def fetch(self, id: RequestId, fingerprint: str, stall_s: float) -> Fetch:
+    def fetch(self, id: RequestId, fingerprint: str, stall_s: float, prefix: kv_pb2.FetchPrefix | None) -> Fetch:
         """Raises MillraceError."""
-        return Fetch(_start(self._kv.Fetch), self, id, fingerprint, stall_s)
+        return Fetch(_start(self._kv.Fetch), self, id, fingerprint, stall_s, prefix)
 
     async def info(self) -> worker_pb2.WorkerInfo:
         """Raises MillraceError."""
@@ -85,15 +85,26 @@ class Peer:
 class Fetch:
     """One attempt's stream: iterate over `items`, and `release` once, which makes the stream end."""
 
-    def __init__(self, call: Call, peer: Peer, id: RequestId, fingerprint: str, stall_s: float) -> None:
+    def __init__(
+        self,
+        call: Call,
+        peer: Peer,
+        id: RequestId,
+        fingerprint: str,
+        stall_s: float,
+        prefix: kv_pb2.FetchPrefix | None,
+    ) -> None:
         self._call = call
         self._address = peer.address
         self._id = id
-        self._opening = kv_pb2.FetchOpen(id=convert.attempt_id(id), epoch=peer.epoch, fingerprint=fingerprint)
+        self._opening = kv_pb2.FetchOpen(
+            id=convert.attempt_id(id), epoch=peer.epoch, fingerprint=fingerprint, prefix=prefix
+        )
         self._stall_s = stall_s
+        self._writing = asyncio.Lock()  # gRPC takes one message at a time
 
-    async def items(self) -> AsyncGenerator[list[MemoryHandle] | KvPart | Outcome, None]:
-        """Yields the KvSource, the parts, and HELD as the answer to `release`. Raises MillraceError."""
+    async def items(self) -> AsyncGenerator[list[MemoryHandle] | KvPart | kv_pb2.Held, None]:
+        """Yields the KvSource, the parts, and Held as the answer to `release`. Raises MillraceError."""
         try:
             await self._say(kv_pb2.FetchRequest(open=self._opening))
             while (response := await self._next()) is not None:
@@ -103,17 +114,21 @@ class Fetch:
                     case "part":
                         yield convert.core_part(self._id, response.part)
                     case "held":
-                        yield Outcome.HELD
+                        yield response.held
         finally:
             self._call.cancel()
 
     async def release(self) -> None:
         await self._say(kv_pb2.FetchRequest(release=kv_pb2.FetchRelease()))
 
+    async def failed(self, report: kv_pb2.ReadFailed) -> None:
+        await self._say(kv_pb2.FetchRequest(failed=report))
+
     async def _say(self, message: kv_pb2.FetchRequest) -> None:
         """Sends a message. On a stream that has ended it is lost, and `items` raises the reason."""
-        with contextlib.suppress(MillraceError, asyncio.InvalidStateError):
-            await reply(self._call.write(message))
+        async with self._writing:
+            with contextlib.suppress(MillraceError, asyncio.InvalidStateError):
+                await reply(self._call.write(message))
 
     async def _next(self) -> kv_pb2.FetchResponse | None:
         try:
@@ -133,6 +148,11 @@ class Peers:
         self._watches: dict[Peer, asyncio.Task[None]] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
+    @property
+    def epochs(self) -> frozenset[str]:
+        """Of the workers that are connected."""
+        return frozenset(epoch for _, epoch in self._peers)
+
     def get(self, address: str, epoch: str) -> Peer:
         peer = self._peers.get((address, epoch))
         if peer is None:
@@ -148,8 +168,9 @@ class Peers:
         if self._peers.get((peer.address, peer.epoch)) is not peer:
             return
         del self._peers[peer.address, peer.epoch]
-        log.info("dropped prefill worker %s epoch=%s", peer.address, peer.epoch)
-        for rank, agent in peer.agents:
+        peer.dropped = True
+        log.info("dropped worker %s epoch=%s", peer.address, peer.epoch)
+        for (rank, _), agent in peer.agents.items():
             self._drop_source(rank, agent)
         self._watches.pop(peer).cancel()
         self._close(peer.close())

@@ -1,31 +1,27 @@
 """The attention data that all layers of a step share: rotary rows, the form, and the kernels' plans, made once a step.
 
-Three forms of the same maths (model/mla.py has the formulas); decode sequences are always absorbed, prompt chunks:
-    EXPANDED         k and v of the step's own tokens are computed per head; nothing is cached yet
-    EXPANDED_PREFIX  so is the cached prefix, chunk by chunk; the partial results are merged by their log-sum-exp
-    ABSORBED         all heads attend to the cached rows themselves
+Two forms of the same maths (model/mla.py has the formulas); decode sequences are always absorbed, prompt chunks either:
+    expanded   k and v of the step's own tokens are computed per head, and those of the cached prefix, chunk by chunk;
+               the partial results are merged by their log-sum-exp
+    absorbed   all heads attend to the cached rows themselves
 """
 
 from __future__ import annotations
 
-import enum
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from millrace_kernels import mla_decode, mla_prefill
+from millrace_kernels.mla_prefill import Heads
 from torch import Tensor
 
 from millrace_serve.model.inputs import AttnPlan, ForwardInput
+from millrace_serve.model.shared_step import Lens, MakePlan, SharedStep
 
 Plan = Any  # a kernel's own, None where it needs none
-
-
-class Form(enum.Enum):
-    EXPANDED = "expanded"
-    EXPANDED_PREFIX = "expanded_prefix"
-    ABSORBED = "absorbed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +35,15 @@ class FormThresholds:
         rows = BREAK_EVEN["cuda" if device.type == "cuda" else "cpu"]
         return cls(next(queries for heads, queries in rows if num_heads <= heads))
 
+    def absorbs(self, q_lens: Sequence[int], seq_lens: Sequence[int]) -> bool:
+        """Whether a step's prompt chunks are absorbed; never without cached tokens.
+
+        Expanding costs per key, absorbing costs per (query, key) pair. So the number of queries that a key serves
+        decides: the mean of q_len weighted by seq_len.
+        """
+        pairs = sum(q * seq for q, seq in zip(q_lens, seq_lens, strict=True))
+        return tuple(q_lens) != tuple(seq_lens) and pairs <= self.absorb_max_queries * sum(seq_lens)
+
 
 # Heads of a rank up to which a row holds, and its absorb_max_queries. CPU: the references, one core, `models/tiny`.
 # CUDA: an H200, by `python -m millrace_bench.kernels.forms`. 16 heads: expanding wins from 1,726 queries on behind
@@ -48,15 +53,6 @@ BREAK_EVEN = {
     "cpu": ((1 << 30, 48),),
     "cuda": ((16, 1700), (1 << 30, 320)),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class HeadShape:
-    """One rank's heads: how many, widths of q and k, and of v."""
-
-    num_heads: int
-    qk_dim: int
-    v_dim: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +84,7 @@ class AttnStep:
     expanded_seqs: slice
     own_plan: Plan  # of the expanded chunks' attention to themselves
     prefix: tuple[PrefixChunk, ...]
+    shared: SharedStep | None = None
 
     @classmethod
     def prepare(
@@ -95,7 +92,7 @@ class AttnStep:
         inputs: ForwardInput,
         tables: tuple[Tensor, Tensor],
         thresholds: FormThresholds,
-        heads: HeadShape,
+        heads: Heads,
         kv: Tensor,
         dtype: torch.dtype,
     ) -> AttnStep:
@@ -103,17 +100,17 @@ class AttnStep:
         attn = inputs.attn
         decode, first, end = attn.num_decode, sum(attn.q_lens_host[: attn.num_decode]), sum(attn.q_lens_host)
         q_lens, seq_lens = attn.q_lens_host[decode:], attn.seq_lens_host[decode:]
-        form = choose_form(q_lens, seq_lens, thresholds)
-        expand = bool(q_lens) and form is not Form.ABSORBED
-        groups = _groups(attn, attn.num_seqs if form is Form.ABSORBED else decode, heads, kv)
-        own_plan, prefix = None, []
+        expand = bool(q_lens) and not thresholds.absorbs(q_lens, seq_lens)
+        groups = _groups(attn, decode if expand else attn.num_seqs, heads, kv)
+        most, page_size, shared = thresholds.prefix_chunk_tokens, kv.shape[1], None
+        plan, own_plan, prefix = _planner(heads, inputs.device, dtype), None, []
         if expand:
-            shape = (heads.num_heads, heads.qk_dim, heads.v_dim)
-            own_plan = mla_prefill.plan(q_lens, q_lens, *shape, causal=True, device=inputs.device, dtype=dtype)
+            own_plan = plan(q_lens, q_lens, True)
             cached = [seq - own for seq, own in zip(seq_lens, q_lens, strict=True)]
-            for starts, lens in prefix_chunks(cached, thresholds.prefix_chunk_tokens, kv.shape[1]):
-                plan = mla_prefill.plan(q_lens, lens, *shape, causal=False, device=inputs.device, dtype=dtype)
-                prefix.append(PrefixChunk(starts, lens, plan))
+            for starts, lens in prefix_chunks(cached, most, page_size):
+                prefix.append(PrefixChunk(starts, lens, plan(q_lens, tuple(lens), False)))
+        if inputs.shared is not None:
+            shared = SharedStep.prepare(inputs.shared, end, max(most // page_size, 1) * page_size, plan)
         return cls(
             inputs,
             cos=tables[0][inputs.positions],
@@ -123,19 +120,18 @@ class AttnStep:
             expanded_seqs=slice(decode, attn.num_seqs if expand else decode),
             own_plan=own_plan,
             prefix=tuple(prefix),
+            shared=shared,
         )
 
 
-def choose_form(q_lens: Sequence[int], seq_lens: Sequence[int], thresholds: FormThresholds) -> Form:
-    """The form of a step's prompt chunks.
+def _planner(heads: Heads, device: torch.device, dtype: torch.dtype) -> MakePlan:
+    """Calls with equal lengths have one plan."""
 
-    Expanding costs per key, absorbing costs per (query, key) pair. So the number of queries that a key serves decides:
-    the mean of q_len weighted by seq_len.
-    """
-    if all(q == seq for q, seq in zip(q_lens, seq_lens, strict=True)):
-        return Form.EXPANDED
-    pairs = sum(q * seq for q, seq in zip(q_lens, seq_lens, strict=True))
-    return Form.ABSORBED if pairs <= thresholds.absorb_max_queries * sum(seq_lens) else Form.EXPANDED_PREFIX
+    @functools.cache
+    def plan(q_lens: Lens, k_lens: Lens, causal: bool) -> Plan:
+        return mla_prefill.plan(q_lens, k_lens, heads, causal, device, dtype)
+
+    return plan
 
 
 def prefix_chunks(prefix_lens: Sequence[int], max_tokens: int, page_size: int) -> list[tuple[list[int], list[int]]]:
@@ -148,7 +144,7 @@ def prefix_chunks(prefix_lens: Sequence[int], max_tokens: int, page_size: int) -
     ]
 
 
-def _groups(attn: AttnPlan, num_seqs: int, heads: HeadShape, kv: Tensor) -> tuple[AbsorbedGroup, ...]:
+def _groups(attn: AttnPlan, num_seqs: int, heads: Heads, kv: Tensor) -> tuple[AbsorbedGroup, ...]:
     """The first `num_seqs` sequences in groups: the decode sequences, then runs of chunks of one length."""
     groups, row, first = [], 0, 0
     while first < num_seqs:

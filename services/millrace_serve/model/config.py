@@ -1,4 +1,4 @@
-"""The published `config.json` of a DeepSeek-V3-architecture checkpoint, checked once.
+"""The published `config.json` of a DeepSeek-V3-architecture checkpoint, checked once: V3, R1, V3.1, Moonlight, Kimi K2.
 
 Keys that only training or another runtime reads are ignored. A value that would change the result and that this model
 does not implement is refused by name.
@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 CONFIG_FILE = "config.json"
+MODELOPT_FILE = "hf_quant_config.json"  # says how weights are quantised when config.json does not
 
 SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "model_type": ("deepseek_v3",),
+    "model_type": ("deepseek_v3", "kimi_k2"),
     "hidden_act": ("silu",),
     "scoring_func": ("sigmoid",),
     "topk_method": ("noaux_tc",),
@@ -24,6 +25,30 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
     "rope_interleave": (True, None),
     "ep_size": (1,),
     "tie_word_embeddings": (False,),
+}
+
+# Methods of `quantization_config`: what it must say, and the fields of ModelConfig that follow.
+BLOCKS = {"activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+QUANTISATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "fp8": ({"fmt": "e4m3", **BLOCKS}, {"fp8_blocks": True}),
+    "blockwise_int8": (BLOCKS, {"int8": "int8-block"}),
+    "w8a8_int8": ({"activation_scheme": "dynamic"}, {"int8": "int8"}),
+    "compressed-tensors": ({"format": "int-quantized"}, {"int8": "int8"}),
+}
+COMPRESSED_GROUP = {
+    "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"},
+    "input_activations": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True},
+}
+USUAL = ("fmt", "activation_scheme")  # keys that may be left out
+
+# Relatives of V3, and what a forward pass of theirs needs that this model does not have.
+ABSENT = {
+    "deepseek_v2": "gates with softmax scores and greedy choice",
+    "deepseek_v32": "sparse attention, whose indexer chooses 2,048 tokens",
+    "glm_moe_dsa": "sparse attention, whose indexer chooses 2,048 tokens",
+    "deepseek_v4": "compressed attention, hyper-connections and FP4 experts",
+    "kimi_k25": "a vision tower and INT4 experts",
+    "kimi_linear": "Kimi Delta Attention",
 }
 
 
@@ -79,24 +104,22 @@ class ModelConfig(BaseModel):
     routed_scaling_factor: float = 1.0
 
     fp8_blocks: bool = False  # linear weights are E4M3 with one weight_scale_inv per 128 x 128 block
+    int8: Literal["", "int8", "int8-block"] = ""  # they are INT8, with a weight_scale per output channel or with blocks
 
     @classmethod
     def load(cls, directory: str | Path) -> ModelConfig:
-        path = Path(directory) / CONFIG_FILE
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ConfigError(f"{path}: no such file") from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path}: not JSON: {error}") from None
-        if not isinstance(raw, dict):
-            raise ConfigError(f"{path}: expected an object, found {type(raw).__name__}")
-        return cls.parse(raw, str(path))
+        path, modelopt = Path(directory) / CONFIG_FILE, Path(directory) / MODELOPT_FILE
+        if modelopt.exists():
+            method = _read(modelopt).get("quantization", {}).get("quant_algo")
+            raise ConfigError(f"{modelopt}: quant_algo={method!r} is not supported: weights of ModelOpt cannot be read")
+        return cls.parse(_read(path), str(path))
 
     @classmethod
     def parse(cls, raw: dict[str, Any], source: str = CONFIG_FILE) -> ModelConfig:
         """`raw` in the published layout, or in the layout that transformers 5 writes (`rope_parameters`)."""
         try:
+            if (absent := ABSENT.get(raw.get("model_type", ""))) is not None:
+                raise ValueError(f"model_type={raw['model_type']!r} is not supported: it needs {absent}")
             for key, values in SUPPORTED.items():
                 if key in raw and raw[key] not in values:
                     raise ValueError(f"{key}={raw[key]!r} is not supported (supported: {values[0]!r})")
@@ -148,6 +171,18 @@ class ModelConfig(BaseModel):
         return layer >= self.first_k_dense_replace
 
 
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: expected an object, found {type(raw).__name__}")
+    return raw
+
+
 def _rope(raw: dict[str, Any]) -> dict[str, Any]:
     """Both spellings: `rope_theta` + `rope_scaling` as published, `rope_parameters` holding both in transformers 5."""
     merged = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
@@ -169,15 +204,29 @@ def _rope(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _quantization(raw: dict[str, Any]) -> dict[str, Any]:
-    quant = raw.get("quantization_config")
+    quant, where = raw.get("quantization_config"), "quantization_config"
     if quant is None:
-        return {"fp8_blocks": False}
-    supported = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-    for key, value in supported.items():
-        found = quant.get(key, value if key in ("fmt", "activation_scheme") else None)
-        if found != value:
-            raise ValueError(f"quantization_config.{key}={found!r} is not supported (supported: {value!r})")
-    return {"fp8_blocks": True}
+        return {"fp8_blocks": False, "int8": ""}
+    method = quant.get("quant_method")
+    if method not in QUANTISATIONS:
+        methods = ", ".join(map(repr, QUANTISATIONS))
+        raise ValueError(f"{where}.quant_method={method!r} is not supported (supported: {methods})")
+    wanted, fields = QUANTISATIONS[method]
+    _require(quant, wanted, where)
+    if method == "compressed-tensors":
+        groups = quant.get("config_groups") or {}
+        if len(groups) != 1:
+            raise ValueError(f"{where}.config_groups: {len(groups)} groups are not supported (supported: one)")
+        for name, group in groups.items():
+            for key, scheme in COMPRESSED_GROUP.items():
+                _require(group.get(key) or {}, scheme, f"{where}.config_groups.{name}.{key}")
+    return fields
+
+
+def _require(found: dict[str, Any], wanted: dict[str, Any], where: str) -> None:
+    for key, value in wanted.items():
+        if found.get(key, value if key in USUAL else None) != value:
+            raise ValueError(f"{where}.{key}={found.get(key)!r} is not supported (supported: {value!r})")
 
 
 def _eos(raw: dict[str, Any]) -> dict[str, Any]:

@@ -4,22 +4,32 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from millrace_kernels.fp8 import Operand
 from torch import Tensor
 
 from millrace_serve.model.attn_step import AttnStep
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.experts.routed import MakeExperts
+from millrace_serve.model.lane import Stages, straight
 from millrace_serve.model.layers import RmsNorm
 from millrace_serve.model.mla import Mla
 from millrace_serve.model.moe import DenseMlp, Moe
 from millrace_serve.model.parallel import ParallelDims
+from millrace_serve.model.reduce import TpReduce
 from millrace_serve.model.weights import Weights
 
 
 class DecoderLayer:
     def __init__(
-        self, ckpt: Weights, config: ModelConfig, dims: ParallelDims, make_experts: MakeExperts, layer: int
+        self,
+        ckpt: Weights,
+        config: ModelConfig,
+        dims: ParallelDims,
+        reduce: TpReduce,
+        make_experts: MakeExperts,
+        layer: int,
     ) -> None:
+        self.reduce = reduce
         prefix, hidden, eps = f"model.layers.{layer}", config.hidden_size, config.rms_norm_eps
         self.self_attn = Mla(ckpt, config, dims, f"{prefix}.self_attn")
         self.mlp: Moe | DenseMlp
@@ -28,25 +38,43 @@ class DecoderLayer:
         else:
             self.mlp = DenseMlp(ckpt, config, dims, f"{prefix}.mlp")
 
+        self.mlp_partial = self.mlp.tp_partial
+
         def norm(name: str, *, plain: bool) -> RmsNorm:
             return RmsNorm(ckpt, f"{prefix}.{name}", hidden, eps, plain=plain)
 
         self.input_layernorm = norm("input_layernorm", plain=self.self_attn.reads_plain)
         self.post_attention_layernorm = norm("post_attention_layernorm", plain=self.mlp.reads_plain)
         self.sampled_only = False  # whether the MLP of a step with prompt chunks leaves out rows that are not sampled
+        self.before_sampled = False  # whether the next layer does so, which then reads any rows of the residual
 
-    def __call__(self, x: Tensor, residual: Tensor | None, step: AttnStep, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """x [T, D] and the residual stream still to be added to it, None in the first layer -> the same, a layer later.
+    def __call__(
+        self, h: Operand, residual: Tensor, step: AttnStep, kv: Tensor, next_norm: RmsNorm
+    ) -> tuple[Operand, Tensor]:
+        """h [T, D], normed by `input_layernorm`, and the residual stream [T, D] -> the same, normed by `next_norm`.
 
-        Leaving the addition to the next norm lets both be one pass over memory. With `sampled_only`, rows of prompt
-        chunks that are not sampled are left without the MLP's output.
+        The sum over ranks, the residual's addition and the next norm are one pass over memory, so they come together.
+        With `sampled_only`, rows of prompt chunks that are not sampled are left without the MLP's output.
         """
-        h, residual = self.input_layernorm.operand(x, residual)
+        return straight(self.stages(h, residual, step, kv, next_norm))
+
+    def stages(
+        self, h: Operand, residual: Tensor, step: AttnStep, kv: Tensor, next_norm: RmsNorm
+    ) -> Stages[tuple[Operand, Tensor]]:
+        """As a call; with pauses while rows are on the way to other ranks or back."""
         attended, inputs = self.self_attn(h, step, kv), step.inputs
-        if self.sampled_only and inputs.attn.num_decode < inputs.attn.num_seqs:
+        norm, whole = self.post_attention_layernorm, not self.mlp_partial
+        chunks = inputs.attn.num_decode < inputs.attn.num_seqs
+        if self.sampled_only and chunks:
             rows = inputs.sample_rows
-            h, chosen = self.post_attention_layernorm.operand(attended[rows], residual[rows])
+            h, chosen = self.reduce(norm, attended[rows], residual[rows], whole=True)
             out = self.mlp(h, replace(inputs, num_tokens=None))  # none of these rows is padding
-            return attended.index_copy_(0, rows, out), residual.index_copy_(0, rows, chosen)
-        h, residual = self.post_attention_layernorm.operand(attended, residual)
-        return self.mlp(h, inputs), residual
+            return self.reduce(next_norm, attended.index_copy_(0, rows, out), residual.index_copy_(0, rows, chosen))
+        h, residual = self.reduce(norm, attended, residual, whole=whole)
+        if isinstance(self.mlp, Moe) and not self.mlp.local:
+            out = yield from self.mlp.stages(h, inputs)
+        else:
+            out = self.mlp(h, inputs)
+        if not self.mlp_partial:
+            return next_norm.operand(out, residual)
+        return self.reduce(next_norm, out, residual, whole=self.before_sampled and chunks)

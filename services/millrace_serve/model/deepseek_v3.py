@@ -5,27 +5,33 @@ Letters: T tokens of the step, S sampled rows, D hidden size, L layers of the KV
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from pathlib import Path
 
 import torch
+from millrace_kernels.mla_prefill import Heads
 from millrace_kernels.scratch import Scratch
 from torch import Tensor
 
-from millrace_serve.model.attn_step import AttnStep, FormThresholds, HeadShape
+from millrace_serve.model.attn_step import AttnStep, FormThresholds
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.decoder_layer import DecoderLayer
 from millrace_serve.model.experts.gather import GatherExperts
+from millrace_serve.model.experts.held import ExpertLayer
 from millrace_serve.model.experts.local import LocalExperts
+from millrace_serve.model.experts.moving import Balancer
 from millrace_serve.model.experts.placement import Placement
-from millrace_serve.model.experts.routed import Implementation
+from millrace_serve.model.experts.routed import Implementation, RoutedExperts
 from millrace_serve.model.inputs import ForwardInput
+from millrace_serve.model.lane import Stages, straight
 from millrace_serve.model.layers import RmsNorm, VocabParallel
+from millrace_serve.model.moe import Moe
 from millrace_serve.model.mtp import Mtp
+from millrace_serve.model.overlap import THRESHOLDS, Overlap, alternate
 from millrace_serve.model.parallel import ParallelDims, check_divides
-from millrace_serve.model.weights import Checkpoint, Weights, keeps_fp8
+from millrace_serve.model.reduce import TpReduce
+from millrace_serve.model.weights import Checkpoint, Weights, runs_quantised
 from millrace_serve.model.yarn import rope_tables
 
 log = logging.getLogger(__name__)
@@ -46,16 +52,30 @@ class DeepseekV3:
         self.scratch = Scratch(ckpt.device)
         num_heads = check_divides("num_attention_heads", config.num_attention_heads, "tp", dims.tp)
         self.thresholds = thresholds or FormThresholds.measured(ckpt.device, num_heads)
-        self.heads = HeadShape(num_heads, config.qk_head_dim, config.v_head_dim)
-        placement = Placement.contiguous(config.num_kv_layers, config.n_routed_experts, dims.ep_size)
+        self.heads = Heads(num_heads, config.qk_head_dim, config.v_head_dim)
+        num_layers, num_experts = config.num_kv_layers, config.n_routed_experts
+        placement = Placement.contiguous(num_layers, num_experts, dims.ep_size, dims.spare_experts)
         implementation = experts or (LocalExperts if dims.dp == 1 else GatherExperts)
-        make = functools.partial(implementation, ckpt, config, dims, placement)
+
+        def make(layer: int) -> RoutedExperts:
+            return implementation(ExpertLayer(ckpt, config, dims, placement, layer))
+
+        self.reduce = TpReduce(dims)
         self.embed_tokens = VocabParallel(ckpt, config, dims, "model.embed_tokens.weight")
-        self.layers = [DecoderLayer(ckpt, config, dims, make, layer) for layer in range(config.num_hidden_layers)]
-        self.norm = RmsNorm(ckpt, "model.norm", config.hidden_size, config.rms_norm_eps)
+        self.layers = [
+            DecoderLayer(ckpt, config, dims, self.reduce, make, layer) for layer in range(config.num_hidden_layers)
+        ]
+        self.norm = RmsNorm(ckpt, "model.norm", config.hidden_size, config.rms_norm_eps, quant=False)
         self.lm_head = VocabParallel(ckpt, config, dims, "lm_head.weight")
-        self.mtp = Mtp(ckpt, config, dims, make) if config.num_nextn_predict_layers else None
-        self.layers[-1].sampled_only = self.mtp is None and self.layers[-1].mlp.local
+        self.mtp = Mtp(ckpt, config, dims, self.reduce, make) if config.num_nextn_predict_layers else None
+        moes = {index: layer.mlp for index, layer in enumerate(self._decoder_layers) if isinstance(layer.mlp, Moe)}
+        self.balancer = Balancer(dims, placement, moes) if dims.spare_experts else None
+        can_overlap = dims.tp == 1 and bool(moes) and all(moe.routed.overlaps for moe in moes.values())
+        self.overlap = Overlap(ckpt.device, THRESHOLDS) if can_overlap else None
+        last = self.layers[-1]
+        last.sampled_only = self.mtp is None and last.mlp.local and last.mlp.tp_partial
+        for layer in self.layers[-2:-1]:
+            layer.before_sampled = last.sampled_only
 
     @torch.inference_mode()
     def forward(self, inputs: ForwardInput, kv: Tensor) -> Tensor:
@@ -67,12 +87,19 @@ class DeepseekV3:
             kv: [num_pages, L, page_size, kv_lora_rank + qk_rope_head_dim], L >= num_kv_layers; a page is contiguous.
         """
         with self.scratch.step():
-            step = self._attn_step(inputs, kv[:, 0])
-            x, residual = self.embed_tokens.embed(inputs.token_ids), None
-            for index, layer in enumerate(self.layers):
-                x, residual = layer(x, residual, step, kv[:, index])
-            assert residual is not None
-            return self.norm.add(x, residual)[0]
+            if self.overlap is None or not self.overlap.thresholds.cuts(inputs):
+                return straight(self._stages(inputs, kv))
+            return torch.cat(alternate([self._stages(half, kv) for half in self.overlap.halves(inputs)]))
+
+    def _stages(self, inputs: ForwardInput, kv: Tensor) -> Stages[Tensor]:
+        step = self._attn_step(inputs, kv[:, 0])
+        first, embedded = self.layers[0], self.embed_tokens.embed_partial(inputs.token_ids)
+        h, residual = self.reduce(first.input_layernorm, embedded, None, whole=first.sampled_only)
+        next_norms = *(layer.input_layernorm for layer in self.layers[1:]), self.norm
+        for index, (layer, norm) in enumerate(zip(self.layers, next_norms, strict=True)):
+            h, residual = yield from layer.stages(h, residual, step, kv[:, index], norm)
+        assert h.plain is not None
+        return h.plain
 
     @torch.inference_mode()
     def forward_mtp(self, inputs: ForwardInput, hidden: Tensor, kv: Tensor) -> Tensor:
@@ -82,12 +109,17 @@ class DeepseekV3:
         """
         assert self.mtp is not None, "the checkpoint has no MTP layer"
         layer = kv[:, self.config.num_hidden_layers]
-        return self.mtp(self.embed_tokens.embed(inputs.token_ids), hidden, self._attn_step(inputs, layer), layer)
+        embedded = self.embed_tokens.embed_partial(inputs.token_ids)
+        return self.mtp(embedded, hidden, self._attn_step(inputs, layer), layer)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [S, D], the sampled rows of what a forward returned -> float32 [S, vocab_size] on every rank."""
         return self.lm_head.logits(hidden)
+
+    @property
+    def _decoder_layers(self) -> list[DecoderLayer]:
+        return self.layers if self.mtp is None else [*self.layers, self.mtp.layer]
 
     def _attn_step(self, inputs: ForwardInput, kv: Tensor) -> AttnStep:
         return AttnStep.prepare(inputs, self.rope_tables, self.thresholds, self.heads, kv, self.dtype)
@@ -100,14 +132,17 @@ def load_model(
     dtype: torch.dtype,
     thresholds: FormThresholds | None = None,
     *,
-    keep_fp8: bool | None = None,
+    keep_quantised: bool | None = None,
     mtp: bool = True,
+    experts: Implementation | None = None,
 ) -> DeepseekV3:
     """Reads this rank's part of a checkpoint directory.
 
     Args:
-        keep_fp8: GEMMs run on the FP8 weights themselves; otherwise they are dequantised to `dtype`. None: `keeps_fp8`.
+        keep_quantised: GEMMs run on FP8 or INT8 weights themselves; otherwise they are dequantised to `dtype`. None:
+            where kernels do (`runs_quantised`).
         mtp: whether the MTP layer is loaded, where the checkpoint has one.
+        experts: None: `LocalExperts`, or `GatherExperts` for several replicas.
 
     Raises:
         ConfigError: config.json is unusable.
@@ -116,12 +151,12 @@ def load_model(
     """
     started = time.monotonic()
     config = ModelConfig.load(path)
-    keep = keeps_fp8(config, device, dtype) if keep_fp8 is None else keep_fp8
-    ckpt = Checkpoint(path, config, device, dtype, keep_fp8=keep)
+    keep = runs_quantised(device, dtype) if keep_quantised is None else keep_quantised
+    ckpt = Checkpoint(path, config, device, dtype, keep_quantised=keep)
     if config.num_nextn_predict_layers and not mtp:
         config = config.without_mtp()
         ckpt.skip(f"model.layers.{config.num_hidden_layers}.")
-    model = DeepseekV3(ckpt, config, dims, thresholds)
+    model = DeepseekV3(ckpt, config, dims, thresholds, experts)
     ckpt.finish()
     log.info("model loaded path=%s rank=%d dtype=%s seconds=%.1f", path, dims.rank, dtype, time.monotonic() - started)
     return model

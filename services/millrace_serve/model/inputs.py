@@ -13,17 +13,31 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from millrace_serve.model.lane import MAIN, Lane
+from millrace_serve.model.parallel import ParallelDims
+from millrace_serve.model.split import Split
+
+
+@dataclass(frozen=True, slots=True)
+class SharedRows:
+    """A prompt chunk that all replicas compute together. The rows that this one computes are the last of the step."""
+
+    split: Split
+    dims: ParallelDims
+    next_tokens: Tensor  # int64, those behind this replica's rows, for the MTP layer
+    kv_slots: Tensor  # int64 [tokens of the chunk] on the owner, empty elsewhere
+    page_table: Tensor  # int32 [1, P] on the owner, [0, P] elsewhere
+
 
 @dataclass(frozen=True, slots=True)
 class AttnPlan:
     """The keys of each query of a step: built once per step, read by every layer, overwritten by graph replay.
 
-    `cu_q` and `seq_lens` come twice, on the device for kernels and on the host for control flow, so that no layer waits
-    for a device read.
+    `seq_lens` come twice, on the device for kernels and on the host for control flow, so that no layer waits for a
+    device read.
     """
 
     num_decode: int  # leading sequences that decode
-    cu_q: Tensor  # int32 [B+1], prefix sums of query tokens per sequence
     seq_lens: Tensor  # int32 [B], keys of each sequence, this step's tokens included
     page_table: Tensor  # int32 [B, P], physical page ids; entries past a sequence's last page are 0 (the sink)
     q_lens_host: tuple[int, ...]  # [B] query tokens per sequence
@@ -44,7 +58,9 @@ class ForwardInput:
     attn: AttnPlan
     sample_rows: Tensor  # int64 [S], rows of T whose logits are wanted
     dp_num_tokens: tuple[int, ...] = ()  # T of every data-parallel replica in rank order; empty when dp == 1
+    shared: SharedRows | None = None
     num_tokens: Tensor | None = None  # int32 [1], for a graph is captured once for many steps; None: T, no padding
+    lane: Lane = MAIN  # of rows to other ranks
 
     @property
     def device(self) -> torch.device:

@@ -2,42 +2,33 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
+from millrace_kernels.embed_part import embed_part
 from millrace_kernels.fp8 import Fp8, Operand
 from millrace_kernels.linear import linear
-from millrace_kernels.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm, rms_norm_quant
-from millrace_kernels.silu_mul import silu_mul, silu_mul_quant
+from millrace_kernels.rms_norm import rms_norm
+from millrace_kernels.silu_mul import silu_mul
 from torch import Tensor
 
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.parallel import ParallelDims, check_divides
-from millrace_serve.model.weights import Part, Weights, stack_rows
+from millrace_serve.model.quantised import stack_rows
+from millrace_serve.model.weights import Part, Weights
 
 
 class RmsNorm:
-    """`plain`: whether the consumer of `operand` reads the plain rows beside their FP8 form."""
+    """What the consumer of `operand` reads: the plain rows, with `quant` and an FP8 model also or only the FP8 form."""
 
-    def __init__(self, ckpt: Weights, name: str, dim: int, eps: float, *, plain: bool = True) -> None:
+    def __init__(
+        self, ckpt: Weights, name: str, dim: int, eps: float, *, plain: bool = True, quant: bool = True
+    ) -> None:
         self.weight = ckpt.tensor(f"{name}.weight", (dim,))
-        self.eps, self.quant, self.plain = eps, ckpt.fp8, plain
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
-
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual)"""
-        return add_rms_norm(x, residual, self.weight, self.eps)
+        self.eps, self.quant, self.plain = eps, quant and ckpt.fp8, plain
 
     def operand(self, x: Tensor, residual: Tensor | None) -> tuple[Operand, Tensor]:
-        """As `add`, in the forms that products read; without a residual (norm(x), x)."""
-        if residual is None:
-            if self.quant:
-                return rms_norm_quant(x, self.weight, self.eps, plain=self.plain), x
-            return Operand(self(x), None), x
-        if self.quant:
-            return add_rms_norm_quant(x, residual, self.weight, self.eps, plain=self.plain)
-        normed, residual = self.add(x, residual)
-        return Operand(normed, None), residual
+        """(norm(x + residual), x + residual); without a residual (norm(x), x)."""
+        return rms_norm(x, residual, self.weight, self.eps, quant=self.quant, plain=self.plain)
 
 
 class Mlp:
@@ -52,8 +43,7 @@ class Mlp:
         self.down_proj = ckpt.matrix(f"{prefix}.down_proj.weight", (hidden, intermediate), Part(cols=shard))  # [D, I]
 
     def partial(self, h: Operand) -> Tensor:
-        activate = silu_mul_quant if isinstance(self.down_proj, Fp8) else silu_mul
-        return linear(activate(linear(h, self.gate_up_proj)), self.down_proj)
+        return linear(silu_mul(linear(h, self.gate_up_proj), quant=isinstance(self.down_proj, Fp8)), self.down_proj)
 
 
 class VocabParallel:
@@ -67,20 +57,19 @@ class VocabParallel:
         stop = min(self.first + self.per_rank, config.vocab_size)
         self.weight = ckpt.tensor(name, (config.vocab_size, config.hidden_size), Part(rows=(self.first, stop)))
 
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """token_ids int64 [T] -> [T, D], complete on every rank of the replica."""
+    def embed_partial(self, token_ids: Tensor) -> Tensor:
+        """token_ids int64 [T] -> [T, D], this rank's part of a sum."""
         if self.dims.tp == 1:
             return F.embedding(token_ids, self.weight)
-        local = token_ids - self.first
-        held = (local >= 0) & (local < self.weight.shape[0])
-        rows = F.embedding(local.where(held, 0), self.weight)
-        return self.dims.tp_all_reduce(rows.masked_fill(~held.unsqueeze(1), 0.0))
+        return embed_part(token_ids, self.weight, self.first)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [S, D] -> float32 [S, vocab_size], complete on every rank of the replica."""
         part = linear(hidden, self.weight)
         if self.dims.tp == 1:
             return part.float()
-        part = F.pad(part, (0, self.per_rank - part.shape[1]))  # ranks gather equal widths
-        whole = self.dims.tp_all_gather(part)  # [tp, S, per_rank]
-        return whole.transpose(0, 1).flatten(1)[:, : self.vocab_size].float()
+        if part.shape[1] < self.per_rank:  # ranks gather equal widths
+            part = F.pad(part, (0, self.per_rank - part.shape[1]))
+        whole = self.dims.tp_all_gather(part).transpose(0, 1)  # [S, tp, per_rank]
+        whole = whole.to(torch.float32, memory_format=torch.contiguous_format).flatten(1)
+        return whole[:, : self.vocab_size].contiguous()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import torch
 from millrace_kernels.fp8 import BLOCK, Fp8, Operand
+from millrace_kernels.int8 import Matrix
 from millrace_kernels.kv_gather import kv_gather
 from millrace_kernels.linear import linear
 from millrace_kernels.merge_state import merge_state
@@ -27,7 +28,9 @@ from millrace_serve.model.attn_step import AbsorbedGroup, AttnStep
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.layers import RmsNorm
 from millrace_serve.model.parallel import ParallelDims
-from millrace_serve.model.weights import Part, Weights, stack_rows
+from millrace_serve.model.quantised import stack_rows
+from millrace_serve.model.shared_step import KeyPart, SharedStep
+from millrace_serve.model.weights import Part, Weights
 from millrace_serve.model.yarn import softmax_scale
 
 
@@ -69,7 +72,9 @@ class Mla:
         )
 
     def __call__(self, h: Operand, step: AttnStep, kv: Tensor) -> Tensor:
-        """h [T, D], kv [num_pages, page_size, C+R] of this layer -> [T, D]. Padding rows attend to nothing."""
+        """h [T, D], kv [num_pages, page_size, C+R] of this layer -> [T, D], this rank's part of a sum over TP. Padding
+        rows attend to nothing.
+        """
         q_norm = None if self.q_a_layernorm is None else self.q_a_layernorm.weight
         q_low, c_kv, k_pe = mla_qkv_norm(
             linear(h, self.q_kv_a_proj),
@@ -86,18 +91,25 @@ class Mla:
         assert q is not None
         q = q.unflatten(-1, (self.num_heads, self.config.qk_head_dim))
 
-        if isinstance(self.o_proj, Fp8) and [group.rows for group in step.absorbed] == [slice(0, q.shape[0])]:
+        shared = step.shared
+        if (
+            shared is None
+            and isinstance(self.o_proj, Fp8)
+            and [group.rows for group in step.absorbed] == [slice(0, q.shape[0])]
+        ):
             latent = self._attend_absorbed(q, step, step.absorbed[0], kv)
-            return self.dims.tp_all_reduce(linear(project_v_quant(latent, self.w_uv, self.w_uv_fp8), self.o_proj))
+            return linear(project_v_quant(latent, self.w_uv, self.w_uv_fp8), self.o_proj)
         parts = [project_v(self._attend_absorbed(q[group.rows], step, group, kv), self.w_uv) for group in step.absorbed]
         rows = step.expanded_rows
         if rows.stop > rows.start:
             parts.append(self._expanded(q[rows], c_kv[rows], k_pe[rows], step, kv))
+        if shared is not None:
+            parts.append(self._shared(q[shared.rows], torch.cat((c_kv, k_pe), -1)[shared.rows], step, shared, kv))
         missing = q.shape[0] - sum(part.shape[0] for part in parts)
         if missing or not parts:
             parts.append(q.new_zeros(missing, self.num_heads * self.config.v_head_dim))
         heads = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return self.dims.tp_all_reduce(linear(heads, self.o_proj))
+        return linear(heads, self.o_proj)
 
     def _expanded(self, q: Tensor, c_kv: Tensor, k_pe: Tensor, step: AttnStep, kv: Tensor) -> Tensor:
         """q [T, H, N+R] of prompt chunks, not rotated yet -> [T, H*V]"""
@@ -112,6 +124,25 @@ class Mla:
             seen = mla_prefill(q, k, v, q_lens, part.lens, self.scale, causal=False, plan=part.plan)
             out, lse = merge_state(out, lse, *seen)
         return out.flatten(1)
+
+    def _shared(self, q: Tensor, own: Tensor, step: AttnStep, shared: SharedStep, kv: Tensor) -> Tensor:
+        """Rows of a shared chunk, q [P, H, N+R] not rotated yet, own [P, C+R] -> [P, H*V]. Collective over dp."""
+        rows, lens, widths = shared.rows, shared.lens, (self.config.kv_lora_rank, self.config.qk_rope_head_dim)
+        chunk = shared.exchange(own, kv, widths[0])
+
+        def attend(q: Tensor, state: tuple[Tensor, Tensor], parts: tuple[KeyPart, ...]) -> tuple[Tensor, Tensor]:
+            for part in parts:
+                k, v = self._up_project(*shared.keys(part, chunk, kv).split(widths, dim=-1))
+                seen = mla_prefill(q, k, v, q.shape[:1], k.shape[:1], self.scale, causal=False, plan=part.plan)
+                state = merge_state(*state, *seen)
+            return state
+
+        q = rope_q(q, step.cos[rows], step.sin[rows])
+        k, v = self._up_project(*own.split(widths, dim=-1))
+        state = mla_prefill(q, k, v, lens, lens, self.scale, causal=True, plan=shared.own_plan)
+        out, lse = attend(q, state, shared.for_both)
+        high, _ = attend(q[lens[0] :], (out[lens[0] :], lse[lens[0] :]), shared.for_high)
+        return torch.cat((out[: lens[0]], high)).flatten(1)
 
     def _up_project(self, c_kv: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
         """c_kv [T, C], k_pe [T, R] -> k [T, H, N+R], v [T, H, V]"""
@@ -134,7 +165,7 @@ class Mla:
         return latent.flatten(0, 1)
 
 
-def _heads_fp8(kv_b_proj: Tensor | Fp8, config: ModelConfig) -> tuple[Fp8 | None, Fp8 | None]:
+def _heads_fp8(kv_b_proj: Matrix, config: ModelConfig) -> tuple[Fp8 | None, Fp8 | None]:
     """Views of w_uk and w_uv where they are FP8 and each head of each is one row of blocks, as in V3."""
     if not isinstance(kv_b_proj, Fp8) or (config.qk_nope_head_dim, config.v_head_dim) != (BLOCK, BLOCK):
         return None, None

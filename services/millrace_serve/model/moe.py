@@ -5,6 +5,8 @@ Letters: T tokens, D hidden size, K experts per token.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from millrace_kernels.fp8 import Fp8, Operand
 from millrace_kernels.moe_gate import GateRule, gate_logits, moe_gate
@@ -13,8 +15,9 @@ from torch import Tensor
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.experts.routed import MakeExperts
 from millrace_serve.model.inputs import ForwardInput
+from millrace_serve.model.lane import Stages, straight
 from millrace_serve.model.layers import Mlp
-from millrace_serve.model.parallel import ParallelDims
+from millrace_serve.model.parallel import ParallelDims, check_divides
 from millrace_serve.model.weights import Weights
 
 
@@ -34,10 +37,11 @@ class Gate:
         dtype = torch.bfloat16 if ckpt.fp8 else torch.float32
         self.weight = ckpt.tensor(f"{prefix}.weight", (experts, config.hidden_size), dtype=dtype)
         self.bias = ckpt.tensor(f"{prefix}.e_score_correction_bias", (experts,), dtype=torch.float32)
+        self.loads: Tensor | None = None  # int32 [E], choices of real rows are added to it
 
     def __call__(self, x: Tensor, num_tokens: Tensor | None) -> tuple[Tensor, Tensor]:
         """x [T, D] -> weights float32 [T, K], experts int32 [T, K]; rows from num_tokens (int32 [1]) on choose -1."""
-        return moe_gate(gate_logits(x, self.weight), self.bias, self.rule, num_tokens)
+        return moe_gate(gate_logits(x, self.weight), self.bias, self.rule, num_tokens, self.loads)
 
 
 class Moe:
@@ -50,32 +54,41 @@ class Moe:
         self.dims = dims
         self.gate = Gate(ckpt, config, f"{prefix}.gate")
         self.routed = make_experts(layer)
-        self.local = self.routed.local
+        self.local, self.tp_partial = self.routed.local, self.routed.tp_partial
         self.shared_experts = None
         if config.n_shared_experts and not self.routed.fuses_shared:
             size = config.n_shared_experts * config.moe_intermediate_size
             self.shared_experts = Mlp(ckpt, dims, f"{prefix}.shared_experts", config.hidden_size, size)
 
     def __call__(self, h: Operand, inputs: ForwardInput) -> Tensor:
-        """h [T, D] -> [T, D]"""
+        """h [T, D] -> [T, D], with `tp_partial` this rank's part of a sum over TP."""
+        return straight(self.stages(h, inputs))
+
+    def stages(self, h: Operand, inputs: ForwardInput) -> Stages[Tensor]:
+        """As a call; with pauses while rows travel, unless `local`."""
         assert h.plain is not None
-        finish = self.routed.begin(h, *self.gate(h.plain, inputs.num_tokens), inputs)
+        rest = self.routed.begin(h, *self.gate(h.plain, inputs.num_tokens), inputs)
         shared = None if self.shared_experts is None else self.shared_experts.partial(h)
-        out = finish()
-        if shared is not None:
-            out = out + (shared if self.routed.tp_partial else self.dims.tp_all_reduce(shared))
-        return self.dims.tp_all_reduce(out) if self.routed.tp_partial else out
+        if not self.local:
+            yield
+        out = yield from rest
+        if shared is None:
+            return out
+        return out + (shared if self.tp_partial else self.dims.tp_all_reduce(shared))
 
 
 class DenseMlp:
-    """The MLP of the first layers, in the place of Moe."""
+    """The MLP of the first layers, in the place of Moe. With `dense_tp` = 1 every rank has the whole sum by itself."""
 
     local = True
 
     def __init__(self, ckpt: Weights, config: ModelConfig, dims: ParallelDims, prefix: str) -> None:
-        self.dims = dims
-        self.mlp = Mlp(ckpt, dims, prefix, config.hidden_size, config.intermediate_size)
+        size = dims.dense_tp or dims.tp
+        self.tp_partial, self.copies = size > 1 or dims.tp == 1, check_divides("tp", dims.tp, "dense_tp", size)
+        part = replace(dims, rank=dims.tp_rank % size, tp=size)
+        self.mlp = Mlp(ckpt, part, prefix, config.hidden_size, config.intermediate_size)
         self.reads_plain = not isinstance(self.mlp.gate_up_proj, Fp8)
 
     def __call__(self, h: Operand, inputs: ForwardInput) -> Tensor:
-        return self.dims.tp_all_reduce(self.mlp.partial(h))
+        out = self.mlp.partial(h)
+        return out / self.copies if self.tp_partial and self.copies > 1 else out  # a sum over tp counts all copies

@@ -17,23 +17,34 @@ from millrace_serve.model.decoder_layer import DecoderLayer
 from millrace_serve.model.experts.routed import MakeExperts
 from millrace_serve.model.layers import RmsNorm
 from millrace_serve.model.parallel import ParallelDims
+from millrace_serve.model.reduce import TpReduce
 from millrace_serve.model.weights import Weights
 
 
 class Mtp:
-    def __init__(self, ckpt: Weights, config: ModelConfig, dims: ParallelDims, make_experts: MakeExperts) -> None:
+    def __init__(
+        self, ckpt: Weights, config: ModelConfig, dims: ParallelDims, reduce: TpReduce, make_experts: MakeExperts
+    ) -> None:
         layer, hidden, eps = config.num_hidden_layers, config.hidden_size, config.rms_norm_eps
         prefix = f"model.layers.{layer}"
-        self.enorm = RmsNorm(ckpt, f"{prefix}.enorm", hidden, eps)
-        self.hnorm = RmsNorm(ckpt, f"{prefix}.hnorm", hidden, eps)
+        self.reduce = reduce
+        self.enorm = RmsNorm(ckpt, f"{prefix}.enorm", hidden, eps, quant=False)
+        self.hnorm = RmsNorm(ckpt, f"{prefix}.hnorm", hidden, eps, quant=False)
         self.eh_proj = ckpt.matrix(f"{prefix}.eh_proj.weight", (hidden, 2 * hidden))
-        self.layer = DecoderLayer(ckpt, config, dims, make_experts, layer)
-        self.norm = RmsNorm(ckpt, f"{prefix}.shared_head.norm", hidden, eps)
+        self.layer = DecoderLayer(ckpt, config, dims, reduce, make_experts, layer)
+        self.norm = RmsNorm(ckpt, f"{prefix}.shared_head.norm", hidden, eps, quant=False)
         for copy in ("embed_tokens", "shared_head.head"):  # published beside the layer; equal to the main ones
             ckpt.claim(f"{prefix}.{copy}.weight", (config.vocab_size, hidden), optional=True)
 
     def __call__(self, embedded: Tensor, hidden: Tensor, step: AttnStep, kv: Tensor) -> Tensor:
-        """embedded [T, D] of tokens t_{i+1}, hidden [T, D] of the main model (or of the last draft) at i -> [T, D]."""
-        x = linear(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1), self.eh_proj)
-        out, _ = self.norm.add(*self.layer(x, None, step, kv))
-        return out
+        """embedded [T, D] of tokens t_{i+1}, this rank's part of a sum -> [T, D].
+
+        hidden: [T, D] of the main model, or of the last draft, at i.
+        """
+        first, second = self.reduce(self.enorm, embedded, None)[0].plain, self.hnorm.operand(hidden, None)[0].plain
+        assert first is not None and second is not None
+        x = linear(torch.cat((first, second), dim=-1), self.eh_proj)
+        h, residual = self.layer.input_layernorm.operand(x, None)
+        out, _ = self.layer(h, residual, step, kv, self.norm)
+        assert out.plain is not None
+        return out.plain

@@ -1,6 +1,7 @@
 """The place of a rank, and its groups. R ranks = dp replicas x tp ranks; rank = dp_rank * tp + tp_rank.
 
-attention heads, dense MLPs, shared expert, embedding, LM head   sharded over tp
+attention heads, shared expert, embedding, LM head               sharded over tp
+dense MLPs                                                       sharded over tp, or over dense_tp of its ranks
 routed experts                                                   whole ones spread over all R ranks; or, expert_tp,
                                                                  each sharded over tp (dp == 1 only)
 requests                                                         belong to one replica
@@ -10,10 +11,13 @@ from __future__ import annotations
 
 import datetime
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # of the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +26,8 @@ class ParallelDims:
     tp: int = 1
     dp: int = 1
     expert_tp: bool = False
+    dense_tp: int = 0  # ranks that share a dense MLP, of which there are tp / dense_tp copies; 0: all tp
+    spare_experts: int = 0  # slots of a rank and layer for replicas of experts; 0: experts never move
     world_group: dist.ProcessGroup | None = None  # all R ranks; None when R == 1
     tp_group: dist.ProcessGroup | None = None  # ranks of this replica; None when tp == 1
     dp_group: dist.ProcessGroup | None = None  # same tp_rank of every replica; None when dp == 1
@@ -61,6 +67,12 @@ class ParallelDims:
         """[n, ...] of every replica -> [dp, n, ...]."""
         return _all_gather(x, self.dp, self.dp_group)
 
+    def dp_broadcast(self, x: Tensor, replica: int) -> Tensor:
+        """`x` of a replica, in place on the others."""
+        if self.dp_group is not None:
+            dist.broadcast(x, replica * self.tp + self.tp_rank, group=self.dp_group)
+        return x
+
     def dp_reduce_scatter(self, x: Tensor) -> Tensor:
         """[dp, n, ...] of every replica -> the sum over replicas of row dp_rank, [n, ...]."""
         if self.dp_group is None:
@@ -68,6 +80,25 @@ class ParallelDims:
         out = torch.empty_like(x[0])
         dist.reduce_scatter_tensor(out, x.flatten(0, 1).contiguous(), group=self.dp_group)
         return out
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        """The bytes of every rank, in rank order; for the start, not for steps."""
+        everybody = [data] * self.world
+        if self.world == 1:
+            return everybody
+        dist.all_gather_object(everybody, data, group=self.world_group)
+        return everybody
+
+
+def hosts(dims: ParallelDims) -> list[str]:
+    """Of every rank, in rank order. Collective."""
+    return [host.decode() for host in dims.exchange(BOOT_ID.read_bytes())]
+
+
+def reaches_peers(device: torch.device) -> bool:
+    """Whether a CUDA device can read and write the memory of all others that this process sees."""
+    others = set(range(torch.cuda.device_count())) - {device.index}
+    return all(torch.cuda.can_device_access_peer(device, other) for other in others)
 
 
 def _all_gather(x: Tensor, size: int, group: dist.ProcessGroup | None) -> Tensor:

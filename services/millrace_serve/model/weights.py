@@ -2,39 +2,45 @@
 
 1. `Checkpoint(dir, config, device, dtype)` reads the headers: name -> file, from `*.safetensors` or the shards' index.
 2. The modules of the model take their tensors by public name with the shape that the config implies: `tensor` for
-   tensors in the compute dtype, `matrix` and `stack` for the weights of a GEMM, which stay in FP8 where the checkpoint
-   and the device have it.
+   tensors in the compute dtype, `matrix` and `stack` for the weights of a GEMM, which stay quantised where the
+   checkpoint and the device have it.
 3. `finish()` refuses a checkpoint that holds weights which the config does not describe.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
-from millrace_kernels.fp8 import BLOCK, Fp8, dequant_blocks
-from safetensors import SafetensorError, safe_open
+from millrace_kernels.fp8 import BLOCK
+from millrace_kernels.int8 import Matrix
 from torch import Tensor
 
+from millrace_serve.model.checkpoint.tensor_file import DTYPES, Reader, Stored, TensorFile
 from millrace_serve.model.config import ModelConfig
+from millrace_serve.model.quantised import FORMS, Quantised, each, form_of, plain, stack_rows, tensors
 
 INDEX_FILE = "model.safetensors.index.json"
-SCALE_SUFFIX = "_scale_inv"
 FLOATS = ("BF16", "F16", "F32")
+QUANTISED = tuple({form.dtype: form for form in FORMS.values()})
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 
 Shape = tuple[int, ...]
 Slice = tuple[int, int]  # half-open
 
 
-def keeps_fp8(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether products run on the FP8 weights of a checkpoint themselves: on GPUs, whose kernels give BF16. For other
-    activations, and on CPUs, weights are dequantised.
+def runs_quantised(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether products run on the FP8 or INT8 weights of a checkpoint themselves: on GPUs, whose kernels give BF16. For
+    other activations, and on CPUs, weights are dequantised.
     """
-    return config.fp8_blocks and device.type == "cuda" and dtype == torch.bfloat16
+    return device.type == "cuda" and dtype == torch.bfloat16
+
+
+def keeps_fp8(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> bool:
+    return config.fp8_blocks and runs_quantised(device, dtype)
 
 
 class CheckpointError(ValueError):
@@ -67,11 +73,11 @@ class Weights(Protocol):
         """A tensor on the device, in `dtype` (None: the compute dtype)."""
         ...
 
-    def matrix(self, name: str, shape: Shape, part: Part = WHOLE) -> Tensor | Fp8:
-        """The weight [N, K] of a GEMM, which may stay in FP8."""
+    def matrix(self, name: str, shape: Shape, part: Part = WHOLE) -> Matrix:
+        """The weight [N, K] of a GEMM, which may stay quantised."""
         ...
 
-    def stack(self, names: Sequence[Sequence[str]], shape: Shape, part: Part = WHOLE) -> Tensor | Fp8:
+    def stack(self, names: Sequence[Sequence[str]], shape: Shape, part: Part = WHOLE) -> Matrix:
         """[len(names), sum of the rows, K]: the matrices of each entry on top of each other, all of one `shape`."""
         ...
 
@@ -90,51 +96,83 @@ class Checkpoint:
         device: torch.device,
         dtype: torch.dtype,
         *,
-        keep_fp8: bool = False,
+        keep_quantised: bool = False,
     ) -> None:
         self.directory = Path(directory)
         self.config = config
         self.device = device
         self.dtype = dtype
-        self.fp8 = keep_fp8 and config.fp8_blocks
-        self._files: dict[Path, Any] = {}
+        self._form, self._keep = form_of(config), keep_quantised
+        self.fp8, self.int8 = keep_quantised and config.fp8_blocks, config.int8 if keep_quantised else ""
+        self._files: dict[Path, TensorFile] = {}
+        self._reader = Reader()
         files = checkpoint_files(self.directory).items()
-        self._file_of = {name: file for file, names in files for name in names or self._open(file).keys()}
+        self._file_of = {name: file for file, names in files for name in names or self._open(file).tensors}
         self._unclaimed = set(self._file_of)
 
     def tensor(self, name: str, shape: Shape, part: Part = WHOLE, *, dtype: torch.dtype | None = None) -> Tensor:
-        """FP8 weights are dequantised; a part of them may begin inside of a block."""
+        """Quantised weights are dequantised; a part of them may begin inside of a block."""
         stored, dtype = self._stored(name, shape), dtype or self.dtype
-        taken = _take(stored, *part)
-        if stored.get_dtype() == "F8_E4M3":
+        if stored.dtype in QUANTISED:
             rows, cols = part.of(shape)
-            taken = dequant_blocks(taken, self._scales(name, shape, part), dtype, rows[0] % BLOCK, cols[0] % BLOCK)
-        return taken.to(device=self.device, dtype=dtype, copy=True)  # never a view of the mapped file
+            return plain(self._quantised(name, stored, shape, part), dtype, rows[0] % BLOCK, cols[0] % BLOCK)
+        return self._read(stored, part).to(dtype)
 
-    def matrix(self, name: str, shape: Shape, part: Part = WHOLE) -> Tensor | Fp8:
-        """FP8 stays FP8 when the rank's part begins at a block and K is whole blocks."""
-        rows, cols = part.of(shape)
-        aligned = not (rows[0] % BLOCK or cols[0] % BLOCK or (cols[1] - cols[0]) % BLOCK)
+    def matrix(self, name: str, shape: Shape, part: Part = WHOLE) -> Matrix:
+        """With scales by block it stays quantised when the rank's part begins at a block and K is whole blocks."""
         stored = self._stored(name, shape)
-        if not (self.fp8 and aligned and stored.get_dtype() == "F8_E4M3"):
+        if not self._stays(stored, shape, part):
             return self.tensor(name, shape, part)
-        return Fp8(*(x.to(self.device, copy=True) for x in (_take(stored, *part), self._scales(name, shape, part))))
+        return self._quantised(name, stored, shape, part)
 
-    def stack(self, names: Sequence[Sequence[str]], shape: Shape, part: Part = WHOLE) -> Tensor | Fp8:
-        out: Tensor | Fp8 | None = None
+    def stack(self, names: Sequence[Sequence[str]], shape: Shape, part: Part = WHOLE) -> Matrix:
+        if (at_once := self._stack_at_once(names, shape, part)) is not None:
+            return at_once
+        out: Matrix | None = None
         for index, entry in enumerate(names):
             one = stack_rows([self.matrix(name, shape, part) for name in entry], self.dtype)
             if out is None:
-                out = _map(lambda x: x.new_empty(len(names), *x.shape), one)
-            for target, source in zip(_tensors(out), _tensors(one), strict=True):
+                out = each(lambda x: x.new_empty(len(names), *x.shape), one)
+            for target, source in zip(tensors(out), tensors(one), strict=True):
                 target[index].copy_(source)
         assert out is not None, "nothing to stack"
         return out
 
+    def _stack_at_once(self, names: Sequence[Sequence[str]], shape: Shape, part: Part) -> Matrix | None:
+        """The stack, read straight into its place; None where something has to be done to the matrices."""
+        stored = [[self._stored(name, shape) for name in entry] for entry in names]
+        (rows, cols), dtypes = part.of(shape), {one.dtype for entry in stored for one in entry}
+        num_rows, whole = rows[1] - rows[0], cols == (0, shape[1])
+        if len(dtypes) > 1 or not whole:
+            return None
+        form, dtype = self._form, DTYPES[stored[0][0].dtype]
+        inside = form is not None and form.by_block and len(names[0]) > 1 and num_rows % BLOCK  # of a block
+        kept = self._stays(stored[0][0], shape, part) and not inside
+        if not kept and dtype != self.dtype:
+            return None
+        out = torch.empty(len(names), len(names[0]) * num_rows, shape[1], dtype=dtype, device=self.device)
+        for target, entry in zip(out, stored, strict=True):
+            for index, one in enumerate(entry):
+                self._reader.start(one, rows[0], target[index * num_rows : (index + 1) * num_rows])
+        self._wait()
+        if not kept or form is None:
+            return out
+        return form.make(out, torch.stack([torch.cat([self._scales(name, shape, part) for name in e]) for e in names]))
+
+    def _stays(self, stored: Stored, shape: Shape, part: Part) -> bool:
+        (rows, cols), form = part.of(shape), self._form
+        aligned = not (rows[0] % BLOCK or cols[0] % BLOCK or (cols[1] - cols[0]) % BLOCK)
+        return self._keep and form is not None and stored.dtype == form.dtype and (aligned or not form.by_block)
+
+    def _quantised(self, name: str, stored: Stored, shape: Shape, part: Part) -> Quantised:
+        assert self._form is not None, name
+        return self._form.make(self._read(stored, part), self._scales(name, shape, part))
+
     def claim(self, name: str, shape: Shape, *, optional: bool = False) -> None:
         if name in self._file_of or not optional:
-            self._header(name, shape, (*FLOATS, "F8_E4M3"))
-            self._unclaimed.discard(name + SCALE_SUFFIX)
+            self._header(name, shape, (*FLOATS, *QUANTISED))
+            if self._form is not None:
+                self._unclaimed.discard(name + self._form.suffix)
 
     def skip(self, prefix: str) -> None:
         """Tensors that the config describes and this process does not need."""
@@ -148,40 +186,55 @@ class Checkpoint:
             raise CheckpointError(f"{self.directory}: tensors that config.json does not describe: {shown}")
         self._files.clear()
 
-    def _open(self, file: Path) -> Any:
+    def _open(self, file: Path) -> TensorFile:
         if file not in self._files:
             try:
-                self._files[file] = safe_open(file, framework="pt", device="cpu")
-            except (OSError, SafetensorError) as error:
+                self._files[file] = TensorFile(file)
+            except (OSError, ValueError) as error:
                 raise CheckpointError(f"{file}: cannot be read: {error}") from None
         return self._files[file]
 
-    def _header(self, name: str, shape: Shape, dtypes: tuple[str, ...]) -> Any:
+    def _header(self, name: str, shape: Shape, dtypes: tuple[str, ...]) -> Stored:
         if name not in self._file_of:
             raise CheckpointError(f"{self.directory}: tensor {name} is missing (expected shape {list(shape)})")
         file = self._file_of[name]
-        try:
-            stored = self._open(file).get_slice(name)
-        except SafetensorError:
-            raise CheckpointError(f"{file}: tensor {name} is missing (expected shape {list(shape)})") from None
-        if tuple(stored.get_shape()) != shape:
-            raise CheckpointError(f"{file}: tensor {name} has shape {stored.get_shape()}, expected {list(shape)}")
-        if stored.get_dtype() not in dtypes:
-            raise CheckpointError(
-                f"{file}: tensor {name} has dtype {stored.get_dtype()}, expected one of {', '.join(dtypes)}"
-            )
+        stored = self._open(file).tensors.get(name)
+        if stored is None:
+            raise CheckpointError(f"{file}: tensor {name} is missing (expected shape {list(shape)})")
+        if stored.shape != shape:
+            raise CheckpointError(f"{file}: tensor {name} has shape {list(stored.shape)}, expected {list(shape)}")
+        if stored.dtype not in dtypes:
+            wanted = f"tensor {name} has dtype {stored.dtype}, expected one of {', '.join(dtypes)}"
+            hint = "; config.json has no quantization_config" if stored.dtype in QUANTISED and not self._form else ""
+            raise CheckpointError(f"{file}: {wanted}{hint}")
         self._unclaimed.discard(name)
         return stored
 
-    def _stored(self, name: str, shape: Shape) -> Any:
-        quantised = self.config.fp8_blocks and len(shape) == 2
-        return self._header(name, shape, (*FLOATS, "F8_E4M3") if quantised else FLOATS)
+    def _stored(self, name: str, shape: Shape) -> Stored:
+        quantised = (self._form.dtype,) if self._form is not None and len(shape) == 2 else ()
+        return self._header(name, shape, (*FLOATS, *quantised))
 
     def _scales(self, name: str, shape: Shape, part: Part) -> Tensor:
-        """float32, of the blocks that the part touches."""
+        """float32, of the blocks that the part touches, or of its rows."""
+        assert self._form is not None, name
+        name += self._form.suffix
+        if not self._form.by_block:
+            stored = self._header(name, (shape[0], 1), ("F32", "BF16"))
+            return self._read(stored, Part(rows=part.rows)).flatten().float()
         scale_shape = tuple(-(-size // BLOCK) for size in shape)
         blocks = ((start // BLOCK, -(-stop // BLOCK)) for start, stop in part.of(shape))
-        return _take(self._header(name + SCALE_SUFFIX, scale_shape, ("F32",)), *blocks)
+        return self._read(self._header(name, scale_shape, ("F32",)), Part(*blocks))
+
+    def _read(self, stored: Stored, part: Part) -> Tensor:
+        rows = self._reader.tensor(stored, part.rows, self.device)
+        self._wait()
+        return rows if part.cols is None else rows[:, slice(*part.cols)].contiguous()
+
+    def _wait(self) -> None:
+        try:
+            self._reader.wait()
+        except OSError as error:
+            raise CheckpointError(f"{self.directory}: a file cannot be read: {error}") from error
 
 
 def checkpoint_files(directory: Path) -> dict[Path, list[str]]:
@@ -203,27 +256,3 @@ def checkpoint_files(directory: Path) -> dict[Path, list[str]]:
     for name, file in weight_map.items():
         found[directory / file].append(name)
     return found
-
-
-def stack_rows(parts: Sequence[Tensor | Fp8], dtype: torch.dtype) -> Tensor | Fp8:
-    """Matrices [N_i, K] on top of each other. FP8 if all are and only the last ends inside of a block; else `dtype`."""
-    if len(parts) == 1:
-        return parts[0]
-    quantised = [part for part in parts if isinstance(part, Fp8)]
-    if len(quantised) == len(parts) and not any(part.data.shape[0] % BLOCK for part in quantised[:-1]):
-        return Fp8(torch.cat([part.data for part in quantised]), torch.cat([part.scales for part in quantised]))
-    return torch.cat([dequant_blocks(*part, dtype, 0, 0) if isinstance(part, Fp8) else part for part in parts])
-
-
-def _tensors(matrix: Tensor | Fp8) -> Sequence[Tensor]:
-    return matrix if isinstance(matrix, Fp8) else (matrix,)
-
-
-def _map(function: Callable[[Tensor], Tensor], matrix: Tensor | Fp8) -> Tensor | Fp8:
-    return Fp8(*map(function, matrix)) if isinstance(matrix, Fp8) else function(matrix)
-
-
-def _take(stored: Any, rows: Slice | None, cols: Slice | None) -> Tensor:
-    if cols is not None:
-        return stored[slice(*(rows or (None, None))), slice(*cols)]
-    return stored[slice(*(rows or (None, None)))]

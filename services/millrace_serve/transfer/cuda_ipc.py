@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+from millrace_common.page_runs import runs
 
 from millrace_serve.transfer.base import MemoryHandle, PageBuffer, ReadState, TransferError, check_source
 from millrace_serve.transfer.cuda_driver import CudaDriver, CudaError
@@ -121,17 +122,3 @@ class CudaIpcSink(PolledSink[IpcPeer]):
                 read.poll()
             self.disconnect(peer.name)
         self._driver.destroy_stream(self._stream)
-
-
-def runs(src_pages: Sequence[int], dst_pages: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(src, dst, count) of pages that are adjacent on both sides, in order."""
-    first, count = 0, 0
-    for src, dst in zip(src_pages, dst_pages, strict=True):
-        if count and src == src_pages[first] + count and dst == dst_pages[first] + count:
-            count += 1
-            continue
-        if count:
-            yield src_pages[first], dst_pages[first], count
-        first, count = first + count, 1
-    if count:
-        yield src_pages[first], dst_pages[first], count

@@ -1,23 +1,15 @@
 """The import of one request's KV into this worker's pool: a pure state machine, driven by the frontend. No I/O, no
 clock.
 
-Life of one import:
-
-1. WAITING    nothing has arrived yet.
-2. RESERVING  the first part arrived, perhaps without pages: AskReserve was emitted, parts are collected.
-3. READING    our pages are known: pages that our prefix cache lacks are read as their part arrives.
-4. RELEASING  the last part arrived and every read is done: AskRelease was emitted.
-5. DONE       the exporter answered HELD: the data is good, Done was emitted.
-   OVER       the import failed and nothing is in flight: Over was emitted, our pages may be freed.
-   DRAINING   the import failed while reads were in flight; no new ones start, and the last final one leads to OVER.
+It serves two ends. A decode worker imports a whole prompt, part by part while it is computed. A prefill worker borrows
+a prefix: there is one part, which has some of the pages that it asked for and no first token.
 
 A last part whose first token already ended the sequence leads to DONE as soon as nothing is in flight, from any state:
 there is nothing to read for, and the exporter has taken the pages back.
 
-Exactly one of Done and Over is emitted per import, and only when nothing is in flight. An event that does not fit
-(another request, a repeated part, a part after a gap, an unexpected answer) is refused and counted in `refused`; it
-never changes the state. A part that contradicts the prompt (the hash of its tokens, the number of pages) fails the
-import.
+Exactly one of Done and Over is emitted per import, and only when nothing is in flight. An event that does not fit (a
+repeated part, a part after a gap, an unexpected answer) is refused and counted in `refused`; the state stays. A part
+that contradicts the prompt (the hash of its tokens, the number of pages) fails the import.
 """
 
 from __future__ import annotations
@@ -31,18 +23,17 @@ from millrace_common.reasons import Reason
 from millrace_common.transitions import Transitions
 
 from millrace_serve.engine.core import Failure, KvPart, RequestId, SequenceOutput
-from millrace_serve.transfer.lease import Outcome
 from millrace_serve.transfer.messages import ReadPages
 
 
 class ImportState(enum.StrEnum):
-    WAITING = "waiting"
-    RESERVING = "reserving"
-    READING = "reading"
-    RELEASING = "releasing"
-    DRAINING = "draining"
-    DONE = "done"
-    OVER = "over"
+    WAITING = "waiting"  # nothing has arrived yet
+    RESERVING = "reserving"  # the first part came, perhaps without pages: AskReserve was emitted, parts are collected
+    READING = "reading"  # our pages are known; those that our prefix cache lacks are read as their part arrives
+    RELEASING = "releasing"  # the last part arrived and every read is done: AskRelease was emitted
+    DRAINING = "draining"  # failed with reads in flight: no new ones start, and the last final one leads to OVER
+    DONE = "done"  # the exporter answered that it held the pages: the data is good, Done was emitted
+    OVER = "over"  # failed with nothing in flight: Over was emitted, our pages may be freed
 
 
 MOVES = Transitions(
@@ -60,11 +51,9 @@ _TAKES_PARTS = frozenset({ImportState.WAITING, ImportState.RESERVING, ImportStat
 
 
 class Refusal(enum.StrEnum):
-    WRONG_ID = "wrong_id"
     DUPLICATE_PART = "duplicate_part"
     PART_GAP = "part_gap"
     LATE = "late"  # the state no longer takes this event
-    UNKNOWN_READ = "unknown_read"
 
 
 class AskReserve(msgspec.Struct, frozen=True):
@@ -72,17 +61,15 @@ class AskReserve(msgspec.Struct, frozen=True):
 
 
 class AskRelease(msgspec.Struct, frozen=True):
-    """Send release to the exporter; answer with `on_release_outcome`, or with the end of the stream."""
-
-
-class GiveBack(msgspec.Struct, frozen=True):
-    """Send release to the exporter and ignore the answer: the import failed, and the pages need not be held."""
+    """Send release to the exporter; answer with `on_held`, or with the end of the stream. When it comes with Over, the
+    answer does not matter: the import failed, and the pages need not be held.
+    """
 
 
 class Done(msgspec.Struct, frozen=True):
     """Send KvArrived to our engine."""
 
-    first: SequenceOutput
+    first: SequenceOutput | None  # None: of a loan
 
 
 class Over(msgspec.Struct, frozen=True):
@@ -91,14 +78,17 @@ class Over(msgspec.Struct, frozen=True):
     failure: Failure
 
 
-Action = AskReserve | ReadPages | AskRelease | GiveBack | Done | Over
+Action = AskReserve | ReadPages | AskRelease | Done | Over
 
 
 class KvImport:
-    """`expected_hashes[i]` is the chain hash of the prompt up to the end of page i; one per page of the prompt."""
+    """`expected_hashes[i]` is the chain hash of the prompt up to the end of page i; one per page of the prompt, or of
+    the prefix that is borrowed (`loan`).
+    """
 
-    def __init__(self, id: RequestId, expected_hashes: Sequence[int]) -> None:
+    def __init__(self, id: RequestId, expected_hashes: Sequence[int], loan: bool = False) -> None:
         self.id = id
+        self._loan = loan
         self.state = ImportState.WAITING
         self.refused: collections.Counter[Refusal] = collections.Counter()
         self.failure: Failure | None = None  # set at the first failure; Over may come later
@@ -109,17 +99,21 @@ class KvImport:
         self._num_asked = 0  # leading pages that are read, being read, or were cached
         self._outstanding: set[int] = set()
         self._num_reads = 0
+        self._complete = False  # the last part came
         self._first: SequenceOutput | None = None  # of the last part
 
     def on_part(self, part: KvPart) -> list[Action]:
         if refusal := self._refusal_of(part):
             return self._refuse(refusal)
+        if self._loan and not part.page_ids:
+            return self.on_abort(Failure(Reason.KV_NOT_FOUND, f"{self.id}: no page of the prefix is cached there"))
         self._offered = True
         if problem := self._contradiction_in(part):
             return self.on_abort(Failure(Reason.KV_MISMATCH, f"{self.id}: {problem}"))
         self._src_pages += part.page_ids
         if part.last:
-            self._first = part.first
+            self._complete, self._first = True, part.first
+            del self._expected[len(self._src_pages) :]  # of a loan: what is not there
         if self._is_finished:
             return self._advance()
         if self.state is ImportState.WAITING:
@@ -135,7 +129,7 @@ class KvImport:
         return self.on_abort(Failure(Reason.TRANSFER_FAILED, f"{self.id}: the exporter's stream ended after {have}"))
 
     def on_reserved(self, page_ids: Sequence[int], num_cached_pages: int) -> list[Action]:
-        """Our pages, one per page of the prompt; the first `num_cached_pages` already hold what we need."""
+        """Our pages, one per page of the prompt or loan; the first `num_cached_pages` already hold what we need."""
         if self.state is not ImportState.RESERVING:
             return self._refuse(Refusal.LATE)
         assert len(page_ids) == len(self._expected), f"{len(page_ids)} pages reserved for {len(self._expected)}"
@@ -145,26 +139,16 @@ class KvImport:
         self._move(ImportState.READING)
         return self._advance()
 
-    def on_read_done(self, read: int) -> list[Action]:
-        if read not in self._outstanding:
-            return self._refuse(Refusal.UNKNOWN_READ)
+    def on_read_done(self, read: int, error: str = "") -> list[Action]:
+        """`read` is final: nothing of it is in flight. `error`: why it failed."""
         self._outstanding.remove(read)
+        if error:
+            return self.on_abort(Failure(Reason.TRANSFER_FAILED, f"{self.id}: {error}"))
         return self._drained() if self.state is ImportState.DRAINING else self._advance()
 
-    def on_read_failed(self, read: int, reason: str) -> list[Action]:
-        """`read` is final: nothing of it is in flight."""
-        if read not in self._outstanding:
-            return self._refuse(Refusal.UNKNOWN_READ)
-        self._outstanding.remove(read)
-        return self.on_abort(Failure(Reason.TRANSFER_FAILED, f"{self.id}: {reason}"))
-
-    def on_release_outcome(self, outcome: Outcome) -> list[Action]:
-        if self.state is not ImportState.RELEASING:
-            return self._refuse(Refusal.LATE)
-        if outcome is not Outcome.HELD:
-            message = f"{self.id}: the exporter no longer held the pages when they had been read (release: {outcome})"
-            return self.on_abort(Failure(Reason.KV_EXPIRED, message))
-        return self._done()
+    def on_held(self) -> list[Action]:
+        """The exporter held the pages until the release."""
+        return self._done() if self.state is ImportState.RELEASING else self._refuse(Refusal.LATE)
 
     def on_abort(self, failure: Failure) -> list[Action]:
         """The request was cancelled, the peer died, a read stalled, ...: the first failure is the one reported."""
@@ -176,9 +160,7 @@ class KvImport:
         return self._drained()
 
     def _refusal_of(self, part: KvPart) -> Refusal | None:
-        if part.id != self.id:
-            return Refusal.WRONG_ID
-        if self.state not in _TAKES_PARTS or self._first is not None:
+        if self.state not in _TAKES_PARTS or self._complete:
             return Refusal.LATE
         if part.first_page < len(self._src_pages):
             return Refusal.DUPLICATE_PART
@@ -193,7 +175,7 @@ class KvImport:
             return f"part has {len(part.page_ids)} pages but {len(part.fingerprints)} fingerprints"
         if end > total:
             return f"part ends at page {end}, the prompt has {total} pages"
-        if part.last and (end != total or part.first is None):
+        if part.last and ((part.first is None) is not self._loan or (end != total and not self._loan)):
             return f"last part ends at page {end} of {total}, {'with' if part.first else 'without'} a first token"
         expected = self._expected[part.first_page : end]
         for offset, (ours, theirs) in enumerate(zip(expected, part.fingerprints, strict=True)):
@@ -215,17 +197,21 @@ class KvImport:
             self._num_reads += 1
             self._outstanding.add(read)
             return [ReadPages(self.id, read, self._src_pages[start:end], self._dst_pages[start:end])]
-        if self._first is not None and not self._outstanding:
+        if self._complete and not self._outstanding:
             self._move(ImportState.RELEASING)
             return [AskRelease()]
         return []
+
+    @property
+    def num_offered(self) -> int:
+        """Pages of the exporter that have been announced."""
+        return len(self._src_pages)
 
     @property
     def _is_finished(self) -> bool:
         return self._first is not None and self._first.finish is not None
 
     def _done(self) -> list[Action]:
-        assert self._first is not None
         self._move(ImportState.DONE)
         return [Done(self._first)]
 
@@ -235,7 +221,7 @@ class KvImport:
         assert self.failure is not None
         holds_lease = self._offered and self.state is not ImportState.RELEASING
         self._move(ImportState.OVER)
-        return [GiveBack(), Over(self.failure)] if holds_lease else [Over(self.failure)]
+        return [AskRelease(), Over(self.failure)] if holds_lease else [Over(self.failure)]
 
     def _refuse(self, refusal: Refusal) -> list[Action]:
         self.refused[refusal] += 1

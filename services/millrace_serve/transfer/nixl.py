@@ -6,38 +6,38 @@ A peer on the importing side (transfer/polled.py):
 2. `post` makes and posts a READ by two index lists. UCX wires the connection up at the first one. NIXL itself merges
    runs of pages that are adjacent on both sides.
 3. A read is DONE when NIXL reports success. Any error means that the endpoint failed: no read of that peer starts any
-   more, and all of its reads become FAILED after `settle_s`, in which UCX flushes the endpoint. NIXL reports the error
-   of one read while others of the same endpoint may still be on the wire.
-
-A read in flight is never cancelled: NIXL's cancel gives the request up without waiting for its data. Only `close` does
-so, and then destroys the backend that could still write.
+   more, and all of its reads become FAILED after SETTLE_S (docs/kv_transfer.md, "A read").
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from millrace_serve.transfer.base import MemoryHandle, PageBuffer, ReadState, TransferError, check_source
-from millrace_serve.transfer.nixl_agent import NixlAgent, NixlConfig
+from millrace_serve.transfer.cuda_driver import CudaDriver
+from millrace_serve.transfer.nixl_agent import NixlAgent
 from millrace_serve.transfer.polled import Peer, PolledRead, PolledSink
 
 log = logging.getLogger(__name__)
+
+SETTLE_S = 0.05  # from an endpoint's error to FAILED
 
 
 class NixlSource(NixlAgent):
     """The exporting side of a pool. `shared`: how CUDA IPC maps the same pool, for importers on this host."""
 
     def __init__(
-        self, pool: PageBuffer, config: NixlConfig | None = None, label: str = "kv", shared: bytes = b""
+        self, pool: PageBuffer, ucx: Mapping[str, str] | None = None, shared: bytes = b"", name: str = ""
     ) -> None:
-        super().__init__(label, pool, config or NixlConfig(), progress_thread=True)
+        super().__init__(pool, ucx or {}, progress_thread=True, name=name)
         self._shared = shared
 
     def handle(self) -> MemoryHandle:
@@ -55,6 +55,39 @@ class NixlSource(NixlAgent):
         )
 
 
+class NixlExporter:
+    """The source of a rank's pool, and its renewal: a wedged agent cannot be mended, but another one can be made beside
+    it. Readers use the replaced ones until `drop`.
+    """
+
+    def __init__(self, pool: PageBuffer, ucx: Mapping[str, str] | None = None, shared: bytes = b"") -> None:
+        self._make = functools.partial(NixlSource, pool, ucx, shared)
+        self._newest = self._make()
+        self._owner, self._renewals = self._newest.name, 0
+        self._old: dict[str, NixlSource] = {}  # by name
+
+    def handle(self) -> MemoryHandle:
+        return self._newest.handle()
+
+    def renew(self) -> MemoryHandle:
+        """On any thread. Takes as long as the registration of the pool. Raises TransferError, CudaError."""
+        if (pool := self._newest.pool).mem_type == "VRAM":
+            CudaDriver(pool.device_id).bind()  # UCX registers memory of the thread's context
+        self._renewals += 1
+        self._old[self._newest.name] = self._newest
+        self._newest = self._make(f"{self._owner}.{self._renewals}")
+        return self.handle()
+
+    def drop(self, agent: str) -> None:
+        """Nobody reads through this replaced agent any more. Idempotent."""
+        if old := self._old.pop(agent, None):
+            old.close()
+
+    def close(self) -> None:
+        for source in (*self._old.values(), self._newest):
+            source.close()
+
+
 @dataclass(eq=False)
 class NixlPeer(Peer):
     pages: int  # handle of the prepared descriptor list
@@ -64,18 +97,10 @@ class NixlPeer(Peer):
 class NixlSink(PolledSink[NixlPeer]):
     """A read's handle is NIXL's request."""
 
-    def __init__(
-        self,
-        pool: PageBuffer,
-        config: NixlConfig | None = None,
-        label: str = "kv",
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, pool: PageBuffer, ucx: Mapping[str, str] | None = None) -> None:
         super().__init__(pool)
-        self._config = config or NixlConfig()
-        self._clock = clock
         # no progress thread: our polls make the progress, and a second thread at it costs bandwidth
-        self._agent = NixlAgent(label, pool, self._config, progress_thread=False)
+        self._agent = NixlAgent(pool, ucx or {}, progress_thread=False)
         self._ours = self._agent.prepare(
             "", pool.mem_type, pool.address, pool.page_bytes, pool.device_id, pool.num_pages
         )
@@ -120,7 +145,7 @@ class NixlSink(PolledSink[NixlPeer]):
     def progress(self, read: PolledRead[NixlPeer]) -> None:
         if not read.peer.error:
             self._step(read, lambda: self._agent.nixl.getXferStatus(read.handle))
-        elif self._clock() >= read.peer.settled_at:
+        elif time.monotonic() >= read.peer.settled_at:
             self._agent.nixl.releaseXferReq(read.handle)
             self.finish(read, ReadState.FAILED, read.peer.error)
         else:
@@ -152,7 +177,7 @@ class NixlSink(PolledSink[NixlPeer]):
         except self._agent.errors as error:
             peer = read.peer
             peer.error = f"reading from {peer.name} failed: {error}"
-            peer.settled_at = self._clock() + self._config.settle_s
+            peer.settled_at = time.monotonic() + SETTLE_S
             log.warning("%s, reads in flight: %d", peer.error, len(peer.reads))
             return
         if status == self._agent.lib.NIXL_SUCCESS:

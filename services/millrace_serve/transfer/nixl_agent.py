@@ -1,4 +1,4 @@
-"""One NIXL agent: UCX backend, one registered pool. The only file that imports NIXL.
+"""One NIXL agent: UCX backend, one registered pool; and the bindings, which only this file imports.
 
 NIXL's native bindings are used directly instead of its Python `nixl_agent`, because that class cannot set how often the
 progress thread wakes: it then spins, and an idle exporter costs a whole core. The bindings need numpy but no torch.
@@ -11,50 +11,32 @@ import importlib.util
 import sys
 import threading
 import uuid
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from millrace_serve.transfer.base import PageBuffer, TransferError
 
-
-class NixlConfig(msgspec.Struct, frozen=True, kw_only=True):
-    ucx: dict[str, str] = {}  # UCX settings without the UCX_ prefix, values without commas: {"NET_DEVICES": "lo"}
-    devices: tuple[str, ...] = ()  # RDMA devices to use, for example ("mlx5_0",); empty = UCX chooses
-    init_timeout_s: float = 60.0  # creating the backend
-    wake_interval_s: float = 0.01  # the exporter's progress thread wakes this often even without an event; >= 1 ms
-    settle_s: float = 0.05  # from an endpoint's error to FAILED
-
-    def backend_params(self) -> dict[str, str]:
-        params = {"ucx_error_handling_mode": "peer"}  # a dead peer must end our reads
-        if self.devices:
-            params["ucx_devices"] = ", ".join(self.devices)
-        if self.ucx:
-            params["engine_config"] = ",".join(f"{key}={value}" for key, value in self.ucx.items())
-        return params
+INIT_TIMEOUT_S = 60.0  # creating the backend
+WAKE_INTERVAL_S = 0.01  # the exporter's progress thread wakes this often even without an event; at least 1 ms
 
 
 class NixlAgent:
     """One NIXL agent with a UCX backend and our pool registered."""
 
-    def __init__(self, label: str, pool: PageBuffer, config: NixlConfig, *, progress_thread: bool) -> None:
+    def __init__(self, pool: PageBuffer, ucx: Mapping[str, str], *, progress_thread: bool, name: str = "") -> None:
+        """`ucx`: settings without the UCX_ prefix, values without commas: {"NET_DEVICES": "lo"}. `name`: unique; empty:
+        a new one.
+        """
         self.lib = load_bindings()
-        self.errors = tuple(
-            getattr(self.lib, name) for name in dir(self.lib) if name.startswith("nixl") and name.endswith("Error")
-        )
-        self.name = f"{label}-{uuid.uuid4().hex}"
+        self.errors = errors_of(self.lib)
+        self.name = name or f"kv-{uuid.uuid4().hex}"
         self.pool = pool
         self.closed = False
-        agent_config = self.lib.nixlAgentConfig()
-        agent_config.useProgThread = progress_thread
-        agent_config.useListenThread = False
-        agent_config.captureTelemetry = False
-        agent_config.pthrDelay = int(config.wake_interval_s * 1e6)
-        agent_config.syncMode = self.lib.NIXL_THREAD_SYNC_STRICT
-        self.nixl = self.lib.nixlAgent(self.name, agent_config)
-        self.backend = self._create_backend(config)
+        self.nixl = new_agent(self.lib, self.name, progress_thread)
+        self.backend = self._create_backend(ucx)
         self._registered = self.lib.nixlRegDList(
             self.mem_type(pool.mem_type), [(pool.address, pool.nbytes, pool.device_id, "")]
         )
@@ -80,23 +62,26 @@ class NixlAgent:
         self.nixl.deregisterMem(self._registered, [self.backend])
         del self.nixl  # destroys the backend
 
-    def _create_backend(self, config: NixlConfig) -> int:
+    def _create_backend(self, ucx: Mapping[str, str]) -> int:
         """UCX may hang in here when a device is broken, hence a thread that can be given up."""
+        params = {"ucx_error_handling_mode": "peer"}  # a dead peer must end our reads
+        if ucx:
+            params["engine_config"] = ",".join(f"{key}={value}" for key, value in ucx.items())
         result: list[int | Exception] = []
 
         def create() -> None:
             try:
-                result.append(self.nixl.createBackend("UCX", config.backend_params()))
+                result.append(self.nixl.createBackend("UCX", params))
             except self.errors as error:
                 result.append(error)
 
         thread = threading.Thread(target=create, name="nixl-init", daemon=True)
         thread.start()
-        thread.join(config.init_timeout_s)
+        thread.join(INIT_TIMEOUT_S)
         if not result:
-            raise TransferError(f"NIXL's UCX backend was not ready after {config.init_timeout_s:g} s")
+            raise TransferError(f"NIXL's UCX backend was not ready after {INIT_TIMEOUT_S:g} s")
         if isinstance(result[0], Exception):
-            raise TransferError(f"NIXL cannot create its UCX backend with {config.backend_params()}: {result[0]}")
+            raise TransferError(f"NIXL cannot create its UCX backend with {params}: {result[0]}")
         return result[0]
 
 
@@ -111,3 +96,19 @@ def load_bindings() -> ModuleType:
         if importlib.util.find_spec(name):
             return importlib.import_module(f"{name}._bindings")
     raise TransferError("NIXL is not installed: neither nixl_cu13 nor nixl_cu12 can be imported")
+
+
+def new_agent(lib: ModuleType, name: str, progress_thread: bool) -> Any:
+    """NIXL's agent, without a backend."""
+    config = lib.nixlAgentConfig()
+    config.useProgThread = progress_thread
+    config.useListenThread = False
+    config.captureTelemetry = False
+    config.pthrDelay = int(WAKE_INTERVAL_S * 1e6)
+    config.syncMode = lib.NIXL_THREAD_SYNC_STRICT
+    return lib.nixlAgent(name, config)
+
+
+def errors_of(lib: ModuleType) -> tuple[type[Exception], ...]:
+    """What calls of the bindings raise."""
+    return tuple(getattr(lib, name) for name in dir(lib) if name.startswith("nixl") and name.endswith("Error"))

@@ -1,13 +1,7 @@
 """The loop that reads KV on an importing rank. It owns the KvSink, takes commands from an inbox, reports by a callback.
 
-Life of one read:
-
-1. `ReadPages` comes; the reader connects to the source if needed and posts the read.
-2. The reader polls the read: busily for BUSY_S after anything moved, then with sleeps of an eighth of the time since
-   then, up to MAX_SLEEP_S. With nothing in flight the reader sleeps on the inbox.
-3. Final: `ReadDone` is reported, once. Only now may the destination pages be freed.
-   Not final after `stall_s`: `ReadStuck` is reported, once, and the source is disconnected; its next read
-   connects anew. The pages are in quarantine until ReadDone, however long that takes.
+ReadDone reports a read once, when it is final: only then may its destination pages be freed. ReadStuck reports one that
+is not final after `stall_s` (docs/kv_transfer.md, "A read").
 
 After `StopReader` the reads in flight have CLOSE_TIMEOUT_S to end. Then the sink is closed, which makes the rest
 FAILED.
@@ -25,11 +19,14 @@ import msgspec
 from millrace_serve.transfer.base import KvSink, MemoryHandle, ReadOp, ReadState, TransferError
 from millrace_serve.transfer.messages import (
     AddSource,
+    CloseSource,
     DropSource,
     FromReader,
     ReadDone,
     ReadPages,
     ReadStuck,
+    RenewSource,
+    SourceRenewed,
     StopReader,
     ToReader,
 )
@@ -44,6 +41,14 @@ CLOSE_TIMEOUT_S = 5.0
 class Inbox(Protocol):
     def receive(self, wait_s: float | None) -> list[ToReader]:
         """All commands that are there; waits for the first one up to `wait_s` (None: without limit)."""
+
+
+class Exporter(Protocol):
+    """What other workers read of this rank's pool."""
+
+    def renew(self) -> MemoryHandle: ...
+
+    def drop(self, agent: str) -> None: ...
 
 
 class _InFlight(msgspec.Struct):
@@ -63,8 +68,11 @@ class Reader:
         report: Callable[[FromReader], None],
         stall_s: float,
         clock: Callable[[], float] = time.monotonic,
+        exporter: Exporter | None = None,
     ) -> None:
+        """`exporter`: of the same pool, for RenewSource and CloseSource."""
         self._sink = sink
+        self._exporter = exporter
         self._inbox = inbox
         self._report = report
         self._stall_s = stall_s
@@ -103,6 +111,12 @@ class Reader:
                 self._sink.disconnect(agent)
             case ReadPages():
                 self._post(command)
+            case RenewSource():  # no read is polled meanwhile: half a second on a CPU
+                assert self._exporter is not None
+                self._report(SourceRenewed(self._exporter.renew()))
+            case CloseSource(agent):
+                assert self._exporter is not None
+                self._exporter.drop(agent)
             case StopReader():
                 self._closing_at = self._clock() + CLOSE_TIMEOUT_S
 

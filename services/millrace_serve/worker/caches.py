@@ -15,12 +15,16 @@ FOLDERS = {
     "flashinfer": "FLASHINFER_WORKSPACE_BASE",  # its folder is .cache/flashinfer/VERSION in there
     "cuda": "CUDA_CACHE_PATH",  # the driver's, of PTX
 }
+SETTINGS = {
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",  # NVLink multicast of peer memory is never used
+    "NVSHMEM_QP_DEPTH": "2048",  # DeepEP: two requests for each row of a low-latency step, and two more
+}
 
 
 def variables(cache_dir: Path) -> dict[str, str]:
-    """Environment of a process that compiles."""
+    """Environment of a process that computes."""
     folder = cache_dir.expanduser().absolute()
-    return {variable: str(folder / name) for name, variable in FOLDERS.items()}
+    return SETTINGS | {variable: str(folder / name) for name, variable in FOLDERS.items()}
 
 
 def sizes(cache_dir: Path) -> dict[str, tuple[int, int]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -51,24 +51,26 @@ class Receiver(Generic[T]):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_message: Callable[[T], None] | None = None
 
-    def receive(self, wait_s: float | None = 0.0) -> list[T]:
-        """Return all queued messages; waits for the first one up to `wait_s` (None: for ever)."""
+    def receive(self, wait_s: float | None = 0.0, fds: Sequence[int] = ()) -> list[T]:
+        """Return all queued messages; waits up to `wait_s` (None: for ever) for the first one, or until one of `fds` is
+        readable.
+        """
         if wait_s is None:
-            self._socket.poll()
+            self._poll(None, fds)
         elif 0 < wait_s < SHORTEST_POLL_S:
             time.sleep(wait_s)
         elif wait_s:
-            self._socket.poll(math.ceil(wait_s * 1000))
+            self._poll(math.ceil(wait_s * 1000), fds)
         messages: list[T] = []
         while (message := self._take()) is not None:
             messages.append(message)
         return messages
 
-    def watch(self, loop: asyncio.AbstractEventLoop, on_message: Callable[[T], None]) -> None:
-        """Call `on_message` on the event loop for every message."""
-        self._loop, self._on_message = loop, on_message
-        loop.add_reader(self._socket.fileno(), self._readable)
-        loop.call_soon(self._readable)
+    def watch(self, on_message: Callable[[T], None]) -> None:
+        """Call `on_message` on the running event loop for every message."""
+        self._loop, self._on_message = asyncio.get_running_loop(), on_message
+        self._loop.add_reader(self._socket.fileno(), self._readable)
+        self._loop.call_soon(self._readable)
 
     def flush(self) -> None:
         """Deliver the queued messages now."""
@@ -89,6 +91,12 @@ class Receiver(Generic[T]):
         if self._loop is not None and not self._socket.closed:
             self._loop.remove_reader(self._socket.fileno())
         self._socket.close()
+
+    def _poll(self, timeout_ms: int | None, fds: Sequence[int]) -> None:
+        poller = zmq.Poller()
+        for source in (self._socket, *fds):
+            poller.register(source, zmq.POLLIN)
+        poller.poll(timeout_ms)
 
     def _take(self) -> T | None:
         try:

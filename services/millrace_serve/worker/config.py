@@ -27,15 +27,26 @@ class EngineKind(enum.StrEnum):
 class Timeouts(Config):
     """Seconds."""
 
-    start: float = Field(600.0, gt=0)  # until every rank is ready to warm up
+    start: float = Field(600.0, gt=0)  # until every rank is ready to warm up; later what a rank announces
     warmup: float = Field(120.0, gt=0)  # all warm-up requests of one call together
     drain: float = Field(30.0, ge=0)  # running work after SIGTERM
-    step: float = Field(300.0, gt=0)  # silence of a rank that computes: it hangs, and the worker ends
-    fetch_wait: float = Field(10.0, gt=0)  # prefill: a Fetch that came before its prompt was submitted
-    heartbeat: float = Field(1.0, gt=0)  # prefill: between two messages of a Fetch stream
     stall: float = Field(5.0, gt=0)  # decode: silence of a Fetch stream, or a read that does not end
     lease: float = Field(30.0, gt=0)  # prefill: parked pages since the importer's last message
-    max_lease: float = Field(300.0, gt=0)  # prefill: parked pages, renewals included
+
+    @property
+    def fetch_wait(self) -> float:
+        """Prefill: how long a Fetch waits that came before its prompt was submitted."""
+        return 2 * self.stall
+
+    @property
+    def max_lease(self) -> float:
+        """Prefill: parked pages, renewals included."""
+        return 10 * self.lease
+
+    @property
+    def heartbeat(self) -> float:
+        """Prefill: between two messages of a Fetch stream, so that neither its silence nor its lease ends it."""
+        return min(self.stall / 5, self.lease / 3)
 
 
 class WorkerConfig(Execution):
@@ -83,6 +94,14 @@ class WorkerConfig(Execution):
             raise ValueError("model: a checkpoint folder is required unless engine=sim")
         if self.expert_tp and self.dp > 1:
             raise ValueError(f"expert_tp: needs dp=1, not {self.dp}: an expert's parts are summed within a replica")
+        if self.dense_tp and self.tp % self.dense_tp:
+            raise ValueError(f"dense_tp={self.dense_tp}: must divide tp={self.tp}")
+        if self.limits.share_prompts and (self.dp == 1 or self.limits.share_prompts < 2 * self.dp):
+            raise ValueError("limits.share_prompts: needs dp > 1, and 2 tokens for each replica at least")
+        if self.limits.host_cache_gib and self.tp > 1:
+            raise ValueError(
+                f"limits.host_cache_gib: needs tp=1, not {self.tp}: all ranks of a replica have the same KV; use dp"
+            )
         if self.limits.num_pages == "auto" and (self.device == "cpu" or self.engine is EngineKind.SIM):
             raise ValueError("limits.num_pages: auto is for a model on a CUDA device")
         return self

@@ -3,6 +3,7 @@
 1. the gRPC server answers, the ports are announced, signals are caught
 2. the frontend starts its ranks and warms up: READY
 3. until SIGTERM or SIGINT: drain, then exit code 0; a second signal ends the process at once
+   until the worker finds that it cannot serve: drain, then exit code 1
    until a rank dies: exit code 1
    a start that fails: exit code 1, with the reason in the log and in GetInfo's state_message until the end
 """
@@ -52,17 +53,16 @@ async def serve(config: WorkerConfig, make_role: MakeRole, announce: Path | None
     server = _server(frontend)
     http = HttpServer(_probes(frontend))
     stop = _signals()
+    ports: dict[str, int] = {}
     code, message = 1, "could not start"
     try:
-        health_port = None
         if config.health_port is not None:
-            health_port = await server.start_health(f"{config.host}:{config.health_port}")
-        await server.start(f"{config.host}:{config.grpc_port}", frontend.identity)
-        metrics_port = http.start(f"{config.host}:{config.metrics_port}")
+            ports["health"] = await server.start_health(f"{config.host}:{config.health_port}")
+        ports["grpc"] = await server.start(f"{config.host}:{config.grpc_port}", frontend.identity)
+        ports["metrics"] = http.start(f"{config.host}:{config.metrics_port}")
         if announce is not None:
-            ports = {"grpc": server.port, "metrics": metrics_port}
-            _announce(announce, frontend, ports if health_port is None else {**ports, "health": health_port})
-        code, message = await _live(frontend, stop, f"{config.host}:{server.port}")
+            _announce(announce, frontend, ports)
+        code, message = await _live(frontend, stop, f"{config.host}:{ports['grpc']}")
         log.info("stopping: %s", message)
     finally:
         await frontend.close(message)
@@ -84,13 +84,15 @@ async def _live(frontend: Frontend, stop: asyncio.Event, address: str) -> tuple[
     except MillraceError as error:
         return 1, f"could not start: {error}"
     log.info("READY %s", address)
-    await asyncio.wait((stopped, frontend.lost), return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait((stopped, frontend.leaving, frontend.lost), return_when=asyncio.FIRST_COMPLETED)
     if not frontend.lost.done():
         drain = asyncio.create_task(frontend.drain(frontend.config.timeouts.drain))
         await asyncio.wait((drain, frontend.lost), return_when=asyncio.FIRST_COMPLETED)
         drain.cancel()
     if frontend.lost.done():
         return 1, frontend.lost.result()
+    if frontend.leaving.done():
+        return 1, frontend.leaving.result()
     return 0, "drained"
 
 

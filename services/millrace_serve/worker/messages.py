@@ -16,7 +16,9 @@ from millrace_common.gc_hooks import GcPause
 from millrace_serve.engine.cache.kv_pool import KvLayout
 from millrace_serve.engine.core import EngineInput, Events
 from millrace_serve.transfer.base import MemoryHandle
-from millrace_serve.transfer.messages import ReadDone, ReadStuck
+from millrace_serve.transfer.messages import FromReader
+
+PULSE_S = 0.4  # between two pulses of a rank
 
 
 class FreezeGc(msgspec.Struct, frozen=True, tag=True):
@@ -46,8 +48,19 @@ class RankProgress(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
+class Pulse(msgspec.Struct, frozen=True, tag=True):
+    """The rank's process runs. The fields are those of engine/step/progress.py."""
+
+    marks: int
+    waiting: bool
+    launched: int
+    limit_s: float
+    doing: str
+    compiled: dict[str, int] = {}
+
+
 class RankReady(msgspec.Struct, frozen=True, tag=True):
-    """The engine can step. `memory` is set where other workers may read this rank's pages."""
+    """The engine can step. `memory`: where other workers read this rank's pages."""
 
     engine_endpoint: str
     reader_endpoint: str
@@ -57,7 +70,7 @@ class RankReady(msgspec.Struct, frozen=True, tag=True):
     layout: KvLayout
     num_pages: int  # of the KV pool, the sink included
     startup: dict[str, float]  # seconds by phase (engine/start/phases.py)
-    memory: MemoryHandle | None
+    memory: MemoryHandle
 
 
 class RankFailed(msgspec.Struct, frozen=True, tag=True):
@@ -79,7 +92,7 @@ class ProfileDone(msgspec.Struct, frozen=True, tag=True):
     error: str  # empty when it worked
 
 
-Report = Events | RankProgress | RankReady | RankFailed | ReadDone | ReadStuck | GcPauses | GcFrozen | ProfileDone
+Report = Events | FromReader | Pulse | RankProgress | RankReady | RankFailed | GcPauses | GcFrozen | ProfileDone
 
 
 class FromRank(msgspec.Struct, frozen=True, array_like=True):

@@ -1,14 +1,8 @@
 """The holders of each physical page.
 
-A page has three kinds of holders: running sequences, published prompts (a decode worker may be reading them), and the
-prefix cache. Its state follows from them, the strongest first:
-
-    RUNNING    at least one running holder
-    PUBLISHED  no running holder, at least one published one
-    CACHED     only the prefix cache: may be evicted
-    FREE       no holder: on the free list
-
+A page has three kinds of holders, and its state is its strongest one. Without holders it is free, on the free list.
 Page 0 is the sink: it takes the KV writes of padding rows, is never given to a sequence, and has no state.
+
 free + cached + published + running == total, always.
 """
 
@@ -23,9 +17,11 @@ class InvariantError(RuntimeError):
 
 
 class Holder(enum.IntEnum):
-    RUNNING = 0
-    PUBLISHED = 1
-    CACHE = 2
+    """The strongest first."""
+
+    RUNNING = 0  # a sequence
+    PUBLISHED = 1  # a prompt that a decode worker may be reading
+    CACHE = 2  # the prefix cache; a page that it holds alone is "cached" and may be evicted
 
 
 FREE = 3  # the state of a page without holders; the other states have their holder's number

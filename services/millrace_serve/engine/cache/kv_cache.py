@@ -5,14 +5,18 @@ Life of a page:
     2. `insert`    a full page whose KV is written becomes findable; from now on it is read only
     3. `match`     another sequence of the same prefix shares it
     4. `publish`   a decode worker may read it; `park` when the prompt is done, `unpublish` when its lease has ended
+       `lend`      another worker may read it while it is cached here; `take_back` when that is over
     5. `release`   its last running holder leaves: cached if it was inserted, else free
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
 from millrace_serve.engine.cache.block_pool import BlockPool, Holder, InvariantError
+from millrace_serve.engine.cache.changes import CacheChanges
+from millrace_serve.engine.cache.host_tier import HostTier
 from millrace_serve.engine.cache.radix import Node, RadixTree
 from millrace_serve.engine.core import CacheChange
 
@@ -36,10 +40,14 @@ class CachedPrefix:
 
 
 class KvCache:
-    def __init__(self, num_pages: int, page_size: int, prefix_cache: bool) -> None:
+    def __init__(self, num_pages: int, page_size: int, prefix_cache: bool, host_pages: int = 0) -> None:
+        """`host_pages`: copies that the host tier has room for."""
         self.page_size = page_size
         self.pool = BlockPool(num_pages)
-        self._tree = RadixTree(page_size)
+        self._changes = CacheChanges()  # for reports to routers
+        self._tree = RadixTree(page_size, self._changes.device)
+        self.host = HostTier(host_pages, self._changes.host)
+        self.written: deque[Node] = deque()  # that came into the tree and were not offered to the host tier yet
         self._enabled = prefix_cache
 
     @property
@@ -73,6 +81,8 @@ class KvCache:
             prefix.tail = self._tree.extend(prefix.tail, tokens, index, page, hashes[index])
             if prefix.tail.page == page:
                 self.pool.hold([page], Holder.CACHE)
+                if self.host.total:
+                    self.written.append(prefix.tail)
             else:
                 self._share([prefix.tail.page])
                 prefix.pins.append(prefix.tail.page)
@@ -95,24 +105,39 @@ class KvCache:
         """End of a parked prompt; `pages` are the ones that it published."""
         self._leave(prefix, pages, Holder.PUBLISHED)
 
-    def flush(self) -> int:
-        """Evict every idle page; returns how many."""
-        count = self._tree.num_idle
-        for _ in range(count):
+    def lend(self, blocks: Sequence[int]) -> list[int]:
+        """Hold the cached pages of the longest run of `blocks` for another worker."""
+        pages = [node.page for node in self._tree.find(blocks)]
+        self._share(pages, Holder.PUBLISHED)
+        return pages
+
+    def take_back(self, pages: list[int]) -> None:
+        """End of a loan."""
+        self.pool.drop(pages, Holder.PUBLISHED)
+        self._set_idle(reversed(pages))
+
+    def flush(self) -> None:
+        """Evict every idle page, and forget the host tier."""
+        self.host.clear()
+        self.written.clear()
+        for _ in range(self._tree.num_idle):
             self.pool.drop([self._tree.evict()], Holder.CACHE)
-        return count
+
+    def holds(self, node: Node) -> bool:
+        """Whether its page is in the prefix cache, where it is read only."""
+        return self._tree.holds(node)
 
     def take_changes(self) -> CacheChange | None:
         """The blocks that the prefix cache stored and removed since the last call."""
-        return self._tree.changes.take()
+        return self._changes.take()
 
     def check(self) -> None:
         self.pool.check()
         if self._tree.num_idle != self.pool.num_cached:
             raise InvariantError(f"{self._tree.num_idle} idle nodes but {self.pool.num_cached} cached pages")
 
-    def _share(self, pages: list[int]) -> None:
-        self.pool.hold(pages, Holder.RUNNING)
+    def _share(self, pages: list[int], holder: Holder = Holder.RUNNING) -> None:
+        self.pool.hold(pages, holder)
         for page in pages:
             self._tree.set_busy(page)
 
@@ -122,6 +147,9 @@ class KvCache:
         self._set_idle(reversed(pages))
         if prefix.pins:  # pages and pins interleave on the path: bring all of it into order
             self._set_idle(node.page for node in prefix.path_up())
+        if self.host.total:
+            for node in prefix.path_up():  # as on the device, the deepest is the first to be evicted
+                self.host.touch(node.block)
 
     def _set_idle(self, pages: Iterable[int]) -> None:
         for page in pages:

@@ -79,6 +79,11 @@ class KvPool:
         """The uint8 allocation, for registration: a torch tensor, or a numpy array."""
         return self._bytes if self._tensor is None else self._tensor
 
+    @property
+    def rows(self) -> Any:
+        """The pages' bytes, uint8 [num_pages, page_bytes]: a numpy array, or a tensor of a device."""
+        return (self._tensor if self._bytes is None else self._bytes).reshape(self.num_pages, -1)
+
     def view(self) -> Any:
         """Tensor [num_pages, num_layers, page_size, width]."""
         import torch
@@ -91,11 +96,7 @@ class KvPool:
 
     def scrub(self, pages: Sequence[int]) -> None:
         """Fill with 0xFF bytes, a NaN in every dtype, and a canary that names nothing."""
-        index = np.asarray(pages)
-        if self._bytes is None:
-            self._tensor.view(self.num_pages, -1)[index] = 0xFF
-        else:
-            self._bytes.reshape(self.num_pages, -1)[index] = 0xFF
+        self.rows[np.asarray(pages)] = 0xFF
 
     def canary_table(self) -> Any:
         """Tensor int64 [num_pages, 8]: the canaries' words on the device."""
@@ -114,7 +115,7 @@ class KvPool:
     def _canary_words(self) -> np.ndarray:
         """u64 [num_pages, 8]"""
         assert self._bytes is not None, "the pool is on a device"
-        return self._bytes.reshape(self.num_pages, -1)[:, self.layout.kv_bytes :].view(np.uint64)
+        return self.rows[:, self.layout.kv_bytes :].view(np.uint64)
 
     @staticmethod
     def _host_bytes(tensor: Any) -> np.ndarray | None:

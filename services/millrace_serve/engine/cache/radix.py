@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from millrace_serve.engine.cache.changes import CacheChanges
+from millrace_serve.engine.cache.changes import TierChanges
 
 
 class Node:
@@ -25,18 +25,14 @@ class Node:
 
 
 class RadixTree:
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, changes: TierChanges) -> None:
+        """`changes` hears of every node that comes and goes."""
         self.page_size = page_size
         self.root = Node(None, (), 0, 0)
-        self.changes = CacheChanges()  # of the tree, for reports to routers
+        self.changes = changes
         self._by_page: dict[int, Node] = {}
+        self._by_block: dict[int, Node] = {}
         self._idle: dict[Node, None] = {}  # oldest first
-
-    def __len__(self) -> int:
-        return len(self._by_page)
-
-    def __contains__(self, page: int) -> bool:
-        return page in self._by_page
 
     @property
     def num_idle(self) -> int:
@@ -53,6 +49,16 @@ class RadixTree:
             node = child
         return path
 
+    def find(self, blocks: Sequence[int]) -> list[Node]:
+        """Nodes of the longest cached run of `blocks`, the chain hashes of a prefix's pages."""
+        path: list[Node] = []
+        for block in blocks:
+            node = self._by_block.get(block)
+            if node is None or node.parent is not (path[-1] if path else self.root):
+                break
+            path.append(node)
+        return path
+
     def extend(self, parent: Node, tokens: Sequence[int], index: int, page: int, block: int) -> Node:
         """Return the child of `parent` for page `index` of `tokens`, whose chain hash is `block`: the existing one,
         else a new busy one for `page`.
@@ -61,9 +67,12 @@ class RadixTree:
         child = parent.children.get(key)
         if child is None:
             child = parent.children[key] = Node(parent, key, page, block)
-            self._by_page[page] = child
+            self._by_page[page] = self._by_block[block] = child
             self.changes.store(child.block)
         return child
+
+    def holds(self, node: Node) -> bool:
+        return self._by_page.get(node.page) is node
 
     def set_busy(self, page: int) -> None:
         self._idle.pop(self._by_page[page], None)
@@ -80,7 +89,7 @@ class RadixTree:
         assert not node.children, f"page {node.page} is evicted before its {len(node.children)} children"
         assert node.parent is not None
         del self._idle[node]
-        del self._by_page[node.page]
+        del self._by_page[node.page], self._by_block[node.block]
         del node.parent.children[node.key]
         self.changes.remove(node.block)
         return node.page

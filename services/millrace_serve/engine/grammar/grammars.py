@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -57,6 +57,9 @@ class Compiler(Protocol):
     def no_stop(self) -> np.ndarray:
         """The mask of everything but the ends of the sequence."""
         ...
+
+
+Compiled: TypeAlias = Future[Callable[[], Matcher]]
 
 
 class Walk:
@@ -106,14 +109,23 @@ class Walk:
         return bool(self._free[token // 32] >> token % 32 & 1)
 
 
+class _Held(NamedTuple):
+    """A request that waits for its grammar."""
+
+    since: float
+    compiled: Compiled
+    submit: Submit
+    later: list[EngineInput]
+
+
 class Grammars:
     """Not thread-safe: used by the engine's thread. Without a compiler every grammar is refused."""
 
     def __init__(self, compiler: Compiler | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._compiler = compiler
         self._clock = clock
-        self._compiled: OrderedDict[Grammar, Future[Callable[[], Matcher]]] = OrderedDict()
-        self._held: dict[RequestId, tuple[float, list[EngineInput]]] = {}  # since when, and what; a Submit comes first
+        self._compiled: OrderedDict[Grammar, Compiled] = OrderedDict()
+        self._held: dict[RequestId, _Held] = {}
         self._threads = ThreadPoolExecutor(COMPILE_THREADS, "grammar")  # a thread starts when it is needed
 
     @property
@@ -129,23 +141,23 @@ class Grammars:
             return [message]
         id = message.request.id if isinstance(message, Submit) else message.id
         if id in self._held:
-            self._held[id][1].append(message)
+            self._held[id].later.append(message)
             return []
-        grammar = message.request.sampling.grammar if isinstance(message, Submit) else None
-        if grammar is None or self._compiler is None or self._compile(grammar).done():
+        if not isinstance(message, Submit) or self._compiler is None:
             return [message]
-        self._held[id] = self._clock(), [message]
+        grammar = message.request.sampling.grammar
+        if grammar is None or (compiled := self._compile(grammar)).done():
+            return [message]
+        self._held[id] = _Held(self._clock(), compiled, message, [])
         return []
 
     def admitted(self) -> list[EngineInput]:
         """The messages of requests whose compilation has ended, in order for each of them."""
         ready: list[EngineInput] = []
-        for id, (since, messages) in list(self._held.items()):
-            submit = messages[0]
-            assert isinstance(submit, Submit) and submit.request.sampling.grammar is not None
-            if self._compile(submit.request.sampling.grammar).done():
+        for id, (since, compiled, submit, later) in list(self._held.items()):
+            if compiled.done():
                 del self._held[id]
-                ready += [_shortened(submit, self._clock() - since), *messages[1:]]
+                ready += [_shortened(submit, self._clock() - since), *later]
         return ready
 
     def walk(self, request: Request) -> Walk | Failure:
@@ -165,9 +177,9 @@ class Grammars:
         """Compilations that have not started are dropped."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _compile(self, grammar: Grammar) -> Future[Callable[[], Matcher]]:
+    def _compile(self, grammar: Grammar) -> Compiled:
         assert self._compiler is not None
-        key = _text_of(grammar)
+        key = msgspec.structs.replace(grammar, after_token_id=None)  # what its compilation depends on
         if key not in self._compiled:
             self._forget_oldest()
             self._compiled[key] = self._threads.submit(self._compiler.compile, key)
@@ -178,21 +190,10 @@ class Grammars:
         """Forget the oldest compiled grammar without waiting requests, when there are too many."""
         if len(self._compiled) < MAX_COMPILED:
             return
-        awaited = {_text_of(one.sampling.grammar) for one in self._requests() if one.sampling.grammar is not None}
-        idle = (key for key, future in self._compiled.items() if future.done() and key not in awaited)
+        awaited = {held.compiled for held in self._held.values()}
+        idle = (key for key, future in self._compiled.items() if future.done() and future not in awaited)
         if (oldest := next(idle, None)) is not None:
             del self._compiled[oldest]
-
-    def _requests(self) -> Iterator[Request]:
-        """The waiting requests."""
-        for _, (submit, *_) in self._held.values():
-            assert isinstance(submit, Submit)
-            yield submit.request
-
-
-def _text_of(grammar: Grammar) -> Grammar:
-    """The text that identifies a compilation."""
-    return msgspec.structs.replace(grammar, after_token_id=None)
 
 
 def _shortened(submit: Submit, waited_s: float) -> Submit:

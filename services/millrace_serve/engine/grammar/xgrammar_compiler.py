@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from millrace_common import grammar_text
-from tokenizers import Tokenizer
+from millrace_common.tokenizer_file import load_tokenizer
 
 from millrace_serve.engine.core import Grammar, GrammarKind
 from millrace_serve.engine.grammar.grammars import GrammarError
@@ -115,9 +115,9 @@ def _compile(compiler: xgrammar.GrammarCompiler, grammar: Grammar) -> xgrammar.C
 def _texts(model: Path, vocab_size: int) -> list[str]:
     """Token texts by id, in the byte-level alphabet; special tokens and gaps are empty."""
     try:
-        tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    except Exception as error:  # tokenizers raises bare Exception
-        raise GrammarError(f"the worker's checkpoint has no usable tokenizer.json: {error}") from error
+        tokenizer = load_tokenizer(model)
+    except ValueError as error:
+        raise GrammarError(f"the worker's checkpoint has no usable tokenizer: {error}") from error
     special = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
     texts = [""] * vocab_size
     for text, token in tokenizer.get_vocab().items():

@@ -11,8 +11,8 @@ Then each step gives both up to 1 + draft_tokens rows: the last token and drafts
 one of them or more. The rows need pages; with pages for one row a sequence goes on, and the device accepts no
 token beyond the sequence's capacity. Without a free page even for one row, the sequence that goes last (lowest
 priority, latest arrival) is preempted: it returns to the queue without pages and is recomputed here from prompt and
-outputs, whatever its route was. Abort or deadline: DONE; pages of an IMPORTING request stay until KvArrived or KvFailed
-ends the transfer.
+outputs, whatever its route was, as far as no tier of the prefix cache has its pages. Abort or deadline: DONE; pages of
+an IMPORTING request stay until KvArrived or KvFailed ends the transfer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from millrace_serve.engine.core import (
     EngineInput,
     Failure,
     FinishReason,
-    FlushCache,
     KvArrived,
     KvFailed,
     KvOffered,
@@ -34,24 +33,25 @@ from millrace_serve.engine.core import (
     SequenceOutput,
     Submit,
 )
+from millrace_serve.engine.schedule.expected import Outputs, need
 from millrace_serve.engine.schedule.pages import Pages
 from millrace_serve.engine.schedule.plan import Plan, StepOutput
 from millrace_serve.engine.schedule.requests import Requests
 from millrace_serve.engine.schedule.scheduler import Scheduler
 from millrace_serve.engine.schedule.sequence import Phase, Sequence, Transfer, Trust
 
-RUNNING, DONE = Phase.RUNNING, Phase.DONE  # Python 3.11 takes as long for a member of an enum as for a call
+# Python 3.11 takes as long for a member of an enum as for a call
+RUNNING, DONE, PROVEN = Phase.RUNNING, Phase.DONE, Trust.PROVEN
 
 
 class DecodeScheduler(Scheduler):
     def __init__(self, config: EngineConfig, requests: Requests, pages: Pages) -> None:
         super().__init__(config, requests, pages)
+        self.outputs = Outputs()
         self._num_queries = 1 + config.draft_tokens  # at most
         self._importing: set[Sequence] = set()  # a transfer into their pages may be in flight, even if they are DONE
         self._ready: dict[Sequence, None] = {}
-        self._prefilling: dict[Sequence, None] = {}
         self._decoding: dict[Sequence, None] = {}
-        self._joined: list[Sequence] = []  # got a slot that no plan has named yet
 
     # ------------------------------------------------------------------------------------------ messages
 
@@ -70,15 +70,14 @@ class DecodeScheduler(Scheduler):
                     self.requests.waiting.push(seq)
             case KvArrived(id, first, drafts):
                 if (seq := live.get(id)) and seq.transfer is not Transfer.NONE:
+                    assert first is not None, f"request {id} arrived without a first token"
                     seq.drafts = drafts
                     self._arrived(seq, first)
             case KvFailed(id, failure):
                 if (seq := live.get(id)) and seq.transfer is not Transfer.NONE:
                     self._failed(seq, failure)
-            case FlushCache():
-                self.pages.cache.flush()
             case _:
-                raise TypeError(f"a decode engine does not take {type(msg).__name__}")
+                self._handle_cache(msg)
 
     def _arrived(self, seq: Sequence, first: SequenceOutput) -> None:
         self._end_transfer(seq)
@@ -110,7 +109,7 @@ class DecodeScheduler(Scheduler):
             self._stop(seq, FinishReason.ERROR, failure)
 
     def _end_transfer(self, seq: Sequence) -> None:
-        seq.move(Transfer.NONE)
+        seq.transfer = Transfer.NONE
         self._importing.discard(seq)
 
     def _take_off(self, seq: Sequence) -> None:
@@ -132,12 +131,7 @@ class DecodeScheduler(Scheduler):
         self._grow(plan)
         self._take_decodes(plan)
         self._take_chunks(plan)
-        if not plan.decode and not plan.chunks:
-            return None
-        plan.joined = [seq for seq in self._joined if seq.phase is Phase.RUNNING]
-        self._joined = []
-        self.outbox.totals["steps"] += 1
-        return plan
+        return self._complete(plan)
 
     def _join_ready(self) -> None:
         while self._ready and self.pages.has_slot():
@@ -184,6 +178,7 @@ class DecodeScheduler(Scheduler):
 
     def _preempt(self, seq: Sequence) -> None:
         self._take_off(seq)
+        seq.preempted = True
         self.outbox.totals["preemptions"] += 1
         self._leave(seq, Phase.WAITING)
 
@@ -197,44 +192,57 @@ class DecodeScheduler(Scheduler):
                 seq.inflight += 1
                 decode.append(seq)
 
-    def _take_chunks(self, plan: Plan) -> None:
-        budget = self.config.max_prefill_tokens
-        for running in list(self._prefilling):
-            budget -= self._take_chunk(plan, running, budget)
-        self._blocked = False
-        while (seq := self.requests.waiting.head()) and self._admit_head(seq, budget):
-            if seq.phase is Phase.RUNNING:
-                self._joined.append(seq)
-                budget -= self._take_chunk(plan, seq, budget)
-
     def _take_chunk(self, plan: Plan, seq: Sequence, budget: int) -> int:
         taken = super()._take_chunk(plan, seq, budget)
+        if taken and seq.preempted:
+            seq.preempted = False
+            least = self.pages.size + 2 * self._num_queries  # a page that was not full, and two launched steps
+            lost = len(seq.tokens) - plan.chunks[-1].start > least
+            self.outbox.totals["recomputed" if lost else "resumed"] += 1
         if taken and plan.chunks[-1].samples:
             del self._prefilling[seq]
             self._decoding[seq] = None
         return taken
 
     def _admit_head(self, seq: Sequence, budget: int) -> bool:
-        """One page stays back for each sequence that is decoding."""
-        length, size, headroom = len(seq.tokens), self.pages.size, len(self._decoding)
+        length, size = len(seq.tokens), self.pages.size
         if seq.transfer is Transfer.AWAITED:
-            if not self._admit(seq, length // size, headroom):
+            if not self._admit(seq, length // size, self._headroom(seq)):
                 return False
             self._reserve(seq)
             return True
         at_least_one_token = (length - 1) // size
-        if budget <= 0 or not self.pages.has_slot() or not self._admit(seq, at_least_one_token, headroom):
+        if not self._may_admit(budget) or not self._admit(seq, at_least_one_token, self._headroom(seq)):
             return False
-        self.pages.run(seq)
-        self._prefilling[seq] = None
+        self._run(seq)
         return True
+
+    def _headroom(self, newcomer: Sequence) -> int:
+        """Pages that stay back: one for each sequence that is decoding, or what all outputs are expected to need if
+        that is more. Nothing stays back for a newcomer that is alone.
+        """
+        importing = (seq for seq in self._importing if seq.phase is Phase.IMPORTING)
+        holders = [*importing, *self._ready, *self._prefilling, *self._decoding]
+        if not holders:
+            return 0
+        needs = [(self._rest(seq), len(seq.tokens) - seq.num_cached_tokens) for seq in holders]
+        needs.append((self._rest(newcomer), 0))
+        return max(self.pages.count(need(needs)), len(self._decoding))
+
+    def _rest(self, seq: Sequence) -> int:
+        return min(self.outputs.rest(seq.num_outputs, seq.order[1]), seq.limit - len(seq.tokens))
 
     def _reserve(self, seq: Sequence) -> None:
         seq.enter(Phase.IMPORTING)
-        seq.move(Transfer.READING)
+        seq.transfer = Transfer.READING
         self._importing.add(seq)
         num_cached_pages = seq.num_computed // self.pages.size
         self.outbox.events.reserved.append(KvReserved(seq.id, list(seq.pages), num_cached_pages))
+
+    def _leave(self, seq: Sequence, phase: Phase) -> None:
+        if phase is DONE and seq.phase is RUNNING and seq.num_outputs:
+            self.outputs.ended(seq.num_outputs)
+        super()._leave(seq, phase)
 
     # ------------------------------------------------------------------------------------------ results
 
@@ -252,18 +260,17 @@ class DecodeScheduler(Scheduler):
         """`row` is -1 for a chunk that sampled nothing. A preempted sequence (WAITING) still takes its tokens."""
         seq.inflight -= 1
         if output.corrupt and index in output.corrupt and seq.phase is not DONE:
-            seq.trust = Trust.CORRUPT
-            self._stop(seq, FinishReason.ERROR, Failure(Reason.KV_MISMATCH, output.corrupt[index]))
-        elif row >= 0 and seq.phase is not DONE:
-            self._append(seq, row, tokens[row], output)
+            self._condemn(seq, output.corrupt[index])
+        elif seq.phase is not DONE:
+            seq.trust = PROVEN
+            if row >= 0:
+                self._append(seq, row, tokens[row], output)
         if seq.phase is not RUNNING and not seq.inflight and seq in self.leaving:
             self._settle(seq)
 
     def _append(self, seq: Sequence, row: int, tokens: list[int], output: StepOutput) -> None:
-        if seq.silent:
-            seq.trust = Trust.PROVEN
-            if seq.phase is RUNNING:
-                self._share_prompt(seq)
+        if seq.silent and seq.phase is RUNNING:
+            self.pages.share(seq, len(seq.request.token_ids))
         if seq.grammar is not None and len(tokens) > 1:  # behind a token that nothing may follow, none is an output
             tokens = tokens[: len(seq.grammar.masks(tokens[:-1]))]
         tokens, finish = seq.extend(tokens)
@@ -284,12 +291,6 @@ class DecodeScheduler(Scheduler):
         """The upper bound, now that the count of the oldest launched step is known."""
         written = len(seq.tokens) - 1  # the newest token is the next step's input
         seq.num_reserved = min(written + seq.inflight * self._num_queries, seq.capacity)
-
-    def _share_prompt(self, seq: Sequence) -> None:
-        assert seq.prefix is not None
-        prompt = seq.request.token_ids
-        full = len(prompt) // self.pages.size
-        self.pages.cache.insert(seq.prefix, prompt, seq.pages[:full], seq.prompt_hashes)
 
     def load(self) -> Load:
         running = len(self._prefilling) + len(self._decoding)

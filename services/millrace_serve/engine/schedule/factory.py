@@ -17,9 +17,12 @@ from millrace_serve.engine.schedule.scheduler import Scheduler
 Clock = Callable[[], float]
 
 
-def make_scheduler(config: EngineConfig, role: Role, facts: ModelFacts, clock: Clock, grammars: Grammars) -> Scheduler:
+def make_scheduler(
+    config: EngineConfig, role: Role, facts: ModelFacts, clock: Clock, grammars: Grammars, host_pages: int = 0
+) -> Scheduler:
+    """`host_pages`: copies of pages that the host tier has room for."""
     requests = Requests(config, role, facts, clock, grammars)
-    pages = Pages(config, KvCache(config.num_pages, config.page_size, config.prefix_cache))
+    pages = Pages(config, KvCache(config.num_pages, config.page_size, config.prefix_cache, host_pages))
     if role is Role.PREFILL:
         return PrefillScheduler(config, requests, pages)
     return DecodeScheduler(config, requests, pages)

@@ -1,15 +1,15 @@
-"""The limits of an engine. The router checks the same limits first; here they protect the engine itself."""
+"""The limits of requests that depend on an engine and its model. The limits of a message by itself, token ids included,
+are checked before it comes here (worker/frontend/convert.py, requests.py).
+"""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from millrace_common.reasons import Reason
-from millrace_common.sampling_limits import NUMBERS
 
 from millrace_serve.engine.config import EngineConfig, Role
-from millrace_serve.engine.core import Failure, Request, Route, SamplingParams
+from millrace_serve.engine.core import Failure, Request, Route
 
 ROUTES = {
     Role.PREFILL: {Route.EXPORT},
@@ -36,8 +36,7 @@ def refusal(request: Request, config: EngineConfig, facts: ModelFacts, role: Rol
     """Return why `request` can never run here, or None."""
     if request.route not in ROUTES[role]:
         return _invalid(f"route {request.route} is not served by a {role} engine")
-    problem = _token_problem(request, facts) or _sampling_problem(request.sampling, facts)
-    if problem:
+    if problem := _problem(request, facts):
         return _invalid(problem)
     length = len(request.token_ids)
     if length >= config.max_model_len:
@@ -53,37 +52,18 @@ def refusal(request: Request, config: EngineConfig, facts: ModelFacts, role: Rol
     return None
 
 
-def _token_problem(request: Request, facts: ModelFacts) -> str | None:
-    length, prior = len(request.token_ids), request.num_prior_outputs
-    if not 0 <= prior < max(length, 1):
-        return f"num_prior_outputs={prior} of {length} token_ids"
-    if length == 0:
-        return "token_ids is empty"
-    if min(request.token_ids) < 0 or max(request.token_ids) >= facts.vocab_size:
-        bad = next(t for t in request.token_ids if not 0 <= t < facts.vocab_size)
-        return f"token_ids has {bad}; ids are 0..{facts.vocab_size - 1}"
-    if prior >= request.sampling.max_tokens:
-        return f"num_prior_outputs={prior} leaves nothing of max_tokens={request.sampling.max_tokens}"
-    if request.timeout_s is not None and not math.isfinite(request.timeout_s):
-        return f"timeout_s={request.timeout_s} is not finite"
-    return None
-
-
-def _sampling_problem(params: SamplingParams, facts: ModelFacts) -> str | None:
-    for name, allowed in NUMBERS.items():
-        value = getattr(params, name)
-        if value is not None and not allowed.holds(value):
-            return f"{name}={value!r} must be {allowed}"
+def _problem(request: Request, facts: ModelFacts) -> str | None:
+    params, prior = request.sampling, request.num_prior_outputs
+    if prior >= params.max_tokens:
+        return f"num_prior_outputs={prior} leaves nothing of max_tokens={params.max_tokens}"
     vocab = range(facts.vocab_size)
-    bias = (token in vocab and math.isfinite(value) for token, value in params.logit_bias.items())
     after = None if params.grammar is None else params.grammar.after_token_id
     checks = (
-        ("min_tokens", params.min_tokens <= params.max_tokens, "at most max_tokens"),
         ("stop_token_ids", all(token in vocab for token in params.stop_token_ids), "inside the vocabulary"),
         ("ignore_eos", params.grammar is None or not params.ignore_eos, "false with a grammar"),
         ("min_tokens", params.grammar is None or not params.min_tokens, "0 with a grammar"),
         ("grammar", after is None or after in vocab, "one whose after_token_id is inside the vocabulary"),
-        ("logit_bias", all(bias), "finite, for ids inside the vocabulary"),
+        ("logit_bias", all(token in vocab for token in params.logit_bias), "for ids inside the vocabulary"),
     )
     for name, ok, rule in checks:
         if not ok:

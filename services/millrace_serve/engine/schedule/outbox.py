@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from millrace_serve.engine.config import MOST_DRAFTS
 from millrace_serve.engine.core import Events, Failure, FinishReason, Request, SequenceOutput, TokenOutput
 from millrace_serve.engine.schedule.sequence import Sequence
 
+# Fields of Load that only grow.
+COUNTED = (
+    "preemptions",
+    "resumed",
+    "recomputed",
+    "steps",
+    "cached_tokens",
+    "host_cached_tokens",
+    "prompt_tokens",
+    "output_tokens",
+)
+
 
 class Outbox:
     def __init__(self) -> None:
-        self.totals = dict.fromkeys(("preemptions", "steps", "cached_tokens", "prompt_tokens", "output_tokens"), 0)
+        self.totals: dict[str, Any] = dict.fromkeys(COUNTED, 0)
         self.drafted = [0] * MOST_DRAFTS  # by their place behind the newest token
         self.accepted = [0] * MOST_DRAFTS
         self.events = Events()
@@ -26,6 +40,13 @@ class Outbox:
         seq.queued_s = now - seq.arrived
         self.totals["prompt_tokens"] += len(seq.tokens)
         self.totals["cached_tokens"] += seq.num_computed
+
+    def filled(self, seq: Sequence, num_tokens: int, from_host: bool) -> None:
+        """`seq` found so many tokens more after it was admitted."""
+        if seq.silent:
+            seq.num_cached_tokens += num_tokens
+            self.totals["cached_tokens"] += num_tokens
+            self.totals["host_cached_tokens"] += num_tokens * from_host
 
     def output(
         self,

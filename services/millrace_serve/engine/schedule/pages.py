@@ -56,6 +56,13 @@ class Pages:
             self._slots.append(seq.slot)
             seq.slot = -1
 
+    def share(self, seq: Sequence, num_tokens: int) -> int:
+        """Put full pages of leading prompt tokens, whose KV is written, into the prefix cache. Returns their number."""
+        assert seq.prefix is not None
+        full = num_tokens // self.size
+        self.cache.insert(seq.prefix, seq.tokens, seq.pages[:full], seq.prompt_hashes)
+        return full
+
     def release(self, seq: Sequence) -> None:
         """Give all pages back; full ones whose KV is written and known stay in the prefix cache."""
         if seq.prefix is None:

@@ -18,16 +18,33 @@ class Chunk:
     start: int
     end: int
     samples: bool
+    shared: bool = False  # all replicas compute it, each a part of its rows
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The next step may have one shared chunk: agreed among the replicas in the step before."""
+
+    mine: bool
+    replicas: int
 
 
 @dataclass(slots=True)
 class Plan:
-    """Rows of the step in order: those of each decode sequence (its last token and drafts), then the chunks."""
+    """Rows of the step in order: those of each decode sequence (its last token and drafts), then the chunks. At most
+    one chunk is shared, the last one.
+    """
 
     decode: list[Sequence]
     chunks: list[Chunk]
     joined: list[Sequence] = field(default_factory=list)  # got their slot since the last plan
     grown: list[Sequence] = field(default_factory=list)  # got more pages since the last plan
+    wants_turn: bool = False  # a prompt here waits for its next shared chunk
+    began: float = 0.0  # when it was made, on the scheduler's clock
+
+    @property
+    def shared(self) -> Chunk | None:
+        return self.chunks[-1] if self.chunks and self.chunks[-1].shared else None
 
 
 @dataclass(slots=True)

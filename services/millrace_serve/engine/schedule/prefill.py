@@ -7,12 +7,18 @@ Life of an EXPORT request:
     3. commit            after each chunk its finished pages are published
     4. last commit       the first token goes out, with the last part; PARKED
     5. LeaseEnded        the pages are free
+A request that borrows is EXPECTED until KvOffered says what another worker lends, or KvFailed that nobody does. If that
+is more than our prefix cache has, 2 begins a fill (scheduler.py), and cached pages are published when it is over:
+KvArrived; or KvFailed, and the pages are computed here. KvLate: they may be written for as long as a lost worker likes,
+so the request gives them up and returns to the queue.
 Abort or deadline: nothing published -> DONE, pages free; something published -> PARKED until LeaseEnded.
 LeaseEnded before 4: no worker will read the rest, so the request ends in an error.
 """
 
 from __future__ import annotations
 
+import msgspec
+from millrace_common.rate import Rate
 from millrace_common.reasons import Reason
 
 from millrace_serve.engine.config import EngineConfig
@@ -21,15 +27,19 @@ from millrace_serve.engine.core import (
     EngineInput,
     Failure,
     FinishReason,
-    FlushCache,
+    KvArrived,
+    KvFailed,
+    KvLate,
+    KvOffered,
     KvPart,
+    KvReserved,
     LeaseEnded,
     Load,
     SequenceOutput,
     Submit,
 )
 from millrace_serve.engine.schedule.pages import Pages
-from millrace_serve.engine.schedule.plan import Chunk, Plan, StepOutput
+from millrace_serve.engine.schedule.plan import Plan, StepOutput
 from millrace_serve.engine.schedule.requests import Requests
 from millrace_serve.engine.schedule.scheduler import Scheduler
 from millrace_serve.engine.schedule.sequence import Phase, Sequence, Trust
@@ -38,95 +48,135 @@ from millrace_serve.engine.schedule.sequence import Phase, Sequence, Trust
 class PrefillScheduler(Scheduler):
     def __init__(self, config: EngineConfig, requests: Requests, pages: Pages) -> None:
         super().__init__(config, requests, pages)
-        self._running: dict[Sequence, None] = {}  # in order of admission
         self._num_parked = 0
+        self._speed = Rate()  # prompt tokens
+        self._committed_at = 0.0
 
     def handle(self, msg: EngineInput) -> None:
         live = self.requests.live
         match msg:
             case Submit(request):
-                if seq := self._enrol(request):
+                if (seq := self._enrol(request)) and seq.phase is Phase.WAITING:
                     self.requests.waiting.push(seq)
             case Abort(id):
-                seq = live.get(id)
-                if seq is not None and seq.phase in (Phase.WAITING, Phase.RUNNING):
+                if (seq := live.get(id)) and seq.phase not in (Phase.PARKED, Phase.DONE):
                     self._stop(seq, FinishReason.ABORT)
-            case LeaseEnded(id):
+            case KvOffered(id, num_pages):
+                if (seq := live.get(id)) and seq.phase is Phase.EXPECTED:
+                    self._queue(seq, num_pages)
+            case KvArrived(id):
+                if (seq := live.get(id)) and seq.num_offered:
+                    self._end_fill(seq, seq.num_offered)
+            case KvLate(id):
+                if (seq := live.get(id)) and seq.num_offered and seq.phase is Phase.RUNNING:
+                    self._do_without(seq)
+            case KvFailed(id):
+                self.loans.settle(id)
                 if seq := live.get(id):
-                    self._end_lease(seq)
-            case FlushCache():
-                self.pages.cache.flush()
+                    self._lose_loan(seq)
+            case LeaseEnded(id) if id in live:
+                self._end_lease(live[id])
             case _:
-                raise TypeError(f"a prefill engine does not take {type(msg).__name__}")
+                self._handle_cache(msg)
 
     def schedule(self) -> Plan | None:
-        """Chunks for the admitted prompts in order, then new prompts, until the step's token budget is used up."""
         for seq in self.requests.expired():
             message = f"timeout_s={seq.request.timeout_s} passed during prefill"
             self._stop(seq, FinishReason.ERROR, Failure(Reason.DEADLINE_EXCEEDED, message))
-        budget = self.config.max_prefill_tokens
-        plan = Plan([], [])
-        for seq in self._running:
-            budget -= self._take_chunk(plan, seq, budget)
-        self._blocked = False
-        while budget > 0 and (admitted := self._admit_head()):
-            plan.joined.append(admitted)
-            budget -= self._take_chunk(plan, admitted, budget)
-        if not plan.chunks:
-            return None
-        self.outbox.totals["steps"] += 1
-        return plan
+        plan = Plan([], [], began=self.requests.clock())
+        self._take_chunks(plan)
+        return self._complete(plan)
 
     def commit(self, plan: Plan, output: StepOutput) -> None:
         tokens, row = output.accepted(), 0
+        self._measure(plan)
         for index, chunk in enumerate(plan.chunks):
             seq = chunk.seq
             seq.inflight -= 1
             if seq.phase is not Phase.RUNNING:
                 self._settle(seq)
             elif index in output.corrupt:
-                seq.trust = Trust.CORRUPT
-                self._stop(seq, FinishReason.ERROR, Failure(Reason.KV_MISMATCH, output.corrupt[index]))
+                self._condemn(seq, output.corrupt[index])
             else:
-                self._share(chunk)
+                seq.trust = Trust.PROVEN
+                full = self.pages.share(seq, chunk.end)
                 if chunk.samples:
                     self._finish(seq, row, tokens[row], output)
+                elif full > seq.num_published:
+                    self._publish(seq, full)
             row += chunk.samples
 
-    def load(self) -> Load:
-        return self._load(len(self._running), importing=0, exporting=self._num_parked)
+    def _measure(self, plan: Plan) -> None:
+        """A launched step computes from the end of the one before it."""
+        now = self.requests.clock()
+        self._speed.add(
+            sum(chunk.end - chunk.start for chunk in plan.chunks), now - max(plan.began, self._committed_at)
+        )
+        self._committed_at = now
 
-    def _admit_head(self) -> Sequence | None:
-        seq = self.requests.waiting.head()
-        if seq is None or not self.pages.has_slot():
-            return None
+    def load(self) -> Load:
+        filling = sum(seq.filling for seq in self._prefilling)
+        load = self._load(len(self._prefilling) - filling, importing=filling, exporting=self._num_parked)
+        return msgspec.structs.replace(load, prompt_tokens_per_s=self._speed.per_s)
+
+    def _admit_head(self, seq: Sequence, budget: int) -> bool:
+        if not self._may_admit(budget):
+            return False
         pool, most = self.pages.cache.pool, self.config.max_parked_pages
         held = pool.num_running + pool.num_published
         if held and most and held + self.pages.count(len(seq.tokens)) > most:
             self._blocked = True
-            return None
+            return False
         at_least_one_token = (len(seq.tokens) - 1) // self.pages.size
         if not self._admit(seq, at_least_one_token, headroom=0):
-            return None
-        self.pages.run(seq)
-        self._running[seq] = None
-        self._publish(seq, seq.num_computed // self.pages.size)
-        return seq
+            return False
+        self._run(seq, seq.num_offered)
+        own, from_host = seq.num_computed // self.pages.size, seq.filling
+        if seq.num_offered:
+            pages = seq.pages[: seq.num_offered]
+            num_ours = len(pages) if from_host else min(own, len(pages))
+            self.outbox.events.reserved.append(KvReserved(seq.id, pages, num_ours))
+        if own < seq.num_offered and not from_host:
+            self._fill(seq)
+            self._publish(seq, 0)
+        else:
+            seq.num_offered = 0
+            self._publish(seq, own)
+        return True
 
-    def _share(self, chunk: Chunk) -> None:
-        """The chunk's KV is in its pages: put the full ones into the prefix cache, and publish them."""
-        seq, full = chunk.seq, chunk.end // self.pages.size
-        assert seq.prefix is not None
-        self.pages.cache.insert(seq.prefix, seq.tokens, seq.pages[:full], seq.prompt_hashes)
-        if not chunk.samples and full > seq.num_published:
-            self._publish(seq, full)
+    def _queue(self, seq: Sequence, num_offered: int) -> None:
+        seq.enter(Phase.WAITING)
+        seq.num_offered = num_offered
+        self.requests.waiting.push(seq)
+
+    def _end_fill(self, seq: Sequence, num_pages: int) -> None:
+        """Of the sequence's pages `num_pages` have their KV, and no read is in flight."""
+        seq.num_offered = 0
+        self._filled(seq, num_pages)
+        if seq.phase is Phase.RUNNING:
+            self._publish(seq, num_pages)
+
+    def _lose_loan(self, seq: Sequence) -> None:
+        if seq.phase is Phase.EXPECTED:
+            self._queue(seq, 0)
+        elif seq.num_offered and seq.filling:
+            self._end_fill(seq, seq.num_computed // self.pages.size)
+        seq.num_offered = 0
+
+    def _do_without(self, seq: Sequence) -> None:
+        """The pages that are being read are kept aside until KvFailed."""
+        own, seq.num_offered = slice(seq.num_computed // self.pages.size, seq.num_offered), 0
+        self.loans.set_aside(seq.id, seq.pages[own])
+        self._take_off(seq)
+        self._leave(seq, Phase.WAITING)
+        self._filled(seq, 0)
 
     def _finish(self, seq: Sequence, row: int, tokens: list[int], output: StepOutput) -> None:
         """The prompt is complete: its first token goes out with the last part."""
         _, finish = seq.extend(tokens)
         first = self.outbox.output(seq, output.outputs(row, tokens, seq), finish)
         self._publish(seq, len(seq.pages), first, output.drafts_of(row))
-        del self._running[seq]
+        del self._prefilling[seq]
         self._leave(seq, Phase.PARKED)
 
     def _publish(
@@ -143,7 +193,7 @@ class PrefillScheduler(Scheduler):
 
     def _take_off(self, seq: Sequence) -> None:
         self.requests.waiting.discard(seq)
-        self._running.pop(seq, None)
+        self._prefilling.pop(seq, None)
 
     def _leave(self, seq: Sequence, phase: Phase) -> None:
         """A prompt of which a decode worker may read pages stays until its lease ends."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import logging
+import math
 from collections.abc import Callable
 
 from millrace_common.page_hash import page_hashes
@@ -18,9 +18,6 @@ from millrace_serve.engine.schedule.sequence import Phase, Sequence
 from millrace_serve.engine.schedule.waiting import WaitingQueue
 
 log = logging.getLogger(__name__)
-
-ENDED_DEADLINES = 64  # deadlines of ended requests that are kept beside as many as there are active requests
-Deadline = tuple[float, tuple[int, int], Sequence]
 
 
 class Requests:
@@ -39,7 +36,7 @@ class Requests:
         self._config, self._role, self._facts = config, role, facts
         self._grammars = grammars
         self._arrivals = itertools.count()
-        self._deadlines: list[Deadline] = []  # a heap
+        self._next_deadline = math.inf  # no active request has an earlier one
 
     def enrol(self, request: Request) -> Sequence | Failure | None:
         """Return a new sequence, in no queue yet; or why it is refused; or None for a repeated submission."""
@@ -62,11 +59,11 @@ class Requests:
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._facts.eos_token_ids)
         order = (-request.priority, next(self._arrivals))
         hashes = page_hashes(request.token_ids, self._config.page_size)  # now, while no step waits for them
-        seq = Sequence(request, order, sequence_limit(request, self._config), stop_ids, hashes, now, walk)
+        deadline = math.inf if request.timeout_s is None else now + request.timeout_s
+        seq = Sequence(request, order, sequence_limit(request, self._config), stop_ids, hashes, now, deadline, walk)
         self.live[seq.id] = seq
         self.num_active += 1
-        if request.timeout_s is not None:
-            self._watch((now + request.timeout_s, order, seq))
+        self._next_deadline = min(self._next_deadline, deadline)
         return seq
 
     def room(self) -> int:
@@ -79,24 +76,16 @@ class Requests:
 
     def expired(self) -> list[Sequence]:
         """Sequences whose deadline has passed and whose work is not over; each is returned once."""
-        now, late = self.clock(), []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            seq = heapq.heappop(self._deadlines)[2]
-            if not _is_over(seq):
-                late.append(seq)
-        return late
+        now = self.clock()
+        if now < self._next_deadline:
+            return []
+        active = [seq for seq in self.live.values() if not _is_over(seq)]
+        self._next_deadline = min((seq.deadline for seq in active if seq.deadline > now), default=math.inf)
+        return [seq for seq in active if seq.deadline <= now]
 
     def seconds_to_deadline(self) -> float | None:
-        while self._deadlines and _is_over(self._deadlines[0][2]):
-            heapq.heappop(self._deadlines)
-        return max(self._deadlines[0][0] - self.clock(), 0.0) if self._deadlines else None
-
-    def _watch(self, deadline: Deadline) -> None:
-        """Drops ended requests long before their deadlines when they are many: each entry keeps a request's tokens."""
-        heapq.heappush(self._deadlines, deadline)
-        if len(self._deadlines) > 2 * self.num_active + ENDED_DEADLINES:
-            self._deadlines = [one for one in self._deadlines if not _is_over(one[2])]
-            heapq.heapify(self._deadlines)
+        """To the earliest deadline; it may be that of a request that has ended since."""
+        return None if math.isinf(self._next_deadline) else max(self._next_deadline - self.clock(), 0.0)
 
 
 def _is_over(seq: Sequence) -> bool:

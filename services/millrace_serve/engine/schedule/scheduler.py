@@ -2,31 +2,69 @@
 
 A sequence that leaves (finished, preempted, parked) gives its slot and pages back at once when no launched step names
 it, otherwise with the commit of the last such step. Only then may another sequence have them.
+
+Leading pages of a running prompt may be filled by somebody else: a copy from the host's memory, a read from another
+worker. `_fill` begins that; the sequence has its slot and pages and plans no chunk; `_filled` ends it, and the rest of
+the prompt is computed. A sequence that leaves meanwhile keeps its pages until then.
+
+The rest of a long prompt (`share_prompts`) is computed in shared chunks only, one in each turn that the replicas give
+this one. In such a step every replica has half of its tokens for the shared chunk and half for prompts of its own.
 """
 
 from __future__ import annotations
 
 import abc
 
+from millrace_common.reasons import Reason
+
 from millrace_serve.engine.config import EngineConfig
-from millrace_serve.engine.core import EngineInput, Events, Failure, FinishReason, Load, Request
+from millrace_serve.engine.core import (
+    EngineInput,
+    Events,
+    Failure,
+    FinishReason,
+    FlushCache,
+    LeaseEnded,
+    Lend,
+    Load,
+    Request,
+)
+from millrace_serve.engine.schedule.host_copies import HostCopies
+from millrace_serve.engine.schedule.loans import Loans
 from millrace_serve.engine.schedule.outbox import Outbox
 from millrace_serve.engine.schedule.pages import Pages
-from millrace_serve.engine.schedule.plan import Chunk, Plan, StepOutput
+from millrace_serve.engine.schedule.plan import Chunk, Plan, StepOutput, Turn
 from millrace_serve.engine.schedule.requests import Requests
-from millrace_serve.engine.schedule.sequence import Phase, Sequence, Transfer
+from millrace_serve.engine.schedule.sequence import Phase, Sequence, Transfer, Trust
 
 
 class Scheduler(abc.ABC):
     def __init__(self, config: EngineConfig, requests: Requests, pages: Pages) -> None:
         self.config, self.requests, self.pages = config, requests, pages
         self.outbox = Outbox()
+        self.host = HostCopies(pages.cache)
+        self.loans = Loans(pages.cache)
         self.leaving: set[Sequence] = set()  # have left, but a launched step still names them
+        self.turn: Turn | None = None  # whether the next step has a shared chunk; the engine sets it
+        self._prefilling: dict[Sequence, None] = {}  # in order of admission
+        self._joined: list[Sequence] = []  # got a slot that no plan has named yet
         self._blocked = False  # the head of the queue lacked pages when it was last tried
 
     @abc.abstractmethod
     def handle(self, msg: EngineInput) -> None:
         """Never raises for a bad request: the request ends in an output with finish ERROR."""
+
+    def _handle_cache(self, msg: EngineInput) -> None:
+        """Messages about the prefix cache, alike in both schedulers."""
+        match msg:
+            case Lend(id, blocks):
+                self.outbox.events.parts.append(self.loans.lend(id, blocks))
+            case LeaseEnded(id):
+                self.loans.end(id)
+            case FlushCache():
+                self.pages.cache.flush()
+            case _:
+                raise TypeError(f"a {type(self).__name__} does not take {type(msg).__name__}")
 
     @abc.abstractmethod
     def schedule(self) -> Plan | None:
@@ -61,6 +99,92 @@ class Scheduler(abc.ABC):
         self.requests.waiting.discard(seq)
         return True
 
+    @property
+    def _chunk_tokens(self) -> int:
+        """Prompt tokens of this replica's own in the next step."""
+        most = self.config.max_prefill_tokens
+        return max(most - self.config.shared_tokens, 1) if self.turn else most
+
+    def _is_long(self, seq: Sequence) -> bool:
+        return not seq.filling and 0 < self.config.share_prompts <= len(seq.tokens) - seq.num_computed
+
+    def _take_own(self, plan: Plan, seq: Sequence, budget: int) -> int:
+        """Plan a chunk that this replica computes alone, unless the prompt is long. Returns its tokens."""
+        return 0 if seq.filling or self._is_long(seq) else self._take_chunk(plan, seq, budget)
+
+    def _take_chunks(self, plan: Plan) -> None:
+        """Chunks for the admitted prompts in order, then new prompts, until the step's token budget is used up."""
+        budget = self._chunk_tokens
+        for running in list(self._prefilling):
+            budget -= self._take_own(plan, running, budget)
+        self._blocked = False
+        while (seq := self.requests.waiting.head()) and self._admit_head(seq, budget):
+            if seq.phase is Phase.RUNNING and not seq.filling:
+                self._joined.append(seq)
+                budget -= self._take_own(plan, seq, budget)
+        self._take_shared(plan)
+
+    @abc.abstractmethod
+    def _admit_head(self, seq: Sequence, budget: int) -> bool:
+        """Take `seq` off the queue, if there is room for it."""
+
+    def _run(self, seq: Sequence, num_offered: int = 0) -> None:
+        """Start to compute the prompt of a sequence that has pages. What the host tier has of the rest comes first, if
+        with it there are as many pages as somebody else offers.
+        """
+        self.pages.run(seq)
+        self._prefilling[seq] = None
+        size, own = self.pages.size, seq.num_computed // self.pages.size
+        if self.host.total:
+            blocks = seq.page_hashes((len(seq.tokens) - 1) // size, size)[own:]
+            pages, least = seq.pages[own:], max(num_offered - own, 1)
+            if self.host.fill(pages, blocks, least, lambda count: self._filled(seq, own + count, from_host=True)):
+                self._fill(seq)
+
+    def _fill(self, seq: Sequence) -> None:
+        """Somebody else will write leading pages of `seq`, which has just begun to run."""
+        seq.filling = True
+        seq.inflight += 1
+
+    def _filled(self, seq: Sequence, num_pages: int, from_host: bool = False) -> None:
+        """The fill is over, and nobody writes to the pages any more. The first `num_pages`, all full, have their KV: at
+        least those of the prefix cache, and at least one token is left to compute.
+        """
+        assert seq.filling and num_pages * self.pages.size < len(seq.tokens), f"request {seq.id}, {num_pages} pages"
+        seq.filling = False
+        seq.inflight -= 1
+        if seq.phase is not Phase.RUNNING:
+            self._settle(seq)
+            return
+        gained = num_pages * self.pages.size - seq.num_computed
+        if gained > 0:
+            seq.set_computed(num_pages * self.pages.size)
+            seq.trust = Trust.UNPROVEN
+            self.outbox.filled(seq, gained, from_host)
+        self._joined.append(seq)
+
+    def _take_shared(self, plan: Plan) -> None:
+        """Use the turn, and ask for the next one; after all other chunks."""
+        long = [seq for seq in self._prefilling if self._is_long(seq)]
+        if long and self.turn is not None and self.turn.mine:
+            self._take_chunk(plan, long[0], self.turn.replicas * self.config.shared_tokens)
+            plan.chunks[-1].shared = True
+        plan.wants_turn = any(map(self._is_long, long))
+
+    def _may_admit(self, budget: int) -> bool:
+        """Whether the step has room for another prompt. One long prompt waits behind another one, not more."""
+        return budget > 0 and sum(map(self._is_long, self._prefilling)) < 2 and self.pages.has_slot()
+
+    def _complete(self, plan: Plan) -> Plan | None:
+        """None: nothing runs, and no prompt waits for its turn."""
+        if plan.decode or plan.chunks:
+            plan.joined = [seq for seq in self._joined if seq.phase is Phase.RUNNING and not seq.filling]
+            self._joined = []
+            self.outbox.totals["steps"] += 1
+        elif not plan.wants_turn:
+            return None
+        return plan
+
     def _take_chunk(self, plan: Plan, seq: Sequence, budget: int) -> int:
         """Plan the next tokens of a prompt, at most `budget`. Returns their number."""
         start = seq.num_computed
@@ -71,6 +195,12 @@ class Scheduler(abc.ABC):
         seq.inflight += 1
         plan.chunks.append(Chunk(seq, start, end, samples=end == len(seq.tokens)))
         return end - start
+
+    def _condemn(self, seq: Sequence, why: str) -> None:
+        """A step found a page of other tokens among the pages of `seq`. It may have come from any tier."""
+        seq.trust = Trust.CORRUPT
+        self.host.disk.remove(seq.page_hashes(len(seq.tokens) // self.pages.size, self.pages.size))
+        self._stop(seq, FinishReason.ERROR, Failure(Reason.KV_MISMATCH, why))
 
     def _stop(self, seq: Sequence, finish: FinishReason, error: Failure | None = None) -> None:
         """End a request in any phase but DONE."""
@@ -95,7 +225,29 @@ class Scheduler(abc.ABC):
             return
         if seq.inflight:
             self.leaving.add(seq)
-            return
+        elif seq.phase is not Phase.WAITING or not self._save(seq):
+            self._free(seq)
+
+    def _save(self, seq: Sequence) -> bool:
+        """Copy full pages of a preempted sequence to the host tier before they are given back. False: nothing to do."""
+        full, size = seq.num_computed // self.pages.size, self.pages.size
+        if not self.host.total or seq.trust is not Trust.PROVEN:
+            return False
+
+        def saved() -> None:
+            seq.inflight -= 1
+            if seq.phase is Phase.WAITING:
+                self._free(seq)
+            else:
+                self._settle(seq)
+
+        if not self.host.save(seq.pages[:full], seq.page_hashes(full, size), saved):
+            return False
+        seq.inflight += 1
+        self.leaving.add(seq)
+        return True
+
+    def _free(self, seq: Sequence) -> None:
         self.leaving.discard(seq)
         self.pages.free_slot(seq)
         if seq.phase is Phase.PARKED:
@@ -123,5 +275,7 @@ class Scheduler(abc.ABC):
             drafted=tuple(self.outbox.drafted[: self.config.draft_tokens]),
             accepted=tuple(self.outbox.accepted[: self.config.draft_tokens]),
             credits=0 if self._blocked else max(requests.room(), 0),
+            host_pages_total=self.host.total,
+            host_pages_used=self.host.used,
             **self.outbox.totals,
         )

@@ -1,7 +1,7 @@
 """One request inside a scheduler.
 
     phase       left by                                          slot   pages       transfer
-    EXPECTED    KvOffered -> WAITING                             -      -           AWAITED
+    EXPECTED    KvOffered, or no loan -> WAITING                 -      -           AWAITED, NONE
     WAITING     admitted -> RUNNING; reserved -> IMPORTING       (a)    (a)         NONE, AWAITED
     IMPORTING   KvArrived -> READY                               -      own         READING
     READY       a free slot -> RUNNING; preempted -> WAITING     -      own         NONE
@@ -10,23 +10,19 @@
     DONE        nothing                                          (a)    (a) (b)     any
 
 Every phase may go to DONE by abort, deadline or failure. (a) A sequence that has left RUNNING keeps its slot and its
-pages while a launched step still names it (`inflight` > 0). (b) A sequence that was IMPORTING keeps its pages until the
-transfer is over (`transfer` is READING).
+pages while a launched step still names it or somebody else fills its pages (`inflight` > 0). (b) A sequence that was
+IMPORTING keeps its pages until the transfer is over (`transfer` is READING).
 
-Bounds of a running sequence. The device decides how many of a step's rows are accepted, and the host learns the number
-when the step is committed. Until then the host works with bounds:
+The bounds of a running sequence (docs/architecture.md) hold for the time when all launched steps are done:
 
     position  0 ........ num_computed ........ num_reserved ........ capacity ........ limit
               known, and KV is there | KV may be there  | has a page       | has no page yet
-
-Both are meant for the time when all launched steps are done. Tokens before `num_computed` were known when the last step
-was launched, so their KV and their canaries are in the pages.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection
+import math
 from dataclasses import dataclass, field
 
 from millrace_common.page_hash import page_hashes
@@ -59,17 +55,8 @@ class Trust(enum.Enum):
     """Whether the sequence's pages may enter the prefix cache."""
 
     PROVEN = enum.auto()
-    UNPROVEN = enum.auto()  # imported, and no step has used the pages yet
+    UNPROVEN = enum.auto()  # imported or filled, and no step has used the pages yet
     CORRUPT = enum.auto()  # a step found a page with other tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Holds:
-    """The resources of a sequence in a phase while no launched step names it."""
-
-    slot: bool
-    pages: bool
-    transfer: Collection[Transfer]
 
 
 PHASES = Transitions(
@@ -81,22 +68,6 @@ PHASES = Transitions(
         Phase.RUNNING: {Phase.WAITING, Phase.PARKED, Phase.DONE},
         Phase.PARKED: {Phase.DONE},
         Phase.DONE: (),
-    }
-)
-HOLDS = {
-    Phase.EXPECTED: Holds(slot=False, pages=False, transfer=(Transfer.AWAITED,)),
-    Phase.WAITING: Holds(slot=False, pages=False, transfer=(Transfer.NONE, Transfer.AWAITED)),
-    Phase.IMPORTING: Holds(slot=False, pages=True, transfer=(Transfer.READING,)),
-    Phase.READY: Holds(slot=False, pages=True, transfer=(Transfer.NONE,)),
-    Phase.RUNNING: Holds(slot=True, pages=True, transfer=(Transfer.NONE,)),
-    Phase.PARKED: Holds(slot=False, pages=True, transfer=(Transfer.NONE,)),
-    Phase.DONE: Holds(slot=False, pages=True, transfer=tuple(Transfer)),
-}
-TRANSFERS = Transitions(
-    {
-        Transfer.AWAITED: {Transfer.READING, Transfer.NONE},
-        Transfer.READING: {Transfer.NONE},
-        Transfer.NONE: (),
     }
 )
 
@@ -111,6 +82,7 @@ class Sequence:
     stop_ids: frozenset[int]
     prompt_hashes: list[int]  # of each page of request.token_ids (millrace_common/page_hash.py)
     arrived: float = 0.0  # on the scheduler's clock
+    deadline: float = math.inf  # on the same clock
     grammar: Walk | None = None  # where `tokens` stand in the request's grammar
     id: RequestId = field(init=False)
     tokens: list[int] = field(init=False)
@@ -124,20 +96,25 @@ class Sequence:
     capacity: int = 0  # positions that have a page and may be written
     num_computed: int = 0  # tokens that are known and have their KV once the launched steps are done
     num_reserved: int = 0  # tokens that have their KV then, at most
-    inflight: int = 0  # launched steps that name this sequence and are not committed
+    filling: bool = False  # somebody else writes leading pages: no step may use the sequence yet
+    inflight: int = 0  # launched steps that name this sequence and are not committed; 1 more while it is filling
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    preempted: bool = False  # and not computing again yet
     silent: bool = True  # no output has been sent yet
     queued_s: float = 0.0  # until the sequence got its first pages
     drafts: tuple[int, ...] = ()  # that came with the KV; with a grammar those of the newest step; the device has them
     num_drafted: int = 0  # drafts that steps have verified
     num_accepted: int = 0  # of these
     num_published: int = 0  # pages announced in KvParts
+    num_offered: int = 0  # leading pages that another worker lends
 
     def __post_init__(self) -> None:
         self.id, self.tokens = self.request.id, list(self.request.token_ids)
         self.num_prompt = len(self.tokens) - self.request.num_prior_outputs
         if self.request.route is Route.IMPORT:
             self.phase, self.transfer = Phase.EXPECTED, Transfer.AWAITED
+        elif self.request.borrows:
+            self.phase = Phase.EXPECTED
 
     @property
     def num_outputs(self) -> int:
@@ -159,9 +136,6 @@ class Sequence:
     def enter(self, phase: Phase) -> None:
         self.phase = PHASES.move(self.phase, phase, f"request {self.id}")
 
-    def move(self, transfer: Transfer) -> None:
-        self.transfer = TRANSFERS.move(self.transfer, transfer, f"transfer of request {self.id}")
-
     def set_computed(self, num_tokens: int) -> None:
         """The KV of exactly so many tokens is in the pages, or will be with the step that is being planned."""
         self.num_computed = self.num_reserved = num_tokens
@@ -179,20 +153,3 @@ class Sequence:
             if len(known) >= limit:
                 return tokens[:count], FinishReason.LENGTH
         return tokens, None
-
-    def check(self) -> None:
-        """Assert that what the sequence holds fits its phase, by the table above."""
-        holds, name = HOLDS[self.phase], f"request {self.id} is {self.phase}"
-        assert self.transfer in holds.transfer, f"{name} and its transfer is {self.transfer}"
-        bounds = f"{name}: {self.num_computed} computed, {self.num_reserved} reserved, {self.capacity} fit"
-        assert self.num_computed <= self.num_reserved, bounds
-        if self.inflight:
-            assert self.slot >= 0 and self.pages, f"{name} and a launched step names it without slot or pages"
-            return
-        assert (self.slot >= 0) == holds.slot, f"{name} with slot {self.slot}"
-        assert not self.pages or holds.pages, f"{name} with pages {self.pages}"
-        if self.phase is Phase.DONE:
-            assert self.transfer is Transfer.READING, f"{name} and nothing keeps it"
-        elif self.phase is Phase.RUNNING:
-            assert self.num_reserved <= self.capacity, bounds
-            assert self.num_reserved in (self.num_computed, len(self.tokens) - 1), f"{bounds}, no step is launched"

@@ -14,6 +14,7 @@ from millrace_serve.engine.schedule.limits import ModelFacts
 from millrace_serve.engine.sim.runner import SimRunner, SimSettings
 from millrace_serve.engine.step.batch import BatchBuilder
 from millrace_serve.engine.step.lockstep import Lockstep
+from millrace_serve.engine.step.page_copier import PageCopier
 
 
 def sim_layout(config: EngineConfig, settings: SimSettings) -> KvLayout:
@@ -45,6 +46,7 @@ def build_sim_engine(
     pool = KvPool(sim_layout(config, settings), config.num_pages)
     facts = ModelFacts(settings.vocab_size, frozenset((settings.eos_token_id,)))
     grammars = grammars or Grammars()
-    scheduler = make_scheduler(config, role, facts, clock, grammars)
+    copier = PageCopier(pool, config.host_pages(pool.layout.page_bytes))
+    scheduler = make_scheduler(config, role, facts, clock, grammars, copier.num_slots)
     runner = SimRunner(settings, pool, config)
-    return Engine(config, scheduler, grammars, BatchBuilder(config, runner.join), runner, pool, lockstep)
+    return Engine(config, scheduler, grammars, BatchBuilder(config, runner.join), runner, pool, lockstep, copier)

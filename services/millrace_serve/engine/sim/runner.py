@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from millrace_common.page_hash import chain_hash
@@ -94,6 +95,9 @@ class SimRunner:
         self._advance(batch, output.counts)
         return SimHandle(output, self._free_at)
 
+    def counts(self) -> dict[str, Any]:
+        return {}
+
     def close(self) -> None:
         pass
 
@@ -106,8 +110,9 @@ class SimRunner:
 
     def _advance(self, batch: HostBatch, counts: np.ndarray) -> None:
         """Write the step's rows, which must have pages of their own, and take the accepted ones over."""
-        slots, before = batch.slots, self._lengths[batch.slots]
-        after = before + np.concatenate((counts[: batch.num_decode], batch.chunk_lens)).astype(np.int64)
+        slots = batch.slots if batch.shared is None else np.concatenate((batch.slots, batch.shared.slots))
+        before, chunk_lens = self._lengths[slots], _chunk_lens(batch)[: len(slots) - batch.num_decode]
+        after = before + np.concatenate((counts[: batch.num_decode], chunk_lens)).astype(np.int64)
         for slot, start, end in zip(slots.tolist(), before.tolist(), after.tolist(), strict=True):
             end = min(end, self._capacity[slot])
             pages = self._page_table[slot, start // self._page_size : -(-end // self._page_size)]
@@ -116,8 +121,9 @@ class SimRunner:
 
     def _seconds(self, batch: HostBatch) -> float:
         s = self._settings
-        keys = int(self._lengths[batch.slots].sum()) + batch.num_tokens if s.key_s else 0
-        return s.step_s + s.token_s * batch.num_tokens + s.sequence_s * len(batch.slots) + s.key_s * keys
+        tokens = int(batch.num_rows[0])
+        keys = int(self._lengths[batch.slots].sum()) + tokens if s.key_s else 0
+        return s.step_s + s.token_s * tokens + s.sequence_s * len(batch.slots) + s.key_s * keys
 
     def _sample(self, batch: HostBatch, corrupt: dict[int, str]) -> StepOutput:
         """Row i of a decode sequence samples output `index` + i."""
@@ -125,7 +131,8 @@ class SimRunner:
         hashes, num_decode = self._prompt_hash[slots], batch.num_decode
         index = self._lengths[slots] - self._num_prompt[slots]
         index[:num_decode] += 1
-        index[num_decode:] += np.array([batch.chunk_lens[chunk] for chunk in batch.sampling_chunks], np.int64)
+        chunk_lens = _chunk_lens(batch)
+        index[num_decode:] += np.array([chunk_lens[chunk] for chunk in batch.sampling_chunks], np.int64)
         seeds = np.zeros(len(slots), np.uint64)
         if (sampling := batch.sampling) is not None:
             rows = np.arange(len(slots)) + np.minimum(np.arange(len(slots)), num_decode) * (batch.num_queries - 1)
@@ -153,6 +160,11 @@ class SimRunner:
             counts[decode] = np.clip(1 + np.cumprod(accepted, axis=1).sum(axis=1), 1, np.maximum(room, 1))
             drafted[decode] = np.clip(room - 1, 0, batch.num_queries - 1)
         return counts, drafted
+
+
+def _chunk_lens(batch: HostBatch) -> tuple[int, ...]:
+    """Tokens of each chunk, with the shared one as the last."""
+    return batch.chunk_lens if batch.shared is None else (*batch.chunk_lens, batch.shared.split.num_tokens)
 
 
 def _with_logprobs(output: StepOutput, count: int, vocab_size: int) -> StepOutput:

@@ -1,12 +1,9 @@
 """Other processes compile a rank's kernels while the rank reads its weights. A rank alone would compile them one after
 the other on one core: minutes with empty caches.
 
-1. `beside` starts processes, each with a model of the rank's widths and random weights that has one dense layer, two
-   with experts, which share theirs, and an MTP layer where the rank drafts.
-2. All processes run the same list of warm-up steps, GEMMs and graphs, each starting at a different offset and wrapping
-   around, so that together they cover it. A kernel that another process has compiled is on disk and costs nothing, so
-   all end at about the same time, and one that fails leaves its part to the others.
-3. The rank goes on when all have ended, so that their memory is free before it measures its own.
+`beside` starts processes, each with a small model of the rank's widths and random weights. All run the same warm-up
+steps, GEMMs and graphs, from different offsets on (docs/gpu.md), so one that fails leaves its part to the others. The
+rank goes on when all have ended, so that their memory is free before it measures its own.
 
 A file in the cache folder (`mark`) means that all kernels are there; then no process is started. The log names
 processes that fail, and the rank compiles the missing kernels. The processes end with the rank: their stdin is a pipe
@@ -45,7 +42,6 @@ from millrace_serve.engine.start.startup import Site, capture
 from millrace_serve.engine.step.device import device_of
 from millrace_serve.engine.step.graphs import buckets_up_to
 from millrace_serve.engine.step.torch_runner import TorchRunner
-from millrace_serve.model.checkpoint.random_weights import RandomWeights
 from millrace_serve.model.checkpoint.weight_bytes import weight_bytes
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3
@@ -221,7 +217,7 @@ def main() -> None:
 
 def run(part: Part) -> None:
     """Run steps, GEMMs and graphs. torch.compile is left out, because its result depends on all layers."""
-    execution = part.site.execution.model_copy(update={"compile": "off"})
+    execution = part.site.execution.model_copy(update={"compile_max_batch": 0})
     model = small_model(part.site)
     layout = msgspec.structs.replace(part.site.layout, num_layers=len(model.layers))
     site = dataclasses.replace(part.site, model=model.config, layout=layout, execution=execution)
@@ -246,8 +242,7 @@ def small_model(site: Site) -> DeepseekV3:
     An MTP layer comes on top of them, and writes its KV where the last one does.
     """
     config = small_config(site.model)
-    weights = RandomWeights(site.device, site.dtype, fp8=site.fp8)
-    model = DeepseekV3(weights, config, site.dims)
+    model = DeepseekV3(site.random_weights(), config, site.dims)
     whole = copy.copy(model.layers[-1])
     whole.sampled_only = False
     model.layers.insert(-1, whole)

@@ -4,19 +4,16 @@ numbers.
     budget   = memory_fraction * total          what this rank may use of the device
     KV pages = budget - weights - activations - graphs - libraries
 
-1. Before the weights are loaded their bytes follow from the checkpoint's shapes, and the rest is estimated: a
-   configuration that cannot fit is refused in seconds.
-2. With the weights loaded, a rehearsal of the largest step measures the rest (engine/start/rehearsal.py), and the pages
-   are counted.
+The needs are estimated before the weights are loaded, and measured after (docs/gpu.md, "Memory").
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
-from millrace_serve.engine.config import Limits
+from millrace_serve.engine.config import GIB, Limits
 
-GIB = 1 << 30
 MIB = 1 << 20
 GRAPH_BYTES = 12 * MIB  # of a captured decode step, besides the scratch memory that all share
 CONTEXT_BYTES = 1 * GIB  # of CUDA, cuBLAS, NCCL and loaded kernels, before they are measured
@@ -103,6 +100,34 @@ def make_plan(
     elif max_pages is not None:
         fit = min(fit, max_pages)
     return MemoryPlan(memory, fraction, demand, page_bytes, limits.page_size, fit)
+
+
+def check_host_tier(limits: Limits, num_ranks: int, available: int) -> None:
+    """Args: num_ranks: those of this host. available: bytes of the host's memory. Raises: OverCommitted"""
+    wanted = int(limits.host_cache_gib * GIB) * num_ranks
+    if wanted > available:
+        raise OverCommitted(
+            f"limits.host_cache_gib={limits.host_cache_gib:g} for each of the {num_ranks} ranks of this host is "
+            f"{_gib(wanted)}, but only {_gib(available)} of its memory are available. Set it to "
+            f"{available * 10 // (num_ranks * GIB) / 10:g} or less"
+        )
+
+
+def host_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that this process may still take: what the machine has left, and the limit of its container (cgroup v2)."""
+    machine = _fields(proc / "meminfo")["MemAvailable:"] * 1024
+    try:
+        limit = int((cgroup / "memory.max").read_text())
+        used = int((cgroup / "memory.current").read_text()) - _fields(cgroup / "memory.stat")["inactive_file"]
+    except (OSError, ValueError):  # no container, or one without a limit: "max"
+        return machine
+    return min(machine, limit - used)
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """Of a file with one name and number a line."""
+    lines = (line.split() for line in path.read_text().splitlines())
+    return {name: int(number) for name, number, *_ in lines}
 
 
 def estimate(limits: Limits, weights: int, hidden_size: int, vocab_size: int, num_graphs: int) -> Demand:

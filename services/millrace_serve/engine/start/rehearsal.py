@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from millrace_serve.engine.config import Limits
-from millrace_serve.engine.step.batch import HostBatch, SlotUpdates, StepBatch
+from millrace_serve.engine.step.batch import HostBatch, SharedChunk, SlotUpdates, StepBatch
 from millrace_serve.engine.step.sampling_batch import HostSampling, SamplingBatch
+from millrace_serve.model.split import Split
 
 PREFIX_TOKENS = 4096  # cached tokens before a chunk: as many as are expanded at a time
 
@@ -106,6 +107,21 @@ def batch_of(shape: Shape, limits: Limits, dp: int = 1, *, graphs: bool = False)
     if dp > 1:
         batch.dp_num_tokens, batch.dp_num_sampled = (shape.num_tokens,) * dp, (len(slots),) * dp
     batch.all_decode = graphs and batch.is_decode
+    return batch
+
+
+def shared_batch(limits: Limits, dp: int, dp_rank: int) -> HostBatch:
+    """The largest shared chunk, of replica 0, behind cached tokens."""
+    count = min(limits.shared_tokens * dp, limits.max_model_len - 1)
+    start = _prefix(limits, count)
+    split = Split(0, dp_rank, dp, start, start + count)
+    rows = tuple(map(split.num_rows, range(dp)))
+    batch = StepBatch.idle()
+    batch.num_pages = -(-split.end // limits.page_size)
+    batch.num_rows = np.array([rows[dp_rank]], np.int32)
+    tokens, slots = np.arange(count + 1) % 100, np.zeros(1, np.int64)
+    batch.shared = SharedChunk(split, tokens, slots) if split.mine else SharedChunk(split, tokens[:0], slots[:0])
+    batch.dp_num_tokens, batch.dp_num_sampled = rows, (0,) * dp
     return batch
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -21,11 +21,13 @@ from millrace_serve.engine.start.phases import Phases
 from millrace_serve.engine.start.rehearsal import Shape
 from millrace_serve.engine.step.device import device_of
 from millrace_serve.engine.step.graphs import DecodeGraphs, Forward, buckets_up_to
-from millrace_serve.engine.step.torch_runner import Model, TorchRunner
+from millrace_serve.engine.step.torch_runner import TorchRunner
+from millrace_serve.model.checkpoint.random_weights import RandomWeights
 from millrace_serve.model.checkpoint.weight_bytes import weight_bytes
 from millrace_serve.model.config import ModelConfig
+from millrace_serve.model.deepseek_v3 import DeepseekV3
 from millrace_serve.model.parallel import ParallelDims
-from millrace_serve.model.weights import keeps_fp8
+from millrace_serve.model.weights import keeps_fp8, runs_quantised
 
 log = logging.getLogger(__name__)
 
@@ -52,9 +54,51 @@ class Site:
         return buckets_up_to(self.limits.max_running, self.execution.graph_buckets)
 
     @property
+    def most_rows(self) -> int:
+        """Of a step."""
+        limits = self.limits
+        return limits.max_prefill_tokens + limits.max_running * (1 + limits.draft_tokens)
+
+    @property
     def fp8(self) -> bool:
         """Whether products run on FP8 weights."""
         return keeps_fp8(self.model, self.device, self.dtype)
+
+    def random_weights(self) -> RandomWeights:
+        """In the forms in which the rank keeps the checkpoint's."""
+        int8 = self.model.int8 if runs_quantised(self.device, self.dtype) else ""
+        return RandomWeights(self.device, self.dtype, fp8=self.fp8, int8=int8)
+
+
+def kv_layout(
+    limits: Limits, execution: Execution, model: ModelConfig, model_hash: str, dtype: torch.dtype
+) -> KvLayout:
+    """Of the pages of a rank with activations in `dtype`."""
+    own = str(dtype).removeprefix("torch.")
+    return KvLayout(
+        page_size=limits.page_size,
+        num_layers=model.num_kv_layers,
+        dtype=own if execution.kv_dtype == "auto" else execution.kv_dtype,
+        latent_width=model.kv_lora_rank,
+        rope_width=model.qk_rope_head_dim,
+        canary=limits.canary,
+        model_hash=model_hash,
+    )
+
+
+def estimated(site: Site) -> memory.Demand:
+    """Before the weights are read."""
+    weights = weight_bytes(site.model, site.dims, site.dtype, fp8=site.fp8)
+    return memory.estimate(
+        site.limits, weights, site.model.hidden_size, site.model.vocab_size, num_graphs=len(site.buckets)
+    )
+
+
+def planned(site: Site, device_memory: memory.Memory, demand: memory.Demand) -> memory.MemoryPlan:
+    """Raises memory.OverCommitted."""
+    everybody = site.limits.max_running * site.limits.max_pages_per_seq + 1
+    fraction, page_bytes = site.execution.memory_fraction, site.layout.page_bytes
+    return memory.make_plan(site.limits, device_memory, fraction, demand, page_bytes, everybody)
 
 
 class MemoryPlanner:
@@ -62,6 +106,7 @@ class MemoryPlanner:
 
     def __init__(self, site: Site) -> None:
         self._site = site
+        self.outside_torch = 0  # bytes that are known, of the libraries' memory
         self._memory = None
         if site.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(site.device)
@@ -73,31 +118,23 @@ class MemoryPlanner:
         """
         if self._memory is None:
             return 0
-        site, model = self._site, self._site.model
-        weights = weight_bytes(model, site.dims, site.dtype, fp8=site.fp8)
-        demand = memory.estimate(site.limits, weights, model.hidden_size, model.vocab_size, len(site.buckets))
-        plan = self._plan(demand)
+        demand = estimated(self._site)
+        demand = replace(demand, libraries=demand.libraries + self.outside_torch)
+        plan = planned(self._site, self._memory, demand)
         log.info("memory, estimated before the weights are read:\n%s", plan.table())
         return plan.budget - demand.weights - demand.libraries
 
-    def pages(self, model: Model) -> int:
+    def pages(self, model: DeepseekV3) -> int:
         """Pages of the KV pool, the same on every rank. Raises memory.OverCommitted."""
         if self._memory is None:
             wanted = self._site.limits.num_pages
             assert wanted != "auto", "only the memory of CUDA devices is planned"
             return wanted
-        plan = self._plan(self._measure(model))
+        plan = planned(self._site, self._memory, self._measure(model))
         log.info("memory:\n%s", plan.table())
         return _smallest(plan.num_pages, self._site.dims)
 
-    def _plan(self, demand: memory.Demand) -> memory.MemoryPlan:
-        assert self._memory is not None
-        site = self._site
-        everybody = site.limits.max_running * site.limits.max_pages_per_seq + 1
-        fraction, page_bytes = site.execution.memory_fraction, site.layout.page_bytes
-        return memory.make_plan(site.limits, self._memory, fraction, demand, page_bytes, everybody)
-
-    def _measure(self, model: Model) -> memory.Demand:
+    def _measure(self, model: DeepseekV3) -> memory.Demand:
         """Run the largest step, and the largest step of the graphs, on a pool of the sink page alone."""
         assert self._memory is not None
         site, device = self._site, device_of(self._site.device)
@@ -106,6 +143,8 @@ class MemoryPlanner:
         pool = KvPool.create(site.layout, 2, site.device)
         runner = TorchRunner(model, pool, site.limits.resolved(2), site.model.vocab_size, device)
         activations = self._peak(runner, rehearsal.largest(site.limits))
+        if model.balancer is not None:  # experts move between two steps
+            activations = max(activations, model.balancer.staging_bytes)
         graphs = 0
         if site.buckets:
             step = max(rehearsal.decode_shapes(site.limits, site.buckets), key=lambda shape: shape.num_tokens)
@@ -116,7 +155,7 @@ class MemoryPlanner:
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(site.device)
         libraries = self._memory.free - free - torch.cuda.memory_reserved(site.device)
-        libraries = min(max(libraries, 0), memory.MOST_LIBRARY_BYTES)
+        libraries = min(max(libraries, 0), memory.MOST_LIBRARY_BYTES + self.outside_torch)
         return memory.Demand(weights, activations, graphs, libraries)
 
     def _peak(self, runner: TorchRunner, shape: Shape) -> int:
@@ -136,12 +175,14 @@ def prepare(site: Site, config: EngineConfig, runner: TorchRunner, phases: Phase
             if not site.buckets and site.role is not Role.PREFILL:
                 shapes += rehearsal.decode_shapes(config, buckets_up_to(config.max_running))
             _rehearse(site, runner, shapes, graphs=False)
+            if config.share_prompts:
+                runner.launch(rehearsal.shared_batch(config, site.dims.dp, site.dims.dp_rank)).result()
             runner.call(lambda: fp8.compile_ahead(max(_tokens(shapes)), site.device))
-    if not site.buckets:
-        return
-    with phases("capture"):
-        capture(site, config, runner)
-    gc_hooks.freeze()
+    if site.buckets:
+        with phases("capture"):
+            capture(site, config, runner)
+    if site.buckets or site.device.type == "cuda":
+        gc_hooks.freeze()
 
 
 def capture(site: Site, config: EngineConfig, runner: TorchRunner) -> None:
@@ -173,9 +214,7 @@ def _tokens(shapes: list[Shape]) -> list[int]:
 def _forwards(site: Site, runner: TorchRunner) -> Callable[[int], Forward]:
     """The functions to capture, by bucket."""
     plain, execution = runner.forward, site.execution
-    if execution.compile == "off":
-        return lambda bucket: plain
-    fast = compiled(plain)
+    fast = compiled(plain) if execution.compile_max_batch else plain
     return lambda bucket: fast if bucket <= execution.compile_max_batch else plain
 
 

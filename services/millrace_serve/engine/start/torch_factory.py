@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from millrace_serve.engine.cache.kv_pool import KvLayout, KvPool
+from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import EngineConfig, Execution, Limits, Role
 from millrace_serve.engine.engine import Engine
 from millrace_serve.engine.grammar.grammars import Grammars
@@ -16,18 +16,26 @@ from millrace_serve.engine.grammar.xgrammar_compiler import XgrammarCompiler
 from millrace_serve.engine.schedule.factory import make_scheduler
 from millrace_serve.engine.schedule.limits import ModelFacts
 from millrace_serve.engine.start import compile_ahead
+from millrace_serve.engine.start.compilations import Compilations
+from millrace_serve.engine.start.compile import announce_kernels
+from millrace_serve.engine.start.exchange import Exchange, make_exchange
+from millrace_serve.engine.start.memory import check_host_tier, host_memory
 from millrace_serve.engine.start.phases import Phases
-from millrace_serve.engine.start.startup import MemoryPlanner, Site, prepare
+from millrace_serve.engine.start.startup import MemoryPlanner, Site, kv_layout, prepare
 from millrace_serve.engine.step.batch import BatchBuilder
+from millrace_serve.engine.step.cuda_copier import CudaCopier
 from millrace_serve.engine.step.device import device_of
-from millrace_serve.engine.step.groups import lockstep_of
+from millrace_serve.engine.step.join import join
 from millrace_serve.engine.step.lockstep import Lockstep
+from millrace_serve.engine.step.page_copier import PageCopier
+from millrace_serve.engine.step.progress import Progress
 from millrace_serve.engine.step.torch_runner import TorchRunner
 from millrace_serve.model.checkpoint.checkpoint_hash import checkpoint_hash
-from millrace_serve.model.checkpoint.random_weights import RandomWeights
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model
-from millrace_serve.model.parallel import ParallelDims
+from millrace_serve.model.experts.routed import Implementation
+from millrace_serve.model.parallel import ParallelDims, hosts
+from millrace_serve.model.reduce import Fused, fused_reduce
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +49,14 @@ class Rank:
     pool: KvPool
     runner: TorchRunner
     lockstep: Lockstep
+    copier: PageCopier
 
     def engine(self) -> Engine:
         facts = ModelFacts(self.model.vocab_size, frozenset(self.model.eos_token_ids))
         grammars = Grammars(XgrammarCompiler(self.path, facts.vocab_size, facts.eos_token_ids), time.monotonic)
-        scheduler = make_scheduler(self.config, self.role, facts, time.monotonic, grammars)
+        scheduler = make_scheduler(self.config, self.role, facts, time.monotonic, grammars, self.copier.num_slots)
         builder = BatchBuilder(self.config)
-        return Engine(self.config, scheduler, grammars, builder, self.runner, self.pool, self.lockstep)
+        return Engine(self.config, scheduler, grammars, builder, self.runner, self.pool, self.lockstep, self.copier)
 
     def follow(self) -> None:
         """Run what the leader of this replica shares, until its engine is closed."""
@@ -65,18 +74,21 @@ def load_rank(
     execution: Execution | None = None,
     phases: Phases | None = None,
     model: DeepseekV3 | None = None,
+    address: str = "127.0.0.1",
 ) -> Rank:
     """Collective over all ranks of `dims`.
 
     Args:
         model: one that is there already, in the place of what `path` holds.
+        address: at which ranks of other hosts reach this one.
     Raises:
         ConfigError, CheckpointError: the checkpoint cannot be used.
-        ValueError: max_model_len is more than the model's, the model does not divide by `dims`, or draft_tokens asks
-            for an MTP layer that the checkpoint does not have.
+        ValueError: max_model_len, draft_tokens, spare_experts or exchange asks for what the model or the ranks cannot
+            give, or the model does not divide by `dims`.
         OverCommitted: there is too little memory.
     """
     execution, phases = execution or Execution(), phases or Phases()
+    dims = replace(dims, dense_tp=execution.dense_tp, spare_experts=execution.spare_experts)
     device = device_of(device).torch  # other processes must be told which one it is
     model_config = _model_config(limits, path) if model is None else model.config
     if limits.max_model_len > model_config.max_position_embeddings:
@@ -84,27 +96,57 @@ def load_rank(
             f"max_model_len={limits.max_model_len} is more than the model's {model_config.max_position_embeddings}"
         )
     read = model is None and not execution.random_weights
-    if read and execution.simulated_acceptance:
-        raise ValueError("simulated_acceptance needs random_weights=true: the outputs of real weights would be wrong")
-    layout = _layout(limits, execution, model_config, checkpoint_hash(path) if read else "random", dtype)
+    layout = kv_layout(limits, execution, model_config, checkpoint_hash(path) if read else "random", dtype)
     site = Site(role, limits, execution, model_config, layout, dims, device, dtype)
     planner = MemoryPlanner(site)
-    lockstep = lockstep_of(dims)
+    _check_host_tier(limits, dims)
+    lockstep = Lockstep() if dims.world == 1 else join(dims.rank, dims.tp, dims.dp, dims.exchange, address)
+    compilations = _watch_compilers(site, lockstep.progress)
+    exchange = None
     if model is None:
         with phases("load"):
-            with compile_ahead.beside(site, compile_ahead.parts(site, planner.check())):
-                model = _model(site, path)
-            compile_ahead.together(site)
+            model, exchange = _load(site, path, planner)
+    if model.balancer is not None:
+        model.balancer.connect()
     with phases("memory"):
         config = limits.resolved(planner.pages(model))
         pool = KvPool.create(layout, config.num_pages, device)
         if config.poison:
             pool.scrub(range(1, config.num_pages))
+        copier = _copier(config, pool, device)
     simulated = execution.simulated_acceptance
     runner = TorchRunner(model, pool, config, model_config.vocab_size, device_of(device), simulated)
+    runner.announce = lockstep.progress.busy
+    _watch(runner, exchange, model.reduce.fused)
     prepare(site, config, runner, phases)
+    runner.balance()
     compile_ahead.mark(site)
-    return Rank(role, path, config, model_config, pool, runner, lockstep)
+    compilations.started = True
+    return Rank(role, path, config, model_config, pool, runner, lockstep, copier)
+
+
+def _watch_compilers(site: Site, progress: Progress) -> Compilations:
+    """Whoever watches this rank learns of each compilation, while it runs and how many there were."""
+    folder = site.execution.cache_dir
+    own = Path.home() / ".deep_gemm" if folder is None else folder.expanduser() / "deep_gemm"
+    compilations = Compilations(own / "cache")
+    if site.device.type == "cuda":
+        announce_kernels(progress)
+        compilations.subscribe()
+        progress.compiled = compilations.counts
+    return compilations
+
+
+def _check_host_tier(limits: Limits, dims: ParallelDims) -> None:
+    """Collective, before any rank takes memory."""
+    if limits.host_cache_gib:
+        here = hosts(dims)
+        check_host_tier(limits, here.count(here[dims.rank]), host_memory())
+
+
+def _copier(config: EngineConfig, pool: KvPool, device: torch.device) -> PageCopier:
+    slots = config.host_pages(pool.layout.page_bytes)
+    return CudaCopier(pool, slots, config.poison) if device.type == "cuda" and slots else PageCopier(pool, slots)
 
 
 def _model_config(limits: Limits, path: Path) -> ModelConfig:
@@ -117,22 +159,29 @@ def _model_config(limits: Limits, path: Path) -> ModelConfig:
     return config
 
 
-def _model(site: Site, path: Path) -> DeepseekV3:
+def _load(site: Site, path: Path, planner: MemoryPlanner) -> tuple[DeepseekV3, Exchange]:
+    exchange = make_exchange(site)
+    sums = fused_reduce(site.dims, site.most_rows, site.model.hidden_size, site.device, site.dtype)
+    planner.outside_torch = exchange.nbytes + (0 if sums is None else sums.nbytes)
+    with compile_ahead.beside(site, compile_ahead.parts(site, planner.check())):
+        model = _model(site, path, exchange.experts)
+        model.reduce.fused = sums
+    compile_ahead.together(site)
+    return model, exchange
+
+
+def _watch(runner: TorchRunner, exchange: Exchange | None, sums: Fused | None) -> None:
+    """The runner notices ranks that do not answer."""
+    if exchange is not None and exchange.error is not None:
+        runner.watch("the exchange of experts", exchange.error)
+    if sums is not None:
+        runner.watch("a sum over tp", sums.error)
+
+
+def _model(site: Site, path: Path, experts: Implementation) -> DeepseekV3:
     if not site.execution.random_weights:
+        if site.execution.simulated_acceptance:
+            raise ValueError("simulated_acceptance needs random_weights=true: outputs of real weights would be wrong")
         mtp = site.model.num_nextn_predict_layers > 0
-        return load_model(path, site.dims, site.device, site.dtype, mtp=mtp)
-    weights = RandomWeights(site.device, site.dtype, fp8=site.fp8)
-    return DeepseekV3(weights, site.model, site.dims)
-
-
-def _layout(limits: Limits, execution: Execution, model: ModelConfig, model_hash: str, dtype: torch.dtype) -> KvLayout:
-    own = str(dtype).removeprefix("torch.")
-    return KvLayout(
-        page_size=limits.page_size,
-        num_layers=model.num_kv_layers,
-        dtype=own if execution.kv_dtype == "auto" else execution.kv_dtype,
-        latent_width=model.kv_lora_rank,
-        rope_width=model.qk_rope_head_dim,
-        canary=limits.canary,
-        model_hash=model_hash,
-    )
+        return load_model(path, site.dims, site.device, site.dtype, mtp=mtp, experts=experts)
+    return DeepseekV3(site.random_weights(), site.model, site.dims, experts=experts)

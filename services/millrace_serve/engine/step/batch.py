@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from millrace_serve.engine.schedule.plan import Chunk, Plan
 from millrace_serve.engine.schedule.sequence import Sequence
 from millrace_serve.engine.step.canary_tracker import CanaryTracker
 from millrace_serve.engine.step.sampling_batch import SamplingBatch, SamplingTable
+from millrace_serve.model.split import Split
 
 A = TypeVar("A")  # numpy array on the host, tensor on the device (engine/step/staging.py)
 
@@ -47,23 +48,35 @@ class SlotUpdates(Generic[A]):
 
 
 @dataclass(slots=True)
+class SharedChunk(Generic[A]):
+    """A prompt chunk of which every replica computes a part. Only its owner has the arrays; others' are empty."""
+
+    split: Split
+    tokens: A  # int64 [n + 1], those of the chunk and the one behind it; 0 behind the end of the prompt
+    slots: A  # int64 [1]
+
+
+@dataclass(slots=True)
 class StepBatch(Generic[A]):
-    """Sequences in order `[decode | chunks]`, and their rows likewise."""
+    """Sequences in order `[decode | chunks]`, and their rows likewise; behind them the rows of the shared chunk's part.
+    A shared chunk counts among the chunks only where they sample.
+    """
 
     num_decode: int  # D
     num_queries: int  # q: so many rows of a decode sequence, and one draft less for each sampling sequence
     num_pages: int  # that the longest sequence of the step may use
     slots: A  # int64 [B]
-    cu_q: A  # int32 [B+1], the first row of each sequence, and T
-    num_rows: A  # int32 [1], T
+    cu_q: A  # int32 [B+1], the first row of each sequence, and T; empty without chunks
+    num_rows: A  # int32 [1], T and the rows of the shared part
     chunk_tokens: A  # int64 [T - D * q]
     next_tokens: A  # int64 [T - D * q], the tokens behind these, for the MTP layer; any where a chunk ends its prompt
     chunk_lens: tuple[int, ...]  # tokens of each chunk
     chunk_ends: tuple[int, ...]  # tokens of each chunk's sequence with the chunk
-    sampling_chunks: tuple[int, ...]  # indices of the chunks that end their prompts
+    sampling_chunks: tuple[int, ...]  # indices of the chunks that end their prompts; the shared one is behind the last
     sample_rows: A  # int64 [R]: all rows of the decode sequences, then the last row of each chunk that ends its prompt
     sample_slots: A  # int64 [S]
     sampling: SamplingBatch[A] | None  # None: argmax, and no logprobs
+    shared: SharedChunk[A] | None = None
     updates: SlotUpdates[A] | None = None
     canary: CanaryBatch[A] | None = None
     dp_num_tokens: tuple[int, ...] = ()  # T of every data-parallel replica; empty when dp == 1
@@ -77,17 +90,39 @@ class StepBatch(Generic[A]):
     @property
     def is_decode(self) -> bool:
         """There is no prompt chunk."""
-        return not self.chunk_lens
+        return not self.chunk_lens and self.shared is None
 
     @property
     def num_sampled(self) -> int:
         return self.num_decode + len(self.sampling_chunks)
 
     @classmethod
+    def decode(
+        cls, slots: Any, num_queries: int, num_pages: int, num_rows: Any, sample_rows: Any, sampling: Any = None
+    ) -> StepBatch[Any]:
+        """A step without chunks."""
+        return cls(
+            num_decode=len(slots),
+            num_queries=num_queries,
+            num_pages=num_pages,
+            slots=slots,
+            cu_q=slots[:0],
+            num_rows=num_rows,
+            chunk_tokens=slots[:0],
+            next_tokens=slots[:0],
+            chunk_lens=(),
+            chunk_ends=(),
+            sampling_chunks=(),
+            sample_rows=sample_rows,
+            sample_slots=slots,
+            sampling=sampling,
+        )
+
+    @classmethod
     def idle(cls, num_queries: int = 1) -> StepBatch[np.ndarray]:
         """No tokens: a replica without work takes part in the collectives of the others."""
-        none, zero = np.zeros(0, np.int64), np.zeros(1, np.int32)
-        return StepBatch(0, num_queries, 1, none, zero, zero, none, none, (), (), (), none, none, None)
+        none = np.zeros(0, np.int64)
+        return cls.decode(none, num_queries, 1, np.zeros(1, np.int32), none)
 
 
 HostBatch = StepBatch[np.ndarray]
@@ -104,10 +139,17 @@ class BatchBuilder:
         self._canary = CanaryTracker(config) if config.canary else None
         self._on_join = on_join
 
-    def build(self, plan: Plan, num_queries: int = 1) -> HostBatch:
-        """`num_queries`: as in StepBatch, at most 1 + draft_tokens."""
+    def build(self, plan: Plan, num_queries: int = 1, split: Split | None = None) -> HostBatch:
+        """
+        Args:
+            num_queries: as in StepBatch, at most 1 + draft_tokens
+            split: of the shared chunk, which is in the plan of its owner
+        """
         updates = self._updates(plan) if plan.joined or plan.grown else None
-        batch = self._mixed_step(plan, num_queries) if plan.chunks else self._decode_step(plan, num_queries)
+        if plan.chunks or split is not None:
+            batch = self._mixed_step(plan, num_queries, split)
+        else:
+            batch = self._decode_step(plan, num_queries)
         batch.updates = updates
         if self._canary is not None:
             batch.canary = self._canary.build(plan.decode + [chunk.seq for chunk in plan.chunks], batch.num_pages)
@@ -116,7 +158,7 @@ class BatchBuilder:
     def _updates(self, plan: Plan) -> SlotUpdates[np.ndarray]:
         joined = list(dict.fromkeys(plan.joined))
         starts = {chunk.seq.slot: chunk.start for chunk in plan.chunks} if joined else {}
-        lengths = [starts.get(seq.slot, len(seq.tokens) - 1) for seq in joined]
+        lengths = [starts.get(seq.slot, min(seq.num_computed, len(seq.tokens) - 1)) for seq in joined]
         for seq, length in zip(joined, lengths, strict=True):
             self._join(seq, length)
         grown = list(dict.fromkeys((*joined, *plan.grown)))
@@ -160,47 +202,37 @@ class BatchBuilder:
     def _decode_step(self, plan: Plan, q: int) -> HostBatch:
         count = len(plan.decode)
         slots = np.fromiter(map(_slot, plan.decode), np.int64, count)
-        return StepBatch(
-            num_decode=count,
-            num_queries=q,
-            num_pages=self._width(plan),
-            slots=slots,
-            cu_q=np.arange(0, count * q + 1, q, dtype=np.int32),
-            num_rows=np.array([count * q], np.int32),
-            chunk_tokens=np.zeros(0, np.int64),
-            next_tokens=np.zeros(0, np.int64),
-            chunk_lens=(),
-            chunk_ends=(),
-            sampling_chunks=(),
-            sample_rows=np.arange(count * q),
-            sample_slots=slots,
-            sampling=self._sampling.gather(slots, count, q),
-        )
+        num_rows, sampling = np.array([count * q], np.int32), self._sampling.gather(slots, count, q)
+        return StepBatch.decode(slots, q, self._width(plan), num_rows, np.arange(count * q), sampling)
 
-    def _mixed_step(self, plan: Plan, q: int) -> HostBatch:
-        chunks, num_decode = plan.chunks, len(plan.decode)
+    def _mixed_step(self, plan: Plan, q: int, split: Split | None) -> HostBatch:
+        chunks, num_decode = [chunk for chunk in plan.chunks if not chunk.shared], len(plan.decode)
         slots = _int64([seq.slot for seq in plan.decode] + [chunk.seq.slot for chunk in chunks])
         chunk_lens = tuple([chunk.end - chunk.start for chunk in chunks])
         cu_q = np.zeros(len(slots) + 1, np.int32)
         np.cumsum((q,) * num_decode + chunk_lens, out=cu_q[1:])
-        sampling_chunks = tuple([index for index, chunk in enumerate(chunks) if chunk.samples])
-        ending = num_decode + _int64(list(sampling_chunks))
-        sample_slots = np.concatenate((slots[:num_decode], slots[ending]))
+        num_rows = cu_q[-1:] + (0 if split is None else split.num_rows(split.me))
+        sampling_chunks = tuple([index for index, chunk in enumerate(plan.chunks) if chunk.samples])
+        ends = (*cu_q[num_decode + 1 :].tolist(), int(num_rows[0]))
+        last_rows = _int64([ends[index] - 1 for index in sampling_chunks])
+        ending = _int64([plan.chunks[index].seq.slot for index in sampling_chunks])
+        sample_slots = np.concatenate((slots[:num_decode], ending))
         return StepBatch(
             num_decode=num_decode,
             num_queries=q,
             num_pages=self._width(plan),
             slots=slots,
             cu_q=cu_q,
-            num_rows=cu_q[-1:],
+            num_rows=num_rows,
             chunk_tokens=_tokens(chunks, 0),
             next_tokens=_tokens(chunks, 1) if self._config.draft_tokens else np.zeros(0, np.int64),
             chunk_lens=chunk_lens,
             chunk_ends=tuple([chunk.end for chunk in chunks]),
             sampling_chunks=sampling_chunks,
-            sample_rows=np.concatenate((np.arange(num_decode * q), cu_q[ending + 1] - 1)),
+            sample_rows=np.concatenate((np.arange(num_decode * q), last_rows)),
             sample_slots=sample_slots,
             sampling=self._sampling.gather(sample_slots, num_decode, q),
+            shared=None if split is None else _shared(split, plan.shared),
         )
 
     def _width(self, plan: Plan) -> int:
@@ -215,9 +247,21 @@ class BatchBuilder:
 
 def _tokens(chunks: list[Chunk], ahead: int) -> np.ndarray:
     """The tokens `ahead` places behind those of the chunks; 0 behind the end of a sequence."""
-    parts = [_int64(chunk.seq.tokens[chunk.start + ahead : chunk.end + ahead]) for chunk in chunks]
-    missing = (chunk.end - chunk.start - len(part) for chunk, part in zip(chunks, parts, strict=True))
-    return np.concatenate([np.pad(part, (0, count)) for part, count in zip(parts, missing, strict=True)])
+    parts = [_padded(chunk.seq.tokens, chunk.start + ahead, chunk.end + ahead) for chunk in chunks]
+    return np.concatenate((_int64([]), *parts))
+
+
+def _shared(split: Split, chunk: Chunk | None) -> SharedChunk[np.ndarray]:
+    """`chunk`: None where another replica has the sequence."""
+    if chunk is None:
+        return SharedChunk(split, _int64([]), _int64([]))
+    return SharedChunk(split, _padded(chunk.seq.tokens, chunk.start, chunk.end + 1), _int64([chunk.seq.slot]))
+
+
+def _padded(tokens: list[int], start: int, end: int) -> np.ndarray:
+    """tokens[start:end], with 0 behind the end of the sequence."""
+    known = tokens[start:end]
+    return np.pad(_int64(known), (0, end - start - len(known)))
 
 
 def _int64(values: list[int]) -> np.ndarray:

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from millrace_serve.engine.step.batch import HostBatch, StepBatch
 from millrace_serve.engine.step.device import Device, Replay
-from millrace_serve.engine.step.slots import Accepted, Rows, Slots, decode_rows
+from millrace_serve.engine.step.slots import Accepted, Slots
 from millrace_serve.engine.step.speculate import Drafter
 from millrace_serve.model.inputs import ForwardInput
 
@@ -77,14 +77,12 @@ class DecodeGraphs:
         self._device, self._forward, self._state, self._dp = device, forward, slots, dp
         self._drafter = drafter
         self.buckets = tuple(buckets)
-        self._keys = _keys(self.buckets, num_drafts)
+        self._keys = graph_keys(self.buckets, num_drafts)
         largest, rows, where = self.buckets[-1], max(key.bucket * key.num_queries for key in self._keys), device.torch
         self._slots = torch.full((largest,), slots.padding, device=where)
         self._num_rows = torch.zeros(1, dtype=torch.int32, device=where)
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=where)  # sampled
         # Kept here and not by what is captured: a graph holds addresses, and no memory of theirs outside its own pool.
-        self._rows = {q: decode_rows(largest, q, where) for q in {key.num_queries for key in self._keys}}
-        self._cu_q = {q: torch.arange(0, largest * q + 1, q, dtype=torch.int32, device=where) for q in self._rows}
         self._sample_rows = torch.arange(rows, device=where)
         self._results: dict[str, Tensor] = {}
         self._replays: dict[Key, tuple[Replay, Replay | None]] = {}
@@ -117,7 +115,7 @@ class DecodeGraphs:
             return self._state.accept(step, tokens)
         self._tokens[: tokens.shape[0]].copy_(tokens)
         accept()
-        return Accepted(*(self._results[name][: step.num_decode] for name in ("counts", "drafted", "rows")))
+        return self._state.accepted(step.num_decode)
 
     @torch.inference_mode()
     def capture(self, collector: bool = False) -> None:
@@ -149,10 +147,10 @@ class DecodeGraphs:
         return self._device.capture(run)
 
     def _body(self, key: Key) -> Callable[[], None]:
-        state, forward, step, rows = self._state, self._forward(key.bucket), self._step(key), self._rows_of(key)
+        state, forward, step = self._state, self._forward(key.bucket), self._step(key)
 
         def run() -> None:
-            inputs = state.inputs(step, rows)
+            inputs = state.inputs(step)
             hidden, logits = forward(inputs)
             self._keep(positions=inputs.positions, logits=logits)
             if self._drafter is not None:
@@ -161,54 +159,36 @@ class DecodeGraphs:
         return run
 
     def _acceptance(self, key: Key) -> Callable[[], None]:
-        state, drafter, step, rows = self._state, self._drafter, self._step(key), self._rows_of(key)
+        state, drafter, step = self._state, self._drafter, self._step(key)
         assert drafter is not None, "drafts need a drafter"
         tokens = self._tokens[: key.bucket * key.num_queries]
 
         def run() -> None:
-            inputs = state.inputs(step, rows)
+            inputs = state.inputs(step)
             accepted = state.accept(step, tokens, drafter.simulated)
             drafter.draft(step, inputs, self._results["hidden"][: tokens.shape[0]], tokens, accepted)
-            self._keep(counts=accepted.counts, drafted=accepted.drafted, rows=accepted.rows)
 
         return run
 
     def _step(self, key: Key) -> StepBatch[Tensor]:
         bucket, q = key
-        slots, none, several = self._slots[:bucket], self._sample_rows[:0], self._dp > 1
-        return StepBatch(
-            num_decode=bucket,
-            num_queries=q,
-            num_pages=self._state.max_pages,
-            slots=slots,
-            cu_q=self._cu_q[q][: bucket + 1],
-            num_rows=self._num_rows,
-            chunk_tokens=none,
-            next_tokens=none,
-            chunk_lens=(),
-            chunk_ends=(),
-            sampling_chunks=(),
-            sample_rows=self._sample_rows[: bucket * q],
-            sample_slots=slots,
-            sampling=None,
-            dp_num_tokens=(bucket * q,) * self._dp if several else (),
-            dp_num_sampled=(bucket,) * self._dp if several else (),
-            all_decode=True,
+        step = StepBatch.decode(
+            self._slots[:bucket], q, self._state.max_pages, self._num_rows, self._sample_rows[: bucket * q]
         )
-
-    def _rows_of(self, key: Key) -> Rows:
-        seq_of_row, offsets = self._rows[key.num_queries]
-        return seq_of_row[: key.bucket * key.num_queries], offsets[: key.bucket * key.num_queries]
+        step.all_decode = True
+        if self._dp > 1:
+            step.dp_num_tokens, step.dp_num_sampled = (bucket * q,) * self._dp, (bucket,) * self._dp
+        return step
 
     def _keep(self, **results: Tensor) -> None:
-        """Copy to where `run` and `accept` find them. The first run, which is not captured, makes room for all."""
+        """Copy to where `run` and the second graph find them. The first run, not captured, makes room for all."""
         for name, value in results.items():
             if name not in self._results:
                 self._results[name] = value.new_zeros(self._sample_rows.shape[0], *value.shape[1:])
             self._results[name][: value.shape[0]].copy_(value)
 
 
-def _keys(buckets: Sequence[int], num_drafts: Callable[[int], int]) -> list[Key]:
+def graph_keys(buckets: Sequence[int], num_drafts: Callable[[int], int]) -> list[Key]:
     """Of every step that may come; the largest first."""
     bounds = itertools.pairwise((0, *buckets))
     keys = {Key(last, 1 + num_drafts(count)) for below, last in bounds for count in range(below + 1, last + 1)}

@@ -1,26 +1,26 @@
 """Common steps of the ranks of a worker.
 
 Data-parallel replicas meet in every step (the experts' exchange is collective), so once per step they agree on a small
-CPU vector. A replica without work runs an idle step as long as another one works, and all end with the step in which
-the first one asks to end, so that none waits for one that has left. Inside a tensor-parallel group only the leader
-schedules, and the others run the batches that it broadcasts.
+vector. A replica without work runs an idle step as long as another one works, and all end with the step in which the
+first one asks to end, so that none waits for one that has left. While no replica works they do not meet; the first one
+that has work wakes the others. Inside a tensor-parallel group only the leader schedules, and the others run the batches
+that it sends.
 """
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import add
 
-from millrace_serve.engine.schedule.plan import Plan
+from millrace_serve.engine.schedule.plan import Plan, Turn
+from millrace_serve.engine.step import packing
 from millrace_serve.engine.step.batch import HostBatch
-from millrace_serve.engine.step.runner import Runner
-
-# Of a replica in a step: decode sequences, sampling chunks, tokens of all chunks, whether it wants to end.
-State = tuple[int, int, int, int]
-AllGather = Callable[[State], list[State]]  # own vector -> those of all replicas, in rank order
-Broadcast = Callable[[bytes | None], bytes]  # the leader passes data, the others None; all get the leader's data
+from millrace_serve.engine.step.followers import Inlet, LinkInlet, Outlet
+from millrace_serve.engine.step.progress import Progress
+from millrace_serve.engine.step.replicas import Replicas, Said, State
+from millrace_serve.engine.step.runner import Runner, StepHandle
+from millrace_serve.model.split import Split
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +31,12 @@ class Agreement:
     num_sampled: tuple[int, ...]  # sequences that sample
     chunk_tokens: tuple[int, ...]
     last: bool  # of all steps
+    split: Split | None = None  # of the step's shared chunk
+    turn: Turn | None = None  # in the next step
 
     @property
     def anybody_works(self) -> bool:
-        return any(self.num_decode) or any(self.chunk_tokens)
+        return any(self.num_decode) or any(self.chunk_tokens) or self.split is not None
 
     @property
     def most_sampled(self) -> int:
@@ -42,46 +44,107 @@ class Agreement:
 
     def tell(self, batch: HostBatch) -> None:
         """Write into a replica's batch what it needs to know of the others."""
-        batch.all_decode = not any(self.chunk_tokens)
+        batch.all_decode = not any(self.chunk_tokens) and self.split is None
         if len(self.num_decode) > 1:
-            works = zip(self.num_decode, self.chunk_tokens, strict=True)
-            batch.dp_num_tokens = tuple([count * batch.num_queries + tokens for count, tokens in works])
+            works = zip(self.num_decode, self.chunk_tokens, self._shared_rows(), strict=True)
+            batch.dp_num_tokens = tuple([count * batch.num_queries + own + part for count, own, part in works])
             batch.dp_num_sampled = self.num_sampled
 
+    def _shared_rows(self) -> list[int]:
+        replicas = range(len(self.num_decode))
+        return [0 if self.split is None else self.split.num_rows(replica) for replica in replicas]
 
-@dataclass(frozen=True, slots=True)
+
 class Lockstep:
-    """engine/step/groups.py makes it over torch.distributed."""
+    """engine/step/join.py makes it of the ranks of a worker. Its methods raise RankLost, which names a rank."""
 
-    all_gather: AllGather | None = None  # among the leaders of replicas; None when dp == 1
-    broadcast: Broadcast | None = None  # from the leader of this replica; None when tp == 1
+    def __init__(
+        self,
+        replicas: Replicas | None = None,
+        outlet: Outlet | None = None,
+        inlet: Inlet | LinkInlet | None = None,
+        close: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`replicas`: None when dp == 1, and on a follower; `outlet`: of a leader of followers; `inlet`: of these."""
+        self._replicas, self._outlet, self._inlet, self._close = replicas, outlet, inlet, close
+        self._asleep = True  # in the last step no replica had anything to say
+        self.progress = Progress()
+
+    @property
+    def fds(self) -> Sequence[int]:
+        """To sleep on beside the inbox: one is readable when `due` may have become true."""
+        return self._replicas.fds if self._replicas is not None else ()
+
+    def due(self) -> bool:
+        """Whether the other replicas wait, or will wait, for this one in the next step."""
+        return self._replicas is not None and (not self._asleep or self._replicas.called())
 
     def agree(self, plan: Plan | None, last: bool) -> Agreement:
-        """Once per step on every replica; None: no work here. `last`: this replica wants to end."""
-        mine = (*((0, 0, 0) if plan is None else _work(plan)), int(last))
-        states = [mine] if self.all_gather is None else self.all_gather(mine)
-        decode, chunks, tokens, ends = zip(*states, strict=True)
-        return Agreement(decode, tuple(map(add, decode, chunks)), tokens, any(ends))
+        """Once per step on every leader; None: no work here. `last`: this replica wants to end."""
+        mine = State(last=int(last)) if plan is None else _state(plan, last)
+        if self._replicas is None or not (any(mine) or self.due()):
+            return _agreement([mine], 0)
+        with self.progress.waits():
+            states = self._replicas.all_gather(mine, ring=self._asleep)
+        self._asleep = not any(map(any, zip(*states, strict=True)))
+        return _agreement(states, self._replicas.index)
 
-    def share(self, batch: HostBatch | None) -> None:
-        """Give the followers their next batch; None: the end."""
-        if self.broadcast is not None:
-            self.broadcast(pickle.dumps(batch, protocol=pickle.HIGHEST_PROTOCOL))
+    def share(self, batch: HostBatch) -> None:
+        """Give the followers their next batch."""
+        if self._outlet is not None:
+            data = packing.encode(batch)
+            with self.progress.waits():
+                self._outlet.send(data)
 
     def follow(self, runner: Runner) -> None:
-        """The whole life of a follower: run what the leader shares until it ends. One step may be ahead."""
-        assert self.broadcast is not None, "tp == 1 has no followers"
+        """The whole life of a follower: run what the leader shares until it closes. One step may be ahead."""
         previous = None
-        while (batch := pickle.loads(self.broadcast(None))) is not None:
+        while data := self._receive():
+            batch = packing.decode(data)
+            self.progress.launches(batch)
             handle = runner.launch(batch)
-            if previous is not None:
-                previous.result()
+            self._finish(previous)
             previous = handle
-        if previous is not None:
-            previous.result()
+        self._finish(previous)
+        self._close()
+
+    def _receive(self) -> bytes | bytearray:
+        assert self._inlet is not None, "a leader follows nobody"
+        with self.progress.waits():
+            return self._inlet.receive()
+
+    def _finish(self, step: StepHandle | None) -> None:
+        if step is not None:
+            step.result()
+            self.progress.finished()
+
+    def close(self) -> None:
+        """Of a leader, after its last step; its followers end, too."""
+        if self._outlet is not None:
+            self._outlet.send(b"")
+        self._close()
 
 
-def _work(plan: Plan) -> tuple[int, int, int]:
-    """Decode sequences, chunks that sample, and tokens of all chunks."""
+def _state(plan: Plan, last: bool) -> State:
     sampling = sum(chunk.samples for chunk in plan.chunks)
-    return len(plan.decode), sampling, sum(chunk.end - chunk.start for chunk in plan.chunks)
+    tokens = sum(chunk.end - chunk.start for chunk in plan.chunks if not chunk.shared)
+    shared = (plan.shared.start, plan.shared.end) if plan.shared else (0, 0)
+    return State(len(plan.decode), sampling, tokens, int(last), int(plan.wants_turn), *shared)
+
+
+def _agreement(states: Sequence[Said], me: int) -> Agreement:
+    """Of the replica with index `me`."""
+    decode, chunks, tokens, ends, wants, starts, stops = zip(*states, strict=True)
+    split = None
+    if any(stops):
+        owner = next(index for index, stop in enumerate(stops) if stop)
+        split = Split(owner, me, len(states), starts[owner], stops[owner])
+    turn = _turn(wants, split, me) if any(wants) else None
+    return Agreement(decode, tuple(map(add, decode, chunks)), tokens, any(ends), split, turn)
+
+
+def _turn(wants: Sequence[int], split: Split | None, me: int) -> Turn:
+    """Of those that want it, the first one behind the owner of this step's shared chunk."""
+    count, first = len(wants), 0 if split is None else split.owner + 1
+    replica = next(index % count for index in range(first, first + count) if wants[index % count])
+    return Turn(replica == me, count)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from millrace_serve.engine.schedule.plan import StepOutput
 from millrace_serve.engine.step.batch import HostBatch
@@ -18,6 +18,10 @@ class Runner(Protocol):
     """Keeps the state of every slot, so that the next step can be launched before this one was read."""
 
     def launch(self, batch: HostBatch) -> StepHandle: ...
+
+    def counts(self) -> dict[str, Any]:
+        """The fields of engine.core.Load that the runner knows."""
+        ...
 
     def close(self) -> None:
         """Stop. Launched steps may be dropped."""

@@ -14,7 +14,7 @@ drafts.
 from __future__ import annotations
 
 import torch
-from millrace_kernels.sample_tokens import sample_tokens
+from millrace_kernels.sample_tokens import SampleParams, sample_tokens
 from torch import Tensor
 
 from millrace_serve.engine.step.sampling_batch import DeviceSampling, HostSampling, Penalties
@@ -88,18 +88,8 @@ def sample(
         tables.apply(logits, device.penalties, before)
     drawn = host.drawn
     filters = (host.top_k[drawn] > 0) | (host.top_p[drawn] < 1) | (host.min_p[drawn] > 0)
-    chosen = sample_tokens(
-        logits,
-        device.temperature,
-        device.top_k,
-        device.top_p,
-        device.min_p,
-        device.seeds,
-        output_index,
-        draws=len(drawn) > 0,
-        filters=bool(filters.any()),
-    )
-    return chosen, raw
+    params = SampleParams(device.temperature, device.top_k, device.top_p, device.min_p, device.seeds)
+    return sample_tokens(logits, params, output_index, draws=len(drawn) > 0, filters=bool(filters.any())), raw
 
 
 def results(tokens: Tensor, raw: Tensor | None, num_logprobs: int) -> dict[str, Tensor]:

@@ -21,14 +21,13 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from millrace_kernels.sample_tokens import mix32
+from millrace_kernels.accept_drafts import NONE, accept_drafts
+from millrace_kernels.decode_rows import DecodeRows, SlotState, decode_rows
 from torch import Tensor
 
 from millrace_serve.engine.config import EngineConfig
 from millrace_serve.engine.step.batch import SlotUpdates, StepBatch
 from millrace_serve.model.inputs import AttnPlan, ForwardInput
-
-NONE = -1  # the place of a draft without one
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +50,14 @@ class Slots:
 
         self.padding = count - 1
         self.page_size = config.page_size
-        self.lengths = zeros(count)  # tokens whose KV is in the pages
-        self.capacity = zeros(count)  # positions that have a page
+        self._state = SlotState(zeros(count), zeros(count), zeros(count, 1 + config.draft_tokens))
+        self.lengths, self.capacity, self.last_tokens = self._state
         self.num_prompt = zeros(count)
-        self.last_tokens = zeros(count, 1 + config.draft_tokens)  # the newest token, which has no KV yet, and drafts
         self.temperature = zeros(count, dtype=torch.float32)
         self.seeds = zeros(count)
         longest = config.max_model_len + config.draft_tokens  # rows of drafts may lie behind the end of a sequence
         self.page_table = zeros(count, -(-longest // config.page_size), dtype=torch.int32)
-        self._ones = torch.ones(count, dtype=torch.int64, device=device)
-        self._cu_ones = torch.arange(count + 1, dtype=torch.int32, device=device)
+        self._accepted = zeros(3, count)
 
     @property
     def max_pages(self) -> int:
@@ -79,71 +76,41 @@ class Slots:
             ):
                 state.index_copy_(0, updates.joined, values)
 
-    def inputs(self, step: StepBatch[Tensor], rows: Rows | None = None) -> ForwardInput:
-        """Without prompt chunks nothing here depends on the host, so a graph may hold it.
-
-        Args:
-            rows: decode_rows of a step without prompt chunks, where they exist already
-        """
+    def inputs(self, step: StepBatch[Tensor]) -> ForwardInput:
+        """Without prompt chunks nothing here depends on the host, so a graph may hold it."""
         num_decode, q = step.num_decode, step.num_queries
-        token_ids = self.last_tokens[step.slots[:num_decode], :q].flatten()
-        if q > 1:
-            token_ids = token_ids.clamp_(min=0)
-        lens: Tensor | int = q
-        if not step.is_decode:
-            lens = step.cu_q[1:] - step.cu_q[:-1]
-            seq_of_row = torch.repeat_interleave(lens, output_size=step.num_tokens)
-            rows = seq_of_row, torch.arange(step.num_tokens, device=token_ids.device) - step.cu_q[seq_of_row]
-            token_ids = torch.cat((token_ids, step.chunk_tokens))
-        seq_of_row, offsets = rows or decode_rows(num_decode, q, token_ids.device)
-        starts = self.lengths[step.slots]
-        page_table = self.page_table[:, : step.num_pages].index_select(0, step.slots)
-        positions = starts[seq_of_row] + offsets
-        attn = AttnPlan(
-            num_decode=num_decode,
-            cu_q=step.cu_q,
-            seq_lens=(starts + lens).int(),
-            page_table=page_table,
-            q_lens_host=(q,) * num_decode + step.chunk_lens,
-            seq_lens_host=(0,) * num_decode + step.chunk_ends,
-        )
-        return ForwardInput(
-            token_ids=token_ids,
-            positions=positions,
-            kv_slots=self._kv_slots(positions, page_table, seq_of_row, self.capacity[step.slots]),
-            attn=attn,
-            sample_rows=step.sample_rows,
-            dp_num_tokens=step.dp_num_tokens,
-            num_tokens=step.num_rows,
-        )
+        rows = self._rows(step.slots, step.num_pages, q) if step.is_decode else self._mixed_rows(step)
+        q_lens, seq_lens = (q,) * num_decode + step.chunk_lens, (0,) * num_decode + step.chunk_ends
+        attn = AttnPlan(num_decode, rows.seq_lens, rows.page_table, q_lens, seq_lens)
+        where = rows.token_ids, rows.positions, rows.kv_slots
+        return ForwardInput(*where, attn, step.sample_rows, step.dp_num_tokens, num_tokens=step.num_rows)
 
     def draft_inputs(self, step: StepBatch[Tensor], draft: int) -> ForwardInput:
         """After `accept`: the row of each sampling sequence whose token is its draft number `draft`, from 1 on."""
-        slots, count = step.sample_slots, step.sample_slots.shape[0]
-        page_table = self.page_table[:, : step.num_pages].index_select(0, slots)
-        positions, each = self.lengths[slots] + (draft - 1), self._cu_ones[:count]
-        return ForwardInput(
-            token_ids=self.last_tokens[slots, draft],
-            positions=positions,
-            kv_slots=self._kv_slots(positions, page_table, each, self.capacity[slots]),
-            attn=AttnPlan(
-                num_decode=count,
-                cu_q=self._cu_ones[: count + 1],
-                seq_lens=(positions + 1).int(),
-                page_table=page_table,
-                q_lens_host=(1,) * count,
-                seq_lens_host=(0,) * count,
-            ),
-            sample_rows=step.sample_rows[:0],
-            dp_num_tokens=step.dp_num_sampled,
-            num_tokens=step.num_rows // step.num_queries if step.is_decode else None,
-        )
+        count = step.sample_slots.shape[0]
+        rows = self._rows(step.sample_slots, step.num_pages, 1, column=draft, ahead=draft - 1)
+        attn = AttnPlan(count, rows.seq_lens, rows.page_table, (1,) * count, (0,) * count)
+        where = rows.token_ids, rows.positions, rows.kv_slots
+        num_tokens = step.num_rows // step.num_queries if step.is_decode else None
+        return ForwardInput(*where, attn, step.sample_rows[:0], step.dp_num_sampled, num_tokens=num_tokens)
 
-    def _kv_slots(self, positions: Tensor, page_table: Tensor, seq_of_row: Tensor, capacity: Tensor) -> Tensor:
-        """int64 [T] of positions [T]; `page_table` [B, P] and `capacity` [B] of the step's sequences."""
-        page = page_table[seq_of_row, (positions // self.page_size).clamp_(max=page_table.shape[1] - 1)]
-        kv_slots = page.long() * self.page_size + positions % self.page_size
-        return kv_slots.masked_fill_(positions >= capacity[seq_of_row], 0)
+    def _rows(self, slots: Tensor, num_pages: int, num_queries: int, column: int = 0, ahead: int = 0) -> DecodeRows:
+        table = self.page_table[:, :num_pages]
+        return decode_rows(slots, self._state, table, self.page_size, num_queries, column, ahead)
+
+    def _mixed_rows(self, step: StepBatch[Tensor]) -> DecodeRows:
+        """Those of decode sequences, and behind them those of prompt chunks."""
+        lens = step.cu_q[1:] - step.cu_q[:-1]
+        seq_of_row = torch.repeat_interleave(lens, output_size=step.num_tokens)
+        offsets = torch.arange(step.num_tokens, device=lens.device) - step.cu_q[seq_of_row]
+        starts, last = self.lengths[step.slots], self.last_tokens[step.slots[: step.num_decode], : step.num_queries]
+        positions = starts[seq_of_row] + offsets
+        table = self.page_table[:, : step.num_pages].index_select(0, step.slots)
+        page = table[seq_of_row, (positions // self.page_size).clamp_(max=table.shape[1] - 1)].long()
+        kv_slots = page * self.page_size + positions % self.page_size
+        kv_slots.masked_fill_(positions >= self.capacity[step.slots][seq_of_row], 0)
+        token_ids = torch.cat((last.flatten().clamp_(min=0), step.chunk_tokens))
+        return DecodeRows(token_ids, positions, kv_slots, (starts + lens).int(), table)
 
     def output_index(self, positions: Tensor, step: StepBatch[Tensor]) -> Tensor:
         """int64 [R]: which output of its request each sampled row gives. `positions` of the sampled rows."""
@@ -171,42 +138,27 @@ class Slots:
 
         Args:
             simulated: float32 [K], instead of comparing: the probability that the first draft, the first two, … hold
+        Returns:
+            Views of memory that the next call writes again.
         """
-        num_decode, slots, rows = step.num_decode, step.sample_slots, step.sample_rows
-        counts = self._ones[: slots.shape[0]]
-        drafted = counts - 1
-        if self.last_tokens.shape[1] > 1:  # also where this step has no drafts: a graph's padding gets no token
-            counts, drafted = self._verify(step, tokens, simulated)
-            last = _last_accepted(step, counts)
-            tokens, rows = tokens[last], rows[last]
-        self.lengths.index_add_(0, slots[:num_decode], counts[:num_decode])
+        num_decode, slots, rows = step.num_decode, step.sample_slots, step.num_decode * step.num_queries
+        out = self._accepted[:, : slots.shape[0]]
+        accept_drafts(slots[:num_decode], tokens[:rows], self._state, out[:, :num_decode], simulated)
         if not step.is_decode:
-            lens = (step.cu_q[1:] - step.cu_q[:-1]).long()
-            self.lengths.index_add_(0, step.slots[num_decode:], lens[num_decode:])
-        self.last_tokens.index_copy_(0, slots, F.pad(tokens[:, None], (0, self.last_tokens.shape[1] - 1), value=NONE))
-        return Accepted(counts, drafted, rows)
+            self._take_chunks(step, tokens[rows:], out[:, num_decode:])
+        return self.accepted(slots.shape[0])
 
-    def _verify(self, step: StepBatch[Tensor], tokens: Tensor, simulated: Tensor | None) -> tuple[Tensor, Tensor]:
-        """`counts` and `drafted` of Accepted."""
-        num_decode, q, slots = step.num_decode, step.num_queries, step.sample_slots
-        own, chunks = slots[:num_decode], self._ones[: slots.shape[0] - num_decode]
-        drafts, room = self.last_tokens[own, 1:q], self.capacity[own] - self.lengths[own]
-        if simulated is None:
-            held = tokens[: num_decode * q].view(num_decode, q)[:, :-1] == drafts
-        else:
-            held = _hold(self.lengths[own] + own, simulated[: q - 1])
-        counts = torch.minimum(_leading(held) + 1, room)
-        drafted = torch.minimum(_leading(drafts >= 0), (room - 1).clamp_(min=0))
-        return torch.cat((counts, chunks)), torch.cat((drafted, chunks - 1))
+    def accepted(self, count: int) -> Accepted:
+        """The first `count` sequences of the last `accept`."""
+        return Accepted(*self._accepted[:, :count])
 
-
-Rows = tuple[Tensor, Tensor]  # int64 [T] twice: the row's sequence, and its place among the sequence's rows
-
-
-def decode_rows(count: int, num_queries: int, device: torch.device) -> Rows:
-    """The rows of `count` sequences with equally many rows."""
-    seqs, places = torch.arange(count, device=device), torch.arange(num_queries, device=device)
-    return seqs.repeat_interleave(num_queries), places.repeat(count)
+    def _take_chunks(self, step: StepBatch[Tensor], tokens: Tensor, out: Tensor) -> None:
+        """tokens int64 [S - D], out int64 [3, S - D], the columns of those chunks that sample."""
+        num_decode, lens = step.num_decode, (step.cu_q[1:] - step.cu_q[:-1]).long()
+        self.lengths.index_add_(0, step.slots[num_decode:], lens[num_decode:])
+        newest = F.pad(tokens[:, None], (0, self.last_tokens.shape[1] - 1), value=NONE)
+        self.last_tokens.index_copy_(0, step.sample_slots[num_decode:], newest)
+        out[0], out[1], out[2] = 1, 0, step.sample_rows[num_decode * step.num_queries :]
 
 
 def by_sequence(values: Tensor, step: StepBatch[Tensor]) -> Tensor:
@@ -223,20 +175,3 @@ def accepted_rows(step: StepBatch[Tensor], accepted: Accepted) -> Tensor:
     num_decode, counts = step.num_decode, accepted.counts
     places = torch.arange(step.num_queries, device=counts.device)
     return torch.cat(((places < counts[:num_decode, None]).flatten(), counts[num_decode:] > 0))
-
-
-def _leading(held: Tensor) -> Tensor:
-    """bool [D, k] -> int64 [D]: how many are true before the first that is not"""
-    return held.long().cumprod(1).sum(1)
-
-
-def _last_accepted(step: StepBatch[Tensor], counts: Tensor) -> Tensor:
-    """int64 [S]: which of the R sampled rows gives each sequence its newest token. `counts` [S] of padding are 0."""
-    rows = torch.arange(step.sample_rows.shape[0], device=counts.device)
-    first = step.num_decode * step.num_queries
-    return torch.cat((rows[: first : step.num_queries] + (counts[: step.num_decode] - 1).clamp_(min=0), rows[first:]))
-
-
-def _hold(keys: Tensor, probabilities: Tensor) -> Tensor:
-    """bool [D, k]: one draw of each key [D] decides how many drafts hold."""
-    return (mix32(keys).double() / 2**32)[:, None] < probabilities

@@ -15,29 +15,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import torch
-from millrace_kernels.sample_tokens import sample_tokens
+from millrace_kernels.sample_tokens import SampleParams, sample_tokens
 from torch import Tensor
 
 from millrace_serve.engine.step.batch import StepBatch
 from millrace_serve.engine.step.slots import Accepted, Slots
+from millrace_serve.model.deepseek_v3 import DeepseekV3
 from millrace_serve.model.inputs import ForwardInput
 
 
-class DraftModel(Protocol):
-    def forward_mtp(self, inputs: ForwardInput, hidden: Tensor, kv: Tensor) -> Tensor:
-        """hidden [T, D] -> [T, D]"""
-        ...
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [S, D] -> float32 [S, V]"""
-        ...
-
-
 class Drafter:
-    def __init__(self, model: DraftModel, kv: Tensor, slots: Slots, simulated: Sequence[float] = ()) -> None:
+    def __init__(self, model: DeepseekV3, kv: Tensor, slots: Slots, simulated: Sequence[float] = ()) -> None:
         """`simulated`: Execution.simulated_acceptance"""
         self._model, self._kv, self._slots = model, kv, slots
         self.simulated = torch.tensor(simulated, device=slots.lengths.device) if simulated else None
@@ -51,30 +41,31 @@ class Drafter:
             inputs: of the step; hidden: [T, D], its hidden states
             tokens: int64 [R], sampled by its rows
         """
-        mtp = replace(inputs, token_ids=_next_tokens(step, tokens))
+        mtp = replace(inputs, token_ids=_next_tokens(step, inputs, tokens))
         hidden = self._model.forward_mtp(mtp, hidden, self._kv)[accepted.rows]
-        sampled = max(step.dp_num_sampled, default=step.num_sampled)
-        for draft in range(1, step.num_queries if sampled else 1):
-            if draft > 1:
-                one = self._slots.draft_inputs(step, draft - 1)
-                hidden = self._model.forward_mtp(one, hidden, self._kv)
-            self._choose(step, draft, self._model.logits(hidden))
+        if step.num_queries > 1 and max(step.dp_num_sampled, default=step.num_sampled):
+            self._draft(step, hidden)
 
-    def _choose(self, step: StepBatch[Tensor], draft: int, logits: Tensor) -> None:
-        """logits float32 [S, V]"""
+    def _draft(self, step: StepBatch[Tensor], hidden: Tensor) -> None:
+        """hidden [S, D], the MTP layer's output of the row that sampled each sequence's newest token"""
         state, slots = self._slots, step.sample_slots
-        index = state.lengths[slots] + draft - state.num_prompt[slots]
-        none = torch.zeros_like(slots)
-        chosen = sample_tokens(
-            logits, state.temperature[slots], none, none + 1.0, none.float(), state.seeds[slots], index, filters=False
-        )
-        state.last_tokens[:, draft].index_copy_(0, slots, chosen.clamp_(0, logits.shape[1] - 1))
+        temperature, seeds = state.temperature[slots], state.seeds[slots]
+        newest = state.lengths[slots] - state.num_prompt[slots]  # output positions
+        params = SampleParams(temperature, newest, temperature, temperature, seeds)  # there are no filters
+        for draft in range(1, step.num_queries):
+            if draft > 1:
+                inputs = state.draft_inputs(step, draft - 1)
+                hidden = self._model.forward_mtp(inputs, hidden, self._kv)
+            logits = self._model.logits(hidden)
+            tokens = sample_tokens(logits, params, newest + draft, filters=False)
+            state.last_tokens[:, draft].index_copy_(0, slots, tokens)
 
 
-def _next_tokens(step: StepBatch[Tensor], tokens: Tensor) -> Tensor:
+def _next_tokens(step: StepBatch[Tensor], inputs: ForwardInput, tokens: Tensor) -> Tensor:
     """int64 [T]: the token behind each row."""
     rows = step.num_decode * step.num_queries
     if step.is_decode:
         return tokens
-    known = torch.cat((tokens[:rows], step.next_tokens))
+    shared = step.next_tokens[:0] if inputs.shared is None else inputs.shared.next_tokens
+    known = torch.cat((tokens[:rows], step.next_tokens, shared))
     return known.index_copy_(0, step.sample_rows[rows:], tokens[rows:])

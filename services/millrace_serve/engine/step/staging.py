@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from millrace_serve.engine.step.device import Device
+from millrace_serve.engine.step.packing import ALIGN, place
 
 NUM_SLOTS = 3  # one runs, one waits behind it, one is being read
-ALIGN = 16  # bytes, for the vector loads of kernels
 DTYPES = {
     np.dtype(bool): torch.bool,
     np.dtype(np.uint8): torch.uint8,
@@ -44,7 +44,7 @@ class Staging:
     def upload(self, slot: int, tree: Any) -> Any:
         """The tensors live until the next upload."""
         arrays = list(_leaves(tree, np.ndarray))
-        offsets, total = _place([array.nbytes for array in arrays])
+        offsets, total = place([array.nbytes for array in arrays])
         host, flat = self._up[slot] = _roomy(self._device, self._up[slot], total)
         for array, offset in zip(arrays, offsets, strict=True):
             np.copyto(flat[offset : offset + array.nbytes].view(array.dtype).reshape(array.shape), array)
@@ -60,7 +60,7 @@ class Staging:
     def download(self, slot: int, tree: Any) -> Callable[[], Any]:
         """Return a function that waits for the device and gives the tree with arrays in the place of tensors."""
         tensors = list(_leaves(tree, Tensor))
-        offsets, total = _place([tensor.nbytes for tensor in tensors])
+        offsets, total = place([tensor.nbytes for tensor in tensors])
         host, _ = self._down[slot] = _roomy(self._device, self._down[slot], total)
         parts = [
             _part(host, offset, tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
@@ -95,15 +95,6 @@ def _roomy(device: Device, pinned: Pinned, nbytes: int) -> Pinned:
 
 def _capacity(nbytes: int) -> int:
     return 1 << max(nbytes - 1, 4096 - 1).bit_length()
-
-
-def _place(sizes: list[int]) -> tuple[list[int], int]:
-    """Offsets of blocks that follow each other, and the bytes of all."""
-    offsets, end = [], 0
-    for size in sizes:
-        offsets.append(end)
-        end += -(-size // ALIGN) * ALIGN
-    return offsets, end
 
 
 def _part(memory: Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

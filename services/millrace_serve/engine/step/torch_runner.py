@@ -12,11 +12,12 @@ any; steps with prompt chunks are launched op by op.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -29,10 +30,14 @@ from millrace_serve.engine.schedule.plan import StepOutput
 from millrace_serve.engine.step.batch import HostBatch, StepBatch
 from millrace_serve.engine.step.device import Device
 from millrace_serve.engine.step.graphs import DecodeGraphs
+from millrace_serve.engine.step.progress import Progress
 from millrace_serve.engine.step.sampling import TokenTables, results, sample
+from millrace_serve.engine.step.shared_rows import with_shared
 from millrace_serve.engine.step.slots import Accepted, Slots, accepted_rows, by_sequence
-from millrace_serve.engine.step.speculate import Drafter, DraftModel
+from millrace_serve.engine.step.speculate import Drafter
 from millrace_serve.engine.step.staging import NUM_SLOTS, Staging
+from millrace_serve.model.deepseek_v3 import DeepseekV3
+from millrace_serve.model.experts.moving import Balancer
 from millrace_serve.model.inputs import ForwardInput
 
 T = TypeVar("T")
@@ -40,16 +45,10 @@ Read = Callable[[], StepOutput]
 Accept = Callable[[Tensor], Accepted]  # int64 [R], the sampled tokens
 
 
-class Model(DraftModel, Protocol):
-    def forward(self, inputs: ForwardInput, kv: Tensor) -> Tensor:
-        """-> hidden states [T, D]"""
-        ...
-
-
 class TorchRunner:
     def __init__(
         self,
-        model: Model,
+        model: DeepseekV3,
         pool: KvPool,
         config: EngineConfig,
         vocab_size: int,
@@ -62,15 +61,26 @@ class TorchRunner:
         self.drafter = Drafter(model, self._kv, self.slots, simulated) if config.draft_tokens else None
         self._tables = TokenTables(vocab_size, device.torch)
         self._graphs: DecodeGraphs | None = None
+        self._balancer: Balancer | None = None
+        self._errors: dict[str, Tensor] = {}
         pages = config.max_running * config.max_pages_per_seq
         self._staging = Staging(device, 8 * config.max_prefill_tokens + 20 * pages + 256 * config.max_running)
+        self.announce = Progress().busy  # of what takes long
         self._num_steps = 0
+        self._met: set[tuple[int, ...]] = set()  # sizes of steps
         self._in_flight = threading.BoundedSemaphore(NUM_SLOTS)
         self._launcher = ThreadPoolExecutor(1, "runner", device.bind)
         self._reader = ThreadPoolExecutor(1, "reader", device.bind)
 
+    def watch(self, what: str, error: Tensor) -> None:
+        """`error`: int32 [1]. A step behind which it is not 0 fails: 1 + the rank that did not answer in time."""
+        self._errors[what] = error
+
     def launch(self, batch: HostBatch) -> Future[StepOutput]:
         return self._reader.submit(self._read, self._launcher.submit(self._launch, batch))
+
+    def counts(self) -> dict[str, Any]:
+        return {} if self._balancer is None else self._balancer.report._asdict()
 
     def close(self) -> None:
         """Launched steps are finished: other ranks may be in the middle of them."""
@@ -85,6 +95,12 @@ class TorchRunner:
         """Use these graphs from the next step on."""
         self._graphs = graphs
 
+    def balance(self) -> None:
+        """Balance the load of experts from the next step on, where the model has slots for that."""
+        self._balancer = self._model.balancer
+        if self._balancer is not None:
+            self._balancer.begin()
+
     def forward(self, inputs: ForwardInput) -> tuple[Tensor, Tensor]:
         """-> hidden states [T, D], logits float32 [T, V]"""
         hidden = self._model.forward(inputs, self._kv)
@@ -92,9 +108,21 @@ class TorchRunner:
 
     def _launch(self, batch: HostBatch) -> Read:
         self._in_flight.acquire()
-        read = self._run(batch, self._num_steps % NUM_SLOTS)
+        with self._compiling(batch):
+            read = self._run(batch, self._num_steps % NUM_SLOTS)
         self._num_steps += 1
         return read
+
+    def _compiling(self, batch: HostBatch) -> contextlib.AbstractContextManager[None]:
+        """On a GPU, libraries compile kernels for seconds when they first meet a number of rows, by multiples of 64;
+        some hold the interpreter meanwhile, so it is announced before.
+        """
+        rows = batch.num_tokens, sum(batch.dp_num_tokens)
+        size = (batch.is_decode, batch.sampling is None, *(-(-count // 64) for count in rows))
+        if size in self._met or self._device.torch.type != "cuda":
+            return contextlib.nullcontext()
+        self._met.add(size)
+        return self.announce("the first step of its size")
 
     def _read(self, launched: Future[Read]) -> StepOutput:
         try:
@@ -104,6 +132,9 @@ class TorchRunner:
 
     @torch.inference_mode()
     def _run(self, batch: HostBatch, staging_slot: int) -> Read:
+        if self._balancer is not None:
+            with self.announce("the move of experts") if self._balancer.moving else contextlib.nullcontext():
+                self._balancer.before_step()
         graphs = self._graphs if self._graphs is not None and self._graphs.holds(batch) else None
         step: StepBatch[Tensor] = self._staging.upload(staging_slot, batch if graphs is None else graphs.pad(batch))
         if step.updates is not None:
@@ -122,11 +153,13 @@ class TorchRunner:
             answers |= {name: by_sequence(column, step) for name, column in sampled.items()}
             answers |= {"counts": accepted.counts, "drafted": accepted.drafted}
             answers["drafts"] = self.slots.last_tokens[step.sample_slots, 1:]
-        return _reading(batch, self._staging.download(staging_slot, answers))
+        return _reading(batch, self._errors, self._staging.download(staging_slot, answers | self._errors))
 
     def _forward(self, step: StepBatch[Tensor]) -> tuple[Tensor, Tensor, Accept]:
         """Logits float32 [R, V] of the sampled rows, their positions, and what takes their samples."""
         inputs = self.slots.inputs(step)
+        if step.shared is not None:
+            inputs = with_shared(inputs, step, self.slots, self._model.dims)
         hidden = self._model.forward(inputs, self._kv)
 
         def accept(tokens: Tensor) -> Accepted:
@@ -153,11 +186,14 @@ class TorchRunner:
         return results(tokens, raw, batch.sampling.num_logprobs)
 
 
-def _reading(batch: HostBatch, download: Callable[[], dict[str, Any]]) -> Read:
+def _reading(batch: HostBatch, errors: Iterable[str], download: Callable[[], dict[str, Any]]) -> Read:
     """The step's answer, once the device has given it."""
 
     def read() -> StepOutput:
         answers = download()
+        for what in errors:
+            if error := int(answers.pop(what)[0]):
+                raise RuntimeError(f"rank {error - 1} did not answer in {what}")
         canaries = answers.pop("canaries", None)
         output = StepOutput(**answers) if answers else StepOutput.nothing()
         if canaries is not None:

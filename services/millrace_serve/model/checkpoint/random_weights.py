@@ -11,20 +11,22 @@ from collections.abc import Sequence
 
 import torch
 from millrace_kernels.fp8 import BLOCK, E4M3_MAX, Fp8
+from millrace_kernels.int8 import INT8_MAX, Int8, Matrix
 from torch import Tensor
 
 from millrace_serve.model.weights import WHOLE, Part, Shape, Weights
 
 META = torch.device("meta")
-_SIGMAS = 6.0  # the real value of the largest FP8 value
+_SIGMAS = 6.0  # the real value of the largest quantised value
 _CHUNK = 1 << 26  # elements drawn at a time: 256 MiB, beside the weights themselves
 
 
 class RandomWeights(Weights):
     """Stands for a `weights.Checkpoint`. On the device `meta`: shapes and dtypes only."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, *, fp8: bool, seed: int = 0) -> None:
-        self.device, self.dtype, self.fp8 = device, dtype, fp8
+    def __init__(self, device: torch.device, dtype: torch.dtype, *, fp8: bool, int8: str = "", seed: int = 0) -> None:
+        """`fp8`, `int8`: how matrices are quantised, as ModelConfig has them."""
+        self.device, self.dtype, self.fp8, self.int8 = device, dtype, fp8, int8
         self._generator = None if device == META else torch.Generator(device).manual_seed(seed)
 
     def tensor(self, name: str, shape: Shape, part: Part = WHOLE, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -35,23 +37,26 @@ class RandomWeights(Weights):
             return torch.full(shape, fill, dtype=dtype, device=self.device)
         return self._draw(_size(shape, part), 1 / math.sqrt(shape[1]), dtype)
 
-    def matrix(self, name: str, shape: Shape, part: Part = WHOLE) -> Tensor | Fp8:
+    def matrix(self, name: str, shape: Shape, part: Part = WHOLE) -> Matrix:
         return self._matrix(_size(shape, part), 1 / math.sqrt(shape[1]))
 
-    def stack(self, names: Sequence[Sequence[str]], shape: Shape, part: Part = WHOLE) -> Tensor | Fp8:
+    def stack(self, names: Sequence[Sequence[str]], shape: Shape, part: Part = WHOLE) -> Matrix:
         rows, cols = _size(shape, part)
         return self._matrix((len(names), len(names[0]) * rows, cols), 1 / math.sqrt(shape[1]))
 
     def claim(self, name: str, shape: Shape, *, optional: bool = False) -> None:
         pass
 
-    def _matrix(self, shape: Shape, std: float) -> Tensor | Fp8:
-        if not self.fp8:
+    def _matrix(self, shape: Shape, std: float) -> Matrix:
+        if not self.fp8 and not self.int8:
             return self._draw(shape, std, self.dtype)
         blocks = (*shape[:-2], -(-shape[-2] // BLOCK), -(-shape[-1] // BLOCK))
-        unit = E4M3_MAX / _SIGMAS
-        scales = torch.full(blocks, std / unit, dtype=torch.float32, device=self.device)
-        return Fp8(self._draw(shape, unit, torch.float8_e4m3fn), scales)
+        unit = (E4M3_MAX if self.fp8 else INT8_MAX) / _SIGMAS
+        of_scales = shape[:-1] if self.int8 == "int8" else blocks
+        scales = torch.full(of_scales, std / unit, dtype=torch.float32, device=self.device)
+        if self.fp8:
+            return Fp8(self._draw(shape, unit, torch.float8_e4m3fn), scales)
+        return Int8(self._draw(shape, unit, torch.int8), scales)
 
     def _draw(self, shape: Shape, std: float, dtype: torch.dtype) -> Tensor:
         out = torch.empty(shape, dtype=dtype, device=self.device)

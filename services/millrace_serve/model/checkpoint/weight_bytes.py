@@ -18,12 +18,14 @@ from millrace_serve.model.parallel import ParallelDims
 
 
 def weight_bytes(config: ModelConfig, dims: ParallelDims, dtype: torch.dtype, *, fp8: bool) -> int:
-    """Bytes of the weights of rank `dims.rank`. `fp8`: matrices stay quantised.
+    """Bytes of the weights of rank `dims.rank`. `fp8`: FP8 matrices stay quantised; INT8 ones do in
+    bfloat16, as on a GPU.
 
     Raises:
         ValueError: the config does not divide by `dims`.
     """
-    return tensor_bytes(DeepseekV3(RandomWeights(META, dtype, fp8=fp8), config, dims))
+    int8 = config.int8 if dtype == torch.bfloat16 else ""
+    return tensor_bytes(DeepseekV3(RandomWeights(META, dtype, fp8=fp8, int8=int8), config, dims))
 
 
 def tensor_bytes(thing: object) -> int:

@@ -2,41 +2,53 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from millrace_kernels.fp8 import Operand
 from torch import Tensor
 
-from millrace_serve.model.config import ModelConfig
-from millrace_serve.model.experts.held import HeldExperts
-from millrace_serve.model.experts.placement import Placement
-from millrace_serve.model.experts.routed import Finish, RoutedExperts
+from millrace_serve.model.experts.held import ExpertLayer, HeldExperts, fuses_shared
+from millrace_serve.model.experts.routed import RoutedExperts, nothing
 from millrace_serve.model.inputs import ForwardInput
-from millrace_serve.model.parallel import ParallelDims
-from millrace_serve.model.weights import Weights
+from millrace_serve.model.lane import Stages
 
 
 class GatherExperts(RoutedExperts):
-    """Rows are padded to the longest replica. A step without any row has no collectives."""
+    """Rows are padded to the longest replica. The shared expert computes a rank's own rows beside the routed ones where
+    it can. A step without any row has no collectives.
+    """
 
-    local, fuses_shared, tp_partial = False, False, True
+    local, tp_partial, overlaps = False, True, True
 
-    def __init__(
-        self, ckpt: Weights, config: ModelConfig, dims: ParallelDims, placement: Placement, layer: int
-    ) -> None:
-        self.dims = dims
-        self.held = HeldExperts(ckpt, config, dims, placement, layer, with_shared=False)
+    def __init__(self, layer: ExpertLayer) -> None:
+        self.dims, self.fuses_shared = layer.dims, fuses_shared(layer)
+        self.held = HeldExperts(layer, with_shared=self.fuses_shared)
 
-    def begin(self, h: Operand, weights: Tensor, ids: Tensor, inputs: ForwardInput) -> Finish:
-        x, counts = h.plain, inputs.dp_num_tokens
+    def begin(self, h: Operand, weights: Tensor, ids: Tensor, inputs: ForwardInput) -> Stages[Tensor]:
+        x, counts, lane = h.plain, inputs.dp_num_tokens, inputs.lane
         assert x is not None and len(counts) == self.dims.dp and counts[self.dims.dp_rank] == x.shape[0], counts
         if not max(counts):
-            return lambda: x
+            return nothing(x)
         pad, gather = (0, 0, 0, max(counts) - x.shape[0]), self.dims.dp_all_gather
-        rows = Operand(gather(F.pad(x, pad)).flatten(0, 1), None)
-        weights, ids = gather(F.pad(weights, pad)), gather(F.pad(ids, pad, value=-1))
+        arrived = lane.begin(
+            lambda: (gather(F.pad(x, pad)), gather(F.pad(weights, pad)), gather(F.pad(ids, pad, value=-1)))
+        )
 
-        def finish() -> Tensor:
-            partial = self.held(rows, weights.flatten(0, 1), ids.flatten(0, 1))
-            return self.dims.dp_reduce_scatter(partial.unflatten(0, (self.dims.dp, -1)))[: x.shape[0]]
+        def finish() -> Stages[Tensor]:
+            rows, shares, chosen = (each.flatten(0, 1) for each in arrived())
+            partial = self._experts(rows, shares, chosen, max(counts)).unflatten(0, (self.dims.dp, -1))
+            summed = lane.begin(lambda: self.dims.dp_reduce_scatter(partial))
+            yield
+            return summed()[: x.shape[0]]
 
-        return finish
+        return finish()
+
+    def _experts(self, rows: Tensor, weights: Tensor, ids: Tensor, per_replica: int) -> Tensor:
+        """As `held`, and of this replica's rows the shared expert too."""
+        if not self.fuses_shared:
+            return self.held(Operand(rows, None), weights, ids)
+        first = self.dims.dp_rank * per_replica
+        slots, out = F.pad(self.held.slots(ids), (0, 1), value=-1), torch.empty_like(rows)
+        slots[first : first + per_replica, -1] = self.held.num_slots
+        self.held.placed(Operand(rows, None), F.pad(weights, (0, 1), value=1.0), slots, out)
+        return out

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import functools
-
 from millrace_kernels.fp8 import Operand
 from torch import Tensor
 
-from millrace_serve.model.config import ModelConfig
-from millrace_serve.model.experts.held import HeldExperts
-from millrace_serve.model.experts.placement import Placement
-from millrace_serve.model.experts.routed import Finish, RoutedExperts
+from millrace_serve.model.experts.held import ExpertLayer, HeldExperts, fuses_shared
+from millrace_serve.model.experts.routed import RoutedExperts
 from millrace_serve.model.inputs import ForwardInput
-from millrace_serve.model.parallel import ParallelDims
-from millrace_serve.model.weights import Weights
+from millrace_serve.model.lane import Stages
 
 
 class LocalExperts(RoutedExperts):
-    """The shared expert is one more row of w13 and w2 where it has the experts' size on this rank."""
+    """The shared expert is one more row of w13 and w2 where it can be."""
 
-    local, tp_partial = True, True
+    local, tp_partial, overlaps = True, True, False
 
-    def __init__(
-        self, ckpt: Weights, config: ModelConfig, dims: ParallelDims, placement: Placement, layer: int
-    ) -> None:
-        sharded_alike = dims.tp == 1 or dims.expert_tp
-        self.fuses_shared = ckpt.fp8 and config.n_shared_experts == 1 and sharded_alike
-        self.held = HeldExperts(ckpt, config, dims, placement, layer, with_shared=self.fuses_shared)
+    def __init__(self, layer: ExpertLayer) -> None:
+        self.fuses_shared = fuses_shared(layer)
+        self.held = HeldExperts(layer, with_shared=self.fuses_shared)
 
-    def begin(self, h: Operand, weights: Tensor, ids: Tensor, inputs: ForwardInput) -> Finish:
-        return functools.partial(self.held, h, weights, ids)
+    def begin(self, h: Operand, weights: Tensor, ids: Tensor, inputs: ForwardInput) -> Stages[Tensor]:
+        yield from ()  # nothing travels
+        return self.held(h, weights, ids)

@@ -13,36 +13,39 @@ from typing import Protocol
 from millrace_kernels.fp8 import Operand
 from torch import Tensor
 
-from millrace_serve.model.config import ModelConfig
-from millrace_serve.model.experts.placement import Placement
+from millrace_serve.model.experts.held import ExpertLayer, HeldExperts
 from millrace_serve.model.inputs import ForwardInput
-from millrace_serve.model.parallel import ParallelDims
-from millrace_serve.model.weights import Weights
-
-Finish = Callable[[], Tensor]
+from millrace_serve.model.lane import Stages
 
 
 class RoutedExperts(Protocol):
     """sum over the chosen experts of weight_e * expert_e(h) for this replica's T tokens."""
 
+    held: HeldExperts
     local: bool  # only tokens of this replica take part, so a call may leave out rows of the step
     fuses_shared: bool  # the result contains the shared expert's output
     tp_partial: bool  # the result is this rank's part of a sum over the TP group
+    overlaps: bool  # two parts of a step may be under way, each in a lane of its own (model/overlap.py)
 
-    def begin(self, h: Operand, weights: Tensor, ids: Tensor, inputs: ForwardInput) -> Finish:
-        """Sends the tokens to their experts; the returned function computes them and brings the results back.
+    def begin(self, h: Operand, weights: Tensor, ids: Tensor, inputs: ForwardInput) -> Stages[Tensor]:
+        """Sends the tokens to their experts; the returned stages compute them and bring the results back.
 
-        Work launched between the two calls overlaps with the transfer. In a CUDA graph all sizes depend on T and on
-        `inputs.dp_num_tokens` alone. Collective, unless `local`.
+        Work launched before the stages and in their pauses overlaps with transfers. In a CUDA graph all sizes depend
+        on T and on `inputs.dp_num_tokens` alone. Collective, unless `local`.
 
         Args:
             h: [T, D]; weights: float32 [T, K]; ids: int32 [T, K] experts of the model, -1 for padding.
         Returns:
-            a function that returns [T, D].
+            stages that return [T, D]; their first pause is behind the first experts, whose results are under way.
         """
         ...
 
 
-Layer = int
-MakeExperts = Callable[[Layer], RoutedExperts]
-Implementation = Callable[[Weights, ModelConfig, ParallelDims, Placement, Layer], RoutedExperts]
+MakeExperts = Callable[[int], RoutedExperts]  # by layer
+Implementation = Callable[[ExpertLayer], RoutedExperts]
+
+
+def nothing(x: Tensor) -> Stages[Tensor]:
+    """The stages of a step in which no rank has a row: x [0, D]."""
+    yield from ()
+    return x

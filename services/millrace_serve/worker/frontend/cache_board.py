@@ -19,20 +19,21 @@ from millrace_serve.worker.frontend.wakeup import Wakeup
 CHUNK = 8192  # blocks in one change of a snapshot: a watcher takes each in a few milliseconds
 
 
+# The blocks on the device, each after those before it in its chain, and those in the host's memory.
+Tiers = tuple[dict[int, None], dict[int, None]]
+
+
 class CacheBoard:
     def __init__(self, replicas: int, epoch: str) -> None:
         self._epoch = epoch
-        # of each replica; a block comes after those before it in its chain
-        self._blocks: list[dict[int, None]] = [{} for _ in range(replicas)]
+        self._blocks: list[Tiers] = [({}, {}) for _ in range(replicas)]
         self._sequences = [0] * replicas
         self._watchers: set[_Watcher] = set()
 
     def update(self, replica: int, change: CacheChange) -> None:
-        blocks = self._blocks[replica]
-        for block in change.removed:
-            blocks.pop(block, None)
-        for block in change.stored:
-            blocks[block] = None
+        device, host = self._blocks[replica]
+        _apply(device, change.stored, change.removed)
+        _apply(host, change.host_stored, change.host_removed)
         self._sequences[replica] += 1
         for watcher in self._watchers:
             watcher.add(replica, change)
@@ -41,10 +42,11 @@ class CacheBoard:
         """Snapshots at once, then changes, at most one message each `min_interval_s`."""
         watcher = _Watcher(self._sequences)
         self._watchers.add(watcher)
-        snapshots = list(zip(self._sequences, map(list, self._blocks), strict=True))  # all of the same moment
+        blocks = [(list(device), list(host)) for device, host in self._blocks]
+        snapshots = list(zip(self._sequences, blocks, strict=True))  # all of the same moment
         try:
-            for replica, (sequence, blocks) in enumerate(snapshots):
-                for change in _snapshot(replica, sequence, blocks):
+            for replica, (sequence, tiers) in enumerate(snapshots):
+                for change in _snapshot(replica, sequence, *tiers):
                     yield worker_pb2.CacheChanges(epoch=self._epoch, changes=[change])
             while True:
                 if not watcher.behind:
@@ -79,19 +81,33 @@ class _Watcher:
                 change = self._pending[replica].take() or CacheChange([], [])
                 found.append(
                     worker_pb2.CacheChange(
-                        replica=replica, after=after, sequence=sequence, stored=change.stored, removed=change.removed
+                        replica=replica,
+                        after=after,
+                        sequence=sequence,
+                        stored=change.stored,
+                        removed=change.removed,
+                        host_stored=change.host_stored,
+                        host_removed=change.host_removed,
                     )
                 )
         self._told = list(sequences)
         return found
 
 
-def _snapshot(replica: int, sequence: int, blocks: list[int]) -> Iterator[worker_pb2.CacheChange]:
-    for start in range(0, max(len(blocks), 1), CHUNK):
+def _apply(blocks: dict[int, None], stored: list[int], removed: list[int]) -> None:
+    for block in removed:
+        blocks.pop(block, None)
+    for block in stored:
+        blocks[block] = None
+
+
+def _snapshot(replica: int, sequence: int, device: list[int], host: list[int]) -> Iterator[worker_pb2.CacheChange]:
+    for start in range(0, max(len(device), len(host), 1), CHUNK):
         yield worker_pb2.CacheChange(
             replica=replica,
             after=sequence,
             sequence=sequence,
             snapshot=start == 0,
-            stored=blocks[start : start + CHUNK],
+            stored=device[start : start + CHUNK],
+            host_stored=host[start : start + CHUNK],
         )

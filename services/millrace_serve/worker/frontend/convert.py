@@ -54,7 +54,7 @@ def attempt_id(id: RequestId) -> common_pb2.AttemptId:
     return common_pb2.AttemptId(room=id.room, attempt=id.attempt)
 
 
-def request(wire: worker_pb2.EngineRequest, route: Route) -> Request:
+def request(wire: worker_pb2.EngineRequest, route: Route, borrows: bool = False) -> Request:
     """Raises MillraceError (INVALID_ARGUMENT) naming field and limit."""
     id = request_id(wire.id)
     if not wire.token_ids:
@@ -70,6 +70,7 @@ def request(wire: worker_pb2.EngineRequest, route: Route) -> Request:
         num_prior_outputs=wire.num_prior_outputs,
         priority=wire.priority,
         timeout_s=wire.timeout_ms / 1000 if wire.timeout_ms else None,
+        borrows=borrows,
     )
 
 

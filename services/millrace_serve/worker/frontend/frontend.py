@@ -2,7 +2,7 @@
 
 Life: 1. `start` brings up the ranks and warms the engines, to READY; 2. requests come over `links`, and reports of the
 ranks go to the parts that they concern; 3. `drain` stops admission and lets work end; 4. `close`. A rank that dies ends
-2 and 3 at once: every attempt fails with WORKER_LOST, and `lost` is set for the process to exit.
+2 and 3 at once: every attempt fails with WORKER_LOST, and `lost` is set for the process to exit. `leave` begins 3.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from millrace_serve.worker.frontend.role import RoleLogic
 from millrace_serve.worker.frontend.spans import WorkerSpans
 from millrace_serve.worker.frontend.wakeup import within
 from millrace_serve.worker.launcher import Launcher
-from millrace_serve.worker.messages import GcPauses, RankProgress, Report
+from millrace_serve.worker.messages import GcPauses, Pulse, RankProgress, Report
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,9 @@ class Frontend:
         self.role = make_role(self)
         self.links = Links(epoch, self.requests, self.role.submit)
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.leaving: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.state_changed: Callable[[State], None] = lambda state: None
+        self._compiled: dict[tuple[int, str], int] = {}  # by rank and library
         self.startup_seconds: dict[str, float] = {}  # by phase
         self.profiling = Profiling(config, epoch, self.ranks)
         self.gc = ProcessGc("frontend", self.metrics)
@@ -117,6 +119,12 @@ class Frontend:
             await self.board.changed.wait(min(left, 0.1))  # `busy` has no wake-up of its own
         return len(aborted)
 
+    def leave(self, why: str) -> None:
+        """Have the process drain and exit with an error: it cannot serve as it is, and a new one may."""
+        if not self.leaving.done():
+            log.error("%s", why)
+            self.leaving.set_result(why)
+
     async def close(self, message: str) -> None:
         """End all Links, then the ranks."""
         if self.lifecycle.state is not State.STOPPED:
@@ -161,8 +169,18 @@ class Frontend:
                 self.lifecycle.advance(State(state), message)
             case GcPauses(pauses):
                 self.gc.observe("rank", pauses)
+            case Pulse(compiled=compiled):
+                self._count_compilations(rank, compiled)
             case _:
                 self.role.on_report(rank, report)
+
+    def _count_compilations(self, rank: int, compiled: dict[str, int]) -> None:
+        """Those for which a request may have waited; before READY none does."""
+        for library, count in compiled.items():
+            new = count - self._compiled.get((rank, library), 0)
+            self._compiled[rank, library] = count
+            if self.lifecycle.state is State.READY:
+                self.metrics.compilations.labels(library=library).inc(new)
 
     def _on_events(self, replica: int, events: Events) -> None:
         self.spans.on_outputs(events.outputs)

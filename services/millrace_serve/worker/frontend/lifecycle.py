@@ -1,13 +1,4 @@
-"""The life of a worker: its states, their legal order, and their listeners.
-
-1. STARTING   the frontend answers GetInfo; ranks are being started
-2. LOADING    ranks read weights
-3. COMPILING  ranks compile and capture
-4. WARMING    real tiny requests run through the engine
-5. READY      routers' requests are admitted; the health service reports SERVING
-6. DRAINING   running work ends, nothing new is admitted
-7. STOPPED    the process is about to exit; `message` has the reason
-"""
+"""The life of a worker: its states in their order, and their listeners."""
 
 from __future__ import annotations
 
@@ -15,6 +6,7 @@ import enum
 import logging
 import time
 from collections.abc import Callable
+from itertools import pairwise
 
 from millrace_common.transitions import Transitions
 
@@ -22,27 +14,17 @@ log = logging.getLogger(__name__)
 
 
 class State(enum.StrEnum):
-    STARTING = "starting"
-    LOADING = "loading"
-    COMPILING = "compiling"
-    WARMING = "warming"
-    READY = "ready"
-    DRAINING = "draining"
-    STOPPED = "stopped"
+    STARTING = "starting"  # the frontend answers GetInfo; ranks are being started
+    LOADING = "loading"  # ranks read weights
+    COMPILING = "compiling"  # ranks compile and capture
+    WARMING = "warming"  # real tiny requests run through the engine
+    READY = "ready"  # routers' requests are admitted; the health service reports SERVING
+    DRAINING = "draining"  # running work ends, nothing new is admitted
+    STOPPED = "stopped"  # the process is about to exit; `message` has the reason
 
 
 _ORDER = list(State)
-MOVES = Transitions(
-    {
-        State.STARTING: (State.LOADING, State.STOPPED),
-        State.LOADING: (State.COMPILING, State.STOPPED),
-        State.COMPILING: (State.WARMING, State.STOPPED),
-        State.WARMING: (State.READY, State.STOPPED),
-        State.READY: (State.DRAINING, State.STOPPED),
-        State.DRAINING: (State.STOPPED,),
-        State.STOPPED: (),
-    }
-)
+MOVES = Transitions({state: (follower, State.STOPPED) for state, follower in pairwise(State)} | {State.STOPPED: ()})
 
 
 class Lifecycle:

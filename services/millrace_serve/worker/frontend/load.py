@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from millrace.v1 import worker_pb2
 from millrace_common.metrics import Metrics
+from millrace_common.rate import Rate
 
 from millrace_serve.engine.core import Load
 from millrace_serve.worker.frontend import convert
@@ -15,7 +18,9 @@ from millrace_serve.worker.frontend.wakeup import Wakeup
 
 DOING = ("running", "waiting", "importing", "exporting")
 PAGES = ("free", "cached", "published", "running")
-COUNTED = ("steps", "preemptions", "prompt_tokens", "cached_tokens", "output_tokens")
+COUNTED = ("steps", "preemptions", "resumed", "recomputed")
+COUNTED_TOKENS = ("prompt_tokens", "cached_tokens", "host_cached_tokens", "output_tokens")
+LOAN_MEMORY_S = 30.0  # a slow loan is no reason never to try one again
 
 
 class LoadBoard:
@@ -23,14 +28,28 @@ class LoadBoard:
         """`state` gives the worker's current WorkerState."""
         self.loads: list[Load] = [Load()] * replicas
         self.changed = Wakeup()
+        self.reads = Rate()  # bytes of KV from other workers
+        self._loans = Rate()  # of borrowed prefixes, without the reads of their pages
+        self._loan_at = -math.inf
         self._state = state
         self._epoch = epoch
-        self._reported: dict[Any, int] = {}  # by counter
+        self._reported: dict[Any, float] = {}  # by counter
 
     def update(self, replica: int, load: Load) -> None:
         if load != self.loads[replica]:
             self.loads[replica] = load
             self.changed.fire()
+
+    def borrowed(self, seconds: float) -> None:
+        """A loan took so long beside its reads."""
+        self._loans.add(1, seconds)
+        self._loan_at = time.monotonic()
+
+    @property
+    def loan_s(self) -> float:
+        """0: unknown, or not measured lately."""
+        known = self._loans.per_s and time.monotonic() < self._loan_at + LOAN_MEMORY_S
+        return 1 / self._loans.per_s if known else 0.0
 
     @property
     def idle(self) -> bool:
@@ -42,7 +61,13 @@ class LoadBoard:
 
     def snapshot(self) -> worker_pb2.LoadSnapshot:
         replicas = [convert.wire_load(load) for load in self.loads]
-        return worker_pb2.LoadSnapshot(epoch=self._epoch, state=self._state(), replicas=replicas)
+        return worker_pb2.LoadSnapshot(
+            epoch=self._epoch,
+            state=self._state(),
+            replicas=replicas,
+            read_bytes_per_s=self.reads.per_s,
+            loan_seconds=self.loan_s,
+        )
 
     async def watch(self, min_interval_s: float, max_interval_s: float) -> AsyncIterator[worker_pb2.LoadSnapshot]:
         """Yield a snapshot at once, then on change, every `min_interval_s` to `max_interval_s`."""
@@ -62,12 +87,32 @@ class LoadBoard:
                 metrics.pages.labels(replica=replica, use=use).set(getattr(load, f"pages_{use}"))
             metrics.waiting_tokens.labels(replica=replica).set(load.waiting_tokens)
             metrics.credits.labels(replica=replica).set(load.credits)
-            for name in COUNTED:
+            for name in (*COUNTED, *COUNTED_TOKENS):
                 self._advance(metrics.engine.labels(replica=replica, what=name), getattr(load, name))
             for counter, counts in ((metrics.drafts, load.drafted), (metrics.drafts_accepted, load.accepted)):
                 for position, count in enumerate(counts, 1):
                     self._advance(counter.labels(replica=replica, position=position), count)
+            self._report_host_tier(metrics, replica, load)
+        if imbalance := self.loads[0].expert_imbalance:
+            metrics.expert_imbalance.set(sum(imbalance) / len(imbalance))
+            self._advance(metrics.expert_moves, self.loads[0].expert_moves)
 
-    def _advance(self, counter: Any, count: int) -> None:
+    def _report_host_tier(self, metrics: Metrics, replica: str, load: Load) -> None:
+        if not load.host_pages_total:
+            return
+        free = load.host_pages_total - load.host_pages_used
+        for use, count in (("used", load.host_pages_used), ("free", free)):
+            metrics.host_pages.labels(replica=replica, use=use).set(count)
+        stored, loaded = (
+            (load.host_stored_bytes, load.host_store_seconds),
+            (load.host_loaded_bytes, load.host_load_seconds),
+        )
+        for way, (nbytes, seconds) in (("store", stored), ("load", loaded)):
+            self._advance(metrics.host_bytes.labels(replica=replica, way=way), nbytes)
+            self._advance(metrics.host_seconds.labels(replica=replica, way=way), seconds)
+        for way, pages in (("store", load.disk_stored_pages), ("load", load.disk_loaded_pages)):
+            self._advance(metrics.disk_pages.labels(replica=replica, way=way), pages)
+
+    def _advance(self, counter: Any, count: float) -> None:
         counter.inc(count - self._reported.get(counter, 0))
         self._reported[counter] = count

@@ -9,26 +9,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import msgspec
 import zmq
+from millrace_common.pace import TICK_S, PatientClock
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
 
-from millrace_serve.engine.core import EngineInput, Events
+from millrace_serve.engine.core import EngineInput
 from millrace_serve.engine.start.phases import slowest
 from millrace_serve.transfer.base import MemoryHandle
 from millrace_serve.transfer.messages import StopReader, ToReader
 from millrace_serve.worker.channels import Receiver, Sender
 from millrace_serve.worker.config import WorkerConfig
+from millrace_serve.worker.frontend.rank_watch import RankWatch
 from millrace_serve.worker.launcher import Launcher
 from millrace_serve.worker.messages import (
     FreezeGc,
     FromRank,
     GcFrozen,
     ProfileDone,
+    Pulse,
     RankFailed,
     RankReady,
     Report,
@@ -40,28 +43,6 @@ from millrace_serve.worker.messages import (
 
 log = logging.getLogger(__name__)
 A = TypeVar("A", GcFrozen, ProfileDone)
-
-
-class StepWatch:
-    """Detection of a rank that hangs: a collective waits for a lost partner, or a kernel never ends. Its process lives,
-    so nothing else notices. A rank with running sequences reports the end of a step every few milliseconds; a rank that
-    is silent for `limit_s` after such a report is lost. Times are of one monotonic clock, in seconds.
-    """
-
-    def __init__(self, limit_s: float) -> None:
-        self.limit_s = limit_s
-        self._busy: dict[int, float] = {}  # rank: time of its last report, if sequences ran then
-
-    def heard(self, rank: int, running: int, now: float) -> None:
-        if running:
-            self._busy[rank] = now
-        else:
-            self._busy.pop(rank, None)
-
-    def hung(self, now: float) -> int | None:
-        """The rank that has been silent for the longest time, if that is too long."""
-        rank = min(self._busy, key=lambda rank: self._busy[rank], default=None)
-        return rank if rank is not None and now - self._busy[rank] > self.limit_s else None
 
 
 class Ranks:
@@ -83,24 +64,25 @@ class Ranks:
         self._infos: dict[int, RankReady] = {}
         self._asked: dict[tuple[type, int], asyncio.Future[Any]] = {}  # (answer's type, rank): answers to come
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._steps = StepWatch(config.timeouts.step)
+        self._clock = PatientClock()
+        self._watch = RankWatch(config.num_ranks, config.timeouts.start, self._clock.now())
         self._watcher: asyncio.Task[None] | None = None
         self._lost = ""
         self._stopping = False
 
     async def start(self) -> None:
         """Returns when every rank is ready. Raises MillraceError (WORKER_LOST) when one ends first."""
-        self._inbox.watch(asyncio.get_running_loop(), self._take)
+        self._inbox.watch(self._take)
         await self._launcher.start(self._config, self._inbox.endpoint, self._on_exit)
         await self._ready
-        self._watcher = asyncio.create_task(self._watch_steps())
+        self._watcher = asyncio.create_task(self._watch_ranks())
 
     async def stop(self, grace_s: float) -> None:
-        """Ranks that are not up yet have no work to end, and are killed."""
+        """Ranks that are not up yet, or beside a lost one, have no work to end, and are killed."""
         self._stopping = True
         if self._watcher is not None:
             self._watcher.cancel()
-        if len(self._infos) < self._config.num_ranks:
+        if len(self._infos) < self._config.num_ranks or self._lost:
             grace_s = 0.0
         for engine in self._engines.values():
             engine.send(Stop())
@@ -131,8 +113,20 @@ class Ranks:
 
     def memory_of(self, replica: int) -> list[MemoryHandle]:
         """The memory handles of a replica's pages, by tensor-parallel rank."""
-        handles = [self._infos[rank].memory for rank in self.of_replica(replica)]
-        return [handle for handle in handles if handle is not None]
+        return [self.memory_of_rank(rank) for rank in self.of_replica(replica)]
+
+    def memory_of_rank(self, rank: int) -> MemoryHandle:
+        return self._infos[rank].memory
+
+    def rank_of(self, agent: str) -> int | None:
+        """The rank whose pages are read through this agent now."""
+        return next((rank for rank, info in self._infos.items() if info.memory.agent == agent), None)
+
+    def renew_memory(self, rank: int, memory: MemoryHandle) -> str:
+        """A rank's pages have another agent. Returns the previous one's name."""
+        before = self._infos[rank]
+        self._infos[rank] = msgspec.structs.replace(before, memory=memory)
+        return before.memory.agent
 
     def send(self, replica: int, message: EngineInput) -> None:
         """Send to the engine of a replica."""
@@ -173,16 +167,17 @@ class Ranks:
                 self._lose(f"rank {rank} failed: {why}")
             case GcFrozen() | ProfileDone():
                 self._asked.pop((type(report), rank)).set_result(report)
+            case Pulse():
+                self._watch.heard(rank, report, self._clock.now())
+                self._on_report(rank, report)
             case _:
-                if isinstance(report, Events) and report.load is not None:
-                    self._steps.heard(rank, report.load.running, time.monotonic())
                 self._on_report(rank, report)
 
-    async def _watch_steps(self) -> None:
-        limit_s = self._steps.limit_s
-        while (rank := self._steps.hung(time.monotonic())) is None:
-            await asyncio.sleep(limit_s / 10)
-        self._lose(f"rank {rank} hangs: sequences run, and no step has ended for {limit_s:g} s (timeouts.step)")
+    async def _watch_ranks(self) -> None:
+        """A pulse of each rank has come before it was ready, and the clock stood still since the start."""
+        while not (why := self._watch.hung(self._clock.tick())):
+            await asyncio.sleep(TICK_S)
+        self._lose(why)
 
     def _connect(self, rank: int, info: RankReady) -> None:
         self._infos[rank] = info

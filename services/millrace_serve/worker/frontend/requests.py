@@ -69,14 +69,16 @@ class Requests:
             raise MillraceError(Reason.DRAINING, "the worker drains")
         raise MillraceError(Reason.NOT_READY, f"the worker is {state}: {self._lifecycle.message}".rstrip(": "))
 
-    def submit(self, wire: worker_pb2.EngineRequest, route: Route, owner: Owner) -> Request | None:
+    def submit(
+        self, wire: worker_pb2.EngineRequest, route: Route, owner: Owner, borrows: bool = False
+    ) -> Request | None:
         """Admit a router's request and give it to an engine. None: the owner has submitted the same attempt before,
         and its answer is coming. Raises MillraceError when the request is refused.
         """
         self.check_admission()
         if wire.replica >= self._replicas:
             raise convert.invalid("replica", f"is {wire.replica}; the worker has {self._replicas}")
-        request = convert.request(wire, route)
+        request = convert.request(wire, route, borrows)
         vocab_size = self._ranks.ready_info.vocab_size
         if (largest := max(request.token_ids)) >= vocab_size:
             raise convert.invalid("token_ids", f"has {largest}; ids are 0..{vocab_size - 1}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import grpc
@@ -21,7 +21,11 @@ class RoleLogic(abc.ABC):
 
     service_names: Sequence[str]
     warmup_route: Route
-    warmed_sources: Sequence[str] = ()  # epochs of the prefill workers whose pair with this one is warm
+
+    @property
+    def warmed_sources(self) -> Iterable[str]:
+        """Epochs of the prefill workers whose pair with this one is warm."""
+        return ()
 
     @abc.abstractmethod
     def register(self, server: grpc.aio.Server, links: Links) -> None:

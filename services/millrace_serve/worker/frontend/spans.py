@@ -27,6 +27,7 @@ class _Attempt:
     span: Span
     queue: Span | None = None
     answered: bool = False  # a token is out
+    borrowed: int = 0  # pages
 
 
 class WorkerSpans:
@@ -58,6 +59,10 @@ class WorkerSpans:
             attempt.span.end(now, {"millrace.pages_read": num_pages})
             self._decode(attempt, now)
 
+    def borrowed(self, id: RequestId, num_pages: int) -> None:
+        if (attempt := self._live.get(id)) is not None:
+            attempt.borrowed = num_pages
+
     def on_outputs(self, outputs: Iterable[SequenceOutput]) -> None:
         if not self._live:
             return
@@ -87,7 +92,8 @@ class WorkerSpans:
         queue = self._tracer.begin("queue", attempt.span.traceparent, attempt.began)
         queue.end(attempt.began + output.queued_s)
         attempt.answered = True
-        attempt.span.end(now, {"millrace.cached_tokens": output.num_cached_tokens})
+        cached, borrowed = output.num_cached_tokens, attempt.borrowed
+        attempt.span.end(now, {"millrace.cached_tokens": cached, "millrace.pages_borrowed": borrowed})
         if attempt.route is Route.LOCAL:
             self._decode(attempt, now)
         else:

@@ -1,4 +1,6 @@
-"""The main loop of a rank: take messages, step, send the events as one message. Without work it sleeps on the inbox."""
+"""The main loop of a rank: take messages, step, send the events as one message. Without work it sleeps on the inbox,
+and on the calls of other replicas.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ from millrace_common import gc_hooks
 
 from millrace_serve.engine.core import Events, Load
 from millrace_serve.engine.engine import Engine
+from millrace_serve.engine.step.progress import Progress
 from millrace_serve.worker.channels import Receiver
 from millrace_serve.worker.messages import (
     FreezeGc,
@@ -32,12 +35,17 @@ QUIET_S = 1.0  # after this long without messages an idle engine checks the pool
 class Upkeep:
     """Garbage collection and profiles of a rank's process: what the frontend asks of the process, not of the engine."""
 
-    def __init__(self, rank: int, report: Callable[[Report], None]) -> None:
+    def __init__(self, rank: int, report: Callable[[Report], None], progress: Progress) -> None:
         self._report = report
+        self._progress = progress
         self._pauses = gc_hooks.PauseWatch(f"rank{rank}")
         self._profiler = RankProfiler(rank)
 
     def handle(self, message: FreezeGc | StartProfile | StopProfile) -> None:
+        with self._progress.busy(type(message).__name__):
+            self._handle(message)
+
+    def _handle(self, message: FreezeGc | StartProfile | StopProfile) -> None:
         if isinstance(message, FreezeGc):
             objects = gc_hooks.freeze()
             self.report_pauses()
@@ -70,7 +78,9 @@ class EngineLoop:
         engine = self._engine
         self._ship(Events(load=engine.load()))
         while not engine.stopped:
-            messages = self._inbox.receive(self._wait_s())
+            wait_s = self._wait_s()
+            with engine.progress.waits():
+                messages = self._inbox.receive(wait_s, engine.wake_fds)
             for message in messages:
                 self._take(message)
             self._check_when_quiet(bool(messages) or engine.has_work())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from urllib.parse import urlsplit
+
 import torch
 
 from millrace_serve.engine.start.phases import Phases
@@ -26,8 +28,16 @@ def build(spec: RankSpec, phases: Phases) -> Parts:
     dtype = getattr(torch, config.dtype)
     model = ModelConfig.load(config.model)
     facts = model.vocab_size, config.limits.max_model_len, sorted(model.eos_token_ids)
-    where = config.model, dims, device, dtype
-    rank = load_rank(config.limits, config.role, *where, execution=config, phases=phases)
+    rank = load_rank(
+        config.limits, config.role, config.model, dims, device, dtype,
+        execution=config, phases=phases, address=_address(spec.bind),
+    )  # fmt: skip
+    parts = (rank.pool, rank.lockstep.progress, *facts)
     if dims.tp_rank:
-        return Parts(rank.pool, *facts, run=rank.follow, leave=leave_parallel)
-    return Parts(rank.pool, *facts, engine=rank.engine(), leave=leave_parallel)
+        return Parts(*parts, run=rank.follow, leave=leave_parallel)
+    return Parts(*parts, engine=rank.engine(), leave=leave_parallel)
+
+
+def _address(bind: str) -> str:
+    """The host of a ZeroMQ endpoint; this host's own for ranks that share it."""
+    return urlsplit(bind).hostname or "127.0.0.1"

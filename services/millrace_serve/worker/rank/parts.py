@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.engine import Engine
+from millrace_serve.engine.step.progress import Progress
 from millrace_serve.worker.config import WorkerConfig
 
 
@@ -24,6 +25,7 @@ class Parts:
     """The parts of a rank: `engine` on a leader, `run` (which the leader ends) on a follower."""
 
     pool: KvPool
+    progress: Progress
     vocab_size: int
     max_context: int
     eos_token_ids: list[int]

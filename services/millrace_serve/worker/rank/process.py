@@ -1,13 +1,13 @@
-"""A rank process: one engine (or a follower of one), and on importing workers a thread that reads KV. No gRPC here.
+"""A rank process: one engine (or a follower of one), and a thread that reads KV of other workers. No gRPC here.
 
 Life of a rank:
 
 1. connect to the frontend, report LOADING
 2. join the other ranks, load the model, make the KV pool, report COMPILING, compile and capture
    (engine/start/startup.py)
-3. open the transport: exporting workers describe their pool, importing ones start the reader
+3. open the transport: describe the pool for others, and start the reader
 4. report RankReady with the endpoints of the inboxes
-5. the engine loop (loop.py), until Stop
+5. the engine loop (loop.py), until Stop; a thread reports the progress of the process meanwhile (pulse.py)
 6. the transfer ends before the pool goes away, and the rank leaves the others
 An error on the way is reported as RankFailed, and the process exits with code 1.
 """
@@ -28,31 +28,25 @@ import zmq
 from millrace_common import log as logs
 
 from millrace_serve.engine.cache.kv_pool import KvPool
-from millrace_serve.engine.config import Role
+from millrace_serve.engine.config import GIB
 from millrace_serve.engine.start.phases import Phases
 from millrace_serve.transfer.base import KvSink, PageBuffer
-from millrace_serve.transfer.messages import ToReader
+from millrace_serve.transfer.messages import FromReader, ToReader
 from millrace_serve.transfer.reader import Reader
 from millrace_serve.worker.channels import Receiver, Sender
 from millrace_serve.worker.config import EngineKind, WorkerConfig
 from millrace_serve.worker.messages import FromRank, RankFailed, RankProgress, RankReady, Report, ToEngine
 from millrace_serve.worker.rank.loop import EngineLoop, Upkeep, follower_inbox
 from millrace_serve.worker.rank.parts import Parts, RankSpec
+from millrace_serve.worker.rank.pulse import PulseThread
 
 if TYPE_CHECKING:
-    from millrace_serve.transfer.nixl import NixlSource
+    from millrace_serve.transfer.nixl import NixlExporter
 
 log = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
-# the worker's state in each phase
-PHASE_STATES = {
-    "import": "loading",
-    "load": "loading",
-    "memory": "loading",
-    "compile": "compiling",
-    "capture": "compiling",
-}
+COMPILING_PHASES = ("compile", "capture")  # the worker is LOADING in the others
 
 
 def main(spec: RankSpec) -> None:
@@ -80,13 +74,19 @@ def run(spec: RankSpec) -> int:
 def _live(spec: RankSpec, context: zmq.Context[Any], report: Callable[[Report], None]) -> None:
     config = spec.config
     report(RankProgress("loading", f"rank {spec.rank}: {config.model_name}"))
-    phases = Phases(lambda name: report(RankProgress(PHASE_STATES[name], f"rank {spec.rank}: {name}")))
+
+    def on_phase(name: str) -> None:
+        report(RankProgress("compiling" if name in COMPILING_PHASES else "loading", f"rank {spec.rank}: {name}"))
+
+    phases = Phases(on_phase)
     parts = _build(spec, phases)
     report(RankProgress("compiling", f"rank {spec.rank}"))
+    _add_disk_tier(parts, config)
     inbox: Receiver[ToEngine] = Receiver(context, spec.bind.format(name="engine"), ToEngine)
     buffer = _buffer(parts.pool, config)
-    source = _source(buffer) if config.role is Role.PREFILL else None
-    endpoint, reader = _reader_thread(spec, context, buffer) if config.role is Role.DECODE else ("", None)
+    exporter = _exporter(buffer)
+    memory = exporter.handle()
+    endpoint, reader = _reader_thread(spec, context, buffer, exporter)
     report(
         RankReady(
             engine_endpoint=inbox.endpoint,
@@ -97,10 +97,20 @@ def _live(spec: RankSpec, context: zmq.Context[Any], report: Callable[[Report], 
             layout=parts.pool.layout,
             num_pages=parts.pool.num_pages,
             startup=phases.seconds,
-            memory=source.handle() if source else None,
+            memory=memory,
         )
     )
-    upkeep = Upkeep(spec.rank, report)
+    pulses: Sender[FromRank] = Sender(context, spec.frontend)
+    with PulseThread(parts.progress, lambda pulse: pulses.send(FromRank(spec.rank, pulse))):
+        _step(parts, inbox, report, Upkeep(spec.rank, report, parts.progress))
+    reader.join()
+    exporter.close()
+    if parts.leave:
+        parts.leave()
+
+
+def _step(parts: Parts, inbox: Receiver[ToEngine], report: Callable[[Report], None], upkeep: Upkeep) -> None:
+    """Until Stop."""
     if parts.engine is not None:
         EngineLoop(parts.engine, inbox, report, upkeep).run()
     else:
@@ -108,12 +118,6 @@ def _live(spec: RankSpec, context: zmq.Context[Any], report: Callable[[Report], 
         # once started, only this thread uses the inbox and the outbox
         threading.Thread(target=follower_inbox, args=(inbox, upkeep), name="inbox", daemon=True).start()
         parts.run()
-    if reader:
-        reader.join()
-    if source:
-        source.close()
-    if parts.leave:
-        parts.leave()
 
 
 def _build(spec: RankSpec, phases: Phases) -> Parts:
@@ -128,7 +132,22 @@ def _build(spec: RankSpec, phases: Phases) -> Parts:
 
     assert config.limits.num_pages != "auto"
     engine = build_sim_engine(config.limits.resolved(config.limits.num_pages), config.role, config.sim)
-    return Parts(engine.pool, config.sim.vocab_size, config.limits.max_model_len, [config.sim.eos_token_id], engine)
+    facts = config.sim.vocab_size, config.limits.max_model_len, [config.sim.eos_token_id]
+    return Parts(engine.pool, engine.progress, *facts, engine)
+
+
+def _add_disk_tier(parts: Parts, config: WorkerConfig) -> None:
+    """Raises TransferError when the folder cannot be used."""
+    limits, layout = config.limits, parts.pool.layout
+    if parts.engine is None or limits.disk_cache is None:
+        return
+    from millrace_serve.transfer.disk_tier import DiskTier
+    from millrace_serve.transfer.page_folder import PageFolder
+
+    copier = parts.engine.copier
+    memory = PageBuffer(copier.address, layout.page_bytes, copier.num_slots)
+    max_bytes = int(limits.disk_cache_gib * GIB)
+    parts.engine.keep_in(DiskTier(PageFolder(limits.disk_cache, layout.fingerprint, memory, max_bytes)))
 
 
 def _buffer(pool: KvPool, config: WorkerConfig) -> PageBuffer:
@@ -137,19 +156,25 @@ def _buffer(pool: KvPool, config: WorkerConfig) -> PageBuffer:
     return PageBuffer(pool.address, pool.layout.page_bytes, pool.num_pages, "VRAM" if on_gpu else "DRAM", device_id)
 
 
-def _source(buffer: PageBuffer) -> NixlSource:
+def _exporter(buffer: PageBuffer) -> NixlExporter:
     from millrace_serve.transfer.cuda_ipc import shared_memory_name
-    from millrace_serve.transfer.nixl import NixlSource  # takes 0.3 s, which a unified worker need not spend
+    from millrace_serve.transfer.nixl import NixlExporter
 
-    return NixlSource(buffer, shared=shared_memory_name(buffer) if buffer.mem_type == "VRAM" else b"")
+    return NixlExporter(buffer, shared=shared_memory_name(buffer) if buffer.mem_type == "VRAM" else b"")
 
 
-def _reader_thread(spec: RankSpec, context: zmq.Context[Any], buffer: PageBuffer) -> tuple[str, threading.Thread]:
+def _reader_thread(
+    spec: RankSpec, context: zmq.Context[Any], buffer: PageBuffer, exporter: NixlExporter
+) -> tuple[str, threading.Thread]:
     """The endpoint of the reader's inbox, and the thread that reads KV until StopReader."""
     inbox: Receiver[ToReader] = Receiver(context, spec.bind.format(name="transfer"), ToReader)
     outbox: Sender[FromRank] = Sender(context, spec.frontend)  # from now on used by the new thread only
     stall_s = spec.config.timeouts.stall
-    reader = Reader(_sink(buffer), inbox, lambda report: outbox.send(FromRank(spec.rank, report)), stall_s)
+
+    def report(message: FromReader) -> None:
+        outbox.send(FromRank(spec.rank, message))
+
+    reader = Reader(_sink(buffer), inbox, report, stall_s, exporter=exporter)
 
     def run() -> None:
         try:

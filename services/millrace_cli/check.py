@@ -1,0 +1,93 @@
+"""`millrace check`: whether a checkpoint can be served, on which GPUs, and with how much KV. No weight is read."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from millrace_common import config as configuration
+from millrace_router.text.tokenizer import Tokenizer
+from millrace_serve.engine.config import GIB
+from millrace_serve.engine.start.layouts import GPUS, NODE, WORLDS, Layout, choose, layouts
+from millrace_serve.model.checkpoint.headers import check_headers
+from millrace_serve.model.config import ConfigError, ModelConfig
+from millrace_serve.model.weights import CheckpointError
+from millrace_serve.worker.config import WorkerConfig
+from rich.console import Console
+from rich.table import Table
+
+from millrace_cli.errors import CommandError
+
+
+def check(path: Path, gpu: str, overrides: Sequence[str]) -> None:
+    """Prints what was found on standard error, and a values file for Helm on standard output. Raises CommandError when
+    the checkpoint cannot be served.
+    """
+    try:
+        config = configuration.load(
+            WorkerConfig, None, ["role=unified", "device=cuda", "limits.num_pages=auto", f"model={path}", *overrides]
+        )
+        model = ModelConfig.load(path)
+        if not config.random_weights:
+            check_headers(path, model)
+        tokenizer = Tokenizer.load(path)
+    except (ConfigError, CheckpointError, configuration.ConfigError) as error:
+        raise CommandError(str(error)) from error
+    model = model if config.limits.draft_tokens else model.without_mtp()
+    found = list(layouts(config.limits, config, model))
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(_facts(model, tokenizer))
+    console.print(_table(found))
+    best = choose(found, gpu)
+    if best is None:
+        why = next((layout.why for layout in reversed(found) if layout.gpu == gpu), "the ranks do not divide the model")
+        raise CommandError(f"the model fits on none of {', '.join(map(str, WORLDS))} GPUs of kind {gpu}: {why}")
+    print(values(path, model, best, overrides))
+
+
+def values(path: Path, model: ModelConfig, layout: Layout, overrides: Sequence[str]) -> str:
+    """A prefill and a decode worker of this layout, for `helm install -f`."""
+    name, gpus = path.resolve().name, min(layout.num_gpus, NODE)
+    settings: dict[str, Any] = {"timeouts": {"start": 3000, "warmup": 300}}
+    for item in overrides:
+        configuration.override(settings, item)
+    worker: dict[str, Any] = {"gpus": gpus, "gpuModel": layout.gpu, "tp": layout.tp, "dp": layout.dp}
+    if layout.num_gpus > NODE:
+        worker |= {"kind": "lws", "size": layout.num_gpus // NODE}
+    worker["resources"] = {  # as in the presets, for each GPU
+        "requests": {"cpu": str(4 * gpus), "memory": f"{32 * gpus}Gi", "ephemeral-storage": "4Gi"},
+        "limits": {"memory": f"{64 * gpus}Gi", "ephemeral-storage": "32Gi"},
+    }
+    document: dict[str, dict[str, Any]] = {
+        "model": {"name": name.lower(), "source": "pvc", "claim": "models", "path": name},
+        "fabric": {"preset": "ib"},
+        "workerDefaults": {**worker, "shm": f"{2 * gpus}Gi", "tmp": f"{2 * gpus}Gi", "config": settings},
+        "workers": {"prefill": {}, "decode": {}},
+    }
+    document["model"]["routedExperts"] = model.n_routed_experts
+    head = (
+        f"# A prefill and a decode worker on {layout.num_gpus} {layout.gpu} each, made by `millrace check`.\n"
+        "# To set: images.registry, the claim `models` that holds the checkpoint, and the fabric between the nodes.\n"
+    )
+    return head + yaml.safe_dump(document, sort_keys=False)
+
+
+def _facts(model: ModelConfig, tokenizer: Tokenizer) -> str:
+    style, experts = tokenizer.format.style, f"{model.n_routed_experts} experts in {model.n_group} group(s)"
+    calls = "no tool calls" if style is None else f"tool calls as {style.name}"
+    thoughts = "thoughts" if tokenizer.format.reasons else "no thoughts"
+    drafts = "an MTP layer" if model.num_nextn_predict_layers else "no MTP layer in use (limits.draft_tokens)"
+    weights = f"{'FP8' if model.fp8_blocks else 'INT8' if model.int8 else 'BF16'} weights"
+    return f"{model.num_hidden_layers} layers, {experts}, {weights}, {drafts}; {calls}, {thoughts}"
+
+
+def _table(found: Sequence[Layout]) -> Table:
+    table = Table("GPUs", "tp x dp", "GiB of weights", *GPUS, title="Tokens of KV of a replica, estimated", box=None)
+    for (tp, dp), line in itertools.groupby(found, key=lambda one: (one.tp, one.dp)):
+        cells = list(line)
+        tokens = (f"{one.tokens:,}" if one.tokens else "does not fit" for one in cells)
+        table.add_row(str(tp * dp), f"{tp} x {dp}", f"{cells[0].weights / GIB:.1f}", *tokens)
+    return table

@@ -1,0 +1,36 @@
+"""The third tier of the prefix cache, as the engine sees it; transfer/disk_tier.py is one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import msgspec
+
+
+class Move(msgspec.Struct, frozen=True):
+    block: int
+    slot: int  # of the host tier
+    is_load: bool
+    ok: bool = False  # of a finished one: the slot has the block's content, or the store has the block
+
+
+class PageStore(Protocol):
+    """Nothing here waits. A slot belongs to a move from `store` or `load` until `take` has returned the move."""
+
+    def has(self, block: int) -> bool: ...
+
+    def load(self, block: int, slot: int) -> None:
+        """Goes before every store that waits."""
+
+    def store(self, block: int, slot: int) -> bool:
+        """False: the store is behind, and nothing was begun."""
+
+    def take(self) -> list[Move]:
+        """The moves that have ended since the last call."""
+
+    def remove(self, blocks: Iterable[int]) -> None:
+        """Forget blocks whose content is wrong."""
+
+    def close(self) -> None:
+        """Moves that have not begun are dropped."""

@@ -1,0 +1,48 @@
+"""Pages that other workers use beside this engine's sequences: cached ones on loan to them, and ones into which a read
+that came too late may still write.
+"""
+
+from __future__ import annotations
+
+from millrace_serve.engine.cache.block_pool import Holder
+from millrace_serve.engine.cache.kv_cache import KvCache
+from millrace_serve.engine.core import KvPart, RequestId
+
+# Pages on loan cannot be evicted, and our own sequences need room to grow; a loan that finds no room costs the borrower
+# what it would have computed without us.
+LENT_SHARE = 0.25
+
+
+class Loans:
+    def __init__(self, cache: KvCache) -> None:
+        self._cache = cache
+        self._most = int(LENT_SHARE * cache.pool.total)
+        self._num_lent = 0
+        self._lent: dict[RequestId, list[int]] = {}
+        self._late: dict[RequestId, list[int]] = {}  # by the request that was to use them
+
+    def __len__(self) -> int:
+        return len(self._lent) + len(self._late)
+
+    def lend(self, id: RequestId, blocks: list[int]) -> KvPart:
+        """The cached pages of `blocks`, as far as they go and the bound allows; they are held until `end`."""
+        pages = self._cache.lend(blocks[: self._most - self._num_lent])
+        if pages:
+            self._lent[id] = pages
+            self._num_lent += len(pages)
+        return KvPart(id, 0, pages, blocks[: len(pages)], len(pages) * self._cache.page_size, last=True)
+
+    def end(self, id: RequestId) -> None:
+        """Idempotent."""
+        pages = self._lent.pop(id, [])
+        self._num_lent -= len(pages)
+        self._cache.take_back(pages)
+
+    def set_aside(self, id: RequestId, pages: list[int]) -> None:
+        """Keep pages of a sequence, which gives them up, until `settle`."""
+        self._cache.pool.hold(pages, Holder.PUBLISHED)
+        self._late[id] = pages
+
+    def settle(self, id: RequestId) -> None:
+        """Nothing writes to them any more. Idempotent."""
+        self._cache.pool.drop(self._late.pop(id, []), Holder.PUBLISHED)

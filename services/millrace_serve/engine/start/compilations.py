@@ -1,0 +1,91 @@
+"""What this process compiles: kernels of Triton, DeepGEMM and FlashInfer, counted by library.
+
+After a start every kernel should be there; a later compilation is one that a request waits for. It is logged as a
+warning. The frontend counts those after READY (`millrace_worker_compilations_total`).
+
+Triton and FlashInfer have hooks. DeepGEMM compiles in C++ and has none: its kernels are counted as they come into its
+cache folder, so ranks that share the folder count a kernel each.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+
+class Compilations:
+    """Attributes:
+    started: the start is over, so that a compilation is worth a warning
+    """
+
+    def __init__(self, kernels: Path) -> None:
+        """`kernels`: the folder in which DeepGEMM puts them."""
+        self.started = False
+        self._counts: Counter[str] = Counter()
+        self._kernels, self._changed_at, self._num_kernels = kernels, -1, 0
+        self._look()
+
+    def subscribe(self) -> None:
+        """Before the first kernel; libraries that are not there compile nothing."""
+        from triton import knobs
+
+        knobs.compilation.listener = self.on_triton
+        try:
+            from flashinfer.jit.core import JitSpec
+        except Exception:  # it may fail in any way (kernels/backend.py logs how), and then compiles nothing
+            return
+        JitSpec.build = self.counted_build(JitSpec.build)
+
+    def counts(self) -> dict[str, int]:
+        """Of this process so far, by library."""
+        for _ in range(self._look()):
+            self._count("deep_gemm", "a product", None)
+        return dict(self._counts)
+
+    def on_triton(self, *, src: Any, times: Any, cache_hit: bool, **_: Any) -> None:
+        """Triton's listener. What comes from its cache folder was compiled before."""
+        if not cache_hit:
+            self._count("triton", src.name, times.total / 1e6)
+
+    def counted_build(self, build: Any) -> Any:
+        """`build` of FlashInfer's modules, which also runs, and does nothing, for a module that is there."""
+
+        def counted(spec: Any, *args: Any, **options: Any) -> Any:
+            file, began = spec.jit_library_path, time.monotonic()
+            before = _written_at(file)
+            result = build(spec, *args, **options)
+            if _written_at(file) != before:
+                self._count("flashinfer", spec.name, time.monotonic() - began)
+            return result
+
+        return counted
+
+    def _count(self, library: str, what: str, seconds: float | None) -> None:
+        self._counts[library] += 1
+        if self.started:
+            took = "" if seconds is None else f" in {seconds:.1f} s"
+            log.warning("%s compiled %s%s after the start: a request may have waited for it", library, what, took)
+
+    def _look(self) -> int:
+        """How many kernels have come into DeepGEMM's folder since the last look."""
+        changed_at = _written_at(self._kernels)
+        if changed_at == self._changed_at:
+            return 0
+        before = self._num_kernels
+        self._num_kernels = len(os.listdir(self._kernels)) if changed_at else 0
+        self._changed_at = changed_at
+        return max(self._num_kernels - before, 0)
+
+
+def _written_at(path: Path) -> int:
+    """Nanoseconds; 0 where there is nothing."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0

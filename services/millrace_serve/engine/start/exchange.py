@@ -1,0 +1,113 @@
+"""The choice of the exchange: how rows reach the experts of other replicas."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from millrace_serve.engine.config import Role
+from millrace_serve.engine.start.startup import Site
+from millrace_serve.engine.step.graphs import buckets_up_to, graph_keys
+from millrace_serve.model.experts.deepep import DeepEpExperts
+from millrace_serve.model.experts.deepep_buffer import DeepEpBuffer, machines, refusal
+from millrace_serve.model.experts.gather import GatherExperts
+from millrace_serve.model.experts.local import LocalExperts
+from millrace_serve.model.experts.routed import Implementation
+from millrace_serve.model.overlap import THRESHOLDS
+from millrace_serve.model.parallel import hosts, reaches_peers
+
+log = logging.getLogger(__name__)
+
+MOST_PEERS = 8  # replicas; of more the kernels were never tried
+# For the rows of all replicas; more rows go in several exchanges, each with fewer rows for an expert.
+PEER_BYTES = 2 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    name: str
+    experts: Implementation
+    nbytes: int = 0  # of the device, which torch does not know of
+    error: Tensor | None = None  # int32 [1] on the device: 0, or 1 + the replica that did not answer for minutes
+
+
+def make_exchange(site: Site) -> Exchange:
+    """Collective. auto: peer memory on one host and DeepEP between hosts, where they can serve, else `gather`.
+
+    Raises ValueError if the exchange that is asked for cannot serve these ranks.
+    """
+    made = _choose(site)
+    log.info("exchange=%s dp=%d: rows to the experts of other replicas", made.name, site.dims.dp)
+    return made
+
+
+def _choose(site: Site) -> Exchange:
+    wanted, dims = site.execution.exchange, site.dims
+    if dims.dp == 1:
+        return Exchange("local", LocalExperts)
+    if wanted in ("auto", "peer"):
+        why = _no_peers(site)
+        if not why:
+            return _peer(site)
+        _refuse(wanted, "peer", why)
+    if wanted == "deepep" or (wanted == "auto" and len({*hosts(dims)}) > 1):
+        rows = _decode_rows(site)
+        why = refusal(site.model, dims, machines(dims), rows, fp8=site.fp8)
+        if not why:
+            return _deepep(site, rows)
+        _refuse(wanted, "deepep", why)
+        log.warning("exchange=deepep would be faster and cannot run: %s", why)
+    return Exchange("gather", GatherExperts)
+
+
+def _refuse(wanted: str, name: str, why: str) -> None:
+    if wanted == name:
+        raise ValueError(f"exchange={name} cannot run: {why}. exchange=gather runs everywhere")
+
+
+def _no_peers(site: Site) -> str:
+    """Why the ranks cannot share memory; empty: they can. The same on every rank."""
+    dims, own = site.dims, site.device
+    if own.type != "cuda":
+        return f"the device is {own.type}, not cuda"
+    if dims.dp > MOST_PEERS:
+        return f"dp={dims.dp} is more than {MOST_PEERS}"
+    if len({*hosts(dims)}) > 1:
+        return "the ranks are on several hosts"
+    reached = dims.exchange(b"1" if reaches_peers(own) else b"")
+    return "" if all(reached) else "devices do not reach each other's memory"
+
+
+def _peer(site: Site) -> Exchange:
+    from millrace_kernels.peer.exchange import Exchange as Peers  # needs Triton
+
+    from millrace_serve.model.experts.peer import PeerExperts
+
+    dims, model = site.dims, site.model
+    assert dims.dp_group is not None
+    choices = model.num_experts_per_tok + 1
+    rows = min(site.most_rows, PEER_BYTES // dims.dp // Peers.row_bytes(model.hidden_size, choices, site.dtype))
+    facts = (dims.dp_group, site.device, rows, model.hidden_size, choices, site.dtype)
+    peers = tuple(Peers(*facts) for _ in range(1 + THRESHOLDS.ever))
+    for each in peers:
+        each.error = peers[0].error
+    nbytes = sum(each.nbytes for each in peers)
+    return Exchange("peer", functools.partial(PeerExperts, peers), nbytes, peers[0].error)
+
+
+def _deepep(site: Site, rows: int) -> Exchange:
+    dims, model = site.dims, site.model
+    slots = model.n_routed_experts // dims.world + dims.spare_experts
+    buffer = DeepEpBuffer(model, dims, slots, rows, site.device)
+    return Exchange("deepep", functools.partial(DeepEpExperts, buffer), buffer.nbytes, buffer.error)
+
+
+def _decode_rows(site: Site) -> int:
+    """The most rows of a decode step, padding included; 0 on a prefill worker."""
+    if site.role is Role.PREFILL:
+        return 0
+    buckets = site.buckets or buckets_up_to(site.limits.max_running)
+    return max(key.bucket * key.num_queries for key in graph_keys(buckets, site.limits.num_drafts))

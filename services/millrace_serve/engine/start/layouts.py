@@ -1,0 +1,70 @@
+"""The layouts of ranks in which a model fits on kinds of GPU, before any is there: the plan of engine/start/memory.py
+with its estimates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from millrace_serve.engine.config import GIB, Execution, Limits, Role
+from millrace_serve.engine.start.memory import Demand, Memory, OverCommitted
+from millrace_serve.engine.start.startup import Site, estimated, kv_layout, planned
+from millrace_serve.model.config import ModelConfig
+from millrace_serve.model.parallel import ParallelDims
+
+CUDA = torch.device("cuda")
+GPUS = {"H20": 95.0, "H100": 79.1, "H200": 139.8}  # GiB that CUDA reports
+NODE = 8  # GPUs
+WORLDS = (1, 2, 4, 8, 16, 32)  # ranks of a worker
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A worker of tp x dp ranks on one kind of GPU."""
+
+    gpu: str
+    tp: int
+    dp: int
+    weights: int  # bytes of a rank
+    tokens: int  # of KV, of each replica; 0: it does not fit
+    why: str = ""  # it does not fit
+
+    @property
+    def num_gpus(self) -> int:
+        return self.tp * self.dp
+
+
+def layouts(limits: Limits, execution: Execution, model: ModelConfig) -> Iterator[Layout]:
+    """Attention in replicas of one GPU, and by tensors, for each number of GPUs that divides the model."""
+    layout = kv_layout(limits, execution, model, "", torch.bfloat16)
+    for world in WORLDS:
+        for tp, dp in dict.fromkeys(((1, world), (world, 1))):
+            if tp > NODE:  # sums over tensors do not leave a node
+                continue
+            site = Site(
+                Role.UNIFIED, limits, execution, model, layout, ParallelDims(tp=tp, dp=dp), CUDA, torch.bfloat16
+            )
+            try:
+                demand = estimated(site)
+            except ValueError:
+                continue
+            for gpu, gib in GPUS.items():
+                yield Layout(gpu, tp, dp, demand.weights, *_kv_tokens(site, demand, int(gib * GIB)))
+
+
+def _kv_tokens(site: Site, demand: Demand, total: int) -> tuple[int, str]:
+    """Tokens that fit beside the weights, or 0 and the reason. `total`: bytes of a GPU."""
+    try:
+        plan = planned(site, Memory(total, total), demand)
+    except OverCommitted as error:
+        return 0, str(error)
+    return (plan.num_pages - 1) * plan.page_tokens, ""
+
+
+def choose(found: Sequence[Layout], gpu: str) -> Layout | None:
+    """The fewest GPUs, then the most KV of all replicas together."""
+    fit = [layout for layout in found if layout.gpu == gpu and layout.tokens]
+    return min(fit, key=lambda one: (one.num_gpus, -one.dp * one.tokens), default=None)

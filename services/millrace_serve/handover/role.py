@@ -1,0 +1,83 @@
+"""The common part of both roles: every worker lends cached pages, and reads pages of others."""
+
+from __future__ import annotations
+
+import grpc
+from millrace.v1 import kv_pb2_grpc
+from millrace_common.reasons import Reason
+from millrace_rpc.errors import MillraceError
+
+from millrace_serve.engine.core import Events, Failure
+from millrace_serve.handover.doubts import CHECK, Doubts
+from millrace_serve.handover.exports import Exports
+from millrace_serve.handover.imports import Imports
+from millrace_serve.handover.peers import Peers
+from millrace_serve.handover.serving import KvServicer
+from millrace_serve.handover.sources import Sources
+from millrace_serve.transfer.messages import DropSource, ReadDone, ReadStuck, SourceRenewed
+from millrace_serve.worker.frontend.frontend import Frontend
+from millrace_serve.worker.frontend.links import Links
+from millrace_serve.worker.frontend.role import RoleLogic
+from millrace_serve.worker.messages import Report
+
+CANCELLED = Failure(Reason.CANCELLED, "the attempt was aborted")
+
+
+class HandoverRole(RoleLogic):
+    def __init__(self, frontend: Frontend, make_imports: type[Imports]) -> None:
+        config, self._ranks, self._requests = frontend.config, frontend.ranks, frontend.requests
+        self._peers = Peers(lambda rank, agent: frontend.ranks.send_reader(rank, DropSource(agent)), frontend.identity)
+        self._doubts = Doubts(frontend.epoch, config.num_ranks, frontend.ranks, self._peers, frontend.leave)
+        self.imports = make_imports(
+            config.limits.page_size,
+            config.timeouts.stall,
+            frontend.ranks,
+            frontend.requests,
+            self._peers,
+            frontend.spans,
+            frontend.metrics,
+            frontend.board,
+            self._doubts,
+        )
+        self.exports = Exports(config.timeouts, frontend.metrics, frontend.ranks.send)
+        self._sources = Sources(config.num_ranks, frontend.ranks)
+        self._kv = KvServicer(frontend.epoch, config.dp, frontend.ranks, frontend.requests, self.exports, self._sources)
+
+    def register(self, server: grpc.aio.Server, links: Links) -> None:
+        kv_pb2_grpc.add_KvServiceServicer_to_server(self._kv, server)
+
+    def on_events(self, replica: int, events: Events) -> None:
+        for part in events.parts:
+            self.exports.publish(replica, part)
+        for reserved in events.reserved:
+            self.imports.on_reserved(reserved)
+        for output in events.outputs:
+            if output.finish is not None:  # perhaps before its transfer ended: a deadline, or no room
+                self.imports.abort(output.id, CANCELLED)
+
+    def on_report(self, rank: int, report: Report) -> None:
+        match report:
+            case ReadDone(id=id, error=error) if id == CHECK:
+                self._doubts.on_check(rank, error)
+            case ReadStuck(id=id) if id == CHECK:
+                self._doubts.on_check(rank, "the read does not end")
+            case ReadDone():
+                self.imports.on_read_done(rank, report)
+            case ReadStuck():
+                self.imports.on_stuck(rank, report)
+            case SourceRenewed():
+                self._sources.on_renewed(rank, report)
+            case _:
+                super().on_report(rank, report)
+
+    def on_lost(self, error: MillraceError) -> None:
+        self.exports.fail_all(error)
+
+    @property
+    def busy(self) -> bool:
+        return self.exports.leases.num_live > 0 or len(self.imports) > 0
+
+    async def close(self) -> None:
+        self._doubts.close()
+        await self.imports.close()
+        await self._peers.close()

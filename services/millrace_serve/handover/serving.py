@@ -1,0 +1,79 @@
+"""KvService: the exports and the loans of a worker, for others to read."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import TypeAlias
+
+import grpc
+from millrace.v1 import kv_pb2, kv_pb2_grpc
+
+from millrace_serve.engine.core import KvPart, RequestId
+from millrace_serve.handover.exports import Export, Exports
+from millrace_serve.handover.pairing import check_layout
+from millrace_serve.handover.sources import Sources
+from millrace_serve.worker.frontend import convert
+from millrace_serve.worker.frontend.links import check_epoch, opening
+from millrace_serve.worker.frontend.ranks import Ranks
+from millrace_serve.worker.frontend.requests import Requests
+
+Context: TypeAlias = grpc.aio.ServicerContext
+
+
+class KvServicer(kv_pb2_grpc.KvServiceServicer):
+    def __init__(
+        self, epoch: str, replicas: int, ranks: Ranks, requests: Requests, exports: Exports, sources: Sources
+    ) -> None:
+        self._epoch = epoch
+        self._replicas = replicas
+        self._ranks = ranks
+        self._requests = requests
+        self._exports = exports
+        self._sources = sources
+
+    async def Fetch(
+        self, requests: AsyncIterator[kv_pb2.FetchRequest], context: Context
+    ) -> AsyncIterator[kv_pb2.FetchResponse]:
+        begin: kv_pb2.FetchOpen = await opening(requests, "open", "Fetch")
+        id = convert.request_id(begin.id)
+        check_epoch(begin.epoch, self._epoch)
+        check_layout(begin.fingerprint, "the reader", self._ranks)
+        if begin.HasField("prefix"):
+            id = self._lend(begin.prefix, context)
+        release = asyncio.create_task(self._release(id, requests))
+        # a generator that is suspended in a yield does not notice that its call is over
+        context.add_done_callback(lambda _: release.cancel())
+        with contextlib.ExitStack() as until_the_end:
+            async for item in self._exports.fetch(id):
+                if isinstance(item, KvPart):
+                    yield kv_pb2.FetchResponse(part=convert.wire_part(item))
+                elif isinstance(item, Export):
+                    memory = until_the_end.enter_context(self._sources.lent(item.replica))
+                    yield kv_pb2.FetchResponse(source=kv_pb2.KvSource(ranks=map(convert.wire_memory, memory)))
+                else:
+                    yield kv_pb2.FetchResponse(heartbeat=kv_pb2.Heartbeat())
+        if release.done() and release.result():
+            yield kv_pb2.FetchResponse(held=kv_pb2.Held())
+
+    def _lend(self, prefix: kv_pb2.FetchPrefix, context: Context) -> RequestId:
+        """Begin a loan, which ends with the call. Raises MillraceError."""
+        self._requests.check_admission()
+        if prefix.replica >= self._replicas:
+            raise convert.invalid("prefix.replica", f"is {prefix.replica}; the worker has {self._replicas}")
+        if not prefix.blocks:
+            raise convert.invalid("prefix.blocks", "must not be empty")
+        id = self._exports.lend(prefix.replica, list(prefix.blocks))
+        context.add_done_callback(lambda _: self._exports.abort(id))
+        return id
+
+    async def _release(self, id: RequestId, requests: AsyncIterator[kv_pb2.FetchRequest]) -> bool:
+        """Release the pages at the peer's release, which ends the Fetch. Returns whether they were held until then."""
+        with contextlib.suppress(grpc.aio.UsageError, grpc.aio.AbortError):  # the stream is over
+            async for message in requests:
+                if message.HasField("failed"):
+                    self._sources.on_failed(message.failed)
+                elif message.HasField("release"):
+                    return self._exports.leases.release(id)
+        return False

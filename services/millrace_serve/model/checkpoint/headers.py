@@ -1,0 +1,47 @@
+"""A checkpoint whose headers alone are read: the model is built of tensors without memory, and each that it asks for
+must be there in its shape. So a folder is checked in seconds, whatever its size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from millrace_kernels.int8 import Matrix
+from torch import Tensor
+
+from millrace_serve.model.checkpoint.random_weights import META, RandomWeights
+from millrace_serve.model.config import ModelConfig
+from millrace_serve.model.deepseek_v3 import DeepseekV3
+from millrace_serve.model.parallel import ParallelDims
+from millrace_serve.model.weights import WHOLE, Checkpoint, Part, Shape
+
+
+class Headers(RandomWeights):
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(META, checkpoint.dtype, fp8=checkpoint.fp8, int8=checkpoint.int8)
+        self._checkpoint = checkpoint
+
+    def tensor(self, name: str, shape: Shape, part: Part = WHOLE, *, dtype: torch.dtype | None = None) -> Tensor:
+        self.claim(name, shape)
+        return super().tensor(name, shape, part, dtype=dtype)
+
+    def matrix(self, name: str, shape: Shape, part: Part = WHOLE) -> Matrix:
+        self.claim(name, shape)
+        return super().matrix(name, shape, part)
+
+    def stack(self, names: Sequence[Sequence[str]], shape: Shape, part: Part = WHOLE) -> Matrix:
+        for name in (name for entry in names for name in entry):
+            self.claim(name, shape)
+        return super().stack(names, shape, part)
+
+    def claim(self, name: str, shape: Shape, *, optional: bool = False) -> None:
+        self._checkpoint.claim(name, shape, optional=optional)
+
+
+def check_headers(directory: Path, config: ModelConfig) -> None:
+    """Raises CheckpointError, which names the tensor, when the weights are not those that `config` describes."""
+    checkpoint = Checkpoint(directory, config, META, torch.bfloat16, keep_quantised=True)
+    DeepseekV3(Headers(checkpoint), config, ParallelDims())
+    checkpoint.finish()

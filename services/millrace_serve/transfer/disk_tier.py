@@ -1,0 +1,76 @@
+"""The third tier of the prefix cache (engine/cache/page_store.py): a thread that moves pages between the host tier's
+memory and a PageFolder.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Iterable
+
+import msgspec
+
+from millrace_serve.engine.cache.page_store import Move
+from millrace_serve.transfer.base import TransferError
+from millrace_serve.transfer.page_folder import PageFolder
+
+log = logging.getLogger(__name__)
+
+MAX_STORES = 8  # waiting
+WARN_EVERY_S = 60.0
+
+
+class DiskTier:
+    def __init__(self, folder: PageFolder) -> None:
+        self._folder = folder
+        self._moves: queue.PriorityQueue[tuple[int, int, Move | None]] = queue.PriorityQueue()
+        self._done: queue.SimpleQueue[Move] = queue.SimpleQueue()
+        self._order = itertools.count()
+        self._warned_at = 0.0
+        self._thread = threading.Thread(target=self._run, name="disk-tier", daemon=True)
+        self._thread.start()
+
+    def has(self, block: int) -> bool:
+        return self._folder.has(block)
+
+    def load(self, block: int, slot: int) -> None:
+        self._moves.put((0, next(self._order), Move(block, slot, is_load=True)))
+
+    def store(self, block: int, slot: int) -> bool:
+        if self._moves.qsize() >= MAX_STORES:
+            return False
+        self._moves.put((1, next(self._order), Move(block, slot, is_load=False)))
+        return True
+
+    def take(self) -> list[Move]:
+        return [self._done.get() for _ in range(self._done.qsize())]
+
+    def remove(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self._folder.remove(block)
+
+    def close(self) -> None:
+        self._moves.put((-1, 0, None))
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (move := self._moves.get()[2]) is not None:
+            self._done.put(msgspec.structs.replace(move, ok=self._carry_out(move)))
+        self._folder.close()
+
+    def _carry_out(self, move: Move) -> bool:
+        if move.is_load:
+            return self._folder.load(move.block, move.slot)
+        if self._folder.has(move.block):  # another worker was first
+            return True
+        try:
+            self._folder.store(move.block, move.slot)
+            return True
+        except TransferError as error:
+            if time.monotonic() - self._warned_at >= WARN_EVERY_S:
+                self._warned_at = time.monotonic()
+                log.warning("KV pages are not stored: %s", error)
+            return False

@@ -1,0 +1,131 @@
+"""A folder of KV pages, one file each, which workers of equal KV layout share and which survives restarts.
+
+    <folder>/<layout fingerprint>/<first two digits of the block>/<block, 16 digits>
+
+A file has the page's bytes and a trailer with the block and a checksum. It is written under another name and renamed,
+so a page is there whole or not at all; what a power cut tore fails its checksum, and the file is deleted.
+
+Every rank counts the folder when it has written a tenth of the bound, and deletes what was used longest ago. So between
+two counts the ranks that share a folder may exceed the bound by a tenth each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from ctypes import c_ubyte
+from pathlib import Path
+
+from millrace_serve.transfer.base import PageBuffer, TransferError
+from millrace_serve.transfer.nixl_files import NixlFiles
+
+log = logging.getLogger(__name__)
+
+TRAILER = struct.Struct("<8sQI")
+MAGIC = b"millrace"
+RECOUNT = 0.1  # of the bound: so much is written between two counts of the folder
+
+
+class PageFolder:
+    """`pool` is the host memory that pages are written from and read into. One thread at a time."""
+
+    def __init__(self, folder: Path, fingerprint: str, pool: PageBuffer, max_bytes: int) -> None:
+        """Raises TransferError when the folder cannot be written or NIXL cannot be used."""
+        self._folder = folder.expanduser() / fingerprint
+        self._pool = pool
+        self._max_bytes = max_bytes
+        self._uncounted = 0  # bytes written since the folder was counted
+        self._files = NixlFiles(pool)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._trim()
+        except OSError as error:
+            raise TransferError(f"limits.disk_cache: {folder} cannot be used: {error.strerror}") from error
+
+    def has(self, block: int) -> bool:
+        """May be called by any thread."""
+        return self._path(block).exists()
+
+    def store(self, block: int, page: int) -> None:
+        """Write page `page` of the pool as `block`. Raises TransferError and leaves nothing behind."""
+        path = self._path(block)
+        new = path.with_name(f".{path.name}.{os.getpid()}-{id(self):x}")
+        try:
+            path.parent.mkdir(exist_ok=True)
+            with _opened(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as fd:
+                self._files.write(page, fd)
+                os.pwrite(fd, self._trailer(block, page), self._pool.page_bytes)
+            new.rename(path)
+        except (OSError, TransferError) as error:
+            new.unlink(missing_ok=True)
+            raise TransferError(f"{path} cannot be written: {error}") from error
+        self._uncounted += self._pool.page_bytes
+        if self._uncounted >= RECOUNT * self._max_bytes:
+            self._trim()
+
+    def load(self, block: int, page: int) -> bool:
+        """Read `block` into page `page` of the pool. False: it is not there whole, and the page holds anything."""
+        path = self._path(block)
+        try:
+            with _opened(path, os.O_RDONLY) as fd:
+                self._files.read(page, fd)
+                trailer = os.pread(fd, TRAILER.size, self._pool.page_bytes)
+            if trailer == self._trailer(block, page):
+                os.utime(path)
+                return True
+            problem = "its checksum is wrong"
+        except FileNotFoundError:
+            return False
+        except (OSError, TransferError) as error:
+            problem = str(error)
+        log.warning("deleted %s, which is no whole page: %s", path, problem)
+        self.remove(block)
+        return False
+
+    def remove(self, block: int) -> None:
+        """May be called by any thread."""
+        with contextlib.suppress(OSError):
+            self._path(block).unlink()
+
+    def close(self) -> None:
+        self._files.close()
+
+    def _path(self, block: int) -> Path:
+        name = f"{block:016x}"
+        return self._folder / name[:2] / name
+
+    def _trailer(self, block: int, page: int) -> bytes:
+        size = self._pool.page_bytes
+        return TRAILER.pack(MAGIC, block, zlib.crc32((c_ubyte * size).from_address(self._pool.address + page * size)))
+
+    def _trim(self) -> None:
+        """Count the folder. Above the bound, delete what was used longest ago, a tenth more than needed."""
+        self._uncounted = 0
+        found = []
+        for entry in (file for sub in os.scandir(self._folder) for file in os.scandir(sub)):
+            with contextlib.suppress(FileNotFoundError):  # another worker deleted it
+                facts = entry.stat()
+                found.append((facts.st_mtime, facts.st_size, entry.path))
+        excess = sum(size for _, size, _ in found) - self._max_bytes
+        if excess <= 0:
+            return
+        excess += int(RECOUNT * self._max_bytes)
+        for _, size, path in sorted(found):
+            if excess <= 0:
+                return
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            excess -= size
+
+
+@contextlib.contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    fd = os.open(path, flags, 0o644)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
