@@ -53,7 +53,7 @@ OWNED = {  # set by templates/_config.tpl
 MODELS: dict[str, type[Config]] = {"routerConfig": RouterConfig, "workerConfig": WorkerConfig}
 OWNED_BELOW = {"timeouts": ("drain",)}
 DROPPED = ("title", "default", "description", "required")  # no key is required; the models have the comments
-WORDS = ("graphs", "compile")  # YAML's on and off
+WORDS = ("graphs",)  # YAML's on and off
 
 
 def config_schemas() -> dict[str, Schema]:

@@ -80,6 +80,7 @@ MODEL = closed(
     routedExperts=COUNT,
 )
 CACHE = closed(kind=one_of("emptyDir", "hostPath", "pvc"), size=MEMORY, hostPath=FOLDER, claim=NAME, warm=BOOL)
+DISK_CACHE = closed(kind=one_of("", "emptyDir", "hostPath", "pvc"), size=MEMORY, hostPath=FOLDER, claim=NAME)
 DRAIN = closed(preStop=SECONDS, timeout=SECONDS)
 PDB = closed(enabled=BOOL, maxUnavailable=AMOUNT)
 AMOUNTS: Schema = {
@@ -144,6 +145,7 @@ WORKER = closed(
     revision=LABEL,
     image=ref("image"),
     model=ref("model"),
+    diskCache=DISK_CACHE,
     ports=closed(grpc=PORT, metrics=PORT, health=PORT),
     shm=MEMORY,
     tmp=MEMORY,

@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 GROUPS = HERE / "groups.yaml"
 PAIRS, GROUP = "pairs", "groups"  # releases
 TWO = ("workerDefaults.replicas=2", "router.replicas=2")  # one goes while the other serves
-CHANGED = (*TWO, "workerDefaults.config.timeouts.step=301", "router.podAnnotations.changed=yes")
+CHANGED = (*TWO, "workerDefaults.config.timeouts.lease=31", "router.podAnnotations.changed=yes")
 PAUSE_S = 2.0
 
 

@@ -39,7 +39,6 @@ class Thresholds:
     window: str = "5m"  # of rates
     long_window: str = "30m"  # of what is rare
     restart_window: str = "2h"  # a worker may load for half an hour before it dies again
-    hang_window: str = "2m"  # no step of a model takes as long; it needs two scrapes
     patience: str | None = None  # how long a condition must hold; none: as each rule says
     ttft: float = 5.0  # p99
     inter_token: float = 0.25  # p99

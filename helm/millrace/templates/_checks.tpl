@@ -148,6 +148,7 @@
 {{- end -}}
 {{- include "millrace.checkPorts" (dict "name" $at "ports" $pool.ports) -}}
 {{- include "millrace.checkResources" (dict "name" $at "resources" $pool.resources) -}}
+{{- include "millrace.checkDisk" $pool -}}
 {{- if gt (int $pool.size) 1 -}}{{- include "millrace.checkRay" . -}}{{- end -}}
 {{- if and $root.Values.cache.warm (gt (int $pool.gpus) 0) (gt (int $pool.size) 1) -}}
 {{- fail (printf "cache.warm: %s has workers of %d pods, and a job has one; its first start fills the cache" $at (int
@@ -216,6 +217,37 @@
 {{- end -}}
 {{- if and (eq $model.source "image") (not $model.path) -}}
 {{- fail (printf "%s.path: required with model.source=image" $at) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* pool: a folder that pods cannot write to, or that is the container's own and ends with it, helps nobody */}}
+{{- define "millrace.checkDisk" -}}
+{{- $at := printf "workers.%s.diskCache" .name -}}
+{{- $disk := .diskCache -}}
+{{- $mounted := false -}}
+{{- range .extraVolumeMounts -}}
+{{- if hasPrefix (printf "%s/" (trimSuffix "/" .mountPath)) (print $.diskFolder "/") -}}{{- $mounted = true -}}{{- end -}}
+{{- end -}}
+{{- if and .diskFolder (not $disk.kind) (not $mounted) -}}
+{{- fail (printf "%s.kind: required with config.limits.disk_cache=%s (emptyDir, hostPath or pvc), or an extraVolumeMounts that has it" $at .diskFolder) -}}
+{{- end -}}
+{{- if and .diskFolder (not (hasPrefix "/" .diskFolder)) -}}
+{{- fail (printf "workers.%s.config.limits.disk_cache: %s is no absolute path" .name .diskFolder) -}}
+{{- end -}}
+{{- if and (not .diskFolder) $disk.kind -}}
+{{- fail (printf "%s.kind: %s needs config.limits.disk_cache, the folder where it is mounted" $at $disk.kind) -}}
+{{- end -}}
+{{- $storage := get (default dict .resources.limits) "ephemeral-storage" -}}
+{{- if and (eq $disk.kind "emptyDir") $storage (ge (include "millrace.bytes" $disk.size | int64) (include
+  "millrace.bytes" $storage | int64)) -}}
+{{- fail (printf "%s.size: %s is not below resources.limits.ephemeral-storage %v, which it counts towards" $at (toString
+  $disk.size) $storage) -}}
+{{- end -}}
+{{- if and (eq $disk.kind "pvc") (not $disk.claim) -}}
+{{- fail (printf "%s.claim: required with kind=pvc" $at) -}}
+{{- end -}}
+{{- if and (eq $disk.kind "hostPath") (not $disk.hostPath) -}}
+{{- fail (printf "%s.hostPath: required with kind=hostPath" $at) -}}
 {{- end -}}
 {{- end -}}
 

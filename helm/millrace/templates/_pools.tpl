@@ -25,6 +25,7 @@
 {{- $_ := set $pool "model" (mustMergeOverwrite (deepCopy $.Values.model) $pool.model) -}}
 {{- $_ := set $pool "modelPath" (include "millrace.modelPath" $pool.model) -}}
 {{- $_ := set $pool "grace" (include "millrace.grace" $pool | int) -}}
+{{- $_ := set $pool "diskFolder" (get (default dict $pool.config.limits) "disk_cache" | default "") -}}
 {{- $_ := set $pools $name $pool -}}
 {{- end -}}
 {{- $pools | toJson -}}

@@ -30,7 +30,10 @@ spec:
     {{- toYaml . | nindent 4 }}
     {{- end }}
     {{- if eq $root.Values.cache.kind "hostPath" }}
-    {{- include "millrace.cacheOwner" . | nindent 4 }}
+    {{- include "millrace.folderOwner" (dict "root" $root "pool" $pool "name" "cache" "path" "/var/cache/millrace") | nindent 4 }}
+    {{- end }}
+    {{- if and $pool.diskFolder (eq $pool.diskCache.kind "hostPath") }}
+    {{- include "millrace.folderOwner" (dict "root" $root "pool" $pool "name" "disk-cache" "path" $pool.diskFolder) | nindent 4 }}
     {{- end }}
     {{- include "millrace.preflight" (dict "root" $root "image" $pool.image "model" $pool.model
         "args" (include "millrace.preflightArgs" (dict "root" $root "pool" $pool "fabric" $fabric) | fromJsonArray)
@@ -73,7 +76,7 @@ spec:
         {{- end }}
       securityContext:
         {{- include "millrace.workerSecurity" (dict "root" $root "fabric" $fabric) | nindent 8 }}
-      resources: {{- mustMergeOverwrite (deepCopy $pool.resources) (include "millrace.devices" . | fromYaml) | toYaml |
+      resources: {{- mustMergeOverwrite (include "millrace.hostMemory" $pool | fromYaml) (include "millrace.devices" . | fromYaml) | toYaml |
         nindent 8 }}
       volumeMounts:
         - {name: config, mountPath: /etc/millrace/config, readOnly: true}
@@ -81,6 +84,9 @@ spec:
         - {name: tmp, mountPath: /tmp}
         - {name: shm, mountPath: /dev/shm}
         {{- include "millrace.deviceMounts" . | nindent 8 }}
+        {{- if and $pool.diskFolder $pool.diskCache.kind }}
+        - {name: disk-cache, mountPath: {{ $pool.diskFolder }}}
+        {{- end }}
         {{- include "millrace.modelMount" $pool.model | nindent 8 }}
         {{- if ne $root.Values.tls.mode "off" }}
         - {name: tls, mountPath: /etc/millrace/tls, readOnly: true}
@@ -92,6 +98,9 @@ spec:
     - name: config
       configMap: {name: {{ $pool.fullname }}}
     {{- include "millrace.deviceVolumes" . | nindent 4 }}
+    {{- if and $pool.diskFolder $pool.diskCache.kind }}
+    {{- include "millrace.folderVolume" (dict "name" "disk-cache" "folder" $pool.diskCache) | nindent 4 }}
+    {{- end }}
     {{- include "millrace.modelVolume" $pool.model | nindent 4 }}
     {{- if ne $root.Values.tls.mode "off" }}
     - name: tls
@@ -165,18 +174,37 @@ spec:
   emptyDir: {sizeLimit: {{ .pool.tmp }}}
 - name: shm
   emptyDir: {medium: Memory, sizeLimit: {{ .pool.shm }}}
-{{ include "millrace.cacheVolume" .root }}
+{{ include "millrace.folderVolume" (dict "name" "cache" "folder" .root.Values.cache) }}
 {{- with concat (default list $fabric.volumes) .pool.extraVolumes }}
 {{ toYaml . }}
 {{- end }}
 {{- end -}}
 
-{{/* A folder of the node belongs to root when it is made; its owner is what this changes, and nothing below it. */}}
-{{- define "millrace.cacheOwner" -}}
-- name: cache-owner
+{{/* pool -> its resources, with the host tiers of a pod's ranks beside the memory that was given for everything else */}}
+{{- define "millrace.hostMemory" -}}
+{{- $resources := deepCopy .resources -}}
+{{- $ranks := div (mul (int .dp) (int .tp)) (int .size) -}}
+{{- $more := mulf (get (default dict .config.limits) "host_cache_gib" | default 0.0 | float64) 1024 $ranks | ceil | int64 -}}
+{{- if $more -}}
+{{- range $amounts := $resources -}}
+{{- with $amounts -}}
+{{- with .memory -}}
+{{- $mib := divf (include "millrace.bytes" . | int64) 1048576000 | ceil | int64 -}}
+{{- $_ := set $amounts "memory" (printf "%dMi" (add $mib $more)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $resources -}}
+{{- end -}}
+
+{{/* (dict "root" $ "pool" $pool "name" "cache" "path" "/var/cache/millrace"): a folder of the node belongs to root when it is
+     made; its owner is what this changes, and nothing below it. */}}
+{{- define "millrace.folderOwner" -}}
+- name: {{ .name }}-owner
   image: {{ .pool.image.reference }}
   imagePullPolicy: {{ .pool.image.pullPolicy }}
-  command: [chown, "{{ int .root.Values.podSecurity.runAsUser }}:{{ int .root.Values.podSecurity.fsGroup }}", /var/cache/millrace]
+  command: [chown, "{{ int .root.Values.podSecurity.runAsUser }}:{{ int .root.Values.podSecurity.fsGroup }}", {{ .path }}]
   securityContext:
     runAsNonRoot: false
     runAsUser: 0
@@ -184,16 +212,17 @@ spec:
     readOnlyRootFilesystem: true
     capabilities: {drop: [ALL], add: [CHOWN]}
   volumeMounts:
-    - {name: cache, mountPath: /var/cache/millrace}
+    - {name: {{ .name }}, mountPath: {{ .path }}}
 {{- end -}}
 
-{{- define "millrace.cacheVolume" -}}
-- name: cache
-  {{- if eq .Values.cache.kind "hostPath" }}
-  hostPath: {path: {{ .Values.cache.hostPath | quote }}, type: DirectoryOrCreate}
-  {{- else if eq .Values.cache.kind "pvc" }}
-  persistentVolumeClaim: {claimName: {{ .Values.cache.claim }}}
+{{/* (dict "name" "cache" "folder" {kind, size, hostPath, claim}) */}}
+{{- define "millrace.folderVolume" -}}
+- name: {{ .name }}
+  {{- if eq .folder.kind "hostPath" }}
+  hostPath: {path: {{ .folder.hostPath | quote }}, type: DirectoryOrCreate}
+  {{- else if eq .folder.kind "pvc" }}
+  persistentVolumeClaim: {claimName: {{ .folder.claim }}}
   {{- else }}
-  emptyDir: {sizeLimit: {{ .Values.cache.size }}}
+  emptyDir: {sizeLimit: {{ .folder.size }}}
   {{- end }}
 {{- end -}}

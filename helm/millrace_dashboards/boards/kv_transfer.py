@@ -11,7 +11,7 @@ SPEED = Row(
     (
         Panel(
             "KV bytes",
-            "Read from prefill workers, per decode worker.",
+            "Read from other workers, per worker.",
             "Bps",
             (Query(total(VIEW.rate("kv_bytes"), "pod"), "{{pod}}"),),
         ),
@@ -52,13 +52,13 @@ HELD = Row(
     (
         Panel(
             "Leases",
-            "Parked prompts, per prefill worker. More than there are requests: no decode worker fetches them.",
+            "Parked prompts and loans, per worker. More than there are requests: no decode worker fetches them.",
             "short",
             (Query(total(VIEW.gauge("leases"), "pod"), "{{pod}}"),),
         ),
         Panel(
             "Published pages",
-            "Pages of parked prompts, per prefill worker.",
+            "Pages of parked prompts and of loans, per worker.",
             "short",
             (Query(total(VIEW.gauge("pages", use="published"), "pod"), "{{pod}}"),),
         ),
@@ -67,6 +67,30 @@ HELD = Row(
             "Pages of failed transfers with a read that is still in flight. They come back when it ends.",
             "short",
             (Query(total(VIEW.gauge("quarantined"), "pod"), "{{pod}}"),),
+        ),
+    ),
+)
+LOANS = Row(
+    "Loans",
+    (
+        Panel(
+            "Pages on their way back",
+            "Cached pages that prefill workers borrowed instead of computing them, and that workers lent.",
+            "ops",
+            (Query(total(VIEW.rate("loan_pages"), "direction", "pod"), "{{direction}} {{pod}}"),),
+        ),
+        Panel(
+            "One loan",
+            "From asking the lender to held, without the time in the prefill worker's queue.",
+            "s",
+            quantiles(VIEW, "loan"),
+        ),
+        Panel(
+            "Loans without pages",
+            "By reason; the prompt was computed instead. `KV_NOT_FOUND`: evicted meanwhile.",
+            "ops",
+            (Query(total(VIEW.rate("loan_failures"), "reason"), "{{reason}}"),),
+            stacked=True,
         ),
     ),
 )
@@ -99,5 +123,5 @@ DASHBOARD = Dashboard(
     "kv-transfer",
     "KV transfer",
     "From prefill to decode: how fast pages travel, what holds them, what fails.",
-    (SPEED, HELD, FAILURES),
+    (SPEED, LOANS, HELD, FAILURES),
 )

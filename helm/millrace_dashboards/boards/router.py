@@ -81,6 +81,7 @@ PLACEMENT = Row(
             "short",
             (
                 Query(total(VIEW.gauge("cache_feeds")), "feeds"),
+                Query(total(VIEW.gauge("cache_blocks")), "blocks"),
                 Query(total(VIEW.rate("cache_snapshots")), "snapshots/s"),
                 Query(total(VIEW.rate("cache_gaps")), "gaps/s"),
             ),

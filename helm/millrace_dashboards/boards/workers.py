@@ -24,6 +24,12 @@ LIFE = Row(
             "bargauge",
         ),
         Panel(
+            "Compilations after READY",
+            "Kernels that a request waited for; 0 is right. The worker's log names them.",
+            "short",
+            (Query(total(VIEW.increase("compilations"), "component", "library"), "{{component}} {{library}}"),),
+        ),
+        Panel(
             "Last start",
             "Of each worker.",
             "dateTimeFromNow",
@@ -124,6 +130,23 @@ DRAFTS = Row(
         ),
     ),
 )
+EXPERTS = Row(
+    "Experts",
+    (
+        Panel(
+            "Imbalance",
+            "Choices on the busiest rank over the mean rank, mean of the layers. 1: even. For `spare_experts`.",
+            "short",
+            (Query(largest(VIEW.gauge("expert_imbalance"), "pod"), "{{pod}}"),),
+        ),
+        Panel(
+            "Moves",
+            "Experts that changed their place.",
+            "ops",
+            (Query(total(VIEW.rate("expert_moves"), "pod"), "{{pod}}"),),
+        ),
+    ),
+)
 MEMORY = Row(
     "Memory",
     (
@@ -181,10 +204,72 @@ MEMORY = Row(
         ),
     ),
 )
+HOST_TIER = Row(
+    "Host tier",
+    (
+        Panel(
+            "Prefix cache by tier",
+            "Share of admitted prompt tokens that came from copies in the host's memory; above: from any tier.",
+            "percentunit",
+            tuple(
+                Query(
+                    ratio(
+                        total(VIEW.rate("engine", what=what), "component"),
+                        total(VIEW.rate("engine", what="prompt_tokens"), "component"),
+                    ),
+                    f"{{{{component}}}} {legend}",
+                )
+                for what, legend in (("cached_tokens", "any tier"), ("host_cached_tokens", "host"))
+            ),
+        ),
+        Panel(
+            "Copies of pages",
+            "Room in the host's memory, per use. No free ones: the copies used longest ago are dropped.",
+            "short",
+            (Query(total(VIEW.gauge("host_pages"), "component", "use"), "{{component}} {{use}}"),),
+            stacked=True,
+        ),
+        Panel(
+            "Bytes copied",
+            "To the host (store) and back (load).",
+            "Bps",
+            (Query(total(VIEW.rate("host_bytes"), "component", "way"), "{{component}} {{way}}"),),
+        ),
+        Panel(
+            "Pages to and from the folder",
+            "Copies stored in the folder below the host's memory, and loaded from it.",
+            "short",
+            (Query(total(VIEW.rate("disk_pages"), "component", "way"), "{{component}} {{way}}"),),
+        ),
+        Panel(
+            "Bytes per second of a copy",
+            "Mean of the copies, while they are under way.",
+            "Bps",
+            (
+                Query(
+                    ratio(total(VIEW.rate("host_bytes"), "pod", "way"), total(VIEW.rate("host_seconds"), "pod", "way")),
+                    "{{pod}} {{way}}",
+                ),
+            ),
+        ),
+        Panel(
+            "Time of copies",
+            "Share of the time in which pages were copied.",
+            "percentunit",
+            (Query(total(VIEW.rate("host_seconds"), "pod", "way"), "{{pod}} {{way}}"),),
+        ),
+        Panel(
+            "Preempted sequences",
+            "Those that went on with the pages they had (resumed), and those that were computed again.",
+            "ops",
+            (Query(total(VIEW.rate("engine", what="~resumed|recomputed"), "what"), "{{what}}"),),
+        ),
+    ),
+)
 DASHBOARD = Dashboard(
     "workers",
     "Workers",
     "The workers of one role or of all: life, work, drafts, memory.",
-    (LIFE, WORK, DRAFTS, MEMORY),
+    (LIFE, WORK, DRAFTS, EXPERTS, MEMORY, HOST_TIER),
     by_role=True,
 )

@@ -15,8 +15,6 @@ def workers(t: Thresholds, now: Scope) -> tuple[Alert, ...]:
     """Workers that do not work."""
     known = largest(now.gauge("workers", role=ROLES, state="discovered"), *BY_ROLE)
     routable = largest(now.gauge("workers", role=ROLES, state="routable"), *BY_ROLE)
-    by_replica = (*BY_POD, "replica")
-    hang = Scope(now.matchers, t.hang_window)
     # A pod that a group or a StatefulSet makes again has the old name and another address, so it is another series.
     starts = Scope(now.matchers, t.restart_window).changes("started")
     return (
@@ -47,15 +45,6 @@ def workers(t: Thresholds, now: Scope) -> tuple[Alert, ...]:
             f"{total(starts, *BY_POD)} + {number(starts, *BY_POD)} - 1",
             f">= {t.restarts}",
             "0m",
-        ),
-        Alert(
-            "RankHangs",
-            "{{ $labels.pod }}: sequences run in replica {{ $labels.replica }}, and no step ends.",
-            total(hang.increase("engine", what="steps"), *by_replica),
-            "== 0",
-            "0m",
-            guard=f"{total(hang.lowest('sequences', doing='running'), *by_replica)} > 0",
-            on=by_replica,
         ),
     )
 
