@@ -14,9 +14,20 @@ from millrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from millrace_rpc.client import channel
 from millrace_rpc.errors import from_rpc_error
 
-from millrace_bench.workload import Job
+from millrace_bench.workload import Prompt
 
 CONNECTIONS = 8  # HTTP/2 allows about 100 streams on one
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request."""
+
+    index: int  # of its conversation
+    prompt: Prompt
+    max_tokens: int
+    seed: int
+    session: str = ""  # the same for all turns of a conversation
 
 
 @dataclass(slots=True)
@@ -32,21 +43,27 @@ class Sample:
     accepted_tokens: int = 0  # of these
     end: float = 0.0
     error: str = ""  # reason; empty: complete
+    turn: int = 0  # of its conversation, from 0
+    tokens: list[int] = field(default_factory=list)  # of the answer, where the interface has them
+    text: str = ""  # of the answer
+
+    @property
+    def answered(self) -> bool:
+        return not self.error and bool(self.arrivals)
 
     @property
     def ttft(self) -> float:
         return self.arrivals[0] - self.due
 
     @property
-    def e2e(self) -> float:
-        return self.end - self.due
+    def latency(self) -> float:
+        """Until the last message with tokens."""
+        return self.arrivals[-1] - self.due
 
     @property
     def tpot(self) -> float | None:
         """Time per output token after the first; None when there is no second."""
-        if self.output_tokens < 2:
-            return None
-        return (self.arrivals[-1] - self.arrivals[0]) / (self.output_tokens - 1)
+        return (self.latency - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
     @property
     def gaps(self) -> list[float]:
@@ -75,6 +92,9 @@ class Client(Protocol):
     async def send(self, job: Job, sample: Sample) -> None:
         """Run the job and fill the sample; failures become `sample.error`."""
 
+    async def num_tokens(self, text: str) -> int | None:
+        """Of the text as a prompt. None: longer than any prompt may be."""
+
     async def close(self) -> None: ...
 
 
@@ -93,14 +113,25 @@ class GrpcClient:
             async for response in self._stubs[job.index % CONNECTIONS].Generate(self._request(job)):
                 if response.token_ids:
                     sample.arrivals.append(time.perf_counter())
-                    sample.output_tokens += len(response.token_ids)
+                    sample.tokens.extend(response.token_ids)
+                sample.text += response.text
                 sample.prompt_tokens = response.usage.prompt_tokens
                 sample.cached_tokens = response.usage.cached_prompt_tokens
                 sample.drafted_tokens = response.usage.drafted_tokens
                 sample.accepted_tokens = response.usage.accepted_draft_tokens
         except grpc.RpcError as error:
             sample.error = str(from_rpc_error(error).reason)
+        sample.output_tokens = len(sample.tokens)
         sample.end = time.perf_counter()
+
+    async def num_tokens(self, text: str) -> int | None:
+        request = inference_pb2.TokenizeRequest(prompt=inference_pb2.Prompt(text=text))
+        try:
+            return len((await self._stubs[0].Tokenize(request)).token_ids)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+                return None
+            raise
 
     def _request(self, job: Job) -> inference_pb2.GenerateRequest:
         if isinstance(job.prompt, str):
@@ -113,7 +144,7 @@ class GrpcClient:
             ignore_eos=self._options.ignore_eos,
             seed=job.seed,
         )
-        return inference_pb2.GenerateRequest(prompt=prompt, sampling=sampling)
+        return inference_pb2.GenerateRequest(prompt=prompt, sampling=sampling, session_id=job.session)
 
     async def close(self) -> None:
         for ch in self._channels:
@@ -133,8 +164,9 @@ class HttpClient:
         return Target(model["id"], 0, model["max_model_len"])
 
     async def send(self, job: Job, sample: Sample) -> None:
+        headers = {"x-session-id": job.session} if job.session else {}
         try:
-            async with self._http.stream("POST", "/v1/completions", json=self._body(job)) as response:
+            async with self._http.stream("POST", "/v1/completions", json=self._body(job), headers=headers) as response:
                 if response.status_code == httpx.codes.OK:
                     await self._read(response, sample)
                 else:
@@ -142,6 +174,12 @@ class HttpClient:
         except httpx.TransportError as error:
             sample.error = type(error).__name__
         sample.end = time.perf_counter()
+
+    async def num_tokens(self, text: str) -> int | None:
+        response = await self._http.post("/tokenize", json={"prompt": text})
+        if response.status_code == httpx.codes.BAD_REQUEST:
+            return None
+        return int(response.raise_for_status().json()["count"])
 
     def _body(self, job: Job) -> dict[str, Any]:
         return {
@@ -161,6 +199,7 @@ class HttpClient:
                 return
             if event["choices"]:
                 sample.arrivals.append(time.perf_counter())
+                sample.text += event["choices"][0]["text"]
             if usage := event.get("usage"):
                 sample.prompt_tokens = usage["prompt_tokens"]
                 sample.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)

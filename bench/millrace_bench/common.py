@@ -4,6 +4,7 @@ end.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import math
@@ -13,12 +14,25 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).parents[2]  # of the source tree
+# What a record says of a GPU: MHz, W; None where the driver does not tell. The values are names of nvidia-smi.
+GPU = {
+    "index": "index",
+    "name": "name",
+    "sm_mhz": "clocks.sm",
+    "memory_mhz": "clocks.mem",
+    "power_limit_w": "power.limit",
+    "power_w": "power.draw",
+}
+SMI = ("nvidia-smi", f"--query-gpu={','.join(GPU.values())}", "--format=csv,noheader,nounits")
+Gpu = dict[str, Any]
 PACKAGES = ("millrace", "torch", "grpcio", "nixl", "sgl-deep-gemm", "sgl-flash-mla", "flashinfer-python")
 
 
@@ -29,14 +43,15 @@ class Summary:
     mean: float
     p50: float
     p90: float
+    p95: float
     p99: float
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Summary:
         if not values:
-            return cls(math.nan, math.nan, math.nan, math.nan)
+            return cls(*[math.nan] * 5)
         ordered = sorted(values)
-        return cls(sum(ordered) / len(ordered), *(percentile(ordered, q) for q in (0.5, 0.9, 0.99)))
+        return cls(sum(ordered) / len(ordered), *(percentile(ordered, q) for q in (0.5, 0.9, 0.95, 0.99)))
 
 
 def percentile(ordered: Sequence[float], q: float) -> float:
@@ -50,8 +65,8 @@ def percentile(ordered: Sequence[float], q: float) -> float:
 def hardware() -> str:
     """For example "8 x NVIDIA H200, 96 cores of Intel(R) Xeon(R) …" or "2 cores of AMD EPYC …"."""
     cores = f"{len(os.sched_getaffinity(0))} cores of {_cpu_name()}"
-    gpus = _gpu_names()
-    return f"{len(gpus)} x {gpus[0]}, {cores}" if gpus else cores
+    names = [gpu["name"] for gpu in gpus()]
+    return f"{len(names)} x {names[0]}, {cores}" if names else cores
 
 
 def _cpu_name() -> str:
@@ -61,16 +76,61 @@ def _cpu_name() -> str:
     return names[0] if names else platform.machine()
 
 
-def _gpu_names() -> list[str]:
-    if shutil.which("nvidia-smi") is None:
+def gpus() -> list[Gpu]:
+    """The GPUs of this machine as they are now; none without a driver."""
+    if shutil.which(SMI[0]) is None:
         return []
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stdout.split("\n")[:-1]
+    found = subprocess.run(SMI, capture_output=True, text=True, timeout=30, check=False).stdout
+    return [_gpu(line) for line in found.splitlines() if line]
+
+
+@contextlib.contextmanager
+def busiest_gpus() -> Iterator[list[Gpu]]:
+    """The list that it gives is filled at the end: each GPU as it was while it drew the most power, read twice per
+    second. A clock read after the work is that of an idle GPU, higher than under load.
+    """
+    found: list[Gpu] = []
+    if shutil.which(SMI[0]) is None:
+        yield found
+        return
+    with tempfile.TemporaryFile("w+") as file:
+        process = subprocess.Popen([*SMI, "--loop-ms=500"], stdout=file)
+        try:
+            yield found
+        finally:
+            process.terminate()
+            process.wait()
+            file.seek(0)
+            readings = [_gpu(line) for line in file if line.endswith("\n") and line.count(",") == len(GPU) - 1]
+            by_power = sorted(readings, key=lambda gpu: gpu["power_w"] or 0.0)
+            found += {gpu["index"]: gpu for gpu in by_power}.values()  # the last one of an index stays
+            found.sort(key=lambda gpu: gpu["index"])
+
+
+def _gpu(line: str) -> Gpu:
+    """Of a line of nvidia-smi."""
+    index, name, *numbers = (text.strip() for text in line.split(","))
+    measured = {key: _number(text) for key, text in zip(list(GPU)[2:], numbers, strict=True)}
+    return {"index": int(index), "name": name, **measured}
+
+
+def _number(text: str) -> float | None:
+    """None for what a driver does not tell: "[N/A]"."""
+    with contextlib.suppress(ValueError):
+        return float(text)
+    return None
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of those packages that are installed, read from their metadata: nothing is imported."""
+    """Of Python and of those packages that are installed, read from their metadata: nothing is imported. In a git
+    checkout also its commit, with "-dirty" after it when files differ from it; elsewhere MILLRACE_COMMIT, if it is set.
+    """
     found = {"python": platform.python_version()}
+    if commit := os.environ.get("MILLRACE_COMMIT"):
+        found["commit"] = commit
+    if (ROOT / ".git").exists() and shutil.which("git"):
+        describe = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
+        found["commit"] = subprocess.run(describe, capture_output=True, text=True, check=False).stdout.strip()
     for name in PACKAGES:
         try:
             found[name] = importlib.metadata.version(name)
@@ -92,6 +152,7 @@ class Record:
     config: Mapping[str, Any]
     results: Mapping[str, Any]
     hardware: str = field(default_factory=hardware)
+    gpus: Sequence[Gpu] = field(default_factory=gpus)
     versions: Mapping[str, str] = field(default_factory=versions)
     command: str = field(default_factory=command)
     time: str = field(default_factory=lambda: time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
@@ -110,9 +171,11 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if isinstance(value, str | int | None):
         return value
+    if isinstance(value, Path) and value.is_relative_to(ROOT):  # no record names a folder of one machine
+        return str(value.relative_to(ROOT))
     return str(value)
 
 
 def print_record(record: Record) -> None:
-    """The last line of every bench."""
-    print(record.to_json(), flush=True)
+    """The last line of every bench. A record may be older than its results, so the GPUs are read again."""
+    print(replace(record, gpus=gpus()).to_json(), flush=True)

@@ -28,7 +28,8 @@ from millrace_bench import v3
 from millrace_bench.common import Record, print_record
 from millrace_bench.engine import ACCEPTANCE
 from millrace_bench.report import Report, Slo
-from millrace_bench.serving import Settings, collect
+from millrace_bench.serving import collect
+from millrace_bench.serving_options import Settings
 
 Row = dict[str, Any]
 
@@ -83,8 +84,8 @@ async def _measure(spec: ClusterSpec, drafts: int, args: argparse.Namespace) -> 
             output_len=str(args.output_len),
             ignore_eos=True,
         )
-        _, samples = await collect(settings, Console(quiet=True))
-    report = Report.of(samples, Slo())
+        run = await collect(settings, Console(quiet=True))
+    report = Report.of(run.samples, Slo())
     row: Row = {"ready_s": round(ready_s, 1), "completed": report.completed}
     row |= {"ttft_ms": round(1e3 * report.ttft.p50, 2), "tpot_ms": round(1e3 * report.tpot.p50, 3)}
     accept = 1 + drafts * report.accepted_tokens / max(report.drafted_tokens, 1)

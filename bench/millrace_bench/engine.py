@@ -4,11 +4,13 @@ python -m millrace_bench.engine                      host overhead: schedule + b
 python -m millrace_bench.engine --model CHECKPOINT   tokens/s and step times (millrace_bench/engine_model.py)
 python -m millrace_bench.engine --shard tp8 --device cuda --batches 1 --variants eager graph
 python -m millrace_bench.engine --shard tp8 --device cuda --batches 1 16 --context 1024 --drafts 0 1 2 3
+python -m millrace_bench.engine --shard tp8 --ranks 2 --sums fused nccl --device cuda --batches 1 --context 1024
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import itertools
 import random
@@ -16,7 +18,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from millrace_common.config import load
 from millrace_serve.engine.cache.kv_pool import KvPool
@@ -30,10 +32,13 @@ from millrace_serve.engine.sim.factory import sim_layout
 from millrace_serve.engine.sim.runner import SimRunner, SimSettings
 from millrace_serve.engine.step.batch import BatchBuilder
 
-from millrace_bench.common import Record, print_record
+from millrace_bench.common import Record, command, print_record
+
+if TYPE_CHECKING:
+    from millrace_serve.model.parallel import ParallelDims  # host overhead needs no torch
 
 BATCHES = (1, 16, 64, 256)
-VARIANTS = {"eager": ("graphs=off",), "graph": ("graphs=on",), "compile": ("graphs=on", "compile=decode")}
+VARIANTS = {"eager": ("graphs=off",), "graph": ("graphs=on",), "compile": ("graphs=on", "compile_max_batch=16")}
 ACCEPTANCE = (0.85, 0.5, 0.25)  # so a step with 1, 2, 3 drafts gives 1.85, 2.35, 2.6 tokens of a sequence
 Row = dict[str, Any]
 
@@ -110,22 +115,29 @@ def _timed(function: Callable[..., Any], into: list[float]) -> Callable[..., Any
     return call
 
 
-def run_model(args: argparse.Namespace) -> Iterator[Row]:
-    """Rows of each engine, one after the other on the same weights, and how their decode steps compare."""
+def run_model(args: argparse.Namespace, joined: ParallelDims | None = None) -> Iterator[Row]:
+    """Rows of each engine, one after the other on the same weights, and how their decode steps compare.
+
+    joined: this process is one of the ranks that sum over the shard's group.
+    """
     import torch  # host overhead needs none
 
-    from millrace_bench import engine_compare, engine_model, shard, v3
+    from millrace_bench import engine_compare, engine_model, engine_ranks, shard, v3
 
     device, mtp = torch.device(args.device), {"num_nextn_predict_layers": int(any(args.drafts))}
     widths = {**(v3.TINY if args.tiny else {}), **mtp}
-    source = args.model or shard.build(shard.SHARDS[args.shard], args.layers, device, widths)
+    source = args.model or shard.build(engine_ranks.shard_of(args.shard, joined), args.layers, device, widths)
+    most = args.prefill_tokens + max(args.batches) * (1 + max(args.drafts))
+    fused = engine_ranks.fused_of(source, joined, device, most) if joined else None
     decode: list[Row] = []
-    for variant, drafts in itertools.product(args.variants or [""], args.drafts):
+    for sums, variant, drafts in itertools.product(args.sums, args.variants or [""], args.drafts):
+        if joined:
+            source.reduce.fused = fused if sums == "fused" else None
         work = engine_model.Work(
             args.batches, args.context or args.prompt, args.outputs, args.temperature, bool(args.context), drafts
         )
         execution = load(Execution, None, [*_acceptance(args, drafts), *args.set, *VARIANTS.get(variant, ())])
-        label = {"variant": variant} if variant else {}
+        label = {**({"sums": sums} if joined else {}), **({"variant": variant} if variant else {})}
         for row in engine_model.run(work, source, device, execution, args.prefill_tokens):
             row = {**label, "drafts": drafts, **row}
             if row["kind"] == "decode":
@@ -149,11 +161,13 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Offline benchmarks of the engine.")
     parser.add_argument("--model", type=Path, help="checkpoint directory: measure a model instead of host overhead")
     parser.add_argument("--shard", choices=("tp8", "ep8"), help="a rank of the 671B model instead (bench shard)")
+    parser.add_argument("--ranks", type=int, default=1, help="of the shard's group, a process and device each")
+    parser.add_argument("--sums", nargs="+", default=["fused"], choices=("fused", "nccl"), help="over --ranks")
     parser.add_argument("--layers", type=int, default=61, help="of the shard")
     parser.add_argument("--tiny", action="store_true", help="small widths of the shard, for a CPU")
     parser.add_argument("--variants", nargs="+", default=[], choices=list(VARIANTS), help="one engine after the other")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="graphs, compile, kv_dtype …")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="graphs, kv_dtype …")
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
     parser.add_argument("--steps", type=int, default=300, help="of host overhead")
     parser.add_argument("--prompt", type=int, default=256, help="tokens")
@@ -173,14 +187,27 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main() -> None:
-    args = parser().parse_args()
-    found = run_model(args) if args.model or args.shard else run(tuple(args.batches), args.steps)
+def report(command: str, args: argparse.Namespace, joined: ParallelDims | None = None) -> None:
+    """Measures, and prints unless another rank does. `command` started the bench, perhaps not this process."""
+    found = run_model(args, joined) if args.model or args.shard else run(tuple(args.batches), args.steps)
     rows: list[Row] = []
     for row in found:
         rows.append(row)
-        print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
-    print_record(Record("engine", vars(args), {"rows": rows}))
+        if not joined or not joined.rank:
+            print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
+    if not joined or not joined.rank:
+        print_record(Record("engine", vars(args), {"rows": rows}, command=command))
+
+
+def main() -> None:
+    args = parser().parse_args()
+    measure = functools.partial(report, command())
+    if args.ranks > 1:
+        from millrace_bench import engine_ranks
+
+        engine_ranks.spawn(args.ranks, measure, args)
+    else:
+        measure(args)
 
 
 if __name__ == "__main__":

@@ -62,6 +62,7 @@ class Work:
     temperature: float = 0.0
     context: bool = False  # the prompt's KV is there
     drafts: int = 0  # of every sequence in every step
+    overlap: bool = True  # the host prepares a step while the one before runs
 
 
 def run(
@@ -76,6 +77,7 @@ def run(
         max_running=max(work.batches),
         max_prefill_tokens=prefill_tokens,
         prefix_cache=False,
+        overlap=work.overlap,
         draft_tokens=work.drafts,
         draft_batches=(max(work.batches),) * work.drafts,
     )

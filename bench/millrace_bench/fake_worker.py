@@ -23,7 +23,7 @@ from millrace_rpc.server import Server, run
 
 ROLES = {"prefill": worker_pb2.ROLE_PREFILL, "decode": worker_pb2.ROLE_DECODE}
 LENGTH = common_pb2.FINISH_REASON_LENGTH
-TOKEN = 65
+TOKEN = 98  # "~" of models/tiny, which is nowhere else in an answer
 CLOCK_S = 64.0  # a float has 4 µs there
 
 
@@ -144,7 +144,13 @@ def _now() -> common_pb2.TokenLogprobs:
     return common_pb2.TokenLogprobs(sampled=common_pb2.TokenLogprob(token_id=TOKEN, logprob=now))
 
 
-async def serve(role: str, step_s: float, announce: Path) -> None:
+def announce(file: Path, ports: dict[str, int]) -> None:
+    partial = file.with_name(file.name + ".partial")
+    partial.write_text(json.dumps(ports))
+    partial.replace(file)
+
+
+async def serve(role: str, step_s: float, announced: Path) -> None:
     worker, server = FakeWorker(role, step_s), Server(["millrace.v1.WorkerService"])
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server.grpc)
     if role == "prefill":
@@ -152,9 +158,7 @@ async def serve(role: str, step_s: float, announce: Path) -> None:
     else:
         decode_pb2_grpc.add_DecodeServiceServicer_to_server(worker, server.grpc)
     port = await server.start("127.0.0.1:0")
-    partial = announce.with_name(announce.name + ".partial")
-    partial.write_text(json.dumps({"grpc": port}))
-    partial.replace(announce)
+    announce(announced, {"grpc": port})
     await server.grpc.wait_for_termination()
 
 

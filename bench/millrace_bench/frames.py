@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import struct
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -26,13 +27,14 @@ LARGEST_REQUEST = (1 << 14) - PREFIX  # of one frame
 
 @dataclass(slots=True)
 class Call:
-    """What came of one call. Times are of time.perf_counter()."""
+    """What came of one call. Times are of time.perf_counter(). `on_message` gets every message."""
 
     ended: asyncio.Future[None]
     first: float = 0.0
     messages: int = 0
     last: bytes = b""
     buffer: bytearray = field(default_factory=bytearray)  # a message's beginning
+    on_message: Callable[[bytes], None] | None = None
 
     def feed(self, data: bytes) -> None:
         self.first = self.first or time.perf_counter()
@@ -42,10 +44,15 @@ class Call:
                 end = PREFIX + int.from_bytes(self.buffer[1:PREFIX], "big")
                 if len(self.buffer) < end:
                     return
-                self.messages, self.last = self.messages + 1, bytes(self.buffer[PREFIX:end])
+                self._note(bytes(self.buffer[PREFIX:end]))
                 del self.buffer[:end]
         else:  # nearly always a frame is a message
-            self.messages, self.last = self.messages + 1, data[PREFIX:]
+            self._note(data[PREFIX:])
+
+    def _note(self, message: bytes) -> None:
+        self.messages, self.last = self.messages + 1, message
+        if self.on_message is not None:
+            self.on_message(message)
 
 
 class Connection(asyncio.Protocol):
@@ -64,6 +71,11 @@ class Connection(asyncio.Protocol):
 
     async def call(self, message: bytes) -> Call:
         """The call when it has ended. Raises ConnectionError when the server breaks it off."""
+        call = await self.begin(message)
+        await call.ended
+        return call
+
+    async def begin(self, message: bytes) -> Call:
         if len(message) > LARGEST_REQUEST:
             raise ValueError(f"a request of {len(message)} bytes: at most {LARGEST_REQUEST}")
         size = PREFIX + len(message)
@@ -75,7 +87,6 @@ class Connection(asyncio.Protocol):
         call = self._calls[stream] = Call(asyncio.get_running_loop().create_future())
         data = struct.pack(">BI", 0, len(message)) + message
         self._write(_frame(HEADERS, END_HEADERS, stream, self._headers) + _frame(DATA, END_STREAM, stream, data))
-        await call.ended
         return call
 
     def close(self) -> None:
@@ -115,7 +126,8 @@ class Connection(asyncio.Protocol):
             self._calls.pop(stream).ended.set_result(None)
         elif kind == RST_STREAM:
             error = ConnectionError(f"the server reset a stream with {int.from_bytes(payload, 'big')}")
-            self._calls.pop(stream).ended.set_exception(error)
+            if call := self._calls.pop(stream, None):  # else it has ended
+                call.ended.set_exception(error)
         elif kind in (SETTINGS, PING) and not flags & ACK:
             self._write(_frame(kind, ACK, 0, payload if kind == PING else b""))
         elif kind == WINDOW_UPDATE and stream == 0:

@@ -28,6 +28,7 @@ PYTEST = "pytest -p no:cacheprovider --tb=short"
 ENGINE, SHARD = "millrace_bench.engine --shard tp8", "millrace_bench.shard"
 EVAL, STARTUP = "millrace_bench.eval", "millrace_bench.startup"
 HANDOVER, KERNELS = "millrace_bench.handover", "millrace_bench.kernels"
+TUNE = f"{KERNELS}.tune"
 MATRIX = "matrix --num-items 40 --concurrency 16"
 # A context of 1K in steps of 16 tokens: the kernels of longer steps, which need not be compiled then, are not measured.
 STEPS = "--device cuda --batches 1 --prompt 1024 --outputs 100 --prefill-tokens 16"
@@ -93,14 +94,13 @@ STAGES = (
     Stage("compile", f"{ENGINE} {STEPS} --layers 8 --variants eager graph compile", 420, "ratios", figures.engine),
     Stage("kernels-dense", f"{KERNELS} --group dense", 240, "the anchors", figures.kernels),
     Stage("kernels-attention", f"{KERNELS} --group attention", 240, "the anchors", figures.kernels),
+    Stage("kernels-absorb", f"{KERNELS} --group absorb", 400, "FP8 activations against BF16", figures.absorb),
     Stage("kernels-moe", f"{KERNELS} --group moe", 300, "the anchors; tuned against untuned", figures.moe),
+    Stage("kernels-rivals", f"{KERNELS} --group rivals", 1080, "in the table where FlashInfer wins", figures.kernels),
     Stage("kernels-sampling", f"{KERNELS} --group sampling", 100, "the anchors", figures.kernels),
+    Stage("onoff", "millrace_bench.onoff", 560, "gains above 1", figures.onoff),
     Stage("startup-v3", f"{STARTUP} --widths v3 --layers 6 {START}", 560, "cold 360 s, warm 60 s", figures.startup),
-    Stage("tune", "millrace_bench.kernels.tune --seconds 200", 260, "what is in use is best", figures.rows),
-    Stage("tune-mid", "millrace_bench.kernels.tune_mid --seconds 150", 220, "as above", figures.rows),
-    Stage("tune-moe", "millrace_bench.kernels.tune_moe --seconds 240", 300, "as above", figures.rows),
-    Stage("tune-rows", "millrace_bench.kernels.tune_rows", 200, "as above", figures.rows),
-    Stage("tune-attention", "millrace_bench.kernels.tune_attention --seconds 180", 260, "as above", figures.rows),
+    Stage("tune", f"{TUNE} --all --seconds 900 --folder build/tuned", 1080, "what is in use is best", figures.rows),
 )
 
 # The same over small shapes on a CPU, by stage. Tuners time configurations of a GPU; their tests run them on a CPU.
@@ -125,8 +125,11 @@ SMALL = {
     "compile": f"{ENGINE} {SMALL_STEPS} --variants eager graph compile",
     "kernels-dense": f"{KERNELS} --group dense --device cpu --quick",
     "kernels-attention": f"{KERNELS} --group attention --device cpu --quick",
+    "kernels-absorb": f"{KERNELS} --group absorb --device cpu --quick",
     "kernels-moe": f"{KERNELS} --group moe --device cpu --quick",
+    "kernels-rivals": f"{KERNELS} --group rivals --device cpu --quick",
     "kernels-sampling": f"{KERNELS} --group sampling --device cpu --quick",
+    "onoff": "millrace_bench.onoff --tiny",
 }
 
 

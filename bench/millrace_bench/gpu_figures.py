@@ -85,6 +85,18 @@ def kernels(found: Results) -> str:
     return f"{len(found['rows'])} rows" + (f", {failed} with an error" if failed else "")
 
 
+def absorb(found: Results) -> str:
+    """The query's absorption of a rank with all heads: what runs, and both products with FP8 activations."""
+    texts = []
+    for shape in dict.fromkeys(row["shape"] for row in found["rows"]):
+        rows = [row for row in found["rows"] if row["op"] == "mla_absorb.absorb_q" and row["shape"] == shape]
+        us = {row["impl"]: row["us"] for row in rows if "error" not in row}
+        shown = [f"{name} {us[name]:.1f}" for name in ("in use", "fp8 grouped", "fp8 batched") if name in us]
+        if shape.endswith("H=128"):
+            texts.append(f"{shape.partition(' ')[0]} {', '.join(shown)} us")
+    return "; ".join([kernels(found), *texts])
+
+
 def moe(found: Results) -> str:
     """The fastest of all against our kernel with an untuned configuration."""
     times = {row["impl"]: row["us"] for row in found["rows"] if row["shape"] == "T=512 TP8" and "error" not in row}
@@ -93,6 +105,16 @@ def moe(found: Results) -> str:
         return kernels(found)
     best = min(times, key=lambda impl: times[impl])
     return f"{kernels(found)}; T=512 TP8: {best} {times[best]:.0f} us, untuned {untuned:.0f} us"
+
+
+def onoff(found: Results) -> str:
+    """The least and the largest gain of each optimisation."""
+    texts = [f"{row['seed']} {row['failed']}" for row in found["rows"] if "failed" in row]
+    gains: dict[str, list[float]] = {}
+    for row in found["rows"]:
+        if "failed" not in row:
+            gains.setdefault(row["seed"], []).append(row["gain"])
+    return ", ".join([*(f"{seed} x{min(all):.2f} to x{max(all):.2f}" for seed, all in gains.items()), *texts])
 
 
 def rows(found: Results) -> str:

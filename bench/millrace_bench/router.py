@@ -35,6 +35,7 @@ from millrace_bench.router_system import Settings, System, system
 TARGET_TOKENS_PER_S, TARGET_ADDED_MS, TARGET_SCALING = 25_000, 1.5, 0.85
 WARMUP_TOKENS = 20
 BUSY = 0.9  # of a core
+TICK = 1 / os.sysconf("SC_CLK_TCK")  # seconds
 
 
 def run(settings: Settings) -> Record:
@@ -112,16 +113,17 @@ class _Bench:
         }
 
     async def one_token(self) -> dict[str, float]:
-        clients, before, began = self._s.streams // 2, self._made.cpu_seconds()["router"], time.perf_counter()
+        clients, before, began = self._s.streams // 2, self._made.cpu_seconds(), time.perf_counter()
         got = await self._each(one_by_one, clients, 5 * self._s.requests)
         seconds = max(one.last for one in got) - min(one.start for one in got)
         assert seconds < time.perf_counter() - began
-        cpu = self._made.cpu_seconds()["router"] - before
-        return {"requests_per_s": len(got) / seconds, "router_us_per_request": cpu / len(got) * 1e6}
+        used = _since(before, self._made.cpu_seconds())
+        return {"requests_per_s": len(got) / seconds, "router_us_per_request": used["router"] / len(got) * 1e6}
 
 
 def _since(before: dict[str, float], now: dict[str, float]) -> dict[str, float]:
-    return {role: now[role] - before[role] for role in now}
+    """CPU seconds by role: at least a tick, since the system counts nothing shorter (a small run can use less)."""
+    return {role: max(now[role] - before[role], TICK) for role in now}
 
 
 def _limit(router_cores: float, routers: int, rate: float, offered: float) -> str:

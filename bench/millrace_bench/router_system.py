@@ -53,7 +53,7 @@ class System:
     def cpu_seconds(self) -> dict[str, float]:
         """User and system time so far, by role. Clients are this process's pools."""
         clients = [process.pid for process in multiprocessing.active_children() if process.pid is not None]
-        return {role: sum(map(_cpu_seconds, pids)) for role, pids in {**self.pids, "clients": clients}.items()}
+        return {role: sum(map(cpu_seconds_of, pids)) for role, pids in {**self.pids, "clients": clients}.items()}
 
 
 @contextlib.asynccontextmanager
@@ -62,17 +62,17 @@ async def system(s: Settings, routers: int) -> AsyncIterator[System]:
         cores = sorted(os.sched_getaffinity(0))
         pinned = routers < len(cores)
         own, others = (cores[:routers], cores[routers:]) if pinned else ([], cores)
-        stack.enter_context(_on(others))  # the clients too, which start later
+        stack.enter_context(cores_for(others))  # the clients too, which start later
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="millrace-bench-")))
-        workers = [await _start(stack, _worker(role, s), folder / f"{role}.json") for role in ("prefill", "decode")]
+        workers = [await start(stack, _worker(role, s), folder / f"{role}.json") for role in ("prefill", "decode")]
         addresses = [f"127.0.0.1:{ports['grpc']}" for _, ports in workers]
         command = [*server_command("router"), "--set", f"model={s.model}", "--set", "log_level=WARNING"]
         command += ["--set", f"workers={json.dumps(addresses)}"]
         command += ["--set", f"stream_interval={s.stream_interval_ms / 1e3}"]
         started = []
         for i in range(routers):
-            with _on(own[i : i + 1] or others):
-                started.append(await _start(stack, command, folder / f"router-{i}.json"))
+            with cores_for(own[i : i + 1] or others):
+                started.append(await start(stack, command, folder / f"router-{i}.json"))
         for _, ports in started:
             await _ready(f"http://127.0.0.1:{ports['http']}/ready")
         yield System(
@@ -85,7 +85,7 @@ async def system(s: Settings, routers: int) -> AsyncIterator[System]:
 
 
 @contextlib.contextmanager
-def _on(cores: Sequence[int]) -> Iterator[None]:
+def cores_for(cores: Sequence[int]) -> Iterator[None]:
     """Processes that are started meanwhile run on these cores."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
@@ -111,11 +111,9 @@ def _worker(role: str, s: Settings) -> list[str]:
     return server_command(role) + [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
 
 
-async def _start(
-    stack: contextlib.AsyncExitStack, command: Sequence[str], announce: Path
-) -> tuple[int, dict[str, int]]:
+async def start(stack: contextlib.AsyncExitStack, command: Sequence[str], announce: Path) -> tuple[int, dict[str, int]]:
     process = await asyncio.create_subprocess_exec(*command, "--announce", str(announce))
-    stack.push_async_callback(_stop, process)
+    stack.push_async_callback(stop, process)
     async with asyncio.timeout(60):
         while not os.path.exists(announce):  # noqa: ASYNC240
             if process.returncode is not None:
@@ -124,7 +122,7 @@ async def _start(
     return process.pid, json.loads(announce.read_text())  # noqa: ASYNC240
 
 
-async def _stop(process: asyncio.subprocess.Process) -> None:
+async def stop(process: asyncio.subprocess.Process) -> None:
     if process.returncode is None:
         process.send_signal(signal.SIGTERM)
         try:
@@ -140,6 +138,6 @@ async def _ready(url: str) -> None:
             await asyncio.sleep(0.05)
 
 
-def _cpu_seconds(pid: int) -> float:
+def cpu_seconds_of(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -3,7 +3,8 @@
     tp8   a rank of a TP8 worker: 16 heads, 1/8 of every expert; all-reduces are left out
     ep8   a rank of a DP8/EP8 worker: 128 heads, 32 of 256 experts. What the other ranks would send is stood in for by
           the rank's own tokens: expert e counts as local expert e mod 32, so the rank computes as many rows as it would
-          with 8 ranks and balanced routing
+          with 8 ranks and balanced routing. It is the engine's step with dp = 8 without its exchange and without
+          waiting for other ranks; `bench ranks` times both
 
 Steps run as CUDA graph replays (decode) or eagerly (prefill), timed by events; a profiled replay gives the time of each
 kind of kernel. The floor is what memory and tensor cores need at their peaks.
@@ -20,6 +21,7 @@ import itertools
 import json
 import re
 import statistics
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -28,15 +30,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from millrace_kernels.fp8 import Fp8
+from millrace_kernels.int8 import Matrix
 from millrace_serve.engine.step.device import Replay, device_of
 from millrace_serve.model.checkpoint.random_weights import RandomWeights
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3
+from millrace_serve.model.experts.held import ExpertLayer
 from millrace_serve.model.experts.local import LocalExperts
 from millrace_serve.model.inputs import AttnPlan, ForwardInput
 from millrace_serve.model.moe import Moe
 from millrace_serve.model.parallel import ParallelDims
+from millrace_serve.model.quantised import tensors
 from torch import Tensor
 
 from millrace_bench import v3
@@ -49,6 +53,8 @@ Row = dict[str, Any]
 
 # kernel name -> what it does, first match
 KINDS = (
+    (r"^dispatch_kernel|^combine_|nccl|deep_ep", "exchange"),
+    (r"deep_gemm::", "fp8 gemm"),  # those of experts too; its names have the word cutlass
     (r"nvjet|cublas|cutlass.*gemm|_absorb|_project|_logits", "bf16 gemm"),
     (r"flash_fwd|Prefill|^_attend|^_merge", "attention"),
     (
@@ -78,10 +84,13 @@ SHARDS = {
 class FoldedExperts(LocalExperts):
     """Stands for an exchange between ranks with balanced routing: every choice lands on an expert of this rank."""
 
-    def __init__(self, *facts: Any) -> None:
-        super().__init__(*facts)
+    local = False  # as with an exchange the last layer computes all rows: replicas have agreed on their number
+
+    def __init__(self, layer: ExpertLayer) -> None:
+        super().__init__(layer)
         self.held.num_experts = len(self.held.w13.data) - self.fuses_shared
-        self.held.slots = lambda ids: ids.fmod(self.held.num_experts)  # keeps the sign: -1, the padding, stays -1
+        # fmod keeps the sign: -1, the padding, stays -1
+        self.held.slots = lambda ids: ids.fmod(self.held.num_experts)  # type: ignore[assignment]
 
 
 def build(shard: Shard, layers: int, device: torch.device, widths: dict[str, Any] | None = None) -> DeepseekV3:
@@ -126,14 +135,14 @@ def _step(model: DeepseekV3, q_lens: list[int], seq_lens: list[int], decode: int
     ends = torch.tensor(q_lens).cumsum(0)
     tokens = torch.randint(0, model.config.vocab_size, (len(positions),), generator=rng)
     lens = torch.tensor(seq_lens, dtype=torch.int32, device=device)
-    cu_q = torch.cat((torch.zeros(1, dtype=torch.int64), ends)).int().to(device)
-    attn = AttnPlan(decode, cu_q, lens, table.int().to(device), tuple(q_lens), tuple(seq_lens))
+    attn = AttnPlan(decode, lens, table.int().to(device), tuple(q_lens), tuple(seq_lens))
     return ForwardInput(
         token_ids=tokens.to(device),
         positions=positions.to(device),
         kv_slots=slots.to(device),
         attn=attn,
         sample_rows=(ends - 1).to(device),
+        dp_num_tokens=(len(tokens),) * model.dims.dp if model.dims.dp > 1 else (),
         num_tokens=torch.tensor([len(tokens)], dtype=torch.int32, device=device),
     )
 
@@ -205,12 +214,11 @@ def floor_ms(model: DeepseekV3, inputs: ForwardInput, kv_bytes: int = 2) -> floa
         weights = [layer.self_attn.q_kv_a_proj, layer.self_attn.q_b_proj, layer.self_attn.kv_b_proj]
         sizes = [_nbytes(w) for w in (*weights, layer.self_attn.o_proj) if w is not None]
         if isinstance(layer.mlp, Moe):
-            assert isinstance(layer.mlp.routed, LocalExperts)
-            w13, w2 = layer.mlp.routed.held.w13, layer.mlp.routed.held.w2
-            experts, held = _nbytes(w13) + _nbytes(w2), len(w13.data) - 1
+            own = layer.mlp.routed.held
+            experts, held = _nbytes(own.w13) + _nbytes(own.w2), len(own.w13.data) - own.with_shared
             touched = held * (1 - (1 - min(chosen / held, 1)) ** tokens) + 1
-            read += experts / (held + 1) * touched
-            per_token += experts / (held + 1) * (chosen + 1)
+            read += experts / (held + own.with_shared) * touched  # the shared expert has the size of a routed one
+            per_token += experts / (held + own.with_shared) * (chosen + 1)
         else:
             sizes += [_nbytes(layer.mlp.mlp.gate_up_proj), _nbytes(layer.mlp.mlp.down_proj)]
         read += sum(sizes)
@@ -225,14 +233,30 @@ def floor_ms(model: DeepseekV3, inputs: ForwardInput, kv_bytes: int = 2) -> floa
     return (linear_s + max(attn_s, kv_s)) * 1e3
 
 
-def _nbytes(matrix: Tensor | Fp8) -> int:
-    return sum(part.nbytes for part in matrix) if isinstance(matrix, Fp8) else matrix.nbytes
+def _nbytes(matrix: Matrix) -> int:
+    return sum(part.nbytes for part in tensors(matrix))
 
 
 # ------------------------------------------------------------------------------------------------ the runs
 
 
-def measure(model: DeepseekV3, kind: str, count: int, length: int, kv_dtype: str, args: argparse.Namespace) -> Row:
+def say(text: str) -> None:
+    """What goes on, for who waits: the first step of a shape may compile for minutes."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+def measure(
+    model: DeepseekV3,
+    kind: str,
+    count: int,
+    length: int,
+    kv_dtype: str,
+    args: argparse.Namespace,
+    who: str = "",
+) -> Row:
+    """`who`: of this process and of what it measures, before its lines on stderr."""
+    what = f"{who}{kind} {count}x{length} {kv_dtype}"
+    say(f"{what}: the first step, which compiles")
     device = model.rope_tables[0].device
     pool = make_pool(model, count * -(-length // PAGE) + 1, device, getattr(torch, kv_dtype))
     inputs = (decode_step if kind == "decode" else prefill_step)(model, count, length, device)
@@ -245,9 +269,11 @@ def measure(model: DeepseekV3, kind: str, count: int, length: int, kv_dtype: str
     synchronize(device)
     row: Row = {"shard": args.shard, "kind": kind, "count": count, "length": length, "kv_dtype": kv_dtype}
     row["first_s"] = round(time.perf_counter() - started, 2)
+    say(f"{what}: warm-up{' and capture' if kind == 'decode' else ''}, behind a first step of {row['first_s']:.1f} s")
     if kind == "decode":
         eager = time_ms(step, 3, device)
         replay = capture(step, device)
+        say(f"{what}: measures")
         times = time_ms(replay, args.repeats, device)
         row |= {"eager_ms": round(statistics.median(eager), 3)}
         profiled: Callable[[], object] = replay

@@ -28,6 +28,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from millrace_bench.common import busiest_gpus
+
 ROOT = Path(__file__).parents[2]
 SOURCES = ("proto", "kernels", "services", "router", "bench")  # so that nothing needs to be installed
 WIDTH = 150
@@ -75,11 +77,13 @@ def run_one(stage: Stage, out: Path, limit_s: float) -> Outcome:
     log = out / f"{stage.name}.log"
     command = [sys.executable, "-m", *shlex.split(stage.command)]
     started = time.monotonic()
-    with log.open("w") as file:
+    with log.open("w") as file, busiest_gpus() as gpus:
         code = _call(command, file.fileno(), environment(out / "logs" / stage.name), limit_s)
     seconds = time.monotonic() - started
     record, last = read(log.read_text(errors="replace"))
     if record is not None:
+        if gpus:  # under load; the bench itself reads them when it has ended
+            record["gpus"] = gpus
         (out / f"{stage.name}.json").write_text(json.dumps(record, indent=1) + "\n")
     passed = code == 0
     result = last if record is None or stage.figures is None else _figures(stage.figures, record)

@@ -33,7 +33,7 @@ async def start(spec: ClusterSpec) -> Row:
     async with LocalCluster(spec) as cluster:
         info = await probe.worker_info(cluster.address(WORKER))
         assert info is not None, "a worker that is ready answers"
-        seconds = next(seen.seconds for seen in cluster.status() if seen.name == WORKER)
+        seconds = cluster.processes[WORKER].seconds
         return {"ready_s": round(seconds, 2), "phases": {k: round(v, 2) for k, v in info.startup_seconds.items()}}
 
 

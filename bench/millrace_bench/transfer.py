@@ -28,7 +28,6 @@ from millrace_serve.engine.core import RequestId
 from millrace_serve.transfer.base import KvSink, MemoryHandle, PageBuffer, ReadState
 from millrace_serve.transfer.messages import AddSource, FromReader, ReadDone, ReadPages, StopReader, ToReader
 from millrace_serve.transfer.nixl import NixlSink, NixlSource
-from millrace_serve.transfer.nixl_agent import NixlConfig
 from millrace_serve.transfer.reader import Reader
 from millrace_serve.worker.channels import Receiver, Sender
 from rich.console import Console
@@ -76,9 +75,8 @@ class Result:
 
 def run(settings: Settings) -> Result:
     """Measures; prints nothing. Needs 2 x max(pages_per_read) V3 pages of memory (4.5 MB each)."""
-    config = NixlConfig(ucx=settings.ucx)
-    small = _measure(SMALL_PAGE_BYTES, settings, settings.repeats * 10, config)
-    large = _measure(V3_PAGE_BYTES, settings, settings.repeats, config)
+    small = _measure(SMALL_PAGE_BYTES, settings, settings.repeats * 10)
+    large = _measure(V3_PAGE_BYTES, settings, settings.repeats)
     return Result(
         backend_ms=small.backend_ms,
         connect_ms=small.connect_ms,
@@ -98,16 +96,18 @@ class _Measured:
     rows: list[Row]
 
 
-def _measure(page_bytes: int, settings: Settings, repeats: int, config: NixlConfig) -> _Measured:
+def _measure(page_bytes: int, settings: Settings, repeats: int) -> _Measured:
     num_pages, (theirs_on, ours_on) = max(settings.pages_per_read), settings.devices
     context = mp.get_context("spawn")
     pipe, theirs = context.Pipe()
-    exporter = context.Process(target=_export, args=(theirs, num_pages, page_bytes, theirs_on, config), daemon=True)
+    exporter = context.Process(
+        target=_export, args=(theirs, num_pages, page_bytes, theirs_on, settings.ucx), daemon=True
+    )
     exporter.start()
     source: MemoryHandle = pipe.recv()
     memory, pool = _pool(num_pages, page_bytes, ours_on, fill=0)
     started = time.perf_counter()
-    sink = NixlSink(pool, config, label="bench")
+    sink = NixlSink(pool, settings.ucx)
     backend_ms = _ms_since(started)
     try:
         started = time.perf_counter()
@@ -218,9 +218,9 @@ def _synchronize(memory: Memory) -> None:
     torch.cuda.synchronize(memory.device)
 
 
-def _export(pipe: Connection, num_pages: int, page_bytes: int, device: str, config: NixlConfig) -> None:
+def _export(pipe: Connection, num_pages: int, page_bytes: int, device: str, ucx: dict[str, str]) -> None:
     memory, pool = _pool(num_pages, page_bytes, device, fill=1)
-    source = NixlSource(pool, config, label="bench")
+    source = NixlSource(pool, ucx)
     pipe.send(source.handle())
     pipe.recv()
     source.close()

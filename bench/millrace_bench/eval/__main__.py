@@ -17,7 +17,7 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from millrace_cli.cluster import TINY
@@ -65,6 +65,13 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--checkpoint", metavar="DIR", default=str(TINY), help="with --self-serve")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of a checkpoint in this process")
+    parser.add_argument(
+        "--worker-set",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="of every worker or engine that is started here",
+    )
     parser.add_argument("--concurrency", type=int, default=8, help="items under way at once")
     add_suite(parser)
     return parser
@@ -113,6 +120,14 @@ def jobs_of(suite: Suite) -> Jobs:
 
 def systems_of(arguments: argparse.Namespace) -> list[System]:
     """One, or the two to be compared."""
+    found, items = _systems(arguments), tuple(arguments.worker_set)
+    ours = [system.kind in (Kind.MODEL, Kind.PAIR, Kind.UNIFIED) for system in found]
+    if items and not any(ours):
+        raise CommandError("--worker-set: no worker is started here, what runs elsewhere has its own settings", code=2)
+    return [replace(one, worker_set=items) if here else one for one, here in zip(found, ours, strict=True)]
+
+
+def _systems(arguments: argparse.Namespace) -> list[System]:
     if arguments.compare:
         return [System.parse(text, arguments.device) for text in arguments.compare]
     if arguments.self_serve:
@@ -163,6 +178,7 @@ def main(argv: Sequence[str]) -> int:
         results = {"a": results, "b": evaluations[1].as_dict(), "comparison": comparison.as_dict()}
         code |= not comparison.agree
     config = asdict(suite) | {"concurrency": arguments.concurrency, "device": arguments.device}
+    config |= {"worker_set": arguments.worker_set}
     print_record(Record("eval compare" if arguments.compare else "eval", config, results))
     return code
 

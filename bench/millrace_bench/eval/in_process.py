@@ -14,13 +14,17 @@ from millrace_common.config import load
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_serve.engine.core import FinishReason, Load, Request, RequestId, SamplingParams, SequenceOutput, Submit
 from millrace_serve.engine.start.torch_factory import load_rank
+from millrace_serve.model.attn_step import FormThresholds
 from millrace_serve.model.deepseek_v3 import load_model
+from millrace_serve.model.overlap import NEVER
 from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.worker.config import WorkerConfig
 
 from millrace_bench.eval.backend import Answer, Done, Job, Perplexity
 from millrace_bench.eval.perplexity import checkpoint_logits, measure
 from millrace_bench.heldout_texts import TEXTS
+
+FORMS = {"absorbed": FormThresholds(absorb_max_queries=NEVER), "expanded": FormThresholds(absorb_max_queries=0)}
 
 
 class EngineBackend:
@@ -37,20 +41,24 @@ class EngineBackend:
         device: str,
         concurrency: int,
         worker_set: Sequence[str] = (),
-        keep_fp8: bool | None = None,
+        keep_quantised: bool | None = None,
+        form: str = "",
     ) -> None:
         """ValueError (ConfigError, CheckpointError) for a checkpoint that cannot be used.
 
         Args:
-            keep_fp8: as load_model has it.
+            keep_quantised: as load_model has it.
+            form: of attention to cached prefixes, a key of FORMS; empty: the one that is faster.
         """
         own = ("role=unified", f"model={folder}", f"device={device}", *worker_set)
         self._config = load(WorkerConfig, overrides=own)
-        self._folder, self._concurrency, self._keep_fp8 = folder, concurrency, keep_fp8
+        self._folder, self._concurrency, self._keep_quantised = folder, concurrency, keep_quantised
         self._dtype = getattr(torch, self._config.dtype)
         self._tokenizer = Tokenizer.load(folder)
         at = folder, ParallelDims(), torch.device(device), self._dtype
-        model = None if keep_fp8 is None else load_model(*at, keep_fp8=keep_fp8)
+        model = None
+        if keep_quantised is not None or form:
+            model = load_model(*at, FORMS.get(form), keep_quantised=keep_quantised)
         self._engine = load_rank(
             self._config.limits, self._config.role, *at, execution=self._config, model=model
         ).engine()
@@ -70,7 +78,9 @@ class EngineBackend:
 
     async def perplexity(self) -> Perplexity | None:
         encoded = [await self._tokenizer.encode(text, add_bos=True) for text in TEXTS]
-        logits = checkpoint_logits(self._folder, self._config.device, self._dtype, keep_fp8=self._keep_fp8)
+        kv_dtype = None if self._config.kv_dtype == "auto" else getattr(torch, self._config.kv_dtype)
+        at = self._folder, self._config.device, self._dtype
+        logits = checkpoint_logits(*at, keep_quantised=self._keep_quantised, kv_dtype=kv_dtype)
         return await asyncio.to_thread(measure, TEXTS, encoded, logits)
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ from millrace_cli.cluster import TINY
 from millrace_router.text.tokenizer import Tokenizer
 from torch import Tensor
 
-from millrace_bench.checkpoint.export_fp8 import export
+from millrace_bench.checkpoint.export_quantised import export
 from millrace_bench.common import Record, print_record
 from millrace_bench.eval.perplexity import Logits, checkpoint_logits
 from millrace_bench.eval.report import make_console, make_table
@@ -64,9 +64,10 @@ def lines(folder: Path, device: str, num_texts: int) -> list[Line]:
         fp8 = Path(temporary) / "fp8"
         export(folder, fp8)
         for weights, where in (("BF16", folder), ("FP8", fp8)):
-            wanted = _all(checkpoint_logits(where, "cpu", torch.float32, keep_fp8=False), encoded)
+            wanted = _all(checkpoint_logits(where, "cpu", torch.float32, keep_quantised=False), encoded)
             for path, decoded in (("prompt", 0), ("outputs", DECODED)):
-                logits = checkpoint_logits(where, device, torch.bfloat16, keep_fp8=weights == "FP8", decoded=decoded)
+                keep = weights == "FP8"
+                logits = checkpoint_logits(where, device, torch.bfloat16, keep_quantised=keep, decoded=decoded)
                 pairs = zip(_all(logits, encoded), wanted, strict=True)
                 both = [(one[-decoded:], other[-decoded:]) for one, other in pairs]  # [-0:] is the whole
                 ours, theirs = (torch.cat(parts) for parts in zip(*both, strict=True))

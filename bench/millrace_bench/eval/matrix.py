@@ -3,14 +3,15 @@
     millrace eval matrix --checkpoint models/tiny --num-items 40
     millrace eval matrix --device cuda --num-items 40
 
-1. The FP8 variant of the BF16 checkpoint is exported to a temporary folder.
+1. The quantised variants of the BF16 checkpoint that rows need are exported to a temporary folder.
 2. Each row is evaluated greedily, one after the other. The first row is the reference: transformers, or on a GPU our
    own engine in FP32 on the CPU, which is faster and gives the same answers.
-3. FP8 rows of a GPU have a reference of their own: our engine on the CPU with FP8 weights and activations, which is
-   what the kernels are to compute. What that row loses against FP32 is the cost of FP8: it is shown, and no check.
+3. Quantised rows of a GPU have references of their own: our engine on the CPU with FP8 or INT8 weights and activations,
+   which is what the kernels are to compute. What such a row loses against FP32 is the cost of its form: it is shown,
+   and no check.
 4. Each other row is compared with its reference: no accuracy more than one standard error lower, and where the weights
    are the same and so is the precision, every answer the same, token by token.
-5. Perplexity: of both checkpoints with our model, and of the BF16 one with the reference.
+5. Perplexity: of the BF16 and FP8 checkpoints with our model, of rows in this process, and of the first reference.
 
 Exit code 1 when a check fails.
 """
@@ -21,7 +22,7 @@ import argparse
 import asyncio
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from millrace_cli.errors import CommandError
 from rich.console import Console
 from rich.table import Table
 
-from millrace_bench.checkpoint.export_fp8 import export
+from millrace_bench.checkpoint.export_quantised import QUANTIZATIONS, export
 from millrace_bench.common import Record, print_record
 from millrace_bench.eval.backend import Perplexity
 from millrace_bench.eval.report import comparison_table, differences_table, evaluation_table, make_console, make_table
@@ -39,7 +40,23 @@ from millrace_bench.eval.score import Comparison, Evaluation
 from millrace_bench.eval.system import Kind, System
 from millrace_bench.tasks import TASKS
 
+FORMS = tuple(QUANTIZATIONS)
 DRAFTS = ("limits.draft_tokens=3",)
+TWO_RANKS = ("tp=2", "dp=2", "tp=2 expert_tp=true")
+# Copies of pages in the host's memory, for which this pool is too small.
+HOST_TIER = ("limits.num_pages=200", "limits.host_cache_gib=0.5")
+# What is chosen otherwise serves the op here for some numbers of tokens or all.
+KERNELS = {
+    "attention in Triton": (
+        ("mla_decode.plan", ""),
+        ("mla_decode.mla_decode", "millrace_kernels.triton.mla_decode:mla_decode"),
+        ("mla_prefill.plan", ""),
+        ("mla_prefill.mla_prefill", "millrace_kernels.triton.mla_prefill:mla_prefill"),
+    ),
+    "dense in Triton": (("fp8.fp8_linear", "millrace_kernels.triton.fp8_linear:fp8_linear"),),
+    "dense in DeepGEMM": (("fp8.fp8_linear", "millrace_kernels.lib.deep_gemm:fp8_linear"),),
+    "experts in Triton": (("moe_experts.moe_experts_fp8", "millrace_kernels.triton.moe_grouped:moe_experts_fp8"),),
+}
 GPU_PART = 0.3  # for each of two workers, and for an engine of this process
 
 
@@ -47,6 +64,7 @@ GPU_PART = 0.3  # for each of two workers, and for an engine of this process
 class Row:
     name: str
     system: System
+    weights: str = ""  # the form of them, of checkpoint.export_quantised; empty: BF16
     against: str = ""  # name of the row that is its reference; empty: the first
     accurate: bool = True  # as right as the reference
     exact: bool = True  # the reference's weights and precision: its answers too
@@ -61,29 +79,74 @@ class Check:
     detail: str
 
 
-def rows(bf16: str, fp8: str, chunk: int, device: str) -> list[Row]:
-    """On a GPU answers may differ from a CPU's: BF16's rounding turns almost even choices."""
-    if device == "cuda":
-        part = (f"memory_fraction={GPU_PART}",)
-        on_gpu = ("device=cuda", *part)
-        return [
-            Row("CPU FP32", System(Kind.MODEL, bf16)),
-            Row("CPU FP8", System(Kind.MODEL, fp8, keep_fp8=True), accurate=False, exact=False),
-            Row("engine BF16", System(Kind.MODEL, bf16, device, part), exact=False),
-            Row("engine FP8", System(Kind.MODEL, fp8, device, part), "CPU FP8", exact=False),
-            Row("P → D BF16", System(Kind.PAIR, bf16, worker_set=on_gpu), exact=False),
-            Row("P → D FP8", System(Kind.PAIR, fp8, worker_set=on_gpu), "CPU FP8", exact=False),
-            Row("P → D BF16 with drafts", System(Kind.PAIR, bf16, worker_set=(*on_gpu, *DRAFTS)), exact=False),
-        ]
+def rows(bf16: str, chunk: int, device: str) -> list[Row]:
+    """Of the BF16 checkpoint in this folder; `run` gives the others theirs. On a GPU answers may differ from a CPU's:
+    BF16's rounding turns almost even choices.
+    """
+    return _gpu_rows(bf16, chunk) if device == "cuda" else _cpu_rows(bf16, chunk)
+
+
+def _gpu_rows(bf16: str, chunk: int) -> list[Row]:
+    part = (f"memory_fraction={GPU_PART}",)
+    on_gpu, in_chunks = ("device=cuda", *part), (*part, f"limits.max_prefill_tokens={chunk}")
+
+    def engine(*items: str, **how: Any) -> System:
+        return System(Kind.MODEL, bf16, "cuda", (*part, *items), **how)
+
+    def pair(*items: str) -> System:
+        return System(Kind.PAIR, bf16, worker_set=(*on_gpu, *items))
+
+    return [
+        Row("CPU FP32", System(Kind.MODEL, bf16)),
+        *(_kept(bf16, form, accurate=False) for form in FORMS),
+        Row("engine BF16", engine(), exact=False),
+        *(Row(f"engine {form.upper()}", engine(), form, f"CPU {form.upper()}", exact=False) for form in FORMS),
+        Row("P → D BF16", pair(), exact=False),
+        Row("P → D FP8", pair(), "fp8", "CPU FP8", exact=False),
+        Row("P → D BF16 with drafts", pair(*DRAFTS), exact=False),
+        Row("engine FP8 KV pool", engine("kv_dtype=float8_e4m3fn"), exact=False),
+        Row("engine without graphs", engine("graphs=off"), "fp8", "CPU FP8", exact=False),
+        *(
+            Row(f"engine {form}", System(Kind.MODEL, bf16, "cuda", in_chunks, form=form), exact=False)
+            for form in ("absorbed", "expanded")
+        ),
+        *(Row(f"engine {name}", engine(kernels=k), "fp8", "CPU FP8", exact=False) for name, k in KERNELS.items()),
+    ]
+
+
+def _cpu_rows(bf16: str, chunk: int) -> list[Row]:
+    in_chunks = (f"limits.max_prefill_tokens={chunk}",)
     return [
         Row("transformers", System(Kind.TRANSFORMERS, bf16)),
         Row("unified BF16", System(Kind.UNIFIED, bf16)),
         Row("P → D BF16", System(Kind.PAIR, bf16)),
-        Row("P → D FP8", System(Kind.PAIR, fp8), exact=False),
-        Row(f"P → D chunks of {chunk}", System(Kind.PAIR, bf16, worker_set=(f"limits.max_prefill_tokens={chunk}",))),
+        Row("P → D FP8", System(Kind.PAIR, bf16), "fp8", exact=False),
+        Row(f"P → D chunks of {chunk}", System(Kind.PAIR, bf16, worker_set=in_chunks)),
         Row("P → D cached prefixes", System(Kind.PAIR, bf16), cached=True),
         Row("P → D with drafts", System(Kind.PAIR, bf16, worker_set=DRAFTS)),
+        *(_kept(bf16, form) for form in FORMS),
+        Row("engine FP8 KV pool", System(Kind.MODEL, bf16, worker_set=("kv_dtype=float8_e4m3fn",)), exact=False),
+        Row("engine without overlap", System(Kind.MODEL, bf16, worker_set=("limits.overlap=false",))),
+        *(
+            Row(f"engine {form}", System(Kind.MODEL, bf16, worker_set=in_chunks, form=form))
+            for form in ("absorbed", "expanded")
+        ),
+        Row("unified host tier", System(Kind.UNIFIED, bf16, worker_set=HOST_TIER), cached=True),
+        *(Row(f"unified {ranks}", System(Kind.UNIFIED, bf16, worker_set=tuple(ranks.split()))) for ranks in TWO_RANKS),
     ]
+
+
+def _kept(bf16: str, form: str, *, accurate: bool = True) -> Row:
+    """Products on quantised weights and activations, by the references of the ops."""
+    system = System(Kind.MODEL, bf16, keep_quantised=True)
+    return Row(f"CPU {form.upper()}", system, form, accurate=accurate, exact=False)
+
+
+def chosen(plan: list[Row], texts: Sequence[str]) -> list[Row]:
+    """Rows with one of these texts in their names, and their references; all rows without texts."""
+    wanted = [row for row in plan if not texts or any(text in row.name for text in texts)]
+    needed = {plan[0].name, *(row.name for row in wanted), *(row.against for row in wanted)}
+    return [row for row in plan if row.name in needed]
 
 
 def checks(row: Row, evaluation: Evaluation, comparison: Comparison) -> list[Check]:
@@ -103,24 +166,25 @@ def checks(row: Row, evaluation: Evaluation, comparison: Comparison) -> list[Che
 
 
 async def run(
-    bf16: str, jobs: Jobs, concurrency: int, chunk: int, device: str, console: Console
+    bf16: str, jobs: Jobs, concurrency: int, chunk: int, device: str, texts: Sequence[str], console: Console
 ) -> tuple[dict[str, Any], bool]:
     """The record's results, and whether all checks passed."""
     with tempfile.TemporaryDirectory(prefix="millrace-eval-") as folder:
-        fp8 = str(Path(folder) / "fp8")
-        export(Path(bf16), Path(fp8))
-        plan, evaluations = rows(bf16, fp8, chunk, device), []
+        plan, evaluations, where = chosen(rows(bf16, chunk, device), texts), [], {"": bf16}
+        for form in sorted({row.weights for row in plan} - {""}):
+            where[form] = str(Path(folder) / form)
+            export(Path(bf16), Path(where[form]), form)
         for row in plan:
-            async with row.system.open(concurrency) as backend:
+            async with replace(row.system, where=where[row.weights]).open(concurrency) as backend:
                 warm = concurrency if row.cached else 0  # so few that the cache holds them all
                 evaluations.append(await measure(row.name, backend, jobs, console, warm))
             console.print(evaluation_table(evaluations[-1]))
         perplexities = {row.name: one.perplexity for row, one in zip(plan, evaluations, strict=True)}
         # On a GPU engines of this process are rows.
-        own = () if device == "cuda" else (("Millrace, BF16", bf16), ("Millrace, FP8", fp8))
-        for name, checkpoint in own:
-            async with System(Kind.MODEL, checkpoint).open(1) as backend:
-                perplexities[name] = await backend.perplexity()
+        for form, name in () if device == "cuda" else (("", "Millrace, BF16"), ("fp8", "Millrace, FP8")):
+            if form in where:
+                async with System(Kind.MODEL, where[form]).open(1) as backend:
+                    perplexities[name] = await backend.perplexity()
     named = {one.system: one for one in evaluations}
     comparisons = [Comparison.of(named[row.against or plan[0].name], named[row.name]) for row in plan[1:]]
     found = [check for item in zip(plan[1:], evaluations[1:], comparisons, strict=True) for check in checks(*item)]
@@ -180,6 +244,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--concurrency", type=int, default=8, help="items under way at once (%(default)s)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of all rows but the references")
     parser.add_argument("--max-prefill-tokens", type=int, default=256, help="of the chunked row (%(default)s)")
+    parser.add_argument("--rows", nargs="+", default=[], metavar="TEXT", help="only rows with one of these texts")
     arguments = parser.parse_args(argv)
     for name in ("num_items", "concurrency", "max_prefill_tokens"):
         if getattr(arguments, name) < 1:
@@ -189,11 +254,11 @@ def main(argv: Sequence[str]) -> int:
     suite = Suite(tuple(arguments.tasks), arguments.num_items)
     try:
         results, passed = asyncio.run(
-            run(checkpoint, suite.jobs(), concurrency, chunk, arguments.device, make_console())
+            run(checkpoint, suite.jobs(), concurrency, chunk, arguments.device, arguments.rows, make_console())
         )
     except (ValueError, OSError) as error:  # of the items, or of the export
         raise CommandError(str(error)) from error
     config = asdict(suite) | {"checkpoint": checkpoint, "concurrency": concurrency, "max_prefill_tokens": chunk}
-    config |= {"device": arguments.device}
+    config |= {"device": arguments.device, "rows": arguments.rows}
     print_record(Record("eval matrix", config, results))
     return int(not passed)

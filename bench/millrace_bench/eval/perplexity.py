@@ -36,22 +36,31 @@ def measure(texts: Sequence[str], token_ids: Sequence[list[int]], logits: Logits
 
 
 def checkpoint_logits(
-    folder: Path, device: str, dtype: torch.dtype, *, keep_fp8: bool | None = None, decoded: int = 0
+    folder: Path,
+    device: str,
+    dtype: torch.dtype,
+    *,
+    keep_quantised: bool | None = None,
+    decoded: int = 0,
+    kv_dtype: torch.dtype | None = None,
 ) -> Logits:
     """Millrace's own model. Raises as `load_model`.
 
     Args:
-        keep_fp8: as load_model has it.
+        keep_quantised: as load_model has it.
+        kv_dtype: of the pool, None: `dtype`. Otherwise a text goes in chunks, which read the pool: a whole prompt would
+            attend to its own keys as they were before they were stored.
         decoded: so many tokens at the end are steps of their own, as outputs are; the others are one prompt.
     """
-    model = load_model(folder, ParallelDims(), torch.device(device), dtype, keep_fp8=keep_fp8)
+    model = load_model(folder, ParallelDims(), torch.device(device), dtype, keep_quantised=keep_quantised)
 
     @torch.inference_mode()
     def logits(ids: list[int]) -> Tensor:
         pages = -(-len(ids) // PAGE)
         shape = (pages + 1, model.config.num_kv_layers, PAGE, model.config.kv_row_dim)
-        kv = torch.zeros(shape, dtype=dtype, device=device)
-        starts = [0, *range(max(len(ids) - decoded, 1), len(ids))]
+        kv = torch.zeros(shape, dtype=kv_dtype or dtype, device=device)
+        chunks = range(0, len(ids) - decoded, PAGE) if kv_dtype else [0]
+        starts = sorted({*chunks, *range(max(len(ids) - decoded, 1), len(ids))})
         steps = [_step(ids, start, end, pages, device) for start, end in pairwise((*starts, len(ids)))]
         return torch.cat([model.logits(model.forward(step, kv)) for step in steps]).cpu()
 
@@ -63,7 +72,6 @@ def _step(ids: list[int], start: int, end: int, pages: int, device: str) -> Forw
     count = end - start
     plan = AttnPlan(
         num_decode=int(start > 0),
-        cu_q=torch.tensor([0, count], dtype=torch.int32, device=device),
         seq_lens=torch.tensor([end], dtype=torch.int32, device=device),
         page_table=torch.arange(1, pages + 1, dtype=torch.int32, device=device).view(1, -1),
         q_lens_host=(count,),

@@ -41,7 +41,9 @@ class System:
     where: str  # address, URL or checkpoint folder
     device: str = "cpu"  # of MODEL and TRANSFORMERS
     worker_set: tuple[str, ...] = ()  # of MODEL, PAIR and UNIFIED: `--set` items of every worker
-    keep_fp8: bool | None = None  # of MODEL: whether products run on FP8 weights; None: where kernels can
+    keep_quantised: bool | None = None  # of MODEL: whether products run on quantised weights; None: where kernels can
+    form: str = ""  # of MODEL: absorbed or expanded, for cached prefixes of prompt chunks; empty: by measurement
+    kernels: tuple[tuple[str, str], ...] = ()  # of MODEL: ops and their implementations, in the place of the table's
 
     def __post_init__(self) -> None:
         if self.kind in FOLDERS and not (Path(self.where) / "config.json").is_file():
@@ -92,14 +94,18 @@ class System:
 
     @contextlib.asynccontextmanager
     async def _engine(self, concurrency: int) -> AsyncIterator[Backend]:
+        from millrace_kernels.backend import forced
+
         from millrace_bench.eval.in_process import EngineBackend
 
-        try:
-            backend = EngineBackend(Path(self.where), self.device, concurrency, self.worker_set, self.keep_fp8)
-        except (ValueError, OSError) as error:
-            raise CommandError(str(error)) from error
-        with contextlib.closing(backend):
-            yield backend
+        with forced(**dict(self.kernels)):
+            how = self.worker_set, self.keep_quantised, self.form
+            try:
+                backend = EngineBackend(Path(self.where), self.device, concurrency, *how)
+            except (ValueError, OSError) as error:
+                raise CommandError(str(error)) from error
+            with contextlib.closing(backend):
+                yield backend
 
     @contextlib.asynccontextmanager
     async def _transformers(self, concurrency: int) -> AsyncIterator[Backend]:

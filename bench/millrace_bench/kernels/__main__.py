@@ -19,7 +19,7 @@ from millrace_bench.common import Record, print_record
 from millrace_bench.kernels.case import Case
 from millrace_bench.kernels.driver import HEADER, as_dict, line, measure
 
-GROUPS = ("dense", "attention", "moe", "sampling")
+GROUPS = ("dense", "attention", "absorb", "moe", "sampling", "rivals")
 
 
 def cases(groups: list[str], op: str, device: torch.device) -> Iterator[Case]:

@@ -160,8 +160,8 @@ def _decode(draw: Draw, heads: int, batch: int, keys: int, kv_dtype: torch.dtype
 def _prefill(draw: Draw, heads: int, queries: int, keys: int, causal: bool) -> Case:
     def make() -> Inputs:
         inputs = attention_inputs.mla_prefill(draw, (queries,), (keys,), heads, causal, padding=0)
-        shape = (heads, QK, VALUE, causal, draw.device, draw.dtype)
-        return inputs | {"plan": mla_prefill.plan((queries,), (keys,), *shape)}
+        shape = mla_prefill.Heads(heads, QK, VALUE)
+        return inputs | {"plan": mla_prefill.plan((queries,), (keys,), shape, causal, draw.device, draw.dtype)}
 
     flops = 2 * heads * queries * keys * (QK + VALUE) / (2 if causal else 1)
     tflops, anchor = PREFILL_TFLOPS.get((heads, queries), (0, "")) if causal else (0, "")

@@ -28,17 +28,20 @@ class Case:
     anchor_us: float | None = None  # a published time of this work on an H200
     anchor: str = ""  # whose
     math: Literal["fp8", "bf16"] = "bf16"  # whose peak bounds the flops
+    exact: str = ""  # the implementation whose result the others' are compared with
 
 
 def nbytes(*tensors: Tensor) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def candidates(op: str, call: Call, device: torch.device, size: int = 0) -> dict[str, Call]:
+def candidates(op: str, call: Call, device: torch.device, size: int = 0, compared: bool = False) -> dict[str, Call]:
     """`call` with each implementation of `op` in the table that serves `size` here, measured or not, or with its
-    reference. A module's second one is named with its function.
+    reference; and with those that are only compared, if they are wanted. A module's second one is named with its
+    function.
     """
-    served = [c.target for c in backend.choices(op, device) if c.min_size <= size <= c.max_size]
+    rows = [row for row in backend.choices(op, device) if compared or row.status != "compared"]
+    served = [row.target for row in rows if row.min_size <= size <= row.max_size]
     found: dict[str, Call] = {}
     for target in served:
         label = _label(target)

@@ -6,16 +6,19 @@ own and 32 experts of 256.
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import torch
 from millrace_kernels.backend import SMALL_TOKENS
-from millrace_kernels.fp8 import Fp8, Operand, fp8_linear, quant_blocks, quant_groups, small_linear
+from millrace_kernels.fp8 import Fp8, fp8_linear, quant_blocks, quant_groups, small_linear
 from millrace_kernels.int8 import int8_linear, quant_rows
 from millrace_kernels.linear import linear
-from millrace_kernels.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm_quant
-from millrace_kernels.silu_mul import silu_mul, silu_mul_quant
+from millrace_kernels.rms_norm import rms_norm
+from millrace_kernels.silu_mul import silu_mul
 from torch import Tensor
 
 from millrace_bench.kernels.case import Call, Case, candidates
@@ -50,6 +53,7 @@ EP8 = (
     Product("shared down", 7168, 2048, ((64, 8.8, AIC), (4096, 99.7, AIC))),
 )
 TINY = (Product("tiny", 256, 256),)
+FLASHINFER = "lib.flashinfer_gemm"
 NORM_WIDTHS, ACT_WIDTHS = (7168, 1536, 512), (2304, 2048, 256)
 SMALL, LARGE = (1, 4, SMALL_TOKENS), (64, 128, 4096)
 # Not its shape, which the source leaves open; the ratio of its two times, 81.0 and 53.6 us, is what compares.
@@ -73,10 +77,10 @@ def cases(device: torch.device) -> Iterator[Case]:
 def _of_products(tokens: tuple[int, ...], products: tuple[Product, ...], device: torch.device) -> Iterator[Case]:
     for num in tokens:
         for product in products:
-            yield _product(num, product, device)
+            yield of_product(num, product, device)
 
 
-def _product(num: int, product: Product, device: torch.device) -> Case:
+def of_product(num: int, product: Product, device: torch.device, compared: bool = False) -> Case:
     """An FP8 weight: by the op that `linear` takes for so many tokens, and as a bfloat16 weight by cuBLAS."""
     n, k, small = product.n, product.k, num <= SMALL_TOKENS
     op = "fp8.small_linear" if small else "fp8.fp8_linear"
@@ -84,13 +88,21 @@ def _product(num: int, product: Product, device: torch.device) -> Case:
     def make() -> dict[str, Call]:
         x, weight = _draw(num, k, device), quant_blocks(_draw(n, k, device))
         plain = torch.empty_like(weight.data, dtype=torch.bfloat16).normal_()
-        calls = candidates(op, _fp8_call(x, weight, small), device, num)
+        calls = candidates(op, _fp8_call(x, weight, small), device, num, compared)
+        if FLASHINFER in calls:
+            calls["flashinfer cutlass"] = functools.partial(_with_cutlass, calls[FLASHINFER])
         return calls | {"bf16 weight": lambda: linear(x, plain)}
 
     moved = n * k + num * k * (2 if small else 1) + 2 * num * n
     anchor_us, anchor = next(((us, whose) for at, us, whose in product.anchors if at == num), (None, ""))
     shape = f"T={num} {n}x{k} {product.name}"
     return Case(op, shape, make, moved, 2 * num * n * k, anchor_us, anchor, math="bf16" if small else "fp8")
+
+
+def _with_cutlass(call: Call) -> object:
+    """FlashInfer's product, whose kernel is CUTLASS's if the environment forbids its DeepGEMM at the call."""
+    with patch.dict(os.environ, TRTLLM_DG_ENABLED="0"):
+        return call()
 
 
 def _int8(num: int, product: Product, device: torch.device) -> Case:
@@ -120,21 +132,18 @@ def _elementwise(
         for width in norm_widths:
             weight = _draw(1, width, device)[0]
 
-            def norm(x: Tensor, weight: Tensor = weight) -> Operand:
-                return rms_norm_quant(x, weight, 1e-6)
+            for add, quant in ((False, True), (True, False), (True, True)):
 
-            def add_norm(x: Tensor, weight: Tensor = weight) -> tuple[Tensor, Tensor]:
-                return add_rms_norm(x, x, weight, 1e-6)
+                def norm(x: Tensor, weight: Tensor = weight, add: bool = add, quant: bool = quant) -> object:
+                    return rms_norm(x, x if add else None, weight, 1e-6, quant=quant)  # x is its own residual
 
-            def add_norm_quant(x: Tensor, weight: Tensor = weight) -> tuple[Operand, Tensor]:
-                return add_rms_norm_quant(x, x, weight, 1e-6)
-
-            yield _rowwise("rms_norm.rms_norm_quant", num, width, norm, device, 5 if quantised else 4)
-            yield _rowwise("rms_norm.add_rms_norm", num, width, add_norm, device, 6)  # x is its own residual
-            yield _rowwise("rms_norm.add_rms_norm_quant", num, width, add_norm_quant, device, 7 if quantised else 6)
+                bytes_each = (6 if add else 4) + (quant and quantised)
+                form = " +residual" * add + " fp8" * quant
+                yield _rowwise("rms_norm.rms_norm", num, width, norm, device, bytes_each, form)
         for width in act_widths:
             yield _rowwise("silu_mul.silu_mul", num, 2 * width, silu_mul, device, 3)
-            yield _rowwise("silu_mul.silu_mul_quant", num, 2 * width, silu_mul_quant, device, 2.5 if quantised else 3)
+            quant_too = functools.partial(silu_mul, quant=True)
+            yield _rowwise("silu_mul.silu_mul", num, 2 * width, quant_too, device, 2.5 if quantised else 3, " fp8")
     for num in (tokens[-1], 4 * tokens[-1]):
         yield _quant(num, norm_widths[0], device)
 
@@ -148,8 +157,8 @@ def _chain(num: int, device: torch.device) -> Case:
         first, second = (quant_blocks(_draw(n, k, device)) for n, k in (gate_up, down))
 
         def call() -> Tensor:
-            operand, _ = add_rms_norm_quant(x, x, gain, 1e-6)
-            return linear(silu_mul_quant(linear(operand, first)), second)
+            operand, _ = rms_norm(x, x, gain, 1e-6, quant=True)
+            return linear(silu_mul(linear(operand, first), quant=True), second)
 
         return {"in order": call}
 
@@ -158,30 +167,27 @@ def _chain(num: int, device: torch.device) -> Case:
 
 
 def _rowwise(
-    op: str, num: int, width: int, call: Callable[[Tensor], object], device: torch.device, bytes_each: float
-) -> Case:
+    op: str, num: int, width: int, call: Callable[[Tensor], object], device: torch.device, bytes_each: float,
+    form: str = "",
+) -> Case:  # fmt: skip
     def make() -> dict[str, Call]:
         x = _draw(num, width, device)
         return candidates(op, lambda: call(x), device, num)
 
-    return Case(op, f"T={num} {width}", make, bytes_each * num * width, 0)
+    return Case(op, f"T={num} {width}{form}", make, bytes_each * num * width, 0)
 
 
 def _quant(num: int, width: int, device: torch.device) -> Case:
-    """The op, and on a GPU what each part of it is worth: one division per element, one row per program."""
+    """The op, and on a GPU with one row per program."""
 
     def make() -> dict[str, Call]:
         x = _draw(num, width, device)
         calls = candidates("fp8.quant_groups", lambda: quant_groups(x), device, num)
         if device.type != "cuda":
             return calls
-        from millrace_kernels.triton.quant import config, quant_groups_with
+        from millrace_kernels.triton import quant
 
-        return calls | {
-            "exact division": lambda: quant_groups_with(x, *config(num), exact=True),
-            "one group a program": lambda: quant_groups_with(x, 1, 1),
-            "both": lambda: quant_groups_with(x, 1, 1, exact=True),
-        }
+        return calls | {"one group a program": lambda: quant.quant_groups(x, (1, 1))}
 
     return Case("fp8.quant_groups", f"T={num} {width}", make, 3 * num * width, 0, anchor=SEED_QUANT)
 

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 import torch
+from torch import Tensor
 
 from millrace_bench.kernels.case import Case
+from millrace_bench.kernels.numeric import rms_error
 from millrace_bench.kernels.timing import Call, time_us
 
 # An H200 by its datasheet, dense.
@@ -30,6 +32,7 @@ class Row:
     anchor_us: float | None = None
     anchor: str = ""
     error: str = ""
+    rms: float | None = None  # error beside the case's exact implementation, where results have one shape
 
 
 def floor_us(case: Case) -> float:
@@ -52,18 +55,23 @@ def measure(case: Case, device: torch.device, quick: bool = False) -> Iterator[R
     except Exception as error:
         yield Row(case.op, case.shape, "inputs", math.nan, error=f"{type(error).__name__}: {error}"[:300])
         return
+    exact = sets[0][case.exact]() if case.exact else None
     for impl in sets[0]:
-        yield _row(case, impl, [calls[impl] for calls in sets], device, samples=3 if quick else 7)
+        yield _row(case, impl, [calls[impl] for calls in sets], device, samples=3 if quick else 7, exact=exact)
 
 
-def _row(case: Case, impl: str, calls: list[Call], device: torch.device, samples: int) -> Row:
+def _row(case: Case, impl: str, calls: list[Call], device: torch.device, samples: int, exact: object) -> Row:
     common = {"op": case.op, "shape": case.shape, "impl": impl, "anchor_us": case.anchor_us, "anchor": case.anchor}
     try:
+        found = calls[0]() if exact is not None else None
         us = time_us(calls, device, samples)
     except Exception as error:  # of a library, of any kind; the other implementations are still worth a row
         return Row(**common, us=math.nan, error=f"{type(error).__name__}: {error}"[:300])  # type: ignore[arg-type]
     roofline = floor_us(case) / us if device.type == "cuda" else math.nan
-    figures = {"gb_per_s": case.nbytes / us / 1e3, "tflops": case.flops / us / 1e6, "roofline": roofline}
+    figures: dict[str, float] = {"gb_per_s": case.nbytes / us / 1e3, "tflops": case.flops / us / 1e6}
+    figures["roofline"] = roofline
+    if isinstance(found, Tensor) and isinstance(exact, Tensor) and found.shape == exact.shape:
+        figures["rms"] = rms_error(found, exact)
     return Row(**common, us=us, **figures)  # type: ignore[arg-type]
 
 
@@ -76,7 +84,8 @@ def line(row: Row) -> str:
         return f"{head}  {row.error.splitlines()[0]}"
     roof = "" if math.isnan(row.roofline) else f"{row.roofline:.0%}"
     anchor = "" if row.anchor_us is None else f"{row.anchor_us:.1f}"
-    return f"{head}{row.us:10.1f}{row.gb_per_s:8.0f}{row.tflops:9.2f}{roof:>6}{anchor:>9}"
+    rms = "" if row.rms is None else f"   rms {row.rms:.1e}"
+    return f"{head}{row.us:10.1f}{row.gb_per_s:8.0f}{row.tflops:9.2f}{roof:>6}{anchor:>9}{rms}"
 
 
 def as_dict(row: Row) -> dict[str, object]:

@@ -22,8 +22,9 @@ from typing import Any
 
 import torch
 from millrace_kernels.fp8 import Operand
+from millrace_kernels.mla_prefill import Heads
 from millrace_kernels.scratch import Scratch
-from millrace_serve.model.attn_step import AttnStep, FormThresholds, HeadShape
+from millrace_serve.model.attn_step import AttnStep, FormThresholds
 from millrace_serve.model.checkpoint.random_weights import RandomWeights
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.inputs import AttnPlan, ForwardInput
@@ -49,7 +50,7 @@ class Layer:
         dims = ParallelDims(tp=self.config.num_attention_heads // heads)
         weights = RandomWeights(device, torch.bfloat16, fp8=device.type == "cuda")
         self.mla = Mla(weights, self.config, dims, "layer")
-        self.heads = HeadShape(heads, self.config.qk_head_dim, self.config.v_head_dim)
+        self.heads = Heads(heads, self.config.qk_head_dim, self.config.v_head_dim)
         self.tables, self.scratch, self.device = rope_tables(self.config, device), Scratch(device), device
         self.pages = -(-tokens // PAGE)
         self.kv = torch.randn(self.pages + 1, PAGE, self.config.kv_row_dim, device=device, dtype=torch.bfloat16)
@@ -71,15 +72,13 @@ class Layer:
     def _inputs(self, prefix: int, queries: int) -> ForwardInput:
         positions, end = torch.arange(prefix, prefix + queries, device=self.device), prefix + queries
 
-        def ints(*values: int) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=self.device)
-
+        keys = torch.tensor([end], dtype=torch.int32, device=self.device)
         table = torch.arange(1, self.pages + 1, dtype=torch.int32, device=self.device).view(1, -1)
         return ForwardInput(
             token_ids=torch.zeros_like(positions),
             positions=positions,
             kv_slots=positions + PAGE,
-            attn=AttnPlan(0, ints(0, queries), ints(end), table, (queries,), (end,)),
+            attn=AttnPlan(0, keys, table, (queries,), (end,)),
             sample_rows=positions[-1:] - prefix,
         )
 

@@ -60,7 +60,7 @@ TINY_RANK = Rank("tiny", TINY, 16, 128)
 # Tokens that the rank sees (EP8: of all ranks) -> published time.
 TP8_TOKENS: dict[int, Anchor | None] = {
     1: (36.4, SGL14), 8: (94, SGL14), 16: (168, SGL14), 32: (458, SGL9), 128: (470, SGL9),
-    512: (508, "seed 001, Triton tuned; untuned 1013"),
+    512: (508, "seed 001, Triton tuned; another engine 1013"),
 }  # fmt: skip
 EP8_TOKENS: dict[int, Anchor | None] = {
     8: (131, DEEP_EP), 16: None, 32: (382, DEEP_EP), 256: (383, DEEP_EP), 1024: (385, DEEP_EP), 2048: None,
@@ -78,7 +78,7 @@ SKEWED: tuple[tuple[Rank, int, Anchor | None], ...] = (
 def cases(device: torch.device) -> Iterator[Case]:
     if device.type != "cuda":
         yield from _gate(2, TINY, device)
-        yield _experts(TINY_RANK, 2, None, device)
+        yield of_experts(TINY_RANK, 2, None, device)
         return
     for num in (1, 4, SMALL_TOKENS, 128, 256, 4096):
         yield from _gate(num, V3_TP8, device)
@@ -86,9 +86,9 @@ def cases(device: torch.device) -> Iterator[Case]:
     ranks = {TP8: TP8_TOKENS, TP8_SHARED: shared_tokens, EP8_STEP: STEP_TOKENS, EP8: EP8_TOKENS}
     for rank, tokens in ranks.items():
         for num, anchor in tokens.items():
-            yield _experts(rank, num, anchor, device)
+            yield of_experts(rank, num, anchor, device)
     for rank, num, anchor in SKEWED:
-        yield _experts(rank, num, anchor, device, skew=1.0)
+        yield of_experts(rank, num, anchor, device, skew=1.0)
 
 
 def _gate(num: int, dims: Dims, device: torch.device) -> Iterator[Case]:
@@ -115,18 +115,21 @@ def _gate(num: int, dims: Dims, device: torch.device) -> Iterator[Case]:
     yield Case("moe_gate.moe_gate", f"T={num} E={dims.experts}", gate, 4 * num * (dims.experts + 2 * dims.top_k), 0)
 
 
-def _experts(rank: Rank, num: int, anchor: Anchor | None, device: torch.device, skew: float = 0.0) -> Case:
+def of_experts(
+    rank: Rank, num: int, anchor: Anchor | None, device: torch.device, skew: float = 0.0, compared: bool = False
+) -> Case:
+    """compared: with FlashInfer's, which take minutes to compile."""
     dims, used = rank.dims, _used(rank, num, skew)
     rows = num * dims.top_k * (rank.held - rank.shared) / rank.experts + rank.shared * num
     bytes_each = 3 * rank.size * dims.hidden
     moved = used * bytes_each + num * dims.hidden * (4 if num <= SMALL_TOKENS else 3)
     shape = f"T={num} {rank.name}" + (" skewed" if skew else "")
-    make, (us, whose) = functools.partial(_calls, rank, num, skew, device), anchor or (None, "")
+    make, (us, whose) = functools.partial(_calls, rank, num, skew, device, compared), anchor or (None, "")
     op, flops = "moe_experts.moe_experts_fp8", 2 * rows * bytes_each
     return Case(op, shape, make, moved, flops, us, whose, math="bf16" if num <= SMALL_TOKENS else "fp8")
 
 
-def _calls(rank: Rank, num: int, skew: float, device: torch.device) -> dict[str, Call]:
+def _calls(rank: Rank, num: int, skew: float, device: torch.device, compared: bool) -> dict[str, Call]:
     """Of one routing; the weights are the same in all sets, and few tokens read other experts in each."""
     generator = torch.Generator(device=device).manual_seed(next(_seeds))
     x = torch.randn(num, rank.dims.hidden, generator=generator, device=device).bfloat16()
@@ -137,7 +140,10 @@ def _calls(rank: Rank, num: int, skew: float, device: torch.device) -> dict[str,
     options = {"shared_expert": rank.shared, "num_experts": rank.experts}
     call = functools.partial(moe_experts, *arguments, **options)  # type: ignore[arg-type]
     calls = candidates("moe_experts.moe_experts_fp8", call, device, num)
-    return calls | (_others(rank, x, arguments, options) if device.type == "cuda" else {})
+    if device.type != "cuda":
+        return calls
+    calls |= _others(rank, x, arguments, options)
+    return calls | (_flashinfer(rank, x, weights, experts, w2) if compared else {})
 
 
 def _others(
@@ -151,10 +157,28 @@ def _others(
     if SMALL_TOKENS < num <= moe_small.MOST_TOKENS:
         calls["small"] = functools.partial(moe_small.moe_experts_fp8, x, *rest, **options)  # type: ignore[arg-type]
     if SMALL_TOKENS < num <= 1024:
+        launch = moe_grouped.Launch(4, 2)
+        untuned = moe_grouped.Config(64, launch, launch._replace(block_n=64))
         calls["grouped, untuned"] = functools.partial(
-            moe_grouped.run, *arguments, shared_expert=rank.shared, config=moe_grouped.UNTUNED
+            moe_grouped.run, *arguments, shared_expert=rank.shared, config=untuned
         )
     return calls
+
+
+def _flashinfer(rank: Rank, x: Tensor, weights: Tensor, experts: Tensor, w2: Fp8) -> dict[str, Call]:
+    from millrace_bench.kernels.compared import flashinfer_moe
+
+    w13 = _up_first(*w2.data.shape, x.device)
+    call = functools.partial(flashinfer_moe.moe_experts_fp8, x, weights, experts, w13, w2, shared_expert=rank.shared)
+    return {"flashinfer cutlass": call}
+
+
+@functools.lru_cache(maxsize=1)
+def _up_first(held: int, dim: int, size: int, device: torch.device) -> Fp8:
+    """w13 of `draw_weights` as FlashInfer reads it."""
+    from millrace_bench.kernels.compared import flashinfer_moe
+
+    return flashinfer_moe.up_first(draw_weights(held, dim, size, device)[0])
 
 
 @functools.lru_cache(maxsize=1)

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterator
 
 import torch
-from millrace_kernels.sample_tokens import sample_tokens
+from millrace_kernels.sample_tokens import SampleParams, sample_tokens
 from torch import Tensor
 
 from millrace_bench.kernels.case import Call, Case, candidates, forced
@@ -33,11 +33,7 @@ def _calls(num: int, vocab: int, kind: str, device: torch.device) -> dict[str, C
     call = functools.partial(
         sample_tokens,
         torch.randn(num, vocab, device=device) * 3,
-        column(temperature),
-        column(top_k, torch.int64),
-        column(top_p),
-        column(0.0),
-        seeds,
+        SampleParams(column(temperature), column(top_k, torch.int64), column(top_p), column(0.0), seeds),
         seeds >> 40,
         draws=temperature > 0,
         filters=bool(top_k) or top_p < 1,

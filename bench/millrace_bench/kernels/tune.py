@@ -1,70 +1,104 @@
-"""Times configurations of the few-token products and experts of a decode step: 1, 2, 4 and 16 tokens, V3's shapes.
+"""Times configurations of our kernels on all GPUs of this host, and writes the file of this kind of GPU
+(`millrace_kernels.tuned`). Prints each job's best beside the one in use.
 
-Prints the best beside the one in use, and the rows worth adding to `small_linear.MEASURED`.
+python -m millrace_bench.kernels.tune --all                      every kind, 900 seconds
+python -m millrace_bench.kernels.tune mid moe --match "EP8 step"  those jobs of two kinds whose names contain this
+    [--seconds 300] [--folder DIR] [--out FILE]
 
-python -m millrace_bench.kernels.tune [--out FILE] [--seconds 70] [--only T=1]
+Several GPUs share the jobs, through Ray. Kinds without a table are for readers: their winners go into the defaults of
+the kernels.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
-from collections.abc import Callable, Hashable, Iterator
+import importlib
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from millrace_bench.kernels.dense import EP8, TP8
-from millrace_bench.kernels.tune_jobs import CUDA, Experts, Job, Linear
-from millrace_bench.kernels.tuning import Run, parser, times_of
+import torch
+import triton
+from millrace_kernels import tuned
+from millrace_kernels.gpu import Gpu, gpu
 
-GAIN = 0.97  # a row is worth its line when it takes less than this part of the time
-COMPILE_PART = 0.6  # of the time, at most
-SAME = 2e-2  # rms error against the reference; BF16 results and a BF16 value between two products
+from millrace_bench.common import Record, print_record, versions
+from millrace_bench.kernels import tuned_file
+from millrace_bench.kernels.tuning import Clock, Found, Job, run
 
-
-def jobs() -> Iterator[Job]:
-    """Most wanted first."""
-    tp8, both = ([(p.n, p.k) for p in products] for products in (TP8, (*TP8, *EP8)))
-    yield from (Linear(1, n, k) for n, k in tp8)
-    yield from (Experts(1, down) for down in (False, True))
-    yield from (Linear(1, n, k) for n, k in dict.fromkeys(both) if (n, k) not in tp8)
-    for num in (2, 4, 16):
-        yield from (Linear(num, n, k) for n, k in tp8)
-        yield from (Experts(num, down) for down in (False, True))
-
-
-def tune(job: Job, ready: set[Hashable], is_over: Callable[[], bool]) -> dict[Any, float]:
-    options = [option for option in job.options() if job.key(option) in ready]
-    return times_of(job, options, job.calls, CUDA, wanted=job.wanted(), same=SAME, is_over=is_over)
+# Kind -> module with `jobs()`, most wanted first.
+KINDS = {
+    "few": "tune_few",  # few-token products and experts
+    "mid": "tune_mid",  # FP8 products of 17 to 256 tokens, beside DeepGEMM
+    "moe": "tune_moe",  # grouped experts, beside DeepGEMM and the few-token kernels
+    "attention": "tune_attention",  # attention's own kernels; the absorbed form's products beside cuBLAS
+    "rows": "tune_rows",  # norms, quantisation, permute, SwiGLU, combine and rotation of an EP8 rank
+}
+MOST_PROCESSES = 16  # that compile, in all
 
 
-def row(job: Job, times: dict[Any, float]) -> dict[str, Any]:
-    used, ranked = job.options()[0], sorted(times, key=lambda option: times[option])
-    best = ranked[0]
-    speed = {option: job.nbytes / times[option] / 1e6 for option in times}  # TB/s
-    in_use = f"{times[used]:.2f} us, {speed[used]:.2f} TB/s with {used}" if used in times else f"no time of {used}"
-    print(f"{job}: {times[best]:.2f} us, {speed[best]:.2f} TB/s with {best}; in use: {in_use}", flush=True)
-    if isinstance(job, Linear) and times[best] < GAIN * times.get(used, float("inf")):
-        print(f"    ({job.num}, {job.n}, {job.k}): {best!r},  # {times[best]:.1f} us", flush=True)
-    listed = [[repr(option), round(times[option], 2), round(speed[option], 2)] for option in ranked]
-    return {"job": str(job), "used": repr(used), "us_and_tb_per_s": listed}
+def jobs(kinds: Sequence[str], match: str = "") -> list[Job]:
+    found = [job for kind in kinds for job in importlib.import_module(f"millrace_bench.kernels.{KINDS[kind]}").jobs()]
+    return [job for job in found if match in str(job)]
+
+
+def share(
+    kinds: Sequence[str], match: str, seconds: float, index: int, gpus: int, keep: Callable[[Found], None] | None = None
+) -> tuple[Gpu, list[Found]]:
+    """Every `gpus`-th job, on this process's GPU."""
+    found: list[Found] = []
+    processes = max(min(len(os.sched_getaffinity(0)), MOST_PROCESSES) // gpus, 1)
+    run(jobs(kinds, match)[index::gpus], Clock(seconds), processes, keep or found.append)
+    return gpu(), found
+
+
+def over_gpus(task: Callable[[int], Any], gpus: int) -> list[Any]:
+    """`task(index)` of each GPU, where it is the only one that is visible."""
+    import ray
+
+    ray.init("local", num_cpus=1, num_gpus=gpus, include_dashboard=False, _node_ip_address="127.0.0.1")
+    try:
+        remote = ray.remote(num_gpus=1, num_cpus=0)(task)
+        return ray.get([remote.remote(index) for index in range(gpus)])
+    finally:
+        ray.shutdown()
 
 
 def main() -> None:
-    options = parser("Tune the kernels of a small decode step.", 70.0)
-    options.add_argument("--only", default="", help="only jobs whose name contains this")
-    args = options.parse_args()
-    run = Run("tune", args)
-    wanted = [job for job in jobs() if args.only in str(job)]
-    compiled = ((job.key(o), functools.partial(job.compile, o)) for job in wanted for o in job.options())
-    ready = run.compile(compiled, COMPILE_PART)
+    parser = argparse.ArgumentParser(description="Tune our kernels for this kind of GPU.")
+    parser.add_argument("kinds", nargs="*", help=f"of kernels: {', '.join(KINDS)}")
+    parser.add_argument("--all", action="store_true", help="every kind")
+    parser.add_argument("--match", default="", help="only jobs whose name contains this")
+    parser.add_argument("--seconds", type=float, default=900.0, help="for everything; no further job begins after it")
+    parser.add_argument("--folder", type=Path, default=tuned.FOLDER, help="where the file of this kind of GPU is")
+    parser.add_argument("--out", type=Path, help="a file for the JSON of all times")
+    args = parser.parse_args()
+    kinds = list(KINDS) if args.all else args.kinds
+    if not kinds or not set(kinds) <= set(KINDS):
+        parser.error(f"name kinds of kernels out of {', '.join(KINDS)}, or --all")
+    gpus = torch.cuda.device_count()
+    if not gpus:
+        parser.error("no GPU is visible")
+    rows: list[dict[str, Any]] = []
+    record = Record("tune", vars(args), {"rows": rows})
 
-    def measure(job: Job) -> dict[str, Any] | None:
-        try:
-            times = tune(job, ready, lambda: run.is_over)
-            return row(job, times) if times else None
-        finally:
-            job.__dict__.pop("inputs", None)
+    def keep(here: Gpu, found: Sequence[Found]) -> None:
+        rows.extend(one.row for one in found)
+        entries = [entry for one in found for entry in one.entries]
+        if entries:
+            tuned_file.update(here, entries, versions().get("commit", ""), triton.__version__, args.folder)
+        if args.out:
+            args.out.write_text(record.to_json() + "\n", encoding="utf-8")
 
-    run.measure(wanted, measure)
+    measure = functools.partial(share, kinds, args.match, args.seconds)
+    if gpus > 1:
+        for here, found in over_gpus(lambda index: measure(index, gpus), gpus):
+            keep(here, found)
+    else:
+        measure(0, 1, lambda one: keep(gpu(), [one]))
+    print_record(record)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,14 @@
-"""Times the configurations of attention's own kernels at V3's shapes; prints the best beside the one in use, and all
-times as a JSON line. What wins belongs into `config` of the kernel's module in millrace_kernels/triton.
-
-python -m millrace_bench.kernels.tune_attention [--op mla_decode] [--quick] [--seconds 180] [--out FILE]
+"""Attention's own kernels at V3's shapes. The absorbed form's products of many tokens have tables; what wins elsewhere
+belongs into `config` of the kernel's module in millrace_kernels/triton.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,14 +17,17 @@ from millrace_kernels.fp8 import Fp8, Operand
 from millrace_kernels.mla_absorb import project_v_quant
 from millrace_kernels.triton import mla_absorb, mla_decode, mla_prefill
 from millrace_kernels.triton.mla_absorb import Tile
+from millrace_kernels.tuned import Key
 from torch import Tensor
 
 from millrace_bench.kernels import attention_inputs
 from millrace_bench.kernels.attention_inputs import Draw, Inputs
-from millrace_bench.kernels.tuning import Run, parser, times_of
+from millrace_bench.kernels.tuned_file import Entry
+from millrace_bench.kernels.tuning import GAIN, Clock, Found, times_of
 
 HEADS, SETS = (16, 128), 16  # as many inputs take turns, so that weights come from memory
-COMPILE_PART = 0.5  # of the time, at most
+SAMPLES = 7
+TABLES = {"absorb_q of many": "absorb_q", "project_v_quant": "project_v_quant"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +37,21 @@ class Task:
     make: Callable[[], Inputs]
     run: Callable[..., object]  # with the inputs and one of the configurations
     options: list[dict[str, Any]]  # the one in use is the first
+    draw: Draw
+    key: Key = ()  # of the table, without the bytes of an element
+    index: int = 0  # of the job
 
     def __str__(self) -> str:
         return f"{self.op:20}{self.shape:24}"
+
+    def tasks(self) -> Iterator[tuple[Hashable, Callable[[], None]]]:
+        """Which compile at the first shape that has them."""
+        for number, option in enumerate(self.options):
+            yield (self.op, str(option)), functools.partial(compile_one, self.index, number)
+
+    def measure(self, ready: set[Hashable], clock: Clock) -> Found | None:
+        times = tune(self, ready, clock)
+        return report(self, times) if times else None
 
 
 def tasks(draw: Draw) -> Iterator[Task]:
@@ -62,7 +76,7 @@ def _absorption(draw: Draw, num: int, heads: int) -> Iterator[Task]:
         used = mla_absorb.columns(heads, width, least)
         options = [{"tile": Tile(block, warps)} for block in blocks for warps in (2, 4, 8)]
         options.sort(key=lambda option: option != {"tile": Tile(used)})
-        yield Task(op, shape, functools.partial(make, draw, num, heads), run, options)
+        yield Task(op, shape, functools.partial(make, draw, num, heads), run, options, draw)
 
 
 def _absorption_of_many(draw: Draw, num: int, heads: int) -> Iterator[Task]:
@@ -76,7 +90,8 @@ def _absorption_of_many(draw: Draw, num: int, heads: int) -> Iterator[Task]:
         chosen = [tile for tile in tiles if op == "absorb_q of many" or tile.columns == attention_inputs.VALUE]
         options: list[dict[str, Any]] = [{"tile": None, "fp8": False}]
         options += [{"tile": t, "fp8": fp8} for t in chosen for fp8 in (False, True)]
-        yield Task(op, shape, functools.partial(_with_fp8, make, weight, draw, num, heads), run, options)
+        of_inputs = functools.partial(_with_fp8, make, weight, draw, num, heads)
+        yield Task(op, shape, of_inputs, run, options, draw, (num, heads))
 
 
 def _with_fp8(make: Callable[..., Inputs], weight: str, *shape: Any) -> Inputs:
@@ -106,7 +121,7 @@ def _decode(draw: Draw, heads: int, batch: int, keys: int) -> Task:
     options = dict.fromkeys((used, *(mla_decode.Config(*other) for other in others if other[0] <= max(heads, 16))))
     make = functools.partial(attention_inputs.mla_decode, draw, (keys,) * batch, 1, heads, draw.dtype)
     chosen = [{"chosen": option} for option in options]
-    return Task("mla_decode", f"H={heads} B={batch} L={keys}", make, mla_decode.mla_decode, chosen)
+    return Task("mla_decode", f"H={heads} B={batch} L={keys}", make, mla_decode.mla_decode, chosen, draw)
 
 
 def _prefill(draw: Draw, heads: int, num: int) -> Task:
@@ -115,58 +130,46 @@ def _prefill(draw: Draw, heads: int, num: int) -> Task:
     options = dict.fromkeys((used, *(mla_prefill.Config(*other) for other in others)))
     make = functools.partial(attention_inputs.mla_prefill, draw, (num,), (num,), heads, True, padding=0)
     chosen = [{"chosen": option} for option in options]
-    return Task("mla_prefill", f"T={num} H={heads}", make, mla_prefill.mla_prefill, chosen)
+    return Task("mla_prefill", f"T={num} H={heads}", make, mla_prefill.mla_prefill, chosen, draw)
 
 
-def compile_one(op: str, task: int, option: int) -> None:
-    chosen = _found(op)[task]
-    chosen.run(**chosen.make(), **chosen.options[option])
+def compile_one(index: int, option: int) -> None:
+    task = jobs()[index]
+    task.run(**task.make(), **task.options[option])
 
 
-def _found(op: str) -> list[Task]:
-    return [task for task in tasks(Draw("cuda", torch.bfloat16)) if op in task.op]
-
-
-def compiled(op: str) -> Iterator[tuple[Hashable, Callable[[], None]]]:
-    """(op, option), which compile at the first shape that has them."""
-    for index, task in enumerate(_found(op)):
-        for number, option in enumerate(task.options):
-            yield (task.op, str(option)), functools.partial(compile_one, op, index, number)
-
-
-def tune(task: Task, ready: set[Hashable], device: torch.device, samples: int) -> dict[str, float]:
+def tune(task: Task, ready: set[Hashable], clock: Clock) -> dict[str, float]:
     sets = [task.make() for _ in range(SETS if task.op.startswith(("absorb_q", "project_v")) else 1)]
     options = {str(option): option for option in task.options if (task.op, str(option)) in ready}
 
     def calls(name: str) -> list[Callable[[], object]]:
         return [functools.partial(task.run, **inputs, **options[name]) for inputs in sets]
 
-    return times_of(task, options, calls, device, samples=samples)
+    device = task.draw.device
+    return times_of(task, options, calls, device, samples=SAMPLES, is_over=lambda: clock.is_over)
 
 
-def report(task: Task, times: dict[str, float]) -> dict[str, Any] | None:
-    if not times:
-        return None
+def report(task: Task, times: dict[str, float]) -> Found:
     best, used = next(iter(times)), str(task.options[0])
-    in_use = times.get(used, float("nan"))
+    in_use = times.get(used, math.nan)
     print(f"{task}{times[best]:10.1f} us with {best}, {in_use:.1f} with {used}", flush=True)
-    return {
-        "op": task.op,
-        "shape": task.shape,
-        "used": used,
-        "us": [[name, round(us, 2)] for name, us in times.items()],
-    }
+    us = [[name, round(us, 2)] for name, us in times.items()]
+    row = {"op": task.op, "shape": task.shape, "used": used, "us": us}
+    return Found(row, tuple(entries(task, times)) if task.key else ())
 
 
-def main() -> None:
-    options = parser("Tune attention's own kernels.", 180.0)
-    options.add_argument("--op", default="", help="only ops whose name contains this")
-    options.add_argument("--quick", action="store_true", help="fewer samples")
-    args, device = options.parse_args(), torch.device("cuda")
-    run = Run("tune_attention", args)
-    ready, samples = run.compile(compiled(args.op), COMPILE_PART), 3 if args.quick else 7
-    run.measure(_found(args.op), lambda task: report(task, tune(task, ready, device, samples)))
+def entries(task: Task, times: dict[str, float]) -> Iterator[Entry]:
+    """For BF16 and for FP8 weights the fastest tile, where it is faster than cuBLAS, the first option."""
+    cublas = times.get(str(task.options[0]), math.inf)
+    for size in (1, 2):
+        tiles = [o for o in task.options[1:] if o["fp8"] == (size == 1) and str(o) in times]
+        if tiles:
+            best = min(tiles, key=lambda option: times[str(option)])
+            us, others = times[str(best)], {"cublas": cublas} if cublas < math.inf else {}
+            chosen = best["tile"] if us < GAIN * cublas else None
+            yield Entry(TABLES[task.op], (*task.key, size), chosen, us, others)
 
 
-if __name__ == "__main__":
-    main()
+def jobs() -> list[Task]:
+    found = tasks(Draw("cuda", torch.bfloat16))
+    return [replace(task, index=index) for index, task in enumerate(found)]

@@ -1,18 +1,17 @@
-"""Times configurations of the FP8 product for some tens of tokens beside DeepGEMM, at V3's shapes.
-
-Prints the rows that are faster, for `fp8_linear.MEASURED`.
-
-python -m millrace_bench.kernels.tune_mid [--tokens 128 64] [--seconds 90] [--out FILE]
-"""
+"""The FP8 product of 17 to 256 tokens beside DeepGEMM, at V3's shapes."""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from millrace_kernels.fp8 import BLOCK, Fp8, quant_blocks, quant_groups
+import torch.nn.functional as F
+from millrace_kernels.fp8 import BLOCK, Fp8, dequant_blocks, quant_blocks, quant_groups
 from millrace_kernels.gpu import sms
 from millrace_kernels.lib import deep_gemm
 from millrace_kernels.scratch import Scratch
@@ -20,19 +19,19 @@ from millrace_kernels.triton.fp8_linear import Config, fp8_linear
 from torch import Tensor
 
 from millrace_bench.kernels.driver import COLD_BYTES
-from millrace_bench.kernels.tuning import Run, parser, times_of
+from millrace_bench.kernels.numeric import dequantised
+from millrace_bench.kernels.timing import Call
+from millrace_bench.kernels.tuned_file import Entry
+from millrace_bench.kernels.tuning import GAIN, Clock, Found, times_of
 
 CUDA = torch.device("cuda")
-Shape = tuple[int, int, int]  # tokens, N, K
 # Most wanted first: an EP8 rank's o_proj, and what else it multiplies; then a TP8 rank's.
 SHAPES = (
     (7168, 16384), (24576, 1536), (2112, 7168), (36864, 7168), (7168, 18432), (4096, 7168), (7168, 2048), (3072, 1536),
 )  # fmt: skip
 TOKENS = (128, 256, 64, 32)  # the classes, most wanted first
 STEP = 16  # products at least in one graph: a model's step, which zeroes the counters once
-GAIN = 0.97  # a row is worth its line when it takes less than this part of DeepGEMM's time
-COMPILE_PART = 0.55  # of the time, at most
-SAME = 1e-2  # rms error between two BF16 results of the same sums
+SAME = 1e-2  # rms error of a BF16 result of exact products
 
 # By tokens: a tile, and how many programs of it an SM holds.
 TILES: dict[int, tuple[tuple[Config, int], ...]] = {
@@ -97,14 +96,6 @@ def key(config: Config) -> Config:
     return config._replace(splits=min(config.splits, 2))
 
 
-def compiled(cases: list[Shape]) -> Iterator[tuple[Hashable, Callable[[], None]]]:
-    """(tokens, key) and (tokens, N, K): what compiles them."""
-    for num, n, k in cases:
-        yield (num, n, k), functools.partial(compile_library, num, n, k)
-        for config in candidates(num, n, k):
-            yield (num, key(config)), functools.partial(compile_ours, num, key(config))
-
-
 @functools.lru_cache(maxsize=1)
 def draw_weights(n: int, k: int) -> list[Fp8]:
     first = quant_blocks(torch.randn(n, k, device=CUDA, dtype=torch.bfloat16))
@@ -118,21 +109,50 @@ def step(product: Callable[[Fp8], Tensor], weights: list[Fp8], scratch: Scratch)
             product(weight)
 
 
-def tune(num: int, n: int, k: int, ready: set[Hashable]) -> dict[Config | None, float]:
-    """Microseconds of each configuration and of DeepGEMM (None) in a step."""
-    x, scratch = quant_groups(torch.randn(num, k, device=CUDA, dtype=torch.bfloat16)), Scratch(CUDA)
-    weights = draw_weights(n, k)
-    turns = list(itertools.islice(itertools.cycle(weights), max(STEP, len(weights))))
+@dataclass(frozen=True)
+class Product:
+    num: int
+    n: int
+    k: int
 
-    def steps(chosen: Config | None) -> list[Callable[[], None]]:
-        return [functools.partial(step, functools.partial(_product, x, chosen), turns, scratch)]
+    def __str__(self) -> str:
+        return f"fp8_linear T={self.num} {self.n}x{self.k}"
 
-    options = [None, *(config for config in candidates(num, n, k) if (num, key(config)) in ready)]
-    times = times_of(
-        (num, n, k), options, steps, CUDA, calls_per_graph=1,
-        wanted=_product(x, None, weights[0]), same=SAME, result=lambda chosen: _product(x, chosen, weights[0]),
-    )  # fmt: skip
-    return {chosen: us / len(turns) for chosen, us in times.items()}
+    def tasks(self) -> Iterator[tuple[Hashable, Call]]:
+        yield self, functools.partial(compile_library, self.num, self.n, self.k)
+        for config in candidates(self.num, self.n, self.k):
+            yield (self.num, key(config)), functools.partial(compile_ours, self.num, key(config))
+
+    def measure(self, ready: set[Hashable], clock: Clock) -> Found:
+        times = self.times([c for c in candidates(self.num, self.n, self.k) if (self.num, key(c)) in ready], clock)
+        library = times.pop(None, math.inf)
+        row: dict[str, Any] = {"tokens": self.num, "n": self.n, "k": self.k, "deep_gemm_us": library}
+        if not times:
+            return Found(row)
+        (best, us), *_ = times.items()
+        faster = us < GAIN * library
+        rate = f"{us:.1f} us, {self.n * self.k / us / 1e6:.2f} TB/s with {best}; DeepGEMM {library:.1f} us"
+        print(f"{self}: {'' if faster else 'slower: '}{rate}", flush=True)
+        others = {"deep_gemm": library} if library < math.inf else {}
+        entry = Entry("fp8_linear", (self.num, self.n, self.k), best if faster else None, us, others)
+        listed = [{**config._asdict(), "us": us} for config, us in times.items() if config is not None]
+        return Found(row | {"times": listed}, (entry,))
+
+    def times(self, options: list[Config], clock: Clock) -> dict[Config | None, float]:
+        """Microseconds of each configuration and of DeepGEMM (None) in a step."""
+        x, scratch = quant_groups(torch.randn(self.num, self.k, device=CUDA, dtype=torch.bfloat16)), Scratch(CUDA)
+        weights = draw_weights(self.n, self.k)
+        turns = list(itertools.islice(itertools.cycle(weights), max(STEP, len(weights))))
+
+        def steps(chosen: Config | None) -> list[Callable[[], None]]:
+            return [functools.partial(step, functools.partial(_product, x, chosen), turns, scratch)]
+
+        exact = F.linear(dequantised(x), dequant_blocks(*weights[0], torch.float32)).bfloat16()
+        times = times_of(
+            self, [None, *options], steps, CUDA, calls_per_graph=1, is_over=lambda: clock.is_over,
+            wanted=exact, same=SAME, result=lambda chosen: _product(x, chosen, weights[0]),
+        )  # fmt: skip
+        return {chosen: us / len(turns) for chosen, us in times.items()}
 
 
 def _product(x: Fp8, chosen: Config | None, weight: Fp8) -> Tensor:
@@ -141,28 +161,5 @@ def _product(x: Fp8, chosen: Config | None, weight: Fp8) -> Tensor:
     return fp8_linear(x, weight, torch.bfloat16, chosen)
 
 
-def report(num: int, n: int, k: int, times: dict[Config | None, float]) -> dict[str, object]:
-    library = times.get(None, float("inf"))
-    ours = {config: us for config, us in times.items() if config is not None}
-    best = next(iter(ours), None)
-    row: dict[str, object] = {"tokens": num, "n": n, "k": k, "deep_gemm_us": library}
-    if best is None:
-        return row
-    rates = f"{ours[best]:.1f} us, {n * k / ours[best] / 1e6:.2f} TB/s; DeepGEMM {library:.1f} us"
-    found = f"({num}, {n}, {k}): {best!r},  # {rates}"
-    print(f"    {found}" if ours[best] < GAIN * library else f"    # slower: {found}", flush=True)
-    return row | {"times": [{**config._asdict(), "us": us} for config, us in ours.items()]}
-
-
-def main() -> None:
-    options = parser("Tune the FP8 product of some tens of tokens.", 90.0)
-    options.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS), choices=TOKENS)
-    args = options.parse_args()
-    run = Run("tune_mid", args)
-    cases = [(num, n, k) for (n, k), num in itertools.product(SHAPES, args.tokens)]
-    ready = run.compile(compiled(cases), COMPILE_PART)
-    run.measure(cases, lambda case: report(*case, tune(*case, ready)))
-
-
-if __name__ == "__main__":
-    main()
+def jobs() -> Iterator[Product]:
+    yield from (Product(num, n, k) for (n, k), num in itertools.product(SHAPES, TOKENS))

@@ -1,16 +1,14 @@
-"""Times configurations of our grouped experts beside DeepGEMM and the few-token kernels, at V3's shapes.
+"""Our grouped experts beside DeepGEMM and the few-token kernels, at V3's shapes.
 
-Prints the rows that are the fastest, for `moe_grouped.MEASURED`. The two launches are timed one by one; for each height
-of a tile the best of both make the op, whose time is compared.
-
-python -m millrace_bench.kernels.tune_moe [--ranks "EP8 step" EP8] [--seconds 180] [--out FILE]
+The two launches are timed one by one; for each height of a tile the best of both make the op, whose time is compared.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +20,12 @@ from millrace_kernels.moe_experts import expected_rows
 from millrace_kernels.triton import moe_grouped, moe_small
 from millrace_kernels.triton.moe_grouped import LEFT_ROWS, Config, Launch
 from millrace_kernels.triton.moe_route import Blocks, Route, route
+from millrace_kernels.tuned import Key
 from torch import Tensor
 
 from millrace_bench.kernels.moe import EP8, EP8_STEP, TP8_SHARED, Rank, draw_weights
-from millrace_bench.kernels.tuning import Run, parser, times_of
+from millrace_bench.kernels.tuned_file import Entry
+from millrace_bench.kernels.tuning import GAIN, Clock, Found, times_of
 
 CUDA = torch.device("cuda")
 ROUTINGS = 4  # in turns, so that few tokens do not find their experts in the L2 cache
@@ -35,8 +35,7 @@ SIZES = {  # most wanted first
     TP8_SHARED: (128, 64, 256, 512, 1024, 8, 16, 32),
 }
 SHARED_BYTES = 227 * 1024  # of an SM, for one program
-GAIN = 0.97  # a row is worth its line when it takes less than this part of the next best's time
-COMPILE_PART = 0.5  # of the time, at most
+TWINS = {257: 256, 33: 32}  # ranks without the shared expert take the rows of those with it
 SAME = 2e-2  # rms error between two computations with FP8 between the products
 Routings = list[tuple[Tensor, Tensor]]
 Times = dict[Any, float]  # microseconds, ascending
@@ -74,7 +73,7 @@ class Job:
     num: int
 
     def __str__(self) -> str:
-        return f"{self.rank.name} T={self.num}"
+        return f"moe_grouped {self.rank.name} T={self.num}"
 
     @property
     def rows(self) -> int:
@@ -84,6 +83,20 @@ class Job:
         """I, height of a tile, which of the two launches, its configuration: what is compiled."""
         for block_m, up in itertools.product(heights(self.rows), (True, False)):
             yield from ((self.rank.size, block_m, up, launch) for launch in launches(block_m, up))
+
+    def tasks(self) -> Iterator[tuple[Hashable, Callable[[], None]]]:
+        yield from ((key, functools.partial(compile_one, *key)) for key in self.kernels())
+
+    def measure(self, ready: set[Hashable], clock: Clock) -> Found:
+        rank, generator = self.rank, torch.Generator(device=CUDA).manual_seed(self.num)
+        routings = [rank.choose(self.num, CUDA, generator, 0.0) for _ in range(ROUTINGS)]
+        plans = Plans(self, routings, *draw_weights(rank.held, rank.dims.hidden, rank.size, CUDA))
+        return report(self, tune(plans, ready, lambda: clock.is_over))
+
+    @property
+    def key(self) -> Key:
+        """Of the table."""
+        return self.rows, self.rank.held, self.rank.size
 
 
 class Plans:
@@ -169,7 +182,7 @@ def others(plans: Plans) -> dict[str, list[Callable[[], Tensor]]]:
 def tune(plans: Plans, ready: set[Hashable], is_over: Callable[[], bool]) -> dict[str, Times]:
     """Times of `up` and `down` by (height, launch), and of whole ops (`op`) by name or configuration."""
     job, reference, times = plans.job, others(plans), {}
-    wanted = reference["packed"][0]()
+    wanted = reference["grouped, in use"][0]()
     for name, make in (("up", plans.ups), ("down", plans.downs)):
         keys = [key for key in job.kernels() if key[2] == (name == "up") and key in ready]
         options = [(block_m, launch) for _, block_m, _, launch in keys]
@@ -183,40 +196,33 @@ def tune(plans: Plans, ready: set[Hashable], is_over: Callable[[], bool]) -> dic
     return times | {"op": times_of(job.rank.name, whole, whole.__getitem__, CUDA, wanted=wanted, same=SAME)}
 
 
-def report(job: Job, times: dict[str, Times]) -> dict[str, Any]:
+def report(job: Job, times: dict[str, Times]) -> Found:
     ops, rank = times["op"], job.rank
     ours = {config: us for config, us in ops.items() if isinstance(config, Config)}
     theirs = {name: us for name, us in ops.items() if isinstance(name, str) and not name.startswith("grouped")}
     listed = ", ".join(f"{name} {us:.1f}" for name, us in ops.items() if isinstance(name, str))
     print(f"# {job}, us: {listed}", flush=True)
+    entries: list[Entry] = []
     if ours:
         config, us = next(iter(ours.items()))
-        row = f"({job.rows}, {rank.held}, {rank.size}): {config!r},  # {us:.1f} us"
-        print(f"    {row}" if us < GAIN * min(theirs.values()) else f"    # slower: {row}", flush=True)
+        faster = us < GAIN * min(theirs.values(), default=math.inf)
+        print(f"{job}: {'' if faster else 'slower: '}{us:.1f} us with {config}", flush=True)
+        entries += entries_of(job, config if faster else None, us, theirs)
     ranked = {name: [[str(key), round(us, 2)] for key, us in found.items()] for name, found in times.items()}
-    return {"rank": rank.name, "tokens": job.num, "expected_rows": job.rows, **ranked}
+    row = {"rank": rank.name, "tokens": job.num, "expected_rows": job.rows, **ranked}
+    return Found(row, tuple(entries))
 
 
-def jobs(names: Sequence[str]) -> list[Job]:
-    return [Job(rank, num) for rank, sizes in SIZES.items() if rank.name in names for num in sizes]
+def entries_of(job: Job, chosen: Config | None, us: float, theirs: dict[str, float]) -> Iterator[Entry]:
+    """Of jobs with the same expected rows the one with the most tokens decides; twins that no job measures follow."""
+    same = [other.num for other in jobs() if other.key == job.key]
+    if job.num < max(same, default=0):
+        return
+    yield Entry("moe_grouped", job.key, chosen, us, theirs)
+    twin = (job.rows, TWINS.get(job.rank.held, 0), job.rank.size)
+    if twin[1] and twin not in {other.key for other in jobs()}:
+        yield Entry("moe_grouped", twin, chosen, copy_of=job.key)
 
 
-def main() -> None:
-    options, names = parser("Tune the experts' kernels.", 180.0), [rank.name for rank in SIZES]
-    options.add_argument("--ranks", nargs="+", default=names, choices=names)
-    args = options.parse_args()
-    run, wanted = Run("tune_moe", args), jobs(args.ranks)
-    keys = (key for job in wanted for key in job.kernels())
-    ready = run.compile(((key, functools.partial(compile_one, *key)) for key in keys), COMPILE_PART)
-
-    def measure(job: Job) -> dict[str, Any]:
-        rank, generator = job.rank, torch.Generator(device=CUDA).manual_seed(job.num)
-        routings = [rank.choose(job.num, CUDA, generator, 0.0) for _ in range(ROUTINGS)]
-        plans = Plans(job, routings, *draw_weights(rank.held, rank.dims.hidden, rank.size, CUDA))
-        return report(job, tune(plans, ready, lambda: run.is_over))
-
-    run.measure(wanted, measure)
-
-
-if __name__ == "__main__":
-    main()
+def jobs() -> list[Job]:
+    return [Job(rank, num) for rank, sizes in SIZES.items() for num in sizes]

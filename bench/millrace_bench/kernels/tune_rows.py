@@ -1,33 +1,50 @@
-"""Times tiles of the kernels that move rows around the products of an EP8 rank, for its decode steps and its prefill;
-prints the best beside the one in use, and all times as a JSON line. What wins belongs into the defaults of the kernels
-in millrace_kernels/triton (`quant.config`, `rms_norm.tile`, `moe_rows`, `mla_expand`, `rope`).
-
-python -m millrace_bench.kernels.tune_rows [--tokens 128 16384] [--only permute silu_mul_quant] [--out FILE]
+"""Tiles of the kernels that move rows around the products of an EP8 rank, for its decode steps and its prefill. What
+wins belongs into the defaults of the kernels in millrace_kernels/triton (`quant.config`, `rms_norm.tile`, `moe_rows`,
+`mla_expand`, `rope`).
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from millrace_kernels.fp8 import quant_groups
+from millrace_kernels.gpu import sms
 from millrace_kernels.lib.deep_gemm_grouped import tile_rows
 from millrace_kernels.moe_experts import expected_rows
 from millrace_kernels.triton import mla_expand, quant, rms_norm, rope
 from millrace_kernels.triton.moe_route import route, slices
-from millrace_kernels.triton.moe_rows import combine_tile, combine_with, permute, silu_mul_quant
+from millrace_kernels.triton.moe_rows import combine, combine_tile, permute, silu_mul_quant
 
 from millrace_bench.kernels.moe import EP8_STEP, Rank
-from millrace_bench.kernels.tuning import Run, parser, times_of
+from millrace_bench.kernels.tuning import Clock, Found, times_of
 
 CUDA = torch.device("cuda")
 TOKENS = (128, 256, 16384)
 HEADS, NOPE, ROPE = 128, 128, 64
 Options = Sequence[tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """All tasks of so many tokens. A kernel compiles at its first call."""
+
+    num: int
+
+    def __str__(self) -> str:
+        return f"rows T={self.num}"
+
+    def tasks(self) -> Iterator[tuple[Hashable, Callable[[], None]]]:
+        yield from ()
+
+    def measure(self, ready: set[Hashable], clock: Clock) -> Found:
+        return Found(
+            {"tokens": self.num, "ops": [report(self.num, task) for task in tasks(self.num) if not clock.is_over]}
+        )
 
 
 @dataclass(frozen=True)
@@ -43,18 +60,23 @@ def tasks(num: int, rank: Rank = EP8_STEP) -> Iterator[Task]:
     x, gain = (torch.randn(rows, hidden, device=CUDA).bfloat16() for rows in (num, 1))
     tiles = [(8, 4), (8, 8), (16, 8), (32, 8), (64, 8), (64, 16)]
     for plain in (True, False):
-        norm = functools.partial(rms_norm.add_rms_norm_quant_with, x, x.clone(), gain[0], 1e-6, plain)
-        yield Task(f"add_rms_norm_quant plain={plain}", norm, rms_norm.tile(num, hidden), tiles)
+        norm = functools.partial(_norm, x, x.clone(), gain[0], plain)
+        yield Task(f"rms_norm plain={plain}", norm, rms_norm.tile(num, hidden), tiles)
     heads = torch.randn(num, HEADS * NOPE, device=CUDA).bfloat16()
     rows_warps = [(4, 1), (8, 2), (16, 2), (16, 4), (32, 4), (32, 8)]
-    yield Task("quant_groups", functools.partial(quant.quant_groups_with, heads), quant.config(num), rows_warps)
+    yield Task("quant_groups", lambda *chosen: quant.quant_groups(heads, chosen), quant.config(num), rows_warps)
     up, k_pe = heads.new_zeros(num, HEADS, 2 * NOPE), heads.new_zeros(num, ROPE)
     expand = functools.partial(mla_expand.expand_kv, up, k_pe, NOPE)
     yield Task("expand_kv", expand, (64, 4), [*itertools.product((16, 32, 64), (2, 4, 8))])
     q = up.new_zeros(num, HEADS, NOPE + ROPE)[..., NOPE:]
-    rotate = functools.partial(rope.rotate_into_with, q, q, *torch.zeros(2, num, ROPE // 2, device=CUDA))
-    yield Task("rope_q", rotate, rope.MANY, [*itertools.product((16, 32, 64, 128), (8, 16))])
+    cos, sin = torch.zeros(2, num, ROPE // 2, device=CUDA)
+    blocks = [*itertools.product((16, 32, 64, 128), (8, 16))]
+    yield Task("rope_q", lambda *chosen: rope.rotate_into(q, q, cos, sin, chosen), rope.MANY, blocks)
     yield from _experts(num, rank)
+
+
+def _norm(x: torch.Tensor, residual: torch.Tensor, gain: torch.Tensor, plain: bool, groups: int, warps: int) -> object:
+    return rms_norm.rms_norm(x, residual, gain, 1e-6, True, plain, (groups, warps))
 
 
 def _experts(num: int, rank: Rank) -> Iterator[Task]:
@@ -70,12 +92,12 @@ def _experts(num: int, rank: Rank) -> Iterator[Task]:
     yield Task("permute", functools.partial(permute, x, plan, permuted), (4, False), ways)
     gate_up = torch.zeros(plan.num_rows, 2 * rank.size, dtype=torch.bfloat16, device=CUDA)
     rows_warps = ((8, 2), (8, 4), (16, 4), (16, 8), (32, 8))
-    tiles = [(rows, programs, warps) for rows, warps in rows_warps for programs in (132 * 8, 132 * 16)]
-    yield Task("silu_mul_quant", functools.partial(silu_mul_quant, gate_up, plan), (16, 132 * 8, 4), tiles)
+    tiles = [(rows, programs, warps) for rows, warps in rows_warps for programs in (8 * sms(), 16 * sms())]
+    yield Task("silu_mul_quant", functools.partial(silu_mul_quant, gate_up, plan), (16, 8 * sms(), 4), tiles)
     y = torch.zeros(plan.num_rows, rank.dims.hidden, dtype=torch.bfloat16, device=CUDA)
     out = torch.empty(num, rank.dims.hidden, dtype=torch.bfloat16, device=CUDA)
     widths = [*itertools.product((256, 512, 1024, 2048, 4096, 8192), (1, 2, 4, 8))]
-    yield Task("combine", functools.partial(combine_with, y, plan, weights, out), combine_tile(num), widths)
+    yield Task("combine", lambda *chosen: combine(y, plan, weights, out, chosen), combine_tile(num), widths)
 
 
 def tune(task: Task) -> dict[tuple[int, ...], float]:
@@ -89,18 +111,8 @@ def report(num: int, task: Task) -> dict[str, Any]:
     used = f"in use {task.used}: {times.get(task.used, float('nan')):.1f} us"
     print(f"{task.op} T={num}: {times[best]:.1f} us with {best}; {used}", flush=True)
     ranked = [[list(option), round(us, 2)] for option, us in times.items()]
-    return {"op": task.op, "tokens": num, "used": list(task.used), "us": ranked}
+    return {"op": task.op, "used": list(task.used), "us": ranked}
 
 
-def main() -> None:
-    options = parser("Tune the kernels around an EP8 rank's products.", 180.0)
-    options.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
-    options.add_argument("--only", nargs="+", help="the ops' names")
-    args = options.parse_args()
-    found = ((num, task) for num in args.tokens for task in tasks(num))
-    wanted = ((num, task) for num, task in found if not args.only or task.op.split()[0] in args.only)
-    Run("tune_rows", args).measure(wanted, lambda job: report(*job))
-
-
-if __name__ == "__main__":
-    main()
+def jobs() -> list[Rows]:
+    return [Rows(num) for num in TOKENS]

@@ -1,4 +1,4 @@
-"""What all tuners share: compiling ahead, timing a configuration, and the record of a run.
+"""What all tuners share: a job and what it found, compiling ahead, and timing configurations.
 
 Compiling takes longer than measuring, so processes compile the configurations ahead, one process per core, for a part
 of the time. A configuration that is not compiled by then is left out, and so is a job that the time did not reach.
@@ -6,84 +6,91 @@ of the time. A configuration that is not compiled by then is left out, and so is
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
-import os
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from millrace_bench.common import Record, print_record
 from millrace_bench.kernels.numeric import rms_error
 from millrace_bench.kernels.timing import CALLS_PER_GRAPH, Call, time_us
+from millrace_bench.kernels.tuned_file import Entry
 
-MOST_PROCESSES = 16
+COMPILE_PART = 0.55  # of the time, at most
+GAIN = 0.97  # a row of a table is worth its line when it takes less than this part of the next best's time
 Row = dict[str, Any]
-Job = TypeVar("Job")
 Option = TypeVar("Option", bound=Hashable)
 
 
-def parser(description: str, seconds: float) -> argparse.ArgumentParser:
-    """The options of every tuner."""
-    found = argparse.ArgumentParser(description=description)
-    found.add_argument("--seconds", type=float, default=seconds, help="for everything; no further job begins after it")
-    found.add_argument("--out", type=Path, help="a file for the JSON, rewritten after every job")
-    return found
+class Found(NamedTuple):
+    """What a job measured: for the record, and for the tables of this GPU."""
+
+    row: Row
+    entries: tuple[Entry, ...] = ()
 
 
-class Run:
-    """One run of a tuner: its time, which begins now, and its record."""
+class Clock:
+    """The time of a run, which begins now."""
 
-    def __init__(self, bench: str, args: argparse.Namespace) -> None:
-        self._start, self._args = time.monotonic(), args
-        self._rows: list[Row] = []
-        self._record = Record(bench, vars(args), {"rows": self._rows})  # its rows are still to come
+    def __init__(self, seconds: float) -> None:
+        self._start, self.seconds = time.monotonic(), seconds
 
     @property
     def is_over(self) -> bool:
-        return time.monotonic() > self._start + self._args.seconds
+        return time.monotonic() > self._start + self.seconds
 
-    def compile(self, tasks: Iterable[tuple[Hashable, Call]], part: float) -> set[Hashable]:
-        """The keys whose tasks ended without an error within that part of the time; of equal keys the first task runs.
+    def left(self, part: float) -> float:
+        return max(self._start + part * self.seconds - time.monotonic(), 1.0)
 
-        The kernels come back through the compilers' caches on disk.
-        """
-        first: dict[Hashable, Call] = {}
-        for key, task in tasks:
-            first.setdefault(key, task)
-        workers = min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
-        pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
-        futures: dict[Future[None], Hashable] = {pool.submit(_compile, task): key for key, task in first.items()}
-        until = self._start + part * self._args.seconds
-        done, late = wait(futures, timeout=max(until - time.monotonic(), 1))
-        pool.shutdown(wait=True, cancel_futures=True)
-        print(f"# {len(done)} configurations compiled, {len(late)} too late", flush=True)
-        for future in done:
-            if error := future.exception():
-                print_failure(futures[future], error)
-        return {futures[future] for future in done if future.exception() is None}
 
-    def measure(self, jobs: Iterable[Job], row: Callable[[Job], Row | None]) -> None:
-        """`row` of each job that the time reaches, written as they come; a job that fails costs its row alone."""
-        for job in jobs:
-            if self.is_over:
-                print(f"no time left for {job}", flush=True)
-                continue
-            try:
-                found = row(job)
-            except Exception as failure:
-                print_failure(job, failure)
-                continue
-            if found:
-                self._rows.append(found)
-                if self._args.out:
-                    self._args.out.write_text(self._record.to_json() + "\n")
-        print_record(self._record)
+class Job(Protocol):
+    """A kernel at a shape."""
+
+    def tasks(self) -> Iterable[tuple[Hashable, Call]]:
+        """What compiles each configuration, by a key; it travels to another process. Equal keys compile the same."""
+
+    def measure(self, ready: set[Hashable], clock: Clock) -> Found | None:
+        """Of the configurations whose keys are ready."""
+
+
+def run(jobs: Sequence[Job], clock: Clock, processes: int, keep: Callable[[Found], None]) -> None:
+    """Compiles, then measures all jobs that the time reaches; a job that fails costs its row alone."""
+    ready = compile_ahead((task for job in jobs for task in job.tasks()), clock, processes)
+    for job in jobs:
+        if clock.is_over:
+            print(f"no time left for {job}", flush=True)
+            continue
+        try:
+            found = job.measure(ready, clock)
+        except Exception as failure:
+            print_failure(job, failure)
+            continue
+        if found:
+            keep(found)
+
+
+def compile_ahead(tasks: Iterable[tuple[Hashable, Call]], clock: Clock, processes: int) -> set[Hashable]:
+    """The keys whose tasks ended without an error within their part of the time; of equal keys the first task runs.
+
+    The kernels come back through the compilers' caches on disk.
+    """
+    first: dict[Hashable, Call] = {}
+    for key, task in tasks:
+        first.setdefault(key, task)
+    if not first:
+        return set()
+    pool = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))
+    futures: dict[Future[None], Hashable] = {pool.submit(_compile, task): key for key, task in first.items()}
+    done, late = wait(futures, timeout=clock.left(COMPILE_PART))
+    pool.shutdown(wait=True, cancel_futures=True)
+    print(f"# {len(done)} configurations compiled, {len(late)} too late", flush=True)
+    for future in done:
+        if error := future.exception():
+            print_failure(futures[future], error)
+    return {futures[future] for future in done if future.exception() is None}
 
 
 def times_of(

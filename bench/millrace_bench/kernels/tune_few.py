@@ -1,4 +1,4 @@
-"""What `tune.py` measures: one job is a kernel at a shape, with the configurations worth trying, the one in use first.
+"""The few-token products and experts of a decode step: 1, 2, 4 and 16 tokens, V3's shapes.
 
 A job is a few numbers, so that it travels to the process that compiles a configuration; inputs are made where they are
 used. TP8's experts are 256 and the shared one, an eighth of each.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,15 +19,20 @@ from millrace_kernels.fp8 import BLOCK, Fp8, quant_blocks, reference_small_linea
 from millrace_kernels.moe_experts import reference_experts
 from millrace_kernels.triton import moe_one, moe_small
 from millrace_kernels.triton.gemv import Gemv
-from millrace_kernels.triton.small_linear import Config, config, reduce_parts, small_linear
+from millrace_kernels.triton.small_linear import MEASURED, Config, config, reduce_parts, small_linear
 from torch import Tensor
 
+from millrace_bench.kernels.dense import EP8, TP8
 from millrace_bench.kernels.driver import COLD_BYTES
 from millrace_bench.kernels.expert_inputs import choose
 from millrace_bench.kernels.moe import TP8_SHARED, draw_weights
+from millrace_bench.kernels.timing import Call
+from millrace_bench.kernels.tuned_file import Entry
+from millrace_bench.kernels.tuning import GAIN, Clock, Found, times_of
 
 CUDA = torch.device("cuda")
 MOST_SETS = 48
+SAME = 2e-2  # rms error against the reference; BF16 results and a BF16 value between two products
 Calls = list[Callable[[], Tensor]]  # the same work on inputs that take turns
 
 
@@ -42,8 +48,62 @@ def gemv_tiles(k: int) -> list[tuple[int, int, int]]:
     return found
 
 
+class FewTokens(ABC):
+    """What both kinds of job share."""
+
+    def tasks(self) -> Iterator[tuple[Hashable, Call]]:
+        yield from ((self.key(option), functools.partial(self.compile, option)) for option in self.options())
+
+    def measure(self, ready: set[Hashable], clock: Clock) -> Found | None:
+        options = [option for option in self.options() if self.key(option) in ready]
+        try:
+            times = times_of(
+                self, options, self.calls, CUDA, wanted=self.wanted(), same=SAME, is_over=lambda: clock.is_over
+            )
+            return Found(self.row(times), self.entries(times)) if times else None
+        finally:
+            self.__dict__.pop("inputs", None)
+
+    def row(self, times: dict[Any, float]) -> dict[str, Any]:
+        used, best = self.options()[0], next(iter(times))
+        speed = {option: self.nbytes / us / 1e6 for option, us in times.items()}  # TB/s
+        in_use = f"{times[used]:.2f} us, {speed[used]:.2f} TB/s with {used}" if used in times else f"no time of {used}"
+        print(f"{self}: {times[best]:.2f} us, {speed[best]:.2f} TB/s with {best}; in use: {in_use}", flush=True)
+        listed = [[repr(option), round(us, 2), round(speed[option], 2)] for option, us in times.items()]
+        return {"job": str(self), "used": repr(used), "us_and_tb_per_s": listed}
+
+    def entries(self, times: dict[Any, float]) -> tuple[Entry, ...]:
+        """Only products have a table."""
+        return ()
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> float:
+        """Of the weights that one call reads."""
+
+    @abstractmethod
+    def options(self) -> list[Any]:
+        """The configurations worth trying, the one in use first."""
+
+    @abstractmethod
+    def key(self, option: Any) -> Hashable:
+        """What is compiled for it."""
+
+    @abstractmethod
+    def compile(self, option: Any) -> None:
+        """On inputs of its own."""
+
+    @abstractmethod
+    def calls(self, option: Any) -> Calls:
+        """The work with it."""
+
+    @abstractmethod
+    def wanted(self) -> Tensor:
+        """What its first call gives."""
+
+
 @dataclass(frozen=True)
-class Linear:
+class Linear(FewTokens):
     num: int
     n: int
     k: int
@@ -64,6 +124,12 @@ class Linear:
         others = [Config(block_n, splits, 4, stages) for block_n, splits, stages in sizes if splits <= few]
         programs = {other: -(-self.n // other.block_n) * other.splits for other in others}
         return list(dict.fromkeys((used, *(other for other in others if 100 <= programs[other] <= 1100))))
+
+    def entries(self, times: dict[Any, float]) -> tuple[Entry, ...]:
+        """The best, where it is faster than what is in use; else that, if it is a row."""
+        key, used, best = (self.num, self.n, self.k), self.options()[0], next(iter(times))
+        chosen = best if times[best] < GAIN * times.get(used, math.inf) else used
+        return (Entry("small_linear", key, chosen, times[chosen]),) if chosen != used or key in MEASURED.rows else ()
 
     def key(self, option: Any) -> Any:
         """What is compiled: K of a product with one row, and that K is cut; not how often."""
@@ -97,7 +163,7 @@ def _scales(n: int, k: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Experts:
+class Experts(FewTokens):
     """One of the two launches; beside it the other one as it is in use, whose time is in all figures."""
 
     num: int
@@ -166,4 +232,12 @@ def _routings(num: int) -> list[tuple[Tensor, Tensor]]:
     return [choose(num, TP8_SHARED.dims, CUDA, generator) for _ in range(4)]
 
 
-Job = Linear | Experts
+def jobs() -> Iterator[Linear | Experts]:
+    """Most wanted first."""
+    tp8, both = ([(p.n, p.k) for p in products] for products in (TP8, (*TP8, *EP8)))
+    yield from (Linear(1, n, k) for n, k in tp8)
+    yield from (Experts(1, down) for down in (False, True))
+    yield from (Linear(1, n, k) for n, k in dict.fromkeys(both) if (n, k) not in tp8)
+    for num in (2, 4, 16):
+        yield from (Linear(num, n, k) for n, k in tp8)
+        yield from (Experts(num, down) for down in (False, True))

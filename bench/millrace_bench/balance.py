@@ -1,0 +1,260 @@
+"""Expert load balancing: how uneven the ranks' work is, before and after `rebalance`, and what that is worth.
+
+    window   tokens of the busiest rank over the mean, mean of the layers; the loads are not those of the plan
+    step     the same of single steps of `--rows` rows per rank, replicas in turns as the ranks take them
+    moved    share of the slots that get another expert
+
+Loads follow a power law (the k-th expert of a layer is chosen k^-a times as often as the first, in random order), or
+are counted in the trained checkpoint: the plan is made from one half of the held-out texts, the rest from the other.
+With `--ranks-on-gpus 2` two ranks of the 671B model's widths take the same step with skewed gates, before and after.
+
+millrace bench balance                                  no device: R = 2, 8, 72
+millrace bench balance --ranks-on-gpus 2 --experts 64 --layers 16 --decode 128x4096 --prefill 2x4096
+millrace bench balance --ranks-on-gpus 2 --experts 64 --layers 2 --decode 8x64 --tiny      on a CPU: whether it runs
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import tempfile
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from millrace_router.text.tokenizer import Tokenizer
+from millrace_serve.engine.config import Execution, Limits, Role
+from millrace_serve.engine.core import Request, RequestId, SamplingParams, Submit
+from millrace_serve.engine.start.torch_factory import load_rank
+from millrace_serve.model.checkpoint.random_weights import RandomWeights
+from millrace_serve.model.config import ModelConfig
+from millrace_serve.model.deepseek_v3 import DeepseekV3
+from millrace_serve.model.experts import moving
+from millrace_serve.model.experts.balance import imbalance, rebalance
+from millrace_serve.model.experts.gather import GatherExperts
+from millrace_serve.model.experts.placement import Placement
+from millrace_serve.model.moe import Gate, Moe
+from millrace_serve.model.parallel import ParallelDims, init_parallel, leave_parallel
+from torch import multiprocessing
+
+from millrace_bench import v3
+from millrace_bench.common import Record, print_record
+from millrace_bench.heldout_texts import TEXTS
+from millrace_bench.shard import Row, measure
+from millrace_bench.stamps import synchronize
+
+LAYERS, EXPERTS, TOP_K, STEPS = 8, 256, 8, 20
+EXPONENTS = (0.25, 0.5, 1.0)
+RANKS, SPARE = (2, 8, 72), (0, 1, 4)
+TINY = Path(__file__).parents[2] / "models" / "tiny"
+SKEWS = {"even": 0.0, "power law": 0.05, "power law, sorted": 0.1}  # of the gates' biases: a step in the logarithm
+
+
+def power_law(exponent: float, rng: np.random.Generator) -> np.ndarray:
+    """Shares of the choices, float64 [L, E]."""
+    shares = np.arange(1, EXPERTS + 1) ** -exponent
+    return np.stack([rng.permutation(shares / shares.sum()) for _ in range(LAYERS)])
+
+
+def trace(texts: tuple[str, ...]) -> np.ndarray:
+    """Choices in the trained checkpoint, int64 [MoE layers, E]."""
+    tokenizer = Tokenizer.load(TINY)
+    limits = Limits(num_pages=200, max_model_len=1024, max_prefill_tokens=1024, prefix_cache=False)
+    rank = load_rank(limits, Role.UNIFIED, TINY, ParallelDims(), torch.device("cpu"), torch.float32, Execution())
+    gates = gates_of(rank.runner._model)  # type: ignore[arg-type]
+    for gate in gates:
+        gate.loads = torch.zeros(gate.bias.shape, dtype=torch.int32)
+    engine, sampling = rank.engine(), SamplingParams(max_tokens=1, temperature=0.0)
+    for room, text in enumerate(texts):
+        tokens = asyncio.run(tokenizer.encode(text, add_bos=True))
+        engine.submit(Submit(Request(id=RequestId(room, 0), token_ids=tokens, sampling=sampling)))
+    while engine.has_work():
+        engine.step()
+    engine.close()
+    return np.stack([gate.loads.numpy() for gate in gates]).astype(np.int64)  # type: ignore[union-attr]
+
+
+def gates_of(model: DeepseekV3) -> list[Gate]:
+    return [layer.mlp.gate for layer in model.layers if isinstance(layer.mlp, Moe)]
+
+
+def first_placement(shape: tuple[int, ...], num_ranks: int, spare: int) -> Placement:
+    """As a worker begins; where experts do not divide by the ranks, the first ones have more replicas."""
+    num_layers, num_experts = shape
+    if num_experts % num_ranks == 0:
+        return Placement.contiguous(num_layers, num_experts, num_ranks, spare)
+    slots = -(-num_experts // num_ranks) + spare
+    experts = np.arange(num_ranks * slots, dtype=np.int32).reshape(num_ranks, slots) % num_experts
+    return Placement(np.broadcast_to(experts, (num_layers, *experts.shape)), num_experts)
+
+
+def of_steps(shares: np.ndarray, placement: Placement, rows: int, rng: np.random.Generator) -> float:
+    """Mean imbalance of single steps; a row's choices may be equal."""
+    _, num_ranks, slots = placement.experts.shape
+    top_k, found = min(TOP_K, placement.num_experts // 4), []
+    for layer, chance in enumerate(shares):
+        places = placement.places(layer)[:, :-1]
+        turns = np.repeat(np.arange(rows * num_ranks) % len(places), top_k)
+        for _ in range(STEPS):
+            chosen = rng.choice(len(chance), len(turns), p=chance)
+            of_rank = np.bincount(places[turns, chosen] // slots, minlength=num_ranks)
+            found.append(of_rank.max() / of_rank.mean())
+    return statistics.mean(found)
+
+
+def compare(routing: str, planned: np.ndarray, later: np.ndarray, ranks: int, spare: int, rows: int) -> Row:
+    """`planned`, `later`: choices or shares [L, E] of two windows."""
+    rng, before = np.random.default_rng(0), first_placement(planned.shape, ranks, spare)
+    started = time.perf_counter()
+    after = rebalance(planned, before)
+    seconds = time.perf_counter() - started
+    shares = later / later.sum(axis=1, keepdims=True)
+    return {
+        "routing": routing, "ranks": ranks, "slots": before.experts.shape[2],
+        "window_before": round(float(imbalance(later, before).mean()), 3),
+        "window_after": round(float(imbalance(later, after).mean()), 3),
+        "step_before": round(of_steps(shares, before, rows, rng), 3),
+        "step_after": round(of_steps(shares, after, rows, rng), 3),
+        "moved": round(float((before.experts != after.experts).mean()), 3), "plan_ms": round(seconds * 1e3, 1),
+    }  # fmt: skip
+
+
+def pure(rows: int) -> list[Row]:
+    rng, found = np.random.default_rng(0), []
+    for exponent in EXPONENTS:
+        shares = power_law(exponent, rng)
+        windows = [rng.multinomial(200 * EXPERTS, layer, size=2) for layer in shares]
+        planned, later = np.stack(windows, axis=1)
+        found += [compare(f"power law {exponent}", planned, later, r, s, rows) for r in RANKS for s in SPARE]
+    planned, later = trace(TEXTS[::2]), trace(TEXTS[1::2])
+    return found + [compare("trained, 8 experts", planned, later, r, s, rows) for r in (2, 4) for s in SPARE[:2]]
+
+
+# ------------------------------------------------------------------------------------------------ on GPUs
+
+
+def skew(model: DeepseekV3, name: str) -> None:
+    """Biases that make some experts more likely, the same on every rank; sorted: those of the first rank."""
+    rng = torch.Generator().manual_seed(0)
+    for gate in gates_of(model):
+        order = torch.arange(len(gate.bias)) if "sorted" in name else torch.randperm(len(gate.bias), generator=rng)
+        gate.bias.copy_(-SKEWS[name] * (order + 1).float().log())
+
+
+def restore(balancer: moving.Balancer, placement: Placement) -> None:
+    balancer._plan = Future()
+    balancer._plan.set_result(placement)
+    while balancer.moving:
+        balancer.move()
+
+
+def rebalanced(model: DeepseekV3, device: torch.device) -> Row:
+    """Plans for what the gates have counted, and moves layer by layer; milliseconds of the slowest layer and of all."""
+    balancer = model.balancer
+    assert balancer is not None
+    moves, times = balancer.report.expert_moves, []
+    balancer.plan()
+    balancer._plan.result()  # type: ignore[union-attr]  # of another thread
+    while balancer.moving:
+        synchronize(device)
+        started = time.perf_counter()
+        balancer.move()
+        synchronize(device)
+        times.append((time.perf_counter() - started) * 1e3)
+    return {
+        "imbalance": round(statistics.mean(balancer.report.expert_imbalance), 3),
+        "moves": balancer.report.expert_moves - moves,
+        "move_ms_max": round(max(times), 2),
+        "move_ms_sum": round(sum(times), 1),
+    }
+
+
+def rank_main(rank: int, folder: str, args: argparse.Namespace) -> None:
+    device = torch.device("cpu") if args.tiny else torch.device("cuda", rank)
+    if args.tiny:
+        torch.set_num_threads(1)
+    else:
+        torch.cuda.set_device(device)
+    moving.LEAST_CHOICES = 1
+    joined = init_parallel(rank, 1, args.ranks_on_gpus, f"file://{folder}/rendezvous", device)
+    dims = ParallelDims(**{**_fields(joined), "spare_experts": args.spare})
+    widths: dict[str, Any] = {**v3.V3, **(v3.TINY if args.tiny else {}), "n_routed_experts": args.experts}
+    config = ModelConfig(num_hidden_layers=args.layers, **widths)
+    model = DeepseekV3(RandomWeights(device, torch.bfloat16, fp8=True), config, dims, experts=GatherExperts)
+    assert model.balancer is not None
+    model.balancer.connect()
+    rows = []
+    with torch.inference_mode():
+        for kind, sizes in (("decode", args.decode), ("prefill", args.prefill)):
+            for size in sizes:
+                count, length = map(int, size.split("x"))
+                rows += of_size(model, kind, count, length, device, args)
+    if rank == 0:
+        torch.save(rows, Path(folder) / "rows.pt")
+    leave_parallel()
+
+
+def of_size(
+    model: DeepseekV3, kind: str, count: int, length: int, device: torch.device, args: argparse.Namespace
+) -> list[Row]:
+    """Step times with each skew, on the placement that a worker begins with and on the one planned for the skew."""
+    rows, balancer = [], model.balancer
+    assert balancer is not None
+    first = balancer._placement
+    for name in SKEWS:
+        skew(model, name)
+        row: Row = {"kind": kind, "count": count, "length": length, "skew": name}
+        for when in ("before", "after"):
+            balancer.begin()
+            dist.barrier()
+            row[f"{when}_ms"] = measure(model, kind, count, length, "bfloat16", args)["ms"]
+            found = rebalanced(model, device)
+            row |= found if when == "before" else {"imbalance_after": found["imbalance"]}
+        restore(balancer, first)
+        rows.append(row)
+        if model.dims.rank == 0:
+            print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
+    return rows
+
+
+def _fields(dims: ParallelDims) -> dict[str, Any]:
+    return {name: getattr(dims, name) for name in dims.__slots__}
+
+
+def on_gpus(args: argparse.Namespace) -> list[Row]:
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.spawn(rank_main, (folder, args), nprocs=args.ranks_on_gpus)
+        rows: list[Row] = torch.load(Path(folder) / "rows.pt")
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Expert load balancing.")
+    parser.add_argument("--rows", type=int, default=128, help="of a rank in a step")
+    parser.add_argument("--ranks-on-gpus", type=int, default=0, help="measure steps of so many ranks instead")
+    parser.add_argument("--experts", type=int, default=64, help="of the model on GPUs")
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--spare", type=int, default=1)
+    parser.add_argument("--decode", nargs="*", default=[], metavar="BATCHxCONTEXT", help="of each rank")
+    parser.add_argument("--prefill", nargs="*", default=[], metavar="PROMPTSxLENGTH", help="of each rank")
+    parser.add_argument("--tiny", action="store_true", help="small widths on a CPU, to see that it runs")
+    parser.add_argument("--repeats", type=int, default=20)
+    args = parser.parse_args()
+    args.shard, args.profile = f"{args.experts} experts", False
+    if args.ranks_on_gpus:
+        rows = on_gpus(args)
+    else:
+        rows = pure(args.rows)
+        print("  ".join(rows[0]))
+        for row in rows:
+            print("  ".join(str(value).rjust(len(key)) for key, value in row.items()))
+    print_record(Record("balance", vars(args), {"rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

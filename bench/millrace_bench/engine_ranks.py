@@ -1,0 +1,63 @@
+"""A few ranks of a larger tensor-parallel group, each with an engine of its own that takes the same steps.
+
+The weights have the shapes of `tp` ranks, and sums go over those ranks that are there. Equal requests and equal sampled
+tokens make equal steps, so no rank needs to be told what another does.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from millrace_serve.model.deepseek_v3 import DeepseekV3
+from millrace_serve.model.parallel import ParallelDims, init_parallel, leave_parallel
+from millrace_serve.model.reduce import Fused, fused_reduce
+from torch import Tensor, multiprocessing
+
+from millrace_bench.shard import SHARDS, Shard
+
+
+@dataclass(frozen=True, slots=True)
+class SomeRanks(ParallelDims):
+    """`tp_group` has some of the `tp` ranks; their parts stand for those of the others."""
+
+    def tp_all_gather(self, x: Tensor) -> Tensor:
+        there = dist.get_world_size(self.tp_group)
+        parts = [torch.empty_like(x) for _ in range(there)]
+        dist.all_gather(parts, x.contiguous(), group=self.tp_group)
+        return torch.stack(parts).repeat(self.tp // there, *[1] * x.dim())
+
+
+def shard_of(name: str, joined: ParallelDims | None) -> Shard:
+    """The shard, whose sums go over the ranks of `joined`, or over none."""
+    shard = SHARDS[name]
+    if joined is None:
+        return shard
+    dims = SomeRanks(rank=joined.rank, tp=shard.dims.tp, expert_tp=shard.dims.expert_tp, tp_group=joined.tp_group)
+    return replace(shard, dims=dims)
+
+
+def fused_of(model: DeepseekV3, joined: ParallelDims, device: torch.device, num_rows: int) -> Fused | None:
+    """The kernel for sums over the ranks of `joined` of at most so many rows; None on a CPU."""
+    where = torch.device("cuda", joined.rank) if device.type == "cuda" else device
+    return fused_reduce(joined, num_rows, model.config.hidden_size, where, model.dtype)
+
+
+def _main(rank: int, ranks: int, function: Callable[..., None], folder: str, args: Any) -> None:
+    if args.device == "cuda":
+        torch.cuda.set_device(rank)
+    else:
+        torch.set_num_threads(1)
+    device = torch.device("cuda", rank) if args.device == "cuda" else torch.device("cpu")
+    function(args, init_parallel(rank, ranks, 1, f"file://{folder}/rendezvous", device, timeout_s=120.0))
+    leave_parallel()
+
+
+def spawn(ranks: int, function: Callable[..., None], args: Any) -> None:
+    """function(args, dims) in every rank's process."""
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.spawn(_main, (ranks, function, folder, args), nprocs=ranks)

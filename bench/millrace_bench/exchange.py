@@ -1,0 +1,189 @@
+"""The way of rows to experts on other ranks and back, without the experts: our exchange and its rivals.
+
+    dispatch, both      our kernels (millrace_kernels/peer/exchange.py): there, and there and back
+    both_norm           the same and the next layer's norm, as in a model
+    gather              NCCL: all-gather of BF16 rows, weights and ids; reduce-scatter (model/experts/gather.py)
+    symm                the same with torch's symmetric memory, rows alone
+    deepep_ll           DeepEP's low-latency mode, up to 256 rows
+    deepep              DeepEP's normal mode; _graph: in a graph, as the others are
+
+A process per GPU, 32 experts of each, 8 of them per row, uniform. Microseconds of one call in a CUDA graph of 20 calls
+back to back, of the slowest rank. `right`: our sums are those of experts that multiply a row by their rank + 1.
+`poll_us` is what a poll of a rank costs that waits for another one. Every family of ways has processes of its own: one
+that fails or hangs is a row with an `error`. Each row is printed when it is known.
+
+millrace bench exchange --ranks 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from millrace_serve.engine.step.device import device_of
+from millrace_serve.model.parallel import ParallelDims, init_parallel, leave_parallel
+from torch import multiprocessing
+
+from millrace_bench import exchange_others
+from millrace_bench.common import Record, print_record
+from millrace_bench.exchange_others import Call, Case
+from millrace_bench.exchange_ours import HELD, TOP_K, Ours
+from millrace_bench.shard import time_ms
+
+ROWS = (1, 8, 32, 64, 128, 256, 512, 1024, 4096)
+CALLS = 20
+Row = dict[str, Any]
+
+
+def case(num: int, dims: ParallelDims, args: argparse.Namespace, device: torch.device) -> Case:
+    """`num` rows of each rank."""
+    rng, experts = torch.Generator().manual_seed(100 * num + dims.rank), HELD * dims.dp
+    x = torch.randn(num, args.width, generator=rng).bfloat16().to(device)
+    ids = torch.rand(num, experts, generator=rng).topk(TOP_K).indices.int().to(device)
+    return Case(dims, x, torch.rand(num, TOP_K, generator=rng).to(device), ids, experts)
+
+
+def timed(call: Call, graph: bool, args: argparse.Namespace, device: torch.device) -> Row:
+    def calls() -> None:
+        for _ in range(CALLS):
+            call()
+
+    calls()
+    device_of(device).synchronize()
+    replay = device_of(device).capture(calls) if graph else calls
+    dist.barrier()
+    times = time_ms(replay, args.repeats, device)
+    return {"us": round(statistics.median(times) / CALLS * 1e3, 2), "graph": graph}
+
+
+def ours(args: argparse.Namespace, dims: ParallelDims, device: torch.device) -> Iterator[Row]:
+    one = Ours(args, dims, device)
+    for num in args.rows:
+        given = case(num, dims, args, device)
+        yield {"way": "right", "rows": num, "right": one.right(given)}
+        for way, call in one.ways(given).items():
+            yield {"way": way, "rows": num, **timed(call, True, args, device)}
+    assert one.exchange.error.item() == 0, "a rank did not answer"
+    yield {"way": "poll", "rows": 0, "us": one.poll_us()}
+
+
+def other(
+    ways: Callable[[Case], dict[str, Call]],
+    suffix: str,
+    args: argparse.Namespace,
+    dims: ParallelDims,
+    device: torch.device,
+) -> Iterator[Row]:
+    """suffix: of names; "_eager" is without a graph."""
+    for num in args.rows:
+        for way, call in ways(case(num, dims, args, device)).items():
+            yield {"way": way + suffix, "rows": num, **timed(call, suffix != "_eager", args, device)}
+
+
+FAMILIES: dict[str, Callable[[argparse.Namespace, ParallelDims, torch.device], Iterator[Row]]] = {
+    "ours": ours,
+    "gather": functools.partial(other, exchange_others.gather, ""),
+    "deepep_ll": functools.partial(other, exchange_others.deepep_ll, ""),
+    "deepep_eager": functools.partial(other, exchange_others.deepep, "_eager"),
+    "deepep": functools.partial(other, exchange_others.deepep, ""),
+    "symm": functools.partial(other, exchange_others.symm, ""),
+}
+
+
+def measure(family: str, args: argparse.Namespace, dims: ParallelDims, device: torch.device) -> Iterator[Row]:
+    """The rows that all ranks have, with the slowest's time, until one rank fails. Collective."""
+    rows = FAMILIES[family](args, dims, device)
+    while True:
+        try:
+            row = next(rows, None)
+        except Exception as error:  # of a library, of CUDA, of memory: the others are told
+            row = {"way": family, "error": f"{type(error).__name__}: {error}"[:300]}
+        of_ranks = [row for data in dims.exchange(json.dumps(row).encode()) if (row := json.loads(data))]
+        if not of_ranks:
+            return
+        slowest = max(of_ranks, key=lambda row: ("error" in row, row.get("us", 0.0), not row.get("right", True)))
+        yield slowest
+        if "error" in slowest:
+            return
+
+
+def rank_main(rank: int, family: str, folder: str, args: argparse.Namespace) -> None:
+    """Prints the rows of `measure`, and appends them to a file of the folder."""
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    dims = init_parallel(rank, 1, args.ranks, f"file://{folder}/rendezvous", device, 60.0)
+    for row in measure(family, args, dims, device):
+        if rank == 0:
+            print(line := json.dumps(row), flush=True)
+            with (Path(folder) / "rows").open("a") as rows:
+                rows.write(line + "\n")
+    leave_parallel()
+
+
+def run(family: str, args: argparse.Namespace, seconds: float) -> list[Row]:
+    """The rows of a set of processes, which has so many seconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = multiprocessing.spawn(rank_main, (family, folder, args), nprocs=args.ranks, join=False)
+        end, error = time.monotonic() + seconds, ""
+        try:
+            while not ranks.join(timeout=1.0):
+                if time.monotonic() > end:
+                    raise TimeoutError(f"it was not over after {seconds:.0f} s")
+        except (multiprocessing.ProcessRaisedException, multiprocessing.ProcessExitedException, TimeoutError) as why:
+            error = f"{why}"[-300:]
+            for process in ranks.processes:
+                process.kill()
+        file = Path(folder) / "rows"
+        rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [*rows, {"way": family, "error": error}] if error else rows
+
+
+def table(rows: list[Row]) -> str:
+    """A line per number of rows, a column per way."""
+    timed_rows = sorted((row for row in rows if "us" in row), key=lambda row: row["rows"])
+    ways = list(dict.fromkeys(row["way"] for row in rows if "us" in row))
+    lines = ["  ".join(("   rows", *(f"{way:>12}" for way in ways)))]
+    for num, of_size in itertools.groupby(timed_rows, key=lambda row: row["rows"]):
+        us = {row["way"]: row["us"] for row in of_size}
+        lines.append("  ".join((f"{num:>7}", *(f"{us[way]:>12.1f}" if way in us else " " * 12 for way in ways))))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Rows to the experts of other ranks and back.")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS), help="of each rank")
+    parser.add_argument("--width", type=int, default=7168)
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--polls", type=int, default=200_000)
+    parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
+    parser.add_argument("--seconds", type=float, default=90.0, help="of all families; of one at most a third")
+    args = parser.parse_args()
+    rows, end = [], time.monotonic() + args.seconds
+    for family in args.families:
+        rows += run(family, args, min(args.seconds / 3, end - time.monotonic()))
+    print(table(rows))
+    for row in rows:
+        if "error" in row:
+            print(f"{row['way']}: {row['error']}")
+    wrong = [row["rows"] for row in rows if not row.get("right", True)]
+    print(f"wrong sums: {wrong} rows" if wrong else "all sums are right")
+    print_record(Record("exchange", vars(args), {"rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

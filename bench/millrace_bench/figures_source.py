@@ -1,0 +1,48 @@
+"""Figures of committed runs, and the Markdown around them."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from millrace_bench.common import ROOT
+
+RESULTS = "bench/results"
+Blocks = dict[str, Callable[[], str]]
+
+
+@functools.cache
+def results(name: str) -> dict[str, Any]:
+    """Of a run: "h200/engine-tp8"."""
+    found: dict[str, Any] = json.loads((ROOT / RESULTS / f"{name}.json").read_text())["results"]
+    return found
+
+
+def row(name: str, /, **where: Any) -> dict[str, Any]:
+    """The one row of a run that has these values. LookupError: there is none, or more than one."""
+    found = [one for one in results(name)["rows"] if where.items() <= one.items()]
+    if len(found) != 1:
+        raise LookupError(f"{len(found)} rows of {name}.json have {where}")
+    return found[0]
+
+
+def source(*names: str) -> str:
+    """Links to the JSON of runs, relative to the top folder."""
+    return ", ".join(f"[{name.partition('/')[2]}]({RESULTS}/{name}.json)" for name in names)
+
+
+def table(header: str, rows: Iterable[tuple[str, ...]]) -> str:
+    """Markdown. `header` has the names of the columns with | between them."""
+    columns = tuple(name.strip() for name in header.split("|"))
+    lines = [columns, ("---",) * len(columns), *rows]
+    assert all(len(line) == len(columns) for line in lines), header
+    return "".join("|" + "|".join(f" {cell} " if cell else " " for cell in line) + "|\n" for line in lines).replace(
+        " --- ", "---"
+    )
+
+
+def short(us: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{us:,.0f}" if us >= 100 else f"{us:.1f}"

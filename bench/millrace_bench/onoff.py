@@ -1,0 +1,85 @@
+"""Times optimisations against the same work without them, for rows of docs/seeds.md that have no switch.
+
+python -m millrace_bench.onoff                  all of them, on a GPU
+python -m millrace_bench.onoff M2 A6            some
+python -m millrace_bench.onoff --tiny           small shapes on a CPU: whether everything runs
+
+Each row of the result is one shape: microseconds of a call (kernels, in CUDA graphs), or of a step (X3, X4, A11), with
+and without, taken in one run on the same inputs; `error` is how far the two results are apart. A call is timed as in
+`millrace bench kernels`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from millrace_bench import onoff_attention, onoff_dense, onoff_experts, onoff_steps
+from millrace_bench.common import Record, print_record
+from millrace_bench.kernels.__main__ import wake
+from millrace_bench.kernels.driver import COLD_BYTES, MAX_SETS
+from millrace_bench.kernels.timing import time_us
+from millrace_bench.onoff_pairs import Pair, sizes
+
+Row = dict[str, Any]
+PAIRS = onoff_dense.PAIRS | onoff_experts.PAIRS | onoff_attention.PAIRS
+SEEDS = (*PAIRS, *onoff_steps.STEPS)
+
+
+def measure(pair: Pair, device: torch.device, quick: bool) -> Row:
+    """Inputs take turns, so that no call finds its bytes in the L2 cache."""
+    sets = 1 if quick else max(1, min(MAX_SETS, math.ceil(COLD_BYTES / pair.nbytes)))
+    made = [pair.make() for _ in range(sets)]
+    samples = 3 if quick else 7
+    on_us, off_us = (time_us([calls[index] for calls in made], device, samples) for index in (0, 1))
+    return row(pair.seed, pair.shape, on_us, off_us, pair.difference(*made[0]))
+
+
+def row(seed: str, shape: str, on_us: float, off_us: float, error: float) -> Row:
+    figures = {"on_us": on_us, "off_us": off_us, "gain": off_us / on_us, "error": error}
+    return {"seed": seed, "shape": shape, **{name: float(f"{value:.4g}") for name, value in figures.items()}}
+
+
+def run(seeds: list[str], device: torch.device, tiny: bool, layers: int) -> Iterator[Row]:
+    for seed in seeds:
+        try:
+            if seed in PAIRS:
+                for pair in PAIRS[seed](sizes(tiny), device):
+                    yield measure(pair, device, quick=tiny)
+            else:
+                for shape, on_us, off_us, error in onoff_steps.STEPS[seed](device, tiny, layers):
+                    yield row(seed, shape, on_us, off_us, error)
+        except Exception as error:  # of a library, or for want of memory: the other rows are still worth their time
+            yield {"seed": seed, "failed": f"{type(error).__name__}: {error}"[:300]}
+        gc.collect()  # a model of this row is in the way of the next one's
+        torch.cuda.empty_cache()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("seeds", nargs="*", metavar="ROW", help=f"of {' '.join(SEEDS)}; none: all")
+    parser.add_argument("--tiny", action="store_true", help="small shapes on a CPU")
+    parser.add_argument("--layers", type=int, default=61, help="of the rank whose steps are timed (X3, X4)")
+    args = parser.parse_args()
+    if unknown := set(args.seeds) - set(SEEDS):
+        parser.error(f"{' '.join(sorted(unknown))}: choose from {' '.join(SEEDS)}")
+    device = torch.device("cpu" if args.tiny else "cuda")
+    if device.type == "cuda":
+        wake(device)
+    rows: list[Row] = []
+    started = time.monotonic()
+    for found in run(args.seeds or list(SEEDS), device, args.tiny, args.layers):
+        print("  ".join(f"{key}={value}" for key, value in found.items()), flush=True)
+        rows.append(found)
+    seconds = round(time.monotonic() - started, 1)
+    print_record(Record("onoff", vars(args), {"rows": rows, "seconds": seconds}))
+
+
+if __name__ == "__main__":
+    main()

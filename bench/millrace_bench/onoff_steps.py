@@ -1,0 +1,162 @@
+"""Whole steps with an optimisation and without it: the overlap of host and device, scratch memory, uploads."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from millrace_serve.engine.config import Execution
+from millrace_serve.engine.step.device import device_of
+from millrace_serve.engine.step.staging import NUM_SLOTS, Staging
+from millrace_serve.model.deepseek_v3 import DeepseekV3
+from millrace_serve.model.inputs import ForwardInput
+from torch import Tensor
+
+from millrace_bench import engine_model, shard, v3
+from millrace_bench.kernels.numeric import rms_error
+from millrace_bench.stamps import synchronize
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+Found = tuple[str, float, float, float]  # shape, us of a step with, without, how far the results are apart
+TURNS = 3  # of both, alternating; the median counts
+
+
+def overlap(device: torch.device, tiny: bool, layers: int) -> Iterator[Found]:
+    """X3: the host prepares step N+1 while step N runs; without, afterwards. Whole engine, CUDA graphs."""
+    model = _rank(device, tiny, layers)
+    for batch in (2,) if tiny else (1, 16, 128):
+        execution = Execution(graphs="on", graph_buckets=(batch,))
+        steps: dict[bool, list[float]] = {True: [], False: []}
+        for overlapped in (True, False) * (1 if tiny else TURNS):
+            work = engine_model.Work(
+                (batch,), 40 if tiny else 1024, 12 if tiny else 100, context=True, overlap=overlapped
+            )
+            rows = engine_model.run(work, model, device, execution, 16)
+            steps[overlapped] += [row["step_ms"] for row in rows if row["kind"] == "decode"]
+            gc.collect()  # the next engine needs its memory
+        on, off = (1e3 * statistics.median(steps[overlapped]) for overlapped in (True, False))
+        # tests/engine/test_schedulers.py compares the tokens
+        yield f"batch {batch}, {len(model.layers)} layers", on, off, 0.0
+
+
+def scratch(device: torch.device, tiny: bool, layers: int) -> Iterator[Found]:
+    """X4: counters come from a block that a step zeroes once; without, each kernel has its own fill."""
+    model = _rank(device, tiny, layers)
+    for batch in (2,) if tiny else (1, 16, 128):
+        inputs = shard.decode_step(model, batch, 100 if tiny else 1024, device)
+        pool = shard.make_pool(model, batch * (2 if tiny else 16) + 1, device, model.dtype)
+        on, off = _replays(model, functools.partial(_logits, model, inputs, pool), device)
+        times: tuple[list[float], list[float]] = ([], [])
+        for _ in range(TURNS):
+            for (replay, _), into in zip((on, off), times, strict=True):
+                into.append(statistics.median(shard.time_ms(replay, 2 if tiny else 20, device)))
+        error = rms_error(on[1], off[1])
+        on_us, off_us = (1e3 * statistics.median(found) for found in times)
+        yield f"batch {batch}, {len(model.layers)} layers", on_us, off_us, error
+
+
+def _logits(model: DeepseekV3, inputs: ForwardInput, pool: Tensor) -> Tensor:
+    return model.logits(model.forward(inputs, pool))
+
+
+def _replays(
+    model: DeepseekV3, step: Callable[[], Tensor], device: torch.device
+) -> list[tuple[Callable[[], object], Tensor]]:
+    """With the model's scratch memory and without, each with its logits."""
+    found: list[tuple[Callable[[], object], Tensor]] = []
+    for scratch_of_step in (model.scratch.step, contextlib.nullcontext):
+        model.scratch.step = scratch_of_step  # type: ignore[method-assign, assignment]
+        try:
+            found.append((shard.capture(step, device), step().clone()))
+        finally:
+            del model.scratch.step
+    return found
+
+
+def upload(device: torch.device, tiny: bool, layers: int) -> Iterator[Found]:
+    """A11: the arrays of a step reach the device in one copy that nobody waits for; without, each is copied from where
+    it lies, for which the host waits until the work before it is done. `layers` changes nothing.
+    """
+    for batch in (4,) if tiny else (16, 128):
+        arrays = _arrays(batch)
+        on, off = _Staged(arrays, device), functools.partial(_copies, arrays, device)
+        one, other = on(0), off(0)
+        error = max(float((one[name] - other[name]).abs().max()) for name in arrays)
+        work = _work(device, tiny)
+        on_us, off_us = (_each_us(send, work, device, 10 if tiny else 200) for send in (on, off))
+        yield f"batch {batch}, {len(arrays)} arrays", on_us, off_us, error
+
+
+class _Staged:
+    """As the engine does it."""
+
+    def __init__(self, arrays: Arrays, device: torch.device) -> None:
+        self._arrays, self._device = arrays, device_of(device)
+        self._staging = Staging(self._device, 1 << 16)
+        self._waits = [_nothing] * NUM_SLOTS
+
+    def __call__(self, step: int) -> dict[str, Tensor]:
+        slot = step % NUM_SLOTS
+        self._waits[slot]()
+        found: dict[str, Tensor] = self._staging.upload(slot, self._arrays)
+        self._waits[slot] = self._device.record()
+        return found
+
+
+def _copies(arrays: Arrays, device: torch.device, step: int) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+
+
+def _arrays(batch: int) -> Arrays:
+    """Of a step with that many sequences of up to 128 pages."""
+    rng = np.random.default_rng(0)
+    sizes = {
+        "tokens": (batch,),
+        "positions": (batch,),
+        "kv_slots": (batch,),
+        "seq_lens": (batch,),
+        "pages": (batch, 128),
+    }
+    return {name: rng.integers(0, 1000, shape, dtype=np.int32) for name, shape in sizes.items()}
+
+
+def _work(device: torch.device, tiny: bool) -> Callable[[], object]:
+    """What a step keeps the device busy with, about half a millisecond of it on an H200."""
+    x = torch.randn(64 if tiny else 4096, 64 if tiny else 4096, device=device, dtype=torch.bfloat16)
+    return lambda: [torch.mm(x, x) for _ in range(2)]
+
+
+def _each_us(send: Callable[[int], object], work: Callable[[], object], device: torch.device, steps: int) -> float:
+    """Microseconds of a step: the host sends its arrays and launches its work, as often as it can."""
+    for step in range(NUM_SLOTS):
+        send(step)
+        work()
+    synchronize(device)
+    started = time.perf_counter()
+    for step in range(steps):
+        send(step)
+        work()
+    synchronize(device)
+    return (time.perf_counter() - started) / steps * 1e6
+
+
+def _nothing() -> None:
+    """No step has used the slot yet."""
+
+
+def _rank(device: torch.device, tiny: bool, layers: int) -> DeepseekV3:
+    return shard.build(shard.SHARDS["tp8"], 2 if tiny else layers, device, v3.TINY if tiny else None)
+
+
+STEPS: dict[str, Callable[[torch.device, bool, int], Iterator[Found]]] = {
+    "X3": overlap,
+    "X4": scratch,
+    "A11": upload,
+}

@@ -1,0 +1,158 @@
+"""Our router beside `smg`, a gateway in Rust, in the same run.
+
+    python -m millrace_bench.peers.router --rounds 3
+
+Both get streams of one token per step from workers that cost nothing, and the same clients. smg passes the bytes of
+one HTTP worker through; our router tokenizes, merges the outputs of a prefill and a decode worker, detokenizes and
+writes the answer, over HTTP and over gRPC. The three take turns, `rounds` times, at a quarter, half and all of
+`streams`:
+
+1. CPU time of the router's processes, by the tokens that the clients got meanwhile.
+2. The time of each token of one more stream from its worker to its client.
+3. The first tokens of requests one after the other: through the router, and at the worker itself. The difference of
+   the medians is what the router adds.
+
+Then memory with `memory_streams` streams at once, which get a token per second. Where there are two cores or more, the
+routers have one for themselves. requirements/peers.txt has the command that installs smg.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import functools
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from millrace_bench.common import ROOT, Record, Summary, print_record
+from millrace_bench.peers.clients import Load, first_tokens, latencies
+from millrace_bench.peers.sides import Side, sides
+
+SMG = ROOT / "build" / "peers" / "smg" / "bin" / "smg"
+SETTLE_S, MEMORY_STEP_MS = 1.0, 1000.0
+MILLISECONDS = 1e3
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    smg: Path = SMG
+    streams: int = 256
+    step_ms: float = 10.0
+    seconds: float = 5.0
+    requests: int = 30
+    rounds: int = 3
+    memory_streams: int = 2_000
+
+
+def run(s: Settings) -> Record:
+    """SystemExit when smg is not installed."""
+    if not s.smg.exists():
+        raise SystemExit(f"there is no {s.smg}: requirements/peers.txt has the command that installs smg")
+    return Record("peers.router", asdict(s), asyncio.run(_measure(s)))
+
+
+async def _measure(s: Settings) -> dict[str, Any]:
+    loads = {"quarter": s.streams // 4, "half": s.streams // 2, "full": s.streams}
+    rounds: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    context = multiprocessing.get_context("spawn")
+    async with sides(s.smg, s.step_ms) as running:
+        with ProcessPoolExecutor(1, context) as pool:
+            for _ in range(s.rounds):
+                for name, streams in loads.items():
+                    for side_name, side in running.items():
+                        row = await _level(s, side, streams, pool)
+                        rounds.setdefault(side_name, {}).setdefault(name, []).append(row)
+    async with sides(s.smg, MEMORY_STEP_MS) as running:
+        memory = {name: await _memory(side, s.memory_streams) for name, side in running.items()}
+    return {name: {"loads": rounds[name], "memory": memory[name]} for name in rounds}
+
+
+async def _level(s: Settings, side: Side, streams: int, pool: ProcessPoolExecutor) -> dict[str, Any]:
+    measured = functools.partial(asyncio.get_running_loop().run_in_executor, pool)
+    async with Load(side.target, streams) as load:
+        await asyncio.sleep(SETTLE_S)
+        cpu_s, (tokens, counted), began = side.cpu_s(), load.tokens(), time.perf_counter()
+        await asyncio.sleep(s.seconds)
+        cores = (side.cpu_s() - cpu_s) / (time.perf_counter() - began)
+        more, later = load.tokens()
+        rate = (more - tokens) / (later - counted)
+        token_s = await measured(latencies, side.target, s.seconds)
+        through = await measured(first_tokens, side.target, s.requests)
+        straight = await measured(side.direct, s.requests)
+    return {
+        "tokens_per_s": rate,
+        "cores": cores,
+        "us_per_token": cores / rate * 1e6,
+        "token_ms": _ms(token_s),
+        "ttft_ms": _ms(through),
+        "direct_ms": _ms(straight),
+        "added_ttft_p50_ms": (statistics.median(through) - statistics.median(straight)) * MILLISECONDS,
+        "load_average": os.getloadavg()[0],
+    }
+
+
+async def _memory(side: Side, streams: int) -> dict[str, float]:
+    idle = side.rss_mb()
+    async with Load(side.target, streams):
+        await asyncio.sleep(5 * SETTLE_S)
+        full = side.rss_mb()
+    return {"idle_mb": idle, "mb": full, "kb_per_stream": (full - idle) / streams * 1e3}
+
+
+def _ms(seconds: list[float]) -> dict[str, float]:
+    return {name: value * MILLISECONDS for name, value in asdict(Summary.of(seconds)).items()}
+
+
+# ------------------------------------------------------------------------------------- what is shown
+
+
+def table(results: dict[str, Any]) -> str:
+    """Medians over the rounds; CPU from the least to the most."""
+    head = "| router | load | tokens/s | CPU per token | added to the first token p50 | a token's way p50, p99 |"
+    lines = [head, "|---" * 6 + "|"]
+    for name, found in results.items():
+        for load, rows in found["loads"].items():
+
+            def middle(read: Callable[[dict[str, Any]], float], rows: list[dict[str, Any]] = rows) -> float:
+                return statistics.median(map(read, rows))
+
+            cpu = sorted(row["us_per_token"] for row in rows)
+            lines.append(
+                f"| {name} | {load} | {middle(lambda row: row['tokens_per_s']):,.0f} "
+                f"| {statistics.median(cpu):.1f} µs ({cpu[0]:.1f} to {cpu[-1]:.1f}) "
+                f"| {middle(lambda row: row['added_ttft_p50_ms']):.2f} ms "
+                f"| {middle(lambda row: row['token_ms']['p50']):.2f}, "
+                f"{middle(lambda row: row['token_ms']['p99']):.2f} ms |"
+            )
+    for name, found in results.items():
+        m = found["memory"]
+        lines.append(f"{name}: {m['idle_mb']:.0f} MB idle, {m['mb']:.0f} MB, {m['kb_per_stream']:.0f} KB per stream")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m millrace_bench.peers.router", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--smg", type=Path, help="its executable")
+    parser.add_argument("--streams", type=int, help="at full load")
+    parser.add_argument("--step-ms", type=float, help="of the workers: one token per stream")
+    parser.add_argument("--seconds", type=float, help="of each measurement of CPU, and of each of tokens' ways")
+    parser.add_argument("--requests", type=int, help="whose first tokens are measured, one after the other")
+    parser.add_argument("--rounds", type=int, help="in which the routers take turns")
+    parser.add_argument("--memory-streams", type=int, help="at once when memory is read")
+    parser.set_defaults(**asdict(Settings()))
+    record = run(Settings(**vars(parser.parse_args())))
+    print(table(dict(record.results)))
+    print_record(record)
+
+
+if __name__ == "__main__":
+    main()

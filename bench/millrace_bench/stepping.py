@@ -1,0 +1,215 @@
+"""What it costs the host that ranks step together: the agreement of replicas, and batches on their way to followers.
+
+python -m millrace_bench.stepping --out bench/results/stepping.json
+python -m millrace_bench.stepping --agreements 8/1 --groups 8 --steps 100     a smaller run
+
+Every rank is a process, and hosts are simulated: their ranks share memory, and hosts are connected over loopback.
+Beside it the same with torch.distributed: an all-gather of gloo, and pickled batches in two broadcasts of gloo.
+
+cpu_us    CPU time of a rank's process per step, the median of the ranks of a kind, all threads included
+wall_us   per step; with more ranks than cores they wait for the cores, not for each other
+alone_us  the work of one rank after the other in one process, so that nobody waits: post and read of a member; post,
+          collect, send, receive, publish and read of a captain. Their sum is the critical path without the wire and
+          the wake-ups.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import pickle
+import select
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from millrace_serve.engine.config import Limits
+from millrace_serve.engine.schedule.plan import Plan
+from millrace_serve.engine.start.rehearsal import Shape, batch_of
+from millrace_serve.engine.step import packing
+from millrace_serve.engine.step.join import Exchange
+from millrace_serve.engine.step.lockstep import Lockstep
+from millrace_serve.engine.step.replicas import Replicas, State
+
+from millrace_bench.common import Record, print_record
+from millrace_bench.stepping_ranks import Step, joined, measure, threads
+
+PAUSE_S = 0.02
+STATE = State(128, 0, 0, 0, 0, 0, 0)
+NEEDS = """Needs Linux on x86-64, torch for a CPU, and 1 GiB of memory: 72 ranks are 72 processes, which share most of
+theirs. Two cores are enough; with more ranks than cores, wall times are waits for a core. A rank that has not answered
+for 120 s ends the run: where others load the cores, take fewer ranks (--agreements 8/1 --groups 8)."""
+SEQUENCES = 128  # of a decode step's batch
+Row = dict[str, Any]
+
+
+def run(agreements: Sequence[Sequence[int]], groups: Sequence[int], steps: int) -> Iterator[Row]:
+    """`agreements`: replicas and hosts; `groups`: ranks of a replica on one host."""
+    for replicas, hosts in agreements:
+        count = max(steps * 2 // replicas, 40)
+        yield _agreement("shared memory", replicas, hosts, count) | alone(replicas, hosts)
+        yield _agreement("gloo", replicas, hosts, count)
+        yield _wake(replicas, hosts, 40)
+    for ranks in groups:
+        yield _batches("shared memory", ranks, steps)
+        yield _batches("gloo", ranks, steps)
+
+
+def _agreement(kind: str, replicas: int, hosts: int, steps: int) -> Row:
+    def make(rank: int, exchange: Exchange) -> Step:
+        lockstep = joined(rank, 1, replicas, hosts, exchange)
+        return lambda: _replicas(lockstep).all_gather(STATE, ring=False)
+
+    def make_gloo(rank: int, exchange: Exchange) -> Step:
+        _init_gloo(rank, replicas, exchange)
+        out = torch.empty(replicas * len(STATE), dtype=torch.int64)
+        return lambda: (dist.all_gather_into_tensor(out, torch.tensor(STATE)), out.view(replicas, -1).tolist())
+
+    cpu, wall = measure(replicas, make_gloo if kind == "gloo" else make, steps)
+    captains = range(0, replicas, replicas // hosts)
+    members = [rank for rank in range(replicas) if rank not in captains]
+    row = {"kind": "agreement", "over": kind, "replicas": replicas, "hosts": hosts, "steps": steps, "wall_us": wall}
+    parts = {"member": members} if kind == "gloo" else {"member": members, "captain": captains}
+    return row | {f"{name}_cpu_us": round(statistics.median(cpu[r] for r in ranks), 1) for name, ranks in parts.items()}
+
+
+def _wake(replicas: int, hosts: int, steps: int) -> Row:
+    """From the first word of the last replica until all agree, when all have slept; and the CPU time of both and of the
+    step in which they fall asleep again.
+    """
+
+    def make(rank: int, exchange: Exchange) -> Step:
+        lockstep = joined(rank, 1, replicas, hosts, exchange)
+        calls, bell = rank == replicas - 1, select.poll()
+        for fd in lockstep.fds:
+            bell.register(fd, select.POLLIN)
+
+        def step() -> float:
+            if calls:
+                time.sleep(PAUSE_S)
+            while not (calls or lockstep.due()):
+                bell.poll()
+            started = time.perf_counter()
+            lockstep.agree(Plan([], [], wants_turn=True) if calls else None, False)
+            seconds = time.perf_counter() - started
+            lockstep.agree(None, False)
+            return seconds
+
+        return step
+
+    cpu, wall = measure(replicas, make, steps)
+    times = {"wall_us": wall, "cpu_us": round(statistics.median(cpu), 1)}
+    return {"kind": "wake", "replicas": replicas, "hosts": hosts, "steps": steps, **times}
+
+
+def _batches(kind: str, ranks: int, steps: int) -> Row:
+    batch = batch_of(Shape(num_decode=SEQUENCES), Limits(num_pages=9, max_model_len=256, max_running=SEQUENCES))
+    batch.updates = None
+
+    def make(rank: int, exchange: Exchange) -> Step:
+        lockstep = joined(rank, ranks, 1, 1, exchange)
+        inlet = lockstep._inlet
+        return (lambda: lockstep.share(batch)) if inlet is None else lambda: packing.decode(inlet.receive())
+
+    def make_gloo(rank: int, exchange: Exchange) -> Step:
+        _init_gloo(rank, ranks, exchange)
+        return (lambda: _broadcast(pickle.dumps(batch, 5))) if rank == 0 else lambda: pickle.loads(_broadcast(None))
+
+    cpu, wall = measure(ranks, make_gloo if kind == "gloo" else make, steps)
+    row = {"kind": "batch", "over": kind, "ranks": ranks, "sequences": SEQUENCES, "steps": steps, "wall_us": wall}
+    return row | {"leader_cpu_us": cpu[0], "follower_cpu_us": round(statistics.median(cpu[1:]), 1)}
+
+
+def alone(replicas: int, hosts: int, steps: int = 300) -> Row:
+    """Median microseconds of the parts of a step, one rank after the other."""
+    joined_ranks = threads(replicas, hosts)
+    ranks = [_replicas(lockstep) for lockstep in joined_ranks]
+    captain, member = ranks[0], ranks[1]
+    others = [rank for index, rank in enumerate(ranks) if index > 1]
+    captains = [rank for rank in others if rank._host.rank == rank._captain]
+    times: list[tuple[float, float]] = []
+    for _ in range(steps):
+        marks = [time.perf_counter()]
+        member._post(STATE)
+        marks.append(time.perf_counter())
+        for rank in others:
+            rank._post(STATE)
+        marks.append(time.perf_counter())
+        captain._post(STATE)
+        captain._collect()
+        captain._send()
+        marks.append(time.perf_counter())
+        for rank in captains:
+            rank._send()
+        marks.append(time.perf_counter())
+        captain._receive()
+        captain._published.raise_to(captain._step)
+        captain._read()
+        marks.append(time.perf_counter())
+        for rank in captains:
+            rank._receive()
+        marks.append(time.perf_counter())
+        member._read()
+        marks.append(time.perf_counter())
+        spent = [end - start for start, end in itertools.pairwise(marks)]
+        times.append((spent[0] + spent[6], spent[2] + spent[4]))
+    for lockstep in joined_ranks:
+        lockstep.close()
+    medians = [round(statistics.median(column) * 1e6, 1) for column in zip(*times, strict=True)]
+    return {"alone_member_us": medians[0], "alone_captain_us": medians[1], "alone_path_us": round(sum(medians), 1)}
+
+
+def _replicas(lockstep: Lockstep) -> Replicas:
+    assert isinstance(lockstep._replicas, Replicas)
+    return lockstep._replicas
+
+
+def _init_gloo(rank: int, ranks: int, exchange: Exchange) -> None:
+    folder = exchange(tempfile.mkdtemp().encode() if rank == 0 else b"")[0].decode()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # a newer torch has other names for these calls
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
+
+
+def _broadcast(data: bytes | None) -> bytes:
+    """As Millrace did it: the size first."""
+    size = torch.tensor([0 if data is None else len(data)])
+    dist.broadcast(size, 0)
+    content = (
+        torch.empty(int(size), dtype=torch.uint8)
+        if data is None
+        else torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    )
+    dist.broadcast(content, 0)
+    return content.numpy().tobytes()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Host time of stepping together, beside that of torch.distributed.", epilog=NEEDS
+    )
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--agreements", nargs="+", default=["2/1", "8/1", "72/9"], metavar="REPLICAS/HOSTS")
+    parser.add_argument("--groups", type=int, nargs="+", default=[2, 8], help="ranks of a tensor-parallel replica")
+    parser.add_argument("--out", type=Path, help="a JSON file")
+    args = parser.parse_args()
+    agreements = [[int(count) for count in pair.split("/")] for pair in args.agreements]
+    rows = []
+    for row in run(agreements, args.groups, args.steps):
+        rows.append(row)
+        print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
+    record = Record("stepping", {"steps": args.steps, "load_average": os.getloadavg()[0]}, {"rows": rows})
+    if args.out:
+        args.out.write_text(record.to_json() + "\n")
+    print_record(record)
+
+
+if __name__ == "__main__":
+    main()

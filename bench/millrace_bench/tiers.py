@@ -1,0 +1,161 @@
+"""The host tier of the prefix cache: how fast pages are copied, and what it gains beyond the device's own cache.
+
+    copies   pages of the 671B model between a pool and the host tier: GB/s, adjacent and scattered pages
+    passes   prompts of ten times the pool, twice, `--clients` at a time: hits and time to first token of the second
+             pass, with and without the tier; on the simulated engine, whose prompts cost what those of the 671B model
+             cost on an H200 but whose pages are 64 KiB, and on models/tiny
+
+millrace bench tiers                     on a CPU
+millrace bench tiers --device cuda       copies of a GPU, and passes of the tiny model on it
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from millrace_serve.engine.cache.changes import TierChanges
+from millrace_serve.engine.cache.host_tier import HostTier
+from millrace_serve.engine.cache.kv_pool import KvLayout, KvPool
+from millrace_serve.engine.config import GIB, EngineConfig, Role
+from millrace_serve.engine.core import Request, RequestId, SamplingParams, Submit
+from millrace_serve.engine.engine import Engine
+from millrace_serve.engine.schedule.host_copies import CopyJob
+from millrace_serve.engine.sim.factory import build_sim_engine
+from millrace_serve.engine.sim.runner import SimSettings
+from millrace_serve.engine.start.torch_factory import load_rank
+from millrace_serve.engine.step.cuda_copier import CudaCopier
+from millrace_serve.engine.step.page_copier import PageCopier
+from millrace_serve.model.parallel import ParallelDims
+
+from millrace_bench.common import ROOT, Record, Summary, print_record
+
+V3_PAGE = KvLayout(page_size=64, num_layers=61, dtype="bfloat16", latent_width=512, rope_width=64, model_hash="bench")
+COSTS = SimSettings(step_s=0.012, token_s=85e-6, page_kv_bytes=1 << 16)
+TIMES = 10  # of the pool
+Row = dict[str, Any]
+
+
+def copies(device: torch.device, counts: list[int], repeats: int) -> Iterator[Row]:
+    """One row per direction, number of pages and their order."""
+    most = 2 * max(counts)
+    pool = KvPool.create(V3_PAGE, most, device)
+    copier = CudaCopier(pool, most) if device.type == "cuda" else PageCopier(pool, most)
+    for count in counts:
+        for order in ("adjacent", "scattered"):
+            places = [2 * index for index in range(count)] if order == "scattered" else list(range(count))
+            for to_host in (True, False):
+                seconds = [_copy(copier, places, to_host) for _ in range(repeats + 1)][1:]  # the first touches memory
+                p50 = Summary.of(seconds).p50
+                way, nbytes = "store" if to_host else "load", count * V3_PAGE.page_bytes
+                yield {"way": way, "pages": count, "order": order, "ms": p50 * 1e3, "gb_per_s": nbytes / p50 / 1e9}
+    copier.close()
+
+
+def _copy(copier: PageCopier, places: list[int], to_host: bool) -> float:
+    """Seconds until the end of the copy was seen."""
+    tier = HostTier(copier.num_slots, TierChanges())
+    every = [copy for block in range(places[-1] + 1) if (copy := tier.begin(block))]
+    job = CopyJob(to_host, places, [every[place] for place in places], lambda: None)
+    started = time.perf_counter()
+    copier.start(job)
+    while not copier.poll():
+        pass
+    return time.perf_counter() - started
+
+
+def passes(kind: str, engine: Engine, prompts: list[list[int]], clients: int) -> Row:
+    """Of the second pass."""
+    _run(engine, prompts, clients, 0)
+    before = engine.load()
+    ttft = Summary.of(_run(engine, prompts, clients, len(prompts)))
+    after = engine.load()
+    tokens = after.prompt_tokens - before.prompt_tokens
+    hits, host = after.cached_tokens - before.cached_tokens, after.host_cached_tokens - before.host_cached_tokens
+    engine.close()
+    return {
+        "engine": kind,
+        "host_pages": after.host_pages_total,
+        "device_hits": (hits - host) / tokens,
+        "host_hits": host / tokens,
+        "ttft_p50_ms": ttft.p50 * 1e3,
+        "ttft_p99_ms": ttft.p99 * 1e3,
+    }
+
+
+def _run(engine: Engine, prompts: list[list[int]], clients: int, first_room: int) -> list[float]:
+    """Seconds to the first token of each prompt; a client sends its next one when the last has ended."""
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    left = list(enumerate(prompts, start=first_room))[::-1]
+    sent: dict[int, float] = {}
+    ttft: list[float] = []
+    for _ in range(clients):
+        _send(engine, left, sent, params)
+    while sent or engine.has_work() or engine.copier.busy:
+        for output in engine.step().outputs:
+            if output.first_index == 0:
+                ttft.append(time.perf_counter() - sent[output.id.room])
+            if output.finish is not None:
+                del sent[output.id.room]
+                _send(engine, left, sent, params)
+    return ttft
+
+
+def _send(engine: Engine, left: list[tuple[int, list[int]]], sent: dict[int, float], params: SamplingParams) -> None:
+    if left:
+        room, prompt = left.pop()
+        sent[room] = time.perf_counter()
+        engine.submit(Submit(Request(id=RequestId(room, 0), token_ids=prompt, sampling=params)))
+
+
+def both(kind: str, args: argparse.Namespace) -> Iterator[Row]:
+    """Rows without and with a tier that has room for all prompts."""
+    rng = random.Random(0)
+    full = args.length // 64
+    pool = args.clients * (full + 1) + 1
+    prompts = [[rng.randrange(16, 1000) for _ in range(args.length)] for _ in range(TIMES * pool // full)]
+    limits = {"num_pages": pool, "max_model_len": args.length + 64, "max_running": args.clients}
+    engine = _engine(kind, args.device, limits)
+    room = 2 * TIMES * pool * engine.pool.layout.page_bytes
+    yield passes(kind, engine, prompts, args.clients)
+    yield passes(kind, _engine(kind, args.device, {**limits, "host_cache_gib": room / GIB}), prompts, args.clients)
+
+
+def _engine(kind: str, device: str, limits: dict[str, Any]) -> Engine:
+    config = EngineConfig.model_validate(limits)
+    if kind == "simulated":
+        return build_sim_engine(config, Role.UNIFIED, COSTS)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    folder = ROOT / "models" / "tiny"
+    return load_rank(config, Role.UNIFIED, folder, ParallelDims(), torch.device(device), dtype).engine()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--pages", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--clients", type=int, default=4)
+    parser.add_argument("--length", type=int, default=1000, help="tokens of a prompt")
+    args = parser.parse_args()
+    results: dict[str, list[Row]] = {"copies": [], "passes": []}
+    for name, rows in (
+        ("copies", copies(torch.device(args.device), args.pages, args.repeats)),
+        ("passes", (row for kind in ("simulated", "tiny") for row in both(kind, args))),
+    ):
+        for row in rows:
+            print(f"{name}  " + "  ".join(f"{key} {_short(value)}" for key, value in row.items()), flush=True)
+            results[name].append(row)
+    print_record(Record("tiers", vars(args), results))
+
+
+def _short(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    main()
