@@ -54,7 +54,7 @@ test-long: setup stubs checkpoint ## Run the long tests: groups with Ray, roll-o
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m long $(ARGS)
 
 .PHONY: chaos
-chaos: setup stubs ## Kill, pause, cut off and drain workers and routers for minutes while clients check every token (ARGS="--minutes 3")
+chaos: setup stubs ## Kill, stop, cut off and drain workers, their ranks and routers for minutes while clients check every token (ARGS="--minutes 3")
 	@PYTHONPATH=tests $(BIN)/python -m millrace_testing.chaos $(ARGS)
 
 .PHONY: cluster-test
@@ -64,6 +64,10 @@ cluster-test: setup ## Install on a cluster, roll out under load, lose a node, u
 .PHONY: gpu-test
 gpu-test: setup stubs ## Run the tests that need a GPU, each file in a process of its own (ARGS="--out DIR")
 	@$(BIN)/millrace bench gpu --tests $(ARGS)
+
+.PHONY: mutants
+mutants: setup stubs checkpoint ## Break one line at a time in a copy and see whether a test notices (ARGS="--only NAME --jobs 2")
+	@OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m millrace_testing.mutants $(ARGS)
 
 .PHONY: lint
 lint: setup stubs ## Check style, formatting and types
@@ -125,6 +129,10 @@ loc: ## Count the lines of each package, its largest file, and the tests
 		| awk -v p=$$p '$$2 == "total" {next} {n += $$1; f++; if ($$1 >= m) {m = $$1; b = $$2}} END {printf "%-26s %6d lines %4d files, largest %4d %s\n", p, n, f, m, b}'; \
 	done
 
+.PHONY: figures
+figures: setup ## Write the measured figures of README.md and docs/ from bench/results
+	@$(BIN)/python -m millrace_bench.figures
+
 .PHONY: config-leaves
 config-leaves: setup stubs ## List the keys of every configuration file, and how many there are
 	@$(BIN)/python -m millrace_bench.config_leaves
@@ -178,6 +186,6 @@ $(STUBS): $(PROTOS) $(INSTALLED)
 	@$(BIN)/python -m grpc_tools.protoc -I proto --python_out=proto --pyi_out=proto --grpc_python_out=proto $(PROTOS)
 	@touch $@
 
-$(TINY_FP8)/config.json: $(addprefix bench/millrace_bench/checkpoint/,export_fp8.py shard_writer.py) $(wildcard $(TINY)/*) | $(INSTALLED)
+$(TINY_FP8)/config.json: $(addprefix bench/millrace_bench/checkpoint/,export_quantised.py shard_writer.py) $(wildcard $(TINY)/*) | $(INSTALLED)
 	@rm -rf $(TINY_FP8)
-	@$(BIN)/python -m millrace_bench.checkpoint.export_fp8 $(TINY) $(TINY_FP8)
+	@$(BIN)/python -m millrace_bench.checkpoint.export_quantised $(TINY) $(TINY_FP8)

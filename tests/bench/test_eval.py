@@ -17,9 +17,9 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from millrace_bench.checkpoint.export_fp8 import export
+from millrace_bench.checkpoint.export_quantised import export
 from millrace_bench.eval import __main__ as command
-from millrace_bench.eval import in_process, matrix
+from millrace_bench.eval import in_process, matrix, perplexity
 from millrace_bench.eval.backend import Answer, Job, Perplexity
 from millrace_bench.eval.remote import HttpBackend
 from millrace_bench.eval.report import comparison_table, differences_table, evaluation_table, perplexity_line
@@ -28,9 +28,12 @@ from millrace_bench.eval.score import Comparison, Evaluation, standard_error
 from millrace_bench.eval.system import Kind, System
 from millrace_bench.heldout_texts import TEXTS
 from millrace_cli.errors import CommandError
-from millrace_kernels import linear
+from millrace_common.config import load as load_config
+from millrace_kernels import backend, linear
 from millrace_kernels.backend import SMALL_TOKENS
 from millrace_kernels.fp8 import Fp8, fp8_linear
+from millrace_serve.model.attn_step import FormThresholds
+from millrace_serve.worker.config import WorkerConfig
 from millrace_testing.paths import TINY
 from rich.console import Console
 
@@ -273,9 +276,9 @@ def test_sampling_is_repeatable_and_a_prompt_too_long_fails_alone(tmp_path: Path
     assert chats[0] == chats[1] != chats[2]
 
 
-@pytest.mark.parametrize("keep_fp8", [None, True])
+@pytest.mark.parametrize("keep_quantised", [None, True])
 async def test_a_cpu_multiplies_fp8_weights_when_told_to(
-    keep_fp8: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    keep_quantised: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     products: list[int] = []  # rows of activations in FP8
 
@@ -286,11 +289,24 @@ async def test_a_cpu_multiplies_fp8_weights_when_told_to(
     export(TINY, tmp_path / "fp8")
     monkeypatch.setattr(linear, "fp8_linear", counted)
     monkeypatch.setattr(in_process, "TEXTS", TEXTS[:1])
-    async with System(Kind.MODEL, str(tmp_path / "fp8"), keep_fp8=keep_fp8).open(1) as backend:
+    async with System(Kind.MODEL, str(tmp_path / "fp8"), keep_quantised=keep_quantised).open(1) as backend:
         (answer,) = await backend.answer(replace(SUITE, num_items=1).jobs()["sort"], lambda: None)
-        assert answer.prompt_tokens > SMALL_TOKENS and set(products) == ({answer.prompt_tokens} if keep_fp8 else set())
+        assert answer.prompt_tokens > SMALL_TOKENS and set(products) == (
+            {answer.prompt_tokens} if keep_quantised else set()
+        )
         products.clear()
-        assert await backend.perplexity() is not None and bool(products) is bool(keep_fp8)
+        assert await backend.perplexity() is not None and bool(products) is bool(keep_quantised)
+
+
+def test_logits_over_a_pool_of_another_precision() -> None:
+    """In chunks that read the pool: the same with the same precision, a little off with FP8."""
+    ids = list(range(100))
+    whole, same, coarse = (
+        perplexity.checkpoint_logits(TINY, "cpu", torch.float32, kv_dtype=dtype)(ids)
+        for dtype in (None, torch.float32, torch.float8_e4m3fn)
+    )
+    errors = [float((found - whole).norm() / whole.norm()) for found in (same, coarse)]
+    assert errors[0] < 1e-4 < errors[1] < 0.2
 
 
 # ---- the command
@@ -313,6 +329,7 @@ def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["--self-serve", "pair", "--checkpoint", "/nowhere"], "/nowhere: not a checkpoint folder"),
         (["--http", "somewhere"], "somewhere: not a URL"),
         (["--compare", "somewhere", "127.0.0.1:1"], "somewhere: not of the form HOST:PORT"),
+        (["--worker-set", "tp=2"], "--worker-set: no worker is started here"),
         (["matrix", "--num-items", "0"], "--num-items must be at least 1"),
         (["matrix", "--checkpoint", "/nowhere"], "/nowhere: not a checkpoint folder"),
     ],
@@ -321,6 +338,18 @@ def test_bad_usage_is_named(arguments: list[str], message: str) -> None:
     with pytest.raises(CommandError) as error:
         command.main(arguments)
     assert error.value.code == 2 and message in str(error.value)
+
+
+def test_settings_of_workers_that_are_started() -> None:
+    def systems(*arguments: str) -> list[System]:
+        return command.systems_of(command.parser().parse_args([*arguments, "--worker-set", "tp=2", "expert_tp=true"]))
+
+    settings = ("tp=2", "expert_tp=true")
+    assert systems("--model", str(TINY)) == [System(Kind.MODEL, str(TINY), worker_set=settings)]
+    assert systems("--compare", f"pair:{TINY}", f"transformers:{TINY}") == [
+        System(Kind.PAIR, str(TINY), worker_set=settings),
+        System(Kind.TRANSFORMERS, str(TINY)),
+    ]
 
 
 @pytest.mark.parametrize("arguments", [["--address", "127.0.0.1:9", "--model", "x"], ["--tasks", "nothing"]])
@@ -387,26 +416,85 @@ def test_an_address_needs_no_torch() -> None:
 
 
 def test_rows_of_the_matrix() -> None:
-    found = matrix.rows(str(TINY), str(TINY), 256, "cpu")
-    assert [row.system.kind for row in found] == [Kind.TRANSFORMERS, Kind.UNIFIED] + 5 * [Kind.PAIR]
-    assert [row.exact for row in found] == [True, True, True, False, True, True, True]
-    assert found[4].system.worker_set == ("limits.max_prefill_tokens=256",)
-    assert found[5].cached and found[6].system.worker_set == matrix.DRAFTS
+    """Everything that has a switch, and runs on a CPU, is a row."""
+    found = {row.name: row for row in matrix.rows(str(TINY), 256, "cpu")}
+    kinds = [row.system.kind for row in found.values()]
+    assert kinds == [Kind.TRANSFORMERS, Kind.UNIFIED] + 5 * [Kind.PAIR] + 7 * [Kind.MODEL] + 4 * [Kind.UNIFIED]
+    inexact = {"P → D FP8", "CPU FP8", "CPU INT8", "CPU INT8-BLOCK", "engine FP8 KV pool"}
+    assert {name for name, row in found.items() if not row.exact} == inexact
+    assert {name for name, row in found.items() if row.cached} == {"P → D cached prefixes", "unified host tier"}
+    assert {row.weights for row in found.values()} == {"", "fp8", "int8", "int8-block"}
+    switched = {name: " ".join(row.system.worker_set) for name, row in found.items() if row.system.worker_set}
+    assert switched == {
+        "P → D chunks of 256": "limits.max_prefill_tokens=256",
+        "P → D with drafts": "limits.draft_tokens=3",
+        "engine FP8 KV pool": "kv_dtype=float8_e4m3fn",
+        "engine without overlap": "limits.overlap=false",
+        "engine absorbed": "limits.max_prefill_tokens=256",
+        "engine expanded": "limits.max_prefill_tokens=256",
+        "unified host tier": "limits.num_pages=200 limits.host_cache_gib=0.5",
+        "unified tp=2": "tp=2",
+        "unified dp=2": "dp=2",
+        "unified tp=2 expert_tp=true": "tp=2 expert_tp=true",
+    }
+    for items in switched.values():
+        load_config(WorkerConfig, overrides=("role=unified", f"model={TINY}", *items.split()))
 
 
-def test_rows_of_the_matrix_on_a_gpu(tmp_path: Path) -> None:
+def test_chosen_rows_come_with_their_references() -> None:
+    plan = matrix.rows(str(TINY), 256, "cuda")
+    assert matrix.chosen(plan, ()) == plan
+    assert [row.name for row in matrix.chosen(plan, ["drafts"])] == ["CPU FP32", "P → D BF16 with drafts"]
+    assert [row.name for row in matrix.chosen(plan, ["DeepGEMM"])] == [
+        "CPU FP32",
+        "CPU FP8",
+        "engine dense in DeepGEMM",
+    ]
+
+
+def test_rows_of_the_matrix_on_a_gpu() -> None:
     """All of them on the GPU but the references, and together in its memory."""
-    (tmp_path / "config.json").touch()
-    fp32, fp8, *found = matrix.rows(str(TINY), str(tmp_path), 256, "cuda")
+    plan = matrix.rows(str(TINY), 256, "cuda")
+    fp32, *kept = plan[:4]
     assert fp32.system == System(Kind.MODEL, str(TINY))
-    assert fp8.system == System(Kind.MODEL, str(tmp_path), keep_fp8=True)
-    assert not fp8.accurate and not fp8.exact and all(row.accurate for row in found)
-    assert [row.against for row in found] == ["", fp8.name, "", fp8.name, ""]
-    assert [row.system.where for row in found] == [*2 * [str(TINY), str(tmp_path)], str(TINY)]
-    assert [row.system.kind for row in found] == 2 * [Kind.MODEL] + 3 * [Kind.PAIR]
+    assert [row.weights for row in kept] == list(matrix.FORMS)
+    for row in kept:
+        assert row.system.keep_quantised and row.system.device == "cpu" and not row.accurate and not row.exact
+    found = plan[4:]
+    assert all(row.accurate and not row.exact for row in found)
+    reference = {row.weights: row.name for row in kept} | {"": ""}
+    assert all(row.against == reference[row.weights] for row in found)
     assert all("cuda" in f"{row.system.device} {row.system}" for row in found)
     assert all(f"memory_fraction={matrix.GPU_PART}" in str(row.system) for row in found)
-    assert not any(row.exact for row in found) and 2 * matrix.GPU_PART < 0.8
+    assert 2 * matrix.GPU_PART < 0.8
+
+
+@pytest.mark.parametrize("name", matrix.KERNELS)
+def test_kernels_of_a_row_are_those_of_the_table(name: str) -> None:
+    for op, target in matrix.KERNELS[name]:
+        assert not target or target in [choice.target for choice in backend.TABLE[op]]
+
+
+async def test_a_row_in_this_process_has_its_form_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+
+    def absorbs(self: FormThresholds, q_lens: Sequence[int], seq_lens: Sequence[int]) -> bool:
+        seen.append(plain(self, q_lens, seq_lens))
+        return seen[-1]
+
+    plain = FormThresholds.absorbs
+    monkeypatch.setattr(FormThresholds, "absorbs", absorbs)
+    op = ("mla_prefill.plan", "")
+    job = replace(SUITE, num_items=1).jobs()["sort"]
+    answers = []
+    for form, expected in (("absorbed", True), ("expanded", False)):
+        seen.clear()
+        system = System(Kind.MODEL, str(TINY), worker_set=("limits.max_prefill_tokens=16",), form=form, kernels=(op,))
+        async with system.open(1) as one:
+            assert dict((op,)) == backend._forced
+            answers += await one.answer(job, lambda: None)
+        assert (True in seen) == expected and not backend._forced
+    assert answers[0] == answers[1]
 
 
 async def test_warmed_jobs_are_asked_twice_and_counted_once() -> None:
@@ -435,7 +523,8 @@ def test_checks_of_the_matrix(
 ) -> None:
     everything = {"transformers": Fake(), "unified": Fake(), "model": Fake(), **fakes}
     with systems(monkeypatch, **everything):
-        code = matrix.main(["--checkpoint", str(TINY), "--tasks", "addition", "--num-items", "10"])
+        arguments = ["--checkpoint", str(TINY), "--tasks", "addition", "--num-items", "10"]
+        code = matrix.main([*arguments, "--rows", "P → D", "unified BF16"])
     record = json.loads(capsys.readouterr().out)
     assert [check["what"] for check in record["results"]["checks"] if not check["passed"]] == failing
     assert code == int(bool(failing))
@@ -470,7 +559,7 @@ def test_checks_of_the_matrix_on_a_gpu(
     monkeypatch.setattr(matrix, "measure", measured)
     with systems(monkeypatch, model=Fake(), pair=Fake()):
         arguments = ["--checkpoint", str(TINY), "--tasks", "addition", "--num-items", "10", "--device", "cuda"]
-        code = matrix.main(arguments)
+        code = matrix.main([*arguments, "--rows", "CPU FP8", "engine BF16", "engine FP8", "P → D"])
     out, err = capsys.readouterr()
     results = json.loads(out)["results"]
     assert [(one["row"], one["what"]) for one in results["checks"] if not one["passed"]] == failing
@@ -479,6 +568,6 @@ def test_checks_of_the_matrix_on_a_gpu(
     assert (cost["a"], cost["b"], cost["identical"]) == ("CPU FP32", "CPU FP8", "CPU FP8" not in fakes)
     assert [(one["a"], one["b"]) for one in others] == [
         ("CPU FP32", "engine BF16"), ("CPU FP8", "engine FP8"), ("CPU FP32", "P → D BF16"), ("CPU FP8", "P → D FP8"),
-        ("CPU FP32", "P → D BF16 with drafts"),
+        ("CPU FP32", "P → D BF16 with drafts"), ("CPU FP32", "engine FP8 KV pool"),
     ]  # fmt: skip
     assert "/10 CPU FP8" in err and "/10 CPU FP32" not in err

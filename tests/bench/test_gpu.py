@@ -73,6 +73,12 @@ def test_every_stage_runs_whatever_became_of_those_before(tmp_path: Path, module
     assert "there is no device" in (tmp_path / "out" / "fails.log").read_text()
 
 
+def test_a_stage_keeps_what_gpus_did_meanwhile(tmp_path: Path, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "busiest_gpus", lambda: contextlib.nullcontext([{"index": 0, "power_w": 690.0}]))
+    stages.run_one(Stage("talks", module("talks", TALKS), 60), tmp_path, 60)
+    assert json.loads((tmp_path / "talks.json").read_text())["gpus"] == [{"index": 0, "power_w": 690.0}]
+
+
 async def test_a_stage_ends_at_its_limit_with_all_that_it_started(tmp_path: Path, module: Any) -> None:
     (found,) = stages.run([Stage("hangs", module("hangs", HANGS), 6)], tmp_path, 100, quiet())
     assert not found.passed and found.result.startswith("stopped at its limit of 6 s; ")
@@ -132,8 +138,7 @@ def test_each_command_line_is_understood(command: str, monkeypatch: pytest.Monke
 def test_small_stages_are_those_of_a_gpu() -> None:
     names = [stage.name for stage in gpu.STAGES]
     assert len(set(names)) == len(names) and set(gpu.SMALL) <= set(names)
-    tuners = {path.stem.replace("_", "-") for path in (stages.ROOT / "bench/millrace_bench/kernels").glob("tune*.py")}
-    assert set(names) - set(gpu.SMALL) == {"startup-v3", *tuners - {"tune-jobs"}}, "a stage for each tuner"
+    assert set(names) - set(gpu.SMALL) == {"startup-v3", "tune"}
 
 
 def test_a_real_stage_through_the_command(tmp_path: Path) -> None:
@@ -211,6 +216,18 @@ FIGURES = {
     "handover": (
         {"transfer_ms": {"p50": 3.34}, "handover_ms": {"p50": 4.0}, "equal_to_unified": 8, "prompts": 8},
         "transfer 3.34 ms, hand-over 4.00 ms, 8 of 8 equal to unified",
+    ),
+    "absorb": (
+        {
+            "rows": [
+                {"op": "mla_absorb.absorb_q", "shape": "T=1 H=16", "impl": "in use", "us": 3.0},
+                {"op": "mla_absorb.absorb_q", "shape": "T=1 H=128", "impl": "in use", "us": 6.9},
+                {"op": "mla_absorb.absorb_q", "shape": "T=1 H=128", "impl": "fp8 grouped", "us": 12.34},
+                {"op": "mla_absorb.absorb_q", "shape": "T=1 H=128", "impl": "fp8 batched", "us": 1.0, "error": "no"},
+                {"op": "mla_absorb.project_v", "shape": "T=1 H=128", "impl": "in use", "us": 7.5},
+            ]
+        },
+        "5 rows, 1 with an error; T=1 in use 6.9, fp8 grouped 12.3 us",
     ),
     "moe": (
         {

@@ -4,29 +4,45 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import types
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import millrace_bench.kernels.__main__ as kernels_main
 import pytest
 import torch
-from millrace_bench.kernels import tune, tune_attention, tune_jobs, tune_mid, tune_moe, tune_rows, tuning
+from millrace_bench.kernels import case as case_module
+from millrace_bench.kernels import (
+    dense,
+    tune,
+    tune_attention,
+    tune_few,
+    tune_mid,
+    tune_moe,
+    tune_rows,
+    tuned_file,
+    tuning,
+)
 from millrace_bench.kernels.attention_inputs import Draw
 from millrace_bench.kernels.case import Call, Case, candidates
 from millrace_bench.kernels.driver import Row, as_dict, floor_us, line, measure, num_sets
 from millrace_bench.kernels.moe import TP8_SHARED, Rank, draw_weights
 from millrace_bench.kernels.numeric import FP8_EXPERTS_TOLERANCE
 from millrace_bench.kernels.shapes import TINY
-from millrace_bench.kernels.tune_jobs import Experts, Linear
-from millrace_kernels import backend
+from millrace_bench.kernels.tune_few import Experts, Linear
+from millrace_bench.kernels.tuned_file import Entry
+from millrace_bench.kernels.tuning import Clock, Found
+from millrace_kernels import backend, tuned
 from millrace_kernels.backend import Choice
-from millrace_kernels.fp8 import BLOCK
+from millrace_kernels.fp8 import BLOCK, Fp8, fp8_linear
+from millrace_kernels.gpu import Gpu
 from millrace_kernels.moe_experts import reference_experts
-from millrace_kernels.triton import mla_absorb, mla_decode, quant, small_linear
+from millrace_kernels.triton import mla_absorb, mla_decode, moe_grouped, quant, small_linear
+from millrace_kernels.triton.gemv import Gemv
 from millrace_kernels.triton.moe_grouped import Launch
 from millrace_testing import triton_interpreter
 from torch import Tensor
@@ -108,8 +124,24 @@ def test_two_candidates_of_a_module_are_two_rows(monkeypatch: pytest.MonkeyPatch
     ]  # fmt: skip
 
 
+def test_what_is_compared_is_timed_only_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def product(x: Fp8, weight: Fp8, out_dtype: torch.dtype) -> str:
+        return os.environ.get("TRTLLM_DG_ENABLED", "unset")
+
+    rows = (Choice("millrace_kernels.triton.a:a"), Choice("millrace_kernels.lib.flashinfer_gemm:b", status="compared"))
+    monkeypatch.setattr(backend, "choices", lambda op, device: rows)
+    monkeypatch.setattr(dense, "fp8_linear", product)
+    monkeypatch.setattr(case_module, "forced", lambda op, target, call: call())
+    names = [list(dense.of_product(64, dense.TINY[0], CPU, compared).make()) for compared in (False, True)]
+    assert names == [
+        ["triton.a", "bf16 weight"], ["triton.a", "lib.flashinfer_gemm", "flashinfer cutlass", "bf16 weight"]
+    ]  # fmt: skip
+    calls = dense.of_product(64, dense.TINY[0], CPU, compared=True).make()
+    assert (calls["lib.flashinfer_gemm"](), calls["flashinfer cutlass"]()) == ("unset", "0")
+
+
 def test_tuning_offers_configurations_of_every_shape() -> None:
-    wanted = list(tune.jobs())
+    wanted = list(tune_few.jobs())
     assert len(set(wanted)) == len(wanted) > 26
     for job in wanted:
         options = job.options()
@@ -125,17 +157,17 @@ def test_tuning_measures_what_gives_the_right_result(
 ) -> None:
     triton_interpreter.install()
     small = replace(TP8_SHARED, dims=replace(TINY, top_k=2), held=TINY.experts + 1, size=128)
-    monkeypatch.setattr(tune_jobs, "TP8_SHARED", small)
-    for module in (tune, tune_jobs):
-        monkeypatch.setattr(module, "CUDA", CPU)
+    monkeypatch.setattr(tune_few, "TP8_SHARED", small)
+    monkeypatch.setattr(tune_few, "CUDA", CPU)
     monkeypatch.setattr(tuning, "time_us", lambda calls, *_: float(len(calls[-1]())))
-    monkeypatch.setattr(tune_jobs, "MOST_SETS", 2)
+    monkeypatch.setattr(tune_few, "MOST_SETS", 2)
     for job in (Linear(1, 256, 512), Linear(4, 128, 384), Experts(1, True), Experts(4, False)):
         few = job.options()[:2]
         with monkeypatch.context() as patch:
             patch.setattr(type(job), "options", lambda self, few=few: few)
-            times = tune.tune(job, {job.key(option) for option in few}, lambda: False)
-            assert list(times) == few and tune.row(job, times)["used"] == repr(few[0])
+            found = job.measure({key for key, _ in job.tasks()}, Clock(60.0))
+            assert found is not None and found.row["used"] == repr(few[0])
+            assert [name for name, *_ in found.row["us_and_tb_per_s"]] == [repr(option) for option in few]
     assert "TB/s" in capsys.readouterr().out
 
 
@@ -155,20 +187,117 @@ def test_options_that_fail_or_give_a_wrong_result_are_left_out(capsys: pytest.Ca
     assert "op: 3.0: RuntimeError: too much shared memory" in said
 
 
-def test_a_run_of_a_tuner_writes_what_the_time_reached(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def row(job: str) -> tuning.Row | None:
-        if job == "broken":
-            raise RuntimeError("out of memory")
-        if job == "slow":
-            args.seconds = -1.0
-        return {"job": job} if job != "empty" else None
+@dataclass
+class Fake:
+    """A job without a GPU."""
 
-    args = tuning.parser("Tune.", 60.0).parse_args(["--out", str(tmp_path / "rows.json")])
-    run = tuning.Run("tune", args)
-    run.measure(["first", "broken", "empty", "slow", "late"], row)
-    assert json.loads((tmp_path / "rows.json").read_text())["results"]["rows"] == [{"job": "first"}, {"job": "slow"}]
+    name: str
+    found: Found | None = None
+    ends: Clock | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+    def tasks(self) -> Iterator[tuple[Hashable, Call]]:
+        yield from ()
+
+    def measure(self, ready: set[Hashable], clock: Clock) -> Found | None:
+        if self.name == "broken":
+            raise RuntimeError("out of memory")
+        if self.ends:
+            self.ends.seconds = -1.0
+        return self.found
+
+
+def test_a_run_keeps_what_the_time_reached(capsys: pytest.CaptureFixture[str]) -> None:
+    first, slow, clock, kept = Found({"job": "first"}), Found({"job": "slow"}), Clock(60.0), list[Found]()
+    jobs = [Fake("first", first), Fake("broken"), Fake("empty"), Fake("slow", slow, clock), Fake("late", first)]
+    tuning.run(jobs, clock, 1, kept.append)
+    assert kept == [first, slow]
     said = capsys.readouterr().out
-    assert "broken: RuntimeError: out of memory" in said and "no time left for late" in said and run.is_over
+    assert "broken: RuntimeError: out of memory" in said and "no time left for late" in said and clock.is_over
+
+
+H20 = Gpu("NVIDIA H20", "sm90", 78)
+
+
+@pytest.fixture
+def fake_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kind of three jobs "fake", that measure nothing, on an H20."""
+    found = [Found({"job": n}, (Entry("small_linear", (n, 1, 1), Gemv(n, 512, 1), float(n)),)) for n in (1, 2, 3)]
+    module = types.ModuleType("millrace_bench.kernels.tune_fake")
+    module.jobs = lambda: [Fake(f"job {one.row['job']}", one) for one in found]  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(tune, "KINDS", {"fake": "tune_fake"})
+    monkeypatch.setattr(tune, "gpu", lambda: H20)
+
+
+def test_the_tuner_writes_the_file_of_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_kind: None) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    arguments = ["tune", "--all", "--match", "job", "--folder", str(tmp_path / "new"), "--out", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", arguments)
+    tune.main()
+    file = tuned.read(tuned_file.path_of(H20, tmp_path / "new"))
+    rows = {tuple(row["key"]): row for row in file.tables["small_linear"]}
+    assert file.gpu == H20 and rows[2, 1, 1]["config"] == Gemv(2, 512, 1)._asdict() and rows[3, 1, 1]["us"] == 3.0
+    assert rows[1, 2112, 7168]["from"] == "NVIDIA H200", "what held before still does, and says from where"
+    assert len(json.loads((tmp_path / "out").read_text())["results"]["rows"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "gpus", "message"),
+    [([], 1, "name kinds of kernels"), (["all"], 1, "out of few, mid"), (["few"], 0, "no GPU is visible")],
+)
+def test_a_tuner_without_work_says_so(
+    arguments: list[str], gpus: int, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(sys, "argv", ["tune", *arguments])
+    with pytest.raises(SystemExit):
+        tune.main()
+    assert message in capsys.readouterr().err
+
+
+def test_gpus_share_the_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_kind: None) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(tune, "over_gpus", lambda task, gpus: [task(index) for index in range(gpus)])
+    monkeypatch.setattr(sys, "argv", ["tune", "fake", "--folder", str(tmp_path)])
+    shares = [tune.share(["fake"], "", 60.0, index, 2)[1] for index in range(2)]
+    assert [[one.row["job"] for one in found] for found in shares] == [[1, 3], [2]]
+    tune.main()
+    keys = [row["key"] for row in tuned.read(tuned_file.path_of(H20, tmp_path)).tables["small_linear"]]
+    assert [key for key in keys if key[1:] == [1, 1]] == [[1, 1, 1], [2, 1, 1], [3, 1, 1]]
+
+
+@pytest.mark.long
+def test_every_gpu_has_a_task_of_its_own() -> None:
+    def which(index: int) -> tuple[int, list[int]]:
+        import ray
+
+        return index, ray.get_gpu_ids()
+
+    found = tune.over_gpus(which, 2)
+    assert [index for index, _ in found] == [0, 1] and all(len(ids) == 1 for _, ids in found)
+
+
+def test_attention_fills_its_tables() -> None:
+    task = next(task for task in tune_attention.tasks(Draw(dtype=torch.bfloat16)) if task.key == (128, 16))
+    none, *tiles = task.options
+    times = {str(none): 9.0, **{str(option): 10.0 + n for n, option in enumerate(tiles)}}
+    winner = next(option for option in tiles[3:] if option["fp8"])
+    fp8, bf16 = tune_attention.entries(task, times | {str(winner): 5.0})
+    assert (fp8.table, fp8.key, fp8.config, fp8.us) == ("absorb_q", (128, 16, 1), winner["tile"], 5.0)
+    assert fp8.others_us == {"cublas": 9.0} and (bf16.key, bf16.config) == ((128, 16, 2), None)
+
+
+def test_experts_fill_one_row_for_each_expected_number_of_rows() -> None:
+    config, found = moe_grouped.Config(16, Launch(4, 3), Launch(4, 3)), dict[Any, Entry]()
+    for job in tune_moe.jobs():
+        for entry in tune_moe.entries_of(job, config, float(job.num), {}):
+            assert entry.key not in found
+            found[entry.key] = entry
+    assert (found[1, 257, 256].us, found[1, 256, 256].copy_of) == (32.0, (1, 257, 256))
+    assert found[32, 33, 2048].us == 128.0 and found[32, 32, 2048].us == 1024.0
 
 
 def test_attention_is_tuned_against_what_is_in_use() -> None:
@@ -195,6 +324,24 @@ def test_products_are_cut_so_that_every_part_has_work_and_every_sm_too(num: int,
         assert config.stages * (config.block_m + config.block_n) * 128 < 220_000, "more than an SM's shared memory"
     programs = [-(-num // c.block_m) * -(-n // c.block_n) * c.splits for c in found]
     assert max(programs) >= 132 or k < 2048
+
+
+def test_products_are_tuned_beside_deep_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
+    def library(x: Fp8, weight: Fp8, out_dtype: torch.dtype) -> Tensor:
+        return fp8_linear(x, weight, out_dtype)
+
+    triton_interpreter.install()
+    ours, us = tune_mid.Config(32, 64, 1, 4, 2), iter((30.0, 20.0, 10.0))
+    monkeypatch.setattr(tune_mid, "CUDA", CPU)
+    monkeypatch.setattr(tune_mid, "COLD_BYTES", 0)
+    monkeypatch.setattr(tune_mid, "STEP", 2)
+    monkeypatch.setattr(tune_mid, "candidates", lambda *shape: [ours, ours._replace(stages=3)])
+    monkeypatch.setattr(tune_mid.deep_gemm, "fp8_linear", library)
+    monkeypatch.setattr(tuning, "time_us", lambda calls, *_: (calls[0](), next(us))[1])
+    job = tune_mid.Product(32, 128, 256)
+    row, (entry,) = job.measure({key for key, _ in job.tasks()}, Clock(60.0))
+    assert (entry.table, entry.key, entry.config) == ("fp8_linear", (32, 128, 256), ours._replace(stages=3))
+    assert entry.us == 5.0 and entry.others_us == {"deep_gemm": 15.0} and len(row["times"]) == 2
 
 
 class Products(types.ModuleType):
@@ -227,13 +374,13 @@ def test_the_experts_are_tuned_launch_by_launch(
     routings = [rank.choose(3, CPU, generator, 0.0) for _ in range(2)]
     plans = tune_moe.Plans(job, routings, *draw_weights(rank.held, rank.dims.hidden, rank.size, CPU))
     times = tune_moe.tune(plans, set(job.kernels()), lambda: False)
-    row = tune_moe.report(job, times)
+    row = tune_moe.report(job, times).row
     assert len(row["up"]) == len(row["down"]) == 2, capsys.readouterr().out
     assert [name for name, us in row["op"]] == ["packed", "grouped, in use", "small", str(next(reversed(times["op"])))]
-    assert f"slower: (1, {rank.held}, 128): Config(block_m=32" in capsys.readouterr().out
+    assert "slower: 1.0 us with Config(block_m=32" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("job", tune_moe.jobs([rank.name for rank in tune_moe.SIZES]), ids=str)
+@pytest.mark.parametrize("job", tune_moe.jobs(), ids=str)
 def test_every_size_has_configurations_of_both_operand_orders(job: tune_moe.Job) -> None:
     kernels = list(job.kernels())
     assert len(kernels) == len(set(kernels))

@@ -17,7 +17,7 @@ def record_of(bench: str, *arguments: str) -> dict[str, Any]:
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr
     record = json.loads(result.stdout.splitlines()[-1])
-    assert list(record) == ["bench", "config", "results", "hardware", "versions", "command", "time"]
+    assert list(record) == ["bench", "config", "results", "hardware", "gpus", "versions", "command", "time"]
     assert record["bench"] == bench and record["hardware"] and record["versions"]["python"]
     assert record["command"].endswith(" ".join([f"-m millrace_bench.{bench}", *arguments]))
     return record

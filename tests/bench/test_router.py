@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from millrace_bench.router import run, scaling
+from millrace_bench.router import TICK, run, scaling
 from millrace_bench.router_system import Settings
 
 
@@ -16,6 +16,7 @@ def test_a_small_run(api: str) -> None:
     assert found["tokens_per_s"] > 0 and found["requests_per_s"] > 0
     assert 0 < found["token_latency_ms"]["p50"] < 30_000
     assert found["ttft_ms"]["p50"] > 0 and found["direct_ms"]["p50"] > 0
+    assert 0 < found["tokens_per_s_per_core"] <= 80 / TICK and found["router_us_per_request"] > 0
     assert found["limit"].split(":")[0] in ("the load", "the routers", "the machine")
 
 

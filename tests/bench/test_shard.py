@@ -28,8 +28,16 @@ def test_every_choice_lands_on_this_rank() -> None:
     assert held.slots(torch.tensor([[0, 5, 14, -1]], dtype=torch.int32)).tolist() == [[0, 1, 0, -1]]
 
 
+def test_the_last_layer_is_that_of_an_engine_with_an_exchange() -> None:
+    """Only a replica that is alone may leave out rows that are not sampled."""
+    tp8, ep8 = (build(SHARDS[name], 2, CPU, v3.TINY).layers[-1] for name in ("tp8", "ep8"))
+    assert tp8.sampled_only and not ep8.sampled_only
+
+
 def test_kernels_by_kind() -> None:
     assert kind_of("sm90_fp8_gemm_1d2d_impl<...>") == "fp8 gemm"
+    assert kind_of("void deep_gemm::sm90_fp8_gemm_1d2d_impl<(cute::UMMA::Major)0, cutlass::gemm") == "fp8 gemm"
+    assert kind_of("combine_kernel") == kind_of("dispatch_kernel") == "exchange"
     assert kind_of("_add_rms_norm_kernel") == "norm"
     assert kind_of("nvjet_sm90_tst_256x128_64x4_2x1_v_bz_coopA_NNT") == "bf16 gemm"
     assert kind_of("_combine_kernel") == kind_of("_route_few_kernel") == "experts, our kernels"

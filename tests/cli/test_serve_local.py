@@ -92,7 +92,7 @@ def test_shows_addresses_and_stops_cleanly(start, wait_gone, number: signal.Sign
 def test_the_router_is_told_its_ports(start) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         free = server.getsockname()[1]
-    running = start(f"admin_http_port={free}")
+    running = start(f"ports={{'admin_http': {free}}}")
     running.wait_for("Ctrl-C stops everything.")
     assert f", http://127.0.0.1:{free}\n" in running.output
 
@@ -142,7 +142,7 @@ def test_taken_port_is_replaced_with_a_notice(start) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert usable_port(port) == 0
-        running = start(f"grpc_port={port}")
+        running = start(f"ports={{'grpc': {port}}}")
         running.wait_for("Ctrl-C stops everything.")
         assert f"port {port} is taken" in running.output
     assert usable_port(port) == port

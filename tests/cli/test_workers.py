@@ -19,6 +19,20 @@ from millrace_cli import workers
 )
 def test_drafts_of_all_replicas(replicas: list[dict[str, object]], shown: tuple[str, str]) -> None:
     load = worker_pb2.LoadSnapshot(replicas=[worker_pb2.ReplicaLoad(**replica) for replica in replicas])
-    cells = workers.row(admin_pb2.WorkerStatus(address="d:1", reachable=True, load=load))
-    by_column = dict(zip(workers.COLUMNS, cells, strict=True))
+    by_column = workers.row(admin_pb2.WorkerStatus(address="d:1", reachable=True, load=load))
     assert (by_column["drafts accepted"], by_column["accept length"]) == shown
+
+
+@pytest.mark.parametrize(
+    ("replica", "shown"),
+    [
+        ({"running": 2}, ""),
+        ({"expert_imbalance": [1.5, 1.25]}, "1.38, worst 1.50"),
+        ({"expert_imbalance": [1.5, 1.25], "experts_moved_at": 940.0}, "1.38, worst 1.50, moved 60 s ago"),
+    ],
+)
+def test_balance_of_experts(replica: dict[str, object], shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers.time, "time", lambda: 1000.0)
+    load = worker_pb2.LoadSnapshot(replicas=[worker_pb2.ReplicaLoad(**replica)] * 2)
+    by_column = workers.row(admin_pb2.WorkerStatus(address="d:1", reachable=True, load=load))
+    assert by_column["expert imbalance"] == shown

@@ -34,12 +34,10 @@ def used(tree: ast.Module) -> Iterator[str]:
         for alias in node.names
     }
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and is_metrics(node.value):
-            if not (isinstance(node.value, ast.Name) and node.value.id in modules):
-                yield node.attr
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Count":
-            assert isinstance(node.args[0], ast.Constant)
-            yield node.args[0].value  # flow.py names the counter; generation.py counts it
+        if not isinstance(node, ast.Attribute) or not is_metrics(node.value):
+            continue
+        if not (isinstance(node.value, ast.Name) and node.value.id in modules):
+            yield node.attr
 
 
 def test_every_metric_that_is_used_is_in_the_catalogue_and_the_other_way_round() -> None:

@@ -51,14 +51,6 @@ def workers(role: str, discovered: int, routable: int) -> Series:
     return {f'millrace_workers{{{POD},role="{role}",state="{state}"}}': f"{n}x150" for state, n in states.items()}
 
 
-def steps(values: str) -> Series:
-    return {f'millrace_engine_total{{{POD},component="decode",replica="0",what="steps"}}': values}
-
-
-def running(values: str) -> Series:
-    return {f'millrace_sequences{{{POD},component="decode",replica="0",doing="running"}}': values}
-
-
 def gpu(name: str, values: str, labels: str = GPU) -> Series:
     return {f"DCGM_FI_DEV_{name}{{{labels}}}": values}
 
@@ -162,13 +154,6 @@ PROCESSES = {
         {READY: " ".join(["0x11 _x4"] * 9)}, {READY: "0x55 1x95"}, at="2h", why="a start that takes 55 minutes"
     ),
     "Restarts": Case({STARTED: LOADS_AND_DIES}, {STARTED: "1x70 2x80"}, at="2h", why="one restart"),
-    "RankHangs": Case(
-        {**running("3x80"), **steps("0+40x60 2400x20")},
-        {**running("3x60 0x20"), **steps("0+40x60 2400x20")},
-        at="20m",
-        interval="15s",
-        why="it stands still because it has nothing to do",
-    ),
     "MetricsMissing": Case(workers("decode", 1, 1), {READY: "1x40"}),
     "DiscoveryStale": Case(
         {

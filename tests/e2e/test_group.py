@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import signal
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 READY_S = 60.0  # since the name was published: 16 on two idle cores, 43 on busy ones
 START_S = 150.0  # until Ray runs in a pod, which nobody waits for
 SOON_S = 30.0
+NOTICED_S = 4.0  # at most three health checks of 0.9 s; the rest is for a busy machine
 TOKENS = 150
 SIM = "workers.group.config.engine=sim"
 
@@ -99,6 +101,18 @@ async def test_the_leader_ends_when_a_follower_is_lost(tmp_path: Path) -> None:
         lost = rf"rank \d ended \(on {group.follower.ip}: Actor(Died|Unavailable)Error: "
         assert group.leader.says(lost), group.logs()
         assert await group.follower.ended(SOON_S) != 0
+
+
+async def test_a_host_that_is_cut_off_is_noticed_in_three_seconds(tmp_path: Path) -> None:
+    async with Group(tmp_path, SIM) as group:
+        group.publish()
+        await group.ready(READY_S)
+        begin = time.monotonic()
+        group.cut()
+        ended = rf"ended \(on {group.follower.ip}: ActorDiedError: "  # by Ray, or by the pulses that do not come
+        await group.until(group.leader, rf"rank \d ({ended}|hangs: no sign of its process)", SOON_S)
+        assert time.monotonic() - begin < NOTICED_S, group.logs()
+        assert await group.leader.ended(SOON_S) == 1
 
 
 async def test_a_follower_ends_when_the_leader_is_lost(tmp_path: Path) -> None:

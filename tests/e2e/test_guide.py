@@ -35,7 +35,9 @@ async def shell(command: str, folder: Path) -> tuple[int, str]:
 
 async def test_every_command_is_answered(tmp_path: Path) -> None:
     port = free_port()
-    spec = ClusterSpec(engine="sim", admin_http_port=port, worker_set=(f"profile_dir={tmp_path}", "served_name=tiny"))
+    spec = ClusterSpec(
+        engine="sim", ports={"admin_http": port}, worker_set=(f"profile_dir={tmp_path}", "served_name=tiny")
+    )
     async with LocalCluster(spec) as cluster:
         ask = f"curl -si {cluster.http_url}/v1/completions -H 'Content-Type: application/json'"
         _, answer = await shell(f'{ask} -d \'{{"model": "tiny", "prompt": "a", "max_tokens": 2}}\'', tmp_path)
@@ -58,7 +60,7 @@ async def test_the_names_in_a_certificate_are_those_that_the_guide_uses(tmp_path
     authority, port = Authority(), free_port()
     files = authority.tls(tmp_path, *names, require_client_cert=True, server_name="localhost")
     (command,) = re.findall(r"`(curl --cacert [^`]*:8001/)…`", re.sub(r"\s+", " ", GUIDE))
-    spec = ClusterSpec(engine="sim", admin_http_port=port, tls=Tls.model_validate(files))
+    spec = ClusterSpec(engine="sim", ports={"admin_http": port}, tls=Tls.model_validate(files))
     async with LocalCluster(spec) as cluster:
         code, output = await shell(f"{command.replace(':8001', f':{port}')}workers --fail-with-body -s", tmp_path)
         assert code == 0 and "ROLE_DECODE" in output, output

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 import torch
-from millrace_bench.checkpoint.export_fp8 import export
+from millrace_bench.checkpoint.export_quantised import export
 from millrace_bench.tasks import TASKS
 from millrace_cli.cluster import ClusterSpec, LocalCluster
 from millrace_router.text.tokenizer import Tokenizer

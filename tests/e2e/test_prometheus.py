@@ -12,7 +12,6 @@ import contextlib
 import functools
 import itertools
 import json
-import os
 import random
 import signal
 import sys
@@ -43,7 +42,6 @@ THRESHOLDS = Thresholds(
     window="8s",
     long_window="2m",
     restart_window="2m",
-    hang_window="8s",
     patience="0s",
     ttft=1.0,
     gc_pause=0.025,
@@ -59,7 +57,6 @@ OF_TIME = {
     "GcPauses",
     "EventLoopLags",
     "LeasesExpire",
-    "RankHangs",
 }
 NOT_INFLICTED = {
     "RetryBudgetEmpty": "the budget is larger than what fails here",
@@ -78,6 +75,7 @@ MAY_BE_EMPTY = {
     "Messages for unknown attempts": "no message was late",
     "Stale messages": "no message was late",
     **dict.fromkeys(("Accepted by place", "Drafts verified", "Drafts accepted by pair", "Accept length"), "no drafts"),
+    **dict.fromkeys(("Pages on their way back", "Loans without pages"), "routers name no lender with this policy"),
     "Ejections": "nobody is far off the others where there is one of each role",
 }
 
@@ -180,7 +178,12 @@ async def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
         command=command,
         log_dir=tmp_path / "logs",
         # A worker warms up with prompts of a whole step: small ones save seconds.
-        worker_set=("limits.max_prefill_tokens=512", "timeouts.lease=1.5", "timeouts.max_lease=1.5"),
+        worker_set=(
+            "limits.max_prefill_tokens=512",
+            "limits.host_cache_gib=0.05",
+            f"limits.disk_cache={tmp_path / 'kv'}",
+            "timeouts.lease=0.15",
+        ),
         router_set=(
             f"api_keys={keys}",
             f"metrics=127.0.0.1:{free_port()}",  # the same after a restart, as in a pod
@@ -201,7 +204,7 @@ async def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
 async def test_panels_and_alerts(system: System) -> None:
     async with system.clients(4):
         fired = await healthy(system)
-        for inflict in (transfers_fail, files_break, collector_pauses, workers_stall, rank_hangs):
+        for inflict in (transfers_fail, files_break, collector_pauses, workers_stall):
             fired |= await inflict(system)
         await panels_have_data(system.prometheus)
         for inflict in (prefill_goes_idle, workers_die, router_restarts):
@@ -294,33 +297,6 @@ async def workers_stall(system: System) -> set[str]:
     decode, prefill = (functools.partial(system.stop_for_a_while, name) for name in ("decode-0", "prefill-0"))
     fired = await system.until_fired({"LeasesExpire", "TokensSlow", "EventLoopLags"}, decode)
     return fired | await system.until_fired({"FirstTokenSlow"}, prefill)
-
-
-async def rank_hangs(system: System) -> set[str]:
-    """The decode worker's only one. Its frontend goes on and says what it last heard: with long answers that something
-    runs.
-    """
-    (rank,) = ranks_of(system.cluster.pid("decode-0"))
-
-    async def hang() -> None:
-        os.kill(rank, signal.SIGSTOP)
-        try:
-            await asyncio.sleep(12.0)  # longer than THRESHOLDS.hang_window, and nobody ends it yet
-        finally:
-            os.kill(rank, signal.SIGCONT)
-        await asyncio.sleep(2.0)
-
-    system.tokens = 200
-    await asyncio.sleep(2.0)
-    fired = await system.until_fired({"RankHangs"}, hang)
-    system.tokens = 12
-    return fired
-
-
-def ranks_of(pid: int) -> list[int]:
-    """Children of a worker that run an engine; multiprocessing has a helper beside them."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
 async def prefill_goes_idle(system: System) -> set[str]:

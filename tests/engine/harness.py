@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Sequence as Tokens
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
+from engine.sequence_check import check_sequence
 from millrace_common.page_hash import page_hashes
-from millrace_serve.engine.config import EngineConfig, Role
+from millrace_serve.engine.config import GIB, EngineConfig, Role
 from millrace_serve.engine.core import (
     EngineInput,
     Events,
@@ -25,30 +27,62 @@ from millrace_serve.engine.core import (
 )
 from millrace_serve.engine.engine import Engine
 from millrace_serve.engine.grammar.grammars import Grammars
-from millrace_serve.engine.sim.factory import build_sim_engine
+from millrace_serve.engine.sim.factory import build_sim_engine, sim_layout
 from millrace_serve.engine.sim.runner import SimSettings
-from millrace_serve.engine.step.lockstep import AllGather, State
+from millrace_serve.engine.step.lockstep import Lockstep
+from millrace_serve.engine.step.replicas import State
 from millrace_testing.oracle import oracle_outputs
 
 TINY = {"num_pages": 14, "page_size": 4, "max_model_len": 32, "max_running": 3, "max_waiting": 50}
 SETTINGS = SimSettings(vocab_size=200, page_kv_bytes=8, eos_lengths=(2, 12))
 
 
-class FakeGather:
-    """An all-gather among threads."""
+class FakeReplicas:
+    """Replicas in threads that meet in every step, also in those in which none has work."""
 
     def __init__(self, size: int) -> None:
-        self._barrier, self._values = threading.Barrier(size, timeout=20), [(0, 0, 0, 0)] * size
+        self._barrier, self._values = threading.Barrier(size, timeout=20), [State()] * size
 
-    def of(self, rank: int) -> AllGather:
-        def all_gather(mine: State) -> list[State]:
-            self._values[rank] = mine
-            self._barrier.wait()
-            values = list(self._values)
-            self._barrier.wait()
-            return values
+    def of(self, index: int) -> FakeReplica:
+        return FakeReplica(index, self._barrier, self._values)
 
-        return all_gather
+
+@dataclass
+class FakeReplica:
+    index: int
+    barrier: threading.Barrier
+    values: list[State]
+    fds: Sequence[int] = ()
+
+    def called(self) -> bool:
+        return True
+
+    def all_gather(self, mine: State, *, ring: bool) -> list[State]:
+        self.values[self.index] = mine
+        self.barrier.wait()
+        values = list(self.values)
+        self.barrier.wait()
+        return values
+
+
+def eager(lockstep: Lockstep) -> Lockstep:
+    """It meets in every step, so that all replicas count the same steps."""
+    if lockstep._replicas is not None:
+        lockstep._replicas.called = lambda: True  # type: ignore[method-assign]
+    return lockstep
+
+
+class FakeRing:
+    """Between a leader and its followers, one after the other in one thread."""
+
+    def __init__(self) -> None:
+        self._sent: list[bytes] = []
+
+    def send(self, data: bytes | bytearray) -> None:
+        self._sent.append(bytes(data))
+
+    def receive(self) -> bytes:
+        return self._sent.pop(0)
 
 
 class Clock:
@@ -62,10 +96,19 @@ class Driver:
     """Collects the Events of a simulated engine and holds them against the oracle."""
 
     def __init__(
-        self, role: Role, settings: SimSettings = SETTINGS, grammars: Grammars | None = None, **config: object
+        self,
+        role: Role,
+        settings: SimSettings = SETTINGS,
+        grammars: Grammars | None = None,
+        host_pages: int = 0,
+        **config: object,
     ) -> None:
+        """`host_pages`: copies that the host tier has room for."""
         self.clock = Clock()
         self.config = EngineConfig.model_validate({**TINY, "max_prefill_tokens": 6, "poison": True, **config})
+        if host_pages:
+            gib = host_pages * sim_layout(self.config, settings).page_bytes / GIB
+            self.config = self.config.model_copy(update={"host_cache_gib": gib})
         self.settings = settings
         self.engine: Engine = build_sim_engine(self.config, role, settings, clock=self.clock, grammars=grammars)
         self.scheduler = self.engine._scheduler
@@ -76,6 +119,7 @@ class Driver:
         self.finish: dict[RequestId, SequenceOutput] = {}
         self.parts: dict[RequestId, list[KvPart]] = {}
         self.reserved: dict[RequestId, KvReserved] = {}
+        self.lent: dict[RequestId, KvPart] = {}  # answers to Lend
         self.arrived: dict[RequestId, int] = {}  # first tokens that the other worker sampled
 
     def submit(self, request: Request) -> None:
@@ -91,6 +135,9 @@ class Driver:
         for output in events.outputs:
             self._take(output)
         for part in events.parts:
+            if part.id.room == 0:
+                self.lent[part.id] = part
+                continue
             parts = self.parts.setdefault(part.id, [])
             assert not (parts and parts[-1].last), f"a part of {part.id} after the last one"
             assert part.first_page == sum(len(p.page_ids) for p in parts)
@@ -103,12 +150,16 @@ class Driver:
         return events
 
     def run(self, max_steps: int = 1000) -> int:
-        """Step until nothing is left to do; returns the number of steps."""
+        """Step until nothing is left to do or to copy; returns the number of steps."""
         for count in range(max_steps):
-            if not self.engine.has_work():
+            if not self.engine.has_work() and not self.copying():
                 return count
             self.step()
         raise AssertionError(f"still working after {max_steps} steps: {self.engine.load()}")
+
+    def copying(self) -> bool:
+        """Whether copies between the device and the host tier will end."""
+        return bool(self.scheduler.host._under_way)
 
     def expected(self, id: RequestId) -> list[int]:
         request = self.requests[id]
@@ -133,27 +184,28 @@ class Driver:
         """No page belongs to two sequences unless it is a shared, complete one; nothing that is used is free."""
         self.engine.check_idle()
         for seq in self.here.live.values():
-            seq.check()
+            check_sequence(seq)
         waiting = [len(seq.tokens) for seq in self.here.live.values() if seq in self.here.waiting._members]
         assert (len(self.here.waiting), self.here.waiting.num_tokens) == (len(waiting), sum(waiting))
         cache = self.cache
         owners = Counter(page for seq in self.here.live.values() for page in seq.pages)
         for page, count in owners.items():
             assert cache.pool.state(page) < 2, f"page {page} has an owner but is not running or published"
-            assert count == 1 or page in cache._tree, f"page {page} is owned {count} times and not shared"
+            assert count == 1 or page in cache._tree._by_page, f"page {page} is owned {count} times and not shared"
         free = [page for page in range(1, self.config.num_pages) if cache.pool.state(page) == 3]
         assert not set(free) & set(owners)
 
     def check_whole(self) -> None:
         """Everything is over: no sequence, no page, no slot is left behind."""
-        assert not self.engine.has_work()
+        assert not self.engine.has_work() and not self.copying()
+        assert not self.scheduler.loans
         assert not self.here.live and not self.scheduler.leaving and not len(self.here.waiting)
         assert self.here.num_active == 0
         assert len(self.scheduler.pages._slots) == self.config.max_running
         pool = self.cache.pool
         assert pool.num_free + pool.num_cached == pool.total
         self.cache.flush()
-        assert pool.num_free == pool.total
+        assert pool.num_free == pool.total and self.scheduler.host.used == 0
         for id in self.requests:
             assert id in self.finish or id in self.parts, f"request {id} was never answered"
 
@@ -186,7 +238,7 @@ def said(engine: Engine, batch: list[Request]) -> dict[int, list[tuple[int, floa
     return answers
 
 
-def fill_pages(driver: Driver, pages: Tokens[int], token_ids: list[int], first: int) -> None:
+def fill_pages(driver: Driver, pages: Sequence[int], token_ids: list[int], first: int) -> None:
     """What a transfer does to reserved pages[first:]: the KV of `token_ids`, which here is its canary."""
     size = driver.config.page_size
     hashes = page_hashes(token_ids, size)
@@ -211,6 +263,7 @@ def request(
     prior: int = 0,
     priority: int = 0,
     timeout_s: float | None = None,
+    borrows: bool = False,
     **sampling: object,
 ) -> Request:
     params = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, **sampling}
@@ -222,4 +275,5 @@ def request(
         num_prior_outputs=prior,
         priority=priority,
         timeout_s=timeout_s,
+        borrows=borrows,
     )

@@ -41,7 +41,8 @@ def _results(one: Engine, key: Key, position: int, forward: Replay, accept: Repl
     tokens[::2, :-1] = state.last_tokens[:count:2, 1:q]
     graphs._tokens[: count * q].copy_(tokens.flatten())
     accept()
-    left = {name: graphs._results[name][:count].clone() for name in ("counts", "drafted", "rows")}
+    accepted = state.accepted(count)
+    left = {name: getattr(accepted, name).clone() for name in ("counts", "drafted", "rows")}
     left |= {name: getattr(state, name)[:count].clone() for name in ("last_tokens", "lengths")}
     return {"logits": logits, **left}
 

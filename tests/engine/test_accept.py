@@ -145,7 +145,7 @@ def test_a_draft_is_a_row_behind_the_newest_token(case: Case, draft: int) -> Non
         int(state.page_table[slot, position // SIZE]) * SIZE + position % SIZE if position < state.capacity[slot] else 0
         for slot, position in zip(slots, positions, strict=True)
     ]
-    assert inputs.attn.num_decode == len(slots) and inputs.attn.cu_q.tolist() == list(range(len(slots) + 1))
+    assert inputs.attn.num_decode == len(slots) and inputs.attn.q_lens_host == (1,) * len(slots)
     if case.chunks:
         assert inputs.num_tokens is None
     else:

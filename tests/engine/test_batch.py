@@ -9,6 +9,7 @@ from millrace_serve.engine.config import Role
 from millrace_serve.engine.core import RequestId
 from millrace_serve.engine.schedule.plan import Plan
 from millrace_serve.engine.step.batch import BatchBuilder, SlotUpdates, StepBatch
+from millrace_serve.model.split import Split
 
 SIZE = 4
 
@@ -30,8 +31,9 @@ class Rows:
     def of(self, batch: StepBatch) -> list[tuple[int, int]]:
         """(position, KV slot) of every row of a step without drafts."""
         rows = []
-        for slot, first, end in zip(batch.slots.tolist(), batch.cu_q.tolist(), batch.cu_q.tolist()[1:], strict=False):
-            for _ in range(first, end):
+        lens = [1] * batch.num_decode if batch.is_decode else np.diff(batch.cu_q).tolist()
+        for slot, count in zip(batch.slots.tolist(), lens, strict=True):
+            for _ in range(count):
                 position = self.length[slot]
                 assert position < self.capacity[slot]
                 rows.append((position, self.pages[slot, position // SIZE] * SIZE + position % SIZE))
@@ -55,8 +57,8 @@ def watch(driver: Driver, batches: list[StepBatch]) -> None:
     builder: BatchBuilder = driver.engine._builder
     build, device = builder.build, Rows()
 
-    def checked(plan: Plan, num_queries: int) -> StepBatch:
-        batch = build(plan, num_queries)
+    def checked(plan: Plan, num_queries: int, split: Split | None = None) -> StepBatch:
+        batch = build(plan, num_queries, split)
         if batch.updates is not None:
             device.update(batch.updates)
         assert device.of(batch) == expected_rows(plan)
@@ -71,10 +73,11 @@ def watch(driver: Driver, batches: list[StepBatch]) -> None:
 def check_rows(plan: Plan, batch: StepBatch) -> None:
     seqs = plan.decode + [chunk.seq for chunk in plan.chunks]
     assert batch.slots.tolist() == [seq.slot for seq in seqs]
-    assert np.diff(batch.cu_q).tolist() == [1] * len(plan.decode) + [chunk.end - chunk.start for chunk in plan.chunks]
+    lens = [1] * len(plan.decode) + [chunk.end - chunk.start for chunk in plan.chunks]
+    assert batch.cu_q.tolist() == (np.cumsum([0, *lens]).tolist() if plan.chunks else [])
     assert batch.chunk_ends == tuple(chunk.end for chunk in plan.chunks)
     assert batch.chunk_tokens.tolist() == [t for c in plan.chunks for t in c.seq.tokens[c.start : c.end]]
-    assert (batch.num_decode, batch.num_tokens) == (len(plan.decode), int(batch.cu_q[-1]))
+    assert (batch.num_decode, batch.num_tokens) == (len(plan.decode), sum(lens))
     assert batch.num_rows.tolist() == [batch.num_tokens]
     longest = max([seq.num_reserved for seq in plan.decode] + [chunk.end for chunk in plan.chunks])
     assert batch.num_pages == -(-longest // SIZE)

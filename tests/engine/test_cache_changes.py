@@ -29,10 +29,10 @@ def test_only_the_difference_counts(first: list[tuple[bool, int]], second: list[
         for store, block in steps:
             if store and block not in cache:
                 cache.add(block)
-                changes.store(block)
+                changes.device.store(block)
             elif not store and block in cache:
                 cache.remove(block)
-                changes.remove(block)
+                changes.device.remove(block)
         change = changes.take()
         assert bool(change) == (cache != before)
         if change is not None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -26,12 +25,11 @@ from engine.harness import request
 from millrace_serve.engine.config import Execution, Limits, Role
 from millrace_serve.engine.core import FinishReason, Grammar, GrammarKind, Request, Route, Submit
 from millrace_serve.engine.start.torch_factory import load_rank
-from millrace_serve.engine.step.speculate import Drafter
+from millrace_serve.engine.step import speculate
 from millrace_serve.model.deepseek_v3 import DeepseekV3
 from millrace_serve.model.parallel import ParallelDims
 from millrace_testing.paths import TINY
 from millrace_testing.reference import LOGPROB_TOLERANCE
-from torch import Tensor
 
 CPU = torch.device("cpu")
 
@@ -111,16 +109,9 @@ def test_a_sequence_may_fill_the_last_page(canary: bool) -> None:
     assert tokens(run(engine(3, max_model_len=128, canary=canary), wanted)) == expected and len(expected[1]) == 28
 
 
-def always(token: int) -> Callable[..., None]:
-    def choose(self: Drafter, step: object, draft: int, logits: Tensor) -> None:
-        self._slots.last_tokens[:, draft] = token
-
-    return choose
-
-
 @pytest.mark.parametrize(("drafts", "token"), [(1, -1), (3, 999)])
 def test_wrong_and_missing_drafts_cost_only_rows(drafts: int, token: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Drafter, "_choose", always(token))
+    monkeypatch.setattr(speculate, "sample_tokens", lambda logits, *_, **__: torch.full(logits.shape[:1], token))
     one = engine(drafts)
     check(run(one, mixed()), plain())
     drafted, accepted = one.load().drafted, one.load().accepted

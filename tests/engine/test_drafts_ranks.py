@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from engine import drafting
 from engine.drafting import CPU, GREEDY, SEEDED, questions
-from engine.harness import SETTINGS, TINY, FakeGather, request
+from engine.harness import SETTINGS, TINY, FakeReplicas, eager, request
 from millrace_serve.engine.config import EngineConfig, Execution, Limits, Role
 from millrace_serve.engine.core import Request, Submit
 from millrace_serve.engine.engine import Engine
@@ -19,6 +20,8 @@ from millrace_serve.engine.sim.factory import build_sim_engine
 from millrace_serve.engine.start.torch_factory import load_rank
 from millrace_serve.engine.step.batch import HostBatch
 from millrace_serve.engine.step.lockstep import Lockstep
+from millrace_serve.model import deepseek_v3
+from millrace_serve.model.overlap import OverlapThresholds
 from millrace_serve.model.parallel import ParallelDims
 from millrace_testing import paths
 from model.ranks import run_jobs
@@ -70,10 +73,10 @@ SIM: list[Arrivals] = [
 
 
 def test_replicas_take_the_number_of_drafts_of_the_largest() -> None:
-    gather, batches, said = FakeGather(2), [[], []], [{}, {}]
+    replicas, batches, said = FakeReplicas(2), [[], []], [{}, {}]
 
     def replica(rank: int) -> None:
-        one = sim_engine(3, Lockstep(gather.of(rank), None))
+        one = sim_engine(3, Lockstep(replicas.of(rank)))
         batches[rank] = recorded(one)
         said[rank] = serve(one, SIM[rank], 90)
 
@@ -105,18 +108,24 @@ REAL: list[Arrivals] = [
      12: [request(3, questions()[2], max_tokens=20, **SEEDED)]},
 ]  # fmt: skip
 LIMITS = {"num_pages": 30, "max_model_len": 256, "max_running": 4, "max_prefill_tokens": 60, "canary": True}
-CASES = ((1, 2, "off"), (1, 2, "on"), (2, 1, "off"), (2, 1, "on"))  # tp, dp, graphs
+CASES = (  # tp, dp, graphs, whether steps are cut in two parts
+    *((1, 2, "off", False), (1, 2, "on", False), (2, 1, "off", False), (2, 1, "on", False), (2, 2, "on", False)),
+    *((1, 2, "off", True), (1, 2, "on", True)),
+)
 
 
-def serve_rank(dims: ParallelDims, graphs: str) -> tuple[Tokens, list[int], list[int], int]:
+def serve_rank(dims: ParallelDims, graphs: str, overlap: bool) -> tuple[Tokens, list[int], list[int], int]:
     """The tokens of a leader; lengths and last tokens of the slots; how many drafts were accepted."""
     limits = Limits.model_validate({**LIMITS, "draft_tokens": 3, "draft_batches": (4, 2, 1)})
     options = Execution.model_validate({"graphs": graphs})
-    rank = load_rank(limits, Role.UNIFIED, paths.TINY, dims, CPU, torch.float32, execution=options)
+    with mock.patch.object(deepseek_v3, "THRESHOLDS", OverlapThresholds(1, 1) if overlap else OverlapThresholds()):
+        rank = load_rank(limits, Role.UNIFIED, paths.TINY, dims, CPU, torch.float32, execution=options)
+    assert not overlap or rank.runner._model.overlap.thresholds.ever
     said, accepted, slots = {}, 0, rank.runner.slots
     if dims.tp_rank:
         rank.follow()
     else:
+        eager(rank.lockstep)
         one = rank.engine()
         arrivals = REAL[dims.dp_rank] if dims.dp > 1 else {0: REAL[0][0], 4: REAL[1][6], 8: REAL[1][12]}
         said = serve(one, arrivals, 80)
@@ -130,11 +139,11 @@ def test_ranks_say_what_one_rank_says_without_drafts(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     asked = [each for arrivals in REAL for group in arrivals.values() for each in group]
     expected = drafting.tokens(drafting.run(drafting.engine(0), asked))
-    jobs = [(tp, dp, serve_rank, (graphs,)) for tp, dp, graphs in CASES]
-    for (tp, _, graphs), ranks in zip(CASES, run_jobs(jobs, tmp_path), strict=True):
+    jobs = [(tp, dp, serve_rank, case) for tp, dp, *case in CASES]
+    for (tp, _, *case), ranks in zip(CASES, run_jobs(jobs, tmp_path), strict=True):
         said = {room: tokens for tokens_of_rank, *_ in ranks for room, tokens in tokens_of_rank.items()}
-        assert said == expected, (tp, graphs)
+        assert said == expected, (tp, case)
         assert ranks[0][-1] > 0
         if tp == 2:
-            leader, follower = ranks
-            assert leader[1:3] == follower[1:3] and any(leader[1]), "they accepted other tokens"
+            for leader, follower in zip(ranks[::2], ranks[1::2], strict=True):
+                assert leader[1:3] == follower[1:3] and any(leader[1]), "they accepted other tokens"

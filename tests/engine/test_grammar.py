@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from engine.drafted_masks import bits_of, check_masks
-from engine.harness import SETTINGS, Driver, fill_pages, first_output, request
+from engine.harness import SETTINGS, Driver, FakeRing, fill_pages, first_output, request
 from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import Role
 from millrace_serve.engine.core import (
@@ -319,16 +319,8 @@ def test_requests_whose_grammar_is_being_compiled_are_counted() -> None:
 
 def test_followers_are_given_the_same_masks() -> None:
     """A tensor-parallel leader's batches, masks included, are all that its followers need."""
-    sent: list[bytes] = []
-
-    def broadcast(data: bytes | None) -> bytes:
-        if data is not None:
-            sent.append(data)
-            return data
-        return sent.pop(0)
-
-    driver = GrammarDriver(Role.UNIFIED)
-    lockstep = driver.engine._lockstep = Lockstep(None, broadcast)
+    ring, driver = FakeRing(), GrammarDriver(Role.UNIFIED)
+    driver.engine._lockstep = Lockstep(outlet=ring)
     driver.submit(constrained(1, [20, 21, 22], max_tokens=6))
     driver.finish_compiling()
     driver.run()
@@ -342,5 +334,5 @@ def test_followers_are_given_the_same_masks() -> None:
             tokens.extend(handle.result().tokens[:, 0].tolist())
             return handle
 
-    lockstep.follow(Recording())  # type: ignore[arg-type]
+    Lockstep(inlet=ring).follow(Recording())  # type: ignore[arg-type]
     assert tokens == driver.tokens[RequestId(1, 0)] == expected(6)

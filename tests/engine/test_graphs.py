@@ -145,7 +145,7 @@ def test_padding_rows_touch_the_sink_only() -> None:
     assert inputs.kv_slots.tolist() == [2 * 64 + 6, 4 * 64 + 6, 6 * 64 + 6, 0]
     assert inputs.attn.page_table.tolist() == [[1, 2, 0], [3, 4, 0], [5, 6, 0], [0, 0, 0]], "a page of the step before"
     assert inputs.num_tokens is not None and inputs.num_tokens.tolist() == [3]
-    assert inputs.attn.num_decode == len(inputs.token_ids) == 4 and inputs.attn.cu_q.tolist() == [0, 1, 2, 3, 4]
+    assert inputs.attn.num_decode == len(inputs.token_ids) == 4 and inputs.attn.q_lens_host == (1, 1, 1, 1)
 
 
 @torch.inference_mode()
@@ -162,7 +162,7 @@ def test_a_graph_holds_several_rows_of_each_sequence() -> None:
     assert inputs.token_ids.tolist() == [100, 100, 100, 7, 8, 9]
     assert inputs.kv_slots.tolist() == [5 * 64 + 10, 5 * 64 + 11, 5 * 64 + 12, 6 * 64 + 62, 6 * 64 + 63, 0]
     assert inputs.attn.seq_lens.tolist() == [13, 65] and inputs.attn.q_lens_host == (3, 3)
-    assert inputs.attn.cu_q.tolist() == [0, 3, 6]
+    assert inputs.attn.q_lens_host == (3, 3)
     assert not graphs.holds(decode(2, 2)) and not graphs.holds(decode(4, 3)) and graphs.holds(decode(4))
 
 

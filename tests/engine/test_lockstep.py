@@ -1,4 +1,4 @@
-"""Replicas that step together and followers that copy their leader, first over threads, then over gloo."""
+"""Replicas that step together and followers that copy their leader, first over threads, then processes with a model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.multiprocessing as mp
-from engine.harness import SETTINGS, TINY, FakeGather, request
+from engine.harness import SETTINGS, TINY, FakeReplicas, FakeRing, eager, request
 from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import EngineConfig, Execution, Role
 from millrace_serve.engine.core import Submit
@@ -48,11 +48,11 @@ def test_a_batch_knows_the_rows_of_all_replicas(num_queries, agreement, expected
 
 def test_an_idle_replica_steps_as_long_as_another_works():
     config = EngineConfig.model_validate(TINY)
-    gather, counts, steps = FakeGather(2), [[], []], [0, 0]
+    replicas, counts, steps = FakeReplicas(2), [[], []], [0, 0]
     outputs: list[list[int]] = [[], []]
 
     def replica(rank: int) -> None:
-        engine = build_sim_engine(config, Role.UNIFIED, SETTINGS, Lockstep(gather.of(rank), None))
+        engine = build_sim_engine(config, Role.UNIFIED, SETTINGS, Lockstep(replicas.of(rank)))
         launch = engine._runner.launch
         engine._runner.launch = lambda batch: (
             counts[rank].append((batch.num_tokens, batch.dp_num_tokens, batch.all_decode)),
@@ -66,7 +66,7 @@ def test_an_idle_replica_steps_as_long_as_another_works():
             steps[rank] += 1
             if rank == 1 and steps[rank] == 20:
                 engine.stop()  # the other one hears of it in the next step
-        assert not engine.has_work() and engine.wait_s() is not None  # it keeps meeting the others
+        assert not engine.has_work() and engine.wait_s() == 0  # another one calls
         engine.check_idle()
 
     threads = [threading.Thread(target=replica, args=(rank,)) for rank in range(2)]
@@ -81,15 +81,8 @@ def test_an_idle_replica_steps_as_long_as_another_works():
 
 def test_a_follower_runs_what_the_leader_shares():
     config = EngineConfig.model_validate(TINY)
-    sent: list[bytes] = []
-
-    def broadcast(data: bytes | None) -> bytes:
-        if data is not None:
-            sent.append(data)
-            return data
-        return sent.pop(0)
-
-    engine = build_sim_engine(config, Role.UNIFIED, SETTINGS, Lockstep(None, broadcast))
+    ring = FakeRing()
+    engine = build_sim_engine(config, Role.UNIFIED, SETTINGS, Lockstep(outlet=ring))
     engine.submit(Submit(request(1, [20, 21, 22], max_tokens=5)))
     leader: list[int] = []
     while engine.has_work():
@@ -106,7 +99,7 @@ def test_a_follower_runs_what_the_leader_shares():
             results.append(handle.result())
             return handle
 
-    engine._lockstep.follow(Recording())  # type: ignore[arg-type]
+    Lockstep(inlet=ring).follow(Recording())  # type: ignore[arg-type]
     assert [int(token) for result in results for token in result.tokens[:, 0]] == leader and len(leader) == 5
     assert all(isinstance(result, StepOutput) and not result.corrupt for result in results)
 
@@ -131,7 +124,9 @@ def serve_case(dims: ParallelDims, graphs: str) -> list[int] | None:
         load_rank(config, Role.UNIFIED, paths.TINY, dims, torch.device("cpu"), torch.float32).follow()
         return None
     where = paths.TINY, dims, torch.device("cpu"), torch.float32
-    engine = load_rank(config, Role.UNIFIED, *where, execution=Execution.model_validate({"graphs": graphs})).engine()
+    rank = load_rank(config, Role.UNIFIED, *where, execution=Execution.model_validate({"graphs": graphs}))
+    eager(rank.lockstep)
+    engine = rank.engine()
     tokens: list[int] = []
     taken = 0
     if dims.dp_rank == 0:
@@ -145,7 +140,7 @@ def serve_case(dims: ParallelDims, graphs: str) -> list[int] | None:
     return tokens
 
 
-def test_two_ranks_over_gloo_say_what_one_says(tmp_path: Path):
+def test_two_ranks_say_what_one_says(tmp_path: Path):
     context = mp.get_context("spawn")
     queue = context.Queue()
     ranks = [context.Process(target=serve_rank, args=(rank, tmp_path, queue)) for rank in range(2)]

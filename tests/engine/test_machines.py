@@ -6,6 +6,7 @@ rule corrupted, and that is an assertion here.
 
 from __future__ import annotations
 
+import msgspec
 from engine.harness import SETTINGS, TINY, Driver, fill_pages, first_output, request
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -19,12 +20,15 @@ from millrace_serve.engine.core import (
     FlushCache,
     KvArrived,
     KvFailed,
+    KvLate,
     KvOffered,
     LeaseEnded,
+    Lend,
     Request,
     RequestId,
     Route,
 )
+from millrace_serve.engine.schedule.loans import LENT_SHARE
 from millrace_serve.engine.schedule.sequence import Transfer
 from millrace_testing.oracle import oracle_outputs
 
@@ -59,18 +63,23 @@ class Machine(RuleBasedStateMachine):
         num_pages=st.integers(6, 16),
         max_running=st.integers(1, 4),
         max_prefill_tokens=st.integers(1, 12),
+        share_prompts=st.sampled_from([0, 0, 1, 5, 9]),
         max_parked_pages=st.sampled_from([None, 4]),
         draft_tokens=st.integers(0, 3),
         draft_batches=st.sampled_from([(9, 9, 9), (3, 2, 1), (2, 0, 0)]),
         acceptance=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+        host_pages=st.sampled_from([0, 2, 50]),
     )
-    def start(self, draft_tokens: int, acceptance: float, **config: object) -> None:
+    def start(self, draft_tokens: int, acceptance: float, host_pages: int, **config: object) -> None:
         config["draft_tokens"] = draft_tokens
         drafts = SETTINGS.model_copy(update={"acceptance": acceptance})
-        self.driver = Driver(self.role, drafts, max_waiting=5, **config)
+        host_pages *= bool(config["prefix_cache"])
+        self.driver = Driver(self.role, drafts, max_waiting=5, host_pages=host_pages, **config)
         self.rooms = 0
         self.ended_leases: set[RequestId] = set()
         self.corrupted: set[RequestId] = set()
+        self.num_loans = 0
+        self.repaid: set[RequestId] = set()
 
     def make(self, route: Route, tokens: list[int], prior: int, sampling: dict, priority: int, timeout) -> Request:
         self.rooms += 1
@@ -100,6 +109,35 @@ class Machine(RuleBasedStateMachine):
     def flush(self) -> None:
         self.driver.tell(FlushCache())
 
+    @rule(tokens=prompts)
+    def lend(self, tokens: list[int]) -> None:
+        self.num_loans += 1
+        size = self.driver.config.page_size
+        blocks = page_hashes(tokens[: len(tokens) // size * size], size)
+        self.driver.tell(Lend(RequestId(0, self.num_loans), blocks))
+
+    @precondition(lambda self: self.loans())
+    @rule(data=st.data())
+    def repay(self, data: st.DataObject) -> None:
+        self.end_loan(data.draw(st.sampled_from(self.loans())))
+
+    def loans(self) -> list[RequestId]:
+        return sorted(set(self.driver.lent) - self.repaid) if hasattr(self, "driver") else []
+
+    def end_loan(self, id: RequestId) -> None:
+        self.repaid.add(id)
+        self.driver.tell(LeaseEnded(id))
+        self.driver.tell(LeaseEnded(id))
+
+    @invariant()
+    def lent_pages_keep_their_content_and_are_bounded(self) -> None:
+        lent = [self.driver.lent[id] for id in self.loans()]
+        for part in lent:
+            words = self.driver.engine.pool.read_canaries(part.page_ids)
+            assert words[:, 0].tolist() == part.fingerprints and set(words[:, 1].tolist()) <= {4}
+        if lent:
+            assert sum(len(part.page_ids) for part in lent) <= LENT_SHARE * self.driver.cache.pool.total
+
     @invariant()
     def failures_have_a_cause(self) -> None:
         if not hasattr(self, "driver"):
@@ -117,6 +155,9 @@ class Machine(RuleBasedStateMachine):
         if not hasattr(self, "driver"):
             return
         self.settle_everything()
+        for id in self.loans():
+            self.end_loan(id)
+        self.driver.run()
         self.failures_have_a_cause()
         self.driver.check_whole()
 
@@ -208,9 +249,57 @@ class PrefillMachine(Machine):
         sampling=params,
         priority=st.integers(0, 2),
         timeout=timeouts,
+        borrows=st.booleans(),
     )
-    def submit(self, tokens: list[int], prior: int, sampling: dict, priority: int, timeout) -> None:
-        self.driver.submit(self.make(Route.EXPORT, tokens, prior, sampling, priority, timeout))
+    def submit(self, tokens: list[int], prior: int, sampling: dict, priority: int, timeout, borrows: bool) -> None:
+        made = self.make(Route.EXPORT, tokens, prior, sampling, priority, timeout)
+        self.driver.submit(msgspec.structs.replace(made, borrows=borrows))
+
+    def borrowers(self) -> list[RequestId]:
+        """Requests whose loan is not over; the engine may have given up on some."""
+        if not hasattr(self, "driver"):
+            return []
+        return sorted(id for id, r in self.driver.requests.items() if r.borrows and id not in self.over)
+
+    @initialize()
+    def begin(self) -> None:
+        self.over: set[RequestId] = set()  # loans
+        self.offered: set[RequestId] = set()
+
+    @precondition(lambda self: set(self.borrowers()) - self.offered)
+    @rule(data=st.data(), num_pages=st.integers(1, 5))
+    def offer(self, data: st.DataObject, num_pages: int) -> None:
+        id = data.draw(st.sampled_from(sorted(set(self.borrowers()) - self.offered)))
+        self.offered.add(id)
+        if most := (len(self.driver.requests[id].token_ids) - 1) // 4:
+            self.driver.tell(KvOffered(id, min(num_pages, most)))
+
+    @precondition(lambda self: set(self.borrowers()) & set(self.driver.reserved))
+    @rule(data=st.data(), corrupt=st.sampled_from([False] * 7 + [True]))
+    def arrive(self, data: st.DataObject, corrupt: bool) -> None:
+        id = data.draw(st.sampled_from(sorted(set(self.borrowers()) & set(self.driver.reserved))))
+        self.over.add(id)
+        reserved = self.driver.reserved[id]
+        if reserved.num_cached_pages < len(reserved.page_ids):
+            tokens = self.driver.requests[id].token_ids[: 4 * len(reserved.page_ids)]
+            if corrupt:
+                tokens = [*tokens[:-1], tokens[-1] + 1]
+                self.corrupted.add(id)
+            fill_pages(self.driver, reserved.page_ids, tokens, reserved.num_cached_pages)
+        self.driver.tell(KvArrived(id))
+
+    @precondition(lambda self: self.borrowers())
+    @rule(data=st.data(), late=st.booleans(), steps=st.integers(0, 3))
+    def lose(self, data: st.DataObject, late: bool, steps: int) -> None:
+        """A loan fails, perhaps while reads are in flight that write long after."""
+        id = data.draw(st.sampled_from(self.borrowers()))
+        reserved = self.driver.reserved.get(id)
+        if late and reserved is not None and reserved.num_cached_pages < len(reserved.page_ids):
+            self.driver.tell(KvLate(id))
+            self.step(steps)
+            fill_pages(self.driver, reserved.page_ids, [7] * 4 * len(reserved.page_ids), reserved.num_cached_pages)
+        self.over.add(id)
+        self.driver.tell(KvFailed(id, Failure("STALLED", "as the test wants it")))
 
     @precondition(lambda self: self.leases())
     @rule(data=st.data())
@@ -242,6 +331,8 @@ class PrefillMachine(Machine):
         self.driver.tell(LeaseEnded(id))
 
     def settle_everything(self) -> None:
+        for id in self.borrowers():
+            self.driver.tell(KvFailed(id, Failure("WORKER_LOST", "the end")))
         for _ in range(len(self.driver.requests) + 1):
             self.driver.run()
             for id in self.leases():

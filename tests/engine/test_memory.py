@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from millrace_serve.engine.config import Limits
+from millrace_serve.engine.config import GIB, Limits
 from millrace_serve.engine.start import memory
-from millrace_serve.engine.start.memory import GIB, MIB, Demand, Memory, MemoryPlan, OverCommitted, make_plan
+from millrace_serve.engine.start.memory import MIB, Demand, Memory, MemoryPlan, OverCommitted, make_plan
 
 H200 = Memory(total=140 * GIB, free=139 * GIB)
 DEMAND = Demand(weights=100 * GIB, activations=6 * GIB, graphs=2 * GIB, libraries=1 * GIB)
@@ -78,3 +80,28 @@ def test_estimates_grow_with_what_is_asked_for() -> None:
     large = memory.estimate(limits(max_prefill_tokens=16384), 1, 7168, 129280, 18)
     assert small.activations < large.activations and small.graphs < large.graphs
     assert 1 * GIB < large.activations < 8 * GIB
+
+
+def test_a_host_tier_that_cannot_fit_is_refused_with_numbers() -> None:
+    limits = Limits(num_pages=10, max_model_len=64, host_cache_gib=100)
+    memory.check_host_tier(limits, 8, 800 * GIB)
+    with pytest.raises(OverCommitted, match=r"host_cache_gib=100 for each of the 8 ranks of this host is 800\.00 GiB"):
+        memory.check_host_tier(limits, 8, 800 * GIB - 1)
+    with pytest.raises(OverCommitted, match=r"only 700\.00 GiB of its memory are available. Set it to 87\.5 or less"):
+        memory.check_host_tier(limits, 8, 700 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"), [("max", 4000 << 10), (str(3 << 20), (3 << 20) - 600), (None, 4000 << 10)]
+)
+def test_the_hosts_memory_is_what_machine_and_container_leave(tmp_path: Path, limit: str | None, expected: int) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 8000 kB\nMemFree: 100 kB\nMemAvailable: 4000 kB\nHugePages_Total: 0\n")
+    if limit is not None:
+        (tmp_path / "memory.max").write_text(f"{limit}\n")
+        (tmp_path / "memory.current").write_text("1000\n")
+        (tmp_path / "memory.stat").write_text("anon 600\ninactive_file 400\n")
+    assert memory.host_memory(proc=tmp_path, cgroup=tmp_path) == expected
+
+
+def test_the_hosts_memory_here() -> None:
+    assert 0 < memory.host_memory() < 1 << 50

@@ -10,7 +10,7 @@ from millrace_serve.engine.config import Execution, Limits, Role
 from millrace_serve.engine.core import Submit
 from millrace_serve.engine.engine import Engine
 from millrace_serve.engine.start.phases import Phases, slowest, table
-from millrace_serve.engine.start.rehearsal import Shape, batch_of, decode_shapes, largest, prefill_shapes
+from millrace_serve.engine.start.rehearsal import Shape, batch_of, decode_shapes, largest, prefill_shapes, shared_batch
 from millrace_serve.engine.start.torch_factory import load_rank
 from millrace_serve.engine.step.device import Device
 from millrace_serve.engine.step.slots import Slots
@@ -58,7 +58,7 @@ def test_a_batch_is_laid_out_as_the_builder_does() -> None:
     inputs = slots.inputs(step)
     assert inputs.positions.tolist() == [0, 0, 64, 65, 66, 64, 65, 66]
     assert inputs.attn.seq_lens.tolist() == [1, 1, 67, 67] and inputs.attn.q_lens_host == (1, 1, 3, 3)
-    assert inputs.attn.seq_lens_host[2:] == (67, 67) and inputs.attn.cu_q.tolist() == [0, 1, 2, 5, 8]
+    assert inputs.attn.seq_lens_host[2:] == (67, 67) and inputs.attn.q_lens_host == (1, 1, 3, 3)
     assert not inputs.kv_slots.any() and inputs.attn.page_table.tolist() == [[0, 0]] * 4
     assert len(set(inputs.token_ids.tolist())) > 4
     assert batch.sample_rows.tolist() == [0, 1, 4, 7] and batch.dp_num_tokens == (8, 8)
@@ -74,6 +74,7 @@ def test_every_shape_runs_and_leaves_pages_alone() -> None:
     for shape in (largest(SMALL), *prefill_shapes(SMALL), *decode_shapes(SMALL, (1, 4))):
         output = engine._runner.launch(batch_of(shape, SMALL)).result()
         assert len(output.tokens) == shape.num_decode + shape.chunks
+    assert len(engine._runner.launch(shared_batch(SMALL, 1, 0)).result().tokens) == 0
     pages = engine.pool.buffer.numpy().reshape(9, -1)[1:]
     assert np.all(pages == 0xFF)
     engine.close()

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 from millrace_serve.engine.step.device import Device
-from millrace_serve.engine.step.staging import ALIGN, NUM_SLOTS, Staging
+from millrace_serve.engine.step.packing import ALIGN
+from millrace_serve.engine.step.staging import NUM_SLOTS, Staging
 
 
 @dataclass(slots=True)

@@ -9,7 +9,9 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 import pytest_asyncio
 from millrace.v1 import common_pb2, kv_pb2, kv_pb2_grpc, worker_pb2
@@ -21,8 +23,8 @@ from millrace_testing.sim import expected, prompt_of
 
 ABORT, ERROR = common_pb2.FINISH_REASON_ABORT, common_pb2.FINISH_REASON_ERROR
 SLOW = (*SIM, "sim={token_s: 0.0001}", "limits.max_prefill_tokens=256")  # a prompt of 8000 tokens: 32 chunks, 0.8 s
-SHORT_LEASE = "timeouts={lease: 0.3, heartbeat: 0.1, max_lease: 0.5, stall: 5.0}"
-IMPATIENT = "timeouts={stall: 0.5, heartbeat: 0.1, fetch_wait: 0.2}"
+SHORT_LEASE = "timeouts={lease: 0.1, stall: 5.0}"
+IMPATIENT = "timeouts={stall: 0.5}"
 
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -129,10 +131,11 @@ async def test_an_abort_reaches_the_other_side_at_every_stage(tmp_path: Path) ->
             both.to_prefill.abort(r)
             assert (await both.to_prefill.finish(r)).finish_reason == ABORT
             assert (await both.to_decode.finish(r)).failure.reason == Reason.CANCELLED
-            await until_metric(decode, "millrace_sequences", 0, doing="importing")  # of the first one
-            # on D while P computes: D gives the pages back, and P stops
+            await until_metric(decode, "millrace_kv_failures_total", 1, reason="CANCELLED")  # counted once it is final
+            # on D while P computes and a part has come: D gives the pages back, and P stops
+            num_bytes = await decode.metric("millrace_kv_bytes_total")
             r = both.submit(request(prompt_of(8000)))
-            await until_metric(decode, "millrace_sequences", 1, doing="importing")
+            await until_metric(decode, "millrace_kv_bytes_total", num_bytes + 1)
             both.to_decode.abort(r)
             assert (await both.to_decode.finish(r)).finish_reason == ABORT
             assert (await both.to_prefill.finish(r)).finish_reason == ERROR
@@ -290,6 +293,44 @@ async def test_fetch_works_twice_and_release_is_answered_on_it(pair: list[Worker
                     pass
             reason = from_rpc_error(caught.value).reason  # type: ignore[arg-type]
             assert reason is (Reason.KV_NOT_FOUND if opening.HasField("open") else Reason.INVALID_ARGUMENT)
+
+
+async def test_a_rank_whose_pages_several_readers_cannot_read_gets_another_agent(pair: list[Worker]) -> None:
+    """A stream that has the old one reads on through it; the next one gets the new one."""
+    prefill, decode = pair
+    async with FakePair(prefill, decode) as both:
+        source = await prefill.source()
+        stub = kv_pb2_grpc.KvServiceStub(prefill.channel)
+
+        async def fetch(r: worker_pb2.EngineRequest) -> tuple[Any, str]:
+            """A stream up to its source, and the agent."""
+            call = stub.Fetch(timeout=30)
+            opening = kv_pb2.FetchOpen(id=r.id, epoch=source.epoch, fingerprint=source.fingerprint)
+            await call.write(kv_pb2.FetchRequest(open=opening))
+            while (response := await call.read()).WhichOneof("message") != "source":
+                assert response.HasField("heartbeat")
+            return call, response.source.ranks[0].agent
+
+        r = request(prompt_of(200))
+        both.to_prefill.submit(r)
+        call, before = await fetch(r)
+        for reader in ("one", "another"):
+            await call.write(kv_pb2.FetchRequest(failed=kv_pb2.ReadFailed(agent=before, reader=reader)))
+        after = before
+        async with asyncio.timeout(20):
+            while after == before:
+                other, after = await fetch(r)
+                other.cancel()
+        assert after.partition(".")[0] == before.partition(".")[0]
+        await call.write(kv_pb2.FetchRequest(release=kv_pb2.FetchRelease()))
+        held = False
+        while (response := await call.read()) is not grpc.aio.EOF:
+            held |= response.HasField("held")
+        assert held
+        again = both.submit(request(prompt_of(300)))
+        await both.to_decode.finish(again)
+        assert both.to_decode.tokens(again) == expected(list(again.token_ids), 8)
+    await whole(prefill, decode)
 
 
 async def test_a_drain_waits_for_parked_prompts(pair: list[Worker], tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ import types
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import pytest
-from millrace.v1 import decode_pb2, worker_pb2
+from millrace.v1 import decode_pb2, kv_pb2, worker_pb2
 from millrace_common import metrics as catalogue
 from millrace_common.page_hash import page_hashes
 from millrace_common.reasons import Reason
@@ -32,9 +33,9 @@ from millrace_serve.engine.core import (
     TokenOutput,
 )
 from millrace_serve.transfer.base import MemoryHandle
-from millrace_serve.transfer.lease import Outcome
-from millrace_serve.transfer.messages import AddSource, ReadDone, ReadPages, ReadStuck
+from millrace_serve.transfer.messages import AddSource, DropSource, ReadDone, ReadPages, ReadStuck
 from millrace_serve.worker.config import WorkerConfig
+from millrace_serve.worker.frontend.load import LoadBoard
 from millrace_serve.worker.frontend.spans import WorkerSpans
 from prometheus_client import CollectorRegistry
 
@@ -50,13 +51,16 @@ class Peer:
     address, epoch = "p:1", "e"
 
     def __init__(self) -> None:
-        self.agents: set[tuple[int, str]] = set()
+        self.agents: dict[tuple[int, str], str] = {}
+        self.dropped = False
+        self.reports: list[kv_pb2.ReadFailed] = []
         self.said: asyncio.Queue[Any] = asyncio.Queue()
-        self.answer: Any = Outcome.HELD  # to a release; None: the stream ends
+        self.answer: Any = kv_pb2.Held()  # to a release; None: the stream ends
         self.released = 0
         self.ended = False
 
-    def fetch(self, id: RequestId, fingerprint: str, stall_s: float) -> Peer:
+    def fetch(self, id: RequestId, fingerprint: str, stall_s: float, prefix: kv_pb2.FetchPrefix | None) -> Peer:
+        self.prefix = prefix
         return self
 
     async def items(self) -> AsyncIterator[Any]:
@@ -67,6 +71,9 @@ class Peer:
                 yield item
         finally:
             self.ended = True
+
+    async def failed(self, report: kv_pb2.ReadFailed) -> None:
+        self.reports.append(report)
 
     async def release(self) -> None:
         self.released += 1
@@ -89,6 +96,7 @@ class Bench:
         self.transfer: list[tuple[int, Any]] = []
         self.failed: list[Failure] = []
         self.outputs: list[SequenceOutput] = []
+        self.left: list[str] = []
         layout = types.SimpleNamespace(fingerprint="f", page_bytes=64)
         ranks: Any = types.SimpleNamespace(
             ready_info=types.SimpleNamespace(layout=layout, vocab_size=1000),
@@ -113,7 +121,9 @@ class Bench:
             requests=self.requests,
             spans=WorkerSpans(OFF),
             metrics=self.metrics,
+            board=LoadBoard(1, lambda: worker_pb2.WORKER_STATE_READY, "ours"),
             identity=None,
+            leave=self.left.append,
         )
         self.role = DecodeRole(frontend)
         self.imports = self.role.imports
@@ -213,7 +223,7 @@ async def test_an_import_that_ends_before_it_begins_leaves_no_warning(recwarn: p
 
 async def test_a_failure_of_ours_is_told_at_once_while_reads_are_in_flight(bench: Bench) -> None:
     await bench.reading()
-    bench.imports.on_stuck(ReadStuck(ID, 0))
+    bench.imports.on_stuck(0, ReadStuck(ID, 0))
     assert [failure.reason for failure in bench.failed] == [Reason.STALLED]
     assert bench.engine == [KvOffered(ID)]
     bench.imports.on_read_done(0, ReadDone(ID, 0, "closed", 2))
@@ -286,3 +296,46 @@ async def test_a_read_that_fails_on_one_rank_waits_for_the_other(bench: Bench) -
     bench.imports.on_read_done(1, ReadDone(ID, 0, "", 2))
     [failed] = bench.engine[1:]
     assert failed.failure.reason == Reason.TRANSFER_FAILED and "rank 0: endpoint lost" in failed.failure.message
+
+
+def sources(generation: str) -> list[MemoryHandle]:
+    return [msgspec.structs.replace(source, agent=f"{source.owner}{generation}") for source in SOURCES]
+
+
+async def test_a_read_that_fails_is_reported_to_the_peer_with_its_agent(bench: Bench) -> None:
+    await bench.reading()
+    bench.imports.on_read_done(0, ReadDone(ID, 0, "", 2))
+    bench.imports.on_read_done(1, ReadDone(ID, 0, "no route", 2))
+    await bench.settle()
+    assert bench.peer.reports == [kv_pb2.ReadFailed(agent="p1", reader="ours")]
+    assert bench.failed == [] and bench.left == []
+
+
+async def test_a_read_that_is_stuck_is_reported_at_once(bench: Bench) -> None:
+    await bench.reading()
+    bench.imports.on_stuck(0, ReadStuck(ID, 0))
+    await bench.settle()
+    assert bench.peer.reports == [kv_pb2.ReadFailed(agent="p0", reader="ours")]
+
+
+async def test_a_renewed_agent_takes_the_place_of_the_old_one(bench: Bench) -> None:
+    await bench.reading()
+    first = [(rank, message) for rank, message in bench.transfer if not isinstance(message, ReadPages)]
+    assert first == [(rank, AddSource(source)) for rank, source in enumerate(SOURCES)]
+    bench.transfer.clear()
+    for rank, source in enumerate(sources(".1")):
+        bench.imports._connect(bench.peer, rank, source)  # type: ignore[arg-type]
+        bench.imports._connect(bench.peer, rank, source)  # type: ignore[arg-type]
+    assert bench.transfer == [
+        (rank, message)
+        for rank, source in enumerate(sources(".1"))
+        for message in (DropSource(f"p{rank}"), AddSource(source))
+    ]
+    assert len(bench.peer.agents) == 2
+
+
+async def test_a_peer_that_was_dropped_meanwhile_gets_no_connection(bench: Bench) -> None:
+    """Nobody would end it. A read fails, as its source is unknown to the rank."""
+    bench.peer.dropped = True
+    bench.imports._connect(bench.peer, 0, SOURCES[0])  # type: ignore[arg-type]
+    assert bench.transfer == [] and not bench.peer.agents

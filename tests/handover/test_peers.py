@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
+from millrace.v1 import worker_pb2
 from millrace_rpc.errors import MillraceError
 from millrace_rpc.server import Server
+from millrace_serve.handover.pairing import Pairs
 from millrace_serve.handover.peers import Peer, Peers
+from millrace_serve.worker.config import WorkerConfig
 
 
 async def test_a_late_failure_of_a_dropped_peer_spares_its_successor() -> None:
     dropped: list[tuple[int, str]] = []
     peers = Peers(lambda rank, agent: dropped.append((rank, agent)))
     first = peers.get("127.0.0.1:1", "e")
-    first.agents.add((0, "agent"))
+    first.agents[0, "owner"] = "agent"
     peers.drop(first)
     second = peers.get("127.0.0.1:1", "e")
-    second.agents.add((0, "agent"))
+    second.agents[0, "owner"] = "agent"
     peers.drop(first)  # another import that it failed
     assert peers.get("127.0.0.1:1", "e") is second and dropped == [(0, "agent")]
     await peers.close()
@@ -32,7 +36,7 @@ async def test_a_peer_that_dies_while_nobody_imports_is_dropped() -> None:
     peer = peers.get(f"127.0.0.1:{await server.start('127.0.0.1:0')}", "e")
     with pytest.raises(MillraceError):
         await peer.info()  # it has no such service; the connection is there
-    peer.agents.add((3, "agent"))
+    peer.agents[3, "owner"] = "agent"
     await server.stop(0)
     assert await asyncio.wait_for(dropped.get(), 30) == (3, "agent")
     assert peers.get(peer.address, "e") is not peer
@@ -51,3 +55,35 @@ async def test_a_watch_that_never_ends_holds_up_nobody(monkeypatch: pytest.Monke
     for epoch in "ab":
         peers.get("127.0.0.1:1", epoch)
     await asyncio.wait_for(peers.close(), 20)
+
+
+async def test_a_hundred_restarts_of_a_worker_leave_nothing() -> None:
+    connected: set[tuple[int, str]] = set()
+    peers = Peers(lambda rank, agent: connected.remove((rank, agent)))
+    config: Any = WorkerConfig(engine="sim")
+    pairs = Pairs(config, "ours", None, None, peers, None)  # type: ignore[arg-type]
+    for start in range(100):
+        peer = peers.get("127.0.0.1:1", f"epoch {start}")
+        pairs._warmed = pairs.warmed | {peer.epoch}  # as after a warm-up
+        for rank in range(2):
+            agent = f"kv-{start}-{rank}"
+            peer.agents[rank, agent] = agent
+            connected.add((rank, agent))
+        assert pairs.warmed == peers.epochs == {peer.epoch}
+        peers.drop(peer)
+        await asyncio.sleep(0)
+    assert peer.dropped and not connected
+    assert not peers._peers and not peers._watches and not pairs.warmed
+    await peers.close()
+    assert not peers._closing
+
+
+async def test_a_worker_that_cannot_be_asked_is_forgotten() -> None:
+    """The router tries a pair again and again, and each process start has another epoch."""
+    peers = Peers(lambda rank, agent: None)
+    config: Any = WorkerConfig(engine="sim")
+    pairs = Pairs(config, "ours", None, None, peers, None)  # type: ignore[arg-type]
+    with pytest.raises(MillraceError):
+        await pairs.warm_up(worker_pb2.KvSourceRef(address="127.0.0.1:1", epoch="e"))
+    assert not peers.epochs
+    await peers.close()

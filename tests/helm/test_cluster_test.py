@@ -69,7 +69,7 @@ RULES = [
     rule("kubectl get nodes", items(node("a"), node("b"))),
     rule("kubectl get pods json", items(*MOVED), after="cordon"),
     rule("kubectl get pods json", items(*MOVED), after='"docker", "stop"'),
-    rule("kubectl get pods json", items(*NEW), after="timeouts.step=301"),
+    rule("kubectl get pods json", items(*NEW), after="timeouts.lease=31"),
     rule("kubectl get pods json", items(*OLD)),
     rule("kubectl logs", good_log()),
     rule("helm list", "pairs\ngroups\n"),

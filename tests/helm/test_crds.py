@@ -268,7 +268,7 @@ def test_an_upgrade_to_the_next_chart_is_taken(name: str, next_chart: Path) -> N
     """The next version of the chart, one more label and another setting of the workers."""
     file, sets = VARIANTS[name]
     arguments = ["template", RELEASE, str(next_chart), "--namespace", NAMESPACE, "--kube-version", KUBERNETES]
-    for item in (EDITED, *sets, "labels.team=b", "workerDefaults.config.timeouts.step=301"):
+    for item in (EDITED, *sets, "labels.team=b", "workerDefaults.config.timeouts.lease=31"):
         arguments += ["--set", item]
     after = objects(run([*arguments, "--values", str(file)]))
     assert of_kind(after, "Deployment", "StatefulSet")

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import yaml
-from millrace_router.config import RouterConfig
+from millrace_router.config import KubernetesConfig, RouterConfig
 from millrace_router.discovery import kubernetes
-from millrace_router.discovery.config import KubernetesConfig
 from millrace_testing.charts import of_kind, rendered
 from millrace_testing.kube_server import KubeServer
 

@@ -47,6 +47,48 @@ COMBINATIONS = {
     ),
     "size without groups": (PAIR, ("workers.decode.size=2", "workers.decode.dp=16"), "need kind=lws, not deployment"),
     "shm": (CPU, ("workers.decode.shm=2Gi",), "workers.decode.shm: 2Gi is not below resources.limits.memory 2Gi"),
+    "disk tier without a volume": (
+        CPU,
+        ("workers.decode.config.limits.disk_cache=/kv",),
+        "workers.decode.diskCache.kind: required with config.limits.disk_cache=/kv (emptyDir, hostPath or pvc)",
+    ),
+    "disk tier beside its volume": (
+        CPU,
+        (
+            "workers.decode.config.limits.disk_cache=/kvs",
+            "workers.decode.extraVolumeMounts[0].name=kv",
+            "workers.decode.extraVolumeMounts[0].mountPath=/kv",
+        ),
+        "workers.decode.diskCache.kind: required",
+    ),
+    "volume without a disk tier": (
+        CPU,
+        ("workers.decode.diskCache.kind=emptyDir",),
+        "workers.decode.diskCache.kind: emptyDir needs config.limits.disk_cache",
+    ),
+    "disk tier in a relative folder": (
+        CPU,
+        ("workers.decode.config.limits.disk_cache=kv", "workers.decode.diskCache.kind=emptyDir"),
+        "workers.decode.config.limits.disk_cache: kv is no absolute path",
+    ),
+    "disk tier above the storage": (
+        CPU,
+        (
+            "workers.decode.config.limits.disk_cache=/kv",
+            "workers.decode.diskCache.kind=emptyDir",
+            "workers.decode.diskCache.size=20Gi",
+            "workers.decode.resources.limits.ephemeral-storage=20Gi",
+        ),
+        "workers.decode.diskCache.size: 20Gi is not below resources.limits.ephemeral-storage 20Gi",
+    ),
+    **{
+        f"disk tier on {kind}": (
+            CPU,
+            ("workers.decode.config.limits.disk_cache=/kv", f"workers.decode.diskCache.kind={kind}"),
+            f"workers.decode.diskCache.{key}: required with kind={kind}",
+        )
+        for kind, key in (("pvc", "claim"), ("hostPath", "hostPath"))
+    },
     "shm in other units": (CPU, ("workers.decode.shm=2148M",), "is not below resources.limits.memory 2Gi"),
     "start-up": (CPU, ("workers.decode.startup=719",), "719 s is shorter than config.timeouts.start + warmup = 720 s"),
     "replicas and autoscaling": (

@@ -81,7 +81,7 @@ def test_pods_are_locked_down(name: str) -> None:
         for container in own(spec):
             context = container["securityContext"]
             assert context["readOnlyRootFilesystem"] is True, where
-            assert ("runAsUser" in context) is (container["name"] == "cache-owner"), where
+            assert ("runAsUser" in context) is (container["name"].endswith("-owner")), where
             if name == "privileged" and container["name"] in ("worker", "preflight") and "router" not in where:
                 assert context["privileged"] is True
             else:
@@ -130,7 +130,7 @@ def test_a_changed_configuration_rolls_its_pods_and_no_others() -> None:
             for item in of_kind(items, "Deployment", "StatefulSet")
         }
 
-    before, after = (sums(rendered("cpu-tiny", *more)) for more in ((), ("workers.decode.config.timeouts.step=301",)))
+    before, after = (sums(rendered("cpu-tiny", *more)) for more in ((), ("workers.decode.config.timeouts.lease=31",)))
     assert {name for name in before if before[name] != after[name]} == {"demo-millrace-decode"}
 
 

@@ -140,11 +140,11 @@ def test_mla_qkv_norm_is_two_norms_a_rotation_and_a_store(num: int, normed: bool
     q, c_kv, k_pe = mla_qkv_norm(**call)
     parts = call["qkv"].split((256, TINY.latent, TINY.rope), dim=1)
     if normed:
-        assert_close(q.plain, rms_norm(parts[0], call["q_weight"], call["eps"]))
+        assert_close(q.plain, rms_norm(parts[0], None, call["q_weight"], call["eps"])[0].plain)
         assert (q.fp8 is not None) == (num > SMALL_TOKENS)
     else:
         assert torch.equal(q.plain, parts[0]) and q.fp8 is None
-    assert_close(c_kv, rms_norm(parts[1], call["kv_weight"], call["eps"]))
+    assert_close(c_kv, rms_norm(parts[1], None, call["kv_weight"], call["eps"])[0].plain)
     assert_close(k_pe, rope(parts[2], call["cos"], call["sin"]))
     pages, rows = call["slots"] // TINY.page, call["slots"] % TINY.page
     assert torch.equal(call["kv"][pages, rows], torch.cat((c_kv, k_pe), dim=1))
@@ -191,5 +191,5 @@ def test_an_fp8_pool_saturates_and_reads_as_what_it_holds() -> None:
 
 def test_references_need_no_plan() -> None:
     assert mla_decode_module.plan(torch.ones(1, dtype=torch.int32), 1, 2, torch.float32) is None
-    shape = (2, 192, 128)
-    assert mla_prefill_module.plan((1,), (1,), *shape, True, torch.device("cpu"), torch.float32) is None
+    heads = mla_prefill_module.Heads(2, 192, 128)
+    assert mla_prefill_module.plan((1,), (1,), heads, True, torch.device("cpu"), torch.float32) is None

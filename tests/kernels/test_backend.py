@@ -1,21 +1,33 @@
 from __future__ import annotations
 
 import logging
+import sys
+import types
+from collections.abc import Iterator
 
 import pytest
 import torch
-from millrace_kernels import backend, gpu
-from millrace_kernels.backend import REFERENCE, Choice, forced, implementation
-from millrace_kernels.triton import fp8_linear
+from millrace_kernels import backend
+from millrace_kernels.backend import REFERENCE, Choice, choices, forced, implementation
 
 OP = "kv_gather.kv_gather"
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def on_gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     """A device that the table takes for an sm90."""
-    monkeypatch.setattr(backend, "capability", lambda device: "sm90")
+    yield from pretend(monkeypatch, "sm90")
+
+
+@pytest.fixture
+def on_other_gpu(monkeypatch: pytest.MonkeyPatch, capability: str) -> Iterator[torch.device]:
+    """A device of the test's parameter `capability`."""
+    yield from pretend(monkeypatch, capability)
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, capability: str) -> Iterator[torch.device]:
+    monkeypatch.setattr(backend, "capability", lambda device: capability)
     monkeypatch.setattr(backend, "TABLE", dict(backend.TABLE))
     backend._available.cache_clear()
     backend._has.cache_clear()
@@ -34,6 +46,7 @@ def test_the_first_row_that_serves_the_size_wins(on_gpu: torch.device) -> None:
     backend.TABLE[OP] = (
         Choice("math:hypot", max_size=16),
         Choice("math:pow", min_size=64, capability="sm100"),
+        Choice("math:log", min_size=64, status="compared"),
         Choice("math:fmod", min_size=64),
     )
     assert implementation(OP, on_gpu, 16)(3, 4) == 5
@@ -74,20 +87,72 @@ def test_experts_never_run_their_reference_on_a_gpu(op: str) -> None:
 
 
 def test_every_row_names_a_function() -> None:
-    for op, choices in backend.TABLE.items():
-        assert op.count(".") == 1 and choices
-        for choice in choices:
+    for op, rows in backend.TABLE.items():
+        assert op.count(".") == 1 and rows
+        for choice in rows:
             assert choice is REFERENCE or choice.target.count(":") == 1
             assert choice.min_size <= choice.max_size
 
 
-def test_measured_tables_hold_for_gpus_as_wide_as_the_one_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    key = next(iter(fp8_linear.MEASURED))
-    tokens, n, k = key
-    assert fp8_linear.is_measured(tokens, (n, k)) and fp8_linear.config(*key) == fp8_linear.MEASURED[key]
-    monkeypatch.setattr(gpu, "sms", lambda: 78)
-    assert not fp8_linear.is_measured(tokens, (n, k)) and gpu.measured({1: 2}, 1) is None
-    monkeypatch.setattr(fp8_linear, "sms", lambda: 78)
-    narrow = fp8_linear.config(128, 2112, 7168)
-    monkeypatch.setattr(fp8_linear, "sms", lambda: 132)
-    assert 1 < narrow.splits < fp8_linear.config(128, 2112, 7168).splits
+def targets(op: str, device: torch.device) -> list[str]:
+    return [choice.target for choice in choices(op, device)]
+
+
+@pytest.mark.parametrize("capability", ["sm89", "sm90", "sm100", "sm120"])
+def test_our_kernels_run_on_every_gpu_that_knows_e4m3(on_other_gpu: torch.device) -> None:
+    for op, rows in backend.TABLE.items():
+        ours = [row.target for row in rows if row.needs == "triton"]
+        assert [target for target in targets(op, on_other_gpu) if ".triton." in target] == ours
+    for op, num in (("rms_norm.rms_norm", 1), ("fp8.fp8_linear", 300), ("mla_decode.mla_decode", 8)):
+        run = implementation(op, on_other_gpu, num, (256, 256))
+        assert run is not None and run.__module__ == f"millrace_kernels.triton.{op.partition('.')[2]}"
+
+
+@pytest.mark.parametrize("capability", ["sm80"])
+def test_kernels_without_e4m3_run_on_older_gpus(on_other_gpu: torch.device) -> None:
+    assert targets("moe_experts.moe_experts", on_other_gpu) and targets("mla_decode.mla_decode", on_other_gpu)
+    assert targets("moe_gate.gate_logits", on_other_gpu)[-1] == "millrace_kernels.lib.cublas:gate_logits"
+    for op in ("fp8.fp8_linear", "fp8.quant_groups", "fp8.small_linear", "moe_experts.moe_experts_fp8"):
+        assert targets(op, on_other_gpu) == [] and implementation(op, on_other_gpu, 32, (256, 256, 128, 1)) is None
+
+
+@pytest.mark.parametrize("capability", ["sm75"])
+def test_where_triton_lacks_bf16_references_run(on_other_gpu: torch.device) -> None:
+    assert not any(targets(op, on_other_gpu) for op in backend.TABLE)
+
+
+def offer(monkeypatch: pytest.MonkeyPatch, *functions: str) -> None:
+    """A FlashInfer with these products."""
+    gemm = types.ModuleType("flashinfer.gemm")
+    for name in functions:
+        setattr(gemm, name, print)
+    monkeypatch.setitem(sys.modules, "flashinfer", types.ModuleType("flashinfer"))
+    monkeypatch.setitem(sys.modules, "flashinfer.gemm", gemm)
+
+
+@pytest.mark.parametrize(("capability", "compared"), [("sm100", ["fp8_linear_trtllm"]), ("sm120", [])])
+def test_untested_rows_are_chosen_where_the_library_offers_them(
+    on_other_gpu: torch.device, compared: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    offer(monkeypatch, "gemm_fp8_nt_groupwise")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            run = implementation("fp8.fp8_linear", on_other_gpu, 300, (256, 256))
+            assert run is not None and run.__name__ == "fp8_linear_cutlass"
+    assert len([record for record in caplog.records if "was never tested on sm1" in record.getMessage()]) == 1
+    found = [target.rpartition(":")[2] for target in targets("fp8.fp8_linear", on_other_gpu)]
+    assert found == ["fp8_linear", "fp8_linear_cutlass", "fp8_linear", *compared]
+
+
+def test_what_is_there_to_be_compared_is_listed_and_never_chosen(
+    on_gpu: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert implementation("fp8.fp8_linear", on_gpu, 300, (256, 256)) is not None
+    assert not any("flashinfer" in record.getMessage() for record in caplog.records)
+    offer(monkeypatch, "fp8_blockscale_gemm_sm90")
+    listed = [target.rpartition(":")[2] for target in targets("fp8.fp8_linear", on_gpu)]
+    assert listed[-1:] == ["fp8_linear_sm90"]
+    for num in (17, 300, 4096):
+        run = implementation("fp8.fp8_linear", on_gpu, num, (256, 256))
+        assert run is not None and run.__name__ != "fp8_linear_sm90"

@@ -11,9 +11,9 @@ from millrace_bench.kernels.shapes import TINY, TOKENS
 from millrace_kernels.backend import SMALL_TOKENS
 from millrace_kernels.fp8 import Operand, quant_groups
 from millrace_kernels.linear import linear, operand
-from millrace_kernels.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm, rms_norm_quant
+from millrace_kernels.rms_norm import rms_norm
 from millrace_kernels.rope import rope
-from millrace_kernels.silu_mul import silu_mul, silu_mul_quant
+from millrace_kernels.silu_mul import silu_mul
 from torch import Tensor
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -21,6 +21,11 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def plain(operand: Operand) -> Tensor:
+    assert operand.plain is not None
+    return operand.plain
 
 
 def norm64(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -33,8 +38,9 @@ def norm64(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def test_rms_norm(num: int, dtype: torch.dtype) -> None:
     wide = draw(num, 3 * TINY.hidden, dtype=dtype) * 1e-3  # small values make eps count
     x, weight = wide[:, TINY.hidden : 2 * TINY.hidden], draw(TINY.hidden, dtype=dtype, seed=1)  # strided rows
-    out = rms_norm(x, weight, 1e-6)
-    assert out.dtype == dtype
+    operand, same = rms_norm(x, None, weight, 1e-6)
+    out = plain(operand)
+    assert same is x and out.dtype == dtype and operand.fp8 is None
     assert_close(out, norm64(x, weight, 1e-6))
 
 
@@ -44,9 +50,9 @@ def test_add_rms_norm(num: int, dtype: torch.dtype) -> None:
     x, residual = draw(num, TINY.hidden, dtype=dtype), draw(num, TINY.hidden, dtype=dtype, seed=1)
     weight = draw(TINY.hidden, dtype=dtype, seed=2)
     before = residual.clone()
-    out, total = add_rms_norm(x, residual, weight, 1e-6)
+    out, total = rms_norm(x, residual, weight, 1e-6)
     assert torch.equal(total, x + before)
-    assert_close(out, norm64(total, weight, 1e-6))
+    assert_close(plain(out), norm64(total, weight, 1e-6))
 
 
 def assert_same_operand(actual: Operand, expected: Operand) -> None:
@@ -59,13 +65,14 @@ def assert_same_operand(actual: Operand, expected: Operand) -> None:
 def test_quantising_ops_give_the_operand_of_their_result(num: int) -> None:
     x, residual = draw(num, TINY.hidden, dtype=torch.bfloat16), draw(num, TINY.hidden, dtype=torch.bfloat16, seed=1)
     weight = draw(TINY.hidden, dtype=torch.bfloat16, seed=2)
-    assert_same_operand(rms_norm_quant(x, weight, 1e-6), operand(rms_norm(x, weight, 1e-6)))
-    normed, total = add_rms_norm_quant(x, residual, weight, 1e-6)
-    assert torch.equal(total, x + residual)
-    assert_same_operand(normed, operand(rms_norm(total, weight, 1e-6)))
-    act = silu_mul(x)
+    for added in (None, residual):
+        normed, total = rms_norm(x, added, weight, 1e-6, quant=True)
+        assert torch.equal(total, x if added is None else x + added)
+        assert_same_operand(normed, operand(plain(rms_norm(total, None, weight, 1e-6)[0])))
+    act = silu_mul(x).plain
+    assert act is not None
     expected = Operand(act, None) if num <= SMALL_TOKENS else Operand(None, quant_groups(act))
-    assert_same_operand(silu_mul_quant(x), expected)
+    assert_same_operand(silu_mul(x, quant=True), expected)
 
 
 @pytest.mark.parametrize("num", TOKENS)
@@ -90,12 +97,12 @@ def test_rope_of_bf16_rotates_in_fp32() -> None:
 def test_silu_mul(num: int, dtype: torch.dtype) -> None:
     x = draw(num, 2 * TINY.moe_intermediate, dtype=dtype)
     gate, up = x.double().chunk(2, dim=-1)
-    assert_close(silu_mul(x), gate / (1 + (-gate).exp()) * up)
+    assert_close(plain(silu_mul(x)), gate / (1 + (-gate).exp()) * up)
 
 
 def test_silu_mul_of_extremes_is_finite() -> None:
     x = torch.tensor([[-1e4, 1e4, 2.0, 2.0]])
-    assert silu_mul(x).tolist() == [[0.0, 2e4]]
+    assert plain(silu_mul(x)).tolist() == [[0.0, 2e4]]
 
 
 @pytest.mark.parametrize("num", TOKENS)

@@ -160,8 +160,8 @@ def test_plans_of_one_step_live_side_by_side() -> None:
     calls = [attention_inputs.mla_prefill(draw, q, k, 16, causal) for q, k, causal in lens]
     expected = [mla_prefill.mla_prefill(**call) for call in calls]
     for _ in range(20):
-        shape = (16, attention_inputs.QK, attention_inputs.VALUE)
-        plans = [mla_prefill.plan(q, k, *shape, causal, DEVICE, BF16) for q, k, causal in lens]
+        heads = mla_prefill.Heads(16, attention_inputs.QK, attention_inputs.VALUE)
+        plans = [mla_prefill.plan(q, k, heads, causal, DEVICE, BF16) for q, k, causal in lens]
         for _layer, (call, plan, (out, lse)) in itertools.product(range(3), zip(calls, plans, expected, strict=True)):
             found = mla_prefill.mla_prefill(**call, plan=plan)
             assert torch.equal(found[0], out) and torch.equal(found[1], lse)

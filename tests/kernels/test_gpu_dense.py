@@ -63,26 +63,29 @@ def test_norms_and_quantisation(num: int, width: int) -> None:
     quantised, wanted = fp8.quant_groups(x), expected(lambda: fp8.quant_groups(x))
     torch.testing.assert_close(quantised.scales, wanted.scales, rtol=ULP, atol=0.0)
     assert rms_error(dequantised(quantised), dequantised(wanted)) < TIES
-    normed = rms_norm.rms_norm(x, weight, 1e-6)
-    assert_close(normed, expected(lambda: rms_norm.rms_norm(x, weight, 1e-6)))
-    assert_same_operand(rms_norm.rms_norm_quant(x, weight, 1e-6), expected(lambda: linear.operand(normed)))
-    summed, total = rms_norm.add_rms_norm_quant(x, residual, weight, 1e-6)
+    normed, _ = rms_norm.rms_norm(x, None, weight, 1e-6)
+    assert_same_operand(normed, expected(lambda: rms_norm.rms_norm(x, None, weight, 1e-6)[0]))
+    quant, _ = rms_norm.rms_norm(x, None, weight, 1e-6, quant=True)
+    assert normed.plain is not None
+    assert_same_operand(quant, expected(lambda: linear.operand(normed.plain)))
+    summed, total = rms_norm.rms_norm(x, residual, weight, 1e-6, quant=True)
     assert torch.equal(total, x + residual)
-    assert_same_operand(summed, expected(lambda: rms_norm.rms_norm_quant(total, weight, 1e-6)))
-    alone, again = rms_norm.add_rms_norm_quant(x, residual, weight, 1e-6, plain=False)
+    assert_same_operand(summed, expected(lambda: rms_norm.rms_norm(total, None, weight, 1e-6, quant=True)[0]))
+    alone, again = rms_norm.rms_norm(x, residual, weight, 1e-6, quant=True, plain=False)
     assert torch.equal(again, total) and (alone.plain is None) == (num > SMALL_TOKENS)
     assert_same_operand(Operand(summed.plain, alone.fp8), summed)
-    plain, again = rms_norm.add_rms_norm(x, residual, weight, 1e-6)
-    assert torch.equal(again, total)
-    assert_close(plain, summed.plain)  # another kernel, which may sum in another order
+    plain, again = rms_norm.rms_norm(x, residual, weight, 1e-6)
+    assert torch.equal(again, total) and plain.plain is not None and summed.plain is not None
+    assert_close(plain.plain, summed.plain)  # another kernel, which may sum in another order
 
 
 @pytest.mark.parametrize("width", [2304, 2048, 256])
 @pytest.mark.parametrize("num", TOKENS)
 def test_silu_mul(num: int, width: int) -> None:
     x = rows(num, 2 * width)
-    assert_close(silu_mul.silu_mul(x), expected(lambda: silu_mul.silu_mul(x)))
-    assert_same_operand(silu_mul.silu_mul_quant(x), expected(lambda: silu_mul.silu_mul_quant(x)))
+    for quant in (False, True):
+        found = silu_mul.silu_mul(x, quant=quant)
+        assert_same_operand(found, expected(lambda quant=quant: silu_mul.silu_mul(x, quant=quant)))
 
 
 @pytest.mark.parametrize(("n", "k"), V3_WEIGHTS)
@@ -121,8 +124,8 @@ def test_fp8_linear_in_parts(n: int, k: int) -> None:
 
 
 def layer(x: Tensor, gain: Tensor, first: Fp8, second: Fp8) -> tuple[Tensor, Tensor]:
-    operand, total = rms_norm.add_rms_norm_quant(x, x, gain, 1e-6)
-    return linear.linear(silu_mul.silu_mul_quant(linear.linear(operand, first)), second), total
+    operand, total = rms_norm.rms_norm(x, x, gain, 1e-6, quant=True)
+    return linear.linear(silu_mul.silu_mul(linear.linear(operand, first), quant=True), second), total
 
 
 @pytest.mark.parametrize("num", [1, 4, SMALL_TOKENS, 64])

@@ -12,6 +12,7 @@ from millrace_bench.kernels.numeric import FP8_EXPERTS_TOLERANCE, OP_TOLERANCE, 
 from millrace_bench.kernels.shapes import TINY, V3_TP8, Dims
 from millrace_kernels import backend, moe_gate
 from millrace_kernels.backend import SMALL_TOKENS, forced
+from millrace_kernels.expert_slots import expert_slots
 from millrace_kernels.fp8 import Operand, quant_groups
 from millrace_kernels.moe_experts import expected_rows, moe_experts
 from millrace_kernels.triton import moe_grouped, moe_small
@@ -64,7 +65,9 @@ def test_gate(num: int, dims: Dims) -> None:
     bias = torch.zeros(dims.experts, device=CUDA)
     real = torch.tensor([max(num - 2, 0)], dtype=torch.int32, device=CUDA)
     rule = rule_of(dims)
-    weights, experts = moe_gate.moe_gate(logits, bias, rule, real)
+    loads = torch.zeros(dims.experts, dtype=torch.int32, device=CUDA)
+    weights, experts = moe_gate.moe_gate(logits, bias, rule, real, loads)
+    assert torch.equal(loads, torch.bincount(experts.flatten() + 1, minlength=dims.experts + 1)[1:].int())
     parts = torch.stack((logits, *[logits, -logits] * 13, torch.zeros_like(logits)))  # as many as of V3's; exact sums
     assert all(map(torch.equal, moe_gate.moe_gate(parts, bias, rule, real), (weights, experts)))
     with forced(**REFERENCES):
@@ -73,6 +76,15 @@ def test_gate(num: int, dims: Dims) -> None:
     assert (experts != expected_experts).any(1).sum() <= num // 100
     same = (experts == expected_experts).all(1)
     assert_close(weights[same], expected_weights[same], 1e-5)
+
+
+def test_expert_slots() -> None:
+    table = torch.randint(-1, 33, (24, 257), generator=seeded(0), dtype=torch.int32, device=CUDA)
+    table[:, -1] = -1
+    ids = torch.randint(-1, 256, (1000, 8), generator=seeded(1), dtype=torch.int32, device=CUDA)
+    found = expert_slots(ids, table)
+    with forced(**REFERENCES):
+        assert torch.equal(found, expert_slots(ids, table))
 
 
 @pytest.mark.parametrize(("num", "fp8"), TP8_TOKENS)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from millrace_kernels import sample_tokens as op
-from millrace_testing.sampling_rows import draw_inputs, kept, kept_by_bounds
+from millrace_testing.sampling_rows import draw_inputs, kept, kept_by_bounds, sample
 from torch import Tensor
 
 pytestmark = pytest.mark.gpu
@@ -19,12 +18,20 @@ BOUNDARY = 1e-4  # mass within which rounding may put one token more or less int
 @pytest.mark.parametrize("num", [0, 1, 17, 256])
 def test_tokens(num: int, filters: bool) -> None:
     given = draw_inputs(num, V, device="cuda", filters=filters)
-    found = op.sample_tokens(**given)
-    assert torch.equal(found, op.sample_tokens(**given)), "equal inputs, equal tokens"
+    found = sample(given)
+    assert torch.equal(found, sample(given)), "equal inputs, equal tokens"
     few = {name: x[:34].cpu() if isinstance(x, Tensor) else x for name, x in given.items()}
-    wanted = op.sample_tokens(**few)
+    wanted = sample(few)
     # A token at the edge of top_p may be kept by one sum and not by the other; that one wins a draw is rarer still.
     assert (found[:34].cpu() != wanted).sum() <= (1 if filters and num > 1 else 0)
+
+
+def test_not_a_number_gives_some_token() -> None:
+    given = draw_inputs(6, V, device="cuda", filters=False)
+    given["logits"][:3] = torch.nan
+    given["logits"][3:, 7] = torch.nan
+    tokens = sample(given)
+    assert ((tokens >= 0) & (tokens < V)).all()
 
 
 def test_the_kept_set() -> None:
@@ -52,17 +59,17 @@ def test_a_graph_draws_what_it_finds() -> None:
     given = draw_inputs(22, V, device="cuda")
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        op.sample_tokens(**given)
+        sample(given)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = op.sample_tokens(**given)
+        captured = sample(given)
     for index in range(3):
         given["output_index"].fill_(index)
         graph.replay()
-        assert torch.equal(captured, op.sample_tokens(**given))
+        assert torch.equal(captured, sample(given))
     torch.cuda.set_sync_debug_mode("error")
     try:
-        op.sample_tokens(**given)
+        sample(given)
     finally:
         torch.cuda.set_sync_debug_mode("default")

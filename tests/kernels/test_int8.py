@@ -7,10 +7,13 @@ import torch
 from millrace_bench.kernels.numeric import INT8_LINEAR_TOLERANCE, assert_close, rms_error
 from millrace_bench.kernels.shapes import strided_rows
 from millrace_kernels.backend import TABLE, forced
-from millrace_kernels.int8 import Int8, int8_linear, quant_rows
+from millrace_kernels.fp8 import BLOCK, Operand, dequant_blocks
+from millrace_kernels.int8 import Int8, Matrix, dequant, int8_linear, quant_like, quant_rows
+from millrace_kernels.linear import linear
+from millrace_kernels.moe_experts import moe_experts
 from millrace_kernels.triton import int8 as ours
 
-OURS = {op: TABLE[op][0].target for op in ("int8.quant_rows", "int8.int8_linear")}
+OURS = {op: TABLE[op][0].target for op in ("int8.quant_rows", "int8.int8_linear", "moe_experts.moe_experts_int8")}
 
 
 def weight_of(n: int, k: int, device: str = "cpu") -> torch.Tensor:
@@ -44,7 +47,7 @@ def test_int8_linear_is_exact(num: int, n: int, k: int) -> None:
     assert_close(found, exact)
     assert_close(triton, exact)
     for chosen in (ours.Config(16, 64, 4, 3), ours.Config(64, 128, 8, 2)):
-        assert torch.equal(ours.int8_linear_with(x, stack, torch.float32, chosen), triton)
+        assert torch.equal(ours.int8_linear(x, stack, torch.float32, chosen), triton)
 
 
 def test_int8_linear_is_close_to_the_product_of_unquantised_operands() -> None:
@@ -57,6 +60,101 @@ def test_sums_that_int32_cannot_hold_are_refused() -> None:
     wide = Int8(torch.zeros(1, 140_000, dtype=torch.int8), torch.ones(1))
     with pytest.raises(AssertionError, match="140000"):
         int8_linear(wide, wide, torch.float32)
+
+
+def blocks_of(n: int, k: int, device: str = "cpu") -> Int8:
+    """Blocks whose scales differ by more than their products' rounding."""
+    made = torch.Generator().manual_seed(2)
+    scales = torch.rand(-(-n // BLOCK), k // BLOCK, generator=made) * 0.1 + 0.01
+    return Int8(torch.randint(-127, 128, (n, k), generator=made, dtype=torch.int8).to(device), scales.to(device))
+
+
+@pytest.mark.parametrize(("num", "n", "k"), [(0, 64, 128), (1, 72, 256), (17, 130, 384), (70, 300, 128)])
+def test_products_with_a_scale_for_each_block(num: int, n: int, k: int) -> None:
+    weight = blocks_of(n, k)
+    x = quant_like(strided_rows(num, k, torch.float32), weight)
+    assert x.by_block and x.scales.shape == (num, k // BLOCK)
+    plain = x.data.double() * x.scales.repeat_interleave(BLOCK, 1)
+    exact = plain @ dequant_blocks(*weight, torch.float32).double().t()
+    found = int8_linear(x, weight, torch.float32)
+    with forced(**OURS):
+        triton = int8_linear(x, weight, torch.float32)
+        assert torch.equal(linear(strided_rows(num, k, torch.float32), weight), triton)
+    assert_close(found, exact)
+    assert_close(triton, exact)
+    assert torch.equal(dequant(weight, torch.float32), dequant_blocks(*weight, torch.float32))
+
+
+def stacked(weights: list[Int8]) -> Int8:
+    return Int8(torch.stack([w.data for w in weights]), torch.stack([w.scales for w in weights]))
+
+
+def expert_weights(by_block: bool, held: int, dim: int, size: int, device: str = "cpu") -> tuple[Int8, Int8]:
+    def draw(n: int, k: int) -> Int8:
+        if by_block:
+            return Int8(blocks_of(n, k).data, blocks_of(n, k).scales / k)
+        return quant_rows(weight_of(n, k) / k**0.5)
+
+    pair = stacked([draw(2 * size, dim)] * held), stacked([draw(dim, size)] * held)
+    for weight in pair:
+        weight.data.mul_(torch.arange(1, held + 1, dtype=torch.int8)[:, None, None]).clamp_(-127, 127)  # they differ
+    return tuple(Int8(w.data.to(device), w.scales.to(device)) for w in pair)  # type: ignore[return-value]
+
+
+def chosen(num: int, held: int, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+    made = torch.Generator().manual_seed(num)
+    ids = torch.randint(-1, held, (num, 3), generator=made, dtype=torch.int32)
+    ids[1:2] = -1
+    return torch.rand(num, 3, generator=made).to(device), ids.to(device)
+
+
+def dequantised(weight: Int8) -> Matrix:
+    return torch.stack([dequant(Int8(*parts), torch.float32) for parts in zip(*weight, strict=True)])
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of padding rows
+@pytest.mark.parametrize("by_block", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("num", [0, 3, 40])
+def test_experts(num: int, shared: bool, by_block: bool) -> None:
+    """Ours and the reference quantise the same rows; both are near the experts of the dequantised weights."""
+    held, dim, size = 5, 256, 128
+    w13, w2 = expert_weights(by_block, held, dim, size)
+    weights, ids = chosen(num, held - shared)
+    x = strided_rows(num, dim, torch.float32).contiguous()
+    found = moe_experts(Operand(x, None), weights, ids, w13, w2, shared_expert=shared)
+    plain = moe_experts(x, weights, ids, dequantised(w13), dequantised(w2), shared_expert=shared)
+    assert found.dtype == torch.float32 and found.shape == x.shape
+    with forced(**OURS):
+        out = torch.full_like(x, torch.nan)
+        triton = moe_experts(x, weights, ids, w13, w2, shared_expert=shared, out=out)
+    assert triton is out
+    if num:
+        assert rms_error(found, plain) < 2 * INT8_LINEAR_TOLERANCE and rms_error(triton, found) < 1e-3
+    if num and not shared:
+        assert not found[1:2].any() and not triton[1:2].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("by_block", [False, True])
+@pytest.mark.parametrize("num", [0, 1, 16, 200, 4096])
+def test_experts_on_a_gpu(num: int, by_block: bool) -> None:
+    w13, w2 = expert_weights(by_block, 8, 1024, 512, "cuda")
+    x, (weights, ids) = strided_rows(num, 1024, torch.bfloat16).contiguous().cuda(), chosen(num, 8, "cuda")
+    with forced(**dict.fromkeys(OURS, "")):
+        expected = moe_experts(x, weights, ids, w13, w2)
+    assert_close(moe_experts(x, weights, ids, w13, w2), expected, 1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num", [0, 1, 7, 64, 128, 4096])
+@pytest.mark.parametrize(("n", "k"), [(2112, 7168), (7168, 16384)])
+def test_products_with_a_scale_for_each_block_on_a_gpu(num: int, n: int, k: int) -> None:
+    weight = blocks_of(n, k, "cuda")
+    x = quant_like(strided_rows(num, k, torch.bfloat16).cuda(), weight)
+    with forced(**dict.fromkeys(OURS, "")):
+        expected = int8_linear(x, weight, torch.float32)
+    assert_close(int8_linear(x, weight, torch.float32), expected, 1e-5)
 
 
 @pytest.mark.gpu

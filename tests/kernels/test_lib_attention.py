@@ -202,7 +202,7 @@ def wrappers(monkeypatch: pytest.MonkeyPatch) -> list[flashinfer._Slot]:
 
 
 def schedule(q_lens: tuple[int, ...], k_lens: tuple[int, ...], causal: bool) -> flashinfer.Plan | None:
-    return flashinfer.schedule(q_lens, k_lens, 2, 192, 128, causal, CPU, BF16)
+    return flashinfer.schedule(q_lens, k_lens, mla_prefill.Heads(2, 192, 128), causal, CPU, BF16)
 
 
 @pytest.mark.parametrize("planned", [True, False])

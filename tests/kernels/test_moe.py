@@ -63,6 +63,14 @@ def test_gate_bias_steers_the_choice_and_not_the_weight() -> None:
     assert_close(weights, torch.full((1, 4), 0.25))
 
 
+def test_gate_counts_the_choices_of_real_rows() -> None:
+    logits, loads = torch.randn(5, TINY.experts, generator=torch.Generator().manual_seed(0)), torch.zeros(2, 16).int()
+    for step in (0, 1):
+        _, experts = moe_gate(logits, torch.zeros(16), rule_of(TINY), torch.tensor([3], dtype=torch.int32), loads[1])
+        assert loads[1].tolist() == [(step + 1) * experts[:3].flatten().tolist().count(e) for e in range(16)]
+    assert not loads[0].any()
+
+
 @pytest.mark.parametrize("num", TOKENS)
 @pytest.mark.parametrize(("first", "count"), [(0, 16), (4, 8), (15, 1)])
 def test_experts(num: int, first: int, count: int) -> None:

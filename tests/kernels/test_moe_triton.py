@@ -10,7 +10,9 @@ from millrace_bench.kernels.shapes import TINY, V3_TP8, Dims
 from millrace_kernels import moe_experts as ref_experts
 from millrace_kernels import moe_gate as ref_gate
 from millrace_kernels.backend import SMALL_TOKENS
+from millrace_kernels.expert_slots import expert_slots
 from millrace_kernels.fp8 import Operand, quant_groups
+from millrace_kernels.triton import expert_slots as triton_slots
 from millrace_kernels.triton import moe_gate, moe_grouped, moe_route, moe_small
 from millrace_kernels.triton.moe_grouped import Launch
 from millrace_testing.poison import poison_empty
@@ -41,10 +43,21 @@ def test_gate(num: int, dims: Dims, norm: bool, padded: bool) -> None:
     if padded:
         logits[5:] = torch.nan
     for given in (logits, torch.stack((logits, logits, -logits))):  # whole, and in parts whose sum is exact
-        weights, experts = moe_gate.moe_gate(given, bias, rule, real)
-        expected_weights, expected_experts = ref_gate.moe_gate(given, bias, rule, real)
+        loads, expected_loads = torch.full((2, dims.experts), 9, dtype=torch.int32)
+        weights, experts = moe_gate.moe_gate(given, bias, rule, real, loads)
+        expected_weights, expected_experts = ref_gate.moe_gate(given, bias, rule, real, expected_loads)
         assert torch.equal(experts, expected_experts) and experts.dtype == torch.int32
+        assert torch.equal(loads, expected_loads)
         assert_close(weights, expected_weights)
+
+
+@pytest.mark.parametrize("num", [0, 1, 70])
+@pytest.mark.parametrize("turns", [1, 24])
+def test_expert_slots(num: int, turns: int) -> None:
+    table = torch.randint(-1, 33, (turns, 257), generator=seeded(turns), dtype=torch.int32)
+    table[:, -1] = -1
+    ids = torch.randint(-1, 256, (num, 8), generator=seeded(num), dtype=torch.int32)
+    assert torch.equal(triton_slots.expert_slots(ids, table), expert_slots(ids, table))
 
 
 @pytest.mark.parametrize("num", [0, 1, 17, 130])
@@ -144,7 +157,7 @@ def test_route(few: bool, num: int, shared: bool, monkeypatch: pytest.MonkeyPatc
 
 
 def test_measured_configurations_are_for_what_an_expert_expects() -> None:
-    for (rows, num_held, size), config in moe_grouped.MEASURED.items():
+    for (rows, num_held, size), config in moe_grouped.MEASURED.rows.items():
         assert moe_grouped.is_fastest(SMALL_TOKENS + 1, (num_held, 7168, size, rows))
         assert moe_grouped.config(rows, num_held, size) == config
     assert not moe_grouped.is_fastest(SMALL_TOKENS + 1, (5, 7168, 256, 1))

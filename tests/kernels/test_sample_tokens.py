@@ -6,12 +6,11 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from millrace_kernels import sample_tokens as op
 from millrace_kernels.backend import forced
 from millrace_kernels.sample_tokens import gumbel_noise
 from millrace_kernels.triton import sample_candidates, sample_filter
 from millrace_kernels.triton.sample_tokens import _estimated_noise, _noise
-from millrace_testing.sampling_rows import draw_inputs, kept, kept_by_bounds
+from millrace_testing.sampling_rows import draw_inputs, kept, kept_by_bounds, sample
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU test_gpu_sampling.py runs the kernels")
@@ -21,8 +20,8 @@ OURS = {"sample_tokens.sample_tokens": "millrace_kernels.triton.sample_tokens:sa
 
 def both(**given: object) -> tuple[Tensor, Tensor]:
     with forced(**OURS):
-        found = op.sample_tokens(**given)
-    wanted = op.sample_tokens(**given)
+        found = sample(given)
+    wanted = sample(given)
     assert found.dtype == wanted.dtype == torch.int64
     return found, wanted
 
@@ -125,7 +124,7 @@ def test_a_row_of_nothing_gives_token_0() -> None:
     given = draw_inputs(4, 2000)
     given["logits"][:] = -torch.inf
     with forced(**OURS):
-        assert op.sample_tokens(**given).tolist() == [0, 0, 0, 0]
+        assert sample(given).tolist() == [0, 0, 0, 0]
 
 
 def test_rows_do_not_look_at_each_other_nor_past_their_end() -> None:
@@ -133,10 +132,10 @@ def test_rows_do_not_look_at_each_other_nor_past_their_end() -> None:
     wide = torch.full((11, 4000), torch.nan)
     wide[:, :1500] = given["logits"]
     with forced(**OURS):
-        together = op.sample_tokens(**(given | {"logits": wide[:, :1500]}))
+        together = sample(given | {"logits": wide[:, :1500]})
         for row in range(11):
             alone = {name: x[row : row + 1] for name, x in given.items() if isinstance(x, Tensor)}
-            assert op.sample_tokens(**alone) == together[row]
+            assert sample(alone) == together[row]
 
 
 def test_a_search_visits_few_probes() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from millrace_bench.kernels.numeric import FP8_TOLERANCE, assert_close, dequantised, rms_error
@@ -10,12 +12,12 @@ from millrace_kernels import rms_norm as norms
 from millrace_kernels.backend import SMALL_TOKENS, TABLE, forced
 from millrace_kernels.fp8 import Fp8, Operand, dequant_blocks, quant_blocks, quant_groups, small_linear
 from millrace_kernels.scratch import Scratch
-from millrace_kernels.silu_mul import silu_mul, silu_mul_quant
+from millrace_kernels.silu_mul import silu_mul
 from millrace_kernels.triton import fp8_linear as mid
+from millrace_kernels.triton import quant as kernels
 from millrace_kernels.triton import rms_norm
 from millrace_kernels.triton import small_linear as small
 from millrace_kernels.triton.gemv import Gemv
-from millrace_kernels.triton.quant import quant_groups_with
 from millrace_kernels.triton.small_linear import Config, config
 from torch import Tensor
 
@@ -40,18 +42,15 @@ def test_quant_groups(num: int, width: int, dtype: torch.dtype) -> None:
     expected = quant_groups(x)
     with forced(**OURS):
         fast = quant_groups(x)
-    exact = quant_groups_with(x, block_t=4, num_warps=1, exact=True)
-    assert torch.equal(exact.data.float(), expected.data.float())
-    for scales in (fast.scales, exact.scales):
-        assert torch.equal(scales, expected.scales)
-        assert_column_major(scales)
+    assert torch.equal(fast.scales, expected.scales)
+    assert_column_major(fast.scales)
     assert rms_error(dequantised(fast), dequantised(expected)) < TIES
 
 
 def test_quant_groups_of_zeros_and_of_almost_nothing() -> None:
     x = torch.zeros(3, 128)
     x[1], x[2, 5] = 1e-38, 448.0
-    for quantised in (quant_groups(x), quant_groups_with(x, 4, 1), quant_groups_with(x, 4, 1, exact=True)):
+    for quantised in (quant_groups(x), kernels.quant_groups(x, (4, 1))):
         assert (quantised.scales == 1).all() and quantised.data.float().sum() == 448.0
 
 
@@ -61,43 +60,36 @@ def test_quant_groups_of_zeros_and_of_almost_nothing() -> None:
 def test_rms_norm(num: int, width: int, dtype: torch.dtype) -> None:
     x, residual = strided_rows(num, width, dtype), strided_rows(num, width, dtype, seed=1)
     weight = torch.randn(width, generator=torch.Generator().manual_seed(2)).to(dtype)
-    expected_sum = norms.add_rms_norm(x, residual, weight, 1e-6)
-    with forced(**OURS):
-        normed = norms.rms_norm(x, weight, 1e-6)
-        normed_sum, total = norms.add_rms_norm(x, residual, weight, 1e-6)
-        operand = norms.rms_norm_quant(x, weight, 1e-6)
-        operand_sum, total_too = norms.add_rms_norm_quant(x, residual, weight, 1e-6)
-    assert_close(normed, norms.rms_norm(x, weight, 1e-6))
-    assert_close(normed_sum, expected_sum[0])
-    assert torch.equal(total, expected_sum[1]) and torch.equal(total_too, total)
-    for found, plain in ((operand, normed), (operand_sum, normed_sum)):
-        assert found.plain is not None and torch.equal(found.plain, plain)
-        assert_quantised(found, plain)
+    for added in (None, residual):
+        expected, expected_total = norms.rms_norm(x, added, weight, 1e-6)
+        with forced(**OURS):
+            normed, total = norms.rms_norm(x, added, weight, 1e-6)
+            operand, total_too = norms.rms_norm(x, added, weight, 1e-6, quant=True)
+        assert normed.fp8 is None and normed.plain is not None and expected.plain is not None
+        assert_close(normed.plain, expected.plain)
+        assert torch.equal(total, expected_total) and torch.equal(total_too, total)
+        assert operand.plain is not None and torch.equal(operand.plain, normed.plain)
+        assert_quantised(operand, normed.plain)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("num", TOKENS)
 def test_a_norm_without_its_plain_form(num: int, dtype: torch.dtype) -> None:
     x, weight = strided_rows(num, 256, dtype), torch.randn(256, generator=torch.Generator().manual_seed(2)).to(dtype)
-    for target in (OURS, dict.fromkeys(OURS, "")):
+    for target, residual in itertools.product((OURS, dict.fromkeys(OURS, "")), (None, x)):
         with forced(**target):
-            whole, (whole_sum, total) = (
-                norms.rms_norm_quant(x, weight, 1e-6),
-                norms.add_rms_norm_quant(x, x, weight, 1e-6),
-            )
-            operand = norms.rms_norm_quant(x, weight, 1e-6, plain=False)
-            operand_sum, total_too = norms.add_rms_norm_quant(x, x, weight, 1e-6, plain=False)
+            wanted, total = norms.rms_norm(x, residual, weight, 1e-6, quant=True)
+            found, total_too = norms.rms_norm(x, residual, weight, 1e-6, quant=True, plain=False)
         assert torch.equal(total, total_too)
-        for found, wanted in ((operand, whole), (operand_sum, whole_sum)):
-            if num > SMALL_TOKENS and dtype == torch.bfloat16:
-                assert found.plain is None
-            else:
-                assert found.plain is not None and wanted.plain is not None and torch.equal(found.plain, wanted.plain)
-            if found.fp8 is None or wanted.fp8 is None:
-                assert num <= SMALL_TOKENS
-            else:
-                assert torch.equal(found.fp8.data.float(), wanted.fp8.data.float())
-                assert torch.equal(found.fp8.scales, wanted.fp8.scales)
+        if num > SMALL_TOKENS and dtype == torch.bfloat16:
+            assert found.plain is None
+        else:
+            assert found.plain is not None and wanted.plain is not None and torch.equal(found.plain, wanted.plain)
+        if found.fp8 is None or wanted.fp8 is None:
+            assert num <= SMALL_TOKENS
+        else:
+            assert torch.equal(found.fp8.data.float(), wanted.fp8.data.float())
+            assert torch.equal(found.fp8.scales, wanted.fp8.scales)
 
 
 @pytest.mark.parametrize(("groups", "warps"), [(1, 1), (2, 2), (8, 4)])
@@ -106,8 +98,8 @@ def test_a_norm_in_tiles(groups: int, warps: int, plain: bool) -> None:
     """The last tile ends within the row, or beyond it."""
     width, weight = 384, torch.randn(384, generator=torch.Generator().manual_seed(2)).bfloat16()
     x, residual = (strided_rows(SMALL_TOKENS + 1, width, torch.bfloat16, seed) for seed in (0, 1))
-    expected, expected_total = norms.add_rms_norm_quant(x, residual, weight, 1e-6)
-    found, total = rms_norm.add_rms_norm_quant_with(x, residual, weight, 1e-6, plain, groups, warps)
+    expected, expected_total = norms.rms_norm(x, residual, weight, 1e-6, quant=True)
+    found, total = rms_norm.rms_norm(x, residual, weight, 1e-6, True, plain, (groups, warps))
     assert torch.equal(total, expected_total) and found.fp8 is not None and expected.plain is not None
     assert (found.plain is not None) == plain
     if found.plain is not None:
@@ -132,10 +124,10 @@ def assert_quantised(found: Operand, plain: Tensor) -> None:
 @pytest.mark.parametrize("num", TOKENS)
 def test_silu_mul(num: int, width: int, dtype: torch.dtype) -> None:
     x = strided_rows(num, 2 * width, dtype)
-    exact = silu_mul(x.double())
+    exact, _ = silu_mul(x.double())
     with forced(**OURS):
-        plain, operand = silu_mul(x), silu_mul_quant(x)
-    assert plain.dtype == dtype
+        (plain, nothing), operand = silu_mul(x), silu_mul(x, quant=True)
+    assert plain is not None and exact is not None and nothing is None and plain.dtype == dtype
     assert_close(plain, exact)
     if num <= SMALL_TOKENS:
         assert operand.fp8 is None and operand.plain is not None and torch.equal(operand.plain, plain)
@@ -172,7 +164,7 @@ MID = [
 @pytest.mark.parametrize("chosen", [None, *MID])
 @pytest.mark.parametrize(("num", "n", "k"), [(0, 128, 128), (17, 200, 200), (65, 136, 384)])
 def test_fp8_linear(num: int, n: int, k: int, chosen: mid.Config | None) -> None:
-    x = quant_groups_with(strided_rows(num, k, torch.bfloat16), 1, 1)
+    x = kernels.quant_groups(strided_rows(num, k, torch.bfloat16), (1, 1))
     weight = quant_blocks(torch.randn(n, k, generator=torch.Generator().manual_seed(1)))
     found = mid.fp8_linear(x, weight, torch.float32, chosen or mid.config(num, n, k))
     assert found.dtype == torch.float32
@@ -182,7 +174,7 @@ def test_fp8_linear(num: int, n: int, k: int, chosen: mid.Config | None) -> None
 
 
 def test_parts_of_a_replayed_step_are_joined_again() -> None:
-    x, weight = quant_groups_with(torch.randn(20, 384), 1, 1), quant_blocks(torch.randn(136, 384))
+    x, weight = kernels.quant_groups(torch.randn(20, 384), (1, 1)), quant_blocks(torch.randn(136, 384))
     scratch, chosen = Scratch(torch.device("cpu")), mid.Config(32, 64, 3, 4, 3)
     found = []
     for _ in range(2):
@@ -193,7 +185,7 @@ def test_parts_of_a_replayed_step_are_joined_again() -> None:
 
 
 def test_a_measured_shape_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(mid.MEASURED, (128, 24, 256), mid.Config(128, 64, 2, 4, 3))
+    monkeypatch.setitem(mid.MEASURED.rows, (128, 24, 256), mid.Config(128, 64, 2, 4, 3))
     row = TABLE["fp8.fp8_linear"][0]
     assert row.serves(65, (24, 256)) and row.serves(128, (24, 256)) and mid.config(100, 24, 256).splits == 2
     assert not any(row.serves(num, (24, 256)) for num in (64, 129, 512))

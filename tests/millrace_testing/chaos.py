@@ -1,16 +1,20 @@
 """Breaks a system of 2 prefill and 2 decode workers behind 2 routers while clients use it, and watches what they see.
 
-    make chaos ARGS="--minutes 3"
+    make chaos ARGS="--minutes 3 --out chaos.json"
+    make chaos ARGS="--minutes 30 --calm --burners 8"       no fault at all, on a machine without time for it
 
 Every request that was sent must either return exactly the simulated engine's tokens, or end with a clear error that
 says that trying again may help, after nothing but a prefix of these tokens. Anything else, a request that hangs
 included, is a violation.
 
+All tiers of KV are on: a pool too small for the clients' conversations, pages in the host's memory, and a folder that
+workers share, which runs full, is emptied, and whose files are torn. Prefill workers borrow from decode workers.
+
 For each fault, from the moment it strikes until the next one:
 
     requests, retries  that ran, and attempts that the routers made again
     errors, error-free clients' errors, and when the last of them came (0: there was none)
-    longest pause      that any client saw between two messages, its first one included
+    pause p99, longest that clients saw between two messages, the first one included: the longest of each request
     whole              when every router again sent requests to every worker. Healing begins after `hold` seconds
 """
 
@@ -18,20 +22,28 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import logging
+import math
+import os
 import random
+import re
+import shlex
 import signal
+import subprocess
+import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
-from millrace_bench.common import Record, print_record
+from millrace_bench.common import Record, percentile, print_record
 from millrace_rpc.errors import TABLE, MillraceError, from_rpc_error
 from millrace_serve.engine.core import SamplingParams
 from millrace_serve.engine.sim.runner import SPECIAL_TOKENS, SimSettings
@@ -43,10 +55,27 @@ from millrace_testing.oracle import oracle_outputs
 
 log = logging.getLogger(__name__)
 
-WORKER_SET = ("limits.canary=true", "timeouts.lease=3", "sim.step_s=0.01", "sim.token_s=0.00005")
-ROUTER_SET = ("timeouts.silence=2", "timeouts.handover=8", "timeouts.stall=8", "timeouts.prefill=15")
+SIM_SET = ("limits.canary=true", "sim.step_s=0.01", "sim.token_s=0.00005")
+DISK_MIB = 16  # of the file system: 2,000 pages of two blocks
+TIERS = ("limits.num_pages=257", "limits.host_cache_gib=0.002", "limits.disk_cache_gib=0.004")  # 500 and 1,000 pages
+WORKER_SET = (*SIM_SET, *TIERS, "timeouts.lease=3")
+ROUTER_SET = (
+    *("timeouts.silence=2", "timeouts.handover=8", "timeouts.stall=8", "timeouts.prefill=15"),
+    "prefill_policy=kv_aware",  # which names lenders
+)
+COUNTS = {  # what the workers say of their tiers -> the name in the report
+    'millrace_engine_total{.*what="cached_tokens"': "cached_tokens",
+    'millrace_engine_total{.*what="host_cached_tokens"': "host_cached_tokens",
+    'millrace_disk_pages_total{.*way="store"': "disk_stored_pages",
+    'millrace_disk_pages_total{.*way="load"': "disk_loaded_pages",
+    'millrace_loan_pages_total{.*direction="borrowed"': "borrowed_pages",
+}
+COUNT_S = 2.0  # between two looks at them
+MOST_TURNS = 2000  # tokens of a conversation that goes on
 REQUEST_S = 90.0  # a request that takes longer hangs
 HOLD_S = 4.0  # of a pause or partition: longer than a router's patience with a silent worker
+HUNG = re.compile(r"ranks: rank .* hangs: |lost: no progress for ")
+STOPS = ("stop rank", "hang step")  # a worker says that a rank hangs, once, and ends
 PAUSE_S = 0.1  # between two messages, above which it is noted
 CALM_S = 1.0  # between a healed fault and the next one
 
@@ -75,12 +104,61 @@ async def _resume(system: System, name: str) -> None:
     system.node(name).send(signal.SIGCONT)
 
 
+async def _stop_rank(system: System, name: str) -> None:
+    system.node(name).processes[1].suspend()
+
+
+async def _stop_frontend(system: System, name: str) -> None:
+    system.node(name).processes[0].suspend()
+
+
+async def _resume_frontend(system: System, name: str) -> None:
+    system.node(name).processes[0].resume()
+
+
+async def _hang_step(system: System, name: str) -> None:
+    node = system.node(name)
+    node.hanging.write_text(str(node.processes[1].pid))
+
+
+async def _replace(system: System, name: str) -> None:
+    """A worker ends by itself when a rank of it hangs."""
+    assert await system.node(name).ended() == 1
+    system.node(name).hanging.unlink(missing_ok=True)
+    await system.node(name).start()
+
+
 async def _partition(system: System, name: str) -> None:
     system.cut(name)
 
 
 async def _rejoin(system: System, name: str) -> None:
     system.join(name)
+
+
+async def _fill_disk(system: System, name: str) -> None:
+    assert system.disk is not None
+    system.disk.fill()
+    assert system.disk.is_full()
+
+
+async def _free_disk(system: System, name: str) -> None:
+    assert system.disk is not None
+    system.disk.free()
+
+
+async def _tear_disk(system: System, name: str) -> None:
+    assert system.disk is not None
+    system.disk.tear(random.Random(len(system.disk.pages())))
+
+
+async def _lose_disk(system: System, name: str) -> None:
+    assert system.disk is not None
+    system.disk.lose()
+
+
+async def _nothing(system: System, name: str) -> None:
+    pass
 
 
 async def _drain(system: System, name: str) -> None:
@@ -92,8 +170,14 @@ FAULTS = tuple(
     for what, hold_s, strike, heal, roles in (
         ("kill", 0.0, _kill, _start, ("prefill", "decode", "router")),
         ("pause", HOLD_S, _pause, _resume, ("prefill", "decode")),
+        ("stop rank of", 0.0, _stop_rank, _replace, ("prefill", "decode")),
+        ("hang step of", 0.0, _hang_step, _replace, ("prefill", "decode")),
+        ("stop frontend of", HOLD_S, _stop_frontend, _resume_frontend, ("prefill", "decode")),
         ("partition", HOLD_S, _partition, _rejoin, ("prefill", "decode")),
         ("drain", 0.0, _drain, _start, ("prefill", "decode")),
+        ("fill the", HOLD_S, _fill_disk, _free_disk, ("disk",)),
+        ("tear pages of the", HOLD_S, _tear_disk, _nothing, ("disk",)),
+        ("lose the", HOLD_S, _lose_disk, _nothing, ("disk",)),
     )
     for role in roles
 )
@@ -107,6 +191,7 @@ class Seen:
     end: float = 0.0
     pauses: list[tuple[float, float]] = field(default_factory=list)  # between messages: their end, and seconds
     error: str = ""  # reason; empty: complete, or hung up on purpose
+    tokens: int = 0  # that came, each of them compared
 
 
 @dataclass(slots=True)
@@ -122,12 +207,29 @@ class Report:
     observed: list[Observed] = field(default_factory=list)
     seen: list[Seen] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
+    alarms: list[str] = field(default_factory=list)  # lines of logs that take somebody for hung
+    tiers: Counter[str] = field(default_factory=Counter)  # COUNTS, over all lives of all workers
+
+    def pauses(self, fault: str) -> list[float]:
+        """The longest pause of each request that ran during a fault of this name, ascending."""
+        touched = [
+            (one.at, end, seen) for one, end in self._spans() for seen in self._touched(one, end) if one.fault == fault
+        ]
+        return sorted(
+            max((s for at, s in seen.pauses if start <= at < end), default=0.0) for start, end, seen in touched
+        )
+
+    def _touched(self, one: Observed, end: float) -> list[Seen]:
+        return [seen for seen in self.seen if seen.start < end and seen.end > one.at]
+
+    def _spans(self) -> Iterator[tuple[Observed, float]]:
+        """Each fault that struck, and when the next one did."""
+        return zip(self.observed, [*(one.at for one in self.observed[1:]), float("inf")], strict=False)
 
     def rows(self) -> Iterator[dict[str, float | str]]:
         """One for each fault that struck."""
-        ends = [*(one.at for one in self.observed[1:]), float("inf")]
-        for one, end in zip(self.observed, ends, strict=True):
-            touched = [seen for seen in self.seen if seen.start < end and seen.end > one.at]
+        for one, end in self._spans():
+            touched = self._touched(one, end)
             errors = [seen.end - one.at for seen in touched if seen.error and one.at <= seen.end < end]
             yield {
                 "fault": one.fault,
@@ -135,7 +237,6 @@ class Report:
                 "retries": one.retries,
                 "errors": len(errors),
                 "error_free_s": max(errors, default=0.0),
-                "pause_s": max((s for seen in touched for at, s in seen.pauses if one.at <= at < end), default=0.0),
                 "whole_s": one.whole_s,
             }
 
@@ -149,21 +250,49 @@ class Report:
                 if key != "fault":
                     before = float(sums.get(key, 0.0))
                     sums[key] = max(before, float(value)) if key.endswith("_s") else before + float(value)
+        for name, sums in found.items():
+            pauses = self.pauses(name)
+            if pauses:
+                p50, p99 = (pauses[math.ceil(q * len(pauses)) - 1] for q in (0.5, 0.99))
+                sums |= {"pause_p50_s": p50, "pause_p99_s": p99, "pause_s": pauses[-1]}
         return [found[name] for name in sorted(found)]
 
+    def false_alarms(self) -> int:
+        """Ranks said to hang, beyond one for each that a fault stopped."""
+        stopped = sum(one.fault.startswith(STOPS) for one in self.observed)
+        hangs = sum("hangs: " in line for line in self.alarms)
+        return hangs - stopped
+
+    def results(self) -> dict[str, Any]:
+        """Of the whole run; `pause` counts the longest of each request, 0 where none was above PAUSE_S."""
+        longest = sorted(max((s for _, s in seen.pauses), default=0.0) for seen in self.seen)
+        return {
+            "faults": self.by_fault(),
+            **({f"pause_p{q}_s": percentile(longest, q / 100) for q in (50, 99, 100)} if longest else {}),
+            "requests": len(self.seen),
+            "tokens": sum(seen.tokens for seen in self.seen),
+            "errors": Counter(seen.error for seen in self.seen if seen.error),
+            "alarms": len(self.alarms),
+            "false_alarms": self.false_alarms(),
+            "violations": len(self.violations),
+            "tiers": dict(self.tiers),
+        }
+
     def table(self) -> str:
-        head = "| fault | times | requests | retries | errors | error-free after | longest pause | whole after |"
-        lines = [head, "|---|---|---|---|---|---|---|---|"]
+        head = "| fault | times | requests | retries | errors | error-free after | pause p99 | longest | whole after |"
+        lines = [head, "|---|---|---|---|---|---|---|---|---|"]
         for row in self.by_fault():
             counts = " | ".join(f"{row[key]:.0f}" for key in ("times", "requests", "retries", "errors"))
-            times = " | ".join(f"{row[key]:.1f} s" for key in ("error_free_s", "pause_s", "whole_s"))
+            times = " | ".join(
+                f"{row.get(key, 0.0):.1f} s" for key in ("error_free_s", "pause_p99_s", "pause_s", "whole_s")
+            )
             lines.append(f"| {row['fault']} | {counts} | {times} |")
         return "\n".join(lines)
 
 
 class Load:
     """Clients that send one request after the other, each time to the next router: greedy, seeded, with
-    log-probabilities, short and long; one in twenty hangs up.
+    log-probabilities, short and long, new ones and next turns of conversations; one in twenty hangs up.
     """
 
     def __init__(self, system: System, report: Report, clients: int, rng: random.Random) -> None:
@@ -172,6 +301,7 @@ class Load:
         self._report = report
         self._rng = rng
         self._stopping = False
+        self._conversations: deque[list[int]] = deque(maxlen=100)  # prompts with their outputs
         self._tasks = [asyncio.create_task(self._client()) for _ in range(clients)]
 
     async def stop(self) -> None:
@@ -187,7 +317,7 @@ class Load:
 
     async def _request(self, router: Client) -> None:
         rng, settings = self._rng, SimSettings()
-        prompt = [rng.randrange(SPECIAL_TOKENS, settings.vocab_size) for _ in range(rng.choice((5, 100, 700, 2000)))]
+        prompt = self._prompt()
         sampling = {"max_tokens": rng.choice((1, 20, 100, 250)), "temperature": rng.choice((0.0, 1.0))}
         seed, logprobs = rng.getrandbits(32), rng.random() < 0.3
         wanted = oracle_outputs(prompt, SamplingParams(**sampling, seed=seed, ignore_eos=True), settings)
@@ -197,6 +327,8 @@ class Load:
         try:
             await _read(router.stream(prompt, **sent), answer, seen, leave_after)
             complete = answer.tokens == wanted and answer.finish == "length"
+            if complete and len(prompt) + len(wanted) < MOST_TURNS:
+                self._conversations.append(prompt + wanted)
             ok = complete or (len(answer.tokens) > leave_after and answer.tokens == wanted[: len(answer.tokens)])
             ok = ok and (not logprobs or [one.sampled.token_id for one in answer.logprobs] == answer.tokens)
             problem = "" if ok else f"{answer.finish}, {len(answer.tokens)} of {len(wanted)} tokens, or wrong ones"
@@ -204,12 +336,19 @@ class Load:
             error = from_rpc_error(failure)
             seen.error = str(error.reason)
             problem = "" if retryable(error) and answer.tokens == wanted[: len(answer.tokens)] else repr(failure)
-        seen.end = time.monotonic()
+        seen.end, seen.tokens = time.monotonic(), len(answer.tokens)
         self._report.seen.append(seen)
         if problem:
             self._report.violations.append(problem)
         if seen.error:
             await asyncio.sleep(0.2)
+
+    def _prompt(self) -> list[int]:
+        """A new one, or the next turn of a conversation."""
+        rng, vocab_size = self._rng, SimSettings().vocab_size
+        said = rng.choice(self._conversations) if self._conversations and rng.random() < 0.6 else []
+        length = rng.choice((5, 100)) if said else rng.choice((5, 100, 700, 2000))
+        return said + [rng.randrange(SPECIAL_TOKENS, vocab_size) for _ in range(length)]
 
 
 async def _read(call: grpc.aio.UnaryStreamCall, answer: Answer, seen: Seen, leave_after: int) -> None:
@@ -244,11 +383,27 @@ async def retries(system: System) -> float:
     return total
 
 
+async def count_tiers(system: System, tiers: Counter[str]) -> None:
+    """Add what the workers' counters grow by, for ever. A worker that starts again counts from 0."""
+    before: dict[tuple[str, str], float] = {}
+    async with httpx.AsyncClient(timeout=5) as http:
+        while True:
+            for worker in system.workers:
+                with contextlib.suppress(httpx.TransportError):
+                    text = (await http.get(f"http://{worker.address('metrics')}/metrics")).text
+                    for pattern, name in COUNTS.items():
+                        found = re.findall(rf"^{pattern}.* (\S+)$", text, re.MULTILINE)
+                        now, key = sum(map(float, found)), (worker.name, name)
+                        tiers[name] += int(now - before.get(key, 0.0) if now >= before.get(key, 0.0) else now)
+                        before[key] = now
+            await asyncio.sleep(COUNT_S)
+
+
 async def strike(system: System, fault: Fault, rng: random.Random, calm_s: float) -> Observed:
     """One fault from its beginning until the system is whole again, and calm for a while."""
     role = fault.name.split()[-1]
     nodes: list[Node] = system.routers if role == "router" else system.workers
-    victim = rng.choice([node.name for node in nodes if node.role == role])
+    victim = "" if role == "disk" else rng.choice([node.name for node in nodes if node.role == role])
     before = await retries(system)
     observed = Observed(fault.name, time.monotonic())
     await fault.strike(system, victim)
@@ -267,24 +422,61 @@ async def chaos(
 ) -> Report:
     """Strike with one fault after the other. At the end every page of every worker must be free again."""
     report, rng = Report(), random.Random(seed)
-    settings = {"worker_set": WORKER_SET, "router_set": ROUTER_SET, "namespaces": namespaces}
+    settings = {"worker_set": WORKER_SET, "router_set": ROUTER_SET, "namespaces": namespaces, "disk_mib": DISK_MIB}
     async with System(folder, prefill=2, decode=2, routers=2, **settings) as system:
+        assert system.disk is not None
         load = Load(system, report, clients, rng)
+        counting = asyncio.create_task(count_tiers(system, report.tiers))
         await asyncio.sleep(calm_s)
         for fault in faults:
-            report.observed.append(await strike(system, fault, rng, calm_s))
+            if fault.strike is not _fill_disk or system.disk.bounded:
+                report.observed.append(await strike(system, fault, rng, calm_s))
         await load.stop()
+        await asyncio.sleep(2 * COUNT_S)
+        counting.cancel()
+        report.alarms = alarms(folder)
         for router in system.routers:
             async with Client(router.address(), router.address("admin")) as client:
                 await client.wait_whole(timeout=60)
     return report
 
 
-def shuffled(minutes: float, seed: int) -> Iterator[Fault]:
-    """All of them again and again, in another order each time, until the time is over."""
+def alarms(folder: Path) -> list[str]:
+    """What the logs say of hung ranks and of links without progress."""
+    lines = (line for path in sorted(folder.glob("*.log")) for line in path.read_text().splitlines())
+    return [line for line in lines if HUNG.search(line)]
+
+
+async def calm(folder: Path, minutes: float, clients: int, seed: int) -> Report:
+    """Load without faults. Nobody may be taken for hung."""
+    report = Report()
+    async with System(folder, prefill=2, decode=2, routers=2, worker_set=SIM_SET) as system:
+        load = Load(system, report, clients, random.Random(seed))
+        await asyncio.sleep(60 * minutes)
+        await load.stop()
+        report.alarms = alarms(folder)
+        report.violations += report.alarms
+    return report
+
+
+@contextlib.contextmanager
+def burning(count: int) -> Iterator[None]:
+    """So many processes keep the cores busy."""
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def shuffled(minutes: float, seed: int, only: str) -> Iterator[Fault]:
+    """All in whose names `only` is found, again and again, in another order each time, until the time is over."""
     end, rng = time.monotonic() + 60 * minutes, random.Random(seed)
+    chosen = [fault for fault in FAULTS if re.search(only, fault.name)]
     while True:
-        for fault in rng.sample(FAULTS, len(FAULTS)):
+        for fault in rng.sample(chosen, len(chosen)):
             if time.monotonic() > end:
                 return
             yield fault
@@ -294,21 +486,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="make chaos", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--minutes", type=float, default=3.0, help="how long")
     parser.add_argument("--clients", type=int, default=12, help="requests at the same time")
+    parser.add_argument("--only", default="", help="faults whose names it is found in, a regular expression")
+    parser.add_argument("--calm", action="store_true", help="no faults: nobody may be taken for hung")
+    parser.add_argument("--burners", type=int, default=0, help="processes that keep the cores busy meanwhile")
     parser.add_argument("--seed", type=int, default=0, help="of the order of faults and of the load")
+    parser.add_argument("--out", type=Path, help="file for the record, as JSON")
     settings = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     folder = Path(tempfile.mkdtemp(prefix="millrace-chaos-"))
-    faults = shuffled(settings.minutes, settings.seed)
+    faults = shuffled(settings.minutes, settings.seed, settings.only)
     spaces = available()
     log.info("workers are cut off by %s", "network namespaces" if spaces else "proxies that let nothing through")
     # not on uvloop, which forks: between threads of gRPC a child of it may crash before it has become a worker
-    report = asyncio.run(chaos(folder, faults, settings.clients, settings.seed, namespaces=spaces))
-    errors = Counter(seen.error for seen in report.seen if seen.error)
+    before, load_before = time.monotonic(), os.getloadavg()[0]
+    with burning(settings.burners):
+        if settings.calm:
+            report = asyncio.run(calm(folder, settings.minutes, settings.clients, settings.seed))
+        else:
+            report = asyncio.run(chaos(folder, faults, settings.clients, settings.seed, namespaces=spaces))
+    load = {"at_start": load_before, "at_end": os.getloadavg()[0]}  # processes that run or want to
+    results = {"duration_s": time.monotonic() - before, "load": load, **report.results()}
     print(report.table())  # noqa: T201
-    print(f"{len(report.seen)} requests, clear errors: {dict(errors)}")  # noqa: T201
-    results = {"faults": report.by_fault(), "requests": len(report.seen), "violations": len(report.violations)}
-    print_record(Record("chaos", vars(settings), results))
+    for key, value in results.items():
+        if key != "faults":
+            print(f"{key}: {value}")  # noqa: T201
+    config = {key: value for key, value in vars(settings).items() if key != "out"}
+    record = Record("chaos", config, results, command=f'make chaos ARGS="{shlex.join(sys.argv[1:])}"')
+    if settings.out:
+        settings.out.write_text(record.to_json() + "\n")
+    print_record(record)
     if report.violations:
         listed = "\n".join(report.violations[:10])
         raise SystemExit(f"{len(report.violations)} violations, the first ones:\n{listed}\nlogs: {folder}")

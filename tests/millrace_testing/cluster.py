@@ -36,7 +36,7 @@ class ControlledCluster(LocalCluster):
         """
         self._watchers[name].cancel()
         self.processes[name].send(number)
-        self._note(name, "exited", f"code {await self.processes[name].wait()}")
+        await self.processes[name].wait()
 
     def send(self, name: str, number: signal.Signals) -> None:
         """Send a signal and do not wait: SIGSTOP and SIGCONT make a stall."""

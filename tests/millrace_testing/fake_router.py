@@ -67,9 +67,10 @@ class FakeLink:
     def resume(self) -> None:
         self._reading.set()
 
-    def submit(self, request: worker_pb2.EngineRequest, source: worker_pb2.KvSourceRef | None = None) -> None:
+    def submit(self, request: worker_pb2.EngineRequest, source: Any = None) -> None:
+        """`source`: a KvSourceRef for a decode worker, a KvPrefixRef for a prefill worker."""
         if self._message is prefill_pb2.PrefillLinkRequest:
-            submit = prefill_pb2.PrefillRequest(request=request)
+            submit = prefill_pb2.PrefillRequest(request=request, prefix=source)
         else:
             submit = decode_pb2.DecodeRequest(request=request, source=source)
         self._outgoing.put_nowait(self._message(submit=submit))
@@ -145,8 +146,11 @@ class FakePair:
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
-    def submit(self, request: worker_pb2.EngineRequest) -> worker_pb2.EngineRequest:
-        """To both at once, as a router does."""
-        self.to_decode.submit(request, self.source)
+    def submit(self, request: worker_pb2.EngineRequest, decode_replica: int | None = None) -> worker_pb2.EngineRequest:
+        """To both at once, as a router does. `decode_replica`: None: the same number as the prefill worker's."""
+        there = worker_pb2.EngineRequest()
+        there.CopyFrom(request)
+        there.replica = request.replica if decode_replica is None else decode_replica
+        self.to_decode.submit(there, self.source)
         self.to_prefill.submit(request)
         return request

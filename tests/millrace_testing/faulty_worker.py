@@ -1,13 +1,16 @@
 """A worker that a test can make misbehave: `python -m millrace_testing.faulty_worker ROLE ARGUMENTS…`.
 
-- While the file that MILLRACE_TEST_KV_FAULT names exists, every read of KV pages fails.
+- While the file that MILLRACE_TEST_KV_FAULT names exists, every read of other workers' KV pages fails; if it is not
+  empty, those of its own pages too.
+- A simulated step of the rank whose pid stands in the file that MILLRACE_TEST_HANG names never ends.
 - SIGUSR1 makes the frontend's garbage collector pause for some 100 ms.
 
-Rank processes import the main module of their parent, and so this file replaces the sink there.
+Rank processes import the main module of their parent, and so this file replaces the sink and the step there.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import runpy
@@ -16,11 +19,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from millrace_serve.engine.schedule.plan import StepOutput
 from millrace_serve.transfer.base import KvSink, MemoryHandle, PageBuffer, ReadOp
 
 from millrace_testing.faulty_transfer import Fault, FaultPlan, FaultySink
 
-FLAG = "MILLRACE_TEST_KV_FAULT"
+FLAG, HANG = "MILLRACE_TEST_KV_FAULT", "MILLRACE_TEST_HANG"
 OBJECTS = 2_000_000  # that a collection has to look at
 
 
@@ -36,13 +40,14 @@ def break_transport() -> None:
             self._working = working(pool)
             self._failing = FaultySink(self._working, pool, FaultPlan(rates={Fault.FAIL: 1.0}))
             self._flag = Path(os.environ[FLAG])
+            self._own = pool.address
 
         def connect(self, source: MemoryHandle) -> None:
             self._working.connect(source)
 
         def read(self, source: MemoryHandle, src_pages: Sequence[int], dst_pages: Sequence[int]) -> ReadOp:
-            sink = self._failing if self._flag.exists() else self._working
-            return sink.read(source, src_pages, dst_pages)
+            fails = self._flag.exists() and (source.base != self._own or self._flag.stat().st_size > 0)
+            return (self._failing if fails else self._working).read(source, src_pages, dst_pages)
 
         def disconnect(self, agent: str) -> None:
             self._failing.disconnect(agent)
@@ -51,6 +56,19 @@ def break_transport() -> None:
             self._failing.close()
 
     nixl.NixlSink = Sink  # type: ignore[misc]
+
+
+def break_steps(hanging: Path) -> None:
+    from millrace_serve.engine.sim.runner import SimHandle
+
+    result, me = SimHandle.result, str(os.getpid())
+
+    def stuck(handle: SimHandle) -> StepOutput:
+        while hanging.exists() and hanging.read_text() == me:
+            ctypes.CDLL(None).pause()
+        return result(handle)
+
+    SimHandle.result = stuck  # type: ignore[method-assign]
 
 
 def pause(*_: object) -> None:
@@ -62,7 +80,10 @@ def pause(*_: object) -> None:
 
 
 if __name__ == "__mp_main__":
-    break_transport()
+    if FLAG in os.environ:
+        break_transport()
+    if HANG in os.environ:
+        break_steps(Path(os.environ[HANG]))
 elif __name__ == "__main__":
     role = sys.argv.pop(1)
     signal.signal(signal.SIGUSR1, pause)

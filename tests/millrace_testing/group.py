@@ -193,6 +193,10 @@ class Group:
         """The leader's name is gone: it terminates."""
         self.follower.publish({})
 
+    def cut(self) -> None:
+        """The follower loses its network: packets are lost, and no connection is closed."""
+        self._spaces.cut(self._names[1])
+
     async def ready(self, timeout_s: float) -> float:
         """Until the leader's readiness probe succeeds; seconds."""
         begin = time.monotonic()

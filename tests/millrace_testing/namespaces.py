@@ -36,8 +36,9 @@ class Namespaces:
             for name in self._number:
                 space, link = self._space(name), self._link(name)
                 _ip("netns", "add", space)
-                stack.callback(_ip, "netns", "delete", space)  # and with it both ends of its link
+                stack.callback(_ip, "netns", "delete", space)
                 _ip("link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", space)
+                stack.callback(_ip, "link", "delete", link)  # at once; with its namespace it would go some time later
                 _ip("link", "set", link, "master", self._bridge, "up")
                 _ip("-netns", space, "address", "add", f"{self.host(name)}/24", "dev", "eth0")
                 for device in ("lo", "eth0"):

@@ -12,21 +12,28 @@ import contextlib
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
+import psutil
 from millrace.v1 import admin_pb2, admin_pb2_grpc
 from millrace_cli.cluster import TINY, server_command
 from millrace_cli.process import Process
 from millrace_rpc.client import channel
 
+from millrace_testing.faulty_worker import HANG
 from millrace_testing.namespaces import Namespaces
+from millrace_testing.paths import ROOT
+from millrace_testing.procs import ranks_of
 from millrace_testing.proxy import Proxy
+from millrace_testing.shared_disk import SharedDisk
 
 HOST = "127.0.0.1"
 START_S = 90.0
+FAULTY = (sys.executable, "-m", "millrace_testing.faulty_worker")
 GRACE_S = 20.0
 
 
@@ -36,12 +43,15 @@ class Node:
     def __init__(
         self, name: str, folder: Path, sets: Sequence[str], host: str = HOST, enter: Sequence[str] = ()
     ) -> None:
-        """`enter`: what stands before its command line."""
+        """`enter`: what stands before its command line. A worker is one of faulty_worker.py, whose step `hangs`."""
         self.name = name
         self.role = name.partition("-")[0]
         self._host, self._enter = host, enter
         self._sets = list(sets)
-        self._process = Process(name, folder, {**os.environ, "OMP_NUM_THREADS": "1"})
+        self.hanging = folder / f"{name}-hangs"
+        path = ":".join(str(ROOT / part) for part in ("proto", "kernels", "services", "router", "bench", "tests"))
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, HANG: str(self.hanging)}
+        self._process = Process(name, folder, env)
         self._ports: dict[str, int] = {}
 
     def address(self, service: str = "grpc") -> str:
@@ -54,7 +64,8 @@ class Node:
         else:
             bound = [f"host={self._host}", *([f"grpc_port={self._ports['grpc']}"] if self._ports else [])]
         items = [word for item in (*self._sets, *bound) for word in ("--set", item)]
-        await self._process.start([*self._enter, *server_command(self.role), *items])
+        command = server_command("router") if self.role == "router" else [*FAULTY, self.role]
+        await self._process.start([*self._enter, *command, *items])
         deadline = time.monotonic() + START_S
         while (ports := self._process.announced()) is None:
             alive = self._process.running and time.monotonic() < deadline
@@ -69,11 +80,20 @@ class Node:
     async def terminate(self) -> int:
         """SIGTERM, and its exit code: it drains first."""
         self._process.send(signal.SIGTERM)
+        return await self.ended()
+
+    async def ended(self) -> int:
+        """Wait for its end; the exit code."""
         return await asyncio.wait_for(self._process.wait(), START_S)
 
     def send(self, number: signal.Signals) -> None:
         """To the process and its ranks."""
         os.killpg(self._process.pid, number)
+
+    @property
+    def processes(self) -> list[psutil.Process]:
+        """The frontend and its ranks."""
+        return [psutil.Process(self._process.pid), *ranks_of(self._process.pid)]
 
     async def stop(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -94,14 +114,19 @@ class System:
         worker_set: Sequence[str] = (),
         router_set: Sequence[str] = (),
         namespaces: bool = False,
+        disk_mib: int = 0,
     ) -> None:
-        """`namespaces`: cut off by these, in place of proxies; see `namespaces.available`."""
+        """`namespaces`: cut off by these, in place of proxies; see `namespaces.available`. `disk_mib`: size of the disk
+        tier's file system, where the worker's limits ask for that tier; 0: none.
+        """
         self._proxies: dict[str, Proxy] = {}
         self._router_set = router_set
         names = [*(f"prefill-{i}" for i in range(prefill)), *(f"decode-{i}" for i in range(decode))]
         self._spaces = Namespaces(names) if namespaces else None
+        self.disk = SharedDisk(folder / "disk", disk_mib) if disk_mib else None
         common = [f"model={TINY}", "log_level=INFO"]
-        sets = [*common, "engine=sim", *worker_set]
+        tier = [f"limits.disk_cache={self.disk.folder}"] if self.disk is not None else []
+        sets = [*common, "engine=sim", *worker_set, *tier]
         places = {name: (s.host(name), s.enter(name)) if (s := self._spaces) else () for name in names}
         self.workers = [Node(name, folder, sets, *place) for name, place in places.items()]
         self._folder, self._common, self._count = folder, common, routers
@@ -110,6 +135,8 @@ class System:
 
     async def __aenter__(self) -> System:
         try:
+            if self.disk is not None:
+                self._stack.callback(self.disk.close)
             if self._spaces is not None:
                 self._stack.enter_context(self._spaces)
             for worker in self.workers:

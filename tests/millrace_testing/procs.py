@@ -22,26 +22,29 @@ from millrace_rpc.client import channel
 
 from millrace_testing.paths import ROOT
 
-PATHS = ("proto", "kernels", "services", "router", "bench")
+PATHS = ("proto", "kernels", "services", "router", "bench", "tests")
 SIM = ("engine=sim",)
 
 
 class Worker:
     """One worker process and the client side of its WorkerService."""
 
-    def __init__(self, role: str, folder: Path, sets: Sequence[str], name: str = "") -> None:
+    def __init__(self, role: str, folder: Path, sets: Sequence[str], name: str = "", patient: bool = False) -> None:
+        """`patient`: as patient_worker.py."""
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(str(ROOT / path) for path in PATHS)}
         self.process = Process(name or f"{role}-{id(self):x}", folder, env)
         self.role = role
         self._sets = sets
+        self._patient = patient
         self._channel: grpc.aio.Channel | None = None
 
     async def start(self) -> None:
         """Until the ports are bound."""
-        module = "millrace_serve.prefill" if self.role == "prefill" else "millrace_serve.decode"
+        package = "prefill" if self.role == "prefill" else "decode"
+        module = ["millrace_testing.patient_worker", package] if self._patient else [f"millrace_serve.{package}"]
         items = [f"role={self.role}", *self._sets]
         sets = [argument for item in items for argument in ("--set", item)]
-        await self.process.start([sys.executable, "-m", module, *sets])
+        await self.process.start([sys.executable, "-m", *module, *sets])
         await self.until(lambda: self.process.announced() is not None, "its ports")
         self._channel = channel(self.address)
         self.stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
@@ -92,8 +95,7 @@ class Worker:
         return [frontend, *frontend.children(recursive=True)]
 
     def ranks(self) -> list[psutil.Process]:
-        children = psutil.Process(self.process.pid).children()
-        return [child for child in children if any("spawn_main" in word for word in child.cmdline())]
+        return ranks_of(self.process.pid)
 
     async def info(self) -> worker_pb2.WorkerInfo:
         return await self.stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=2)
@@ -133,6 +135,12 @@ def _is_whole(load: worker_pb2.ReplicaLoad) -> bool:
     return not busy and load.pages_free + load.pages_cached == load.pages_total > 0
 
 
+def ranks_of(pid: int) -> list[psutil.Process]:
+    """Of the frontend with this pid, by rank; multiprocessing has a helper beside them."""
+    children = sorted(psutil.Process(pid).children(), key=lambda child: child.pid)
+    return [child for child in children if any("spawn_main" in word for word in child.cmdline())]
+
+
 async def gone(processes: Sequence[psutil.Process], timeout_s: float = 5.0) -> None:
     """Until none of them exists any more (a zombie does not count)."""
     _, alive = await asyncio.to_thread(psutil.wait_procs, processes, timeout_s)
@@ -141,12 +149,14 @@ async def gone(processes: Sequence[psutil.Process], timeout_s: float = 5.0) -> N
 
 
 @contextlib.asynccontextmanager
-async def workers(folder: Path, *roles: str, sets: Sequence[str] = SIM) -> AsyncIterator[list[Worker]]:
+async def workers(
+    folder: Path, *roles: str, sets: Sequence[str] = SIM, patient: bool = False, timeout_s: float = 30.0
+) -> AsyncIterator[list[Worker]]:
     """Ready workers of these roles, in this order."""
-    started = [Worker(role, folder, sets) for role in roles]
+    started = [Worker(role, folder, sets, patient=patient) for role in roles]
     try:
         await asyncio.gather(*(worker.start() for worker in started))
-        await asyncio.gather(*(worker.ready() for worker in started))
+        await asyncio.gather(*(worker.ready(timeout_s) for worker in started))
         yield started
     finally:
         await asyncio.gather(*(worker.close() for worker in started))

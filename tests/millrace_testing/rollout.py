@@ -96,7 +96,7 @@ def router_spec(server: KubeServer, folder: Path, port: int, *sets: str) -> Clus
         prefill=0,
         decode=0,
         engine="sim",
-        grpc_port=port,
+        ports={"grpc": port},
         router_set=(*discovery, *sets),
         log_dir=folder / f"router-{port}",
     )

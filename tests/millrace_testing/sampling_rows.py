@@ -45,6 +45,15 @@ def draw_inputs(num: int, vocab: int, seed: int = 0, device: str = "cpu", filter
     return {name: tensor.to(device) for name, tensor in given.items()} | {"filters": filters}
 
 
+def sample(given: dict[str, Any]) -> Tensor:
+    """int64 [S], `sample_tokens` of what `draw_inputs` gives."""
+    from millrace_kernels.sample_tokens import SampleParams, sample_tokens
+
+    params = SampleParams(*(given[name] for name in SampleParams._fields))
+    rest = {name: value for name, value in given.items() if name not in SampleParams._fields}
+    return sample_tokens(params=params, **rest)
+
+
 def kept(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """bool [S, V] by the reference, of rows that are drawn."""
     from millrace_kernels.sample_tokens import filtered

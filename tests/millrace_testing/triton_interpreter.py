@@ -1,7 +1,7 @@
 """Triton's interpreter, faster, with float conversions that round as a GPU does, and for the numpy of today.
 
-Its own conversions drop the carry out of the mantissa: 31.7 becomes 16 in E4M3. Torch's are right; values beyond E4M3
-saturate.
+Its own conversions drop the carry out of the mantissa: 31.7 becomes 16 in E4M3. Torch's are right. Values beyond E4M3
+become NaN here, though a GPU saturates them, so that a kernel which relies on that is noticed.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ _DTYPES = {
     "fp32": torch.float32,
     "fp64": torch.float64,
 }
+LARGEST = 464.0  # what still rounds to 448, the largest value of E4M3
 _BITS = {1: (np.uint8, torch.uint8), 2: (np.int16, torch.int16), 4: (np.int32, torch.int32), 8: (np.int64, torch.int64)}
 
 
@@ -29,7 +30,7 @@ def convert(values: np.ndarray[Any, Any], source: Any, target: Any, rounding_mod
     bits = np.ascontiguousarray(values).reshape(-1).view(_BITS[before.itemsize][0])
     floats = torch.from_numpy(bits.copy()).view(before).float()
     if after == torch.float8_e4m3fn:
-        floats = floats.clamp(-448, 448)  # NaN stays
+        floats = floats.where(floats.abs() <= LARGEST, torch.nan)
     unsigned = getattr(np, f"uint{8 * after.itemsize}")
     result: np.ndarray[Any, Any] = floats.to(after).view(_BITS[after.itemsize][1]).numpy().view(unsigned)
     return result.reshape(values.shape)

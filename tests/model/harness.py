@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from millrace_serve.model.deepseek_v3 import DeepseekV3
 from millrace_serve.model.inputs import AttnPlan, ForwardInput
 from torch import Tensor
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 PAGE = 64
 
@@ -57,7 +59,6 @@ class Driver:
         table = torch.tensor([seq.pages + [0] * (width - len(seq.pages)) for seq, _ in work], dtype=torch.int32)
         plan = AttnPlan(
             num_decode=sum(_decodes(*item) for item in work),
-            cu_q=torch.tensor([0, *torch.tensor(q_lens).cumsum(0).tolist()] if q_lens else [0], dtype=torch.int32),
             seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
             page_table=table.view(len(work), -1) if work else torch.zeros(0, 1, dtype=torch.int32),
             q_lens_host=tuple(q_lens),
@@ -111,3 +112,19 @@ def _decodes(seq: Seq, num: int) -> bool:
 
 def random_prompt(length: int, vocab_size: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(vocab_size), k=length)
+
+
+def random_reference(config: dict[str, Any]) -> DeepseekV3ForCausalLM:
+    """transformers' model with random weights: its own initialisation is too small to tell tokens apart."""
+    torch.manual_seed(1)
+    hf = DeepseekV3ForCausalLM(DeepseekV3Config(**config)).eval()
+    with torch.no_grad():
+        for name, param in hf.named_parameters():
+            if param.dim() > 1:
+                param.normal_(std=(4.0 if name.startswith("lm_head") else 1.2) * param.shape[-1] ** -0.5)
+            else:
+                param.normal_(mean=1.0, std=0.1)
+        for name, buffer in hf.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.05)
+    return hf

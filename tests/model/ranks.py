@@ -15,23 +15,26 @@ TIMEOUT_S = 60.0
 Job = tuple[int, int, Callable[..., Any], tuple[Any, ...]]  # tp, dp, function(dims, *args), args
 
 
-def run_jobs(jobs: list[Job], directory: Path) -> list[list[Any]]:
-    """One set of processes for all jobs: starting one costs seconds. Result [job][rank]."""
+def run_jobs(jobs: list[Job], directory: Path, *, cuda: bool = False) -> list[list[Any]]:
+    """One set of processes for all jobs: starting one costs seconds. Result [job][rank]. `cuda`: each has a GPU."""
     size = max(tp * dp for tp, dp, _, _ in jobs)
-    mp.spawn(_rank_main, (jobs, str(directory)), nprocs=size)
+    mp.spawn(_rank_main, (jobs, str(directory), cuda), nprocs=size)
     return [
         [torch.load(directory / f"{index}-{rank}.pt") for rank in range(tp * dp)]
         for index, (tp, dp, _, _) in enumerate(jobs)
     ]
 
 
-def _rank_main(rank: int, jobs: list[Job], directory: str) -> None:
+def _rank_main(rank: int, jobs: list[Job], directory: str, cuda: bool) -> None:
     torch.set_num_threads(1)
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
     for index, (tp, dp, function, args) in enumerate(jobs):
         if rank >= tp * dp:
             continue
         rendezvous = f"file://{directory}/rendezvous-{index}"
-        dims = init_parallel(rank, tp, dp, rendezvous, torch.device("cpu"), TIMEOUT_S)
+        dims = init_parallel(rank, tp, dp, rendezvous, device, TIMEOUT_S)
         torch.save(function(dims, *args), Path(directory) / f"{index}-{rank}.pt")
         if dist.is_initialized():
             dist.destroy_process_group()

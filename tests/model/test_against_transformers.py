@@ -13,9 +13,9 @@ from millrace_bench.kernels.numeric import MODEL_TOLERANCE, assert_close
 from millrace_serve.model.attn_step import FormThresholds
 from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model
 from millrace_serve.model.parallel import ParallelDims
-from model.harness import Driver, Seq, random_prompt
+from model.harness import Driver, Seq, random_prompt, random_reference
 from torch import Tensor
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers import DeepseekV3ForCausalLM
 
 VOCAB = 320
 ALWAYS_ABSORB, ALWAYS_EXPAND = FormThresholds(1 << 30, 128), FormThresholds(0, 128)
@@ -88,17 +88,7 @@ class Case:
 
 @pytest.fixture(scope="module", params=CONFIGS, ids=list(CONFIGS))
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
-    torch.manual_seed(1)
-    hf = DeepseekV3ForCausalLM(DeepseekV3Config(**CONFIGS[request.param])).eval()
-    with torch.no_grad():
-        for name, param in hf.named_parameters():  # the default initialisation is too small to tell tokens apart
-            if param.dim() > 1:
-                param.normal_(std=(4.0 if name.startswith("lm_head") else 1.2) * param.shape[-1] ** -0.5)
-            else:
-                param.normal_(mean=1.0, std=0.1)
-        for name, buffer in hf.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.normal_(std=0.05)
+    hf = random_reference(CONFIGS[request.param])
     path = tmp_path_factory.mktemp(request.param)
     hf.save_pretrained(path)
     yield Case(hf, path)

@@ -5,9 +5,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from millrace_bench.checkpoint.export_fp8 import QUANTIZATION
+from millrace_bench.checkpoint.export_quantised import QUANTIZATIONS
 from millrace_serve.model.config import ConfigError, ModelConfig
 from millrace_testing.checkpoint import CONFIG
+
+QUANTIZATION = QUANTIZATIONS["fp8"]
+GROUP = {
+    "targets": ["Linear"],
+    "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False},
+    "input_activations": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True},
+}
+COMPRESSED = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "config_groups": {"group_0": GROUP},
+    "ignore": ["lm_head"],
+}
+
+
+def compressed(part: str, **changes: Any) -> dict[str, Any]:
+    groups = {"group_0": {**GROUP, part: {**GROUP[part], **changes}}}
+    return {"quantization_config": {**COMPRESSED, "config_groups": groups}}
 
 
 def test_published_layout() -> None:
@@ -30,10 +48,27 @@ def test_optional_values() -> None:
     assert ModelConfig.parse({**CONFIG, "quantization_config": QUANTIZATION}).fp8_blocks
 
 
+def test_int8_as_it_is_published() -> None:
+    forms = (
+        (QUANTIZATIONS["int8"], "int8"),
+        ({"quant_method": "w8a8_int8"}, "int8"),
+        (COMPRESSED, "int8"),
+        (QUANTIZATIONS["int8-block"], "int8-block"),
+        (QUANTIZATION, ""),
+    )
+    for quantization, form in forms:
+        assert ModelConfig.parse({**CONFIG, "quantization_config": quantization}).int8 == form
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"model_type": "llama"}, ["model_type", "llama", "deepseek_v3"]),
+        ({"model_type": "deepseek_v32"}, ["deepseek_v32", "sparse attention"]),
+        ({"model_type": "glm_moe_dsa"}, ["glm_moe_dsa", "sparse attention"]),
+        ({"model_type": "deepseek_v4"}, ["deepseek_v4", "compressed attention"]),
+        ({"model_type": "kimi_k25"}, ["kimi_k25", "vision"]),
+        ({"model_type": "kimi_linear"}, ["kimi_linear", "Kimi Delta Attention"]),
         ({"scoring_func": "softmax"}, ["scoring_func", "softmax"]),
         ({"topk_method": "greedy"}, ["topk_method", "greedy"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
@@ -47,6 +82,15 @@ def test_optional_values() -> None:
         ({"quantization_config": {**QUANTIZATION, "quant_method": "awq"}}, ["quantization_config.quant_method", "awq"]),
         ({"quantization_config": {**QUANTIZATION, "weight_block_size": [1, 128]}}, ["weight_block_size", "[1, 128]"]),
         ({"quantization_config": {"quant_method": "fp8"}}, ["weight_block_size", "None"]),
+        ({"quantization_config": {"quant_method": "blockwise_int8"}}, ["weight_block_size", "None"]),
+        (
+            {"quantization_config": {**COMPRESSED, "format": "pack-quantized"}},
+            ["format", "pack-quantized", "int-quant"],
+        ),
+        ({"quantization_config": {**COMPRESSED, "config_groups": {}}}, ["config_groups", "0 groups"]),
+        (compressed("weights", num_bits=4), ["group_0.weights.num_bits", "4"]),
+        (compressed("weights", strategy="group"), ["group_0.weights.strategy", "group"]),
+        (compressed("input_activations", dynamic=False), ["group_0.input_activations.dynamic", "False"]),
         ({"hidden_size": 0}, ["hidden_size", "0"]),
         ({"vocab_size": "many"}, ["vocab_size", "many"]),
         ({"num_nextn_predict_layers": 2}, ["num_nextn_predict_layers", "2"]),
@@ -73,6 +117,14 @@ def test_unreadable_files(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ConfigError, match=r"config\.json"):
+        ModelConfig.load(tmp_path)
+
+
+def test_weights_of_modelopt_are_refused(tmp_path: Path) -> None:
+    """nvidia/DeepSeek-V3.1-NVFP4: config.json says nothing of it."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
+    with pytest.raises(ConfigError, match=r"hf_quant_config.json: quant_algo='NVFP4' is not supported"):
         ModelConfig.load(tmp_path)
 
 

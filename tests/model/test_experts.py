@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from millrace_bench.kernels.numeric import assert_close
 from millrace_kernels.fp8 import Operand
 from millrace_serve.model.config import ModelConfig
-from millrace_serve.model.experts.held import HeldExperts
+from millrace_serve.model.experts.held import ExpertLayer, HeldExperts
 from millrace_serve.model.experts.local import LocalExperts
 from millrace_serve.model.experts.placement import Placement, SlotMap
 from millrace_serve.model.inputs import ForwardInput
+from millrace_serve.model.lane import straight
 from millrace_serve.model.moe import Moe
 from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.weights import Checkpoint
@@ -44,7 +45,7 @@ def test_one_slot_of_one_rank_serves_a_row(placement: Placement) -> None:
     assert (tables[:, :, -1] == -1).all() and tables.dtype == np.int32
     assert ((tables[:, :, :-1] >= 0).sum(axis=0) == 1).all()
     for rank in ranks:
-        held, (turns, experts) = placement.slots_of_rank(0, rank), (tables[rank] >= 0).nonzero()
+        held, (turns, experts) = placement.experts[0, rank].tolist(), (tables[rank] >= 0).nonzero()
         assert [held[slot] for slot in tables[rank, turns, experts]] == experts.tolist()
 
 
@@ -68,6 +69,28 @@ def test_the_device_maps_as_the_table(placement: Placement, data: st.DataObject)
     assert found.tolist() == [[table[row % len(table), e] for e in ids[2 * row : 2 * row + 2]] for row in range(3)]
 
 
+@settings(deadline=None)
+@given(st.data())
+def test_tables_change_where_they_are(data: st.DataObject) -> None:
+    before = data.draw(placements().filter(lambda placement: placement.experts.size > placement.num_experts))
+    mixed = data.draw(st.permutations(before.experts.ravel().tolist()))
+    after = Placement(np.array(mixed, np.int32).reshape(before.experts.shape), before.num_experts)
+    slots = SlotMap(before, 0, 0, CPU)
+    address, ids = slots.places.data_ptr(), torch.arange(-1, before.num_experts, dtype=torch.int32).unsqueeze(0)
+    slots.update(after)
+    assert slots.places.data_ptr() == address and slots.places.dtype == torch.int32
+    assert slots.places.numpy().tolist() == after.places(0).tolist()
+    assert slots(ids)[0, 1:].tolist() == after.logical_to_slot(0, 0)[0, :-1].tolist()
+
+
+@settings(deadline=None)
+@given(placements())
+def test_replicas_share_evenly(placement: Placement) -> None:
+    counts = np.bincount(placement.places(0)[:, :-1].ravel())
+    copies = np.bincount(placement.experts.ravel())[placement.experts.ravel()]
+    assert (abs(counts - placement.num_turns / copies) < 1).all()
+
+
 def test_all_experts_in_order_need_no_map() -> None:
     ids = torch.tensor([[3, -1]], dtype=torch.int32)
     assert SlotMap(Placement.contiguous(2, 4, 1), 1, 0, CPU)(ids) is ids
@@ -76,9 +99,16 @@ def test_all_experts_in_order_need_no_map() -> None:
 
 def test_contiguous_experts() -> None:
     placement = Placement.contiguous(3, 6, 2)
-    assert [placement.slots_of_rank(2, rank) for rank in (0, 1)] == [[0, 1, 2], [3, 4, 5]]
+    assert [placement.experts[2, rank].tolist() for rank in (0, 1)] == [[0, 1, 2], [3, 4, 5]]
     with pytest.raises(ValueError, match=r"n_routed_experts=6 .* tp \* dp=4"):
         Placement.contiguous(3, 6, 4)
+
+
+def test_spare_slots_begin_with_experts_of_the_next_rank() -> None:
+    placement = Placement.contiguous(1, 6, 3, 1)
+    assert [placement.experts[0, rank].tolist() for rank in range(3)] == [[0, 1, 2], [2, 3, 4], [4, 5, 0]]
+    with pytest.raises(ValueError, match="spare_experts=1: other ranks have only 0 experts"):
+        Placement.contiguous(1, 6, 1, 1)
 
 
 def test_an_expert_without_a_slot_is_a_mistake() -> None:
@@ -104,7 +134,7 @@ def test_experts_of_the_ranks_add_up(name: str, random_bf16: Path) -> None:
 
     def experts(placement: Placement, dims: ParallelDims) -> HeldExperts:
         ckpt = Checkpoint(random_bf16, config, CPU, torch.float32)
-        return HeldExperts(ckpt, config, dims, placement, LAYER, with_shared=False)
+        return HeldExperts(ExpertLayer(ckpt, config, dims, placement, LAYER), with_shared=False)
 
     whole = experts(Placement.contiguous(4, EXPERTS, 1), ParallelDims())(h, weights, ids)
     parts = [experts(layout(name), ParallelDims(rank=rank, dp=4))(h, weights, ids) for rank in range(4)]
@@ -130,11 +160,13 @@ def test_a_complete_result_is_not_summed_again(implementation: Any, random_bf16:
     config = ModelConfig.load(random_bf16)
     ckpt, dims = Checkpoint(random_bf16, config, CPU, torch.float32), Doubling()
     placement = Placement.contiguous(4, EXPERTS, 1)
-    moe = Moe(ckpt, config, dims, lambda layer: implementation(ckpt, config, dims, placement, layer), LAYER)
+    moe = Moe(
+        ckpt, config, dims, lambda layer: implementation(ExpertLayer(ckpt, config, dims, placement, layer)), LAYER
+    )
     h = Operand(torch.randn(3, config.hidden_size, generator=torch.Generator().manual_seed(0)), None)
     token_ids = torch.zeros(3, dtype=torch.int64)
     inputs = ForwardInput(token_ids, token_ids, token_ids, None, token_ids)  # type: ignore[arg-type]
-    routed = moe.routed.begin(h, *moe.gate(h.plain, None), inputs)()  # type: ignore[arg-type]
+    routed = straight(moe.routed.begin(h, *moe.gate(h.plain, None), inputs))  # type: ignore[arg-type]
     assert moe.shared_experts is not None
     shared = moe.shared_experts.partial(h)
-    assert_close(moe(h, inputs), 2 * shared + (2 if moe.routed.tp_partial else 1) * routed)
+    assert_close(moe(h, inputs), (1 if moe.tp_partial else 2) * shared + routed)

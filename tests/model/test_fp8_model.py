@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from millrace_bench.checkpoint.export_fp8 import export
+from millrace_bench.checkpoint.export_quantised import export
 from millrace_bench.kernels.numeric import FP8_MODEL_TOLERANCE
 from millrace_kernels.backend import SMALL_TOKENS
 from millrace_kernels.fp8 import BLOCK, Fp8, dequant_blocks, quant_blocks
@@ -13,7 +13,8 @@ from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model
 from millrace_serve.model.moe import Moe
 from millrace_serve.model.parallel import ParallelDims
-from millrace_serve.model.weights import Checkpoint, Part, keeps_fp8, stack_rows
+from millrace_serve.model.quantised import stack_rows
+from millrace_serve.model.weights import Checkpoint, Part, keeps_fp8
 from millrace_testing.paths import TINY
 from model.harness import Driver, Seq, random_prompt
 
@@ -21,8 +22,8 @@ CPU = torch.device("cpu")
 Q_B = "model.layers.0.self_attn.q_b_proj.weight"
 
 
-def load(path: Path, keep_fp8: bool, dims: ParallelDims | None = None) -> DeepseekV3:
-    return load_model(path, dims or ParallelDims(), CPU, torch.float32, keep_fp8=keep_fp8)
+def load(path: Path, keep_quantised: bool, dims: ParallelDims | None = None) -> DeepseekV3:
+    return load_model(path, dims or ParallelDims(), CPU, torch.float32, keep_quantised=keep_quantised)
 
 
 def test_logits_are_those_of_the_dequantised_weights(tmp_path: Path) -> None:
@@ -36,7 +37,7 @@ def test_logits_are_those_of_the_dequantised_weights(tmp_path: Path) -> None:
 
 
 def test_which_weights_stay_in_fp8(random_fp8: Path, random_bf16: Path) -> None:
-    model = load(random_fp8, keep_fp8=True)
+    model = load(random_fp8, keep_quantised=True)
     for layer in model.layers:
         attn, mlp = layer.self_attn, layer.mlp
         assert isinstance(attn.q_b_proj, Fp8) and isinstance(attn.o_proj, Fp8) and isinstance(attn.kv_b_proj, Fp8)
@@ -49,13 +50,13 @@ def test_which_weights_stay_in_fp8(random_fp8: Path, random_bf16: Path) -> None:
             assert mlp.routed.fuses_shared and mlp.shared_experts is None
             w13 = mlp.routed.held.w13
             assert isinstance(w13, Fp8) and w13.data.shape[0] == model.config.n_routed_experts + 1
-    plain = load(random_bf16, keep_fp8=True).layers[1].self_attn
+    plain = load(random_bf16, keep_quantised=True).layers[1].self_attn
     assert not isinstance(plain.o_proj, Fp8) and plain.w_uk_fp8 is plain.w_uv_fp8 is None
-    assert not isinstance(load(random_fp8, keep_fp8=False).layers[1].self_attn.o_proj, Fp8)
+    assert not isinstance(load(random_fp8, keep_quantised=False).layers[1].self_attn.o_proj, Fp8)
 
 
 def test_a_shard_inside_of_a_block_is_dequantised(random_fp8: Path) -> None:
-    ckpt = Checkpoint(random_fp8, ModelConfig.load(random_fp8), CPU, torch.float32, keep_fp8=True)
+    ckpt = Checkpoint(random_fp8, ModelConfig.load(random_fp8), CPU, torch.float32, keep_quantised=True)
     whole = ckpt.matrix(Q_B, (768, 128))
     assert isinstance(whole, Fp8)
     plain, part = ckpt.tensor(Q_B, (768, 128)), ckpt.matrix(Q_B, (768, 128), Part(rows=(128, 384)))

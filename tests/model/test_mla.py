@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from millrace_bench.kernels.numeric import MODEL_TOLERANCE, assert_close, poisoned
-from millrace_serve.model.attn_step import Form, FormThresholds, choose_form, prefix_chunks
+from millrace_serve.model.attn_step import FormThresholds, prefix_chunks
 from millrace_serve.model.deepseek_v3 import load_model
 from millrace_serve.model.parallel import ParallelDims
 from model.harness import Driver, Seq, random_prompt
@@ -26,21 +26,21 @@ def test_the_threshold_is_that_of_the_device_and_of_the_heads() -> None:
 
 
 @pytest.mark.parametrize(
-    ("q_lens", "prefix_lens", "form"),
+    ("q_lens", "prefix_lens", "absorbed"),
     [
-        ((), (), Form.EXPANDED),
-        ((5, 3000), (0, 0), Form.EXPANDED),
-        ((5,), (64,), Form.ABSORBED),
-        ((100,), (64,), Form.ABSORBED),
-        ((101,), (64,), Form.EXPANDED_PREFIX),
-        ((3000, 5), (0, 640), Form.EXPANDED_PREFIX),
-        ((3000, 5), (640, 64), Form.EXPANDED_PREFIX),
-        ((200, 5), (64, 6400), Form.ABSORBED),  # the long prefix serves few queries
+        ((), (), False),
+        ((5, 3000), (0, 0), False),
+        ((5,), (64,), True),
+        ((100,), (64,), True),
+        ((101,), (64,), False),
+        ((3000, 5), (0, 640), False),
+        ((3000, 5), (640, 64), False),
+        ((200, 5), (64, 6400), True),  # the long prefix serves few queries
     ],
 )
-def test_choose_form(q_lens: tuple[int, ...], prefix_lens: tuple[int, ...], form: Form) -> None:
+def test_choice_of_the_form(q_lens: tuple[int, ...], prefix_lens: tuple[int, ...], absorbed: bool) -> None:
     seq_lens = [q + p for q, p in zip(q_lens, prefix_lens, strict=True)]
-    assert choose_form(q_lens, seq_lens, LIMIT) is form
+    assert LIMIT.absorbs(q_lens, seq_lens) is absorbed
 
 
 @given(st.lists(st.integers(0, 700), max_size=6), st.integers(1, 900))

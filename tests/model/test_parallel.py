@@ -22,6 +22,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 GRID = [(2, 1), (4, 1), (1, 2), (1, 4), (2, 2)]  # tp, dp
+SPECIAL = {"fp8": (2, 2), "expert-tp": (4, 1), "dense-1": (2, 2), "dense-2": (4, 1)}
+SHARED = {"dp": (1, 2, False), "expert-tp": (2, 1, True), "whole experts": (2, 1, False)}  # tp, dp, expert_tp
 VOCAB = 1280
 TABLE = torch.arange(28.0).view(7, 4)
 # Steps of every replica: new tokens of each of its two sequences, and padding rows. Replica 2 idles in the first step
@@ -56,6 +58,24 @@ def run_sharded_experts(dims: ParallelDims, path: str) -> list[Tensor]:
     return run_schedule(dataclasses.replace(dims, expert_tp=True), path)
 
 
+def run_dense(dims: ParallelDims, path: str, dense_tp: int) -> list[Tensor]:
+    return run_schedule(dataclasses.replace(dims, dense_tp=dense_tp), path)
+
+
+def run_shared(dims: ParallelDims, path: str, expert_tp: bool) -> tuple[list[Tensor], bool]:
+    """Two steps of few rows on FP8 weights; and whether the shared expert is one of the rank's experts."""
+    dims = dataclasses.replace(dims, expert_tp=expert_tp)
+    model = load_model(path, dims, torch.device("cpu"), torch.float32, keep_quantised=True)
+    driver, seq = Driver(model, seed=dims.rank), Seq(random_prompt(20, VOCAB, dims.dp_rank))
+    out = []
+    for nums in ((7, 9), (1, 0)):
+        num = nums[dims.dp_rank]
+        counts = nums[: dims.dp] if dims.dp > 1 else ()
+        out.append(driver.step([(seq, num)] if num else [], 0, counts))
+    mlp = model.layers[1].mlp
+    return out, mlp.routed.fuses_shared and mlp.shared_experts is None
+
+
 def collectives(dims: ParallelDims) -> dict[str, Any]:
     own = torch.full((2, 3), float(dims.rank))
     stacked = torch.stack([own + 10 * replica for replica in range(dims.dp)])
@@ -78,7 +98,7 @@ def odd_vocabulary(dims: ParallelDims, path: str) -> tuple[Tensor, Tensor]:
     """Embedding and head over 7 tokens: the last rank holds fewer rows."""
     config = ModelConfig.parse({**CONFIG, "vocab_size": 7, "hidden_size": 4})
     table = VocabParallel(Checkpoint(path, config, torch.device("cpu"), torch.float32), config, dims, "table")
-    return table.embed(torch.arange(7)), table.logits(torch.eye(4))
+    return dims.tp_all_reduce(table.embed_partial(torch.arange(7))), table.logits(torch.eye(4))
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +106,10 @@ def results(random_bf16: Path, random_fp8: Path, tmp_path_factory: pytest.TempPa
     jobs = {f"{tp}x{dp}": (tp, dp, run_schedule, (str(random_bf16),)) for tp, dp in GRID}
     jobs["fp8"] = (2, 2, run_schedule, (str(random_fp8),))
     jobs["expert-tp"] = (4, 1, run_sharded_experts, (str(random_bf16),))
+    jobs["dense-1"] = (2, 2, run_dense, (str(random_bf16), 1))
+    jobs["dense-2"] = (4, 1, run_dense, (str(random_bf16), 2))
+    for name, (tp, dp, expert_tp) in SHARED.items():
+        jobs[f"shared {name}"] = (tp, dp, run_shared, (str(random_fp8), expert_tp))
     jobs["collectives"] = (2, 2, collectives, ())
     directory = tmp_path_factory.mktemp("ranks")
     save_file({"table": TABLE}, directory / "model.safetensors")
@@ -101,11 +125,11 @@ def alone(replica: int, path: Path) -> list[Tensor]:
     return [driver.step([(s, n) for s, n in zip(seqs, nums, strict=True) if n]) for nums in steps]
 
 
-@pytest.mark.parametrize("name", [*(f"{tp}x{dp}" for tp, dp in GRID), "fp8", "expert-tp"])
+@pytest.mark.parametrize("name", [*(f"{tp}x{dp}" for tp, dp in GRID), *SPECIAL])
 def test_every_rank_has_the_logits_of_its_replica(
     name: str, results: dict[str, list], random_bf16: Path, random_fp8: Path
 ) -> None:
-    tp, dp = {"fp8": (2, 2), "expert-tp": (4, 1)}.get(name) or map(int, name.split("x"))
+    tp, dp = SPECIAL.get(name) or map(int, name.split("x"))
     path = random_fp8 if name == "fp8" else random_bf16
     for replica in range(dp):
         expected = alone(replica, path)
@@ -113,6 +137,19 @@ def test_every_rank_has_the_logits_of_its_replica(
             for step, logits in enumerate(results[name][rank]):
                 assert logits.shape == (sum(SCHEDULE[step][replica][0]), VOCAB)
                 assert_close(logits, expected[step], MODEL_TOLERANCE)
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_the_shared_expert_beside_the_routed_ones(name: str, results: dict[str, list], random_fp8: Path) -> None:
+    """Each rank's own rows, in the launch of the routed experts; not where ranks of a replica hold whole experts."""
+    tp, _, _ = SHARED[name]
+    for rank, (steps, fused) in enumerate(results[f"shared {name}"]):
+        assert fused == (name != "whole experts")
+        alone, seq = Driver(load_model(random_fp8, ParallelDims(), torch.device("cpu"), torch.float32)), rank // tp
+        prompt = Seq(random_prompt(20, VOCAB, seq))
+        for nums, logits in zip(((7, 9), (1, 0)), steps, strict=True):
+            expected = alone.step([(prompt, nums[seq])] if nums[seq] else [])
+            assert_close(logits, expected, MODEL_TOLERANCE)
 
 
 def test_collectives(results: dict[str, list]) -> None:

@@ -26,7 +26,13 @@ def test_the_size_is_exact(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize(
-    "dims", [ParallelDims(rank=1, tp=2), ParallelDims(rank=1, tp=2, expert_tp=True), ParallelDims(rank=1, dp=2)]
+    "dims",
+    [
+        ParallelDims(rank=1, tp=2),
+        ParallelDims(rank=1, tp=2, expert_tp=True),
+        ParallelDims(rank=1, dp=2),
+        ParallelDims(rank=1, dp=2, spare_experts=1),
+    ],
 )
 def test_the_size_of_a_shard_is_exact(dims: ParallelDims, fp8: bool) -> None:
     config = ModelConfig.load(TINY)

@@ -14,6 +14,7 @@ from millrace_router.main import Router
 from millrace_rpc.client import channel
 from router.fake_worker import DECODE, PREFILL, FakeWorker
 from router.harness import Cluster, write_tokenizer
+from router.scripted import write_formats
 
 
 @pytest.fixture(scope="session")
@@ -53,6 +54,22 @@ async def cluster(model_folder: Path) -> AsyncIterator[Callable]:
             return made
 
         yield start
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return write_formats(tmp_path_factory.mktemp)
+
+
+@pytest.fixture
+async def serve(cluster: Callable, folders: dict[str, Path]) -> Callable:
+    async def start(form: str) -> Cluster:
+        workers = FakeWorker(PREFILL), FakeWorker(DECODE)
+        for worker in workers:
+            worker.context = 4096  # tools take many tokens of one byte
+        return await cluster(*workers, model=str(folders[form]))
+
+    return start
 
 
 @pytest.fixture

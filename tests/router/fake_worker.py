@@ -119,7 +119,7 @@ class FakeWorker(
 ):
     def __init__(self, role: int, credits: int = 64, layout: str = "layout-a", step_s: float = 0.0) -> None:
         self.role, self.credits, self.layout, self.step_s = role, credits, layout, step_s
-        self.counts: dict[str, list[int]] = {}  # of its load, since the start
+        self.counts: dict[str, int | list[int]] = {}  # of its load
         self.model, self.weights = MODEL, "weights-a"
         self.context = CONTEXT
         self.epoch = secrets.token_hex(4)
@@ -200,7 +200,8 @@ class FakeWorker(
         while True:
             changed = self._changed
             if not self.silent:
-                replica = worker_pb2.ReplicaLoad(credits=self.credits, running=len(self.active), **self.counts)
+                load = {"credits": self.credits, "running": len(self.active)} | self.counts
+                replica = worker_pb2.ReplicaLoad(**load)
                 yield worker_pb2.LoadSnapshot(epoch=self.epoch, state=self.state, replicas=[replica])
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0.3):

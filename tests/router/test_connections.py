@@ -12,8 +12,8 @@ import httpx
 import pytest
 from millrace.v1 import inference_pb2, inference_pb2_grpc, worker_pb2
 from millrace_common.reasons import Reason
-from millrace_router.edge import public_http
-from millrace_router.openai import http as openai_http
+from millrace_router.anthropic import http as public_http
+from millrace_rpc import http_server
 from millrace_rpc.errors import from_rpc_error
 from router.fake_worker import DECODE, PREFILL, FakeWorker, expected, output
 from router.harness import Cluster
@@ -100,7 +100,7 @@ async def test_a_client_that_reads_slowly_gets_everything(pair: Cluster) -> None
 
 async def test_a_client_that_leaves_in_the_middle_of_its_request_is_no_fault(pair: Cluster) -> None:
     """What an app raises, its server logs as a fault."""
-    app = openai_http.build(pair.router.inference, None)
+    app = public_http.build(pair.router.inference, None)
     scope = {"type": "http", "method": "POST", "path": "/tokenize", "query_string": b"", "headers": []}
     statuses = []
 
@@ -163,7 +163,7 @@ async def _becomes(channel: grpc.aio.Channel, wanted: grpc.ChannelConnectivity) 
 async def test_old_http_connections_end_with_an_answer(
     cluster: Callable, monkeypatch: pytest.MonkeyPatch, max_requests: int, max_age: float | None
 ) -> None:
-    monkeypatch.setattr(public_http, "MAX_REQUESTS", max_requests)
+    monkeypatch.setattr(http_server, "MAX_REQUESTS", max_requests)
     made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE), connections={"max_age": max_age})
     async with httpx.AsyncClient(base_url=made.url) as client, asyncio.timeout(10):
         closed = []

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from millrace_router.config import RouterConfig
+from millrace_router.config import DnsConfig, KubernetesConfig, RouterConfig, StaticTarget
 from millrace_router.discovery.base import Target, diff, one_per_address
-from millrace_router.discovery.config import DnsConfig, KubernetesConfig, StaticTarget
 from millrace_router.discovery.dns import DnsSource, resolve
 from millrace_router.discovery.factory import StaticSource
 from millrace_router.discovery.objects import Store, of_pod, of_slice

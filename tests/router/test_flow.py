@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from millrace.v1 import common_pb2, worker_pb2
 from millrace_common.reasons import Reason
 from millrace_router.config import Timeouts
-from millrace_router.flow.flow import LEGAL, MAX_REFUSALS, Abort, Flow, Leg, Mismatch, Retry, Stage, Stale, Submit
+from millrace_router.flow.flow import LEGAL, MAX_REFUSALS, Abort, Flow, Leg, Mismatch, Retry, Stage, Stale
 from millrace_rpc.errors import TABLE, MillraceError
 
 BOTH = frozenset(Leg)
@@ -52,12 +52,6 @@ class Simulation:
     def apply(self, actions: object) -> None:
         for action in actions:
             match action:
-                case Submit():
-                    for leg in self.flow.open:
-                        key = self.flow.attempt, leg
-                        assert key not in self.submitted
-                        self.submitted.append(key)
-                        self.legs[key] = len(self.flow.outputs)
                 case Abort(Leg.PREFILL, attempt, _) if attempt in self.parked:
                     self.parked.remove(attempt)
                 case Abort(leg, attempt, _):
@@ -82,7 +76,13 @@ class Simulation:
     def assign(self) -> None:
         if self.flow.stage is Stage.QUEUED:
             legs = frozenset({Leg.PREFILL}) if self.flow.remaining == 1 else self.choices.choice([BOTH, {Leg.DECODE}])
-            self.apply(self.flow.assign(frozenset(legs), self.now))
+            self.flow.assign(frozenset(legs), self.now)
+            self.apply(())
+            for leg in self.flow.open:
+                key = self.flow.attempt, leg
+                assert key not in self.submitted
+                self.submitted.append(key)
+                self.legs[key] = len(self.flow.outputs)
 
     def speak(self) -> None:
         if not self.legs:

@@ -9,6 +9,7 @@ import ssl
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+import anthropic
 import grpc
 import httpx
 import pytest
@@ -70,6 +71,15 @@ async def test_a_key_is_needed_for_everything_but_probes(keyed: Cluster) -> None
     assert answer.status_code == 200
     assert keyed.metric("millrace_tenant_requests_total", tenant="one", status="ok") == 2
     assert keyed.metric("millrace_tenant_tokens_total", tenant="one", direction="output") == 8
+
+
+async def test_the_header_of_anthropics_clients(keyed: Cluster) -> None:
+    question = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
+    async with anthropic.AsyncAnthropic(base_url=keyed.url, api_key=SECRET, max_retries=0) as client:
+        assert (await client.messages.count_tokens(**question)).input_tokens > 0
+    async with anthropic.AsyncAnthropic(base_url=keyed.url, api_key="sk-nobody", max_retries=0) as client:
+        with pytest.raises(anthropic.AuthenticationError, match="authentication_error"):
+            await client.messages.count_tokens(**question)
 
 
 async def test_a_tenant_that_is_gone_leaves_no_series(keyed: Cluster, tmp_path: Path) -> None:

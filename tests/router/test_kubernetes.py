@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
 import pytest
-from millrace_router.discovery.config import KubernetesConfig
+from millrace_router.config import KubernetesConfig
 from millrace_router.discovery.kube_api import trouble
 from millrace_router.discovery.kubernetes import KubernetesSource, Timing
 from millrace_testing.kube_server import KubeServer, endpoint, endpoint_slice, pod

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from kubernetes.client.exceptions import ApiException
-from millrace_router.discovery.config import KubernetesConfig
+from millrace_router.config import KubernetesConfig
 from millrace_router.discovery.kube_api import explain
 from millrace_router.discovery.kubernetes import KubernetesSource, Timing
 from millrace_testing.certificates import Authority

@@ -59,6 +59,25 @@ async def test_chat_stream(pair: Cluster, client: openai.AsyncOpenAI) -> None:
     assert len({chunk.id for chunk in chunks}) == 1
 
 
+@pytest.mark.parametrize("include", [True, False])
+async def test_usage_so_far(pair: Cluster, client: openai.AsyncOpenAI, include: bool) -> None:
+    """What GuideLLM and AIPerf ask for, as of vLLM; without include_usage it has no meaning."""
+    stream = await client.chat.completions.create(
+        model="tiny",
+        messages=HELLO,
+        max_tokens=8,
+        stream=True,
+        stream_options={"include_usage": include, "continuous_usage_stats": True},
+    )
+    usages = [chunk.usage async for chunk in stream]
+    if not include:
+        assert not any(usages)
+        return
+    counts = [usage.completion_tokens for usage in usages]
+    assert counts == sorted(counts) and counts[0] >= 1 and counts[-2:] == [8, 8]
+    assert {usage.total_tokens - usage.completion_tokens for usage in usages} == {usages[-1].prompt_tokens}
+
+
 async def test_chat_logprobs_and_n(pair: Cluster, client: openai.AsyncOpenAI) -> None:
     answer = await client.chat.completions.create(
         model="tiny", messages=HELLO, max_tokens=3, seed=4, n=2, logprobs=True, top_logprobs=2

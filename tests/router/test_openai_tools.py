@@ -1,4 +1,4 @@
-"""Tools, thoughts and response formats as the openai client sees them, in all of DeepSeek's formats."""
+"""Tools, thoughts and response formats as the openai client sees them, in the formats of all models."""
 
 from __future__ import annotations
 
@@ -10,83 +10,27 @@ from typing import Any
 import openai
 import pytest
 from millrace.v1 import common_pb2, worker_pb2
-from millrace_router.text import markers
+from millrace_router.text import dsml, markers
+from millrace_router.text.chat_format import Style
 from millrace_router.text.tokenizer import Tokenizer
+from millrace_serve.engine.core import Grammar, GrammarKind
+from millrace_serve.engine.grammar.xgrammar_compiler import XgrammarCompiler
+from millrace_testing import paths
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
-from router.fake_worker import DECODE, PREFILL, FakeWorker
-from router.harness import TEMPLATE, Cluster, write_tokenizer
-from router.test_parsers import WEATHER, v3, v31
+from router.fake_worker import FakeWorker
+from router.harness import Cluster
+from router.scripted import HELLO, SCHEMA, TOOLS, grammar_of, prompt_of, say
+from router.test_parsers import FORMS, WEATHER, v3
+from tokenizers import Tokenizer as HfTokenizer
 
-HELLO = [{"role": "user", "content": "Weather?"}]
-SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-TOOLS = [
-    {"type": "function", "function": {"name": "weather", "description": "Of a city", "parameters": SCHEMA}},
-    {"type": "function", "function": {"name": "time"}},
-]
-FORMS = {"v3": v3, "v31": v31}
 CALLS = [("weather", WEATHER), ("time", "{}")]
-
-
-def template(form: str, thinking: str = "") -> str:
-    """`thinking` ends the prompt."""
-    hint = "{# ```json #}" if form == "v3" else ""
-    return hint + TEMPLATE + thinking
-
-
-@pytest.fixture(scope="session")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    templates = {
-        "v3": template("v3"),
-        "v31": template("v31", "{{ '<think>' if thinking else '</think>' }}"),
-        "r1": template("v3", "<think>\n"),
-        "takes": "{{ tools | tojson if tools }}" + TEMPLATE,
-    }
-    return {name: write_tokenizer(tmp_path_factory.mktemp(name), text, markers.ALL) for name, text in templates.items()}
-
-
-@pytest.fixture
-async def serve(cluster: Callable, folders: dict[str, Path]) -> Callable:
-    async def start(form: str) -> Cluster:
-        workers = FakeWorker(PREFILL), FakeWorker(DECODE)
-        for worker in workers:
-            worker.context = 4096  # tools take many tokens of one byte
-        return await cluster(*workers, model=str(folders[form]))
-
-    return start
+TINY, TINY_EOS = HfTokenizer.from_file(str(paths.TINY / "tokenizer.json")), 1
+COMPILER = XgrammarCompiler(paths.TINY, 1024, [TINY_EOS])
 
 
 def client_of(made: Cluster) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=f"{made.url}/v1", api_key="none", max_retries=0)
-
-
-def say(made: Cluster, text: str, finish: int = common_pb2.FINISH_REASON_STOP) -> int:
-    """Both workers answer the next request with `text` and the end of the sequence. The number of tokens."""
-    tokenizer = made.router.inference.tokenizer
-    ids = [
-        *tokenizer._encode(text, add_bos=False),
-        *([tokenizer.eos] if finish == common_pb2.FINISH_REASON_STOP else []),
-    ]
-
-    async def behave(worker: FakeWorker, request: worker_pb2.EngineRequest) -> AsyncIterator[worker_pb2.SequenceOutput]:
-        count = 1 if worker.role == PREFILL else len(ids)
-        for i in range(count):
-            last = finish if i + 1 == len(ids) else 0
-            yield worker_pb2.SequenceOutput(id=request.id, first_index=i, token_ids=ids[i : i + 1], finish_reason=last)
-
-    made.prefills[0].script.append(behave)
-    made.decodes[0].script.append(behave)
-    return len(ids)
-
-
-def prompt_of(made: Cluster) -> str:
-    return made.router.inference.tokenizer.decode(made.prefills[-1].submitted[-1].token_ids, keep_special=True)
-
-
-def grammar_of(made: Cluster) -> common_pb2.Grammar | None:
-    sampling = made.decodes[0].submitted[-1].sampling
-    assert sampling == made.prefills[0].submitted[-1].sampling
-    return sampling.grammar if sampling.HasField("grammar") else None
 
 
 async def streamed(client: openai.AsyncOpenAI, **fields: Any) -> tuple[str, str, list[tuple[str, str]], str | None]:
@@ -100,30 +44,34 @@ async def streamed(client: openai.AsyncOpenAI, **fields: Any) -> tuple[str, str,
         text += choice.delta.content or ""
         for call in choice.delta.tool_calls or ():
             if call.index == len(calls):
-                assert call.id.startswith("call_") and call.type == "function"
+                assert call.id.startswith(("call_", "functions.")) and call.type == "function"
                 calls.append((call.function.name, ""))
             calls[call.index] = calls[call.index][0], calls[call.index][1] + call.function.arguments
         finish = choice.finish_reason
     return thoughts, text, calls, finish
 
 
-@pytest.mark.parametrize("form", FORMS)
-async def test_calls(serve: Callable, form: str) -> None:
-    made = await serve(form)
+@pytest.mark.parametrize("style", Style)
+async def test_calls(serve: Callable, style: Style) -> None:
+    made, form = await serve(style.name.lower()), FORMS[style]
     async with client_of(made) as client:
-        count = say(made, "I look." + FORMS[form](*CALLS))
+        count = say(made, "I look." + form(*CALLS))
         answer = await client.chat.completions.create(model="tiny", messages=HELLO, tools=TOOLS)
         ChatCompletion.model_validate(answer.model_dump(), strict=True)
         (choice,) = answer.choices
         assert choice.finish_reason == "tool_calls" and choice.message.content == "I look."
         calls = choice.message.tool_calls
         assert [(call.function.name, call.function.arguments) for call in calls] == CALLS
-        assert len({call.id for call in calls}) == 2 and answer.usage.completion_tokens == count
-        assert "Description: Of a city" in prompt_of(made) and json.dumps(SCHEMA) in prompt_of(made)
+        ids = [call.id for call in calls]
+        assert len(set(ids)) == 2 and answer.usage.completion_tokens == count
+        if style is Style.KIMI:
+            assert ids == ["functions.weather:0", "functions.time:1"] and '"description":"Of a city"' in prompt_of(made)
+        else:
+            assert "Description: Of a city" in prompt_of(made) and json.dumps(SCHEMA) in prompt_of(made)
         assert grammar_of(made) is None
-        say(made, FORMS[form](*CALLS))
+        say(made, form(*CALLS))
         assert await streamed(client, tools=TOOLS) == ("", "", CALLS, "tool_calls")
-        say(made, FORMS[form](*CALLS)[:-30], finish=common_pb2.FINISH_REASON_LENGTH)
+        say(made, form(*CALLS)[:-30], finish=common_pb2.FINISH_REASON_LENGTH)
         *_, finish = await streamed(client, tools=TOOLS)
         assert finish == "length"
         await made.quiet()
@@ -155,24 +103,30 @@ async def test_results_of_calls_reach_the_template(serve: Callable) -> None:
     assert "weather" not in prompt_of(made).split("Weather?")[0]
 
 
-@pytest.mark.parametrize("form", FORMS)
-async def test_a_required_call_is_in_the_grammar(serve: Callable, form: str) -> None:
-    made = await serve(form)
+@pytest.mark.parametrize("style", Style)
+async def test_a_required_call_is_in_the_grammar(serve: Callable, style: Style) -> None:
+    made, form = await serve(style.name.lower()), FORMS[style]
     async with client_of(made) as client:
         for choice, names, more in (
             ("required", ["weather", "time"], True),
             ({"type": "function", "function": {"name": "time"}}, ["time"], False),
         ):
-            say(made, FORMS[form](("time", "{}")))
+            say(made, form(("time", "{}")))
             *_, calls, finish = await streamed(client, tools=TOOLS, tool_choice=choice)
             assert calls == [("time", "{}")] and finish == "tool_calls"
-            calls = json.loads(grammar_of(made).structural_tag)["format"]
-            assert calls["begin"] == markers.CALLS and calls["content"]["stop_after_first"] is not more
-            texts = [tag["begin"] + "{}" + tag["end"] for tag in calls["content"]["tags"]]
-            assert [markers.CALLS + text + markers.CALLS_END for text in texts] == [
-                FORMS[form]((n, "{}")) for n in names
-            ]
+            tag = grammar_of(made).structural_tag
+            for name in ("weather", "time"):
+                assert allows(tag, form((name, '{"city": "Oslo"}' if name == "weather" else "{}"))) is (name in names)
+            assert allows(tag, form(*[(names[-1], "{}")] * 2)) is more, "several calls"
+            assert not allows(tag, form((names[-1], "{}"))[:-1]) and not allows(tag, "Hello"), "a call is required"
             assert all(name in prompt_of(made) for name in ("weather", "time")), "all tools are described"
+
+
+def allows(tag: str, text: str) -> bool:
+    """Whether an output of this text is complete for a worker."""
+    matcher = COMPILER.compile(Grammar(GrammarKind.STRUCTURAL_TAG, tag))()
+    ids = TINY.encode(text, add_special_tokens=False).ids
+    return all(matcher.accept(token) for token in ids) and bool(matcher.mask[0] & 1 << TINY_EOS)
 
 
 async def test_one_call_at_a_time(serve: Callable) -> None:
@@ -321,6 +275,8 @@ async def test_a_grammar_that_only_workers_can_refuse(pair: Cluster) -> None:
 def test_formats_are_found_out(folders: dict[str, Path], model_folder: Path, tmp_path: Path) -> None:
     styles = {name: Tokenizer.load(folder).format for name, folder in folders.items()}
     assert [styles[name].style.name for name in ("v3", "v31", "r1", "takes")] == ["V3", "V31", "V3", "V31"]
+    assert (styles["v32"].style, styles["kimi"].style) == (Style.V32, Style.KIMI)
+    assert Style.V32.call_end == dsml.CALL_END and Style.KIMI.call_end == markers.KIMI.call_end
     assert styles["takes"].takes_tools and not styles["v3"].takes_tools and styles["r1"].reasons
     plain = Tokenizer.load(model_folder).format
     assert plain.style is None and not plain.reasons

@@ -251,20 +251,20 @@ def test_each_policy_asks_its_own_index() -> None:
     indexes = Indexes(Policy.PREFIX_AWARE, Policy.KV_AWARE, Routing())
     assert indexes.kv is not None
     want = Want(tokens=200, pages=indexes.hashes(list(range(200)), 64))
-    assert len(want.pages) == 3 and indexes.lookup(want) == ({}, {})
+    assert len(want.pages) == 3 and indexes.lookup(want) == ({}, {}, {})
     indexes.note(want, Placement(replica("p"), replica("d")))
     indexes.kv.apply(("d", 0), change(0, 0, want.pages[:1], snapshot=True))
-    assert indexes.lookup(want) == ({("p", 0): 3, ("d", 0): 3}, {("d", 0): 1})
-    assert indexes.lookup(Want(tokens=200)) == ({}, {})
+    assert indexes.lookup(want) == ({("p", 0): 3, ("d", 0): 3}, {("d", 0): 1}, {("d", 0): 1})
+    assert indexes.lookup(Want(tokens=200)) == ({}, {}, {})
     indexes.keep([("d", 0)])
-    assert indexes.lookup(want) == ({("d", 0): 3}, {("d", 0): 1})
+    assert indexes.lookup(want) == ({("d", 0): 3}, {("d", 0): 1}, {("d", 0): 1})
 
 
 def test_local_prefill_has_an_estimate_whatever_the_policy() -> None:
     indexes = Indexes(Policy.LEAST_LOADED, Policy.LEAST_LOADED, Routing(local_prefill_tokens=100))
     want = Want(tokens=200, pages=indexes.hashes(list(range(200)), 64))
     indexes.note(want, Placement(None, replica("d")))
-    assert indexes.lookup(want) == ({}, {("d", 0): 3})
+    assert indexes.lookup(want) == ({}, {("d", 0): 3}, {})
 
 
 def test_hashes_are_of_full_pages_and_of_the_list_that_was_asked() -> None:

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from millrace_common.reasons import Reason
+from millrace_router.config import OutlierRules, Resilience, RetryBudget
 from millrace_router.flow.metrics import build
 from millrace_router.resilience.budget import Budget
-from millrace_router.resilience.config import OutlierRules, Resilience, RetryBudget
 from millrace_router.resilience.health import FAULTS, Health
 from millrace_router.resilience.outliers import LONGEST_PAUSE_S, WINDOW_S, Record, judge
 from millrace_router.resilience.window import Window

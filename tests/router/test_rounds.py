@@ -8,13 +8,16 @@ from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from millrace.v1 import common_pb2
+from millrace_common.reasons import Reason
 from millrace_router.config import Timeouts
 from millrace_router.flow.flow import Flow, Leg, Stage
-from millrace_router.flow.rounds import LONGEST_REST_S, SHORT_S, Rounds, rest_s
+from millrace_router.flow.rounds import LONGEST_REST_S, SHORT_S, SLICE_S, Rounds, rest_s
 from millrace_router.flow.stream import Continuation, Delta, Stream
+from millrace_rpc.errors import MillraceError
 
 SECONDS = st.floats(0, 1)
 
@@ -128,6 +131,23 @@ def test_a_long_round_leaves_the_event_loop_to_others() -> None:
     assert got.index("other") <= 3 and got.count("turn") == 100
 
 
+def test_turns_that_write_at_once_share_a_turn_of_the_event_loop_for_a_while() -> None:
+    loop, now, got = Loop(), [0.0], list[str]()
+    rounds = Rounds(loop, 0.0, lambda: now[0])  # type: ignore[arg-type]
+
+    def write() -> bool:
+        now[0] += SLICE_S / 4
+        got.append("turn")
+        return True
+
+    for _ in range(20):
+        rounds.join(write)
+    three_turns_later = lambda: loop.call_soon(lambda: loop.call_soon(lambda: got.append("other")))  # noqa: E731
+    loop.call_soon(three_turns_later)
+    loop.run()
+    assert 4 <= got.index("other") <= 12 and got.count("turn") == 20
+
+
 # ------------------------------------------------------------------------------------- streams
 
 
@@ -135,9 +155,9 @@ class Held:
     """Rounds of a router that is as busy as the test wants."""
 
     def __init__(self) -> None:
-        self._turns: list[Callable[[], None]] = []
+        self._turns: list[Callable[[], bool]] = []
 
-    def join(self, turn: Callable[[], None]) -> None:
+    def join(self, turn: Callable[[], bool]) -> None:
         self._turns.append(turn)
         assert len(self._turns) == 1, "a stream joins a round once"
 
@@ -150,21 +170,35 @@ class Held:
 class Script:
     """A stream over one continuation whose tokens the test makes, and everything that was read from it."""
 
-    def __init__(self, rounds: Held | Rounds) -> None:
+    def __init__(self, rounds: Held | Rounds, direct: bool = False) -> None:
+        """`direct`: with a sink."""
         self.stream = Stream(lambda error: None, 10, rounds)  # type: ignore[arg-type]
         self.flow = Flow(Timeouts(), max_tokens=1000, max_attempts=1, deadline=None, progress=0.0, queue_s=1.0)
         self.flow.assign(frozenset({Leg.DECODE}), 0.0)
-        text = SimpleNamespace(push=lambda ids: ("".join(map(chr, ids)), len(ids)), flush=lambda: "!", stopped=False)
+        self.text = text = SimpleNamespace(
+            push=lambda ids: ("".join(map(chr, ids)), len(ids)), flush=lambda: "!", stopped_by=""
+        )
         generation = SimpleNamespace(
-            flow=self.flow, cached_tokens=0, drafted_tokens=0, accepted_tokens=0, cancel=self.flow.cancel
+            flow=self.flow,
+            cached_tokens=0,
+            drafted_tokens=0,
+            accepted_tokens=0,
+            cancel=self.flow.cancel,
+            stop=self.flow.stop,
         )
         self.stream.continuations.append(Continuation(0, generation, text, lambda gap: None))  # type: ignore[arg-type]
         self.read: list[Delta] = []
+        self.ready, self.pushed = True, 0
+        self.stream.sink = self if direct else None
         self.reader = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
         async for delta in self.stream.deltas():
             self.read.append(delta)
+
+    def push(self, delta: Delta) -> None:
+        self.read.append(delta)
+        self.pushed += 1
 
     def make(self, count: int) -> None:
         """Some tokens in one step, as a worker's Link brings them."""
@@ -185,17 +219,24 @@ async def turn() -> None:
         await asyncio.sleep(0)
 
 
-@given(st.lists(st.one_of(st.integers(1, 5), st.just("round")), max_size=40))
-def test_a_busy_router_merges_without_loss(events: list[int | str]) -> None:
+EVENTS = st.lists(
+    st.one_of(st.integers(1, 5), st.sampled_from(["round", "round", "the client reads or not"])), max_size=40
+)
+
+
+@given(EVENTS, st.booleans())
+def test_a_busy_router_merges_without_loss(events: list[int | str], direct: bool) -> None:
     async def run() -> None:
         rounds = Held()
-        script, made, behind = Script(rounds), 0, 0
+        script, made, behind = Script(rounds, direct), 0, 0
         await turn()
         for event in events:
             if isinstance(event, int):
                 behind += event if made else 0  # the first ones do not wait
                 made += event
                 script.make(event)
+            elif event != "round":
+                script.ready = not script.ready
             else:
                 rounds.run()
                 behind = 0
@@ -241,3 +282,47 @@ async def test_waiting_for_a_round_is_not_the_clients_fault() -> None:
     script.finish()
     rounds.run()
     await script.reader
+
+
+async def test_a_sink_gets_all_but_the_first_and_the_last_delta() -> None:
+    rounds = Held()
+    script = Script(rounds, direct=True)
+    for _ in range(5):
+        script.make(1)
+        await turn()
+        rounds.run()
+    script.finish()
+    rounds.run()
+    await script.reader
+    assert script.pushed == 4 and [delta.token_ids for delta in script.read] == [[0], [1], [2], [3], [4], []]
+    assert script.read[-1].finish_reason
+
+
+async def test_a_stop_string_in_a_sinks_delta_ends_the_reader() -> None:
+    rounds = Held()
+    script = Script(rounds, direct=True)
+    script.make(1)
+    await turn()
+    script.text.stopped_by = "x"
+    script.make(1)
+    rounds.run()
+    await script.reader
+    assert script.pushed == 1 and [delta.finish_reason for delta in script.read] == [0, common_pb2.FINISH_REASON_STOP]
+
+
+async def test_an_error_of_the_workers_or_of_the_sink_reaches_the_reader() -> None:
+    rounds = Held()
+    script, broken = Script(rounds, direct=True), Script(other := Held(), direct=True)
+    for one in (script, broken):
+        one.make(1)
+    await turn()
+    script.stream.cancel(MillraceError(Reason.WORKER_LOST, "gone"))
+    script.stream.wake()
+    rounds.run()
+    with pytest.raises(MillraceError, match="gone"):
+        await script.reader
+    broken.push = None  # type: ignore[assignment]
+    broken.make(1)
+    other.run()
+    with pytest.raises(TypeError):
+        await broken.reader

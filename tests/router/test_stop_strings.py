@@ -6,16 +6,17 @@ from hypothesis import strategies as st
 from millrace_router.text.markers import StopMatcher
 
 
-def naive(text: str, stops: list[str]) -> tuple[str, bool]:
+def naive(text: str, stops: list[str]) -> tuple[str, str]:
     """Character by character: the first moment at which a stop string is complete."""
     for end in range(1, len(text) + 1):
-        starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
-        if starts:
-            return text[: min(starts)], True
-    return text, False
+        found = [stop for stop in stops if text[:end].endswith(stop)]
+        if found:
+            longest = max(found, key=len)
+            return text[: end - len(longest)], longest
+    return text, ""
 
 
-def run(pieces: list[str], stops: list[str]) -> tuple[str, bool]:
+def run(pieces: list[str], stops: list[str]) -> tuple[str, str]:
     matcher = StopMatcher(stops)
     shown = "".join(matcher.push(piece) for piece in pieces)
     return shown + matcher.flush(), matcher.matched

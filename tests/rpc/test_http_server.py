@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 from millrace_rpc import http_server
-from millrace_rpc.http_server import MAX_HEAD_BYTES, HttpServer
+from millrace_rpc.http_server import MAX_HEAD_BYTES, HttpServer, body_of
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse
+from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
 
@@ -24,11 +24,26 @@ async def slow(request: Request) -> PlainTextResponse:
     return PlainTextResponse("late")
 
 
+async def streamed(request: Request) -> StreamingResponse:
+    """Some parts through ASGI, some around it."""
+    body = body_of(request.scope)
+    assert body is not None
+
+    async def parts() -> AsyncIterator[bytes]:
+        yield b"one "
+        assert body.ready
+        for part in (b"two ", b"", b"three "):
+            body.write(part)
+        yield b"four"
+
+    return StreamingResponse(parts())
+
+
 @pytest.fixture
 async def port() -> AsyncIterator[int]:
     """Of a server; afterwards nothing of it is left."""
     before = asyncio.all_tasks()
-    server = HttpServer(Starlette(routes=[Route("/", hello), Route("/slow", slow)]))
+    server = HttpServer(Starlette(routes=[Route("/", hello), Route("/slow", slow), Route("/streamed", streamed)]))
     port = server.start("127.0.0.1:0")
     yield port
     await server.stop()
@@ -53,6 +68,13 @@ async def test_get_and_what_is_not_there(port: int) -> None:
     assert (await said(port, b"GET /" + end)).endswith(b"hello")
     assert (await said(port, b"GET /nothing" + end)).startswith(b"HTTP/1.1 404")
     assert (await said(port, b"POST /" + end)).startswith(b"HTTP/1.1 405")
+
+
+async def test_a_body_written_around_asgi_is_whole_and_in_order(port: int) -> None:
+    once, end = b"GET /streamed HTTP/1.1\r\nhost: x\r\n", b"connection: close\r\n\r\n"
+    answers = await said(port, once + b"\r\n" + once + end)  # the second on the connection of the first
+    chunks = b"4\r\none \r\n4\r\ntwo \r\n6\r\nthree \r\n4\r\nfour\r\n0\r\n\r\n"
+    assert answers.count(chunks) == 2 and answers.endswith(chunks)
 
 
 async def test_headers_are_bounded_in_size_and_time(port: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,13 +13,12 @@ from pathlib import Path
 import numpy as np
 from millrace_serve.transfer.base import KvSink, MemoryHandle, PageBuffer, ReadOp, ReadState
 from millrace_serve.transfer.nixl import NixlSink, NixlSource
-from millrace_serve.transfer.nixl_agent import NixlConfig
 from millrace_testing.local_transfer import LocalFabric, LocalSink, LocalSource
 
 POISON = 0xA5
 DEADLINE_S = 30.0
-LOOPBACK = NixlConfig(ucx={"NET_DEVICES": "lo"})
-LOOPBACK_TCP = NixlConfig(ucx={"NET_DEVICES": "lo", "TLS": "tcp"})
+LOOPBACK = {"NET_DEVICES": "lo"}
+LOOPBACK_TCP = {"NET_DEVICES": "lo", "TLS": "tcp"}
 
 
 class Pool:
@@ -49,11 +48,11 @@ class LocalExporter:
 class NixlExporter:
     """A process of its own; `pages` is our copy of what it exports."""
 
-    def __init__(self, num_pages: int, page_bytes: int, seed: int, config: NixlConfig = LOOPBACK) -> None:
+    def __init__(self, num_pages: int, page_bytes: int, seed: int, ucx: dict[str, str] = LOOPBACK) -> None:
         self.pages = Pool(num_pages, page_bytes, seed).pages
         context = mp.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_export, args=(theirs, num_pages, page_bytes, seed, config), daemon=True)
+        self._process = context.Process(target=_export, args=(theirs, num_pages, page_bytes, seed, ucx), daemon=True)
         self._process.start()
         assert self._pipe.poll(DEADLINE_S), "the exporting process did not start"
         self.handle: MemoryHandle = self._pipe.recv()
@@ -82,9 +81,9 @@ class NixlExporter:
         return self._process.pid
 
 
-def _export(pipe: Connection, num_pages: int, page_bytes: int, seed: int, config: NixlConfig) -> None:
+def _export(pipe: Connection, num_pages: int, page_bytes: int, seed: int, ucx: dict[str, str]) -> None:
     pool = Pool(num_pages, page_bytes, seed)
-    source = NixlSource(pool.buffer, config, label="exporter")
+    source = NixlSource(pool.buffer, ucx)
     pipe.send(source.handle())
     with contextlib.suppress(EOFError):  # the test ended without closing us
         pipe.recv()

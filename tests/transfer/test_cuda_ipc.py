@@ -13,9 +13,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from millrace_common.page_runs import runs
 from millrace_serve.transfer.base import KvSink, MemoryHandle, PageBuffer, ReadOp, ReadState, TransferError
 from millrace_serve.transfer.cuda_driver import CudaDriver, CudaError
-from millrace_serve.transfer.cuda_ipc import CudaIpcSink, SharedMemory, host_id, runs, shared_memory_name
+from millrace_serve.transfer.cuda_ipc import CudaIpcSink, SharedMemory, host_id, shared_memory_name
 from millrace_serve.transfer.nearest import NearestSink
 from transfer.pools import POISON, Pool, finish
 

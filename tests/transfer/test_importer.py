@@ -10,13 +10,11 @@ from millrace_serve.transfer.importer import (
     AskRelease,
     AskReserve,
     Done,
-    GiveBack,
     ImportState,
     KvImport,
     Over,
     Refusal,
 )
-from millrace_serve.transfer.lease import Outcome
 from millrace_serve.transfer.messages import ReadPages
 
 ID = RequestId(11, 2)
@@ -25,11 +23,11 @@ FIRST = SequenceOutput(ID, 0, [TokenOutput(42)])
 CANCELLED = Failure("CANCELLED", "the client went away")
 
 
-def part(start: int, end: int, id: RequestId = ID, hashes: list[int] = HASHES, first: SequenceOutput = FIRST) -> KvPart:
+def part(start: int, end: int, hashes: list[int] = HASHES, first: SequenceOutput = FIRST) -> KvPart:
     last = end == len(HASHES)
     tokens = 261 if last else 64 * end
     pages = list(range(100 + start, 100 + end))
-    return KvPart(id, start, pages, hashes[start:end], tokens, last, first if last else None)
+    return KvPart(ID, start, pages, hashes[start:end], tokens, last, first if last else None)
 
 
 def reading(num_cached_pages: int = 0) -> KvImport:
@@ -48,7 +46,7 @@ def test_parts_are_read_as_they_arrive() -> None:
     assert x.on_part(part(3, 5)) == [ReadPages(ID, 1, [103, 104], [13, 14])]
     assert x.on_read_done(1) == []
     assert x.on_read_done(0) == [AskRelease()]
-    assert x.on_release_outcome(Outcome.HELD) == [Done(FIRST)]
+    assert x.on_held() == [Done(FIRST)]
     assert x.state is ImportState.DONE and x.failure is None and not x.refused
 
 
@@ -70,7 +68,7 @@ def test_an_offer_that_is_given_up_is_given_back(reserved: bool) -> None:
     x.on_part(OFFER)
     if reserved:
         x.on_reserved(range(10, 15), 0)
-    assert x.on_abort(CANCELLED) == [GiveBack(), Over(CANCELLED)]
+    assert x.on_abort(CANCELLED) == [AskRelease(), Over(CANCELLED)]
 
 
 @pytest.mark.parametrize("cached", range(6))
@@ -88,19 +86,14 @@ def test_cached_pages_are_not_read(cached: int) -> None:
 
 def test_what_does_not_fit_is_refused_and_counted() -> None:
     x = reading()
-    assert x.on_part(part(2, 3, id=RequestId(11, 1))) == []
     assert x.on_part(part(0, 2)) == []
     assert x.on_part(part(1, 3)) == []  # overlaps: not a new part either
     assert x.on_part(part(3, 5)) == []
-    assert x.on_read_done(9) == []
-    assert x.on_read_failed(9, "?") == []
     assert x.on_reserved(range(5), 0) == []
-    assert x.on_release_outcome(Outcome.HELD) == []
+    assert x.on_held() == []
     assert x.refused == {
-        Refusal.WRONG_ID: 1,
         Refusal.DUPLICATE_PART: 2,
         Refusal.PART_GAP: 1,
-        Refusal.UNKNOWN_READ: 2,
         Refusal.LATE: 2,
     }
     assert x.state is ImportState.READING
@@ -147,26 +140,25 @@ def test_pages_are_not_given_up_while_reads_are_in_flight() -> None:
     assert x.on_abort(CANCELLED) == []
     assert x.state is ImportState.DRAINING and x.failure == CANCELLED
     assert x.on_part(part(3, 5)) == []
-    assert x.on_read_failed(0, "too late to matter") == []
-    assert x.on_read_done(1) == [GiveBack(), Over(CANCELLED)]
+    assert x.on_read_done(0, "too late to matter") == []
+    assert x.on_read_done(1) == [AskRelease(), Over(CANCELLED)]
 
 
 def test_a_failed_read_fails_the_import_when_the_others_are_final() -> None:
     x = reading()
     x.on_part(part(2, 3))
-    assert x.on_read_failed(0, "the peer died") == []
+    assert x.on_read_done(0, "the peer died") == []
     failure = over(x.on_read_done(1))
     assert failure.reason == "TRANSFER_FAILED" and "the peer died" in failure.message
 
 
-@pytest.mark.parametrize("outcome", [Outcome.EXPIRED, Outcome.UNKNOWN])
-def test_pages_that_were_not_held_are_discarded(outcome: Outcome) -> None:
+def test_pages_that_were_not_held_are_discarded() -> None:
     x = reading()
     x.on_read_done(0)
     x.on_part(part(2, 5))
     assert x.on_read_done(1) == [AskRelease()]
-    actions = x.on_release_outcome(outcome)
-    assert len(actions) == 1 and over(actions).reason == "KV_EXPIRED"
+    expired = Failure("KV_EXPIRED", "")  # how the stream ends then
+    assert x.on_abort(expired) == [Over(expired)]
 
 
 def test_an_abort_before_anything_arrived_gives_nothing_back() -> None:
@@ -176,7 +168,7 @@ def test_an_abort_before_anything_arrived_gives_nothing_back() -> None:
 def test_an_abort_while_reserving_ends_at_once() -> None:
     x = KvImport(ID, HASHES)
     x.on_part(part(0, 2))
-    assert x.on_abort(CANCELLED) == [GiveBack(), Over(CANCELLED)]
+    assert x.on_abort(CANCELLED) == [AskRelease(), Over(CANCELLED)]
     assert x.on_reserved(range(10, 15), 0) == []
     assert x.refused == {Refusal.LATE: 1}
 
@@ -187,7 +179,7 @@ def test_an_abort_while_releasing_does_not_release_again() -> None:
         assert isinstance(action, ReadPages)
         assert x.on_read_done(action.read) == [AskRelease()]
     assert x.on_abort(CANCELLED) == [Over(CANCELLED)]
-    assert x.on_release_outcome(Outcome.HELD) == []
+    assert x.on_held() == []
 
 
 def test_a_stream_that_ends_early_fails_the_import() -> None:
@@ -228,10 +220,9 @@ def test_terminal_states_absorb_everything() -> None:
         x.on_part(part(0, 2)),
         x.on_stream_end(),
         x.on_reserved(range(5), 0),
-        x.on_read_done(0),
-        x.on_release_outcome(Outcome.HELD),
+        x.on_held(),
     ]
-    assert events == [[]] * 6
+    assert events == [[]] * 5
     assert x.state is ImportState.OVER and x.failure == CANCELLED
 
 

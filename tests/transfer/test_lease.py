@@ -5,10 +5,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from millrace_serve.engine.core import KvPart, RequestId
-from millrace_serve.transfer.lease import MOVES, LeaseConfig, LeaseState, LeaseTable, Outcome
+from millrace_serve.transfer.lease import LeaseEnd, LeaseTable
 
 A, B = RequestId(7, 0), RequestId(7, 1)
-CONFIG = LeaseConfig(lease_s=10.0, max_lease_s=25.0, tombstone_s=100.0, max_tombstones=4)
+LEASE_S, MAX_LEASE_S = 10.0, 25.0
 
 
 def part(id: RequestId, first_page: int = 0, num_pages: int = 2, last: bool = True) -> KvPart:
@@ -19,10 +19,10 @@ def part(id: RequestId, first_page: int = 0, num_pages: int = 2, last: bool = Tr
 class Bench:
     """A table with a clock of its own and the list of what was ended."""
 
-    def __init__(self, config: LeaseConfig = CONFIG) -> None:
+    def __init__(self) -> None:
         self.now = 0.0
-        self.ended: list[tuple[RequestId, LeaseState]] = []
-        self.table = LeaseTable(config, lambda: self.now, lambda id, state: self.ended.append((id, state)))
+        self.ended: list[tuple[RequestId, LeaseEnd]] = []
+        self.table = LeaseTable(LEASE_S, MAX_LEASE_S, lambda: self.now, lambda *end: self.ended.append(end))
 
     def wait(self, seconds: float) -> None:
         self.now += seconds
@@ -34,83 +34,65 @@ def bench() -> Bench:
     return Bench()
 
 
-def test_held_once_and_again(bench: Bench) -> None:
+def test_held_once(bench: Bench) -> None:
     bench.table.publish(part(A, 0, 2, last=False))
     bench.table.publish(part(A, 2, 1))
-    assert [bench.table.release(A) for _ in range(3)] == [Outcome.HELD] * 3
-    assert bench.ended == [(A, LeaseState.RELEASED)]
+    assert [bench.table.release(A) for _ in range(3)] == [True, False, False]
+    assert bench.ended == [(A, LeaseEnd.RELEASED)]
     assert bench.table.num_live == 0
 
 
 def test_the_deadline_runs_from_the_last_part(bench: Bench) -> None:
     bench.table.publish(part(A, 0, 2, last=False))
     bench.wait(1000.0)
-    assert bench.table.state(A) is LeaseState.OPEN and bench.table.next_deadline() is None
+    assert bench.table.num_live == 1 and bench.table.next_deadline() is None
     bench.table.publish(part(A, 2, 1))
     assert bench.table.next_deadline() == 1010.0
     bench.wait(9.9)
     assert bench.ended == []
     bench.wait(0.1)
-    assert bench.ended == [(A, LeaseState.EXPIRED)]
-    assert bench.table.release(A) is Outcome.EXPIRED
+    assert bench.ended == [(A, LeaseEnd.EXPIRED)]
+    assert not bench.table.release(A)
 
 
 def test_late_but_not_swept_is_still_held(bench: Bench) -> None:
     bench.table.publish(part(A))
     bench.now = 50.0
-    assert bench.table.release(A) is Outcome.HELD
+    assert bench.table.release(A)
 
 
 def test_renewal_is_bounded(bench: Bench) -> None:
     bench.table.publish(part(A))
     for _ in range(2):
         bench.wait(9.0)
-        assert bench.table.renew(A)
+        bench.table.renew(A)
     assert bench.table.next_deadline() == 25.0
     bench.wait(7.0)
-    assert bench.ended == [(A, LeaseState.EXPIRED)]
-    assert not bench.table.renew(A)
+    assert bench.ended == [(A, LeaseEnd.EXPIRED)]
+    bench.table.renew(A)
+    assert bench.table.next_deadline() is None and bench.table.num_live == 0
 
 
 def test_an_attempt_is_not_its_successor(bench: Bench) -> None:
     bench.table.publish(part(A))
     bench.table.abort(A)
     bench.table.publish(part(B))
-    assert bench.table.release(A) is Outcome.EXPIRED
-    assert bench.table.release(B) is Outcome.HELD
-
-
-def test_a_part_that_crosses_an_abort_opens_nothing(bench: Bench) -> None:
-    """The engine published before it heard of the abort; a lease opened now would never be ended by anybody."""
-    bench.table.abort(A)
-    assert not bench.table.publish(part(A))
-    assert bench.table.release(A) is Outcome.EXPIRED
-    assert bench.table.num_live == 0 and bench.ended == []
+    assert not bench.table.release(A)
+    assert bench.table.release(B)
 
 
 def test_giving_up_an_open_lease_stops_it(bench: Bench) -> None:
     bench.table.publish(part(A, last=False))
-    assert bench.table.release(A) is Outcome.EXPIRED
-    assert bench.ended == [(A, LeaseState.ABORTED)]
-    assert not bench.table.publish(part(A, 2))
+    assert not bench.table.release(A)
+    assert bench.ended == [(A, LeaseEnd.ABORTED)] and bench.table.num_live == 0
 
 
-def test_a_complete_lease_takes_no_more_parts(bench: Bench) -> None:
-    bench.table.publish(part(A))
-    assert not bench.table.publish(part(A, 2))
-    assert bench.table.state(A) is LeaseState.PUBLISHED
-
-
-def test_tombstones_are_bounded_by_count_and_age(bench: Bench) -> None:
-    for room in range(10):
-        id = RequestId(room, 0)
-        bench.table.publish(part(id))
-        bench.table.release(id)
-    assert len(bench.table._ended) == CONFIG.max_tombstones
-    assert bench.table.release(RequestId(0, 0)) is Outcome.UNKNOWN
-    assert bench.table.release(RequestId(9, 0)) is Outcome.HELD
-    bench.wait(CONFIG.tombstone_s)
-    assert len(bench.table._ended) == 0
+def test_an_open_lease_is_renewed_without_a_deadline(bench: Bench) -> None:
+    """Heartbeats come while the prompt is computed, however long that takes."""
+    bench.table.publish(part(A, last=False))
+    bench.table.renew(A)
+    bench.wait(1000.0)
+    assert bench.ended == []
 
 
 class LeaseMachine(RuleBasedStateMachine):
@@ -120,47 +102,42 @@ class LeaseMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        config = LeaseConfig(lease_s=10.0, max_lease_s=25.0, tombstone_s=1e6, max_tombstones=1000)
         self.now = 0.0
-        self.freed: dict[RequestId, LeaseState] = {}
-        self.held: set[RequestId] = set()
+        self.begun: set[RequestId] = set()
+        self.freed: dict[RequestId, LeaseEnd] = {}
         self.published_at: dict[RequestId, float] = {}
-        self.table = LeaseTable(config, lambda: self.now, self.on_ended)
+        self.table = LeaseTable(LEASE_S, MAX_LEASE_S, lambda: self.now, self.on_ended)
 
-    def on_ended(self, id: RequestId, state: LeaseState) -> None:
+    def on_ended(self, id: RequestId, end: LeaseEnd) -> None:
+        assert id in self.begun
         assert id not in self.freed, "pages freed twice"
-        assert state in MOVES.final
-        assert id not in self.held
-        self.freed[id] = state
+        self.freed[id] = end
 
     @rule(id=ids, last=st.booleans())
     def publish(self, id: RequestId, last: bool) -> None:
-        before = self.table.state(id)
-        taken = self.table.publish(part(id, last=last))
-        assert taken == (before in (None, LeaseState.OPEN))
-        if taken and last:
+        if id in self.freed or id in self.published_at:
+            return  # handover/exports.py publishes nothing of an ended attempt
+        self.table.publish(part(id, last=last))
+        self.begun.add(id)
+        if last:
             self.published_at[id] = self.now
 
     @rule(id=ids)
     def release(self, id: RequestId) -> None:
         freed_before = self.freed.get(id)
-        outcome = self.table.release(id)
-        if outcome is Outcome.HELD:
-            assert freed_before is None or id in self.held, "HELD for pages that were already reusable"
-            assert self.freed[id] is LeaseState.RELEASED
+        if self.table.release(id):
+            assert freed_before is None, "held, but the pages were already reusable"
+            assert self.freed[id] is LeaseEnd.RELEASED
             assert id in self.published_at
-            self.held.add(id)
-        else:
-            assert id not in self.held, "a release that was answered HELD must be answered HELD again"
 
     @rule(id=ids)
     def abort(self, id: RequestId) -> None:
         self.table.abort(id)
-        assert self.table.state(id) in MOVES.final
+        assert id in self.freed or id not in self.begun
 
     @rule(id=ids)
     def renew(self, id: RequestId) -> None:
-        assert self.table.renew(id) == (self.table.state(id) in (LeaseState.OPEN, LeaseState.PUBLISHED))
+        self.table.renew(id)
 
     @rule(seconds=st.floats(0.0, 12.0))
     def wait(self, seconds: float) -> None:
@@ -172,14 +149,11 @@ class LeaseMachine(RuleBasedStateMachine):
         deadline = self.table.next_deadline()
         assert deadline is None or deadline > self.now
         for id, at in self.published_at.items():
-            assert id in self.freed or self.now < at + 25.0, "a lease outlived its maximum"
+            assert id in self.freed or self.now < at + MAX_LEASE_S, "a lease outlived its maximum"
 
     @invariant()
-    def freed_means_terminal(self) -> None:
-        for id, state in self.freed.items():
-            assert self.table.state(id) is state
-        live = {id for id in self.published_at if id not in self.freed}
-        assert self.table.num_live >= len(live)
+    def begun_and_not_freed_is_live(self) -> None:
+        assert self.table.num_live == len(self.begun - set(self.freed))
 
 
 LeaseMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -11,20 +11,20 @@ import time
 import msgspec
 import numpy as np
 import pytest
+from millrace_serve.transfer import nixl
 from millrace_serve.transfer.base import ReadState, TransferError
 from millrace_serve.transfer.nixl import NixlSink
-from millrace_serve.transfer.nixl_agent import NixlConfig
 from transfer.pools import LOOPBACK, LOOPBACK_TCP, POISON, NixlExporter, Pool, finish
 
 NUM_PAGES, PAGE_BYTES = 64, 1 << 20
 
 
-@pytest.mark.parametrize("config", [LOOPBACK, LOOPBACK_TCP], ids=["cma", "tcp"])
+@pytest.mark.parametrize("ucx", [LOOPBACK, LOOPBACK_TCP], ids=["cma", "tcp"])
 @pytest.mark.parametrize("kill_after_s", [0.0, 0.002, 0.008])
-def test_a_peer_killed_during_reads(config: NixlConfig, kill_after_s: float) -> None:
+def test_a_peer_killed_during_reads(ucx: dict[str, str], kill_after_s: float) -> None:
     """kill -9 while 64 MB are on the way: every read ends, DONE means whole, and nothing lands after the end."""
-    exporter, pool = NixlExporter(NUM_PAGES, PAGE_BYTES, seed=1, config=config), Pool(NUM_PAGES, PAGE_BYTES)
-    sink = NixlSink(pool.buffer, config)
+    exporter, pool = NixlExporter(NUM_PAGES, PAGE_BYTES, seed=1, ucx=ucx), Pool(NUM_PAGES, PAGE_BYTES)
+    sink = NixlSink(pool.buffer, ucx)
     try:
         sink.connect(exporter.handle)
         assert finish(sink.read(exporter.handle, [0], [0])) is ReadState.DONE
@@ -45,7 +45,7 @@ def test_a_peer_killed_during_reads(config: NixlConfig, kill_after_s: float) -> 
             else:
                 assert exporter.handle.agent in op.error
         at_end = pool.pages.copy()
-        successor = NixlExporter(NUM_PAGES, PAGE_BYTES, seed=3, config=config)
+        successor = NixlExporter(NUM_PAGES, PAGE_BYTES, seed=3, ucx=ucx)
         sink.connect(successor.handle)
         assert np.array_equal(pool.pages, at_end), "a read landed after it was final"
         assert finish(sink.read(successor.handle, [7], [7])) is ReadState.DONE
@@ -57,7 +57,7 @@ def test_a_peer_killed_during_reads(config: NixlConfig, kill_after_s: float) -> 
 
 
 def test_reads_over_tcp_arrive() -> None:
-    exporter, pool = NixlExporter(8, PAGE_BYTES, seed=1, config=LOOPBACK_TCP), Pool(8, PAGE_BYTES)
+    exporter, pool = NixlExporter(8, PAGE_BYTES, seed=1, ucx=LOOPBACK_TCP), Pool(8, PAGE_BYTES)
     sink = NixlSink(pool.buffer, LOOPBACK_TCP)
     try:
         sink.connect(exporter.handle)
@@ -92,16 +92,7 @@ def test_metadata_that_makes_no_sense_is_refused() -> None:
 def test_an_impossible_setting_is_a_clear_error() -> None:
     pool = Pool(2, 4096)
     with pytest.raises(TransferError, match=r"cannot create its UCX backend with .*'TLS=shm'"):
-        NixlSink(pool.buffer, NixlConfig(ucx={"TLS": "shm"}))  # shm has no peer failure handling
-
-
-def test_backend_params() -> None:
-    config = NixlConfig(ucx={"NET_DEVICES": "lo", "TLS": "tcp"}, devices=("mlx5_0", "mlx5_1"))
-    assert config.backend_params() == {
-        "ucx_error_handling_mode": "peer",
-        "ucx_devices": "mlx5_0, mlx5_1",
-        "engine_config": "NET_DEVICES=lo,TLS=tcp",
-    }
+        NixlSink(pool.buffer, {"TLS": "shm"})  # shm has no peer failure handling
 
 
 def cpu_seconds(pid: int) -> float:
@@ -131,3 +122,40 @@ def test_it_runs_without_torch() -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
+
+
+def test_a_renewed_exporter_serves_the_same_pages_beside_the_old_one() -> None:
+    """And a worker reads its own pages: reader and exporter are in one process here."""
+    theirs, pool = Pool(8, PAGE_BYTES, seed=1), Pool(8, PAGE_BYTES)
+    exporter, sink = nixl.NixlExporter(theirs.buffer, LOOPBACK), NixlSink(pool.buffer, LOOPBACK)
+    try:
+        before = exporter.handle()
+        sink.connect(before)
+        after = exporter.renew()
+        assert exporter.handle() == after and after.agent != before.agent and after.owner == before.owner
+        sink.connect(after)
+        for page, handle in enumerate((before, after)):
+            assert finish(sink.read(handle, [page], [page])) is ReadState.DONE
+        sink.disconnect(before.agent)
+        exporter.drop(before.agent)
+        exporter.drop(before.agent)
+        assert finish(sink.read(after, [2], [2])) is ReadState.DONE
+        assert np.array_equal(pool.pages[:3], theirs.pages[:3])
+        assert exporter.renew().agent not in (before.agent, after.agent)
+    finally:
+        sink.close()
+        exporter.close()
+
+
+def test_a_pool_reads_a_page_of_its_own() -> None:
+    pool = Pool(2, PAGE_BYTES, seed=3)
+    pages = pool.pages.copy()
+    exporter, sink = nixl.NixlExporter(pool.buffer, LOOPBACK), NixlSink(pool.buffer, LOOPBACK)
+    try:
+        handle = exporter.handle()
+        sink.connect(handle)
+        assert finish(sink.read(handle, [0], [0])) is ReadState.DONE
+        assert np.array_equal(pool.pages, pages)
+    finally:
+        sink.close()
+        exporter.close()

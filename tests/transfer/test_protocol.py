@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from millrace_serve.engine.core import Failure, KvPart, RequestId, SequenceOutput, TokenOutput
 from millrace_serve.transfer.base import ReadOp, ReadState, TransferError
-from millrace_serve.transfer.importer import Action, AskRelease, AskReserve, Done, GiveBack, KvImport, Over
-from millrace_serve.transfer.lease import LeaseConfig, LeaseState, LeaseTable
+from millrace_serve.transfer.importer import Action, AskRelease, AskReserve, Done, KvImport, Over
+from millrace_serve.transfer.lease import LeaseEnd, LeaseTable
 from millrace_serve.transfer.messages import ReadPages
 from millrace_testing.faulty_transfer import Fault, FaultPlan, FaultySink
 from millrace_testing.local_transfer import LocalFabric, LocalSink, LocalSource
@@ -37,8 +37,8 @@ class ProtocolMachine(RuleBasedStateMachine):
         plan = FaultPlan(seed=seed, rates=dict.fromkeys(FAULTS, 0.06), stall_polls=5, max_polls=4)
         self.sink = FaultySink(LocalSink(fabric, self.ours.buffer), self.ours.buffer, plan)
         self.sink.connect(self.source)
-        self.leases = LeaseTable(LeaseConfig(lease_s=10.0), lambda: self.now, self.on_lease_ended)
-        self.lease_ends: list[LeaseState] = []
+        self.leases = LeaseTable(10.0, 300.0, lambda: self.now, self.on_lease_ended)
+        self.lease_ends: list[LeaseEnd] = []
         self.machine = KvImport(ID, HASHES)
         self.sent: list[KvPart] = []
         self.num_published = self.num_delivered = 0
@@ -46,8 +46,8 @@ class ProtocolMachine(RuleBasedStateMachine):
         self.todo: list[Action] = []
         self.end: Action | None = None
 
-    def on_lease_ended(self, id: RequestId, state: LeaseState) -> None:
-        self.lease_ends.append(state)
+    def on_lease_ended(self, id: RequestId, end: LeaseEnd) -> None:
+        self.lease_ends.append(end)
         self.theirs.pages[:] = REUSED
 
     def do(self, actions: list[Action]) -> None:
@@ -58,7 +58,7 @@ class ProtocolMachine(RuleBasedStateMachine):
                     try:
                         self.ops[read] = self.sink.read(self.source, src, dst)
                     except TransferError as error:
-                        self.do(self.machine.on_read_failed(read, str(error)))
+                        self.do(self.machine.on_read_done(read, str(error)))
                 case Over():
                     self.end = action
                     self.ours.pages[:] = FREED
@@ -66,7 +66,7 @@ class ProtocolMachine(RuleBasedStateMachine):
                     self.end = action
                     expected = self.truth[self.src_pages]
                     assert np.array_equal(self.ours.pages, expected), "Done, but the pages are wrong"
-                case AskReserve() | AskRelease() | GiveBack():
+                case AskReserve() | AskRelease():
                     self.todo.append(action)
 
     @rule(times=st.integers(1, 6))
@@ -91,7 +91,8 @@ class ProtocolMachine(RuleBasedStateMachine):
         last = end == NUM_PAGES
         first = SequenceOutput(ID, 0, [TokenOutput(5)]) if last else None
         part = KvPart(ID, start, self.src_pages[start:end], HASHES[start:end], 64 * end, last, first)
-        if self.leases.publish(part):
+        if not self.lease_ends:
+            self.leases.publish(part)
             self.sent.append(part)
             self.num_published = end
 
@@ -110,9 +111,8 @@ class ProtocolMachine(RuleBasedStateMachine):
                     self.ours.pages[: self.cached] = self.truth[self.src_pages[: self.cached]]
                 self.do(self.machine.on_reserved(range(NUM_PAGES), self.cached))
             case AskRelease():
-                self.do(self.machine.on_release_outcome(self.leases.release(ID)))
-            case GiveBack():
-                self.leases.release(ID)
+                expired = Failure("KV_EXPIRED", "")
+                self.do(self.machine.on_held() if self.leases.release(ID) else self.machine.on_abort(expired))
 
     @rule(times=st.integers(1, 10))
     def poll(self, times: int) -> None:
@@ -120,8 +120,7 @@ class ProtocolMachine(RuleBasedStateMachine):
             for read, op in list(self.ops.items()):
                 if op.poll() is not ReadState.PENDING:
                     del self.ops[read]
-                    failed = op.error
-                    self.do(self.machine.on_read_failed(read, failed) if failed else self.machine.on_read_done(read))
+                    self.do(self.machine.on_read_done(read, op.error))
 
     @rule(seconds=st.sampled_from([1.0, 4.0, 11.0]))
     def wait(self, seconds: float) -> None:

@@ -264,7 +264,7 @@ def test_between_processes() -> None:
 
 def test_a_stopped_process_stalls_and_its_death_ends_the_reads() -> None:
     """Over TCP, where the exporting process takes part in a read: its pages are in quarantine until the end."""
-    exporter, pool = NixlExporter(16, 1 << 20, seed=5, config=LOOPBACK_TCP), Pool(16, 1 << 20)
+    exporter, pool = NixlExporter(16, 1 << 20, seed=5, ucx=LOOPBACK_TCP), Pool(16, 1 << 20)
     rig = Running(NixlSink(pool.buffer, LOOPBACK_TCP), 0.5)
     try:
         rig.connect(exporter.handle)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 
 import pytest
 from millrace.v1 import worker_pb2
@@ -23,23 +23,28 @@ class Mirror:
 
     def __init__(self) -> None:
         self.blocks: dict[int, set[int]] = {}
+        self.host: dict[int, set[int]] = {}
         self.sequences: dict[int, int] = {}
 
     def take(self, message: worker_pb2.CacheChanges) -> None:
         for change in message.changes:
             if change.snapshot:
-                self.blocks[change.replica] = set()
+                self.blocks[change.replica], self.host[change.replica] = set(), set()
             else:
                 assert change.after == self.sequences[change.replica]
-            blocks = self.blocks[change.replica]
-            assert set(change.removed) <= blocks and not set(change.stored) & blocks
-            blocks -= set(change.removed)
-            blocks |= set(change.stored)
+            apply(self.blocks[change.replica], change.stored, change.removed)
+            apply(self.host[change.replica], change.host_stored, change.host_removed)
             self.sequences[change.replica] = change.sequence
 
     async def until(self, messages: Messages, sequences: dict[int, int]) -> None:
         while self.sequences != sequences:
             self.take(await asyncio.wait_for(anext(messages), 5))
+
+
+def apply(blocks: set[int], stored: Collection[int], removed: Collection[int]) -> None:
+    assert set(removed) <= blocks and not set(stored) & blocks
+    blocks -= set(removed)
+    blocks |= set(stored)
 
 
 async def test_a_snapshot_of_every_replica_then_what_changes() -> None:
@@ -52,6 +57,19 @@ async def test_a_snapshot_of_every_replica_then_what_changes() -> None:
     board.update(1, CacheChange([4], [3]))
     await mirror.until(messages, {0: 1, 1: 2})
     assert mirror.blocks == {0: {7}, 1: {1, 2, 4}}
+    await messages.aclose()
+
+
+async def test_the_tiers_are_told_apart() -> None:
+    board, mirror = CacheBoard(1, "e"), Mirror()
+    board.update(0, CacheChange([1, 2], [], list(range(CHUNK + 1))))
+    messages = board.watch(0.0)
+    await mirror.until(messages, {0: 1})
+    mirror.take(await anext(messages))
+    assert (mirror.blocks, mirror.host) == ({0: {1, 2}}, {0: set(range(CHUNK + 1))})
+    board.update(0, CacheChange([], [2], [CHUNK + 1], list(range(CHUNK))))
+    await mirror.until(messages, {0: 2})
+    assert (mirror.blocks, mirror.host) == ({0: {1}}, {0: {CHUNK, CHUNK + 1}})
     await messages.aclose()
 
 

@@ -8,6 +8,7 @@ def test_every_library_compiles_below_one_folder(tmp_path: Path) -> None:
     environ = {"TRITON_CACHE_DIR": "/elsewhere", "PATH": "/bin"}
     environ.update(caches.variables(tmp_path))
     assert environ.pop("PATH") == "/bin"
+    assert {name: environ.pop(name) for name in caches.SETTINGS} == caches.SETTINGS
     assert set(environ) == set(caches.FOLDERS.values())
     assert all(Path(folder).parent == tmp_path for folder in environ.values())
 

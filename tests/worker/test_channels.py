@@ -42,7 +42,7 @@ async def test_a_watched_channel_loses_nothing_in_a_burst(pair) -> None:  # type
     """The descriptor is edge-triggered: more than a batch at once must not get stuck."""
     sender, receiver = pair
     received: list[ToEngine] = []
-    receiver.watch(asyncio.get_running_loop(), received.append)
+    receiver.watch(received.append)
     total = 3 * channels.BATCH + 1
     for room in range(total):
         sender.send(Abort(RequestId(room, 0)))

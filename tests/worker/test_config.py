@@ -19,6 +19,9 @@ def test_a_limit_can_be_set_without_the_others() -> None:
         (["role=decode", "engine=sim", "limits.nonsense=1"], "limits.nonsense: unknown key"),
         (["role=decode", "engine=sim", "dp=0"], "dp"),
         (["engine=sim", "tp=2", "dp=2", "expert_tp=true"], "expert_tp: needs dp=1, not 2"),
+        (["engine=sim", "tp=2", "limits.share_prompts=9"], "limits.share_prompts: needs dp > 1"),
+        (["engine=sim", "dp=4", "limits.share_prompts=7"], "2 tokens for each replica"),
+        (["engine=sim", "tp=4", "dense_tp=3"], "dense_tp=3: must divide tp=4"),
         (["role=decode", "engine=sim", "timeouts.lease=-1"], "timeouts.lease"),
         (["model=/models/v3", "limits.num_pages=auto"], "auto is for a model on a CUDA device"),
         (["engine=sim", "device=cuda", "limits.num_pages=auto"], "auto is for a model on a CUDA device"),
@@ -45,8 +48,6 @@ def test_pages_follow_from_the_device() -> None:
 @pytest.mark.parametrize(("written", "means"), [("on", "on"), ("off", "off"), ("auto", "auto")])
 def test_on_and_off_are_words_here(written: str, means: str) -> None:
     assert load(WorkerConfig, None, ["engine=sim", f"graphs={written}"]).graphs == means
-    if written == "off":
-        assert load(WorkerConfig, None, ["engine=sim", "compile=off"]).compile == "off"
 
 
 def test_names() -> None:

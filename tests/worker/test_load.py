@@ -26,3 +26,14 @@ def test_counts_follow_the_engines() -> None:
         assert value("millrace_drafts_total", replica="1", position=position) == drafted
         assert value("millrace_drafts_accepted_total", replica="1", position=position) == accepted
         assert value("millrace_drafts_total", replica="0", position=position) is None, "it has never drafted"
+
+
+def test_the_balance_of_experts_is_of_the_whole_worker() -> None:
+    board = LoadBoard(2, lambda: worker_pb2.WORKER_STATE_READY, "e")
+    metrics = Metrics(WORKER, CollectorRegistry())
+    for moves in (3, 7):
+        for replica in (0, 1):
+            board.update(replica, Load(expert_imbalance=(1.5, 1.25), expert_moves=moves))
+        board.report(metrics)
+    assert metrics.registry.get_sample_value("millrace_expert_imbalance") == 1.375
+    assert metrics.registry.get_sample_value("millrace_expert_moves_total") == 7

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from millrace_serve.engine.config import Role
 from millrace_serve.engine.start.phases import Phases
+from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.worker.config import Timeouts, WorkerConfig
 from millrace_serve.worker.rank import model as model_rank
 from millrace_serve.worker.rank.parts import RankSpec
@@ -29,3 +30,28 @@ def test_a_collective_waits_as_long_as_the_worker_may_take_to_start(monkeypatch:
     with pytest.raises(Joined):
         model_rank.build(RankSpec(config, 1, "", "", "tcp://127.0.0.1:1"), Phases())
     assert told["timeout_s"] == 4800
+
+
+@pytest.mark.parametrize(
+    ("bind", "address"),
+    [
+        ("ipc:///tmp/x/rank0-{name}", "127.0.0.1"),
+        ("tcp://10.1.2.3:*", "10.1.2.3"),
+        ("tcp://[fd00::a]:*", "fd00::a"),
+    ],
+)
+def test_ranks_of_other_hosts_reach_it_where_the_frontend_does(
+    monkeypatch: pytest.MonkeyPatch, bind: str, address: str
+) -> None:
+    told: dict[str, Any] = {}
+
+    def load_rank(*_: object, **options: object) -> None:
+        told.update(options)
+        raise Joined
+
+    monkeypatch.setattr(model_rank, "init_parallel", lambda *_, **__: ParallelDims(tp=1, dp=2))
+    monkeypatch.setattr(model_rank, "load_rank", load_rank)
+    config = WorkerConfig(role=Role.UNIFIED, model=TINY, dp=2)
+    with pytest.raises(Joined):
+        model_rank.build(RankSpec(config, 1, "", bind, "tcp://127.0.0.1:1"), Phases())
+    assert told["address"] == address

@@ -67,9 +67,25 @@ async def said(link: FakeLink, r: worker_pb2.EngineRequest) -> Continuation:
 
 @pytest.mark.long
 async def test_data_parallel_replicas_step_together(tmp_path: Path, reference: list[Continuation]) -> None:
-    async with workers(tmp_path, "unified", sets=(*MODEL, "dp=2")) as [worker], FakeLink(worker) as link:
+    async with (
+        workers(tmp_path, "unified", sets=(*MODEL, "dp=2", "spare_experts=1")) as [worker],
+        FakeLink(worker) as link,
+    ):
         assert_same(await generate(link, 2), reference)
         await worker.whole()
+
+
+@pytest.mark.long
+async def test_replicas_that_share_a_prompt_hand_it_over(tmp_path: Path, reference: list[Continuation]) -> None:
+    async with (
+        workers(tmp_path, "prefill", sets=(*MODEL, "dp=2", "limits.share_prompts=60")) as [prefill],
+        workers(tmp_path, "decode", sets=MODEL) as [decode],
+        FakePair(prefill, decode) as both,
+    ):
+        batch = [both.submit(r) for r in requests()]
+        assert_same([await said(both.to_decode, r) for r in batch], reference)
+        await prefill.whole()
+        await decode.whole()
 
 
 @pytest.mark.long
@@ -90,3 +106,18 @@ async def test_tensor_parallel_ranks_hand_over_rank_by_rank(tmp_path: Path, refe
         assert answer.processes == 3
         await prefill.whole()
         await decode.whole()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("sizes", "victim"), [("tp=2", 0), ("tp=2", 1), ("dp=2", 1)])
+async def test_a_rank_that_is_stopped_is_named(tmp_path: Path, sizes: str, victim: int) -> None:
+    """Its partner waits for it, in a collective or in lockstep, and is not to blame."""
+    async with workers(tmp_path, "unified", sets=(*MODEL, sizes)) as [worker], FakeLink(worker) as link:
+        r = request(PROMPTS[0], max_tokens=400)
+        link.submit(r)
+        await link.first(r)
+        worker.ranks()[victim].suspend()
+        last = await link.finish(r, timeout_s=60)
+        assert last.failure.reason == "WORKER_LOST", last
+        assert re.match(rf"rank {victim} hangs: no sign of its process for \d\.\d s", last.failure.message)
+        await worker.until(lambda: not worker.process.running, "its end")

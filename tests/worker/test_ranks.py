@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import queue
+import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
 import zmq
+from millrace_common.pace import LEAST_S
+from millrace_rpc.errors import MillraceError
 from millrace_serve.engine.core import Events, Load
 from millrace_serve.engine.sim.factory import sim_layout
+from millrace_serve.engine.step.progress import Progress
+from millrace_serve.transfer.base import MemoryHandle
 from millrace_serve.worker.channels import Sender
-from millrace_serve.worker.config import Timeouts, WorkerConfig
-from millrace_serve.worker.frontend.ranks import Ranks, StepWatch
+from millrace_serve.worker.config import WorkerConfig
+from millrace_serve.worker.frontend.ranks import Ranks
 from millrace_serve.worker.launcher import Launcher, OnExit
-from millrace_serve.worker.messages import FromRank, RankReady, Report
+from millrace_serve.worker.messages import FromRank, Pulse, RankReady, Report
+from millrace_serve.worker.rank.pulse import PulseThread
 
 
 class Nobody(Launcher):
@@ -33,7 +41,8 @@ class Nobody(Launcher):
 def ready(config: WorkerConfig, endpoint: str) -> RankReady:
     return RankReady(
         engine_endpoint=endpoint, reader_endpoint="", vocab_size=2, max_context=1, eos_token_ids=[],
-        layout=sim_layout(config.limits, config.sim), num_pages=2, startup={}, memory=None,
+        layout=sim_layout(config.limits, config.sim), num_pages=2, startup={},
+        memory=MemoryHandle("nixl", "agent", b"", 0, 64, 2),
     )  # fmt: skip
 
 
@@ -58,28 +67,51 @@ async def test_a_report_that_cannot_be_handled_ends_the_worker(tmp_path: Path) -
 
 
 async def test_a_rank_that_hangs_ends_the_worker(tmp_path: Path) -> None:
-    """It said that a sequence runs, and then no more."""
+    """Its process goes on, and its main thread does not. What else the rank says is no progress."""
     launcher, lost = Nobody(tmp_path), asyncio.get_running_loop().create_future()
-    config = WorkerConfig(engine="sim", timeouts=Timeouts(step=0.2))
+    config = WorkerConfig(engine="sim")
     ranks = Ranks(config, launcher, lambda rank, report: None, lost.set_result)
     starting = asyncio.create_task(ranks.start())
     context: zmq.Context[Any] = zmq.Context()
     rank: Sender[FromRank] = Sender(context, await launcher.endpoint)
     rank.send(FromRank(0, ready(config, f"ipc://{tmp_path}/rank")))
     await asyncio.wait_for(starting, 20)
-    rank.send(FromRank(0, Events(load=Load(running=1))))
-    assert "rank 0 hangs" in await asyncio.wait_for(lost, 20)
+    asking = asyncio.create_task(ranks.freeze_gc())
+    while not lost.done():
+        rank.send(FromRank(0, Pulse(marks=5, waiting=False, launched=3, limit_s=0.3, doing="")))
+        rank.send(FromRank(0, Events(load=Load(running=1))))
+        await asyncio.sleep(0.01)
+    assert "rank 0 hangs: no " in lost.result()
+    with pytest.raises(MillraceError, match="rank 0 hangs"):
+        await asking
     await ranks.stop(0)
     context.destroy(linger=0)
 
 
-def test_only_a_rank_that_computes_may_not_be_silent() -> None:
-    watch = StepWatch(limit_s=10)
-    watch.heard(0, running=1, now=0)
-    watch.heard(1, running=2, now=5)
-    assert watch.hung(now=10) is None
-    assert watch.hung(now=10.5) == 0
-    watch.heard(0, running=1, now=11)
-    assert watch.hung(now=15.5) == 1
-    watch.heard(1, running=0, now=16)
-    assert watch.hung(now=20) is None
+def test_an_announcement_is_with_the_frontend_before_the_work_begins() -> None:
+    """Also one from another thread. Then the work may keep the interpreter's lock for as long as it likes."""
+    progress, sent = Progress(), list[Pulse]()
+    with PulseThread(progress, sent.append):
+        for _ in range(20):
+            with progress.busy("a compilation"):
+                assert sent[-1].doing == "a compilation"
+            assert sent[-1].doing == ""
+        move = progress.busy("a move")
+        thread = threading.Thread(target=move.__enter__)
+        thread.start()
+        thread.join()
+        assert sent[-1].doing == "a move"
+    count = len(sent)
+    with progress.busy("after its end"):
+        assert len(sent) == count
+
+
+def test_pulses_come_by_themselves_and_say_how_far_the_rank_is() -> None:
+    progress, pulses = Progress(), queue.Queue[Pulse]()
+    with PulseThread(progress, pulses.put):
+        assert pulses.get(timeout=20).waiting
+        with progress.waits():
+            pass
+        while (pulse := pulses.get(timeout=20)).marks < 2:
+            pass
+        assert (pulse.marks, pulse.waiting, pulse.limit_s) == (2, False, LEAST_S)

@@ -1,4 +1,4 @@
-"""The FP8 exporter: exactly the published choice of tensors, exact files, errors that name the tensor."""
+"""The exporter of quantised checkpoints: the published choice of tensors, exact files, errors that name the tensor."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from millrace_bench.checkpoint import export_fp8
-from millrace_bench.checkpoint.export_fp8 import QUANTISED, export, quantise
+from millrace_bench.checkpoint import export_quantised
+from millrace_bench.checkpoint.export_quantised import QUANTISED, export, quantise
 from millrace_kernels.fp8 import dequant_blocks
 from millrace_serve.model.config import ConfigError, ModelConfig
 from millrace_serve.model.deepseek_v3 import load_model
 from millrace_serve.model.parallel import ParallelDims
-from millrace_serve.model.weights import INDEX_FILE, SCALE_SUFFIX, CheckpointError
+from millrace_serve.model.weights import INDEX_FILE, CheckpointError
 from millrace_testing.paths import TINY
 from model.checkpoints import Tensors, tensors_of, variant
 from model.harness import Driver, random_prompt
 from safetensors.torch import load_file
 
+SCALE_SUFFIX = "_scale_inv"
 Q_B = "model.layers.0.self_attn.q_b_proj.weight"
 EXPERT = "model.layers.2.mlp.experts.3.down_proj.weight"
 
@@ -91,10 +92,24 @@ def test_a_partial_block_has_a_scale_of_its_own() -> None:
     name = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"
     weight = torch.ones(576, 200, dtype=torch.bfloat16)
     weight[512:] = 1e-3
-    parts = dict(quantise(name, weight))
+    parts = dict(quantise(name, weight, "fp8"))
     assert parts[name + SCALE_SUFFIX].shape == (5, 2)
     assert torch.allclose(parts[name + SCALE_SUFFIX][4], weight[-1, 0].float() / 448)
     assert torch.equal(dequant_blocks(parts[name], parts[name + SCALE_SUFFIX], torch.bfloat16), weight)
+
+
+def test_forms_of_int8() -> None:
+    name = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"
+    weight = torch.randn(200, 256, generator=torch.Generator().manual_seed(1))
+    weight[:128, 128:] *= 100
+    channels, blocks = (dict(quantise(name, weight.bfloat16(), form)) for form in ("int8", "int8-block"))
+    assert channels[name + "_scale"].shape == (200, 1) and blocks[name + SCALE_SUFFIX].shape == (2, 2)
+    for parts, scales in (
+        (channels, channels[name + "_scale"]),
+        (blocks, blocks[name + SCALE_SUFFIX].repeat_interleave(128, 0)[:200].repeat_interleave(128, 1)),
+    ):
+        assert parts[name].dtype == torch.int8 and parts[name].shape == weight.shape
+        assert ((parts[name] * scales - weight.bfloat16().float()).abs() <= scales * 0.501).all()
 
 
 def test_files_of_the_export(exported: Path) -> None:
@@ -193,9 +208,9 @@ def test_what_cannot_be_exported(exported: Path, tmp_path: Path) -> None:
 
 
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["export_fp8", str(TINY), str(tmp_path / "deep" / "out")])
-    export_fp8.main()
+    monkeypatch.setattr("sys.argv", ["export_quantised", str(TINY), str(tmp_path / "deep" / "out")])
+    export_quantised.main()
     assert ModelConfig.load(tmp_path / "deep" / "out").fp8_blocks
     with pytest.raises(SystemExit) as stop:
-        export_fp8.main()
-    assert "export_fp8: " in str(stop.value) and "exists" in str(stop.value)
+        export_quantised.main()
+    assert "export_quantised: " in str(stop.value) and "exists" in str(stop.value)

@@ -1,0 +1,53 @@
+"""The exchange bench runs on processes with Triton's interpreter, and finds our sums right."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from millrace_bench import exchange
+from millrace_bench.exchange import Row, measure, run, table
+from millrace_serve.model.parallel import ParallelDims
+from millrace_testing import triton_interpreter
+from model.ranks import run_jobs
+
+triton_interpreter.install()
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="it would need a GPU per rank")
+
+
+ARGS = argparse.Namespace(ranks=2, rows=[1, 3], width=256, repeats=1, polls=5)
+
+
+def broken(args: argparse.Namespace, dims: ParallelDims, device: torch.device) -> Iterator[Row]:
+    yield {"way": "broken", "rows": 1, "us": 1.0 + dims.rank}
+    if dims.rank == 1:
+        raise RuntimeError("no graph")
+    yield {"way": "broken", "rows": 3, "us": 1.0}
+    yield {"way": "broken", "rows": 5, "us": 1.0}
+
+
+def job(dims: ParallelDims) -> list[list[Row]]:
+    exchange.CALLS = 1
+    exchange.FAMILIES["broken"] = broken
+    return [list(measure(family, ARGS, dims, torch.device("cpu"))) for family in ("ours", "gather", "broken")]
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    (results,) = run_jobs([(1, 2, job, ())], tmp_path)
+    assert results[0] == results[1]
+    ours, gather, stopped = results[0]
+    assert [row["right"] for row in ours if row["way"] == "right"] == [True] * 2
+    assert {row["way"] for row in ours} == {"right", "dispatch", "both", "both_norm", "poll"}
+    assert [(row["way"], row["rows"]) for row in gather] == [("gather", 1), ("gather", 3)]
+    assert stopped == [{"way": "broken", "rows": 1, "us": 2.0}, {"way": "broken", "error": "RuntimeError: no graph"}]
+    assert len(table(ours + gather + stopped).splitlines()) == 4
+
+
+def test_processes_of_a_family() -> None:
+    rows = run("gather", ARGS, 60.0)
+    assert [row["rows"] for row in rows] == [1, 3]
+    (row,) = run("symm", ARGS, 0.5)
+    assert row == {"way": "symm", "error": "it was not over after 0 s"}

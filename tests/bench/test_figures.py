@@ -1,0 +1,82 @@
+"""The figures in the documents are those of the committed JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from millrace_bench import figures, figures_source
+from millrace_bench.figures import ALL, BLOCK, ROOT, documents, render
+from millrace_bench.figures_source import RESULTS, row, source, table
+
+
+@pytest.mark.parametrize("document", documents(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_document_has_the_figures_of_its_json(document: Path) -> None:
+    assert render(document, ALL) == document.read_text(), "run `make figures`"
+
+
+def test_every_block_is_in_one_document() -> None:
+    named = Counter(match[2] for document in documents() for match in BLOCK.finditer(document.read_text()))
+    assert named == Counter(list(ALL))
+
+
+def test_marks_come_in_pairs() -> None:
+    """A mark with a spelling mistake would leave its figures as they are."""
+    for document in documents():
+        text = document.read_text()
+        assert len(re.findall(r"<!-- +(?:end of )?figures", text)) == 2 * len(list(BLOCK.finditer(text))), document
+
+
+def test_no_result_of_the_readme_is_typed() -> None:
+    text = BLOCK.sub("", (ROOT / "README.md").read_text())
+    section = text.partition("## Results")[2].partition("\n## ")[0]
+    assert section and not re.findall(r"^\|.*", section, re.MULTILINE)
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / RESULTS).rglob("*.json")), ids=lambda path: path.stem)
+def test_a_result_says_where_it_comes_from(file: Path) -> None:
+    """Since records have it. Earlier ones lack the commit, clocks and power; three were made by hand."""
+    text = file.read_text()
+    record = json.loads(text)
+    assert str(ROOT) not in text, "a folder of one machine"
+    if record.get("time", "") < "2026-11-23T01:40":
+        return
+    assert re.match("[0-9a-f]{7}", record["versions"]["commit"]) and record["command"] and record["hardware"]
+    if " x " in record["hardware"]:  # GPUs
+        assert record["gpus"] and all(gpu["sm_mhz"] and gpu["power_w"] for gpu in record["gpus"])
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tree with one run and one document."""
+    monkeypatch.setattr(figures, "ROOT", tmp_path)
+    monkeypatch.setattr(figures_source, "ROOT", tmp_path)
+    (tmp_path / "bench/results/h200").mkdir(parents=True)
+    rows = [{"kind": "decode", "ms": 4.25}, {"kind": "decode", "ms": 5.0, "batch": 2}]
+    (tmp_path / "bench/results/h200/figures-test.json").write_text(json.dumps({"results": {"rows": rows}}))
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/a.md").write_text("a\n<!-- figures: step -->\n| step |\n<!-- end of figures -->\nb\n")
+    return tmp_path
+
+
+def test_a_block_is_made_anew(tree: Path) -> None:
+    def step() -> str:
+        ms = row("h200/figures-test", batch=2)["ms"]
+        return table("step | JSON", [(f"{ms:.1f} ms", source("h200/figures-test"))])
+
+    text = render(tree / "docs/a.md", {"step": step})
+    link = "[figures-test](../bench/results/h200/figures-test.json)"
+    mark = "<!-- figures: step -->\n| step | JSON |\n|---|---|"
+    assert text == f"a\n{mark}\n| 5.0 ms | {link} |\n<!-- end of figures -->\nb\n"
+    with pytest.raises(KeyError, match="step"):
+        render(tree / "docs/a.md", {})
+
+
+def test_a_figure_is_of_exactly_one_row(tree: Path) -> None:
+    with pytest.raises(LookupError, match=r"0 rows of h200/figures-test.json have {'kind': 'prefill'}"):
+        row("h200/figures-test", kind="prefill")
+    with pytest.raises(LookupError, match="2 rows"):
+        row("h200/figures-test", kind="decode")

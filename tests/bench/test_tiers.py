@@ -1,0 +1,26 @@
+"""The bench of the host tier, on a CPU: whether it runs, and what does not depend on time."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+import torch
+from millrace_bench import tiers
+from millrace_serve.engine.sim.runner import SimSettings
+
+
+def test_copies_of_every_way_and_order() -> None:
+    rows = list(tiers.copies(torch.device("cpu"), [1, 2], repeats=1))
+    assert [(row["pages"], row["order"], row["way"]) for row in rows] == [
+        (pages, order, way) for pages in (1, 2) for order in ("adjacent", "scattered") for way in ("store", "load")
+    ]
+    assert all(row["gb_per_s"] > 0 for row in rows)
+
+
+def test_the_second_pass_hits_with_the_tier_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiers, "COSTS", SimSettings())
+    without, with_tier = tiers.both("simulated", argparse.Namespace(clients=2, length=130, device="cpu"))
+    assert without["host_pages"] == without["host_hits"] == without["device_hits"] == 0
+    assert with_tier["host_hits"] + with_tier["device_hits"] == pytest.approx(128 / 130)
+    assert with_tier["host_hits"] > 0.9

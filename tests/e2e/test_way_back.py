@@ -1,0 +1,102 @@
+"""Conversations whose answers come back to the prefill worker from the decode worker, with real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import urllib.request
+
+import grpc
+import pytest
+from millrace.v1 import admin_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
+from millrace_cli.cluster import ClusterSpec, LocalCluster, server_command
+from millrace_rpc.client import channel
+from millrace_testing.client import Answer, Client, collect
+from millrace_testing.paths import ROOT
+from millrace_testing.procs import PATHS
+from millrace_testing.sim import expected, prompt_of
+
+pytestmark = pytest.mark.timeout(180)
+
+PAGE = 64
+DECODE = worker_pb2.ROLE_DECODE
+# 1 ms per prompt token: an answer of 200 tokens takes longer to compute than a fetch can ever be expected to take
+COSTS = ("limits.canary=true", "sim.token_s=0.001")
+KV_AWARE = ("prefill_policy=kv_aware", "decode_policy=kv_aware")
+
+
+def patient(role: str) -> list[str]:
+    return server_command(role) if role == "router" else [sys.executable, "-m", "millrace_testing.patient_worker", role]
+
+
+@pytest.fixture(autouse=True)
+def path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the processes."""
+    monkeypatch.setenv("PYTHONPATH", ":".join(str(ROOT / folder) for folder in PATHS))
+
+
+async def ask(client: Client, name: str, prompt: list[int], max_tokens: int) -> Answer:
+    answer = Answer()
+    request = inference_pb2.GenerateRequest(
+        prompt={"token_ids": {"ids": prompt}},
+        sampling={"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True},
+        request_id=name,
+    )
+    async for chunk in client.stub.Generate(request, timeout=60):
+        collect(answer, chunk)
+    return answer
+
+
+async def cached_blocks(address: str) -> set[int]:
+    """Of all replicas of a worker."""
+    async with channel(address) as ch:
+        call = worker_pb2_grpc.WorkerServiceStub(ch).WatchCache(worker_pb2.WatchCacheRequest())
+        message = await call.read()
+        assert message is not grpc.aio.EOF and len(message.changes) == 1 and message.changes[0].snapshot
+        call.cancel()
+        return set(message.changes[0].stored)
+
+
+async def known_blocks(cluster: LocalCluster) -> int:
+    """Of the router's KV index."""
+    text = await asyncio.to_thread(lambda: urllib.request.urlopen(f"{cluster.http_url}/metrics", timeout=5).read())
+    rows = [line for line in text.decode().splitlines() if line.startswith("millrace_cache_blocks ")]
+    return int(float(rows[0].split()[1])) if rows else 0
+
+
+async def until_known(client: Client, cluster: LocalCluster, at_decode: int) -> None:
+    """Until the decode workers have so many pages in their caches, and the router knows all of them."""
+    async with asyncio.timeout(20):
+        while True:
+            workers = await client.wait_whole()
+            blocks = {worker.address: await cached_blocks(worker.address) for worker in workers}
+            there = sum(len(blocks[worker.address]) for worker in workers if worker.info.role == DECODE)
+            if there >= at_decode and await known_blocks(cluster) == len(set().union(*blocks.values())):
+                return
+            await asyncio.sleep(0.02)
+
+
+async def explained(client: Client, name: str) -> admin_pb2.PlacementDecision:
+    (found,) = (await client.admin.ExplainRequest(admin_pb2.ExplainRequestRequest(request_id=name))).placements
+    return found
+
+
+async def test_a_conversation_is_computed_once() -> None:
+    """Ten turns: whatever was said before comes from a cache, and every token is that of the oracle."""
+    spec = ClusterSpec(engine="sim", worker_set=COSTS, router_set=KV_AWARE, command=patient)
+    async with LocalCluster(spec) as cluster, Client(cluster.grpc_address, cluster.admin_address) as client:
+        workers = await client.wait_whole()
+        (decode,) = [worker.address for worker in workers if worker.info.role == DECODE]
+        before = len(await cached_blocks(decode))
+        history: list[int] = []
+        for turn in range(10):
+            prompt = [*history, *prompt_of(400)]
+            answer = await ask(client, f"turn {turn}", prompt, 200)
+            assert answer.tokens == expected(prompt, 200)
+            if turn:
+                loan = (await explained(client, f"turn {turn}")).loan
+                assert loan.taken and loan.address == decode and loan.fetch_seconds < loan.compute_seconds, loan
+                assert answer.usage.cached_prompt_tokens >= 0.95 * len(history)
+            history = [*prompt, *answer.tokens]
+            await until_known(client, cluster, before + (len(history) - 1) // PAGE)
+        await client.wait_whole()

@@ -1,0 +1,100 @@
+"""Ranks that have joined, as threads of a test or as processes that it may stop and kill."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from typing import Any
+
+from millrace_bench.stepping_ranks import exchanges
+from millrace_serve.engine.step.join import Exchange, join
+from millrace_serve.engine.step.lockstep import Lockstep
+from millrace_serve.engine.step.replicas import Said, State
+from millrace_serve.engine.step.shared_memory import RankLost
+
+EXCHANGES = 3  # of one join
+
+
+def together(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
+    """What all of them return, each in a thread."""
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        return [future.result(timeout=60) for future in [pool.submit(job) for job in jobs]]
+
+
+def join_all(tp: int, hosts: str) -> list[Lockstep]:
+    """The ranks of a worker in threads; one letter per rank names its host."""
+
+    def of(rank: int, exchange: Exchange) -> Callable[[], Lockstep]:
+        return lambda: join(rank, tp, len(hosts) // tp, exchange, host=hosts[rank])
+
+    return together([of(rank, exchange) for rank, exchange in enumerate(exchanges(len(hosts)))])
+
+
+class Ranks:
+    """The ranks of a worker in processes, which step all the time."""
+
+    def __init__(self, tp: int, hosts: str) -> None:
+        context = mp.get_context("spawn")
+        pairs = [context.Pipe() for _ in hosts]
+        self.pipes = [ours for ours, _ in pairs]
+        self.processes = [
+            context.Process(target=_rank_main, args=(rank, tp, hosts, theirs), daemon=True)
+            for rank, (_, theirs) in enumerate(pairs)
+        ]
+        for process in self.processes:
+            process.start()
+        for _ in range(EXCHANGES):
+            said = [pipe.recv() for pipe in self.pipes]
+            for pipe in self.pipes:
+                pipe.send(said)
+        assert [pipe.recv() for pipe in self.pipes] == ["steps"] * len(hosts)
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+    def signal(self, rank: int, which: signal.Signals) -> float:
+        """When it was sent, in seconds of the monotonic clock."""
+        os.kill(self.processes[rank].pid or 0, which)
+        return time.monotonic()
+
+    def lost(self, rank: int) -> tuple[str, float]:
+        """The error of a rank, and when it was raised."""
+        assert self.pipes[rank].poll(20), f"rank {rank} still waits"
+        text, at = self.pipes[rank].recv()
+        return text, at
+
+
+def _rank_main(rank: int, tp: int, hosts: str, pipe: Connection) -> None:
+    def exchange(mine: bytes) -> list[bytes]:
+        pipe.send(mine)
+        return list(pipe.recv())
+
+    lockstep = join(rank, tp, len(hosts) // tp, exchange, host=hosts[rank])
+    for count in range(10**9):
+        try:
+            step(lockstep, State(rank, count), bytes(100_000))  # so large that buffers are full at once
+        except RankLost as error:
+            pipe.send((str(error), time.monotonic()))
+            return
+        if count == 10:
+            pipe.send("steps")
+
+
+def step(lockstep: Lockstep, state: State, data: bytes) -> tuple[list[Said], bytes]:
+    """What the replicas said, of a leader, and the batch that the replica's leader sent, of a follower."""
+    if lockstep._inlet is not None:
+        return [], bytes(lockstep._inlet.receive())
+    said = [] if lockstep._replicas is None else lockstep._replicas.all_gather(state, ring=True)
+    if lockstep._outlet is not None:
+        lockstep._outlet.send(data)
+    return said, b""

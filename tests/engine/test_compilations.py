@@ -1,0 +1,62 @@
+"""Every compilation is counted once; stand-ins of the libraries, whose hooks exist in the installed Triton."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from millrace_serve.engine.start.compilations import Compilations
+
+
+def test_triton_counts_what_does_not_come_from_its_cache(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    seen = Compilations(tmp_path)
+    facts = {"src": SimpleNamespace(name="_kernel"), "times": SimpleNamespace(total=1_500_000)}
+    more = {"metadata": {}, "metadata_group": {}}
+    seen.on_triton(**facts, **more, cache_hit=True)
+    assert seen.counts() == {}
+    seen.on_triton(**facts, **more, cache_hit=False)
+    assert seen.counts() == {"triton": 1} and not caplog.records
+    seen.started = True
+    with caplog.at_level(logging.WARNING):
+        seen.on_triton(**facts, **more, cache_hit=False)
+    assert seen.counts() == {"triton": 2} and "triton compiled _kernel in 1.5 s after the start" in caplog.text
+
+
+def test_triton_has_the_hook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    knobs = pytest.importorskip("triton.knobs")
+    monkeypatch.setattr(knobs.compilation, "listener", None)
+    seen = Compilations(tmp_path)
+    seen.subscribe()
+    assert knobs.compilation.listener == seen.on_triton
+    given = inspect.signature(knobs.CompilationListener.__call__).parameters
+    assert {"src", "times", "cache_hit"} <= given.keys()
+    assert isinstance(knobs.CompileTimes.total, property)
+
+
+def test_kernels_that_come_into_the_folder_of_deep_gemm(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    assert Compilations(folder).counts() == {}
+    (folder / "kernel.a").mkdir(parents=True)
+    seen = Compilations(folder)
+    assert seen.counts() == {}, "it was there"
+    for count in (1, 2):
+        (folder / f"kernel.b{count}").mkdir()
+        seen._changed_at = 0  # two changes may have one time stamp
+        assert seen.counts() == {"deep_gemm": count}
+    assert seen.counts() == {"deep_gemm": 2}
+
+
+def test_modules_of_flashinfer_that_are_built(tmp_path: Path) -> None:
+    seen, spec = Compilations(tmp_path / "cache"), SimpleNamespace(name="prefill", jit_library_path=tmp_path / "a.so")
+
+    def build(spec: SimpleNamespace, verbose: bool) -> str:
+        if not spec.jit_library_path.exists():
+            spec.jit_library_path.touch()
+        return f"built {verbose}"
+
+    counted = seen.counted_build(build)
+    assert [counted(spec, False), counted(spec, verbose=True)] == ["built False", "built True"]
+    assert seen.counts() == {"flashinfer": 1}

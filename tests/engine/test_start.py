@@ -1,0 +1,90 @@
+"""The end of a start: everything is compiled, captures see no collection, and what lives is frozen."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from engine.test_compile_ahead import LIMITS, site
+from millrace_serve.engine.config import Role
+from millrace_serve.engine.start import startup
+from millrace_serve.engine.start.phases import Phases
+from millrace_serve.engine.step import graphs
+from millrace_serve.engine.step.device import Device
+from millrace_serve.engine.step.graphs import DecodeGraphs
+from millrace_serve.engine.step.slots import Slots
+
+
+class NoRunner:
+    """Takes the steps of a start without a device, and notes them."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def launch(self, batch: Any) -> Any:
+        self.tokens.append(batch.num_tokens)
+        return SimpleNamespace(result=lambda: None)
+
+    def call(self, function: Any) -> Any:
+        return function()
+
+
+@pytest.mark.parametrize("role", Role)
+def test_products_of_every_size_are_compiled_then_objects_are_frozen(
+    role: Role, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[Any] = []
+    monkeypatch.setattr(startup.fp8, "compile_ahead", lambda tokens, device: done.append((tokens, device.type)))
+    monkeypatch.setattr(startup, "capture", lambda *args: done.append("captured"))
+    monkeypatch.setattr(startup.gc_hooks, "freeze", lambda: done.append("frozen"))
+    runner = NoRunner()
+    config = LIMITS.resolved(9)
+    startup.prepare(site("cuda", role), config, runner, Phases())  # type: ignore[arg-type]
+    assert done[0] == (max(runner.tokens), "cuda") and max(runner.tokens) >= config.max_prefill_tokens
+    assert done[1:] == ([] if role is Role.PREFILL else ["captured"]) + ["frozen"]
+
+
+def test_nothing_is_compiled_for_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen: list[int] = []
+    monkeypatch.setattr(startup.gc_hooks, "freeze", lambda: frozen.append(1))
+    runner = NoRunner()
+    plain = dataclasses.replace(site(), execution=site().execution.model_copy(update={"graphs": "off"}))
+    startup.prepare(plain, LIMITS.resolved(9), runner, Phases())  # type: ignore[arg-type]
+    assert runner.tokens == [] and frozen == []
+
+
+@pytest.mark.parametrize("collector", [False, True])
+def test_a_capture_is_not_interrupted_by_collections(collector: bool) -> None:
+    """While a graph is captured the collector is off and what lives is frozen; afterwards it is on."""
+    during: list[bool] = []
+
+    class Watching(Device):
+        def capture(self, run: Any) -> Any:
+            during.append(gc.isenabled())
+            return super().capture(run)
+
+    def forward(inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = inputs.token_ids.shape[0]
+        return torch.zeros(rows, 4), torch.zeros(rows, 8)
+
+    config = LIMITS.resolved(9)
+    one = DecodeGraphs(Watching(), lambda bucket: forward, Slots(config, torch.device("cpu")), (1, 3))
+    gc.unfreeze()
+    try:
+        one.capture(collector)
+        assert during == [collector] * 2 and gc.isenabled()
+        assert (gc.get_freeze_count() == 0) is collector
+    finally:
+        gc.unfreeze()
+
+
+def test_a_capture_that_fails_leaves_the_collector_on() -> None:
+    with pytest.raises(ZeroDivisionError), graphs._without_collector():
+        assert not gc.isenabled()
+        raise ZeroDivisionError
+    gc.unfreeze()
+    assert gc.isenabled()

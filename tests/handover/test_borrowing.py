@@ -1,0 +1,258 @@
+"""What a prefill worker's frontend does for a loan, with a scripted lender and scripted ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import types
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from handover.test_imports import Peer
+from millrace.v1 import prefill_pb2, worker_pb2
+from millrace_common import metrics as catalogue
+from millrace_common.page_hash import page_hashes
+from millrace_common.reasons import Reason
+from millrace_common.spans import OFF
+from millrace_rpc.errors import MillraceError
+from millrace_serve.engine.core import (
+    Events,
+    FinishReason,
+    KvArrived,
+    KvFailed,
+    KvLate,
+    KvOffered,
+    KvPart,
+    KvReserved,
+    LeaseEnded,
+    Request,
+    RequestId,
+    Route,
+    SamplingParams,
+    SequenceOutput,
+)
+from millrace_serve.handover import borrowing
+from millrace_serve.prefill.service import PrefillRole
+from millrace_serve.transfer.base import MemoryHandle
+from millrace_serve.transfer.messages import ReadDone, ReadPages, ReadStuck
+from millrace_serve.worker.config import WorkerConfig
+from millrace_serve.worker.frontend import load
+from millrace_serve.worker.frontend.load import LoadBoard
+from millrace_serve.worker.frontend.spans import WorkerSpans
+from prometheus_client import CollectorRegistry
+
+ID = RequestId(9, 1)
+PROMPT = list(range(200))  # 3 full pages and a bit
+HASHES = page_hashes(PROMPT[:192], 64)
+
+
+class Bench:
+    """A prefill worker with one request that borrows; its engine is the test."""
+
+    def __init__(self) -> None:
+        self.engine: list[Any] = []
+        self.reads: list[ReadPages] = []
+        layout = types.SimpleNamespace(fingerprint="f", page_bytes=64)
+        ranks: Any = types.SimpleNamespace(
+            ready_info=types.SimpleNamespace(layout=layout, vocab_size=1000),
+            of_replica=lambda replica: range(1),
+            send=lambda replica, message: self.engine.append(message),
+            send_reader=lambda rank, message: self.reads.append(message) if isinstance(message, ReadPages) else None,
+        )
+        self.requests: Any = types.SimpleNamespace(submit=self._submit, count_stale=lambda kind: None)
+        self.metrics = catalogue.Metrics(catalogue.WORKER, CollectorRegistry())
+        self.board = LoadBoard(1, lambda: worker_pb2.WORKER_STATE_READY, "ours")
+        frontend: Any = types.SimpleNamespace(
+            config=WorkerConfig(engine="sim"),
+            epoch="ours",
+            ranks=ranks,
+            requests=self.requests,
+            spans=WorkerSpans(OFF),
+            metrics=self.metrics,
+            board=self.board,
+            identity=None,
+            leave=None,
+        )
+        self.role = PrefillRole(frontend)
+        self.lender = Peer()
+        peers = self.role.imports._peers
+        peers._peers["p:1", "e"] = self.lender  # type: ignore[assignment]
+        peers._watch(self.lender)  # type: ignore[arg-type]
+
+    def _submit(self, wire: worker_pb2.EngineRequest, route: Route, link: object, borrows: bool) -> Request:
+        id = RequestId(wire.id.room, wire.id.attempt)
+        sampling = SamplingParams(max_tokens=4)
+        self.submitted = Request(id=id, token_ids=list(wire.token_ids), sampling=sampling, route=route, borrows=borrows)
+        self.role.exports.expect(id, 0)
+        return self.submitted
+
+    def submit(self, num_pages: int = 3, fingerprint: str = "f") -> None:
+        message = prefill_pb2.PrefillRequest()
+        message.request.id.room, message.request.id.attempt = ID.room, ID.attempt
+        message.request.token_ids.extend(PROMPT)
+        worker = worker_pb2.KvSourceRef(address="p:1", epoch="e", fingerprint=fingerprint)
+        message.prefix.CopyFrom(prefill_pb2.KvPrefixRef(worker=worker, replica=2, num_pages=num_pages))
+        self.role.submit(None, message)  # type: ignore[arg-type]
+
+    async def settle(self) -> None:
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+    async def to(self, stage: str) -> None:
+        """Stages: asked, offered, reading, releasing."""
+        self.submit()
+        await self.settle()
+        if stage == "asked":
+            return
+        self.lender.said.put_nowait([MemoryHandle("nixl", "lender", b"", 0, 64, 10)])
+        self.lender.said.put_nowait(KvPart(ID, 0, [7, 8], HASHES[:2], 128, True))
+        await self.settle()
+        assert self.engine == [KvOffered(ID, 2)]
+        if stage == "offered":
+            return
+        self.role.on_events(0, Events(reserved=[KvReserved(ID, [3, 4], 1)]))
+        assert self.reads == [ReadPages(ID, 0, [8], [4], "lender")]
+        if stage == "reading":
+            return
+        self.lender.answer = asyncio.CancelledError  # nothing is answered
+        self.lender.release = self._hear_release  # type: ignore[method-assign]
+        self.role.on_report(0, ReadDone(ID, 0, "", 1))
+        await self.settle()
+        assert self.lender.released == 1
+
+    async def _hear_release(self) -> None:
+        self.lender.released += 1
+
+    def failures(self) -> dict[str, float]:
+        rows = self.metrics.loan_failures.collect()[0].samples
+        return {row.labels["reason"]: row.value for row in rows if row.name.endswith("_total")}
+
+    def over(self, reason: Reason) -> None:
+        """The loan is over, and the engine goes on without."""
+        last = self.engine[-1]
+        assert isinstance(last, KvFailed) and last.failure.reason == reason
+        assert len(self.role.imports) == 0 and self.failures() == {reason: 1}
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    bench = Bench()
+    yield bench
+    await bench.role.close()
+
+
+STAGES = ["asked", "offered", "reading", "releasing"]
+
+
+async def test_what_is_lent_is_read_and_proved(bench: Bench) -> None:
+    await bench.to("reading")
+    assert bench.submitted.borrows
+    assert bench.lender.prefix is not None
+    assert (bench.lender.prefix.replica, list(bench.lender.prefix.blocks)) == (2, HASHES)
+    bench.role.on_report(0, ReadDone(ID, 0, "", 1))
+    await bench.settle()
+    assert bench.lender.released == 1 and bench.engine[1:] == [KvArrived(ID)] and bench.failures() == {}
+    assert bench.metrics.loan_pages.labels(direction="borrowed")._value.get() == 1
+    assert bench.board.reads.per_s > 0
+    assert bench.board.loan_s == 0  # the first loan of a lender had to connect
+
+
+async def test_further_loans_of_a_lender_are_measured_and_forgotten(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await bench.to("reading")
+    bench.role.imports._live[ID].connects = False  # type: ignore[attr-defined]
+    bench.role.on_report(0, ReadDone(ID, 0, "", 1))
+    await bench.settle()
+    assert bench.board.loan_s > 0
+    monkeypatch.setattr(load, "LOAN_MEMORY_S", 0.0)
+    assert bench.board.loan_s == 0
+
+
+async def test_no_more_is_asked_for_than_leaves_a_token_to_compute(bench: Bench) -> None:
+    bench.submit(num_pages=1000)
+    assert len(bench.role.imports) == 1
+    await bench.settle()
+    assert bench.lender.prefix is not None and list(bench.lender.prefix.blocks) == HASHES
+
+
+@pytest.mark.parametrize("stage", STAGES)
+async def test_a_lost_lender_costs_only_the_loan(bench: Bench, stage: str) -> None:
+    await bench.to(stage)
+    bench.lender.said.put_nowait(MillraceError(Reason.WORKER_LOST, "reset"))
+    await bench.settle()
+    if stage == "reading":
+        assert bench.engine[1:] == [KvLate(ID)]  # the engine need not wait for the reads
+        bench.role.on_report(0, ReadDone(ID, 0, "peer lost", 1))
+    bench.over(Reason.WORKER_LOST)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+async def test_an_abort_ends_the_loan_when_nothing_is_in_flight(bench: Bench, stage: str) -> None:
+    await bench.to(stage)
+    assert bench.requests.on_abort(ID)
+    if stage == "reading":
+        assert bench.engine == [KvOffered(ID, 2), LeaseEnded(ID)]  # the engine keeps the pages, it knows of the abort
+        bench.role.on_report(0, ReadDone(ID, 0, "", 1))
+    await bench.settle()
+    failed = [message for message in bench.engine if isinstance(message, KvFailed)]
+    assert [message.failure.reason for message in failed] == [Reason.CANCELLED] and len(bench.role.imports) == 0
+    assert bench.lender.released == (0 if stage == "asked" else 1)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+async def test_a_request_that_the_engine_ends_ends_its_loan(bench: Bench, stage: str) -> None:
+    await bench.to(stage)
+    bench.role.on_events(0, Events(outputs=[SequenceOutput(ID, 0, [], FinishReason.ABORT)]))
+    if stage == "reading":
+        bench.role.on_report(0, ReadDone(ID, 0, "", 1))
+    assert len(bench.role.imports) == 0
+
+
+@pytest.mark.parametrize("stage", ["asked", "reading", "releasing"])
+async def test_nobody_waits_for_a_silent_lender(bench: Bench, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The timers of both limits, made short: of the offer, and of everything after the reservation."""
+    if stage == "asked":
+        monkeypatch.setattr(borrowing, "OFFER_S", 0.01)
+    else:
+        bench.role.imports._stall_s = 0.01
+    await bench.to(stage)
+    async with asyncio.timeout(10):
+        while not any(isinstance(message, KvLate | KvFailed) for message in bench.engine):
+            await asyncio.sleep(0.005)
+    if stage == "reading":
+        assert bench.engine[-1] == KvLate(ID)
+        bench.role.on_report(0, ReadDone(ID, 0, "", 1))
+    bench.over(Reason.STALLED)
+
+
+async def test_a_stuck_read_is_told_once(bench: Bench) -> None:
+    await bench.to("reading")
+    bench.role.on_report(0, ReadStuck(ID, 0))
+    bench.role.on_report(0, ReadStuck(ID, 0))
+    assert bench.engine[1:] == [KvLate(ID)]
+    bench.role.on_report(0, ReadDone(ID, 0, "closed", 1))
+    bench.over(Reason.STALLED)
+
+
+async def test_other_tokens_are_not_read(bench: Bench) -> None:
+    await bench.to("asked")
+    bench.lender.said.put_nowait([MemoryHandle("nixl", "lender", b"", 0, 64, 10)])
+    bench.lender.said.put_nowait(KvPart(ID, 0, [7, 8], [HASHES[0], 1], 128, True))
+    await bench.settle()
+    bench.over(Reason.KV_MISMATCH)
+
+
+async def test_a_lender_that_has_evicted_all_of_it(bench: Bench) -> None:
+    await bench.to("asked")
+    bench.lender.said.put_nowait([MemoryHandle("nixl", "lender", b"", 0, 64, 10)])
+    bench.lender.said.put_nowait(KvPart(ID, 0, [], [], 0, True))
+    await bench.settle()
+    bench.over(Reason.KV_NOT_FOUND)
+
+
+async def test_another_layout_is_not_asked_for(bench: Bench) -> None:
+    bench.submit(fingerprint="other")
+    await bench.settle()
+    assert not bench.submitted.borrows and len(bench.role.imports) == 0
+    assert bench.engine == [] and bench.failures() == {Reason.LAYOUT_MISMATCH: 1}

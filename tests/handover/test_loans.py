@@ -1,0 +1,245 @@
+"""Cached prefixes that travel back to prefill workers: real processes, NIXL between them.
+
+Every test ends with the pools of all workers whole, and with the tokens of the oracle, whatever happens to a loan.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import TypeAlias
+
+import pytest
+import pytest_asyncio
+from millrace.v1 import prefill_pb2, worker_pb2
+from millrace_common.reasons import Reason
+from millrace_testing.fake_router import FakeLink, FakePair, request
+from millrace_testing.paths import ROOT
+from millrace_testing.procs import SIM, Worker, workers
+from millrace_testing.sim import expected, prompt_of
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+Waiting: TypeAlias = tuple[FakeLink, worker_pb2.EngineRequest, Callable[[], None]]
+PAGE = 64
+# Pools of 40 pages: a parked prompt of 30 makes the next one of 12 wait in the queue, and 10 may be lent.
+TIGHT = (*SIM, "limits.num_pages=41", "limits.max_model_len=2048", "timeouts={stall: 3.0}")
+PARKED, BORROWED = 30 * PAGE, 11 * PAGE
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def three(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[list[Worker]]:
+    """A prefill, a decode and a unified worker for all tests that leave them as they found them."""
+    folder = tmp_path_factory.mktemp("three")
+    async with workers(folder, "prefill", "decode", "unified", patient=True) as all_three:
+        yield all_three
+
+
+async def cache(worker: Worker, prompt: list[int]) -> None:
+    """Make `worker` compute the prompt alone."""
+    async with FakeLink(worker) as link:
+        r = request(prompt, max_tokens=2)
+        link.submit(r)
+        await link.first(r)
+        if worker.role == "prefill":
+            link.abort(r)  # it is parked there
+        else:
+            await link.finish(r)
+        await worker.whole()
+
+
+async def prefix(lender: Worker, num_pages: int, replica: int = 0) -> prefill_pb2.KvPrefixRef:
+    return prefill_pb2.KvPrefixRef(worker=await lender.source(), replica=replica, num_pages=num_pages)
+
+
+async def failures(worker: Worker, reason: str) -> float:
+    return await worker.metric("millrace_loan_failures_total", reason=reason)
+
+
+async def pages(worker: Worker, direction: str) -> float:
+    return await worker.metric("millrace_loan_pages_total", direction=direction)
+
+
+async def until(worker: Worker, what: str, condition: Callable[[worker_pb2.ReplicaLoad], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition((await worker.load()).replicas[0]):
+            assert worker.process.running, what
+            await asyncio.sleep(0.02)
+
+
+async def until_counted(read: Callable[[], object], value: float) -> None:
+    async with asyncio.timeout(20):
+        while await read() < value:  # type: ignore[misc,operator]
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("lender", [1, 2])
+async def test_a_prompt_is_borrowed_and_handed_over(three: list[Worker], lender: int) -> None:
+    """From the decode worker that goes on with the very attempt, and from a unified worker."""
+    prefill, decode = three[0], three[1]
+    history = prompt_of(1000)
+    await cache(three[lender], history)
+    before = await pages(prefill, "borrowed"), await pages(three[lender], "lent")
+    async with FakePair(prefill, decode) as both:
+        r = request([*history, *prompt_of(100)], max_tokens=8)
+        both.to_decode.submit(r, both.source)
+        both.to_prefill.submit(r, await prefix(three[lender], 15))
+        assert (await both.to_prefill.first(r)).cached_tokens == 15 * PAGE
+        await both.to_decode.finish(r)
+        assert both.to_decode.tokens(r) == expected(list(r.token_ids), 8)
+    assert await pages(prefill, "borrowed") == before[0] + 15
+    assert await pages(three[lender], "lent") == before[1] + 15
+    load = await prefill.load()
+    assert load.loan_seconds >= 0 and load.read_bytes_per_s > 0 and load.replicas[0].prompt_tokens_per_s > 0
+    for worker in three:
+        await worker.whole()
+
+
+async def test_a_second_prefill_worker_lends(three: list[Worker], tmp_path: Path) -> None:
+    prefill = three[0]
+    async with workers(tmp_path, "prefill") as [other]:
+        history = prompt_of(300)
+        await cache(other, history)
+        async with FakeLink(prefill) as link:
+            r = request([*history, 5])
+            link.submit(r, await prefix(other, 4))
+            first = await link.first(r)
+            assert first.cached_tokens == 4 * PAGE and list(first.token_ids) == expected(list(r.token_ids), 1)
+            link.abort(r)
+            await prefill.whole()
+        await other.whole()
+
+
+async def test_a_reference_that_leads_nowhere_costs_nothing_but_the_prompt(three: list[Worker]) -> None:
+    prefill, decode = three[0], three[1]
+    good = await decode.source()
+    lost = worker_pb2.KvSourceRef(address="127.0.0.1:1", epoch="0", fingerprint=good.fingerprint)
+    restarted = worker_pb2.KvSourceRef(address=decode.address, epoch="0", fingerprint=good.fingerprint)
+    other = worker_pb2.KvSourceRef(address=decode.address, epoch=decode.epoch, fingerprint="0")
+    wrong = {
+        Reason.KV_NOT_FOUND: (good, 0),  # never cached there, or evicted since
+        Reason.EPOCH_CHANGED: (restarted, 0),
+        Reason.LAYOUT_MISMATCH: (other, 0),
+        Reason.WORKER_LOST: (lost, 0),
+        Reason.INVALID_ARGUMENT: (good, 7),
+    }
+    async with FakeLink(prefill) as link:
+        for reason, (worker, replica) in wrong.items():
+            before = await failures(prefill, reason)
+            r = request(prompt_of(200))
+            link.submit(r, prefill_pb2.KvPrefixRef(worker=worker, replica=replica, num_pages=3))
+            first = await link.first(r)
+            assert list(first.token_ids) == expected(list(r.token_ids), 1) and first.cached_tokens == 0
+            assert await failures(prefill, reason) == before + 1
+            link.abort(r)
+        await prefill.whole()
+    await decode.whole()
+
+
+@contextlib.asynccontextmanager
+async def offered(prefill: Worker, lender: Worker) -> AsyncIterator[Waiting]:
+    """A link, a request that waits in the queue with a loan, and a call that lets the queue go on."""
+    history = prompt_of(BORROWED)
+    await cache(lender, history)
+    async with FakeLink(prefill) as link:
+        parked = request(prompt_of(PARKED))
+        link.submit(parked)
+        await link.first(parked)
+        r = request([*history[:-1], 7, 8])
+        link.submit(r, await prefix(lender, 100))
+        await until(lender, "the loan", lambda load: load.pages_published == BORROWED // PAGE - 1)
+        await until(prefill, "the queue", lambda load: load.waiting == 1)
+        yield link, r, lambda: link.abort(parked)
+
+
+async def computed(prefill: Worker, link: FakeLink, r: worker_pb2.EngineRequest, cached_tokens: int) -> None:
+    first = await link.first(r)
+    assert list(first.token_ids) == expected(list(r.token_ids), 1) and first.cached_tokens == cached_tokens
+    link.abort(r)
+    await until(prefill, "the abort", lambda load: not load.exporting)
+
+
+async def test_what_happens_to_a_loan_that_was_offered(tmp_path: Path) -> None:
+    """An abort, a lender that freezes, and one that drains."""
+    async with workers(tmp_path, "prefill", "decode", sets=TIGHT, patient=True) as (prefill, lender):
+        async with offered(prefill, lender) as (link, r, go_on):
+            link.abort(r)
+            await link.finish(r)
+            await lender.whole()
+            go_on()
+            await prefill.whole()
+        assert await failures(prefill, Reason.CANCELLED) == 1
+
+        async with offered(prefill, lender) as (link, r, go_on):
+            for process in lender.family():
+                process.suspend()
+            go_on()
+            await computed(prefill, link, r, 0)
+            resumed(lender)
+        await until_counted(lambda: failures(prefill, Reason.STALLED), 1)  # counted once the reads are final
+        await prefill.whole()
+        await lender.whole()
+
+        ref = await prefix(lender, 1)
+        async with offered(prefill, lender) as (link, r, go_on):
+            lender.process.send(signal.SIGTERM)
+            await lender.until(lambda: "SIGTERM: draining" in lender.process.log_tail(), "the drain")
+            refused = request(prompt_of(70))
+            link.submit(refused, ref)
+            await until_counted(lambda: failures(prefill, Reason.DRAINING), 1)
+            go_on()
+            await link.first(refused)
+            link.abort(refused)
+            await computed(prefill, link, r, BORROWED - PAGE)
+        assert await asyncio.wait_for(lender.process.wait(), 20) == 0
+        await prefill.whole()
+
+
+def resumed(worker: Worker) -> None:
+    for process in worker.family():
+        process.resume()
+
+
+async def test_a_lender_that_is_killed(tmp_path: Path) -> None:
+    async with (
+        workers(tmp_path, "prefill", sets=TIGHT, patient=True) as [prefill],
+        workers(tmp_path, "unified", sets=TIGHT) as [lender],
+        offered(prefill, lender) as (link, r, go_on),
+    ):
+        lender.process.send(signal.SIGKILL)
+        await until_counted(lambda: failures(prefill, Reason.WORKER_LOST), 1)
+        go_on()
+        await computed(prefill, link, r, 0)
+        await prefill.whole()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(240)
+async def test_a_model_borrows_what_another_one_computed(tmp_path: Path) -> None:
+    """The trained checkpoint with canaries: the tokens of a borrowed prompt are those of a computed one."""
+    sets = (f"model={ROOT / 'models' / 'tiny'}", "limits.canary=true", "limits.num_pages=129")
+    async with workers(tmp_path, "prefill", "decode", sets=sets, patient=True, timeout_s=120) as (prefill, decode):
+        history = [3 + token % 300 for token in prompt_of(300)]
+        prompt = [*history, *[3 + token % 300 for token in prompt_of(40)]]
+
+        async def ask(ref: prefill_pb2.KvPrefixRef | None) -> tuple[list[int], int]:
+            async with FakePair(prefill, decode) as both:
+                r = request(prompt, max_tokens=12)
+                both.to_decode.submit(r, both.source)
+                both.to_prefill.submit(r, ref)
+                first = await both.to_prefill.first(r)
+                await both.to_decode.finish(r)
+                tokens = both.to_decode.tokens(r)
+            for worker in (prefill, decode):
+                await worker.whole()
+                await worker.stub.FlushCache(worker_pb2.FlushCacheRequest())
+            return tokens, first.cached_tokens
+
+        tokens, cached_tokens = await ask(None)
+        assert cached_tokens == 0
+        await cache(decode, history)
+        assert await ask(await prefix(decode, 100)) == (tokens, 4 * PAGE)
+        assert await pages(prefill, "borrowed") == 4

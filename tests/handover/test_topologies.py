@@ -1,0 +1,99 @@
+"""A trained model through a prefill and a decode worker of unequal ranks: the answers are those of one unified rank.
+
+Pages hold every KV row on all ranks of a replica, so two ranks may read from one, and one from two. A page that came
+from the wrong rank, replica or place would change every later log-probability.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from engine.drafting import COUNTED, GREEDY, SEEDED, questions
+from millrace.v1 import worker_pb2
+from millrace_testing.fake_router import FakeLink, FakePair, request
+from millrace_testing.paths import ROOT, TINY
+from millrace_testing.procs import workers
+from millrace_testing.reference import Continuation, assert_same
+
+PAGE = 64
+LIMITS = (
+    "limits={num_pages: 129, max_model_len: 512, max_prefill_tokens: 96, max_running: 12, canary: true, poison: true}"
+)
+TINY_FP8 = ROOT / "models" / "generated" / "tiny-fp8"  # by `make checkpoint`
+KINDS = (GREEDY, SEEDED, COUNTED)
+
+
+def prompts() -> list[list[int]]:
+    """Questions of one page and less, and three that take several chunks, two of which begin with the same pages."""
+    asked = questions()
+    shared = [10 + 7 * i % 500 for i in range(2 * PAGE + 5)]
+    return [*asked, shared + asked[0], shared + asked[1], [20 + 3 * i % 700 for i in range(4 * PAGE)] + asked[2]]
+
+
+def requests(given: list[list[int]]) -> list[worker_pb2.EngineRequest]:
+    return [request(p, max_tokens=16, logprobs=0, **KINDS[i % len(KINDS)]) for i, p in enumerate(given)]
+
+
+async def said(link: FakeLink, asked: list[worker_pb2.EngineRequest]) -> list[Continuation]:
+    await asyncio.gather(*(link.finish(r, timeout_s=60) for r in asked))
+    of = [[token.sampled.logprob for output in link.of(r) for token in output.logprobs] for r in asked]
+    return [Continuation(link.tokens(r), logprobs) for r, logprobs in zip(asked, of, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def of_one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, list[Continuation]]:
+    given = prompts()  # before a loop runs
+
+    async def run(model: Path) -> list[Continuation]:
+        folder = tmp_path_factory.mktemp("one")
+        async with workers(folder, "unified", sets=(f"model={model}", LIMITS)) as [one], FakeLink(one) as link:
+            asked = requests(given)
+            for r in asked:
+                link.submit(r)
+            return await said(link, asked)
+
+    return {model: asyncio.run(run(model)) for model in (TINY, TINY_FP8)}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("prefill_ranks", "decode_ranks", "drafts", "model"),
+    [
+        ("tp=2", "dp=2", 2, TINY),
+        ("dp=2", "tp=2", 2, TINY_FP8),
+        ("tp=2", "dp=2", 0, TINY_FP8),
+        ("dp=2", "tp=2", 0, TINY),
+    ],
+)
+async def test_answers_are_those_of_one_rank(
+    prefill_ranks: str,
+    decode_ranks: str,
+    drafts: int,
+    model: Path,
+    of_one_rank: dict[Path, list[Continuation]],
+    tmp_path: Path,
+) -> None:
+    """Twice: the second time the prefill worker has the prompts in its cache, and another replica decodes."""
+    given, sets = prompts(), (f"model={model}", LIMITS, f"limits.draft_tokens={drafts}")
+    async with (
+        workers(tmp_path, "prefill", sets=(*sets, prefill_ranks)) as [prefill],
+        workers(tmp_path, "decode", sets=(*sets, decode_ranks)) as [decode],
+        FakePair(prefill, decode) as both,
+    ):
+        theirs, ours = (await prefill.info()).replicas, (await decode.info()).replicas
+        assert {theirs, ours} == {1, 2}
+        for turn in range(2):
+            asked = requests(given)
+            for i, r in enumerate(asked):
+                r.replica = i % theirs
+                both.submit(r, decode_replica=(i + turn) % ours)
+            assert_same(await said(both.to_decode, asked), of_one_rank[model])
+            cached = [both.to_prefill.of(r)[0].cached_tokens for r in asked]
+            assert turn == 0 or cached == [(len(prompt) - 1) // PAGE * PAGE for prompt in given]
+            accepted = sum(both.to_decode.of(r)[-1].accepted_draft_tokens for r in asked)
+            assert (accepted > 0) is (drafts > 0)
+        await prefill.whole()
+        load = await decode.whole()
+        assert all(replica.output_tokens for replica in load.replicas), "a replica had nothing to do"

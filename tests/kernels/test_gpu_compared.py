@@ -1,0 +1,77 @@
+"""The libraries that are there to be compared, on a GPU that has them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from millrace_bench.kernels import attention_inputs
+from millrace_bench.kernels.absorb import Weights
+from millrace_bench.kernels.attention_inputs import Draw
+from millrace_bench.kernels.compared import flashinfer_moe, fp8_heads
+from millrace_bench.kernels.expert_inputs import draw_experts
+from millrace_bench.kernels.numeric import FP8_EXPERTS_TOLERANCE, FP8_TOLERANCE, assert_close, rms_error
+from millrace_kernels import backend, fp8
+from millrace_kernels.backend import forced
+from millrace_kernels.fp8 import Fp8
+from millrace_kernels.lib import flashinfer_gemm
+from millrace_kernels.mla_absorb import absorb_q, project_v
+from millrace_kernels.moe_experts import reference_experts
+
+pytestmark = pytest.mark.gpu
+DEVICE = torch.device("cuda")
+REFERENCES = dict.fromkeys(backend.TABLE, "")
+
+
+@pytest.fixture(autouse=True)
+def hopper() -> None:
+    if backend.capability(DEVICE) != "sm90":
+        pytest.skip("they are for sm90")
+
+
+@pytest.mark.parametrize("deep_gemm", ["1", "0"], ids=["deep_gemm", "cutlass"])
+@pytest.mark.parametrize(("n", "k"), [(2112, 7168), (7168, 2048), (24576, 1536)])
+@pytest.mark.parametrize("num", [0, 1, 7, 31, 32, 128, 1000])
+def test_dense_products_of_flashinfer(
+    num: int, n: int, k: int, deep_gemm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("flashinfer.gemm")
+    monkeypatch.setenv("TRTLLM_DG_ENABLED", deep_gemm)
+    x = fp8.quant_groups(torch.randn(num, k, device=DEVICE).bfloat16())
+    weight = fp8.quant_blocks(torch.randn(n, k, device=DEVICE))
+    with forced(**REFERENCES):
+        wanted = fp8.fp8_linear(x, weight, torch.bfloat16)
+    assert_close(flashinfer_gemm.fp8_linear_sm90(x, weight, torch.bfloat16), wanted)
+
+
+@pytest.mark.parametrize(("product", "library"), [("grouped", "deep_gemm"), ("batched", "flashinfer.gemm")])
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("num", [0, 1, 7, 64, 250])
+def test_the_absorbed_form_in_fp8(num: int, heads: int, product: str, library: str) -> None:
+    pytest.importorskip(library)
+    draw, run = Draw("cuda", torch.bfloat16), getattr(fp8_heads, product)
+    inputs = attention_inputs.absorb_q(draw, num, heads)
+    weight = getattr(Weights.of(inputs["w_uk"].transpose(1, 2)), product)
+    found = fp8_heads.absorb_q(inputs["q"], weight, inputs["cos"], inputs["sin"], run)
+    with forced(**REFERENCES):
+        wanted = absorb_q(**inputs)
+    assert rms_error(found, wanted) < 1.5 * FP8_TOLERANCE
+    values = attention_inputs.project_v(draw, num, heads)
+    found = fp8_heads.project_v(values["latent"], getattr(Weights.of(values["w_uv"]), product), run)
+    with forced(**REFERENCES):
+        assert rms_error(found, project_v(**values)) < 1.5 * FP8_TOLERANCE
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("num", [1, 17, 300])
+def test_experts_of_flashinfer(num: int, shared: bool) -> None:
+    """A third of the choices are other ranks'."""
+    pytest.importorskip("flashinfer.fused_moe")
+    generator = torch.Generator(device=DEVICE).manual_seed(num)
+    w13, w2 = draw_experts(17, 1024, 256, torch.bfloat16, True, DEVICE, generator)
+    assert isinstance(w13, Fp8) and isinstance(w2, Fp8)
+    x = torch.randn(num, 1024, generator=generator, device=DEVICE).bfloat16()
+    weights, experts = torch.rand(num, 24, generator=generator, device=DEVICE).topk(8)
+    experts = experts.int().masked_fill(experts >= 16, -1)
+    reordered = flashinfer_moe.up_first(w13)
+    found = flashinfer_moe.moe_experts_fp8(x, weights, experts, reordered, w2, shared_expert=shared)
+    assert rms_error(found, reference_experts(x, weights, experts, w13, w2, shared)) < FP8_EXPERTS_TOLERANCE

@@ -1,0 +1,155 @@
+"""The published members of V3's family, reduced: the shape rules of each, logits and greedy tokens against
+transformers, from a single file, from shards and from FP8.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from millrace_bench.checkpoint.export_quantised import QUANTISED, export
+from millrace_bench.kernels.numeric import MODEL_TOLERANCE, assert_close
+from millrace_kernels.backend import SMALL_TOKENS
+from millrace_kernels.fp8 import dequant_blocks, quant_blocks
+from millrace_serve.model.config import ModelConfig
+from millrace_serve.model.deepseek_v3 import load_model
+from millrace_serve.model.parallel import ParallelDims
+from model.harness import Driver, Seq, random_prompt, random_reference
+from torch import Tensor
+from transformers import DeepseekV3ForCausalLM
+
+VOCAB, CPU = 320, torch.device("cpu")
+FEW_TOLERANCE = (
+    1e-3  # sums in another order make 2e-4, which these sharp random weights magnify; a wrong scale makes 0.1
+)
+REDUCED: dict[str, Any] = {  # widths and depth; everything else is as published
+    "vocab_size": VOCAB,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "bos_token_id": 0,
+    "eos_token_id": None,
+}
+MLA = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+YARN = {"type": "yarn", "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0}
+MEMBERS: dict[str, dict[str, Any]] = {
+    "deepseek-v3": {  # V3-0324, R1, V3.1 and V3.1-Terminus have the same
+        "model_type": "deepseek_v3",
+        "q_lora_rank": 96,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "n_group": 8,
+        "topk_group": 4,
+        "first_k_dense_replace": 2,
+        "routed_scaling_factor": 2.5,
+        "max_position_embeddings": 163840,
+        "rope_theta": 10000,
+        "rope_scaling": {**YARN, "factor": 40, "beta_fast": 32, "beta_slow": 1},
+    },
+    "moonlight": {
+        "model_type": "deepseek_v3",
+        "q_lora_rank": None,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 6,
+        "n_shared_experts": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.446,
+        "max_position_embeddings": 8192,
+        "rope_theta": 50000,
+        "rope_scaling": None,
+    },
+    "kimi-k2": {
+        "model_type": "kimi_k2",
+        "q_lora_rank": 96,
+        "n_routed_experts": 384,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.827,
+        "max_position_embeddings": 131072,
+        "rope_theta": 50000,
+        "rope_scaling": {**YARN, "factor": 32, "beta_fast": 1.0, "beta_slow": 1.0},
+    },
+}
+
+
+@dataclass
+class Member:
+    hf: DeepseekV3ForCausalLM
+    single: Path
+    sharded: Path
+    fp8: Path
+
+    @torch.no_grad()
+    def logits(self, tokens: list[int]) -> Tensor:
+        return self.hf(torch.tensor([tokens])).logits[0]
+
+
+@pytest.fixture(scope="module", params=MEMBERS)
+def member(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Member]:
+    published = {**REDUCED, **MLA, **MEMBERS[request.param], "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    hf = random_reference({**published, "model_type": "deepseek_v3"})
+    folder = tmp_path_factory.mktemp(request.param)
+    single, sharded = folder / "single", folder / "sharded"
+    for path, size in ((single, "1GB"), (sharded, "4MB")):
+        hf.save_pretrained(path, max_shard_size=size)
+        (path / "config.json").write_text(json.dumps(published))
+    export(single, folder / "fp8")
+    yield Member(hf, single, sharded, folder / "fp8")
+
+
+def driver(path: Path, *, keep_quantised: bool = False) -> Driver:
+    return Driver(load_model(path, ParallelDims(), CPU, torch.float32, keep_quantised=keep_quantised))
+
+
+def test_logits_and_greedy_tokens(member: Member) -> None:
+    assert len(list(member.single.glob("*.safetensors"))) == 1 < len(list(member.sharded.glob("*.safetensors")))
+    prompts = [random_prompt(n, VOCAB, n) for n in (3, 70, 130)]
+    assert_close(driver(member.single).step([(Seq(prompts[2]), 130)]), member.logits(prompts[2]), MODEL_TOLERANCE)
+    found = driver(member.sharded).greedy(prompts, 32)
+    assert len(set(found[0])) > 8, "worth comparing"
+    for prompt, tokens in zip(prompts, found, strict=True):
+        likeliest = member.logits(prompt + tokens[:-1])[len(prompt) - 1 :].argmax(-1)
+        assert len(tokens) == 32 and tokens == likeliest.tolist()
+
+
+def test_fp8_weights(member: Member) -> None:
+    """The reference has the weights that FP8 left. Products of few tokens run on FP8 weights without more rounding."""
+    assert ModelConfig.load(member.fp8).fp8_blocks
+    prompt = random_prompt(100, VOCAB, 1)
+    dequantised = driver(member.fp8).step([(Seq(prompt), 100)])
+    few = driver(member.fp8, keep_quantised=True).step([(Seq(prompt), SMALL_TOKENS)])
+    saved = {name: param.clone() for name, param in member.hf.state_dict().items()}
+    try:
+        member.hf.load_state_dict({name: as_fp8(name, param) for name, param in saved.items()})
+        assert_close(dequantised, member.logits(prompt), MODEL_TOLERANCE)
+    finally:
+        member.hf.load_state_dict(saved)
+    expected = dequantised[:SMALL_TOKENS]
+    errors = (few - expected).norm(dim=1) / expected.norm(dim=1)
+    assert float(errors.median()) <= FEW_TOLERANCE, "a row or two may choose other experts"
+
+
+def as_fp8(name: str, param: Tensor) -> Tensor:
+    """What is left of a weight; transformers keeps those of a layer's experts in one tensor."""
+    if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+        halves = [part for expert in param for part in expert.chunk(2 if "gate_up" in name else 1)]
+        return torch.cat([rounded(half) for half in halves]).view_as(param)
+    return rounded(param) if QUANTISED.fullmatch(name) else param
+
+
+def rounded(weight: Tensor) -> Tensor:
+    return dequant_blocks(*quant_blocks(weight), torch.float32)

@@ -1,0 +1,68 @@
+"""The import machine as a borrower: one part, perhaps shorter than what was asked for, and no first token."""
+
+from __future__ import annotations
+
+import pytest
+from millrace_common.page_hash import page_hashes
+from millrace_common.reasons import Reason
+from millrace_serve.engine.core import Failure, KvPart, RequestId, SequenceOutput, TokenOutput
+from millrace_serve.transfer.importer import AskRelease, AskReserve, Done, ImportState, KvImport, Over
+from millrace_serve.transfer.messages import ReadPages
+
+ID = RequestId(11, 2)
+HASHES = page_hashes(list(range(64 * 5)))
+LATE = Failure("STALLED", "too late")
+
+
+def lent(count: int, last: bool = True, first: SequenceOutput | None = None) -> KvPart:
+    return KvPart(ID, 0, list(range(100, 100 + count)), HASHES[:count], 64 * count, last, first)
+
+
+@pytest.mark.parametrize("count", [1, 3, 5])
+def test_what_is_there_is_read_and_proved(count: int) -> None:
+    x = KvImport(ID, HASHES, loan=True)
+    assert x.on_part(lent(count)) == [AskReserve()] and x.num_offered == count
+    pages = list(range(10, 10 + count))
+    assert x.on_reserved(pages, 0) == [ReadPages(ID, 0, list(range(100, 100 + count)), pages)]
+    assert x.on_read_done(0) == [AskRelease()]
+    assert x.on_held() == [Done(None)]
+
+
+def test_what_we_have_ourselves_is_only_given_back() -> None:
+    x = KvImport(ID, HASHES, loan=True)
+    x.on_part(lent(3))
+    assert x.on_reserved([10, 11, 12], 3) == [AskRelease()]
+    assert x.on_held() == [Done(None)]
+
+
+def test_a_lender_without_a_page_holds_nothing() -> None:
+    x = KvImport(ID, HASHES, loan=True)
+    [over] = x.on_part(lent(0))
+    assert isinstance(over, Over) and over.failure.reason == Reason.KV_NOT_FOUND
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        KvPart(ID, 0, [100, 101], [HASHES[0], 7], 128, True),
+        KvPart(ID, 0, [100] * 6, [*HASHES, 7], 384, True),
+        lent(5, first=SequenceOutput(ID, 0, [TokenOutput(1)])),
+    ],
+)
+def test_a_part_that_is_no_start_of_our_prompt_is_not_read(bad: KvPart) -> None:
+    x = KvImport(ID, HASHES, loan=True)
+    release, over = x.on_part(bad)
+    assert release == AskRelease() and isinstance(over, Over) and over.failure.reason == Reason.KV_MISMATCH
+
+
+def test_a_loan_that_takes_too_long_keeps_its_pages_until_the_read_is_final() -> None:
+    x = KvImport(ID, HASHES, loan=True)
+    x.on_part(lent(2))
+    x.on_reserved([10, 11], 1)
+    assert x.on_abort(LATE) == [] and x.state is ImportState.DRAINING
+    assert x.on_read_done(0) == [AskRelease(), Over(LATE)]
+
+
+def test_a_stream_that_ends_before_the_part_fails_the_loan() -> None:
+    [over] = KvImport(ID, HASHES, loan=True).on_stream_end()
+    assert isinstance(over, Over) and over.failure.reason == Reason.TRANSFER_FAILED

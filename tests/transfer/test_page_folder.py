@@ -1,0 +1,133 @@
+"""Pages in a folder that workers share: whole or absent, within a bound, and there after a restart."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from millrace_serve.transfer.base import PageBuffer, TransferError
+from millrace_serve.transfer.disk_tier import MAX_STORES, DiskTier, Move
+from millrace_serve.transfer.page_folder import PageFolder
+
+PAGE, PAGES = 4096, 8
+BLOCK = 0xFEDCBA9876543210
+LAYOUT = "0" * 32
+
+
+class Worker:
+    """Host memory with random pages, and the folder as one worker sees it."""
+
+    def __init__(self, path: Path, max_pages: int = 100, layout: str = LAYOUT) -> None:
+        self.memory = np.random.default_rng(7).integers(0, 256, (PAGES, PAGE), dtype=np.uint8)
+        pool = PageBuffer(self.memory.ctypes.data, PAGE, PAGES)
+        self.folder = PageFolder(path, layout, pool, max_pages * PAGE)
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[Worker]:
+    worker = Worker(tmp_path)
+    yield worker
+    worker.folder.close()
+
+
+def files(path: Path) -> list[Path]:
+    return [file for file in path.rglob("*") if file.is_file()]
+
+
+def test_a_page_comes_back_to_another_worker_after_a_restart(worker: Worker, tmp_path: Path) -> None:
+    worker.folder.store(BLOCK, 3)
+    other = Worker(tmp_path)
+    assert other.folder.has(BLOCK) and other.folder.load(BLOCK, 5)
+    assert (other.memory[5] == worker.memory[3]).all()
+    assert not other.folder.has(BLOCK + 1) and not other.folder.load(BLOCK + 1, 5)
+    other.folder.close()
+
+
+def ended(tier: DiskTier, count: int) -> list[Move]:
+    found: list[Move] = []
+    while len(found) < count:
+        found += tier.take()
+    return found
+
+
+def test_another_layout_shares_nothing(worker: Worker, tmp_path: Path) -> None:
+    worker.folder.store(BLOCK, 3)
+    other = Worker(tmp_path, layout="1" * 32)
+    assert not other.folder.has(BLOCK) and not other.folder.load(BLOCK, 0)
+    other.folder.close()
+
+
+@pytest.mark.parametrize("harm", ["truncated", "torn", "a flipped bit", "another block's"])
+def test_a_page_that_is_not_whole_is_never_read(worker: Worker, tmp_path: Path, harm: str) -> None:
+    worker.folder.store(BLOCK, 3)
+    [file] = files(tmp_path)
+    good = file.read_bytes()
+    if harm == "another block's":
+        worker.folder.store(BLOCK + 1, 4)
+        bad = next(other for other in files(tmp_path) if other != file).read_bytes()
+    else:
+        flipped = good[:100] + bytes([good[100] ^ 1]) + good[101:]
+        bad = {"truncated": good[:-40], "torn": good[:2048] + bytes(len(good) - 2048), "a flipped bit": flipped}[harm]
+    file.write_bytes(bad)
+    assert not worker.folder.load(BLOCK, 5)
+    assert not file.exists()
+    worker.folder.store(BLOCK, 3)
+    assert worker.folder.load(BLOCK, 5) and (worker.memory[5] == worker.memory[3]).all()
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker(tmp_path)
+
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", full)
+        with pytest.raises(TransferError, match="No space left on device"):
+            worker.folder.store(BLOCK, 3)
+        tier = DiskTier(worker.folder)
+        assert tier.store(BLOCK, 3)
+        assert ended(tier, 1) == [Move(BLOCK, 3, is_load=False, ok=False)]
+    assert not files(tmp_path) and not tier.has(BLOCK)
+    assert tier.store(BLOCK, 3)
+    assert ended(tier, 1) == [Move(BLOCK, 3, is_load=False, ok=True)], "there is room again"
+    tier.close()
+
+
+def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TransferError, match=r"limits.disk_cache: .*file cannot be used: Not a directory"):
+        Worker(tmp_path / "file")
+
+
+def test_the_folder_stays_below_its_bound_and_keeps_what_was_used_last(tmp_path: Path) -> None:
+    worker = Worker(tmp_path, max_pages=20)
+    for block in range(60):
+        worker.folder.store(block, block % PAGES)
+        for file in files(tmp_path):  # older by a second for each page that came after it
+            os.utime(file, (1e9 + block, 1e9 + block)) if file.name == f"{block:016x}" else None
+        if worker.folder.has(0):
+            assert worker.folder.load(0, 0)  # now is later than all of them
+    assert sum(file.stat().st_size for file in files(tmp_path)) <= 22 * (PAGE + 32)
+    assert worker.folder.has(0) and worker.folder.has(59) and not worker.folder.has(1)
+    worker.folder.close()
+
+
+def test_the_thread_stores_loads_and_ends(tmp_path: Path) -> None:
+    worker = Worker(tmp_path)
+    tier = DiskTier(worker.folder)
+
+    assert tier.store(BLOCK, 3)
+    assert ended(tier, 1) == [Move(BLOCK, 3, False, True)] and tier.has(BLOCK)
+    tier.load(BLOCK, 5)
+    tier.load(BLOCK + 1, 6)
+    assert ended(tier, 2) == [Move(BLOCK, 5, True, True), Move(BLOCK + 1, 6, True, False)]
+    assert (worker.memory[5] == worker.memory[3]).all()
+    taken = sum(tier.store(block, 1) for block in range(100 * MAX_STORES))
+    assert MAX_STORES <= taken < 100 * MAX_STORES, "a disk that is behind refuses"
+    tier.close()

@@ -1,0 +1,46 @@
+"""A worker process whose prompts are ten times its pool: the second pass finds them in the host tier."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from millrace_serve.engine.core import SamplingParams
+from millrace_serve.engine.sim.runner import SimSettings
+from millrace_serve.worker.config import WorkerConfig
+from millrace_testing.fake_router import FakeLink, request
+from millrace_testing.oracle import oracle_outputs
+from millrace_testing.procs import SIM, workers
+from pydantic import ValidationError
+
+GREEDY = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+PAGES, LENGTH, COUNT = 33, 257, 80  # 4 full pages a prompt: 320 pages of 64 tokens for a pool of 32
+
+
+async def test_the_second_pass_hits_the_host_tier(tmp_path: Path) -> None:
+    rng = random.Random(5)
+    prompts = [[rng.randrange(1000, 9000) for _ in range(LENGTH)] for _ in range(COUNT)]
+    limits = [f"limits.num_pages={PAGES}", "limits.max_running=4", "limits.host_cache_gib=0.01"]
+    async with workers(tmp_path, "unified", sets=[*SIM, *limits]) as (worker,):
+        async with FakeLink(worker) as link:
+            for cached in (0, LENGTH - 1):
+                wanted = [request(prompt, max_tokens=3) for prompt in prompts]
+                for one in wanted:
+                    link.submit(one)
+                for one, prompt in zip(wanted, prompts, strict=True):
+                    await link.finish(one, 60)
+                    assert link.of(one)[0].cached_tokens == cached
+                    assert link.tokens(one) == oracle_outputs(prompt, GREEDY, SimSettings())
+        [load] = (await worker.whole()).replicas
+        assert load.host_pages_total > load.host_pages_used >= 10 * (PAGES - 1)
+        assert load.cached_tokens == COUNT * (LENGTH - 1) and load.host_cached_tokens > 0.9 * load.cached_tokens
+        for way, count in (("load", load.host_loaded_bytes), ("store", load.host_stored_bytes)):
+            assert await worker.metric("millrace_host_bytes_total", way=way) == count > 0
+        assert await worker.metric("millrace_engine_total", what="host_cached_tokens") == load.host_cached_tokens
+
+
+def test_a_tier_is_refused_where_several_ranks_have_the_same_pages() -> None:
+    limits = {"host_cache_gib": 1.0}
+    with pytest.raises(ValidationError, match=r"limits\.host_cache_gib: needs tp=1, not 2: .* use dp"):
+        WorkerConfig.model_validate({"engine": "sim", "tp": 2, "limits": limits})

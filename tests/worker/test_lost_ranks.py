@@ -1,0 +1,53 @@
+"""Ranks that compute together, one of which is killed or stopped in the middle of a step: the router hears which one it
+was, the worker ends, and nothing is left of it, not even of the rank that is stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+
+import pytest
+from millrace_common.reasons import Reason
+from millrace_rpc.errors import from_rpc_error
+from millrace_testing.fake_router import FakeLink, request
+from millrace_testing.paths import TINY
+from millrace_testing.procs import gone, workers
+
+MODEL = (f"model={TINY}", "limits={num_pages: 129, max_model_len: 4096, max_prefill_tokens: 128}")
+MEMORY = Path("/dev/shm")
+PACE = 40  # tokens, behind which the worker knows how long its steps take
+LIMIT_S = 60.0
+
+
+def ours() -> set[str]:
+    return {path.name for path in MEMORY.glob("millrace-*")}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda how: how.name)
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("ranks", ["tp=2", "dp=2"])
+async def test_a_lost_rank_is_named_and_leaves_nothing(
+    ranks: str, victim: int, how: signal.Signals, tmp_path: Path
+) -> None:
+    before = ours()
+    async with workers(tmp_path, "unified", sets=(*MODEL, ranks)) as [worker], FakeLink(worker) as link:
+        family, members = worker.family(), sorted(worker.ranks(), key=lambda rank: (rank.create_time(), rank.pid))
+        running = request([*range(20, 40)], max_tokens=4000)
+        link.submit(running)
+        async with asyncio.timeout(LIMIT_S):
+            while len(link.tokens(running)) < PACE:
+                await asyncio.sleep(0.02)
+        members[victim].send_signal(how)
+        failure = (await link.finish(running, timeout_s=LIMIT_S)).failure
+        assert failure.reason == Reason.WORKER_LOST and f"rank {victim} " in failure.message, failure
+        error = await link.end(timeout_s=LIMIT_S)
+        assert error is not None and from_rpc_error(error).reason is Reason.WORKER_LOST
+        assert await asyncio.wait_for(worker.process.wait(), LIMIT_S) == 1
+        await gone(family, timeout_s=LIMIT_S)
+    left = ours() - before
+    async with asyncio.timeout(LIMIT_S):  # names of other tests' ranks go when those have joined
+        while left & ours():
+            await asyncio.sleep(0.1)

@@ -1,0 +1,98 @@
+"""Loops of replicas that step together: they sleep, wake each other, and wait for one that starts late."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+from engine.harness import SETTINGS, TINY, request
+from engine.joined import join_all
+from millrace_serve.engine.config import EngineConfig, Role
+from millrace_serve.engine.core import Events, Submit
+from millrace_serve.engine.sim.factory import build_sim_engine
+from millrace_serve.engine.step.lockstep import Lockstep
+from millrace_serve.worker.channels import Receiver, Sender
+from millrace_serve.worker.messages import Report, Stop, ToEngine
+from millrace_serve.worker.rank.loop import EngineLoop, Upkeep
+
+
+class Loop:
+    """The loop of one replica, in a thread."""
+
+    def __init__(self, lockstep: Lockstep, folder: Path, index: int, context: zmq.Context) -> None:
+        self.inbox: Receiver[ToEngine] = Receiver(context, f"ipc://{folder}/{index}", ToEngine)
+        self.outbox: Sender[ToEngine] = Sender(context, self.inbox.endpoint)
+        self.tokens: queue.Queue[tuple[float, int]] = queue.Queue()
+        self.num_steps, self.lockstep = 0, lockstep
+        self.thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        engine = build_sim_engine(EngineConfig.model_validate(TINY), Role.UNIFIED, SETTINGS, self.lockstep)
+        step = engine.step
+
+        def counted() -> Events:
+            self.num_steps += 1
+            return step()
+
+        engine.step = counted  # type: ignore[method-assign]
+        EngineLoop(engine, self.inbox, self._report, Upkeep(0, self._report, engine.progress)).run()
+
+    def _report(self, report: Report) -> None:
+        if isinstance(report, Events):
+            for output in report.outputs:
+                for token in output.tokens:
+                    self.tokens.put((time.monotonic(), token.token_id))
+
+
+@pytest.fixture(params=["aa", "ab"])
+def loops(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[Loop]]:
+    with zmq.Context() as context:
+        made = [Loop(one, tmp_path, i, context) for i, one in enumerate(join_all(1, request.param))]
+        yield made
+        for loop in made:
+            loop.outbox.send(Stop())
+        for loop in made:
+            loop.thread.join(10)
+        alive = [loop.thread.is_alive() for loop in made]
+        for loop in made:
+            loop.outbox.close()
+            loop.inbox.close()
+        assert not any(alive), "they did not end together"
+
+
+def ask(loop: Loop, room: int, count: int) -> float:
+    """Seconds to the first of `count` tokens."""
+    asked = time.monotonic()
+    loop.outbox.send(Submit(request(room, [20, 21, 22], max_tokens=count)))
+    times = [loop.tokens.get(timeout=10)[0] for _ in range(count)]
+    return times[0] - asked
+
+
+def test_idle_loops_do_nothing_and_wake_at_once(loops: list[Loop]) -> None:
+    for loop in loops:
+        loop.thread.start()
+    ask(loops[0], 1, 3)
+    time.sleep(1.5)  # the pools are checked once, after a quiet second
+    before, cpu_s = [loop.num_steps for loop in loops], time.process_time()
+    time.sleep(1.0)
+    assert [loop.num_steps for loop in loops] == before, "they stepped while nobody had work"
+    assert time.process_time() - cpu_s < 0.02
+    first = [ask(loops[room % 2], room, 2) for room in range(2, 12)]
+    assert sorted(first)[5] < 0.1, first
+    steps = [loop.num_steps - count for loop, count in zip(loops, before, strict=True)]
+    assert all(count >= 20 for count in steps), "each has a part in the steps of the other"
+
+
+def test_a_replica_that_starts_late_is_waited_for(loops: list[Loop]) -> None:
+    """Such as one that compiles for minutes: the others have joined with it, and sleep until it is ready."""
+    loops[0].thread.start()
+    time.sleep(0.5)
+    assert loops[0].thread.is_alive()
+    loops[1].thread.start()
+    ask(loops[0], 1, 4)
+    ask(loops[1], 2, 4)
