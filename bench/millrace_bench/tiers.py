@@ -1,6 +1,8 @@
 """The host tier of the prefix cache: how fast pages are copied, and what it gains beyond the device's own cache.
 
     copies   pages of the 671B model between a pool and the host tier: GB/s, adjacent and scattered pages
+    steps    decode steps of an EP8 rank of that model beside copies: the most that the engine starts in a step, and as
+             many as the bus carries
     passes   prompts of ten times the pool, twice, `--clients` at a time: hits and time to first token of the second
              pass, with and without the tier; on the simulated engine, whose prompts cost what those of the 671B model
              cost on an H200 but whose pages are 64 KiB, and on models/tiny
@@ -29,14 +31,21 @@ from millrace_serve.engine.sim.factory import build_sim_engine
 from millrace_serve.engine.sim.runner import SimSettings
 from millrace_serve.engine.start.torch_factory import load_rank
 from millrace_serve.engine.step.cuda_copier import CudaCopier
-from millrace_serve.engine.step.page_copier import PageCopier
+from millrace_serve.engine.step.device import Replay
+from millrace_serve.engine.step.page_copier import STORE_BYTES, PageCopier
 from millrace_serve.model.parallel import ParallelDims
+from msgspec import structs
 
+from millrace_bench import shard, v3
 from millrace_bench.common import ROOT, Record, Summary, print_record
+from millrace_bench.stamps import milliseconds, stamp
 
 V3_PAGE = KvLayout(page_size=64, num_layers=61, dtype="bfloat16", latent_width=512, rope_width=64, model_hash="bench")
 COSTS = SimSettings(step_s=0.012, token_s=85e-6, page_kv_bytes=1 << 16)
 TIMES = 10  # of the pool
+# Name, directions (True: to the host), how many jobs of each direction there are at least when a step starts. A job has
+# the most pages that the engine stores at once.
+COPIES = (("a store", (True,), 1), ("a store and a load", (True, False), 1), ("always", (True, False), 64))
 Row = dict[str, Any]
 
 
@@ -58,14 +67,80 @@ def copies(device: torch.device, counts: list[int], repeats: int) -> Iterator[Ro
 
 def _copy(copier: PageCopier, places: list[int], to_host: bool) -> float:
     """Seconds until the end of the copy was seen."""
-    tier = HostTier(copier.num_slots, TierChanges())
-    every = [copy for block in range(places[-1] + 1) if (copy := tier.begin(block))]
-    job = CopyJob(to_host, places, [every[place] for place in places], lambda: None)
+    job = _job(copier, places, to_host)
     started = time.perf_counter()
     copier.start(job)
     while not copier.poll():
         pass
     return time.perf_counter() - started
+
+
+def _job(copier: PageCopier, places: list[int], to_host: bool) -> CopyJob:
+    """Of these pages and the slots of the same numbers."""
+    tier = HostTier(copier.num_slots, TierChanges())
+    every = [copy for block in range(places[-1] + 1) if (copy := tier.begin(block))]
+    return CopyJob(to_host, places, [every[place] for place in places], lambda: None)
+
+
+def steps(
+    size: str, layers: int, repeats: int, device: torch.device, widths: dict[str, Any] | None = None
+) -> Iterator[Row]:
+    """One row per kind of copies: medians of steps without and beside them, in turns. `size`: BATCHxCONTEXT."""
+    batch, context = map(int, size.split("x"))
+    model = shard.build(shard.SHARDS["ep8"], layers, device, widths)
+    rows = shard.make_pool(model, batch * -(-context // shard.PAGE) + 1, device, torch.bfloat16)
+    inputs = shard.decode_step(model, batch, context, device)
+    replay = shard.capture(lambda: model.logits(model.forward(inputs, rows)[inputs.sample_rows]), device)
+    latent, width = model.config.kv_lora_rank, model.config.kv_row_dim
+    layout = structs.replace(V3_PAGE, num_layers=rows.shape[1], latent_width=latent, rope_width=width - latent)
+    pool = KvPool(layout, len(rows), rows.view(torch.uint8).view(-1))
+    most = min(max(STORE_BYTES // layout.page_bytes, 1), len(rows))
+    copier = CudaCopier(pool, most) if device.type == "cuda" else PageCopier(pool, most)
+    for kind, ways, ahead in COPIES:
+        times: dict[bool, list[float]] = {False: [], True: []}
+        copied = 0.0
+        for beside in (False, True) * 3:
+            before, started = _nbytes(copier), time.perf_counter()
+            times[beside] += _steps(replay, copier, ways if beside else (), ahead, repeats, device)
+            copied += (_nbytes(copier) - before) / (time.perf_counter() - started) / 3
+        without, with_copies = (Summary.of(times[beside]).p50 for beside in (False, True))
+        slower = with_copies / without - 1
+        yield {
+            "copies": kind,
+            "step": size,
+            "ms": without,
+            "beside_ms": with_copies,
+            "slower": slower,
+            "gb_per_s": copied / 1e9,
+        }
+    copier.close()
+
+
+def _steps(
+    replay: Replay, copier: PageCopier, ways: tuple[bool, ...], ahead: int, repeats: int, device: torch.device
+) -> list[float]:
+    """Milliseconds of each step. Before one starts, copies are started until `ahead` of each way are under way."""
+    times, under_way = [], 0
+    for _ in range(repeats):
+        under_way -= len(copier.poll())
+        while under_way < ahead * len(ways):
+            for to_host in ways:
+                copier.start(_job(copier, list(range(copier.num_slots)), to_host))
+            under_way += len(ways)
+        begin = stamp(device)
+        replay()
+        end = stamp(device)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # copies have streams of their own, and go on
+        times.append(milliseconds(begin, end))
+    while copier.busy:
+        copier.poll()
+    return times
+
+
+def _nbytes(copier: PageCopier) -> int:
+    counts = copier.counts()
+    return int(counts["host_stored_bytes"] + counts["host_loaded_bytes"])
 
 
 def passes(kind: str, engine: Engine, prompts: list[list[int]], clients: int) -> Row:
@@ -141,10 +216,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--length", type=int, default=1000, help="tokens of a prompt")
+    parser.add_argument("--step", default="64x4096", metavar="BATCHxCONTEXT", help="the step beside copies")
+    parser.add_argument("--layers", type=int, default=61, help="of the rank whose steps are timed")
     args = parser.parse_args()
-    results: dict[str, list[Row]] = {"copies": [], "passes": []}
+    widths = None if args.device == "cuda" else v3.TINY
+    results: dict[str, list[Row]] = {"copies": [], "steps": [], "passes": []}
     for name, rows in (
         ("copies", copies(torch.device(args.device), args.pages, args.repeats)),
+        ("steps", steps(args.step, args.layers, args.repeats, torch.device(args.device), widths)),
         ("passes", (row for kind in ("simulated", "tiny") for row in both(kind, args))),
     ):
         for row in rows:

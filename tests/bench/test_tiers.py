@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 import torch
-from millrace_bench import tiers
+from millrace_bench import tiers, v3
 from millrace_serve.engine.sim.runner import SimSettings
 
 
@@ -16,6 +16,12 @@ def test_copies_of_every_way_and_order() -> None:
         (pages, order, way) for pages in (1, 2) for order in ("adjacent", "scattered") for way in ("store", "load")
     ]
     assert all(row["gb_per_s"] > 0 for row in rows)
+
+
+def test_steps_beside_copies() -> None:
+    rows = list(tiers.steps("2x100", 2, 2, torch.device("cpu"), v3.TINY))
+    assert [row["copies"] for row in rows] == [name for name, _, _ in tiers.COPIES]
+    assert all(row["ms"] > 0 and row["beside_ms"] > 0 and row["gb_per_s"] > 0 for row in rows)
 
 
 def test_the_second_pass_hits_with_the_tier_only(monkeypatch: pytest.MonkeyPatch) -> None:

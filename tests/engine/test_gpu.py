@@ -123,3 +123,22 @@ def test_answers_do_not_depend_on_drafts(graphs: str, sampling: dict[str, object
         answers.append({room: [token for token, _ in tokens] for room, tokens in said(one, asked).items()})
         assert len(one.load().accepted) == drafts and (not drafts or one.load().accepted[0] > 0)
     assert answers[1] == answers[0] and answers[2] == answers[0]
+
+
+def test_pages_that_come_back_from_the_host_give_the_same_tokens() -> None:
+    """In FP32, as above. Prompts twice, more than the pool holds: the second time their pages are in pinned memory."""
+    prompts = [[10 + (7 * i + 31 * room) % 500 for i in range(140)] for room in range(8)]
+    limits = Limits(max_model_len=256, max_running=4, max_prefill_tokens=128, canary=True, poison=True, num_pages=64)
+    answers = []
+    for sizes in ({}, {"num_pages": 13, "host_cache_gib": 0.25}):
+        options = Execution(memory_fraction=0.3)
+        device = torch.device("cuda", torch.cuda.current_device())
+        one = load_rank(
+            limits.model_copy(update=sizes), Role.UNIFIED, TINY, ParallelDims(), device, torch.float32,
+            execution=options,
+        ).engine()  # fmt: skip
+        heard = said(one, [request(room, prompt, max_tokens=30) for room, prompt in enumerate(prompts * 2)])
+        answers += [[[token for token, _ in heard[room]] for room in half] for half in (range(8), range(8, 16))]
+        load = one.load()
+        assert (load.host_cached_tokens > 0) == (load.host_loaded_bytes > 0) == bool(sizes)
+    assert answers[1:] == answers[:1] * 3
