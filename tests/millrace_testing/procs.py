@@ -31,7 +31,8 @@ class Worker:
 
     def __init__(self, role: str, folder: Path, sets: Sequence[str], name: str = "", patient: bool = False) -> None:
         """`patient`: as patient_worker.py."""
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(str(ROOT / path) for path in PATHS)}
+        paths = [*(str(ROOT / path) for path in PATHS), *filter(None, [os.environ.get("PYTHONPATH")])]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(paths)}
         self.process = Process(name or f"{role}-{id(self):x}", folder, env)
         self.role = role
         self._sets = sets

@@ -5,10 +5,14 @@ was, the worker ends, and nothing is left of it, not even of the rank that is st
 from __future__ import annotations
 
 import asyncio
+import itertools
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from _pytest.mark import ParameterSet
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import from_rpc_error
 from millrace_testing.fake_router import FakeLink, request
@@ -16,24 +20,33 @@ from millrace_testing.paths import TINY
 from millrace_testing.procs import gone, workers
 
 MODEL = (f"model={TINY}", "limits={num_pages: 129, max_model_len: 4096, max_prefill_tokens: 128}")
+ON_GPU = ("device=cuda", "dtype=bfloat16", "memory_fraction=0.2")
 MEMORY = Path("/dev/shm")
 PACE = 40  # tokens, behind which the worker knows how long its steps take
 LIMIT_S = 60.0
+START_S = 400.0  # on a GPU with empty caches
 
 
 def ours() -> set[str]:
     return {path.name for path in MEMORY.glob("millrace-*")}
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda how: how.name)
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("ranks", ["tp=2", "dp=2"])
+def cases() -> Iterator[ParameterSet]:
+    """Settings of the worker, the rank that is lost, and how."""
+    for case in itertools.product([("tp=2",), ("dp=2",)], [0, 1], [signal.SIGKILL, signal.SIGSTOP]):
+        yield pytest.param(*case, marks=pytest.mark.long)
+    few = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+    for ranks, victim, how in (("tp=2", 1, signal.SIGSTOP), ("dp=2", 0, signal.SIGSTOP), ("dp=2", 1, signal.SIGKILL)):
+        yield pytest.param((ranks, *ON_GPU), victim, how, marks=[pytest.mark.gpu, pytest.mark.timeout(600), few])
+
+
+@pytest.mark.parametrize(("sets", "victim", "how"), cases())
 async def test_a_lost_rank_is_named_and_leaves_nothing(
-    ranks: str, victim: int, how: signal.Signals, tmp_path: Path
+    sets: tuple[str, ...], victim: int, how: signal.Signals, tmp_path: Path
 ) -> None:
     before = ours()
-    async with workers(tmp_path, "unified", sets=(*MODEL, ranks)) as [worker], FakeLink(worker) as link:
+    started = workers(tmp_path, "unified", sets=(*MODEL, *sets), timeout_s=START_S)
+    async with started as [worker], FakeLink(worker) as link:
         family, members = worker.family(), sorted(worker.ranks(), key=lambda rank: (rank.create_time(), rank.pid))
         running = request([*range(20, 40)], max_tokens=4000)
         link.submit(running)
