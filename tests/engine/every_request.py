@@ -1,0 +1,189 @@
+"""Requests of every kind, what of the engine they reach, and a cold start that serves them (`python -m`): by itself in
+a process, so that no cache of another start is there.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine.harness import request
+from millrace_serve.engine.config import Execution, Limits, Role
+from millrace_serve.engine.core import Grammar, GrammarKind, Request, Submit
+from millrace_serve.engine.engine import Engine
+from millrace_serve.engine.start.torch_factory import load_rank
+from millrace_serve.engine.step.batch import HostBatch
+from millrace_serve.model.attn_step import FormThresholds
+from millrace_serve.model.parallel import ParallelDims
+
+JSON = Grammar(GrammarKind.JSON_SCHEMA, '{"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 3}')
+TAG = Grammar(
+    GrammarKind.STRUCTURAL_TAG,
+    '{"type": "structural_tag", "format": {"type": "tag", "begin": "<a>", "content": {"type": "json_schema", '
+    '"json_schema": {"type": "integer"}}, "end": "</a>"}}',
+)
+SAMPLINGS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.7},
+    {"temperature": 0.7, "seed": 1 << 63},
+    {"temperature": 1.0, "top_k": 1},
+    {"temperature": 1.0, "top_k": 40},
+    {"temperature": 1.0, "top_k": 1100},
+    {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 1.0, "min_p": 0.05},
+    {"temperature": 1.3, "top_k": 50, "top_p": 0.8, "min_p": 0.01, "seed": 7},
+    {"repetition_penalty": 1.2},
+    {"presence_penalty": 0.5, "temperature": 0.9},
+    {"frequency_penalty": -0.5},
+    {"logit_bias": {20: 5.0, 33: -100.0}},
+    {"min_tokens": 6, "stop_token_ids": (50, 51)},
+    {"min_tokens": 3, "ignore_eos": False},
+    {"logprobs": 0},
+    {"logprobs": 1, "temperature": 0.8},
+    {"logprobs": 20},
+    {"grammar": Grammar(GrammarKind.REGEX, "(yes|no): [0-9]{2,4}"), "ignore_eos": False},
+    {"grammar": JSON, "ignore_eos": False, "temperature": 0.8, "top_p": 0.9},
+    {"grammar": TAG, "ignore_eos": False, "repetition_penalty": 1.1},
+    {"grammar": Grammar(GrammarKind.REGEX, "[a-z]+", after_token_id=4), "ignore_eos": False},
+    {
+        "grammar": JSON, "ignore_eos": False, "temperature": 0.9, "top_k": 30, "top_p": 0.9, "min_p": 0.02,
+        "repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1, "logit_bias": {40: 1.0},
+        "logprobs": 5, "seed": 11,
+    },
+]  # fmt: skip
+# What requests reach, as `reached` names it. `drafts` and `graphs` come on top where the engine has them.
+BRANCHES = {
+    "greedy", "drawn", "filters", "penalties", "bias", "grammar", "logprobs", "cached prefix",
+    "prefix absorbed", "prefix expanded", "several chunks behind a prefix", "chunks of several lengths",
+    "chunks beside decoding", "part of a prompt",
+}  # fmt: skip
+
+
+def groups(most: int, longest: int) -> Iterator[list[Request]]:
+    """Requests that come at once, group by group.
+
+    Args:
+        most: limits.max_prefill_tokens; longest: limits.max_model_len
+    """
+    rooms = iter(range(1 << 20))
+
+    def ask(length: int, start: int = 7, max_tokens: int = 5, **sampling: Any) -> Request:
+        """Prompts with equal starts have equal beginnings."""
+        prompt = [10 + (start * (i + 1) + i // 5) % 500 for i in range(length)]
+        return request(next(rooms), prompt, max_tokens=max_tokens, **sampling)
+
+    lengths = [1, 2, 3, 5, 15, 16, 17, 63, 64, 65, 127, 130, most // 2 + 1, most - 1, most, most + 1, longest - 40]
+    lengths = sorted({length for length in lengths if length < longest - 20})
+    for length in lengths:  # new prompts, then again
+        yield [ask(length, length)]
+        yield [ask(length, length)]
+    for length in (66, 81, 128 + 3, 64 + most // 3, 64 + most, longest - 30):  # ends behind cached beginnings
+        yield [ask(65, 300 + length)]
+        yield [ask(length, 300 + length), ask(min(length + 7, longest - 25), 300 + length)]
+    for count in (2, 3, 5, 8):
+        yield [ask(65 + 16 * i, 7) for i in range(count)]
+        yield [ask(9 + i, 100 + i, max_tokens=9 + i) for i in range(count)]
+    yield [ask(64 + most - 20, 300 + 131), ask(12, 999)]  # the long one decides about the form
+    for sampling in SAMPLINGS:
+        yield [ask(70, 11, max_tokens=8, **sampling)]
+    yield [ask(40 + i, 200 + i, max_tokens=6 + i, **sampling) for i, sampling in enumerate(SAMPLINGS)]
+
+
+def serve(engine: Engine, limits: Limits) -> tuple[Counter[str], float]:
+    """Answers every group by itself, then all requests as they come, one before each step. Returns what they reached,
+    and seconds of the slowest step. The engine is closed.
+    """
+    seen, slowest = watched(engine), 0.0
+
+    def step() -> float:
+        began = time.monotonic()
+        for output in engine.step().outputs:
+            assert output.error is None, output.error
+            seen["cached prefix"] += output.num_cached_tokens > 0
+            seen["drafts"] += output.num_drafted > 0
+        return time.monotonic() - began
+
+    for group in groups(limits.max_prefill_tokens, limits.max_model_len):
+        for one in group:
+            engine.submit(Submit(one))
+        while engine.has_work():
+            slowest = max(slowest, step())
+    for one in [one for group in groups(limits.max_prefill_tokens, limits.max_model_len) for one in group]:
+        engine.submit(Submit(one))
+        slowest = max(slowest, step())
+    while engine.has_work():
+        slowest = max(slowest, step())
+    engine.close()
+    return seen, slowest
+
+
+def watched(engine: Engine) -> Counter[str]:
+    """Counts what the steps of this engine are, from now on."""
+    runner, seen = engine._runner, Counter[str]()
+    launch, thresholds = (
+        runner.launch,
+        FormThresholds.measured(engine.pool.buffer.device, runner._model.config.num_attention_heads),
+    )
+
+    def counting(batch: HostBatch) -> Any:
+        seen.update(_branches(batch, thresholds))
+        seen["graphs"] += runner._graphs is not None and runner._graphs.holds(batch)
+        return launch(batch)
+
+    runner.launch = counting
+    return seen
+
+
+def _branches(batch: HostBatch, thresholds: FormThresholds) -> Iterator[str]:
+    lens, ends, sampling = batch.chunk_lens, batch.chunk_ends, batch.sampling
+    cached = sum(end > size for size, end in zip(lens, ends, strict=True))
+    facts = {
+        "chunks beside decoding": lens and batch.num_decode,
+        "prefix absorbed": cached and thresholds.absorbs(lens, ends),
+        "prefix expanded": cached and not thresholds.absorbs(lens, ends),
+        "several chunks behind a prefix": cached > 1,
+        "chunks of several lengths": len(set(lens)) > 1,
+        "part of a prompt": len(batch.sampling_chunks) < len(lens),
+        "greedy": sampling is None,
+    }
+    if sampling is not None:
+        drawn = sampling.drawn
+        filters = (sampling.top_k[drawn] > 0) | (sampling.top_p[drawn] < 1) | (sampling.min_p[drawn] > 0)
+        facts |= {
+            "drawn": len(drawn),
+            "filters": filters.any(),
+            "penalties": sampling.penalties is not None,
+            "bias": sampling.bias is not None,
+            "grammar": sampling.grammar is not None,
+            "logprobs": sampling.num_logprobs >= 0,
+        }
+    return (name for name, holds in facts.items() if holds)
+
+
+def main() -> None:
+    """A start on the GPU with the caches of this process's environment, and all requests; prints what was found."""
+    model, cache_dir, dtype, kv_dtype, drafts = sys.argv[1:]
+    limits = Limits(
+        num_pages=1024, max_model_len=4096, max_running=8, max_prefill_tokens=2048, draft_tokens=int(drafts),
+        draft_batches=(8, 4, 2),
+    )  # fmt: skip
+    execution = Execution.model_validate({"memory_fraction": 0.5, "kv_dtype": kv_dtype, "cache_dir": cache_dir})
+    device, began = torch.device("cuda", torch.cuda.current_device()), time.monotonic()
+    rank = load_rank(
+        limits, Role.UNIFIED, Path(model), ParallelDims(), device, getattr(torch, dtype), execution=execution
+    )
+    start_s, before = time.monotonic() - began, dict(rank.lockstep.progress.compiled())
+    seen, slowest_s = serve(rank.engine(), limits)
+    after = dict(rank.lockstep.progress.compiled())
+    found = {"before": before, "after": after, "seen": seen, "start_s": start_s, "slowest_s": slowest_s}
+    sys.stdout.write(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
