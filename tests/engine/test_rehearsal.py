@@ -41,13 +41,22 @@ def test_the_largest_step_uses_every_slot_and_a_prefix() -> None:
 
 def test_prompts_of_every_size_class_are_rehearsed() -> None:
     lengths = {shape.chunk for shape in prefill_shapes(V3) if shape.chunks == 1}
-    assert {1, 2, 4, 64, 4096, 16384} <= lengths
+    assert {1, 2, 3, 4, 64, 4096, 16384} <= lengths  # experts have kernels of their own for 1 to 4 tokens
     assert {47, 3071, 12287} <= lengths  # Triton's kernels for lengths that are no multiples of 16
-    assert len(lengths) == 15 + 12
-    assert {shape.prefix for shape in prefill_shapes(V3)} == {0, 4096}
+    assert len(lengths) == 15 + 1 + 12
+    behind = {shape.chunk for shape in prefill_shapes(V3) if shape.prefix == 4096}
+    assert behind == lengths, "the same behind cached tokens"
+    widths = {shape.prefix // 64 for shape in prefill_shapes(V3) if shape.num_decode == shape.chunk == 1}
+    assert {0, 1, 2, 4, 8, 16, 32, 64} <= widths
     prompts = {shape.chunks for shape in prefill_shapes(V3)}
     assert {1, 2, 4, 16, 64, 256} <= prompts and {11, 47, 191} <= prompts  # as many rows end the last layer
     assert [shape.num_decode for shape in decode_shapes(V3, (1, 4))] == [4, 4, 1, 1]
+
+
+def test_cached_tokens_are_rehearsed_though_the_longest_prompt_is_one_step() -> None:
+    limits = SMALL.model_copy(update={"max_prefill_tokens": 511})
+    behind = {shape.chunk: shape.prefix for shape in prefill_shapes(limits) if shape.prefix and not shape.num_decode}
+    assert max(behind) == 511 - 64 and behind[511 - 64] == 64 and behind[1] == 448
 
 
 def test_a_batch_is_laid_out_as_the_builder_does() -> None:

@@ -33,7 +33,7 @@ def kv_gather(kv: Tensor, page_table: Tensor, starts: Sequence[int], lens: Seque
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "page_table_row"], do_not_specialize_on_alignment=["page_table_ptr"])
 def _gather(
     out_ptr, kv_ptr, page_table_ptr, table_ptr,
     num_seqs, kv_page, page_table_row,

@@ -76,7 +76,10 @@ def mla_decode(
     return out, lse
 
 
-@triton.jit(do_not_specialize=["num_seqs"])
+@triton.jit(
+    do_not_specialize=["num_seqs", "num_rows", "num_queries", "page_table_row"],
+    do_not_specialize_on_alignment=["page_table_ptr", "seq_lens_ptr"],
+)
 def _attend(
     out_ptr, lse_ptr, q_ptr, kv_ptr, page_table_ptr, seq_lens_ptr,
     scale, num_seqs, num_rows, num_heads, num_queries, kv_page, kv_row, page_table_row,

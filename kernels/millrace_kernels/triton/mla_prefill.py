@@ -74,7 +74,7 @@ def outputs(q: Tensor, v: Tensor, used: int) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs"])
 def _attend(
     out_ptr, lse_ptr, q_ptr, k_ptr, v_ptr, table_ptr,
     num_seqs, scale, q_row, q_head, k_row, k_head, v_row, v_head,

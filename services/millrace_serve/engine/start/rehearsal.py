@@ -42,15 +42,18 @@ def largest(limits: Limits) -> Shape:
 
 
 def prefill_shapes(limits: Limits) -> Iterator[Shape]:
-    """Prompts of every size in `_sizes`, each without and with a cached prefix, and every number of prompts: the last
-    layer has as many rows.
+    """Prompts of every size in `_sizes`, without and behind cached tokens; short ones behind prefixes of 1, 2, 4, …
+    pages, beside a decode sequence (keys are split up by the width of the page table); and every number of prompts:
+    the last layer has as many rows.
     """
     longest = min(limits.max_prefill_tokens, limits.max_model_len - 1)
-    prefix = _prefix(limits, longest)
     for length in _sizes(longest):
         yield _shape(limits, chunks=1, chunk=length)
-        if prefix:
-            yield _shape(limits, chunks=1, chunk=length, prefix=prefix)
+    for length in _sizes(min(longest, limits.max_model_len - 1 - limits.page_size)):
+        yield _shape(limits, chunks=1, chunk=length, prefix=_prefix(limits, length))
+    if limits.max_running > 1:
+        for pages in (0, *_sizes(_prefix(limits, 1) // limits.page_size)):
+            yield _shape(limits, 1, chunks=1, chunk=1, prefix=pages * limits.page_size)
     for count in _sizes(min(limits.max_running, longest)):
         yield _shape(limits, chunks=count, chunk=min(longest // count, 2))
     count = min(4, limits.max_running, longest)
@@ -66,9 +69,11 @@ def _shape(
 
 
 def _sizes(most: int) -> list[int]:
-    """Powers of two, `most`, and an odd one between two of them (Triton compiles for multiples of 16 apart)."""
-    powers = [1 << i for i in range(most.bit_length()) if 1 << i < most] + [most]
-    return sorted({*powers, *(3 * power // 4 - 1 for power in powers if power > 4)})
+    """Powers of two, `most`, an odd one between two of them (Triton compiles for multiples of 16 apart), and 3: experts
+    have kernels of their own for 1, 2, 3 and 4 tokens.
+    """
+    powers = [1 << i for i in range(most.bit_length())]
+    return sorted(size for size in {*powers, *(3 * power // 4 - 1 for power in powers), 3, most} if 0 < size <= most)
 
 
 def decode_shapes(limits: Limits, buckets: Sequence[int]) -> Iterator[Shape]:
