@@ -139,11 +139,18 @@ def test_experts(num: int, shared: bool, by_block: bool) -> None:
 @pytest.mark.parametrize("by_block", [False, True])
 @pytest.mark.parametrize("num", [0, 1, 16, 200, 4096])
 def test_experts_on_a_gpu(num: int, by_block: bool) -> None:
+    """In FP32 the reference's rows. BF16 rounds what lies between the products elsewhere, and some of it then goes to
+    the next INT8 value: 1.5 % were seen. There they are as near the experts of the dequantised weights.
+    """
     w13, w2 = expert_weights(by_block, 8, 1024, 512, "cuda")
-    x, (weights, ids) = strided_rows(num, 1024, torch.bfloat16).contiguous().cuda(), chosen(num, 8, "cuda")
+    x, (weights, ids) = strided_rows(num, 1024, torch.float32).contiguous().cuda(), chosen(num, 8, "cuda")
+    plain = moe_experts(x, weights, ids, dequantised(w13), dequantised(w2))
     with forced(**dict.fromkeys(OURS, "")):
         expected = moe_experts(x, weights, ids, w13, w2)
-    assert_close(moe_experts(x, weights, ids, w13, w2), expected, 1e-2)
+    assert_close(moe_experts(x, weights, ids, w13, w2), expected, 1e-3)
+    if num:
+        rounded = moe_experts(x.bfloat16(), weights, ids, w13, w2)
+        assert rms_error(rounded, plain) < 2 * INT8_LINEAR_TOLERANCE
 
 
 @pytest.mark.gpu
