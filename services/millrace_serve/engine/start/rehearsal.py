@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from millrace_kernels.backend import SMALL_TOKENS
 
 from millrace_serve.engine.config import Limits
 from millrace_serve.engine.step.batch import HostBatch, SharedChunk, SlotUpdates, StepBatch
@@ -69,11 +70,12 @@ def _shape(
 
 
 def _sizes(most: int) -> list[int]:
-    """Powers of two, `most`, an odd one between two of them (Triton compiles for multiples of 16 apart), and 3: experts
-    have kernels of their own for 1, 2, 3 and 4 tokens.
+    """All up to SMALL_TOKENS, where kernels change most often; then powers of two, an odd number between two of them
+    (Triton compiles for multiples of 16 apart), and `most`.
     """
     powers = [1 << i for i in range(most.bit_length())]
-    return sorted(size for size in {*powers, *(3 * power // 4 - 1 for power in powers), 3, most} if 0 < size <= most)
+    sizes = {*range(1, SMALL_TOKENS + 1), *powers, *(3 * power // 4 - 1 for power in powers), most}
+    return sorted(size for size in sizes if 0 < size <= most)
 
 
 def decode_shapes(limits: Limits, buckets: Sequence[int]) -> Iterator[Shape]:
