@@ -112,6 +112,7 @@ ROUTER = (
 )
 WORKER = (
     gauge("state", "millrace_worker_state", "1 for the worker's current state.", ("state",)),
+    gauge("weights", "millrace_worker_weights_info", "1 for the version of the worker's weights.", ("version",)),
     gauge("startup", "millrace_startup_seconds", "Time of each phase of the start.", ("phase",)),
     counter(
         "compilations",

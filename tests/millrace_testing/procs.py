@@ -109,7 +109,7 @@ class Worker:
 
     async def source(self) -> worker_pb2.KvSourceRef:
         info = await self.info()
-        return worker_pb2.KvSourceRef(address=self.address, epoch=self.epoch, fingerprint=info.layout.fingerprint)
+        return worker_pb2.KvSourceRef(address=self.address, epoch=info.epoch, fingerprint=info.layout.fingerprint)
 
     async def whole(self, timeout_s: float = 10.0) -> worker_pb2.LoadSnapshot:
         """Until nothing is held: every page is free, or an idle page of the prefix cache."""

@@ -211,6 +211,12 @@ class FlushCache(msgspec.Struct, frozen=True, tag=True):
     """Drop every prefix-cache page that no sequence uses."""
 
 
+class Pause(msgspec.Struct, frozen=True, tag=True):
+    """Begin no step until a Pause with `on` false; messages are handled meanwhile, and deadlines wait."""
+
+    on: bool
+
+
 # ------------------------------------------------------------------------------------- events of an engine
 
 
@@ -265,6 +271,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     drafted: tuple[int, ...] = ()  # drafts ever verified, by their place behind the last token
     accepted: tuple[int, ...] = ()  # of these
     credits: int = 0  # further requests this replica is willing to take now
+    paused: bool = False  # it begins no step, and no step and no copy of pages is under way
     # Of the whole worker, where experts are balanced (model/experts/moving.py):
     expert_imbalance: tuple[float, ...] = ()  # of each MoE layer lately: choices on the busiest rank over the mean
     expert_moves: int = 0  # experts that ever changed their place
@@ -285,4 +292,4 @@ class Events(msgspec.Struct, tag=True):
         return bool(self.outputs or self.parts or self.reserved or self.cache)
 
 
-EngineInput = Submit | Abort | KvOffered | KvArrived | KvFailed | KvLate | Lend | LeaseEnded | FlushCache
+EngineInput = Submit | Abort | KvOffered | KvArrived | KvFailed | KvLate | Lend | LeaseEnded | FlushCache | Pause

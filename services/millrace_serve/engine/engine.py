@@ -17,7 +17,7 @@ from millrace_serve.engine.cache.block_pool import InvariantError
 from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.cache.page_store import PageStore
 from millrace_serve.engine.config import EngineConfig
-from millrace_serve.engine.core import EngineInput, Events, Load
+from millrace_serve.engine.core import EngineInput, Events, Load, Pause
 from millrace_serve.engine.grammar.grammars import Grammars
 from millrace_serve.engine.schedule.plan import Plan
 from millrace_serve.engine.schedule.scheduler import Scheduler
@@ -60,16 +60,22 @@ class Engine:
         self._stopping = False
         self.stopped = False  # the last step was taken, here and on every other replica
         self._stale = True  # something happened since schedule() last found nothing to do
+        self._paused = False
 
     def keep_in(self, store: PageStore) -> None:
         """`store` is the third tier from now on, for pages of the copier's host memory. `close` closes it."""
+        if self._disk.store is not None:
+            self._disk.store.close()
         self._disk.store = store
 
     def submit(self, msg: EngineInput) -> None:
         """Never raises for a bad request: it ends in an output with finish ERROR, in the next step's Events."""
+        self._stale = True
+        if isinstance(msg, Pause):
+            self._paused = msg.on
+            return
         for admitted in self._grammars.admit(msg):
             self._scheduler.handle(admitted)
-            self._stale = True
 
     def step(self) -> Events:
         """One step: schedule, build, launch, commit the previous one. Call it while `has_work`, or after `wait_s`."""
@@ -78,7 +84,7 @@ class Engine:
         for job in self.copier.poll():
             self._scheduler.host.finished(job)
         self._disk.poll()
-        plan = self._scheduler.schedule()
+        plan = None if self._paused else self._scheduler.schedule()
         self._stale = plan is not None
         self._scrub()
         previous, self._in_flight = self._in_flight, self._launch(plan)
@@ -106,7 +112,7 @@ class Engine:
         if self.has_work() or self._lockstep.due():
             return 0.0
         waits = (
-            self._scheduler.requests.seconds_to_deadline(),
+            None if self._paused else self._scheduler.requests.seconds_to_deadline(),
             COMPILE_POLL_S if self._grammars.waiting else None,
             COPY_POLL_S if self.copier.busy or self._disk.loads else None,
             STORE_POLL_S if self._disk.stores else None,
@@ -120,7 +126,15 @@ class Engine:
 
     def load(self) -> Load:
         load, counts = self._scheduler.load(), self._runner.counts() | self.copier.counts() | self._disk.counts()
-        return msgspec.structs.replace(load, **counts) if counts else load
+        moving = self._in_flight is not None or self.copier.busy or self._disk.loads or self._disk.stores
+        paused = self._paused and not moving
+        return msgspec.structs.replace(load, paused=paused, **counts) if counts or paused else load
+
+    def check_empty(self) -> None:
+        """Raise RuntimeError unless it is paused and holds nothing of the weights: no request, no cached page."""
+        load = self.load()
+        if not load.paused or load.pages_free < load.pages_total or self._scheduler.requests.live:
+            raise RuntimeError(f"the engine is not paused and empty: {load}")
 
     def check_idle(self) -> None:
         """Raise InvariantError with the numbers if pages are lost, or are not all back when no request is live."""

@@ -286,6 +286,7 @@ class Imports:
                     case kv_pb2.Held():
                         self._do(job, machine.on_held())
                     case sources:
+                        self._peers.answered(job.peer)
                         job.sources = sources
         self._do(job, machine.on_stream_end())
 

@@ -163,6 +163,11 @@ class Peers:
             self._close(before.close(LAST_CALLS_S))
         return peer
 
+    def answered(self, peer: Peer) -> None:
+        """So no other process is at its address: one with another epoch is gone, or is this one with other weights."""
+        for other in [other for other in self._peers.values() if other.address == peer.address and other is not peer]:
+            self.drop(other)
+
     def drop(self, peer: Peer) -> None:
         """Drop a peer. Idempotent: the peer may have a successor by then."""
         if self._peers.get((peer.address, peer.epoch)) is not peer:

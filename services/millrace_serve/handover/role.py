@@ -41,7 +41,9 @@ class HandoverRole(RoleLogic):
         )
         self.exports = Exports(config.timeouts, frontend.metrics, frontend.ranks.send)
         self._sources = Sources(config.num_ranks, frontend.ranks)
-        self._kv = KvServicer(frontend.epoch, config.dp, frontend.ranks, frontend.requests, self.exports, self._sources)
+        self._kv = KvServicer(
+            lambda: frontend.epoch, config.dp, frontend.ranks, frontend.requests, self.exports, self._sources
+        )
 
     def register(self, server: grpc.aio.Server, links: Links) -> None:
         kv_pb2_grpc.add_KvServiceServicer_to_server(self._kv, server)
@@ -76,6 +78,9 @@ class HandoverRole(RoleLogic):
     @property
     def busy(self) -> bool:
         return self.exports.leases.num_live > 0 or len(self.imports) > 0
+
+    async def disconnect(self) -> None:
+        await self._peers.close()
 
     async def close(self) -> None:
         self._doubts.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import TypeAlias
 
 import grpc
@@ -24,7 +24,13 @@ Context: TypeAlias = grpc.aio.ServicerContext
 
 class KvServicer(kv_pb2_grpc.KvServiceServicer):
     def __init__(
-        self, epoch: str, replicas: int, ranks: Ranks, requests: Requests, exports: Exports, sources: Sources
+        self,
+        epoch: Callable[[], str],
+        replicas: int,
+        ranks: Ranks,
+        requests: Requests,
+        exports: Exports,
+        sources: Sources,
     ) -> None:
         self._epoch = epoch
         self._replicas = replicas
@@ -38,7 +44,7 @@ class KvServicer(kv_pb2_grpc.KvServiceServicer):
     ) -> AsyncIterator[kv_pb2.FetchResponse]:
         begin: kv_pb2.FetchOpen = await opening(requests, "open", "Fetch")
         id = convert.request_id(begin.id)
-        check_epoch(begin.epoch, self._epoch)
+        check_epoch(begin.epoch, self._epoch())
         check_layout(begin.fingerprint, "the reader", self._ranks)
         if begin.HasField("prefix"):
             id = self._lend(begin.prefix, context)

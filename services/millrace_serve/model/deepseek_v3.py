@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from millrace_kernels.mla_prefill import Heads
@@ -22,7 +24,7 @@ from millrace_serve.model.experts.held import ExpertLayer
 from millrace_serve.model.experts.local import LocalExperts
 from millrace_serve.model.experts.moving import Balancer
 from millrace_serve.model.experts.placement import Placement
-from millrace_serve.model.experts.routed import Implementation, RoutedExperts
+from millrace_serve.model.experts.routed import Implementation, MakeExperts
 from millrace_serve.model.inputs import ForwardInput
 from millrace_serve.model.lane import Stages, straight
 from millrace_serve.model.layers import RmsNorm, VocabParallel
@@ -31,10 +33,11 @@ from millrace_serve.model.mtp import Mtp
 from millrace_serve.model.overlap import THRESHOLDS, Overlap, alternate
 from millrace_serve.model.parallel import ParallelDims, check_divides
 from millrace_serve.model.reduce import TpReduce
-from millrace_serve.model.weights import Checkpoint, Weights, runs_quantised
+from millrace_serve.model.weights import Checkpoint, CheckpointError, Weights, runs_quantised
 from millrace_serve.model.yarn import rope_tables
 
 log = logging.getLogger(__name__)
+P = TypeVar("P")
 
 
 class DeepseekV3:
@@ -57,17 +60,28 @@ class DeepseekV3:
         placement = Placement.contiguous(num_layers, num_experts, dims.ep_size, dims.spare_experts)
         implementation = experts or (LocalExperts if dims.dp == 1 else GatherExperts)
 
-        def make(layer: int) -> RoutedExperts:
-            return implementation(ExpertLayer(ckpt, config, dims, placement, layer))
+        def experts_of(ckpt: Weights) -> MakeExperts:
+            return lambda layer: implementation(ExpertLayer(ckpt, config, dims, placement, layer))
 
+        def built(make: Callable[[Weights], P]) -> P:
+            part = make(ckpt)
+            self._parts.append((part, make))
+            return part
+
+        def decoder_layer(layer: int) -> DecoderLayer:
+            return built(lambda ckpt: DecoderLayer(ckpt, config, dims, self.reduce, experts_of(ckpt), layer))
+
+        self._parts: list[tuple[object, Callable[[Weights], object]]] = []  # and how to make each of other weights
         self.reduce = TpReduce(dims)
-        self.embed_tokens = VocabParallel(ckpt, config, dims, "model.embed_tokens.weight")
-        self.layers = [
-            DecoderLayer(ckpt, config, dims, self.reduce, make, layer) for layer in range(config.num_hidden_layers)
-        ]
-        self.norm = RmsNorm(ckpt, "model.norm", config.hidden_size, config.rms_norm_eps, quant=False)
-        self.lm_head = VocabParallel(ckpt, config, dims, "lm_head.weight")
-        self.mtp = Mtp(ckpt, config, dims, self.reduce, make) if config.num_nextn_predict_layers else None
+        self.embed_tokens = built(lambda ckpt: VocabParallel(ckpt, config, dims, "model.embed_tokens.weight"))
+        self.layers = [decoder_layer(layer) for layer in range(config.num_hidden_layers)]
+        self.norm = built(
+            lambda ckpt: RmsNorm(ckpt, "model.norm", config.hidden_size, config.rms_norm_eps, quant=False)
+        )
+        self.lm_head = built(lambda ckpt: VocabParallel(ckpt, config, dims, "lm_head.weight"))
+        self.mtp = None
+        if config.num_nextn_predict_layers:
+            self.mtp = built(lambda ckpt: Mtp(ckpt, config, dims, self.reduce, experts_of(ckpt)))
         moes = {index: layer.mlp for index, layer in enumerate(self._decoder_layers) if isinstance(layer.mlp, Moe)}
         self.balancer = Balancer(dims, placement, moes) if dims.spare_experts else None
         can_overlap = dims.tp == 1 and bool(moes) and all(moe.routed.overlaps for moe in moes.values())
@@ -76,6 +90,16 @@ class DeepseekV3:
         last.sampled_only = self.mtp is None and last.mlp.local and last.mlp.tp_partial
         for layer in self.layers[-2:-1]:
             layer.before_sampled = last.sampled_only
+
+    @torch.inference_mode()
+    def load(self, ckpt: Weights) -> None:
+        """Takes other weights of the same configuration, in the places of these. Parts are made again one by one, so
+        all that is derived from a weight is too, and experts are back on the ranks where they began.
+        """
+        for part, make in self._parts:
+            overwrite(part, make(ckpt), type(part).__name__)
+        if self.balancer is not None:
+            self.balancer.restart()
 
     @torch.inference_mode()
     def forward(self, inputs: ForwardInput, kv: Tensor) -> Tensor:
@@ -150,13 +174,40 @@ def load_model(
         ValueError: the config does not divide by `dims`.
     """
     started = time.monotonic()
+    ckpt, config = open_checkpoint(path, device, dtype, keep_quantised=keep_quantised, mtp=mtp)
+    model = DeepseekV3(ckpt, config, dims, thresholds, experts)
+    ckpt.finish()
+    log.info("model loaded path=%s rank=%d dtype=%s seconds=%.1f", path, dims.rank, dtype, time.monotonic() - started)
+    return model
+
+
+def open_checkpoint(
+    path: str | Path, device: torch.device, dtype: torch.dtype, *, keep_quantised: bool | None = None, mtp: bool = True
+) -> tuple[Checkpoint, ModelConfig]:
+    """Its headers, and the configuration of the layers to load; the rest as in `load_model`."""
     config = ModelConfig.load(path)
     keep = runs_quantised(device, dtype) if keep_quantised is None else keep_quantised
     ckpt = Checkpoint(path, config, device, dtype, keep_quantised=keep)
     if config.num_nextn_predict_layers and not mtp:
         config = config.without_mtp()
         ckpt.skip(f"model.layers.{config.num_hidden_layers}.")
-    model = DeepseekV3(ckpt, config, dims, thresholds, experts)
-    ckpt.finish()
-    log.info("model loaded path=%s rank=%d dtype=%s seconds=%.1f", path, dims.rank, dtype, time.monotonic() - started)
-    return model
+    return ckpt, config
+
+
+def overwrite(old: Any, new: Any, name: str) -> None:
+    """Copies all tensors of `new` over those of `old`, which the same code has made of other weights.
+
+    Raises CheckpointError for a tensor that is quantised in one of them alone.
+    """
+    if old is new or new is None:
+        return
+    if type(old) is not type(new) or (isinstance(old, Tensor) and (old.shape, old.dtype) != (new.shape, new.dtype)):
+        raise CheckpointError(f"{name} is stored in another form than that of the weights which are served")
+    if isinstance(old, Tensor):
+        old.copy_(new)
+    elif isinstance(old, list | tuple):
+        for before, after in zip(old, new, strict=True):
+            overwrite(before, after, name)
+    elif hasattr(new, "__dict__"):
+        for attribute, value in vars(new).items():
+            overwrite(getattr(old, attribute), value, f"{name}.{attribute}")

@@ -23,11 +23,12 @@ class LocalLauncher(Launcher):
     """Processes of this host, over Unix sockets in a private folder."""
 
     def __init__(self) -> None:
-        self._folder = tempfile.mkdtemp(prefix="millrace-")
+        self._folder = ""
         self._processes: list[BaseProcess] = []
         self._ends: list[asyncio.Future[None]] = []
 
     def bind(self) -> str:
+        self._folder = tempfile.mkdtemp(prefix="millrace-")
         return f"ipc://{self._folder}/frontend"
 
     async def start(self, config: WorkerConfig, frontend: str, on_exit: OnExit) -> None:
@@ -49,6 +50,7 @@ class LocalLauncher(Launcher):
             for process in self._processes:
                 process.kill()
             await asyncio.wait(self._ends)
+        self._processes, self._ends = [], []
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

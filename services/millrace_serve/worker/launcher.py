@@ -13,7 +13,7 @@ OnExit = Callable[[int, str], None]  # rank, how it ended
 class Launcher(abc.ABC):
     @abc.abstractmethod
     def bind(self) -> str:
-        """The endpoint of the frontend's inbox: ZeroMQ, perhaps with a wildcard port."""
+        """The endpoint of the frontend's inbox: ZeroMQ, perhaps with a wildcard port. Before each `start`."""
 
     @abc.abstractmethod
     async def start(self, config: WorkerConfig, frontend: str, on_exit: OnExit) -> None:
@@ -21,4 +21,6 @@ class Launcher(abc.ABC):
 
     @abc.abstractmethod
     async def stop(self, grace_s: float) -> None:
-        """Wait for the ranks, which have got Stop, and kill those that run after `grace_s`. Idempotent."""
+        """Wait for the ranks, which have got Stop, and kill those that run after `grace_s`. Idempotent; `start`
+        may follow.
+        """

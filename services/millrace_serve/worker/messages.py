@@ -1,7 +1,7 @@
 """Messages between the frontend and the ranks, besides those of the engine (engine/core.py) and of the reader
 (transfer/messages.py).
 
-    frontend -> engine thread   EngineInput, FreezeGc, StartProfile, StopProfile, Stop
+    frontend -> engine thread   EngineInput, FreezeGc, StartProfile, StopProfile, SetWeights, Stop
     frontend -> reader thread   ToReader
     rank -> frontend            FromRank(rank, Report)
 
@@ -36,11 +36,22 @@ class StopProfile(msgspec.Struct, frozen=True, tag=True):
     """Write the trace; answered by ProfileDone."""
 
 
+class SetWeights(msgspec.Struct, frozen=True, tag=True):
+    """Load the checkpoint at `path` over the weights, and call them `version`; answered by WeightsSet. Only while every
+    engine is paused and empty.
+    """
+
+    path: str  # empty: the weights stay
+    version: str
+    check: bool = False  # touch nothing: only say whether they could be loaded
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """End the engine loop in good order."""
 
 
-ToEngine = EngineInput | FreezeGc | StartProfile | StopProfile | Stop
+ToProcess = FreezeGc | StartProfile | StopProfile | SetWeights
+ToEngine = EngineInput | ToProcess | Stop
 
 
 class RankProgress(msgspec.Struct, frozen=True, tag=True):
@@ -92,7 +103,13 @@ class ProfileDone(msgspec.Struct, frozen=True, tag=True):
     error: str  # empty when it worked
 
 
-Report = Events | FromReader | Pulse | RankProgress | RankReady | RankFailed | GcPauses | GcFrozen | ProfileDone
+class WeightsSet(msgspec.Struct, frozen=True, tag=True):
+    layout: KvLayout  # of the weights that the rank has now
+    error: str  # empty when it worked
+
+
+Answer = GcFrozen | ProfileDone | WeightsSet  # of a rank, to the frontend's question
+Report = Events | FromReader | Pulse | RankProgress | RankReady | RankFailed | GcPauses | Answer
 
 
 class FromRank(msgspec.Struct, frozen=True, array_like=True):

@@ -92,9 +92,12 @@ class RayLauncher(Launcher):
             await asyncio.wait(self._runs, timeout=grace_s)
         for actor in self._actors:
             ray.kill(actor)
+        for run in self._runs:
+            run.cancel()
+        await asyncio.gather(*self._runs)
         if self._group is not None:
             ray.util.remove_placement_group(self._group)
-        self._actors, self._group = [], None
+        self._actors, self._runs, self._group = [], [], None
 
 
 def endpoint(address: str, port: int | str) -> str:

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 from millrace_common.reasons import Reason
 
-from millrace_serve.engine.core import EngineInput, Failure, FlushCache, Grammar, Request, RequestId, Submit
+from millrace_serve.engine.core import EngineInput, Failure, FlushCache, Grammar, Pause, Request, RequestId, Submit
 
 MAX_COMPILED = 128  # grammars kept; the least recently used one goes
 COMPILE_THREADS = 2
@@ -137,7 +137,7 @@ class Grammars:
         """Return the message if it may go on to the scheduler now."""
         if not self._held and not isinstance(message, Submit):  # nearly always
             return [message]
-        if isinstance(message, FlushCache):
+        if isinstance(message, FlushCache | Pause):
             return [message]
         id = message.request.id if isinstance(message, Submit) else message.id
         if id in self._held:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from millrace_serve.engine.grammar.grammars import Grammars
 from millrace_serve.engine.grammar.xgrammar_compiler import XgrammarCompiler
 from millrace_serve.engine.schedule.factory import make_scheduler
 from millrace_serve.engine.schedule.limits import ModelFacts
-from millrace_serve.engine.start import compile_ahead
+from millrace_serve.engine.start import compile_ahead, reload
 from millrace_serve.engine.start.compilations import Compilations
 from millrace_serve.engine.start.compile import announce_kernels
 from millrace_serve.engine.start.exchange import Exchange, make_exchange
@@ -50,6 +52,7 @@ class Rank:
     runner: TorchRunner
     lockstep: Lockstep
     copier: PageCopier
+    load: Callable[[Path, bool], str] | None = None  # a checkpoint over the weights, or only check it; its hash
 
     def engine(self) -> Engine:
         facts = ModelFacts(self.model.vocab_size, frozenset(self.model.eos_token_ids))
@@ -122,7 +125,8 @@ def load_rank(
     runner.balance()
     compile_ahead.mark(site)
     compilations.started = True
-    return Rank(role, path, config, model_config, pool, runner, lockstep, copier)
+    load = functools.partial(reload.load, site, model, runner)
+    return Rank(role, path, config, model_config, pool, runner, lockstep, copier, load)
 
 
 def _watch_compilers(site: Site, progress: Progress) -> Compilations:

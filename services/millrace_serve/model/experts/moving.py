@@ -53,7 +53,7 @@ class Balancer:
 
     def __init__(self, dims: ParallelDims, placement: Placement, layers: Mapping[int, Moe]) -> None:
         self.report = BalanceReport()
-        self._dims, self._placement = dims, placement
+        self._dims, self._first, self._placement = dims, placement, placement
         self._layers = {layer: moe.routed.held for layer, moe in layers.items()}
         device = next(iter(self._layers.values())).slots.places.device
         self._loads = torch.zeros(len(placement.experts), placement.num_experts, dtype=torch.int32, device=device)
@@ -75,6 +75,11 @@ class Balancer:
         for distance in range(1, size):
             moves = [(rank * slots, (rank + distance) % size * slots) for rank in range(size)]
             self._transfer(next(iter(self._layers.values())), moves)
+
+    def restart(self) -> None:
+        """Experts are back where they began, with other weights."""
+        self._placement, self._plan = self._first, None
+        self.begin()
 
     def begin(self) -> None:
         """Forgets what warm-ups have chosen."""

@@ -25,7 +25,7 @@ Tiers = tuple[dict[int, None], dict[int, None]]
 
 class CacheBoard:
     def __init__(self, replicas: int, epoch: str) -> None:
-        self._epoch = epoch
+        self.epoch = epoch
         self._blocks: list[Tiers] = [({}, {}) for _ in range(replicas)]
         self._sequences = [0] * replicas
         self._watchers: set[_Watcher] = set()
@@ -47,11 +47,11 @@ class CacheBoard:
         try:
             for replica, (sequence, tiers) in enumerate(snapshots):
                 for change in _snapshot(replica, sequence, *tiers):
-                    yield worker_pb2.CacheChanges(epoch=self._epoch, changes=[change])
+                    yield worker_pb2.CacheChanges(epoch=self.epoch, changes=[change])
             while True:
                 if not watcher.behind:
                     await watcher.changed.wait()
-                yield worker_pb2.CacheChanges(epoch=self._epoch, changes=watcher.take(self._sequences))
+                yield worker_pb2.CacheChanges(epoch=self.epoch, changes=watcher.take(self._sequences))
                 await asyncio.sleep(min_interval_s)
         finally:
             self._watchers.discard(watcher)

@@ -1,8 +1,9 @@
 """The frontend of a worker behind its servers: one object per process, composed of parts.
 
 Life: 1. `start` brings up the ranks and warms the engines, to READY; 2. requests come over `links`, and reports of the
-ranks go to the parts that they concern; 3. `drain` stops admission and lets work end; 4. `close`. A rank that dies ends
-2 and 3 at once: every attempt fails with WORKER_LOST, and `lost` is set for the process to exit. `leave` begins 3.
+ranks go to the parts that they concern; `weights` pauses that; 3. `drain` stops admission and lets work end; 4.
+`close`. A rank that dies ends 2 and 3 at once: every attempt fails with WORKER_LOST, and `lost` is set for the process
+to exit. `leave` begins 3.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import asyncio
 import contextlib
 import logging
 import time
+import uuid
 from collections.abc import Callable
+from pathlib import Path
 
 from millrace.v1 import worker_pb2
 from millrace_common import loop_lag, tracing
@@ -37,6 +40,7 @@ from millrace_serve.worker.frontend.requests import Requests
 from millrace_serve.worker.frontend.role import RoleLogic
 from millrace_serve.worker.frontend.spans import WorkerSpans
 from millrace_serve.worker.frontend.wakeup import within
+from millrace_serve.worker.frontend.weights import HotWeights
 from millrace_serve.worker.launcher import Launcher
 from millrace_serve.worker.messages import GcPauses, Pulse, RankProgress, Report
 
@@ -65,6 +69,17 @@ class Frontend:
         self.requests = Requests(config.dp, self.lifecycle, self.ranks, self.spans, self.metrics)
         self.role = make_role(self)
         self.links = Links(epoch, self.requests, self.role.submit)
+        self.weights = HotWeights(
+            config,
+            self.lifecycle,
+            self.ranks,
+            self.requests,
+            self.board,
+            self.metrics,
+            self._forget,
+            self._start_ranks,
+            self._stop_ranks,
+        )
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.leaving: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.state_changed: Callable[[State], None] = lambda state: None
@@ -78,8 +93,13 @@ class Frontend:
 
     async def start(self) -> None:
         """Start the worker up to READY. Raises MillraceError when it fails."""
+        await self._start_ranks()
+        self.weights.show()
+        self.lifecycle.to(State.READY)
+
+    async def _start_ranks(self, model: Path | None = None) -> None:
         async with within(self.config.timeouts.start, "starting the ranks"):
-            await self.ranks.start()
+            await self.ranks.start(model)
         self.lifecycle.advance(State.WARMING, "")
         phases = Phases()
         with phases("warm-up"):
@@ -88,7 +108,26 @@ class Frontend:
         log.info("start-up: %s", phase_table(self.startup_seconds))
         for name, value in self.startup_seconds.items():
             self.metrics.startup.labels(phase=name).set(value)
-        self.lifecycle.to(State.READY)
+
+    async def _stop_ranks(self) -> None:
+        """The worker goes to sleep; `forget` was called."""
+        await self.role.disconnect()
+        await self.ranks.stop(STOP_GRACE_S)
+        self._compiled.clear()
+        self.board.restart()
+
+    async def _forget(self, why: str) -> None:
+        """End all work and free all cached KV, and become another worker for everybody who knew this one."""
+        for id in self.requests:
+            self.requests.fail(id, Failure(Reason.NOT_READY, why))
+        error = MillraceError(Reason.NOT_READY, why)
+        self.role.on_lost(error)
+        async with within(self.config.timeouts.lease, "the end of transfers"):
+            while self.role.busy or not self.board.idle:
+                await self.board.changed.wait(0.1)  # `busy` has no wake-up of its own
+        await self.flush_cache()
+        self.epoch = self.board.epoch = self.caches.epoch = self.links.epoch = uuid.uuid4().hex
+        self.links.end_all(error)
 
     async def warm_up(self) -> None:
         """Run requests of several shapes on every engine, one after the other and together."""
@@ -106,7 +145,8 @@ class Frontend:
 
     async def drain(self, timeout_s: float) -> int:
         """Stop admission, let work end, abort the rest, wait for parked pages and transfers. Returns the aborted."""
-        if self.lifecycle.state is State.READY:
+        if self.lifecycle.state in (State.READY, State.PAUSED):
+            timeout_s = timeout_s if self.lifecycle.state is State.READY else 0.0  # what is paused does not end
             self.lifecycle.to(State.DRAINING)
         deadline = time.monotonic() + timeout_s
         while self.requests and (left := deadline - time.monotonic()) > 0:

@@ -19,12 +19,20 @@ class State(enum.StrEnum):
     COMPILING = "compiling"  # ranks compile and capture
     WARMING = "warming"  # real tiny requests run through the engine
     READY = "ready"  # routers' requests are admitted; the health service reports SERVING
+    PAUSED = "paused"  # no step runs; `message` says what goes on (weights.py)
     DRAINING = "draining"  # running work ends, nothing new is admitted
     STOPPED = "stopped"  # the process is about to exit; `message` has the reason
 
 
 _ORDER = list(State)
-MOVES = Transitions({state: (follower, State.STOPPED) for state, follower in pairwise(State)} | {State.STOPPED: ()})
+MOVES = Transitions(
+    {state: (follower, State.STOPPED) for state, follower in pairwise(State)}
+    | {
+        State.READY: (State.PAUSED, State.DRAINING, State.STOPPED),
+        State.PAUSED: (State.READY, State.DRAINING, State.STOPPED),
+        State.STOPPED: (),
+    }
+)
 
 
 class Lifecycle:

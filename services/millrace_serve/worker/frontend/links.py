@@ -72,7 +72,7 @@ class Links:
     """
 
     def __init__(self, epoch: str, requests: Requests, submit: Callable[[RouterLink, Any], None]) -> None:
-        self._epoch = epoch
+        self.epoch = epoch
         self._requests = requests
         self._submit = submit
         self._open: set[RouterLink] = set()
@@ -82,14 +82,14 @@ class Links:
     ) -> AsyncIterator[worker_pb2.LinkResponse]:
         self._requests.check_admission()
         hello: worker_pb2.LinkHello = await opening(requests, "hello", "Link")
-        check_epoch(hello.epoch, self._epoch)
+        check_epoch(hello.epoch, self.epoch)
         link = RouterLink(hello.router_id)
         self._open.add(link)
         log.info("link of router %s opened", link.router_id)
         reader = asyncio.create_task(self._read(link, requests))
         # a generator that is suspended in a yield does not notice that its call is over
         context.add_done_callback(lambda _: self._close(link, reader))
-        yield worker_pb2.LinkResponse(welcome=worker_pb2.LinkWelcome(epoch=self._epoch))
+        yield worker_pb2.LinkResponse(welcome=worker_pb2.LinkWelcome(epoch=self.epoch))
         async for message in link.messages():
             yield message
 

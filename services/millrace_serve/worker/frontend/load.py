@@ -32,8 +32,14 @@ class LoadBoard:
         self._loans = Rate()  # of borrowed prefixes, without the reads of their pages
         self._loan_at = -math.inf
         self._state = state
-        self._epoch = epoch
+        self.epoch = epoch
         self._reported: dict[Any, float] = {}  # by counter
+
+    def restart(self) -> None:
+        """The engines are gone; new ones will count from 0."""
+        self.loads = [Load()] * len(self.loads)
+        self._reported.clear()
+        self.changed.fire()
 
     def update(self, replica: int, load: Load) -> None:
         if load != self.loads[replica]:
@@ -62,7 +68,7 @@ class LoadBoard:
     def snapshot(self) -> worker_pb2.LoadSnapshot:
         replicas = [convert.wire_load(load) for load in self.loads]
         return worker_pb2.LoadSnapshot(
-            epoch=self._epoch,
+            epoch=self.epoch,
             state=self._state(),
             replicas=replicas,
             read_bytes_per_s=self.reads.per_s,

@@ -1,8 +1,8 @@
 """The frontend's side of its ranks: starts them, exchanges messages with them, notices a lost one.
 
 Life: 1. `start` launches all ranks; 2. each reports RankReady, after which its inboxes can be sent to; 3. reports go to
-`on_report`; 4. `stop`. A rank that fails, hangs or ends before that is lost, and the worker with it: `on_lost` is
-called once.
+`on_report`; 4. `stop`, after which they may be started again. A rank that fails, hangs or ends before that is lost, and
+the worker with it: `on_lost` is called once.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -27,6 +28,7 @@ from millrace_serve.worker.config import WorkerConfig
 from millrace_serve.worker.frontend.rank_watch import RankWatch
 from millrace_serve.worker.launcher import Launcher
 from millrace_serve.worker.messages import (
+    Answer,
     FreezeGc,
     FromRank,
     GcFrozen,
@@ -35,14 +37,17 @@ from millrace_serve.worker.messages import (
     RankFailed,
     RankReady,
     Report,
+    SetWeights,
     StartProfile,
     Stop,
     StopProfile,
     ToEngine,
+    ToProcess,
+    WeightsSet,
 )
 
 log = logging.getLogger(__name__)
-A = TypeVar("A", GcFrozen, ProfileDone)
+A = TypeVar("A", bound=Answer)
 
 
 class Ranks:
@@ -57,23 +62,29 @@ class Ranks:
         self._launcher = launcher
         self._on_report = on_report
         self._on_lost = on_lost
-        self._context = zmq.Context()
-        self._inbox: Receiver[FromRank] = Receiver(self._context, launcher.bind(), FromRank)
+        self._context: zmq.Context[Any] | None = None  # while there are ranks
         self._engines: dict[int, Sender[ToEngine]] = {}
         self._readers: dict[int, Sender[ToReader]] = {}
         self._infos: dict[int, RankReady] = {}
         self._asked: dict[tuple[type, int], asyncio.Future[Any]] = {}  # (answer's type, rank): answers to come
-        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._clock = PatientClock()
-        self._watch = RankWatch(config.num_ranks, config.timeouts.start, self._clock.now())
         self._watcher: asyncio.Task[None] | None = None
         self._lost = ""
         self._stopping = False
 
-    async def start(self) -> None:
-        """Returns when every rank is ready. Raises MillraceError (WORKER_LOST) when one ends first."""
+    async def start(self, model: Path | None = None) -> None:
+        """Returns when every rank is ready; again after `stop`. Raises MillraceError (WORKER_LOST) when one ends first.
+
+        Args:
+            model: a checkpoint in the place of the configured one.
+        """
+        self._stopping, self._context = False, zmq.Context()
+        self._inbox: Receiver[FromRank] = Receiver(self._context, self._launcher.bind(), FromRank)
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._watch = RankWatch(self._config.num_ranks, self._config.timeouts.start, self._clock.now())
         self._inbox.watch(self._take)
-        await self._launcher.start(self._config, self._inbox.endpoint, self._on_exit)
+        config = self._config if model is None else self._config.model_copy(update={"model": model})
+        await self._launcher.start(config, self._inbox.endpoint, self._on_exit)
         await self._ready
         self._watcher = asyncio.create_task(self._watch_ranks())
 
@@ -89,8 +100,12 @@ class Ranks:
         for reader in self._readers.values():
             reader.send(StopReader())
         await self._launcher.stop(grace_s)
-        self._inbox.close()
-        self._context.destroy(linger=0)
+        for known in (self._engines, self._readers, self._infos):
+            known.clear()
+        if self._context is not None:
+            self._inbox.close()
+            self._context.destroy(linger=0)
+            self._context = None
 
     @property
     def info(self) -> RankReady | None:
@@ -133,7 +148,8 @@ class Ranks:
         self._engines[self.of_replica(replica)[0]].send(message)
 
     def send_reader(self, rank: int, message: ToReader) -> None:
-        self._readers[rank].send(message)
+        if reader := self._readers.get(rank):  # none while the worker sleeps
+            reader.send(message)
 
     async def freeze_gc(self) -> list[int]:
         """Objects frozen, by rank."""
@@ -143,7 +159,14 @@ class Ranks:
         """Answers of all ranks. One call at a time."""
         return await self._ask(message, ProfileDone)
 
-    async def _ask(self, message: FreezeGc | StartProfile | StopProfile, answer: type[A]) -> list[A]:
+    async def set_weights(self, message: SetWeights) -> str:
+        """One call at a time. Returns why a rank could not; empty: all could."""
+        answers = await self._ask(message, WeightsSet)
+        for rank, answer in enumerate(answers):
+            self._infos[rank] = msgspec.structs.replace(self._infos[rank], layout=answer.layout)
+        return next((f"rank {rank}: {answer.error}" for rank, answer in enumerate(answers) if answer.error), "")
+
+    async def _ask(self, message: ToProcess, answer: type[A]) -> list[A]:
         """Answers of all ranks to `message`; calls that overlap share them. Raises MillraceError."""
         for rank, engine in self._engines.items():
             if (answer, rank) not in self._asked:
@@ -165,7 +188,7 @@ class Ranks:
                 self._connect(rank, report)
             case RankFailed(why):
                 self._lose(f"rank {rank} failed: {why}")
-            case GcFrozen() | ProfileDone():
+            case GcFrozen() | ProfileDone() | WeightsSet():
                 self._asked.pop((type(report), rank)).set_result(report)
             case Pulse():
                 self._watch.heard(rank, report, self._clock.now())
@@ -181,6 +204,7 @@ class Ranks:
 
     def _connect(self, rank: int, info: RankReady) -> None:
         self._infos[rank] = info
+        assert self._context is not None
         self._engines[rank] = Sender(self._context, info.engine_endpoint)
         if info.reader_endpoint:
             self._readers[rank] = Sender(self._context, info.reader_endpoint)

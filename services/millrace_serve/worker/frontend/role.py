@@ -40,12 +40,15 @@ class RoleLogic(abc.ABC):
         """Handle an engine's events, before its outputs go to the routers."""
 
     def on_lost(self, error: MillraceError) -> None:  # noqa: B027
-        """The worker dies: end what other processes wait for."""
+        """The worker dies, or forgets its weights: end what other processes wait for."""
 
     @property
     @abc.abstractmethod
     def busy(self) -> bool:
         """Parked pages or transfers: a drain waits for them."""
+
+    async def disconnect(self) -> None:  # noqa: B027
+        """The ranks are about to end: what they are connected with."""
 
     def on_report(self, rank: int, report: Report) -> None:
         """Handle a report of a rank that is not for all roles."""

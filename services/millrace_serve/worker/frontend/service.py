@@ -42,6 +42,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             warmed_sources=frontend.role.warmed_sources,
             protocol=WORKER_API,
             startup_seconds=frontend.startup_seconds,
+            weights_version=frontend.weights.version,
         )
         if info is not None:
             wire.max_context = info.max_context
@@ -88,6 +89,23 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def FlushCache(self, request: pb.FlushCacheRequest, context: Context) -> pb.FlushCacheResponse:
         self._frontend.ranks.ready_info  # noqa: B018
         return pb.FlushCacheResponse(pages=await self._frontend.flush_cache())
+
+    async def SetWeights(self, request: pb.SetWeightsRequest, context: Context) -> pb.SetWeightsResponse:
+        started, weights = time.monotonic(), self._frontend.weights
+        match request.action:
+            case pb.WEIGHTS_ACTION_PAUSE:
+                await weights.pause(request.drop)
+            case pb.WEIGHTS_ACTION_LOAD:
+                await weights.load(request.path, request.version)
+            case pb.WEIGHTS_ACTION_RESUME:
+                await weights.resume()
+            case pb.WEIGHTS_ACTION_SLEEP:
+                await weights.sleep()
+            case pb.WEIGHTS_ACTION_WAKE:
+                await weights.wake(request.path, request.version)
+            case _:
+                raise convert.invalid("action", "must be one of WeightsAction")
+        return pb.SetWeightsResponse(version=weights.version, seconds=time.monotonic() - started)
 
     async def StartProfile(self, request: pb.StartProfileRequest, context: Context) -> pb.StartProfileResponse:
         self._frontend.ranks.ready_info  # noqa: B018

@@ -19,10 +19,13 @@ from millrace_serve.worker.messages import (
     GcFrozen,
     GcPauses,
     Report,
+    SetWeights,
     StartProfile,
     Stop,
     StopProfile,
     ToEngine,
+    ToProcess,
+    WeightsSet,
 )
 from millrace_serve.worker.rank.profiler import RankProfiler
 
@@ -33,24 +36,35 @@ QUIET_S = 1.0  # after this long without messages an idle engine checks the pool
 
 
 class Upkeep:
-    """Garbage collection and profiles of a rank's process: what the frontend asks of the process, not of the engine."""
+    """Garbage collection, profiles and weights of a rank's process: what the frontend asks of the process, not of the
+    engine.
+    """
 
-    def __init__(self, rank: int, report: Callable[[Report], None], progress: Progress) -> None:
+    def __init__(
+        self,
+        rank: int,
+        report: Callable[[Report], None],
+        progress: Progress,
+        set_weights: Callable[[SetWeights], WeightsSet],
+    ) -> None:
         self._report = report
         self._progress = progress
+        self._set_weights = set_weights
         self._pauses = gc_hooks.PauseWatch(f"rank{rank}")
         self._profiler = RankProfiler(rank)
 
-    def handle(self, message: FreezeGc | StartProfile | StopProfile) -> None:
+    def handle(self, message: ToProcess) -> None:
         with self._progress.busy(type(message).__name__):
             self._handle(message)
 
-    def _handle(self, message: FreezeGc | StartProfile | StopProfile) -> None:
+    def _handle(self, message: ToProcess) -> None:
         if isinstance(message, FreezeGc):
             objects = gc_hooks.freeze()
             self.report_pauses()
             log.info("the garbage collector has frozen %d objects", objects)
             self._report(GcFrozen(objects))
+        elif isinstance(message, SetWeights):
+            self._report(self._set_weights(message))
         else:
             self._report(self._profiler.handle(message))
 
@@ -105,10 +119,10 @@ class EngineLoop:
 
     def _take(self, message: ToEngine) -> None:
         match message:
-            case FreezeGc() | StartProfile() | StopProfile():
-                self._upkeep.handle(message)
             case Stop():
                 self._engine.stop()
+            case FreezeGc() | StartProfile() | StopProfile() | SetWeights():
+                self._upkeep.handle(message)
             case _:
                 self._engine.submit(message)
 
@@ -128,7 +142,7 @@ def follower_inbox(inbox: Receiver[ToEngine], upkeep: Upkeep) -> None:
     while True:
         for message in inbox.receive(None):
             match message:
-                case FreezeGc() | StartProfile() | StopProfile():
+                case FreezeGc() | StartProfile() | StopProfile() | SetWeights():
                     upkeep.handle(message)
                 case Stop():
                     return

@@ -34,8 +34,8 @@ def build(spec: RankSpec, phases: Phases) -> Parts:
     )  # fmt: skip
     parts = (rank.pool, rank.lockstep.progress, *facts)
     if dims.tp_rank:
-        return Parts(*parts, run=rank.follow, leave=leave_parallel)
-    return Parts(*parts, engine=rank.engine(), leave=leave_parallel)
+        return Parts(*parts, run=rank.follow, leave=leave_parallel, load=rank.load)
+    return Parts(*parts, engine=rank.engine(), leave=leave_parallel, load=rank.load)
 
 
 def _address(bind: str) -> str:

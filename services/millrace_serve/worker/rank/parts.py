@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.engine import Engine
@@ -32,3 +33,4 @@ class Parts:
     engine: Engine | None = None
     run: Callable[[], None] | None = None
     leave: Callable[[], None] | None = None  # the other ranks
+    load: Callable[[Path, bool], str] | None = None  # a checkpoint over the weights, or only check it; returns its hash
