@@ -100,7 +100,7 @@ def test_what_cannot_be_served_is_one_line(tmp_path: Path) -> None:
     }
     shutil.copytree(TINY, tmp_path / "d")
     config = json.loads((TINY / "config.json").read_text())
-    (tmp_path / "d" / "config.json").write_text(json.dumps({**config, "model_type": "deepseek_v32"}))
+    (tmp_path / "d" / "config.json").write_text(json.dumps({**config, "model_type": "glm_moe_dsa"}))
     refused["sparse attention"] = tmp_path / "d"
     shutil.copytree(TINY, tmp_path / "e")
     (tmp_path / "e" / "tokenizer.json").unlink()

@@ -193,6 +193,7 @@ def test_fingerprint_depends_on_every_field():
         "dtype": "float16",
         "latent_width": 7,
         "rope_width": 3,
+        "index_row_bytes": 4,
         "layout_id": "x",
         "canary": False,
         "model_hash": "n",

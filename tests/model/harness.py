@@ -10,10 +10,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from millrace_serve.engine.cache.kv_pool import KvLayout, KvPool
 from millrace_serve.model.deepseek_v3 import DeepseekV3
 from millrace_serve.model.inputs import AttnPlan, ForwardInput
 from torch import Tensor
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DeepseekV32Config, DeepseekV32ForCausalLM
+
+Reference = DeepseekV3ForCausalLM | DeepseekV32ForCausalLM
 
 PAGE = 64
 
@@ -31,13 +34,24 @@ class Driver:
     ) -> None:
         config = model.config
         self.model = model
-        self.kv = torch.full((num_pages, config.num_kv_layers, PAGE, config.kv_row_dim), torch.nan, dtype=dtype)
-        self.kv[0] = 0.0
+        kv_dtype = str(dtype).removeprefix("torch.")
+        layout = KvLayout(
+            page_size=PAGE,
+            num_layers=config.num_kv_layers,
+            dtype=kv_dtype,
+            latent_width=config.kv_lora_rank,
+            rope_width=config.qk_rope_head_dim,
+            index_row_bytes=config.index_row_bytes(kv_dtype),
+            model_hash="",
+        )
+        self.pool = KvPool.create(layout, num_pages, "cpu")
+        self.kv = self.pool.view()
+        self.pool.scrub(range(1, num_pages))
         self.free = list(range(1, num_pages))
         random.Random(seed).shuffle(self.free)
 
     def release(self, seq: Seq) -> None:
-        self.kv[seq.pages] = torch.nan
+        self.pool.scrub(seq.pages)
         self.free += seq.pages
         seq.pages = []
 
@@ -114,10 +128,13 @@ def random_prompt(length: int, vocab_size: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(vocab_size), k=length)
 
 
-def random_reference(config: dict[str, Any]) -> DeepseekV3ForCausalLM:
+def random_reference(config: dict[str, Any]) -> Reference:
     """transformers' model with random weights: its own initialisation is too small to tell tokens apart."""
     torch.manual_seed(1)
-    hf = DeepseekV3ForCausalLM(DeepseekV3Config(**config)).eval()
+    if config["model_type"] == "deepseek_v32":
+        hf: Reference = DeepseekV32ForCausalLM(DeepseekV32Config(**config)).eval()
+    else:
+        hf = DeepseekV3ForCausalLM(DeepseekV3Config(**config)).eval()
     with torch.no_grad():
         for name, param in hf.named_parameters():
             if param.dim() > 1:

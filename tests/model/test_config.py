@@ -15,6 +15,7 @@ GROUP = {
     "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False},
     "input_activations": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True},
 }
+SPARSE = {"model_type": "deepseek_v32", "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}
 COMPRESSED = {
     "quant_method": "compressed-tensors",
     "format": "int-quantized",
@@ -48,6 +49,13 @@ def test_optional_values() -> None:
     assert ModelConfig.parse({**CONFIG, "quantization_config": QUANTIZATION}).fp8_blocks
 
 
+def test_only_v32_is_sparse() -> None:
+    sparse, dense = ModelConfig.parse({**CONFIG, **SPARSE}), ModelConfig.parse({**CONFIG, "index_topk": 2048})
+    assert (sparse.index_topk, dense.index_topk) == (2048, 0)
+    assert [sparse.index_row_bytes(dtype) for dtype in ("bfloat16", "float8_e4m3fn", "float32")] == [132, 132, 512]
+    assert dense.index_row_bytes("bfloat16") == dense.index_row_bytes("float32") == 0
+
+
 def test_int8_as_it_is_published() -> None:
     forms = (
         (QUANTIZATIONS["int8"], "int8"),
@@ -64,7 +72,11 @@ def test_int8_as_it_is_published() -> None:
     ("change", "words"),
     [
         ({"model_type": "llama"}, ["model_type", "llama", "deepseek_v3"]),
-        ({"model_type": "deepseek_v32"}, ["deepseek_v32", "sparse attention"]),
+        ({"model_type": "deepseek_v32"}, ["index_n_heads", "None"]),
+        ({**SPARSE, "index_topk": 0}, ["index_topk=0"]),
+        ({**SPARSE, "index_head_dim": 96}, ["index_head_dim=96", "power of 2"]),
+        ({**SPARSE, "index_head_dim": 32}, ["index_head_dim=32", "qk_rope_head_dim=64"]),
+        ({**SPARSE, "q_lora_rank": None}, ["index_topk", "q_lora_rank"]),
         ({"model_type": "glm_moe_dsa"}, ["glm_moe_dsa", "sparse attention"]),
         ({"model_type": "deepseek_v4"}, ["deepseek_v4", "compressed attention"]),
         ({"model_type": "kimi_k25"}, ["kimi_k25", "vision"]),

@@ -13,7 +13,7 @@
 3. Everything else in SRC (tokenizer, generation config, licence) is copied; config.json gets `quantization_config`.
 4. All of this happens in a temporary folder beside DST, which is renamed to DST at the end.
 
-Which tensors are quantised is read off the tensor list of the published deepseek-ai/DeepSeek-V3.
+Which tensors are quantised is read off the tensor list of the published deepseek-ai/DeepSeek-V3 and V3.2.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ QUANTIZATIONS = {  # `quantization_config` of each form
 }
 QUANTISED = re.compile(
     r"model\.layers\.\d+\."
-    r"(self_attn\.(q_proj|q_a_proj|q_b_proj|kv_a_proj_with_mqa|kv_b_proj|o_proj)"
+    r"(self_attn\.(q_proj|q_a_proj|q_b_proj|kv_a_proj_with_mqa|kv_b_proj|o_proj|indexer\.(wq_b|wk))"
     r"|mlp\.((shared_experts|experts\.\d+)\.)?(gate_proj|up_proj|down_proj))\.weight"
 )
 SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)

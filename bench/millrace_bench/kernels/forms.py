@@ -49,7 +49,7 @@ class Layer:
         self.config = ModelConfig(num_hidden_layers=1, **widths)
         dims = ParallelDims(tp=self.config.num_attention_heads // heads)
         weights = RandomWeights(device, torch.bfloat16, fp8=device.type == "cuda")
-        self.mla = Mla(weights, self.config, dims, "layer")
+        self.mla = Mla(weights, self.config, dims, 0)
         self.heads = Heads(heads, self.config.qk_head_dim, self.config.v_head_dim)
         self.tables, self.scratch, self.device = rope_tables(self.config, device), Scratch(device), device
         self.pages = -(-tokens // PAGE)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from millrace_serve.model.inputs import AttnPlan, ForwardInput
 from millrace_serve.model.shared_step import Lens, MakePlan, SharedStep
+from millrace_serve.model.sparse_step import IndexPool, SparseGroup, sparse_groups
 
 Plan = Any  # a kernel's own, None where it needs none
 
@@ -85,6 +86,8 @@ class AttnStep:
     own_plan: Plan  # of the expanded chunks' attention to themselves
     prefix: tuple[PrefixChunk, ...]
     shared: SharedStep | None = None
+    index: IndexPool | None = None  # of models with sparse attention
+    sparse: tuple[SparseGroup, ...] = ()  # the first rows of the step: all heads attend to chosen rows, absorbed
 
     @classmethod
     def prepare(
@@ -95,13 +98,17 @@ class AttnStep:
         heads: Heads,
         kv: Tensor,
         dtype: torch.dtype,
+        index: IndexPool | None = None,
+        index_topk: int = 0,
     ) -> AttnStep:
         """`tables`: cos and sin by position; `kv`: one layer of the pool; `dtype`: of q, k and v."""
         attn = inputs.attn
         decode, first, end = attn.num_decode, sum(attn.q_lens_host[: attn.num_decode]), sum(attn.q_lens_host)
         q_lens, seq_lens = attn.q_lens_host[decode:], attn.seq_lens_host[decode:]
-        expand = bool(q_lens) and not thresholds.absorbs(q_lens, seq_lens)
-        groups = _groups(attn, decode if expand else attn.num_seqs, heads, kv)
+        sparse = () if index is None else sparse_groups(inputs, index_topk, kv.shape[1])
+        chosen = sparse[-1].rows.stop if sparse else 0  # rows
+        expand = chosen < end and bool(q_lens) and not thresholds.absorbs(q_lens, seq_lens)
+        groups = _groups(attn, decode if expand else attn.num_seqs, heads, kv, chosen)
         most, page_size, shared = thresholds.prefix_chunk_tokens, kv.shape[1], None
         plan, own_plan, prefix = _planner(heads, inputs.device, dtype), None, []
         if expand:
@@ -121,6 +128,8 @@ class AttnStep:
             own_plan=own_plan,
             prefix=tuple(prefix),
             shared=shared,
+            index=index,
+            sparse=sparse,
         )
 
 
@@ -144,15 +153,18 @@ def prefix_chunks(prefix_lens: Sequence[int], max_tokens: int, page_size: int) -
     ]
 
 
-def _groups(attn: AttnPlan, num_seqs: int, heads: Heads, kv: Tensor) -> tuple[AbsorbedGroup, ...]:
-    """The first `num_seqs` sequences in groups: the decode sequences, then runs of chunks of one length."""
+def _groups(attn: AttnPlan, num_seqs: int, heads: Heads, kv: Tensor, chosen: int) -> tuple[AbsorbedGroup, ...]:
+    """The first `num_seqs` sequences, without those of the first `chosen` rows, in groups: the decode sequences, then
+    runs of chunks of one length.
+    """
     groups, row, first = [], 0, 0
     while first < num_seqs:
         queries, stop = attn.q_lens_host[first], first + 1
         while stop < num_seqs and stop != attn.num_decode and attn.q_lens_host[stop] == queries:
             stop += 1
         seqs, rows = slice(first, stop), slice(row, row + (stop - first) * queries)
-        plan = mla_decode.plan(attn.seq_lens[seqs], queries, heads.num_heads, kv.dtype)
-        groups.append(AbsorbedGroup(seqs, rows, queries, plan))
+        if rows.start >= chosen:
+            plan = mla_decode.plan(attn.seq_lens[seqs], queries, heads.num_heads, kv.dtype)
+            groups.append(AbsorbedGroup(seqs, rows, queries, plan))
         first, row = stop, rows.stop
     return tuple(groups)

@@ -1,4 +1,5 @@
-"""The published `config.json` of a DeepSeek-V3-architecture checkpoint, checked once: V3, R1, V3.1, Moonlight, Kimi K2.
+"""The published `config.json` of a DeepSeek-V3-architecture checkpoint, checked once: V3, R1, V3.1, V3.2, Moonlight,
+Kimi K2.
 
 Keys that only training or another runtime reads are ignored. A value that would change the result and that this model
 does not implement is refused by name.
@@ -16,7 +17,7 @@ CONFIG_FILE = "config.json"
 MODELOPT_FILE = "hf_quant_config.json"  # says how weights are quantised when config.json does not
 
 SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "model_type": ("deepseek_v3", "kimi_k2"),
+    "model_type": ("deepseek_v3", "kimi_k2", "deepseek_v32"),
     "hidden_act": ("silu",),
     "scoring_func": ("sigmoid",),
     "topk_method": ("noaux_tc",),
@@ -44,12 +45,12 @@ USUAL = ("fmt", "activation_scheme")  # keys that may be left out
 # Relatives of V3, and what a forward pass of theirs needs that this model does not have.
 ABSENT = {
     "deepseek_v2": "gates with softmax scores and greedy choice",
-    "deepseek_v32": "sparse attention, whose indexer chooses 2,048 tokens",
-    "glm_moe_dsa": "sparse attention, whose indexer chooses 2,048 tokens",
+    "glm_moe_dsa": "sparse attention, whose chosen tokens several layers share",
     "deepseek_v4": "compressed attention, hyper-connections and FP4 experts",
     "kimi_k25": "a vision tower and INT4 experts",
     "kimi_linear": "Kimi Delta Attention",
 }
+INDEXER = ("index_n_heads", "index_head_dim", "index_topk")  # keys of V3.2's sparse attention
 
 
 class ConfigError(ValueError):
@@ -91,6 +92,11 @@ class ModelConfig(BaseModel):
     rope_theta: float = Field(default=10000.0, gt=0)
     rope_scaling: RopeScaling | None = None
 
+    # Sparse attention (V3.2): all 0 in models whose attention is dense
+    index_n_heads: int = Field(default=0, ge=0)
+    index_head_dim: int = Field(default=0, ge=0)
+    index_topk: int = Field(default=0, ge=0)  # cached tokens that a token attends to
+
     # MoE
     first_k_dense_replace: int = Field(ge=0)
     intermediate_size: int = Field(gt=0)
@@ -123,7 +129,7 @@ class ModelConfig(BaseModel):
             for key, values in SUPPORTED.items():
                 if key in raw and raw[key] not in values:
                     raise ValueError(f"{key}={raw[key]!r} is not supported (supported: {values[0]!r})")
-            return cls.model_validate({**raw, **_rope(raw), **_quantization(raw), **_eos(raw)})
+            return cls.model_validate({**raw, **_rope(raw), **_quantization(raw), **_eos(raw), **_indexer(raw)})
         except ValidationError as error:
             lines = [
                 f"{'.'.join(map(str, e['loc']))}={e['input']!r}: {e['msg']}" if e["loc"] else e["msg"]
@@ -149,6 +155,16 @@ class ModelConfig(BaseModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_indexer(self) -> ModelConfig:
+        if self.index_topk:
+            if self.q_lora_rank is None:
+                raise ValueError("index_topk needs q_lora_rank: the indexer's queries are made of the query latent")
+            width, least = self.index_head_dim, self.qk_rope_head_dim
+            if not least <= width <= 128 or width & (width - 1):
+                raise ValueError(f"index_head_dim={width} must be a power of 2 from qk_rope_head_dim={least} to 128")
+        return self
+
     @property
     def qk_head_dim(self) -> int:
         return self.qk_nope_head_dim + self.qk_rope_head_dim
@@ -157,6 +173,12 @@ class ModelConfig(BaseModel):
     def kv_row_dim(self) -> int:
         """Width of one token's row in the KV pool: latent, then rotary key."""
         return self.kv_lora_rank + self.qk_rope_head_dim
+
+    def index_row_bytes(self, kv_dtype: str) -> int:
+        """Bytes of one token's index key in a layer of a KV pool of that dtype; 0 where attention is dense. E4M3 with
+        one float32 scale, but float32 in a float32 pool.
+        """
+        return 4 * self.index_head_dim if kv_dtype == "float32" else self.index_head_dim + 4 * bool(self.index_topk)
 
     @property
     def num_kv_layers(self) -> int:
@@ -181,6 +203,16 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: expected an object, found {type(raw).__name__}")
     return raw
+
+
+def _indexer(raw: dict[str, Any]) -> dict[str, Any]:
+    """All keys of V3.2, which must be there; other models ignore them."""
+    if raw.get("model_type") != "deepseek_v32":
+        return dict.fromkeys(INDEXER, 0)
+    for key in INDEXER:
+        if not raw.get(key):
+            raise ValueError(f"{key}={raw.get(key)!r} is not supported (supported: 1 or more)")
+    return {}
 
 
 def _rope(raw: dict[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class DecoderLayer:
     ) -> None:
         self.reduce = reduce
         prefix, hidden, eps = f"model.layers.{layer}", config.hidden_size, config.rms_norm_eps
-        self.self_attn = Mla(ckpt, config, dims, f"{prefix}.self_attn")
+        self.self_attn = Mla(ckpt, config, dims, layer)
         self.mlp: Moe | DenseMlp
         if config.is_moe(layer):
             self.mlp = Moe(ckpt, config, dims, make_experts, layer)

@@ -33,6 +33,7 @@ from millrace_serve.model.mtp import Mtp
 from millrace_serve.model.overlap import THRESHOLDS, Overlap, alternate
 from millrace_serve.model.parallel import ParallelDims, check_divides
 from millrace_serve.model.reduce import TpReduce
+from millrace_serve.model.sparse_step import IndexPool
 from millrace_serve.model.weights import Checkpoint, CheckpointError, Weights, runs_quantised
 from millrace_serve.model.yarn import rope_tables
 
@@ -109,6 +110,7 @@ class DeepseekV3:
 
         Args:
             kv: [num_pages, L, page_size, kv_lora_rank + qk_rope_head_dim], L >= num_kv_layers; a page is contiguous.
+                With sparse attention index keys lie behind it (`IndexPool`).
         """
         with self.scratch.step():
             if self.overlap is None or not self.overlap.thresholds.cuts(inputs):
@@ -116,7 +118,7 @@ class DeepseekV3:
             return torch.cat(alternate([self._stages(half, kv) for half in self.overlap.halves(inputs)]))
 
     def _stages(self, inputs: ForwardInput, kv: Tensor) -> Stages[Tensor]:
-        step = self._attn_step(inputs, kv[:, 0])
+        step = self._attn_step(inputs, kv)
         first, embedded = self.layers[0], self.embed_tokens.embed_partial(inputs.token_ids)
         h, residual = self.reduce(first.input_layernorm, embedded, None, whole=first.sampled_only)
         next_norms = *(layer.input_layernorm for layer in self.layers[1:]), self.norm
@@ -134,7 +136,7 @@ class DeepseekV3:
         assert self.mtp is not None, "the checkpoint has no MTP layer"
         layer = kv[:, self.config.num_hidden_layers]
         embedded = self.embed_tokens.embed_partial(inputs.token_ids)
-        return self.mtp(embedded, hidden, self._attn_step(inputs, layer), layer)
+        return self.mtp(embedded, hidden, self._attn_step(inputs, kv), layer)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -146,7 +148,11 @@ class DeepseekV3:
         return self.layers if self.mtp is None else [*self.layers, self.mtp.layer]
 
     def _attn_step(self, inputs: ForwardInput, kv: Tensor) -> AttnStep:
-        return AttnStep.prepare(inputs, self.rope_tables, self.thresholds, self.heads, kv, self.dtype)
+        """kv: of all layers."""
+        index, topk = IndexPool.of(kv, self.config), self.config.index_topk
+        return AttnStep.prepare(
+            inputs, self.rope_tables, self.thresholds, self.heads, kv[:, 0], self.dtype, index, topk
+        )
 
 
 def load_model(

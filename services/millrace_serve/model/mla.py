@@ -4,7 +4,8 @@
     k_nope = W_UK c_kv      v = W_UV c_kv                    o = softmax(scale (q_nope k_nope + q_pe k_pe)) v
 
 Only [c_kv | k_pe] is cached. Expanded, k and v are computed per head; absorbed, W_UK moves to the query and W_UV to the
-output, so all heads attend to the cached rows themselves. model/attn_step.py chooses.
+output, so all heads attend to the cached rows themselves. model/attn_step.py chooses. With sparse attention (V3.2)
+rows with many keys are absorbed and attend to those that model/indexer.py chooses.
 
 Letters: T tokens, B sequences, H heads of this rank, C kv_lora_rank, R rope dim, N nope dim, V v head dim.
 """
@@ -22,10 +23,12 @@ from millrace_kernels.mla_decode import mla_decode
 from millrace_kernels.mla_expand import expand_kv, rope_q
 from millrace_kernels.mla_prefill import mla_prefill
 from millrace_kernels.mla_qkv import mla_qkv_norm
+from millrace_kernels.mla_sparse import mla_sparse
 from torch import Tensor
 
 from millrace_serve.model.attn_step import AbsorbedGroup, AttnStep
 from millrace_serve.model.config import ModelConfig
+from millrace_serve.model.indexer import Indexer
 from millrace_serve.model.layers import RmsNorm
 from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.quantised import stack_rows
@@ -35,8 +38,8 @@ from millrace_serve.model.yarn import softmax_scale
 
 
 class Mla:
-    def __init__(self, ckpt: Weights, config: ModelConfig, dims: ParallelDims, prefix: str) -> None:
-        self.config, self.dims = config, dims
+    def __init__(self, ckpt: Weights, config: ModelConfig, dims: ParallelDims, layer: int) -> None:
+        self.config, self.dims, prefix = config, dims, f"model.layers.{layer}.self_attn"
         self.scale = softmax_scale(config)
         self.num_heads = config.num_attention_heads // dims.tp
         self.eps, hidden = config.rms_norm_eps, config.hidden_size
@@ -56,7 +59,8 @@ class Mla:
             self.q_b_proj = ckpt.matrix(f"{prefix}.q_b_proj.weight", (q_shape, rank), q_part)
         kv_a_proj = ckpt.matrix(f"{prefix}.kv_a_proj_with_mqa.weight", (config.kv_row_dim, hidden))
         self.q_kv_a_proj = stack_rows((q_first, kv_a_proj), ckpt.dtype)  # one GEMM reads h for both
-        self.reads_plain = not isinstance(self.q_kv_a_proj, Fp8)
+        self.indexer = Indexer(ckpt, config, f"{prefix}.indexer", layer) if config.index_topk else None
+        self.reads_plain = not isinstance(self.q_kv_a_proj, Fp8) or self.indexer is not None
         self.kv_a_layernorm = RmsNorm(ckpt, f"{prefix}.kv_a_layernorm", config.kv_lora_rank, self.eps)
         head_dim = config.qk_nope_head_dim + config.v_head_dim
         kv_b = f"{prefix}.kv_b_proj.weight", (total * head_dim, config.kv_lora_rank), Part(rows=heads(head_dim))
@@ -87,19 +91,18 @@ class Mla:
             kv,
             plain=not isinstance(self.q_b_proj, Fp8),
         )
+        slots = None if self.indexer is None else self.indexer(h, q_low, step)
         q = q_low.plain if self.q_b_proj is None else linear(q_low, self.q_b_proj)
         assert q is not None
         q = q.unflatten(-1, (self.num_heads, self.config.qk_head_dim))
 
-        shared = step.shared
-        if (
-            shared is None
-            and isinstance(self.o_proj, Fp8)
-            and [group.rows for group in step.absorbed] == [slice(0, q.shape[0])]
-        ):
-            latent = self._attend_absorbed(q, step, step.absorbed[0], kv)
-            return linear(project_v_quant(latent, self.w_uv, self.w_uv_fp8), self.o_proj)
-        parts = [project_v(self._attend_absorbed(q[group.rows], step, group, kv), self.w_uv) for group in step.absorbed]
+        shared, latents = step.shared, []
+        if slots is not None:
+            latents.append(self._attend_sparse(q[: len(slots)], step, slots, kv))
+        latents += [self._attend_absorbed(q[group.rows], step, group, kv) for group in step.absorbed]
+        if shared is None and isinstance(self.o_proj, Fp8) and [len(latent) for latent in latents] == [q.shape[0]]:
+            return linear(project_v_quant(latents[0], self.w_uv, self.w_uv_fp8), self.o_proj)
+        parts = [project_v(latent, self.w_uv) for latent in latents]
         rows = step.expanded_rows
         if rows.stop > rows.start:
             parts.append(self._expanded(q[rows], c_kv[rows], k_pe[rows], step, kv))
@@ -163,6 +166,12 @@ class Mla:
             plan=group.plan,
         )
         return latent.flatten(0, 1)
+
+    def _attend_sparse(self, q: Tensor, step: AttnStep, slots: Tensor, kv: Tensor) -> Tensor:
+        """q [T, H, N+R] of the first rows, not rotated yet; slots int32 [T, K] -> [T, H, C], for w_uv"""
+        rows = slice(0, len(slots))
+        q = absorb_q(q, self.w_uk, step.cos[rows], step.sin[rows], self.w_uk_fp8)
+        return mla_sparse(q, kv, slots, self.scale, self.config.kv_lora_rank)
 
 
 def _heads_fp8(kv_b_proj: Matrix, config: ModelConfig) -> tuple[Fp8 | None, Fp8 | None]:

@@ -1,6 +1,7 @@
 """The memory of the pages: one allocation of [page, layer, token, latent | rope], a page being one contiguous block.
 
-With the canary on, a page has CANARY_BYTES more at its end (engine/cache/canary.py). A pool without torch has the same
+A model with sparse attention has index keys, `index_row_bytes` per token and layer, behind the rows of all layers: the
+page is still one block, so whatever moves or keeps pages carries them. With the canary on, a page has CANARY_BYTES more at its end (engine/cache/canary.py). A pool without torch has the same
 bytes, but no tensor: the simulated runner writes canaries only.
 """
 
@@ -28,6 +29,7 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     latent_width: int  # elements
     rope_width: int  # elements
+    index_row_bytes: int = 0  # of a token's index key in a layer
     layout_id: str = "page-layer-token-width"
     canary: bool = False
     model_hash: str  # of the checkpoint that computed the KV
@@ -39,7 +41,7 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kv_bytes(self) -> int:
-        return self.num_layers * self.page_size * self.width * ITEM_BYTES[self.dtype]
+        return self.num_layers * self.page_size * (self.width * ITEM_BYTES[self.dtype] + self.index_row_bytes)
 
     @property
     def page_bytes(self) -> int:
@@ -85,7 +87,7 @@ class KvPool:
         return (self._tensor if self._bytes is None else self._bytes).reshape(self.num_pages, -1)
 
     def view(self) -> Any:
-        """Tensor [num_pages, num_layers, page_size, width]."""
+        """Tensor [num_pages, num_layers, page_size, width]; index keys lie between the pages of it."""
         import torch
 
         layout = self.layout

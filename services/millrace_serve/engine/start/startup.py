@@ -73,12 +73,15 @@ class Site:
 def kv_layout(
     limits: Limits, execution: Execution, model: ModelConfig, model_hash: str, dtype: torch.dtype
 ) -> KvLayout:
-    """Of the pages of a rank with activations in `dtype`."""
-    own = str(dtype).removeprefix("torch.")
+    """Of the pages of a rank with activations in `dtype`. Raises ValueError where limits and model exclude each other."""
+    if model.index_topk and limits.share_prompts:
+        raise ValueError("limits.share_prompts=true is not supported by a model with sparse attention (index_topk)")
+    kv_dtype = str(dtype).removeprefix("torch.") if execution.kv_dtype == "auto" else execution.kv_dtype
     return KvLayout(
         page_size=limits.page_size,
         num_layers=model.num_kv_layers,
-        dtype=own if execution.kv_dtype == "auto" else execution.kv_dtype,
+        dtype=kv_dtype,
+        index_row_bytes=model.index_row_bytes(kv_dtype),
         latent_width=model.kv_lora_rank,
         rope_width=model.qk_rope_head_dim,
         canary=limits.canary,

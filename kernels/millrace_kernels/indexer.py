@@ -1,0 +1,156 @@
+"""The lightning indexer of sparse attention (DeepSeek-V3.2 paper, eq. 1): which cached tokens a token attends to.
+
+I_ts = sum_j w_tj relu(q_tj . k_s)        a token t attends to the top-k tokens s <= t by I_ts
+
+Keys are cached beside the latent rows: float32 as they are, for exact results, or E4M3 with one scale per row. What
+becomes E4M3 is first multiplied by a Hadamard matrix, which leaves products alone and spreads outliers over the row.
+
+Letters: T tokens, H index heads, I index_head_dim, R rope dim, P pages of the longest sequence.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from millrace_kernels.backend import implementation
+from millrace_kernels.fp8 import quant_groups
+
+E4M3 = torch.float8_e4m3fn
+BLOCK_BYTES = 1 << 26  # of float32 keys that the reference holds at a time
+
+
+class IndexRows(NamedTuple):
+    """Queries or keys. Those of a cache are [num_pages, page_size, I] with scales [num_pages, page_size], pages apart."""
+
+    data: Tensor  # E4M3 or float32 [..., I]
+    scales: Tensor | None  # float32 [...]; None: of float32 data
+
+
+def cached_rows(pages: Tensor, first: int, page_size: int, width: int, exact: bool) -> IndexRows:
+    """The index keys of a layer: in each page the data of all tokens, behind it their scales.
+
+    Args: pages: uint8 [num_pages, page_bytes], may be strided. first: where they begin in a page, a multiple of 4.
+        exact: they are float32.
+    """
+    if exact:
+        rows = pages[:, first : first + 4 * page_size * width]
+        return IndexRows(rows.view(torch.float32).unflatten(1, (page_size, width)), None)
+    end = first + page_size * width
+    data = pages[:, first:end].view(E4M3).unflatten(1, (page_size, width))
+    return IndexRows(data, pages[:, end : end + 4 * page_size].view(torch.float32))
+
+
+def index_rows(x: Tensor, cos: Tensor, sin: Tensor, *, exact: bool) -> IndexRows:
+    """Rotates the first R columns, x[i] and x[i + R/2] being a pair, and quantises what is not `exact`.
+
+    Args: x: [T, H, I], any strides but the last. cos, sin: float32 [T, R/2].
+    Returns: [T, H, I], scales [T, H]; contiguous.
+    """
+    assert x.shape[0] == cos.shape[0] and x.shape[2] >= 2 * cos.shape[1], (x.shape, cos.shape)
+    if not exact and (run := implementation("indexer.index_rows", x.device, x.shape[0])):
+        return run(x, cos, sin)
+    half, cos, sin = cos.shape[1], cos.unsqueeze(1), sin.unsqueeze(1)
+    low, high, rest = x.float().split((half, half, x.shape[2] - 2 * half), dim=-1)
+    rotated = torch.cat((low * cos - high * sin, high * cos + low * sin, rest), dim=-1)
+    if exact:
+        return IndexRows(rotated, None)
+    data, scales = quant_groups(rotated.flatten(0, 1) @ hadamard(x.shape[2], x.device))
+    return IndexRows(data.view(x.shape), scales.reshape(x.shape[:2]))
+
+
+@functools.cache
+def hadamard(width: int, device: torch.device) -> Tensor:
+    """float32 [width, width], symmetric and orthogonal; width is a power of 2."""
+    matrix = torch.ones(1, 1, device=device)
+    while matrix.shape[0] < width:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    return matrix * width**-0.5
+
+
+def index_store(cache: IndexRows, slots: Tensor, keys: IndexRows) -> None:
+    """cache[slot // page_size, slot % page_size] = key, in place. slots: int64 [T]; keys: [T, 1, I].
+
+    Of several tokens that share a slot, which only the sink page has, any one is stored.
+    """
+    page_size = cache.data.shape[1]
+    at = slots // page_size, slots % page_size
+    of_bytes = cache.data.view(torch.uint8)  # an E4M3 tensor takes no index
+    of_bytes[at] = keys.data[:, 0].view(torch.uint8)
+    if cache.scales is not None and keys.scales is not None:
+        cache.scales[at] = keys.scales[:, 0]
+
+
+def plan(lens: Tensor, per_row: bool) -> Any:
+    """The distribution of `index_logits` over the GPU, for all layers of a step; computed on the device, so a CUDA
+    graph may contain it. None where an implementation needs none. per_row: the page table has a row per token.
+    """
+    run = implementation("indexer.plan", lens.device, lens.shape[0]) if per_row else None
+    return run(lens) if run else None
+
+
+def index_logits(
+    q: IndexRows, weights: Tensor, cache: IndexRows, page_table: Tensor, lens: Tensor, plan: Any = None
+) -> Tensor:
+    """I of each token and of each key of its sequence.
+
+    Args:
+        q: [T, H, I], of the cache's dtype.
+        weights: float32 [T, H], w with the scales of softmax; those of q are not in it.
+        cache: of a layer; rows at or behind a token's length may hold anything, NaN included.
+        page_table: int32 [T, P], or [1, P] for tokens of one sequence.
+        lens: int32 [T], keys of each token, itself included; 1 to P * page_size.
+        plan: of these `lens`.
+    Returns:
+        float32 [T, P * page_size], -inf at and behind `lens`.
+    """
+    assert q.data.dtype == cache.data.dtype and weights.shape == q.data.shape[:2], (q.data.dtype, weights.shape)
+    assert page_table.shape[0] in (1, lens.shape[0]) and lens.shape[0] == weights.shape[0], page_table.shape
+    if run := implementation("indexer.index_logits", q.data.device, lens.shape[0]):
+        return run(q, weights, cache, page_table, lens, plan)
+    return reference_logits(q, weights, cache, page_table, lens)
+
+
+def reference_logits(q: IndexRows, weights: Tensor, cache: IndexRows, page_table: Tensor, lens: Tensor) -> Tensor:
+    num_keys, width = page_table.shape[1] * cache.data.shape[1], cache.data.shape[2]
+    queries, out = _float(q), weights.new_empty(len(lens), num_keys)
+    block = len(lens) if len(page_table) == 1 else max(BLOCK_BYTES // (4 * width * num_keys), 1)
+    for start in range(0, len(lens), block):
+        rows = slice(start, start + block)
+        keys = _float(gathered(cache, page_table[rows if len(page_table) > 1 else slice(1)]))  # [B or 1, K, I]
+        products = torch.matmul(queries[rows], keys.transpose(1, 2)).relu_()  # [B, H, K]
+        out[rows] = torch.matmul(weights[rows].unsqueeze(1), products).squeeze(1)
+    return masked(out, lens)
+
+
+def gathered(cache: IndexRows, page_table: Tensor) -> IndexRows:
+    """The keys of sequences back to back: page_table int32 [B, P] -> [B, P * page_size, I]"""
+    pages = page_table.long()
+    data = cache.data.view(torch.uint8)[pages].view(cache.data.dtype).flatten(1, 2)
+    return IndexRows(data, None if cache.scales is None else cache.scales[pages].flatten(1, 2))
+
+
+def masked(logits: Tensor, lens: Tensor) -> Tensor:
+    """In place: -inf at and behind `lens`."""
+    return logits.masked_fill_(torch.arange(logits.shape[1], device=logits.device) >= lens.unsqueeze(1), -torch.inf)
+
+
+def _float(rows: IndexRows) -> Tensor:
+    return rows.data if rows.scales is None else rows.data.float() * rows.scales.unsqueeze(-1)
+
+
+def index_slots(logits: Tensor, topk: int, page_table: Tensor, page_size: int) -> Tensor:
+    """int32 [T, topk]: slots (page * page_size + offset) of the keys with the largest logits, in any order; -1 where
+    there are fewer. Of equal logits any may be chosen, but the same on every rank.
+
+    Args: logits: float32 [T, P * page_size], -inf where there is no key. page_table: int32 [T or 1, P].
+    """
+    values, keys = logits.topk(min(topk, logits.shape[1]), sorted=False)
+    if run := implementation("indexer.index_slots", logits.device, logits.shape[0]):
+        return run(values, keys, topk, page_table, page_size)
+    pages = page_table.expand(len(keys), -1).gather(1, keys // page_size)
+    slots = (pages * page_size + keys % page_size).int().masked_fill_(values == -torch.inf, -1)
+    return torch.nn.functional.pad(slots, (0, topk - slots.shape[1]), value=-1)

@@ -1,0 +1,72 @@
+"""The lightning indexer of a layer (DeepSeek-V3.2 paper, eq. 1): the cached tokens that each token attends to.
+
+    q_j = rope(W_IQ c_q)_j        k = rope(layernorm(W_IK h))        w = W_w h / sqrt(H I)
+    I_ts = sum_j w_tj relu(q_tj . k_s)        token t attends to the index_topk tokens s <= t with the largest I_ts
+
+Every tp rank has the whole indexer: equal inputs give it equal choices. RoPE rotates the first R columns, and unlike
+attention's in two halves, not in neighbouring pairs.
+
+Letters: T tokens, H index heads, I index_head_dim, D hidden size, K index_topk.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from millrace_kernels.fp8 import Operand
+from millrace_kernels.indexer import IndexRows, index_logits, index_rows, index_slots, index_store
+from millrace_kernels.linear import linear
+from torch import Tensor
+
+from millrace_serve.model.attn_step import AttnStep
+from millrace_serve.model.config import ModelConfig
+from millrace_serve.model.sparse_step import SparseGroup
+from millrace_serve.model.weights import Weights
+
+LAYER_NORM_EPS = 1e-6
+LOGITS_AT_A_TIME = 1 << 25  # 128 MiB of logits of a prompt chunk
+
+
+class Indexer:
+    def __init__(self, ckpt: Weights, config: ModelConfig, prefix: str, layer: int) -> None:
+        """`layer`: of the KV pool."""
+        assert config.q_lora_rank is not None
+        self.layer, self.topk = layer, config.index_topk
+        self.num_heads, self.width = config.index_n_heads, config.index_head_dim
+        hidden, f32 = config.hidden_size, torch.float32
+        self.wq_b = ckpt.matrix(f"{prefix}.wq_b.weight", (self.num_heads * self.width, config.q_lora_rank))
+        self.wk = ckpt.matrix(f"{prefix}.wk.weight", (self.width, hidden))
+        self.k_norm = ckpt.tensor(f"{prefix}.k_norm.weight", (self.width,), dtype=f32)
+        self.k_norm_bias = ckpt.tensor(f"{prefix}.k_norm.bias", (self.width,), dtype=f32)
+        self.weights_proj = ckpt.tensor(f"{prefix}.weights_proj.weight", (self.num_heads, hidden), dtype=f32)
+
+    def __call__(self, h: Operand, q_low: Operand, step: AttnStep) -> Tensor | None:
+        """Stores the keys of all rows; h [T, D] must be plain too, q_low is c_q [T, Q].
+
+        Returns: int32 [rows of step.sparse, K], the slots that each attends to, -1 where there are fewer. None: all
+            rows attend to all of their keys.
+        """
+        assert step.index is not None and h.plain is not None
+        cache = step.index.layer(self.layer)
+        exact = cache.scales is None
+        k = F.layer_norm(linear(h, self.wk).float(), (self.width,), self.k_norm, self.k_norm_bias, LAYER_NORM_EPS)
+        index_store(cache, step.inputs.kv_slots, index_rows(k.unsqueeze(1), step.cos, step.sin, exact=exact))
+        if not step.sparse:
+            return None
+        rows = slice(0, step.sparse[-1].rows.stop)
+        q = linear(q_low, self.wq_b)[rows].unflatten(1, (self.num_heads, self.width))
+        weights = F.linear(h.plain[rows].float(), self.weights_proj) * (self.num_heads * self.width) ** -0.5
+        queries = index_rows(q, step.cos[rows], step.sin[rows], exact=exact)
+        return torch.cat([part for group in step.sparse for part in self._choose(group, queries, weights, cache)])
+
+    def _choose(self, group: SparseGroup, q: IndexRows, weights: Tensor, cache: IndexRows) -> list[Tensor]:
+        """int32 [rows, K] of parts of the group, in order."""
+        count, (pages, page_size), slots = len(group.lens), (group.page_table.shape[1], cache.data.shape[1]), []
+        block = count if group.page_table.shape[0] == count else max(LOGITS_AT_A_TIME // (pages * page_size), 1)
+        for start in range(0, count, block):
+            lens = group.lens[start : start + block]
+            rows = slice(group.rows.start + start, group.rows.start + start + len(lens))
+            part = IndexRows(q.data[rows], None if q.scales is None else q.scales[rows])
+            logits = index_logits(part, weights[rows], cache, group.page_table, lens, group.plan)
+            slots.append(index_slots(logits, self.topk, group.page_table, page_size))
+        return slots
