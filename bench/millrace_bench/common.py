@@ -169,11 +169,9 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    if isinstance(value, str | int | None):
+    if isinstance(value, int | None):
         return value
-    if isinstance(value, Path) and value.is_relative_to(ROOT):  # no record names a folder of one machine
-        return str(value.relative_to(ROOT))
-    return str(value)
+    return str(value).replace(f"{ROOT}{os.sep}", "")  # no record names a folder of one machine
 
 
 def print_record(record: Record) -> None:

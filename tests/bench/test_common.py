@@ -41,14 +41,14 @@ def test_record_is_one_json_line(capsys: pytest.CaptureFixture[str]) -> None:
         Record(
             "x",
             {"path": Path("/a"), "model": common.ROOT / "models/tiny", "n": 3},
-            {"nan": math.nan, "list": (1, 2.5), "ok": True},
+            {"nan": math.nan, "list": (1, 2.5), "ok": True, "text": f"{common.ROOT}/a b"},
         )
     )
     out = capsys.readouterr().out
     assert out.count("\n") == 1
     record = json.loads(out)
     assert record["config"] == {"path": "/a", "model": "models/tiny", "n": 3}
-    assert record["results"] == {"nan": None, "list": [1, 2.5], "ok": True}
+    assert record["results"] == {"nan": None, "list": [1, 2.5], "ok": True, "text": "a b"}
     assert record["hardware"] == hardware()
     assert record["versions"] == versions()
     assert record["command"] == command() != ""
