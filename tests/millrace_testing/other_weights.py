@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from millrace_testing.paths import TINY
 
 
-def write_other(folder: Path, seed: int, size: float = 0.3) -> Path:
-    """models/tiny with noise of `size` standard deviations on every matrix: other answers to nearly every prompt."""
-    shutil.copytree(TINY, folder)
+def write_other(folder: Path, seed: int, size: float = 0.3, source: Path = TINY) -> Path:
+    """`source` with noise of `size` standard deviations on every matrix: other answers to nearly every prompt."""
+    shutil.copytree(source, folder)
     rng = torch.Generator().manual_seed(seed)
     for file in sorted(folder.glob("*.safetensors")):
         tensors = load_file(file)

@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
+import pytest_asyncio
 from millrace.v1 import common_pb2, worker_pb2
+from millrace_common import metrics as catalogue
+from millrace_common.metrics import Metrics
 from millrace_common.pace import LEAST_S
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError, from_rpc_error
+from millrace_serve.engine.core import Load, Pause
+from millrace_serve.worker.config import WorkerConfig
+from millrace_serve.worker.frontend.lifecycle import Lifecycle, State
+from millrace_serve.worker.frontend.load import LoadBoard
+from millrace_serve.worker.frontend.weights import HotWeights
+from millrace_serve.worker.messages import SetWeights
 from millrace_testing.fake_router import FakeLink, FakePair, request
+from millrace_testing.other_weights import write_other
 from millrace_testing.paths import TINY
 from millrace_testing.procs import SIM, Worker, gone, workers
 from millrace_testing.sim import expected, prompt_of
+from prometheus_client import CollectorRegistry
+from safetensors.torch import load_file, save_file
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -166,3 +181,290 @@ async def test_a_worker_that_sleeps_stops_in_good_order(tmp_path: Path) -> None:
         await do(worker, "sleep")
         await worker.close()
         assert worker.process.returncode == 0
+
+
+# ------------------------------------------------------------------------------------- failures, of scripted ranks
+
+
+class Ranks:
+    """`errors`: of the next calls of `set_weights`."""
+
+    def __init__(self, *errors: str) -> None:
+        self.errors, self.orders, self.sent = [*errors], list[SetWeights](), list[Pause]()
+        self.info = None
+
+    async def set_weights(self, order: SetWeights) -> str:
+        self.orders.append(order)
+        return self.errors.pop(0)
+
+    def send(self, replica: int, message: Pause) -> None:
+        self.sent.append(message)
+
+
+def scripted(ranks: Ranks, calls: list[str], starts: Callable[[], None] = lambda: None) -> tuple[HotWeights, Lifecycle]:
+    """Of a worker that is READY; `calls` gets the names of what was called beside the ranks."""
+    life, metrics = Lifecycle(lambda state: None), Metrics(catalogue.WORKER, CollectorRegistry())
+    life.advance(State.READY, "")
+    board = LoadBoard(1, lambda: worker_pb2.WORKER_STATE_READY, "e")
+    board.update(0, Load(paused=True))
+
+    async def forget(why: str) -> None:
+        calls.append(why)
+
+    async def start(path: Path | None) -> None:
+        calls.append(f"start {path}")
+        starts()
+
+    async def stop() -> None:
+        calls.append("stop")
+
+    requests: Any = SimpleNamespace(check_admission=lambda: None)
+    parts: Any = (life, ranks, requests, board, metrics, forget, start, stop)
+    return HotWeights(WorkerConfig(engine="sim"), *parts), life
+
+
+async def test_a_load_that_fails_half_way_keeps_the_worker_out_until_one_succeeds() -> None:
+    calls: list[str] = []
+    ranks = Ranks("", "rank 1: OSError: the file ends", "", "")
+    weights, life = scripted(ranks, calls)
+    await weights.pause(drop=False)
+    with pytest.raises(MillraceError, match="weights two were not loaded: rank 1: OSError") as caught:
+        await weights.load("/checkpoints/two", "")
+    assert caught.value.reason is Reason.INTERNAL
+    assert life.state is State.PAUSED and "weights two were not loaded" in life.message
+    with pytest.raises(MillraceError, match="load weights first: weights two were not loaded"):
+        await weights.resume()
+    await weights.load("/checkpoints/two", "2b")
+    assert [(order.version, order.check) for order in ranks.orders] == [
+        ("two", True), ("two", False), ("2b", True), ("2b", False)
+    ]  # fmt: skip
+    await weights.resume()
+    assert (life.state, life.message, weights.version) == (State.READY, "", "2b")
+    assert calls == ["weights two are being loaded", "weights 2b are being loaded"]
+    assert ranks.sent == [Pause(True), Pause(False)]
+
+
+async def test_a_check_that_fails_touches_nothing() -> None:
+    calls: list[str] = []
+    weights, life = scripted(Ranks("rank 0: no config.json"), calls)
+    await weights.pause(drop=False)
+    with pytest.raises(MillraceError, match=r"cannot be loaded: rank 0: no config\.json"):
+        await weights.load("/x", "")
+    await weights.resume()
+    assert life.state is State.READY and calls == []
+
+
+async def test_ranks_that_do_not_wake_are_stopped_and_can_be_woken_again() -> None:
+    late, calls = [MillraceError(Reason.STALLED, "starting the ranks took longer than 1 s")], list[str]()
+
+    def starts() -> None:
+        if late:
+            raise late.pop()
+
+    weights, life = scripted(Ranks(), calls, starts)
+    await weights.pause(drop=False)
+    await weights.sleep()
+    with pytest.raises(MillraceError, match="took longer"):
+        await weights.wake("", "")
+    assert calls == ["the worker goes to sleep", "stop", "start None", "stop"]
+    with pytest.raises(MillraceError, match="wake it first"):
+        await weights.resume()
+    await weights.wake("", "")
+    await weights.resume()
+    assert life.state is State.READY
+
+
+# ------------------------------------------------------------------------------------- other weights, of a model
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_other(tmp_path_factory.mktemp("weights") / "step-2", seed=1)
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def references(other: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[list[int]]]:
+    """Answers of workers that have started with each checkpoint."""
+    found = []
+    for model in (TINY, other):
+        sets = (f"model={model}", *MODEL[1:])
+        async with workers(tmp_path_factory.mktemp("reference"), "unified", sets=sets) as [worker]:
+            found.append(await answers(worker))
+    assert all(ours != theirs for ours, theirs in zip(*found, strict=True))
+    return found
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def model(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Worker]:
+    """One worker for all tests that leave it with the weights of models/tiny."""
+    async with workers(tmp_path_factory.mktemp("model"), "unified", sets=MODEL) as [worker]:
+        yield worker
+
+
+async def load(worker: Worker, path: Path, version: str = "") -> str:
+    await do(worker, "pause")
+    loaded = await do(worker, "load", path=str(path), version=version)
+    return await do(worker, "resume") and loaded
+
+
+async def test_a_load_changes_answers_version_and_everything_that_names_the_weights(
+    model: Worker, other: Path, references: list[list[list[int]]]
+) -> None:
+    """Prompts that are in the prefix cache with the old weights are computed again with the new ones."""
+    assert await answers(model, cached=0) == references[0]
+    assert await answers(model, cached=192) == references[0]
+    before = await model.info()
+    assert await load(model, other) == "step-2"
+    after = await model.info()
+    assert (after.weights_version, after.state) == ("step-2", worker_pb2.WORKER_STATE_READY)
+    assert before.epoch != after.epoch and before.layout.fingerprint != after.layout.fingerprint
+    assert before.layout.model != after.layout.model and before.worker_id != after.worker_id == after.epoch
+    assert await model.metric("millrace_worker_weights_info", version="step-2") == 1
+    assert await model.metric("millrace_worker_weights_info", version=before.weights_version) == 0
+    assert await answers(model, cached=0) == references[1]
+    assert await answers(model, cached=192) == references[1]
+    assert await load(model, TINY, "step-1") == "step-1"
+    assert await answers(model, cached=0) == references[0]
+    await model.whole()
+
+
+async def test_equal_weights_of_another_version_are_others(model: Worker) -> None:
+    fingerprints = set()
+    for version in ("a", "b"):
+        assert await load(model, TINY, version) == version
+        fingerprints.add((await model.info()).layout.fingerprint)
+    assert len(fingerprints) == 2
+
+
+async def test_a_load_ends_what_the_pause_kept(model: Worker, references: list[list[list[int]]]) -> None:
+    async with await linked(model) as link:
+        one = request(PROMPTS[1], max_tokens=400)
+        link.submit(one)
+        await link.first(one)
+        await load(model, TINY)
+        end = await link.finish(one)
+        assert (end.finish_reason, end.failure.reason) == (ERROR, Reason.NOT_READY)
+        assert "weights tiny are being loaded" in end.failure.message
+        stream_end = await link.end()
+        assert stream_end is not None and "weights tiny" in stream_end.details()
+    assert await answers(model, cached=0) == references[0]
+
+
+async def test_a_checkpoint_that_does_not_fit_is_refused_and_the_old_weights_go_on(
+    model: Worker, other: Path, references: list[list[list[int]]], tmp_path: Path
+) -> None:
+    def write(name: str, file: str, change: Any) -> Path:
+        shutil.copytree(other, tmp_path / name)
+        change(tmp_path / name / file)
+        return tmp_path / name
+
+    def reshape(file: Path) -> None:
+        save_file({name: tensor[:-1].contiguous() for name, tensor in load_file(file).items()}, file)
+
+    def deeper(file: Path) -> None:
+        file.write_text(file.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
+
+    shards = sorted(path.name for path in other.glob("*.safetensors"))
+    async with await linked(model) as link:
+        kept = request(PROMPTS[0], max_tokens=400)
+        link.submit(kept)
+        await link.first(kept)
+        epoch = (await model.info()).epoch
+        await do(model, "pause")
+        for path, why in (
+            (tmp_path / "nothing", "config.json"),
+            (write("shapes", shards[0], reshape), "has shape"),
+            (write("config", "config.json", deeper), "rms_norm_eps=1e-05, not 1e-06"),
+            (write("missing", shards[-1], Path.unlink), "cannot be read"),
+        ):
+            with pytest.raises(MillraceError, match=why) as caught:
+                await do(model, "load", path=str(path))
+            assert caught.value.reason is Reason.INVALID_ARGUMENT and caught.value.param == "path"
+        await do(model, "resume")
+        assert (await model.info()).epoch == epoch
+        await link.finish(kept, timeout_s=60)
+    assert await answers(model) == references[0]
+
+
+async def test_a_pair_whose_workers_change_one_after_the_other(
+    other: Path, references: list[list[list[int]]], tmp_path: Path
+) -> None:
+    """Workers of different versions do not pair, in either order; the prefill worker's cache is not read across."""
+    async with workers(tmp_path, "prefill", "decode", sets=MODEL) as (prefill, decode):
+
+        async def ask() -> list[list[int]]:
+            source = await prefill.source()
+            await decode.stub.Warmup(worker_pb2.WarmupRequest(source=source), timeout=60)
+            async with await linked(prefill) as to_prefill, await linked(decode) as to_decode:
+                batch = [request(prompt, max_tokens=12) for prompt in PROMPTS]
+                for one in batch:
+                    to_decode.submit(one, source)
+                    to_prefill.submit(one)
+                return [to_decode.tokens(one) for one in batch if await to_decode.finish(one, timeout_s=60)]
+
+        async def refused() -> None:
+            with pytest.raises(grpc.RpcError, match="KV layout"):
+                await ask()
+
+        assert await ask() == references[0]
+        await load(prefill, other)
+        await refused()
+        await load(decode, other)
+        assert await ask() == references[1]
+        await load(decode, TINY, "step-3")
+        await refused()
+        await load(prefill, TINY, "step-3")
+        assert await ask() == references[0]
+        await asyncio.gather(prefill.whole(), decode.whole())
+
+
+async def test_a_worker_wakes_with_what_it_had_or_with_another_checkpoint(
+    model: Worker, other: Path, references: list[list[list[int]]]
+) -> None:
+    for path, version, expected_version, reference in (
+        ("", "", "tiny", 0),
+        (str(other), "two", "two", 1),
+        ("", "", "two", 1),
+        (str(TINY), "", "tiny", 0),
+    ):
+        await do(model, "pause", drop=True)
+        await do(model, "sleep")
+        assert await do(model, "wake", path=path, version=version) == expected_version
+        await do(model, "resume")
+        assert await answers(model, cached=0) == references[reference]
+    await model.whole()
+
+
+async def test_pages_in_the_tiers_are_of_one_version(
+    other: Path, references: list[list[list[int]]], tmp_path: Path
+) -> None:
+    """Copies in the host's memory go; pages on disk are found again by the version that wrote them."""
+    (tmp_path / "log").mkdir()
+    tiers = ("limits.host_cache_gib=0.01", f"limits.disk_cache={tmp_path / 'kv'}", "limits.disk_cache_gib=0.1")
+    async with workers(tmp_path / "log", "unified", sets=(*MODEL, *tiers)) as [worker]:
+        assert await answers(worker, cached=0) == references[0]
+        for path, version, cached, reference in (
+            (TINY, "one", 0, 0),
+            (other, "two", 0, 1),
+            (TINY, "one", 192, 0),
+            (other, "two", 192, 1),
+        ):
+            await load(worker, path, version)
+            assert await answers(worker, cached) == references[reference]
+            folders = {folder.name for folder in (tmp_path / "kv").iterdir()}
+            assert (await worker.info()).layout.fingerprint in folders
+            async with asyncio.timeout(20):
+                while (await worker.load()).replicas[0].host_pages_used < 4:
+                    await asyncio.sleep(0.02)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [("dp=2", "spare_experts=1"), ("tp=2",)])
+async def test_all_ranks_change(
+    ranks: Sequence[str], other: Path, references: list[list[list[int]]], tmp_path: Path
+) -> None:
+    async with workers(tmp_path, "unified", sets=(*MODEL, *ranks)) as [worker]:
+        assert await answers(worker) == references[0]
+        await load(worker, other)
+        assert await answers(worker) == references[1]
+        await worker.whole()

@@ -1,0 +1,106 @@
+"""Other weights in the places of those of a model that runs: nothing of the old ones is left, and no tensor moves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from millrace_bench.checkpoint.export_quantised import export
+from millrace_serve.model.checkpoint.checkpoint_hash import checkpoint_hash
+from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model, open_checkpoint
+from millrace_serve.model.parallel import ParallelDims
+from millrace_serve.model.weights import CheckpointError
+from millrace_testing.other_weights import write_other
+from model.checkpoints import Tensors, variant
+from model.harness import Driver, Seq, random_prompt
+from torch import Tensor
+
+CPU = torch.device("cpu")
+FORMS = ("", "fp8", "int8", "int8-block")
+
+
+def load(path: Path, *, quantised: bool) -> DeepseekV3:
+    return load_model(path, ParallelDims(), CPU, torch.float32, keep_quantised=quantised)
+
+
+def reload(model: DeepseekV3, path: Path, *, quantised: bool) -> None:
+    ckpt, _ = open_checkpoint(path, CPU, torch.float32, keep_quantised=quantised)
+    model.load(ckpt)
+    ckpt.finish()
+
+
+def logits(model: DeepseekV3) -> Tensor:
+    """Of prompts and of the MTP layer's drafts: both forms of attention, dense layers and experts."""
+    driver = Driver(model)
+    long, short = (Seq(random_prompt(length, 1000, seed=length)) for length in (200, 5))
+    return torch.cat([driver.step([(long, 150), (short, 4)]), driver.step([(long, 50), (short, 1)])])
+
+
+def places(value: Any, seen: set[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Address and shape of every tensor below an object."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        yield value.data_ptr(), tuple(value.shape)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from places(item, seen)
+    elif type(value).__module__.startswith("millrace_serve.model") and hasattr(value, "__dict__"):
+        for name in sorted(vars(value)):
+            yield from places(vars(value)[name], seen)
+
+
+def where(model: DeepseekV3) -> list[tuple[int, tuple[int, ...]]]:
+    parts = (model.embed_tokens, model.layers, model.norm, model.lm_head, model.mtp)
+    return list(places(parts, set()))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_model_with_other_weights_is_one_that_was_loaded_so(form: str, random_bf16: Path, tmp_path: Path) -> None:
+    folders = [random_bf16, write_other(tmp_path / "other", seed=5, source=random_bf16)]
+    if form:
+        for index, folder in enumerate(list(folders)):
+            export(folder, tmp_path / f"{form}-{index}", form)
+            folders[index] = tmp_path / f"{form}-{index}"
+    quantised = bool(form)
+    fresh = [logits(load(folder, quantised=quantised)) for folder in folders]
+    assert not torch.allclose(*fresh, atol=0.1)
+    model = load(folders[0], quantised=quantised)
+    before = where(model)
+    assert torch.equal(logits(model), fresh[0]) and len(before) > 50
+    for version in (1, 0):
+        reload(model, folders[version], quantised=quantised)
+        assert torch.equal(logits(model), fresh[version])
+        assert where(model) == before
+
+
+def test_weights_in_another_form_are_refused_by_name(random_fp8: Path, tmp_path: Path) -> None:
+    """Also where the configuration says nothing of it: one matrix is not quantised."""
+    name = "model.layers.0.self_attn.o_proj.weight"
+
+    def widen(tensors: Tensors) -> None:
+        tensors[name] = torch.zeros(tensors[name].shape, dtype=torch.bfloat16)
+        del tensors[f"{name}_scale_inv"]
+
+    mixed = variant(random_fp8, tmp_path / "mixed", widen)
+    with pytest.raises(CheckpointError, match=r"DecoderLayer.self_attn.o_proj is stored in another form"):
+        reload(load(random_fp8, quantised=True), mixed, quantised=True)
+
+
+def test_a_failed_load_is_mended_by_the_next_one(random_bf16: Path, tmp_path: Path) -> None:
+    other = write_other(tmp_path / "other", seed=5, source=random_bf16)
+    cut = variant(other, tmp_path / "cut", lambda tensors: tensors.pop("lm_head.weight"))
+    expected = logits(load(other, quantised=False))
+    model = load(random_bf16, quantised=False)
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight is missing"):
+        reload(model, cut, quantised=False)
+    reload(model, other, quantised=False)
+    assert torch.equal(logits(model), expected)
+
+
+def test_another_training_step_has_another_hash(random_bf16: Path, tmp_path: Path) -> None:
+    assert checkpoint_hash(write_other(tmp_path / "other", seed=5, source=random_bf16)) != checkpoint_hash(random_bf16)
