@@ -4,6 +4,7 @@ a process, so that no cache of another start is there.
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
@@ -57,7 +58,6 @@ SAMPLINGS: list[dict[str, Any]] = [
         "logprobs": 5, "seed": 11,
     },
 ]  # fmt: skip
-# What requests reach, as `reached` names it. `drafts` and `graphs` come on top where the engine has them.
 BRANCHES = {
     "greedy", "drawn", "filters", "penalties", "bias", "grammar", "logprobs", "cached prefix",
     "prefix absorbed", "prefix expanded", "several chunks behind a prefix", "chunks of several lengths",
@@ -109,12 +109,13 @@ def serve(engine: Engine, limits: Limits) -> tuple[Counter[str], float]:
             seen["drafts"] += output.num_drafted > 0
         return time.monotonic() - began
 
-    for group in groups(limits.max_prefill_tokens, limits.max_model_len):
+    everything = list(groups(limits.max_prefill_tokens, limits.max_model_len))
+    for group in everything:
         for one in group:
             engine.submit(Submit(one))
         while engine.has_work():
             slowest = max(slowest, step())
-    for one in [one for group in groups(limits.max_prefill_tokens, limits.max_model_len) for one in group]:
+    for one in itertools.chain(*everything):
         engine.submit(Submit(one))
         slowest = max(slowest, step())
     while engine.has_work():
@@ -123,13 +124,18 @@ def serve(engine: Engine, limits: Limits) -> tuple[Counter[str], float]:
     return seen, slowest
 
 
+def check_reached(seen: dict[str, int], drafts: int) -> None:
+    """They reached everything that an engine with graphs has."""
+    wanted = {*BRANCHES, "graphs", *(["drafts"] if drafts else [])}
+    assert wanted == {name for name, count in seen.items() if count}, seen
+
+
 def watched(engine: Engine) -> Counter[str]:
     """Counts what the steps of this engine are, from now on."""
-    runner, seen = engine._runner, Counter[str]()
-    launch, thresholds = (
-        runner.launch,
-        FormThresholds.measured(engine.pool.buffer.device, runner._model.config.num_attention_heads),
-    )
+    runner: Any = engine._runner
+    seen = Counter[str]()
+    thresholds = FormThresholds.measured(engine.pool.buffer.device, runner._model.config.num_attention_heads)
+    launch = runner.launch
 
     def counting(batch: HostBatch) -> Any:
         seen.update(_branches(batch, thresholds))
@@ -143,7 +149,7 @@ def watched(engine: Engine) -> Counter[str]:
 def _branches(batch: HostBatch, thresholds: FormThresholds) -> Iterator[str]:
     lens, ends, sampling = batch.chunk_lens, batch.chunk_ends, batch.sampling
     cached = sum(end > size for size, end in zip(lens, ends, strict=True))
-    facts = {
+    facts: dict[str, Any] = {
         "chunks beside decoding": lens and batch.num_decode,
         "prefix absorbed": cached and thresholds.absorbs(lens, ends),
         "prefix expanded": cached and not thresholds.absorbs(lens, ends),
@@ -157,7 +163,7 @@ def _branches(batch: HostBatch, thresholds: FormThresholds) -> Iterator[str]:
         filters = (sampling.top_k[drawn] > 0) | (sampling.top_p[drawn] < 1) | (sampling.min_p[drawn] > 0)
         facts |= {
             "drawn": len(drawn),
-            "filters": filters.any(),
+            "filters": bool(filters.any()),
             "penalties": sampling.penalties is not None,
             "bias": sampling.bias is not None,
             "grammar": sampling.grammar is not None,

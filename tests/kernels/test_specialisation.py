@@ -9,9 +9,14 @@ from pathlib import Path
 import pytest
 from millrace_kernels import triton
 
-# Scalars that follow the number of tokens. Triton compiles a kernel again for a multiple of 16, and a request would
+# Scalars that follow the number of tokens, of sequences, or the longest sequence. Triton compiles a kernel again for a multiple of 16, and a request would
 # wait for the compiler: the rehearsed sizes are not of every kind, since the strides of scales are rounded up to 4.
-SIZES = {"num_tokens", "tokens", "scale_stride", "stride_scale_k", "scale_column", "out_scale_col", "x_scale_col"}
+SIZES = {
+    "num_tokens", "tokens", "num_rows", "num_queries", "num_seqs", "page_table_row",
+    "scale_stride", "stride_scale_k", "scale_column", "out_scale_col", "x_scale_col",
+}  # fmt: skip
+# Arrays of numbers of 4 bytes, of which a step passes parts: they begin at any sequence.
+PARTS = {"page_table_ptr", "seq_lens_ptr"}
 
 
 def kernels() -> Iterator[tuple[str, ast.FunctionDef]]:
@@ -34,4 +39,6 @@ def test_there_are_kernels() -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_kernel_is_not_compiled_for_kinds_of_sizes(kernel: ast.FunctionDef) -> None:
     plain = " ".join(map(ast.unparse, kernel.decorator_list))
-    assert {name for name in SIZES & {arg.arg for arg in kernel.args.args} if f"'{name}'" not in plain} == set()
+    names = {arg.arg for arg in kernel.args.args}
+    assert {name for name in names & (SIZES | PARTS) if f"'{name}'" not in plain} == set()
+    assert not names & PARTS or "do_not_specialize_on_alignment" in plain

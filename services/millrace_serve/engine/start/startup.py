@@ -174,18 +174,23 @@ def prepare(site: Site, config: EngineConfig, runner: TorchRunner, phases: Phase
     """Compile and capture everything that `runner` will need, then freeze the garbage collector."""
     if site.device.type == "cuda":
         with phases("compile"):
-            shapes = list(rehearsal.prefill_shapes(config))
-            if not site.buckets and site.role is not Role.PREFILL:
-                shapes += rehearsal.decode_shapes(config, buckets_up_to(config.max_running))
-            _rehearse(site, runner, shapes, graphs=False)
-            if config.share_prompts:
-                runner.launch(rehearsal.shared_batch(config, site.dims.dp, site.dims.dp_rank)).result()
-            runner.call(lambda: fp8.compile_ahead(max(_tokens(shapes)), site.device))
+            compile_kernels(site, config, runner)
     if site.buckets:
         with phases("capture"):
             capture(site, config, runner)
     if site.buckets or site.device.type == "cuda":
         gc_hooks.freeze()
+
+
+def compile_kernels(site: Site, config: EngineConfig, runner: TorchRunner) -> None:
+    """Those of steps that are no graphs."""
+    shapes = list(rehearsal.prefill_shapes(config))
+    if not site.buckets and site.role is not Role.PREFILL:
+        shapes += rehearsal.decode_shapes(config, buckets_up_to(config.max_running))
+    _rehearse(site, runner, shapes, graphs=False)
+    if config.share_prompts:
+        runner.launch(rehearsal.shared_batch(config, site.dims.dp, site.dims.dp_rank)).result()
+    runner.call(lambda: fp8.compile_ahead(max(_tokens(shapes)), site.device))
 
 
 def capture(site: Site, config: EngineConfig, runner: TorchRunner) -> None:
