@@ -133,6 +133,13 @@ TABLE: dict[str, tuple[Choice, ...]] = {
         Choice("millrace_kernels.lib.flashinfer:mla_prefill", needs="flashinfer"),
         *_ours("mla_prefill:mla_prefill"),
     ),
+    # sparse attention
+    "indexer.index_rows": _ours("indexer:index_rows", on=E4M3),
+    "indexer.index_store": _ours("indexer:index_store", on=E4M3),
+    "indexer.index_slots": _ours("indexer:index_slots"),
+    "indexer.plan": (Choice("millrace_kernels.lib.deep_gemm_indexer:schedule", needs="deep_gemm"),),
+    "indexer.index_logits": (Choice("millrace_kernels.lib.deep_gemm_indexer:index_logits", needs="deep_gemm"),),
+    "mla_sparse.mla_sparse": (Choice("millrace_kernels.lib.flash_mla_sparse:mla_sparse", needs="flash_mla"),),
 }
 
 _forced: dict[str, str] = {}

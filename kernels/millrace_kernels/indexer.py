@@ -14,17 +14,19 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from millrace_kernels.backend import implementation
 from millrace_kernels.fp8 import quant_groups
 
 E4M3 = torch.float8_e4m3fn
+EPS = 1e-6  # of the keys' norm
 BLOCK_BYTES = 1 << 26  # of float32 keys that the reference holds at a time
 
 
 class IndexRows(NamedTuple):
-    """Queries or keys. Those of a cache are [num_pages, page_size, I] with scales [num_pages, page_size], pages apart."""
+    """Queries or keys. Those of a cache are [num_pages, page_size, I] with scales of [num_pages, page_size]."""
 
     data: Tensor  # E4M3 or float32 [..., I]
     scales: Tensor | None  # float32 [...]; None: of float32 data
@@ -47,10 +49,10 @@ def cached_rows(pages: Tensor, first: int, page_size: int, width: int, exact: bo
 def index_rows(x: Tensor, cos: Tensor, sin: Tensor, *, exact: bool) -> IndexRows:
     """Rotates the first R columns, x[i] and x[i + R/2] being a pair, and quantises what is not `exact`.
 
-    Args: x: [T, H, I], any strides but the last. cos, sin: float32 [T, R/2].
+    Args: x: [T, H, I], contiguous. cos, sin: float32 [T, R/2].
     Returns: [T, H, I], scales [T, H]; contiguous.
     """
-    assert x.shape[0] == cos.shape[0] and x.shape[2] >= 2 * cos.shape[1], (x.shape, cos.shape)
+    assert x.shape[0] == cos.shape[0] and x.shape[2] >= 2 * cos.shape[1] and x.is_contiguous(), (x.shape, cos.shape)
     if not exact and (run := implementation("indexer.index_rows", x.device, x.shape[0])):
         return run(x, cos, sin)
     half, cos, sin = cos.shape[1], cos.unsqueeze(1), sin.unsqueeze(1)
@@ -71,15 +73,22 @@ def hadamard(width: int, device: torch.device) -> Tensor:
     return matrix * width**-0.5
 
 
-def index_store(cache: IndexRows, slots: Tensor, keys: IndexRows) -> None:
-    """cache[slot // page_size, slot % page_size] = key, in place. slots: int64 [T]; keys: [T, 1, I].
+def index_store(
+    cache: IndexRows, slots: Tensor, k: Tensor, norm: tuple[Tensor, Tensor], cos: Tensor, sin: Tensor
+) -> None:
+    """cache[slot // page_size, slot % page_size] = index_rows(layer_norm(k)), in place, with a norm's eps of 1e-6.
 
-    Of several tokens that share a slot, which only the sink page has, any one is stored.
+    Args: slots: int64 [T]; of tokens that share one, which only the sink page has, any is stored. k: [T, I],
+        contiguous. norm: weight and bias, float32 [I]. cos, sin: float32 [T, R/2].
     """
-    page_size = cache.data.shape[1]
-    at = slots // page_size, slots % page_size
-    of_bytes = cache.data.view(torch.uint8)  # an E4M3 tensor takes no index
-    of_bytes[at] = keys.data[:, 0].view(torch.uint8)
+    assert k.shape == (slots.shape[0], cache.data.shape[2]) and k.is_contiguous(), (k.shape, cache.data.shape)
+    exact, page_size = cache.scales is None, cache.data.shape[1]
+    if not exact and (run := implementation("indexer.index_store", k.device, k.shape[0])):
+        run(cache, slots, k, norm, cos, sin)
+        return
+    normed = F.layer_norm(k.float(), k.shape[1:], *norm, EPS)
+    keys, at = index_rows(normed.unsqueeze(1), cos, sin, exact=exact), (slots // page_size, slots % page_size)
+    cache.data.view(torch.uint8)[at] = keys.data[:, 0].view(torch.uint8)  # an E4M3 tensor takes no index
     if cache.scales is not None and keys.scales is not None:
         cache.scales[at] = keys.scales[:, 0]
 
@@ -153,4 +162,4 @@ def index_slots(logits: Tensor, topk: int, page_table: Tensor, page_size: int) -
         return run(values, keys, topk, page_table, page_size)
     pages = page_table.expand(len(keys), -1).gather(1, keys // page_size)
     slots = (pages * page_size + keys % page_size).int().masked_fill_(values == -torch.inf, -1)
-    return torch.nn.functional.pad(slots, (0, topk - slots.shape[1]), value=-1)
+    return F.pad(slots, (0, topk - slots.shape[1]), value=-1)

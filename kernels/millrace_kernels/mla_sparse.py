@@ -23,18 +23,20 @@ def mla_sparse(q: Tensor, kv: Tensor, slots: Tensor, scale: float, kv_lora_rank:
         kv_lora_rank: C.
     Returns:
         [T, H, C] in q's dtype.
-    Notes:
-        Without a library the chosen rows are copied side by side and attended to as a sequence of their own. Page 0 is
-        the sink, whose rows hold numbers.
     """
     assert q.shape[0] == slots.shape[0] and q.shape[2] == kv.shape[2], (q.shape, slots.shape, kv.shape)
-    if run := implementation("mla_sparse.mla_sparse", q.device, q.shape[0], (q.shape[1], slots.shape[1])):
+    if run := implementation("mla_sparse.mla_sparse", q.device, q.shape[0]):
         return run(q, kv, slots, scale, kv_lora_rank)
+    return by_copies(q, kv, slots, scale, kv_lora_rank)
+
+
+def by_copies(q: Tensor, kv: Tensor, slots: Tensor, scale: float, kv_lora_rank: int) -> Tensor:
+    """Copies the chosen rows side by side and attends to them as to a sequence of each token's own."""
     (tokens, topk), (_, page_size, width) = slots.shape, kv.shape
     pages, rows = -(-topk // page_size), kv.view(torch.uint8) if kv.itemsize == 1 else kv
     out, block = q.new_empty(*q.shape[:2], kv_lora_rank), max(GATHERED_BYTES // (topk * width * kv.itemsize), 1)
     for start in range(0, tokens, block):
-        part = slots[start : start + block].sort(dim=1, descending=True).values.clamp(min=-1).long()  # chosen ones first
+        part = slots[start : start + block].sort(dim=1, descending=True).values.long()  # chosen ones first
         lens, part = (part >= 0).sum(1, dtype=torch.int32), part.clamp(min=0)
         copy = rows.new_empty(len(part), pages * page_size, width)
         copy[:, :topk] = rows[part // page_size, part % page_size]

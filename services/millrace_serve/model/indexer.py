@@ -23,7 +23,6 @@ from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.sparse_step import SparseGroup
 from millrace_serve.model.weights import Weights
 
-LAYER_NORM_EPS = 1e-6
 LOGITS_AT_A_TIME = 1 << 25  # 128 MiB of logits of a prompt chunk
 
 
@@ -36,8 +35,8 @@ class Indexer:
         hidden, f32 = config.hidden_size, torch.float32
         self.wq_b = ckpt.matrix(f"{prefix}.wq_b.weight", (self.num_heads * self.width, config.q_lora_rank))
         self.wk = ckpt.matrix(f"{prefix}.wk.weight", (self.width, hidden))
-        self.k_norm = ckpt.tensor(f"{prefix}.k_norm.weight", (self.width,), dtype=f32)
-        self.k_norm_bias = ckpt.tensor(f"{prefix}.k_norm.bias", (self.width,), dtype=f32)
+        weight, bias = (ckpt.tensor(f"{prefix}.k_norm.{name}", (self.width,), dtype=f32) for name in ("weight", "bias"))
+        self.k_norm = weight, bias
         self.weights_proj = ckpt.tensor(f"{prefix}.weights_proj.weight", (self.num_heads, hidden), dtype=f32)
 
     def __call__(self, h: Operand, q_low: Operand, step: AttnStep) -> Tensor | None:
@@ -48,15 +47,13 @@ class Indexer:
         """
         assert step.index is not None and h.plain is not None
         cache = step.index.layer(self.layer)
-        exact = cache.scales is None
-        k = F.layer_norm(linear(h, self.wk).float(), (self.width,), self.k_norm, self.k_norm_bias, LAYER_NORM_EPS)
-        index_store(cache, step.inputs.kv_slots, index_rows(k.unsqueeze(1), step.cos, step.sin, exact=exact))
+        index_store(cache, step.inputs.kv_slots, linear(h, self.wk), self.k_norm, step.cos, step.sin)
         if not step.sparse:
             return None
         rows = slice(0, step.sparse[-1].rows.stop)
         q = linear(q_low, self.wq_b)[rows].unflatten(1, (self.num_heads, self.width))
         weights = F.linear(h.plain[rows].float(), self.weights_proj) * (self.num_heads * self.width) ** -0.5
-        queries = index_rows(q, step.cos[rows], step.sin[rows], exact=exact)
+        queries = index_rows(q, step.cos[rows], step.sin[rows], exact=cache.scales is None)
         return torch.cat([part for group in step.sparse for part in self._choose(group, queries, weights, cache)])
 
     def _choose(self, group: SparseGroup, q: IndexRows, weights: Tensor, cache: IndexRows) -> list[Tensor]:

@@ -1,8 +1,9 @@
 """The memory of the pages: one allocation of [page, layer, token, latent | rope], a page being one contiguous block.
 
 A model with sparse attention has index keys, `index_row_bytes` per token and layer, behind the rows of all layers: the
-page is still one block, so whatever moves or keeps pages carries them. With the canary on, a page has CANARY_BYTES more at its end (engine/cache/canary.py). A pool without torch has the same
-bytes, but no tensor: the simulated runner writes canaries only.
+page is still one block, so whatever moves or keeps pages carries them. With the canary on, a page has CANARY_BYTES more
+at its end (engine/cache/canary.py). A pool without torch has the same bytes, but no tensor: the simulated runner writes
+canaries only.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class Site:
 def kv_layout(
     limits: Limits, execution: Execution, model: ModelConfig, model_hash: str, dtype: torch.dtype
 ) -> KvLayout:
-    """Of the pages of a rank with activations in `dtype`. Raises ValueError where limits and model exclude each other."""
+    """Of the pages of a rank with activations in `dtype`. Raises ValueError: the model does not support the limits."""
     if model.index_topk and limits.share_prompts:
         raise ValueError("limits.share_prompts=true is not supported by a model with sparse attention (index_topk)")
     kv_dtype = str(dtype).removeprefix("torch.") if execution.kv_dtype == "auto" else execution.kv_dtype

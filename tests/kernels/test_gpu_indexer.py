@@ -1,0 +1,101 @@
+"""Sparse attention's kernels and libraries on a GPU, over V3.2's widths, against the references on the same GPU; and a
+layer's decode step in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from millrace_bench.kernels import indexer_inputs
+from millrace_bench.kernels.attention_inputs import Draw
+from millrace_bench.kernels.numeric import ATTENTION_TOLERANCE, FP8_TOLERANCE, assert_close, rms_error
+from millrace_kernels import backend, indexer
+from millrace_kernels.indexer import IndexRows
+from millrace_kernels.mla_sparse import by_copies, mla_sparse
+from torch import Tensor
+
+pytestmark = pytest.mark.gpu
+
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+DEVICE = torch.device("cuda")
+LENS = [4096, 1, 64, 65, 3000, 9000]
+TOPK = 2048
+
+
+def values(rows: IndexRows) -> Tensor:
+    assert rows.scales is not None
+    return rows.data.float() * rows.scales.unsqueeze(-1)
+
+
+def on_sm90() -> bool:
+    return backend.capability(DEVICE) == "sm90"
+
+
+@pytest.mark.parametrize("num", [0, 1, 17, 300])
+def test_rows_and_keys(num: int) -> None:
+    call = indexer_inputs.index_rows(Draw("cuda", BF16), num, 64)
+    unturned = values(indexer.index_rows(**call)) @ indexer.hadamard(128, call["x"].device)
+    assert rms_error(unturned, indexer.index_rows(**call | {"exact": True}).data) < FP8_TOLERANCE
+    stored = []
+    for target in (None, ""):
+        call = indexer_inputs.index_store(Draw("cuda", BF16), num)
+        with backend.forced(**({} if target is None else {"indexer.index_store": target})):
+            indexer.index_store(**call)
+        stored.append(values(call["cache"]))
+    assert torch.equal(stored[0].isnan(), stored[1].isnan()) and int((~stored[0][..., 0].isnan()).sum()) == num
+    assert rms_error(stored[0].nan_to_num(), stored[1].nan_to_num()) < FP8_TOLERANCE
+
+
+@pytest.mark.parametrize("lens", [LENS, LENS[:1], LENS * 20], ids=["few", "one", "many"])
+@pytest.mark.parametrize("per_row", [True, False])
+def test_logits(per_row: bool, lens: list[int]) -> None:
+    """What DeepGEMM leaves unwritten is -inf, and a plan serves every call of its lengths."""
+    call = indexer_inputs.index_logits(Draw("cuda", BF16), lens, per_row)
+    assert backend.choices("indexer.index_logits", DEVICE) or not on_sm90()
+    wanted = indexer.reference_logits(**call)
+    plan = indexer.plan(call["lens"], per_row)
+    for given in (plan, plan, None):
+        assert_close(indexer.index_logits(**call, plan=given), wanted, 1e-3)
+
+
+@pytest.mark.parametrize("per_row", [True, False])
+def test_slots(per_row: bool) -> None:
+    call = indexer_inputs.index_slots(Draw("cuda"), LENS, TOPK, per_row)
+    found = indexer.index_slots(**call)
+    with backend.forced(**{"indexer.index_slots": ""}):
+        wanted = indexer.index_slots(**call)
+    assert torch.equal(found.sort(1).values, wanted.sort(1).values)
+
+
+@pytest.mark.parametrize("heads", [16, 64, 128])
+@pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
+def test_attention_to_chosen_rows(heads: int, kv_dtype: torch.dtype) -> None:
+    call = indexer_inputs.mla_sparse(Draw("cuda", BF16), LENS, TOPK, heads, kv_dtype)
+    assert backend.choices("mla_sparse.mla_sparse", DEVICE) or not on_sm90()
+    found = mla_sparse(**call)
+    with backend.forced(**{"mla_decode.mla_decode": "", "mla_decode.plan": ""}):
+        wide = {"q": call["q"].float(), "kv": call["kv"] if kv_dtype == E4M3 else call["kv"].float()}
+        wanted = by_copies(**call | wide)
+    assert_close(found, wanted, ATTENTION_TOLERANCE[BF16] if kv_dtype == BF16 else 0.1)
+
+
+def test_a_graph_chooses_anew_for_other_lengths() -> None:
+    """Captured with short sequences, replayed with long ones: the plan follows the lengths on the device."""
+    call = indexer_inputs.index_logits(Draw("cuda", BF16), LENS, True)
+    lens, table = call["lens"].clone(), call["page_table"]
+
+    def chosen() -> Tensor:
+        logits = indexer.index_logits(**call | {"lens": lens}, plan=indexer.plan(lens, True))
+        return indexer.index_slots(logits, TOPK, table, 64)
+
+    lens.fill_(1)
+    for _ in range(2):
+        chosen()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = chosen()
+    lens.copy_(call["lens"])
+    graph.replay()
+    assert torch.equal(found.sort(1).values, chosen().sort(1).values)
+    assert (found >= 0).sum(1).tolist() == [min(num, TOPK) for num in LENS]

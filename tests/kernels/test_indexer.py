@@ -1,0 +1,242 @@
+"""Sparse attention's ops: the reference against the paper's formula, our kernels in Triton's interpreter and what the
+adapters hand to DeepGEMM and FlashMLA, whose stand-ins compute with the references.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from millrace_bench.kernels import indexer_inputs
+from millrace_bench.kernels.attention_inputs import LATENT, PAGE, ROW, SCALE, Draw
+from millrace_bench.kernels.numeric import ATTENTION_TOLERANCE, FP8_TOLERANCE, assert_close, rms_error
+from millrace_kernels import indexer
+from millrace_kernels.backend import forced
+from millrace_kernels.indexer import IndexRows
+from millrace_kernels.lib import deep_gemm_indexer, flash_mla_sparse
+from millrace_kernels.mla_sparse import by_copies, mla_sparse
+from torch import Tensor
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU test_gpu_indexer.py runs the kernels")
+
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+TRITON = "millrace_kernels.triton.indexer"
+
+
+def values(rows: IndexRows) -> Tensor:
+    """float32; NaN where nothing was stored."""
+    data = rows.data.float()
+    return data if rows.scales is None else data * rows.scales.unsqueeze(-1)
+
+
+@pytest.mark.parametrize("num", [0, 1, 5])
+@pytest.mark.parametrize("heads", [1, 64])
+def test_rows_rotate_in_halves(num: int, heads: int) -> None:
+    call = indexer_inputs.index_rows(Draw(), num, heads, exact=True)
+    cos, sin, half = call["cos"][:, None], call["sin"][:, None], call["cos"].shape[1]
+    pairs = torch.complex(call["x"][..., :half], call["x"][..., half : 2 * half]) * torch.complex(cos, sin)
+    found, scales = indexer.index_rows(**call)
+    assert scales is None
+    assert_close(found, torch.cat((pairs.real, pairs.imag, call["x"][..., 2 * half :]), -1))
+
+
+def test_products_survive_the_transform() -> None:
+    call = indexer_inputs.index_rows(Draw(), 40, 2)
+    call["x"][..., 5] *= 30  # an outlier, which alone would take the range of its row
+    exact, quantised = (values(indexer.index_rows(**call | {"exact": exact})) for exact in (True, False))
+    products = [x[:, 0] @ x[:, 1].T for x in (exact, quantised)]
+    assert rms_error(products[1], products[0]) < FP8_TOLERANCE
+    matrix = indexer.hadamard(128, torch.device("cpu"))
+    assert torch.equal(matrix, matrix.T)
+    assert_close(matrix @ matrix, torch.eye(128))
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("per_row", [True, False])
+def test_logits_are_the_papers(per_row: bool, exact: bool) -> None:
+    lens = [130, 1, 64, 65]
+    call = indexer_inputs.index_logits(Draw(), lens, per_row, exact)
+    found, queries, cache = indexer.index_logits(**call), values(call["q"]), values(call["cache"]).flatten(0, 1)
+    assert found.shape == (4, 3 * PAGE)
+    for token, num in enumerate(lens):
+        table = call["page_table"][token if per_row else 0]
+        for key in (0, num - 1, num // 2):
+            k = cache[int(table[key // PAGE]) * PAGE + key % PAGE]
+            wanted = sum(w * torch.relu(q @ k) for w, q in zip(call["weights"][token], queries[token], strict=True))
+            assert_close(found[token, key], wanted, 1e-5)
+        assert (found[token, num:] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("per_row", [True, False])
+@pytest.mark.parametrize("target", ["", f"{TRITON}:index_slots"])
+def test_slots_of_the_largest(target: str, per_row: bool) -> None:
+    lens, topk = [130, 3, 64, 16, 17], 16
+    call = indexer_inputs.index_slots(Draw(), lens, topk, per_row)
+    with forced(**{"indexer.index_slots": target}):
+        found = indexer.index_slots(**call)
+    assert found.shape == (5, topk) and found.dtype == torch.int32
+    for token, num in enumerate(lens):
+        table, best = call["page_table"][token if per_row else 0], call["logits"][token].argsort(descending=True)
+        wanted = {int(table[key // PAGE]) * PAGE + int(key) % PAGE for key in best[: min(num, topk)]}
+        slots = found[token].tolist()
+        assert set(slots) - {-1} == wanted and slots.count(-1) == topk - len(wanted)
+
+
+def test_fewer_keys_than_wanted() -> None:
+    call = indexer_inputs.index_slots(Draw(), [3], 100, True)
+    for target in ("", f"{TRITON}:index_slots"):
+        with forced(**{"indexer.index_slots": target}):
+            found = indexer.index_slots(**call)
+        assert found.shape == (1, 100) and int((found >= 0).sum()) == 3
+
+
+@pytest.mark.parametrize("num", [0, 1, 17])
+@pytest.mark.parametrize("heads", [1, 3, 64])
+def test_our_kernel_of_rows(num: int, heads: int) -> None:
+    call = indexer_inputs.index_rows(Draw(dtype=BF16), num, heads)
+    with forced(**{"indexer.index_rows": f"{TRITON}:index_rows"}):
+        found = indexer.index_rows(**call)
+    wanted = indexer.index_rows(**call | {"exact": True})
+    unturned = values(found) @ indexer.hadamard(128, call["x"].device)
+    assert found.scales is not None and found.scales.shape == (num, heads) and found.data.is_contiguous()
+    assert rms_error(unturned, wanted.data) < FP8_TOLERANCE
+
+
+@pytest.mark.parametrize("num", [0, 1, 17, 100])
+def test_our_kernel_stores_keys(num: int) -> None:
+    stored = []
+    for target in (f"{TRITON}:index_store", ""):
+        call = indexer_inputs.index_store(Draw(dtype=BF16), num)
+        with forced(**{"indexer.index_store": target}):
+            indexer.index_store(**call)
+        stored.append(values(call["cache"]))
+    found, wanted = stored
+    assert torch.equal(found.isnan(), wanted.isnan()) and int((~found[..., 0].isnan()).sum()) == num
+    assert rms_error(found.nan_to_num(), wanted.nan_to_num()) < FP8_TOLERANCE
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, BF16, E4M3])
+def test_attention_to_chosen_rows(kv_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millrace_kernels.mla_sparse.GATHERED_BYTES", 3 * 40 * ROW * 4)  # more than one part
+    call = indexer_inputs.mla_sparse(Draw(), [130, 1, 40, 20, 300], 40, 3, kv_dtype)
+    found, rows = mla_sparse(**call), call["kv"].flatten(0, 1).float()
+    for token, slots in enumerate(call["slots"]):
+        keys = rows[slots[slots >= 0].long()]
+        probs = (SCALE * call["q"][token] @ keys.T).softmax(-1)
+        assert_close(found[token], probs @ keys[:, :LATENT], ATTENTION_TOLERANCE[torch.float32])
+
+
+# ------------------------------------------------------------------------------------------------ adapters
+
+
+@pytest.fixture
+def deep_gemm(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the calls; its checks are those of the library's sources."""
+    calls: list[str] = []
+
+    def get_paged_mqa_logits_metadata(context_lens: Tensor, block_kv: int, num_sms: int) -> Tensor:
+        assert context_lens.dim() == 2 and context_lens.dtype == torch.int32 and context_lens.is_contiguous()
+        calls.append("schedule")
+        return torch.zeros(num_sms + 1, 2, dtype=torch.int32)
+
+    def check(q: Tensor, weights: Tensor) -> None:
+        assert q.dtype == E4M3 and q.is_contiguous() and q.shape[-2] in (32, 64) and weights.dtype == torch.float32
+        assert weights.is_contiguous() and weights.shape[1] == q.shape[-2]
+
+    def unwritten(logits: Tensor, lens: Tensor) -> Tensor:
+        return logits.masked_fill(logits == -torch.inf, torch.nan)
+
+    def fp8_paged_mqa_logits(
+        q: Tensor, kv: Tensor, weights: Tensor, lens: Tensor, table: Tensor, schedule: Tensor, most: int
+    ) -> Tensor:
+        check(q, weights)
+        width = q.shape[-1]
+        assert kv.dtype == torch.uint8 and kv.shape[1:] == (PAGE, 1, width + 4) and kv.stride(0) % 16 == 0
+        assert kv.stride(1) == width + 4 and kv.stride(3) == 1 and schedule.shape == (133, 2) and q.dim() == 4
+        assert lens.shape == (len(q), q.shape[1]) and table.dtype == torch.int32 and table.stride(1) == 1
+        calls.append("paged")
+        pages = kv.as_strided((len(kv), PAGE * (width + 4)), (kv.stride(0), 1))
+        cache = indexer.cached_rows(pages, 0, PAGE, width, exact=False)
+        rows = IndexRows(q[:, 0], torch.ones(q.shape[0], q.shape[2]))
+        return unwritten(indexer.reference_logits(rows, weights, cache, table, lens[:, 0]), lens)[:, :most]
+
+    def fp8_mqa_logits(q: Tensor, kv: tuple[Tensor, Tensor], weights: Tensor, ks: Tensor, ke: Tensor) -> Tensor:
+        check(q, weights)
+        data, scales = kv
+        assert data.dtype == E4M3 and data.is_contiguous() and scales.shape == data.shape[:1]
+        assert scales.dtype == torch.float32 and ks.dtype == ke.dtype == torch.int32 and not ks.any()
+        calls.append("gathered")
+        products = torch.relu(q.float() @ (data.float() * scales[:, None]).T)
+        return unwritten(indexer.masked((weights[:, None] @ products)[:, 0], ke), ke)
+
+    library: Any = ModuleType("deep_gemm")
+    for function in (get_paged_mqa_logits_metadata, fp8_paged_mqa_logits, fp8_mqa_logits):
+        setattr(library, function.__name__, function)
+    library.get_num_sms = lambda: 132
+    monkeypatch.setitem(sys.modules, "deep_gemm", library)
+    return calls
+
+
+@pytest.mark.parametrize(("per_row", "name"), [(True, "paged"), (False, "gathered")])
+def test_deep_gemm_gets_pages_or_keys(deep_gemm: list[str], per_row: bool, name: str) -> None:
+    call = indexer_inputs.index_logits(Draw(dtype=BF16), [130, 1, 64, 65], per_row)
+    plan = deep_gemm_indexer.schedule(call["lens"]) if per_row else None
+    found = deep_gemm_indexer.index_logits(**call, plan=plan)
+    assert deep_gemm == [*(["schedule"] if per_row else []), name]
+    assert_close(found, indexer.index_logits(**call), 1e-5)
+
+
+def test_deep_gemm_leaves_others_to_the_reference(deep_gemm: list[str]) -> None:
+    for call in (
+        indexer_inputs.index_logits(Draw(), [70, 2], True, exact=True),
+        indexer_inputs.index_logits(Draw(), [70, 2], True, heads=16),
+    ):
+        assert_close(deep_gemm_indexer.index_logits(**call), indexer.index_logits(**call))
+    assert deep_gemm == [] and deep_gemm_indexer.schedule(torch.empty(0, dtype=torch.int32)) is None
+
+
+@pytest.fixture
+def flash_mla(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Shapes of its queries."""
+    calls: list[tuple[int, ...]] = []
+
+    def flash_mla_sparse_fwd(
+        q: Tensor, kv: Tensor, indices: Tensor, sm_scale: float, d_v: int, use_legacy: bool, return_log2_lse: bool
+    ) -> tuple[Tensor, None, None]:
+        tokens, heads, width = q.shape
+        assert use_legacy and not return_log2_lse and heads in (64, 128) and d_v == 512 and q.is_contiguous()
+        assert q.dtype == kv.dtype == BF16 and kv.shape[1:] == (1, 576) == (1, width) and kv.stride(2) == 1
+        assert indices.dtype == torch.int32 and indices.shape[:2] == (tokens, 1) and indices.shape[2] % 128 == 0
+        assert indices.max() < len(kv)
+        calls.append(tuple(q.shape))
+        out = torch.empty(tokens, heads, d_v)
+        for token, chosen in enumerate(indices[:, 0].long()):
+            keys = kv[chosen[chosen >= 0], 0].float()
+            out[token] = (sm_scale * q[token].float() @ keys.T).softmax(-1) @ keys[:, :d_v]
+        return out.to(BF16), None, None
+
+    library: Any = ModuleType("flash_mla")
+    library.flash_mla_sparse_fwd, library.has_legacy = flash_mla_sparse_fwd, lambda: True
+    monkeypatch.setitem(sys.modules, "flash_mla", library)
+    return calls
+
+
+@pytest.mark.parametrize(("heads", "padded"), [(3, 64), (64, 64), (100, 128)])
+def test_flash_mla_reads_rows_in_place(flash_mla: list[tuple[int, ...]], heads: int, padded: int) -> None:
+    call = indexer_inputs.mla_sparse(Draw(dtype=BF16), [300, 1, 70], 128, heads, BF16)
+    found = flash_mla_sparse.mla_sparse(**call)
+    assert flash_mla == [(3, padded, ROW)]
+    wide = {"q": call["q"].float(), "kv": call["kv"].float()}
+    assert_close(found, by_copies(**call | wide))
+
+
+@pytest.mark.parametrize(("topk", "heads", "dtype"), [(100, 2, BF16), (128, 2, E4M3), (128, 130, BF16)])
+def test_flash_mla_leaves_others_to_copies(
+    flash_mla: list[tuple[int, ...]], topk: int, heads: int, dtype: torch.dtype
+) -> None:
+    call = indexer_inputs.mla_sparse(Draw(), [300, 1, 70], topk, heads, dtype)
+    call["q"] = call["q"].to(BF16)
+    assert torch.equal(flash_mla_sparse.mla_sparse(**call), by_copies(**call)) and flash_mla == []
