@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from millrace_kernels import triton
 
-# Scalars that follow the number of tokens, of sequences, or the longest sequence. Triton compiles a kernel again for a multiple of 16, and a request would
-# wait for the compiler: the rehearsed sizes are not of every kind, since the strides of scales are rounded up to 4.
+# Scalars that follow the number of tokens, of sequences, or the longest sequence. Triton compiles a kernel again for a
+# multiple of 16, and a request would wait for the compiler: the rehearsed sizes are not of every kind, since the strides
+# of scales are rounded up to 4. Whole steps are compared in tests/engine/test_every_request.py.
 SIZES = {
-    "num_tokens", "tokens", "num_rows", "num_queries", "num_seqs", "page_table_row",
+    "num_tokens", "tokens", "num_queries", "num_seqs", "page_table_row",
     "scale_stride", "stride_scale_k", "scale_column", "out_scale_col", "x_scale_col",
 }  # fmt: skip
 # Arrays of numbers of 4 bytes, of which a step passes parts: they begin at any sequence.
