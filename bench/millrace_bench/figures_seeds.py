@@ -124,6 +124,17 @@ def balanced() -> str:
     return f"{text} {source('h200/balance')}"
 
 
+def two_parts() -> str:
+    def ms(kind: str, count: int, overlap: str) -> str:
+        return f"{row('h200/ranks-overlap', kind=kind, count=count, overlap=overlap)['ms']:.1f}"
+
+    decode, prompts = (
+        " → ".join(ms(*size, overlap) for overlap in ("off", "on")) for size in (("decode", 128), ("prefill", 4))
+    )
+    text = f"two H200s, 8 layers, one part → two: decode 128 × 4,096 {decode} ms, prompts 4 × 4,096 {prompts}"
+    return f"{text} {source('h200/ranks-overlap')}"
+
+
 def forms() -> str:
     def ms(queries: int, form: str) -> str:
         found = row("h200/forms", heads=128, prefix=8192, queries=queries, form=form)
@@ -262,6 +273,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "X1": graphs,
     "X2": torch_compile,
     "X5": collector,
+    "X6": two_parts,
     "P1": data_parallel,
     "P4": fused_sums,
     "P5": uneven_ranks,

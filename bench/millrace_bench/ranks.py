@@ -33,7 +33,6 @@ from millrace_serve.model.experts.deepep import DeepEpExperts
 from millrace_serve.model.experts.deepep_buffer import DeepEpBuffer, machines, refusal
 from millrace_serve.model.experts.gather import GatherExperts
 from millrace_serve.model.experts.routed import Implementation
-from millrace_serve.model.overlap import OverlapThresholds
 from millrace_serve.model.parallel import ParallelDims, init_parallel, leave_parallel
 from torch import multiprocessing
 
@@ -58,8 +57,8 @@ def peer(config: ModelConfig, dims: ParallelDims, args: argparse.Namespace, devi
     choices = config.num_experts_per_tok + 1
     fit = PEER_BYTES // dims.dp // Exchange.row_bytes(config.hidden_size, choices, torch.bfloat16)
     most = min(fit, max(count if kind == "decode" else count * length for kind, (count, length) in sizes))
-    facts = (dims.dp_group, device, most, config.hidden_size, choices, torch.bfloat16)
-    return functools.partial(PeerExperts, tuple(Exchange(*facts) for _ in range(1 + ("on" in args.overlap))))
+    exchange = Exchange(dims.dp_group, device, most, config.hidden_size, choices, torch.bfloat16)
+    return functools.partial(PeerExperts, exchange)
 
 
 EXCHANGES: dict[str, Callable[..., Implementation]] = {
@@ -77,13 +76,6 @@ def build(dims: ParallelDims, exchange: str, args: argparse.Namespace, device: t
     return DeepseekV3(weights, config, dims, experts=EXCHANGES[exchange](config, dims, args, device))
 
 
-def cut(model: DeepseekV3, on: bool) -> bool:
-    """Whether steps can be cut in two parts or not, as wanted; from now on they are."""
-    if model.overlap is not None:
-        model.overlap.thresholds = OverlapThresholds(1, 1) if on else OverlapThresholds()
-    return model.overlap is not None or not on
-
-
 def rank_main(rank: int, exchange: str, folder: str, args: argparse.Namespace) -> None:
     """Rank 0 prints each row when it is measured, and leaves all as a file of the folder."""
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
@@ -98,14 +90,12 @@ def rank_main(rank: int, exchange: str, folder: str, args: argparse.Namespace) -
     model = build(dims, exchange, args, device)
     rows = []
     for kind, sizes in (("decode", args.decode), ("prefill", args.prefill)):
-        for size, kv_dtype, overlap in itertools.product(sizes, args.kv_dtype, args.overlap):
-            if not cut(model, overlap == "on"):
-                continue
+        for size, kv_dtype in itertools.product(sizes, args.kv_dtype):
             count, length = map(int, size.split("x"))
             faulthandler.dump_traceback_later(args.limit_s, exit=True)
             dist.barrier()
-            row = measure(model, kind, count, length, kv_dtype, args, f"{who}overlap {overlap}, ")
-            rows.append(slowest(dims, row | {"overlap": overlap, "exchange": exchange, "ranks": args.ranks}))
+            row = measure(model, kind, count, length, kv_dtype, args, who)
+            rows.append(slowest(dims, row | {"exchange": exchange, "ranks": args.ranks}))
             faulthandler.cancel_dump_traceback_later()
             if rank == 0:
                 print({key: value for key, value in rows[-1].items() if not key.startswith("kernels")}, flush=True)
@@ -150,7 +140,6 @@ def main() -> None:
     parser.add_argument("--decode", nargs="*", default=[], metavar="BATCHxCONTEXT", help="of each rank")
     parser.add_argument("--prefill", nargs="*", default=[], metavar="PROMPTSxLENGTH", help="of each rank")
     parser.add_argument("--kv-dtype", nargs="+", default=["bfloat16"], choices=["bfloat16", "float8_e4m3fn"])
-    parser.add_argument("--overlap", nargs="+", default=["off"], choices=["off", "on"], help="steps in two parts")
     parser.add_argument("--tiny", action="store_true", help="small widths on a CPU, to see that it runs")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--limit-s", type=float, default=300.0, help="of a row; then all ranks say where they are")

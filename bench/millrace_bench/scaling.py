@@ -28,7 +28,6 @@ REMOTE_RANKS = {2: 1.0, 8: 3.5}  # of a row, with 4 of 8 groups; every row of tw
 REMOTE_HOSTS = 3.5  # of a prompt's row on 9 hosts: it is sent once to each
 NIC_BYTES_PER_S = 46e9  # that DeepEP reports for its low-latency mode over 400 Gb/s InfiniBand
 ROW_BYTES = (WIDTH + 4 * WIDTH // 128, 2 * WIDTH)  # FP8 with scales to the experts, BF16 back
-OVERLAPPED = 0.8  # of a transfer between hosts, with two half batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +95,7 @@ def _between_hosts(name: str, tokens: int, alone: float, waiting: float, gpus: i
     # a message for each expert of another host in decode, one for each other host in prefill
     remote = TOP_K * (1 - 8 / gpus) if name.startswith("decode") else REMOTE_HOSTS
     wire = MOE_LAYERS * tokens * remote * sum(ROW_BYTES) / NIC_BYTES_PER_S * 1e3
-    exchange = waiting + wire * (1 - OVERLAPPED)
+    exchange = waiting + wire
     return Step(name, gpus, alone - MOE_LAYERS * fewer / 1e3 + exchange, exchange, tokens)
 
 

@@ -186,7 +186,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="one more prompt under the profiler, by kernel")
     parser.add_argument("--tiny", action="store_true", help="small widths on a CPU, to see that it runs")
     args = parser.parse_args()
-    args.decode, args.prefill, args.overlap = [], ["1x4096"], ["off"]  # the rows that an exchange has room for
+    args.decode, args.prefill = [], ["1x4096"]  # the rows that an exchange has room for
     print_record(Record("shared_prompts", vars(args), {"rows": run(args)}))
 
 

@@ -24,7 +24,6 @@ from millrace_serve.model.experts.held import ExpertLayer
 from millrace_serve.model.experts.peer import PeerExperts
 from millrace_serve.model.experts.placement import Placement
 from millrace_serve.model.inputs import ForwardInput
-from millrace_serve.model.lane import Lane, straight
 from millrace_serve.model.parallel import ParallelDims, init_parallel
 from millrace_testing.checkpoint import CONFIG
 from torch import Tensor
@@ -51,7 +50,7 @@ def equal_to_gather(dims: ParallelDims) -> None:
     for fp8 in (True, False):
         weights = RandomWeights(device, torch.bfloat16, fp8=fp8)
         layer = ExpertLayer(weights, config, dims, placement, 1)
-        peer = PeerExperts((make_exchange(1024, top_k),), layer)
+        peer = PeerExperts(make_exchange(1024, top_k), layer)
         gather = GatherExperts(layer)
         gather.held = peer.held
         for seed, counts in enumerate(COUNTS):
@@ -60,8 +59,8 @@ def equal_to_gather(dims: ParallelDims) -> None:
             ids = torch.rand(num, config.n_routed_experts, generator=rng, device="cuda").topk(top_k).indices.int()
             gains = torch.rand(num, top_k, generator=rng, device="cuda")
             ids[3:5] = -1  # padding
-            inputs = cast(ForwardInput, SimpleNamespace(dp_num_tokens=counts, lane=Lane()))
-            found, expected = (straight(way.begin(h, gains, ids, inputs)) for way in (peer, gather))
+            inputs = cast(ForwardInput, SimpleNamespace(dp_num_tokens=counts))
+            found, expected = (way.begin(h, gains, ids, inputs)() for way in (peer, gather))
             if counts[0] == counts[1]:
                 assert torch.equal(found, expected), (fp8, counts)
             assert_close(found, expected, FP8_EXPERTS_TOLERANCE)

@@ -18,7 +18,6 @@ from millrace_serve.model.experts.gather import GatherExperts
 from millrace_serve.model.experts.held import ExpertLayer
 from millrace_serve.model.experts.placement import Placement
 from millrace_serve.model.inputs import ForwardInput
-from millrace_serve.model.lane import straight
 from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.weights import WHOLE, Part, Shape
 from millrace_testing import fake_deep_ep
@@ -73,7 +72,7 @@ def run_both(dims: ParallelDims, placement: str) -> list[tuple[Tensor, ...]]:
     found = []
     for step, counts in enumerate(STEPS):
         arguments = inputs_of(dims, step, counts[: dims.dp])
-        found.append(tuple(straight(exchange.begin(*arguments)) for exchange in exchanges))
+        found.append(tuple(exchange.begin(*arguments)() for exchange in exchanges))
     buffer.close()
     return found
 
@@ -86,7 +85,7 @@ def run_silent(dims: ParallelDims) -> tuple[list[int], list[tuple[Any, ...]]]:
     exchange, found = DeepEpExperts(buffer, ExpertLayer(ckpt, MODEL, dims, where, LAYER)), []
     for silent in ((), (1,)):
         buffer.buffer.silent = silent
-        straight(exchange.begin(*inputs_of(dims, 0, (1, 1))))
+        exchange.begin(*inputs_of(dims, 0, (1, 1)))()
         found.append(int(buffer.error))
     return found, [tuple(machine) for machine in machines(dims)]
 

@@ -17,7 +17,6 @@ from millrace_serve.model.experts.held import ExpertLayer, HeldExperts
 from millrace_serve.model.experts.local import LocalExperts
 from millrace_serve.model.experts.placement import Placement, SlotMap
 from millrace_serve.model.inputs import ForwardInput
-from millrace_serve.model.lane import straight
 from millrace_serve.model.moe import Moe
 from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.weights import Checkpoint
@@ -166,7 +165,7 @@ def test_a_complete_result_is_not_summed_again(implementation: Any, random_bf16:
     h = Operand(torch.randn(3, config.hidden_size, generator=torch.Generator().manual_seed(0)), None)
     token_ids = torch.zeros(3, dtype=torch.int64)
     inputs = ForwardInput(token_ids, token_ids, token_ids, None, token_ids)  # type: ignore[arg-type]
-    routed = straight(moe.routed.begin(h, *moe.gate(h.plain, None), inputs))  # type: ignore[arg-type]
+    routed = moe.routed.begin(h, *moe.gate(h.plain, None), inputs)()  # type: ignore[arg-type]
     assert moe.shared_experts is not None
     shared = moe.shared_experts.partial(h)
     assert_close(moe(h, inputs), (1 if moe.tp_partial else 2) * shared + routed)

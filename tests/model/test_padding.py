@@ -18,7 +18,6 @@ from millrace_serve.model.experts.held import ExpertLayer
 from millrace_serve.model.experts.local import LocalExperts
 from millrace_serve.model.experts.placement import Placement
 from millrace_serve.model.inputs import AttnPlan, ForwardInput
-from millrace_serve.model.lane import straight
 from millrace_serve.model.moe import Moe
 from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.weights import Checkpoint
@@ -75,7 +74,7 @@ def test_rows_that_make_replicas_equally_long_choose_no_expert(
     h = Operand(torch.randn(2, config.hidden_size, generator=torch.Generator().manual_seed(0)), None)
     shape = (2, config.num_experts_per_tok)
     begun = gather.begin(h, torch.ones(shape), torch.zeros(shape, dtype=torch.int32), step(2, dp_num_tokens=(2, 5)))
-    assert straight(begun).shape == (2, config.hidden_size)
+    assert begun().shape == (2, config.hidden_size)
     ids = chosen[0].unflatten(0, (2, 5))
     assert (ids[:, 2:] == -1).all() and (ids[:, :2] == 0).all()
 

@@ -19,7 +19,6 @@ from millrace_serve.model.experts.held import ExpertLayer, HeldExperts
 from millrace_serve.model.experts.peer import PeerExperts
 from millrace_serve.model.experts.placement import Placement
 from millrace_serve.model.inputs import ForwardInput
-from millrace_serve.model.lane import Lane, straight
 from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.weights import Checkpoint
 from millrace_testing import triton_interpreter
@@ -43,7 +42,7 @@ def run_model(dims: ParallelDims, path: str, *, peer: bool) -> list[Tensor]:
     experts = None
     if peer:
         exchange = make_exchange(dims, ModelConfig.load(path), torch.float32, 8)
-        experts = functools.partial(PeerExperts, (exchange,))
+        experts = functools.partial(PeerExperts, exchange)
     driver = Driver(load_model(path, dims, CPU, torch.float32, experts=experts), seed=dims.rank)
     seq = Seq(random_prompt(40, VOCAB, dims.dp_rank))
     out = []
@@ -59,14 +58,14 @@ def run_layer(dims: ParallelDims, path: str, dtype: torch.dtype, counts: tuple[i
     ckpt = Checkpoint(path, config, CPU, dtype, keep_quantised=dtype == torch.bfloat16)
     placement = Placement.contiguous(config.num_kv_layers, config.n_routed_experts, dims.ep_size)
     layer = ExpertLayer(ckpt, config, dims, placement, LAYER)
-    experts = PeerExperts((make_exchange(dims, config, dtype, max(counts)),), layer)
+    experts = PeerExperts(make_exchange(dims, config, dtype, max(counts)), layer)
     held = HeldExperts(layer, with_shared=experts.fuses_shared)
     first, num = sum(counts[: dims.dp_rank]), counts[dims.dp_rank]
     own = slice(first, first + num)
     for seed in range(3):
         x, weights, ids = _rows(config, dtype, sum(counts), seed)
-        inputs = SimpleNamespace(dp_num_tokens=counts, lane=Lane())
-        found = straight(experts.begin(Operand(x[own], None), weights[own], ids[own], cast(ForwardInput, inputs)))
+        inputs = SimpleNamespace(dp_num_tokens=counts)
+        found = experts.begin(Operand(x[own], None), weights[own], ids[own], cast(ForwardInput, inputs))()
         wide = experts.fp8_rows and sum(counts) > SMALL_TOKENS
         h = Operand(None, quant.quant_groups(x)) if wide else Operand(x, None)
         slots = held.slots(ids)

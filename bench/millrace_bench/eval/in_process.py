@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,6 @@ from millrace_serve.engine.core import FinishReason, Load, Request, RequestId, S
 from millrace_serve.engine.start.torch_factory import load_rank
 from millrace_serve.model.attn_step import FormThresholds
 from millrace_serve.model.deepseek_v3 import load_model
-from millrace_serve.model.overlap import NEVER
 from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.worker.config import WorkerConfig
 
@@ -24,7 +24,7 @@ from millrace_bench.eval.backend import Answer, Done, Job, Perplexity
 from millrace_bench.eval.perplexity import checkpoint_logits, measure
 from millrace_bench.heldout_texts import TEXTS
 
-FORMS = {"absorbed": FormThresholds(absorb_max_queries=NEVER), "expanded": FormThresholds(absorb_max_queries=0)}
+FORMS = {"absorbed": FormThresholds(absorb_max_queries=sys.maxsize), "expanded": FormThresholds(absorb_max_queries=0)}
 
 
 class EngineBackend:

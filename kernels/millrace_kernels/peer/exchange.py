@@ -30,7 +30,6 @@ from millrace_kernels.peer.signals import FOREVER, POLLS_PER_S
 
 DISPATCH_PROGRAMS, COMBINE_PROGRAMS = 4, 8  # per multiprocessor at most; then they take several rows
 COMBINE_COLUMNS = 1024
-BESIDE_PROGRAMS, BESIDE_WARPS = 20, 16  # of a kernel beside others: each fills a multiprocessor, the rest stay free
 
 
 class Places(NamedTuple):
@@ -103,7 +102,6 @@ class Exchange:
         *,
         shared: bool,
         quant: bool,
-        beside: bool = False,
     ) -> Received:
         """Sends this rank's rows, and returns those of all ranks; collective.
 
@@ -112,38 +110,34 @@ class Exchange:
             counts: T of every rank, at most `most_rows`. In a CUDA graph they are those of every replay.
             shared: whether the rows choose this rank's shared expert too, with weight 1.
             quant: whether rows travel in FP8, as `quant_groups` makes it; D is then a multiple of 128.
-            beside: whether other kernels compute at the same time.
         """
         num_rows, total = len(x), sum(counts)
         assert counts[self._memory.rank] == num_rows and max(counts) <= self.most_rows, (counts, x.shape)
         assert x.dtype == self.dtype and x.shape[1] == self.dim and x.stride(1) == 1, (x.dtype, x.shape)
         assert not quant or (self.dim % BLOCK == 0 and x.dtype == torch.bfloat16), (self.dim, x.dtype)
         assert weights.is_contiguous() and ids.is_contiguous() and ids.dtype == torch.int32, ids.dtype
-        programs = BESIDE_PROGRAMS if beside else DISPATCH_PROGRAMS * sms()
-        grid = (max(1, min(num_rows, programs)),)
+        grid = (max(1, min(num_rows, DISPATCH_PROGRAMS * sms())),)
         dispatch_kernel[grid](
             x, weights, ids, *self._arguments(places), num_rows, self._first(counts), x.stride(0),
             self._rows_at, self._scales_at, self._slots_at, self._weights_at, self._arrived_at,
             **self._constants(places, ids, shared), GROUPS=triton.next_power_of_2(-(-self.dim // BLOCK)),
-            QUANT=quant, num_warps=BESIDE_WARPS if beside else 8,
+            QUANT=quant, num_warps=8,
         )  # fmt: skip
         return self._received(total, ids.shape[1] + shared, quant)
 
-    def combine(self, ids: Tensor, places: Places, counts: list[int], *, shared: bool, beside: bool = False) -> Tensor:
+    def combine(self, ids: Tensor, places: Places, counts: list[int], *, shared: bool) -> Tensor:
         """-> [T, D], the sums over the ranks' partial rows in FP32 and in rank order; 0 for padding; collective.
 
         The ranks' experts have filled `partial` on this stream. Arguments as for the dispatch before it.
         """
         num_rows = counts[self._memory.rank]
         out = torch.empty(num_rows, self.dim, dtype=self.dtype, device=ids.device)
-        row = triton.next_power_of_2(self.dim)
-        columns = row if beside else min(COMBINE_COLUMNS, row)
+        columns = min(COMBINE_COLUMNS, triton.next_power_of_2(self.dim))
         tiles = triton.cdiv(self.dim, columns)
-        programs = BESIDE_PROGRAMS if beside else COMBINE_PROGRAMS * sms() // tiles
-        grid = (max(1, min(num_rows, programs)), tiles)
+        grid = (max(1, min(num_rows, COMBINE_PROGRAMS * sms() // tiles)), tiles)
         combine_kernel[grid](
             out, ids, *self._arguments(places), num_rows, self._first(counts), self._partial_at, self._ready_at,
-            **self._constants(places, ids, shared), BLOCK_D=columns, num_warps=BESIDE_WARPS if beside else 4,
+            **self._constants(places, ids, shared), BLOCK_D=columns, num_warps=4,
         )  # fmt: skip
         return out
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from millrace_serve.model.attn_step import AttnStep
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.experts.routed import MakeExperts
-from millrace_serve.model.lane import Stages, straight
 from millrace_serve.model.layers import RmsNorm
 from millrace_serve.model.mla import Mla
 from millrace_serve.model.moe import DenseMlp, Moe
@@ -56,12 +55,6 @@ class DecoderLayer:
         The sum over ranks, the residual's addition and the next norm are one pass over memory, so they come together.
         With `sampled_only`, rows of prompt chunks that are not sampled are left without the MLP's output.
         """
-        return straight(self.stages(h, residual, step, kv, next_norm))
-
-    def stages(
-        self, h: Operand, residual: Tensor, step: AttnStep, kv: Tensor, next_norm: RmsNorm
-    ) -> Stages[tuple[Operand, Tensor]]:
-        """As a call; with pauses while rows are on the way to other ranks or back."""
         attended, inputs = self.self_attn(h, step, kv), step.inputs
         norm, whole = self.post_attention_layernorm, not self.mlp_partial
         chunks = inputs.attn.num_decode < inputs.attn.num_seqs
@@ -71,10 +64,7 @@ class DecoderLayer:
             out = self.mlp(h, replace(inputs, num_tokens=None))  # none of these rows is padding
             return self.reduce(next_norm, attended.index_copy_(0, rows, out), residual.index_copy_(0, rows, chosen))
         h, residual = self.reduce(norm, attended, residual, whole=whole)
-        if isinstance(self.mlp, Moe) and not self.mlp.local:
-            out = yield from self.mlp.stages(h, inputs)
-        else:
-            out = self.mlp(h, inputs)
+        out = self.mlp(h, inputs)
         if not self.mlp_partial:
             return next_norm.operand(out, residual)
         return self.reduce(next_norm, out, residual, whole=self.before_sampled and chunks)

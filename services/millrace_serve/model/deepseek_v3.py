@@ -26,11 +26,9 @@ from millrace_serve.model.experts.moving import Balancer
 from millrace_serve.model.experts.placement import Placement
 from millrace_serve.model.experts.routed import Implementation, MakeExperts
 from millrace_serve.model.inputs import ForwardInput
-from millrace_serve.model.lane import Stages, straight
 from millrace_serve.model.layers import RmsNorm, VocabParallel
 from millrace_serve.model.moe import Moe
 from millrace_serve.model.mtp import Mtp
-from millrace_serve.model.overlap import THRESHOLDS, Overlap, alternate
 from millrace_serve.model.parallel import ParallelDims, check_divides
 from millrace_serve.model.reduce import TpReduce
 from millrace_serve.model.sparse_step import IndexPool
@@ -85,8 +83,6 @@ class DeepseekV3:
             self.mtp = built(lambda ckpt: Mtp(ckpt, config, dims, self.reduce, experts_of(ckpt)))
         moes = {index: layer.mlp for index, layer in enumerate(self._decoder_layers) if isinstance(layer.mlp, Moe)}
         self.balancer = Balancer(dims, placement, moes) if dims.spare_experts else None
-        can_overlap = dims.tp == 1 and bool(moes) and all(moe.routed.overlaps for moe in moes.values())
-        self.overlap = Overlap(ckpt.device, THRESHOLDS) if can_overlap else None
         last = self.layers[-1]
         last.sampled_only = self.mtp is None and last.mlp.local and last.mlp.tp_partial
         for layer in self.layers[-2:-1]:
@@ -113,19 +109,14 @@ class DeepseekV3:
                 With sparse attention index keys lie behind it (`IndexPool`).
         """
         with self.scratch.step():
-            if self.overlap is None or not self.overlap.thresholds.cuts(inputs):
-                return straight(self._stages(inputs, kv))
-            return torch.cat(alternate([self._stages(half, kv) for half in self.overlap.halves(inputs)]))
-
-    def _stages(self, inputs: ForwardInput, kv: Tensor) -> Stages[Tensor]:
-        step = self._attn_step(inputs, kv)
-        first, embedded = self.layers[0], self.embed_tokens.embed_partial(inputs.token_ids)
-        h, residual = self.reduce(first.input_layernorm, embedded, None, whole=first.sampled_only)
-        next_norms = *(layer.input_layernorm for layer in self.layers[1:]), self.norm
-        for index, (layer, norm) in enumerate(zip(self.layers, next_norms, strict=True)):
-            h, residual = yield from layer.stages(h, residual, step, kv[:, index], norm)
-        assert h.plain is not None
-        return h.plain
+            step = self._attn_step(inputs, kv)
+            first, embedded = self.layers[0], self.embed_tokens.embed_partial(inputs.token_ids)
+            h, residual = self.reduce(first.input_layernorm, embedded, None, whole=first.sampled_only)
+            next_norms = *(layer.input_layernorm for layer in self.layers[1:]), self.norm
+            for index, (layer, norm) in enumerate(zip(self.layers, next_norms, strict=True)):
+                h, residual = layer(h, residual, step, kv[:, index], norm)
+            assert h.plain is not None
+            return h.plain
 
     @torch.inference_mode()
     def forward_mtp(self, inputs: ForwardInput, hidden: Tensor, kv: Tensor) -> Tensor:

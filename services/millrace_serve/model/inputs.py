@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from millrace_serve.model.lane import MAIN, Lane
 from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.split import Split
 
@@ -60,7 +59,6 @@ class ForwardInput:
     dp_num_tokens: tuple[int, ...] = ()  # T of every data-parallel replica in rank order; empty when dp == 1
     shared: SharedRows | None = None
     num_tokens: Tensor | None = None  # int32 [1], for a graph is captured once for many steps; None: T, no padding
-    lane: Lane = MAIN  # of rows to other ranks
 
     @property
     def device(self) -> torch.device:

@@ -61,6 +61,8 @@ class Mla:
         self.q_kv_a_proj = stack_rows((q_first, kv_a_proj), ckpt.dtype)  # one GEMM reads h for both
         self.indexer = Indexer(ckpt, config, f"{prefix}.indexer", layer) if config.index_topk else None
         self.reads_plain = not isinstance(self.q_kv_a_proj, Fp8) or self.indexer is not None
+        readers = [self.q_b_proj] if self.indexer is None else [self.q_b_proj, self.indexer.wq_b]
+        self.q_low_plain = not all(isinstance(matrix, Fp8) for matrix in readers)
         self.kv_a_layernorm = RmsNorm(ckpt, f"{prefix}.kv_a_layernorm", config.kv_lora_rank, self.eps)
         head_dim = config.qk_nope_head_dim + config.v_head_dim
         kv_b = f"{prefix}.kv_b_proj.weight", (total * head_dim, config.kv_lora_rank), Part(rows=heads(head_dim))
@@ -89,7 +91,7 @@ class Mla:
             step.sin,
             step.inputs.kv_slots,
             kv,
-            plain=not isinstance(self.q_b_proj, Fp8),
+            plain=self.q_low_plain,
         )
         slots = None if self.indexer is None else self.indexer(h, q_low, step)
         q = q_low.plain if self.q_b_proj is None else linear(q_low, self.q_b_proj)

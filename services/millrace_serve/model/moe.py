@@ -15,7 +15,6 @@ from torch import Tensor
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.experts.routed import MakeExperts
 from millrace_serve.model.inputs import ForwardInput
-from millrace_serve.model.lane import Stages, straight
 from millrace_serve.model.layers import Mlp
 from millrace_serve.model.parallel import ParallelDims, check_divides
 from millrace_serve.model.weights import Weights
@@ -62,16 +61,10 @@ class Moe:
 
     def __call__(self, h: Operand, inputs: ForwardInput) -> Tensor:
         """h [T, D] -> [T, D], with `tp_partial` this rank's part of a sum over TP."""
-        return straight(self.stages(h, inputs))
-
-    def stages(self, h: Operand, inputs: ForwardInput) -> Stages[Tensor]:
-        """As a call; with pauses while rows travel, unless `local`."""
         assert h.plain is not None
-        rest = self.routed.begin(h, *self.gate(h.plain, inputs.num_tokens), inputs)
+        finish = self.routed.begin(h, *self.gate(h.plain, inputs.num_tokens), inputs)
         shared = None if self.shared_experts is None else self.shared_experts.partial(h)
-        if not self.local:
-            yield
-        out = yield from rest
+        out = finish()
         if shared is None:
             return out
         return out + (shared if self.tp_partial else self.dims.tp_all_reduce(shared))

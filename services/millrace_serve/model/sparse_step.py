@@ -11,7 +11,7 @@ from millrace_kernels.indexer import IndexRows, cached_rows
 from torch import Tensor
 
 from millrace_serve.model.config import ModelConfig
-from millrace_serve.model.inputs import AttnPlan, ForwardInput
+from millrace_serve.model.inputs import ForwardInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +62,9 @@ def sparse_groups(inputs: ForwardInput, topk: int, page_size: int) -> tuple[Spar
         return ()
     groups, row = [], 0
     if decode:
-        row = decode * attn.q_lens_host[0]
-        table = attn.page_table[:decode].repeat_interleave(attn.q_lens_host[0], dim=0)
-        groups.append(_group(inputs, slice(0, row), table, page_size))
+        queries = attn.q_lens_host[0]
+        row = decode * queries
+        groups.append(_group(inputs, slice(0, row), attn.page_table[:decode].repeat_interleave(queries, 0), page_size))
     if max(attn.seq_lens_host[decode:], default=0) <= topk:
         return tuple(groups)
     for index in range(decode, attn.num_seqs):

@@ -16,7 +16,6 @@ from millrace_serve.model.experts.deepep_buffer import DeepEpBuffer, machines, r
 from millrace_serve.model.experts.gather import GatherExperts
 from millrace_serve.model.experts.local import LocalExperts
 from millrace_serve.model.experts.routed import Implementation
-from millrace_serve.model.overlap import THRESHOLDS
 from millrace_serve.model.parallel import hosts, reaches_peers
 
 log = logging.getLogger(__name__)
@@ -90,12 +89,8 @@ def _peer(site: Site) -> Exchange:
     assert dims.dp_group is not None
     choices = model.num_experts_per_tok + 1
     rows = min(site.most_rows, PEER_BYTES // dims.dp // Peers.row_bytes(model.hidden_size, choices, site.dtype))
-    facts = (dims.dp_group, site.device, rows, model.hidden_size, choices, site.dtype)
-    peers = tuple(Peers(*facts) for _ in range(1 + THRESHOLDS.ever))
-    for each in peers:
-        each.error = peers[0].error
-    nbytes = sum(each.nbytes for each in peers)
-    return Exchange("peer", functools.partial(PeerExperts, peers), nbytes, peers[0].error)
+    peers = Peers(dims.dp_group, site.device, rows, model.hidden_size, choices, site.dtype)
+    return Exchange("peer", functools.partial(PeerExperts, peers), peers.nbytes, peers.error)
 
 
 def _deepep(site: Site, rows: int) -> Exchange:

@@ -19,13 +19,12 @@ from torch import Tensor
 
 from millrace_serve.model.experts.deepep_buffer import DeepEpBuffer
 from millrace_serve.model.experts.held import ExpertLayer, HeldExperts
-from millrace_serve.model.experts.routed import RoutedExperts, nothing
+from millrace_serve.model.experts.routed import Finish, RoutedExperts
 from millrace_serve.model.inputs import ForwardInput
-from millrace_serve.model.lane import Stages
 
 
 class DeepEpExperts(RoutedExperts):
-    local, fuses_shared, tp_partial, overlaps = False, False, False, False
+    local, fuses_shared, tp_partial = False, False, False
 
     def __init__(self, exchange: DeepEpBuffer, layer: ExpertLayer) -> None:
         self.exchange, self.dims = exchange, layer.dims
@@ -35,11 +34,11 @@ class DeepEpExperts(RoutedExperts):
         self._is_last = layer.number == layer.config.num_hidden_layers - 1
         self._in_order = len(table) == 1 and np.array_equal(table[0, :-1], np.arange(self.num_places))
 
-    def begin(self, h: Operand, weights: Tensor, ids: Tensor, inputs: ForwardInput) -> Stages[Tensor]:
+    def begin(self, h: Operand, weights: Tensor, ids: Tensor, inputs: ForwardInput) -> Finish:
         x, counts = h.plain, inputs.dp_num_tokens
         assert x is not None and len(counts) == self.dims.dp and counts[self.dims.dp_rank] == x.shape[0], counts
         if not max(counts):
-            return nothing(x)
+            return lambda: x
         places = self._places(ids)
         if max(counts) <= self.exchange.most_rows:
             return self._low_latency(x, weights, places, sum(counts))
@@ -53,14 +52,13 @@ class DeepEpExperts(RoutedExperts):
         turns = (torch.arange(len(ids), device=ids.device) + self.dims.dp_rank) % len(table)
         return table[turns.unsqueeze(1), ids].long()
 
-    def _low_latency(self, x: Tensor, weights: Tensor, places: Tensor, num_rows: int) -> Stages[Tensor]:
+    def _low_latency(self, x: Tensor, weights: Tensor, places: Tensor, num_rows: int) -> Finish:
         buffer, held = self.exchange.buffer, self.held
         rows, counts, handle, _, receive = buffer.low_latency_dispatch(
             x, places, self.exchange.most_rows, self.num_places, return_recv_hook=True
         )
 
-        def finish() -> Stages[Tensor]:
-            yield from ()  # it overlaps with nothing behind this point
+        def finish() -> Tensor:
             receive()
             expected = expected_rows(num_rows, places.shape[1], held.num_experts)
             y = moe_masked(Fp8(*rows), counts, held.w13, held.w2, expected)
@@ -69,9 +67,9 @@ class DeepEpExperts(RoutedExperts):
                 self.exchange.ask()
             return out
 
-        return finish()
+        return finish
 
-    def _normal(self, x: Fp8, weights: Tensor, places: Tensor, num_rows: int) -> Stages[Tensor]:
+    def _normal(self, x: Fp8, weights: Tensor, places: Tensor, num_rows: int) -> Finish:
         buffer, held = self.exchange.buffer, self.held
         per_rank, per_host, per_place, in_rank, _ = buffer.get_dispatch_layout(places, self.num_places)
         rows, slots, shares, _, handle, arrived = buffer.dispatch(
@@ -86,8 +84,7 @@ class DeepEpExperts(RoutedExperts):
             async_finish=True,
         )
 
-        def finish() -> Stages[Tensor]:
-            yield from ()  # it overlaps with nothing behind this point
+        def finish() -> Tensor:
             arrived.current_stream_wait()
             operand = Operand(None, Fp8(*rows))
             partial = moe_experts(operand, shares, slots.int(), held.w13, held.w2, num_experts=held.num_experts)
@@ -95,4 +92,4 @@ class DeepEpExperts(RoutedExperts):
             self.exchange.clean()
             return out
 
-        return finish()
+        return finish

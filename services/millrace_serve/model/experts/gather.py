@@ -8,9 +8,8 @@ from millrace_kernels.fp8 import Operand
 from torch import Tensor
 
 from millrace_serve.model.experts.held import ExpertLayer, HeldExperts, fuses_shared
-from millrace_serve.model.experts.routed import RoutedExperts, nothing
+from millrace_serve.model.experts.routed import Finish, RoutedExperts
 from millrace_serve.model.inputs import ForwardInput
-from millrace_serve.model.lane import Stages
 
 
 class GatherExperts(RoutedExperts):
@@ -18,30 +17,26 @@ class GatherExperts(RoutedExperts):
     it can. A step without any row has no collectives.
     """
 
-    local, tp_partial, overlaps = False, True, True
+    local, tp_partial = False, True
 
     def __init__(self, layer: ExpertLayer) -> None:
         self.dims, self.fuses_shared = layer.dims, fuses_shared(layer)
         self.held = HeldExperts(layer, with_shared=self.fuses_shared)
 
-    def begin(self, h: Operand, weights: Tensor, ids: Tensor, inputs: ForwardInput) -> Stages[Tensor]:
-        x, counts, lane = h.plain, inputs.dp_num_tokens, inputs.lane
+    def begin(self, h: Operand, weights: Tensor, ids: Tensor, inputs: ForwardInput) -> Finish:
+        x, counts = h.plain, inputs.dp_num_tokens
         assert x is not None and len(counts) == self.dims.dp and counts[self.dims.dp_rank] == x.shape[0], counts
         if not max(counts):
-            return nothing(x)
+            return lambda: x
         pad, gather = (0, 0, 0, max(counts) - x.shape[0]), self.dims.dp_all_gather
-        arrived = lane.begin(
-            lambda: (gather(F.pad(x, pad)), gather(F.pad(weights, pad)), gather(F.pad(ids, pad, value=-1)))
-        )
+        arrived = gather(F.pad(x, pad)), gather(F.pad(weights, pad)), gather(F.pad(ids, pad, value=-1))
 
-        def finish() -> Stages[Tensor]:
-            rows, shares, chosen = (each.flatten(0, 1) for each in arrived())
+        def finish() -> Tensor:
+            rows, shares, chosen = (each.flatten(0, 1) for each in arrived)
             partial = self._experts(rows, shares, chosen, max(counts)).unflatten(0, (self.dims.dp, -1))
-            summed = lane.begin(lambda: self.dims.dp_reduce_scatter(partial))
-            yield
-            return summed()[: x.shape[0]]
+            return self.dims.dp_reduce_scatter(partial)[: x.shape[0]]
 
-        return finish()
+        return finish
 
     def _experts(self, rows: Tensor, weights: Tensor, ids: Tensor, per_replica: int) -> Tensor:
         """As `held`, and of this replica's rows the shared expert too."""

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from millrace_kernels.fp8 import BLOCK, SMALL_TOKENS, Fp8, Operand
 from millrace_kernels.peer.exchange import Exchange, Places
 from torch import Tensor
 
 from millrace_serve.model.experts.held import ExpertLayer, HeldExperts, fuses_shared
-from millrace_serve.model.experts.routed import RoutedExperts, nothing
+from millrace_serve.model.experts.routed import Finish, RoutedExperts
 from millrace_serve.model.inputs import ForwardInput
-from millrace_serve.model.lane import Lane, Stages
-
-Compute = Callable[[], Callable[[], Tensor]]  # the experts of rows that were sent -> waits for their sums
 
 
 class PeerExperts(RoutedExperts):
@@ -24,9 +19,9 @@ class PeerExperts(RoutedExperts):
 
     local, tp_partial = False, True
 
-    def __init__(self, exchanges: tuple[Exchange, ...], layer: ExpertLayer) -> None:
-        """`exchanges`: of all layers, one for each part of a step"""
-        self.exchanges, self.overlaps = exchanges, len(exchanges) > 1
+    def __init__(self, exchange: Exchange, layer: ExpertLayer) -> None:
+        """`exchange`: of all layers"""
+        self.exchange = exchange
         ckpt, config, dims, _, _ = layer
         self.fuses_shared = fuses_shared(layer)
         self.held = HeldExperts(layer, with_shared=self.fuses_shared)
@@ -34,37 +29,31 @@ class PeerExperts(RoutedExperts):
         whole_blocks = config.hidden_size % BLOCK == 0 and config.moe_intermediate_size % BLOCK == 0
         self.fp8_rows = isinstance(self.held.w13, Fp8) and whole_blocks and ckpt.dtype == torch.bfloat16
 
-    def begin(self, h: Operand, weights: Tensor, ids: Tensor, inputs: ForwardInput) -> Stages[Tensor]:
-        x, counts, most = h.plain, inputs.dp_num_tokens, self.exchanges[0].most_rows
+    def begin(self, h: Operand, weights: Tensor, ids: Tensor, inputs: ForwardInput) -> Finish:
+        x, counts, most = h.plain, inputs.dp_num_tokens, self.exchange.most_rows
         assert x is not None, "the gate reads plain rows too"
         if not max(counts):
-            return nothing(x)
+            return lambda: x
 
-        def send(first: int) -> Compute:
+        def send(first: int) -> Finish:
             rows, sizes = slice(first, first + most), [min(max(count - first, 0), most) for count in counts]
-            return self._send(x[rows], weights[rows], ids[rows], sizes, inputs.lane)
+            return self._send(x[rows], weights[rows], ids[rows], sizes)
 
-        def finish(compute: Compute) -> Stages[Tensor]:
-            sums = [compute()]
-            for first in range(most, max(counts), most):
-                compute = send(first)
-                yield
-                sums.append(compute())
-            yield
-            parts = [summed() for summed in sums]
+        sent = send(0)
+
+        def finish() -> Tensor:
+            parts = [sent(), *(send(first)() for first in range(most, max(counts), most))]
             return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-        return finish(send(0))
+        return finish
 
-    def _send(self, x: Tensor, weights: Tensor, ids: Tensor, counts: list[int], lane: Lane) -> Compute:
-        exchange, places, shared = self.exchanges[lane.index], self.places, self.fuses_shared
-        quant, beside = self.fp8_rows and sum(counts) > SMALL_TOKENS, lane.stream is not None
-        forms = {"shared": shared, "beside": beside}
-        arrived = lane.begin(lambda: exchange.dispatch(x, weights, ids, places, counts, quant=quant, **forms))
+    def _send(self, x: Tensor, weights: Tensor, ids: Tensor, counts: list[int]) -> Finish:
+        exchange, places, shared = self.exchange, self.places, self.fuses_shared
+        quant = self.fp8_rows and sum(counts) > SMALL_TOKENS
+        received = exchange.dispatch(x, weights, ids, places, counts, quant=quant, shared=shared)
 
-        def compute() -> Callable[[], Tensor]:
-            received = arrived()
+        def finish() -> Tensor:
             self.held.placed(received.rows, received.weights, received.slots, received.partial)
-            return lane.begin(lambda: exchange.combine(ids, places, counts, **forms))
+            return exchange.combine(ids, places, counts, shared=shared)
 
-        return compute
+        return finish

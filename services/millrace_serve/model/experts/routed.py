@@ -15,7 +15,8 @@ from torch import Tensor
 
 from millrace_serve.model.experts.held import ExpertLayer, HeldExperts
 from millrace_serve.model.inputs import ForwardInput
-from millrace_serve.model.lane import Stages
+
+Finish = Callable[[], Tensor]
 
 
 class RoutedExperts(Protocol):
@@ -25,27 +26,18 @@ class RoutedExperts(Protocol):
     local: bool  # only tokens of this replica take part, so a call may leave out rows of the step
     fuses_shared: bool  # the result contains the shared expert's output
     tp_partial: bool  # the result is this rank's part of a sum over the TP group
-    overlaps: bool  # two parts of a step may be under way, each in a lane of its own (model/overlap.py)
 
-    def begin(self, h: Operand, weights: Tensor, ids: Tensor, inputs: ForwardInput) -> Stages[Tensor]:
-        """Sends the tokens to their experts; the returned stages compute them and bring the results back.
+    def begin(self, h: Operand, weights: Tensor, ids: Tensor, inputs: ForwardInput) -> Finish:
+        """Sends the tokens to their experts; what is returned computes them and brings the results back, [T, D].
 
-        Work launched before the stages and in their pauses overlaps with transfers. In a CUDA graph all sizes depend
-        on T and on `inputs.dp_num_tokens` alone. Collective, unless `local`.
+        Work launched in between may overlap with the transfer. In a CUDA graph all sizes depend on T and on
+        `inputs.dp_num_tokens` alone. Collective, unless `local`.
 
         Args:
             h: [T, D]; weights: float32 [T, K]; ids: int32 [T, K] experts of the model, -1 for padding.
-        Returns:
-            stages that return [T, D]; their first pause is behind the first experts, whose results are under way.
         """
         ...
 
 
 MakeExperts = Callable[[int], RoutedExperts]  # by layer
 Implementation = Callable[[ExpertLayer], RoutedExperts]
-
-
-def nothing(x: Tensor) -> Stages[Tensor]:
-    """The stages of a step in which no rank has a row: x [0, D]."""
-    yield from ()
-    return x
