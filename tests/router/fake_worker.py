@@ -191,6 +191,7 @@ class FakeWorker(
             max_context=self.context,
             vocab_size=VOCAB,
             layout=common_pb2.KvLayout(fingerprint=self.layout, model=self.weights),
+            weights_version=self.weights.removeprefix("weights-"),
             replicas=1,
             tp=1,
             protocol=self.protocol,

@@ -183,6 +183,7 @@ class Script:
             cached_tokens=0,
             drafted_tokens=0,
             accepted_tokens=0,
+            version="",
             cancel=self.flow.cancel,
             stop=self.flow.stop,
         )

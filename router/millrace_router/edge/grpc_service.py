@@ -130,4 +130,6 @@ def _response(delta: Delta, request_id: str, model: str, prompt_tokens: int) -> 
         usage.accepted_draft_tokens = delta.accepted_tokens
     if delta.first:
         response.model = model
+    if delta.finish_reason:
+        response.weights_version = delta.version
     return response

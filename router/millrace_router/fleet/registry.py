@@ -84,6 +84,11 @@ class Registry:
         return bool(self._routable)
 
     @property
+    def will_be_ready(self) -> bool:
+        """Now, or when the pause of a worker is over: it is worth waiting."""
+        return self.ready or any(worker.paused for worker in self.workers.values())
+
+    @property
     def model(self) -> worker_pb2.WorkerInfo:
         """Return the served model, as one of its workers reported it. Raises NO_WORKERS before the first report."""
         if self._model is None:
@@ -123,7 +128,9 @@ class Registry:
         served = "" if self._model is None else self._model.layout.model
         weights = want.weights or served
         if weights != served and self.ready and not any(worker.weights == weights for worker, _ in self._able):
-            raise MillraceError(Reason.NO_WORKERS, "the model that began this answer is no longer served")
+            now = "" if self._model is None else self._model.weights_version
+            text = f"the model that began this answer is no longer served: weights changed from version {want.version}"
+            raise MillraceError(Reason.NO_WORKERS, f"{text} to {now}")
         return self.placer.choose(self.view(weights), want)
 
     def drain(self, worker: Worker) -> None:

@@ -36,7 +36,8 @@ from millrace_router.policy.snapshot import Replica
 
 log = logging.getLogger(__name__)
 
-READY, DECODE = worker_pb2.WORKER_STATE_READY, worker_pb2.ROLE_DECODE
+READY, PAUSED = worker_pb2.WORKER_STATE_READY, worker_pb2.WORKER_STATE_PAUSED
+DECODE = worker_pb2.ROLE_DECODE
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 
 
@@ -108,6 +109,11 @@ class Worker:
         if self._stuck is not None:
             return "stuck: its numbers have not changed since it was lost"
         return "not linked yet" if self.link is None else ""
+
+    @property
+    def paused(self) -> bool:
+        """It keeps what it works on, and makes no progress until an operator resumes it."""
+        return self.load is not None and self.load.state == PAUSED
 
     @property
     def withheld(self) -> str:
@@ -251,7 +257,7 @@ class Worker:
         clock = PatientClock()
         progress = Progress(self._timeouts.stall, clock.now())
         self._on_step = link.on_message = lambda: progress.moved(clock.now())
-        while not (why := progress.look(link.streams, clock.tick())):
+        while not (why := progress.look(link.streams and not self.paused, clock.tick())):
             await asyncio.sleep(TICK_S)
         self._stuck = self.load
         raise MillraceError(Reason.WORKER_LOST, why)

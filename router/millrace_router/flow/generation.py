@@ -46,6 +46,14 @@ class Backend:
     tracer: Tracer
 
 
+@dataclass(slots=True)
+class Begun:
+    """The weights that have begun the answer to a request: all its continuations are of the same. Empty: none yet."""
+
+    weights: str = ""
+    version: str = ""  # of these
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """A validated continuation. `sampling` has seed and max_tokens set."""
@@ -57,6 +65,7 @@ class Job:
     received: float  # on the event loop's clock
     deadline: float | None
     tenant: Tenant
+    begun: Begun  # of the request
     session_id: str = ""
 
 
@@ -79,7 +88,7 @@ class Generation:
             max_attempts=config.max_attempts,
             deadline=job.deadline,
             progress=now,
-            queue_s=config.timeouts.queue if backend.registry.ready else config.timeouts.no_workers,
+            queue_s=config.timeouts.queue if backend.registry.will_be_ready else config.timeouts.no_workers,
             wants_logprobs=job.sampling.HasField("logprobs"),
         )
         self._backend = backend
@@ -91,6 +100,7 @@ class Generation:
         self._links: dict[Leg, Link] = {}
         self._avoid: frozenset[str] = frozenset()  # addresses of workers that failed it before
         self._weights = ""  # of the model that was asked last
+        self.version = ""  # of these weights
         self._timer: asyncio.Handle | None = None
         self._timer_at = 0.0  # uvloop gives a handle without a time for a moment that has passed
         self._again: asyncio.TimerHandle | None = None
@@ -146,7 +156,8 @@ class Generation:
             tokens=len(token_ids),
             prefill_only=flow.remaining == 1,
             avoid=self._avoid,
-            weights=self._weights if flow.outputs else "",
+            weights=job.begun.weights,
+            version=job.begun.version,
             session=job.session_id,
             pages=registry.placer.indexes.hashes(token_ids, page_size),
             page_size=page_size,
@@ -184,7 +195,7 @@ class Generation:
             if leg not in self.flow.open:
                 return
             worker = self._backend.registry.workers[replica.address]
-            self._weights = worker.weights
+            self._weights, self.version = worker.weights, worker.info.weights_version
             request = self._request(replica.index)
             length = len(request.token_ids)
             cached = 0 if self._decision is None else self._decision.cached_tokens
@@ -217,6 +228,13 @@ class Generation:
             request_id=job.request_id,
             traceparent=self._spans.traceparent,
         )
+
+    def begins(self) -> bool:
+        """The first token has come. False: another continuation of the request has begun with other weights."""
+        begun = self.job.begun
+        if not begun.weights:
+            begun.weights, begun.version = self._weights, self.version
+        return begun.weights == self._weights
 
     def heard(self, leg: Leg, now: float) -> None:
         """A leg's first output. Since the stage began: a decode worker's time does not include the prefill worker's."""
@@ -253,13 +271,20 @@ class Generation:
             self._timer = self._loop.call_at(expires, self._tick)
 
     def _tick(self) -> None:
-        self._timer = None
-        actions, error = self.flow.tick(self._loop.time(), self._backend.registry.ready), self.flow.error
+        self._timer, now = None, self._loop.time()
+        if self._is_paused():
+            self.flow.progress = now
+        actions, error = self.flow.tick(now, self._backend.registry.ready), self.flow.error
         if self.flow.ended and error is not None and error.reason is Reason.OVERLOADED:
             error.retry_after_s = self._backend.admission.drained_in() or error.retry_after_s
         self.perform(actions)
         if not self.flow.ended:
             self._arm()
+
+    def _is_paused(self) -> bool:
+        """One of its workers is: no progress is due."""
+        found = (self._backend.registry.workers.get(self._placed[leg].address) for leg in self.flow.open)
+        return any(worker is not None and worker.paused for worker in found)
 
     def _finish(self) -> None:
         self._health.budget.end(self._loop.time())
@@ -296,6 +321,10 @@ class _Leg:
             self.heard = True
             generation.heard(self._leg, now)
         if generation.tokens_at is None and out.token_ids:
+            if not generation.begins():
+                self._link.abort(generation.room, self.attempt, "other weights")
+                self.on_failure(MillraceError(Reason.EPOCH_CHANGED, "the answer has begun with other weights"))
+                return
             generation.tokens_at = now
             generation.cached_tokens = out.cached_tokens
         if out.drafted_tokens:

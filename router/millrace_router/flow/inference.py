@@ -18,7 +18,7 @@ from millrace_rpc.errors import MillraceError
 
 from millrace_router.flow import validate
 from millrace_router.flow.ask import Ask, Prompt
-from millrace_router.flow.generation import Backend, Generation, Job
+from millrace_router.flow.generation import Backend, Begun, Generation, Job
 from millrace_router.flow.metrics import observe_generation
 from millrace_router.flow.rounds import Rounds
 from millrace_router.flow.spans import ContinuationSpans
@@ -71,6 +71,7 @@ class Inference:
         route = tracer.begin("route", span.traceparent, received)
         route.end(asyncio.get_running_loop().time(), {"millrace.prompt_tokens": len(token_ids)})
         stream = Stream(lambda error: self._ended(stream, api, who.tenant, span, error), unread, self._rounds)
+        begun = Begun()
         for i in range(ask.n):
             job = Job(
                 token_ids=token_ids,
@@ -80,6 +81,7 @@ class Inference:
                 received=received,
                 deadline=None if ask.timeout_s is None else received + ask.timeout_s,
                 tenant=who.tenant,
+                begun=begun,
                 session_id=ask.session_id,
             )
             below = ContinuationSpans(tracer, span.traceparent, i)

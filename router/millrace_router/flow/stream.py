@@ -44,6 +44,7 @@ class Delta:
     accepted_tokens: int  # of these
     first: bool
     stopped_by: str = ""  # the stop string that ended it
+    version: str = ""  # of the weights that computed it
 
 
 class Text:
@@ -130,6 +131,7 @@ class Continuation:
             self.generation.accepted_tokens,
             first,
             self._text.stopped_by,
+            self.generation.version,
         )
 
     def _note_gap(self) -> None:

@@ -46,18 +46,20 @@ class Shape:
     created: int = field(default_factory=lambda: int(time.time()))
     choices: dict[int, Choice] = field(default_factory=dict)  # by continuation
     cached_tokens: int = 0
+    version: str = ""  # of the weights that compute it
     before: bytes = b""  # what all chunks of a stream have in common
     after: bytes = b""
 
-    def __post_init__(self) -> None:
+    def _frame(self) -> None:
         chunk = event(self._envelope([], ".chunk") | ({"usage": None} if self.include_usage else {}))
         before, empty, after = chunk.rpartition(b"[]")
         self.before, self.after = before + empty[:1], empty[1:] + after
 
     def push(self, delta: Delta) -> bytes:
+        part = self._part(delta, whole=False)
         if self.usage_so_far:
-            return event(self._envelope([self._part(delta, whole=False)], ".chunk") | {"usage": self._usage()})
-        return self.before + msgspec.json.encode(self._part(delta, whole=False)) + self.after
+            return event(self._envelope([part], ".chunk") | {"usage": self._usage()})
+        return self.before + msgspec.json.encode(part) + self.after
 
     def end(self) -> bytes:
         usage = event(self._envelope([], ".chunk") | {"usage": self._usage()}) if self.include_usage else b""
@@ -94,6 +96,9 @@ class Shape:
             reading = Reading(self.answer, self.tokenizer, self.tools) if self.chat else None
             choice = self.choices[delta.index] = Choice(reading, delta)
         self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
+        if not self.before or self.version != delta.version:
+            self.version = delta.version
+            self._frame()
         choice.latest = delta
         return choice
 
@@ -104,6 +109,7 @@ class Shape:
             "object": kind,
             "created": self.created,
             "model": self.answer.model,
+            "system_fingerprint": self.version or None,
             "choices": choices,
         }
 

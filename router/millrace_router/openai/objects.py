@@ -112,9 +112,12 @@ class TextChoice(Choice):
 
 
 class Envelope(TypedDict):
+    """`system_fingerprint` is the version of the weights."""
+
     id: str
     created: int
     model: str
+    system_fingerprint: str | None
 
 
 class ChatAnswer(Envelope):

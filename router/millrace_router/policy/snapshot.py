@@ -66,6 +66,7 @@ class Want:
     prefill_only: bool = False  # one more token ends it: nothing to hand over
     avoid: frozenset[str] = frozenset()  # addresses of workers that failed this request before
     weights: str = ""  # of the model that has begun the answer: no other may continue it; empty: no output yet
+    version: str = ""  # of these weights, for errors
     session: str = ""  # requests of one session share a prefix; empty: unknown
     pages: tuple[int, ...] = ()  # chain hashes of the prompt's full pages; empty when no policy looks at them
     page_size: int = 64  # tokens
