@@ -27,8 +27,10 @@ def write_sparse(folder: Path, source: Path = TINY, **indexer: int) -> Path:
     for layer in range(config.num_kv_layers):
         prefix = f"model.layers.{layer}.self_attn.indexer"
         for name, rows, cols in (
-            ("wq_b", heads * width, rank), ("wk", width, config.hidden_size), ("weights_proj", heads, config.hidden_size)
-        ):  # fmt: skip
+            ("wq_b", heads * width, rank),
+            ("wk", width, config.hidden_size),
+            ("weights_proj", heads, config.hidden_size),
+        ):
             noise = torch.randn(rows, cols, generator=rng) * cols**-0.5
             tensors[f"{prefix}.{name}.weight"] = noise.bfloat16()
         tensors[f"{prefix}.k_norm.weight"] = 1 + 0.1 * torch.randn(width, generator=rng)
