@@ -146,6 +146,29 @@ def workers(
     asyncio.run(show(address, access.identity(ca, cert, key)))
 
 
+@app.command()
+def weights(
+    addresses: Annotated[list[str], typer.Argument(metavar="ADDRESS", help="The workers' gRPC addresses.")],
+    action: Annotated[Literal["pause", "load", "resume", "sleep", "wake"], typer.Argument()],
+    path: Annotated[str, typer.Option(help="load, wake: the checkpoint's folder, where the workers run.")] = "",
+    version: Annotated[str, typer.Option(help="Name of these weights. Default: the folder's name.")] = "",
+    drop: Annotated[
+        bool, typer.Option("--drop", help="pause: end running requests; routers try them elsewhere.")
+    ] = False,
+    ca: access.Ca = None,
+    cert: access.Cert = None,
+    key: access.Key = None,
+) -> None:
+    """Pause workers, load other weights into them, resume; sleep and wake."""
+    from millrace.v1 import worker_pb2
+
+    from millrace_cli.weights import act
+
+    chosen = worker_pb2.WeightsAction.Value(f"WEIGHTS_ACTION_{action.upper()}")
+    order = worker_pb2.SetWeightsRequest(action=chosen, path=path, version=version, drop=drop)
+    asyncio.run(act(addresses, order, access.identity(ca, cert, key)))
+
+
 BENCHES = (
     *("serving", "pd", "router", "policy", "transfer", "handover", "tiers", "startup"),
     *("engine", "shard", "ranks", "shared_prompts", "allreduce", "exchange", "balance", "kernels", "gpu"),

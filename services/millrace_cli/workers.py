@@ -26,6 +26,7 @@ def row(worker: admin_pb2.WorkerStatus) -> dict[str, str]:
         "address": worker.address,
         "role": worker_pb2.Role.Name(worker.info.role).removeprefix("ROLE_").lower(),
         "state": probe.state_name(worker.load.state or worker.info.state) if worker.reachable else "unreachable",
+        "weights": worker.info.weights_version,
         "routable": "yes" if worker.routable else f"no: {worker.detail}",
         "running": str(sum(r.running for r in replicas)),
         "waiting": str(sum(r.waiting for r in replicas)),

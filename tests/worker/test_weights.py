@@ -328,6 +328,20 @@ async def test_a_load_changes_answers_version_and_everything_that_names_the_weig
     await model.whole()
 
 
+async def test_a_trainer_that_goes_away_interrupts_nothing(
+    model: Worker, other: Path, references: list[list[list[int]]]
+) -> None:
+    await do(model, "pause")
+    order = worker_pb2.SetWeightsRequest(action="WEIGHTS_ACTION_LOAD", path=str(other))
+    call = model.stub.SetWeights(order)
+    await asyncio.sleep(0.05)
+    call.cancel()
+    assert await do(model, "load", path=str(other), version="again") == "again"
+    await do(model, "resume")
+    assert await answers(model) == references[1]
+    await load(model, TINY)
+
+
 async def test_equal_weights_of_another_version_are_others(model: Worker) -> None:
     fingerprints = set()
     for version in ("a", "b"):

@@ -94,17 +94,18 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         started, weights = time.monotonic(), self._frontend.weights
         match request.action:
             case pb.WEIGHTS_ACTION_PAUSE:
-                await weights.pause(request.drop)
+                action = weights.pause(request.drop)
             case pb.WEIGHTS_ACTION_LOAD:
-                await weights.load(request.path, request.version)
+                action = weights.load(request.path, request.version)
             case pb.WEIGHTS_ACTION_RESUME:
-                await weights.resume()
+                action = weights.resume()
             case pb.WEIGHTS_ACTION_SLEEP:
-                await weights.sleep()
+                action = weights.sleep()
             case pb.WEIGHTS_ACTION_WAKE:
-                await weights.wake(request.path, request.version)
+                action = weights.wake(request.path, request.version)
             case _:
                 raise convert.invalid("action", "must be one of WeightsAction")
+        await weights.to_the_end(action)
         return pb.SetWeightsResponse(version=weights.version, seconds=time.monotonic() - started)
 
     async def StartProfile(self, request: pb.StartProfileRequest, context: Context) -> pb.StartProfileResponse:

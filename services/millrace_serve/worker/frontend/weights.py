@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 
 from millrace_common.metrics import Metrics
@@ -63,6 +63,7 @@ class HotWeights:
         self._asleep = False
         self._broken = ""  # why there are weights of no version
         self._turn = asyncio.Lock()
+        self._actions: set[asyncio.Task[None]] = set()
 
     @property
     def version(self) -> str:
@@ -74,6 +75,13 @@ class HotWeights:
         """Have the metric name the present version."""
         self._metrics.weights.clear()
         self._metrics.weights.labels(version=self.version).set(1)
+
+    async def to_the_end(self, action: Coroutine[None, None, None]) -> None:
+        """Carry out one of the actions below, whole even if the caller goes away meanwhile."""
+        task = asyncio.create_task(action)
+        self._actions.add(task)
+        task.add_done_callback(self._actions.discard)
+        await asyncio.shield(task)
 
     async def pause(self, drop: bool) -> None:
         """Returns when no step is under way."""

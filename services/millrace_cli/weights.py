@@ -1,0 +1,32 @@
+"""`millrace weights`: one action on the weights of several workers at once, as a trainer does it between two steps."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from millrace.v1 import worker_pb2, worker_pb2_grpc
+from millrace_rpc.client import channel, reply
+from millrace_rpc.errors import MillraceError
+from millrace_rpc.tls import Identity
+
+from millrace_cli.errors import CommandError
+
+
+async def act(addresses: Sequence[str], order: worker_pb2.SetWeightsRequest, identity: Identity | None) -> None:
+    """On all workers; each is reported. Raises CommandError when one has failed: the others have done it."""
+
+    async def one(address: str) -> str:
+        """Why it failed, or empty."""
+        async with channel(address, identity) as ch:
+            try:
+                done = await reply(worker_pb2_grpc.WorkerServiceStub(ch).SetWeights(order))
+            except MillraceError as error:
+                print(f"{address}: {error}")
+                return address
+            print(f"{address}: version {done.version or '(none)'}, {done.seconds:.1f} s")
+            return ""
+
+    failed = list(filter(None, await asyncio.gather(*map(one, addresses))))
+    if failed:
+        raise CommandError(f"{len(failed)} of {len(addresses)} workers failed: {', '.join(failed)}")
