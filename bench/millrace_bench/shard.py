@@ -5,11 +5,13 @@
           the rank's own tokens: expert e counts as local expert e mod 32, so the rank computes as many rows as it would
           with 8 ranks and balanced routing. It is the engine's step with dp = 8 without its exchange and without
           waiting for other ranks; `bench ranks` times both
+    one   all of a model that fits on one GPU
 
 Steps run as CUDA graph replays (decode) or eagerly (prefill), timed by events; a profiled replay gives the time of each
-kind of kernel. The floor is what memory and tensor cores need at their peaks.
+kind of kernel. The floor is what memory and tensor cores need at their peaks. `--attention sparse` is V3.2.
 
 millrace bench shard --shard ep8 --decode 128x4096 256x2048 --prefill 4x4096 16x1024 [--kv-dtype bfloat16 float8_e4m3fn]
+millrace bench shard --shard ep8 --decode 1x65536 8x65536 --attention dense sparse        V3.2 beside V3
 millrace bench shard --shard ep8 --decode 2x100 --layers 2 --tiny        on a CPU: whether everything runs
 """
 
@@ -31,6 +33,7 @@ from typing import Any
 
 import torch
 from millrace_kernels.int8 import Matrix
+from millrace_serve.engine.cache.kv_pool import KvLayout, KvPool
 from millrace_serve.engine.step.device import Replay, device_of
 from millrace_serve.model.checkpoint.random_weights import RandomWeights
 from millrace_serve.model.config import ModelConfig
@@ -41,6 +44,7 @@ from millrace_serve.model.inputs import AttnPlan, ForwardInput
 from millrace_serve.model.moe import Moe
 from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.quantised import tensors
+from millrace_serve.model.sparse_step import IndexPool
 from torch import Tensor
 
 from millrace_bench import v3
@@ -56,7 +60,8 @@ KINDS = (
     (r"^dispatch_kernel|^combine_|nccl|deep_ep", "exchange"),
     (r"deep_gemm::", "fp8 gemm"),  # those of experts too; its names have the word cutlass
     (r"nvjet|cublas|cutlass.*gemm|_absorb|_project|_logits", "bf16 gemm"),
-    (r"flash_fwd|Prefill|^_attend|^_merge", "attention"),
+    (r"mqa_logits|^_rows|^_slots|[tT]op[kK]|radix", "indexer"),
+    (r"flash_fwd|sparse_attn|Prefill|^_attend|^_merge", "attention"),
     (
         r"_gate_up|_down|_gate_kernel|_combine_kernel|_permute|_count|_place|_route|_silu_mul_quant_kernel",
         "experts, our kernels",
@@ -78,6 +83,7 @@ class Shard:
 SHARDS = {
     "tp8": Shard("tp8", ParallelDims(tp=8, expert_tp=True), folded=False),
     "ep8": Shard("ep8", ParallelDims(dp=8), folded=True),
+    "one": Shard("one", ParallelDims(), folded=False),  # of a model that fits on one GPU
 }
 
 
@@ -104,10 +110,26 @@ def build(shard: Shard, layers: int, device: torch.device, widths: dict[str, Any
 
 
 def make_pool(model: DeepseekV3, num_pages: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """[num_pages, L, page, C+R] of random rows: attention over equal keys would be a special case."""
-    config = model.config
-    pool = torch.empty(num_pages, config.num_kv_layers, PAGE, config.kv_row_dim, dtype=dtype, device=device)
+    """[num_pages, L, page, C+R] of random rows: attention over equal keys would be a special case. With sparse attention
+    index keys lie behind them.
+    """
+    config, name = model.config, str(dtype).removeprefix("torch.")
+    layout = KvLayout(
+        page_size=PAGE,
+        num_layers=config.num_kv_layers,
+        dtype=name,
+        latent_width=config.kv_lora_rank,
+        rope_width=config.qk_rope_head_dim,
+        index_row_bytes=config.index_row_bytes(name),
+        model_hash="",
+    )
+    pool: Tensor = KvPool.create(layout, num_pages, device).view()
     fill(pool)
+    if (index := IndexPool.of(pool, config)) is not None:
+        for data, scales in map(index.layer, range(config.num_kv_layers)):
+            fill(data)
+            assert scales is not None
+            scales.fill_(1.0)
     return pool
 
 
@@ -206,12 +228,16 @@ def kind_of(kernel: str) -> str:
 
 
 def floor_ms(model: DeepseekV3, inputs: ForwardInput, kv_bytes: int = 2) -> float:
-    """The larger of memory and tensor-core time, summed over linear layers and attention. `kv_bytes`: of an element."""
+    """The larger of memory and tensor-core time, summed over linear layers, attention and its indexer. `kv_bytes`: of
+    an element.
+    """
     config, attn = model.config, inputs.attn
     tokens, heads = len(inputs.token_ids), model.heads.num_heads
     chosen, read, per_token = config.num_experts_per_tok, 0.0, 0.0
     for layer in model.layers:
         weights = [layer.self_attn.q_kv_a_proj, layer.self_attn.q_b_proj, layer.self_attn.kv_b_proj]
+        if (indexer := layer.self_attn.indexer) is not None:
+            weights += [indexer.wq_b, indexer.wk]
         sizes = [_nbytes(w) for w in (*weights, layer.self_attn.o_proj) if w is not None]
         if isinstance(layer.mlp, Moe):
             own = layer.mlp.routed.held
@@ -225,12 +251,18 @@ def floor_ms(model: DeepseekV3, inputs: ForwardInput, kv_bytes: int = 2) -> floa
         per_token += sum(sizes)
     head = model.lm_head.weight.nbytes * min(len(inputs.sample_rows), 1)
     linear_s = max((read + head) / HBM_BYTES_PER_S, 2 * per_token * tokens / FP8_FLOPS)
-    absorbed = set(attn.q_lens_host) == {1}
+    lens, topk = attn.seq_lens_host, config.index_topk
+    sparse = 0 < topk < max(lens)
+    absorbed = sparse or set(attn.q_lens_host) == {1}
     width = config.kv_row_dim + config.kv_lora_rank if absorbed else config.qk_head_dim + config.v_head_dim
-    pairs = sum(q * (s - (q - 1) / 2) for q, s in zip(attn.q_lens_host, attn.seq_lens_host, strict=True))
-    attn_s = config.num_hidden_layers * 2 * heads * width * pairs / BF16_FLOPS
-    kv_s = config.num_hidden_layers * sum(attn.seq_lens_host) * config.kv_row_dim * kv_bytes / HBM_BYTES_PER_S
-    return (linear_s + max(attn_s, kv_s)) * 1e3
+    pairs = sum(q * (s - (q - 1) / 2) for q, s in zip(attn.q_lens_host, lens, strict=True))
+    chosen_pairs = min(pairs, tokens * topk) if sparse else pairs
+    keys = sum(min(s, q * topk) if sparse else s for q, s in zip(attn.q_lens_host, lens, strict=True))
+    attn_s = 2 * heads * width * chosen_pairs / BF16_FLOPS
+    kv_s = keys * config.kv_row_dim * kv_bytes / HBM_BYTES_PER_S
+    index_s = sparse * 2 * config.index_n_heads * config.index_head_dim * pairs / FP8_FLOPS
+    read_s = sparse * sum(lens) * (config.index_head_dim + 4) / HBM_BYTES_PER_S
+    return (linear_s + config.num_hidden_layers * (max(attn_s, kv_s) + max(index_s, read_s))) * 1e3
 
 
 def _nbytes(matrix: Matrix) -> int:
@@ -268,6 +300,7 @@ def measure(
     step()
     synchronize(device)
     row: Row = {"shard": args.shard, "kind": kind, "count": count, "length": length, "kv_dtype": kv_dtype}
+    row["attention"] = "sparse" if model.config.index_topk else "dense"
     row["first_s"] = round(time.perf_counter() - started, 2)
     say(f"{what}: warm-up{' and capture' if kind == 'decode' else ''}, behind a first step of {row['first_s']:.1f} s")
     if kind == "decode":
@@ -289,23 +322,7 @@ def measure(
     return row
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="One rank of the 671B model on one GPU.")
-    parser.add_argument("--shard", choices=sorted(SHARDS), required=True)
-    parser.add_argument("--layers", type=int, default=61)
-    parser.add_argument("--decode", nargs="*", default=[], metavar="BATCHxCONTEXT")
-    parser.add_argument("--prefill", nargs="*", default=[], metavar="PROMPTSxLENGTH")
-    parser.add_argument("--kv-dtype", nargs="+", default=["bfloat16"], choices=["bfloat16", "float8_e4m3fn"])
-    parser.add_argument("--tiny", action="store_true", help="small widths on a CPU, to see that it runs")
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--profile", action="store_true", help="one more step under the profiler, by kernel")
-    parser.add_argument("--out", type=Path, help="JSON lines are appended here as they come")
-    args = parser.parse_args()
-    started = time.perf_counter()
-    device = torch.device("cpu" if args.tiny else "cuda")
-    model = build(SHARDS[args.shard], args.layers, device, v3.TINY if args.tiny else None)
-    synchronize(device)
-    print(f"weights: {torch.cuda.memory_allocated() / 1e9:.1f} GB in {time.perf_counter() - started:.1f} s", flush=True)
+def runs(model: DeepseekV3, args: argparse.Namespace) -> list[Row]:
     rows = []
     for kind, sizes in (("decode", args.decode), ("prefill", args.prefill)):
         for size, kv_dtype in itertools.product(sizes, args.kv_dtype):
@@ -316,6 +333,36 @@ def main() -> None:
             if args.out:
                 with args.out.open("a") as file:
                     file.write(json.dumps(row) + "\n")
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="One rank of the 671B model on one GPU.")
+    parser.add_argument("--shard", choices=sorted(SHARDS), required=True)
+    parser.add_argument("--layers", type=int, default=61)
+    parser.add_argument("--decode", nargs="*", default=[], metavar="BATCHxCONTEXT")
+    parser.add_argument("--prefill", nargs="*", default=[], metavar="PROMPTSxLENGTH")
+    parser.add_argument("--kv-dtype", nargs="+", default=["bfloat16"], choices=["bfloat16", "float8_e4m3fn"])
+    parser.add_argument("--attention", nargs="+", default=["dense"], choices=["dense", "sparse"])
+    parser.add_argument("--tiny", action="store_true", help="small widths on a CPU, to see that it runs")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--profile", action="store_true", help="one more step under the profiler, by kernel")
+    parser.add_argument("--out", type=Path, help="JSON lines are appended here as they come")
+    args = parser.parse_args()
+    device, rows = torch.device("cpu" if args.tiny else "cuda"), []
+    for attention in args.attention:
+        started = time.perf_counter()
+        widths = (v3.TINY if args.tiny else {}) | (v3.SPARSE if attention == "sparse" else {})
+        if args.tiny and attention == "sparse":
+            widths["index_topk"] = 64
+        model = build(SHARDS[args.shard], args.layers, device, widths)
+        synchronize(device)
+        took = time.perf_counter() - started
+        print(f"{attention}, weights: {torch.cuda.memory_allocated() / 1e9:.1f} GB in {took:.1f} s", flush=True)
+        rows += runs(model, args)
+        del model  # two do not fit
+        gc.collect()
+        torch.cuda.empty_cache()
     print_record(Record("shard", vars(args), {"rows": rows}))
 
 
