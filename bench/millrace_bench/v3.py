@@ -5,6 +5,8 @@ from with `random_weights=true`.
     tp8    what one of 8 tensor-parallel ranks has of it: all 61 layers fit on one GPU, and nobody needs the other ranks
     e32    the whole width with 32 experts in one group: all 61 layers fit on one H200
     tiny   for a dry run on a CPU
+
+SPARSE on top of either makes V3.2 of it.
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ TINY: dict[str, Any] = {
     "n_routed_experts": 16,
     "max_position_embeddings": 512,
 }
+SPARSE = {"index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}
 WIDTHS: dict[str, dict[str, Any]] = {
     "v3": {},
     "tp8": {
