@@ -58,9 +58,9 @@ Row = dict[str, Any]
 # kernel name -> what it does, first match
 KINDS = (
     (r"^dispatch_kernel|^combine_|nccl|deep_ep", "exchange"),
+    (r"mqa_logits|^_rows|^_slots|[tT]op[kK]|radix", "indexer"),
     (r"deep_gemm::", "fp8 gemm"),  # those of experts too; its names have the word cutlass
     (r"nvjet|cublas|cutlass.*gemm|_absorb|_project|_logits", "bf16 gemm"),
-    (r"mqa_logits|^_rows|^_slots|[tT]op[kK]|radix", "indexer"),
     (r"flash_fwd|sparse_attn|Prefill|^_attend|^_merge", "attention"),
     (
         r"_gate_up|_down|_gate_kernel|_combine_kernel|_permute|_count|_place|_route|_silu_mul_quant_kernel",
@@ -110,8 +110,8 @@ def build(shard: Shard, layers: int, device: torch.device, widths: dict[str, Any
 
 
 def make_pool(model: DeepseekV3, num_pages: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """[num_pages, L, page, C+R] of random rows: attention over equal keys would be a special case. With sparse attention
-    index keys lie behind them.
+    """[num_pages, L, page, C+R] of random rows: attention over equal keys would be a special case. With sparse
+    attention index keys lie behind them.
     """
     config, name = model.config, str(dtype).removeprefix("torch.")
     layout = KvLayout(
@@ -316,7 +316,7 @@ def measure(
     median = statistics.median(times)
     floor = floor_ms(model, inputs, pool.itemsize)
     row |= {"ms": round(median, 3), "min_ms": round(min(times), 3), "floor_ms": round(floor, 3)}
-    row |= {"of_floor": round(row["floor_ms"] / median, 3), "tokens_per_s": round(len(inputs.token_ids) / median * 1e3)}
+    row |= {"of_floor": round(floor / median, 3), "tokens_per_s": round(len(inputs.token_ids) / median * 1e3)}
     if args.profile:
         row["kinds_ms"], row["kernels_ms"] = breakdown(profiled)
     return row
