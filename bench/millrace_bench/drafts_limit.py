@@ -27,8 +27,8 @@ from torch import Tensor
 from millrace_bench.common import Record, print_record
 from millrace_bench.drafts import works
 from millrace_bench.eval.in_process import EngineBackend
+from millrace_bench.pools import PAGE, model_pool
 
-PAGE = 16
 Continued = tuple[int, list[int], list[int]]  # seed, prompt, continuation
 
 
@@ -49,7 +49,7 @@ def logits(model: DeepseekV3, tokens: list[int], first: int) -> tuple[Tensor, Te
     ids, positions, pages = torch.tensor(tokens), torch.arange(count), -(-count // PAGE)
     length = torch.tensor([count], dtype=torch.int32)
     attn = AttnPlan(0, length, torch.arange(1, 1 + pages, dtype=torch.int32)[None], (count,), (count,))
-    kv = torch.zeros(1 + pages, model.config.num_kv_layers, PAGE, model.config.kv_row_dim)
+    kv = model_pool(model.config, 1 + pages, torch.float32, "cpu").view()
     hidden = model.forward(ForwardInput(ids[:-1], positions, positions + PAGE, attn, positions), kv)
     drafted = model.forward_mtp(ForwardInput(ids[1:], positions, positions + PAGE, attn, positions), hidden, kv)
     return model.logits(hidden[first - 1 :]), model.logits(drafted[first - 2 : -1])

@@ -33,7 +33,6 @@ from typing import Any
 
 import torch
 from millrace_kernels.int8 import Matrix
-from millrace_serve.engine.cache.kv_pool import KvLayout, KvPool
 from millrace_serve.engine.step.device import Replay, device_of
 from millrace_serve.model.checkpoint.random_weights import RandomWeights
 from millrace_serve.model.config import ModelConfig
@@ -49,10 +48,10 @@ from torch import Tensor
 
 from millrace_bench import v3
 from millrace_bench.common import Record, print_record
+from millrace_bench.pools import PAGE, model_pool
 from millrace_bench.stamps import milliseconds, stamp, synchronize
 
 HBM_BYTES_PER_S, FP8_FLOPS, BF16_FLOPS = 4.8e12, 1979e12, 989e12  # an H200's, by its data sheet
-PAGE = 64
 Row = dict[str, Any]
 
 # kernel name -> what it does, first match
@@ -113,20 +112,10 @@ def make_pool(model: DeepseekV3, num_pages: int, device: torch.device, dtype: to
     """[num_pages, L, page, C+R] of random rows: attention over equal keys would be a special case. With sparse
     attention index keys lie behind them.
     """
-    config, name = model.config, str(dtype).removeprefix("torch.")
-    layout = KvLayout(
-        page_size=PAGE,
-        num_layers=config.num_kv_layers,
-        dtype=name,
-        latent_width=config.kv_lora_rank,
-        rope_width=config.qk_rope_head_dim,
-        index_row_bytes=config.index_row_bytes(name),
-        model_hash="",
-    )
-    pool: Tensor = KvPool.create(layout, num_pages, device).view()
+    pool: Tensor = model_pool(model.config, num_pages, dtype, device).view()
     fill(pool)
-    if (index := IndexPool.of(pool, config)) is not None:
-        for data, scales in map(index.layer, range(config.num_kv_layers)):
+    if (index := IndexPool.of(pool, model.config)) is not None:
+        for data, scales in map(index.layer, range(model.config.num_kv_layers)):
             fill(data)
             assert scales is not None
             scales.fill_(1.0)

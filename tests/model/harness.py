@@ -10,15 +10,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from millrace_serve.engine.cache.kv_pool import KvLayout, KvPool
+from millrace_bench.pools import PAGE, model_pool
 from millrace_serve.model.deepseek_v3 import DeepseekV3
 from millrace_serve.model.inputs import AttnPlan, ForwardInput
 from torch import Tensor
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DeepseekV32Config, DeepseekV32ForCausalLM
 
 Reference = DeepseekV3ForCausalLM | DeepseekV32ForCausalLM
-
-PAGE = 64
 
 
 @dataclass
@@ -34,17 +32,7 @@ class Driver:
     ) -> None:
         config = model.config
         self.model = model
-        kv_dtype = str(dtype).removeprefix("torch.")
-        layout = KvLayout(
-            page_size=PAGE,
-            num_layers=config.num_kv_layers,
-            dtype=kv_dtype,
-            latent_width=config.kv_lora_rank,
-            rope_width=config.qk_rope_head_dim,
-            index_row_bytes=config.index_row_bytes(kv_dtype),
-            model_hash="",
-        )
-        self.pool = KvPool.create(layout, num_pages, "cpu")
+        self.pool = model_pool(config, num_pages, dtype, "cpu")
         self.kv = self.pool.view()
         self.pool.scrub(range(1, num_pages))
         self.free = list(range(1, num_pages))

@@ -20,9 +20,9 @@ from millrace_serve.model.parallel import ParallelDims
 from torch import Tensor
 
 from millrace_bench.eval.backend import Perplexity
+from millrace_bench.pools import PAGE, model_pool
 
 Logits = Callable[[list[int]], Tensor]  # T token ids -> float32 [T, vocab]
-PAGE = 64
 
 
 def measure(texts: Sequence[str], token_ids: Sequence[list[int]], logits: Logits) -> Perplexity:
@@ -57,8 +57,7 @@ def checkpoint_logits(
     @torch.inference_mode()
     def logits(ids: list[int]) -> Tensor:
         pages = -(-len(ids) // PAGE)
-        shape = (pages + 1, model.config.num_kv_layers, PAGE, model.config.kv_row_dim)
-        kv = torch.zeros(shape, dtype=kv_dtype or dtype, device=device)
+        kv = model_pool(model.config, pages + 1, kv_dtype or dtype, device).view()
         chunks = range(0, len(ids) - decoded, PAGE) if kv_dtype else [0]
         starts = sorted({*chunks, *range(max(len(ids) - decoded, 1), len(ids))})
         steps = [_step(ids, start, end, pages, device) for start, end in pairwise((*starts, len(ids)))]
