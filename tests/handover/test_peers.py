@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc
 import pytest
-from millrace.v1 import worker_pb2
+from millrace.v1 import worker_pb2, worker_pb2_grpc
 from millrace_rpc.errors import MillraceError
 from millrace_rpc.server import Server
 from millrace_serve.handover.pairing import Pairs
@@ -32,15 +35,67 @@ async def test_a_peer_that_dies_while_nobody_imports_is_dropped() -> None:
     """Else its pool would stay mapped, and a successor on the same device would not find the memory."""
     dropped: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
     peers = Peers(lambda rank, agent: dropped.put_nowait((rank, agent)))
-    server = Server([])
-    peer = peers.get(f"127.0.0.1:{await server.start('127.0.0.1:0')}", "e")
-    with pytest.raises(MillraceError):
-        await peer.info()  # it has no such service; the connection is there
-    peer.agents[3, "owner"] = "agent"
-    await server.stop(0)
-    assert await asyncio.wait_for(dropped.get(), 30) == (3, "agent")
-    assert peers.get(peer.address, "e") is not peer
+    async with worker() as (server, loads, address):
+        peer = peers.get(address, "e")
+        await loads.put("e")
+        peer.agents[3, "owner"] = "agent"
+        await server.stop(0)
+        assert await asyncio.wait_for(dropped.get(), 30) == (3, "agent")
+        assert peers.get(peer.address, "e") is not peer
+        await peers.close()
+
+
+async def test_a_peer_that_has_forgotten_its_weights_is_dropped() -> None:
+    """It may be asleep, and others wait for the memory of its GPUs, which stays taken while a page is mapped."""
+    dropped: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
+    peers = Peers(lambda rank, agent: dropped.put_nowait((rank, agent)))
+    async with worker() as (_, loads, address):
+        peer = peers.get(address, "e")
+        peer.agents[3, "owner"] = "agent"
+        for epoch in ("e", "e", "another"):
+            assert dropped.empty()
+            await loads.put(epoch)
+            await loads.join()
+        assert await asyncio.wait_for(dropped.get(), 30) == (3, "agent") and peer.dropped
+        await peers.close()
+
+
+async def test_the_answer_of_a_process_ends_the_peers_before_it_at_its_address() -> None:
+    """Before it connects to the same agents; a wrong epoch that somebody asks for drops nobody."""
+    dropped: list[tuple[int, str]] = []
+    peers = Peers(lambda rank, agent: dropped.append((rank, agent)))
+    old, other, new = (peers.get(f"127.0.0.1:{port}", epoch) for port, epoch in ((1, "old"), (2, "old"), (1, "new")))
+    for peer in (old, other, new):
+        peer.agents[0, "owner"] = f"{peer.address} {peer.epoch}"
+    assert not dropped
+    peers.answered(new)
+    assert dropped == [(0, "127.0.0.1:1 old")] and old.dropped and not other.dropped and not new.dropped
     await peers.close()
+
+
+class Loads(worker_pb2_grpc.WorkerServiceServicer):
+    def __init__(self) -> None:
+        self.epochs: asyncio.Queue[str] = asyncio.Queue()  # of the snapshots to send
+
+    async def WatchLoad(
+        self, request: worker_pb2.WatchLoadRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[worker_pb2.LoadSnapshot]:
+        while True:
+            epoch = await self.epochs.get()
+            yield worker_pb2.LoadSnapshot(epoch=epoch)
+            self.epochs.task_done()
+
+
+@contextlib.asynccontextmanager
+async def worker() -> AsyncIterator[tuple[Server, asyncio.Queue[str], str]]:
+    """A server, the epochs that it is to say, and its address."""
+    server, loads = Server([]), Loads()
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(loads, server.grpc)
+    address = f"127.0.0.1:{await server.start('127.0.0.1:0')}"
+    try:
+        yield server, loads.epochs, address
+    finally:
+        await server.stop(0)
 
 
 async def test_a_watch_that_never_ends_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

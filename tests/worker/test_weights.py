@@ -164,15 +164,23 @@ async def test_sleep_ends_the_ranks_and_wake_starts_them_again(tmp_path: Path) -
         await asyncio.gather(*(do(worker, "wake") for worker in both))
         await asyncio.gather(*(do(worker, "resume") for worker in both))
         assert (await decode.info()).epoch != epoch
-        source = await prefill.source()
-        async with await linked(prefill) as to_prefill, await linked(decode) as to_decode:
-            one = request(prompt)
-            to_decode.submit(one, source)
-            to_prefill.submit(one)
-            await to_decode.finish(one)
-            assert to_decode.tokens(one) == expected(prompt, 8) and to_prefill.of(one)[0].cached_tokens == 0
+        await through(prefill, decode, prompt)
         assert await decode.metric("millrace_engine_total", what="output_tokens") > 8
+        for action in ("pause", "sleep", "wake", "resume"):  # one side alone
+            await do(prefill, action)
+        await through(prefill, decode, prompt)
         await decode.whole()
+
+
+async def through(prefill: Worker, decode: Worker, prompt: list[int]) -> None:
+    """A prompt that the prefill worker has not cached."""
+    source = await prefill.source()
+    async with await linked(prefill) as to_prefill, await linked(decode) as to_decode:
+        one = request(prompt)
+        to_decode.submit(one, source)
+        to_prefill.submit(one)
+        await to_decode.finish(one)
+        assert to_decode.tokens(one) == expected(prompt, 8) and to_prefill.of(one)[0].cached_tokens == 0
 
 
 async def test_a_worker_that_sleeps_stops_in_good_order(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """Connections to workers whose pages are read, one per process start of each: (address, epoch).
 
-A peer that failed, or whose connection broke, is dropped with its channel, so that the next import starts with a fresh
-one; the ranks read nothing more from its pools and unmap them, because the memory of a dead process stays allocated
-while another process maps it. Imports that use the peer at that time fail by their own broken streams.
+A peer that failed, that forgot its weights, or whose connection broke, is dropped with its channel, so that the next
+import starts with a fresh one; the ranks read nothing more from its pools and unmap them, because the memory of a dead
+process stays allocated while another process maps it. Imports that use the peer at that time fail by their own broken
+streams.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 
 FATAL = frozenset({Reason.WORKER_LOST, Reason.EPOCH_CHANGED, Reason.STALLED})
 UNARY_TIMEOUT_S = 5.0
+WATCH_MS = 1000  # between two signs of life
 LAST_CALLS_S = 300.0  # for the calls of a channel whose certificate was replaced: as long as a lease may be
 T = TypeVar("T")
 Call: TypeAlias = "grpc.aio.StreamStreamCall[kv_pb2.FetchRequest, kv_pb2.FetchResponse]"
@@ -63,15 +65,15 @@ class Peer:
         await self._channel.close()
 
     async def lost(self) -> bool:
-        """Wait until the connection breaks. False: this process closed or replaced it."""
-        channel, state = self._channel, grpc.ChannelConnectivity.IDLE
-        with contextlib.suppress(grpc.aio.UsageError):  # it was closed
-            while True:
-                before, state = state, channel.get_state()
-                if before is grpc.ChannelConnectivity.READY and state is not before:
-                    return channel is self._channel
-                await channel.wait_for_state_change(state)
-        return False
+        """Wait until the connection breaks, or the process takes another epoch: it may sleep, and its pages be gone.
+        False: this process closed or replaced the connection.
+        """
+        channel, request, met = self._channel, worker_pb2.WatchLoadRequest(min_interval_ms=WATCH_MS), False
+        with contextlib.suppress(MillraceError):
+            call = _start(lambda: self.worker.WatchLoad(request))
+            while (load := await reply(call.read())) is not grpc.aio.EOF and (load.epoch == self.epoch or not met):
+                met = load.epoch == self.epoch
+        return channel is self._channel
 
     def renewed(self) -> grpc.aio.Channel | None:
         """Use the newest certificate for further calls. Returns the previous channel if it changed."""
