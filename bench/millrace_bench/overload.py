@@ -200,7 +200,7 @@ def config_of(args: argparse.Namespace) -> EngineConfig:
         max_running=256,
         max_waiting=args.requests,
         max_prefill_tokens=2048,
-        canary=True,
+        checks=("canary",),
     )
 
 

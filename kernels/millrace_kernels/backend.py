@@ -5,6 +5,8 @@ sizes (tokens, mostly) and the library that it needs. Their order was measured o
 Our Triton kernels run on every GPU from sm80 on, those that read or write E4M3 from sm89 on. Without a matching row the
 op's reference runs, which is the body of the op's function: every op works on every device, even without any library.
 
+A process may prefer libraries for its attention (`prefer`).
+
 Two choices are made elsewhere. Up to SMALL_TOKENS tokens an FP8 product reads plain rows, not quantised ones: `linear`,
 `mla_absorb`, norms and SwiGLU follow this one constant. A file of lib/ hands dtypes, widths and alignments that its
 library refuses to our kernel of the op.
@@ -16,7 +18,7 @@ import contextlib
 import functools
 import importlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -142,7 +144,10 @@ TABLE: dict[str, tuple[Choice, ...]] = {
     "mla_sparse.mla_sparse": (Choice("millrace_kernels.lib.flash_mla_sparse:mla_sparse", needs="flash_mla"),),
 }
 
+PHASES = ("mla_decode", "mla_prefill")  # absorbed and expanded attention: an op, and its plan
+
 _forced: dict[str, str] = {}
+_preferred: dict[str, str] = {}
 
 
 @functools.cache
@@ -160,9 +165,9 @@ def implementation(
     """The function that runs `op` on tensors of `device`, with the signature of the op; None: its reference does.
     `shape` is the weight's.
     """
-    if device.type == "cpu" and not _forced:
+    if device.type == "cpu" and not _forced and not _preferred:
         return None
-    target = _forced.get(op)
+    target = _forced.get(op, _preferred.get(op))
     if target is None:
         rows = _available(op, capability(device), False)
         target = next((choice.target for choice in rows if choice.serves(size, shape)), "")
@@ -174,6 +179,26 @@ def choices(op: str, device: torch.device) -> tuple[Choice, ...]:
     comparison are among them.
     """
     return _available(op, capability(device), True)
+
+
+def prefer(libraries: Sequence[str], device: torch.device) -> None:
+    """From now on each phase of attention runs the kernel of the first of `libraries` that has one, on any number of
+    tokens; a phase for which none has one runs what is the fastest. `reference`: the body of the op.
+
+    Raises ValueError for a library without kernels of attention for this device.
+    """
+    _preferred.clear()
+    found: dict[str, str] = {}
+    for library in libraries:
+        kernels = [f"{phase}.{phase}" for phase in PHASES if _row_of(f"{phase}.{phase}", library, device) is not None]
+        if not kernels:
+            raise ValueError(f"attention={library}: it is not installed, or has no kernel for {capability(device)}")
+        for op in kernels:
+            plan = f"{op.split('.')[0]}.plan"
+            found = {op: _row_of(op, library, device) or "", plan: _row_of(plan, library, device) or ""} | found
+    _preferred.update(found)
+    for op, target in found.items():
+        log.info("%s runs %s", op, target or "the reference")
 
 
 @contextlib.contextmanager
@@ -188,6 +213,14 @@ def forced(**targets: str) -> Iterator[None]:
     finally:
         _forced.clear()
         _forced.update(before)
+
+
+def _row_of(op: str, library: str, device: torch.device) -> str | None:
+    """The target of the library's row of `op` on this device; None: it has none."""
+    if library == "reference":
+        return ""
+    rows = _available(op, capability(device), False)
+    return next((row.target for row in rows if row.needs == library), None)
 
 
 @functools.cache

@@ -34,8 +34,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)
 PAIRS = {3: ("prefill-0", "decode-0"), 1: ("prefill-1", "decode-0"), 0: ("prefill-2", "decode-1")}  # by handed drafts
 SETTINGS = (
     "dtype=float32",
-    "limits.canary=true",
-    "limits.poison=true",
+    "limits.checks=[canary, poison]",
     "limits.draft_batches=[8,4,2]",
     "timeouts.lease=3",
     # Small limits, and a stated number of pages, save seconds of every start.

@@ -46,7 +46,7 @@ def spec(*worker_set: str, prefill: int = 2, decode: int = 2, router_set: tuple[
         prefill=prefill,
         decode=decode,
         engine="sim",
-        worker_set=("limits.canary=true", "timeouts.lease=3", *worker_set),
+        worker_set=("limits.checks=[canary]", "timeouts.lease=3", *worker_set),
         router_set=router_set,
     )
 

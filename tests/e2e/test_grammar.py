@@ -62,7 +62,7 @@ WITH_TOOLS = (
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ControlledCluster]:
     # A worker warms up with prompts of a whole step: small ones save seconds.
-    limits = ("limits.canary=true", "limits.poison=true", "limits.max_prefill_tokens=512")
+    limits = ("limits.checks=[canary, poison]", "limits.max_prefill_tokens=512")
     template = tmp_path_factory.mktemp("template") / "chat_template.jinja"
     template.write_text(WITH_TOOLS)
     told = (f"chat_template={template}",)

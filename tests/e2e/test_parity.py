@@ -53,7 +53,7 @@ def worker_set(request: pytest.FixtureRequest) -> tuple[str, ...]:
     if device == "cuda" and torch.cuda.device_count() < 1 + len(ranks):
         pytest.skip(f"needs {1 + len(ranks)} CUDA device(s)")
     chosen = (f"device={device}", f"memory_fraction={PART}", *ranks)
-    return (*chosen, "dtype=float32", "limits.canary=true", "limits.poison=true")
+    return (*chosen, "dtype=float32", "limits.checks=[canary, poison]")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -128,7 +128,7 @@ async def test_fp8_says_the_same_through_the_pair_and_unified(tmp_path: Path) ->
 async def answers_in_fp8(model: Path, **workers: int) -> list[Answer]:
     """Greedy, in BF16 with FP8 weights."""
     device = ("device=cuda", f"memory_fraction={PART}")
-    worker_set = (*device, "dtype=bfloat16", "limits.canary=true", "limits.poison=true")
+    worker_set = (*device, "dtype=bfloat16", "limits.checks=[canary, poison]")
     spec, asked = ClusterSpec(**workers, model=model, worker_set=worker_set), await questions()
     async with LocalCluster(spec) as cluster, Client(cluster.grpc_address, cluster.admin_address) as client:
         told = {"max_tokens": NEW_TOKENS, "logprobs": 0, "timeout": 240}

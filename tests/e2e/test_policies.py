@@ -24,7 +24,7 @@ def spec(*router_set: str, prefill: int = 2) -> ClusterSpec:
         prefill=prefill,
         decode=1,
         engine="sim",
-        worker_set=("limits.canary=true", "timeouts.lease=3"),
+        worker_set=("limits.checks=[canary]", "timeouts.lease=3"),
         router_set=router_set,
     )
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(180)
 PAGE = 64
 DECODE = worker_pb2.ROLE_DECODE
 # 1 ms per prompt token: an answer of 200 tokens takes longer to compute than a fetch can ever be expected to take
-COSTS = ("limits.canary=true", "sim.token_s=0.001")
+COSTS = ("limits.checks=[canary]", "sim.token_s=0.001")
 KV_AWARE = ("prefill_policy=kv_aware", "decode_policy=kv_aware")
 
 

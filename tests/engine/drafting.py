@@ -25,8 +25,8 @@ Said = dict[int, list[SequenceOutput]]
 
 def engine(drafts: int, role: Role = Role.UNIFIED, graphs: str = "off", **limits: object) -> Engine:
     wanted = {
-        "num_pages": 80, "max_model_len": 256, "max_running": 9, "max_prefill_tokens": 80, "canary": True,
-        "poison": True, "draft_tokens": drafts, "draft_batches": EVERY_STEP, **limits,
+        "num_pages": 80, "max_model_len": 256, "max_running": 9, "max_prefill_tokens": 80,
+        "checks": ("canary", "poison"), "draft_tokens": drafts, "draft_batches": EVERY_STEP, **limits,
     }  # fmt: skip
     options = Execution.model_validate({"graphs": graphs})
     one = Limits.model_validate(wanted)

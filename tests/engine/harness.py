@@ -105,7 +105,7 @@ class Driver:
     ) -> None:
         """`host_pages`: copies that the host tier has room for."""
         self.clock = Clock()
-        self.config = EngineConfig.model_validate({**TINY, "max_prefill_tokens": 6, "poison": True, **config})
+        self.config = EngineConfig.model_validate({**TINY, "max_prefill_tokens": 6, "checks": ("poison",), **config})
         if host_pages:
             gib = host_pages * sim_layout(self.config, settings).page_bytes / GIB
             self.config = self.config.model_copy(update={"host_cache_gib": gib})
@@ -224,8 +224,8 @@ class Driver:
             self.check_finished(output.id)
 
 
-def said(engine: Engine, batch: list[Request]) -> dict[int, list[tuple[int, float]]]:
-    """Every token of each room and its logprob, and the end of the engine."""
+def said(engine: Engine, batch: list[Request], *, close: bool = True) -> dict[int, list[tuple[int, float]]]:
+    """Every token of each room and its logprob, and the end of the engine unless it is to go on."""
     answers: dict[int, list[tuple[int, float]]] = {}
     for one in batch:
         engine.submit(Submit(one))
@@ -234,7 +234,8 @@ def said(engine: Engine, batch: list[Request]) -> dict[int, list[tuple[int, floa
             assert output.error is None, output.error
             answers.setdefault(output.id.room, []).extend((token.token_id, token.logprob) for token in output.tokens)
     engine.check_idle()
-    engine.close()
+    if close:
+        engine.close()
     return answers
 
 

@@ -21,7 +21,7 @@ from millrace_serve.model.parallel import ParallelDims
 from millrace_testing import paths
 from model.ranks import run_jobs
 
-LIMITS = {"num_pages": 60, "max_model_len": 256, "max_running": 4, "max_prefill_tokens": 60, "canary": True}
+LIMITS = {"num_pages": 60, "max_model_len": 256, "max_running": 4, "max_prefill_tokens": 60, "checks": ("canary",)}
 CASES = [(tp, dp, graphs, drafts) for tp, dp in ((1, 2), (2, 1)) for graphs, drafts in (("off", 0), ("on", 2))]
 STEPS = 90
 Served = tuple[dict[int, list[int]], list[list[float]], list[int], list[int]]

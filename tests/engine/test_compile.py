@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 
 
 def engine(**execution: object) -> Engine:
-    limits = Limits(num_pages=32, max_model_len=256, max_running=4, max_prefill_tokens=80, canary=True)
+    limits = Limits(num_pages=32, max_model_len=256, max_running=4, max_prefill_tokens=80, checks=("canary",))
     options = Execution.model_validate(execution)
     return load_rank(limits, Role.UNIFIED, TINY, ParallelDims(), CPU, torch.float32, execution=options).engine()
 

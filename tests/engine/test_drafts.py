@@ -101,12 +101,12 @@ def test_preempted_sequences_go_on_as_they_would_have() -> None:
     assert tight.load().preemptions > 0 and sum(tight.load().accepted) > 0
 
 
-@pytest.mark.parametrize("canary", [False, True])
-def test_a_sequence_may_fill_the_last_page(canary: bool) -> None:
+@pytest.mark.parametrize("checks", [("poison",), ("canary", "poison")])
+def test_a_sequence_may_fill_the_last_page(checks: tuple[str, ...]) -> None:
     """Its last rows lie behind the longest sequence that there may be."""
     wanted = [request(1, questions()[0] + questions()[1] + [20], max_tokens=99, **SEEDED)]
     expected = tokens(run(engine(0, max_model_len=128), wanted))
-    assert tokens(run(engine(3, max_model_len=128, canary=canary), wanted)) == expected and len(expected[1]) == 28
+    assert tokens(run(engine(3, max_model_len=128, checks=checks), wanted)) == expected and len(expected[1]) == 28
 
 
 @pytest.mark.parametrize(("drafts", "token"), [(1, -1), (3, 999)])

@@ -65,7 +65,7 @@ def reference(prompts: list[list[int]]) -> list[Continuation]:
 
 def make(role: Role, **config: object) -> Engine:
     base = {"num_pages": 64, "max_model_len": 512, "max_running": 16, "max_prefill_tokens": 96}
-    debug = {"canary": True, "poison": True}
+    debug = {"checks": ("canary", "poison")}
     config_ = EngineConfig.model_validate({**base, **debug, **config})
     return load_rank(config_, role, TINY, ParallelDims(), CPU, torch.float32).engine()
 
@@ -100,7 +100,7 @@ def said(outputs: list[SequenceOutput], batch: list[Request]) -> list[Continuati
     [
         {},
         {"overlap": False},
-        {"max_prefill_tokens": 2048, "canary": False, "poison": False},
+        {"max_prefill_tokens": 2048, "checks": ()},
         {"num_pages": 18, "prefix_cache": False},  # not all fit at once
     ],
     ids=["chunked-overlap", "synchronous", "one-chunk", "small-pool"],

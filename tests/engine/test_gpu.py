@@ -27,7 +27,7 @@ LENGTHS = (1, 5, 63, 64, 65, 130, 20)
 
 def engine(dtype: torch.dtype = torch.bfloat16, drafts: int = 0, **execution: object) -> Engine:
     limits = Limits(
-        num_pages=128, max_model_len=256, max_running=9, max_prefill_tokens=80, canary=True,
+        num_pages=128, max_model_len=256, max_running=9, max_prefill_tokens=80, checks=("canary",),
         draft_tokens=drafts, draft_batches=(9, 5, 2),
     )  # fmt: skip
     options = Execution.model_validate({"memory_fraction": 0.3, **execution})
@@ -128,7 +128,7 @@ def test_answers_do_not_depend_on_drafts(graphs: str, sampling: dict[str, object
 def test_pages_that_come_back_from_the_host_give_the_same_tokens() -> None:
     """In FP32, as above. Prompts twice, more than the pool holds: the second time their pages are in pinned memory."""
     prompts = [[10 + (7 * i + 31 * room) % 500 for i in range(140)] for room in range(8)]
-    limits = Limits(max_model_len=256, max_running=4, max_prefill_tokens=128, canary=True, poison=True, num_pages=64)
+    limits = Limits(max_model_len=256, max_running=4, max_prefill_tokens=128, checks=("canary", "poison"), num_pages=64)
     answers = []
     for sizes in ({}, {"num_pages": 13, "host_cache_gib": 0.25}):
         options = Execution(memory_fraction=0.3)

@@ -35,7 +35,7 @@ def one_thread() -> None:
 
 def engine(**execution: object) -> Engine:
     config = EngineConfig(
-        num_pages=64, max_model_len=256, max_running=9, max_prefill_tokens=80, canary=True, poison=True
+        num_pages=64, max_model_len=256, max_running=9, max_prefill_tokens=80, checks=("canary", "poison")
     )
     options = Execution.model_validate(execution)
     return load_rank(config, Role.UNIFIED, TINY, ParallelDims(), CPU, torch.float32, execution=options).engine()

@@ -30,7 +30,7 @@ def one_thread() -> None:
 
 def make(**config: Any) -> Engine:
     base = {"num_pages": 64, "max_model_len": 256, "max_running": 16, "max_prefill_tokens": 96, "page_size": 16}
-    limits = EngineConfig.model_validate({**base, "canary": True, "poison": True, **config})
+    limits = EngineConfig.model_validate({**base, "checks": ("canary", "poison"), **config})
     return load_rank(limits, Role.UNIFIED, TINY, ParallelDims(), CPU, torch.float32).engine()
 
 

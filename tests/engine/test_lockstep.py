@@ -119,7 +119,7 @@ def serve_rank(rank: int, folder: Path, queue: object) -> None:
 
 def serve_case(dims: ParallelDims, graphs: str) -> list[int] | None:
     """The tokens of replica 0; None of a rank that follows."""
-    config = EngineConfig(num_pages=20, max_model_len=256, max_running=4, max_prefill_tokens=100, canary=True)
+    config = EngineConfig(num_pages=20, max_model_len=256, max_running=4, max_prefill_tokens=100, checks=("canary",))
     if dims.tp_rank:
         load_rank(config, Role.UNIFIED, paths.TINY, dims, torch.device("cpu"), torch.float32).follow()
         return None

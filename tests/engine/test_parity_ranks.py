@@ -25,7 +25,7 @@ from model.ranks import run_jobs
 TP, DP, PAGE = 2, 2, 16
 LIMITS = {
     "num_pages": 80, "page_size": PAGE, "max_model_len": 256, "max_running": 4, "max_prefill_tokens": 60,
-    "draft_batches": (4, 3, 2), "canary": True, "poison": True,
+    "draft_batches": (4, 3, 2), "checks": ("canary", "poison"),
 }  # fmt: skip
 TIGHT = {"num_pages": 20}  # for little more than one sequence of the greatest length
 CASES = ((0, "off", {}), (1, "on", TIGHT), (2, "off", TIGHT), (3, "on", {}))  # drafts, graphs, limits

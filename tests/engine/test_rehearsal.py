@@ -107,7 +107,7 @@ def test_phases_add_up_and_the_slowest_rank_counts() -> None:
 def test_an_fp8_cache_is_another_layout_of_a_quarter_of_fp32() -> None:
     def build(kv_dtype: str) -> Engine:
         options = Execution.model_validate({"kv_dtype": kv_dtype})
-        limits = SMALL.model_copy(update={"canary": True, "poison": True, "num_pages": 20})
+        limits = SMALL.model_copy(update={"checks": ("canary", "poison"), "num_pages": 20})
         return load_rank(
             limits, Role.UNIFIED, TINY, ParallelDims(), torch.device("cpu"), torch.float32, execution=options
         ).engine()

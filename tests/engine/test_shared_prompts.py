@@ -147,7 +147,7 @@ def run_threads(function, count: int) -> None:
 
 LIMITS = {
     "num_pages": 40, "page_size": 16, "max_model_len": 256, "max_running": 4, "max_prefill_tokens": 48,
-    "canary": True, "poison": True,
+    "checks": ("canary", "poison"),
 }  # fmt: skip
 
 

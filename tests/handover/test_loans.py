@@ -220,7 +220,7 @@ async def test_a_lender_that_is_killed(tmp_path: Path) -> None:
 @pytest.mark.timeout(240)
 async def test_a_model_borrows_what_another_one_computed(tmp_path: Path) -> None:
     """The trained checkpoint with canaries: the tokens of a borrowed prompt are those of a computed one."""
-    sets = (f"model={ROOT / 'models' / 'tiny'}", "limits.canary=true", "limits.num_pages=129")
+    sets = (f"model={ROOT / 'models' / 'tiny'}", "limits.checks=[canary]", "limits.num_pages=129")
     async with workers(tmp_path, "prefill", "decode", sets=sets, patient=True, timeout_s=120) as (prefill, decode):
         history = [3 + token % 300 for token in prompt_of(300)]
         prompt = [*history, *[3 + token % 300 for token in prompt_of(40)]]

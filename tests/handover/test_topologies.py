@@ -19,7 +19,7 @@ from millrace_testing.reference import Continuation, assert_same
 
 PAGE = 64
 LIMITS = (
-    "limits={num_pages: 129, max_model_len: 512, max_prefill_tokens: 96, max_running: 12, canary: true, poison: true}"
+    "limits={num_pages: 129, max_model_len: 512, max_prefill_tokens: 96, max_running: 12, checks: [canary, poison]}"
 )
 TINY_FP8 = ROOT / "models" / "generated" / "tiny-fp8"  # by `make checkpoint`
 KINDS = (GREEDY, SEEDED, COUNTED)

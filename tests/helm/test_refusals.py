@@ -125,6 +125,7 @@ COMBINATIONS = {
         'workers.other.role: required, because "other" is none',
     ),
     "layouts": (CPU, ("workers.decode.config.limits.page_size=32",), "config.limits.page_size differs between"),
+    "canaries": (CPU, ("workers.prefill.config.limits.checks={canary}",), "config.limits.checks differs between"),
     "types of KV": (CPU, ("workers.prefill.config.kv_dtype=bfloat16",), "config.kv_dtype differs between"),
     "no fabric": (PAIR, ("fabric.preset=",), "fabric.preset: required"),
     "TCP unsaid": (PAIR, ("fabric.preset=tcp-dev",), "fabric.allowTcp: must be true with fabric.preset=tcp-dev"),

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from millrace_kernels import backend
-from millrace_kernels.backend import REFERENCE, Choice, choices, forced, implementation
+from millrace_kernels.backend import REFERENCE, Choice, choices, forced, implementation, prefer
 
 OP = "kv_gather.kv_gather"
 CPU = torch.device("cpu")
@@ -77,6 +77,46 @@ def test_forced_for_a_comparison() -> None:
         with forced(**{OP: ""}):
             assert implementation(OP, CPU) is None
     assert implementation(OP, CPU) is None
+
+
+@pytest.fixture
+def libraries(on_gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    """A device with libraries for attention, as far as they are imported."""
+    for name in ("flash_mla", "flashinfer"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    yield on_gpu
+    prefer((), CPU)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "decode", "prompts", "plans"),
+    [
+        ((), "lib.flash_mla", "lib.flashinfer", (True, True)),
+        (("flash_mla",), "lib.flash_mla", "lib.flashinfer", (True, True)),
+        (("flashinfer", "triton"), "triton.mla_decode", "lib.flashinfer", (False, True)),
+        (("flash_mla", "triton"), "lib.flash_mla", "triton.mla_prefill", (True, False)),
+        (("triton", "flash_mla"), "triton.mla_decode", "triton.mla_prefill", (False, False)),
+        (("reference",), None, None, (False, False)),
+    ],
+)
+def test_libraries_of_attention(
+    libraries: torch.device, wanted: tuple[str, ...], decode: str | None, prompts: str | None, plans: tuple[bool, bool]
+) -> None:
+    prefer(wanted, libraries)
+    for phase, module, planned in (("mla_decode", decode, plans[0]), ("mla_prefill", prompts, plans[1])):
+        run = implementation(f"{phase}.{phase}", libraries, 9)
+        assert (run and run.__module__) == (module and f"millrace_kernels.{module}")
+        assert (implementation(f"{phase}.plan", libraries, 9) is not None) == planned
+    with forced(**{"mla_decode.mla_decode": "math:hypot"}):
+        assert implementation("mla_decode.mla_decode", libraries, 9)(3, 4) == 5, "a comparison is in the middle of it"
+
+
+@pytest.mark.parametrize(("capability", "library"), [("sm100", "flash_mla"), ("sm80", "flashinfer"), ("cpu", "triton")])
+def test_a_library_that_the_device_lacks_is_refused(on_other_gpu: torch.device, capability: str, library: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"^attention={library}: it is not installed, or has no kernel for {capability}$"
+    ):
+        prefer((library,), on_other_gpu)
 
 
 @pytest.mark.parametrize("op", ["moe_experts", "moe_experts_fp8", "moe_experts_other"])

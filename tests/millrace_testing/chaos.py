@@ -55,7 +55,7 @@ from millrace_testing.oracle import oracle_outputs
 
 log = logging.getLogger(__name__)
 
-SIM_SET = ("limits.canary=true", "sim.step_s=0.01", "sim.token_s=0.00005")
+SIM_SET = ("limits.checks=[canary]", "sim.step_s=0.01", "sim.token_s=0.00005")
 DISK_MIB = 16  # of the file system: 2,000 pages of two blocks
 TIERS = ("limits.num_pages=257", "limits.host_cache_gib=0.002", "limits.disk_cache_gib=0.004")  # 500 and 1,000 pages
 WORKER_SET = (*SIM_SET, *TIERS, "timeouts.lease=3")

@@ -21,7 +21,7 @@ from millrace_testing.sim import expected
 
 CLIENTS = 6
 LENGTHS = (1, 10, 75)  # of answers; the longest takes three times the drain of a worker of WORKERS
-WORKERS = ("engine=sim", "sim.step_s=0.02", "sim.token_s=0.0002", "limits.canary=true", "timeouts.drain=0.5")
+WORKERS = ("engine=sim", "sim.step_s=0.02", "sim.token_s=0.0002", "limits.checks=[canary]", "timeouts.drain=0.5")
 
 
 Oracle = Callable[[list[int], int], list[int]]  # prompt, length

@@ -30,6 +30,10 @@ def test_a_limit_can_be_set_without_the_others() -> None:
         (["engine=sim", "graph_buckets=[0]"], "graph_buckets"),
         (["engine=sim", "kv_dtype=int4"], "kv_dtype"),
         (["engine=sim", "memory_fraction=1.5"], "memory_fraction"),
+        (["engine=sim", "limits.checks=[canary, rot13]"], r"^limits.checks.1: Input should be 'canary' or 'poison'"),
+        (["engine=sim", "attention=[fa4]"], "attention"),
+        (["engine=sim", "attention=[absorbed, expanded]"], "attention: absorbed and expanded exclude each other"),
+        (["engine=sim", "attention=[flash_mla]"], "attention: flash_mla takes dtype=bfloat16, not float32"),
     ],
 )
 def test_mistakes_are_named(items: list[str], message: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from millrace_common.config import load
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_serve.engine.core import FinishReason, Load, Request, RequestId, SamplingParams, SequenceOutput, Submit
 from millrace_serve.engine.start.torch_factory import load_rank
-from millrace_serve.model.attn_step import FormThresholds
+from millrace_serve.model.attn_step import FORMS
 from millrace_serve.model.deepseek_v3 import load_model
 from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.worker.config import WorkerConfig
@@ -23,8 +22,6 @@ from millrace_serve.worker.config import WorkerConfig
 from millrace_bench.eval.backend import Answer, Done, Job, Perplexity
 from millrace_bench.eval.perplexity import checkpoint_logits, measure
 from millrace_bench.heldout_texts import TEXTS
-
-FORMS = {"absorbed": FormThresholds(absorb_max_queries=sys.maxsize), "expanded": FormThresholds(absorb_max_queries=0)}
 
 
 class EngineBackend:

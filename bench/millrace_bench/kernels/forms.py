@@ -24,7 +24,7 @@ import torch
 from millrace_kernels.fp8 import Operand
 from millrace_kernels.mla_prefill import Heads
 from millrace_kernels.scratch import Scratch
-from millrace_serve.model.attn_step import AttnStep, FormThresholds
+from millrace_serve.model.attn_step import FORMS, AttnStep, FormThresholds
 from millrace_serve.model.checkpoint.random_weights import RandomWeights
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.inputs import AttnPlan, ForwardInput
@@ -36,7 +36,6 @@ from millrace_bench import v3
 from millrace_bench.common import Record, print_record
 from millrace_bench.shard import PAGE, time_ms
 
-FORMS = {"absorbed": FormThresholds(absorb_max_queries=1 << 30), "expanded": FormThresholds(absorb_max_queries=0)}
 HEADS, TINY_HEADS = (16, 128), (2, 8)
 PREFIXES, TINY_PREFIXES = (1024, 2048, 4096, 8192, 16384, 32768), (128, 256)
 QUERIES, TINY_QUERIES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048), (8, 64)

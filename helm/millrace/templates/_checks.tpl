@@ -182,12 +182,14 @@
 {{- if ne (hasKey $roles "prefill") (hasKey $roles "decode") -}}
 {{- fail (printf "workers: prefill and decode pools%s need each other; a single pool has role=unified" $of) -}}
 {{- end -}}
-{{- range $key := list "kv_dtype" "dtype" "limits.page_size" "limits.canary" -}}
+{{- range $key := list "kv_dtype" "dtype" "limits.page_size" "limits.checks" -}}
 {{- $seen := dict -}}
 {{- range $.pools -}}
 {{- $path := splitList "." $key -}}
 {{- $section := ternary .config (default dict .config.limits) (eq (len $path) 1) -}}
-{{- $_ := set $seen (toString (index $section (last $path))) .name -}}
+{{- $value := index $section (last $path) -}}
+{{- if eq $key "limits.checks" -}}{{- $value = has "canary" (default list $value) -}}{{- end -}}
+{{- $_ := set $seen (toString $value) .name -}}
 {{- end -}}
 {{- if gt (len $seen) 1 -}}
 {{- fail (printf "workers: config.%s differs between %s%s, which then never pair" $key (values $seen | sortAlpha | join

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from millrace_common.config import Config
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -44,8 +44,17 @@ class Limits(BaseModel):
     disk_cache: Path | None = None  # a folder for copies of these; workers may share it, and it survives restarts
     disk_cache_gib: float = Field(100.0, gt=0)  # of that folder
     overlap: bool = True  # schedule step N+1 while step N runs
-    canary: bool = False  # debug: every page carries the hash of its tokens, checked before each step
-    poison: bool = False  # debug: freed pages are filled with NaN
+    # For debugging. canary: every page carries the hash of its tokens, checked before each step; poison: freed pages
+    # are filled with NaN.
+    checks: tuple[Literal["canary", "poison"], ...] = ()
+
+    @property
+    def canary(self) -> bool:
+        return "canary" in self.checks
+
+    @property
+    def poison(self) -> bool:
+        return "poison" in self.checks
 
     @property
     def max_pages_per_seq(self) -> int:
@@ -85,6 +94,10 @@ class EngineConfig(Limits):
         return self.num_pages - 1
 
 
+Form = Literal["absorbed", "expanded"]  # of prompts behind cached tokens (model/attn_step.py)
+Library = Literal["flash_mla", "flashinfer", "triton", "reference"]  # of kernels of attention
+
+
 def _word(value: Any) -> Any:
     """YAML reads `on` and `off` as truth values."""
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
@@ -97,6 +110,9 @@ class Execution(Config):
     graph_buckets: tuple[Annotated[int, Field(ge=1)], ...] = ()  # rows; empty: those of engine/step/graphs.py
     compile_max_batch: int = Field(0, ge=0)  # rows up to which torch.compile is applied to decode steps
     kv_dtype: Literal["auto", "float8_e4m3fn", "bfloat16", "float16", "float32"] = "auto"  # auto: that of activations
+    # What attention consists of, where it is not to be the fastest: a form, and libraries in order of preference;
+    # decode and prompts take the first one each that has a kernel for them.
+    attention: tuple[Form | Library, ...] = ()
     memory_fraction: float = Field(0.92, gt=0, le=1)  # of a CUDA device's memory, for this rank
     cache_dir: Path | None = None  # of compiled code; None: where libraries put it, and nothing is compiled ahead
     exchange: Literal["auto", "gather", "peer", "deepep"] = "auto"  # how rows reach the experts of other replicas
@@ -106,3 +122,19 @@ class Execution(Config):
     random_weights: bool = False  # in the shapes of the checkpoint's config.json, which may stand alone
     # Of random weights, for benchmarks: the probability that the first draft, the first two, … are accepted.
     simulated_acceptance: tuple[Annotated[float, Field(ge=0, le=1)], ...] = ()
+
+    @property
+    def form(self) -> str:
+        """Of attention to cached tokens; empty: the faster one."""
+        return next((word for word in self.attention if word in get_args(Form)), "")
+
+    @property
+    def libraries(self) -> tuple[str, ...]:
+        """Of attention's kernels, in order of preference."""
+        return tuple(word for word in self.attention if word in get_args(Library))
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Self:
+        if {*get_args(Form)} <= {*self.attention}:
+            raise ValueError("attention: absorbed and expanded exclude each other")
+        return self

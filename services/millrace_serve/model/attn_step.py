@@ -9,6 +9,7 @@ Two forms of the same maths (model/mla.py has the formulas); decode sequences ar
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +47,7 @@ class FormThresholds:
         return tuple(q_lens) != tuple(seq_lens) and pairs <= self.absorb_max_queries * sum(seq_lens)
 
 
+FORMS = {"absorbed": FormThresholds(sys.maxsize), "expanded": FormThresholds(0)}  # of every chunk behind cached tokens
 # Heads of a rank up to which a row holds, and its absorb_max_queries. CPU: the references, one core, `models/tiny`.
 # CUDA: an H200, by `python -m millrace_bench.kernels.forms`. 16 heads: expanding wins from 1,726 queries on behind
 # 32,768 cached tokens, and behind 1,024 to 16,384 never up to 2,048 queries. 128 heads: from 382, 311, 338 and 231

@@ -96,6 +96,8 @@ class WorkerConfig(Execution):
             raise ValueError(f"expert_tp: needs dp=1, not {self.dp}: an expert's parts are summed within a replica")
         if self.dense_tp and self.tp % self.dense_tp:
             raise ValueError(f"dense_tp={self.dense_tp}: must divide tp={self.tp}")
+        if self.dtype == "float32" and (never := {"flash_mla", "flashinfer"} & {*self.attention}):
+            raise ValueError(f"attention: {', '.join(sorted(never))} takes dtype=bfloat16, not float32")
         if self.limits.share_prompts and (self.dp == 1 or self.limits.share_prompts < 2 * self.dp):
             raise ValueError("limits.share_prompts: needs dp > 1, and 2 tokens for each replica at least")
         if self.limits.host_cache_gib and self.tp > 1:

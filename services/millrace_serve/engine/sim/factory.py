@@ -42,7 +42,7 @@ def build_sim_engine(
     grammars: Grammars | None = None,
 ) -> Engine:
     """The canary is always on: it is what stands for KV."""
-    config = config.model_copy(update={"canary": True})
+    config = config.model_copy(update={"checks": (*config.checks, "canary")})
     pool = KvPool(sim_layout(config, settings), config.num_pages)
     facts = ModelFacts(settings.vocab_size, frozenset((settings.eos_token_id,)))
     grammars = grammars or Grammars()

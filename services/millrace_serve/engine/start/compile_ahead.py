@@ -141,8 +141,9 @@ def fingerprint(site: Site, device_name: str) -> str:
     """Hash of everything that decides the kernels: shapes, limits, libraries, and our own sources."""
     dims = dataclasses.replace(alone(site.dims), rank=0)
     layout = msgspec.structs.replace(site.layout, model_hash="")
-    facts = (site.role, site.limits.model_copy(update={"num_pages": "auto"}), site.model, layout, dims, site.dtype)
-    whole = hashlib.sha256(repr((device_name, site.buckets, *facts, *map(_version, LIBRARIES))).encode())
+    limits, attention = site.limits.model_copy(update={"num_pages": "auto"}), site.execution.attention
+    facts = (site.role, limits, site.model, layout, dims, site.dtype, attention, site.buckets)
+    whole = hashlib.sha256(repr((device_name, *facts, *map(_version, LIBRARIES))).encode())
     for path in sorted(Path(backend.__file__).parent.rglob("*.py")):
         whole.update(path.read_bytes())
     return whole.hexdigest()[:32]
@@ -218,6 +219,7 @@ def main() -> None:
 def run(part: Part) -> None:
     """Run steps, GEMMs and graphs. torch.compile is left out, because its result depends on all layers."""
     execution = part.site.execution.model_copy(update={"compile_max_batch": 0})
+    backend.prefer(execution.libraries, part.site.device)
     model = small_model(part.site)
     layout = msgspec.structs.replace(part.site.layout, num_layers=len(model.layers))
     site = dataclasses.replace(part.site, model=model.config, layout=layout, execution=execution)
@@ -242,7 +244,7 @@ def small_model(site: Site) -> DeepseekV3:
     An MTP layer comes on top of them, and writes its KV where the last one does.
     """
     config = small_config(site.model)
-    model = DeepseekV3(site.random_weights(), config, site.dims)
+    model = DeepseekV3(site.random_weights(), config, site.dims, site.thresholds)
     whole = copy.copy(model.layers[-1])
     whole.sampled_only = False
     model.layers.insert(-1, whole)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 from millrace_common import gc_hooks
-from millrace_kernels import fp8
+from millrace_kernels import fp8, indexer
 
 from millrace_serve.engine.cache.kv_pool import KvLayout, KvPool
 from millrace_serve.engine.config import EngineConfig, Execution, Limits, Role
@@ -22,6 +22,7 @@ from millrace_serve.engine.start.rehearsal import Shape
 from millrace_serve.engine.step.device import device_of
 from millrace_serve.engine.step.graphs import DecodeGraphs, Forward, buckets_up_to
 from millrace_serve.engine.step.torch_runner import TorchRunner
+from millrace_serve.model.attn_step import FORMS, FormThresholds
 from millrace_serve.model.checkpoint.random_weights import RandomWeights
 from millrace_serve.model.checkpoint.weight_bytes import weight_bytes
 from millrace_serve.model.config import ModelConfig
@@ -63,6 +64,11 @@ class Site:
     def fp8(self) -> bool:
         """Whether products run on FP8 weights."""
         return keeps_fp8(self.model, self.device, self.dtype)
+
+    @property
+    def thresholds(self) -> FormThresholds | None:
+        """None: as measured."""
+        return FORMS.get(self.execution.form)
 
     def random_weights(self) -> RandomWeights:
         """In the forms in which the rank keeps the checkpoint's."""
@@ -191,6 +197,8 @@ def compile_kernels(site: Site, config: EngineConfig, runner: TorchRunner) -> No
     if config.share_prompts:
         runner.launch(rehearsal.shared_batch(config, site.dims.dp, site.dims.dp_rank)).result()
     runner.call(lambda: fp8.compile_ahead(max(_tokens(shapes)), site.device))
+    if site.model.index_topk:
+        runner.call(lambda: indexer.compile_ahead(config.max_running * (1 + config.draft_tokens), site.device))
 
 
 def capture(site: Site, config: EngineConfig, runner: TorchRunner) -> None:

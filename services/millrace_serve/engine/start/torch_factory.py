@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from millrace_kernels import backend
 
 from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import EngineConfig, Execution, Limits, Role
@@ -86,13 +87,14 @@ def load_rank(
         address: at which ranks of other hosts reach this one.
     Raises:
         ConfigError, CheckpointError: the checkpoint cannot be used.
-        ValueError: max_model_len, draft_tokens, spare_experts or exchange asks for what the model or the ranks cannot
-            give, or the model does not divide by `dims`.
+        ValueError: max_model_len, draft_tokens, spare_experts, exchange or attention asks for what the model, the ranks
+            or the device cannot give, or the model does not divide by `dims`.
         OverCommitted: there is too little memory.
     """
     execution, phases = execution or Execution(), phases or Phases()
     dims = replace(dims, dense_tp=execution.dense_tp, spare_experts=execution.spare_experts)
     device = device_of(device).torch  # other processes must be told which one it is
+    backend.prefer(execution.libraries, device)
     model_config = _model_config(limits, path) if model is None else model.config
     if limits.max_model_len > model_config.max_position_embeddings:
         raise ValueError(
@@ -187,5 +189,5 @@ def _model(site: Site, path: Path, experts: Implementation) -> DeepseekV3:
         if site.execution.simulated_acceptance:
             raise ValueError("simulated_acceptance needs random_weights=true: outputs of real weights would be wrong")
         mtp = site.model.num_nextn_predict_layers > 0
-        return load_model(path, site.dims, site.device, site.dtype, mtp=mtp, experts=experts)
-    return DeepseekV3(site.random_weights(), site.model, site.dims, experts=experts)
+        return load_model(path, site.dims, site.device, site.dtype, site.thresholds, mtp=mtp, experts=experts)
+    return DeepseekV3(site.random_weights(), site.model, site.dims, site.thresholds, experts)

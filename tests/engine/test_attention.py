@@ -1,0 +1,80 @@
+"""The key `attention`: which form and which kernels a rank's steps run, and that its answers stay the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from engine.harness import request, said
+from millrace_kernels import backend
+from millrace_serve.engine.config import Execution, Limits, Role
+from millrace_serve.engine.start.torch_factory import load_rank
+from millrace_serve.model import mla
+from millrace_serve.model.parallel import ParallelDims
+from millrace_testing import triton_interpreter
+from millrace_testing.paths import TINY
+
+LIMITS = Limits(num_pages=64, page_size=16, max_model_len=128, max_running=2, max_prefill_tokens=64)
+PROMPT = [20 + 7 * i % 400 for i in range(40)]
+OURS = {f"millrace_kernels.triton.{phase}:{phase}" for phase in backend.PHASES}
+
+
+@pytest.fixture(autouse=True)
+def as_measured() -> Any:
+    triton_interpreter.install()
+    torch.set_num_threads(1)
+    yield
+    backend.prefer((), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("attention", "gathered", "kernels"),
+    [
+        ((), False, set()),
+        (("absorbed",), False, set()),
+        (("expanded",), True, set()),
+        (("reference", "expanded"), True, set()),
+        (("expanded", "triton"), True, OURS),
+        (("triton", "absorbed"), False, OURS),
+    ],
+)
+def test_what_is_chosen_runs(
+    attention: tuple[str, ...], gathered: bool, kernels: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt twice: the second time 32 of its tokens are cached, whose rows are gathered to be expanded."""
+    loaded, gathers = set[str](), 0
+    load, gather = backend._load, mla.kv_gather
+
+    def noted(target: str) -> Callable[..., Any]:
+        loaded.add(target)
+        return load(target)
+
+    def counted(*args: Any) -> torch.Tensor:
+        nonlocal gathers
+        gathers += 1
+        return gather(*args)
+
+    monkeypatch.setattr(backend, "_load", noted)
+    monkeypatch.setattr(mla, "kv_gather", counted)
+    answers = []
+    for words in ((), attention):
+        loaded.clear()
+        gathers = 0
+        with monkeypatch.context() as start:
+            if "triton" in words:  # whose kernels are interpreted here
+                start.setattr(backend, "capability", lambda device: "sm90")
+            options = Execution.model_validate({"attention": words})
+            rank = load_rank(
+                LIMITS, Role.UNIFIED, TINY, ParallelDims(), torch.device("cpu"), torch.float32, execution=options
+            )
+        rank.runner._model.layers[2:] = []
+        engine = rank.engine()
+        heard = said(engine, [request(1, PROMPT, max_tokens=1, logprobs=0)], close=False)
+        heard |= said(engine, [request(2, PROMPT, max_tokens=3, logprobs=0)])
+        answers.append(heard)
+    assert (gathers > 0, loaded) == (gathered, kernels)
+    for room, answer in answers[0].items():
+        assert [token for token, _ in answers[1][room]] == [token for token, _ in answer]
+        assert [p for _, p in answers[1][room]] == pytest.approx([p for _, p in answer], abs=1e-4)
