@@ -22,6 +22,7 @@ from millrace_kernels.fp8 import quant_groups
 
 E4M3 = torch.float8_e4m3fn
 EPS = 1e-6  # of the keys' norm
+PLAN_STEP = 32
 BLOCK_BYTES = 1 << 26  # of float32 keys that the reference holds at a time
 
 
@@ -99,6 +100,12 @@ def plan(lens: Tensor, per_row: bool) -> Any:
     """
     run = implementation("indexer.plan", lens.device, lens.shape[0]) if per_row else None
     return run(lens) if run else None
+
+
+def compile_ahead(max_tokens: int, device: torch.device) -> None:
+    """Compile the kernels of `plan` for 1 to max_tokens tokens: DeepGEMM has one for every 32."""
+    for tokens in range(1, max_tokens + 1, PLAN_STEP):
+        plan(torch.ones(tokens, dtype=torch.int32, device=device), per_row=True)
 
 
 def index_logits(

@@ -189,6 +189,12 @@ def test_deep_gemm_gets_pages_or_keys(deep_gemm: list[str], per_row: bool, name:
     assert_close(found, indexer.index_logits(**call), 1e-5)
 
 
+def test_plans_of_all_sizes_are_compiled_ahead(deep_gemm: list[str]) -> None:
+    with forced(**{"indexer.plan": "millrace_kernels.lib.deep_gemm_indexer:schedule"}):
+        indexer.compile_ahead(64, torch.device("cpu"))  # of 1 to 32 and of 33 to 64 tokens
+    assert deep_gemm == ["schedule"] * 2
+
+
 def test_deep_gemm_leaves_others_to_the_reference(deep_gemm: list[str]) -> None:
     for call in (
         indexer_inputs.index_logits(Draw(), [70, 2], True, exact=True),

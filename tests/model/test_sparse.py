@@ -18,6 +18,8 @@ from millrace_serve.model import mla
 from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model
 from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.sparse_step import IndexPool
+from millrace_serve.model.weights import Checkpoint
+from millrace_testing.other_weights import write_other
 from millrace_testing.sparse import INDEXER, write_sparse
 from model.harness import Driver, Seq, random_prompt
 from model.ranks import run_jobs
@@ -132,6 +134,18 @@ def test_fp8_weights(sparse: Path, tmp_path: Path) -> None:
     few, wanted = (driver.step([(seq, 10)]) for driver, seq in zip(reversed(drivers), reversed(seqs), strict=True))
     errors = (few - wanted).norm(dim=1) / wanted.norm(dim=1)
     assert float(errors.median()) < FEW_TOLERANCE, "products of few rows run on the weights without more rounding"
+
+
+def test_other_weights_take_the_place_of_these(sparse: Path, tmp_path: Path) -> None:
+    other, served, tokens = (
+        write_other(tmp_path / "other", 1, source=sparse),
+        load(sparse),
+        random_prompt(80, VOCAB, 11),
+    )
+    before = Driver(served).step([(Seq(tokens), 80)])
+    served.load(Checkpoint(other, served.config, CPU, torch.float32))
+    expected = Driver(load(other)).step([(Seq(tokens), 80)])
+    assert torch.equal(Driver(served).step([(Seq(tokens), 80)]), expected) and not torch.equal(before, expected)
 
 
 def test_the_mtp_layer_has_keys_of_its_own(model: DeepseekV3, chosen: list[Tensor]) -> None:
