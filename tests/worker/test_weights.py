@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import pytest
 import pytest_asyncio
+import torch
 from millrace.v1 import common_pb2, worker_pb2
 from millrace_common import metrics as catalogue
 from millrace_common.metrics import Metrics
@@ -490,3 +491,28 @@ async def test_all_ranks_change(
         await load(worker, other)
         assert await answers(worker) == references[1]
         await worker.whole()
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(1500)
+async def test_on_a_gpu_graphs_go_on_with_other_weights_and_sleep_gives_all_memory_back(
+    other: Path, tmp_path: Path
+) -> None:
+    sets, found = (*MODEL[1:], "device=cuda", "memory_fraction=0.12"), []
+    free_before = torch.cuda.mem_get_info()[0]
+    for checkpoint in (TINY, other):
+        async with workers(tmp_path, "unified", sets=(f"model={checkpoint}", *sets), timeout_s=600) as [worker]:
+            found.append(await answers(worker))
+    assert all(ours != theirs for ours, theirs in zip(*found, strict=True))
+    async with workers(tmp_path, "unified", sets=(f"model={TINY}", *sets), timeout_s=600) as [worker]:
+        assert await answers(worker) == found[0]
+        for path, reference in ((other, found[1]), (TINY, found[0])):
+            await load(worker, path)
+            assert await answers(worker, cached=0) == reference
+        await do(worker, "pause")
+        await do(worker, "sleep")
+        assert torch.cuda.mem_get_info()[0] >= free_before - (64 << 20)
+        await do(worker, "wake", path=str(other))
+        await do(worker, "resume")
+        assert await answers(worker) == found[1]
+        assert await worker.metric("millrace_worker_compilations_total") == 0

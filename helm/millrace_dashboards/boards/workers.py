@@ -11,9 +11,16 @@ LIFE = Row(
     (
         Panel(
             "States",
-            "Workers in each state. `draining` ends within the drain time.",
+            "Workers in each state. `draining` ends within the drain time; `paused` when an operator resumes.",
             "short",
             (Query(total(VIEW.gauge("state"), "component", "state"), "{{component}} {{state}}"),),
+            stacked=True,
+        ),
+        Panel(
+            "Weights",
+            "Workers with each version of the weights. Workers of different versions do not pair.",
+            "short",
+            (Query(total(VIEW.gauge("weights"), "component", "version"), "{{component}} {{version}}"),),
             stacked=True,
         ),
         Panel(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,12 +18,13 @@ from millrace_serve.engine.grammar.grammars import Grammars
 from millrace_serve.engine.grammar.xgrammar_compiler import XgrammarCompiler
 from millrace_serve.engine.schedule.factory import make_scheduler
 from millrace_serve.engine.schedule.limits import ModelFacts
-from millrace_serve.engine.start import compile_ahead, reload
+from millrace_serve.engine.start import compile_ahead
 from millrace_serve.engine.start.compilations import Compilations
 from millrace_serve.engine.start.compile import announce_kernels
 from millrace_serve.engine.start.exchange import Exchange, make_exchange
 from millrace_serve.engine.start.memory import check_host_tier, host_memory
 from millrace_serve.engine.start.phases import Phases
+from millrace_serve.engine.start.reload import load
 from millrace_serve.engine.start.startup import MemoryPlanner, Site, kv_layout, prepare
 from millrace_serve.engine.step.batch import BatchBuilder
 from millrace_serve.engine.step.cuda_copier import CudaCopier
@@ -127,8 +128,7 @@ def load_rank(
     runner.balance()
     compile_ahead.mark(site)
     compilations.started = True
-    load = functools.partial(reload.load, site, model, runner)
-    return Rank(role, path, config, model_config, pool, runner, lockstep, copier, load)
+    return Rank(role, path, config, model_config, pool, runner, lockstep, copier, partial(load, site, model, runner))
 
 
 def _watch_compilers(site: Site, progress: Progress) -> Compilations:
