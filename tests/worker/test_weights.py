@@ -14,8 +14,6 @@ import pytest
 import pytest_asyncio
 import torch
 from millrace.v1 import common_pb2, worker_pb2
-from millrace_common import metrics as catalogue
-from millrace_common.metrics import Metrics
 from millrace_common.pace import LEAST_S
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError, from_rpc_error
@@ -30,7 +28,6 @@ from millrace_testing.other_weights import write_other
 from millrace_testing.paths import TINY
 from millrace_testing.procs import SIM, Worker, gone, workers
 from millrace_testing.sim import expected, prompt_of
-from prometheus_client import CollectorRegistry
 from safetensors.torch import load_file, save_file
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -210,32 +207,39 @@ class Ranks:
         self.sent.append(message)
 
 
-def scripted(ranks: Ranks, calls: list[str], starts: Callable[[], None] = lambda: None) -> tuple[HotWeights, Lifecycle]:
-    """Of a worker that is READY; `calls` gets the names of what was called beside the ranks."""
-    life, metrics = Lifecycle(lambda state: None), Metrics(catalogue.WORKER, CollectorRegistry())
-    life.advance(State.READY, "")
-    board = LoadBoard(1, lambda: worker_pb2.WORKER_STATE_READY, "e")
-    board.update(0, Load(paused=True))
+class ScriptedFrontend:
+    """Of a worker that is READY. `calls` gets what was called beside the ranks; `starts` may raise."""
 
-    async def forget(why: str) -> None:
-        calls.append(why)
+    def __init__(self, ranks: Ranks, starts: Callable[[], None] = lambda: None) -> None:
+        self.calls: list[str] = []
+        self.config, self.ranks, self.starts, self.version = WorkerConfig(engine="sim"), ranks, starts, ""
+        self.lifecycle = Lifecycle(lambda state: None)
+        self.lifecycle.advance(State.READY, "")
+        self.board = LoadBoard(1, lambda: worker_pb2.WORKER_STATE_READY, "e")
+        self.board.update(0, Load(paused=True))
+        self.requests = SimpleNamespace(check_admission=lambda: None)
+        self.show_version = lambda: None
 
-    async def start(path: Path | None) -> None:
-        calls.append(f"start {path}")
-        starts()
+    async def forget(self, why: str) -> None:
+        self.calls.append(why)
 
-    async def stop() -> None:
-        calls.append("stop")
+    async def start_ranks(self, path: Path | None) -> None:
+        self.calls.append(f"start {path}")
+        self.starts()
 
-    requests: Any = SimpleNamespace(check_admission=lambda: None)
-    parts: Any = (life, ranks, requests, board, metrics, forget, start, stop)
-    return HotWeights(WorkerConfig(engine="sim"), *parts), life
+    async def stop_ranks(self) -> None:
+        self.calls.append("stop")
+
+
+def scripted(ranks: Ranks, starts: Callable[[], None] = lambda: None) -> tuple[HotWeights, ScriptedFrontend]:
+    frontend: Any = ScriptedFrontend(ranks, starts)
+    return HotWeights(frontend), frontend
 
 
 async def test_a_load_that_fails_half_way_keeps_the_worker_out_until_one_succeeds() -> None:
-    calls: list[str] = []
     ranks = Ranks("", "rank 1: OSError: the file ends", "", "")
-    weights, life = scripted(ranks, calls)
+    weights, frontend = scripted(ranks)
+    life = frontend.lifecycle
     await weights.pause(drop=False)
     with pytest.raises(MillraceError, match="weights two were not loaded: rank 1: OSError") as caught:
         await weights.load("/checkpoints/two", "")
@@ -248,39 +252,38 @@ async def test_a_load_that_fails_half_way_keeps_the_worker_out_until_one_succeed
         ("two", True), ("two", False), ("2b", True), ("2b", False)
     ]  # fmt: skip
     await weights.resume()
-    assert (life.state, life.message, weights.version) == (State.READY, "", "2b")
-    assert calls == ["weights two are being loaded", "weights 2b are being loaded"]
+    assert (life.state, life.message, frontend.version) == (State.READY, "", "2b")
+    assert frontend.calls == ["weights two are being loaded", "weights 2b are being loaded"]
     assert ranks.sent == [Pause(True), Pause(False)]
 
 
 async def test_a_check_that_fails_touches_nothing() -> None:
-    calls: list[str] = []
-    weights, life = scripted(Ranks("rank 0: no config.json"), calls)
+    weights, frontend = scripted(Ranks("rank 0: no config.json"))
     await weights.pause(drop=False)
     with pytest.raises(MillraceError, match=r"cannot be loaded: rank 0: no config\.json"):
         await weights.load("/x", "")
     await weights.resume()
-    assert life.state is State.READY and calls == []
+    assert frontend.lifecycle.state is State.READY and frontend.calls == []
 
 
 async def test_ranks_that_do_not_wake_are_stopped_and_can_be_woken_again() -> None:
-    late, calls = [MillraceError(Reason.STALLED, "starting the ranks took longer than 1 s")], list[str]()
+    late = [MillraceError(Reason.STALLED, "starting the ranks took longer than 1 s")]
 
     def starts() -> None:
         if late:
             raise late.pop()
 
-    weights, life = scripted(Ranks(), calls, starts)
+    weights, frontend = scripted(Ranks(), starts)
     await weights.pause(drop=False)
     await weights.sleep()
     with pytest.raises(MillraceError, match="took longer"):
         await weights.wake("", "")
-    assert calls == ["the worker goes to sleep", "stop", "start None", "stop"]
+    assert frontend.calls == ["the worker goes to sleep", "stop", "start None", "stop"]
     with pytest.raises(MillraceError, match="wake it first"):
         await weights.resume()
     await weights.wake("", "")
     await weights.resume()
-    assert life.state is State.READY
+    assert frontend.lifecycle.state is State.READY
 
 
 # ------------------------------------------------------------------------------------- other weights, of a model

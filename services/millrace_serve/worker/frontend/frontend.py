@@ -1,7 +1,7 @@
 """The frontend of a worker behind its servers: one object per process, composed of parts.
 
 Life: 1. `start` brings up the ranks and warms the engines, to READY; 2. requests come over `links`, and reports of the
-ranks go to the parts that they concern; `weights` pauses that; 3. `drain` stops admission and lets work end; 4.
+ranks go to the parts that they concern; weights.py pauses that; 3. `drain` stops admission and lets work end; 4.
 `close`. A rank that dies ends 2 and 3 at once: every attempt fails with WORKER_LOST, and `lost` is set for the process
 to exit. `leave` begins 3.
 """
@@ -40,7 +40,6 @@ from millrace_serve.worker.frontend.requests import Requests
 from millrace_serve.worker.frontend.role import RoleLogic
 from millrace_serve.worker.frontend.spans import WorkerSpans
 from millrace_serve.worker.frontend.wakeup import within
-from millrace_serve.worker.frontend.weights import HotWeights
 from millrace_serve.worker.launcher import Launcher
 from millrace_serve.worker.messages import GcPauses, Pulse, RankProgress, Report
 
@@ -48,6 +47,7 @@ log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 5.0
 FLUSH_S = 1.0
+VERSION_DIGITS = 12  # of a checkpoint's hash
 
 
 class Frontend:
@@ -69,17 +69,7 @@ class Frontend:
         self.requests = Requests(config.dp, self.lifecycle, self.ranks, self.spans, self.metrics)
         self.role = make_role(self)
         self.links = Links(epoch, self.requests, self.role.submit)
-        self.weights = HotWeights(
-            config,
-            self.lifecycle,
-            self.ranks,
-            self.requests,
-            self.board,
-            self.metrics,
-            self._forget,
-            self._start_ranks,
-            self._stop_ranks,
-        )
+        self.version = ""  # of the weights; empty: the checkpoint's hash stands for it
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.leaving: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.state_changed: Callable[[State], None] = lambda state: None
@@ -93,11 +83,10 @@ class Frontend:
 
     async def start(self) -> None:
         """Start the worker up to READY. Raises MillraceError when it fails."""
-        await self._start_ranks()
-        self.weights.show()
+        await self.start_ranks()
         self.lifecycle.to(State.READY)
 
-    async def _start_ranks(self, model: Path | None = None) -> None:
+    async def start_ranks(self, model: Path | None = None) -> None:
         async with within(self.config.timeouts.start, "starting the ranks"):
             await self.ranks.start(model)
         self.lifecycle.advance(State.WARMING, "")
@@ -108,15 +97,16 @@ class Frontend:
         log.info("start-up: %s", phase_table(self.startup_seconds))
         for name, value in self.startup_seconds.items():
             self.metrics.startup.labels(phase=name).set(value)
+        self.show_version()
 
-    async def _stop_ranks(self) -> None:
+    async def stop_ranks(self) -> None:
         """The worker goes to sleep; `forget` was called."""
         await self.role.disconnect()
         await self.ranks.stop(STOP_GRACE_S)
         self._compiled.clear()
         self.board.restart()
 
-    async def _forget(self, why: str) -> None:
+    async def forget(self, why: str) -> None:
         """End all work and free all cached KV, and become another worker for everybody who knew this one."""
         for id in self.requests:
             self.requests.fail(id, Failure(Reason.NOT_READY, why))
@@ -177,6 +167,16 @@ class Frontend:
         self.gc.close()
         self._lag.cancel()
         await asyncio.to_thread(self.spans.close)
+
+    @property
+    def weights_version(self) -> str:
+        """Empty before the ranks are up."""
+        info = self.ranks.info
+        return self.version or ("" if info is None else info.layout.model_hash[:VERSION_DIGITS])
+
+    def show_version(self) -> None:
+        self.metrics.weights.clear()
+        self.metrics.weights.labels(version=self.weights_version).set(1)
 
     # ------------------------------------------------------------------------------------------------ admin
 

@@ -14,6 +14,7 @@ from millrace_common.versions import WORKER_API
 from millrace_serve.worker.frontend import convert
 from millrace_serve.worker.frontend.frontend import STATES, Frontend
 from millrace_serve.worker.frontend.lifecycle import State
+from millrace_serve.worker.frontend.weights import HotWeights
 
 MIN_INTERVAL_S = 0.05
 MAX_INTERVAL_S = 1.0
@@ -24,7 +25,7 @@ Context: TypeAlias = grpc.aio.ServicerContext
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     def __init__(self, frontend: Frontend) -> None:
-        self._frontend = frontend
+        self._frontend, self._weights = frontend, HotWeights(frontend)
 
     async def GetInfo(self, request: pb.GetInfoRequest, context: Context) -> pb.WorkerInfo:
         frontend = self._frontend
@@ -42,7 +43,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             warmed_sources=frontend.role.warmed_sources,
             protocol=WORKER_API,
             startup_seconds=frontend.startup_seconds,
-            weights_version=frontend.weights.version,
+            weights_version=frontend.weights_version,
         )
         if info is not None:
             wire.max_context = info.max_context
@@ -91,7 +92,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return pb.FlushCacheResponse(pages=await self._frontend.flush_cache())
 
     async def SetWeights(self, request: pb.SetWeightsRequest, context: Context) -> pb.SetWeightsResponse:
-        started, weights = time.monotonic(), self._frontend.weights
+        started, weights = time.monotonic(), self._weights
         match request.action:
             case pb.WEIGHTS_ACTION_PAUSE:
                 action = weights.pause(request.drop)
@@ -106,7 +107,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             case _:
                 raise convert.invalid("action", "must be one of WeightsAction")
         await weights.to_the_end(action)
-        return pb.SetWeightsResponse(version=weights.version, seconds=time.monotonic() - started)
+        return pb.SetWeightsResponse(version=self._frontend.weights_version, seconds=time.monotonic() - started)
 
     async def StartProfile(self, request: pb.StartProfileRequest, context: Context) -> pb.StartProfileResponse:
         self._frontend.ranks.ready_info  # noqa: B018

@@ -22,6 +22,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -39,7 +40,7 @@ from millrace_serve.worker.messages import FromRank, RankFailed, RankProgress, R
 from millrace_serve.worker.rank.loop import EngineLoop, Upkeep, follower_inbox
 from millrace_serve.worker.rank.parts import Parts, RankSpec
 from millrace_serve.worker.rank.pulse import PulseThread
-from millrace_serve.worker.rank.weights import RankWeights
+from millrace_serve.worker.rank.weights import set_weights
 
 if TYPE_CHECKING:
     from millrace_serve.transfer.nixl import NixlExporter
@@ -103,8 +104,8 @@ def _live(spec: RankSpec, context: zmq.Context[Any], report: Callable[[Report], 
     )
     pulses: Sender[FromRank] = Sender(context, spec.frontend)
     with PulseThread(parts.progress, lambda pulse: pulses.send(FromRank(spec.rank, pulse))):
-        weights = RankWeights(parts, lambda: _add_disk_tier(parts, config))
-        _step(parts, inbox, report, Upkeep(spec.rank, report, parts.progress, weights.set))
+        to_set = partial(set_weights, parts, lambda: _add_disk_tier(parts, config))
+        _step(parts, inbox, report, Upkeep(spec.rank, report, parts.progress, to_set))
     reader.join()
     exporter.close()
     if parts.leave:

@@ -15,31 +15,26 @@ from millrace_serve.worker.rank.parts import Parts
 log = logging.getLogger(__name__)
 
 
-class RankWeights:
-    def __init__(self, parts: Parts, on_layout: Callable[[], None]) -> None:
-        """`on_layout`: the pool's layout has another fingerprint."""
-        self._parts, self._on_layout = parts, on_layout
+def set_weights(parts: Parts, on_layout: Callable[[], None], order: SetWeights) -> WeightsSet:
+    """Never raises: a failure is in the answer. `on_layout`: the pool's layout has another fingerprint."""
+    pool, error = parts.pool, ""
+    try:
+        model_hash = _load(parts, Path(order.path), order.check) if order.path else pool.layout.model_hash
+        if not order.check:
+            pool.layout = msgspec.structs.replace(pool.layout, model_hash=named(model_hash, order.version))
+            on_layout()
+    except Exception as failure:
+        log.exception("weights %s of %s: failed", order.version, order.path)
+        error = f"{type(failure).__name__}: {failure}"
+    return WeightsSet(pool.layout, error)
 
-    def set(self, order: SetWeights) -> WeightsSet:
-        """Never raises: a failure is in the answer, and the frontend decides what follows."""
-        pool, error = self._parts.pool, ""
-        try:
-            model_hash = self._load(Path(order.path), order.check) if order.path else pool.layout.model_hash
-            if not order.check:
-                pool.layout = msgspec.structs.replace(pool.layout, model_hash=named(model_hash, order.version))
-                self._on_layout()
-        except Exception as failure:
-            log.exception("weights %s of %s: failed", order.version, order.path)
-            error = f"{type(failure).__name__}: {failure}"
-        return WeightsSet(pool.layout, error)
 
-    def _load(self, path: Path, check: bool) -> str:
-        """The checkpoint's hash; empty when it was only checked."""
-        if self._parts.load is None:
-            raise ValueError("a simulated engine has no weights")
-        if self._parts.engine is not None and not check:
-            self._parts.engine.check_empty()
-        return self._parts.load(path, check)
+def _load(parts: Parts, path: Path, check: bool) -> str:
+    if parts.load is None:
+        raise ValueError("a simulated engine has no weights")
+    if parts.engine is not None and not check:
+        parts.engine.check_empty()
+    return parts.load(path, check)
 
 
 def named(model_hash: str, version: str) -> str:
