@@ -16,10 +16,9 @@ import functools
 import json
 import logging
 from collections.abc import Iterable
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar, get_type_hints
-
-import triton
 
 from millrace_kernels.gpu import Gpu, gpu
 
@@ -62,7 +61,7 @@ def loaded() -> Tuned | None:
         log.warning("kernels were tuned on no %s, they are estimated on this %s", here.capability, here)
     elif found.gpu != here:
         log.warning("kernels were not tuned on this %s, the configurations of an %s are used", here, found.gpu)
-    if found and (others := _tritons(found) - {triton.__version__}):
+    if found and (others := _tritons(found) - {metadata.version("triton")}):
         log.info("kernels of %s were tuned with Triton %s, another one is installed", found.gpu, ", ".join(others))
     return found
 

@@ -16,11 +16,13 @@ from millrace_kernels import tuned
 from millrace_kernels.gpu import H200, Gpu, fitting
 from millrace_kernels.triton import fp8_linear, mla_absorb, mla_decode, mla_prefill, moe_grouped, small_linear
 from millrace_kernels.tuned import Table, Tuned, nearest
+from millrace_serve.model.attn_step import FORM_TABLE
 from torch import bfloat16
 
 H20, H100, B200 = Gpu("NVIDIA H20", "sm90", 78), Gpu("NVIDIA H100 80GB HBM3", "sm90", 132), Gpu("B200", "sm100", 148)
 TABLES = (
-    fp8_linear.MEASURED, small_linear.MEASURED, moe_grouped.MEASURED, mla_absorb.ABSORB, mla_absorb.PROJECT_QUANT
+    fp8_linear.MEASURED, small_linear.MEASURED, moe_grouped.MEASURED, mla_absorb.ABSORB, mla_absorb.PROJECT_QUANT,
+    FORM_TABLE,
 )  # fmt: skip
 
 

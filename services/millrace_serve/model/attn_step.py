@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from millrace_kernels import mla_decode, mla_prefill
 from millrace_kernels.mla_prefill import Heads
+from millrace_kernels.tuned import Table
 from torch import Tensor
 
 from millrace_serve.model.inputs import AttnPlan, ForwardInput
@@ -33,9 +34,11 @@ class FormThresholds:
 
     @classmethod
     def measured(cls, device: torch.device, num_heads: int) -> FormThresholds:
-        """The break-even on a device of this kind, for so many heads of a rank."""
-        rows = BREAK_EVEN["cuda" if device.type == "cuda" else "cpu"]
-        return cls(next(queries for heads, queries in rows if num_heads <= heads))
+        """The break-even on this GPU (`millrace_kernels.tuned`), for so many heads of a rank or the next more."""
+        if device.type != "cuda":
+            return CPU
+        rows = FORM_TABLE.rows or {(128,): H200}
+        return rows[min(rows, key=lambda key: (key[0] < num_heads, abs(key[0] - num_heads)))]
 
     def absorbs(self, q_lens: Sequence[int], seq_lens: Sequence[int]) -> bool:
         """Whether a step's prompt chunks are absorbed; never without cached tokens.
@@ -48,14 +51,12 @@ class FormThresholds:
 
 
 FORMS = {"absorbed": FormThresholds(sys.maxsize), "expanded": FormThresholds(0)}  # of every chunk behind cached tokens
-# Heads of a rank up to which a row holds, and its absorb_max_queries. CPU: the references, one core, `models/tiny`.
-# CUDA: an H200, by `python -m millrace_bench.kernels.forms`. 16 heads: expanding wins from 1,726 queries on behind
-# 32,768 cached tokens, and behind 1,024 to 16,384 never up to 2,048 queries. 128 heads: from 382, 311, 338 and 231
-# queries on behind 4,096, 8,192, 16,384 and 32,768 cached tokens.
-BREAK_EVEN = {
-    "cpu": ((1 << 30, 48),),
-    "cuda": ((16, 1700), (1 << 30, 320)),
-}
+CPU = FormThresholds(48)  # the references, one core, `models/tiny`
+H200 = FormThresholds(320)  # with 128 heads; also where nothing was measured on a GPU of this capability
+# By heads of a rank, from `python -m millrace_bench.kernels.forms`. An H200: with 16 heads expanding wins from 1,726
+# queries on behind 32,768 cached tokens, and behind 1,024 to 16,384 never up to 2,048 queries; with 128 heads from 382,
+# 311, 338 and 231 queries on behind 4,096, 8,192, 16,384 and 32,768 cached tokens.
+FORM_TABLE = Table("attention_forms", FormThresholds)
 
 
 @dataclass(frozen=True, slots=True)
