@@ -17,6 +17,7 @@ The ratio of a case is the peer's median of rounds by ours.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import shlex
 import statistics
@@ -50,6 +51,9 @@ def ours(layers: int, device: torch.device, widths: dict[str, Any]) -> Iterator[
         execution = Execution(memory_fraction=0.98, graph_buckets=(batch,))
         rows = list(engine_model.run(work, model, device, execution, prefill_tokens=16))
         yield {"case": f"decode {size}", "ms": next(row["step_ms"] for row in rows if row["kind"] == "decode")}
+        gc.collect()  # the engine and its pages: those of two cases do not fit
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
     for size in PREFILL:
         args = argparse.Namespace(shard="one", repeats=15, profile=False)
         row = shard.measure(model, "prefill", *_size(size, bool(widths)), "bfloat16", args)
