@@ -136,9 +136,10 @@ TABLE: dict[str, tuple[Choice, ...]] = {
         *_ours("mla_prefill:mla_prefill"),
     ),
     # sparse attention
-    "indexer.index_rows": _ours("indexer:index_rows", on=E4M3),
+    "indexer.index_queries": _ours("indexer:index_queries", on=E4M3),
     "indexer.index_store": _ours("indexer:index_store", on=E4M3),
-    "indexer.index_slots": _ours("indexer:index_slots"),
+    "indexer.masked": _ours("indexer:masked"),
+    "indexer.chosen_rows": _ours("indexer:chosen_rows"),
     "indexer.plan": (Choice("millrace_kernels.lib.deep_gemm_indexer:schedule", needs="deep_gemm"),),
     "indexer.index_logits": (Choice("millrace_kernels.lib.deep_gemm_indexer:index_logits", needs="deep_gemm"),),
     "mla_sparse.mla_sparse": (Choice("millrace_kernels.lib.flash_mla_sparse:mla_sparse", needs="flash_mla"),),

@@ -27,7 +27,7 @@ BLOCK_BYTES = 1 << 26  # of float32 keys that the reference holds at a time
 
 
 class IndexRows(NamedTuple):
-    """Queries or keys. Those of a cache are [num_pages, page_size, I] with scales of [num_pages, page_size]."""
+    """Those of a cache are [num_pages, page_size, I] with scales of [num_pages, page_size]; pages may lie apart."""
 
     data: Tensor  # E4M3 or float32 [..., I]
     scales: Tensor | None  # float32 [...]; None: of float32 data
@@ -47,15 +47,22 @@ def cached_rows(pages: Tensor, first: int, page_size: int, width: int, exact: bo
     return IndexRows(data, pages[:, end : end + 4 * page_size].view(torch.float32))
 
 
-def index_rows(x: Tensor, cos: Tensor, sin: Tensor, *, exact: bool) -> IndexRows:
-    """Rotates the first R columns, x[i] and x[i + R/2] being a pair, and quantises what is not `exact`.
+def index_queries(x: Tensor, weights: Tensor, cos: Tensor, sin: Tensor, *, exact: bool) -> tuple[Tensor, Tensor]:
+    """Rotates queries and quantises what is not `exact`; their scales become part of the weights, because they are
+    positive: w relu(s q . k) = (w s) relu(q . k).
 
-    Args: x: [T, H, I], contiguous. cos, sin: float32 [T, R/2].
-    Returns: [T, H, I], scales [T, H]; contiguous.
+    Args: x: [T, H, I], contiguous. weights: float32 [T, H]. cos, sin: float32 [T, R/2].
+    Returns: [T, H, I], E4M3 or float32, and weights [T, H].
     """
-    assert x.shape[0] == cos.shape[0] and x.shape[2] >= 2 * cos.shape[1] and x.is_contiguous(), (x.shape, cos.shape)
-    if not exact and (run := implementation("indexer.index_rows", x.device, x.shape[0])):
-        return run(x, cos, sin)
+    assert x.shape[:2] == weights.shape and x.is_contiguous(), (x.shape, weights.shape)
+    if not exact and (run := implementation("indexer.index_queries", x.device, x.shape[0])):
+        return run(x, weights, cos, sin)
+    data, scales = rotated_rows(x, cos, sin, exact)
+    return data, weights if scales is None else weights * scales
+
+
+def rotated_rows(x: Tensor, cos: Tensor, sin: Tensor, exact: bool) -> IndexRows:
+    """x [T, H, I], of whose first R columns x[i] and x[i + R/2] are a pair -> [T, H, I]."""
     half, cos, sin = cos.shape[1], cos.unsqueeze(1), sin.unsqueeze(1)
     low, high, rest = x.float().split((half, half, x.shape[2] - 2 * half), dim=-1)
     rotated = torch.cat((low * cos - high * sin, high * cos + low * sin, rest), dim=-1)
@@ -77,7 +84,7 @@ def hadamard(width: int, device: torch.device) -> Tensor:
 def index_store(
     cache: IndexRows, slots: Tensor, k: Tensor, norm: tuple[Tensor, Tensor], cos: Tensor, sin: Tensor
 ) -> None:
-    """cache[slot // page_size, slot % page_size] = index_rows(layer_norm(k)), in place, with a norm's eps of 1e-6.
+    """cache[slot // page_size, slot % page_size] = rotated_rows(layer_norm(k)), in place; the norm's eps is 1e-6.
 
     Args: slots: int64 [T]; of tokens that share one, which only the sink page has, any is stored. k: [T, I],
         contiguous. norm: weight and bias, float32 [I]. cos, sin: float32 [T, R/2].
@@ -88,7 +95,7 @@ def index_store(
         run(cache, slots, k, norm, cos, sin)
         return
     normed = F.layer_norm(k.float(), k.shape[1:], *norm, EPS)
-    keys, at = index_rows(normed.unsqueeze(1), cos, sin, exact=exact), (slots // page_size, slots % page_size)
+    keys, at = rotated_rows(normed.unsqueeze(1), cos, sin, exact), (slots // page_size, slots % page_size)
     cache.data.view(torch.uint8)[at] = keys.data[:, 0].view(torch.uint8)  # an E4M3 tensor takes no index
     if cache.scales is not None and keys.scales is not None:
         cache.scales[at] = keys.scales[:, 0]
@@ -109,13 +116,12 @@ def compile_ahead(max_tokens: int, device: torch.device) -> None:
 
 
 def index_logits(
-    q: IndexRows, weights: Tensor, cache: IndexRows, page_table: Tensor, lens: Tensor, plan: Any = None
+    q: Tensor, weights: Tensor, cache: IndexRows, page_table: Tensor, lens: Tensor, plan: Any = None
 ) -> Tensor:
     """I of each token and of each key of its sequence.
 
     Args:
-        q: [T, H, I], of the cache's dtype.
-        weights: float32 [T, H], w with the scales of softmax; those of q are not in it.
+        q, weights: [T, H, I] and [T, H], as `index_queries` makes them.
         cache: of a layer; rows at or behind a token's length may hold anything, NaN included.
         page_table: int32 [T, P], or [1, P] for tokens of one sequence.
         lens: int32 [T], keys of each token, itself included; 1 to P * page_size.
@@ -123,20 +129,21 @@ def index_logits(
     Returns:
         float32 [T, P * page_size], -inf at and behind `lens`.
     """
-    assert q.data.dtype == cache.data.dtype and weights.shape == q.data.shape[:2], (q.data.dtype, weights.shape)
+    assert q.dtype == cache.data.dtype and weights.shape == q.shape[:2], (q.dtype, weights.shape)
     assert page_table.shape[0] in (1, lens.shape[0]) and lens.shape[0] == weights.shape[0], page_table.shape
-    if run := implementation("indexer.index_logits", q.data.device, lens.shape[0]):
+    if run := implementation("indexer.index_logits", q.device, lens.shape[0]):
         return run(q, weights, cache, page_table, lens, plan)
     return reference_logits(q, weights, cache, page_table, lens)
 
 
-def reference_logits(q: IndexRows, weights: Tensor, cache: IndexRows, page_table: Tensor, lens: Tensor) -> Tensor:
+def reference_logits(q: Tensor, weights: Tensor, cache: IndexRows, page_table: Tensor, lens: Tensor) -> Tensor:
     num_keys, width = page_table.shape[1] * cache.data.shape[1], cache.data.shape[2]
-    queries, out = _float(q), weights.new_empty(len(lens), num_keys)
+    queries, out = q.float(), weights.new_empty(len(lens), num_keys)
     block = len(lens) if len(page_table) == 1 else max(BLOCK_BYTES // (4 * width * num_keys), 1)
     for start in range(0, len(lens), block):
         rows = slice(start, start + block)
-        keys = _float(gathered(cache, page_table[rows if len(page_table) > 1 else slice(1)]))  # [B or 1, K, I]
+        data, scales = gathered(cache, page_table[rows if len(page_table) > 1 else slice(1)])
+        keys = data if scales is None else data.float() * scales.unsqueeze(-1)  # [B or 1, K, I]
         products = torch.matmul(queries[rows], keys.transpose(1, 2)).relu_()  # [B, H, K]
         out[rows] = torch.matmul(weights[rows].unsqueeze(1), products).squeeze(1)
     return masked(out, lens)
@@ -150,23 +157,22 @@ def gathered(cache: IndexRows, page_table: Tensor) -> IndexRows:
 
 
 def masked(logits: Tensor, lens: Tensor) -> Tensor:
-    """In place: -inf at and behind `lens`."""
+    """float32 [T, K] in place: -inf at and behind `lens` int32 [T]."""
+    if run := implementation("indexer.masked", logits.device, logits.shape[0]):
+        return run(logits, lens)
     return logits.masked_fill_(torch.arange(logits.shape[1], device=logits.device) >= lens.unsqueeze(1), -torch.inf)
 
 
-def _float(rows: IndexRows) -> Tensor:
-    return rows.data if rows.scales is None else rows.data.float() * rows.scales.unsqueeze(-1)
+def chosen_rows(logits: Tensor, topk: int, page_table: Tensor, page_size: int, page_rows: int) -> Tensor:
+    """int32 [T, topk]: the pool's rows (page * page_rows + offset) of the keys with the largest logits, in any order;
+    -1 where there are fewer. Of equal logits any may be chosen, but the same on every rank.
 
-
-def index_slots(logits: Tensor, topk: int, page_table: Tensor, page_size: int) -> Tensor:
-    """int32 [T, topk]: slots (page * page_size + offset) of the keys with the largest logits, in any order; -1 where
-    there are fewer. Of equal logits any may be chosen, but the same on every rank.
-
-    Args: logits: float32 [T, P * page_size], -inf where there is no key. page_table: int32 [T or 1, P].
+    Args: logits: float32 [T, P * page_size], -inf where there is no key. page_table: int32 [T or 1, P]. page_rows:
+        from a page's first row to that of the next.
     """
     values, keys = logits.topk(min(topk, logits.shape[1]), sorted=False)
-    if run := implementation("indexer.index_slots", logits.device, logits.shape[0]):
-        return run(values, keys, topk, page_table, page_size)
+    if run := implementation("indexer.chosen_rows", logits.device, logits.shape[0]):
+        return run(values, keys, topk, page_table, page_size, page_rows)
     pages = page_table.expand(len(keys), -1).gather(1, keys // page_size)
-    slots = (pages * page_size + keys % page_size).int().masked_fill_(values == -torch.inf, -1)
-    return F.pad(slots, (0, topk - slots.shape[1]), value=-1)
+    rows = (pages * page_rows + keys % page_size).int().masked_fill_(values == -torch.inf, -1)
+    return F.pad(rows, (0, topk - rows.shape[1]), value=-1)

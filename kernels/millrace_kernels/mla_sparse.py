@@ -1,6 +1,6 @@
 """Absorbed MLA attention to chosen rows of the pool: `mla_decode` over the keys that the indexer chose.
 
-out_i = sum_j softmax_j(scale * q_i . kv_j) c_kv_j        j over the slots of token i
+out_i = sum_j softmax_j(scale * q_i . kv_j) c_kv_j        j over the chosen rows of token i
 """
 
 from __future__ import annotations
@@ -11,36 +11,45 @@ from torch import Tensor
 from millrace_kernels.backend import implementation
 from millrace_kernels.mla_decode import mla_decode
 
-GATHERED_BYTES = 1 << 28  # of rows that are copied at a time
+COPIED_BYTES = 1 << 28  # of rows that are copied at a time
 
 
-def mla_sparse(q: Tensor, kv: Tensor, slots: Tensor, scale: float, kv_lora_rank: int) -> Tensor:
+def mla_sparse(q: Tensor, kv: Tensor, chosen: Tensor, scale: float, kv_lora_rank: int) -> Tensor:
     """
     Args:
         q: [T, H, C+R].
-        kv: [num_pages, page_size, C+R], one layer of the pool; pages may lie apart, a page is contiguous.
-        slots: int32 [T, K], page * page_size + offset, each at most once in a row; -1: none. One at least in each row.
+        kv: [num_pages, page_size, C+R], one layer of the pool; a page is contiguous, and whole rows from the next one.
+        chosen: int32 [T, K], rows as in `pool_rows`, each at most once in a line; -1: none. One at least in each line.
         kv_lora_rank: C.
     Returns:
         [T, H, C] in q's dtype.
     """
-    assert q.shape[0] == slots.shape[0] and q.shape[2] == kv.shape[2], (q.shape, slots.shape, kv.shape)
+    assert q.shape[0] == chosen.shape[0] and q.shape[2] == kv.shape[2], (q.shape, chosen.shape, kv.shape)
     if run := implementation("mla_sparse.mla_sparse", q.device, q.shape[0]):
-        return run(q, kv, slots, scale, kv_lora_rank)
-    return by_copies(q, kv, slots, scale, kv_lora_rank)
+        return run(q, kv, chosen, scale, kv_lora_rank)
+    return by_copies(q, kv, chosen, scale, kv_lora_rank)
 
 
-def by_copies(q: Tensor, kv: Tensor, slots: Tensor, scale: float, kv_lora_rank: int) -> Tensor:
+def pool_rows(kv: Tensor) -> Tensor:
+    """kv [num_pages, page_size, W] -> [N, W]: the pool from this layer's first row to its last one as rows, which are
+    this layer's where a page begins.
+    """
+    (num_pages, page_size, width), page_rows = kv.shape, kv.stride(0) // kv.shape[2]
+    assert kv.stride() == (page_rows * width, width, 1), f"pages are not whole rows apart: {kv.stride()}"
+    return kv.as_strided(((num_pages - 1) * page_rows + page_size, width), (width, 1))
+
+
+def by_copies(q: Tensor, kv: Tensor, chosen: Tensor, scale: float, kv_lora_rank: int) -> Tensor:
     """Copies the chosen rows side by side and attends to them as to a sequence of each token's own."""
-    (tokens, topk), (_, page_size, width) = slots.shape, kv.shape
-    pages, rows = -(-topk // page_size), kv.view(torch.uint8) if kv.itemsize == 1 else kv
-    out, block = q.new_empty(*q.shape[:2], kv_lora_rank), max(GATHERED_BYTES // (topk * width * kv.itemsize), 1)
+    (tokens, topk), (_, page_size, width) = chosen.shape, kv.shape
+    pages, pool = -(-topk // page_size), pool_rows(kv.view(torch.uint8) if kv.itemsize == 1 else kv)
+    out, block = q.new_empty(*q.shape[:2], kv_lora_rank), max(COPIED_BYTES // (topk * width * kv.itemsize), 1)
     for start in range(0, tokens, block):
-        part = slots[start : start + block].sort(dim=1, descending=True).values.long()  # chosen ones first
-        lens, part = (part >= 0).sum(1, dtype=torch.int32), part.clamp(min=0)
-        copy = rows.new_empty(len(part), pages * page_size, width)
-        copy[:, :topk] = rows[part // page_size, part % page_size]
-        table = torch.arange(len(part) * pages, dtype=torch.int32, device=q.device).view(len(part), pages)
+        rows = chosen[start : start + block].sort(dim=1, descending=True).values.long()  # -1 comes last
+        lens = (rows >= 0).sum(1, dtype=torch.int32)
+        copy = pool.new_empty(len(rows), pages * page_size, width)
+        copy[:, :topk] = pool[rows.clamp_(min=0)]
+        table = torch.arange(len(rows) * pages, dtype=torch.int32, device=q.device).view(len(rows), pages)
         copied = copy.view(kv.dtype).view(-1, page_size, width)
         found, _ = mla_decode(q[start : start + block].unsqueeze(1), copied, table, lens, scale, kv_lora_rank)
         out[start : start + block] = found[:, 0]

@@ -6,6 +6,7 @@ import hashlib
 import random
 import struct
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -184,6 +185,18 @@ def test_a_page_is_one_contiguous_block_of_the_view():
     assert bool((page == 1).all()) and float(view.float().sum()) == page.numel()
     pool.scrub([2])
     assert bool(view[2].isnan().all()) and not bool(view[3].isnan().any())
+
+
+def test_index_keys_make_a_page_some_rows_longer():
+    layout = msgspec.structs.replace(LAYOUT, index_row_bytes=5)
+    row, used = 16, LAYOUT.page_bytes + 3 * 4 * 5
+    assert layout.page_bytes % row == 0 and used <= layout.page_bytes < used + row
+    pool = KvPool.create(layout, 5, "cpu")
+    view = pool.view()
+    assert view.shape == (5, 3, 4, 8) and view.stride(0) * 2 == layout.page_bytes
+    view.zero_()
+    pool.write_canaries(np.array([1]), np.array([[7, 8]], np.uint64))
+    assert not bool(view.any()) and pool.canary_table()[1, :2].tolist() == [7, 8]
 
 
 def test_fingerprint_depends_on_every_field():

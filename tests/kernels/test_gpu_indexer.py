@@ -11,7 +11,7 @@ from millrace_bench.kernels.attention_inputs import Draw
 from millrace_bench.kernels.numeric import ATTENTION_TOLERANCE, FP8_TOLERANCE, assert_close, rms_error
 from millrace_kernels import backend, indexer
 from millrace_kernels.indexer import IndexRows
-from millrace_kernels.mla_sparse import by_copies, mla_sparse
+from millrace_kernels.mla_sparse import by_copies, mla_sparse, pool_rows
 from torch import Tensor
 
 pytestmark = pytest.mark.gpu
@@ -32,10 +32,11 @@ def on_sm90() -> bool:
 
 
 @pytest.mark.parametrize("num", [0, 1, 17, 300])
-def test_rows_and_keys(num: int) -> None:
-    call = indexer_inputs.index_rows(Draw("cuda", BF16), num, 64)
-    unturned = values(indexer.index_rows(**call)) @ indexer.hadamard(128, call["x"].device)
-    assert rms_error(unturned, indexer.index_rows(**call | {"exact": True}).data) < FP8_TOLERANCE
+def test_queries_and_keys(num: int) -> None:
+    call = indexer_inputs.index_queries(Draw("cuda", BF16), num, 64)
+    (data, weights), (exact, given) = (indexer.index_queries(**call | {"exact": exact}) for exact in (False, True))
+    unturned = data.float() * (weights / given).unsqueeze(-1) @ indexer.hadamard(128, data.device)
+    assert rms_error(unturned, exact) < FP8_TOLERANCE
     stored = []
     for target in (None, ""):
         call = indexer_inputs.index_store(Draw("cuda", BF16), num)
@@ -59,11 +60,11 @@ def test_logits(per_row: bool, lens: list[int]) -> None:
 
 
 @pytest.mark.parametrize("per_row", [True, False])
-def test_slots(per_row: bool) -> None:
-    call = indexer_inputs.index_slots(Draw("cuda"), LENS, TOPK, per_row)
-    found = indexer.index_slots(**call)
-    with backend.forced(**{"indexer.index_slots": ""}):
-        wanted = indexer.index_slots(**call)
+def test_choice(per_row: bool) -> None:
+    call = indexer_inputs.chosen_rows(Draw("cuda"), LENS, TOPK, per_row)
+    found = indexer.chosen_rows(**call)
+    with backend.forced(**{"indexer.chosen_rows": ""}):
+        wanted = indexer.chosen_rows(**call)
     assert torch.equal(found.sort(1).values, wanted.sort(1).values)
 
 
@@ -74,7 +75,9 @@ def test_attention_to_chosen_rows(heads: int, kv_dtype: torch.dtype) -> None:
     assert backend.choices("mla_sparse.mla_sparse", DEVICE) or not on_sm90()
     found = mla_sparse(**call)
     with backend.forced(**{"mla_decode.mla_decode": "", "mla_decode.plan": ""}):
-        wide = {"q": call["q"].float(), "kv": call["kv"] if kv_dtype == E4M3 else call["kv"].float()}
+        kv = call["kv"]
+        widened = kv if kv_dtype == E4M3 else pool_rows(kv).float().as_strided(kv.shape, kv.stride())
+        wide = {"q": call["q"].float(), "kv": widened}
         wanted = by_copies(**call | wide)
     assert_close(found, wanted, ATTENTION_TOLERANCE[BF16] if kv_dtype == BF16 else 0.1)
 
@@ -86,7 +89,7 @@ def test_a_graph_chooses_anew_for_other_lengths() -> None:
 
     def chosen() -> Tensor:
         logits = indexer.index_logits(**call | {"lens": lens}, plan=indexer.plan(lens, True))
-        return indexer.index_slots(logits, TOPK, table, 64)
+        return indexer.chosen_rows(logits, TOPK, table, 64, 64)
 
     lens.fill_(1)
     for _ in range(2):

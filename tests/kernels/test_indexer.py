@@ -12,12 +12,13 @@ import pytest
 import torch
 from millrace_bench.kernels import indexer_inputs
 from millrace_bench.kernels.attention_inputs import LATENT, PAGE, ROW, SCALE, Draw
+from millrace_bench.kernels.indexer_inputs import PAGE_ROWS
 from millrace_bench.kernels.numeric import ATTENTION_TOLERANCE, FP8_TOLERANCE, assert_close, rms_error
 from millrace_kernels import indexer
 from millrace_kernels.backend import forced
 from millrace_kernels.indexer import IndexRows
 from millrace_kernels.lib import deep_gemm_indexer, flash_mla_sparse
-from millrace_kernels.mla_sparse import by_copies, mla_sparse
+from millrace_kernels.mla_sparse import by_copies, mla_sparse, pool_rows
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU test_gpu_indexer.py runs the kernels")
@@ -35,19 +36,19 @@ def values(rows: IndexRows) -> Tensor:
 @pytest.mark.parametrize("num", [0, 1, 5])
 @pytest.mark.parametrize("heads", [1, 64])
 def test_rows_rotate_in_halves(num: int, heads: int) -> None:
-    call = indexer_inputs.index_rows(Draw(), num, heads, exact=True)
+    call = indexer_inputs.index_queries(Draw(), num, heads, exact=True)
     cos, sin, half = call["cos"][:, None], call["sin"][:, None], call["cos"].shape[1]
     pairs = torch.complex(call["x"][..., :half], call["x"][..., half : 2 * half]) * torch.complex(cos, sin)
-    found, scales = indexer.index_rows(**call)
-    assert scales is None
+    found, weights = indexer.index_queries(**call)
+    assert torch.equal(weights, call["weights"])
     assert_close(found, torch.cat((pairs.real, pairs.imag, call["x"][..., 2 * half :]), -1))
 
 
 def test_products_survive_the_transform() -> None:
-    call = indexer_inputs.index_rows(Draw(), 40, 2)
+    call = indexer_inputs.index_queries(Draw(), 40, 2)
     call["x"][..., 5] *= 30  # an outlier, which alone would take the range of its row
-    exact, quantised = (values(indexer.index_rows(**call | {"exact": exact})) for exact in (True, False))
-    products = [x[:, 0] @ x[:, 1].T for x in (exact, quantised)]
+    rows = (values(indexer.rotated_rows(call["x"], call["cos"], call["sin"], exact)) for exact in (True, False))
+    products = [x[:, 0] @ x[:, 1].T for x in rows]
     assert rms_error(products[1], products[0]) < FP8_TOLERANCE
     matrix = indexer.hadamard(128, torch.device("cpu"))
     assert torch.equal(matrix, matrix.T)
@@ -59,7 +60,7 @@ def test_products_survive_the_transform() -> None:
 def test_logits_are_the_papers(per_row: bool, exact: bool) -> None:
     lens = [130, 1, 64, 65]
     call = indexer_inputs.index_logits(Draw(), lens, per_row, exact)
-    found, queries, cache = indexer.index_logits(**call), values(call["q"]), values(call["cache"]).flatten(0, 1)
+    found, queries, cache = indexer.index_logits(**call), call["q"].float(), values(call["cache"]).flatten(0, 1)
     assert found.shape == (4, 3 * PAGE)
     for token, num in enumerate(lens):
         table = call["page_table"][token if per_row else 0]
@@ -71,38 +72,46 @@ def test_logits_are_the_papers(per_row: bool, exact: bool) -> None:
 
 
 @pytest.mark.parametrize("per_row", [True, False])
-@pytest.mark.parametrize("target", ["", f"{TRITON}:index_slots"])
-def test_slots_of_the_largest(target: str, per_row: bool) -> None:
+@pytest.mark.parametrize("target", ["", f"{TRITON}:chosen_rows"])
+def test_rows_of_the_largest(target: str, per_row: bool) -> None:
     lens, topk = [130, 3, 64, 16, 17], 16
-    call = indexer_inputs.index_slots(Draw(), lens, topk, per_row)
-    with forced(**{"indexer.index_slots": target}):
-        found = indexer.index_slots(**call)
+    call = indexer_inputs.chosen_rows(Draw(), lens, topk, per_row)
+    with forced(**{"indexer.chosen_rows": target}):
+        found = indexer.chosen_rows(**call)
     assert found.shape == (5, topk) and found.dtype == torch.int32
     for token, num in enumerate(lens):
         table, best = call["page_table"][token if per_row else 0], call["logits"][token].argsort(descending=True)
-        wanted = {int(table[key // PAGE]) * PAGE + int(key) % PAGE for key in best[: min(num, topk)]}
-        slots = found[token].tolist()
-        assert set(slots) - {-1} == wanted and slots.count(-1) == topk - len(wanted)
+        wanted = {int(table[key // PAGE]) * PAGE_ROWS + int(key) % PAGE for key in best[: min(num, topk)]}
+        rows = found[token].tolist()
+        assert set(rows) - {-1} == wanted and rows.count(-1) == topk - len(wanted)
 
 
 def test_fewer_keys_than_wanted() -> None:
-    call = indexer_inputs.index_slots(Draw(), [3], 100, True)
-    for target in ("", f"{TRITON}:index_slots"):
-        with forced(**{"indexer.index_slots": target}):
-            found = indexer.index_slots(**call)
+    call = indexer_inputs.chosen_rows(Draw(), [3], 100, True)
+    for target in ("", f"{TRITON}:chosen_rows"):
+        with forced(**{"indexer.chosen_rows": target}):
+            found = indexer.chosen_rows(**call)
         assert found.shape == (1, 100) and int((found >= 0).sum()) == 3
 
 
 @pytest.mark.parametrize("num", [0, 1, 17])
 @pytest.mark.parametrize("heads", [1, 3, 64])
-def test_our_kernel_of_rows(num: int, heads: int) -> None:
-    call = indexer_inputs.index_rows(Draw(dtype=BF16), num, heads)
-    with forced(**{"indexer.index_rows": f"{TRITON}:index_rows"}):
-        found = indexer.index_rows(**call)
-    wanted = indexer.index_rows(**call | {"exact": True})
-    unturned = values(found) @ indexer.hadamard(128, call["x"].device)
-    assert found.scales is not None and found.scales.shape == (num, heads) and found.data.is_contiguous()
-    assert rms_error(unturned, wanted.data) < FP8_TOLERANCE
+def test_our_kernel_of_queries(num: int, heads: int) -> None:
+    call = indexer_inputs.index_queries(Draw(dtype=BF16), num, heads)
+    with forced(**{"indexer.index_queries": f"{TRITON}:index_queries"}):
+        data, weights = indexer.index_queries(**call)
+    exact, given = indexer.index_queries(**call | {"exact": True})
+    unturned = data.float() * (weights / given).unsqueeze(-1) @ indexer.hadamard(128, data.device)
+    assert data.dtype == E4M3 and data.is_contiguous() and rms_error(unturned, exact) < FP8_TOLERANCE
+
+
+def test_our_kernel_masks() -> None:
+    lens = torch.tensor([1, 4096, 5000, 4097, 9000], dtype=torch.int32)
+    logits = Draw()(5, 9100)[:, :9000]
+    wanted = indexer.masked(logits.clone(), lens)
+    with forced(**{"indexer.masked": f"{TRITON}:masked"}):
+        assert indexer.masked(logits, lens) is logits
+    assert torch.equal(logits, wanted) and (wanted == -torch.inf).sum(1).tolist() == (9000 - lens).tolist()
 
 
 @pytest.mark.parametrize("num", [0, 1, 17, 100])
@@ -120,11 +129,12 @@ def test_our_kernel_stores_keys(num: int) -> None:
 
 @pytest.mark.parametrize("kv_dtype", [torch.float32, BF16, E4M3])
 def test_attention_to_chosen_rows(kv_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("millrace_kernels.mla_sparse.GATHERED_BYTES", 3 * 40 * ROW * 4)  # more than one part
+    monkeypatch.setattr("millrace_kernels.mla_sparse.COPIED_BYTES", 3 * 40 * ROW * 4)  # more than one part
     call = indexer_inputs.mla_sparse(Draw(), [130, 1, 40, 20, 300], 40, 3, kv_dtype)
-    found, rows = mla_sparse(**call), call["kv"].flatten(0, 1).float()
-    for token, slots in enumerate(call["slots"]):
-        keys = rows[slots[slots >= 0].long()]
+    found, kv = mla_sparse(**call), call["kv"].float()
+    for token, rows in enumerate(call["chosen"]):
+        rows = rows[rows >= 0].long()
+        keys = kv[rows // PAGE_ROWS, rows % PAGE_ROWS]
         probs = (SCALE * call["q"][token] @ keys.T).softmax(-1)
         assert_close(found[token], probs @ keys[:, :LATENT], ATTENTION_TOLERANCE[torch.float32])
 
@@ -160,8 +170,7 @@ def deep_gemm(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         calls.append("paged")
         pages = kv.as_strided((len(kv), PAGE * (width + 4)), (kv.stride(0), 1))
         cache = indexer.cached_rows(pages, 0, PAGE, width, exact=False)
-        rows = IndexRows(q[:, 0], torch.ones(q.shape[0], q.shape[2]))
-        return unwritten(indexer.reference_logits(rows, weights, cache, table, lens[:, 0]), lens)[:, :most]
+        return unwritten(indexer.reference_logits(q[:, 0], weights, cache, table, lens[:, 0]), lens)[:, :most]
 
     def fp8_mqa_logits(q: Tensor, kv: tuple[Tensor, Tensor], weights: Tensor, ks: Tensor, ke: Tensor) -> Tensor:
         check(q, weights)
@@ -215,6 +224,7 @@ def flash_mla(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         tokens, heads, width = q.shape
         assert use_legacy and not return_log2_lse and heads in (64, 128) and d_v == 512 and q.is_contiguous()
         assert q.dtype == kv.dtype == BF16 and kv.shape[1:] == (1, 576) == (1, width) and kv.stride(2) == 1
+        assert kv.stride(0) == 576
         assert indices.dtype == torch.int32 and indices.shape[:2] == (tokens, 1) and indices.shape[2] % 128 == 0
         assert indices.max() < len(kv)
         calls.append(tuple(q.shape))
@@ -235,7 +245,8 @@ def test_flash_mla_reads_rows_in_place(flash_mla: list[tuple[int, ...]], heads: 
     call = indexer_inputs.mla_sparse(Draw(dtype=BF16), [300, 1, 70], 128, heads, BF16)
     found = flash_mla_sparse.mla_sparse(**call)
     assert flash_mla == [(3, padded, ROW)]
-    wide = {"q": call["q"].float(), "kv": call["kv"].float()}
+    kv = call["kv"]
+    wide = {"q": call["q"].float(), "kv": pool_rows(kv).float().as_strided(kv.shape, kv.stride())}
     assert_close(found, by_copies(**call | wide))
 
 

@@ -46,13 +46,14 @@ def model(sparse: Path) -> DeepseekV3:
 
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
-    """The slots of each call of sparse attention."""
+    """The chosen rows of each call of sparse attention."""
     calls: list[Tensor] = []
     attend = mla.mla_sparse
 
-    def recorded(q: Tensor, kv: Tensor, slots: Tensor, scale: float, kv_lora_rank: int) -> Tensor:
-        calls.append(slots)
-        return attend(q, kv, slots, scale, kv_lora_rank)
+    def recorded(q: Tensor, kv: Tensor, rows: Tensor, scale: float, kv_lora_rank: int) -> Tensor:
+        page_rows = kv.stride(0) // kv.shape[2]  # other pools have other ones
+        calls.append(torch.where(rows < 0, -1, rows // page_rows * 64 + rows % page_rows))
+        return attend(q, kv, rows, scale, kv_lora_rank)
 
     monkeypatch.setattr(mla, "mla_sparse", recorded)
     return calls

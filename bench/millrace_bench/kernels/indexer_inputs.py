@@ -12,10 +12,12 @@ from torch import Tensor
 from millrace_bench.kernels.attention_inputs import LATENT, PAGE, ROW, SCALE, Draw, Inputs
 
 HEADS, WIDTH, LAYERS, CANARY = 64, 128, 3, 64  # V3.2's heads and columns; bytes at a page's end
+PAGE_ROWS = LAYERS * PAGE + 25  # index keys take what is behind the latent rows
 
 
-def index_rows(draw: Draw, num: int, heads: int, exact: bool = False) -> Inputs:
-    return {"x": draw(num, heads, WIDTH), **draw.angles(num), "exact": exact}
+def index_queries(draw: Draw, num: int, heads: int, exact: bool = False) -> Inputs:
+    weights = draw(num, heads, dtype=torch.float32)
+    return {"x": draw(num, heads, WIDTH), "weights": weights, **draw.angles(num), "exact": exact}
 
 
 def index_store(draw: Draw, num: int, exact: bool = False) -> Inputs:
@@ -31,36 +33,37 @@ def index_logits(draw: Draw, lens: Sequence[int], per_row: bool, exact: bool = F
     cache = _cache(draw, int(table.max()) + 1, exact)
     slots = _slots(table, lens if per_row else [max(lens)])
     indexer.index_store(cache, slots, **_key(draw, len(slots)))
+    q, weights = indexer.index_queries(**index_queries(draw, len(lens), heads, exact))
     return {
-        "q": indexer.index_rows(**index_rows(draw, len(lens), heads, exact)),
-        "weights": draw(len(lens), heads, dtype=torch.float32),
+        "q": q,
+        "weights": weights,
         "cache": cache,
         "page_table": table,
         "lens": torch.tensor(lens, dtype=torch.int32, device=draw.device),
     }
 
 
-def index_slots(draw: Draw, lens: Sequence[int], topk: int, per_row: bool) -> Inputs:
+def chosen_rows(draw: Draw, lens: Sequence[int], topk: int, per_row: bool) -> Inputs:
     table = _page_table(draw, lens if per_row else [max(lens)])
     logits = draw(len(lens), table.shape[1] * PAGE, dtype=torch.float32)
     logits = indexer.masked(logits, torch.tensor(lens, device=draw.device))
-    return {"logits": logits, "topk": topk, "page_table": table, "page_size": PAGE}
+    return {"logits": logits, "topk": topk, "page_table": table, "page_size": PAGE, "page_rows": PAGE_ROWS}
 
 
 def mla_sparse(draw: Draw, lens: Sequence[int], topk: int, heads: int, kv_dtype: torch.dtype) -> Inputs:
     """Tokens of a sequence each, which attend to `topk` of so many keys, or to all of fewer."""
     table, item = _page_table(draw, lens), torch.empty(0, dtype=kv_dtype).itemsize
-    pages, page = int(table.max()) + 1, LAYERS * PAGE * (ROW + (WIDTH + 4) // item) + CANARY // item
-    pool = torch.full((pages, page * item), 0xFF, dtype=torch.uint8, device=draw.device).view(kv_dtype)
+    pages = int(table.max()) + 1
+    pool = torch.full((pages, PAGE_ROWS * ROW * item), 0xFF, dtype=torch.uint8, device=draw.device).view(kv_dtype)
     kv = pool[:, PAGE * ROW : 2 * PAGE * ROW].unflatten(1, (PAGE, ROW))
-    slots = torch.full((len(lens), topk), -1, dtype=torch.int32, device=draw.device)
+    chosen = torch.full((len(lens), topk), -1, dtype=torch.int32, device=draw.device)
     for row, num in enumerate(lens):
-        chosen = _slots(table[row : row + 1], [num])[draw.permutation(num)[:topk]]
-        slots[row, : len(chosen)] = chosen.int()
+        slots = _slots(table[row : row + 1], [num])[draw.permutation(num)[:topk]]
+        chosen[row, : len(slots)] = slots // PAGE * PAGE_ROWS + slots % PAGE
         raw = kv.view(torch.uint8) if item == 1 else kv
-        raw[chosen // PAGE, chosen % PAGE] = draw(len(chosen), ROW).to(kv_dtype).view(raw.dtype)
+        raw[slots // PAGE, slots % PAGE] = draw(len(slots), ROW).to(kv_dtype).view(raw.dtype)
     pool.view(torch.uint8)[0] = 0  # the sink page
-    return {"q": draw(len(lens), heads, ROW), "kv": kv, "slots": slots, "scale": SCALE, "kv_lora_rank": LATENT}
+    return {"q": draw(len(lens), heads, ROW), "kv": kv, "chosen": chosen, "scale": SCALE, "kv_lora_rank": LATENT}
 
 
 def _cache(draw: Draw, pages: int, exact: bool) -> IndexRows:

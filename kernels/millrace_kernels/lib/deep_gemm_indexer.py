@@ -33,33 +33,32 @@ def schedule(lens: Tensor) -> Plan | None:
 
 
 def index_logits(
-    q: IndexRows, weights: Tensor, cache: IndexRows, page_table: Tensor, lens: Tensor, plan: Plan | None = None
+    q: Tensor, weights: Tensor, cache: IndexRows, page_table: Tensor, lens: Tensor, plan: Plan | None = None
 ) -> Tensor:
-    if cache.scales is None or q.scales is None or not _takes(q, cache) or not len(lens):
+    if not _takes(q, cache) or not len(lens):
         return reference_logits(q, weights, cache, page_table, lens)
     import deep_gemm
 
-    weights, num_pages = weights * q.scales, page_table.shape[1]  # relu(s x) = s relu(x): a scale is above 0
     if page_table.shape[0] == len(lens):
         plan, width = plan or schedule(lens), cache.data.shape[2] + 4
         assert plan is not None
         page = cache.data.stride(0)  # of bytes: data, then scales
         fused = cache.data.view(torch.uint8).as_strided((len(cache.data), PAGE, 1, width), (page, width, width, 1))
         found = deep_gemm.fp8_paged_mqa_logits(
-            q.data.unsqueeze(1), fused, weights, plan.lens, page_table, plan.schedule, num_pages * PAGE
+            q.unsqueeze(1), fused, weights, plan.lens, page_table, plan.schedule, page_table.shape[1] * PAGE
         )
     else:
         keys = gathered(cache, page_table)
         assert keys.scales is not None
         first = torch.zeros_like(lens)
-        found = deep_gemm.fp8_mqa_logits(q.data, (keys.data[0], keys.scales[0]), weights, first, lens)
+        found = deep_gemm.fp8_mqa_logits(q, (keys.data[0], keys.scales[0]), weights, first, lens)
     return masked(_tensor(found), lens)
 
 
-def _takes(q: IndexRows, cache: IndexRows) -> bool:
-    (_, heads, width), (_, page_size, _) = q.data.shape, cache.data.shape
+def _takes(q: Tensor, cache: IndexRows) -> bool:
+    (_, heads, width), (_, page_size, _) = q.shape, cache.data.shape
     aligned = cache.data.stride(0) % 16 == 0 and cache.data.data_ptr() % 16 == 0  # as TMA loads them
-    return q.data.dtype == E4M3 and heads in HEADS and width in WIDTHS and page_size == PAGE and aligned
+    return q.dtype == E4M3 and heads in HEADS and width in WIDTHS and page_size == PAGE and aligned
 
 
 def _tensor(found: object) -> Tensor:

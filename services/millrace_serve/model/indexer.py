@@ -14,13 +14,13 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from millrace_kernels.fp8 import Operand
-from millrace_kernels.indexer import IndexRows, index_logits, index_rows, index_slots, index_store
+from millrace_kernels.indexer import chosen_rows, index_logits, index_queries, index_store
 from millrace_kernels.linear import linear
 from torch import Tensor
 
 from millrace_serve.model.attn_step import AttnStep
 from millrace_serve.model.config import ModelConfig
-from millrace_serve.model.sparse_step import SparseGroup
+from millrace_serve.model.sparse_step import IndexPool, SparseGroup
 from millrace_serve.model.weights import Weights
 
 LOGITS_AT_A_TIME = 1 << 25  # 128 MiB of logits of a prompt chunk
@@ -37,33 +37,33 @@ class Indexer:
         self.wk = ckpt.matrix(f"{prefix}.wk.weight", (self.width, hidden))
         weight, bias = (ckpt.tensor(f"{prefix}.k_norm.{name}", (self.width,), dtype=f32) for name in ("weight", "bias"))
         self.k_norm = weight, bias
-        self.weights_proj = ckpt.tensor(f"{prefix}.weights_proj.weight", (self.num_heads, hidden), dtype=f32)
+        weights_proj = ckpt.tensor(f"{prefix}.weights_proj.weight", (self.num_heads, hidden), dtype=f32)
+        self.weights_proj = weights_proj * (self.num_heads * self.width) ** -0.5
 
     def __call__(self, h: Operand, q_low: Operand, step: AttnStep) -> Tensor | None:
         """Stores the keys of all rows; h [T, D] must be plain too, q_low is c_q [T, Q].
 
-        Returns: int32 [rows of step.sparse, K], the slots that each attends to, -1 where there are fewer. None: all
-            rows attend to all of their keys.
+        Returns: int32 [T of step.sparse, K], the rows of the pool that each attends to, as in `mla_sparse`. None: all
+            attend to all of their keys.
         """
-        assert step.index is not None and h.plain is not None
-        cache = step.index.layer(self.layer)
+        pool = step.index
+        assert pool is not None and h.plain is not None
+        cache = pool.layer(self.layer)
         index_store(cache, step.inputs.kv_slots, linear(h, self.wk), self.k_norm, step.cos, step.sin)
         if not step.sparse:
             return None
         rows = slice(0, step.sparse[-1].rows.stop)
         q = linear(q_low, self.wq_b)[rows].unflatten(1, (self.num_heads, self.width))
-        weights = F.linear(h.plain[rows].float(), self.weights_proj) * (self.num_heads * self.width) ** -0.5
-        queries = index_rows(q, step.cos[rows], step.sin[rows], exact=cache.scales is None)
-        return torch.cat([part for group in step.sparse for part in self._choose(group, queries, weights, cache)])
+        weights = F.linear(h.plain[rows].float(), self.weights_proj)
+        q, weights = index_queries(q, weights, step.cos[rows], step.sin[rows], exact=pool.exact)
+        return torch.cat([part for group in step.sparse for part in self._choose(group, q, weights, pool)])
 
-    def _choose(self, group: SparseGroup, q: IndexRows, weights: Tensor, cache: IndexRows) -> list[Tensor]:
-        """int32 [rows, K] of parts of the group, in order."""
-        count, (pages, page_size), slots = len(group.lens), (group.page_table.shape[1], cache.data.shape[1]), []
+    def _choose(self, group: SparseGroup, q: Tensor, weights: Tensor, pool: IndexPool) -> list[Tensor]:
+        """int32 [T, K] of parts of the group, in order."""
+        count, pages, page_size, parts = len(group.lens), group.page_table.shape[1], pool.page_size, []
         block = count if group.page_table.shape[0] == count else max(LOGITS_AT_A_TIME // (pages * page_size), 1)
-        for start in range(0, count, block):
-            lens = group.lens[start : start + block]
-            rows = slice(group.rows.start + start, group.rows.start + start + len(lens))
-            part = IndexRows(q.data[rows], None if q.scales is None else q.scales[rows])
-            logits = index_logits(part, weights[rows], cache, group.page_table, lens, group.plan)
-            slots.append(index_slots(logits, self.topk, group.page_table, page_size))
-        return slots
+        for lens, first in zip(group.lens.split(block), range(group.rows.start, group.rows.stop, block), strict=True):
+            rows, cache = slice(first, first + len(lens)), pool.layer(self.layer)
+            logits = index_logits(q[rows], weights[rows], cache, group.page_table, lens, group.plan)
+            parts.append(chosen_rows(logits, self.topk, group.page_table, page_size, pool.page_rows))
+        return parts

@@ -93,14 +93,14 @@ class Mla:
             kv,
             plain=self.q_low_plain,
         )
-        slots = None if self.indexer is None else self.indexer(h, q_low, step)
+        chosen = None if self.indexer is None else self.indexer(h, q_low, step)
         q = q_low.plain if self.q_b_proj is None else linear(q_low, self.q_b_proj)
         assert q is not None
         q = q.unflatten(-1, (self.num_heads, self.config.qk_head_dim))
 
         shared, latents = step.shared, []
-        if slots is not None:
-            latents.append(self._attend_sparse(q[: len(slots)], step, slots, kv))
+        if chosen is not None:
+            latents.append(self._attend_sparse(q[: len(chosen)], step, chosen, kv))
         latents += [self._attend_absorbed(q[group.rows], step, group, kv) for group in step.absorbed]
         if shared is None and isinstance(self.o_proj, Fp8) and [len(latent) for latent in latents] == [q.shape[0]]:
             return linear(project_v_quant(latents[0], self.w_uv, self.w_uv_fp8), self.o_proj)
@@ -169,11 +169,11 @@ class Mla:
         )
         return latent.flatten(0, 1)
 
-    def _attend_sparse(self, q: Tensor, step: AttnStep, slots: Tensor, kv: Tensor) -> Tensor:
-        """q [T, H, N+R] of the first rows, not rotated yet; slots int32 [T, K] -> [T, H, C], for w_uv"""
-        rows = slice(0, len(slots))
+    def _attend_sparse(self, q: Tensor, step: AttnStep, chosen: Tensor, kv: Tensor) -> Tensor:
+        """q [T, H, N+R] of the first rows, not rotated yet; chosen int32 [T, K] -> [T, H, C], for w_uv"""
+        rows = slice(0, len(chosen))
         q = absorb_q(q, self.w_uk, step.cos[rows], step.sin[rows], self.w_uk_fp8)
-        return mla_sparse(q, kv, slots, self.scale, self.config.kv_lora_rank)
+        return mla_sparse(q, kv, chosen, self.scale, self.config.kv_lora_rank)
 
 
 def _heads_fp8(kv_b_proj: Matrix, config: ModelConfig) -> tuple[Fp8 | None, Fp8 | None]:

@@ -21,6 +21,7 @@ class IndexPool:
     """
 
     pages: Tensor  # uint8 [num_pages, page_bytes]
+    page_rows: int  # a page's length in latent rows
     first: int  # byte of a page
     layer_bytes: int
     page_size: int
@@ -37,7 +38,8 @@ class IndexPool:
         first = layers * page_size * width * kv.itemsize
         assert kv.stride(0) * kv.itemsize >= first + layers * page_size * row, "the pages have no room for index keys"
         pages = kv.as_strided((num_pages, kv.stride(0)), (kv.stride(0), 1)).view(torch.uint8)
-        return cls(pages, first, page_size * row, page_size, config.index_head_dim, kv.itemsize == 4)
+        exact, page_rows = kv.itemsize == 4, kv.stride(0) // width
+        return cls(pages, page_rows, first, page_size * row, page_size, config.index_head_dim, exact)
 
     def layer(self, index: int) -> IndexRows:
         return cached_rows(self.pages, self.first + index * self.layer_bytes, self.page_size, self.width, self.exact)

@@ -1,9 +1,10 @@
 """The memory of the pages: one allocation of [page, layer, token, latent | rope], a page being one contiguous block.
 
 A model with sparse attention has index keys, `index_row_bytes` per token and layer, behind the rows of all layers: the
-page is still one block, so whatever moves or keeps pages carries them. With the canary on, a page has CANARY_BYTES more
-at its end (engine/cache/canary.py). A pool without torch has the same bytes, but no tensor: the simulated runner writes
-canaries only.
+page is still one block, so whatever moves or keeps pages carries them. Such a page is as long as some number of rows:
+seen from a layer, the whole pool is rows, and a chosen one has a number. With the canary on, a page has CANARY_BYTES
+more at its end (engine/cache/canary.py). A pool without torch has the same bytes, but no tensor: the simulated runner
+writes canaries only.
 """
 
 from __future__ import annotations
@@ -42,11 +43,17 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kv_bytes(self) -> int:
-        return self.num_layers * self.page_size * (self.width * ITEM_BYTES[self.dtype] + self.index_row_bytes)
+        return self.page_bytes - self._canary_bytes
 
     @property
     def page_bytes(self) -> int:
-        return self.kv_bytes + (CANARY_BYTES if self.canary else 0)
+        row = self.width * ITEM_BYTES[self.dtype]
+        used = self.num_layers * self.page_size * (row + self.index_row_bytes) + self._canary_bytes
+        return used if not self.index_row_bytes else -(-used // row) * row
+
+    @property
+    def _canary_bytes(self) -> int:
+        return CANARY_BYTES if self.canary else 0
 
     @property
     def fingerprint(self) -> str:
