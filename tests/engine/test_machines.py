@@ -157,7 +157,7 @@ class Machine(RuleBasedStateMachine):
         self.settle_everything()
         for id in self.loans():
             self.end_loan(id)
-        self.driver.run()
+        self.settle_everything()  # what waited for pages that were lent
         self.failures_have_a_cause()
         self.driver.check_whole()
 
@@ -308,7 +308,7 @@ class PrefillMachine(Machine):
 
     @invariant()
     def published_pages_keep_their_content(self) -> None:
-        for id in self.leases():
+        for id in set(self.leases()) - self.corrupted:  # a request on corrupted pages fails a step later
             driver, parts = self.driver, self.driver.parts[id]
             size, tokens = driver.config.page_size, driver.requests[id].token_ids
             assert parts[-1].num_tokens <= len(tokens)
