@@ -63,6 +63,23 @@ async def test_a_pause_is_neither_a_hang_nor_a_stall(cluster: Callable) -> None:
     assert made.metric("millrace_retries_total", reason="STALLED") == 0
 
 
+async def test_a_paused_decode_worker_is_not_stuck(cluster: Callable) -> None:
+    """Its streams make no progress for longer than a worker may be silent that does not say why."""
+    prefill, decode, go = FakeWorker(PREFILL), FakeWorker(DECODE), asyncio.Event()
+    made: Cluster = await cluster(prefill, decode, timeouts={"stall": 0.3})
+    decode.script.append(waits(go, after=3))
+    running = asyncio.create_task(made.generate([1], timeout=60))
+    await made.until(lambda: any(len(s.continuations[0].generation.flow.outputs) == 3 for s in active(made)))
+    epoch = decode.epoch
+    decode.change(state=PAUSED)
+    await asyncio.sleep(1.5)
+    assert len(decode.links) == 1 and not running.done() and decode.epoch == epoch
+    decode.change(state=READY)
+    go.set()
+    result = await running
+    assert result.error is None and result.tokens() == expected([1], 8) and len(decode.submitted) == 1
+
+
 async def test_a_stall_behind_the_pause_is_one(cluster: Callable) -> None:
     pair = FakeWorker(UNIFIED), FakeWorker(UNIFIED)
     made: Cluster = await cluster(*pair, timeouts={"stall": 0.3})

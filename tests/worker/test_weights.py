@@ -181,6 +181,22 @@ async def through(prefill: Worker, decode: Worker, prompt: list[int]) -> None:
         assert to_decode.tokens(one) == expected(prompt, 8) and to_prefill.of(one)[0].cached_tokens == 0
 
 
+async def test_sleep_ends_leases_and_waits_for_none(tmp_path: Path) -> None:
+    """Pages of a prompt are parked for a decode worker that does not come."""
+    async with workers(tmp_path, "prefill", sets=(*SIM, "timeouts.lease=100")) as [worker]:
+        async with FakeLink(worker) as link:
+            one = request(prompt_of(300))
+            link.submit(one)
+            await link.first(one)
+            await do(worker, "pause")
+            assert (await worker.load()).replicas[0].exporting == 1
+            async with asyncio.timeout(20):
+                await do(worker, "sleep")
+        await do(worker, "wake")
+        await do(worker, "resume")
+        await worker.whole()
+
+
 async def test_a_worker_that_sleeps_stops_in_good_order(tmp_path: Path) -> None:
     async with workers(tmp_path, "unified", sets=SIM) as [worker]:
         await do(worker, "pause")
