@@ -43,12 +43,13 @@ def largest(limits: Limits) -> Shape:
 
 
 def prefill_shapes(limits: Limits) -> Iterator[Shape]:
-    """Prompts of every size in `_sizes`, without and behind cached tokens; short ones behind prefixes of 1, 2, 4, …
-    pages, beside a decode sequence (keys are split up by the width of the page table); and every number of prompts:
-    the last layer has as many rows.
+    """1. Prompts of every size in `_sizes`, and of every one up to SMALL_TOKENS, where kernels change most often.
+    2. Prompts of every size behind cached tokens.
+    3. One token behind 1, 2, 4, … pages, beside a decode sequence: keys are split up by the width of the page table.
+    4. Every number of prompts: the last layer has as many rows.
     """
     longest = min(limits.max_prefill_tokens, limits.max_model_len - 1)
-    for length in _sizes(longest):
+    for length in sorted({*range(1, min(SMALL_TOKENS, longest) + 1), *_sizes(longest)}):
         yield _shape(limits, chunks=1, chunk=length)
     for length in _sizes(min(longest, limits.max_model_len - 1 - limits.page_size)):
         yield _shape(limits, chunks=1, chunk=length, prefix=_prefix(limits, length))
@@ -70,12 +71,9 @@ def _shape(
 
 
 def _sizes(most: int) -> list[int]:
-    """All up to SMALL_TOKENS, where kernels change most often; then powers of two, an odd number between two of them
-    (Triton compiles for multiples of 16 apart), and `most`.
-    """
-    powers = [1 << i for i in range(most.bit_length())]
-    sizes = {*range(1, SMALL_TOKENS + 1), *powers, *(3 * power // 4 - 1 for power in powers), most}
-    return sorted(size for size in sizes if 0 < size <= most)
+    """Powers of two, `most`, and an odd one between two of them (Triton compiles for multiples of 16 apart)."""
+    powers = [1 << i for i in range(most.bit_length()) if 1 << i < most] + [most]
+    return sorted({*powers, *(3 * power // 4 - 1 for power in powers if power > 4)}) if most > 0 else []
 
 
 def decode_shapes(limits: Limits, buckets: Sequence[int]) -> Iterator[Shape]:
