@@ -142,7 +142,11 @@ TABLE: dict[str, tuple[Choice, ...]] = {
     "indexer.chosen_rows": _ours("indexer:chosen_rows"),
     "indexer.plan": (Choice("millrace_kernels.lib.deep_gemm_indexer:schedule", needs="deep_gemm"),),
     "indexer.index_logits": (Choice("millrace_kernels.lib.deep_gemm_indexer:index_logits", needs="deep_gemm"),),
-    "mla_sparse.mla_sparse": (Choice("millrace_kernels.lib.flash_mla_sparse:mla_sparse", needs="flash_mla"),),
+    "mla_sparse.mla_sparse": (
+        *_ours("indexer:mla_sparse", when="millrace_kernels.lib.flash_mla_sparse:is_slower"),
+        Choice("millrace_kernels.lib.flash_mla_sparse:mla_sparse", needs="flash_mla"),
+        *_ours("indexer:mla_sparse"),
+    ),
 }
 
 PHASES = ("mla_decode", "mla_prefill")  # absorbed and expanded attention: an op, and its plan
@@ -184,22 +188,20 @@ def choices(op: str, device: torch.device) -> tuple[Choice, ...]:
 
 def prefer(libraries: Sequence[str], device: torch.device) -> None:
     """From now on each phase of attention runs the kernel of the first of `libraries` that has one, on any number of
-    tokens; a phase for which none has one runs what is the fastest. `reference`: the body of the op.
+    tokens; a phase for which none has one runs what is the fastest.
 
     Raises ValueError for a library without kernels of attention for this device.
     """
     _preferred.clear()
     found: dict[str, str] = {}
     for library in libraries:
-        kernels = [f"{phase}.{phase}" for phase in PHASES if _row_of(f"{phase}.{phase}", library, device) is not None]
+        kernels = {phase: target for phase in PHASES if (target := _of_library(f"{phase}.{phase}", library, device))}
         if not kernels:
             raise ValueError(f"attention={library}: it is not installed, or has no kernel for {capability(device)}")
-        for op in kernels:
-            plan = f"{op.split('.')[0]}.plan"
-            found = {op: _row_of(op, library, device) or "", plan: _row_of(plan, library, device) or ""} | found
+        for phase, target in kernels.items():
+            found = {f"{phase}.{phase}": target, f"{phase}.plan": _of_library(f"{phase}.plan", library, device)} | found
     _preferred.update(found)
-    for op, target in found.items():
-        log.info("%s runs %s", op, target or "the reference")
+    log.info("attention: %s", found or "what is the fastest")
 
 
 @contextlib.contextmanager
@@ -216,12 +218,10 @@ def forced(**targets: str) -> Iterator[None]:
         _forced.update(before)
 
 
-def _row_of(op: str, library: str, device: torch.device) -> str | None:
-    """The target of the library's row of `op` on this device; None: it has none."""
-    if library == "reference":
-        return ""
+def _of_library(op: str, library: str, device: torch.device) -> str:
+    """The target of the library's row of `op` on this device; empty: it has none."""
     rows = _available(op, capability(device), False)
-    return next((row.target for row in rows if row.needs == library), None)
+    return next((row.target for row in rows if row.needs == library), "")
 
 
 @functools.cache

@@ -163,16 +163,18 @@ def masked(logits: Tensor, lens: Tensor) -> Tensor:
     return logits.masked_fill_(torch.arange(logits.shape[1], device=logits.device) >= lens.unsqueeze(1), -torch.inf)
 
 
-def chosen_rows(logits: Tensor, topk: int, page_table: Tensor, page_size: int, page_rows: int) -> Tensor:
+def chosen_rows(logits: Tensor, lens: Tensor, topk: int, page_table: Tensor, page_size: int, page_rows: int) -> Tensor:
     """int32 [T, topk]: the pool's rows (page * page_rows + offset) of the keys with the largest logits, in any order;
-    -1 where there are fewer. Of equal logits any may be chosen, but the same on every rank.
+    -1 behind them where there are fewer keys. Of equal logits any may be chosen, but the same on every rank.
 
-    Args: logits: float32 [T, P * page_size], -inf where there is no key. page_table: int32 [T or 1, P]. page_rows:
-        from a page's first row to that of the next.
+    Args: logits, lens: as `index_logits` has them. page_table: int32 [T or 1, P]. page_rows: from a page's first row to
+        that of the next.
     """
-    values, keys = logits.topk(min(topk, logits.shape[1]), sorted=False)
+    keys = logits.topk(min(topk, logits.shape[1]), sorted=False).indices
     if run := implementation("indexer.chosen_rows", logits.device, logits.shape[0]):
-        return run(values, keys, topk, page_table, page_size, page_rows)
+        return run(keys, lens, topk, page_table, page_size, page_rows)
+    first, lens = torch.arange(keys.shape[1], device=keys.device), lens.unsqueeze(1)
+    keys = torch.where(lens <= topk, first, keys)
     pages = page_table.expand(len(keys), -1).gather(1, keys // page_size)
-    rows = (pages * page_rows + keys % page_size).int().masked_fill_(values == -torch.inf, -1)
+    rows = (pages * page_rows + keys % page_size).int().masked_fill_(first >= lens, -1)
     return F.pad(rows, (0, topk - rows.shape[1]), value=-1)

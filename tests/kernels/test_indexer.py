@@ -83,7 +83,7 @@ def test_rows_of_the_largest(target: str, per_row: bool) -> None:
         table, best = call["page_table"][token if per_row else 0], call["logits"][token].argsort(descending=True)
         wanted = {int(table[key // PAGE]) * PAGE_ROWS + int(key) % PAGE for key in best[: min(num, topk)]}
         rows = found[token].tolist()
-        assert set(rows) - {-1} == wanted and rows.count(-1) == topk - len(wanted)
+        assert set(rows[: len(wanted)]) == wanted and rows[len(wanted) :] == [-1] * (topk - len(wanted))
 
 
 def test_fewer_keys_than_wanted() -> None:
@@ -91,7 +91,7 @@ def test_fewer_keys_than_wanted() -> None:
     for target in ("", f"{TRITON}:chosen_rows"):
         with forced(**{"indexer.chosen_rows": target}):
             found = indexer.chosen_rows(**call)
-        assert found.shape == (1, 100) and int((found >= 0).sum()) == 3
+        assert found.shape == (1, 100) and ((found >= 0) == (torch.arange(100) < 3)).all()
 
 
 @pytest.mark.parametrize("num", [0, 1, 17])
@@ -128,10 +128,12 @@ def test_our_kernel_stores_keys(num: int) -> None:
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float32, BF16, E4M3])
-def test_attention_to_chosen_rows(kv_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("target", ["", f"{TRITON}:mla_sparse"])
+def test_attention_to_chosen_rows(target: str, kv_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("millrace_kernels.mla_sparse.COPIED_BYTES", 3 * 40 * ROW * 4)  # more than one part
     call = indexer_inputs.mla_sparse(Draw(), [130, 1, 40, 20, 300], 40, 3, kv_dtype)
-    found, kv = mla_sparse(**call), call["kv"].float()
+    with forced(**{"mla_sparse.mla_sparse": target}):
+        found, kv = mla_sparse(**call), call["kv"].float()
     for token, rows in enumerate(call["chosen"]):
         rows = rows[rows >= 0].long()
         keys = kv[rows // PAGE_ROWS, rows % PAGE_ROWS]
@@ -251,9 +253,10 @@ def test_flash_mla_reads_rows_in_place(flash_mla: list[tuple[int, ...]], heads: 
 
 
 @pytest.mark.parametrize(("topk", "heads", "dtype"), [(100, 2, BF16), (128, 2, E4M3), (128, 130, BF16)])
-def test_flash_mla_leaves_others_to_copies(
+def test_flash_mla_leaves_others_to_our_kernel(
     flash_mla: list[tuple[int, ...]], topk: int, heads: int, dtype: torch.dtype
 ) -> None:
     call = indexer_inputs.mla_sparse(Draw(), [300, 1, 70], topk, heads, dtype)
     call["q"] = call["q"].to(BF16)
-    assert torch.equal(flash_mla_sparse.mla_sparse(**call), by_copies(**call)) and flash_mla == []
+    assert_close(flash_mla_sparse.mla_sparse(**call), by_copies(**call)) if dtype == BF16 else None
+    assert flash_mla == []

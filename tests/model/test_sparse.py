@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,10 +51,10 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
     calls: list[Tensor] = []
     attend = mla.mla_sparse
 
-    def recorded(q: Tensor, kv: Tensor, rows: Tensor, scale: float, kv_lora_rank: int) -> Tensor:
+    def recorded(q: Tensor, kv: Tensor, rows: Tensor, *rest: Any) -> Tensor:
         page_rows = kv.stride(0) // kv.shape[2]  # other pools have other ones
         calls.append(torch.where(rows < 0, -1, rows // page_rows * 64 + rows % page_rows))
-        return attend(q, kv, rows, scale, kv_lora_rank)
+        return attend(q, kv, rows, *rest)
 
     monkeypatch.setattr(mla, "mla_sparse", recorded)
     return calls

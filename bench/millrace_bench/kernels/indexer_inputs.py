@@ -46,8 +46,9 @@ def index_logits(draw: Draw, lens: Sequence[int], per_row: bool, exact: bool = F
 def chosen_rows(draw: Draw, lens: Sequence[int], topk: int, per_row: bool) -> Inputs:
     table = _page_table(draw, lens if per_row else [max(lens)])
     logits = draw(len(lens), table.shape[1] * PAGE, dtype=torch.float32)
-    logits = indexer.masked(logits, torch.tensor(lens, device=draw.device))
-    return {"logits": logits, "topk": topk, "page_table": table, "page_size": PAGE, "page_rows": PAGE_ROWS}
+    lengths = torch.tensor(lens, dtype=torch.int32, device=draw.device)
+    call = {"logits": indexer.masked(logits, lengths), "lens": lengths, "topk": topk, "page_table": table}
+    return {**call, "page_size": PAGE, "page_rows": PAGE_ROWS}
 
 
 def mla_sparse(draw: Draw, lens: Sequence[int], topk: int, heads: int, kv_dtype: torch.dtype) -> Inputs:
@@ -63,7 +64,8 @@ def mla_sparse(draw: Draw, lens: Sequence[int], topk: int, heads: int, kv_dtype:
         raw = kv.view(torch.uint8) if item == 1 else kv
         raw[slots // PAGE, slots % PAGE] = draw(len(slots), ROW).to(kv_dtype).view(raw.dtype)
     pool.view(torch.uint8)[0] = 0  # the sink page
-    return {"q": draw(len(lens), heads, ROW), "kv": kv, "chosen": chosen, "scale": SCALE, "kv_lora_rank": LATENT}
+    call = {"q": draw(len(lens), heads, ROW), "kv": kv, "chosen": chosen, "lens": (chosen >= 0).sum(1).int()}
+    return {**call, "scale": SCALE, "kv_lora_rank": LATENT}
 
 
 def _cache(draw: Draw, pages: int, exact: bool) -> IndexRows:

@@ -1,4 +1,5 @@
-"""The indexer's small steps, each in one launch: queries and keys become E4M3, and chosen keys rows of the pool.
+"""The indexer's small steps, each in one launch: queries and keys become E4M3, and chosen keys rows of the pool. And
+attention to these by our kernel of decode rows, which splits them up.
 
 The Hadamard transform is a product with a matrix of +1 and -1, which is made in registers: entry (i, j) is negative
 where i & j has an odd number of bits.
@@ -12,6 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from millrace_kernels.indexer import E4M3, EPS, IndexRows
+from millrace_kernels.mla_sparse import pool_rows
+from millrace_kernels.triton.mla_decode import mla_decode
 from millrace_kernels.triton.quant import quantise
 
 BLOCK_ROWS = 16  # the least of a product's rows
@@ -107,28 +110,37 @@ def _mask(logits_ptr, lens_ptr, width, logits_row, BLOCK: tl.constexpr):
         tl.store(logits_ptr + row * logits_row + at, nothing, (at >= length) & (at < width))
 
 
-def chosen_rows(values: Tensor, keys: Tensor, topk: int, page_table: Tensor, page_size: int, page_rows: int) -> Tensor:
+def chosen_rows(keys: Tensor, lens: Tensor, topk: int, page_table: Tensor, page_size: int, page_rows: int) -> Tensor:
     tokens, found = keys.shape
     out = torch.empty(tokens, topk, dtype=torch.int32, device=keys.device)
-    assert values.is_contiguous() and keys.is_contiguous() and page_table.stride(1) == 1
+    assert keys.is_contiguous() and page_table.stride(1) == 1, (keys.stride(), page_table.stride())
     if tokens:
         _chosen[(tokens, triton.cdiv(topk, BLOCK_CHOSEN))](
-            out, values, keys, page_table,
+            out, keys, lens, page_table,
             found, topk, page_table.stride(0) if page_table.shape[0] > 1 else 0, page_rows,
             PAGE=page_size, BLOCK=BLOCK_CHOSEN, num_warps=4,
         )  # fmt: skip
     return out
 
 
-@triton.jit(do_not_specialize=["page_table_row"], do_not_specialize_on_alignment=["page_table_ptr"])
+@triton.jit(do_not_specialize=["page_table_row"], do_not_specialize_on_alignment=["page_table_ptr", "lens_ptr"])
 def _chosen(
-    out_ptr, values_ptr, keys_ptr, page_table_ptr,
+    out_ptr, keys_ptr, lens_ptr, page_table_ptr,
     found, topk, page_table_row, page_rows,
     PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Of few keys all, in their order, wherever top-k has left them."""
     token, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    chosen = tl.load(values_ptr + token * found + at, at < found, other=-float("inf")) > -float("inf")
-    key = tl.load(keys_ptr + token * found + at, chosen, other=0)
-    page = tl.load(page_table_ptr + token * page_table_row + key // PAGE, chosen, other=0)
+    length = tl.load(lens_ptr + token)
+    there = (at < found) & (at < length)
+    key = tl.load(keys_ptr + token * found + at, there, other=0)
+    key = tl.where(length <= topk, at.to(tl.int64), key)
+    page = tl.load(page_table_ptr + token * page_table_row + key // PAGE, there, other=0)
     row = page * page_rows + (key % PAGE).to(tl.int32)
-    tl.store(out_ptr + token * topk + at, tl.where(chosen, row, -1), at < topk)
+    tl.store(out_ptr + token * topk + at, tl.where(there, row, -1), at < topk)
+
+
+def mla_sparse(q: Tensor, kv: Tensor, chosen: Tensor, lens: Tensor, scale: float, kv_lora_rank: int) -> Tensor:
+    """A row is a page of its own."""
+    out, _ = mla_decode(q.unsqueeze(1), pool_rows(kv).unsqueeze(1), chosen, lens, scale, kv_lora_rank)
+    return out.squeeze(1)

@@ -56,7 +56,8 @@ def mla_decode(
     if not num_seqs:
         return out, lse
     blocks = triton.cdiv(rows, chosen.block_m)
-    block_n, page = min(kv.shape[1], chosen.block_n), kv.shape[1]
+    page = kv.shape[1]
+    block_n = chosen.block_n if page == 1 else min(page, chosen.block_n)
     most = page_table.shape[1] * page // block_n  # shares that could have a key
     splits = max(1, min(most, chosen.programs // (num_seqs * blocks), MAX_SPLITS))
     part_out = out if splits == 1 else q.new_empty(splits, *out.shape, dtype=torch.float32)
@@ -99,10 +100,14 @@ def _attend(
     largest, total = begin(BLOCK_M)
     out = tl.zeros((BLOCK_M, C), dtype=tl.float32)
     for first in range(split * share, tl.minimum((split + 1) * share, num_keys), BLOCK_N):
-        page = tl.load(page_table_ptr + seq * page_table_row + first // PAGE).to(tl.int64)
         key = first + tl.arange(0, BLOCK_N)
         written = (key < num_keys)[:, None]  # the others may be NaN, and 0 * NaN is NaN
-        kv_rows = kv_ptr + page * kv_page + (key % PAGE)[:, None] * kv_row
+        if PAGE == 1:  # chosen rows (triton/indexer.py)
+            pages = tl.load(page_table_ptr + seq * page_table_row + key, mask=key < num_keys, other=0).to(tl.int64)
+            kv_rows = kv_ptr + pages[:, None] * kv_page
+        else:
+            page = tl.load(page_table_ptr + seq * page_table_row + first // PAGE).to(tl.int64)
+            kv_rows = kv_ptr + page * kv_page + (key % PAGE)[:, None] * kv_row
         k_latent = tl.load(kv_rows + latent, mask=written, other=0.0).to(q_latent.dtype)
         k_rope = tl.load(kv_rows + C + rope, mask=written, other=0.0).to(q_latent.dtype)
         scores = tl.dot(q_latent, tl.trans(k_latent), input_precision="ieee")

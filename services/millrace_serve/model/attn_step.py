@@ -91,6 +91,7 @@ class AttnStep:
     shared: SharedStep | None = None
     index: IndexPool | None = None  # of models with sparse attention
     sparse: tuple[SparseGroup, ...] = ()  # the first rows of the step: all heads attend to chosen rows, absorbed
+    sparse_lens: Tensor | None = None  # int32 [rows of sparse], how many each of them chooses
 
     @classmethod
     def prepare(
@@ -133,6 +134,7 @@ class AttnStep:
             shared=shared,
             index=index,
             sparse=sparse,
+            sparse_lens=torch.cat([group.lens for group in sparse]).clamp(max=index_topk) if sparse else None,
         )
 
 

@@ -56,7 +56,8 @@ class Indexer:
         q = linear(q_low, self.wq_b)[rows].unflatten(1, (self.num_heads, self.width))
         weights = F.linear(h.plain[rows].float(), self.weights_proj)
         q, weights = index_queries(q, weights, step.cos[rows], step.sin[rows], exact=pool.exact)
-        return torch.cat([part for group in step.sparse for part in self._choose(group, q, weights, pool)])
+        parts = [part for group in step.sparse for part in self._choose(group, q, weights, pool)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _choose(self, group: SparseGroup, q: Tensor, weights: Tensor, pool: IndexPool) -> list[Tensor]:
         """int32 [T, K] of parts of the group, in order."""
@@ -65,5 +66,5 @@ class Indexer:
         for lens, first in zip(group.lens.split(block), range(group.rows.start, group.rows.stop, block), strict=True):
             rows, cache = slice(first, first + len(lens)), pool.layer(self.layer)
             logits = index_logits(q[rows], weights[rows], cache, group.page_table, lens, group.plan)
-            parts.append(chosen_rows(logits, self.topk, group.page_table, page_size, pool.page_rows))
+            parts.append(chosen_rows(logits, lens, self.topk, group.page_table, page_size, pool.page_rows))
         return parts

@@ -173,7 +173,8 @@ class Mla:
         """q [T, H, N+R] of the first rows, not rotated yet; chosen int32 [T, K] -> [T, H, C], for w_uv"""
         rows = slice(0, len(chosen))
         q = absorb_q(q, self.w_uk, step.cos[rows], step.sin[rows], self.w_uk_fp8)
-        return mla_sparse(q, kv, chosen, self.scale, self.config.kv_lora_rank)
+        assert step.sparse_lens is not None
+        return mla_sparse(q, kv, chosen, step.sparse_lens, self.scale, self.config.kv_lora_rank)
 
 
 def _heads_fp8(kv_b_proj: Matrix, config: ModelConfig) -> tuple[Fp8 | None, Fp8 | None]:
