@@ -33,6 +33,11 @@ class IndexRows(NamedTuple):
     scales: Tensor | None  # float32 [...]; None: of float32 data
 
 
+def page_bytes(kv: Tensor) -> Tensor:
+    """uint8 [num_pages, page_bytes], of a view [num_pages, ...] that begins where the pages begin."""
+    return kv.as_strided((len(kv), kv.stride(0)), (kv.stride(0), 1)).view(torch.uint8)
+
+
 def cached_rows(pages: Tensor, first: int, page_size: int, width: int, exact: bool) -> IndexRows:
     """The index keys of a layer: in each page the data of all tokens, behind it their scales.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from millrace_kernels import indexer
 from millrace_kernels.indexer import IndexRows, cached_rows
 from torch import Tensor
@@ -33,11 +32,11 @@ class IndexPool:
         """kv: [num_pages, L, page_size, C+R], a view of the pool. None: attention is dense."""
         if not config.index_topk:
             return None
-        num_pages, layers, page_size, width = kv.shape
+        _, layers, page_size, width = kv.shape
         row = config.index_row_bytes(str(kv.dtype).removeprefix("torch."))
         first = layers * page_size * width * kv.itemsize
         assert kv.stride(0) * kv.itemsize >= first + layers * page_size * row, "the pages have no room for index keys"
-        pages = kv.as_strided((num_pages, kv.stride(0)), (kv.stride(0), 1)).view(torch.uint8)
+        pages = indexer.page_bytes(kv)
         exact, page_rows = kv.itemsize == 4, kv.stride(0) // width
         return cls(pages, page_rows, first, page_size * row, page_size, config.index_head_dim, exact)
 
