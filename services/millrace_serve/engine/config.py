@@ -95,7 +95,7 @@ class EngineConfig(Limits):
 
 
 Form = Literal["absorbed", "expanded"]  # of prompts behind cached tokens (model/attn_step.py)
-Library = Literal["flash_mla", "flashinfer", "triton", "reference"]  # of kernels of attention
+Library = Literal["flash_mla", "flashinfer", "triton"]  # of kernels of attention
 
 
 def _word(value: Any) -> Any:
