@@ -187,8 +187,8 @@ def choices(op: str, device: torch.device) -> tuple[Choice, ...]:
 
 
 def prefer(libraries: Sequence[str], device: torch.device) -> None:
-    """From now on each phase of attention runs the kernel of the first of `libraries` that has one, on any number of
-    tokens; a phase for which none has one runs what is the fastest.
+    """From now on each phase of attention runs the kernel of the first of `libraries` that has one; a phase for which
+    none has one runs what is the fastest. FlashMLA's hands steps of few sequences to ours all the same.
 
     Raises ValueError for a library without kernels of attention for this device.
     """
