@@ -17,8 +17,12 @@ from millrace_serve.engine.core import Events, Submit
 from millrace_serve.engine.sim.factory import build_sim_engine
 from millrace_serve.engine.step.lockstep import Lockstep
 from millrace_serve.worker.channels import Receiver, Sender
-from millrace_serve.worker.messages import Report, Stop, ToEngine
+from millrace_serve.worker.messages import Report, SetWeights, Stop, ToEngine, WeightsSet
 from millrace_serve.worker.rank.loop import EngineLoop, Upkeep
+
+
+def no_weights(order: SetWeights) -> WeightsSet:
+    raise AssertionError("nobody asks for other weights")
 
 
 class Loop:
@@ -40,7 +44,7 @@ class Loop:
             return step()
 
         engine.step = counted  # type: ignore[method-assign]
-        EngineLoop(engine, self.inbox, self._report, Upkeep(0, self._report, engine.progress)).run()
+        EngineLoop(engine, self.inbox, self._report, Upkeep(0, self._report, engine.progress, no_weights)).run()
 
     def _report(self, report: Report) -> None:
         if isinstance(report, Events):
