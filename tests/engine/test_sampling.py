@@ -210,6 +210,31 @@ def test_logit_bias_and_min_tokens():
     assert Bench(params(temperature=0.0, logit_bias={best: -100.0}))(LOGITS[None]).tokens[0] != best
 
 
+def test_penalties_do_not_count_tokens_behind_a_refused_draft() -> None:
+    """Of three rows of sequences with penalties the second was not accepted."""
+    bench = Bench(*[params(temperature=0.0, presence_penalty=5.0)] * 3)
+    logits = torch.zeros(3, V)
+    bench(logits)  # all take token 0, which is counted
+    batch = bench.table.gather(np.arange(3), 3, 1)
+    assert batch is not None and batch.penalties is not None
+    penalties = bench.staging.upload(0, batch).penalties
+    bench.tokens.add(torch.tensor([1, 1, 1]), torch.tensor([True, False, True]), penalties)
+    assert bench(logits).tokens.tolist() == [2, 1, 2]
+
+
+def test_a_grammar_allows_the_tokens_of_its_mask_alone() -> None:
+    """The second row has a grammar; its mask has bits 3 and 20."""
+    bench = Bench(*[params(temperature=0.0, logit_bias={5: 1.0})] * 2)
+    batch = bench.table.gather(np.arange(2), 2, 1)
+    assert batch is not None
+    batch.grammar = np.array([1]), np.array([[1 << 3 | 1 << 20]], np.int32)
+    logits = torch.zeros(2, V)
+    logits[:, 20] = 0.5
+    device, none = bench.staging.upload(0, batch), torch.zeros(2, 0, dtype=torch.int64)
+    tokens, _ = sample(logits, batch, device, torch.zeros(2, dtype=torch.int64), none, bench.tokens)
+    assert tokens.tolist() == [5, 20]
+
+
 def test_logprobs_are_of_the_raw_distribution():
     bench = Bench(params(temperature=0.3, logprobs=4, logit_bias={3: 50.0}), params(temperature=0.0, logprobs=0))
     output = bench(LOGITS.expand(2, V))
