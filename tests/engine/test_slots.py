@@ -68,6 +68,14 @@ def cases(draw: st.DrawFn) -> tuple[list[tuple[int, int]], int, int]:
     return [(n, count * SIZE) for n, count in zip(lengths, pages, strict=True)], num_queries, draw(st.integers(0, 6))
 
 
+def test_outputs_are_numbered_from_the_end_of_the_prompt() -> None:
+    """The row of the last prompt token gives output 0; a decode row at position 7 behind 5 prompt tokens output 3."""
+    state = Slots(CONFIG, CPU)
+    state.num_prompt.copy_(torch.tensor([5, 5, 9, 9, 9, 9, 9]))
+    step = step_of([1], [(0, [20, 21], 5)], 2)
+    assert state.output_index(torch.tensor([7, 8, 4]), step).tolist() == [3, 4, 0]
+
+
 @given(cases(), st.randoms(use_true_random=False))
 @settings(max_examples=150, deadline=None)
 def test_rows_are_where_the_tokens_belong(case: tuple[list[tuple[int, int]], int, int], random) -> None:
