@@ -16,7 +16,9 @@ def test_every_fragment_is_there_once() -> None:
     assert all(one.old != one.new and "\n" not in one.old for one in MUTANTS)
 
 
-@pytest.mark.parametrize(("code", "outcome"), [(0, mutants.SURVIVED), (1, mutants.KILLED), (None, mutants.KILLED)])
+@pytest.mark.parametrize(
+    ("code", "outcome"), [(0, mutants.SURVIVED), (1, mutants.KILLED), (-6, mutants.KILLED), (None, mutants.KILLED)]
+)
 def test_outcomes_and_a_tree_that_is_whole_again(
     code: int | None, outcome: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -186,7 +186,13 @@ def test_merge_state(num: int) -> None:
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, E4M3])
 @pytest.mark.parametrize(
     ("starts", "lens"),
-    [((), ()), ((0, 64, 0), (65, 0, 3)), ((64, 0, 128), (36, 129, 1)), ((0, 0, 0), (0, 0, 0))],
+    [
+        ((), ()),
+        ((0, 0, 0), (65, 10, 64)),
+        ((0, 64, 0), (65, 0, 3)),
+        ((64, 0, 128), (36, 129, 1)),
+        ((0, 0, 0), (0, 0, 0)),
+    ],
 )
 def test_kv_gather(starts: tuple[int, ...], lens: tuple[int, ...], kv_dtype: torch.dtype) -> None:
     check("kv_gather.kv_gather", "kv_gather:kv_gather", attention_inputs.kv_gather, starts, lens, kv_dtype)
