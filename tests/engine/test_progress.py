@@ -103,19 +103,20 @@ def test_a_shared_chunk_counts_whole() -> None:
     assert progress.limit_s == alone.limit_s > 10
 
 
-def test_what_is_announced_is_no_pace() -> None:
-    """A compilation of 15 s would allow every step 300 s."""
+@pytest.mark.parametrize("step", [batch(), batch((500, 0))])
+def test_what_is_announced_is_no_pace(step: HostBatch) -> None:
+    """A compilation of 15 s would allow every step 300 s, or every one with chunks 75 s."""
     clock, told = Clock(), []
     progress = known(clock)
     progress.tell = lambda: told.append(progress.doing)
     with progress.busy("outer"):
-        progress.launches(batch())
+        progress.launches(step)
         with progress.busy("inner"):
             clock.now += 15
             progress.finished()
     assert told == ["outer", "outer", "outer", ""] and progress.doing == ""
-    run(progress, clock, batch(), 0.02)
-    progress.launches(batch())
+    run(progress, clock, step, 0.02)
+    progress.launches(step)
     assert progress.limit_s == LEAST_S
 
 
