@@ -119,7 +119,7 @@ def random_prompt(length: int, vocab_size: int, seed: int) -> list[int]:
 def random_reference(config: dict[str, Any]) -> Reference:
     """transformers' model with random weights: its own initialisation is too small to tell tokens apart."""
     torch.manual_seed(1)
-    if config["model_type"] == "deepseek_v32":
+    if config.get("model_type") == "deepseek_v32":
         hf: Reference = DeepseekV32ForCausalLM(DeepseekV32Config(**config)).eval()
     else:
         hf = DeepseekV3ForCausalLM(DeepseekV3Config(**config)).eval()
