@@ -85,7 +85,6 @@ class Connections(Config):
 
 class Kind(enum.StrEnum):
     STATIC = "static"
-    DNS = "dns"
     KUBERNETES = "kubernetes"
 
 
@@ -100,13 +99,6 @@ class StaticTarget(Config):
     @classmethod
     def _address_alone(cls, value: Any) -> Any:
         return {"address": value} if isinstance(value, str) else value
-
-
-class DnsConfig(Config):
-    """Every address of every name is a worker: headless Services, or plain round-robin records."""
-
-    names: tuple[str, ...] = ()  # host:port
-    interval_s: float = Field(5.0, gt=0)  # between two look-ups
 
 
 class KubernetesConfig(Config):
@@ -126,17 +118,10 @@ class KubernetesConfig(Config):
 
 class DiscoveryConfig(Config):
     kind: Kind = Kind.STATIC
-    dns: DnsConfig = DnsConfig()
     kubernetes: KubernetesConfig = KubernetesConfig()
 
     @model_validator(mode="after")
     def _has_what_its_kind_needs(self) -> DiscoveryConfig:
-        if self.kind is Kind.DNS and not self.dns.names:
-            raise ValueError("dns.names: required with kind=dns")
-        for name in self.dns.names:
-            host, _, port = name.rpartition(":")
-            if not host or not port.isdecimal():
-                raise ValueError(f"dns.names: {name!r} is not host:port")
         if self.kind is Kind.KUBERNETES and not self.kubernetes.selector:
             raise ValueError("kubernetes.selector: required with kind=kubernetes")
         return self

@@ -30,7 +30,7 @@ def test_there_are_few_keys() -> None:
     keys = {file: list(leaves(model)) for file, model in FILES.items()}
     assert (
         "limits.page_size" in keys["worker"]
-        and "discovery.dns.names" in keys["router"]
+        and "discovery.kubernetes.selector" in keys["router"]
         and "keys.name" in keys["API keys"]
     )
     assert sum(count().values()) <= MOST, count()

@@ -1,17 +1,15 @@
-"""Discovery without Kubernetes' HTTP: comparing targets, reading objects, DNS, configuration."""
+"""Discovery without Kubernetes' HTTP: comparing targets, reading objects, configuration."""
 
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from millrace_router.config import DnsConfig, KubernetesConfig, RouterConfig, StaticTarget
+from millrace_router.config import KubernetesConfig, RouterConfig, StaticTarget
 from millrace_router.discovery.base import Target, diff, one_per_address
-from millrace_router.discovery.dns import DnsSource, resolve
 from millrace_router.discovery.factory import StaticSource
 from millrace_router.discovery.objects import Store, of_pod, of_slice
 from millrace_testing.kube_server import endpoint, endpoint_slice, pod
@@ -194,7 +192,7 @@ def test_a_list_replaces_what_events_have_said() -> None:
     assert [target.name for target in store.targets()] == ["b"]
 
 
-# ----------------------------------------------------------------------------------------- static, DNS
+# ----------------------------------------------------------------------------------------- static
 
 
 def test_static_targets_are_there_at_once() -> None:
@@ -204,61 +202,6 @@ def test_static_targets_are_there_at_once() -> None:
     ).start(heard)
     assert heard.addresses == ["a:1", "b:1"] and heard.targets[0].topology == {"zone": "z"}
     assert [target.revision for target in heard.targets] == ["r", ""]
-
-
-async def test_dns_on_loopback() -> None:
-    heard = Heard()
-    source = DnsSource(DnsConfig(names=("localhost:5",)))
-    source.start(heard)
-    await heard.until(lambda: heard.times)
-    assert "127.0.0.1:5" in heard.addresses
-    await source.stop()
-
-
-@pytest.mark.parametrize(
-    ("answers", "addresses"),
-    [
-        (["10.0.0.2", "fd00::2", "10.0.0.1", "fd00::1", "10.0.0.1"], ["10.0.0.1", "10.0.0.2"]),
-        (["fd00::2", "fd00::1"], ["fd00::1", "fd00::2"]),
-    ],
-)
-async def test_a_worker_with_two_addresses_is_one(
-    answers: list[str], addresses: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def getaddrinfo(host: str, port: None, **_: object) -> list[tuple[int, int, int, str, tuple[str, int]]]:
-        families = [socket.AF_INET6 if ":" in answer else socket.AF_INET for answer in answers]
-        return [(family, 0, 0, "", (answer, 0)) for family, answer in zip(families, answers, strict=True)]
-
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
-    assert await resolve("workers") == addresses
-
-
-async def test_dns_follows_its_names() -> None:
-    answers: dict[str, list[str] | Exception] = {"p": ["10.0.0.1"], "d": ["10.0.0.2", "10.0.0.3"]}
-    heard = Heard()
-
-    async def answer_of(host: str) -> list[str]:
-        if isinstance(answer := answers[host], Exception):
-            raise answer
-        return answer
-
-    async def settle() -> None:
-        """Two more rounds."""
-        seen = heard.times + len(heard.troubles)
-        await heard.until(lambda: heard.times + len(heard.troubles) >= seen + 4)
-
-    source = DnsSource(DnsConfig(names=("p:1", "d:2"), interval_s=0.01), answer_of)
-    source.start(heard)
-    await heard.until(lambda: heard.addresses == ["10.0.0.1:1", "10.0.0.2:2", "10.0.0.3:2"])
-    answers["d"] = ["10.0.0.3", "10.0.0.4"]
-    await heard.until(lambda: heard.addresses == ["10.0.0.1:1", "10.0.0.3:2", "10.0.0.4:2"])
-    answers["p"] = socket.gaierror(socket.EAI_AGAIN, "try again")
-    await settle()
-    assert heard.addresses == ["10.0.0.1:1", "10.0.0.3:2", "10.0.0.4:2"], "an outage removes nobody"
-    assert set(heard.troubles) == {"failed"}
-    answers["p"] = socket.gaierror(socket.EAI_NONAME, "no such name")
-    await heard.until(lambda: heard.addresses == ["10.0.0.3:2", "10.0.0.4:2"])
-    await source.stop()
 
 
 # ----------------------------------------------------------------------------------------- configuration
@@ -272,9 +215,10 @@ def test_a_worker_of_the_list_is_an_address_or_more() -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"workers": ("a:1",), "discovery": {"kind": "dns", "dns": {"names": ["x:1"]}}}, "discovery.kind=static"),
-        ({"discovery": {"kind": "dns"}}, "dns.names: required"),
-        ({"discovery": {"kind": "dns", "dns": {"names": ["host"]}}}, "is not host:port"),
+        (
+            {"workers": ("a:1",), "discovery": {"kind": "kubernetes", "kubernetes": {"selector": "a=b"}}},
+            "discovery.kind=static",
+        ),
         ({"discovery": {"kind": "kubernetes"}}, "kubernetes.selector: required"),
         ({"discovery": {"kind": "consul"}}, "kind"),
         ({"workers": [{"address": "nowhere"}]}, "address"),

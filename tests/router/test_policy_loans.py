@@ -117,7 +117,7 @@ def test_a_loan_has_more_than_the_borrower_and_leaves_a_token(
     if found is not None:
         assert want.cached(found.num_pages) == found.num_pages * 10 == best < tokens
         assert found.missing == best - want.cached(own) > 0
-        assert found.worthwhile == (found.price < found.missing)
+        assert found.worthwhile == (found.missing * found.fetch_s / found.compute_s < found.missing)
 
 
 def test_copies_in_a_hosts_memory_count_a_little_less() -> None:
@@ -181,7 +181,9 @@ def test_all_candidates_at_once_are_scored_as_one_by_one(
     def alone(r: Replica) -> tuple[float, float]:
         own = want.cached(pages.get(r.process, 0))
         loan = best_loan(r, own, want, offers)
-        saved = own if loan is None or not loan.worthwhile else own + loan.missing - loan.price
+        saved: float = own
+        if loan is not None and loan.worthwhile:
+            saved = own + loan.missing - loan.missing * loan.fetch_s / loan.compute_s
         return r.load + 2.0 * (want.tokens - saved), r.sequences
 
     inputs = Inputs(want, Routing(cache_weight=2.0), tuple(replicas), pages, None, offers)

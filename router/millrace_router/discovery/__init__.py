@@ -1,1 +1,1 @@
-"""Discovery of workers: static list, DNS or Kubernetes, behind one interface (base.py)."""
+"""Discovery of workers: static list or Kubernetes, behind one interface (base.py)."""

@@ -8,7 +8,6 @@ from millrace_common.config import ConfigError
 
 from millrace_router.config import DiscoveryConfig, Kind, StaticTarget
 from millrace_router.discovery.base import Listener, Source, Target, one_per_address
-from millrace_router.discovery.dns import DnsSource
 
 
 class StaticSource:
@@ -31,8 +30,6 @@ def make_source(config: DiscoveryConfig, static: Iterable[StaticTarget]) -> Sour
     match config.kind:
         case Kind.STATIC:
             return StaticSource(static)
-        case Kind.DNS:
-            return DnsSource(config.dns)
         case Kind.KUBERNETES:
             try:
                 from millrace_router.discovery.kubernetes import KubernetesSource

@@ -92,11 +92,6 @@ class Loan(NamedTuple):
     def worthwhile(self) -> bool:
         return self.fetch_s < self.compute_s
 
-    @property
-    def price(self) -> float:
-        """The fetch in prompt tokens that could be computed meanwhile."""
-        return self.missing * self.fetch_s / self.compute_s
-
 
 @dataclass(frozen=True, slots=True)
 class Placement:
