@@ -43,7 +43,7 @@ async def reloaded(made: Cluster, worker: FakeWorker, weights: str) -> None:
 async def test_a_pause_is_neither_a_hang_nor_a_stall(cluster: Callable) -> None:
     """Streams go on where they were, however long it took; nothing new comes meanwhile."""
     unified, go = FakeWorker(UNIFIED), asyncio.Event()
-    made: Cluster = await cluster(unified, timeouts={"stall": 0.3, "prefill": 0.3})
+    made: Cluster = await cluster(unified, timeouts={"stall": 1.5, "prefill": 1.5})
     unified.script += [waits(go, after=3), waits(go, after=0)]
     begun = asyncio.create_task(made.generate([1], timeout=60))
     silent = asyncio.create_task(made.generate([2], timeout=60))
