@@ -42,15 +42,16 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"bfloat16": plain, "float32": plain, "fp8": folder / "fp8", "int8": folder / "int8"}
 
 
+@pytest.mark.long
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="notes what Triton's interpreter would run")
 @pytest.mark.parametrize(
     ("weights", "kv_dtype", "drafts"),
     [
         ("float32", "auto", 3),
-        pytest.param("bfloat16", "auto", 0, marks=pytest.mark.long),
-        pytest.param("fp8", "float8_e4m3fn", 0, marks=pytest.mark.long),
-        pytest.param("fp8", "auto", 3, marks=pytest.mark.long),
-        pytest.param("int8", "auto", 0, marks=pytest.mark.long),
+        ("bfloat16", "auto", 0),
+        ("fp8", "float8_e4m3fn", 0),
+        ("fp8", "auto", 3),
+        ("int8", "auto", 0),
     ],
 )
 def test_requests_of_every_kind_find_rehearsed_kernels(

@@ -175,6 +175,7 @@ def run_ranks(dims: ParallelDims, path: str) -> list[Tensor]:
     return [driver.step([(seq, num)], 0, (num,) * dims.dp if dims.dp > 1 else ()) for num in (100, 1, 30)]
 
 
+@pytest.mark.long
 def test_ranks_say_what_one_says(sparse: Path, tmp_path: Path) -> None:
     grid = [(2, 1), (1, 2), (2, 2)]
     results = run_jobs([(tp, dp, run_ranks, (str(sparse),)) for tp, dp in grid], tmp_path)

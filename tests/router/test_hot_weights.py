@@ -104,6 +104,7 @@ async def test_what_a_client_has_seen_is_of_one_version(cluster: Callable) -> No
     assert {r.weights_version for r in (await made.generate([9])).responses[:-1]} == {""}
     unified.script += [hangs(after=3), hangs()]
     begun = asyncio.create_task(made.generate([1], timeout=60))
+    await made.until(lambda: len(unified.active) == 1)  # it has the first line of the script
     silent = asyncio.create_task(made.generate([2], timeout=60))
     await made.until(lambda: len(unified.active) == 2)
     await made.until(lambda: sum(len(s.continuations[0].generation.flow.outputs) for s in active(made)) == 3)

@@ -428,6 +428,7 @@ async def test_a_checkpoint_that_does_not_fit_is_refused_and_the_old_weights_go_
     assert await answers(model) == references[0]
 
 
+@pytest.mark.long
 async def test_a_pair_whose_workers_change_one_after_the_other(
     other: Path, references: list[list[list[int]]], tmp_path: Path
 ) -> None:
@@ -460,6 +461,7 @@ async def test_a_pair_whose_workers_change_one_after_the_other(
         await asyncio.gather(prefill.whole(), decode.whole())
 
 
+@pytest.mark.long
 async def test_a_worker_wakes_with_what_it_had_or_with_another_checkpoint(
     model: Worker, other: Path, references: list[list[list[int]]]
 ) -> None:
@@ -477,6 +479,7 @@ async def test_a_worker_wakes_with_what_it_had_or_with_another_checkpoint(
     await model.whole()
 
 
+@pytest.mark.long
 async def test_pages_in_the_tiers_are_of_one_version(
     other: Path, references: list[list[list[int]]], tmp_path: Path
 ) -> None:
