@@ -32,18 +32,23 @@ class Loop:
         self.inbox: Receiver[ToEngine] = Receiver(context, f"ipc://{folder}/{index}", ToEngine)
         self.outbox: Sender[ToEngine] = Sender(context, self.inbox.endpoint)
         self.tokens: queue.Queue[tuple[float, int]] = queue.Queue()
-        self.num_steps, self.lockstep = 0, lockstep
+        self.num_steps, self.lockstep, self.checked = 0, lockstep, threading.Event()
         self.thread = threading.Thread(target=self._run, daemon=True)
 
     def _run(self) -> None:
         engine = build_sim_engine(EngineConfig.model_validate(TINY), Role.UNIFIED, SETTINGS, self.lockstep)
-        step = engine.step
+        step, check_idle = engine.step, engine.check_idle
+
+        def check() -> None:
+            check_idle()
+            self.checked.set()
 
         def counted() -> Events:
             self.num_steps += 1
             return step()
 
         engine.step = counted  # type: ignore[method-assign]
+        engine.check_idle = check  # type: ignore[method-assign]
         EngineLoop(engine, self.inbox, self._report, Upkeep(0, self._report, engine.progress, no_weights)).run()
 
     def _report(self, report: Report) -> None:
@@ -81,9 +86,10 @@ def test_idle_loops_do_nothing_and_wake_at_once(loops: list[Loop]) -> None:
     for loop in loops:
         loop.thread.start()
     ask(loops[0], 1, 3)
-    time.sleep(1.5)  # the pools are checked once, after a quiet second
+    assert all(loop.checked.wait(30) for loop in loops), "the pools are checked once, after a quiet second"
+    time.sleep(0.5)  # for the step behind the check
     before, cpu_s = [loop.num_steps for loop in loops], time.process_time()
-    time.sleep(1.0)
+    time.sleep(1.0)  # nothing may happen for as long
     assert [loop.num_steps for loop in loops] == before, "they stepped while nobody had work"
     assert time.process_time() - cpu_s < 0.02
     first = [ask(loops[room % 2], room, 2) for room in range(2, 12)]

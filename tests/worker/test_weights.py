@@ -160,6 +160,8 @@ async def test_sleep_ends_the_ranks_and_wake_starts_them_again(tmp_path: Path) -
                 await do(decode, action, **fields)
         await do(decode, "sleep")
         await asyncio.gather(*(do(worker, "wake") for worker in both))
+        loads = [load for worker in both for load in list((await worker.load()).replicas)]
+        assert all(load.paused for load in loads), "a load may come before a resume"
         await asyncio.gather(*(do(worker, "resume") for worker in both))
         assert (await decode.info()).epoch != epoch
         await through(prefill, decode, prompt)
@@ -289,7 +291,8 @@ async def test_ranks_that_do_not_wake_are_stopped_and_can_be_woken_again() -> No
         if late:
             raise late.pop()
 
-    weights, frontend = scripted(Ranks(), starts)
+    ranks = Ranks()
+    weights, frontend = scripted(ranks, starts)
     await weights.pause(drop=False)
     await weights.sleep()
     with pytest.raises(MillraceError, match="took longer"):
@@ -298,6 +301,7 @@ async def test_ranks_that_do_not_wake_are_stopped_and_can_be_woken_again() -> No
     with pytest.raises(MillraceError, match="wake it first"):
         await weights.resume()
     await weights.wake("", "")
+    assert ranks.sent == [Pause(True), Pause(True)], "the new engines begin no step either"
     await weights.resume()
     assert frontend.lifecycle.state is State.READY
 
@@ -474,6 +478,8 @@ async def test_a_worker_wakes_with_what_it_had_or_with_another_checkpoint(
         await do(model, "pause", drop=True)
         await do(model, "sleep")
         assert await do(model, "wake", path=path, version=version) == expected_version
+        if not path:  # one more time over what it has
+            await do(model, "load", path=str((TINY, other)[reference]), version=expected_version)
         await do(model, "resume")
         assert await answers(model, cached=0) == references[reference]
     await model.whole()

@@ -292,4 +292,5 @@ class Events(msgspec.Struct, tag=True):
         return bool(self.outputs or self.parts or self.reserved or self.cache)
 
 
-EngineInput = Submit | Abort | KvOffered | KvArrived | KvFailed | KvLate | Lend | LeaseEnded | FlushCache | Pause
+SchedulerInput = Submit | Abort | KvOffered | KvArrived | KvFailed | KvLate | Lend | LeaseEnded | FlushCache
+EngineInput = SchedulerInput | Pause

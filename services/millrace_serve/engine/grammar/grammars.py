@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 from millrace_common.reasons import Reason
 
-from millrace_serve.engine.core import EngineInput, Failure, FlushCache, Grammar, Pause, Request, RequestId, Submit
+from millrace_serve.engine.core import Failure, FlushCache, Grammar, Request, RequestId, SchedulerInput, Submit
 
 MAX_COMPILED = 128  # grammars kept; the least recently used one goes
 COMPILE_THREADS = 2
@@ -115,7 +115,7 @@ class _Held(NamedTuple):
     since: float
     compiled: Compiled
     submit: Submit
-    later: list[EngineInput]
+    later: list[SchedulerInput]
 
 
 class Grammars:
@@ -133,11 +133,11 @@ class Grammars:
         """Requests whose grammars are being compiled."""
         return len(self._held)
 
-    def admit(self, message: EngineInput) -> list[EngineInput]:
+    def admit(self, message: SchedulerInput) -> list[SchedulerInput]:
         """Return the message if it may go on to the scheduler now."""
         if not self._held and not isinstance(message, Submit):  # nearly always
             return [message]
-        if isinstance(message, FlushCache | Pause):
+        if isinstance(message, FlushCache):
             return [message]
         id = message.request.id if isinstance(message, Submit) else message.id
         if id in self._held:
@@ -151,9 +151,9 @@ class Grammars:
         self._held[id] = _Held(self._clock(), compiled, message, [])
         return []
 
-    def admitted(self) -> list[EngineInput]:
+    def admitted(self) -> list[SchedulerInput]:
         """The messages of requests whose compilation has ended, in order for each of them."""
-        ready: list[EngineInput] = []
+        ready: list[SchedulerInput] = []
         for id, (since, compiled, submit, later) in list(self._held.items()):
             if compiled.done():
                 del self._held[id]

@@ -22,7 +22,6 @@ from millrace_common.reasons import Reason
 from millrace_serve.engine.config import EngineConfig
 from millrace_serve.engine.core import (
     Abort,
-    EngineInput,
     Failure,
     FinishReason,
     KvArrived,
@@ -30,6 +29,7 @@ from millrace_serve.engine.core import (
     KvOffered,
     KvReserved,
     Load,
+    SchedulerInput,
     SequenceOutput,
     Submit,
 )
@@ -55,7 +55,7 @@ class DecodeScheduler(Scheduler):
 
     # ------------------------------------------------------------------------------------------ messages
 
-    def handle(self, msg: EngineInput) -> None:
+    def handle(self, msg: SchedulerInput) -> None:
         live = self.requests.live
         match msg:
             case Submit(request):

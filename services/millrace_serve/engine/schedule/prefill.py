@@ -24,7 +24,6 @@ from millrace_common.reasons import Reason
 from millrace_serve.engine.config import EngineConfig
 from millrace_serve.engine.core import (
     Abort,
-    EngineInput,
     Failure,
     FinishReason,
     KvArrived,
@@ -35,6 +34,7 @@ from millrace_serve.engine.core import (
     KvReserved,
     LeaseEnded,
     Load,
+    SchedulerInput,
     SequenceOutput,
     Submit,
 )
@@ -52,7 +52,7 @@ class PrefillScheduler(Scheduler):
         self._speed = Rate()  # prompt tokens
         self._committed_at = 0.0
 
-    def handle(self, msg: EngineInput) -> None:
+    def handle(self, msg: SchedulerInput) -> None:
         live = self.requests.live
         match msg:
             case Submit(request):

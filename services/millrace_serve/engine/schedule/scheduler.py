@@ -19,7 +19,6 @@ from millrace_common.reasons import Reason
 
 from millrace_serve.engine.config import EngineConfig
 from millrace_serve.engine.core import (
-    EngineInput,
     Events,
     Failure,
     FinishReason,
@@ -28,6 +27,7 @@ from millrace_serve.engine.core import (
     Lend,
     Load,
     Request,
+    SchedulerInput,
 )
 from millrace_serve.engine.schedule.host_copies import HostCopies
 from millrace_serve.engine.schedule.loans import Loans
@@ -51,10 +51,10 @@ class Scheduler(abc.ABC):
         self._blocked = False  # the head of the queue lacked pages when it was last tried
 
     @abc.abstractmethod
-    def handle(self, msg: EngineInput) -> None:
+    def handle(self, msg: SchedulerInput) -> None:
         """Never raises for a bad request: the request ends in an output with finish ERROR."""
 
-    def _handle_cache(self, msg: EngineInput) -> None:
+    def _handle_cache(self, msg: SchedulerInput) -> None:
         """Messages about the prefix cache, alike in both schedulers."""
         match msg:
             case Lend(id, blocks):

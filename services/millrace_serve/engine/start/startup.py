@@ -81,7 +81,8 @@ def kv_layout(
 ) -> KvLayout:
     """Of the pages of a rank with activations in `dtype`. Raises ValueError: the model does not support the limits."""
     if model.index_topk and limits.share_prompts:
-        raise ValueError("limits.share_prompts=true is not supported by a model with sparse attention (index_topk)")
+        text = f"limits.share_prompts={limits.share_prompts}: must be 0 for a model with sparse attention (index_topk)"
+        raise ValueError(text)
     kv_dtype = str(dtype).removeprefix("torch.") if execution.kv_dtype == "auto" else execution.kv_dtype
     return KvLayout(
         page_size=limits.page_size,

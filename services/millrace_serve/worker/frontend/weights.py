@@ -110,6 +110,8 @@ class HotWeights:
                 raise
             self._asleep, self._broken = False, ""
             self._life.advance(State.PAUSED, "")
+            self._tell_engines(Pause(on=True))
+            await self._quiet()
             if self._frontend.version:
                 await self._set(SetWeights("", self._frontend.version))
 
