@@ -34,10 +34,10 @@ from millrace_serve.engine.step.cuda_copier import CudaCopier
 from millrace_serve.engine.step.device import Replay
 from millrace_serve.engine.step.page_copier import STORE_BYTES, PageCopier
 from millrace_serve.model.parallel import ParallelDims
-from msgspec import structs
 
 from millrace_bench import shard, v3
 from millrace_bench.common import ROOT, Record, Summary, print_record
+from millrace_bench.pools import model_pool
 from millrace_bench.stamps import milliseconds, stamp
 
 V3_PAGE = KvLayout(page_size=64, num_layers=61, dtype="bfloat16", latent_width=512, rope_width=64, model_hash="bench")
@@ -88,13 +88,11 @@ def steps(
     """One row per kind of copies: medians of steps without and beside them, in turns. `size`: BATCHxCONTEXT."""
     batch, context = map(int, size.split("x"))
     model = shard.build(shard.SHARDS["ep8"], layers, device, widths)
-    rows = shard.make_pool(model, batch * -(-context // shard.PAGE) + 1, device, torch.bfloat16)
-    inputs = shard.decode_step(model, batch, context, device)
+    pool = model_pool(model.config, batch * -(-context // shard.PAGE) + 1, torch.bfloat16, device)
+    rows, inputs = pool.view(), shard.decode_step(model, batch, context, device)
+    shard.fill(rows)
     replay = shard.capture(lambda: model.logits(model.forward(inputs, rows)[inputs.sample_rows]), device)
-    latent, width = model.config.kv_lora_rank, model.config.kv_row_dim
-    layout = structs.replace(V3_PAGE, num_layers=rows.shape[1], latent_width=latent, rope_width=width - latent)
-    pool = KvPool(layout, len(rows), rows.view(torch.uint8).view(-1))
-    most = min(max(STORE_BYTES // layout.page_bytes, 1), len(rows))
+    most = min(max(STORE_BYTES // pool.layout.page_bytes, 1), pool.num_pages)
     copier = CudaCopier(pool, most) if device.type == "cuda" else PageCopier(pool, most)
     for kind, ways, ahead in COPIES:
         times: dict[bool, list[float]] = {False: [], True: []}
