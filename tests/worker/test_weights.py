@@ -469,6 +469,8 @@ async def test_a_pair_whose_workers_change_one_after_the_other(
 async def test_a_worker_wakes_with_what_it_had_or_with_another_checkpoint(
     model: Worker, other: Path, references: list[list[list[int]]]
 ) -> None:
+    await do(model, "pause", drop=True)
+    assert await do(model, "load", path=str(TINY), version="tiny") == "tiny"
     for path, version, expected_version, reference in (
         ("", "", "tiny", 0),
         (str(other), "two", "two", 1),
