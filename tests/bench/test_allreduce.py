@@ -22,6 +22,7 @@ def measured(dims: ParallelDims) -> list[dict[str, Any]]:
     return allreduce.measure(argparse.Namespace(rows=[1, 20], width=256, repeats=1), torch.device("cpu"))
 
 
+@pytest.mark.long
 def test_every_way_gives_the_same(tmp_path: Path) -> None:
     rows, _ = run_jobs([(2, 1, measured, ())], tmp_path)[0]
     assert [(row["rows"], row["form"]) for row in rows[::4]] == [(1, "plain"), (20, "plain"), (20, "fp8"), (20, "both")]

@@ -248,6 +248,7 @@ def run_here(system: System, suite: Suite, concurrency: int = 3) -> Evaluation:
     return asyncio.run(evaluate(system, suite.jobs(), concurrency, quiet()))
 
 
+@pytest.mark.long
 def test_our_engine_answers_as_transformers() -> None:
     suite = Suite(tasks=("addition", "chat", "sort"), num_items=5)
     ours = run_here(System(Kind.MODEL, str(TINY)), suite)
@@ -263,6 +264,7 @@ def test_our_engine_answers_as_transformers() -> None:
     assert ours.perplexity.value == pytest.approx(theirs.perplexity.value, rel=1e-4)
 
 
+@pytest.mark.long
 def test_sampling_is_repeatable_and_a_prompt_too_long_fails_alone(tmp_path: Path) -> None:
     path = tmp_path / "long.jsonl"
     questions = ["Add 1 and 2.", "word " * 5000]

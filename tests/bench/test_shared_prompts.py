@@ -9,6 +9,7 @@ import torch
 from millrace_bench import shared_prompts
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would take the GPUs")
 def test_both_ways_leave_the_same_kv() -> None:
     args = argparse.Namespace(

@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.long
 def test_rows_of_few_ranks(tmp_path: Path) -> None:
     few = ["--agreements", "2/1", "8/2", "--groups", "2", "--steps", "30", "--out", str(tmp_path / "rows.json")]
     subprocess.run([sys.executable, "-m", "millrace_bench.stepping", *few], check=True, timeout=120)

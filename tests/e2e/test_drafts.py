@@ -212,6 +212,7 @@ async def test_workers_of_different_layouts_are_no_pair_and_both_pairs_serve(
         assert after[name].load.replicas[0].output_tokens > before[name].load.replicas[0].output_tokens
 
 
+@pytest.mark.long
 async def test_streams_go_on_in_the_other_pair_when_their_decode_worker_dies(
     fleet: ControlledCluster, plain: list[Answer]
 ) -> None:

@@ -14,21 +14,17 @@ THRESHOLDS = {"addition": 0.95, "copy": 0.95, "retrieval_1k": 0.95, "sort": 0.90
 ITEMS = 12  # of each: 0.95 means all of them, 0.90 all but one
 
 
-def evaluate(num_items: int) -> dict[str, Any]:
-    """The command's results for so many items of each task, after a look at how many of all went wrong."""
+@pytest.fixture(scope="module")
+def results() -> dict[str, Any]:
+    """The command's, after a look at how many of all items went wrong."""
     command = [sys.executable, "-m", "millrace_bench.eval", "--self-serve", "pair", "--checkpoint", str(TINY)]
-    options = ["--num-items", str(num_items), "--concurrency", "4", "--tasks", *THRESHOLDS]
+    options = ["--num-items", str(ITEMS), "--concurrency", "4", "--tasks", *THRESHOLDS]
     result = subprocess.run([*command, *options], capture_output=True, text=True, timeout=115, check=False)
     assert result.returncode == 0, result.stderr
     record: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])["results"]
     whole = record["all"]
-    assert (whole["items"], whole["invalid"], whole["failed"]) == (num_items * len(THRESHOLDS), 0, 0)
+    assert (whole["items"], whole["invalid"], whole["failed"]) == (ITEMS * len(THRESHOLDS), 0, 0)
     return record
-
-
-@pytest.fixture(scope="module")
-def results() -> dict[str, Any]:
-    return evaluate(ITEMS)
 
 
 @pytest.mark.long
@@ -37,8 +33,3 @@ def test_accuracy(results: dict[str, Any], task: str) -> None:
     figures = results["tasks"][task]
     wrong = [one for one in results["wrong"] if one["item"].startswith(f"{task}[")]
     assert figures["accuracy"] >= THRESHOLDS[task], wrong
-
-
-def test_nothing_is_invalid_or_failed() -> None:
-    """Of few items: test_accuracy has this of all."""
-    evaluate(2)

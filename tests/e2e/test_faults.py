@@ -174,6 +174,7 @@ async def test_decode_worker_dies_in_the_middle_of_a_stream(two_of_each: Control
         await client.wait_whole(timeout=60)
 
 
+@pytest.mark.long
 async def test_lease_expires_while_the_decode_worker_stalls() -> None:
     settings = (*SLOW_PREFILL, "timeouts.lease=0.3")
     async with (
@@ -194,6 +195,7 @@ async def test_lease_expires_while_the_decode_worker_stalls() -> None:
         await client.wait_whole()
 
 
+@pytest.mark.long
 async def test_a_decode_worker_that_can_read_from_nobody_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even its own pages, while there is a single prefill worker: its supervisor has to start it anew."""
     fault = tmp_path / "kv-fault"
@@ -290,6 +292,7 @@ async def test_decode_worker_out_of_pages_pushes_back() -> None:
         await client.wait_whole()
 
 
+@pytest.mark.long
 async def test_broken_and_frozen_connections() -> None:
     """The router's Links and the decode worker's Fetch run through proxies that cut or freeze them."""
     async with (

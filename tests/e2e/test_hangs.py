@@ -23,6 +23,7 @@ pytestmark = pytest.mark.timeout(240)
 TOKENS = 400  # 4 s of steps
 
 
+@pytest.mark.long
 async def test_streams_leave_a_decode_worker_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hanging = tmp_path / "hanging"
     monkeypatch.setenv(HANG, str(hanging))

@@ -201,6 +201,7 @@ async def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
         yield System(cluster, prometheus, keys, fault)
 
 
+@pytest.mark.long
 async def test_panels_and_alerts(system: System) -> None:
     async with system.clients(4):
         fired = await healthy(system)

@@ -269,6 +269,7 @@ def test_they_end_with_the_rank(tmp_path: Path) -> None:
     assert process.wait(120) == 1
 
 
+@pytest.mark.long
 def test_a_rank_starts_beside_a_process_that_runs_its_steps(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

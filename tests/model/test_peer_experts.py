@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
+import pytest
 import torch
 import torch.nn.functional as F
 from millrace_bench.kernels.numeric import MODEL_TOLERANCE, assert_close
@@ -88,6 +89,7 @@ def _rows(config: ModelConfig, dtype: torch.dtype, num: int, seed: int) -> tuple
     return x, weights, ids
 
 
+@pytest.mark.long
 def test_models_agree(random_bf16: Path, random_fp8: Path, tmp_path: Path) -> None:
     jobs = [
         (tp, dp, functools.partial(run_model, peer=peer), (str(path),))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -31,7 +30,6 @@ async def operate(cluster: Callable) -> AsyncIterator[Callable]:
     yield start
     for client in clients:
         await client.aclose()
-    gc.unfreeze()
 
 
 async def ask(http: httpx.AsyncClient, path: str, **body: object) -> Any:

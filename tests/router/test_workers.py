@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import time
 from collections.abc import Callable
 
@@ -223,7 +222,6 @@ async def test_admin(cluster: Callable) -> None:
     frozen = await made.admin.FreezeGcAll(admin_pb2.FreezeGcAllRequest())
     assert frozen.processes == 7 and frozen.frozen_objects > 3000
     assert (await made.admin.FlushCaches(admin_pb2.FlushCachesRequest())).pages == 21
-    gc.unfreeze()
 
 
 async def test_admin_drain(cluster: Callable) -> None:
