@@ -29,6 +29,12 @@ def compressed(part: str, **changes: Any) -> dict[str, Any]:
     return {"quantization_config": {**COMPRESSED, "config_groups": groups}}
 
 
+def packed(activations: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, **changes}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+    return {"quantization_config": {**COMPRESSED, "format": "pack-quantized", "config_groups": {"group_0": group}}}
+
+
 def test_published_layout() -> None:
     config = ModelConfig.parse({**CONFIG, "auto_map": {"AutoConfig": "x"}, "pretraining_tp": 1})
     assert config.kv_row_dim == 576 and config.qk_head_dim == 192 and config.num_kv_layers == 4
@@ -47,6 +53,7 @@ def test_optional_values() -> None:
     config = ModelConfig.parse({**CONFIG, "q_lora_rank": None, "rope_scaling": None, "eos_token_id": [1, 7]})
     assert config.q_lora_rank is None and config.rope_scaling is None and config.eos_token_ids == (1, 7)
     assert ModelConfig.parse({**CONFIG, "quantization_config": QUANTIZATION}).fp8_blocks
+    assert ModelConfig.parse({**CONFIG, **packed()}).int4_experts
 
 
 def test_only_v32_is_sparse() -> None:
@@ -96,9 +103,14 @@ def test_int8_as_it_is_published() -> None:
         ({"quantization_config": {"quant_method": "fp8"}}, ["weight_block_size", "None"]),
         ({"quantization_config": {"quant_method": "blockwise_int8"}}, ["weight_block_size", "None"]),
         (
-            {"quantization_config": {**COMPRESSED, "format": "pack-quantized"}},
-            ["format", "pack-quantized", "int-quant"],
+            {"quantization_config": {**COMPRESSED, "format": "marlin-24"}},
+            ["format", "marlin-24", "int-quant", "pack-quant"],
         ),
+        (packed(num_bits=8), ["group_0.weights.num_bits", "8"]),
+        (packed(symmetric=False), ["group_0.weights.symmetric", "False"]),
+        (packed(group_size=128), ["group_0.weights.group_size", "128"]),
+        (packed(actorder="static"), ["group_0.weights.actorder", "static"]),
+        (packed({"num_bits": 8}), ["group_0.input_activations", "num_bits"]),
         ({"quantization_config": {**COMPRESSED, "config_groups": {}}}, ["config_groups", "0 groups"]),
         (compressed("weights", num_bits=4), ["group_0.weights.num_bits", "4"]),
         (compressed("weights", strategy="group"), ["group_0.weights.strategy", "group"]),

@@ -8,6 +8,7 @@ does not implement is refused by name.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,11 +35,19 @@ QUANTISATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fp8": ({"fmt": "e4m3", **BLOCKS}, {"fp8_blocks": True}),
     "blockwise_int8": (BLOCKS, {"int8": "int8-block"}),
     "w8a8_int8": ({"activation_scheme": "dynamic"}, {"int8": "int8"}),
-    "compressed-tensors": ({"format": "int-quantized"}, {"int8": "int8"}),
 }
-COMPRESSED_GROUP = {
-    "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"},
-    "input_activations": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True},
+INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
+INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, "actorder": None}
+# The same by `format` for the method compressed-tensors: what its one group of layers must say, and the fields.
+COMPRESSED: dict[str, tuple[dict[str, dict[str, Any]], dict[str, Any]]] = {
+    "int-quantized": (
+        {
+            "weights": {**INT8, "strategy": "channel"},
+            "input_activations": {**INT8, "strategy": "token", "dynamic": True},
+        },
+        {"int8": "int8"},
+    ),
+    "pack-quantized": ({"weights": INT4}, {"int4_experts": True}),
 }
 USUAL = ("fmt", "activation_scheme")  # keys that may be left out
 
@@ -111,6 +120,7 @@ class ModelConfig(BaseModel):
 
     fp8_blocks: bool = False  # linear weights are E4M3 with one weight_scale_inv per 128 x 128 block
     int8: Literal["", "int8", "int8-block"] = ""  # they are INT8, with a weight_scale per output channel or with blocks
+    int4_experts: bool = False  # routed experts are INT4 in groups of 32 columns, other linear weights are plain
 
     @classmethod
     def load(cls, directory: str | Path) -> ModelConfig:
@@ -238,21 +248,34 @@ def _rope(raw: dict[str, Any]) -> dict[str, Any]:
 def _quantization(raw: dict[str, Any]) -> dict[str, Any]:
     quant, where = raw.get("quantization_config"), "quantization_config"
     if quant is None:
-        return {"fp8_blocks": False, "int8": ""}
+        return {"fp8_blocks": False, "int8": "", "int4_experts": False}
     method = quant.get("quant_method")
+    if method == "compressed-tensors":
+        return _compressed(quant, where)
     if method not in QUANTISATIONS:
-        methods = ", ".join(map(repr, QUANTISATIONS))
-        raise ValueError(f"{where}.quant_method={method!r} is not supported (supported: {methods})")
+        raise _unknown(f"{where}.quant_method", method, (*QUANTISATIONS, "compressed-tensors"))
     wanted, fields = QUANTISATIONS[method]
     _require(quant, wanted, where)
-    if method == "compressed-tensors":
-        groups = quant.get("config_groups") or {}
-        if len(groups) != 1:
-            raise ValueError(f"{where}.config_groups: {len(groups)} groups are not supported (supported: one)")
-        for name, group in groups.items():
-            for key, scheme in COMPRESSED_GROUP.items():
-                _require(group.get(key) or {}, scheme, f"{where}.config_groups.{name}.{key}")
     return fields
+
+
+def _compressed(quant: dict[str, Any], where: str) -> dict[str, Any]:
+    if (kind := quant.get("format")) not in COMPRESSED:
+        raise _unknown(f"{where}.format", kind, COMPRESSED)
+    schemes, fields = COMPRESSED[kind]
+    groups = quant.get("config_groups") or {}
+    if len(groups) != 1:
+        raise ValueError(f"{where}.config_groups: {len(groups)} groups are not supported (supported: one)")
+    for name, group in groups.items():
+        for key, scheme in schemes.items():
+            _require(group.get(key) or {}, scheme, f"{where}.config_groups.{name}.{key}")
+        if "input_activations" not in schemes:
+            _require(group, {"input_activations": None}, f"{where}.config_groups.{name}")
+    return fields
+
+
+def _unknown(field: str, value: object, supported: Iterable[str]) -> ValueError:
+    return ValueError(f"{field}={value!r} is not supported (supported: {', '.join(map(repr, supported))})")
 
 
 def _require(found: dict[str, Any], wanted: dict[str, Any], where: str) -> None:

@@ -28,6 +28,19 @@ FORMS = {
     "int8-block": Form("I8", "_scale_inv", True, Int8),
 }
 
+INT4_GROUP = 32  # columns of a scale
+
+
+def unpack_int4(packed: Tensor, scales: Tensor) -> Tensor:
+    """float32 [N, K] of a matrix that compressed-tensors calls pack-quantized.
+
+    Args: packed: int32 [N, K / 8], each of 8 values from -8 to 7 plus 8, the first one in the lowest 4 bits.
+        scales: [N, K / 32]
+    """
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=packed.device)
+    values = ((packed.unsqueeze(-1) >> shifts) & 15) - 8
+    return (values.view(*scales.shape, INT4_GROUP) * scales.float().unsqueeze(-1)).view(len(packed), -1)
+
 
 def form_of(config: ModelConfig) -> Form | None:
     """None: no matrix is quantised."""

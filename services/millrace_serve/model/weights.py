@@ -15,13 +15,23 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
-from millrace_kernels.fp8 import BLOCK
+from millrace_kernels.fp8 import BLOCK, quant_blocks
 from millrace_kernels.int8 import Matrix
 from torch import Tensor
 
 from millrace_serve.model.checkpoint.tensor_file import DTYPES, Reader, Stored, TensorFile
 from millrace_serve.model.config import ModelConfig
-from millrace_serve.model.quantised import FORMS, Quantised, each, form_of, plain, stack_rows, tensors
+from millrace_serve.model.quantised import (
+    FORMS,
+    INT4_GROUP,
+    Quantised,
+    each,
+    form_of,
+    plain,
+    stack_rows,
+    tensors,
+    unpack_int4,
+)
 
 INDEX_FILE = "model.safetensors.index.json"
 FLOATS = ("BF16", "F16", "F32")
@@ -41,6 +51,11 @@ def runs_quantised(device: torch.device, dtype: torch.dtype) -> bool:
 
 def keeps_fp8(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> bool:
     return config.fp8_blocks and runs_quantised(device, dtype)
+
+
+def keeps_fp8_experts(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> bool:
+    """Also those that a checkpoint holds in INT4: no kernel reads it, and twice its memory holds them in FP8."""
+    return (config.fp8_blocks or config.int4_experts) and runs_quantised(device, dtype)
 
 
 class CheckpointError(ValueError):
@@ -104,6 +119,7 @@ class Checkpoint:
         self.dtype = dtype
         self._form, self._keep = form_of(config), keep_quantised
         self.fp8, self.int8 = keep_quantised and config.fp8_blocks, config.int8 if keep_quantised else ""
+        self.fp8_experts = keep_quantised and (config.fp8_blocks or config.int4_experts)
         self._files: dict[Path, TensorFile] = {}
         self._reader = Reader()
         files = checkpoint_files(self.directory).items()
@@ -112,21 +128,29 @@ class Checkpoint:
 
     def tensor(self, name: str, shape: Shape, part: Part = WHOLE, *, dtype: torch.dtype | None = None) -> Tensor:
         """Quantised weights are dequantised; a part of them may begin inside of a block."""
-        stored, dtype = self._stored(name, shape), dtype or self.dtype
+        dtype = dtype or self.dtype
+        if self._is_int4(name):
+            return self._unpacked(name, shape, part).to(dtype)
+        stored = self._stored(name, shape)
         if stored.dtype in QUANTISED:
             rows, cols = part.of(shape)
             return plain(self._quantised(name, stored, shape, part), dtype, rows[0] % BLOCK, cols[0] % BLOCK)
         return self._read(stored, part).to(dtype)
 
     def matrix(self, name: str, shape: Shape, part: Part = WHOLE) -> Matrix:
-        """With scales by block it stays quantised when the rank's part begins at a block and K is whole blocks."""
+        """With scales by block it stays quantised when the rank's part begins at a block and K is whole blocks. INT4
+        becomes FP8 where quantised weights are kept.
+        """
+        if self._is_int4(name):
+            weight = self._unpacked(name, shape, part)
+            return quant_blocks(weight) if self._keep else weight.to(self.dtype)
         stored = self._stored(name, shape)
         if not self._stays(stored, shape, part):
             return self.tensor(name, shape, part)
         return self._quantised(name, stored, shape, part)
 
     def stack(self, names: Sequence[Sequence[str]], shape: Shape, part: Part = WHOLE) -> Matrix:
-        if (at_once := self._stack_at_once(names, shape, part)) is not None:
+        if not self._is_int4(names[0][0]) and (at_once := self._stack_at_once(names, shape, part)) is not None:
             return at_once
         out: Matrix | None = None
         for index, entry in enumerate(names):
@@ -169,7 +193,9 @@ class Checkpoint:
         return self._form.make(self._read(stored, part), self._scales(name, shape, part))
 
     def claim(self, name: str, shape: Shape, *, optional: bool = False) -> None:
-        if name in self._file_of or not optional:
+        if self._is_int4(name):
+            self._packed(name, shape)
+        elif name in self._file_of or not optional:
             self._header(name, shape, (*FLOATS, *QUANTISED))
             if self._form is not None:
                 self._unclaimed.discard(name + self._form.suffix)
@@ -209,6 +235,21 @@ class Checkpoint:
             raise CheckpointError(f"{file}: {wanted}{hint}")
         self._unclaimed.discard(name)
         return stored
+
+    def _is_int4(self, name: str) -> bool:
+        return self.config.int4_experts and ".mlp.experts." in name
+
+    def _packed(self, name: str, shape: Shape) -> tuple[Stored, Stored]:
+        """Values and scales of a matrix in INT4. The third tensor repeats its shape."""
+        self._header(f"{name}_shape", (2,), ("I32", "I64"))
+        values = self._header(f"{name}_packed", (shape[0], shape[1] // 8), ("I32",))
+        return values, self._header(f"{name}_scale", (shape[0], shape[1] // INT4_GROUP), FLOATS)
+
+    def _unpacked(self, name: str, shape: Shape, part: Part) -> Tensor:
+        """float32, the rank's part"""
+        values, scales = (self._read(stored, Part(rows=part.rows)) for stored in self._packed(name, shape))
+        weight = unpack_int4(values, scales)
+        return weight if part.cols is None else weight[:, slice(*part.cols)].contiguous()
 
     def _stored(self, name: str, shape: Shape) -> Stored:
         quantised = (self._form.dtype,) if self._form is not None and len(shape) == 2 else ()

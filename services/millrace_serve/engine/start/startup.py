@@ -28,7 +28,7 @@ from millrace_serve.model.checkpoint.weight_bytes import weight_bytes
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3
 from millrace_serve.model.parallel import ParallelDims
-from millrace_serve.model.weights import keeps_fp8, runs_quantised
+from millrace_serve.model.weights import keeps_fp8, keeps_fp8_experts, runs_quantised
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +66,11 @@ class Site:
         return keeps_fp8(self.model, self.device, self.dtype)
 
     @property
+    def fp8_experts(self) -> bool:
+        """Whether those of routed experts do."""
+        return keeps_fp8_experts(self.model, self.device, self.dtype)
+
+    @property
     def thresholds(self) -> FormThresholds | None:
         """None: as measured."""
         return FORMS.get(self.execution.form)
@@ -73,7 +78,7 @@ class Site:
     def random_weights(self) -> RandomWeights:
         """In the forms in which the rank keeps the checkpoint's."""
         int8 = self.model.int8 if runs_quantised(self.device, self.dtype) else ""
-        return RandomWeights(self.device, self.dtype, fp8=self.fp8, int8=int8)
+        return RandomWeights(self.device, self.dtype, fp8=self.fp8, int8=int8, fp8_experts=self.fp8_experts)
 
 
 def kv_layout(

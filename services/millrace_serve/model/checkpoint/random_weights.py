@@ -24,9 +24,19 @@ _CHUNK = 1 << 26  # elements drawn at a time: 256 MiB, beside the weights themse
 class RandomWeights(Weights):
     """Stands for a `weights.Checkpoint`. On the device `meta`: shapes and dtypes only."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, *, fp8: bool, int8: str = "", seed: int = 0) -> None:
-        """`fp8`, `int8`: how matrices are quantised, as ModelConfig has them."""
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        fp8: bool,
+        int8: str = "",
+        fp8_experts: bool = False,
+        seed: int = 0,
+    ) -> None:
+        """`fp8`, `int8`: how matrices are quantised, as ModelConfig has them; `fp8_experts`: stacks are FP8."""
         self.device, self.dtype, self.fp8, self.int8 = device, dtype, fp8, int8
+        self.fp8_experts = fp8 or fp8_experts
         self._generator = None if device == META else torch.Generator(device).manual_seed(seed)
 
     def tensor(self, name: str, shape: Shape, part: Part = WHOLE, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -38,23 +48,23 @@ class RandomWeights(Weights):
         return self._draw(_size(shape, part), 1 / math.sqrt(shape[1]), dtype)
 
     def matrix(self, name: str, shape: Shape, part: Part = WHOLE) -> Matrix:
-        return self._matrix(_size(shape, part), 1 / math.sqrt(shape[1]))
+        return self._matrix(_size(shape, part), 1 / math.sqrt(shape[1]), self.fp8)
 
     def stack(self, names: Sequence[Sequence[str]], shape: Shape, part: Part = WHOLE) -> Matrix:
         rows, cols = _size(shape, part)
-        return self._matrix((len(names), len(names[0]) * rows, cols), 1 / math.sqrt(shape[1]))
+        return self._matrix((len(names), len(names[0]) * rows, cols), 1 / math.sqrt(shape[1]), self.fp8_experts)
 
     def claim(self, name: str, shape: Shape, *, optional: bool = False) -> None:
         pass
 
-    def _matrix(self, shape: Shape, std: float) -> Matrix:
-        if not self.fp8 and not self.int8:
+    def _matrix(self, shape: Shape, std: float, fp8: bool) -> Matrix:
+        if not fp8 and not self.int8:
             return self._draw(shape, std, self.dtype)
         blocks = (*shape[:-2], -(-shape[-2] // BLOCK), -(-shape[-1] // BLOCK))
-        unit = (E4M3_MAX if self.fp8 else INT8_MAX) / _SIGMAS
+        unit = (E4M3_MAX if fp8 else INT8_MAX) / _SIGMAS
         of_scales = shape[:-1] if self.int8 == "int8" else blocks
         scales = torch.full(of_scales, std / unit, dtype=torch.float32, device=self.device)
-        if self.fp8:
+        if fp8:
             return Fp8(self._draw(shape, unit, torch.float8_e4m3fn), scales)
         return Int8(self._draw(shape, unit, torch.int8), scales)
 

@@ -1,0 +1,177 @@
+"""Experts in INT4, as Kimi K2 Thinking is published: a reduced one against transformers with what INT4 left of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from millrace_bench.kernels.numeric import MODEL_TOLERANCE, assert_close
+from millrace_kernels.fp8 import Fp8
+from millrace_serve.model.checkpoint.headers import check_headers
+from millrace_serve.model.checkpoint.weight_bytes import tensor_bytes, weight_bytes
+from millrace_serve.model.config import ModelConfig
+from millrace_serve.model.deepseek_v3 import load_model
+from millrace_serve.model.moe import Moe
+from millrace_serve.model.parallel import ParallelDims
+from millrace_serve.model.quantised import plain, unpack_int4
+from millrace_serve.model.weights import Checkpoint, CheckpointError, Part
+from model.checkpoints import Tensors, tensors_of, variant
+from model.harness import Driver, Reference, Seq, random_prompt, random_reference
+from model.test_family import CPU, MEMBERS, MLA, REDUCED, VOCAB
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+PUBLISHED = {**REDUCED, **MLA, **MEMBERS["kimi-k2"], "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, "actorder": None}
+QUANTIZATION = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": None}},
+    "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"],
+    "kv_cache_scheme": None,
+}
+GATE = "model.layers.1.mlp.experts.0.gate_proj.weight"
+DOWN = GATE.replace("gate_proj", "down_proj")
+
+
+def pack(values: Tensor) -> Tensor:
+    """int [N, K] from -8 to 7 -> int32 [N, K / 8]"""
+    words = ((values.long() + 8).view(len(values), -1, 8) << torch.arange(0, 32, 4)).sum(-1)
+    return words.to(torch.int32)  # the highest bit becomes the sign
+
+
+def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Values int [N, K] and scales bfloat16 [N, K / 32]."""
+    groups = weight.float().view(len(weight), -1, 32)
+    scales = (groups.abs().amax(-1) / 7.5).bfloat16()
+    return (groups / scales.float().unsqueeze(-1)).round().clamp(-8, 7).view(weight.shape).int(), scales
+
+
+def rounded(weight: Tensor) -> Tensor:
+    values, scales = quantise(weight)
+    return values * scales.float().repeat_interleave(32, 1)
+
+
+def as_published(tensors: Tensors) -> None:
+    for name in [name for name in tensors if ".mlp.experts." in name]:
+        values, scales = quantise(weight := tensors.pop(name))
+        tensors[f"{name}_packed"], tensors[f"{name}_scale"] = pack(values), scales
+        tensors[f"{name}_shape"] = torch.tensor(weight.shape, dtype=torch.int32)
+
+
+@dataclass
+class Thinking:
+    hf: Reference  # with the weights that INT4 left
+    single: Path
+    sharded: Path
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory: pytest.TempPathFactory) -> Thinking:
+    hf, folder = random_reference({**PUBLISHED, "model_type": "deepseek_v3"}), tmp_path_factory.mktemp("k2-thinking")
+    hf.save_pretrained(folder / "sharded", max_shard_size="4MB")
+    single = variant(folder / "sharded", folder / "single", as_published)
+    config = json.dumps({**PUBLISHED, "quantization_config": QUANTIZATION})
+    weight_map = {}
+    for file in (folder / "sharded").glob("*.safetensors"):
+        as_published(tensors := load_file(file))
+        save_file(tensors, file)
+        weight_map |= dict.fromkeys(tensors, file.name)
+    (folder / "sharded" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    for path in (single, folder / "sharded"):
+        (path / "config.json").write_text(config)
+    for name, param in hf.state_dict().items():  # transformers keeps the experts of a layer in one tensor
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            param.copy_(torch.stack([rounded(expert) for expert in param]))
+    return Thinking(hf, single, folder / "sharded")
+
+
+def load(path: Path, dims: ParallelDims | None = None, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    return load_model(path, dims or ParallelDims(), CPU, dtype, **options)
+
+
+@given(
+    st.lists(st.integers(-8, 7), min_size=64, max_size=64), st.lists(st.floats(-4, 4, width=16), min_size=2, max_size=2)
+)
+def test_every_value_comes_back(values: list[int], scales: list[float]) -> None:
+    whole, by_group = torch.tensor(values), torch.tensor(scales)
+    for rows in (1, 2):
+        found = unpack_int4(pack(whole.view(rows, -1)), by_group.view(rows, -1))
+        assert torch.equal(found, (whole * by_group.repeat_interleave(32)).view(rows, -1))
+
+
+def test_first_value_in_the_lowest_bits() -> None:
+    assert pack(torch.tensor([[-8, -7, -6, -5, 0, 1, 6, 7]])).tolist() == [[0xFE983210 - (1 << 32)]]
+
+
+@torch.no_grad()
+def test_logits_and_greedy_tokens(thinking: Thinking) -> None:
+    prompts = [random_prompt(n, VOCAB, n) for n in (3, 70, 130)]
+
+    def logits(tokens: list[int]) -> Tensor:
+        return thinking.hf(torch.tensor([tokens])).logits[0]
+
+    found = Driver(load(thinking.single)).step([(Seq(prompts[2]), 130)])
+    assert_close(found, logits(prompts[2]), MODEL_TOLERANCE)
+    answers = Driver(load(thinking.sharded)).greedy(prompts, 32)
+    assert len(set(answers[0])) > 8, "worth comparing"
+    for prompt, tokens in zip(prompts, answers, strict=True):
+        assert tokens == logits(prompt + tokens[:-1])[len(prompt) - 1 :].argmax(-1).tolist()
+
+
+def test_parts_of_ranks(thinking: Thinking) -> None:
+    """Also those that begin inside of a group."""
+    ckpt = Checkpoint(thinking.single, ModelConfig.load(thinking.single), CPU, torch.float32)
+    for name, shape in ((GATE, (32, 128)), (DOWN, (128, 32))):
+        whole = ckpt.tensor(name, shape)
+        for part in (Part(rows=(16, 32)), Part(cols=(16, 32)), Part((8, 24), (0, 16))):
+            (r0, r1), (c0, c1) = part.of(shape)
+            assert torch.equal(ckpt.tensor(name, shape, part), whole[r0:r1, c0:c1])
+            assert torch.equal(ckpt.stack([[name]], shape, part), whole[None, r0:r1, c0:c1])
+    experts = [load(thinking.sharded, ParallelDims(rank=rank, dp=2)).layers[1].mlp.routed.held.w13 for rank in (0, 1)]
+    assert torch.equal(torch.cat(experts), load(thinking.single).layers[1].mlp.routed.held.w13)
+
+
+def test_a_gpu_keeps_experts_in_fp8_and_the_rest_plain(tmp_path: Path) -> None:
+    """With experts of whole blocks. The plan of memory, and the check of headers, say the same."""
+    wide = {**PUBLISHED, "moe_intermediate_size": 128, "n_routed_experts": 8, "num_hidden_layers": 2}
+    random_reference({**wide, "model_type": "deepseek_v3"}).save_pretrained(tmp_path / "plain")
+    folder = variant(tmp_path / "plain", tmp_path / "int4", as_published)
+    (folder / "config.json").write_text(json.dumps({**wide, "quantization_config": QUANTIZATION}))
+    model, config = load(folder, dtype=torch.bfloat16, keep_quantised=True), ModelConfig.load(folder)
+    dense, moe = (layer.mlp for layer in model.layers)
+    assert isinstance(moe, Moe) and isinstance(moe.routed.held.w13, Fp8) and isinstance(moe.routed.held.w2, Fp8)
+    plain_ones = (model.layers[1].self_attn.o_proj, moe.shared_experts.gate_up_proj, dense.mlp.gate_up_proj)
+    assert {one.dtype for one in plain_ones} == {torch.bfloat16}
+    for dims in (ParallelDims(), ParallelDims(rank=1, dp=2)):
+        rank = load(folder, dims, torch.bfloat16, keep_quantised=True)
+        assert weight_bytes(config, dims, torch.bfloat16, fp8=False) == tensor_bytes(rank)
+    check_headers(folder, config)
+    exact = rounded(tensors_of(tmp_path / "plain")[DOWN])
+    error = (plain(Fp8(*(part[0] for part in moe.routed.held.w2)), torch.float32) - exact).norm() / exact.norm()
+    assert 0 < error < 0.04, "what E4M3 rounds"
+    prompt = random_prompt(40, VOCAB, 1)
+    models = (load(folder, keep_quantised=True), load(folder))
+    found, expected = (Driver(one).step([(Seq(list(prompt)), 40)]) for one in models)
+    assert 0 < float(((found - expected).norm(dim=1) / expected.norm(dim=1)).median()) < 0.2
+
+
+@pytest.mark.parametrize("lost", ["_packed", "_scale", "_shape"])
+def test_missing_tensors_are_named(lost: str, thinking: Thinking, tmp_path: Path) -> None:
+    folder = variant(thinking.single, tmp_path / "bad", lambda tensors: tensors.pop(DOWN + lost))
+    with pytest.raises(CheckpointError, match=f"{DOWN}{lost} is missing"):
+        check_headers(folder, ModelConfig.load(folder))
+
+
+def test_tensors_of_another_shape_are_named(thinking: Thinking, tmp_path: Path) -> None:
+    def change(tensors: Tensors) -> None:
+        tensors[f"{DOWN}_scale"] = tensors[f"{DOWN}_scale"].repeat(1, 2)
+
+    with pytest.raises(CheckpointError, match=rf"{DOWN}_scale has shape \[128, 2\], expected \[128, 1\]"):
+        load(variant(thinking.single, tmp_path / "bad", change))
