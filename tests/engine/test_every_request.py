@@ -23,14 +23,16 @@ from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.worker.caches import variables
 from millrace_testing import launches
 from millrace_testing.checkpoint import write_checkpoint
+from millrace_testing.int4 import write_int4
 from millrace_testing.paths import TINY
+from millrace_testing.sparse import write_sparse
 
 LIMITS = Limits(num_pages=64, max_model_len=256, max_running=8, max_prefill_tokens=96, draft_batches=(8, 4, 2))
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """By dtype of the weights: widths that FlashMLA, FlashInfer and DeepGEMM take, and a tokenizer for grammars."""
+    """By form of the weights: widths that FlashMLA, FlashInfer and DeepGEMM take, and a tokenizer for grammars."""
     folder = tmp_path_factory.mktemp("checkpoints")
     plain = folder / "plain"
     plain.mkdir()
@@ -39,7 +41,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         shutil.copy(TINY / file, plain)
     for form in ("fp8", "int8"):
         export(plain, folder / form, form)
-    return {"bfloat16": plain, "float32": plain, "fp8": folder / "fp8", "int8": folder / "int8"}
+    made = {form: folder / form for form in ("fp8", "int8")}
+    made["int4"] = write_int4(folder / "int4", plain)
+    made["sparse"] = write_sparse(folder / "sparse", plain, index_topk=128)
+    return {"bfloat16": plain, "float32": plain, **made}
 
 
 @pytest.mark.long
@@ -52,6 +57,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ("fp8", "float8_e4m3fn", 0),
         ("fp8", "auto", 3),
         ("int8", "auto", 0),
+        ("int4", "auto", 0),
+        ("sparse", "auto", 3),
     ],
 )
 def test_requests_of_every_kind_find_rehearsed_kernels(
@@ -93,6 +100,8 @@ def test_requests_of_every_kind_find_rehearsed_kernels(
         ("bfloat16", "float8_e4m3fn", 3),
         ("fp8", "auto", 3),
         ("fp8", "float8_e4m3fn", 0),
+        ("int4", "auto", 0),
+        ("sparse", "auto", 3),
     ],
 )
 def test_no_request_waits_for_a_compiler(

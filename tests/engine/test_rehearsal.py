@@ -53,6 +53,17 @@ def test_prompts_of_every_size_class_are_rehearsed() -> None:
     assert [shape.num_decode for shape in decode_shapes(V3, (1, 4))] == [4, 4, 1, 1]
 
 
+def test_sparse_attention_is_rehearsed_where_it_is_dense() -> None:
+    """Behind cached tokens every prompt of V3 would be longer than the 2,048 keys that V3.2 chooses."""
+    shapes = prefill_shapes(V3, 2048)
+    dense = {shape for shape in shapes if shape.prefix + shape.chunk <= 2048}
+    assert {1, 8, 47, 64, 767, 1024} <= {shape.chunk for shape in dense if shape.prefix and not shape.num_decode}
+    assert {1, 2, 16} <= {shape.prefix // 64 for shape in dense if shape.num_decode == shape.chunk == 1}
+    assert {1, 2, 16, 64} <= {shape.pages for shape in dense if shape.num_decode and shape.prefix}, "beside longer ones"
+    assert {*prefill_shapes(V3)} < {*shapes} and len({*shapes}) == len(shapes)
+    assert prefill_shapes(SHORT, 2048) == prefill_shapes(SHORT)
+
+
 def test_cached_tokens_are_rehearsed_though_the_longest_prompt_is_one_step() -> None:
     limits = SMALL.model_copy(update={"max_prefill_tokens": 511})
     behind = {shape.chunk: shape.prefix for shape in prefill_shapes(limits) if shape.prefix and not shape.num_decode}

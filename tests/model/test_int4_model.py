@@ -21,48 +21,15 @@ from millrace_serve.model.moe import Moe
 from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.quantised import plain, unpack_int4
 from millrace_serve.model.weights import Checkpoint, CheckpointError, Part
+from millrace_testing.int4 import pack, rounded, write_int4
 from model.checkpoints import Tensors, tensors_of, variant
 from model.harness import Driver, Reference, Seq, random_prompt, random_reference
 from model.test_family import CPU, MEMBERS, MLA, REDUCED, VOCAB
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 PUBLISHED = {**REDUCED, **MLA, **MEMBERS["kimi-k2"], "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
-WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, "actorder": None}
-QUANTIZATION = {
-    "quant_method": "compressed-tensors",
-    "format": "pack-quantized",
-    "config_groups": {"group_0": {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": None}},
-    "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"],
-    "kv_cache_scheme": None,
-}
 GATE = "model.layers.1.mlp.experts.0.gate_proj.weight"
 DOWN = GATE.replace("gate_proj", "down_proj")
-
-
-def pack(values: Tensor) -> Tensor:
-    """int [N, K] from -8 to 7 -> int32 [N, K / 8]"""
-    words = ((values.long() + 8).view(len(values), -1, 8) << torch.arange(0, 32, 4)).sum(-1)
-    return words.to(torch.int32)  # the highest bit becomes the sign
-
-
-def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Values int [N, K] and scales bfloat16 [N, K / 32]."""
-    groups = weight.float().view(len(weight), -1, 32)
-    scales = (groups.abs().amax(-1) / 7.5).bfloat16()
-    return (groups / scales.float().unsqueeze(-1)).round().clamp(-8, 7).view(weight.shape).int(), scales
-
-
-def rounded(weight: Tensor) -> Tensor:
-    values, scales = quantise(weight)
-    return values * scales.float().repeat_interleave(32, 1)
-
-
-def as_published(tensors: Tensors) -> None:
-    for name in [name for name in tensors if ".mlp.experts." in name]:
-        values, scales = quantise(weight := tensors.pop(name))
-        tensors[f"{name}_packed"], tensors[f"{name}_scale"] = pack(values), scales
-        tensors[f"{name}_shape"] = torch.tensor(weight.shape, dtype=torch.int32)
 
 
 @dataclass
@@ -75,21 +42,15 @@ class Thinking:
 @pytest.fixture(scope="module")
 def thinking(tmp_path_factory: pytest.TempPathFactory) -> Thinking:
     hf, folder = random_reference({**PUBLISHED, "model_type": "deepseek_v3"}), tmp_path_factory.mktemp("k2-thinking")
-    hf.save_pretrained(folder / "sharded", max_shard_size="4MB")
-    single = variant(folder / "sharded", folder / "single", as_published)
-    config = json.dumps({**PUBLISHED, "quantization_config": QUANTIZATION})
-    weight_map = {}
-    for file in (folder / "sharded").glob("*.safetensors"):
-        as_published(tensors := load_file(file))
-        save_file(tensors, file)
-        weight_map |= dict.fromkeys(tensors, file.name)
-    (folder / "sharded" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    for path in (single, folder / "sharded"):
-        (path / "config.json").write_text(config)
+    written = {}
+    for name, size in (("single", "1GB"), ("sharded", "4MB")):
+        hf.save_pretrained(folder / name, max_shard_size=size)
+        (folder / name / "config.json").write_text(json.dumps(PUBLISHED))
+        written[name] = write_int4(folder / f"{name}-int4", folder / name)
     for name, param in hf.state_dict().items():  # transformers keeps the experts of a layer in one tensor
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             param.copy_(torch.stack([rounded(expert) for expert in param]))
-    return Thinking(hf, single, folder / "sharded")
+    return Thinking(hf, written["single"], written["sharded"])
 
 
 def load(path: Path, dims: ParallelDims | None = None, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
@@ -142,8 +103,8 @@ def test_a_gpu_keeps_experts_in_fp8_and_the_rest_plain(tmp_path: Path) -> None:
     """With experts of whole blocks. The plan of memory, and the check of headers, say the same."""
     wide = {**PUBLISHED, "moe_intermediate_size": 128, "n_routed_experts": 8, "num_hidden_layers": 2}
     random_reference({**wide, "model_type": "deepseek_v3"}).save_pretrained(tmp_path / "plain")
-    folder = variant(tmp_path / "plain", tmp_path / "int4", as_published)
-    (folder / "config.json").write_text(json.dumps({**wide, "quantization_config": QUANTIZATION}))
+    (tmp_path / "plain" / "config.json").write_text(json.dumps(wide))
+    folder = write_int4(tmp_path / "int4", tmp_path / "plain")
     model, config = load(folder, dtype=torch.bfloat16, keep_quantised=True), ModelConfig.load(folder)
     dense, moe = (layer.mlp for layer in model.layers)
     assert isinstance(moe, Moe) and isinstance(moe.routed.held.w13, Fp8) and isinstance(moe.routed.held.w2, Fp8)

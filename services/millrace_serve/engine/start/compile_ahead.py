@@ -226,7 +226,7 @@ def run(part: Part) -> None:
     config = site.limits.resolved(2)
     pool = KvPool.create(layout, config.num_pages, site.device)
     runner = TorchRunner(model, pool, config, site.model.vocab_size, device_of(site.device))
-    shapes = [rehearsal.largest(config), *rehearsal.prefill_shapes(config)]
+    shapes = [rehearsal.largest(config), *rehearsal.prefill_shapes(config, site.model.index_topk)]
     if site.role is not Role.PREFILL:
         shapes += rehearsal.decode_shapes(config, site.buckets or buckets_up_to(config.max_running))
     for shape in turned(shapes, part.index, part.count):

@@ -5,7 +5,7 @@ request asks for it. All of their KV lies in the sink page, and they go through 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from millrace_kernels.backend import SMALL_TOKENS
@@ -28,6 +28,7 @@ class Shape:
     chunk: int = 0
     prefix: int = 0
     greedy: bool = True
+    pages: int = 0  # of the longest decode sequence, where they are more than a chunk's
 
     @property
     def num_tokens(self) -> int:
@@ -42,7 +43,21 @@ def largest(limits: Limits) -> Shape:
     return _shape(limits, limits.max_running - chunks, chunks, chunk, _prefix(limits, chunk), greedy=False)
 
 
-def prefill_shapes(limits: Limits) -> Iterator[Shape]:
+def prefill_shapes(limits: Limits, index_topk: int = 0) -> list[Shape]:
+    """With sparse attention also the shapes that are so short that all keys are chosen, where it is dense; and one of
+    them beside decode sequences that are longer.
+    """
+    found = list(_prefill_shapes(limits))
+    if 0 < index_topk < limits.max_model_len:
+        short = limits.model_copy(update={"max_model_len": index_topk + 1})
+        found += _prefill_shapes(short)
+        if limits.max_running > 1:
+            one = _shape(limits, 1, chunks=1, chunk=1, prefix=min(_prefix(short, 1), limits.page_size))
+            found += [replace(one, pages=pages) for pages in _sizes(_prefix(limits, 1) // limits.page_size)]
+    return list(dict.fromkeys(found))
+
+
+def _prefill_shapes(limits: Limits) -> Iterator[Shape]:
     """1. Prompts of every size in `_sizes`, and of every one up to SMALL_TOKENS, where kernels change most often.
     2. Prompts of every size behind cached tokens.
     3. One token behind 1, 2, 4, … pages, beside a decode sequence: keys are split up by the width of the page table.
@@ -95,7 +110,7 @@ def batch_of(shape: Shape, limits: Limits, dp: int = 1, *, graphs: bool = False)
     batch: HostBatch = StepBatch(
         num_decode=shape.num_decode,
         num_queries=q,
-        num_pages=-(-(max(ends, default=1) + limits.draft_tokens) // limits.page_size),
+        num_pages=max(shape.pages, -(-(max(ends, default=1) + limits.draft_tokens) // limits.page_size)),
         slots=slots,
         cu_q=rows,
         num_rows=rows[-1:],

@@ -196,7 +196,7 @@ def prepare(site: Site, config: EngineConfig, runner: TorchRunner, phases: Phase
 
 def compile_kernels(site: Site, config: EngineConfig, runner: TorchRunner) -> None:
     """Those of steps that are no graphs."""
-    shapes = list(rehearsal.prefill_shapes(config))
+    shapes = rehearsal.prefill_shapes(config, site.model.index_topk)
     if not site.buckets and site.role is not Role.PREFILL:
         shapes += rehearsal.decode_shapes(config, buckets_up_to(config.max_running))
     _rehearse(site, runner, shapes, graphs=False)
