@@ -15,7 +15,10 @@ from millrace_testing import triton_interpreter
 from model.ranks import run_jobs
 
 triton_interpreter.install()
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="it would need a GPU per rank")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="it would need a GPU per rank"),
+]
 
 
 ARGS = argparse.Namespace(ranks=2, rows=[1, 3], width=256, repeats=1, polls=5)

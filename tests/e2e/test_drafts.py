@@ -29,7 +29,7 @@ from millrace_testing.paths import TINY
 from millrace_testing.reference import Continuation, assert_greedy, assert_same
 from millrace_testing.rollout import retries
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
 
 PAIRS = {3: ("prefill-0", "decode-0"), 1: ("prefill-1", "decode-0"), 0: ("prefill-2", "decode-1")}  # by handed drafts
 SETTINGS = (
@@ -212,7 +212,6 @@ async def test_workers_of_different_layouts_are_no_pair_and_both_pairs_serve(
         assert after[name].load.replicas[0].output_tokens > before[name].load.replicas[0].output_tokens
 
 
-@pytest.mark.long
 async def test_streams_go_on_in_the_other_pair_when_their_decode_worker_dies(
     fleet: ControlledCluster, plain: list[Answer]
 ) -> None:

@@ -24,7 +24,7 @@ from millrace_rpc.errors import from_rpc_error
 from millrace_testing.client import Answer, Client, collect, until
 from millrace_testing.cluster import ControlledCluster
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

@@ -43,7 +43,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     where(monkeypatch, 8)
     monkeypatch.setattr(exchange, "DeepEpBuffer", make)
-    monkeypatch.setattr(Site, "fp8", True)
+    monkeypatch.setattr(Site, "fp8_experts", True)
     return buffers
 
 
