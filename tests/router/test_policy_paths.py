@@ -177,6 +177,7 @@ async def test_workers_that_say_nothing_are_served_all_the_same(cluster: Callabl
 async def test_short_prompts_are_run_by_the_decode_worker(cluster: Callable) -> None:
     prefill, decode = Caching(PREFILL), Caching(DECODE)
     made = await cluster(prefill, decode, routing={"local_prefill_tokens": 16})
+    await made.until(lambda: len(made.router.registry.hooks.ready) == 1)  # the decode worker alone is ready before
     short, long = PROMPT[:10], PROMPT
     assert (await made.generate(short, request_id="short")).tokens() == expected(short, 8)
     assert not prefill.submitted and decode.sources == [None]
