@@ -50,7 +50,7 @@ test: setup stubs checkpoint $(PROMETHEUS) ## Run all tests except the long ones
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m 'not long' $(ARGS)
 
 .PHONY: test-long
-test-long: setup stubs checkpoint ## Run the long tests: groups with Ray, roll-outs, chaos, a soak, accuracy of a model, tuners, resolvers of requirements
+test-long: setup stubs checkpoint ## Run the long tests: groups with Ray, roll-outs, chaos, a soak, alerts, drafts and grammars of whole systems, accuracy of a model, tuners, resolvers of requirements
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m long $(ARGS)
 
 .PHONY: chaos

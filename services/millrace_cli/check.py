@@ -81,8 +81,8 @@ def _facts(model: ModelConfig, tokenizer: Tokenizer) -> str:
     thoughts = "thoughts" if tokenizer.format.reasons else "no thoughts"
     drafts = "an MTP layer" if model.num_nextn_predict_layers else "no MTP layer in use (limits.draft_tokens)"
     weights = f"{'FP8' if model.fp8_blocks else 'INT8' if model.int8 else 'BF16'} weights"
-    weights += ", experts in INT4 (FP8 in a GPU's memory)" * model.int4_experts
-    return f"{model.num_hidden_layers} layers, {experts}, {weights}, {drafts}; {calls}, {thoughts}"
+    packed = ", its experts in INT4 (FP8 in a GPU's memory)" if model.int4_experts else ""
+    return f"{model.num_hidden_layers} layers, {experts}, {weights}{packed}, {drafts}; {calls}, {thoughts}"
 
 
 def _table(found: Sequence[Layout]) -> Table:

@@ -20,6 +20,8 @@ from millrace_serve.engine.start.layouts import GPUS, Layout, choose, layouts
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.weights import INDEX_FILE
 from millrace_serve.worker.config import WorkerConfig
+from millrace_testing.checkpoint import write_checkpoint
+from millrace_testing.int4 import write_int4
 from millrace_testing.paths import ROOT, TINY
 from safetensors.torch import load_file, save_file
 
@@ -68,6 +70,23 @@ def test_layouts_are_those_that_a_worker_would_plan() -> None:
     assert len(found) == 5 * len(GPUS) and all(one.tokens == most for one in found)
     huge = config.limits.model_copy(update={"max_model_len": 1 << 40})
     assert all(one.tokens == 0 and "max_model_len" in one.why for one in layouts(huge, config, model))
+
+
+def test_experts_in_int4(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are planned in FP8."""
+    wide = tmp_path / "wide"
+    wide.mkdir()
+    write_checkpoint(wide)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINY / file, wide)
+    folder = write_int4(tmp_path / "int4", wide)
+    check(folder, "H200", [])
+    assert "BF16 weights, its experts in INT4 (FP8 in a GPU's memory)" in capsys.readouterr().err
+    config = WorkerConfig.model_validate({"model": folder, "role": "unified", "device": "cuda"})
+    models = [ModelConfig.load(path).without_mtp() for path in (wide, folder)]
+    plain, packed = (next(layouts(config.limits, config, model)).weights for model in models)
+    params = 2 * 16 * 3 * 128 * 256  # of the routed experts of two layers
+    assert plain - packed == 2 * params - (params + 4 * params // 128**2), "with the scales of blocks"
 
 
 def test_the_fewest_gpus_then_the_most_kv() -> None:

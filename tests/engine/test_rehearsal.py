@@ -26,7 +26,8 @@ ONE = Limits(num_pages=9, max_model_len=2, max_running=1, max_prefill_tokens=1)
 
 @pytest.mark.parametrize("limits", [V3, SMALL, SHORT, ONE])
 def test_shapes_respect_the_limits(limits: Limits) -> None:
-    for shape in (largest(limits), *prefill_shapes(limits)):
+    for shape in (largest(limits), *prefill_shapes(limits), *prefill_shapes(limits, 24), *prefill_shapes(limits, 128)):
+        assert shape.pages <= limits.max_pages_per_seq
         assert shape.num_decode + shape.chunks <= limits.max_running
         assert shape.chunk + shape.prefix < limits.max_model_len
         assert shape.prefix % limits.page_size == 0

@@ -252,11 +252,14 @@ def test_flash_mla_reads_rows_in_place(flash_mla: list[tuple[int, ...]], heads: 
     assert_close(found, by_copies(**call | wide))
 
 
-@pytest.mark.parametrize(("topk", "heads", "dtype"), [(100, 2, BF16), (128, 2, E4M3), (4, 130, BF16)])
+@pytest.mark.parametrize(
+    ("topk", "heads", "dtype", "lens"),
+    [(100, 2, BF16, [300, 1, 70]), (128, 2, E4M3, [300, 1, 70]), (128, 130, BF16, [1])],
+)
 def test_flash_mla_leaves_others_to_our_kernel(
-    flash_mla: list[tuple[int, ...]], topk: int, heads: int, dtype: torch.dtype
+    flash_mla: list[tuple[int, ...]], topk: int, heads: int, dtype: torch.dtype, lens: list[int]
 ) -> None:
-    call = indexer_inputs.mla_sparse(Draw(), [300, 1, 70], topk, heads, dtype)
+    call = indexer_inputs.mla_sparse(Draw(), lens, topk, heads, dtype)
     call["q"] = call["q"].to(BF16)
     kv = call["kv"]
     wide = {} if dtype == E4M3 else {"kv": pool_rows(kv).float().as_strided(kv.shape, kv.stride())}

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 from millrace_serve.model.config import CONFIG_FILE
+from millrace_serve.model.weights import INDEX_FILE
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, "actorder": None}
 QUANTIZATION = {
     "quant_method": "compressed-tensors",

@@ -8,6 +8,8 @@ import pytest
 from millrace_bench.checkpoint.export_quantised import QUANTIZATIONS
 from millrace_serve.model.config import ConfigError, ModelConfig
 from millrace_testing.checkpoint import CONFIG
+from millrace_testing.int4 import QUANTIZATION as INT4
+from millrace_testing.int4 import WEIGHTS as INT4_WEIGHTS
 
 QUANTIZATION = QUANTIZATIONS["fp8"]
 GROUP = {
@@ -30,9 +32,8 @@ def compressed(part: str, **changes: Any) -> dict[str, Any]:
 
 
 def packed(activations: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
-    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, **changes}
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
-    return {"quantization_config": {**COMPRESSED, "format": "pack-quantized", "config_groups": {"group_0": group}}}
+    group = {"targets": ["Linear"], "weights": {**INT4_WEIGHTS, **changes}, "input_activations": activations}
+    return {"quantization_config": {**INT4, "config_groups": {"group_0": group}}}
 
 
 def test_published_layout() -> None:
@@ -53,7 +54,7 @@ def test_optional_values() -> None:
     config = ModelConfig.parse({**CONFIG, "q_lora_rank": None, "rope_scaling": None, "eos_token_id": [1, 7]})
     assert config.q_lora_rank is None and config.rope_scaling is None and config.eos_token_ids == (1, 7)
     assert ModelConfig.parse({**CONFIG, "quantization_config": QUANTIZATION}).fp8_blocks
-    assert ModelConfig.parse({**CONFIG, **packed()}).int4_experts
+    assert ModelConfig.parse({**CONFIG, "quantization_config": {**INT4, "transform_config": {}}}).int4_experts
 
 
 def test_only_v32_is_sparse() -> None:
@@ -110,7 +111,13 @@ def test_int8_as_it_is_published() -> None:
         (packed(symmetric=False), ["group_0.weights.symmetric", "False"]),
         (packed(group_size=128), ["group_0.weights.group_size", "128"]),
         (packed(actorder="static"), ["group_0.weights.actorder", "static"]),
+        (packed(strategy="channel"), ["group_0.weights.strategy", "channel"]),
         (packed({"num_bits": 8}), ["group_0.input_activations", "num_bits"]),
+        ({"quantization_config": {**COMPRESSED, "transform_config": {"R1": {}}}}, ["transform_config", "R1"]),
+        (
+            {"quantization_config": {**COMPRESSED, "config_groups": {"a": {**GROUP, "output_activations": GROUP}}}},
+            ["config_groups.a.output_activations", "num_bits"],
+        ),
         ({"quantization_config": {**COMPRESSED, "config_groups": {}}}, ["config_groups", "0 groups"]),
         (compressed("weights", num_bits=4), ["group_0.weights.num_bits", "4"]),
         (compressed("weights", strategy="group"), ["group_0.weights.strategy", "group"]),

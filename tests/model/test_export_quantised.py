@@ -16,6 +16,7 @@ from millrace_serve.model.config import ConfigError, ModelConfig
 from millrace_serve.model.deepseek_v3 import load_model
 from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.weights import INDEX_FILE, CheckpointError
+from millrace_testing.int4 import write_int4
 from millrace_testing.paths import TINY
 from model.checkpoints import Tensors, tensors_of, variant
 from model.harness import Driver, random_prompt
@@ -199,8 +200,9 @@ def test_a_damaged_source_is_named(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_exported(exported: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="quantised already"):
-        export(exported, tmp_path / "again")
+    for source in (exported, write_int4(tmp_path / "int4", TINY)):
+        with pytest.raises(ConfigError, match="quantised already"):
+            export(source, tmp_path / "again")
     with pytest.raises(FileExistsError, match="remove it first"):
         export(TINY, exported)
     with pytest.raises(ConfigError, match="no such file"):

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from millrace_bench.kernels.numeric import MODEL_TOLERANCE, assert_close
-from millrace_kernels.fp8 import Fp8
+from millrace_kernels.fp8 import Fp8, quant_blocks
 from millrace_serve.model.checkpoint.headers import check_headers
 from millrace_serve.model.checkpoint.weight_bytes import tensor_bytes, weight_bytes
 from millrace_serve.model.config import ModelConfig
@@ -97,6 +97,31 @@ def test_parts_of_ranks(thinking: Thinking) -> None:
             assert torch.equal(ckpt.stack([[name]], shape, part), whole[None, r0:r1, c0:c1])
     experts = [load(thinking.sharded, ParallelDims(rank=rank, dp=2)).layers[1].mlp.routed.held.w13 for rank in (0, 1)]
     assert torch.equal(torch.cat(experts), load(thinking.single).layers[1].mlp.routed.held.w13)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_parts_of_experts_on_tensor_parallel_ranks(keep: bool, thinking: Thinking) -> None:
+    """Half a group wide. No block of FP8 is whole, so both products of an expert are plain."""
+    whole = load(thinking.single).layers[1].mlp.routed.held
+    dims = [ParallelDims(rank=rank, tp=2, expert_tp=True) for rank in (0, 1)]
+    parts = [load(thinking.sharded, of_rank, keep_quantised=keep).layers[1].mlp.routed.held for of_rank in dims]
+    gates, ups = zip(*(part.w13.chunk(2, 1) for part in parts), strict=True)
+    assert torch.equal(torch.cat([*gates, *ups], 1), whole.w13)
+    assert torch.equal(torch.cat([part.w2 for part in parts], 2), whole.w2)
+
+
+def test_what_the_forms_change() -> None:
+    """The figures of docs/model.md: relative norms of products with normal values."""
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(rows, 2048, generator=generator) for rows in (512, 64))
+    packed = rounded(weight)
+    fp8 = plain(quant_blocks(packed), torch.float32)
+    for found, expected, least, most in (
+        (packed, weight, 0.093, 0.097),
+        (fp8, packed, 0.025, 0.028),
+        (packed.bfloat16().float(), packed, 0.001, 0.002),
+    ):
+        assert least < float((x @ (found - expected).T).norm() / (x @ expected.T).norm()) < most
 
 
 def test_a_gpu_keeps_experts_in_fp8_and_the_rest_plain(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def export(source: Path, target: Path, form: str = "fp8", max_shard_bytes: int =
 
 def _convert(source: Path, folder: Path, form: str, max_shard_bytes: int) -> None:
     started = time.monotonic()
-    if form_of(ModelConfig.load(source)) is not None:
+    if form_of(model := ModelConfig.load(source)) is not None or model.int4_experts:
         raise ConfigError(f"{source / CONFIG_FILE}: quantization_config: the checkpoint is quantised already")
     write_shards(folder, _quantised(source, form), max_shard_bytes)
     for file in sorted(source.iterdir()):

@@ -38,7 +38,9 @@ QUANTISATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, "actorder": None}
-# The same by `format` for the method compressed-tensors: what its one group of layers must say, and the fields.
+# The same by `format` for the method compressed-tensors: what its one group of layers must say. A part of PARTS that is
+# not listed must be absent.
+PARTS = ("weights", "input_activations", "output_activations")
 COMPRESSED: dict[str, tuple[dict[str, dict[str, Any]], dict[str, Any]]] = {
     "int-quantized": (
         {
@@ -56,7 +58,7 @@ ABSENT = {
     "deepseek_v2": "gates with softmax scores and greedy choice",
     "glm_moe_dsa": "sparse attention, whose chosen tokens several layers share",
     "deepseek_v4": "compressed attention, hyper-connections and FP4 experts",
-    "kimi_k25": "a vision tower and INT4 experts",
+    "kimi_k25": "a vision tower",
     "kimi_linear": "Kimi Delta Attention",
 }
 INDEXER = ("index_n_heads", "index_head_dim", "index_topk")  # keys of V3.2's sparse attention
@@ -176,6 +178,11 @@ class ModelConfig(BaseModel):
         return self
 
     @property
+    def fp8_experts(self) -> bool:
+        """Whether routed experts are in FP8 where quantised weights are kept: also INT4 ones, which no kernel reads."""
+        return self.fp8_blocks or self.int4_experts
+
+    @property
     def qk_head_dim(self) -> int:
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
@@ -263,14 +270,18 @@ def _compressed(quant: dict[str, Any], where: str) -> dict[str, Any]:
     if (kind := quant.get("format")) not in COMPRESSED:
         raise _unknown(f"{where}.format", kind, COMPRESSED)
     schemes, fields = COMPRESSED[kind]
+    if transform := quant.get("transform_config"):
+        raise ValueError(f"{where}.transform_config={transform!r} is not supported (supported: none)")
     groups = quant.get("config_groups") or {}
     if len(groups) != 1:
         raise ValueError(f"{where}.config_groups: {len(groups)} groups are not supported (supported: one)")
     for name, group in groups.items():
-        for key, scheme in schemes.items():
-            _require(group.get(key) or {}, scheme, f"{where}.config_groups.{name}.{key}")
-        if "input_activations" not in schemes:
-            _require(group, {"input_activations": None}, f"{where}.config_groups.{name}")
+        of_group = f"{where}.config_groups.{name}"
+        for part in PARTS:
+            if part in schemes:
+                _require(group.get(part) or {}, schemes[part], f"{of_group}.{part}")
+            else:
+                _require(group, {part: None}, of_group)
     return fields
 
 

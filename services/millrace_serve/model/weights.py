@@ -53,11 +53,6 @@ def keeps_fp8(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> 
     return config.fp8_blocks and runs_quantised(device, dtype)
 
 
-def keeps_fp8_experts(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> bool:
-    """Also those that a checkpoint holds in INT4: no kernel reads it, and twice its memory holds them in FP8."""
-    return (config.fp8_blocks or config.int4_experts) and runs_quantised(device, dtype)
-
-
 class CheckpointError(ValueError):
     """The checkpoint is unreadable or does not match its config; the message names the tensor."""
 
@@ -119,7 +114,7 @@ class Checkpoint:
         self.dtype = dtype
         self._form, self._keep = form_of(config), keep_quantised
         self.fp8, self.int8 = keep_quantised and config.fp8_blocks, config.int8 if keep_quantised else ""
-        self.fp8_experts = keep_quantised and (config.fp8_blocks or config.int4_experts)
+        self.fp8_experts = keep_quantised and config.fp8_experts
         self._files: dict[Path, TensorFile] = {}
         self._reader = Reader()
         files = checkpoint_files(self.directory).items()
@@ -139,11 +134,12 @@ class Checkpoint:
 
     def matrix(self, name: str, shape: Shape, part: Part = WHOLE) -> Matrix:
         """With scales by block it stays quantised when the rank's part begins at a block and K is whole blocks. INT4
-        becomes FP8 where quantised weights are kept.
+        becomes FP8 where quantised weights are kept and the part is whole blocks, for w13 and w2 alike.
         """
         if self._is_int4(name):
             weight = self._unpacked(name, shape, part)
-            return quant_blocks(weight) if self._keep else weight.to(self.dtype)
+            whole = not any(size % BLOCK for size in weight.shape)
+            return quant_blocks(weight) if self._keep and whole else weight.to(self.dtype)
         stored = self._stored(name, shape)
         if not self._stays(stored, shape, part):
             return self.tensor(name, shape, part)

@@ -28,7 +28,7 @@ from millrace_serve.model.checkpoint.weight_bytes import weight_bytes
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3
 from millrace_serve.model.parallel import ParallelDims
-from millrace_serve.model.weights import keeps_fp8, keeps_fp8_experts, runs_quantised
+from millrace_serve.model.weights import keeps_fp8, runs_quantised
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Site:
     @property
     def fp8_experts(self) -> bool:
         """Whether those of routed experts do."""
-        return keeps_fp8_experts(self.model, self.device, self.dtype)
+        return self.model.fp8_experts and runs_quantised(self.device, self.dtype)
 
     @property
     def thresholds(self) -> FormThresholds | None:
