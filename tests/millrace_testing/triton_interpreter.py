@@ -49,6 +49,45 @@ def _dot(self: Any, a: Any, b: Any, d: Any, input_precision: object, max_num_imp
     return TensorHandle(np.matmul(floats(a), floats(b)) + d.data, d.dtype.scalar)
 
 
+class _Memory:
+    """Memory from an address on, as numpy reads it."""
+
+    def __init__(self, address: int, count: int, dtype: np.dtype[Any]) -> None:
+        self.__array_interface__ = {"version": 3, "data": (address, False), "shape": (count,), "typestr": dtype.str}
+
+
+def _elements(addresses: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> tuple[np.ndarray[Any, Any], Any]:
+    """An array that begins at the lowest address [N > 0], and where in it the elements lie."""
+    low = int(addresses.min())
+    places = ((addresses - np.uint64(low)) // np.uint64(dtype.itemsize)).astype(np.intp)
+    return np.asarray(_Memory(low, int(places.max()) + 1, dtype)), places
+
+
+def _load(self: Any, pointers: Any, mask: Any, other: Any, *_: object, **__: object) -> Any:
+    """An element is read once, as by a GPU. A memcpy of two bytes reads the low one twice, so a value that another
+    process writes meanwhile may come without it.
+    """
+    from triton.runtime.interpreter import TensorHandle, _get_np_dtype
+
+    dtype = pointers.get_element_ty()
+    values = np.zeros(pointers.data.shape, _get_np_dtype(dtype))
+    if other is not None:
+        values[...] = other.data
+    inside = np.asarray(mask.data).astype(bool)
+    if inside.any():
+        memory, places = _elements(pointers.data[inside], values.dtype)
+        values[inside] = memory[places]
+    return TensorHandle(values, dtype)
+
+
+def _store(self: Any, pointers: Any, value: Any, mask: Any, *_: object, **__: object) -> None:
+    """An element is written once: the kernels of several processes take data for its own flag."""
+    inside = np.asarray(mask.data).astype(bool)
+    if inside.any():
+        memory, places = _elements(pointers.data[inside], value.data.dtype)
+        memory[places] = value.data[inside]
+
+
 def _patch_tensor(original: Any) -> Any:
     """Scalars are arrays of one element, which numpy no longer takes for an int: loop bounds."""
 
@@ -78,4 +117,6 @@ def install() -> None:
         interpreter._convert_float = convert
         interpreter._patch_lang = _patch_once(interpreter._patch_lang, interpreter._LangPatchScope())
         interpreter.InterpreterBuilder.create_dot = _dot
+        interpreter.InterpreterBuilder.create_masked_load = _load
+        interpreter.InterpreterBuilder.create_masked_store = _store
         interpreter._patch_lang_tensor = _patch_tensor(interpreter._patch_lang_tensor)
