@@ -40,6 +40,7 @@ from millrace_serve.model.experts.gather import GatherExperts
 from millrace_serve.model.experts.placement import Placement
 from millrace_serve.model.moe import Gate, Moe
 from millrace_serve.model.parallel import ParallelDims, init_parallel, leave_parallel
+from millrace_serve.model.quantised import FP8
 from torch import multiprocessing
 
 from millrace_bench import v3
@@ -185,7 +186,7 @@ def rank_main(rank: int, folder: str, args: argparse.Namespace) -> None:
     dims = ParallelDims(**{**_fields(joined), "spare_experts": args.spare})
     widths: dict[str, Any] = {**v3.V3, **(v3.TINY if args.tiny else {}), "n_routed_experts": args.experts}
     config = ModelConfig(num_hidden_layers=args.layers, **widths)
-    model = DeepseekV3(RandomWeights(device, torch.bfloat16, fp8=True), config, dims, experts=GatherExperts)
+    model = DeepseekV3(RandomWeights(device, torch.bfloat16, FP8), config, dims, experts=GatherExperts)
     assert model.balancer is not None
     model.balancer.connect()
     rows = []

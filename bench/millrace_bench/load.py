@@ -29,6 +29,7 @@ from millrace_serve.model.checkpoint.random_weights import META, RandomWeights
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model
 from millrace_serve.model.parallel import ParallelDims
+from millrace_serve.model.quantised import PLAIN
 from millrace_serve.model.weights import Shape, checkpoint_files
 
 from millrace_bench import v3
@@ -53,7 +54,7 @@ class Names(Headers):
     """Writes down the tensors that a model asks for, in the place of a checkpoint that has them."""
 
     def __init__(self) -> None:
-        RandomWeights.__init__(self, META, torch.bfloat16, fp8=False)
+        RandomWeights.__init__(self, META, torch.bfloat16, PLAIN)
         self.shapes: dict[str, Shape] = {}
 
     def claim(self, name: str, shape: Shape, *, optional: bool = False) -> None:

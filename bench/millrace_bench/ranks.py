@@ -34,6 +34,7 @@ from millrace_serve.model.experts.deepep_buffer import DeepEpBuffer, machines, r
 from millrace_serve.model.experts.gather import GatherExperts
 from millrace_serve.model.experts.routed import Implementation
 from millrace_serve.model.parallel import ParallelDims, init_parallel, leave_parallel
+from millrace_serve.model.quantised import FP8
 from torch import multiprocessing
 
 from millrace_bench import v3
@@ -72,7 +73,7 @@ EXCHANGES: dict[str, Callable[..., Implementation]] = {
 def build(dims: ParallelDims, exchange: str, args: argparse.Namespace, device: torch.device) -> DeepseekV3:
     widths: dict[str, Any] = {**v3.V3, **(v3.TINY if args.tiny else {}), "n_routed_experts": args.experts}
     config = ModelConfig(num_hidden_layers=args.layers, **widths)
-    weights = RandomWeights(device, torch.bfloat16, fp8=True)
+    weights = RandomWeights(device, torch.bfloat16, FP8)
     return DeepseekV3(weights, config, dims, experts=EXCHANGES[exchange](config, dims, args, device))
 
 

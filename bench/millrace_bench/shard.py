@@ -42,7 +42,7 @@ from millrace_serve.model.experts.local import LocalExperts
 from millrace_serve.model.inputs import AttnPlan, ForwardInput
 from millrace_serve.model.moe import Moe
 from millrace_serve.model.parallel import ParallelDims
-from millrace_serve.model.quantised import tensors
+from millrace_serve.model.quantised import FP8, tensors
 from millrace_serve.model.sparse_step import IndexPool
 from torch import Tensor
 
@@ -101,7 +101,7 @@ class FoldedExperts(LocalExperts):
 def build(shard: Shard, layers: int, device: torch.device, widths: dict[str, Any] | None = None) -> DeepseekV3:
     """`widths` replaces V3's, for a test."""
     config = ModelConfig(num_hidden_layers=layers, **{**v3.V3, **(widths or {})})
-    weights = RandomWeights(device, torch.bfloat16, fp8=True)
+    weights = RandomWeights(device, torch.bfloat16, FP8)
     return DeepseekV3(weights, config, shard.dims, experts=FoldedExperts if shard.folded else None)
 
 

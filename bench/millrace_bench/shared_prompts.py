@@ -42,6 +42,7 @@ from millrace_serve.model.checkpoint.random_weights import RandomWeights
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3
 from millrace_serve.model.parallel import ParallelDims, init_parallel, leave_parallel
+from millrace_serve.model.quantised import FP8
 from torch import Tensor, multiprocessing
 
 from millrace_bench import ranks, v3
@@ -113,7 +114,7 @@ def build(dims: ParallelDims, args: argparse.Namespace, device: torch.device) ->
     widths: dict[str, Any] = {**v3.V3, **(v3.TINY if args.tiny else {}), "n_routed_experts": args.experts}
     config = ModelConfig(num_hidden_layers=args.layers, **widths)
     experts = ranks.EXCHANGES[args.exchange](config, dims, args, device) if dims.dp > 1 else None
-    model = DeepseekV3(RandomWeights(device, torch.bfloat16, fp8=True), config, dims, experts=experts)
+    model = DeepseekV3(RandomWeights(device, torch.bfloat16, FP8), config, dims, experts=experts)
     limits = EngineConfig(
         num_pages=2 * -(-args.prompt // 64) + 64,
         max_model_len=args.prompt + 1,

@@ -18,7 +18,6 @@ from millrace_serve.engine.start import startup, torch_factory
 from millrace_serve.engine.start.phases import Phases
 from millrace_serve.engine.step.torch_runner import TorchRunner
 from millrace_serve.model import deepseek_v3
-from millrace_serve.model import weights as module_of_weights
 from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.worker.caches import variables
 from millrace_testing import launches
@@ -68,7 +67,7 @@ def test_requests_of_every_kind_find_rehearsed_kernels(
     table, the address of a part of it, and the numbers of sequences and queries.
     """
     torch.set_num_threads(1)
-    for module in (module_of_weights, deepseek_v3, startup):
+    for module in (deepseek_v3, startup):
         monkeypatch.setattr(module, "runs_quantised", lambda device, dtype: True)
 
     def prepare(site: startup.Site, config: EngineConfig, runner: TorchRunner, phases: Phases) -> None:

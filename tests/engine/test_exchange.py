@@ -18,6 +18,7 @@ from millrace_serve.model.experts.deepep_buffer import Machine
 from millrace_serve.model.experts.gather import GatherExperts
 from millrace_serve.model.experts.local import LocalExperts
 from millrace_serve.model.parallel import ParallelDims
+from millrace_serve.model.quantised import FP8
 from millrace_testing.checkpoint import CONFIG
 from millrace_testing.paths import TINY
 
@@ -43,7 +44,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     where(monkeypatch, 8)
     monkeypatch.setattr(exchange, "DeepEpBuffer", make)
-    monkeypatch.setattr(Site, "fp8_experts", True)
+    monkeypatch.setattr(Site, "kept", FP8)
     return buffers
 
 

@@ -25,6 +25,7 @@ from millrace_serve.model.experts.peer import PeerExperts
 from millrace_serve.model.experts.placement import Placement
 from millrace_serve.model.inputs import ForwardInput
 from millrace_serve.model.parallel import ParallelDims, init_parallel
+from millrace_serve.model.quantised import FP8, PLAIN
 from millrace_testing.checkpoint import CONFIG
 from torch import Tensor
 
@@ -48,7 +49,7 @@ def equal_to_gather(dims: ParallelDims) -> None:
     device, top_k = torch.device("cuda", dims.rank), config.num_experts_per_tok
     placement = Placement.contiguous(config.num_kv_layers, config.n_routed_experts, SIZE)
     for fp8 in (True, False):
-        weights = RandomWeights(device, torch.bfloat16, fp8=fp8)
+        weights = RandomWeights(device, torch.bfloat16, FP8 if fp8 else PLAIN)
         layer = ExpertLayer(weights, config, dims, placement, 1)
         peer = PeerExperts(make_exchange(1024, top_k), layer)
         gather = GatherExperts(layer)

@@ -19,6 +19,7 @@ from millrace_serve.model.experts.held import ExpertLayer
 from millrace_serve.model.experts.placement import Placement
 from millrace_serve.model.inputs import ForwardInput
 from millrace_serve.model.parallel import ParallelDims
+from millrace_serve.model.quantised import FP8
 from millrace_serve.model.weights import WHOLE, Part, Shape
 from millrace_testing import fake_deep_ep
 from millrace_testing.checkpoint import CONFIG
@@ -58,14 +59,14 @@ class NamedWeights(RandomWeights):
         made = []
         for of_slot in names:
             expert = int(of_slot[0].split(".experts.")[1].split(".")[0])
-            made.append(RandomWeights(CPU, self.dtype, fp8=True, seed=expert).stack([of_slot], shape, part))
+            made.append(RandomWeights(CPU, self.dtype, FP8, seed=expert).stack([of_slot], shape, part))
         return Fp8(*(torch.cat(parts) for parts in zip(*made, strict=True)))
 
 
 def run_both(dims: ParallelDims, placement: str) -> list[tuple[Tensor, ...]]:
     """(DeepEP's result, the gathering exchange's) of every step."""
     fake_deep_ep.install()
-    where, ckpt = placed(placement, dims.world), NamedWeights(CPU, torch.bfloat16, fp8=True)
+    where, ckpt = placed(placement, dims.world), NamedWeights(CPU, torch.bfloat16, FP8)
     buffer = DeepEpBuffer(MODEL, dims, where.experts.shape[2], MOST_ROWS, CPU)
     layer = ExpertLayer(ckpt, MODEL, dims, where, LAYER)
     exchanges = DeepEpExperts(buffer, layer), GatherExperts(layer)
@@ -80,7 +81,7 @@ def run_both(dims: ParallelDims, placement: str) -> list[tuple[Tensor, ...]]:
 def run_silent(dims: ParallelDims) -> tuple[list[int], list[tuple[Any, ...]]]:
     """The errors before and after rank 1 stopped answering, and the machines of all ranks."""
     fake_deep_ep.install()
-    ckpt, where = NamedWeights(CPU, torch.bfloat16, fp8=True), placed("contiguous", dims.world)
+    ckpt, where = NamedWeights(CPU, torch.bfloat16, FP8), placed("contiguous", dims.world)
     buffer = DeepEpBuffer(MODEL, dims, EXPERTS // dims.world, MOST_ROWS, CPU)
     exchange, found = DeepEpExperts(buffer, ExpertLayer(ckpt, MODEL, dims, where, LAYER)), []
     for silent in ((), (1,)):

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from millrace_bench.checkpoint.export_quantised import export
 from millrace_bench.kernels.numeric import FP8_MODEL_TOLERANCE
 from millrace_kernels.backend import SMALL_TOKENS
 from millrace_kernels.fp8 import BLOCK, Fp8, dequant_blocks, quant_blocks
+from millrace_serve.model.checkpoint.weight_bytes import tensor_bytes, weight_bytes
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model
 from millrace_serve.model.moe import Moe
 from millrace_serve.model.parallel import ParallelDims
-from millrace_serve.model.quantised import stack_rows
-from millrace_serve.model.weights import Checkpoint, Part, keeps_fp8
+from millrace_serve.model.quantised import FP8, PLAIN, kept_forms, runs_quantised, stack_rows
+from millrace_serve.model.weights import Checkpoint, Part
 from millrace_testing.paths import TINY
 from model.harness import Driver, Seq, random_prompt
 
@@ -82,6 +84,13 @@ def test_rows_on_top_of_each_other() -> None:
 def test_fp8_weights_stay_where_kernels_can_run_on_them(random_fp8: Path, random_bf16: Path) -> None:
     """Those of GPUs give BF16: a worker with dtype=float32 runs on dequantised weights."""
     fp8, gpu = ModelConfig.load(random_fp8), torch.device("cuda")
-    assert keeps_fp8(fp8, gpu, torch.bfloat16)
-    assert not keeps_fp8(fp8, gpu, torch.float32) and not keeps_fp8(fp8, CPU, torch.bfloat16)
-    assert not keeps_fp8(ModelConfig.load(random_bf16), gpu, torch.bfloat16)
+    assert runs_quantised(gpu, torch.bfloat16)
+    assert not runs_quantised(gpu, torch.float32) and not runs_quantised(CPU, torch.bfloat16)
+    assert kept_forms(fp8, True) == FP8 and kept_forms(ModelConfig.load(random_bf16), True) == PLAIN
+
+
+@pytest.mark.parametrize("dims", [ParallelDims(), ParallelDims(rank=1, tp=2), ParallelDims(rank=2, tp=4)])
+def test_the_plan_of_memory_knows_which_parts_stay(dims: ParallelDims, random_fp8: Path) -> None:
+    """Parts that are not whole blocks do not."""
+    model = load(random_fp8, keep_quantised=True, dims=dims)
+    assert weight_bytes(model.config, dims, torch.float32, FP8) == tensor_bytes(model)

@@ -19,7 +19,7 @@ from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import load_model
 from millrace_serve.model.moe import Moe
 from millrace_serve.model.parallel import ParallelDims
-from millrace_serve.model.quantised import plain, unpack_int4
+from millrace_serve.model.quantised import kept_forms, plain, unpack_int4
 from millrace_serve.model.weights import Checkpoint, CheckpointError, Part
 from millrace_testing.int4 import pack, rounded, write_int4
 from model.checkpoints import Tensors, tensors_of, variant
@@ -137,7 +137,7 @@ def test_a_gpu_keeps_experts_in_fp8_and_the_rest_plain(tmp_path: Path) -> None:
     assert {one.dtype for one in plain_ones} == {torch.bfloat16}
     for dims in (ParallelDims(), ParallelDims(rank=1, dp=2)):
         rank = load(folder, dims, torch.bfloat16, keep_quantised=True)
-        assert weight_bytes(config, dims, torch.bfloat16, fp8=False) == tensor_bytes(rank)
+        assert weight_bytes(config, dims, torch.bfloat16, kept_forms(config, True)) == tensor_bytes(rank)
     check_headers(folder, config)
     exact = rounded(tensors_of(tmp_path / "plain")[DOWN])
     error = (plain(Fp8(*(part[0] for part in moe.routed.held.w2)), torch.float32) - exact).norm() / exact.norm()

@@ -15,7 +15,7 @@ from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model
 from millrace_serve.model.moe import Moe
 from millrace_serve.model.parallel import ParallelDims
-from millrace_serve.model.quantised import plain, stack_rows
+from millrace_serve.model.quantised import kept_forms, plain, stack_rows
 from millrace_serve.model.weights import Checkpoint, CheckpointError, Part
 from millrace_testing.paths import TINY
 from model.checkpoints import Tensors, tensors_of, variant
@@ -95,7 +95,9 @@ def test_which_weights_stay_in_int8(form: str, drawn: dict[str, Path]) -> None:
             assert isinstance(mlp.mlp.gate_up_proj, Int8) and isinstance(mlp.mlp.down_proj, Int8)
     assert isinstance(load(drawn[form], False).layers[1].self_attn.o_proj, torch.Tensor)
     wide = load_model(drawn[form], ParallelDims(), CPU, torch.bfloat16, keep_quantised=True, mtp=False)  # plain eh_proj
-    assert weight_bytes(wide.config, ParallelDims(), torch.bfloat16, fp8=False) == tensor_bytes(wide)
+    assert weight_bytes(wide.config, ParallelDims(), torch.bfloat16, kept_forms(wide.config, True)) == tensor_bytes(
+        wide
+    )
 
 
 @pytest.mark.parametrize("form", FORMS)

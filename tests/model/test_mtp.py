@@ -11,6 +11,7 @@ from millrace_bench.kernels.numeric import MODEL_TOLERANCE, assert_close
 from millrace_serve.model.checkpoint.weight_bytes import tensor_bytes, weight_bytes
 from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model
 from millrace_serve.model.parallel import ParallelDims
+from millrace_serve.model.quantised import PLAIN
 from millrace_testing.checkpoint import CONFIG
 from model.harness import Driver, Seq, random_prompt
 from safetensors.torch import load_file
@@ -79,5 +80,5 @@ def test_an_unused_mtp_layer_is_not_loaded(random_bf16: Path, model: DeepseekV3)
     tokens = random_prompt(20, model.config.vocab_size, 1)
     outputs = [Driver(one).step([(Seq(tokens), 20)]) for one in (short, model)]
     assert torch.equal(*outputs)
-    assert weight_bytes(short.config, ParallelDims(), torch.float32, fp8=False) == tensor_bytes(short)
+    assert weight_bytes(short.config, ParallelDims(), torch.float32, PLAIN) == tensor_bytes(short)
     assert tensor_bytes(short) < tensor_bytes(model)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from millrace_kernels.fp8 import Fp8, dequant_blocks
 from millrace_serve.model.checkpoint.random_weights import RandomWeights
+from millrace_serve.model.quantised import FP8, PLAIN
 from millrace_serve.model.weights import Part
 
 CPU = torch.device("cpu")
@@ -11,7 +12,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("fp8", [False, True])
 def test_matrices_keep_the_size_of_activations(fp8: bool) -> None:
-    weights = RandomWeights(CPU, torch.float32, fp8=fp8)
+    weights = RandomWeights(CPU, torch.float32, FP8 if fp8 else PLAIN)
     matrix = weights.matrix("any", (512, 256), Part(rows=(128, 256)))
     if fp8:
         assert isinstance(matrix, Fp8) and matrix.data.dtype is torch.float8_e4m3fn and matrix.scales.shape == (1, 2)
@@ -21,7 +22,7 @@ def test_matrices_keep_the_size_of_activations(fp8: bool) -> None:
 
 
 def test_stacks_parts_and_vectors() -> None:
-    weights = RandomWeights(CPU, torch.bfloat16, fp8=True)
+    weights = RandomWeights(CPU, torch.bfloat16, FP8)
     stacked = weights.stack([("gate", "up")] * 3, (256, 384), Part(cols=(0, 128)))
     assert isinstance(stacked, Fp8) and stacked.data.shape == (3, 512, 128) and stacked.scales.shape == (3, 4, 1)
     assert torch.equal(weights.tensor("a.bias", (4,), dtype=torch.float32), torch.zeros(4))
@@ -29,5 +30,5 @@ def test_stacks_parts_and_vectors() -> None:
 
 
 def test_a_seed_gives_the_same_weights_again() -> None:
-    first, again = (RandomWeights(CPU, torch.float32, fp8=False, seed=3).matrix("w", (8, 8)) for _ in range(2))
+    first, again = (RandomWeights(CPU, torch.float32, PLAIN, seed=3).matrix("w", (8, 8)) for _ in range(2))
     assert torch.equal(first, again)

@@ -15,6 +15,7 @@ from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model
 from millrace_serve.model.inputs import ForwardInput
 from millrace_serve.model.parallel import ParallelDims
+from millrace_serve.model.quantised import PLAIN
 from millrace_testing.checkpoint import CONFIG
 from model.harness import Driver, Seq, random_prompt
 from torch import Tensor
@@ -93,7 +94,7 @@ def test_rows_within_a_prompt(model: DeepseekV3, widths: list[int]) -> None:
 def test_the_first_layer_may_be_the_last(dense: int) -> None:
     """And its queries may come from the hidden state itself, as a view of a wider product."""
     config = ModelConfig.parse({**CONFIG, "num_hidden_layers": 1, "first_k_dense_replace": dense, "q_lora_rank": None})
-    weights = RandomWeights(torch.device("cpu"), torch.float32, fp8=False)
+    weights = RandomWeights(torch.device("cpu"), torch.float32, PLAIN)
     model = DeepseekV3(weights, config, ParallelDims())
     assert model.layers[-1].sampled_only is (model.mtp is None)
     driver, seqs = Driver(model), [Seq(random_prompt(70, config.vocab_size, i)) for i in range(3)]
@@ -114,7 +115,7 @@ def test_a_decode_step_computes_every_row(model: DeepseekV3, widths: list[int]) 
 
 def test_replicas_and_an_mtp_layer_need_every_row() -> None:
     """The other replicas have been told how many rows come, and MTP reads the hidden state of every prompt token."""
-    weights = RandomWeights(torch.device("cpu"), torch.float32, fp8=False)
+    weights = RandomWeights(torch.device("cpu"), torch.float32, PLAIN)
 
     def flag(mtp: int, dims: ParallelDims) -> bool:
         config = ModelConfig.parse({**CONFIG, "num_nextn_predict_layers": mtp})

@@ -12,6 +12,7 @@ from millrace_serve.model.checkpoint.weight_bytes import tensor_bytes, weight_by
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model
 from millrace_serve.model.parallel import ParallelDims
+from millrace_serve.model.quantised import FP8, PLAIN, Kept
 from millrace_testing.paths import TINY
 
 CPU = torch.device("cpu")
@@ -21,10 +22,10 @@ CPU = torch.device("cpu")
 def test_the_size_is_exact(dtype: torch.dtype) -> None:
     config = ModelConfig.load(TINY)
     model = load_model(TINY, ParallelDims(), CPU, dtype)
-    assert weight_bytes(config, ParallelDims(), dtype, fp8=False) == tensor_bytes(model)
+    assert weight_bytes(config, ParallelDims(), dtype, PLAIN) == tensor_bytes(model)
 
 
-@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("kept", [PLAIN, FP8])
 @pytest.mark.parametrize(
     "dims",
     [
@@ -34,11 +35,11 @@ def test_the_size_is_exact(dtype: torch.dtype) -> None:
         ParallelDims(rank=1, dp=2, spare_experts=1),
     ],
 )
-def test_the_size_of_a_shard_is_exact(dims: ParallelDims, fp8: bool) -> None:
+def test_the_size_of_a_shard_is_exact(dims: ParallelDims, kept: Kept) -> None:
     config = ModelConfig.load(TINY)
-    model = DeepseekV3(RandomWeights(CPU, torch.bfloat16, fp8=fp8), config, dims)
-    size = weight_bytes(config, dims, torch.bfloat16, fp8=fp8)
-    assert size == tensor_bytes(model) < weight_bytes(config, ParallelDims(), torch.bfloat16, fp8=fp8)
+    model = DeepseekV3(RandomWeights(CPU, torch.bfloat16, kept), config, dims)
+    size = weight_bytes(config, dims, torch.bfloat16, kept)
+    assert size == tensor_bytes(model) < weight_bytes(config, ParallelDims(), torch.bfloat16, kept)
 
 
 def test_views_of_one_memory_count_once() -> None:
@@ -48,7 +49,7 @@ def test_views_of_one_memory_count_once() -> None:
 
 def test_a_config_that_does_not_divide_is_named() -> None:
     with pytest.raises(ValueError, match="not a multiple"):
-        weight_bytes(ModelConfig.load(Path(TINY)), ParallelDims(tp=3), torch.bfloat16, fp8=False)
+        weight_bytes(ModelConfig.load(Path(TINY)), ParallelDims(tp=3), torch.bfloat16, PLAIN)
     odd = ModelConfig.parse({**json.loads((TINY / "config.json").read_text()), "moe_intermediate_size": 63})
     with pytest.raises(ValueError, match="moe_intermediate_size=63 is not a multiple of tp=2"):
-        weight_bytes(odd, ParallelDims(tp=2, expert_tp=True), torch.bfloat16, fp8=False)
+        weight_bytes(odd, ParallelDims(tp=2, expert_tp=True), torch.bfloat16, PLAIN)

@@ -30,6 +30,7 @@ from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.inputs import AttnPlan, ForwardInput
 from millrace_serve.model.mla import Mla
 from millrace_serve.model.parallel import ParallelDims
+from millrace_serve.model.quantised import FP8, PLAIN
 from millrace_serve.model.yarn import rope_tables
 
 from millrace_bench import v3
@@ -47,7 +48,7 @@ class Layer:
     def __init__(self, heads: int, tokens: int, device: torch.device, widths: dict[str, Any]) -> None:
         self.config = ModelConfig(num_hidden_layers=1, **widths)
         dims = ParallelDims(tp=self.config.num_attention_heads // heads)
-        weights = RandomWeights(device, torch.bfloat16, fp8=device.type == "cuda")
+        weights = RandomWeights(device, torch.bfloat16, FP8 if device.type == "cuda" else PLAIN)
         self.mla = Mla(weights, self.config, dims, 0)
         self.heads = Heads(heads, self.config.qk_head_dim, self.config.v_head_dim)
         self.tables, self.scratch, self.device = rope_tables(self.config, device), Scratch(device), device

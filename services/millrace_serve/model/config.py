@@ -178,11 +178,6 @@ class ModelConfig(BaseModel):
         return self
 
     @property
-    def fp8_experts(self) -> bool:
-        """Whether routed experts are in FP8 where quantised weights are kept: also INT4 ones, which no kernel reads."""
-        return self.fp8_blocks or self.int4_experts
-
-    @property
     def qk_head_dim(self) -> int:
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 

@@ -30,9 +30,10 @@ from millrace_serve.model.layers import RmsNorm, VocabParallel
 from millrace_serve.model.moe import Moe
 from millrace_serve.model.mtp import Mtp
 from millrace_serve.model.parallel import ParallelDims, check_divides
+from millrace_serve.model.quantised import runs_quantised
 from millrace_serve.model.reduce import TpReduce
 from millrace_serve.model.sparse_step import IndexPool
-from millrace_serve.model.weights import Checkpoint, CheckpointError, Weights, runs_quantised
+from millrace_serve.model.weights import Checkpoint, CheckpointError, Weights
 from millrace_serve.model.yarn import rope_tables
 
 log = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ class RmsNorm:
         self, ckpt: Weights, name: str, dim: int, eps: float, *, plain: bool = True, quant: bool = True
     ) -> None:
         self.weight = ckpt.tensor(f"{name}.weight", (dim,))
-        self.eps, self.quant, self.plain = eps, quant and ckpt.fp8, plain
+        self.eps, self.quant, self.plain = eps, quant and ckpt.kept.fp8, plain
 
     def operand(self, x: Tensor, residual: Tensor | None) -> tuple[Operand, Tensor]:
         """(norm(x + residual), x + residual); without a residual (norm(x), x)."""

@@ -33,7 +33,7 @@ class Gate:
             config.routed_scaling_factor,
         )
         # published in BF16, so BF16 x BF16 loses nothing
-        dtype = torch.bfloat16 if ckpt.fp8 else torch.float32
+        dtype = torch.bfloat16 if ckpt.kept.fp8 else torch.float32
         self.weight = ckpt.tensor(f"{prefix}.weight", (experts, config.hidden_size), dtype=dtype)
         self.bias = ckpt.tensor(f"{prefix}.e_score_correction_bias", (experts,), dtype=torch.float32)
         self.loads: Tensor | None = None  # int32 [E], choices of real rows are added to it

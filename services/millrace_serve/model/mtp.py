@@ -30,7 +30,7 @@ class Mtp:
         self.reduce = reduce
         self.enorm = RmsNorm(ckpt, f"{prefix}.enorm", hidden, eps, quant=False)
         self.hnorm = RmsNorm(ckpt, f"{prefix}.hnorm", hidden, eps, quant=False)
-        self.eh_proj = ckpt.matrix(f"{prefix}.eh_proj.weight", (hidden, 2 * hidden))
+        self.eh_proj = ckpt.tensor(f"{prefix}.eh_proj.weight", (hidden, 2 * hidden))
         self.layer = DecoderLayer(ckpt, config, dims, reduce, make_experts, layer)
         self.norm = RmsNorm(ckpt, f"{prefix}.shared_head.norm", hidden, eps, quant=False)
         for copy in ("embed_tokens", "shared_head.head"):  # published beside the layer; equal to the main ones

@@ -1,4 +1,4 @@
-"""The quantised matrices of a checkpoint: how they are stored, and what can be made of them."""
+"""The quantised matrices of a checkpoint: how they are stored, which stay so, and what can be made of them."""
 
 from __future__ import annotations
 
@@ -28,6 +28,25 @@ FORMS = {
     "int8-block": Form("I8", "_scale_inv", True, Int8),
 }
 
+
+class Kept(NamedTuple):
+    """The forms in which a rank keeps the matrices of its checkpoint. None: plain ones, in the compute dtype."""
+
+    matrices: Form | None = None
+    experts: Form | None = None  # the stacks of routed experts
+
+    @property
+    def fp8(self) -> bool:
+        """Whether products run on FP8 weights."""
+        return self.matrices is FORMS["fp8"]
+
+    @property
+    def fp8_experts(self) -> bool:
+        return self.experts is FORMS["fp8"]
+
+
+PLAIN, FP8 = Kept(), Kept(FORMS["fp8"], FORMS["fp8"])
+
 INT4_GROUP = 32  # columns of a scale
 
 
@@ -43,8 +62,23 @@ def unpack_int4(packed: Tensor, scales: Tensor) -> Tensor:
 
 
 def form_of(config: ModelConfig) -> Form | None:
-    """None: no matrix is quantised."""
+    """None: no matrix is quantised, but for INT4 experts."""
     return FORMS["fp8"] if config.fp8_blocks else FORMS.get(config.int8)
+
+
+def runs_quantised(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether products run on quantised weights themselves: on GPUs, whose kernels give BF16. For other activations,
+    and on CPUs, weights are dequantised.
+    """
+    return device.type == "cuda" and dtype == torch.bfloat16
+
+
+def kept_forms(config: ModelConfig, quantised: bool) -> Kept:
+    """Args: quantised: as of `runs_quantised`. Experts in INT4 become FP8 then."""
+    if not quantised:
+        return PLAIN
+    form = form_of(config)
+    return Kept(form, FORMS["fp8"] if config.int4_experts else form)
 
 
 def plain(matrix: Matrix, dtype: torch.dtype, first_row: int = 0, first_col: int = 0) -> Tensor:

@@ -24,9 +24,12 @@ from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.quantised import (
     FORMS,
     INT4_GROUP,
+    Form,
+    Kept,
     Quantised,
     each,
     form_of,
+    kept_forms,
     plain,
     stack_rows,
     tensors,
@@ -40,17 +43,6 @@ IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 
 Shape = tuple[int, ...]
 Slice = tuple[int, int]  # half-open
-
-
-def runs_quantised(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether products run on the FP8 or INT8 weights of a checkpoint themselves: on GPUs, whose kernels give BF16. For
-    other activations, and on CPUs, weights are dequantised.
-    """
-    return device.type == "cuda" and dtype == torch.bfloat16
-
-
-def keeps_fp8(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> bool:
-    return config.fp8_blocks and runs_quantised(device, dtype)
 
 
 class CheckpointError(ValueError):
@@ -70,6 +62,15 @@ class Part(NamedTuple):
 WHOLE = Part()
 
 
+def stays(form: Form, shape: Shape, part: Part, stacked: int = 1) -> bool:
+    """Whether a part can stay in `form`, with so many on top of each other: where scales are by block, its edges are
+    those of blocks; but for the last row, unless another part begins there.
+    """
+    (first, last), cols = part.of(shape)
+    edges = (first, *cols, *([last] if stacked > 1 else []))
+    return not form.by_block or not any(edge % BLOCK for edge in edges)
+
+
 class Weights(Protocol):
     """The source of the model's tensors: a `Checkpoint`, or random numbers of the same shapes. `shape` is always that
     of the whole tensor in the checkpoint.
@@ -77,7 +78,7 @@ class Weights(Protocol):
 
     device: torch.device
     dtype: torch.dtype
-    fp8: bool  # matrices may stay in FP8
+    kept: Kept
 
     def tensor(self, name: str, shape: Shape, part: Part = WHOLE, *, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor on the device, in `dtype` (None: the compute dtype)."""
@@ -112,9 +113,7 @@ class Checkpoint:
         self.config = config
         self.device = device
         self.dtype = dtype
-        self._form, self._keep = form_of(config), keep_quantised
-        self.fp8, self.int8 = keep_quantised and config.fp8_blocks, config.int8 if keep_quantised else ""
-        self.fp8_experts = keep_quantised and config.fp8_experts
+        self._form, self.kept = form_of(config), kept_forms(config, keep_quantised)
         self._files: dict[Path, TensorFile] = {}
         self._reader = Reader()
         files = checkpoint_files(self.directory).items()
@@ -133,13 +132,11 @@ class Checkpoint:
         return self._read(stored, part).to(dtype)
 
     def matrix(self, name: str, shape: Shape, part: Part = WHOLE) -> Matrix:
-        """With scales by block it stays quantised when the rank's part begins at a block and K is whole blocks. INT4
-        becomes FP8 where quantised weights are kept and the part is whole blocks, for w13 and w2 alike.
-        """
+        """INT4 becomes FP8 where it is kept so and the part is whole blocks, for w13 and w2 alike."""
         if self._is_int4(name):
             weight = self._unpacked(name, shape, part)
             whole = not any(size % BLOCK for size in weight.shape)
-            return quant_blocks(weight) if self._keep and whole else weight.to(self.dtype)
+            return quant_blocks(weight) if self.kept.experts and whole else weight.to(self.dtype)
         stored = self._stored(name, shape)
         if not self._stays(stored, shape, part):
             return self.tensor(name, shape, part)
@@ -166,8 +163,7 @@ class Checkpoint:
         if len(dtypes) > 1 or not whole:
             return None
         form, dtype = self._form, DTYPES[stored[0][0].dtype]
-        inside = form is not None and form.by_block and len(names[0]) > 1 and num_rows % BLOCK  # of a block
-        kept = self._stays(stored[0][0], shape, part) and not inside
+        kept = self._stays(stored[0][0], shape, part, len(names[0]))
         if not kept and dtype != self.dtype:
             return None
         out = torch.empty(len(names), len(names[0]) * num_rows, shape[1], dtype=dtype, device=self.device)
@@ -179,10 +175,9 @@ class Checkpoint:
             return out
         return form.make(out, torch.stack([torch.cat([self._scales(name, shape, part) for name in e]) for e in names]))
 
-    def _stays(self, stored: Stored, shape: Shape, part: Part) -> bool:
-        (rows, cols), form = part.of(shape), self._form
-        aligned = not (rows[0] % BLOCK or cols[0] % BLOCK or (cols[1] - cols[0]) % BLOCK)
-        return self._keep and form is not None and stored.dtype == form.dtype and (aligned or not form.by_block)
+    def _stays(self, stored: Stored, shape: Shape, part: Part, stacked: int = 1) -> bool:
+        form = self.kept.matrices
+        return form is not None and stored.dtype == form.dtype and stays(form, shape, part, stacked)
 
     def _quantised(self, name: str, stored: Stored, shape: Shape, part: Part) -> Quantised:
         assert self._form is not None, name

@@ -82,7 +82,7 @@ def parts(site: Site, room: int) -> list[Part]:
     if file is None or file.exists():
         return []
     small, portable = small_config(site.model), dataclasses.replace(site, dims=alone(site.dims))
-    least = weight_bytes(small, portable.dims, site.dtype, fp8=site.fp8) + WORK_BYTES + memory.CONTEXT_BYTES
+    least = weight_bytes(small, portable.dims, site.dtype, site.kept) + WORK_BYTES + memory.CONTEXT_BYTES
     count = num_processes(len(os.sched_getaffinity(0)), room, least)
     return [Part(portable, i, count, room // count - memory.CONTEXT_BYTES) for i in range(count)]
 

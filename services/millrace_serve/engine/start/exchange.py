@@ -54,7 +54,7 @@ def _choose(site: Site) -> Exchange:
         _refuse(wanted, "peer", why)
     if wanted == "deepep" or (wanted == "auto" and len({*hosts(dims)}) > 1):
         rows = _decode_rows(site)
-        why = refusal(site.model, dims, machines(dims), rows, fp8=site.fp8_experts)
+        why = refusal(site.model, dims, machines(dims), rows, fp8=site.kept.fp8_experts)
         if not why:
             return _deepep(site, rows)
         _refuse(wanted, "deepep", why)

@@ -28,7 +28,7 @@ from millrace_serve.model.checkpoint.weight_bytes import weight_bytes
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3
 from millrace_serve.model.parallel import ParallelDims
-from millrace_serve.model.weights import keeps_fp8, runs_quantised
+from millrace_serve.model.quantised import Kept, kept_forms, runs_quantised
 
 log = logging.getLogger(__name__)
 
@@ -61,14 +61,9 @@ class Site:
         return limits.max_prefill_tokens + limits.max_running * (1 + limits.draft_tokens)
 
     @property
-    def fp8(self) -> bool:
-        """Whether products run on FP8 weights."""
-        return keeps_fp8(self.model, self.device, self.dtype)
-
-    @property
-    def fp8_experts(self) -> bool:
-        """Whether those of routed experts do."""
-        return self.model.fp8_experts and runs_quantised(self.device, self.dtype)
+    def kept(self) -> Kept:
+        """The forms of its weights."""
+        return kept_forms(self.model, runs_quantised(self.device, self.dtype))
 
     @property
     def thresholds(self) -> FormThresholds | None:
@@ -77,8 +72,7 @@ class Site:
 
     def random_weights(self) -> RandomWeights:
         """In the forms in which the rank keeps the checkpoint's."""
-        int8 = self.model.int8 if runs_quantised(self.device, self.dtype) else ""
-        return RandomWeights(self.device, self.dtype, fp8=self.fp8, int8=int8, fp8_experts=self.fp8_experts)
+        return RandomWeights(self.device, self.dtype, self.kept)
 
 
 def kv_layout(
@@ -103,7 +97,7 @@ def kv_layout(
 
 def estimated(site: Site) -> memory.Demand:
     """Before the weights are read."""
-    weights = weight_bytes(site.model, site.dims, site.dtype, fp8=site.fp8)
+    weights = weight_bytes(site.model, site.dims, site.dtype, site.kept)
     return memory.estimate(
         site.limits, weights, site.model.hidden_size, site.model.vocab_size, num_graphs=len(site.buckets)
     )

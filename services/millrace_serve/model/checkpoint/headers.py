@@ -20,8 +20,7 @@ from millrace_serve.model.weights import WHOLE, Checkpoint, Part, Shape
 
 class Headers(RandomWeights):
     def __init__(self, checkpoint: Checkpoint) -> None:
-        fp8, int8, fp8_experts = checkpoint.fp8, checkpoint.int8, checkpoint.fp8_experts
-        super().__init__(META, checkpoint.dtype, fp8=fp8, int8=int8, fp8_experts=fp8_experts)
+        super().__init__(META, checkpoint.dtype, checkpoint.kept)
         self._checkpoint = checkpoint
 
     def tensor(self, name: str, shape: Shape, part: Part = WHOLE, *, dtype: torch.dtype | None = None) -> Tensor:

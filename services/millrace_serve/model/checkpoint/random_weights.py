@@ -11,10 +11,12 @@ from collections.abc import Sequence
 
 import torch
 from millrace_kernels.fp8 import BLOCK, E4M3_MAX, Fp8
-from millrace_kernels.int8 import INT8_MAX, Int8, Matrix
+from millrace_kernels.int8 import INT8_MAX, Matrix
 from torch import Tensor
 
-from millrace_serve.model.weights import WHOLE, Part, Shape, Weights
+from millrace_serve.model.checkpoint.tensor_file import DTYPES
+from millrace_serve.model.quantised import Form, Kept
+from millrace_serve.model.weights import WHOLE, Part, Shape, Weights, stays
 
 META = torch.device("meta")
 _SIGMAS = 6.0  # the real value of the largest quantised value
@@ -24,19 +26,8 @@ _CHUNK = 1 << 26  # elements drawn at a time: 256 MiB, beside the weights themse
 class RandomWeights(Weights):
     """Stands for a `weights.Checkpoint`. On the device `meta`: shapes and dtypes only."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        dtype: torch.dtype,
-        *,
-        fp8: bool,
-        int8: str = "",
-        fp8_experts: bool = False,
-        seed: int = 0,
-    ) -> None:
-        """`fp8`, `int8`: how matrices are quantised, as ModelConfig has them; `fp8_experts`: stacks are FP8."""
-        self.device, self.dtype, self.fp8, self.int8 = device, dtype, fp8, int8
-        self.fp8_experts = fp8 or fp8_experts
+    def __init__(self, device: torch.device, dtype: torch.dtype, kept: Kept, *, seed: int = 0) -> None:
+        self.device, self.dtype, self.kept = device, dtype, kept
         self._generator = None if device == META else torch.Generator(device).manual_seed(seed)
 
     def tensor(self, name: str, shape: Shape, part: Part = WHOLE, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -48,25 +39,25 @@ class RandomWeights(Weights):
         return self._draw(_size(shape, part), 1 / math.sqrt(shape[1]), dtype)
 
     def matrix(self, name: str, shape: Shape, part: Part = WHOLE) -> Matrix:
-        return self._matrix(_size(shape, part), 1 / math.sqrt(shape[1]), self.fp8)
+        return self._matrix((), shape, part, self.kept.matrices)
 
     def stack(self, names: Sequence[Sequence[str]], shape: Shape, part: Part = WHOLE) -> Matrix:
-        rows, cols = _size(shape, part)
-        return self._matrix((len(names), len(names[0]) * rows, cols), 1 / math.sqrt(shape[1]), self.fp8_experts)
+        return self._matrix((len(names),), shape, part, self.kept.experts, len(names[0]))
 
     def claim(self, name: str, shape: Shape, *, optional: bool = False) -> None:
         pass
 
-    def _matrix(self, shape: Shape, std: float, fp8: bool) -> Matrix:
-        if not fp8 and not self.int8:
-            return self._draw(shape, std, self.dtype)
-        blocks = (*shape[:-2], -(-shape[-2] // BLOCK), -(-shape[-1] // BLOCK))
-        unit = (E4M3_MAX if fp8 else INT8_MAX) / _SIGMAS
-        of_scales = shape[:-1] if self.int8 == "int8" else blocks
+    def _matrix(self, count: Shape, shape: Shape, part: Part, form: Form | None, stacked: int = 1) -> Matrix:
+        """[*count, stacked * rows of the part, its columns]"""
+        (rows, cols), std = _size(shape, part), 1 / math.sqrt(shape[1])
+        size = (*count, stacked * rows, cols)
+        if form is None or not stays(form, shape, part, stacked):
+            return self._draw(size, std, self.dtype)
+        blocks = (*count, -(-size[-2] // BLOCK), -(-size[-1] // BLOCK))
+        unit = (E4M3_MAX if form.make is Fp8 else INT8_MAX) / _SIGMAS
+        of_scales = blocks if form.by_block else size[:-1]
         scales = torch.full(of_scales, std / unit, dtype=torch.float32, device=self.device)
-        if fp8:
-            return Fp8(self._draw(shape, unit, torch.float8_e4m3fn), scales)
-        return Int8(self._draw(shape, unit, torch.int8), scales)
+        return form.make(self._draw(size, unit, DTYPES[form.dtype]), scales)
 
     def _draw(self, shape: Shape, std: float, dtype: torch.dtype) -> Tensor:
         out = torch.empty(shape, dtype=dtype, device=self.device)

@@ -15,20 +15,12 @@ from millrace_serve.model.checkpoint.random_weights import META, RandomWeights
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3
 from millrace_serve.model.parallel import ParallelDims
+from millrace_serve.model.quantised import Kept
 
 
-def weight_bytes(config: ModelConfig, dims: ParallelDims, dtype: torch.dtype, *, fp8: bool) -> int:
-    """Bytes of the weights of rank `dims.rank`. `fp8`: FP8 matrices stay quantised; INT8 ones do in
-    bfloat16, and INT4 experts become FP8 there, as on a GPU.
-
-    Raises:
-        ValueError: the config does not divide by `dims`.
-    """
-    on_gpu = dtype == torch.bfloat16
-    weights = RandomWeights(
-        META, dtype, fp8=fp8, int8=config.int8 if on_gpu else "", fp8_experts=on_gpu and config.int4_experts
-    )
-    return tensor_bytes(DeepseekV3(weights, config, dims))
+def weight_bytes(config: ModelConfig, dims: ParallelDims, dtype: torch.dtype, kept: Kept) -> int:
+    """Bytes of the weights of rank `dims.rank`. Raises ValueError: the config does not divide by `dims`."""
+    return tensor_bytes(DeepseekV3(RandomWeights(META, dtype, kept), config, dims))
 
 
 def tensor_bytes(thing: object) -> int:

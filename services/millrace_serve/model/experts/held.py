@@ -31,7 +31,7 @@ def fuses_shared(layer: ExpertLayer) -> bool:
     few tokens would read all of it on one rank.
     """
     same_part = layer.dims.tp == 1 or layer.dims.expert_tp
-    return layer.ckpt.fp8 and layer.config.n_shared_experts == 1 and same_part
+    return layer.ckpt.kept.fp8 and layer.config.n_shared_experts == 1 and same_part
 
 
 class HeldExperts:
