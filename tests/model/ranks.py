@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,16 @@ import torch.multiprocessing as mp
 from millrace_serve.model.parallel import init_parallel
 
 TIMEOUT_S = 60.0
+IMPORTS = ["millrace_serve.model.deepseek_v3", "triton.runtime.interpreter"]  # of every rank, by one process for all
 Job = tuple[int, int, Callable[..., Any], tuple[Any, ...]]  # tp, dp, function(dims, *args), args
 
 
 def run_jobs(jobs: list[Job], directory: Path, *, cuda: bool = False) -> list[list[Any]]:
     """One set of processes for all jobs: starting one costs seconds. Result [job][rank]. `cuda`: each has a GPU."""
     size = max(tp * dp for tp, dp, _, _ in jobs)
-    mp.spawn(_rank_main, (jobs, str(directory), cuda), nprocs=size)
+    multiprocessing.set_forkserver_preload(IMPORTS)
+    start = "spawn" if cuda else "forkserver"
+    mp.start_processes(_rank_main, (jobs, str(directory), cuda), nprocs=size, start_method=start)
     return [
         [torch.load(directory / f"{index}-{rank}.pt") for rank in range(tp * dp)]
         for index, (tp, dp, _, _) in enumerate(jobs)
