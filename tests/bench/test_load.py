@@ -10,7 +10,7 @@ from millrace_bench import load
 from millrace_bench.common import ROOT
 
 
-@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("given", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_every_reader_has_two_rates(
     given: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,6 +23,7 @@ def record_of(bench: str, *arguments: str) -> dict[str, Any]:
     return record
 
 
+@pytest.mark.long
 def test_router() -> None:
     """With workers that transfer; test_router.py has the others."""
     load = ["--routers", "1", "--streams", "8", "--tokens", "30", "--requests", "3", "--step-ms", "1"]
@@ -46,6 +47,7 @@ def test_engine() -> None:
     assert [row["batch"] for row in decode] == [1, 2] and all(row["step_us"] > 0 for row in decode)
 
 
+@pytest.mark.long
 def test_drafts() -> None:
     work = ["--tasks", "copy", "--num-items", "2", "--temperatures", "1", "--drafts", "2", "--tokens", "12"]
     text, copy = record_of("drafts", *work)["results"]["rows"]

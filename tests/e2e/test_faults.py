@@ -138,6 +138,7 @@ async def test_prefill_worker_dies_while_it_computes(two_of_each: ControlledClus
         await client.wait_whole()
 
 
+@pytest.mark.long
 async def test_decode_worker_dies_before_the_first_token(two_of_each: ControlledCluster) -> None:
     cluster, before = two_of_each, await retries(two_of_each)
     async with await client_of(cluster) as client:
@@ -222,6 +223,7 @@ async def test_a_decode_worker_that_can_read_from_nobody_ends(tmp_path: Path, mo
         await client.wait_whole()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_worker_hangs(role: str, two_of_each: ControlledCluster) -> None:
     """SIGSTOP: sockets stay open and nothing answers. The router gives the worker up and takes another."""
@@ -243,6 +245,7 @@ async def test_worker_hangs(role: str, two_of_each: ControlledCluster) -> None:
         await client.wait_whole(timeout=60)
 
 
+@pytest.mark.long
 async def test_router_dies_and_workers_drop_its_requests() -> None:
     async with ControlledCluster(spec(*SLOW_DECODE, prefill=1, decode=1)) as cluster:
         async with await client_of(cluster) as client:
@@ -281,6 +284,7 @@ async def test_client_goes_away_at_any_moment() -> None:
         await client.wait_whole()
 
 
+@pytest.mark.long
 async def test_decode_worker_out_of_pages_pushes_back() -> None:
     """24 sequences of 9 pages through a decode pool of 40: they wait, are preempted, and all come out right."""
     settings = ("limits.num_pages=41", "limits.max_model_len=1024", "sim.step_s=0.001")

@@ -97,6 +97,7 @@ async def test_short_prompts_bypass_the_prefill_worker_with_the_same_tokens() ->
         await client.wait_whole()
 
 
+@pytest.mark.long
 async def test_a_client_that_leaves_frees_what_a_decode_worker_prefills() -> None:
     """In the middle of the prompt, and in the middle of the answer."""
     settings = ("sim.token_s=0.0005", "sim.step_s=0.005", "limits.max_prefill_tokens=128")

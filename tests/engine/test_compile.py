@@ -60,6 +60,7 @@ def test_compiled_steps_say_what_plain_ones_say(monkeypatch: pytest.MonkeyPatch)
         assert [p for _, p in fast[room]] == pytest.approx([p for _, p in answer], abs=LOGPROB_TOLERANCE)
 
 
+@pytest.mark.long
 def test_inductor_goes_around_our_ops() -> None:
     torch._dynamo.reset()
     counters.clear()

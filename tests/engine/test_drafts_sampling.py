@@ -58,6 +58,7 @@ def chi_square(said: dict[int, list[int]], found: Distributions) -> float:
     return float(((counts - wanted) ** 2 / wanted).sum())
 
 
+@pytest.mark.long
 def test_sampled_tokens_come_from_the_models_distribution() -> None:
     with pytest.MonkeyPatch.context() as patch:
         plain, plain_found, _ = answers(0, patch)

@@ -162,6 +162,7 @@ async def computed(prefill: Worker, link: FakeLink, r: worker_pb2.EngineRequest,
     await until(prefill, "the abort", lambda load: not load.exporting)
 
 
+@pytest.mark.long
 async def test_what_happens_to_a_loan_that_was_offered(tmp_path: Path) -> None:
     """An abort, a lender that freezes, and one that drains."""
     async with workers(tmp_path, "prefill", "decode", sets=TIGHT, patient=True) as (prefill, lender):

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 import torch
 from millrace_kernels.fp8 import Operand
 from millrace_kernels.peer.exchange import Exchange, Places, Received
@@ -149,6 +150,7 @@ def lost(dims: ParallelDims) -> tuple[int, int]:
     return before, int(exchange.error)
 
 
+@pytest.mark.long
 def test_steps(tmp_path: Path) -> None:
     run_jobs([(case.tp, case.dp, steps, (case,)) for case in CASES], tmp_path)
 

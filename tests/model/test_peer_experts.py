@@ -103,6 +103,7 @@ def test_models_agree(random_bf16: Path, random_fp8: Path, tmp_path: Path) -> No
                 assert_close(logits, expected, MODEL_TOLERANCE)
 
 
+@pytest.mark.long
 def test_sums_bit_for_bit(random_bf16: Path, random_fp8: Path, tmp_path: Path) -> None:
     """FP8 rows, the plain rows of few tokens, and a model without FP8; each with a replica that has fewer or none."""
     fp8, plain = (str(random_fp8), torch.bfloat16), (str(random_bf16), torch.float32)
