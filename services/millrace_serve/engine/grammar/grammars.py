@@ -38,25 +38,20 @@ class Matcher(Protocol):
     @property
     def mask(self) -> np.ndarray:
         """int32 [ceil(V / 32)]; bit t % 32 of word t // 32: token t may come next. Valid until the state changes."""
-        ...
 
     def accept(self, token: int) -> bool:
         """Advance by one token. False, and nothing changes: the grammar does not allow it, or it ends the sequence."""
-        ...
 
     def rollback(self, count: int) -> None:
         """Take back the last `count` accepted tokens."""
-        ...
 
 
 class Compiler(Protocol):
     def compile(self, grammar: Grammar) -> Callable[[], Matcher]:
         """Return a factory of matchers in the initial state. Raises GrammarError. Called by several threads."""
-        ...
 
     def no_stop(self) -> np.ndarray:
         """The mask of everything but the ends of the sequence."""
-        ...
 
 
 Compiled: TypeAlias = Future[Callable[[], Matcher]]

@@ -11,7 +11,6 @@ from millrace_serve.engine.step.batch import HostBatch
 class StepHandle(Protocol):
     def result(self) -> StepOutput:
         """Wait for the step. Raises what the step raised."""
-        ...
 
 
 class Runner(Protocol):
@@ -21,8 +20,6 @@ class Runner(Protocol):
 
     def counts(self) -> dict[str, Any]:
         """The fields of engine.core.Load that the runner knows."""
-        ...
 
     def close(self) -> None:
         """Stop. Launched steps may be dropped."""
-        ...
