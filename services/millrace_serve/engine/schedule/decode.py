@@ -31,7 +31,6 @@ from millrace_serve.engine.core import (
     Load,
     SchedulerInput,
     SequenceOutput,
-    Submit,
 )
 from millrace_serve.engine.schedule.expected import Outputs, need
 from millrace_serve.engine.schedule.pages import Pages
@@ -58,9 +57,6 @@ class DecodeScheduler(Scheduler):
     def handle(self, msg: SchedulerInput) -> None:
         live = self.requests.live
         match msg:
-            case Submit(request):
-                if (seq := self._enrol(request)) and seq.phase is Phase.WAITING:
-                    self.requests.waiting.push(seq)
             case Abort(id):
                 if (seq := live.get(id)) and seq.phase is not Phase.DONE:
                     self._stop(seq, FinishReason.ABORT)
@@ -77,7 +73,7 @@ class DecodeScheduler(Scheduler):
                 if (seq := live.get(id)) and seq.transfer is not Transfer.NONE:
                     self._failed(seq, failure)
             case _:
-                self._handle_cache(msg)
+                self._handle_alike(msg)
 
     def _arrived(self, seq: Sequence, first: SequenceOutput) -> None:
         self._end_transfer(seq)

@@ -75,7 +75,3 @@ class Outbox:
         for place in range(drafted):
             self.drafted[place] += 1
             self.accepted[place] += place < accepted
-
-    def take(self) -> Events:
-        events, self.events = self.events, Events()
-        return events

@@ -36,7 +36,6 @@ from millrace_serve.engine.core import (
     Load,
     SchedulerInput,
     SequenceOutput,
-    Submit,
 )
 from millrace_serve.engine.schedule.pages import Pages
 from millrace_serve.engine.schedule.plan import Plan, StepOutput
@@ -55,9 +54,6 @@ class PrefillScheduler(Scheduler):
     def handle(self, msg: SchedulerInput) -> None:
         live = self.requests.live
         match msg:
-            case Submit(request):
-                if (seq := self._enrol(request)) and seq.phase is Phase.WAITING:
-                    self.requests.waiting.push(seq)
             case Abort(id):
                 if (seq := live.get(id)) and seq.phase not in (Phase.PARKED, Phase.DONE):
                     self._stop(seq, FinishReason.ABORT)
@@ -77,7 +73,7 @@ class PrefillScheduler(Scheduler):
             case LeaseEnded(id) if id in live:
                 self._end_lease(live[id])
             case _:
-                self._handle_cache(msg)
+                self._handle_alike(msg)
 
     def schedule(self) -> Plan | None:
         for seq in self.requests.expired():

@@ -26,8 +26,8 @@ from millrace_serve.engine.core import (
     LeaseEnded,
     Lend,
     Load,
-    Request,
     SchedulerInput,
+    Submit,
 )
 from millrace_serve.engine.schedule.host_copies import HostCopies
 from millrace_serve.engine.schedule.loans import Loans
@@ -54,9 +54,15 @@ class Scheduler(abc.ABC):
     def handle(self, msg: SchedulerInput) -> None:
         """Never raises for a bad request: the request ends in an output with finish ERROR."""
 
-    def _handle_cache(self, msg: SchedulerInput) -> None:
-        """Messages about the prefix cache, alike in both schedulers."""
+    def _handle_alike(self, msg: SchedulerInput) -> None:
+        """New requests, and messages about the prefix cache: alike in both schedulers."""
         match msg:
+            case Submit(request):
+                enrolled = self.requests.enrol(request)
+                if isinstance(enrolled, Failure):
+                    self.outbox.refuse(request, enrolled)
+                elif enrolled is not None and enrolled.phase is Phase.WAITING:
+                    self.requests.waiting.push(enrolled)
             case Lend(id, blocks):
                 self.outbox.events.parts.append(self.loans.lend(id, blocks))
             case LeaseEnded(id):
@@ -78,17 +84,9 @@ class Scheduler(abc.ABC):
     def load(self) -> Load: ...
 
     def take_events(self) -> Events:
-        events = self.outbox.take()
+        events, self.outbox.events = self.outbox.events, Events()
         events.cache = self.pages.cache.take_changes()
         return events
-
-    def _enrol(self, request: Request) -> Sequence | None:
-        """The request's sequence, in no queue yet; None when the request was refused."""
-        enrolled = self.requests.enrol(request)
-        if isinstance(enrolled, Failure):
-            self.outbox.refuse(request, enrolled)
-            return None
-        return enrolled
 
     def _admit(self, seq: Sequence, max_cached_pages: int, headroom: int) -> bool:
         """Pages for the head of the queue, which leaves it."""
