@@ -52,8 +52,6 @@ Done = Callable[[], None]  # called once for each answer
 class Backend(Protocol):
     async def answer(self, jobs: Sequence[Job], done: Done) -> list[Answer]:
         """In the order of `jobs`. What goes wrong with one job is its answer's `error`."""
-        ...
 
     async def perplexity(self) -> Perplexity | None:
         """None: the system does not show logits of a prompt."""
-        ...

@@ -82,21 +82,17 @@ class Weights(Protocol):
 
     def tensor(self, name: str, shape: Shape, part: Part = WHOLE, *, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor on the device, in `dtype` (None: the compute dtype)."""
-        ...
 
     def matrix(self, name: str, shape: Shape, part: Part = WHOLE) -> Matrix:
         """The weight [N, K] of a GEMM, which may stay quantised."""
-        ...
 
     def stack(self, names: Sequence[Sequence[str]], shape: Shape, part: Part = WHOLE) -> Matrix:
         """[len(names), sum of the rows, K]: the matrices of each entry on top of each other, all of one `shape`."""
-        ...
 
     def claim(self, name: str, shape: Shape, *, optional: bool = False) -> None:
         """A tensor that belongs to the model and that this rank does not read: it must have the right shape, and exist
         unless it is `optional`.
         """
-        ...
 
 
 class Checkpoint:

@@ -36,7 +36,6 @@ class RoutedExperts(Protocol):
         Args:
             h: [T, D]; weights: float32 [T, K]; ids: int32 [T, K] experts of the model, -1 for padding.
         """
-        ...
 
 
 MakeExperts = Callable[[int], RoutedExperts]  # by layer
