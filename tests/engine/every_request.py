@@ -103,10 +103,7 @@ def serve(engine: Engine, limits: Limits) -> tuple[Counter[str], float]:
 
     def step() -> float:
         began = time.monotonic()
-        for output in engine.step().outputs:
-            assert output.error is None, output.error
-            seen["cached prefix"] += output.num_cached_tokens > 0
-            seen["drafts"] += output.num_drafted > 0
+        check_step(engine, seen)
         return time.monotonic() - began
 
     everything = list(groups(limits.max_prefill_tokens, limits.max_model_len))
@@ -124,9 +121,32 @@ def serve(engine: Engine, limits: Limits) -> tuple[Counter[str], float]:
     return seen, slowest
 
 
-def check_reached(seen: dict[str, int], drafts: int) -> None:
+def serve_as_replica(engine: Engine, limits: Limits, replica: int) -> Counter[str]:
+    """All replicas call it. Each answers all groups one after the other, the second one in reverse and later: they step
+    beside replicas that have nothing, prompts or decoding sequences. Returns what they reached; the engine is closed.
+    """
+    seen, step = watched(engine), 0
+    waiting = list(groups(limits.max_prefill_tokens, limits.max_model_len))[:: -1 if replica else 1]
+    while not engine.stopped:
+        if step >= 50 * replica and not engine.has_work():
+            for one in waiting.pop() if waiting else engine.stop() or ():
+                engine.submit(Submit(one))
+        check_step(engine, seen)
+        step += 1
+    engine.close()
+    return seen
+
+
+def check_step(engine: Engine, seen: Counter[str]) -> None:
+    for output in engine.step().outputs:
+        assert output.error is None, output.error
+        seen["cached prefix"] += output.num_cached_tokens > 0
+        seen["drafts"] += output.num_drafted > 0
+
+
+def check_reached(seen: dict[str, int], drafts: int, *others: str) -> None:
     """They reached everything that an engine with graphs has."""
-    wanted = {*BRANCHES, "graphs", *(["drafts"] if drafts else [])}
+    wanted = {*BRANCHES, *others, "graphs", *(["drafts"] if drafts else [])}
     assert wanted == {name for name, count in seen.items() if count}, seen
 
 
@@ -156,6 +176,8 @@ def _branches(batch: HostBatch, thresholds: FormThresholds) -> Iterator[str]:
         "several chunks behind a prefix": cached > 1,
         "chunks of several lengths": len(set(lens)) > 1,
         "part of a prompt": len(batch.sampling_chunks) < len(lens),
+        "shared chunk": batch.shared is not None,
+        "no row": not batch.num_rows[0],
         "greedy": sampling is None,
     }
     if sampling is not None:

@@ -7,11 +7,13 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from engine.every_request import check_reached, serve
+from engine.every_request import check_reached, serve, serve_as_replica
+from engine.harness import eager
 from millrace_bench.checkpoint.export_quantised import export
 from millrace_serve.engine.config import EngineConfig, Execution, Limits, Role
 from millrace_serve.engine.start import startup, torch_factory
@@ -25,6 +27,7 @@ from millrace_testing.checkpoint import write_checkpoint
 from millrace_testing.int4 import write_int4
 from millrace_testing.paths import TINY
 from millrace_testing.sparse import write_sparse
+from model.ranks import run_jobs
 
 LIMITS = Limits(num_pages=64, max_model_len=256, max_running=8, max_prefill_tokens=96, draft_batches=(8, 4, 2))
 
@@ -44,6 +47,19 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made["int4"] = write_int4(folder / "int4", plain)
     made["sparse"] = write_sparse(folder / "sparse", plain, index_topk=128)
     return {"bfloat16": plain, "float32": plain, **made}
+
+
+def as_on_a_gpu(replace: Callable[[object, str, object], None]) -> None:
+    """A start on a CPU rehearses, and keeps the forms of weights, of a GPU."""
+    for module in (deepseek_v3, startup):
+        replace(module, "runs_quantised", lambda device, dtype: True)
+    prepared = startup.prepare
+
+    def prepare(site: startup.Site, config: EngineConfig, runner: TorchRunner, phases: Phases) -> None:
+        startup.compile_kernels(site, config, runner)
+        prepared(site, config, runner, phases)
+
+    replace(torch_factory, "prepare", prepare)
 
 
 @pytest.mark.long
@@ -67,14 +83,7 @@ def test_requests_of_every_kind_find_rehearsed_kernels(
     table, the address of a part of it, and the numbers of sequences and queries.
     """
     torch.set_num_threads(1)
-    for module in (deepseek_v3, startup):
-        monkeypatch.setattr(module, "runs_quantised", lambda device, dtype: True)
-
-    def prepare(site: startup.Site, config: EngineConfig, runner: TorchRunner, phases: Phases) -> None:
-        startup.compile_kernels(site, config, runner)
-        startup.prepare(site, config, runner, phases)
-
-    monkeypatch.setattr(torch_factory, "prepare", prepare)
+    as_on_a_gpu(monkeypatch.setattr)
     limits = LIMITS.model_copy(update={"draft_tokens": drafts})
     execution = Execution.model_validate({"graphs": "on", "kv_dtype": kv_dtype})
     dtype, device = torch.float32 if weights == "float32" else torch.bfloat16, torch.device("cpu")
@@ -86,6 +95,35 @@ def test_requests_of_every_kind_find_rehearsed_kernels(
         seen, _ = serve(rank.engine(), limits)
     assert len(rehearsed) > 30 and variants == rehearsed, launches.differences(rehearsed, variants)
     check_reached(seen, drafts)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="notes what Triton's interpreter would run")
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("options", [{}, {"share_prompts": 100, "draft_tokens": 2}])
+def test_replicas_find_rehearsed_kernels(options: dict[str, int], checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """The exchange's own kernels are not among them: on a CPU replicas exchange by `gather`."""
+    (found,) = run_jobs([(1, 2, replica_variants, (checkpoints["fp8"], options))], tmp_path)
+    for rehearsed, late, seen in found:
+        assert rehearsed > 30 and not late, late
+        shared = ["shared chunk"] if "share_prompts" in options else []
+        check_reached(seen, options.get("draft_tokens", 0), "no row", *shared)
+
+
+def replica_variants(
+    dims: ParallelDims, folder: Path, options: dict[str, int]
+) -> tuple[int, list[str], dict[str, int]]:
+    """How many variants one of two replicas rehearsed, which others its requests launched, and what these reached."""
+    as_on_a_gpu(setattr)
+    limits, execution = LIMITS.model_copy(update=options), Execution(graphs="on")
+    with launches.noted() as variants:
+        rank = torch_factory.load_rank(
+            limits, Role.UNIFIED, folder, dims, torch.device("cpu"), torch.bfloat16, execution=execution
+        )
+        eager(rank.lockstep)
+        rehearsed = set(variants)
+        seen = serve_as_replica(rank.engine(), limits, dims.dp_rank)
+    return len(rehearsed), launches.differences(rehearsed, variants), dict(seen)
 
 
 @pytest.mark.gpu
