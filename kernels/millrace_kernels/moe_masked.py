@@ -14,13 +14,15 @@ from millrace_kernels.fp8 import Fp8, Operand
 from millrace_kernels.int8 import Matrix
 from millrace_kernels.moe_experts import one_expert, plain_rows
 
+BLOCK_ROWS = 128  # a product writes whole blocks of an expert, over the next expert's rows if its room ends before
+
 
 def moe_masked(x: Fp8, counts: Tensor, w13: Matrix, w2: Matrix, expected: int) -> Tensor:
     """The experts of this rank applied to rows that are sorted by expert.
 
     Args:
         x: E4M3 [E, M, D], scales float32 [E, M, D/128]; on CUDA the scales of an expert lie column by column, and M is
-            a multiple of 4. Rows from counts[e] on have any content.
+            a multiple of BLOCK_ROWS. Rows from counts[e] on have any content.
         counts: int32 [E], at most M each.
         w13: [E, 2I, D], gate rows then up rows; w2: [E, D, I]; both FP8, with scales of 128 x 128 blocks.
         expected: rows of an expert; it changes only the speed.

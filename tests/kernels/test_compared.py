@@ -19,6 +19,7 @@ from millrace_kernels.fp8 import Fp8, fp8_linear, quant_blocks
 from millrace_kernels.lib import flashinfer_gemm
 from millrace_kernels.mla_absorb import absorb_q, project_v
 from millrace_kernels.moe_experts import reference_experts
+from millrace_kernels.moe_masked import BLOCK_ROWS
 from millrace_kernels.triton import quant
 from torch import Tensor
 
@@ -45,7 +46,8 @@ def deep_gemm(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         (heads, rows, k), n = a[0].shape, b[0].shape[1]
         assert a[0].is_contiguous() and b[0].is_contiguous() and d.is_contiguous() and d.shape == (heads, rows, n)
         assert a[0].dtype == b[0].dtype == E4M3 and d.dtype == BF16 and counts.dtype == torch.int32
-        assert a[1].shape == (heads, rows, k // 128) and a[1].stride() == (k // 128 * rows, 1, rows) and rows % 4 == 0
+        assert a[1].shape == (heads, rows, k // 128) and a[1].stride() == (k // 128 * rows, 1, rows)
+        assert rows % BLOCK_ROWS == 0, "it writes whole blocks, over the next head's rows"
         assert b[0].shape == (heads, n, k) and b[1].shape == (heads, n // 128, k // 128) and b[1].is_contiguous()
         d.fill_(torch.nan)
         for head, count in enumerate(counts.tolist()):
@@ -71,7 +73,7 @@ def flashinfer_bmm(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_of_heads_are_quantised_where_they_are_turned(num: int) -> None:
     q = Draw(dtype=BF16).part(num, HEADS, 256)
     found = heads_quant(q)
-    assert found.data.shape == (HEADS, -(-num // 4) * 4, 256)
+    assert found.data.shape == (HEADS, BLOCK_ROWS if num else 0, 256)
     for head in range(HEADS):
         wanted, rows = quant.quant_groups(q[:, head]), Fp8(found.data[head, :num], found.scales[head, :num])
         assert torch.equal(dequantised(rows), dequantised(wanted))

@@ -17,7 +17,7 @@ from millrace_kernels.lib import flashinfer_gemm
 from millrace_kernels.mla_absorb import absorb_q, project_v
 from millrace_kernels.moe_experts import reference_experts
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1500)]  # FlashInfer compiles CUTLASS for minutes
 DEVICE = torch.device("cuda")
 REFERENCES = dict.fromkeys(backend.TABLE, "")
 

@@ -12,7 +12,7 @@ from millrace_bench.kernels.numeric import FP8_EXPERTS_TOLERANCE, FP8_TOLERANCE,
 from millrace_kernels.fp8 import Fp8, fp8_linear
 from millrace_kernels.lib import deep_gemm_masked
 from millrace_kernels.moe_experts import moe_experts
-from millrace_kernels.moe_masked import moe_masked
+from millrace_kernels.moe_masked import BLOCK_ROWS, moe_masked
 from millrace_kernels.silu_mul import reference_silu_mul
 from millrace_kernels.triton import moe_masked as kernel
 from millrace_kernels.triton.quant import quant_groups
@@ -22,8 +22,8 @@ from torch import Tensor
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of rows that are not there
 
 Pair = tuple[Tensor, Tensor]
-HELD, MOST, DIM, SIZE = 4, 36, 256, 256
-COUNTS = ([36, 0, 1, 17], [0, 0, 0, 0])
+HELD, MOST, DIM, SIZE = 4, 2 * BLOCK_ROWS, 256, 256
+COUNTS = ([MOST, 0, 1, BLOCK_ROWS + 7], [0, 0, 0, 0])
 
 
 def rows(counts: list[int]) -> Fp8:
@@ -41,11 +41,13 @@ def multiply(a: Pair, b: Pair, d: Tensor, masked_m: Tensor, expected_m: int) -> 
     """What DeepGEMM 0.1.5 checks and does on sm90."""
     assert type(a) is tuple and type(b) is tuple  # it takes no subclass
     (held, most, k), n = a[0].shape, b[0].shape[1]
-    assert a[0].is_contiguous() and d.is_contiguous() and d.shape == (held, most, n) and most % 4 == 0
+    assert a[0].is_contiguous() and d.is_contiguous() and d.shape == (held, most, n)
     assert a[1].shape == (held, most, k // 128) and a[1].stride() == (most * k // 128, 1, most)
     assert masked_m.shape == (held,) and masked_m.dtype == torch.int32 and 0 < expected_m <= most
     for expert, count in enumerate(masked_m.tolist()):
         part, weight = Fp8(a[0][expert, :count], a[1][expert, :count]), Fp8(b[0][expert], b[1][expert])
+        first = expert * most
+        d.view(-1, n)[first : first + -(-count // BLOCK_ROWS) * BLOCK_ROWS] = torch.nan  # in whole blocks
         d[expert, :count] = fp8_linear(part, weight, torch.bfloat16)
 
 

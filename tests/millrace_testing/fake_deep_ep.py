@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from millrace_kernels.fp8 import BLOCK, reference_quant_groups
+from millrace_kernels.moe_masked import BLOCK_ROWS
 from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
@@ -116,7 +117,8 @@ class Buffer:
         assert self.low_latency and return_recv_hook and self.qps >= held
         assert x.dtype == torch.bfloat16 and x.is_contiguous() and x.shape[1] % 512 == 0
         assert topk_idx.dtype == torch.int64 and topk_idx.is_contiguous() and topk_idx.shape[1] <= 11
-        assert len(x) <= num_max_dispatch_tokens_per_rank <= 1023 and most % 4 == 0
+        assert len(x) <= num_max_dispatch_tokens_per_rank <= 1023 and num_max_dispatch_tokens_per_rank % 4 == 0
+        assert most % BLOCK_ROWS == 0, "the products that follow write whole blocks of an expert"
         hint = self.get_low_latency_rdma_size_hint(num_max_dispatch_tokens_per_rank, x.shape[1], self.size, num_experts)
         assert self.num_rdma_bytes >= hint
         self.sends += 1

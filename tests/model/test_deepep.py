@@ -29,9 +29,9 @@ from torch import Tensor
 CPU, EXPERTS, LAYER = torch.device("cpu"), 16, 2
 # DeepEP leaves the shared expert to an MLP of its own.
 MODEL = ModelConfig.parse({**CONFIG, "hidden_size": 512, "n_routed_experts": EXPERTS, "n_shared_experts": 0})
-MOST_ROWS = 7  # which becomes 8, a multiple of 4
-# Rows of every replica in a step, which is in low latency up to 8. Some replicas idle, and once all of them.
-STEPS = [(8, 1, 3, 5), (9, 40, 3, 1), (17, 0, 2, 0), (2, 0, 6, 1), (0, 0, 0, 0), (1, 9, 1, 1), (1, 1, 1, 1)]
+MOST_ROWS = 7  # which becomes 64 of 2 replicas and 32 of 4, so that an expert has room for whole blocks
+# Rows of every replica in a step, which is in low latency up to these. Some replicas idle, and once all of them.
+STEPS = [(8, 1, 3, 5), (65, 40, 3, 1), (70, 0, 2, 0), (2, 0, 6, 1), (0, 0, 0, 0), (1, 33, 1, 1), (1, 1, 1, 1)]
 
 
 def placed(name: str, ranks: int) -> Placement:
@@ -136,7 +136,7 @@ V3 = ModelConfig.parse({**CONFIG, "hidden_size": 7168})
         ("not FP8", {"fp8": False}),
         ("hidden_size=512", {"config": MODEL}),
         ("num_experts_per_tok=12", {"config": V3.model_copy(update={"num_experts_per_tok": 12})}),
-        ("1024 rows, more than 1020: lower max_running", {"most_rows": 1024}),
+        ("1009 rows, more than 1008: lower max_running", {"most_rows": 1009}),
         ("8 consecutive ranks", {"where": [HERE] * 4 + [THERE] * 4}),
         ("8 consecutive ranks", {"dims": ParallelDims(dp=16), "where": [HERE, THERE] * 8}),
         ("RDMA adapter", {"dims": ParallelDims(dp=16), "where": [HERE] * 8 + [Machine("b", False, "")] * 8}),

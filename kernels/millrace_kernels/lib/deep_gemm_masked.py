@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from millrace_kernels.fp8 import Fp8
+from millrace_kernels.moe_masked import BLOCK_ROWS
 from millrace_kernels.triton.moe_masked import silu_mul_quant
 
 
@@ -17,6 +18,7 @@ def _product(x: Fp8, counts: Tensor, weight: Fp8, expected: int) -> Tensor:
     import deep_gemm
 
     held, most, _ = x.data.shape
+    assert most % BLOCK_ROWS == 0, most
     out = torch.empty(held, most, weight.data.shape[1], dtype=torch.bfloat16, device=counts.device)
     deep_gemm.fp8_m_grouped_gemm_nt_masked(tuple(x), tuple(weight), out, counts, min(expected, most))
     return out

@@ -44,6 +44,8 @@ def batched(x: Tensor, weight: Fp8) -> Tensor:
     """
     from flashinfer.gemm import bmm_fp8
 
+    if not len(x):
+        return x.new_empty(x.shape[1], 0, weight.data.shape[1])
     return bmm_fp8(heads_cast(x), weight.data.transpose(1, 2), _one(x.device), weight.scales, torch.bfloat16)
 
 

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from millrace_kernels.fp8 import BLOCK, Fp8
+from millrace_kernels.moe_masked import BLOCK_ROWS
 from millrace_kernels.triton.e4m3 import saturated
 from millrace_kernels.triton.quant import config, quantise
 from torch import Tensor
@@ -34,10 +35,10 @@ def _quant_heads(
 
 def heads_quant(x: Tensor) -> Fp8:
     """x bfloat16 [T, H, K], K in blocks -> E4M3 [H, M, K], scales float32 [H, M, K/128] of each row's groups, column by
-    column. M is T rounded up to 4; rows from T on have any content.
+    column. M is T rounded up to whole blocks of a masked product; rows from T on have any content.
     """
     tokens, heads, width = x.shape
-    rows = -(-tokens // 4) * 4
+    rows = -(-tokens // BLOCK_ROWS) * BLOCK_ROWS
     out = torch.empty(heads, rows, width, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(heads, width // BLOCK, rows, dtype=torch.float32, device=x.device)
     _launch(out, scales, x, grouped=True)

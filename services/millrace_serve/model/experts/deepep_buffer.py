@@ -6,11 +6,13 @@ import ctypes
 import importlib
 import importlib.util
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from millrace_kernels.moe_masked import BLOCK_ROWS
 
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.parallel import BOOT_ID, ParallelDims
@@ -19,7 +21,7 @@ HOST_RANKS = 8  # of each host, where there are several
 RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
 HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
 MOST_CHOICES = 11  # experts of a row
-MOST_ROWS = 1020  # of a rank in low latency, a multiple of 4; its kernels count to 1,024
+MOST_ROWS = 1020  # of a rank in low latency; its kernels count to 1,024
 NVSHMEM = "libnvshmem_host.so.3"
 LIBRARIES = ("deep_ep", "deep_gemm")
 ADAPTERS = Path("/sys/class/infiniband")
@@ -53,7 +55,8 @@ class DeepEpBuffer:
         """
         from deep_ep import Buffer
 
-        self.most_rows = -(-most_rows // 4) * 4
+        unit = row_unit(dims.world)
+        self.most_rows = -(-most_rows // unit) * unit
         self._shape = self.most_rows, config.hidden_size, num_slots * dims.world
         self._several_hosts = dims.world > HOST_RANKS
         row = 2 * config.hidden_size, dims.world  # bytes of a row in BF16, and the ranks
@@ -95,6 +98,13 @@ class DeepEpBuffer:
         self.buffer.destroy()
 
 
+def row_unit(ranks: int) -> int:
+    """Rows of a rank in low latency are a multiple of this: DeepEP wants fours, and those of all ranks, for which an
+    expert has room, are whole blocks of the masked products.
+    """
+    return math.lcm(4, BLOCK_ROWS // math.gcd(BLOCK_ROWS, ranks))
+
+
 def machines(dims: ParallelDims) -> list[Machine]:
     """Of every rank, in rank order. Collective; imports the libraries."""
     return [Machine(*json.loads(machine)) for machine in dims.exchange(json.dumps(_machine()).encode())]
@@ -108,6 +118,7 @@ def refusal(config: ModelConfig, dims: ParallelDims, where: Sequence[Machine], m
         most_rows: as for DeepEpBuffer
         fp8: whether the experts' weights are FP8
     """
+    most = MOST_ROWS // row_unit(dims.world) * row_unit(dims.world)
     blocks = [where[first : first + HOST_RANKS] for first in range(0, len(where), HOST_RANKS)]
     found = (
         (dims.tp > 1, f"tp={dims.tp}, and it needs tp=1"),
@@ -121,7 +132,7 @@ def refusal(config: ModelConfig, dims: ParallelDims, where: Sequence[Machine], m
             config.num_experts_per_tok > MOST_CHOICES,
             f"num_experts_per_tok={config.num_experts_per_tok} is more than {MOST_CHOICES}",
         ),
-        (most_rows > MOST_ROWS, f"decode steps have up to {most_rows} rows, more than {MOST_ROWS}: lower max_running"),
+        (most_rows > most, f"decode steps have up to {most_rows} rows, more than {most}: lower max_running"),
         (
             any(len({machine.host for machine in block}) > 1 for block in blocks),
             f"every {HOST_RANKS} consecutive ranks must be on one host",
