@@ -22,6 +22,7 @@ from millrace_serve.engine.start.torch_factory import load_rank
 from millrace_serve.engine.step.batch import HostBatch
 from millrace_serve.model.attn_step import FormThresholds
 from millrace_serve.model.parallel import ParallelDims
+from millrace_serve.worker.caches import sizes
 
 JSON = Grammar(GrammarKind.JSON_SCHEMA, '{"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 3}')
 TAG = Grammar(
@@ -197,6 +198,7 @@ def _branches(batch: HostBatch, thresholds: FormThresholds) -> Iterator[str]:
 def main() -> None:
     """A start on the GPU with the caches of this process's environment, and all requests; prints what was found."""
     model, cache_dir, dtype, kv_dtype, drafts = sys.argv[1:]
+    found: dict[str, Any] = {"had": sizes(Path(cache_dir))}
     limits = Limits(
         num_pages=1024, max_model_len=4096, max_running=8, max_prefill_tokens=2048, draft_tokens=int(drafts),
         draft_batches=(8, 4, 2),
@@ -206,10 +208,10 @@ def main() -> None:
     rank = load_rank(
         limits, Role.UNIFIED, Path(model), ParallelDims(), device, getattr(torch, dtype), execution=execution
     )
-    start_s, before = time.monotonic() - began, dict(rank.lockstep.progress.compiled())
-    seen, slowest_s = serve(rank.engine(), limits)
-    after = dict(rank.lockstep.progress.compiled())
-    found = {"before": before, "after": after, "seen": seen, "start_s": start_s, "slowest_s": slowest_s}
+    found |= {"start_s": time.monotonic() - began, "has": sizes(Path(cache_dir))}
+    found["before"] = dict(rank.lockstep.progress.compiled())
+    found["seen"], found["slowest_s"] = serve(rank.engine(), limits)
+    found["after"] = dict(rank.lockstep.progress.compiled())
     sys.stdout.write(json.dumps(found))
 
 

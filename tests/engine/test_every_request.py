@@ -127,7 +127,7 @@ def replica_variants(
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
     ("weights", "kv_dtype", "drafts"),
     [
@@ -152,9 +152,7 @@ def test_no_request_waits_for_a_compiler(
     )
     assert process.returncode == 0, process.stderr[-4000:]
     found = json.loads(process.stdout.splitlines()[-1])
-    assert found["before"]["triton"] > 10, "the caches were not empty"
-    assert found["after"] == found["before"], [
-        line for line in process.stderr.splitlines() if "after the start" in line
-    ]
+    late = [line for line in process.stderr.splitlines() if "after the start" in line]
+    assert found["had"]["triton"] == [0, 0] and found["has"]["triton"][0] > 30, found
+    assert found["after"] == found["before"] and found["slowest_s"] < 2, (found, late)
     check_reached(found["seen"], drafts)
-    assert found["slowest_s"] < 2, found
