@@ -10,14 +10,15 @@ import pytest
 import torch
 from millrace_bench.kernels import attention_inputs
 from millrace_bench.kernels.absorb import Weights
-from millrace_bench.kernels.attention_inputs import Draw
-from millrace_bench.kernels.compared import flashinfer_moe, fp8_heads
+from millrace_bench.kernels.attention_inputs import LATENT, ROPE, Draw
+from millrace_bench.kernels.compared import flashinfer_mla, flashinfer_moe, fp8_heads
 from millrace_bench.kernels.compared.heads_quant import heads_cast, heads_quant
 from millrace_bench.kernels.expert_inputs import draw_experts
 from millrace_bench.kernels.numeric import FP8_TOLERANCE, assert_close, dequantised, rms_error
 from millrace_kernels.fp8 import Fp8, fp8_linear, quant_blocks
 from millrace_kernels.lib import flashinfer_gemm
 from millrace_kernels.mla_absorb import absorb_q, project_v
+from millrace_kernels.mla_decode import mla_decode
 from millrace_kernels.moe_experts import reference_experts
 from millrace_kernels.moe_masked import BLOCK_ROWS
 from millrace_kernels.triton import quant
@@ -95,6 +96,44 @@ def test_the_absorbed_form_in_fp8(num: int, product: str, deep_gemm: list[int], 
     found = fp8_heads.project_v(values["latent"], getattr(Weights.of(values["w_uv"]), product), run)
     assert found.is_contiguous() and rms_error(found, project_v(**values)) < 1.5 * FP8_TOLERANCE
     assert deep_gemm == ([num, num] if num and product == "grouped" else [])
+
+
+class MlaWrapper:
+    """FlashInfer's, which has no keys before its plan."""
+
+    def __init__(self, workspace: Tensor, backend: str) -> None:
+        assert workspace.dtype == torch.uint8 and backend == "fa3"
+
+    def plan(self, starts: Tensor, pages: Tensor, indices: Tensor, lens: Tensor, *shapes: Any) -> None:
+        self.heads, *widths, page, causal, self.scale, q_dtype, kv_dtype = shapes
+        assert widths == [LATENT, ROPE] and causal and q_dtype == kv_dtype
+        assert {x.dtype for x in (starts, pages, indices, lens)} == {torch.int32} and len(indices) == pages[-1]
+        assert torch.equal(pages.diff(), -(-lens // page))
+        self.starts, self.pages, self.indices, self.lens = starts.tolist(), pages.tolist(), indices, lens.tolist()
+
+    def run(
+        self, q_nope: Tensor, q_pe: Tensor, ckv: Tensor, kpe: Tensor, *, out: Tensor, lse: Tensor, return_lse: bool,
+        return_lse_base_on_e: bool,
+    ) -> None:  # fmt: skip
+        assert return_lse and return_lse_base_on_e and q_nope.shape == out.shape and lse.shape == out.shape[:2]
+        q = torch.cat((q_nope, q_pe), 2).float()
+        for seq, length in enumerate(self.lens):
+            at = self.indices[self.pages[seq] : self.pages[seq + 1]].long()
+            keys = torch.cat((ckv[at], kpe[at]), 2).flatten(0, 1)[:length].float()
+            for row in range(self.starts[seq], self.starts[seq + 1]):
+                seen = keys[: length - (self.starts[seq + 1] - 1 - row)]
+                scores = self.scale * q[row] @ seen.T
+                out[row], lse[row] = scores.softmax(-1) @ seen[:, :LATENT], scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("queries", [1, 2])
+def test_decode_attention_of_flashinfer(queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    library(monkeypatch, "flashinfer.mla", BatchMLAPagedAttentionWrapper=MlaWrapper)
+    inputs = attention_inputs.mla_decode(Draw(), (64, 3, 130), queries, HEADS, torch.float32)
+    out, lse = flashinfer_mla.planned(**inputs)()
+    wanted, wanted_lse = mla_decode(**inputs)
+    assert_close(out, wanted)
+    assert_close(lse, wanted_lse)
 
 
 def sm90(x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, out: Tensor) -> Tensor:

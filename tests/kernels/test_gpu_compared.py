@@ -7,7 +7,7 @@ import torch
 from millrace_bench.kernels import attention_inputs
 from millrace_bench.kernels.absorb import Weights
 from millrace_bench.kernels.attention_inputs import Draw
-from millrace_bench.kernels.compared import flashinfer_moe, fp8_heads
+from millrace_bench.kernels.compared import flashinfer_mla, flashinfer_moe, fp8_heads
 from millrace_bench.kernels.expert_inputs import draw_experts
 from millrace_bench.kernels.numeric import FP8_EXPERTS_TOLERANCE, FP8_TOLERANCE, assert_close, rms_error
 from millrace_kernels import backend, fp8
@@ -15,6 +15,7 @@ from millrace_kernels.backend import forced
 from millrace_kernels.fp8 import Fp8
 from millrace_kernels.lib import flashinfer_gemm
 from millrace_kernels.mla_absorb import absorb_q, project_v
+from millrace_kernels.mla_decode import mla_decode
 from millrace_kernels.moe_experts import reference_experts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1500)]  # FlashInfer compiles CUTLASS for minutes
@@ -59,6 +60,20 @@ def test_the_absorbed_form_in_fp8(num: int, heads: int, product: str, library: s
     found = fp8_heads.project_v(values["latent"], getattr(Weights.of(values["w_uv"]), product), run)
     with forced(**REFERENCES):
         assert rms_error(found, project_v(**values)) < 1.5 * FP8_TOLERANCE
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("lens", [(1,), (64, 3, 700), (2000,) * 40])
+@pytest.mark.parametrize("queries", [1, 2])
+def test_decode_attention_of_flashinfer(queries: int, lens: tuple[int, ...], heads: int) -> None:
+    pytest.importorskip("flashinfer.mla")
+    inputs = attention_inputs.mla_decode(Draw("cuda", torch.bfloat16), lens, queries, heads, torch.bfloat16)
+    with forced(**REFERENCES):
+        wanted, wanted_lse = mla_decode(**inputs)
+    out, lse = flashinfer_mla.planned(**inputs)()
+    seen = wanted_lse.isfinite()  # the first of two queries behind one key sees none
+    assert_close(out[seen], wanted[seen])
+    assert_close(lse[seen], wanted_lse[seen])
 
 
 @pytest.mark.parametrize("shared", [False, True])

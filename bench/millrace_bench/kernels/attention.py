@@ -67,9 +67,9 @@ def _all(
     for length in dict.fromkeys((contexts[0], contexts[-1])):
         yield from (_gather(draw, length, dtype) for dtype in (draw.dtype, E4M3))
     for count, batch, keys in itertools.product(heads, batches, contexts):
-        yield _decode(draw, count, batch, keys, draw.dtype)
+        yield of_decode(draw, count, batch, keys, draw.dtype)
         if batch != 32 and keys not in CONTEXTS[:2] + CONTEXTS[3:4]:
-            yield _decode(draw, count, batch, keys, E4M3)
+            yield of_decode(draw, count, batch, keys, E4M3)
     for count, num in itertools.product(heads, prompts):
         yield _prefill(draw, count, num, num, causal=True)
     for count in heads:
@@ -127,8 +127,10 @@ def _gather(draw: Draw, length: int, kv_dtype: torch.dtype) -> Case:
     return _case("kv_gather.kv_gather", f"2 x {length} {_name(kv_dtype)}", kv_gather, make, draw, sum(lens), moved)
 
 
-def _decode(draw: Draw, heads: int, batch: int, keys: int, kv_dtype: torch.dtype) -> Case:
-    """In a page-major pool, and in one of a layer of its own: pages that lie apart should cost nothing."""
+def of_decode(draw: Draw, heads: int, batch: int, keys: int, kv_dtype: torch.dtype, compared: bool = False) -> Case:
+    """In a page-major pool, and in one of a layer of its own: pages that lie apart should cost nothing. compared: with
+    FlashInfer's.
+    """
 
     def make() -> dict[str, Call]:
         inputs = attention_inputs.mla_decode(draw, (keys,) * batch, 1, heads, kv_dtype)
@@ -138,6 +140,11 @@ def _decode(draw: Draw, heads: int, batch: int, keys: int, kv_dtype: torch.dtype
             kv, page_table = attention_inputs.paged(draw, (keys,) * batch, kv_dtype, contiguous=True)
             own = inputs | {"kv": kv, "page_table": page_table}
             calls |= {"contiguous pool": functools.partial(mla_decode.mla_decode, **own)}
+        if compared:
+            from millrace_bench.kernels.compared import flashinfer_mla
+
+            del inputs["plan"]
+            calls |= {"flashinfer": flashinfer_mla.planned(**inputs)}
         return calls
 
     fp8 = kv_dtype == E4M3
