@@ -17,7 +17,7 @@ SIZES = {
     "scale_stride", "stride_scale_k", "scale_column", "out_scale_col", "x_scale_col",
 }  # fmt: skip
 # Arrays of numbers of 4 bytes, of which a step passes parts: they begin at any sequence.
-PARTS = {"page_table_ptr", "seq_lens_ptr"}
+PARTS = {"page_table_ptr", "seq_lens_ptr", "lens_ptr"}
 
 
 def kernels() -> Iterator[tuple[str, ast.FunctionDef]]:

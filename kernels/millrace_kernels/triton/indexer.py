@@ -99,7 +99,7 @@ def masked(logits: Tensor, lens: Tensor) -> Tensor:
     return logits
 
 
-@triton.jit(do_not_specialize=["width", "logits_row"])
+@triton.jit(do_not_specialize=["width", "logits_row"], do_not_specialize_on_alignment=["lens_ptr"])
 def _mask(logits_ptr, lens_ptr, width, logits_row, BLOCK: tl.constexpr):
     """Reads nothing but the length; a block before it has nothing to do."""
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
