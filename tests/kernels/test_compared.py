@@ -183,6 +183,17 @@ def test_products_of_flashinfer(
     assert_close(found, fp8_linear(x, weight, out_dtype))
 
 
+@pytest.mark.parametrize("of_weight", [False, True])
+def test_scales_that_flashinfer_would_misread_are_ours(of_weight: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    library(monkeypatch, "flashinfer.gemm", fp8_blockscale_gemm_sm90=sm90)
+    x, weight = quant.quant_groups(torch.randn(5, 256).bfloat16()), quant_blocks(torch.randn(256, 256))
+    if of_weight:
+        weight = Fp8(weight.data, weight.scales.t().contiguous().t())
+    else:
+        x = Fp8(x.data, x.scales.contiguous())
+    assert_close(flashinfer_gemm.fp8_linear_sm90(x, weight, BF16), fp8_linear(x, weight, BF16))
+
+
 @pytest.mark.parametrize("shared", [False, True])
 def test_experts_of_flashinfer(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def cutlass_fused_moe(

@@ -1,8 +1,10 @@
 """FlashInfer's dense FP8 products with block scales: that of TensorRT-LLM for sm90, to compare with DeepGEMM and ours;
 and for Blackwell, where nobody has run them with this project yet, CUTLASS and TensorRT-LLM.
 
-The one for sm90 compiles a fork of DeepGEMM that swaps the operands below 32 tokens. With TRTLLM_DG_ENABLED=0 in the
-environment at the call it is a kernel of CUTLASS. Shapes and dtypes that a product refuses are ours.
+The one for sm90 runs nvcc at the first call of a shape, for a fork of DeepGEMM that swaps the operands below 32 tokens;
+TRTLLM_DG_CACHE_DIR, else ~/.tensorrt_llm, keeps what it compiles. With TRTLLM_DG_ENABLED=0 in the environment at the
+call it is a kernel of CUTLASS. Both read scales without their strides. Shapes, dtypes and layouts that a product does
+not take are ours.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from millrace_kernels.triton import fp8_linear as ours
 
 
 def fp8_linear_sm90(x: Fp8, weight: Fp8, dtype: torch.dtype) -> Tensor:
-    if not _takes(weight, dtype, 64):
+    if not _takes(weight, dtype, 64) or x.scales.stride() != (1, -(-x.data.shape[0] // 4) * 4):
         return ours.fp8_linear(x, weight, dtype)
     from flashinfer.gemm import fp8_blockscale_gemm_sm90
 
@@ -53,9 +55,10 @@ def _blackwell(
 
 
 def _takes(weight: Fp8, dtype: torch.dtype, rows: int) -> bool:
-    """Whether the weight has whole blocks of K, and of N a multiple of `rows`."""
+    """Whether the weight has whole blocks of K, and of N a multiple of `rows`, and lies with its scales row by row."""
     n, k = weight.data.shape
-    return dtype == torch.bfloat16 and n % rows == 0 and k % BLOCK == 0
+    in_rows = weight.data.is_contiguous() and weight.scales.is_contiguous()
+    return dtype == torch.bfloat16 and n % rows == 0 and k % BLOCK == 0 and in_rows
 
 
 def _whole_fours(x: Fp8) -> Fp8:
