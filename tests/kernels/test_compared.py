@@ -22,6 +22,7 @@ from millrace_kernels.mla_decode import mla_decode
 from millrace_kernels.moe_experts import reference_experts
 from millrace_kernels.moe_masked import BLOCK_ROWS
 from millrace_kernels.triton import quant
+from millrace_testing.compiled import lacking
 from torch import Tensor
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -220,3 +221,30 @@ def test_experts_of_flashinfer(shared: bool, monkeypatch: pytest.MonkeyPatch) ->
     assert_close(found, reference_experts(x, weights, experts, w13, w2, shared))
     with pytest.raises(AssertionError, match="plain rows"):
         flashinfer_moe.moe_experts_fp8(x.float(), weights, experts, w13, w2)
+
+
+@pytest.mark.parametrize(
+    "line", ["cudaUtils.h:19:10: fatal error: cublasLt.h: No such file or directory", "ld: cannot find -lnvrtc"]
+)
+def test_a_toolkit_that_lacks_a_part_is_named_once(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def build(arch: str) -> None:
+        calls.append(arch)
+        raise RuntimeError(f"Ninja build failed.\nninja: Entering directory\n  {line}\ncompilation terminated.")
+
+    library(monkeypatch, "compiling.library", build=build)
+    lacking.cache_clear()
+    assert [lacking("compiling.library:build", "90") for _ in range(2)] == [line] * 2
+    assert calls == ["90"]
+
+
+def test_any_other_error_of_a_build_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build() -> None:
+        raise RuntimeError("Ninja build failed.\nbinding.cu(7): error: expected a type")
+
+    library(monkeypatch, "compiling.library", build=build, works=lambda: None)
+    lacking.cache_clear()
+    assert lacking("compiling.library:works") == ""
+    with pytest.raises(RuntimeError, match="expected a type"):
+        lacking("compiling.library:build")

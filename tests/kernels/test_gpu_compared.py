@@ -1,4 +1,4 @@
-"""The libraries that are there to be compared, on a GPU that has them."""
+"""The libraries that are there to be compared, on a GPU that has them, and a CUDA toolkit that can build them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,21 @@ from millrace_kernels.lib import flashinfer_gemm
 from millrace_kernels.mla_absorb import absorb_q, project_v
 from millrace_kernels.mla_decode import mla_decode
 from millrace_kernels.moe_experts import reference_experts
+from millrace_testing.compiled import lacking
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1500)]  # FlashInfer compiles CUTLASS for minutes
 DEVICE = torch.device("cuda")
 REFERENCES = dict.fromkeys(backend.TABLE, "")
+DENSE = "flashinfer.gemm.gemm_base:get_fp8_blockscale_gemm_runner_sm90"
+EXPERTS = "flashinfer.fused_moe.core:get_cutlass_fused_moe_module"
+PRODUCTS = {"grouped": ("deep_gemm",), "batched": ("flashinfer.gemm", "flashinfer.gemm.gemm_base:get_gemm_module")}
+
+
+def needs(library: str, getter: str = "", *args: object) -> None:
+    """A toolkit of nvcc alone lacks the headers of cuBLAS, NVRTC and cuRAND, and the libraries to link with."""
+    pytest.importorskip(library)
+    if getter and (lack := lacking(getter, *args)):
+        pytest.skip(lack)
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +46,7 @@ def hopper() -> None:
 def test_dense_products_of_flashinfer(
     num: int, n: int, k: int, deep_gemm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("flashinfer.gemm")
+    needs("flashinfer.gemm", DENSE)
     monkeypatch.setenv("TRTLLM_DG_ENABLED", deep_gemm)
     x = fp8.quant_groups(torch.randn(num, k, device=DEVICE).bfloat16())
     weight = fp8.quant_blocks(torch.randn(n, k, device=DEVICE))
@@ -44,11 +55,11 @@ def test_dense_products_of_flashinfer(
     assert_close(flashinfer_gemm.fp8_linear_sm90(x, weight, torch.bfloat16), wanted)
 
 
-@pytest.mark.parametrize(("product", "library"), [("grouped", "deep_gemm"), ("batched", "flashinfer.gemm")])
+@pytest.mark.parametrize("product", PRODUCTS)
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize("num", [0, 1, 7, 64, 250])
-def test_the_absorbed_form_in_fp8(num: int, heads: int, product: str, library: str) -> None:
-    pytest.importorskip(library)
+def test_the_absorbed_form_in_fp8(num: int, heads: int, product: str) -> None:
+    needs(*PRODUCTS[product])
     draw, run = Draw("cuda", torch.bfloat16), getattr(fp8_heads, product)
     inputs = attention_inputs.absorb_q(draw, num, heads)
     weight = getattr(Weights.of(inputs["w_uk"].transpose(1, 2)), product)
@@ -80,7 +91,7 @@ def test_decode_attention_of_flashinfer(queries: int, lens: tuple[int, ...], hea
 @pytest.mark.parametrize("num", [1, 17, 300])
 def test_experts_of_flashinfer(num: int, shared: bool) -> None:
     """A third of the choices are other ranks'."""
-    pytest.importorskip("flashinfer.fused_moe")
+    needs("flashinfer.fused_moe", EXPERTS, "90")
     generator = torch.Generator(device=DEVICE).manual_seed(num)
     w13, w2 = draw_experts(17, 1024, 256, torch.bfloat16, True, DEVICE, generator)
     assert isinstance(w13, Fp8) and isinstance(w2, Fp8)
