@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from pathlib import Path
 
 import torch
 from millrace_bench.tasks import TASKS
@@ -23,14 +24,14 @@ EVERY_STEP = (9, 9, 9)  # as many drafts as there may be, whatever the number of
 Said = dict[int, list[SequenceOutput]]
 
 
-def engine(drafts: int, role: Role = Role.UNIFIED, graphs: str = "off", **limits: object) -> Engine:
+def engine(drafts: int, role: Role = Role.UNIFIED, graphs: str = "off", model: Path = TINY, **limits: object) -> Engine:
     wanted = {
         "num_pages": 80, "max_model_len": 256, "max_running": 9, "max_prefill_tokens": 80,
         "checks": ("canary", "poison"), "draft_tokens": drafts, "draft_batches": EVERY_STEP, **limits,
     }  # fmt: skip
     options = Execution.model_validate({"graphs": graphs})
     one = Limits.model_validate(wanted)
-    return load_rank(one, role, TINY, ParallelDims(), CPU, torch.float32, execution=options).engine()
+    return load_rank(one, role, model, ParallelDims(), CPU, torch.float32, execution=options).engine()
 
 
 def run(one: Engine, requests: list[Request]) -> Said:

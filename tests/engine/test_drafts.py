@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from millrace_serve.engine.config import Execution, Limits, Role
 from millrace_serve.engine.core import FinishReason, Grammar, GrammarKind, Request, Route, Submit
 from millrace_serve.engine.start.torch_factory import load_rank
 from millrace_serve.engine.step import speculate
+from millrace_serve.model.config import CONFIG_FILE
 from millrace_serve.model.deepseek_v3 import DeepseekV3
 from millrace_serve.model.parallel import ParallelDims
 from millrace_testing.paths import TINY
@@ -107,6 +110,19 @@ def test_a_sequence_may_fill_the_last_page(checks: tuple[str, ...]) -> None:
     wanted = [request(1, questions()[0] + questions()[1] + [20], max_tokens=99, **SEEDED)]
     expected = tokens(run(engine(0, max_model_len=128), wanted))
     assert tokens(run(engine(3, max_model_len=128, checks=checks), wanted)) == expected and len(expected[1]) == 28
+
+
+@pytest.mark.parametrize("graphs", ["off", "on"])
+def test_a_sequence_may_reach_the_models_last_position(graphs: str, tmp_path: Path) -> None:
+    """Rows of its drafts lie behind that position. On a GPU an index behind the end of a table ends the rank."""
+    wanted = [request(1, questions()[0] + questions()[1] + [20], max_tokens=99, **SEEDED)]
+    expected = tokens(run(engine(0, max_model_len=128), wanted))
+    model = tmp_path / "short"
+    shutil.copytree(TINY, model)
+    facts = json.loads((model / CONFIG_FILE).read_text())
+    (model / CONFIG_FILE).write_text(json.dumps({**facts, "max_position_embeddings": 128}))
+    found = tokens(run(engine(3, graphs=graphs, model=model, max_model_len=128), wanted))
+    assert found == expected and len(expected[1]) == 28
 
 
 @pytest.mark.parametrize(("drafts", "token"), [(1, -1), (3, 999)])
