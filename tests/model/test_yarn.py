@@ -9,7 +9,7 @@ import pytest
 import torch
 from millrace_bench.kernels.numeric import ROTARY_TOLERANCE, assert_close
 from millrace_serve.model.config import ModelConfig, RopeScaling
-from millrace_serve.model.yarn import inverse_frequencies, rope_tables, softmax_scale
+from millrace_serve.model.yarn import BEHIND, inverse_frequencies, rope_tables, softmax_scale
 from millrace_testing.checkpoint import CONFIG
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
@@ -31,9 +31,9 @@ def test_tables_equal_transformers(scaling: dict[str, Any] | None) -> None:
     cos, sin = rope_tables(ModelConfig.parse(raw), torch.device("cpu"))
     theirs = DeepseekV3RotaryEmbedding(DeepseekV3Config(**raw))
     expected = theirs(torch.zeros(1), torch.arange(raw["max_position_embeddings"])[None])
-    assert cos.shape == (4096, 32) and cos.dtype == torch.float32
+    assert cos.shape == (4096 + BEHIND, 32) and cos.dtype == torch.float32
     for ours, table in zip((cos, sin), expected, strict=True):
-        assert_close(ours, table[0, :, :32], ROTARY_TOLERANCE)
+        assert_close(ours[:4096], table[0, :, :32], ROTARY_TOLERANCE)
 
 
 def test_fast_dimensions_are_kept_and_slow_ones_are_interpolated() -> None:

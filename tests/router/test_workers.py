@@ -157,7 +157,8 @@ async def test_one_model_at_a_time(cluster: Callable) -> None:
 
 async def test_details_of_what_is_not_routable(cluster: Callable) -> None:
     made = await cluster(FakeWorker(PREFILL, layout="x"), FakeWorker(DECODE, layout="y"), wait=False)
-    await made.until(lambda: "equal KV layout" in detail(made, made.workers[0]))
+    for worker in made.workers:
+        await made.until(lambda worker=worker: "equal KV layout" in detail(made, worker))
     assert (await made.http.get("/ready")).status_code == 503
     healthy = [made.metric("millrace_workers", role=role, state="healthy") for role in ("prefill", "decode")]
     assert healthy == [1, 1] and made.metric("millrace_workers", role="decode", state="routable") == 0

@@ -20,7 +20,7 @@ class Role(enum.StrEnum):
 
 
 GIB = 1 << 30
-MOST_DRAFTS = 3
+MOST_DRAFTS = 3  # less than model/yarn.py has rows behind the last position
 # The most sequences of a step that makes one draft of each, two, three: measured with V3 on an H200 (docs/gpu.md).
 DRAFT_BATCHES = (256, 32, 16)
 

@@ -122,11 +122,10 @@ class AttnStep:
                 prefix.append(PrefixChunk(starts, lens, plan(q_lens, tuple(lens), False)))
         if inputs.shared is not None:
             shared = SharedStep.prepare(inputs.shared, end, max(most // page_size, 1) * page_size, plan)
-        positions = inputs.positions.clamp(max=len(tables[0]) - 1)  # rows of drafts may lie behind the model's last one
         return cls(
             inputs,
-            cos=tables[0][positions],
-            sin=tables[1][positions],
+            cos=tables[0][inputs.positions],
+            sin=tables[1][inputs.positions],
             absorbed=groups,
             expanded_rows=slice(first, end if expand else first),
             expanded_seqs=slice(decode, attn.num_seqs if expand else decode),

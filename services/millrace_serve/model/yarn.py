@@ -3,7 +3,7 @@
 theta_i = base^(-2i/R)         wavelengths that fit the original context often enough keep theta_i, long ones are slowed
 to theta_i / factor, those in between are blended linearly over i.
 
->>> cos, sin = rope_tables(config, torch.device("cpu"))      # float32 [max_position_embeddings, R/2] each
+>>> cos, sin = rope_tables(config, torch.device("cpu"))      # float32 [positions, R/2] each
 """
 
 from __future__ import annotations
@@ -15,11 +15,15 @@ from torch import Tensor
 
 from millrace_serve.model.config import ModelConfig, RopeScaling
 
+BEHIND = 8  # rows of drafts, which are never accepted there, may lie behind a model's last position
+
 
 def rope_tables(config: ModelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin of every position, float32 [max_position_embeddings, R/2], with YaRN's attention factor applied."""
+    """cos and sin of every position and of BEHIND more, float32 [max_position_embeddings + BEHIND, R/2], with YaRN's
+    attention factor applied.
+    """
     freqs = inverse_frequencies(config.qk_rope_head_dim, config.rope_theta, config.rope_scaling)
-    angles = torch.arange(config.max_position_embeddings, dtype=torch.float32).unsqueeze(1) * freqs
+    angles = torch.arange(config.max_position_embeddings + BEHIND, dtype=torch.float32).unsqueeze(1) * freqs
     factor = 1.0
     if (scaling := config.rope_scaling) is not None:
         factor = _mscale(scaling.factor, scaling.mscale) / _mscale(scaling.factor, scaling.mscale_all_dim)
