@@ -67,14 +67,16 @@ def test_inputs_rotate_through_more_than_the_l2_cache() -> None:
     assert num_sets(case(15e6), CUDA, quick=True) == num_sets(case(15e6), CPU, quick=False) == 1
 
 
-def test_every_implementation_is_a_row_and_a_failing_one_says_why() -> None:
+@pytest.mark.parametrize("before", ["", "Ninja build failed.\n[1/8] nvcc a.cu\n  error: "])
+def test_every_implementation_is_a_row_and_a_failing_one_says_why(before: str) -> None:
     def broken() -> None:
-        raise RuntimeError("no kernel image")
+        raise RuntimeError(f"{before}no kernel image")
 
     good, bad = measure(case(ours=lambda: torch.ones(64).sum(), theirs=broken), CPU, quick=True)
     assert (good.impl, good.error) == ("ours", "") and good.us > 0 and math.isnan(good.roofline)
     assert good.gb_per_s == pytest.approx(4.8e6 / good.us / 1e3)
-    assert (bad.impl, bad.error) == ("theirs", "RuntimeError: no kernel image") and math.isnan(bad.us)
+    error = "error: no kernel image" if before else "no kernel image"
+    assert (bad.impl, bad.error) == ("theirs", f"RuntimeError: {error}") and math.isnan(bad.us)
     assert "no kernel image" in line(bad) and f"{good.us:.1f}" in line(good)
 
 

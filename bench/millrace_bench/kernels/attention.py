@@ -144,7 +144,8 @@ def of_decode(draw: Draw, heads: int, batch: int, keys: int, kv_dtype: torch.dty
             from millrace_bench.kernels.compared import flashinfer_mla
 
             del inputs["plan"]
-            calls |= {"flashinfer": flashinfer_mla.planned(**inputs)}
+            planned = functools.cache(functools.partial(flashinfer_mla.planned, **inputs))
+            calls |= {"flashinfer": lambda: planned()()}
         return calls
 
     fp8 = kv_dtype == E4M3

@@ -53,7 +53,7 @@ def measure(case: Case, device: torch.device, quick: bool = False) -> Iterator[R
     try:
         sets = [case.make() for _ in range(num_sets(case, device, quick))]
     except Exception as error:
-        yield Row(case.op, case.shape, "inputs", math.nan, error=f"{type(error).__name__}: {error}"[:300])
+        yield Row(case.op, case.shape, "inputs", math.nan, error=_told(error))
         return
     exact = sets[0][case.exact]() if case.exact else None
     for impl in sets[0]:
@@ -66,13 +66,19 @@ def _row(case: Case, impl: str, calls: list[Call], device: torch.device, samples
         found = calls[0]() if exact is not None else None
         us = time_us(calls, device, samples)
     except Exception as error:  # of a library, of any kind; the other implementations are still worth a row
-        return Row(**common, us=math.nan, error=f"{type(error).__name__}: {error}"[:300])  # type: ignore[arg-type]
+        return Row(**common, us=math.nan, error=_told(error))  # type: ignore[arg-type]
     roofline = floor_us(case) / us if device.type == "cuda" else math.nan
     figures: dict[str, float] = {"gb_per_s": case.nbytes / us / 1e3, "tflops": case.flops / us / 1e6}
     figures["roofline"] = roofline
     if isinstance(found, Tensor) and isinstance(exact, Tensor) and found.shape == exact.shape:
         figures["rms"] = rms_error(found, exact)
     return Row(**common, us=us, **figures)  # type: ignore[arg-type]
+
+
+def _told(error: Exception) -> str:
+    """That of a build is pages of output around the compiler's line."""
+    lines = [line.strip() for line in str(error).splitlines() if "error:" in line]
+    return f"{type(error).__name__}: {lines[0] if lines else error}"[:300]
 
 
 HEADER = f"{'op':30}{'shape':34}{'implementation':26}{'us':>10}{'GB/s':>8}{'TFLOPS':>9}{'roof':>6}{'anchor':>9}"
