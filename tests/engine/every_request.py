@@ -4,26 +4,35 @@ a process, so that no cache of another start is there.
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import itertools
 import json
 import sys
 import time
-from collections import Counter
+import traceback
+from collections import Counter, deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from engine.harness import request
 from millrace_serve.engine.config import Execution, Limits, Role
 from millrace_serve.engine.core import Grammar, GrammarKind, Request, Submit
 from millrace_serve.engine.engine import Engine
+from millrace_serve.engine.start.compilations import Compilations
 from millrace_serve.engine.start.torch_factory import load_rank
 from millrace_serve.engine.step.batch import HostBatch
 from millrace_serve.model.attn_step import FormThresholds
 from millrace_serve.model.parallel import ParallelDims
-from millrace_serve.worker.caches import sizes
+from millrace_serve.worker.caches import FOLDERS, sizes
+from millrace_testing.launches import Variant, differences
 
+LIMIT_S = 1200  # of a start and all requests; then the stacks of all threads are on stderr, and the process ends
+SLOWEST = 5  # steps that are told
+Slow = list[tuple[float, list[str]]]  # seconds of a step, and which steps were under way
 JSON = Grammar(GrammarKind.JSON_SCHEMA, '{"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 3}')
 TAG = Grammar(
     GrammarKind.STRUCTURAL_TAG,
@@ -96,28 +105,34 @@ def groups(most: int, longest: int) -> Iterator[list[Request]]:
     yield [ask(40 + i, 200 + i, max_tokens=6 + i, **sampling) for i, sampling in enumerate(SAMPLINGS)]
 
 
-def serve(engine: Engine, limits: Limits) -> tuple[Counter[str], float]:
+def serve(engine: Engine, limits: Limits, launched: deque[str] | None = None) -> tuple[Counter[str], Slow]:
     """Answers every group by itself, then all requests as they come, one before each step. Returns what they reached,
-    and seconds of the slowest step. The engine is closed.
-    """
-    seen, slowest = watched(engine), 0.0
+    and the slowest steps. The engine is closed.
 
-    def step() -> float:
+    Args:
+        launched: the last steps are there, as `watched` puts them
+    """
+    launched = deque(maxlen=2) if launched is None else launched
+    seen, slowest = watched(engine, launched), Slow()
+
+    def step() -> None:
         began = time.monotonic()
         check_step(engine, seen)
-        return time.monotonic() - began
+        slowest.append((time.monotonic() - began, list(launched)))
+        slowest.sort(reverse=True)
+        del slowest[SLOWEST:]
 
     everything = list(groups(limits.max_prefill_tokens, limits.max_model_len))
     for group in everything:
         for one in group:
             engine.submit(Submit(one))
         while engine.has_work():
-            slowest = max(slowest, step())
+            step()
     for one in itertools.chain(*everything):
         engine.submit(Submit(one))
-        slowest = max(slowest, step())
+        step()
     while engine.has_work():
-        slowest = max(slowest, step())
+        step()
     engine.close()
     return seen, slowest
 
@@ -147,12 +162,17 @@ def check_step(engine: Engine, seen: Counter[str]) -> None:
 
 def check_reached(seen: dict[str, int], drafts: int, *others: str) -> None:
     """They reached everything that an engine with graphs has."""
+    assert not (wrong := not_as_wanted(seen, drafts, *others)), (wrong, seen)
+
+
+def not_as_wanted(seen: dict[str, int], drafts: int, *others: str) -> set[str]:
+    """What they did not reach, and what there should not be."""
     wanted = {*BRANCHES, *others, "graphs", *(["drafts"] if drafts else [])}
-    assert wanted == {name for name, count in seen.items() if count}, seen
+    return wanted ^ {name for name, count in seen.items() if count}
 
 
-def watched(engine: Engine) -> Counter[str]:
-    """Counts what the steps of this engine are, from now on."""
+def watched(engine: Engine, launched: deque[str] | None = None) -> Counter[str]:
+    """Counts what the steps of this engine are, from now on. `launched` gets each step in words."""
     runner: Any = engine._runner
     seen = Counter[str]()
     thresholds = FormThresholds.measured(engine.pool.buffer.device, runner._model.config.num_attention_heads)
@@ -160,7 +180,12 @@ def watched(engine: Engine) -> Counter[str]:
 
     def counting(batch: HostBatch) -> Any:
         seen.update(_branches(batch, thresholds))
-        seen["graphs"] += runner._graphs is not None and runner._graphs.holds(batch)
+        graph = runner._graphs is not None and runner._graphs.holds(batch)
+        seen["graphs"] += graph
+        if launched is not None:
+            sampled = "greedy" if batch.sampling is None else "sampled"
+            rows = f"{batch.num_decode} x {batch.num_queries} rows, chunks {batch.chunk_lens} up to {batch.chunk_ends}"
+            launched.append(f"{rows}, {sampled}{', a graph' if graph else ''}")
         return launch(batch)
 
     runner.launch = counting
@@ -195,9 +220,43 @@ def _branches(batch: HostBatch, thresholds: FormThresholds) -> Iterator[str]:
     return (name for name, holds in facts.items() if holds)
 
 
+class TritonVariants:
+    """The variants of kernels that Triton's listener has told of, compiled or from the cache folder."""
+
+    def __init__(self) -> None:
+        self.known: set[Variant] = set()
+        self.late: list[tuple[str, list[str]]] = []  # how each differs from the nearest one known, and what ran
+        self.started = False
+
+    def add(self, src: Any, metadata: Any, cache_hit: bool, launched: deque[str]) -> None:
+        """Args: as Triton's listener has them; launched: the last steps."""
+        names = src.fn.arg_names
+        kinds = [(name, src.constants.get((i,), src.signature.get(name))) for i, name in enumerate(names)]
+        kinds += [(f"{name} is", src.attrs.get((i,))) for i, name in enumerate(names)]
+        kinds += [(option, metadata.get(option)) for option in ("num_warps", "num_stages", "maxnreg")]
+        variant = src.name, tuple((name, str(kind)) for name, kind in kinds)
+        if self.started and not cache_hit:
+            self.late += [(text, list(launched)) for text in differences(self.known, {variant})]
+        self.known.add(variant)
+
+    @contextlib.contextmanager
+    def listening(self, launched: deque[str]) -> Iterator[None]:
+        counting = Compilations.on_triton
+
+        def both(compilations: Compilations, *, src: Any, metadata: Any, cache_hit: bool, **facts: Any) -> None:
+            self.add(src, metadata, cache_hit, launched)
+            counting(compilations, src=src, cache_hit=cache_hit, **facts)
+
+        with mock.patch.object(Compilations, "on_triton", both):
+            yield
+
+
 def main() -> None:
-    """A start on the GPU with the caches of this process's environment, and all requests; prints what was found."""
+    """A start on the GPU with the caches of this process's environment, and all requests; prints what was found, also
+    when it fails.
+    """
     model, cache_dir, dtype, kv_dtype, drafts = sys.argv[1:]
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True)
     found: dict[str, Any] = {"had": sizes(Path(cache_dir))}
     limits = Limits(
         num_pages=1024, max_model_len=4096, max_running=8, max_prefill_tokens=2048, draft_tokens=int(drafts),
@@ -205,14 +264,31 @@ def main() -> None:
     )  # fmt: skip
     execution = Execution.model_validate({"memory_fraction": 0.5, "kv_dtype": kv_dtype, "cache_dir": cache_dir})
     device, began = torch.device("cuda", torch.cuda.current_device()), time.monotonic()
-    rank = load_rank(
-        limits, Role.UNIFIED, Path(model), ParallelDims(), device, getattr(torch, dtype), execution=execution
-    )
-    found |= {"start_s": time.monotonic() - began, "has": sizes(Path(cache_dir))}
-    found["before"] = dict(rank.lockstep.progress.compiled())
-    found["seen"], found["slowest_s"] = serve(rank.engine(), limits)
-    found["after"] = dict(rank.lockstep.progress.compiled())
-    sys.stdout.write(json.dumps(found))
+    variants, launched = TritonVariants(), deque[str](maxlen=2)
+    try:
+        with variants.listening(launched):
+            rank = load_rank(
+                limits, Role.UNIFIED, Path(model), ParallelDims(), device, getattr(torch, dtype), execution=execution
+            )
+        found |= {"start_s": time.monotonic() - began, "has": sizes(Path(cache_dir))}
+        found["before"], before = dict(rank.lockstep.progress.compiled()), _entries(Path(cache_dir))
+        variants.started = True
+        found["seen"], found["slowest"] = serve(rank.engine(), limits, launched)
+        found["after"] = dict(rank.lockstep.progress.compiled())
+        found["new"] = sorted(_entries(Path(cache_dir)) - before)
+    except BaseException:
+        found |= {"error": traceback.format_exc(), "launched": list(launched)}
+        raise
+    finally:
+        found["late"] = variants.late
+        sys.stdout.write(json.dumps(found))
+        sys.stdout.flush()
+
+
+def _entries(cache_dir: Path) -> set[str]:
+    """The files of a cache folder; those of DeepGEMM name the kernel."""
+    folders = [cache_dir / name for name in FOLDERS]
+    return {str(path.relative_to(cache_dir)) for folder in folders for path in folder.rglob("*") if path.is_file()}
 
 
 if __name__ == "__main__":
