@@ -10,11 +10,21 @@ from millrace_serve.engine.config import Execution, Limits, Role
 from millrace_serve.engine.core import Submit
 from millrace_serve.engine.engine import Engine
 from millrace_serve.engine.start.phases import Phases, slowest, table
-from millrace_serve.engine.start.rehearsal import Shape, batch_of, decode_shapes, largest, prefill_shapes, shared_batch
+from millrace_serve.engine.start.rehearsal import (
+    PREFIX_TOKENS,
+    Shape,
+    batch_of,
+    decode_shapes,
+    largest,
+    most_rows,
+    prefill_shapes,
+    shared_batch,
+)
 from millrace_serve.engine.start.torch_factory import load_rank
 from millrace_serve.engine.step.device import Device
 from millrace_serve.engine.step.slots import Slots
 from millrace_serve.engine.step.staging import Staging
+from millrace_serve.model.attn_step import FormThresholds, prefix_chunks
 from millrace_serve.model.parallel import ParallelDims
 from millrace_testing.paths import TINY
 
@@ -52,6 +62,15 @@ def test_prompts_of_every_size_class_are_rehearsed() -> None:
     prompts = {shape.chunks for shape in prefill_shapes(V3)}
     assert {1, 2, 4, 16, 64, 256} <= prompts and {11, 47, 191} <= prompts  # as many rows end the last layer
     assert [shape.num_decode for shape in decode_shapes(V3, (1, 4))] == [4, 4, 1, 1]
+
+
+@pytest.mark.parametrize(("most", "length"), [(96, 4096), (2048, 4096), (96, 300)])
+def test_products_are_compiled_for_as_many_cached_tokens_as_are_expanded(most: int, length: int) -> None:
+    """Their k and v are one product, which may have more rows than a step has."""
+    limits = Limits(num_pages=9, max_model_len=length, max_running=8, max_prefill_tokens=most)
+    rows = most_rows(limits, prefill_shapes(limits))
+    chunks = prefix_chunks([length - 1] * limits.max_running, FormThresholds(0).prefix_chunk_tokens, limits.page_size)
+    assert rows >= max(sum(lens) for _, lens in chunks) and rows <= PREFIX_TOKENS
 
 
 def test_sparse_attention_is_rehearsed_where_it_is_dense() -> None:

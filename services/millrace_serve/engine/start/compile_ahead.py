@@ -232,7 +232,7 @@ def run(part: Part) -> None:
     for shape in turned(shapes, part.index, part.count):
         with contextlib.suppress(torch.OutOfMemoryError):
             runner.launch(rehearsal.batch_of(shape, config, site.dims.dp)).result()
-    most = max(shape.num_tokens for shape in shapes)
+    most = rehearsal.most_rows(config, shapes)
     runner.call(lambda: fp8.compile_ahead(most, site.device, part.index / part.count))
     if site.buckets:
         capture(site, config, runner)

@@ -78,6 +78,11 @@ def _prefill_shapes(limits: Limits) -> Iterator[Shape]:
     yield _shape(limits, limits.max_running - 1, chunks=1, chunk=longest, greedy=False)
 
 
+def most_rows(limits: Limits, shapes: Sequence[Shape]) -> int:
+    """Of a product: the tokens of a step, or the cached ones of which k and v are made at a time."""
+    return max(*(shape.num_tokens for shape in shapes), min(PREFIX_TOKENS, limits.max_running * limits.max_model_len))
+
+
 def _shape(
     limits: Limits, num_decode: int = 0, chunks: int = 0, chunk: int = 0, prefix: int = 0, *, greedy: bool = True
 ) -> Shape:

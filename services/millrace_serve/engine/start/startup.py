@@ -196,7 +196,7 @@ def compile_kernels(site: Site, config: EngineConfig, runner: TorchRunner) -> No
     _rehearse(site, runner, shapes, graphs=False)
     if config.share_prompts:
         runner.launch(rehearsal.shared_batch(config, site.dims.dp, site.dims.dp_rank)).result()
-    runner.call(lambda: fp8.compile_ahead(max(_tokens(shapes)), site.device))
+    runner.call(lambda: fp8.compile_ahead(rehearsal.most_rows(config, shapes), site.device))
     if site.model.index_topk:
         runner.call(lambda: indexer.compile_ahead(config.max_running * (1 + config.draft_tokens), site.device))
 
