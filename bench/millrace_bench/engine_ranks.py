@@ -14,10 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from millrace_serve.model.deepseek_v3 import DeepseekV3
-from millrace_serve.model.parallel import ParallelDims, init_parallel, leave_parallel
+from millrace_serve.model.parallel import ParallelDims, init_parallel
 from millrace_serve.model.reduce import Fused, fused_reduce
-from torch import Tensor, multiprocessing
+from torch import Tensor
 
+from millrace_bench import processes
 from millrace_bench.shard import SHARDS, Shard
 
 
@@ -54,10 +55,9 @@ def _main(rank: int, ranks: int, function: Callable[..., None], folder: str, arg
         torch.set_num_threads(1)
     device = torch.device("cuda", rank) if args.device == "cuda" else torch.device("cpu")
     function(args, init_parallel(rank, ranks, 1, f"file://{folder}/rendezvous", device, timeout_s=120.0))
-    leave_parallel()
 
 
 def spawn(ranks: int, function: Callable[..., None], args: Any) -> None:
     """function(args, dims) in every rank's process."""
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(_main, (ranks, function, folder, args), nprocs=ranks)
+        processes.spawn(ranks, _main, ranks, function, folder, args)

@@ -32,13 +32,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from millrace_serve.engine.step.device import device_of
-from millrace_serve.model.parallel import ParallelDims, init_parallel, leave_parallel
+from millrace_serve.model.parallel import ParallelDims, init_parallel
 from torch import multiprocessing
 
 from millrace_bench import exchange_others
 from millrace_bench.common import Record, print_record
 from millrace_bench.exchange_others import Call, Case
 from millrace_bench.exchange_ours import HELD, TOP_K, Ours
+from millrace_bench.processes import spawn
 from millrace_bench.shard import time_ms
 
 ROWS = (1, 8, 32, 64, 128, 256, 512, 1024, 4096)
@@ -131,13 +132,12 @@ def rank_main(rank: int, family: str, folder: str, args: argparse.Namespace) -> 
             print(line := json.dumps(row), flush=True)
             with (Path(folder) / "rows").open("a") as rows:
                 rows.write(line + "\n")
-    leave_parallel()
 
 
 def run(family: str, args: argparse.Namespace, seconds: float) -> list[Row]:
     """The rows of a set of processes, which has so many seconds."""
     with tempfile.TemporaryDirectory() as folder:
-        ranks = multiprocessing.spawn(rank_main, (family, folder, args), nprocs=args.ranks, join=False)
+        ranks = spawn(args.ranks, rank_main, family, folder, args, join=False)
         end, error = time.monotonic() + seconds, ""
         try:
             while not ranks.join(timeout=1.0):

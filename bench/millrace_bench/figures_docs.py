@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import statistics
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from millrace_bench import scaling
-from millrace_bench.figures_source import Blocks, results, row, short, source, table
+from millrace_bench.figures_source import Blocks, results, row, rows, short, source, table
 
 SUMS = (1, 32, 128, 256, 512, 1024, 4096)  # rows of kernels.md
 COLUMNS = "k = 0 | k = 1 | k = 2 | k = 3"  # drafts
+PRODUCTS = ("2112x7168 q_kv_a", "24576x1536 q_b", "7168x16384 o", "7168x2048 shared down")  # of rivals
+STEPPING = {(2, 1): "", (8, 1): "60", (72, 9): "200"}  # replicas and hosts -> target of the host time per step in µs
 PLAIN_ROWS = 16  # above them a sum comes out as BF16 and as FP8
 
 
@@ -49,23 +53,51 @@ def drafts_serving() -> str:
     )
 
 
+def stepping() -> str:
+    lines = []
+    for (replicas, hosts), target in STEPPING.items():
+        size = {"kind": "agreement", "replicas": replicas, "hosts": hosts}
+        ours, gloo = (row("cpu/stepping", over=over, **size) for over in ("shared memory", "gloo"))
+        work = (ours[f"alone_{part}_us"] for part in ("member", "captain", "path"))
+        cpu = (ours["member_cpu_us"], ours["captain_cpu_us"], gloo["member_cpu_us"])
+        ranks = f"{replicas} on {hosts} hosts" if hosts > 1 else f"{replicas} on one host"
+        lines.append((ranks, "{:.1f} + {:.1f} = {:.1f}".format(*work), target, *(f"{us:,.0f}" for us in cpu)))
+    return table("replicas | host time per step, µs | target | CPU of a member | of a captain | with gloo", lines)
+
+
 def sums() -> str:
-    def line(rows: int) -> Iterator[str]:
-        form = "plain" if rows <= PLAIN_ROWS else "both"
-        found = [one for one in results("h200/allreduce")["rows"] if (one["rows"], one["form"]) == (rows, form)]
-        us = {one["way"]: one["us"] for one in found}
+    def line(num: int) -> Iterator[str]:
+        form = "plain" if num <= PLAIN_ROWS else "both"
+        us = {one["way"]: one["us"] for one in rows("h200/allreduce", rows=num, form=form)}
         torch = min(us["symm_one"], us["symm_two"])
         return (short(each) for each in (us["one_shot"], us["two_shot"], us["nccl"], torch, us["norm"]))
 
     header = "rows | one-shot | two-shot | NCCL | torch symmetric memory, better of its two | norm"
-    return table(header, [(f"{rows:,}", *line(rows)) for rows in SUMS])
+    return table(header, [(f"{num:,}", *line(num)) for num in SUMS])
+
+
+def tp_step() -> str:
+    ours, nccl, none = (
+        row(f"h200/{run}", kind="decode", **which)["step_ms"]
+        for run, which in (
+            ("engine-tp8-ranks", {"sums": "fused"}),
+            ("engine-tp8-ranks-first", {"sums": "nccl"}),
+            ("drafts-tp8", {"drafts": 0}),
+        )
+    )
+    alone = rows("h200/allreduce", rows=1, form="plain", way="one_shot")[0]["us"]
+    return (
+        "A TP8 rank's shapes over two ranks, one sequence, context 1K:"
+        f" {ours:.2f} ms a step (target 4.3; sums by NCCL {nccl:.2f}, without sums {none:.2f})."
+        f" One row is summed in {short(alone)} µs.\n"
+    )
 
 
 def two_ranks() -> str:
     """Steps of two ranks by exchange; a second run was made with `peer` alone."""
 
     def ms(run: str, exchange: str, step: dict[str, Any]) -> str:
-        found = [one["ms"] for one in results(run)["rows"] if {**step, "exchange": exchange}.items() <= one.items()]
+        found = [one["ms"] for one in rows(run, exchange=exchange, **step)]
         return "".join(f"{value:,.0f}" if value > 1000 else f"{value:.1f}" for value in found)
 
     def line(kind: str, count: int, length: int, target: str) -> tuple[str, ...]:
@@ -85,9 +117,12 @@ def two_ranks() -> str:
     )
 
 
-def computed() -> str:
+def _computed(gpus: int) -> list[scaling.Step]:
     found = scaling.steps(scaling.Fit.of(results("h200/exchange")["rows"]), results("h200/ranks")["rows"])
-    eight, many = ([step for step in found if step.gpus == gpus] for gpus in (8, 72))
+    return [step for step in found if step.gpus == gpus]
+
+
+def computed() -> str:
 
     def cells(step: scaling.Step) -> tuple[str, str]:
         ms = f"{step.ms:,.0f}" if step.ms > 1000 else f"{step.ms:.1f}"
@@ -95,7 +130,38 @@ def computed() -> str:
 
     return table(
         "step of each rank | 8 GPUs, one host | tokens/s of a GPU | 72 GPUs, 9 hosts | tokens/s of a GPU",
-        [(one.name.replace(" x ", " × "), *cells(one), *cells(two)) for one, two in zip(eight, many, strict=True)],
+        [
+            (one.name.replace(" x ", " × "), *cells(one), *cells(two))
+            for one, two in zip(_computed(8), _computed(72), strict=True)
+        ],
+    )
+
+
+def node() -> str:
+    """What the same model predicts of `millrace bench node` on eight GPUs."""
+    steps = {step.name: step for step in _computed(8)}
+    decode, prefill = steps["decode 256 x 2,048"], steps["prefill 4 x 4,096"]
+    drafted = row("h200/drafts-ep8", kind="decode", drafts=1)["step_ms"] + decode.exchange_ms  # 256 rows as well
+    alone, three = (row("h200/drafts-sweep-tp8", kind="decode", batch=1, drafts=number) for number in (0, 3))
+    single = row("h200/engine-tp8-ranks", kind="decode")["step_ms"]
+    tp = single * three["step_ms"] / alone["step_ms"]
+    return table(
+        "`bench node` on eight GPUs | predicted | target",
+        [
+            (
+                "decode 256 × 2,048 of each GPU, no drafts",
+                f"{decode.ms:.1f} ms, {8 * decode.tokens_per_s:,.0f} tokens/s",
+                "51 ms, 40,000 tokens/s",
+            ),
+            (
+                "decode 128 × 4,096, one draft accepted with probability 0.85",
+                f"{8 * 128 * 1.85 / drafted * 1e3:,.0f} tokens/s, ITL {drafted / 1.85:.1f} ms",
+                "24,000 tokens/s, ITL under 50 ms",
+            ),
+            ("prefill 4 × 4,096 of each GPU", f"{8 * prefill.tokens_per_s:,.0f} tokens/s", "90,000 tokens/s"),
+            ("TP8, one sequence, context 1K, no drafts", f"{single:.1f} ms", "4.6 ms"),
+            ("the same with 3 drafts, 2.6 tokens of a step", f"{2.6 / tp * 1e3:.0f} tokens/s", "380 tokens/s"),
+        ],
     )
 
 
@@ -145,12 +211,154 @@ def evaluated() -> str:
     return table(" | retrieval 2k | copy | sort | each other task | all | same answers as | perplexity", lines)
 
 
+def beside_smg() -> str:
+    """Medians of the rounds."""
+    found = results("cpu/peers-router")
+    sides = [found[name] for name in ("smg", "millrace http", "millrace grpc")]
+
+    def cell(rounds: list[dict[str, Any]]) -> str:
+        us, added = (statistics.median(one[key] for one in rounds) for key in ("us_per_token", "added_ttft_p50_ms"))
+        way = statistics.median(one["token_ms"]["p50"] for one in rounds)
+        return f"{us:.1f} µs; {added:.1f} ms; {way:.1f} ms"
+
+    lines = [(load, *(cell(side["loads"][load]) for side in sides)) for load in ("quarter", "half", "full")]
+    memory = (f"{side['memory']['idle_mb']:.0f}, {side['memory']['mb']:.0f} MB" for side in sides)
+    return table("load | smg | OpenAI HTTP | gRPC", [*lines, ("memory idle, with 2,000 streams", *memory)])
+
+
+def balance() -> str:
+    """One spare slot, where loads are uneven enough to gain."""
+    cases = [("power law 0.25", 8, 33), ("power law 0.5", 8, 33), ("power law 1.0", 8, 33), ("power law 0.25", 72, 5)]
+    cases += [("power law 0.5", 72, 5), ("trained, 8 experts", 2, 5), ("trained, 8 experts", 4, 3)]
+    columns = ("window_before", "window_after", "step_before", "step_after")
+    lines = []
+    for routing, ranks, slots in cases:
+        found = row("cpu/balance", routing=routing, ranks=ranks, slots=slots)
+        loads = routing.replace("trained", "trained checkpoint").replace("power law ", "k^-")
+        ratios = (f"{found[column]:.2f}" for column in columns)
+        lines.append((loads, str(ranks), str(slots), *ratios, f"{found['moved']:.0%}".replace("%", " %")))
+    return table(
+        "loads | ranks | slots | imbalance before | after | of single steps before | after | slots that changed", lines
+    )
+
+
+def sparse() -> str:
+    runs = {"TP8": ("h200/shard-sparse-first", "h200/shard-sparse"), "EP8": ("h200/shard-sparse-ep8",)}
+    lines = []
+    for (shard, names), count in itertools.product(runs.items(), (1, 8)):
+        dense, now = (row(names[-1], count=count, attention=kind) for kind in ("dense", "sparse"))
+        kinds = (f"{now['kinds_ms'][kind]:.1f}" for kind in ("indexer", "attention"))
+        times = (f"{one['ms']:.1f} ms" for one in (dense, now))
+        first = f"{row(names[0], count=count, attention='sparse')['ms']:.1f} ms" if len(names) > 1 else ""
+        lines.append((f"{shard}, {count} × 65,536", *times, *kinds, f"{dense['kinds_ms']['attention']:.1f}", first))
+    header = "rank by itself | dense | sparse | of it indexer | and attention | attention, dense | sparse, first run"
+    return table(header, lines)
+
+
+def rivals() -> str:
+    found: dict[str, dict[str, float]] = {}
+    for one in results("h200/kernels-rivals")["rows"]:
+        found.setdefault(one["shape"], {})[one["impl"]] = one["us"]
+    shapes = [f"H={heads} B={count} L=4096 bfloat16" for heads in (16, 128) for count in (1, 32, 128)]
+    shapes += [f"T={num} {product}" for num in (32, 128, 256) for product in PRODUCTS]
+    lines = []
+    for shape in shapes:
+        us, attention = found[shape], shape.startswith("H")
+        ours = us["triton.mla_decode" if attention else "triton.fp8_linear:fp8_linear"]
+        library = us["lib.flash_mla" if attention else "lib.deep_gemm"]
+        theirs = us["flashinfer" if attention else "lib.flashinfer_gemm"]
+        cutlass = "" if attention else short(us["flashinfer cutlass"])
+        lines.append((shape.removesuffix(" bfloat16"), short(ours), short(library), short(theirs), cutlass))
+    return table("µs | ours | FlashMLA, DeepGEMM | FlashInfer: FA3, DeepGEMM's fork | CUTLASS in FlashInfer", lines)
+
+
+def policy_cost() -> str:
+    found = results("cpu/policy")
+    by = {(one["policy"], one["local_prefill_tokens"]): one["us"] for one in found["decisions"]}
+    middle = [by[case]["p50"] for case in (("round_robin", 0), ("kv_aware", 0), ("kv_aware", 1024))]
+    tails = [one["p99"] for one in by.values()]
+    usual, aware, local = (f"{us:.0f} µs" for us in middle)
+    text = f"A decision takes p50 {usual} (`round_robin`) to {aware} (`kv_aware`), {local} with local prefill, p99"
+    hashing = f"hashing the prompt takes {found['hash_us']['mean']:.0f} µs more"
+    kv, prefix = (f"{one['bytes_per_block'] * one['blocks'] / 1e6:.0f} MB" for one in found["memory"])
+    memory = f"A million blocks take {kv} in the KV index and {prefix} in the prefix index"
+    return f"{text} {min(tails):.0f} to {max(tails):.0f} µs; {hashing}. {memory}.\n"
+
+
+def router_cost() -> str:
+    runs = [results(name)["routers"]["1"] for name in ("cpu/router", "cpu/router-http")]
+    pair = results("cpu/router")["routers"]["2"]["tokens_per_s"] / runs[0]["tokens_per_s"]
+
+    def cells(text: Callable[[dict[str, Any]], str]) -> tuple[str, ...]:
+        return tuple(map(text, runs))
+
+    def way(one: dict[str, Any]) -> str:
+        return f"{one['token_latency_ms']['p50']:.1f} / {one['token_latency_ms']['p99']:.1f} ms"
+
+    def requests(one: dict[str, Any]) -> str:
+        return f"{one['requests_per_s']:.0f}; {one['router_us_per_request'] / 1e3:.1f} ms"
+
+    return table(
+        "one router process | gRPC | OpenAI HTTP | target",
+        [
+            ("tokens per second and core", *cells(lambda one: f"{one['tokens_per_s_per_core']:,.0f}"), "25,000"),
+            (
+                "added to the first token at half load, p50",
+                *cells(lambda one: f"{one['added_ttft_p50_ms']:.1f} ms"),
+                "1.5 ms",
+            ),
+            ("a token from worker to client at half load, p50 / p99", *cells(way), ""),
+            ("requests of one token per second; CPU of each", *cells(requests), ""),
+            ("two processes: tokens per second, as a multiple of those of one", f"{pair:.2f}", "", "1.7"),
+        ],
+    )
+
+
+def transfer_cpu() -> str:
+    def line(one: dict[str, Any]) -> tuple[str, ...]:
+        size = f"{one['page_bytes'] / 1e6:.1f} MB" if one["page_bytes"] > 1 << 20 else f"{one['page_bytes']:,} bytes"
+        speeds = (f"{one[name]:.1f}" for name in ("gb_per_s", "memcpy_gb_per_s"))
+        return f"{one['pages']} × {size}", f"{one['read_us'] / 1e3:.3g} ms", *speeds
+
+    run = results("cpu/transfer")
+    first, connecting, agent = (run[f"{name}_ms"] for name in ("first_read", "connect", "backend"))
+    thread = run["reader_overhead_ms"] - run["overhead_ms"]
+    text = f"The first read of a pair takes {first:.0f} ms, connecting {connecting:.0f} ms, the agent with its pool"
+    text += f" {agent / 1e3:.2f} s; an idle reader thread adds {thread * 1e3:.0f} µs to a read.\n"
+    return table("pages | time | GB/s | memcpy of the same run", map(line, run["rows"])) + "\n" + text
+
+
+def evaluated_cpu() -> str:
+    whole, switches = results("cpu/eval-matrix"), results("cpu/eval-matrix-switches")
+    against = {one["b"]: one for run in (whole, switches) for one in run["against_reference"]}
+    lines = []
+    for one in (*whole["rows"], *(one for one in switches["rows"] if one["system"] in against)):
+        system, items = one["system"], one["all"]["items"]
+        lost = (f"{task} {found['accuracy']:.3f}" for task, found in one["tasks"].items() if found["accuracy"] < 1)
+        same = f"{items - len(against[system]['differences'])} of {items}" if system in against else ""
+        perplexity = f"{one['perplexity']['value']:.3f}" if one["perplexity"] else ""
+        name = system.replace("P → D", "prefill → decode")
+        lines.append((name, f"{one['all']['correct']} of {items}", ", ".join(lost).replace("_", " "), same, perplexity))
+    return table(" | right | lost | same answers as transformers | perplexity", lines)
+
+
 BLOCKS: Blocks = {
+    "eval-cpu": evaluated_cpu,
+    "policy-cost": policy_cost,
+    "router-cost": router_cost,
+    "transfer-cpu": transfer_cpu,
+    "balance": balance,
+    "sparse": sparse,
+    "rivals": rivals,
     "drafts": drafts,
     "drafts-serving": drafts_serving,
+    "stepping": stepping,
     "sums": sums,
+    "tp-step": tp_step,
     "two-ranks": two_ranks,
     "computed": computed,
+    "node": node,
+    "beside-smg": beside_smg,
     "overload": overload,
     "eval-h200": evaluated,
 }

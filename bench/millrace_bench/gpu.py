@@ -11,20 +11,14 @@ failed, or there was no time for it. A missed target is no failure.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Iterator
-from pathlib import Path
-
-from rich.console import Console
+from dataclasses import replace
 
 from millrace_bench import gpu_figures as figures
-from millrace_bench.common import Record, print_record
-from millrace_bench.stages import ROOT, WIDTH, Stage, results, run, table
+from millrace_bench.stages import PYTEST, ROOT, Stage, carry_out, command_line
 
 TEST_LIMIT_S = 600.0
 
-PYTEST = "pytest -p no:cacheprovider --tb=short"
 ENGINE, SHARD = "millrace_bench.engine --shard tp8", "millrace_bench.shard"
 EVAL, STARTUP = "millrace_bench.eval", "millrace_bench.startup"
 HANDOVER, KERNELS = "millrace_bench.handover", "millrace_bench.kernels"
@@ -136,7 +130,7 @@ SMALL = {
 def small_stages() -> Iterator[Stage]:
     for stage in STAGES:
         if command := SMALL.get(stage.name):
-            yield Stage(stage.name, command, stage.limit_s, "runs", stage.figures)
+            yield replace(stage, command=command, target="runs")
 
 
 def stages_of_tests() -> Iterator[Stage]:
@@ -150,32 +144,13 @@ def stages_of_tests() -> Iterator[Stage]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="millrace bench gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, default=Path("gpu"), metavar="DIR", help="(%(default)s)")
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these stages, in the order of all")
-    parser.add_argument("--seconds", type=float, default=3 * 3600.0, help="for all stages together")
+    parser = command_line("gpu", __doc__)
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--tests", action="store_true", help="the test files instead")
     kind.add_argument("--tiny", action="store_true", help="small shapes on a CPU: whether everything runs")
-    parser.add_argument("--list", action="store_true", help="name the stages with their limits and commands")
     args = parser.parse_args()
     stages = list(stages_of_tests() if args.tests else small_stages() if args.tiny else STAGES)
-    if unknown := set(args.only) - {stage.name for stage in stages}:
-        parser.error(f"--only {' '.join(sorted(unknown))}: choose from {' '.join(stage.name for stage in stages)}")
-    stages = [stage for stage in stages if not args.only or stage.name in args.only]
-    console = Console(stderr=True, highlight=False, width=WIDTH)
-    if args.list:
-        for stage in stages:
-            print(f"{stage.name:18}{stage.limit_s:5.0f} s  python -m {stage.command}")
-        return
-    outcomes = run(stages, args.out, args.seconds, console)
-    console.print(table(outcomes))
-    record = Record("gpu", vars(args), {"stages": results(outcomes)})
-    (args.out / "gpu.json").write_text(record.to_json() + "\n")
-    print_record(record)
-    sys.exit(int(not all(outcome.passed for outcome in outcomes)))
+    carry_out("gpu", stages, parser, args)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""What the table of `millrace bench gpu` says of each bench: one line from the results of its JSON."""
+"""What the tables of `millrace bench gpu` and `node` say of each bench: one line from the results of its JSON."""
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 Results = dict[str, Any]
@@ -69,6 +70,51 @@ def shard(found: Results) -> str:
         fp8 = " FP8 KV" if row["kv_dtype"] == "float8_e4m3fn" else ""
         texts.append(f"{row['kind']} {row['count']}x{row['length']}{fp8} {row['ms']:.2f} ms")
     return ", ".join(texts)
+
+
+def replicas(found: Results) -> str:
+    """Each row with what differs between engines of the bench: exchange, drafts, gates and spare experts."""
+    texts = []
+    for row in found["rows"]:
+        drafts = f", {row['drafts']} drafts, ITL {row['ms'] / row['accept']:.1f} ms" if row["drafts"] else ""
+        gates = "" if row["skew"] == "even" else f", {row['skew']}, {row['spare']} spare{_ratios(row)}"
+        what = f"{row['exchange']} {row['kind']} {row['count']}x{row['length']}{drafts}{gates}"
+        texts.append(f"{what}: {row['ms']:.1f} ms, {row['tokens_per_s']:,} tokens/s")
+    return "; ".join(texts)
+
+
+def _ratios(row: Any) -> str:
+    return " (busiest rank x{:.2f}, then x{:.2f})".format(*row["imbalance"]) if "imbalance" in row else ""
+
+
+def ranks(found: Results) -> str:
+    texts = []
+    for row in found["rows"]:
+        share = f", {row['communication']:.0%} communication" if row.get("communication") else ""
+        texts.append(f"{row['exchange']} {row['kind']} {row['count']}x{row['length']} {row['ms']:.2f} ms{share}")
+    return "; ".join(texts)
+
+
+def sums(found: Results) -> str:
+    """Of a tensor-parallel group: the sums by our kernel and by NCCL, with and without drafts."""
+    rows = [row for row in found["rows"] if row["kind"] == "decode"]
+    return ", ".join(
+        f"{row['sums']} {row['drafts']} drafts {row['step_ms']:.2f} ms, {row['tokens_per_s']:.0f} tokens/s"
+        for row in rows
+    )
+
+
+def first_token(found: Results) -> str:
+    """Median of the batches of one request."""
+    seconds = [row["ttft"] for row in found["batches"]]
+    return (
+        f"TTFT p50 {statistics.median(seconds) * 1e3:.0f} ms, {sum(row['errors'] for row in found['batches'])} failed"
+    )
+
+
+def serving(found: Results) -> str:
+    rates = f"{found['input_token_throughput']:,.0f} prompt and {found['output_token_throughput']:,.0f} output tokens/s"
+    return f"{rates}, {found['completed']} answers, {sum(found['errors'].values())} failed"
 
 
 def startup(found: Results) -> str:

@@ -33,12 +33,12 @@ from millrace_serve.model.experts.deepep import DeepEpExperts
 from millrace_serve.model.experts.deepep_buffer import DeepEpBuffer, machines, refusal
 from millrace_serve.model.experts.gather import GatherExperts
 from millrace_serve.model.experts.routed import Implementation
-from millrace_serve.model.parallel import ParallelDims, init_parallel, leave_parallel
+from millrace_serve.model.parallel import ParallelDims, init_parallel
 from millrace_serve.model.quantised import FP8
-from torch import multiprocessing
 
 from millrace_bench import v3
 from millrace_bench.common import Record, print_record
+from millrace_bench.processes import spawn
 from millrace_bench.shard import FoldedExperts, Row, measure, say
 
 
@@ -103,7 +103,6 @@ def rank_main(rank: int, exchange: str, folder: str, args: argparse.Namespace) -
             torch.cuda.empty_cache()
     if rank == 0:
         torch.save(rows, Path(folder) / "rows.pt")
-    leave_parallel()
 
 
 def slowest(dims: ParallelDims, row: Row) -> Row:
@@ -115,7 +114,7 @@ def slowest(dims: ParallelDims, row: Row) -> Row:
 def run(exchange: str, args: argparse.Namespace) -> list[Row]:
     """One set of processes."""
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(rank_main, (exchange, folder, args), nprocs=args.ranks)
+        spawn(args.ranks, rank_main, exchange, folder, args)
         rows: list[Row] = torch.load(Path(folder) / "rows.pt")
     return rows
 

@@ -41,12 +41,13 @@ from millrace_serve.engine.step.torch_runner import TorchRunner
 from millrace_serve.model.checkpoint.random_weights import RandomWeights
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3
-from millrace_serve.model.parallel import ParallelDims, init_parallel, leave_parallel
+from millrace_serve.model.parallel import ParallelDims, init_parallel
 from millrace_serve.model.quantised import FP8
-from torch import Tensor, multiprocessing
+from torch import Tensor
 
 from millrace_bench import ranks, v3
 from millrace_bench.common import Record, print_record
+from millrace_bench.processes import spawn
 from millrace_bench.shard import breakdown
 
 OTHERS = 2048  # tokens of each prompt of a busy replica
@@ -157,7 +158,6 @@ def rank_main(index: int, folder: str, args: argparse.Namespace) -> None:
     rank.lockstep.close()
     rank.runner.close()
     torch.save(rows, Path(folder) / f"{index}.pt")
-    leave_parallel()
 
 
 def kv_error(found: Tensor, expected: Tensor) -> list[float]:
@@ -169,7 +169,7 @@ def kv_error(found: Tensor, expected: Tensor) -> list[float]:
 def run(args: argparse.Namespace) -> list[Row]:
     """The long prompt is replica 0's, the others' are replica 1's."""
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(rank_main, (folder, args), nprocs=args.ranks)
+        spawn(args.ranks, rank_main, folder, args)
         owner, *others = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(args.ranks)]
     return [{**other, **row} for row, other in zip(owner, others[0] if others else owner, strict=True)]
 

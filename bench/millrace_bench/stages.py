@@ -3,11 +3,11 @@
 OUT/NAME.log    what it printed, and what happened to it
 OUT/NAME.json   its last JSON line, if it printed any
 OUT/logs/NAME/  logs of the router and the workers that it started
-OUT/NAME.out/   files that it wrote, where its command names {out}
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -28,13 +28,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from millrace_bench import common
 from millrace_bench.common import busiest_gpus
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("proto", "kernels", "services", "router", "bench")  # so that nothing needs to be installed
+PYTEST = "pytest -p no:cacheprovider --tb=short"
 WIDTH = 150
 SHOWN_LINES = 12  # of the log of a stage that failed
-Record = dict[str, Any]
+Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class Stage:
     command: str  # a module that Python runs, and its arguments
     limit_s: float
     target: str = ""
-    figures: Callable[[Record], str] | None = None  # from its JSON; None: the last line that it printed
+    figures: Callable[[Json], str] | None = None  # from its JSON; None: the last line that it printed
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class Outcome:
     passed: bool
     result: str
     target: str
-    record: Record | None = None
+    record: Json | None = None
 
 
 def run(stages: Sequence[Stage], out: Path, seconds: float, console: Console) -> list[Outcome]:
@@ -115,21 +117,21 @@ def _call(command: list[str], output: int, env: dict[str, str], limit_s: float) 
         process.wait()
 
 
-def read(text: str) -> tuple[Record | None, str]:
+def read(text: str) -> tuple[Json | None, str]:
     """The last JSON object on a line of its own, and the last line that is none."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     record = next(_objects(reversed(lines)), None)
     return record, next((line for line in reversed(lines) if not line.startswith("{")), "")
 
 
-def _objects(lines: Iterator[str]) -> Iterator[Record]:
+def _objects(lines: Iterator[str]) -> Iterator[Json]:
     for line in lines:
         if line.startswith("{"):
             with contextlib.suppress(json.JSONDecodeError):
                 yield json.loads(line)
 
 
-def _figures(figures: Callable[[Record], str], record: Record) -> str:
+def _figures(figures: Callable[[Json], str], record: Json) -> str:
     try:
         return figures(record["results"])
     except (KeyError, IndexError, TypeError, ValueError, StopIteration) as error:  # a stage that ended too early
@@ -160,3 +162,36 @@ def table(outcomes: Sequence[Outcome]) -> Table:
 def results(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     """Without the stages' own records, which have files of their own."""
     return [{key: value for key, value in asdict(one).items() if key != "record"} for one in outcomes]
+
+
+# ------------------------------------------------------------------------------------------------ command lines
+
+
+def command_line(name: str, description: str | None) -> argparse.ArgumentParser:
+    """Options of every bench that consists of stages."""
+    parser = argparse.ArgumentParser(
+        prog=f"millrace bench {name}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path(name), metavar="DIR", help="(%(default)s)")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these stages, in the order of all")
+    parser.add_argument("--seconds", type=float, default=3 * 3600.0, help="for all stages together")
+    parser.add_argument("--list", action="store_true", help="name the stages with their limits and commands")
+    return parser
+
+
+def carry_out(name: str, stages: Sequence[Stage], parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """What `args` asks for of the stages. Exits with 1 when one failed or had no time."""
+    if unknown := set(args.only) - {stage.name for stage in stages}:
+        parser.error(f"--only {' '.join(sorted(unknown))}: choose from {' '.join(stage.name for stage in stages)}")
+    stages = [stage for stage in stages if not args.only or stage.name in args.only]
+    if args.list:
+        for stage in stages:
+            print(f"{stage.name:18}{stage.limit_s:5.0f} s  python -m {stage.command}")
+        return
+    console = Console(stderr=True, highlight=False, width=WIDTH)
+    outcomes = run(stages, args.out, args.seconds, console)
+    console.print(table(outcomes))
+    record = common.Record(name, vars(args), {"stages": results(outcomes)})
+    (args.out / f"{name}.json").write_text(record.to_json() + "\n")
+    common.print_record(record)
+    sys.exit(int(not all(outcome.passed for outcome in outcomes)))

@@ -4,6 +4,7 @@ from with `random_weights=true`.
     v3     the whole width: a layer with experts takes 11.5 GB in FP8, so a few layers fit on one GPU
     tp8    what one of 8 tensor-parallel ranks has of it: all 61 layers fit on one GPU, and nobody needs the other ranks
     e32    the whole width with 32 experts in one group: all 61 layers fit on one H200
+    e64    the whole width with 64 experts, and e128: all 61 layers fit on two H200s and on four
     tiny   for a dry run on a CPU
 
 SPARSE on top of either makes V3.2 of it.
@@ -60,6 +61,8 @@ WIDTHS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 256,
     },
     "e32": {"n_routed_experts": 32, "n_group": 1, "topk_group": 1},
+    "e64": {"n_routed_experts": 64},
+    "e128": {"n_routed_experts": 128},
     "tiny": {**TINY, "num_attention_heads": 2, "intermediate_size": 256, "moe_intermediate_size": 128},
 }
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}

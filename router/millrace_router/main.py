@@ -74,7 +74,7 @@ class Router:
         self._parting = asyncio.Event()
         connection = functools.partial(Ageing, config.connections.max_age, self._parting)
         self._http = HttpServer(HttpGuard(public_http.build(self.inference, beside), self._keys), connection)
-        self._probes = HttpServer(probes.add(new_app(openapi_url=None), backend, self._before_scrape))
+        self._probes = HttpServer(new_app(probes.routes(backend, self._before_scrape)))
         self._serving = False
         self._lag: asyncio.Task[None] | None = None
 
@@ -132,8 +132,8 @@ class Router:
         self.metrics.reloads.labels(what="api_keys", outcome=outcome).inc()
 
     def _changed(self) -> None:
-        self.admission.pump()
         self._follow_readiness()
+        self.admission.pump()
 
     def _follow_readiness(self) -> None:
         """The health service follows the registry."""
@@ -142,6 +142,7 @@ class Router:
             self._serving = ready
             log.info("serving" if ready else "not serving")
             if ready:
+                self.admission.resume()
                 self._gc.freeze()  # objects of the pairs' warm-up
             self._public.set_serving(ready)
 

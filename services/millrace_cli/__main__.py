@@ -171,7 +171,8 @@ def weights(
 
 BENCHES = (
     *("serving", "pd", "router", "policy", "transfer", "handover", "tiers", "startup"),
-    *("engine", "shard", "ranks", "shared_prompts", "allreduce", "exchange", "balance", "kernels", "gpu"),
+    *("engine", "shard", "ranks", "replicas", "shared_prompts", "allreduce", "exchange", "balance", "kernels"),
+    *("gpu", "node"),
 )
 
 
@@ -206,6 +207,9 @@ def bench(
     context: typer.Context, name: Annotated[str, typer.Argument(help=f"One of {', '.join(BENCHES)}.")] = ""
 ) -> None:
     """Measure one part, or the whole system."""
+    if name in ("--help", "-h"):
+        print(f"millrace bench NAME [OPTIONS], and --help behind a name. Names: {', '.join(BENCHES)}")
+        return
     if name not in BENCHES:
         raise CommandError(f"there is no bench {name!r}; choose one of {', '.join(BENCHES)}", code=2)
     run_module(f"millrace_bench.{name}", *context.args)

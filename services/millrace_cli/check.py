@@ -80,9 +80,10 @@ def _facts(model: ModelConfig, tokenizer: Tokenizer) -> str:
     calls = "no tool calls" if style is None else f"tool calls as {style.name}"
     thoughts = "thoughts" if tokenizer.format.reasons else "no thoughts"
     drafts = "an MTP layer" if model.num_nextn_predict_layers else "no MTP layer in use (limits.draft_tokens)"
+    chat = "" if tokenizer.has_template else "; no chat template: chat needs the router's chat_template"
     weights = f"{'FP8' if model.fp8_blocks else 'INT8' if model.int8 else 'BF16'} weights"
     packed = ", its experts in INT4 (FP8 in a GPU's memory)" if model.int4_experts else ""
-    return f"{model.num_hidden_layers} layers, {experts}, {weights}{packed}, {drafts}; {calls}, {thoughts}"
+    return f"{model.num_hidden_layers} layers, {experts}, {weights}{packed}, {drafts}; {calls}, {thoughts}{chat}"
 
 
 def _table(found: Sequence[Layout]) -> Table:

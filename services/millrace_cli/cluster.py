@@ -175,15 +175,16 @@ class LocalCluster:
         await self._spawn("router")
         await self._until(lambda: self._announced(("router",)), tuple(self.roles), deadline)
         await self._until(self._ready, tuple(self.roles), deadline)
+        self._check_running(tuple(self.roles))  # one may have ended after it gave its answer: nobody watches it yet
         self._started = True
 
     async def stop(self) -> None:
         """Stop the router, then the workers, each within the grace. Cancelled, it kills instead of waiting."""
+        workers = [self.processes[name] for name in self.roles if name != "router"]
         for watcher in self._watchers.values():
             watcher.cancel()
-        await asyncio.gather(*self._watchers.values(), return_exceptions=True)
-        workers = [self.processes[name] for name in self.roles if name != "router"]
         try:
+            await asyncio.gather(*self._watchers.values(), return_exceptions=True)
             await self.processes["router"].stop(self.spec.stop_grace_s)
             await asyncio.gather(*(worker.stop(self.spec.stop_grace_s) for worker in workers))
         finally:
@@ -238,16 +239,19 @@ class LocalCluster:
         self, condition: Callable[[], Awaitable[bool]], must_run: tuple[str, ...], deadline: float
     ) -> None:
         while not await condition():
-            for name in must_run:
-                process = self.processes[name]
-                if process.starts and not process.running:
-                    raise StartError(f"{name} ended with code {process.returncode}. {process.end_of_log(30)}")
+            self._check_running(must_run)
             if time.monotonic() > deadline:
                 seen = self.processes.values()
                 states = ", ".join(f"{one.name} {one.state} {one.detail}".rstrip() for one in seen)
                 late = "\n".join(one.end_of_log(15) for one in seen if one.state != "ready")
                 raise StartError(f"not ready after {self.spec.patience_s:.0f} s: {states}.\n{late}")
             await asyncio.sleep(POLL_S)
+
+    def _check_running(self, names: tuple[str, ...]) -> None:
+        for name in names:
+            process = self.processes[name]
+            if process.starts and not process.running:
+                raise StartError(f"{name} ended with code {process.returncode}. {process.end_of_log(30)}")
 
     async def _announced(self, names: tuple[str, ...]) -> bool:
         found = {name: ports for name in names if (ports := self.processes[name].announced())}

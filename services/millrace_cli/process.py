@@ -8,6 +8,7 @@ supervisor alone, and dies with the supervisor.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -120,4 +121,5 @@ class Process:
     def kill_group(self) -> None:
         """SIGKILL to the process and its own children, while it is still there to name the group."""
         if self.running:
-            os.killpg(self.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it ended; the event loop has not heard of it yet
+                os.killpg(self.pid, signal.SIGKILL)

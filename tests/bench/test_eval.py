@@ -421,7 +421,7 @@ def test_rows_of_the_matrix() -> None:
     """Everything that has a switch, and runs on a CPU, is a row."""
     found = {row.name: row for row in matrix.rows(str(TINY), 256, "cpu")}
     kinds = [row.system.kind for row in found.values()]
-    assert kinds == [Kind.TRANSFORMERS, Kind.UNIFIED] + 5 * [Kind.PAIR] + 7 * [Kind.MODEL] + 4 * [Kind.UNIFIED]
+    assert kinds == [Kind.TRANSFORMERS, Kind.UNIFIED] + 5 * [Kind.PAIR] + 10 * [Kind.MODEL] + 7 * [Kind.UNIFIED]
     inexact = {"P → D FP8", "CPU FP8", "CPU INT8", "CPU INT8-BLOCK", "engine FP8 KV pool"}
     assert {name for name, row in found.items() if not row.exact} == inexact
     assert {name for name, row in found.items() if row.cached} == {"P → D cached prefixes", "unified host tier"}
@@ -432,12 +432,18 @@ def test_rows_of_the_matrix() -> None:
         "P → D with drafts": "limits.draft_tokens=3",
         "engine FP8 KV pool": "kv_dtype=float8_e4m3fn",
         "engine without overlap": "limits.overlap=false",
+        "engine without prefix cache": "limits.prefix_cache=false",
+        "engine padded steps": "graphs=on graph_buckets=[1,4,8]",
+        "engine compiled steps": "graphs=on graph_buckets=[1,4,8] compile_max_batch=8",
         "engine absorbed": "limits.max_prefill_tokens=256",
         "engine expanded": "limits.max_prefill_tokens=256",
         "unified host tier": "limits.num_pages=200 limits.host_cache_gib=0.5",
         "unified tp=2": "tp=2",
         "unified dp=2": "dp=2",
         "unified tp=2 expert_tp=true": "tp=2 expert_tp=true",
+        "unified tp=2 dense_tp=1": "tp=2 dense_tp=1",
+        "unified dp=2 spare_experts=1": "dp=2 spare_experts=1",
+        "unified dp=2 limits.share_prompts=256": "dp=2 limits.share_prompts=256",
     }
     for items in switched.values():
         load_config(WorkerConfig, overrides=("role=unified", f"model={TINY}", *items.split()))
@@ -454,8 +460,9 @@ def test_chosen_rows_come_with_their_references() -> None:
     ]
 
 
-def test_rows_of_the_matrix_on_a_gpu() -> None:
+def test_rows_of_the_matrix_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them on the GPU but the references, and together in its memory."""
+    monkeypatch.setattr(matrix, "find_spec", lambda name: name == "deep_ep")
     plan = matrix.rows(str(TINY), 256, "cuda")
     fp32, *kept = plan[:4]
     assert fp32.system == System(Kind.MODEL, str(TINY))
@@ -469,6 +476,14 @@ def test_rows_of_the_matrix_on_a_gpu() -> None:
     assert all("cuda" in f"{row.system.device} {row.system}" for row in found)
     assert all(f"memory_fraction={matrix.GPU_PART}" in str(row.system) for row in found)
     assert 2 * matrix.GPU_PART < 0.8
+    two = matrix.rows(str(TINY), 256, "cuda", 2)
+    assert two[: len(plan)] == plan and {row.name for row in two[len(plan) :]} == {
+        "unified tp=2", "unified dp=2 limits.share_prompts=256",
+        *(f"unified dp=2 exchange={name}" for name in ("peer", "gather", "deepep")),
+    }  # fmt: skip
+    for row in two[len(plan) :]:
+        assert row.against == "CPU FP8" and not row.exact
+        load_config(WorkerConfig, overrides=("role=unified", f"model={TINY}", *row.system.worker_set))
 
 
 @pytest.mark.parametrize("name", matrix.KERNELS)

@@ -1,4 +1,4 @@
-"""The stages of a GPU's verification: how they are run, and that each stage's command line is one its bench takes."""
+"""The stages of a GPU's and of a host's verification: how they are run, and that each bench takes its command line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from millrace_bench import gpu, gpu_figures, stages
+from millrace_bench import gpu, gpu_figures, node, stages
 from millrace_bench.stages import Stage
 from millrace_cli.cluster import LOG_DIR
 from millrace_testing.procs import gone
@@ -112,11 +112,14 @@ def test_the_table_shows_what_every_stage_says() -> None:
     }  # fmt: skip
 
 
-ALL = [*gpu.STAGES, *gpu.small_stages(), *gpu.stages_of_tests()]
+MODEL = Path("a folder")
+NODE = [stage for gpus in node.WIDTHS for stage in node.stages(gpus, MODEL)]
+ALL = [stage.command for stage in (*gpu.STAGES, *gpu.small_stages(), *gpu.stages_of_tests(), *NODE)]
+ALL += node.small_stages(MODEL).values()
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")  # other tests have imported it
-@pytest.mark.parametrize("command", sorted({stage.command for stage in ALL}))
+@pytest.mark.parametrize("command", sorted({*ALL}))
 def test_each_command_line_is_understood(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A typo would cost a GPU's time: modules parse their arguments, and run no further."""
     name, *arguments = shlex.split(command)
@@ -141,6 +144,12 @@ def test_small_stages_are_those_of_a_gpu() -> None:
     assert set(names) - set(gpu.SMALL) == {"startup-v3", "tune"}
 
 
+def test_small_stages_are_those_of_a_host() -> None:
+    names = [stage.name for stage in node.stages(8, MODEL)]
+    assert len(set(names)) == len(names)
+    assert set(names) - set(node.small_stages(MODEL)) == {"tokens", "lost", "deepep", "ttft-8192"}
+
+
 def test_a_real_stage_through_the_command(tmp_path: Path) -> None:
     command = [
         sys.executable,
@@ -160,6 +169,18 @@ def test_a_real_stage_through_the_command(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "kernels-sampling.json").read_text())["bench"] == "kernels"
 
 
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_all_stages_of_a_host_over_small_shapes(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "millrace_bench.node", "--tiny", "--out", str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=550, check=False)
+    assert result.returncode == 0, result.stderr
+    found = {row["stage"]: row for row in json.loads(result.stdout)["results"]["stages"]}
+    assert set(found) == set(node.small_stages(MODEL)) and all(row["passed"] for row in found.values())
+    assert "NaN" not in str(found) and "lacks" not in str(found)
+
+
+REPLICAS = {"exchange": "peer", "count": 256, "length": 2048, "accept": 2.0, "spare": 1}
 FIGURES = {
     "logits": ({"rows": [{"weights": "FP8", "path": "prompt", "median": 0.026}]}, "FP8 prompt 0.0260"),
     "evaluation": (
@@ -208,6 +229,54 @@ FIGURES = {
     "shard": (
         {"rows": [{"kind": "decode", "count": 1, "length": 1024, "kv_dtype": "float8_e4m3fn", "ms": 4.044}]},
         "decode 1x1024 FP8 KV 4.04 ms",
+    ),
+    "replicas": (
+        {
+            "rows": [
+                {**REPLICAS, "kind": "decode", "drafts": 0, "skew": "even", "ms": 62.44, "tokens_per_s": 32800},
+                {**REPLICAS, "kind": "decode", "drafts": 1, "skew": "even", "ms": 70.0, "tokens_per_s": 50000},
+                {**REPLICAS, "kind": "prefill", "drafts": 0, "skew": "power law", "ms": 80.0, "tokens_per_s": 9},
+                {
+                    **REPLICAS,
+                    "kind": "decode",
+                    "drafts": 0,
+                    "skew": "power law",
+                    "ms": 80.0,
+                    "tokens_per_s": 9,
+                    "imbalance": [2.0, 1.25],
+                },
+            ]
+        },
+        "peer decode 256x2048: 62.4 ms, 32,800 tokens/s; "
+        "peer decode 256x2048, 1 drafts, ITL 35.0 ms: 70.0 ms, 50,000 tokens/s; "
+        "peer prefill 256x2048, power law, 1 spare: 80.0 ms, 9 tokens/s; "
+        "peer decode 256x2048, power law, 1 spare (busiest rank x2.00, then x1.25): 80.0 ms, 9 tokens/s",
+    ),
+    "ranks": (
+        {
+            "rows": [
+                {"exchange": "none", "kind": "decode", "count": 2, "length": 9, "ms": 3.0, "communication": 0.0},
+                {"exchange": "peer", "kind": "decode", "count": 2, "length": 9, "ms": 4.0, "communication": 0.25},
+            ]
+        },
+        "none decode 2x9 3.00 ms; peer decode 2x9 4.00 ms, 25% communication",
+    ),
+    "sums": (
+        {
+            "rows": [
+                {"kind": "start"},
+                {"kind": "decode", "sums": "fused", "drafts": 3, "step_ms": 6.5, "tokens_per_s": 400.2},
+            ]
+        },
+        "fused 3 drafts 6.50 ms, 400 tokens/s",
+    ),
+    "first_token": (
+        {"batches": [{"ttft": 0.06, "errors": 0}, {"ttft": 0.05, "errors": 0}, {"ttft": 0.09, "errors": 1}]},
+        "TTFT p50 60 ms, 1 failed",
+    ),
+    "serving": (
+        {"input_token_throughput": 90000.4, "output_token_throughput": 175.0, "completed": 9998, "errors": {"LOST": 2}},
+        "90,000 prompt and 175 output tokens/s, 9998 answers, 2 failed",
     ),
     "startup": (
         {"rows": [{"caches": "cold", "ready_s": 99.6}, {"caches": "warm", "ready_s": 30.2}]},

@@ -1,20 +1,70 @@
-"""The bench of stepping together: its rows, measured on few ranks in a process of its own, because it forks."""
+"""The bench of stepping together: the work of a step by counts, and its rows, measured on few ranks."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
+from millrace_bench import stepping
+from millrace_serve.engine.step import shared_memory
+from millrace_serve.engine.step.links import Link
+from millrace_serve.engine.step.replicas import HEADER, VECTOR
+
+WARM_STEPS, STEPS = 10, 30
+
+
+def counted(replicas: int, hosts: int, steps: int, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """System calls and bytes of all ranks, from the first word of their joining on."""
+    calls: Counter[str] = Counter()
+    futex, send, receive = shared_memory._futex, Link.send, Link.receive
+
+    def count_futex(number: int, address: int, operation: int, *rest: object) -> int:
+        calls["wake" if operation == shared_memory.FUTEX_WAKE else "wait"] += 1
+        return futex(number, address, operation, *rest)
+
+    def count_send(link: Link, data: bytes) -> None:
+        calls.update(send=1, bytes=len(data))
+        send(link, data)
+
+    def count_receive(link: Link, nbytes: int) -> bytearray:
+        calls["receive"] += 1
+        return receive(link, nbytes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shared_memory, "_futex", count_futex)
+        patch.setattr(Link, "send", count_send)
+        patch.setattr(Link, "receive", count_receive)
+        stepping.alone(replicas, hosts, steps)
+    return calls
+
+
+@pytest.mark.parametrize(("replicas", "hosts"), [(2, 1), (8, 1), (8, 2), (72, 9)])
+def test_the_work_of_a_step_is_counted(replicas: int, hosts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`alone_path_us` is the time of this work: a member wakes its captain; a captain sends once to every other host,
+    receives once from it, and wakes its members (in the bench one captain does this last thing). The difference of two
+    runs is that of their steps, without the joining.
+    """
+    few, many = (counted(replicas, hosts, steps, monkeypatch) for steps in (WARM_STEPS, STEPS))
+    messages = hosts * (hosts - 1)
+    step = {"wake": replicas + 1, "wait": 0, "send": messages, "receive": messages}
+    step["bytes"] = messages * (HEADER.size + replicas // hosts * VECTOR.size)
+    assert {name: many[name] - few[name] for name in step} == {
+        name: (STEPS - WARM_STEPS) * count for name, count in step.items()
+    }
 
 
 @pytest.mark.long
 def test_rows_of_few_ranks(tmp_path: Path) -> None:
+    """In a process of its own, because it forks."""
     few = ["--agreements", "2/1", "8/2", "--groups", "2", "--steps", "30", "--out", str(tmp_path / "rows.json")]
     subprocess.run([sys.executable, "-m", "millrace_bench.stepping", *few], check=True, timeout=120)
-    rows = json.loads((tmp_path / "rows.json").read_text())["results"]["rows"]
+    record = json.loads((tmp_path / "rows.json").read_text())
+    assert record["config"].keys() == {"steps", "load_average_before", "load_average_after"}
+    rows = record["results"]["rows"]
     assert [(row["kind"], row.get("over")) for row in rows] == [
         *[("agreement", "shared memory"), ("agreement", "gloo"), ("wake", None)] * 2,
         *[("batch", "shared memory"), ("batch", "gloo")],

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from millrace_bench import v3
+from millrace_bench.load import Names
 from millrace_bench.v3 import write_folder
 from millrace_chart.render import template
 from millrace_cli.check import check
 from millrace_cli.errors import CommandError
 from millrace_serve.engine.start.layouts import GPUS, Layout, choose, layouts
 from millrace_serve.model.config import ModelConfig
+from millrace_serve.model.deepseek_v3 import DeepseekV3
+from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.weights import INDEX_FILE
 from millrace_serve.worker.config import WorkerConfig
 from millrace_testing.checkpoint import write_checkpoint
@@ -59,6 +65,71 @@ def test_v3_on_gpus_of_80_gb_needs_a_group_of_two_nodes(tmp_path: Path) -> None:
     values = tmp_path / "values.yaml"
     values.write_text(done.stdout)
     assert "kind: LeaderWorkerSet" in template((values,))
+
+
+@pytest.mark.long
+def test_a_checkpoint_of_v3s_size_is_checked_in_seconds(tmp_path: Path) -> None:
+    """All headers of 671B parameters in FP8, in 163 files without data. As a command."""
+    folder = write_headers(tmp_path / "v3", 163)
+    assert sum(file.stat().st_size for file in folder.glob("*.safetensors")) > 680e9
+    code = "from millrace_cli.__main__ import main; main()"
+    command = [sys.executable, "-c", code, "check", str(folder), "--gpu", "H200"]
+    begun = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert time.monotonic() - begun < 60
+    worker = yaml.safe_load(done.stdout)["workerDefaults"]
+    assert (worker["tp"], worker["dp"], worker["gpus"]) == (1, 8, 8)
+    assert "256 experts in 8 group(s), FP8 weights" in done.stderr
+
+
+def write_headers(folder: Path, num_files: int) -> Path:
+    folder.mkdir()
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINY / file, folder)
+    quantization = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    }
+    raw = {key: value for key, value in v3.V3.items() if key != "fp8_blocks"}
+    raw |= {"model_type": "deepseek_v3", "num_hidden_layers": 61, "num_nextn_predict_layers": 1}
+    raw |= {"quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps(raw))
+    names = Names()
+    DeepseekV3(names, ModelConfig.load(folder), ParallelDims())
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name, shape in names.shapes.items():
+        quantised = name.endswith("proj.weight") and "eh_proj" not in name
+        tensors[name] = ("F8_E4M3" if quantised else "F32" if name.endswith("bias") else "BF16", shape)
+        if quantised:
+            tensors[f"{name}_scale_inv"] = ("F32", tuple(-(-size // 128) for size in shape))
+    for number in range(num_files):
+        write_file(folder / f"model-{number:05}.safetensors", dict(list(tensors.items())[number::num_files]))
+    places = {name: f"model-{i % num_files:05}.safetensors" for i, name in enumerate(tensors)}
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": places}))
+    return folder
+
+
+def write_file(path: Path, tensors: dict[str, tuple[str, tuple[int, ...]]]) -> None:
+    header, end = {}, 0
+    for name, (dtype, shape) in tensors.items():
+        begin, end = end, end + math.prod(shape) * {"F8_E4M3": 1, "BF16": 2, "F32": 4}[dtype]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+
+
+def test_a_folder_without_a_chat_template_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(TINY, tmp_path / "a")
+    check(tmp_path / "a", "H200", [])
+    assert "no chat template" not in capsys.readouterr().err
+    file = tmp_path / "a" / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": None}))
+    check(tmp_path / "a", "H200", [])
+    assert "no chat template: chat needs the router's chat_template" in capsys.readouterr().err
 
 
 def test_layouts_are_those_that_a_worker_would_plan() -> None:

@@ -124,6 +124,8 @@ def test_workers_have_gpus_of_their_own_where_there_are_enough(make_spec) -> Non
     assert make_spec(worker_set=on_gpu, gpus=4).settings("decode-0") == ("first_gpu=2", *on_gpu)
     crowded = make_spec(worker_set=on_gpu, decode=2, gpus=4)
     assert crowded.settings("decode-1") == ("first_gpu=4", "memory_fraction=0.450", *on_gpu)
+    two = make_spec(worker_set=on_gpu, gpus=2)  # both workers on both GPUs: ranks take the GPUs in turn
+    assert two.settings("decode-0") == ("first_gpu=2", "memory_fraction=0.450", *on_gpu)
     again, wrong = (*on_gpu, "tp=1"), ("device=cuda", "tp=two")  # the last counts; what is no number a worker refuses
     assert make_spec(worker_set=again, gpus=4).settings("decode-0") == ("first_gpu=1", *again)
     assert make_spec(worker_set=wrong, gpus=4).settings("decode-0") == ("first_gpu=1", *wrong)
@@ -150,6 +152,47 @@ async def test_deaf_child_and_its_own_children_are_killed(make_spec, wait_gone) 
     children = [int(path.read_text()) for path in Path(spec.log_dir).glob("*.child")]
     assert len(children) == 2
     wait_gone(pids + children)
+
+
+async def test_a_child_that_ends_while_all_are_killed_spares_no_other(make_spec, wait_gone) -> None:
+    async with ControlledCluster(make_spec(worker_set=("deaf=true",), stop_grace_s=60)) as cluster:
+        pids = [cluster.pid(name) for name in cluster.processes]
+        os.kill(cluster.pid("router"), signal.SIGKILL)
+        wait_gone([cluster.pid("router")])  # the event loop, blocked here, does not hear of the end
+        assert cluster.processes["router"].running
+        cluster.kill_all()
+        wait_gone(pids)
+
+
+async def test_a_stop_that_is_cancelled_at_once_kills(make_spec, wait_gone) -> None:
+    async with ControlledCluster(make_spec()) as cluster:
+        pids = [cluster.pid(name) for name in cluster.processes]
+        stopping = asyncio.create_task(cluster.stop())
+        await asyncio.sleep(0)  # it waits for the ends of the watchers
+        stopping.cancel()
+        await asyncio.wait({stopping})
+        assert stopping.cancelled()
+        wait_gone(pids)
+
+
+async def test_a_worker_that_ends_after_it_was_seen_ready_fails_the_start(
+    make_spec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its watcher has given up, as for every end during the start."""
+    cluster = ControlledCluster(make_spec(restart=True))
+    is_ready = cluster._ready
+
+    async def ready_and_gone() -> bool:
+        if not await is_ready():
+            return False
+        os.kill(cluster.pid("decode-0"), signal.SIGKILL)
+        await asyncio.wait({cluster._watchers["decode-0"]})
+        return True
+
+    monkeypatch.setattr(cluster, "_ready", ready_and_gone)
+    with pytest.raises(StartError, match="decode-0 ended with code -9"):
+        async with cluster:
+            pass
 
 
 async def test_kill_minus_nine_of_the_supervisor_leaves_nothing(tmp_path: Path, wait_gone) -> None:

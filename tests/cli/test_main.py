@@ -104,6 +104,11 @@ def test_bad_usage_is_exit_2_and_names_the_culprit(
     assert "Traceback" not in result.stderr
 
 
+def test_help_of_bench_names_the_benches() -> None:
+    result = millrace("bench", "--help")
+    assert result.returncode == 0 and "router" in result.stdout and "startup" in result.stdout
+
+
 @pytest.mark.parametrize("command", [["generate", "hello"], ["workers"]])
 def test_missing_server_is_exit_1_with_its_address(command: list[str], closed_port: int) -> None:
     result = millrace(*command, "--address", f"127.0.0.1:{closed_port}")
@@ -138,7 +143,7 @@ def test_light_commands_import_nothing_heavy(argument: str) -> None:
     code = (
         "import sys\nfrom millrace_cli.__main__ import main\n"
         "try: main()\nexcept SystemExit: pass\n"
-        "print(sorted({'torch', 'grpc', 'fastapi', 'transformers'} & set(sys.modules)))"
+        "print(sorted({'torch', 'grpc', 'starlette', 'transformers'} & set(sys.modules)))"
     )
     result = millrace(argument, code=code)
     assert result.stdout.endswith("[]\n"), result.stdout

@@ -1,4 +1,5 @@
-"""AIPerf and GuideLLM load our server over HTTP: both read every answer, and their figures are defined like ours.
+"""AIPerf and GuideLLM load our server over HTTP: both read every answer, and their figures are defined like ours. Both
+load the simulated model, AIPerf the trained one too.
 
 Tokens and requests are compared exactly. Each tool's own times of its requests go through our formulas, which must give
 the tool's figures. Against a run of ours on the same server, times are compared by order of magnitude only.
@@ -15,6 +16,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from millrace_bench.clients import Sample
 from millrace_bench.common import ROOT, Summary
@@ -22,6 +24,7 @@ from millrace_bench.report import Report, Slo
 from millrace_bench.serving import collect
 from millrace_bench.serving_options import Settings
 from millrace_cli.cluster import TINY, ClusterSpec, LocalCluster
+from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 REQUESTS, CLIENTS, INPUT, OUTPUT = 8, 2, 40, 12
@@ -34,17 +37,23 @@ def tool(name: str) -> Path:
 
 
 def needs(name: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(not tool(name).exists(), reason=f"{name} is not installed (requirements/peers-bench.txt)")
+    return pytest.mark.skipif(not tool(name).exists(), reason=f"{name} is not installed (make peers)")
 
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("e2e"), pytest.mark.timeout(2 * TOOL_S)]
 
 
+# The simulated model says tokens of the tokenizer only: without text neither tool counts an answer.
+SPECS = {
+    "sim": ClusterSpec(engine="sim", worker_set=(f"sim.step_s={STEP_S}", "sim.vocab_size=1024")),
+    "model": ClusterSpec(),
+}
+
+
 @pytest.fixture
-async def url() -> AsyncIterator[str]:
-    """The simulated model says tokens of the tokenizer only: without text neither tool counts an answer."""
-    spec = ClusterSpec(engine="sim", worker_set=(f"sim.step_s={STEP_S}", "sim.vocab_size=1024"))
-    async with LocalCluster(spec) as cluster:
+async def url(request: pytest.FixtureRequest) -> AsyncIterator[str]:
+    """Of a router with a prefill and a decode worker."""
+    async with LocalCluster(SPECS[getattr(request, "param", "sim")]) as cluster:
         yield cluster.http_url
 
 
@@ -82,10 +91,20 @@ async def ours(url: str) -> Report:
     return Report.of((await collect(settings, Console(quiet=True))).samples, Slo())
 
 
-def check(theirs: Report, ours: Report) -> None:
-    for report in (theirs, ours):
-        assert (report.completed, report.errors) == (REQUESTS, {})
-        assert report.output_tokens == REQUESTS * OUTPUT
+async def answered(url: str) -> float:
+    """Requests that the router has answered."""
+    async with httpx.AsyncClient() as client:
+        text = (await client.get(f"{url}/metrics")).text
+    lines = text_string_to_metric_families(text)
+    samples = [sample for family in lines for sample in family.samples if sample.name == "millrace_requests_total"]
+    return sum(sample.value for sample in samples if sample.labels["status"] == "ok")
+
+
+def check(theirs: Report, ours: Report, requests: int = REQUESTS) -> None:
+    """`requests`: those that the tool has reported."""
+    for report, count in ((theirs, requests), (ours, REQUESTS)):
+        assert (report.completed, report.errors) == (count, {})
+        assert report.output_tokens == count * OUTPUT
         assert report.ttft.p50 > 0 and report.tpot.p50 > 0
     for figure in ("ttft", "tpot", "request_latency"):
         ratio = getattr(theirs, figure).p50 / getattr(ours, figure).p50
@@ -100,6 +119,7 @@ def same(found: dict[str, Any], summary: Summary, names: dict[str, str]) -> None
 
 
 @needs("aiperf")
+@pytest.mark.parametrize("url", SPECS, indirect=True)
 async def test_aiperf(url: str, tmp_path: Path) -> None:
     options = f"--synthetic-input-tokens-mean {INPUT} --output-tokens-mean {OUTPUT} --request-count {REQUESTS}"
     quiet = "--no-gpu-telemetry --no-server-metrics --ui none"
@@ -150,12 +170,11 @@ async def test_guidellm(url: str, tmp_path: Path) -> None:
     arguments = ["run", "--disable-console", *(part for pair in options.items() for part in pair)]
     await run("guidellm", arguments, tmp_path, HF_HUB_OFFLINE="1")
     (found,) = json.loads((tmp_path / "report.json").read_text())["benchmarks"]
-    assert found["metrics"]["request_totals"] == {
-        "successful": REQUESTS,
-        "errored": 0,
-        "incomplete": 0,
-        "total": REQUESTS,
-    }
+    totals = found["metrics"]["request_totals"]
+    assert totals["errored"] == totals["incomplete"] == 0
+    assert found["scheduler_state"]["created_requests"] == await answered(url) == REQUESTS
+    # GuideLLM 0.8.1 loses the end of its last request at times, also with one process of its own.
+    assert REQUESTS - 1 <= totals["successful"] <= REQUESTS
     samples = []
     for request in found["requests"]["successful"]:
         times = request["info"]["timings"]
@@ -171,4 +190,4 @@ async def test_guidellm(url: str, tmp_path: Path) -> None:
         assert request["inter_token_latency_ms"] == pytest.approx(1e3 * sample.tpot, rel=1e-3)
         assert request["time_per_output_token_ms"] == pytest.approx(1e3 * sample.latency / OUTPUT, rel=1e-3)
         samples.append(sample)
-    check(Report.of(samples, Slo()), await ours(url))
+    check(Report.of(samples, Slo()), await ours(url), totals["successful"])

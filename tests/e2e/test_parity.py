@@ -50,8 +50,9 @@ def prompts() -> list[list[int]]:
 def worker_set(request: pytest.FixtureRequest) -> tuple[str, ...]:
     """Of every worker: a device, and how many GPUs of it compute together."""
     device, *ranks = request.param.split()
-    if device == "cuda" and torch.cuda.device_count() < 1 + len(ranks):
-        pytest.skip(f"needs {1 + len(ranks)} CUDA device(s)")
+    needed = 1 + len(ranks)  # one for each rank of a worker; all workers share them
+    if device == "cuda" and torch.cuda.device_count() < needed:
+        pytest.skip(f"needs {needed} CUDA device(s)")
     chosen = (f"device={device}", f"memory_fraction={PART}", *ranks)
     return (*chosen, "dtype=float32", "limits.checks=[canary, poison]")
 

@@ -56,10 +56,16 @@ async def ask_and_report(client: Client, name: str, prompt: list[int], max_token
     """The next request meets idle prefill workers, and the router knows that they are."""
     before = await prompts_computed(client, PREFILL)
     tokens = await ask(client, name, prompt, max_tokens)
-    async with asyncio.timeout(20):
-        while await prompts_computed(client, PREFILL) < before + len(prompt):
-            await asyncio.sleep(0.01)
+    await reported(client, before + len(prompt))
     return tokens
+
+
+async def reported(client: Client, prompt_tokens: int) -> int:
+    """What prefill workers were given, once they report at least so many tokens."""
+    async with asyncio.timeout(20):
+        while (found := await prompts_computed(client, PREFILL)) < prompt_tokens:
+            await asyncio.sleep(0.01)
+    return found
 
 
 async def decoded(client: Client) -> int:
@@ -89,7 +95,7 @@ async def test_short_prompts_bypass_the_prefill_worker_with_the_same_tokens() ->
         assert answers == [expected(prompt, 8) for prompt in prompts]
         found = [await decision(client, f"r{length}") for length in lengths]
         assert [entry.way for entry in found] == ["local"] * 5 + ["pair"] * 2
-        assert await prompts_computed(client, PREFILL) - before == 128 + 300
+        assert await reported(client, before + 128 + 300) == before + 128 + 300
         longer = [*prompts[-1], *answers[-1], 77]  # a second turn: all but its end is cached where it was decoded
         assert await ask_and_settle(client, "turn 2", longer) == expected(longer, 8)
         second = await decision(client, "turn 2")

@@ -22,16 +22,25 @@ from millrace_testing.paths import TINY
 CPU = torch.device("cpu")
 EVERY_STEP = (9, 9, 9)  # as many drafts as there may be, whatever the number of sequences
 Said = dict[int, list[SequenceOutput]]
+Arrivals = dict[int, list[Request]]  # before which of its steps a replica gets which requests
+Tokens = dict[int, list[int]]  # by room
 
 
-def engine(drafts: int, role: Role = Role.UNIFIED, graphs: str = "off", model: Path = TINY, **limits: object) -> Engine:
+def engine(
+    drafts: int,
+    role: Role = Role.UNIFIED,
+    graphs: str = "off",
+    model: Path = TINY,
+    device: torch.device = CPU,
+    **limits: object,
+) -> Engine:
     wanted = {
         "num_pages": 80, "max_model_len": 256, "max_running": 9, "max_prefill_tokens": 80,
         "checks": ("canary", "poison"), "draft_tokens": drafts, "draft_batches": EVERY_STEP, **limits,
     }  # fmt: skip
     options = Execution.model_validate({"graphs": graphs})
     one = Limits.model_validate(wanted)
-    return load_rank(one, role, model, ParallelDims(), CPU, torch.float32, execution=options).engine()
+    return load_rank(one, role, model, ParallelDims(), device, torch.float32, execution=options).engine()
 
 
 def run(one: Engine, requests: list[Request]) -> Said:
@@ -47,7 +56,26 @@ def run(one: Engine, requests: list[Request]) -> Said:
     return said
 
 
-def tokens(said: Said) -> dict[int, list[int]]:
+def serve(one: Engine, arrivals: Arrivals, num_steps: int) -> Said:
+    """All replicas call it, and stop in the same step."""
+    said: Said = {}
+    step = 0
+    while not one.stopped:
+        for each in arrivals.get(step, []):
+            one.submit(Submit(each))
+        step += 1
+        if step == num_steps:
+            one.stop()
+        for output in one.step().outputs:
+            assert output.error is None, output.error
+            said.setdefault(output.id.room, []).append(output)
+    assert not one.has_work(), f"{num_steps} steps are too few"
+    one.check_idle()
+    one.close()
+    return said
+
+
+def tokens(said: Said) -> Tokens:
     return {room: [token.token_id for output in outputs for token in output.tokens] for room, outputs in said.items()}
 
 

@@ -99,11 +99,11 @@ def test_answers_stay_while_experts_move(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)  # with empty caches, of three starts
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_answers_stay_while_experts_move_between_gpus(tmp_path: Path) -> None:
     """In captured graphs; weights travel over NCCL."""
-    expected = drafting.tokens(drafting.run(skewed_rank(ParallelDims(), 0, cuda=True).engine(), asked()))
+    expected = drafting.tokens(drafting.run(skewed_rank(ParallelDims(), 0, cuda=True, graphs="off").engine(), asked()))
     exchanges = ("gather", "peer")
     jobs = [(1, 2, serve, ("on", 0, True, exchange)) for exchange in exchanges]
     for exchange, ranks in zip(exchanges, run_jobs(jobs, tmp_path, cuda=True), strict=True):

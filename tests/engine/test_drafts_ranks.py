@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from engine import drafting
-from engine.drafting import CPU, GREEDY, SEEDED, questions
+from engine.drafting import CPU, GREEDY, SEEDED, Arrivals, Tokens, questions, serve
 from engine.harness import SETTINGS, TINY, FakeReplicas, eager, request
 from millrace_serve.engine.config import EngineConfig, Execution, Limits, Role
-from millrace_serve.engine.core import Request, Submit
+from millrace_serve.engine.core import Request
 from millrace_serve.engine.engine import Engine
 from millrace_serve.engine.sim.factory import build_sim_engine
 from millrace_serve.engine.start.torch_factory import load_rank
@@ -22,27 +22,6 @@ from millrace_serve.engine.step.lockstep import Lockstep
 from millrace_serve.model.parallel import ParallelDims
 from millrace_testing import paths
 from model.ranks import run_jobs
-
-Arrivals = dict[int, list[Request]]  # before which of its steps a replica gets which requests
-Tokens = dict[int, list[int]]  # by room
-
-
-def serve(one: Engine, arrivals: Arrivals, num_steps: int) -> Tokens:
-    said: Tokens = {}
-    step = 0
-    while not one.stopped:
-        for each in arrivals.get(step, []):
-            one.submit(Submit(each))
-        step += 1
-        if step == num_steps:
-            one.stop()
-        for output in one.step().outputs:
-            assert output.error is None, output.error
-            said.setdefault(output.id.room, []).extend(token.token_id for token in output.tokens)
-    assert not one.has_work(), f"{num_steps} steps are too few"
-    one.check_idle()
-    one.close()
-    return said
 
 
 def recorded(one: Engine) -> list[HostBatch]:
@@ -75,14 +54,14 @@ def test_replicas_take_the_number_of_drafts_of_the_largest() -> None:
     def replica(rank: int) -> None:
         one = sim_engine(3, Lockstep(replicas.of(rank)))
         batches[rank] = recorded(one)
-        said[rank] = serve(one, SIM[rank], 90)
+        said[rank] = drafting.tokens(serve(one, SIM[rank], 90))
 
     threads = [threading.Thread(target=replica, args=(rank,)) for rank in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(30)
-    alone = [serve(sim_engine(0), arrivals, 100) for arrivals in SIM]
+    alone = [drafting.tokens(serve(sim_engine(0), arrivals, 100)) for arrivals in SIM]
     assert said == alone and all(alone)
     seen = set()
     for pair in zip(*batches, strict=True):
@@ -120,7 +99,7 @@ def serve_rank(dims: ParallelDims, graphs: str) -> tuple[Tokens, list[int], list
         eager(rank.lockstep)
         one = rank.engine()
         arrivals = REAL[dims.dp_rank] if dims.dp > 1 else {0: REAL[0][0], 4: REAL[1][6], 8: REAL[1][12]}
-        said = serve(one, arrivals, 80)
+        said = drafting.tokens(serve(one, arrivals, 80))
         accepted = sum(one.load().accepted)
     padding = slots.padding
     return said, slots.lengths[:padding].tolist(), slots.last_tokens[:padding, 0].tolist(), accepted

@@ -119,6 +119,7 @@ def test_a_preempted_sequence_is_filled_again(overlap):
     driver.run()
     driver.end(3)
     assert driver.engine.load().preemptions == 1
+    assert (driver.engine.load().prompt_tokens, driver.engine.load().cached_tokens) == (7 + 14, 12), "each counts once"
     driver.finish_all()
     assert all(output.finish is FinishReason.LENGTH for output in driver.finish.values())
 

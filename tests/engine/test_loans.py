@@ -87,6 +87,7 @@ def test_reads_that_end_late_write_where_nobody_computes() -> None:
     driver.tell(KvLate(ID))
     driver.run()
     assert driver.parts[ID][-1].first is not None and not set(pages) & set(pages_of(driver))
+    assert driver.engine.load().prompt_tokens == len(PROMPT), "though it was admitted twice"
     driver.tell(LeaseEnded(ID))
     driver.run()
     assert ID not in driver.here.live and driver.engine.load().pages_published == 3

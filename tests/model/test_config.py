@@ -159,6 +159,68 @@ def test_weights_of_modelopt_are_refused(tmp_path: Path) -> None:
         ModelConfig.load(tmp_path)
 
 
-def test_load(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("generation", "ends"),
+    [
+        (None, (1,)),
+        ({}, (1,)),
+        ({"eos_token_id": 1}, (1,)),
+        ({"eos_token_id": 7}, (1, 7)),
+        ({"eos_token_id": [7, 1]}, (1, 7)),
+    ],
+)
+def test_load(generation: dict[str, Any] | None, ends: tuple[int, ...], tmp_path: Path) -> None:
+    """Kimi K2's config.json names the end of a text alone, its generation_config.json the end of a turn."""
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "eos_token_id": 1}))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert ModelConfig.load(tmp_path) == ModelConfig.parse({**CONFIG, "eos_token_id": list(ends)})
+
+
+@pytest.mark.parametrize("generation", [None, {"eos_token_id": 1}, {"eos_token_id": 6}])
+def test_the_end_of_a_turn_is_found_by_its_name(generation: dict[str, Any] | None, tmp_path: Path) -> None:
+    """Also where generation_config.json is absent, as trainers leave folders, or names the end of a text alone."""
+    added = {"1": "[EOS]", "6": "<|im_end|>", "7": "<|im_user|>"}
+    decoder = {token: {"content": content, "special": True} for token, content in added.items()}
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "eos_token_id": 1}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": decoder}))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert ModelConfig.load(tmp_path).eos_token_ids == (1, 6)
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize(
+    ("eos", "why"),
+    [
+        ("<|im_end|>", "is neither a token's id"),
+        ([1, None], "is neither a token's id"),
+        (-1, "is neither a token's id"),
+        (True, "is neither a token's id"),
+        ([1, CONFIG["vocab_size"]], f"must be below vocab_size={CONFIG['vocab_size']}$"),
+    ],
+)
+def test_ends_that_are_no_tokens(eos: object, why: str, file: str, tmp_path: Path) -> None:
+    files = {"config.json": CONFIG, "generation_config.json": {}}
+    for name, raw in files.items():
+        (tmp_path / name).write_text(json.dumps({**raw, "eos_token_id": eos} if name == file else raw))
+    with pytest.raises(ConfigError, match=rf"/{file}: eos_token_id=.* {why}"):
+        ModelConfig.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "why"),
+    [
+        ("generation_config.json", "{", "not JSON"),
+        ("generation_config.json", "[1]", "expected an object, found list"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": ["a"]}', "added_tokens_decoder has no content"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"6": {}}}', "added_tokens_decoder has no content"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"a": {"content": "<|im_end|>"}}}', "added_tokens_decoder"),
+    ],
+)
+def test_files_beside_the_configuration_that_are_malformed(file: str, text: str, why: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    assert ModelConfig.load(tmp_path) == ModelConfig.parse(CONFIG)
+    (tmp_path / file).write_text(text)
+    with pytest.raises(ConfigError, match=rf"/{file}: {why}") as error:
+        ModelConfig.load(tmp_path)
+    assert "\n" not in str(error.value)

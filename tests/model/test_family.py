@@ -131,15 +131,21 @@ def driver(path: Path, *, keep_quantised: bool = False) -> Driver:
     return Driver(load_model(path, ParallelDims(), CPU, torch.float32, keep_quantised=keep_quantised))
 
 
-def test_logits_and_greedy_tokens(member: Member) -> None:
-    assert len(list(member.single.glob("*.safetensors"))) == 1 < len(list(member.sharded.glob("*.safetensors")))
+def check_greedy_tokens(member: Member, found: Driver) -> None:
     prompts = [random_prompt(n, VOCAB, n) for n in (3, 70, 130)]
-    assert_close(driver(member.single).step([(Seq(prompts[2]), 130)]), member.logits(prompts[2]), MODEL_TOLERANCE)
-    found = driver(member.sharded).greedy(prompts, 32)
-    assert len(set(found[0])) > 8, "worth comparing"
-    for prompt, tokens in zip(prompts, found, strict=True):
+    answers = found.greedy(prompts, 32)
+    assert len(set(answers[0])) > 8, "worth comparing"
+    for prompt, tokens in zip(prompts, answers, strict=True):
         likeliest = member.logits(prompt + tokens[:-1])[len(prompt) - 1 :].argmax(-1)
         assert len(tokens) == 32 and tokens == likeliest.tolist()
+
+
+@pytest.mark.parametrize("form", ["single", "sharded"])
+def test_logits_and_greedy_tokens(form: str, member: Member) -> None:
+    assert len(list(member.single.glob("*.safetensors"))) == 1 < len(list(member.sharded.glob("*.safetensors")))
+    prompt, found = random_prompt(130, VOCAB, 130), driver(getattr(member, form))
+    assert_close(found.step([(Seq(prompt), 130)]), member.logits(prompt), MODEL_TOLERANCE)
+    check_greedy_tokens(member, driver(getattr(member, form)))
 
 
 def test_fp8_weights(member: Member) -> None:
@@ -152,6 +158,7 @@ def test_fp8_weights(member: Member) -> None:
     try:
         member.hf.load_state_dict({name: as_fp8(name, param) for name, param in saved.items()})
         assert_close(dequantised, member.logits(prompt), MODEL_TOLERANCE)
+        check_greedy_tokens(member, driver(member.fp8))
     finally:
         member.hf.load_state_dict(saved)
     expected = dequantised[:SMALL_TOKENS]

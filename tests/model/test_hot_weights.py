@@ -13,13 +13,14 @@ from millrace_serve.model.checkpoint.checkpoint_hash import checkpoint_hash
 from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model, open_checkpoint
 from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.weights import CheckpointError
+from millrace_testing.int4 import write_int4
 from millrace_testing.other_weights import write_other
 from model.checkpoints import Tensors, variant
 from model.harness import Driver, Seq, random_prompt
 from torch import Tensor
 
 CPU = torch.device("cpu")
-FORMS = ("", "fp8", "int8", "int8-block")
+FORMS = ("", "fp8", "int8", "int8-block", "int4")
 
 
 def load(path: Path, *, quantised: bool) -> DeepseekV3:
@@ -64,8 +65,11 @@ def test_a_model_with_other_weights_is_one_that_was_loaded_so(form: str, random_
     folders = [random_bf16, write_other(tmp_path / "other", seed=5, source=random_bf16)]
     if form:
         for index, folder in enumerate(list(folders)):
-            export(folder, tmp_path / f"{form}-{index}", form)
             folders[index] = tmp_path / f"{form}-{index}"
+            if form == "int4":
+                write_int4(folders[index], folder)
+            else:
+                export(folder, folders[index], form)
     quantised = bool(form)
     fresh = [logits(load(folder, quantised=quantised)) for folder in folders]
     assert not torch.allclose(*fresh, atol=0.1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -68,6 +69,25 @@ def test_many_reads_end_with_one_wait(tensors: dict[str, torch.Tensor], file: Te
             reader.start(file.tensors["F32"], row, out[row, half].unsqueeze(0))
     reader.wait()
     assert torch.equal(out, tensors["F32"].unsqueeze(1).expand(-1, 2, -1, -1))
+
+
+class OnAGpu(torch.Tensor):
+    """Blocks of it are copied there."""
+
+    device = torch.device("cuda")  # type: ignore[assignment]
+
+
+def test_weights_that_serve_are_read_over(
+    tensors: dict[str, torch.Tensor], file: TensorFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other weights are loaded in inference mode, in which a GPU's tensors take no copy of a thread that is not."""
+    reader, pinned = Reader(), torch.empty(tensor_file.BLOCK_BYTES, dtype=torch.uint8)
+    monkeypatch.setattr(reader, "_pinned", SimpleNamespace(block=pinned))
+    with torch.inference_mode():
+        out = torch.zeros(13, 7, 5).as_subclass(OnAGpu)
+        reader.start(file.tensors["F32"], 0, out)
+        reader.wait()
+    assert out.is_inference() and torch.equal(out.as_subclass(torch.Tensor), tensors["F32"])
 
 
 def write(path: Path, header: object, data: bytes = b"") -> Path:

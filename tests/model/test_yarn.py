@@ -36,6 +36,12 @@ def test_tables_equal_transformers(scaling: dict[str, Any] | None) -> None:
         assert_close(ours[:4096], table[0, :, :32], ROTARY_TOLERANCE)
 
 
+def test_tables_of_a_model_without_memory() -> None:
+    ours, real = (rope_tables(ModelConfig.parse(CONFIG), torch.device(kind)) for kind in ("meta", "cpu"))
+    assert all(table.is_meta for table in ours)
+    assert [(table.shape, table.dtype) for table in ours] == [(table.shape, table.dtype) for table in real]
+
+
 def test_fast_dimensions_are_kept_and_slow_ones_are_interpolated() -> None:
     plain = inverse_frequencies(64, 10000.0, None)
     scaled = inverse_frequencies(64, 10000.0, RopeScaling(factor=4, original_max_position_embeddings=1024))

@@ -19,7 +19,7 @@ BOS, EOS, USER = "<｜begin｜>", "<｜end｜>", "<｜User｜>"
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ '<｜User｜>' if m.role == 'user' }}{{ m.content }}{% endfor %}"
 
 
-def write_tokenizer(folder: Path, template: str = TEMPLATE, markers: Sequence[str] = ()) -> Path:
+def write_tokenizer(folder: Path, template: str | None = TEMPLATE, markers: Sequence[str] = ()) -> Path:
     """Byte-level: an id is a position in the sorted alphabet; two merges, "he" and "ll"; three special tokens, and then
     `markers`, which are special too.
     """

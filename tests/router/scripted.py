@@ -27,13 +27,13 @@ def template(form: str, thinking: str = "") -> str:
 
 def write_formats(new_folder: Callable[[str], Path]) -> dict[str, Path]:
     """A model of each chat format, by name."""
-    templates = {
+    templates: dict[str, str | None] = {
         "v3": template("v3"),
         "v31": template("v31", "{{ '<think>' if thinking else '</think>' }}"),
         "r1": template("v3", "<think>\n"),
         "takes": "{{ tools | tojson if tools }}" + TEMPLATE,
     }
-    templates |= {"kimi": "{{ tools | tojson(separators=(',', ':')) if tools }}" + TEMPLATE, "v32": TEMPLATE}
+    templates |= {"kimi": "{{ tools | tojson(separators=(',', ':')) if tools }}" + TEMPLATE, "v32": None}
     thoughts = markers.THINK, markers.THINK_END
     return {
         name: write_tokenizer(new_folder(name), text, (*thoughts, *VOCABULARIES.get(name, markers.DEEPSEEK)))

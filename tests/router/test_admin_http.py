@@ -105,6 +105,19 @@ async def test_an_error_names_every_worker_that_failed(operate: Callable) -> Non
     assert made.decodes[1].profiling is None, "those that could have done it"
 
 
+async def test_a_worker_without_a_connection_is_one_of_those_that_failed(operate: Callable) -> None:
+    made, http = await operate(FakeWorker(PREFILL), FakeWorker(DECODE), FakeWorker(DECODE))
+    here, gone = made.decodes
+    await gone.stop()
+    await made.until(lambda: made.router.registry.workers[gone.address].load is None)
+    status, code, message = error(
+        await http.post("/start_profile", json={"workers": [here.address, gone.address], "max_seconds": 5})
+    )
+    assert (status, code) == (503, "worker_lost")
+    assert message.startswith(f"1 of 2 workers failed: {gone.address}: ")
+    assert here.profiling == 5, "those that could have done it"
+
+
 class Stuck(FakeWorker):
     """Its FreezeGc never ends, once `stuck` is set."""
 

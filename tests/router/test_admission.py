@@ -110,6 +110,21 @@ def test_a_full_queue_says_when_it_will_have_been_served() -> None:
     assert gate.refusal().retry_after_s == 60
 
 
+def test_a_time_without_workers_slows_nothing_down_afterwards() -> None:
+    """A pause of all of them, or a roll-out; while it lasts, nobody knows how long it will."""
+    gate = Gate()
+    for i in range(40):
+        gate.enter(i, tokens=100)
+    for _ in range(20):
+        gate.now, gate.room = gate.now + 0.5, 100
+        gate.queue.pump()
+    before = gate.queue.drained_in()
+    gate.now += 50
+    assert gate.queue.drained_in() == pytest.approx(60)
+    gate.queue.resume()
+    assert gate.queue.drained_in() == pytest.approx(before)
+
+
 def test_a_deadline_that_would_pass_in_the_queue() -> None:
     gate = Gate()
     for i in range(30):

@@ -15,7 +15,7 @@ from router.fake_worker import fails, failure, hangs, output
 from router.harness import Cluster
 from router.scripted import SCHEMA, grammar_of, prompt_of, say
 from router.test_openai import text_of
-from router.test_parsers import WEATHER, v31
+from router.test_parsers import WEATHER, v31, v32
 
 HELLO = [{"role": "user", "content": "Weather?"}]
 TOOLS = [
@@ -118,14 +118,17 @@ async def test_thoughts(serve: Callable) -> None:
     assert prompt_of(made).endswith(markers.THINK_END)
 
 
-async def test_an_agent(serve: Callable) -> None:
-    """Two tools, one after the other; every answer goes back as it came."""
-    made, results = await serve("v31"), {"weather": "sunny", "time": "noon"}
+@pytest.mark.parametrize(("more", "thoughts"), [([], 2), ([{"type": "text", "text": "Go on."}], 0)])
+async def test_an_agent(more: list[dict[str, str]], thoughts: int, serve: Callable) -> None:
+    """Two tools, one after the other; every answer goes back as it came. V3.2 sees its thoughts again until the user
+    says more than results.
+    """
+    made, results = await serve("v32"), {"weather": "sunny", "time": "noon"}
     messages: list[dict[str, Any]] = list(HELLO)
-    fields = {"model": "tiny", "max_tokens": 2000, "tools": TOOLS, "thinking": THINKING, "system": "Use tools."}
+    fields = {"model": "tiny", "max_tokens": 400, "tools": TOOLS, "thinking": THINKING, "system": "Use tools."}
     async with client_of(made) as client:
         for name in ("weather", "time", ""):
-            say(made, "Hm." + markers.THINK_END + (v31((name, '{"city": "Oslo"}')) if name else "Sunny at noon."))
+            say(made, f"Hm.{markers.THINK_END}" + (v32((name, '{"city": "Oslo"}')) if name else "Sunny at noon."))
             async with client.messages.stream(messages=messages, **fields) as stream:
                 answer = await stream.get_final_message()
             counted = await client.messages.count_tokens(messages=messages, model="tiny", tools=TOOLS,
@@ -137,9 +140,14 @@ async def test_an_agent(serve: Callable) -> None:
             calls = [block for block in answer.content if isinstance(block, ToolUseBlock)]
             assert [call.name for call in calls] == ([name] if name else [])
             told = [{"type": "tool_result", "tool_use_id": call.id, "content": results[call.name]} for call in calls]
-            messages.append({"role": "user", "content": [*told, {"type": "text", "text": "Go on."}]})
+            messages.append({"role": "user", "content": [*told, *more]})
     assert answer.stop_reason == "end_turn" and answer.content[-1].text == "Sunny at noon."
+    assert answer.model_extra == {"system_fingerprint": "a"}
     prompt = prompt_of(made)
+    assert prompt.count(f"{markers.THINK}Hm.{markers.THINK_END}") == thoughts and prompt.count("Go on.") == 2 * len(
+        more
+    )
+    assert prompt.endswith(markers.THINK) and "None" not in prompt
     assert prompt.index("Use tools.") < prompt.index("Weather?") < prompt.index("sunny") < prompt.index("noon")
 
 

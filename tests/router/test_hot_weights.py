@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import grpc
 import httpx
+import pytest
 from millrace.v1 import worker_pb2
 from millrace_common.pace import LEAST_S
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import from_rpc_error
 from router.fake_worker import DECODE, PREFILL, UNIFIED, Behaviour, FakeWorker, expected, fails, hangs, output
 from router.harness import Cluster
+from router.scripted import HELLO
 from router.test_workers import detail
 
 READY, PAUSED = worker_pb2.WORKER_STATE_READY, worker_pb2.WORKER_STATE_PAUSED
@@ -66,18 +69,51 @@ async def test_a_pause_is_neither_a_hang_nor_a_stall(cluster: Callable) -> None:
 async def test_a_paused_decode_worker_is_not_stuck(cluster: Callable) -> None:
     """Its streams make no progress for longer than a worker may be silent that does not say why."""
     prefill, decode, go = FakeWorker(PREFILL), FakeWorker(DECODE), asyncio.Event()
-    made: Cluster = await cluster(prefill, decode, timeouts={"stall": 0.3})
+    made: Cluster = await cluster(prefill, decode, timeouts={"stall": 1.0})
     decode.script.append(waits(go, after=3))
     running = asyncio.create_task(made.generate([1], timeout=60))
     await made.until(lambda: any(len(s.continuations[0].generation.flow.outputs) == 3 for s in active(made)))
     epoch = decode.epoch
     decode.change(state=PAUSED)
-    await asyncio.sleep(1.5)
+    await asyncio.sleep(2.5)
     assert len(decode.links) == 1 and not running.done() and decode.epoch == epoch
     decode.change(state=READY)
     go.set()
     result = await running
     assert result.error is None and result.tokens() == expected([1], 8) and len(decode.submitted) == 1
+
+
+async def test_a_pause_does_not_slow_the_queue_down_afterwards(cluster: Callable) -> None:
+    """Requests whose deadlines are soon would be refused."""
+    unified = FakeWorker(UNIFIED, credits=0)
+    made: Cluster = await cluster(unified)
+    waiting = asyncio.create_task(made.generate([1], timeout=60))
+    await made.until(lambda: len(made.router.admission) == 1)
+    unified.change(state=PAUSED)
+    await made.until(lambda: not made.router.registry.ready)
+    await asyncio.sleep(1.0)
+    assert made.router.admission.drained_in() >= 1.0
+    unified.change(state=READY)
+    await made.until(lambda: made.router.registry.ready)
+    assert made.router.admission.drained_in() is None, "nothing was served yet, and nobody has waited long"
+    unified.change(credits=8)
+    assert (await waiting).tokens() == expected([1], 8)
+
+
+async def test_the_time_without_progress_begins_again_behind_a_pause(cluster: Callable) -> None:
+    """However little of that time was left when the pause began."""
+    unified, go = FakeWorker(UNIFIED), asyncio.Event()
+    made: Cluster = await cluster(unified, timeouts={"stall": 2.0})
+    unified.script.append(waits(go, after=3))
+    running = asyncio.create_task(made.generate([1], timeout=60))
+    await made.until(lambda: any(len(s.continuations[0].generation.flow.outputs) == 3 for s in active(made)))
+    unified.change(state=PAUSED)
+    await asyncio.sleep(1.5)
+    unified.change(state=READY)
+    await asyncio.sleep(1.0)
+    go.set()
+    result = await running
+    assert result.error is None and result.tokens() == expected([1], 8) and len(unified.submitted) == 1
 
 
 async def test_a_stall_behind_the_pause_is_one(cluster: Callable) -> None:
@@ -187,12 +223,25 @@ async def test_an_attempt_that_a_pause_dropped_is_tried_elsewhere(cluster: Calla
     assert result.error is None and result.tokens() == expected([1], 8)
 
 
-async def test_openai_answers_have_the_version_as_fingerprint(cluster: Callable) -> None:
+@pytest.mark.parametrize(
+    ("path", "body", "where"),
+    [
+        ("/v1/completions", {"prompt": [1]}, ""),
+        ("/v1/chat/completions", {"messages": HELLO}, ""),
+        ("/v1/responses", {"input": "Hello"}, "response"),
+        ("/v1/messages", {"messages": HELLO}, "message"),
+    ],
+)
+async def test_answers_have_the_version_as_fingerprint(
+    path: str, body: dict[str, Any], where: str, cluster: Callable
+) -> None:
+    """`where`: in an event of a stream, the field with the answer; the event itself is one without it."""
     made: Cluster = await cluster(FakeWorker(UNIFIED))
+    body = {"model": "tiny", ("max_output_tokens" if where == "response" else "max_tokens"): 3, **body}
     async with httpx.AsyncClient(base_url=made.url) as client:
-        body = {"model": "tiny", "prompt": [1], "max_tokens": 3}
-        answer = await client.post("/v1/completions", json=body)
+        answer = await client.post(path, json=body)
         assert answer.json()["system_fingerprint"] == "a"
-        chunks = (await client.post("/v1/completions", json={**body, "stream": True})).text.split("\n\n")
-        parts = [json.loads(chunk.removeprefix("data: ")) for chunk in chunks if chunk.startswith("data: {")]
-        assert parts and all(part["system_fingerprint"] == "a" for part in parts)
+        lines = (await client.post(path, json={**body, "stream": True})).text.splitlines()
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    answers = [event[where] for event in events if where in event] if where else events
+    assert answers and all(event["system_fingerprint"] == "a" for event in answers)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from millrace_router.config import KubernetesConfig
+from millrace_router.discovery import kubernetes
 from millrace_router.discovery.kube_api import trouble
 from millrace_router.discovery.kubernetes import KubernetesSource, Timing
 from millrace_testing.kube_server import KubeServer, endpoint, endpoint_slice, pod
@@ -96,6 +99,44 @@ async def test_gone_leads_to_another_list(server: KubeServer, hear: Callable, as
     server.forget()  # before the watch could tell
     await heard.until(lambda: heard.addresses == ["10.0.0.2:1"])
     assert "gone" in heard.troubles
+
+
+class Waits(threading.Event):
+    """Notes the pauses instead of waiting, and is set after so many."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.pauses: list[float] = []
+        self._count = count
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert timeout is not None
+        self.pauses.append(timeout)
+        if len(self.pauses) == self._count:
+            self.set()
+        return self.is_set()
+
+
+@pytest.mark.parametrize("lasted_s", [0.0, 31.0])
+def test_a_watch_that_fails_behind_every_list_is_tried_ever_more_rarely(
+    monkeypatch: pytest.MonkeyPatch, lasted_s: float
+) -> None:
+    """As where a role may list and not watch: each try costs a whole list. A watch that has gone on is no such one."""
+    now, source = [1000.0], KubernetesSource(KubernetesConfig(selector=SELECTOR, api="http://127.0.0.1:1"))
+    monkeypatch.setattr(kubernetes, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    source._stopped = waits = Waits(9)
+    source._tell = lambda *_: None
+    source._list = lambda call: "100"
+
+    def follow(call: object, version: str, left_s: float) -> str:
+        now[0] += lasted_s
+        raise ConnectionError("forbidden")
+
+    source._follow = follow
+    source._run()
+    doubled = [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
+    for pause, longest in zip(waits.pauses, [0.5] * 9 if lasted_s else doubled, strict=True):
+        assert longest / 2 <= pause <= longest
 
 
 async def test_a_dropped_watch_goes_on_where_it_was(server: KubeServer, hear: Callable) -> None:

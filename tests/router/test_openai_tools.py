@@ -67,7 +67,7 @@ async def test_calls(serve: Callable, style: Style) -> None:
         if style is Style.KIMI:
             assert ids == ["functions.weather:0", "functions.time:1"] and '"description":"Of a city"' in prompt_of(made)
         else:
-            assert "Description: Of a city" in prompt_of(made) and json.dumps(SCHEMA) in prompt_of(made)
+            assert "Of a city" in prompt_of(made) and json.dumps(SCHEMA) in prompt_of(made)
         assert grammar_of(made) is None
         say(made, form(*CALLS))
         assert await streamed(client, tools=TOOLS) == ("", "", CALLS, "tool_calls")

@@ -13,6 +13,7 @@ from millrace_rpc.errors import from_rpc_error
 from router.fake_worker import (
     DECODE,
     PREFILL,
+    READY,
     UNIFIED,
     FakeWorker,
     dies,
@@ -312,6 +313,25 @@ async def test_attempts_are_bounded(cluster: Callable) -> None:
 async def test_no_workers(cluster: Callable) -> None:
     made = await cluster(wait=False)
     await check_error(made, Reason.NO_WORKERS)
+
+
+async def test_workers_that_come_while_a_request_waits_for_any_are_waited_for(cluster: Callable) -> None:
+    """As by a request that came after them: a burst during a start is not refused because it is a burst."""
+    prefill, decode = FakeWorker(PREFILL), FakeWorker(DECODE, credits=0)
+    decode.state = worker_pb2.WORKER_STATE_WARMING
+    made = await cluster(prefill, decode, wait=False, timeouts={"no_workers": 60.0, "queue": 600.0})
+    await made.until(lambda: made.router.registry.workers[prefill.address].link)
+    waiting = asyncio.create_task(made.generate(PROMPT, timeout=None))
+    await made.until(lambda: len(made.router.admission) == 1)
+    [stream] = made.router.inference.active
+    [generation] = [continuation.generation for continuation in stream.continuations]
+    decode.change(state=READY)
+    await made.until(lambda: made.router.registry.ready)
+    generation.flow.progress -= 61.0
+    generation._tick()
+    assert not generation.flow.ended
+    decode.change(credits=8)
+    assert (await waiting).tokens() == expected(PROMPT, 8)
 
 
 async def test_workers_that_never_pair(cluster: Callable) -> None:

@@ -17,7 +17,7 @@ from router.harness import Cluster
 from router.scripted import SCHEMA, grammar_of, prompt_of, say
 from router.test_openai import text_of
 from router.test_openai_tools import client_of
-from router.test_parsers import WEATHER, v31
+from router.test_parsers import WEATHER, v31, v32
 
 TOOLS = [
     {"type": "function", "name": "weather", "description": "Of a city", "parameters": SCHEMA, "strict": False},
@@ -136,12 +136,14 @@ async def test_thoughts(serve: Callable) -> None:
 
 
 async def test_an_agent(serve: Callable) -> None:
-    """Two tools, one after the other; every answer goes back as it came, and nothing is kept in between."""
-    made, results = await serve("v31"), {"weather": "sunny", "time": "noon"}
+    """Two tools, one after the other; every answer goes back as it came, and nothing is kept in between. V3.2 sees its
+    thoughts again.
+    """
+    made, results = await serve("v32"), {"weather": "sunny", "time": "noon"}
     items: list[Any] = [{"role": "user", "content": "Weather?"}]
     async with client_of(made) as client:
         for name in ("weather", "time", ""):
-            say(made, "Hm." + markers.THINK_END + (v31((name, '{"city": "Oslo"}')) if name else "Sunny at noon."))
+            say(made, f"Hm.{markers.THINK_END}" + (v32((name, '{"city": "Oslo"}')) if name else "Sunny at noon."))
             async with client.responses.stream(model="tiny", input=items, tools=TOOLS, reasoning=HIGH) as stream:
                 answer = await stream.get_final_response()
             items += answer.output
@@ -150,7 +152,10 @@ async def test_an_agent(serve: Callable) -> None:
             items += [{"type": "function_call_output", "call_id": call.call_id, "output": results[call.name]}
                       for call in calls]  # fmt: skip
     assert answer.output_text == "Sunny at noon." and answer.status == "completed"
+    assert answer.model_extra is not None and answer.model_extra["system_fingerprint"] == "a"
     prompt = prompt_of(made)
+    assert prompt.count(f"{markers.THINK}Hm.{markers.THINK_END}\n\n<{markers.DSML}function_calls>") == 2
+    assert prompt.endswith(markers.THINK) and "None" not in prompt
     assert prompt.index("Weather?") < prompt.index("sunny") < prompt.index("noon")
 
 

@@ -168,11 +168,30 @@ async def test_details_of_what_is_not_routable(cluster: Callable) -> None:
     assert [status.reachable for status in statuses] == [True, False]
 
 
+class Numbered(FakeWorker):
+    """Each of its reports has a number."""
+
+    number = 0
+
+    @property
+    def counts(self) -> dict[str, int | list[int]]:
+        self.number += 1
+        return {"steps": self.number}
+
+    @counts.setter
+    def counts(self, _: object) -> None: ...
+
+
 async def test_a_burst_is_spread_before_the_next_report(cluster: Callable) -> None:
-    made = await cluster(FakeWorker(PREFILL), FakeWorker(PREFILL), *(FakeWorker(DECODE) for _ in range(4)))
+    workers = [Numbered(role) for role in (PREFILL, PREFILL, *[DECODE] * 4)]
+    made = await cluster(*workers, timeouts={"silence": 60})
+    for worker in workers:
+        worker.silent = True
+    known = made.router.registry.workers  # a report that is on its way would come in the middle of the burst
+    await made.until(lambda: all(known[w.address].load.replicas[0].steps == w.number for w in workers))
     for decode in made.decodes:
         decode.script.extend([hangs()] * 8)
-    tasks = [asyncio.create_task(made.generate([1], timeout=1)) for _ in range(8)]
+    tasks = [asyncio.create_task(made.generate([1], timeout=30)) for _ in range(8)]
     await made.until(lambda: sum(len(decode.submitted) for decode in made.decodes) == 8)
     assert {len(decode.submitted) for decode in made.decodes} == {2}
     assert {len(prefill.submitted) for prefill in made.prefills} == {4}

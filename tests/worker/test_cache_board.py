@@ -6,12 +6,16 @@ import asyncio
 import contextlib
 import random
 from collections.abc import AsyncIterator, Collection
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from millrace.v1 import worker_pb2
 from millrace_common.page_hash import page_hashes
 from millrace_serve.engine.core import CacheChange
 from millrace_serve.worker.frontend.cache_board import CHUNK, CacheBoard
+from millrace_serve.worker.frontend.frontend import Frontend
 from millrace_testing.fake_router import FakeLink, request
 from millrace_testing.procs import Worker, workers
 
@@ -84,6 +88,24 @@ async def test_what_happens_while_the_snapshot_is_sent_follows_it() -> None:
     board.update(0, CacheChange([], [2 * CHUNK]))
     await mirror.until(messages, {0: 2, 1: 1})
     assert mirror.blocks == {0: set(range(2 * CHUNK)), 1: {5}}
+    await messages.aclose()
+
+
+async def test_engines_that_are_gone_have_cached_nothing() -> None:
+    """Whatever they did not come to say: a flush is waited for only so long, and a wake may end half-way."""
+    board, mirror = CacheBoard(2, "e"), Mirror()
+    board.update(1, CacheChange([1, 2], [], [2, 3], []))
+    messages = board.watch(0.0)
+    await mirror.until(messages, {0: 0, 1: 1})
+    role = SimpleNamespace(disconnect=AsyncMock())
+    frontend: Any = SimpleNamespace(
+        profiling=AsyncMock(), role=role, ranks=AsyncMock(), board=Mock(), caches=board, _compiled={}
+    )
+    await Frontend.stop_ranks(frontend)
+    await mirror.until(messages, {0: 0, 1: 2})
+    assert mirror.blocks == mirror.host == {0: set(), 1: set()}
+    board.update(1, CacheChange([1], []))  # as the first to say something after a wake
+    await mirror.until(messages, {0: 0, 1: 3})
     await messages.aclose()
 
 

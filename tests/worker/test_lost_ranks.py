@@ -35,8 +35,11 @@ def cases() -> Iterator[ParameterSet]:
     """Settings of the worker, the rank that is lost, and how."""
     for case in itertools.product([("tp=2",), ("dp=2",)], [0, 1], [signal.SIGKILL, signal.SIGSTOP]):
         yield pytest.param(*case, marks=pytest.mark.long)
-    few = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-    for ranks, victim, how in (("tp=2", 1, signal.SIGSTOP), ("dp=2", 0, signal.SIGSTOP), ("dp=2", 1, signal.SIGKILL)):
+    yield pytest.param(("dp=8",), 5, signal.SIGKILL, marks=pytest.mark.long)
+    on_gpus = (("tp=2", 1, signal.SIGSTOP), ("dp=2", 0, signal.SIGSTOP), ("dp=2", 1, signal.SIGKILL))
+    for ranks, victim, how in (*on_gpus, ("dp=8", 5, signal.SIGKILL)):
+        needed = int(ranks[3:])
+        few = pytest.mark.skipif(torch.cuda.device_count() < needed, reason=f"needs {needed} CUDA devices")
         yield pytest.param((ranks, *ON_GPU), victim, how, marks=[pytest.mark.gpu, pytest.mark.timeout(600), few])
 
 

@@ -196,6 +196,22 @@ async def test_flush_cache_and_own_warm_up(unified: Worker) -> None:
         await unified.whole()
 
 
+async def test_a_router_that_comes_later_costs_a_worker_nothing_of_its_prefix_cache(two: Worker) -> None:
+    """Each router has a worker warmed up that it meets, also one that was away or has restarted."""
+    async with FakeLink(two) as link:
+        prompt = prompt_of(640)
+        for attempt in range(2):
+            r = request(prompt)
+            link.submit(r)
+            await link.finish(r)
+            assert (link.of(r)[0].cached_tokens > 0) is (attempt > 0)
+            before = (await two.whole()).replicas
+            await two.stub.Warmup(worker_pb2.WarmupRequest())
+            after = (await two.whole()).replicas
+            computed = [b.prompt_tokens - a.prompt_tokens for a, b in zip(before, after, strict=True)]
+            assert computed == [1, 1], "of each replica"
+
+
 async def test_a_flush_waits_for_every_replica(two: Worker) -> None:
     async with FakeLink(two) as link:
         requests = [request(prompt_of(640)) for _ in range(2)]

@@ -106,12 +106,27 @@ async def test_what_is_refused() -> None:
 async def test_ranks_that_fail() -> None:
     ranks = ScriptedRanks()
     profiling = make(ranks)
-    ranks.errors.extend(["rank 1: disk full", MillraceError(Reason.WORKER_LOST, "rank 1 ended")])
+    lost = MillraceError(Reason.WORKER_LOST, "rank 1 ended")
+    ranks.errors.extend(["rank 1: disk full", "", lost, lost])
     error = await refusal(profiling.start(None))
     assert error.reason is Reason.INTERNAL and "disk full" in error.message
+    assert ranks.told[1:] == [StopProfile()], "the profile of rank 0 ends"
     assert (await refusal(profiling.start(None))).reason is Reason.WORKER_LOST
     assert await profiling.start(None) == Path("/traces"), "a start that failed is no profile"
+    assert list(map(type, ranks.told[2:])) == [StartProfile, StopProfile, StartProfile]
     profiling.close()
+
+
+async def test_a_profile_that_could_not_be_written_is_not_the_one_before() -> None:
+    """It may have ended by itself, and then only the log has the error."""
+    ranks = ScriptedRanks()
+    profiling = make(ranks)
+    await profiling.start(None)
+    assert await profiling.stop()
+    ranks.errors.extend(["", "rank 1: disk full"])
+    await profiling.start(None)
+    assert "disk full" in (await refusal(profiling.stop())).message
+    assert (await refusal(profiling.stop())).reason is Reason.NOT_FOUND
 
 
 def test_a_rank_writes_what_it_computed(tmp_path: Path) -> None:

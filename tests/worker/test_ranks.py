@@ -6,6 +6,7 @@ import asyncio
 import queue
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +17,22 @@ from millrace_serve.engine.core import Events, Load
 from millrace_serve.engine.sim.factory import sim_layout
 from millrace_serve.engine.step.progress import Progress
 from millrace_serve.transfer.base import MemoryHandle
-from millrace_serve.worker.channels import Sender
+from millrace_serve.worker import main as worker_main
+from millrace_serve.worker.channels import Receiver, Sender
 from millrace_serve.worker.config import WorkerConfig
 from millrace_serve.worker.frontend.ranks import Ranks
+from millrace_serve.worker.launch import LocalLauncher
 from millrace_serve.worker.launcher import Launcher, OnExit
-from millrace_serve.worker.messages import FromRank, Pulse, RankReady, Report
+from millrace_serve.worker.messages import (
+    FreezeGc,
+    FromRank,
+    GcFrozen,
+    Pulse,
+    RankReady,
+    Report,
+    StartProfile,
+    ToEngine,
+)
 from millrace_serve.worker.rank.pulse import PulseThread
 
 
@@ -86,6 +98,69 @@ async def test_a_rank_that_hangs_ends_the_worker(tmp_path: Path) -> None:
         await asking
     await ranks.stop(0)
     context.destroy(linger=0)
+
+
+async def test_ranks_that_end_before_they_answer_leave_no_question_to_the_next_ones(tmp_path: Path) -> None:
+    config, context = WorkerConfig(engine="sim"), zmq.Context()
+    launcher = Nobody(tmp_path)
+    ranks = Ranks(config, launcher, lambda rank, report: None, lambda why: None)
+    with pytest.raises(MillraceError, match="the ranks are not up"):
+        await ranks.freeze_gc()
+
+    async def start(name: str) -> tuple[Receiver[ToEngine], Sender[FromRank]]:
+        launcher.endpoint = asyncio.get_running_loop().create_future()
+        starting = asyncio.create_task(ranks.start())
+        rank: Sender[FromRank] = Sender(context, await launcher.endpoint)
+        inbox: Receiver[ToEngine] = Receiver(context, f"ipc://{tmp_path}/{name}", ToEngine)
+        rank.send(FromRank(0, ready(config, inbox.endpoint)))
+        await asyncio.wait_for(starting, 20)
+        return inbox, rank
+
+    first, _ = await start("first")
+    asking = asyncio.create_task(ranks.freeze_gc())
+    await asyncio.sleep(0)
+    assert first.receive(20) == [FreezeGc()]
+    await ranks.stop(0)
+    assert asking in (await asyncio.wait({asking}, timeout=20))[0]
+    with pytest.raises(MillraceError, match="ended before they answered"):
+        asking.result()
+    with pytest.raises(MillraceError, match="the ranks are not up"):  # or a profile would run that nobody makes
+        await ranks.profile(StartProfile("", ""))
+
+    second, rank = await start("second")
+    asking = asyncio.create_task(ranks.freeze_gc())
+    await asyncio.sleep(0)
+    assert second.receive(20) == [FreezeGc()]
+    rank.send(FromRank(0, GcFrozen(7)))
+    assert await asyncio.wait_for(asking, 20) == [7]
+    await ranks.stop(0)
+    context.destroy(linger=0)
+
+
+async def test_a_rank_that_is_lost_between_two_warm_up_requests_ends_the_start() -> None:
+    """The requests that ran have failed; one that begins afterwards would wait for its whole time-out."""
+    loop = asyncio.get_running_loop()
+    frontend: Any = SimpleNamespace(start=asyncio.Event().wait, lost=loop.create_future(), leaving=loop.create_future())
+    living = asyncio.create_task(worker_main._live(frontend, asyncio.Event(), ""))
+    await asyncio.sleep(0)
+    frontend.lost.set_result("rank 1 ended (signal 9)")
+    assert await asyncio.wait_for(living, 20) == (1, "could not start: rank 1 ended (signal 9)")
+
+
+async def test_ranks_may_be_stopped_by_two_at_once() -> None:
+    """By a sleep, and by the end of the process."""
+    launcher, end, stops = LocalLauncher(), asyncio.get_running_loop().create_future(), list[asyncio.Task[None]]()
+
+    class Rank:
+        def kill(self) -> None:
+            if not stops:  # by the first call, which has one more wait to do
+                stops.append(asyncio.create_task(launcher.stop(20)))
+
+    rank: Any = Rank()
+    launcher._processes, launcher._ends = [rank], [end]
+    end.set_result(None)
+    await launcher.stop(20)
+    await asyncio.wait_for(stops[0], 20)
 
 
 def test_an_announcement_is_with_the_frontend_before_the_work_begins() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
@@ -31,6 +33,12 @@ class Worker(worker_pb2_grpc.WorkerServiceServicer):
         self, request: worker_pb2.GetInfoRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.WorkerInfo:
         return worker_pb2.WorkerInfo(epoch="e")
+
+    async def WatchLoad(
+        self, request: worker_pb2.WatchLoadRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[worker_pb2.LoadSnapshot]:
+        yield worker_pb2.LoadSnapshot(epoch="e")
+        await asyncio.Event().wait()
 
 
 class Recorded:

@@ -18,7 +18,7 @@ from millrace_common.pace import LEAST_S
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError, from_rpc_error
 from millrace_serve.engine.core import Load, Pause
-from millrace_serve.worker.config import WorkerConfig
+from millrace_serve.worker.config import Timeouts, WorkerConfig
 from millrace_serve.worker.frontend.lifecycle import Lifecycle, State
 from millrace_serve.worker.frontend.load import LoadBoard
 from millrace_serve.worker.frontend.weights import HotWeights
@@ -76,12 +76,13 @@ async def test_a_pause_keeps_sequences_and_a_resume_goes_on_with_them(tmp_path: 
             link.submit(one)
         await asyncio.gather(*(link.first(one) for one in ours))
         await do(worker, "pause")
-        before, steps = [len(link.tokens(one)) for one in ours], [r.steps for r in (await worker.load()).replicas]
+        steps = [r.steps for r in (await worker.load()).replicas]
         late = request(prompt_of(10))
         link.submit(late)
         assert (await link.finish(late)).failure.reason == Reason.NOT_READY
         link.abort(ours[0])
         await link.finish(ours[0])  # messages are handled
+        before = [len(link.tokens(one)) for one in ours]  # with those that were on their way
         await asyncio.sleep(LEAST_S + 1)
         load = await worker.load()
         assert load.state == worker_pb2.WORKER_STATE_PAUSED and all(r.paused for r in load.replicas)
@@ -211,11 +212,12 @@ async def test_a_worker_that_sleeps_stops_in_good_order(tmp_path: Path) -> None:
 
 
 class Ranks:
-    """`errors`: of the next calls of `set_weights`."""
+    """`errors`: of the next calls of `set_weights`. `says`: what comes of a pause; a test may say it later itself."""
 
     def __init__(self, *errors: str) -> None:
         self.errors, self.orders, self.sent = [*errors], list[SetWeights](), list[Pause]()
         self.info = None
+        self.says: Callable[[bool], None] = lambda paused: None
 
     async def set_weights(self, order: SetWeights) -> str:
         self.orders.append(order)
@@ -223,6 +225,7 @@ class Ranks:
 
     def send(self, replica: int, message: Pause) -> None:
         self.sent.append(message)
+        self.says(message.on)
 
 
 class ScriptedFrontend:
@@ -234,9 +237,12 @@ class ScriptedFrontend:
         self.lifecycle = Lifecycle(lambda state: None)
         self.lifecycle.advance(State.READY, "")
         self.board = LoadBoard(1, lambda: worker_pb2.WORKER_STATE_READY, "e")
-        self.board.update(0, Load(paused=True))
+        ranks.says = self.says
         self.requests = SimpleNamespace(check_admission=lambda: None)
         self.show_version = lambda: None
+
+    def says(self, paused: bool) -> None:
+        self.board.update(0, Load(paused=paused))
 
     async def forget(self, why: str) -> None:
         self.calls.append(why)
@@ -275,6 +281,23 @@ async def test_a_load_that_fails_half_way_keeps_the_worker_out_until_one_succeed
     assert ranks.sent == [Pause(True), Pause(False)]
 
 
+async def test_a_pause_soon_behind_a_resume_waits_for_its_own_end_of_steps() -> None:
+    """The engine's latest report may be from the first pause: one that goes on says so only with its next step."""
+    ranks = Ranks()
+    weights, frontend = scripted(ranks)
+    await weights.pause(drop=False)
+    ranks.says = lambda paused: None
+    await weights.resume()
+    again = asyncio.create_task(weights.pause(drop=False))
+    for says in (False, True):
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not again.done()
+        frontend.says(says)
+    await again
+    assert frontend.lifecycle.state is State.PAUSED and ranks.sent == [Pause(True), Pause(False), Pause(True)]
+
+
 async def test_a_check_that_fails_touches_nothing() -> None:
     weights, frontend = scripted(Ranks("rank 0: no config.json"))
     await weights.pause(drop=False)
@@ -304,6 +327,26 @@ async def test_ranks_that_do_not_wake_are_stopped_and_can_be_woken_again() -> No
     assert ranks.sent == [Pause(True), Pause(True)], "the new engines begin no step either"
     await weights.resume()
     assert frontend.lifecycle.state is State.READY
+
+
+async def test_a_wake_that_comes_half_way_leaves_no_weights_without_their_version() -> None:
+    """The ranks are up, and an engine does not say in time that it is paused."""
+    ranks = Ranks("")
+    weights, frontend = scripted(ranks, lambda: frontend.says(False))
+    await weights.pause(drop=False)
+    await weights.sleep()
+    ranks.says = lambda paused: None
+    frontend.config = WorkerConfig(engine="sim", timeouts=Timeouts(stall=0.01))
+    with pytest.raises(MillraceError, match="the end of steps and copies took longer"):
+        await weights.wake("/checkpoints/two", "2b")
+    assert frontend.calls[-2:] == ["start /checkpoints/two", "stop"]
+    with pytest.raises(MillraceError, match="wake it first"):
+        await weights.resume()
+    ranks.says = frontend.says
+    await weights.wake("/checkpoints/two", "2b")
+    assert [(order.path, order.version) for order in ranks.orders] == [("", "2b")]
+    await weights.resume()
+    assert (frontend.lifecycle.state, frontend.version) == (State.READY, "2b")
 
 
 # ------------------------------------------------------------------------------------- other weights, of a model
@@ -410,6 +453,9 @@ async def test_a_checkpoint_that_does_not_fit_is_refused_and_the_old_weights_go_
     def deeper(file: Path) -> None:
         file.write_text(file.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
 
+    def ends(file: Path) -> None:
+        file.write_text('{"eos_token_id": 7}')
+
     shards = sorted(path.name for path in other.glob("*.safetensors"))
     async with await linked(model) as link:
         kept = request(PROMPTS[0], max_tokens=400)
@@ -421,6 +467,7 @@ async def test_a_checkpoint_that_does_not_fit_is_refused_and_the_old_weights_go_
             (tmp_path / "nothing", "config.json"),
             (write("shapes", shards[0], reshape), "has shape"),
             (write("config", "config.json", deeper), "rms_norm_eps=1e-05, not 1e-06"),
+            (write("ends", "generation_config.json", ends), "not .1,."),
             (write("missing", shards[-1], Path.unlink), "cannot be read"),
         ):
             with pytest.raises(MillraceError, match=why) as caught:
@@ -487,6 +534,20 @@ async def test_a_worker_wakes_with_what_it_had_or_with_another_checkpoint(
     await model.whole()
 
 
+async def test_a_sleep_ends_the_profile(tmp_path: Path) -> None:
+    """The ranks that wake are other processes."""
+    folder, call = tmp_path / "traces", worker_pb2.StopProfileRequest()
+    async with workers(tmp_path, "unified", sets=(*MODEL, f"profile_dir={folder}")) as [worker]:
+        await worker.stub.StartProfile(worker_pb2.StartProfileRequest(), timeout=60)
+        await do(worker, "pause")
+        await do(worker, "sleep")
+        (trace,) = folder.iterdir()
+        with pytest.raises(grpc.RpcError, match="the ranks are not up"):
+            await worker.stub.StartProfile(worker_pb2.StartProfileRequest(), timeout=60)
+        await do(worker, "wake")
+        assert list((await worker.stub.StopProfile(call, timeout=60)).paths) == [str(trace)]
+
+
 @pytest.mark.long
 async def test_pages_in_the_tiers_are_of_one_version(
     other: Path, references: list[list[list[int]]], tmp_path: Path
@@ -528,6 +589,7 @@ async def test_all_ranks_change(
 async def test_on_a_gpu_graphs_go_on_with_other_weights_and_sleep_gives_all_memory_back(
     other: Path, tmp_path: Path
 ) -> None:
+    """Nobody else may use the GPU meanwhile: all its memory is counted."""
     sets, found = (*MODEL[1:], "device=cuda", "memory_fraction=0.12"), []
     free_before = torch.cuda.mem_get_info()[0]
     for checkpoint in (TINY, other):

@@ -23,6 +23,7 @@ import asyncio
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from millrace_bench.checkpoint.export_quantised import QUANTIZATIONS, export
-from millrace_bench.common import Record, print_record
+from millrace_bench.common import Record, gpus, print_record
 from millrace_bench.eval.backend import Perplexity
 from millrace_bench.eval.report import comparison_table, differences_table, evaluation_table, make_console, make_table
 from millrace_bench.eval.run import Jobs, Suite, measure
@@ -42,7 +43,19 @@ from millrace_bench.tasks import TASKS
 
 FORMS = tuple(QUANTIZATIONS)
 DRAFTS = ("limits.draft_tokens=3",)
-TWO_RANKS = ("tp=2", "dp=2", "tp=2 expert_tp=true")
+TWO_RANKS = (
+    "tp=2",
+    "dp=2",
+    "tp=2 expert_tp=true",
+    "tp=2 dense_tp=1",
+    "dp=2 spare_experts=1",
+    "dp=2 limits.share_prompts=256",
+)
+# The padding of graphs runs without a GPU too. Fewer buckets are fewer compilations.
+PADDED = ("graphs=on", "graph_buckets=[1,4,8]")
+COMPILED = (*PADDED, "compile_max_batch=8")
+TWO_GPUS = ("tp=2", "dp=2 limits.share_prompts=256", "dp=2 exchange=peer", "dp=2 exchange=gather")
+DEEPEP = "dp=2 exchange=deepep"  # where it is installed
 # Copies of pages in the host's memory, for which this pool is too small.
 HOST_TIER = ("limits.num_pages=200", "limits.host_cache_gib=0.5")
 # What is chosen otherwise serves the op here for some numbers of tokens or all.
@@ -79,14 +92,14 @@ class Check:
     detail: str
 
 
-def rows(bf16: str, chunk: int, device: str) -> list[Row]:
+def rows(bf16: str, chunk: int, device: str, num_gpus: int = 0) -> list[Row]:
     """Of the BF16 checkpoint in this folder; `run` gives the others theirs. On a GPU answers may differ from a CPU's:
     BF16's rounding turns almost even choices.
     """
-    return _gpu_rows(bf16, chunk) if device == "cuda" else _cpu_rows(bf16, chunk)
+    return _gpu_rows(bf16, chunk, num_gpus) if device == "cuda" else _cpu_rows(bf16, chunk)
 
 
-def _gpu_rows(bf16: str, chunk: int) -> list[Row]:
+def _gpu_rows(bf16: str, chunk: int, num_gpus: int) -> list[Row]:
     part = (f"memory_fraction={GPU_PART}",)
     on_gpu, in_chunks = ("device=cuda", *part), (*part, f"limits.max_prefill_tokens={chunk}")
 
@@ -95,6 +108,9 @@ def _gpu_rows(bf16: str, chunk: int) -> list[Row]:
 
     def pair(*items: str) -> System:
         return System(Kind.PAIR, bf16, worker_set=(*on_gpu, *items))
+
+    def ranked(*items: str) -> System:
+        return System(Kind.UNIFIED, bf16, worker_set=(*on_gpu, *items))
 
     return [
         Row("CPU FP32", System(Kind.MODEL, bf16)),
@@ -106,11 +122,16 @@ def _gpu_rows(bf16: str, chunk: int) -> list[Row]:
         Row("P → D BF16 with drafts", pair(*DRAFTS), exact=False),
         Row("engine FP8 KV pool", engine("kv_dtype=float8_e4m3fn"), exact=False),
         Row("engine without graphs", engine("graphs=off"), "fp8", "CPU FP8", exact=False),
+        Row("engine compiled steps", engine(*COMPILED), "fp8", "CPU FP8", exact=False),
         *(
             Row(f"engine {form}", System(Kind.MODEL, bf16, "cuda", in_chunks, form=form), exact=False)
             for form in ("absorbed", "expanded")
         ),
         *(Row(f"engine {name}", engine(kernels=k), "fp8", "CPU FP8", exact=False) for name, k in KERNELS.items()),
+        *(
+            Row(f"unified {ranks}", ranked(*ranks.split()), "fp8", "CPU FP8", exact=False)
+            for ranks in ((*TWO_GPUS, *([DEEPEP] if find_spec("deep_ep") else [])) if num_gpus > 1 else ())
+        ),
     ]
 
 
@@ -127,6 +148,9 @@ def _cpu_rows(bf16: str, chunk: int) -> list[Row]:
         *(_kept(bf16, form) for form in FORMS),
         Row("engine FP8 KV pool", System(Kind.MODEL, bf16, worker_set=("kv_dtype=float8_e4m3fn",)), exact=False),
         Row("engine without overlap", System(Kind.MODEL, bf16, worker_set=("limits.overlap=false",))),
+        Row("engine without prefix cache", System(Kind.MODEL, bf16, worker_set=("limits.prefix_cache=false",))),
+        Row("engine padded steps", System(Kind.MODEL, bf16, worker_set=PADDED)),
+        Row("engine compiled steps", System(Kind.MODEL, bf16, worker_set=COMPILED)),
         *(
             Row(f"engine {form}", System(Kind.MODEL, bf16, worker_set=in_chunks, form=form))
             for form in ("absorbed", "expanded")
@@ -170,7 +194,7 @@ async def run(
 ) -> tuple[dict[str, Any], bool]:
     """The record's results, and whether all checks passed."""
     with tempfile.TemporaryDirectory(prefix="millrace-eval-") as folder:
-        plan, evaluations, where = chosen(rows(bf16, chunk, device), texts), [], {"": bf16}
+        plan, evaluations, where = chosen(rows(bf16, chunk, device, len(gpus())), texts), [], {"": bf16}
         for form in sorted({row.weights for row in plan} - {""}):
             where[form] = str(Path(folder) / form)
             export(Path(bf16), Path(where[form]), form)

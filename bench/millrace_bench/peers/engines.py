@@ -11,6 +11,13 @@ of a case the best one counts.
     decode BxL    median step of the whole engine (schedule, model, sampling, read) with B sequences of L tokens
     prefill PxL   median step of P prompts of L tokens, the last rows' logits included; no request around it
 
+Rows of a driver of SGLang's one-batch benchmark are read as they are, times in ms; its
+cases are KIND:BATCH:LENGTH:STEPS, and a row with "error" does not count:
+
+    prefill:4:4096:3      "prefill_ms"
+    one:1:1024:64         "decode_ms", as decode 1x1024
+    decode:128:4096:16    "step_ms" or "step_nosync_ms", the smaller one
+
 The ratio of a case is the peer's median of rounds by ours.
 """
 
@@ -19,10 +26,12 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import shlex
 import statistics
 import subprocess
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -37,6 +46,8 @@ from millrace_bench.common import Record, print_record
 GOAL = 1.25
 DECODE = ("1x1024", "1x4096", "256x2048", "128x4096")
 PREFILL = ("4x4096", "16x1024")
+# What SGLang's driver calls the times of its kinds.
+TIMES = {"prefill": ("prefill_ms",), "one": ("decode_ms",), "decode": ("step_ms", "step_nosync_ms")}
 OUTPUTS = 64  # tokens of each sequence, within the length of its case
 Times = dict[str, list[float]]  # by case, one of each round
 Row = dict[str, Any]
@@ -65,6 +76,25 @@ def _size(text: str, tiny: bool) -> tuple[int, int]:
     return (min(count, 2), OUTPUTS + 40) if tiny else (count, length)
 
 
+def peer_rows(lines: Iterable[str]) -> list[Row]:
+    """{"name", "case", "ms"} of every row that counts, of either form. Raises ValueError for a case of neither."""
+    rows = [row for row in map(json.loads, lines) if "error" not in row]
+    return [row if "ms" in row else _converted(row) for row in rows]
+
+
+def _converted(row: Row) -> Row:
+    kind, *sizes = row["case"].split(":")
+    if kind not in TIMES or len(sizes) != 3:
+        kinds = ", ".join(TIMES)
+        raise ValueError(f'case {row["case"]!r} of the peer: it needs "ms", or KIND:BATCH:LENGTH:STEPS with {kinds}')
+    step = "prefill" if kind == "prefill" else "decode"
+    return {
+        "name": row["name"],
+        "case": f"{step} {sizes[0]}x{sizes[1]}",
+        "ms": min(row[name] for name in TIMES[kind]),
+    }
+
+
 def best(rows: Iterable[Row]) -> dict[str, Row]:
     """The fastest row of each case."""
     return {row["case"]: row for row in sorted(rows, key=lambda row: -row["ms"])}
@@ -85,14 +115,18 @@ def ratios(own: Times, peer: Times) -> list[Row]:
 def run(args: argparse.Namespace) -> list[Row]:
     own: Times = defaultdict(list)
     peer: Times = defaultdict(list)
+    started = time.monotonic()
     for turn in range(args.rounds):
+        if turn and (time.monotonic() - started) * (turn + 1) / turn > args.limit_s:
+            print(f"{turn} of {args.rounds} rounds: another one ends after --limit-s {args.limit_s:g}", file=sys.stderr)
+            break
         command = [sys.executable, "-m", __spec__.name, "--ours", "--layers", str(args.layers)]
         output = subprocess.run(command + ["--tiny"] * args.tiny, check=True, stdout=subprocess.PIPE, text=True).stdout
         _add(own, {row["case"]: row for row in map(json.loads, output.splitlines())}, turn, "ours")
         if args.peer:
             args.peer_rows.unlink(missing_ok=True)
             subprocess.run(shlex.split(args.peer), check=True, stdout=sys.stderr)
-            _add(peer, best(map(json.loads, args.peer_rows.read_text().splitlines())), turn, "peer")
+            _add(peer, best(peer_rows(args.peer_rows.read_text().splitlines())), turn, "peer")
     return ratios(own, peer)
 
 
@@ -107,6 +141,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peer", default="", metavar="COMMAND", help="of a round of the other engine")
     parser.add_argument("--peer-rows", type=Path, default=Path("peer.jsonl"), metavar="FILE", help="(%(default)s)")
+    parser.add_argument("--limit-s", type=float, default=math.inf, help="seconds of all rounds")
     parser.add_argument("--layers", type=int, default=61)
     parser.add_argument("--tiny", action="store_true", help="small widths on a CPU")
     parser.add_argument("--ours", action="store_true", help="one round of ours, as JSON lines, in this process")

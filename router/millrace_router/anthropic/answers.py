@@ -52,8 +52,16 @@ class MessageForm(BlockForm):
         return event(anthropic_error(error), "error")
 
     def _message(self, content: list[dict[str, Any]], stop: dict[str, str | None]) -> dict[str, Any]:
-        about = {"id": f"msg_{self.answer.request_id}", "type": "message", "role": "assistant"}
-        return about | {"model": self.answer.model, "content": content, "usage": self._usage()} | stop
+        return {
+            "id": f"msg_{self.answer.request_id}",
+            "type": "message",
+            "role": "assistant",
+            "model": self.answer.model,
+            "system_fingerprint": self.version,
+            "content": content,
+            "usage": self._usage(),
+            **stop,
+        }
 
     def _stop(self) -> dict[str, str | None]:
         if self.finish == common_pb2.FINISH_REASON_LENGTH:

@@ -1,18 +1,23 @@
-"""The Messages API over HTTP, beside the OpenAI API."""
+"""The public HTTP port: the Messages API, the OpenAI API, and probes beside them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from fastapi import FastAPI, Request, Response
 from millrace_common.log import request_id
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from millrace_router.anthropic import objects
 from millrace_router.anthropic.answers import MessageForm
 from millrace_router.anthropic.types import CountRequest, MessagesRequest
-from millrace_router.edge.http_answers import json_answer
+from millrace_router.edge import probes
+from millrace_router.edge.http_answers import json_answer, new_app
 from millrace_router.flow.inference import Answer, Inference
 from millrace_router.openai import http as openai_http
+from millrace_router.openai import openapi
 from millrace_router.openai.objects import NamedEvent
 from millrace_router.openai.openapi import Post
 from millrace_router.openai.reading import Reading
@@ -27,10 +32,10 @@ POSTS = {
 }
 
 
-def build(inference: Inference, before_scrape: Callable[[], None] | None) -> FastAPI:
-    app = openai_http.build(inference, before_scrape, POSTS)
+def build(inference: Inference, before_scrape: Callable[[], None] | None) -> Starlette:
+    """`before_scrape`: as for `probes.routes`."""
+    document = openapi.document(POSTS)
 
-    @app.post("/v1/messages")
     async def messages(request: Request) -> Response:
         wanted = await read(inference, request, MessagesRequest)
 
@@ -39,11 +44,18 @@ def build(inference: Inference, before_scrape: Callable[[], None] | None) -> Fas
 
         return await serve_translated(inference, request, wanted, form)
 
-    @app.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request) -> Response:
         wanted = await read(inference, request, CountRequest)
         with wanted.named():
             ask = wanted.as_chat().ask(request_id.get())
             return json_answer({"input_tokens": len(await prompt_tokens(inference, ask))})
 
-    return app
+    async def described(request: Request) -> Response:
+        return json_answer(document)
+
+    own = [
+        Route("/v1/messages", messages, methods=["POST"]),
+        Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+        Route("/openapi.json", described),
+    ]
+    return new_app([*openai_http.routes(inference), *own, *probes.routes(inference.backend, before_scrape)])

@@ -6,12 +6,15 @@ from typing import Any, Literal, TypedDict
 
 
 class Message(TypedDict):
-    """As Anthropic describes it. `content`: blocks of type thinking, text and tool_use."""
+    """As Anthropic describes it, and `system_fingerprint`, the version of the weights. `content`: blocks of type
+    thinking, text and tool_use.
+    """
 
     id: str
     type: Literal["message"]
     role: Literal["assistant"]
     model: str
+    system_fingerprint: str | None
     content: list[dict[str, Any]]
     stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
     stop_sequence: str | None

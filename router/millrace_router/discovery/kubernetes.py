@@ -45,7 +45,7 @@ class Timing:
     connect: float = 5.0
     relist: float = 300.0  # between full lists, with or without a watch; +-10 %
     first_pause: float = 0.5  # after an error; doubles up to the longest
-    longest_pause: float = 30.0
+    longest_pause: float = 30.0  # a watch that has gone on for longer ends the doubling
 
 
 class KubernetesSource:
@@ -92,14 +92,15 @@ class KubernetesSource:
         config, timing, pause = self._config, self._timing, self._timing.first_pause
         call: List | None = None
         while not self._stopped.is_set():
-            due = time.monotonic() + timing.relist * random.uniform(0.9, 1.1)
+            due, listed = time.monotonic() + timing.relist * random.uniform(0.9, 1.1), math.inf
             try:
                 verb = "list"
                 call = call or connect(config)
                 version = self._list(call)
-                pause, verb = timing.first_pause, "watch"
+                verb, listed = "watch", time.monotonic()
                 while not self._stopped.is_set() and (left := due - time.monotonic()) > 0:
                     version = self._follow(call, version, left)
+                pause = timing.first_pause
             except Exception as error:  # whatever it is, the answer is the same
                 if self._stopped.is_set():
                     return
@@ -107,6 +108,8 @@ class KubernetesSource:
                 what = f"{verb} {config.objects} of namespace {namespace_of(config)}"
                 log.warning("cannot %s (%s), listing again: %s", what, kind, explain(error))
                 self._tell(self._on_trouble, kind)
+                if time.monotonic() - listed > timing.longest_pause:
+                    pause = timing.first_pause
                 self._stopped.wait(pause * random.uniform(0.5, 1.0))
                 pause = min(2 * pause, timing.longest_pause)
 

@@ -113,7 +113,11 @@ class Admin(admin_pb2_grpc.AdminServicer):
 
 async def _each(workers: list[Worker], call: Callable[[Worker], Awaitable[T]]) -> list[T]:
     """The answers of all workers. Raises if one failed, with the first failure's reason and all messages."""
-    tasks = [asyncio.create_task(reply(call(worker))) for worker in workers]
+
+    async def ask(worker: Worker) -> T:
+        return await reply(call(worker))  # without a connection the call itself raises
+
+    tasks = [asyncio.create_task(ask(worker)) for worker in workers]
     results = await asyncio.gather(*tasks, return_exceptions=True)
     failures = [(w.address, e) for w, e in zip(workers, results, strict=True) if isinstance(e, MillraceError)]
     if failures:

@@ -9,27 +9,25 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI, Request, Response
 from google.protobuf import json_format
 from google.protobuf.message import Message
 from millrace.v1 import admin_pb2 as pb
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from millrace_router.edge.admin import Admin
 from millrace_router.edge.http_answers import json_answer, new_app, read_body
+from millrace_router.edge.probes import health
 
 MAX_BODY = 64 << 10
 Method = Callable[[Any], Awaitable[Message]]  # of Admin, each with a message of its own
 
 
-def build(admin: Admin) -> FastAPI:
-    app = new_app(title="Millrace admin")
-
-    @app.get("/health")
-    async def health() -> Response:
-        return json_answer({"status": "ok"})
-
+def build(admin: Admin) -> Starlette:
     routes: tuple[tuple[str, str, Method, type[Message]], ...] = (
         ("GET", "/workers", admin.ListWorkers, pb.ListWorkersRequest),
         ("GET", "/explain/{request_id:path}", admin.ExplainRequest, pb.ExplainRequestRequest),
@@ -40,9 +38,8 @@ def build(admin: Admin) -> FastAPI:
         ("POST", "/start_profile", admin.StartProfiles, pb.StartProfilesRequest),
         ("POST", "/stop_profile", admin.StopProfiles, pb.StopProfilesRequest),
     )
-    for verb, path, method, message in routes:
-        app.add_api_route(path, _endpoint(method, message), methods=[verb])
-    return app
+    found = [Route(path, _endpoint(method, message), methods=[verb]) for verb, path, method, message in routes]
+    return new_app([Route("/health", health), *found])
 
 
 def _endpoint(method: Method, kind: type[Message]) -> Callable[[Request], Awaitable[Response]]:

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import grpc
-from fastapi import Request
 from millrace_common.reasons import Reason
 from millrace_common.tracing import checked
 from millrace_rpc.errors import MillraceError
 from millrace_rpc.server import MAX_METADATA_BYTES, Interceptor
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from millrace_router.edge.api_keys import Keys

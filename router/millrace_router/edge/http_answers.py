@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI, Request, Response
 from millrace_common.log import request_id
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute
 
 from millrace_router.flow.stream import gone
 from millrace_router.flow.validate import check_size
@@ -28,10 +31,10 @@ ANTHROPIC_TYPES = {
 }
 
 
-def new_app(**options: Any) -> FastAPI:
+def new_app(routes: Sequence[BaseRoute]) -> Starlette:
     """An app in which every exception gets an answer in this shape; uvicorn also logs the unexpected ones."""
     kinds = (MillraceError, HTTPException, ClientDisconnect, Exception)
-    return FastAPI(docs_url=None, redoc_url=None, exception_handlers=dict.fromkeys(kinds, on_error), **options)
+    return Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, on_error))
 
 
 def json_answer(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

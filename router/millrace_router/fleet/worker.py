@@ -59,6 +59,7 @@ class Worker:
         self.load: worker_pb2.LoadSnapshot | None = None  # None: not reachable
         self.link: Link | None = None  # None: not linked
         self._control: worker_pb2_grpc.WorkerServiceStub | None = None
+        self.resumed_at = 0.0  # when its latest pause was over; by the loop's clock
         self.drained_epoch = ""  # the process that an operator told to drain
         self.trouble = "not connected yet"  # why the latest session ended
         self._router_id = router_id
@@ -227,6 +228,8 @@ class Worker:
             if load.epoch != self.epoch:
                 raise MillraceError(Reason.EPOCH_CHANGED, "another process answers at its address")
             news = self._moves_again(load) or self.load is None or load.state != self.load.state
+            if self.paused:
+                self.resumed_at = asyncio.get_running_loop().time()
             self.load = load
             self._sent.clear()
             if load.state == READY:

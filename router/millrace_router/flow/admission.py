@@ -47,6 +47,10 @@ class ServiceRate:
         passed, self._at = max(now - self._at, 0.0), max(now, self._at)
         self._since += passed if waiting else 0.0
 
+    def resume(self, now: float) -> None:
+        """There are workers again: the time without any says nothing of their speed."""
+        self._at, self._since = now, 0.0
+
     def served(self, tokens: int) -> None:
         fade = math.exp(-self._since / MEMORY_S)
         self._tokens = self._tokens * fade + tokens
@@ -148,6 +152,10 @@ class Admission:
     def charge(self, place: Place, tokens: int) -> None:
         """Tokens that a request of this place has produced; negative: that it was charged for in vain."""
         self._queue.charge(place, tokens)
+
+    def resume(self) -> None:
+        """There are workers again; `pump` comes next."""
+        self._rate.resume(self._clock())
 
     def pump(self) -> None:
         """Serve the tickets for which workers have room. Serving may call this again: the outer call goes on."""

@@ -238,7 +238,8 @@ class Generation:
 
     def heard(self, leg: Leg, now: float) -> None:
         """A leg's first output. Since the stage began: a decode worker's time does not include the prefill worker's."""
-        self._health.spoke(self._placed[leg].epoch, now - self.flow.progress, len(self.job.token_ids))
+        prompt_tokens = len(self.job.token_ids) + self.flow.base  # outputs of earlier attempts are computed like them
+        self._health.spoke(self._placed[leg].epoch, now - self._due_since(now), prompt_tokens)
 
     def drafted(self, out: worker_pb2.SequenceOutput) -> None:
         """The last output of an attempt says how many drafts there were."""
@@ -272,19 +273,21 @@ class Generation:
 
     def _tick(self) -> None:
         self._timer, now = None, self._loop.time()
-        if self._is_paused():
-            self.flow.progress = now
-        actions, error = self.flow.tick(now, self._backend.registry.ready), self.flow.error
+        self.flow.progress, registry = self._due_since(now), self._backend.registry
+        if registry.will_be_ready:  # workers came while it waited for any
+            self.flow.queue_s = self._backend.config.timeouts.queue
+        actions, error = self.flow.tick(now, registry.ready), self.flow.error
         if self.flow.ended and error is not None and error.reason is Reason.OVERLOADED:
             error.retry_after_s = self._backend.admission.drained_in() or error.retry_after_s
         self.perform(actions)
         if not self.flow.ended:
             self._arm()
 
-    def _is_paused(self) -> bool:
-        """One of its workers is: no progress is due."""
-        found = (self._backend.registry.workers.get(self._placed[leg].address) for leg in self.flow.open)
-        return any(worker is not None and worker.paused for worker in found)
+    def _due_since(self, now: float) -> float:
+        """Since when progress is due: while a worker is paused none is, and afterwards the time begins again."""
+        found = [self._backend.registry.workers.get(self._placed[leg].address) for leg in self.flow.open]
+        pauses = [now if worker.paused else worker.resumed_at for worker in found if worker is not None]
+        return max([self.flow.progress, *pauses])
 
     def _finish(self) -> None:
         self._health.budget.end(self._loop.time())

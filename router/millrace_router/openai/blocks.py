@@ -102,6 +102,11 @@ class BlockForm(ABC):
     def output_tokens(self) -> int:
         return self.reading.latest.completion_tokens if self.reading.latest is not None else 0
 
+    @property
+    def version(self) -> str | None:
+        """Of the weights."""
+        return (self.reading.latest.version or None) if self.reading.latest is not None else None
+
     def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         for delta in deltas:
             self._read(delta)

@@ -36,7 +36,9 @@ class CalledTool(Strict):
 
 
 class Turn(Strict):
-    """`name` and `reasoning_content` of earlier turns are not shown to the model: DeepSeek's templates take neither."""
+    """Templates of models that think between calls (Kimi K2 Thinking, V3.2) read `reasoning_content`, Kimi K2's read
+    `name`: the sender's, or the function's of a result.
+    """
 
     role: str
     content: str | Items[TextPart] | None = None
@@ -57,7 +59,8 @@ class Turn(Strict):
         message: dict[str, Any] = {"role": self.role, "content": text}
         if calls:
             message |= {"tool_calls": calls, "content": text or None}
-        return message | ({"tool_call_id": self.tool_call_id} if self.tool_call_id else {})
+        more = {"name": self.name, "tool_call_id": self.tool_call_id, "reasoning_content": self.reasoning_content}
+        return message | {name: value for name, value in more.items() if value}
 
 
 class Function(Strict):
@@ -76,7 +79,7 @@ class FunctionTool(Strict):
     def as_tool(self) -> Tool:
         about = self.function
         parameters = {"type": "object", "properties": {}} if about.parameters is None else about.parameters
-        return Tool(about.name, about.description or "", parameters, bool(about.strict))
+        return Tool(about.name, about.description, parameters, bool(about.strict))
 
 
 class FunctionName(Strict):
@@ -133,6 +136,10 @@ class ChatRequest(Conversation, Common):
     @property
     def may_call(self) -> bool:
         return bool(self.tools) and self.tool_choice != "none"
+
+    def as_chat(self) -> Chat:
+        chat, shown = super().as_chat(), self.response_format.shown()
+        return chat if shown is None else chat._replace(arguments={"response_format": shown, **chat.arguments})
 
     def ask(self, request_id: str) -> Ask:
         if self.top_logprobs is not None and not self.logprobs:

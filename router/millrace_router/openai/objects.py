@@ -143,12 +143,15 @@ class TextAnswer(Envelope):
 
 
 class Response(TypedDict):
-    """As OpenAI describes it. `output`: items of type reasoning, message and function_call. Nothing is stored."""
+    """As OpenAI describes it, and `system_fingerprint`, the version of the weights. `output`: items of type reasoning,
+    message and function_call. Nothing is stored.
+    """
 
     id: str
     object: Literal["response"]
     status: Literal["in_progress", "completed", "incomplete", "failed"]
     model: str
+    system_fingerprint: str | None
     output: list[dict[str, Any]]
     usage: dict[str, Any] | None
     error: dict[str, str] | None

@@ -115,6 +115,7 @@ class ResponseForm(BlockForm):
             "error": None,
             "incomplete_details": None,
             "model": self.answer.model,
+            "system_fingerprint": self.version,
             "output": output,
             "usage": None,
             "store": False,

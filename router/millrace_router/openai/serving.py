@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
-from fastapi import Request, Response
-from fastapi.responses import StreamingResponse
 from millrace_common.log import request_id
 from millrace_rpc.errors import MillraceError
 from millrace_rpc.http_server import Body, body_of
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from millrace_router.edge.http_answers import json_answer, read_body
@@ -57,16 +57,17 @@ async def serve(
         ask = replace(ask, session_id=session_id)
     answer = await inference.generate(ask, "http")
     form, headers = form_of(answer), {"x-request-id": answer.request_id}
-    if not stream:
-        async with _watched(request, answer.stream):
-            deltas = [delta async for delta in answer.stream.deltas()]
-        return json_answer(form.whole(deltas), headers=headers)
-    events = _events(form, answer.stream)
-    async with _watched(request, answer.stream):
+    watcher = asyncio.create_task(_watch(request, answer.stream))
+    with contextlib.ExitStack() as ends:
+        ends.callback(watcher.cancel)
+        ends.callback(answer.stream.close, gone())
+        if not stream:
+            return json_answer(form.whole([delta async for delta in answer.stream.deltas()]), headers=headers)
+        events = _events(form, answer.stream)
         first = await anext(events)  # a failure before it is an HTTP status, not an event of a stream with status 200
-    if (body := body_of(request.scope)) is not None:
-        answer.stream.sink = _Direct(body, form)
-    return _Sse(first, events, answer.stream, headers)
+        if (body := body_of(request.scope)) is not None:
+            answer.stream.sink = _Direct(body, form)
+        return _Sse(first, events, headers, ends.pop_all())
 
 
 async def serve_translated(
@@ -81,20 +82,11 @@ async def serve_translated(
         return await serve(inference, request, chat.ask(request_id.get()), form, wanted.stream)
 
 
-@contextlib.asynccontextmanager
-async def _watched(request: Request, stream: Stream) -> AsyncIterator[None]:
-    """Cancel the stream if the client goes away meanwhile."""
-
-    async def watch() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        stream.cancel(gone())
-
-    watcher = asyncio.create_task(watch())
-    try:
-        yield
-    finally:
-        watcher.cancel()
+async def _watch(request: Request, stream: Stream) -> None:
+    """Cancel the stream when the client goes away."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    stream.cancel(gone())
 
 
 async def _events(form: Form, stream: Stream) -> AsyncIterator[bytes]:
@@ -126,23 +118,21 @@ class _Direct:
         self._body.write(self._form.push(delta))
 
 
-class _Sse(StreamingResponse):
-    """Closes the stream whatever happens to the connection."""
+class _Sse(Response):
+    """Does what `ends` holds, whatever happens to the connection."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, rest: AsyncIterator[bytes], stream: Stream, headers: dict[str, str]) -> None:
-        self._stream = stream
-        super().__init__(_chain(first, rest), headers=headers | {"cache-control": "no-cache"})
+    def __init__(
+        self, first: bytes, rest: AsyncIterator[bytes], headers: dict[str, str], ends: contextlib.ExitStack
+    ) -> None:
+        self._first, self._rest, self._ends = first, rest, ends
+        self.init_headers(headers | {"cache-control": "no-cache"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._stream.close(gone())
-
-
-async def _chain(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    yield first
-    async for event in rest:
-        yield event
+        with self._ends:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": self._first, "more_body": True})
+            async for event in self._rest:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})

@@ -50,7 +50,7 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class StreamOptions(Strict):
+class StreamOptions(Strict, frozen=True):  # pydantic copies a default that may change with every request
     include_usage: bool = False
     continuous_usage_stats: bool = False  # an extension: every chunk has the usage so far
     include_obfuscation: Literal[False] = False
@@ -65,7 +65,7 @@ class JsonSchema(Strict):
     strict: bool | None = None
 
 
-class ResponseFormat(Strict):
+class ResponseFormat(Strict, frozen=True):
     """`regex` is an extension: the pattern that the whole output matches."""
 
     type: Literal["text", "json_object", "json_schema", "regex"] = "text"
@@ -83,6 +83,13 @@ class ResponseFormat(Strict):
             return common_pb2.Grammar(regex=self.regex or "")
         schema = self.json_schema.schema_ if self.json_schema is not None else None
         return common_pb2.Grammar(json_schema=json.dumps({"type": "object"} if schema is None else schema))
+
+    def shown(self) -> dict[str, Any] | bool | None:
+        """What templates that speak of the answer's form show: the schema, or the words for any JSON object."""
+        if self.type not in ("json_object", "json_schema"):
+            return None
+        schema = self.json_schema.schema_ if self.json_schema is not None else None
+        return {"type": "json_object"} if schema is None else schema
 
 
 class Common(Strict):

@@ -79,13 +79,13 @@ class Tool(NamedTuple):
     """A function that the model may call. `parameters` is a JSON schema."""
 
     name: str
-    description: str
+    description: str | None  # None: not given, and not shown
     parameters: Mapping[str, Any]
     strict: bool = False
 
     def as_json(self) -> dict[str, Any]:
-        about = {"name": self.name, "description": self.description, "parameters": self.parameters}
-        return {"type": "function", "function": about}
+        about = {} if self.description is None else {"description": self.description}
+        return {"type": "function", "function": {"name": self.name, **about, "parameters": self.parameters}}
 
 
 def described(tools: Sequence[Tool], style: Style) -> str:
@@ -93,7 +93,7 @@ def described(tools: Sequence[Tool], style: Style) -> str:
     parts = ["## Tools\nYou have access to the following tools:"]
     for tool in tools:
         schema = json.dumps(tool.parameters, ensure_ascii=False)
-        parts.append(f"### {tool.name}\nDescription: {tool.description}\n\nParameters: {schema}")
+        parts.append(f"### {tool.name}\nDescription: {tool.description or ''}\n\nParameters: {schema}")
     parts.append(
         "IMPORTANT: ALWAYS adhere to this exact format for tool use:\n"
         f"{_example(style)}\n\n"

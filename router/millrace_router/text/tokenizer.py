@@ -27,7 +27,18 @@ from millrace_router.text import markers
 from millrace_router.text.chat_format import EXTENSIONS, ChatFormat, Tool, described
 from millrace_router.text.markers import THINK, THINK_END
 
+V32_TEMPLATE = Path(__file__).with_name("deepseek_v32.jinja")
 LONG_TEXT = 2_000  # characters from which on encoding leaves the event loop
+REFUSALS = (jinja2.TemplateError, TypeError, ValueError)  # of templates
+CALL_WITHOUT_TEXT: tuple[dict[str, Any], ...] = (
+    {"role": "user", "content": "a"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "b", "type": "function", "function": {"name": "c", "arguments": "{}"}}],
+    },
+    {"role": "tool", "tool_call_id": "b", "content": "d"},
+)
 
 
 class Tokenizer:
@@ -38,11 +49,13 @@ class Tokenizer:
         self._bytes = _token_bytes(tokenizer)
         special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         self._shown = [b"" if i in special else data for i, data in enumerate(self._bytes)]
-        self._names = {name: _content(config.get(name)) for name in ("bos_token", "eos_token")}
-        bos = self._names["bos_token"]
+        named = {name: _content(config.get(name)) for name in ("bos_token", "eos_token")}
+        self._names = {name: text for name, text in named.items() if text is not None}
+        bos = self._names.get("bos_token")
         self.bos = None if bos is None else tokenizer.token_to_id(bos)
         self.longest_token = max(map(len, self._bytes), default=1)  # bytes
         self._template = _compile(chat_template) if chat_template else None
+        self._no_text = None if self._template is None or _takes_none(self._template, self._names) else ""
         vocabulary = tokenizer.get_vocab()
         self.format = ChatFormat.of(chat_template or "", vocabulary)
         self._think_end = vocabulary.get(THINK_END)
@@ -52,7 +65,9 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path, chat_template: str = "") -> Tokenizer:
-        """`chat_template`: a file instead of the folder's template. Raises ConfigError without a usable tokenizer."""
+        """`chat_template`: a file instead of the folder's template. DeepSeek V3.2 has none, so ours is used. Raises
+        ConfigError without a usable tokenizer.
+        """
         folder = Path(folder)
         try:
             tokenizer = load_tokenizer(folder)
@@ -63,7 +78,13 @@ class Tokenizer:
         if chat_template and not file.exists():
             raise ConfigError(f"chat_template: there is no file {chat_template}")
         template = file.read_text(encoding="utf-8") if file.exists() else config.get("chat_template")
+        if template is None and markers.DSML in tokenizer.get_vocab():
+            template = V32_TEMPLATE.read_text(encoding="utf-8")
         return cls(tokenizer, config, template)
+
+    @property
+    def has_template(self) -> bool:
+        return self._template is not None
 
     async def encode(self, text: str, add_bos: bool) -> list[int]:
         """Long texts are encoded in a thread."""
@@ -93,21 +114,24 @@ class Tokenizer:
         """
         if self._template is None:
             raise MillraceError(Reason.INVALID_ARGUMENT, "the model has no chat template", param="messages")
-        messages = [{**turn, "role": "system"} if turn["role"] == "developer" else turn for turn in messages]
+        messages = [self._shown_as(turn) for turn in messages]
         if tools and not self.format.takes_tools:
             assert self.format.style is not None, "checked when the request came in"
             messages = _with_system(messages, described(tools, self.format.style))
-        names = {name: text for name, text in self._names.items() if text is not None}
         try:
             return self._template.render(
-                {**arguments, **names},
+                {**arguments, **self._names},
                 messages=messages,
                 tools=[tool.as_json() for tool in tools] or None,
                 add_generation_prompt=True,
             )
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+        except REFUSALS as error:
             message = f"the chat template refused the messages: {error}"
             raise MillraceError(Reason.INVALID_ARGUMENT, message, param="messages") from error
+
+    def _shown_as(self, turn: Mapping[str, Any]) -> dict[str, Any]:
+        role = "system" if turn["role"] == "developer" else turn["role"]
+        return {**turn, "role": role, "content": self._no_text if turn["content"] is None else turn["content"]}
 
     def thinking(self, prompt: Sequence[int]) -> bool:
         """Whether the output that follows the prompt begins inside the model's thoughts."""
@@ -127,7 +151,8 @@ class Tokenizer:
             sampling.grammar.after_token_id = self._think_end
 
     def _encode(self, text: str, add_bos: bool) -> list[int]:
-        ids = self._hf.encode(text, add_special_tokens=False).ids
+        # `encode` would also find the place of each token in the text
+        ids = self._hf.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return [self.bos, *ids] if add_bos and self.bos is not None else ids
 
 
@@ -166,11 +191,22 @@ def _compile(source: str) -> jinja2.Template:
     )
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.globals["from_json"] = json.loads
     environment.filters["tojson"] = _to_json
     try:
         return environment.from_string(source)
     except jinja2.TemplateError as error:
         raise ConfigError(f"model: the chat template is broken: {error}") from error
+
+
+def _takes_none(template: jinja2.Template, names: Mapping[str, str]) -> bool:
+    """Whether the content of calls without a text may be None. The first templates of V3 and R1 show calls only then,
+    those of R1-0528 and of the first Kimi K2 fail, and others write the word.
+    """
+    try:
+        return "None" not in template.render(names, messages=CALL_WITHOUT_TEXT, add_generation_prompt=True)
+    except REFUSALS:
+        return False
 
 
 def _to_json(

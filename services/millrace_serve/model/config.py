@@ -12,9 +12,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
+from millrace_common import tokenizer_file
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"  # of transformers, may be missing; Kimi K2's alone names the end of a turn
+END_OF_TURN = "<|im_end|>"  # of Moonshot's models; DeepSeek's turns end like a text, with the `eos_token_id`
 MODELOPT_FILE = "hf_quant_config.json"  # says how weights are quantised when config.json does not
 
 SUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -126,11 +129,19 @@ class ModelConfig(BaseModel):
 
     @classmethod
     def load(cls, directory: str | Path) -> ModelConfig:
+        """An answer ends at every token that one of the folder's files names as an end. Raises ConfigError, which names
+        the file.
+        """
         path, modelopt = Path(directory) / CONFIG_FILE, Path(directory) / MODELOPT_FILE
         if modelopt.exists():
             method = _read(modelopt).get("quantization", {}).get("quant_algo")
             raise ConfigError(f"{modelopt}: quant_algo={method!r} is not supported: weights of ModelOpt cannot be read")
-        return cls.parse(_read(path), str(path))
+        config = cls.parse(_read(path), str(path))
+        ends = list(config.eos_token_ids)
+        for file, named in ((GENERATION_FILE, _eos), (tokenizer_file.CONFIG, _end_of_turn)):
+            if (path := Path(directory) / file).exists():
+                ends += named(_read(path), str(path), config.vocab_size)
+        return config.model_copy(update={"eos_token_ids": tuple(dict.fromkeys(ends))})
 
     @classmethod
     def parse(cls, raw: dict[str, Any], source: str = CONFIG_FILE) -> ModelConfig:
@@ -141,7 +152,7 @@ class ModelConfig(BaseModel):
             for key, values in SUPPORTED.items():
                 if key in raw and raw[key] not in values:
                     raise ValueError(f"{key}={raw[key]!r} is not supported (supported: {values[0]!r})")
-            return cls.model_validate({**raw, **_rope(raw), **_quantization(raw), **_eos(raw), **_indexer(raw)})
+            config = cls.model_validate({**raw, **_rope(raw), **_quantization(raw), **_indexer(raw)})
         except ValidationError as error:
             lines = [
                 f"{'.'.join(map(str, e['loc']))}={e['input']!r}: {e['msg']}" if e["loc"] else e["msg"]
@@ -150,6 +161,7 @@ class ModelConfig(BaseModel):
             raise ConfigError(f"{source}: {'; '.join(lines)}") from None
         except ValueError as error:
             raise ConfigError(f"{source}: {error}") from None
+        return config.model_copy(update={"eos_token_ids": _eos(raw, source, config.vocab_size)})
 
     @model_validator(mode="after")
     def _check_groups(self) -> ModelConfig:
@@ -290,6 +302,24 @@ def _require(found: dict[str, Any], wanted: dict[str, Any], where: str) -> None:
             raise ValueError(f"{where}.{key}={found.get(key)!r} is not supported (supported: {value!r})")
 
 
-def _eos(raw: dict[str, Any]) -> dict[str, Any]:
+def _eos(raw: dict[str, Any], source: str, vocab_size: int) -> tuple[int, ...]:
     eos = raw.get("eos_token_id")
-    return {"eos_token_ids": tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)}
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(type(token) is int and token >= 0 for token in ids):
+        raise ConfigError(f"{source}: eos_token_id={eos!r} is neither a token's id nor a list of such")
+    if max(ids, default=0) >= vocab_size:
+        raise ConfigError(f"{source}: eos_token_id={eos!r} must be below vocab_size={vocab_size}")
+    return tuple(ids)
+
+
+def _end_of_turn(raw: dict[str, Any], source: str, vocab_size: int) -> tuple[int, ...]:
+    """The end of a turn by its name, for folders whose generation_config.json is absent or names the end of a text
+    alone: trainers and quantisers leave that file out, and without this end an answer goes on until its tokens are used
+    up. The name has no other meaning in these vocabularies, and a model without chat never says it.
+    """
+    added = raw.get("added_tokens_decoder") or {}
+    try:
+        ids = [int(token) for token, facts in added.items() if facts["content"] == END_OF_TURN]
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise ConfigError(f"{source}: added_tokens_decoder has no content for each token's id") from None
+    return _eos({"eos_token_id": ids}, source, vocab_size)

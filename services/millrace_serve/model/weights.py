@@ -280,7 +280,7 @@ def checkpoint_files(directory: Path) -> dict[Path, list[str]]:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     except (json.JSONDecodeError, KeyError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{index}: malformed index: {error}") from None
-    found: dict[Path, list[str]] = {directory / file: [] for file in sorted(set(weight_map.values()))}
+    found: dict[str, list[str]] = {}
     for name, file in weight_map.items():
-        found[directory / file].append(name)
-    return found
+        found.setdefault(file, []).append(name)
+    return {directory / file: found[file] for file in sorted(found)}

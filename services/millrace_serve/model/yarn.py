@@ -24,6 +24,8 @@ def rope_tables(config: ModelConfig, device: torch.device) -> tuple[Tensor, Tens
     """
     freqs = inverse_frequencies(config.qk_rope_head_dim, config.rope_theta, config.rope_scaling)
     angles = torch.arange(config.max_position_embeddings + BEHIND, dtype=torch.float32).unsqueeze(1) * freqs
+    if device.type == "meta":  # a model that is only measured: nobody reads the millions of sines
+        angles = angles.to(device)
     factor = 1.0
     if (scaling := config.rope_scaling) is not None:
         factor = _mscale(scaling.factor, scaling.mscale) / _mscale(scaling.factor, scaling.mscale_all_dim)

@@ -45,11 +45,12 @@ class LocalLauncher(Launcher):
             loop.add_reader(process.sentinel, _ended, rank, process, end, on_exit)
 
     async def stop(self, grace_s: float) -> None:
-        if self._ends:
-            await asyncio.wait(self._ends, timeout=grace_s)
-            for process in self._processes:
+        processes, ends = self._processes, self._ends  # another call may end meanwhile: a SIGTERM during a sleep
+        if ends:
+            await asyncio.wait(ends, timeout=grace_s)
+            for process in processes:
                 process.kill()
-            await asyncio.wait(self._ends)
+            await asyncio.wait(ends)
         self._processes, self._ends = [], []
         shutil.rmtree(self._folder, ignore_errors=True)
 

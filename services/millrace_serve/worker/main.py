@@ -76,8 +76,10 @@ async def _live(frontend: Frontend, stop: asyncio.Event, address: str) -> tuple[
     stopped = asyncio.create_task(stop.wait())
     start = asyncio.create_task(frontend.start())
     await asyncio.wait((start, stopped, frontend.lost), return_when=asyncio.FIRST_COMPLETED)
-    if not start.done() and not frontend.lost.done():
+    if not start.done():
         start.cancel()
+        if frontend.lost.done():  # perhaps between two warm-up requests: the next one would never be answered
+            return 1, f"could not start: {frontend.lost.result()}"
         return 0, "stopped by a signal before it was ready"
     try:
         await start

@@ -34,19 +34,18 @@ class Outbox:
 
     def admitted(self, seq: Sequence, now: float) -> None:
         """`seq` got its first pages; a sequence that was preempted does not count again."""
-        if not seq.silent:
-            return
-        seq.num_cached_tokens = seq.num_computed
-        seq.queued_s = now - seq.arrived
-        self.totals["prompt_tokens"] += len(seq.tokens)
-        self.totals["cached_tokens"] += seq.num_computed
+        if seq.silent and not seq.preempted:
+            seq.queued_s = now - seq.arrived
+            self.totals["prompt_tokens"] += len(seq.tokens)
+        self.filled(seq, from_host=False)
 
-    def filled(self, seq: Sequence, num_tokens: int, from_host: bool) -> None:
-        """`seq` found so many tokens more after it was admitted."""
-        if seq.silent:
-            seq.num_cached_tokens += num_tokens
-            self.totals["cached_tokens"] += num_tokens
-            self.totals["host_cached_tokens"] += num_tokens * from_host
+    def filled(self, seq: Sequence, from_host: bool) -> None:
+        """Of the tokens of `seq` more are computed than it was ever found to have cached."""
+        gained = seq.num_computed - seq.num_cached_tokens
+        if seq.silent and gained > 0:
+            seq.num_cached_tokens += gained
+            self.totals["cached_tokens"] += gained
+            self.totals["host_cached_tokens"] += gained * from_host
 
     def output(
         self,

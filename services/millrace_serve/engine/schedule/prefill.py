@@ -164,6 +164,7 @@ class PrefillScheduler(Scheduler):
         own, seq.num_offered = slice(seq.num_computed // self.pages.size, seq.num_offered), 0
         self.loans.set_aside(seq.id, seq.pages[own])
         self._take_off(seq)
+        seq.preempted = True
         self._leave(seq, Phase.WAITING)
         self._filled(seq, 0)
 

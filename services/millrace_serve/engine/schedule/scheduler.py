@@ -154,11 +154,10 @@ class Scheduler(abc.ABC):
         if seq.phase is not Phase.RUNNING:
             self._settle(seq)
             return
-        gained = num_pages * self.pages.size - seq.num_computed
-        if gained > 0:
+        if num_pages * self.pages.size > seq.num_computed:
             seq.set_computed(num_pages * self.pages.size)
             seq.trust = Trust.UNPROVEN
-            self.outbox.filled(seq, gained, from_host)
+            self.outbox.filled(seq, from_host)
         self._joined.append(seq)
 
     def _take_shared(self, plan: Plan) -> None:

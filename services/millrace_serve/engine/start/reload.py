@@ -47,6 +47,8 @@ def _check(site: Site, path: Path) -> None:
     config = ModelConfig.load(path)
     ours = site.model.model_dump()
     theirs = (config if site.model.num_nextn_predict_layers else config.without_mtp()).model_dump()
+    if set(theirs["eos_token_ids"]) <= set(ours["eos_token_ids"]):  # trainers often write no generation_config.json
+        theirs["eos_token_ids"] = ours["eos_token_ids"]
     if other := [f"{key}={theirs[key]!r}, not {ours[key]!r}" for key in ours if theirs[key] != ours[key]]:
         raise ValueError(f"its configuration is not that of the present weights: {'; '.join(other)}")
     check_headers(path, config)

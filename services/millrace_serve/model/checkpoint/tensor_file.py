@@ -101,6 +101,7 @@ class Reader:
         for read in reads:
             read.result()
 
+    @torch.inference_mode()  # which a thread does not take over from those that wait, and their tensors may need
     def _read(self, file: TensorFile, offset: int, target: Tensor) -> None:
         if target.device.type == "cpu":
             _fill(file.fd, offset, target)

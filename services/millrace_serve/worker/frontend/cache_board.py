@@ -38,6 +38,12 @@ class CacheBoard:
         for watcher in self._watchers:
             watcher.add(replica, change)
 
+    def restart(self) -> None:
+        """The engines are gone, and what they had cached."""
+        for replica, (device, host) in enumerate(self._blocks):
+            if device or host:
+                self.update(replica, CacheChange([], list(device), [], list(host)))
+
     async def watch(self, min_interval_s: float) -> AsyncIterator[worker_pb2.CacheChanges]:
         """Snapshots at once, then changes, at most one message each `min_interval_s`."""
         watcher = _Watcher(self._sequences)

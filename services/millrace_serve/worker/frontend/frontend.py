@@ -101,10 +101,13 @@ class Frontend:
 
     async def stop_ranks(self) -> None:
         """The worker goes to sleep; `forget` was called."""
+        with contextlib.suppress(MillraceError):
+            await self.profiling.end()  # the next ranks know nothing of it
         await self.role.disconnect()
         await self.ranks.stop(STOP_GRACE_S)
         self._compiled.clear()
         self.board.restart()
+        self.caches.restart()
 
     async def forget(self, why: str) -> None:
         """End all work and free all cached KV, and become another worker for everybody who knew this one."""
@@ -120,18 +123,22 @@ class Frontend:
         self.links.end_all(error)
 
     async def warm_up(self) -> None:
-        """Run requests of several shapes on every engine, one after the other and together."""
-        info = self.ranks.ready_info
+        """Run requests of several shapes on every engine, one after the other and together. Of a worker that is READY,
+        and so is warm, one request of a token: it serves, and keeps its prefix cache.
+        """
+        info, serves = self.ranks.ready_info, self.lifecycle.state is State.READY
+        lengths = [1] if serves else warmup.prompt_lengths(self.config.limits.resolved(info.num_pages))
         async with within(self.config.timeouts.warmup, "the warm-up"):
-            for length in warmup.prompt_lengths(self.config.limits.resolved(info.num_pages)):
-                for concurrent in (1, 4):
+            for length in lengths:
+                for concurrent in (1,) if serves else (1, 4):
                     requests = [
                         (replica, warmup.tiny_request(length, info.vocab_size, self.role.warmup_route))
                         for replica in range(self.config.dp)
                         for _ in range(min(concurrent, self.config.limits.max_running))
                     ]
                     await asyncio.gather(*(self.requests.run_own(request, replica) for replica, request in requests))
-        await self.flush_cache()
+        if not serves:
+            await self.flush_cache()
 
     async def drain(self, timeout_s: float) -> int:
         """Stop admission, let work end, abort the rest, wait for parked pages and transfers. Returns the aborted."""

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from pathlib import Path
 
@@ -51,10 +52,14 @@ class Profiling:
 
     async def stop(self) -> list[str]:
         """Stop, and return the traces of the running profile, else of the latest. NOT_FOUND without any."""
-        await asyncio.shield(asyncio.create_task(self._stop()))
+        await self.end()
         if not self._paths:
-            raise MillraceError(Reason.NOT_FOUND, "no profile was started")
+            raise MillraceError(Reason.NOT_FOUND, "no profile was started, or the latest could not be written")
         return self._paths
+
+    async def end(self) -> None:
+        """Have the running profile written, if there is one. Raises MillraceError when that fails."""
+        await asyncio.shield(asyncio.create_task(self._stop()))
 
     def close(self) -> None:
         if self._expiry is not None:
@@ -65,7 +70,13 @@ class Profiling:
             if self._expiry is None:
                 self._count += 1
                 label = f"{self._config.role}-{self._epoch[:8]}-{self._count}"
-                await self._tell(StartProfile(str(folder), label))
+                try:
+                    await self._tell(StartProfile(str(folder), label))
+                except MillraceError:
+                    with contextlib.suppress(MillraceError):
+                        await self._tell(StopProfile())  # of the ranks that have begun: nobody would end theirs
+                    raise
+                self._paths = []
                 self._expiry = asyncio.create_task(self._expire(seconds))
 
     async def _stop(self) -> None:

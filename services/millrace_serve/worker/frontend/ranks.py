@@ -100,6 +100,7 @@ class Ranks:
         for reader in self._readers.values():
             reader.send(StopReader())
         await self._launcher.stop(grace_s)
+        self._refuse(MillraceError(Reason.NOT_READY, "the ranks ended before they answered"))
         for known in (self._engines, self._readers, self._infos):
             known.clear()
         if self._context is not None:
@@ -168,6 +169,8 @@ class Ranks:
 
     async def _ask(self, message: ToProcess, answer: type[A]) -> list[A]:
         """Answers of all ranks to `message`; calls that overlap share them. Raises MillraceError."""
+        if len(self._infos) < self._config.num_ranks:  # during a start, and while the worker sleeps
+            raise MillraceError(Reason.NOT_READY, "the ranks are not up")
         for rank, engine in self._engines.items():
             if (answer, rank) not in self._asked:
                 self._asked[answer, rank] = asyncio.get_running_loop().create_future()
@@ -222,8 +225,13 @@ class Ranks:
         self._lost = why
         log.error("%s", why)
         error = MillraceError(Reason.WORKER_LOST, why)
-        for answer in (self._ready, *self._asked.values()):
-            if not answer.done():
-                answer.set_exception(error)
-        self._asked.clear()
+        if not self._ready.done():
+            self._ready.set_exception(error)
+        self._refuse(error)
         self._on_lost(why)
+
+    def _refuse(self, error: MillraceError) -> None:
+        """No answer comes to what was asked. A question that stayed would be taken for one to the next ranks."""
+        for answer in self._asked.values():
+            answer.set_exception(error)
+        self._asked.clear()

@@ -55,6 +55,7 @@ class HotWeights:
             if self._life.state is not State.PAUSED:
                 requests.check_admission()
                 self._life.to(State.PAUSED)
+                await self._said(paused=False)  # since the pause before, whose reports would be taken for ours
             if self._asleep:
                 return
             self._tell_engines(Pause(on=True))
@@ -105,13 +106,13 @@ class HotWeights:
                 self._path, self._frontend.version = Path(path), _version(path, version)
             try:
                 await self._frontend.start_ranks(self._path)
+                self._tell_engines(Pause(on=True))
+                await self._quiet()
             except MillraceError:
                 await self._frontend.stop_ranks()
                 raise
             self._asleep, self._broken = False, ""
             self._life.advance(State.PAUSED, "")
-            self._tell_engines(Pause(on=True))
-            await self._quiet()
             if self._frontend.version:
                 await self._set(SetWeights("", self._frontend.version))
 
@@ -133,9 +134,12 @@ class HotWeights:
             self._ranks.send(replica, message)
 
     async def _quiet(self) -> None:
-        board = self._frontend.board
-        async with within(self._frontend.config.timeouts.stall, "the end of steps and copies"):
-            while not all(load.paused for load in board.loads):
+        await self._said(paused=True)
+
+    async def _said(self, paused: bool) -> None:
+        board, what = self._frontend.board, "the end of steps and copies" if paused else "the end of the pause before"
+        async with within(self._frontend.config.timeouts.stall, what):
+            while any(load.paused is not paused for load in board.loads):
                 await board.changed.wait()
 
     def _check_paused(self) -> None:

@@ -39,8 +39,9 @@ class RankProfiler:
         activities = {ProfilerActivity.CPU, ProfilerActivity.CUDA} & set(supported_activities())
         # a follower gets the message in another thread than the one that computes
         config = _ExperimentalConfig(profile_all_threads=True)
-        self._profile = profile(activities=activities, experimental_config=config)
-        self._profile.start()
+        begun = profile(activities=activities, experimental_config=config)
+        begun.start()
+        self._profile = begun
 
     def _stop(self) -> None:
         profile, self._profile = self._profile, None

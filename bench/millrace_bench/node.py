@@ -1,0 +1,153 @@
+"""A whole host of GPUs that compute together, in stages, the most important first: V3's shapes, random FP8 weights.
+
+    millrace bench node --out node                       the 671B model on eight GPUs
+    millrace bench node --out node --gpus 2              the same with 32 experts for each GPU there is
+    millrace bench node --out node --only decode skew    some of it; --list names the stages
+    millrace bench node --out dry --tiny                 most of the stages over small shapes on a CPU
+
+In OUT each stage leaves a log and its JSON (millrace_bench/stages.py), and node.json is the table. Exit code 1: a stage
+failed, or there was no time for it. A missed target is no failure; targets are those of eight GPUs.
+"""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+from millrace_bench import gpu_figures as figures
+from millrace_bench import v3
+from millrace_bench.stages import PYTEST, Stage, carry_out, command_line
+
+WIDTHS = {2: "e64", 4: "e128", 8: "v3"}  # by GPUs: 32 experts of each
+LAYERS = 61
+SIZES = "--decode 256x2048 128x4096 --prefill 4x4096"  # of each GPU
+NUM_PROMPTS, CLIENTS = 1250, 256  # of a GPU, of the rows that the source documents measure
+
+
+def stages(gpus: int, model: Path) -> list[Stage]:
+    """`model`: a folder with config.json and tokenizer of the widths for so many GPUs."""
+    tokens = "tests/engine/test_eight_ranks.py" if gpus == 8 else "tests/engine/test_balance_ranks.py"  # of two
+    lost = "tests/worker/test_lost_ranks.py"
+    return [
+        Stage("tokens", f"{PYTEST} {tokens} -m gpu", 900, "those of one rank"),
+        Stage("lost", f"{PYTEST} {lost} -m gpu", 900, "a lost rank is named"),
+        *_steps(gpus),
+        *_systems(gpus, model),
+        _replicas(gpus, "deepep", "--exchange deepep", "beside peer and gather", SIZES),  # needs the extra `deepep`
+    ]
+
+
+def _steps(gpus: int) -> list[Stage]:
+    """Without a server."""
+    alone = f"millrace_bench.ranks --ranks {gpus} --experts {32 * gpus} --layers {LAYERS} --exchange none peer"
+    tp = f"millrace_bench.engine --shard tp8 --ranks {gpus} --sums fused nccl --device cuda --batches 1"
+    skewed = "--exchange peer --skew 'power law' 'power law, sorted' --spare 0 1"
+    drafted = "1 draft: 24,000 tokens/s, ITL under 50 ms"
+    return [
+        _replicas(gpus, "decode", "--exchange peer gather", "40,000 (256x2048) and 90,000 tokens/s", SIZES),
+        _replicas(gpus, "drafts", "--exchange peer --drafts 0 1", drafted, "--decode 128x4096"),
+        Stage("alone", f"{alone} {SIZES} --profile", 1200, "the share of communication", figures.ranks),
+        _replicas(gpus, "skew", skewed, "faster with a spare expert", "--decode 128x4096 --prefill 4x4096"),
+        Stage(
+            "tp",
+            f"{tp} --context 1024 --outputs 200 --prefill-tokens 16 --drafts 0 3",
+            900,
+            "0 drafts 4.6 ms; 3 drafts 380 tokens/s",
+            figures.sums,
+        ),
+    ]
+
+
+def _replicas(gpus: int, name: str, how: str, target: str, sizes: str) -> Stage:
+    bench = f"millrace_bench.replicas --dp {gpus} --widths {WIDTHS[gpus]} --layers {LAYERS}"
+    return Stage(name, f"{bench} {how} {sizes}", 1500, target, figures.replicas)
+
+
+def _systems(gpus: int, model: Path) -> list[Stage]:
+    """Router and workers, as a client sees them."""
+    handed = f"millrace_bench.handover --widths {WIDTHS[gpus]} --layers 30 --length 4096 --prompts 20"
+    each = f"dp={gpus // 2} limits.max_model_len=4224 limits.max_running=4 limits.max_prefill_tokens=4096"
+    start = f"millrace_bench.startup --widths {WIDTHS[gpus]} --layers {LAYERS} --device cuda"
+    return [
+        _first_token(gpus, model, 1600, "60 ms"),
+        _first_token(gpus, model, 8192, "200 ms"),
+        Stage("handover", f"{handed} --worker-set device=cuda {each}", 900, "1 ms at p50", figures.handover),
+        _seeds(gpus, model, 512, 1, "90,000 prompt tokens/s"),
+        _seeds(gpus, model, 1, 512, "36,000 output tokens/s"),
+        Stage(
+            "startup",
+            f"{start} --worker-set dp={gpus} limits.max_model_len=8192",
+            1500,
+            "warm 60 s",
+            figures.startup,
+        ),
+    ]
+
+
+def _first_token(gpus: int, model: Path, length: int, target: str) -> Stage:
+    """Of one prompt at a time, on tensor-parallel ranks."""
+    alone = f"--batches 1 --rounds 20 --input-len {length} --output-len 8 --ignore-eos"
+    command = f"{_served(model, f'tp={gpus}', length, 8, length)} {alone}"
+    return Stage(f"ttft-{length}", command, 900, target, figures.first_token)
+
+
+def _served(model: Path, ranks: str, length: int, running: int, prefill_tokens: int) -> str:
+    """A system of one worker; sequences have at most `length` tokens and a page."""
+    own = f"device=cuda random_weights=true {ranks} limits.max_model_len={length + 64} limits.max_running={running}"
+    rows = f"limits.max_prefill_tokens={prefill_tokens}"
+    return f"millrace_bench.serving --self-serve --unified --model {shlex.quote(str(model))} --worker-set {own} {rows}"
+
+
+def _seeds(gpus: int, model: Path, prompt: int, output: int, target: str) -> Stage:
+    """As the source documents load a host: a closed loop of many clients, attention of every replica by itself."""
+    served = _served(model, f"dp={gpus}", prompt + output, CLIENTS, 16384)
+    sizes = f"--input-len {prompt} --output-len {output} --ignore-eos"
+    load = f"--num-requests {NUM_PROMPTS * gpus} --concurrency {CLIENTS * gpus} {sizes}"
+    return Stage(f"seeds-{prompt}-{output}", f"{served} {load}", 900, target, figures.serving)
+
+
+# The same over small shapes on a CPU, by stage. DeepEP has no CPU.
+SMALL = "millrace_bench.replicas --dp 2 --widths tiny --layers 2 --device cpu --set graphs=on --steps 6"
+SMALL_WORKER = "random_weights=true limits.max_model_len=256 limits.num_pages=40"
+SMALL_SERVED = "millrace_bench.serving --self-serve --unified --num-requests 8 --warmup 1"
+
+
+def small_stages(model: Path) -> dict[str, str]:
+    """Commands by stage. `model`: a folder of the widths `tiny`."""
+    served = f"{SMALL_SERVED} --model {shlex.quote(str(model))} --worker-set {SMALL_WORKER}"
+    one = "--batches 1 --rounds 2 --input-len 60 --output-len 2 --ignore-eos"
+    return {
+        "decode": f"{SMALL} --exchange gather --decode 2x100 --prefill 2x70",
+        "drafts": f"{SMALL} --exchange gather --decode 2x100 --drafts 0 1",
+        "alone": "millrace_bench.ranks --ranks 2 --experts 16 --layers 2 --exchange none gather --decode 2x100 --tiny"
+        " --repeats 2",
+        "skew": f"{SMALL} --exchange gather --skew 'power law, sorted' --spare 0 1 --decode 2x100",
+        "tp": "millrace_bench.engine --shard tp8 --ranks 2 --sums nccl --tiny --layers 2 --batches 1 --context 40"
+        " --outputs 40 --prefill-tokens 16 --drafts 0 3",
+        "ttft-1600": f"{served} tp=2 {one}",
+        "handover": "millrace_bench.handover --widths tiny --layers 2 --length 100 --prompts 3"
+        " --worker-set dp=2 limits.max_model_len=256",
+        "seeds-512-1": f"{served} dp=2 --concurrency 4 --input-len 60 --output-len 1 --ignore-eos",
+        "seeds-1-512": f"{served} dp=2 --concurrency 4 --input-len 1 --output-len 60 --ignore-eos",
+        "startup": "millrace_bench.startup --widths tiny --layers 2 --worker-set dp=2 limits.max_model_len=256",
+    }
+
+
+def main() -> None:
+    parser = command_line("node", __doc__)
+    parser.add_argument("--gpus", type=int, default=8, choices=WIDTHS, help="(%(default)s)")
+    parser.add_argument("--tiny", action="store_true", help="small shapes on a CPU: whether everything runs")
+    args = parser.parse_args()
+    model = (args.out / "model").absolute()
+    found = stages(args.gpus, model)
+    if args.tiny:
+        small = small_stages(model)
+        found = [replace(one, command=small[one.name], target="runs") for one in found if one.name in small]
+    if not args.list:
+        v3.write_folder(model, *(("tiny", 2) if args.tiny else (WIDTHS[args.gpus], LAYERS)))
+    carry_out("node", found, parser, args)
+
+
+if __name__ == "__main__":
+    main()

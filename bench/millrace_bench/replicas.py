@@ -1,0 +1,278 @@
+"""Replicas of the 671B model that step together, each on a GPU of its own, without a server: the engine's own path.
+
+Each replica schedules, agrees with the others, exchanges rows, samples and drafts as in a worker; decode steps are CUDA
+graphs. Weights are random.
+
+    decode         every replica has BATCH sequences with CONTEXT tokens of random KV: no prompt is computed
+    prefill        every replica gets PROMPTS prompts of LENGTH tokens at one moment, and computes them in one step
+    ms             decode: median wall time of the last --steps steps in which all replicas decode all their sequences;
+                   prefill: median time to the last first token. Of the slowest replica
+    accept         tokens that a sequence got in such a step: 1 without drafts
+    tokens_per_s   of all replicas together
+    imbalance      with spare experts: choices on the busiest rank over the mean, at first and after experts have moved
+
+python -m millrace_bench.replicas --dp 8 --widths v3 --exchange peer gather --decode 256x2048 --prefill 4x4096
+python -m millrace_bench.replicas --dp 8 --widths v3 --decode 128x4096 --drafts 1 --skew "power law" --spare 0 1
+python -m millrace_bench.replicas --dp 2 --widths tiny --layers 2 --device cpu --decode 2x100 --prefill 2x70   a dry run
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import itertools
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from millrace_common.config import load
+from millrace_serve.engine.config import Execution, Limits, Role
+from millrace_serve.engine.engine import Engine
+from millrace_serve.engine.start.torch_factory import Rank, load_rank
+from millrace_serve.engine.step.batch import HostBatch
+from millrace_serve.engine.step.runner import StepHandle
+from millrace_serve.model.experts import moving
+from millrace_serve.model.parallel import ParallelDims, init_parallel
+
+from millrace_bench import v3
+from millrace_bench.balance import SKEWS, skew
+from millrace_bench.common import Record, print_record
+from millrace_bench.engine import ACCEPTANCE
+from millrace_bench.engine_model import Work, import_context, submit
+from millrace_bench.processes import spawn
+from millrace_bench.shard import fill, say
+
+Row = dict[str, Any]
+INTERVAL = 64  # steps between two placements of experts: a worker takes 256
+ROUNDS = 3  # of these until experts are where the counts want them, and have been counted there
+IDLE_POLL_S = 0.001
+START_S = 900.0  # a rank that compiles keeps the others waiting
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """What the engines of one run have in common. One set of processes."""
+
+    exchange: str
+    drafts: int
+    spare: int
+
+    def limits(self, args: argparse.Namespace) -> Limits:
+        sizes = [(count, length + outputs(self, args)) for count, length in args.decode]
+        sizes += [(count, length + 1) for count, length in args.prefill]
+        running, rows = max(count for count, _ in sizes), [count * length for count, length in args.prefill]
+        return Limits(
+            num_pages=max(count * (-(-length // 64) + 1) for count, length in sizes) + 2,
+            max_model_len=max(length for _, length in sizes),
+            max_running=running,
+            max_prefill_tokens=max(rows, default=16),
+            prefix_cache=False,
+            draft_tokens=self.drafts,
+            draft_batches=(running,) * self.drafts,
+        )
+
+    def execution(self, args: argparse.Namespace) -> Execution:
+        own = ["random_weights=true", f"exchange={self.exchange}", f"spare_experts={self.spare}"]
+        if buckets := sorted({count for count, _ in args.decode}):
+            own.append(f"graph_buckets={buckets}")
+        if self.drafts:
+            own.append(f"simulated_acceptance={list(args.acceptance[: self.drafts])}")
+        return load(Execution, None, [*own, *args.set])
+
+
+def outputs(engines: Engines, args: argparse.Namespace) -> int:
+    """Tokens of each sequence: enough for every step that is counted, and for those before."""
+    return (settling(engines, args) + args.steps + 4) * (1 + engines.drafts)
+
+
+def settling(engines: Engines, args: argparse.Namespace) -> int:
+    """Steps until experts have moved and were counted again."""
+    return ROUNDS * INTERVAL + moving.PLAN_STEPS + args.layers if engines.spare else 0
+
+
+class Replica:
+    """One of them, with what it needs to meet the others: all of them go on stepping while one has work."""
+
+    def __init__(
+        self, rank: Rank, engines: Engines, folder: Path, dims: ParallelDims, args: argparse.Namespace
+    ) -> None:
+        self.engine, self._model = rank.engine(), rank.runner._model
+        self._engines, self._folder, self._dims, self._args = engines, folder, dims, args
+        self._full_of = _watch(self.engine, dims.dp)
+
+    def measure(self) -> list[Row]:
+        rows, args = [], self._args
+        fill(self.engine.pool.view())
+        for name in args.skew:
+            skew(self._model, name)
+            for kind, sizes in (("decode", args.decode), ("prefill", args.prefill)):
+                for count, length in sizes:
+                    what = f"{kind} {count}x{length}, {name}"
+                    say(f"replica {self._dims.dp_rank}: {what}")
+                    self.meet(what)
+                    row = getattr(self, kind)(count, length, what)
+                    rows.append({"kind": kind, "count": count, "length": length, "skew": name, **row})
+        self.meet("end")
+        self.engine.stop()
+        while not self.engine.stopped:
+            self.engine.step()
+        self.engine.close()
+        return rows
+
+    def meet(self, name: str) -> None:
+        """Returns when every replica has come; meanwhile this one steps with those that work."""
+        files = [self._folder / f"{name}-{replica}".replace(" ", "-") for replica in range(self._dims.dp)]
+        files[self._dims.dp_rank].touch()
+        while not all(file.exists() for file in files):
+            if self.engine.wait_s() != 0:
+                time.sleep(IDLE_POLL_S)
+            self.engine.step()
+
+    def decode(self, count: int, length: int, what: str) -> Row:
+        engine = self.engine
+        import_context(engine, count, Work((count,), length, outputs(self._engines, self._args)))
+        times, tokens, imbalances = [], [], [engine.load().expert_imbalance]
+        clock, before = time.perf_counter(), False
+        while engine.has_work():
+            events = engine.step()
+            now, full = time.perf_counter(), self._full_of(count)
+            if before and full:
+                times.append(now - clock)
+                tokens.append(sum(len(output.tokens) for output in events.outputs))
+            clock, before = now, full
+            assert events.load is not None
+            if events.load.expert_imbalance != imbalances[-1]:
+                imbalances.append(events.load.expert_imbalance)
+        if len(times) < self._args.steps:
+            raise RuntimeError(f"{what}: {len(times)} steps of all replicas, not {self._args.steps}")
+        counted = slice(-self._args.steps, None)
+        accept = statistics.mean(tokens[counted]) / count
+        row: Row = {"ms": round(statistics.median(times[counted]) * 1e3, 3), "accept": round(accept, 4)}
+        if len(imbalances) > 1:
+            row["imbalance"] = [round(statistics.mean(one), 3) for one in (imbalances[1], imbalances[-1])]
+        return row
+
+    def prefill(self, count: int, length: int, what: str) -> Row:
+        """The first one, whose kernels may be new, is not counted."""
+        times = []
+        for turn in range(1 + self._args.repeats):
+            self.meet(f"{what}, {turn}")
+            started = time.perf_counter()
+            submit(self.engine, count, Work((count,), length, 1), 1)
+            while self.engine.has_work():
+                self.engine.step()
+            times.append(time.perf_counter() - started)
+        return {"ms": round(statistics.median(times[1:]) * 1e3, 3), "accept": 1.0}
+
+
+def _watch(engine: Engine, dp: int) -> Callable[[int], bool]:
+    """Tells whether in the step launched since its last call every replica decoded so many sequences, and no more."""
+    launch, last = engine._runner.launch, None
+
+    def watched(batch: HostBatch) -> StepHandle:
+        nonlocal last
+        last = batch
+        return launch(batch)
+
+    def full_of(count: int) -> bool:
+        nonlocal last
+        batch, last = last, None
+        return batch is not None and batch.all_decode and batch.dp_num_sampled == (count,) * dp
+
+    engine._runner.launch = watched  # type: ignore[method-assign]
+    return full_of
+
+
+# ------------------------------------------------------------------------------------------------ processes
+
+
+def rank_main(rank: int, engines: Engines, folder: str, args: argparse.Namespace) -> None:
+    """Leaves its rows as a file of the folder."""
+    faulthandler.dump_traceback_later(args.limit_s, exit=True)
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    moving.INTERVAL = INTERVAL
+    device = torch.device("cpu") if args.device == "cpu" else torch.device("cuda", rank)
+    if args.device == "cpu":
+        torch.set_num_threads(1)
+        moving.LEAST_CHOICES = 1
+    else:
+        torch.cuda.set_device(device)
+    dims = init_parallel(rank, 1, args.dp, f"file://{folder}/rendezvous", device, START_S)
+    dtype = torch.float32 if args.device == "cpu" else torch.bfloat16
+    say(f"replica {rank}: starts with {engines}")
+    limits, execution = engines.limits(args), engines.execution(args)
+    loaded = load_rank(limits, Role.DECODE, Path(folder) / "model", dims, device, dtype, execution)
+    rows = Replica(loaded, engines, Path(folder), dims, args).measure()
+    (Path(folder) / f"rows-{rank}.json").write_text(json.dumps(rows))
+
+
+def run(engines: Engines, args: argparse.Namespace) -> list[Row]:
+    """One set of processes."""
+    with tempfile.TemporaryDirectory(prefix="millrace-replicas-") as folder:
+        v3.write_folder(Path(folder) / "model", args.widths, args.layers)
+        spawn(args.dp, rank_main, engines, folder, args)
+        of_ranks = [json.loads((Path(folder) / f"rows-{rank}.json").read_text()) for rank in range(args.dp)]
+    return [merged(list(rows), engines) for rows in zip(*of_ranks, strict=True)]
+
+
+def merged(rows: list[Row], engines: Engines) -> Row:
+    """Of one size: the replicas wait for the slowest one."""
+    row = max(rows, key=lambda one: one["ms"])
+    accept = statistics.mean(one["accept"] for one in rows)
+    tokens = row["count"] * (accept if row["kind"] == "decode" else row["length"])
+    rate = {"accept": round(accept, 4), "tokens_per_s": round(len(rows) * tokens / row["ms"] * 1e3)}
+    how = {"replicas": len(rows), "exchange": engines.exchange, "drafts": engines.drafts, "spare": engines.spare}
+    return {**row, **rate, **how}
+
+
+def size(text: str) -> tuple[int, int]:
+    count, _, length = text.partition("x")
+    return int(count), int(length)
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Replicas of the 671B model that step together.")
+    parser.add_argument("--dp", type=int, default=2, help="replicas, each with a GPU")
+    parser.add_argument("--widths", choices=list(v3.WIDTHS), default="v3")
+    parser.add_argument("--layers", type=int, default=61)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--exchange", nargs="+", default=["gather"], choices=("gather", "peer", "deepep"))
+    parser.add_argument("--drafts", type=int, nargs="+", default=[0], choices=range(4))
+    parser.add_argument("--spare", type=int, nargs="+", default=[0], help="slots of a rank for experts that move")
+    parser.add_argument("--skew", nargs="+", default=["even"], choices=list(SKEWS), help="of the gates")
+    parser.add_argument("--decode", nargs="*", default=[], type=size, metavar="BATCHxCONTEXT", help="of each replica")
+    parser.add_argument("--prefill", nargs="*", default=[], type=size, metavar="PROMPTSxLENGTH", help="of each replica")
+    parser.add_argument("--steps", type=int, default=50, help="of decode that are counted")
+    parser.add_argument("--repeats", type=int, default=3, help="of prefill")
+    parser.add_argument(
+        "--acceptance", type=float, nargs=3, default=ACCEPTANCE, metavar="P",
+        help="probability that the first draft, the first two, all three are accepted (%(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="kv_dtype, graphs …")
+    parser.add_argument(
+        "--limit-s", type=float, default=1200.0, help="of one set of engines; then all say where they are"
+    )
+    return parser
+
+
+def main() -> None:
+    args = parser().parse_args()
+    if not args.decode and not args.prefill:
+        raise SystemExit("--decode or --prefill: nothing to measure")
+    rows = []
+    for exchange, drafts, spare in itertools.product(args.exchange, args.drafts, args.spare):
+        for row in run(Engines(exchange, drafts, spare), args):
+            rows.append(row)
+            print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
+    print_record(Record("replicas", vars(args), {"rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
