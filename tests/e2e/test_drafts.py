@@ -229,7 +229,8 @@ async def kill_in_the_middle(fleet: ControlledCluster, client: Client, victim: s
     answers, before = [Answer() for _ in plain], await retries(fleet, "WORKER_LOST")
     given = enumerate(zip(await prompts(), answers, strict=True))
     tasks = [asyncio.create_task(ask(client, i, prompt, answer)) for i, (prompt, answer) in given]
-    await until(lambda: all(len(answer.tokens) >= 8 for answer in answers), timeout=60, what="8 tokens each")
+    # Not "each": where the other pair is slow, all of the victim's streams could have ended by then.
+    await until(lambda: any(len(answer.tokens) >= 8 for answer in answers), timeout=60, what="8 tokens of one")
     await fleet.kill(victim)
     await asyncio.gather(*tasks)
     assert_same(continuations(answers), continuations(plain))

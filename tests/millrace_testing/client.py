@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import grpc
 from millrace.v1 import admin_pb2, admin_pb2_grpc, common_pb2, inference_pb2, inference_pb2_grpc
 from millrace_rpc.client import channel
 
@@ -46,7 +47,7 @@ class Client:
 
     def stream(
         self, prompt: Sequence[int] | str, *, timeout: float = 60, stop: Sequence[str] = (), **sampling: Any
-    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+    ) -> grpc.aio.UnaryStreamCall:
         """A cancellable call object. Greedy unless `temperature` is given."""
         sampling.setdefault("temperature", 0.0)
         wrapped = inference_pb2.Prompt(text=prompt) if isinstance(prompt, str) else None
@@ -58,9 +59,12 @@ class Client:
         return self.stub.Generate(request, timeout=timeout)
 
     async def generate(self, prompt: Sequence[int] | str, **options: Any) -> Answer:
-        answer = Answer()
-        async for chunk in self.stream(prompt, **options):
-            collect(answer, chunk)
+        answer, call = Answer(), self.stream(prompt, **options)
+        try:
+            async for chunk in call:
+                collect(answer, chunk)
+        finally:
+            call.cancel()  # gRPC does not where the task is cancelled between the request's end and the first read
         return answer
 
     async def wait_whole(self, timeout: float = 20.0) -> list[admin_pb2.WorkerStatus]:

@@ -66,11 +66,14 @@ class Cluster:
         request = inference_pb2.GenerateRequest(
             **{"prompt": inference_pb2.Prompt(token_ids={"ids": prompt}), "sampling": sampling, **fields}
         )
+        call = self.stub.Generate(request, timeout=timeout)
         try:
-            async for response in self.stub.Generate(request, timeout=timeout):
+            async for response in call:
                 result.responses.append(response)
         except grpc.aio.AioRpcError as error:
             result.error = error
+        finally:
+            call.cancel()  # gRPC does not where the task is cancelled between the request's end and the first read
         return result
 
     async def until(self, condition: Callable[[], bool], seconds: float = 5.0) -> None:

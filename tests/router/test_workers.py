@@ -192,7 +192,7 @@ async def test_a_burst_is_spread_before_the_next_report(cluster: Callable) -> No
     for decode in made.decodes:
         decode.script.extend([hangs()] * 8)
     tasks = [asyncio.create_task(made.generate([1], timeout=30)) for _ in range(8)]
-    await made.until(lambda: sum(len(decode.submitted) for decode in made.decodes) == 8)
+    await made.until(lambda: sum(len(worker.submitted) for worker in workers) == 16)
     assert {len(decode.submitted) for decode in made.decodes} == {2}
     assert {len(prefill.submitted) for prefill in made.prefills} == {4}
     for task in tasks:

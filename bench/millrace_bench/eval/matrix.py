@@ -92,34 +92,38 @@ class Check:
     detail: str
 
 
-def rows(bf16: str, chunk: int, device: str, num_gpus: int = 0) -> list[Row]:
+def rows(bf16: str, chunk: int, device: str, ranks: Sequence[str] = ()) -> list[Row]:
     """Of the BF16 checkpoint in this folder; `run` gives the others theirs. On a GPU answers may differ from a CPU's:
-    BF16's rounding turns almost even choices.
+    BF16's rounding turns almost even choices. `ranks`: settings of workers with several GPUs.
     """
-    return _gpu_rows(bf16, chunk, num_gpus) if device == "cuda" else _cpu_rows(bf16, chunk)
+    return _gpu_rows(bf16, chunk, ranks) if device == "cuda" else _cpu_rows(bf16, chunk)
 
 
-def _gpu_rows(bf16: str, chunk: int, num_gpus: int) -> list[Row]:
+def ranks_on(num_gpus: int) -> Sequence[str]:
+    """Settings of workers with two GPUs that can be run here."""
+    if num_gpus < 2:
+        return ()
+    return TWO_GPUS if find_spec("deep_ep") is None else (*TWO_GPUS, DEEPEP)
+
+
+def _gpu_rows(bf16: str, chunk: int, ranks: Sequence[str]) -> list[Row]:
     part = (f"memory_fraction={GPU_PART}",)
     on_gpu, in_chunks = ("device=cuda", *part), (*part, f"limits.max_prefill_tokens={chunk}")
 
     def engine(*items: str, **how: Any) -> System:
         return System(Kind.MODEL, bf16, "cuda", (*part, *items), **how)
 
-    def pair(*items: str) -> System:
-        return System(Kind.PAIR, bf16, worker_set=(*on_gpu, *items))
-
-    def ranked(*items: str) -> System:
-        return System(Kind.UNIFIED, bf16, worker_set=(*on_gpu, *items))
+    def served(kind: Kind, *items: str) -> System:
+        return System(kind, bf16, worker_set=(*on_gpu, *items))
 
     return [
         Row("CPU FP32", System(Kind.MODEL, bf16)),
         *(_kept(bf16, form, accurate=False) for form in FORMS),
         Row("engine BF16", engine(), exact=False),
         *(Row(f"engine {form.upper()}", engine(), form, f"CPU {form.upper()}", exact=False) for form in FORMS),
-        Row("P → D BF16", pair(), exact=False),
-        Row("P → D FP8", pair(), "fp8", "CPU FP8", exact=False),
-        Row("P → D BF16 with drafts", pair(*DRAFTS), exact=False),
+        Row("P → D BF16", served(Kind.PAIR), exact=False),
+        Row("P → D FP8", served(Kind.PAIR), "fp8", "CPU FP8", exact=False),
+        Row("P → D BF16 with drafts", served(Kind.PAIR, *DRAFTS), exact=False),
         Row("engine FP8 KV pool", engine("kv_dtype=float8_e4m3fn"), exact=False),
         Row("engine without graphs", engine("graphs=off"), "fp8", "CPU FP8", exact=False),
         Row("engine compiled steps", engine(*COMPILED), "fp8", "CPU FP8", exact=False),
@@ -129,8 +133,7 @@ def _gpu_rows(bf16: str, chunk: int, num_gpus: int) -> list[Row]:
         ),
         *(Row(f"engine {name}", engine(kernels=k), "fp8", "CPU FP8", exact=False) for name, k in KERNELS.items()),
         *(
-            Row(f"unified {ranks}", ranked(*ranks.split()), "fp8", "CPU FP8", exact=False)
-            for ranks in ((*TWO_GPUS, *([DEEPEP] if find_spec("deep_ep") else [])) if num_gpus > 1 else ())
+            Row(f"unified {own}", served(Kind.UNIFIED, *own.split()), "fp8", "CPU FP8", exact=False) for own in ranks
         ),
     ]
 
@@ -194,7 +197,7 @@ async def run(
 ) -> tuple[dict[str, Any], bool]:
     """The record's results, and whether all checks passed."""
     with tempfile.TemporaryDirectory(prefix="millrace-eval-") as folder:
-        plan, evaluations, where = chosen(rows(bf16, chunk, device, len(gpus())), texts), [], {"": bf16}
+        plan, evaluations, where = chosen(rows(bf16, chunk, device, ranks_on(len(gpus()))), texts), [], {"": bf16}
         for form in sorted({row.weights for row in plan} - {""}):
             where[form] = str(Path(folder) / form)
             export(Path(bf16), Path(where[form]), form)

@@ -127,16 +127,16 @@ class Frontend:
         and so is warm, one request of a token: it serves, and keeps its prefix cache.
         """
         info, serves = self.ranks.ready_info, self.lifecycle.state is State.READY
-        lengths = [1] if serves else warmup.prompt_lengths(self.config.limits.resolved(info.num_pages))
+        lengths = warmup.prompt_lengths(self.config.limits.resolved(info.num_pages))
+        shapes = [(1, 1)] if serves else [(length, concurrent) for length in lengths for concurrent in (1, 4)]
         async with within(self.config.timeouts.warmup, "the warm-up"):
-            for length in lengths:
-                for concurrent in (1,) if serves else (1, 4):
-                    requests = [
-                        (replica, warmup.tiny_request(length, info.vocab_size, self.role.warmup_route))
-                        for replica in range(self.config.dp)
-                        for _ in range(min(concurrent, self.config.limits.max_running))
-                    ]
-                    await asyncio.gather(*(self.requests.run_own(request, replica) for replica, request in requests))
+            for length, concurrent in shapes:
+                requests = [
+                    (replica, warmup.tiny_request(length, info.vocab_size, self.role.warmup_route))
+                    for replica in range(self.config.dp)
+                    for _ in range(min(concurrent, self.config.limits.max_running))
+                ]
+                await asyncio.gather(*(self.requests.run_own(request, replica) for replica, request in requests))
         if not serves:
             await self.flush_cache()
 
