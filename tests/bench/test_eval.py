@@ -476,7 +476,8 @@ def test_rows_of_the_matrix_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all("cuda" in f"{row.system.device} {row.system}" for row in found)
     assert all(f"memory_fraction={matrix.GPU_PART}" in str(row.system) for row in found)
     assert 2 * matrix.GPU_PART < 0.8
-    two = matrix.rows(str(TINY), 256, "cuda", 2)
+    assert matrix.ranks_on(1) == ()
+    two = matrix.rows(str(TINY), 256, "cuda", matrix.ranks_on(2))
     assert two[: len(plan)] == plan and {row.name for row in two[len(plan) :]} == {
         "unified tp=2", "unified dp=2 limits.share_prompts=256",
         *(f"unified dp=2 exchange={name}" for name in ("peer", "gather", "deepep")),

@@ -132,9 +132,7 @@ def _gpu_rows(bf16: str, chunk: int, ranks: Sequence[str]) -> list[Row]:
             for form in ("absorbed", "expanded")
         ),
         *(Row(f"engine {name}", engine(kernels=k), "fp8", "CPU FP8", exact=False) for name, k in KERNELS.items()),
-        *(
-            Row(f"unified {own}", served(Kind.UNIFIED, *own.split()), "fp8", "CPU FP8", exact=False) for own in ranks
-        ),
+        *(Row(f"unified {own}", served(Kind.UNIFIED, *own.split()), "fp8", "CPU FP8", exact=False) for own in ranks),
     ]
 
 
