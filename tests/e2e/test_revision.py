@@ -88,6 +88,7 @@ async def test_a_new_layout_takes_over_and_back_without_a_failed_request(server:
         await idle(load, *old)
 
         # Rollback: answers that take longer than the drain go on in the old pair.
+        await load.long_answer()
         await asyncio.gather(*(pod.delete() for pod in new))
         await routable(second, addresses(*old))
         assert await retries(second, "DRAINING") > 0

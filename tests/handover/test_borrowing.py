@@ -38,6 +38,7 @@ from millrace_serve.transfer.messages import ReadDone, ReadPages, ReadStuck
 from millrace_serve.worker.config import WorkerConfig
 from millrace_serve.worker.frontend import load
 from millrace_serve.worker.frontend.load import LoadBoard
+from millrace_serve.worker.frontend.requests import ABORTED
 from millrace_serve.worker.frontend.spans import WorkerSpans
 from prometheus_client import CollectorRegistry
 
@@ -190,7 +191,7 @@ async def test_a_lost_lender_costs_only_the_loan(bench: Bench, stage: str) -> No
 @pytest.mark.parametrize("stage", STAGES)
 async def test_an_abort_ends_the_loan_when_nothing_is_in_flight(bench: Bench, stage: str) -> None:
     await bench.to(stage)
-    assert bench.requests.on_abort(ID)
+    assert bench.requests.on_abort(ID, ABORTED)
     if stage == "reading":
         assert bench.engine == [KvOffered(ID, 2), LeaseEnded(ID)]  # the engine keeps the pages, it knows of the abort
         bench.role.on_report(0, ReadDone(ID, 0, "", 1))

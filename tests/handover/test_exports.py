@@ -8,9 +8,10 @@ import pytest
 from millrace_common import metrics as catalogue
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
-from millrace_serve.engine.core import FinishReason, KvPart, LeaseEnded, RequestId, SequenceOutput, TokenOutput
+from millrace_serve.engine.core import Failure, FinishReason, KvPart, LeaseEnded, RequestId, SequenceOutput, TokenOutput
 from millrace_serve.handover.exports import Export, Exports
 from millrace_serve.worker.config import Timeouts
+from millrace_serve.worker.frontend.requests import ABORTED
 from prometheus_client import CollectorRegistry
 
 ID = RequestId(7, 0)
@@ -104,7 +105,7 @@ async def test_a_failed_prompt_ends_its_fetch_at_once_with_the_reason() -> None:
     bench.publish(0, last=False)
     fetch = asyncio.create_task(collect(bench.exports))
     await asyncio.sleep(0)
-    bench.exports.fail(ID, MillraceError(Reason.DEADLINE_EXCEEDED, "too late"))
+    assert bench.exports.fail(ID, Failure(Reason.DEADLINE_EXCEEDED, "too late"))
     for late in (fetch, asyncio.create_task(collect(bench.exports))):
         with pytest.raises(MillraceError) as caught:
             await late
@@ -115,8 +116,8 @@ async def test_a_failed_prompt_ends_its_fetch_at_once_with_the_reason() -> None:
 async def test_a_part_that_comes_after_the_abort_gives_its_pages_back() -> None:
     bench = Bench()
     bench.exports.expect(ID, 1)
-    assert bench.exports.abort(ID)
-    assert not bench.exports.abort(ID)
+    assert bench.exports.fail(ID, ABORTED)
+    assert not bench.exports.fail(ID, ABORTED)
     bench.publish(0, last=True)
     assert bench.ended[0] == (1, ID) and len(bench.ended) == 2  # the engine parks the pages only with the last part
     assert not bench.exports.leases.release(ID)

@@ -154,6 +154,25 @@ async def test_an_abort_reaches_the_other_side_at_every_stage(tmp_path: Path) ->
         await whole(prefill, decode)
 
 
+@pytest.mark.parametrize("reason", [Reason.NOT_READY, Reason.DRAINING])
+async def test_a_prompt_that_its_worker_drops_ends_on_both_sides_with_an_error_that_routers_retry(
+    tmp_path: Path, reason: Reason
+) -> None:
+    """The decode worker's word may reach the router first."""
+    async with workers(tmp_path, "prefill", "decode", sets=SLOW) as (prefill, decode):
+        async with FakePair(prefill, decode) as both:
+            r = both.submit(request(prompt_of(8000)))
+            await until_metric(decode, "millrace_kv_bytes_total", 1)
+            if reason is Reason.NOT_READY:
+                action = worker_pb2.WEIGHTS_ACTION_PAUSE
+                await prefill.stub.SetWeights(worker_pb2.SetWeightsRequest(action=action, drop=True), timeout=10)
+            else:
+                await prefill.stub.Drain(worker_pb2.DrainRequest(timeout_s=0.01), timeout=10)
+            for link in (both.to_prefill, both.to_decode):
+                assert (await link.finish(r)).failure.reason == reason
+        await whole(prefill, decode)
+
+
 async def test_an_attempt_is_submitted_once(pair: list[Worker]) -> None:
     prefill, _ = pair
     async with FakeLink(prefill) as link:

@@ -20,7 +20,7 @@ from millrace_testing.kube_server import KubeServer
 from millrace_testing.sim import expected
 
 CLIENTS = 6
-LENGTHS = (1, 10, 75)  # of answers; the longest takes three times the drain of a worker of WORKERS
+LENGTHS = (1, 10, 100)  # of answers; the longest takes four times the drain of a worker of WORKERS
 WORKERS = ("engine=sim", "sim.step_s=0.02", "sim.token_s=0.0002", "limits.checks=[canary]", "timeouts.drain=0.5")
 
 
@@ -35,6 +35,7 @@ class Load:
     def __init__(self, target: str, oracles: Sequence[Oracle] = (expected,), models: Sequence[str] = ("",)) -> None:
         self.by_oracle = [0] * len(oracles)
         self.failures: list[str] = []
+        self._longest = asyncio.Event()  # the first tokens of a longest answer have come
         self._target, self._oracles, self._models = target, oracles, models
 
     @property
@@ -60,6 +61,12 @@ class Load:
                 await asyncio.sleep(0.02)
         assert self.failures == []
 
+    async def long_answer(self) -> None:
+        """Until one begins that takes longer than a drain."""
+        self._longest.clear()
+        async with asyncio.timeout(60):
+            await self._longest.wait()
+
     async def _run(self, seed: int) -> None:
         own, stub = random.Random(seed), inference_pb2_grpc.InferenceStub(self._channel)
         while True:
@@ -73,6 +80,8 @@ class Load:
             tokens: list[int] = []
             try:
                 async for chunk in stub.Generate(request, timeout=60):
+                    if not tokens and length == max(LENGTHS):
+                        self._longest.set()
                     tokens += chunk.token_ids
             except grpc.aio.AioRpcError as error:
                 self.failures.append(f"after {len(tokens)} tokens: {error.code()} {error.details()}")

@@ -8,10 +8,10 @@ import grpc
 from millrace.v1 import decode_pb2, decode_pb2_grpc, worker_pb2
 
 from millrace_serve.engine.config import Role
-from millrace_serve.engine.core import RequestId, Route
+from millrace_serve.engine.core import Failure, RequestId, Route
 from millrace_serve.handover.imports import Imports
 from millrace_serve.handover.pairing import Pairs, check_layout
-from millrace_serve.handover.role import CANCELLED, HandoverRole
+from millrace_serve.handover.role import HandoverRole
 from millrace_serve.worker.frontend import convert
 from millrace_serve.worker.frontend.frontend import Frontend
 from millrace_serve.worker.frontend.links import Links, RouterLink
@@ -55,5 +55,5 @@ class DecodeRole(HandoverRole):
             await super().warm_pair(source)
         await self._pairs.warm_up(source)
 
-    def _abort(self, id: RequestId) -> bool:
-        return self.imports.abort(id, CANCELLED)
+    def _abort(self, id: RequestId, why: Failure) -> bool:
+        return self.imports.abort(id, why)

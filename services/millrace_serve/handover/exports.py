@@ -27,7 +27,7 @@ from millrace_common.metrics import Metrics
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
 
-from millrace_serve.engine.core import KvPart, LeaseEnded, Lend, RequestId
+from millrace_serve.engine.core import Failure, KvPart, LeaseEnded, Lend, RequestId
 from millrace_serve.transfer.lease import LeaseEnd, LeaseTable
 from millrace_serve.worker.config import Timeouts
 from millrace_serve.worker.frontend.wakeup import Wakeup
@@ -36,10 +36,10 @@ log = logging.getLogger(__name__)
 
 MAX_ENDED = 65536
 LOAN_ROOM = 0  # which no request has
-_END: dict[LeaseEnd, tuple[Reason, str] | None] = {
+_END: dict[LeaseEnd, Failure | None] = {
     LeaseEnd.RELEASED: None,
-    LeaseEnd.EXPIRED: (Reason.KV_EXPIRED, "the lease of this attempt's pages expired"),
-    LeaseEnd.ABORTED: (Reason.CANCELLED, "the attempt was aborted on the prefill worker"),
+    LeaseEnd.EXPIRED: Failure(Reason.KV_EXPIRED, "the lease of this attempt's pages expired"),
+    LeaseEnd.ABORTED: Failure(Reason.CANCELLED, "the reader gave the lease up before the last part"),
 }
 
 
@@ -48,7 +48,7 @@ class Export:
         self.replica = replica
         self.loan = loan
         self.parts: list[KvPart] = []  # for Fetches
-        self.error: tuple[Reason, str] | None = None  # the reason that ends Fetches
+        self.failure: Failure | None = None  # that ends Fetches
         self.changed = Wakeup()
 
 
@@ -98,23 +98,19 @@ class Exports:
         if part.last and self._timer is None:
             self._arm()
 
-    def abort(self, id: RequestId) -> bool:
-        """The router aborted the attempt, or the borrower has gone. False: nothing is held for it."""
+    def fail(self, id: RequestId, failure: Failure) -> bool:
+        """The attempt is over before its pages were read, or the borrower has gone. Readers get `failure`, which tells
+        routers whether another attempt may help. False: nothing is held for it.
+        """
         if id not in self._live:
             return False
+        self._end(id, failure)
         self.leases.abort(id)
-        self._end(id, _END[LeaseEnd.ABORTED])
         return True
 
-    def fail(self, id: RequestId, error: MillraceError) -> None:
-        """End the export of a prompt that failed in the engine."""
-        if id in self._live:
-            self._end(id, (error.reason, error.message))
-            self.leases.abort(id)
-
-    def fail_all(self, error: MillraceError) -> None:
+    def fail_all(self, failure: Failure) -> None:
         for id in list(self._live):
-            self.fail(id, error)
+            self.fail(id, failure)
         self._expected.fire()
 
     async def fetch(self, id: RequestId) -> AsyncIterator[Export | KvPart | None]:
@@ -130,7 +126,7 @@ class Exports:
             if not await self._expected.wait(min(left, self._timeouts.heartbeat)):
                 yield None
         yield export
-        if id in self._ended and not export.error and not export.parts:
+        if id in self._ended and not export.failure and not export.parts:
             raise MillraceError(Reason.KV_NOT_FOUND, f"{id} was released before")
         num_sent = 0
         while True:
@@ -143,8 +139,8 @@ class Exports:
                 if not export.loan:
                     self.leases.renew(id)
                 yield None
-        if export.error is not None:
-            raise MillraceError(*export.error)
+        if export.failure is not None:
+            raise MillraceError(export.failure.reason, export.failure.message)
 
     def _on_ended(self, id: RequestId, end: LeaseEnd) -> None:
         self._metrics.leases_ended.labels(outcome=end).inc()
@@ -160,11 +156,11 @@ class Exports:
         export.parts = parts
         self.leases.abort(part.id)
 
-    def _end(self, id: RequestId, error: tuple[Reason, str] | None) -> None:
+    def _end(self, id: RequestId, failure: Failure | None) -> None:
         export = self._live.pop(id, None)
         if export is None:
             return
-        export.error = error
+        export.failure = failure
         export.parts = []
         if not export.loan:
             self._ended[id] = export

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import grpc
 from millrace.v1 import kv_pb2_grpc
-from millrace_common.reasons import Reason
-from millrace_rpc.errors import MillraceError
 
 from millrace_serve.engine.core import Events, Failure
 from millrace_serve.handover.doubts import CHECK, Doubts
@@ -17,10 +15,9 @@ from millrace_serve.handover.sources import Sources
 from millrace_serve.transfer.messages import DropSource, ReadDone, ReadStuck, SourceRenewed
 from millrace_serve.worker.frontend.frontend import Frontend
 from millrace_serve.worker.frontend.links import Links
+from millrace_serve.worker.frontend.requests import ABORTED
 from millrace_serve.worker.frontend.role import RoleLogic
 from millrace_serve.worker.messages import Report
-
-CANCELLED = Failure(Reason.CANCELLED, "the attempt was aborted")
 
 
 class HandoverRole(RoleLogic):
@@ -55,7 +52,7 @@ class HandoverRole(RoleLogic):
             self.imports.on_reserved(reserved)
         for output in events.outputs:
             if output.finish is not None:  # perhaps before its transfer ended: a deadline, or no room
-                self.imports.abort(output.id, CANCELLED)
+                self.imports.abort(output.id, ABORTED)
 
     def on_report(self, rank: int, report: Report) -> None:
         match report:
@@ -72,8 +69,8 @@ class HandoverRole(RoleLogic):
             case _:
                 super().on_report(rank, report)
 
-    def on_lost(self, error: MillraceError) -> None:
-        self.exports.fail_all(error)
+    def on_lost(self, why: Failure) -> None:
+        self.exports.fail_all(why)
 
     @property
     def busy(self) -> bool:

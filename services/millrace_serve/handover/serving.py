@@ -17,7 +17,7 @@ from millrace_serve.handover.sources import Sources
 from millrace_serve.worker.frontend import convert
 from millrace_serve.worker.frontend.links import check_epoch, opening
 from millrace_serve.worker.frontend.ranks import Ranks
-from millrace_serve.worker.frontend.requests import Requests
+from millrace_serve.worker.frontend.requests import ABORTED, Requests
 
 Context: TypeAlias = grpc.aio.ServicerContext
 
@@ -71,7 +71,7 @@ class KvServicer(kv_pb2_grpc.KvServiceServicer):
         if not prefix.blocks:
             raise convert.invalid("prefix.blocks", "must not be empty")
         id = self._exports.lend(prefix.replica, list(prefix.blocks))
-        context.add_done_callback(lambda _: self._exports.abort(id))
+        context.add_done_callback(lambda _: self._exports.fail(id, ABORTED))
         return id
 
     async def _release(self, id: RequestId, requests: AsyncIterator[kv_pb2.FetchRequest]) -> bool:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import grpc
 from millrace.v1 import prefill_pb2, prefill_pb2_grpc
-from millrace_rpc.errors import MillraceError
 
-from millrace_serve.engine.core import Events, FinishReason, RequestId, Route
+from millrace_serve.engine.core import Events, Failure, RequestId, Route
 from millrace_serve.handover.borrowing import Borrowing
-from millrace_serve.handover.role import CANCELLED, HandoverRole
+from millrace_serve.handover.role import HandoverRole
 from millrace_serve.worker.frontend import convert
 from millrace_serve.worker.frontend.frontend import Frontend
 from millrace_serve.worker.frontend.links import Links, RouterLink
@@ -40,11 +39,9 @@ class PrefillRole(HandoverRole):
     def on_events(self, replica: int, events: Events) -> None:
         super().on_events(replica, events)
         for output in events.outputs:
-            if output.finish is FinishReason.ABORT:
-                self.exports.abort(output.id)
-            elif output.error is not None:
-                self.exports.fail(output.id, MillraceError(output.error.reason, output.error.message))
+            if output.error is not None:
+                self.exports.fail(output.id, output.error)
 
-    def _abort(self, id: RequestId) -> bool:
-        borrowed = self.imports.abort(id, CANCELLED)
-        return self.exports.abort(id) or borrowed
+    def _abort(self, id: RequestId, why: Failure) -> bool:
+        borrowed = self.imports.abort(id, why)
+        return self.exports.fail(id, why) or borrowed

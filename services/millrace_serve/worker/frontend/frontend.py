@@ -111,16 +111,16 @@ class Frontend:
 
     async def forget(self, why: str) -> None:
         """End all work and free all cached KV, and become another worker for everybody who knew this one."""
+        failure = Failure(Reason.NOT_READY, why)
         for id in self.requests:
-            self.requests.fail(id, Failure(Reason.NOT_READY, why))
-        error = MillraceError(Reason.NOT_READY, why)
-        self.role.on_lost(error)
+            self.requests.fail(id, failure)
+        self.role.on_lost(failure)
         async with within(self.config.timeouts.lease, "the end of transfers"):
             while self.role.busy or not self.board.idle:
                 await self.board.changed.wait(0.1)  # `busy` has no wake-up of its own
         await self.flush_cache()
         self.epoch = self.board.epoch = self.caches.epoch = self.links.epoch = uuid.uuid4().hex
-        self.links.end_all(error)
+        self.links.end_all(MillraceError(Reason.NOT_READY, why))
 
     async def warm_up(self) -> None:
         """Run requests of several shapes on every engine, one after the other and together. Of a worker that is READY,
@@ -239,11 +239,11 @@ class Frontend:
             self.board.update(replica, events.load)
 
     def _on_lost(self, why: str) -> None:
-        self.requests.fail_all(Failure(Reason.WORKER_LOST, why))
-        error = MillraceError(Reason.WORKER_LOST, why)
-        self.role.on_lost(error)
+        failure = Failure(Reason.WORKER_LOST, why)
+        self.requests.fail_all(failure)
+        self.role.on_lost(failure)
         self.lost.set_result(why)
-        self.links.end_all(error)
+        self.links.end_all(MillraceError(Reason.WORKER_LOST, why))
 
     def _on_state(self, state: State) -> None:
         for name in State:

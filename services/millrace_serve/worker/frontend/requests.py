@@ -26,6 +26,8 @@ from millrace_serve.worker.frontend.wakeup import Wakeup
 
 log = logging.getLogger(__name__)
 
+ABORTED = Failure(Reason.CANCELLED, "the attempt was aborted")
+
 
 class Owner(Protocol):
     def put(self, output: SequenceOutput) -> None:
@@ -41,9 +43,10 @@ class Attempt(NamedTuple):
 class Requests:
     def __init__(self, replicas: int, lifecycle: Lifecycle, ranks: Ranks, spans: WorkerSpans, metrics: Metrics) -> None:
         self.changed = Wakeup()  # fires when an attempt ends
-        # what a role does for an attempt besides the engine's work; `on_abort` returns whether there was anything
+        # what a role does for an attempt besides the engine's work; `on_abort` gets why the attempt ends, for whoever
+        # reads or lends its pages, and returns whether there was anything
         self.on_start: Callable[[RequestId, int], None] = lambda id, replica: None
-        self.on_abort: Callable[[RequestId], bool] = lambda id: False
+        self.on_abort: Callable[[RequestId, Failure], bool] = lambda id, why: False
         self._replicas = replicas
         self._lifecycle = lifecycle
         self._ranks = ranks
@@ -100,7 +103,7 @@ class Requests:
             begin()
             await waiter.wait()
         finally:
-            self.on_abort(request.id)
+            self.on_abort(request.id, ABORTED)
             if request.id in self:
                 self.abort(request.id, "the warm-up is over")
 
@@ -122,7 +125,7 @@ class Requests:
         if attempt is not None:
             log.debug("abort %s: %s", id, reason)
             self._ranks.send(attempt.replica, Abort(id))
-        found = self.on_abort(id) or attempt is not None
+        found = self.on_abort(id, ABORTED) or attempt is not None
         if not found:
             self.count_stale("abort")
         return found
@@ -134,7 +137,7 @@ class Requests:
             self._tell(id, failure)
             self._spans.end(id, f"{failure.reason}: {failure.message}")
             self._ranks.send(attempt.replica, Abort(id))
-            self.on_abort(id)
+            self.on_abort(id, failure)
 
     def fail_all(self, failure: Failure) -> None:
         """End every attempt; there is no engine any more."""

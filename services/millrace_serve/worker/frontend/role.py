@@ -11,7 +11,7 @@ from millrace.v1 import worker_pb2
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
 
-from millrace_serve.engine.core import Events, Route
+from millrace_serve.engine.core import Events, Failure, Route
 from millrace_serve.worker.frontend.links import Links, RouterLink
 from millrace_serve.worker.messages import Report
 
@@ -39,7 +39,7 @@ class RoleLogic(abc.ABC):
     def on_events(self, replica: int, events: Events) -> None:
         """Handle an engine's events, before its outputs go to the routers."""
 
-    def on_lost(self, error: MillraceError) -> None:  # noqa: B027
+    def on_lost(self, why: Failure) -> None:  # noqa: B027
         """The worker dies, or forgets its weights: end what other processes wait for."""
 
     @property
