@@ -33,19 +33,22 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from millrace_serve.engine.config import Execution
+from millrace_serve.model.deepseek_v3 import DeepseekV3
 
 from millrace_bench import engine_model, shard, v3
 from millrace_bench.common import Record, print_record
 
 GOAL = 1.25
-DECODE = ("1x1024", "1x4096", "256x2048", "128x4096")
-PREFILL = ("4x4096", "16x1024")
+CASES = (
+    *("decode 1x1024", "decode 1x4096", "decode 256x2048", "decode 128x4096"),
+    *("prefill 4x4096", "prefill 16x1024"),
+)
 # What SGLang's driver calls the times of its kinds.
 TIMES = {"prefill": ("prefill_ms",), "one": ("decode_ms",), "decode": ("step_ms", "step_nosync_ms")}
 OUTPUTS = 64  # tokens of each sequence, within the length of its case
@@ -53,22 +56,29 @@ Times = dict[str, list[float]]  # by case, one of each round
 Row = dict[str, Any]
 
 
-def ours(layers: int, device: torch.device, widths: dict[str, Any]) -> Iterator[Row]:
+def ours(cases: Sequence[str], layers: int, device: torch.device, widths: dict[str, Any]) -> Iterator[Row]:
     """{"case", "ms"} of every case."""
     model = shard.build(shard.SHARDS["one"], layers, device, {**v3.WIDTHS["e32"], **widths})
-    for size in DECODE:
-        batch, length = _size(size, bool(widths))
-        work = engine_model.Work((batch,), length - OUTPUTS, OUTPUTS, context=True)
-        execution = Execution(memory_fraction=0.98, graph_buckets=(batch,))
-        rows = list(engine_model.run(work, model, device, execution, prefill_tokens=16))
-        yield {"case": f"decode {size}", "ms": next(row["step_ms"] for row in rows if row["kind"] == "decode")}
-        gc.collect()  # the engine and its pages: those of two cases do not fit
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    for size in PREFILL:
-        args = argparse.Namespace(shard="one", repeats=15, profile=False)
-        row = shard.measure(model, "prefill", *_size(size, bool(widths)), "bfloat16", args)
-        yield {"case": f"prefill {size}", "ms": row["ms"]}
+    for case in cases:
+        kind, size = case.split()
+        count, length = _size(size, bool(widths))
+        if kind == "decode":
+            ms = _decode_ms(model, count, length, device)
+        else:
+            args = argparse.Namespace(shard="one", repeats=15, profile=False)
+            ms = shard.measure(model, "prefill", count, length, "bfloat16", args)["ms"]
+        yield {"case": case, "ms": ms}
+
+
+def _decode_ms(model: DeepseekV3, batch: int, length: int, device: torch.device) -> float:
+    work = engine_model.Work((batch,), length - OUTPUTS, OUTPUTS, context=True)
+    execution = Execution(memory_fraction=0.98, graph_buckets=(batch,))
+    rows = list(engine_model.run(work, model, device, execution, prefill_tokens=16))
+    gc.collect()  # the engine and its pages: those of two cases do not fit
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    (ms,) = (row["step_ms"] for row in rows if row["kind"] == "decode")
+    return float(ms)
 
 
 def _size(text: str, tiny: bool) -> tuple[int, int]:
@@ -120,7 +130,7 @@ def run(args: argparse.Namespace) -> list[Row]:
         if turn and (time.monotonic() - started) * (turn + 1) / turn > args.limit_s:
             print(f"{turn} of {args.rounds} rounds: another one ends after --limit-s {args.limit_s:g}", file=sys.stderr)
             break
-        command = [sys.executable, "-m", __spec__.name, "--ours", "--layers", str(args.layers)]
+        command = [sys.executable, "-m", __spec__.name, "--ours", "--layers", str(args.layers), "--cases", *args.cases]
         output = subprocess.run(command + ["--tiny"] * args.tiny, check=True, stdout=subprocess.PIPE, text=True).stdout
         _add(own, {row["case"]: row for row in map(json.loads, output.splitlines())}, turn, "ours")
         if args.peer:
@@ -142,12 +152,15 @@ def main() -> None:
     parser.add_argument("--peer", default="", metavar="COMMAND", help="of a round of the other engine")
     parser.add_argument("--peer-rows", type=Path, default=Path("peer.jsonl"), metavar="FILE", help="(%(default)s)")
     parser.add_argument("--limit-s", type=float, default=math.inf, help="seconds of all rounds")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES, metavar="CASE", help="(%(choices)s)")
     parser.add_argument("--layers", type=int, default=61)
     parser.add_argument("--tiny", action="store_true", help="small widths on a CPU")
     parser.add_argument("--ours", action="store_true", help="one round of ours, as JSON lines, in this process")
     args = parser.parse_args()
     if args.ours:
-        for row in ours(args.layers, torch.device("cpu" if args.tiny else "cuda"), v3.TINY if args.tiny else {}):
+        for row in ours(
+            args.cases, args.layers, torch.device("cpu" if args.tiny else "cuda"), v3.TINY if args.tiny else {}
+        ):
             print(json.dumps(row), flush=True)
         return
     rows = run(args)
