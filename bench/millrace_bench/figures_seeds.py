@@ -91,6 +91,16 @@ def absorbed_products() -> str:
     return f"{text} {source('h200/tune_attention')}"
 
 
+def fp8_activations() -> str:
+    run, shape = "h200/kernels-absorb", "T=128 H=128"
+    both = []
+    for op in ("mla_absorb.absorb_q", "mla_absorb.project_v"):
+        times = (_us(run, op, shape, impl) for impl in ("bf16 cublas", "fp8 grouped", "fp8 batched"))
+        both.append(" / ".join(times))
+    text = f"128 rows, 128 heads, BF16 / masked grouped / `bmm_fp8`: {both[0]} (queries), {both[1]} (values)"
+    return f"{text} {source(run)}"
+
+
 def int8() -> str:
     op, shapes = "int8.int8_linear", ("T=64 24576x1536 q_b", "T=4096 24576x1536 q_b")
     times = [[_us(DENSE, op, shape, impl) for impl in ("lib.cublas", "triton.int8")] for shape in shapes]
@@ -259,6 +269,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "G5": accuracy,
     "G6": absorbed_products,
     "G9": int8,
+    "G13": fp8_activations,
     "M4": tuned_experts,
     "M6": grouped_products,
     "M7": deepep,

@@ -114,7 +114,7 @@ TABLE: dict[str, tuple[Choice, ...]] = {
         *_ours("mla_absorb:absorb_q_many", when="millrace_kernels.triton.mla_absorb:absorb_is_measured"),
         *_ours("mla_absorb:absorb_q"),
     ),
-    "mla_absorb.project_v": (*_ours("mla_absorb:project_v_small", max_size=SMALL_TOKENS), REFERENCE),
+    "mla_absorb.project_v": (REFERENCE,),
     "mla_absorb.project_v_quant": (
         *_ours(
             "mla_absorb:project_v_quant", when="millrace_kernels.triton.mla_absorb:project_quant_is_measured", on=E4M3

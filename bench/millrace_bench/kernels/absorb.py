@@ -71,7 +71,7 @@ def _absorb(draw: Draw, num: int, heads: int) -> dict[str, Call]:
 def _project(draw: Draw, num: int, heads: int) -> dict[str, Call]:
     inputs = attention_inputs.project_v(draw, num, heads)
     run = functools.partial(project_v, **inputs)
-    calls: dict[str, Call] = {CUBLAS: functools.partial(forced, "mla_absorb.project_v", "", run), "in use": run}
+    calls: dict[str, Call] = {CUBLAS: run}
     if draw.device.type == "cuda":
         from millrace_bench.kernels.compared import fp8_heads
 

@@ -59,24 +59,21 @@ def tasks(draw: Draw) -> Iterator[Task]:
         yield from _absorption_of_many(draw, num, heads)
     for heads in HEADS:
         for num in (1, 16):
-            yield from _absorption(draw, num, heads)
+            yield _absorption(draw, num, heads)
         for batch, keys in ((1, 1024), (1, 4096), (4, 4096), (32, 4096), (128, 4096)):
             yield _decode(draw, heads, batch, keys)
         for num in (64, 4096):
             yield _prefill(draw, heads, num)
 
 
-def _absorption(draw: Draw, num: int, heads: int) -> Iterator[Task]:
+def _absorption(draw: Draw, num: int, heads: int) -> Task:
     shape = f"T={num} H={heads}"
-    for op, run, make, width, least in (
-        ("absorb_q", mla_absorb.absorb_q_with, attention_inputs.absorb_q, attention_inputs.LATENT, 32),
-        ("project_v", mla_absorb.project_v_with, attention_inputs.project_v, attention_inputs.VALUE, 16),
-    ):
-        blocks = [1 << power for power in range(least.bit_length() - 1, width.bit_length())]
-        used = mla_absorb.columns(heads, width, least)
-        options = [{"tile": Tile(block, warps)} for block in blocks for warps in (2, 4, 8)]
-        options.sort(key=lambda option: option != {"tile": Tile(used)})
-        yield Task(op, shape, functools.partial(make, draw, num, heads), run, options, draw)
+    widths = (mla_absorb.LEAST_COLUMNS, 64, 128, 256, attention_inputs.LATENT)
+    options = [{"tile": Tile(width, warps)} for width in widths for warps in (2, 4, 8)]
+    used = {"tile": Tile(mla_absorb.columns(heads, attention_inputs.LATENT))}
+    options.sort(key=lambda option: option != used)
+    make = functools.partial(attention_inputs.absorb_q, draw, num, heads)
+    return Task("absorb_q", shape, make, mla_absorb.absorb_q_with, options, draw)
 
 
 def _absorption_of_many(draw: Draw, num: int, heads: int) -> Iterator[Task]:

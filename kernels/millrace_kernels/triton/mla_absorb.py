@@ -1,7 +1,7 @@
-"""Up to SMALL_TOKENS tokens one program owns a head and some of its columns: the weight is read once, and the rotation
-rides along in programs of its own. For more tokens cuBLAS multiplies, through strided views, so nothing is copied,
-unless our kernels were measured to be faster: they spare the launch for the rotation, or for the quantisation of what
-o_proj reads, where a head's values are one group.
+"""Queries of up to SMALL_TOKENS tokens: one program owns a head and some of its columns, so the weight is read once,
+and the rotation rides along in programs of its own. All other products are cuBLAS's, through strided views, so nothing
+is copied, unless our kernels were measured to be faster: they spare the launch for the rotation, or for the
+quantisation of what o_proj reads, where a head's values are one group.
 
 FP8 weights, as the projection is stored, halve the bytes; products are still BF16 and exact to the weight.
 """
@@ -23,6 +23,7 @@ from millrace_kernels.triton.small_linear import exact_bf16
 from millrace_kernels.tuned import Table
 
 BLOCK_T = 16  # rows of the smallest tensor-core tile
+LEAST_COLUMNS = 32  # of a tile of few tokens
 CLASSES = (32, 64, 128, 256)  # tokens up to which a measured tile holds
 WIDTHS = 128, 512  # of a head of V3 and of its latent: the tables hold for these, and tiles need not divide others
 
@@ -67,7 +68,7 @@ def absorb_q(q: Tensor, w_uk: Tensor, cos: Tensor, sin: Tensor, quantised: Fp8 |
 
 
 def absorb_q_small(q: Tensor, w_uk: Tensor, cos: Tensor, sin: Tensor, quantised: Fp8 | None = None) -> Tensor:
-    return absorb_q_with(q, w_uk, cos, sin, Tile(columns(q.shape[1], w_uk.shape[2], 32)))
+    return absorb_q_with(q, w_uk, cos, sin, Tile(columns(q.shape[1], w_uk.shape[2])))
 
 
 def absorb_q_many(q: Tensor, w_uk: Tensor, cos: Tensor, sin: Tensor, quantised: Fp8 | None = None) -> Tensor:
@@ -93,17 +94,6 @@ def absorb_q_with(q: Tensor, w_uk: Tensor | Fp8, cos: Tensor, sin: Tensor, tile:
     return out
 
 
-def project_v_small(latent: Tensor, w_uv: Tensor) -> Tensor:
-    return project_v_with(latent, w_uv, Tile(columns(latent.shape[1], w_uv.shape[1], 16)))
-
-
-def project_v_with(latent: Tensor, w_uv: Tensor | Fp8, tile: Tile) -> Tensor:
-    """An FP8 w_uv has scales [H, C/128]."""
-    out = latent.new_empty(latent.shape[0], latent.shape[1] * _parts(w_uv)[0].shape[1])
-    _launch_project(out, out, latent, w_uv, tile)
-    return out
-
-
 def project_v_quant(latent: Tensor, w_uv: Tensor, quantised: Fp8 | None = None) -> Operand:
     weight = quantised or w_uv
     tile = PROJECT_QUANT.get(_class(latent.shape[0]), latent.shape[1], _parts(weight)[0].itemsize) or ESTIMATE
@@ -111,23 +101,21 @@ def project_v_quant(latent: Tensor, w_uv: Tensor, quantised: Fp8 | None = None) 
 
 
 def project_v_quant_with(latent: Tensor, w_uv: Tensor | Fp8, tile: Tile) -> Operand:
-    assert tile.columns == _parts(w_uv)[0].shape[1] == BLOCK, "a head's values are one group"
-    fp8 = empty_fp8(latent.shape[0], latent.shape[1] * BLOCK, latent.device)
-    _launch_project(fp8.data, fp8.scales, latent, w_uv, tile)
-    return Operand(None, fp8)
-
-
-def _launch_project(out: Tensor, out_scales: Tensor, latent: Tensor, w_uv: Tensor | Fp8, tile: Tile) -> None:
+    """An FP8 w_uv has scales [H, C/128]."""
     weight, scales, fp8 = _parts(w_uv)
-    (tokens, heads, width), value = latent.shape, weight.shape[1]
+    tokens, heads, width = latent.shape
+    assert tile.columns == weight.shape[1] == BLOCK, "a head's values are one group"
     assert latent.stride(2) == weight.stride(2) == 1
+    out = empty_fp8(tokens, heads * BLOCK, latent.device)
     if tokens:
-        _project[(heads, value // tile.columns, triton.cdiv(tokens, tile.tokens))](
-            out, out_scales, latent, weight, scales,
-            tokens, out.stride(0), out_scales.stride(1), *latent.stride()[:2], *weight.stride()[:2], scales.stride(0),
-            C=width, V=value, BLOCK_T=tile.tokens, BLOCK_V=tile.columns, BLOCK_C=BLOCK if fp8 else min(width, 256),
-            FP8=fp8, QUANT=out.dtype == torch.float8_e4m3fn, num_warps=tile.warps,
+        _project_quant[(heads, triton.cdiv(tokens, tile.tokens))](
+            *out, latent, weight, scales,
+            tokens, out.data.stride(0), out.scales.stride(1),
+            *latent.stride()[:2], *weight.stride()[:2], scales.stride(0),
+            C=width, V=BLOCK, BLOCK_T=tile.tokens, BLOCK_C=BLOCK if fp8 else min(width, 256), FP8=fp8,
+            num_warps=tile.warps,
         )  # fmt: skip
+    return Operand(None, out)
 
 
 def _parts(weight: Tensor | Fp8) -> tuple[Tensor, Tensor, bool]:
@@ -135,12 +123,12 @@ def _parts(weight: Tensor | Fp8) -> tuple[Tensor, Tensor, bool]:
     return (*weight, True) if isinstance(weight, Fp8) else (weight, weight, False)
 
 
-def columns(heads: int, width: int, least: int) -> int:
+def columns(heads: int, width: int) -> int:
     """The widest tile of a head that still makes two programs for every SM, so that enough loads are under way; a power
     of two that divides `width`.
     """
     block = width & -width
-    while block > least and heads * (width // block) < 2 * sms():
+    while block > LEAST_COLUMNS and heads * (width // block) < 2 * sms():
         block //= 2
     return block
 
@@ -177,20 +165,19 @@ def _absorb(
 
 
 @triton.jit(do_not_specialize=["tokens", "out_scale_col"])
-def _project(
+def _project_quant(
     out_ptr, out_scales_ptr, latent_ptr, w_ptr, scales_ptr,
     tokens, out_row, out_scale_col, latent_row, latent_head, w_head, w_row, scale_head,
-    C: tl.constexpr, V: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr,
-    FP8: tl.constexpr, QUANT: tl.constexpr,
+    C: tl.constexpr, V: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
-    token = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
+    token = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     present = (token < tokens)[:, None]
-    column = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    column = tl.arange(0, V)
     inner = tl.arange(0, BLOCK_C)
     x_tile = latent_ptr + head * latent_head + token[:, None] * latent_row + inner[None, :]
     w_tile = w_ptr + head.to(tl.int64) * w_head + column[:, None] * w_row + inner[None, :]
-    total = tl.zeros((BLOCK_T, BLOCK_V), dtype=tl.float32)
+    total = tl.zeros((BLOCK_T, V), dtype=tl.float32)
     for first in tl.static_range(0, C, BLOCK_C):
         x = tl.load(x_tile + first, mask=present, other=0.0)
         if FP8:
@@ -200,9 +187,7 @@ def _project(
         else:
             total += tl.dot(x, tl.trans(tl.load(w_tile + first)), input_precision="ieee")
     out_tile = out_ptr + token[:, None] * out_row + head * V + column[None, :]
-    if QUANT:  # as if the values had been written first
-        quantised, scale = quantise(total.to(latent_ptr.dtype.element_ty).to(tl.float32))
-        tl.store(out_tile, quantised, mask=present)
-        tl.store(out_scales_ptr + head.to(tl.int64) * out_scale_col + token, scale, mask=token < tokens)
-    else:
-        tl.store(out_tile, total.to(out_ptr.dtype.element_ty), mask=present)
+    # as if the values had been written first
+    quantised, scale = quantise(total.to(latent_ptr.dtype.element_ty).to(tl.float32))
+    tl.store(out_tile, quantised, mask=present)
+    tl.store(out_scales_ptr + head.to(tl.int64) * out_scale_col + token, scale, mask=token < tokens)
