@@ -318,6 +318,18 @@ async def test_a_read_that_is_stuck_is_reported_at_once(bench: Bench) -> None:
     assert bench.peer.reports == [kv_pb2.ReadFailed(agent="p0", reader="ours")]
 
 
+async def test_a_read_that_fails_on_every_rank_casts_one_doubt(bench: Bench) -> None:
+    """With many ranks one lost source would else be taken for a broken transport of ours."""
+    doubts: list[str] = []
+    bench.role._doubts.read_failed = doubts.append  # type: ignore[method-assign]
+    await bench.reading()
+    for rank in range(2):
+        bench.imports.on_stuck(rank, ReadStuck(ID, 0))
+    for rank in range(2):
+        bench.imports.on_read_done(rank, ReadDone(ID, 0, "no route", 2))
+    assert doubts == [bench.peer.epoch]
+
+
 async def test_a_renewed_agent_takes_the_place_of_the_old_one(bench: Bench) -> None:
     await bench.reading()
     first = [(rank, message) for rank, message in bench.transfer if not isinstance(message, ReadPages)]

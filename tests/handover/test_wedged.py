@@ -227,3 +227,20 @@ async def test_with_one_source_it_reads_its_own_pages_first(error: str) -> None:
     assert reader.left.empty() if not error else error in reader.left.get_nowait()
     reader.doubts.read_well()
     assert not reader.doubts.report("kv-9").checked
+
+
+@pytest.mark.usefixtures("_quick")
+async def test_ranks_that_end_while_they_check_are_forgotten() -> None:
+    """The worker slept: their answers never come, and those of the next ranks count from the beginning."""
+    reader = Reader("a")
+    reader.fail("a")
+    await reader.checks()
+    reader.doubts.forget()
+    reader.ranks.sent.clear()
+    reader.doubts.on_check(0, "late")
+    assert reader.left.empty() and reader.ranks.sent == []
+    for _ in range(LIMIT - 1):
+        reader.doubts.read_failed("a")
+    assert reader.doubts._timer is None
+    reader.fail("a")
+    await reader.checks()

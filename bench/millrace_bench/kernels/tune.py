@@ -58,6 +58,7 @@ def over_gpus(task: Callable[[int], Any], gpus: int) -> list[Any]:
     """`task(index)` of each GPU, where it is the only one that is visible."""
     import ray
 
+    os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "120")  # on busy cores Ray's 30 s are too short
     ray.init("local", num_cpus=1, num_gpus=gpus, include_dashboard=False, _node_ip_address="127.0.0.1")
     try:
         remote = ray.remote(num_gpus=1, num_cpus=0)(task)

@@ -47,7 +47,7 @@ class Doubts:
         self._checked = False
 
     def read_failed(self, epoch: str) -> None:
-        """Pages of the worker with this epoch could not be read."""
+        """An import from the worker with this epoch failed because its pages could not be read."""
         verdict = self._isolation.failed(epoch, self._peers.epochs)
         if verdict is not Verdict.NOTHING and self._timer is None and not self._checked:
             self._timer = asyncio.get_running_loop().call_later(CONFIRM_S, self._judge)
@@ -64,9 +64,14 @@ class Doubts:
         if self._checked:
             log.warning("this worker reads its own pages: the source is at fault")
 
-    def close(self) -> None:
+    def forget(self) -> None:
+        """The ranks end: what they could read says nothing about those that come, and checks of theirs never end."""
         if self._timer is not None:
             self._timer.cancel()
+            self._timer = None
+        self._isolation.succeeded()
+        self._checking.clear()
+        self._checked = False
 
     def _judge(self) -> None:
         self._timer = None

@@ -87,6 +87,7 @@ class Import:
     fetch: Fetch | None = None
     task: asyncio.Task[None] | None = None
     released: bool = False  # release was sent
+    doubted: bool = False  # its failed reads were counted, once for all ranks
     prefix: kv_pb2.FetchPrefix | None = None  # of a loan
 
 
@@ -229,7 +230,8 @@ class Imports:
         assert job.fetch is not None
         report = self._doubts.report(self._source(job, rank).agent)
         self._run(job.fetch.failed(report))
-        if job.prefix is None:
+        if job.prefix is None and not job.doubted:
+            job.doubted = True
             self._doubts.read_failed(job.peer.epoch)
 
     def _source(self, job: Import, rank: int) -> MemoryHandle:

@@ -77,9 +77,10 @@ class HandoverRole(RoleLogic):
         return self.exports.leases.num_live > 0 or len(self.imports) > 0
 
     async def disconnect(self) -> None:
+        self._doubts.forget()
         await self._peers.close()
 
     async def close(self) -> None:
-        self._doubts.close()
+        self._doubts.forget()
         await self.imports.close()
         await self._peers.close()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Set
 WINDOW_S = 30.0  # older reports say nothing about today's connections
 READERS = 2  # distinct ones: a single one may be broken itself
 PAUSE_S = 60.0  # between two renewals of a rank's agent: while a fabric is down, new agents do not help
-LIMIT = 8  # failed reads without a good one between them
+LIMIT = 8  # imports whose reads failed, without a good read between them
 
 
 class Wedge:
