@@ -173,6 +173,16 @@ async def test_a_prompt_that_its_worker_drops_ends_on_both_sides_with_an_error_t
         await whole(prefill, decode)
 
 
+async def test_a_prompt_whose_link_closed_ends_at_its_reader_with_an_error_that_routers_retry(tmp_path: Path) -> None:
+    async with workers(tmp_path, "prefill", "decode", sets=SLOW) as (prefill, decode):
+        async with FakePair(prefill, decode) as both:
+            r = both.submit(request(prompt_of(8000)))
+            await until_metric(decode, "millrace_kv_bytes_total", 1)
+            both.to_prefill.drop()
+            assert (await both.to_decode.finish(r)).failure.reason == Reason.KV_EXPIRED
+        await whole(prefill, decode)
+
+
 async def test_an_attempt_is_submitted_once(pair: list[Worker]) -> None:
     prefill, _ = pair
     async with FakeLink(prefill) as link:

@@ -27,6 +27,8 @@ from millrace_serve.worker.frontend.wakeup import Wakeup
 log = logging.getLogger(__name__)
 
 ABORTED = Failure(Reason.CANCELLED, "the attempt was aborted")
+# for readers of its pages, whose own link to that router may live
+ORPHANED = Failure(Reason.KV_EXPIRED, "the link to the router of this attempt closed")
 
 
 class Owner(Protocol):
@@ -119,13 +121,15 @@ class Requests:
                 self._end(output.id)
             attempt.owner.put(output)
 
-    def abort(self, id: RequestId, reason: str) -> bool:
-        """Stop an attempt wherever it is; its owner gets the engine's last output. False: there is no such attempt."""
+    def abort(self, id: RequestId, reason: str, why: Failure = ABORTED) -> bool:
+        """Stop an attempt wherever it is; its owner gets the engine's last output, readers of its pages `why`. False:
+        there is no such attempt.
+        """
         attempt = self._live.get(id)
         if attempt is not None:
             log.debug("abort %s: %s", id, reason)
             self._ranks.send(attempt.replica, Abort(id))
-        found = self.on_abort(id, ABORTED) or attempt is not None
+        found = self.on_abort(id, why) or attempt is not None
         if not found:
             self.count_stale("abort")
         return found
@@ -148,7 +152,7 @@ class Requests:
         """Abort all attempts of `owner`, which is gone and gets no answers."""
         for id in self:
             if self._live[id].owner is owner:
-                self.abort(id, "its router's link closed")
+                self.abort(id, "its router's link closed", ORPHANED)
                 self._end(id)
 
     def count_stale(self, kind: str) -> None:
