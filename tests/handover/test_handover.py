@@ -179,7 +179,7 @@ async def test_a_prompt_whose_link_closed_ends_at_its_reader_with_an_error_that_
             r = both.submit(request(prompt_of(8000)))
             await until_metric(decode, "millrace_kv_bytes_total", 1)
             both.to_prefill.drop()
-            assert (await both.to_decode.finish(r)).failure.reason == Reason.KV_EXPIRED
+            assert (await both.to_decode.finish(r)).failure.reason == Reason.NOT_READY
         await whole(prefill, decode)
 
 

@@ -27,8 +27,8 @@ from millrace_serve.worker.frontend.wakeup import Wakeup
 log = logging.getLogger(__name__)
 
 ABORTED = Failure(Reason.CANCELLED, "the attempt was aborted")
-# for readers of its pages, whose own link to that router may live
-ORPHANED = Failure(Reason.KV_EXPIRED, "the link to the router of this attempt closed")
+# For readers of its pages, whose own link to that router may live: it is tried again, and no fault of theirs.
+ORPHANED = Failure(Reason.NOT_READY, "the link to the router of this attempt closed")
 
 
 class Owner(Protocol):
