@@ -2,6 +2,7 @@
 
     millrace bench node --out node                       the 671B model on eight GPUs
     millrace bench node --out node --gpus 2              the same with 32 experts for each GPU there is
+    millrace bench node --out node --gpus 2 --layers 30  for GPUs of 80 GB, which do not hold 61 layers
     millrace bench node --out node --only decode skew    some of it; --list names the stages
     millrace bench node --out dry --tiny                 most of the stages over small shapes on a CPU
 
@@ -12,7 +13,7 @@ failed, or there was no time for it. A missed target is no failure; targets are 
 from __future__ import annotations
 
 import shlex
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from millrace_bench import gpu_figures as figures
@@ -20,35 +21,45 @@ from millrace_bench import v3
 from millrace_bench.stages import PYTEST, Stage, carry_out, command_line
 
 WIDTHS = {2: "e64", 4: "e128", 8: "v3"}  # by GPUs: 32 experts of each
-LAYERS = 61
 SIZES = "--decode 256x2048 128x4096 --prefill 4x4096"  # of each GPU
 NUM_PROMPTS, CLIENTS = 1250, 256  # of a GPU, of the rows that the source documents measure
 
 
-def stages(gpus: int, model: Path) -> list[Stage]:
-    """`model`: a folder with config.json and tokenizer of the widths for so many GPUs."""
-    tokens = "tests/engine/test_eight_ranks.py" if gpus == 8 else "tests/engine/test_balance_ranks.py"  # of two
+@dataclass(frozen=True, slots=True)
+class Host:
+    gpus: int
+    layers: int
+    model: Path  # a folder with config.json and tokenizer of this shape
+
+    @property
+    def shape(self) -> str:
+        return f"--widths {WIDTHS[self.gpus]} --layers {self.layers}"
+
+
+def stages(host: Host) -> list[Stage]:
+    tokens = "tests/engine/test_eight_ranks.py" if host.gpus == 8 else "tests/engine/test_balance_ranks.py"  # of two
     lost = "tests/worker/test_lost_ranks.py"
     return [
         Stage("tokens", f"{PYTEST} {tokens} -m gpu", 900, "those of one rank"),
         Stage("lost", f"{PYTEST} {lost} -m gpu", 900, "a lost rank is named"),
-        *_steps(gpus),
-        *_systems(gpus, model),
-        _replicas(gpus, "deepep", "--exchange deepep", "beside peer and gather", SIZES),  # needs the extra `deepep`
+        *_steps(host),
+        *_systems(host),
+        _replicas(host, "deepep", "--exchange deepep", "beside peer and gather", SIZES),  # needs the extra `deepep`
     ]
 
 
-def _steps(gpus: int) -> list[Stage]:
+def _steps(host: Host) -> list[Stage]:
     """Without a server."""
-    alone = f"millrace_bench.ranks --ranks {gpus} --experts {32 * gpus} --layers {LAYERS} --exchange none peer"
-    tp = f"millrace_bench.engine --shard tp8 --ranks {gpus} --sums fused nccl --device cuda --batches 1"
+    ranks = f"--ranks {host.gpus} --layers {host.layers}"
+    alone = f"millrace_bench.ranks {ranks} --experts {32 * host.gpus} --exchange none peer {SIZES} --profile"
+    tp = f"millrace_bench.engine --shard tp8 {ranks} --sums fused nccl --device cuda --batches 1"
     skewed = "--exchange peer --skew 'power law' 'power law, sorted' --spare 0 1"
     drafted = "1 draft: 24,000 tokens/s, ITL under 50 ms"
     return [
-        _replicas(gpus, "decode", "--exchange peer gather", "40,000 (256x2048) and 90,000 tokens/s", SIZES),
-        _replicas(gpus, "drafts", "--exchange peer --drafts 0 1", drafted, "--decode 128x4096"),
-        Stage("alone", f"{alone} {SIZES} --profile", 1200, "the share of communication", figures.ranks),
-        _replicas(gpus, "skew", skewed, "faster with a spare expert", "--decode 128x4096 --prefill 4x4096"),
+        _replicas(host, "decode", "--exchange peer gather", "40,000 (256x2048) and 90,000 tokens/s", SIZES),
+        _replicas(host, "drafts", "--exchange peer --drafts 0 1", drafted, "--decode 128x4096"),
+        Stage("alone", alone, 1200, "the share of communication", figures.ranks),
+        _replicas(host, "skew", skewed, "faster with a spare expert", "--decode 128x4096 --prefill 4x4096"),
         Stage(
             "tp",
             f"{tp} --context 1024 --outputs 200 --prefill-tokens 16 --drafts 0 3",
@@ -59,25 +70,26 @@ def _steps(gpus: int) -> list[Stage]:
     ]
 
 
-def _replicas(gpus: int, name: str, how: str, target: str, sizes: str) -> Stage:
-    bench = f"millrace_bench.replicas --dp {gpus} --widths {WIDTHS[gpus]} --layers {LAYERS}"
+def _replicas(host: Host, name: str, how: str, target: str, sizes: str) -> Stage:
+    bench = f"millrace_bench.replicas --dp {host.gpus} {host.shape}"
     return Stage(name, f"{bench} {how} {sizes}", 1500, target, figures.replicas)
 
 
-def _systems(gpus: int, model: Path) -> list[Stage]:
+def _systems(host: Host) -> list[Stage]:
     """Router and workers, as a client sees them."""
-    handed = f"millrace_bench.handover --widths {WIDTHS[gpus]} --layers 30 --length 4096 --prompts 20"
-    each = f"dp={gpus // 2} limits.max_model_len=4224 limits.max_running=4 limits.max_prefill_tokens=4096"
-    start = f"millrace_bench.startup --widths {WIDTHS[gpus]} --layers {LAYERS} --device cuda"
+    half = Host(host.gpus, host.layers // 2, host.model)  # as many layers as half of the GPUs hold
+    handed = f"millrace_bench.handover {half.shape} --length 4096 --prompts 20"
+    each = f"dp={host.gpus // 2} limits.max_model_len=4224 limits.max_running=4 limits.max_prefill_tokens=4096"
+    start = f"millrace_bench.startup {host.shape} --device cuda"
     return [
-        _first_token(gpus, model, 1600, "60 ms"),
-        _first_token(gpus, model, 8192, "200 ms"),
+        _first_token(host, 1600, "60 ms"),
+        _first_token(host, 8192, "200 ms"),
         Stage("handover", f"{handed} --worker-set device=cuda {each}", 900, "1 ms at p50", figures.handover),
-        _seeds(gpus, model, 512, 1, "90,000 prompt tokens/s"),
-        _seeds(gpus, model, 1, 512, "36,000 output tokens/s"),
+        _seeds(host, 512, 1, "90,000 prompt tokens/s"),
+        _seeds(host, 1, 512, "36,000 output tokens/s"),
         Stage(
             "startup",
-            f"{start} --worker-set dp={gpus} limits.max_model_len=8192",
+            f"{start} --worker-set dp={host.gpus} limits.max_model_len=8192",
             1500,
             "warm 60 s",
             figures.startup,
@@ -85,10 +97,10 @@ def _systems(gpus: int, model: Path) -> list[Stage]:
     ]
 
 
-def _first_token(gpus: int, model: Path, length: int, target: str) -> Stage:
+def _first_token(host: Host, length: int, target: str) -> Stage:
     """Of one prompt at a time, on tensor-parallel ranks."""
     alone = f"--batches 1 --rounds 20 --input-len {length} --output-len 8 --ignore-eos"
-    command = f"{_served(model, f'tp={gpus}', length, 8, length)} {alone}"
+    command = f"{_served(host.model, f'tp={host.gpus}', length, 8, length)} {alone}"
     return Stage(f"ttft-{length}", command, 900, target, figures.first_token)
 
 
@@ -99,11 +111,11 @@ def _served(model: Path, ranks: str, length: int, running: int, prefill_tokens: 
     return f"millrace_bench.serving --self-serve --unified --model {shlex.quote(str(model))} --worker-set {own} {rows}"
 
 
-def _seeds(gpus: int, model: Path, prompt: int, output: int, target: str) -> Stage:
+def _seeds(host: Host, prompt: int, output: int, target: str) -> Stage:
     """As the source documents load a host: a closed loop of many clients, attention of every replica by itself."""
-    served = _served(model, f"dp={gpus}", prompt + output, CLIENTS, 16384)
+    served = _served(host.model, f"dp={host.gpus}", prompt + output, CLIENTS, 16384)
     sizes = f"--input-len {prompt} --output-len {output} --ignore-eos"
-    load = f"--num-requests {NUM_PROMPTS * gpus} --concurrency {CLIENTS * gpus} {sizes}"
+    load = f"--num-requests {NUM_PROMPTS * host.gpus} --concurrency {CLIENTS * host.gpus} {sizes}"
     return Stage(f"seeds-{prompt}-{output}", f"{served} {load}", 900, target, figures.serving)
 
 
@@ -137,15 +149,16 @@ def small_stages(model: Path) -> dict[str, str]:
 def main() -> None:
     parser = command_line("node", __doc__)
     parser.add_argument("--gpus", type=int, default=8, choices=WIDTHS, help="(%(default)s)")
+    parser.add_argument("--layers", type=int, default=61, help="of V3's (%(default)s)")
     parser.add_argument("--tiny", action="store_true", help="small shapes on a CPU: whether everything runs")
     args = parser.parse_args()
-    model = (args.out / "model").absolute()
-    found = stages(args.gpus, model)
+    host = Host(args.gpus, args.layers, (args.out / "model").absolute())
+    found = stages(host)
     if args.tiny:
-        small = small_stages(model)
+        small = small_stages(host.model)
         found = [replace(one, command=small[one.name], target="runs") for one in found if one.name in small]
     if not args.list:
-        v3.write_folder(model, *(("tiny", 2) if args.tiny else (WIDTHS[args.gpus], LAYERS)))
+        v3.write_folder(host.model, *(("tiny", 2) if args.tiny else (WIDTHS[host.gpus], host.layers)))
     carry_out("node", found, parser, args)
 
 

@@ -113,7 +113,7 @@ def test_the_table_shows_what_every_stage_says() -> None:
 
 
 MODEL = Path("a folder")
-NODE = [stage for gpus in node.WIDTHS for stage in node.stages(gpus, MODEL)]
+NODE = [stage for gpus in node.WIDTHS for stage in node.stages(node.Host(gpus, 61, MODEL))]
 ALL = [stage.command for stage in (*gpu.STAGES, *gpu.small_stages(), *gpu.stages_of_tests(), *NODE)]
 ALL += node.small_stages(MODEL).values()
 
@@ -145,7 +145,7 @@ def test_small_stages_are_those_of_a_gpu() -> None:
 
 
 def test_small_stages_are_those_of_a_host() -> None:
-    names = [stage.name for stage in node.stages(8, MODEL)]
+    names = [stage.name for stage in node.stages(node.Host(8, 61, MODEL))]
     assert len(set(names)) == len(names)
     assert set(names) - set(node.small_stages(MODEL)) == {"tokens", "lost", "deepep", "ttft-8192"}
 
