@@ -11,7 +11,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from millrace.v1 import worker_pb2
+from millrace.v1 import common_pb2, worker_pb2
 from millrace_cli.cluster import ClusterSpec
 from millrace_cli.weights import act
 from millrace_testing.client import Answer, Client, collect, until
@@ -36,7 +36,9 @@ async def references(folder: Path, model: Path) -> list[list[int]]:
         batch = [request(prompt, max_tokens=NEW_TOKENS) for prompt in PROMPTS]
         for one in batch:
             link.submit(one)
-        return [link.tokens(one) for one in batch if await link.finish(one, timeout_s=60)]
+        ends = [await link.finish(one, timeout_s=60) for one in batch]
+        assert all(end.finish_reason == common_pb2.FINISH_REASON_LENGTH for end in ends), ends
+        return [link.tokens(one) for one in batch]
 
 
 class Clients:
@@ -80,8 +82,9 @@ class Clients:
                 self.failures.append(f"{details}: {answer.tokens}")
             self.ended += 1
             return
-        if self._expected.get(version, {index: None})[index] != answer.tokens:
-            self.failures.append(f"prompt {index} with version {version!r}: {answer.tokens}")
+        wanted = self._expected[version][index] if version in self._expected else None
+        if wanted != answer.tokens:
+            self.failures.append(f"prompt {index} with version {version!r}: {answer.tokens} and not {wanted}")
         self.said[version] += 1
 
 
