@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -74,6 +77,28 @@ def test_a_replay_leaves_what_the_call_leaves(drafts: int) -> None:
     assert sorted(one._runner._graphs._replays) == sorted(wanted)
     check_replays(one)
     one.close()
+
+
+def test_an_engine_that_ends_lets_go_of_its_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's groups wait for graphs, for ever. What lives when a start is over is frozen: no collection frees it."""
+
+    class Graph:
+        def replay(self) -> None:
+            pass
+
+    captured: list[weakref.ref[Graph]] = []
+
+    def capture(device: Device, run: Callable[[], None]) -> Callable[[], None]:
+        graph = Graph()
+        captured.append(weakref.ref(graph))
+        return graph.replay
+
+    monkeypatch.setattr(Device, "capture", capture)
+    one = engine(graphs="on", graph_buckets=(4,))
+    runner = one._runner  # something may refer to it
+    assert captured and all(graph() is not None for graph in captured)
+    one.close()
+    assert not any(graph() is not None for graph in captured), runner
 
 
 def test_buckets_end_with_all_slots() -> None:

@@ -86,6 +86,7 @@ class TorchRunner:
         """Launched steps are finished: other ranks may be in the middle of them."""
         self._launcher.shutdown()
         self._reader.shutdown()
+        self._graphs = None  # the end of an NCCL group waits for all graphs that hold a collective of it
 
     def call(self, function: Callable[[], T]) -> T:
         """Run something on the thread that launches steps, between two of them."""
