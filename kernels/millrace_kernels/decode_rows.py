@@ -29,7 +29,7 @@ class DecodeRows(NamedTuple):
     token_ids: Tensor  # int64 [B * q]
     positions: Tensor  # int64 [B * q]
     kv_slots: Tensor  # int64 [B * q]
-    seq_lens: Tensor  # int32 [B], keys of each sequence, those of its rows included
+    seq_lens: Tensor  # int32 [B], keys of each sequence, those of its rows included; at most those of P pages
     page_table: Tensor  # int32 [B, P]
 
 
@@ -60,6 +60,6 @@ def decode_rows(
         token_ids=last_tokens[slots, column : column + num_queries].clamp_(min=0).flatten(),
         positions=positions.flatten(),
         kv_slots=kv_slots.flatten(),
-        seq_lens=(lengths[slots] + ahead + num_queries).int(),
+        seq_lens=(lengths[slots] + ahead + num_queries).clamp_(max=table.shape[1] * page_size).int(),
         page_table=table,
     )

@@ -49,6 +49,7 @@ def test_decode_rows(case: Case, ahead: int, num_pages: int) -> None:
         found = decode_rows(slots, state, table, **where)
     with forced(**REFERENCES):
         wanted = decode_rows(slots, state, table, **where)
+    assert (wanted.seq_lens <= num_pages * PAGE).all(), "attention would read behind the page table"
     for name, expected in wanted._asdict().items():
         assert torch.equal(getattr(found, name), expected) and getattr(found, name).dtype == expected.dtype, name
 

@@ -46,7 +46,7 @@ def _decode_rows(
     tl.store(token_ids + seq * Q + row, tl.maximum(tokens, 0), row < Q)
     tl.store(positions + seq * Q + row, position, row < Q)
     tl.store(kv_slots + seq * Q + row, kv_slot, row < Q)
-    tl.store(seq_lens + seq, start + Q)
+    tl.store(seq_lens + seq, tl.minimum(start + Q, num_pages * PAGE))
     for first in range(0, num_pages, BLOCK):
         at = first + tl.arange(0, BLOCK)
         pages = tl.load(page_table + at, at < num_pages, other=0)
