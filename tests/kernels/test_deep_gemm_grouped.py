@@ -111,13 +111,14 @@ def test_many_tokens_take_turns(library: Library, monkeypatch: pytest.MonkeyPatc
     assert library.calls == 2
     monkeypatch.setattr(grouped, "slices", lambda num, choices: moe_route.slices(num, choices, max_rows=10))
     in_turns = grouped.moe_experts_fp8(quantised, weights, experts, w13, w2)
-    assert library.calls == 2 + 2 * 3
+    assert library.calls == 2 + 2 * 4
     assert torch.equal(at_once, in_turns)
 
 
 def test_slices_are_few_and_equal() -> None:
     assert moe_route.slices(0, 8) == []
-    assert moe_route.slices(13, 2, max_rows=10) == [(0, 5), (5, 10), (10, 13)]
+    assert moe_route.slices(13, 2, max_rows=10) == [(0, 4), (4, 8), (8, 12), (12, 13)]
+    assert moe_route.slices(16500, 9) == [(0, 8252), (8252, 16500)]  # 4 scales are 16 bytes
     assert moe_route.slices(16384, 9) == [(0, 16384)]
     assert moe_route.slices(131072, 9) == [(first, first + 16384) for first in range(0, 131072, 16384)]
 

@@ -23,6 +23,7 @@ from millrace_kernels.triton.moe_route_few import FEW_TOKENS, route_few
 
 CHUNK = 32  # choices that one program, a single warp, ranks
 PLACE, PLACE_SCALED = 512, 64  # choices that one program places, and where their scales follow them
+ALIGNED = 4  # tokens, of which a column of 4 bytes each is 16
 MAX_ROWS = 9 << 14  # of a pass, before padding: 16,384 tokens of V3; more take turns, so scratch memory has a bound
 
 
@@ -175,7 +176,10 @@ def most_rows(num_tokens: int, choices: int, num_held: int, alignment: int) -> i
 
 
 def slices(num_tokens: int, choices: int, max_rows: int = MAX_ROWS) -> list[tuple[int, int]]:
-    """The tokens as few equal slices whose choices are at most max_rows."""
-    count = -(-num_tokens * choices // max_rows)
-    step = -(-num_tokens // max(count, 1))
-    return [(first, min(first + step, num_tokens)) for first in range(0, num_tokens, max(step, 1))]
+    """The tokens as few equal slices whose choices are at most max_rows. Each begins where its scales and its choices
+    begin at 16 bytes, as those of all tokens do: for another address Triton would compile the kernels again.
+    """
+    most = max(max_rows // choices // ALIGNED, 1) * ALIGNED
+    count = max(-(-num_tokens // most), 1)
+    step = max(-(-num_tokens // (count * ALIGNED)), 1) * ALIGNED
+    return [(first, min(first + step, num_tokens)) for first in range(0, num_tokens, step)]
