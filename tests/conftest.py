@@ -11,6 +11,8 @@ import pytest
 
 # Before torch is imported: several processes share few cores, where torch's own threads only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# As the entry points set it: ranks on GPUs share memory (millrace_kernels/peer), and their processes inherit it.
+os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 # Before triton is imported, also by others such as transformers: without a GPU its kernels run in its interpreter.
 if not glob.glob("/dev/nvidia[0-9]*"):
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -59,18 +59,18 @@ def serve(dims: ParallelDims, graphs: str, drafts: int, cuda: bool = False, exch
         return {}, [], [], []
     eager(rank.lockstep)
     one, said, measured, moved, spoke = rank.engine(), dict[int, list[int]](), [], [], []
+    after = balancer.report
     arrivals = {step: [asked()[step // 12]] for step in range(0, 72, 12) if (step // 12) % dims.dp == dims.dp_rank}
     for step in range(1000):
         for each in arrivals.get(step, []):
             one.submit(Submit(each))
         if step == STEPS:
             one.stop()
-        before = balancer.report
         for output in one.step().outputs:
             assert output.error is None, output.error
             said.setdefault(output.id.room, []).extend(token.token_id for token in output.tokens)
             spoke.append(step)
-        after = balancer.report
+        before, after = after, balancer.report  # another thread changes it at any time
         measured += [list(after.expert_imbalance)] if after.expert_imbalance != before.expert_imbalance else []
         moved += [step] if after.expert_moves > before.expert_moves else []
         if one.stopped:
