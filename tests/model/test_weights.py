@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from millrace_serve.model.checkpoint.headers import check_headers
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model
 from millrace_serve.model.parallel import ParallelDims
@@ -24,6 +25,14 @@ EXPERT = "model.layers.2.mlp.experts.3.down_proj.weight"
 
 def load(path: Path, dims: ParallelDims | None = None, dtype: torch.dtype = torch.float32) -> DeepseekV3:
     return load_model(path, dims or ParallelDims(), CPU, dtype)
+
+
+def _refused(path: Path, words: list[str]) -> None:
+    """By a load, and by a look at the headers."""
+    for read in (load, lambda path: check_headers(path, ModelConfig.load(path))):
+        with pytest.raises(CheckpointError) as error:
+            read(path)
+        assert all(word in str(error.value) for word in words), str(error.value)
 
 
 def parameters(model: DeepseekV3) -> dict[str, Tensor]:
@@ -102,9 +111,7 @@ def test_refusals_name_the_tensor(
     random_bf16: Path, tmp_path: Path, change: Callable[[Tensors], object], words: list[str]
 ) -> None:
     path = variant(random_bf16, tmp_path / "bad", change)
-    with pytest.raises(CheckpointError) as error:
-        load(path)
-    assert all(word in str(error.value) for word in words), str(error.value)
+    _refused(path, words)
 
 
 def test_every_rank_notices_a_bad_expert_of_another(random_bf16: Path, tmp_path: Path) -> None:
@@ -118,6 +125,7 @@ def test_every_rank_notices_a_bad_expert_of_another(random_bf16: Path, tmp_path:
     ("change", "words"),
     [
         (lambda t: t.pop(Q_B + "_scale_inv"), [Q_B + "_scale_inv", "missing", "[6, 1]"]),
+        (lambda t: t.pop(EXPERT + "_scale_inv"), [EXPERT + "_scale_inv", "missing", "[2, 1]"]),
         (lambda t: t.update({Q_B + "_scale_inv": torch.zeros(6, 2)}), [Q_B + "_scale_inv", "[6, 2]", "[6, 1]"]),
         (lambda t: t.update({Q_B + "_scale_inv": torch.zeros(6, 1).bfloat16()}), [Q_B + "_scale_inv", "BF16", "F32"]),
     ],
@@ -126,9 +134,7 @@ def test_fp8_scales_are_checked(
     random_fp8: Path, tmp_path: Path, change: Callable[[Tensors], object], words: list[str]
 ) -> None:
     path = variant(random_fp8, tmp_path / "bad", change)
-    with pytest.raises(CheckpointError) as error:
-        load(path)
-    assert all(word in str(error.value) for word in words), str(error.value)
+    _refused(path, words)
 
 
 def test_more_layers_in_the_config_than_in_the_file(random_bf16: Path, tmp_path: Path) -> None:

@@ -182,10 +182,8 @@ class Checkpoint:
     def claim(self, name: str, shape: Shape, *, optional: bool = False) -> None:
         if self._is_int4(name):
             self._packed(name, shape)
-        elif name in self._file_of or not optional:
-            self._header(name, shape, (*FLOATS, *QUANTISED))
-            if self._form is not None:
-                self._unclaimed.discard(name + self._form.suffix)
+        elif (name in self._file_of or not optional) and self._stored(name, shape).dtype in QUANTISED:
+            self._stored_scales(name, shape)
 
     def skip(self, prefix: str) -> None:
         """Tensors that the config describes and this process does not need."""
@@ -242,16 +240,19 @@ class Checkpoint:
         quantised = (self._form.dtype,) if self._form is not None and len(shape) == 2 else ()
         return self._header(name, shape, (*FLOATS, *quantised))
 
-    def _scales(self, name: str, shape: Shape, part: Part) -> Tensor:
-        """float32, of the blocks that the part touches, or of its rows."""
+    def _stored_scales(self, name: str, shape: Shape) -> Stored:
         assert self._form is not None, name
         name += self._form.suffix
         if not self._form.by_block:
-            stored = self._header(name, (shape[0], 1), ("F32", "BF16"))
-            return self._read(stored, Part(rows=part.rows)).flatten().float()
-        scale_shape = tuple(-(-size // BLOCK) for size in shape)
-        blocks = ((start // BLOCK, -(-stop // BLOCK)) for start, stop in part.of(shape))
-        return self._read(self._header(name, scale_shape, ("F32",)), Part(*blocks))
+            return self._header(name, (shape[0], 1), ("F32", "BF16"))
+        return self._header(name, tuple(-(-size // BLOCK) for size in shape), ("F32",))
+
+    def _scales(self, name: str, shape: Shape, part: Part) -> Tensor:
+        """float32, of the blocks that the part touches, or of its rows."""
+        stored = self._stored_scales(name, shape)
+        if self._form is not None and self._form.by_block:
+            return self._read(stored, Part(*((start // BLOCK, -(-stop // BLOCK)) for start, stop in part.of(shape))))
+        return self._read(stored, Part(rows=part.rows)).flatten().float()
 
     def _read(self, stored: Stored, part: Part) -> Tensor:
         rows = self._reader.tensor(stored, part.rows, self.device)
