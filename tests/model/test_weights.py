@@ -154,9 +154,10 @@ def test_unreadable_files(random_bf16: Path, tmp_path: Path) -> None:
     (empty / "model.safetensors").write_bytes(b"\x10" * 100)
     with pytest.raises(CheckpointError, match=r"model\.safetensors: cannot be read"):
         load(empty)
-    (empty / INDEX_FILE).write_text("{}")
-    with pytest.raises(CheckpointError, match="malformed index"):
-        load(empty)
+    for text in ("{", "{}", "[]", '{"weight_map": ["model.norm.weight"]}', '{"weight_map": {"model.norm.weight": 1}}'):
+        (empty / INDEX_FILE).write_text(text)
+        with pytest.raises(CheckpointError, match="malformed index"):
+            load(empty)
     (empty / INDEX_FILE).write_text(json.dumps({"weight_map": {"model.embed_tokens.weight": "gone.safetensors"}}))
     with pytest.raises(CheckpointError, match=r"gone\.safetensors"):
         load(empty)

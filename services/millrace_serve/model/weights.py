@@ -277,11 +277,10 @@ def checkpoint_files(directory: Path) -> dict[Path, list[str]]:
         if not (files := sorted(directory.glob("*.safetensors"))):
             raise CheckpointError(f"{directory}: no {INDEX_FILE} and no *.safetensors")
         return {file: [] for file in files}
+    found: dict[Path, list[str]] = {}
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (json.JSONDecodeError, KeyError, UnicodeDecodeError) as error:
+        for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
+            found.setdefault(directory / file, []).append(name)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index}: malformed index: {error}") from None
-    found: dict[str, list[str]] = {}
-    for name, file in weight_map.items():
-        found.setdefault(file, []).append(name)
-    return {directory / file: found[file] for file in sorted(found)}
+    return dict(sorted(found.items()))
