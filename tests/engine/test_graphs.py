@@ -223,5 +223,5 @@ def test_who_has_graphs(role: Role, options: dict[str, object], expected: bool) 
     built = load_rank(
         config, role, TINY, ParallelDims(), CPU, torch.float32, execution=Execution.model_validate(options)
     ).engine()
-    built.close()
     assert (built._runner._graphs is not None) is expected
+    built.close()
