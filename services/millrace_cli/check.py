@@ -32,7 +32,7 @@ def check(path: Path, gpu: str, overrides: Sequence[str]) -> None:
         )
         model = ModelConfig.load(path)
         if not config.random_weights:
-            check_headers(path, model)
+            check_headers(path, mtp=config.limits.draft_tokens > 0)
         tokenizer = Tokenizer.load(path)
     except (ConfigError, CheckpointError, configuration.ConfigError) as error:
         raise CommandError(str(error)) from error

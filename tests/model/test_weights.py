@@ -29,7 +29,7 @@ def load(path: Path, dims: ParallelDims | None = None, dtype: torch.dtype = torc
 
 def _refused(path: Path, words: list[str]) -> None:
     """By a load, and by a look at the headers."""
-    for read in (load, lambda path: check_headers(path, ModelConfig.load(path))):
+    for read in (load, check_headers):
         with pytest.raises(CheckpointError) as error:
             read(path)
         assert all(word in str(error.value) for word in words), str(error.value)
@@ -135,6 +135,20 @@ def test_fp8_scales_are_checked(
 ) -> None:
     path = variant(random_fp8, tmp_path / "bad", change)
     _refused(path, words)
+
+
+def test_an_mtp_layer_that_nobody_loads_may_be_missing(random_bf16: Path, tmp_path: Path) -> None:
+    """Trainers leave it out, and its number in config.json."""
+    layer = f"model.layers.{ModelConfig.load(random_bf16).num_hidden_layers}."
+
+    def shorten(tensors: Tensors) -> None:
+        for name in [name for name in tensors if name.startswith(layer)]:
+            del tensors[name]
+
+    path = variant(random_bf16, tmp_path / "short", shorten)
+    load_model(path, ParallelDims(), CPU, torch.float32, mtp=False)
+    check_headers(path, mtp=False)
+    _refused(path, [layer, "missing"])
 
 
 def test_more_layers_in_the_config_than_in_the_file(random_bf16: Path, tmp_path: Path) -> None:

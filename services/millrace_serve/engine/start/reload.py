@@ -51,4 +51,4 @@ def _check(site: Site, path: Path) -> None:
         theirs["eos_token_ids"] = ours["eos_token_ids"]
     if other := [f"{key}={theirs[key]!r}, not {ours[key]!r}" for key in ours if theirs[key] != ours[key]]:
         raise ValueError(f"its configuration is not that of the present weights: {'; '.join(other)}")
-    check_headers(path, config)
+    check_headers(path, mtp=site.model.num_nextn_predict_layers > 0)

@@ -12,8 +12,7 @@ from millrace_kernels.int8 import Matrix
 from torch import Tensor
 
 from millrace_serve.model.checkpoint.random_weights import META, RandomWeights
-from millrace_serve.model.config import ModelConfig
-from millrace_serve.model.deepseek_v3 import DeepseekV3
+from millrace_serve.model.deepseek_v3 import DeepseekV3, open_checkpoint
 from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.weights import WHOLE, Checkpoint, Part, Shape
 
@@ -40,8 +39,11 @@ class Headers(RandomWeights):
         self._checkpoint.claim(name, shape, optional=optional)
 
 
-def check_headers(directory: Path, config: ModelConfig) -> None:
-    """Raises CheckpointError, which names the tensor, when the weights are not those that `config` describes."""
-    checkpoint = Checkpoint(directory, config, META, torch.bfloat16, keep_quantised=True)
+def check_headers(directory: Path, *, mtp: bool = True) -> None:
+    """Raises CheckpointError, which names the tensor, when the weights are not those that config.json describes.
+
+    mtp: as in `load_model`.
+    """
+    checkpoint, config = open_checkpoint(directory, META, torch.bfloat16, keep_quantised=True, mtp=mtp)
     DeepseekV3(Headers(checkpoint), config, ParallelDims())
     checkpoint.finish()
