@@ -32,7 +32,8 @@ def kimi(*calls: tuple[str, str]) -> str:
 
 
 def v32(*calls: tuple[str, str]) -> str:
-    return f"{dsml.CALLS}\n" + "\n".join(invoke(name, json.loads(text)) for name, text in calls) + f"\n{dsml.CALLS_END}"
+    invokes = "\n".join(invoke(name, json.loads(text)) for name, text in calls)
+    return f"{dsml.GAP}{dsml.CALLS}\n{invokes}\n{dsml.CALLS_END}"
 
 
 def invoke(name: str, arguments: dict) -> str:
@@ -127,6 +128,8 @@ def test_what_models_do_to_the_format(output: str, text: str, calls: list) -> No
         (f"{dsml.CALLS}{dsml.CALL} na", f"{dsml.CALL} na", []),
         (f"{dsml.CALLS}{INVOKE}{dsml.PARAMETER} na", f"{dsml.PARAMETER} na", [("weather", "")]),
         (f"{dsml.CALLS} so {INVOKE} it {dsml.CALL_END}", " so it", [("weather", "{}")]),
+        (f"I look.\n\n\n{dsml.CALLS}{INVOKE}{dsml.CALL_END}", "I look.\n", [("weather", "{}")]),
+        (f"I look.\n{dsml.CALLS}{INVOKE}{dsml.CALL_END}", "I look.\n", [("weather", "{}")]),
     ],
 )
 def test_what_models_do_to_dsml(output: str, text: str, calls: list) -> None:

@@ -41,6 +41,8 @@ async def both(made: Cluster, says: str, finish: int = common_pb2.FINISH_REASON_
         async with client.responses.stream(**fields) as stream:  # the client puts it together
             async for _ in stream:
                 pass
+    for event in events:
+        type(event).model_validate(event.model_dump(), strict=True)
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
     told = events[-1].response
@@ -143,7 +145,8 @@ async def test_an_agent(serve: Callable) -> None:
     items: list[Any] = [{"role": "user", "content": "Weather?"}]
     async with client_of(made) as client:
         for name in ("weather", "time", ""):
-            say(made, f"Hm.{markers.THINK_END}" + (v32((name, '{"city": "Oslo"}')) if name else "Sunny at noon."))
+            says = "I look." + v32((name, '{"city": "Oslo"}')) if name else "Sunny at noon."
+            say(made, f"Hm.{markers.THINK_END}{says}")
             async with client.responses.stream(model="tiny", input=items, tools=TOOLS, reasoning=HIGH) as stream:
                 answer = await stream.get_final_response()
             items += answer.output
@@ -154,7 +157,7 @@ async def test_an_agent(serve: Callable) -> None:
     assert answer.output_text == "Sunny at noon." and answer.status == "completed"
     assert answer.model_extra is not None and answer.model_extra["system_fingerprint"] == "a"
     prompt = prompt_of(made)
-    assert prompt.count(f"{markers.THINK}Hm.{markers.THINK_END}\n\n<{markers.DSML}function_calls>") == 2
+    assert prompt.count(f"{markers.THINK}Hm.{markers.THINK_END}I look.\n\n<{markers.DSML}function_calls>") == 2
     assert prompt.endswith(markers.THINK) and "None" not in prompt
     assert prompt.index("Weather?") < prompt.index("sunny") < prompt.index("noon")
 

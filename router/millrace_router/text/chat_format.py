@@ -110,7 +110,7 @@ def structural_tag(tools: Sequence[Tool], style: Style, *, required: bool, paral
     begin, separator, end = _list_of_calls(style)
     calls = {
         "type": "tag",
-        "begin": begin,
+        "begin": dsml.GAP + begin if required and style is Style.V32 else begin,
         "content": {
             "type": "tags_with_separator",
             "tags": [_call(tool, style) for tool in tools],

@@ -1,13 +1,16 @@
 """Separation of tool calls in DeepSeek V3.2's markup from the text of the stream.
 
-    text <｜DSML｜function_calls>
+    text
+
+    <｜DSML｜function_calls>
     <｜DSML｜invoke name="f">
     <｜DSML｜parameter name="city" string="true">Oslo</｜DSML｜parameter>
     <｜DSML｜parameter name="days" string="false">[1, 2]</｜DSML｜parameter>
     </｜DSML｜invoke>
     </｜DSML｜function_calls>
 
-A parameter is the text itself (string="true") or JSON. They become one JSON object, told while it comes.
+The empty line before the calls is part of their mark: the template writes it again. A parameter is the text itself
+(string="true") or JSON. They become one JSON object, told while it comes.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from millrace_router.text.call_stream import CallParser
 from millrace_router.text.markers import DSML
 
 CALLS, CALLS_END = f"<{DSML}function_calls>", f"</{DSML}function_calls>"
+GAP = "\n\n"  # before CALLS
 CALL, CALL_END = f"<{DSML}invoke", f"</{DSML}invoke>"
 PARAMETER, PARAMETER_END = f"<{DSML}parameter", f"</{DSML}parameter>"
 _NAME, _STRING = re.compile(r'\sname="([^"]*)"'), re.compile(r'\sstring="true"')
@@ -44,9 +48,9 @@ class DsmlParser(CallParser):
     def _step(self) -> bool:
         match self._state:
             case _State.TEXT:
-                before, found = self._scanner.until(CALLS)
+                before, found = self._scanner.until(GAP + CALLS, CALLS)
                 self._text.append(before)
-                return self._go({CALLS: _State.BETWEEN}.get(found))
+                return self._go(_State.BETWEEN if found else None)
             case _State.BETWEEN:
                 before, found = self._scanner.until(CALL, CALLS_END)
                 self._between(before, closed=bool(found))
