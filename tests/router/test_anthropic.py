@@ -38,6 +38,9 @@ async def both(made: Cluster, text: str, finish: int = common_pb2.FINISH_REASON_
         whole = await client.messages.create(**fields)
         Message.model_validate(whole.model_dump(), strict=True)
         say(made, text, finish)
+        for event in [event async for event in await client.messages.create(**fields, stream=True)]:
+            type(event).model_validate(event.model_dump(), strict=True)
+        say(made, text, finish)
         async with client.messages.stream(**fields) as stream:
             kinds = [event.type async for event in stream]
             streamed = await stream.get_final_message()
@@ -62,6 +65,7 @@ async def test_text(pair: Cluster) -> None:
         prompt = len(pair.prefills[0].submitted[0].token_ids)
         assert answer.usage.input_tokens + answer.usage.cache_read_input_tokens == prompt
         assert answer.usage.output_tokens == 8 and "Be brief." in prompt_of(pair)
+        assert answer._request_id == pair.prefills[0].submitted[0].request_id
         async with client.messages.stream(**fields) as stream:
             text = "".join([piece async for piece in stream.text_stream])
             final = await stream.get_final_message()
@@ -151,11 +155,15 @@ async def test_an_agent(more: list[dict[str, str]], thoughts: int, serve: Callab
     assert prompt.index("Use tools.") < prompt.index("Weather?") < prompt.index("sunny") < prompt.index("noon")
 
 
-async def test_a_schema_for_the_answer(pair: Cluster) -> None:
-    async with client_of(pair) as client:
-        form = {"format": {"type": "json_schema", "schema": SCHEMA}}
-        await client.messages.create(model="tiny", max_tokens=2, messages=HELLO, output_config=form)
-    assert json.loads(grammar_of(pair).json_schema) == SCHEMA
+async def test_a_schema_for_the_answer(serve: Callable) -> None:
+    """V3.2 shows it in the prompt."""
+    made, form = await serve("v32"), {"format": {"type": "json_schema", "schema": SCHEMA}}
+    async with client_of(made) as client:
+        say(made, "{}")
+        await client.messages.create(model="tiny", max_tokens=99, messages=HELLO, output_config=form)
+        counted = await client.messages.count_tokens(model="tiny", messages=HELLO, output_config=form)
+    assert json.loads(grammar_of(made).json_schema) == SCHEMA and json.dumps(SCHEMA) in prompt_of(made)
+    assert counted.input_tokens == len(made.prefills[0].submitted[-1].token_ids)
 
 
 def user(*blocks: dict[str, Any]) -> dict[str, Any]:
@@ -222,8 +230,9 @@ async def test_errors_become_the_clients_exceptions(pair: Cluster) -> None:
     async with client_of(pair) as client:
         with pytest.raises(anthropic.NotFoundError, match="'other' is not served"):
             await client.messages.create(model="other", **fields)
-        with pytest.raises(anthropic.BadRequestError, match="no tool calls"):
+        with pytest.raises(anthropic.BadRequestError, match="no tool calls") as caught:
             await client.messages.create(model="tiny", tools=TOOLS, **fields)
+        assert caught.value.request_id == caught.value.body["request_id"]
         with pytest.raises(anthropic.NotFoundError):
             await client.messages.batches.list()
         pair.prefills[0].script.append(fails("LAYOUT_MISMATCH"))

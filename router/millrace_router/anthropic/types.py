@@ -156,11 +156,13 @@ class CountRequest(Translated):
         if self.messages and self.messages[-1].role == "assistant":
             raise invalid("messages", "must not end with one of the assistant: the model does not continue texts")
         system = [Turn(role="system", content=_joined(self.system))] if self.system else []
+        form = self.output_config.format
         return {
             "messages": [*system, *(turn for i, message in enumerate(self.messages) for turn in message.turns(i))],
             "tools": [tool.as_function() for tool in self.tools],
             "tool_choice": self._choice(),
             "parallel_tool_calls": not self.tool_choice.disable_parallel_tool_use,
+            "response_format": ResponseFormat(type="json_schema" if form is not None else "text", json_schema=form),
             **self.shared(self.thinking.type != "disabled" if self.thinking is not None else None),
         }
 
@@ -191,12 +193,10 @@ class MessagesRequest(CountRequest):
         return self.thinking is None or self.thinking.display != "omitted"
 
     def as_chat(self) -> ChatRequest:
-        form = self.output_config.format
         return ChatRequest(
             **self.conversation(),
             max_tokens=self.max_tokens,
             stop=self.stop_sequences,
-            response_format=ResponseFormat(type="json_schema" if form is not None else "text", json_schema=form),
             user=(self.metadata and self.metadata.user_id) or "",
         )
 

@@ -51,8 +51,13 @@ async def on_error(request: Request, error: Exception) -> Response:
         error = MillraceError(Reason.INTERNAL, f"{type(error).__name__}: {error}")
     headers = {"retry-after": str(math.ceil(error.retry_after_s))} if error.retry_after_s > 0 else {}
     if name := request_id.get():
-        headers["x-request-id"] = name
+        headers |= named(name)
     return json_answer(_body(request, error), error.row.http, headers)
+
+
+def named(name: str) -> dict[str, str]:
+    """The headers by which the clients of OpenAI and of Anthropic tell which request it was."""
+    return {"x-request-id": name, "request-id": name}
 
 
 def anthropic_error(error: MillraceError) -> dict[str, Any]:

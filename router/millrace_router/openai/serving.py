@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from millrace_router.edge.http_answers import json_answer, read_body
+from millrace_router.edge.http_answers import json_answer, named, read_body
 from millrace_router.flow.ask import Ask
 from millrace_router.flow.inference import Answer, Inference
 from millrace_router.flow.stream import Delta, Stream, gone
@@ -56,7 +56,7 @@ async def serve(
     if session_id := request.headers.get("x-session-id", ""):
         ask = replace(ask, session_id=session_id)
     answer = await inference.generate(ask, "http")
-    form, headers = form_of(answer), {"x-request-id": answer.request_id}
+    form, headers = form_of(answer), named(answer.request_id)
     watcher = asyncio.create_task(_watch(request, answer.stream))
     with contextlib.ExitStack() as ends:
         ends.callback(watcher.cancel)
