@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ from pydantic import BaseModel
 from router.fake_worker import FakeWorker
 from router.harness import Cluster
 from router.scripted import HELLO, SCHEMA, TOOLS, grammar_of, prompt_of, say
-from router.test_parsers import FORMS, WEATHER, v3
+from router.test_parsers import FORMS, WEATHER, v3, v31
 from tokenizers import Tokenizer as HfTokenizer
 
 CALLS = [("weather", WEATHER), ("time", "{}")]
@@ -168,13 +169,15 @@ async def test_thinking_is_an_argument_of_the_template(serve: Callable) -> None:
     made = await serve("v31")
     end = made.router.inference.tokenizer._hf.token_to_id(markers.THINK_END)
     async with client_of(made) as client:
-        for thinking in (False, True):
+        for thinking, fields in (
+            (False, {"extra_body": {"chat_template_kwargs": {"thinking": False}}}),
+            (True, {"extra_body": {"chat_template_kwargs": {"thinking": True}}}),
+            (False, {"reasoning_effort": "minimal"}),
+            (True, {"reasoning_effort": "low", "verbosity": "low"}),
+            (False, {"reasoning_effort": "low", "extra_body": {"chat_template_kwargs": {"thinking": False}}}),
+        ):
             say(made, ("Hm." + markers.THINK_END if thinking else "") + "{}")
-            said = await streamed(
-                client,
-                response_format={"type": "json_object"},
-                extra_body={"chat_template_kwargs": {"thinking": thinking}},
-            )
+            said = await streamed(client, response_format={"type": "json_object"}, **fields)
             assert said == ("Hm." if thinking else "", "{}", [], "stop")
             grammar = grammar_of(made)
             assert json.loads(grammar.json_schema) == {"type": "object"}
@@ -270,6 +273,49 @@ async def test_a_grammar_that_only_workers_can_refuse(pair: Cluster) -> None:
     answer = await pair.http.post("/v1/completions", json={"prompt": "x", "guided_regex": "(", "stream": True})
     assert answer.status_code == 400 and "parenthesis" in answer.json()["error"]["message"]
     assert len(pair.prefills[0].submitted) == 1, "no other worker would take it"
+
+
+async def test_answers_go_back_as_the_clients_objects(serve: Callable) -> None:
+    """They have a null for every field that the answer did not have."""
+    made = await serve("v31")
+    async with client_of(made) as client:
+        say(made, v31(*CALLS))
+        message = (await client.chat.completions.create(model="tiny", messages=HELLO, tools=TOOLS)).choices[0].message
+        results = [{"role": "tool", "tool_call_id": call.id, "content": "x"} for call in message.tool_calls]
+        dumped = message.model_dump()
+        assert dumped["function_call"] is dumped["audio"] is None
+        for said in (message, dumped, dumped | {"annotations": []}):
+            say(made, "Done.")
+            answer = await client.chat.completions.create(model="tiny", messages=[*HELLO, said, *results], tools=TOOLS)
+            assert answer.choices[0].message.content == "Done."
+    assert len({tuple(request.token_ids) for request in made.prefills[0].submitted[1:]}) == 1
+
+
+async def test_nulls_are_absent_fields(serve: Callable) -> None:
+    made, messages = await serve("v31"), {"messages": HELLO, "max_tokens": 2}
+    schema, nulls = {"enum": ["a", None], "default": None}, {"strict": None, "defer_loading": None}
+    for path, body in (
+        ("/v1/chat/completions", {**messages, "stream_options": {"include_usage": None}}),
+        ("/v1/responses", {"input": [{"role": "user", "content": "x", "phase": None}], "text": {"format": None}}),
+        ("/v1/responses", {"input": "x", "tools": [{"type": "function", "name": "f", "parameters": schema, **nulls}]}),
+        ("/v1/messages", {**messages, "tools": [{"name": "f", "input_schema": schema, **nulls}]}),
+        ("/v1/messages", {**messages, "tool_choice": {"type": "auto", "disable_parallel_tool_use": None}}),
+    ):
+        say(made, "Done.")
+        answer = await made.http.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        assert "tools" not in body or json.dumps(schema) in prompt_of(made), "nulls within JSON stay"
+
+
+def test_a_template_chooses_the_format_by_a_mark_in_a_comment(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Whatever the folder's own template and vocabulary say."""
+    marks = {Style.V3: "<｜tool▁calls▁begin｜> ```json", Style.V31: "<｜tool▁calls▁begin｜>", Style.V32: markers.DSML,
+             Style.KIMI: markers.KIMI.calls}  # fmt: skip
+    for (style, mark), folder in itertools.product(marks.items(), folders.values()):
+        file = tmp_path / "mine.jinja"
+        file.write_text(f"{{# {mark} #}}{{{{ messages[0].content }}}}")
+        tokenizer = Tokenizer.load(folder, str(file))
+        assert tokenizer.format.style is style and tokenizer.render(HELLO) == "Weather?"
 
 
 def test_formats_are_found_out(folders: dict[str, Path], model_folder: Path, tmp_path: Path) -> None:

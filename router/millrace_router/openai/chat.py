@@ -47,6 +47,7 @@ class Turn(Strict):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     refusal: str | None = None
+    annotations: list[Any] | None = None  # OpenAI's answers have them, templates do not show them
 
     def as_message(self, i: int) -> dict[str, Any]:
         """The form for chat templates."""
@@ -98,6 +99,7 @@ def _few(arguments: Any) -> Any:
     return arguments
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Scalar = str | bool | int | float | None
 Arguments = Annotated[dict[str, Scalar], Field(max_length=MAX_ARGUMENTS), BeforeValidator(_few)]
 
@@ -129,7 +131,10 @@ class Conversation(Strict):
 
 
 class ChatRequest(Conversation, Common):
+    """`reasoning_effort`: thoughts or none, for templates that have the choice."""
+
     max_completion_tokens: int | None = None
+    reasoning_effort: Effort | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
 
@@ -138,8 +143,10 @@ class ChatRequest(Conversation, Common):
         return bool(self.tools) and self.tool_choice != "none"
 
     def as_chat(self) -> Chat:
-        chat, shown = super().as_chat(), self.response_format.shown()
-        return chat if shown is None else chat._replace(arguments={"response_format": shown, **chat.arguments})
+        chat, shown, effort = super().as_chat(), self.response_format.shown(), self.reasoning_effort
+        more = {"thinking": None if effort is None else effort not in ("none", "minimal"), "response_format": shown}
+        given = {name: value for name, value in more.items() if value is not None}
+        return chat._replace(arguments=given | chat.arguments) if given else chat
 
     def ask(self, request_id: str) -> Ask:
         if self.top_logprobs is not None and not self.logprobs:

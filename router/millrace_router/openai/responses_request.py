@@ -11,6 +11,7 @@ from millrace_router.openai.chat import (
     CalledFunction,
     CalledTool,
     ChatRequest,
+    Effort,
     Function,
     FunctionName,
     FunctionTool,
@@ -101,7 +102,7 @@ class TextConfig(Strict):
 class ReasoningConfig(Strict):
     """`effort`: thoughts or none, for templates that have the choice. They come whole, so `summary` is ignored."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Effort | None = None
     summary: str | None = None
     generate_summary: str | None = None
 
@@ -142,7 +143,7 @@ class ResponsesRequest(Translated):
     user: str = ""
 
     def as_chat(self) -> ChatRequest:
-        effort, choice, form = self.reasoning.effort, self.tool_choice, self.text.format
+        choice, form = self.tool_choice, self.text.format
         system = [Turn(role="system", content=self.instructions)] if self.instructions else []
         schema = form if form.type == "json_schema" else None
         return ChatRequest(
@@ -152,8 +153,9 @@ class ResponsesRequest(Translated):
             parallel_tool_calls=self.parallel_tool_calls,
             max_tokens=self.max_output_tokens,
             response_format=ResponseFormat(type=form.type, json_schema=schema),
+            reasoning_effort=self.reasoning.effort,
             user=self.user,
-            **self.shared(None if effort is None else effort not in ("none", "minimal")),
+            **self.shared(None),
         )
 
 

@@ -9,14 +9,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from millrace_rpc.errors import MillraceError
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from millrace_router.flow.validate import invalid
 from millrace_router.openai.chat import MAX_ARGUMENTS, Arguments, ChatRequest
-from millrace_router.openai.types import Strict
+from millrace_router.openai.types import Nullable, Strict
 
 
-class Lenient(BaseModel):
+class Lenient(Nullable):
     """What clients send back as it came: its further fields do not change what the model reads."""
 
     model_config = ConfigDict(extra="ignore", strict=True)

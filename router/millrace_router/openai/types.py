@@ -15,7 +15,7 @@ from millrace_common import grammar_text
 from millrace_common.reasons import Reason
 from millrace_common.sampling_limits import NUMBERS
 from millrace_rpc.errors import MillraceError
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from millrace_router.flow.ask import Ask, Prompt
 from millrace_router.flow.validate import invalid
@@ -27,11 +27,15 @@ UNSUPPORTED = {  # by name, with the reason or what to do instead
     "function_call": "use tool_choice",
     "functions": "use tools",
     "modalities": "only text is generated",
+    "moderation": "nothing is moderated",
     "prediction": "nothing is made faster by it",
     "suffix": "the model continues a text, it does not fill one in",
     "web_search_options": "the model has no network",
 }
-IGNORED = frozenset({"metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store"})
+IGNORED = frozenset(
+    {"metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier"}
+    | {"service_tier", "store", "verbosity"}
+)
 
 T = TypeVar("T")
 Items = Annotated[list[T], Field(fail_fast=True)]  # only the first mistake is reported: a body may hold a million
@@ -41,7 +45,18 @@ MISTAKES = 100  # of a request; larger ones are not checked in detail
 DEEP = ("messages", "output_config", "response_format", "text", "tools")  # fields that hold JSON values of any form
 
 
-class Strict(BaseModel):
+class Nullable(BaseModel):
+    """Clients send objects of their own types back with null in every field that the answer did not have."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, values: Any) -> Any:
+        if isinstance(values, dict) and None in values.values():
+            return {name: value for name, value in values.items() if value is not None}
+        return values
+
+
+class Strict(Nullable):
     """Of a whole request some fields are ignored, and some are refused with a reason."""
 
     IGNORED: ClassVar[frozenset[str]] = IGNORED
