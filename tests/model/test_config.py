@@ -99,6 +99,16 @@ def test_int8_as_it_is_published() -> None:
         ({"rope_scaling": {"type": "linear", "factor": 2}}, ["rope_scaling.type", "linear"]),
         ({"rope_scaling": {"type": "yarn", "factor": 2}}, ["original_max_position_embeddings"]),
         ({"rope_scaling": 4}, ["rope_scaling", "4"]),
+        ({"model_type": ["deepseek_v3"]}, ["model_type=['deepseek_v3']"]),
+        ({"quantization_config": "fp8"}, ["quantization_config='fp8' is not an object"]),
+        ({"quantization_config": {"quant_method": ["fp8"]}}, ["quant_method=\"['fp8']\""]),
+        ({"quantization_config": {**COMPRESSED, "format": {}}}, ["format='{}'"]),
+        ({"quantization_config": {**COMPRESSED, "config_groups": ["a"]}}, ["config_groups=['a'] is not an object"]),
+        ({"quantization_config": {**COMPRESSED, "config_groups": {"a": 1}}}, ["config_groups.a=1 is not an object"]),
+        (
+            {"quantization_config": {**COMPRESSED, "config_groups": {"a": {"weights": 4}}}},
+            ["config_groups.a.weights=4 is not an object"],
+        ),
         ({"quantization_config": {**QUANTIZATION, "quant_method": "awq"}}, ["quantization_config.quant_method", "awq"]),
         ({"quantization_config": {**QUANTIZATION, "weight_block_size": [1, 128]}}, ["weight_block_size", "[1, 128]"]),
         ({"quantization_config": {"quant_method": "fp8"}}, ["weight_block_size", "None"]),
@@ -151,11 +161,12 @@ def test_unreadable_files(tmp_path: Path, content: bytes | None) -> None:
         ModelConfig.load(tmp_path)
 
 
-def test_weights_of_modelopt_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("quantization", "said"), [({"quant_algo": "NVFP4"}, "'NVFP4'"), ({}, "None"), ("x", "None")])
+def test_weights_of_modelopt_are_refused(quantization: object, said: str, tmp_path: Path) -> None:
     """nvidia/DeepSeek-V3.1-NVFP4: config.json says nothing of it."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
-    with pytest.raises(ConfigError, match=r"hf_quant_config.json: quant_algo='NVFP4' is not supported"):
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
+    with pytest.raises(ConfigError, match=rf"hf_quant_config.json: quant_algo={said} is not supported"):
         ModelConfig.load(tmp_path)
 
 

@@ -134,7 +134,8 @@ class ModelConfig(BaseModel):
         """
         path, modelopt = Path(directory) / CONFIG_FILE, Path(directory) / MODELOPT_FILE
         if modelopt.exists():
-            method = _read(modelopt).get("quantization", {}).get("quant_algo")
+            quantization = _read(modelopt).get("quantization")
+            method = quantization.get("quant_algo") if isinstance(quantization, dict) else None
             raise ConfigError(f"{modelopt}: quant_algo={method!r} is not supported: weights of ModelOpt cannot be read")
         config = cls.parse(_read(path), str(path))
         ends = list(config.eos_token_ids)
@@ -147,7 +148,7 @@ class ModelConfig(BaseModel):
     def parse(cls, raw: dict[str, Any], source: str = CONFIG_FILE) -> ModelConfig:
         """`raw` in the published layout, or in the layout that transformers 5 writes (`rope_parameters`)."""
         try:
-            if (absent := ABSENT.get(raw.get("model_type", ""))) is not None:
+            if (absent := ABSENT.get(str(raw.get("model_type")))) is not None:
                 raise ValueError(f"model_type={raw['model_type']!r} is not supported: it needs {absent}")
             for key, values in SUPPORTED.items():
                 if key in raw and raw[key] not in values:
@@ -241,9 +242,7 @@ def _indexer(raw: dict[str, Any]) -> dict[str, Any]:
 
 def _rope(raw: dict[str, Any]) -> dict[str, Any]:
     """Both spellings: `rope_theta` + `rope_scaling` as published, `rope_parameters` holding both in transformers 5."""
-    merged = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if not isinstance(merged, dict):
-        raise ValueError(f"rope_scaling={merged!r} is not an object")
+    merged = _object(raw.get("rope_parameters") or raw.get("rope_scaling") or {}, "rope_scaling")
     kind = merged.get("rope_type", merged.get("type", "default"))
     values: dict[str, Any] = {
         "rope_theta": merged.get("rope_theta", raw.get("rope_theta", 10000.0)),
@@ -263,7 +262,7 @@ def _quantization(raw: dict[str, Any]) -> dict[str, Any]:
     quant, where = raw.get("quantization_config"), "quantization_config"
     if quant is None:
         return {"fp8_blocks": False, "int8": "", "int4_experts": False}
-    method = quant.get("quant_method")
+    method = str(_object(quant, where).get("quant_method"))
     if method == "compressed-tensors":
         return _compressed(quant, where)
     if method not in QUANTISATIONS:
@@ -274,22 +273,29 @@ def _quantization(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compressed(quant: dict[str, Any], where: str) -> dict[str, Any]:
-    if (kind := quant.get("format")) not in COMPRESSED:
+    if (kind := str(quant.get("format"))) not in COMPRESSED:
         raise _unknown(f"{where}.format", kind, COMPRESSED)
     schemes, fields = COMPRESSED[kind]
     if transform := quant.get("transform_config"):
         raise ValueError(f"{where}.transform_config={transform!r} is not supported (supported: none)")
-    groups = quant.get("config_groups") or {}
+    groups = _object(quant.get("config_groups") or {}, f"{where}.config_groups")
     if len(groups) != 1:
         raise ValueError(f"{where}.config_groups: {len(groups)} groups are not supported (supported: one)")
     for name, group in groups.items():
         of_group = f"{where}.config_groups.{name}"
         for part in PARTS:
+            found = _object(group, of_group).get(part)
             if part in schemes:
-                _require(group.get(part) or {}, schemes[part], f"{of_group}.{part}")
+                _require(_object(found or {}, f"{of_group}.{part}"), schemes[part], f"{of_group}.{part}")
             else:
                 _require(group, {part: None}, of_group)
     return fields
+
+
+def _object(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}={value!r} is not an object")
+    return value
 
 
 def _unknown(field: str, value: object, supported: Iterable[str]) -> ValueError:
