@@ -1,14 +1,14 @@
 """The published members of V3's family, reduced: the shape rules of each, logits and greedy tokens against
-transformers, from a single file, from shards and from FP8.
+transformers, from a single file, from shards, from FP8, and of R1 from INT8.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -149,30 +149,46 @@ def test_logits_and_greedy_tokens(form: str, member: Member) -> None:
 
 
 def test_fp8_weights(member: Member) -> None:
-    """The reference has the weights that FP8 left. Products of few tokens run on FP8 weights without more rounding."""
+    """Products of few tokens run on FP8 weights without more rounding."""
     assert ModelConfig.load(member.fp8).fp8_blocks
-    prompt = random_prompt(100, VOCAB, 1)
-    dequantised = driver(member.fp8).step([(Seq(prompt), 100)])
-    few = driver(member.fp8, keep_quantised=True).step([(Seq(prompt), SMALL_TOKENS)])
-    saved = {name: param.clone() for name, param in member.hf.state_dict().items()}
-    try:
-        member.hf.load_state_dict({name: as_fp8(name, param) for name, param in saved.items()})
-        assert_close(dequantised, member.logits(prompt), MODEL_TOLERANCE)
-        check_greedy_tokens(member, driver(member.fp8))
-    finally:
-        member.hf.load_state_dict(saved)
-    expected = dequantised[:SMALL_TOKENS]
-    errors = (few - expected).norm(dim=1) / expected.norm(dim=1)
+    expected = check_quantised(member, member.fp8, lambda w: dequant_blocks(*quant_blocks(w), torch.float32))
+    few = driver(member.fp8, keep_quantised=True).step([(Seq(random_prompt(100, VOCAB, 1)), SMALL_TOKENS)])
+    errors = (few - expected[:SMALL_TOKENS]).norm(dim=1) / expected[:SMALL_TOKENS].norm(dim=1)
     assert float(errors.median()) <= FEW_TOLERANCE, "a row or two may choose other experts"
 
 
-def as_fp8(name: str, param: Tensor) -> Tensor:
-    """What is left of a weight; transformers keeps those of a layer's experts in one tensor."""
-    if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-        halves = [part for expert in param for part in expert.chunk(2 if "gate_up" in name else 1)]
-        return torch.cat([rounded(half) for half in halves]).view_as(param)
-    return rounded(param) if QUANTISED.fullmatch(name) else param
+@pytest.mark.parametrize("form", ["int8", "int8-block"])
+@pytest.mark.parametrize("member", ["deepseek-v3"], indirect=True)
+def test_int8_weights(form: Literal["int8", "int8-block"], member: Member, tmp_path: Path) -> None:
+    def rounded(weight: Tensor) -> Tensor:
+        out, size = weight.clone(), 128 if form == "int8-block" else max(weight.shape)
+        for tile in (tile for rows in out.split(size) for tile in rows.split(size, 1)):
+            scale = tile.abs().amax((0, 1) if form == "int8-block" else 1, keepdim=True) / 127
+            tile.copy_((tile / scale).round() * scale)
+        return out
+
+    export(member.single, tmp_path / form, form)
+    assert ModelConfig.load(tmp_path / form).int8 == form
+    check_quantised(member, tmp_path / form, rounded)
 
 
-def rounded(weight: Tensor) -> Tensor:
-    return dequant_blocks(*quant_blocks(weight), torch.float32)
+def check_quantised(member: Member, folder: Path, rounded: Callable[[Tensor], Tensor]) -> Tensor:
+    """The reference has the weights that the form left. The logits of a prompt."""
+
+    def left(name: str, param: Tensor) -> Tensor:
+        """transformers keeps the weights of a layer's experts in one tensor."""
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            halves = [part for expert in param for part in expert.chunk(2 if "gate_up" in name else 1)]
+            return torch.cat([rounded(half) for half in halves]).view_as(param)
+        return rounded(param) if QUANTISED.fullmatch(name) else param
+
+    prompt = random_prompt(100, VOCAB, 1)
+    dequantised = driver(folder).step([(Seq(prompt), 100)])
+    saved = {name: param.clone() for name, param in member.hf.state_dict().items()}
+    try:
+        member.hf.load_state_dict({name: left(name, param) for name, param in saved.items()})
+        assert_close(dequantised, member.logits(prompt), MODEL_TOLERANCE)
+        check_greedy_tokens(member, driver(folder))
+    finally:
+        member.hf.load_state_dict(saved)
+    return dequantised
