@@ -155,6 +155,30 @@ async def test_an_agent(more: list[dict[str, str]], thoughts: int, serve: Callab
     assert prompt.index("Use tools.") < prompt.index("Weather?") < prompt.index("sunny") < prompt.index("noon")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_clients_own_agent(stream: bool, serve: Callable) -> None:
+    """It asks for a thread that the server keeps, and goes on without one."""
+    asked: list[str] = []
+
+    @anthropic.beta_async_tool
+    async def weather(city: str) -> str:
+        asked.append(city)
+        return "sunny"
+
+    made = await serve("v32")
+    say(made, f"Hm.{markers.THINK_END}I look." + v32(("weather", '{"city": "Oslo"}')))
+    say(made, f"So.{markers.THINK_END}Sunny.")
+    async with client_of(made) as client:
+        runner = client.beta.messages.tool_runner(
+            model="tiny", max_tokens=500, messages=HELLO, tools=[weather], thinking=THINKING, stream=stream
+        )
+        answer = await runner.until_done()
+    assert asked == ["Oslo"] and [block.type for block in answer.content] == ["thinking", "text"]
+    assert answer.content[1].text == "Sunny." and answer.stop_reason == "end_turn"
+    assert f"Hm.{markers.THINK_END}I look.\n\n<{markers.DSML}function_calls>" in prompt_of(made)
+    assert "sunny" in prompt_of(made) and len(made.decodes[0].submitted) == 2
+
+
 async def test_a_schema_for_the_answer(serve: Callable) -> None:
     """V3.2 shows it in the prompt."""
     made, form = await serve("v32"), {"format": {"type": "json_schema", "schema": SCHEMA}}
@@ -202,6 +226,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {  # what is wrong: (fields, words)
     ),
     "arguments": ({"thinking": THINKING, "chat_template_kwargs": {str(i): i for i in range(16)}}, "at most 16 entries"),
     "container": ({"container": "x"}, "container is not supported: nothing is run here"),
+    "fallbacks": ({"fallbacks": [{"model": "x"}]}, "unknown or unsupported field fallbacks"),
     "schema": (
         {"output_config": {"format": {"type": "json_schema", "schema": {"title": "x" * 70_000}}}},
         "output_config has a json_schema that cannot be used",

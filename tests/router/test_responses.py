@@ -10,6 +10,7 @@ import openai
 import pytest
 from millrace.v1 import common_pb2
 from millrace_router.text import markers
+from openai.lib.responses_tool_runner import AsyncRegisteredFunction, AsyncResponsesToolRunner
 from openai.types.responses import Response, ResponseFunctionToolCall
 from pydantic import BaseModel
 from router.fake_worker import fails, failure, hangs, output
@@ -160,6 +161,26 @@ async def test_an_agent(serve: Callable) -> None:
     assert prompt.count(f"{markers.THINK}Hm.{markers.THINK_END}I look.\n\n<{markers.DSML}function_calls>") == 2
     assert prompt.endswith(markers.THINK) and "None" not in prompt
     assert prompt.index("Weather?") < prompt.index("sunny") < prompt.index("noon")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_clients_own_agent(stream: bool, serve: Callable) -> None:
+    asked: list[dict[str, object]] = []
+
+    async def weather(arguments: dict[str, object]) -> str:
+        asked.append(arguments)
+        return "sunny"
+
+    made = await serve("v32")
+    say(made, f"Hm.{markers.THINK_END}I look." + v32(("weather", '{"city": "Oslo"}')))
+    say(made, f"So.{markers.THINK_END}Sunny.")
+    runner = AsyncResponsesToolRunner(functions=[AsyncRegisteredFunction(TOOLS[0], weather)])
+    async with client_of(made) as client:
+        fields = {"model": "tiny", "input": [{"role": "user", "content": "Weather?"}], "reasoning": HIGH}
+        answer = await runner.run(client, fields, stream=stream)
+    assert asked == [{"city": "Oslo"}] and answer.output_text == "Sunny." and answer.status == "completed"
+    assert f"Hm.{markers.THINK_END}I look.\n\n<{markers.DSML}function_calls>" in prompt_of(made)
+    assert "sunny" in prompt_of(made)
 
 
 async def test_what_the_model_sees_of_the_items(serve: Callable) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 
 class Message(TypedDict):
@@ -26,8 +26,11 @@ class MessageTokens(TypedDict):
 
 
 class MessageErrorFacts(TypedDict):
+    """`details`: of a refused `thread`."""
+
     type: str
     message: str
+    details: NotRequired[dict[str, Any]]
 
 
 class MessageError(TypedDict):

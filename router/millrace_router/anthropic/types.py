@@ -141,6 +141,7 @@ class CountRequest(Translated):
     UNSUPPORTED: ClassVar = {
         "container": "nothing is run here",
         "mcp_servers": "the model has no network; give tools and run them yourself",
+        "thread": "this server keeps nothing: send the whole conversation as messages",
     }
     NAMES: ClassVar = {"stop": "stop_sequences", "response_format": "output_config"}
 

@@ -61,8 +61,11 @@ def named(name: str) -> dict[str, str]:
 
 
 def anthropic_error(error: MillraceError) -> dict[str, Any]:
-    kind = ANTHROPIC_TYPES.get(error.row.http, "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id.get() or None}
+    facts: dict[str, Any] = {"type": ANTHROPIC_TYPES.get(error.row.http, "invalid_request_error")}
+    facts["message"] = error.message
+    if error.param == "thread":  # Anthropic's tool runner asks for one first, and goes on without when it reads this
+        facts["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    return {"type": "error", "error": facts, "request_id": request_id.get() or None}
 
 
 def _body(request: Request, error: MillraceError) -> dict[str, Any]:
