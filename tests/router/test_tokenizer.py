@@ -103,6 +103,27 @@ def test_unusable_tokenizers(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ([], "no usable tokenizer"),
+        ({"chat_template": [{"name": "default", "template": "x"}]}, "the chat template is no text but list"),
+        ({"bos_token": 1}, "a token that is no text: 1"),
+        ({"eos_token": {"content": []}}, "a token that is no text"),
+    ],
+)
+def test_malformed_configurations_of_tokenizers(config: object, words: str, tmp_path: Path) -> None:
+    (write_tokenizer(tmp_path) / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=words):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_template_that_is_no_text(tmp_path: Path) -> None:
+    (write_tokenizer(tmp_path) / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=r"no usable tokenizer .* can't decode"):
+        Tokenizer.load(tmp_path)
+
+
 def test_no_template(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": EOS}))

@@ -69,15 +69,15 @@ class Tokenizer:
         ConfigError without a usable tokenizer.
         """
         folder = Path(folder)
-        try:
-            tokenizer = load_tokenizer(folder)
-            config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"model: no usable tokenizer in {folder}: {error}") from error
         file = Path(chat_template) if chat_template else folder / "chat_template.jinja"
         if chat_template and not file.exists():
             raise ConfigError(f"chat_template: there is no file {chat_template}")
-        template = file.read_text(encoding="utf-8") if file.exists() else config.get("chat_template")
+        try:
+            tokenizer = load_tokenizer(folder)
+            config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+            template = file.read_text(encoding="utf-8") if file.exists() else config.get("chat_template")
+        except (OSError, ValueError, AttributeError) as error:
+            raise ConfigError(f"model: no usable tokenizer in {folder}: {error}") from error
         if template is None and markers.DSML in tokenizer.get_vocab():
             template = V32_TEMPLATE.read_text(encoding="utf-8")
         return cls(tokenizer, config, template)
@@ -182,10 +182,15 @@ def _with_system(messages: Sequence[Mapping[str, Any]], text: str) -> list[Mappi
 
 def _content(token: Any) -> str | None:
     """tokenizer_config.json writes a token as its text or as an object with it."""
-    return token.get("content") if isinstance(token, dict) else token
+    text = token.get("content") if isinstance(token, dict) else token
+    if text is not None and not isinstance(text, str):
+        raise ConfigError(f"model: {CONFIG} has a token that is no text: {text!r}")
+    return text
 
 
-def _compile(source: str) -> jinja2.Template:
+def _compile(source: Any) -> jinja2.Template:
+    if not isinstance(source, str):
+        raise ConfigError(f"model: the chat template is no text but {type(source).__name__}")
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=EXTENSIONS
     )
