@@ -79,13 +79,16 @@ def test_int8_as_it_is_published() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "llama"}, ["model_type", "llama", "deepseek_v3"]),
+        ({"model_type": "llama"}, ["model_type", "llama", "deepseek_v3", "kimi_k2", "deepseek_v32"]),
         ({"model_type": "deepseek_v32"}, ["index_n_heads", "None"]),
         ({**SPARSE, "index_topk": 0}, ["index_topk=0"]),
         ({**SPARSE, "index_head_dim": 96}, ["index_head_dim=96", "power of 2"]),
         ({**SPARSE, "index_head_dim": 32}, ["index_head_dim=32", "qk_rope_head_dim=64"]),
         ({**SPARSE, "q_lora_rank": None}, ["index_topk", "q_lora_rank"]),
-        ({"model_type": "glm_moe_dsa"}, ["glm_moe_dsa", "sparse attention"]),
+        ({**SPARSE, "indexer_rope_interleave": True}, ["indexer_rope_interleave=True"]),
+        ({**SPARSE, "index_topk_freq": 4}, ["index_topk_freq=4"]),
+        ({**SPARSE, "index_topk_pattern": "FSSF"}, ["index_topk_pattern='FSSF'"]),
+        ({"model_type": "glm_moe_dsa"}, ["glm_moe_dsa", "sparse attention", "rotates in pairs"]),
         ({"model_type": "deepseek_v4"}, ["deepseek_v4", "compressed attention"]),
         ({"model_type": "kimi_k25"}, ["kimi_k25", "vision"]),
         ({"model_type": "kimi_linear"}, ["kimi_linear", "Kimi Delta Attention"]),

@@ -30,6 +30,9 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
     "rope_interleave": (True, None),
     "ep_size": (1,),
     "tie_word_embeddings": (False,),
+    "indexer_rope_interleave": (False, None),
+    "index_topk_freq": (1, None),  # above 1 and with a pattern several layers share the chosen tokens
+    "index_topk_pattern": (None,),
 }
 
 # Methods of `quantization_config`: what it must say, and the fields of ModelConfig that follow.
@@ -59,7 +62,7 @@ USUAL = ("fmt", "activation_scheme")  # keys that may be left out
 # Relatives of V3, and what a forward pass of theirs needs that this model does not have.
 ABSENT = {
     "deepseek_v2": "gates with softmax scores and greedy choice",
-    "glm_moe_dsa": "sparse attention, whose chosen tokens several layers share",
+    "glm_moe_dsa": "sparse attention whose indexer rotates in pairs and whose choice several layers may share",
     "deepseek_v4": "compressed attention, hyper-connections and FP4 experts",
     "kimi_k25": "a vision tower",
     "kimi_linear": "Kimi Delta Attention",
@@ -152,7 +155,7 @@ class ModelConfig(BaseModel):
                 raise ValueError(f"model_type={raw['model_type']!r} is not supported: it needs {absent}")
             for key, values in SUPPORTED.items():
                 if key in raw and raw[key] not in values:
-                    raise ValueError(f"{key}={raw[key]!r} is not supported (supported: {values[0]!r})")
+                    raise _unknown(key, raw[key], values)
             config = cls.model_validate({**raw, **_rope(raw), **_quantization(raw), **_indexer(raw)})
         except ValidationError as error:
             lines = [
