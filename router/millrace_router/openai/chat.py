@@ -144,9 +144,10 @@ class ChatRequest(Conversation, Common):
 
     def as_chat(self) -> Chat:
         chat, shown, effort = super().as_chat(), self.response_format.shown(), self.reasoning_effort
-        more = {"thinking": None if effort is None else effort not in ("none", "minimal"), "response_format": shown}
+        thinking = None if effort is None else effort not in ("none", "minimal")
+        more = {"thinking": thinking, "response_format": shown}
         given = {name: value for name, value in more.items() if value is not None}
-        return chat._replace(arguments=given | chat.arguments) if given else chat
+        return chat._replace(arguments={**given, **chat.arguments}) if given else chat
 
     def ask(self, request_id: str) -> Ask:
         if self.top_logprobs is not None and not self.logprobs:
