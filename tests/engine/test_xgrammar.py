@@ -183,6 +183,12 @@ def test_special_tokens_and_padding_are_never_allowed(compiler: XgrammarCompiler
     assert not np.unpackbits(padded.mask.view(np.uint8), bitorder="little")[1024:1100].any()
 
 
+def test_an_end_in_the_last_bit_of_a_word() -> None:
+    mask = XgrammarCompiler(paths.TINY, 1024, [EOS, 31]).no_stop()
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+    assert np.flatnonzero(bits == 0).tolist() == sorted((EOS, 31))
+
+
 def test_structural_tag(compiler: XgrammarCompiler) -> None:
     matcher = compiler.compile(Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(TAG)))()
     assert all(matcher.accept(token) for token in TOKENIZER.encode("<call>7</call>", add_special_tokens=False).ids)

@@ -37,7 +37,7 @@ class XgrammarCompiler:
         self._compiler: xgrammar.GrammarCompiler | None = None
         self._no_stop = np.full(-(-vocab_size // 32), ALL)
         for token in self._eos:
-            self._no_stop[token // 32] &= ~(1 << token % 32)
+            self._no_stop.view(np.uint32)[token // 32] &= ~np.uint32(1 << token % 32)
 
     def no_stop(self) -> np.ndarray:
         return self._no_stop
