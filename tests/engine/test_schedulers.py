@@ -89,6 +89,21 @@ def test_the_last_to_arrive_of_the_lowest_priority_is_preempted_and_recomputed(o
     driver.check_whole()
 
 
+def test_a_preempted_prompt_that_goes_on_has_neither_cached_nor_recomputed_tokens(overlap):
+    """Its own pages lie in the prefix cache meanwhile; nobody else has computed a token of it."""
+    driver = Driver(Role.UNIFIED, num_pages=9, max_prefill_tokens=2, overlap=overlap)
+    driver.submit(request(1, [21] * 4, max_tokens=16, priority=1))
+    driver.submit(request(2, [*range(30, 50)], max_tokens=1))
+    outputs = []
+    while driver.engine.has_work():
+        outputs += driver.step().outputs
+    load = driver.engine.load()
+    assert load.preemptions == 1 and load.prompt_tokens == 24
+    assert (load.resumed, load.recomputed) == (1, 0)
+    assert load.cached_tokens == 0 and all(output.num_cached_tokens == 0 for output in outputs)
+    driver.check_whole()
+
+
 def test_outputs_do_not_depend_on_overlap():
     def outputs(overlap: bool) -> dict[RequestId, list[int]]:
         driver = Driver(Role.UNIFIED, overlap=overlap, num_pages=12)

@@ -174,7 +174,7 @@ class DecodeScheduler(Scheduler):
 
     def _preempt(self, seq: Sequence) -> None:
         self._take_off(seq)
-        seq.preempted = True
+        seq.preempted, seq.num_known = True, seq.num_computed
         self.outbox.totals["preemptions"] += 1
         self._leave(seq, Phase.WAITING)
 
@@ -192,9 +192,8 @@ class DecodeScheduler(Scheduler):
         taken = super()._take_chunk(plan, seq, budget)
         if taken and seq.preempted:
             seq.preempted = False
-            least = self.pages.size + 2 * self._num_queries  # a page that was not full, and two launched steps
-            lost = len(seq.tokens) - plan.chunks[-1].start > least
-            self.outbox.totals["recomputed" if lost else "resumed"] += 1
+            again = seq.num_known - plan.chunks[-1].start
+            self.outbox.totals["recomputed" if again > self.pages.size else "resumed"] += 1
         if taken and plan.chunks[-1].samples:
             del self._prefilling[seq]
             self._decoding[seq] = None

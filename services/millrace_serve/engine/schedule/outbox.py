@@ -40,9 +40,10 @@ class Outbox:
         self.filled(seq, from_host=False)
 
     def filled(self, seq: Sequence, from_host: bool) -> None:
-        """Of the tokens of `seq` more are computed than it was ever found to have cached."""
-        gained = seq.num_computed - seq.num_cached_tokens
+        """More tokens of `seq` are computed than it ever had; its own, computed before a preemption, are not cached."""
+        gained = seq.num_computed - seq.num_known
         if seq.silent and gained > 0:
+            seq.num_known = seq.num_computed
             seq.num_cached_tokens += gained
             self.totals["cached_tokens"] += gained
             self.totals["host_cached_tokens"] += gained * from_host

@@ -100,6 +100,7 @@ class Sequence:
     inflight: int = 0  # launched steps that name this sequence and are not committed; 1 more while it is filling
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     preempted: bool = False  # and not computing again yet
+    num_known: int = 0  # tokens whose KV was found or filled, or was here when the sequence was preempted
     silent: bool = True  # no output has been sent yet
     queued_s: float = 0.0  # until the sequence got its first pages
     drafts: tuple[int, ...] = ()  # that came with the KV; with a grammar those of the newest step; the device has them
