@@ -118,6 +118,16 @@ def test_the_folder_stays_below_its_bound_and_keeps_what_was_used_last(tmp_path:
     worker.folder.close()
 
 
+def test_a_folder_that_cannot_be_counted_ends_no_thread(tmp_path: Path) -> None:
+    """Somebody has put a file among its folders; the tier's thread survives a TransferError, and nothing else."""
+    worker = Worker(tmp_path, max_pages=5)  # so few that every store counts
+    (tmp_path / LAYOUT / "notes").touch()
+    with pytest.raises(TransferError, match="notes"):
+        worker.folder.store(BLOCK, 3)
+    assert worker.folder.load(BLOCK, 4)
+    worker.folder.close()
+
+
 def test_the_thread_stores_loads_and_ends(tmp_path: Path) -> None:
     worker = Worker(tmp_path)
     tier = DiskTier(worker.folder)

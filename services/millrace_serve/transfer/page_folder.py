@@ -51,7 +51,9 @@ class PageFolder:
         return self._path(block).exists()
 
     def store(self, block: int, page: int) -> None:
-        """Write page `page` of the pool as `block`. Raises TransferError and leaves nothing behind."""
+        """Write page `page` of the pool as `block`. Raises TransferError and leaves no part of it behind; the page is
+        there if only the folder could not be counted.
+        """
         path = self._path(block)
         new = path.with_name(f".{path.name}.{os.getpid()}-{id(self):x}")
         try:
@@ -60,12 +62,12 @@ class PageFolder:
                 self._files.write(page, fd)
                 os.pwrite(fd, self._trailer(block, page), self._pool.page_bytes)
             new.rename(path)
+            self._uncounted += self._pool.page_bytes
+            if self._uncounted >= RECOUNT * self._max_bytes:
+                self._trim()
         except (OSError, TransferError) as error:
             new.unlink(missing_ok=True)
             raise TransferError(f"{path} cannot be written: {error}") from error
-        self._uncounted += self._pool.page_bytes
-        if self._uncounted >= RECOUNT * self._max_bytes:
-            self._trim()
 
     def load(self, block: int, page: int) -> bool:
         """Read `block` into page `page` of the pool. False: it is not there whole, and the page holds anything."""
