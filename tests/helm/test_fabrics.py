@@ -127,6 +127,16 @@ def test_a_value_wins_over_its_fabric() -> None:
     assert "--allow-tcp" in told
 
 
+def test_a_node_has_interfaces_of_other_names() -> None:
+    """gloo ends a rank that is told of an interface which does not exist."""
+    spec = spec_of(rendered("coreweave", "workerDefaults.hostNetwork=true"))
+    for container in (spec["containers"][0], preflight_of(spec)):
+        assert not {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"} & set(variables(container))
+        assert variables(container)["NCCL_IB_HCA"] == "ibp"
+    own = spec_of(rendered("coreweave", "workerDefaults.hostNetwork=true", "fabric.env.GLOO_SOCKET_IFNAME=ens3"))
+    assert variables(own["containers"][0])["GLOO_SOCKET_IFNAME"] == "ens3"
+
+
 def test_no_capabilities_at_all(tmp_path: Path) -> None:
     """An empty list is not null, which leaves the preset's."""
     values = tmp_path / "values.yaml"

@@ -155,6 +155,20 @@ def test_pods_cannot_fill_their_nodes_disk(name: str) -> None:
                 assert volume["emptyDir"]["sizeLimit"], f"{where}: {volume['name']}"
 
 
+@pytest.mark.parametrize("name", ["cpu-tiny", "h200-1p1d-16gpu", "groups", "hf", "warm"])
+def test_quotas_and_guaranteed_pods_find_resources_in_every_container(name: str) -> None:
+    """A quota refuses a pod for one container without them; whole cores near the GPUs are for Guaranteed pods alone."""
+    same = ("requests.cpu=8", "requests.memory=64Gi", "limits.cpu=8", "limits.memory=64Gi")
+    more = [f"{at}.resources.{item}" for at in ("router", "workers.prefill", "workers.decode") for item in same]
+    for where, spec in pods(rendered(name, *more)):
+        containers = [*spec.get("initContainers", []), *spec["containers"]]
+        for container in containers:
+            given = container["resources"]
+            assert {"cpu", "memory"} <= set(given["requests"]), f"{where}: {container['name']}"
+            if container["name"] not in ("download", "request"):  # with resources of their own
+                assert all(given["limits"][key] == given["requests"][key] for key in ("cpu", "memory")), where
+
+
 def test_processes_listen_on_ipv6_where_that_is_all_there_is() -> None:
     data = [item["data"] for item in of_kind(rendered("ipv6"), "ConfigMap")]
     texts = [files["config.yaml"] for files in data if "config.yaml" in files]

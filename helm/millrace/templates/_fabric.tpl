@@ -15,11 +15,13 @@
 {{- range $name, $count := $preset.resources -}}
 {{- $_ := set $resources $name (add (mul $gpus (default 0 $count.perGpu)) (default 0 $count.perPod)) -}}
 {{- end -}}
+{{- $env := default dict $preset.env -}}
+{{- if .pool.hostNetwork -}}{{- $env = omit $env "NCCL_SOCKET_IFNAME" "GLOO_SOCKET_IFNAME" -}}{{- end -}}
 {{- $nics := ternary 0 (mul $gpus (default 1 $preset.nicsPerGpu)) (default false $preset.tcp) -}}
 {{- dict
   "resources" (ternary $resources $own.resources (kindIs "invalid" $own.resources))
   "annotations" (mustMerge (deepCopy $own.annotations) (default dict $preset.annotations))
-  "env" (mustMerge (deepCopy $own.env) (default dict $preset.env))
+  "env" (mustMerge (deepCopy $own.env) $env)
   "capabilities" (ternary $preset.capabilities $own.capabilities (kindIs "invalid" $own.capabilities))
   "volumes" (default list $preset.volumes)
   "mounts" (default list $preset.mounts)

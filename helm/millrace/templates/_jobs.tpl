@@ -117,8 +117,7 @@ spec:
         {{- include "millrace.workerEnv" . | nindent 8 }}
       securityContext:
         {{- $security | nindent 8 }}
-      resources: {{- mustMergeOverwrite (deepCopy $pool.resources) (include "millrace.devices" . | fromYaml) | toYaml |
-        nindent 8 }}
+      resources: {{- include "millrace.workerResources" . | nindent 8 }}
       volumeMounts:
         - {name: config, mountPath: /etc/millrace/config, readOnly: true}
         - {name: run, mountPath: /run/millrace}

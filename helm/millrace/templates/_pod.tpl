@@ -135,9 +135,7 @@ affinity:
   {{- end }}
   securityContext:
     {{- .security | nindent 4 }}
-  {{- with .resources }}
-  resources: {{ toJson . }}
-  {{- end }}
+  resources: {{ toJson .resources }}
   volumeMounts:
     - {name: config, mountPath: /etc/millrace/config, readOnly: true}
     - {name: run, mountPath: /run/millrace}

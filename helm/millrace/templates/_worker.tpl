@@ -38,7 +38,7 @@ spec:
     {{- include "millrace.preflight" (dict "root" $root "image" $pool.image "model" $pool.model
         "args" (include "millrace.preflightArgs" (dict "root" $root "pool" $pool "fabric" $fabric) | fromJsonArray)
         "security" (include "millrace.workerSecurity" (dict "root" $root "fabric" $fabric))
-        "resources" (include "millrace.devices" . | fromYaml)
+        "resources" (include "millrace.workerResources" . | fromYaml)
         "env" (include "millrace.workerEnv" .) "envFrom" $pool.envFrom
         "mounts" (include "millrace.deviceMounts" .)) | nindent 4 }}
   containers:
@@ -76,8 +76,7 @@ spec:
         {{- end }}
       securityContext:
         {{- include "millrace.workerSecurity" (dict "root" $root "fabric" $fabric) | nindent 8 }}
-      resources: {{- mustMergeOverwrite (include "millrace.hostMemory" $pool | fromYaml) (include "millrace.devices" . | fromYaml) | toYaml |
-        nindent 8 }}
+      resources: {{- include "millrace.workerResources" . | nindent 8 }}
       volumeMounts:
         - {name: config, mountPath: /etc/millrace/config, readOnly: true}
         - {name: run, mountPath: /run/millrace}
@@ -144,7 +143,12 @@ spec:
 {{- toYaml $affinity -}}
 {{- end -}}
 
-{{/* {limits, requests} of GPUs and NICs, and DRA claims. The init container asks for the same, so that it sees them. */}}
+{{/* Of the preflight too: it sees the devices, and quotas and the class Guaranteed want resources of every container. */}}
+{{- define "millrace.workerResources" -}}
+{{- mustMergeOverwrite (include "millrace.hostMemory" .pool | fromYaml) (include "millrace.devices" . | fromYaml) | toYaml -}}
+{{- end -}}
+
+{{/* {limits, requests} of GPUs and NICs, and DRA claims */}}
 {{- define "millrace.devices" -}}
 {{- $fabric := include "millrace.fabric" . | fromJson -}}
 {{- $devices := dict -}}
@@ -211,6 +215,7 @@ spec:
     allowPrivilegeEscalation: false
     readOnlyRootFilesystem: true
     capabilities: {drop: [ALL], add: [CHOWN]}
+  resources: {{- include "millrace.hostMemory" .pool | nindent 4 }}
   volumeMounts:
     - {name: {{ .name }}, mountPath: {{ .path }}}
 {{- end -}}
