@@ -37,6 +37,7 @@ ENV: Schema = {  # a map becomes a valueFrom
 MEMORY: Schema = {"type": ["string", "number"], "pattern": "^[0-9]+(\\.[0-9]+)?[MGT]i?$", "minimum": 1 << 20}
 FOLDER: Schema = {"type": "string", "pattern": "^(/.*)?$"}
 RELATIVE: Schema = {"type": "string", "not": {"pattern": "(^|/)\\.\\.(/|$)"}}
+REGISTRY: Schema = {"type": "string", "pattern": "^[^:/]*(:[0-9]+)?(/[^:]*)?$"}  # no https://
 URI: Schema = {"type": "string", "not": {"pattern": "^https?://"}}
 AMOUNT: Schema = {"type": ["integer", "string"], "pattern": "^[0-9]{1,3}%$", "minimum": 0}
 NAME: Schema = {"type": "string", "pattern": "^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$", "maxLength": 253}
@@ -242,7 +243,7 @@ def values_schema(fabrics: list[str]) -> Schema:
         imagePullSecrets=list_of(closed(name=NAME)),
         logLevel=one_of("DEBUG", "INFO", "WARNING", "ERROR"),
         ipFamily=one_of("IPv4", "IPv6"),
-        images=closed(registry=TEXT, **{name: ref("image") for name in ("router", "worker", "gpuWorker", "download")}),
+        images=closed(registry=REGISTRY, **{name: ref("image") for name in ("router", "worker", "gpuWorker", "download")}),
         model=ref("model"),
         cache=CACHE,
         jobs=JOBS,
@@ -261,7 +262,10 @@ def values_schema(fabrics: list[str]) -> Schema:
         tracing=closed(endpoint=TEXT, sample={"type": "number", "minimum": 0, "maximum": 1}),
         serviceAccount=closed(create=BOOL, name=NAME, annotations=STRINGS),
         rbac=closed(create=BOOL),
-        podSecurity=closed(runAsUser=POSITIVE, fsGroup=POSITIVE, seccompProfile=ANY_OBJECT, workersAsRoot=BOOL),
+        podSecurity={  # null would render as 0
+            **closed(runAsUser=POSITIVE, fsGroup=POSITIVE, seccompProfile=ANY_OBJECT, workersAsRoot=BOOL),
+            "required": ["runAsUser", "fsGroup"],
+        },
         networkPolicy=closed(enabled=BOOL, clients=list_of(ANY_OBJECT), monitoring=list_of(ANY_OBJECT)),
         monitoring=MONITORING,
         gateway=GATEWAY,

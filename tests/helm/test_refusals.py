@@ -274,6 +274,8 @@ def test_parts_of_experts_need_not_divide_the_experts() -> None:
         "model.uri=https://huggingface.co/a/b",
         "workers.decode.resources.limits.memory=lots",
         "router.dnsPolicy=mine",
+        "images.registry=https://ghcr.io/acme",
+        "podSecurity.runAsUser=null",
         "router.scheduling.affinity.nodes=a",
     ],
 )
