@@ -243,7 +243,7 @@ def values_schema(fabrics: list[str]) -> Schema:
         imagePullSecrets=list_of(closed(name=NAME)),
         logLevel=one_of("DEBUG", "INFO", "WARNING", "ERROR"),
         ipFamily=one_of("IPv4", "IPv6"),
-        images=closed(registry=REGISTRY, **{name: ref("image") for name in ("router", "worker", "gpuWorker", "download")}),
+        images=closed(registry=REGISTRY, **dict.fromkeys(("router", "worker", "gpuWorker", "download"), ref("image"))),
         model=ref("model"),
         cache=CACHE,
         jobs=JOBS,

@@ -68,5 +68,6 @@ def _explain(error: ValidationError) -> str:
         elif problem["type"] == "missing":
             lines.append(f"{key}: required")
         else:
-            lines.append(f"{key}: {problem['msg']} (got {problem['input']!r})")
+            message = problem["msg"].removeprefix("Value error, ")
+            lines.append(f"{key}: {message} (got {problem['input']!r})" if key else message)
     return "; ".join(lines)

@@ -14,7 +14,7 @@ def test_a_limit_can_be_set_without_the_others() -> None:
 @pytest.mark.parametrize(
     ("items", "message"),
     [
-        (["role=decode"], "a checkpoint folder is required"),
+        (["role=decode"], "^model: a checkpoint folder is required unless engine=sim$"),
         (["role=router", "engine=sim"], "role"),
         (["role=decode", "engine=sim", "limits.nonsense=1"], "limits.nonsense: unknown key"),
         (["role=decode", "engine=sim", "dp=0"], "dp"),
