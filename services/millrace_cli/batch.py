@@ -87,7 +87,7 @@ def _appended(out: Path) -> Iterator[tuple[BinaryIO, set[str]]]:
     except BlockingIOError:
         raise CommandError(f"{out} is written by another run") from None
     except OSError as error:
-        raise CommandError(str(error)) from error
+        raise CommandError(f"{out}: {error.strerror or error}") from error
 
 
 async def _check(client: httpx.AsyncClient) -> None:

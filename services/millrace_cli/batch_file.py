@@ -66,7 +66,7 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise CommandError(str(error), code=2) from error
+        raise CommandError(f"{path}: {error.strerror}", code=2) from error
 
 
 def _request(value: Any) -> Line:
