@@ -99,6 +99,41 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
     tier.close()
 
 
+@pytest.mark.parametrize(("call", "number"), [("scandir", errno.EIO), ("unlink", errno.EROFS)])
+def test_a_disk_that_fails_does_not_end_the_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
+) -> None:
+    """Prompts would wait for ever for loads that nobody carries out."""
+    worker = Worker(tmp_path, max_pages=1)
+    tier = DiskTier(worker.folder)
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, call, fails)
+        if call == "unlink":
+            patched.setattr(os, "pwrite", fails)
+            patched.setattr(Path, "unlink", fails)
+        assert tier.store(BLOCK, 3)
+        tier.load(BLOCK + 1, 5)
+        while tier._thread.is_alive() and tier._done.qsize() < 2:
+            pass
+    assert len(tier.take()) == 2
+    tier.close()
+
+
+def test_a_page_of_another_user_is_read(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who may read a file may not always set its time."""
+    worker.folder.store(BLOCK, 3)
+
+    def denied(*_: Any) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "utime", denied)
+    assert worker.folder.load(BLOCK, 5) and worker.folder.has(BLOCK)
+
+
 def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(TransferError, match=r"limits.disk_cache: .*file cannot be used: Not a directory"):

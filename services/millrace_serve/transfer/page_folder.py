@@ -51,9 +51,7 @@ class PageFolder:
         return self._path(block).exists()
 
     def store(self, block: int, page: int) -> None:
-        """Write page `page` of the pool as `block`. Raises TransferError and leaves no part of it behind; the page is
-        there if only the folder could not be counted.
-        """
+        """Write page `page` of the pool as `block`. Raises TransferError and leaves no torn file behind."""
         path = self._path(block)
         new = path.with_name(f".{path.name}.{os.getpid()}-{id(self):x}")
         try:
@@ -66,7 +64,8 @@ class PageFolder:
             if self._uncounted >= RECOUNT * self._max_bytes:
                 self._trim()
         except (OSError, TransferError) as error:
-            new.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a disk that is read-only now refuses this too
+                new.unlink()
             raise TransferError(f"{path} cannot be written: {error}") from error
 
     def load(self, block: int, page: int) -> bool:
@@ -77,7 +76,8 @@ class PageFolder:
                 self._files.read(page, fd)
                 trailer = os.pread(fd, TRAILER.size, self._pool.page_bytes)
             if trailer == self._trailer(block, page):
-                os.utime(path)
+                with contextlib.suppress(OSError):  # another user's, or deleted meanwhile: what was read is whole
+                    os.utime(path)
                 return True
             problem = "its checksum is wrong"
         except FileNotFoundError:
