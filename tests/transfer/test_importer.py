@@ -212,6 +212,13 @@ def test_a_stream_may_end_when_the_first_token_was_the_last() -> None:
     assert isinstance(x.on_read_done(0)[0], Done)
 
 
+def test_a_read_may_fail_when_the_first_token_was_the_last() -> None:
+    """The exporter has taken the pages back by then, and may have ended."""
+    x = reading()
+    x.on_part(part(2, 5, first=msgspec.structs.replace(FIRST, finish=FinishReason.STOP)))
+    assert isinstance(x.on_read_done(0, "the peer has gone")[0], Done)
+
+
 def test_terminal_states_absorb_everything() -> None:
     x = KvImport(ID, HASHES)
     x.on_abort(CANCELLED)

@@ -142,7 +142,7 @@ class KvImport:
     def on_read_done(self, read: int, error: str = "") -> list[Action]:
         """`read` is final: nothing of it is in flight. `error`: why it failed."""
         self._outstanding.remove(read)
-        if error:
+        if error and not self._is_finished:
             return self.on_abort(Failure(Reason.TRANSFER_FAILED, f"{self.id}: {error}"))
         return self._drained() if self.state is ImportState.DRAINING else self._advance()
 
