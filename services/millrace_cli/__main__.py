@@ -107,10 +107,10 @@ def generate(
     """Stream the answer to one prompt."""
     from millrace_cli import generate as command
 
-    text = sys.stdin.read() if prompt == "-" else prompt
     try:
+        text = sys.stdin.read() if prompt == "-" else prompt
         request = command.request_of(text, chat, max_tokens, temperature, seed)
-    except UnicodeEncodeError as error:
+    except UnicodeError as error:
         raise CommandError(f"the prompt is not valid UTF-8: {error}", code=2) from error
     asyncio.run(command.generate(address, request, json, access.identity(ca, cert, key), api_key))
 

@@ -17,7 +17,17 @@ if TYPE_CHECKING:
 Ca = Annotated[Path | None, typer.Option("--tls-ca", help="Use TLS; the authority of the router's certificate.")]
 Cert = Annotated[Path | None, typer.Option("--tls-cert", help="Our certificate, for mTLS.")]
 Key = Annotated[Path | None, typer.Option("--tls-key", help="Its private key.")]
-ApiKey = Annotated[str, typer.Option(envvar="MILLRACE_API_KEY", help="Better in the environment than here.")]
+
+
+def _api_key(key: str) -> str:
+    if not (key.isascii() and key.isprintable()):
+        raise CommandError("--api-key or MILLRACE_API_KEY has a character that no header can carry", code=2)
+    return key
+
+
+ApiKey = Annotated[
+    str, typer.Option(envvar="MILLRACE_API_KEY", help="Better in the environment than here.", callback=_api_key)
+]
 
 
 def identity(ca: Path | None, cert: Path | None, key: Path | None) -> Identity | None:

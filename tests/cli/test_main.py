@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import socket
 import subprocess
@@ -86,6 +87,9 @@ def test_every_command_has_help(command: str, here: Callable[..., CompletedProce
         (["generate", "x", "--max-tokens", "0"], "max-tokens"),
         (["generate", "x", "--seed", "-1"], "seed"),
         (["generate", "\udcff"], "UTF-8"),
+        (["generate", "x", "--api-key", "ключ"], "--api-key"),
+        (["generate", "x", "--api-key", "key\n"], "--api-key"),
+        (["batch", "/dev/null", "--out", "x", "--api-key", "ключ"], "--api-key"),
         (["generate"], "prompt"),
         (["batch", "/nonexistent.jsonl", "--out", "/nonexistent/out"], "nonexistent.jsonl"),
         (["batch", "/dev/null", "--out", "/nonexistent/out"], "has no requests"),
@@ -102,6 +106,15 @@ def test_bad_usage_is_exit_2_and_names_the_culprit(
     assert result.returncode == 2, result.stderr
     assert message in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_standard_input_that_is_no_text_is_refused(
+    monkeypatch: pytest.MonkeyPatch, here: Callable[..., CompletedProcess[str]]
+) -> None:
+    """Most locales read it strictly."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\xff"), "utf-8"))
+    result = here("generate", "-")
+    assert result.returncode == 2 and "UTF-8" in result.stderr
 
 
 def test_help_of_bench_names_the_benches() -> None:
