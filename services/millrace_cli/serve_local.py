@@ -17,6 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 from rich.logging import RichHandler
+from rich.markup import escape
 from rich.table import Table
 
 from millrace_cli.cluster import HOST, ClusterSpec, LocalCluster, StartError
@@ -48,7 +49,7 @@ def processes_table(cluster: LocalCluster) -> Table:
     table = Table("process", "state", "time", "", box=None, pad_edge=False)
     for process in cluster.processes.values():
         style = STYLES.get(process.state, "yellow")
-        table.add_row(process.name, f"[{style}]{process.state}[/]", f"{process.seconds:.1f} s", process.detail)
+        table.add_row(process.name, f"[{style}]{process.state}[/]", f"{process.seconds:.1f} s", escape(process.detail))
     return table
 
 

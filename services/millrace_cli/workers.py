@@ -63,4 +63,4 @@ async def show(admin_address: str, identity: Identity | None = None) -> None:
     table = Table(*row(admin_pb2.WorkerStatus()), box=None, pad_edge=False)
     for worker in workers:
         table.add_row(*row(worker).values())
-    Console(highlight=False, width=max(shutil.get_terminal_size().columns, MIN_WIDTH)).print(table)
+    Console(markup=False, highlight=False, width=max(shutil.get_terminal_size().columns, MIN_WIDTH)).print(table)

@@ -13,7 +13,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from millrace_cli.serve_local import usable_port
+from millrace_cli.cluster import ClusterSpec, LocalCluster
+from millrace_cli.process import Process
+from millrace_cli.serve_local import processes_table, usable_port
+from rich.console import Console
 
 SCRIPT = """
 import sys
@@ -146,3 +149,13 @@ def test_taken_port_is_replaced_with_a_notice(start) -> None:
         running.wait_for("Ctrl-C stops everything.")
         assert f"port {port} is taken" in running.output
     assert usable_port(port) == port
+
+
+def test_what_a_worker_says_of_its_start_is_no_markup(tmp_path: Path) -> None:
+    cluster = LocalCluster(ClusterSpec(log_dir=tmp_path))
+    cluster.processes = {"decode-0": Process("decode-0", tmp_path, {})}
+    cluster.processes["decode-0"].note("loading", "reads [/models/x]")
+    console = Console(width=200)
+    with console.capture() as shown:
+        console.print(processes_table(cluster))
+    assert "reads [/models/x]" in shown.get()

@@ -36,3 +36,19 @@ def test_balance_of_experts(replica: dict[str, object], shown: str, monkeypatch:
     load = worker_pb2.LoadSnapshot(replicas=[worker_pb2.ReplicaLoad(**replica)] * 2)
     by_column = workers.row(admin_pb2.WorkerStatus(address="d:1", reachable=True, load=load))
     assert by_column["expert imbalance"] == shown
+
+
+async def test_texts_of_others_are_shown_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Brackets are no markup: an address of IPv6 would vanish, and a path in brackets would end the command."""
+    worker = admin_pb2.WorkerStatus(address="[fd00::12]:7000", detail="cannot load [/models/x]")
+
+    async def found(address: str, identity: object) -> list[admin_pb2.WorkerStatus]:
+        return [worker]
+
+    monkeypatch.setattr(workers.probe, "workers", found)
+    monkeypatch.setenv("COLUMNS", "400")  # one line
+    await workers.show("a:1")
+    out = capsys.readouterr().out
+    assert worker.address in out and worker.detail in out
