@@ -97,7 +97,7 @@ async def supervise(spec: ClusterSpec, console: Console) -> None:
         await asyncio.Event().wait()
     except asyncio.CancelledError:
         pass  # the first signal
-    except StartError as error:
+    except (StartError, OSError) as error:  # OSError: a log folder that cannot be used
         raise CommandError(str(error)) from error
     finally:
         console.print("stopping (again: at once)", style="dim")

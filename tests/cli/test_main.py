@@ -122,6 +122,20 @@ def test_help_of_bench_names_the_benches() -> None:
     assert result.returncode == 0 and "router" in result.stdout and "startup" in result.stdout
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["check", "/dev/null"], "/dev/null/config.json: not a directory"),
+        (["serve-local", "--log-dir", "/dev/null/x"], "Not a directory: '/dev/null/x'"),
+    ],
+)
+def test_a_path_through_a_file_is_one_line(
+    arguments: list[str], message: str, here: Callable[..., CompletedProcess[str]]
+) -> None:
+    result = here(*arguments)
+    assert result.returncode == 1 and message in result.stderr
+
+
 @pytest.mark.parametrize("command", [["generate", "hello"], ["workers"]])
 def test_missing_server_is_exit_1_with_its_address(command: list[str], closed_port: int) -> None:
     result = millrace(*command, "--address", f"127.0.0.1:{closed_port}")
