@@ -111,7 +111,6 @@ class Exports:
     def fail_all(self, failure: Failure) -> None:
         for id in list(self._live):
             self.fail(id, failure)
-        self._expected.fire()
 
     async def fetch(self, id: RequestId) -> AsyncIterator[Export | KvPart | None]:
         """Yield the export, then its parts as they come; None after a heartbeat's time without one. Ends when the lease
