@@ -164,6 +164,15 @@ async def test_thoughts(serve: Callable) -> None:
         assert await streamed(client) == ("never ends", "", [], "length")
 
 
+async def test_calls_that_end_the_thoughts_of_kimi_are_not_counted_as_thoughts(serve: Callable) -> None:
+    made, thoughts = await serve("kimi"), f"{markers.THINK}Hm."
+    async with client_of(made) as client:
+        say(made, thoughts + FORMS[Style.KIMI](*CALLS))
+        answer = await client.chat.completions.create(model="tiny", messages=HELLO, tools=TOOLS)
+        assert answer.choices[0].message.tool_calls
+        assert answer.usage.completion_tokens_details.reasoning_tokens == len("Hm.") + 2
+
+
 async def test_thinking_is_an_argument_of_the_template(serve: Callable) -> None:
     """The grammar of a response format begins behind the thoughts."""
     made = await serve("v31")

@@ -59,6 +59,7 @@ class Tokenizer:
         vocabulary = tokenizer.get_vocab()
         self.format = ChatFormat.of(chat_template or "", vocabulary)
         self._think_end = vocabulary.get(THINK_END)
+        self._thought_ends = {vocabulary.get(text) for text in (THINK_END, *self.format.ends_thoughts)}
         for marker in markers.ALL:
             if marker in vocabulary:  # whether or not it is a special token, parsers want to see it
                 self._shown[vocabulary[marker]] = marker.encode()
@@ -139,10 +140,7 @@ class Tokenizer:
 
     def thoughts_end(self, ids: Sequence[int]) -> int | None:
         """Number of output ids of the thoughts, their end mark included; None: the thoughts do not end here."""
-        try:
-            return list(ids).index(self._think_end) + 1  # type: ignore[arg-type]
-        except ValueError:
-            return None
+        return next((count for count, i in enumerate(ids, 1) if i in self._thought_ends), None)
 
     def behind_thoughts(self, sampling: common_pb2.SamplingParams, prompt: Sequence[int]) -> None:
         """Let a grammar, which is for the answer, begin after the thoughts that the prompt has begun."""
