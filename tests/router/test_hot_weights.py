@@ -116,6 +116,26 @@ async def test_the_time_without_progress_begins_again_behind_a_pause(cluster: Ca
     assert result.error is None and result.tokens() == expected([1], 8) and len(unified.submitted) == 1
 
 
+async def test_a_pause_of_a_worker_that_is_no_longer_listed_is_no_stall(cluster: Callable) -> None:
+    unified, go = FakeWorker(UNIFIED), asyncio.Event()
+    made: Cluster = await cluster(unified)
+    registry = made.router.registry
+    unified.script.append(waits(go, after=3))
+    running = asyncio.create_task(made.generate([1], timeout=60))
+    await made.until(lambda: any(len(s.continuations[0].generation.flow.outputs) == 3 for s in active(made)))
+    (stream,) = active(made)
+    generation = stream.continuations[0].generation
+    unified.change(state=PAUSED)
+    await made.until(lambda: registry.workers[unified.address].paused)
+    registry.on_targets([])
+    generation.flow.progress -= 2 * generation.flow.timeouts.stall
+    generation._tick()
+    unified.change(state=READY)
+    go.set()
+    result = await running
+    assert result.error is None and result.tokens() == expected([1], 8)
+
+
 async def test_a_stall_behind_the_pause_is_one(cluster: Callable) -> None:
     pair = FakeWorker(UNIFIED), FakeWorker(UNIFIED)
     made: Cluster = await cluster(*pair, timeouts={"stall": 0.3})

@@ -72,6 +72,32 @@ async def test_the_client_has_the_first_token_before_the_kv_has_moved(pair: Clus
     assert pair.metric("millrace_inter_token_seconds_count") >= 1
 
 
+@pytest.mark.parametrize("finish", [0, LENGTH])
+async def test_a_prefill_worker_that_is_no_longer_listed_keeps_its_link_until_its_pages_are_read(
+    pair: Cluster, finish: int
+) -> None:
+    """`finish`: the first message of the decode worker has the whole answer."""
+    go, registry = asyncio.Event(), pair.router.registry
+
+    async def after(worker: FakeWorker, request: worker_pb2.EngineRequest) -> AsyncIterator:
+        await go.wait()
+        yield output(request, 0, count=8 if finish else 4, finish=finish)
+        if not finish:
+            yield output(request, 4, count=4, finish=LENGTH)
+
+    pair.decodes[0].script.append(after)
+    running = asyncio.create_task(pair.generate(PROMPT))
+    await pair.until(lambda: any(s.continuations[0].generation.stage == "handover" for s in pair.router.inference.active))
+    (prefill,) = pair.prefills
+    leaving = registry.workers[prefill.address]
+    registry.on_targets([registry.workers[pair.decodes[0].address].target])
+    assert leaving.in_flight == 1 and not registry._tasks[leaving].cancelling()
+    go.set()
+    assert (await running).tokens() == expected(PROMPT, 8)
+    assert not prefill.aborted
+    await pair.until(lambda: leaving not in registry._tasks)
+
+
 async def test_an_answer_in_one_message_has_been_decoded(pair: Cluster) -> None:
     """The stage begins and ends with the same message, and is counted."""
     go = asyncio.Event()

@@ -21,6 +21,7 @@ from millrace_rpc.errors import MillraceError
 from millrace_router.config import RouterConfig
 from millrace_router.fleet.link import Link, Source
 from millrace_router.fleet.registry import Registry
+from millrace_router.fleet.worker import Worker
 from millrace_router.flow.admission import Admission
 from millrace_router.flow.fair_queue import Ticket
 from millrace_router.flow.flow import Abort, Action, Blame, Flow, Leg, Mismatch, Retry, Stage, Stale
@@ -97,6 +98,7 @@ class Generation:
         self._spans = spans
         self._ticket: Ticket | None = None
         self._placed: dict[Leg, Replica] = {}
+        self._workers: dict[Leg, Worker] = {}  # also those that discovery has dropped since
         self._links: dict[Leg, Link] = {}
         self._avoid: frozenset[str] = frozenset()  # addresses of workers that failed it before
         self._weights = ""  # of the model that was asked last
@@ -194,7 +196,7 @@ class Generation:
         for leg, replica in self._placed.items():
             if leg not in self.flow.open:
                 return
-            worker = self._backend.registry.workers[replica.address]
+            self._workers[leg] = worker = self._backend.registry.workers[replica.address]
             self._weights, self.version = worker.weights, worker.info.weights_version
             request = self._request(replica.index)
             length = len(request.token_ids)
@@ -256,6 +258,9 @@ class Generation:
         stage = self.flow.stage
         if stage is not self.stage:
             self.stage = stage
+            for leg, link in self._links.items():  # of a handover that is over
+                if leg not in self.flow.open and stage is not Stage.HANDOVER:
+                    link.forget(self.room)
             if self.flow.ended:
                 self._finish()
             else:
@@ -285,8 +290,8 @@ class Generation:
 
     def _due_since(self, now: float) -> float:
         """Since when progress is due: while a worker is paused none is, and afterwards the time begins again."""
-        found = [self._backend.registry.workers.get(self._placed[leg].address) for leg in self.flow.open]
-        pauses = [now if worker.paused else worker.resumed_at for worker in found if worker is not None]
+        found = (self._workers[leg] for leg in self.flow.open)
+        pauses = (now if worker.paused else worker.resumed_at for worker in found)
         return max([self.flow.progress, *pauses])
 
     def _finish(self) -> None:
@@ -333,7 +338,7 @@ class _Leg:
         if out.drafted_tokens:
             generation.drafted(out)
         actions = flow.output(self._leg, out, now)
-        if self._leg not in flow.open:
+        if self._leg not in flow.open and flow.stage is not Stage.HANDOVER:  # there the worker's pages are still read
             self._link.forget(generation.room)
         if actions or flow.stage is not generation.stage:
             generation.perform(actions)
