@@ -87,7 +87,9 @@ async def test_a_prefill_worker_that_is_no_longer_listed_keeps_its_link_until_it
 
     pair.decodes[0].script.append(after)
     running = asyncio.create_task(pair.generate(PROMPT))
-    await pair.until(lambda: any(s.continuations[0].generation.stage == "handover" for s in pair.router.inference.active))
+    await pair.until(
+        lambda: any(s.continuations[0].generation.stage == "handover" for s in pair.router.inference.active)
+    )
     (prefill,) = pair.prefills
     leaving = registry.workers[prefill.address]
     registry.on_targets([registry.workers[pair.decodes[0].address].target])
