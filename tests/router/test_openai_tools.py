@@ -130,10 +130,11 @@ def allows(tag: str, text: str) -> bool:
     return all(matcher.accept(token) for token in ids) and bool(matcher.mask[0] & 1 << TINY_EOS)
 
 
-async def test_one_call_at_a_time(serve: Callable) -> None:
-    made = await serve("v3")
+@pytest.mark.parametrize("style", Style)
+async def test_one_call_at_a_time(serve: Callable, style: Style) -> None:
+    made = await serve(style.name.lower())
     async with client_of(made) as client:
-        say(made, v3(*CALLS))
+        say(made, FORMS[style](*CALLS))
         *_, calls, finish = await streamed(client, tools=TOOLS, parallel_tool_calls=False, stop=["☂"] * 16)
         assert calls == CALLS[:1] and finish == "tool_calls"
         await made.quiet()

@@ -86,7 +86,7 @@ class Inference:
             )
             below = ContinuationSpans(tracer, span.traceparent, i)
             generation = Generation(self.backend, job, below, stream.wake)
-            text = Text(self.tokenizer, (*ask.stop, *ask.ends), ask.keep_special_tokens)
+            text = Text(self.tokenizer, ask.stop, ask.keep_special_tokens, ask.ends)
             stream.continuations.append(Continuation(i, generation, text, self.backend.metrics.itl.observe))
         self._started(stream, len(token_ids))
         for continuation in stream.continuations:

@@ -53,7 +53,12 @@ class Text:
     `Tokenizer.decode` of all ids.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], keep_special: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stops: Sequence[str], keep_special: bool, ends: Sequence[str] = ()
+    ) -> None:
+        """`ends`: further stop strings, which stay in the text."""
+        stops = (*stops, *ends)
+        self._ends = ends
         self._tokenizer = tokenizer
         self._keep_special = keep_special
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -70,8 +75,8 @@ class Text:
         shown = []
         for used, token in enumerate(ids, 1):
             shown.append(self._matcher.push(self._decode((token,))))
-            if self._matcher.matched:
-                return "".join(shown), used
+            if stop := self._matcher.matched:
+                return "".join(shown) + (stop if stop in self._ends else ""), used
         return "".join(shown), len(ids)
 
     def flush(self) -> str:
