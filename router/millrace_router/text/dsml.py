@@ -44,6 +44,7 @@ class DsmlParser(CallParser):
         super().__init__()
         self._state = _State.TEXT
         self._next = "{"  # stands before the next parameter
+        self._late = ""  # text inside a call: shown behind it, because it would part the arguments
 
     def _step(self) -> bool:
         match self._state:
@@ -60,8 +61,10 @@ class DsmlParser(CallParser):
             case _State.PARAMETERS:
                 before, found = self._scanner.until(PARAMETER, CALL_END)
                 self._between(before, closed=bool(found))
+                self._late += self._text.pop()
                 if found == CALL_END:
                     self._add("{}" if self._next == "{" else "}")
+                    self._show_late()
                 return self._go({PARAMETER: _State.NAME, CALL_END: _State.BETWEEN}.get(found))
             case _State.NAME:
                 return self._read_name()
@@ -72,7 +75,12 @@ class DsmlParser(CallParser):
                     self._add('"')
                 return self._go({PARAMETER_END: _State.PARAMETERS}.get(found))
 
+    def _show_late(self) -> None:
+        self._text.append(self._late)
+        self._late = ""
+
     def _end(self, rest: str) -> None:
+        self._show_late()
         match self._state:
             case _State.TEXT:
                 self._text.append(rest)
@@ -109,7 +117,7 @@ class DsmlParser(CallParser):
         if (attributes := self._attributes()) is None:
             return False
         if not (name := _NAME.search(attributes)):
-            self._text.append(f"{PARAMETER}{attributes}>")
+            self._late += f"{PARAMETER}{attributes}>"
             return self._go(_State.PARAMETERS)
         string = bool(_STRING.search(attributes))
         self._add(f"{self._next}{_quoted(name[1])}: " + ('"' if string else ""))
