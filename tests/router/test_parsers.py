@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import itertools
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from millrace_router.openai.reading import MessageParser
+from millrace_router.flow.inference import Answer
+from millrace_router.flow.stream import Delta
+from millrace_router.openai.reading import MessageParser, Reading
 from millrace_router.text import dsml
 from millrace_router.text.chat_format import ChatFormat, Style
 from millrace_router.text.markers import ALL, DEEPSEEK, KIMI, THINK, THINK_END
+from millrace_router.text.tokenizer import Tokenizer
+from router.harness import write_tokenizer
 
 CALLS, CALLS_END, CALL, CALL_END, CALL_SEP = DEEPSEEK
 WEATHER, TIME = '{"city": "Oslo", "days": [1, 2]}', '{\n  "zone": "a```b"\n}'
@@ -211,3 +216,14 @@ def test_the_pieces_do_not_matter(parts: list[str], cuts: list[int], data: st.Da
         thoughts, shown, calls = expected
         kept = [thoughts, shown, *itertools.chain.from_iterable(calls)]
         assert sum(part.count("x") for part in kept) == text.count("x"), "nothing that the model wrote is lost"
+
+
+@pytest.mark.parametrize("size", [1, 2, 99])
+def test_tokens_of_thoughts_are_counted_alike_however_the_output_is_cut(size: int, tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_tokenizer(tmp_path, markers=(THINK, THINK_END)))
+    ids = tokenizer._encode(f"{THINK}\nHm.{THINK_END}Yes", add_bos=False)
+    reading = Reading(Answer("", "", 1, False, None), tokenizer, tools=False)
+    for at in range(0, len(ids), size):
+        piece = ids[at : at + size]
+        reading.read(Delta(0, tokenizer.decode(piece), piece, [], 0, at + len(piece), 0, 0, 0, at == 0))
+    assert reading.reasoning_tokens == len("\nHm.") + 2

@@ -52,6 +52,7 @@ class Reading:
         self._tokenizer = tokenizer
         self._parser = MessageParser(tokenizer.format, thinking=answer.thinking, tools=tools)
         self._thinking = answer.thinking and tokenizer.format.reasons
+        self._before = 0  # tokens before the first thoughts, such as <think>
         self.latest: Delta | None = None
         self.cached_tokens = self.reasoning_tokens = 0
         self.called = False
@@ -62,8 +63,10 @@ class Reading:
         self.called = self.called or bool(said.calls)
         if self._thinking or said.thoughts:
             ended = self._tokenizer.thoughts_end(delta.token_ids)
-            self.reasoning_tokens += len(delta.token_ids) if ended is None else ended
-            self._thinking = ended is None
+            self.reasoning_tokens += self._before + (len(delta.token_ids) if ended is None else ended)
+            self._before, self._thinking = 0, ended is None
+        elif not self.reasoning_tokens:
+            self._before += len(delta.token_ids)
         return said
 
 
