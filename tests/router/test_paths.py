@@ -288,7 +288,8 @@ async def test_duplicates_and_stale_messages_change_nothing(pair: Cluster) -> No
     pair.decodes[0].script.append(repeats)
     result = await pair.generate(PROMPT)
     assert result.error is None and result.tokens() == expected(PROMPT, 8)
-    await pair.until(lambda: pair.metric("millrace_stale_messages_total", kind="output") == 3)
+    # three of the decode worker, and that of the prefill worker where it comes after them
+    await pair.until(lambda: pair.metric("millrace_stale_messages_total", kind="output") in (3, 4))
     assert pair.metric("millrace_stale_messages_total", kind="duplicate") == 1
     await pair.quiet()
 
