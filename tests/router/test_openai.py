@@ -176,7 +176,10 @@ async def test_models_health_ready_and_metrics(cluster: Callable) -> None:
     made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE))
     assert (await made.http.get("/health")).status_code == 200
     assert (await made.http.get("/ready")).status_code == 200
-    assert (await made.http.get("/v1/models")).json()["data"][0]["id"] == "tiny"
+    [served] = (await made.http.get("/v1/models")).json()["data"]
+    assert served["id"] == "tiny" and (await made.http.get("/v1/models/tiny")).json() == served
+    unknown = await made.http.get("/v1/models/acme/large")
+    assert unknown.status_code == 404 and "'acme/large' is not served here" in unknown.json()["error"]["message"]
     metrics = (await made.http.get("/metrics")).text
     assert 'millrace_workers{role="decode",state="routable"} 1.0' in metrics
     assert 'millrace_gc_freezes_total{process="router"} 2.0' in metrics

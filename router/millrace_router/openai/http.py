@@ -12,8 +12,10 @@ from starlette.routing import Route
 
 from millrace_router.edge.http_answers import json_answer, read_body
 from millrace_router.flow.inference import Answer, Inference
+from millrace_router.flow.validate import check_model
 from millrace_router.openai.answers import Shape
 from millrace_router.openai.chat import ChatRequest
+from millrace_router.openai.objects import ModelObject
 from millrace_router.openai.responses import ResponseForm
 from millrace_router.openai.responses_request import ResponsesRequest
 from millrace_router.openai.serving import read, serve, serve_translated
@@ -34,9 +36,17 @@ def routes(inference: Inference) -> list[Route]:
         wanted = await read(inference, request, ResponsesRequest)
         return await serve_translated(inference, request, wanted, functools.partial(ResponseForm, wanted))
 
+    def described(name: str) -> ModelObject:
+        longest = inference.model.max_context
+        return ModelObject(id=name, object="model", created=started, owned_by="millrace", max_model_len=longest)
+
     async def models(request: Request) -> Response:
-        facts = {"created": started, "owned_by": "millrace", "max_model_len": inference.model.max_context}
-        return json_answer({"object": "list", "data": [{"id": n, "object": "model", **facts} for n in inference.names]})
+        return json_answer({"object": "list", "data": [described(name) for name in inference.names]})
+
+    async def model(request: Request) -> Response:
+        name = request.path_params["model"]
+        check_model(name, inference.names)
+        return json_answer(described(name))
 
     async def to_tokens(request: Request) -> Response:
         return json_answer(await tokenize(inference, parse(TokenizeRequest, await read_body(request, most))))
@@ -49,6 +59,7 @@ def routes(inference: Inference) -> list[Route]:
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/responses", responses, methods=["POST"]),
         Route("/v1/models", models),
+        Route("/v1/models/{model:path}", model),  # names may have slashes
         Route("/tokenize", to_tokens, methods=["POST"]),
         Route("/detokenize", to_text, methods=["POST"]),
     ]

@@ -25,6 +25,7 @@ REQUEST_ID = {
     "description": "Appears in logs, traces and the answer's id.",
     "schema": {"type": "string", "maxLength": 128},
 }  # fmt: skip
+MODEL = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
 
 
 class Post(NamedTuple):
@@ -44,7 +45,10 @@ POSTS = {
     "/tokenize": Post("Token ids of a prompt", TokenizeRequest, objects.Tokens),
     "/detokenize": Post("Text of token ids", DetokenizeRequest, objects.Text),
 }
-GETS = {"/v1/models": ("The served model", objects.ModelList)}
+GETS = {
+    "/v1/models": ("The served model, under all its names", objects.ModelList),
+    "/v1/models/{model}": ("The served model, if this is a name of it", objects.ModelObject),
+}
 
 
 def document(more: Mapping[str, Post]) -> dict[str, Any]:
@@ -56,7 +60,8 @@ def document(more: Mapping[str, Post]) -> dict[str, Any]:
         post = {"summary": about.summary, "requestBody": body, "responses": _responses(about)}
         paths[path] = {"post": post | ({"parameters": [REQUEST_ID]} if about.chunk else {})}
     for path, (summary, answer) in GETS.items():
-        paths[path] = {"get": {"summary": summary, "responses": _responses(Post(summary, Strict, answer))}}
+        get = {"summary": summary, "responses": _responses(Post(summary, Strict, answer))}
+        paths[path] = {"get": get | ({"parameters": [MODEL]} if "{model}" in path else {})}
     return {
         "openapi": "3.2.0",
         "info": {"title": "Millrace", "version": "1", "description": "The HTTP APIs of a Millrace router."},
@@ -92,7 +97,7 @@ def _schemas(posts: Collection[Post]) -> dict[str, Any]:
     requests = [post.request for post in posts]
     _, models = models_json_schema([(request, "validation") for request in requests], ref_template=REF + "{model}")
     answers = {kind for post in posts for kind in (post.answer, post.chunk, post.error) if kind is not None}
-    answers.add(objects.ModelList)
+    answers |= {answer for _, answer in GETS.values()}
     _, objects_ = msgspec.json.schema_components(answers, ref_template=REF + "{name}")
     schemas = copy.deepcopy(models["$defs"]) | objects_
     for request in requests:
