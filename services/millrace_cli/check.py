@@ -11,7 +11,7 @@ import yaml
 from millrace_common import config as configuration
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_serve.engine.config import GIB
-from millrace_serve.engine.start.layouts import GPUS, NODE, WORLDS, Layout, choose, layouts
+from millrace_serve.engine.start.layouts import GPUS, NODE, SHAPES, Layout, choose, layouts
 from millrace_serve.model.checkpoint.headers import check_headers
 from millrace_serve.model.config import ConfigError, ModelConfig
 from millrace_serve.model.weights import CheckpointError
@@ -37,15 +37,18 @@ def check(path: Path, gpu: str, overrides: Sequence[str]) -> None:
     except (ConfigError, CheckpointError, configuration.ConfigError) as error:
         raise CommandError(str(error)) from error
     model = model if config.limits.draft_tokens else model.without_mtp()
-    found = list(layouts(config.limits, config, model))
+    others = [item for item in overrides if item.partition("=")[0].strip() not in ("tp", "dp")]
+    shapes = SHAPES if len(others) == len(overrides) else ((config.tp, config.dp),)
+    found = list(layouts(config.limits, config, model, shapes))
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print(_facts(model, tokenizer))
     console.print(_table(found))
     best = choose(found, gpu)
     if best is None:
         why = next((layout.why for layout in reversed(found) if layout.gpu == gpu), "the ranks do not divide the model")
-        raise CommandError(f"the model fits on none of {', '.join(map(str, WORLDS))} GPUs of kind {gpu}: {why}")
-    print(values(path, model, best, overrides))
+        tried = ", ".join(f"{tp} x {dp}" for tp, dp in shapes)
+        raise CommandError(f"the model fits on GPUs of kind {gpu} with none of tp x dp = {tried}: {why}")
+    print(values(path, model, best, others))
 
 
 def values(path: Path, model: ModelConfig, layout: Layout, overrides: Sequence[str]) -> str:

@@ -167,6 +167,17 @@ def test_the_fewest_gpus_then_the_most_kv() -> None:
     assert choose(found, "H100") is None
 
 
+def test_a_layout_that_is_asked_for_is_the_only_one(capsys: pytest.CaptureFixture[str]) -> None:
+    check(TINY, "H200", ["tp=2", "dp=2", "limits.max_running=7"])
+    found = capsys.readouterr()
+    worker = yaml.safe_load(found.out)["workerDefaults"]
+    assert (worker["tp"], worker["dp"], worker["gpus"]) == (2, 2, 4)
+    assert worker["config"].keys() == {"timeouts", "limits"}, "the chart writes tp and dp"
+    assert "2 x 2" in found.err and "1 x 1" not in found.err
+    with pytest.raises(CommandError, match="none of tp x dp = 16 x 1: the ranks do not divide the model"):
+        check(TINY, "H200", ["tp=16"])
+
+
 def change(folder: Path, name: str, tensor: torch.Tensor | None) -> Path:
     """models/tiny with another tensor of this name, or without it."""
     shutil.copytree(TINY, folder)

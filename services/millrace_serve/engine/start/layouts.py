@@ -18,7 +18,10 @@ from millrace_serve.model.parallel import ParallelDims
 CUDA = torch.device("cuda")
 GPUS = {"H20": 95.0, "H100": 79.1, "H200": 139.8}  # GiB that CUDA reports
 NODE = 8  # GPUs
-WORLDS = (1, 2, 4, 8, 16, 32)  # ranks of a worker
+# tp and dp: attention in replicas of one GPU, and by tensors, whose sums do not leave a node
+SHAPES = tuple(
+    dict.fromkeys(one for ranks in (1, 2, 4, 8, 16, 32) for one in ((1, ranks), (ranks, 1)) if one[0] <= NODE)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,22 +40,19 @@ class Layout:
         return self.tp * self.dp
 
 
-def layouts(limits: Limits, execution: Execution, model: ModelConfig) -> Iterator[Layout]:
-    """Attention in replicas of one GPU, and by tensors, for each number of GPUs that divides the model."""
+def layouts(
+    limits: Limits, execution: Execution, model: ModelConfig, shapes: Sequence[tuple[int, int]] = SHAPES
+) -> Iterator[Layout]:
+    """Those of `shapes`, tp and dp, that divide the model, on every kind of GPU."""
     layout = kv_layout(limits, execution, model, "", torch.bfloat16)
-    for world in WORLDS:
-        for tp, dp in dict.fromkeys(((1, world), (world, 1))):
-            if tp > NODE:  # sums over tensors do not leave a node
-                continue
-            site = Site(
-                Role.UNIFIED, limits, execution, model, layout, ParallelDims(tp=tp, dp=dp), CUDA, torch.bfloat16
-            )
-            try:
-                demand = estimated(site)
-            except ValueError:
-                continue
-            for gpu, gib in GPUS.items():
-                yield Layout(gpu, tp, dp, demand.weights, *_kv_tokens(site, demand, int(gib * GIB)))
+    for tp, dp in shapes:
+        site = Site(Role.UNIFIED, limits, execution, model, layout, ParallelDims(tp=tp, dp=dp), CUDA, torch.bfloat16)
+        try:
+            demand = estimated(site)
+        except ValueError:
+            continue
+        for gpu, gib in GPUS.items():
+            yield Layout(gpu, tp, dp, demand.weights, *_kv_tokens(site, demand, int(gib * GIB)))
 
 
 def _kv_tokens(site: Site, demand: Demand, total: int) -> tuple[int, str]:
