@@ -105,10 +105,9 @@ class MillraceError(Exception):
 
 
 _BY_CODE = {
-    # gRPC's own, about a stream that broke or whose channel was closed: our servers send details
-    _S.CANCELLED: Reason.WORKER_LOST,
-    _S.INTERNAL: Reason.WORKER_LOST,
+    _S.CANCELLED: Reason.CANCELLED,
     _S.DEADLINE_EXCEEDED: Reason.DEADLINE_EXCEEDED,
+    _S.INTERNAL: Reason.WORKER_LOST,  # gRPC's own, about a stream that broke: our servers send details
     _S.INVALID_ARGUMENT: Reason.INVALID_ARGUMENT,
     _S.NOT_FOUND: Reason.NOT_FOUND,
     _S.RESOURCE_EXHAUSTED: Reason.OVERLOADED,

@@ -10,10 +10,12 @@ from typing import Any
 import grpc
 import pytest
 from millrace.v1 import worker_pb2, worker_pb2_grpc
+from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
 from millrace_rpc.server import Server
+from millrace_serve.engine.core import RequestId
 from millrace_serve.handover.pairing import Pairs
-from millrace_serve.handover.peers import Peer, Peers
+from millrace_serve.handover.peers import Fetch, Peer, Peers
 from millrace_serve.worker.config import WorkerConfig
 
 
@@ -29,6 +31,33 @@ async def test_a_late_failure_of_a_dropped_peer_spares_its_successor() -> None:
     assert peers.get("127.0.0.1:1", "e") is second and dropped == [(0, "agent")]
     await peers.close()
     assert dropped == [(0, "agent")] * 2
+
+
+@pytest.mark.parametrize(("dropped", "reason"), [(True, Reason.WORKER_LOST), (False, Reason.CANCELLED)])
+async def test_a_stream_whose_channel_was_closed_under_it_has_lost_its_worker(dropped: bool, reason: Reason) -> None:
+    """The watch of the connection may see its end first. CANCELLED would not be tried again."""
+
+    class Call:
+        async def write(self, message: object) -> None:
+            pass
+
+        async def read(self) -> None:
+            nothing = grpc.aio.Metadata()
+            raise grpc.aio.AioRpcError(grpc.StatusCode.CANCELLED, nothing, nothing, details="Locally cancelled")
+
+        def cancel(self) -> None:
+            pass
+
+    peers = Peers(lambda rank, agent: None)
+    peer = peers.get("127.0.0.1:1", "e")
+    fetch = Fetch(Call(), peer, RequestId(1, 0), "", 1.0, None)  # type: ignore[arg-type]
+    if dropped:
+        peers.drop(peer)
+    with pytest.raises(MillraceError) as caught:
+        async for _ in fetch.items():
+            pass
+    assert caught.value.reason is reason
+    await peers.close()
 
 
 async def test_a_peer_that_dies_while_nobody_imports_is_dropped() -> None:

@@ -97,7 +97,7 @@ class Fetch:
         prefix: kv_pb2.FetchPrefix | None,
     ) -> None:
         self._call = call
-        self._address = peer.address
+        self._peer = peer
         self._id = id
         self._opening = kv_pb2.FetchOpen(
             id=convert.attempt_id(id), epoch=peer.epoch, fingerprint=fingerprint, prefix=prefix
@@ -136,8 +136,13 @@ class Fetch:
         try:
             response = await reply(heard_within(self._stall_s, self._call.read()))
         except TimeoutError:
-            message = f"{self._address} has sent nothing for {self._stall_s:g} s"
+            message = f"{self._peer.address} has sent nothing for {self._stall_s:g} s"
             raise MillraceError(Reason.STALLED, message) from None
+        except MillraceError as error:
+            # The stream broke, and its channel was closed for that before gRPC had the status of the stream.
+            if self._peer.dropped and error.reason is Reason.CANCELLED:
+                raise MillraceError(Reason.WORKER_LOST, "its connection broke") from None
+            raise
         return None if response is grpc.aio.EOF else response
 
 
