@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
 from typing import Any
 
@@ -282,4 +283,29 @@ def _two_ranks() -> Iterator[tuple[str, ...]]:
     )
 
 
-BLOCKS: Blocks = {"results-cpu": one_cpu, "results-h200": one_h200, "results-two-h200": two_h200}
+def beside_sglang() -> str:
+    """Medians of the rounds, which have a JSON each; a case is not in all of them."""
+    runs = [f"h200/peers-engines{suffix}" for suffix in ("", "-second", "-third")]
+    head = "step of the whole engine | Millrace | SGLang 0.5.17 | SGLang / Millrace (goal 1.25) | rounds | JSON"
+    return table(head, [_beside(case, runs) for case in (one["case"] for one in results(runs[0])["rows"])])
+
+
+def _beside(case: str, runs: list[str]) -> tuple[str, ...]:
+    found = {run: one for run in runs for one in rows(run, case=case)}
+    own, peer = (statistics.median(one[who] for one in found.values()) for who in ("ours_ms", "peer_ms"))
+    kind, _, size = case.partition(" ")
+    count, length = size.split("x")
+    what = f"{kind}, {count} × {int(length):,} tokens"
+    return what, f"{_ms(own)} ms", f"{_ms(peer)} ms", f"{peer / own:.2f}", str(len(found)), source(*found)
+
+
+def _ms(ms: float) -> str:
+    return f"{ms:,.0f}" if ms >= 1000 else f"{ms:.1f}"
+
+
+BLOCKS: Blocks = {
+    "results-cpu": one_cpu,
+    "results-h200": one_h200,
+    "results-two-h200": two_h200,
+    "results-sglang": beside_sglang,
+}

@@ -2,7 +2,7 @@
 
     millrace bench node --out node                       the 671B model on eight GPUs
     millrace bench node --out node --gpus 2              the same with 32 experts for each GPU there is
-    millrace bench node --out node --gpus 2 --layers 30  for GPUs of 80 GB, which do not hold 61 layers
+    millrace bench node --out node --gpus 2 --layers 28  for GPUs of 80 GB, which do not hold 61 layers
     millrace bench node --out node --only decode skew    some of it; --list names the stages
     millrace bench node --out dry --tiny                 most of the stages over small shapes on a CPU
 
