@@ -106,9 +106,8 @@ def spec(topology: str, model: Path, args: argparse.Namespace) -> ClusterSpec:
     )
 
 
-async def measure(topology: str, model: Path, args: argparse.Namespace) -> list[Row]:
-    """One row of each load and rate. Every topology gets the same seeds."""
-    rows: list[Row] = []
+async def measure(topology: str, model: Path, args: argparse.Namespace, rows: list[Row]) -> None:
+    """One row of each load and rate, as soon as it is over. Every topology gets the same seeds."""
     async with LocalCluster(spec(topology, model, args)) as cluster, httpx.AsyncClient() as http:
         ways = await _ways(http, cluster.http_url)
         for seed, (load, rate) in enumerate(runs(args.loads), args.seed):
@@ -118,7 +117,6 @@ async def measure(topology: str, model: Path, args: argparse.Namespace) -> list[
             taken = {way: count - before.get(way, 0) for way, count in ways.items() if count > before.get(way, 0)}
             rows.append({"topology": topology, "load": load.name, "rate": rate, **report, "ways": taken})
             print(line(rows[-1]), flush=True)
-    return rows
 
 
 def runs(loads: Sequence[Load]) -> Iterator[tuple[Load, float]]:
@@ -150,7 +148,7 @@ def run(args: argparse.Namespace, folder: Path) -> Record:
     failed: dict[str, str] = {}
     for topology in args.topologies:
         try:
-            rows += asyncio.run(asyncio.wait_for(measure(topology, model, args), args.limit))
+            asyncio.run(asyncio.wait_for(measure(topology, model, args, rows), args.limit))
         except (TimeoutError, StartError) as error:
             failed[topology] = str(error) or f"not done after {args.limit:.0f} s"
             print(f"{topology:12} {failed[topology]}", flush=True)

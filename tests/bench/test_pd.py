@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import json
 from pathlib import Path
 
@@ -65,6 +67,20 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out.splitlines() == [line(row) for row in rows]
     drawn = plots.lines(plots.points(record))
     assert {load: set(systems) for load, systems in drawn.items()} == {name: {"conditional"} for name in names}
+
+
+def test_rates_that_were_over_count_when_the_limit_ends_a_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def measure(topology: str, model: Path, args: argparse.Namespace, rows: list[pd.Row]) -> None:
+        rows.append({"topology": topology})
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(pd, "measure", measure)
+    args = parser().parse_args(["--engine", "sim", "--topologies", "pair", "unified", "--limit", "0.1"])
+    results = pd.run(args, tmp_path).results
+    assert results["rows"] == [{"topology": "pair"}, {"topology": "unified"}]
+    assert list(results["failed"]) == ["pair", "unified"]
 
 
 def test_a_system_that_does_not_start_is_in_the_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
