@@ -26,7 +26,7 @@ from millrace_cli import batch_file
 from millrace_cli.batch_file import Line
 from millrace_cli.errors import CommandError
 
-BUSY = (429, 503)
+BUSY = (429, 502, 503, 504)  # of the server, or of a proxy before it while the server restarts
 TRIES = 20
 PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # between tries: doubled each time, and longer if the server says so
 CONNECT_S, ANSWER_S = 10.0, 3600.0
