@@ -228,12 +228,17 @@ class LocalCluster:
         if not self._started:
             return  # `start` raises StartError
         log.error("%s ended with code %d. %s", name, code, process.end_of_log(10))
-        if self.spec.restart:
-            if process.seconds > BACKOFF_S[1]:
-                pause_s = BACKOFF_S[0]
+        if process.seconds > BACKOFF_S[1]:
+            pause_s = BACKOFF_S[0]
+        while self.spec.restart:
             log.warning("%s starts again in %.1f s", name, pause_s)
             await asyncio.sleep(pause_s)
-            await self._spawn(name, min(2 * pause_s, BACKOFF_S[1]))
+            pause_s = min(2 * pause_s, BACKOFF_S[1])
+            try:
+                await self._spawn(name, pause_s)
+                return
+            except OSError as error:  # no process or file is to be had now
+                log.error("%s cannot be started: %s", name, error)
 
     async def _until(
         self, condition: Callable[[], Awaitable[bool]], must_run: tuple[str, ...], deadline: float

@@ -91,9 +91,10 @@ class Process:
             return None
 
     def log_tail(self, lines: int = 30) -> str:
-        if not self.log_path.exists():
+        try:
+            return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
+        except OSError:
             return ""
-        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
 
     def end_of_log(self, lines: int) -> str:
         return f"The end of {self.log_path}:\n{self.log_tail(lines)}"

@@ -66,6 +66,21 @@ async def test_worker_that_dies_comes_back(make_spec, caplog: pytest.LogCaptureF
     assert "prefill-0 ended with code -9" in caplog.text
 
 
+async def test_a_restart_that_fails_is_tried_again(make_spec, caplog: pytest.LogCaptureFixture) -> None:
+    """Its log can neither be read nor written for a while."""
+    async with ControlledCluster(make_spec(restart=True)) as cluster:
+        process = cluster.processes["prefill-0"]
+        process.log_path.unlink()
+        process.log_path.mkdir()
+        os.kill(process.pid, signal.SIGKILL)
+        while "prefill-0 cannot be started" not in caplog.text:
+            assert not cluster._watchers["prefill-0"].done()
+            await asyncio.sleep(0.05)
+        process.log_path.rmdir()
+        await cluster.wait_routable("prefill-0")
+        assert process.starts == 2
+
+
 async def test_worker_that_dies_stays_dead_without_restart(make_spec, caplog: pytest.LogCaptureFixture) -> None:
     async with ControlledCluster(make_spec()) as cluster:
         os.kill(cluster.pid("prefill-0"), signal.SIGKILL)
