@@ -99,7 +99,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
     tier.close()
 
 
-@pytest.mark.parametrize(("call", "number"), [("scandir", errno.EIO), ("unlink", errno.EROFS)])
+@pytest.mark.parametrize(("call", "number"), [("scandir", errno.EIO), ("unlink", errno.EROFS), ("stat", errno.EIO)])
 def test_a_disk_that_fails_does_not_end_the_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
 ) -> None:

@@ -48,7 +48,7 @@ class PageFolder:
 
     def has(self, block: int) -> bool:
         """May be called by any thread."""
-        return self._path(block).exists()
+        return os.path.exists(self._path(block))
 
     def store(self, block: int, page: int) -> None:
         """Write page `page` of the pool as `block`. Raises TransferError and leaves no torn file behind."""
