@@ -11,7 +11,7 @@ import pytest
 import torch
 from engine.test_compile_ahead import LIMITS, site
 from millrace_serve.engine.config import Role
-from millrace_serve.engine.start import startup
+from millrace_serve.engine.start import memory, startup
 from millrace_serve.engine.start.phases import Phases
 from millrace_serve.engine.step import graphs
 from millrace_serve.engine.step.device import Device
@@ -82,6 +82,26 @@ def test_a_capture_is_not_interrupted_by_collections(collector: bool) -> None:
         assert (gc.get_freeze_count() == 0) is collector
     finally:
         gc.unfreeze()
+
+
+@pytest.mark.parametrize(("drafts", "buckets", "number"), [(0, (1, 2), 3), (2, (1, 2), 6), (2, (3,), 6)])
+def test_memory_is_reserved_for_every_graph(
+    drafts: int, buckets: tuple[int, ...], number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With drafts a step has two graphs, and a bucket with several numbers of drafts several steps."""
+    captured: list[Any] = []
+    monkeypatch.setattr(startup, "device_of", lambda device: SimpleNamespace(torch=device, capture=captured.append))
+    monkeypatch.setattr(DecodeGraphs, "_capture", lambda self, run: self._device.capture(run))
+    one = site(drafts=drafts)
+    limits = LIMITS.model_copy(update={"draft_tokens": drafts, "draft_batches": (2, 1)})
+    one = dataclasses.replace(one, limits=limits, execution=one.execution.model_copy(update={"graph_buckets": buckets}))
+    config, runner = limits.resolved(9), NoRunner()
+    runner.slots, runner.forward = Slots(config, one.device), None  # type: ignore[attr-defined]
+    runner.drafter = object() if drafts else None  # type: ignore[attr-defined]
+    runner.use_graphs = lambda graphs: None  # type: ignore[attr-defined]
+    startup.capture(one, config, runner)  # type: ignore[arg-type]
+    assert len(captured) == number
+    assert startup.estimated(one).graphs == number * memory.GRAPH_BYTES
 
 
 def test_a_capture_that_fails_leaves_the_collector_on() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from millrace_serve.engine.config import GIB, Limits
 
 MIB = 1 << 20
-GRAPH_BYTES = 12 * MIB  # of a captured decode step, besides the scratch memory that all share
+GRAPH_BYTES = 12 * MIB  # of a captured graph, besides the scratch memory that all share
 CONTEXT_BYTES = 1 * GIB  # of CUDA, cuBLAS, NCCL and loaded kernels, before they are measured
 MOST_LIBRARY_BYTES = 4 * GIB  # more than that has been taken by another process that starts at the same time
 

@@ -20,7 +20,7 @@ from millrace_serve.engine.start.compile import compiled
 from millrace_serve.engine.start.phases import Phases
 from millrace_serve.engine.start.rehearsal import Shape
 from millrace_serve.engine.step.device import device_of
-from millrace_serve.engine.step.graphs import DecodeGraphs, Forward, buckets_up_to
+from millrace_serve.engine.step.graphs import DecodeGraphs, Forward, buckets_up_to, graph_keys
 from millrace_serve.engine.step.torch_runner import TorchRunner
 from millrace_serve.model.attn_step import FORMS, FormThresholds
 from millrace_serve.model.checkpoint.random_weights import RandomWeights
@@ -53,6 +53,12 @@ class Site:
         if wanted == "off" or self.role is Role.PREFILL or (wanted == "auto" and self.device.type != "cuda"):
             return ()
         return buckets_up_to(self.limits.max_running, self.execution.graph_buckets)
+
+    @property
+    def num_graphs(self) -> int:
+        """With drafts every step has a second one, which accepts and drafts (engine/step/graphs.py)."""
+        keys = graph_keys(self.buckets, self.limits.num_drafts)
+        return len(keys) * (2 if self.limits.draft_tokens else 1)
 
     @property
     def most_rows(self) -> int:
@@ -98,9 +104,7 @@ def kv_layout(
 def estimated(site: Site) -> memory.Demand:
     """Before the weights are read."""
     weights = weight_bytes(site.model, site.dims, site.dtype, site.kept)
-    return memory.estimate(
-        site.limits, weights, site.model.hidden_size, site.model.vocab_size, num_graphs=len(site.buckets)
-    )
+    return memory.estimate(site.limits, weights, site.model.hidden_size, site.model.vocab_size, site.num_graphs)
 
 
 def planned(site: Site, device_memory: memory.Memory, demand: memory.Demand) -> memory.MemoryPlan:
@@ -158,7 +162,7 @@ class MemoryPlanner:
         if site.buckets:
             step = max(rehearsal.decode_shapes(site.limits, site.buckets), key=lambda shape: shape.num_tokens)
             results = step.num_tokens * (site.model.vocab_size * 4 + site.model.hidden_size * site.dtype.itemsize)
-            graphs = memory.graph_reserve(len(site.buckets), self._peak(runner, step) + results)
+            graphs = memory.graph_reserve(site.num_graphs, self._peak(runner, step) + results)
         runner.close()
         del runner, pool
         torch.cuda.empty_cache()
