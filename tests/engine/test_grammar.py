@@ -258,7 +258,7 @@ def test_what_cannot_go_with_a_grammar(fields: dict[str, object]) -> None:
     assert "grammar" in driver.finish[RequestId(1, 0)].error.message
 
 
-def test_other_requests_pass_and_an_abort_waits_its_turn() -> None:
+def test_aborts_and_deadlines_do_not_wait_for_a_compilation() -> None:
     driver = GrammarDriver(Role.UNIFIED)
     driver.compiler.gate.clear()
     driver.submit(constrained(1, [20, 21], timeout_s=5.0))
@@ -266,12 +266,32 @@ def test_other_requests_pass_and_an_abort_waits_its_turn() -> None:
     driver.submit(request(3, [20, 23]))
     driver.tell(Abort(RequestId(1, 0)))
     driver.run()
-    assert set(driver.finish) == {RequestId(3, 0)}
+    assert set(driver.finish) == {RequestId(1, 0), RequestId(3, 0)}, "the others pass"
+    assert driver.finish[RequestId(1, 0)].finish is FinishReason.ABORT
     driver.clock.now += 6.0
+    driver.step()
+    assert driver.finish[RequestId(2, 0)].error.reason == "DEADLINE_EXCEEDED"
+    assert driver.engine.load().waiting == 0
     driver.finish_compiling()
     driver.run()
-    assert driver.finish[RequestId(1, 0)].finish is FinishReason.ABORT
-    assert driver.finish[RequestId(2, 0)].error.reason == "DEADLINE_EXCEEDED"
+    driver.check_whole()
+
+
+def test_what_nobody_waits_for_any_more_is_not_compiled() -> None:
+    driver = GrammarDriver(Role.UNIFIED)
+    driver.compiler.gate.clear()
+    for room, text in enumerate(("first", "second", "shared", "shared", "left")):  # two threads have the first two
+        driver.submit(constrained(room, [20], Grammar(GrammarKind.REGEX, text), max_tokens=2))
+    for room in (2, 4):
+        driver.tell(Abort(RequestId(room, 0)))
+    driver.finish_compiling()
+    driver.run()
+    assert sorted(driver.compiler.compiled) == ["first", "second", "shared"]
+    driver.submit(constrained(5, [20], Grammar(GrammarKind.REGEX, "left"), max_tokens=2))
+    driver.finish_compiling()
+    driver.run()
+    ended = {id.room: output.finish.value for id, output in driver.finish.items()}
+    assert ended == {0: "length", 1: "length", 2: "abort", 3: "length", 4: "abort", 5: "length"}
     driver.check_whole()
 
 

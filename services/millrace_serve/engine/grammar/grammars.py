@@ -2,8 +2,9 @@
 engine/grammar/xgrammar_compiler.py.
 
 1. `admit` sees every message on its way to the scheduler. A Submit whose grammar was never seen starts a compilation in
-   a thread; the Submit and all later messages of its request wait here, in order; other messages pass.
-2. `admitted` returns the messages whose compilation has ended, with or without success.
+   a thread; the Submit and all later messages of its request wait here, in order; other messages pass. An Abort ends
+   the wait.
+2. `admitted` returns the messages whose compilation has ended, with or without success, or whose deadline has passed.
 3. `walk` makes the sequence's `Walk` when the scheduler enrols it, or returns why the request is refused.
 4. The walk's mask restricts the sequence's next token (engine/step/sampling.py). It is a function of the grammar and
    the outputs alone, so preemption keeps it, and another attempt or the decode worker rebuilds it from the outputs it
@@ -22,7 +23,7 @@ import msgspec
 import numpy as np
 from millrace_common.reasons import Reason
 
-from millrace_serve.engine.core import Failure, FlushCache, Grammar, Request, RequestId, SchedulerInput, Submit
+from millrace_serve.engine.core import Abort, Failure, FlushCache, Grammar, Request, RequestId, SchedulerInput, Submit
 
 MAX_COMPILED = 128  # grammars kept; the least recently used one goes
 COMPILE_THREADS = 2
@@ -137,7 +138,7 @@ class Grammars:
         id = message.request.id if isinstance(message, Submit) else message.id
         if id in self._held:
             self._held[id].later.append(message)
-            return []
+            return self._give_up(id) if isinstance(message, Abort) else []
         if not isinstance(message, Submit) or self._compiler is None:
             return [message]
         grammar = message.request.sampling.grammar
@@ -147,12 +148,15 @@ class Grammars:
         return []
 
     def admitted(self) -> list[SchedulerInput]:
-        """The messages of requests whose compilation has ended, in order for each of them."""
+        """The messages of requests whose compilation or time has ended, in order for each of them."""
         ready: list[SchedulerInput] = []
         for id, (since, compiled, submit, later) in list(self._held.items()):
+            submit = _shortened(submit, self._clock() - since)
             if compiled.done():
                 del self._held[id]
-                ready += [_shortened(submit, self._clock() - since), *later]
+                ready += [submit, *later]
+            elif submit.request.timeout_s == 0:
+                ready += self._give_up(id)
         return ready
 
     def walk(self, request: Request) -> Walk | Failure:
@@ -172,10 +176,21 @@ class Grammars:
         """Compilations that have not started are dropped."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
+    def _give_up(self, id: RequestId) -> list[SchedulerInput]:
+        """The messages of a request that ends before its compilation: no token of it needs the grammar. A compilation
+        that nobody else waits for is not begun.
+        """
+        since, compiled, submit, later = self._held.pop(id)
+        if all(held.compiled is not compiled for held in self._held.values()):
+            compiled.cancel()
+        request = _shortened(submit, self._clock() - since).request
+        sampling = msgspec.structs.replace(request.sampling, grammar=None)
+        return [Submit(msgspec.structs.replace(request, sampling=sampling)), *later]
+
     def _compile(self, grammar: Grammar) -> Compiled:
         assert self._compiler is not None
         key = msgspec.structs.replace(grammar, after_token_id=None)  # what its compilation depends on
-        if key not in self._compiled:
+        if key not in self._compiled or self._compiled[key].cancelled():
             self._forget_oldest()
             self._compiled[key] = self._threads.submit(self._compiler.compile, key)
         self._compiled.move_to_end(key)
