@@ -151,6 +151,22 @@ async def test_after_a_gap_the_index_is_made_from_a_new_snapshot(cluster: Callab
     await made.until(lambda: known(made, a) == 4)
 
 
+async def test_a_message_that_cannot_be_read_breaks_the_feed_like_a_gap(
+    cluster: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = await kv_cluster(cluster)
+    a, _ = made.workers
+    hashes = page_hashes(PROMPT, PAGE)
+    index = made.router.registry.placer.indexes.kv
+    a.snapshot, a.sequence = hashes[:3], 7
+    with monkeypatch.context() as patch:
+        patch.setattr(index, "apply", lambda holder, change: 1 // 0)
+        a.say(0, 1, hashes)
+        await made.until(lambda: known(made, a) == 0 and (a.epoch, 0) not in index._sequences)
+    await made.until(lambda: known(made, a) == 3)
+    assert len(a.streams) == 2
+
+
 async def test_a_restarted_worker_has_nothing_until_it_says_so(cluster: Callable) -> None:
     made = await kv_cluster(cluster)
     a, _ = made.workers

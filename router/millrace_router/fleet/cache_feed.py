@@ -62,6 +62,9 @@ class CacheFeeds:
                     return
             except MillraceError as error:
                 why = error.message
+            except Exception as error:  # garbage of the worker's, or a fault of ours: it would never be followed again
+                log.exception("the cache feed of %s broke unexpectedly", worker.address)
+                why = f"{type(error).__name__}: {error}"
             finally:
                 for replica in replicas:
                     index.forget((epoch, replica))
