@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import zmq
@@ -16,8 +18,10 @@ from millrace_serve.engine.config import EngineConfig, Role
 from millrace_serve.engine.core import Events, Submit
 from millrace_serve.engine.sim.factory import build_sim_engine
 from millrace_serve.engine.step.lockstep import Lockstep
+from millrace_serve.engine.step.progress import Progress
 from millrace_serve.worker.channels import Receiver, Sender
-from millrace_serve.worker.messages import Report, SetWeights, Stop, ToEngine, WeightsSet
+from millrace_serve.worker.messages import RankFailed, Report, SetWeights, Stop, ToEngine, WeightsSet
+from millrace_serve.worker.rank import process
 from millrace_serve.worker.rank.loop import EngineLoop, Upkeep
 
 
@@ -106,3 +110,14 @@ def test_a_replica_that_starts_late_is_waited_for(loops: list[Loop]) -> None:
     loops[1].thread.start()
     ask(loops[0], 1, 4)
     ask(loops[1], 2, 4)
+
+
+def test_a_follower_whose_inbox_fails_has_failed(tmp_path: Path) -> None:
+    """As a leader: otherwise the frontend waits for its answers for ever."""
+    context, failed = zmq.Context(), queue.Queue[Report]()
+    inbox: Receiver[ToEngine] = Receiver(context, f"ipc://{tmp_path}/inbox", ToEngine)
+    Sender[ToEngine](context, inbox.endpoint).send(SetWeights("", ""))
+    parts: Any = SimpleNamespace(engine=None, run=lambda: None)
+    process._step(parts, inbox, failed.put, Upkeep(1, failed.put, Progress(), no_weights))
+    assert failed.get(timeout=5) == RankFailed("the inbox failed: AssertionError: nobody asks for other weights")
+    context.destroy(linger=0)

@@ -118,8 +118,16 @@ def _step(parts: Parts, inbox: Receiver[ToEngine], report: Callable[[Report], No
         EngineLoop(parts.engine, inbox, report, upkeep).run()
     else:
         assert parts.run is not None
+
+        def listen() -> None:
+            try:
+                follower_inbox(inbox, upkeep)
+            except Exception as error:  # nothing that is asked of this rank would ever be answered
+                log.exception("the inbox failed")
+                report(RankFailed(f"the inbox failed: {type(error).__name__}: {error}"))
+
         # once started, only this thread uses the inbox and the outbox
-        threading.Thread(target=follower_inbox, args=(inbox, upkeep), name="inbox", daemon=True).start()
+        threading.Thread(target=listen, name="inbox", daemon=True).start()
         parts.run()
 
 
