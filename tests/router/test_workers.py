@@ -45,6 +45,20 @@ async def test_hooks_are_tried_until_acknowledged(cluster: Callable) -> None:
     assert made.metric("millrace_hooks_total", hook="warmup", outcome="failed") == 2
 
 
+async def test_hooks_are_tried_again_after_a_fault_of_ours(cluster: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    faults, refresh = [AttributeError("of an answer that could not be read")], Worker.refresh
+
+    async def faulty(worker: Worker) -> None:
+        if worker.link is not None and faults:
+            raise faults.pop()
+        await refresh(worker)
+
+    monkeypatch.setattr(Worker, "refresh", faulty)
+    made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE), wait=False)
+    await made.until(lambda: made.router.registry.ready)
+    assert not faults and (await made.generate([1])).tokens() == expected([1], 8)
+
+
 async def test_a_new_process_is_warmed_again(cluster: Callable) -> None:
     made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE))
     (prefill,), (decode,) = made.prefills, made.decodes

@@ -136,7 +136,11 @@ class Hooks:
         while True:
             try:
                 await self._once(progress)
-            except MillraceError as error:
+            except Exception as failure:
+                error = failure
+                if not isinstance(error, MillraceError):  # garbage of a worker's, or a fault of ours
+                    log.exception("the warm-up of %s broke unexpectedly", progress.names)
+                    error = MillraceError(Reason.INTERNAL, f"{type(failure).__name__}: {failure}")
                 log.warning("warm-up of %s failed: %s", progress.names, error)
                 progress.stage, progress.detail = Stage.RETRYING, error.message
                 if error.reason is Reason.LAYOUT_MISMATCH:
