@@ -64,6 +64,14 @@ def test_prompts_of_every_size_class_are_rehearsed() -> None:
     assert [shape.num_decode for shape in decode_shapes(V3, (1, 4))] == [4, 4, 1, 1]
 
 
+def test_every_graph_is_rehearsed() -> None:
+    """Also those of a bucket that holds numbers of sequences with more drafts than it has when it is full."""
+    limits = V3.model_copy(update={"max_running": 64, "draft_tokens": 3})
+    steps = [(shape.num_decode, shape.num_queries, shape.greedy) for shape in decode_shapes(limits, (1, 8, 64))]
+    keys = [(64, 4), (64, 3), (64, 2), (8, 4), (1, 4)]
+    assert steps == [(*key, greedy) for key in keys for greedy in (True, False)]
+
+
 @pytest.mark.parametrize(("most", "length"), [(96, 4096), (2048, 4096), (96, 300)])
 def test_products_are_compiled_for_as_many_cached_tokens_as_are_expanded(most: int, length: int) -> None:
     """Their k and v are one product, which may have more rows than a step has."""

@@ -12,6 +12,7 @@ from millrace_kernels.backend import SMALL_TOKENS
 
 from millrace_serve.engine.config import Limits
 from millrace_serve.engine.step.batch import HostBatch, SharedChunk, SlotUpdates, StepBatch
+from millrace_serve.engine.step.graphs import graph_keys
 from millrace_serve.engine.step.sampling_batch import HostSampling, SamplingBatch
 from millrace_serve.model.split import Split
 
@@ -97,10 +98,10 @@ def _sizes(most: int) -> list[int]:
 
 
 def decode_shapes(limits: Limits, buckets: Sequence[int]) -> Iterator[Shape]:
-    """Largest first, greedy and not."""
-    for bucket in reversed(buckets):
-        yield _shape(limits, bucket)
-        yield _shape(limits, bucket, greedy=False)
+    """Of every graph: a bucket may come with several numbers of drafts. Largest first, greedy and not."""
+    for bucket, num_queries in graph_keys(buckets, limits.num_drafts):
+        yield Shape(bucket, num_queries)
+        yield Shape(bucket, num_queries, greedy=False)
 
 
 def batch_of(shape: Shape, limits: Limits, dp: int = 1, *, graphs: bool = False) -> HostBatch:
