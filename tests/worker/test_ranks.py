@@ -30,8 +30,10 @@ from millrace_serve.worker.messages import (
     Pulse,
     RankReady,
     Report,
+    SetWeights,
     StartProfile,
     ToEngine,
+    WeightsSet,
 )
 from millrace_serve.worker.rank.pulse import PulseThread
 
@@ -135,6 +137,25 @@ async def test_ranks_that_end_before_they_answer_leave_no_question_to_the_next_o
     assert await asyncio.wait_for(asking, 20) == [7]
     await ranks.stop(0)
     context.destroy(linger=0)
+
+
+async def test_answers_are_in_the_order_of_ranks(tmp_path: Path) -> None:
+    """Not in that in which the ranks became ready: the one that failed is named by its place."""
+    config, context, launcher = WorkerConfig(engine="sim", dp=2), zmq.Context(), Nobody(tmp_path)
+    ranks = Ranks(config, launcher, lambda rank, report: None, lambda why: None)
+    starting = asyncio.create_task(ranks.start())
+    frontend: Sender[FromRank] = Sender(context, await launcher.endpoint)
+    for rank in (1, 0):
+        frontend.send(FromRank(rank, ready(config, f"ipc://{tmp_path}/rank{rank}")))
+    await asyncio.wait_for(starting, 20)
+    asking = asyncio.create_task(ranks.set_weights(SetWeights("/x", "v")))
+    await asyncio.sleep(0)
+    for rank, error in ((0, ""), (1, "no such file")):
+        frontend.send(FromRank(rank, WeightsSet(sim_layout(config.limits, config.sim), error)))
+    said = await asyncio.wait_for(asking, 20)
+    await ranks.stop(0)
+    context.destroy(linger=0)
+    assert said == "rank 1: no such file"
 
 
 async def test_a_rank_that_is_lost_between_two_warm_up_requests_ends_the_start() -> None:

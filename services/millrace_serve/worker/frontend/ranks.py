@@ -168,14 +168,15 @@ class Ranks:
         return next((f"rank {rank}: {answer.error}" for rank, answer in enumerate(answers) if answer.error), "")
 
     async def _ask(self, message: ToProcess, answer: type[A]) -> list[A]:
-        """Answers of all ranks to `message`; calls that overlap share them. Raises MillraceError."""
+        """Answers to `message`, by rank; calls that overlap share them. Raises MillraceError."""
         if len(self._infos) < self._config.num_ranks:  # during a start, and while the worker sleeps
             raise MillraceError(Reason.NOT_READY, "the ranks are not up")
         for rank, engine in self._engines.items():
             if (answer, rank) not in self._asked:
                 self._asked[answer, rank] = asyncio.get_running_loop().create_future()
                 engine.send(message)
-        return list(await asyncio.gather(*(asyncio.shield(self._asked[answer, rank]) for rank in self._engines)))
+        ranks = sorted(self._engines)  # which were ready in any order
+        return list(await asyncio.gather(*(asyncio.shield(self._asked[answer, rank]) for rank in ranks)))
 
     def _take(self, message: FromRank) -> None:
         """Handle a report. An exception ends the worker: the report would be lost, and a request may wait for it."""
