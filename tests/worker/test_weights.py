@@ -156,6 +156,7 @@ async def test_sleep_ends_the_ranks_and_wake_starts_them_again(tmp_path: Path) -
             assert "sleep" in str(await pair.to_decode.end())
         await gone(ranks)
         assert (await decode.info()).state_message == "asleep" and not decode.ranks()
+        assert await decode.metric("millrace_engine_total", what="output_tokens") >= 8, "of the ranks that ended"
         for action, fields in (("resume", {}), ("load", {"path": "/x"})):
             with pytest.raises(MillraceError, match="wake it first"):
                 await do(decode, action, **fields)

@@ -106,6 +106,7 @@ class Frontend:
         await self.role.disconnect()
         await self.ranks.stop(STOP_GRACE_S)
         self._compiled.clear()
+        self.board.report(self.metrics)  # what was counted since the latest scrape
         self.board.restart()
         self.caches.restart()
 
