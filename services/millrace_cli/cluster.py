@@ -36,7 +36,7 @@ START_S, GPU_START_S = 120.0, 600.0  # a worker on a GPU compiles kernels for mi
 GPU_MEMORY = 0.9  # of a GPU, for all workers together
 LOG_DIR = "MILLRACE_LOG_DIR"  # variable of the environment: where the log folders of clusters are made
 TINY = Path(__file__).parents[2] / "models" / "tiny"  # the trained checkpoint of this source tree
-BACKOFF_S = (0.5, 30.0)  # first and longest pause before a child comes back; it doubles with every exit within a minute
+BACKOFF_S = (0.5, 30.0)  # first and longest pause before a child comes back; it doubles with every exit within 30 s
 ROUTER_PORTS = ("grpc", "http", "admin", "admin_http")
 SERVERS = {  # role to module and first arguments
     "router": ("millrace_router",),
