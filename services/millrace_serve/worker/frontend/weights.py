@@ -108,7 +108,7 @@ class HotWeights:
                 await self._frontend.start_ranks(self._path)
                 self._tell_engines(Pause(on=True))
                 await self._quiet()
-            except MillraceError:
+            except Exception:  # also of a process that cannot be started: some ranks may be up already
                 await self._frontend.stop_ranks()
                 raise
             self._asleep, self._broken = False, ""
