@@ -99,7 +99,7 @@ async def test_engines_that_are_gone_have_cached_nothing() -> None:
     await mirror.until(messages, {0: 0, 1: 1})
     role = SimpleNamespace(disconnect=AsyncMock())
     frontend: Any = SimpleNamespace(
-        profiling=AsyncMock(), role=role, ranks=AsyncMock(), board=Mock(), caches=board, _compiled={}
+        profiling=AsyncMock(), role=role, ranks=AsyncMock(), board=Mock(), metrics=None, caches=board, _compiled={}
     )
     await Frontend.stop_ranks(frontend)
     await mirror.until(messages, {0: 0, 1: 2})
