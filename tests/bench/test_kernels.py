@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import os
+import subprocess
 import sys
 import types
 from collections.abc import Hashable, Iterator
@@ -271,14 +273,19 @@ def test_gpus_share_the_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fa
     assert [key for key in keys if key[1:] == [1, 1]] == [[1, 1, 1], [2, 1, 1], [3, 1, 1]]
 
 
+TWO_TASKS = """
+import ray
+from millrace_bench.kernels import tune
+print(tune.over_gpus(lambda index: (index, ray.get_gpu_ids()), 2))
+"""
+
+
 @pytest.mark.long
 def test_every_gpu_has_a_task_of_its_own() -> None:
-    def which(index: int) -> tuple[int, list[int]]:
-        import ray
-
-        return index, ray.get_gpu_ids()
-
-    found = tune.over_gpus(which, 2)
+    """In a process of its own: Ray forks, and the child hangs where other threads are within gRPC."""
+    result = subprocess.run([sys.executable, "-c", TWO_TASKS], capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    found = ast.literal_eval(result.stdout.splitlines()[-1])
     assert [index for index, _ in found] == [0, 1] and all(len(ids) == 1 for _, ids in found)
 
 
