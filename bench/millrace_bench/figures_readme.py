@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
-from millrace_bench.figures_source import Blocks, results, row, rows, source, table
+from millrace_bench.figures_source import RESULTS, Blocks, results, row, rows, short, source, table
 
 DECISION_US = 300
 
@@ -286,7 +286,7 @@ def _two_ranks() -> Iterator[tuple[str, ...]]:
 def beside_sglang() -> str:
     """Medians of the rounds, which have a JSON each; a case is not in all of them."""
     runs = [f"h200/peers-engines{suffix}" for suffix in ("", "-second", "-third")]
-    head = "step of the whole engine | Millrace | SGLang 0.5.17 | SGLang / Millrace (goal 1.25) | rounds | JSON"
+    head = "step of the whole engine | Millrace | SGLang 0.5.17 | SGLang / Millrace (goal 1.25) | JSON of the rounds"
     return table(head, [_beside(case, runs) for case in (one["case"] for one in results(runs[0])["rows"])])
 
 
@@ -296,11 +296,8 @@ def _beside(case: str, runs: list[str]) -> tuple[str, ...]:
     kind, _, size = case.partition(" ")
     count, length = size.split("x")
     what = f"{kind}, {count} × {int(length):,} tokens"
-    return what, f"{_ms(own)} ms", f"{_ms(peer)} ms", f"{peer / own:.2f}", str(len(found)), source(*found)
-
-
-def _ms(ms: float) -> str:
-    return f"{ms:,.0f}" if ms >= 1000 else f"{ms:.1f}"
+    rounds = ", ".join(f"[{number}]({RESULTS}/{run}.json)" for number, run in enumerate(found, 1))
+    return what, f"{short(own)} ms", f"{short(peer)} ms", f"{peer / own:.2f}", rounds
 
 
 BLOCKS: Blocks = {

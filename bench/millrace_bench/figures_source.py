@@ -48,6 +48,6 @@ def table(header: str, rows: Iterable[tuple[str, ...]]) -> str:
     )
 
 
-def short(us: float) -> str:
+def short(time: float) -> str:
     """Three digits, or all before the point."""
-    return f"{us:,.0f}" if us >= 100 else f"{us:.1f}"
+    return f"{time:,.0f}" if time >= 100 else f"{time:.1f}"

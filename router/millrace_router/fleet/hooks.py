@@ -136,27 +136,27 @@ class Hooks:
         while True:
             try:
                 await self._once(progress)
-            except Exception as failure:
-                error = failure
-                if not isinstance(error, MillraceError):  # garbage of a worker's, or a fault of ours
-                    log.exception("the warm-up of %s broke unexpectedly", progress.names)
-                    error = MillraceError(Reason.INTERNAL, f"{type(failure).__name__}: {failure}")
-                log.warning("warm-up of %s failed: %s", progress.names, error)
-                progress.stage, progress.detail = Stage.RETRYING, error.message
-                if error.reason is Reason.LAYOUT_MISMATCH:
-                    progress.stage = Stage.REFUSED
-                    self._count()
-                    return
+            except MillraceError as error:
+                failure = error
+            except Exception as error:  # garbage of a worker's, or a fault of ours: it would never be tried again
+                log.exception("the warm-up of %s broke unexpectedly", progress.names)
+                failure = MillraceError(Reason.INTERNAL, f"{type(error).__name__}: {error}")
+            else:
+                log.info("warmed and frozen: %s", progress.names)
+                progress.stage, progress.detail = Stage.READY, ""
+                self.ready.add(pair)
                 self._count()
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, LONGEST_PAUSE_S)
-                continue
-            log.info("warmed and frozen: %s", progress.names)
-            progress.stage, progress.detail = Stage.READY, ""
-            self.ready.add(pair)
+                self._on_change()
+                return
+            log.warning("warm-up of %s failed: %s", progress.names, failure)
+            progress.stage, progress.detail = Stage.RETRYING, failure.message
+            if failure.reason is Reason.LAYOUT_MISMATCH:
+                progress.stage = Stage.REFUSED
+                self._count()
+                return
             self._count()
-            self._on_change()
-            return
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
 
     async def _once(self, progress: Progress) -> None:
         source, worker = progress.source, progress.worker

@@ -48,7 +48,7 @@ class PageFolder:
 
     def has(self, block: int) -> bool:
         """May be called by any thread."""
-        return os.path.exists(self._path(block))
+        return os.path.exists(self._path(block))  # which raises nothing; Path.exists raises what is no "not found"
 
     def store(self, block: int, page: int) -> None:
         """Write page `page` of the pool as `block`. Raises TransferError and leaves no torn file behind."""

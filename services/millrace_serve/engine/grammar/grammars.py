@@ -151,11 +151,11 @@ class Grammars:
         """The messages of requests whose compilation or time has ended, in order for each of them."""
         ready: list[SchedulerInput] = []
         for id, (since, compiled, submit, later) in list(self._held.items()):
-            submit = _shortened(submit, self._clock() - since)
+            waited_s, timeout_s = self._clock() - since, submit.request.timeout_s
             if compiled.done():
                 del self._held[id]
-                ready += [submit, *later]
-            elif submit.request.timeout_s == 0:
+                ready += [_shortened(submit, waited_s), *later]
+            elif timeout_s is not None and waited_s >= timeout_s:
                 ready += self._give_up(id)
         return ready
 

@@ -118,17 +118,19 @@ def _step(parts: Parts, inbox: Receiver[ToEngine], report: Callable[[Report], No
         EngineLoop(parts.engine, inbox, report, upkeep).run()
     else:
         assert parts.run is not None
-
-        def listen() -> None:
-            try:
-                follower_inbox(inbox, upkeep)
-            except Exception as error:  # nothing that is asked of this rank would ever be answered
-                log.exception("the inbox failed")
-                report(RankFailed(f"the inbox failed: {type(error).__name__}: {error}"))
-
         # once started, only this thread uses the inbox and the outbox
+        listen = partial(_reporting, "the inbox", partial(follower_inbox, inbox, upkeep), report)
         threading.Thread(target=listen, name="inbox", daemon=True).start()
         parts.run()
+
+
+def _reporting(what: str, run: Callable[[], None], report: Callable[[RankFailed], None]) -> None:
+    """Of a thread without which nothing that is asked of this rank would ever be answered."""
+    try:
+        run()
+    except Exception as error:
+        log.exception("%s failed", what)
+        report(RankFailed(f"{what} failed: {type(error).__name__}: {error}"))
 
 
 def _build(spec: RankSpec, phases: Phases) -> Parts:
@@ -182,17 +184,14 @@ def _reader_thread(
     outbox: Sender[FromRank] = Sender(context, spec.frontend)  # from now on used by the new thread only
     stall_s = spec.config.timeouts.stall
 
-    def report(message: FromReader) -> None:
+    def report(message: FromReader | RankFailed) -> None:
         outbox.send(FromRank(spec.rank, message))
 
     reader = Reader(_sink(buffer), inbox, report, stall_s, exporter=exporter)
 
     def run() -> None:
         try:
-            reader.run()
-        except Exception as error:  # no further report will come, and the pages must stay allocated
-            log.exception("the KV reader failed")
-            outbox.send(FromRank(spec.rank, RankFailed(f"the KV reader failed: {type(error).__name__}: {error}")))
+            _reporting("the KV reader", reader.run, report)  # if it fails, the pages must stay allocated
         finally:
             inbox.close()
             outbox.close()
