@@ -41,10 +41,14 @@ def test_mistakes_are_named(items: list[str], message: str) -> None:
         load(WorkerConfig, None, items)
 
 
-def test_pages_follow_from_the_device() -> None:
-    assert load(WorkerConfig, None, ["model=/models/v3"]).limits.num_pages == 1025
-    assert load(WorkerConfig, None, ["engine=sim", "device=cuda"]).limits.num_pages == 1025
-    assert load(WorkerConfig, None, ["model=/models/v3", "device=cuda"]).limits.num_pages == "auto"
+def test_sizes_follow_from_the_device() -> None:
+    def sizes(*items: str) -> tuple[int | str, int]:
+        limits = load(WorkerConfig, None, items).limits
+        return limits.num_pages, limits.max_running
+
+    assert sizes("model=/models/v3") == sizes("engine=sim", "device=cuda") == (1025, 64)
+    assert sizes("model=/models/v3", "device=cuda") == ("auto", 128)
+    assert sizes("model=/models/v3", "device=cuda", "limits.max_running=3") == ("auto", 3)
     config = load(WorkerConfig, None, ["model=/models/v3", "device=cuda", "limits.num_pages=77"])
     assert config.limits.num_pages == 77 and config.limits.resolved(77).usable_pages == 76
 

@@ -16,6 +16,7 @@ from millrace_serve.engine.config import Execution, Limits, Role
 from millrace_serve.engine.sim.runner import SimSettings
 
 DEFAULT_PAGES = 1025  # where the device's memory is not planned
+CUDA_RUNNING = 128  # sequences of 4,000 tokens fill what V3's weights leave of a GPU
 SIM_CONTEXT = 8192
 
 
@@ -78,13 +79,14 @@ class WorkerConfig(Execution):
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, values: Any) -> Any:
-        """Fill in values that follow from others: the context from the checkpoint, dtype and pages from the device."""
+        """Fill in values that follow from others: the context from the checkpoint, sizes and dtype from the device."""
         if not isinstance(values, dict):
             return values
         limits, on_cuda = values.get("limits") or {}, values.get("device") == "cuda"
         if isinstance(limits, dict):
-            pages = "auto" if on_cuda and values.get("engine") != EngineKind.SIM else DEFAULT_PAGES
-            limits = {"num_pages": pages, "max_model_len": _context_of(values), **limits}
+            planned = on_cuda and values.get("engine") != EngineKind.SIM
+            sizes = {"num_pages": "auto", "max_running": CUDA_RUNNING} if planned else {"num_pages": DEFAULT_PAGES}
+            limits = {**sizes, "max_model_len": _context_of(values), **limits}
         dtype = "bfloat16" if on_cuda else "float32"
         return {"dtype": dtype, **values, "limits": limits}
 
