@@ -2,8 +2,8 @@
 
 python -m millrace_bench.plots FILE.svg RESULT.json ...      results of `bench serving` and `bench pd`; .svg or .png
 
-A row of three axes for each load (two length mixes, say), a line for each system. Without matplotlib, which is in the
-extra `bench`: PlotError.
+A row of three axes for each load (two length mixes, say), a line for each system, in one colour everywhere.
+Without matplotlib, which is in the extra `bench`: PlotError.
 """
 
 from __future__ import annotations
@@ -64,11 +64,14 @@ def _point(report: Mapping[str, Any], load: str, system: str, rate: float) -> Po
 
 
 def lines(given: Sequence[Point]) -> dict[str, dict[str, list[Point]]]:
-    """Load → system → points in ascending order of rate."""
+    """Load → system → points in ascending order of rate. Loads and systems are in the order in which they are given."""
     found: dict[str, dict[str, list[Point]]] = defaultdict(lambda: defaultdict(list))
-    for point in sorted(given, key=lambda point: point.rate):
+    for point in given:
         found[point.load][point.system].append(point)
-    return {load: dict(systems) for load, systems in found.items()}
+    return {
+        load: {system: sorted(run, key=lambda point: point.rate) for system, run in systems.items()}
+        for load, systems in found.items()
+    }
 
 
 def draw(given: Sequence[Point], path: Path) -> None:
@@ -78,22 +81,27 @@ def draw(given: Sequence[Point], path: Path) -> None:
     from matplotlib.figure import Figure
 
     loads = lines(given)
+    colors = {system: f"C{number}" for number, system in enumerate(dict.fromkeys(point.system for point in given))}
     with matplotlib.rc_context({"svg.hashsalt": "millrace", "svg.fonttype": "none", "font.size": 9}):
         figure = Figure(figsize=(3 * INCHES[0], len(loads) * INCHES[1] + 0.6), layout="constrained")
         for row, (load, systems) in zip(figure.subplots(len(loads), 3, squeeze=False), loads.items(), strict=True):
             for axes, what in zip(row, ("goodput", "ttft", "tpot"), strict=True):
-                _fill(axes, what, systems)
+                _fill(axes, what, systems, colors)
             row[0].set_title(load, loc="left")
-        handles, labels = figure.axes[1].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=3)
+        every = {
+            label: handle
+            for axes in figure.axes
+            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+        }
+        figure.legend(every.values(), every.keys(), loc="outside lower center", ncols=3)
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-def _fill(axes: Any, what: str, systems: Mapping[str, Sequence[Point]]) -> None:
+def _fill(axes: Any, what: str, systems: Mapping[str, Sequence[Point]], colors: Mapping[str, str]) -> None:
     axes.set_xlabel("requests/s")
     axes.set_ylabel("goodput, requests/s" if what == "goodput" else f"{what.upper()}, ms")
-    for number, (system, run) in enumerate(systems.items()):
-        rates, color = [point.rate for point in run], f"C{number}"
+    for system, run in systems.items():
+        rates, color = [point.rate for point in run], colors[system]
         if what == "goodput":
             axes.plot(rates, [point.goodput for point in run], "o-", color=color)
             continue

@@ -75,3 +75,11 @@ def test_drawing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert text in svg.read_text()
     draw(points(pd()), png)
     assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_system_has_one_colour_and_a_place_in_the_legend_whatever_loads_it_ran(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra bench)")
+    draw(points(pd()), svg := tmp_path / "pd.svg")
+    text = svg.read_text()
+    assert "#1f77b4" in text and "#ff7f0e" in text, "the only system of the second load is the second system"
+    assert "pair p50" in text and "unified p50" in text
