@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from millrace_bench import scaling
@@ -142,18 +142,22 @@ def _step(one: dict[str, Any]) -> str:
     return f"{short(one['ms'])} ms{tokens}"
 
 
-def apart() -> str:
-    """`millrace bench pd` on two H100s: a cell for each load, rate and topology."""
+def apart(shown: Collection[float] = ()) -> str:
+    """`millrace bench pd` on two H100s: a cell for each load, rate (all, or these) and topology."""
     found: dict[tuple[str, float], dict[str, str]] = {}
     for topology in APART:
         for one in rows(f"h100/pd-{topology}"):
-            ttft, tpot, gap = (1e3 * one[name]["p99"] for name in ("ttft", "tpot", "icl"))
-            cell = f"{one['slo_met']:.0%}; {ttft:,.0f}, {tpot:.0f}, {gap:.0f} ms"
-            found.setdefault((one["load"], one["rate"]), {})[topology] = cell
+            if not shown or one["rate"] in shown:
+                found.setdefault((one["load"], one["rate"]), {})[topology] = _within(one)
     lines = [
         (load, f"{rate:g}", *(cells.get(topology, "") for topology in APART)) for (load, rate), cells in found.items()
     ]
     return table(" | ".join(("tokens", "requests/s", *(f"`{topology}`" for topology in APART))), lines)
+
+
+def _within(one: dict[str, Any]) -> str:
+    ttft, tpot, gap = (1e3 * one[name]["p99"] for name in ("ttft", "tpot", "icl"))
+    return f"{one['slo_met']:.0%}; {ttft:,.0f}, {tpot:.0f}, {gap:.0f} ms"
 
 
 BLOCKS: Blocks = {
@@ -164,4 +168,5 @@ BLOCKS: Blocks = {
     "node": node,
     "host": host,
     "apart": apart,
+    "results-apart": lambda: apart((5.0, 8.0, 24.0)),
 }
