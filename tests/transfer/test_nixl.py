@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -64,6 +65,43 @@ def test_reads_over_tcp_arrive() -> None:
         assert finish(sink.read(exporter.handle, [7, 1, 4], [0, 1, 2])) is ReadState.DONE
         assert np.array_equal(pool.pages[:3], exporter.pages[[7, 1, 4]])
         assert (pool.pages[3:] == POISON).all()
+    finally:
+        sink.close()
+        exporter.close()
+
+
+class Refusing:
+    """NIXL's agent of `sink`, which reports an error for whatever is given back to it."""
+
+    def __init__(self, sink: NixlSink) -> None:
+        self._nixl, self._error = sink._agent.nixl, sink._agent.lib.nixlBackendError
+        sink._agent.nixl = self
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._nixl, name)
+        if not name.startswith(("release", "invalidate", "deregister")):
+            return call
+
+        def refuse(*args: Any) -> None:
+            call(*args)
+            raise self._error("refused")
+
+        return refuse
+
+
+def test_what_nixl_does_not_take_back_fails_no_read() -> None:
+    exporter, pool = NixlExporter(8, PAGE_BYTES, seed=1, ucx=LOOPBACK_TCP), Pool(8, PAGE_BYTES)
+    sink = NixlSink(pool.buffer, LOOPBACK_TCP)
+    Refusing(sink)
+    try:
+        for page in range(2):
+            sink.connect(exporter.handle)
+            assert finish(sink.read(exporter.handle, [page], [page])) is ReadState.DONE
+            sink.disconnect(exporter.handle.agent)
+        assert np.array_equal(pool.pages[:2], exporter.pages[:2])
+        sink.connect(exporter.handle)
+        exporter.kill()
+        assert finish(sink.read(exporter.handle, [2], [2])) is ReadState.FAILED
     finally:
         sink.close()
         exporter.close()

@@ -122,7 +122,7 @@ class NixlSink(PolledSink[NixlPeer]):
             problem = f"the metadata of {source.agent} belongs to {name}"
         except agent.errors as error:
             problem = f"{source.agent} does not export the pages it claims: {error}"
-        self._forget(name)
+        self._give_back(agent.nixl.invalidateRemoteMD, name)
         raise TransferError(problem)
 
     def post(self, read: PolledRead[NixlPeer], src_pages: Sequence[int], dst_pages: Sequence[int]) -> None:
@@ -146,14 +146,14 @@ class NixlSink(PolledSink[NixlPeer]):
         if not read.peer.error:
             self._step(read, lambda: self._agent.nixl.getXferStatus(read.handle))
         elif time.monotonic() >= read.peer.settled_at:
-            self._agent.nixl.releaseXferReq(read.handle)
+            self._give_back(self._agent.nixl.releaseXferReq, read.handle)
             self.finish(read, ReadState.FAILED, read.peer.error)
         else:
             self._agent.nixl.getNotifs({}, [self._agent.backend])  # lets UCX flush the endpoint
 
     def let_go(self, peer: NixlPeer) -> None:
-        self._agent.nixl.releasedDlistH(peer.pages)
-        self._forget(peer.name)
+        self._give_back(self._agent.nixl.releasedDlistH, peer.pages)
+        self._give_back(self._agent.nixl.invalidateRemoteMD, peer.name)
 
     def close(self) -> None:
         """Destroying the backend is what ends reads that are still in flight."""
@@ -163,11 +163,10 @@ class NixlSink(PolledSink[NixlPeer]):
         for peer in list(self._peers.values()):
             peer.leaving = True
             for read in list(peer.reads):
-                with contextlib.suppress(*agent.errors):
-                    agent.nixl.releaseXferReq(read.handle)
+                self._give_back(agent.nixl.releaseXferReq, read.handle)
                 self.finish(read, ReadState.FAILED, "the importer was closed")
             self.disconnect(peer.name)
-        agent.nixl.releasedDlistH(self._ours)
+        self._give_back(agent.nixl.releasedDlistH, self._ours)
         agent.close()
 
     def _step(self, read: PolledRead[NixlPeer], call: Callable[[], Any]) -> None:
@@ -181,9 +180,10 @@ class NixlSink(PolledSink[NixlPeer]):
             log.warning("%s, reads in flight: %d", peer.error, len(peer.reads))
             return
         if status == self._agent.lib.NIXL_SUCCESS:
-            self._agent.nixl.releaseXferReq(read.handle)
+            self._give_back(self._agent.nixl.releaseXferReq, read.handle)
             self.finish(read, ReadState.DONE)
 
-    def _forget(self, name: str) -> None:
-        with contextlib.suppress(*self._agent.errors):  # NIXL forgets a peer that disconnected by itself
-            self._agent.nixl.invalidateRemoteMD(name)
+    def _give_back(self, call: Callable[[Any], None], what: Any) -> None:
+        """An error here changes no read's result, and a peer that disconnected was forgotten by NIXL itself."""
+        with contextlib.suppress(*self._agent.errors):
+            call(what)
