@@ -117,6 +117,8 @@ def test_metadata_that_makes_no_sense_is_refused() -> None:
             sink.connect(replace(exporter.handle, metadata=b"not metadata"))
         with pytest.raises(TransferError, match="belongs to"):
             sink.connect(replace(exporter.handle, metadata=other.handle.metadata))
+        with pytest.raises(TransferError, match=f"{exporter.handle.agent} has pages in 'HBM'"):
+            sink.connect(replace(exporter.handle, mem_type="HBM"))
         with pytest.raises(TransferError, match="does not export the pages it claims"):
             sink.connect(replace(exporter.handle, base=exporter.handle.base + (1 << 30)))
         sink.connect(exporter.handle)

@@ -103,5 +103,7 @@ def check_pages(source: MemoryHandle, ours: PageBuffer, src_pages: Sequence[int]
 def check_source(source: MemoryHandle, transport: str, ours: PageBuffer) -> None:
     if source.transport != transport:
         raise TransferError(f"{source.agent} exports over {source.transport!r}, this worker imports over {transport!r}")
+    if source.mem_type not in ("DRAM", "VRAM"):
+        raise TransferError(f"{source.agent} has pages in {source.mem_type!r}, this worker knows DRAM and VRAM")
     if source.page_bytes != ours.page_bytes:
         raise TransferError(f"{source.agent} has pages of {source.page_bytes} bytes, ours have {ours.page_bytes}")
