@@ -74,8 +74,9 @@ class NixlExporter:
         if (pool := self._newest.pool).mem_type == "VRAM":
             CudaDriver(pool.device_id).bind()  # UCX registers memory of the thread's context
         self._renewals += 1
+        newest = self._make(f"{self._owner}.{self._renewals}")
         self._old[self._newest.name] = self._newest
-        self._newest = self._make(f"{self._owner}.{self._renewals}")
+        self._newest = newest
         return self.handle()
 
     def drop(self, agent: str) -> None:

@@ -17,6 +17,7 @@ from typing import Protocol
 import msgspec
 
 from millrace_serve.transfer.base import KvSink, MemoryHandle, ReadOp, ReadState, TransferError
+from millrace_serve.transfer.cuda_driver import CudaError
 from millrace_serve.transfer.messages import (
     AddSource,
     CloseSource,
@@ -46,7 +47,8 @@ class Inbox(Protocol):
 class Exporter(Protocol):
     """What other workers read of this rank's pool."""
 
-    def renew(self) -> MemoryHandle: ...
+    def renew(self) -> MemoryHandle:
+        """Raises TransferError, CudaError; then nothing has changed."""
 
     def drop(self, agent: str) -> None: ...
 
@@ -113,7 +115,10 @@ class Reader:
                 self._post(command)
             case RenewSource():  # no read is polled meanwhile: half a second on a CPU
                 assert self._exporter is not None
-                self._report(SourceRenewed(self._exporter.renew()))
+                try:
+                    self._report(SourceRenewed(self._exporter.renew()))
+                except (TransferError, CudaError) as error:  # the next reports of failed reads ask again
+                    log.warning("no new agent, the old one goes on: %s", error)
             case CloseSource(agent):
                 assert self._exporter is not None
                 self._exporter.drop(agent)
