@@ -153,6 +153,30 @@ def test_the_folder_stays_below_its_bound_and_keeps_what_was_used_last(tmp_path:
     worker.folder.close()
 
 
+def test_a_file_that_cannot_be_deleted_keeps_no_other_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another user's in a folder with the sticky bit, say; it does not count as room either."""
+    worker = Worker(tmp_path)
+    for block in range(10):
+        worker.folder.store(block, 0)
+        [file] = tmp_path.rglob(f"{block:016x}")
+        os.utime(file, (1e9 + block, 1e9 + block))
+    unlink = os.unlink
+
+    def denied(path: str) -> None:
+        if path.endswith("0"):
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+        unlink(path)
+
+    monkeypatch.setattr(os, "unlink", denied)
+    again = Worker(tmp_path, max_pages=6)
+    assert [block for block in range(10) if again.folder.has(block)] == [0, 6, 7, 8, 9]
+    assert "cannot delete 1 of its files" in caplog.text
+    for each in (worker, again):
+        each.folder.close()
+
+
 def test_a_folder_that_cannot_be_counted_ends_no_thread(tmp_path: Path) -> None:
     """Somebody has put a file among its folders; the tier's thread survives a TransferError, and nothing else."""
     worker = Worker(tmp_path, max_pages=5)  # so few that every store counts

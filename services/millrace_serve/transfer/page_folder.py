@@ -105,7 +105,9 @@ class PageFolder:
         return TRAILER.pack(MAGIC, block, zlib.crc32((c_ubyte * size).from_address(self._pool.address + page * size)))
 
     def _trim(self) -> None:
-        """Count the folder. Above the bound, delete what was used longest ago, a tenth more than needed."""
+        """Count the folder. Above the bound, delete what was used longest ago, a tenth more than needed. What cannot be
+        deleted stays, and others go in its place.
+        """
         self._uncounted = 0
         found = []
         for entry in (file for sub in os.scandir(self._folder) for file in os.scandir(sub)):
@@ -116,12 +118,20 @@ class PageFolder:
         if excess <= 0:
             return
         excess += int(RECOUNT * self._max_bytes)
+        stuck = []
         for _, size, path in sorted(found):
             if excess <= 0:
-                return
-            with contextlib.suppress(FileNotFoundError):
+                break
+            try:
                 os.unlink(path)
+            except FileNotFoundError:  # another worker deleted it
+                pass
+            except OSError as error:
+                stuck.append(error)
+                continue
             excess -= size
+        if stuck:
+            log.warning("%s: cannot delete %d of its files, the last one: %s", self._folder, len(stuck), stuck[-1])
 
 
 @contextlib.contextmanager
