@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from millrace_serve.transfer.base import PageBuffer, TransferError
 from millrace_serve.transfer.disk_tier import MAX_STORES, DiskTier, Move
+from millrace_serve.transfer.nixl_files import NixlFiles
 from millrace_serve.transfer.page_folder import PageFolder
 
 PAGE, PAGES = 4096, 8
@@ -80,14 +81,43 @@ def test_a_page_that_is_not_whole_is_never_read(worker: Worker, tmp_path: Path, 
     assert worker.folder.load(BLOCK, 5) and (worker.memory[5] == worker.memory[3]).all()
 
 
-def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = Worker(tmp_path)
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO, errno.EACCES])
+@pytest.mark.parametrize("call", ["open", "pread"])
+def test_a_page_that_cannot_be_read_now_is_read_later(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, call: str, number: int
+) -> None:
+    worker.folder.store(BLOCK, 3)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, call, failing(number))
+        with pytest.raises(TransferError, match=os.strerror(number)):
+            worker.folder.load(BLOCK, 5)
+    assert worker.folder.load(BLOCK, 5) and (worker.memory[5] == worker.memory[3]).all()
 
-    def full(*_: Any) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+def failing(number: int) -> Callable[..., Any]:
+    def fails(*_: Any, **__: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fails
+
+
+def test_a_page_that_nixl_cannot_read_now_is_read_later(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker.folder.store(BLOCK, 3)
+
+    def fails(*_: Any) -> None:
+        raise TransferError("no memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr(os, "pwrite", full)
+        patched.setattr(NixlFiles, "read", fails)
+        with pytest.raises(TransferError, match="no memory"):
+            worker.folder.load(BLOCK, 5)
+    assert worker.folder.load(BLOCK, 5)
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", failing(errno.ENOSPC))
         with pytest.raises(TransferError, match="No space left on device"):
             worker.folder.store(BLOCK, 3)
         tier = DiskTier(worker.folder)
@@ -105,11 +135,7 @@ def test_a_disk_that_fails_does_not_end_the_thread(
 ) -> None:
     """Prompts would wait for ever for loads that nobody carries out."""
     worker = Worker(tmp_path, max_pages=1)
-    tier = DiskTier(worker.folder)
-
-    def fails(*_: Any, **__: Any) -> None:
-        raise OSError(number, os.strerror(number))
-
+    tier, fails = DiskTier(worker.folder), failing(number)
     with monkeypatch.context() as patched:
         patched.setattr(os, call, fails)
         if call == "unlink":
@@ -178,7 +204,7 @@ def test_a_file_that_cannot_be_deleted_keeps_no_other_one(
 
 
 def test_a_folder_that_cannot_be_counted_ends_no_thread(tmp_path: Path) -> None:
-    """Somebody has put a file among its folders; the tier's thread survives a TransferError, and nothing else."""
+    """Somebody has put a file among its folders."""
     worker = Worker(tmp_path, max_pages=5)  # so few that every store counts
     (tmp_path / LAYOUT / "notes").touch()
     with pytest.raises(TransferError, match="notes"):

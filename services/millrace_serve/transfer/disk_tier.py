@@ -62,15 +62,14 @@ class DiskTier:
         self._folder.close()
 
     def _carry_out(self, move: Move) -> bool:
-        if move.is_load:
-            return self._folder.load(move.block, move.slot)
-        if self._folder.has(move.block):  # another worker was first
-            return True
         try:
-            self._folder.store(move.block, move.slot)
+            if move.is_load:
+                return self._folder.load(move.block, move.slot)
+            if not self._folder.has(move.block):  # else another worker was first
+                self._folder.store(move.block, move.slot)
             return True
         except TransferError as error:
             if time.monotonic() - self._warned_at >= WARN_EVERY_S:
                 self._warned_at = time.monotonic()
-                log.warning("KV pages are not stored: %s", error)
+                log.warning("KV pages are not stored or not loaded: %s", error)
             return False

@@ -69,24 +69,27 @@ class PageFolder:
             raise TransferError(f"{path} cannot be written: {error}") from error
 
     def load(self, block: int, page: int) -> bool:
-        """Read `block` into page `page` of the pool. False: it is not there whole, and the page holds anything."""
+        """Read `block` into page `page` of the pool. False: it is not there whole, and the page holds anything. Raises
+        TransferError when it cannot be read, perhaps only now: then it stays.
+        """
         path = self._path(block)
         try:
             with _opened(path, os.O_RDONLY) as fd:
-                self._files.read(page, fd)
-                trailer = os.pread(fd, TRAILER.size, self._pool.page_bytes)
-            if trailer == self._trailer(block, page):
-                with contextlib.suppress(OSError):  # another user's, or deleted meanwhile: what was read is whole
-                    os.utime(path)
-                return True
-            problem = "its checksum is wrong"
+                whole = os.fstat(fd).st_size == self._pool.page_bytes + TRAILER.size
+                if whole:
+                    self._files.read(page, fd)
+                    whole = os.pread(fd, TRAILER.size, self._pool.page_bytes) == self._trailer(block, page)
         except FileNotFoundError:
             return False
         except (OSError, TransferError) as error:
-            problem = str(error)
-        log.warning("deleted %s, which is no whole page: %s", path, problem)
-        self.remove(block)
-        return False
+            raise TransferError(f"{path} cannot be read: {error}") from error
+        if whole:
+            with contextlib.suppress(OSError):  # another user's, or deleted meanwhile: what was read is whole
+                os.utime(path)
+        else:
+            log.warning("deleted %s, which is no whole page", path)
+            self.remove(block)
+        return whole
 
     def remove(self, block: int) -> None:
         """May be called by any thread."""
