@@ -213,6 +213,24 @@ def test_a_folder_that_cannot_be_counted_ends_no_thread(tmp_path: Path) -> None:
     worker.folder.close()
 
 
+def test_an_error_that_nobody_foresaw_ends_no_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = Worker(tmp_path)
+    tier = DiskTier(worker.folder)
+
+    def unforeseen(*_: Any) -> bool:
+        raise RuntimeError("unforeseen")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PageFolder, "load", unforeseen)
+        tier.load(BLOCK, 5)
+        while tier._thread.is_alive() and not tier._done.qsize():
+            pass
+    assert tier.take() == [Move(BLOCK, 5, is_load=True, ok=False)] and "unforeseen" in caplog.text
+    tier.close()
+
+
 def test_the_thread_stores_loads_and_ends(tmp_path: Path) -> None:
     worker = Worker(tmp_path)
     tier = DiskTier(worker.folder)

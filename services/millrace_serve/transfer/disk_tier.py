@@ -68,8 +68,9 @@ class DiskTier:
             if not self._folder.has(move.block):  # else another worker was first
                 self._folder.store(move.block, move.slot)
             return True
-        except TransferError as error:
+        except Exception as error:  # without this thread prompts would wait for ever
             if time.monotonic() - self._warned_at >= WARN_EVERY_S:
                 self._warned_at = time.monotonic()
-                log.warning("KV pages are not stored or not loaded: %s", error)
+                foreseen = isinstance(error, TransferError)
+                log.warning("KV pages are not stored or not loaded: %s", error, exc_info=not foreseen)
             return False
