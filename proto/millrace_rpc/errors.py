@@ -72,6 +72,11 @@ class MillraceError(Exception):
         self.param = param
         self.retry_after_s = self.row.retry_after_s if retry_after_s is None else retry_after_s
 
+    @classmethod
+    def unexpected(cls, error: Exception) -> MillraceError:
+        """INTERNAL, of any other exception."""
+        return cls(Reason.INTERNAL, f"{type(error).__name__}: {error}")
+
     @property
     def row(self) -> Row:
         return TABLE[self.reason]

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from millrace_common.reasons import Reason
 
 from millrace_rpc.errors import MillraceError
 from millrace_rpc.health import NOT_SERVING, SERVING, Health
@@ -157,7 +156,7 @@ async def _abort(context: grpc.aio.ServicerContext, error: Exception) -> None:
         raise error
     if not isinstance(error, MillraceError):
         log.exception("unexpected error in a handler")
-        error = MillraceError(Reason.INTERNAL, f"{type(error).__name__}: {error}")
+        error = MillraceError.unexpected(error)
     status = error.to_status()
     await context.abort(status.code, status.details, status.trailing_metadata)
 

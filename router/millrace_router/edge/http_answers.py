@@ -48,7 +48,7 @@ async def on_error(request: Request, error: Exception) -> Response:
     if isinstance(error, ClientDisconnect):  # the answer is not read, and the router has no fault
         error = gone()
     elif not isinstance(error, MillraceError):
-        error = MillraceError(Reason.INTERNAL, f"{type(error).__name__}: {error}")
+        error = MillraceError.unexpected(error)
     headers = {"retry-after": str(math.ceil(error.retry_after_s))} if error.retry_after_s > 0 else {}
     if name := request_id.get():
         headers |= named(name)

@@ -140,7 +140,7 @@ class Hooks:
                 failure = error
             except Exception as error:  # garbage of a worker's, or a fault of ours: it would never be tried again
                 log.exception("the warm-up of %s broke unexpectedly", progress.names)
-                failure = MillraceError(Reason.INTERNAL, f"{type(error).__name__}: {error}")
+                failure = MillraceError.unexpected(error)
             else:
                 log.info("warmed and frozen: %s", progress.names)
                 progress.stage, progress.detail = Stage.READY, ""

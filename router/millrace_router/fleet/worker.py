@@ -200,7 +200,7 @@ class Worker:
             return MillraceError(Reason.WORKER_LOST, "it is silent")
         except Exception as error:  # garbage of the worker's, or a fault of ours: it would never be connected again
             log.exception("the connection to worker %s broke unexpectedly", self.address)
-            return MillraceError(Reason.INTERNAL, f"{type(error).__name__}: {error}")
+            return MillraceError.unexpected(error)
         raise AssertionError("both go on until one fails")
 
     async def refresh(self) -> None:

@@ -305,7 +305,7 @@ class Imports:
             self._broken(job, error)
         except Exception as error:
             log.exception("kv import %s: unexpected error", job.machine.id)
-            self._broken(job, MillraceError(Reason.INTERNAL, f"{type(error).__name__}: {error}"))
+            self._broken(job, MillraceError.unexpected(error))
 
     def _broken(self, job: Import, error: MillraceError) -> None:
         if error.reason in FATAL:

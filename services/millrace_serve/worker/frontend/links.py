@@ -107,7 +107,7 @@ class Links:
             pass  # the stream is over
         except Exception as unexpected:
             log.exception("link of router %s failed", link.router_id)
-            error = MillraceError(Reason.INTERNAL, f"{type(unexpected).__name__}: {unexpected}")
+            error = MillraceError.unexpected(unexpected)
         link.end(error)
 
     def _take(self, link: RouterLink, message: Any) -> None:
