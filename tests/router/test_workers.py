@@ -125,6 +125,25 @@ async def test_a_stop_at_the_moment_of_a_loss_stops() -> None:
     assert running.cancelled()
 
 
+async def test_a_worker_that_is_let_go_is_lost_to_who_still_has_it() -> None:
+    """Its channel is closed, which a call on it reports as a fault of ours."""
+
+    def nothing() -> None: ...
+
+    fake = FakeWorker(UNIFIED)
+    worker = Worker(Target("fake", await fake.start()), "router", Timeouts(), build(), nothing, nothing)
+    running = asyncio.create_task(worker.run())
+    async with asyncio.timeout(5):
+        while worker.link is None:
+            await asyncio.sleep(0.005)
+    running.cancel()
+    await asyncio.wait({running}, timeout=5)
+    with pytest.raises(MillraceError) as caught:
+        await worker.refresh()
+    assert caught.value.reason is Reason.WORKER_LOST
+    await fake.stop()
+
+
 async def test_a_fault_of_ours_does_not_lose_the_worker_for_ever(cluster: Callable) -> None:
     class Leg:
         attempt = 0

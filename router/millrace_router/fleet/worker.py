@@ -177,7 +177,7 @@ class Worker:
             error = await self._session()
             if self.load is not None:
                 log.warning("worker %s lost: %s", self.address, error.message)
-            self.load, self._control, self.trouble = None, None, error.message
+            self.load, self.trouble = None, error.message
             self._on_change()
             if self.leaving:
                 return
@@ -201,6 +201,8 @@ class Worker:
         except Exception as error:  # garbage of the worker's, or a fault of ours: it would never be connected again
             log.exception("the connection to worker %s broke unexpectedly", self.address)
             return MillraceError.unexpected(error)
+        finally:
+            self._control = None  # also by a cancellation: a hook or an operator's call may still have this worker
         raise AssertionError("both go on until one fails")
 
     async def refresh(self) -> None:
