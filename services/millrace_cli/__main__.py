@@ -9,15 +9,27 @@ import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+import typer.core
 
 from millrace_cli import access
 from millrace_cli.errors import CommandError
 
+
+class Commands(typer.core.TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            error.message = error.message.removeprefix("Value error, ")  # Pydantic's, which checks choices for Typer
+            raise
+
+
 app = typer.Typer(
     name="millrace",
+    cls=Commands,
     help="Disaggregated prefill/decode serving of DeepSeek-V3-architecture models.",
     no_args_is_help=True,
     add_completion=False,
