@@ -202,6 +202,12 @@
 {{- define "millrace.checkModel" -}}
 {{- $model := .model -}}
 {{- $at := .name -}}
+{{- if regexMatch "(^|/)\\.\\.(/|$)" (default "" $model.path) -}}
+{{- fail (printf "%s.path: %s must not have .. in it" $at $model.path) -}}
+{{- end -}}
+{{- if regexMatch "^https?://" (default "" $model.uri) -}}
+{{- fail (printf "%s.uri: %s must not begin with http:// or https://" $at $model.uri) -}}
+{{- end -}}
 {{- if and (has $model.source (list "pvc" "hf" "s3" "oci")) (not $model.claim) -}}
 {{- fail (printf "%s.claim: required with model.source=%s" $at $model.source) -}}
 {{- end -}}
