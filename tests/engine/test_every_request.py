@@ -82,7 +82,6 @@ def as_on_a_gpu(replace: Callable[[object, str, object], None]) -> None:
         ("sparse", "auto", 3),
     ],
 )
-@pytest.mark.timeout(600)  # up to 150 s on a quiet core
 def test_requests_of_every_kind_find_rehearsed_kernels(
     weights: str, kv_dtype: str, drafts: int, checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -99,6 +99,19 @@ async def test_a_pause_of_the_router_is_not_a_workers_silence(cluster: Callable)
     assert [worker.link for worker in made.router.registry.workers.values()] == links
 
 
+async def linked(fake: FakeWorker) -> tuple[Worker, asyncio.Task[None]]:
+    """The router's side of a worker, without a router, and the task that keeps its connection."""
+
+    def nothing() -> None: ...
+
+    worker = Worker(Target("fake", await fake.start()), "router", Timeouts(), build(), nothing, nothing)
+    running = asyncio.create_task(worker.run())
+    async with asyncio.timeout(5):
+        while worker.link is None:
+            await asyncio.sleep(0.005)
+    return worker, running
+
+
 async def test_a_stop_at_the_moment_of_a_loss_stops() -> None:
     """Before Python 3.13, a task group that is ending with an error swallows a cancellation."""
 
@@ -110,14 +123,8 @@ async def test_a_stop_at_the_moment_of_a_loss_stops() -> None:
         def on_failure(self, error: MillraceError) -> None:
             running.cancel()
 
-    def nothing() -> None: ...
-
     fake = FakeWorker(UNIFIED)
-    worker = Worker(Target("fake", await fake.start()), "router", Timeouts(), build(), nothing, nothing)
-    running = asyncio.create_task(worker.run())
-    async with asyncio.timeout(5):
-        while worker.link is None:
-            await asyncio.sleep(0.005)
+    worker, running = await linked(fake)
     fake.script.append(hangs())
     worker.link.submit(worker_pb2.EngineRequest(id={"room": 1}), None, Leg())
     await fake.stop()
@@ -128,14 +135,8 @@ async def test_a_stop_at_the_moment_of_a_loss_stops() -> None:
 async def test_a_worker_that_is_let_go_is_lost_to_who_still_has_it() -> None:
     """Its channel is closed, which a call on it reports as a fault of ours."""
 
-    def nothing() -> None: ...
-
     fake = FakeWorker(UNIFIED)
-    worker = Worker(Target("fake", await fake.start()), "router", Timeouts(), build(), nothing, nothing)
-    running = asyncio.create_task(worker.run())
-    async with asyncio.timeout(5):
-        while worker.link is None:
-            await asyncio.sleep(0.005)
+    worker, running = await linked(fake)
     running.cancel()
     await asyncio.wait({running}, timeout=5)
     with pytest.raises(MillraceError) as caught:
