@@ -67,7 +67,7 @@ def arrivals() -> list[Arrivals]:
 
 def serve_rank(dims: ParallelDims, drafts: int, graphs: str, limits: dict[str, int], folder: str) -> str:
     """A Served in JSON."""
-    options = Execution.model_validate({"graphs": graphs})
+    options = Execution.model_validate({"graphs": graphs, "chunk_graph_tokens": 64})
     wanted = Limits.model_validate({**LIMITS, "draft_tokens": drafts, **limits})
     rank = load_rank(wanted, Role.UNIFIED, paths.TINY, dims, CPU, torch.float32, execution=options)
     if dims.tp_rank:

@@ -47,7 +47,7 @@ def test_products_of_every_size_are_compiled_then_objects_are_frozen(
     cached = config.max_running * config.max_model_len  # tokens, of which k and v are made at a time
     assert max(runner.tokens) >= config.max_prefill_tokens
     assert done[0] == (max(*runner.tokens, cached), "cuda")
-    assert done[1:] == ([] if role is Role.PREFILL else ["captured"]) + ["frozen"]
+    assert done[1:] == ["captured", "frozen"]
 
 
 def test_nothing_is_compiled_for_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,18 +94,22 @@ def test_memory_is_reserved_for_every_graph(
     monkeypatch.setattr(DecodeGraphs, "_capture", lambda self, run: self._device.capture(run))
     one = site(drafts=drafts)
     limits = LIMITS.model_copy(update={"draft_tokens": drafts, "draft_batches": (2, 1)})
-    one = dataclasses.replace(one, limits=limits, execution=one.execution.model_copy(update={"graph_buckets": buckets}))
+    wanted = one.execution.model_copy(update={"graph_buckets": buckets, "chunk_graph_tokens": 0})
+    one = dataclasses.replace(one, limits=limits, execution=wanted)
     config, runner = limits.resolved(9), NoRunner()
     runner.slots, runner.forward = Slots(config, one.device), None  # type: ignore[attr-defined]
     runner.drafter = object() if drafts else None  # type: ignore[attr-defined]
-    runner.use_graphs = lambda graphs: None  # type: ignore[attr-defined]
+    runner.use_graphs = lambda *graphs: None  # type: ignore[attr-defined]
+    runner.chunk_graphs = lambda device, buckets: None  # type: ignore[attr-defined]
     startup.capture(one, config, runner)  # type: ignore[arg-type]
     assert len(captured) == number
     assert startup.estimated(one).graphs == number * memory.GRAPH_BYTES
+    wanted = wanted.model_copy(update={"chunk_graph_tokens": 40})  # 16, 32 and 40 rows
+    assert startup.estimated(dataclasses.replace(one, execution=wanted)).graphs == (number + 3) * memory.GRAPH_BYTES
 
 
 def test_a_capture_that_fails_leaves_the_collector_on() -> None:
-    with pytest.raises(ZeroDivisionError), graphs._without_collector():
+    with pytest.raises(ZeroDivisionError), graphs.without_collector():
         assert not gc.isenabled()
         raise ZeroDivisionError
     gc.unfreeze()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from millrace_serve.model.shared_step import Lens, MakePlan, SharedStep
 from millrace_serve.model.sparse_step import IndexPool, SparseGroup, sparse_groups
 
 Plan = Any  # a kernel's own, None where it needs none
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [T, H, N+R], c_kv [T, C], k_pe [T, R] of a layer -> [T, H*V]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,7 @@ class AttnStep:
     index: IndexPool | None = None  # of models with sparse attention
     sparse: tuple[SparseGroup, ...] = ()  # the first rows of the step: all heads attend to chosen rows, absorbed
     sparse_lens: Tensor | None = None  # int32 [rows of sparse], how many each of them chooses
+    attend: Attend | None = None  # in the place of each layer's own attention
 
     @classmethod
     def prepare(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +17,7 @@ from millrace_kernels.mla_prefill import Heads
 from millrace_kernels.scratch import Scratch
 from torch import Tensor
 
-from millrace_serve.model.attn_step import AttnStep, FormThresholds
+from millrace_serve.model.attn_step import Attend, AttnStep, FormThresholds
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.decoder_layer import DecoderLayer
 from millrace_serve.model.experts.gather import GatherExperts
@@ -100,7 +101,7 @@ class DeepseekV3:
             self.balancer.restart()
 
     @torch.inference_mode()
-    def forward(self, inputs: ForwardInput, kv: Tensor) -> Tensor:
+    def forward(self, inputs: ForwardInput, kv: Tensor, attend: Attend | None = None) -> Tensor:
         """Writes the step's rows into the pool and returns the hidden states after the final norm, [T, D].
 
         Only the sampled rows of prompt chunks are hidden states, unless there is an MTP layer, which needs all of them.
@@ -108,9 +109,10 @@ class DeepseekV3:
         Args:
             kv: [num_pages, L, page_size, kv_lora_rank + qk_rope_head_dim], L >= num_kv_layers; a page is contiguous.
                 With sparse attention index keys lie behind it (`IndexPool`).
+            attend: in the place of each layer's attention, which is not sparse
         """
         with self.scratch.step():
-            step = self._attn_step(inputs, kv)
+            step = replace(self.attn_step(inputs, kv), attend=attend)
             first, embedded = self.layers[0], self.embed_tokens.embed_partial(inputs.token_ids)
             h, residual = self.reduce(first.input_layernorm, embedded, None, whole=first.sampled_only)
             next_norms = *(layer.input_layernorm for layer in self.layers[1:]), self.norm
@@ -128,23 +130,28 @@ class DeepseekV3:
         assert self.mtp is not None, "the checkpoint has no MTP layer"
         layer = kv[:, self.config.num_hidden_layers]
         embedded = self.embed_tokens.embed_partial(inputs.token_ids)
-        return self.mtp(embedded, hidden, self._attn_step(inputs, kv), layer)
+        return self.mtp(embedded, hidden, self.attn_step(inputs, kv), layer)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [S, D], the sampled rows of what a forward returned -> float32 [S, vocab_size] on every rank."""
         return self.lm_head.logits(hidden)
 
-    @property
-    def _decoder_layers(self) -> list[DecoderLayer]:
-        return self.layers if self.mtp is None else [*self.layers, self.mtp.layer]
-
-    def _attn_step(self, inputs: ForwardInput, kv: Tensor) -> AttnStep:
-        """kv: of all layers."""
+    def attn_step(self, inputs: ForwardInput, kv: Tensor) -> AttnStep:
+        """What the layers' attention needs; kv: of all layers."""
         index, topk = IndexPool.of(kv, self.config), self.config.index_topk
         return AttnStep.prepare(
             inputs, self.rope_tables, self.thresholds, self.heads, kv[:, 0], self.dtype, index, topk
         )
+
+    @property
+    def captures_chunks(self) -> bool:
+        """Whether a step with prompt chunks can be a graph but for its attention."""
+        return all(layer.mlp.routed.captures_chunks for layer in self.layers if isinstance(layer.mlp, Moe))
+
+    @property
+    def _decoder_layers(self) -> list[DecoderLayer]:
+        return self.layers if self.mtp is None else [*self.layers, self.mtp.layer]
 
 
 def load_model(

@@ -97,15 +97,28 @@ class Mla:
         q = q_low.plain if self.q_b_proj is None else linear(q_low, self.q_b_proj)
         assert q is not None
         q = q.unflatten(-1, (self.num_heads, self.config.qk_head_dim))
-
-        shared, latents = step.shared, []
-        if chosen is not None:
-            latents.append(self._attend_sparse(q[: len(chosen)], step, chosen, kv))
-        latents += [self._attend_absorbed(q[group.rows], step, group, kv) for group in step.absorbed]
-        if shared is None and isinstance(self.o_proj, Fp8) and [len(latent) for latent in latents] == [q.shape[0]]:
+        if step.attend is not None:
+            return linear(step.attend(q, c_kv, k_pe), self.o_proj)
+        latents = [] if chosen is None else [self._attend_sparse(q[: len(chosen)], step, chosen, kv)]
+        latents += self._latents(q, step, kv)
+        if step.shared is None and isinstance(self.o_proj, Fp8) and [len(latent) for latent in latents] == [len(q)]:
             return linear(project_v_quant(latents[0], self.w_uv, self.w_uv_fp8), self.o_proj)
+        return linear(self._heads(latents, q, c_kv, k_pe, step, kv), self.o_proj)
+
+    def attended(self, q: Tensor, c_kv: Tensor, k_pe: Tensor, step: AttnStep, kv: Tensor) -> Tensor:
+        """Attention alone, not sparse: q [T, H, N+R] not rotated yet, c_kv [T, C] and k_pe [T, R] -> [T, H*V]"""
+        return self._heads(self._latents(q, step, kv), q, c_kv, k_pe, step, kv)
+
+    def _latents(self, q: Tensor, step: AttnStep, kv: Tensor) -> list[Tensor]:
+        """Those of each absorbed group, [rows, H, C]."""
+        return [self._attend_absorbed(q[group.rows], step, group, kv) for group in step.absorbed]
+
+    def _heads(
+        self, latents: list[Tensor], q: Tensor, c_kv: Tensor, k_pe: Tensor, step: AttnStep, kv: Tensor
+    ) -> Tensor:
+        """`latents` of the first rows -> [T, H*V] of all"""
+        shared, rows = step.shared, step.expanded_rows
         parts = [project_v(latent, self.w_uv) for latent in latents]
-        rows = step.expanded_rows
         if rows.stop > rows.start:
             parts.append(self._expanded(q[rows], c_kv[rows], k_pe[rows], step, kv))
         if shared is not None:
@@ -113,8 +126,7 @@ class Mla:
         missing = q.shape[0] - sum(part.shape[0] for part in parts)
         if missing or not parts:
             parts.append(q.new_zeros(missing, self.num_heads * self.config.v_head_dim))
-        heads = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return linear(heads, self.o_proj)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _expanded(self, q: Tensor, c_kv: Tensor, k_pe: Tensor, step: AttnStep, kv: Tensor) -> Tensor:
         """q [T, H, N+R] of prompt chunks, not rotated yet -> [T, H*V]"""

@@ -142,7 +142,7 @@ def fingerprint(site: Site, device_name: str) -> str:
     dims = dataclasses.replace(alone(site.dims), rank=0)
     layout = msgspec.structs.replace(site.layout, model_hash="")
     limits, attention = site.limits.model_copy(update={"num_pages": "auto"}), site.execution.attention
-    facts = (site.role, limits, site.model, layout, dims, site.dtype, attention, site.buckets)
+    facts = (site.role, limits, site.model, layout, dims, site.dtype, attention, site.buckets, site.chunk_buckets)
     whole = hashlib.sha256(repr((device_name, *facts, *map(_version, LIBRARIES))).encode())
     for path in sorted(Path(backend.__file__).parent.rglob("*.py")):
         whole.update(path.read_bytes())
@@ -217,8 +217,10 @@ def main() -> None:
 
 
 def run(part: Part) -> None:
-    """Run steps, GEMMs and graphs. torch.compile is left out, because its result depends on all layers."""
-    execution = part.site.execution.model_copy(update={"compile_max_batch": 0})
+    """Run steps, GEMMs and graphs. torch.compile is left out, because its result depends on all layers. Steps with
+    prompt chunks are launched op by op, where one without memory is left out.
+    """
+    execution = part.site.execution.model_copy(update={"compile_max_batch": 0, "chunk_graph_tokens": 0})
     backend.prefer(execution.libraries, part.site.device)
     model = small_model(part.site)
     layout = msgspec.structs.replace(part.site.layout, num_layers=len(model.layers))
@@ -227,6 +229,7 @@ def run(part: Part) -> None:
     pool = KvPool.create(layout, config.num_pages, site.device)
     runner = TorchRunner(model, pool, config, site.model.vocab_size, device_of(site.device))
     shapes = [rehearsal.largest(config), *rehearsal.prefill_shapes(config, site.model.index_topk)]
+    shapes += [rehearsal.chunk_shape(config, rows) for rows in part.site.chunk_buckets]
     if site.role is not Role.PREFILL:
         shapes += rehearsal.decode_shapes(config, site.buckets or buckets_up_to(config.max_running))
     for shape in turned(shapes, part.index, part.count):

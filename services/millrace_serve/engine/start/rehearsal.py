@@ -97,6 +97,15 @@ def _sizes(most: int) -> list[int]:
     return sorted({*powers, *(3 * power // 4 - 1 for power in powers if power > 4)}) if most > 0 else []
 
 
+def chunk_shape(limits: Limits, rows: int) -> Shape:
+    """A step of so many rows: prompt chunks as far as they may go, and decode sequences."""
+    tokens, longest = min(rows, limits.max_prefill_tokens), limits.max_model_len - 1
+    chunks = min(-(-tokens // longest), limits.max_running)
+    chunk = min(tokens // chunks, longest)
+    decode = (rows - chunks * chunk) // (1 + limits.draft_tokens)
+    return _shape(limits, min(decode, limits.max_running - chunks), chunks, chunk)
+
+
 def decode_shapes(limits: Limits, buckets: Sequence[int]) -> Iterator[Shape]:
     """Of every graph: a bucket may come with several numbers of drafts. Largest first, greedy and not."""
     for bucket, num_queries in graph_keys(buckets, limits.num_drafts):

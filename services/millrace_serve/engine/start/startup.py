@@ -19,6 +19,7 @@ from millrace_serve.engine.start import memory, rehearsal
 from millrace_serve.engine.start.compile import compiled
 from millrace_serve.engine.start.phases import Phases
 from millrace_serve.engine.start.rehearsal import Shape
+from millrace_serve.engine.step.chunk_graphs import chunk_buckets_up_to
 from millrace_serve.engine.step.device import device_of
 from millrace_serve.engine.step.graphs import DecodeGraphs, Forward, buckets_up_to, graph_keys
 from millrace_serve.engine.step.torch_runner import TorchRunner
@@ -31,6 +32,8 @@ from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.quantised import Kept, kept_forms, runs_quantised
 
 log = logging.getLogger(__name__)
+
+AUTO_CHUNK_ROWS = 1024  # of each rank of a replica: on one H100 a step of 1,000 tokens takes as long launched op by op
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +50,30 @@ class Site:
     dtype: torch.dtype
 
     @property
-    def buckets(self) -> tuple[int, ...]:
-        """Rows of the graphs; none where there are no graphs. A prefill worker has no decode steps."""
+    def graphs(self) -> bool:
         wanted = self.execution.graphs
-        if wanted == "off" or self.role is Role.PREFILL or (wanted == "auto" and self.device.type != "cuda"):
+        return wanted == "on" or (wanted == "auto" and self.device.type == "cuda")
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """Rows of the graphs of decode steps; a prefill worker has no such steps."""
+        if not self.graphs or self.role is Role.PREFILL:
             return ()
         return buckets_up_to(self.limits.max_running, self.execution.graph_buckets)
 
     @property
+    def chunk_buckets(self) -> tuple[int, ...]:
+        """Rows of the graphs of steps with prompt chunks. Sparse attention has more than a gap could bring along."""
+        if not self.graphs or self.model.index_topk:
+            return ()
+        wanted, auto = self.execution.chunk_graph_tokens, 0 if self.dims.dp > 1 else AUTO_CHUNK_ROWS * self.dims.tp
+        return chunk_buckets_up_to(min(auto if wanted == "auto" else wanted, self.most_rows))
+
+    @property
     def num_graphs(self) -> int:
-        """With drafts every step has a second one, which accepts and drafts (engine/step/graphs.py)."""
+        """With drafts every decode step has a second one, which accepts and drafts (engine/step/graphs.py)."""
         keys = graph_keys(self.buckets, self.limits.num_drafts)
-        return len(keys) * (2 if self.limits.draft_tokens else 1)
+        return len(keys) * (2 if self.limits.draft_tokens else 1) + len(self.chunk_buckets)
 
     @property
     def most_rows(self) -> int:
@@ -158,11 +173,14 @@ class MemoryPlanner:
         activations = self._peak(runner, rehearsal.largest(site.limits))
         if model.balancer is not None:  # experts move between two steps
             activations = max(activations, model.balancer.staging_bytes)
-        graphs = 0
+        shared = 0  # memory of graphs, of the largest one
         if site.buckets:
             step = max(rehearsal.decode_shapes(site.limits, site.buckets), key=lambda shape: shape.num_tokens)
             results = step.num_tokens * (site.model.vocab_size * 4 + site.model.hidden_size * site.dtype.itemsize)
-            graphs = memory.graph_reserve(site.num_graphs, self._peak(runner, step) + results)
+            shared = self._peak(runner, step) + results
+        if site.chunk_buckets:
+            shared = max(shared, self._peak(runner, rehearsal.chunk_shape(site.limits, site.chunk_buckets[-1])))
+        graphs = memory.graph_reserve(site.num_graphs, shared)
         runner.close()
         del runner, pool
         torch.cuda.empty_cache()
@@ -185,10 +203,10 @@ def prepare(site: Site, config: EngineConfig, runner: TorchRunner, phases: Phase
     if site.device.type == "cuda":
         with phases("compile"):
             compile_kernels(site, config, runner)
-    if site.buckets:
+    if site.graphs:
         with phases("capture"):
             capture(site, config, runner)
-    if site.buckets or site.device.type == "cuda":
+    if site.graphs or site.device.type == "cuda":
         gc_hooks.freeze()
 
 
@@ -197,7 +215,7 @@ def compile_kernels(site: Site, config: EngineConfig, runner: TorchRunner) -> No
     shapes = rehearsal.prefill_shapes(config, site.model.index_topk)
     if not site.buckets and site.role is not Role.PREFILL:
         shapes += rehearsal.decode_shapes(config, buckets_up_to(config.max_running))
-    _rehearse(site, runner, shapes, graphs=False)
+    _rehearse(site, runner, shapes)
     if config.share_prompts:
         runner.launch(rehearsal.shared_batch(config, site.dims.dp, site.dims.dp_rank)).result()
     runner.call(lambda: fp8.compile_ahead(rehearsal.most_rows(config, shapes), site.device))
@@ -206,22 +224,30 @@ def compile_kernels(site: Site, config: EngineConfig, runner: TorchRunner) -> No
 
 
 def capture(site: Site, config: EngineConfig, runner: TorchRunner) -> None:
-    """The graphs of all buckets, and each replayed with greedy and other sampling."""
-    graphs = DecodeGraphs(
-        device_of(site.device),
-        _forwards(site, runner),
-        runner.slots,
-        site.buckets,
-        site.dims.dp,
-        runner.drafter,
-        site.limits.num_drafts,
-    )
-    runner.call(graphs.capture)
-    runner.use_graphs(graphs)
-    _rehearse(site, runner, list(rehearsal.decode_shapes(site.limits, site.buckets)), graphs=True)
+    """The graphs of all buckets, and each replayed, those of decode steps with greedy and other sampling."""
+    device, graphs = device_of(site.device), None
+    chunk_graphs = runner.chunk_graphs(device, site.chunk_buckets)
+    if chunk_graphs is not None:  # first: they need more memory, which the others share
+        runner.call(chunk_graphs.capture)
+    if site.buckets:
+        graphs = DecodeGraphs(
+            device,
+            _forwards(site, runner),
+            runner.slots,
+            site.buckets,
+            site.dims.dp,
+            runner.drafter,
+            site.limits.num_drafts,
+        )
+        runner.call(graphs.capture)
+    runner.use_graphs(graphs, chunk_graphs)
+    if chunk_graphs is not None:
+        _rehearse(site, runner, [rehearsal.chunk_shape(config, bucket) for bucket in chunk_graphs.buckets])
+    if graphs is not None:
+        _rehearse(site, runner, list(rehearsal.decode_shapes(site.limits, site.buckets)), graphs=True)
 
 
-def _rehearse(site: Site, runner: TorchRunner, shapes: list[Shape], *, graphs: bool) -> None:
+def _rehearse(site: Site, runner: TorchRunner, shapes: list[Shape], *, graphs: bool = False) -> None:
     for shape in shapes:
         runner.launch(rehearsal.batch_of(shape, site.limits, site.dims.dp, graphs=graphs)).result()
     log.info("rehearsed %d steps of %d to %d tokens", len(shapes), min(_tokens(shapes)), max(_tokens(shapes)))

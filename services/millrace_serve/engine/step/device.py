@@ -14,7 +14,11 @@ import torch
 from torch import Tensor
 
 Replay = Callable[[], None]
+Gap = Callable[..., None]  # of the tensors that it reads
+ReplayParts = Callable[[Gap], None]
 Wait = Callable[[], None]
+
+CAPTURE_MODE = "thread_local"  # other threads, such as NCCL's watchdog, may use the device meanwhile
 
 
 class Device:
@@ -40,6 +44,12 @@ class Device:
     def capture(self, run: Callable[[], None]) -> Replay:
         """`run` launches work of fixed shapes on fixed memory; the replay does that work again. Captures share their
         scratch memory: a result must be copied to memory of its own before the end of `run`.
+        """
+        return run
+
+    def capture_parts(self, run: Callable[[Gap], None]) -> ReplayParts:
+        """As `capture`, for work with gaps: `run` calls its argument where work belongs that differs from replay to
+        replay, with the tensors that this work reads. The replay calls its own argument there, with the same tensors.
         """
         return run
 
@@ -69,16 +79,67 @@ class Cuda(Device):
         return event.synchronize
 
     def capture(self, run: Callable[[], None]) -> Replay:
-        if self._graph_memory is None:
-            self._graph_memory = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # thread_local: other threads, such as NCCL's watchdog, may use the device meanwhile
-        with torch.cuda.graph(graph, pool=self._graph_memory, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._memory(), capture_error_mode=CAPTURE_MODE):
             run()
         return graph.replay
 
+    def capture_parts(self, run: Callable[[Gap], None]) -> ReplayParts:
+        graphs: list[torch.cuda.CUDAGraph] = []
+        gaps: list[tuple[Tensor, ...]] = []  # a gap between each two graphs
+
+        def begin() -> None:
+            graphs.append(torch.cuda.CUDAGraph())
+            graphs[-1].capture_begin(pool=self._memory(), capture_error_mode=CAPTURE_MODE)
+
+        def gap(*tensors: Tensor) -> None:
+            graphs[-1].capture_end()
+            gaps.append(tuple(map(_borrowed, tensors)))
+            begin()
+
+        torch.cuda.synchronize(self.torch)
+        with torch.cuda.stream(torch.cuda.Stream(self.torch)):
+            begin()
+            try:
+                run(gap)
+            finally:
+                graphs[-1].capture_end()
+
+        def replay(gap: Gap) -> None:
+            first, *others = graphs
+            first.replay()
+            for tensors, graph in zip(gaps, others, strict=True):
+                gap(*tensors)
+                graph.replay()
+
+        return replay
+
+    def _memory(self) -> Any:
+        if self._graph_memory is None:
+            self._graph_memory = torch.cuda.graph_pool_handle()
+        return self._graph_memory
+
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch)
+
+
+class _Memory:
+    """Bytes of a device, for torch.as_tensor."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+def _borrowed(tensor: Tensor) -> Tensor:
+    """The same memory, not owned: what is captured behind it may use that memory once `tensor` is gone."""
+    storage = tensor.untyped_storage()
+    whole = torch.as_tensor(_Memory(storage.data_ptr(), storage.nbytes()), device=tensor.device)
+    return whole.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def device_of(device: torch.device) -> Device:

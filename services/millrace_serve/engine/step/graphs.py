@@ -121,7 +121,7 @@ class DecodeGraphs:
     def capture(self, collector: bool = False) -> None:
         """`collector`: leave Python's garbage collector on, to measure what it costs."""
         started = time.monotonic()
-        with contextlib.nullcontext() if collector else _without_collector():
+        with contextlib.nullcontext() if collector else without_collector():
             for key in self._keys:
                 began = time.monotonic()
                 self._slots.fill_(self._state.padding)
@@ -196,7 +196,7 @@ def graph_keys(buckets: Sequence[int], num_drafts: Callable[[int], int]) -> list
 
 
 @contextlib.contextmanager
-def _without_collector() -> Iterator[None]:
+def without_collector() -> Iterator[None]:
     """Objects that live before a capture live after it, and a collection in between would look at all of them."""
     gc.collect()
     gc.freeze()

@@ -6,8 +6,8 @@
     reader       another thread: waits until the step is launched and done, and gives its results
 
 Sampled tokens, drafts and lengths stay on the device (engine/step/slots.py), where the next step finds them, so step
-N+1 is launched while step N runs. Steps of decode sequences alone are graphs (engine/step/graphs.py), where there are
-any; steps with prompt chunks are launched op by op.
+N+1 is launched while step N runs. Where there are graphs, steps of decode sequences alone are such (graphs.py), and
+short steps with prompt chunks are but for their attention (chunk_graphs.py); others are launched op by op.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import EngineConfig
 from millrace_serve.engine.schedule.plan import StepOutput
 from millrace_serve.engine.step.batch import HostBatch, StepBatch
+from millrace_serve.engine.step.chunk_graphs import ChunkGraphs
 from millrace_serve.engine.step.device import Device
 from millrace_serve.engine.step.graphs import DecodeGraphs
 from millrace_serve.engine.step.progress import Progress
@@ -61,6 +62,7 @@ class TorchRunner:
         self.drafter = Drafter(model, self._kv, self.slots, simulated) if config.draft_tokens else None
         self._tables = TokenTables(vocab_size, device.torch)
         self._graphs: DecodeGraphs | None = None
+        self._chunk_graphs: ChunkGraphs | None = None
         self._balancer: Balancer | None = None
         self._errors: dict[str, Tensor] = {}
         pages = config.max_running * config.max_pages_per_seq
@@ -86,15 +88,21 @@ class TorchRunner:
         """Launched steps are finished: other ranks may be in the middle of them."""
         self._launcher.shutdown()
         self._reader.shutdown()
-        self._graphs = None  # the end of an NCCL group waits for all graphs that hold a collective of it
+        self.use_graphs(None, None)  # the end of an NCCL group waits for all graphs that hold a collective of it
 
     def call(self, function: Callable[[], T]) -> T:
         """Run something on the thread that launches steps, between two of them."""
         return self._launcher.submit(function).result()
 
-    def use_graphs(self, graphs: DecodeGraphs) -> None:
+    def chunk_graphs(self, device: Device, buckets: Sequence[int]) -> ChunkGraphs | None:
+        """To capture; None where there are no buckets, or the experts cannot be captured."""
+        if not buckets or not self._model.captures_chunks:
+            return None
+        return ChunkGraphs(device, self._model, self._kv, buckets)
+
+    def use_graphs(self, graphs: DecodeGraphs | None, chunk_graphs: ChunkGraphs | None) -> None:
         """Use these graphs from the next step on."""
-        self._graphs = graphs
+        self._graphs, self._chunk_graphs = graphs, chunk_graphs
 
     def balance(self) -> None:
         """Balance the load of experts from the next step on, where the model has slots for that."""
@@ -161,7 +169,11 @@ class TorchRunner:
         inputs = self.slots.inputs(step)
         if step.shared is not None:
             inputs = with_shared(inputs, step, self.slots, self._model.dims)
-        hidden = self._model.forward(inputs, self._kv)
+        graphs = self._chunk_graphs
+        if graphs is not None and graphs.holds(inputs):
+            hidden = graphs.forward(inputs)
+        else:
+            hidden = self._model.forward(inputs, self._kv)
 
         def accept(tokens: Tensor) -> Accepted:
             if self.drafter is None:

@@ -25,6 +25,7 @@ from millrace_serve.model.inputs import ForwardInput
 
 class DeepEpExperts(RoutedExperts):
     local, fuses_shared, tp_partial = False, False, False
+    captures_chunks = False  # nobody has tried normal mode in one
 
     def __init__(self, exchange: DeepEpBuffer, layer: ExpertLayer) -> None:
         self.exchange, self.dims = exchange, layer.dims

@@ -26,6 +26,7 @@ class RoutedExperts(Protocol):
     local: bool  # only tokens of this replica take part, so a call may leave out rows of the step
     fuses_shared: bool  # the result contains the shared expert's output
     tp_partial: bool  # the result is this rank's part of a sum over the TP group
+    captures_chunks: bool = True  # steps with prompt chunks can be graphs, as all others can
 
     def begin(self, h: Operand, weights: Tensor, ids: Tensor, inputs: ForwardInput) -> Finish:
         """Sends the tokens to their experts; what is returned computes them and brings the results back, [T, D].
