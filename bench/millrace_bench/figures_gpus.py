@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from millrace_bench import scaling
+from millrace_bench import gpu_figures, scaling
 from millrace_bench.figures_source import Blocks, results, row, rows, short, source, table
 
 SUMS = (1, 32, 128, 256, 512, 1024, 4096)  # rows of kernels.md
@@ -16,6 +16,14 @@ SIZES = {
     ("prefill", 4): "prefill 4 × 4,096",
 }
 HOST_RUNS = ("node-decode", "node-drafts", "node-skew")  # of two H100s
+SYSTEMS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {  # stages of `bench node` on two H100s, by their run
+    "node-alone": ("`alone`", gpu_figures.ranks),
+    "node-ttft-1600": ("`ttft-1600`", gpu_figures.first_token),
+    "node-ttft-1600-first": ("`ttft-1600`, before steps with prompts were graphs", gpu_figures.first_token),
+    "node-ttft-8192": ("`ttft-8192`, likewise", gpu_figures.first_token),
+    "node-handover": ("`handover`, 14 layers", gpu_figures.handover),
+    "node-seeds-512-1": ("`seeds-512-1`", gpu_figures.serving),
+}
 APART = ("pair", "unified", "conditional")  # topologies of `bench pd`
 
 
@@ -131,6 +139,11 @@ def host() -> str:
     return table(" | ".join((" ", *SIZES.values(), "JSON")), lines)
 
 
+def systems() -> str:
+    lines = [(stage, text(results(f"h100/{run}")), source(f"h100/{run}")) for run, (stage, text) in SYSTEMS.items()]
+    return table("stage | measured | JSON", lines)
+
+
 def _way(one: dict[str, Any]) -> str:
     drafts = f", {one['drafts']} draft" if one["drafts"] else ""
     skew = f", skew: {one['skew']}, {one['spare'] or 'no'} spare expert" if one["skew"] != "even" else ""
@@ -167,6 +180,7 @@ BLOCKS: Blocks = {
     "computed": computed,
     "node": node,
     "host": host,
+    "systems": systems,
     "apart": apart,
     "results-apart": lambda: apart((5.0, 8.0, 24.0)),
 }

@@ -4,9 +4,9 @@ python -m millrace_bench.onoff                  all of them, on a GPU
 python -m millrace_bench.onoff M2 A6            some
 python -m millrace_bench.onoff --tiny           small shapes on a CPU: whether everything runs
 
-Each row of the result is one shape: microseconds of a call (kernels, in CUDA graphs), or of a step (X3, X4, A11), with
-and without, taken in one run on the same inputs; `error` is how far the two results are apart. A call is timed as in
-`millrace bench kernels`.
+Each row of the result is one shape: microseconds of a call (kernels, in CUDA graphs), or of a step (X1, X3, X4, A11),
+with and without, taken in one run on the same inputs; `error` is how far the two results are apart. A call is timed as
+in `millrace bench kernels`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("seeds", nargs="*", metavar="ROW", help=f"of {' '.join(SEEDS)}; none: all")
     parser.add_argument("--tiny", action="store_true", help="small shapes on a CPU")
-    parser.add_argument("--layers", type=int, default=61, help="of the rank whose steps are timed (X3, X4)")
+    parser.add_argument("--layers", type=int, default=61, help="of the rank whose steps are timed (X1, X3, X4)")
     args = parser.parse_args()
     if unknown := set(args.seeds) - set(SEEDS):
         parser.error(f"{' '.join(sorted(unknown))}: choose from {' '.join(SEEDS)}")

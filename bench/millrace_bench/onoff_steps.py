@@ -1,4 +1,6 @@
-"""Whole steps with an optimisation and without it: the overlap of host and device, scratch memory, uploads."""
+"""Whole steps with an optimisation and without it: graphs of prompt chunks, the overlap of host and device, scratch
+memory, uploads.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from millrace_serve.engine.config import Execution
+from millrace_serve.engine.step.chunk_graphs import ChunkGraphs, chunk_buckets_up_to
 from millrace_serve.engine.step.device import device_of
 from millrace_serve.engine.step.staging import NUM_SLOTS, Staging
 from millrace_serve.model.deepseek_v3 import DeepseekV3
@@ -21,11 +24,37 @@ from torch import Tensor
 
 from millrace_bench import engine_model, shard, v3
 from millrace_bench.kernels.numeric import rms_error
+from millrace_bench.pools import PAGE
 from millrace_bench.stamps import synchronize
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 Found = tuple[str, float, float, float]  # shape, us of a step with, without, how far the results are apart
+CHUNKS = ((16, 0), (128, 0), (512, 0), (512, 2048), (1024, 0), (1600, 0))  # new tokens, cached ones before them
 TURNS = 3  # of both, alternating; the median counts
+
+
+def chunk_graphs(device: torch.device, tiny: bool, layers: int) -> Iterator[Found]:
+    """X1: a step with a prompt chunk is a graph with a gap for each attention; without, it is launched op by op."""
+    model = _rank(device, tiny, layers)
+    for new, cached in ((20, 40),) if tiny else CHUNKS:
+        inputs = shard.prefill_step(model, 1, new, device, cached)
+        pool = shard.make_pool(model, -(-(new + cached) // PAGE) + 1, device, model.dtype)
+        graphs = ChunkGraphs(device_of(device), model, pool, chunk_buckets_up_to(new))
+        graphs.capture()
+
+        def captured(inputs: ForwardInput = inputs, graphs: ChunkGraphs = graphs) -> Tensor:
+            return model.logits(graphs.forward(inputs)[inputs.sample_rows])
+
+        eager = functools.partial(_logits, model, inputs, pool)
+        steps: tuple[Callable[[], Tensor], ...] = captured, eager
+        times: tuple[list[float], list[float]] = ([], [])
+        for _ in range(TURNS):
+            for step, into in zip(steps, times, strict=True):
+                into.append(statistics.median(shard.time_ms(step, 2 if tiny else 10, device)))
+        on_us, off_us = (1e3 * statistics.median(found) for found in times)
+        with torch.inference_mode():
+            error = rms_error(captured(), eager())
+        yield f"{new} tokens behind {cached}, {len(model.layers)} layers", on_us, off_us, error
 
 
 def overlap(device: torch.device, tiny: bool, layers: int) -> Iterator[Found]:
@@ -63,7 +92,7 @@ def scratch(device: torch.device, tiny: bool, layers: int) -> Iterator[Found]:
 
 
 def _logits(model: DeepseekV3, inputs: ForwardInput, pool: Tensor) -> Tensor:
-    return model.logits(model.forward(inputs, pool))
+    return model.logits(model.forward(inputs, pool)[inputs.sample_rows])
 
 
 def _replays(
@@ -156,6 +185,7 @@ def _rank(device: torch.device, tiny: bool, layers: int) -> DeepseekV3:
 
 
 STEPS: dict[str, Callable[[torch.device, bool, int], Iterator[Found]]] = {
+    "X1": chunk_graphs,
     "X3": overlap,
     "X4": scratch,
     "A11": upload,

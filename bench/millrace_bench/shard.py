@@ -132,8 +132,9 @@ def decode_step(model: DeepseekV3, batch: int, context: int, device: torch.devic
     return _step(model, [1] * batch, [context] * batch, batch, device)
 
 
-def prefill_step(model: DeepseekV3, prompts: int, length: int, device: torch.device) -> ForwardInput:
-    return _step(model, [length] * prompts, [length] * prompts, 0, device)
+def prefill_step(model: DeepseekV3, prompts: int, length: int, device: torch.device, cached: int = 0) -> ForwardInput:
+    """`length` tokens each of `prompts` sequences, behind `cached` ones."""
+    return _step(model, [length] * prompts, [cached + length] * prompts, 0, device)
 
 
 def _step(model: DeepseekV3, q_lens: list[int], seq_lens: list[int], decode: int, device: torch.device) -> ForwardInput:

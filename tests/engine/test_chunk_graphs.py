@@ -52,7 +52,7 @@ def answers(one: Engine) -> dict[int, list[tuple[int, float]]]:
     prompts = [[10 + (7 * i + n) % 500 for i in range(n)] for n in LENGTHS]
     found = said(one, [ask(room, prompt) for room, prompt in enumerate(prompts)], close=False)
     found |= said(one, [ask(len(prompts), prompts[7][:96] + prompts[4][:40])], close=False)
-    return found | said(one, [ask(len(prompts) + 1, prompts[7][:96] + [7, 8, 9])])
+    return found | said(one, [ask(len(prompts) + 1, [*prompts[7][:96], 7, 8, 9])])
 
 
 def ask(room: int, prompt: list[int]) -> Request:
@@ -140,8 +140,6 @@ def test_a_replay_goes_through_all_gaps_with_what_the_capture_has_recorded(model
     graphs.capture()
     graphs.forward(chunk(0, 5))
     assert calls == [f"captured {config.num_hidden_layers}", *["graph"] * (config.num_hidden_layers + 1)]
-    with pytest.raises(StopIteration):
-        graphs._replays[16](lambda *tensors: next(iter(())))
 
 
 def test_replicas_take_the_bucket_of_the_longest_one(model: DeepseekV3) -> None:
@@ -151,7 +149,7 @@ def test_replicas_take_the_bucket_of_the_longest_one(model: DeepseekV3) -> None:
     assert graphs._bucket(dataclasses.replace(one, dp_num_tokens=(5, 17))) == 64
     assert not graphs.holds(dataclasses.replace(one, dp_num_tokens=(5, 65)))
     assert not graphs.holds(dataclasses.replace(one, dp_num_tokens=(0, 0)))
-    assert not graphs.holds(dataclasses.replace(one, shared=object()))
+    assert not graphs.holds(dataclasses.replace(one, shared=object()))  # type: ignore[arg-type]
 
 
 def test_buckets_end_with_the_longest_step() -> None:
@@ -168,6 +166,7 @@ def test_buckets_end_with_the_longest_step() -> None:
         (Role.UNIFIED, {}, 0),
         (Role.UNIFIED, {"graphs": "on"}, 82),
         (Role.PREFILL, {"graphs": "on"}, 82),
+        (Role.DECODE, {"graphs": "on"}, 0),
         (Role.DECODE, {"graphs": "on", "chunk_graph_tokens": 40}, 40),
         (Role.UNIFIED, {"graphs": "on", "chunk_graph_tokens": 0}, 0),
     ],

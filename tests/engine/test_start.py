@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from engine.test_compile_ahead import LIMITS, site
-from millrace_serve.engine.config import Role
+from millrace_serve.engine.config import Execution, Role
 from millrace_serve.engine.start import memory, startup
 from millrace_serve.engine.start.phases import Phases
 from millrace_serve.engine.step import graphs
 from millrace_serve.engine.step.device import Device
 from millrace_serve.engine.step.graphs import DecodeGraphs
 from millrace_serve.engine.step.slots import Slots
+from millrace_serve.model.parallel import ParallelDims
 
 
 class NoRunner:
@@ -104,8 +105,40 @@ def test_memory_is_reserved_for_every_graph(
     startup.capture(one, config, runner)  # type: ignore[arg-type]
     assert len(captured) == number
     assert startup.estimated(one).graphs == number * memory.GRAPH_BYTES
-    wanted = wanted.model_copy(update={"chunk_graph_tokens": 40})  # 16, 32 and 40 rows
-    assert startup.estimated(dataclasses.replace(one, execution=wanted)).graphs == (number + 3) * memory.GRAPH_BYTES
+
+
+@pytest.mark.parametrize(
+    ("tp", "dp", "wanted", "rows"),
+    [
+        (1, 1, "auto", 1024),
+        (4, 1, "auto", 4096),
+        (16, 1, "auto", 8200),
+        (1, 2, "auto", 0),
+        (1, 2, 96, 96),
+        (2, 1, 0, 0),
+    ],
+)
+def test_steps_with_chunks_are_graphs_where_launches_take_longer_than_the_work(
+    tp: int, dp: int, wanted: int | str, rows: int
+) -> None:
+    limits = LIMITS.model_copy(update={"max_prefill_tokens": 8192, "max_running": 8})
+    execution = Execution.model_validate({"graphs": "on", "chunk_graph_tokens": wanted})
+    one = dataclasses.replace(site(), limits=limits, execution=execution, dims=ParallelDims(tp=tp, dp=dp))
+    assert max(one.chunk_buckets, default=0) == rows
+    sparse = one.model.model_copy(update={"index_topk": 64})
+    assert dataclasses.replace(one, model=sparse).chunk_buckets == ()
+
+
+def test_memory_of_chunk_graphs_is_what_comes_back_with_their_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    free, captured = iter([5 << 30, 8 << 30]), []
+    monkeypatch.setattr(startup, "_free", lambda device: next(free))
+    graphs = SimpleNamespace(capture=lambda: captured.append("captured"))
+    runner = SimpleNamespace(call=lambda run: run(), chunk_graphs=lambda device, buckets: graphs if buckets else None)
+    one = site()
+    assert startup.MemoryPlanner(one)._chunk_graphs(runner, Device()) == 3 << 30  # type: ignore[arg-type]
+    assert captured == ["captured"]
+    without = dataclasses.replace(one, execution=Execution.model_validate({"graphs": "off"}))
+    assert startup.MemoryPlanner(without)._chunk_graphs(runner, Device()) == 0  # type: ignore[arg-type]
 
 
 def test_a_capture_that_fails_leaves_the_collector_on() -> None:

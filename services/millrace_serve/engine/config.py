@@ -108,8 +108,8 @@ class Execution(Config):
 
     graphs: Annotated[Literal["auto", "on", "off"], BeforeValidator(_word)] = "auto"  # of decode; auto: on CUDA devices
     graph_buckets: tuple[Annotated[int, Field(ge=1)], ...] = ()  # rows; empty: those of engine/step/graphs.py
-    # Steps with prompt chunks and up to so many rows are graphs but for their attention. auto: where launches take
-    # longer than the work of one replica, 1,024 rows for each of its ranks; 0 with several, which nobody has measured.
+    # Up to so many rows steps with prompt chunks are graphs but for their attention. auto: where launches take longer
+    # than the work, 1,024 for each rank; 0 for decode workers, and for several replicas, which nobody has measured.
     chunk_graph_tokens: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     compile_max_batch: int = Field(0, ge=0)  # rows up to which torch.compile is applied to decode steps
     kv_dtype: Literal["auto", "float8_e4m3fn", "bfloat16", "float16", "float32"] = "auto"  # auto: that of activations

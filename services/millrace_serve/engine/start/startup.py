@@ -20,7 +20,7 @@ from millrace_serve.engine.start.compile import compiled
 from millrace_serve.engine.start.phases import Phases
 from millrace_serve.engine.start.rehearsal import Shape
 from millrace_serve.engine.step.chunk_graphs import chunk_buckets_up_to
-from millrace_serve.engine.step.device import device_of
+from millrace_serve.engine.step.device import Device, device_of
 from millrace_serve.engine.step.graphs import DecodeGraphs, Forward, buckets_up_to, graph_keys
 from millrace_serve.engine.step.torch_runner import TorchRunner
 from millrace_serve.model.attn_step import FORMS, FormThresholds
@@ -66,14 +66,17 @@ class Site:
         """Rows of the graphs of steps with prompt chunks. Sparse attention has more than a gap could bring along."""
         if not self.graphs or self.model.index_topk:
             return ()
-        wanted, auto = self.execution.chunk_graph_tokens, 0 if self.dims.dp > 1 else AUTO_CHUNK_ROWS * self.dims.tp
-        return chunk_buckets_up_to(min(auto if wanted == "auto" else wanted, self.most_rows))
+        wanted = self.execution.chunk_graph_tokens
+        if wanted == "auto":
+            seldom, unmeasured = self.role is Role.DECODE, self.dims.dp > 1
+            wanted = 0 if seldom or unmeasured else AUTO_CHUNK_ROWS * self.dims.tp
+        return chunk_buckets_up_to(min(wanted, self.most_rows))
 
     @property
     def num_graphs(self) -> int:
-        """With drafts every decode step has a second one, which accepts and drafts (engine/step/graphs.py)."""
+        """Of decode steps. With drafts each has a second one, which accepts and drafts (engine/step/graphs.py)."""
         keys = graph_keys(self.buckets, self.limits.num_drafts)
-        return len(keys) * (2 if self.limits.draft_tokens else 1) + len(self.chunk_buckets)
+        return len(keys) * (2 if self.limits.draft_tokens else 1)
 
     @property
     def most_rows(self) -> int:
@@ -173,14 +176,11 @@ class MemoryPlanner:
         activations = self._peak(runner, rehearsal.largest(site.limits))
         if model.balancer is not None:  # experts move between two steps
             activations = max(activations, model.balancer.staging_bytes)
-        shared = 0  # memory of graphs, of the largest one
+        graphs = self._chunk_graphs(runner, device)
         if site.buckets:
             step = max(rehearsal.decode_shapes(site.limits, site.buckets), key=lambda shape: shape.num_tokens)
             results = step.num_tokens * (site.model.vocab_size * 4 + site.model.hidden_size * site.dtype.itemsize)
-            shared = self._peak(runner, step) + results
-        if site.chunk_buckets:
-            shared = max(shared, self._peak(runner, rehearsal.chunk_shape(site.limits, site.chunk_buckets[-1])))
-        graphs = memory.graph_reserve(site.num_graphs, shared)
+            graphs += memory.graph_reserve(site.num_graphs, self._peak(runner, step) + results)
         runner.close()
         del runner, pool
         torch.cuda.empty_cache()
@@ -188,6 +188,18 @@ class MemoryPlanner:
         libraries = self._memory.free - free - torch.cuda.memory_reserved(site.device)
         libraries = min(max(libraries, 0), memory.MOST_LIBRARY_BYTES + self.outside_torch)
         return memory.Demand(weights, activations, graphs, libraries)
+
+    def _chunk_graphs(self, runner: TorchRunner, device: Device) -> int:
+        """Bytes of the graphs of steps with prompt chunks: what is free again when they are gone. Each has hundreds of
+        parts, of which no estimate was right.
+        """
+        graphs = runner.chunk_graphs(device, self._site.chunk_buckets)
+        if graphs is None:
+            return 0
+        runner.call(graphs.capture)
+        taken = _free(self._site.device)
+        del graphs
+        return max(_free(self._site.device) - taken, 0)
 
     def _peak(self, runner: TorchRunner, shape: Shape) -> int:
         """Bytes that a step needs besides what was allocated before it."""
@@ -262,6 +274,12 @@ def _forwards(site: Site, runner: TorchRunner) -> Callable[[int], Forward]:
     plain, execution = runner.forward, site.execution
     fast = compiled(plain) if execution.compile_max_batch else plain
     return lambda bucket: fast if bucket <= execution.compile_max_batch else plain
+
+
+def _free(device: torch.device) -> int:
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
 
 
 def _smallest(num_pages: int, dims: ParallelDims) -> int:

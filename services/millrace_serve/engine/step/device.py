@@ -62,6 +62,7 @@ class Cuda(Device):
         index = torch.cuda.current_device() if device.index is None else device.index
         self.torch = torch.device("cuda", index)
         self._graph_memory: Any = None
+        self._capture_stream: torch.cuda.Stream | None = None  # cuBLAS has a workspace for each stream
 
     def bind(self) -> None:
         torch.cuda.set_device(self.torch)
@@ -97,8 +98,10 @@ class Cuda(Device):
             gaps.append(tuple(map(_borrowed, tensors)))
             begin()
 
-        torch.cuda.synchronize(self.torch)
-        with torch.cuda.stream(torch.cuda.Stream(self.torch)):
+        if self._capture_stream is None:
+            self._capture_stream = torch.cuda.Stream(self.torch)
+        self.synchronize()
+        with torch.cuda.stream(self._capture_stream):
             begin()
             try:
                 run(gap)
