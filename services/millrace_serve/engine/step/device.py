@@ -61,8 +61,10 @@ class Cuda(Device):
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.torch = torch.device("cuda", index)
+        # Of all captures: memory that one has freed serves another on the same stream only, and cuBLAS has a workspace
+        # for each stream.
         self._graph_memory: Any = None
-        self._capture_stream: torch.cuda.Stream | None = None  # cuBLAS has a workspace for each stream
+        self._capture_stream: torch.cuda.Stream | None = None
 
     def bind(self) -> None:
         torch.cuda.set_device(self.torch)
@@ -81,27 +83,28 @@ class Cuda(Device):
 
     def capture(self, run: Callable[[], None]) -> Replay:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory(), capture_error_mode=CAPTURE_MODE):
+        memory, stream = self._place()
+        with torch.cuda.graph(graph, pool=memory, stream=stream, capture_error_mode=CAPTURE_MODE):
             run()
         return graph.replay
 
     def capture_parts(self, run: Callable[[Gap], None]) -> ReplayParts:
         graphs: list[torch.cuda.CUDAGraph] = []
         gaps: list[tuple[Tensor, ...]] = []  # a gap between each two graphs
+        memory, stream = self._place()
 
         def begin() -> None:
             graphs.append(torch.cuda.CUDAGraph())
-            graphs[-1].capture_begin(pool=self._memory(), capture_error_mode=CAPTURE_MODE)
+            graphs[-1].capture_begin(pool=memory, capture_error_mode=CAPTURE_MODE)
 
         def gap(*tensors: Tensor) -> None:
             graphs[-1].capture_end()
             gaps.append(tuple(map(_borrowed, tensors)))
             begin()
 
-        if self._capture_stream is None:
-            self._capture_stream = torch.cuda.Stream(self.torch)
         self.synchronize()
-        with torch.cuda.stream(self._capture_stream):
+        torch.cuda.empty_cache()  # for the graphs, which take memory of their own
+        with torch.cuda.stream(stream):
             begin()
             try:
                 run(gap)
@@ -117,10 +120,11 @@ class Cuda(Device):
 
         return replay
 
-    def _memory(self) -> Any:
-        if self._graph_memory is None:
-            self._graph_memory = torch.cuda.graph_pool_handle()
-        return self._graph_memory
+    def _place(self) -> tuple[Any, torch.cuda.Stream]:
+        """Memory and stream of captures."""
+        if self._capture_stream is None:
+            self._graph_memory, self._capture_stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.torch)
+        return self._graph_memory, self._capture_stream
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch)
