@@ -104,6 +104,22 @@ async def test_what_nobody_traces_leaves_nothing() -> None:
     assert recorded.tree() == {}
 
 
+async def test_the_end_does_not_wait_for_calls_with_an_old_certificate(tmp_path: Path) -> None:
+    """The watch of a peer whose certificate is replaced at once is cancelled before it was sent."""
+    now, authority = 0.0, Authority()
+    mine = Identity(Tls.model_validate(authority.tls(tmp_path)), clock=lambda: now)
+    peers = Peers(lambda rank, agent: None, mine)
+    peer = peers.get("127.0.0.1:9", "e")
+    await asyncio.sleep(0)
+    authority.tls(tmp_path)
+    now = 10.0
+    assert peers.get("127.0.0.1:9", "e") is peer
+    await asyncio.sleep(0.1)
+    assert peers._closing, "a call is still on its way"
+    await asyncio.wait_for(peers.close(), 5)
+    assert not peers._closing
+
+
 async def test_a_peer_is_called_with_the_new_certificate(tmp_path: Path) -> None:
     now = 0.0
     authority, successor = Authority(), Authority()
