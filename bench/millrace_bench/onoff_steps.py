@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from millrace_serve.engine.config import Execution
-from millrace_serve.engine.step.chunk_graphs import ChunkGraphs, chunk_buckets_up_to
+from millrace_serve.engine.step.chunk_graphs import ChunkGraphs
 from millrace_serve.engine.step.device import device_of
 from millrace_serve.engine.step.staging import NUM_SLOTS, Staging
 from millrace_serve.model.deepseek_v3 import DeepseekV3
@@ -39,19 +39,14 @@ def chunk_graphs(device: torch.device, tiny: bool, layers: int) -> Iterator[Foun
     for new, cached in ((20, 40),) if tiny else CHUNKS:
         inputs = shard.prefill_step(model, 1, new, device, cached)
         pool = shard.make_pool(model, -(-(new + cached) // PAGE) + 1, device, model.dtype)
-        graphs = ChunkGraphs(device_of(device), model, pool, chunk_buckets_up_to(new))
+        graphs = ChunkGraphs(device_of(device), model, pool, (new,))
         graphs.capture()
 
         def captured(inputs: ForwardInput = inputs, graphs: ChunkGraphs = graphs) -> Tensor:
             return model.logits(graphs.forward(inputs)[inputs.sample_rows])
 
         eager = functools.partial(_logits, model, inputs, pool)
-        steps: tuple[Callable[[], Tensor], ...] = captured, eager
-        times: tuple[list[float], list[float]] = ([], [])
-        for _ in range(TURNS):
-            for step, into in zip(steps, times, strict=True):
-                into.append(statistics.median(shard.time_ms(step, 2 if tiny else 10, device)))
-        on_us, off_us = (1e3 * statistics.median(found) for found in times)
+        on_us, off_us = _in_turns(captured, eager, 2 if tiny else 10, device)
         with torch.inference_mode():
             error = rms_error(captured(), eager())
         yield f"{new} tokens behind {cached}, {len(model.layers)} layers", on_us, off_us, error
@@ -82,13 +77,21 @@ def scratch(device: torch.device, tiny: bool, layers: int) -> Iterator[Found]:
         inputs = shard.decode_step(model, batch, 100 if tiny else 1024, device)
         pool = shard.make_pool(model, batch * (2 if tiny else 16) + 1, device, model.dtype)
         on, off = _replays(model, functools.partial(_logits, model, inputs, pool), device)
-        times: tuple[list[float], list[float]] = ([], [])
-        for _ in range(TURNS):
-            for (replay, _), into in zip((on, off), times, strict=True):
-                into.append(statistics.median(shard.time_ms(replay, 2 if tiny else 20, device)))
+        on_us, off_us = _in_turns(on[0], off[0], 2 if tiny else 20, device)
         error = rms_error(on[1], off[1])
-        on_us, off_us = (1e3 * statistics.median(found) for found in times)
         yield f"batch {batch}, {len(model.layers)} layers", on_us, off_us, error
+
+
+def _in_turns(
+    on: Callable[[], object], off: Callable[[], object], repeats: int, device: torch.device
+) -> tuple[float, float]:
+    """Microseconds of each."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(TURNS):
+        for step, into in zip((on, off), times, strict=True):
+            into.append(statistics.median(shard.time_ms(step, repeats, device)))
+    on_ms, off_ms = map(statistics.median, times)
+    return 1e3 * on_ms, 1e3 * off_ms
 
 
 def _logits(model: DeepseekV3, inputs: ForwardInput, pool: Tensor) -> Tensor:

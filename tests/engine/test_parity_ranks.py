@@ -86,6 +86,9 @@ def serve_rank(dims: ParallelDims, drafts: int, graphs: str, limits: dict[str, i
         return launch(batch)
 
     rank.runner.launch = watched  # type: ignore[method-assign]
+    if (chunks := rank.runner._chunk_graphs) is not None:
+        replay = chunks.forward
+        chunks.forward = lambda inputs: (steps.add("a graph with chunks"), replay(inputs))[1]  # type: ignore[method-assign]
     while not one.stopped:
         for each in mine.get(count, []):
             one.submit(Submit(each))
@@ -110,7 +113,7 @@ def test_answers_are_those_of_one_rank(tmp_path: Path) -> None:
     expected = drafting.run(drafting.engine(0), asked)
     jobs = [(TP, DP, serve_rank, (*case, str(tmp_path))) for case in CASES]
     for case, ranks in zip(CASES, run_jobs(jobs, tmp_path), strict=True):
-        drafts, _, limits = case
+        drafts, graphs, limits = case
         leaders = [msgspec.json.decode(one, type=Served) for one in ranks[::TP]]
         said = {room: outputs for one in leaders for room, outputs in one.said.items()}
         for room in expected:
@@ -122,6 +125,7 @@ def test_answers_are_those_of_one_rank(tmp_path: Path) -> None:
         kinds = {"mixed", f"{1 + drafts} rows"}
         assert set.union(*(one.steps for one in leaders)) >= kinds, (case, leaders[0].steps, leaders[1].steps)
         assert all(one.steps >= {"uneven", "empty"} for one in leaders), (case, leaders[0].steps, leaders[1].steps)
+        assert all(("a graph with chunks" in one.steps) is (graphs == "on") for one in leaders), case
 
 
 def check(found: list[SequenceOutput], expected: list[SequenceOutput], where: object) -> None:

@@ -106,8 +106,8 @@ def _word(value: Any) -> Any:
 class Execution(Config):
     """A rank's use of its device."""
 
-    graphs: Annotated[Literal["auto", "on", "off"], BeforeValidator(_word)] = "auto"  # of decode; auto: on CUDA devices
-    graph_buckets: tuple[Annotated[int, Field(ge=1)], ...] = ()  # rows; empty: those of engine/step/graphs.py
+    graphs: Annotated[Literal["auto", "on", "off"], BeforeValidator(_word)] = "auto"  # auto: on CUDA devices
+    graph_buckets: tuple[Annotated[int, Field(ge=1)], ...] = ()  # of decode; empty: those of engine/step/graphs.py
     # Up to so many rows steps with prompt chunks are graphs but for their attention. auto: where launches take longer
     # than the work, 1,024 for each rank; 0 for decode workers, and for several replicas, which nobody has measured.
     chunk_graph_tokens: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"

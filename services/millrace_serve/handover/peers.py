@@ -154,7 +154,7 @@ class Peers:
         self._peers: dict[tuple[str, str], Peer] = {}
         self._watches: dict[Peer, asyncio.Task[None]] = {}
         self._closing: set[asyncio.Task[None]] = set()
-        self._last_calls: set[asyncio.Task[None]] = set()  # of those that close, channels that wait for their calls
+        self._replaced: dict[grpc.aio.Channel, asyncio.Task[None]] = {}  # that wait for their last calls
 
     @property
     def epochs(self) -> frozenset[str]:
@@ -168,9 +168,8 @@ class Peers:
             self._watch(peer)
         elif (before := peer.renewed()) is not None:
             self._watch(peer)
-            last = self._close(_after_last_calls(before))
-            self._last_calls.add(last)
-            last.add_done_callback(self._last_calls.discard)
+            self._replaced[before] = asyncio.create_task(before.close(LAST_CALLS_S))
+            self._replaced[before].add_done_callback(lambda _: self._replaced.pop(before, None))
         return peer
 
     def answered(self, peer: Peer) -> None:
@@ -200,26 +199,19 @@ class Peers:
         if await peer.lost():
             self.drop(peer)
 
-    def _close(self, closing: Coroutine[None, None, None]) -> asyncio.Task[None]:
+    def _close(self, closing: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(closing)
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
-        return task
 
     async def close(self) -> None:
-        """Calls that still run on a channel whose certificate was replaced end too."""
+        """Nothing waits for last calls: one that was cancelled before it was sent is never over for gRPC."""
         for peer in list(self._peers.values()):
             self.drop(peer)
-        for last in self._last_calls:
-            last.cancel()
-        await asyncio.gather(*self._closing, return_exceptions=True)
-
-
-async def _after_last_calls(channel: grpc.aio.Channel) -> None:
-    try:
-        await channel.close(LAST_CALLS_S)
-    finally:  # one that is cancelled before it was sent may never be over for gRPC
-        await channel.close()
+        for replaced, waiting in self._replaced.items():
+            waiting.cancel()
+            self._close(replaced.close())
+        await asyncio.gather(*self._closing)
 
 
 def _start(call: Callable[[], T]) -> T:

@@ -112,7 +112,9 @@ class DeepseekV3:
             attend: in the place of each layer's attention, which is not sparse
         """
         with self.scratch.step():
-            step = replace(self.attn_step(inputs, kv), attend=attend)
+            step = self.attn_step(inputs, kv)
+            if attend is not None:
+                step = replace(step, attend=attend)
             first, embedded = self.layers[0], self.embed_tokens.embed_partial(inputs.token_ids)
             h, residual = self.reduce(first.input_layernorm, embedded, None, whole=first.sampled_only)
             next_norms = *(layer.input_layernorm for layer in self.layers[1:]), self.norm

@@ -38,9 +38,7 @@ class Shape:
 
 def largest(limits: Limits) -> Shape:
     """The step that needs most memory: prompt chunks after cached tokens, all slots in use and sampling from top_p."""
-    longest = limits.max_model_len - 1
-    chunks = min(-(-limits.max_prefill_tokens // longest), limits.max_running)
-    chunk = min(limits.max_prefill_tokens // chunks, longest)
+    chunks, chunk = _chunks(limits, limits.max_prefill_tokens)
     return _shape(limits, limits.max_running - chunks, chunks, chunk, _prefix(limits, chunk), greedy=False)
 
 
@@ -99,9 +97,7 @@ def _sizes(most: int) -> list[int]:
 
 def chunk_shape(limits: Limits, rows: int) -> Shape:
     """A step of so many rows: prompt chunks as far as they may go, and decode sequences."""
-    tokens, longest = min(rows, limits.max_prefill_tokens), limits.max_model_len - 1
-    chunks = min(-(-tokens // longest), limits.max_running)
-    chunk = min(tokens // chunks, longest)
+    chunks, chunk = _chunks(limits, min(rows, limits.max_prefill_tokens))
     decode = (rows - chunks * chunk) // (1 + limits.draft_tokens)
     return _shape(limits, min(decode, limits.max_running - chunks), chunks, chunk)
 
@@ -176,6 +172,13 @@ def _updates(slots: np.ndarray, shape: Shape, limits: Limits) -> SlotUpdates[np.
         temperature=np.ones(len(slots), np.float32),
         seeds=np.zeros(len(slots), np.uint64),
     )
+
+
+def _chunks(limits: Limits, tokens: int) -> tuple[int, int]:
+    """How many prompt chunks so many tokens are, and tokens of each."""
+    longest = limits.max_model_len - 1
+    chunks = min(-(-tokens // longest), limits.max_running)
+    return chunks, min(tokens // chunks, longest)
 
 
 def _prefix(limits: Limits, chunk: int) -> int:

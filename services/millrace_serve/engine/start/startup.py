@@ -183,8 +183,7 @@ class MemoryPlanner:
             graphs += memory.graph_reserve(site.num_graphs, self._peak(runner, step) + results)
         runner.close()
         del runner, pool
-        torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info(site.device)
+        free = _free(site.device)
         libraries = self._memory.free - free - torch.cuda.memory_reserved(site.device)
         libraries = min(max(libraries, 0), memory.MOST_LIBRARY_BYTES + self.outside_torch)
         return memory.Demand(weights, activations, graphs, libraries)

@@ -24,7 +24,7 @@ from millrace_kernels.backend import SMALL_TOKENS
 from torch import Tensor
 
 from millrace_serve.engine.step.device import Device, Gap, ReplayParts
-from millrace_serve.engine.step.graphs import WARMUPS, without_collector
+from millrace_serve.engine.step.graphs import WARMUPS, bounded, with_steps, without_collector
 from millrace_serve.model.deepseek_v3 import DeepseekV3
 from millrace_serve.model.inputs import AttnPlan, ForwardInput
 
@@ -36,9 +36,8 @@ BUCKET_STEP = 1024  # beyond the last of them
 
 
 def chunk_buckets_up_to(most: int) -> tuple[int, ...]:
-    """Ascending; the last one is `most`. None for 0."""
-    sizes = (*BUCKETS, *range(BUCKETS[-1] + BUCKET_STEP, most, BUCKET_STEP))
-    return (*(size for size in sizes if size < most), most) if most else ()
+    """The last one is `most`. None for 0."""
+    return bounded(with_steps(BUCKETS, BUCKET_STEP, most), most) if most else ()
 
 
 class ChunkGraphs:

@@ -111,8 +111,9 @@ class Cuda(Device):
             finally:
                 graphs[-1].capture_end()
 
+        first, *others = graphs
+
         def replay(gap: Gap) -> None:
-            first, *others = graphs
             first.replay()
             for tensors, graph in zip(gaps, others, strict=True):
                 gap(*tensors)

@@ -51,9 +51,18 @@ class Key(NamedTuple):
 
 
 def buckets_up_to(max_running: int, wanted: Sequence[int] = ()) -> tuple[int, ...]:
-    """Ascending; the last one is max_running, so every step of decode sequences has a bucket."""
-    sizes = wanted or (*BUCKETS, *range(BUCKETS[-1] + BUCKET_STEP, max_running, BUCKET_STEP))
-    return (*sorted({size for size in sizes if size < max_running}), max_running)
+    """The last one is max_running, so every step of decode sequences has a bucket."""
+    return bounded(wanted or with_steps(BUCKETS, BUCKET_STEP, max_running), max_running)
+
+
+def with_steps(buckets: Sequence[int], step: int, most: int) -> tuple[int, ...]:
+    """`buckets`, and behind them one each `step` below `most`."""
+    return (*buckets, *range(buckets[-1] + step, most, step))
+
+
+def bounded(buckets: Sequence[int], most: int) -> tuple[int, ...]:
+    """Ascending; `most` is the last one."""
+    return (*sorted({size for size in buckets if size < most}), most)
 
 
 class DecodeGraphs:
