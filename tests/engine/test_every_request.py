@@ -70,6 +70,7 @@ def as_on_a_gpu(replace: Callable[[object, str, object], None]) -> None:
 
 @pytest.mark.long
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="notes what Triton's interpreter would run")
+@pytest.mark.timeout(400)  # 150 s in FP8 with drafts on a quiet core
 @pytest.mark.parametrize(
     ("weights", "kv_dtype", "drafts"),
     [
