@@ -43,6 +43,7 @@ from millrace_bench.stamps import milliseconds, stamp
 V3_PAGE = KvLayout(page_size=64, num_layers=61, dtype="bfloat16", latent_width=512, rope_width=64, model_hash="bench")
 COSTS = SimSettings(step_s=0.012, token_s=85e-6, page_kv_bytes=1 << 16)
 TIMES = 10  # of the pool
+STEPS = {"cpu": ("4x256", 2), "cuda": ("64x4096", 61)}  # the step beside copies, and its layers
 # Name, directions (True: to the host), how many jobs of each direction there are at least when a step starts. A job has
 # the most pages that the engine stores at once.
 COPIES = (("a store", (True,), 1), ("a store and a load", (True, False), 1), ("always", (True, False), 64))
@@ -214,9 +215,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--length", type=int, default=1000, help="tokens of a prompt")
-    parser.add_argument("--step", default="64x4096", metavar="BATCHxCONTEXT", help="the step beside copies")
-    parser.add_argument("--layers", type=int, default=61, help="of the rank whose steps are timed")
+    parser.add_argument("--step", metavar="BATCHxCONTEXT", help="beside copies (64x4096, on a CPU 4x256)")
+    parser.add_argument("--layers", type=int, help="of the rank whose steps are timed (61, on a CPU 2)")
     args = parser.parse_args()
+    step, layers = STEPS[args.device]
+    args.step, args.layers = args.step or step, args.layers or layers
     widths = None if args.device == "cuda" else v3.TINY
     results: dict[str, list[Row]] = {"copies": [], "steps": [], "passes": []}
     for name, rows in (

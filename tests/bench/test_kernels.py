@@ -156,7 +156,9 @@ def test_tuning_offers_configurations_of_every_shape() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("job", [Linear(1, 256, 512), Linear(4, 128, 384), Experts(1, True), Experts(2, False)], ids=str)
+@pytest.mark.parametrize(
+    "job", [Linear(1, 256, 512), Linear(4, 128, 384), Experts(1, True), Experts(2, False)], ids=str
+)
 def test_tuning_measures_what_gives_the_right_result(
     job: Linear | Experts, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+from collections import Counter
 
 import pytest
 import torch
@@ -22,6 +24,17 @@ def test_steps_beside_copies() -> None:
     rows = list(tiers.steps("2x100", 2, 2, torch.device("cpu"), v3.TINY))
     assert [row["copies"] for row in rows] == [name for name, _, _ in tiers.COPIES]
     assert all(row["ms"] > 0 and row["beside_ms"] > 0 and row["gb_per_s"] > 0 for row in rows)
+
+
+def test_the_command_runs_whole_on_a_cpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the step that it takes there by itself."""
+    monkeypatch.setattr("sys.argv", ["tiers", "--pages", "1", "--repeats", "1", "--clients", "1", "--length", "130"])
+    monkeypatch.setattr(tiers, "both", lambda kind, args: [{"engine": kind}])
+    tiers.main()
+    *lines, record = capsys.readouterr().out.splitlines()
+    assert Counter(line.split()[0] for line in lines) == {"copies": 4, "steps": len(tiers.COPIES), "passes": 2}
+    found = json.loads(record)["results"]
+    assert {row["step"] for row in found["steps"]} == {tiers.STEPS["cpu"][0]}, found
 
 
 def test_the_second_pass_hits_with_the_tier_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,7 +123,7 @@ class FakeWorker(
         self.model, self.weights = MODEL, "weights-a"
         self.context = CONTEXT
         self.epoch = secrets.token_hex(4)
-        self.state = READY
+        self.state, self.busy = READY, False
         self.protocol = 1
         self.address = ""
         self.script: collections.deque[Behaviour] = collections.deque()
@@ -203,7 +203,7 @@ class FakeWorker(
             if not self.silent:
                 load = {"credits": self.credits, "running": len(self.active)} | self.counts
                 replica = worker_pb2.ReplicaLoad(**load)
-                yield worker_pb2.LoadSnapshot(epoch=self.epoch, state=self.state, replicas=[replica])
+                yield worker_pb2.LoadSnapshot(epoch=self.epoch, state=self.state, replicas=[replica], busy=self.busy)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0.3):
                     await changed.wait()
@@ -241,7 +241,8 @@ class FakeWorker(
         if self.state != READY:
             raise MillraceError(Reason.NOT_READY, "not ready")
         outgoing: asyncio.Queue[worker_pb2.LinkResponse] = asyncio.Queue()
-        reader = asyncio.create_task(self._read(context, outgoing))
+        tasks: set[asyncio.Task[None]] = set()  # a link may end when the worker's next one has work already
+        reader = asyncio.create_task(self._read(context, outgoing, tasks))
         self.links.append(outgoing)
         try:
             while True:
@@ -249,11 +250,11 @@ class FakeWorker(
         finally:
             self.links.remove(outgoing)
             reader.cancel()
-            for task in self.active.values():
+            for task in tasks:
                 task.cancel()
-            self.active.clear()
+            self.active = {key: task for key, task in self.active.items() if task not in tasks}
 
-    async def _read(self, context, outgoing):
+    async def _read(self, context, outgoing, tasks):
         while (message := await context.read()) is not grpc.aio.EOF:
             kind = message.WhichOneof("message")
             if kind == "hello":
@@ -265,6 +266,7 @@ class FakeWorker(
                 self.sources.append(source)
                 key = request.id.room, request.id.attempt
                 self.active[key] = asyncio.create_task(self._work(key, request, outgoing))
+                tasks.add(self.active[key])
             else:
                 key = message.abort.id.room, message.abort.id.attempt
                 self.aborted.append(key)

@@ -71,7 +71,8 @@ def test_reads_over_tcp_arrive() -> None:
 
 
 class Refusing:
-    """NIXL's agent of `sink`, which reports an error for whatever is given back to it."""
+    """NIXL's agent of `sink`, which reports an error for whatever is given back to it, and for what comes
+    behind the failure of a read."""
 
     def __init__(self, sink: NixlSink) -> None:
         self._nixl, self._error = sink._agent.nixl, sink._agent.lib.nixlBackendError
@@ -79,7 +80,7 @@ class Refusing:
 
     def __getattr__(self, name: str) -> Any:
         call = getattr(self._nixl, name)
-        if not name.startswith(("release", "invalidate", "deregister")):
+        if not name.startswith(("release", "invalidate", "deregister", "getNotifs")):
             return call
 
         def refuse(*args: Any) -> None:

@@ -9,6 +9,12 @@ from millrace_serve.worker.frontend.load import LoadBoard
 from prometheus_client import CollectorRegistry
 
 
+def test_routers_are_told_that_a_rank_is_busy() -> None:
+    doing = [True, False]
+    board = LoadBoard(1, lambda: worker_pb2.WORKER_STATE_READY, "e", lambda: doing.pop(0))
+    assert [board.snapshot().busy for _ in range(2)] == [True, False]
+
+
 def test_counts_follow_the_engines() -> None:
     board = LoadBoard(2, lambda: worker_pb2.WORKER_STATE_READY, "e")
     metrics = Metrics(WORKER, CollectorRegistry())

@@ -59,7 +59,7 @@ class Worker:
         self.load: worker_pb2.LoadSnapshot | None = None  # None: not reachable
         self.link: Link | None = None  # None: not linked
         self._control: worker_pb2_grpc.WorkerServiceStub | None = None
-        self.resumed_at = 0.0  # when its latest pause was over; by the loop's clock
+        self.resumed_at = 0.0  # when it was last excused; by the loop's clock
         self.drained_epoch = ""  # the process that an operator told to drain
         self.trouble = "not connected yet"  # why the latest session ended
         self._router_id = router_id
@@ -115,6 +115,11 @@ class Worker:
     def paused(self) -> bool:
         """It keeps what it works on, and makes no progress until an operator resumes it."""
         return self.load is not None and self.load.state == PAUSED
+
+    @property
+    def excused(self) -> bool:
+        """It says itself why its streams stand still: a pause, or what a rank does that takes long."""
+        return self.paused or (self.load is not None and self.load.busy)
 
     @property
     def withheld(self) -> str:
@@ -230,7 +235,7 @@ class Worker:
             if load.epoch != self.epoch:
                 raise MillraceError(Reason.EPOCH_CHANGED, "another process answers at its address")
             news = self._moves_again(load) or self.load is None or load.state != self.load.state
-            if self.paused:
+            if self.excused:
                 self.resumed_at = asyncio.get_running_loop().time()
             self.load = load
             self._sent.clear()
@@ -262,7 +267,7 @@ class Worker:
         clock = PatientClock()
         progress = Progress(self._timeouts.stall, clock.now())
         self._on_step = link.on_message = lambda: progress.moved(clock.now())
-        while not (why := progress.look(link.streams and not self.paused, clock.tick())):
+        while not (why := progress.look(link.streams and not self.excused, clock.tick())):
             await asyncio.sleep(TICK_S)
         self._stuck = self.load
         raise MillraceError(Reason.WORKER_LOST, why)

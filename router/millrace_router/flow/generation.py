@@ -289,9 +289,9 @@ class Generation:
             self._arm()
 
     def _due_since(self, now: float) -> float:
-        """Since when progress is due: while a worker is paused none is, and afterwards the time begins again."""
+        """Since when progress is due: while a worker is excused none is, and afterwards the time begins again."""
         found = (self._workers[leg] for leg in self.flow.open)
-        pauses = (now if worker.paused else worker.resumed_at for worker in found)
+        pauses = (now if worker.excused else worker.resumed_at for worker in found)
         return max([self.flow.progress, *pauses])
 
     def _finish(self) -> None:

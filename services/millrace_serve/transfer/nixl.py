@@ -150,7 +150,8 @@ class NixlSink(PolledSink[NixlPeer]):
             self._give_back(self._agent.nixl.releaseXferReq, read.handle)
             self.finish(read, ReadState.FAILED, read.peer.error)
         else:
-            self._agent.nixl.getNotifs({}, [self._agent.backend])  # lets UCX flush the endpoint
+            with contextlib.suppress(*self._agent.errors):  # the read has failed already
+                self._agent.nixl.getNotifs({}, [self._agent.backend])  # lets UCX flush the endpoint
 
     def let_go(self, peer: NixlPeer) -> None:
         self._give_back(self._agent.nixl.releasedDlistH, peer.pages)

@@ -62,7 +62,7 @@ class Frontend:
         self.metrics.started.set_to_current_time()
         self.identity = identity_of(config.tls, self.metrics)
         self.lifecycle = Lifecycle(self._on_state)
-        self.board = LoadBoard(config.dp, lambda: STATES[self.lifecycle.state], epoch)
+        self.board = LoadBoard(config.dp, lambda: STATES[self.lifecycle.state], epoch, lambda: self.ranks.busy)
         self.caches = CacheBoard(config.dp, epoch)
         self.ranks = Ranks(config, launcher, self._on_report, self._on_lost)
         self.spans = WorkerSpans(tracing.make(config.tracing, f"millrace-{config.role}", epoch))

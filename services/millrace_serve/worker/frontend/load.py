@@ -24,14 +24,20 @@ LOAN_MEMORY_S = 30.0  # a slow loan is no reason never to try one again
 
 
 class LoadBoard:
-    def __init__(self, replicas: int, state: Callable[[], worker_pb2.WorkerState], epoch: str) -> None:
-        """`state` gives the worker's current WorkerState."""
+    def __init__(
+        self,
+        replicas: int,
+        state: Callable[[], worker_pb2.WorkerState],
+        epoch: str,
+        busy: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`state` gives the worker's current WorkerState, `busy` whether a rank does what it has announced."""
         self.loads: list[Load] = [Load()] * replicas
         self.changed = Wakeup()
         self.reads = Rate()  # bytes of KV from other workers
         self._loans = Rate()  # of borrowed prefixes, without the reads of their pages
         self._loan_at = -math.inf
-        self._state = state
+        self._state, self._busy = state, busy
         self.epoch = epoch
         self._reported: dict[Any, float] = {}  # by counter
 
@@ -73,6 +79,7 @@ class LoadBoard:
             replicas=replicas,
             read_bytes_per_s=self.reads.per_s,
             loan_seconds=self.loan_s,
+            busy=self._busy(),
         )
 
     async def watch(self, min_interval_s: float, max_interval_s: float) -> AsyncIterator[worker_pb2.LoadSnapshot]:

@@ -41,6 +41,11 @@ class RankWatch:
         same = pulse.doing and pulse.doing == before.pulse.doing
         self._ranks[rank] = Rank(pulse, now, now if moved else before.moved_at, before.began_at if same else now)
 
+    @property
+    def busy(self) -> bool:
+        """Whether a rank does what it has announced."""
+        return any(one.pulse.doing for one in self._ranks)
+
     def hung(self, now: float) -> str:
         """Which rank hangs, and how that shows; empty: none does. To be called all the time, because of what others
         announce.
@@ -51,7 +56,7 @@ class RankWatch:
                 return f"rank {rank} hangs: {one.pulse.doing} has taken {now - one.began_at:.1f} s"
             if not one.pulse.doing and now - one.heard_at > LEAST_S:
                 return _silent(rank, now - one.heard_at)
-        if any(one.pulse.doing for one in ranks):
+        if self.busy:
             self._ranks = [replace(one, moved_at=now) for one in ranks]
             return ""
         limit_s = min(max(one.pulse.limit_s for one in ranks), self._ceiling_s)

@@ -120,6 +120,11 @@ class Ranks:
             raise MillraceError(Reason.NOT_READY, "the ranks are not up yet")
         return info
 
+    @property
+    def busy(self) -> bool:
+        """Whether a rank that is up does what it has announced."""
+        return self._watcher is not None and self._watch.busy
+
     def startup(self) -> dict[str, float]:
         """Seconds of each phase of the ranks' start."""
         return slowest([info.startup for info in self._infos.values()])
