@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,6 +53,28 @@ class Nobody(Launcher):
     async def stop(self, grace_s: float) -> None: ...
 
 
+@pytest.fixture
+def context() -> Iterator[zmq.Context[Any]]:
+    """Of the rank. A context that a failed test leaves would wait for its sockets when it is collected."""
+    context: zmq.Context[Any] = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+@pytest.fixture
+async def make() -> AsyncIterator[Callable[..., Ranks]]:
+    """Ranks that end with the test, for the same reason."""
+    made: list[Ranks] = []
+
+    def ranks(*arguments: Any) -> Ranks:
+        made.append(Ranks(*arguments))
+        return made[-1]
+
+    yield ranks
+    for one in made:
+        await one.stop(0)
+
+
 def ready(config: WorkerConfig, endpoint: str) -> RankReady:
     return RankReady(
         engine_endpoint=endpoint, reader_endpoint="", vocab_size=2, max_context=1, eos_token_ids=[],
@@ -60,36 +83,44 @@ def ready(config: WorkerConfig, endpoint: str) -> RankReady:
     )  # fmt: skip
 
 
-async def test_a_report_that_cannot_be_handled_ends_the_worker(tmp_path: Path) -> None:
+async def test_a_report_that_cannot_be_handled_ends_the_worker(
+    make: Callable[..., Ranks], context: zmq.Context[Any], tmp_path: Path
+) -> None:
     """What it said is lost, and somebody may wait for it: better all of them know."""
     launcher, lost = Nobody(tmp_path), asyncio.get_running_loop().create_future()
 
     def on_report(rank: int, report: Report) -> None:
         raise AssertionError("illegal transition")
 
-    ranks = Ranks(WorkerConfig(engine="sim"), launcher, on_report, lost.set_result)
+    ranks = make(WorkerConfig(engine="sim"), launcher, on_report, lost.set_result)
     starting = asyncio.create_task(ranks.start())
-    context: zmq.Context[Any] = zmq.Context()
     rank: Sender[FromRank] = Sender(context, await launcher.endpoint)
     rank.send(FromRank(0, Events()))
     rank.send(FromRank(0, Events()))
     assert "rank 0: AssertionError: illegal transition" in await asyncio.wait_for(lost, 20)
     await asyncio.wait({starting})
     assert "illegal transition" in str(starting.exception())
-    await ranks.stop(0)
-    context.destroy(linger=0)
 
 
-async def test_a_rank_that_hangs_ends_the_worker(tmp_path: Path) -> None:
-    """Its process goes on, and its main thread does not. What else the rank says is no progress."""
+async def test_a_rank_that_hangs_ends_the_worker(
+    make: Callable[..., Ranks], context: zmq.Context[Any], tmp_path: Path
+) -> None:
+    """Its process goes on, and its main thread does not. What else the rank says is no progress, and what it announces
+    is no hang.
+    """
     launcher, lost = Nobody(tmp_path), asyncio.get_running_loop().create_future()
     config = WorkerConfig(engine="sim")
-    ranks = Ranks(config, launcher, lambda rank, report: None, lost.set_result)
+    ranks = make(config, launcher, lambda rank, report: None, lost.set_result)
     starting = asyncio.create_task(ranks.start())
-    context: zmq.Context[Any] = zmq.Context()
     rank: Sender[FromRank] = Sender(context, await launcher.endpoint)
     rank.send(FromRank(0, ready(config, f"ipc://{tmp_path}/rank")))
+    assert not ranks.busy
     await asyncio.wait_for(starting, 20)
+    for doing in ("a profile", ""):
+        rank.send(FromRank(0, Pulse(marks=5, waiting=False, launched=3, limit_s=0.3, doing=doing)))
+        async with asyncio.timeout(20):
+            while ranks.busy != bool(doing):
+                await asyncio.sleep(0.01)
     asking = asyncio.create_task(ranks.freeze_gc())
     while not lost.done():
         rank.send(FromRank(0, Pulse(marks=5, waiting=False, launched=3, limit_s=0.3, doing="")))
@@ -98,14 +129,13 @@ async def test_a_rank_that_hangs_ends_the_worker(tmp_path: Path) -> None:
     assert "rank 0 hangs: no " in lost.result()
     with pytest.raises(MillraceError, match="rank 0 hangs"):
         await asking
-    await ranks.stop(0)
-    context.destroy(linger=0)
 
 
-async def test_ranks_that_end_before_they_answer_leave_no_question_to_the_next_ones(tmp_path: Path) -> None:
-    config, context = WorkerConfig(engine="sim"), zmq.Context()
-    launcher = Nobody(tmp_path)
-    ranks = Ranks(config, launcher, lambda rank, report: None, lambda why: None)
+async def test_ranks_that_end_before_they_answer_leave_no_question_to_the_next_ones(
+    make: Callable[..., Ranks], context: zmq.Context[Any], tmp_path: Path
+) -> None:
+    config, launcher = WorkerConfig(engine="sim"), Nobody(tmp_path)
+    ranks = make(config, launcher, lambda rank, report: None, lambda why: None)
     with pytest.raises(MillraceError, match="the ranks are not up"):
         await ranks.freeze_gc()
 
@@ -135,14 +165,14 @@ async def test_ranks_that_end_before_they_answer_leave_no_question_to_the_next_o
     assert second.receive(20) == [FreezeGc()]
     rank.send(FromRank(0, GcFrozen(7)))
     assert await asyncio.wait_for(asking, 20) == [7]
-    await ranks.stop(0)
-    context.destroy(linger=0)
 
 
-async def test_answers_are_in_the_order_of_ranks(tmp_path: Path) -> None:
+async def test_answers_are_in_the_order_of_ranks(
+    make: Callable[..., Ranks], context: zmq.Context[Any], tmp_path: Path
+) -> None:
     """Not in that in which the ranks became ready: the one that failed is named by its place."""
-    config, context, launcher = WorkerConfig(engine="sim", dp=2), zmq.Context(), Nobody(tmp_path)
-    ranks = Ranks(config, launcher, lambda rank, report: None, lambda why: None)
+    config, launcher = WorkerConfig(engine="sim", dp=2), Nobody(tmp_path)
+    ranks = make(config, launcher, lambda rank, report: None, lambda why: None)
     starting = asyncio.create_task(ranks.start())
     frontend: Sender[FromRank] = Sender(context, await launcher.endpoint)
     for rank in (1, 0):
@@ -152,10 +182,7 @@ async def test_answers_are_in_the_order_of_ranks(tmp_path: Path) -> None:
     await asyncio.sleep(0)
     for rank, error in ((0, ""), (1, "no such file")):
         frontend.send(FromRank(rank, WeightsSet(sim_layout(config.limits, config.sim), error)))
-    said = await asyncio.wait_for(asking, 20)
-    await ranks.stop(0)
-    context.destroy(linger=0)
-    assert said == "rank 1: no such file"
+    assert await asyncio.wait_for(asking, 20) == "rank 1: no such file"
 
 
 async def test_a_rank_that_is_lost_between_two_warm_up_requests_ends_the_start() -> None:
