@@ -225,6 +225,34 @@ def transfer_cpu() -> str:
     return table("pages | time | GB/s | memcpy of the same run", map(line, run["rows"])) + "\n" + text
 
 
+def tiers() -> str:
+    run = "h200/tiers"
+    adjacent, scattered = (
+        [row(run, "copies", pages=64, order=order, way=way)["gb_per_s"] for way in ("store", "load")]
+        for order in ("adjacent", "scattered")
+    )
+    alone = row(run, "copies", pages=1, order="adjacent", way="store")["gb_per_s"]
+    copies = f"{adjacent[0]:.1f} and {adjacent[1]:.1f} GB/s; scattered pages {scattered[0]:.1f} and {scattered[1]:.1f}"
+    lines = [("copies of 64 pages to the host, and back", f"{copies}; one page alone {alone:.0f}")]
+    for one in results(run)["steps"]:
+        if (beside := one["copies"]) == "always":
+            beside = f"copies both ways all the time, {one['gb_per_s']:.0f} GB/s together"
+        size = one["step"].replace("x", " × ")
+        what = f"decode step {size} of an EP8 rank, {one['ms']:.1f} ms alone, beside {beside}"
+        lines.append((what, f"{one['slower'] * 100:+.1f} %"))
+    return table("what | measured", lines)
+
+
+def tiers_passes() -> str:
+    lines = []
+    for one in results("h200/tiers")["passes"]:
+        engine = "models/tiny" if one["engine"] == "tiny" else one["engine"]
+        times = (f"{one[f'ttft_{part}_ms']:.0f} ms" for part in ("p50", "p99"))
+        tier = "host" if one["host_pages"] else "none"
+        lines.append((engine, tier, f"{one['device_hits'] + one['host_hits']:.2f}", *times))
+    return table("engine | tier | hits | TTFT p50 | p99", lines)
+
+
 def evaluated_cpu() -> str:
     whole, switches = results("cpu/eval-matrix"), results("cpu/eval-matrix-switches")
     against = {one["b"]: one for run in (whole, switches) for one in run["against_reference"]}
@@ -244,6 +272,8 @@ BLOCKS: Blocks = {
     "policy-cost": policy_cost,
     "router-cost": router_cost,
     "transfer-cpu": transfer_cpu,
+    "tiers": tiers,
+    "tiers-passes": tiers_passes,
     "balance": balance,
     "sparse": sparse,
     "rivals": rivals,

@@ -20,14 +20,14 @@ def results(name: str) -> dict[str, Any]:
     return found
 
 
-def rows(name: str, /, **where: Any) -> list[dict[str, Any]]:
-    """The rows of a run that have these values."""
-    return [one for one in results(name)["rows"] if where.items() <= one.items()]
+def rows(name: str, kind: str = "rows", /, **where: Any) -> list[dict[str, Any]]:
+    """The rows of a run that have these values. `kind`: of a run that has several lists of them."""
+    return [one for one in results(name)[kind] if where.items() <= one.items()]
 
 
-def row(name: str, /, **where: Any) -> dict[str, Any]:
+def row(name: str, kind: str = "rows", /, **where: Any) -> dict[str, Any]:
     """The one row of a run that has these values. LookupError: there is none, or more than one."""
-    found = rows(name, **where)
+    found = rows(name, kind, **where)
     if len(found) != 1:
         raise LookupError(f"{len(found)} rows of {name}.json have {where}")
     return found[0]
