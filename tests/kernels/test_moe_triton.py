@@ -89,7 +89,9 @@ def case(
 
 @pytest.mark.parametrize("num", [0, 1, 4, 5])
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize(("dim", "size", "fp8"), [(256, 128, True), (136, 24, False)])
+@pytest.mark.parametrize(
+    ("dim", "size", "fp8"), [pytest.param(256, 128, True, marks=pytest.mark.long), (136, 24, False)]
+)
 def test_small(num: int, shared: bool, dim: int, size: int, fp8: bool) -> None:
     x, weights, experts, (w13, w2) = case(num, dim, size, torch.bfloat16, fp8, shared)
     arguments = (x, weights, experts, w13, w2)

@@ -538,6 +538,7 @@ async def test_a_worker_wakes_with_what_it_had_or_with_another_checkpoint(
     await model.whole()
 
 
+@pytest.mark.long
 async def test_a_sleep_ends_the_profile(tmp_path: Path) -> None:
     """The ranks that wake are other processes."""
     folder, call = tmp_path / "traces", worker_pb2.StopProfileRequest()
