@@ -237,8 +237,8 @@ def tiers() -> str:
     for one in results(run)["steps"]:
         if (beside := one["copies"]) == "always":
             beside = f"copies both ways all the time, {one['gb_per_s']:.0f} GB/s together"
-        size = one["step"].replace("x", " × ")
-        what = f"decode step {size} of an EP8 rank, {one['ms']:.1f} ms alone, beside {beside}"
+        batch, context = map(int, one["step"].split("x"))
+        what = f"decode step {batch} × {context:,} of an EP8 rank, {one['ms']:.1f} ms alone, beside {beside}"
         lines.append((what, f"{one['slower'] * 100:+.1f} %"))
     return table("what | measured", lines)
 

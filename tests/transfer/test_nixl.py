@@ -71,8 +71,7 @@ def test_reads_over_tcp_arrive() -> None:
 
 
 class Refusing:
-    """NIXL's agent of `sink`, which reports an error for whatever is given back to it, and for what comes
-    behind the failure of a read."""
+    """NIXL's agent of `sink`, which reports an error for whatever is given back to it, and behind a failed read."""
 
     def __init__(self, sink: NixlSink) -> None:
         self._nixl, self._error = sink._agent.nixl, sink._agent.lib.nixlBackendError

@@ -123,7 +123,7 @@ class NixlSink(PolledSink[NixlPeer]):
             problem = f"the metadata of {source.agent} belongs to {name}"
         except agent.errors as error:
             problem = f"{source.agent} does not export the pages it claims: {error}"
-        self._give_back(agent.nixl.invalidateRemoteMD, name)
+        self._quietly(agent.nixl.invalidateRemoteMD, name)
         raise TransferError(problem)
 
     def post(self, read: PolledRead[NixlPeer], src_pages: Sequence[int], dst_pages: Sequence[int]) -> None:
@@ -147,15 +147,14 @@ class NixlSink(PolledSink[NixlPeer]):
         if not read.peer.error:
             self._step(read, lambda: self._agent.nixl.getXferStatus(read.handle))
         elif time.monotonic() >= read.peer.settled_at:
-            self._give_back(self._agent.nixl.releaseXferReq, read.handle)
+            self._quietly(self._agent.nixl.releaseXferReq, read.handle)
             self.finish(read, ReadState.FAILED, read.peer.error)
         else:
-            with contextlib.suppress(*self._agent.errors):  # the read has failed already
-                self._agent.nixl.getNotifs({}, [self._agent.backend])  # lets UCX flush the endpoint
+            self._quietly(self._agent.nixl.getNotifs, {}, [self._agent.backend])  # lets UCX flush the endpoint
 
     def let_go(self, peer: NixlPeer) -> None:
-        self._give_back(self._agent.nixl.releasedDlistH, peer.pages)
-        self._give_back(self._agent.nixl.invalidateRemoteMD, peer.name)
+        self._quietly(self._agent.nixl.releasedDlistH, peer.pages)
+        self._quietly(self._agent.nixl.invalidateRemoteMD, peer.name)
 
     def close(self) -> None:
         """Destroying the backend is what ends reads that are still in flight."""
@@ -165,10 +164,10 @@ class NixlSink(PolledSink[NixlPeer]):
         for peer in list(self._peers.values()):
             peer.leaving = True
             for read in list(peer.reads):
-                self._give_back(agent.nixl.releaseXferReq, read.handle)
+                self._quietly(agent.nixl.releaseXferReq, read.handle)
                 self.finish(read, ReadState.FAILED, "the importer was closed")
             self.disconnect(peer.name)
-        self._give_back(agent.nixl.releasedDlistH, self._ours)
+        self._quietly(agent.nixl.releasedDlistH, self._ours)
         agent.close()
 
     def _step(self, read: PolledRead[NixlPeer], call: Callable[[], Any]) -> None:
@@ -182,10 +181,10 @@ class NixlSink(PolledSink[NixlPeer]):
             log.warning("%s, reads in flight: %d", peer.error, len(peer.reads))
             return
         if status == self._agent.lib.NIXL_SUCCESS:
-            self._give_back(self._agent.nixl.releaseXferReq, read.handle)
+            self._quietly(self._agent.nixl.releaseXferReq, read.handle)
             self.finish(read, ReadState.DONE)
 
-    def _give_back(self, call: Callable[[Any], None], what: Any) -> None:
+    def _quietly(self, call: Callable[..., Any], *what: Any) -> None:
         """An error here changes no read's result, and a peer that disconnected was forgotten by NIXL itself."""
         with contextlib.suppress(*self._agent.errors):
-            call(what)
+            call(*what)
