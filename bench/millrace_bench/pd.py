@@ -73,11 +73,11 @@ class Load:
         return self.turns * (self.input_len + self.output_len)
 
     def settings(self, rate: float, seed: int, address: str, args: argparse.Namespace) -> Settings:
-        """So many conversations that they last `--seconds` at this rate."""
+        """So many conversations that they last `--seconds` at this rate; `--warmup` requests before the first rate."""
         return Settings(
             address=address,
             num_requests=max(round(rate * args.seconds / self.turns), 1),
-            warmup=args.warmup,
+            warmup=args.warmup if rate == self.rates[0] else 0,
             request_rate=rate / self.turns,
             input_len=str(self.input_len),
             output_len=str(self.output_len),
@@ -176,7 +176,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--topologies", nargs="+", choices=list(TOPOLOGIES), default=list(TOPOLOGIES))
     parser.add_argument("--loads", type=_load, nargs="+", default=[Load.parse(text) for text in LOADS])
     parser.add_argument("--seconds", type=float, default=40.0, help="for which a rate is offered")
-    parser.add_argument("--warmup", type=int, default=8, help="uncounted requests before each rate")
+    parser.add_argument("--warmup", type=int, default=8, help="uncounted requests before each load")
     parser.add_argument("--think-time", default="1", help="seconds, as bench serving")
     parser.add_argument("--local-prefill-tokens", type=int, default=512, help="conditional: shorter uncached prompts")
     parser.add_argument("--slo", default="ttft=1,tpot=0.04", help="of goodput, seconds")

@@ -19,6 +19,9 @@ def test_loads() -> None:
     assert (talk.name, talk.longest) == ("500 in, 100 out, 5 turns", 3000)
     settings = talk.settings(2.0, 7, "here:1", parser().parse_args(["--seconds", "10"]))
     assert (settings.num_requests, settings.multi_turn, settings.request_rate) == (4, 5, 0.4), "20 requests, 2 a second"
+    rates = Load.parse("64/16@1,2")
+    args = parser().parse_args(["--warmup", "3"])
+    assert [rates.settings(rate, 0, "here:1", args).warmup for rate in rates.rates] == [3, 0], "once for a load"
     loads = [Load.parse(text) for text in LOADS]
     assert len(loads) == 3 and loads[2].turns > 1 and all(len(load.rates) == 4 for load in loads)
     assert [rate for _, rate in runs(loads[:1])] == list(loads[0].rates)
