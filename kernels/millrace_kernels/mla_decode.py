@@ -17,6 +17,7 @@ from torch import Tensor
 from millrace_kernels.backend import implementation
 
 PAGES_PER_BLOCK = 32
+MAX_E4M3_QUERIES = 64  # of a sequence over an E4M3 pool that the library's kernel serves (lib/flash_mla.py)
 
 
 def plan(seq_lens: Tensor, queries_per_seq: int, num_heads: int, kv_dtype: torch.dtype) -> Any:

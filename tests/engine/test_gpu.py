@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,7 +62,8 @@ def test_no_step_waits_for_the_device(graphs: str, drafts: int, sampling: dict[s
     one.close()
 
 
-@pytest.mark.parametrize(("dtype", "apart"), [(torch.bfloat16, 0.05), (torch.float32, 1e-4)])
+# BF16: products of padded rows may be those of another kernel, which rounds at other places.
+@pytest.mark.parametrize(("dtype", "apart"), [(torch.bfloat16, 0.1), (torch.float32, 1e-4)])
 def test_graphs_say_what_eager_steps_say(dtype: torch.dtype, apart: float) -> None:
     batch = [request(room, list(range(20, 30 + 9 * room)), max_tokens=16, logprobs=0) for room in range(7)]
     eager, graphs = said(engine(dtype, graphs="off"), batch), said(engine(dtype, graphs="on"), batch)
@@ -86,16 +88,17 @@ def test_a_replay_is_bit_for_bit_the_call_it_was_captured_from(drafts: int) -> N
 
 
 def test_buckets_share_their_memory() -> None:
-    before = torch.cuda.memory_reserved()
-    few, many = engine(graphs="on", graph_buckets=(8,)), None
-    with_few = torch.cuda.memory_reserved() - before
-    few.close()
-    del few
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved()
-    many = engine(graphs="on", graph_buckets=(1, 2, 3, 4, 5, 6, 7, 8))
-    assert torch.cuda.memory_reserved() - before < with_few + (64 << 20)
-    many.close()
+    def reserved_by(*buckets: int) -> int:
+        gc.collect()  # engines of tests before
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        one = engine(graphs="on", graph_buckets=buckets)
+        try:
+            return torch.cuda.memory_reserved() - before
+        finally:
+            one.close()
+
+    assert reserved_by(*range(1, 9)) < reserved_by(8) + (64 << 20)
 
 
 def test_pages_fill_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:

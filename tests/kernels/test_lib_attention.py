@@ -123,6 +123,18 @@ def test_flash_mla_decodes_fp8_and_never_sees_a_length_of_0(library: FlashMla) -
     assert out.isfinite().all()
 
 
+@pytest.mark.parametrize(("dtype", "queries", "decoded"), [(E4M3, 64, 1), (E4M3, 65, 0), (BF16, 65, 1)])
+def test_more_than_64_queries_over_e4m3_are_ours(
+    library: FlashMla, dtype: torch.dtype, queries: int, decoded: int
+) -> None:
+    """The library's FP8 kernel would let the first of them see keys that come after them."""
+    call = attention_inputs.mla_decode(Draw(dtype=BF16), (200, 65), queries, 1, dtype)
+    plan = flash_mla.schedule(call["seq_lens"], queries, 1, dtype)
+    out, _ = flash_mla.mla_decode(**call, plan=plan)
+    assert (plan is not None, library.decoded) == (bool(decoded), decoded)
+    assert_close(out, expected_decode(call)[0], FP8_ATTENTION_TOLERANCE)
+
+
 def test_few_rows_of_few_sequences_are_ours(library: FlashMla, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash_mla, "FEW_SEQS", 2)
     cases = (((70, 3), 16, False), ((70, 3), 17, True), ((70, 3, 9), 16, True), ((70,), 32, False), ((70,), 33, True))

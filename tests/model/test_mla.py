@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from millrace_bench.kernels.numeric import MODEL_TOLERANCE, assert_close, poisoned
-from millrace_serve.model.attn_step import FormThresholds, prefix_chunks
+from millrace_serve.model.attn_step import FORMS, FormThresholds, prefix_chunks
 from millrace_serve.model.deepseek_v3 import load_model
 from millrace_serve.model.parallel import ParallelDims
 from model.harness import Driver, Seq, random_prompt
@@ -40,7 +40,16 @@ def test_the_threshold_is_that_of_the_device_and_of_the_heads() -> None:
 )
 def test_choice_of_the_form(q_lens: tuple[int, ...], prefix_lens: tuple[int, ...], absorbed: bool) -> None:
     seq_lens = [q + p for q, p in zip(q_lens, prefix_lens, strict=True)]
-    assert LIMIT.absorbs(q_lens, seq_lens) is absorbed
+    assert LIMIT.absorbs(q_lens, seq_lens, torch.bfloat16) is absorbed
+
+
+@pytest.mark.parametrize(("longest", "absorbed"), [(64, True), (65, False)])
+def test_over_an_e4m3_pool_longer_chunks_are_expanded(longest: int, absorbed: bool) -> None:
+    """No kernel of a library is right for them."""
+    q_lens, seq_lens = (longest, 5), (longest + 64, 6405)
+    assert LIMIT.absorbs(q_lens, seq_lens, torch.bfloat16)
+    assert LIMIT.absorbs(q_lens, seq_lens, torch.float8_e4m3fn) is absorbed
+    assert FORMS["absorbed"].absorbs(q_lens, seq_lens, torch.float8_e4m3fn), "as asked for"
 
 
 @given(st.lists(st.integers(0, 700), max_size=6), st.integers(1, 900))

@@ -32,6 +32,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [T, H, N+R], c_kv [T, C
 class FormThresholds:
     absorb_max_queries: int  # queries per key up to which cached prefixes are absorbed
     prefix_chunk_tokens: int = 4096  # prefix tokens, over all sequences, whose k and v exist at a time
+    absorb_max_e4m3: int = mla_decode.MAX_E4M3_QUERIES  # of a chunk over an E4M3 pool: our kernel for more is slower
 
     @classmethod
     def measured(cls, device: torch.device, num_heads: int) -> FormThresholds:
@@ -41,17 +42,22 @@ class FormThresholds:
         rows = FORM_TABLE.rows or {(128,): H200}
         return rows[min(rows, key=lambda key: (key[0] < num_heads, abs(key[0] - num_heads)))]
 
-    def absorbs(self, q_lens: Sequence[int], seq_lens: Sequence[int]) -> bool:
+    def absorbs(self, q_lens: Sequence[int], seq_lens: Sequence[int], kv_dtype: torch.dtype) -> bool:
         """Whether a step's prompt chunks are absorbed; never without cached tokens.
 
         Expanding costs per key, absorbing costs per (query, key) pair. So the number of queries that a key serves
         decides: the mean of q_len weighted by seq_len.
         """
+        if kv_dtype == torch.float8_e4m3fn and max(q_lens, default=0) > self.absorb_max_e4m3:
+            return False
         pairs = sum(q * seq for q, seq in zip(q_lens, seq_lens, strict=True))
         return tuple(q_lens) != tuple(seq_lens) and pairs <= self.absorb_max_queries * sum(seq_lens)
 
 
-FORMS = {"absorbed": FormThresholds(sys.maxsize), "expanded": FormThresholds(0)}  # of every chunk behind cached tokens
+FORMS = {  # of every chunk behind cached tokens
+    "absorbed": FormThresholds(sys.maxsize, absorb_max_e4m3=sys.maxsize),
+    "expanded": FormThresholds(0),
+}
 CPU = FormThresholds(48)  # the references, one core, `models/tiny`
 H200 = FormThresholds(320)  # with 128 heads; also where nothing was measured on a GPU of this capability
 # By heads of a rank, from `python -m millrace_bench.kernels.forms`. An H200: with 16 heads expanding wins from 1,726
@@ -113,7 +119,7 @@ class AttnStep:
         q_lens, seq_lens = attn.q_lens_host[decode:], attn.seq_lens_host[decode:]
         sparse = () if index is None else sparse_groups(inputs, index_topk, kv.shape[1])
         chosen = sparse[-1].rows.stop if sparse else 0  # rows
-        expand = chosen < end and bool(q_lens) and not thresholds.absorbs(q_lens, seq_lens)
+        expand = chosen < end and bool(q_lens) and not thresholds.absorbs(q_lens, seq_lens, kv.dtype)
         groups = _groups(attn, decode if expand else attn.num_seqs, heads, kv, chosen)
         most, page_size, shared = thresholds.prefix_chunk_tokens, kv.shape[1], None
         plan, own_plan, prefix = _planner(heads, inputs.device, dtype), None, []

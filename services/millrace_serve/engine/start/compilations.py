@@ -1,4 +1,4 @@
-"""What this process compiles: kernels of Triton, DeepGEMM and FlashInfer, counted by library.
+"""What this process compiles after its start: kernels of Triton, DeepGEMM and FlashInfer, counted by library.
 
 After a start every kernel should be there; a later compilation is one that a request waits for. It is logged as a
 warning. The frontend counts those after READY (`millrace_worker_compilations_total`).
@@ -20,13 +20,9 @@ log = logging.getLogger(__name__)
 
 
 class Compilations:
-    """Attributes:
-    started: the start is over, so that a compilation is worth a warning
-    """
-
     def __init__(self, kernels: Path) -> None:
         """`kernels`: the folder in which DeepGEMM puts them."""
-        self.started = False
+        self._started = False
         self._counts: Counter[str] = Counter()
         self._kernels, self._changed_at, self._num_kernels = kernels, -1, 0
         self._look()
@@ -42,10 +38,15 @@ class Compilations:
             return
         JitSpec.build = self.counted_build(JitSpec.build)
 
+    def start_is_over(self) -> None:
+        """From now on compilations count. What DeepGEMM's folder holds by now belongs to the start."""
+        self._look()
+        self._started = True
+
     def counts(self) -> dict[str, int]:
-        """Of this process so far, by library."""
-        for _ in range(self._look()):
-            self._count("deep_gemm", "a product", None)
+        """Of this process since its start was over, by library."""
+        if new := self._look():
+            self._count("deep_gemm", f"{new} product(s)", None, new)
         return dict(self._counts)
 
     def on_triton(self, *, src: Any, times: Any, cache_hit: bool, **_: Any) -> None:
@@ -66,9 +67,9 @@ class Compilations:
 
         return counted
 
-    def _count(self, library: str, what: str, seconds: float | None) -> None:
-        self._counts[library] += 1
-        if self.started:
+    def _count(self, library: str, what: str, seconds: float | None, kernels: int = 1) -> None:
+        if self._started:
+            self._counts[library] += kernels
             took = "" if seconds is None else f" in {seconds:.1f} s"
             log.warning("%s compiled %s%s after the start: a request may have waited for it", library, what, took)
 

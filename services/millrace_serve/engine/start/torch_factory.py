@@ -127,7 +127,7 @@ def load_rank(
     prepare(site, config, runner, phases)
     runner.balance()
     compile_ahead.mark(site)
-    compilations.started = True
+    compilations.start_is_over()
     return Rank(role, path, config, model_config, pool, runner, lockstep, copier, partial(load, site, model, runner))
 
 
