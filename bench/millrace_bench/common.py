@@ -122,13 +122,13 @@ def _number(text: str) -> float | None:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of those packages that are installed, read from their metadata: nothing is imported. In a git
-    checkout also its commit, with "-dirty" after it when files differ from it; elsewhere MILLRACE_COMMIT, if it is set.
+    """Of Python and of those packages that are installed, read from their metadata: nothing is imported. Also the
+    commit: MILLRACE_COMMIT, or that of a git checkout, with "-dirty" after it when files differ from it.
     """
     found = {"python": platform.python_version()}
     if commit := os.environ.get("MILLRACE_COMMIT"):
         found["commit"] = commit
-    if (ROOT / ".git").exists() and shutil.which("git"):
+    elif (ROOT / ".git").exists() and shutil.which("git"):
         describe = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
         found["commit"] = subprocess.run(describe, capture_output=True, text=True, check=False).stdout.strip()
     for name in PACKAGES:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from millrace_bench.figures_source import Blocks, results, row, short, source, table
+
+Json = dict[str, Any]
 
 COLUMNS = "k = 0 | k = 1 | k = 2 | k = 3"  # drafts
 PRODUCTS = ("2112x7168 q_kv_a", "24576x1536 q_b", "7168x16384 o", "7168x2048 shared down")  # of rivals
@@ -256,15 +258,27 @@ def tiers_passes() -> str:
 def evaluated_cpu() -> str:
     whole, switches = results("cpu/eval-matrix"), results("cpu/eval-matrix-switches")
     against = {one["b"]: one for run in (whole, switches) for one in run["against_reference"]}
+    found = (*whole["rows"], *(one for one in switches["rows"] if one["system"] in against))
+    return _judged("same answers as transformers", found, against, lambda same: "")
+
+
+def evaluated_h100() -> str:
+    matrix = results("h100/eval-matrix")
+    against = {one["b"]: one for one in matrix["against_reference"]}
+    return _judged("same answers as", matrix["rows"], against, lambda same: f"{same['a']}: ")
+
+
+def _judged(header: str, found: Iterable[Json], against: dict[str, Json], reference: Callable[[Json], str]) -> str:
+    """A line for each row of `millrace eval matrix`. `against`: its comparison, by row."""
     lines = []
-    for one in (*whole["rows"], *(one for one in switches["rows"] if one["system"] in against)):
-        system, items = one["system"], one["all"]["items"]
+    for one in found:
+        system, items, compared = one["system"], one["all"]["items"], against.get(one["system"])
         lost = (f"{task} {found['accuracy']:.3f}" for task, found in one["tasks"].items() if found["accuracy"] < 1)
-        same = f"{items - len(against[system]['differences'])} of {items}" if system in against else ""
+        same = f"{reference(compared)}{items - len(compared['differences'])} of {items}" if compared else ""
         perplexity = f"{one['perplexity']['value']:.3f}" if one["perplexity"] else ""
         name = system.replace("P → D", "prefill → decode")
         lines.append((name, f"{one['all']['correct']} of {items}", ", ".join(lost).replace("_", " "), same, perplexity))
-    return table(" | right | lost | same answers as transformers | perplexity", lines)
+    return table(f" | right | lost | {header} | perplexity", lines)
 
 
 BLOCKS: Blocks = {
@@ -283,4 +297,5 @@ BLOCKS: Blocks = {
     "beside-smg": beside_smg,
     "overload": overload,
     "eval-h200": evaluated,
+    "eval-h100": evaluated_h100,
 }

@@ -23,6 +23,8 @@ SYSTEMS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {  # stages of
     "node-ttft-8192": ("`ttft-8192`, likewise", gpu_figures.first_token),
     "node-handover": ("`handover`, 14 layers", gpu_figures.handover),
     "node-seeds-512-1": ("`seeds-512-1`", gpu_figures.serving),
+    "node-seeds-1-512": ("`seeds-1-512`", gpu_figures.serving),
+    "node-startup": ("`startup`", gpu_figures.startup),
 }
 APART = ("pair", "unified", "conditional")  # topologies of `bench pd`
 
@@ -182,5 +184,5 @@ BLOCKS: Blocks = {
     "host": host,
     "systems": systems,
     "apart": apart,
-    "results-apart": lambda: apart((5.0, 8.0, 24.0)),
+    "results-apart": lambda: apart((5.0, 20.0, 32.0)),
 }

@@ -206,7 +206,11 @@ def dependent_launch() -> str:
 
 def graphs() -> str:
     eager, graph = (row("h200/engine-tp8", kind="decode", variant=one)["step_ms"] for one in ("eager", "graph"))
-    return f"step of a TP8 rank: {eager:.1f} → {graph:.2f} ms {source('h200/engine-tp8')}"
+    found = row("h100/onoff", seed="X1", shape="512 tokens behind 2048, 28 layers")
+    prompt = f"512 tokens behind 2,048 on an H100, 28 layers: {short(found['off_us'])} → {short(found['on_us'])}"
+    return (
+        f"step of a TP8 rank: {eager:.1f} → {graph:.2f} ms {source('h200/engine-tp8')}; {prompt} {source('h100/onoff')}"
+    )
 
 
 def torch_compile() -> str:

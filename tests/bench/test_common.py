@@ -65,8 +65,11 @@ def test_a_checkout_has_a_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert len(versions()["commit"]) >= 7 and head.startswith(versions()["commit"])
 
 
-def test_a_copy_without_git_is_told_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(common, "ROOT", tmp_path)
+@pytest.mark.parametrize("checkout", [False, True])
+def test_a_copy_is_told_its_commit(checkout: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its git may be that of another commit."""
+    if not checkout:
+        monkeypatch.setattr(common, "ROOT", tmp_path)
     monkeypatch.setenv("MILLRACE_COMMIT", "1234567")
     assert versions()["commit"] == "1234567"
 
