@@ -8,6 +8,7 @@ probabilities to E4M3 too: relative error 0.036 against bf16, where the rounding
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -17,7 +18,11 @@ from torch import Tensor
 from millrace_kernels.backend import implementation
 
 PAGES_PER_BLOCK = 32
-MAX_E4M3_QUERIES = 64  # of a sequence over an E4M3 pool that the library's kernel serves (lib/flash_mla.py)
+
+
+def most_queries(kv_dtype: torch.dtype) -> int:
+    """Queries of a sequence in one call, for which there is the fastest kernel."""
+    return 64 if kv_dtype == torch.float8_e4m3fn else sys.maxsize  # lib/flash_mla.py says why
 
 
 def plan(seq_lens: Tensor, queries_per_seq: int, num_heads: int, kv_dtype: torch.dtype) -> Any:

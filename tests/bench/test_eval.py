@@ -496,8 +496,8 @@ def test_kernels_of_a_row_are_those_of_the_table(name: str) -> None:
 async def test_a_row_in_this_process_has_its_form_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
 
-    def absorbs(self: FormThresholds, q_lens: Sequence[int], seq_lens: Sequence[int], kv: torch.dtype) -> bool:
-        seen.append(plain(self, q_lens, seq_lens, kv))
+    def absorbs(self: FormThresholds, q_lens: Sequence[int], seq_lens: Sequence[int]) -> bool:
+        seen.append(plain(self, q_lens, seq_lens))
         return seen[-1]
 
     plain = FormThresholds.absorbs

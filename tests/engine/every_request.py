@@ -176,10 +176,10 @@ def watched(engine: Engine, launched: deque[str] | None = None) -> Counter[str]:
     runner: Any = engine._runner
     seen = Counter[str]()
     thresholds = FormThresholds.measured(engine.pool.buffer.device, runner._model.config.num_attention_heads)
-    kv_dtype, launch = getattr(torch, engine.pool.layout.dtype), runner.launch
+    launch = runner.launch
 
     def counting(batch: HostBatch) -> Any:
-        seen.update(_branches(batch, thresholds, kv_dtype))
+        seen.update(_branches(batch, thresholds))
         graph = runner._graphs is not None and runner._graphs.holds(batch)
         seen["graphs"] += graph
         if launched is not None:
@@ -192,13 +192,13 @@ def watched(engine: Engine, launched: deque[str] | None = None) -> Counter[str]:
     return seen
 
 
-def _branches(batch: HostBatch, thresholds: FormThresholds, kv_dtype: torch.dtype) -> Iterator[str]:
+def _branches(batch: HostBatch, thresholds: FormThresholds) -> Iterator[str]:
     lens, ends, sampling = batch.chunk_lens, batch.chunk_ends, batch.sampling
     cached = sum(end > size for size, end in zip(lens, ends, strict=True))
     facts: dict[str, Any] = {
         "chunks beside decoding": lens and batch.num_decode,
-        "prefix absorbed": cached and thresholds.absorbs(lens, ends, kv_dtype),
-        "prefix expanded": cached and not thresholds.absorbs(lens, ends, kv_dtype),
+        "prefix absorbed": cached and thresholds.absorbs(lens, ends),
+        "prefix expanded": cached and not thresholds.absorbs(lens, ends),
         "several chunks behind a prefix": cached > 1,
         "chunks of several lengths": len(set(lens)) > 1,
         "part of a prompt": len(batch.sampling_chunks) < len(lens),

@@ -44,7 +44,7 @@ LONG_DECODE = (
     DecodeCase("one-long", 1, (32768,)),
     DecodeCase("two-queries", 2, tuple(range(2, 2000, 61))),
     DecodeCase("short-chunks", 64, (64, 65, 129, 190, 0)),
-    DecodeCase("chunks", 130, (151, 700, 146, 182, 0)),  # FlashMLA over an E4M3 pool is wrong from 65 queries on
+    DecodeCase("chunks", 130, (151, 700, 146, 182, 0)),  # FlashMLA is wrong about more than 64 over an E4M3 pool
 )
 by_name = {"ids": lambda case: case.name}
 

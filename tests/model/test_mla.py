@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from millrace_bench.kernels.numeric import MODEL_TOLERANCE, assert_close, poisoned
+from millrace_kernels import mla_decode
+from millrace_serve.model import mla
 from millrace_serve.model.attn_step import FORMS, FormThresholds, prefix_chunks
 from millrace_serve.model.deepseek_v3 import load_model
 from millrace_serve.model.parallel import ParallelDims
@@ -40,16 +45,7 @@ def test_the_threshold_is_that_of_the_device_and_of_the_heads() -> None:
 )
 def test_choice_of_the_form(q_lens: tuple[int, ...], prefix_lens: tuple[int, ...], absorbed: bool) -> None:
     seq_lens = [q + p for q, p in zip(q_lens, prefix_lens, strict=True)]
-    assert LIMIT.absorbs(q_lens, seq_lens, torch.bfloat16) is absorbed
-
-
-@pytest.mark.parametrize(("longest", "absorbed"), [(64, True), (65, False)])
-def test_over_an_e4m3_pool_longer_chunks_are_expanded(longest: int, absorbed: bool) -> None:
-    """No kernel of a library is right for them."""
-    q_lens, seq_lens = (longest, 5), (longest + 64, 6405)
-    assert LIMIT.absorbs(q_lens, seq_lens, torch.bfloat16)
-    assert LIMIT.absorbs(q_lens, seq_lens, torch.float8_e4m3fn) is absorbed
-    assert FORMS["absorbed"].absorbs(q_lens, seq_lens, torch.float8_e4m3fn), "as asked for"
+    assert LIMIT.absorbs(q_lens, seq_lens) is absorbed
 
 
 @given(st.lists(st.integers(0, 700), max_size=6), st.integers(1, 900))
@@ -77,6 +73,36 @@ def test_forms_agree_on_a_whole_model(random_bf16: Path) -> None:
         results.append(driver.step([(seq, n - c) for seq, n, c in zip(seqs, lens, cached, strict=True)]))
     assert_close(results[1], results[0], MODEL_TOLERANCE)
     assert_close(results[2], results[0], MODEL_TOLERANCE)
+
+
+@pytest.mark.parametrize("most", [16, 64])
+def test_chunks_of_more_queries_than_a_call_takes_go_in_pieces(
+    most: int, random_bf16: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a decode sequence, behind cached tokens and without; 128 queries are a multiple of both, 73 and 70 not."""
+    lens, cached = (70, 200, 333, 64, 300, 292), (0, 130, 260, 63, 172, 164)
+    model = load_model(random_bf16, ParallelDims(), torch.device("cpu"), torch.float32, FORMS["absorbed"])
+    results, calls, real = [], [], mla_decode.mla_decode
+
+    def counting(q: torch.Tensor, *args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append(tuple(q.shape[:2]))
+        return real(q, *args, **options)
+
+    monkeypatch.setattr(mla, "mla_decode", counting)
+    for limit in (sys.maxsize, most):
+        monkeypatch.setattr(mla_decode, "most_queries", lambda dtype, limit=limit: limit)
+        driver, seqs = Driver(model), [Seq(random_prompt(n, 1280, n)) for n in lens]
+        driver.step([(seq, n) for seq, n in zip(seqs, cached, strict=True) if n])
+        calls.clear()
+        results.append(driver.step([(seq, n - c) for seq, n, c in zip(seqs, lens, cached, strict=True)]))
+        layers = len(model.layers)
+        found = Counter(queries for _, queries in calls)
+        if limit == sys.maxsize:
+            assert found == {1: layers, 70: layers, 73: layers, 128: layers}
+            assert Counter(calls)[2, 128] == layers and Counter(calls)[2, 70] == layers
+        else:
+            assert found == {1: layers, 70 % most: 2 * layers, 73 % most: layers, most: 5 * layers}
+    assert_close(results[1], results[0], MODEL_TOLERANCE)
 
 
 def test_a_step_touches_only_its_own_slots(random_bf16: Path) -> None:

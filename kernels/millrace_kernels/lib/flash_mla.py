@@ -5,7 +5,7 @@ Facts of its sources that its documentation lacks:
 - A sequence of length 0 is one empty block for the BF16 kernel, which gives out 0 and lse +inf but touches the page of
   the first table entry. The FP8 kernel would read the table before its row, so its lengths are at least 1.
 - The FP8 kernel hides keys in the last two blocks of 64 alone. Of more than 64 queries the first would see keys that
-  come after them: their errors were up to 4 times the result.
+  come after them: their errors were up to 4 times the result. So callers pass pieces (`mla_decode.most_queries`).
 - It uses programmatic dependent launch without waiting for the kernel before it, and the kernel that merges splits may
   end before the main one. So the kernels before and after it are launched plainly, as all of ours are.
 """
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from millrace_kernels.mla_decode import MAX_E4M3_QUERIES
+from millrace_kernels.mla_decode import most_queries
 from millrace_kernels.triton import mla_decode as ours
 from millrace_kernels.triton.e4m3 import to_e4m3
 
@@ -47,9 +47,9 @@ def schedule(seq_lens: Tensor, queries_per_seq: int, num_heads: int, kv_dtype: t
 
     if not len(seq_lens) or kv_dtype not in KV_DTYPES or not flash_mla.has_legacy():
         return None
-    fp8 = kv_dtype == torch.float8_e4m3fn
-    if fp8 and queries_per_seq > MAX_E4M3_QUERIES:
+    if queries_per_seq > most_queries(kv_dtype):
         return None
+    fp8 = kv_dtype == torch.float8_e4m3fn
     lens = seq_lens.clamp_min(1) if fp8 else seq_lens
     tiles, splits = flash_mla.get_mla_decoding_metadata(
         lens, rows, 1, None if fp8 else num_heads, is_fp8_kvcache=fp8, use_legacy=True

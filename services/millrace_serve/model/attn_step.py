@@ -32,7 +32,6 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [T, H, N+R], c_kv [T, C
 class FormThresholds:
     absorb_max_queries: int  # queries per key up to which cached prefixes are absorbed
     prefix_chunk_tokens: int = 4096  # prefix tokens, over all sequences, whose k and v exist at a time
-    absorb_max_e4m3: int = mla_decode.MAX_E4M3_QUERIES  # of a chunk over an E4M3 pool: our kernel for more is slower
 
     @classmethod
     def measured(cls, device: torch.device, num_heads: int) -> FormThresholds:
@@ -42,22 +41,17 @@ class FormThresholds:
         rows = FORM_TABLE.rows or {(128,): H200}
         return rows[min(rows, key=lambda key: (key[0] < num_heads, abs(key[0] - num_heads)))]
 
-    def absorbs(self, q_lens: Sequence[int], seq_lens: Sequence[int], kv_dtype: torch.dtype) -> bool:
+    def absorbs(self, q_lens: Sequence[int], seq_lens: Sequence[int]) -> bool:
         """Whether a step's prompt chunks are absorbed; never without cached tokens.
 
         Expanding costs per key, absorbing costs per (query, key) pair. So the number of queries that a key serves
         decides: the mean of q_len weighted by seq_len.
         """
-        if kv_dtype == torch.float8_e4m3fn and max(q_lens, default=0) > self.absorb_max_e4m3:
-            return False
         pairs = sum(q * seq for q, seq in zip(q_lens, seq_lens, strict=True))
         return tuple(q_lens) != tuple(seq_lens) and pairs <= self.absorb_max_queries * sum(seq_lens)
 
 
-FORMS = {  # of every chunk behind cached tokens
-    "absorbed": FormThresholds(sys.maxsize, absorb_max_e4m3=sys.maxsize),
-    "expanded": FormThresholds(0),
-}
+FORMS = {"absorbed": FormThresholds(sys.maxsize), "expanded": FormThresholds(0)}  # of every chunk behind cached tokens
 CPU = FormThresholds(48)  # the references, one core, `models/tiny`
 H200 = FormThresholds(320)  # with 128 heads; also where nothing was measured on a GPU of this capability
 # By heads of a rank, from `python -m millrace_bench.kernels.forms`. An H200: with 16 heads expanding wins from 1,726
@@ -77,12 +71,13 @@ class PrefixChunk:
 
 @dataclass(frozen=True, slots=True)
 class AbsorbedGroup:
-    """Neighbouring sequences with equally many queries, so that one kernel call serves them."""
+    """Neighbouring sequences, or pieces of one, with equally many queries, so that one kernel call serves them."""
 
-    seqs: slice
     rows: slice  # of the step's tokens
     num_queries: int  # of each sequence
-    plan: Plan = None
+    page_table: Tensor  # int32 [B, P]
+    seq_lens: Tensor  # int32 [B]
+    plan: Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +114,7 @@ class AttnStep:
         q_lens, seq_lens = attn.q_lens_host[decode:], attn.seq_lens_host[decode:]
         sparse = () if index is None else sparse_groups(inputs, index_topk, kv.shape[1])
         chosen = sparse[-1].rows.stop if sparse else 0  # rows
-        expand = chosen < end and bool(q_lens) and not thresholds.absorbs(q_lens, seq_lens, kv.dtype)
+        expand = chosen < end and bool(q_lens) and not thresholds.absorbs(q_lens, seq_lens)
         groups = _groups(attn, decode if expand else attn.num_seqs, heads, kv, chosen)
         most, page_size, shared = thresholds.prefix_chunk_tokens, kv.shape[1], None
         plan, own_plan, prefix = _planner(heads, inputs.device, dtype), None, []
@@ -168,16 +163,27 @@ def prefix_chunks(prefix_lens: Sequence[int], max_tokens: int, page_size: int) -
 
 def _groups(attn: AttnPlan, num_seqs: int, heads: Heads, kv: Tensor, chosen: int) -> tuple[AbsorbedGroup, ...]:
     """The first `num_seqs` sequences, without those of the first `chosen` rows, in groups: the decode sequences, then
-    runs of chunks of one length.
+    runs of chunks of one length, or each longer chunk in pieces.
     """
-    groups, row, first = [], 0, 0
+    groups, row, first, most = [], 0, 0, mla_decode.most_queries(kv.dtype)
+
+    def add(queries: int, page_table: Tensor, seq_lens: Tensor) -> None:
+        nonlocal row
+        rows, row = slice(row, row + len(seq_lens) * queries), row + len(seq_lens) * queries
+        if rows.start >= chosen:
+            plan = mla_decode.plan(seq_lens, queries, heads.num_heads, kv.dtype)
+            groups.append(AbsorbedGroup(rows, queries, page_table, seq_lens, plan))
+
     while first < num_seqs:
         queries, stop = attn.q_lens_host[first], first + 1
-        while stop < num_seqs and stop != attn.num_decode and attn.q_lens_host[stop] == queries:
+        while queries <= most and stop < num_seqs and stop != attn.num_decode and attn.q_lens_host[stop] == queries:
             stop += 1
-        seqs, rows = slice(first, stop), slice(row, row + (stop - first) * queries)
-        if rows.start >= chosen:
-            plan = mla_decode.plan(attn.seq_lens[seqs], queries, heads.num_heads, kv.dtype)
-            groups.append(AbsorbedGroup(seqs, rows, queries, plan))
-        first, row = stop, rows.stop
+        page_table, seq_lens = attn.page_table[first:stop], attn.seq_lens[first:stop]
+        pieces, rest = divmod(queries, most)
+        if rest:
+            add(rest, page_table, seq_lens - pieces * most if pieces else seq_lens)
+        if pieces:  # of which each sees the keys up to its own last one
+            behind = torch.arange(pieces - 1, -1, -1, dtype=seq_lens.dtype, device=seq_lens.device) * most
+            add(most, page_table.repeat(pieces, 1), seq_lens - behind)
+        first = stop
     return tuple(groups)

@@ -168,13 +168,12 @@ class Mla:
 
     def _attend_absorbed(self, q: Tensor, step: AttnStep, group: AbsorbedGroup, kv: Tensor) -> Tensor:
         """q [T, H, N+R] of the group, not rotated yet -> [T, H, C], for w_uv"""
-        attn = step.inputs.attn
         q = absorb_q(q, self.w_uk, step.cos[group.rows], step.sin[group.rows], self.w_uk_fp8)  # [T, H, C+R]
         latent, _ = mla_decode(
             q.unflatten(0, (-1, group.num_queries)),
             kv,
-            attn.page_table[group.seqs],
-            attn.seq_lens[group.seqs],
+            group.page_table,
+            group.seq_lens,
             self.scale,
             self.config.kv_lora_rank,
             plan=group.plan,
