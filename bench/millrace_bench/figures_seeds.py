@@ -79,6 +79,16 @@ def accuracy() -> str:
     return f"right of 280: BF16 {right[0]}, FP8 {right[1]}, on a CPU {right[2]} {source('h200/eval-matrix')}"
 
 
+def switched() -> str:
+    found = results("h100/eval-matrix")["rows"]
+    counts = {one["system"]: (one["all"]["correct"], one["all"]["items"]) for one in found}
+    lost = [
+        f"{system} ({right} of {items}, mended since)" for system, (right, items) in counts.items() if right < items
+    ]
+    text = f"one H100, {len(found)} rows, all items right but of {', '.join(lost)}"
+    return f"{text} {source('h100/eval-matrix')}"
+
+
 def absorbed_products() -> str:
     times = dict(row("h200/tune_attention", op="absorb_q of many", shape="T=128 H=16")["us"])
     library = times["{'tile': None, 'fp8': False}"]
@@ -294,5 +304,6 @@ FIGURES: dict[str, Callable[[], str]] = {
     "P5": uneven_ranks,
     "P6": tensor_parallel,
     "S1": drafts,
+    "T3": switched,
 }
 BLOCKS: Blocks = {"seeds": seeds}
