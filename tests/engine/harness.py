@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -229,7 +230,8 @@ def said(engine: Engine, batch: list[Request], *, close: bool = True) -> dict[in
     answers: dict[int, list[tuple[int, float]]] = {}
     for one in batch:
         engine.submit(Submit(one))
-    while engine.has_work():
+    while (wait_s := engine.wait_s()) is not None:
+        time.sleep(wait_s)
         for output in engine.step().outputs:
             assert output.error is None, output.error
             answers.setdefault(output.id.room, []).extend((token.token_id, token.logprob) for token in output.tokens)

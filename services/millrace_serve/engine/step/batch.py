@@ -166,8 +166,11 @@ class BatchBuilder:
         first = [self._sent_pages[seq.slot] for seq in grown]
         for seq in grown:
             self._sent_pages[seq.slot] = len(seq.pages)
-        spans = [range(start, len(seq.pages)) for seq, start in zip(grown, first, strict=True)]
-        new = (seq.pages[start:] for seq, start in zip(grown, first, strict=True))
+        # Rows of drafts behind the last page read the sink: the next entry is of a former owner of the slot, and that
+        # page may hold anything by now.
+        behind = [0] if self._config.draft_tokens else []
+        spans = [range(start, len(seq.pages) + len(behind)) for seq, start in zip(grown, first, strict=True)]
+        new = ((*seq.pages[start:], *behind) for seq, start in zip(grown, first, strict=True))
         return SlotUpdates(
             page_slots=np.repeat(slots, [len(span) for span in spans]),
             page_indexes=_int64(list(chain.from_iterable(spans))),

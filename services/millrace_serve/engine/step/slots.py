@@ -56,12 +56,13 @@ class Slots:
         self.temperature = zeros(count, dtype=torch.float32)
         self.seeds = zeros(count)
         longest = config.max_model_len + config.draft_tokens  # rows of drafts may lie behind the end of a sequence
-        self.page_table = zeros(count, -(-longest // config.page_size), dtype=torch.int32)
+        # One more column, for the entry behind the last page of the longest sequence (step/batch.py).
+        self.page_table = zeros(count, -(-longest // config.page_size) + 1, dtype=torch.int32)
         self._accepted = zeros(3, count)
 
     @property
     def max_pages(self) -> int:
-        return self.page_table.shape[1]
+        return self.page_table.shape[1] - 1
 
     def update(self, updates: SlotUpdates[Tensor]) -> None:
         self.page_table.index_put_((updates.page_slots, updates.page_indexes), updates.pages)
