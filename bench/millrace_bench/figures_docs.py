@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from millrace_bench.figures_source import Blocks, results, row, short, source, table
-
-Json = dict[str, Any]
 
 COLUMNS = "k = 0 | k = 1 | k = 2 | k = 3"  # drafts
 PRODUCTS = ("2112x7168 q_kv_a", "24576x1536 q_b", "7168x16384 o", "7168x2048 shared down")  # of rivals
@@ -87,27 +85,19 @@ def overload() -> str:
     return table(header, [line(one) for one in results("cpu/overload")["rows"]])
 
 
-def evaluated() -> str:
-    matrix = results("h200/eval-matrix")
-    against = {one["b"]: one for one in matrix["against_reference"]}
-    lines = []
-    for system in ("CPU FP32", "CPU FP8", "engine BF16", "P → D BF16", "engine FP8", "P → D FP8"):
-        found = row("h200/eval-matrix", system=system)
-        tasks = {task: one["accuracy"] for task, one in found["tasks"].items()}
-        named = [tasks.pop(task) for task in ("retrieval_2k", "copy", "sort")]
-        others = set(tasks.values())
-        assert len(others) == 1, tasks
-        same, perplexity = against.get(system), matrix["perplexity"][system]
-        equal = same and found["all"]["items"] - len(same["differences"])
-        lines.append(
-            (
-                system.replace("P → D", "prefill → decode"),
-                *(f"{accuracy:.3f}" for accuracy in (*named, *others, found["all"]["accuracy"])),
-                f"{same['a']}: {equal} of {found['all']['items']}" if same else "",
-                f"{perplexity['value']:.3f}" if perplexity else "",
-            )
-        )
-    return table(" | retrieval 2k | copy | sort | each other task | all | same answers as | perplexity", lines)
+def evaluated(*runs: str) -> str:
+    """Rows of `millrace eval matrix`, each beside its reference; what several runs have is that of the first."""
+    lines: dict[str, tuple[str, ...]] = {}
+    for run in runs:
+        against = {one["b"]: one for one in results(run)["against_reference"]}
+        for one in results(run)["rows"]:
+            system, items, compared = one["system"], one["all"]["items"], against.get(one["system"])
+            lost = (f"{task} {of['accuracy']:.3f}" for task, of in one["tasks"].items() if of["accuracy"] < 1)
+            same = f"{compared['a']}: {items - len(compared['differences'])} of {items}" if compared else ""
+            perplexity = f"{one['perplexity']['value']:.3f}" if one["perplexity"] else ""
+            right, name = f"{one['all']['correct']} of {items}", system.replace("P → D", "prefill → decode")
+            lines.setdefault(system, (name, right, ", ".join(lost).replace("_", " "), same, perplexity))
+    return table(" | right | lost | same answers as | perplexity", list(lines.values()))
 
 
 def beside_smg() -> str:
@@ -255,34 +245,8 @@ def tiers_passes() -> str:
     return table("engine | tier | hits | TTFT p50 | p99", lines)
 
 
-def evaluated_cpu() -> str:
-    whole, switches = results("cpu/eval-matrix"), results("cpu/eval-matrix-switches")
-    against = {one["b"]: one for run in (whole, switches) for one in run["against_reference"]}
-    found = (*whole["rows"], *(one for one in switches["rows"] if one["system"] in against))
-    return _judged("same answers as transformers", found, against, lambda same: "")
-
-
-def evaluated_h100() -> str:
-    matrix = results("h100/eval-matrix")
-    against = {one["b"]: one for one in matrix["against_reference"]}
-    return _judged("same answers as", matrix["rows"], against, lambda same: f"{same['a']}: ")
-
-
-def _judged(header: str, found: Iterable[Json], against: dict[str, Json], reference: Callable[[Json], str]) -> str:
-    """A line for each row of `millrace eval matrix`. `against`: its comparison, by row."""
-    lines = []
-    for one in found:
-        system, items, compared = one["system"], one["all"]["items"], against.get(one["system"])
-        lost = (f"{task} {found['accuracy']:.3f}" for task, found in one["tasks"].items() if found["accuracy"] < 1)
-        same = f"{reference(compared)}{items - len(compared['differences'])} of {items}" if compared else ""
-        perplexity = f"{one['perplexity']['value']:.3f}" if one["perplexity"] else ""
-        name = system.replace("P → D", "prefill → decode")
-        lines.append((name, f"{one['all']['correct']} of {items}", ", ".join(lost).replace("_", " "), same, perplexity))
-    return table(f" | right | lost | {header} | perplexity", lines)
-
-
 BLOCKS: Blocks = {
-    "eval-cpu": evaluated_cpu,
+    "eval-cpu": lambda: evaluated("cpu/eval-matrix", "cpu/eval-matrix-switches"),
     "policy-cost": policy_cost,
     "router-cost": router_cost,
     "transfer-cpu": transfer_cpu,
@@ -296,6 +260,6 @@ BLOCKS: Blocks = {
     "stepping": stepping,
     "beside-smg": beside_smg,
     "overload": overload,
-    "eval-h200": evaluated,
-    "eval-h100": evaluated_h100,
+    "eval-h200": lambda: evaluated("h200/eval-matrix"),
+    "eval-h100": lambda: evaluated("h100/eval-matrix"),
 }

@@ -35,12 +35,13 @@ def seeds() -> str:
     return "".join(found)
 
 
-def onoff(seed: str) -> str:
-    if not (ROOT / RESULTS / f"{ONOFF}.json").exists():
+def onoff(seed: str, run: str = "") -> str:
+    run = run or ONOFF
+    if not (ROOT / RESULTS / f"{run}.json").exists():
         return f"not measured: `python -m millrace_bench.onoff {seed}`"
-    found = [one for one in results(ONOFF)["rows"] if one["seed"] == seed and "failed" not in one]
+    found = [one for one in results(run)["rows"] if one["seed"] == seed and "failed" not in one]
     times = [f"{one['shape']}: {short(one['off_us'])} → {short(one['on_us'])}" for one in found]
-    return f"{'; '.join(times)} {source(ONOFF)}" if times else "failed when it was measured"
+    return f"{'; '.join(times)} {source(run)}" if times else "failed when it was measured"
 
 
 def _us(run: str, op: str, shape: str, impl: str) -> str:
@@ -80,13 +81,11 @@ def accuracy() -> str:
 
 
 def switched() -> str:
-    found = results("h100/eval-matrix")["rows"]
-    counts = {one["system"]: (one["all"]["correct"], one["all"]["items"]) for one in found}
-    lost = [
-        f"{system} ({right} of {items}, mended since)" for system, (right, items) in counts.items() if right < items
-    ]
-    text = f"one H100, {len(found)} rows, all items right but of {', '.join(lost)}"
-    return f"{text} {source('h100/eval-matrix')}"
+    found = [(one["system"], one["all"]) for one in results("h100/eval-matrix")["rows"]]
+    lost = [f"{system} {of['correct']} of {of['items']}" for system, of in found if of["correct"] < of["items"]]
+    return (
+        f"one H100, {len(found)} rows; rows with wrong items: {', '.join(lost) or 'none'} {source('h100/eval-matrix')}"
+    )
 
 
 def absorbed_products() -> str:
@@ -216,11 +215,8 @@ def dependent_launch() -> str:
 
 def graphs() -> str:
     eager, graph = (row("h200/engine-tp8", kind="decode", variant=one)["step_ms"] for one in ("eager", "graph"))
-    found = row("h100/onoff", seed="X1", shape="512 tokens behind 2048, 28 layers")
-    prompt = f"512 tokens behind 2,048 on an H100, 28 layers: {short(found['off_us'])} → {short(found['on_us'])}"
-    return (
-        f"step of a TP8 rank: {eager:.1f} → {graph:.2f} ms {source('h200/engine-tp8')}; {prompt} {source('h100/onoff')}"
-    )
+    decode = f"step of a TP8 rank: {eager:.1f} → {graph:.2f} ms {source('h200/engine-tp8')}"
+    return f"{decode}; prompts on an H100, {onoff('X1', 'h100/onoff')}"
 
 
 def torch_compile() -> str:

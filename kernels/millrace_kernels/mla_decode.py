@@ -21,7 +21,7 @@ PAGES_PER_BLOCK = 32
 
 
 def most_queries(kv_dtype: torch.dtype) -> int:
-    """Queries of a sequence in one call, for which there is the fastest kernel."""
+    """Queries of a sequence that a call should have at most: with more it is right too, but slower on sm90."""
     return 64 if kv_dtype == torch.float8_e4m3fn else sys.maxsize  # lib/flash_mla.py says why
 
 

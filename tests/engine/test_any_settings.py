@@ -21,7 +21,7 @@ from millrace_testing.paths import TINY
 CPU = torch.device("cpu")
 LENGTHS = (1, 5, 16, 17, 63, 64, 65, 130, 20, 190)
 SAMPLED: dict[str, object] = {"temperature": 0.9, "seed": 3, "repetition_penalty": 1.2}
-LIMITS: dict[str, object] = {"num_pages": 200, "max_model_len": 256, "checks": ("canary", "poison")}
+LIMITS: dict[str, object] = {"num_pages": 2000, "max_model_len": 256, "checks": ("canary", "poison")}
 Answers = dict[int, list[int]]
 
 
@@ -62,17 +62,17 @@ def plain() -> Answers:
 @st.composite
 def drawn(draw: Any) -> tuple[dict[str, object], dict[str, object], str]:
     """The arguments of `answers`."""
-    running = draw(st.integers(1, 12))
+    running, page_size = draw(st.integers(1, 12)), draw(st.sampled_from((2, 16, 64)))
     limits: dict[str, object] = {
         "max_running": running,
         "max_prefill_tokens": draw(st.sampled_from((17, 40, 64, 100, 256, 2048))),
-        "page_size": draw(st.sampled_from((16, 64))),
+        "page_size": page_size,
         "draft_tokens": draw(st.sampled_from((0, 0, 1, 3))),
         "overlap": draw(st.booleans()),
         "prefix_cache": draw(st.booleans()),
     }
     if limits["prefix_cache"] and draw(st.booleans()):
-        pages = 2 * 256 // int(str(limits["page_size"])) + 2
+        pages = 2 * 256 // page_size + 2
         limits |= {"num_pages": pages, "max_running": min(running, 2), "host_cache_gib": 0.05}
     execution: dict[str, object] = {}
     if draw(st.booleans()):
@@ -90,7 +90,8 @@ def test_no_setting_changes_an_answer(found: tuple[dict[str, object], dict[str, 
     assert answers(*found) == plain()
 
 
-def test_rows_of_drafts_behind_the_last_page_read_no_former_owners_page() -> None:
-    """Without the prefix cache pages are poisoned when a sequence ends; 33 tokens are one more than two pages hold."""
-    limits = {"page_size": 16, "draft_tokens": 3, "prefix_cache": False, "max_running": 1}
+@pytest.mark.parametrize("page_size", [1, 2, 16])
+def test_rows_of_drafts_behind_the_last_page_read_no_former_owners_page(page_size: int) -> None:
+    """Without the prefix cache pages are poisoned when a sequence ends. Drafts may be longer than a page."""
+    limits = {"page_size": page_size, "draft_tokens": 3, "prefix_cache": False, "max_running": 1}
     assert answers(limits, {}) == plain()

@@ -61,6 +61,16 @@ class Limits(BaseModel):
         return -(-self.max_model_len // self.page_size)
 
     @property
+    def pages_behind(self) -> int:
+        """Entries of the page table behind a sequence's last page that rows of drafts may reach. They are the sink."""
+        return self.draft_tokens // self.page_size + 1 if self.draft_tokens else 0
+
+    @property
+    def table_width(self) -> int:
+        """Entries of the page table for the longest sequence."""
+        return self.max_pages_per_seq + self.pages_behind
+
+    @property
     def shared_tokens(self) -> int:
         """Rows that a replica has for its part of a shared chunk. Even, so that no division of a chunk exceeds it."""
         return max(self.max_prefill_tokens // 4 * 2, 1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,24 +166,32 @@ def _groups(attn: AttnPlan, num_seqs: int, heads: Heads, kv: Tensor, chosen: int
     runs of chunks of one length, or each longer chunk in pieces.
     """
     groups, row, first, most = [], 0, 0, mla_decode.most_queries(kv.dtype)
-
-    def add(queries: int, page_table: Tensor, seq_lens: Tensor) -> None:
-        nonlocal row
-        rows, row = slice(row, row + len(seq_lens) * queries), row + len(seq_lens) * queries
-        if rows.start >= chosen:
-            plan = mla_decode.plan(seq_lens, queries, heads.num_heads, kv.dtype)
-            groups.append(AbsorbedGroup(rows, queries, page_table, seq_lens, plan))
-
     while first < num_seqs:
         queries, stop = attn.q_lens_host[first], first + 1
         while queries <= most and stop < num_seqs and stop != attn.num_decode and attn.q_lens_host[stop] == queries:
             stop += 1
-        page_table, seq_lens = attn.page_table[first:stop], attn.seq_lens[first:stop]
-        pieces, rest = divmod(queries, most)
-        if rest:
-            add(rest, page_table, seq_lens - pieces * most if pieces else seq_lens)
-        if pieces:  # of which each sees the keys up to its own last one
-            behind = torch.arange(pieces - 1, -1, -1, dtype=seq_lens.dtype, device=seq_lens.device) * most
-            add(most, page_table.repeat(pieces, 1), seq_lens - behind)
-        first = stop
+        end = row + (stop - first) * queries
+        if row >= chosen:
+            for num, page_table, seq_lens in _pieces(
+                queries, attn.page_table[first:stop], attn.seq_lens[first:stop], most
+            ):
+                rows = slice(row, row + len(seq_lens) * num)
+                plan = mla_decode.plan(seq_lens, num, heads.num_heads, kv.dtype)
+                groups.append(AbsorbedGroup(rows, num, page_table, seq_lens, plan))
+                row = rows.stop
+        first, row = stop, end
     return tuple(groups)
+
+
+def _pieces(queries: int, page_table: Tensor, seq_lens: Tensor, most: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """(queries, page_table, seq_lens) of each group. More queries than `most` are of one sequence: the first few, then
+    pieces of `most`, each with the keys up to its own last one.
+    """
+    if queries <= most:
+        yield queries, page_table, seq_lens
+        return
+    pieces, rest = divmod(queries, most)
+    if rest:
+        yield rest, page_table, seq_lens - pieces * most
+    behind = torch.arange(pieces - 1, -1, -1, dtype=seq_lens.dtype, device=seq_lens.device) * most
+    yield most, page_table.repeat(pieces, 1), seq_lens - behind

@@ -74,7 +74,7 @@ class SimRunner:
         self._lengths = np.zeros(slots, np.int64)
         self._capacity = np.zeros(slots, np.int64)
         self._num_prompt = np.zeros(slots, np.int64)
-        self._page_table = np.zeros((slots, config.max_pages_per_seq + 1), np.int32)
+        self._page_table = np.zeros((slots, config.table_width), np.int32)
         self._prompt_hash = np.zeros(slots, np.uint64)
         self._eos_from = np.zeros(slots, np.int64)  # the first output that may be EOS
 

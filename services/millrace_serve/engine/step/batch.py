@@ -166,9 +166,8 @@ class BatchBuilder:
         first = [self._sent_pages[seq.slot] for seq in grown]
         for seq in grown:
             self._sent_pages[seq.slot] = len(seq.pages)
-        # Rows of drafts behind the last page read the sink: the next entry is of a former owner of the slot, and that
-        # page may hold anything by now.
-        behind = [0] if self._config.draft_tokens else []
+        # The sink: those entries are of a former owner of the slot, and its pages may hold anything by now.
+        behind = [0] * self._config.pages_behind
         spans = [range(start, len(seq.pages) + len(behind)) for seq, start in zip(grown, first, strict=True)]
         new = ((*seq.pages[start:], *behind) for seq, start in zip(grown, first, strict=True))
         return SlotUpdates(

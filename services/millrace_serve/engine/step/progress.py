@@ -34,7 +34,7 @@ class Progress:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.marks, self.waiting, self.launched, self.limit_s = 0, True, 0, LEAST_S
         self.tell: Callable[[], None] = lambda: None  # tells the frontend at once, and returns when that is done
-        self.compiled: Callable[[], Mapping[str, int]] = dict  # kernels that this process compiled, by library
+        self.compiled: Callable[[], Mapping[str, int]] = dict  # kernels compiled since its start was over, by library
         self._clock = clock
         self._marked_at = clock()
         self._plain, self._per_token = Slowest(), Slowest()

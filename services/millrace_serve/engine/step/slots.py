@@ -6,9 +6,9 @@ one was read, however many tokens that one accepts.
     row i of a decode sequence   token last_tokens[slot, i] at position lengths[slot] + i
     row i of a chunk             token i of the chunk at position lengths[slot] + i
 
-The row's KV goes to the page of its position. A row at or behind `capacity` has no page: its KV goes to the sink, and
-nothing that comes of it is accepted. The host drops tokens behind the end of a sequence. The last slot is padding: its
-length and its capacity are 0.
+The row's KV goes to the page of its position. A row at or behind `capacity` has no page: it writes to the sink and
+reads there, and nothing that comes of it is accepted. The host drops tokens behind the end of a sequence. The last slot
+is padding: its length and its capacity are 0.
 
 Drafts are accepted by equality: the target samples every row as it would without drafts, and draft i is accepted when
 it and all drafts before it are what the rows before theirs sampled. So a wrong or a missing draft costs a row, never a
@@ -55,14 +55,12 @@ class Slots:
         self.num_prompt = zeros(count)
         self.temperature = zeros(count, dtype=torch.float32)
         self.seeds = zeros(count)
-        longest = config.max_model_len + config.draft_tokens  # rows of drafts may lie behind the end of a sequence
-        # One more column, for the entry behind the last page of the longest sequence (step/batch.py).
-        self.page_table = zeros(count, -(-longest // config.page_size) + 1, dtype=torch.int32)
+        self.page_table = zeros(count, config.table_width, dtype=torch.int32)
         self._accepted = zeros(3, count)
 
     @property
     def max_pages(self) -> int:
-        return self.page_table.shape[1] - 1
+        return self.page_table.shape[1]
 
     def update(self, updates: SlotUpdates[Tensor]) -> None:
         self.page_table.index_put_((updates.page_slots, updates.page_indexes), updates.pages)
