@@ -57,6 +57,7 @@ def dispatch_kernel(
     tl.debug_barrier()
     if tl.atomic_add(state + 1, 1, sem="acq_rel") == tl.num_programs(0) - 1:  # all programs of this rank are done
         epoch = tl.load(state) + 1
+        tl.debug_barrier()  # every warp has read it before one of them writes it
         tl.store(state, epoch)
         tl.store(state + 1, 0)
         signal_all(bases, flags_at + 4 * RANK, epoch, SIZE)

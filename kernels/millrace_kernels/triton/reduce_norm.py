@@ -37,6 +37,7 @@ def _arrived(slot, inside, who, polls, error):
         left -= 1
     if missing > 0:
         tl.atomic_cas(error, 0, 1 + who)
+    tl.debug_barrier()  # of a few elements every warp has copies, and one that saw them zeroed would wait for ever
     tl.store(slot, tl.zeros_like(bits), inside)
     return bits
 
