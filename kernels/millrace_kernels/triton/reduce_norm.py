@@ -28,8 +28,7 @@ def _never_zero(values):
 @triton.jit
 def _arrived(slot, inside, who, polls, error):
     """Takes the bits of a slot as soon as all are there. After too many polls `who` goes into the error word."""
-    bits = tl.load(slot, inside, other=1, volatile=True)
-    left = tl.where(tl.load(error, volatile=True) == 0, tl.load(polls), 1)
+    bits, left = tl.load(slot, inside, other=1, volatile=True), tl.load(polls)
     missing = tl.max((bits == 0).to(tl.int32))
     while (missing > 0) & (left > 1):
         bits = tl.load(slot, inside, other=1, volatile=True)
