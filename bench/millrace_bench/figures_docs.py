@@ -262,4 +262,5 @@ BLOCKS: Blocks = {
     "overload": overload,
     "eval-h200": lambda: evaluated("h200/eval-matrix"),
     "eval-h100": lambda: evaluated("h100/eval-matrix"),
+    "eval-ranks": lambda: evaluated("h100/eval-matrix-ranks", "h100/eval-matrix-ranks-first"),
 }

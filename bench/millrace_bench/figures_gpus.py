@@ -15,7 +15,7 @@ SIZES = {
     ("decode", 128): "decode 128 × 4,096",
     ("prefill", 4): "prefill 4 × 4,096",
 }
-HOST_RUNS = ("node-decode", "node-drafts", "node-skew")  # of two H100s
+HOST_RUNS = ("node-decode", "node-deepep", "node-drafts", "node-skew")  # of two H100s
 SYSTEMS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {  # stages of `bench node` on two H100s, by their run
     "node-alone": ("`alone`", gpu_figures.ranks),
     "node-ttft-1600": ("`ttft-1600`", gpu_figures.first_token),

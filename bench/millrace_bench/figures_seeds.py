@@ -81,11 +81,12 @@ def accuracy() -> str:
 
 
 def switched() -> str:
-    found = [(one["system"], one["all"]) for one in results("h100/eval-matrix")["rows"]]
-    lost = [f"{system} {of['correct']} of {of['items']}" for system, of in found if of["correct"] < of["items"]]
-    return (
-        f"one H100, {len(found)} rows; rows with wrong items: {', '.join(lost) or 'none'} {source('h100/eval-matrix')}"
-    )
+    """Of a system that ran more than once, the latest run."""
+    runs = ("h100/eval-matrix", "h100/eval-matrix-ranks-first", "h100/eval-matrix-ranks")
+    found = {one["system"]: one["all"] for run in runs for one in results(run)["rows"]}
+    lost = [f"{system} {of['correct']} of {of['items']}" for system, of in found.items() if of["correct"] < of["items"]]
+    wrong = ", ".join(lost) or "none"
+    return f"H100s, {len(found)} rows; rows with wrong items: {wrong} {', '.join(map(source, runs))}"
 
 
 def absorbed_products() -> str:

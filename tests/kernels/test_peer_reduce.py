@@ -132,8 +132,8 @@ def test_a_peer_that_does_not_come_is_in_the_error_word(name: str, results: dict
 
 
 def test_no_warp_clears_a_slot_before_all_have_read_it() -> None:
-    """Every warp had its own copy of the few scales of a row: one that polled later than the one that clears them
-    waited for ever, with tp=2 and FP8 weights of up to 4,096 columns, on two H100s once in some 100 steps.
+    """Every warp has its own copy of the few scales of a row, in FP8 and up to 4,096 columns. One that polled later
+    than the one that clears them waited for ever.
     """
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)

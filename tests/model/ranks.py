@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from millrace_serve.model.parallel import init_parallel
 
-TIMEOUT_S = 60.0
+TIMEOUT_S, CUDA_TIMEOUT_S = 60.0, 600.0  # of a collective; on a GPU ranks compile while others wait
 IMPORTS = ["millrace_serve.model.deepseek_v3", "triton.runtime.interpreter"]  # of every rank, by one process for all
 Job = tuple[int, int, Callable[..., Any], tuple[Any, ...]]  # tp, dp, function(dims, *args), args
 
@@ -38,7 +38,7 @@ def _rank_main(rank: int, jobs: list[Job], directory: str, cuda: bool) -> None:
         if rank >= tp * dp:
             continue
         rendezvous = f"file://{directory}/rendezvous-{index}"
-        dims = init_parallel(rank, tp, dp, rendezvous, device, TIMEOUT_S)
+        dims = init_parallel(rank, tp, dp, rendezvous, device, CUDA_TIMEOUT_S if cuda else TIMEOUT_S)
         torch.save(function(dims, *args), Path(directory) / f"{index}-{rank}.pt")
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -238,3 +238,25 @@ def test_pulses_come_by_themselves_and_say_how_far_the_rank_is() -> None:
         while (pulse := pulses.get(timeout=20)).marks < 2:
             pass
         assert (pulse.marks, pulse.waiting, pulse.limit_s) == (2, False, LEAST_S)
+
+
+def test_a_rank_that_comes_no_further_writes_its_stacks_once(caplog: pytest.LogCaptureFixture) -> None:
+    """What waits, or is announced, is no reason."""
+    progress, written, pulses = Progress(), queue.Queue[str](), queue.Queue[Pulse]()
+    progress.limit_s = 0.0
+
+    def few_pulses() -> None:
+        for _ in range(pulses.qsize() + 3):
+            pulses.get(timeout=20)
+
+    with PulseThread(progress, pulses.put, lambda: written.put(caplog.messages[-1])):
+        few_pulses()
+        with progress.waits(), progress.busy("a compilation"):
+            few_pulses()
+        assert written.empty()
+        for _ in range(2):
+            assert "no step has ended" in written.get(timeout=20)
+            few_pulses()
+            assert written.empty()
+            with progress.waits():
+                pass
