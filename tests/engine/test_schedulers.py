@@ -336,6 +336,20 @@ def test_parked_prompts_push_back():
     assert driver.parts[RequestId(2, 0)][-1].last
 
 
+@pytest.mark.parametrize(("role", "route"), [(Role.PREFILL, Route.EXPORT), (Role.UNIFIED, Route.LOCAL)])
+def test_the_rest_of_a_begun_prompt_is_work(role, route):
+    """A router that saw only prompts in the queue took a worker in the middle of a long one for idle."""
+    driver = Driver(role, max_prefill_tokens=4, overlap=False, prefix_cache=False)
+    for room, prompt in enumerate((PROMPT, [7] * 9)):
+        driver.submit(request(1 + room, prompt, route, max_tokens=1))
+    left, waiting = len(PROMPT) + 9, []
+    while driver.engine.has_work() and len(waiting) < 20:
+        driver.step()
+        waiting.append(driver.engine.load().waiting_tokens)
+    assert waiting[:-1] == [max(left - 4 * (1 + step), 0) for step in range(len(waiting) - 1)] and waiting[-1] == 0
+    assert len(waiting) > left // 4
+
+
 @pytest.mark.parametrize("steps", [0, 1, 2, 3])
 def test_abort_keeps_what_was_published_until_the_lease_ends(overlap, steps):
     driver = Driver(Role.PREFILL, overlap=overlap, max_prefill_tokens=4)

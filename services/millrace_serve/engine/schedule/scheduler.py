@@ -258,12 +258,13 @@ class Scheduler(abc.ABC):
 
     def _load(self, running: int, importing: int, exporting: int) -> Load:
         pool, requests = self.pages.cache.pool, self.requests
+        begun = sum(len(seq.tokens) - seq.num_computed for seq in self._prefilling)
         return Load(
             running=running,
             waiting=requests.num_waiting,
             importing=importing,
             exporting=exporting,
-            waiting_tokens=requests.waiting.num_tokens,
+            waiting_tokens=requests.waiting.num_tokens + begun,
             pages_total=pool.total,
             pages_free=pool.num_free,
             pages_cached=pool.num_cached,
