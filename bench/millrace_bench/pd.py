@@ -3,7 +3,7 @@ are short: the same requests at the same moments to each, one system after the o
 
     pair         1 prefill + 1 decode worker
     unified      2 unified workers
-    conditional  as pair, with routing.local_prefill_tokens
+    conditional  as pair, with routing.local_prefill_tokens and routing.local_prefill_wait
 
 millrace bench pd --worker-set device=cuda                         two GPUs: V3's widths, 32 experts, 61 layers
 millrace bench pd --engine sim --worker-set sim.step_s=0.0145 sim.token_s=0.000085 sim.sequence_s=0.00026
@@ -93,6 +93,7 @@ def spec(topology: str, model: Path, args: argparse.Namespace) -> ClusterSpec:
     router, own = list(POLICIES), [f"limits.max_model_len={max(load.longest for load in args.loads)}"]
     if topology == "conditional":
         router.append(f"routing.local_prefill_tokens={args.local_prefill_tokens}")
+        router.append(f"routing.local_prefill_wait={args.local_prefill_wait}")
     if args.model is None and args.engine == "model":
         own.append("random_weights=true")
     return ClusterSpec(
@@ -179,6 +180,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--warmup", type=int, default=8, help="uncounted requests before each load")
     parser.add_argument("--think-time", default="1", help="seconds, as bench serving")
     parser.add_argument("--local-prefill-tokens", type=int, default=512, help="conditional: shorter uncached prompts")
+    parser.add_argument("--local-prefill-wait", type=float, default=0.25, help="conditional: seconds; 0: never")
     parser.add_argument("--slo", default="ttft=1,tpot=0.04", help="of goodput, seconds")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds of each system, its start included")

@@ -39,7 +39,14 @@ class Routing(Config):
     length_label: str = ""  # length_buckets: the label with a worker's bucket (0, 1, …); empty: by rank
     topology: tuple[str, ...] = ("zone", "rack", "host")  # labels, widest first, that make a decode worker near
     local_prefill_tokens: int = Field(0, ge=0)  # shorter uncached prompts are run by the decode worker itself; 0: none
+    # A prompt that would wait longer at every prefill worker is run by a decode worker that is sooner done; 0: none.
+    local_prefill_wait: float = Field(0.0, ge=0)
     revision: str = ""  # revision of the workers that are asked first; empty: workers without a revision
+
+    @property
+    def local_prefill(self) -> bool:
+        """Whether decode workers run prompts at all."""
+        return self.local_prefill_tokens > 0 or self.local_prefill_wait > 0
 
     @field_validator("length_bounds")
     @classmethod

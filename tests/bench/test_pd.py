@@ -41,12 +41,13 @@ def test_a_bad_picture_is_refused_before_anything_starts(capsys: pytest.CaptureF
 
 
 def test_topologies_use_two_gpus_each() -> None:
-    args = parser().parse_args(["--loads", "64/16@1", "--worker-set", "device=cuda", "--local-prefill-tokens", "99"])
+    options = "--loads 64/16@1 --worker-set device=cuda --local-prefill-tokens 99 --local-prefill-wait 0.7"
+    args = parser().parse_args(options.split())
     specs = {name: spec(name, TINY, args) for name in pd.TOPOLOGIES}
     assert all(len(one.workers()) == 2 for one in specs.values())
     assert list(specs["unified"].workers().values()) == ["unified"] * 2
-    local = "routing.local_prefill_tokens=99"
-    assert [local in one.router_set for one in specs.values()] == [False, False, True]
+    local = {"routing.local_prefill_tokens=99", "routing.local_prefill_wait=0.7"}
+    assert [local & set(one.router_set) for one in specs.values()] == [set(), set(), local]
     for one in specs.values():
         assert one.worker_set == ("limits.max_model_len=80", "random_weights=true", "device=cuda")
         assert set(pd.POLICIES) <= set(one.router_set)

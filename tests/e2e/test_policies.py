@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
+import grpc
 import pytest
 from millrace.v1 import admin_pb2, inference_pb2, worker_pb2
 from millrace_cli.cluster import ClusterSpec, LocalCluster
@@ -79,6 +81,15 @@ async def decision(client: Client, name: str) -> admin_pb2.PlacementDecision:
     return found
 
 
+async def placed(client: Client, name: str) -> str:
+    """The way of a request that has only just been sent."""
+    async with asyncio.timeout(20):
+        while True:
+            with contextlib.suppress(grpc.aio.AioRpcError):  # NOT_FOUND
+                return (await decision(client, name)).way
+            await asyncio.sleep(0.01)
+
+
 async def prompts_computed(client: Client, role: int) -> int:
     """Prompt tokens that the workers of a role were given."""
     workers = await client.wait_whole()
@@ -100,6 +111,21 @@ async def test_short_prompts_bypass_the_prefill_worker_with_the_same_tokens() ->
         assert await ask_and_settle(client, "turn 2", longer) == expected(longer, 8)
         second = await decision(client, "turn 2")
         assert (second.way, second.cached_tokens) == ("local", 256)
+        await client.wait_whole()
+
+
+async def test_a_decode_worker_runs_what_would_wait_for_the_prefill_worker() -> None:
+    settings = ("sim.token_s=0.001", "limits.max_prefill_tokens=100")  # what is not in a step yet is waiting
+    slow = replace(spec("routing.local_prefill_wait=0.5", prefill=1), worker_set=settings)
+    async with LocalCluster(slow) as cluster, Client(cluster.grpc_address, cluster.admin_address) as client:
+        prompts = {"idle": prompt_of(400), "long": prompt_of(1500), "spared": prompt_of(601), "short": prompt_of(70)}
+        assert await ask_and_report(client, "idle", prompts["idle"]) == expected(prompts["idle"], 8)  # is its measure
+        running = []
+        for name in ("long", "spared", "short"):
+            running.append(asyncio.create_task(ask(client, name, prompts[name])))
+            assert await placed(client, name) == ("pair" if name == "long" else "local"), name
+        for name, task in zip(("long", "spared", "short"), running, strict=True):
+            assert await task == expected(prompts[name], 8)
         await client.wait_whole()
 
 

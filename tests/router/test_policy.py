@@ -108,13 +108,13 @@ def views(draw: st.DrawFn) -> View:
     st.booleans(),
     st.frozensets(st.sampled_from(["p0", "p1", "d0", "u0"])),
     st.integers(0, 2**64 - 1),
-    st.sampled_from([0, 500]),
+    st.sampled_from([{}, {"local_prefill_tokens": 500}, {"local_prefill_wait": 1e-9}]),
 )
 def test_whatever_the_policy_nobody_without_credits_and_no_unequal_layouts(
-    view: View, prefill: Policy, decode: Policy, one: bool, avoid: frozenset[str], draw: int, local: int
+    view: View, prefill: Policy, decode: Policy, one: bool, avoid: frozenset[str], draw: int, local: dict[str, float]
 ) -> None:
     want = Want(100, prefill_only=one, avoid=avoid, draw=draw, session=f"s{draw % 3}")
-    chooser = Chooser(prefill, decode, Routing(local_prefill_tokens=local))
+    chooser = Chooser(prefill, decode, Routing(**local))
     situation = Situation(view, want)
     decision = chooser.choose(situation)
     placement = None if decision is None else decision.placement
@@ -129,7 +129,9 @@ def test_whatever_the_policy_nobody_without_credits_and_no_unequal_layouts(
             assert one and p is not None and p.credits > 0
         case Placement(None, worker):
             assert worker.credits > 0
-            assert worker in view.unified or (local and not one and 100 + worker.tokens < 500)
+            short = 100 + worker.tokens < local.get("local_prefill_tokens", 0)
+            spared = "local_prefill_wait" in local and view.prefill
+            assert worker in view.unified or (not one and (short or spared))
         case Placement(p, d):
             assert (p.key, d.key) in possible and not one
         case None:
@@ -291,4 +293,40 @@ def test_a_decode_worker_that_is_busy_with_prompts_gets_no_more() -> None:
 
 
 def test_one_token_is_not_run_by_a_decode_worker() -> None:
-    assert choose(View((P1,), (D1,)), Want(10, prefill_only=True), local_prefill_tokens=256) == Placement(P1, None)
+    for option in ({"local_prefill_tokens": 256}, {"local_prefill_wait": 1e-9}):
+        assert choose(View((BUSY,), (D1,)), Want(10, prefill_only=True), **option) == Placement(BUSY, None)
+
+
+BUSY = replica("p1", tokens=10_001, prompt_tokens_per_s=20_000)  # half a second, and a token
+
+
+def sooner(prefill: tuple[Replica, ...], decode: Replica = D1, wait: float = 0.5, cached: int = 0) -> bool:
+    """Whether the decode worker runs a prompt of 1,000 tokens; `cached` pages of it are at the first prefill worker."""
+    chooser = Chooser(Policy.LEAST_LOADED, Policy.LEAST_LOADED, Routing(local_prefill_wait=wait))
+    pages = {prefill[0].process: cached} if prefill else {}
+    decision = chooser.choose(Situation(View(prefill, (decode,)), Want(1000), prefill_pages=pages))
+    return decision is not None and decision.way == "local"
+
+
+def test_a_prompt_that_would_wait_for_long_is_run_by_a_decode_worker() -> None:
+    assert sooner((BUSY,))
+    assert not sooner((BUSY,), wait=0.0) and not sooner((BUSY,), wait=0.51)
+    assert not sooner((BUSY, P2)), "the other prefill worker has nothing to do"
+    assert not sooner((replica("p1", tokens=10_000, prompt_tokens_per_s=20_000),))
+    assert not sooner((replica("p1", tokens=25_000),)) and sooner((replica("p1", tokens=25_001),))  # not measured yet
+
+
+def test_only_a_decode_worker_that_is_sooner_done_runs_it() -> None:
+    def busy(tokens: int, **fields: object) -> Replica:
+        return replica("d1", sources=D1.sources, tokens=tokens, **fields)
+
+    assert sooner((BUSY,), busy(10_000)) and not sooner((BUSY,), busy(10_001))
+    there = 13 * 64  # tokens, at the prefill worker
+    assert sooner((BUSY,), busy(10_000 - there), cached=13) and not sooner((BUSY,), busy(10_001 - there), cached=13)
+    assert not sooner((BUSY,), busy(0, credits=0))
+
+
+def test_prefill_workers_without_credits_are_waited_for_until_a_decode_worker_is_free() -> None:
+    closed = replica("p1", credits=0)
+    assert sooner((closed,)) and not sooner((closed,), wait=0.0)
+    assert not sooner(()), "without any prefill worker there is no pair, and nothing was warmed"

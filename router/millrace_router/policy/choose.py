@@ -1,6 +1,7 @@
 """The choice of the workers for a request: a pure function of a `Situation`.
 
-1. local prefill   the uncached part of the prompt is short: a decode worker runs it itself (`local_prefill_tokens`)
+1. local prefill   a decode worker runs the prompt itself: its uncached part is short (`local_prefill_tokens`), or it
+                   would wait for too long at every prefill worker (`local_prefill_wait`)
 2. pair            a prefill replica with an open decode partner; then, near it, a decode replica that has been warmed
                    with it and has an equal KV layout. One token to go: the prefill replica alone. Where another
                    replica has more of the prompt cached, the prefill replica may fetch it (loans.py)
@@ -16,6 +17,7 @@ choosing once more with notes explains it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -23,7 +25,7 @@ from millrace.v1.admin_pb2 import Candidate, Selection
 
 from millrace_router.config import Policy, Routing
 from millrace_router.policy.holders import Process
-from millrace_router.policy.loans import Lenders, best_loan, lenders
+from millrace_router.policy.loans import START_TOKENS_PER_S, Lenders, best_loan, lenders
 from millrace_router.policy.scoring import SCORERS, Inputs, best, far
 from millrace_router.policy.snapshot import Key, Loan, Placement, Replica, View, Want
 
@@ -132,19 +134,32 @@ class _Attempt:
     note: Note | None
 
     def local(self) -> Placement | None:
-        want, limit = self.situation.want, self.chooser.routing.local_prefill_tokens
-        if not limit or want.prefill_only:
+        want, routing = self.situation.want, self.chooser.routing
+        if want.prefill_only or not routing.local_prefill:
             return None
         pages, replicas = self.situation.decode_pages, self.situation.view.decode
+        limit = max(routing.local_prefill_tokens, self._tokens_ahead() if routing.local_prefill_wait else 0)
 
         def too_long(replica: Replica) -> bool:
             """The replica's waiting tokens count: a decode worker that is busy with prompts gets no more of them."""
-            uncached = want.tokens - want.cached(pages.get(replica.process, 0))
-            return uncached + replica.tokens >= limit
+            return want.uncached(pages.get(replica.process, 0)) + replica.tokens >= limit
 
         excluded = [self._closed(replica) or ("prompt too long" if too_long(replica) else "") for replica in replicas]
         worker = self._select("local", replicas, excluded)
         return None if worker is None else Placement(None, worker)
+
+    def _tokens_ahead(self) -> float:
+        """Tokens until the prompt is done at the prefill replica where that is soonest, its own included: a decode
+        replica with fewer is sooner done. 0: it need not wait long there, or there is no prefill replica.
+        """
+        view, want, pages = self.situation.view, self.situation.want, self.situation.prefill_pages
+        limit_s, least = self.chooser.routing.local_prefill_wait, math.inf if view.prefill else 0.0
+        for replica in view.prefill:
+            if not self._closed(replica):
+                if replica.tokens <= limit_s * (replica.prompt_tokens_per_s or START_TOKENS_PER_S):
+                    return 0.0
+                least = min(least, replica.tokens + want.uncached(pages.get(replica.process, 0)))
+        return least
 
     def pair(self) -> Placement | None:
         view, want = self.situation.view, self.situation.want

@@ -27,7 +27,7 @@ class Indexes:
     """
 
     def __init__(self, prefill: Policy, decode: Policy, routing: Routing) -> None:
-        policies, local = {prefill, decode}, routing.local_prefill_tokens > 0
+        policies, local = {prefill, decode}, routing.local_prefill
         self.kv = KvIndex() if Policy.KV_AWARE in policies else None
         guess = Policy.PREFIX_AWARE in policies or (local and self.kv is None)
         self.prefix = PrefixIndex(routing.prefix_blocks) if guess else None

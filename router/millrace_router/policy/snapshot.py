@@ -78,6 +78,10 @@ class Want:
         """Tokens that a worker with the first `pages` pages need not compute; at least one token is always computed."""
         return int(min(pages, (self.tokens - 1) // self.page_size) * self.page_size)
 
+    def uncached(self, pages: float) -> int:
+        """Tokens that it has to compute."""
+        return self.tokens - self.cached(pages)
+
 
 class Loan(NamedTuple):
     """Leading pages of a prompt that a prefill replica could fetch."""
