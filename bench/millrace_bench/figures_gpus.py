@@ -26,7 +26,8 @@ SYSTEMS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {  # stages of
     "node-seeds-1-512": ("`seeds-1-512`", gpu_figures.serving),
     "node-startup": ("`startup`", gpu_figures.startup),
 }
-APART = ("pair", "unified", "conditional")  # topologies of `bench pd`
+TOPOLOGIES = ("pair", "unified", "conditional")  # of `bench pd`
+APART = tuple(f"h100/pd-{topology}" for topology in TOPOLOGIES)
 
 
 def sums() -> str:
@@ -157,17 +158,18 @@ def _step(one: dict[str, Any]) -> str:
     return f"{short(one['ms'])} ms{tokens}"
 
 
-def apart(shown: Collection[float] = ()) -> str:
-    """`millrace bench pd` on two H100s: a cell for each load, rate (all, or these) and topology."""
+def apart(*runs: str, shown: Collection[float] = ()) -> str:
+    """`millrace bench pd`: a cell for each load, rate (all, or these) and topology."""
     found: dict[tuple[str, float], dict[str, str]] = {}
-    for topology in APART:
-        for one in rows(f"h100/pd-{topology}"):
+    for run in runs:
+        for one in rows(run):
             if not shown or one["rate"] in shown:
-                found.setdefault((one["load"], one["rate"]), {})[topology] = _within(one)
+                found.setdefault((one["load"], one["rate"]), {})[one["topology"]] = _within(one)
     lines = [
-        (load, f"{rate:g}", *(cells.get(topology, "") for topology in APART)) for (load, rate), cells in found.items()
+        (load, f"{rate:g}", *(cells.get(topology, "") for topology in TOPOLOGIES))
+        for (load, rate), cells in found.items()
     ]
-    return table(" | ".join(("tokens", "requests/s", *(f"`{topology}`" for topology in APART))), lines)
+    return table(" | ".join(("tokens", "requests/s", *(f"`{topology}`" for topology in TOPOLOGIES))), lines)
 
 
 def _within(one: dict[str, Any]) -> str:
@@ -183,6 +185,7 @@ BLOCKS: Blocks = {
     "node": node,
     "host": host,
     "systems": systems,
-    "apart": apart,
-    "results-apart": lambda: apart((5.0, 20.0, 32.0)),
+    "apart": lambda: apart(*APART),
+    "results-apart": lambda: apart(*APART, shown=(5.0, 20.0, 32.0)),
+    "busy": lambda: apart("cpu/pd-sim-busy"),
 }
