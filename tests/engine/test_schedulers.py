@@ -338,16 +338,20 @@ def test_parked_prompts_push_back():
 
 @pytest.mark.parametrize(("role", "route"), [(Role.PREFILL, Route.EXPORT), (Role.UNIFIED, Route.LOCAL)])
 def test_the_rest_of_a_begun_prompt_is_work(role, route):
-    """A router that saw only prompts in the queue took a worker in the middle of a long one for idle."""
+    """Otherwise autoscaling takes a worker in the middle of a long prompt for idle, and a router for one that is soon
+    done.
+    """
     driver = Driver(role, max_prefill_tokens=4, overlap=False, prefix_cache=False)
     for room, prompt in enumerate((PROMPT, [7] * 9)):
         driver.submit(request(1 + room, prompt, route, max_tokens=1))
-    left, waiting = len(PROMPT) + 9, []
+    left, waiting, begun = len(PROMPT) + 9, [], []
     while driver.engine.has_work() and len(waiting) < 20:
         driver.step()
         waiting.append(driver.engine.load().waiting_tokens)
+        begun.append(driver.engine.load().begun_tokens)
     assert waiting[:-1] == [max(left - 4 * (1 + step), 0) for step in range(len(waiting) - 1)] and waiting[-1] == 0
     assert len(waiting) > left // 4
+    assert begun[0] == len(PROMPT) - 4 and begun[-2:] == waiting[-2:], "the other one waits at first"
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 3])

@@ -330,3 +330,5 @@ def test_prefill_workers_without_credits_are_waited_for_until_a_decode_worker_is
     closed = replica("p1", credits=0)
     assert sooner((closed,)) and not sooner((closed,), wait=0.0)
     assert not sooner(()), "without any prefill worker there is no pair, and nothing was warmed"
+    newer = replica("d1", sources=D1.sources, revision="b")
+    assert choose(View((BUSY,), (newer,), first="b"), local_prefill_wait=0.6) == Placement(BUSY, newer)

@@ -291,3 +291,14 @@ async def test_admin_drain(cluster: Callable) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await made.admin.DrainWorker(admin_pb2.DrainWorkerRequest(address="nowhere:1"))
     assert from_rpc_error(caught.value).reason is Reason.NOT_FOUND
+
+
+def test_work_of_a_begun_prompt_counts_once() -> None:
+    """A worker with two prompts of 640 tokens, one of them half computed, and 100 tokens of KV sent since."""
+    worker = Worker(Target("w", "w:1"), "r", Timeouts(), build(), lambda: None, lambda: None)
+    worker.info = worker_pb2.WorkerInfo(layout={"page_size": 64})
+    load = worker_pb2.ReplicaLoad(waiting_tokens=640 + 320, begun_tokens=320, pages_running=10, credits=3)
+    worker.load = worker_pb2.LoadSnapshot(replicas=[load])
+    worker.note_sent(0, 5, 100)
+    (replica,) = worker.replicas(frozenset(), "")
+    assert (replica.tokens, replica.held, replica.load) == (965, 420, 640 + 640 + 105)

@@ -157,6 +157,7 @@ class Worker:
 
     def _replica(self, index: int, load: worker_pb2.ReplicaLoad, sources: frozenset[str], left_out: str) -> Replica:
         requests, tokens, held = self._sent.get(index, (0, 0, 0))
+        filled = load.pages_running * self.info.layout.page_size - load.begun_tokens
         return Replica(
             address=self.address,
             index=index,
@@ -166,7 +167,7 @@ class Worker:
             tokens=load.waiting_tokens + tokens,
             sequences=load.running + load.waiting + load.importing + requests,
             sources=sources,
-            held=load.pages_running * self.info.layout.page_size + held,
+            held=max(filled, 0) + held,
             labels=self.target.topology,
             revision=self.target.revision,
             left_out=left_out,

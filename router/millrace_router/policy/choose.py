@@ -152,9 +152,10 @@ class _Attempt:
         """Tokens until the prompt is done at the prefill replica where that is soonest, its own included: a decode
         replica with fewer is sooner done. 0: it need not wait long there, or there is no prefill replica.
         """
-        view, want, pages = self.situation.view, self.situation.want, self.situation.prefill_pages
-        limit_s, least = self.chooser.routing.local_prefill_wait, math.inf if view.prefill else 0.0
-        for replica in view.prefill:
+        want, pages = self.situation.want, self.situation.prefill_pages
+        replicas = [r for r in self.situation.view.prefill if self.revision in (None, r.revision)]
+        limit_s, least = self.chooser.routing.local_prefill_wait, math.inf if replicas else 0.0
+        for replica in replicas:
             if not self._closed(replica):
                 if replica.tokens <= limit_s * (replica.prompt_tokens_per_s or START_TOKENS_PER_S):
                     return 0.0

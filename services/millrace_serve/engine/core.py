@@ -246,7 +246,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int = 0
     importing: int = 0  # sequences whose KV is on its way here
     exporting: int = 0  # prompts parked under a lease
-    waiting_tokens: int = 0  # prompt tokens that no step has computed yet, of waiting and begun prompts
+    waiting_tokens: int = 0  # prompt tokens that no step has computed yet
+    begun_tokens: int = 0  # those of them whose prompts have begun, and pages
     pages_total: int = 0  # without the sink
     pages_free: int = 0
     pages_cached: int = 0  # evictable prefix-cache pages

@@ -265,6 +265,7 @@ class Scheduler(abc.ABC):
             importing=importing,
             exporting=exporting,
             waiting_tokens=requests.waiting.num_tokens + begun,
+            begun_tokens=begun,
             pages_total=pool.total,
             pages_free=pool.num_free,
             pages_cached=pool.num_cached,
