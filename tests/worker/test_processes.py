@@ -17,6 +17,7 @@ from millrace.v1 import common_pb2, worker_pb2
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError, from_rpc_error
 from millrace_testing.fake_router import FakeLink, request
+from millrace_testing.paths import TINY
 from millrace_testing.procs import SIM, Worker, gone, workers
 from millrace_testing.sim import expected, prompt_of
 
@@ -330,6 +331,17 @@ async def test_a_start_that_fails_says_why_and_exits_with_1(tmp_path: Path) -> N
         await worker.start()
         assert await asyncio.wait_for(worker.process.wait(), 20) == 1
         assert "could not start: STALLED: the warm-up took longer than 0.01 s" in worker.process.log_tail()
+    finally:
+        await worker.close()
+
+
+async def test_settings_that_the_model_cannot_give_are_one_line_of_the_rank(tmp_path: Path) -> None:
+    worker = Worker("unified", tmp_path, (f"model={TINY}", "limits={max_model_len: 100000}"))
+    try:
+        await worker.start()
+        assert await asyncio.wait_for(worker.process.wait(), 60) == 1
+        log = worker.process.log_tail()
+        assert "rank 0 failed: max_model_len=100000 is more than the model's 4096" in log and "Traceback" not in log
     finally:
         await worker.close()
 

@@ -51,6 +51,10 @@ PR_SET_PDEATHSIG = 1
 COMPILING_PHASES = ("compile", "capture")  # the worker is LOADING in the others
 
 
+class Refused(Exception):
+    """The settings ask for what the checkpoint, the ranks or the device cannot give, or the checkpoint is unusable."""
+
+
 def main(spec: RankSpec) -> None:
     """Entry point of a spawned rank process; ends with its parent."""
     die_with_parent()
@@ -65,6 +69,10 @@ def run(spec: RankSpec) -> int:
     try:
         _live(spec, context, lambda report: outbox.send(FromRank(spec.rank, report)))
         return 0
+    except Refused as error:
+        log.debug("rank %d failed", spec.rank, exc_info=True)
+        outbox.send(FromRank(spec.rank, RankFailed(str(error))))
+        return 1
     except Exception as error:
         log.exception("rank %d failed", spec.rank)
         outbox.send(FromRank(spec.rank, RankFailed(f"{type(error).__name__}: {error}")))
@@ -81,7 +89,10 @@ def _live(spec: RankSpec, context: zmq.Context[Any], report: Callable[[Report], 
         report(RankProgress("compiling" if name in COMPILING_PHASES else "loading", f"rank {spec.rank}: {name}"))
 
     phases = Phases(on_phase)
-    parts = _build(spec, phases)
+    try:
+        parts = _build(spec, phases)
+    except ValueError as error:
+        raise Refused(error) from error
     report(RankProgress("compiling", f"rank {spec.rank}"))
     _add_disk_tier(parts, config)
     inbox: Receiver[ToEngine] = Receiver(context, spec.bind.format(name="engine"), ToEngine)
