@@ -67,7 +67,6 @@ def drawn(draw: Any) -> tuple[dict[str, object], dict[str, object], str]:
         "max_running": running,
         "max_prefill_tokens": draw(st.sampled_from((17, 40, 64, 100, 256, 2048))),
         "page_size": page_size,
-        "mixed_prefill_tokens": draw(st.sampled_from((0, 0, 5, 32))),
         "draft_tokens": draw(st.sampled_from((0, 0, 1, 3))),
         "overlap": draw(st.booleans()),
         "prefix_cache": draw(st.booleans()),

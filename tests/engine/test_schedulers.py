@@ -47,18 +47,14 @@ def overlap(request: pytest.FixtureRequest) -> bool:
 # ---------------------------------------------------------------------------------------------- decode
 
 
-@pytest.mark.parametrize(("mixed", "size"), [(0, 4), (3, 3), (9, 4)])
-def test_chunks_share_steps_with_decoding(overlap, mixed, size):
-    driver = Driver(Role.UNIFIED, overlap=overlap, max_prefill_tokens=4, mixed_prefill_tokens=mixed)
-    driver.submit(request(1, [21] * 4, max_tokens=8))
-    assert [(chunk.start, chunk.end) for chunk in driver.engine._scheduler.schedule().chunks] == [(0, 4)], "alone"
-    driver = Driver(Role.UNIFIED, overlap=overlap, max_prefill_tokens=4, mixed_prefill_tokens=mixed)
+def test_chunks_share_steps_with_decoding(overlap):
+    driver = Driver(Role.UNIFIED, overlap=overlap, max_prefill_tokens=4)
     driver.submit(request(1, [20], max_tokens=8))
     driver.step()
     driver.submit(request(2, PROMPT, max_tokens=2))
     plan = driver.engine._scheduler.schedule()
     assert [seq.id.room for seq in plan.decode] == [1]
-    assert [(chunk.start, chunk.end, chunk.samples) for chunk in plan.chunks] == [(0, size, False)]
+    assert [(chunk.start, chunk.end, chunk.samples) for chunk in plan.chunks] == [(0, 4, False)]
 
 
 def test_order_is_priority_then_arrival_and_nobody_is_skipped():

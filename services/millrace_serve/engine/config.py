@@ -34,7 +34,6 @@ class Limits(BaseModel):
     max_running: int = Field(64, ge=1)  # sequences in one step
     max_waiting: int = Field(256, ge=0)  # sequences queued beyond max_running; more are refused as OVERLOADED
     max_prefill_tokens: int = Field(2048, ge=1)  # prompt tokens per step over all sequences; decode tokens come on top
-    mixed_prefill_tokens: int = Field(0, ge=0)  # fewer of them in a step that decodes too; 0: as many as without
     # Uncached tokens of a prompt from which on all replicas compute it together, with half of their steps; 0: never.
     share_prompts: int = Field(0, ge=0)
     max_parked_pages: int | None = Field(None, ge=1)  # pages that prompts may hold until their lease ends; None = pool

@@ -97,12 +97,11 @@ class Scheduler(abc.ABC):
         self.requests.waiting.discard(seq)
         return True
 
-    def _chunk_tokens(self, plan: Plan) -> int:
-        """Prompt tokens of this replica's own in this step, which has its decode rows."""
-        most, mixed = self.config.max_prefill_tokens, self.config.mixed_prefill_tokens
-        if self.turn:
-            most = max(most - self.config.shared_tokens, 1)
-        return min(most, mixed) if mixed and plan.decode else most
+    @property
+    def _chunk_tokens(self) -> int:
+        """Prompt tokens of this replica's own in the next step."""
+        most = self.config.max_prefill_tokens
+        return max(most - self.config.shared_tokens, 1) if self.turn else most
 
     def _is_long(self, seq: Sequence) -> bool:
         return not seq.filling and 0 < self.config.share_prompts <= len(seq.tokens) - seq.num_computed
@@ -113,7 +112,7 @@ class Scheduler(abc.ABC):
 
     def _take_chunks(self, plan: Plan) -> None:
         """Chunks for the admitted prompts in order, then new prompts, until the step's token budget is used up."""
-        budget = self._chunk_tokens(plan)
+        budget = self._chunk_tokens
         for running in list(self._prefilling):
             budget -= self._take_own(plan, running, budget)
         self._blocked = False
