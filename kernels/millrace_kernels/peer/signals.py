@@ -38,11 +38,12 @@ def wait_all(flags, value, spins, error, SIZE: tl.constexpr):
     peers wrote before their signals is then readable.
 
     Reads of a peer's memory after it take cache_modifier=".cg": L1 may hold older lines. After `spins` polls a missing
-    rank + 1 goes into the error word, and the kernel goes on with whatever it finds; later waits poll once then.
+    rank + 1 goes into the error word, and the kernel goes on with whatever it finds. Nothing else ends the loop: it has
+    barriers, so that all warps must leave it together, and they would read the error word at different times.
     """
     pad: tl.constexpr = triton.next_power_of_2(SIZE)
     ranks = tl.arange(0, pad)
-    left = tl.where(tl.load(error, volatile=True) == 0, spins, 1)
+    left = spins
     seen = tl.atomic_add(flags + ranks, 0, mask=ranks < SIZE, sem="acquire", scope="sys")
     late = (ranks < SIZE) & (seen - value < 0)
     missing = tl.max(tl.where(late, 1 + ranks, 0), axis=0)
