@@ -190,7 +190,7 @@ class FakeWorker(
             model=self.model,
             max_context=self.context,
             vocab_size=VOCAB,
-            layout=common_pb2.KvLayout(fingerprint=self.layout, model=self.weights),
+            layout=common_pb2.KvLayout(fingerprint=self.layout, model=self.weights, page_size=64),
             weights_version=self.weights.removeprefix("weights-"),
             replicas=1,
             tp=1,
@@ -201,7 +201,7 @@ class FakeWorker(
         while True:
             changed = self._changed
             if not self.silent:
-                load = {"credits": self.credits, "running": len(self.active)} | self.counts
+                load = {"credits": self.credits, "running": len(self.active), "pages_free": 1000} | self.counts
                 replica = worker_pb2.ReplicaLoad(**load)
                 yield worker_pb2.LoadSnapshot(epoch=self.epoch, state=self.state, replicas=[replica], busy=self.busy)
             with contextlib.suppress(TimeoutError):

@@ -292,6 +292,14 @@ def test_a_decode_worker_that_is_busy_with_prompts_gets_no_more() -> None:
     assert local(replica("d1", sources=D1.sources, tokens=190), 60)
 
 
+def test_a_prompt_without_room_waits_elsewhere_than_on_the_decode_worker() -> None:
+    def full(room: int) -> Replica:
+        return replica("d1", sources=D1.sources, room=room)
+
+    assert local(full(200), 200) and not local(full(199), 200)
+    assert local(full(1000 - 12 * 64), 1000, pages=12), "the others are there"
+
+
 def test_one_token_is_not_run_by_a_decode_worker() -> None:
     for option in ({"local_prefill_tokens": 256}, {"local_prefill_wait": 1e-9}):
         assert choose(View((BUSY,), (D1,)), Want(10, prefill_only=True), **option) == Placement(BUSY, None)

@@ -157,7 +157,8 @@ class Worker:
 
     def _replica(self, index: int, load: worker_pb2.ReplicaLoad, sources: frozenset[str], left_out: str) -> Replica:
         requests, tokens, held = self._sent.get(index, (0, 0, 0))
-        filled = load.pages_running * self.info.layout.page_size - load.begun_tokens
+        size, free = self.info.layout.page_size, load.pages_free + load.pages_cached
+        filled = load.pages_running * size - load.begun_tokens
         return Replica(
             address=self.address,
             index=index,
@@ -168,6 +169,7 @@ class Worker:
             sequences=load.running + load.waiting + load.importing + requests,
             sources=sources,
             held=max(filled, 0) + held,
+            room=free * size - (load.waiting_tokens - load.begun_tokens) - tokens - held,
             labels=self.target.topology,
             revision=self.target.revision,
             left_out=left_out,

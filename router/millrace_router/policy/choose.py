@@ -140,11 +140,14 @@ class _Attempt:
         pages, replicas = self.situation.decode_pages, self.situation.view.decode
         limit = max(routing.local_prefill_tokens, self._tokens_ahead() if routing.local_prefill_wait else 0)
 
-        def too_long(replica: Replica) -> bool:
+        def too_long(replica: Replica) -> str:
             """The replica's waiting tokens count: a decode worker that is busy with prompts gets no more of them."""
-            return want.uncached(pages.get(replica.process, 0)) + replica.tokens >= limit
+            uncached = want.uncached(pages.get(replica.process, 0))
+            if uncached + replica.tokens >= limit:
+                return "prompt too long"
+            return "no room for its KV" if uncached > replica.room else ""
 
-        excluded = [self._closed(replica) or ("prompt too long" if too_long(replica) else "") for replica in replicas]
+        excluded = [self._closed(replica) or too_long(replica) for replica in replicas]
         worker = self._select("local", replicas, excluded)
         return None if worker is None else Placement(None, worker)
 

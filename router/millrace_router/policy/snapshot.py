@@ -24,6 +24,7 @@ class Replica:
     sequences: int  # running, waiting and importing
     sources: frozenset[str] = frozenset()  # decode: epochs of the prefill workers it has been warmed with
     held: int = 0  # tokens whose KV its running sequences hold: what each decode step reads
+    room: int = 1 << 62  # tokens that its pages have room for
     labels: Mapping[str, str] = field(default_factory=lambda: NO_LABELS, compare=False)  # of its worker: zone, …
     revision: str = ""  # of its worker
     left_out: str = ""  # why it gets nothing although it could: resilience/ has ejected it
