@@ -1,5 +1,5 @@
-"""Two GPUs that share every product (tp=2) answer long prompts for some thousand steps: sums over peer memory of rows
-that are FP8, which no model in float32 has, in graphs and outside.
+"""Two GPUs that share every product (tp=2) answer long prompts for more than a thousand steps: sums over peer memory of
+rows that are FP8, which no model in float32 has, in graphs and outside.
 """
 
 from __future__ import annotations

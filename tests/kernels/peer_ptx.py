@@ -8,6 +8,7 @@ import json
 import sys
 
 import triton
+from millrace_kernels.peer.reduce_norm import WARPS
 from millrace_kernels.triton import reduce_norm
 from millrace_kernels.triton.quant import BLOCK
 from triton.backends.compiler import GPUTarget
@@ -18,7 +19,6 @@ POINTERS = {
     "bases": "*i64", **dict.fromkeys(("phases", "polls", "error"), "*i32"),
 }  # fmt: skip
 ALIGNED = {*POINTERS, "max_rows", "width", "x_stride", "residual_stride"}  # to 16
-WARPS = 16
 
 
 def ptx(name: str, width: int) -> str:

@@ -11,6 +11,7 @@ from millrace_serve.model.config import ConfigError
 from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.worker.config import Timeouts, WorkerConfig
 from millrace_serve.worker.rank import model as model_rank
+from millrace_serve.worker.rank import process
 from millrace_serve.worker.rank.parts import RankSpec
 from millrace_testing.paths import TINY
 
@@ -38,6 +39,24 @@ def test_a_machine_without_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     config = WorkerConfig(role=Role.UNIFIED, model=TINY, device="cuda")
     with pytest.raises(ConfigError, match="device=cuda: torch sees no GPU here"):
         model_rank.build(RankSpec(config, 0, "", "", "tcp://127.0.0.1:1"), Phases())
+
+
+@pytest.mark.parametrize(("phase", "expected"), [("load", process.Refused), ("compile", ValueError)])
+def test_settings_are_refused_before_anything_is_compiled(
+    monkeypatch: pytest.MonkeyPatch, phase: str, expected: type[Exception]
+) -> None:
+    """Later a ValueError is a fault of ours, whose traceback belongs into the log."""
+
+    def build(spec: RankSpec, phases: Phases) -> None:
+        with phases(phase):
+            raise ValueError("too many")
+
+    monkeypatch.setattr(process, "_build", build)
+    context: Any = None
+    spec = RankSpec(WorkerConfig(role=Role.UNIFIED, model=TINY), 0, "", "", "tcp://127.0.0.1:1")
+    with pytest.raises(expected, match="too many") as caught:
+        process._live(spec, context, lambda report: None)
+    assert caught.type is expected
 
 
 @pytest.mark.parametrize(

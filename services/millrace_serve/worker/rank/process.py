@@ -92,6 +92,8 @@ def _live(spec: RankSpec, context: zmq.Context[Any], report: Callable[[Report], 
     try:
         parts = _build(spec, phases)
     except ValueError as error:
+        if any(name in phases.seconds for name in COMPILING_PHASES):
+            raise  # a fault of ours: what the settings ask for was checked before
         raise Refused(error) from error
     report(RankProgress("compiling", f"rank {spec.rank}"))
     _add_disk_tier(parts, config)
