@@ -17,6 +17,7 @@ from engine.joined import join_all
 from millrace_serve.engine.config import EngineConfig, Role
 from millrace_serve.engine.core import Events, Submit
 from millrace_serve.engine.sim.factory import build_sim_engine
+from millrace_serve.engine.sim.runner import SimSettings
 from millrace_serve.engine.step.lockstep import Lockstep
 from millrace_serve.engine.step.progress import Progress
 from millrace_serve.worker.channels import Receiver, Sender
@@ -32,34 +33,42 @@ def no_weights(order: SetWeights) -> WeightsSet:
 class Loop:
     """The loop of one replica, in a thread."""
 
-    def __init__(self, lockstep: Lockstep, folder: Path, index: int, context: zmq.Context) -> None:
+    def __init__(
+        self,
+        lockstep: Lockstep,
+        folder: Path,
+        index: int,
+        context: zmq.Context,
+        settings: SimSettings = SETTINGS,
+    ) -> None:
+        self.settings = settings
         self.inbox: Receiver[ToEngine] = Receiver(context, f"ipc://{folder}/{index}", ToEngine)
         self.outbox: Sender[ToEngine] = Sender(context, self.inbox.endpoint)
-        self.tokens: queue.Queue[tuple[float, int]] = queue.Queue()
+        self.tokens: queue.Queue[tuple[float, int]] = queue.Queue()  # when, and of which room
         self.num_steps, self.lockstep, self.checked = 0, lockstep, threading.Event()
         self.thread = threading.Thread(target=self._run, daemon=True)
 
     def _run(self) -> None:
-        engine = build_sim_engine(EngineConfig.model_validate(TINY), Role.UNIFIED, SETTINGS, self.lockstep)
-        step, check_idle = engine.step, engine.check_idle
+        engine = build_sim_engine(EngineConfig.model_validate(TINY), Role.UNIFIED, self.settings, self.lockstep)
+        launch, check_idle = engine.launch, engine.check_idle
 
         def check() -> None:
             check_idle()
             self.checked.set()
 
-        def counted() -> Events:
+        def counted() -> None:
             self.num_steps += 1
-            return step()
+            launch()
 
-        engine.step = counted  # type: ignore[method-assign]
+        engine.launch = counted  # type: ignore[method-assign]
         engine.check_idle = check  # type: ignore[method-assign]
         EngineLoop(engine, self.inbox, self._report, Upkeep(0, self._report, engine.progress, no_weights)).run()
 
     def _report(self, report: Report) -> None:
         if isinstance(report, Events):
             for output in report.outputs:
-                for token in output.tokens:
-                    self.tokens.put((time.monotonic(), token.token_id))
+                for _ in output.tokens:
+                    self.tokens.put((time.monotonic(), output.id.room))
 
 
 @pytest.fixture(params=["aa", "ab"])
@@ -110,6 +119,29 @@ def test_a_replica_that_starts_late_is_waited_for(loops: list[Loop]) -> None:
     loops[1].thread.start()
     ask(loops[0], 1, 4)
     ask(loops[1], 2, 4)
+
+
+def test_a_prompt_is_in_the_step_behind_the_one_that_runs(tmp_path: Path) -> None:
+    """It comes while a step runs. Launched at once, the next step would not have it: its first token would come behind
+    three of the other request, not two.
+    """
+    slow = SETTINGS.model_copy(update={"step_s": 0.04})
+    with zmq.Context() as context:
+        loop = Loop(Lockstep(), tmp_path, 0, context, slow)
+        loop.thread.start()
+        before = []
+        for room in range(2, 7):
+            loop.outbox.send(Submit(request(1, [20, 21, 22], max_tokens=12)))
+            for _ in range(4):
+                assert loop.tokens.get(timeout=10)[1] == 1
+            loop.outbox.send(Submit(request(room, [30, 31, 32], max_tokens=1)))
+            rooms = [loop.tokens.get(timeout=10)[1] for _ in range(9)]
+            before.append(rooms.index(room))
+        loop.outbox.send(Stop())
+        loop.thread.join(10)
+        loop.outbox.close()
+        loop.inbox.close()
+    assert min(before) == 2, before
 
 
 def test_a_follower_whose_inbox_fails_has_failed(tmp_path: Path) -> None:

@@ -1,14 +1,19 @@
 """The step loop of one replica.
 
-    submit(msg)*  ->  step()  ->  Events
+    submit(msg)*  ->  launch()  ->  commit()  ->  events()
 
-`step` schedules and launches step N+1, then reads and commits step N (overlap), or reads what it has just launched
-(no overlap). A sequence that leaves with step N may still be named by step N+1: the tokens of that step are dropped,
-and the sequence's pages are kept, until N+1 is committed.
+`launch` schedules and launches step N+1; `commit` reads step N (overlap), or what was just launched (no overlap). A
+sequence that leaves with step N may still be named by step N+1: the tokens of that step are dropped, and the sequence's
+pages are kept, until N+1 is committed.
+
+With overlap, step N+1 is launched shortly before step N is expected to end (engine/step/forecast.py): what is submitted
+until then takes part in it, and `reserve` serves those whose KV comes from elsewhere meanwhile.
 """
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Sequence
 
 import msgspec
@@ -22,6 +27,7 @@ from millrace_serve.engine.grammar.grammars import Grammars
 from millrace_serve.engine.schedule.plan import Plan
 from millrace_serve.engine.schedule.scheduler import Scheduler
 from millrace_serve.engine.step.batch import BatchBuilder
+from millrace_serve.engine.step.forecast import Forecast
 from millrace_serve.engine.step.lockstep import Lockstep
 from millrace_serve.engine.step.page_copier import PageCopier
 from millrace_serve.engine.step.runner import Runner, StepHandle
@@ -56,7 +62,9 @@ class Engine:
         self.copier = copier or PageCopier(pool, 0)
         self._lockstep = lockstep or Lockstep()
         self.progress = self._lockstep.progress
-        self._in_flight: tuple[Plan, StepHandle] | None = None
+        self._forecast = Forecast()
+        self._in_flight: deque[tuple[Plan, StepHandle]] = deque()  # between `launch` and `commit` there may be two
+        self._ahead = False  # `commit` leaves the newest in flight
         self._stopping = False
         self.stopped = False  # the last step was taken, here and on every other replica
         self._stale = True  # something happened since schedule() last found nothing to do
@@ -78,7 +86,13 @@ class Engine:
             self._scheduler.handle(admitted)
 
     def step(self) -> Events:
-        """One step: schedule, build, launch, commit the previous one. Call it while `has_work`, or after `wait_s`."""
+        """A whole step at once. Call it while `has_work`, or after `wait_s`."""
+        self.launch()
+        self.commit()
+        return self.events()
+
+    def launch(self) -> None:
+        """Schedule, build and launch the next step, if there is anything to do."""
         for msg in self._grammars.admitted():
             self._scheduler.handle(msg)
         for job in self.copier.poll():
@@ -87,14 +101,29 @@ class Engine:
         plan = None if self._paused else self._scheduler.schedule()
         self._stale = plan is not None
         self._scrub()
-        previous, self._in_flight = self._in_flight, self._launch(plan)
+        self._ahead = self._launch(plan) and self.config.overlap
         self._copy()
-        if previous is not None:
-            self._commit(previous)
-        if self._in_flight is not None and not self.config.overlap:
-            self._commit(self._in_flight)
-            self._in_flight = None
+
+    def reserve(self) -> None:
+        """While a step runs: pages for prompts whose KV somebody offers. A freed page is poisoned between two steps, so
+        with that check on prompts wait for the next one.
+        """
+        if not self.config.poison:
+            self._scheduler.reserve()
+            self._copy()
+
+    def commit(self) -> None:
+        """Wait for the step before the one just launched (without overlap, for this one too), and take the results."""
+        while len(self._in_flight) > self._ahead:
+            self._commit(*self._in_flight.popleft())
         self._copy()
+
+    @property
+    def has_events(self) -> bool:
+        return bool(self._scheduler.outbox.events)
+
+    def events(self) -> Events:
+        """What happened since the last call, and the load."""
         events = self._scheduler.take_events()
         events.load = self.load()
         return events
@@ -105,12 +134,20 @@ class Engine:
 
     def has_work(self) -> bool:
         """False: step() would do nothing before the next message, or before `wait_s` has passed."""
-        return self._stale or self._in_flight is not None or bool(self._scheduler.outbox.events)
+        return self._stale or bool(self._in_flight) or self.has_events
+
+    def hold_s(self) -> float:
+        """Seconds for which the next step should be held back, so that more can take part in it."""
+        if not self._in_flight or self._paused or self._stopping:
+            return 0.0
+        return self._forecast.hold_s(self.progress.started_at)
 
     def wait_s(self) -> float | None:
-        """Seconds to wait for messages or `wake_fds` before the next step(): 0 = none, None = until one comes."""
+        """Seconds to wait for messages or `wake_fds` before the next step(): 0 = none, None = until one comes. While
+        `hold_s`, messages do not end the wait.
+        """
         if self.has_work() or self._lockstep.due():
-            return 0.0
+            return self.hold_s()
         waits = (
             None if self._paused else self._scheduler.requests.seconds_to_deadline(),
             COMPILE_POLL_S if self._grammars.waiting else None,
@@ -126,7 +163,7 @@ class Engine:
 
     def load(self) -> Load:
         load, counts = self._scheduler.load(), self._runner.counts() | self.copier.counts() | self._disk.counts()
-        moving = self._in_flight is not None or self.copier.busy or self._disk.loads or self._disk.stores
+        moving = self._in_flight or self.copier.busy or self._disk.loads or self._disk.stores
         paused = self._paused and not moving
         return msgspec.structs.replace(load, paused=paused, **counts) if counts or paused else load
 
@@ -157,24 +194,27 @@ class Engine:
             self._disk.store.close()
         self.copier.close()
 
-    def _launch(self, plan: Plan | None) -> tuple[Plan, StepHandle] | None:
+    def _launch(self, plan: Plan | None) -> bool:
+        """False: no replica has anything to do."""
         agreement = self._lockstep.agree(plan, self._stopping)
         self.stopped = agreement.last
         self._scheduler.turn = agreement.turn
         if not agreement.anybody_works:
-            return None
+            return False
+        began = time.monotonic()
         num_queries = 1 + self.config.num_drafts(agreement.most_sampled)
         plan = plan or IDLE_PLAN
         batch = self._builder.build(plan, num_queries, agreement.split)
         agreement.tell(batch)
         self._lockstep.share(batch)
         self.progress.launches(batch)
-        return plan, self._runner.launch(batch)
+        self._in_flight.append((plan, self._runner.launch(batch)))
+        self._forecast.launched(batch, time.monotonic() - began)
+        return True
 
-    def _commit(self, step: tuple[Plan, StepHandle]) -> None:
-        plan, handle = step
+    def _commit(self, plan: Plan, handle: StepHandle) -> None:
         output = handle.result()
-        self.progress.finished()
+        self._forecast.finished(self.progress.finished())
         self._scheduler.commit(plan, output)
         self._stale = True
 

@@ -7,7 +7,6 @@ limits the work in flight. A socket belongs to one thread.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
@@ -60,7 +59,7 @@ class Receiver(Generic[T]):
         elif 0 < wait_s < SHORTEST_POLL_S:
             time.sleep(wait_s)
         elif wait_s:
-            self._poll(math.ceil(wait_s * 1000), fds)
+            self._poll(int(wait_s * 1000), fds)
         messages: list[T] = []
         while (message := self._take()) is not None:
             messages.append(message)

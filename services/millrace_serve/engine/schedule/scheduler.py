@@ -76,6 +76,11 @@ class Scheduler(abc.ABC):
     def schedule(self) -> Plan | None:
         """The next step; None: nothing can run."""
 
+    def reserve(self) -> None:
+        """Between two steps: pages for the first prompts of the queue, if their KV comes from elsewhere."""
+        while (seq := self.requests.waiting.head()) and self._admit_head(seq, budget=0):
+            pass
+
     @abc.abstractmethod
     def commit(self, plan: Plan, output: StepOutput) -> None:
         """Take the results of the oldest launched step."""
@@ -124,7 +129,7 @@ class Scheduler(abc.ABC):
 
     @abc.abstractmethod
     def _admit_head(self, seq: Sequence, budget: int) -> bool:
-        """Take `seq` off the queue, if there is room for it."""
+        """Take `seq` off the queue, if there is room for it. `budget`: tokens that this step can compute."""
 
     def _run(self, seq: Sequence, num_offered: int = 0) -> None:
         """Start to compute the prompt of a sequence that has pages. What the host tier has of the rest comes first, if

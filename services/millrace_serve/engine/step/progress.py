@@ -36,9 +36,9 @@ class Progress:
         self.tell: Callable[[], None] = lambda: None  # tells the frontend at once, and returns when that is done
         self.compiled: Callable[[], Mapping[str, int]] = dict  # kernels compiled since its start was over, by library
         self._clock = clock
-        self._marked_at = clock()
+        self._ended_at = clock()  # the latest step
         self._plain, self._per_token = Slowest(), Slowest()
-        self._in_flight: deque[float | None] = deque()  # `_tokens` of each step
+        self._in_flight: deque[tuple[float | None, float]] = deque()  # `_tokens` of each step, and when it was launched
         self._busy: list[str] = []
         self._excused = False  # something was announced since the latest mark
 
@@ -74,38 +74,50 @@ class Progress:
     def launches(self, batch: HostBatch) -> None:
         """A step; `finished` follows when its results are there."""
         self.launched += 1
-        self._in_flight.append(_tokens(batch))
+        self._in_flight.append((_tokens(batch), self._clock()))
         self._expect()
 
-    def finished(self) -> None:
-        tokens, seconds = self._in_flight.popleft(), self._clock() - self._marked_at
-        if tokens and not self._excused:
+    @property
+    def started_at(self) -> float:
+        """When the newest step in flight began: with its launch, or with the end of the one before it."""
+        return max(self._in_flight[-1][1], self._ended_at)
+
+    def finished(self) -> float | None:
+        """Seconds that the oldest step in flight took; None: something that was announced may be a part of them."""
+        tokens, launched_at = self._in_flight.popleft()
+        now, excused = self._clock(), self._excused
+        seconds, self._ended_at = now - max(launched_at, self._ended_at), now
+        if tokens and not excused:
             self._per_token.add(seconds / tokens)
-        elif tokens is not None and not self._excused:
+        elif tokens is not None and not excused:
             self._plain.add(seconds)
         self._expect()
         self._mark()
+        return None if excused else seconds
 
     def _mark(self) -> None:
         self._excused = bool(self._busy)
-        self._marked_at = self._clock()
         self.marks += 1
 
     def _expect(self) -> None:
         limit_s = LEAST_S
-        for tokens in self._in_flight:
+        for tokens, _ in self._in_flight:
             limit_s = max(limit_s, MARGIN * tokens * self._per_token.value if tokens else self._plain.limit_s)
         self.limit_s = limit_s
 
 
-def _tokens(batch: HostBatch) -> float | None:
-    """Of a step with prompt chunks, weighed by what they see before them; 0 without chunks. None: only other replicas
-    have chunks, and say how long the step may take.
-    """
+def weight(batch: HostBatch) -> float:
+    """The work of a step with prompt chunks of this replica, in tokens that see none before them."""
     chunks = list(zip(batch.chunk_lens, batch.chunk_ends, strict=True))
     if batch.shared is not None:
         chunks.append((batch.shared.split.num_tokens, batch.shared.split.end))
-    weighed = sum(length * (1 + end / FAR_TOKENS) for length, end in chunks)
-    if chunks:
-        return FIXED_TOKENS + weighed + batch.num_decode
+    return FIXED_TOKENS + sum(length * (1 + end / FAR_TOKENS) for length, end in chunks) + batch.num_decode
+
+
+def _tokens(batch: HostBatch) -> float | None:
+    """The weight of a step with prompt chunks; 0 without chunks. None: only other replicas have chunks, and say how
+    long the step may take.
+    """
+    if not batch.is_decode:
+        return weight(batch)
     return 0.0 if batch.all_decode else None

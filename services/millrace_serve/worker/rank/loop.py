@@ -1,5 +1,5 @@
-"""The main loop of a rank: take messages, step, send the events as one message. Without work it sleeps on the inbox,
-and on the calls of other replicas.
+"""The main loop of a rank: take messages until a step is due, launch it, wait for the one before it, send the events.
+Without work it sleeps on the inbox, and on the calls of other replicas.
 """
 
 from __future__ import annotations
@@ -92,15 +92,26 @@ class EngineLoop:
         engine = self._engine
         self._ship(Events(load=engine.load()))
         while not engine.stopped:
-            wait_s = self._wait_s()
-            with engine.progress.waits():
-                messages = self._inbox.receive(wait_s, engine.wake_fds)
-            for message in messages:
-                self._take(message)
-            self._check_when_quiet(bool(messages) or engine.has_work())
-            self._ship(engine.step())
+            self._receive()
+            while engine.hold_s():
+                engine.reserve()
+                self._ship_early()
+                self._receive()
+            engine.launch()
+            self._ship_early()
+            engine.commit()
+            self._ship(engine.events())
             self._upkeep.report_pauses()
         engine.close()
+
+    def _receive(self) -> None:
+        """Wait as long as the engine wants to, and hand it the messages."""
+        engine, wait_s = self._engine, self._wait_s()
+        with engine.progress.waits():
+            messages = self._inbox.receive(wait_s, engine.wake_fds)
+        for message in messages:
+            self._take(message)
+        self._check_when_quiet(bool(messages) or engine.has_work())
 
     def _wait_s(self) -> float | None:
         wait_s = self._engine.wait_s()
@@ -125,6 +136,11 @@ class EngineLoop:
                 self._upkeep.handle(message)
             case _:
                 self._engine.submit(message)
+
+    def _ship_early(self) -> None:
+        """What somebody waits for goes out before the step under way ends."""
+        if self._engine.has_events:
+            self._ship(self._engine.events())
 
     def _ship(self, events: Events) -> None:
         """Send events. Without events, an unchanged load, or a changed one while the engine is busy, is held back."""

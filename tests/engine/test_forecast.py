@@ -1,0 +1,145 @@
+"""When the next step is launched: before the device waits, and not much earlier."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from engine.harness import Clock, Driver, request
+from engine.test_progress import batch
+from hypothesis import given
+from hypothesis import strategies as st
+from millrace_serve.engine.config import Role
+from millrace_serve.engine.core import KvOffered, RequestId, Route
+from millrace_serve.engine.step.batch import HostBatch
+from millrace_serve.engine.step.forecast import FRESH_S, RECENT, SPARE, SPARE_S, Forecast, kind
+
+
+def decode(num_sequences: int, num_queries: int = 1, **fields: object) -> HostBatch:
+    return dataclasses.replace(batch(), num_decode=num_sequences, num_queries=num_queries, **fields)
+
+
+def seen(clock: Clock, step: HostBatch, times: list[float], launch_s: float = 0.0) -> Forecast:
+    """Steps of this kind, and another one in flight since now."""
+    found = Forecast(clock)
+    for seconds in times:
+        found.launched(step, launch_s)
+        clock.now += seconds
+        found.finished(seconds)
+    found.launched(step, launch_s)
+    return found
+
+
+def expected(seconds: float) -> float:
+    return pytest.approx(seconds * (1 - SPARE) - SPARE_S)
+
+
+def test_nothing_is_held_back_where_nothing_is_known() -> None:
+    clock = Clock()
+    assert Forecast(clock).hold_s(0.0) == 0
+    assert seen(clock, decode(8), []).hold_s(clock.now) == 0
+    found = seen(clock, decode(8), [0.02])
+    found.launched(decode(80), 0.0)
+    assert found.hold_s(clock.now) == 0, "another kind"
+
+
+@given(st.lists(st.floats(0.001, 0.1), min_size=1, max_size=12), st.floats(0, 0.01))
+def test_the_fastest_of_the_latest_steps_counts(times: list[float], launch_s: float) -> None:
+    clock = Clock()
+    found = seen(clock, decode(8), times, launch_s)
+    shortest = min(times[-RECENT:])
+    assert found.hold_s(clock.now) == pytest.approx(max(shortest * (1 - SPARE) - SPARE_S - launch_s, 0.0))
+
+
+def test_the_hold_ends_with_the_time_that_passes() -> None:
+    clock = Clock()
+    found = seen(clock, decode(8), [0.02])
+    began = clock.now
+    clock.now += 0.01
+    assert found.hold_s(began) == pytest.approx(0.02 * (1 - SPARE) - SPARE_S - 0.01)
+    clock.now += 0.01
+    assert found.hold_s(began) == 0
+
+
+def test_what_is_old_is_forgotten() -> None:
+    clock = Clock()
+    found = seen(clock, decode(8), [0.01, 0.02])
+    clock.now += FRESH_S - 0.015
+    assert found.hold_s(clock.now) == expected(0.02), "the step of 0.01 s is older"
+    clock.now += FRESH_S
+    assert found.hold_s(clock.now) == 0
+
+
+def test_a_slow_launch_is_remembered_for_some_steps() -> None:
+    clock = Clock()
+    found = seen(clock, decode(8), [0.02], launch_s=0.5)
+    assert found.hold_s(clock.now) == 0
+    for _ in range(60):
+        found.finished(0.02)
+        found.launched(decode(8), 0.001)
+    assert found.hold_s(clock.now) == pytest.approx(0.02 * (1 - SPARE) - SPARE_S - 0.001)
+
+
+def test_a_step_that_says_nothing_of_others_is_not_counted() -> None:
+    clock = Clock()
+    found = seen(clock, decode(8), [0.02])
+    found.finished(None)
+    found.launched(decode(8), 0.0)
+    assert found.hold_s(clock.now) == expected(0.02)
+
+
+def test_kinds_are_steps_that_take_as_long() -> None:
+    assert kind(decode(64)) == kind(decode(70)) != kind(decode(80))
+    assert kind(decode(64)) != kind(decode(32, num_queries=2)), "drafts are passes of their own"
+    assert kind(batch((500, 0))) == kind(batch((510, 0))) not in {kind(batch((700, 0))), kind(decode(500))}
+    assert kind(batch((500, 0))) != kind(batch((500, 16384))), "a token that sees many others costs more"
+
+
+def test_replicas_take_as_long_as_the_largest_of_them() -> None:
+    assert kind(decode(1, dp_num_tokens=(1, 64))) == kind(decode(64))
+    assert kind(decode(0, dp_num_tokens=(0, 64), all_decode=False)) is None, "chunks of another replica"
+
+
+def test_what_comes_while_a_step_runs_is_in_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(Role.UNIFIED, checks=())
+    engine = driver.engine
+    monkeypatch.setattr(engine._forecast, "hold_s", lambda started_at: 0.01)
+    assert engine.hold_s() == 0, "no step runs"
+    driver.submit(request(1, [20, 21, 22], max_tokens=8))
+    assert engine.wait_s() == 0
+    driver.step()
+    assert engine.hold_s() == engine.wait_s() == 0.01
+    driver.submit(request(2, [30, 31, 32], max_tokens=8))
+    assert engine.wait_s() == 0.01, "the message does not end the wait"
+    driver.step()  # launches the step with both
+    driver.step()
+    assert len(driver.tokens[RequestId(2, 0)]) == 1
+    engine.stop()
+    assert engine.hold_s() == 0
+    monkeypatch.undo()
+    driver.run()
+
+
+@pytest.mark.parametrize("poison", [False, True])
+def test_pages_for_what_is_offered_are_reserved_between_two_steps(poison: bool) -> None:
+    """Not with poison: the step's stream fills freed pages, which a transfer would overtake."""
+    driver = Driver(Role.DECODE, checks=("poison",) if poison else ())
+    wanted = request(1, [20, 21, 22], route=Route.IMPORT)
+    driver.submit(wanted)
+    driver.engine.launch()
+    driver.tell(KvOffered(wanted.id))
+    assert not driver.engine.has_events
+    driver.engine.reserve()
+    assert driver.engine.has_events is not poison
+    driver.engine.commit()
+    driver.step()
+    assert list(driver.reserved) == [wanted.id]
+
+
+def test_prompts_that_are_computed_here_are_not_admitted_between_two_steps() -> None:
+    driver = Driver(Role.UNIFIED, checks=())
+    driver.submit(request(1, [20, 21, 22], max_tokens=2))
+    driver.engine.reserve()
+    assert len(driver.here.waiting) == 1
+    driver.run()
+    driver.check_whole()
