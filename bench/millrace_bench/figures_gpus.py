@@ -27,7 +27,7 @@ SYSTEMS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {  # stages of
     "node-startup": ("`startup`", gpu_figures.startup),
 }
 TOPOLOGIES = ("pair", "unified", "conditional")  # of `bench pd`
-APART = tuple(f"h100/pd-{topology}" for topology in TOPOLOGIES)
+APART = ("h100/pd-pair", "h100/pd-unified", "h100/pd-conditional", "h100/pd-conditional-wait")
 
 
 def sums() -> str:
@@ -172,6 +172,20 @@ def apart(*runs: str, shown: Collection[float] = ()) -> str:
     return table(" | ".join(("tokens", "requests/s", *(f"`{topology}`" for topology in TOPOLOGIES))), lines)
 
 
+def launches() -> str:
+    """The same requests with the next step launched at once, and shortly before it begins."""
+    lines = []
+    for topology in ("pair", "unified"):
+        pairs = zip(rows(f"h100/pd-launch-{topology}-before"), rows(f"h100/pd-launch-{topology}"), strict=True)
+        for before, after in pairs:
+            cells = (
+                f"{short(1e3 * before[name][of])} → {short(1e3 * after[name][of])}"
+                for name, of in (("ttft", "p50"), ("ttft", "p99"), ("tpot", "mean"), ("icl", "p99"))
+            )
+            lines.append((f"`{topology}`", f"{after['load']}, {after['rate']:g}/s", *cells))
+    return table("system | load | TTFT p50, ms | TTFT p99 | TPOT, mean | gap, p99", lines)
+
+
 def _within(one: dict[str, Any]) -> str:
     ttft, tpot, gap = (1e3 * one[name]["p99"] for name in ("ttft", "tpot", "icl"))
     return f"{one['slo_met']:.0%}; {ttft:,.0f}, {tpot:.0f}, {gap:.0f} ms"
@@ -187,5 +201,6 @@ BLOCKS: Blocks = {
     "systems": systems,
     "apart": lambda: apart(*APART),
     "results-apart": lambda: apart(*APART, shown=(5.0, 20.0, 32.0)),
+    "launches": launches,
     "busy": lambda: apart("cpu/pd-sim-busy"),
 }

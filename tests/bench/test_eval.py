@@ -460,9 +460,8 @@ def test_chosen_rows_come_with_their_references() -> None:
     ]
 
 
-def test_rows_of_the_matrix_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_the_matrix_on_a_gpu() -> None:
     """All of them on the GPU but the references, and together in its memory."""
-    monkeypatch.setattr(matrix, "find_spec", lambda name: name == "deep_ep")
     plan = matrix.rows(str(TINY), 256, "cuda")
     fp32, *kept = plan[:4]
     assert fp32.system == System(Kind.MODEL, str(TINY))
@@ -480,7 +479,7 @@ def test_rows_of_the_matrix_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     two = matrix.rows(str(TINY), 256, "cuda", matrix.ranks_on(2))
     assert two[: len(plan)] == plan and {row.name for row in two[len(plan) :]} == {
         "unified tp=2", "unified dp=2 limits.share_prompts=256",
-        *(f"unified dp=2 exchange={name}" for name in ("peer", "gather", "deepep")),
+        *(f"unified dp=2 exchange={name}" for name in ("peer", "gather")),
     }  # fmt: skip
     for row in two[len(plan) :]:
         assert row.against == "CPU FP8" and not row.exact

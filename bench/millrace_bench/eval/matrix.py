@@ -23,7 +23,6 @@ import asyncio
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +53,8 @@ TWO_RANKS = (
 # The padding of graphs runs without a GPU too. Fewer buckets are fewer compilations.
 PADDED = ("graphs=on", "graph_buckets=[1,4,8]")
 COMPILED = (*PADDED, "compile_max_batch=8")
+# Not DeepEP, which takes rows of 2,048 columns and more: the trained model's have 256 (tests/model/test_deepep.py).
 TWO_GPUS = ("tp=2", "dp=2 limits.share_prompts=256", "dp=2 exchange=peer", "dp=2 exchange=gather")
-DEEPEP = "dp=2 exchange=deepep"  # where it is installed
 # Copies of pages in the host's memory, for which this pool is too small.
 HOST_TIER = ("limits.num_pages=200", "limits.host_cache_gib=0.5")
 # What is chosen otherwise serves the op here for some numbers of tokens or all.
@@ -101,9 +100,7 @@ def rows(bf16: str, chunk: int, device: str, ranks: Sequence[str] = ()) -> list[
 
 def ranks_on(num_gpus: int) -> Sequence[str]:
     """Settings of workers with two GPUs that can be run here."""
-    if num_gpus < 2:
-        return ()
-    return TWO_GPUS if find_spec("deep_ep") is None else (*TWO_GPUS, DEEPEP)
+    return TWO_GPUS if num_gpus >= 2 else ()
 
 
 def _gpu_rows(bf16: str, chunk: int, ranks: Sequence[str]) -> list[Row]:
