@@ -27,6 +27,7 @@ from pathlib import Path
 import grpc
 import httpx
 from millrace_cli.cluster import ClusterSpec, LocalCluster, StartError
+from millrace_common import gc_hooks
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -110,6 +111,7 @@ async def collect(settings: Settings, console: Console) -> Run:
         most = settings.max_concurrency or None
         with _progress(console) as begin:
             await send(client, warmup, settings.concurrency, begin("warm-up", warmup.num_requests))
+            gc_hooks.freeze()  # collections of this process would count as gaps of the server
             samples = await send(client, plan, settings.concurrency, begin("requests", plan.num_requests), most)
         return Run(target, plan, samples)
 
