@@ -156,7 +156,9 @@ MUTANTS = (
        "behind = min(ranks[rank].pulse.launched for rank in stuck)",
        "behind = max(ranks[rank].pulse.launched for rank in stuck)", "worker/test_rank_watch.py"),
     of("progress-busy-is-slow", f"{ENGINE}/step/progress.py",
-       "if tokens and not self._excused:", "if tokens:", "engine/test_progress.py"),
+       "if tokens and not excused:", "if tokens:", "engine/test_progress.py"),
+    of("forecast-of-the-slowest", f"{ENGINE}/step/forecast.py",
+       "seconds = min(", "seconds = max(", "engine/test_forecast.py"),
 )  # fmt: skip
 
 
