@@ -64,6 +64,12 @@ class Loop:
         engine.check_idle = check  # type: ignore[method-assign]
         EngineLoop(engine, self.inbox, self._report, Upkeep(0, self._report, engine.progress, no_weights)).run()
 
+    def ring(self) -> None:
+        """Its bell, as another replica would."""
+        assert self.lockstep._replicas is not None
+        host = self.lockstep._replicas._host
+        host.bells[host.rank].ring()
+
     def _report(self, report: Report) -> None:
         if isinstance(report, Events):
             for output in report.outputs:
@@ -119,6 +125,31 @@ def test_a_replica_that_starts_late_is_waited_for(loops: list[Loop]) -> None:
     loops[1].thread.start()
     ask(loops[0], 1, 4)
     ask(loops[1], 2, 4)
+
+
+@pytest.mark.parametrize("hosts", ["aa", "ab"])
+def test_a_loop_that_is_called_while_a_step_runs_does_not_spin(hosts: str, tmp_path: Path) -> None:
+    """A replica that begins to work by itself never answers the bell that rings for the same step."""
+    slow = SETTINGS.model_copy(update={"step_s": 0.05})
+    with zmq.Context() as context:
+        loops = [Loop(one, tmp_path, i, context, slow) for i, one in enumerate(join_all(1, hosts))]
+        for loop in loops:
+            loop.thread.start()
+        for room, loop in enumerate(loops):
+            loop.outbox.send(Submit(request(room, [20, 21, 22], max_tokens=20)))
+        loops[0].tokens.get(timeout=10)
+        for loop in loops:
+            loop.ring()
+        before, cpu_s = loops[0].num_steps, time.process_time()
+        time.sleep(0.5)
+        assert loops[0].num_steps - before >= 5
+        assert time.process_time() - cpu_s < 0.1
+        for loop in loops:
+            loop.outbox.send(Stop())
+        for loop in loops:
+            loop.thread.join(10)
+            loop.outbox.close()
+            loop.inbox.close()
 
 
 def test_a_prompt_is_in_the_step_behind_the_one_that_runs(tmp_path: Path) -> None:

@@ -158,8 +158,10 @@ class Engine:
 
     @property
     def wake_fds(self) -> Sequence[int]:
-        """One of them is readable when another replica has work: the next step() is due."""
-        return self._lockstep.fds
+        """One of them is readable when another replica has work: the next step() is due. None while a step runs: others
+        may call all the time then, and the next one is due by the clock.
+        """
+        return () if self._in_flight else self._lockstep.fds
 
     def load(self) -> Load:
         load, counts = self._scheduler.load(), self._runner.counts() | self.copier.counts() | self._disk.counts()
