@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 from engine.harness import Clock, Driver, request
 from engine.test_progress import batch
+from engine.test_schedulers import import_all
 from hypothesis import given
 from hypothesis import strategies as st
 from millrace_serve.engine.config import Role
@@ -134,6 +135,19 @@ def test_pages_for_what_is_offered_are_reserved_between_two_steps(poison: bool) 
     driver.engine.commit()
     driver.step()
     assert list(driver.reserved) == [wanted.id]
+
+
+def test_what_is_ready_keeps_its_next_page_from_an_early_reservation() -> None:
+    """Otherwise its first step would find none, and it would be preempted, although its KV came from elsewhere."""
+    driver = Driver(Role.DECODE, checks=(), num_pages=8, prefix_cache=False)  # 7 pages and the sink
+    driver.submit(request(1, [21] * 8, route=Route.IMPORT))  # 2 pages, both full
+    driver.submit(request(2, [22] * 17, route=Route.IMPORT, max_tokens=2))  # the other 5
+    import_all(driver, 1)
+    driver.tell(KvOffered(RequestId(2, 0)))
+    driver.engine.reserve()
+    driver.step()
+    load = driver.engine.load()
+    assert (load.running, load.importing, load.preemptions) == (1, 0, 0)
 
 
 def test_prompts_that_are_computed_here_are_not_admitted_between_two_steps() -> None:

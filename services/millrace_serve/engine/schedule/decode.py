@@ -213,8 +213,8 @@ class DecodeScheduler(Scheduler):
         return True
 
     def _headroom(self, newcomer: Sequence) -> int:
-        """Pages that stay back: one for each sequence that is decoding, or what all outputs are expected to need if
-        that is more. Nothing stays back for a newcomer that is alone.
+        """Pages that stay back: one for each sequence that decodes or is ready to, or what all outputs are expected to
+        need if that is more. Nothing stays back for a newcomer that is alone.
         """
         importing = (seq for seq in self._importing if seq.phase is Phase.IMPORTING)
         holders = [*importing, *self._ready, *self._prefilling, *self._decoding]
@@ -222,7 +222,7 @@ class DecodeScheduler(Scheduler):
             return 0
         needs = [(self._rest(seq), len(seq.tokens) - seq.num_cached_tokens) for seq in holders]
         needs.append((self._rest(newcomer), 0))
-        return max(self.pages.count(need(needs)), len(self._decoding))
+        return max(self.pages.count(need(needs)), len(self._ready) + len(self._decoding))
 
     def _rest(self, seq: Sequence) -> int:
         return min(self.outputs.rest(seq.num_outputs, seq.order[1]), seq.limit - len(seq.tokens))
