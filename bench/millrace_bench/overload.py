@@ -71,6 +71,9 @@ class Handle:
     def __init__(self, output: StepOutput, ready_at: float, clock: Clock) -> None:
         self._output, self._ready_at, self._clock = output, ready_at, clock
 
+    def done(self) -> bool:
+        return self._ready_at <= self._clock.now
+
     def result(self) -> StepOutput:
         self._clock.now = max(self._clock.now, self._ready_at)
         return self._output

@@ -89,6 +89,20 @@ def test_a_step_that_says_nothing_of_others_is_not_counted() -> None:
     assert found.hold_s(clock.now) == expected(0.02)
 
 
+def test_a_step_that_ended_before_its_time_is_up_ends_the_holds_of_its_kind() -> None:
+    """What the host saw of it is the hold itself, and would be the next one's reason."""
+    clock = Clock()
+    found = seen(clock, decode(8), [0.8] * RECENT)
+    clock.now += 0.7
+    found.finished(None, late=True)
+    found.launched(decode(8), 0.0)
+    assert found.hold_s(clock.now) == 0
+    clock.now += 0.03
+    found.finished(0.03)
+    found.launched(decode(8), 0.0)
+    assert found.hold_s(clock.now) == expected(0.03)
+
+
 def test_kinds_are_steps_that_take_as_long() -> None:
     assert kind(decode(64)) == kind(decode(70)) != kind(decode(80))
     assert kind(decode(64)) != kind(decode(32, num_queries=2)), "drafts are passes of their own"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.multiprocessing as mp
-from engine.harness import SETTINGS, TINY, FakeReplicas, FakeRing, eager, request
+from engine.harness import SETTINGS, TINY, Clock, FakeReplicas, FakeRing, eager, request
+from millrace_common.pace import FEW, LEAST_S
 from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import EngineConfig, Execution, Role
 from millrace_serve.engine.core import Submit
@@ -17,8 +20,10 @@ from millrace_serve.engine.schedule.sequence import Sequence
 from millrace_serve.engine.sim.factory import build_sim_engine
 from millrace_serve.engine.sim.runner import SimRunner
 from millrace_serve.engine.start.torch_factory import load_rank
+from millrace_serve.engine.step import packing
 from millrace_serve.engine.step.batch import HostBatch, StepBatch
 from millrace_serve.engine.step.lockstep import Agreement, Lockstep
+from millrace_serve.engine.step.progress import Progress
 from millrace_serve.model.parallel import ParallelDims, init_parallel, leave_parallel
 from millrace_testing import paths
 
@@ -102,6 +107,25 @@ def test_a_follower_runs_what_the_leader_shares():
     Lockstep(inlet=ring).follow(Recording())  # type: ignore[arg-type]
     assert [int(token) for result in results for token in result.tokens[:, 0]] == leader and len(leader) == 5
     assert all(isinstance(result, StepOutput) and not result.corrupt for result in results)
+
+
+def test_a_pause_is_no_step_of_a_follower():
+    """It takes the results of the last step before the pause when the next one is launched."""
+    lockstep, clock, limits = Lockstep(), Clock(), []
+    lockstep.progress = Progress(clock)
+    data = packing.encode(dataclasses.replace(StepBatch.idle(), all_decode=True))
+
+    def receive() -> bytes:
+        clock.now += 3600.0 if len(limits) == FEW + 2 else 0.01
+        return data if len(limits) < FEW + 4 else b""
+
+    def launch(batch: HostBatch) -> object:
+        limits.append(lockstep.progress.limit_s)
+        return SimpleNamespace(done=lambda: True, result=lambda: None)
+
+    lockstep._inlet = SimpleNamespace(receive=receive)  # type: ignore[assignment]
+    lockstep.follow(SimpleNamespace(launch=launch))  # type: ignore[arg-type]
+    assert limits[-3:] == [LEAST_S] * 3
 
 
 CASES = ((1, 1, "off"), (2, 1, "off"), (1, 2, "off"), (1, 2, "on"))  # tp, dp, graphs

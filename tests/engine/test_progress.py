@@ -127,6 +127,20 @@ def test_an_announcement_ends_with_an_error_too() -> None:
     assert progress.doing == ""
 
 
+def test_a_pause_is_no_part_of_the_last_step_before_it() -> None:
+    """A follower takes the results of a step when it has launched the next one."""
+    clock = Clock()
+    progress = known(clock)
+    progress.launches(batch())
+    with progress.waits():
+        clock.now += 3600
+    progress.launches(batch())
+    assert progress.finished(late=True) is None
+    assert progress.limit_s == LEAST_S
+    clock.now += 0.5
+    assert progress.finished() == 0.5
+
+
 def test_the_first_steps_have_no_limit() -> None:
     progress = Progress(Clock())
     progress.launches(batch())

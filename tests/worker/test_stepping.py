@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import time
@@ -17,7 +18,7 @@ from engine.joined import join_all
 from millrace_serve.engine.config import EngineConfig, Role
 from millrace_serve.engine.core import Events, Submit
 from millrace_serve.engine.sim.factory import build_sim_engine
-from millrace_serve.engine.sim.runner import SimSettings
+from millrace_serve.engine.sim.runner import SimRunner, SimSettings
 from millrace_serve.engine.step.lockstep import Lockstep
 from millrace_serve.engine.step.progress import Progress
 from millrace_serve.worker.channels import Receiver, Sender
@@ -173,6 +174,23 @@ def test_a_prompt_is_in_the_step_behind_the_one_that_runs(tmp_path: Path) -> Non
         loop.outbox.close()
         loop.inbox.close()
     assert min(before) == 2, before
+
+
+def test_one_slow_step_does_not_slow_those_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one of its kind: until the next, nothing else is known of it."""
+    steps = itertools.count()
+    monkeypatch.setattr(SimRunner, "_seconds", lambda self, batch: 0.5 if next(steps) == 1 else 0.02)
+    with zmq.Context() as context:
+        loop = Loop(Lockstep(), tmp_path, 0, context)
+        loop.thread.start()
+        asked = time.monotonic()
+        loop.outbox.send(Submit(request(1, [20, 21, 22], max_tokens=20)))
+        times = [loop.tokens.get(timeout=20)[0] for _ in range(20)]
+        loop.outbox.send(Stop())
+        loop.thread.join(10)
+        loop.outbox.close()
+        loop.inbox.close()
+    assert times[-1] - asked < 2, times
 
 
 def test_a_follower_whose_inbox_fails_has_failed(tmp_path: Path) -> None:

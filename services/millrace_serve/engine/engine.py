@@ -215,8 +215,9 @@ class Engine:
         return True
 
     def _commit(self, plan: Plan, handle: StepHandle) -> None:
+        late = handle.done()
         output = handle.result()
-        self._forecast.finished(self.progress.finished())
+        self._forecast.finished(self.progress.finished(late), late)
         self._scheduler.commit(plan, output)
         self._stale = True
 

@@ -52,6 +52,9 @@ class SimHandle:
         self._output = output
         self._ready_at = ready_at
 
+    def done(self) -> bool:
+        return self._ready_at <= time.monotonic()
+
     def result(self) -> StepOutput:
         wait = self._ready_at - time.monotonic()
         if wait > 0:

@@ -39,9 +39,14 @@ class Forecast:
         self._in_flight.append(kind(batch))
         self._launch_s = max(seconds, FORGET * self._launch_s)
 
-    def finished(self, seconds: float | None) -> None:
-        """The oldest step in flight; None: it says nothing of others."""
-        if (of := self._in_flight.popleft()) is not None and seconds is not None:
+    def finished(self, seconds: float | None, late: bool = False) -> None:
+        """The oldest step in flight; None: it says nothing of others. `late`: it took less than was expected, and by
+        how much only a step behind which the next one is launched at once will tell.
+        """
+        of = self._in_flight.popleft()
+        if of is not None and late:
+            self._took.pop(of, None)
+        elif of is not None and seconds is not None:
             self._took.setdefault(of, deque(maxlen=RECENT)).append((self._clock(), seconds))
 
     def hold_s(self, started_at: float) -> float:

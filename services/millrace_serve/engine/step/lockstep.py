@@ -115,8 +115,9 @@ class Lockstep:
 
     def _finish(self, step: StepHandle | None) -> None:
         if step is not None:
+            late = step.done()
             step.result()
-            self.progress.finished()
+            self.progress.finished(late)
 
     def close(self) -> None:
         """Of a leader, after its last step; its followers end, too."""

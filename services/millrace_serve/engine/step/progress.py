@@ -36,7 +36,7 @@ class Progress:
         self.tell: Callable[[], None] = lambda: None  # tells the frontend at once, and returns when that is done
         self.compiled: Callable[[], Mapping[str, int]] = dict  # kernels compiled since its start was over, by library
         self._clock = clock
-        self._ended_at = clock()  # the latest step
+        self._marked_at = self._ended_at = clock()  # the latest step's end
         self._plain, self._per_token = Slowest(), Slowest()
         self._in_flight: deque[tuple[float | None, float]] = deque()  # `_tokens` of each step, and when it was launched
         self._busy: list[str] = []
@@ -82,21 +82,25 @@ class Progress:
         """When the newest step in flight began: with its launch, or with the end of the one before it."""
         return max(self._in_flight[-1][1], self._ended_at)
 
-    def finished(self) -> float | None:
-        """Seconds that the oldest step in flight took; None: something that was announced may be a part of them."""
+    def finished(self, late: bool = False) -> float | None:
+        """Seconds that the oldest step in flight took; None: something that was announced may be a part of them, or
+        they are not known. `late`: it had ended before anybody waited for it, perhaps hours ago.
+        """
         tokens, launched_at = self._in_flight.popleft()
         now, excused = self._clock(), self._excused
-        seconds, self._ended_at = now - max(launched_at, self._ended_at), now
+        began = self._marked_at if late else max(launched_at, self._ended_at)
+        seconds, self._ended_at = now - began, now
         if tokens and not excused:
             self._per_token.add(seconds / tokens)
         elif tokens is not None and not excused:
             self._plain.add(seconds)
         self._expect()
         self._mark()
-        return None if excused else seconds
+        return None if excused or late else seconds
 
     def _mark(self) -> None:
         self._excused = bool(self._busy)
+        self._marked_at = self._clock()
         self.marks += 1
 
     def _expect(self) -> None:

@@ -9,6 +9,9 @@ from millrace_serve.engine.step.batch import HostBatch
 
 
 class StepHandle(Protocol):
+    def done(self) -> bool:
+        """Whether `result` has nothing to wait for."""
+
     def result(self) -> StepOutput:
         """Wait for the step. Raises what the step raised."""
 
