@@ -64,11 +64,18 @@ def test_the_hold_ends_with_the_time_that_passes() -> None:
 
 def test_what_is_old_is_forgotten() -> None:
     clock = Clock()
-    found = seen(clock, decode(8), [0.01, 0.02])
-    clock.now += FRESH_S - 0.015
-    assert found.hold_s(clock.now) == expected(0.02), "the step of 0.01 s is older"
-    clock.now += FRESH_S
+    found = seen(clock, decode(8), [0.02])
+    clock.now += FRESH_S - 0.01
+    assert found.hold_s(clock.now) == expected(0.02)
+    clock.now += 0.02
     assert found.hold_s(clock.now) == 0
+
+
+def test_a_step_of_seconds_does_not_make_the_others_old() -> None:
+    """A process that was stopped for so long would hold the next step back for as long again."""
+    clock = Clock()
+    found = seen(clock, decode(8), [0.02] * RECENT + [FRESH_S + 0.5])
+    assert found.hold_s(clock.now) == expected(0.02)
 
 
 def test_a_slow_launch_is_remembered_for_some_steps() -> None:

@@ -16,7 +16,7 @@ from millrace_serve.engine.step.batch import HostBatch
 from millrace_serve.engine.step.progress import weight
 
 RECENT = 4  # steps of a kind that are remembered
-FRESH_S = 2.0  # for so long: contexts grow, and long ones end
+FRESH_S = 2.0  # since the last of them: contexts grow, and long ones end
 KINDS_PER_OCTAVE = 4  # steps of a kind differ in their work by less than a fifth
 SPARE = 1 / 8  # of a step, by which it may end earlier than expected
 SPARE_S = 2e-3  # in addition
@@ -53,8 +53,10 @@ class Forecast:
         """Seconds to hold the next launch back; the step in flight began at `started_at`, by the clock."""
         if not self._in_flight or (of := self._in_flight[-1]) is None or of not in self._took:
             return 0.0
-        now = self._clock()
-        seconds = min((took for ended, took in self._took[of] if now - ended < FRESH_S), default=0.0)
+        now, latest = self._clock(), self._took[of]
+        if now - latest[-1][0] >= FRESH_S:
+            return 0.0
+        seconds = min(took for _, took in latest)  # old ones too: the latest may be the one that took so long
         return max(started_at + seconds * (1 - SPARE) - SPARE_S - self._launch_s - now, 0.0)
 
 
