@@ -120,6 +120,21 @@ def test_what_is_announced_is_no_pace(step: HostBatch) -> None:
     assert progress.limit_s == LEAST_S
 
 
+@pytest.mark.parametrize("step", [batch(), batch((500, 0))])
+def test_what_is_announced_while_the_thread_waits_is_no_pace(step: HostBatch) -> None:
+    """The step under way waits for it, too: one that compiles, while its rank waits for the others' next step."""
+    clock = Clock()
+    progress = known(clock)
+    progress.launches(step)
+    with progress.waits(), progress.busy("a compilation"):
+        clock.now += 15
+    clock.now += 0.02
+    assert progress.finished() is None
+    run(progress, clock, step, 0.02)
+    progress.launches(step)
+    assert progress.limit_s == LEAST_S
+
+
 def test_an_announcement_ends_with_an_error_too() -> None:
     progress = Progress()
     with pytest.raises(OSError), progress.busy("a profile"):

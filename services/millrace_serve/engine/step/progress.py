@@ -40,7 +40,7 @@ class Progress:
         self._plain, self._per_token = Slowest(), Slowest()
         self._in_flight: deque[tuple[float | None, float]] = deque()  # `_tokens` of each step, and when it was launched
         self._busy: list[str] = []
-        self._excused = False  # something was announced since the latest mark
+        self._excused = False  # something was announced since the oldest step in flight began
 
     @property
     def doing(self) -> str:
@@ -74,6 +74,8 @@ class Progress:
     def launches(self, batch: HostBatch) -> None:
         """A step; `finished` follows when its results are there."""
         self.launched += 1
+        if not self._in_flight:
+            self._excused = bool(self._busy)
         self._in_flight.append((_tokens(batch), self._clock()))
         self._expect()
 
@@ -87,7 +89,7 @@ class Progress:
         they are not known. `late`: it had ended before anybody waited for it, perhaps hours ago.
         """
         tokens, launched_at = self._in_flight.popleft()
-        now, excused = self._clock(), self._excused
+        now, excused, self._excused = self._clock(), self._excused, bool(self._busy)
         began = self._marked_at if late else max(launched_at, self._ended_at)
         seconds, self._ended_at = now - began, now
         if tokens and not excused:
@@ -99,7 +101,6 @@ class Progress:
         return None if excused or late else seconds
 
     def _mark(self) -> None:
-        self._excused = bool(self._busy)
         self._marked_at = self._clock()
         self.marks += 1
 
