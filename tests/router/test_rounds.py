@@ -15,26 +15,27 @@ from millrace.v1 import common_pb2
 from millrace_common.reasons import Reason
 from millrace_router.config import Timeouts
 from millrace_router.flow.flow import Flow, Leg, Stage
-from millrace_router.flow.rounds import LONGEST_REST_S, SHORT_S, SLICE_S, Rounds, rest_s
+from millrace_router.flow.rounds import LONGEST_REST_S, SLICE_S, Rounds, rest_s
 from millrace_router.flow.stream import Continuation, Delta, Stream
 from millrace_rpc.errors import MillraceError
 
 SECONDS = st.floats(0, 1)
 
 
-@given(SECONDS, SECONDS)
-def test_a_rest_is_bounded_and_keeps_the_interval(took: float, interval: float) -> None:
-    rest = rest_s(took, interval)
+@given(SECONDS, SECONDS, SECONDS)
+def test_a_rest_is_bounded_and_keeps_the_interval(took: float, behind: float, interval: float) -> None:
+    rest = rest_s(took, behind, interval)
     assert took + rest >= interval - 1e-9
     assert 0 <= rest <= max(LONGEST_REST_S, interval)
-    assert rest_s(took, 0) <= rest, "the interval only makes it longer"
+    assert rest_s(took, behind, 0) <= rest, "the interval only makes it longer"
 
 
-def test_short_rounds_need_no_rest_and_longer_ones_as_long_as_they_took() -> None:
-    assert rest_s(SHORT_S / 2, 0) == 0
-    assert rest_s(0.006, 0) == 0.006
-    assert rest_s(3.0, 0) == LONGEST_REST_S
-    assert rest_s(0.006, 0.03) == 0.024
+def test_a_router_that_is_behind_rests_for_as_long_as_it_sent() -> None:
+    assert rest_s(0.006, 0.0, 0) == 0
+    assert rest_s(0.006, 0.5, 0) == 0.003
+    assert rest_s(0.006, 1.0, 0) == 0.006
+    assert rest_s(3.0, 1.0, 0) == LONGEST_REST_S
+    assert rest_s(0.006, 1.0, 0.03) == 0.024
 
 
 class Loop:
@@ -110,6 +111,41 @@ def test_when_nothing_runs_a_turn_comes_at_once() -> None:
     assert got == [0.0, 0.5, 0.5001]
 
 
+def sizes(cost_s: float, step_s: float = 0.01, streams: int = 100, steps: int = 200) -> list[int]:
+    """Tokens of each message, but for the first fifty steps; a worker's step brings every stream a token."""
+    loop, sent, new = Loop(), list[tuple[float, int]](), [0] * streams
+    rounds = Rounds(loop, 0.0, loop.time)  # type: ignore[arg-type]
+
+    def turn(stream: int) -> None:
+        sent.append((loop.now, new[stream]))
+        new[stream] = 0
+        loop.spend(cost_s)
+
+    def step() -> None:
+        for stream in range(streams):
+            new[stream] += 1
+            if new[stream] == 1:
+                rounds.join(lambda stream=stream: turn(stream))
+            else:
+                rounds.wait()
+
+    for number in range(steps):
+        loop.call_at(number * step_s, step)
+    loop.run()
+    return [size for at, size in sent if at > 50 * step_s]
+
+
+def test_a_router_that_keeps_up_sends_each_token_by_itself() -> None:
+    """Even where sending takes more than half of its time."""
+    assert {*sizes(0.00003)} == {*sizes(0.00008)} == {1}
+
+
+def test_a_router_that_is_behind_sends_larger_messages() -> None:
+    """A round takes one and a half steps, and with its rest three."""
+    found = sizes(0.00015)
+    assert 2.5 <= sum(found) / len(found) <= 3.5
+
+
 async def test_a_turn_that_fails_costs_nobody_else_theirs() -> None:
     loop, errors, done = asyncio.get_running_loop(), list[BaseException](), asyncio.Event()
     loop.set_exception_handler(lambda _, about: errors.append(about["exception"]))
@@ -156,6 +192,11 @@ class Held:
 
     def __init__(self) -> None:
         self._turns: list[Callable[[], bool]] = []
+        self.waited = 0
+
+    def wait(self) -> None:
+        assert self._turns, "only a stream that has joined waits"
+        self.waited += 1
 
     def join(self, turn: Callable[[], bool]) -> None:
         self._turns.append(turn)
@@ -279,7 +320,7 @@ async def test_waiting_for_a_round_is_not_the_clients_fault() -> None:
         script.make(1)
     rounds.run()
     await turn()
-    assert [len(delta.token_ids) for delta in script.read] == [1, 50]
+    assert [len(delta.token_ids) for delta in script.read] == [1, 50] and rounds.waited == 49
     script.finish()
     rounds.run()
     await script.reader

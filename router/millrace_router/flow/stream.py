@@ -184,6 +184,8 @@ class Stream:
         elif not self._joined:
             self._joined = True
             self._rounds.join(self._take_turn)
+        else:
+            self._rounds.wait()
 
     def _take_turn(self) -> bool:
         """Whether the sink has taken everything; else the reader, if it has not gone, is woken."""
