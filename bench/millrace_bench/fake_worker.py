@@ -123,7 +123,7 @@ def _step(outputs: list[worker_pb2.SequenceOutput]) -> worker_pb2.LinkResponse:
 def _first(request: worker_pb2.EngineRequest) -> worker_pb2.SequenceOutput:
     at = request.num_prior_outputs
     finish = LENGTH if at + 1 >= request.sampling.max_tokens else None
-    logprobs = [_now()] if request.sampling.HasField("logprobs") else []
+    logprobs = [now()] if request.sampling.HasField("logprobs") else []
     return worker_pb2.SequenceOutput(
         id=request.id, first_index=at, token_ids=[TOKEN], logprobs=logprobs, finish_reason=finish
     )
@@ -133,13 +133,13 @@ def _next(sequence: Sequence) -> worker_pb2.SequenceOutput:
     at = sequence.position
     sequence.position += 1
     finish = LENGTH if sequence.position >= sequence.end else None
-    logprobs = [_now()] if sequence.timed else []
+    logprobs = [now()] if sequence.timed else []
     return worker_pb2.SequenceOutput(
         id=sequence.id, first_index=at, token_ids=[TOKEN], logprobs=logprobs, finish_reason=finish
     )
 
 
-def _now() -> common_pb2.TokenLogprobs:
+def now() -> common_pb2.TokenLogprobs:
     now = time.perf_counter() % CLOCK_S
     return common_pb2.TokenLogprobs(sampled=common_pb2.TokenLogprob(token_id=TOKEN, logprob=now))
 

@@ -64,12 +64,12 @@ def test_without_smg_there_is_a_plain_word(tmp_path: Path) -> None:
 @pytest.mark.skipif(not SMG.exists(), reason="smg is not installed (requirements/peers.txt)")
 def test_a_small_run() -> None:
     record = run(Settings(streams=4, seconds=0.5, requests=3, rounds=1, memory_streams=4))
-    assert list(record.results) == ["smg", "millrace http", "millrace grpc"]
+    assert list(record.results) == ["smg", "millrace http", "millrace grpc", "grpc alone"]
     for found in record.results.values():
         assert [len(rows) for rows in found["loads"].values()] == [1, 1, 1]
         assert all(row["tokens_per_s"] > 0 and row["cores"] >= 0 for rows in found["loads"].values() for row in rows)
         assert found["memory"]["mb"] >= found["memory"]["idle_mb"] > 1
-    assert table(dict(record.results)).count("\n") == 1 + 9 + 3
+    assert table(dict(record.results)).count("\n") == 1 + 12 + 4
 
 
 @pytest.mark.parametrize("size", [1, 7, 100, 10_000])

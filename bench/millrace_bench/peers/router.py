@@ -4,8 +4,8 @@
 
 Both get streams of one token per step from workers that cost nothing, and the same clients. smg passes the bytes of
 one HTTP worker through; our router tokenizes, merges the outputs of a prefill and a decode worker, detokenizes and
-writes the answer, over HTTP and over gRPC. The three take turns, `rounds` times, at a quarter, half and all of
-`streams`:
+writes the answer, over HTTP and over gRPC. A server that does nothing but send over gRPC shows the library's part. They
+take turns, `rounds` times, at a quarter, half and all of `streams`:
 
 1. CPU time of the router's processes, by the tokens that the clients got meanwhile.
 2. The time of each token of one more stream from its worker to its client.

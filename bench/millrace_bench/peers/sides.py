@@ -1,5 +1,5 @@
-"""What `peers/router.py` compares: smg in front of an HTTP worker, and our router in front of a prefill and a decode
-worker, each with one core for the router where there are two.
+"""What `peers/router.py` compares: smg in front of an HTTP worker, our router in front of a prefill and a decode
+worker, and gRPC's library alone, each with one core for the router where there are two.
 """
 
 from __future__ import annotations
@@ -53,12 +53,16 @@ async def sides(smg: Path, step_ms: float) -> AsyncIterator[dict[str, Side]]:
         worker = Target("http", f"127.0.0.1:{ports['http']}", MODEL)
         with cores_for(cores[:1] if ours.pinned else cores):
             pid, address = await _start_smg(stack, smg, worker.address)
+            command = [sys.executable, "-m", "millrace_bench.peers.grpc_alone", "--step-ms", str(step_ms)]
+            bare, ports = await start(stack, command, folder / "grpc.json")
+        alone = Target("grpc", f"127.0.0.1:{ports['grpc']}", "")
         straight = functools.partial(direct, ours.prefill, Work("grpc", "", PROMPT_TOKENS))
         router = ours.pids["router"][0]
         yield {
             "smg": Side(Target("http", address, MODEL), pid, functools.partial(first_tokens, worker)),
             "millrace http": Side(Target("http", ours.http[0], MODEL), router, straight),
             "millrace grpc": Side(Target("grpc", ours.grpc[0], MODEL), router, straight),
+            "grpc alone": Side(alone, bare, functools.partial(first_tokens, alone)),
         }
 
 
