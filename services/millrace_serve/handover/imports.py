@@ -26,7 +26,6 @@ from dataclasses import dataclass, field
 
 import msgspec
 from millrace.v1 import kv_pb2, worker_pb2
-from millrace_common.metrics import Metrics
 from millrace_common.page_hash import page_hashes
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
@@ -55,10 +54,7 @@ from millrace_serve.transfer.importer import (
     Over,
 )
 from millrace_serve.transfer.messages import AddSource, DropSource, ReadDone, ReadPages, ReadStuck
-from millrace_serve.worker.frontend.load import LoadBoard
-from millrace_serve.worker.frontend.ranks import Ranks
-from millrace_serve.worker.frontend.requests import Requests
-from millrace_serve.worker.frontend.spans import WorkerSpans
+from millrace_serve.worker.frontend.frontend import Frontend
 
 log = logging.getLogger(__name__)
 
@@ -92,27 +88,16 @@ class Import:
 
 
 class Imports:
-    def __init__(
-        self,
-        page_size: int,
-        stall_s: float,
-        ranks: Ranks,
-        requests: Requests,
-        peers: Peers,
-        spans: WorkerSpans,
-        metrics: Metrics,
-        board: LoadBoard,
-        doubts: Doubts,
-    ) -> None:
-        """`stall_s`: a Fetch stream that is silent for so long, or a read that takes longer, ends an import."""
-        self._page_size = page_size
-        self._stall_s = stall_s
-        self._ranks = ranks
-        self._requests = requests
+    def __init__(self, frontend: Frontend, peers: Peers, doubts: Doubts) -> None:
+        self._page_size = frontend.config.limits.page_size
+        # a Fetch stream that is silent for so long, or a read that takes longer, ends an import
+        self._stall_s = frontend.config.timeouts.stall
+        self._ranks = frontend.ranks
+        self._requests = frontend.requests
         self._peers = peers
-        self._spans = spans
-        self._metrics = metrics
-        self._board = board
+        self._spans = frontend.spans
+        self._metrics = frontend.metrics
+        self._board = frontend.board
         self._doubts = doubts
         self._live: dict[RequestId, Import] = {}
         self._tasks: set[asyncio.Task[None]] = set()

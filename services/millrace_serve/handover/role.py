@@ -25,17 +25,7 @@ class HandoverRole(RoleLogic):
         config, self._ranks, self._requests = frontend.config, frontend.ranks, frontend.requests
         self._peers = Peers(lambda rank, agent: frontend.ranks.send_reader(rank, DropSource(agent)), frontend.identity)
         self._doubts = Doubts(frontend.epoch, config.num_ranks, frontend.ranks, self._peers, frontend.leave)
-        self.imports = make_imports(
-            config.limits.page_size,
-            config.timeouts.stall,
-            frontend.ranks,
-            frontend.requests,
-            self._peers,
-            frontend.spans,
-            frontend.metrics,
-            frontend.board,
-            self._doubts,
-        )
+        self.imports = make_imports(frontend, self._peers, self._doubts)
         self.exports = Exports(config.timeouts, frontend.metrics, frontend.ranks.send)
         self._sources = Sources(config.num_ranks, frontend.ranks)
         self._kv = KvServicer(
