@@ -28,9 +28,7 @@ class HandoverRole(RoleLogic):
         self.imports = make_imports(frontend, self._peers, self._doubts)
         self.exports = Exports(config.timeouts, frontend.metrics, frontend.ranks.send)
         self._sources = Sources(config.num_ranks, frontend.ranks)
-        self._kv = KvServicer(
-            lambda: frontend.epoch, config.dp, frontend.ranks, frontend.requests, self.exports, self._sources
-        )
+        self._kv = KvServicer(frontend, self.exports, self._sources)
 
     def register(self, server: grpc.aio.Server, links: Links) -> None:
         kv_pb2_grpc.add_KvServiceServicer_to_server(self._kv, server)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import TypeAlias
 
 import grpc
@@ -15,27 +15,16 @@ from millrace_serve.handover.exports import Export, Exports
 from millrace_serve.handover.pairing import check_layout
 from millrace_serve.handover.sources import Sources
 from millrace_serve.worker.frontend import convert
+from millrace_serve.worker.frontend.frontend import Frontend
 from millrace_serve.worker.frontend.links import check_epoch, opening
-from millrace_serve.worker.frontend.ranks import Ranks
-from millrace_serve.worker.frontend.requests import ABORTED, Requests
+from millrace_serve.worker.frontend.requests import ABORTED
 
 Context: TypeAlias = grpc.aio.ServicerContext
 
 
 class KvServicer(kv_pb2_grpc.KvServiceServicer):
-    def __init__(
-        self,
-        epoch: Callable[[], str],
-        replicas: int,
-        ranks: Ranks,
-        requests: Requests,
-        exports: Exports,
-        sources: Sources,
-    ) -> None:
-        self._epoch = epoch
-        self._replicas = replicas
-        self._ranks = ranks
-        self._requests = requests
+    def __init__(self, frontend: Frontend, exports: Exports, sources: Sources) -> None:
+        self._frontend = frontend
         self._exports = exports
         self._sources = sources
 
@@ -44,8 +33,8 @@ class KvServicer(kv_pb2_grpc.KvServiceServicer):
     ) -> AsyncIterator[kv_pb2.FetchResponse]:
         begin: kv_pb2.FetchOpen = await opening(requests, "open", "Fetch")
         id = convert.request_id(begin.id)
-        check_epoch(begin.epoch, self._epoch())
-        check_layout(begin.fingerprint, "the reader", self._ranks)
+        check_epoch(begin.epoch, self._frontend.epoch)
+        check_layout(begin.fingerprint, "the reader", self._frontend.ranks)
         if begin.HasField("prefix"):
             id = self._lend(begin.prefix, context)
         release = asyncio.create_task(self._release(id, requests))
@@ -65,9 +54,10 @@ class KvServicer(kv_pb2_grpc.KvServiceServicer):
 
     def _lend(self, prefix: kv_pb2.FetchPrefix, context: Context) -> RequestId:
         """Begin a loan, which ends with the call. Raises MillraceError."""
-        self._requests.check_admission()
-        if prefix.replica >= self._replicas:
-            raise convert.invalid("prefix.replica", f"is {prefix.replica}; the worker has {self._replicas}")
+        self._frontend.requests.check_admission()
+        replicas = self._frontend.config.dp
+        if prefix.replica >= replicas:
+            raise convert.invalid("prefix.replica", f"is {prefix.replica}; the worker has {replicas}")
         if not prefix.blocks:
             raise convert.invalid("prefix.blocks", "must not be empty")
         id = self._exports.lend(prefix.replica, list(prefix.blocks))
