@@ -8,7 +8,7 @@ import grpc
 from millrace.v1 import decode_pb2, decode_pb2_grpc, worker_pb2
 
 from millrace_serve.engine.config import Role
-from millrace_serve.engine.core import Failure, RequestId, Route
+from millrace_serve.engine.core import Route
 from millrace_serve.handover.imports import Imports
 from millrace_serve.handover.pairing import Pairs, check_layout
 from millrace_serve.handover.role import HandoverRole
@@ -27,7 +27,7 @@ class DecodeRole(HandoverRole):
         self._pairs = Pairs(
             frontend.config, frontend.epoch, frontend.ranks, frontend.requests, self._peers, self.imports
         )
-        self._requests.on_abort = self._abort
+        self._requests.on_abort = self.imports.abort
 
     @property
     def warmed_sources(self) -> Iterable[str]:
@@ -54,6 +54,3 @@ class DecodeRole(HandoverRole):
         if self._role is Role.UNIFIED:
             await super().warm_pair(source)
         await self._pairs.warm_up(source)
-
-    def _abort(self, id: RequestId, why: Failure) -> bool:
-        return self.imports.abort(id, why)
