@@ -23,7 +23,7 @@ import sys
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import zmq
 from millrace_common import log as logs
@@ -32,7 +32,12 @@ from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import GIB
 from millrace_serve.engine.start.phases import Phases
 from millrace_serve.transfer.base import KvSink, PageBuffer
+from millrace_serve.transfer.cuda_ipc import CudaIpcSink, shared_memory_name
+from millrace_serve.transfer.disk_tier import DiskTier
 from millrace_serve.transfer.messages import FromReader, ToReader
+from millrace_serve.transfer.nearest import NearestSink
+from millrace_serve.transfer.nixl import NixlExporter, NixlSink
+from millrace_serve.transfer.page_folder import PageFolder
 from millrace_serve.transfer.reader import Reader
 from millrace_serve.worker.channels import Receiver, Sender
 from millrace_serve.worker.config import EngineKind, WorkerConfig
@@ -41,9 +46,6 @@ from millrace_serve.worker.rank.loop import EngineLoop, Upkeep, follower_inbox
 from millrace_serve.worker.rank.parts import Parts, RankSpec
 from millrace_serve.worker.rank.pulse import PulseThread
 from millrace_serve.worker.rank.weights import set_weights
-
-if TYPE_CHECKING:
-    from millrace_serve.transfer.nixl import NixlExporter
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +101,7 @@ def _live(spec: RankSpec, context: zmq.Context[Any], report: Callable[[Report], 
     _add_disk_tier(parts, config)
     inbox: Receiver[ToEngine] = Receiver(context, spec.bind.format(name="engine"), ToEngine)
     buffer = _buffer(parts.pool, config)
-    exporter = _exporter(buffer)
+    exporter = NixlExporter(buffer, shared=shared_memory_name(buffer) if buffer.mem_type == "VRAM" else b"")
     memory = exporter.handle()
     endpoint, reader = _reader_thread(spec, context, buffer, exporter)
     report(
@@ -167,9 +169,6 @@ def _add_disk_tier(parts: Parts, config: WorkerConfig) -> None:
     limits, layout = config.limits, parts.pool.layout
     if parts.engine is None or limits.disk_cache is None:
         return
-    from millrace_serve.transfer.disk_tier import DiskTier
-    from millrace_serve.transfer.page_folder import PageFolder
-
     copier = parts.engine.copier
     memory = PageBuffer(copier.address, layout.page_bytes, copier.num_slots)
     max_bytes = int(limits.disk_cache_gib * GIB)
@@ -180,13 +179,6 @@ def _buffer(pool: KvPool, config: WorkerConfig) -> PageBuffer:
     on_gpu = config.device == "cuda"
     device_id = pool.buffer.device.index if on_gpu else 0
     return PageBuffer(pool.address, pool.layout.page_bytes, pool.num_pages, "VRAM" if on_gpu else "DRAM", device_id)
-
-
-def _exporter(buffer: PageBuffer) -> NixlExporter:
-    from millrace_serve.transfer.cuda_ipc import shared_memory_name
-    from millrace_serve.transfer.nixl import NixlExporter
-
-    return NixlExporter(buffer, shared=shared_memory_name(buffer) if buffer.mem_type == "VRAM" else b"")
 
 
 def _reader_thread(
@@ -215,10 +207,6 @@ def _reader_thread(
 
 
 def _sink(buffer: PageBuffer) -> KvSink:
-    from millrace_serve.transfer.cuda_ipc import CudaIpcSink
-    from millrace_serve.transfer.nearest import NearestSink
-    from millrace_serve.transfer.nixl import NixlSink
-
     sink = NixlSink(buffer)
     return NearestSink(CudaIpcSink(buffer), sink) if buffer.mem_type == "VRAM" else sink
 
