@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
+import collections
 from typing import Any
 
 from millrace_serve.engine.config import MOST_DRAFTS
 from millrace_serve.engine.core import Events, Failure, FinishReason, Request, SequenceOutput, TokenOutput
 from millrace_serve.engine.schedule.sequence import Sequence
 
-# Fields of Load that only grow.
-COUNTED = (
-    "preemptions",
-    "resumed",
-    "recomputed",
-    "steps",
-    "cached_tokens",
-    "host_cached_tokens",
-    "prompt_tokens",
-    "output_tokens",
-)
-
 
 class Outbox:
     def __init__(self) -> None:
-        self.totals: dict[str, Any] = dict.fromkeys(COUNTED, 0)
+        self.totals: dict[str, Any] = collections.defaultdict(int)  # fields of Load that only grow
         self.drafted = [0] * MOST_DRAFTS  # by their place behind the newest token
         self.accepted = [0] * MOST_DRAFTS
         self.events = Events()
