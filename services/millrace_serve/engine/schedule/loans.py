@@ -17,7 +17,6 @@ class Loans:
     def __init__(self, cache: KvCache) -> None:
         self._cache = cache
         self._most = int(LENT_SHARE * cache.pool.total)
-        self._num_lent = 0
         self._lent: dict[RequestId, list[int]] = {}
         self._late: dict[RequestId, list[int]] = {}  # by the request that was to use them
 
@@ -26,17 +25,15 @@ class Loans:
 
     def lend(self, id: RequestId, blocks: list[int]) -> KvPart:
         """The cached pages of `blocks`, as far as they go and the bound allows; they are held until `end`."""
-        pages = self._cache.lend(blocks[: self._most - self._num_lent])
+        room = self._most - sum(map(len, self._lent.values()))
+        pages = self._cache.lend(blocks[:room])
         if pages:
             self._lent[id] = pages
-            self._num_lent += len(pages)
         return KvPart(id, 0, pages, blocks[: len(pages)], len(pages) * self._cache.page_size, last=True)
 
     def end(self, id: RequestId) -> None:
         """Idempotent."""
-        pages = self._lent.pop(id, [])
-        self._num_lent -= len(pages)
-        self._cache.take_back(pages)
+        self._cache.take_back(self._lent.pop(id, []))
 
     def set_aside(self, id: RequestId, pages: list[int]) -> None:
         """Keep pages of a sequence, which gives them up, until `settle`."""
