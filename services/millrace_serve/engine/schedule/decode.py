@@ -109,9 +109,9 @@ class DecodeScheduler(Scheduler):
         self._importing.discard(seq)
 
     def _take_off(self, seq: Sequence) -> None:
-        self.requests.waiting.discard(seq)
-        for group in (self._ready, self._prefilling, self._decoding):
-            group.pop(seq, None)
+        super()._take_off(seq)
+        self._ready.pop(seq, None)
+        self._decoding.pop(seq, None)
 
     # ------------------------------------------------------------------------------------------ scheduling
 

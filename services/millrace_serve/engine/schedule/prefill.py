@@ -188,10 +188,6 @@ class PrefillScheduler(Scheduler):
         self.outbox.events.parts.append(part)
         seq.num_published = num_pages
 
-    def _take_off(self, seq: Sequence) -> None:
-        self.requests.waiting.discard(seq)
-        self._prefilling.pop(seq, None)
-
     def _leave(self, seq: Sequence, phase: Phase) -> None:
         """A prompt of which a decode worker may read pages stays until its lease ends."""
         if phase is Phase.DONE and seq.num_published:

@@ -79,15 +79,10 @@ class Requests:
         now = self.clock()
         if now < self._next_deadline:
             return []
-        active = [seq for seq in self.live.values() if not _is_over(seq)]
+        active = [seq for seq in self.live.values() if seq.phase not in (Phase.DONE, Phase.PARKED)]
         self._next_deadline = min((seq.deadline for seq in active if seq.deadline > now), default=math.inf)
         return [seq for seq in active if seq.deadline <= now]
 
     def seconds_to_deadline(self) -> float | None:
         """To the earliest deadline; it may be that of a request that has ended since."""
         return None if math.isinf(self._next_deadline) else max(self._next_deadline - self.clock(), 0.0)
-
-
-def _is_over(seq: Sequence) -> bool:
-    """Whether this engine has no more work with the sequence."""
-    return seq.phase in (Phase.DONE, Phase.PARKED)

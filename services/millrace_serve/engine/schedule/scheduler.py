@@ -210,9 +210,10 @@ class Scheduler(abc.ABC):
         self._take_off(seq)
         self._leave(seq, Phase.DONE)
 
-    @abc.abstractmethod
     def _take_off(self, seq: Sequence) -> None:
         """Remove `seq` from every list of those that will be scheduled."""
+        self.requests.waiting.discard(seq)
+        self._prefilling.pop(seq, None)
 
     def _leave(self, seq: Sequence, phase: Phase) -> None:
         """`seq`, already taken off, goes to WAITING, PARKED or DONE."""
