@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 
+import msgspec
 from millrace.v1 import worker_pb2
 
 from millrace_serve.engine.cache.changes import CacheChanges
@@ -84,18 +85,8 @@ class _Watcher:
         found = []
         for replica, (after, sequence) in enumerate(zip(self._told, sequences, strict=True)):
             if after != sequence:
-                change = self._pending[replica].take() or CacheChange([], [])
-                found.append(
-                    worker_pb2.CacheChange(
-                        replica=replica,
-                        after=after,
-                        sequence=sequence,
-                        stored=change.stored,
-                        removed=change.removed,
-                        host_stored=change.host_stored,
-                        host_removed=change.host_removed,
-                    )
-                )
+                blocks = msgspec.structs.asdict(self._pending[replica].take() or CacheChange([], []))
+                found.append(worker_pb2.CacheChange(replica=replica, after=after, sequence=sequence, **blocks))
         self._told = list(sequences)
         return found
 

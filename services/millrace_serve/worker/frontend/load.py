@@ -116,15 +116,13 @@ class LoadBoard:
         free = load.host_pages_total - load.host_pages_used
         for use, count in (("used", load.host_pages_used), ("free", free)):
             metrics.host_pages.labels(replica=replica, use=use).set(count)
-        stored, loaded = (
-            (load.host_stored_bytes, load.host_store_seconds),
-            (load.host_loaded_bytes, load.host_load_seconds),
-        )
-        for way, (nbytes, seconds) in (("store", stored), ("load", loaded)):
-            self._advance(metrics.host_bytes.labels(replica=replica, way=way), nbytes)
-            self._advance(metrics.host_seconds.labels(replica=replica, way=way), seconds)
-        for way, pages in (("store", load.disk_stored_pages), ("load", load.disk_loaded_pages)):
-            self._advance(metrics.disk_pages.labels(replica=replica, way=way), pages)
+        for counter, stored, loaded in (
+            (metrics.host_bytes, load.host_stored_bytes, load.host_loaded_bytes),
+            (metrics.host_seconds, load.host_store_seconds, load.host_load_seconds),
+            (metrics.disk_pages, load.disk_stored_pages, load.disk_loaded_pages),
+        ):
+            self._advance(counter.labels(replica=replica, way="store"), stored)
+            self._advance(counter.labels(replica=replica, way="load"), loaded)
 
     def _advance(self, counter: Any, count: float) -> None:
         counter.inc(count - self._reported.get(counter, 0))
