@@ -102,9 +102,7 @@ class NixlSink(PolledSink[NixlPeer]):
         super().__init__(pool)
         # no progress thread: our polls make the progress, and a second thread at it costs bandwidth
         self._agent = NixlAgent(pool, ucx or {}, progress_thread=False)
-        self._ours = self._agent.prepare(
-            "", pool.mem_type, pool.address, pool.page_bytes, pool.device_id, pool.num_pages
-        )
+        self._ours = self._agent.prepare("", pool.address, pool)
 
     def open(self, source: MemoryHandle) -> NixlPeer:
         """Load the exporter's metadata and prepare the descriptors of all of its pages."""
@@ -116,10 +114,7 @@ class NixlSink(PolledSink[NixlPeer]):
             raise TransferError(f"NIXL cannot read the metadata of {source.agent}: {error}") from error
         try:
             if name == source.agent:
-                pages = agent.prepare(
-                    name, source.mem_type, source.base, source.page_bytes, source.device_id, source.num_pages
-                )
-                return NixlPeer(name, pages)
+                return NixlPeer(name, agent.prepare(name, source.base, source))
             problem = f"the metadata of {source.agent} belongs to {name}"
         except agent.errors as error:
             problem = f"{source.agent} does not export the pages it claims: {error}"

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from millrace_serve.transfer.base import PageBuffer, TransferError
+from millrace_serve.transfer.base import MemoryHandle, PageBuffer, TransferError
 
 INIT_TIMEOUT_S = 60.0  # creating the backend
 WAKE_INTERVAL_S = 0.01  # the exporter's progress thread wakes this often even without an event; at least 1 ms
@@ -49,11 +49,12 @@ class NixlAgent:
     def mem_type(self, name: str) -> Any:
         return {"DRAM": self.lib.DRAM_SEG, "VRAM": self.lib.VRAM_SEG}[name]
 
-    def prepare(self, agent: str, mem_type: str, base: int, page_bytes: int, device_id: int, num_pages: int) -> int:
-        """Handle of a descriptor list with one entry per page; agent "" is ourselves."""
-        pages = np.array([[base, page_bytes, device_id, page_bytes, num_pages]], dtype=np.uint64)
+    def prepare(self, agent: str, base: int, pool: PageBuffer | MemoryHandle) -> int:
+        """Handle of a descriptor list with one entry per page of `pool`, from `base` on; agent "" is ourselves."""
+        size = pool.page_bytes
+        pages = np.array([[base, size, pool.device_id, size, pool.num_pages]], dtype=np.uint64)
         owner = agent or self.lib.NIXL_INIT_AGENT
-        return self.nixl.prepXferDlist(owner, self.mem_type(mem_type), pages, [self.backend])
+        return self.nixl.prepXferDlist(owner, self.mem_type(pool.mem_type), pages, [self.backend])
 
     def close(self) -> None:
         """Idempotent."""
