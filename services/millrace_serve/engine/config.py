@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
 from millrace_common.config import Config
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 
 class Role(enum.StrEnum):
@@ -25,9 +25,7 @@ MOST_DRAFTS = 3  # less than model/yarn.py has rows behind the last position
 DRAFT_BATCHES = (256, 32, 16)
 
 
-class Limits(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
+class Limits(Config):
     num_pages: Annotated[int, Field(ge=2)] | Literal["auto"]  # of the KV pool, the sink included; auto: what fits
     max_model_len: int = Field(ge=2)  # tokens of one sequence, prompt and outputs
     page_size: int = Field(64, ge=1)  # tokens

@@ -16,8 +16,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from millrace_common.config import Config
 from millrace_common.page_hash import chain_hash
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from millrace_serve.engine.cache.canary import mismatches
 from millrace_serve.engine.cache.kv_pool import KvPool
@@ -31,10 +32,8 @@ MOST = (1 << 64) - 1
 LENGTH_INDEX = np.uint64(MOST)  # output position -1, whose hash decides the length
 
 
-class SimSettings(BaseModel):
+class SimSettings(Config):
     """Costs in seconds. With `eos_lengths` (shortest, longest) each prompt's output ends by EOS at its own length."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     vocab_size: int = Field(32768, gt=SPECIAL_TOKENS)
     eos_token_id: int = Field(1, ge=0, lt=SPECIAL_TOKENS)
