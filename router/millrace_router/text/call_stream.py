@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 
@@ -20,12 +21,26 @@ class CallDelta:
     id: str = ""
 
 
+class State(enum.Enum):
+    TEXT = enum.auto()
+    BETWEEN = enum.auto()  # calls
+    HEAD = enum.auto()  # what stands before a call's arguments
+    ARGUMENTS = enum.auto()  # in one piece
+    PARAMETERS = enum.auto()  # or one by one: between them
+    NAME = enum.auto()  # attributes of a parameter
+    STRING = enum.auto()
+    JSON = enum.auto()
+
+
 class CallParser(ABC):
     """Every `push` and the final `flush` give the new text and calls. What comes out does not depend on how the text
     was cut into pieces. Nothing but the marks of well-formed calls is left out: what cannot be read as a call is text.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, opens: tuple[str, ...], call: str, closes: str) -> None:
+        """The marks that begin a list of calls, begin a call, and end the list."""
+        self._opens, self._call, self._closes = opens, call, closes
+        self._state = State.TEXT
         self._scanner = Scanner()
         self._space = ""  # between calls: belongs to the text if more than white space comes
         self._index = -1
@@ -40,16 +55,49 @@ class CallParser(ABC):
 
     def flush(self) -> tuple[str, list[CallDelta]]:
         """The text has ended. Arguments that end here end as if their call had been closed."""
-        self._end(self._scanner.rest())
+        rest = self._scanner.rest()
+        match self._state:
+            case State.TEXT:
+                self._text.append(rest)
+            case State.BETWEEN:
+                self._between(rest, closed=True)
+            case State.HEAD:
+                self._text.append(self._call + rest)
+            case _:
+                self._end_call(rest)
         return self._taken()
 
-    @abstractmethod
     def _step(self) -> bool:
         """Parse a piece of the text. False: more text is needed."""
+        match self._state:
+            case State.TEXT:
+                before, found = self._scanner.until(*self._opens)
+                self._text.append(before)
+                return self._go(State.BETWEEN if found else None)
+            case State.BETWEEN:
+                before, found = self._scanner.until(self._call, self._closes)
+                self._between(before, closed=bool(found))
+                return self._go({self._call: State.HEAD, self._closes: State.TEXT}.get(found))
+            case State.HEAD:
+                return self._read_head()
+            case _:
+                return self._read_call()
+
+    def _go(self, state: State | None) -> bool:
+        self._state = state or self._state
+        return state is not None
 
     @abstractmethod
-    def _end(self, rest: str) -> None:
-        """The text has ended with `rest`, in which no mark is whole."""
+    def _read_head(self) -> bool:
+        """As `_step`, behind the mark of a call."""
+
+    @abstractmethod
+    def _read_call(self) -> bool:
+        """As `_step`, behind the head of a call."""
+
+    @abstractmethod
+    def _end_call(self, rest: str) -> None:
+        """The text has ended inside a call with `rest`, in which no mark is whole."""
 
     def _taken(self) -> tuple[str, list[CallDelta]]:
         text, calls = "".join(self._text), self._calls

@@ -15,11 +15,10 @@ The empty line before the calls is part of their mark: the template writes it ag
 
 from __future__ import annotations
 
-import enum
 import json
 import re
 
-from millrace_router.text.call_stream import CallParser
+from millrace_router.text.call_stream import CallParser, State
 from millrace_router.text.markers import DSML
 
 CALLS, CALLS_END = f"<{DSML}function_calls>", f"</{DSML}function_calls>"
@@ -29,71 +28,44 @@ PARAMETER, PARAMETER_END = f"<{DSML}parameter", f"</{DSML}parameter>"
 _NAME, _STRING = re.compile(r'\sname="([^"]*)"'), re.compile(r'\sstring="true"')
 
 
-class _State(enum.Enum):
-    TEXT = enum.auto()
-    BETWEEN = enum.auto()  # calls
-    HEAD = enum.auto()  # attributes of a call
-    PARAMETERS = enum.auto()  # between them
-    NAME = enum.auto()  # attributes of a parameter
-    STRING = enum.auto()
-    JSON = enum.auto()
-
-
 class DsmlParser(CallParser):
     def __init__(self) -> None:
-        super().__init__()
-        self._state = _State.TEXT
+        super().__init__((GAP + CALLS, CALLS), CALL, CALLS_END)
         self._next = "{"  # stands before the next parameter
         self._late = ""  # text inside a call: shown behind it, because it would part the arguments
 
-    def _step(self) -> bool:
+    def _read_call(self) -> bool:
         match self._state:
-            case _State.TEXT:
-                before, found = self._scanner.until(GAP + CALLS, CALLS)
-                self._text.append(before)
-                return self._go(_State.BETWEEN if found else None)
-            case _State.BETWEEN:
-                before, found = self._scanner.until(CALL, CALLS_END)
-                self._between(before, closed=bool(found))
-                return self._go({CALL: _State.HEAD, CALLS_END: _State.TEXT}.get(found))
-            case _State.HEAD:
-                return self._read_head()
-            case _State.PARAMETERS:
+            case State.PARAMETERS:
                 before, found = self._scanner.until(PARAMETER, CALL_END)
                 self._between(before, closed=bool(found))
                 self._late += self._text.pop()
                 if found == CALL_END:
                     self._add("{}" if self._next == "{" else "}")
                     self._show_late()
-                return self._go({PARAMETER: _State.NAME, CALL_END: _State.BETWEEN}.get(found))
-            case _State.NAME:
+                return self._go({PARAMETER: State.NAME, CALL_END: State.BETWEEN}.get(found))
+            case State.NAME:
                 return self._read_name()
-            case _State.STRING | _State.JSON:
+            case _:
                 before, found = self._scanner.until(PARAMETER_END)
                 self._tell(before)
-                if found and self._state is _State.STRING:
+                if found and self._state is State.STRING:
                     self._add('"')
-                return self._go({PARAMETER_END: _State.PARAMETERS}.get(found))
+                return self._go({PARAMETER_END: State.PARAMETERS}.get(found))
 
     def _show_late(self) -> None:
         self._text.append(self._late)
         self._late = ""
 
-    def _end(self, rest: str) -> None:
+    def _end_call(self, rest: str) -> None:
         self._show_late()
         match self._state:
-            case _State.TEXT:
-                self._text.append(rest)
-            case _State.HEAD | _State.NAME:
-                self._text.append((CALL if self._state is _State.HEAD else PARAMETER) + rest)
-            case _State.BETWEEN | _State.PARAMETERS:
+            case State.PARAMETERS:
                 self._between(rest, closed=True)
-            case _State.STRING | _State.JSON:
+            case State.NAME:
+                self._text.append(PARAMETER + rest)
+            case _:
                 self._tell(rest)
-
-    def _go(self, state: _State | None) -> bool:
-        self._state = state or self._state
-        return state is not None
 
     def _attributes(self) -> str | None:
         """Take the rest of a tag; None: more text is needed."""
@@ -108,24 +80,24 @@ class DsmlParser(CallParser):
             return False
         if not (name := _NAME.search(attributes)):
             self._text.append(f"{CALL}{attributes}>")
-            return self._go(_State.BETWEEN)
+            return self._go(State.BETWEEN)
         self._begin(name[1])
         self._next = "{"
-        return self._go(_State.PARAMETERS)
+        return self._go(State.PARAMETERS)
 
     def _read_name(self) -> bool:
         if (attributes := self._attributes()) is None:
             return False
         if not (name := _NAME.search(attributes)):
             self._late += f"{PARAMETER}{attributes}>"
-            return self._go(_State.PARAMETERS)
+            return self._go(State.PARAMETERS)
         string = bool(_STRING.search(attributes))
         self._add(f"{self._next}{_quoted(name[1])}: " + ('"' if string else ""))
         self._next = ", "
-        return self._go(_State.STRING if string else _State.JSON)
+        return self._go(State.STRING if string else State.JSON)
 
     def _tell(self, text: str) -> None:
-        self._add(_quoted(text)[1:-1] if self._state is _State.STRING else text)
+        self._add(_quoted(text)[1:-1] if self._state is State.STRING else text)
 
 
 def _quoted(text: str) -> str:

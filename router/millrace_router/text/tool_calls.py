@@ -11,22 +11,12 @@ whole head back as the id of the call.
 
 from __future__ import annotations
 
-import enum
 import re
 
-from millrace_router.text.call_stream import CallParser
+from millrace_router.text.call_stream import CallParser, State
 from millrace_router.text.markers import DEEPSEEK, CallMarkers
 
 KIND, FENCE = "function", "```"
-
-
-class _State(enum.Enum):
-    TEXT = enum.auto()
-    BETWEEN = enum.auto()  # calls
-    HEAD = enum.auto()  # what stands before a call's arguments
-    ARGUMENTS = enum.auto()
-
-
 # The lines of a V3 head behind SEP: the name, then the fence, or arguments where the model left the code block out.
 _V3_LINES = re.compile(r"\s*(\S[^\n]*)\n\s*(?:```[^\n]*\n|(?=\S[^\n]*\n))")
 _KIMI_HEAD = re.compile(r"functions\.(.+):\d+")
@@ -34,44 +24,18 @@ _KIMI_HEAD = re.compile(r"functions\.(.+):\d+")
 
 class MarkedCallParser(CallParser):
     def __init__(self, markers: CallMarkers = DEEPSEEK) -> None:
-        super().__init__()
+        super().__init__((markers.calls,), markers.call, markers.calls_end)
         self._marks = markers
-        self._state = _State.TEXT
         self._tail = ""  # text that belongs to the arguments if more of them come
         self._begun = False  # the arguments
 
-    def _step(self) -> bool:
-        marks = self._marks
-        match self._state:
-            case _State.TEXT:
-                before, marker = self._scanner.until(marks.calls)
-                self._text.append(before)
-                return self._go(_State.BETWEEN if marker else None)
-            case _State.BETWEEN:
-                before, marker = self._scanner.until(marks.call, marks.calls_end)
-                self._between(before, closed=bool(marker))
-                return self._go({marks.call: _State.HEAD, marks.calls_end: _State.TEXT}.get(marker))
-            case _State.HEAD:
-                return self._read_head()
-            case _State.ARGUMENTS:
-                before, marker = self._scanner.until(marks.call_end)
-                self._tell(before)
-                return self._go(_State.BETWEEN if marker else None)
+    def _read_call(self) -> bool:
+        before, found = self._scanner.until(self._marks.call_end)
+        self._tell(before)
+        return self._go(State.BETWEEN if found else None)
 
-    def _end(self, rest: str) -> None:
-        match self._state:
-            case _State.TEXT:
-                self._text.append(rest)
-            case _State.BETWEEN:
-                self._between(rest, closed=True)
-            case _State.HEAD:
-                self._text.append(self._marks.call + rest)
-            case _State.ARGUMENTS:
-                self._tell(rest)
-
-    def _go(self, state: _State | None) -> bool:
-        self._state = state or self._state
-        return state is not None
+    def _end_call(self, rest: str) -> None:
+        self._tell(rest)
 
     def _read_head(self) -> bool:
         """Take a whole head, or all of a call without one, which is text."""
@@ -87,13 +51,13 @@ class MarkedCallParser(CallParser):
             self._scanner.take(size)
             self._begun, self._tail = False, ""
             self._begin(name, call_id)
-            return self._go(_State.ARGUMENTS)
+            return self._go(State.ARGUMENTS)
         if kind.strip() or not separator:
             if not end:
                 return False
             size = len(call) + len(end)
-        self._text.append(self._marks.call + self._scanner.take(size))
-        return self._go(_State.BETWEEN)
+        self._text.append(self._call + self._scanner.take(size))
+        return self._go(State.BETWEEN)
 
     def _tell(self, text: str) -> None:
         """Emit arguments, without the white space before them and the text after them."""
