@@ -126,17 +126,10 @@ def structural_tag(tools: Sequence[Tool], style: Style, *, required: bool, paral
 
 def _example(style: Style) -> str:
     begin, separator, end = _list_of_calls(style)
-    match style:
-        case Style.V3:
-            call = f"{_v3_head('tool_call_name')}tool_call_arguments\n{FENCE}{DEEPSEEK.call_end}"
-        case Style.V31:
-            call = f"{DEEPSEEK.call}tool_call_name{DEEPSEEK.sep}tool_call_arguments{DEEPSEEK.call_end}"
-        case Style.V32:
-            value = f'{dsml.PARAMETER} name="parameter_name" string="true|false">parameter_value{dsml.PARAMETER_END}'
-            call = f'{dsml.CALL} name="tool_call_name">\n{value}\n{dsml.CALL_END}'
-        case Style.KIMI:
-            call = f"{KIMI.call}functions.tool_call_name:0{KIMI.sep}tool_call_arguments{KIMI.call_end}"
-    return f"{begin}{call}{separator}{{additional_tool_calls}}{end}"
+    call, call_end = _around_arguments("tool_call_name", style)
+    parameter = f'{dsml.PARAMETER} name="parameter_name" string="true|false">parameter_value{dsml.PARAMETER_END}\n'
+    arguments = {Style.V32: parameter, Style.KIMI: f"0{KIMI.sep}tool_call_arguments"}.get(style, "tool_call_arguments")
+    return f"{begin}{call}{arguments}{call_end}{separator}{{additional_tool_calls}}{end}"
 
 
 def _list_of_calls(style: Style) -> tuple[str, str, str]:
@@ -150,24 +143,27 @@ def _list_of_calls(style: Style) -> tuple[str, str, str]:
             return DEEPSEEK.calls, "\n" if style is Style.V3 else "", DEEPSEEK.calls_end
 
 
-def _call(tool: Tool, style: Style) -> dict[str, Any]:
-    """xgrammar's tag of one call."""
-    arguments = {"type": "json_schema", "json_schema": tool.parameters, "max_whitespace_cnt": MAX_SPACES}
-    content: dict[str, Any] = arguments
+def _around_arguments(name: str, style: Style) -> tuple[str, str]:
+    """The texts before and after a call's arguments; Kimi's begin with the number of the call."""
     match style:
         case Style.V3:
-            begin, end = _v3_head(tool.name), f"\n{FENCE}{DEEPSEEK.call_end}"
+            return f"{DEEPSEEK.call}{KIND}{DEEPSEEK.sep}{name}\n{FENCE}json\n", f"\n{FENCE}{DEEPSEEK.call_end}"
         case Style.V31:
-            begin, end = f"{DEEPSEEK.call}{tool.name}{DEEPSEEK.sep}", DEEPSEEK.call_end
+            return f"{DEEPSEEK.call}{name}{DEEPSEEK.sep}", DEEPSEEK.call_end
         case Style.V32:
-            begin, end = f'{dsml.CALL} name="{tool.name}">\n', dsml.CALL_END
-            content = {**arguments, "style": "deepseek_xml"}
+            return f'{dsml.CALL} name="{name}">\n', dsml.CALL_END
         case Style.KIMI:
-            begin, end = f"{KIMI.call}functions.{tool.name}:", KIMI.call_end
-            number, sep = {"type": "regex", "pattern": "[0-9]+"}, {"type": "const_string", "value": KIMI.sep}
-            content = {"type": "sequence", "elements": [number, sep, arguments]}
+            return f"{KIMI.call}functions.{name}:", KIMI.call_end
+
+
+def _call(tool: Tool, style: Style) -> dict[str, Any]:
+    """xgrammar's tag of one call."""
+    begin, end = _around_arguments(tool.name, style)
+    content: dict[str, Any]
+    content = {"type": "json_schema", "json_schema": tool.parameters, "max_whitespace_cnt": MAX_SPACES}
+    if style is Style.V32:
+        content["style"] = "deepseek_xml"
+    if style is Style.KIMI:
+        number, sep = {"type": "regex", "pattern": "[0-9]+"}, {"type": "const_string", "value": KIMI.sep}
+        content = {"type": "sequence", "elements": [number, sep, content]}
     return {"type": "tag", "begin": begin, "content": content, "end": end}
-
-
-def _v3_head(name: str) -> str:
-    return f"{DEEPSEEK.call}{KIND}{DEEPSEEK.sep}{name}\n{FENCE}json\n"
