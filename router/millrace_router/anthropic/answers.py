@@ -9,11 +9,10 @@ from typing import Any
 from millrace.v1 import common_pb2
 from millrace_rpc.errors import MillraceError
 
-from millrace_router.edge.http_answers import anthropic_error
+from millrace_router.edge.http_answers import anthropic_error, event
 from millrace_router.flow.inference import Answer
 from millrace_router.openai.blocks import Block, BlockForm, Kind, Step
 from millrace_router.openai.reading import Reading
-from millrace_router.openai.sse import event
 
 DELTAS = {  # type of a block's deltas, and the field with the new piece
     Kind.THOUGHTS: ("thinking_delta", "thinking"),

@@ -1,4 +1,4 @@
-"""HTTP: bounded bodies, answers in JSON, and errors in the shape of the API, from the one table."""
+"""HTTP: bounded bodies, answers and events in JSON, and errors in the shape of the API, from the one table."""
 
 from __future__ import annotations
 
@@ -39,6 +39,12 @@ def new_app(routes: Sequence[BaseRoute]) -> Starlette:
 
 def json_answer(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(value), status, headers, "application/json")
+
+
+def event(value: Any, name: str = "") -> bytes:
+    """A server-sent event with a JSON value, and a name if it has one."""
+    head = f"event: {name}\n".encode() if name else b""
+    return head + b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
 async def on_error(request: Request, error: Exception) -> Response:

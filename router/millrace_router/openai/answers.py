@@ -11,11 +11,11 @@ import msgspec
 from millrace.v1 import common_pb2
 from millrace_rpc.errors import MillraceError
 
+from millrace_router.edge.http_answers import event
 from millrace_router.flow.inference import Answer
 from millrace_router.flow.stream import Delta
 from millrace_router.openai import objects
 from millrace_router.openai.reading import Reading, Said, call_id
-from millrace_router.openai.sse import event
 from millrace_router.text.call_stream import CallDelta
 from millrace_router.text.tokenizer import Tokenizer
 

@@ -9,11 +9,11 @@ from typing import Any
 from millrace.v1 import common_pb2
 from millrace_rpc.errors import MillraceError
 
+from millrace_router.edge.http_answers import event
 from millrace_router.flow.inference import Answer
 from millrace_router.openai.blocks import Block, BlockForm, Kind, Step
 from millrace_router.openai.reading import Reading
 from millrace_router.openai.responses_request import ResponsesRequest
-from millrace_router.openai.sse import event
 
 PREFIX = {Kind.THOUGHTS: "rs", Kind.TEXT: "msg", Kind.CALL: "fc"}  # of the ids of items
 EVENTS = {  # of a growing block: its name, and the field that has the whole in the end
