@@ -56,18 +56,17 @@ class MessageForm(BlockForm):
             "type": "message",
             "role": "assistant",
             "model": self.answer.model,
-            "system_fingerprint": self.version,
+            "system_fingerprint": self.reading.latest.version or None,
             "content": content,
             "usage": self._usage(),
             **stop,
         }
 
     def _stop(self) -> dict[str, str | None]:
-        if self.finish == common_pb2.FINISH_REASON_LENGTH:
+        if self.reading.latest.finish_reason == common_pb2.FINISH_REASON_LENGTH:
             return {"stop_reason": "max_tokens", "stop_sequence": None}
-        stopped_by = self.reading.latest.stopped_by if self.reading.latest is not None else ""
-        if stopped_by in self._stops:
-            return {"stop_reason": "stop_sequence", "stop_sequence": stopped_by}
+        if self.reading.latest.stopped_by in self._stops:
+            return {"stop_reason": "stop_sequence", "stop_sequence": self.reading.latest.stopped_by}
         return {"stop_reason": "tool_use" if self.reading.called else "end_turn", "stop_sequence": None}
 
     def _usage(self) -> dict[str, Any]:
@@ -77,7 +76,7 @@ class MessageForm(BlockForm):
             "input_tokens": self.answer.prompt_tokens - cached,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
-            "output_tokens": self.output_tokens,
+            "output_tokens": self.reading.latest.completion_tokens,
             "output_tokens_details": {"thinking_tokens": self.reading.reasoning_tokens},
         }
 

@@ -94,19 +94,6 @@ class BlockForm(ABC):
         self.blocks = Blocks()
         self._shows_thoughts = shows_thoughts
 
-    @property
-    def finish(self) -> int:
-        return self.reading.latest.finish_reason if self.reading.latest is not None else 0
-
-    @property
-    def output_tokens(self) -> int:
-        return self.reading.latest.completion_tokens if self.reading.latest is not None else 0
-
-    @property
-    def version(self) -> str | None:
-        """Of the weights."""
-        return (self.reading.latest.version or None) if self.reading.latest is not None else None
-
     def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         for delta in deltas:
             self._read(delta)

@@ -46,14 +46,14 @@ class MessageParser:
 
 
 class Reading:
-    """`latest` has the counts so far; `called`: there was a tool call."""
+    """`latest` has the counts so far, from the first delta on; `called`: there was a tool call."""
 
     def __init__(self, answer: Answer, tokenizer: Tokenizer, tools: bool) -> None:
         self._tokenizer = tokenizer
         self._parser = MessageParser(tokenizer.format, thinking=answer.thinking, tools=tools)
         self._thinking = answer.thinking and tokenizer.format.reasons
         self._before = 0  # tokens before the first thoughts, such as <think>
-        self.latest: Delta | None = None
+        self.latest: Delta
         self.cached_tokens = self.reasoning_tokens = 0
         self.called = False
 

@@ -54,7 +54,7 @@ class ResponseForm(BlockForm):
 
     @property
     def _cut(self) -> bool:
-        return self.finish == common_pb2.FINISH_REASON_LENGTH
+        return self.reading.latest.finish_reason == common_pb2.FINISH_REASON_LENGTH
 
     def _status(self, block: Block) -> str:
         return "incomplete" if self._cut and block is self.blocks.all[-1] else "completed"
@@ -115,7 +115,7 @@ class ResponseForm(BlockForm):
             "error": None,
             "incomplete_details": None,
             "model": self.answer.model,
-            "system_fingerprint": self.version,
+            "system_fingerprint": self.reading.latest.version or None,
             "output": output,
             "usage": None,
             "store": False,
@@ -126,7 +126,7 @@ class ResponseForm(BlockForm):
         }
 
     def _usage(self) -> dict[str, Any]:
-        prompt, output = self.answer.prompt_tokens, self.output_tokens
+        prompt, output = self.answer.prompt_tokens, self.reading.latest.completion_tokens
         return {
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": self.reading.cached_tokens, "cache_write_tokens": 0},
