@@ -9,18 +9,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from millrace_router.flow.validate import invalid
-from millrace_router.openai.chat import (
-    CalledFunction,
-    CalledTool,
-    ChatRequest,
-    Function,
-    FunctionName,
-    FunctionTool,
-    NamedTool,
-    Turn,
-)
+from millrace_router.openai.chat import ChatRequest
 from millrace_router.openai.translated import Lenient, Translated
-from millrace_router.openai.types import Items, JsonSchema, ResponseFormat, Strict
+from millrace_router.openai.types import Items, JsonSchema, Strict
 
 
 class TextBlock(Lenient):
@@ -71,22 +62,22 @@ class InputMessage(Strict):
     role: Literal["user", "assistant", "system"]
     content: Content
 
-    def turns(self, i: int) -> Iterator[Turn]:
+    def turns(self, i: int) -> Iterator[dict[str, Any]]:
+        """As turns of chat."""
         for j, block in enumerate(self.content):
             if not isinstance(block, BLOCKS[self.role]):
                 raise invalid("messages", f"[{i}].content[{j}]: a {self.role} has no {block.type}")
         texts = [block.text for block in self.content if isinstance(block, TextBlock)]
         for block in self.content:
             if isinstance(block, ToolResultBlock):
-                yield Turn(role="tool", tool_call_id=block.tool_use_id, content=_joined(block.content))
+                yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _joined(block.content)}
         if self.role == "assistant":
             thoughts = "".join(block.thinking for block in self.content if isinstance(block, ThinkingBlock))
             calls = [_call(block) for block in self.content if isinstance(block, ToolUseBlock)]
-            yield Turn(
-                role="assistant", content="".join(texts), reasoning_content=thoughts or None, tool_calls=calls or None
-            )
+            said = {"content": "".join(texts), "reasoning_content": thoughts, "tool_calls": calls}
+            yield {"role": "assistant", **said}
         elif texts:
-            yield Turn(role=self.role, content="\n".join(texts))
+            yield {"role": self.role, "content": "\n".join(texts)}
 
 
 class CustomTool(Strict):
@@ -100,11 +91,9 @@ class CustomTool(Strict):
     cache_control: dict[str, Any] | None = None
     eager_input_streaming: bool | None = None  # arguments stream anyway
 
-    def as_function(self) -> FunctionTool:
-        function = Function(
-            name=self.name, description=self.description, parameters=self.input_schema, strict=self.strict
-        )
-        return FunctionTool(type="function", function=function)
+    def as_function(self) -> dict[str, Any]:
+        about = {"description": self.description, "parameters": self.input_schema, "strict": self.strict}
+        return {"type": "function", "function": {"name": self.name, **about}}
 
 
 class ToolChoice(Strict):
@@ -156,27 +145,27 @@ class CountRequest(Translated):
         """As fields of chat."""
         if self.messages and self.messages[-1].role == "assistant":
             raise invalid("messages", "must not end with one of the assistant: the model does not continue texts")
-        system = [Turn(role="system", content=_joined(self.system))] if self.system else []
+        system = [{"role": "system", "content": _joined(self.system)}] if self.system else []
         form = self.output_config.format
         return {
             "messages": [*system, *(turn for i, message in enumerate(self.messages) for turn in message.turns(i))],
             "tools": [tool.as_function() for tool in self.tools],
             "tool_choice": self._choice(),
             "parallel_tool_calls": not self.tool_choice.disable_parallel_tool_use,
-            "response_format": ResponseFormat(type="json_schema" if form is not None else "text", json_schema=form),
+            "response_format": {"type": "json_schema" if form is not None else "text", "json_schema": form},
             **self.shared(self.thinking.type != "disabled" if self.thinking is not None else None),
         }
 
     def as_chat(self) -> ChatRequest:
         return ChatRequest(**self.conversation())
 
-    def _choice(self) -> str | NamedTool:
+    def _choice(self) -> str | dict[str, Any]:
         choice = self.tool_choice
         if (choice.name is not None) is not (choice.type == "tool"):
             needed = "is required" if choice.name is None else "has no meaning"
             raise invalid("tool_choice", f".name {needed} with type {choice.type}")
         if choice.name is not None:
-            return NamedTool(type="function", function=FunctionName(name=choice.name))
+            return {"type": "function", "function": {"name": choice.name}}
         return {"any": "required"}.get(choice.type, choice.type)
 
 
@@ -206,6 +195,6 @@ def _joined(texts: list[TextBlock]) -> str:
     return "\n".join(block.text for block in texts)
 
 
-def _call(block: ToolUseBlock) -> CalledTool:
+def _call(block: ToolUseBlock) -> dict[str, Any]:
     arguments = json.dumps(block.input, ensure_ascii=False)
-    return CalledTool(id=block.id, function=CalledFunction(name=block.name, arguments=arguments))
+    return {"id": block.id, "function": {"name": block.name, "arguments": arguments}}

@@ -7,19 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from millrace_router.openai.chat import (
-    CalledFunction,
-    CalledTool,
-    ChatRequest,
-    Effort,
-    Function,
-    FunctionName,
-    FunctionTool,
-    NamedTool,
-    Turn,
-)
+from millrace_router.openai.chat import ChatRequest, Effort, Function, FunctionName
 from millrace_router.openai.translated import Lenient, Translated
-from millrace_router.openai.types import Items, JsonSchema, ResponseFormat, Strict
+from millrace_router.openai.types import Items, JsonSchema, Strict
 
 KEPT = "this server keeps nothing: send the whole conversation as input"
 
@@ -48,8 +38,8 @@ class CallItem(Lenient):
     name: str
     arguments: str
 
-    def as_call(self) -> CalledTool:
-        return CalledTool(id=self.call_id, function=CalledFunction(name=self.name, arguments=self.arguments))
+    def as_call(self) -> dict[str, Any]:
+        return {"id": self.call_id, "function": {"name": self.name, "arguments": self.arguments}}
 
 
 class CallOutputItem(Lenient):
@@ -144,23 +134,23 @@ class ResponsesRequest(Translated):
 
     def as_chat(self) -> ChatRequest:
         choice, form = self.tool_choice, self.text.format
-        system = [Turn(role="system", content=self.instructions)] if self.instructions else []
+        system = [{"role": "system", "content": self.instructions}] if self.instructions else []
         schema = form if form.type == "json_schema" else None
-        return ChatRequest(
-            messages=system + turns(self.input),
-            tools=[FunctionTool(type="function", function=tool) for tool in self.tools],
-            tool_choice=NamedTool(type="function", function=choice) if isinstance(choice, FunctionName) else choice,
-            parallel_tool_calls=self.parallel_tool_calls,
-            max_tokens=self.max_output_tokens,
-            response_format=ResponseFormat(type=form.type, json_schema=schema),
-            reasoning_effort=self.reasoning.effort,
-            user=self.user,
-            **self.shared(None),
-        )
+        chat = {
+            "messages": system + turns(self.input),
+            "tools": [{"type": "function", "function": tool} for tool in self.tools],
+            "tool_choice": {"type": "function", "function": choice} if isinstance(choice, FunctionName) else choice,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "max_tokens": self.max_output_tokens,
+            "response_format": {"type": form.type, "json_schema": schema},
+            "reasoning_effort": self.reasoning.effort,
+            "user": self.user,
+        }
+        return ChatRequest.model_validate(chat | self.shared(None))
 
 
-def turns(items: list[Item]) -> list[Turn]:
-    made: list[Turn] = []
+def turns(items: list[Item]) -> list[dict[str, Any]]:
+    made: list[dict[str, Any]] = []
     for by_assistant, group in itertools.groupby(items, _by_assistant):
         some = list(group)
         made += [_assistant(some)] if by_assistant else map(_turn, some)
@@ -171,21 +161,20 @@ def _by_assistant(item: Item) -> bool:
     return not isinstance(item, CallOutputItem) and (not isinstance(item, MessageItem) or item.role == "assistant")
 
 
-def _assistant(items: list[Item]) -> Turn:
+def _assistant(items: list[Item]) -> dict[str, Any]:
     """Consecutive items of the assistant are one turn."""
     texts = [_joined(item.content) for item in items if isinstance(item, MessageItem)]
     thoughts = [part.text for item in items if isinstance(item, ReasoningItem) for part in item.content or ()]
     calls = [item.as_call() for item in items if isinstance(item, CallItem)]
-    return Turn(
-        role="assistant", content="".join(texts), reasoning_content="".join(thoughts) or None, tool_calls=calls or None
-    )
+    said = {"content": "".join(texts), "reasoning_content": "".join(thoughts), "tool_calls": calls}
+    return {"role": "assistant", **said}
 
 
-def _turn(item: Item) -> Turn:
+def _turn(item: Item) -> dict[str, Any]:
     if isinstance(item, CallOutputItem):
-        return Turn(role="tool", tool_call_id=item.call_id, content=_joined(item.output))
+        return {"role": "tool", "tool_call_id": item.call_id, "content": _joined(item.output)}
     assert isinstance(item, MessageItem)
-    return Turn(role=item.role, content=_joined(item.content))
+    return {"role": item.role, "content": _joined(item.content)}
 
 
 def _joined(parts: list[ItemText]) -> str:
