@@ -16,6 +16,7 @@ import grpc
 from millrace.v1 import worker_pb2
 from millrace_common.metrics import Metrics
 from millrace_common.reasons import Reason
+from millrace_rpc.client import reply
 from millrace_rpc.errors import MillraceError
 
 from millrace_router.fleet.link import Link
@@ -49,17 +50,12 @@ class CacheFeeds:
             task.cancel()
 
     async def _feed(self, index: KvIndex, worker: Worker) -> None:
-        """Follow the worker until cancelled, or until it turns out not to have the call."""
+        """Follow the worker until cancelled."""
         epoch = worker.epoch
         while True:
             why, replicas = "", set[int]()
             try:
                 await self._follow(index, worker, epoch, replicas)
-            except grpc.aio.AioRpcError as error:
-                why = error.details() or str(error.code())
-                if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                    log.warning("worker %s has no WatchCache: its prefix caches are unknown", worker.address)
-                    return
             except MillraceError as error:
                 why = error.message
             except Exception as error:  # garbage of the worker's, or a fault of ours: it would never be followed again
@@ -73,10 +69,10 @@ class CacheFeeds:
                 await asyncio.sleep(PAUSE_S)
 
     async def _follow(self, index: KvIndex, worker: Worker, epoch: str, replicas: set[int]) -> None:
-        """One stream until its first gap; adds to `replicas`. Raises AioRpcError or MillraceError if it ends before."""
+        """One stream until its first gap; adds to `replicas`. Raises MillraceError if it ends before."""
         call = worker.control.WatchCache(worker_pb2.WatchCacheRequest())
         try:
-            while (message := await call.read()) is not grpc.aio.EOF:
+            while (message := await reply(call.read())) is not grpc.aio.EOF:
                 for change in message.changes:
                     replicas.add(change.replica)
                     if change.snapshot:
