@@ -15,6 +15,7 @@ import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from millrace_router.config import Policy, Routing
 from millrace_router.policy.holders import Process
@@ -23,6 +24,7 @@ from millrace_router.policy.snapshot import Key, Replica, Want
 
 Score = tuple[float, ...]
 NOT_DRAWN: Score = (float("inf"), 0.0)
+KEY = attrgetter("key")
 _U64 = 2**64 - 1
 
 
@@ -49,7 +51,7 @@ def best(candidates: Sequence[Replica], scores: Sequence[Score], last: Key | Non
     """Index of the lowest score; of equal ones, the first whose key comes after `last`. Candidates ascend by key."""
     lowest = min(scores)
     if last is not None:
-        for i in range(bisect.bisect_right(candidates, last, key=_key), len(candidates)):
+        for i in range(bisect.bisect_right(candidates, last, key=KEY), len(candidates)):
             if scores[i] == lowest:
                 return i
     return scores.index(lowest)
@@ -179,7 +181,3 @@ def _key_hash(key: Key) -> int:
 
 def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-
-
-def _key(replica: Replica) -> Key:
-    return replica.key
