@@ -20,23 +20,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from millrace_router.flow.ask import Ask, Prompt
 from millrace_router.flow.validate import invalid
 
-UNSUPPORTED = {  # by name, with the reason or what to do instead
-    "audio": "only text is generated",
-    "best_of": "ask for n and choose",
-    "echo": "the prompt is not part of the answer",
-    "function_call": "use tool_choice",
-    "functions": "use tools",
-    "modalities": "only text is generated",
-    "moderation": "nothing is moderated",
-    "prediction": "nothing is made faster by it",
-    "suffix": "the model continues a text, it does not fill one in",
-    "web_search_options": "the model has no network",
-}
-IGNORED = frozenset(
-    {"metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier"}
-    | {"service_tier", "store", "verbosity"}
-)
-
 T = TypeVar("T")
 Items = Annotated[list[T], Field(fail_fast=True)]  # only the first mistake is reported: a body may hold a million
 MISTAKES = 100  # of a request; larger ones are not checked in detail
@@ -59,8 +42,22 @@ class Nullable(BaseModel):
 class Strict(Nullable):
     """Of a whole request some fields are ignored, and some are refused with a reason."""
 
-    IGNORED: ClassVar[frozenset[str]] = IGNORED
-    UNSUPPORTED: ClassVar[Mapping[str, str]] = UNSUPPORTED
+    IGNORED: ClassVar[frozenset[str]] = frozenset(
+        {"metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier"}
+        | {"service_tier", "store", "verbosity"}
+    )
+    UNSUPPORTED: ClassVar[Mapping[str, str]] = {  # by name, with the reason or what to do instead
+        "audio": "only text is generated",
+        "best_of": "ask for n and choose",
+        "echo": "the prompt is not part of the answer",
+        "function_call": "use tool_choice",
+        "functions": "use tools",
+        "modalities": "only text is generated",
+        "moderation": "nothing is moderated",
+        "prediction": "nothing is made faster by it",
+        "suffix": "the model continues a text, it does not fill one in",
+        "web_search_options": "the model has no network",
+    }
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
