@@ -16,7 +16,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from millrace_common.quick_histogram import QuickHistogram
 from millrace_common.reasons import Reason
 
-STAGES = ("queue", "route", "prefill", "kv_transfer", "first_token", "decode", "total")
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _SHORT = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 Labels = tuple[str, ...]

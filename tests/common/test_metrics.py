@@ -7,7 +7,6 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from millrace_common import metrics
 from millrace_common.metrics import PROCESS, ROUTER, WORKER, Metric, Metrics
 from millrace_common.quick_histogram import QuickHistogram
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -57,11 +56,6 @@ def test_two_components_of_one_process_do_not_meet() -> None:
 def test_unknown_metric_is_an_error() -> None:
     with pytest.raises(AttributeError, match="requets"):
         _ = Metrics(ROUTER, CollectorRegistry()).requets
-
-
-def test_stages_are_those_of_a_request() -> None:
-    assert metrics.STAGES[0] == "queue"
-    assert metrics.STAGES[-1] == "total"
 
 
 @given(st.lists(st.floats(0, 2)))
