@@ -26,12 +26,6 @@ from millrace_router.openai.types import CompletionRequest, parse
 def routes(inference: Inference) -> list[Route]:
     most, started = inference.backend.config.limits.message_bytes, int(time.time())
 
-    async def chat(request: Request) -> Response:
-        return await _generate(inference, request, ChatRequest)
-
-    async def completions(request: Request) -> Response:
-        return await _generate(inference, request, CompletionRequest)
-
     async def responses(request: Request) -> Response:
         wanted = await read(inference, request, ResponsesRequest)
         return await serve_translated(inference, request, wanted, functools.partial(ResponseForm, wanted))
@@ -55,8 +49,8 @@ def routes(inference: Inference) -> list[Route]:
         return json_answer(detokenize(inference, parse(DetokenizeRequest, await read_body(request, most))))
 
     return [
-        Route("/v1/chat/completions", chat, methods=["POST"]),
-        Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/chat/completions", functools.partial(_generate, inference, ChatRequest), methods=["POST"]),
+        Route("/v1/completions", functools.partial(_generate, inference, CompletionRequest), methods=["POST"]),
         Route("/v1/responses", responses, methods=["POST"]),
         Route("/v1/models", models),
         Route("/v1/models/{model:path}", model),  # names may have slashes
@@ -66,7 +60,7 @@ def routes(inference: Inference) -> list[Route]:
 
 
 async def _generate(
-    inference: Inference, request: Request, kind: type[ChatRequest] | type[CompletionRequest]
+    inference: Inference, kind: type[ChatRequest] | type[CompletionRequest], request: Request
 ) -> Response:
     wanted = await read(inference, request, kind)
     ask = wanted.ask(request_id.get())
