@@ -30,14 +30,13 @@ from millrace_rpc.tls import Identity
 
 from millrace_router.config import Timeouts
 from millrace_router.discovery.base import Target
-from millrace_router.fleet.link import Link
+from millrace_router.fleet.link import DECODE, PREFILL, UNIFIED, Link
 from millrace_router.fleet.progress import Progress
 from millrace_router.policy.snapshot import Replica
 
 log = logging.getLogger(__name__)
 
 READY, PAUSED = worker_pb2.WORKER_STATE_READY, worker_pb2.WORKER_STATE_PAUSED
-DECODE = worker_pb2.ROLE_DECODE
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 
 
@@ -225,7 +224,7 @@ class Worker:
         if info.protocol != WORKER_API:
             text = f"the worker serves version {info.protocol} of the worker API, this router needs {WORKER_API}"
             raise MillraceError(Reason.LAYOUT_MISMATCH, text)
-        if info.role not in (worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_DECODE, worker_pb2.ROLE_UNIFIED):
+        if info.role not in (PREFILL, DECODE, UNIFIED):
             raise MillraceError(Reason.INVALID_ARGUMENT, f"the worker has an unknown role ({info.role})")
         return info
 
