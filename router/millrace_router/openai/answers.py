@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,15 +25,6 @@ FINISH: dict[int, str] = {common_pb2.FINISH_REASON_STOP: STOP, common_pb2.FINISH
 
 
 @dataclass(slots=True)
-class Choice:
-    """One continuation so far."""
-
-    reading: Reading | None  # of chat
-    latest: Delta  # has the counts so far
-    characters: int = 0  # of its tokens' texts, for text_offset
-
-
-@dataclass(slots=True)
 class Shape:
     """One answer on its way out. Reading a delta also counts usage; the objects are plain JSON values."""
 
@@ -44,16 +36,16 @@ class Shape:
     include_usage: bool = False  # in a stream
     usage_so_far: bool = False  # in every chunk of it
     created: int = field(default_factory=lambda: int(time.time()))
-    choices: dict[int, Choice] = field(default_factory=dict)  # by continuation
+    readings: defaultdict[int, Reading] = field(init=False)  # of chat, by continuation
+    latest: dict[int, Delta] = field(default_factory=dict)  # with the counts so far
+    characters: Counter[int] = field(default_factory=Counter)  # of the tokens' texts, for text_offset
     cached_tokens: int = 0
     version: str = ""  # of the weights that compute it
     before: bytes = b""  # what all chunks of a stream have in common
     after: bytes = b""
 
-    def _frame(self) -> None:
-        chunk = event(self._envelope([], ".chunk") | ({"usage": None} if self.include_usage else {}))
-        before, empty, after = chunk.rpartition(b"[]")
-        self.before, self.after = before + empty[:1], empty[1:] + after
+    def __post_init__(self) -> None:
+        self.readings = defaultdict(lambda: Reading(self.answer, self.tokenizer, self.tools))
 
     def push(self, delta: Delta) -> bytes:
         part = self._part(delta, whole=False)
@@ -74,33 +66,32 @@ class Shape:
 
     def _part(self, delta: Delta, whole: bool) -> dict[str, Any]:
         """An element of `choices`: of an answer, if the delta is the whole output, or of a chunk."""
-        choice = self._choice(delta)
+        self._count(delta)
         part: dict[str, Any] = {"index": delta.index, "finish_reason": None, "logprobs": None}
         if self.logprobs:
             entries = delta.logprobs
-            part["logprobs"] = self._chat_logprobs(entries) if self.chat else self._text_logprobs(choice, entries)
-        if not self.chat:
-            part["text"] = delta.text
-        elif whole:
-            part["message"] = _message(_read(choice, delta))
-        else:
-            part["delta"] = _delta(_read(choice, delta), delta.first)
+            part["logprobs"] = self._chat_logprobs(entries) if self.chat else self._text_logprobs(delta.index, entries)
         finish = FINISH.get(delta.finish_reason)
-        called = choice.reading is not None and choice.reading.called
-        part["finish_reason"] = TOOL_CALLS if called and finish == STOP else finish
+        if self.chat:
+            reading = self.readings[delta.index]
+            said = reading.read(delta)
+            part |= {"message": _message(said)} if whole else {"delta": _delta(said, delta.first)}
+            if reading.called and finish == STOP:
+                finish = TOOL_CALLS
+        else:
+            part["text"] = delta.text
+        part["finish_reason"] = finish
         return part
 
-    def _choice(self, delta: Delta) -> Choice:
-        choice = self.choices.get(delta.index)
-        if choice is None:
-            reading = Reading(self.answer, self.tokenizer, self.tools) if self.chat else None
-            choice = self.choices[delta.index] = Choice(reading, delta)
+    def _count(self, delta: Delta) -> None:
+        """Keep the counts, and what all chunks have in common until other weights compute them."""
+        self.latest[delta.index] = delta
         self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
         if not self.before or self.version != delta.version:
             self.version = delta.version
-            self._frame()
-        choice.latest = delta
-        return choice
+            chunk = event(self._envelope([], ".chunk") | ({"usage": None} if self.include_usage else {}))
+            before, empty, after = chunk.rpartition(b"[]")
+            self.before, self.after = before + empty[:1], empty[1:] + after
 
     def _envelope(self, choices: list[dict[str, Any]], suffix: str = "") -> dict[str, Any]:
         prefix, kind = ("chatcmpl", "chat.completion" + suffix) if self.chat else ("cmpl", "text_completion")
@@ -114,12 +105,12 @@ class Shape:
         }
 
     def _usage(self) -> objects.Usage:
-        choices = self.choices.values()
-        completion = sum(choice.latest.completion_tokens for choice in choices)
-        readings = [choice.reading for choice in choices if choice.reading is not None]
-        details: objects.CompletionDetails = {"reasoning_tokens": sum(reading.reasoning_tokens for reading in readings)}
-        if drafted := sum(choice.latest.drafted_tokens for choice in choices):
-            accepted = sum(choice.latest.accepted_tokens for choice in choices)
+        latest = self.latest.values()
+        completion = sum(delta.completion_tokens for delta in latest)
+        reasoning = sum(reading.reasoning_tokens for reading in self.readings.values())
+        details: objects.CompletionDetails = {"reasoning_tokens": reasoning}
+        if drafted := sum(delta.drafted_tokens for delta in latest):
+            accepted = sum(delta.accepted_tokens for delta in latest)
             details["accepted_prediction_tokens"] = accepted
             details["rejected_prediction_tokens"] = drafted - accepted
         return {
@@ -141,11 +132,11 @@ class Shape:
         data = self.tokenizer.token_bytes((entry.token_id,))
         return {"token": data.decode("utf-8", "replace"), "logprob": entry.logprob, "bytes": list(data)}
 
-    def _text_logprobs(self, choice: Choice, entries: Sequence[common_pb2.TokenLogprobs]) -> objects.CompletionLogprobs:
+    def _text_logprobs(self, index: int, entries: Sequence[common_pb2.TokenLogprobs]) -> objects.CompletionLogprobs:
         tokens, offsets = [self._text(entry.sampled) for entry in entries], []
         for token in tokens:
-            offsets.append(choice.characters)
-            choice.characters += len(token)
+            offsets.append(self.characters[index])
+            self.characters[index] += len(token)
         return {
             "tokens": tokens,
             "token_logprobs": [entry.sampled.logprob for entry in entries],
@@ -155,11 +146,6 @@ class Shape:
 
     def _text(self, entry: common_pb2.TokenLogprob) -> str:
         return self.tokenizer.decode((entry.token_id,), keep_special=True)
-
-
-def _read(choice: Choice, delta: Delta) -> Said:
-    assert choice.reading is not None
-    return choice.reading.read(delta)
 
 
 def _joined(deltas: Sequence[Delta]) -> Delta:
