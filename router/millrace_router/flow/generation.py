@@ -28,7 +28,7 @@ from millrace_router.flow.flow import Abort, Action, Blame, Flow, Leg, Mismatch,
 from millrace_router.flow.spans import ContinuationSpans
 from millrace_router.flow.tenant import Tenant
 from millrace_router.policy.choose import Decision
-from millrace_router.policy.snapshot import Replica, Want
+from millrace_router.policy.snapshot import Loan, Replica, Want
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,6 @@ class Generation:
         self.cached_tokens = 0
         self.drafted_tokens = 0  # of all attempts that have ended
         self.accepted_tokens = 0  # of these
-        self._decision: Decision | None = None  # why the latest attempt went where it went
         self.tokens_at: float | None = None  # when the first token arrived
         self.flow = Flow(
             timeouts=config.timeouts,
@@ -171,11 +170,10 @@ class Generation:
     def _serve(self, decision: Decision) -> None:
         self._ticket = None
         self._spans.placed(self._loop.time(), self.flow.attempt + 1, decision)
-        self._decision = decision
         legs = {Leg.PREFILL: decision.placement.prefill, Leg.DECODE: decision.placement.decode}
         self._placed = {leg: replica for leg, replica in legs.items() if replica is not None}
         self.flow.assign(frozenset(self._placed), self._loop.time())
-        self._submit()
+        self._submit(decision)
         self._settle()
 
     def _retry(self, retry: Retry) -> None:
@@ -190,9 +188,9 @@ class Generation:
 
     # ------------------------------------------------------------------------------------- the workers
 
-    def _submit(self) -> None:
+    def _submit(self, decision: Decision) -> None:
         """Send the attempt to its legs. A Link that is gone fails its leg at once, which ends the attempt half-way."""
-        source: Source = self._prefix()  # the prefill leg comes first and is the decode leg's source
+        source: Source = self._prefix(decision.loan)  # the prefill leg comes first and is the decode leg's source
         for leg, replica in self._placed.items():
             if leg not in self.flow.open:
                 return
@@ -200,17 +198,15 @@ class Generation:
             self._weights, self.version = worker.weights, worker.info.weights_version
             request = self._request(replica.index)
             length = len(request.token_ids)
-            cached = 0 if self._decision is None else self._decision.cached_tokens
             computes = leg is Leg.PREFILL or source is None
-            worker.note_sent(replica.index, *((length - cached, 0) if computes else (0, length)))
+            worker.note_sent(replica.index, *((length - decision.cached_tokens, 0) if computes else (0, length)))
             assert worker.link is not None, "the policy chose a worker that is not linked"
             self._links[leg] = link = worker.link
             link.submit(request, source, _Leg(self, leg, link))
             source = worker.source()
 
-    def _prefix(self) -> prefill_pb2.KvPrefixRef | None:
+    def _prefix(self, loan: Loan | None) -> prefill_pb2.KvPrefixRef | None:
         """Where the prefill worker gets leading pages of the prompt."""
-        loan = None if self._decision is None else self._decision.loan
         if loan is None:
             return None
         source = self._backend.registry.workers[loan.lender.address].source()
