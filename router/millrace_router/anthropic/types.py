@@ -9,7 +9,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from millrace_router.flow.validate import invalid
-from millrace_router.openai.chat import ChatRequest
 from millrace_router.openai.translated import Lenient, Translated
 from millrace_router.openai.types import Items, JsonSchema, Strict
 
@@ -142,7 +141,6 @@ class CountRequest(Translated):
     output_config: OutputConfig = OutputConfig()
 
     def conversation(self) -> dict[str, Any]:
-        """As fields of chat."""
         if self.messages and self.messages[-1].role == "assistant":
             raise invalid("messages", "must not end with one of the assistant: the model does not continue texts")
         system = [{"role": "system", "content": _joined(self.system)}] if self.system else []
@@ -155,9 +153,6 @@ class CountRequest(Translated):
             "response_format": {"type": "json_schema" if form is not None else "text", "json_schema": form},
             **self.shared(self.thinking.type != "disabled" if self.thinking is not None else None),
         }
-
-    def as_chat(self) -> ChatRequest:
-        return ChatRequest(**self.conversation())
 
     def _choice(self) -> str | dict[str, Any]:
         choice = self.tool_choice
@@ -182,13 +177,9 @@ class MessagesRequest(CountRequest):
     def shows_thoughts(self) -> bool:
         return self.thinking is None or self.thinking.display != "omitted"
 
-    def as_chat(self) -> ChatRequest:
-        return ChatRequest(
-            **self.conversation(),
-            max_tokens=self.max_tokens,
-            stop=self.stop_sequences,
-            user=(self.metadata and self.metadata.user_id) or "",
-        )
+    def conversation(self) -> dict[str, Any]:
+        user = self.metadata and self.metadata.user_id
+        return super().conversation() | {"max_tokens": self.max_tokens, "stop": self.stop_sequences, "user": user}
 
 
 def _joined(texts: list[TextBlock]) -> str:

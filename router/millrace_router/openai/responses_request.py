@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from millrace_router.openai.chat import ChatRequest, Effort, Function, FunctionName
+from millrace_router.openai.chat import Effort, Function, FunctionName
 from millrace_router.openai.translated import Lenient, Translated
 from millrace_router.openai.types import Items, JsonSchema, Strict
 
@@ -132,11 +132,11 @@ class ResponsesRequest(Translated):
     stream_options: ObfuscationOption = ObfuscationOption()
     user: str = ""
 
-    def as_chat(self) -> ChatRequest:
+    def conversation(self) -> dict[str, Any]:
         choice, form = self.tool_choice, self.text.format
         system = [{"role": "system", "content": self.instructions}] if self.instructions else []
         schema = form if form.type == "json_schema" else None
-        chat = {
+        return {
             "messages": system + turns(self.input),
             "tools": [{"type": "function", "function": tool} for tool in self.tools],
             "tool_choice": {"type": "function", "function": choice} if isinstance(choice, FunctionName) else choice,
@@ -145,8 +145,8 @@ class ResponsesRequest(Translated):
             "response_format": {"type": form.type, "json_schema": schema},
             "reasoning_effort": self.reasoning.effort,
             "user": self.user,
+            **self.shared(None),
         }
-        return ChatRequest.model_validate(chat | self.shared(None))
 
 
 def turns(items: list[Item]) -> list[dict[str, Any]]:

@@ -38,7 +38,11 @@ class Translated(Strict):
     chat_template_kwargs: Arguments = Field({})
 
     @abstractmethod
-    def as_chat(self) -> ChatRequest: ...
+    def conversation(self) -> dict[str, Any]:
+        """As fields of chat."""
+
+    def as_chat(self) -> ChatRequest:
+        return ChatRequest.model_validate(self.conversation())
 
     def shared(self, thinking: bool | None) -> dict[str, Any]:
         """The fields here as chat's. `thinking`: what was asked for, None for the template's default."""
