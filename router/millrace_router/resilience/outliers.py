@@ -69,11 +69,12 @@ def judge(role: Mapping[str, Record], rules: OutlierRules, now: float) -> dict[s
     free = {name: record for name, record in role.items() if now >= record.ejected_until}
     found = {name: CONSECUTIVE for name, record in free.items() if record.in_a_row >= rules.consecutive}
     room = math.floor(rules.share * len(role)) - (len(role) - len(free)) - len(found)
-    compared = {name: r for name, r in free.items() if name not in found and _outcomes(r, now) >= LEAST_OUTCOMES}
+    sums = {name: record.window.sums(now) for name, record in free.items() if name not in found}
+    compared = [name for name, counts in sums.items() if counts[OUTCOMES] >= LEAST_OUTCOMES]
     if room <= 0 or len(compared) < 2:
         return found
-    ratios = {name: record.window.sums(now)[FAILURES] / _outcomes(record, now) for name, record in compared.items()}
-    times = {name: median(record.times) for name, record in compared.items() if record.times}
+    ratios = {name: sums[name][FAILURES] / sums[name][OUTCOMES] for name in compared}
+    times = {name: median(free[name].times) for name in compared if free[name].times}
     far: dict[str, tuple[float, str]] = {}
     for name in compared:
         excess = ratios[name] - _others(ratios, name)
@@ -85,10 +86,6 @@ def judge(role: Mapping[str, Record], rules: OutlierRules, now: float) -> dict[s
                 far[name] = (0.0, SLOW)
     worst = sorted(far, key=lambda name: far[name], reverse=True)
     return found | {name: far[name][1] for name in worst[:room]}
-
-
-def _outcomes(record: Record, now: float) -> float:
-    return record.window.sums(now)[OUTCOMES]
 
 
 def _others(values: Mapping[str, float], name: str) -> float:
