@@ -90,11 +90,6 @@ class Connections(Config):
         return [] if self.max_age is None else [("grpc.max_connection_age_ms", round(self.max_age * 1000))]
 
 
-class Kind(enum.StrEnum):
-    STATIC = "static"
-    KUBERNETES = "kubernetes"
-
-
 class StaticTarget(Config):
     """A worker of the list `workers`. An address alone is short for one without the rest."""
 
@@ -124,12 +119,12 @@ class KubernetesConfig(Config):
 
 
 class DiscoveryConfig(Config):
-    kind: Kind = Kind.STATIC
+    kind: Literal["static", "kubernetes"] = "static"
     kubernetes: KubernetesConfig = KubernetesConfig()
 
     @model_validator(mode="after")
     def _has_what_its_kind_needs(self) -> DiscoveryConfig:
-        if self.kind is Kind.KUBERNETES and not self.kubernetes.selector:
+        if self.kind == "kubernetes" and not self.kubernetes.selector:
             raise ValueError("kubernetes.selector: required with kind=kubernetes")
         return self
 
@@ -187,6 +182,6 @@ class RouterConfig(Config):
 
     @model_validator(mode="after")
     def _workers_are_static(self) -> RouterConfig:
-        if self.workers and self.discovery.kind is not Kind.STATIC:
+        if self.workers and self.discovery.kind != "static":
             raise ValueError(f"workers: only with discovery.kind=static, not {self.discovery.kind}")
         return self

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from millrace_common.config import ConfigError
 
-from millrace_router.config import DiscoveryConfig, Kind, StaticTarget
+from millrace_router.config import DiscoveryConfig, StaticTarget
 from millrace_router.discovery.base import Listener, Source, Target, one_per_address
 
 
@@ -27,12 +27,10 @@ class StaticSource:
 
 def make_source(config: DiscoveryConfig, static: Iterable[StaticTarget]) -> Source:
     """Raises ConfigError when something for it is not installed."""
-    match config.kind:
-        case Kind.STATIC:
-            return StaticSource(static)
-        case Kind.KUBERNETES:
-            try:
-                from millrace_router.discovery.kubernetes import KubernetesSource
-            except ModuleNotFoundError as error:  # its client is an extra: nothing else needs it
-                raise ConfigError(f"discovery.kind=kubernetes needs millrace[kubernetes]: {error}") from error
-            return KubernetesSource(config.kubernetes)
+    if config.kind == "static":
+        return StaticSource(static)
+    try:
+        from millrace_router.discovery.kubernetes import KubernetesSource
+    except ModuleNotFoundError as error:  # its client is an extra: nothing else needs it
+        raise ConfigError(f"discovery.kind=kubernetes needs millrace[kubernetes]: {error}") from error
+    return KubernetesSource(config.kubernetes)
