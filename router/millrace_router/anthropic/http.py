@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 from millrace_common.log import request_id
@@ -15,12 +16,11 @@ from millrace_router.anthropic.answers import MessageForm
 from millrace_router.anthropic.types import CountRequest, MessagesRequest
 from millrace_router.edge import probes
 from millrace_router.edge.http_answers import json_answer, new_app
-from millrace_router.flow.inference import Answer, Inference
+from millrace_router.flow.inference import Inference
 from millrace_router.openai import http as openai_http
 from millrace_router.openai import openapi
 from millrace_router.openai.objects import NamedEvent
 from millrace_router.openai.openapi import Post
-from millrace_router.openai.reading import Reading
 from millrace_router.openai.serving import read, serve_translated
 from millrace_router.openai.tokens import prompt_tokens
 
@@ -38,10 +38,7 @@ def build(inference: Inference, before_scrape: Callable[[], None] | None) -> Sta
 
     async def messages(request: Request) -> Response:
         wanted = await read(inference, request, MessagesRequest)
-
-        def form(answer: Answer, reading: Reading) -> MessageForm:
-            return MessageForm(answer, reading, wanted.stop_sequences, wanted.shows_thoughts)
-
+        form = functools.partial(MessageForm, stops=wanted.stop_sequences, shows_thoughts=wanted.shows_thoughts)
         return await serve_translated(inference, request, wanted, form)
 
     async def count_tokens(request: Request) -> Response:
