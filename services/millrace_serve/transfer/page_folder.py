@@ -16,6 +16,7 @@ import logging
 import os
 import struct
 import zlib
+from collections.abc import Iterator
 from ctypes import c_ubyte
 from pathlib import Path
 
@@ -55,9 +56,9 @@ class PageFolder:
         new = path.with_name(f".{path.name}.{os.getpid()}-{id(self):x}")
         try:
             path.parent.mkdir(exist_ok=True)
-            with os.fdopen(os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644), "r+b", 0) as file:
-                self._files.write(page, file.fileno())
-                os.pwrite(file.fileno(), self._trailer(block, page), self._pool.page_bytes)
+            with _opened(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as fd:
+                self._files.write(page, fd)
+                os.pwrite(fd, self._trailer(block, page), self._pool.page_bytes)
             new.rename(path)
             self._uncounted += self._pool.page_bytes
             if self._uncounted >= RECOUNT * self._max_bytes:
@@ -73,8 +74,7 @@ class PageFolder:
         """
         path = self._path(block)
         try:
-            with os.fdopen(os.open(path, os.O_RDONLY), "rb", 0) as file:
-                fd = file.fileno()
+            with _opened(path, os.O_RDONLY) as fd:
                 whole = os.fstat(fd).st_size == self._pool.page_bytes + TRAILER.size
                 if whole:
                     self._files.read(page, fd)
@@ -135,3 +135,12 @@ class PageFolder:
             excess -= size
         if stuck:
             log.warning("%s: cannot delete %d of its files, the last one: %s", self._folder, len(stuck), stuck[-1])
+
+
+@contextlib.contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    fd = os.open(path, flags, 0o644)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
