@@ -103,7 +103,7 @@ def evaluated(*runs: str) -> str:
 def beside_smg() -> str:
     """Medians of the rounds."""
     found = results("cpu/peers-router")
-    sides = [found[name] for name in ("smg", "millrace http", "millrace grpc")]
+    sides = [found[name] for name in ("smg", "millrace http", "millrace grpc", "grpc alone")]
 
     def cell(rounds: list[dict[str, Any]]) -> str:
         us, added = (statistics.median(one[key] for one in rounds) for key in ("us_per_token", "added_ttft_p50_ms"))
@@ -112,7 +112,7 @@ def beside_smg() -> str:
 
     lines = [(load, *(cell(side["loads"][load]) for side in sides)) for load in ("quarter", "half", "full")]
     memory = (f"{side['memory']['idle_mb']:.0f}, {side['memory']['mb']:.0f} MB" for side in sides)
-    return table("load | smg | OpenAI HTTP | gRPC", [*lines, ("memory idle, with 2,000 streams", *memory)])
+    return table("load | smg | OpenAI HTTP | gRPC | gRPC's library alone", [*lines, ("memory idle, with 2,000 streams", *memory)])
 
 
 def balance() -> str:
