@@ -112,7 +112,8 @@ def beside_smg() -> str:
 
     lines = [(load, *(cell(side["loads"][load]) for side in sides)) for load in ("quarter", "half", "full")]
     memory = (f"{side['memory']['idle_mb']:.0f}, {side['memory']['mb']:.0f} MB" for side in sides)
-    return table("load | smg | OpenAI HTTP | gRPC | gRPC's library alone", [*lines, ("memory idle, with 2,000 streams", *memory)])
+    lines.append(("memory idle, with 2,000 streams", *memory))
+    return table("load | smg | OpenAI HTTP | gRPC | gRPC's library alone", lines)
 
 
 def balance() -> str:
