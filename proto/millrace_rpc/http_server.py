@@ -102,7 +102,7 @@ class BoundedHead(HttpToolsProtocol):
     _head_bytes = 0
     _head_timer: asyncio.TimerHandle | None = None
     _in_head = True
-    _completed_head = False  # the data at hand completed the headers of a request
+    _completed = False  # the data at hand completed the headers of a request, or a request: most of it is no head
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -120,14 +120,14 @@ class BoundedHead(HttpToolsProtocol):
         self.scope[BODY] = self._body  # type: ignore[literal-required]
 
     def on_headers_complete(self) -> None:
-        self._in_head, self._head_bytes, self._completed_head = False, 0, True
+        self._in_head, self._head_bytes, self._completed = False, 0, True
         self._cancel_timer()
         super().on_headers_complete()
 
     def data_received(self, data: bytes) -> None:
-        self._completed_head = False
+        self._completed = False
         super().data_received(data)
-        if self._in_head and not self._completed_head and not self.transport.is_closing():
+        if self._in_head and not self._completed and not self.transport.is_closing():
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
                 error = MillraceError(Reason.MESSAGE_TOO_LARGE, f"the headers have more than {MAX_HEAD_BYTES} bytes")
@@ -135,7 +135,7 @@ class BoundedHead(HttpToolsProtocol):
                 self.transport.close()
 
     def on_message_complete(self) -> None:
-        self._in_head = True  # of the next request
+        self._in_head = self._completed = True  # the head of the next request
         super().on_message_complete()
 
     def _expect_head(self) -> None:

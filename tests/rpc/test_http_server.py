@@ -86,6 +86,18 @@ async def test_headers_are_bounded_in_size_and_time(port: int, monkeypatch: pyte
     assert await said(port, b"GET / HTTP/1.1\r\n") == b""
 
 
+async def test_the_end_of_a_body_does_not_count_as_the_next_head(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "MAX_HEAD_BYTES", 1000)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 2000\r\n\r\n"
+    for part in (head, b"a" * 2000, b"GET / HTTP/1.1\r\nhost: x\r\n", b"connection: close\r\n\r\n"):
+        writer.write(part)
+        await asyncio.sleep(0.05)  # the server reads each by itself
+    answers = await asyncio.wait_for(reader.read(), 10)
+    writer.close()
+    assert answers.startswith(b"HTTP/1.1 405") and answers.endswith(b"hello"), answers
+
+
 async def test_a_stop_ends_requests_and_idle_connections(port: int) -> None:
     """The fixture looks for what is left of them."""
     for text in (b"", b"GET /slow HTTP/1.1\r\nhost: x\r\n\r\n"):
