@@ -105,11 +105,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     async def _steps(
         self, sequences: dict[tuple[int, int], Sequence], outgoing: asyncio.Queue[worker_pb2.LinkResponse]
     ) -> None:
-        loop = asyncio.get_running_loop()
-        due = loop.time()
-        while True:
-            due = max(due + self.step_s, loop.time())
-            await asyncio.sleep(due - loop.time())
+        async for _ in steps(self.step_s):
             if sequences:
                 outgoing.put_nowait(_step([_next(sequence) for sequence in sequences.values()]))
                 for key in [key for key, sequence in sequences.items() if sequence.position >= sequence.end]:
@@ -144,6 +140,24 @@ def now() -> common_pb2.TokenLogprobs:
     return common_pb2.TokenLogprobs(sampled=common_pb2.TokenLogprob(token_id=TOKEN, logprob=now))
 
 
+async def steps(step_s: float) -> AsyncIterator[None]:
+    """One after the other, for ever. Those that a pause was too long for are left out."""
+    loop = asyncio.get_running_loop()
+    due = loop.time()
+    while True:
+        due = max(due + step_s, loop.time())
+        await asyncio.sleep(due - loop.time())
+        yield
+
+
+def options(about: str | None) -> argparse.ArgumentParser:
+    """Of every process that stands for a worker; `about` is its module's docstring."""
+    parser = argparse.ArgumentParser(description=about and about.splitlines()[0])
+    parser.add_argument("--step-ms", type=float, default=10.0)
+    parser.add_argument("--announce", type=Path, required=True)
+    return parser
+
+
 def announce(file: Path, ports: dict[str, int]) -> None:
     partial = file.with_name(file.name + ".partial")
     partial.write_text(json.dumps(ports))
@@ -163,10 +177,8 @@ async def serve(role: str, step_s: float, announced: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = options(__doc__)
     parser.add_argument("role", choices=ROLES)
-    parser.add_argument("--step-ms", type=float, default=10.0)
-    parser.add_argument("--announce", type=Path, required=True)
     arguments = parser.parse_args()
     run(serve(arguments.role, arguments.step_ms / 1000, arguments.announce))
 

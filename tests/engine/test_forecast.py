@@ -20,14 +20,16 @@ def decode(num_sequences: int, num_queries: int = 1, **fields: object) -> HostBa
     return dataclasses.replace(batch(), num_decode=num_sequences, num_queries=num_queries, **fields)
 
 
-def seen(clock: Clock, step: HostBatch, times: list[float], launch_s: float = 0.0) -> Forecast:
-    """Steps of this kind, and another one in flight since now."""
+KIND = kind(decode(8))
+
+
+def seen(clock: Clock, times: list[float], launch_s: float = 0.0) -> Forecast:
+    """Steps of KIND."""
     found = Forecast(clock)
     for seconds in times:
-        found.launched(step, launch_s)
+        found.launched(launch_s)
         clock.now += seconds
-        found.finished(seconds)
-    found.launched(step, launch_s)
+        found.finished(KIND, seconds)
     return found
 
 
@@ -37,77 +39,75 @@ def expected(seconds: float) -> float:
 
 def test_nothing_is_held_back_where_nothing_is_known() -> None:
     clock = Clock()
-    assert Forecast(clock).hold_s(0.0) == 0
-    assert seen(clock, decode(8), []).hold_s(clock.now) == 0
-    found = seen(clock, decode(8), [0.02])
-    found.launched(decode(80), 0.0)
-    assert found.hold_s(clock.now) == 0, "another kind"
+    assert Forecast(clock).hold_s(KIND, clock.now) == 0
+    found = seen(clock, [0.02])
+    assert found.hold_s(kind(decode(80)), clock.now) == found.hold_s(None, clock.now) == 0, "other kinds"
 
 
 @given(st.lists(st.floats(0.001, 0.1), min_size=1, max_size=12), st.floats(0, 0.01))
 def test_the_fastest_of_the_latest_steps_counts(times: list[float], launch_s: float) -> None:
     clock = Clock()
-    found = seen(clock, decode(8), times, launch_s)
+    found = seen(clock, times, launch_s)
     shortest = min(times[-RECENT:])
-    assert found.hold_s(clock.now) == pytest.approx(max(shortest * (1 - SPARE) - SPARE_S - launch_s, 0.0))
+    assert found.hold_s(KIND, clock.now) == pytest.approx(max(shortest * (1 - SPARE) - SPARE_S - launch_s, 0.0))
 
 
 def test_the_hold_ends_with_the_time_that_passes() -> None:
     clock = Clock()
-    found = seen(clock, decode(8), [0.02])
+    found = seen(clock, [0.02])
     began = clock.now
     clock.now += 0.01
-    assert found.hold_s(began) == pytest.approx(0.02 * (1 - SPARE) - SPARE_S - 0.01)
+    assert found.hold_s(KIND, began) == pytest.approx(0.02 * (1 - SPARE) - SPARE_S - 0.01)
     clock.now += 0.01
-    assert found.hold_s(began) == 0
+    assert found.hold_s(KIND, began) == 0
 
 
 def test_what_is_old_is_forgotten() -> None:
     clock = Clock()
-    found = seen(clock, decode(8), [0.02])
+    found = seen(clock, [0.02])
     clock.now += FRESH_S - 0.01
-    assert found.hold_s(clock.now) == expected(0.02)
+    assert found.hold_s(KIND, clock.now) == expected(0.02)
     clock.now += 0.02
-    assert found.hold_s(clock.now) == 0
+    assert found.hold_s(KIND, clock.now) == 0
 
 
 def test_a_step_of_seconds_does_not_make_the_others_old() -> None:
     """A process that was stopped for so long would hold the next step back for as long again."""
     clock = Clock()
-    found = seen(clock, decode(8), [0.02] * RECENT + [FRESH_S + 0.5])
-    assert found.hold_s(clock.now) == expected(0.02)
+    found = seen(clock, [0.02] * RECENT + [FRESH_S + 0.5])
+    assert found.hold_s(KIND, clock.now) == expected(0.02)
 
 
 def test_a_slow_launch_is_remembered_for_some_steps() -> None:
     clock = Clock()
-    found = seen(clock, decode(8), [0.02], launch_s=0.5)
-    assert found.hold_s(clock.now) == 0
+    found = seen(clock, [0.02], launch_s=0.5)
+    assert found.hold_s(KIND, clock.now) == 0
     for _ in range(60):
-        found.finished(0.02)
-        found.launched(decode(8), 0.001)
-    assert found.hold_s(clock.now) == pytest.approx(0.02 * (1 - SPARE) - SPARE_S - 0.001)
+        found.finished(KIND, 0.02)
+        found.launched(0.001)
+    assert found.hold_s(KIND, clock.now) == pytest.approx(0.02 * (1 - SPARE) - SPARE_S - 0.001)
 
 
 def test_a_step_that_says_nothing_of_others_is_not_counted() -> None:
     clock = Clock()
-    found = seen(clock, decode(8), [0.02])
-    found.finished(None)
-    found.launched(decode(8), 0.0)
-    assert found.hold_s(clock.now) == expected(0.02)
+    found = seen(clock, [0.02])
+    found.finished(KIND, None)
+    found.launched(0.0)
+    assert found.hold_s(KIND, clock.now) == expected(0.02)
 
 
 def test_a_step_that_ended_before_its_time_is_up_ends_the_holds_of_its_kind() -> None:
     """What the host saw of it is the hold itself, and would be the next one's reason."""
     clock = Clock()
-    found = seen(clock, decode(8), [0.8] * RECENT)
+    found = seen(clock, [0.8] * RECENT)
     clock.now += 0.7
-    found.finished(None, late=True)
-    found.launched(decode(8), 0.0)
-    assert found.hold_s(clock.now) == 0
+    found.finished(KIND, None, late=True)
+    found.launched(0.0)
+    assert found.hold_s(KIND, clock.now) == 0
     clock.now += 0.03
-    found.finished(0.03)
-    found.launched(decode(8), 0.0)
-    assert found.hold_s(clock.now) == expected(0.03)
+    found.finished(KIND, 0.03)
+    found.launched(0.0)
+    assert found.hold_s(KIND, clock.now) == expected(0.03)
 
 
 def test_kinds_are_steps_that_take_as_long() -> None:
@@ -125,7 +125,7 @@ def test_replicas_take_as_long_as_the_largest_of_them() -> None:
 def test_what_comes_while_a_step_runs_is_in_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(Role.UNIFIED, checks=())
     engine = driver.engine
-    monkeypatch.setattr(engine._forecast, "hold_s", lambda started_at: 0.01)
+    monkeypatch.setattr(engine._forecast, "hold_s", lambda of, started_at: 0.01)
     assert engine.hold_s() == 0, "no step runs"
     driver.submit(request(1, [20, 21, 22], max_tokens=8))
     assert engine.wait_s() == 0

@@ -4,7 +4,6 @@ and does nothing else. It sends every stream a token in the same turn, once per 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 from millrace.v1 import inference_pb2, inference_pb2_grpc
 from millrace_rpc.server import Server, run
 
-from millrace_bench.fake_worker import TOKEN, announce, now
+from millrace_bench.fake_worker import TOKEN, announce, now, options, steps
 
 
 class Inference(inference_pb2_grpc.InferenceServicer):
@@ -34,22 +33,16 @@ class Inference(inference_pb2_grpc.InferenceServicer):
 
 
 async def serve(step_s: float, announced: Path) -> None:
-    inference, server, loop = Inference(), Server(["millrace.v1.Inference"]), asyncio.get_running_loop()
+    inference, server = Inference(), Server(["millrace.v1.Inference"])
     inference_pb2_grpc.add_InferenceServicer_to_server(inference, server.grpc)
     announce(announced, {"grpc": await server.start("127.0.0.1:0")})
-    due = loop.time()
-    while True:
-        due = max(due + step_s, loop.time())
-        await asyncio.sleep(due - loop.time())
+    async for _ in steps(step_s):
         step, inference.step = inference.step, asyncio.Event()
         step.set()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--step-ms", type=float, default=10.0)
-    parser.add_argument("--announce", type=Path, required=True)
-    arguments = parser.parse_args()
+    arguments = options(__doc__).parse_args()
     run(serve(arguments.step_ms / 1000, arguments.announce))
 
 

@@ -7,7 +7,6 @@ what gateways look for. With `logprobs` a token's log-probability is the time wh
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import time
@@ -16,7 +15,7 @@ from typing import Any, cast
 
 from millrace_rpc.server import run
 
-from millrace_bench.fake_worker import CLOCK_S, announce
+from millrace_bench.fake_worker import CLOCK_S, announce, options, steps
 
 MODEL, TEXT = "fake", "~"
 MODELS = json.dumps({"object": "list", "data": [{"id": MODEL, "object": "model"}]}).encode()
@@ -98,19 +97,13 @@ async def serve(step_s: float, announced: Path) -> None:
     loop, running = asyncio.get_running_loop(), set[Connection]()
     server = await loop.create_server(lambda: Connection(running), "127.0.0.1", 0, backlog=4096)
     announce(announced, {"http": server.sockets[0].getsockname()[1]})
-    due = loop.time()
-    while True:
-        due = max(due + step_s, loop.time())
-        await asyncio.sleep(due - loop.time())
+    async for _ in steps(step_s):
         for connection in list(running):
             connection.step()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--step-ms", type=float, default=10.0)
-    parser.add_argument("--announce", type=Path, required=True)
-    arguments = parser.parse_args()
+    arguments = options(__doc__).parse_args()
     run(serve(arguments.step_ms / 1000, arguments.announce))
 
 

@@ -27,7 +27,7 @@ from millrace_serve.engine.grammar.grammars import Grammars
 from millrace_serve.engine.schedule.plan import Plan
 from millrace_serve.engine.schedule.scheduler import Scheduler
 from millrace_serve.engine.step.batch import BatchBuilder
-from millrace_serve.engine.step.forecast import Forecast
+from millrace_serve.engine.step.forecast import Forecast, Kind, kind
 from millrace_serve.engine.step.lockstep import Lockstep
 from millrace_serve.engine.step.page_copier import PageCopier
 from millrace_serve.engine.step.runner import Runner, StepHandle
@@ -63,7 +63,8 @@ class Engine:
         self._lockstep = lockstep or Lockstep()
         self.progress = self._lockstep.progress
         self._forecast = Forecast()
-        self._in_flight: deque[tuple[Plan, StepHandle]] = deque()  # between `launch` and `commit` there may be two
+        # Between `launch` and `commit` there may be two.
+        self._in_flight: deque[tuple[Plan, Kind | None, StepHandle]] = deque()
         self._ahead = False  # `commit` leaves the newest in flight
         self._stopping = False
         self.stopped = False  # the last step was taken, here and on every other replica
@@ -140,7 +141,8 @@ class Engine:
         """Seconds for which the next step should be held back, so that more can take part in it."""
         if not self._in_flight or self._paused or self._stopping:
             return 0.0
-        return self._forecast.hold_s(self.progress.started_at)
+        _, of, _ = self._in_flight[-1]
+        return self._forecast.hold_s(of, self.progress.started_at)
 
     def wait_s(self) -> float | None:
         """Seconds to wait for messages or `wake_fds` before the next step(): 0 = none, None = until one comes. While
@@ -210,14 +212,14 @@ class Engine:
         agreement.tell(batch)
         self._lockstep.share(batch)
         self.progress.launches(batch)
-        self._in_flight.append((plan, self._runner.launch(batch)))
-        self._forecast.launched(batch, time.monotonic() - began)
+        self._in_flight.append((plan, kind(batch), self._runner.launch(batch)))
+        self._forecast.launched(time.monotonic() - began)
         return True
 
-    def _commit(self, plan: Plan, handle: StepHandle) -> None:
+    def _commit(self, plan: Plan, of: Kind | None, handle: StepHandle) -> None:
         late = handle.done()
         output = handle.result()
-        self._forecast.finished(self.progress.finished(late), late)
+        self._forecast.finished(of, self.progress.finished(late), late)
         self._scheduler.commit(plan, output)
         self._stale = True
 

@@ -26,32 +26,29 @@ Kind = tuple[int, int]  # rows of a decode sequence, 0 with prompt chunks; the l
 
 
 class Forecast:
-    """Of one engine, which tells it of every launch and of every end. At most one step is in flight at `hold_s`."""
+    """Of one engine, which tells it of every launch and of every end."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._took: dict[Kind, deque[tuple[float, float]]] = {}  # (when it ended, seconds)
-        self._in_flight: deque[Kind | None] = deque()
         self._launch_s = 0.0  # that a launch may take
 
-    def launched(self, batch: HostBatch, seconds: float) -> None:
+    def launched(self, seconds: float) -> None:
         """`seconds` of this thread went into the launch."""
-        self._in_flight.append(kind(batch))
         self._launch_s = max(seconds, FORGET * self._launch_s)
 
-    def finished(self, seconds: float | None, late: bool = False) -> None:
-        """The oldest step in flight; None: it says nothing of others. `late`: it took less than was expected, and by
-        how much only a step behind which the next one is launched at once will tell.
+    def finished(self, of: Kind | None, seconds: float | None, late: bool = False) -> None:
+        """A step of this kind; `seconds` None: it says nothing of others. `late`: it took less than was expected, and
+        by how much only a step behind which the next one is launched at once will tell.
         """
-        of = self._in_flight.popleft()
         if of is not None and late:
             self._took.pop(of, None)
         elif of is not None and seconds is not None:
             self._took.setdefault(of, deque(maxlen=RECENT)).append((self._clock(), seconds))
 
-    def hold_s(self, started_at: float) -> float:
-        """Seconds to hold the next launch back; the step in flight began at `started_at`, by the clock."""
-        if not self._in_flight or (of := self._in_flight[-1]) is None or of not in self._took:
+    def hold_s(self, of: Kind | None, started_at: float) -> float:
+        """Seconds to hold the next launch back, behind a step of this kind that began at `started_at`, by the clock."""
+        if of is None or of not in self._took:
             return 0.0
         now, latest = self._clock(), self._took[of]
         if now - latest[-1][0] >= FRESH_S:
