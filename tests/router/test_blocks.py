@@ -8,10 +8,10 @@ import json
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from millrace_router.openai.blocks import Blocks, Kind, Step
-from millrace_router.openai.reading import MessageParser, Said
 from millrace_router.text import dsml, markers
 from millrace_router.text.call_stream import CallDelta
 from millrace_router.text.chat_format import ChatFormat, Style
+from millrace_router.text.message import MessageParser, Said
 from router.test_parsers import WEATHER, v31, v32
 
 PARTS = [
@@ -52,8 +52,8 @@ def parser_of() -> MessageParser:
 
 def test_the_rest_of_a_call_stands_before_the_text_behind_it() -> None:
     blocks = Blocks()
-    list(blocks.push(Said(calls=[CallDelta(0, "f", "{")]), last=False))
-    list(blocks.push(Said(text="Done.", calls=[CallDelta(0, "", "}"), CallDelta(1, "g", "{}")]), last=True))
+    list(blocks.push(Said(parts=[CallDelta(0, "f", "{")]), last=False))
+    list(blocks.push(Said(parts=[CallDelta(0, "", "}"), "Done.", CallDelta(1, "g", "{}")]), last=True))
     assert [(block.kind, block.name, block.text) for block in blocks.all] == [
         (Kind.CALL, "f", "{}"), (Kind.TEXT, "", "Done."), (Kind.CALL, "g", "{}"),
     ]  # fmt: skip

@@ -100,7 +100,7 @@ async def test_completions(pair: Cluster, client: openai.AsyncOpenAI) -> None:
         assert choice.text == text_of(pair, index=len(pair.prefills[0].submitted) - 1)
         assert "".join(choice.logprobs.tokens) == choice.text
         assert choice.logprobs.text_offset == list(range(8))
-        assert choice.logprobs.top_logprobs[0] == {"a": -1.5}
+        assert choice.logprobs.top_logprobs[0] == {choice.text[0]: -0.5, "a": -1.5}
     prompts = [list(request.token_ids) for request in pair.prefills[0].submitted]
     assert prompts[0] == prompts[2] and prompts[1] == prompts[3] == [10, 20]
 

@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 from millrace.v1 import common_pb2, worker_pb2
-from millrace_router.text import dsml, markers
+from millrace_router.text import markers
 from millrace_router.text.chat_format import Style
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_serve.engine.core import Grammar, GrammarKind
@@ -332,7 +332,6 @@ def test_formats_are_found_out(folders: dict[str, Path], model_folder: Path, tmp
     styles = {name: Tokenizer.load(folder).format for name, folder in folders.items()}
     assert [styles[name].style.name for name in ("v3", "v31", "r1", "takes")] == ["V3", "V31", "V3", "V31"]
     assert (styles["v32"].style, styles["kimi"].style) == (Style.V32, Style.KIMI)
-    assert Style.V32.call_end == dsml.CALL_END and Style.KIMI.call_end == markers.KIMI.call_end
     assert styles["takes"].takes_tools and not styles["v3"].takes_tools and styles["r1"].reasons
     plain = Tokenizer.load(model_folder).format
     assert plain.style is None and not plain.reasons

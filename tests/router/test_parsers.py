@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from millrace_router.flow.inference import Answer
 from millrace_router.flow.stream import Delta
-from millrace_router.openai.reading import MessageParser, Reading
+from millrace_router.openai.reading import Reading
 from millrace_router.text import dsml
 from millrace_router.text.chat_format import ChatFormat, Style
 from millrace_router.text.markers import ALL, DEEPSEEK, KIMI, THINK, THINK_END
+from millrace_router.text.message import MessageParser
 from millrace_router.text.tokenizer import Tokenizer
 from router.harness import write_tokenizer
 
@@ -88,8 +89,8 @@ def test_calls(style: Style, calls: list) -> None:
 def test_calls_of_kimi_keep_their_ids() -> None:
     parser = Style.KIMI.parser()
     head = f"{KIMI.calls}{KIMI.call} functions.get.it:12 {KIMI.sep}"
-    assert [(c.name, c.id) for c in parser.push(head)[1]] == [("get.it", "functions.get.it:12")]
-    assert [(c.name, c.id) for c in parser.push(f"{{}}{KIMI.call_end}{KIMI.call}time{KIMI.sep}")[1]] == [
+    assert [(c.name, c.id) for c in parser.push(head)] == [("get.it", "functions.get.it:12")]
+    assert [(c.name, c.id) for c in parser.push(f"{{}}{KIMI.call_end}{KIMI.call}time{KIMI.sep}")] == [
         ("", ""),
         ("time", ""),
     ]
@@ -222,8 +223,11 @@ def test_the_pieces_do_not_matter(parts: list[str], cuts: list[int], data: st.Da
 def test_tokens_of_thoughts_are_counted_alike_however_the_output_is_cut(size: int, tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(write_tokenizer(tmp_path, markers=(THINK, THINK_END)))
     ids = tokenizer._encode(f"{THINK}\nHm.{THINK_END}Yes", add_bos=False)
-    reading = Reading(Answer("", "", 1, False, None), tokenizer, tools=False)
+    parser = MessageParser(tokenizer.format, thinking=False, tools=False)
+    reading = Reading(Answer("", "", 1, False, None), tokenizer)
     for at in range(0, len(ids), size):
         piece = ids[at : at + size]
-        reading.read(Delta(0, tokenizer.decode(piece), piece, [], 0, at + len(piece), 0, 0, 0, at == 0))
+        reading.read(
+            Delta(0, parser.push(tokenizer.decode(piece), last=False), piece, [], 0, at + len(piece), 0, 0, 0, at == 0)
+        )
     assert reading.reasoning_tokens == len("\nHm.") + 2

@@ -17,6 +17,7 @@ from millrace_router.config import Timeouts
 from millrace_router.flow.flow import Flow, Leg, Stage
 from millrace_router.flow.rounds import LONGEST_REST_S, SLICE_S, Rounds, rest_s
 from millrace_router.flow.stream import Continuation, Delta, Stream
+from millrace_router.text.message import Said
 from millrace_rpc.errors import MillraceError
 
 SECONDS = st.floats(0, 1)
@@ -217,7 +218,10 @@ class Script:
         self.flow = Flow(Timeouts(), max_tokens=1000, max_attempts=1, deadline=None, progress=0.0, queue_s=1.0)
         self.flow.assign(frozenset({Leg.DECODE}), 0.0)
         self.text = text = SimpleNamespace(
-            push=lambda ids: ("".join(map(chr, ids)), len(ids)), flush=lambda: "!", stopped_by=""
+            push=lambda ids: (Said(parts=["".join(map(chr, ids))]), len(ids)),
+            flush=lambda: Said(parts=["!"]),
+            stopped=False,
+            stopped_by="",
         )
         generation = SimpleNamespace(
             flow=self.flow,
@@ -345,7 +349,7 @@ async def test_a_stop_string_in_a_sinks_delta_ends_the_reader() -> None:
     script = Script(rounds, direct=True)
     script.make(1)
     await turn()
-    script.text.stopped_by = "x"
+    script.text.stopped, script.text.stopped_by = True, "x"
     script.make(1)
     rounds.run()
     await script.reader

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from millrace.v1 import common_pb2
 from millrace_rpc.errors import MillraceError
 
 from millrace_router.edge.http_answers import anthropic_error, event
-from millrace_router.flow.inference import Answer
 from millrace_router.openai.blocks import Block, BlockForm, Kind, Step
-from millrace_router.openai.reading import Reading
 
 DELTAS = {  # type of a block's deltas, and the field with the new piece
     Kind.THOUGHTS: ("thinking_delta", "thinking"),
@@ -22,11 +20,6 @@ DELTAS = {  # type of a block's deltas, and the field with the new piece
 
 
 class MessageForm(BlockForm):
-    def __init__(self, answer: Answer, reading: Reading, stops: Collection[str], shows_thoughts: bool) -> None:
-        """`stops`: the stop sequences of the request."""
-        super().__init__(answer, reading, shows_thoughts)
-        self._stops = stops
-
     def begin(self) -> Iterator[bytes]:
         yield _event("message_start", message=self._message([], {"stop_reason": None, "stop_sequence": None}))
         yield _event("ping")
@@ -65,7 +58,7 @@ class MessageForm(BlockForm):
     def _stop(self) -> dict[str, str | None]:
         if self.reading.latest.finish_reason == common_pb2.FINISH_REASON_LENGTH:
             return {"stop_reason": "max_tokens", "stop_sequence": None}
-        if self.reading.latest.stopped_by in self._stops:
+        if self.reading.latest.stopped_by:
             return {"stop_reason": "stop_sequence", "stop_sequence": self.reading.latest.stopped_by}
         return {"stop_reason": "tool_use" if self.reading.called else "end_turn", "stop_sequence": None}
 

@@ -38,7 +38,7 @@ def build(inference: Inference, before_scrape: Callable[[], None] | None) -> Sta
 
     async def messages(request: Request) -> Response:
         wanted = await read(inference, request, MessagesRequest)
-        form = functools.partial(MessageForm, stops=wanted.stop_sequences, shows_thoughts=wanted.shows_thoughts)
+        form = functools.partial(MessageForm, shows_thoughts=wanted.shows_thoughts)
         return await serve_translated(inference, request, wanted, form)
 
     async def count_tokens(request: Request) -> Response:

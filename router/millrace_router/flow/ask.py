@@ -39,7 +39,7 @@ class Ask:
     grammar: common_pb2.Grammar | None = None
     grammar_param: str = "grammar"  # the field of the request that it came from
     stop: Sequence[str] = ()
-    ends: Sequence[str] = ()  # further stop strings, which follow from what was asked for and stay in the text
+    message: bool = False  # the answer to a chat is told as thoughts, content and calls; else as a plain text
     n: int = 1
     priority: int = 0
     request_id: str = ""

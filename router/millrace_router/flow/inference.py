@@ -17,13 +17,14 @@ from millrace_common.spans import Attributes, Span
 from millrace_rpc.errors import MillraceError
 
 from millrace_router.flow import validate
-from millrace_router.flow.ask import Ask, Prompt
+from millrace_router.flow.ask import Ask, Chat, Prompt
 from millrace_router.flow.generation import Backend, Begun, Generation, Job
 from millrace_router.flow.metrics import observe_generation
 from millrace_router.flow.rounds import Rounds
 from millrace_router.flow.spans import ContinuationSpans
 from millrace_router.flow.stream import Continuation, Stream, Text, gone
 from millrace_router.flow.tenant import Tenant, caller
+from millrace_router.text.message import MessageParser
 from millrace_router.text.tokenizer import Tokenizer
 
 LAST_WORDS_S = 1.0  # for clients to read the error of a stream that was cut off
@@ -71,7 +72,7 @@ class Inference:
         route = tracer.begin("route", span.traceparent, received)
         route.end(asyncio.get_running_loop().time(), {"millrace.prompt_tokens": len(token_ids)})
         stream = Stream(lambda error: self._ended(stream, api, who.tenant, span, error), unread, self._rounds)
-        begun = Begun()
+        begun, thinking = Begun(), self.tokenizer.thinking(token_ids)
         for i in range(ask.n):
             job = Job(
                 token_ids=token_ids,
@@ -86,13 +87,20 @@ class Inference:
             )
             below = ContinuationSpans(tracer, span.traceparent, i)
             generation = Generation(self.backend, job, below, stream.wake)
-            text = Text(self.tokenizer, ask.stop, ask.keep_special_tokens, ask.ends)
-            stream.continuations.append(Continuation(i, generation, text, self.backend.metrics.itl.observe))
+            text, on_gap = self._text(ask, thinking), self.backend.metrics.itl.observe
+            stream.continuations.append(Continuation(i, generation, text, on_gap))
         self._started(stream, len(token_ids))
         for continuation in stream.continuations:
             continuation.generation.start()
-        thinking = self.tokenizer.thinking(token_ids)
         return Answer(request_id, self.model.model, len(token_ids), thinking, stream)
+
+    def _text(self, ask: Ask, thinking: bool) -> Text:
+        chat, keep_special = ask.prompt, ask.keep_special_tokens
+        if not ask.message or not isinstance(chat, Chat):
+            return Text(self.tokenizer, MessageParser.of_plain_text(), ask.stop, keep_special=keep_special)
+        parser = MessageParser(self.tokenizer.format, thinking=thinking, tools=bool(chat.tools))
+        one_call = bool(chat.tools) and not chat.parallel
+        return Text(self.tokenizer, parser, ask.stop, keep_special=keep_special, one_call=one_call)
 
     async def _admit(self, ask: Ask, tenant: Tenant, received: float) -> tuple[list[int], common_pb2.SamplingParams]:
         """The prompt's tokens and the resolved parameters of a request that may begin. Raises MillraceError."""

@@ -2,7 +2,8 @@
 
 1. `Inference.generate` starts n generations. 2. `deltas` yields, for each continuation, everything new since its
    previous delta: a slow client, or a router that is behind (rounds.py), makes fewer, larger deltas. The first never
-   waits. 3. A stop string ends its continuation before the string's first character and aborts the workers at once.
+   waits. 3. A stop string of the content ends its continuation before the string's first character, and a call the one
+   that may have one call only; both abort the workers at once.
 4. The first failure ends the stream with its error, after what had arrived before it. 5. Leaving `deltas` in any way
    cancels the rest. 6. While the reader of `deltas` waits, a `sink` gets the deltas between the first and the last.
 
@@ -25,7 +26,7 @@ from millrace_rpc.errors import MillraceError
 from millrace_router.flow.flow import Stage
 from millrace_router.flow.generation import Generation
 from millrace_router.flow.rounds import Rounds
-from millrace_router.text.markers import StopMatcher
+from millrace_router.text.message import ContentStop, MessageParser, Said, joined
 from millrace_router.text.tokenizer import Tokenizer
 
 
@@ -34,7 +35,7 @@ class Delta:
     """`finish_reason` is set on a continuation's last delta. `completion_tokens` counts from its beginning."""
 
     index: int
-    text: str
+    said: Said
     token_ids: list[int]
     logprobs: list[common_pb2.TokenLogprobs]
     finish_reason: common_pb2.FinishReason
@@ -46,42 +47,62 @@ class Delta:
     stopped_by: str = ""  # the stop string that ended it
     version: str = ""  # of the weights that computed it
 
+    @property
+    def text(self) -> str:
+        """The content, or all of a plain text."""
+        return self.said.text
+
 
 class Text:
-    """Tokens to visible text, cut at a stop string. A character whose bytes are spread over tokens appears when it is
-    complete; bytes that can never become one appear as U+FFFD. Without a stop string all pieces together equal
-    `Tokenizer.decode` of all ids.
+    """Tokens to what they say, cut at a stop string. A character whose bytes are spread over tokens appears when it is
+    complete; bytes that can never become one appear as U+FFFD. With a parser of plain text and without a stop string
+    all pieces together equal `Tokenizer.decode` of all ids.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stops: Sequence[str], keep_special: bool, ends: Sequence[str] = ()
+        self,
+        tokenizer: Tokenizer,
+        parser: MessageParser,
+        stops: Sequence[str] = (),
+        *,
+        keep_special: bool = False,
+        one_call: bool = False,
     ) -> None:
-        """`ends`: further stop strings, which stay in the text."""
-        stops = (*stops, *ends)
-        self._ends = ends
+        """`one_call`: the first call ends the text, too."""
         self._tokenizer = tokenizer
+        self._parser = parser
         self._keep_special = keep_special
+        self._one_call = one_call
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._matcher = StopMatcher(stops) if stops else None
+        self._stop = ContentStop(stops) if stops else None
 
     @property
     def stopped_by(self) -> str:
-        return self._matcher.matched if self._matcher is not None else ""
+        """The stop string that ended it."""
+        return self._stop.matched if self._stop is not None else ""
 
-    def push(self, ids: list[int]) -> tuple[str, int]:
-        """The visible text, and how many of the ids were used: up to the one that completes a stop string."""
-        if self._matcher is None:
-            return self._decode(ids), len(ids)
-        shown = []
-        for used, token in enumerate(ids, 1):
-            shown.append(self._matcher.push(self._decode((token,))))
-            if stop := self._matcher.matched:
-                return "".join(shown) + (stop if stop in self._ends else ""), used
-        return "".join(shown), len(ids)
+    @property
+    def stopped(self) -> bool:
+        return bool(self.stopped_by) or (self._one_call and self._parser.called)
 
-    def flush(self) -> str:
-        text = self._decoder.decode(b"", final=True)
-        return text if self._matcher is None else self._matcher.push(text) + self._matcher.flush()
+    def push(self, ids: list[int]) -> tuple[Said, int]:
+        """What they say, and how many of them were used: up to the one with which it is certain that the text ends."""
+        if self._stop is None and not self._one_call:
+            return self._parser.push(self._decode(ids), last=False), len(ids)
+        said: list[Said] = []
+        for token in ids:
+            said.append(self._cut(self._parser.push(self._decode((token,)), last=False)))
+            if self.stopped:
+                break
+        return joined(said), len(said)
+
+    def flush(self) -> Said:
+        """The output has ended."""
+        said = self._cut(self._parser.push(self._decoder.decode(b"", final=True), last=True))
+        return said if self._stop is None or self._stop.matched else joined((said, self._stop.flush()))
+
+    def _cut(self, said: Said) -> Said:
+        return said if self._stop is None else self._stop.push(said)
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._decoder.decode(self._tokenizer.token_bytes(ids, self._keep_special))
@@ -114,19 +135,19 @@ class Continuation:
         if not tokens and flow.stage is not Stage.DONE:
             assert flow.error is not None
             raise flow.error
-        text, used = self._text.push(tokens)
+        said, used = self._text.push(tokens)
         finish_reason = flow.finish_reason
-        if self._text.stopped_by:
+        if finish_reason and not self._text.stopped:
+            said = joined((said, self._text.flush()))
+        if self._text.stopped:
             self.generation.stop()
             finish_reason = common_pb2.FINISH_REASON_STOP
-        elif finish_reason:
-            text += self._text.flush()
         self._note_gap()
         first, self.finished = self.completion_tokens == 0, finish_reason != 0
         self.completion_tokens += used
         return Delta(
             self._index,
-            text,
+            said,
             tokens[:used],
             logprobs[:used],
             finish_reason,

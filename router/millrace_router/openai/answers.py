@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,8 +16,10 @@ from millrace_router.edge.http_answers import event
 from millrace_router.flow.inference import Answer
 from millrace_router.flow.stream import Delta
 from millrace_router.openai import objects
-from millrace_router.openai.reading import Reading, Said, call_id
+from millrace_router.openai.logprobs import Logprobs
+from millrace_router.openai.reading import Reading, call_id
 from millrace_router.text.call_stream import CallDelta
+from millrace_router.text.message import Said, joined
 from millrace_router.text.tokenizer import Tokenizer
 
 STOP, LENGTH, TOOL_CALLS = "stop", "length", "tool_calls"
@@ -31,21 +33,22 @@ class Shape:
     chat: bool
     answer: Answer
     tokenizer: Tokenizer
-    logprobs: bool
-    tools: bool = False  # calls may come
+    wants_logprobs: bool
+    keep_special: bool = False  # special tokens are part of the text
     include_usage: bool = False  # in a stream
     usage_so_far: bool = False  # in every chunk of it
     created: int = field(default_factory=lambda: int(time.time()))
     readings: defaultdict[int, Reading] = field(init=False)  # of chat, by continuation
     latest: dict[int, Delta] = field(default_factory=dict)  # with the counts so far
-    characters: Counter[int] = field(default_factory=Counter)  # of the tokens' texts, for text_offset
+    logprobs: Logprobs = field(init=False)
     cached_tokens: int = 0
     version: str = ""  # of the weights that compute it
     before: bytes = b""  # what all chunks of a stream have in common
     after: bytes = b""
 
     def __post_init__(self) -> None:
-        self.readings = defaultdict(lambda: Reading(self.answer, self.tokenizer, self.tools))
+        self.readings = defaultdict(lambda: Reading(self.answer, self.tokenizer))
+        self.logprobs = Logprobs(self.tokenizer, self.keep_special)
 
     def push(self, delta: Delta) -> bytes:
         part = self._part(delta, whole=False)
@@ -68,9 +71,9 @@ class Shape:
         """An element of `choices`: of an answer, if the delta is the whole output, or of a chunk."""
         self._count(delta)
         part: dict[str, Any] = {"index": delta.index, "finish_reason": None, "logprobs": None}
-        if self.logprobs:
-            entries = delta.logprobs
-            part["logprobs"] = self._chat_logprobs(entries) if self.chat else self._text_logprobs(delta.index, entries)
+        if self.wants_logprobs:
+            entries, told = delta.logprobs, self.logprobs
+            part["logprobs"] = told.of_chat(entries) if self.chat else told.of_text(delta.index, entries)
         finish = FINISH.get(delta.finish_reason)
         if self.chat:
             reading = self.readings[delta.index]
@@ -121,39 +124,13 @@ class Shape:
             "completion_tokens_details": details,
         }
 
-    def _chat_logprobs(self, entries: Sequence[common_pb2.TokenLogprobs]) -> objects.ChatLogprobs:
-        content: list[objects.TokenEntry] = [
-            {**self._alternative(entry.sampled), "top_logprobs": [self._alternative(top) for top in entry.top]}
-            for entry in entries
-        ]
-        return {"content": content, "refusal": None}
-
-    def _alternative(self, entry: common_pb2.TokenLogprob) -> objects.Alternative:
-        data = self.tokenizer.token_bytes((entry.token_id,))
-        return {"token": data.decode("utf-8", "replace"), "logprob": entry.logprob, "bytes": list(data)}
-
-    def _text_logprobs(self, index: int, entries: Sequence[common_pb2.TokenLogprobs]) -> objects.CompletionLogprobs:
-        tokens, offsets = [self._text(entry.sampled) for entry in entries], []
-        for token in tokens:
-            offsets.append(self.characters[index])
-            self.characters[index] += len(token)
-        return {
-            "tokens": tokens,
-            "token_logprobs": [entry.sampled.logprob for entry in entries],
-            "top_logprobs": [{self._text(top): top.logprob for top in entry.top} for entry in entries],
-            "text_offset": offsets,
-        }
-
-    def _text(self, entry: common_pb2.TokenLogprob) -> str:
-        return self.tokenizer.decode((entry.token_id,), keep_special=True)
-
 
 def _joined(deltas: Sequence[Delta]) -> Delta:
     """The whole output of one continuation as one delta."""
     last = deltas[-1]
     return replace(
         last,
-        text="".join(delta.text for delta in deltas),
+        said=joined([delta.said for delta in deltas]),
         token_ids=[token for delta in deltas for token in delta.token_ids],
         logprobs=[entry for delta in deltas for entry in delta.logprobs],
         cached_tokens=max(delta.cached_tokens for delta in deltas),
@@ -162,24 +139,25 @@ def _joined(deltas: Sequence[Delta]) -> Delta:
 
 def _message(said: Said) -> objects.ChatMessage:
     """The text is null if there are calls only."""
-    content = said.text or (None if said.calls else "")
+    calls = said.calls
+    content = said.text or (None if calls else "")
     message: objects.ChatMessage = {"role": "assistant", "content": content, "refusal": None}
     if said.thoughts:
         message["reasoning_content"] = said.thoughts
-    if said.calls:
-        message["tool_calls"] = [_call(call) for call in said.calls]
+    if calls:
+        message["tool_calls"] = [_call(call) for call in calls]
     return message
 
 
 def _delta(said: Said, first: bool) -> objects.ChatDelta:
     """Empty fields are left out, except the first delta's content."""
     delta: objects.ChatDelta = {"role": "assistant", "content": ""} if first else {}
-    if said.text:
-        delta["content"] = said.text
+    if text := said.text:
+        delta["content"] = text
     if said.thoughts:
         delta["reasoning_content"] = said.thoughts
-    if said.calls:
-        delta["tool_calls"] = [_call_chunk(call) for call in said.calls]
+    if calls := said.calls:
+        delta["tool_calls"] = [_call_chunk(call) for call in calls]
     return delta
 
 

@@ -14,7 +14,8 @@ from typing import Any
 
 from millrace_router.flow.inference import Answer
 from millrace_router.flow.stream import Delta
-from millrace_router.openai.reading import Reading, Said, call_id
+from millrace_router.openai.reading import Reading, call_id
+from millrace_router.text.message import Said
 
 
 class Kind(enum.Enum):
@@ -53,19 +54,21 @@ class Blocks:
 
     def push(self, said: Said, last: bool) -> Iterator[Change]:
         """What `said` changes; after the last one no block is open. Run it to its end."""
-        calls = list(said.calls)
-        if calls and not calls[0].name:  # the rest of the open call stands before the text behind it
-            yield from self._add(calls.pop(0).arguments)
-        for kind, text in ((Kind.THOUGHTS, said.thoughts), (Kind.TEXT, said.text)):
-            if text and (self._open is None or self._open.kind is not kind):
-                yield from self._begin(Block(kind, len(self.all)))
-            yield from self._add(text)
-        for call in calls:
-            if call.name:
-                yield from self._begin(Block(Kind.CALL, len(self.all), call.name, call_id(call)))
-            yield from self._add(call.arguments)
+        yield from self._write(Kind.THOUGHTS, said.thoughts)
+        for part in said.parts:
+            if isinstance(part, str):
+                yield from self._write(Kind.TEXT, part)
+                continue
+            if part.name:
+                yield from self._begin(Block(Kind.CALL, len(self.all), part.name, call_id(part)))
+            yield from self._add(part.arguments)
         if last:
             yield from self._end()
+
+    def _write(self, kind: Kind, text: str) -> Iterator[Change]:
+        if text and (self._open is None or self._open.kind is not kind):
+            yield from self._begin(Block(kind, len(self.all)))
+        yield from self._add(text)
 
     def _begin(self, block: Block) -> Iterator[Change]:
         yield from self._end()

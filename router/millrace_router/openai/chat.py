@@ -172,4 +172,4 @@ def in_format(ask: Ask, form: ChatFormat) -> Ask:
             chat.required or chat.tools, form.style, required=bool(chat.required), parallel=chat.parallel and not named
         )
         return replace(ask, grammar=common_pb2.Grammar(structural_tag=tag), grammar_param="tools")
-    return ask if chat.parallel else replace(ask, ends=(form.style.call_end,))
+    return ask

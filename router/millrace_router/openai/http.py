@@ -65,11 +65,11 @@ async def _generate(
     wanted = await read(inference, request, kind)
     ask = wanted.ask(request_id.get())
     chat, logprobs = isinstance(wanted, ChatRequest), "logprobs" in ask.numbers
-    tools = isinstance(wanted, ChatRequest) and wanted.may_call
 
     def shape(answer: Answer) -> Shape:
         options = wanted.stream_options
         usage = options.include_usage, options.include_usage and options.continuous_usage_stats
-        return Shape(chat, answer, inference.tokenizer, logprobs, tools, *usage)
+        special = wanted.keep_special_tokens
+        return Shape(chat, answer, inference.tokenizer, logprobs, special, *usage)
 
     return await serve(inference, request, ask, shape, wanted.stream)

@@ -76,7 +76,7 @@ async def serve_translated(
     chat = wanted.as_chat()
 
     def form(answer: Answer) -> Form:
-        return form_of(answer, Reading(answer, inference.tokenizer, chat.may_call))
+        return form_of(answer, Reading(answer, inference.tokenizer))
 
     with wanted.named():
         return await serve(inference, request, chat.ask(request_id.get()), form, wanted.stream)

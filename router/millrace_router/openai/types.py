@@ -17,7 +17,7 @@ from millrace_common.sampling_limits import NUMBERS
 from millrace_rpc.errors import MillraceError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from millrace_router.flow.ask import Ask, Prompt
+from millrace_router.flow.ask import Ask, Chat, Prompt
 from millrace_router.flow.validate import invalid
 
 T = TypeVar("T")
@@ -150,6 +150,7 @@ class Common(Strict):
             priority=self.priority,
             request_id=request_id,
             session_id=self.user,
+            message=isinstance(prompt, Chat),
             keep_special_tokens=self.keep_special_tokens,
             timeout_s=self.timeout_s,
         )

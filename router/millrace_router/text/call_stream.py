@@ -1,4 +1,6 @@
-"""What parsers of tool calls have in common: a text goes in by pieces, and text and parts of calls come out."""
+"""What parsers of tool calls have in common: a text goes in by pieces, and text and parts of calls come out in their
+order.
+"""
 
 from __future__ import annotations
 
@@ -44,16 +46,21 @@ class CallParser(ABC):
         self._scanner = Scanner()
         self._space = ""  # between calls: belongs to the text if more than white space comes
         self._index = -1
-        self._text: list[str] = []
-        self._calls: list[CallDelta] = []
+        self._text: list[str] = []  # behind `_parts`
+        self._parts: list[str | CallDelta] = []
 
-    def push(self, text: str) -> tuple[str, list[CallDelta]]:
+    @property
+    def called(self) -> bool:
+        """A call has ended."""
+        return self._index > 0 or (self._index == 0 and self._state in (State.TEXT, State.BETWEEN, State.HEAD))
+
+    def push(self, text: str) -> list[str | CallDelta]:
         self._scanner.text += text
         while self._step():
             pass
         return self._taken()
 
-    def flush(self) -> tuple[str, list[CallDelta]]:
+    def flush(self) -> list[str | CallDelta]:
         """The text has ended. Arguments that end here end as if their call had been closed."""
         rest = self._scanner.rest()
         match self._state:
@@ -99,10 +106,15 @@ class CallParser(ABC):
     def _end_call(self, rest: str) -> None:
         """The text has ended inside a call with `rest`, in which no mark is whole."""
 
-    def _taken(self) -> tuple[str, list[CallDelta]]:
-        text, calls = "".join(self._text), self._calls
-        self._text, self._calls = [], []
-        return text, calls
+    def _taken(self) -> list[str | CallDelta]:
+        self._place_text()
+        parts, self._parts = self._parts, []
+        return parts
+
+    def _place_text(self) -> None:
+        if text := "".join(self._text):
+            self._parts.append(text)
+        self._text.clear()
 
     def _between(self, text: str, *, closed: bool) -> None:
         """`text` stands between calls, and `closed`: ends there. White space between two marks separates calls."""
@@ -113,13 +125,15 @@ class CallParser(ABC):
 
     def _begin(self, name: str, call_id: str = "") -> None:
         self._index += 1
-        self._calls.append(CallDelta(self._index, name, "", call_id))
+        self._place_text()
+        self._parts.append(CallDelta(self._index, name, "", call_id))
 
     def _add(self, arguments: str) -> None:
         if not arguments:
             return
-        last = self._calls[-1] if self._calls else None
-        if last is not None and last.index == self._index:
-            self._calls[-1] = replace(last, arguments=last.arguments + arguments)
+        self._place_text()
+        last = self._parts[-1] if self._parts else None
+        if isinstance(last, CallDelta) and last.index == self._index:
+            self._parts[-1] = replace(last, arguments=last.arguments + arguments)
         else:
-            self._calls.append(CallDelta(self._index, "", arguments))
+            self._parts.append(CallDelta(self._index, "", arguments))

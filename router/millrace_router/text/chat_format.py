@@ -42,11 +42,6 @@ class Style(enum.Enum):
             return cls.V3 if f"{FENCE}json" in template else cls.V31
         return None
 
-    @property
-    def call_end(self) -> str:
-        """The text that ends a call."""
-        return {Style.KIMI: KIMI.call_end, Style.V32: dsml.CALL_END}.get(self, DEEPSEEK.call_end)
-
     def parser(self) -> CallParser:
         return dsml.DsmlParser() if self is Style.V32 else MarkedCallParser(KIMI if self is Style.KIMI else DEEPSEEK)
 
