@@ -52,8 +52,8 @@ def parser_of() -> MessageParser:
 
 def test_the_rest_of_a_call_stands_before_the_text_behind_it() -> None:
     blocks = Blocks()
-    list(blocks.push(Said(parts=[CallDelta(0, "f", "{")]), last=False))
-    list(blocks.push(Said(parts=[CallDelta(0, "", "}"), "Done.", CallDelta(1, "g", "{}")]), last=True))
+    list(blocks.push(Said.of("", [CallDelta(0, "f", "{")]), last=False))
+    list(blocks.push(Said.of("", [CallDelta(0, "", "}"), "Done.", CallDelta(1, "g", "{}")]), last=True))
     assert [(block.kind, block.name, block.text) for block in blocks.all] == [
         (Kind.CALL, "f", "{}"), (Kind.TEXT, "", "Done."), (Kind.CALL, "g", "{}"),
     ]  # fmt: skip

@@ -218,8 +218,8 @@ class Script:
         self.flow = Flow(Timeouts(), max_tokens=1000, max_attempts=1, deadline=None, progress=0.0, queue_s=1.0)
         self.flow.assign(frozenset({Leg.DECODE}), 0.0)
         self.text = text = SimpleNamespace(
-            push=lambda ids: (Said(parts=["".join(map(chr, ids))]), len(ids)),
-            flush=lambda: Said(parts=["!"]),
+            push=lambda ids: (Said(text="".join(map(chr, ids))), len(ids)),
+            flush=lambda: Said(text="!"),
             stopped=False,
             stopped_by="",
         )
@@ -294,7 +294,7 @@ def test_a_busy_router_merges_without_loss(events: list[int | str], direct: bool
         assert [token for delta in script.read for token in delta.token_ids] == list(range(made))
         for delta in script.read:
             assert [entry.sampled.token_id for entry in delta.logprobs] == delta.token_ids
-        assert "".join(delta.text for delta in script.read) == "".join(map(chr, range(made))) + "!"
+        assert "".join(delta.said.text for delta in script.read) == "".join(map(chr, range(made))) + "!"
         assert [bool(delta.finish_reason) for delta in script.read] == [False] * (len(script.read) - 1) + [True]
         assert [delta.first for delta in script.read][:2] in ([True], [True, False])
 

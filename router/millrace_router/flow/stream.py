@@ -47,11 +47,6 @@ class Delta:
     stopped_by: str = ""  # the stop string that ended it
     version: str = ""  # of the weights that computed it
 
-    @property
-    def text(self) -> str:
-        """The content, or all of a plain text."""
-        return self.said.text
-
 
 class Text:
     """Tokens to what they say, cut at a stop string. A character whose bytes are spread over tokens appears when it is
@@ -75,15 +70,8 @@ class Text:
         self._one_call = one_call
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._stop = ContentStop(stops) if stops else None
-
-    @property
-    def stopped_by(self) -> str:
-        """The stop string that ended it."""
-        return self._stop.matched if self._stop is not None else ""
-
-    @property
-    def stopped(self) -> bool:
-        return bool(self.stopped_by) or (self._one_call and self._parser.called)
+        self.stopped = False
+        self.stopped_by = ""  # the stop string that ended it
 
     def push(self, ids: list[int]) -> tuple[Said, int]:
         """What they say, and how many of them were used: up to the one with which it is certain that the text ends."""
@@ -99,10 +87,14 @@ class Text:
     def flush(self) -> Said:
         """The output has ended."""
         said = self._cut(self._parser.push(self._decoder.decode(b"", final=True), last=True))
-        return said if self._stop is None or self._stop.matched else joined((said, self._stop.flush()))
+        return said if self._stop is None or self.stopped else joined((said, self._stop.flush()))
 
     def _cut(self, said: Said) -> Said:
-        return said if self._stop is None else self._stop.push(said)
+        if self._stop is not None:
+            said = self._stop.push(said)
+            self.stopped_by = self._stop.matched
+        self.stopped = bool(self.stopped_by) or (self._one_call and self._parser.called)
+        return said
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._decoder.decode(self._tokenizer.token_bytes(ids, self._keep_special))

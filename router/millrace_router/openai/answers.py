@@ -82,7 +82,7 @@ class Shape:
             if reading.called and finish == STOP:
                 finish = TOOL_CALLS
         else:
-            part["text"] = delta.text
+            part["text"] = delta.said.text
         part["finish_reason"] = finish
         return part
 
@@ -139,25 +139,24 @@ def _joined(deltas: Sequence[Delta]) -> Delta:
 
 def _message(said: Said) -> objects.ChatMessage:
     """The text is null if there are calls only."""
-    calls = said.calls
-    content = said.text or (None if calls else "")
+    content = said.text or (None if said.calls else "")
     message: objects.ChatMessage = {"role": "assistant", "content": content, "refusal": None}
     if said.thoughts:
         message["reasoning_content"] = said.thoughts
-    if calls:
-        message["tool_calls"] = [_call(call) for call in calls]
+    if said.calls:
+        message["tool_calls"] = [_call(call) for call in said.calls]
     return message
 
 
 def _delta(said: Said, first: bool) -> objects.ChatDelta:
     """Empty fields are left out, except the first delta's content."""
     delta: objects.ChatDelta = {"role": "assistant", "content": ""} if first else {}
-    if text := said.text:
-        delta["content"] = text
+    if said.text:
+        delta["content"] = said.text
     if said.thoughts:
         delta["reasoning_content"] = said.thoughts
-    if calls := said.calls:
-        delta["tool_calls"] = [_call_chunk(call) for call in calls]
+    if said.calls:
+        delta["tool_calls"] = [_call_chunk(call) for call in said.calls]
     return delta
 
 

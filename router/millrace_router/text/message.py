@@ -4,48 +4,53 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from millrace_router.text.call_stream import CallDelta, CallParser
 from millrace_router.text.chat_format import ChatFormat
 from millrace_router.text.markers import StopMatcher
 from millrace_router.text.reasoning import ReasoningParser
 
+Part = str | CallDelta  # of what follows the thoughts
+
 
 @dataclass(slots=True)
 class Said:
-    """New thoughts, and what follows them: content and parts of calls, in their order."""
+    """New thoughts, content and parts of calls. Without calls it costs little: that is nearly every token."""
 
     thoughts: str = ""
-    parts: list[str | CallDelta] = field(default_factory=list)
+    text: str = ""  # the content; a plain text is nothing else
+    calls: Sequence[CallDelta] = ()
+    order: Sequence[Part] = ()  # of text and calls, if there are calls
+
+    @classmethod
+    def of(cls, thoughts: str, parts: Sequence[Part]) -> Said:
+        text = "".join([part for part in parts if isinstance(part, str)])
+        calls = [part for part in parts if isinstance(part, CallDelta)]
+        return cls(thoughts, text, calls, parts) if calls else cls(thoughts, text)
 
     @property
-    def text(self) -> str:
-        """The content. A plain text is nothing else."""
-        return "".join([part for part in self.parts if isinstance(part, str)])
-
-    @property
-    def calls(self) -> list[CallDelta]:
-        return [part for part in self.parts if isinstance(part, CallDelta)]
+    def parts(self) -> Sequence[Part]:
+        return self.order or (self.text,)
 
 
 def joined(said: Sequence[Said]) -> Said:
     """One after the other, with one part for each text and each call."""
     if len(said) == 1:
         return said[0]
-    parts = itertools.chain.from_iterable(one.parts for one in said)
-    runs = (list(run) for _, run in itertools.groupby(parts, _call_index))
-    return Said("".join([one.thoughts for one in said]), [_one(run) for run in runs])
+    thoughts = "".join([one.thoughts for one in said])
+    parts = [part for one in said for part in one.parts if part]
+    return Said.of(thoughts, [_one(list(run)) for _, run in itertools.groupby(parts, _call_index)])
 
 
-def _call_index(part: str | CallDelta) -> int | None:
+def _call_index(part: Part) -> int | None:
     return part.index if isinstance(part, CallDelta) else None
 
 
-def _one(run: Sequence[str | CallDelta]) -> str | CallDelta:
+def _one(run: Sequence[Part]) -> Part:
     """Texts, or the parts of one call."""
-    arguments = "".join([part if isinstance(part, str) else part.arguments for part in run])
-    return arguments if isinstance(run[0], str) else replace(run[0], arguments=arguments)
+    text = "".join([part if isinstance(part, str) else part.arguments for part in run])
+    return text if isinstance(run[0], str) else replace(run[0], arguments=text)
 
 
 class MessageParser:
@@ -74,9 +79,9 @@ class MessageParser:
                 more, rest = self._reasoning.flush()
                 thoughts, text = thoughts + more, text + rest
         if self._tools is None:
-            return Said(thoughts, [text] if text else [])
+            return Said(thoughts, text)
         parts = self._tools.push(text)
-        return Said(thoughts, parts + self._tools.flush() if last else parts)
+        return Said.of(thoughts, parts + self._tools.flush() if last else parts)
 
 
 class ContentStop:
@@ -91,13 +96,15 @@ class ContentStop:
 
     def push(self, said: Said) -> Said:
         """Return what may be shown now. After a match: what comes before it, and nothing more."""
-        return Said(said.thoughts, [part for part in self._shown(said.parts) if part])
+        if not said.calls:
+            return Said(said.thoughts, self._matcher.push(said.text))
+        return Said.of(said.thoughts, [part for part in self._shown(said.parts) if part])
 
     def flush(self) -> Said:
         """The output has ended: return the withheld rest."""
-        return Said(parts=[rest] if (rest := self._matcher.flush()) else [])
+        return Said(text=self._matcher.flush())
 
-    def _shown(self, parts: Iterable[str | CallDelta]) -> Iterable[str | CallDelta]:
+    def _shown(self, parts: Iterable[Part]) -> Iterable[Part]:
         for part in parts:
             if isinstance(part, str):
                 yield self._matcher.push(part)
