@@ -120,11 +120,11 @@ class Continuation:
 
     def read(self) -> Delta | None:
         """Return the new delta, or None. Raises the generation's error once everything before it was read."""
-        if not self.news:
-            return None
         flow = self.generation.flow
         tokens, logprobs = flow.take()
         if not tokens and flow.stage is not Stage.DONE:
+            if not flow.ended:
+                return None
             assert flow.error is not None
             raise flow.error
         said, used = self._text.push(tokens)
