@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import functools
 import json
@@ -22,12 +23,14 @@ import time
 from pathlib import Path
 
 from millrace.v1 import admin_pb2_grpc
+from millrace_common import log as logs
 from millrace_common import loop_lag, tracing
+from millrace_common.config import ConfigError, load
 from millrace_common.gc_hooks import ProcessGc
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
 from millrace_rpc.http_server import Ageing, HttpServer
-from millrace_rpc.server import Server
+from millrace_rpc.server import Server, run
 from millrace_rpc.tls import identity_of
 
 from millrace_router.anthropic import http as public_http
@@ -163,3 +166,18 @@ async def serve(config: RouterConfig, announce: Path | None = None) -> int:
     log.info("stopping: %d requests are running", len(router.inference.active))
     await router.stop()
     return 0
+
+
+def main() -> int:
+    """Run the process from its command line to its exit code."""
+    parser = argparse.ArgumentParser(prog="millrace_router")
+    parser.add_argument("--config", type=Path, help="YAML file")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="overrides the file")
+    parser.add_argument("--announce", type=Path, help="file for the bound ports, as JSON")
+    arguments = parser.parse_args()
+    try:
+        config = load(RouterConfig, arguments.config, arguments.set)
+        logs.setup("router", config.log_level)
+        return run(serve(config, arguments.announce))
+    except (ConfigError, OSError) as error:
+        parser.exit(2, f"millrace_router: {error}\n")

@@ -23,7 +23,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from conftest import standin_command
-from millrace_cli import __main__ as cli, serve_local
+from millrace_cli import app as cli, serve_local
 from millrace_cli.cluster import ClusterSpec
 spec = ClusterSpec(command=standin_command, restart=True, log_dir=Path({logs!r}), {fields})
 cli.app.command("run")(lambda: serve_local.serve_local(spec))

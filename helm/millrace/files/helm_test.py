@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import socket
 import ssl
 import sys
@@ -117,4 +118,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))  # without one PID 1 never gets it
     sys.exit(main(sys.argv[1:]))

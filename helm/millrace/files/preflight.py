@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import os
+import signal
 import sys
 import time
 from collections import Counter
@@ -288,4 +289,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))  # without one PID 1 never gets it
     sys.exit(main(sys.argv[1:]))

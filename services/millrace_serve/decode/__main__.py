@@ -8,6 +8,10 @@ import os
 import sys
 
 if __name__ == "__main__":  # rank processes import this file and must not run it
+    from millrace_common.early_signals import exit_on_sigterm
+
+    exit_on_sigterm()
+
     from millrace_serve.decode.service import DecodeRole
     from millrace_serve.engine.config import Role
     from millrace_serve.worker.main import main

@@ -6,6 +6,10 @@ import os
 import sys
 
 if __name__ == "__main__":  # rank processes import this file and must not run it
+    from millrace_common.early_signals import exit_on_sigterm
+
+    exit_on_sigterm()
+
     from millrace_serve.engine.config import Role
     from millrace_serve.prefill.service import PrefillRole
     from millrace_serve.worker.main import main
