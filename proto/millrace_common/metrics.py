@@ -16,8 +16,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from millrace_common.quick_histogram import QuickHistogram
 from millrace_common.reasons import Reason
 
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-_SHORT = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
+# The client for Python has no native histograms (0.26), so buckets grow by a factor of 2 to 2.5. A quantile above the
+# last one is reported as the last one, so each histogram reaches what its limit allows.
+_PAUSES = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_GAPS = (*_PAUSES, 25.0, 60.0)
+_STAGES = (*_PAUSES[3:], 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 2400.0, 3600.0, 7200.0)
 Labels = tuple[str, ...]
 
 KV_FAULTS = (  # reasons of kv_failures that neither a client nor a lost worker causes
@@ -55,8 +58,8 @@ def histogram(attr: str, name: str, help: str, buckets: tuple[float, ...], label
 
 ROUTER = (
     counter("requests", "millrace_requests_total", "Requests by how they ended.", ("api", "status")),
-    histogram("stage", "millrace_stage_seconds", "Time of a request in each stage.", _SECONDS, ("stage",)),
-    Metric("itl", "millrace_inter_token_seconds", QuickHistogram, "Time between a stream's token batches.", (), _SHORT),
+    histogram("stage", "millrace_stage_seconds", "Time of a request in each stage.", _STAGES, ("stage",)),
+    Metric("itl", "millrace_inter_token_seconds", QuickHistogram, "Time between a stream's token batches.", (), _GAPS),
     counter("tokens", "millrace_tokens_total", "Tokens, by direction.", ("direction",)),
     gauge("queued", "millrace_queue_requests", "Requests waiting for a pair of workers."),
     gauge("queued_tokens", "millrace_queue_tokens", "Prompt tokens of the waiting requests."),
@@ -143,8 +146,8 @@ WORKER = (
     ),
     counter("expert_moves", "millrace_expert_moves_total", "Experts that changed their place."),
     counter("kv_bytes", "millrace_kv_bytes_total", "KV bytes read from other workers."),
-    histogram("kv_transfer", "millrace_kv_transfer_seconds", "From the last part's arrival to held.", _SHORT),
-    histogram("kv_read", "millrace_kv_read_seconds", "From a read's posting to its end on all ranks.", _SHORT),
+    histogram("kv_transfer", "millrace_kv_transfer_seconds", "From the last part's arrival to held.", _GAPS),
+    histogram("kv_read", "millrace_kv_read_seconds", "From a read's posting to its end on all ranks.", _GAPS),
     counter(
         "kv_failures",
         "millrace_kv_failures_total",
@@ -153,7 +156,7 @@ WORKER = (
         known=tuple((reason,) for reason in KV_FAULTS),
     ),
     counter("loan_pages", "millrace_loan_pages_total", "Cached pages borrowed and lent.", ("direction",)),
-    histogram("loan", "millrace_loan_seconds", "Of a loan, without its time in the queue.", _SHORT),
+    histogram("loan", "millrace_loan_seconds", "Of a loan, without its time in the queue.", _GAPS),
     counter("loan_failures", "millrace_loan_failures_total", "Loans that ended without pages.", ("reason",)),
     gauge("leases", "millrace_leases", "Parked prompts, and loans."),
     counter(
@@ -168,8 +171,10 @@ WORKER = (
 )
 PROCESS = (
     gauge("started", "millrace_start_timestamp_seconds", "When the process started."),
-    histogram("gc_pause", "millrace_gc_pause_seconds", "Garbage-collection pauses.", _SHORT, ("process", "generation")),
-    histogram("loop_lag", "millrace_event_loop_lag_seconds", "How late the event loop is.", _SHORT, ("process",)),
+    histogram(
+        "gc_pause", "millrace_gc_pause_seconds", "Garbage-collection pauses.", _PAUSES, ("process", "generation")
+    ),
+    histogram("loop_lag", "millrace_event_loop_lag_seconds", "How late the event loop is.", _PAUSES, ("process",)),
     counter(
         "reloads",
         "millrace_reloads_total",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -24,6 +25,25 @@ def test_name_follows_the_rules(row: Metric) -> None:
     assert not re.search(r"_(ms|millis|us|kb|mb|percent)(_|$)", row.name), "base units only"
     assert row.help[0].isupper() or row.help[0].isdigit() or row.help.startswith("KV")
     assert row.help.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("attr", "longest_s"),
+    [
+        ("stage", 7200),
+        ("itl", 60),
+        ("kv_transfer", 60),
+        ("kv_read", 60),
+        ("loan", 60),
+        ("gc_pause", 10),
+        ("loop_lag", 10),
+    ],
+)
+def test_a_histogram_reaches_what_it_measures(attr: str, longest_s: float) -> None:
+    """Prometheus reports a quantile above the last bucket as that bucket."""
+    [row] = [row for row in ALL if row.attr == attr]
+    assert row.buckets[-1] >= longest_s
+    assert all(after <= 3 * before for before, after in pairwise(row.buckets)), "finer than a factor of 3"
 
 
 def test_names_and_attributes_are_unique() -> None:

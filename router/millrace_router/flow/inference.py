@@ -148,7 +148,7 @@ class Inference:
         self.active.add(stream)
         self._idle.clear()
         self.backend.metrics.active.set(len(self.active))
-        self.backend.metrics.tokens.labels(direction="prompt").inc(prompt_tokens)
+        self.backend.metrics.tokens.labels(direction="prompt").inc(prompt_tokens * len(stream.continuations))
 
     def _ended(self, stream: Stream, api: str, tenant: Tenant, span: Span, error: MillraceError | None) -> None:
         """Record the facts of a request that had started."""
@@ -171,7 +171,7 @@ class Inference:
         if unserved:
             whole = unserved == len(stream.continuations)
             tenant.give_back(unserved * prompt, time.monotonic(), request=whole)
-        for direction, tokens in (("prompt", prompt), ("output", output)):
+        for direction, tokens in (("prompt", prompt * len(stream.continuations)), ("output", output)):
             metrics.tenant_tokens.labels(tenant=tenant.name, direction=direction).inc(tokens)
         self._count(api, tenant, span, error, output)
 

@@ -38,7 +38,9 @@ def _keep(counter: Any, wanted: Callable[[dict[str, str]], bool]) -> None:
 
 
 def observe_generation(metrics: Metrics, generation: Generation) -> None:
-    """The stages of one continuation that has ended. A stage that it did not reach is not observed."""
+    """Observe the stages that a continuation reached before it ended. The stage in which it ended counts until now, so
+    that a deadline or a fault shows where the time went.
+    """
     now = asyncio.get_running_loop().time()
     began, received = generation.flow.began, generation.job.received
     decode = began.get(Stage.DECODE)
@@ -52,6 +54,6 @@ def observe_generation(metrics: Metrics, generation: Generation) -> None:
         "total": (received, now),
     }
     for stage, (start, end) in spans.items():
-        if start is not None and end is not None and end >= start:
-            metrics.stage.labels(stage=stage).observe(end - start)
+        if start is not None:
+            metrics.stage.labels(stage=stage).observe(max((now if end is None else end) - start, 0.0))
     metrics.tokens.labels(direction="output").inc(len(generation.flow.outputs))
