@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import json
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from millrace_router.openai.blocks import Blocks, Kind, Step
-from millrace_router.text import dsml, markers
+from millrace_router.text import markers
 from millrace_router.text.call_stream import CallDelta
 from millrace_router.text.chat_format import ChatFormat, Style
 from millrace_router.text.message import MessageParser, Said
-from router.test_parsers import WEATHER, v31, v32
+from router.test_parsers import CERTAIN, WEATHER, v31
 
 PARTS = [
     *("So.", markers.THINK_END, "Hello ", "\n"),
@@ -47,7 +46,7 @@ def test_nothing_is_lost_however_the_text_is_cut(parts: list[str], data: st.Data
 
 
 def parser_of() -> MessageParser:
-    return MessageParser(ChatFormat(Style.V31, reasons=True), thinking=True, tools=True)
+    return MessageParser(ChatFormat(Style.V31, reasons=True), thinking=True, offer=CERTAIN)
 
 
 def test_the_rest_of_a_call_stands_before_the_text_behind_it() -> None:
@@ -57,14 +56,3 @@ def test_the_rest_of_a_call_stands_before_the_text_behind_it() -> None:
     assert [(block.kind, block.name, block.text) for block in blocks.all] == [
         (Kind.CALL, "f", "{}"), (Kind.TEXT, "", "Done."), (Kind.CALL, "g", "{}"),
     ]  # fmt: skip
-
-
-def test_text_inside_a_call_does_not_part_its_arguments() -> None:
-    junk = v32(("weather", WEATHER)).replace(dsml.PARAMETER_END, f"{dsml.PARAMETER_END}Hm.{dsml.PARAMETER} x>")
-    parser, blocks = MessageParser(ChatFormat(Style.V32), thinking=False, tools=True), Blocks()
-    for piece in junk:
-        list(blocks.push(parser.push(piece, last=False), last=False))
-    list(blocks.push(parser.push("", last=True), last=True))
-    call, text = blocks.all
-    assert (call.kind, json.loads(call.text)) == (Kind.CALL, json.loads(WEATHER))
-    assert (text.kind, text.text.count("Hm.")) == (Kind.TEXT, 2)

@@ -182,8 +182,6 @@ def test_v32_thoughts_stay_behind_the_last_question(v32: Tokenizer) -> None:
         ((RESULTS[0],), "stands behind no call"),
         ((USER, RESULTS[0]), "stands behind no call"),
         (({"role": "critic", "content": "x"},), "the role critic is unknown"),
-        ((USER, {**CALLS, "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}), "refused the messages"),
-        ((USER, {**CALLS, "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}), "refused the messages"),
     ],
 )
 def test_what_v32_refuses(messages: tuple[dict[str, Any], ...], words: str, v32: Tokenizer) -> None:

@@ -22,7 +22,7 @@ from pydantic import BaseModel
 from router.fake_worker import FakeWorker
 from router.harness import Cluster
 from router.scripted import HELLO, SCHEMA, TOOLS, grammar_of, prompt_of, say
-from router.test_parsers import FORMS, WEATHER, v3, v31
+from router.test_parsers import CALL_MARKS, FORMS, WEATHER, v3, v31
 from tokenizers import Tokenizer as HfTokenizer
 
 CALLS = [("weather", WEATHER), ("time", "{}")]
@@ -76,6 +76,27 @@ async def test_calls(serve: Callable, style: Style) -> None:
         *_, finish = await streamed(client, tools=TOOLS)
         assert finish == "length"
         await made.quiet()
+
+
+@pytest.mark.parametrize("style", Style)
+async def test_what_cannot_be_read_as_a_call_is_text(serve: Callable, style: Style) -> None:
+    """At once and in a stream, forced or not. The calls around it are read."""
+    made, form = await serve(style.name.lower()), FORMS[style]
+    begin, end = CALL_MARKS[style]
+    good, other = form(("time", "{}")), form(("other", "{}"))
+    cases = [("stop", other), ("stop", good.replace("{}", "777").replace(end, f"777{end}"))]
+    cases.append(("tool_calls", form(("time", "{}"), ("other", "{}"), ("time", "{}"))))
+    async with client_of(made) as client:
+        for wanted, output in cases:
+            say(made, output)
+            (choice,) = (await client.chat.completions.create(model="tiny", messages=HELLO, tools=TOOLS)).choices
+            say(made, output)
+            _, text, calls, finish = await streamed(client, tools=TOOLS)
+            said = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or ()]
+            assert choice.finish_reason == finish == wanted
+            assert (choice.message.content or "", said) == (text, calls)
+            assert calls == [("time", "{}")] * (2 if wanted == "tool_calls" else 0)
+            assert begin in text and end in text, "whole, with its marks"
 
 
 async def test_results_of_calls_reach_the_template(serve: Callable) -> None:
@@ -303,7 +324,8 @@ async def test_answers_go_back_as_the_clients_objects(serve: Callable) -> None:
 
 async def test_nulls_are_absent_fields(serve: Callable) -> None:
     made, messages = await serve("v31"), {"messages": HELLO, "max_tokens": 2}
-    schema, nulls = {"enum": ["a", None], "default": None}, {"strict": None, "defer_loading": None}
+    schema = {"type": "object", "properties": {"a": {"enum": ["a", None], "default": None}}}
+    nulls = {"strict": None, "defer_loading": None}
     for path, body in (
         ("/v1/chat/completions", {**messages, "stream_options": {"include_usage": None}}),
         ("/v1/responses", {"input": [{"role": "user", "content": "x", "phase": None}], "text": {"format": None}}),

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from millrace_router.flow.inference import Answer
 from millrace_router.flow.stream import Delta
 from millrace_router.openai.reading import Reading
 from millrace_router.text import dsml
+from millrace_router.text.call_stream import Offer
 from millrace_router.text.chat_format import ChatFormat, Style
-from millrace_router.text.markers import ALL, DEEPSEEK, KIMI, THINK, THINK_END
+from millrace_router.text.markers import DEEPSEEK, KIMI, THINK, THINK_END
 from millrace_router.text.message import MessageParser
 from millrace_router.text.tokenizer import Tokenizer
 from router.harness import write_tokenizer
@@ -51,15 +49,30 @@ def invoke(name: str, arguments: dict) -> str:
     return "\n".join([*lines, dsml.CALL_END])
 
 
+OFFER = Offer(("weather", "time", "function", "name", "get_it"))
+CERTAIN = OFFER._replace(certain=True)  # a grammar is set
+CALL_MARKS = {  # around each call
+    Style.V3: (CALL, CALL_END),
+    Style.V31: (CALL, CALL_END),
+    Style.V32: (dsml.CALL, dsml.CALL_END),
+    Style.KIMI: (KIMI.call, KIMI.call_end),
+}
 FORMS = {Style.V3: v3, Style.V31: v31, Style.V32: v32, Style.KIMI: kimi}
 
 
-def parse(pieces: list[str], style: Style = Style.V31, *, thinking: bool = False, tools: bool = True) -> tuple:
+def parse(
+    pieces: list[str],
+    style: Style = Style.V31,
+    *,
+    thinking: bool = False,
+    offer: Offer | None = OFFER,
+    cut: bool = False,
+) -> tuple:
     """(thoughts, text, calls). An empty last piece, as after a stop token, changes nothing."""
-    parser = MessageParser(ChatFormat(style, reasons=True), thinking=thinking, tools=tools)
+    parser = MessageParser(ChatFormat(style, reasons=True), thinking=thinking, offer=offer)
     thoughts, text, calls = "", "", []
     for i, piece in enumerate([*pieces, ""]):
-        said = parser.push(piece, last=i == len(pieces))
+        said = parser.push(piece, last=i == len(pieces), cut=cut)
         thoughts, text = thoughts + said.thoughts, text + said.text
         for call in said.calls:
             if call.index == len(calls):
@@ -83,62 +96,168 @@ def test_calls(style: Style, calls: list) -> None:
     assert style is Style.V32 or read == calls, "arguments are what the model wrote"
     assert parse(["I look.\n\n" + written], style) == ("", "I look.\n\n", read)
     assert parse([written, " Done"], style) == ("", " Done", read)
-    assert parse([written], style, tools=False) == ("", written, [])
+    assert parse([written], style, offer=None) == ("", written, [])
 
 
-def test_calls_of_kimi_keep_their_ids() -> None:
-    parser = Style.KIMI.parser()
-    head = f"{KIMI.calls}{KIMI.call} functions.get.it:12 {KIMI.sep}"
-    assert [(c.name, c.id) for c in parser.push(head)] == [("get.it", "functions.get.it:12")]
-    assert [(c.name, c.id) for c in parser.push(f"{{}}{KIMI.call_end}{KIMI.call}time{KIMI.sep}")] == [
-        ("", ""),
-        ("time", ""),
-    ]
+def test_calls_of_kimi_keep_their_ids_unless_they_are_taken() -> None:
+    def ids(*heads: str) -> list[tuple[str, str]]:
+        parser = Style.KIMI.parser(OFFER._replace(ids=("functions.time:3",)))
+        calls = "".join(f"{KIMI.call} {head} {KIMI.sep}{{}}{KIMI.call_end}" for head in heads)
+        return [(call.name, call.id) for call in parser.push(f"{KIMI.calls}{calls}")]
+
+    assert ids("functions.get_it:12") == [("get_it", "functions.get_it:12")]
+    assert ids("functions.time:3", "functions.time:3") == [
+        ("time", "functions.time:4"), ("time", "functions.time:5"),
+    ]  # fmt: skip
+    assert ids("time", "weather:0") == [("time", "functions.time:1"), ("weather", "functions.weather:0")]
+
+
+@pytest.mark.parametrize(
+    ("head", "names", "meant"),
+    [
+        ("functions.weather:0", ("weather",), "weather"),
+        ("functions.weather_0:1", ("weather_0", "weather"), "weather_0"),
+        ("functions_weather_0", ("weather", "time"), "weather"),
+        ("weather:0", ("weather",), "weather"),
+        ("functions.weather", ("weather",), "weather"),
+        ("functions.weather_2", ("weather_2",), "weather_2"),
+        ("weather", ("weather",), "weather"),
+        ("weather_0", ("weather", "weather_0"), "weather_0"),
+        ("functions.weather_0", ("weather", "weather_0"), ""),  # may mean either
+        ("functions.functions-a:0", ("functions-a", "a"), "functions-a"),
+        ("functions", ("functions",), "functions"),
+        ("a.b:0", ("a.b",), "a.b"),
+        ("functions.a-b_c9:0", ("a-b_c9",), "a-b_c9"),
+        ("functions.weather:0", ("time",), ""),
+        ("call00003", ("weather",), ""),
+        ("0", ("weather",), ""),
+        (":0", ("weather",), ""),
+        ("functions.:0", ("weather",), ""),
+        ("functions.weather:" + "9" * 5000, ("weather",), ""),
+        ("functions.weather:٣", ("weather",), ""),
+    ],
+)
+def test_heads_of_kimi_mean_functions_of_the_request(head: str, names: tuple[str, ...], meant: str) -> None:
+    written = f"{KIMI.call}{head}{KIMI.sep}{{}}{KIMI.call_end}"
+    read = parse([f"{KIMI.calls}{written}{KIMI.calls_end}"], Style.KIMI, offer=Offer(names))
+    assert read == (("", "", [(meant, "{}")]) if meant else ("", written, []))
 
 
 JUNK = f"{CALL}weather{CALL_END}"
-INVOKE = f'{dsml.CALL} name="weather">'
-CITY = f'{dsml.PARAMETER} name="city" string="true">'
+OTHER = f"{CALL}other{CALL_SEP}{{}}{CALL_END}"
+WEATHER_CALL = f"{CALL}weather{CALL_SEP}"
+V3_WEATHER = f"{CALL}function{CALL_SEP}weather"
 
 
 @pytest.mark.parametrize(
     ("output", "text", "calls"),
     [
-        (f"{CALLS}\n{CALL}weather{CALL_SEP} {WEATHER} \n{CALL_END}\n{CALLS_END}", "", [("weather", WEATHER)]),
-        (f"{CALLS}{CALL}function{CALL_SEP}weather\n\n```\n{WEATHER}```\n{CALL_END}", "", [("weather", WEATHER)]),
-        (f"{CALLS}{CALL}function{CALL_SEP}weather\n{WEATHER}\n{CALL_END}", "", [("weather", WEATHER)]),
-        (f"{CALLS}{CALL}weather{CALL_SEP}{WEATHER}", "", [("weather", WEATHER)]),  # a stop string took the end
-        (f"{CALLS}{CALL}function{CALL_SEP}weather\n```json\n{WEATHER}\n```", "", [("weather", WEATHER)]),
-        (f"{CALLS}{CALL}weather{CALL_SEP}" + '{"city": "Os', "", [("weather", '{"city": "Os')]),  # max_tokens
-        (f"{CALLS}{CALL}wea", f"{CALL}wea", []),
-        (f"{CALLS}{CALL}function{CALL_SEP}wea", f"{CALL}function{CALL_SEP}wea", []),
+        (f"{CALLS}\n{WEATHER_CALL} {WEATHER} \n{CALL_END}\n{CALLS_END}", "", [("weather", WEATHER)]),
+        (f"{CALLS}{V3_WEATHER}\n\n```\n{WEATHER}```\n{CALL_END}", "", [("weather", WEATHER)]),
+        (f"{CALLS}{V3_WEATHER}\n{WEATHER}\n{CALL_END}", "", [("weather", WEATHER)]),
+        (f"{CALLS}{V3_WEATHER}\n{WEATHER}{CALL_END}", "", [("weather", WEATHER)]),
+        (f"{CALLS}{V3_WEATHER}\n```json\n{WEATHER}\n```", "", [("weather", WEATHER)]),
+        (f"{CALLS}{WEATHER_CALL}{WEATHER}", "", [("weather", WEATHER)]),  # a stop string took the end
+        (f"{CALLS}{WEATHER_CALL}{WEATHER}{CALL}time{CALL_SEP}{{}}{CALL_END}", "",
+         [("weather", WEATHER), ("time", "{}")]),
+        (f"{CALLS}{WEATHER_CALL}{WEATHER}{CALLS_END}so", "so", [("weather", WEATHER)]),
+        (f"{CALLS}{WEATHER_CALL}{{}}{CALL_END}a{CALLS}{CALL}time{CALL_SEP}{{}}{CALL_END}{CALLS_END}b", "ab",
+         [("weather", "{}"), ("time", "{}")]),
         (f"{CALLS}{JUNK}{CALL}time{CALL_SEP}{{}}{CALL_END}{CALLS_END}", JUNK, [("time", "{}")]),
+        (f"{CALLS}{OTHER}{CALL}time{CALL_SEP}{{}}{CALL_END}{CALLS_END}", OTHER, [("time", "{}")]),
         (f"{CALLS}{CALL} {CALL_SEP}{{}}{CALL_END}\n{CALLS_END}", f"{CALL} {CALL_SEP}{{}}{CALL_END}", []),
         (f"{CALLS}\nI try.\n{CALL}time{CALL_SEP}{{}}{CALL_END}{CALLS_END}", "\nI try.", [("time", "{}")]),
         (f"{CALLS}{CALLS_END}", "", []),
-        (f"{CALLS}{CALL}weather{CALL_SEP}{CALL_END}{CALLS_END}", "", [("weather", "")]),
+        (f"{CALLS}{WEATHER_CALL}{CALL_END}{CALLS_END}", "", [("weather", "{}")]),
+        (f"{CALLS}{V3_WEATHER}{CALL_END}", "", [("weather", "{}")]),
+        (f"{CALLS}{V3_WEATHER}\n```json\n\n```{CALL_END}", "", [("weather", "{}")]),
+        (f"{CALLS}{CALL}function{CALL_SEP}{CALL_END}", "", [("function", "{}")]),
         (CALLS[:-1], CALLS[:-1], []),
     ],
-)
+)  # fmt: skip
 def test_what_models_do_to_the_format(output: str, text: str, calls: list) -> None:
     assert parse([output]) == ("", text, calls)
+    assert parse(list(output)) == ("", text, calls)
+
+
+NO_OBJECTS = [
+    *("777", "null", "[]", '"{}"', '"{\\"city\\": \\"Oslo\\"}"', '{"city": Oslo}', "{'city': 'Oslo'}", "{", '{"a": 1'),
+    *('{"a": 1,}', '{"a": 1} so', '{"a": 1}{"b": 2}', 'so {"a": 1}', '{"a": NaN}', '{"a": -Infinity}', '{"a": 1e999}'),
+    *('{"a": 1, "a": 2}', '{"a": {"b": 1, "b": 1}}', '{"a": "\\ud800"}', '{"a": "x\ny"}', '{"a": 01}', "Oslo", "``"),
+    *('{"a":' * 200 + "1" + "}" * 200, "[" * 100_000, '{"a": ' + "9" * 5000 + "}"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", NO_OBJECTS)
+@pytest.mark.parametrize("style", [Style.V3, Style.V31, Style.KIMI])
+def test_a_call_whose_arguments_are_no_object_stays_text(style: Style, arguments: str) -> None:
+    whole = FORMS[style](("weather", arguments), ("time", "{}"))
+    bad = FORMS[style](("weather", arguments))
+    bad = bad[bad.index(CALL_MARKS[style][0]) : bad.index(CALL_MARKS[style][1]) + len(CALL_MARKS[style][1])]
+    assert parse([whole], style) == ("", bad, [("time", "{}")])
+    assert parse([whole[i : i + 7] for i in range(0, len(whole), 7)], style) == ("", bad, [("time", "{}")])
+
+
+INVOKE = f'{dsml.CALL} name="weather">'
+CITY = f'{dsml.PARAMETER} name="city" string="true">'
+DAYS = f'{dsml.PARAMETER} name="days" string="false">'
+END = dsml.PARAMETER_END
+
+
+@pytest.mark.parametrize(
+    ("body", "arguments"),
+    [
+        ("", {}),
+        ("\n\n", {}),
+        (f'\n{CITY}a"\n\\b{END}', {"city": 'a"\n\\b'}),
+        (f"{CITY}{END}", {"city": ""}),
+        (f"{DAYS} [1, 2]\n{END}{CITY}</x>{END}", {"days": [1, 2], "city": "</x>"}),
+        (f"{dsml.PARAMETER} string='true'  name='a \"b\"' >x{END}", {"a \"b\"": "x"}),
+        (f'{dsml.PARAMETER}\n string="false"\n name="a>b">"x"{END}', {"a>b": "x"}),
+        (f"{CITY}Oslo{END} so {DAYS}1{END}", None),  # text between
+        (f"so {CITY}Oslo{END}", None),
+        (f"{CITY}Oslo{END} so", None),
+        (f"{CITY}Oslo{END}{CITY}Rome{END}", None),  # twice
+        (f'{CITY}Oslo\n{DAYS}1{END}', None),  # without its end
+        (f"{CITY}Oslo", None),
+        (f"{dsml.PARAMETER} city>Oslo{END}", None),
+        (f'{dsml.PARAMETER} string="true">Oslo{END}', None),  # without a name
+        (f'{dsml.PARAMETER} name="city">Oslo{END}', None),  # text or JSON
+        (f'{dsml.PARAMETER} name="city" string="yes">Oslo{END}', None),
+        (f'{dsml.PARAMETER} name="city" name="b" string="true">Oslo{END}', None),
+        (f'{dsml.PARAMETER} name="city" type="x" string="true">Oslo{END}', None),
+        (f'{dsml.PARAMETER} name="city string="true">Oslo{END}', None),
+        (f'{dsml.PARAMETER}s name="city" string="true">Oslo{END}', None),
+        *((f"{DAYS}{text}{END}", None) for text in ("Oslo", "", "1 so", "[1", "NaN", "-Infinity", '{"a":1,"a":2}')),
+    ],
+)  # fmt: skip
+def test_what_models_do_to_dsml(body: str, arguments: dict | None) -> None:
+    call, good = f"{INVOKE}{body}{dsml.CALL_END}", f'{dsml.CALL} name="time">{dsml.CALL_END}'
+    for pieces in ([f"{dsml.CALLS}{call}{good}{dsml.CALLS_END}"], list(f"{dsml.CALLS}{call}{good}{dsml.CALLS_END}")):
+        thoughts, text, calls = parse(pieces, Style.V32)
+        assert calls.pop() == ("time", "{}")
+        assert (thoughts, text, [(name, json.loads(said)) for name, said in calls]) == (
+            ("", call, []) if arguments is None else ("", "", [("weather", arguments)])
+        )
 
 
 @pytest.mark.parametrize(
     ("output", "text", "calls"),
     [
-        (f"{dsml.CALLS}{INVOKE}{dsml.CALL_END}", "", [("weather", "{}")]),
-        (f'{dsml.CALLS}{INVOKE}{CITY}a"\nb', "", [("weather", '{"city": "a\\"\\nb')]),  # cut off by max_tokens
         (f"{dsml.CALLS}{dsml.CALL} weather>x", f"{dsml.CALL} weather>x", []),
-        (f"{dsml.CALLS}{INVOKE}{dsml.PARAMETER} city>Oslo", f"{dsml.PARAMETER} city>Oslo", [("weather", "")]),
         (f"{dsml.CALLS}{dsml.CALL} na", f"{dsml.CALL} na", []),
-        (f"{dsml.CALLS}{INVOKE}{dsml.PARAMETER} na", f"{dsml.PARAMETER} na", [("weather", "")]),
-        (f"{dsml.CALLS} so {INVOKE} it {dsml.CALL_END}", " so it", [("weather", "{}")]),
+        (f"{dsml.CALLS}{INVOKE}{CITY}Oslo{END}", f"{INVOKE}{CITY}Oslo{END}", []),  # a parameter may be missing
+        (f"{dsml.CALLS}{INVOKE}{INVOKE}{dsml.CALL_END}", INVOKE, [("weather", "{}")]),
+        (f"{dsml.CALLS}{INVOKE}{dsml.CALLS_END}so", f"{INVOKE}so", []),
+        (f"{dsml.CALLS}{INVOKE}{dsml.CALL_END}a{dsml.GAP}{dsml.CALLS}{INVOKE}{dsml.CALL_END}", "a",
+         [("weather", "{}")] * 2),
+        (f'{dsml.CALLS}{dsml.CALL} name="other">{dsml.CALL_END}', f'{dsml.CALL} name="other">{dsml.CALL_END}', []),
+        (f"{dsml.CALLS} so {INVOKE}{dsml.CALL_END}", " so", [("weather", "{}")]),
         (f"I look.\n\n\n{dsml.CALLS}{INVOKE}{dsml.CALL_END}", "I look.\n", [("weather", "{}")]),
         (f"I look.\n{dsml.CALLS}{INVOKE}{dsml.CALL_END}", "I look.\n", [("weather", "{}")]),
     ],
-)
-def test_what_models_do_to_dsml(output: str, text: str, calls: list) -> None:
+)  # fmt: skip
+def test_what_models_do_to_lists_of_dsml(output: str, text: str, calls: list) -> None:
     assert parse([output], Style.V32) == ("", text, calls)
     assert parse(list(output), Style.V32) == ("", text, calls)
 
@@ -176,54 +295,29 @@ def test_a_call_ends_the_thoughts_of_kimi() -> None:
 
 @pytest.mark.parametrize("style", Style)
 def test_thoughts_and_text_are_told_as_soon_as_they_are_certain(style: Style) -> None:
-    parser = MessageParser(ChatFormat(Style.V31, reasons=True), thinking=True, tools=True)
+    parser = MessageParser(ChatFormat(Style.V31, reasons=True), thinking=True, offer=OFFER)
     said = [parser.push(piece, last=False) for piece in ("one", " two ", THINK_END, "three", CALLS[:3], "x")]
     assert [s.thoughts for s in said] == ["one", " two", "", "", "", ""]
     assert [s.text for s in said] == ["", "", "", "three", "", CALLS[:3] + "x"]
-    parser = MessageParser(ChatFormat(style), thinking=False, tools=True)
+    parser = parser_of(style, CERTAIN)
     whole = FORMS[style](("weather", WEATHER))
     told = [parser.push(character, last=False).calls for character in whole]
-    assert sum(map(bool, told)) >= len('Oslo", [1, 2]}'), "arguments are streamed"
+    assert sum(map(bool, told)) >= len("Oslo") + 2, "arguments that a grammar makes are streamed"
+    (call,) = parser_of(style).push(whole, last=False).calls
+    parser = parser_of(style)
+    told = [c for piece in whole for c in parser.push(piece, last=False).calls]
+    assert told == [call], "others come when they are whole"
 
 
-alphabet = st.sampled_from(
-    [
-        *(*ALL, *(marker[:4] for marker in ALL), "function", "name", "functions.name:0", "\n", "```", "`", "```json"),
-        *(" ", "{}", '{"a": 1}', "x", "x", dsml.CALLS, dsml.CALLS_END, dsml.CALL, dsml.CALL_END, dsml.PARAMETER),
-        *(dsml.PARAMETER_END, ' name="a">', ' name="a" string="true">', ">"),
-    ]
-)
-BEGINNINGS = [
-    ("", Style.V31),
-    (f"{CALLS}{CALL}", Style.V31),
-    (f"{CALLS}{CALL}function{CALL_SEP}name\n```json\n", Style.V3),
-    (f"{KIMI.calls}{KIMI.call}", Style.KIMI),
-    (f"{dsml.CALLS}{INVOKE}", Style.V32),
-    (f"{dsml.CALLS}{INVOKE}{CITY}", Style.V32),
-]
-
-
-@settings(max_examples=1000, deadline=None)
-@given(parts=st.lists(alphabet, max_size=24), cuts=st.lists(st.integers(0, 400), max_size=40), data=st.data())
-def test_the_pieces_do_not_matter(parts: list[str], cuts: list[int], data: st.DataObject) -> None:
-    begin, style = data.draw(st.sampled_from(BEGINNINGS))
-    text, thinking = begin + "".join(parts), data.draw(st.booleans())
-    at = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    pieces = [text[a:b] for a, b in itertools.pairwise(at)]
-    expected = parse([text], style, thinking=thinking)
-    assert parse(pieces, style, thinking=thinking) == expected
-    assert parse(list(text), style, thinking=thinking) == expected
-    if "```" not in text:  # a code block's language is dropped
-        thoughts, shown, calls = expected
-        kept = [thoughts, shown, *itertools.chain.from_iterable(calls)]
-        assert sum(part.count("x") for part in kept) == text.count("x"), "nothing that the model wrote is lost"
+def parser_of(style: Style, offer: Offer = OFFER) -> MessageParser:
+    return MessageParser(ChatFormat(style), thinking=False, offer=offer)
 
 
 @pytest.mark.parametrize("size", [1, 2, 99])
 def test_tokens_of_thoughts_are_counted_alike_however_the_output_is_cut(size: int, tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(write_tokenizer(tmp_path, markers=(THINK, THINK_END)))
     ids = tokenizer._encode(f"{THINK}\nHm.{THINK_END}Yes", add_bos=False)
-    parser = MessageParser(tokenizer.format, thinking=False, tools=False)
+    parser = MessageParser(tokenizer.format, thinking=False, offer=None)
     reading = Reading(Answer("", "", 1, False, None), tokenizer)
     for at in range(0, len(ids), size):
         piece = ids[at : at + size]

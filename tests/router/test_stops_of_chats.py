@@ -25,7 +25,7 @@ from millrace_router.text.tokenizer import Tokenizer
 from router.fake_worker import PREFILL, FakeWorker
 from router.harness import EOS, Cluster
 from router.scripted import HELLO, SCHEMA, TOOLS
-from router.test_parsers import FORMS, WEATHER
+from router.test_parsers import FORMS, OFFER, WEATHER
 from router.test_stop_strings import naive
 
 THOUGHTS, CONTENT, AFTER = "\nFirst the sky.\n", "\n\nI look.\nNow", "Done. Bye"
@@ -92,7 +92,7 @@ def output_of(form: Form) -> str:
 
 
 def text_of(tokenizer: Tokenizer, form: Form, stops: Sequence[str], one_call: bool = False) -> Text:
-    parser = MessageParser(ChatFormat(form.style, reasons=True), thinking=form.begun, tools=True)
+    parser = MessageParser(ChatFormat(form.style, reasons=True), thinking=form.begun, offer=OFFER)
     return Text(tokenizer, parser, stops, one_call=one_call)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -81,18 +80,7 @@ def _block(block: Block, text: str) -> dict[str, Any]:
         case Kind.TEXT:
             return {"type": "text", "text": text, "citations": None}
         case Kind.CALL:
-            return {"type": "tool_use", "id": block.id, "name": block.name, "input": _arguments(text)}
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    """Arguments that are no JSON object, for example because they were cut off, stay readable under one name, by which
-    no tool takes them for its own.
-    """
-    try:
-        arguments = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        arguments = None
-    return arguments if isinstance(arguments, dict) else {"INVALID_JSON": text}
+            return {"type": "tool_use", "id": block.id, "name": block.name, "input": as_object(text or NONE)}
 
 
 def _event(kind: str, **fields: Any) -> bytes:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from millrace_router.flow.validate import invalid
+from millrace_router.openai.tool_parameters import Parameters
 from millrace_router.openai.translated import Lenient, Translated
 from millrace_router.openai.types import Items, JsonSchema, Strict
 
@@ -85,10 +86,10 @@ class CustomTool(Strict):
     type: Literal["custom"] | None = None
     name: str
     description: str | None = None
-    input_schema: dict[str, Any]
+    input_schema: Parameters
     strict: bool | None = None
     cache_control: dict[str, Any] | None = None
-    eager_input_streaming: bool | None = None  # arguments stream anyway
+    eager_input_streaming: bool | None = None  # a grammar decides it: strict tools stream
 
     def as_function(self) -> dict[str, Any]:
         about = {"description": self.description, "parameters": self.input_schema, "strict": self.strict}

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from millrace.v1 import common_pb2
 
+from millrace_router.text.call_stream import Offer
 from millrace_router.text.chat_format import Tool
 
 
@@ -21,6 +22,11 @@ class Chat(NamedTuple):
     required: tuple[Tool, ...] = ()
     parallel: bool = True  # several calls at once
     arguments: Mapping[str, Any] = {}
+
+    def offer(self, certain: bool) -> Offer | None:
+        """What the model may call; `certain`: a grammar is set."""
+        ids = {call["id"] for turn in self.messages for call in turn.get("tool_calls", ())}
+        return Offer({tool.name for tool in self.tools}, ids, certain) if self.tools else None
 
 
 Prompt = str | Chat | list[int]

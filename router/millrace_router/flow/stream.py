@@ -84,9 +84,9 @@ class Text:
                 break
         return joined(said), len(said)
 
-    def flush(self) -> Said:
-        """The output has ended."""
-        said = self._cut(self._parser.push(self._decoder.decode(b"", final=True), last=True))
+    def flush(self, cut: bool = False) -> Said:
+        """The output has ended, `cut`: by its length."""
+        said = self._cut(self._parser.push(self._decoder.decode(b"", final=True), last=True, cut=cut))
         return said if self._stop is None or self.stopped else joined((said, self._stop.flush()))
 
     def _cut(self, said: Said) -> Said:
@@ -130,7 +130,7 @@ class Continuation:
         said, used = self._text.push(tokens)
         finish_reason = flow.finish_reason
         if finish_reason and not self._text.stopped:
-            said = joined((said, self._text.flush()))
+            said = joined((said, self._text.flush(cut=finish_reason == common_pb2.FINISH_REASON_LENGTH)))
         if self._text.stopped:
             self.generation.stop()
             finish_reason = common_pb2.FINISH_REASON_STOP

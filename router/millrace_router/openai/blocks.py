@@ -88,6 +88,9 @@ class Blocks:
             self._open = None
 
 
+SILENCE = b":\n\n"  # a comment of the stream: the output goes on, nothing can be told of it yet
+
+
 class BlockForm(ABC):
     """An answer that is told as blocks."""
 
@@ -107,7 +110,7 @@ class BlockForm(ABC):
         events = [*self.begin()] if delta.first else []
         for change in changes:
             events += self.change(*change)
-        return b"".join(events)
+        return b"".join(events) or SILENCE
 
     @abstractmethod
     def begin(self) -> Iterator[bytes]: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -10,7 +11,9 @@ from pydantic import BeforeValidator, Field
 
 from millrace_router.flow.ask import Ask, Chat
 from millrace_router.flow.validate import invalid
+from millrace_router.openai.tool_parameters import Parameters
 from millrace_router.openai.types import Common, Items, Strict
+from millrace_router.text.call_arguments import NONE
 from millrace_router.text.chat_format import ChatFormat, Tool, structural_tag
 
 MAX_ARGUMENTS = 16  # of a chat template
@@ -21,9 +24,21 @@ class TextPart(Strict):
     text: str
 
 
+def _as_text(arguments: Any) -> Any:
+    """Clients also send the object itself, and models without arguments an empty text or null."""
+    if isinstance(arguments, dict):
+        return json.dumps(arguments, ensure_ascii=False)
+    return NONE if isinstance(arguments, str) and arguments.strip() in ("", "null") else arguments
+
+
+CallArguments = Annotated[str, BeforeValidator(_as_text, json_schema_input_type=str | dict[str, Any])]
+
+
 class CalledFunction(Strict):
+    """`arguments`: JSON text. One that is no object, for example because it was cut off, is shown as it is."""
+
     name: str
-    arguments: str = "{}"  # JSON text
+    arguments: CallArguments = NONE
 
 
 class CalledTool(Strict):
@@ -69,7 +84,7 @@ class Function(Strict):
 
     name: str
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Parameters | None = None
     strict: bool | None = None
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from millrace_router.openai.chat import Effort, Function, FunctionName
+from millrace_router.openai.chat import CallArguments, Effort, Function, FunctionName
 from millrace_router.openai.translated import Lenient, Translated
 from millrace_router.openai.types import Items, JsonSchema, Strict
 
@@ -36,7 +36,7 @@ class CallItem(Lenient):
     type: Literal["function_call"]
     call_id: str
     name: str
-    arguments: str
+    arguments: CallArguments
 
     def as_call(self) -> dict[str, Any]:
         return {"id": self.call_id, "function": {"name": self.name, "arguments": self.arguments}}

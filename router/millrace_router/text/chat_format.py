@@ -7,6 +7,7 @@ Where a template does not take `tools`, the system message describes them in the
 from __future__ import annotations
 
 import enum
+import functools
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,9 +17,9 @@ import jinja2
 import jinja2.meta
 
 from millrace_router.text import dsml
-from millrace_router.text.call_stream import CallParser
+from millrace_router.text.call_stream import CallParser, ListMarks, Offer
 from millrace_router.text.markers import DEEPSEEK, DSML, KIMI, THINK_END
-from millrace_router.text.tool_calls import FENCE, KIND, MarkedCallParser
+from millrace_router.text.tool_calls import FENCE, KIND, MarkedCall
 
 MAX_SPACES = 8  # in a row, of arguments that a grammar writes
 
@@ -42,8 +43,12 @@ class Style(enum.Enum):
             return cls.V3 if f"{FENCE}json" in template else cls.V31
         return None
 
-    def parser(self) -> CallParser:
-        return dsml.DsmlParser() if self is Style.V32 else MarkedCallParser(KIMI if self is Style.KIMI else DEEPSEEK)
+    def parser(self, offer: Offer) -> CallParser:
+        if self is Style.V32:
+            return CallParser(dsml.MARKS, functools.partial(dsml.DsmlCall, offer), offer)
+        marks, ids = (KIMI, {*offer.ids}) if self is Style.KIMI else (DEEPSEEK, None)
+        listed = ListMarks((marks.calls,), marks.call, marks.call_end, marks.calls_end)
+        return CallParser(listed, functools.partial(MarkedCall, marks, offer, ids), offer)
 
 
 @dataclass(frozen=True, slots=True)

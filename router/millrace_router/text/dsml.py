@@ -1,4 +1,4 @@
-"""Separation of tool calls in DeepSeek V3.2's markup from the text of the stream.
+"""Tool calls in DeepSeek V3.2's markup.
 
     text
 
@@ -10,94 +10,151 @@
     </｜DSML｜function_calls>
 
 The empty line before the calls is part of their mark: the template writes it again. A parameter is the text itself
-(string="true") or JSON. They become one JSON object, told while it comes.
+(string="true") or JSON. They become one JSON object, whose beginning is known when a parameter's text comes or its JSON
+is whole. A call has exactly these attributes, in any order and quotes, each parameter once, and white space between
+its tags; without its end mark it is none, because a parameter may be missing.
 """
 
 from __future__ import annotations
 
+import enum
 import json
 import re
 
-from millrace_router.text.call_stream import CallParser, State
-from millrace_router.text.markers import DSML
+from millrace_router.text.call_arguments import NONE, may_become_object, read_json
+from millrace_router.text.call_stream import CallReader, ListMarks, Offer
+from millrace_router.text.markers import DSML, Scanner
 
 CALLS, CALLS_END = f"<{DSML}function_calls>", f"</{DSML}function_calls>"
 GAP = "\n\n"  # before CALLS
 CALL, CALL_END = f"<{DSML}invoke", f"</{DSML}invoke>"
 PARAMETER, PARAMETER_END = f"<{DSML}parameter", f"</{DSML}parameter>"
-_NAME, _STRING = re.compile(r'\sname="([^"]*)"'), re.compile(r'\sstring="true"')
+MARKS = ListMarks((GAP + CALLS, CALLS), CALL, CALL_END, CALLS_END)
+_ATTRIBUTE = re.compile(r"""\s+(\w+)=(?:"([^"\n｜]*)"|'([^'\n｜]*)')""")
+_TAG = re.compile(rf"(?:{_ATTRIBUTE.pattern})*\s*>")
 
 
-class DsmlParser(CallParser):
-    def __init__(self) -> None:
-        super().__init__((GAP + CALLS, CALLS), CALL, CALLS_END)
-        self._next = "{"  # stands before the next parameter
-        self._late = ""  # text inside a call: shown behind it, because it would part the arguments
+class _State(enum.Enum):
+    HEAD = enum.auto()
+    PARAMETERS = enum.auto()  # between them
+    TAG = enum.auto()  # attributes of a parameter
+    STRING = enum.auto()
+    JSON = enum.auto()
 
-    def _read_call(self) -> bool:
+
+class DsmlCall(CallReader):
+    def __init__(self, offer: Offer) -> None:
+        super().__init__()
+        self._offer = offer
+        self._state = _State.HEAD
+        self._scanner = Scanner()
+        self._seen: set[str] = set()  # names of parameters
+        self._member = ""  # the beginning of a JSON parameter in the object
+        self._raw: list[str] = []  # what was taken of a parameter that has no pieces yet
+        self._value: list[str] = []  # of a JSON parameter
+
+    def push(self, text: str) -> None:
+        self._scanner.text += text
+        while not self.broken and self._step():
+            pass
+
+    def close(self, marked: bool) -> bool:
+        whole = marked and not self.broken and self._state is _State.PARAMETERS and not self._scanner.text.strip()
+        if whole:
+            self.pieces.append("}" if self._seen else NONE)
+        return whole
+
+    def cut(self) -> bool:
+        if self._state is _State.JSON:
+            value = "".join(self._value).lstrip()
+            if not may_become_object('{"": ' + value):
+                return False
+            self.pieces.append(self._member + value)
+        return bool(self.name)
+
+    def unread(self) -> str:
+        return "".join(self._raw) + self._scanner.text
+
+    def _step(self) -> bool:
+        """Read a piece. False: more text is needed, or nothing helps."""
         match self._state:
-            case State.PARAMETERS:
-                before, found = self._scanner.until(PARAMETER, CALL_END)
-                self._between(before, closed=bool(found))
-                self._late += self._text.pop()
-                if found == CALL_END:
-                    self._add("{}" if self._next == "{" else "}")
-                    self._show_late()
-                return self._go({PARAMETER: State.NAME, CALL_END: State.BETWEEN}.get(found))
-            case State.NAME:
-                return self._read_name()
+            case _State.HEAD:
+                return self._read_head()
+            case _State.PARAMETERS:
+                text = self._scanner.text.lstrip()
+                if text.startswith(PARAMETER):
+                    self._raw = [PARAMETER]
+                    self._scanner.text = text[len(PARAMETER) :]
+                    return self._go(_State.TAG)
+                return self._break(not PARAMETER.startswith(text))
+            case _State.TAG:
+                return self._read_tag()
             case _:
-                before, found = self._scanner.until(PARAMETER_END)
-                self._tell(before)
-                if found and self._state is State.STRING:
-                    self._add('"')
-                return self._go({PARAMETER_END: State.PARAMETERS}.get(found))
+                return self._read_value()
 
-    def _show_late(self) -> None:
-        self._text.append(self._late)
-        self._late = ""
+    def _go(self, state: _State) -> bool:
+        self._state = state
+        return True
 
-    def _end_call(self, rest: str) -> None:
-        self._show_late()
-        match self._state:
-            case State.PARAMETERS:
-                self._between(rest, closed=True)
-            case State.NAME:
-                self._text.append(PARAMETER + rest)
-            case _:
-                self._tell(rest)
+    def _break(self, broken: bool) -> bool:
+        self.broken = broken
+        return False
 
-    def _attributes(self) -> str | None:
-        """Take the rest of a tag; None: more text is needed."""
-        attributes, end, _ = self._scanner.text.partition(">")
-        if not end:
+    def _attributes(self) -> dict[str, str] | None:
+        """Take the rest of a tag; None: it is not whole. Attributes of which one is there twice are none."""
+        tag = _TAG.match(self._scanner.text)
+        if tag is None:
             return None
-        self._scanner.take(len(attributes) + 1)
-        return attributes
+        self._raw.append(self._scanner.take(tag.end()))
+        found = [(at[1], at[2] if at[3] is None else at[3]) for at in _ATTRIBUTE.finditer(tag[0])]
+        return dict(found) if len(dict(found)) == len(found) else {}
 
     def _read_head(self) -> bool:
         if (attributes := self._attributes()) is None:
             return False
-        if not (name := _NAME.search(attributes)):
-            self._text.append(f"{CALL}{attributes}>")
-            return self._go(State.BETWEEN)
-        self._begin(name[1])
-        self._next = "{"
-        return self._go(State.PARAMETERS)
+        name = attributes.get("name", "")
+        if attributes.keys() != {"name"} or name not in self._offer.names:
+            return self._break(True)
+        self.name = name
+        return self._go(_State.PARAMETERS)
 
-    def _read_name(self) -> bool:
+    def _read_tag(self) -> bool:
         if (attributes := self._attributes()) is None:
             return False
-        if not (name := _NAME.search(attributes)):
-            self._late += f"{PARAMETER}{attributes}>"
-            return self._go(State.PARAMETERS)
-        string = bool(_STRING.search(attributes))
-        self._add(f"{self._next}{_quoted(name[1])}: " + ('"' if string else ""))
-        self._next = ", "
-        return self._go(State.STRING if string else State.JSON)
+        state = {"true": _State.STRING, "false": _State.JSON}.get(attributes.get("string", ""))
+        if attributes.keys() != {"name", "string"} or state is None or attributes["name"] in self._seen:
+            return self._break(True)
+        self._member = f"{', ' if self._seen else '{'}{_quoted(attributes['name'])}: "
+        self._seen.add(attributes["name"])
+        if state is _State.STRING:
+            self._told(f'{self._member}"')
+        return self._go(state)
 
-    def _tell(self, text: str) -> None:
-        self._add(_quoted(text)[1:-1] if self._state is State.STRING else text)
+    def _read_value(self) -> bool:
+        before, found = self._scanner.until(PARAMETER_END, PARAMETER)
+        if self._state is _State.STRING:
+            self._told(_quoted(before)[1:-1])
+        else:
+            self._raw.append(before)
+            self._value.append(before)
+        if found == PARAMETER_END and self._state is _State.STRING:
+            self._told('"')
+            return self._go(_State.PARAMETERS)
+        self._raw.append(found)
+        return self._read_json() if found == PARAMETER_END else self._break(bool(found))
+
+    def _read_json(self) -> bool:
+        text = "".join(self._value).strip()
+        self._value.clear()
+        valid, _ = read_json(text)
+        if not valid:
+            return self._break(True)
+        self._told(self._member + text)
+        return self._go(_State.PARAMETERS)
+
+    def _told(self, piece: str) -> None:
+        self.pieces.append(piece)
+        self._raw.clear()
 
 
 def _quoted(text: str) -> str:

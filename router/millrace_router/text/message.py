@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from millrace_router.text.call_stream import CallDelta, CallParser
+from millrace_router.text.call_stream import CallDelta, CallParser, Offer
 from millrace_router.text.chat_format import ChatFormat
 from millrace_router.text.markers import StopMatcher
 from millrace_router.text.reasoning import ReasoningParser
@@ -56,22 +56,23 @@ def _one(run: Sequence[Part]) -> Part:
 class MessageParser:
     """Text deltas to parts of a message, whatever the cuts: reasoning first, then tool calls in the rest."""
 
-    def __init__(self, form: ChatFormat, *, thinking: bool, tools: bool) -> None:
-        """The prompt has begun the thoughts; the model may call tools."""
+    def __init__(self, form: ChatFormat, *, thinking: bool, offer: Offer | None) -> None:
+        """The prompt has begun the thoughts; the model may call what is offered."""
         self._reasoning = ReasoningParser(thinking, form.ends_thoughts) if form.reasons else None
-        self._tools: CallParser | None = form.style.parser() if tools and form.style else None
+        self._tools: CallParser | None = form.style.parser(offer) if offer and form.style else None
 
     @classmethod
     def of_plain_text(cls) -> MessageParser:
         """All of it is content."""
-        return cls(ChatFormat(), thinking=False, tools=False)
+        return cls(ChatFormat(), thinking=False, offer=None)
 
     @property
     def called(self) -> bool:
         """A call has ended."""
         return self._tools is not None and self._tools.called
 
-    def push(self, text: str, last: bool) -> Said:
+    def push(self, text: str, last: bool, cut: bool = False) -> Said:
+        """`last`: the output ends here, `cut`: by its length."""
         thoughts = ""
         if self._reasoning is not None:
             thoughts, text = self._reasoning.push(text)
@@ -80,8 +81,7 @@ class MessageParser:
                 thoughts, text = thoughts + more, text + rest
         if self._tools is None:
             return Said(thoughts, text)
-        parts = self._tools.push(text)
-        return Said.of(thoughts, parts + self._tools.flush() if last else parts)
+        return Said.of(thoughts, self._tools.push(text, last, cut))
 
 
 class ContentStop:

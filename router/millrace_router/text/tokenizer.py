@@ -24,21 +24,14 @@ from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders
 
 from millrace_router.text import markers
-from millrace_router.text.chat_format import EXTENSIONS, ChatFormat, Tool, described
+from millrace_router.text.call_arguments import as_object
+from millrace_router.text.chat_format import EXTENSIONS, ChatFormat, Style, Tool, described
 from millrace_router.text.markers import THINK, THINK_END
+from millrace_router.text.tool_calls import with_ids
 
 V32_TEMPLATE = Path(__file__).with_name("deepseek_v32.jinja")
 LONG_TEXT = 2_000  # characters from which on encoding leaves the event loop
 REFUSALS = (jinja2.TemplateError, TypeError, ValueError)  # of templates
-CALL_WITHOUT_TEXT: tuple[dict[str, Any], ...] = (
-    {"role": "user", "content": "a"},
-    {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [{"id": "b", "type": "function", "function": {"name": "c", "arguments": "{}"}}],
-    },
-    {"role": "tool", "tool_call_id": "b", "content": "d"},
-)
 
 
 class Tokenizer:
@@ -55,7 +48,9 @@ class Tokenizer:
         self.bos = None if bos is None else tokenizer.token_to_id(bos)
         self.longest_token = max(map(len, self._bytes), default=1)  # bytes
         self._template = _compile(chat_template) if chat_template else None
-        self._no_text = None if self._template is None or _takes_none(self._template, self._names) else ""
+        self._objects = self._template is not None and _wants_objects(self._template, self._names)
+        takes_none = self._template is None or _takes_none(self._template, self._names, self._objects)
+        self._no_text = None if takes_none else ""
         vocabulary = tokenizer.get_vocab()
         self.format = ChatFormat.of(chat_template or "", vocabulary)
         self._think_end = vocabulary.get(THINK_END)
@@ -115,6 +110,8 @@ class Tokenizer:
         """
         if self._template is None:
             raise MillraceError(Reason.INVALID_ARGUMENT, "the model has no chat template", param="messages")
+        if self.format.style is Style.KIMI:
+            messages = with_ids(messages)
         messages = [self._shown_as(turn) for turn in messages]
         if tools and not self.format.takes_tools:
             assert self.format.style is not None, "checked when the request came in"
@@ -132,7 +129,10 @@ class Tokenizer:
 
     def _shown_as(self, turn: Mapping[str, Any]) -> dict[str, Any]:
         role = "system" if turn["role"] == "developer" else turn["role"]
-        return {**turn, "role": role, "content": self._no_text if turn["content"] is None else turn["content"]}
+        shown = {**turn, "role": role, "content": self._no_text if turn["content"] is None else turn["content"]}
+        if self._objects and "tool_calls" in turn:
+            shown["tool_calls"] = [_with_object(call) for call in turn["tool_calls"]]
+        return shown
 
     def thinking(self, prompt: Sequence[int]) -> bool:
         """Whether the output that follows the prompt begins inside the model's thoughts."""
@@ -194,7 +194,6 @@ def _compile(source: Any) -> jinja2.Template:
     )
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    environment.globals["from_json"] = json.loads
     environment.filters["tojson"] = _to_json
     try:
         return environment.from_string(source)
@@ -202,14 +201,40 @@ def _compile(source: Any) -> jinja2.Template:
         raise ConfigError(f"model: the chat template is broken: {error}") from error
 
 
-def _takes_none(template: jinja2.Template, names: Mapping[str, str]) -> bool:
+def _takes_none(template: jinja2.Template, names: Mapping[str, str], objects: bool) -> bool:
     """Whether the content of calls without a text may be None. The first templates of V3 and R1 show calls only then,
     those of R1-0528 and of the first Kimi K2 fail, and others write the word.
     """
+    shown = _shown_call(template, names, None, {} if objects else "{}")
+    return shown is not None and "None" not in shown
+
+
+def _wants_objects(template: jinja2.Template, names: Mapping[str, str]) -> bool:
+    """Whether a template reads arguments as an object: it fails with their text, or quotes it once more."""
+    shown = _shown_call(template, names, "", '{"e": 1}')
+    quoted = shown is None or r"\"e\"" in shown
+    return quoted and _shown_call(template, names, "", {"e": 1}) is not None
+
+
+def _shown_call(
+    template: jinja2.Template, names: Mapping[str, str], content: str | None, arguments: str | dict[str, Any]
+) -> str | None:
+    """The prompt of a call and its result; None: the template refuses."""
+    call = {"id": "functions.c:0", "type": "function", "function": {"name": "c", "arguments": arguments}}
+    messages = (
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": content, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "functions.c:0", "content": "d"},
+    )
     try:
-        return "None" not in template.render(names, messages=CALL_WITHOUT_TEXT, add_generation_prompt=True)
+        return template.render(names, messages=messages, add_generation_prompt=True)
     except REFUSALS:
-        return False
+        return None
+
+
+def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": as_object(function["arguments"])}}
 
 
 def _to_json(

@@ -1,0 +1,64 @@
+"""The parameters of a tool: a JSON schema of an object, because a call's arguments are one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any
+from urllib.parse import unquote
+
+from pydantic import AfterValidator
+
+MAX_REFERENCES = 16  # followed one after the other
+SHOWN = 80  # characters of a schema in an error
+
+
+def _of_objects(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema without what it allows besides objects. One that states no type gets it. Raises ValueError when it
+    allows no object.
+    """
+    narrowed = _narrowed(schema, schema, MAX_REFERENCES)
+    if narrowed is None:
+        shown = json.dumps(schema, ensure_ascii=False)
+        raise ValueError(f"must be the schema of an object ({{'type': 'object', ...}}), not {shown[:SHOWN]}")
+    return narrowed if "type" in narrowed else {"type": "object", **narrowed}
+
+
+Parameters = Annotated[dict[str, Any], AfterValidator(_of_objects)]
+
+
+def _narrowed(schema: Any, root: Mapping[str, Any], references: int) -> Any:
+    """The (sub)schema without what excludes objects; None: it allows none. What is malformed stays for the compiler."""
+    if not isinstance(schema, dict):
+        return None if schema is False else schema
+    made = dict(schema)
+    if "type" in schema:
+        types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+        if "object" not in types:
+            return None
+        made["type"] = "object"
+    if "const" in schema and not isinstance(schema["const"], dict):
+        return None
+    if isinstance(values := schema.get("enum"), list):
+        made["enum"] = [value for value in values if isinstance(value, dict)]
+    for name in ("anyOf", "oneOf", "allOf"):
+        if isinstance(parts := schema.get(name), list):
+            made[name] = [part for each in parts if (part := _narrowed(each, root, references)) is not None]
+            if name == "allOf" and len(made[name]) < len(parts):
+                return None
+    if any(made.get(name) == [] for name in ("enum", "anyOf", "oneOf")):
+        return None
+    if "$ref" in schema and references:
+        return made if _narrowed(_target(schema["$ref"], root), root, references - 1) is not None else None
+    return made
+
+
+def _target(reference: Any, root: Mapping[str, Any]) -> Any:
+    """What a local reference points to; else True, a schema that allows everything."""
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return True
+    value: Any = root
+    for part in reference[2:].split("/"):
+        name = unquote(part).replace("~1", "/").replace("~0", "~")
+        value = value.get(name) if isinstance(value, dict) else None
+    return True if value is None else value
