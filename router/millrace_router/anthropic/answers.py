@@ -10,6 +10,7 @@ from millrace_rpc.errors import MillraceError
 
 from millrace_router.edge.http_answers import anthropic_error, event
 from millrace_router.openai.blocks import Block, BlockForm, Kind, Step
+from millrace_router.text.call_arguments import NONE, as_object
 
 DELTAS = {  # type of a block's deltas, and the field with the new piece
     Kind.THOUGHTS: ("thinking_delta", "thinking"),

@@ -91,8 +91,8 @@ class _State(enum.Enum):
 
 
 class CallParser:
-    """Every `push` gives the new text and calls, at most one delta of each call. What comes out does not depend on how the
-    text was cut into pieces. Nothing but the marks of well-formed calls and of their lists is left out.
+    """Every `push` gives the new text and calls, at most one delta of each call. What comes out does not depend on how
+    the text was cut into pieces. Nothing but the marks of well-formed calls and of their lists is left out.
     """
 
     def __init__(self, marks: ListMarks, reader: Callable[[], CallReader], offer: Offer) -> None:
