@@ -10,7 +10,6 @@ from millrace_rpc.errors import MillraceError
 
 from millrace_router.edge.http_answers import anthropic_error, event
 from millrace_router.openai.blocks import Block, BlockForm, Kind, Step
-from millrace_router.text.call_arguments import NONE, as_object
 
 DELTAS = {  # type of a block's deltas, and the field with the new piece
     Kind.THOUGHTS: ("thinking_delta", "thinking"),
@@ -81,7 +80,7 @@ def _block(block: Block, text: str) -> dict[str, Any]:
         case Kind.TEXT:
             return {"type": "text", "text": text, "citations": None}
         case Kind.CALL:
-            return {"type": "tool_use", "id": block.id, "name": block.name, "input": as_object(text or NONE)}
+            return {"type": "tool_use", "id": block.id, "name": block.name, "input": block.arguments if text else {}}
 
 
 def _event(kind: str, **fields: Any) -> bytes:

@@ -15,6 +15,7 @@ from typing import Any
 from millrace_router.flow.inference import Answer
 from millrace_router.flow.stream import Delta
 from millrace_router.openai.reading import Reading, call_id
+from millrace_router.text.call_arguments import NONE, as_object
 from millrace_router.text.message import Said
 
 
@@ -36,6 +37,11 @@ class Block:
     def text(self) -> str:
         """A call's arguments, as JSON text."""
         return "".join(self.pieces)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Those of a call, as an object."""
+        return as_object(self.text or NONE)
 
 
 class Step(enum.Enum):
