@@ -173,6 +173,7 @@ class RouterConfig(Config):
     routing: Routing = Routing()
     queue_size: int = Field(1024, ge=1)  # waiting continuations
     max_attempts: int = Field(4, ge=1)  # tries of one continuation, the first included
+    strict_tools: bool = False  # refuse tools that are no functions, instead of leaving them out
     resilience: Resilience = Resilience()
     timeouts: Timeouts = Timeouts()
     limits: Limits = Limits()

@@ -67,11 +67,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 async def serve(cluster: Callable, folders: dict[str, Path]) -> Callable:
-    async def start(form: str) -> Cluster:
+    async def start(form: str, **settings: object) -> Cluster:
         workers = FakeWorker(PREFILL), FakeWorker(DECODE)
         for worker in workers:
             worker.context = 4096  # tools take many tokens of one byte
-        return await cluster(*workers, model=str(folders[form]))
+        return await cluster(*workers, model=str(folders[form]), **settings)
 
     return start
 

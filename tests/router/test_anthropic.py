@@ -212,10 +212,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {  # what is wrong: (fields, words)
     "context": ({"max_tokens": 5000}, "max_tokens 5000 together exceed it"),
     "no max_tokens": ({"max_tokens": None}, "max_tokens is required"),
     "stop": ({"stop_sequences": ["x"] * 17}, "stop_sequences must have at most 16"),
-    "tool": (
-        {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
-        "tools.0.type: Input should be 'custom'",
-    ),
+    "tool": ({"tools": [{"type": "custom", "name": "f"}]}, "tools.0.input_schema is required"),
+    "server": ({"mcp_servers": [{"type": "url", "url": "http://x", "name": "x"}]}, "mcp_servers is not supported"),
     "tool name": ({"tools": [TOOLS[0] | {"name": "a b"}]}, "tools[0].name must be 1 to 64 letters"),
     "choice": ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice.name is required with type tool"),
     "choice of another": ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice names 'x'"),

@@ -48,10 +48,10 @@ class MessageForm(BlockForm):
             "type": "message",
             "role": "assistant",
             "model": self.answer.model,
-            "system_fingerprint": self.reading.latest.version or None,
             "content": content,
             "usage": self._usage(),
             **stop,
+            **self.extensions,
         }
 
     def _stop(self) -> dict[str, str | None]:

@@ -6,8 +6,8 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 
 class Message(TypedDict):
-    """As Anthropic describes it, and `system_fingerprint`, the version of the weights. `content`: blocks of type
-    thinking, text and tool_use.
+    """As Anthropic describes it, and `system_fingerprint` and `ignored` as of chat. `content`: blocks of type thinking,
+    text and tool_use.
     """
 
     id: str
@@ -15,6 +15,7 @@ class Message(TypedDict):
     role: Literal["assistant"]
     model: str
     system_fingerprint: str | None
+    ignored: NotRequired[dict[str, str]]
     content: list[dict[str, Any]]
     stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
     stop_sequence: str | None

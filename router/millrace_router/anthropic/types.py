@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from millrace_router.flow.validate import invalid
+from millrace_router.openai.chat import AnyTool
 from millrace_router.openai.tool_parameters import Parameters
 from millrace_router.openai.translated import Lenient, Translated
 from millrace_router.openai.types import Items, JsonSchema, Strict
@@ -80,18 +81,25 @@ class InputMessage(Strict):
             yield {"role": self.role, "content": "\n".join(texts)}
 
 
-class CustomTool(Strict):
-    """`type` absent: custom, the only one."""
+class CustomTool(AnyTool):
+    """`type` absent: custom. All tools are seen at once, so `defer_loading` is ignored; nothing but the model calls."""
 
-    type: Literal["custom"] | None = None
+    SERVED: ClassVar = frozenset({"custom", "function"})
+
+    type: str = "custom"
     name: str
     description: str | None = None
     input_schema: Parameters
     strict: bool | None = None
     cache_control: dict[str, Any] | None = None
     eager_input_streaming: bool | None = None  # a grammar decides it: strict tools stream
+    defer_loading: bool | None = None
+    allowed_callers: list[str] | None = None
 
     def as_function(self) -> dict[str, Any]:
+        """As a tool of chat."""
+        if not self.served:
+            return {"type": self.type}
         about = {"description": self.description, "parameters": self.input_schema, "strict": self.strict}
         return {"type": "function", "function": {"name": self.name, **about}}
 
@@ -121,12 +129,13 @@ class OutputConfig(Strict):
     format: OutputFormat | None = None
 
 
-class CountRequest(Translated):
-    """What makes the prompt."""
+IGNORED = {"cache_control", "context_management", "diagnostics", "inference_geo", "service_tier", "speed"}
 
-    IGNORED: ClassVar = frozenset(
-        {"cache_control", "context_management", "diagnostics", "inference_geo", "service_tier", "speed"}
-    )
+
+class CountRequest(Translated):
+    """What makes the prompt. The rest of a message's request may be there, too."""
+
+    IGNORED: ClassVar = frozenset(IGNORED | {"max_tokens", "metadata", "stop_sequences"})
     UNSUPPORTED: ClassVar = {
         "container": "nothing is run here",
         "mcp_servers": "the model has no network; give tools and run them yourself",
@@ -170,6 +179,8 @@ class Metadata(Strict):
 
 
 class MessagesRequest(CountRequest):
+    IGNORED: ClassVar = frozenset(IGNORED)
+
     max_tokens: int
     stop_sequences: Items[str] = Field([])
     metadata: Metadata | None = None

@@ -14,7 +14,7 @@ from millrace_router.text.chat_format import Tool
 
 class Chat(NamedTuple):
     """`messages` have the form that chat templates take. `required`: tools of which one must be called; none: the model
-    decides. `arguments` are the template's own.
+    decides. `arguments` are the template's own. `ignored`: parts of the request that are left out, each with its type.
     """
 
     messages: tuple[Mapping[str, Any], ...]
@@ -22,6 +22,7 @@ class Chat(NamedTuple):
     required: tuple[Tool, ...] = ()
     parallel: bool = True  # several calls at once
     arguments: Mapping[str, Any] = {}
+    ignored: Mapping[str, str] = {}  # tools[1]: web_search
 
     def offer(self, certain: bool) -> Offer | None:
         """What the model may call; `certain`: a grammar is set."""

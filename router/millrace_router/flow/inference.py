@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from millrace.v1 import common_pb2, worker_pb2
@@ -37,6 +38,7 @@ class Answer:
     prompt_tokens: int
     thinking: bool  # the prompt ends inside the model's thoughts
     stream: Stream
+    ignored: Mapping[str, str]  # of the request, as in `Chat`
 
 
 class Inference:
@@ -92,7 +94,8 @@ class Inference:
         self._started(stream, len(token_ids))
         for continuation in stream.continuations:
             continuation.generation.start()
-        return Answer(request_id, self.model.model, len(token_ids), thinking, stream)
+        ignored = ask.prompt.ignored if isinstance(ask.prompt, Chat) else {}
+        return Answer(request_id, self.model.model, len(token_ids), thinking, stream, ignored)
 
     def _text(self, ask: Ask, thinking: bool) -> Text:
         chat, keep_special = ask.prompt, ask.keep_special_tokens
@@ -106,7 +109,7 @@ class Inference:
     async def _admit(self, ask: Ask, tenant: Tenant, received: float) -> tuple[list[int], common_pb2.SamplingParams]:
         """The prompt's tokens and the resolved parameters of a request that may begin. Raises MillraceError."""
         model, admission = self.model, self.backend.admission
-        validate.check(ask, model, self.names, self.backend.config.limits)
+        validate.check(ask, model, self.names, self.backend.config)
         tenant.check(time.monotonic())
         place = admission.place(tenant.allowed(ask.priority), tenant.name, tenant.weight)
         admission.check_room(ask.n, place)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from millrace.v1 import common_pb2, worker_pb2
@@ -17,7 +17,7 @@ from millrace_common.reasons import Reason
 from millrace_common.sampling_limits import LOGIT_BIAS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, NUMBERS, PRIORITY, Range
 from millrace_rpc.errors import MillraceError
 
-from millrace_router.config import Limits
+from millrace_router.config import Limits, RouterConfig
 from millrace_router.flow.ask import Ask, Chat, Prompt
 from millrace_router.text.chat_format import Tool
 
@@ -29,12 +29,15 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
-def check(ask: Ask, model: worker_pb2.WorkerInfo, names: Collection[str], limits: Limits) -> None:
+def check(ask: Ask, model: worker_pb2.WorkerInfo, names: Collection[str], config: RouterConfig) -> None:
     """`names`: as for `check_model`."""
+    limits = config.limits
     check_model(ask.model, names)
     check_prompt(ask.prompt, model)
     if isinstance(ask.prompt, Chat):
         _check_tools(ask.prompt.tools)
+        if config.strict_tools:
+            _check_ignored(ask.prompt.ignored)
     if ask.grammar is not None:
         _check_grammar(ask, ask.grammar, model)
     for name, value in ask.numbers.items():
@@ -116,12 +119,19 @@ def fit(ask: Ask, prompt_tokens: int, model: worker_pb2.WorkerInfo) -> common_pb
 def _check_tools(tools: Sequence[Tool]) -> None:
     _check_count("tools", len(tools), MAX_TOOLS)
     names = set()
-    for i, tool in enumerate(tools):
+    for tool in tools:
+        where = f"[{tool.position}].function.name"
         if not TOOL_NAME.fullmatch(tool.name):
-            raise invalid("tools", f"[{i}].function.name must be 1 to 64 letters, digits, _ or -, not {tool.name!r}")
+            raise invalid("tools", f"{where} must be 1 to 64 letters, digits, _ or -, not {tool.name!r}")
         if tool.name in names:
-            raise invalid("tools", f"[{i}].function.name {tool.name!r} is there already")
+            raise invalid("tools", f"{where} {tool.name!r} is there already")
         names.add(tool.name)
+
+
+def _check_ignored(ignored: Mapping[str, str]) -> None:
+    for where, kind in ignored.items():
+        name, bracket, rest = where.partition("[")
+        raise invalid(name, f"{bracket}{rest}.type {kind!r} is not supported, and strict_tools is set")
 
 
 def _check_grammar(ask: Ask, grammar: common_pb2.Grammar, model: worker_pb2.WorkerInfo) -> None:

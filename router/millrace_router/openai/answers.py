@@ -52,8 +52,11 @@ class Shape:
 
     def push(self, delta: Delta) -> bytes:
         part = self._part(delta, whole=False)
+        more: dict[str, Any] = self._ignored() if delta.first else {}
         if self.usage_so_far:
-            return event(self._envelope([part], ".chunk") | {"usage": self._usage()})
+            more["usage"] = self._usage()
+        if more:
+            return event(self._chunk([part]) | more)
         return self.before + msgspec.json.encode(part) + self.after
 
     def end(self) -> bytes:
@@ -65,7 +68,8 @@ class Shape:
 
     def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         by_index = ([d for d in deltas if d.index == index] for index in sorted({d.index for d in deltas}))
-        return self._envelope([self._part(_joined(mine), whole=True) for mine in by_index]) | {"usage": self._usage()}
+        choices = [self._part(_joined(mine), whole=True) for mine in by_index]
+        return self._envelope(choices) | self._ignored() | {"usage": self._usage()}
 
     def _part(self, delta: Delta, whole: bool) -> dict[str, Any]:
         """An element of `choices`: of an answer, if the delta is the whole output, or of a chunk."""
@@ -92,7 +96,7 @@ class Shape:
         self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
         if not self.before or self.version != delta.version:
             self.version = delta.version
-            chunk = event(self._envelope([], ".chunk") | ({"usage": None} if self.include_usage else {}))
+            chunk = event(self._chunk([]))
             before, empty, after = chunk.rpartition(b"[]")
             self.before, self.after = before + empty[:1], empty[1:] + after
 
@@ -106,6 +110,12 @@ class Shape:
             "system_fingerprint": self.version or None,
             "choices": choices,
         }
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return self._envelope(choices, ".chunk") | ({"usage": None} if self.include_usage else {})
+
+    def _ignored(self) -> dict[str, Any]:
+        return {"ignored": self.answer.ignored} if self.answer.ignored else {}
 
     def _usage(self) -> objects.Usage:
         latest = self.latest.values()

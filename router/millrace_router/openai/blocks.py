@@ -118,6 +118,12 @@ class BlockForm(ABC):
             events += self.change(*change)
         return b"".join(events) or SILENCE
 
+    @property
+    def extensions(self) -> dict[str, Any]:
+        """Of an answer, beyond the vendor's fields."""
+        ignored = {"ignored": self.answer.ignored} if self.answer.ignored else {}
+        return {"system_fingerprint": self.reading.latest.version or None, **ignored}
+
     @abstractmethod
     def begin(self) -> Iterator[bytes]: ...
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from millrace.v1 import common_pb2
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, model_validator
 
 from millrace_router.flow.ask import Ask, Chat
 from millrace_router.flow.validate import invalid
@@ -88,14 +89,33 @@ class Function(Strict):
     strict: bool | None = None
 
 
-class FunctionTool(Strict):
-    type: Literal["function"]
+class AnyTool(Strict):
+    """A tool of a type that is not in `SERVED` is left out. Of it only the type is read."""
+
+    SERVED: ClassVar[frozenset[str]] = frozenset({"function"})
+
+    type: str
+
+    @property
+    def served(self) -> bool:
+        return self.type in self.SERVED
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _of_any_type(cls, value: Any, handler: ModelWrapValidatorHandler[AnyTool]) -> AnyTool:
+        kind = value.get("type") if isinstance(value, dict) else None
+        if isinstance(kind, str) and kind not in cls.SERVED:
+            return cls.model_construct(type=kind)
+        return handler(value)
+
+
+class FunctionTool(AnyTool):
     function: Function
 
-    def as_tool(self) -> Tool:
+    def as_tool(self, position: int) -> Tool:
         about = self.function
         parameters = {"type": "object", "properties": {}} if about.parameters is None else about.parameters
-        return Tool(about.name, about.description, parameters, bool(about.strict))
+        return Tool(about.name, about.description, parameters, bool(about.strict), position)
 
 
 class FunctionName(Strict):
@@ -129,9 +149,12 @@ class Conversation(Strict):
     chat_template_kwargs: Arguments = Field({})
 
     def as_chat(self) -> Chat:
-        tools = () if self.tool_choice == "none" else tuple(tool.as_tool() for tool in self.tools)
+        served = [] if self.tool_choice == "none" else [(i, tool) for i, tool in enumerate(self.tools) if tool.served]
+        tools = tuple(tool.as_tool(i) for i, tool in served)
+        ignored = {f"tools[{i}]": tool.type for i, tool in enumerate(self.tools) if not tool.served}
         messages = tuple(turn.as_message(i) for i, turn in enumerate(self.messages))
-        return Chat(messages, tools, self._required(tools), self.parallel_tool_calls, self.chat_template_kwargs)
+        required = self._required(tools)
+        return Chat(messages, tools, required, self.parallel_tool_calls, self.chat_template_kwargs, ignored)
 
     def _required(self, tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
         if isinstance(self.tool_choice, NamedTool):
@@ -149,13 +172,14 @@ class ChatRequest(Conversation, Common):
     """`reasoning_effort`: thoughts or none, for templates that have the choice."""
 
     max_completion_tokens: int | None = None
+    modalities: Items[Literal["text"]] = Field([])
     reasoning_effort: Effort | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
 
     @property
     def may_call(self) -> bool:
-        return bool(self.tools) and self.tool_choice != "none"
+        return any(tool.served for tool in self.tools) and self.tool_choice != "none"
 
     def as_chat(self) -> Chat:
         chat, shown, effort = super().as_chat(), self.response_format.shown(), self.reasoning_effort
@@ -164,11 +188,15 @@ class ChatRequest(Conversation, Common):
         given = {name: value for name, value in more.items() if value is not None}
         return chat._replace(arguments={**given, **chat.arguments}) if given else chat
 
-    def ask(self, request_id: str) -> Ask:
+    def ask(self, request_id: str, ignored: Mapping[str, str] | None = None) -> Ask:
+        """`ignored`: what was left out of the request that became this one."""
         if self.top_logprobs is not None and not self.logprobs:
             raise invalid("top_logprobs", "needs logprobs to be true")
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        ask = self.as_ask(self.as_chat(), request_id, max_tokens, (self.top_logprobs or 0) if self.logprobs else None)
+        chat = self.as_chat()
+        if ignored:
+            chat = chat._replace(ignored={**ignored, **chat.ignored})
+        ask = self.as_ask(chat, request_id, max_tokens, (self.top_logprobs or 0) if self.logprobs else None)
         if ask.grammar is not None and self.may_call:
             raise invalid(ask.grammar_param, "cannot be combined with tools; set tool_choice to none")
         return ask

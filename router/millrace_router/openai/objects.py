@@ -112,12 +112,15 @@ class TextChoice(Choice):
 
 
 class Envelope(TypedDict):
-    """`system_fingerprint` is the version of the weights."""
+    """`system_fingerprint` is the version of the weights. `ignored`: parts of the request that were left out, by path,
+    and their types; in a stream on the first chunk of each choice.
+    """
 
     id: str
     created: int
     model: str
     system_fingerprint: str | None
+    ignored: NotRequired[dict[str, str]]
 
 
 class ChatAnswer(Envelope):
@@ -143,7 +146,7 @@ class TextAnswer(Envelope):
 
 
 class Response(TypedDict):
-    """As OpenAI describes it, and `system_fingerprint`, the version of the weights. `output`: items of type reasoning,
+    """As OpenAI describes it, and `system_fingerprint` and `ignored` as of chat. `output`: items of type reasoning,
     message and function_call. Nothing is stored.
     """
 
@@ -152,6 +155,7 @@ class Response(TypedDict):
     status: Literal["in_progress", "completed", "incomplete", "failed"]
     model: str
     system_fingerprint: str | None
+    ignored: NotRequired[dict[str, str]]
     output: list[dict[str, Any]]
     usage: dict[str, Any] | None
     error: dict[str, str] | None

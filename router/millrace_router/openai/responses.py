@@ -104,7 +104,8 @@ class ResponseForm(BlockForm):
 
     def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
         wanted = self._wanted
-        given = wanted.model_dump(include={"instructions", "max_output_tokens", "temperature", "top_p", "tools"})
+        given = wanted.model_dump(include={"instructions", "max_output_tokens", "temperature", "top_p"})
+        given["tools"] = [tool.model_dump() for tool in wanted.tools if tool.served]
         given |= wanted.model_dump(include={"parallel_tool_calls", "tool_choice", "truncation"})
         return given | {
             "id": f"resp_{self.answer.request_id}",
@@ -115,7 +116,6 @@ class ResponseForm(BlockForm):
             "error": None,
             "incomplete_details": None,
             "model": self.answer.model,
-            "system_fingerprint": self.reading.latest.version or None,
             "output": output,
             "usage": None,
             "store": False,
@@ -123,6 +123,7 @@ class ResponseForm(BlockForm):
             "reasoning": {"effort": wanted.reasoning.effort, "summary": None},
             "text": {"format": wanted.text.format.model_dump(by_alias=True, exclude_unset=True) or {"type": "text"}},
             "metadata": {},
+            **self.extensions,
         }
 
     def _usage(self) -> dict[str, Any]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from millrace_router.openai.chat import CallArguments, Effort, Function, FunctionName
+from millrace_router.openai.chat import AnyTool, CallArguments, Effort, Function, FunctionName
 from millrace_router.openai.translated import Lenient, Translated
 from millrace_router.openai.types import Items, JsonSchema, Strict
 
@@ -42,14 +43,60 @@ class CallItem(Lenient):
         return {"id": self.call_id, "function": {"name": self.name, "arguments": self.arguments}}
 
 
+class CustomCallItem(Lenient):
+    """A call with a text instead of arguments, of another server's model."""
+
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    input: str
+
+    def as_call(self) -> dict[str, Any]:
+        return {"id": self.call_id, "function": {"name": self.name, "arguments": json.dumps({"input": self.input})}}
+
+
+class ShellCallItem(Lenient):
+    """`id` is that of the call for clients that know no `call_id`."""
+
+    type: Literal["local_shell_call"]
+    call_id: str = ""
+    id: str = ""
+    action: dict[str, Any]
+
+    def as_call(self) -> dict[str, Any]:
+        function = {"name": "local_shell", "arguments": json.dumps(self.action)}
+        return {"id": self.call_id or self.id, "function": function}
+
+
 class CallOutputItem(Lenient):
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
     output: Parts
 
 
+class ShellOutputItem(Lenient):
+    type: Literal["local_shell_call_output"]
+    id: str
+    output: str
+
+
+class HostedItem(Lenient):
+    """What a tool of the vendor's servers did in an earlier turn. It is left out."""
+
+    type: Literal[
+        "code_interpreter_call",
+        "file_search_call",
+        "image_generation_call",
+        "mcp_call",
+        "mcp_list_tools",
+        "tool_search_call",
+        "tool_search_output",
+        "web_search_call",
+    ]
+
+
 class Thoughts(Lenient):
-    type: Literal["reasoning_text"]
+    type: Literal["reasoning_text", "text"]
     text: str
 
 
@@ -66,12 +113,22 @@ def _as_items(value: Any) -> Any:
     return [{"type": "message"} | item if isinstance(item, dict) else item for item in value]
 
 
-Item = Annotated[MessageItem | CallItem | CallOutputItem | ReasoningItem, Field(discriminator="type")]
+Call = CallItem | CustomCallItem | ShellCallItem
+Output = CallOutputItem | ShellOutputItem
+Item = Annotated[MessageItem | Call | Output | ReasoningItem | HostedItem, Field(discriminator="type")]
 Input = Annotated[Items[Item], BeforeValidator(_as_items, json_schema_input_type=str | list[Item])]
 
 
-class ItemTool(Function):
-    type: Literal["function"]
+class ItemTool(AnyTool, Function):
+    """All tools are seen at once, so `defer_loading` is ignored; `output_schema` is not shown."""
+
+    defer_loading: bool | None = None
+    output_schema: dict[str, Any] | None = None
+    allowed_callers: list[str] | None = None  # nothing but the model calls
+
+    def as_tool_of_chat(self) -> dict[str, Any]:
+        about = self.model_dump(include=set(Function.model_fields)) if self.served else None
+        return {"type": self.type, "function": about}
 
 
 class FunctionChoice(FunctionName):
@@ -95,6 +152,19 @@ class ReasoningConfig(Strict):
     effort: Effort | None = None
     summary: str | None = None
     generate_summary: str | None = None
+    context: str | None = None  # the template decides which thoughts it shows
+
+
+# Thoughts come in plain text, and nothing comes of the vendor's own tools.
+Include = Literal[
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
 
 
 class ObfuscationOption(Strict):
@@ -103,8 +173,8 @@ class ObfuscationOption(Strict):
 
 class ResponsesRequest(Translated):
     IGNORED: ClassVar = frozenset(
-        {"max_tool_calls", "metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"}
-        | {"safety_identifier", "service_tier", "store"}
+        {"client_metadata", "max_tool_calls", "metadata", "prompt_cache_key", "prompt_cache_options"}
+        | {"prompt_cache_retention", "safety_identifier", "service_tier", "store"}
     )
     UNSUPPORTED: ClassVar = {
         "background": "keep the connection open",
@@ -128,17 +198,21 @@ class ResponsesRequest(Translated):
     reasoning: ReasoningConfig = ReasoningConfig()
     text: TextConfig = TextConfig()
     truncation: Literal["disabled"] = "disabled"
-    include: Items[Literal["reasoning.encrypted_content"]] = Field([])  # thoughts come in plain text
+    include: Items[Include] = Field([])
     stream_options: ObfuscationOption = ObfuscationOption()
     user: str = ""
+
+    @property
+    def ignored(self) -> dict[str, str]:
+        return {f"input[{i}]": item.type for i, item in enumerate(self.input) if isinstance(item, HostedItem)}
 
     def conversation(self) -> dict[str, Any]:
         choice, form = self.tool_choice, self.text.format
         system = [{"role": "system", "content": self.instructions}] if self.instructions else []
         schema = form if form.type == "json_schema" else None
         return {
-            "messages": system + turns(self.input),
-            "tools": [{"type": "function", "function": tool} for tool in self.tools],
+            "messages": system + turns([item for item in self.input if not isinstance(item, HostedItem)]),
+            "tools": [tool.as_tool_of_chat() for tool in self.tools],
             "tool_choice": {"type": "function", "function": choice} if isinstance(choice, FunctionName) else choice,
             "parallel_tool_calls": self.parallel_tool_calls,
             "max_tokens": self.max_output_tokens,
@@ -158,14 +232,14 @@ def turns(items: list[Item]) -> list[dict[str, Any]]:
 
 
 def _by_assistant(item: Item) -> bool:
-    return not isinstance(item, CallOutputItem) and (not isinstance(item, MessageItem) or item.role == "assistant")
+    return item.role == "assistant" if isinstance(item, MessageItem) else not isinstance(item, Output)
 
 
 def _assistant(items: list[Item]) -> dict[str, Any]:
     """Consecutive items of the assistant are one turn."""
     texts = [_joined(item.content) for item in items if isinstance(item, MessageItem)]
     thoughts = [part.text for item in items if isinstance(item, ReasoningItem) for part in item.content or ()]
-    calls = [item.as_call() for item in items if isinstance(item, CallItem)]
+    calls = [item.as_call() for item in items if isinstance(item, Call)]
     said = {"content": "".join(texts), "reasoning_content": "".join(thoughts), "tool_calls": calls}
     return {"role": "assistant", **said}
 
@@ -173,6 +247,8 @@ def _assistant(items: list[Item]) -> dict[str, Any]:
 def _turn(item: Item) -> dict[str, Any]:
     if isinstance(item, CallOutputItem):
         return {"role": "tool", "tool_call_id": item.call_id, "content": _joined(item.output)}
+    if isinstance(item, ShellOutputItem):
+        return {"role": "tool", "tool_call_id": item.id, "content": item.output}
     assert isinstance(item, MessageItem)
     return {"role": item.role, "content": _joined(item.content)}
 

@@ -79,7 +79,7 @@ async def serve_translated(
         return form_of(answer, Reading(answer, inference.tokenizer))
 
     with wanted.named():
-        return await serve(inference, request, chat.ask(request_id.get()), form, wanted.stream)
+        return await serve(inference, request, chat.ask(request_id.get(), wanted.ignored), form, wanted.stream)
 
 
 async def _watch(request: Request, stream: Stream) -> None:

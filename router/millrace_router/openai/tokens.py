@@ -38,7 +38,7 @@ class DetokenizeRequest(Strict):
 async def prompt_tokens(inference: Inference, ask: Ask) -> list[int]:
     """The token ids that workers would get."""
     ask = in_format(ask, inference.tokenizer.format)
-    validate.check(ask, inference.model, inference.names, inference.backend.config.limits)
+    validate.check(ask, inference.model, inference.names, inference.backend.config)
     return await inference.tokenize(ask.prompt, inference.model)
 
 

@@ -37,6 +37,11 @@ class Translated(Strict):
     timeout_s: float | None = None
     chat_template_kwargs: Arguments = Field({})
 
+    @property
+    def ignored(self) -> dict[str, str]:
+        """Parts that chat has no place for, and their types; tools not among them."""
+        return {}
+
     @abstractmethod
     def conversation(self) -> dict[str, Any]:
         """As fields of chat."""

@@ -48,11 +48,9 @@ class Strict(Nullable):
     )
     UNSUPPORTED: ClassVar[Mapping[str, str]] = {  # by name, with the reason or what to do instead
         "audio": "only text is generated",
-        "best_of": "ask for n and choose",
         "echo": "the prompt is not part of the answer",
         "function_call": "use tool_choice",
         "functions": "use tools",
-        "modalities": "only text is generated",
         "moderation": "nothing is moderated",
         "prediction": "nothing is made faster by it",
         "suffix": "the model continues a text, it does not fill one in",
@@ -167,6 +165,7 @@ class Common(Strict):
 class CompletionRequest(Common):
     prompt: str | Items[int] | Items[str]
     logprobs: int | None = None
+    best_of: Literal[1] = 1
 
     def ask(self, request_id: str) -> Ask:
         return self.as_ask(self._one_prompt(), request_id, self.max_tokens, self.logprobs)
@@ -196,7 +195,7 @@ def parse(model: type[R], body: bytes) -> R:
     if isinstance(values.get("prompt"), list) and len(values["prompt"]) == 1 and isinstance(values["prompt"][0], list):
         values["prompt"] = values["prompt"][0]
     for name, why in model.UNSUPPORTED.items():
-        if values.pop(name, None) not in (None, False):
+        if values.pop(name, None):
             raise invalid(name, f"is not supported: {why}")
     for name in DEEP:
         if grammar_text.deeper_than(values.get(name), 2 * grammar_text.MAX_DEPTH):

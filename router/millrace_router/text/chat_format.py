@@ -76,12 +76,13 @@ EXTENSIONS = ["jinja2.ext.loopcontrols"]
 
 
 class Tool(NamedTuple):
-    """A function that the model may call. `parameters` is a JSON schema."""
+    """A function that the model may call. `parameters` is a JSON schema. `position`: among the request's tools."""
 
     name: str
     description: str | None  # None: not given, and not shown
     parameters: Mapping[str, Any]
     strict: bool = False
+    position: int = 0
 
     def as_json(self) -> dict[str, Any]:
         about = {} if self.description is None else {"description": self.description}
