@@ -56,7 +56,7 @@ test-long: setup stubs checkpoint peers ## Run the long tests: groups with Ray, 
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m long $(ARGS)
 
 .PHONY: peers
-peers: $(PEERS)/aiperf/.installed $(PEERS)/guidellm/.installed ## Install AIPerf and GuideLLM, which long tests run against a server of ours, into build/peers
+peers: $(foreach name,aiperf guidellm instructor litellm,$(PEERS)/$(name)/.installed) ## Install load generators and clients of others, which long tests run against a server of ours, into build/peers
 
 .PHONY: chaos
 chaos: setup stubs ## Kill, stop, cut off and drain workers, their ranks and routers for minutes while clients check every token (ARGS="--minutes 3")

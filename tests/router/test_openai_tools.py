@@ -249,7 +249,6 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {  # what is wrong: (fields, p
     "two of a name": ({"tools": [TOOLS[1], TOOLS[1]]}, "tools", "is there already"),
     "bad name": ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "letters"),
     "too many": ({"tools": [TOOLS[1]] * 129}, "tools", "at most 128"),
-    "other type": ({"tools": [{"type": "retrieval"}]}, "tools", "tools.0."),
     "surrogate": (
         {"tools": [{"type": "function", "function": {"name": "a", "description": "\ud800"}}]}, "tools", "UTF-8",
     ),
