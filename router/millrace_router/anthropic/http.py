@@ -44,7 +44,7 @@ def build(inference: Inference, before_scrape: Callable[[], None] | None) -> Sta
     async def count_tokens(request: Request) -> Response:
         wanted = await read(inference, request, CountRequest)
         with wanted.named():
-            ask = wanted.as_chat().ask(request_id.get())
+            ask = wanted.as_chat().ask(request_id.get(), wanted.ignored)
             return json_answer({"input_tokens": len(await prompt_tokens(inference, ask))})
 
     async def described(request: Request) -> Response:

@@ -50,11 +50,28 @@ class ToolResultBlock(Lenient):
     is_error: bool = False
 
 
-Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
+class HostedBlock(Lenient):
+    """What only the vendor's servers can read, or what their tools did. It is left out."""
+
+    type: Literal[
+        "bash_code_execution_tool_result",
+        "code_execution_tool_result",
+        "mcp_tool_result",
+        "mcp_tool_use",
+        "redacted_thinking",
+        "server_tool_use",
+        "text_editor_code_execution_tool_result",
+        "tool_search_tool_result",
+        "web_fetch_tool_result",
+        "web_search_tool_result",
+    ]
+
+
+Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock | HostedBlock, Field(discriminator="type")]
 Content = Annotated[Items[Block], BeforeValidator(_as_blocks, json_schema_input_type=str | list[Block])]
 BLOCKS = {
     "user": (TextBlock, ToolResultBlock),
-    "assistant": (TextBlock, ThinkingBlock, ToolUseBlock),
+    "assistant": (TextBlock, ThinkingBlock, ToolUseBlock, HostedBlock),
     "system": (TextBlock,),
 }
 
@@ -91,7 +108,6 @@ class CustomTool(AnyTool):
     description: str | None = None
     input_schema: Parameters
     strict: bool | None = None
-    cache_control: dict[str, Any] | None = None
     eager_input_streaming: bool | None = None  # a grammar decides it: strict tools stream
     defer_loading: bool | None = None
     allowed_callers: list[str] | None = None
@@ -149,6 +165,11 @@ class CountRequest(Translated):
     tool_choice: ToolChoice = ToolChoice()
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig = OutputConfig()
+
+    @property
+    def ignored(self) -> dict[str, str]:
+        blocks = ((i, j, it) for i, message in enumerate(self.messages) for j, it in enumerate(message.content))
+        return {f"messages[{i}].content[{j}]": it.type for i, j, it in blocks if isinstance(it, HostedBlock)}
 
     def conversation(self) -> dict[str, Any]:
         if self.messages and self.messages[-1].role == "assistant":

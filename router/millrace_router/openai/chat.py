@@ -20,7 +20,13 @@ from millrace_router.text.chat_format import ChatFormat, Tool, structural_tag
 MAX_ARGUMENTS = 16  # of a chat template
 
 
-class TextPart(Strict):
+class Cacheable(Strict):
+    """`cache_control` is ignored: prefixes are cached anyway. Clients of several vendors send it to all."""
+
+    cache_control: dict[str, Any] | None = None
+
+
+class TextPart(Cacheable):
     type: Literal["text"]
     text: str
 
@@ -51,7 +57,7 @@ class CalledTool(Strict):
     index: int | None = None
 
 
-class Turn(Strict):
+class Turn(Cacheable):
     """Templates of models that think between calls (Kimi K2 Thinking, V3.2) read `reasoning_content`, Kimi K2's read
     `name`: the sender's, or the function's of a result.
     """
@@ -69,7 +75,7 @@ class Turn(Strict):
         """The form for chat templates."""
         text = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content or ""
         calls = [call.model_dump(exclude={"index"}) for call in self.tool_calls or ()]
-        if self.content is None and not calls:
+        if self.content is None and self.role != "assistant":
             raise invalid("messages", f"[{i}].content is required")
         if calls and self.role != "assistant":
             raise invalid("messages", f"[{i}].tool_calls are for the role assistant, not {self.role!r}")
@@ -89,7 +95,7 @@ class Function(Strict):
     strict: bool | None = None
 
 
-class AnyTool(Strict):
+class AnyTool(Cacheable):
     """A tool of a type that is not in `SERVED` is left out. Of it only the type is read."""
 
     SERVED: ClassVar[frozenset[str]] = frozenset({"function"})
@@ -190,7 +196,7 @@ class ChatRequest(Conversation, Common):
 
     def ask(self, request_id: str, ignored: Mapping[str, str] | None = None) -> Ask:
         """`ignored`: what was left out of the request that became this one."""
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs", "needs logprobs to be true")
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         chat = self.as_chat()

@@ -105,7 +105,7 @@ class ResponseForm(BlockForm):
     def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
         wanted = self._wanted
         given = wanted.model_dump(include={"instructions", "max_output_tokens", "temperature", "top_p"})
-        given["tools"] = [tool.model_dump() for tool in wanted.tools if tool.served]
+        given["tools"] = [{"type": tool.type, **tool.about()} for tool in wanted.tools if tool.served]
         given |= wanted.model_dump(include={"parallel_tool_calls", "tool_choice", "truncation"})
         return given | {
             "id": f"resp_{self.answer.request_id}",

@@ -126,9 +126,8 @@ class ItemTool(AnyTool, Function):
     output_schema: dict[str, Any] | None = None
     allowed_callers: list[str] | None = None  # nothing but the model calls
 
-    def as_tool_of_chat(self) -> dict[str, Any]:
-        about = self.model_dump(include=set(Function.model_fields)) if self.served else None
-        return {"type": self.type, "function": about}
+    def about(self) -> dict[str, Any]:
+        return self.model_dump(include=set(Function.model_fields)) if self.served else {}
 
 
 class FunctionChoice(FunctionName):
@@ -147,12 +146,13 @@ class TextConfig(Strict):
 
 
 class ReasoningConfig(Strict):
-    """`effort`: thoughts or none, for templates that have the choice. They come whole, so `summary` is ignored."""
+    """`effort`: thoughts or none, for templates that have the choice. They come whole: the rest is ignored."""
 
     effort: Effort | None = None
     summary: str | None = None
     generate_summary: str | None = None
     context: str | None = None  # the template decides which thoughts it shows
+    mode: str | None = None
 
 
 # Thoughts come in plain text, and nothing comes of the vendor's own tools.
@@ -212,7 +212,7 @@ class ResponsesRequest(Translated):
         schema = form if form.type == "json_schema" else None
         return {
             "messages": system + turns([item for item in self.input if not isinstance(item, HostedItem)]),
-            "tools": [tool.as_tool_of_chat() for tool in self.tools],
+            "tools": [{"type": tool.type, "function": tool.about()} for tool in self.tools],
             "tool_choice": {"type": "function", "function": choice} if isinstance(choice, FunctionName) else choice,
             "parallel_tool_calls": self.parallel_tool_calls,
             "max_tokens": self.max_output_tokens,
