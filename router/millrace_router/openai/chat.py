@@ -183,10 +183,6 @@ class ChatRequest(Conversation, Common):
     logprobs: bool = False
     top_logprobs: int | None = None
 
-    @property
-    def may_call(self) -> bool:
-        return any(tool.served for tool in self.tools) and self.tool_choice != "none"
-
     def as_chat(self) -> Chat:
         chat, shown, effort = super().as_chat(), self.response_format.shown(), self.reasoning_effort
         thinking = None if effort is None else effort not in ("none", "minimal")
@@ -203,7 +199,7 @@ class ChatRequest(Conversation, Common):
         if ignored:
             chat = chat._replace(ignored={**ignored, **chat.ignored})
         ask = self.as_ask(chat, request_id, max_tokens, (self.top_logprobs or 0) if self.logprobs else None)
-        if ask.grammar is not None and self.may_call:
+        if ask.grammar is not None and chat.tools:
             raise invalid(ask.grammar_param, "cannot be combined with tools; set tool_choice to none")
         return ask
 
