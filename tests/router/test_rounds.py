@@ -219,7 +219,7 @@ class Script:
         self.flow.assign(frozenset({Leg.DECODE}), 0.0)
         self.text = text = SimpleNamespace(
             push=lambda ids: (Said(text="".join(map(chr, ids))), len(ids)),
-            flush=lambda: Said(text="!"),
+            flush=lambda cut: Said(text="!"),
             stopped=False,
             stopped_by="",
         )

@@ -11,7 +11,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from millrace.v1 import common_pb2, worker_pb2
 from millrace_common.spans import Attributes, Span
@@ -38,7 +38,7 @@ class Answer:
     prompt_tokens: int
     thinking: bool  # the prompt ends inside the model's thoughts
     stream: Stream
-    ignored: Mapping[str, str]  # of the request, as in `Chat`
+    ignored: Mapping[str, str] = field(default_factory=dict)  # of the request, as in `Chat`
 
 
 class Inference:
