@@ -19,6 +19,7 @@ from typing import Any
 
 import grpc
 from millrace.v1 import common_pb2, decode_pb2_grpc, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
+from millrace_common.versions import WORKER_API
 from millrace_rpc.server import Server, run
 
 ROLES = {"prefill": worker_pb2.ROLE_PREFILL, "decode": worker_pb2.ROLE_DECODE}
@@ -52,7 +53,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             layout=common_pb2.KvLayout(fingerprint="fake"),
             replicas=1,
             tp=1,
-            protocol=1,
+            protocol=WORKER_API,
         )
 
     async def WatchLoad(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.LoadSnapshot]:

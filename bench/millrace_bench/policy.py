@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from millrace.v1.worker_pb2 import CacheChange
-from millrace_common.page_hash import page_hashes
+from millrace_common.page_hash import BLOCK_BYTES, page_hashes
 from millrace_router.config import Policy, RouterConfig, Routing
 from millrace_router.flow.metrics import build
 from millrace_router.policy.kv_index import KvIndex
@@ -128,11 +128,11 @@ def _report(view: View, rng: random.Random) -> View:
     return View(changed(view.prefill), changed(view.decode))
 
 
-def _fill(s: Settings, placer: Placer, view: View, rng: random.Random) -> list[tuple[int, ...]]:
+def _fill(s: Settings, placer: Placer, view: View, rng: random.Random) -> list[tuple[bytes, ...]]:
     """Prompts until the index has its blocks; each is known to be on two workers of each role."""
     length, shared, blocks = s.tokens // PAGE_SIZE, s.tokens // PAGE_SIZE // 4, 0
-    prompts: list[tuple[int, ...]] = []
-    prefix: tuple[int, ...] = ()
+    prompts: list[tuple[bytes, ...]] = []
+    prefix: tuple[bytes, ...] = ()
     while blocks < s.blocks:
         if len(prompts) % 8 == 0:
             prefix = _pages(rng, shared)
@@ -154,8 +154,8 @@ def _fill(s: Settings, placer: Placer, view: View, rng: random.Random) -> list[t
     return prompts
 
 
-def _pages(rng: random.Random, count: int) -> tuple[int, ...]:
-    return tuple(rng.getrandbits(64) for _ in range(count))
+def _pages(rng: random.Random, count: int) -> tuple[bytes, ...]:
+    return tuple(rng.randbytes(BLOCK_BYTES) for _ in range(count))
 
 
 def _micros(call: Callable[[], object]) -> float:
@@ -186,7 +186,7 @@ def _fill_kv(s: Settings) -> KvIndex:
     per_change = 64
     for number in range(s.memory_blocks // per_change):
         replica, turn = number % s.workers, number // s.workers
-        blocks = [rng.getrandbits(64) for _ in range(per_change)]
+        blocks = _pages(rng, per_change)
         index.apply((f"e{replica}", 0), CacheChange(after=turn, sequence=turn + 1, stored=blocks, snapshot=turn == 0))
     return index
 

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from millrace_common.page_hash import BLOCK_BYTES
 from millrace_serve.engine.cache.changes import TierChanges
 from millrace_serve.engine.cache.host_tier import HostTier
 from millrace_serve.engine.cache.kv_pool import KvLayout, KvPool
@@ -79,7 +80,7 @@ def _copy(copier: PageCopier, places: list[int], to_host: bool) -> float:
 def _job(copier: PageCopier, places: list[int], to_host: bool) -> CopyJob:
     """Of these pages and the slots of the same numbers."""
     tier = HostTier(copier.num_slots, TierChanges())
-    every = [copy for block in range(places[-1] + 1) if (copy := tier.begin(block))]
+    every = [copy for block in range(places[-1] + 1) if (copy := tier.begin(block.to_bytes(BLOCK_BYTES)))]
     return CopyJob(to_host, places, [every[place] for place in places], lambda: None)
 
 

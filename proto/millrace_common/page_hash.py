@@ -1,6 +1,10 @@
-"""Chain hashes of token pages: the identity of a page's content, equal on every worker and every router.
+"""Blocks: the identity of a KV page's content, equal on every worker and every router.
 
-hash_i = blake2b-64(hash_{i-1} as little-endian u64 || the page's tokens as little-endian int32), hash_{-1} = 0
+    block_i = blake2b-256(block_{i-1} || the page's tokens as little-endian u32),  block_{-1} = first_link(salt)
+
+A block is a digest of the salt and of all tokens up to the end of its page. Nobody can find two prefixes of equal
+blocks, so equal blocks prove equal tokens. The salt separates the prompts of tenants who do not share a cache; a router
+derives it from its secret key (millrace_router/policy/cache_key.py), and workers take it as it comes.
 """
 
 from __future__ import annotations
@@ -9,18 +13,34 @@ import hashlib
 import struct
 from collections.abc import Sequence
 
+BLOCK_BYTES = 32
+MAX_SALT_BYTES = 64
+
+
+def first_link(salt: bytes) -> bytes:
+    """Return the link before the first page of every prompt with this salt."""
+    return hashlib.blake2b(salt, digest_size=BLOCK_BYTES, person=b"millrace salt").digest()
+
+
+def page_hashes(
+    tokens: Sequence[int], page_size: int = 64, *, salt: bytes = b"", prev: bytes | None = None
+) -> list[bytes]:
+    """Return the block of each page of `tokens`, a partial last page included.
+
+    prev: the block of the page before `tokens`, in which case `salt` is not used; None: they begin the prompt
+    """
+    data, step = struct.pack(f"<{len(tokens)}I", *tokens), 4 * page_size
+    blocks, link, digest = [], first_link(salt) if prev is None else prev, hashlib.blake2b
+    for start in range(0, len(data), step):
+        link = digest(link + data[start : start + step], digest_size=BLOCK_BYTES).digest()
+        blocks.append(link)
+    return blocks
+
 
 def chain_hash(prev: int, tokens: Sequence[int]) -> int:
-    """u64 of `tokens` following a prefix whose hash is `prev` (0: no prefix)."""
+    """Return a u64 of `tokens` after a prefix whose value is `prev` (0: no prefix).
+
+    It guards against mistakes, not against people: for canaries and the simulated engine only.
+    """
     data = struct.pack(f"<Q{len(tokens)}i", prev, *tokens)
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
-
-
-def page_hashes(tokens: Sequence[int], page_size: int = 64, *, prev: int = 0) -> list[int]:
-    """Hash of each page of `tokens`, a partial last page included."""
-    data, step = struct.pack(f"<{len(tokens)}i", *tokens), 4 * page_size
-    hashes, link = [], prev.to_bytes(8, "little")
-    for start in range(0, len(data), step):
-        link = hashlib.blake2b(link + data[start : start + step], digest_size=8).digest()
-        hashes.append(int.from_bytes(link, "little"))
-    return hashes

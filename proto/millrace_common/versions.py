@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-WORKER_API = 1  # worker.proto, prefill.proto and decode.proto: the services of a worker
-KV_PROTOCOL = 2  # kv.proto, and the bytes of a page: how one worker reads the pages of another
+WORKER_API = 2  # worker.proto, prefill.proto and decode.proto: the services of a worker
+KV_PROTOCOL = 3  # kv.proto, and the bytes of a page: how one worker reads the pages of another

@@ -22,6 +22,7 @@ from millrace.v1 import (
     worker_pb2_grpc,
 )
 from millrace_common.reasons import Reason
+from millrace_common.versions import WORKER_API
 from millrace_rpc.errors import MillraceError
 from millrace_rpc.server import Server
 
@@ -124,7 +125,7 @@ class FakeWorker(
         self.context = CONTEXT
         self.epoch = secrets.token_hex(4)
         self.state, self.busy = READY, False
-        self.protocol = 1
+        self.protocol = WORKER_API
         self.address = ""
         self.script: collections.deque[Behaviour] = collections.deque()
         self.submitted: list[worker_pb2.EngineRequest] = []

@@ -24,11 +24,12 @@ from pydantic import Field, ValidationError, model_validator
 from millrace_router.flow.tenant import Bucket, Tenant
 
 LEAST_KEY_CHARS = 8
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 BURST_S = 2.0  # seconds of a rate that its burst is, unless it is given
 
 
 class ApiKey(Config):
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")  # a tenant may have several keys
+    name: str = Field(pattern=NAME)  # a tenant may have several keys
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")  # hex; made from `key` where the file has that
     weight: float = Field(1.0, gt=0, le=1000)
     priority: int = Field(0, ge=-100, le=100)
@@ -36,6 +37,7 @@ class ApiKey(Config):
     requests_burst: float | None = Field(None, ge=1)
     tokens_per_s: float | None = Field(None, gt=0)
     tokens_burst: float | None = Field(None, ge=1)
+    cache_group: str | None = Field(None, pattern=NAME)  # tenants of one group share cached pages; none: alone
 
     @model_validator(mode="before")
     @classmethod
@@ -114,7 +116,8 @@ def _tenant(key: ApiKey, before: Tenant | None, now: float) -> Tenant:
     """When the file changes, the rest of a rate is kept, and running requests are counted in the same bucket."""
     requests = _bucket(key.requests_per_s, key.requests_burst, before.requests if before else None, now)
     tokens = _bucket(key.tokens_per_s, key.tokens_burst, before.tokens if before else None, now)
-    return Tenant(key.name, key.weight, key.priority, requests, tokens)
+    group = f"tenant {key.name}" if key.cache_group is None else f"group {key.cache_group}"
+    return Tenant(key.name, key.weight, key.priority, requests, tokens, group)
 
 
 def _bucket(rate: float | None, burst: float | None, before: Bucket | None, now: float) -> Bucket | None:

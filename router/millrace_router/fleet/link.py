@@ -61,13 +61,12 @@ class Link:
         """Number of running legs."""
         return len(self._legs)
 
-    async def connect(self, channel: grpc.aio.Channel, router_id: str, epoch: str) -> None:
-        hello = worker_pb2.LinkHello(router_id=router_id, epoch=epoch)
+    async def connect(self, channel: grpc.aio.Channel, hello: worker_pb2.LinkHello) -> None:
         self._outgoing.put_nowait(self._message(hello=hello))
         self._call = self._stub(channel).Link()
         self._writer = asyncio.create_task(self._send())
         response = await self._read()
-        if response.welcome.epoch != epoch:
+        if response.welcome.epoch != hello.epoch:
             raise MillraceError(Reason.EPOCH_CHANGED, f"another process answers at {self.address}")
 
     async def run(self) -> None:

@@ -32,6 +32,7 @@ from millrace_router.fleet.cache_feed import CacheFeeds
 from millrace_router.fleet.hooks import Hooks
 from millrace_router.fleet.link import DECODE, PREFILL, UNIFIED
 from millrace_router.fleet.worker import Worker
+from millrace_router.policy.cache_key import CacheKey
 from millrace_router.policy.choose import Decision
 from millrace_router.policy.placer import Placer
 from millrace_router.policy.snapshot import View, Want
@@ -46,7 +47,7 @@ class Registry:
     def __init__(
         self, config: RouterConfig, metrics: Metrics, on_change: Callable[[], None], identity: Identity | None
     ) -> None:
-        """`identity`: ours towards the workers; None: plain."""
+        """`identity`: ours towards the workers; None: plain. Raises OSError when the cache key's file is unusable."""
         self._identity = identity
         self.hooks = Hooks(config.timeouts, metrics, self._changed)
         self.workers: dict[str, Worker] = {}  # by address
@@ -54,7 +55,8 @@ class Registry:
         self._tasks: dict[Worker, asyncio.Task[None]] = {}
         self._source = make_source(config.discovery, config.workers)
         self._config = config
-        self._router_id = secrets.token_hex(8)
+        self.cache_key = CacheKey.read(config.cache_key)
+        self._hello = worker_pb2.LinkHello(router_id=secrets.token_hex(8), cache_key_id=self.cache_key.id)
         self._routable: frozenset[str] = frozenset()  # epochs
         self._able: list[tuple[Worker, frozenset[str]]] = []  # of every model, by address, with their sources' epochs
         self._first: str | None = None  # the revision that is asked first, while there are others
@@ -184,7 +186,7 @@ class Registry:
 
     def _add(self, target: Target) -> None:
         timeouts, metrics = self._config.timeouts, self._metrics
-        worker = Worker(target, self._router_id, timeouts, metrics, self._changed, self._loaded, self._identity)
+        worker = Worker(target, self._hello, timeouts, metrics, self._changed, self._loaded, self._identity)
         self.workers[target.address] = worker
         self._tasks[worker] = task = asyncio.create_task(worker.run())
         task.add_done_callback(functools.partial(self._ended, worker))

@@ -44,7 +44,7 @@ class Worker:
     def __init__(
         self,
         target: Target,
-        router_id: str,
+        router: worker_pb2.LinkHello,
         timeouts: Timeouts,
         metrics: Metrics,
         on_change: Callable[[], None],
@@ -61,7 +61,7 @@ class Worker:
         self.resumed_at = 0.0  # when it was last excused; by the loop's clock
         self.drained_epoch = ""  # the process that an operator told to drain
         self.trouble = "not connected yet"  # why the latest session ended
-        self._router_id = router_id
+        self._router = router  # the same to every worker; the epoch is that of the session
         self._timeouts = timeouts
         self._metrics = metrics
         self._replicas: tuple[Replica, ...] = ()
@@ -254,7 +254,9 @@ class Worker:
         link = Link(self.role, self.address, self._metrics)
         try:
             async with asyncio.timeout(self._timeouts.connect):
-                await link.connect(ch, self._router_id, self.epoch)
+                me = self._router
+                hello = worker_pb2.LinkHello(router_id=me.router_id, epoch=self.epoch, cache_key_id=me.cache_key_id)
+                await link.connect(ch, hello)
             self.link, self._pause = link, FIRST_PAUSE_S
             self._on_change()
             watch = (self._watch_progress(link),) if self.role == DECODE else ()

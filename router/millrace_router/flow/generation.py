@@ -93,6 +93,7 @@ class Generation:
         )
         self._backend = backend
         self._health = backend.registry.health
+        self._cache_salt = backend.registry.cache_key.salt(job.tenant.cache_group)
         self.place = backend.admission.place(job.priority, job.tenant.name, job.tenant.weight)
         self._spans = spans
         self._ticket: Ticket | None = None
@@ -160,7 +161,7 @@ class Generation:
             weights=job.begun.weights,
             version=job.begun.version,
             session=job.session_id,
-            pages=registry.placer.indexes.hashes(token_ids, page_size),
+            pages=registry.placer.indexes.blocks(token_ids, page_size, self._cache_salt),
             page_size=page_size,
             draw=(self.room + flow.attempt) % 2**64,
             request_id=job.request_id,
@@ -225,6 +226,7 @@ class Generation:
             replica=replica,
             request_id=job.request_id,
             traceparent=self._spans.traceparent,
+            cache_salt=self._cache_salt,
         )
 
     def begins(self) -> bool:

@@ -53,6 +53,7 @@ class Tenant:
     priority: int | None = None  # None: any
     requests: Bucket | None = None
     tokens: Bucket | None = None
+    cache_group: str = ""  # its requests share cached pages with those of equal groups
 
     def check(self, now: float) -> None:
         """Raise RATE_LIMITED, with the time to wait, unless another request may begin."""

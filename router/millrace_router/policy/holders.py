@@ -1,6 +1,6 @@
 """Holders of prefixes: the common part of both indexes.
 
-A block is identified by its chain hash (millrace_common/page_hash.py), which covers the block and everything before it.
+A block (millrace_common/page_hash.py) is the digest of a page and everything before it.
 Its holders are a bit mask, one bit per prefix cache. A cache is prefix-closed: a holder of a block holds all blocks
 before it. So along a prompt the masks only shrink, and each holder's cached prefix ends where its bit vanishes:
 `depths` finds these places by bisection, with a few look-ups for a prompt of any length.
@@ -53,23 +53,23 @@ class Bits:
             yield self._holders[bit]
             mask ^= bit
 
-    def leading(self, hashes: Sequence[int], lookup: Callable[[int], int]) -> dict[Process, int]:
+    def leading(self, blocks: Sequence[bytes], lookup: Callable[[bytes], int]) -> dict[Process, int]:
         """Leading blocks that each known holder has; none: not in the answer. `lookup` as of `depths`."""
-        found = depths(hashes, lookup, self.live)
+        found = depths(blocks, lookup, self.live)
         return {holder: depth for depth, mask in found for holder in self.holders(mask)}
 
 
-def depths(hashes: Sequence[int], lookup: Callable[[int], int], live: int) -> list[tuple[int, int]]:
+def depths(blocks: Sequence[bytes], lookup: Callable[[bytes], int], live: int) -> list[tuple[int, int]]:
     """Return (number of leading blocks, mask of the holders with exactly so many). `lookup` gives a block's mask, 0 for
     an unknown one; holders without a block are left out.
     """
-    if not hashes:
+    if not blocks:
         return []
     found = []
-    last = lookup(hashes[-1]) & live
+    last = lookup(blocks[-1]) & live
     if last:
-        found.append((len(hashes), last))
-    pending = [(0, live, len(hashes), last)]  # ranges of a shrinking mask: (blocks, mask, more blocks, mask)
+        found.append((len(blocks), last))
+    pending = [(0, live, len(blocks), last)]  # ranges of a shrinking mask: (blocks, mask, more blocks, mask)
     while pending:
         low, wide, high, narrow = pending.pop()
         if wide == narrow:
@@ -79,6 +79,6 @@ def depths(hashes: Sequence[int], lookup: Callable[[int], int], live: int) -> li
                 found.append((low, wide & ~narrow))
             continue
         middle = (low + high) // 2
-        mask = lookup(hashes[middle - 1]) & wide | narrow
+        mask = lookup(blocks[middle - 1]) & wide | narrow
         pending += ((low, wide, middle, mask), (middle, mask, high, narrow))
     return found

@@ -29,8 +29,8 @@ HOST_WEIGHT = 0.9  # of a page in the host's memory: it is copied back first, at
 
 class KvIndex:
     def __init__(self) -> None:
-        self._shards: list[dict[int, int]] = [{} for _ in range(SHARDS)]  # block -> holders on the device
-        self._host: list[dict[int, int]] = [{} for _ in range(SHARDS)]
+        self._shards: list[dict[bytes, int]] = [{} for _ in range(SHARDS)]  # block -> holders on the device
+        self._host: list[dict[bytes, int]] = [{} for _ in range(SHARDS)]
         self._has_host = False
         self._bits = Bits()
         self._sequences: dict[Process, int] = {}
@@ -61,21 +61,22 @@ class KvIndex:
         self._sequences.pop(holder, None)
         self._bits.drop(holder)
 
-    def lookup(self, hashes: Sequence[int]) -> dict[Process, int]:
+    def lookup(self, blocks: Sequence[bytes]) -> dict[Process, int]:
         """Leading blocks that each holder has on its device; none: not in the answer."""
         shards = self._shards
-        return self._bits.leading(hashes, lambda block: shards[block % SHARDS].get(block, 0))
+        return self._bits.leading(blocks, lambda block: shards[hash(block) % SHARDS].get(block, 0))
 
-    def weighted(self, hashes: Sequence[int], on_device: Mapping[Process, int]) -> Mapping[Process, float]:
+    def weighted(self, blocks: Sequence[bytes], on_device: Mapping[Process, int]) -> Mapping[Process, float]:
         """The same with the blocks that follow in the host's memory, which count for less. `on_device`: of `lookup`."""
         if not self._has_host:
             return on_device
         device, host = self._shards, self._host
 
-        def either(block: int) -> int:
-            return device[block % SHARDS].get(block, 0) | host[block % SHARDS].get(block, 0)
+        def either(block: bytes) -> int:
+            shard = hash(block) % SHARDS
+            return device[shard].get(block, 0) | host[shard].get(block, 0)
 
-        found = self._bits.leading(hashes, either)
+        found = self._bits.leading(blocks, either)
         on = {holder: on_device.get(holder, 0) for holder in found}
         return {holder: on[holder] + HOST_WEIGHT * (depth - on[holder]) for holder, depth in found.items()}
 
@@ -94,17 +95,17 @@ class KvIndex:
                 return
 
 
-def _change(shards: list[dict[int, int]], bit: int, stored: Iterable[int], removed: Iterable[int]) -> None:
+def _change(shards: list[dict[bytes, int]], bit: int, stored: Iterable[bytes], removed: Iterable[bytes]) -> None:
     for block in removed:
-        shard = shards[block % SHARDS]
+        shard = shards[hash(block) % SHARDS]
         _put(shard, block, shard.get(block, 0) & ~bit)
     for block in stored:
-        shard = shards[block % SHARDS]
+        shard = shards[hash(block) % SHARDS]
         mask = shard.get(block, 0)
         shard[block] = mask | bit if mask else bit  # one int for all blocks that only this holder has
 
 
-def _put(shard: dict[int, int], block: int, mask: int) -> None:
+def _put(shard: dict[bytes, int], block: bytes, mask: int) -> None:
     if mask:
         shard[block] = mask
     else:

@@ -35,31 +35,32 @@ class Indexes:
         estimate = self.prefix if self.kv is None else self.kv
         self._of_prefill = by_policy.get(prefill)
         self._of_decode = by_policy.get(decode, estimate if local else None)
-        self._hashed: tuple[Sequence[int], int, tuple[int, ...]] = ((), 0, ())
+        self._latest: tuple[Sequence[int], int, bytes, tuple[bytes, ...]] = ((), 0, b"", ())
 
-    def hashes(self, token_ids: Sequence[int], page_size: int) -> tuple[int, ...]:
-        """Return the chain hashes of the full pages of a prompt; empty without an index. The continuations of a request
-        share its list of tokens, so the latest answer is kept.
+    def blocks(self, token_ids: Sequence[int], page_size: int, salt: bytes) -> tuple[bytes, ...]:
+        """Return the blocks of the full pages of a prompt; empty without an index. The continuations of a request share
+        its list of tokens, so the latest answer is kept.
         """
         if (self.prefix is None and self.kv is None) or page_size < 1:
             return ()
-        known, size, hashes = self._hashed
-        if known is not token_ids or size != page_size:
-            hashes = tuple(page_hashes(token_ids[: len(token_ids) // page_size * page_size], page_size))
-            self._hashed = token_ids, page_size, hashes
-        return hashes
+        known, size, its_salt, blocks = self._latest
+        if known is not token_ids or (size, its_salt) != (page_size, salt):
+            full = len(token_ids) // page_size * page_size
+            blocks = tuple(page_hashes(token_ids[:full], page_size, salt=salt))
+            self._latest = token_ids, page_size, salt, blocks
+        return blocks
 
     def lookup(self, want: Want) -> tuple[Pages, Pages, Mapping[Process, int]]:
         """Leading pages that are cached: for the prefill policy, for the decode policy, and on devices, to be lent."""
-        hashes = want.pages
-        if not hashes:
+        blocks = want.pages
+        if not blocks:
             return NO_PAGES, NO_PAGES, NO_PAGES
-        on_device = NO_PAGES if self.kv is None else self.kv.lookup(hashes)
+        on_device = NO_PAGES if self.kv is None else self.kv.lookup(blocks)
         found: dict[KvIndex | PrefixIndex | None, Pages] = {None: NO_PAGES}
         if self.kv is not None:
-            found[self.kv] = self.kv.weighted(hashes, on_device)
+            found[self.kv] = self.kv.weighted(blocks, on_device)
         if self.prefix is not None:
-            found[self.prefix] = self.prefix.lookup(hashes)
+            found[self.prefix] = self.prefix.lookup(blocks)
         return found[self._of_prefill], found[self._of_decode], on_device
 
     def note(self, want: Want, placement: Placement) -> None:

@@ -18,18 +18,18 @@ MAX_DEAD = 64  # bits of lost workers before the masks are cleaned, all at once:
 class PrefixIndex:
     def __init__(self, max_blocks: int) -> None:
         self._max_blocks = max_blocks
-        self._masks: OrderedDict[int, int] = OrderedDict()  # block -> holders, least recently used first
+        self._masks: OrderedDict[bytes, int] = OrderedDict()  # block -> holders, least recently used first
         self._bits = Bits()
 
     def __len__(self) -> int:
         return len(self._masks)
 
-    def note(self, hashes: Sequence[int], holders: Iterable[Process]) -> None:
+    def note(self, blocks: Sequence[bytes], holders: Iterable[Process]) -> None:
         """A prompt with these blocks was sent there."""
         masks, bits = self._masks, 0
         for holder in holders:
             bits |= self._bits.of(holder)
-        for block in reversed(hashes[: self._max_blocks]):
+        for block in reversed(blocks[: self._max_blocks]):
             mask = masks.get(block)
             if mask is None:
                 masks[block] = bits  # as the youngest
@@ -40,10 +40,10 @@ class PrefixIndex:
         while len(masks) > self._max_blocks:
             masks.popitem(last=False)
 
-    def lookup(self, hashes: Sequence[int]) -> dict[Process, int]:
+    def lookup(self, blocks: Sequence[bytes]) -> dict[Process, int]:
         """Leading blocks that each holder has; none: not in the answer."""
         masks = self._masks
-        return self._bits.leading(hashes, lambda block: masks.get(block, 0))
+        return self._bits.leading(blocks, lambda block: masks.get(block, 0))
 
     def keep(self, holders: set[Process]) -> None:
         """Keep these processes, and forget all others."""

@@ -69,7 +69,7 @@ class Want:
     weights: str = ""  # of the model that has begun the answer: no other may continue it; empty: no output yet
     version: str = ""  # of these weights, for errors
     session: str = ""  # requests of one session share a prefix; empty: unknown
-    pages: tuple[int, ...] = ()  # chain hashes of the prompt's full pages; empty when no policy looks at them
+    pages: tuple[bytes, ...] = ()  # blocks of the prompt's full pages; empty when no policy looks at them
     page_size: int = 64  # tokens
     draw: int = 0  # u64, random: what the randomised policies draw from
     request_id: str = ""

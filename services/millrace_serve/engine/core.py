@@ -95,6 +95,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     num_prior_outputs: int = 0  # how many trailing token_ids are outputs of earlier attempts
     priority: int = 0  # higher first
     timeout_s: float | None = None  # from arrival at this worker; None = no deadline
+    cache_salt: bytes = b""  # cached pages are shared with requests of equal salts only
     borrows: bool = False  # EXPORT: its leading pages may come from another worker; it waits for KvOffered or KvFailed
 
 
@@ -138,7 +139,7 @@ class KvPart(msgspec.Struct, frozen=True):
     id: RequestId
     first_page: int  # index of page_ids[0] in the sequence's page list
     page_ids: list[int]  # physical pages in the exporter's pool
-    fingerprints: list[int]  # u64 chain hash of the tokens up to the end of each page (millrace_common/page_hash.py)
+    fingerprints: list[bytes]  # the block of each page (millrace_common/page_hash.py)
     num_tokens: int  # prompt tokens whose KV is ready, this part included
     last: bool
     first: SequenceOutput | None = None  # on the last part: the first token, perhaps already final
@@ -198,7 +199,7 @@ class Lend(msgspec.Struct, frozen=True, tag=True):
     """
 
     id: RequestId
-    blocks: list[int]  # chain hashes of a prefix's pages
+    blocks: list[bytes]  # of a prefix's pages (millrace_common/page_hash.py)
 
 
 class LeaseEnded(msgspec.Struct, frozen=True, tag=True):
@@ -229,14 +230,14 @@ class KvReserved(msgspec.Struct, frozen=True, tag=True):
 
 
 class CacheChange(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks (u64 chain hashes of full pages) that the tiers of the prefix cache have gained and lost: the device's
-    pages, and their copies in the host's memory.
+    """Blocks of full pages (millrace_common/page_hash.py) that the tiers of the prefix cache have gained and lost: the
+    device's pages, and their copies in the host's memory.
     """
 
-    stored: list[int]
-    removed: list[int]
-    host_stored: list[int] = []
-    host_removed: list[int] = []
+    stored: list[bytes]
+    removed: list[bytes]
+    host_stored: list[bytes] = []
+    host_removed: list[bytes] = []
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):

@@ -53,7 +53,7 @@ class Borrowing(Imports):
         except MillraceError as error:
             self._count_failure(Failure(error.reason, error.message))
             return None
-        blocks = page_hashes(token_ids[: num_pages * size], size)
+        blocks = page_hashes(token_ids[: num_pages * size], size, salt=message.request.cache_salt)
         machine = KvImport(convert.request_id(message.request.id), blocks, loan=True)
         peer = self._peers.get(prefix.worker.address, prefix.worker.epoch)
         wanted = kv_pb2.FetchPrefix(replica=prefix.replica, blocks=blocks)

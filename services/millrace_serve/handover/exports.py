@@ -74,7 +74,7 @@ class Exports:
         self._live[id] = Export(replica)
         self._expected.fire()
 
-    def lend(self, replica: int, blocks: list[int]) -> RequestId:
+    def lend(self, replica: int, blocks: list[bytes]) -> RequestId:
         """Ask an engine for cached pages. Returns the loan's id, for `fetch`."""
         id = RequestId(LOAN_ROOM, next(self._loans))
         self._live[id] = Export(replica, loan=True)

@@ -109,7 +109,7 @@ class Imports:
         return id in self._live
 
     def start(self, request: Request, replica: int, source: worker_pb2.KvSourceRef) -> None:
-        hashes = page_hashes(request.token_ids, self._page_size)
+        hashes = page_hashes(request.token_ids, self._page_size, salt=request.cache_salt)
         peer = self._peers.get(source.address, source.epoch)
         self._begin(Import(KvImport(request.id, hashes), replica, peer))
 

@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 import grpc
 from millrace.v1 import kv_pb2, kv_pb2_grpc
+from millrace_common.page_hash import BLOCK_BYTES
 
 from millrace_serve.engine.core import KvPart, RequestId
 from millrace_serve.handover.exports import Export, Exports
@@ -60,6 +61,8 @@ class KvServicer(kv_pb2_grpc.KvServiceServicer):
             raise convert.invalid("prefix.replica", f"is {prefix.replica}; the worker has {replicas}")
         if not prefix.blocks:
             raise convert.invalid("prefix.blocks", "must not be empty")
+        if any(len(block) != BLOCK_BYTES for block in prefix.blocks):
+            raise convert.invalid("prefix.blocks", f"must have {BLOCK_BYTES} bytes each")
         id = self._exports.lend(prefix.replica, list(prefix.blocks))
         context.add_done_callback(lambda _: self._exports.fail(id, ABORTED))
         return id

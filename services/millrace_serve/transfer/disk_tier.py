@@ -33,13 +33,13 @@ class DiskTier:
         self._thread = threading.Thread(target=self._run, name="disk-tier", daemon=True)
         self._thread.start()
 
-    def has(self, block: int) -> bool:
+    def has(self, block: bytes) -> bool:
         return self._folder.has(block)
 
-    def load(self, block: int, slot: int) -> None:
+    def load(self, block: bytes, slot: int) -> None:
         self._moves.put((0, next(self._order), Move(block, slot, is_load=True)))
 
-    def store(self, block: int, slot: int) -> bool:
+    def store(self, block: bytes, slot: int) -> bool:
         if self._moves.qsize() >= MAX_STORES:
             return False
         self._moves.put((1, next(self._order), Move(block, slot, is_load=False)))
@@ -48,7 +48,7 @@ class DiskTier:
     def take(self) -> list[Move]:
         return [self._done.get() for _ in range(self._done.qsize())]
 
-    def remove(self, blocks: Iterable[int]) -> None:
+    def remove(self, blocks: Iterable[bytes]) -> None:
         for block in blocks:
             self._folder.remove(block)
 

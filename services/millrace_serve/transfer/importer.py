@@ -82,17 +82,17 @@ Action = AskReserve | ReadPages | AskRelease | Done | Over
 
 
 class KvImport:
-    """`expected_hashes[i]` is the chain hash of the prompt up to the end of page i; one per page of the prompt, or of
-    the prefix that is borrowed (`loan`).
+    """`expected[i]` is the block of page i (millrace_common/page_hash.py); one per page of the prompt, or of the prefix
+    that is borrowed (`loan`).
     """
 
-    def __init__(self, id: RequestId, expected_hashes: Sequence[int], loan: bool = False) -> None:
+    def __init__(self, id: RequestId, expected: Sequence[bytes], loan: bool = False) -> None:
         self.id = id
         self._loan = loan
         self.state = ImportState.WAITING
         self.refused: collections.Counter[Refusal] = collections.Counter()
         self.failure: Failure | None = None  # set at the first failure; Over may come later
-        self._expected = list(expected_hashes)
+        self._expected = list(expected)
         self._offered = False  # a part came: the exporter has a lease for us
         self._src_pages: list[int] = []  # accepted so far, in page order
         self._dst_pages: list[int] = []
@@ -181,7 +181,7 @@ class KvImport:
         for offset, (ours, theirs) in enumerate(zip(expected, part.fingerprints, strict=True)):
             if ours != theirs:
                 page = part.first_page + offset
-                return f"page {page} was computed from other tokens (hash {theirs:016x}, expected {ours:016x})"
+                return f"page {page} was computed from other tokens ({theirs.hex()}, expected {ours.hex()})"
         return None
 
     def _advance(self) -> list[Action]:

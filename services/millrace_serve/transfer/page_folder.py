@@ -1,6 +1,6 @@
 """A folder of KV pages, one file each, which workers of equal KV layout share and which survives restarts.
 
-    <folder>/<layout fingerprint>/<first two digits of the block>/<block, 16 digits>
+    <folder>/<layout fingerprint>/<first two digits of the block>/<block, 64 digits>
 
 A file has the page's bytes and a trailer with the block and a checksum. It is written under another name and renamed,
 so a page is there whole or not at all; what a power cut tore fails its checksum, and the file is deleted.
@@ -20,12 +20,14 @@ from collections.abc import Iterator
 from ctypes import c_ubyte
 from pathlib import Path
 
+from millrace_common.page_hash import BLOCK_BYTES
+
 from millrace_serve.transfer.base import PageBuffer, TransferError
 from millrace_serve.transfer.nixl_files import NixlFiles
 
 log = logging.getLogger(__name__)
 
-TRAILER = struct.Struct("<8sQI")
+TRAILER = struct.Struct(f"<8s{BLOCK_BYTES}sI")
 MAGIC = b"millrace"
 RECOUNT = 0.1  # of the bound: so much is written between two counts of the folder
 
@@ -46,11 +48,11 @@ class PageFolder:
         except OSError as error:
             raise TransferError(f"limits.disk_cache: {folder} cannot be used: {error.strerror}") from error
 
-    def has(self, block: int) -> bool:
+    def has(self, block: bytes) -> bool:
         """May be called by any thread."""
         return os.path.exists(self._path(block))  # which raises nothing; Path.exists raises what is no "not found"
 
-    def store(self, block: int, page: int) -> None:
+    def store(self, block: bytes, page: int) -> None:
         """Write page `page` of the pool as `block`. Raises TransferError and leaves no torn file behind."""
         path = self._path(block)
         new = path.with_name(f".{path.name}.{os.getpid()}-{id(self):x}")
@@ -68,7 +70,7 @@ class PageFolder:
                 new.unlink()
             raise TransferError(f"{path} cannot be written: {error}") from error
 
-    def load(self, block: int, page: int) -> bool:
+    def load(self, block: bytes, page: int) -> bool:
         """Read `block` into page `page` of the pool. False: it is not there whole, and the page holds anything. Raises
         TransferError when it cannot be read, perhaps only now: then it stays.
         """
@@ -91,7 +93,7 @@ class PageFolder:
             self.remove(block)
         return whole
 
-    def remove(self, block: int) -> None:
+    def remove(self, block: bytes) -> None:
         """May be called by any thread."""
         with contextlib.suppress(OSError):
             self._path(block).unlink()
@@ -99,11 +101,11 @@ class PageFolder:
     def close(self) -> None:
         self._files.close()
 
-    def _path(self, block: int) -> Path:
-        name = f"{block:016x}"
+    def _path(self, block: bytes) -> Path:
+        name = block.hex()
         return self._folder / name[:2] / name
 
-    def _trailer(self, block: int, page: int) -> bytes:
+    def _trailer(self, block: bytes, page: int) -> bytes:
         size = self._pool.page_bytes
         return TRAILER.pack(MAGIC, block, zlib.crc32((c_ubyte * size).from_address(self._pool.address + page * size)))
 

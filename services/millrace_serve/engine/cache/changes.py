@@ -13,23 +13,23 @@ class TierChanges:
     __slots__ = ("is_stored",)
 
     def __init__(self) -> None:
-        self.is_stored: dict[int, bool] = {}  # by block; False: it was removed
+        self.is_stored: dict[bytes, bool] = {}  # by block; False: it was removed
 
-    def store(self, block: int) -> None:
+    def store(self, block: bytes) -> None:
         if not self.is_stored.setdefault(block, True):
             del self.is_stored[block]
 
-    def remove(self, block: int) -> None:
+    def remove(self, block: bytes) -> None:
         if self.is_stored.setdefault(block, False):
             del self.is_stored[block]
 
-    def add(self, stored: list[int], removed: list[int]) -> None:
+    def add(self, stored: list[bytes], removed: list[bytes]) -> None:
         for block in removed:
             self.remove(block)
         for block in stored:
             self.store(block)
 
-    def take(self) -> tuple[list[int], list[int]]:
+    def take(self) -> tuple[list[bytes], list[bytes]]:
         """Return and clear the changes: stored blocks, each after its predecessors in the chain, and removed ones."""
         changed, self.is_stored = self.is_stored, {}
         return [b for b, stored in changed.items() if stored], [b for b, stored in changed.items() if not stored]

@@ -1,4 +1,4 @@
-"""The second tier of the prefix cache: copies of its pages in the host's memory, found by their block (chain hash).
+"""The second tier of the prefix cache: copies of its pages in the host's memory, found by their block.
 
 Only the bookkeeping; engine/schedule/host_copies.py decides what is copied, engine/step/page_copier.py moves the bytes.
 Life of a copy:
@@ -18,7 +18,7 @@ from millrace_serve.engine.cache.changes import TierChanges
 class Copy:
     __slots__ = ("block", "is_whole", "num_pins", "slot")
 
-    def __init__(self, block: int, slot: int) -> None:
+    def __init__(self, block: bytes, slot: int) -> None:
         self.block = block
         self.slot = slot
         self.num_pins = 1  # its writer; readers later
@@ -32,20 +32,20 @@ class HostTier:
         self.total = total
         self._changes = changes
         self._free = list(range(total - 1, -1, -1))
-        self._copies: dict[int, Copy] = {}  # by block
-        self._idle: dict[int, Copy] = {}  # those without pins, by block; the one used longest ago is the first
+        self._copies: dict[bytes, Copy] = {}  # by block
+        self._idle: dict[bytes, Copy] = {}  # those without pins, by block; the one used longest ago is the first
 
     @property
     def used(self) -> int:
         return self.total - len(self._free)
 
-    def __contains__(self, block: int) -> bool:
+    def __contains__(self, block: bytes) -> bool:
         """Whether there is a copy, or will be one."""
         return block in self._copies
 
-    def begin(self, block: int) -> Copy | None:
+    def begin(self, block: bytes) -> Copy | None:
         """A slot for the copy of a block that is not here; None: all are in use."""
-        assert block not in self._copies, f"block {block:016x} is copied twice"
+        assert block not in self._copies, f"block {block.hex()} is copied twice"
         if not self._free:
             if not self._idle:
                 return None
@@ -63,7 +63,7 @@ class HostTier:
                 self._forget(copy.block)
         self.unpin(copy)
 
-    def find(self, blocks: Iterable[int]) -> list[Copy]:
+    def find(self, blocks: Iterable[bytes]) -> list[Copy]:
         """The copies of the longest leading run of `blocks`."""
         found = []
         for block in blocks:
@@ -88,7 +88,7 @@ class HostTier:
         else:
             self._free.append(copy.slot)
 
-    def touch(self, block: int) -> None:
+    def touch(self, block: bytes) -> None:
         """The block was used on the device."""
         if copy := self._idle.pop(block, None):
             self._idle[block] = copy
@@ -110,7 +110,7 @@ class HostTier:
                 f"{len(self._idle)} idle (counted {idle}), {pins} pins (counted {len(pinned)})"
             )
 
-    def _forget(self, block: int) -> None:
+    def _forget(self, block: bytes) -> None:
         copy = self._copies.pop(block)
         if self._idle.pop(block, None):
             self._free.append(copy.slot)

@@ -24,11 +24,12 @@ from millrace_serve.engine.core import CacheChange
 class CachedPrefix:
     """One sequence's place in the tree: its own pages in it, and the equal pages of others that it pins."""
 
-    __slots__ = ("num_pages", "pins", "tail")
+    __slots__ = ("num_pages", "pins", "salt", "tail")
 
-    def __init__(self, tail: Node, num_pages: int) -> None:
+    def __init__(self, tail: Node, num_pages: int, salt: bytes) -> None:
         self.tail = tail
         self.num_pages = num_pages
+        self.salt = salt
         self.pins: list[int] = []
 
     def path_up(self) -> Iterator[Node]:
@@ -55,12 +56,12 @@ class KvCache:
         """Pages that `allocate` can hand out now."""
         return self.pool.num_free + self._tree.num_idle
 
-    def match(self, tokens: Sequence[int], max_pages: int) -> tuple[list[int], CachedPrefix]:
-        """Take a share of the longest cached prefix."""
-        path = self._tree.match(tokens, max_pages) if self._enabled else []
+    def match(self, tokens: Sequence[int], max_pages: int, salt: bytes = b"") -> tuple[list[int], CachedPrefix]:
+        """Take a share of the longest prefix that prompts of this salt have cached."""
+        path = self._tree.match(tokens, max_pages, salt) if self._enabled else []
         pages = [node.page for node in path]
         self._share(pages)
-        return pages, CachedPrefix(path[-1] if path else self._tree.root, len(pages))
+        return pages, CachedPrefix(path[-1] if path else self._tree.root, len(pages), salt)
 
     def allocate(self, count: int) -> list[int] | None:
         """`count` pages, or None (and nothing is evicted) when there are not so many."""
@@ -70,15 +71,15 @@ class KvCache:
             self.pool.drop([self._tree.evict()], Holder.CACHE)
         return self.pool.allocate(count)
 
-    def insert(self, prefix: CachedPrefix, tokens: Sequence[int], pages: list[int], hashes: Sequence[int]) -> None:
-        """Put `pages`, all full, under `tokens`; hashes[i] is the chain hash of page i. Where an equal page is there,
-        it stays and is pinned.
+    def insert(self, prefix: CachedPrefix, tokens: Sequence[int], pages: list[int], blocks: Sequence[bytes]) -> None:
+        """Put `pages`, all full, under `tokens`; blocks[i] is the block of page i. Where an equal page is there, it
+        stays and is pinned.
         """
         if not self._enabled:
             return
         for index in range(prefix.num_pages, len(pages)):
             page = pages[index]
-            prefix.tail = self._tree.extend(prefix.tail, tokens, index, page, hashes[index])
+            prefix.tail = self._tree.extend(prefix.tail, tokens, index, prefix.salt, page=page, block=blocks[index])
             if prefix.tail.page == page:
                 self.pool.hold([page], Holder.CACHE)
                 if self.host.total:
@@ -105,7 +106,7 @@ class KvCache:
         """End of a parked prompt; `pages` are the ones that it published."""
         self._leave(prefix, pages, Holder.PUBLISHED)
 
-    def lend(self, blocks: Sequence[int]) -> list[int]:
+    def lend(self, blocks: Sequence[bytes]) -> list[int]:
         """Hold the cached pages of the longest run of `blocks` for another worker."""
         pages = [node.page for node in self._tree.find(blocks)]
         self._share(pages, Holder.PUBLISHED)

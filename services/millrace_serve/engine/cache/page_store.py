@@ -9,7 +9,7 @@ import msgspec
 
 
 class Move(msgspec.Struct, frozen=True):
-    block: int
+    block: bytes
     slot: int  # of the host tier
     is_load: bool
     ok: bool = False  # of a finished one: the slot has the block's content, or the store has the block
@@ -18,18 +18,18 @@ class Move(msgspec.Struct, frozen=True):
 class PageStore(Protocol):
     """Nothing here waits. A slot belongs to a move from `store` or `load` until `take` has returned the move."""
 
-    def has(self, block: int) -> bool: ...
+    def has(self, block: bytes) -> bool: ...
 
-    def load(self, block: int, slot: int) -> None:
+    def load(self, block: bytes, slot: int) -> None:
         """Goes before every store that waits."""
 
-    def store(self, block: int, slot: int) -> bool:
+    def store(self, block: bytes, slot: int) -> bool:
         """False: the store is behind, and nothing was begun."""
 
     def take(self) -> list[Move]:
         """The moves that have ended since the last call."""
 
-    def remove(self, blocks: Iterable[int]) -> None:
+    def remove(self, blocks: Iterable[bytes]) -> None:
         """Forget blocks whose content is wrong."""
 
     def close(self) -> None:

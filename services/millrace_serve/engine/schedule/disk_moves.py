@@ -49,20 +49,20 @@ class DiskMoves:
             self._new.extend(copies)
             self._store_new(self.store)
 
-    def count(self, blocks: Iterable[int]) -> int:
+    def count(self, blocks: Iterable[bytes]) -> int:
         """The longest leading run of `blocks` that the store has and the host tier has not."""
         store = self.store
         if store is None:
             return 0
         return sum(1 for _ in itertools.takewhile(lambda block: block not in self._tier and store.has(block), blocks))
 
-    def load(self, blocks: Iterable[int], then: Callable[[list[Copy]], None]) -> None:
+    def load(self, blocks: Iterable[bytes], then: Callable[[list[Copy]], None]) -> None:
         """Load `blocks`, of which `count` said that they are there, as far as the host tier has slots; `then` gets the
         leading run of those that came, in order and pinned, perhaps at once.
         """
         load = Load(then)
         for block in blocks:
-            if self.store is None or (copy := self._tier.begin(block)) is None:
+            if self.store is None or block in self._tier or (copy := self._tier.begin(block)) is None:
                 break
             self._loading[copy.slot] = copy, load
             self.store.load(copy.block, copy.slot)
@@ -71,7 +71,7 @@ class DiskMoves:
         self._loads.add(load)
         self._go_on(load)
 
-    def remove(self, blocks: Iterable[int]) -> None:
+    def remove(self, blocks: Iterable[bytes]) -> None:
         """Forget blocks whose content is wrong."""
         if self.store:
             self.store.remove(blocks)

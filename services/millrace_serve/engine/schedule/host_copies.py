@@ -58,7 +58,7 @@ class HostCopies:
         del self._under_way[job]
         job.done()
 
-    def fill(self, pages: list[int], blocks: list[int], least: int, then: Callable[[int], None]) -> bool:
+    def fill(self, pages: list[int], blocks: list[bytes], least: int, then: Callable[[int], None]) -> bool:
         """Copy the longest leading run of `blocks` that is here, and behind it in the third tier, into `pages`; `then`
         gets the length of what came. False: there are fewer than `least`, and nothing is copied.
         """
@@ -86,7 +86,7 @@ class HostCopies:
         self.disk.load(rest, loaded)
         return True
 
-    def save(self, pages: list[int], blocks: Iterable[int], then: Callable[[], None]) -> bool:
+    def save(self, pages: list[int], blocks: Iterable[bytes], then: Callable[[], None]) -> bool:
         """Copy those of `pages` that are not here yet, as far as there is room. False: there is nothing to copy."""
         copies: dict[int, Copy] = {}
         for page, block in zip(pages, blocks, strict=True):

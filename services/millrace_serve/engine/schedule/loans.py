@@ -23,7 +23,7 @@ class Loans:
     def __len__(self) -> int:
         return len(self._lent) + len(self._late)
 
-    def lend(self, id: RequestId, blocks: list[int]) -> KvPart:
+    def lend(self, id: RequestId, blocks: list[bytes]) -> KvPart:
         """The cached pages of `blocks`, as far as they go and the bound allows; they are held until `end`."""
         room = self._most - sum(map(len, self._lent.values()))
         pages = self._cache.lend(blocks[:room])

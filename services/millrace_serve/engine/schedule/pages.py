@@ -21,7 +21,7 @@ class Pages:
         """Give `seq` pages for all its tokens, cached ones as far as they go. False: fewer than that and `headroom`
         more are available, and nothing was taken.
         """
-        cached, prefix = self.cache.match(seq.tokens, max_cached_pages)
+        cached, prefix = self.cache.match(seq.tokens, max_cached_pages, seq.request.cache_salt)
         need = self.count(len(seq.tokens)) - len(cached)
         if need + headroom > self.cache.available:
             self.cache.release(prefix, cached)

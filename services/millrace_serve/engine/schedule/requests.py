@@ -58,7 +58,8 @@ class Requests:
         params, now = request.sampling, self.clock()
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._facts.eos_token_ids)
         order = (-request.priority, next(self._arrivals))
-        hashes = page_hashes(request.token_ids, self._config.page_size)  # now, while no step waits for them
+        # now, while no step waits for them
+        hashes = page_hashes(request.token_ids, self._config.page_size, salt=request.cache_salt)
         deadline = math.inf if request.timeout_s is None else now + request.timeout_s
         seq = Sequence(request, order, sequence_limit(request, self._config), stop_ids, hashes, now, deadline, walk)
         self.live[seq.id] = seq

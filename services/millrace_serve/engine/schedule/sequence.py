@@ -80,7 +80,7 @@ class Sequence:
     order: tuple[int, int]  # (-priority, arrival): smaller goes first, and is preempted last
     limit: int  # tokens, prompt included, at which the sequence finishes by LENGTH
     stop_ids: frozenset[int]
-    prompt_hashes: list[int]  # of each page of request.token_ids (millrace_common/page_hash.py)
+    prompt_hashes: list[bytes]  # of each page of request.token_ids (millrace_common/page_hash.py)
     arrived: float = 0.0  # on the scheduler's clock
     deadline: float = math.inf  # on the same clock
     grammar: Walk | None = None  # where `tokens` stand in the request's grammar
@@ -127,12 +127,12 @@ class Sequence:
         """The grammar's mask depends on a token that a launched step still samples: the next step must wait for it."""
         return self.grammar is not None and self.inflight > 0
 
-    def page_hashes(self, num_pages: int, size: int) -> list[int]:
+    def page_hashes(self, num_pages: int, size: int) -> list[bytes]:
         """Hashes of the first pages, which must be full."""
         full = min(len(self.request.token_ids) // size, num_pages)
         hashes = self.prompt_hashes[:full]
         rest = self.tokens[full * size : num_pages * size]
-        return hashes + page_hashes(rest, size, prev=hashes[-1] if hashes else 0)
+        return hashes + page_hashes(rest, size, salt=self.request.cache_salt, prev=hashes[-1] if hashes else None)
 
     def enter(self, phase: Phase) -> None:
         self.phase = PHASES.move(self.phase, phase, f"request {self.id}")

@@ -21,7 +21,7 @@ CHUNK = 8192  # blocks in one change of a snapshot: a watcher takes each in a fe
 
 
 # The blocks on the device, each after those before it in its chain, and those in the host's memory.
-Tiers = tuple[dict[int, None], dict[int, None]]
+Tiers = tuple[dict[bytes, None], dict[bytes, None]]
 
 
 class CacheBoard:
@@ -91,14 +91,14 @@ class _Watcher:
         return found
 
 
-def _apply(blocks: dict[int, None], stored: list[int], removed: list[int]) -> None:
+def _apply(blocks: dict[bytes, None], stored: list[bytes], removed: list[bytes]) -> None:
     for block in removed:
         blocks.pop(block, None)
     for block in stored:
         blocks[block] = None
 
 
-def _snapshot(replica: int, sequence: int, device: list[int], host: list[int]) -> Iterator[worker_pb2.CacheChange]:
+def _snapshot(replica: int, sequence: int, device: list[bytes], host: list[bytes]) -> Iterator[worker_pb2.CacheChange]:
     for start in range(0, max(len(device), len(host), 1), CHUNK):
         yield worker_pb2.CacheChange(
             replica=replica,

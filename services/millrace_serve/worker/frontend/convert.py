@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from millrace.v1 import common_pb2, kv_pb2, worker_pb2
 from millrace_common import sampling_limits as limits
+from millrace_common.page_hash import MAX_SALT_BYTES
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import TABLE, MillraceError
 
@@ -61,6 +62,8 @@ def request(wire: worker_pb2.EngineRequest, route: Route, borrows: bool = False)
         raise invalid("token_ids", "must not be empty")
     if wire.num_prior_outputs >= len(wire.token_ids):
         raise invalid("num_prior_outputs", f"is {wire.num_prior_outputs} of {len(wire.token_ids)} token_ids")
+    if len(wire.cache_salt) > MAX_SALT_BYTES:
+        raise invalid("cache_salt", f"has {len(wire.cache_salt)} bytes; the limit is {MAX_SALT_BYTES}")
     _check("priority", "", wire.priority, limits.PRIORITY)
     return Request(
         id=id,
@@ -70,6 +73,7 @@ def request(wire: worker_pb2.EngineRequest, route: Route, borrows: bool = False)
         num_prior_outputs=wire.num_prior_outputs,
         priority=wire.priority,
         timeout_s=wire.timeout_ms / 1000 if wire.timeout_ms else None,
+        cache_salt=wire.cache_salt,
         borrows=borrows,
     )
 

@@ -36,8 +36,9 @@ log = logging.getLogger(__name__)
 class RouterLink:
     """The owner of a router's attempts."""
 
-    def __init__(self, router_id: str) -> None:
+    def __init__(self, router_id: str, cache_key_id: bytes = b"") -> None:
         self.router_id = router_id
+        self.cache_key_id = cache_key_id
         self._outbox = Outbox()
         self._changed = Wakeup()
         self._ended = False
@@ -83,7 +84,8 @@ class Links:
         self._requests.check_admission()
         hello: worker_pb2.LinkHello = await opening(requests, "hello", "Link")
         check_epoch(hello.epoch, self.epoch)
-        link = RouterLink(hello.router_id)
+        link = RouterLink(hello.router_id, hello.cache_key_id)
+        self._compare_keys(link)
         self._open.add(link)
         log.info("link of router %s opened", link.router_id)
         reader = asyncio.create_task(self._read(link, requests))
@@ -122,6 +124,12 @@ class Links:
                 self._requests.abort(id, message.abort.reason)
             case kind:
                 link.end(MillraceError(Reason.INVALID_ARGUMENT, f"unexpected {kind or 'empty'} message on a Link"))
+
+    def _compare_keys(self, link: RouterLink) -> None:
+        others = (other for other in self._open if other.cache_key_id not in (b"", link.cache_key_id))
+        if link.cache_key_id and (other := next(others, None)):
+            message = "routers %s and %s have different cache keys (cache_key): their prompts share no cached pages"
+            log.warning(message, link.router_id, other.router_id)
 
     def _close(self, link: RouterLink, reader: asyncio.Task[None]) -> None:
         reader.cancel()
