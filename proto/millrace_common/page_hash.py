@@ -35,12 +35,3 @@ def page_hashes(
         link = digest(link + data[start : start + step], digest_size=BLOCK_BYTES).digest()
         blocks.append(link)
     return blocks
-
-
-def chain_hash(prev: int, tokens: Sequence[int]) -> int:
-    """Return a u64 of `tokens` after a prefix whose value is `prev` (0: no prefix).
-
-    It guards against mistakes, not against people: for canaries and the simulated engine only.
-    """
-    data = struct.pack(f"<Q{len(tokens)}i", prev, *tokens)
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")

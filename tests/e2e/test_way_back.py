@@ -47,7 +47,7 @@ async def ask(client: Client, name: str, prompt: list[int], max_tokens: int) -> 
     return answer
 
 
-async def cached_blocks(address: str) -> set[int]:
+async def cached_blocks(address: str) -> set[bytes]:
     """Of all replicas of a worker."""
     async with channel(address) as ch:
         call = worker_pb2_grpc.WorkerServiceStub(ch).WatchCache(worker_pb2.WatchCacheRequest())

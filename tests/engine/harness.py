@@ -241,12 +241,17 @@ def said(engine: Engine, batch: list[Request], *, close: bool = True) -> dict[in
     return answers
 
 
-def fill_pages(driver: Driver, pages: Sequence[int], token_ids: list[int], first: int) -> None:
+def canaries(token_ids: list[int], size: int, salt: bytes = b"") -> np.ndarray:
+    """Of the pages of a prompt: u64 [pages, CANARY_WORDS]."""
+    rows = []
+    for index, block in enumerate(page_hashes(token_ids, size, salt=salt)):
+        rows.append([*np.frombuffer(block, np.uint64), min(size, len(token_ids) - index * size)])
+    return np.array(rows, np.uint64)
+
+
+def fill_pages(driver: Driver, pages: Sequence[int], token_ids: list[int], first: int, salt: bytes = b"") -> None:
     """What a transfer does to reserved pages[first:]: the KV of `token_ids`, which here is its canary."""
-    size = driver.config.page_size
-    hashes = page_hashes(token_ids, size)
-    counts = [min(size, len(token_ids) - index * size) for index in range(len(hashes))]
-    words = np.array(list(zip(hashes, counts, strict=True)), np.uint64)[first:]
+    words = canaries(token_ids, driver.config.page_size, salt)[first:]
     driver.engine.pool.write_canaries(np.array(pages[first:], np.int64), words)
 
 
@@ -267,6 +272,7 @@ def request(
     priority: int = 0,
     timeout_s: float | None = None,
     borrows: bool = False,
+    salt: bytes = b"",
     **sampling: object,
 ) -> Request:
     params = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, **sampling}
@@ -279,4 +285,5 @@ def request(
         priority=priority,
         timeout_s=timeout_s,
         borrows=borrows,
+        cache_salt=salt,
     )

@@ -13,26 +13,27 @@ from millrace_serve.engine.cache.changes import CacheChanges
 from millrace_serve.engine.cache.radix import Node
 from millrace_serve.engine.config import Role
 from millrace_serve.engine.core import CacheChange, FlushCache
+from millrace_testing.blocks import block
 
-BLOCKS = st.integers(0, 5)
+BLOCKS = st.integers(0, 5).map(block)
 
 
 @given(st.lists(st.tuples(st.booleans(), BLOCKS)), st.lists(st.tuples(st.booleans(), BLOCKS)))
-def test_only_the_difference_counts(first: list[tuple[bool, int]], second: list[tuple[bool, int]]) -> None:
+def test_only_the_difference_counts(first: list[tuple[bool, bytes]], second: list[tuple[bool, bytes]]) -> None:
     """A cache stores what it has not and removes what it has; two collectors in a row are as good as one."""
-    cache: set[int] = set()
-    told: set[int] = set()
+    cache: set[bytes] = set()
+    told: set[bytes] = set()
     all_of_it = CacheChanges()
     for steps in (first, second):
         changes = CacheChanges()
         before = set(cache)
-        for store, block in steps:
-            if store and block not in cache:
-                cache.add(block)
-                changes.device.store(block)
-            elif not store and block in cache:
-                cache.remove(block)
-                changes.device.remove(block)
+        for store, its in steps:
+            if store and its not in cache:
+                cache.add(its)
+                changes.device.store(its)
+            elif not store and its in cache:
+                cache.remove(its)
+                changes.device.remove(its)
         change = changes.take()
         assert bool(change) == (cache != before)
         if change is not None:
@@ -44,7 +45,7 @@ def test_only_the_difference_counts(first: list[tuple[bool, int]], second: list[
     assert not all_of_it and all_of_it.take() is None
 
 
-def blocks_of(driver: Driver) -> set[int]:
+def blocks_of(driver: Driver) -> set[bytes]:
     """Of the tree itself."""
     found, nodes = set(), [driver.cache._tree.root]
     while nodes:
@@ -55,14 +56,14 @@ def blocks_of(driver: Driver) -> set[int]:
     return found
 
 
-def hold_against_the_tree(driver: Driver, known: set[int]) -> None:
+def hold_against_the_tree(driver: Driver, known: set[bytes]) -> None:
     events = driver.step()
     if events.cache is not None:
         assert events, "news of the cache alone are worth a message"
         known -= set(events.cache.removed)
-        for block in events.cache.stored:
-            assert block not in known
-            known.add(block)
+        for its in events.cache.stored:
+            assert its not in known
+            known.add(its)
     assert known == blocks_of(driver)
 
 

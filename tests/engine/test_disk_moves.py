@@ -21,6 +21,7 @@ from millrace_serve.engine.sim.factory import sim_layout
 from millrace_serve.transfer.base import PageBuffer
 from millrace_serve.transfer.disk_tier import DiskTier
 from millrace_serve.transfer.page_folder import PageFolder
+from millrace_testing.blocks import block, blocks
 from millrace_testing.oracle import oracle_outputs
 from pydantic import ValidationError
 
@@ -29,18 +30,18 @@ class Store:
     """A PageStore whose moves end when the test says so."""
 
     def __init__(self) -> None:
-        self.blocks: set[int] = set()
+        self.blocks: set[bytes] = set()
         self.moves: list[Move] = []
         self.ended: list[Move] = []
         self.behind = False
 
-    def has(self, block: int) -> bool:
+    def has(self, block: bytes) -> bool:
         return block in self.blocks
 
-    def load(self, block: int, slot: int) -> None:
+    def load(self, block: bytes, slot: int) -> None:
         self.moves.append(Move(block, slot, True))
 
-    def store(self, block: int, slot: int) -> bool:
+    def store(self, block: bytes, slot: int) -> bool:
         if not self.behind:
             self.moves.append(Move(block, slot, False))
         return not self.behind
@@ -55,7 +56,7 @@ class Store:
         ended, self.ended = self.ended, []
         return ended
 
-    def remove(self, blocks: Iterable[int]) -> None:
+    def remove(self, blocks: Iterable[bytes]) -> None:
         self.blocks.difference_update(blocks)
 
     def close(self) -> None:
@@ -69,10 +70,10 @@ def made(slots: int) -> tuple[HostTier, DiskMoves, Store]:
     return tier, moves, store
 
 
-def whole(tier: HostTier, *blocks: int) -> list[Copy]:
+def whole(tier: HostTier, *numbers: int) -> list[Copy]:
     copies = []
-    for block in blocks:
-        copy = tier.begin(block)
+    for its in blocks(*numbers):
+        copy = tier.begin(its)
         assert copy is not None
         tier.end(copy, good=True)
         copies.append(copy)
@@ -82,10 +83,10 @@ def whole(tier: HostTier, *blocks: int) -> list[Copy]:
 def test_a_stored_copy_keeps_its_slot_until_the_store_has_it() -> None:
     tier, moves, store = made(1)
     moves.keep(whole(tier, 7))
-    assert tier.begin(8) is None, "the only slot is being read"
+    assert tier.begin(block(8)) is None, "the only slot is being read"
     store.end(0)
     moves.poll()
-    assert tier.begin(8) is not None and store.has(7)
+    assert tier.begin(block(8)) is not None and store.has(block(7))
     assert moves.counts() == {"disk_stored_pages": 1, "disk_loaded_pages": 0}
 
 
@@ -93,18 +94,18 @@ def test_what_a_store_that_is_behind_refuses_keeps_no_slot_and_is_stored_later()
     tier, moves, store = made(2)
     store.behind = True
     moves.keep(whole(tier, 7, 8))
-    assert not moves.pinned and tier.begin(9) is not None, "the copy of 7 is evicted"
+    assert not moves.pinned and tier.begin(block(9)) is not None, "the copy of 7 is evicted"
     store.behind = False
     moves.poll()
-    assert [copy.block for copy in moves.pinned] == [8]
+    assert [copy.block for copy in moves.pinned] == blocks(8)
 
 
 def test_a_load_that_fails_in_the_middle_gives_what_came_before_it() -> None:
     tier, moves, store = made(4)
-    store.blocks = {1, 2, 3, 5}
-    assert moves.count([1, 2, 3, 4, 5]) == 3
+    store.blocks = set(blocks(1, 2, 3, 5))
+    assert moves.count(blocks(1, 2, 3, 4, 5)) == 3
     came: list[list[Copy]] = []
-    moves.load([1, 2, 3], came.append)
+    moves.load(blocks(1, 2, 3), came.append)
     store.end(2)
     store.end(1, ok=False)
     moves.poll()
@@ -113,10 +114,10 @@ def test_a_load_that_fails_in_the_middle_gives_what_came_before_it() -> None:
     store.end(0)
     moves.poll()
     [good] = came
-    assert [copy.block for copy in good] == [1] and not moves.loads
+    assert [copy.block for copy in good] == blocks(1) and not moves.loads
     tier.check(good)
     tier.unpin(good[0])
-    assert [copy.block for copy in tier.find([1, 2])] == [1] and 3 in tier
+    assert [copy.block for copy in tier.find(blocks(1, 2))] == blocks(1) and block(3) in tier
     tier.check([])
 
 
@@ -124,19 +125,19 @@ def test_a_load_that_fails_in_the_middle_gives_what_came_before_it() -> None:
 @given(st.data())
 def test_no_slot_is_lost(data: st.DataObject) -> None:
     tier, moves, store = made(data.draw(st.integers(1, 6), "slots"))
-    store.blocks = set(data.draw(st.sets(st.integers(0, 9)), "stored before"))
+    store.blocks = set(blocks(*data.draw(st.sets(st.integers(0, 9)), "stored before")))
     readers: list[list[Copy]] = []
     for _ in range(data.draw(st.integers(1, 40), "operations")):
         match data.draw(st.sampled_from(["copy", "load", "end", "fail", "clear", "read"])):
             case "copy":
-                block = data.draw(st.integers(0, 9))
-                if block not in tier and (copy := tier.begin(block)):
+                its = block(data.draw(st.integers(0, 9)))
+                if its not in tier and (copy := tier.begin(its)):
                     tier.end(copy, good=True)
                     moves.keep([copy])
             case "load":
                 start = data.draw(st.integers(0, 9))
-                blocks = list(range(start, 10))
-                moves.load(blocks[: moves.count(blocks)], readers.append)
+                wanted = blocks(*range(start, 10))
+                moves.load(wanted[: moves.count(wanted)], readers.append)
             case "end" | "fail" as how if store.moves:
                 store.end(data.draw(st.integers(0, len(store.moves) - 1)), ok=how == "end")
                 moves.poll()
@@ -216,7 +217,7 @@ def test_a_prefix_larger_than_the_host_tier_comes_in_part(tmp_path: Path) -> Non
 
 def test_a_torn_page_ends_the_prefix(tmp_path: Path) -> None:
     fill_folder(tmp_path)
-    [torn] = tmp_path.rglob(f"{page_hashes(PROMPT, 4)[3]:016x}")
+    [torn] = tmp_path.rglob(page_hashes(PROMPT, 4)[3].hex())
     torn.write_bytes(torn.read_bytes()[:-1])
     second = OnDisk(tmp_path, host_pages=100)
     assert second.ask(1, PROMPT) == 12

@@ -135,7 +135,7 @@ def test_filled_pages_are_shared_when_a_step_has_used_them(role, overlap):
     driver.start(2)
     driver.end(3)
     driver.run()
-    assert driver.cache._tree.match(PROMPT, 3)
+    assert driver.cache._tree.match(PROMPT, 3, b"")
     driver.finish_all()
 
 

@@ -27,6 +27,7 @@ from millrace_serve.engine.core import (
     SequenceOutput,
 )
 from millrace_serve.engine.sim.factory import sim_layout
+from millrace_testing.blocks import block, blocks
 from pydantic import ValidationError
 
 PROMPT = list(range(20, 34))  # 14 tokens: 3 full pages of 4, and 2 tokens
@@ -70,7 +71,7 @@ class Tiered(Driver):
         """Evict everything from the device's prefix cache."""
         self.ask(room, [199] * 4 * self.cache.pool.total, max_tokens=1)
         self.end_leases()
-        assert not self.cache._tree.match(PROMPT, 3)
+        assert not self.cache._tree.match(PROMPT, 3, b"")
 
     def end_leases(self) -> None:
         self.run()
@@ -288,28 +289,29 @@ def test_any_order_of_events(role: Role, data: st.DataObject):
 def test_the_tier_under_random_use(total: int, ops: list[tuple[int, int]]):
     """Against a plain model: which blocks are whole, who holds a pin; slots of pinned copies are never given away."""
     changes = TierChanges()
-    tier, pinned, whole = HostTier(total, changes), list[Copy](), set[int]()
-    for op, block in ops:
-        if op == 0 and block not in tier:
-            copy = tier.begin(block)
+    tier, pinned, whole = HostTier(total, changes), list[Copy](), set[bytes]()
+    for op, number in ops:
+        its = block(number)
+        if op == 0 and its not in tier:
+            copy = tier.begin(its)
             assert (copy is None) == (len({c.slot for c in pinned}) == total)
             if copy is not None:
                 assert copy.slot not in {c.slot for c in pinned}
                 pinned.append(copy)
         elif op == 1 and pinned and not pinned[0].is_whole:
-            tier.end(pinned.pop(0), good=block > 0)
-        elif op == 2 and (found := tier.find([block])):
+            tier.end(pinned.pop(0), good=number > 0)
+        elif op == 2 and (found := tier.find([its])):
             tier.pin(found[0])
             pinned.append(found[0])
         elif op == 3 and pinned and pinned[-1].is_whole:
             tier.unpin(pinned.pop())
         elif op == 4:
-            tier.touch(block)
-        elif op == 5 and block == 0:
+            tier.touch(its)
+        elif op == 5 and number == 0:
             tier.clear()
         stored, removed = changes.take()
         whole = (whole | set(stored)) - set(removed)
-        assert whole == {b for b in range(6) if tier.find([b])}
+        assert whole == {b for b in blocks(*range(6)) if tier.find([b])}
         tier.check(pinned)
         assert tier.used <= total
 
@@ -317,13 +319,14 @@ def test_the_tier_under_random_use(total: int, ops: list[tuple[int, int]]):
 def test_the_copy_used_longest_ago_goes_first():
     changes = TierChanges()
     tier = HostTier(2, changes)
-    for block in (1, 2):
-        copy = tier.begin(block)
+    one, two, three = blocks(1, 2, 3)
+    for its in (one, two):
+        copy = tier.begin(its)
         assert copy is not None
         tier.end(copy, good=True)
-    tier.touch(1)
-    assert tier.begin(3) is not None and (1 in tier, 2 in tier) == (True, False)
-    assert tier.find([1, 3]) == tier.find([1]) != []  # 3 is on its way
+    tier.touch(one)
+    assert tier.begin(three) is not None and (one in tier, two in tier) == (True, False)
+    assert tier.find([one, three]) == tier.find([one]) != []  # the third is on its way
 
 
 def test_a_lost_slot_is_found():

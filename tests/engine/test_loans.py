@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from engine.harness import Driver, fill_pages, request
+from engine.harness import Driver, canaries, fill_pages, request
 from millrace_common.page_hash import page_hashes
 from millrace_serve.engine.config import Role
 from millrace_serve.engine.core import (
@@ -202,7 +202,7 @@ def test_lent_pages_are_not_evicted_and_are_bounded() -> None:
     lender.run()
     assert lender.finish[RequestId(8, 0)].finish is FinishReason.LENGTH
     words = lender.engine.pool.read_canaries(lender.lent[LOAN].page_ids)
-    assert words[:, 0].tolist() == BLOCKS[:2]
+    assert words.tolist() == canaries(PROMPT[:8], 4).tolist()
     lender.tell(LeaseEnded(LOAN))
     lender.tell(Lend(RequestId(0, 4), BLOCKS))
     lender.run()

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from millrace_serve.engine.cache.canary import CanaryBatch
+from millrace_serve.engine.cache.canary import CANARY_WORDS, CanaryBatch
 from millrace_serve.engine.config import Limits
 from millrace_serve.engine.start.rehearsal import Shape, batch_of
 from millrace_serve.engine.step.batch import HostBatch, SharedChunk, StepBatch
@@ -36,7 +36,7 @@ def full() -> HostBatch:
     batch.sampling.bias = Bias(ints(2), ints(2), np.array([-np.inf, 0.5], np.float32), ints(2))
     batch.sampling.grammar = ints(2), ints(2, 9, dtype=np.int32)
     batch.shared = SharedChunk(Split(1, 0, 2, 64, 128), ints(65), ints(1))
-    words = ints(5, 3, 2, dtype=np.uint64)
+    words = ints(5, 3, CANARY_WORDS, dtype=np.uint64)
     batch.canary = CanaryBatch(ints(5, 3), words, ints(2), words[0, :2], ("room 1", "räum 2", "", "4", "5"))
     return batch
 

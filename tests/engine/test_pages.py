@@ -12,27 +12,37 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from millrace_common.page_hash import chain_hash, page_hashes
+from millrace_common.page_hash import BLOCK_BYTES, page_hashes
 from millrace_common.versions import KV_PROTOCOL
 from millrace_serve.engine.cache.block_pool import BlockPool, Holder, InvariantError
 from millrace_serve.engine.cache.kv_cache import CachedPrefix, KvCache
 from millrace_serve.engine.cache.kv_pool import KvLayout, KvPool
+from millrace_testing.blocks import block
 
 
-def test_chain_hash_is_what_it_says():
-    data = (7).to_bytes(8, "little") + struct.pack("<3i", 1, 2, 3)
-    expected = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
-    assert chain_hash(7, [1, 2, 3]) == expected
+def test_a_block_is_the_digest_of_the_link_before_and_the_tokens():
+    """What other versions and languages must compute to share pages with us."""
+    root = hashlib.blake2b(b"tenant", digest_size=32, person=b"millrace salt").digest()
+    first = hashlib.blake2b(root + struct.pack("<3I", 1, 2, 2**32 - 1), digest_size=32).digest()
+    second = hashlib.blake2b(first + struct.pack("<1I", 4), digest_size=32).digest()
+    assert page_hashes([1, 2, 2**32 - 1, 4], 3, salt=b"tenant") == [first, second]
 
 
-def test_page_hashes_chain_and_cover_a_partial_page():
+def test_blocks_chain_and_cover_a_partial_page():
     tokens = list(range(10))
-    hashes = page_hashes(tokens, 4)
-    assert len(hashes) == 3
-    assert hashes[1] == chain_hash(hashes[0], [4, 5, 6, 7])
-    assert hashes[2] == chain_hash(hashes[1], [8, 9])
-    assert page_hashes(tokens[4:], 4, prev=hashes[0]) == hashes[1:]
+    blocks = page_hashes(tokens, 4)
+    assert len(blocks) == 3 and {len(block) for block in blocks} == {BLOCK_BYTES}
+    assert page_hashes(tokens[4:], 4, prev=blocks[0]) == blocks[1:]
     assert page_hashes([], 4) == []
+
+
+@given(st.lists(st.tuples(st.binary(max_size=3), st.lists(st.integers(0, 2), min_size=1, max_size=9)), max_size=40))
+def test_equal_blocks_are_equal_salts_and_prefixes(prompts: list[tuple[bytes, list[int]]]):
+    """Also of partial pages, and whatever of the salt looks like tokens."""
+    seen: dict[bytes, tuple[bytes, list[int]]] = {}
+    for salt, tokens in prompts:
+        for end, its in zip(range(4, 13, 4), page_hashes(tokens, 4, salt=salt), strict=False):
+            assert seen.setdefault(its, (salt, tokens[:end])) == (salt, tokens[:end])
 
 
 def test_pool_never_hands_out_the_sink_and_counts_by_strongest_holder():
@@ -74,11 +84,11 @@ def test_check_names_the_numbers():
 def test_lru_eviction_takes_the_oldest_leaf_and_spares_pages_in_use():
     cache = KvCache(6, 2, True)
     old, young = finish(cache, [1, 1, 2, 2]), finish(cache, [3, 3])
-    held, prefix = cache.match([3, 3, 9], 1)
+    held, prefix = cache.match([3, 3, 9], 1, b"")
     assert held == young and cache.available == 4
     taken = cache.allocate(3)
     assert taken is not None and old[1] in taken and old[0] not in taken  # leaf first, free pages before it
-    assert cache.match([1, 1, 2, 2], 2)[0] == [old[0]]
+    assert cache.match([1, 1, 2, 2], 2, b"")[0] == [old[0]]
     assert cache.allocate(2) is None  # the rest is in use
     cache.release(prefix, held)
 
@@ -92,19 +102,19 @@ def test_equal_pages_of_two_sequences_keep_the_first_and_pin_it():
     assert cache.pool.num_cached == 0  # b's third page hangs below a's two
     cache.release(b[1], b[0])
     assert cache.pool.num_cached == 3
-    assert cache.match([1, 1, 2, 2, 3, 3], 3)[0] == [*a[0], b[0][2]]
+    assert cache.match([1, 1, 2, 2, 3, 3], 3, b"")[0] == [*a[0], b[0][2]]
 
 
 def test_disabled_cache_finds_nothing():
     cache = KvCache(4, 2, False)
     finish(cache, [1, 1])
-    assert cache.match([1, 1], 1)[0] == [] and cache.pool.num_free == 3
+    assert cache.match([1, 1], 1, b"")[0] == [] and cache.pool.num_free == 3
 
 
 def start(cache: KvCache, tokens: list[int]) -> tuple[list[int], CachedPrefix]:
     own = cache.allocate(len(tokens) // cache.page_size)
     assert own is not None
-    return own, CachedPrefix(cache._tree.root, 0)
+    return own, CachedPrefix(cache._tree.root, 0, b"")
 
 
 def finish(cache: KvCache, tokens: list[int]) -> list[int]:
@@ -114,27 +124,40 @@ def finish(cache: KvCache, tokens: list[int]) -> list[int]:
     return pages
 
 
-@settings(deadline=None, max_examples=150)
-@given(st.integers(0, 2**32), st.booleans())
-def test_cache_under_random_use(seed: int, enabled: bool):
-    """Sequences over few distinct tokens share, extend, publish, park and leave; pages keep their tokens all along."""
+def weak(blocks: list[bytes], bits: int) -> list[bytes]:
+    return [block(one[0] % (1 << bits)) for one in blocks] if bits else blocks
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(0, 2**32), st.booleans(), st.sampled_from([0, 1, 4]))
+def test_cache_under_random_use(seed: int, enabled: bool, bits: int):
+    """Sequences of two salts over few distinct tokens share, extend, publish, park, lend and leave; pages keep their
+    tokens all along. `bits`: of the blocks, in place of 256.
+    """
     rng = random.Random(seed)
-    cache, content = KvCache(12, 2, enabled), {}
+    cache, content, told = KvCache(12, 2, enabled), {}, set[bytes]()
     live: list[tuple[list[int], list[int], CachedPrefix, int]] = []
+    lent: list[list[int]] = []
     for _ in range(60):
-        act = rng.random()
-        if act < 0.5:
-            tokens = [rng.randrange(2) for _ in range(rng.randrange(2, 9) // 2 * 2)]
-            pages, prefix = cache.match(tokens, len(tokens) // 2)
-            assert all(content[page] == tokens[: 2 * i + 2] for i, page in enumerate(pages))
+        act, salt = rng.random(), rng.choice((b"", b"x"))
+        tokens = [rng.randrange(2) for _ in range(rng.randrange(2, 9) // 2 * 2)]
+        if act < 0.45:
+            pages, prefix = cache.match(tokens, len(tokens) // 2, salt)
+            assert all(content[page] == (salt, tokens[: 2 * i + 2]) for i, page in enumerate(pages))
             own = cache.allocate(len(tokens) // 2 - len(pages))
             if own is None:
                 cache.release(prefix, pages)
                 continue
             for index, page in enumerate(own, start=len(pages)):
-                assert all(page not in other[1] for other in live), "a page in use was handed out"
-                content[page] = tokens[: 2 * index + 2]
+                assert all(page not in other for other in (*(each[1] for each in live), *lent)), "a page in use"
+                content[page] = salt, tokens[: 2 * index + 2]
             live.append((tokens, pages + own, prefix, 0))
+        elif act < 0.5:
+            lent.append(cache.lend(weak(page_hashes(tokens, 2, salt=salt), bits)))
+            if not bits:
+                assert all(content[page] == (salt, tokens[: 2 * i + 2]) for i, page in enumerate(lent[-1]))
+        elif act < 0.55 and lent:
+            cache.take_back(lent.pop())
         elif live:
             index = rng.randrange(len(live))
             tokens, pages, prefix, published = live[index]
@@ -143,7 +166,8 @@ def test_cache_under_random_use(seed: int, enabled: bool):
                 del live[index]
                 continue
             if act < 0.7 or act >= 0.9:
-                cache.insert(prefix, tokens, pages[: rng.randint(0, len(pages))], page_hashes(tokens, 2))
+                blocks = weak(page_hashes(tokens, 2, salt=prefix.salt), bits)
+                cache.insert(prefix, tokens, pages[: rng.randint(0, len(pages))], blocks)
             if act >= 0.8:
                 cache.publish(pages)
                 cache.park(prefix, pages)
@@ -151,9 +175,15 @@ def test_cache_under_random_use(seed: int, enabled: bool):
             elif act >= 0.6:
                 cache.release(prefix, pages)
                 del live[index]
+        if change := cache.take_changes():
+            assert set(change.removed) <= told and not set(change.stored) & told
+            told = (told - set(change.removed)) | set(change.stored)
+        assert told == cache._tree._by_block.keys()
         cache.check()
     for _, pages, prefix, published in live:
         (cache.unpublish if published else cache.release)(prefix, pages)
+    for pages in lent:
+        cache.take_back(pages)
     cache.check()
     cache.flush()
     assert cache.pool.num_free == cache.pool.total
@@ -167,7 +197,7 @@ LAYOUT = KvLayout(
 @pytest.mark.parametrize("make", [lambda: KvPool.create(LAYOUT, 5, "cpu"), lambda: KvPool(LAYOUT, 5)])
 def test_canaries_and_scrubbing_touch_their_pages_only(make):
     pool = make()
-    words = np.array([[1, 2], [2**63 + 5, 4]], np.uint64)
+    words = np.array([[1, 0, 0, 9, 2], [2**63 + 5, 1, 2, 3, 4]], np.uint64)
     pool.write_canaries(np.array([1, 3]), words)
     assert pool.read_canaries(np.array([[3, 1]])).tolist() == [[words[1].tolist(), words[0].tolist()]]
     pool.scrub([1])
@@ -195,8 +225,8 @@ def test_index_keys_make_a_page_some_rows_longer():
     view = pool.view()
     assert view.shape == (5, 3, 4, 8) and view.stride(0) * 2 == layout.page_bytes
     view.zero_()
-    pool.write_canaries(np.array([1]), np.array([[7, 8]], np.uint64))
-    assert not bool(view.any()) and pool.canary_table()[1, :2].tolist() == [7, 8]
+    pool.write_canaries(np.array([1]), np.array([[7, 0, 0, 0, 8]], np.uint64))
+    assert not bool(view.any()) and pool.canary_table()[1].tolist() == [7, 0, 0, 0, 8]
 
 
 def test_fingerprint_depends_on_every_field():

@@ -215,7 +215,7 @@ def test_a_corrupt_page_leaves_the_prefix_cache_with_the_request_that_found_it(o
         return output.error if output else None
 
     assert run(1) is None and driver.engine.load().pages_cached == 2
-    [_, page] = [node.page for node in driver.cache._tree.match(PROMPT, 2)]
+    [_, page] = [node.page for node in driver.cache._tree.match(PROMPT, 2, b"")]
     fill_pages(driver, [page], [77] * 4, 0)
     error = run(2)
     assert error is not None and error.reason == "KV_MISMATCH" and f"KV page {page} " in error.message

@@ -201,7 +201,7 @@ def serve(one: Engine, arrivals: dict[int, list[Request]], steps: int, abort: Re
             found.kv[part.id.room] = torch.cat((found.kv.get(part.id.room, pages[:0]), pages))
     assert not one.has_work(), f"{steps} steps are too few"
     for each in LONG:
-        pages, _ = one._scheduler.pages.cache.match(each.token_ids, 99)
+        pages, _ = one._scheduler.pages.cache.match(each.token_ids, 99, each.cache_salt)
         if pages:
             found.kv.setdefault(each.id.room, one.pool.view()[pages].clone())
     shared = [batch for batch in batches if batch.shared is not None]

@@ -40,6 +40,7 @@ from millrace_serve.worker.frontend import load
 from millrace_serve.worker.frontend.load import LoadBoard
 from millrace_serve.worker.frontend.requests import ABORTED
 from millrace_serve.worker.frontend.spans import WorkerSpans
+from millrace_testing.blocks import block
 from prometheus_client import CollectorRegistry
 
 ID = RequestId(9, 1)
@@ -239,7 +240,7 @@ async def test_a_stuck_read_is_told_once(bench: Bench) -> None:
 async def test_other_tokens_are_not_read(bench: Bench) -> None:
     await bench.to("asked")
     bench.lender.said.put_nowait([MemoryHandle("nixl", "lender", b"", 0, 64, 10)])
-    bench.lender.said.put_nowait(KvPart(ID, 0, [7, 8], [HASHES[0], 1], 128, True))
+    bench.lender.said.put_nowait(KvPart(ID, 0, [7, 8], [HASHES[0], block(1)], 128, True))
     await bench.settle()
     bench.over(Reason.KV_MISMATCH)
 

@@ -12,6 +12,7 @@ from millrace_serve.engine.core import Failure, FinishReason, KvPart, LeaseEnded
 from millrace_serve.handover.exports import Export, Exports
 from millrace_serve.worker.config import Timeouts
 from millrace_serve.worker.frontend.requests import ABORTED
+from millrace_testing.blocks import block
 from prometheus_client import CollectorRegistry
 
 ID = RequestId(7, 0)
@@ -30,7 +31,7 @@ class Bench:
         self.ended.append((replica, message.id))
 
     def publish(self, first_page: int, last: bool, first: SequenceOutput = FIRST) -> None:
-        part = KvPart(ID, first_page, [first_page + 1], [0], 64, last, first if last else None)
+        part = KvPart(ID, first_page, [first_page + 1], [block(0)], 64, last, first if last else None)
         self.exports.publish(2, part)
 
 

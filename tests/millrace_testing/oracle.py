@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
-from millrace_common.page_hash import chain_hash
 from millrace_serve.engine.core import SamplingParams
-from millrace_serve.engine.sim.runner import SPECIAL_TOKENS, SimSettings
+from millrace_serve.engine.sim.runner import SPECIAL_TOKENS, SimSettings, prompt_hash
 
 MASK = (1 << 64) - 1
 LENGTH_INDEX = -1  # output position whose hash decides the length
 
 
-def oracle_token(prompt_hash: int, seed: int, index: int, vocab: int) -> int:
-    """Output token `index` of a prompt with chain_hash(0, prompt) == prompt_hash; greedy: seed 0. Never EOS."""
-    return SPECIAL_TOKENS + _mix(_mix(prompt_hash ^ _mix(seed)) + index) % (vocab - SPECIAL_TOKENS)
+def oracle_token(hashed: int, seed: int, index: int, vocab: int) -> int:
+    """Output token `index` of a prompt with prompt_hash(prompt) == hashed; greedy: seed 0. Never EOS."""
+    return SPECIAL_TOKENS + _mix(_mix(hashed ^ _mix(seed)) + index) % (vocab - SPECIAL_TOKENS)
 
 
-def oracle_length(prompt_hash: int, settings: SimSettings) -> int | None:
+def oracle_length(hashed: int, settings: SimSettings) -> int | None:
     """Output length at which EOS comes, it included; None: never."""
     if settings.eos_lengths is None:
         return None
     low, high = settings.eos_lengths
-    return low + _mix(_mix(prompt_hash) + (LENGTH_INDEX & MASK)) % (high - low + 1)
+    return low + _mix(_mix(hashed) + (LENGTH_INDEX & MASK)) % (high - low + 1)
 
 
 def oracle_outputs(prompt: list[int], params: SamplingParams, settings: SimSettings) -> list[int]:
     """Everything that a request must return if the context is long enough."""
-    prompt_hash, seed = chain_hash(0, prompt), params.seed if params.temperature > 0 else 0
-    end = None if params.ignore_eos else oracle_length(prompt_hash, settings)
+    hashed, seed = prompt_hash(prompt), params.seed if params.temperature > 0 else 0
+    end = None if params.ignore_eos else oracle_length(hashed, settings)
     tokens: list[int] = []
     while len(tokens) < params.max_tokens:
         at_end = end is not None and len(tokens) >= max(end - 1, params.min_tokens)
-        drawn = oracle_token(prompt_hash, seed, len(tokens), settings.vocab_size)
+        drawn = oracle_token(hashed, seed, len(tokens), settings.vocab_size)
         tokens.append(settings.eos_token_id if at_end else drawn)
         if at_end or (drawn in params.stop_token_ids and len(tokens) > params.min_tokens):
             break

@@ -16,14 +16,16 @@ from millrace_router.policy.kv_index import KvIndex
 from millrace_router.policy.placer import Indexes
 from millrace_router.policy.prefix_index import MAX_DEAD, PrefixIndex
 from millrace_router.policy.snapshot import Placement, Replica, Want
+from millrace_testing.blocks import blocks
 
-CHAINS = [[100 * chain + (0 if block < 3 else chain) + block for block in range(9)] for chain in range(4)]
+SALT = b"tenant"
+CHAINS = [blocks(*(100 * chain + (0 if place < 3 else chain) + place for place in range(9))) for chain in range(4)]
 for chain in CHAINS[1:]:
     chain[:2] = CHAINS[0][:2]  # all begin alike
 
 
-def leading(blocks: set[int], chain: list[int]) -> int:
-    return next((i for i, block in enumerate(chain) if block not in blocks), len(chain))
+def leading(held: set[bytes], chain: list[bytes]) -> int:
+    return next((i for i, block in enumerate(chain) if block not in held), len(chain))
 
 
 # ------------------------------------------------------------------------------------- bits and bisection
@@ -34,11 +36,11 @@ def test_depths_are_where_the_masks_shrink(holders: list[int], length: int) -> N
     masks = [sum(1 << i for i, depth in enumerate(holders) if depth > block) for block in range(length)]
     looked_up = []
 
-    def lookup(block: int) -> int:
-        looked_up.append(block)
-        return masks[block]
+    def lookup(its: bytes) -> int:
+        looked_up.append(its)
+        return masks[int.from_bytes(its)]
 
-    found = depths(list(range(length)), lookup, (1 << len(holders)) - 1)
+    found = depths(blocks(*range(length)), lookup, (1 << len(holders)) - 1)
     expected = {i: min(depth, length) for i, depth in enumerate(holders) if min(depth, length)}
     assert {i: depth for depth, mask in found for i in range(len(holders)) if mask >> i & 1} == expected
     assert len(looked_up) == len(set(looked_up))
@@ -46,7 +48,7 @@ def test_depths_are_where_the_masks_shrink(holders: list[int], length: int) -> N
 
 def test_a_long_prompt_needs_few_lookups() -> None:
     calls = []
-    found = depths(range(10_000), lambda block: calls.append(block) or int(block < 777), 1)
+    found = depths(blocks(*range(10_000)), lambda its: calls.append(its) or int(int.from_bytes(its) < 777), 1)
     assert found == [(777, 1)] and len(calls) < 20
 
 
@@ -65,7 +67,7 @@ def test_a_bit_is_not_given_again_before_it_was_recycled() -> None:
 
 
 def change(
-    after: int, sequence: int, stored: Iterable[int] = (), removed: Iterable[int] = (), snapshot: bool = False
+    after: int, sequence: int, stored: Iterable[bytes] = (), removed: Iterable[bytes] = (), snapshot: bool = False
 ) -> CacheChange:
     return CacheChange(after=after, sequence=sequence, stored=stored, removed=removed, snapshot=snapshot)
 
@@ -74,11 +76,11 @@ class Worker:
     """A prefix cache, and what it still has to tell."""
 
     def __init__(self) -> None:
-        self.blocks: set[int] = set()
+        self.blocks: set[bytes] = set()
         self.sequence = 0
         self.messages: list[CacheChange] = [change(0, 0, snapshot=True)]
 
-    def change(self, stored: set[int], removed: set[int]) -> None:
+    def change(self, stored: set[bytes], removed: set[bytes]) -> None:
         self.blocks = (self.blocks - removed) | stored
         self.messages.append(change(self.sequence, self.sequence + 1, sorted(stored), sorted(removed)))
         self.sequence += 1
@@ -98,7 +100,7 @@ class KvIndexMachine(RuleBasedStateMachine):
         super().__init__()
         self.index = KvIndex()
         self.workers: dict[tuple[str, int], Worker] = {}
-        self.told: dict[tuple[str, int], set[int]] = {}  # as of the messages that arrived
+        self.told: dict[tuple[str, int], set[bytes]] = {}  # as of the messages that arrived
         self.behind: dict[tuple[str, int], int] = {}
         self.epochs = 0
 
@@ -181,7 +183,7 @@ class KvIndexMachine(RuleBasedStateMachine):
         assert self.index._bits.dead == 0 and self.index._bits.live.bit_count() == 1
 
 
-def _is_closed(blocks: set[int]) -> bool:
+def _is_closed(blocks: set[bytes]) -> bool:
     """Half a snapshot is not always."""
     return all(set(chain[: i + 1]) <= blocks for chain in CHAINS for i, block in enumerate(chain) if block in blocks)
 
@@ -199,7 +201,7 @@ TestKvIndex.settings = settings(deadline=None, max_examples=60, stateful_step_co
     st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9), st.integers(0, 2)), min_size=1, max_size=40),
 )
 def test_prefix_index_is_a_bounded_lru(size: int, prompts: list[tuple[int, int, int]]) -> None:
-    index, model = PrefixIndex(size), OrderedDict[int, set[int]]()
+    index, model = PrefixIndex(size), OrderedDict[bytes, set[int]]()
     for number, length, worker in prompts:
         chain = CHAINS[number][:length]
         index.note(chain, [(f"e{worker}", 0)])
@@ -237,7 +239,7 @@ def replica(name: str) -> Replica:
 def test_only_the_indexes_that_somebody_asks() -> None:
     def kept(prefill: Policy, decode: Policy, local: int = 0) -> tuple[bool, bool]:
         indexes = Indexes(prefill, decode, Routing(local_prefill_tokens=local))
-        assert bool(indexes.hashes(list(range(64)), 64)) is (indexes.prefix is not None or indexes.kv is not None)
+        assert bool(indexes.blocks(list(range(64)), 64, SALT)) is (indexes.prefix is not None or indexes.kv is not None)
         return indexes.prefix is not None, indexes.kv is not None
 
     assert kept(Policy.LEAST_LOADED, Policy.SESSION) == (False, False)
@@ -250,7 +252,7 @@ def test_only_the_indexes_that_somebody_asks() -> None:
 def test_each_policy_asks_its_own_index() -> None:
     indexes = Indexes(Policy.PREFIX_AWARE, Policy.KV_AWARE, Routing())
     assert indexes.kv is not None
-    want = Want(tokens=200, pages=indexes.hashes(list(range(200)), 64))
+    want = Want(tokens=200, pages=indexes.blocks(list(range(200)), 64, SALT))
     assert len(want.pages) == 3 and indexes.lookup(want) == ({}, {}, {})
     indexes.note(want, Placement(replica("p"), replica("d")))
     indexes.kv.apply(("d", 0), change(0, 0, want.pages[:1], snapshot=True))
@@ -262,16 +264,17 @@ def test_each_policy_asks_its_own_index() -> None:
 
 def test_local_prefill_has_an_estimate_whatever_the_policy() -> None:
     indexes = Indexes(Policy.LEAST_LOADED, Policy.LEAST_LOADED, Routing(local_prefill_tokens=100))
-    want = Want(tokens=200, pages=indexes.hashes(list(range(200)), 64))
+    want = Want(tokens=200, pages=indexes.blocks(list(range(200)), 64, SALT))
     indexes.note(want, Placement(None, replica("d")))
     assert indexes.lookup(want) == ({}, {("d", 0): 3}, {})
 
 
-def test_hashes_are_of_full_pages_and_of_the_list_that_was_asked() -> None:
+def test_blocks_are_of_full_pages_and_of_the_list_and_the_salt_that_were_asked() -> None:
     indexes = Indexes(Policy.KV_AWARE, Policy.KV_AWARE, Routing())
     tokens = list(range(130))
-    first = indexes.hashes(tokens, 64)
-    assert len(first) == 2 and indexes.hashes(tokens, 64) is first
-    assert len(indexes.hashes(tokens, 65)) == 2 and indexes.hashes(tokens, 65) != first
-    assert indexes.hashes([*tokens[:63], 7, *tokens[64:]], 64) != first
-    assert indexes.hashes(tokens[:63], 64) == () == indexes.hashes(tokens, 0)
+    first = indexes.blocks(tokens, 64, SALT)
+    assert len(first) == 2 and indexes.blocks(tokens, 64, SALT) is first
+    assert not set(indexes.blocks(tokens, 64, b"another tenant")) & set(first)
+    assert len(indexes.blocks(tokens, 65, SALT)) == 2 and indexes.blocks(tokens, 65, SALT) != first
+    assert indexes.blocks([*tokens[:63], 7, *tokens[64:]], 64, SALT) != first
+    assert indexes.blocks(tokens[:63], 64, SALT) == () == indexes.blocks(tokens, 0, SALT)

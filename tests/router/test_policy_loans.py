@@ -12,6 +12,7 @@ from millrace_router.policy.kv_index import HOST_WEIGHT, KvIndex
 from millrace_router.policy.loans import MOST_LOAN_S, START_LOAN_S, best_loan, lenders
 from millrace_router.policy.scoring import Inputs, cached
 from millrace_router.policy.snapshot import Replica, View, Want
+from millrace_testing.blocks import blocks
 
 WANT = Want(tokens=1001, page_size=10)  # 100 full pages
 
@@ -121,7 +122,7 @@ def test_a_loan_has_more_than_the_borrower_and_leaves_a_token(
 
 
 def test_copies_in_a_hosts_memory_count_a_little_less() -> None:
-    index, chain = KvIndex(), list(range(1, 9))
+    index, chain = KvIndex(), blocks(*range(1, 9))
     a, b = ("a", 0), ("b", 0)
     index.apply(a, CacheChange(sequence=1, snapshot=True, stored=chain[:4]))
     found = index.lookup(chain)

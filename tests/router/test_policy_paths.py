@@ -10,11 +10,13 @@ import pytest
 from millrace.v1 import admin_pb2, worker_pb2
 from millrace_common.page_hash import page_hashes
 from millrace_router.policy import placer
+from millrace_router.policy.cache_key import CacheKey
 from router.fake_worker import CONTEXT, DECODE, PREFILL, UNIFIED, FakeWorker, expected
 from router.harness import Cluster
 
 PAGE = 4
 PROMPT = list(range(64, 84))  # 5 pages
+BLOCKS = page_hashes(PROMPT, PAGE, salt=CacheKey(b"").salt(""))  # of callers without a key
 
 
 class Caching(FakeWorker):
@@ -22,7 +24,7 @@ class Caching(FakeWorker):
 
     def __init__(self, role: int, **fields: object) -> None:
         super().__init__(role, **fields)
-        self.snapshot: list[int] = []
+        self.snapshot: list[bytes] = []
         self.sequence = 0
         self.streams: list[asyncio.Queue[worker_pb2.CacheChange]] = []
 
@@ -39,7 +41,7 @@ class Caching(FakeWorker):
         while True:
             yield worker_pb2.CacheChanges(epoch=self.epoch, changes=[await says.get()])
 
-    def say(self, after: int, sequence: int, stored: list[int]) -> None:
+    def say(self, after: int, sequence: int, stored: list[bytes]) -> None:
         self.streams[-1].put_nowait(worker_pb2.CacheChange(after=after, sequence=sequence, stored=stored))
 
 
@@ -123,13 +125,13 @@ async def goes_to(made: Cluster, tail: int) -> FakeWorker:
 
 def known(made: Cluster, worker: FakeWorker) -> int:
     index = made.router.registry.placer.indexes.kv
-    return index.lookup(page_hashes(PROMPT, PAGE)).get((worker.epoch, 0), 0)
+    return index.lookup(BLOCKS).get((worker.epoch, 0), 0)
 
 
 async def test_requests_go_to_whoever_says_that_it_has_the_prefix(cluster: Callable) -> None:
     made = await kv_cluster(cluster)
     a, b = made.workers
-    hashes = page_hashes(PROMPT, PAGE)
+    hashes = BLOCKS
     b.say(0, 1, hashes[:4])
     await made.until(lambda: known(made, b) == 4)
     assert await goes_to(made, 1) is b
@@ -141,7 +143,7 @@ async def test_requests_go_to_whoever_says_that_it_has_the_prefix(cluster: Calla
 async def test_after_a_gap_the_index_is_made_from_a_new_snapshot(cluster: Callable) -> None:
     made = await kv_cluster(cluster)
     a, _ = made.workers
-    hashes = page_hashes(PROMPT, PAGE)
+    hashes = BLOCKS
     a.snapshot, a.sequence = hashes[:3], 7
     a.say(6, 7, hashes[2:3])
     await made.until(lambda: made.metric("millrace_cache_snapshots_total") == 3)
@@ -156,7 +158,7 @@ async def test_a_message_that_cannot_be_read_breaks_the_feed_like_a_gap(
 ) -> None:
     made = await kv_cluster(cluster)
     a, _ = made.workers
-    hashes = page_hashes(PROMPT, PAGE)
+    hashes = BLOCKS
     index = made.router.registry.placer.indexes.kv
     a.snapshot, a.sequence = hashes[:3], 7
     with monkeypatch.context() as patch:
@@ -170,7 +172,7 @@ async def test_a_message_that_cannot_be_read_breaks_the_feed_like_a_gap(
 async def test_a_restarted_worker_has_nothing_until_it_says_so(cluster: Callable) -> None:
     made = await kv_cluster(cluster)
     a, _ = made.workers
-    old, hashes = a.epoch, page_hashes(PROMPT, PAGE)
+    old, hashes = a.epoch, BLOCKS
     a.say(0, 1, hashes)
     await made.until(lambda: known(made, a) == 5)
     a.snapshot = hashes[:2]

@@ -16,6 +16,7 @@ from millrace_serve.transfer.importer import (
     Refusal,
 )
 from millrace_serve.transfer.messages import ReadPages
+from millrace_testing.blocks import block
 
 ID = RequestId(11, 2)
 HASHES = page_hashes(list(range(64 * 4 + 5)))  # 5 pages, the last one partial
@@ -123,7 +124,7 @@ def test_other_tokens_fail_the_import() -> None:
     ("bad", "message"),
     [
         (KvPart(ID, 2, [1, 2], HASHES[2:3], 256, False), "2 pages but 1 fingerprints"),
-        (KvPart(ID, 2, [1, 2, 3, 4], [*HASHES[2:], 0], 320, False), "ends at page 6, the prompt has 5"),
+        (KvPart(ID, 2, [1, 2, 3, 4], [*HASHES[2:], block(0)], 320, False), "ends at page 6, the prompt has 5"),
         (KvPart(ID, 2, [1], HASHES[2:3], 192, True, FIRST), "last part ends at page 3 of 5"),
         (KvPart(ID, 2, [1, 2, 3], HASHES[2:], 261, True, None), "without a first token"),
     ],

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from millrace_serve.engine.core import KvPart, RequestId
 from millrace_serve.transfer.lease import LeaseEnd, LeaseTable
+from millrace_testing.blocks import block
 
 A, B = RequestId(7, 0), RequestId(7, 1)
 LEASE_S, MAX_LEASE_S = 10.0, 25.0
@@ -13,7 +14,7 @@ LEASE_S, MAX_LEASE_S = 10.0, 25.0
 
 def part(id: RequestId, first_page: int = 0, num_pages: int = 2, last: bool = True) -> KvPart:
     pages = list(range(first_page, first_page + num_pages))
-    return KvPart(id, first_page, pages, [0] * num_pages, 64 * (first_page + num_pages), last)
+    return KvPart(id, first_page, pages, [block(0)] * num_pages, 64 * (first_page + num_pages), last)
 
 
 class Bench:

@@ -8,6 +8,7 @@ from millrace_common.reasons import Reason
 from millrace_serve.engine.core import Failure, KvPart, RequestId, SequenceOutput, TokenOutput
 from millrace_serve.transfer.importer import AskRelease, AskReserve, Done, ImportState, KvImport, Over
 from millrace_serve.transfer.messages import ReadPages
+from millrace_testing.blocks import block
 
 ID = RequestId(11, 2)
 HASHES = page_hashes(list(range(64 * 5)))
@@ -44,8 +45,8 @@ def test_a_lender_without_a_page_holds_nothing() -> None:
 @pytest.mark.parametrize(
     "bad",
     [
-        KvPart(ID, 0, [100, 101], [HASHES[0], 7], 128, True),
-        KvPart(ID, 0, [100] * 6, [*HASHES, 7], 384, True),
+        KvPart(ID, 0, [100, 101], [HASHES[0], block(7)], 128, True),
+        KvPart(ID, 0, [100] * 6, [*HASHES, block(7)], 384, True),
         lent(5, first=SequenceOutput(ID, 0, [TokenOutput(1)])),
     ],
 )

@@ -14,9 +14,10 @@ from millrace_serve.transfer.base import PageBuffer, TransferError
 from millrace_serve.transfer.disk_tier import MAX_STORES, DiskTier, Move
 from millrace_serve.transfer.nixl_files import NixlFiles
 from millrace_serve.transfer.page_folder import PageFolder
+from millrace_testing.blocks import block
 
 PAGE, PAGES = 4096, 8
-BLOCK = 0xFEDCBA9876543210
+BLOCK, OTHER = block(0xFEDCBA9876543210), block(1)
 LAYOUT = "0" * 32
 
 
@@ -45,7 +46,7 @@ def test_a_page_comes_back_to_another_worker_after_a_restart(worker: Worker, tmp
     other = Worker(tmp_path)
     assert other.folder.has(BLOCK) and other.folder.load(BLOCK, 5)
     assert (other.memory[5] == worker.memory[3]).all()
-    assert not other.folder.has(BLOCK + 1) and not other.folder.load(BLOCK + 1, 5)
+    assert not other.folder.has(OTHER) and not other.folder.load(OTHER, 5)
     other.folder.close()
 
 
@@ -69,7 +70,7 @@ def test_a_page_that_is_not_whole_is_never_read(worker: Worker, tmp_path: Path, 
     [file] = files(tmp_path)
     good = file.read_bytes()
     if harm == "another block's":
-        worker.folder.store(BLOCK + 1, 4)
+        worker.folder.store(OTHER, 4)
         bad = next(other for other in files(tmp_path) if other != file).read_bytes()
     else:
         flipped = good[:100] + bytes([good[100] ^ 1]) + good[101:]
@@ -142,7 +143,7 @@ def test_a_disk_that_fails_does_not_end_the_thread(
             patched.setattr(os, "pwrite", fails)
             patched.setattr(Path, "unlink", fails)
         assert tier.store(BLOCK, 3)
-        tier.load(BLOCK + 1, 5)
+        tier.load(OTHER, 5)
         while tier._thread.is_alive() and tier._done.qsize() < 2:
             pass
     assert len(tier.take()) == 2
@@ -168,14 +169,14 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
 
 def test_the_folder_stays_below_its_bound_and_keeps_what_was_used_last(tmp_path: Path) -> None:
     worker = Worker(tmp_path, max_pages=20)
-    for block in range(60):
-        worker.folder.store(block, block % PAGES)
+    for number in range(60):
+        worker.folder.store(block(number), number % PAGES)
         for file in files(tmp_path):  # older by a second for each page that came after it
-            os.utime(file, (1e9 + block, 1e9 + block)) if file.name == f"{block:016x}" else None
-        if worker.folder.has(0):
-            assert worker.folder.load(0, 0)  # now is later than all of them
-    assert sum(file.stat().st_size for file in files(tmp_path)) <= 22 * (PAGE + 32)
-    assert worker.folder.has(0) and worker.folder.has(59) and not worker.folder.has(1)
+            os.utime(file, (1e9 + number, 1e9 + number)) if file.name == block(number).hex() else None
+        if worker.folder.has(block(0)):
+            assert worker.folder.load(block(0), 0)  # now is later than all of them
+    assert sum(file.stat().st_size for file in files(tmp_path)) <= 22 * (PAGE + 64)
+    assert worker.folder.has(block(0)) and worker.folder.has(block(59)) and not worker.folder.has(block(1))
     worker.folder.close()
 
 
@@ -184,10 +185,10 @@ def test_a_file_that_cannot_be_deleted_keeps_no_other_one(
 ) -> None:
     """Another user's in a folder with the sticky bit, say; it does not count as room either."""
     worker = Worker(tmp_path)
-    for block in range(10):
-        worker.folder.store(block, 0)
-        [file] = tmp_path.rglob(f"{block:016x}")
-        os.utime(file, (1e9 + block, 1e9 + block))
+    for number in range(10):
+        worker.folder.store(block(number), 0)
+        [file] = tmp_path.rglob(block(number).hex())
+        os.utime(file, (1e9 + number, 1e9 + number))
     unlink = os.unlink
 
     def denied(path: str) -> None:
@@ -197,7 +198,7 @@ def test_a_file_that_cannot_be_deleted_keeps_no_other_one(
 
     monkeypatch.setattr(os, "unlink", denied)
     again = Worker(tmp_path, max_pages=6)
-    assert [block for block in range(10) if again.folder.has(block)] == [0, 6, 7, 8, 9]
+    assert [number for number in range(10) if again.folder.has(block(number))] == [0, 6, 7, 8, 9]
     assert "cannot delete 1 of its files" in caplog.text
     for each in (worker, again):
         each.folder.close()
@@ -238,9 +239,9 @@ def test_the_thread_stores_loads_and_ends(tmp_path: Path) -> None:
     assert tier.store(BLOCK, 3)
     assert ended(tier, 1) == [Move(BLOCK, 3, False, True)] and tier.has(BLOCK)
     tier.load(BLOCK, 5)
-    tier.load(BLOCK + 1, 6)
-    assert ended(tier, 2) == [Move(BLOCK, 5, True, True), Move(BLOCK + 1, 6, True, False)]
+    tier.load(OTHER, 6)
+    assert ended(tier, 2) == [Move(BLOCK, 5, True, True), Move(OTHER, 6, True, False)]
     assert (worker.memory[5] == worker.memory[3]).all()
-    taken = sum(tier.store(block, 1) for block in range(100 * MAX_STORES))
+    taken = sum(tier.store(block(number), 1) for number in range(100 * MAX_STORES))
     assert MAX_STORES <= taken < 100 * MAX_STORES, "a disk that is behind refuses"
     tier.close()

@@ -16,6 +16,7 @@ from millrace_common.page_hash import page_hashes
 from millrace_serve.engine.core import CacheChange
 from millrace_serve.worker.frontend.cache_board import CHUNK, CacheBoard
 from millrace_serve.worker.frontend.frontend import Frontend
+from millrace_testing.blocks import blocks
 from millrace_testing.fake_router import FakeLink, request
 from millrace_testing.procs import Worker, workers
 
@@ -26,8 +27,8 @@ class Mirror:
     """A watcher that holds every message against the rules."""
 
     def __init__(self) -> None:
-        self.blocks: dict[int, set[int]] = {}
-        self.host: dict[int, set[int]] = {}
+        self.blocks: dict[int, set[bytes]] = {}
+        self.host: dict[int, set[bytes]] = {}
         self.sequences: dict[int, int] = {}
 
     def take(self, message: worker_pb2.CacheChanges) -> None:
@@ -45,56 +46,56 @@ class Mirror:
             self.take(await asyncio.wait_for(anext(messages), 5))
 
 
-def apply(blocks: set[int], stored: Collection[int], removed: Collection[int]) -> None:
-    assert set(removed) <= blocks and not set(stored) & blocks
-    blocks -= set(removed)
-    blocks |= set(stored)
+def apply(held: set[bytes], stored: Collection[bytes], removed: Collection[bytes]) -> None:
+    assert set(removed) <= held and not set(stored) & held
+    held -= set(removed)
+    held |= set(stored)
 
 
 async def test_a_snapshot_of_every_replica_then_what_changes() -> None:
     board, mirror = CacheBoard(2, "e"), Mirror()
-    board.update(1, CacheChange([1, 2, 3], []))
+    board.update(1, CacheChange(blocks(1, 2, 3), []))
     messages = board.watch(0.0)
     await mirror.until(messages, {0: 0, 1: 1})
-    assert mirror.blocks == {0: set(), 1: {1, 2, 3}}
-    board.update(0, CacheChange([7], []))
-    board.update(1, CacheChange([4], [3]))
+    assert mirror.blocks == {0: set(), 1: set(blocks(1, 2, 3))}
+    board.update(0, CacheChange(blocks(7), []))
+    board.update(1, CacheChange(blocks(4), blocks(3)))
     await mirror.until(messages, {0: 1, 1: 2})
-    assert mirror.blocks == {0: {7}, 1: {1, 2, 4}}
+    assert mirror.blocks == {0: set(blocks(7)), 1: set(blocks(1, 2, 4))}
     await messages.aclose()
 
 
 async def test_the_tiers_are_told_apart() -> None:
     board, mirror = CacheBoard(1, "e"), Mirror()
-    board.update(0, CacheChange([1, 2], [], list(range(CHUNK + 1))))
+    board.update(0, CacheChange(blocks(1, 2), [], blocks(*range(CHUNK + 1))))
     messages = board.watch(0.0)
     await mirror.until(messages, {0: 1})
     mirror.take(await anext(messages))
-    assert (mirror.blocks, mirror.host) == ({0: {1, 2}}, {0: set(range(CHUNK + 1))})
-    board.update(0, CacheChange([], [2], [CHUNK + 1], list(range(CHUNK))))
+    assert (mirror.blocks, mirror.host) == ({0: set(blocks(1, 2))}, {0: set(blocks(*range(CHUNK + 1)))})
+    board.update(0, CacheChange([], blocks(2), blocks(CHUNK + 1), blocks(*range(CHUNK))))
     await mirror.until(messages, {0: 2})
-    assert (mirror.blocks, mirror.host) == ({0: {1}}, {0: {CHUNK, CHUNK + 1}})
+    assert (mirror.blocks, mirror.host) == ({0: set(blocks(1))}, {0: set(blocks(CHUNK, CHUNK + 1))})
     await messages.aclose()
 
 
 async def test_what_happens_while_the_snapshot_is_sent_follows_it() -> None:
     board, mirror = CacheBoard(2, "e"), Mirror()
-    board.update(0, CacheChange(list(range(2 * CHUNK + 1)), []))
+    board.update(0, CacheChange(blocks(*range(2 * CHUNK + 1)), []))
     messages = board.watch(0.0)
     first = await anext(messages)
     assert [len(change.stored) for change in first.changes] == [CHUNK] and first.epoch == "e"
     mirror.take(first)
-    board.update(1, CacheChange([5], []))
-    board.update(0, CacheChange([], [2 * CHUNK]))
+    board.update(1, CacheChange(blocks(5), []))
+    board.update(0, CacheChange([], blocks(2 * CHUNK)))
     await mirror.until(messages, {0: 2, 1: 1})
-    assert mirror.blocks == {0: set(range(2 * CHUNK)), 1: {5}}
+    assert mirror.blocks == {0: set(blocks(*range(2 * CHUNK))), 1: set(blocks(5))}
     await messages.aclose()
 
 
 async def test_engines_that_are_gone_have_cached_nothing() -> None:
     """Whatever they did not come to say: a flush is waited for only so long, and a wake may end half-way."""
     board, mirror = CacheBoard(2, "e"), Mirror()
-    board.update(1, CacheChange([1, 2], [], [2, 3], []))
+    board.update(1, CacheChange(blocks(1, 2), [], blocks(2, 3), []))
     messages = board.watch(0.0)
     await mirror.until(messages, {0: 0, 1: 1})
     role = SimpleNamespace(disconnect=AsyncMock())
@@ -104,7 +105,7 @@ async def test_engines_that_are_gone_have_cached_nothing() -> None:
     await Frontend.stop_ranks(frontend)
     await mirror.until(messages, {0: 0, 1: 2})
     assert mirror.blocks == mirror.host == {0: set(), 1: set()}
-    board.update(1, CacheChange([1], []))  # as the first to say something after a wake
+    board.update(1, CacheChange(blocks(1), []))  # as the first to say something after a wake
     await mirror.until(messages, {0: 0, 1: 3})
     await messages.aclose()
 
@@ -113,15 +114,16 @@ async def test_a_slow_watcher_gets_one_difference() -> None:
     board, mirror, rng = CacheBoard(1, "e"), Mirror(), random.Random(3)
     messages = board.watch(0.0)
     mirror.take(await anext(messages))
-    blocks: set[int] = set()
+    held: set[bytes] = set()
     for _ in range(500):
-        stored, removed = {rng.randrange(50) for _ in range(3)} - blocks, {b for b in blocks if rng.random() < 0.1}
-        blocks = (blocks | stored) - removed
+        stored = set(blocks(*(rng.randrange(50) for _ in range(3)))) - held
+        removed = {its for its in sorted(held) if rng.random() < 0.1}
+        held = (held | stored) - removed
         board.update(0, CacheChange(sorted(stored), sorted(removed)))
     message = await anext(messages)
     assert len(message.changes) == 1 and len(message.changes[0].stored) <= 50
     mirror.take(message)
-    assert mirror.blocks == {0: blocks} and mirror.sequences == {0: 500}
+    assert mirror.blocks == {0: held} and mirror.sequences == {0: 500}
     await messages.aclose()
     assert not board._watchers
 
@@ -130,18 +132,18 @@ async def test_changes_that_cancel_out_still_advance_the_sequence() -> None:
     board, mirror = CacheBoard(1, "e"), Mirror()
     messages = board.watch(0.0)
     mirror.take(await anext(messages))
-    board.update(0, CacheChange([1], []))
-    board.update(0, CacheChange([], [1]))
-    board.update(0, CacheChange([2], []))
+    board.update(0, CacheChange(blocks(1), []))
+    board.update(0, CacheChange([], blocks(1)))
+    board.update(0, CacheChange(blocks(2), []))
     await mirror.until(messages, {0: 3})
-    assert mirror.blocks == {0: {2}}
+    assert mirror.blocks == {0: set(blocks(2))}
     await messages.aclose()
 
 
 # ------------------------------------------------------------------------------------- a worker process
 
 
-async def until_holds(call: Messages, mirror: Mirror, wanted: set[int]) -> None:
+async def until_holds(call: Messages, mirror: Mirror, wanted: set[bytes]) -> None:
     async with asyncio.timeout(20):
         while not wanted <= mirror.blocks.get(0, set()):
             mirror.take(await call.read())

@@ -19,6 +19,7 @@ from millrace_serve.engine.core import (
 )
 from millrace_serve.transfer.base import MemoryHandle
 from millrace_serve.worker.frontend import convert
+from millrace_testing.blocks import blocks
 
 ID = RequestId(2**64 - 1, 3)
 
@@ -106,7 +107,7 @@ def test_outputs_survive_the_round_trip(output: SequenceOutput) -> None:
 def test_parts_and_memory_survive_the_round_trip() -> None:
     first = SequenceOutput(ID, 0, [TokenOutput(1)])
     for part in (
-        KvPart(ID, 0, [4, 5], [2**64 - 1, 0], 128, False),
+        KvPart(ID, 0, [4, 5], blocks(2**256 - 1, 0), 128, False),
         KvPart(ID, 2, [], [], 128, True, first),
         KvPart(ID, 2, [], [], 128, True, first, (7, 0, 7)),
     ):

@@ -15,7 +15,7 @@ LENGTH = 1000  # 15 full pages, and 40 tokens
 
 async def test_prefixes_survive_a_restart(tmp_path: Path) -> None:
     folder, prompt = tmp_path / "kv", prompt_of(LENGTH)
-    blocks = {f"{block:016x}" for block in page_hashes(prompt, 64)[:15]}
+    blocks = {block.hex() for block in page_hashes(prompt, 64)[:15]}
     tiers = ["limits.host_cache_gib=0.01", f"limits.disk_cache={folder}", "limits.disk_cache_gib=0.1"]
     for start, cached in (("first", 0), ("second", 15 * 64)):
         (tmp_path / start).mkdir()

@@ -1,9 +1,9 @@
 """Debug: every page carries the identity of its content, so that a wrong page is an error and never a wrong token.
 
-The last CANARY_BYTES of a page are eight u64; the first is the chain hash of the tokens whose KV is in the page, the
-second their count. Because a page is one contiguous block, the canary travels with every transfer. The host gets a
-sampled token one step after its KV is written, so a page's canary may be one token behind its content; it never covers
-a token that is not there.
+The last CANARY_BYTES of a page are eight u64. The first four are the block (millrace_common/page_hash.py) of the page
+with the tokens whose KV is in it, and the fifth is the number of these. Because a page is one contiguous block, the
+canary travels with every transfer. The host gets a sampled token one step after its KV is written, so a page's canary
+may be one token behind its content; it never covers a token that is not there.
 """
 
 from __future__ import annotations
@@ -14,29 +14,30 @@ from typing import Generic, TypeVar
 import numpy as np
 
 CANARY_BYTES = 64
+CANARY_WORDS = 5  # that are used
 A = TypeVar("A")  # numpy array or tensor
 
 
 @dataclass(slots=True)
 class CanaryBatch(Generic[A]):
-    """`expected` are the first two words of each page of `pages` before the step; count 0 = not checked."""
+    """`expected` are the words of each page of `pages` before the step; count 0 = not checked."""
 
     pages: A  # int64 [B, P], 0 past the end
-    expected: A  # u64 [B, P, 2]
+    expected: A  # u64 [B, P, CANARY_WORDS]
     write_pages: A  # int64 [W]
-    write_words: A  # u64 [W, 2]
+    write_words: A  # u64 [W, CANARY_WORDS]
     names: tuple[str, ...]  # [B] requests, for the message
 
 
 def mismatches(batch: CanaryBatch[np.ndarray], found: np.ndarray) -> dict[int, str]:
-    """Compare `found`, u64 [B, P, 2], with the expected words. Returns index of the sequence -> message."""
-    wrong = (batch.expected[:, :, 1] != 0) & (batch.expected != found).any(axis=2)
+    """Compare `found`, u64 [B, P, CANARY_WORDS], with the expected words. Returns index of the sequence -> message."""
+    wrong = (batch.expected[:, :, -1] != 0) & (batch.expected != found).any(axis=2)
     messages: dict[int, str] = {}
     for row, index in zip(*np.nonzero(wrong), strict=True):
         want, have = batch.expected[row, index].tolist(), found[row, index].tolist()
         messages.setdefault(
             int(row),
             f"KV page {batch.pages[row, index]} (page {index} of request {batch.names[row]}) holds other tokens: "
-            f"hash {have[0]:016x} of {have[1]} tokens, expected {want[0]:016x} of {want[1]}",
+            f"hash {have[0]:016x} of {have[-1]} tokens, expected {want[0]:016x} of {want[-1]}",
         )
     return messages

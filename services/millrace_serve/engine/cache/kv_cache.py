@@ -56,7 +56,7 @@ class KvCache:
         """Pages that `allocate` can hand out now."""
         return self.pool.num_free + self._tree.num_idle
 
-    def match(self, tokens: Sequence[int], max_pages: int, salt: bytes = b"") -> tuple[list[int], CachedPrefix]:
+    def match(self, tokens: Sequence[int], max_pages: int, salt: bytes) -> tuple[list[int], CachedPrefix]:
         """Take a share of the longest prefix that prompts of this salt have cached."""
         path = self._tree.match(tokens, max_pages, salt) if self._enabled else []
         pages = [node.page for node in path]

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from millrace_common.versions import KV_PROTOCOL
 
-from millrace_serve.engine.cache.canary import CANARY_BYTES
+from millrace_serve.engine.cache.canary import CANARY_BYTES, CANARY_WORDS
 
 ITEM_BYTES = {"float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -109,18 +109,19 @@ class KvPool:
         self.rows[np.asarray(pages)] = 0xFF
 
     def canary_table(self) -> Any:
-        """Tensor int64 [num_pages, 8]: the canaries' words on the device."""
+        """Tensor int64 [num_pages, CANARY_WORDS]: the canaries on the device."""
         import torch
 
-        return self._tensor.view(self.num_pages, -1)[:, self.layout.kv_bytes :].view(torch.int64)
+        words = self._tensor.view(self.num_pages, -1)[:, self.layout.kv_bytes :].view(torch.int64)
+        return words[:, :CANARY_WORDS]
 
     def read_canaries(self, pages: np.ndarray) -> np.ndarray:
-        """First two words of each page's canary: u64 [*pages.shape, 2]. Of a pool in the host's memory."""
-        return self._canary_words()[pages, :2]
+        """The canary of each page: u64 [*pages.shape, CANARY_WORDS]. Of a pool in the host's memory."""
+        return self._canary_words()[pages, :CANARY_WORDS]
 
     def write_canaries(self, pages: np.ndarray, words: np.ndarray) -> None:
         """Write canaries into a pool in the host's memory."""
-        self._canary_words()[pages, :2] = words
+        self._canary_words()[pages, :CANARY_WORDS] = words
 
     def _canary_words(self) -> np.ndarray:
         """u64 [num_pages, 8]"""

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 from millrace_common.config import Config
-from millrace_common.page_hash import chain_hash
+from millrace_common.page_hash import page_hashes
 from pydantic import Field
 
 from millrace_serve.engine.cache.canary import mismatches
@@ -61,6 +61,12 @@ class SimHandle:
         return self._output
 
 
+def prompt_hash(prompt: list[int]) -> int:
+    """Return the u64 from which all outputs of a prompt follow."""
+    [block] = page_hashes(prompt, len(prompt))
+    return int.from_bytes(block[:8], "little")
+
+
 class SimRunner:
     """Launched steps are computed at once, and are ready when the simulated device would be."""
 
@@ -83,7 +89,7 @@ class SimRunner:
     def join(self, seq: Sequence) -> None:
         """A slot's new owner, for the oracle."""
         params = seq.request.sampling
-        self._prompt_hash[seq.slot] = chain_hash(0, seq.tokens[: seq.num_prompt])
+        self._prompt_hash[seq.slot] = prompt_hash(seq.tokens[: seq.num_prompt])
         self._eos_from[seq.slot] = np.iinfo(np.int64).max if params.ignore_eos else params.min_tokens
 
     def launch(self, batch: HostBatch) -> SimHandle:

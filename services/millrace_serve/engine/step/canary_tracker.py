@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from millrace_common.page_hash import chain_hash
+from millrace_common.page_hash import page_hashes
 
-from millrace_serve.engine.cache.canary import CanaryBatch
+from millrace_serve.engine.cache.canary import CANARY_WORDS, CanaryBatch
 from millrace_serve.engine.config import EngineConfig
 from millrace_serve.engine.schedule.sequence import Sequence
 
@@ -14,7 +14,7 @@ class CanaryTracker:
     """The expected canaries of each slot's pages."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self._words = np.zeros((config.max_running, config.max_pages_per_seq, 2), np.uint64)
+        self._words = np.zeros((config.max_running, config.max_pages_per_seq, CANARY_WORDS), np.uint64)
         self._known = [0] * config.max_running  # tokens that the words cover
         self._page_size = config.page_size
 
@@ -33,7 +33,7 @@ class CanaryTracker:
             for index in self._advance(seq, seq.num_computed):
                 pages.append(seq.pages[index])
                 words.append(self._words[seq.slot, index])
-        written = np.array(words, np.uint64).reshape(-1, 2)
+        written = np.array(words, np.uint64).reshape(-1, CANARY_WORDS)
         return CanaryBatch(table, expected, np.array(pages, np.int64), written, tuple(str(seq.id) for seq in seqs))
 
     def _advance(self, seq: Sequence, num_tokens: int) -> range:
@@ -44,6 +44,8 @@ class CanaryTracker:
         touched = range(start // size, -(-num_tokens // size))
         for index in touched:
             tokens = seq.tokens[index * size : min((index + 1) * size, num_tokens)]
-            words[index] = chain_hash(int(words[index - 1, 0]) if index else 0, tokens), len(tokens)
+            before = words[index - 1, :-1].tobytes() if index else None
+            [block] = page_hashes(tokens, size, salt=seq.request.cache_salt, prev=before)
+            words[index, :-1], words[index, -1] = np.frombuffer(block, np.uint64), len(tokens)
         self._known[seq.slot] = num_tokens
         return touched

@@ -150,10 +150,10 @@ class TorchRunner:
             self.slots.update(step.updates)
         answers = {}
         if step.canary is not None:
-            answers["canaries"] = self._pool.canary_table()[step.canary.pages, :2]
+            answers["canaries"] = self._pool.canary_table()[step.canary.pages]
         logits, positions, accept = self._replay(step, graphs) if graphs is not None else self._forward(step)
         if step.canary is not None:
-            self._pool.canary_table()[step.canary.write_pages, :2] = step.canary.write_words
+            self._pool.canary_table()[step.canary.write_pages] = step.canary.write_words
         sampled = self._sample(logits, positions, batch, step)
         accepted = accept(sampled["tokens"])
         if step.sampling is not None and step.sampling.penalties is not None:
