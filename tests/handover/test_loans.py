@@ -12,9 +12,10 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import TypeAlias
 
+import grpc
 import pytest
 import pytest_asyncio
-from millrace.v1 import prefill_pb2, worker_pb2
+from millrace.v1 import common_pb2, kv_pb2, kv_pb2_grpc, prefill_pb2, worker_pb2
 from millrace_common.reasons import Reason
 from millrace_testing.fake_router import FakeLink, FakePair, request
 from millrace_testing.paths import ROOT
@@ -38,10 +39,10 @@ async def three(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[list[
         yield all_three
 
 
-async def cache(worker: Worker, prompt: list[int]) -> None:
+async def cache(worker: Worker, prompt: list[int], salt: bytes = b"") -> None:
     """Make `worker` compute the prompt alone."""
     async with FakeLink(worker) as link:
-        r = request(prompt, max_tokens=2)
+        r = request(prompt, max_tokens=2, salt=salt)
         link.submit(r)
         await link.first(r)
         if worker.role == "prefill":
@@ -96,6 +97,38 @@ async def test_a_prompt_is_borrowed_and_handed_over(three: list[Worker], lender:
     assert load.loan_seconds >= 0 and load.read_bytes_per_s > 0 and load.replicas[0].prompt_tokens_per_s > 0
     for worker in three:
         await worker.whole()
+
+
+async def test_nobody_lends_what_another_tenant_has_sent(three: list[Worker]) -> None:
+    """A pair and a loan: with equal salts the pages come, and with other ones the tokens are the same."""
+    prefill, decode, lender = three
+    history = prompt_of(1000)
+    await cache(lender, history, salt=b"one")
+    for salt, found in ((b"two", 0), (b"", 0), (b"one", 15 * PAGE)):
+        before = await failures(prefill, Reason.KV_NOT_FOUND)
+        async with FakePair(prefill, decode) as both:
+            r = request([*history, 7], max_tokens=8, salt=salt)
+            both.to_decode.submit(r, both.source)
+            both.to_prefill.submit(r, await prefix(lender, 15))
+            assert (await both.to_prefill.first(r)).cached_tokens == found
+            await both.to_decode.finish(r)
+            assert both.to_decode.tokens(r) == expected(list(r.token_ids), 8)
+        assert await failures(prefill, Reason.KV_NOT_FOUND) == before + (not found)
+    for worker in three:
+        await worker.whole()
+
+
+async def test_blocks_of_another_length_are_refused(three: list[Worker]) -> None:
+    lender = three[2]
+    source = await lender.source()
+    for blocks, words in (([], "must not be empty"), ([b"7" * 32, b"short"], "must have 32 bytes each")):
+        wanted = kv_pb2.FetchPrefix(replica=0, blocks=blocks)
+        id = common_pb2.AttemptId(room=1)
+        begin = kv_pb2.FetchOpen(id=id, epoch=lender.epoch, fingerprint=source.fingerprint, prefix=wanted)
+        call = kv_pb2_grpc.KvServiceStub(lender.channel).Fetch(timeout=10)
+        await call.write(kv_pb2.FetchRequest(open=begin))
+        with pytest.raises(grpc.aio.AioRpcError, match=f"prefix.blocks {words}"):
+            await call.read()
 
 
 async def test_a_second_prefill_worker_lends(three: list[Worker], tmp_path: Path) -> None:

@@ -15,23 +15,26 @@ from millrace_rpc.errors import from_rpc_error
 from millrace_testing.procs import Worker
 
 
-def request(prompt: Sequence[int], *, room: int = 0, attempt: int = 0, **sampling: Any) -> worker_pb2.EngineRequest:
+def request(
+    prompt: Sequence[int], *, room: int = 0, attempt: int = 0, salt: bytes = b"", **sampling: Any
+) -> worker_pb2.EngineRequest:
     """Greedy and without end of sequence, unless `sampling` says otherwise."""
     sampling = {"temperature": 0.0, "max_tokens": 8, "seed": 1, "ignore_eos": True, **sampling}
     id = common_pb2.AttemptId(room=room or random.getrandbits(63) + 1, attempt=attempt)
-    return worker_pb2.EngineRequest(id=id, token_ids=prompt, sampling=common_pb2.SamplingParams(**sampling))
+    params = common_pb2.SamplingParams(**sampling)
+    return worker_pb2.EngineRequest(id=id, token_ids=prompt, sampling=params, cache_salt=salt)
 
 
 class FakeLink:
     """`async with FakeLink(worker) as link: link.submit(r); outputs = await link.finish(r)`"""
 
-    def __init__(self, worker: Worker, epoch: str = "", router_id: str = "test") -> None:
+    def __init__(self, worker: Worker, epoch: str = "", router_id: str = "test", cache_key_id: bytes = b"") -> None:
         prefill = worker.role == "prefill"
         self._message = prefill_pb2.PrefillLinkRequest if prefill else decode_pb2.DecodeLinkRequest
         self._stub = (prefill_pb2_grpc.PrefillServiceStub if prefill else decode_pb2_grpc.DecodeServiceStub)(
             worker.channel
         )
-        self._hello = worker_pb2.LinkHello(router_id=router_id, epoch=epoch or worker.epoch)
+        self._hello = worker_pb2.LinkHello(router_id=router_id, epoch=epoch or worker.epoch, cache_key_id=cache_key_id)
         self._outgoing: asyncio.Queue[Any] = asyncio.Queue()
         self._changed = asyncio.Condition()
         self.outputs: dict[tuple[int, int], list[worker_pb2.SequenceOutput]] = {}

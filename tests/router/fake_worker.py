@@ -139,6 +139,7 @@ class FakeWorker(
         self.profiling: float | None = None  # max_seconds
         self.silent = False
         self.links: list[asyncio.Queue] = []
+        self.hellos: list[worker_pb2.LinkHello] = []
         self.dying: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()  # another one for every change
         self._server: Server | None = None
@@ -259,6 +260,7 @@ class FakeWorker(
         while (message := await context.read()) is not grpc.aio.EOF:
             kind = message.WhichOneof("message")
             if kind == "hello":
+                self.hellos.append(message.hello)
                 outgoing.put_nowait(worker_pb2.LinkResponse(welcome=worker_pb2.LinkWelcome(epoch=self.epoch)))
             elif kind == "submit":
                 request = message.submit.request

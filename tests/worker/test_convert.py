@@ -104,6 +104,15 @@ def test_outputs_survive_the_round_trip(output: SequenceOutput) -> None:
     assert convert.core_output(convert.wire_output(output)) == output
 
 
+def test_a_salt_is_bounded() -> None:
+    params = common_pb2.SamplingParams(max_tokens=1)
+    wire = worker_pb2.EngineRequest(id=convert.attempt_id(ID), token_ids=[5], sampling=params, cache_salt=b"s" * 64)
+    assert convert.request(wire, Route.LOCAL).cache_salt == b"s" * 64
+    wire.cache_salt += b"s"
+    with pytest.raises(MillraceError, match="cache_salt has 65 bytes; the limit is 64"):
+        convert.request(wire, Route.LOCAL)
+
+
 def test_parts_and_memory_survive_the_round_trip() -> None:
     first = SequenceOutput(ID, 0, [TokenOutput(1)])
     for part in (
