@@ -96,7 +96,9 @@ def objects(manifests: str) -> list[Object]:
 
 
 def golden(name: str) -> str:
-    """Return the text that k8s/golden keeps of a preset: sorted objects without the contents of files/."""
+    """Return the text that k8s/golden keeps of a preset: sorted objects without the contents of files/ and without the
+    random texts of Secrets.
+    """
     items = sorted(objects(template((preset_file(name),))), key=lambda item: (item["kind"], item["metadata"]["name"]))
     return yaml.dump_all(map(elided, items), Dumper=_Dumper, sort_keys=False, width=120)
 
@@ -105,6 +107,8 @@ def elided(item: Object) -> Object:
     if item["kind"] == "ConfigMap":
         data = {key: f"(files/{key})" if _is_file(key) else text for key, text in item["data"].items()}
         return {**item, "data": data}
+    if item["kind"] == "Secret":
+        return {**item, "data": dict.fromkeys(item["data"], "(random)")}
     if item["kind"] == "PrometheusRule":
         return {**item, "spec": "(files/alerts.yaml)"}
     return without_checksums(item)

@@ -163,8 +163,9 @@ WORKER = closed(
     gang=closed(kind=one_of("none", "kueue", "volcano"), queue=TEXT),
     serviceAccountName=NAME,
 )
+SECRET = closed(secretName=NAME, key={"type": "string", "pattern": "^[-._a-zA-Z0-9]+$"})  # perhaps made by the chart
 RAY = closed(
-    auth=closed(secretName=NAME, key={"type": "string", "pattern": "^[-._a-zA-Z0-9]+$"}),
+    auth=SECRET,
     ports=closed(
         gcs=PORT,
         nodeManager=PORT,
@@ -257,6 +258,7 @@ def values_schema(fabrics: list[str]) -> Schema:
         fabric=fabric(fabrics),
         tls=TLS,
         apiKeys=closed(secretName=NAME, key=TEXT),
+        cacheKey=SECRET,
         tracing=closed(endpoint=TEXT, sample={"type": "number", "minimum": 0, "maximum": 1}),
         serviceAccount=closed(create=BOOL, name=NAME, annotations=STRINGS),
         rbac=closed(create=BOOL),

@@ -35,7 +35,7 @@ async def over_grpc(client: Client, name: str) -> int:
         collect(answer, chunk)
     assert answer.tokens == expected(PROMPT, 5)
     await client.wait_whole()
-    return answer.usage.cached_tokens
+    return answer.usage.cached_prompt_tokens
 
 
 async def over_http(http: httpx.AsyncClient, client: Client, name: str) -> int:

@@ -13,7 +13,9 @@ pytestmark = pytest.mark.helm
 
 
 def secrets(*sets: str) -> dict[str, Object]:
-    return {item["metadata"]["name"]: item for item in of_kind(objects(template((), sets)), "Secret")}
+    """Without that of the routers (test_cache_key.py)."""
+    found = of_kind(objects(template((), (*sets, "cacheKey.secretName=given"))), "Secret")
+    return {item["metadata"]["name"]: item for item in found}
 
 
 def tokens(*sets: str) -> list[Object]:

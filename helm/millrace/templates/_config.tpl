@@ -43,6 +43,7 @@ app.kubernetes.io/name={{ include "millrace.name" . }},app.kubernetes.io/instanc
   "/etc/millrace/public-tls/tls.key") -}}
 {{- end -}}
 {{- end -}}
+{{- $_ := set $config "cache_key" (printf "/etc/millrace/cache-key/%s" .Values.cacheKey.key) -}}
 {{- with .Values.apiKeys.secretName -}}
 {{- $_ := set $config "api_keys" (printf "/etc/millrace/keys/%s" $.Values.apiKeys.key) -}}
 {{- end -}}

@@ -49,6 +49,24 @@ annotations:
 {{- end }}
 {{- end -}}
 
+{{/* The Secret from which routers make the salts of tenants; the chart makes it unless one is given */}}
+{{- define "millrace.cacheSecret" -}}
+{{- default (printf "%s-cache-key" (include "millrace.fullname" .)) .Values.cacheKey.secretName -}}
+{{- end -}}
+
+{{/* (dict "root" $ "component" "router" "name" NAME "key" KEY) -> a Secret with 48 random characters. The one that is
+     there stays. Rendered without a cluster, there is none, and the text is new every time. */}}
+{{- define "millrace.randomSecret" -}}
+{{- $known := default dict (lookup "v1" "Secret" .root.Release.Namespace .name).data -}}
+apiVersion: v1
+kind: Secret
+metadata:
+  {{- include "millrace.meta" . | nindent 2 }}
+type: Opaque
+data:
+  {{ .key }}: {{ default (randAlphaNum 48 | b64enc) (index $known .key) }}
+{{- end -}}
+
 {{/* Labels of every worker pod, whatever its role */}}
 {{- define "millrace.workerExpressions" -}}
 matchLabels:
