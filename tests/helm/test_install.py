@@ -11,7 +11,7 @@ import yaml
 from millrace_chart.render import CHART, KUBERNETES, Object, objects, preset_file, presets, run, template
 from millrace_router.config import RouterConfig
 from millrace_serve.worker.config import WorkerConfig
-from millrace_testing.charts import CPU, GROUPS, PAIR, VARIANTS, of_kind, pods, rendered
+from millrace_testing.charts import CPU, GIVEN, GROUPS, PAIR, VARIANTS, of_kind, pods, rendered
 from yamllint import linter
 from yamllint.config import YamlLintConfig
 
@@ -31,7 +31,7 @@ def named(items: list[Object], kind: str, name: str) -> Object:
 def test_the_bare_chart_is_linted_and_serves() -> None:
     assert "0 chart(s) failed" in run(["lint", "--strict", str(CHART)])
     command = ["template", "demo", str(CHART), "--namespace", "millrace", "--kube-version", KUBERNETES]
-    command += ["--set", "cacheKey.secretName=given"]  # a random text would differ
+    command += ["--set", GIVEN]
     bare = objects(run(command))
     assert {item["metadata"]["name"] for item in of_kind(bare, *WORKLOADS)} == {
         f"demo-millrace-{part}" for part in ("router", "prefill", "decode")

@@ -6,7 +6,7 @@ import base64
 
 import pytest
 from millrace_chart.render import Object, objects, template
-from millrace_testing.charts import of_kind, pods
+from millrace_testing.charts import GIVEN, of_kind, pods
 from millrace_testing.group import SETS
 
 pytestmark = pytest.mark.helm
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.helm
 
 def secrets(*sets: str) -> dict[str, Object]:
     """Without that of the routers (test_cache_key.py)."""
-    found = of_kind(objects(template((), (*sets, "cacheKey.secretName=given"))), "Secret")
+    found = of_kind(objects(template((), (*sets, GIVEN))), "Secret")
     return {item["metadata"]["name"]: item for item in found}
 
 
