@@ -34,7 +34,7 @@ class Routing(Config):
     load_factor: float = Field(1.25, gt=1)  # session, topology: more sequences than this x the mean are too many
     load_slack: int = Field(4, ge=1)  # session, topology: so many sequences are never too many
     cache_weight: float = Field(1.0, ge=0)  # prefix_aware, kv_aware: an uncached prompt token in tokens of load
-    prefix_blocks: int = Field(200_000, ge=1)  # prefix_aware: pages remembered, some 130 bytes each
+    prefix_blocks: int = Field(200_000, ge=1)  # prefix_aware: pages remembered, some 160 bytes each
     length_bounds: tuple[int, ...] = (2048, 16384)  # length_buckets: the longest prompt of each bucket but the last
     length_label: str = ""  # length_buckets: the label with a worker's bucket (0, 1, …); empty: by rank
     topology: tuple[str, ...] = ("zone", "rack", "host")  # labels, widest first, that make a decode worker near
