@@ -104,7 +104,14 @@ async def linked(fake: FakeWorker) -> tuple[Worker, asyncio.Task[None]]:
 
     def nothing() -> None: ...
 
-    worker = Worker(Target("fake", await fake.start()), "router", Timeouts(), build(), nothing, nothing)
+    worker = Worker(
+        Target("fake", await fake.start()),
+        worker_pb2.LinkHello(router_id="router"),
+        Timeouts(),
+        build(),
+        nothing,
+        nothing,
+    )
     running = asyncio.create_task(worker.run())
     async with asyncio.timeout(5):
         while worker.link is None:
