@@ -27,7 +27,7 @@ class Reason(enum.StrEnum):
     KV_NOT_FOUND = "KV_NOT_FOUND"
     KV_EXPIRED = "KV_EXPIRED"
     KV_MISMATCH = "KV_MISMATCH"  # the pages belong to other tokens than the prompt's
-    TRANSFER_FAILED = "TRANSFER_FAILED"
+    TRANSFER_FAILED = "TRANSFER_FAILED"  # a read of pages, or one stream between workers, broke
     WORKER_LOST = "WORKER_LOST"  # the process or its connection went away
     STALLED = "STALLED"  # a stage made no progress within its limit
     INTERNAL = "INTERNAL"

@@ -112,7 +112,7 @@ class MillraceError(Exception):
 _BY_CODE = {
     _S.CANCELLED: Reason.CANCELLED,
     _S.DEADLINE_EXCEEDED: Reason.DEADLINE_EXCEEDED,
-    _S.INTERNAL: Reason.WORKER_LOST,  # gRPC's own, about a stream that broke: our servers send details
+    _S.INTERNAL: Reason.TRANSFER_FAILED,  # gRPC's own, about one stream that broke: our servers send details
     _S.INVALID_ARGUMENT: Reason.INVALID_ARGUMENT,
     _S.NOT_FOUND: Reason.NOT_FOUND,
     _S.RESOURCE_EXHAUSTED: Reason.OVERLOADED,
@@ -122,7 +122,9 @@ _BY_CODE = {
 
 
 def from_rpc_error(error: grpc.RpcError) -> MillraceError:
-    """The error that the peer raised; for a status without our details, the nearest reason."""
+    """The error that the peer raised; for a status without our details, the nearest reason. It is of one call: whether
+    the peer lives, only its watch knows.
+    """
     status: status_pb2.Status | None = None
     with contextlib.suppress(ValueError):  # the transport replaced the code, so the details are of another error
         status = rpc_status.from_call(error)

@@ -10,6 +10,7 @@ import types
 from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc
 import msgspec
 import pytest
 from millrace.v1 import decode_pb2, kv_pb2, worker_pb2
@@ -17,7 +18,7 @@ from millrace_common import metrics as catalogue
 from millrace_common.page_hash import page_hashes
 from millrace_common.reasons import Reason
 from millrace_common.spans import OFF
-from millrace_rpc.errors import MillraceError
+from millrace_rpc.errors import MillraceError, from_rpc_error
 from millrace_serve.decode.service import DecodeRole
 from millrace_serve.engine.core import (
     Failure,
@@ -58,6 +59,7 @@ class Peer:
         self.answer: Any = kv_pb2.Held()  # to a release; None: the stream ends
         self.released = 0
         self.ended = False
+        self.watch: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
     def fetch(self, id: RequestId, fingerprint: str, stall_s: float, prefix: kv_pb2.FetchPrefix | None) -> Peer:
         self.prefix = prefix
@@ -83,7 +85,7 @@ class Peer:
     async def close(self) -> None: ...
 
     async def lost(self) -> bool:
-        return await asyncio.get_running_loop().create_future()
+        return await self.watch
 
     def renewed(self) -> None: ...
 
@@ -248,6 +250,31 @@ async def test_a_broken_stream_during_reads(bench: Bench) -> None:
     for rank in (0, 1):
         bench.imports.on_read_done(rank, ReadDone(ID, 0, "", 2))
     assert isinstance(bench.engine[-1], KvFailed) and len(bench.imports) == 0
+
+
+@pytest.mark.parametrize("code", [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK])
+async def test_the_end_of_one_stream_drops_no_peer_whose_watch_lives(bench: Bench, code: grpc.StatusCode) -> None:
+    """Other transfers from it go on: INTERNAL, for one, is gRPC's own where a stream ends while a message is sent."""
+    await bench.reading()
+    nothing = grpc.aio.Metadata()
+    error = grpc.aio.AioRpcError(code, nothing, nothing, details="Internal error from Core")
+    bench.peer.said.put_nowait(from_rpc_error(error))
+    await bench.settle()
+    assert len(bench.failed) == 1 and not bench.peer.dropped
+    assert bench.imports._peers.get("p:1", "e") is bench.peer
+    assert not [message for _, message in bench.transfer if isinstance(message, DropSource)]
+    for rank in (0, 1):
+        bench.imports.on_read_done(rank, ReadDone(ID, 0, "", 2))
+
+
+async def test_the_end_of_the_watch_drops_the_peer(bench: Bench) -> None:
+    await bench.reading()
+    bench.peer.watch.set_result(True)
+    await bench.settle()
+    assert bench.peer.dropped
+    assert [message for _, message in bench.transfer if isinstance(message, DropSource)] == [
+        DropSource(f"p{rank}") for rank in (0, 1)
+    ]
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,29 @@ async def test_a_stream_whose_channel_was_closed_under_it_has_lost_its_worker(dr
     await peers.close()
 
 
+async def test_a_stream_whose_channel_was_closed_before_it_began_ends() -> None:
+    """Its opening is never written for gRPC, and the request would wait for ever."""
+
+    class Call:
+        async def write(self, message: object) -> None:
+            await asyncio.Event().wait()
+
+        async def read(self) -> None:
+            await asyncio.Event().wait()
+
+        def cancel(self) -> None:
+            pass
+
+    peers = Peers(lambda rank, agent: None)
+    fetch = Fetch(Call(), peers.get("127.0.0.1:1", "e"), RequestId(1, 0), "", 0.01, None)  # type: ignore[arg-type]
+    async with asyncio.timeout(30):
+        with pytest.raises(MillraceError) as caught:
+            async for _ in fetch.items():
+                pass
+    assert caught.value.reason is Reason.STALLED
+    await peers.close()
+
+
 async def test_a_peer_that_dies_while_nobody_imports_is_dropped() -> None:
     """Else its pool would stay mapped, and a successor on the same device would not find the memory."""
     dropped: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
@@ -71,6 +94,18 @@ async def test_a_peer_that_dies_while_nobody_imports_is_dropped() -> None:
         await server.stop(0)
         assert await asyncio.wait_for(dropped.get(), 30) == (3, "agent")
         assert peers.get(peer.address, "e") is not peer
+        await peers.close()
+
+
+async def test_a_peer_that_is_silent_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millrace_serve.handover.peers.SILENCE_S", 0.1)
+    dropped: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
+    peers = Peers(lambda rank, agent: dropped.put_nowait((rank, agent)))
+    async with worker() as (_, loads, address):
+        peer = peers.get(address, "e")
+        peer.agents[3, "owner"] = "agent"
+        await loads.put("e")
+        assert await asyncio.wait_for(dropped.get(), 30) == (3, "agent") and peer.dropped
         await peers.close()
 
 
@@ -170,5 +205,7 @@ async def test_a_worker_that_cannot_be_asked_is_forgotten() -> None:
     pairs = Pairs(config, "ours", None, None, peers, None)  # type: ignore[arg-type]
     with pytest.raises(MillraceError):
         await pairs.warm_up(worker_pb2.KvSourceRef(address="127.0.0.1:1", epoch="e"))
-    assert not peers.epochs
+    async with asyncio.timeout(30):
+        while peers.epochs:  # until its watch is refused
+            await asyncio.sleep(0.01)
     await peers.close()

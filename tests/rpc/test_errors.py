@@ -99,10 +99,11 @@ async def test_statuses_of_others_get_the_nearest_reason(running) -> None:
     assert from_rpc_error(await error_of_unary(running)).reason is Reason.WORKER_LOST
 
 
-def test_a_stream_that_grpc_itself_calls_broken_is_a_lost_worker() -> None:
+def test_a_stream_that_grpc_itself_calls_broken_is_tried_again_and_no_lost_worker() -> None:
     nothing = grpc.aio.Metadata()
     error = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, nothing, nothing, details="Internal error from Core")
-    assert from_rpc_error(error).reason is Reason.WORKER_LOST
+    found = from_rpc_error(error)
+    assert found.reason is Reason.TRANSFER_FAILED and found.row.retry_elsewhere
 
 
 def test_unknown_reason_of_a_newer_peer_is_internal() -> None:

@@ -42,7 +42,7 @@ from millrace_serve.engine.core import (
     SequenceOutput,
 )
 from millrace_serve.handover.doubts import Doubts
-from millrace_serve.handover.peers import FATAL, Fetch, Peer, Peers
+from millrace_serve.handover.peers import Fetch, Peer, Peers
 from millrace_serve.transfer.base import MemoryHandle
 from millrace_serve.transfer.importer import (
     Action,
@@ -293,7 +293,7 @@ class Imports:
             self._broken(job, MillraceError.unexpected(error))
 
     def _broken(self, job: Import, error: MillraceError) -> None:
-        if error.reason in FATAL:
+        if error.reason is Reason.EPOCH_CHANGED:  # the watch may never have met the epoch, nor miss it
             self._peers.drop(job.peer)
         self._do(job, job.machine.on_abort(Failure(error.reason, f"worker {job.peer.address}: {error.message}")))
 

@@ -14,7 +14,7 @@ from millrace_rpc.errors import MillraceError, from_rpc_error
 
 from millrace_serve.engine.core import Route
 from millrace_serve.handover.imports import Imports
-from millrace_serve.handover.peers import FATAL, Peer, Peers
+from millrace_serve.handover.peers import Peer, Peers
 from millrace_serve.worker.config import WorkerConfig
 from millrace_serve.worker.frontend import convert, warmup
 from millrace_serve.worker.frontend.ranks import Ranks
@@ -48,7 +48,7 @@ class Pairs:
             info = await peer.info()
             check_pair(info, source, self._ranks)
         except MillraceError as error:
-            if error.reason in FATAL:  # there may be no connection whose end would be noticed
+            if error.reason is Reason.EPOCH_CHANGED:  # the watch may never have met the epoch, nor miss it
                 self._peers.drop(peer)
             raise
         pairs = [(theirs, ours) for theirs in range(info.replicas) for ours in range(self._config.dp)]

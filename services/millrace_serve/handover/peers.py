@@ -1,9 +1,10 @@
 """Connections to workers whose pages are read, one per process start of each: (address, epoch).
 
-A peer that failed, that forgot its weights, or whose connection broke, is dropped with its channel, so that the next
-import starts with a fresh one; the ranks read nothing more from its pools and unmap them, because the memory of a dead
-process stays allocated while another process maps it. Imports that use the peer at that time fail by their own broken
-streams.
+Each peer is watched. A peer whose watch ends, because the connection broke or was refused, it is silent, or it forgot
+its weights, is dropped with its channel, and so is one of whose epoch nothing is left. The next import starts with a
+fresh one; the ranks read nothing more from its pools and unmap them, because the memory of a dead process stays
+allocated while another process maps it. Imports that use the peer at that time fail by their own broken streams. The
+end of any other call says nothing of the peer: on one stream it can be gRPC's own, of a message that came too late.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from millrace_serve.worker.frontend import convert
 
 log = logging.getLogger(__name__)
 
-FATAL = frozenset({Reason.WORKER_LOST, Reason.EPOCH_CHANGED, Reason.STALLED})
 UNARY_TIMEOUT_S = 5.0
 WATCH_MS = 1000  # between two signs of life
+SILENCE_S = 5.0  # without any
 LAST_CALLS_S = 300.0  # for the calls of a channel whose certificate was replaced: as long as a lease may be
 T = TypeVar("T")
 Call: TypeAlias = "grpc.aio.StreamStreamCall[kv_pb2.FetchRequest, kv_pb2.FetchResponse]"
@@ -65,13 +66,15 @@ class Peer:
         await self._channel.close()
 
     async def lost(self) -> bool:
-        """Wait until the connection breaks, or the process takes another epoch: it may sleep, and its pages be gone.
-        False: this process closed or replaced the connection.
+        """Wait until the connection breaks or is silent, or the process takes another epoch: it may sleep, and its
+        pages be gone. False: this process closed or replaced the connection.
         """
         channel, request, met = self._channel, worker_pb2.WatchLoadRequest(min_interval_ms=WATCH_MS), False
-        with contextlib.suppress(MillraceError):
+        with contextlib.suppress(MillraceError, TimeoutError):
             call = _start(lambda: self.worker.WatchLoad(request))
-            while (load := await reply(call.read())) is not grpc.aio.EOF and (load.epoch == self.epoch or not met):
+            while (load := await reply(heard_within(SILENCE_S, call.read()))) is not grpc.aio.EOF:
+                if met and load.epoch != self.epoch:
+                    break
                 met = load.epoch == self.epoch
         return channel is self._channel
 
@@ -127,10 +130,12 @@ class Fetch:
         await self._say(kv_pb2.FetchRequest(failed=report))
 
     async def _say(self, message: kv_pb2.FetchRequest) -> None:
-        """Sends a message. On a stream that has ended it is lost, and `items` raises the reason."""
+        """Sends a message. On a stream that has ended it is lost, and `items` raises the reason. A write is never over
+        for gRPC when the channel was closed before the call had begun.
+        """
         async with self._writing:
-            with contextlib.suppress(MillraceError, asyncio.InvalidStateError):
-                await reply(self._call.write(message))
+            with contextlib.suppress(MillraceError, asyncio.InvalidStateError, TimeoutError):
+                await reply(heard_within(self._stall_s, self._call.write(message)))
 
     async def _next(self) -> kv_pb2.FetchResponse | None:
         try:
