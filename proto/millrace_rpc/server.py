@@ -5,13 +5,16 @@ from __future__ import annotations
 import abc
 import asyncio
 import contextlib
+import functools
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from millrace_common.reasons import Reason
 
 from millrace_rpc.errors import MillraceError
 from millrace_rpc.health import NOT_SERVING, SERVING, Health
@@ -119,30 +122,58 @@ class Interceptor(grpc.aio.ServerInterceptor):
 
 
 class _Errors(Interceptor):
-    """Turns exceptions of handlers into statuses."""
+    """Turns exceptions of handlers into statuses, and malformed requests, which gRPC would answer with INTERNAL."""
 
     def wrap(self, handler: grpc.RpcMethodHandler, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
         kinds = ["stream" if many else "unary" for many in (handler.request_streaming, handler.response_streaming)]
         kind = "_".join(kinds)  # the name of the handler's one behaviour
-        wrapped = (_streaming if handler.response_streaming else _unary)(getattr(handler, kind))
-        make = getattr(grpc, f"{kind}_rpc_method_handler")
-        return make(wrapped, handler.request_deserializer, handler.response_serializer)
+        check = _each if handler.request_streaming else _well_formed
+        wrapped = (_streaming if handler.response_streaming else _unary)(getattr(handler, kind), check)
+        parse = handler.request_deserializer and functools.partial(_parse, handler.request_deserializer)
+        return getattr(grpc, f"{kind}_rpc_method_handler")(wrapped, parse, handler.response_serializer)
 
 
-def _unary(behavior: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+def parse(deserializer: Callable[[bytes], T], data: bytes) -> T:
+    """The message in `data`. Raises MillraceError (INVALID_ARGUMENT)."""
+    return _well_formed(_parse(deserializer, data))
+
+
+def _parse(deserializer: Callable[[bytes], T], data: bytes) -> T | MillraceError:
+    """An error is handed on: where gRPC calls this, it must not raise."""
+    try:
+        return deserializer(data)
+    except DecodeError as error:  # which names the type
+        text = f"the request is not well-formed (strings must be valid UTF-8): {error}"
+        return MillraceError(Reason.INVALID_ARGUMENT, text)
+
+
+def _well_formed(request: T | MillraceError) -> T:
+    if isinstance(request, MillraceError):
+        raise request
+    return request
+
+
+async def _each(requests: AsyncIterator[T | MillraceError]) -> AsyncIterator[T]:
+    async for request in requests:
+        yield _well_formed(request)
+
+
+def _unary(behavior: Callable[..., Awaitable[Any]], check: Callable[[Any], Any]) -> Callable[..., Awaitable[Any]]:
     async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
         try:
-            return await behavior(request, context)
+            return await behavior(check(request), context)
         except Exception as error:
             return await _abort(context, error)
 
     return call
 
 
-def _streaming(behavior: Callable[..., AsyncGenerator[Any, None]]) -> Callable[..., AsyncIterator[Any]]:
+def _streaming(
+    behavior: Callable[..., AsyncGenerator[Any, None]], check: Callable[[Any], Any]
+) -> Callable[..., AsyncIterator[Any]]:
     async def call(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         try:
-            async with contextlib.aclosing(behavior(request, context)) as responses:
+            async with contextlib.aclosing(behavior(check(request), context)) as responses:
                 async for response in responses:
                     yield response
         except Exception as error:

@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import pytest
 import pytest_asyncio
-from millrace.v1 import common_pb2, kv_pb2, kv_pb2_grpc, worker_pb2
+from millrace.v1 import common_pb2, kv_pb2, kv_pb2_grpc, prefill_pb2, worker_pb2
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError, from_rpc_error
 from millrace_testing.fake_router import FakeLink, FakePair, request
@@ -322,6 +322,33 @@ async def test_fetch_works_twice_and_release_is_answered_on_it(pair: list[Worker
                     pass
             reason = from_rpc_error(caught.value).reason  # type: ignore[arg-type]
             assert reason is (Reason.KV_NOT_FOUND if opening.HasField("open") else Reason.INVALID_ARGUMENT)
+
+
+@pytest.mark.parametrize("bad", [b"\xff", b"\n\x04\x12\x02\xff\xfe", b"\x12"])  # wire type, UTF-8, length
+@pytest.mark.parametrize("path", ["PrefillService/Link", "KvService/Fetch", "WorkerService/Warmup"])
+async def test_messages_that_cannot_be_read_are_refused(pair: list[Worker], path: str, bad: bytes) -> None:
+    """At the beginning of a call, and later."""
+    prefill, _ = pair
+    hello = worker_pb2.LinkHello(router_id="r", epoch=prefill.epoch)
+    first = {
+        "PrefillService/Link": prefill_pb2.PrefillLinkRequest(hello=hello),
+        "KvService/Fetch": kv_pb2.FetchRequest(
+            open=kv_pb2.FetchOpen(id={"room": 5}, epoch=prefill.epoch, fingerprint=(await prefill.source()).fingerprint)
+        ),
+    }.get(path)
+    for messages in ([bad],) if first is None else ([bad], [first.SerializeToString(), bad]):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            if first is None:
+                await prefill.channel.unary_unary(f"/millrace.v1.{path}")(bad, timeout=20)
+            else:
+                call = prefill.channel.stream_stream(f"/millrace.v1.{path}")(timeout=20)
+                for message in messages:
+                    await call.write(message)
+                while await call.read() is not grpc.aio.EOF:
+                    pass
+        error = from_rpc_error(caught.value)
+        assert error.reason is Reason.INVALID_ARGUMENT and "not well-formed" in error.message
+    assert "Traceback" not in prefill.process.log_path.read_text()
 
 
 async def test_a_rank_whose_pages_several_readers_cannot_read_gets_another_agent(pair: list[Worker]) -> None:

@@ -7,13 +7,11 @@ from operator import methodcaller
 from typing import TypeVar
 
 import grpc
-from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as Proto
 from millrace.v1 import inference_pb2 as pb
 from millrace_common.log import request_id
-from millrace_common.reasons import Reason
 from millrace_common.sampling_limits import NUMBERS
-from millrace_rpc.errors import MillraceError
+from millrace_rpc.server import parse
 
 from millrace_router.flow import validate
 from millrace_router.flow.ask import Ask, Chat, Prompt
@@ -60,7 +58,7 @@ class InferenceService:
         return pb.ListModelsResponse(models=entries)
 
     def handlers(self) -> grpc.GenericRpcHandler:
-        """Return the handlers. They get bytes, because generated ones answer malformed bytes with INTERNAL."""
+        """Return the handlers. They get bytes, whose number is limited."""
         unary, serialize = grpc.unary_unary_rpc_method_handler, methodcaller("SerializeToString")
         methods = {
             "Generate": grpc.unary_stream_rpc_method_handler(self.generate, None, serialize),
@@ -73,11 +71,7 @@ class InferenceService:
     def _parse(self, kind: type[P], data: bytes) -> P:
         """Raises INVALID_ARGUMENT for malformed bytes, MESSAGE_TOO_LARGE for too many."""
         validate.check_size(len(data), self._inference.backend.config.limits.message_bytes)
-        try:
-            return kind.FromString(data)
-        except DecodeError:
-            text = f"the request is not a well-formed {kind.__name__} (strings must be valid UTF-8)"
-            raise MillraceError(Reason.INVALID_ARGUMENT, text) from None
+        return parse(kind.FromString, data)
 
 
 def to_ask(request: pb.GenerateRequest, timeout_s: float | None) -> Ask:

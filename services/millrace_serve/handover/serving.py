@@ -10,6 +10,7 @@ from typing import TypeAlias
 import grpc
 from millrace.v1 import kv_pb2, kv_pb2_grpc
 from millrace_common.page_hash import BLOCK_BYTES
+from millrace_rpc.errors import MillraceError
 
 from millrace_serve.engine.core import KvPart, RequestId
 from millrace_serve.handover.exports import Export, Exports
@@ -43,6 +44,7 @@ class KvServicer(kv_pb2_grpc.KvServiceServicer):
         context.add_done_callback(lambda _: release.cancel())
         with contextlib.ExitStack() as until_the_end:
             async for item in self._exports.fetch(id):
+                _released(release)
                 if isinstance(item, KvPart):
                     yield kv_pb2.FetchResponse(part=convert.wire_part(item))
                 elif isinstance(item, Export):
@@ -50,7 +52,7 @@ class KvServicer(kv_pb2_grpc.KvServiceServicer):
                     yield kv_pb2.FetchResponse(source=kv_pb2.KvSource(ranks=map(convert.wire_memory, memory)))
                 else:
                     yield kv_pb2.FetchResponse(heartbeat=kv_pb2.Heartbeat())
-        if release.done() and release.result():
+        if _released(release):
             yield kv_pb2.FetchResponse(held=kv_pb2.Held())
 
     def _lend(self, prefix: kv_pb2.FetchPrefix, context: Context) -> RequestId:
@@ -67,12 +69,26 @@ class KvServicer(kv_pb2_grpc.KvServiceServicer):
         context.add_done_callback(lambda _: self._exports.fail(id, ABORTED))
         return id
 
-    async def _release(self, id: RequestId, requests: AsyncIterator[kv_pb2.FetchRequest]) -> bool:
-        """Release the pages at the peer's release, which ends the Fetch. Returns whether they were held until then."""
-        with contextlib.suppress(grpc.aio.UsageError, grpc.aio.AbortError):  # the stream is over
+    async def _release(self, id: RequestId, requests: AsyncIterator[kv_pb2.FetchRequest]) -> bool | MillraceError:
+        """Release the pages at the peer's release, which ends the Fetch. Returns whether they were held until then, or
+        what is wrong with a message.
+        """
+        try:
             async for message in requests:
                 if message.HasField("failed"):
                     self._sources.on_failed(message.failed)
                 elif message.HasField("release"):
                     return self._exports.leases.release(id)
+        except (grpc.aio.UsageError, grpc.aio.AbortError):
+            pass  # the stream is over
+        except MillraceError as malformed:
+            return malformed
         return False
+
+
+def _released(release: asyncio.Task[bool | MillraceError]) -> bool:
+    """Whether pages were held until they were released. Raises what is wrong with a message of the reader."""
+    answer = release.done() and release.result()
+    if isinstance(answer, MillraceError):
+        raise answer
+    return answer

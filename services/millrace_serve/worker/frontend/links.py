@@ -107,6 +107,8 @@ class Links:
                 self._take(link, message)
         except (grpc.aio.UsageError, grpc.aio.AbortError):
             pass  # the stream is over
+        except MillraceError as malformed:
+            error = malformed
         except Exception as unexpected:
             log.exception("link of router %s failed", link.router_id)
             error = MillraceError.unexpected(unexpected)
