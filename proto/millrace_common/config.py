@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+LONGEST_S = (2**31 - 1) // 1000  # 24 days: polls and timers of the operating system count milliseconds in 31 bits
 
 
 class ConfigError(Exception):
@@ -17,10 +19,11 @@ class ConfigError(Exception):
 class Config(BaseModel):
     """Base of all configuration models."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
 
 C = TypeVar("C", bound=Config)
+Seconds = Annotated[float, Field(ge=0, le=LONGEST_S)]
 
 
 def load(model: type[C], path: str | Path | None = None, overrides: Sequence[str] = ()) -> C:

@@ -7,7 +7,7 @@ import itertools
 from pathlib import Path
 from typing import Any, Literal
 
-from millrace_common.config import Config
+from millrace_common.config import Config, Seconds
 from millrace_common.spans import Tracing
 from millrace_common.tls_config import Tls
 from pydantic import Field, field_validator, model_validator
@@ -40,7 +40,7 @@ class Routing(Config):
     topology: tuple[str, ...] = ("zone", "rack", "host")  # labels, widest first, that make a decode worker near
     local_prefill_tokens: int = Field(0, ge=0)  # shorter uncached prompts are run by the decode worker itself; 0: none
     # A prompt that would wait longer at every prefill worker is run by a decode worker that is sooner done; 0: none.
-    local_prefill_wait: float = Field(0.0, ge=0)
+    local_prefill_wait: Seconds = 0.0
     revision: str = ""  # revision of the workers that are asked first; empty: workers without a revision
 
     @property
@@ -59,15 +59,15 @@ class Routing(Config):
 class Timeouts(Config):
     """Limits of a stage without progress."""
 
-    no_workers: float = Field(5.0, gt=0)  # before NO_WORKERS, for a request that came when no pair was routable
-    queue: float = Field(60.0, gt=0)  # waiting for a worker with credits
-    prefill: float = Field(120.0, gt=0)  # from submit to the first token
-    handover: float = Field(30.0, gt=0)  # from the prefill worker's token to the decode worker's first output
-    stall: float = Field(30.0, gt=0)  # between two outputs of the decode worker
-    connect: float = Field(3.0, gt=0)  # a worker's answer to GetInfo and to the Link's hello
-    silence: float = Field(3.0, gt=0)  # a worker whose load stream is silent for longer is lost
-    warmup: float = Field(120.0, gt=0)  # one warm-up or GC freeze
-    drain: float = Field(30.0, ge=0)  # running streams after SIGTERM
+    no_workers: Seconds = Field(5.0, gt=0)  # before NO_WORKERS, for a request that came when no pair was routable
+    queue: Seconds = Field(60.0, gt=0)  # waiting for a worker with credits
+    prefill: Seconds = Field(120.0, gt=0)  # from submit to the first token
+    handover: Seconds = Field(30.0, gt=0)  # from the prefill worker's token to the decode worker's first output
+    stall: Seconds = Field(30.0, gt=0)  # between two outputs of the decode worker
+    connect: Seconds = Field(3.0, gt=0)  # a worker's answer to GetInfo and to the Link's hello
+    silence: Seconds = Field(3.0, gt=0)  # a worker whose load stream is silent for longer is lost
+    warmup: Seconds = Field(120.0, gt=0)  # one warm-up or GC freeze
+    drain: Seconds = 30.0  # running streams after SIGTERM
 
 
 class Limits(Config):
@@ -82,7 +82,7 @@ class Limits(Config):
 class Connections(Config):
     """Connections of clients. They end in good order after a while, so that a new router replica gets load."""
 
-    max_age: float | None = Field(300.0, gt=0)  # seconds, give or take a tenth; none: they live for ever
+    max_age: Seconds | None = Field(300.0, gt=0)  # seconds, give or take a tenth; none: they live for ever
 
     @property
     def grpc_options(self) -> list[tuple[str, int]]:
@@ -140,7 +140,7 @@ class OutlierRules(Config):
     consecutive: int = Field(5, ge=1)  # failures in a row that eject a worker, however its peers do
     failures: float = Field(0.3, gt=0, le=1)  # failure ratio above the others' median by so much
     slower: float = Field(5.0, gt=1)  # first outputs take so many times as long as the others'
-    pause: float = Field(10.0, gt=0)  # length of an ejection, times the number of ejections so far
+    pause: Seconds = Field(10.0, gt=0)  # length of an ejection, times the number of ejections so far
     share: float = Field(0.5, ge=0, lt=1)  # of a role, rounded down, that comparisons may eject at the same time
 
 

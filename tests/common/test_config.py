@@ -6,7 +6,12 @@ from pathlib import Path
 
 import pydantic
 import pytest
-from millrace_common.config import Config, ConfigError, load
+from millrace_common.config import LONGEST_S, Config, ConfigError, load
+from millrace_router import config as router_config
+from millrace_router.config import RouterConfig
+from millrace_serve.engine.sim.runner import SimSettings
+from millrace_serve.worker import config as worker_config
+from millrace_serve.worker.config import WorkerConfig
 from pydantic import Field
 
 
@@ -100,3 +105,29 @@ def test_models_are_frozen() -> None:
     config = Outer(model="a")
     with pytest.raises(pydantic.ValidationError):
         config.model = "b"
+
+
+ROUTER, WORKER = ("model=x",), ("engine=sim",)
+TIMES = [
+    *((RouterConfig, ROUTER, f"timeouts.{name}") for name in router_config.Timeouts.model_fields),
+    *((WorkerConfig, WORKER, f"timeouts.{name}") for name in worker_config.Timeouts.model_fields),
+    *((WorkerConfig, WORKER, f"sim.{name}") for name in SimSettings.model_fields if name.endswith("_s")),
+    (RouterConfig, ROUTER, "connections.max_age"),
+    (RouterConfig, ROUTER, "routing.local_prefill_wait"),
+    (RouterConfig, ROUTER, "resilience.outliers.pause"),
+]
+
+
+@pytest.mark.parametrize(("kind", "fixed", "key"), TIMES)
+def test_no_time_is_longer_than_timers_take(kind: type[Config], fixed: tuple[str, ...], key: str) -> None:
+    load(kind, None, [*fixed, f"{key}={LONGEST_S}"])
+    for value in (LONGEST_S + 1, 1e30, -1, ".inf", "-.inf", ".nan"):
+        with pytest.raises(ConfigError, match=key):
+            load(kind, None, [*fixed, f"{key}={value}"])
+
+
+@pytest.mark.parametrize("value", [".inf", "-.inf", ".nan"])
+@pytest.mark.parametrize("key", ["routing.cache_weight", "resilience.retries.per_s"])
+def test_settings_are_finite(key: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key}: .*finite number"):
+        load(RouterConfig, None, [*ROUTER, f"{key}={value}"])

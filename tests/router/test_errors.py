@@ -204,6 +204,8 @@ async def test_a_deadline_may_be_as_far_as_one_likes(pair: Cluster) -> None:
         assert (await pair.http.post("/v1/completions", content=body)).status_code == 200, timeout_s
     assert (await pair.generate([1], timeout=60 * 86400.0)).error is None
     assert {request.timeout_ms for worker in pair.workers for request in worker.submitted} == {2**32 - 1}
+    status, error = await http_error(pair, "/v1/completions", b'{"prompt": "x", "timeout_s": NaN}')
+    assert status == 400 and error["param"] == "timeout_s" and "number of seconds" in error["message"]
     await pair.quiet()
 
 

@@ -33,6 +33,14 @@ def test_messages_arrive_typed_and_in_order(pair) -> None:  # type: ignore[no-un
     assert received == MESSAGES
 
 
+@pytest.mark.parametrize("wait_s", [2.0**31 / 1000, 1e7, (2**32 - 1) / 1000, 1e30, float("inf")])
+def test_a_wait_of_any_length_ends_with_a_message(pair, wait_s: float) -> None:  # type: ignore[no-untyped-def]
+    """A poll counts milliseconds in 31 bits; a request's deadline has 32."""
+    sender, receiver = pair
+    sender.send(MESSAGES[0])
+    assert receiver.receive(wait_s) == MESSAGES[:1]
+
+
 def test_receive_returns_when_nothing_comes(pair) -> None:  # type: ignore[no-untyped-def]
     _, receiver = pair
     assert receiver.receive() == [] and receiver.receive(0.001) == []

@@ -35,11 +35,12 @@ Prompt = str | Chat | list[int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """`numbers`: the scalar fields of SamplingParams that were given."""
+    """`numbers`: the scalar fields of SamplingParams that were given. `names`: what the request calls them instead."""
 
     model: str
     prompt: Prompt | None
     numbers: Mapping[str, float] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False

@@ -6,6 +6,7 @@ and its limit. The order: what needs no tokens first (`check`), then, with the p
 
 from __future__ import annotations
 
+import math
 import re
 import secrets
 from collections.abc import Collection, Mapping, Sequence
@@ -41,7 +42,7 @@ def check(ask: Ask, model: worker_pb2.WorkerInfo, names: Collection[str], config
     if ask.grammar is not None:
         _check_grammar(ask, ask.grammar, model)
     for name, value in ask.numbers.items():
-        _within(name, value, NUMBERS[name])
+        _within(ask.names.get(name, name), value, NUMBERS[name])
     _within("n", ask.n, Range(1, limits.n))
     _within("priority", ask.priority, PRIORITY)
     _check_tokens(ask, model)
@@ -52,8 +53,11 @@ def check(ask: Ask, model: worker_pb2.WorkerInfo, names: Collection[str], config
     ):
         if len(text) > most:
             raise invalid(name, f"must have at most {most} characters")
-    if ask.timeout_s is not None and not ask.timeout_s > 0:
-        raise MillraceError(Reason.DEADLINE_EXCEEDED, "the deadline had passed when the request arrived")
+    if ask.timeout_s is not None and math.isnan(ask.timeout_s):
+        raise invalid("timeout_s", f"must be a number of seconds, not {ask.timeout_s}")
+    if ask.timeout_s is not None and ask.timeout_s <= 0:
+        text = "the deadline had passed when the request arrived"
+        raise MillraceError(Reason.DEADLINE_EXCEEDED, text, param="timeout_s")
 
 
 def check_model(name: str, names: Collection[str]) -> None:
@@ -103,7 +107,8 @@ def fit(ask: Ask, prompt_tokens: int, model: worker_pb2.WorkerInfo) -> common_pb
         raise _too_long(f"the prompt has {prompt_tokens} tokens", model)
     max_tokens = int(ask.numbers.get("max_tokens", room))
     if max_tokens > room:
-        raise _too_long(f"the prompt's {prompt_tokens} tokens and max_tokens {max_tokens} together exceed it", model)
+        name = ask.names.get("max_tokens", "max_tokens")
+        raise _too_long(f"the prompt's {prompt_tokens} tokens and {name} {max_tokens} together exceed it", model)
     if ask.numbers.get("min_tokens", 0) > max_tokens:
         raise invalid("min_tokens", f"must be at most max_tokens, which is {max_tokens}")
     numbers: dict[str, Any] = {"seed": secrets.randbits(64), **ask.numbers, "max_tokens": max_tokens}

@@ -18,6 +18,7 @@ from millrace_router.text.call_arguments import NONE
 from millrace_router.text.chat_format import ChatFormat, Tool, structural_tag
 
 MAX_ARGUMENTS = 16  # of a chat template
+MOST_TOKENS = "max_completion_tokens"  # OpenAI's newer name of max_tokens
 
 
 class Cacheable(Strict):
@@ -201,7 +202,8 @@ class ChatRequest(Conversation, Common):
         ask = self.as_ask(chat, request_id, max_tokens, (self.top_logprobs or 0) if self.logprobs else None)
         if ask.grammar is not None and chat.tools:
             raise invalid(ask.grammar_param, "cannot be combined with tools; set tool_choice to none")
-        return ask
+        names = {"logprobs": "top_logprobs"}
+        return replace(ask, names=names if self.max_completion_tokens is None else names | {"max_tokens": MOST_TOKENS})
 
 
 def in_format(ask: Ask, form: ChatFormat) -> Ask:

@@ -17,6 +17,7 @@ import zmq
 T = TypeVar("T")
 
 SHORTEST_POLL_S = 1e-3  # ZeroMQ counts in milliseconds: a shorter wait is a sleep that no message ends
+LONGEST_POLL_S = 3600.0  # and in 31 bits, which a deadline may exceed
 BATCH = 256  # messages that a reader callback takes before other callbacks run
 
 
@@ -51,15 +52,15 @@ class Receiver(Generic[T]):
         self._on_message: Callable[[T], None] | None = None
 
     def receive(self, wait_s: float | None = 0.0, fds: Sequence[int] = ()) -> list[T]:
-        """Return all queued messages; waits up to `wait_s` (None: for ever) for the first one, or until one of `fds` is
-        readable.
+        """Return all queued messages; waits up to `wait_s` (None: for ever), or LONGEST_POLL_S if that is less, for the
+        first one, or until one of `fds` is readable.
         """
         if wait_s is None:
             self._poll(None, fds)
         elif 0 < wait_s < SHORTEST_POLL_S:
             time.sleep(wait_s)
         elif wait_s:
-            self._poll(int(wait_s * 1000), fds)
+            self._poll(int(min(wait_s, LONGEST_POLL_S) * 1000), fds)
         messages: list[T] = []
         while (message := self._take()) is not None:
             messages.append(message)

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from millrace_common.config import Config
+from millrace_common.config import Config, Seconds
 from millrace_common.spans import Tracing
 from millrace_common.tls_config import Tls
 from pydantic import Field, model_validator
@@ -28,11 +28,11 @@ class EngineKind(enum.StrEnum):
 class Timeouts(Config):
     """Seconds."""
 
-    start: float = Field(600.0, gt=0)  # until every rank is ready to warm up; later what a rank announces
-    warmup: float = Field(120.0, gt=0)  # all warm-up requests of one call together
-    drain: float = Field(30.0, ge=0)  # running work after SIGTERM
-    stall: float = Field(5.0, gt=0)  # decode: silence of a Fetch stream, or a read that does not end
-    lease: float = Field(30.0, gt=0)  # prefill: parked pages since the importer's last message
+    start: Seconds = Field(600.0, gt=0)  # until every rank is ready to warm up; later what a rank announces
+    warmup: Seconds = Field(120.0, gt=0)  # all warm-up requests of one call together
+    drain: Seconds = 30.0  # running work after SIGTERM
+    stall: Seconds = Field(5.0, gt=0)  # decode: silence of a Fetch stream, or a read that does not end
+    lease: Seconds = Field(30.0, gt=0)  # prefill: parked pages since the importer's last message
 
     @property
     def fetch_wait(self) -> float:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from millrace_common.config import Config
+from millrace_common.config import Config, Seconds
 from millrace_common.page_hash import page_hashes
 from pydantic import Field
 
@@ -38,10 +38,10 @@ class SimSettings(Config):
     vocab_size: int = Field(32768, gt=SPECIAL_TOKENS)
     eos_token_id: int = Field(1, ge=0, lt=SPECIAL_TOKENS)
     eos_lengths: tuple[int, int] | None = None
-    step_s: float = Field(0.0, ge=0)
-    token_s: float = Field(0.0, ge=0)
-    sequence_s: float = Field(0.0, ge=0)
-    key_s: float = Field(0.0, ge=0)
+    step_s: Seconds = 0.0
+    token_s: Seconds = 0.0
+    sequence_s: Seconds = 0.0
+    key_s: Seconds = 0.0
     acceptance: float = Field(0.7, ge=0, le=1)  # probability that a draft is accepted
     page_kv_bytes: int = Field(4096, ge=2, multiple_of=2)  # size of a page that travels, without its canary
 
