@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -79,15 +80,38 @@ class Limits(Config):
     message_bytes: int = Field(8 << 20, ge=1, lt=16 << 20)  # below the transport's own limit, whose error is less clear
 
 
+class Bodies(Config):
+    """Of HTTP requests, until they are read."""
+
+    timeout: float = Field(120.0, gt=0)  # seconds from the headers to the end of the body
+    bytes_per_s: int = Field(4096, ge=1)  # the least, after 10 s
+    held: int = Field(256 << 20, ge=1)  # bytes of all bodies that are being received or read
+    held_by_tenant: int = Field(64 << 20, ge=1)  # of these, of one key
+
+
 class Connections(Config):
     """Connections of clients. They end in good order after a while, so that a new router replica gets load."""
 
     max_age: Seconds | None = Field(300.0, gt=0)  # seconds, give or take a tenth; none: they live for ever
+    # The rest is of HTTP.
+    idle: Seconds = Field(75.0, gt=0)  # seconds without a request, on every port; a proxy should close its own before
+    most: int = Field(4096, ge=1)  # on the public port
+    per_address: int | None = Field(None, ge=1)  # of these, from one client's address, which may be a proxy's
+    cors: tuple[str, ...] = ()  # origins of web pages that may read the answers, such as https://chat.example.com, or *
+    keep_alive: Seconds = Field(10.0, gt=0)  # seconds of silence in a stream after which it says that it lives
 
     @property
     def grpc_options(self) -> list[tuple[str, int]]:
         """Streams that still run at that age go on to their end: no grace is set."""
         return [] if self.max_age is None else [("grpc.max_connection_age_ms", round(self.max_age * 1000))]
+
+    @field_validator("cors")
+    @classmethod
+    def _origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in origins:
+            if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s*]+", origin):
+                raise ValueError(f"{origin!r} is no origin: it is scheme://host or scheme://host:port, or *")
+        return origins
 
 
 class StaticTarget(Config):
@@ -179,11 +203,15 @@ class RouterConfig(Config):
     timeouts: Timeouts = Timeouts()
     limits: Limits = Limits()
     connections: Connections = Connections()
+    bodies: Bodies = Bodies()
     stream_interval: float = Field(0.0, ge=0, le=1)  # seconds between two rounds of sending; 0: as the load allows
     log_level: str = "INFO"
 
     @model_validator(mode="after")
-    def _workers_are_static(self) -> RouterConfig:
+    def _fits_together(self) -> RouterConfig:
+        if self.bodies.held_by_tenant < self.limits.message_bytes or self.bodies.held < self.bodies.held_by_tenant:
+            text = "must be at least limits.message_bytes, and bodies.held at least as much: else a request has no room"
+            raise ValueError(f"bodies.held_by_tenant: {text}")
         if self.workers and self.discovery.kind != "static":
             raise ValueError(f"workers: only with discovery.kind=static, not {self.discovery.kind}")
         return self

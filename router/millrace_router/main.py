@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import functools
 import json
 import logging
 import os
@@ -29,7 +28,8 @@ from millrace_common.config import ConfigError, load
 from millrace_common.gc_hooks import ProcessGc
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
-from millrace_rpc.http_server import Ageing, HttpServer
+from millrace_rpc.http_connection import Limits
+from millrace_rpc.http_server import HttpServer
 from millrace_rpc.server import Server, run
 from millrace_rpc.tls import identity_of
 
@@ -37,7 +37,7 @@ from millrace_router.anthropic import http as public_http
 from millrace_router.config import RouterConfig
 from millrace_router.edge import admin, admin_http, grpc_service, probes
 from millrace_router.edge.api_keys import Keys
-from millrace_router.edge.guard import GrpcGuard, HttpGuard
+from millrace_router.edge.guard import GrpcGuard, HttpGuard, with_cors
 from millrace_router.edge.http_answers import new_app
 from millrace_router.fleet.registry import Registry
 from millrace_router.flow.admission import Admission
@@ -72,12 +72,15 @@ class Router:
         self._admin = Server([admin.SERVICE])
         operations = admin.Admin(self.registry, self._gc)
         admin_pb2_grpc.add_AdminServicer_to_server(operations, self._admin.grpc)
-        self._admin_http = HttpServer(admin_http.build(operations))
+        limits = config.connections
+        inside = Limits(limits.idle)
+        self._admin_http = HttpServer(admin_http.build(operations), inside)
         beside = self._before_scrape if config.metrics is None else None
         self._parting = asyncio.Event()
-        connection = functools.partial(Ageing, config.connections.max_age, self._parting)
-        self._http = HttpServer(HttpGuard(public_http.build(self.inference, beside), self._keys), connection)
-        self._probes = HttpServer(new_app(probes.routes(backend, self._before_scrape)))
+        public = HttpGuard(public_http.build(self.inference, beside), self._keys)
+        outside = Limits(limits.idle, limits.most, limits.per_address, limits.max_age)
+        self._http = HttpServer(with_cors(public, limits.cors), outside, self._parting)
+        self._probes = HttpServer(new_app(probes.routes(backend, self._before_scrape)), inside)
         self._serving = False
         self._lag: asyncio.Task[None] | None = None
 

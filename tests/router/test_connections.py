@@ -13,9 +13,9 @@ import pytest
 from millrace.v1 import inference_pb2, inference_pb2_grpc, worker_pb2
 from millrace_common.reasons import Reason
 from millrace_router.anthropic import http as public_http
-from millrace_rpc import http_server
+from millrace_rpc import http_connection
 from millrace_rpc.errors import from_rpc_error
-from router.fake_worker import DECODE, PREFILL, FakeWorker, expected, output
+from router.fake_worker import DECODE, PREFILL, UNIFIED, FakeWorker, expected, output
 from router.harness import Cluster
 
 PROMPT = [10, 20, 30]
@@ -114,8 +114,9 @@ async def test_a_client_that_leaves_in_the_middle_of_its_request_is_no_fault(pai
     assert statuses[0] == 499
 
 
-async def test_a_connection_without_a_whole_request_ends(pair: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("millrace_rpc.http_server.MAX_HEAD_S", 0.2)
+async def test_a_connection_without_a_whole_request_ends(cluster: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millrace_rpc.http_connection.MAX_HEAD_S", 0.2)
+    pair = await cluster(FakeWorker(UNIFIED), connections={"idle": 0.2})
     begun = b"GET /health HTTP/1.1\r\nhost: x\r\n"
     for sent, answers in ((b"", 0), (begun, 0), (begun + b"\r\n" + begun, 1)):
         reader, writer = await asyncio.open_connection("127.0.0.1", pair.router.ports["http"])
@@ -128,7 +129,7 @@ async def test_a_connection_without_a_whole_request_ends(pair: Cluster, monkeypa
 async def test_a_request_that_is_begun_while_another_runs_does_not_end_it(
     cluster: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("millrace_rpc.http_server.MAX_HEAD_S", 0.05)
+    monkeypatch.setattr("millrace_rpc.http_connection.MAX_HEAD_S", 0.05)
     made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE, step_s=0.05))
     body = json.dumps({"prompt": PROMPT, "max_tokens": 8, "stream": True})
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
@@ -163,7 +164,7 @@ async def _becomes(channel: grpc.aio.Channel, wanted: grpc.ChannelConnectivity) 
 async def test_old_http_connections_end_with_an_answer(
     cluster: Callable, monkeypatch: pytest.MonkeyPatch, max_requests: int, max_age: float | None
 ) -> None:
-    monkeypatch.setattr(http_server, "MAX_REQUESTS", max_requests)
+    monkeypatch.setattr(http_connection, "MAX_REQUESTS", max_requests)
     made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE), connections={"max_age": max_age})
     async with httpx.AsyncClient(base_url=made.url) as client, asyncio.timeout(10):
         closed = []

@@ -19,7 +19,7 @@ from millrace_common.tls_config import Tls
 from millrace_router.edge.guard import MAX_HEADER_BYTES, HttpGuard
 from millrace_rpc.client import channel
 from millrace_rpc.errors import from_rpc_error
-from millrace_rpc.http_server import MAX_HEAD_BYTES
+from millrace_rpc.http_connection import MAX_HEAD_BYTES
 from millrace_rpc.tls import Identity
 from millrace_testing.certificates import Authority
 from router.fake_worker import DECODE, PREFILL, UNIFIED, FakeWorker, expected, output

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import http.client
+import json
 import socket
 from collections.abc import AsyncIterator
 
 import pytest
-from millrace_rpc import http_server
-from millrace_rpc.http_server import MAX_HEAD_BYTES, HttpServer, body_of
+from millrace_rpc import http_connection
+from millrace_rpc.http_connection import MAX_HEAD_BYTES, Ending, Limits, body_of
+from millrace_rpc.http_server import HttpServer
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, StreamingResponse
@@ -17,6 +21,10 @@ from starlette.routing import Route
 
 async def hello(request: Request) -> PlainTextResponse:
     return PlainTextResponse("hello")
+
+
+async def length(request: Request) -> PlainTextResponse:
+    return PlainTextResponse(f"{len(await request.body())} bytes")
 
 
 async def slow(request: Request) -> PlainTextResponse:
@@ -39,11 +47,17 @@ async def streamed(request: Request) -> StreamingResponse:
     return StreamingResponse(parts())
 
 
+ROUTES = {"/": hello, "/slow": slow, "/streamed": streamed}
+APP = Starlette(
+    routes=[*(Route(path, endpoint) for path, endpoint in ROUTES.items()), Route("/length", length, methods=["POST"])]
+)
+
+
 @pytest.fixture
 async def port() -> AsyncIterator[int]:
     """Of a server; afterwards nothing of it is left."""
     before = asyncio.all_tasks()
-    server = HttpServer(Starlette(routes=[Route("/", hello), Route("/slow", slow), Route("/streamed", streamed)]))
+    server = HttpServer(APP)
     port = server.start("127.0.0.1:0")
     yield port
     await server.stop()
@@ -61,6 +75,13 @@ async def said(port: int, text: bytes) -> bytes:
         return await asyncio.wait_for(reader.read(), 10)
     finally:
         writer.close()
+
+
+@contextlib.asynccontextmanager
+async def serving(**limits: float) -> AsyncIterator[int]:
+    server = HttpServer(APP, Limits(**limits))
+    yield server.start("127.0.0.1:0")
+    await server.stop()
 
 
 async def test_get_and_what_is_not_there(port: int) -> None:
@@ -82,20 +103,20 @@ async def test_headers_are_bounded_in_size_and_time(port: int, monkeypatch: pyte
     writer.write(b"GET / HTTP/1.1\r\nx-endless: " + b"a" * MAX_HEAD_BYTES)
     assert (await asyncio.wait_for(reader.readline(), 10)).startswith(b"HTTP/1.1 413")
     writer.close()
-    monkeypatch.setattr(http_server, "MAX_HEAD_S", 0.1)
+    monkeypatch.setattr(http_connection, "MAX_HEAD_S", 0.1)
     assert await said(port, b"GET / HTTP/1.1\r\n") == b""
 
 
 async def test_the_end_of_a_body_does_not_count_as_the_next_head(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "MAX_HEAD_BYTES", 1000)
+    monkeypatch.setattr(http_connection, "MAX_HEAD_BYTES", 1000)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 2000\r\n\r\n"
+    head = b"POST /length HTTP/1.1\r\nhost: x\r\ncontent-length: 2000\r\n\r\n"
     for part in (head, b"a" * 2000, b"GET / HTTP/1.1\r\nhost: x\r\n", b"connection: close\r\n\r\n"):
         writer.write(part)
         await asyncio.sleep(0.05)  # the server reads each by itself
     answers = await asyncio.wait_for(reader.read(), 10)
     writer.close()
-    assert answers.startswith(b"HTTP/1.1 405") and answers.endswith(b"hello"), answers
+    assert b"\r\n\r\n2000 bytesHTTP/1.1 200" in answers and answers.endswith(b"hello"), answers
 
 
 async def test_a_stop_ends_requests_and_idle_connections(port: int) -> None:
@@ -105,3 +126,172 @@ async def test_a_stop_ends_requests_and_idle_connections(port: int) -> None:
         writer.write(text)
         await writer.drain()
     await asyncio.sleep(0.05)
+
+
+# ------------------------------------------------------------------------------------- HTTP/1.0
+
+
+@pytest.mark.parametrize("keep_alive", [b"", b"connection: keep-alive\r\n"])
+async def test_an_old_client_gets_no_chunks(port: int, keep_alive: bytes) -> None:
+    """nginx speaks HTTP/1.0 to its upstreams unless it is told otherwise."""
+    head, _, body = (await said(port, b"GET /streamed HTTP/1.0\r\n" + keep_alive + b"\r\n")).partition(b"\r\n\r\n")
+    assert body == b"one two three four"
+    assert b"transfer-encoding" not in head and b"content-length" not in head and b"connection: close" in head
+    head, _, body = (await said(port, b"GET / HTTP/1.0\r\n" + keep_alive + b"\r\n")).partition(b"\r\n\r\n")
+    assert body == b"hello" and b"content-length: 5" in head and b"connection: close" in head
+
+
+async def test_an_old_client_asks_for_heads_and_sends_bodies(port: int) -> None:
+    head = await said(port, b"HEAD / HTTP/1.0\r\n\r\n")
+    assert b"content-length: 5" in head and head.endswith(b"\r\n\r\n")
+    sent = b"POST /length HTTP/1.0\r\nexpect: 100-continue\r\ncontent-length: 3\r\n\r\nabc"
+    answer = await said(port, sent)
+    assert answer.startswith(b"HTTP/1.1 200") and answer.endswith(b"\r\n\r\n3 bytes"), "no 100 (Continue)"
+
+
+async def test_pythons_client_speaks_the_old_version(port: int) -> None:
+    class Old(http.client.HTTPConnection):
+        _http_vsn, _http_vsn_str = 10, "HTTP/1.0"
+
+    def ask() -> bytes:
+        client = Old("127.0.0.1", port, timeout=10)
+        client.request("GET", "/streamed")
+        return client.getresponse().read()
+
+    assert await asyncio.to_thread(ask) == b"one two three four"
+
+
+# ------------------------------------------------------------------------------------- requests that are strange
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01",  # TLS to a plain port
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost : x\r\n\r\n",
+        b"POST / HTTP/1.1\r\ncontent-length: 3\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST /length HTTP/1.1\r\ncontent-length: -1\r\n\r\n",
+        b"CONNECT x:80 HTTP/1.1\r\nhost: x\r\n\r\n",
+    ],
+)
+async def test_what_is_no_request_gets_an_error_in_json(port: int, text: bytes) -> None:
+    head, _, body = (await said(port, text)).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400") and json.loads(body)["error"]["code"] == "invalid_argument"
+
+
+async def test_what_follows_a_request_that_is_answered_is_not_answered_into_it(port: int) -> None:
+    answer = await said(port, b"GET /slow HTTP/1.1\r\nhost: x\r\n\r\n\x00\x00")
+    assert answer == b""
+
+
+async def test_an_offer_of_another_protocol_is_not_taken(port: int) -> None:
+    """Java's client offers HTTP/2 with every request."""
+    offer = b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAoAAAAAIAAAAA\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    for _ in range(2):
+        writer.write(b"POST /length HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n" + offer + b"\r\nabc")
+        assert (await asyncio.wait_for(reader.readuntil(b"3 bytes"), 10)).startswith(b"HTTP/1.1 200")
+    writer.close()
+
+
+async def test_the_whole_address_may_be_asked_for(port: int) -> None:
+    """As clients ask a proxy."""
+    assert (await said(port, b"GET http://x/ HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")).endswith(b"hello")
+
+
+# ------------------------------------------------------------------------------------- the end of a connection
+
+
+async def test_an_answer_that_does_not_wait_for_the_body_is_the_last(port: int) -> None:
+    """And the rest of the body is not read."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.transport.set_write_buffer_limits(0)
+    writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000000\r\n\r\n")
+    reading = asyncio.create_task(reader.readuntil(b"\r\n\r\n"))
+    sent, piece = 0, bytes(1 << 16)
+    with contextlib.suppress(ConnectionError):
+        async with asyncio.timeout(20):
+            while True:
+                writer.write(piece)
+                await writer.drain()
+                sent += len(piece)
+    answer = await asyncio.wait_for(reading, 10)
+    assert answer.startswith(b"HTTP/1.1 405") and b"connection: close" in answer
+    assert sent < 32 << 20, "the sockets' buffers, and a little more"
+    writer.close()
+
+
+async def test_an_answer_that_waits_for_the_body_is_not_the_last(port: int) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    for _ in range(2):
+        writer.write(b"POST /length HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\n")
+        await writer.drain()
+        await asyncio.sleep(0)
+        writer.write(b"abc")
+        answer = await asyncio.wait_for(reader.readuntil(b"3 bytes"), 10)
+        assert b"connection: close" not in answer
+    writer.close()
+
+
+async def test_idle_connections_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first request, after one, and after an empty line that is no request."""
+    assert Limits().idle_s == 75.0
+    monkeypatch.setattr(http_connection, "MAX_HEAD_S", 0.1)
+    async with serving(idle_s=0.1) as port:
+        assert await said(port, b"") == b""
+        assert (await said(port, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")).endswith(b"hello")
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        await asyncio.wait_for(reader.readuntil(b"hello"), 10)
+        writer.write(b"\r\n")
+        assert await asyncio.wait_for(reader.read(), 10) == b""
+        writer.close()
+
+
+async def test_connections_are_bounded_by_address_and_in_all() -> None:
+    for limit, whose in (("most", b"the server"), ("per_address", b"127.0.0.1")):
+        async with serving(**{limit: 2}) as port:
+            held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+            for _, writer in held:
+                writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            for reader, _ in held:
+                await asyncio.wait_for(reader.readuntil(b"hello"), 10)
+            refused = await said(port, b"")
+            assert refused.startswith(b"HTTP/1.1 429") and whose + b" has 2 connections" in refused
+            held[0][1].close()
+            await held[0][1].wait_closed()
+            async with asyncio.timeout(10):
+                while not (await said(port, b"GET / HTTP/1.0\r\n\r\n")).endswith(b"hello"):
+                    pass
+            held[1][1].close()
+
+
+class Transport:
+    """Of a client that takes nothing."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> object:
+        yes = ("can_write_eof", "get_write_buffer_size", "is_reading")
+        return lambda *arguments: self.calls.append(name) or name in yes
+
+
+@pytest.mark.parametrize(("rest", "before"), [(0, []), (9, ["write_eof"]), (10**9, ["pause_reading", "write_eof"])])
+async def test_a_client_that_takes_no_answer_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch, rest: int, before: list[str]
+) -> None:
+    for wait in ("LINGER_S", "RESET_S", "UNREAD_S"):
+        monkeypatch.setattr(http_connection, wait, 0.0)
+    transport = Transport()
+    ending = Ending(transport, lambda: rest)
+    ending.close()
+    ending.close()
+    ending.write(b"late")
+    assert ending.is_closing()
+    async with asyncio.timeout(10):
+        while "abort" not in transport.calls:
+            await asyncio.sleep(0)
+    done = [call for call in transport.calls if call in ("pause_reading", "resume_reading", "write_eof")]
+    assert done == before and [call for call in transport.calls if call in ("close", "abort")] == ["close", "abort"]

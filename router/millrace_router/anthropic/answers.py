@@ -19,9 +19,11 @@ DELTAS = {  # type of a block's deltas, and the field with the new piece
 
 
 class MessageForm(BlockForm):
+    keep_alive = event({"type": "ping"}, "ping")
+
     def begin(self) -> Iterator[bytes]:
         yield _event("message_start", message=self._message([], {"stop_reason": None, "stop_sequence": None}))
-        yield _event("ping")
+        yield self.keep_alive
 
     def change(self, step: Step, block: Block, piece: str) -> Iterator[bytes]:
         match step:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
-from millrace_common.log import request_id
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,12 +14,13 @@ from millrace_router.anthropic.answers import MessageForm
 from millrace_router.anthropic.types import CountRequest, MessagesRequest
 from millrace_router.edge import probes
 from millrace_router.edge.http_answers import json_answer, new_app
-from millrace_router.flow.inference import Inference
+from millrace_router.flow.inference import Answer, Inference
 from millrace_router.openai import http as openai_http
 from millrace_router.openai import openapi
 from millrace_router.openai.objects import NamedEvent
 from millrace_router.openai.openapi import Post
-from millrace_router.openai.serving import read, serve_translated
+from millrace_router.openai.reading import Reading
+from millrace_router.openai.serving import read_ask, serve_translated, translated
 from millrace_router.openai.tokens import prompt_tokens
 
 POSTS = {
@@ -37,14 +36,14 @@ def build(inference: Inference, before_scrape: Callable[[], None] | None) -> Sta
     document = openapi.document(POSTS)
 
     async def messages(request: Request) -> Response:
-        wanted = await read(inference, request, MessagesRequest)
-        form = functools.partial(MessageForm, shows_thoughts=wanted.shows_thoughts)
-        return await serve_translated(inference, request, wanted, form)
+        def form(wanted: MessagesRequest, answer: Answer, reading: Reading) -> MessageForm:
+            return MessageForm(answer, reading, wanted.shows_thoughts)
+
+        return await serve_translated(inference, request, MessagesRequest, form)
 
     async def count_tokens(request: Request) -> Response:
-        wanted = await read(inference, request, CountRequest)
+        wanted, ask = await read_ask(inference, request, CountRequest, translated)
         with wanted.named():
-            ask = wanted.as_chat().ask(request_id.get(), wanted.ignored)
             return json_answer({"input_tokens": len(await prompt_tokens(inference, ask))})
 
     async def described(request: Request) -> Response:

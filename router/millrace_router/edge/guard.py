@@ -7,18 +7,19 @@ needs one except health, readiness and reflection.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import grpc
 from millrace_common.reasons import Reason
 from millrace_common.tracing import checked
 from millrace_rpc.errors import MillraceError
 from millrace_rpc.server import MAX_METADATA_BYTES, Interceptor
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from millrace_router.edge.api_keys import Keys
-from millrace_router.edge.http_answers import on_error
+from millrace_router.edge.http_answers import on_error, tidy
 from millrace_router.flow.tenant import DEFAULT, Caller, caller
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
@@ -49,6 +50,7 @@ class HttpGuard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope = tidy(scope)
         headers = [(name, value) for name, value in scope["headers"] if not name.startswith(OURS)]
         try:
             if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
@@ -62,6 +64,14 @@ class HttpGuard:
             await answer(scope, receive, send)
             return
         await self._app({**scope, "headers": headers}, receive, send)
+
+
+def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """Let web pages of these origins read every answer, errors too. Preflights, which have no key, end here."""
+    if not origins:
+        return app
+    read = ("retry-after", "request-id", "x-request-id")
+    return CORSMiddleware(app, origins, allow_methods=("GET", "POST"), allow_headers=("*",), expose_headers=read)
 
 
 def _caller(headers: Iterable[tuple[str, str | bytes]], keys: Keys | None) -> Caller:

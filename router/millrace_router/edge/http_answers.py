@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
+from urllib.parse import quote, unquote
 
 import msgspec
 from millrace_common.log import request_id
@@ -12,14 +15,22 @@ from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from millrace_router.config import Bodies
 from millrace_router.flow.stream import gone
+from millrace_router.flow.tenant import caller
 from millrace_router.flow.validate import check_size
 
 MESSAGES = "/v1/messages"  # the paths of the Anthropic API begin so
+COMMENT = b": keep-alive\n\n"  # of server-sent events, which clients skip
+GRACE_S = 10.0  # before a body has to come at its least rate
+PACE = Bodies()
+BYTES_PER_TOKEN = 4  # of a text
 ANTHROPIC_TYPES = {
     401: "authentication_error",
     404: "not_found_error",
@@ -34,7 +45,27 @@ ANTHROPIC_TYPES = {
 def new_app(routes: Sequence[BaseRoute]) -> Starlette:
     """An app in which every exception gets an answer in this shape; uvicorn also logs the unexpected ones."""
     kinds = (MillraceError, HTTPException, ClientDisconnect, Exception)
-    return Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, on_error))
+    app = Starlette(routes=routes, middleware=[Middleware(Tidy)], exception_handlers=dict.fromkeys(kinds, on_error))
+    app.router.redirect_slashes = False
+    return app
+
+
+class Tidy:
+    """ASGI middleware: a path may have further slashes, within it and at its end. One that is data is written %2F."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(tidy(scope), receive, send)
+
+
+def tidy(scope: Scope) -> Scope:
+    path = scope["path"]
+    if "//" not in path and (not path.endswith("/") or path == "/"):
+        return scope
+    raw = scope.get("raw_path") or quote(path).encode()
+    return {**scope, "path": "/" + "/".join(map(unquote, filter(None, raw.decode("latin-1").split("/"))))}
 
 
 def json_answer(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -49,12 +80,17 @@ def event(value: Any, name: str = "") -> bytes:
 
 async def on_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):  # an unknown path or method
+        if request.method == "OPTIONS" and error.status_code == 405:
+            return Response(None, 204, error.headers)
         unknown = MillraceError(Reason.NOT_FOUND, f"{request.method} {request.url.path}: {error.detail}")
         return json_answer(_body(request, unknown), error.status_code, dict(error.headers or {}))
     if isinstance(error, ClientDisconnect):  # the answer is not read, and the router has no fault
         error = gone()
     elif not isinstance(error, MillraceError):
         error = MillraceError.unexpected(error)
+    if error.row.http in (400, 404, 413) and request.method == "POST":
+        size = getattr(request.state, "body_bytes", 0)
+        caller.get().tenant.refused(size // BYTES_PER_TOKEN, time.monotonic())
     headers = {"retry-after": str(math.ceil(error.retry_after_s))} if error.retry_after_s > 0 else {}
     if name := request_id.get():
         headers |= named(name)
@@ -78,12 +114,28 @@ def _body(request: Request, error: MillraceError) -> dict[str, Any]:
     return anthropic_error(error) if request.url.path.startswith(MESSAGES) else error.http_body()
 
 
-async def read_body(request: Request, most: int) -> bytes:
-    """Return the body. Too large a body is read to its end, as clients expect, but not kept."""
-    body, size = bytearray(), 0
-    async for piece in request.stream():
-        size += len(piece)
-        if size <= most:
-            body += piece
-    check_size(size, most)
+async def read_body(
+    request: Request, most: int, pace: Bodies = PACE, take: Callable[[int], None] = lambda count: None
+) -> bytes:
+    """Return the body. `take` gets the bytes as they come, and may raise. The rest of a body that is refused is not
+    read: its answer is the last one of the connection.
+    """
+    check_size(int(request.headers.get("content-length", 0)), most)
+    begun, body = asyncio.get_running_loop().time(), bytearray()
+    try:
+        async with asyncio.timeout_at(body_deadline(begun, 0, pace)) as limit:
+            async for piece in request.stream():
+                check_size(len(body) + len(piece), most)
+                take(len(piece))
+                body += piece
+                limit.reschedule(body_deadline(begun, len(body), pace))
+    except TimeoutError:
+        text = f"the body was not complete after {pace.timeout:g} s, or came with fewer than {pace.bytes_per_s} bytes/s"
+        raise MillraceError(Reason.DEADLINE_EXCEEDED, text) from None
+    request.state.body_bytes = len(body)
     return bytes(body)
+
+
+def body_deadline(begun: float, size: int, pace: Bodies) -> float:
+    """Until when more has to come of a body of which `size` bytes are there."""
+    return begun + min(pace.timeout, GRACE_S + size / pace.bytes_per_s)

@@ -53,4 +53,5 @@ class Ask:
     request_id: str = ""
     session_id: str = ""  # requests with the same one begin alike
     keep_special_tokens: bool = False
+    large: bool = False  # it takes long to render
     timeout_s: float | None = None  # until the client's deadline

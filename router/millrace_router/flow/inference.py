@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import secrets
 import time
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from millrace_rpc.errors import MillraceError
 
 from millrace_router.flow import validate
 from millrace_router.flow.ask import Ask, Chat, Prompt
+from millrace_router.flow.bodies import Bodies
 from millrace_router.flow.generation import Backend, Begun, Generation, Job
 from millrace_router.flow.metrics import observe_generation
 from millrace_router.flow.rounds import Rounds
@@ -46,6 +48,7 @@ class Inference:
         self.backend = backend
         self.tokenizer = tokenizer
         self.active: set[Stream] = set()
+        self.bodies = Bodies(backend.config.bodies.held, backend.config.bodies.held_by_tenant)
         self._rounds = Rounds(asyncio.get_running_loop(), backend.config.stream_interval)
         self._idle = asyncio.Event()
         self._idle.set()
@@ -113,7 +116,7 @@ class Inference:
         tenant.check(time.monotonic())
         place = admission.place(tenant.allowed(ask.priority), tenant.name, tenant.weight)
         admission.check_room(ask.n, place)
-        token_ids = await self.tokenize(ask.prompt, model)
+        token_ids = await self.tokenize(ask.prompt, model, ask.large)
         sampling = validate.fit(ask, len(token_ids), model)
         self.tokenizer.behind_thoughts(sampling, token_ids)
         passed = asyncio.get_running_loop().time() - received
@@ -122,15 +125,16 @@ class Inference:
         tenant.begin(ask.n * len(token_ids), time.monotonic())
         return token_ids, sampling
 
-    async def tokenize(self, prompt: Prompt | None, model: worker_pb2.WorkerInfo) -> list[int]:
-        """Token ids of a prompt that `validate.check_prompt` has passed."""
+    async def tokenize(self, prompt: Prompt | None, model: worker_pb2.WorkerInfo, large: bool = False) -> list[int]:
+        """Token ids of a prompt that `validate.check_prompt` has passed. `large`: it takes long to render."""
         assert prompt is not None
         if isinstance(prompt, list):
             return prompt
         if isinstance(prompt, str):
             text = prompt
         else:
-            text = self.tokenizer.render(prompt.messages, prompt.tools, prompt.arguments)
+            render = functools.partial(self.tokenizer.render, prompt.messages, prompt.tools, prompt.arguments)
+            text = await self.bodies.beside(render) if large else render()
         validate.check_text_length(text, self.tokenizer.longest_token, model)
         return await self.tokenizer.encode(text, add_bos=isinstance(prompt, str))
 

@@ -69,6 +69,10 @@ class Tenant:
             self.requests.take(1, now)
         self.spend(prompt_tokens, now)
 
+    def refused(self, prompt_tokens: int, now: float) -> None:
+        """Count a request with a mistake: to find it took as long as to begin one."""
+        self.begin(prompt_tokens, now)
+
     def give_back(self, prompt_tokens: int, now: float, *, request: bool) -> None:
         """Take back from `begin` what no worker took. `request`: the whole request."""
         if request and self.requests is not None:

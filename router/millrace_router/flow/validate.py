@@ -75,6 +75,8 @@ def check_prompt(prompt: Prompt | None, model: worker_pb2.WorkerInfo) -> None:
     elif isinstance(prompt, Chat):
         if not prompt.messages:
             raise invalid("messages", "must not be empty")
+        if len(prompt.messages) > model.max_context:
+            raise _too_long(f"the prompt has {len(prompt.messages)} messages", model)
         for i, message in enumerate(prompt.messages):
             if message["role"] not in ROLES:
                 raise invalid("messages", f"[{i}].role must be one of {', '.join(ROLES)}, not {message['role']!r}")

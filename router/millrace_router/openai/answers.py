@@ -6,13 +6,13 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from millrace.v1 import common_pb2
 from millrace_rpc.errors import MillraceError
 
-from millrace_router.edge.http_answers import event
+from millrace_router.edge.http_answers import COMMENT, event
 from millrace_router.flow.inference import Answer
 from millrace_router.flow.stream import Delta
 from millrace_router.openai import objects
@@ -29,6 +29,8 @@ FINISH: dict[int, str] = {common_pb2.FINISH_REASON_STOP: STOP, common_pb2.FINISH
 @dataclass(slots=True)
 class Shape:
     """One answer on its way out. Reading a delta also counts usage; the objects are plain JSON values."""
+
+    keep_alive: ClassVar = COMMENT
 
     chat: bool
     answer: Answer

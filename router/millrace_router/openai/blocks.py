@@ -100,6 +100,8 @@ SILENCE = b":\n\n"  # a comment of the stream: the output goes on, nothing can b
 class BlockForm(ABC):
     """An answer that is told as blocks."""
 
+    keep_alive: bytes
+
     def __init__(self, answer: Answer, reading: Reading, shows_thoughts: bool = True) -> None:
         self.answer = answer
         self.reading = reading
@@ -122,7 +124,7 @@ class BlockForm(ABC):
     def extensions(self) -> dict[str, Any]:
         """Of an answer, beyond the vendor's fields."""
         ignored = {"ignored": self.answer.ignored} if self.answer.ignored else {}
-        return {"system_fingerprint": self.reading.latest.version or None, **ignored}
+        return {"system_fingerprint": self.reading.version or None, **ignored}
 
     @abstractmethod
     def begin(self) -> Iterator[bytes]: ...

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from millrace_router.edge.http_answers import json_answer, read_body
+from millrace_router.edge.http_answers import json_answer
 from millrace_router.flow.inference import Answer, Inference
 from millrace_router.flow.validate import check_model
 from millrace_router.openai.answers import Shape
@@ -18,17 +18,16 @@ from millrace_router.openai.chat import ChatRequest
 from millrace_router.openai.objects import ModelObject
 from millrace_router.openai.responses import ResponseForm
 from millrace_router.openai.responses_request import ResponsesRequest
-from millrace_router.openai.serving import read, serve, serve_translated
+from millrace_router.openai.serving import read, read_ask, serve, serve_translated
 from millrace_router.openai.tokens import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
-from millrace_router.openai.types import CompletionRequest, parse
+from millrace_router.openai.types import CompletionRequest
 
 
 def routes(inference: Inference) -> list[Route]:
-    most, started = inference.backend.config.limits.message_bytes, int(time.time())
+    started = int(time.time())
 
     async def responses(request: Request) -> Response:
-        wanted = await read(inference, request, ResponsesRequest)
-        return await serve_translated(inference, request, wanted, functools.partial(ResponseForm, wanted))
+        return await serve_translated(inference, request, ResponsesRequest, ResponseForm)
 
     def described(name: str) -> ModelObject:
         longest = inference.model.max_context
@@ -43,10 +42,12 @@ def routes(inference: Inference) -> list[Route]:
         return json_answer(described(name))
 
     async def to_tokens(request: Request) -> Response:
-        return json_answer(await tokenize(inference, parse(TokenizeRequest, await read_body(request, most))))
+        _, ask = await read_ask(inference, request, TokenizeRequest, TokenizeRequest.as_ask)
+        return json_answer(await tokenize(inference, ask))
 
     async def to_text(request: Request) -> Response:
-        return json_answer(detokenize(inference, parse(DetokenizeRequest, await read_body(request, most))))
+        wanted, *_ = await read(inference, request, DetokenizeRequest, lambda wanted: None)
+        return json_answer(detokenize(inference, wanted))
 
     return [
         Route("/v1/chat/completions", functools.partial(_generate, inference, ChatRequest), methods=["POST"]),
@@ -62,8 +63,7 @@ def routes(inference: Inference) -> list[Route]:
 async def _generate(
     inference: Inference, kind: type[ChatRequest] | type[CompletionRequest], request: Request
 ) -> Response:
-    wanted = await read(inference, request, kind)
-    ask = wanted.ask(request_id.get())
+    wanted, ask = await read_ask(inference, request, kind, lambda wanted: wanted.ask(request_id.get()))
     chat, logprobs = isinstance(wanted, ChatRequest), "logprobs" in ask.numbers
 
     def shape(answer: Answer) -> Shape:

@@ -22,6 +22,12 @@ class Reading:
         self.cached_tokens = self.reasoning_tokens = 0
         self.called = False
 
+    @property
+    def version(self) -> str:
+        """Of the weights; empty before the first delta."""
+        latest: Delta | None = getattr(self, "latest", None)
+        return "" if latest is None else latest.version
+
     def read(self, delta: Delta) -> Said:
         self.latest, self.cached_tokens = delta, max(self.cached_tokens, delta.cached_tokens)
         said = delta.said

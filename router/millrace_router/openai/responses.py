@@ -9,7 +9,7 @@ from typing import Any
 from millrace.v1 import common_pb2
 from millrace_rpc.errors import MillraceError
 
-from millrace_router.edge.http_answers import event
+from millrace_router.edge.http_answers import COMMENT, event
 from millrace_router.flow.inference import Answer
 from millrace_router.openai.blocks import Block, BlockForm, Kind, Step
 from millrace_router.openai.reading import Reading
@@ -24,6 +24,8 @@ EVENTS = {  # of a growing block: its name, and the field that has the whole in 
 
 
 class ResponseForm(BlockForm):
+    keep_alive = COMMENT
+
     def __init__(self, wanted: ResponsesRequest, answer: Answer, reading: Reading) -> None:
         super().__init__(answer, reading)
         self._wanted = wanted
@@ -50,7 +52,8 @@ class ResponseForm(BlockForm):
         output = [self._item(block, "incomplete") for block in self.blocks.all]
         code = "rate_limit_exceeded" if error.row.http == 429 else "server_error"
         failed = self._response("failed", output) | {"error": {"code": code, "message": error.message}}
-        return self._event("response.failed", response=failed)
+        begin = [] if self._sent else self.begin()
+        return b"".join((*begin, self._event("response.failed", response=failed)))
 
     @property
     def _cut(self) -> bool:

@@ -5,31 +5,41 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from millrace_common.log import request_id
 from millrace_rpc.errors import MillraceError
-from millrace_rpc.http_server import Body, body_of
+from millrace_rpc.http_connection import Body, body_of
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from millrace_router.edge.http_answers import json_answer, named, read_body
+from millrace_router.edge.json_shape import SHORT, TINY, shape
 from millrace_router.flow.ask import Ask
 from millrace_router.flow.inference import Answer, Inference
 from millrace_router.flow.stream import Delta, Stream, gone
+from millrace_router.flow.tenant import caller
 from millrace_router.openai.chat import in_format
 from millrace_router.openai.reading import Reading
 from millrace_router.openai.translated import Translated
 from millrace_router.openai.types import Strict, parse
 
 R = TypeVar("R", bound=Strict)
+X = TypeVar("X", bound=Translated)
+Made = TypeVar("Made")
+Names = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 class Form(Protocol):
     """How an API tells an answer: at once, or as server-sent events."""
+
+    @property
+    def keep_alive(self) -> bytes:
+        """Says nothing but that the stream lives."""
 
     def whole(self, deltas: Sequence[Delta]) -> Any:
         """The JSON value of a finished answer."""
@@ -40,19 +50,59 @@ class Form(Protocol):
     def end(self) -> bytes: ...
 
     def fail(self, error: MillraceError) -> bytes:
-        """The last events of a stream that ends early."""
+        """The last events of a stream that ends early, perhaps before its first delta."""
 
 
-async def read(inference: Inference, request: Request, kind: type[R]) -> R:
-    """The request in the body. From here on its id is in logs and answers."""
+async def read(
+    inference: Inference, request: Request, kind: type[R], make: Callable[[R], Made]
+) -> tuple[R, Made, bool]:
+    """The request in the body, what is made of it, and whether it is large. From here on its id is in logs and answers.
+
+    A large body is received only while its tenant may begin requests, and is read in a thread, `make` too.
+    """
     request_id.set(request.headers.get("x-request-id", "") or secrets.token_hex(12))
-    return parse(kind, await read_body(request, inference.backend.config.limits.message_bytes))
+    config, tenant = inference.backend.config, caller.get().tenant
+    if int(request.headers.get("content-length", SHORT)) >= SHORT:
+        tenant.check(time.monotonic())
+    with inference.bodies.hold(tenant.name) as take:
+        body = await read_body(request, config.limits.message_bytes, config.bodies, take)
+
+        def work() -> tuple[R, Made]:
+            wanted = parse(kind, body)
+            return wanted, make(wanted)
+
+        if len(body) <= TINY or (len(body) <= SHORT and shape(body).small):
+            return *work(), False
+        longest = inference.model.max_context
+
+        def bounded_work() -> tuple[R, Made]:
+            shape(body).check(longest)
+            return work()
+
+        return *await inference.bodies.beside(bounded_work), True
+
+
+async def read_ask(inference: Inference, request: Request, kind: type[R], ask_of: Callable[[R], Ask]) -> tuple[R, Ask]:
+    """The same for a request that becomes an `Ask`. `ask_of` may be called in a thread."""
+    form = inference.tokenizer.format
+    wanted, ask, large = await read(inference, request, kind, lambda wanted: in_format(ask_of(wanted), form))
+    return wanted, replace(ask, large=True) if large else ask
+
+
+def translated(wanted: Translated) -> Ask:
+    with wanted.named():
+        return wanted.as_chat().ask(request_id.get(), wanted.ignored)
 
 
 async def serve(
-    inference: Inference, request: Request, ask: Ask, form_of: Callable[[Answer], Form], stream: bool
+    inference: Inference,
+    request: Request,
+    ask: Ask,
+    form_of: Callable[[Answer], Form],
+    stream: bool,
+    named_fields: Names = contextlib.nullcontext,
 ) -> Response:
-    ask = in_format(ask, inference.tokenizer.format)
+    """`named_fields`: in which errors name the fields of the API."""
     if session_id := request.headers.get("x-session-id", ""):
         ask = replace(ask, session_id=session_id)
     answer = await inference.generate(ask, "http")
@@ -63,23 +113,22 @@ async def serve(
         ends.callback(answer.stream.close, gone())
         if not stream:
             return json_answer(form.whole([delta async for delta in answer.stream.deltas()]), headers=headers)
-        events = _events(form, answer.stream)
-        first = await anext(events)  # a failure before it is an HTTP status, not an event of a stream with status 200
+        beat = Heartbeat(inference.backend.config.connections.keep_alive, asyncio.get_running_loop())
         if (body := body_of(request.scope)) is not None:
-            answer.stream.sink = _Direct(body, form)
-        return _Sse(first, events, headers, ends.pop_all())
+            answer.stream.sink = _Direct(body, form, beat)
+        return _Sse(form, answer.stream, headers, beat, ends.pop_all(), named_fields)
 
 
 async def serve_translated(
-    inference: Inference, request: Request, wanted: Translated, form_of: Callable[[Answer, Reading], Form]
+    inference: Inference, request: Request, kind: type[X], form_of: Callable[[X, Answer, Reading], Form]
 ) -> Response:
-    chat = wanted.as_chat()
+    wanted, ask = await read_ask(inference, request, kind, translated)
 
     def form(answer: Answer) -> Form:
-        return form_of(answer, Reading(answer, inference.tokenizer))
+        return form_of(wanted, answer, Reading(answer, inference.tokenizer))
 
     with wanted.named():
-        return await serve(inference, request, chat.ask(request_id.get(), wanted.ignored), form, wanted.stream)
+        return await serve(inference, request, ask, form, wanted.stream, wanted.named)
 
 
 async def _watch(request: Request, stream: Stream) -> None:
@@ -89,50 +138,97 @@ async def _watch(request: Request, stream: Stream) -> None:
     stream.cancel(gone())
 
 
-async def _events(form: Form, stream: Stream) -> AsyncIterator[bytes]:
-    begun = False
-    try:
-        async for delta in stream.deltas():
-            yield form.push(delta)
-            begun = True
-    except MillraceError as error:
-        if not begun:
-            raise
-        yield form.fail(error)
-        return
-    yield form.end()
+class Heartbeat:
+    """Calls `beat` whenever nothing was sent for `every_s` seconds: proxies end a stream that is silent for longer.
+    `clock`: an event loop.
+    """
+
+    def __init__(self, every_s: float, clock: asyncio.AbstractEventLoop) -> None:
+        self.sent_at = clock.time()
+        self.now = clock.time
+        self._every_s = every_s
+        self._clock = clock
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self, beat: Callable[[], None]) -> None:
+        def look() -> None:
+            if self.now() >= self.sent_at + self._every_s:
+                self.sent_at = self.now()
+                beat()
+            self._timer = self._clock.call_at(self.sent_at + self._every_s, look)
+
+        look()
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 class _Direct:
     """The sink of a stream whose head is sent."""
 
-    def __init__(self, body: Body, form: Form) -> None:
+    def __init__(self, body: Body, form: Form, beat: Heartbeat) -> None:
         self._body = body
         self._form = form
+        self._beat = beat
 
     @property
     def ready(self) -> bool:
         return self._body.ready
 
     def push(self, delta: Delta) -> None:
-        self._body.write(self._form.push(delta))
+        if data := self._form.push(delta):
+            self._body.write(data)
+            self._beat.sent_at = self._beat.now()
 
 
 class _Sse(Response):
-    """Does what `ends` holds, whatever happens to the connection."""
+    """The answer begins with the first delta, so that a failure before it is an HTTP status; or with a heartbeat. Does
+    what `ends` holds, whatever happens to the connection.
+    """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, first: bytes, rest: AsyncIterator[bytes], headers: dict[str, str], ends: contextlib.ExitStack
+        self,
+        form: Form,
+        stream: Stream,
+        headers: dict[str, str],
+        beat: Heartbeat,
+        ends: contextlib.ExitStack,
+        named: Names,
     ) -> None:
-        self._first, self._rest, self._ends = first, rest, ends
+        self._form, self._stream, self._beat, self._ends, self._named = form, stream, beat, ends, named
+        self._begun = False
+        self._beating: asyncio.Task[None] | None = None
         self.init_headers(headers | {"cache-control": "no-cache"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        def beat() -> None:
+            if self._beating is None or self._beating.done():  # else the client does not read
+                self._beating = asyncio.create_task(self._say(send, self._form.keep_alive))
+
+        failure = None
         with self._ends:
+            self._ends.callback(self._beat.stop)
+            self._beat.start(beat)
+            try:
+                with self._named():
+                    async for delta in self._stream.deltas():
+                        await self._say(send, self._form.push(delta))
+            except MillraceError as error:
+                failure = error
+            self._beat.stop()
+            if self._beating is not None:
+                await self._beating
+            if failure is not None and not self._begun:
+                raise failure
+            last = self._form.end() if failure is None else self._form.fail(failure)
+            await self._say(send, last, more=False)
+
+    async def _say(self, send: Send, data: bytes, more: bool = True) -> None:
+        self._beat.sent_at = self._beat.now()
+        if not self._begun:
+            self._begun = True
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await send({"type": "http.response.body", "body": self._first, "more_body": True})
-            async for event in self._rest:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-            await send({"type": "http.response.body", "body": b""})
+        await send({"type": "http.response.body", "body": data, "more_body": more})

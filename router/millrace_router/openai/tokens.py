@@ -6,7 +6,7 @@ from millrace_router.flow import validate
 from millrace_router.flow.ask import Ask, Prompt
 from millrace_router.flow.inference import Inference
 from millrace_router.openai import objects
-from millrace_router.openai.chat import Arguments, Conversation, FunctionTool, Turn, in_format
+from millrace_router.openai.chat import Arguments, Conversation, FunctionTool, Turn
 from millrace_router.openai.types import Items, Strict
 
 
@@ -19,7 +19,10 @@ class TokenizeRequest(Strict):
     tools: Items[FunctionTool] | None = None
     chat_template_kwargs: Arguments | None = None
 
-    def as_prompt(self) -> Prompt:
+    def as_ask(self) -> Ask:
+        return Ask(model=self.model, prompt=self._prompt())
+
+    def _prompt(self) -> Prompt:
         if (self.prompt is None) is (self.messages is None):
             raise validate.invalid("prompt", "or messages is required, and not both")
         if self.prompt is not None:
@@ -37,13 +40,12 @@ class DetokenizeRequest(Strict):
 
 async def prompt_tokens(inference: Inference, ask: Ask) -> list[int]:
     """The token ids that workers would get."""
-    ask = in_format(ask, inference.tokenizer.format)
     validate.check(ask, inference.model, inference.names, inference.backend.config)
-    return await inference.tokenize(ask.prompt, inference.model)
+    return await inference.tokenize(ask.prompt, inference.model, ask.large)
 
 
-async def tokenize(inference: Inference, wanted: TokenizeRequest) -> objects.Tokens:
-    tokens = await prompt_tokens(inference, Ask(model=wanted.model, prompt=wanted.as_prompt()))
+async def tokenize(inference: Inference, ask: Ask) -> objects.Tokens:
+    tokens = await prompt_tokens(inference, ask)
     return {"count": len(tokens), "max_model_len": inference.model.max_context, "tokens": tokens}
 
 

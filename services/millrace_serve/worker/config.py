@@ -33,6 +33,7 @@ class Timeouts(Config):
     drain: Seconds = 30.0  # running work after SIGTERM
     stall: Seconds = Field(5.0, gt=0)  # decode: silence of a Fetch stream, or a read that does not end
     lease: Seconds = Field(30.0, gt=0)  # prefill: parked pages since the importer's last message
+    idle: Seconds = Field(75.0, gt=0)  # of a connection to the metrics port
 
     @property
     def fetch_wait(self) -> float:
