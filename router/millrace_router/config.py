@@ -83,7 +83,7 @@ class Limits(Config):
 class Bodies(Config):
     """Of HTTP requests, until they are read."""
 
-    timeout: float = Field(120.0, gt=0)  # seconds from the headers to the end of the body
+    timeout: Seconds = Field(120.0, gt=0)  # from the headers to the end of the body
     bytes_per_s: int = Field(4096, ge=1)  # the least, after 10 s
     held: int = Field(256 << 20, ge=1)  # bytes of all bodies that are being received or read
     held_by_tenant: int = Field(64 << 20, ge=1)  # of these, of one key

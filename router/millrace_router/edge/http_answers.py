@@ -120,7 +120,9 @@ async def read_body(
     """Return the body. `take` gets the bytes as they come, and may raise. The rest of a body that is refused is not
     read: its answer is the last one of the connection.
     """
-    check_size(int(request.headers.get("content-length", 0)), most)
+    length = int(request.headers.get("content-length", most + 1))
+    if "content-length" in request.headers:
+        check_size(length, most)
     begun, body = asyncio.get_running_loop().time(), bytearray()
     try:
         async with asyncio.timeout_at(body_deadline(begun, 0, pace)) as limit:
@@ -128,7 +130,8 @@ async def read_body(
                 check_size(len(body) + len(piece), most)
                 take(len(piece))
                 body += piece
-                limit.reschedule(body_deadline(begun, len(body), pace))
+                if piece and len(body) < length:
+                    limit.reschedule(body_deadline(begun, len(body), pace))
     except TimeoutError:
         text = f"the body was not complete after {pace.timeout:g} s, or came with fewer than {pace.bytes_per_s} bytes/s"
         raise MillraceError(Reason.DEADLINE_EXCEEDED, text) from None
