@@ -70,9 +70,15 @@ class Body:
     Only between two `send`s of an answer without content-length.
     """
 
-    def __init__(self, transport: asyncio.Transport, flow: FlowControl) -> None:
+    def __init__(self, transport: asyncio.Transport, flow: FlowControl, received: Callable[[], bool]) -> None:
         self._transport = transport
         self._flow = flow
+        self._received = received
+
+    @property
+    def received(self) -> bool:
+        """The connection has no more to come of this request, nor of a later one."""
+        return self._received()
 
     @property
     def ready(self) -> bool:
@@ -84,7 +90,7 @@ class Body:
             self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def plain(self) -> PlainBody:
-        return PlainBody(self._transport, self._flow)
+        return PlainBody(self._transport, self._flow, self._received)
 
 
 class PlainBody(Body):
@@ -167,7 +173,7 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._ending = Ending(transport, lambda: self._to_come)
         super().connection_made(self._ending)  # type: ignore[arg-type]
-        self._body = Body(self.transport, self.flow)
+        self._body = Body(self.transport, self.flow, lambda: not self._to_come)
         address = self.client[0] if self.client else ""
         if error := self._crowd.enter(address):
             self._refuse(error, to_come=0)

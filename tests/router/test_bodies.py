@@ -160,12 +160,12 @@ async def test_a_body_that_does_not_come_is_given_up(cluster: Callable, sent: by
 def test_bytes_are_bounded_in_all_and_by_tenant() -> None:
     bodies = Bodies(100, 60)
     with bodies.hold("a") as first, bodies.hold("b") as second:
-        first(60)
+        first.take(60)
         with pytest.raises(MillraceError, match="of a that are being received have 60 bytes"), bodies.hold("a") as more:
-            more(1)
-        second(40)
+            more.take(1)
+        second.take(40)
         with pytest.raises(MillraceError, match="of all clients that") as caught:
-            second(1)
+            second.take(1)
         assert caught.value.reason is Reason.OVERLOADED and caught.value.retry_after_s > 0
     assert bodies._held == 0 and not bodies._of
 

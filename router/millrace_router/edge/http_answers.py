@@ -13,6 +13,7 @@ import msgspec
 from millrace_common.log import request_id
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
+from millrace_rpc.http_connection import body_of
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -124,14 +125,21 @@ async def read_body(
     if "content-length" in request.headers:
         check_size(length, most)
     begun, body = asyncio.get_running_loop().time(), bytearray()
+
+    async def receive(limit: asyncio.Timeout | None) -> None:
+        async for piece in request.stream():
+            check_size(len(body) + len(piece), most)
+            take(len(piece))
+            body.extend(piece)
+            if limit is not None and len(body) < length:
+                limit.reschedule(body_deadline(begun, len(body), pace))
+
     try:
-        async with asyncio.timeout_at(body_deadline(begun, 0, pace)) as limit:
-            async for piece in request.stream():
-                check_size(len(body) + len(piece), most)
-                take(len(piece))
-                body += piece
-                if piece and len(body) < length:
-                    limit.reschedule(body_deadline(begun, len(body), pace))
+        if (line := body_of(request.scope)) is not None and line.received:
+            await receive(None)
+        else:
+            async with asyncio.timeout_at(body_deadline(begun, 0, pace)) as limit:
+                await receive(limit)
     except TimeoutError:
         text = f"the body was not complete after {pace.timeout:g} s, or came with fewer than {pace.bytes_per_s} bytes/s"
         raise MillraceError(Reason.DEADLINE_EXCEEDED, text) from None

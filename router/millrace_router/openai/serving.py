@@ -64,8 +64,8 @@ async def read(
     config, tenant = inference.backend.config, caller.get().tenant
     if int(request.headers.get("content-length", SHORT)) >= SHORT:
         tenant.check(time.monotonic())
-    with inference.bodies.hold(tenant.name) as take:
-        body = await read_body(request, config.limits.message_bytes, config.bodies, take)
+    with inference.bodies.hold(tenant.name) as held:
+        body = await read_body(request, config.limits.message_bytes, config.bodies, held.take)
 
         def work() -> tuple[R, Made]:
             wanted = parse(kind, body)
