@@ -101,6 +101,15 @@ async def test_a_large_body_is_not_received_from_a_tenant_over_its_rate(keyed: C
     writer.close()
 
 
+async def test_a_mistake_costs_the_tokens_that_a_prompt_of_its_length_has(cluster: Callable, tmp_path: Path) -> None:
+    keys = [{"name": "one", "key": "sk-first-secret-1", "tokens_per_s": 1, "tokens_burst": 1000}]
+    (tmp_path / "keys").write_text(json.dumps({"keys": keys}))
+    made: Cluster = await cluster(FakeWorker(UNIFIED), api_keys=str(tmp_path / "keys"))
+    assert (await made.http.post(PATH, content=b" " * 6000, headers=KEY)).status_code == 400
+    answer = await made.http.post(PATH, json=POSTS[PATH], headers=KEY)
+    assert answer.status_code == 429 and 490 <= int(answer.headers["retry-after"]) <= 501
+
+
 @pytest.mark.parametrize("body", [b"{", b'{"prompt": 1}', b'{"prompt": "a", "n": 99}', b"a" * 1001])
 async def test_a_request_with_a_mistake_is_counted_too(keyed: Cluster, body: bytes) -> None:
     first = await keyed.http.post(PATH, content=body, headers=OTHER)

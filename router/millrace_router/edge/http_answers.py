@@ -31,6 +31,7 @@ MESSAGES = "/v1/messages"  # the paths of the Anthropic API begin so
 COMMENT = b": keep-alive\n\n"  # of server-sent events, which clients skip
 GRACE_S = 10.0  # before a body has to come at its least rate
 PACE = Bodies()
+SIZE = "millrace.body_size"  # a scope's, once the body was read
 BYTES_PER_TOKEN = 4  # of a text
 ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -90,8 +91,7 @@ async def on_error(request: Request, error: Exception) -> Response:
     elif not isinstance(error, MillraceError):
         error = MillraceError.unexpected(error)
     if error.row.http in (400, 404, 413) and request.method == "POST":
-        size = getattr(request.state, "body_bytes", 0)
-        caller.get().tenant.refused(size // BYTES_PER_TOKEN, time.monotonic())
+        caller.get().tenant.refused(request.scope.get(SIZE, 0) // BYTES_PER_TOKEN, time.monotonic())
     headers = {"retry-after": str(math.ceil(error.retry_after_s))} if error.retry_after_s > 0 else {}
     if name := request_id.get():
         headers |= named(name)
@@ -121,30 +121,36 @@ async def read_body(
     """Return the body. `take` gets the bytes as they come, and may raise. The rest of a body that is refused is not
     read: its answer is the last one of the connection.
     """
-    length = int(request.headers.get("content-length", most + 1))
-    if "content-length" in request.headers:
-        check_size(length, most)
-    begun, body = asyncio.get_running_loop().time(), bytearray()
+    body, loop = bytearray(), asyncio.get_running_loop()
 
-    async def receive(limit: asyncio.Timeout | None) -> None:
+    async def receive(progress: Callable[[], None] = lambda: None) -> None:
         async for piece in request.stream():
-            check_size(len(body) + len(piece), most)
-            take(len(piece))
-            body.extend(piece)
-            if limit is not None and len(body) < length:
-                limit.reschedule(body_deadline(begun, len(body), pace))
+            if piece:
+                check_size(len(body) + len(piece), most)
+                take(len(piece))
+                body.extend(piece)
+                progress()
 
-    try:
-        if (line := body_of(request.scope)) is not None and line.received:
-            await receive(None)
-        else:
+    if received(request):
+        await receive()
+    else:
+        begun = loop.time()
+        check_size(int(request.headers.get("content-length", 0)), most)
+        try:
             async with asyncio.timeout_at(body_deadline(begun, 0, pace)) as limit:
-                await receive(limit)
-    except TimeoutError:
-        text = f"the body was not complete after {pace.timeout:g} s, or came with fewer than {pace.bytes_per_s} bytes/s"
-        raise MillraceError(Reason.DEADLINE_EXCEEDED, text) from None
-    request.state.body_bytes = len(body)
+                await receive(lambda: limit.reschedule(body_deadline(begun, len(body), pace)))
+        except TimeoutError:
+            slow = f"came with fewer than {pace.bytes_per_s} bytes/s"
+            text = f"the body was not complete after {pace.timeout:g} s, or {slow}"
+            raise MillraceError(Reason.DEADLINE_EXCEEDED, text) from None
+    request.scope[SIZE] = len(body)
     return bytes(body)
+
+
+def received(request: Request) -> bool:
+    """Whether the body is there, and only has to be taken."""
+    line = body_of(request.scope)
+    return line is not None and line.received
 
 
 def body_deadline(begun: float, size: int, pace: Bodies) -> float:

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from millrace_router.edge.http_answers import json_answer, named, read_body
+from millrace_router.edge.http_answers import json_answer, named, read_body, received
 from millrace_router.edge.json_shape import SHORT, TINY, shape
 from millrace_router.flow.ask import Ask
 from millrace_router.flow.inference import Answer, Inference
@@ -62,7 +62,7 @@ async def read(
     """
     request_id.set(request.headers.get("x-request-id", "") or secrets.token_hex(12))
     config, tenant = inference.backend.config, caller.get().tenant
-    if int(request.headers.get("content-length", SHORT)) >= SHORT:
+    if not received(request) and int(request.headers.get("content-length", SHORT)) >= SHORT:
         tenant.check(time.monotonic())
     with inference.bodies.hold(tenant.name) as held:
         body = await read_body(request, config.limits.message_bytes, config.bodies, held.take)
@@ -210,7 +210,6 @@ class _Sse(Response):
 
         failure = None
         with self._ends:
-            self._ends.callback(self._beat.stop)
             self._beat.start(beat)
             try:
                 with self._named():
@@ -218,7 +217,8 @@ class _Sse(Response):
                         await self._say(send, self._form.push(delta))
             except MillraceError as error:
                 failure = error
-            self._beat.stop()
+            finally:
+                self._beat.stop()
             if self._beating is not None:
                 await self._beating
             if failure is not None and not self._begun:
