@@ -1,0 +1,1 @@
+"""Grammars of outputs: what a client may ask for, in the words of llguidance."""

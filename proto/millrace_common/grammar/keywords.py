@@ -1,0 +1,227 @@
+"""Keywords of JSON Schema whose values are no schemas: checked, and said in words that llguidance keeps exactly.
+
+llguidance reckons with doubles. A number here has at most 15 digits, so that its decimal form is what the client wrote,
+and whoever parses the output gets a number on the same side of every bound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from decimal import Decimal
+from typing import Any
+
+from millrace_common.grammar import formats, pattern
+from millrace_common.grammar.disjoint import TYPES
+
+NEWEST = 2020
+# Keywords that allow or forbid values, and the draft that they came with. All others are annotations.
+MEANING = {
+    **dict.fromkeys(("$ref", "type", "enum", "allOf", "anyOf", "oneOf", "not", "multipleOf", "minimum", "maximum"), 4),
+    **dict.fromkeys(("exclusiveMinimum", "exclusiveMaximum", "minLength", "maxLength", "pattern", "format"), 4),
+    **dict.fromkeys(("items", "additionalItems", "minItems", "maxItems", "uniqueItems", "dependencies"), 4),
+    **dict.fromkeys(("properties", "patternProperties", "additionalProperties", "required"), 4),
+    **dict.fromkeys(("minProperties", "maxProperties"), 4),
+    **dict.fromkeys(("const", "contains", "propertyNames"), 6),
+    **dict.fromkeys(("if", "then", "else"), 7),
+    **dict.fromkeys(("$recursiveRef", "dependentRequired", "dependentSchemas", "minContains", "maxContains"), 2019),
+    **dict.fromkeys(("unevaluatedItems", "unevaluatedProperties"), 2019),
+    **dict.fromkeys(("$dynamicRef", "prefixItems"), 2020),
+}
+NOT_SUPPORTED = frozenset(
+    ("not", "if", "then", "else", "contains", "minContains", "maxContains", "unevaluatedItems", "unevaluatedProperties")
+    + ("$recursiveRef", "$dynamicRef")
+)
+MOST_DIGITS, LARGEST = 15, 2**53
+MAX_MULTIPLE = 10_000  # digits of multipleOf as a whole number: an automaton has as many states
+# What pydantic writes for Decimal has a look-ahead: not without a digit.
+_DECIMAL = {r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?(?:\d+\.?\d*|\.\d+)$"}
+
+
+class Unusable(ValueError):
+    """A keyword's value cannot be used; `path`: where it is, below its schema."""
+
+    def __init__(self, path: tuple[str, ...], reason: str) -> None:
+        super().__init__(reason)
+        self.path = path
+
+
+class Translated(str):
+    """A pattern in llguidance's form."""
+
+    __slots__ = ()
+
+
+def says_nothing(key: str, value: Any, given: Mapping[str, Any]) -> bool:
+    """Whether a keyword that is not supported allows everything."""
+    match key:
+        case "not":
+            return value is False
+        case "if":
+            return "then" not in given and "else" not in given
+        case "then" | "else":
+            return "if" not in given or value is True or value == {}
+        case "minContains" | "maxContains":
+            return "contains" not in given
+        case "contains":
+            return given.get("minContains") == 0 and "maxContains" not in given
+        case "unevaluatedProperties":  # schema.py says false as additionalProperties where that is the same
+            return value is True or value == {} or value is False or "additionalProperties" in given
+        case "unevaluatedItems":
+            return value is True or value == {} or ("items" in given and not isinstance(given["items"], list))
+    return False
+
+
+def types(given: Mapping[str, Any], at: str, refused: Callable[[str, str], Exception]) -> set[str]:
+    """The types that `type` allows, with "integer" for whole numbers."""
+    if "type" not in given:
+        return {*TYPES, "integer"}
+    names = given["type"] if isinstance(given["type"], list) else [given["type"]]
+    if not names or not all(isinstance(name, str) and name in (*TYPES, "integer") for name in names):
+        raise refused(f"{at}/type", f"must be one or more of {', '.join((*TYPES, 'integer'))}")
+    return set(names)
+
+
+def sizes(given: Mapping[str, Any], made: dict[str, Any], *names: str) -> None:
+    for name in names:
+        if name in given:
+            made[name] = _count(given[name], name)
+
+
+def _count(value: Any, name: str) -> int:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= pattern.MAX_COUNT:
+        raise Unusable((name,), f"must be a whole number from 0 to {pattern.MAX_COUNT}")
+    return value
+
+
+def strings(given: Mapping[str, Any], made: dict[str, Any], at: str) -> None:
+    sizes(given, made, "minLength", "maxLength")
+    patterns = []
+    if "pattern" in given:
+        patterns.append(searched(given["pattern"], "pattern"))
+    name = given.get("format")
+    if isinstance(name, str):
+        if name in formats.REFUSED:
+            raise Unusable(("format",), f"{name} is not supported; {', '.join(formats.PATTERNS)} are")
+        if name in formats.PATTERNS:
+            patterns.append(searched(formats.PATTERNS[name], "format"))
+        if name in formats.LENGTHS:
+            made["maxLength"] = min(formats.LENGTHS[name], made.get("maxLength", pattern.MAX_COUNT))
+    if patterns:
+        made["pattern"] = patterns[0]
+    if len(patterns) > 1:
+        made["allOf"] = [{"pattern": patterns[1]}]
+
+
+def searched(text: Any, *path: str) -> str:
+    """A pattern of the client in llguidance's form."""
+    if isinstance(text, Translated):
+        return str(text)
+    if not isinstance(text, str):
+        raise Unusable(path, "must be a regular expression")
+    try:
+        return f"^(?:{pattern.searched(_DECIMAL.get(text, text))})$"
+    except pattern.PatternError as error:
+        raise Unusable(path, str(error)) from error
+
+
+class Multiples:
+    """All values of multipleOf in a schema: llguidance reckons with 32 bits when it puts several together."""
+
+    def __init__(self) -> None:
+        self._seen: set[Decimal] = set()
+
+    def add(self, value: Decimal) -> bool:
+        """False: too many digits."""
+        self._seen.add(value)
+        scale = max(max(-int(one.as_tuple().exponent), 0) for one in self._seen)
+        wholes = [int(one.scaleb(scale)) for one in self._seen]
+        return int(value.scaleb(_places(value))) <= MAX_MULTIPLE and math.lcm(*wholes) < 2**31
+
+
+def numbers(given: Mapping[str, Any], made: dict[str, Any], at: str, *, exact: bool, multiples: Multiples) -> None:
+    """`exact`: of whole numbers alone."""
+    for name, other, sign in (("minimum", "exclusiveMinimum", 1), ("maximum", "exclusiveMaximum", -1)):
+        bounds = []
+        excluded = given.get(other)
+        if name in given and excluded is not True:
+            bounds.append(number(given[name], name))
+        if excluded is True and name in given:  # as in draft 4
+            bounds.append(_beyond(number(given[name], name), sign, exact))
+        elif excluded is not None and not isinstance(excluded, bool):
+            bounds.append(_beyond(number(excluded, other), sign, exact))
+        if bounds:
+            made[name] = _json(max(bounds) if sign > 0 else min(bounds))
+    if "multipleOf" in given:
+        value = number(given["multipleOf"], "multipleOf")
+        if value <= 0:
+            raise Unusable(("multipleOf",), "must be more than 0")
+        if not multiples.add(value):
+            raise Unusable(("multipleOf",), "has too many digits, alone or with the others of the schema")
+        made["multipleOf"] = _json(value)
+
+
+def number(value: Any, *path: str) -> Decimal:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise Unusable(path, "must be a number")
+    exact = Decimal(repr(value)) if isinstance(value, float) else Decimal(value)
+    exact = exact.normalize() if exact else Decimal(0)
+    if abs(exact) > LARGEST or _places(exact) > MOST_DIGITS or (_places(exact) and len(exact.as_tuple().digits) > MOST_DIGITS):
+        raise Unusable(path, f"must be at most 2**53, and a fraction have at most {MOST_DIGITS} digits")
+    return exact
+
+
+def _places(value: Decimal) -> int:
+    return max(-int(value.normalize().as_tuple().exponent), 0)
+
+
+def _beyond(bound: Decimal, sign: int, exact: bool) -> Decimal:
+    """The next number: of whole ones, or of those with 15 digits, which no double rounds to the bound itself."""
+    if exact:
+        return Decimal(math.floor(bound) + 1 if sign > 0 else math.ceil(bound) - 1)
+    whole = len(str(int(abs(bound)))) if abs(bound) >= 1 else 0
+    return bound + sign * Decimal(1).scaleb(whole - MOST_DIGITS)
+
+
+def _json(value: Decimal) -> int | float:
+    return int(value) if value == int(value) else float(value)
+
+
+def values(given: Mapping[str, Any], made: dict[str, Any], at: str) -> None:
+    if "const" in given:
+        made["const"] = _value(given["const"], "const")
+    if "enum" in given:
+        options = given["enum"]
+        if not isinstance(options, list) or not options:
+            raise Unusable(("enum",), "must be a list of at least one value")
+        made["enum"] = [_value(option, "enum", str(i)) for i, option in enumerate(options)]
+
+
+def _value(value: Any, *path: str) -> Any:
+    match value:
+        case int() | float() if not isinstance(value, bool):
+            return _json(number(value, *path))
+        case list():
+            return [_value(item, *path, str(i)) for i, item in enumerate(value)]
+        case dict():
+            return {name: _value(item, *path, name) for name, item in value.items()}
+        case str() if pattern.UNWRITABLE & set(value):
+            raise Unusable(path, "has a control character, which is not supported")
+    return value
+
+
+def count_of_properties(made: Mapping[str, Any]) -> None:
+    """llguidance counts what it writes. Names that a schema does not list may repeat, and count once for readers."""
+    needed = set(made.get("required", ()))
+    least = made.get("minProperties", 0) - len(needed)
+    most = made.get("maxProperties")
+    free = made.get("additionalProperties", True) is not False or bool(made.get("patternProperties"))
+    optional = {name for name, schema in made.get("properties", {}).items() if schema is not False} - needed
+    if optional and (least > 0 or most is not None):
+        if free or least > 1 or (most is not None and most - len(needed) != 1):
+            path = "minProperties" if least > 0 else "maxProperties"
+            raise Unusable((path,), "is supported where all named properties are required, or one of them is wanted")
+    elif free and least > 1:
+        raise Unusable(("minProperties",), "is supported up to one property that the schema does not name")

@@ -1,0 +1,291 @@
+"""JSON schemas in a form that llguidance keeps word for word.
+
+llguidance refuses most of what it cannot enforce; the rest is refused here, with a JSON pointer, or said in other words
+that mean the same. What comes out has only keywords with one meaning in all drafts, no annotations and no extensions,
+and every reference points to an entry of `$defs`. docs/api.md has the table of keywords.
+"""
+
+from __future__ import annotations
+
+import re
+import urllib.parse
+from collections.abc import Mapping
+from typing import Any
+
+from millrace_common.grammar import keywords
+from millrace_common.grammar.disjoint import TYPES, Disjoint
+
+Schema = dict[str, Any] | bool
+_DIALECT = re.compile(r"https?://json-schema\.org/draft(?:-0(\d)|/(\d{4})-\d\d)/schema#?")
+_IN_PLACE = ("$ref", "allOf", "anyOf", "oneOf", "dependentSchemas", "dependentRequired", "dependencies")
+
+
+class Refused(ValueError):
+    """The schema has something that cannot be enforced. `pointer` is a JSON pointer in the form of a fragment."""
+
+    def __init__(self, pointer: str, reason: str) -> None:
+        super().__init__(f"at {pointer}: {reason}")
+        self.pointer = pointer
+
+
+def normal(schema: Any, *, is_object: bool = False) -> tuple[dict[str, Any], dict[int, str]]:
+    """The schema in the form above, and the pointers of its parts by their id(). Raises Refused.
+
+    `is_object`: the values are objects, whether or not the schema says so.
+    """
+    return _Normal(schema).root(is_object)
+
+
+def below(pointer: str, *names: str | int) -> str:
+    steps = (str(name).replace("~", "~0").replace("/", "~1") for name in names)
+    return "/".join((pointer, *(urllib.parse.quote(step, safe="~!$&'()*+,;=:@") for step in steps)))
+
+
+class _Normal:
+    def __init__(self, document: Any) -> None:
+        self._document = document
+        self._draft = _dialect(document, "#")
+        self._keys: dict[str, str] = {}  # of _defs, by what references say
+        self._defs: dict[str, Schema] = {}
+        self._pending: list[tuple[str, Any, str]] = []
+        self._one_ofs: list[tuple[dict[str, Any], str]] = []
+        self._places: dict[int, str] = {}
+        self._multiples = keywords.Multiples()
+
+    def root(self, is_object: bool) -> tuple[dict[str, Any], dict[int, str]]:
+        made = self._schema(self._document, "#")
+        while self._pending:
+            key, target, at = self._pending.pop()
+            self._defs[key] = self._schema(target, at)
+        disjoint = Disjoint(lambda reference: self._defs[reference.removeprefix("#/$defs/")])
+        for one_of, at in self._one_ofs:
+            options = one_of.pop("oneOf")
+            if not disjoint.all(options):
+                raise Refused(
+                    below(at, "oneOf"),
+                    "two options may hold at once; only options that exclude each other by type, const, enum or a "
+                    "required property are supported. Use anyOf",
+                )
+            _and(one_of, "anyOf", options)
+        if made is False:
+            raise Refused("#", "false allows no value")
+        result: dict[str, Any] = {} if made is True else made
+        if is_object and not self._says_object(result):
+            result = {"type": "object", "allOf": [result]}
+        if self._defs:
+            result = {**result, "$defs": self._defs}
+        return result, self._places
+
+    def _says_object(self, schema: Schema, refs: int = 8) -> bool:
+        if not isinstance(schema, dict):
+            return False
+        target = self._defs.get(schema.get("$ref", "").removeprefix("#/$defs/"))
+        return schema.get("type") == "object" or (refs > 0 and target is not None and self._says_object(target, refs - 1))
+
+    def _schema(self, value: Any, at: str) -> Schema:
+        if isinstance(value, bool):
+            return value
+        if not isinstance(value, dict):
+            raise Refused(at, "must be a schema: an object, true or false")
+        if at != "#":
+            self._same_document(value, at)
+        given = {key: item for key, item in value.items() if key in keywords.MEANING}
+        if "$ref" in given and self._draft <= 7:
+            given = {"$ref": given["$ref"]}  # what stands beside it has no meaning in these drafts
+        self._check(given, at)
+        made: dict[str, Any] = {}
+        types = keywords.types(given, at, Refused)
+        if types != set(TYPES) | {"integer"}:
+            made["type"] = sorted(types) if len(types) != 1 else next(iter(types))
+        try:
+            if "string" in types:
+                keywords.strings(given, made, at)
+            if types & {"number", "integer"}:
+                keywords.numbers(given, made, at, exact="number" not in types, multiples=self._multiples)
+            if "array" in types:
+                self._arrays(given, made, at)
+            if "object" in types:
+                self._objects(given, made, at)
+            keywords.values(given, made, at)
+        except keywords.Unusable as error:
+            raise Refused(below(at, *error.path), str(error)) from error
+        self._combine(given, made, at)
+        self._places[id(made)] = at
+        return made
+
+    def _check(self, given: Mapping[str, Any], at: str) -> None:
+        for key, item in given.items():
+            since = keywords.MEANING[key]
+            if since > self._draft:
+                raise Refused(below(at, key), "the draft that $schema names has no such keyword")
+            if key in keywords.NOT_SUPPORTED and not keywords.says_nothing(key, item, given):
+                raise Refused(below(at, key), "is not supported")
+
+    def _same_document(self, value: Mapping[str, Any], at: str) -> None:
+        """References are of one document in one dialect."""
+        if isinstance(name := value.get("$id"), str) and not name.startswith("#"):
+            raise Refused(below(at, "$id"), "a schema with its own identifier inside another one is not supported")
+        if self._draft == 4 and isinstance(value.get("id"), str) and not value["id"].startswith("#"):
+            raise Refused(below(at, "id"), "a schema with its own identifier inside another one is not supported")
+        if "$schema" in value and _dialect(value, at) != self._draft:
+            raise Refused(below(at, "$schema"), "another draft inside a schema is not supported")
+
+    def _arrays(self, given: Mapping[str, Any], made: dict[str, Any], at: str) -> None:
+        keywords.sizes(given, made, "minItems", "maxItems")
+        first, rest, rest_key = given.get("prefixItems"), given.get("items"), "items"
+        first_key = "prefixItems"
+        if isinstance(rest, list):
+            if first is not None:
+                raise Refused(below(at, "items"), "cannot be a list beside prefixItems")
+            first, first_key, rest, rest_key = rest, "items", given.get("additionalItems"), "additionalItems"
+        elif "additionalItems" in given and first is not None:
+            raise Refused(below(at, "additionalItems"), "has no meaning beside prefixItems; use items")
+        if first is not None:
+            made["prefixItems"] = self._list(first, below(at, first_key))
+        if rest is not None:
+            made["items"] = self._schema(rest, below(at, rest_key))
+        most = made.get("maxItems")
+        if made.get("items") is False:
+            most = min(most if most is not None else len(made.get("prefixItems", ())), len(made.get("prefixItems", ())))
+        if given.get("uniqueItems") and (most is None or most > 1):
+            raise Refused(below(at, "uniqueItems"), "is not supported for more than one item")
+
+    def _objects(self, given: Mapping[str, Any], made: dict[str, Any], at: str) -> None:
+        keywords.sizes(given, made, "minProperties", "maxProperties")
+        needed = given.get("required", [])
+        if not isinstance(needed, list) or not all(isinstance(name, str) for name in needed):
+            raise Refused(below(at, "required"), "must be a list of names")
+        named = self._map(given, "properties", at)
+        by_pattern = self._map(given, "patternProperties", at)
+        other = self._schema(given.get("additionalProperties", True), below(at, "additionalProperties"))
+        if given.get("unevaluatedProperties") is False and "additionalProperties" not in given:
+            if any(key in given for key in _IN_PLACE):
+                raise Refused(below(at, "unevaluatedProperties"), "is not supported beside other schemas")
+            other = False
+        if "propertyNames" in given:
+            other = self._property_names(given, named, by_pattern, other, at)
+        if named:
+            made["properties"] = named
+        if needed:
+            made["required"] = list(dict.fromkeys(needed))
+        if by_pattern:
+            made["patternProperties"] = {
+                keywords.searched(pattern, "patternProperties", pattern): schema for pattern, schema in by_pattern.items()
+            }
+        if other is not True:
+            made["additionalProperties"] = other
+        keywords.count_of_properties(made)
+
+    def _property_names(
+        self, given: Mapping[str, Any], named: dict[str, Schema], by_pattern: dict[str, Schema], other: Schema, at: str
+    ) -> Schema:
+        """Say propertyNames with the other keywords; the result is for all other properties."""
+        where = below(at, "propertyNames")
+        names = self._schema(given["propertyNames"], where)
+        while isinstance(names, dict) and set(names) <= {"$ref", "type"} and "$ref" in names:
+            names = self._schema(*self._target(names, where))
+        if names is True or names == {} or names == {"type": "string"}:
+            return other
+        if not isinstance(names, dict) or by_pattern or "string" not in names.get("type", "string"):
+            raise Refused(where, "is not supported here")
+        if {"enum", "const"} & set(names) and set(names) <= {"enum", "const", "type"}:
+            allowed = [name for name in names.get("enum", [names.get("const")]) if isinstance(name, str)]
+            for name in named:
+                named[name] = named[name] if name in allowed else False
+            for name in allowed:
+                named.setdefault(name, other)
+            return False
+        if set(names) <= {"pattern", "type"} and not named:
+            by_pattern[keywords.Translated(names["pattern"])] = other
+            return False
+        raise Refused(where, "only enum, const, or a pattern or format beside no properties is supported")
+
+    def _target(self, made: Mapping[str, Any], at: str) -> tuple[Any, str]:
+        """What a reference in our form stands for, as the client wrote it."""
+        said = next(said for said, key in self._keys.items() if made["$ref"] == f"#/$defs/{key}")
+        return self._resolve(said, at), said
+
+    def _combine(self, given: Mapping[str, Any], made: dict[str, Any], at: str) -> None:
+        if "$ref" in given:
+            made["$ref"] = self._reference(given["$ref"], below(at, "$ref"))
+        if "allOf" in given:
+            made["allOf"] = made.get("allOf", []) + self._list(given["allOf"], below(at, "allOf"))
+        for key in ("anyOf", "oneOf"):
+            if key in given:
+                options = self._list(given[key], below(at, key))
+                if key == "anyOf" or len(options) == 1:
+                    _and(made, "anyOf", options)
+                else:
+                    made["oneOf"] = options
+                    self._one_ofs.append((made, at))
+        for key in ("dependentRequired", "dependentSchemas", "dependencies"):
+            for name, then in self._dependencies(given, key, at).items():
+                lacks: Schema = {"properties": {name: False}}
+                made.setdefault("allOf", []).append({"anyOf": [lacks, then]})
+
+    def _dependencies(self, given: Mapping[str, Any], key: str, at: str) -> dict[str, Schema]:
+        """By the property that brings them: what objects satisfy that have it."""
+        items = given.get(key, {})
+        if not isinstance(items, dict):
+            raise Refused(below(at, key), "must be an object")
+        found: dict[str, Schema] = {}
+        for name, then in items.items():
+            if isinstance(then, list) and key != "dependentSchemas" and all(isinstance(one, str) for one in then):
+                found[name] = {"required": list(dict.fromkeys([name, *then]))}
+            elif key == "dependentRequired":
+                raise Refused(below(at, key, name), "must be a list of names")
+            else:
+                found[name] = {"required": [name], "allOf": [self._schema(then, below(at, key, name))]}
+        return found
+
+    def _list(self, value: Any, at: str) -> list[Schema]:
+        if not isinstance(value, list) or not value:
+            raise Refused(at, "must be a list of at least one schema")
+        return [self._schema(item, below(at, i)) for i, item in enumerate(value)]
+
+    def _map(self, given: Mapping[str, Any], key: str, at: str) -> dict[str, Schema]:
+        items = given.get(key, {})
+        if not isinstance(items, dict):
+            raise Refused(below(at, key), "must be an object of schemas")
+        return {name: self._schema(item, below(at, key, name)) for name, item in items.items()}
+
+    def _reference(self, said: Any, at: str) -> str:
+        target = self._resolve(said, at)
+        if said not in self._keys:
+            self._keys[said] = str(len(self._keys))
+            self._pending.append((self._keys[said], target, said))
+        return f"#/$defs/{self._keys[said]}"
+
+    def _resolve(self, said: Any, at: str) -> Any:
+        if not isinstance(said, str) or (said != "#" and not said.startswith("#/")):
+            raise Refused(at, "only references into the same schema, which begin with #/, are supported")
+        target = self._document
+        for step in urllib.parse.unquote(said).split("/")[1:]:
+            name = step.replace("~1", "/").replace("~0", "~")
+            if isinstance(target, list) and name.isdecimal() and int(name) < len(target):
+                target = target[int(name)]
+            elif isinstance(target, dict) and name in target:
+                target = target[name]
+            else:
+                raise Refused(at, f"there is no {said}")
+        return target
+
+
+def _and(schema: dict[str, Any], key: str, value: Any) -> None:
+    """Add a keyword that may be there already."""
+    if key in schema:
+        schema.setdefault("allOf", []).append({key: value})
+    else:
+        schema[key] = value
+
+
+def _dialect(schema: Any, at: str) -> int:
+    """The draft that `$schema` names: 4 to 7, 2019 or 2020; without it the newest."""
+    name = schema.get("$schema") if isinstance(schema, dict) else None
+    if name is None:
+        return keywords.NEWEST
+    found = _DIALECT.fullmatch(name) if isinstance(name, str) else None
+    draft = int(found[1] or found[2]) if found else 0
+    if draft not in (4, 6, 7, 2019, 2020):
+        raise Refused(below(at, "$schema"), "must be one of JSON Schema's drafts 4, 6, 7, 2019-09 and 2020-12")
+    return draft
