@@ -37,3 +37,4 @@ LOGIT_BIAS = Range(-100, 100)  # of one token
 PRIORITY = Range(-100, 100)  # higher goes first
 MAX_LOGIT_BIAS = 1024  # entries
 MAX_STOP_TOKEN_IDS = 64
+MAX_MARKS, MAX_MARK_CHARS = 8, 64  # of a grammar

@@ -32,7 +32,8 @@ NOT_SUPPORTED = frozenset(
     ("not", "if", "then", "else", "contains", "minContains", "maxContains", "unevaluatedItems", "unevaluatedProperties")
     + ("$recursiveRef", "$dynamicRef")
 )
-MOST_DIGITS, LARGEST = 15, 2**53
+MOST_DIGITS, LARGEST = 15, 2**53 - 1
+MAX_MULTIPLES = 32  # different values of multipleOf in a schema
 MAX_MULTIPLE = 10_000  # digits of multipleOf as a whole number: an automaton has as many states
 # What pydantic writes for Decimal has a look-ahead: not without a digit.
 _DECIMAL = {r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?(?:\d+\.?\d*|\.\d+)$"}
@@ -134,8 +135,10 @@ class Multiples:
         self._seen: set[Decimal] = set()
 
     def add(self, value: Decimal) -> bool:
-        """False: too many digits."""
+        """False: too many digits, or too many values."""
         self._seen.add(value)
+        if len(self._seen) > MAX_MULTIPLES:
+            return False
         scale = max(max(-int(one.as_tuple().exponent), 0) for one in self._seen)
         wholes = [int(one.scaleb(scale)) for one in self._seen]
         return int(value.scaleb(_places(value))) <= MAX_MULTIPLE and math.lcm(*wholes) < 2**31
@@ -169,7 +172,7 @@ def number(value: Any, *path: str) -> Decimal:
     exact = Decimal(repr(value)) if isinstance(value, float) else Decimal(value)
     exact = exact.normalize() if exact else Decimal(0)
     if abs(exact) > LARGEST or _places(exact) > MOST_DIGITS or (_places(exact) and len(exact.as_tuple().digits) > MOST_DIGITS):
-        raise Unusable(path, f"must be at most 2**53, and a fraction have at most {MOST_DIGITS} digits")
+        raise Unusable(path, f"must be less than 2**53, and a fraction have at most {MOST_DIGITS} digits")
     return exact
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from millrace_common.grammar import keywords
 from millrace_common.grammar.disjoint import TYPES, Disjoint
+from millrace_common.grammar.text import MAX_PATTERNS
 
 Schema = dict[str, Any] | bool
 _DIALECT = re.compile(r"https?://json-schema\.org/draft(?:-0(\d)|/(\d{4})-\d\d)/schema#?")
@@ -51,6 +52,7 @@ class _Normal:
         self._one_ofs: list[tuple[dict[str, Any], str]] = []
         self._places: dict[int, str] = {}
         self._multiples = keywords.Multiples()
+        self._patterns = 0  # characters
 
     def root(self, is_object: bool) -> tuple[dict[str, Any], dict[int, str]]:
         made = self._schema(self._document, "#")
@@ -87,12 +89,14 @@ class _Normal:
             return value
         if not isinstance(value, dict):
             raise Refused(at, "must be a schema: an object, true or false")
-        if at != "#":
-            self._same_document(value, at)
+        self._same_document(value, at)
         given = {key: item for key, item in value.items() if key in keywords.MEANING}
         if "$ref" in given and self._draft <= 7:
             given = {"$ref": given["$ref"]}  # what stands beside it has no meaning in these drafts
         self._check(given, at)
+        self._patterns += sum(len(one) for one in (given.get("pattern"), *given.get("patternProperties", ())) if isinstance(one, str))
+        if self._patterns > MAX_PATTERNS:
+            raise Refused(at, f"all patterns together have more than {MAX_PATTERNS} characters")
         made: dict[str, Any] = {}
         types = keywords.types(given, at, Refused)
         if types != set(TYPES) | {"integer"}:
@@ -123,6 +127,11 @@ class _Normal:
 
     def _same_document(self, value: Mapping[str, Any], at: str) -> None:
         """References are of one document in one dialect."""
+        for key in ("contentEncoding", "contentMediaType"):
+            if key in value and self._draft in (6, 7):
+                raise Refused(below(at, key), "is not supported in drafts 6 and 7; later ones do not check it")
+        if at == "#":
+            return
         if isinstance(name := value.get("$id"), str) and not name.startswith("#"):
             raise Refused(below(at, "$id"), "a schema with its own identifier inside another one is not supported")
         if self._draft == 4 and isinstance(value.get("id"), str) and not value["id"].startswith("#"):

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from millrace.v1 import common_pb2, worker_pb2
-from millrace_common import grammar_text
+from millrace_common.grammar import text as grammar_text
 from millrace_common.reasons import Reason
 from millrace_common.sampling_limits import LOGIT_BIAS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, NUMBERS, PRIORITY, Range
 from millrace_rpc.errors import MillraceError

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from millrace.v1 import common_pb2
-from millrace_common import grammar_text
+from millrace_common.grammar import text as grammar_text
 from millrace_common.reasons import Reason
 from millrace_common.sampling_limits import NUMBERS
 from millrace_rpc.errors import MillraceError

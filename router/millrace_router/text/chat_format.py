@@ -21,8 +21,6 @@ from millrace_router.text.call_stream import CallParser, ListMarks, Offer
 from millrace_router.text.markers import DEEPSEEK, DSML, KIMI, THINK_END
 from millrace_router.text.tool_calls import FENCE, KIND, MarkedCall
 
-MAX_SPACES = 8  # in a row, of arguments that a grammar writes
-
 
 class Style(enum.Enum):
     """How a model writes tool calls."""
@@ -106,34 +104,15 @@ def described(tools: Sequence[Tool], style: Style) -> str:
     return "\n\n".join(parts)
 
 
-def structural_tag(tools: Sequence[Tool], style: Style, *, required: bool, parallel: bool) -> str:
-    """xgrammar's format for an output that calls these tools correctly; not `required`: or none of them."""
-    begin, separator, end = _list_of_calls(style)
-    calls = {
-        "type": "tag",
-        "begin": dsml.GAP + begin if required and style is Style.V32 else begin,
-        "content": {
-            "type": "tags_with_separator",
-            "tags": [_call(tool, style) for tool in tools],
-            "separator": separator,
-            "at_least_one": True,
-            "stop_after_first": not parallel,
-        },
-        "end": end,
-    }
-    text_or_calls = {"type": "triggered_tags", "triggers": [begin], "tags": [calls], "stop_after_first": True}
-    return json.dumps({"type": "structural_tag", "format": calls if required else text_or_calls})
-
-
 def _example(style: Style) -> str:
-    begin, separator, end = _list_of_calls(style)
-    call, call_end = _around_arguments("tool_call_name", style)
+    begin, separator, end = list_of_calls(style)
+    call, call_end = around_arguments("tool_call_name", style)
     parameter = f'{dsml.PARAMETER} name="parameter_name" string="true|false">parameter_value{dsml.PARAMETER_END}\n'
     arguments = {Style.V32: parameter, Style.KIMI: f"0{KIMI.sep}tool_call_arguments"}.get(style, "tool_call_arguments")
     return f"{begin}{call}{arguments}{call_end}{separator}{{additional_tool_calls}}{end}"
 
 
-def _list_of_calls(style: Style) -> tuple[str, str, str]:
+def list_of_calls(style: Style) -> tuple[str, str, str]:
     """The texts before, between and after calls."""
     match style:
         case Style.KIMI:
@@ -144,7 +123,7 @@ def _list_of_calls(style: Style) -> tuple[str, str, str]:
             return DEEPSEEK.calls, "\n" if style is Style.V3 else "", DEEPSEEK.calls_end
 
 
-def _around_arguments(name: str, style: Style) -> tuple[str, str]:
+def around_arguments(name: str, style: Style) -> tuple[str, str]:
     """The texts before and after a call's arguments; Kimi's begin with the number of the call."""
     match style:
         case Style.V3:
@@ -155,16 +134,3 @@ def _around_arguments(name: str, style: Style) -> tuple[str, str]:
             return f'{dsml.CALL} name="{name}">\n', dsml.CALL_END
         case Style.KIMI:
             return f"{KIMI.call}functions.{name}:", KIMI.call_end
-
-
-def _call(tool: Tool, style: Style) -> dict[str, Any]:
-    """xgrammar's tag of one call."""
-    begin, end = _around_arguments(tool.name, style)
-    content: dict[str, Any]
-    content = {"type": "json_schema", "json_schema": tool.parameters, "max_whitespace_cnt": MAX_SPACES}
-    if style is Style.V32:
-        content["style"] = "deepseek_xml"
-    if style is Style.KIMI:
-        number, sep = {"type": "regex", "pattern": "[0-9]+"}, {"type": "const_string", "value": KIMI.sep}
-        content = {"type": "sequence", "elements": [number, sep, content]}
-    return {"type": "tag", "begin": begin, "content": content, "end": end}

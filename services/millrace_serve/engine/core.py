@@ -48,17 +48,19 @@ class FinishReason(enum.StrEnum):
 class GrammarKind(enum.StrEnum):
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
-    STRUCTURAL_TAG = "structural_tag"  # of xgrammar: texts, schemas and regexes put together
+    LARK = "lark"  # llguidance's own form, in which routers write tool calls
 
 
 class Grammar(msgspec.Struct, frozen=True):
     """The texts that an output may be. It restricts tokens from the first output on, or after `after_token_id`; until
-    then only the end of the sequence is forbidden.
+    then only the end of the sequence and `forbidden_before` are forbidden. `marks`: texts that no tokens of text spell.
     """
 
     kind: GrammarKind
     text: str
     after_token_id: int | None = None
+    forbidden_before: tuple[int, ...] = ()
+    marks: tuple[str, ...] = ()
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):

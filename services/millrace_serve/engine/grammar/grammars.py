@@ -1,5 +1,5 @@
 """Grammars of requests: compiled beside the engine's loop, walked by their sequences. No torch; the compiler proper is
-engine/grammar/xgrammar_compiler.py.
+engine/grammar/llguidance_compiler.py.
 
 1. `admit` sees every message on its way to the scheduler. A Submit whose grammar was never seen starts a compilation in
    a thread; the Submit and all later messages of its request wait here, in order; other messages pass. An Abort ends
@@ -13,6 +13,7 @@ engine/grammar/xgrammar_compiler.py.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -21,6 +22,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
+from millrace_common.grammar.source import GrammarError
 from millrace_common.reasons import Reason
 
 from millrace_serve.engine.core import Abort, Failure, FlushCache, Grammar, Request, RequestId, SchedulerInput, Submit
@@ -29,16 +31,18 @@ MAX_COMPILED = 128  # grammars kept; the least recently used one goes
 COMPILE_THREADS = 2
 
 
-class GrammarError(Exception):
-    """The grammar cannot be used. The message is for the client."""
-
-
 class Matcher(Protocol):
     """A state of a compiled grammar."""
 
     @property
     def mask(self) -> np.ndarray:
-        """int32 [ceil(V / 32)]; bit t % 32 of word t // 32: token t may come next. Valid until the state changes."""
+        """int32 [ceil(V / 32)]; bit t % 32 of word t // 32: token t may come next. Valid until the state changes.
+        Nothing may come where it would take too long to say what.
+        """
+
+    @property
+    def error(self) -> str:
+        """Why the grammar cannot be followed any further; empty: it can."""
 
     def accept(self, token: int) -> bool:
         """Advance by one token. False, and nothing changes: the grammar does not allow it, or it ends the sequence."""
@@ -48,14 +52,29 @@ class Matcher(Protocol):
 
 
 class Compiler(Protocol):
-    def compile(self, grammar: Grammar) -> Callable[[], Matcher]:
-        """Return a factory of matchers in the initial state. Raises GrammarError. Called by several threads."""
+    def compile(self, grammar: Grammar, given_up: threading.Event) -> Callable[[], Matcher]:
+        """Return a factory of matchers in the initial state. Raises GrammarError, and NobodyWaits soon after `given_up`
+        is set. Called by several threads.
+        """
 
-    def no_stop(self) -> np.ndarray:
-        """The mask of everything but the ends of the sequence."""
+    def free(self, grammar: Grammar) -> np.ndarray:
+        """The mask of what may stand before the grammar begins."""
+
+    def close(self) -> None:
+        """End the compilations."""
 
 
 Compiled: TypeAlias = Future[Callable[[], Matcher]]
+
+
+class _Job(NamedTuple):
+    compiled: Compiled
+    given_up: threading.Event
+
+    @property
+    def over(self) -> bool:
+        """It ends without a result, or did."""
+        return self.given_up.is_set() or self.compiled.cancelled()
 
 
 class Walk:
@@ -92,10 +111,15 @@ class Walk:
         """Advance by outputs that did not end the sequence. Returns a failure when no continuation exists."""
         for token in tokens:
             if not self._advance(token):
-                return Failure(Reason.INVALID_ARGUMENT, f"the grammar does not allow token {token} of the output")
+                return self._failure(f"the grammar does not allow token {token} of the output")
         if not self.mask.any():
-            return Failure(Reason.INVALID_ARGUMENT, "the grammar has no continuation after this output")
+            return self._failure("the grammar has no continuation after this output")
         return None
+
+    def _failure(self, message: str) -> Failure:
+        if self._matcher is not None and self._matcher.error:
+            message = f"the grammar is too complex to go on after this output: {self._matcher.error}"
+        return Failure(Reason.INVALID_ARGUMENT, message)
 
     def _advance(self, token: int) -> bool:
         if self._matcher is not None:
@@ -109,7 +133,7 @@ class _Held(NamedTuple):
     """A request that waits for its grammar."""
 
     since: float
-    compiled: Compiled
+    job: _Job
     submit: Submit
     later: list[SchedulerInput]
 
@@ -120,7 +144,7 @@ class Grammars:
     def __init__(self, compiler: Compiler | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._compiler = compiler
         self._clock = clock
-        self._compiled: OrderedDict[Grammar, Compiled] = OrderedDict()
+        self._jobs: OrderedDict[Grammar, _Job] = OrderedDict()
         self._held: dict[RequestId, _Held] = {}
         self._threads = ThreadPoolExecutor(COMPILE_THREADS, "grammar")  # a thread starts when it is needed
 
@@ -142,17 +166,17 @@ class Grammars:
         if not isinstance(message, Submit) or self._compiler is None:
             return [message]
         grammar = message.request.sampling.grammar
-        if grammar is None or (compiled := self._compile(grammar)).done():
+        if grammar is None or (job := self._job(grammar)).compiled.done():
             return [message]
-        self._held[id] = _Held(self._clock(), compiled, message, [])
+        self._held[id] = _Held(self._clock(), job, message, [])
         return []
 
     def admitted(self) -> list[SchedulerInput]:
         """The messages of requests whose compilation or time has ended, in order for each of them."""
         ready: list[SchedulerInput] = []
-        for id, (since, compiled, submit, later) in list(self._held.items()):
+        for id, (since, job, submit, later) in list(self._held.items()):
             waited_s, timeout_s = self._clock() - since, submit.request.timeout_s
-            if compiled.done():
+            if job.compiled.done():
                 del self._held[id]
                 ready += [_shortened(submit, waited_s), *later]
             elif timeout_s is not None and waited_s >= timeout_s:
@@ -166,44 +190,51 @@ class Grammars:
         if self._compiler is None:
             return Failure(Reason.INVALID_ARGUMENT, "this worker serves no grammars: it has no tokenizer")
         try:
-            start = self._compile(grammar).result()
+            start = self._job(grammar).compiled.result()
         except GrammarError as error:
             return Failure(Reason.INVALID_ARGUMENT, f"{grammar.kind}: {error}")
-        walk = Walk(start, grammar.after_token_id, self._compiler.no_stop())
+        walk = Walk(start, grammar.after_token_id, self._compiler.free(grammar))
         return walk.accept(request.token_ids[len(request.token_ids) - request.num_prior_outputs :]) or walk
 
     def close(self) -> None:
-        """Compilations that have not started are dropped."""
+        """Compilations end without a result."""
+        for job in self._jobs.values():
+            job.given_up.set()
         self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._compiler is not None:
+            self._compiler.close()
 
     def _give_up(self, id: RequestId) -> list[SchedulerInput]:
         """The messages of a request that ends before its compilation: no token of it needs the grammar. A compilation
-        that nobody else waits for is not begun.
+        ends with the last one that waits for it.
         """
-        since, compiled, submit, later = self._held.pop(id)
-        if all(held.compiled is not compiled for held in self._held.values()):
-            compiled.cancel()
+        since, job, submit, later = self._held.pop(id)
+        if all(held.job is not job for held in self._held.values()):
+            job.given_up.set()
+            job.compiled.cancel()
         request = _shortened(submit, self._clock() - since).request
         sampling = msgspec.structs.replace(request.sampling, grammar=None)
         return [Submit(msgspec.structs.replace(request, sampling=sampling)), *later]
 
-    def _compile(self, grammar: Grammar) -> Compiled:
+    def _job(self, grammar: Grammar) -> _Job:
         assert self._compiler is not None
-        key = msgspec.structs.replace(grammar, after_token_id=None)  # what its compilation depends on
-        if key not in self._compiled or self._compiled[key].cancelled():
+        # what its compilation depends on
+        key = msgspec.structs.replace(grammar, after_token_id=None, forbidden_before=())
+        if key not in self._jobs or self._jobs[key].over:
             self._forget_oldest()
-            self._compiled[key] = self._threads.submit(self._compiler.compile, key)
-        self._compiled.move_to_end(key)
-        return self._compiled[key]
+            given_up = threading.Event()
+            self._jobs[key] = _Job(self._threads.submit(self._compiler.compile, key, given_up), given_up)
+        self._jobs.move_to_end(key)
+        return self._jobs[key]
 
     def _forget_oldest(self) -> None:
         """Forget the oldest compiled grammar without waiting requests, when there are too many."""
-        if len(self._compiled) < MAX_COMPILED:
+        if len(self._jobs) < MAX_COMPILED:
             return
-        awaited = {held.compiled for held in self._held.values()}
-        idle = (key for key, future in self._compiled.items() if future.done() and future not in awaited)
+        awaited = {held.job for held in self._held.values()}
+        idle = (key for key, job in self._jobs.items() if job.compiled.done() and job not in awaited)
         if (oldest := next(idle, None)) is not None:
-            del self._compiled[oldest]
+            del self._jobs[oldest]
 
 
 def _shortened(submit: Submit, waited_s: float) -> Submit:

@@ -15,7 +15,7 @@ from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import EngineConfig, Execution, Limits, Role
 from millrace_serve.engine.engine import Engine
 from millrace_serve.engine.grammar.grammars import Grammars
-from millrace_serve.engine.grammar.xgrammar_compiler import XgrammarCompiler
+from millrace_serve.engine.grammar.llguidance_compiler import LlguidanceCompiler
 from millrace_serve.engine.schedule.factory import make_scheduler
 from millrace_serve.engine.schedule.limits import ModelFacts
 from millrace_serve.engine.start import compile_ahead
@@ -58,7 +58,7 @@ class Rank:
 
     def engine(self) -> Engine:
         facts = ModelFacts(self.model.vocab_size, frozenset(self.model.eos_token_ids))
-        grammars = Grammars(XgrammarCompiler(self.path, facts.vocab_size, facts.eos_token_ids), time.monotonic)
+        grammars = Grammars(LlguidanceCompiler(self.path, facts.vocab_size, facts.eos_token_ids), time.monotonic)
         scheduler = make_scheduler(self.config, self.role, facts, time.monotonic, grammars, self.copier.num_slots)
         builder = BatchBuilder(self.config)
         return Engine(self.config, scheduler, grammars, builder, self.runner, self.pool, self.lockstep, self.copier)

@@ -107,14 +107,21 @@ def _check(field: str, what: str, value: float, allowed: limits.Range) -> None:
 
 
 def _grammar(wire: common_pb2.SamplingParams) -> Grammar | None:
-    """Its text is checked where it is compiled (engine/grammar/xgrammar_compiler.py)."""
+    """Its text is checked where it is compiled (millrace_common/grammar/source.py)."""
     if not wire.HasField("grammar"):
         return None
     kind = wire.grammar.WhichOneof("kind")
     if kind is None:
         raise invalid("grammar", "has no kind")
     after = wire.grammar.after_token_id if wire.grammar.HasField("after_token_id") else None
-    return Grammar(GrammarKind(kind), getattr(wire.grammar, kind), after)
+    for name, entries in (("marks", wire.grammar.marks), ("forbidden_before", wire.grammar.forbidden_before)):
+        if len(entries) > limits.MAX_MARKS:
+            raise invalid(f"grammar.{name}", f"has {len(entries)} entries; the limit is {limits.MAX_MARKS}")
+    for mark in wire.grammar.marks:
+        if not 1 <= len(mark) <= limits.MAX_MARK_CHARS:
+            raise invalid("grammar.marks", f"has {len(mark)} characters; 1 to {limits.MAX_MARK_CHARS} are allowed")
+    forbidden, marks = tuple(wire.grammar.forbidden_before), tuple(wire.grammar.marks)
+    return Grammar(GrammarKind(kind), getattr(wire.grammar, kind), after, forbidden, marks)
 
 
 # ---------------------------------------------------------------------------------------------------- outputs

@@ -1,21 +1,22 @@
-"""Checks of a grammar's text before any compilation. The router checks it early; workers check it again."""
+"""Checks of a grammar's text before any other work."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-REGEX = "regex"  # the kind of grammar that is no JSON
-MAX_BYTES = 64 << 10
-MAX_DEPTH = 64  # of nested JSON: a compiler's time grows with its cube, and it recurses
+JSON_SCHEMA, REGEX, LARK = "json_schema", "regex", "lark"
+MAX_BYTES = {JSON_SCHEMA: 64 << 10, REGEX: 4 << 10, LARK: 512 << 10}
+MAX_PATTERNS = 4 << 10  # characters, all patterns of a schema together
+MAX_DEPTH = 64  # of nested JSON
 
 
 def problem(kind: str, text: str) -> str:
     """The fault of the text as the end of a sentence; empty: none found."""
-    size = len(text.encode(errors="replace"))
-    if not 1 <= size <= MAX_BYTES:
-        return f"it has {size} bytes; 1 to {MAX_BYTES} are allowed"
-    if kind == REGEX:
+    size, most = len(text.encode(errors="replace")), MAX_BYTES[kind]
+    if not 1 <= size <= most:
+        return f"it has {size} bytes; 1 to {most} are allowed"
+    if kind != JSON_SCHEMA:
         return ""
     try:
         value = json.loads(text)

@@ -1,0 +1,45 @@
+"""The process that compiles grammars for another one: `python -m millrace_common.grammar.child MEMORY`.
+
+A line of JSON comes in, [kind, text], and one goes out, [grammar of llguidance, ""] or ["", what is wrong]. One job
+takes CPU_S seconds and the process MEMORY bytes, or the process ends.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import threading
+import time
+
+from millrace_common.grammar.source import GrammarError, source
+
+CPU_S = 2
+STACK_BYTES = 4 << 20  # less than a thread has that compiles what was compiled here
+
+
+def main() -> None:
+    memory = int(sys.argv[1])
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    threading.stack_size(STACK_BYTES)
+    thread = threading.Thread(target=_serve)
+    thread.start()
+    thread.join()
+
+
+def _serve() -> None:
+    for line in sys.stdin.buffer:
+        spent = int(time.process_time()) + 1
+        resource.setrlimit(resource.RLIMIT_CPU, (spent + CPU_S, resource.RLIM_INFINITY))
+        kind, text = json.loads(line)
+        try:
+            answer = [source(kind, text), ""]
+        except GrammarError as error:
+            answer = ["", str(error)]
+        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

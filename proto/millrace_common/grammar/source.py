@@ -1,0 +1,134 @@
+"""A client's grammar as a grammar of llguidance, and whether it compiles within limits.
+
+Everything here may take long for a hostile text: checker.py runs it in processes that can be killed.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import llguidance
+
+from millrace_common.grammar import pattern, text
+from millrace_common.grammar.schema import Refused, normal
+
+# JSON has one form: on one line, with a space behind commas and colons, each string spelled in one way. With free white
+# space a model may indent until its tokens are used up; see pattern.UNWRITABLE for the escapes.
+OPTIONS = {
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "whitespace_flexible": False,
+    "json_allowed_escapes": 'nrbtf\\"',
+    "coerce_one_of": False,
+    "lenient": False,
+}
+# Of one grammar and of one mask; docs/api.md has what they come to.
+LIMITS = llguidance.LLParserLimits(
+    max_items_in_row=2_000,
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=100_000,
+    step_max_items=50_000,
+    max_lexer_states=50_000,
+    max_grammar_size=200_000,
+    verbose_errors=False,
+)
+MAX_MESSAGE = 200
+
+
+class GrammarError(Exception):
+    """The grammar cannot be used. The message is for the client."""
+
+
+def source(kind: str, given: str) -> str:
+    """Raises GrammarError."""
+    if problem := text.problem(kind, given):
+        raise GrammarError(problem)
+    try:
+        match kind:
+            case text.JSON_SCHEMA:
+                schema, places = normal(json.loads(given))
+                made = of_json(schema)
+                if problem := compiles(made):
+                    raise GrammarError(f"at {_culprit(schema, places)}: {problem}")
+                return made
+            case text.REGEX:
+                made = llguidance.LLMatcher.grammar_from_regex(pattern.whole(given))
+            case _:
+                made = llguidance.LLMatcher.grammar_from_lark(given)
+    except (Refused, pattern.PatternError) as error:
+        raise GrammarError(str(error)) from error
+    if problem := compiles(made):
+        raise GrammarError(problem)
+    return made
+
+
+def of_json(schema: dict[str, Any]) -> str:
+    return str(llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=OPTIONS))
+
+
+def inline(schema: dict[str, Any]) -> str:
+    """For a grammar of Lark's form."""
+    return f"%json {json.dumps({'x-guidance': OPTIONS, **schema})}"
+
+
+def compiles(made: str) -> str:
+    """What is wrong with a grammar; empty: nothing."""
+    matcher = llguidance.LLMatcher(_bytes(), made, limits=LIMITS, log_level=0)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    return clear(matcher.get_error())
+
+
+def clear(message: str) -> str:
+    """An error of llguidance in one line."""
+    lines = [line.strip() for line in message.removesuffix("<non-verbose/>").splitlines()]
+    line = " ".join(line for line in lines if line and set(line) - set("^ |"))
+    return line if len(line) <= MAX_MESSAGE else f"{line[:MAX_MESSAGE]}..."
+
+
+def _culprit(schema: dict[str, Any], places: dict[int, str]) -> str:
+    """The pointer of the deepest part that does not compile by itself."""
+    definitions, part, at = schema.get("$defs", {}), schema, "#"
+    while True:
+        at = places.get(id(part), at)
+        parts = list(_parts(part))
+        if part is schema:
+            parts += definitions.values()
+        failing = (one for one in parts if isinstance(one, dict) and compiles(of_json({**one, "$defs": definitions})))
+        if (found := next(failing, None)) is None or found is part:
+            return at
+        part, definitions = found, definitions
+
+
+def _parts(schema: dict[str, Any]) -> list[Any]:
+    """The schemas directly inside."""
+    parts: list[Any] = []
+    for key in ("properties", "patternProperties"):
+        parts += schema.get(key, {}).values()
+    for key in ("prefixItems", "allOf", "anyOf"):
+        parts += schema.get(key, [])
+    return parts + [schema[key] for key in ("items", "additionalProperties") if key in schema]
+
+
+class _Bytes:
+    """A vocabulary of bytes, with ids enough for the special tokens that a grammar may name."""
+
+    eos_token_id, bos_token_id = 256, None
+    tokens = [bytes([byte]) for byte in range(256)] + [b"<end>"]
+    special_token_ids = (256,)
+
+    def __call__(self, data: bytes) -> list[int]:
+        return list(data)
+
+
+_tokenizer: llguidance.LLTokenizer | None = None
+MAX_TOKENS = 1 << 18
+
+
+def _bytes() -> llguidance.LLTokenizer:
+    global _tokenizer
+    if _tokenizer is None:
+        wrapper = llguidance.TokenizerWrapper(_Bytes())
+        _tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=MAX_TOKENS, eos_token=[256])
+    return _tokenizer
