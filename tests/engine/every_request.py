@@ -34,11 +34,7 @@ LIMIT_S = 1200  # of a start and all requests; then the stacks of all threads ar
 SLOWEST = 5  # steps that are told
 Slow = list[tuple[float, list[str]]]  # seconds of a step, and which steps were under way
 JSON = Grammar(GrammarKind.JSON_SCHEMA, '{"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 3}')
-TAG = Grammar(
-    GrammarKind.STRUCTURAL_TAG,
-    '{"type": "structural_tag", "format": {"type": "tag", "begin": "<a>", "content": {"type": "json_schema", '
-    '"json_schema": {"type": "integer"}}, "end": "</a>"}}',
-)
+TAG = Grammar(GrammarKind.LARK, 'start: "<a>" %json {"type": "integer"} "</a>"')
 SAMPLINGS: list[dict[str, Any]] = [
     {},
     {"temperature": 0.7},

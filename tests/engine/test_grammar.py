@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 from engine.drafted_masks import bits_of, check_masks
 from engine.harness import SETTINGS, Driver, FakeRing, fill_pages, first_output, request
+from millrace_common.grammar.checker import NobodyWaits
+from millrace_common.grammar.source import GrammarError
 from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import Role
 from millrace_serve.engine.core import (
@@ -27,7 +29,7 @@ from millrace_serve.engine.core import (
     RequestId,
     Route,
 )
-from millrace_serve.engine.grammar.grammars import MAX_COMPILED, GrammarError, Grammars
+from millrace_serve.engine.grammar.grammars import MAX_COMPILED, Grammars
 from millrace_serve.engine.schedule.plan import StepOutput
 from millrace_serve.engine.sim.runner import SimRunner
 from millrace_serve.engine.step.batch import HostBatch
@@ -71,9 +73,14 @@ def constrained(
 
 
 class FakeMatcher:
-    def __init__(self, dead_end: int | None) -> None:
+    def __init__(self, dead_end: int | None, too_complex: bool = False) -> None:
         self._tokens: list[int] = []
         self._dead_end = dead_end
+        self._too_complex = too_complex
+
+    @property
+    def error(self) -> str:
+        return "out of fuel" if self._too_complex and len(self._tokens) == self._dead_end else ""
 
     @property
     def mask(self) -> np.ndarray:
@@ -94,18 +101,27 @@ class FakeCompiler:
 
     def __init__(self) -> None:
         self.compiled: list[str] = []
+        self.left: list[str] = []  # given up while they were compiled
         self.gate = threading.Event()
         self.gate.set()
 
-    def compile(self, grammar: Grammar) -> Callable[[], FakeMatcher]:
-        self.gate.wait(20)
+    def compile(self, grammar: Grammar, given_up: threading.Event) -> Callable[[], FakeMatcher]:
+        while not self.gate.wait(0.01):
+            if given_up.is_set():
+                self.left.append(grammar.text)
+                raise NobodyWaits
         self.compiled.append(grammar.text)
         if grammar.text == "bad":
             raise GrammarError("it is bad")
-        return lambda: FakeMatcher(4 if grammar.text == "dead end" else None)
+        ends = grammar.text in ("dead end", "too complex")
+        return lambda: FakeMatcher(4 if ends else None, grammar.text == "too complex")
 
-    def no_stop(self) -> np.ndarray:
-        return mask_of([token for token in range(V) if token != SETTINGS.eos_token_id])
+    def free(self, grammar: Grammar) -> np.ndarray:
+        forbidden = {SETTINGS.eos_token_id, *grammar.forbidden_before}
+        return mask_of([token for token in range(V) if token not in forbidden])
+
+    def close(self) -> None:
+        self.gate.set()
 
 
 class MaskedRunner(SimRunner):
@@ -235,14 +251,15 @@ def test_drafts_that_the_grammar_cannot_go_on_from() -> None:
 
 def test_refusals() -> None:
     driver = GrammarDriver(Role.UNIFIED)
-    for room, text in enumerate(("bad", "bad", "dead end"), start=1):
+    for room, text in enumerate(("bad", "bad", "dead end", "too complex"), start=1):
         driver.submit(constrained(room, [20], Grammar(GrammarKind.REGEX, text)))
         driver.finish_compiling()
     driver.run()
     said = {id.room: output.error.message for id, output in driver.finish.items() if output.error}
     assert said[1] == said[2] == "regex: it is bad"
     assert "no continuation" in said[3] and driver.tokens[RequestId(3, 0)] == expected(4)
-    assert driver.compiler.compiled == ["bad", "dead end"], "a grammar is compiled once"
+    assert said[4].endswith("too complex to go on after this output: out of fuel")
+    assert driver.compiler.compiled == ["bad", "dead end", "too complex"], "a grammar is compiled once"
     driver.check_whole()
     assert "no tokenizer" in Grammars().walk(constrained(1, [20])).message
     contradicted = driver.grammars.walk(constrained(4, [20, 199], prior=1))
@@ -284,14 +301,17 @@ def test_what_nobody_waits_for_any_more_is_not_compiled() -> None:
         driver.submit(constrained(room, [20], Grammar(GrammarKind.REGEX, text), max_tokens=2))
     for room in (2, 4):
         driver.tell(Abort(RequestId(room, 0)))
+    driver.tell(Abort(RequestId(0, 0)))
+    while "first" not in driver.compiler.left:  # its thread looks from time to time
+        driver.step()
     driver.finish_compiling()
     driver.run()
-    assert sorted(driver.compiler.compiled) == ["first", "second", "shared"]
+    assert sorted(driver.compiler.compiled) == ["second", "shared"]
     driver.submit(constrained(5, [20], Grammar(GrammarKind.REGEX, "left"), max_tokens=2))
     driver.finish_compiling()
     driver.run()
     ended = {id.room: output.finish.value for id, output in driver.finish.items()}
-    assert ended == {0: "length", 1: "length", 2: "abort", 3: "length", 4: "abort", 5: "length"}
+    assert ended == {0: "abort", 1: "length", 2: "abort", 3: "length", 4: "abort", 5: "length"}
     driver.check_whole()
 
 
@@ -302,7 +322,7 @@ def test_the_oldest_grammars_are_forgotten() -> None:
         grammars.walk(constrained(1, [20], Grammar(GrammarKind.REGEX, text)))
     assert "0" not in compiler.compiled[1:]
     grammars.walk(constrained(1, [20], Grammar(GrammarKind.REGEX, "1")))
-    assert compiler.compiled.count("1") == 2 and len(grammars._compiled) == MAX_COMPILED
+    assert compiler.compiled.count("1") == 2 and len(grammars._jobs) == MAX_COMPILED
     grammars.close()
 
 

@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 from millrace.v1 import common_pb2, worker_pb2
+from millrace_common.tokenizer_file import byte_characters
 from millrace_router.text import markers
 from millrace_router.text.chat_format import Style
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_serve.engine.core import Grammar, GrammarKind
-from millrace_serve.engine.grammar.xgrammar_compiler import XgrammarCompiler
-from millrace_testing import paths
+from millrace_serve.engine.grammar.llguidance_compiler import LlguidanceCompiler
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
 from router.fake_worker import FakeWorker
-from router.harness import Cluster
+from router.harness import EOS, Cluster
 from router.scripted import HELLO, SCHEMA, TOOLS, grammar_of, prompt_of, say
 from router.test_parsers import CALL_MARKS, FORMS, WEATHER, v3, v31
 from tokenizers import Tokenizer as HfTokenizer
 
+BYTES = byte_characters()
 CALLS = [("weather", WEATHER), ("time", "{}")]
-TINY, TINY_EOS = HfTokenizer.from_file(str(paths.TINY / "tokenizer.json")), 1
-COMPILER = XgrammarCompiler(paths.TINY, 1024, [TINY_EOS])
 
 
 def client_of(made: Cluster) -> openai.AsyncOpenAI:
@@ -126,7 +128,7 @@ async def test_results_of_calls_reach_the_template(serve: Callable) -> None:
 
 
 @pytest.mark.parametrize("style", Style)
-async def test_a_required_call_is_in_the_grammar(serve: Callable, style: Style) -> None:
+async def test_a_required_call_is_in_the_grammar(serve: Callable, folders: dict[str, Path], style: Style) -> None:
     made, form = await serve(style.name.lower()), FORMS[style]
     async with client_of(made) as client:
         for choice, names, more in (
@@ -136,19 +138,29 @@ async def test_a_required_call_is_in_the_grammar(serve: Callable, style: Style) 
             say(made, form(("time", "{}")))
             *_, calls, finish = await streamed(client, tools=TOOLS, tool_choice=choice)
             assert calls == [("time", "{}")] and finish == "tool_calls"
-            tag = grammar_of(made).structural_tag
+            allows = functools.partial(allowed, folders[style.name.lower()], grammar_of(made))
             for name in ("weather", "time"):
-                assert allows(tag, form((name, '{"city": "Oslo"}' if name == "weather" else "{}"))) is (name in names)
-            assert allows(tag, form(*[(names[-1], "{}")] * 2)) is more, "several calls"
-            assert not allows(tag, form((names[-1], "{}"))[:-1]) and not allows(tag, "Hello"), "a call is required"
+                assert allows(form((name, '{"city": "Oslo"}' if name == "weather" else "{}"))) is (name in names)
+            assert allows(form(*[(names[-1], "{}")] * 2)) is more, "several calls"
+            assert not allows(form((names[-1], "{}"))[:-1]) and not allows("Hello"), "a call is required"
             assert all(name in prompt_of(made) for name in ("weather", "time")), "all tools are described"
 
 
-def allows(tag: str, text: str) -> bool:
+@functools.cache
+def compiler_of(folder: Path) -> LlguidanceCompiler:
+    tokenizer = HfTokenizer.from_file(str(folder / "tokenizer.json"))
+    return LlguidanceCompiler(folder, tokenizer.get_vocab_size(), [tokenizer.token_to_id(EOS)])
+
+
+def allowed(folder: Path, grammar: common_pb2.Grammar, text: str) -> bool:
     """Whether an output of this text is complete for a worker."""
-    matcher = COMPILER.compile(Grammar(GrammarKind.STRUCTURAL_TAG, tag))()
-    ids = TINY.encode(text, add_special_tokens=False).ids
-    return all(matcher.accept(token) for token in ids) and bool(matcher.mask[0] & 1 << TINY_EOS)
+    core = Grammar(GrammarKind.LARK, grammar.lark, marks=tuple(grammar.marks))
+    matcher = compiler_of(folder).compile(core, threading.Event())()
+    tokenizer = HfTokenizer.from_file(str(folder / "tokenizer.json"))
+    end = tokenizer.token_to_id(EOS)
+    if not all(matcher.accept(token) for token in tokenizer.encode(text, add_special_tokens=False).ids):
+        return False
+    return bool(matcher.mask.view(np.uint32)[end // 32] >> np.uint32(end % 32) & 1)
 
 
 @pytest.mark.parametrize("style", Style)
@@ -161,13 +173,110 @@ async def test_one_call_at_a_time(serve: Callable, style: Style) -> None:
         await made.quiet()
 
 
-async def test_strict_tools_constrain_what_is_called_but_not_whether(serve: Callable) -> None:
+async def test_strict_tools_constrain_what_is_called_but_not_whether(serve: Callable, folders: dict[str, Path]) -> None:
     made = await serve("v31")
     strict = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}]
     async with client_of(made) as client:
         say(made, "No need.")
         assert await streamed(client, tools=strict) == ("", "No need.", [], "stop")
-    assert json.loads(grammar_of(made).structural_tag)["format"]["type"] == "triggered_tags"
+    allows = functools.partial(allowed, folders["v31"], grammar_of(made))
+    assert allows("No need.") and allows("") and allows("I look." + v31(("weather", WEATHER)))
+    assert not allows(v31(("weather", '{"city": 7}')))
+    assert not allows(v31(("weather", WEATHER)) + "x") and not allows(v31(("weather", WEATHER))[:-1])
+
+
+@pytest.mark.parametrize("style", Style)
+@pytest.mark.parametrize("strict", [True, False])
+async def test_a_response_format_beside_tools(
+    serve: Callable, folders: dict[str, Path], style: Style, strict: bool
+) -> None:
+    """An answer in the format, or calls; only calls where one is required."""
+    made, form = await serve(style.name.lower()), FORMS[style]
+    tools = [{"type": "function", "function": tool["function"] | {"strict": strict}} for tool in TOOLS]
+    answer = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [1, "x"]}}}
+    wrong = form(("weather", '{"city": 7}'))
+    async with client_of(made) as client:
+        for said, choice in (("1", "auto"), (form(("time", "{}")), "auto"), (form(("time", "{}")), "required")):
+            say(made, said)
+            await streamed(client, tools=tools, response_format=answer, tool_choice=choice)
+            allows = functools.partial(allowed, folders[style.name.lower()], grammar_of(made))
+            assert allows("1") is allows('"x"') is (choice == "auto")
+            assert allows(form(("weather", WEATHER))) and allows(form(("weather", WEATHER), ("time", "{}")))
+            assert not allows("2") and not allows("Hello") and not allows("1" + form(("time", "{}")))
+            assert allows(wrong) is not (strict or choice == "required"), "what is not strict promises nothing"
+        say(made, "/a/")
+        await streamed(client, tools=tools, response_format={"type": "regex", "regex": "^/[a-z]/$"})
+        allows = functools.partial(allowed, folders[style.name.lower()], grammar_of(made))
+        assert allows("/a/") and allows(form(("time", "{}"))) and not allows("a") and not allows("")
+
+
+async def test_marks_are_not_spelled_out(serve: Callable, folders: dict[str, Path]) -> None:
+    """Neither in arguments nor in the text before them, however the tokens cut it."""
+    made = await serve("v31")
+    strict = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}]
+    async with client_of(made) as client:
+        say(made, "No.")
+        await streamed(client, tools=strict)
+    grammar, tokenizer = grammar_of(made), HfTokenizer.from_file(str(folders["v31"] / "tokenizer.json"))
+    assert set(grammar.marks) == set(markers.DEEPSEEK)
+    core = Grammar(GrammarKind.LARK, grammar.lark, marks=tuple(grammar.marks))
+    factory = compiler_of(folders["v31"]).compile(core, threading.Event())
+
+    def ids(text: str, spelled: bool = False) -> list[int]:
+        if not spelled:
+            return tokenizer.encode(text, add_special_tokens=False).ids
+        return [token for byte in text.encode() for token in [tokenizer.token_to_id(BYTES[byte])]]
+
+    head = v31(("weather", '{"city": "')).removesuffix(markers.DEEPSEEK.call_end + markers.DEEPSEEK.calls_end)
+    for before, mark in (([], markers.DEEPSEEK.calls), (ids("Well. " + head), markers.DEEPSEEK.call_end)):
+        matcher = factory()
+        assert all(matcher.accept(token) for token in [*before, *ids(mark, True)[:-1]])
+        last = ids(mark, True)[-1]
+        assert not matcher.mask.view(np.uint32)[last // 32] >> np.uint32(last % 32) & 1 and not matcher.accept(last)
+        assert matcher.accept(ids("x")[0]), "anything else goes on"
+
+
+async def test_thoughts_that_a_call_would_end_have_none(serve: Callable) -> None:
+    made = await serve("kimi")
+    async with client_of(made) as client:
+        say(made, FORMS[Style.KIMI](("time", "{}")))
+        await streamed(client, tools=TOOLS, tool_choice="required")
+    mark = made.router.inference.tokenizer.added_token(markers.KIMI.calls)
+    assert list(grammar_of(made).forbidden_before) == [mark]
+
+
+async def test_schemas_that_cannot_be_kept_are_refused_before_any_work(serve: Callable) -> None:
+    made = await serve("v31")
+    bad = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    patterns = {"type": "object", "patternProperties": {"^a": {}, "b$": {}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": bad, "strict": True}}
+    several = {
+        "type": "function",
+        "function": {"name": "g", "parameters": {"properties": {"p": patterns}}, "strict": True},
+    }
+    chosen = {"type": "function", "function": {"name": "h", "parameters": bad}}
+    form = {"type": "json_schema", "json_schema": {"schema": bad}}
+    product = {"allOf": [{"anyOf": [{"type": "string", "maxLength": i * 99 + k} for k in range(30)]} for i in range(5)]}
+    for fields, param, words in (
+        ({"response_format": form}, "response_format", "at #/properties/a/uniqueItems: "),
+        ({"response_format": form, "tools": TOOLS}, "response_format", "at #/properties/a/uniqueItems: "),
+        ({"tools": [tool]}, "tools", "of f cannot be kept at #/properties/a/uniqueItems: "),
+        ({"tools": [several]}, "tools", "of g cannot be kept at #/properties/p"),
+        ({"tools": [chosen], "tool_choice": "required"}, "tools", "of h cannot be kept at #/properties/a/uniqueItems"),
+        ({"guided_regex": "a(?=b)"}, "guided_regex", "look-around"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": product}}},
+            "response_format",
+            "schema too large",
+        ),
+    ):
+        answer = await made.http.post("/v1/chat/completions", json={"messages": HELLO, "max_tokens": 2} | fields)
+        error = answer.json()["error"]
+        assert answer.status_code == 400 and error["param"] == param and words in error["message"], error
+    assert not any(worker.submitted for worker in made.workers)
+    say(made, "No.")
+    answer = await made.http.post("/v1/chat/completions", json={"messages": HELLO, "tools": [chosen]})
+    assert answer.status_code == 200, "a tool that is not strict promises nothing"
 
 
 async def test_thoughts(serve: Callable) -> None:
@@ -252,15 +361,12 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {  # what is wrong: (fields, p
     "surrogate": (
         {"tools": [{"type": "function", "function": {"name": "a", "description": "\ud800"}}]}, "tools", "UTF-8",
     ),
-    "tools and format": (
-        {"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format", "tool_choice to none",
-    ),
     "both": ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex", "combined"),
     "no schema": ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema is required"),
     "regex of a schema": ({"response_format": {"type": "json_object", "regex": "a"}}, "response_format", "no meaning"),
     "unknown format": ({"response_format": {"type": "xml"}}, "response_format", "response_format.type"),
     "empty regex": ({"guided_regex": ""}, "guided_regex", "0 bytes"),
-    "long regex": ({"guided_regex": "a" * 70_000}, "guided_regex", "65536"),
+    "long regex": ({"guided_regex": "a" * 70_000}, "guided_regex", "4096"),
     "deep schema": (
         {"response_format": {"type": "json_schema", "json_schema": {"schema": DEEP}}},
         "response_format", "more than 64 deep",
@@ -302,7 +408,7 @@ async def test_a_grammar_that_only_workers_can_refuse(pair: Cluster) -> None:
 
     for worker in pair.workers:
         worker.script.append(refuses)
-    answer = await pair.http.post("/v1/completions", json={"prompt": "x", "guided_regex": "(", "stream": True})
+    answer = await pair.http.post("/v1/completions", json={"prompt": "x", "guided_regex": "a", "stream": True})
     assert answer.status_code == 400 and "parenthesis" in answer.json()["error"]["message"]
     assert len(pair.prefills[0].submitted) == 1, "no other worker would take it"
 

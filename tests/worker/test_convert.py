@@ -140,5 +140,11 @@ def test_grammars(kind: GrammarKind, after: int | None) -> None:
     wire = common_pb2.SamplingParams(max_tokens=1, grammar={kind: "text", "after_token_id": after})
     assert convert.sampling_params(wire).grammar == Grammar(kind, "text", after)
     assert set(GrammarKind) == {field.name for field in common_pb2.Grammar.DESCRIPTOR.oneofs_by_name["kind"].fields}
+    wire.grammar.MergeFrom(common_pb2.Grammar(marks=["<a>"], forbidden_before=[3]))
+    assert convert.sampling_params(wire).grammar == Grammar(kind, "text", after, (3,), ("<a>",))
+    for more, words in (({"marks": ["a"] * 9}, "marks has 9"), ({"marks": [""]}, "marks has 0 characters"),
+                        ({"forbidden_before": [0] * 9}, "forbidden_before has 9")):  # fmt: skip
+        with pytest.raises(MillraceError, match=words):
+            convert.sampling_params(common_pb2.SamplingParams(max_tokens=1, grammar={kind: "text", **more}))
     with pytest.raises(MillraceError, match="grammar has no kind"):
         convert.sampling_params(common_pb2.SamplingParams(max_tokens=1, grammar={}))

@@ -10,9 +10,7 @@ _DAY = (
     r"|02-(?:0[1-9]|1[0-9]|2[0-8]))"
 )
 _DATE = rf"(?:{_YEAR}-{_DAY}|{_LEAP_YEAR}-02-29)"
-_TIME = (
-    r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?(?:[Zz]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
-)
+_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?(?:[Zz]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 _BYTE = r"(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _IPV4 = rf"{_BYTE}(?:\.{_BYTE}){{3}}"
 _H = r"[0-9A-Fa-f]{1,4}"
@@ -33,7 +31,9 @@ _CALENDAR = rf"(?:{_UNIT}Y(?:{_UNIT}M(?:{_UNIT}D)?)?|{_UNIT}M(?:{_UNIT}D)?|{_UNI
 _ATOM = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
 _PCT = r"%[0-9A-Fa-f]{2}"
 _PCHAR = rf"(?:[A-Za-z0-9._~!$&'()*+,;=:@-]|{_PCT})"
-_AUTHORITY = rf"(?:(?:[A-Za-z0-9._~!$&'()*+,;=:-]|{_PCT})*@)?(?:\[(?:{_IPV6})\]|(?:[A-Za-z0-9._~!$&'()*+,;=-]|{_PCT})*)(?::[0-9]*)?"
+_USER = rf"(?:(?:[A-Za-z0-9._~!$&'()*+,;=:-]|{_PCT})*@)?"
+_NAME = rf"(?:[A-Za-z0-9._~!$&'()*+,;=-]|{_PCT})*"
+_AUTHORITY = rf"{_USER}(?:\[(?:{_IPV6})\]|{_NAME})(?::[0-9]*)?"
 _HIER = rf"(?://{_AUTHORITY}(?:/{_PCHAR}*)*|/(?:{_PCHAR}+(?:/{_PCHAR}*)*)?|{_PCHAR}+(?:/{_PCHAR}*)*|)"
 _MORE = rf"(?:{_PCHAR}|[/?])*"
 
@@ -54,6 +54,15 @@ PATTERNS = {
 }
 LENGTHS = {"hostname": 63}  # shorter than its longest label may be, and so than the whole name
 REFUSED = frozenset(
-    ("idn-email", "idn-hostname", "iri", "iri-reference", "json-pointer", "regex", "relative-json-pointer")
-    + ("uri-reference", "uri-template")
+    [
+        "idn-email",
+        "idn-hostname",
+        "iri",
+        "iri-reference",
+        "json-pointer",
+        "regex",
+        "relative-json-pointer",
+        "uri-reference",
+        "uri-template",
+    ]
 )  # the standard defines them, and nothing here enforces them; others have no definition

@@ -29,9 +29,8 @@ MEANING = {
     **dict.fromkeys(("$dynamicRef", "prefixItems"), 2020),
 }
 NOT_SUPPORTED = frozenset(
-    ("not", "if", "then", "else", "contains", "minContains", "maxContains", "unevaluatedItems", "unevaluatedProperties")
-    + ("$recursiveRef", "$dynamicRef")
-)
+    ["not", "if", "then", "else", "contains", "minContains", "maxContains", "unevaluatedItems", "unevaluatedProperties"]
+) | {"$recursiveRef", "$dynamicRef"}
 MOST_DIGITS, LARGEST = 15, 2**53 - 1
 MAX_MULTIPLES = 32  # different values of multipleOf in a schema
 MAX_MULTIPLE = 10_000  # digits of multipleOf as a whole number: an automaton has as many states
@@ -171,7 +170,11 @@ def number(value: Any, *path: str) -> Decimal:
         raise Unusable(path, "must be a number")
     exact = Decimal(repr(value)) if isinstance(value, float) else Decimal(value)
     exact = exact.normalize() if exact else Decimal(0)
-    if abs(exact) > LARGEST or _places(exact) > MOST_DIGITS or (_places(exact) and len(exact.as_tuple().digits) > MOST_DIGITS):
+    if (
+        abs(exact) > LARGEST
+        or _places(exact) > MOST_DIGITS
+        or (_places(exact) and len(exact.as_tuple().digits) > MOST_DIGITS)
+    ):
         raise Unusable(path, f"must be less than 2**53, and a fraction have at most {MOST_DIGITS} digits")
     return exact
 

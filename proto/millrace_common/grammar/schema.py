@@ -82,7 +82,9 @@ class _Normal:
         if not isinstance(schema, dict):
             return False
         target = self._defs.get(schema.get("$ref", "").removeprefix("#/$defs/"))
-        return schema.get("type") == "object" or (refs > 0 and target is not None and self._says_object(target, refs - 1))
+        return schema.get("type") == "object" or (
+            refs > 0 and target is not None and self._says_object(target, refs - 1)
+        )
 
     def _schema(self, value: Any, at: str) -> Schema:
         if isinstance(value, bool):
@@ -94,9 +96,7 @@ class _Normal:
         if "$ref" in given and self._draft <= 7:
             given = {"$ref": given["$ref"]}  # what stands beside it has no meaning in these drafts
         self._check(given, at)
-        self._patterns += sum(len(one) for one in (given.get("pattern"), *given.get("patternProperties", ())) if isinstance(one, str))
-        if self._patterns > MAX_PATTERNS:
-            raise Refused(at, f"all patterns together have more than {MAX_PATTERNS} characters")
+        self._count_patterns(given, at)
         made: dict[str, Any] = {}
         types = keywords.types(given, at, Refused)
         if types != set(TYPES) | {"integer"}:
@@ -116,6 +116,13 @@ class _Normal:
         self._combine(given, made, at)
         self._places[id(made)] = at
         return made
+
+    def _count_patterns(self, given: Mapping[str, Any], at: str) -> None:
+        names = given.get("patternProperties", {})
+        patterns = [given.get("pattern"), *(names if isinstance(names, dict) else ())]
+        self._patterns += sum(len(one) for one in patterns if isinstance(one, str))
+        if self._patterns > MAX_PATTERNS:
+            raise Refused(at, f"all patterns together have more than {MAX_PATTERNS} characters")
 
     def _check(self, given: Mapping[str, Any], at: str) -> None:
         for key, item in given.items():
@@ -179,7 +186,8 @@ class _Normal:
             made["required"] = list(dict.fromkeys(needed))
         if by_pattern:
             made["patternProperties"] = {
-                keywords.searched(pattern, "patternProperties", pattern): schema for pattern, schema in by_pattern.items()
+                keywords.searched(pattern, "patternProperties", pattern): schema
+                for pattern, schema in by_pattern.items()
             }
         if other is not True:
             made["additionalProperties"] = other
@@ -207,7 +215,11 @@ class _Normal:
         if set(names) <= {"pattern", "type"} and not named:
             by_pattern[keywords.Translated(names["pattern"])] = other
             return False
-        raise Refused(where, "only enum, const, or a pattern or format beside no properties is supported")
+        if set(names) <= {"minLength", "maxLength", "type"} and not named:
+            lengths = f"{names.get('minLength', 0)},{names.get('maxLength', '')}"
+            by_pattern[keywords.Translated(f"^(?:(?s:.{{{lengths}}}))$")] = other
+            return False
+        raise Refused(where, "only enum, const, or beside no properties a pattern, a format or lengths are supported")
 
     def _target(self, made: Mapping[str, Any], at: str) -> tuple[Any, str]:
         """What a reference in our form stands for, as the client wrote it."""

@@ -23,6 +23,9 @@ OPTIONS = {
     "coerce_one_of": False,
     "lenient": False,
 }
+# The first line of every grammar. Where only one text can follow, the library would ask for the tokens that a tokenizer
+# makes of it, added tokens among them.
+HEAD = '%llguidance {"no_forcing": true}'
 # Of one grammar and of one mask; docs/api.md has what they come to.
 LIMITS = llguidance.LLParserLimits(
     max_items_in_row=2_000,
@@ -31,9 +34,11 @@ LIMITS = llguidance.LLParserLimits(
     step_max_items=50_000,
     max_lexer_states=50_000,
     max_grammar_size=200_000,
+    precompute_large_lexemes=False,
     verbose_errors=False,
 )
 MAX_MESSAGE = 200
+MAX_TOKENS = 1 << 18  # of a vocabulary whose special tokens a grammar names
 
 
 class GrammarError(Exception):
@@ -53,9 +58,9 @@ def source(kind: str, given: str) -> str:
                     raise GrammarError(f"at {_culprit(schema, places)}: {problem}")
                 return made
             case text.REGEX:
-                made = llguidance.LLMatcher.grammar_from_regex(pattern.whole(given))
+                made = f"{HEAD}\nstart: {terminal(pattern.whole(given))}"
             case _:
-                made = llguidance.LLMatcher.grammar_from_lark(given)
+                made = given
     except (Refused, pattern.PatternError) as error:
         raise GrammarError(str(error)) from error
     if problem := compiles(made):
@@ -64,17 +69,26 @@ def source(kind: str, given: str) -> str:
 
 
 def of_json(schema: dict[str, Any]) -> str:
-    return str(llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=OPTIONS))
+    return f"{HEAD}\nstart: {inline(schema)}"
+
+
+def terminal(expression: str) -> str:
+    """As a part of a rule. `expression`: of pattern.py."""
+    return f"/{expression}/" if expression else '""'
 
 
 def inline(schema: dict[str, Any]) -> str:
-    """For a grammar of Lark's form."""
+    """As a part of a rule."""
     return f"%json {json.dumps({'x-guidance': OPTIONS, **schema})}"
+
+
+def lark(made: str) -> str:
+    return str(llguidance.LLMatcher.grammar_from_lark(made))
 
 
 def compiles(made: str) -> str:
     """What is wrong with a grammar; empty: nothing."""
-    matcher = llguidance.LLMatcher(_bytes(), made, limits=LIMITS, log_level=0)
+    matcher = llguidance.LLMatcher(_bytes(), lark(made), limits=LIMITS, log_level=0)
     if not matcher.is_error():
         matcher.compute_bitmask()
     return clear(matcher.get_error())
@@ -115,15 +129,14 @@ class _Bytes:
     """A vocabulary of bytes, with ids enough for the special tokens that a grammar may name."""
 
     eos_token_id, bos_token_id = 256, None
-    tokens = [bytes([byte]) for byte in range(256)] + [b"<end>"]
-    special_token_ids = (256,)
+    tokens = [bytes([byte]) for byte in range(256)] + [b""] * (MAX_TOKENS - 256)
+    special_token_ids = range(256, MAX_TOKENS)
 
     def __call__(self, data: bytes) -> list[int]:
         return list(data)
 
 
 _tokenizer: llguidance.LLTokenizer | None = None
-MAX_TOKENS = 1 << 18
 
 
 def _bytes() -> llguidance.LLTokenizer:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from millrace.v1 import common_pb2
 
+from millrace_router.text.call_grammar import Calls
 from millrace_router.text.call_stream import Offer
 from millrace_router.text.chat_format import Tool
 
@@ -45,6 +46,7 @@ class Ask:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     grammar: common_pb2.Grammar | None = None
+    calls: Calls | None = None  # tool calls that must be right; they become the grammar
     grammar_param: str = "grammar"  # the field of the request that it came from
     stop: Sequence[str] = ()
     message: bool = False  # the answer to a chat is told as thoughts, content and calls; else as a plain text

@@ -1,7 +1,8 @@
 """The common part of gRPC and HTTP: from an unchecked `Ask` to a stream of deltas.
 
-1. Check the limits, the caller's rates, and that the queue has room. 2. Tokenize. 3. Check the context, and with it the
-   queue once more. 4. Start one generation per continuation. Every request is counted once, by its end.
+1. Check the limits, the caller's rates, and that the queue has room. 2. Compile the grammar. 3. Tokenize. 4. Check the
+   context, and with it the queue once more. 5. Start one generation per continuation. Every request is counted once, by
+   its end.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from millrace_router.flow import validate
 from millrace_router.flow.ask import Ask, Chat, Prompt
 from millrace_router.flow.bodies import Bodies
 from millrace_router.flow.generation import Backend, Begun, Generation, Job
+from millrace_router.flow.grammars import Grammars
 from millrace_router.flow.metrics import observe_generation
 from millrace_router.flow.rounds import Rounds
 from millrace_router.flow.spans import ContinuationSpans
@@ -49,6 +51,7 @@ class Inference:
         self.tokenizer = tokenizer
         self.active: set[Stream] = set()
         self.bodies = Bodies(backend.config.bodies.held, backend.config.bodies.held_by_tenant)
+        self._grammars = Grammars()
         self._rounds = Rounds(asyncio.get_running_loop(), backend.config.stream_interval)
         self._idle = asyncio.Event()
         self._idle.set()
@@ -116,6 +119,7 @@ class Inference:
         tenant.check(time.monotonic())
         place = admission.place(tenant.allowed(ask.priority), tenant.name, tenant.weight)
         admission.check_room(ask.n, place)
+        ask = await self._grammars.settle(ask, self.tokenizer.added_token, tenant.name)
         token_ids = await self.tokenize(ask.prompt, model, ask.large)
         sampling = validate.fit(ask, len(token_ids), model)
         self.tokenizer.behind_thoughts(sampling, token_ids)
@@ -151,6 +155,7 @@ class Inference:
                 stream.cancel(error)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), LAST_WORDS_S)
+        self._grammars.close()
 
     def _started(self, stream: Stream, prompt_tokens: int) -> None:
         self.active.add(stream)

@@ -39,8 +39,8 @@ def check(ask: Ask, model: worker_pb2.WorkerInfo, names: Collection[str], config
         _check_tools(ask.prompt.tools)
         if config.strict_tools:
             _check_ignored(ask.prompt.ignored)
-    if ask.grammar is not None:
-        _check_grammar(ask, ask.grammar, model)
+    if ask.grammar is not None or ask.calls is not None:
+        _check_constrained(ask, model)
     for name, value in ask.numbers.items():
         _within(ask.names.get(name, name), value, NUMBERS[name])
     _within("n", ask.n, Range(1, limits.n))
@@ -141,15 +141,21 @@ def _check_ignored(ignored: Mapping[str, str]) -> None:
         raise invalid(name, f"{bracket}{rest}.type {kind!r} is not supported, and strict_tools is set")
 
 
-def _check_grammar(ask: Ask, grammar: common_pb2.Grammar, model: worker_pb2.WorkerInfo) -> None:
-    """Check everything that needs no compiler; the workers refuse the rest before any work."""
-    kind, param = grammar.WhichOneof("kind"), ask.grammar_param
-    if kind is None:
-        raise invalid(param, "has no kind")
-    if problem := grammar_text.problem(kind, getattr(grammar, kind)):
-        raise invalid(param, f"has a {kind} that cannot be used: {problem}")
-    if grammar.HasField("after_token_id"):
-        check_ids(param, [grammar.after_token_id], model)
+def _check_constrained(ask: Ask, model: worker_pb2.WorkerInfo) -> None:
+    """Check everything that needs no compiler; flow/grammars.py compiles."""
+    param = ask.grammar_param
+    for grammar in (ask.grammar, ask.calls and ask.calls.answer):
+        if grammar is None:
+            continue
+        kind = grammar.WhichOneof("kind")
+        if kind is None:
+            raise invalid(param, "has no kind")
+        if kind == grammar_text.LARK or grammar.marks or grammar.forbidden_before:
+            raise invalid(param, "must be a json_schema or a regex; what else it can be is for routers")
+        if problem := grammar_text.problem(kind, getattr(grammar, kind)):
+            raise invalid(param, f"has a {kind} that cannot be used: {problem}")
+        if grammar.HasField("after_token_id"):
+            check_ids(param, [grammar.after_token_id], model)
     for name, given in (("ignore_eos", ask.ignore_eos), ("min_tokens", ask.numbers.get("min_tokens", 0) > 0)):
         if given:
             raise invalid(name, f"cannot be combined with {param}, which decides where the output may end")

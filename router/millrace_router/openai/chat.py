@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from millrace.v1 import common_pb2
 from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, model_validator
 
 from millrace_router.flow.ask import Ask, Chat
@@ -15,7 +14,8 @@ from millrace_router.flow.validate import invalid
 from millrace_router.openai.tool_parameters import Parameters
 from millrace_router.openai.types import Common, Items, Strict
 from millrace_router.text.call_arguments import NONE
-from millrace_router.text.chat_format import ChatFormat, Tool, structural_tag
+from millrace_router.text.call_grammar import Calls
+from millrace_router.text.chat_format import ChatFormat, Tool
 
 MAX_ARGUMENTS = 16  # of a chat template
 MOST_TOKENS = "max_completion_tokens"  # OpenAI's newer name of max_tokens
@@ -200,23 +200,23 @@ class ChatRequest(Conversation, Common):
         if ignored:
             chat = chat._replace(ignored={**ignored, **chat.ignored})
         ask = self.as_ask(chat, request_id, max_tokens, (self.top_logprobs or 0) if self.logprobs else None)
-        if ask.grammar is not None and chat.tools:
-            raise invalid(ask.grammar_param, "cannot be combined with tools; set tool_choice to none")
         names = {"logprobs": "top_logprobs"}
         return replace(ask, names=names if self.max_completion_tokens is None else names | {"max_tokens": MOST_TOKENS})
 
 
 def in_format(ask: Ask, form: ChatFormat) -> Ask:
-    """Add the grammar of a required or strict call. Raises INVALID_ARGUMENT when the model has no calls."""
+    """Add the calls that must be right: required and strict ones, and those in the place of an answer that must. Raises
+    INVALID_ARGUMENT when the model has no calls.
+    """
     chat = ask.prompt
     if not isinstance(chat, Chat) or not chat.tools:
         return ask
     if form.style is None:
         raise invalid("tools", "are not supported: the model's chat template has no tool calls")
-    if chat.required or any(tool.strict for tool in chat.tools):
+    if chat.required or ask.grammar is not None or any(tool.strict for tool in chat.tools):
         named = len(chat.required) == 1 and len(chat.tools) > 1
-        tag = structural_tag(
-            chat.required or chat.tools, form.style, required=bool(chat.required), parallel=chat.parallel and not named
-        )
-        return replace(ask, grammar=common_pb2.Grammar(structural_tag=tag), grammar_param="tools")
+        answer = None if chat.required else ask.grammar
+        tools, parallel = chat.required or chat.tools, chat.parallel and not named
+        calls = Calls(form.style, tools, bool(chat.required), parallel, answer)
+        return replace(ask, grammar=None, calls=calls, grammar_param=ask.grammar_param if answer else "tools")
     return ask

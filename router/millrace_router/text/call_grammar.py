@@ -14,7 +14,7 @@ from typing import NamedTuple
 from millrace.v1 import common_pb2
 from millrace_common.grammar import pattern
 from millrace_common.grammar.schema import Refused, normal
-from millrace_common.grammar.source import GrammarError, inline
+from millrace_common.grammar.source import HEAD, GrammarError, inline, terminal
 from millrace_common.grammar.text import problem
 
 from millrace_router.text import dsml
@@ -56,29 +56,29 @@ class _Rules:
     def __init__(self, style: Style, token_of: Callable[[str], int | None]) -> None:
         self._style = style
         self._token_of = token_of
-        self._lines = ["%llguidance {}"]
+        self._lines = [HEAD]
 
     def grammar(self, calls: Calls) -> str:
         begin, separator, end = list_of_calls(self._style)
         tools = [f"call{i}" for i in range(len(calls.tools))]
         for name, tool in zip(tools, calls.tools, strict=True):
-            self._call(name, tool, calls.required or tool.strict)
-        more = f" ({self.text(separator)} call)*" if calls.parallel else ""
+            self._call(name, tool, separator, calls.required or tool.strict)
         self._rule("call", " | ".join(tools))
-        self._rule("calls", f"call{more} {self.text(end)}")
+        self._rule("next", " | ".join(f"{name}next" for name in tools))
+        self._rule("calls", f"call {'next* ' if calls.parallel else ''}{self.text(end)}")
         first, rest = self._opening(begin)
         if calls.required:
             gap = pattern.literal(dsml.GAP) if self._style is Style.V32 else ""
-            self._rule("start", f"{_regex(gap + first)} {rest} calls")
+            self._rule("start", f"{terminal(gap + first)} {rest} calls")
         elif calls.answer is not None:
             gap = f"(?:{pattern.literal(dsml.GAP)})?" if self._style is Style.V32 else ""
-            self._rule("start", f"{_regex(gap + first)} {rest} calls | answer")
+            self._rule("start", f"{terminal(gap + first)} {rest} calls | answer")
             self._answer(calls.answer)
         else:
             free = pattern.ANY if rest else pattern.without([begin])
             self._rule("start", f'"" | TEXT | {"" if first else f"{rest} calls | "}HEAD {rest} calls')
-            self._rule("TEXT", _regex(free))
-            self._rule("HEAD", _regex(free + first))
+            self._rule("TEXT", terminal(free))
+            self._rule("HEAD", terminal(free + first))
         return "\n".join(self._lines)
 
     def text(self, text: str) -> str:
@@ -87,7 +87,7 @@ class _Rules:
         while text:
             found = min(((text.find(mark), mark) for mark in self._tokens() if mark in text), default=(len(text), ""))
             if found[0]:
-                parts.append(_regex(pattern.literal(text[: found[0]])))
+                parts.append(terminal(pattern.literal(text[: found[0]])))
             if found[1]:
                 parts.append(f"<[{self._token_of(found[1])}]>")
             text = text[found[0] + len(found[1]) :]
@@ -104,20 +104,23 @@ class _Rules:
     def _rule(self, name: str, body: str) -> None:
         self._lines.append(f"{name}: {body}")
 
-    def _call(self, name: str, tool: Tool, kept: bool) -> None:
+    def _call(self, name: str, tool: Tool, separator: str, kept: bool) -> None:
+        """The rules of a first call and of a next one: text between two special tokens is one lexeme."""
         begin, end = around_arguments(tool.name, self._style)
+        self._rule(name, f"{self.text(begin)} {name}body")
+        self._rule(f"{name}next", f"{self.text(separator + begin)} {name}body")
         try:
             if kept and (fault := problem("json_schema", json.dumps(tool.parameters))):
                 raise GrammarError(fault)
             schema, _ = normal(tool.parameters if kept else ANY_ARGUMENTS, is_object=True)
             if self._style is Style.V32:
-                self._rule(name, f"{self.text(begin)} {name}args {self.text(end)}")
+                self._rule(f"{name}body", f"{name}args {self.text(end)}")
                 self._lines += Parameters(name, schema, self.text).rules()
                 return
         except (Refused, GrammarError) as error:
             raise GrammarError(f"the parameters of {tool.name} cannot be kept {error}") from error
-        number = f"{_regex('[0-9]{1,9}')} {self.text(KIMI.sep)} " if self._style is Style.KIMI else ""
-        self._rule(name, f"{self.text(begin)} {number}{name}args {self.text(end)}")
+        number = f"{terminal('[0-9]{1,9}')} {self.text(KIMI.sep)} " if self._style is Style.KIMI else ""
+        self._rule(f"{name}body", f"{number}{name}args {self.text(end)}")
         self._rule(f"{name}args", inline(schema))
 
     def _answer(self, answer: common_pb2.Grammar) -> None:
@@ -126,7 +129,7 @@ class _Rules:
             if fault := problem(kind, answer.regex):
                 raise GrammarError(fault)
             try:
-                self._rule("answer", _regex(pattern.whole(answer.regex)))
+                self._rule("answer", terminal(pattern.whole(answer.regex)))
             except pattern.PatternError as error:
                 raise GrammarError(str(error)) from error
             return
@@ -137,7 +140,3 @@ class _Rules:
         except Refused as error:
             raise GrammarError(str(error)) from error
         self._rule("answer", inline(schema))
-
-
-def _regex(expression: str) -> str:
-    return f"/{expression}/" if expression else ""

@@ -42,7 +42,7 @@ class Parameters:
             if key not in OF_OBJECTS:
                 raise Refused(below("#", key), "is not supported for all parameters of a call in this model's format")
         named, needed = schema.get("properties", {}), schema.get("required", [])
-        other = schema.get("additionalProperties", not named)
+        other = schema.get("additionalProperties", True)
         parts = []
         for name in [*named, *(name for name in needed if name not in named)]:
             if NOT_IN_NAMES & set(name) or DSML in name or not name.isprintable() or not name:
@@ -61,12 +61,12 @@ class Parameters:
     def _parameter(self, name: str, schema: Any, terminal: str = "") -> str:
         """The name of its rule. `name`: an expression, or `terminal`, a name of one."""
         rule = f"{self._call}p{self._values}"
-        begin, end = self._text(f"{dsml.PARAMETER} name=\""), self._text(f"{dsml.PARAMETER_END}\n")
+        begin, end = self._text(f'{dsml.PARAMETER} name="'), self._text(f"{dsml.PARAMETER_END}\n")
         options = []
         for raw, value in self._options(schema):
             self._values += 1
             said = "true" if raw else "false"
-            attribute = f'{begin} {terminal or f"/{name}/"} {self._text(f"{chr(34)} string={chr(34)}{said}{chr(34)}>")}'
+            attribute = f"{begin} {terminal or f'/{name}/'} {self._text(f'{chr(34)} string={chr(34)}{said}{chr(34)}>')}"
             if raw:
                 closing, rest = self._closing()
                 self._terminal(f"RAW{self._values}", f"{value} {closing}")

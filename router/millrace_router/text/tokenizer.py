@@ -40,6 +40,7 @@ class Tokenizer:
     def __init__(self, tokenizer: HfTokenizer, config: Mapping[str, Any], chat_template: str | None) -> None:
         self._hf = tokenizer
         self._bytes = _token_bytes(tokenizer)
+        self._added = frozenset(tokenizer.get_added_tokens_decoder())
         special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         self._shown = [b"" if i in special else data for i, data in enumerate(self._bytes)]
         named = {name: _content(config.get(name)) for name in ("bos_token", "eos_token")}
@@ -141,6 +142,11 @@ class Tokenizer:
     def thoughts_end(self, ids: Sequence[int]) -> int | None:
         """Number of output ids of the thoughts, their end mark included; None: the thoughts do not end here."""
         return next((count for count, i in enumerate(ids, 1) if i in self._thought_ends), None)
+
+    def added_token(self, text: str) -> int | None:
+        """The id of the added token with this text; None: there is none."""
+        token = self._hf.token_to_id(text)
+        return token if token in self._added else None
 
     def behind_thoughts(self, sampling: common_pb2.SamplingParams, prompt: Sequence[int]) -> None:
         """Let a grammar, which is for the answer, begin after the thoughts that the prompt has begun."""

@@ -46,12 +46,13 @@ class LlguidanceCompiler:
     def compile(self, grammar: Grammar, given_up: threading.Event) -> Callable[[], _Matcher]:
         tokenizer, spelling = self._load()
         made = self._checker.check(grammar.kind, grammar.text, given_up)
-        base = llguidance.LLMatcher(tokenizer, made, limits=source.LIMITS, log_level=0)
+        base = llguidance.LLMatcher(tokenizer, source.lark(made), limits=source.LIMITS, log_level=0)
         if base.is_error():
             raise GrammarError(source.clear(base.get_error()))
         words, marks, ends = len(self._no_stop), grammar.marks, frozenset(self._eos)
-        if not _Matcher(base.deep_copy(), words, ends, spelling, marks).mask.any():
-            raise GrammarError("no text satisfies it")
+        first = _Matcher(base.deep_copy(), words, ends, spelling, marks)
+        if not first.mask.any():
+            raise GrammarError(first.error or "no text satisfies it")
         return lambda: _Matcher(base.deep_copy(), words, ends, spelling, marks)
 
     def close(self) -> None:
@@ -121,7 +122,7 @@ class _Matcher:
 
 
 class _Vocabulary:
-    """What llguidance reads of a tokenizer. It encodes no text: nothing is forced."""
+    """What llguidance reads of a tokenizer. It encodes no text: nothing is forced (source.HEAD)."""
 
     bos_token_id = None
 

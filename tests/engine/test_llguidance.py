@@ -1,9 +1,11 @@
-"""xgrammar on the trained model: whatever is sampled, the text is in the grammar, and the same in every schedule."""
+"""llguidance on the trained model: whatever is sampled, the text is in the grammar, and the same in every schedule."""
 
 from __future__ import annotations
 
 import json
 import re
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -15,12 +17,14 @@ from engine.harness import request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
-from millrace_common.grammar_text import MAX_BYTES, MAX_DEPTH
+from millrace_common.grammar.source import GrammarError
+from millrace_common.grammar.text import MAX_BYTES, MAX_DEPTH
+from millrace_common.grammar.text import REGEX as REGEX_KIND
 from millrace_serve.engine.config import EngineConfig, Role
 from millrace_serve.engine.core import Failure, FinishReason, Grammar, GrammarKind, Request, Submit
 from millrace_serve.engine.engine import Engine
-from millrace_serve.engine.grammar.grammars import GrammarError, Grammars
-from millrace_serve.engine.grammar.xgrammar_compiler import XgrammarCompiler
+from millrace_serve.engine.grammar.grammars import Grammars, Matcher
+from millrace_serve.engine.grammar.llguidance_compiler import LlguidanceCompiler
 from millrace_serve.engine.start.torch_factory import load_rank
 from millrace_serve.model.parallel import ParallelDims
 from millrace_testing import paths
@@ -40,15 +44,7 @@ REGEX = r"(yes|no): \d{2,4} [a-f]{1,6}x{3}"
 JSON, WORDS = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA)), Grammar(GrammarKind.REGEX, REGEX)
 TOKENIZER = Tokenizer.from_file(str(paths.TINY / "tokenizer.json"))
 EOS, ASSISTANT = 1, 4
-TAG = {
-    "type": "structural_tag",
-    "format": {
-        "type": "tag",
-        "begin": "<call>",
-        "content": {"type": "json_schema", "json_schema": {"type": "integer", "minimum": 1, "maximum": 9}},
-        "end": "</call>",
-    },
-}
+CALL = """start: "<call>" %json {"type": "integer", "minimum": 1, "maximum": 9} "</call>" """
 
 
 def tiny_engine(**config: object) -> Engine:
@@ -140,67 +136,83 @@ def test_the_same_text_after_a_retry(alone: dict[int, list[int]]) -> None:
 
 
 @pytest.fixture(scope="module")
-def compiler() -> XgrammarCompiler:
-    return XgrammarCompiler(paths.TINY, 1024, [EOS])
+def compiler() -> Iterator[LlguidanceCompiler]:
+    made = LlguidanceCompiler(paths.TINY, 1024, [EOS])
+    yield made
+    made.close()
+
+
+def compile(compiler: LlguidanceCompiler, grammar: Grammar) -> Callable[[], Matcher]:
+    return compiler.compile(grammar, threading.Event())
 
 
 @pytest.mark.parametrize(
     ("kind", "text", "words"),
     [
-        (GrammarKind.JSON_SCHEMA, '{"type": "strng"}', 'Unsupported type "strng"'),
+        (GrammarKind.JSON_SCHEMA, '{"type": "strng"}', "at #/type: must be one or more of"),
+        (
+            GrammarKind.JSON_SCHEMA,
+            '{"properties": {"a~/b": {"not": {}}}}',
+            "at #/properties/a~0~1b/not: is not supported",
+        ),
         (GrammarKind.JSON_SCHEMA, "{", "not valid JSON"),
         (GrammarKind.JSON_SCHEMA, "[]", "must be a JSON object"),
         (GrammarKind.JSON_SCHEMA, '{"enum": []}', "enum"),
         (GrammarKind.JSON_SCHEMA, '{"items":' * 65 + "{}" + "}" * 65, f"more than {MAX_DEPTH} deep"),
         (GrammarKind.JSON_SCHEMA, "[" * 60_000, "not valid JSON"),
-        (GrammarKind.JSON_SCHEMA, '{"pattern": "(", "type": "string"}', "parenthesis"),
+        (
+            GrammarKind.JSON_SCHEMA,
+            '{"pattern": "(", "type": "string"}',
+            "at #/pattern: the parenthesis at character 0 is not closed",
+        ),
         (GrammarKind.REGEX, "(", "parenthesis"),
-        (GrammarKind.REGEX, "(?=a)b", "Lookahead"),
-        (GrammarKind.REGEX, "(" * 5_000 + "a" + ")" * 5_000, "Nest"),
+        (GrammarKind.REGEX, "(?=a)b", "look-around"),
+        (GrammarKind.REGEX, "(" * 500 + "a" + ")" * 500, "nested"),
         (GrammarKind.REGEX, "", "0 bytes"),
-        (GrammarKind.REGEX, "x" * (MAX_BYTES + 1), f"1 to {MAX_BYTES}"),
-        (GrammarKind.STRUCTURAL_TAG, '{"type": "structural_tag"}', "format"),
-        (GrammarKind.STRUCTURAL_TAG, "{}", ""),
+        (GrammarKind.REGEX, "x" * (MAX_BYTES[REGEX_KIND] + 1), f"1 to {MAX_BYTES[REGEX_KIND]}"),
+        (GrammarKind.REGEX, "(?:a?b?c?)*" * 300, "too many expressions"),
+        (GrammarKind.LARK, "start: a", "a"),
+        (GrammarKind.LARK, "start: <[99999999]>", "range"),
     ],
 )
-def test_refusals_are_one_clear_line(compiler: XgrammarCompiler, kind: GrammarKind, text: str, words: str) -> None:
+def test_refusals_are_one_clear_line(compiler: LlguidanceCompiler, kind: GrammarKind, text: str, words: str) -> None:
     with pytest.raises(GrammarError) as caught:
-        compiler.compile(Grammar(kind, text))
+        compile(compiler, Grammar(kind, text))
     message = str(caught.value)
     assert words in message and "cpp" not in message and "\n" not in message and len(message) < 300
 
 
 def test_a_worker_without_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(GrammarError, match="no usable tokenizer"):
-        XgrammarCompiler(tmp_path, 1024, [EOS]).compile(JSON)
+        compile(LlguidanceCompiler(tmp_path, 1024, [EOS]), JSON)
 
 
-def test_special_tokens_and_padding_are_never_allowed(compiler: XgrammarCompiler) -> None:
-    matcher = compiler.compile(Grammar(GrammarKind.REGEX, r"[\s\S]*"))()
+def test_special_tokens_and_padding_are_never_allowed(compiler: LlguidanceCompiler) -> None:
+    matcher = compile(compiler, Grammar(GrammarKind.REGEX, r"[\s\S]*"))()
     bits = np.unpackbits(matcher.mask.view(np.uint8), bitorder="little")
     assert bits[EOS] and not bits[[0, 2, 3, ASSISTANT]].any() and bits.sum() > 900
-    padded = XgrammarCompiler(paths.TINY, 1100, [EOS]).compile(Grammar(GrammarKind.REGEX, ".*"))()
+    padded = compile(LlguidanceCompiler(paths.TINY, 1100, [EOS]), Grammar(GrammarKind.REGEX, ".*"))()
     assert not np.unpackbits(padded.mask.view(np.uint8), bitorder="little")[1024:1100].any()
 
 
 def test_an_end_in_the_last_bit_of_a_word() -> None:
-    mask = XgrammarCompiler(paths.TINY, 1024, [EOS, 31]).no_stop()
+    mask = LlguidanceCompiler(paths.TINY, 1024, [EOS, 31]).free(
+        Grammar(GrammarKind.REGEX, "a", forbidden_before=(64, 5000))
+    )
     bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
-    assert np.flatnonzero(bits == 0).tolist() == sorted((EOS, 31))
+    assert np.flatnonzero(bits == 0).tolist() == sorted((EOS, 31, 64))
 
 
-def test_structural_tag(compiler: XgrammarCompiler) -> None:
-    matcher = compiler.compile(Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(TAG)))()
+def test_the_form_of_routers(compiler: LlguidanceCompiler) -> None:
+    matcher = compile(compiler, Grammar(GrammarKind.LARK, CALL))()
     assert all(matcher.accept(token) for token in TOKENIZER.encode("<call>7</call>", add_special_tokens=False).ids)
     assert bits_of(matcher.mask) == [EOS]
-    assert not compiler.compile(Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(TAG)))().accept(
-        TOKENIZER.encode("7").ids[0]
-    )
+    assert not compile(compiler, Grammar(GrammarKind.LARK, CALL))().accept(TOKENIZER.encode("7").ids[0])
 
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), prior=st.integers(0, 12))
-def test_a_walk_depends_on_the_outputs_only(compiler: XgrammarCompiler, seed: int, prior: int) -> None:
+def test_a_walk_depends_on_the_outputs_only(compiler: LlguidanceCompiler, seed: int, prior: int) -> None:
     """Any way through the masks: told token by token, or all at once as another attempt is."""
     grammars, rng, tokens = Grammars(compiler), np.random.default_rng(seed), []
     walk = grammars.walk(ask(1, JSON))
@@ -218,7 +230,7 @@ def test_a_walk_depends_on_the_outputs_only(compiler: XgrammarCompiler, seed: in
 
 
 @pytest.mark.parametrize("grammar", [JSON, WORDS, msgspec.structs.replace(WORDS, after_token_id=ASSISTANT)])
-def test_masks_along_drafts(compiler: XgrammarCompiler, grammar: Grammar) -> None:
+def test_masks_along_drafts(compiler: LlguidanceCompiler, grammar: Grammar) -> None:
     grammars, after, one = Grammars(compiler), grammar.after_token_id, ask(1, grammar)
     seen = [check_masks(lambda: grammars.walk(one), seed, 1024, EOS, after) for seed in range(40)]
     assert {count for count, _ in seen} == {1, 2, 3, 4}
@@ -226,7 +238,7 @@ def test_masks_along_drafts(compiler: XgrammarCompiler, grammar: Grammar) -> Non
     grammars.close()
 
 
-def test_a_draft_that_ends_the_sequence(compiler: XgrammarCompiler) -> None:
+def test_a_draft_that_ends_the_sequence(compiler: LlguidanceCompiler) -> None:
     grammars = Grammars(compiler)
     walk = grammars.walk(ask(1, Grammar(GrammarKind.REGEX, "yes|no")))
     outputs = TOKENIZER.encode("no", add_special_tokens=False).ids
@@ -238,7 +250,7 @@ def test_a_draft_that_ends_the_sequence(compiler: XgrammarCompiler) -> None:
 
 def test_an_end_of_the_sequence_among_earlier_outputs_is_refused() -> None:
     """The library's matcher cannot be asked anything behind it."""
-    grammars = Grammars(XgrammarCompiler(paths.TINY, 1024, [EOS]))
+    grammars = Grammars(LlguidanceCompiler(paths.TINY, 1024, [EOS]))
     outputs = TOKENIZER.encode("yes", add_special_tokens=False).ids
     grammar = Grammar(GrammarKind.REGEX, "yes|no")
     replay = request(1, [20, *outputs, EOS], prior=len(outputs) + 1, ignore_eos=False, grammar=grammar)
@@ -248,9 +260,9 @@ def test_an_end_of_the_sequence_among_earlier_outputs_is_refused() -> None:
 
 def test_a_vocabulary_that_the_library_does_not_take_fails_the_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object, **options: object) -> None:
-        raise RuntimeError("Check failed: vocabulary")
+        raise ValueError("vocabulary of nothing")
 
-    monkeypatch.setattr("xgrammar.TokenizerInfo", refuse)
-    grammars = Grammars(XgrammarCompiler(paths.TINY, 1024, [EOS]))
+    monkeypatch.setattr("llguidance.LLTokenizer", refuse)
+    grammars = Grammars(LlguidanceCompiler(paths.TINY, 1024, [EOS]))
     refused = grammars.walk(ask(1, WORDS, ignore_eos=False))
-    assert isinstance(refused, Failure) and "Check failed: vocabulary" in refused.message
+    assert isinstance(refused, Failure) and "vocabulary of nothing" in refused.message

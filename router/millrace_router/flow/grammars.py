@@ -1,0 +1,169 @@
+"""Grammars of requests, compiled before a request is placed: by processes that can be killed, fairly between tenants.
+
+What a grammar turned out to be is remembered, so an agent's next request does not wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import ParamSpec, TypeVar
+
+from millrace.v1 import common_pb2
+from millrace_common.grammar.checker import Checker
+from millrace_common.grammar.source import GrammarError
+from millrace_common.reasons import Reason
+from millrace_rpc.errors import MillraceError
+
+from millrace_router.flow.ask import Ask
+from millrace_router.flow.validate import invalid
+from millrace_router.text.call_grammar import Calls, call_grammar
+
+PROCESSES = 2
+MAX_WAITING = 16  # grammars of a tenant that are not begun
+MAX_REMEMBERED = 4096
+P, T = ParamSpec("P"), TypeVar("T")
+
+
+class Turns:
+    """So many jobs at once, those that wait tenant by tenant."""
+
+    def __init__(self, count: int, most_waiting: int) -> None:
+        self._free = count
+        self._most_waiting = most_waiting
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+
+    async def take(self, tenant: str) -> None:
+        """Raises QUEUE_FULL."""
+        if self._free:
+            self._free -= 1
+            return
+        line = self._waiting.setdefault(tenant, deque())
+        if len(line) >= self._most_waiting:
+            message = f"{len(line)} grammars of this tenant wait to be compiled"
+            raise MillraceError(Reason.QUEUE_FULL, message)
+        turn = asyncio.get_running_loop().create_future()
+        line.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.give_back()
+            raise
+
+    def give_back(self) -> None:
+        while self._waiting:
+            tenant, line = self._waiting.popitem(last=False)
+            turn = line.popleft()
+            if line:
+                self._waiting[tenant] = line  # behind the other tenants
+            if not turn.cancelled():
+                turn.set_result(None)
+                return
+        self._free += 1
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    task: asyncio.Task[str]
+    given_up: threading.Event
+    waiting: int = 0
+
+
+class Grammars:
+    def __init__(self) -> None:
+        self._checker = Checker(PROCESSES)
+        self._threads = ThreadPoolExecutor(PROCESSES, "grammar")
+        self._turns = Turns(PROCESSES, MAX_WAITING)
+        self._jobs: dict[bytes, _Job] = {}
+        self._problems: OrderedDict[bytes, str] = OrderedDict()  # empty: none
+
+    async def settle(self, ask: Ask, token_of: Callable[[str], int | None], tenant: str) -> Ask:
+        """The request with the grammar that workers get, which compiles. Raises MillraceError."""
+        if ask.grammar is not None:
+            await self._settle(ask.grammar, ask.grammar_param, tenant)
+        if ask.calls is None:
+            return ask
+        if ask.calls.answer is not None:
+            await self._settle(ask.calls.answer, ask.grammar_param, tenant)
+        try:
+            grammar = await self._in_turn(tenant, call_grammar, ask.calls, token_of)
+        except GrammarError as error:
+            raise invalid("tools", f": {error}") from error
+        if problem := await self._problem("lark", grammar.lark, tenant):
+            raise invalid("tools", f": {await self._whose(ask.calls, tenant)}{problem}")
+        return replace(ask, grammar=grammar, grammar_param="tools")
+
+    def close(self) -> None:
+        for job in self._jobs.values():
+            job.given_up.set()
+        self._checker.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _settle(self, grammar: common_pb2.Grammar, param: str, tenant: str) -> None:
+        kind = grammar.WhichOneof("kind")
+        assert kind is not None, "validate.py has checked it"
+        if problem := await self._problem(kind, getattr(grammar, kind), tenant):
+            raise invalid(param, f"has a {kind} that cannot be used: {problem}")
+
+    async def _whose(self, calls: Calls, tenant: str) -> str:
+        """The tool whose parameters do not compile by themselves, and where."""
+        for tool in calls.tools:
+            if calls.required or tool.strict:
+                problem = await self._problem("json_schema", json.dumps(tool.parameters), tenant)
+                if problem:
+                    return f"the parameters of {tool.name} cannot be kept {problem}; "
+        return "the calls cannot be kept: "
+
+    async def _problem(self, kind: str, text: str, tenant: str) -> str:
+        key = hashlib.sha256(f"{kind}:{text}".encode(errors="surrogatepass")).digest()
+        if key in self._problems:
+            self._problems.move_to_end(key)
+            return self._problems[key]
+        job = self._jobs.get(key) or self._begin(key, kind, text, tenant)
+        job.waiting += 1
+        try:
+            return await asyncio.shield(job.task)
+        finally:
+            job.waiting -= 1
+            if not job.waiting and not job.task.done():
+                job.given_up.set()
+                job.task.cancel()
+                del self._jobs[key]
+
+    def _begin(self, key: bytes, kind: str, text: str, tenant: str) -> _Job:
+        given_up = threading.Event()
+        job = _Job(asyncio.create_task(self._compile(kind, text, tenant, given_up)), given_up)
+        self._jobs[key] = job
+
+        def over(task: asyncio.Task[str]) -> None:
+            if self._jobs.get(key) is job:
+                del self._jobs[key]
+            if not task.cancelled() and task.exception() is None:
+                self._problems[key] = task.result()
+                if len(self._problems) > MAX_REMEMBERED:
+                    self._problems.popitem(last=False)
+
+        job.task.add_done_callback(over)
+        return job
+
+    async def _compile(self, kind: str, text: str, tenant: str, given_up: threading.Event) -> str:
+        try:
+            await self._in_turn(tenant, self._checker.check, kind, text, given_up)
+        except GrammarError as error:
+            return str(error)
+        return ""
+
+    async def _in_turn(self, tenant: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run it in a thread, when it is the tenant's turn."""
+        loop = asyncio.get_running_loop()
+        await self._turns.take(tenant)
+        future = self._threads.submit(function, *args, **kwargs)
+        future.add_done_callback(lambda _: loop.call_soon_threadsafe(self._turns.give_back))
+        return await asyncio.wrap_future(future)
