@@ -47,7 +47,7 @@ def run(one: Engine, requests: list[Request]) -> Said:
     said: Said = {request.id.room: [] for request in requests}
     for each in requests:
         one.submit(Submit(each))
-    while one.has_work():
+    while one.has_work() or one.load().waiting:  # of those, grammars are being compiled
         for output in one.step().outputs:
             assert output.error is None, output.error
             said[output.id.room].append(output)

@@ -251,7 +251,6 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {  # what is wrong: (fields, p
     "tool name": ({"tools": [{"type": "function", "name": "a b"}]}, "tools", "tools[0].name must be 1 to 64"),
     "choice": ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "'x'"),
     "no tools": ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
-    "tools and format": ({"tools": TOOLS, "text": {"format": {"type": "json_object"}}}, "text", "text cannot be"),
     "no schema": ({"text": {"format": {"type": "json_schema", "name": "x", "schema": 1}}}, "text", "text.format"),
     "truncation": ({"truncation": "auto"}, "truncation", "truncation"),
     "logprobs": ({"top_logprobs": 2}, "top_logprobs", "/v1/chat/completions"),

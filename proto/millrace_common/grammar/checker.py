@@ -22,6 +22,7 @@ from millrace_common.grammar.source import GrammarError
 
 MEMORY = 512 << 20  # bytes of address space
 WAIT_S = 30.0  # for the answer of a process that gets no time of the CPU
+_START = "import sys; sys.path.insert(0, sys.argv[1]); from millrace_common.grammar import child; child.main()"
 POLL_S = 0.05  # between two looks whether anybody still waits
 
 
@@ -94,14 +95,9 @@ class _Child:
         if self._process is None or self._process.poll() is not None:
             self.kill()
             self._closed = False
-            path = os.pathsep.join((str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")))
-            command = [sys.executable, "-m", "millrace_common.grammar.child", str(MEMORY)]
+            command = [sys.executable, "-c", _START, str(Path(__file__).parents[2]), str(MEMORY)]
             self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env=os.environ | {"PYTHONPATH": path},
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
             )
         return self._process
 

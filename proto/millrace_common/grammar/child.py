@@ -1,4 +1,4 @@
-"""The process that compiles grammars for another one: `python -m millrace_common.grammar.child MEMORY`.
+"""The process that compiles grammars for another one (checker.py). Its last argument is MEMORY.
 
 A line of JSON comes in, [kind, text], and one goes out, [grammar of llguidance, ""] or ["", what is wrong]. One job
 takes CPU_S seconds and the process MEMORY bytes, or the process ends.
@@ -19,7 +19,7 @@ STACK_BYTES = 4 << 20  # less than a thread has that compiles what was compiled 
 
 
 def main() -> None:
-    memory = int(sys.argv[1])
+    memory = int(sys.argv[-1])
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.stack_size(STACK_BYTES)
@@ -39,7 +39,3 @@ def _serve() -> None:
             answer = ["", str(error)]
         sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
         sys.stdout.buffer.flush()
-
-
-if __name__ == "__main__":
-    main()
