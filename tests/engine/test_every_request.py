@@ -180,7 +180,7 @@ def faults(found: dict[str, Any], drafts: int) -> list[str]:
 
 def told(stderr: str) -> str:
     """The end of it. Of lines that come often, and differ in numbers alone, the first one is enough: a device has one
-    for every thread whose assertion fails, xgrammar for every draft that a grammar refuses.
+    for every thread whose assertion fails, another library for every draft that it refuses.
     """
     kinds = [(re.sub(r"\d+", "0", line), line) for line in stderr.splitlines()]
     often = {kind: count for kind, count in Counter(kind for kind, _ in kinds).items() if count > OFTEN}

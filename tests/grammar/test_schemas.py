@@ -7,10 +7,11 @@ import decimal
 import enum
 import ipaddress
 import json
+import operator
 import uuid
 from collections.abc import Iterator
 from decimal import Decimal
-from typing import Annotated, Any, Literal, Optional
+from typing import Annotated, Any, Literal
 
 import pytest
 from grammar.texts import allows, drawn, refusal, schema
@@ -65,7 +66,7 @@ class Tree(RootModel[dict[str, "Tree"]]):
 
 MODELS: dict[str, Any] = {
     "union": int | str | None | list[int], "models": Cat | Dog, "discriminator": Owner, "recursive": Node,
-    "recursive root": Tree, "enum": Colour, "literal": Literal["a", 1, None, True], "optional": Optional[Cat],
+    "recursive root": Tree, "enum": Colour, "literal": Literal["a", 1, None, True], "optional": Cat | None,
     "tuple": tuple[int, str], "tuple of any length": tuple[int, ...], "dict": dict[str, int],
     "dict of an enum": dict[Colour, int], "dict of a pattern": dict[Annotated[str, Field(pattern="^k")], int],
     "dict of short names": dict[Annotated[str, Field(max_length=3)], int], "dict of uuid": dict[uuid.UUID, int],
@@ -176,12 +177,9 @@ def test_numbers_near_their_bounds(bounds: dict[str, Any], near: Decimal, data: 
     with decimal.localcontext(prec=60):
         text = format(Decimal(repr(centre)) + near, "f")
     value, exact = json.loads(text), Decimal(text)
-    within = all(
-        holds(value, bounds[key])
-        for key, holds in (("minimum", float.__ge__), ("maximum", float.__le__), ("exclusiveMinimum", float.__gt__),
-                           ("exclusiveMaximum", float.__lt__))
-        if key in bounds for value, bounds in [(float(value), {k: float(v) for k, v in bounds.items() if k != "type"})]
-    )  # fmt: skip
+    holds = {"minimum": operator.ge, "maximum": operator.le}
+    holds |= {"exclusiveMinimum": operator.gt, "exclusiveMaximum": operator.lt}
+    within = all(holds[key](float(value), float(bound)) for key, bound in bounds.items() if key in holds)
     with decimal.localcontext(prec=60):
         within &= "multipleOf" not in bounds or exact % Decimal(repr(bounds["multipleOf"])) == 0
         within &= bounds["type"] == "number" or exact == exact.to_integral_value()
@@ -197,7 +195,7 @@ LEAVES = st.one_of(
     ),
     st.fixed_dictionaries({"type": st.sampled_from(["integer", "number"])},
                           optional={"minimum": st.integers(-9, 0), "exclusiveMaximum": st.integers(1, 99)}),
-    st.fixed_dictionaries({"enum": st.lists(st.sampled_from(["a", "b", 1, 2.5, None, True, [1], {"k": "v"}]), min_size=1, max_size=3)}),
+    st.fixed_dictionaries({"enum": st.lists(st.sampled_from(["a", 1, 2.5, None, True, [1], {"k": "v"}]), min_size=1)}),
     st.just({"type": ["null", "boolean"]}),
 )  # fmt: skip
 
@@ -252,7 +250,8 @@ def test_texts_without_words(text: str, words: tuple[str, ...]) -> None:
         ("a|^b$", ["xax", "b"], ["bb", ""]), ("(^a|b)c", ["acx", "xbc"], ["xac"]), ("^(?:a|b)$", ["a"], ["ab"]),
         (r"\s", ["\ufeff", "\u2028"], ["\x85"]), (r"^\w$", ["_"], ["é"]), (r"^[^\d]$", ["x"], ["7"]),
         (r"^\uD83D\uDE00$", ["😀"], ["x"]), (r"^{x}$", ["{x}"], ["x"]), (r"^a{,2}$", ["a{,2}"], ["aa"]),
-        ("^[-a]$", ["-", "a"], ["b"]), (r'^"\\\n$', ['"\\\n'], ['"\\n']), ("", ["", "x"], []), (".", ["x"], ["\n", "\u2029"]),
+        ("^[-a]$", ["-", "a"], ["b"]), (r'^"\\\n$', ['"\\\n'], ['"\\n']), ("", ["", "x"], []),
+        (".", ["x"], ["\n", "\u2029"]),
     ],
 )  # fmt: skip
 def test_patterns_mean_what_they_mean_in_ecmascript(expression: str, yes: list[str], no: list[str]) -> None:

@@ -1,7 +1,7 @@
 """Regular expressions of ECMAScript in the syntax of llguidance (Rust's regex crate).
 
-Both read most patterns alike and some differently (`.`, `\\s`, `[a&&b]`, `a{,5}`, `\\A`), so every piece is read here and
-written out in one unambiguous form. What a grammar cannot hold (look-around, back references, word boundaries) is
+Both read most patterns alike and some differently (`.`, `\\s`, `[a&&b]`, `a{,5}`, `\\A`). So every piece is read here
+and written in one unambiguous form. What a grammar cannot hold (look-around, back references, word boundaries) is
 refused.
 """
 
