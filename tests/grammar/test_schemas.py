@@ -238,7 +238,7 @@ def test_generated_schemas(compiler: LlguidanceCompiler, wanted: dict[str, Any],
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.text("<|/>tol_", max_size=24), st.sampled_from([("<|tool", "<|/"), ("</tool>",), ("<",)]))
+@given(st.text("<|/>tol_", max_size=24), st.sampled_from([("<|tool", "<|/"), ("</tool>",)]))
 def test_texts_without_words(text: str, words: tuple[str, ...]) -> None:
     grammar = f"start: /{pattern.without(words)}/"
     assert allows(grammar, text) is not any(word in text for word in words)

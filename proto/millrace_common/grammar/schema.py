@@ -73,7 +73,9 @@ class _Normal:
             raise Refused("#", "false allows no value")
         result: dict[str, Any] = {} if made is True else made
         if is_object and not self._says_object(result):
-            result = {"type": "object", "allOf": [result]}
+            if "object" not in result.get("type", "object"):
+                raise Refused("#/type", "must be object")
+            result = {**result, "type": "object"}
         if self._defs:
             result = {**result, "$defs": self._defs}
         return result, self._places

@@ -28,7 +28,8 @@ from millrace_router.text.call_grammar import Calls, call_grammar
 PROCESSES = 2
 MAX_WAITING = 16  # grammars of a tenant that are not begun
 MAX_REMEMBERED = 4096
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Turns:

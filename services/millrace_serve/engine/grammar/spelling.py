@@ -13,7 +13,12 @@ class Spelling:
     def __init__(self, texts: Sequence[bytes]) -> None:
         """`texts` of the vocabulary, by token id; empty: no text."""
         self._texts = texts
-        self._completing: dict[tuple[bytes, int], frozenset[int]] = {}
+        self._by_first: dict[int, list[int]] = {}
+        for token, text in enumerate(texts):
+            if text:
+                self._by_first.setdefault(text[0], []).append(token)
+        self._whole: dict[bytes, frozenset[int]] = {}
+        self._rest: dict[bytes, frozenset[int]] = {}
 
     def completing(self, tokens: Sequence[int], marks: Sequence[bytes]) -> frozenset[int]:
         """The tokens after which a mark is whole in the text of `tokens`, in which none was."""
@@ -22,9 +27,12 @@ class Spelling:
         tail = self._tail(tokens, max(map(len, marks)) - 1)
         found: frozenset[int] = frozenset()
         for mark in marks:
-            for size in range(min(len(tail), len(mark) - 1), -1, -1):
-                if tail.endswith(mark[:size]):
-                    found |= self._of(mark, size)
+            found |= self._with(mark)
+            at = tail.find(mark[0])
+            while at >= 0:
+                if mark.startswith(tail[at:]):
+                    found |= self._beginning(mark[len(tail) - at :])
+                at = tail.find(mark[0], at + 1)
         return found
 
     def _tail(self, tokens: Sequence[int], size: int) -> bytes:
@@ -36,13 +44,15 @@ class Spelling:
             tail = text + tail
         return tail[-size:] if size else b""
 
-    def _of(self, mark: bytes, size: int) -> frozenset[int]:
-        """The tokens that complete `mark` behind its first `size` bytes."""
-        if (mark, size) not in self._completing:
-            rest = mark[size:]
-            self._completing[mark, size] = frozenset(
-                token
-                for token, text in enumerate(self._texts)
-                if text and (text.startswith(rest) if size else mark in text)
-            )
-        return self._completing[mark, size]
+    def _with(self, mark: bytes) -> frozenset[int]:
+        """The tokens in which the mark is whole."""
+        if mark not in self._whole:
+            self._whole[mark] = frozenset(token for token, text in enumerate(self._texts) if mark in text)
+        return self._whole[mark]
+
+    def _beginning(self, rest: bytes) -> frozenset[int]:
+        """The tokens that begin with the rest of a mark."""
+        if rest not in self._rest:
+            tokens = self._by_first.get(rest[0], [])
+            self._rest[rest] = frozenset(token for token in tokens if self._texts[token].startswith(rest))
+        return self._rest[rest]
