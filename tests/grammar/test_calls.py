@@ -16,6 +16,7 @@ from millrace_common.grammar import source
 from millrace_common.grammar.source import GrammarError
 from millrace_router.text import markers
 from millrace_router.text.call_grammar import Calls, call_grammar
+from millrace_router.text.call_stream import Offer
 from millrace_router.text.chat_format import Style, Tool
 
 EOS, MAX_TOKENS = 256, 600
@@ -82,13 +83,15 @@ def drawn(grammar: common_pb2.Grammar, rng: np.random.Generator) -> str | None:
 
 
 def parsed(style: Style, text: str) -> tuple[str, list[tuple[str, Any]]]:
-    parser = style.parser()
-    (before, first), (behind, last) = parser.push(text), parser.flush()
-    calls: dict[int, list[str]] = {}
-    for delta in first + last:
-        call = calls.setdefault(delta.index, ["", ""])
-        call[0], call[1] = call[0] + delta.name, call[1] + delta.arguments
-    return before + behind, [(name, json.loads(arguments)) for name, arguments in calls.values()]
+    parser = style.parser(Offer([tool.name for tool in TOOLS], certain=True))
+    said, calls = "", dict[int, list[str]]()
+    for part in parser.push(text, last=True):
+        if isinstance(part, str):
+            said += part
+        else:
+            call = calls.setdefault(part.index, ["", ""])
+            call[0], call[1] = call[0] + part.name, call[1] + part.arguments
+    return said, [(name, json.loads(arguments)) for name, arguments in calls.values()]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -107,7 +107,7 @@ class Inference:
         chat, keep_special = ask.prompt, ask.keep_special_tokens
         if not ask.message or not isinstance(chat, Chat):
             return Text(self.tokenizer, MessageParser.of_plain_text(), ask.stop, keep_special=keep_special)
-        offer = chat.offer(certain=ask.grammar is not None)
+        offer = chat.offer(certain=ask.calls is not None)
         parser = MessageParser(self.tokenizer.format, thinking=thinking, offer=offer)
         one_call = bool(chat.tools) and not chat.parallel
         return Text(self.tokenizer, parser, ask.stop, keep_special=keep_special, one_call=one_call)
