@@ -147,7 +147,7 @@ async def test_what_cannot_be_compiled_is_refused_before_any_work(cluster: Contr
     bad = {"type": "json_schema", "json_schema": {"schema": {"type": "strng"}}}
     async with httpx.AsyncClient(base_url=cluster.http_url) as http:
         answer = await http.post("/v1/completions", json={"prompt": "x", "response_format": bad, "stream": True})
-    assert answer.status_code == 400 and 'at #/type: must be one or more of' in answer.json()["error"]["message"]
+    assert answer.status_code == 400 and "at #/type: must be one or more of" in answer.json()["error"]["message"]
     for grammar in (common_pb2.Grammar(regex="("), common_pb2.Grammar()):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await client.generate("x", grammar=grammar)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from millrace.v1.worker_pb2 import CacheChange
 from millrace_common.metrics import ROUTER, Metrics
+from millrace_common.page_hash import BLOCK_BYTES
 from millrace_common.reasons import Reason
 from millrace_router.config import Resilience
 from millrace_router.policy.kv_index import SHARDS, KvIndex
@@ -29,13 +30,17 @@ def test_records_and_ejections() -> None:
         assert health._ejected.keys() <= {epoch}
 
 
+def blocks_of(numbers: Iterable[int]) -> list[bytes]:
+    return [number.to_bytes(BLOCK_BYTES, "little") for number in numbers]
+
+
 def test_the_blocks_and_bits_of_the_kv_index() -> None:
     """A start's blocks stay until the index was cleaned once, two of its shards with every change."""
     index = KvIndex()
     blocks, most = 40, 0
     for start in range(STARTS):
         holder = (f"epoch {start}", 0)
-        stored = range(start * blocks, (start + 1) * blocks)
+        stored = blocks_of(range(start * blocks, (start + 1) * blocks))
         index.apply(holder, CacheChange(snapshot=True, sequence=1, stored=stored, host_stored=stored))
         for sequence in range(1, SHARDS):
             index.apply(holder, CacheChange(after=sequence, sequence=sequence + 1))
@@ -50,10 +55,10 @@ def test_the_holders_of_the_prefix_index() -> None:
     index = PrefixIndex(1000)
     for start in range(STARTS):
         holder = (f"epoch {start}", 0)
-        index.note(range(40), [holder])
-        assert index.lookup(range(40)) == {holder: 40}
+        index.note(blocks_of(range(40)), [holder])
+        assert index.lookup(blocks_of(range(40))) == {holder: 40}
         index.keep(set())
-        assert index.lookup(range(40)) == {} and not list(index._bits)
+        assert index.lookup(blocks_of(range(40))) == {} and not list(index._bits)
 
 
 async def test_workers_links_hooks_and_feeds(cluster: Callable) -> None:
