@@ -107,7 +107,7 @@ def test_preempted_sequences_go_on_as_they_would_have() -> None:
 @pytest.mark.parametrize("checks", [("poison",), ("canary", "poison")])
 def test_a_sequence_may_fill_the_last_page(checks: tuple[str, ...]) -> None:
     """Its last rows lie behind the longest sequence that there may be."""
-    wanted = [request(1, questions()[0] + questions()[1] + [20], max_tokens=99, **SEEDED)]
+    wanted = [request(1, questions()[0] + questions()[1] + [20], max_tokens=28, **SEEDED)]
     expected = tokens(run(engine(0, max_model_len=128), wanted))
     assert tokens(run(engine(3, max_model_len=128, checks=checks), wanted)) == expected and len(expected[1]) == 28
 
@@ -115,7 +115,7 @@ def test_a_sequence_may_fill_the_last_page(checks: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("graphs", ["off", "on"])
 def test_a_sequence_may_reach_the_models_last_position(graphs: str, tmp_path: Path) -> None:
     """Rows of its drafts lie behind that position. On a GPU an index behind the end of a table ends the rank."""
-    wanted = [request(1, questions()[0] + questions()[1] + [20], max_tokens=99, **SEEDED)]
+    wanted = [request(1, questions()[0] + questions()[1] + [20], max_tokens=28, **SEEDED)]
     expected = tokens(run(engine(0, max_model_len=128), wanted))
     model = tmp_path / "short"
     shutil.copytree(TINY, model)

@@ -105,7 +105,7 @@ def test_a_prompt_without_room_beside_a_late_read_waits_for_it() -> None:
     driver.run()
     driver.tell(KvLate(ID))
     driver.run()
-    assert driver.here.live[ID].phase is Phase.WAITING and driver.engine.wait_s() is None
+    assert driver.here.live[ID].phase is Phase.WAITING and not driver.engine.has_work()
     driver.tell(KvFailed(ID, LOST))
     driver.run()
     assert driver.parts[ID][-1].first is not None

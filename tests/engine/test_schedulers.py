@@ -387,7 +387,7 @@ def test_a_lease_that_ends_early_ends_the_request():
 @pytest.mark.parametrize(
     ("bad", "reason", "words"),
     [
-        (request(1, [20] * 32), "CONTEXT_TOO_LONG", "32 tokens; max_model_len=32"),
+        (request(1, [20] * 25), "CONTEXT_TOO_LONG", "33 tokens; this engine has max_model_len=32"),
         (request(1, [20], Route.EXPORT), "INVALID_ARGUMENT", "route export"),
         (request(1, [20] * 9, prior=8), "INVALID_ARGUMENT", "max_tokens=8"),
         (request(1, [20], logit_bias={200: 1.0}), "INVALID_ARGUMENT", "logit_bias"),

@@ -1,6 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
-from millrace_serve.engine.core import Failure, FinishReason, RequestId, SequenceOutput, TokenOutput
+from millrace_serve.engine.core import Failure, FinishReason, RequestId, SequenceOutput, TokenOutput, Wait
+from millrace_serve.worker.frontend.links import RouterLink
 from millrace_serve.worker.frontend.outbox import MAX_TOKENS, Outbox
 
 
@@ -61,3 +62,16 @@ def test_nothing_is_lost_or_reordered(events: list[int | None]) -> None:
     while box:
         take()
     assert {room: list(range(count)) for room, count in said.items()} == heard
+
+
+async def test_a_router_gets_the_latest_word_about_each_wait_after_the_outputs() -> None:
+    link, first, second = RouterLink("r"), RequestId(1, 0), RequestId(2, 0)
+    link.tell(Wait(first))
+    link.put(SequenceOutput(second, 0, [TokenOutput(7)]))
+    link.tell(Wait(second))
+    link.tell(Wait(first, over=True))
+    message = await anext(link.messages())
+    assert [out.id.room for out in message.outputs.outputs] == [2]
+    assert {(wait.id.room, wait.over) for wait in message.outputs.waits} == {(1, True), (2, False)}
+    link.end()
+    assert [message async for message in link.messages()] == []

@@ -98,6 +98,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0  # higher first
     timeout_s: float | None = None  # from arrival at this worker; None = no deadline
     cache_salt: bytes = b""  # cached pages are shared with requests of equal salts only
+    warms: bool = False  # of the worker itself: it tells nothing of the outputs that clients want
     borrows: bool = False  # EXPORT: its leading pages may come from another worker; it waits for KvOffered or KvFailed
 
 
@@ -223,6 +224,13 @@ class Pause(msgspec.Struct, frozen=True, tag=True):
 # ------------------------------------------------------------------------------------- events of an engine
 
 
+class Wait(msgspec.Struct, frozen=True, array_like=True):
+    """A request waits for its turn, pages or a slot, because others have them; `over`: it goes on."""
+
+    id: RequestId
+    over: bool = False
+
+
 class KvReserved(msgspec.Struct, frozen=True, tag=True):
     """Pages for an IMPORT request or a loan. The first `num_cached_pages` are filled from our own prefix cache."""
 
@@ -281,6 +289,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     expert_moves: int = 0  # experts that ever changed their place
     experts_moved_at: float = 0.0  # Unix time of the last move; 0: none
     prompt_tokens_per_s: float = 0.0  # computed in steps with prompts, lately; 0: not measured
+    room: int | None = None  # tokens of further requests (worker.proto); None: only credits count
+    expected_output: int = 0  # tokens of an output, where max_tokens allows as many
 
 
 class Events(msgspec.Struct, tag=True):
@@ -289,11 +299,12 @@ class Events(msgspec.Struct, tag=True):
     outputs: list[SequenceOutput] = []
     parts: list[KvPart] = []
     reserved: list[KvReserved] = []
+    waits: list[Wait] = []
     load: Load | None = None
     cache: CacheChange | None = None
 
     def __bool__(self) -> bool:
-        return bool(self.outputs or self.parts or self.reserved or self.cache)
+        return bool(self.outputs or self.parts or self.reserved or self.waits or self.cache)
 
 
 SchedulerInput = Submit | Abort | KvOffered | KvArrived | KvFailed | KvLate | Lend | LeaseEnded | FlushCache

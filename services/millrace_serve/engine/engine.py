@@ -152,6 +152,7 @@ class Engine:
             return self.hold_s()
         waits = (
             None if self._paused else self._scheduler.requests.seconds_to_deadline(),
+            None if self._paused else self._scheduler.seconds_to_look(),
             COMPILE_POLL_S if self._grammars.waiting else None,
             COPY_POLL_S if self.copier.busy or self._disk.loads else None,
             STORE_POLL_S if self._disk.stores else None,

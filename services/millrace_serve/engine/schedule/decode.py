@@ -17,6 +17,9 @@ an IMPORTING request stay until KvArrived or KvFailed ends the transfer.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import msgspec
 from millrace_common.reasons import Reason
 
 from millrace_serve.engine.config import EngineConfig
@@ -32,7 +35,7 @@ from millrace_serve.engine.core import (
     SchedulerInput,
     SequenceOutput,
 )
-from millrace_serve.engine.schedule.expected import Outputs, need
+from millrace_serve.engine.schedule.expected import Outputs, need, room
 from millrace_serve.engine.schedule.pages import Pages
 from millrace_serve.engine.schedule.plan import Plan, StepOutput
 from millrace_serve.engine.schedule.requests import Requests
@@ -41,6 +44,8 @@ from millrace_serve.engine.schedule.sequence import Phase, Sequence, Transfer, T
 
 # Python 3.11 takes as long for a member of an enum as for a call
 RUNNING, DONE, PROVEN = Phase.RUNNING, Phase.DONE, Trust.PROVEN
+QUEUED = (Phase.EXPECTED, Phase.WAITING)  # without pages
+ROOM_S = 0.05  # for which the room that was computed is right, if no request comes or goes
 
 
 class DecodeScheduler(Scheduler):
@@ -51,6 +56,7 @@ class DecodeScheduler(Scheduler):
         self._importing: set[Sequence] = set()  # a transfer into their pages may be in flight, even if they are DONE
         self._ready: dict[Sequence, None] = {}
         self._decoding: dict[Sequence, None] = {}
+        self._room, self._room_of, self._room_at = 0, -1, 0.0  # tokens, beside so many live requests, when
 
     # ------------------------------------------------------------------------------------------ messages
 
@@ -103,6 +109,10 @@ class DecodeScheduler(Scheduler):
             self._settle(seq)
         else:
             self._stop(seq, FinishReason.ERROR, failure)
+
+    def _idle(self) -> Iterator[Sequence]:
+        yield from super()._idle()
+        yield from self._ready
 
     def _end_transfer(self, seq: Sequence) -> None:
         seq.transfer = Transfer.NONE
@@ -235,7 +245,7 @@ class DecodeScheduler(Scheduler):
         self.outbox.events.reserved.append(KvReserved(seq.id, list(seq.pages), num_cached_pages))
 
     def _leave(self, seq: Sequence, phase: Phase) -> None:
-        if phase is DONE and seq.phase is RUNNING and seq.num_outputs:
+        if phase is DONE and seq.phase is RUNNING and seq.num_outputs and not seq.request.warms:
             self.outputs.ended(seq.num_outputs)
         super()._leave(seq, phase)
 
@@ -289,7 +299,34 @@ class DecodeScheduler(Scheduler):
 
     def load(self) -> Load:
         running = len(self._prefilling) + len(self._decoding)
-        return self._load(running, importing=len(self._importing) + len(self._ready), exporting=0)
+        load = self._load(running, importing=len(self._importing) + len(self._ready), exporting=0)
+        most = self.config.max_running + min(self.config.max_running // 8 + 1, self.config.max_waiting)
+        credits = max(min(load.credits, most - self.requests.num_active), 0)
+        return msgspec.structs.replace(load, credits=credits, room=self._room_now(), expected_output=self.outputs.mean)
+
+    def _room_now(self) -> int:
+        live, now = len(self.requests.live), self.requests.clock()
+        if live != self._room_of or now >= self._room_at + ROOM_S:
+            self._room, self._room_of, self._room_at = self._compute_room(), live, now
+        return self._room
+
+    def _compute_room(self) -> int:
+        """Tokens that a newcomer like the present ones may have, its expected output included, so that `_headroom` will
+        find pages for it. Requests that have no pages yet are counted as if they came now.
+        """
+        live = [seq for seq in self.requests.live.values() if seq.phase is not DONE]
+        size, cache, count, mean = self.pages.size, self.pages.cache, self.pages.count, self.outputs.mean
+        if not live:
+            return cache.pool.total * size
+        needs, queued, typical = [], 0, 0
+        for seq in live:
+            length = len(seq.tokens)
+            rest = min(self.outputs.expected(seq.num_outputs, seq.order[1]), seq.limit - length)
+            needs.append(((count(length + rest) - count(length)) * size, length - seq.num_cached_tokens))
+            queued += count(length) if seq.phase in QUEUED else 0
+            typical += min(mean, seq.request.sampling.max_tokens)
+        available = cache.available - queued - 1  # for the newcomer's last page
+        return room(available * size, needs, typical // len(live))
 
 
 def _order(seq: Sequence) -> tuple[int, int]:

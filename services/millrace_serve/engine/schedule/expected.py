@@ -12,6 +12,7 @@ LEAST = 32  # fewer teach nothing
 # Standard deviations of the need that are kept as well. Measured with `python -m millrace_bench.overload`: without any,
 # three quarters of the preemptions stay; with 1 a tight pool loses an eighth of its throughput.
 MARGIN = 0.5
+UNKNOWN = 2048  # tokens that an output is expected to have, while too little is known of outputs
 
 
 class Outputs:
@@ -36,12 +37,25 @@ class Outputs:
         the other, as real ones do. An output that is longer than all others is expected to double.
         """
         total = len(self._sorted)
-        if total < LEAST:
+        if not self._knows:
             return 0
         first = bisect.bisect_right(self._sorted, length)
         if first == total:
             return length
         return self._sorted[first + int(number * 0.6180339887 % 1.0 * (total - first))] - length
+
+    def expected(self, length: int, number: int) -> int:
+        """As `rest`; while too little is known, an output is expected to have UNKNOWN tokens, or to double."""
+        return self.rest(length, number) if self._knows else max(UNKNOWN - length, length)
+
+    @property
+    def mean(self) -> int:
+        """Tokens that an output is expected to have of which nothing is there yet."""
+        return round(sum(self._sorted) / len(self._sorted)) if self._knows else UNKNOWN
+
+    @property
+    def _knows(self) -> bool:
+        return len(self._sorted) >= LEAST
 
 
 def need(sequences: Iterable[tuple[int, int]]) -> int:
@@ -58,3 +72,8 @@ def need(sequences: Iterable[tuple[int, int]]) -> int:
     # an output deviates from its expectation by about as much as that is
     deviation = math.sqrt(sum(rest * rest for rest, _ in ordered))
     return most + math.ceil(MARGIN * deviation)
+
+
+def room(available: int, sequences: Iterable[tuple[int, int]], mean: int) -> int:
+    """Tokens that a newcomer may have, an output of `mean` tokens included, where `available` ones are not in use."""
+    return available - need([*sequences, (mean, 0)]) + mean

@@ -26,10 +26,9 @@ class ModelFacts:
     eos_token_ids: frozenset[int]
 
 
-def sequence_limit(request: Request, config: EngineConfig) -> int:
+def sequence_limit(request: Request) -> int:
     """Tokens, prompt included, at which the sequence finishes by LENGTH."""
-    num_prompt = len(request.token_ids) - request.num_prior_outputs
-    return min(num_prompt + request.sampling.max_tokens, config.max_model_len)
+    return len(request.token_ids) - request.num_prior_outputs + request.sampling.max_tokens
 
 
 def refusal(request: Request, config: EngineConfig, facts: ModelFacts, role: Role) -> Failure | None:
@@ -38,11 +37,13 @@ def refusal(request: Request, config: EngineConfig, facts: ModelFacts, role: Rol
         return _invalid(f"route {request.route} is not served by a {role} engine")
     if problem := _problem(request, facts):
         return _invalid(problem)
-    length = len(request.token_ids)
-    if length >= config.max_model_len:
-        message = f"prompt has {length} tokens; max_model_len={config.max_model_len} leaves no room for an output"
+    exports = request.route is Route.EXPORT  # another worker generates
+    total = len(request.token_ids) + 1 if exports else sequence_limit(request)
+    if total > config.max_model_len:
+        what = "prompt and first token" if exports else "prompt and max_tokens"
+        message = f"{what} have {total} tokens; this engine has max_model_len={config.max_model_len}"
         return Failure(Reason.CONTEXT_TOO_LONG, message)
-    kv_tokens = length if request.route is Route.EXPORT else sequence_limit(request, config) - 1
+    kv_tokens = total - 1  # the last token is never fed back
     pages = -(-kv_tokens // config.page_size)
     if pages > config.num_pages - 1:
         message = (

@@ -43,6 +43,10 @@ from millrace_serve.engine.schedule.requests import Requests
 from millrace_serve.engine.schedule.scheduler import Scheduler
 from millrace_serve.engine.schedule.sequence import Phase, Sequence, Trust
 
+# Of computing, that routers may let wait here. It only has to last from one report to the next, also where most of the
+# prompts turn out to be cached; the rest waits in the routers' fair queues.
+QUEUE_S = 4.0
+
 
 class PrefillScheduler(Scheduler):
     def __init__(self, config: EngineConfig, requests: Requests, pages: Pages) -> None:
@@ -113,7 +117,9 @@ class PrefillScheduler(Scheduler):
     def load(self) -> Load:
         filling = sum(seq.filling for seq in self._prefilling)
         load = self._load(len(self._prefilling) - filling, importing=filling, exporting=self._num_parked)
-        return msgspec.structs.replace(load, prompt_tokens_per_s=self._speed.per_s)
+        speed = self._speed.per_s
+        most = int(speed * QUEUE_S) if speed else load.pages_total * self.pages.size
+        return msgspec.structs.replace(load, prompt_tokens_per_s=speed, room=most - load.waiting_tokens)
 
     def _admit_head(self, seq: Sequence, budget: int) -> bool:
         if not self._may_admit(budget):

@@ -61,7 +61,7 @@ class Requests:
         # now, while no step waits for them
         hashes = page_hashes(request.token_ids, self._config.page_size, salt=request.cache_salt)
         deadline = math.inf if request.timeout_s is None else now + request.timeout_s
-        seq = Sequence(request, order, sequence_limit(request, self._config), stop_ids, hashes, now, deadline, walk)
+        seq = Sequence(request, order, sequence_limit(request), stop_ids, hashes, now, deadline, walk)
         self.live[seq.id] = seq
         self.num_active += 1
         self._next_deadline = min(self._next_deadline, deadline)

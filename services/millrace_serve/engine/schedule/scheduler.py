@@ -14,6 +14,7 @@ this one. In such a step every replica has half of its tokens for the shared chu
 from __future__ import annotations
 
 import abc
+from collections.abc import Iterator
 
 from millrace_common.reasons import Reason
 
@@ -36,6 +37,7 @@ from millrace_serve.engine.schedule.pages import Pages
 from millrace_serve.engine.schedule.plan import Chunk, Plan, StepOutput, Turn
 from millrace_serve.engine.schedule.requests import Requests
 from millrace_serve.engine.schedule.sequence import Phase, Sequence, Transfer, Trust
+from millrace_serve.engine.schedule.waiting import Waits
 
 
 class Scheduler(abc.ABC):
@@ -49,6 +51,7 @@ class Scheduler(abc.ABC):
         self._prefilling: dict[Sequence, None] = {}  # in order of admission
         self._joined: list[Sequence] = []  # got a slot that no plan has named yet
         self._blocked = False  # the head of the queue lacked pages when it was last tried
+        self._waits = Waits()
 
     @abc.abstractmethod
     def handle(self, msg: SchedulerInput) -> None:
@@ -91,7 +94,17 @@ class Scheduler(abc.ABC):
     def take_events(self) -> Events:
         events, self.outbox.events = self.outbox.events, Events()
         events.cache = self.pages.cache.take_changes()
+        events.waits = self._waits.look(self._idle(), self.requests.clock())
         return events
+
+    def seconds_to_look(self) -> float | None:
+        """To the next look at what waits here; None: nothing does."""
+        return self._waits.due_s(self._idle(), self.requests.clock())
+
+    def _idle(self) -> Iterator[Sequence]:
+        """What waits for pages, a slot or the budget of a step. Of prompts that have begun some may be computed now."""
+        yield from self.requests.waiting
+        yield from (seq for seq in self._prefilling if not seq.filling)
 
     def _admit(self, seq: Sequence, max_cached_pages: int, headroom: int) -> bool:
         """Pages for the head of the queue, which leaves it."""

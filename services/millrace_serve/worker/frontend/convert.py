@@ -31,6 +31,7 @@ from millrace_serve.engine.core import (
     SequenceOutput,
     TokenOutput,
     TopLogprob,
+    Wait,
 )
 from millrace_serve.transfer.base import MemoryHandle
 
@@ -142,6 +143,10 @@ def wire_output(output: SequenceOutput) -> worker_pb2.SequenceOutput:
     if output.error is not None:
         wire.failure.CopyFrom(wire_failure(output.error))
     return wire
+
+
+def wire_wait(wait: Wait) -> worker_pb2.Wait:
+    return worker_pb2.Wait(id=attempt_id(wait.id), over=wait.over)
 
 
 def core_output(wire: worker_pb2.SequenceOutput) -> SequenceOutput:

@@ -234,6 +234,7 @@ class Frontend:
         self.spans.on_outputs(events.outputs)
         self.role.on_events(replica, events)
         self.requests.deliver(events.outputs)
+        self.requests.tell(events.waits)
         if events.cache is not None:
             self.caches.update(replica, events.cache)
         if events.load is not None:

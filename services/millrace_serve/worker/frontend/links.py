@@ -24,7 +24,7 @@ from millrace.v1 import worker_pb2
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
 
-from millrace_serve.engine.core import Failure, FinishReason, RequestId, SequenceOutput
+from millrace_serve.engine.core import Failure, FinishReason, RequestId, SequenceOutput, Wait
 from millrace_serve.worker.frontend import convert
 from millrace_serve.worker.frontend.outbox import Outbox
 from millrace_serve.worker.frontend.requests import Requests
@@ -40,12 +40,17 @@ class RouterLink:
         self.router_id = router_id
         self.cache_key_id = cache_key_id
         self._outbox = Outbox()
+        self._waits: dict[RequestId, Wait] = {}  # the latest of each attempt
         self._changed = Wakeup()
         self._ended = False
         self._error: MillraceError | None = None
 
     def put(self, output: SequenceOutput) -> None:
         self._outbox.put(output)
+        self._changed.fire()
+
+    def tell(self, wait: Wait) -> None:
+        self._waits[wait.id] = wait
         self._changed.fire()
 
     def end(self, error: MillraceError | None = None) -> None:
@@ -56,9 +61,11 @@ class RouterLink:
 
     async def messages(self) -> AsyncIterator[worker_pb2.LinkResponse]:
         while True:
-            if self._outbox:
-                outputs = worker_pb2.StepOutputs(outputs=map(convert.wire_output, self._outbox.take()))
-                yield worker_pb2.LinkResponse(outputs=outputs)
+            if self._outbox or self._waits:
+                waits, self._waits = self._waits, {}
+                outputs = map(convert.wire_output, self._outbox.take())
+                step = worker_pb2.StepOutputs(outputs=outputs, waits=map(convert.wire_wait, waits.values()))
+                yield worker_pb2.LinkResponse(outputs=step)
             elif not self._ended:
                 await self._changed.wait()
             elif self._error is not None:

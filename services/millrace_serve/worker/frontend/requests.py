@@ -17,7 +17,17 @@ from millrace_common.metrics import Metrics
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
 
-from millrace_serve.engine.core import Abort, Failure, FinishReason, Request, RequestId, Route, SequenceOutput, Submit
+from millrace_serve.engine.core import (
+    Abort,
+    Failure,
+    FinishReason,
+    Request,
+    RequestId,
+    Route,
+    SequenceOutput,
+    Submit,
+    Wait,
+)
 from millrace_serve.worker.frontend import convert, warmup
 from millrace_serve.worker.frontend.lifecycle import Lifecycle, State
 from millrace_serve.worker.frontend.ranks import Ranks
@@ -32,8 +42,11 @@ ORPHANED = Failure(Reason.NOT_READY, "the link to the router of this attempt clo
 
 
 class Owner(Protocol):
-    def put(self, output: SequenceOutput) -> None:
-        """Must not block."""
+    """Its methods must not block."""
+
+    def put(self, output: SequenceOutput) -> None: ...
+
+    def tell(self, wait: Wait) -> None: ...
 
 
 class Attempt(NamedTuple):
@@ -120,6 +133,12 @@ class Requests:
             if output.finish is not None or attempt.route is Route.EXPORT:
                 self._end(output.id)
             attempt.owner.put(output)
+
+    def tell(self, waits: Iterable[Wait]) -> None:
+        """Give the waits of an engine to the owners of their attempts."""
+        for wait in waits:
+            if (attempt := self._live.get(wait.id)) is not None:
+                attempt.owner.tell(wait)
 
     def abort(self, id: RequestId, reason: str, why: Failure = ABORTED) -> bool:
         """Stop an attempt wherever it is; its owner gets the engine's last output, readers of its pages `why`. False:

@@ -9,7 +9,7 @@ from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
 
 from millrace_serve.engine.config import EngineConfig
-from millrace_serve.engine.core import FinishReason, Request, RequestId, Route, SamplingParams, SequenceOutput
+from millrace_serve.engine.core import FinishReason, Request, RequestId, Route, SamplingParams, SequenceOutput, Wait
 
 MAX_TOKENS = 4  # outputs of one warm-up request
 
@@ -24,6 +24,9 @@ class Waiter:
     def put(self, output: SequenceOutput) -> None:
         if (output.finish is not None or self._route is Route.EXPORT) and not self._last.done():
             self._last.set_result(output)
+
+    def tell(self, wait: Wait) -> None:
+        pass  # the warm-up has its own limit
 
     async def wait(self) -> None:
         """Wait for the last output. Raises MillraceError when the request failed."""
@@ -47,4 +50,5 @@ def tiny_request(length: int, vocab_size: int, route: Route) -> Request:
         token_ids=[random.randrange(vocab_size) for _ in range(length)],
         sampling=SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True),
         route=route,
+        warms=True,
     )

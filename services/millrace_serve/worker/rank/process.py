@@ -109,7 +109,7 @@ def _live(spec: RankSpec, context: zmq.Context[Any], report: Callable[[Report], 
             engine_endpoint=inbox.endpoint,
             reader_endpoint=endpoint,
             vocab_size=parts.vocab_size,
-            max_context=parts.max_context,
+            max_context=_context(parts, spec.rank),
             eos_token_ids=parts.eos_token_ids,
             layout=parts.pool.layout,
             num_pages=parts.pool.num_pages,
@@ -162,6 +162,14 @@ def _build(spec: RankSpec, phases: Phases) -> Parts:
     engine = build_sim_engine(config.limits.resolved(config.limits.num_pages), config.role, config.sim)
     facts = config.sim.vocab_size, config.limits.max_model_len, [config.sim.eos_token_id]
     return Parts(engine.pool, engine.progress, *facts, engine)
+
+
+def _context(parts: Parts, rank: int) -> int:
+    """Tokens of the longest sequence: the pool may have room for fewer than the limits allow."""
+    room = (parts.pool.num_pages - 1) * parts.pool.layout.page_size + 1  # the last token is never fed back
+    if room < parts.max_context and not rank:
+        log.warning("requests may have %d tokens, for which the KV pool has room, not %d", room, parts.max_context)
+    return min(room, parts.max_context)
 
 
 def _add_disk_tier(parts: Parts, config: WorkerConfig) -> None:
