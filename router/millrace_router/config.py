@@ -61,7 +61,7 @@ class Timeouts(Config):
     """Limits of a stage without progress."""
 
     no_workers: Seconds = Field(5.0, gt=0)  # before NO_WORKERS, for a request that came when no pair was routable
-    queue: Seconds = Field(60.0, gt=0)  # waiting for a worker with credits
+    queue: Seconds = Field(60.0, gt=0)  # waiting for a worker with capacity
     prefill: Seconds = Field(120.0, gt=0)  # from submit to the first token
     handover: Seconds = Field(30.0, gt=0)  # from the prefill worker's token to the decode worker's first output
     stall: Seconds = Field(30.0, gt=0)  # between two outputs of the decode worker

@@ -49,6 +49,7 @@ from millrace_router.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 1.0  # for connections, once every stream has ended
+PUMP_REST = 4.0  # times as long as the look at the queue before took
 PARTING_S = 1.0  # until GOAWAY, which cancels a call that crosses it: clients that watch the health leave before
 
 
@@ -63,7 +64,7 @@ class Router:
         self._public_identity = self._inside if config.public_tls is None else identity_of(config.public_tls, metrics)
         self._keys = None if config.api_keys is None else Keys(config.api_keys, time.monotonic, self._keys_reloaded)
         self.registry = Registry(config, metrics, self._changed, identity=self._inside)
-        self.admission = Admission(config.queue_size, self.registry.choose, metrics.queued.set)
+        self.admission = Admission(config.queue_size, config.timeouts.queue, self.registry, metrics.queued.set)
         self._gc = ProcessGc("router", metrics)
         backend = Backend(config, self.registry, self.admission, metrics, self.tracer)
         self.inference = Inference(backend, Tokenizer.load(config.model, config.chat_template))
@@ -82,6 +83,8 @@ class Router:
         self._http = HttpServer(with_cors(public, limits.cors), outside, self._parting)
         self._probes = HttpServer(new_app(probes.routes(backend, self._before_scrape)), inside)
         self._serving = False
+        self._pump: asyncio.TimerHandle | None = None
+        self._pump_at = 0.0  # by time.perf_counter
         self._lag: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -139,7 +142,19 @@ class Router:
 
     def _changed(self) -> None:
         self._follow_readiness()
+        if self._pump is None and len(self.admission):
+            self._pump = asyncio.get_running_loop().call_later(
+                max(self._pump_at - time.perf_counter(), 0.0), self._pump_queue
+            )
+
+    def _pump_queue(self) -> None:
+        """While all workers are full, each of them reports its load all the time, and each look at the queue takes as
+        long as there are workers: looks take a fifth of the time at most.
+        """
+        self._pump, began = None, time.perf_counter()
         self.admission.pump()
+        now = time.perf_counter()
+        self._pump_at = now + PUMP_REST * (now - began)
 
     def _follow_readiness(self) -> None:
         """The health service follows the registry."""

@@ -181,6 +181,12 @@ class FakeWorker(
         for link in self.links:
             link.put_nowait(worker_pb2.LinkResponse(outputs=worker_pb2.StepOutputs(outputs=outputs)))
 
+    def tell(self, id: common_pb2.AttemptId, *, over: bool) -> None:
+        """Say that a request waits here, or goes on."""
+        waits = [worker_pb2.Wait(id=id, over=over)]
+        for link in self.links:
+            link.put_nowait(worker_pb2.LinkResponse(outputs=worker_pb2.StepOutputs(waits=waits)))
+
     # ------------------------------------------------------------------------------------- WorkerService
 
     async def GetInfo(self, request, context):

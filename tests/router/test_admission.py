@@ -24,13 +24,16 @@ class Gate:
         self.served: list[object] = []
         self.refused: dict[object, MillraceError] = {}
         self.sizes: list[int] = []
-        self.queue = Admission(size, self.choose, self.sizes.append, look_ahead, lambda: self.now)
+        self.queue = Admission(size, 60.0, self, self.sizes.append, look_ahead, lambda: self.now)
 
     def choose(self, want: Want) -> Decision | None:
         if want.tokens > self.room:
             return None
         self.room -= want.tokens
         return PLACE
+
+    def to_keep(self, want: Want) -> str:
+        return ""
 
     def enter(
         self,
@@ -294,3 +297,28 @@ def test_random_orders(events: list[tuple[str, int, int]], size: int) -> None:
     gate.room = 10**9
     gate.queue.pump()
     assert len(gate.queue) == 0 and set(waiting) <= {*gate.served}
+
+
+def test_a_wait_beyond_the_queues_limit_is_refused_at_once_with_the_time_until_it_is_short_enough() -> None:
+    gate = Gate()
+    for name in range(3):
+        gate.enter(name, tokens=30)
+    for _ in range(2):  # 30 tokens in 10 s
+        gate.now += 10.0
+        gate.room = 30
+        gate.queue.pump()
+    gate.enter(9, tokens=180)
+    with pytest.raises(MillraceError) as caught:
+        gate.queue.make_room(1, gate.queue.place(0), 30, None)
+    assert caught.value.reason is Reason.QUEUE_FULL and "60 s are allowed" in caught.value.message
+    assert caught.value.retry_after_s == pytest.approx(10.0, abs=1.0)
+
+
+def test_rare_services_are_remembered_all_the_same() -> None:
+    """Three at once, each 30 s: the time to come is judged by many of them, not by the last one's share."""
+    rate = ServiceRate(0.0)
+    for now in range(30, 3000, 30):
+        rate.advance(float(now), waiting=True)
+        for _ in range(3):
+            rate.served(300)
+            assert 0.6 * 30 < rate.seconds_for(900) < 2 * 30 or now < 300

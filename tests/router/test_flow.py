@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from millrace.v1 import common_pb2, worker_pb2
 from millrace_common.reasons import Reason
 from millrace_router.config import Timeouts
-from millrace_router.flow.flow import LEGAL, MAX_REFUSALS, Abort, Flow, Leg, Mismatch, Retry, Stage, Stale
+from millrace_router.flow.flow import LEGAL, MAX_REFUSALS, Abort, Blame, Flow, Leg, Mismatch, Retry, Stage, Stale
 from millrace_rpc.errors import TABLE, MillraceError
 
 BOTH = frozenset(Leg)
@@ -301,3 +301,65 @@ def test_logprobs_stay_beside_their_tokens() -> None:
     machine.output(Leg.DECODE, scored(0, 5, 6, 7), 0.2)
     tokens, logprobs = machine.take()
     assert tokens == [5, 6, 7] == [entry.sampled.token_id for entry in logprobs]
+
+
+# ------------------------------------------------------------------------------------- waits at workers
+
+
+@pytest.mark.parametrize(
+    ("legs", "leg", "said"),
+    [
+        (BOTH, Leg.PREFILL, ()),  # in a prefill queue
+        (BOTH, Leg.DECODE, (Leg.PREFILL,)),  # an import that lacks pages
+        (BOTH, Leg.DECODE, (Leg.PREFILL, Leg.DECODE)),  # preempted
+        (frozenset({Leg.DECODE}), Leg.DECODE, ()),  # in a unified worker's queue
+        (frozenset({Leg.DECODE}), Leg.DECODE, (Leg.DECODE,)),
+    ],
+)
+def test_no_progress_is_due_while_a_worker_says_that_the_request_waits(
+    legs: frozenset[Leg], leg: Leg, said: tuple[Leg, ...]
+) -> None:
+    made = flow(max_tokens=9)
+    made.assign(legs, 0.0)
+    for index, who in enumerate(said):
+        made.output(who, out(0 if who is Leg.PREFILL else index, 7), 1.0)
+    made.wait(leg, False, 2.0)
+    for now in range(10, 2000, 10):
+        assert made.tick(float(now), routable=True) == ()
+    made.wait(leg, True, 2000.0)
+    limit = made.expires - 2000.0
+    assert limit in (Timeouts().prefill, Timeouts().handover, Timeouts().stall), "the time begins again"
+    assert made.tick(2000.0 + limit - 0.1, routable=True) == ()
+    retry = made.tick(2000.0 + limit, routable=True)
+    assert any(isinstance(action, Retry) and action.reason is Reason.STALLED for action in retry)
+
+
+def test_a_wait_elsewhere_excuses_nobody() -> None:
+    """A decode worker without pages does not explain why a prompt is not computed. A wait ends with its leg."""
+    made = flow(max_tokens=9)
+    made.assign(BOTH, 0.0)
+    made.wait(Leg.DECODE, False, 1.0)
+    assert made.tick(Timeouts().prefill, routable=True)
+    made.assign(BOTH, 200.0)
+    made.wait(Leg.PREFILL, False, 201.0)
+    made.output(Leg.PREFILL, out(0, 7), 210.0)
+    assert made.stage is Stage.HANDOVER and made.tick(210.0 + Timeouts().handover, routable=True)
+
+
+def test_a_deadline_passes_also_in_a_wait() -> None:
+    made = flow(deadline=50.0)
+    made.assign(BOTH, 0.0)
+    made.wait(Leg.PREFILL, False, 1.0)
+    made.tick(50.0, routable=True)
+    assert made.stage is Stage.FAILED and made.error is not None and made.error.reason is Reason.DEADLINE_EXCEEDED
+
+
+def test_pages_that_expired_while_their_reader_waited_are_nobodys_fault() -> None:
+    for waited in (True, False):
+        made = flow(max_tokens=9)
+        made.assign(BOTH, 0.0)
+        made.output(Leg.PREFILL, out(0, 7), 1.0)
+        if waited:
+            made.wait(Leg.DECODE, False, 2.0)
+        actions = made.output(Leg.DECODE, failed(Reason.KV_EXPIRED), 300.0)
+        assert Blame(frozenset() if waited else BOTH, Reason.KV_EXPIRED) in actions

@@ -65,7 +65,7 @@ def test_without_credits_it_waits(credits: int) -> None:
 
 
 def test_one_token_wants_no_decode_worker() -> None:
-    want = Want(tokens=10, prefill_only=True)
+    want = Want(tokens=10, outputs=1)
     assert choose(View((P1,), ()), want) == Placement(P1, None)
 
 
@@ -113,7 +113,7 @@ def views(draw: st.DrawFn) -> View:
 def test_whatever_the_policy_nobody_without_credits_and_no_unequal_layouts(
     view: View, prefill: Policy, decode: Policy, one: bool, avoid: frozenset[str], draw: int, local: dict[str, float]
 ) -> None:
-    want = Want(100, prefill_only=one, avoid=avoid, draw=draw, session=f"s{draw % 3}")
+    want = Want(100, outputs=1 if one else 2, avoid=avoid, draw=draw, session=f"s{draw % 3}")
     chooser = Chooser(prefill, decode, Routing(**local))
     situation = Situation(view, want)
     decision = chooser.choose(situation)
@@ -296,13 +296,61 @@ def test_a_prompt_without_room_waits_elsewhere_than_on_the_decode_worker() -> No
     def full(room: int) -> Replica:
         return replica("d1", sources=D1.sources, room=room)
 
-    assert local(full(200), 200) and not local(full(199), 200)
+    assert local(full(200), 200)
+    assert choose(View((P1,), (full(199),)), Want(200), local_prefill_tokens=256) is None
     assert local(full(1000 - 12 * 64), 1000, pages=12), "the others are there"
+
+
+# ------------------------------------------------------------------------------------- room
+
+
+@pytest.mark.parametrize("role", ["decode", "unified"])
+def test_a_request_waits_until_there_is_room_for_its_expected_output(role: str) -> None:
+    def chosen(want: Want, **fields: int) -> bool:
+        worker = replica("d1", sources=D1.sources, **fields)
+        view = View((P1,), (worker,)) if role == "decode" else View((), (), (worker,))
+        return choose(view, want) is not None
+
+    assert chosen(Want(300, outputs=1200), room=900, expected_output=600)
+    assert not chosen(Want(300, outputs=1200), room=899, expected_output=600)
+    assert chosen(Want(300, outputs=51), room=350, expected_output=600), "max_tokens is the bound"
+    assert not chosen(Want(300, outputs=1200), room=-5)
+    assert choose(View((P1,), (replica("d1", sources=D1.sources, room=-5),)), Want(300, outputs=1)) is not None
+
+
+def test_a_prefill_worker_takes_a_prompt_of_any_length_until_its_queue_is_long() -> None:
+    assert choose(View((replica("p1", room=1),), (D1,)), Want(100_000)) is not None
+    assert choose(View((replica("p1", room=0),), (D1,))) is None
+
+
+def test_room_is_kept_for_an_earlier_request() -> None:
+    small = replica("d1", sources=D1.sources, room=900, context=1000)
+    roomy, tight = (replica(f"d{i}", sources=D1.sources, room=room) for i, room in ((2, 500), (3, 400)))
+    view, chooser = View((P1,), (small, roomy, tight)), Chooser(Policy.LEAST_LOADED, Policy.LEAST_LOADED, Routing())
+    assert chooser.to_keep(view, Want(800, outputs=300)) == "d2", "the largest room of those that are large enough"
+    assert chooser.to_keep(view, Want(10, outputs=9)) == "d1"
+    assert chooser.to_keep(View((P1,), (small,)), Want(800, outputs=300)) == ""
+    assert choose(View((P1,), (roomy,)), Want(10, kept="d2")) is None
+    assert choose(View((P1,), (roomy, tight)), Want(10, kept="d2")).decode == tight
+
+
+def test_workers_that_are_too_small_are_passed_over() -> None:
+    def context(name: str, tokens: int) -> Replica:
+        return replica(name, sources=D1.sources, context=tokens)
+
+    small, large = context("d1", 712), context("d2", 4096)
+    assert choose(View((P1,), (small, large)), Want(300, outputs=413)).decode == large
+    assert choose(View((P1,), (small,)), Want(300, outputs=413)) is None
+    assert choose(View((P1,), (small,)), Want(300, outputs=412)).decode == small
+    assert (
+        choose(View((context("p1", 300), context("p2", 301)), (large,)), Want(300, outputs=9)).prefill.address == "p2"
+    )
+    assert choose(View((), (), (context("u1", 309), context("u2", 308))), Want(300, outputs=9)).decode.address == "u1"
 
 
 def test_one_token_is_not_run_by_a_decode_worker() -> None:
     for option in ({"local_prefill_tokens": 256}, {"local_prefill_wait": 1e-9}):
-        assert choose(View((BUSY,), (D1,)), Want(10, prefill_only=True), **option) == Placement(BUSY, None)
+        assert choose(View((BUSY,), (D1,)), Want(10, outputs=1), **option) == Placement(BUSY, None)
 
 
 BUSY = replica("p1", tokens=10_001, prompt_tokens_per_s=20_000)  # half a second, and a token

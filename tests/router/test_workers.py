@@ -305,9 +305,9 @@ def test_work_of_a_begun_prompt_counts_once() -> None:
     worker = Worker(Target("w", "w:1"), "r", Timeouts(), build(), lambda: None, lambda: None)
     worker.info = worker_pb2.WorkerInfo(layout={"page_size": 64})
     load = worker_pb2.ReplicaLoad(waiting_tokens=640 + 320, begun_tokens=320, pages_running=10, credits=3)
-    load.pages_free, load.pages_cached = 12, 3
+    load.room = 900
     worker.load = worker_pb2.LoadSnapshot(replicas=[load])
-    worker.note_sent(0, 5, 100)
+    worker.note_sent(0, 5, 100, 30)
     (replica,) = worker.replicas(frozenset(), "")
     assert (replica.tokens, replica.held, replica.load) == (965, 420, 640 + 640 + 105)
-    assert replica.room == 15 * 64 - 640 - 105
+    assert replica.room == 900 - 5 - 100 - 30

@@ -32,8 +32,11 @@ class LegSink(Protocol):
 
     attempt: int
     heard: bool  # it has had tokens
+    waits: bool  # at its worker, by its word
 
     def on_output(self, out: worker_pb2.SequenceOutput, now: float) -> None: ...
+
+    def on_wait(self, over: bool, now: float) -> None: ...
 
     def on_failure(self, error: MillraceError) -> None: ...
 
@@ -53,8 +56,8 @@ class Link:
 
     @property
     def streams(self) -> bool:
-        """Whether there are running legs that have had tokens."""
-        return any(leg.heard for leg in self._legs.values())
+        """Whether there are running legs that have had tokens, and do not wait for others."""
+        return any(leg.heard and not leg.waits for leg in self._legs.values())
 
     @property
     def in_flight(self) -> int:
@@ -84,6 +87,10 @@ class Link:
                     leg.on_output(out, now)
                 elif out.finish_reason != common_pb2.FINISH_REASON_ABORT:  # which answers our own Abort
                     self._stale.inc()
+            for wait in response.outputs.waits:
+                leg = legs.get(wait.id.room)
+                if leg is not None and leg.attempt == wait.id.attempt:
+                    leg.on_wait(wait.over, now)
 
     def submit(self, request: worker_pb2.EngineRequest, source: Source, leg: LegSink) -> None:
         """`source` has KV for the request: cached pages for a prefill worker, all of the prompt for a decode worker."""

@@ -92,7 +92,9 @@ class Registry:
 
     @property
     def model(self) -> worker_pb2.WorkerInfo:
-        """Return the served model, as one of its workers reported it. Raises NO_WORKERS before the first report."""
+        """Return the served model, as one of its workers reported it, with the longest context that is served. Raises
+        NO_WORKERS before the first report.
+        """
         if self._model is None:
             raise MillraceError(Reason.NO_WORKERS, "no worker has come up yet")
         return self._model
@@ -134,6 +136,10 @@ class Registry:
             text = f"the model that began this answer is no longer served: weights changed from version {want.version}"
             raise MillraceError(Reason.NO_WORKERS, f"{text} to {now}")
         return self.placer.choose(self.view(weights), want)
+
+    def to_keep(self, want: Want) -> str:
+        """The worker whose room should be kept for a request that others overtake; empty: none."""
+        return self.placer.to_keep(self.view(want.weights or self.model.layout.model), want)
 
     def drain(self, worker: Worker) -> None:
         """Send no more requests to the worker's present process."""
@@ -214,6 +220,7 @@ class Registry:
         sources = states.sources(self.hooks.ready)
         serving = sorted((w for w in workers if w.epoch in able), key=lambda w: w.address)
         self._able = [(worker, sources.get(worker.epoch, frozenset())) for worker in serving]
+        self._promise(states.longest(filter(self._serves, serving), sources))
         first = self._config.routing.revision
         self._first = first if any(worker.target.revision != first for worker in serving) else None
         routable = (
@@ -236,6 +243,14 @@ class Registry:
         first = [worker for worker in able if worker.target.revision == self._config.routing.revision] or able
         same = [worker for worker in first if self._serves(worker)]
         return next((worker.info for worker in same or first), self._model)
+
+    def _promise(self, longest: int) -> None:
+        """Show the longest request that some placement serves, not the limit of the worker that reported the model."""
+        if self._model is not None and longest and longest != self._model.max_context:
+            model = worker_pb2.WorkerInfo()
+            model.CopyFrom(self._model)
+            model.max_context = longest
+            self._model = model
 
     def _serves(self, worker: Worker) -> bool:
         return self._model is not None and worker.weights == self._model.layout.model

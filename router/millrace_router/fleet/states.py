@@ -46,6 +46,22 @@ def sources(ready: Iterable[Pair]) -> dict[str, frozenset[str]]:
     return {worker: frozenset(epochs) for worker, epochs in found.items()}
 
 
+def longest(workers: Iterable[Worker], sources: dict[str, frozenset[str]]) -> int:
+    """Tokens of the longest request, prompt and output, that one of these workers can run, with a source that is among
+    them if it needs one; 0: none can.
+    """
+    contexts = {worker.epoch: worker.info.max_context for worker in workers}
+    return max(
+        (
+            min(contexts[epoch], contexts[source] if source else contexts[epoch])
+            for epoch in contexts
+            for source in sources.get(epoch, ())
+            if not source or source in contexts
+        ),
+        default=0,
+    )
+
+
 def count(workers: Iterable[Worker], routable: frozenset[str]) -> Counter[tuple[str, str]]:
     """Count workers by (role, state); a worker in an inner state is in the outer ones too."""
     counts: Counter[tuple[str, str]] = Counter()

@@ -16,6 +16,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
+from collections import deque
 from collections.abc import Callable, Coroutine
 
 import grpc
@@ -32,11 +34,13 @@ from millrace_router.config import Timeouts
 from millrace_router.discovery.base import Target
 from millrace_router.fleet.link import DECODE, PREFILL, UNIFIED, Link
 from millrace_router.fleet.progress import Progress
-from millrace_router.policy.snapshot import Replica
+from millrace_router.policy.snapshot import UNLIMITED, Replica
 
 log = logging.getLogger(__name__)
 
 READY, PAUSED = worker_pb2.WORKER_STATE_READY, worker_pb2.WORKER_STATE_PAUSED
+# A report may have been made before a request of so long ago came. Of the room, what is counted twice costs little.
+CLAIM_S = 0.1
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 
 
@@ -72,6 +76,7 @@ class Worker:
         self._pause = FIRST_PAUSE_S  # before the next session
         self._on_step: Callable[[], None] = lambda: None
         self._stuck: worker_pb2.LoadSnapshot | None = None  # what it said when it made no progress, as long as it does
+        self._claims: deque[tuple[float, int, int]] = deque()  # when sent, to which replica, tokens of its room
         self._sent: dict[int, tuple[int, int, int]] = {}  # replica: what was sent since the latest load, see note_sent
 
     @property
@@ -137,12 +142,13 @@ class Worker:
         fingerprint = self.info.layout.fingerprint
         return worker_pb2.KvSourceRef(address=self.address, epoch=self.epoch, fingerprint=fingerprint)
 
-    def note_sent(self, replica: int, tokens: int, held: int) -> None:
+    def note_sent(self, replica: int, tokens: int, held: int, outputs: int) -> None:
         """Count a sent request as load until the next load report, so that a burst is spread. `tokens` will be computed
-        there, the KV of `held` tokens will be fetched.
+        there, the KV of `held` tokens will be fetched, and `outputs` are expected there.
         """
         requests, total, fetched = self._sent.get(replica, (0, 0, 0))
         self._sent[replica] = requests + 1, total + tokens, fetched + held
+        self._claims.append((time.monotonic(), replica, tokens + held + outputs))
         self._made_from = None
 
     def replicas(self, sources: frozenset[str], left_out: str) -> tuple[Replica, ...]:
@@ -156,8 +162,8 @@ class Worker:
 
     def _replica(self, index: int, load: worker_pb2.ReplicaLoad, sources: frozenset[str], left_out: str) -> Replica:
         requests, tokens, held = self._sent.get(index, (0, 0, 0))
-        size, free = self.info.layout.page_size, load.pages_free + load.pages_cached
-        filled = load.pages_running * size - load.begun_tokens
+        filled = load.pages_running * self.info.layout.page_size - load.begun_tokens
+        room = load.room if load.HasField("room") else UNLIMITED
         return Replica(
             address=self.address,
             index=index,
@@ -168,7 +174,9 @@ class Worker:
             sequences=load.running + load.waiting + load.importing + requests,
             sources=sources,
             held=max(filled, 0) + held,
-            room=free * size - (load.waiting_tokens - load.begun_tokens) - tokens - held,
+            room=room - sum(tokens for _, replica, tokens in self._claims if replica == index),
+            expected_output=load.expected_output,
+            context=self.info.max_context,
             labels=self.target.topology,
             revision=self.target.revision,
             left_out=left_out,
@@ -241,6 +249,8 @@ class Worker:
                 self.resumed_at = asyncio.get_running_loop().time()
             self.load = load
             self._sent.clear()
+            while self._claims and self._claims[0][0] < time.monotonic() - CLAIM_S:
+                self._claims.popleft()
             if load.state == READY:
                 ready.set()
             if news:

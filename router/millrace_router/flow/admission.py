@@ -1,12 +1,12 @@
 """The bounded queue in front of the workers, and the refusal of requests that it cannot serve.
 
 1. `check_room` refuses a request without a place before any work. `make_room` decides once its tokens are known:
-   QUEUE_FULL, unless waiting tickets have to give way (fair_queue.py chooses them), and DEADLINE_TOO_SHORT when the
-   wait, estimated from the measured rate of service, exceeds the client's deadline.
+   QUEUE_FULL, unless waiting tickets have to give way (fair_queue.py chooses them), or when the wait, estimated from
+   the measured rate of service, exceeds what a request may wait; DEADLINE_TOO_SHORT when the client waits for less.
 2. `enter` takes a ticket. The first ticket is served at once if a placement exists.
 3. `pump` serves in fair order. It is called whenever credits or workers may have appeared; nothing polls. A ticket
-   without a placement does not block the next ones, up to `look_ahead` of them, but the number of overtakings is
-   bounded (Ticket.blocks).
+   without a placement does not block the next ones, up to `look_ahead` of them. After some of them one worker's room is
+   kept for it, and the number of overtakings is bounded (Ticket.blocks).
 4. `leave` withdraws a ticket (cancel, deadline). `closed` refuses new requests (drain); waiting ones are still served.
    A retried request enters again at its first place, and the queue's size does not refuse it.
 """
@@ -17,6 +17,8 @@ import itertools
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
 
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
@@ -25,8 +27,10 @@ from millrace_router.flow.fair_queue import FairQueue, Place, Ticket
 from millrace_router.policy.choose import Decision
 from millrace_router.policy.snapshot import Want
 
+KEEP_AFTER = 8  # tickets that have overtaken one, before room is kept for it
 LOOK_AHEAD = 8  # tickets that are tried while the first ones find no worker
 MEMORY_S = 10.0  # of the measured rate: older services count for less
+LEAST_SERVICES = 16  # that are remembered, however rare: several may come at once
 LEAST_BUSY_S = 0.5  # of measuring, before anything is concluded from it
 LEAST_RETRY_S, LONGEST_RETRY_S = 0.1, 60.0
 
@@ -52,7 +56,7 @@ class ServiceRate:
         self._at, self._since = now, 0.0
 
     def served(self, tokens: int) -> None:
-        fade = math.exp(-self._since / MEMORY_S)
+        fade = max(math.exp(-self._since / MEMORY_S), 1 - 1 / LEAST_SERVICES)
         self._tokens = self._tokens * fade + tokens
         self._seconds = self._seconds * fade + self._since
         self._since = 0.0
@@ -65,17 +69,26 @@ class ServiceRate:
         return tokens * seconds / self._tokens if self._tokens else seconds
 
 
+class Places(Protocol):
+    def choose(self, want: Want) -> Decision | None:
+        """None: it has to wait. Raises MillraceError where waiting is in vain."""
+
+    def to_keep(self, want: Want) -> str:
+        """The address of the worker that others must not fill, so that it will have room; empty: none."""
+
+
 class Admission:
     def __init__(
         self,
         size: int,
-        choose: Callable[[Want], Decision | None],  # raises MillraceError where waiting is in vain
+        longest_s: float,  # that a ticket may wait
+        places: Places,
         on_size: Callable[[int], None],
         look_ahead: int = LOOK_AHEAD,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._size = size
-        self._choose = choose
+        self._size, self._longest_s = size, longest_s
+        self._places = places
         self._on_size = on_size
         self._look_ahead = look_ahead
         self._clock = clock
@@ -115,6 +128,9 @@ class Admission:
         if left_s is not None and wait is not None and wait > left_s:
             message = f"about {wait:.1f} s would pass in the queue, and the deadline is in {left_s:.1f} s"
             raise MillraceError(Reason.DEADLINE_TOO_SHORT, message, retry_after_s=_bounded(wait - left_s))
+        if wait is not None and wait > self._longest_s:
+            message = f"about {wait:.1f} s would pass in the queue, and {self._longest_s:g} s are allowed"
+            raise MillraceError(Reason.QUEUE_FULL, message, retry_after_s=_bounded(wait - self._longest_s))
         over = len(self) + tickets - self._size
         for victim in (self._queue.victims(place, tickets, over) or ()) if over > 0 else ():
             if not victim.waiting:
@@ -175,9 +191,11 @@ class Admission:
         """Whether a ticket was served or refused. `only`: the tickets before it have been tried already."""
         now = self._clock()
         before: list[Ticket] = []
+        kept = ""
         for ticket in itertools.islice(self._queue.in_order(), self._look_ahead):
             try:
-                decision = self._choose(ticket.want) if only is None or ticket is only else None
+                want = replace(ticket.want, kept=kept) if kept else ticket.want
+                decision = self._places.choose(want) if only is None or ticket is only else None
             except MillraceError as error:  # no worker will ever serve it
                 self.leave(ticket)
                 ticket.refuse(error)
@@ -190,6 +208,8 @@ class Admission:
             if ticket is only or ticket.blocks(now):
                 return False
             before.append(ticket)
+            if not kept and ticket.overtaken >= KEEP_AFTER:
+                kept = self._places.to_keep(ticket.want)
         return False
 
     def _serve(self, ticket: Ticket, decision: Decision, now: float, waited: bool) -> None:

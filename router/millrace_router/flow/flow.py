@@ -9,6 +9,8 @@ actions out.
 5. DONE, FAILED, CANCELLED  absorb everything. Every open leg has got an abort, and in HANDOVER the prefill worker
              too: its outputs are complete, but it holds pages for a reader that may never come.
 
+A worker says when a request waits there because others have what it needs. Meanwhile no progress is due of it.
+
 Back to QUEUED: a leg failed for a reason that another attempt may cure (by the table of errors) or made no
 progress in time. The other leg is aborted, the attempt number rises, and the next attempt replays prompt + `outputs`.
 Bounds are `max_attempts`, the client's deadline and the budget that all requests share (`give_up`).
@@ -117,6 +119,7 @@ class Flow:
     attempt: int = -1  # of the latest submit
     refusals: int = 0  # attempts that workers were too busy to take
     open: set[Leg] = field(default_factory=set)  # legs that may still send outputs
+    waiting: set[Leg] = field(default_factory=set)  # legs that wait for others at their worker, by its own word
     outputs: list[int] = field(default_factory=list)  # token ids of the room
     logprobs: list[common_pb2.TokenLogprobs] = field(default_factory=list)  # as many as outputs, when asked for
     base: int = 0  # outputs that the latest attempt was given
@@ -152,6 +155,11 @@ class Flow:
         }[self.stage]
         return self.progress + limit if self.deadline is None else min(self.progress + limit, self.deadline)
 
+    @property
+    def waits(self) -> bool:
+        """Whether a worker that has to make progress next has said that the request waits there."""
+        return not self.waiting.isdisjoint(self.open & self._culprits())
+
     # ------------------------------------------------------------------------------------- what the client does
 
     def take(self) -> tuple[list[int], list[common_pb2.TokenLogprobs]]:
@@ -178,7 +186,7 @@ class Flow:
         assert legs and self.stage is Stage.QUEUED
         self.attempt += 1
         self.base = len(self.outputs)
-        self.open = set(legs)
+        self.open, self.waiting = set(legs), set()
         self._move(Stage.PREFILL, now)
 
     def output(self, leg: Leg, out: worker_pb2.SequenceOutput, now: float) -> Sequence[Action]:
@@ -202,13 +210,24 @@ class Flow:
             return NOTHING if known == 0 else (Stale("duplicate"),)
         return self._turn(leg, out, now)
 
+    def wait(self, leg: Leg, over: bool, now: float) -> None:
+        """The leg's worker says that the request waits there for others, or goes on."""
+        if not over:
+            self.waiting.add(leg)
+        elif leg in self.waiting:
+            self.waiting.remove(leg)
+            self.progress = now
+
     def leg_failed(self, leg: Leg, error: MillraceError, now: float) -> Sequence[Action]:
         """The leg is over without a proper end: its worker refused, failed or went away."""
         if leg not in self.open:
             return NOTHING
+        waited = leg in self.waiting
         self.open.discard(leg)
         if leg is Leg.PREFILL and self.stage is Stage.DECODE:
             return NOTHING  # the decode worker has the whole KV
+        if waited and error.reason is Reason.KV_EXPIRED:
+            return self._fail(error, frozenset(), now)  # the prompt's pages were held as long as they can be
         return self._fail(error, _BOTH if error.reason in _TWO_SIDED else frozenset({leg}), now)
 
     def tick(self, now: float, routable: bool) -> Sequence[Action]:
@@ -220,6 +239,9 @@ class Flow:
             return self._end(Stage.FAILED, "deadline", error=error)
         if self.stage is Stage.QUEUED:
             return self._end(Stage.FAILED, "queue timeout", error=self.error or _no_room(routable))
+        if self.waits:
+            self.progress = now
+            return NOTHING
         error = MillraceError(Reason.STALLED, f"no progress for {now - self.progress:.1f} s in stage {self.stage}")
         return self._fail(error, self._culprits(), now)
 

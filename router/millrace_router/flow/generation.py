@@ -156,7 +156,7 @@ class Generation:
         page_size = max(registry.model.layout.page_size, 1)
         return Want(
             tokens=len(token_ids),
-            prefill_only=flow.remaining == 1,
+            outputs=flow.remaining,
             avoid=self._avoid,
             weights=job.begun.weights,
             version=job.begun.version,
@@ -200,7 +200,10 @@ class Generation:
             request = self._request(replica.index)
             length = len(request.token_ids)
             computes = leg is Leg.PREFILL or source is None
-            worker.note_sent(replica.index, *((length - decision.cached_tokens, 0) if computes else (0, length)))
+            outputs = 0 if leg is Leg.PREFILL else min(self.flow.remaining, replica.expected_output)
+            worker.note_sent(
+                replica.index, *((length - decision.cached_tokens, 0) if computes else (0, length)), outputs
+            )
             assert worker.link is not None, "the policy chose a worker that is not linked"
             self._links[leg] = link = worker.link
             link.submit(request, source, _Leg(self, leg, link))
@@ -287,7 +290,11 @@ class Generation:
             self._arm()
 
     def _due_since(self, now: float) -> float:
-        """Since when progress is due: while a worker is excused none is, and afterwards the time begins again."""
+        """Since when progress is due: while a worker is excused, or the request waits for others, none is, and
+        afterwards the time begins again.
+        """
+        if self.flow.waits:
+            return now
         found = (self._workers[leg] for leg in self.flow.open)
         pauses = (now if worker.excused else worker.resumed_at for worker in found)
         return max([self.flow.progress, *pauses])
@@ -311,13 +318,13 @@ class Generation:
 class _Leg:
     """One leg of one attempt, registered on its Link."""
 
-    __slots__ = ("_flow", "_generation", "_leg", "_link", "attempt", "heard")
+    __slots__ = ("_flow", "_generation", "_leg", "_link", "attempt", "heard", "waits")
 
     def __init__(self, generation: Generation, leg: Leg, link: Link) -> None:
         self.attempt = generation.flow.attempt
         self._generation = generation
         self._flow = generation.flow
-        self.heard = False
+        self.heard = self.waits = False
         self._leg = leg
         self._link = link
 
@@ -342,6 +349,10 @@ class _Leg:
             generation.perform(actions)
         else:  # nearly always
             generation.wake()
+
+    def on_wait(self, over: bool, now: float) -> None:
+        self.waits = not over
+        self._flow.wait(self._leg, over, now)
 
     def on_failure(self, error: MillraceError) -> None:
         loop = asyncio.get_running_loop()

@@ -30,6 +30,7 @@ from millrace_router.policy.scoring import SCORERS, Inputs, best, far
 from millrace_router.policy.snapshot import Key, Loan, Placement, Replica, View, Want
 
 CLOSED = "no credits"
+TOO_SMALL = "its context is too small"
 NO_PAGES: Mapping[Process, int] = {}
 Note = Callable[[Selection], None]  # each question to a policy; a request asks one or several
 
@@ -58,6 +59,11 @@ class Chooser:
         """None: the request has to wait."""
         placement = self.place(situation)
         return None if placement is None else Decision(self, situation, placement)
+
+    def to_keep(self, view: View, want: Want) -> str:
+        """The address of the worker that will soonest have room for an output of `want`; empty: none will."""
+        replicas = (r for r in (*view.decode, *view.unified) if want.tokens + want.outputs <= r.context)
+        return max(((r.room, r.address) for r in replicas if not r.left_out), default=(0, ""))[1]
 
     def place(self, situation: Situation, note: Note | None = None) -> Placement | None:
         """`note` gets every selection on the way, in order, the failed ones included."""
@@ -143,11 +149,9 @@ class _Attempt:
         def too_long(replica: Replica) -> str:
             """The replica's waiting tokens count: a decode worker that is busy with prompts gets no more of them."""
             uncached = want.uncached(pages.get(replica.process, 0))
-            if uncached + replica.tokens >= limit:
-                return "prompt too long"
-            return "no room for its KV" if uncached > replica.room else ""
+            return "prompt too long" if uncached + replica.tokens >= limit else ""
 
-        excluded = [self._closed(replica) or too_long(replica) for replica in replicas]
+        excluded = [self._unable(replica) or too_long(replica) for replica in replicas]
         worker = self._select("local", replicas, excluded)
         return None if worker is None else Placement(None, worker)
 
@@ -167,14 +171,14 @@ class _Attempt:
 
     def pair(self) -> Placement | None:
         view, want = self.situation.view, self.situation.want
-        closed = [] if want.prefill_only else [self._closed(replica) for replica in view.decode]
+        closed = [] if want.prefill_only else [self._unable(replica) for replica in view.decode]
         decodes = [replica for replica, why in zip(view.decode, closed, strict=False) if not why]
 
         def alone(replica: Replica) -> bool:
             return not (want.prefill_only or _has_partner(replica, decodes))
 
         no_partner = "no open decode worker is paired with it"
-        excluded = [self._closed(replica) or (no_partner if alone(replica) else "") for replica in view.prefill]
+        excluded = [self._unable_to_prefill(r) or (no_partner if alone(r) else "") for r in view.prefill]
         offers = lenders((*view.decode, *view.unified, *view.prefill), self.situation.lendable, want)
         source = self._select("prefill", view.prefill, excluded, offers=offers)
         if source is None:
@@ -191,7 +195,7 @@ class _Attempt:
 
     def unified(self) -> Placement | None:
         replicas = self.situation.view.unified
-        worker = self._select("unified", replicas, [self._closed(replica) for replica in replicas])
+        worker = self._select("unified", replicas, [self._unable(replica) for replica in replicas])
         return None if worker is None else Placement(None, worker)
 
     def _closed(self, replica: Replica) -> str:
@@ -201,7 +205,26 @@ class _Attempt:
             return replica.left_out
         if self.revision is not None and replica.revision != self.revision:
             return f"revision {self.revision!r} is asked first"
+        if replica.address == self.situation.want.kept:
+            return "kept for an earlier request"
         return "failed this request before" if replica.address in self.avoid else ""
+
+    def _unable_to_prefill(self, replica: Replica) -> str:
+        if self.situation.want.tokens >= replica.context:
+            return TOO_SMALL
+        return self._closed(replica) or ("" if replica.room > 0 else "long queue")
+
+    def _unable(self, replica: Replica) -> str:
+        """Why a worker that would generate the output gets no request, or not this one."""
+        want = self.situation.want
+        if want.tokens + want.outputs > replica.context:
+            return TOO_SMALL
+        if closed := self._closed(replica):
+            return closed
+        room = replica.room - min(want.outputs - 1, replica.expected_output)  # the last token is never fed back
+        if want.tokens <= room or want.uncached(self.situation.decode_pages.get(replica.process, 0)) <= room:
+            return ""
+        return "no room for its KV"
 
     def _select(
         self,

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 Key = tuple[str, int]  # a replica: its worker's address, and its index there
+UNLIMITED = 1 << 62  # tokens
 NO_LABELS: Mapping[str, str] = MappingProxyType({})
 
 
@@ -24,7 +25,9 @@ class Replica:
     sequences: int  # running, waiting and importing
     sources: frozenset[str] = frozenset()  # decode: epochs of the prefill workers it has been warmed with
     held: int = 0  # tokens whose KV its running sequences hold: what each decode step reads
-    room: int = 1 << 62  # tokens that its pages have room for
+    room: int = UNLIMITED  # tokens of further requests: ReplicaLoad.room, less those that were sent since
+    expected_output: int = 0  # tokens of an output, where max_tokens allows as many
+    context: int = UNLIMITED  # tokens of the longest request that it can run, prompt and output
     labels: Mapping[str, str] = field(default_factory=lambda: NO_LABELS, compare=False)  # of its worker: zone, …
     revision: str = ""  # of its worker
     left_out: str = ""  # why it gets nothing although it could: resilience/ has ejected it
@@ -64,8 +67,9 @@ class Want:
     """One attempt of one continuation."""
 
     tokens: int  # length of the prompt, replayed outputs included
-    prefill_only: bool = False  # one more token ends it: nothing to hand over
+    outputs: int = 2  # tokens, at most
     avoid: frozenset[str] = frozenset()  # addresses of workers that failed this request before
+    kept: str = ""  # address of a worker whose room an earlier request waits for
     weights: str = ""  # of the model that has begun the answer: no other may continue it; empty: no output yet
     version: str = ""  # of these weights, for errors
     session: str = ""  # requests of one session share a prefix; empty: unknown
@@ -74,6 +78,11 @@ class Want:
     draw: int = 0  # u64, random: what the randomised policies draw from
     request_id: str = ""
     attempt: int = 0
+
+    @property
+    def prefill_only(self) -> bool:
+        """One more token ends it: nothing to hand over."""
+        return self.outputs == 1
 
     def cached(self, pages: float) -> int:
         """Tokens that a worker with the first `pages` pages need not compute; at least one token is always computed."""
