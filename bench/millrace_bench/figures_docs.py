@@ -85,6 +85,17 @@ def overload() -> str:
     return table(header, [line(one) for one in results("cpu/overload")["rows"]])
 
 
+def overload_fleet() -> str:
+    def line(one: dict[str, Any]) -> tuple[str, ...]:
+        assert one["failed"] == one["retries"] == one["ejections"] == 0
+        refused, at_once = one["refused"] / one["ended"], one["at_once"] / max(one["refused"], 1)
+        shares = f"{refused:.0%}", f"{at_once:.0%}" if one["refused"] else ""
+        return str(one["workers"]), f"{one['load']:g}", f"{one['goodput']:.2f}/s", f"{one['ttft_p99']:.1f} s", *shares
+
+    header = "workers | load | goodput | TTFT p99 | refused | of these at once"
+    return table(header, [line(one) for one in results("cpu/overload-fleet")["rows"]])
+
+
 def evaluated(*runs: str) -> str:
     """Rows of `millrace eval matrix`, each beside its reference; what several runs have is that of the first."""
     lines: dict[str, tuple[str, ...]] = {}
@@ -261,6 +272,7 @@ BLOCKS: Blocks = {
     "stepping": stepping,
     "beside-smg": beside_smg,
     "overload": overload,
+    "overload-fleet": overload_fleet,
     "eval-h200": lambda: evaluated("h200/eval-matrix"),
     "eval-h100": lambda: evaluated("h100/eval-matrix"),
     "eval-ranks": lambda: evaluated("h100/eval-matrix-ranks", "h100/eval-matrix-ranks-first"),

@@ -10,8 +10,12 @@ run depends on its seed only. Outputs end at log-normal lengths that the schedul
     longest_gap   99th percentile of the requests, seconds
     refused       requests that came while the queue was full
 
+With `--workers`, a whole fleet instead (fleet.py): the router's queue, policy, flow and health over simulated workers,
+a quarter of which compute prompts. `refused`: requests that no worker took; `failed`: others without an answer.
+
 python -m millrace_bench.overload                         at 1.5 times the capacity
 python -m millrace_bench.overload --load 1.0 --pages 300
+python -m millrace_bench.overload --workers 4 40 400
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ import argparse
 import itertools
 import math
 import random
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -40,12 +44,19 @@ from millrace_serve.engine.sim.runner import SimRunner, SimSettings
 from millrace_serve.engine.step.batch import BatchBuilder, HostBatch
 
 from millrace_bench.common import Record, Summary, print_record
+from millrace_bench.fleet import Fleet, Shape
 
 # A step of 16 ms, and a prompt's token as long as on an H200 that computes 16,000 of them in a second.
 SETTINGS = SimSettings(vocab_size=32768, step_s=16e-3, token_s=60e-6, sequence_s=40e-6, page_kv_bytes=64)
 MOST_OUTPUTS = 4096
 LONG_GAP_S = 1.0
 MEASURED = ("preemptions", "recomputed", "longest_gap", "goodput", "steady", "tokens_per_s", "refused")
+BEFORE_S, LEAST_S = 20.0, 20.0  # of a fleet: without measuring, and with it
+TTFT_S = 2.0  # beside the time in the queue
+SHOWN_OF_FLEETS = (
+    "workers", "load", "capacity", "goodput", "ttft_p99", "answered", "refused", "failed", "retries", "ejections",
+    "computed",
+)  # fmt: skip
 SHOWN = ("pages", "capacity", "expects", *MEASURED)
 
 
@@ -255,7 +266,19 @@ def main() -> None:
     parser.add_argument("--ttft", type=float, default=10.0, help="limit in seconds")
     parser.add_argument("--tpot", type=float, default=0.04, help="limit in seconds")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, nargs="+", default=[], help="of each fleet")
+    parser.add_argument(
+        "--loads", type=float, nargs="+", default=[1.0, 1.5, 2.0, 4.0], help="of a fleet, over capacity"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=300.0, help="of the smallest fleet's run; larger ones' are shorter"
+    )
+    parser.add_argument("--queue", type=float, default=10.0, help="the router's timeouts.queue, seconds")
+    parser.add_argument("--blind", action="store_true", help="workers report no room and no waits")
     args = parser.parse_args()
+    if args.workers:
+        fleets(args)
+        return
     rows = [row for pages in args.pages for row in compare(argparse.Namespace(**{**vars(args), "pages": pages}))]
     for row in rows:
         print("".join(f"{name:>14} {row[name]:<9.4g}" for name in SHOWN))
@@ -267,6 +290,63 @@ def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
     most = capacity(args)
     facts = {"pages": args.pages, "capacity": most}
     return [facts | measure(args, args.load * most, expects=expects) for expects in (False, True)]
+
+
+def fleets(args: argparse.Namespace) -> None:
+    rows, each = [], fleet_capacity(args)
+    for workers in args.workers:
+        for load in args.loads:
+            row = fleet_row(args, workers, load, each)
+            rows.append(row)
+            print("".join(f"{name:>14} {row[name]:<9.4g}" for name in SHOWN_OF_FLEETS), flush=True)
+    print_record(Record("overload-fleet", vars(args), {"rows": rows}))
+
+
+def shape_of(args: argparse.Namespace, workers: int) -> Shape:
+    prefills = max(workers // 4, 1)
+    return Shape(prefills=prefills, decodes=workers - prefills, queue_s=args.queue, taught=True, by_room=not args.blind)
+
+
+def fleet_capacity(args: argparse.Namespace) -> float:
+    """Answers per second of one decode worker, in the smallest fleet while its queue is never empty."""
+    shape = replace(shape_of(args, min(args.workers)), by_room=True)
+    fleet = Fleet(shape, args.seed)
+    fleet.run(shape.decodes, BEFORE_S)
+    began = fleet.now
+    fleet.run(shape.decodes, args.seconds)
+    return sum(job.answered and job.ended_at > began for job in fleet.jobs) / args.seconds / shape.decodes
+
+
+def fleet_row(args: argparse.Namespace, workers: int, load: float, each: float) -> dict[str, Any]:
+    """What happens to the requests that end in a run at `load` times the capacity, after its first BEFORE_S."""
+    shape = shape_of(args, workers)
+    fleet, rate = Fleet(shape, args.seed), load * each * shape.decodes
+    fleet.run(rate, BEFORE_S)
+    began, computed = fleet.now, fleet.computed
+    seconds = max(args.seconds * min(args.workers) / workers, LEAST_S)
+    fleet.run(rate, seconds)
+    ended = [job for job in fleet.jobs if began < job.ended_at < math.inf]
+    answered = [job for job in ended if job.answered]
+    good = [job for job in answered if job.ttft <= args.queue + TTFT_S and job.tpot <= 1.5 * shape.step_s]
+    refused = [job for job in ended if not job.answered and job.flow.attempt < 0]
+    return {
+        "workers": workers,
+        "load": load,
+        "capacity": each * shape.decodes,
+        "goodput": len(good) / seconds,
+        "seconds": seconds,
+        "ended": len(ended),
+        "answered": len(answered),
+        "refused": len(refused),
+        "failed": len(ended) - len(answered) - len(refused),
+        "at_once": sum(job.ended_at == job.arrival for job in refused),
+        "retries": sum(fleet.retries.values()),
+        "ejections": fleet.ejections,
+        "computed": (fleet.computed - computed) / (shape.prompt * max(len(answered), 1)),
+        "ttft": asdict(Summary.of([job.ttft for job in answered])),
+        "ttft_p99": Summary.of([job.ttft for job in answered]).p99,
+        "tpot": asdict(Summary.of([job.tpot for job in answered])),
+    }
 
 
 if __name__ == "__main__":

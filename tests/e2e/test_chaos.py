@@ -40,6 +40,17 @@ async def test_nothing_wrong_comes_out_of_a_system_that_breaks(tmp_path: Path) -
     assert sum(int(row["errors"]) for row in only_router) <= len(complete) // 10, report.table()
 
 
+@pytest.mark.parametrize("clients", [60, 80])
+async def test_an_overloaded_system_that_breaks_takes_nobody_healthy_for_hung(tmp_path: Path, clients: int) -> None:
+    """One and a half times and twice as many requests as the decode workers' pools have room for."""
+    chosen = [fault for name in ("kill decode", "kill prefill") for fault in FAULTS if fault.name == name]
+    report = await chaos(tmp_path, iter(chosen), clients=clients, seed=2, calm_s=5.0)
+    assert not report.violations, report.violations[:3]
+    assert not report.alarms, report.alarms[:3]
+    complete = [seen for seen in report.seen if not seen.error]
+    assert len(complete) >= clients and len(report.seen) - len(complete) <= len(report.seen) // 10, report.table()
+
+
 async def test_a_namespace_that_is_cut_off_hears_nothing_until_it_is_joined_again() -> None:
     """What `make chaos` cuts workers off with: connections stay open, packets are lost and sent again."""
     if not available():

@@ -286,7 +286,7 @@ async def test_client_goes_away_at_any_moment() -> None:
 
 @pytest.mark.long
 async def test_decode_worker_out_of_pages_pushes_back() -> None:
-    """24 sequences of 9 pages through a decode pool of 40: they wait, are preempted, and all come out right."""
+    """24 sequences of 9 pages through a decode pool of 40: they wait in the router, and all come out right."""
     settings = ("limits.num_pages=41", "limits.max_model_len=1024", "sim.step_s=0.001")
     async with ControlledCluster(spec(*settings, prefill=1, decode=1)) as cluster, await client_of(cluster) as client:
         prompts = [make_prompt(seed, 400) for seed in range(24)]
