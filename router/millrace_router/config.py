@@ -62,7 +62,7 @@ class Timeouts(Config):
 
     no_workers: Seconds = Field(5.0, gt=0)  # before NO_WORKERS, for a request that came when no pair was routable
     queue: Seconds = Field(60.0, gt=0)  # waiting for a worker with capacity
-    prefill: Seconds = Field(120.0, gt=0)  # from submit to the first token
+    prefill: Seconds = Field(120.0, gt=0)  # from submit to the first token, waits that the worker tells of excepted
     handover: Seconds = Field(30.0, gt=0)  # from the prefill worker's token to the decode worker's first output
     stall: Seconds = Field(30.0, gt=0)  # between two outputs of the decode worker
     connect: Seconds = Field(3.0, gt=0)  # a worker's answer to GetInfo and to the Link's hello

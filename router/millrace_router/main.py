@@ -143,6 +143,7 @@ class Router:
     def _changed(self) -> None:
         self._follow_readiness()
         if self._pump is None and len(self.admission):
+            self.admission.due = True
             self._pump = asyncio.get_running_loop().call_later(
                 max(self._pump_at - time.perf_counter(), 0.0), self._pump_queue
             )

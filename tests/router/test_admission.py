@@ -322,3 +322,13 @@ def test_rare_services_are_remembered_all_the_same() -> None:
         for _ in range(3):
             rate.served(300)
             assert 0.6 * 30 < rate.seconds_for(900) < 2 * 30 or now < 300
+
+
+def test_a_newcomer_does_not_take_what_appeared_for_those_who_wait() -> None:
+    gate = Gate()
+    gate.enter("first", tokens=5)
+    gate.room, gate.queue.due = 5, True
+    gate.enter("second", tokens=5)
+    assert gate.served == []
+    gate.queue.pump()
+    assert gate.served == ["first"] and not gate.queue.due

@@ -97,6 +97,7 @@ class Admission:
         self._rate = ServiceRate(clock())
         self._pumping = False
         self.closed = False
+        self.due = False  # `pump` will be called: what may have appeared is for those who wait already
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -156,7 +157,7 @@ class Admission:
         self._rate.advance(self._clock(), waiting=len(self) > 0)
         self._queue.add(ticket)
         self._on_size(len(self))
-        if not self._pumping:  # else the pump that runs comes to it
+        if not self._pumping and not (self.due and len(self) > 1):  # else the pump comes to it
             self._run(lambda: self._serve_one(ticket))
 
     def leave(self, ticket: Ticket) -> None:
@@ -175,6 +176,7 @@ class Admission:
 
     def pump(self) -> None:
         """Serve the tickets for which workers have room. Serving may call this again: the outer call goes on."""
+        self.due = False
         if not self._pumping and len(self):
             self._run(self._serve_one)
 
