@@ -145,7 +145,7 @@ async def test_a_request_that_no_worker_can_ever_serve_costs_nothing(cluster: Ca
     def choose(want: object) -> None:
         raise MillraceError(Reason.NO_WORKERS, "none is left")
 
-    made.router.admission._choose = choose
+    made.router.registry.choose = choose
     made.router.admission.pump()
     assert await outcome(answer) is Reason.NO_WORKERS
     assert paid(tenant) == (0, 0)
@@ -168,8 +168,8 @@ async def test_only_the_continuations_that_were_served_are_paid_for(cluster: Cal
     made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE))
     tenant = payer()
     tried = []
-    choose = made.router.admission._choose
-    made.router.admission._choose = lambda want: None if tried else tried.append(want) or choose(want)
+    choose = made.router.registry.choose
+    made.router.registry.choose = lambda want: None if tried else tried.append(want) or choose(want)
     answer = await ask(made, n=2)
     served, waiting = (continuation.generation.flow for continuation in answer.stream.continuations)
     await made.until(lambda: served.ended)
