@@ -6,7 +6,7 @@ import json
 from typing import Any, NoReturn
 
 import pydantic_core
-from millrace_common.grammar_text import MAX_DEPTH, deeper_than
+from millrace_common.grammar.text import MAX_DEPTH, deeper_than
 
 NONE = "{}"  # of a call without arguments
 INVALID = "INVALID_JSON"  # the name under which arguments that are no object stay readable
