@@ -9,7 +9,8 @@ A document names what it wants between two marks, and Markdown is put there:
     <!-- end of figures -->
 
 The functions of figures_readme.py, figures_docs.py, figures_gpus.py and figures_seeds.py make the Markdown. They take
-figures from bench/results with `row` (figures_source.py), so a number that no run has cannot get into a table.
+figures from bench/results with `row` (figures_source.py), so a number that no run has cannot get into a table. The
+tables of docs/api.md come from the types that read requests (api_fields.py).
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from millrace_bench import figures_docs, figures_gpus, figures_readme, figures_seeds
+from millrace_bench import api_fields, figures_docs, figures_gpus, figures_readme, figures_seeds
 from millrace_bench.common import ROOT
 from millrace_bench.figures_source import RESULTS, Blocks
 
-ALL = figures_readme.BLOCKS | figures_docs.BLOCKS | figures_gpus.BLOCKS | figures_seeds.BLOCKS
+ALL = figures_readme.BLOCKS | figures_docs.BLOCKS | figures_gpus.BLOCKS | figures_seeds.BLOCKS | api_fields.BLOCKS
 BLOCK = re.compile(r"(<!-- figures: ([a-z0-9-]+) -->\n)(.*?)(<!-- end of figures -->)", re.DOTALL)
 
 

@@ -9,6 +9,7 @@ class Reason(enum.StrEnum):
     INVALID_ARGUMENT = "INVALID_ARGUMENT"  # the request can never work as it is
     CONTEXT_TOO_LONG = "CONTEXT_TOO_LONG"  # prompt (+ max_tokens) over the model's context
     MESSAGE_TOO_LARGE = "MESSAGE_TOO_LARGE"
+    UNSUPPORTED_ENCODING = "UNSUPPORTED_ENCODING"  # of a body over HTTP
     MODEL_NOT_FOUND = "MODEL_NOT_FOUND"
     UNAUTHENTICATED = "UNAUTHENTICATED"
     NOT_FOUND = "NOT_FOUND"

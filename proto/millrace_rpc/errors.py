@@ -7,6 +7,9 @@ A `MillraceError` is raised where a request is refused or fails; the servers' ed
 from __future__ import annotations
 
 import contextlib
+import json
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +38,7 @@ TABLE: dict[Reason, Row] = {
     Reason.INVALID_ARGUMENT: Row(_S.INVALID_ARGUMENT, 400, "invalid_request_error"),
     Reason.CONTEXT_TOO_LONG: Row(_S.INVALID_ARGUMENT, 400, "invalid_request_error"),
     Reason.MESSAGE_TOO_LARGE: Row(_S.INVALID_ARGUMENT, 413, "invalid_request_error"),
+    Reason.UNSUPPORTED_ENCODING: Row(_S.INVALID_ARGUMENT, 415, "invalid_request_error"),
     Reason.MODEL_NOT_FOUND: Row(_S.NOT_FOUND, 404, "invalid_request_error"),
     Reason.UNAUTHENTICATED: Row(_S.UNAUTHENTICATED, 401, "authentication_error"),
     Reason.NOT_FOUND: Row(_S.NOT_FOUND, 404, "invalid_request_error"),
@@ -107,6 +111,51 @@ class MillraceError(Exception):
                 "code": self.reason.lower(),
             }
         }
+
+
+Path = tuple[str | int, ...]  # of a field in a request: names, and positions in arrays
+_PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+_MAX_NAME = 64  # characters of a name that a client made up
+
+
+def spelled(path: Path) -> str:
+    """Return `messages[0].content[1].text`. A name that is no plain word is quoted: `logit_bias["50256"]`."""
+    text = ""
+    for part in path:
+        name = str(part)[:_MAX_NAME]
+        if isinstance(part, str) and _PLAIN.fullmatch(name):
+            text += f".{name}" if text else name
+        else:
+            text += f"[{name if isinstance(part, int) else json.dumps(name)}]"
+    return text
+
+
+class FieldError(MillraceError):
+    """A request is refused because of the field at `path`, with which the message begins.
+
+    `words` go on with the message. Those that are paths name other fields.
+    """
+
+    def __init__(self, path: str | Path, *words: str | Path, reason: Reason = Reason.INVALID_ARGUMENT) -> None:
+        self.path = (path,) if isinstance(path, str) else path
+        self.words = words
+        name = spelled(self.path)
+        rest = "".join(word if isinstance(word, str) else spelled(word) for word in words)
+        super().__init__(reason, f"{name} {rest}", param=name)
+
+    def renamed(self, origins: Mapping[Path, Path]) -> FieldError:
+        """Return the error about the fields that these come from. `origins`: of paths, and so of all that begin with
+        them; the longest that fits holds. A path that is not there stays as it is.
+        """
+        words = (word if isinstance(word, str) else _origin(word, origins) for word in self.words)
+        return FieldError(_origin(self.path, origins), *words, reason=self.reason)
+
+
+def _origin(path: Path, origins: Mapping[Path, Path]) -> Path:
+    for size in range(len(path), 0, -1):
+        if (origin := origins.get(path[:size])) is not None:
+            return origin + path[size:]
+    return path
 
 
 _BY_CODE = {

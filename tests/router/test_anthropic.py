@@ -196,27 +196,27 @@ def user(*blocks: dict[str, Any]) -> dict[str, Any]:
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {  # what is wrong: (fields, words)
     "no messages": ({"messages": []}, "messages must not be empty"),
-    "image": (user({"type": "image", "source": {}}), "messages.0.content.0: Input tag 'image'"),
+    "image": (user({"type": "image", "source": {}}), "messages[0].content[0].type must be one of: 'text', "),
     "image of a tool": (
         user({"type": "tool_result", "tool_use_id": "1", "content": [{"type": "image"}]}),
-        "messages.0.content.0.tool_result.content.0.type",
+        "messages[0].content[0].content[0].type must be 'text'",
     ),
     "call of a user": (
         user({"type": "tool_use", "id": "1", "name": "f", "input": {}}),
-        "messages[0].content[0]: a user has no tool_use",
+        "messages[0].content[0].type must not be 'tool_use' in a message of the user",
     ),
-    "prefill": ({"messages": [*HELLO, {"role": "assistant", "content": "It"}]}, "messages must not end with"),
-    "role": ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+    "prefill": ({"messages": [*HELLO, {"role": "assistant", "content": "It"}]}, "messages[1].role must not"),
+    "role": ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role must be 'user', "),
     "temperature": ({"temperature": -1.0}, "temperature must be"),
     "max_tokens": ({"max_tokens": 0}, "max_tokens must be"),
     "context": ({"max_tokens": 5000}, "max_tokens 5000 together exceed it"),
     "no max_tokens": ({"max_tokens": None}, "max_tokens is required"),
     "stop": ({"stop_sequences": ["x"] * 17}, "stop_sequences must have at most 16"),
-    "tool": ({"tools": [{"type": "custom", "name": "f"}]}, "tools.0.input_schema is required"),
+    "tool": ({"tools": [{"type": "custom", "name": "f"}]}, "tools[0].input_schema is required"),
     "server": ({"mcp_servers": [{"type": "url", "url": "http://x", "name": "x"}]}, "mcp_servers is not supported"),
-    "tool name": ({"tools": [TOOLS[0] | {"name": "a b"}]}, "tools[0].name must be 1 to 64 letters"),
+    "tool name": ({"tools": [TOOLS[0] | {"name": "a b"}]}, "tools[0].name must match"),
     "choice": ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice.name is required with type tool"),
-    "choice of another": ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice names 'x'"),
+    "choice of another": ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice.name 'x' is"),
     "thinking": ({"thinking": {"type": "between_tools"}}, "thinking.type"),
     "deep": (
         user({"type": "tool_use", "id": "1", "name": "f", "input": json.loads('{"a":' * 300 + "1" + "}" * 300)}),
@@ -224,12 +224,12 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {  # what is wrong: (fields, words)
     ),
     "arguments": ({"thinking": THINKING, "chat_template_kwargs": {str(i): i for i in range(16)}}, "at most 16 entries"),
     "container": ({"container": "x"}, "container is not supported: nothing is run here"),
-    "fallbacks": ({"fallbacks": [{"model": "x"}]}, "unknown or unsupported field fallbacks"),
+    "fallbacks": ({"fallbacks": [{"model": "x"}]}, "fallbacks is unknown or not supported"),
     "schema": (
         {"output_config": {"format": {"type": "json_schema", "schema": {"title": "x" * 70_000}}}},
-        "output_config has a json_schema that cannot be used",
+        "output_config.format has a json_schema that cannot be used",
     ),
-    "unknown": ({"colour": "red"}, "unknown or unsupported field colour"),
+    "unknown": ({"colour": "red"}, "colour is unknown or not supported"),
 }  # fmt: skip
 
 

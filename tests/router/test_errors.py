@@ -22,7 +22,7 @@ INVALID, TOO_LONG = Reason.INVALID_ARGUMENT, Reason.CONTEXT_TOO_LONG
 BAD: dict[str, tuple[Reason, str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "empty text": (INVALID, "prompt", {"prompt": ""}, {"prompt": {"text": ""}}, {}),
     "no tokens": (INVALID, "prompt", {"prompt": []}, {"prompt": {"token_ids": {"ids": []}}}, {}),
-    "token range": (INVALID, "prompt", {"prompt": [VOCAB]}, {"prompt": {"token_ids": {"ids": [VOCAB]}}}, {}),
+    "token range": (INVALID, "prompt[0]", {"prompt": [VOCAB]}, {"prompt": {"token_ids": {"ids": [VOCAB]}}}, {}),
     "long prompt": (
         TOO_LONG, "prompt", {"prompt": [1] * CONTEXT}, {"prompt": {"token_ids": {"ids": [1] * CONTEXT}}}, {},
     ),
@@ -44,14 +44,14 @@ BAD: dict[str, tuple[Reason, str, dict[str, Any], dict[str, Any], dict[str, Any]
     "presence": (INVALID, "presence_penalty", {"presence_penalty": 2.5}, {}, {"presence_penalty": 2.5}),
     "frequency": (INVALID, "frequency_penalty", {"frequency_penalty": NAN}, {}, {"frequency_penalty": NAN}),
     "logprobs": (INVALID, "logprobs", {"logprobs": 21}, {}, {"logprobs": 21}),
-    "bias value": (INVALID, "logit_bias", {"logit_bias": {"5": 101.0}}, {}, {"logit_bias": {5: 101.0}}),
-    "bias nan": (INVALID, "logit_bias", {"logit_bias": {"5": NAN}}, {}, {"logit_bias": {5: NAN}}),
-    "bias token": (INVALID, "logit_bias", {"logit_bias": {"900": 1.0}}, {}, {"logit_bias": {900: 1.0}}),
+    "bias value": (INVALID, 'logit_bias["5"]', {"logit_bias": {"5": 101.0}}, {}, {"logit_bias": {5: 101.0}}),
+    "bias nan": (INVALID, 'logit_bias["5"]', {"logit_bias": {"5": NAN}}, {}, {"logit_bias": {5: NAN}}),
+    "bias token": (INVALID, 'logit_bias["900"]', {"logit_bias": {"900": 1.0}}, {}, {"logit_bias": {900: 1.0}}),
     "stop tokens": (INVALID, "stop_token_ids", {"stop_token_ids": [1] * 65}, {}, {"stop_token_ids": [1] * 65}),
-    "stop token": (INVALID, "stop_token_ids", {"stop_token_ids": [900]}, {}, {"stop_token_ids": [900]}),
+    "stop token": (INVALID, "stop_token_ids[0]", {"stop_token_ids": [900]}, {}, {"stop_token_ids": [900]}),
     "stops": (INVALID, "stop", {"stop": ["x"] * 17}, {"stop": ["x"] * 17}, {}),
-    "empty stop": (INVALID, "stop", {"stop": ["x", ""]}, {"stop": ["x", ""]}, {}),
-    "long stop": (INVALID, "stop", {"stop": "x" * 257}, {"stop": ["x" * 257]}, {}),
+    "empty stop": (INVALID, "stop[1]", {"stop": ["x", ""]}, {"stop": ["x", ""]}, {}),
+    "long stop": (INVALID, "stop[0]", {"stop": ["x" * 257]}, {"stop": ["x" * 257]}, {}),
     "n zero": (INVALID, "n", {"n": 0}, {"n": 0}, {}),
     "n above": (INVALID, "n", {"n": 17}, {"n": 17}, {}),
     "priority": (INVALID, "priority", {"priority": -101}, {"priority": -101}, {}),
@@ -106,17 +106,17 @@ async def test_malformed_bodies(pair: Cluster) -> None:
         b"{": "not valid JSON",
         b"[1]": "must be a JSON object",
         b'{"prompt": "\xff"}': "not valid UTF-8",
-        b'{"prompt": "x", "colour": 1}': "unknown or unsupported field colour",
+        b'{"prompt": "x", "colour": 1}': "colour is unknown or not supported",
         b'{"model": "tiny"}': "prompt is required",
-        b'{"prompt": "x", "temperature": "hot"}': "temperature: ",
-        b'{"prompt": "x", "max_tokens": 1.5}': "max_tokens: ",
+        b'{"prompt": "x", "temperature": "hot"}': 'temperature must be a number, not "hot"',
+        b'{"prompt": "x", "max_tokens": 1.5}': "max_tokens must be an integer, not 1.5",
         b'{"prompt": "x", "max_tokens": -1}': "max_tokens must be between 1 and",
         b'{"prompt": "x", "seed": -1}': "seed must be between 0 and",
-        b'{"prompt": "x", "n": true}': "n: ",
+        b'{"prompt": "x", "n": true}': "n must be an integer, not true",
         b'{"prompt": "x", "n": 1%s}' % (b"0" * 400): "n must be between 1 and",
         b'{"prompt": "x", "seed": 1%s}' % (b"0" * 400): "seed must be between 0 and",
         b'{"prompt": ["x", "y"]}': "must be one prompt",
-        b'{"prompt": "x", "logit_bias": {"a": 1}}': "'a' is not a token id",
+        b'{"prompt": "x", "logit_bias": {"a": 1}}': "logit_bias.a is not a token id",
         b'{"prompt": "x\\ud800"}': "prompt is not valid UTF-8",
         b'{"prompt": "x", "echo": true}': "echo",
     }
@@ -150,12 +150,12 @@ def test_the_first_mistake_of_many_is_enough(kind: type[Strict], body: dict[str,
     """A few MiB of them would take gigabytes and minutes."""
     with pytest.raises(MillraceError) as caught:
         parse(kind, json.dumps(body).encode())
-    assert caught.value.param in body and caught.value.reason is INVALID
+    assert caught.value.path[0] in body and caught.value.reason is INVALID
     assert caught.value.__cause__.error_count() < 10
 
 
-def test_more_mistakes_than_are_worth_a_look() -> None:
-    with pytest.raises(MillraceError, match="5000 fields are unknown or not of their type"):
+def test_the_first_unknown_field_of_many_is_enough() -> None:
+    with pytest.raises(MillraceError, match=r'\["0"\] is unknown or not supported'):
         parse(CompletionRequest, json.dumps({"prompt": "x"} | dict.fromkeys(map(str, range(MANY)), 1)).encode())
 
 

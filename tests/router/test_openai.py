@@ -204,4 +204,4 @@ async def test_request_id_travels(pair: Cluster) -> None:
     drawn = await pair.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2})
     assert drawn.headers["x-request-id"] == pair.prefills[0].submitted[1].request_id == drawn.json()["id"][5:]
     too_long = await pair.http.post("/v1/completions", json={"prompt": "x"}, headers={"x-request-id": "x" * 129})
-    assert too_long.status_code == 400 and too_long.json()["error"]["param"] == "request_id"
+    assert too_long.status_code == 400 and too_long.json()["error"]["param"] == "x-request-id"

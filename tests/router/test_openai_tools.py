@@ -353,18 +353,22 @@ DEEP = json.loads('{"a":' * 90 + "1" + "}" * 90)
 BAD: dict[str, tuple[dict[str, Any], str, str]] = {  # what is wrong: (fields, param, words)
     "no tools": ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
     "unknown name": (
-        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "'x'",
+        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
+        "tool_choice.function.name", "'x'",
     ),
-    "two of a name": ({"tools": [TOOLS[1], TOOLS[1]]}, "tools", "is there already"),
-    "bad name": ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "letters"),
+    "two of a name": ({"tools": [TOOLS[1], TOOLS[1]]}, "tools[1].function.name", "is there already"),
+    "bad name": ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "{1,64}"),
     "too many": ({"tools": [TOOLS[1]] * 129}, "tools", "at most 128"),
     "surrogate": (
-        {"tools": [{"type": "function", "function": {"name": "a", "description": "\ud800"}}]}, "tools", "UTF-8",
+        {"tools": [{"type": "function", "function": {"name": "a", "description": "\ud800"}}]},
+        "tools[0].function.description", "UTF-8",
     ),
     "both": ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex", "combined"),
-    "no schema": ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema is required"),
-    "regex of a schema": ({"response_format": {"type": "json_object", "regex": "a"}}, "response_format", "no meaning"),
-    "unknown format": ({"response_format": {"type": "xml"}}, "response_format", "response_format.type"),
+    "no schema": ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is required"),
+    "regex of a schema": (
+        {"response_format": {"type": "json_object", "regex": "a"}}, "response_format.regex", "no meaning",
+    ),
+    "unknown format": ({"response_format": {"type": "xml"}}, "response_format.type", "must be 'text', "),
     "empty regex": ({"guided_regex": ""}, "guided_regex", "0 bytes"),
     "long regex": ({"guided_regex": "a" * 70_000}, "guided_regex", "4096"),
     "deep schema": (
@@ -374,17 +378,17 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {  # what is wrong: (fields, p
     "deeper schema": ({"tools": json.loads("[" * 300 + "]" * 300)}, "tools", "deep"),
     "ignore_eos": ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "guided_regex"),
     "min_tokens": ({"guided_regex": "a", "min_tokens": 1}, "min_tokens", "guided_regex"),
-    "content": ({"messages": [{"role": "user"}]}, "messages", "content is required"),
+    "content": ({"messages": [{"role": "user"}]}, "messages[0].content", "is required"),
     "calls of a user": (
         {"messages": [{"role": "user", "content": "", "tool_calls": [{"function": {"name": "f"}}]}]},
-        "messages", "assistant",
+        "messages[0].tool_calls", "assistant",
     ),
     "functions": ({"functions": [{"name": "f"}]}, "functions", "use tools"),
-    "modalities": ({"modalities": ["text", "audio"]}, "modalities", "modalities.1"),
-    "tool without a type": ({"tools": [{"function": {"name": "f"}}]}, "tools", "tools.0.type is required"),
+    "modalities": ({"modalities": ["text", "audio"]}, "modalities[1]", "must be 'text'"),
+    "tool without a type": ({"tools": [{"function": {"name": "f"}}]}, "tools[0].type", "is required"),
     "suffix": ({"suffix": "x"}, "suffix", "not supported"),
     "echo": ({"echo": True}, "echo", "not supported"),
-    "template": ({"chat_template_kwargs": {"a": "\ud800"}}, "chat_template_kwargs", "UTF-8"),
+    "template": ({"chat_template_kwargs": {"a": "\ud800"}}, "chat_template_kwargs.a", "UTF-8"),
 }  # fmt: skip
 
 
@@ -395,6 +399,7 @@ async def test_refusals(serve: Callable) -> None:
         answer = await made.http.post("/v1/chat/completions", content=body)
         error = answer.json()["error"]
         assert answer.status_code == 400 and error["param"] == param and words in error["message"], (name, error)
+        assert error["message"].startswith(param), name
     assert not any(worker.submitted for worker in made.workers)
 
 
@@ -409,7 +414,9 @@ async def test_a_grammar_that_only_workers_can_refuse(pair: Cluster) -> None:
     for worker in pair.workers:
         worker.script.append(refuses)
     answer = await pair.http.post("/v1/completions", json={"prompt": "x", "guided_regex": "a", "stream": True})
-    assert answer.status_code == 400 and "parenthesis" in answer.json()["error"]["message"]
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "guided_regex")
+    assert error["message"] == "guided_regex is refused: regex: the parenthesis is not closed"
     assert len(pair.prefills[0].submitted) == 1, "no other worker would take it"
 
 

@@ -233,28 +233,28 @@ KEPT = "this server keeps nothing: send the whole conversation as input"
 BAD: dict[str, tuple[dict[str, Any], str, str]] = {  # what is wrong: (fields, param, words)
     "state": ({"previous_response_id": "resp_1"}, "previous_response_id", KEPT),
     "conversation": ({"conversation": "conv_1"}, "conversation", KEPT),
-    "reference": ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "Input tag 'item_reference'"),
+    "reference": ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "must be one of: 'message'"),
     "background": ({"background": True}, "background", "keep the connection open"),
     "no input": ({"input": None}, "input", "input is required"),
     "empty": ({"input": []}, "input", "input must not be empty"),
     "image": (
         {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-        "input", "input.0.message.content.0.type: Input should be 'input_text'",
+        "input[0].content[0].type", "must be 'input_text' or 'output_text'",
     ),
-    "role": ({"input": [{"role": "tool", "content": "x"}]}, "input", "input.0.message.role"),
-    "item": ({"input": [1]}, "input", "input.0"),
+    "role": ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "must be 'user'"),
+    "item": ({"input": [1]}, "input[0]", "must be an object, not 1"),
     "temperature": ({"temperature": -1.0}, "temperature", "must be"),
     "length": ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens must be"),
     "context": ({"max_output_tokens": 5000}, "input", "and max_output_tokens 5000 together exceed it"),
-    "tool": ({"tools": [{"type": "function"}]}, "tools", "tools.0.name is required"),
-    "tool without a type": ({"tools": [{"name": "f"}]}, "tools", "tools.0.type is required"),
-    "tool name": ({"tools": [{"type": "function", "name": "a b"}]}, "tools", "tools[0].name must be 1 to 64"),
-    "choice": ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "'x'"),
+    "tool": ({"tools": [{"type": "function"}]}, "tools[0].name", "is required"),
+    "tool without a type": ({"tools": [{"name": "f"}]}, "tools[0].type", "is required"),
+    "tool name": ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", "{1,64}"),
+    "choice": ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "x"}}, "tool_choice.name", "'x'"),
     "no tools": ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
-    "no schema": ({"text": {"format": {"type": "json_schema", "name": "x", "schema": 1}}}, "text", "text.format"),
+    "no schema": ({"text": {"format": {"type": "json_schema", "schema": 1}}}, "text.format.schema", "must be"),
     "truncation": ({"truncation": "auto"}, "truncation", "truncation"),
     "logprobs": ({"top_logprobs": 2}, "top_logprobs", "/v1/chat/completions"),
-    "unknown": ({"colour": "red"}, "colour", "unknown or unsupported field colour"),
+    "unknown": ({"colour": "red"}, "colour", "colour is unknown"),
 }  # fmt: skip
 
 
@@ -264,6 +264,7 @@ async def test_refusals(serve: Callable) -> None:
         answer = await made.http.post("/v1/responses", json={"input": "hello", "max_output_tokens": 8} | fields)
         error = answer.json()["error"]
         assert answer.status_code == 400 and error["param"] == param and words in error["message"], (name, error)
+        assert error["message"].startswith(param), name
     assert not any(worker.submitted for worker in made.workers)
 
 

@@ -20,7 +20,7 @@ from millrace_router.openai import openapi
 from millrace_router.openai.objects import NamedEvent
 from millrace_router.openai.openapi import Post
 from millrace_router.openai.reading import Reading
-from millrace_router.openai.serving import read_ask, serve_translated, translated
+from millrace_router.openai.serving import named, read_ask, serve_translated, translated
 from millrace_router.openai.tokens import prompt_tokens
 
 POSTS = {
@@ -43,7 +43,7 @@ def build(inference: Inference, before_scrape: Callable[[], None] | None) -> Sta
 
     async def count_tokens(request: Request) -> Response:
         wanted, ask = await read_ask(inference, request, CountRequest, translated)
-        with wanted.named():
+        with named(wanted.origins), named(lambda: ask.origins):
             return json_answer({"input_tokens": len(await prompt_tokens(inference, ask))})
 
     async def described(request: Request) -> Response:

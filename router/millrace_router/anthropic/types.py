@@ -6,13 +6,15 @@ import json
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from millrace_rpc.errors import Path
+from pydantic import Field
 
 from millrace_router.flow.validate import invalid
-from millrace_router.openai.chat import AnyTool
+from millrace_router.openai.chat import AnyTool, Function
+from millrace_router.openai.parsing import HABITS, Items, OfType, or_text
 from millrace_router.openai.tool_parameters import Parameters
 from millrace_router.openai.translated import Lenient, Translated
-from millrace_router.openai.types import Items, JsonSchema, Strict
+from millrace_router.openai.types import JsonSchema, Strict
 
 
 class TextBlock(Lenient):
@@ -20,11 +22,11 @@ class TextBlock(Lenient):
     text: str
 
 
-def _as_blocks(content: Any) -> Any:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+def _as_block(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
 
 
-Texts = Annotated[Items[TextBlock], BeforeValidator(_as_blocks, json_schema_input_type=str | list[TextBlock])]
+Texts = Annotated[Items[TextBlock], or_text(_as_block, list[TextBlock])]
 
 
 class ThinkingBlock(Lenient):
@@ -32,6 +34,7 @@ class ThinkingBlock(Lenient):
 
     type: Literal["thinking"]
     thinking: str
+    """For templates that show earlier thoughts. No signature is looked at."""
 
 
 class ToolUseBlock(Lenient):
@@ -48,6 +51,7 @@ class ToolResultBlock(Lenient):
     tool_use_id: str
     content: Texts = Field([])
     is_error: bool = False
+    """Not shown to the model: the content says it."""
 
 
 class HostedBlock(Lenient):
@@ -67,8 +71,8 @@ class HostedBlock(Lenient):
     ]
 
 
-Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock | HostedBlock, Field(discriminator="type")]
-Content = Annotated[Items[Block], BeforeValidator(_as_blocks, json_schema_input_type=str | list[Block])]
+Block = OfType[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock | HostedBlock]
+Content = Annotated[Items[Block], or_text(_as_block, list[Block])]
 BLOCKS = {
     "user": (TextBlock, ToolResultBlock),
     "assistant": (TextBlock, ThinkingBlock, ToolUseBlock, HostedBlock),
@@ -77,61 +81,79 @@ BLOCKS = {
 
 
 class InputMessage(Strict):
-    role: Literal["user", "assistant", "system"]
-    content: Content
+    IGNORED: ClassVar = HABITS
 
-    def turns(self, i: int) -> Iterator[dict[str, Any]]:
-        """As turns of chat."""
+    role: Literal["user", "assistant", "system"]
+    """The last message is not the assistant's."""
+    content: Content
+    """Images and documents are refused. The texts of a user's message are joined by a line break."""
+
+    def turns(self, i: int) -> Iterator[tuple[dict[str, Any], dict[Path, Path]]]:
+        """As turns of chat, and where the parts of each come from."""
+        at: Path = ("messages", i)
         for j, block in enumerate(self.content):
             if not isinstance(block, BLOCKS[self.role]):
-                raise invalid("messages", f"[{i}].content[{j}]: a {self.role} has no {block.type}")
+                path = (*at, "content", j, "type")
+                raise invalid(path, f"must not be {block.type!r} in a message of the {self.role}")
         texts = [block.text for block in self.content if isinstance(block, TextBlock)]
-        for block in self.content:
+        for j, block in enumerate(self.content):
             if isinstance(block, ToolResultBlock):
-                yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _joined(block.content)}
+                told = {"role": "tool", "tool_call_id": block.tool_use_id, "content": _joined(block.content)}
+                yield told, {(): (*at, "content", j), ("tool_call_id",): (*at, "content", j, "tool_use_id")}
         if self.role == "assistant":
             thoughts = "".join(block.thinking for block in self.content if isinstance(block, ThinkingBlock))
-            calls = [_call(block) for block in self.content if isinstance(block, ToolUseBlock)]
-            said = {"content": "".join(texts), "reasoning_content": thoughts, "tool_calls": calls}
-            yield {"role": "assistant", **said}
+            calls = [(j, block) for j, block in enumerate(self.content) if isinstance(block, ToolUseBlock)]
+            said = {"content": "".join(texts), "reasoning_content": thoughts}
+            origins: dict[Path, Path] = {(): at}
+            for k, (j, _) in enumerate(calls):
+                origins["tool_calls", k] = origins["tool_calls", k, "function"] = (*at, "content", j)
+                origins["tool_calls", k, "function", "arguments"] = (*at, "content", j, "input")
+            yield {"role": "assistant", **said, "tool_calls": [_call(block) for _, block in calls]}, origins
         elif texts:
-            yield {"role": self.role, "content": "\n".join(texts)}
+            yield {"role": self.role, "content": "\n".join(texts)}, {(): at}
 
 
 class CustomTool(AnyTool):
-    """`type` absent: custom. All tools are seen at once, so `defer_loading` is ignored; nothing but the model calls."""
+    """All tools are seen at once, and nothing but the model calls. A grammar decides what streams: strict tools do."""
 
     SERVED: ClassVar = frozenset({"custom", "function"})
+    IGNORED: ClassVar = HABITS | {"allowed_callers", "defer_loading", "eager_input_streaming"}
+    UNSUPPORTED: ClassVar = {}
 
     type: str = "custom"
-    name: str
+    """`custom` or `function`. Others are left out and named in the answer; with `strict_tools` refused."""
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")
     description: str | None = None
     input_schema: Parameters
     strict: bool | None = None
-    eager_input_streaming: bool | None = None  # a grammar decides it: strict tools stream
-    defer_loading: bool | None = None
-    allowed_callers: list[str] | None = None
+    """The arguments follow the schema."""
 
     def as_function(self) -> dict[str, Any]:
         """As a tool of chat."""
         if not self.served:
             return {"type": self.type}
         about = {"description": self.description, "parameters": self.input_schema, "strict": self.strict}
-        return {"type": "function", "function": {"name": self.name, **about}}
+        named: dict[str, Any] = {"name": self.name, **about}
+        return {"type": "function", "function": Function.model_construct(**named)}  # chat's names are shorter
 
 
 class ToolChoice(Strict):
     type: Literal["auto", "any", "tool", "none"] = "auto"
-    name: str | None = None  # of type tool
+    name: str | None = None
+    """With type `tool`."""
     disable_parallel_tool_use: bool = False
+    """The output ends with the first call."""
 
 
 class ThinkingConfig(Strict):
     """`budget_tokens` is not enforced: `max_tokens` bounds thoughts and answer. `omitted`: no thoughts are sent."""
 
     type: Literal["enabled", "disabled", "adaptive"]
+    """The argument `thinking` of the template is false with `disabled`, else true."""
     budget_tokens: int | None = None
+    """Not enforced: `max_tokens` bounds thoughts and answer."""
     display: Literal["summarized", "omitted"] | None = None
+    """`omitted`: no thoughts are sent."""
 
 
 class OutputFormat(JsonSchema):
@@ -142,26 +164,31 @@ class OutputConfig(Strict):
     """`effort` is ignored: the model knows none."""
 
     effort: str | None = None
+    """Changes nothing."""
     format: OutputFormat | None = None
 
 
-IGNORED = {"cache_control", "context_management", "diagnostics", "inference_geo", "service_tier", "speed"}
+IGNORED = HABITS | {
+    "billing_policy", "context_management", "diagnostics", "inference_geo", "service_tier", "speed", "user_profile_id",
+    "workspace_id",
+}  # fmt: skip
 
 
 class CountRequest(Translated):
     """What makes the prompt. The rest of a message's request may be there, too."""
 
-    IGNORED: ClassVar = frozenset(IGNORED | {"max_tokens", "metadata", "stop_sequences"})
+    IGNORED: ClassVar = IGNORED | frozenset({"max_tokens", "metadata", "stop_sequences"})
     UNSUPPORTED: ClassVar = {
         "container": "nothing is run here",
         "mcp_servers": "the model has no network; give tools and run them yourself",
         "thread": "this server keeps nothing: send the whole conversation as messages",
     }
-    NAMES: ClassVar = {"stop": "stop_sequences", "response_format": "output_config"}
-
     messages: Items[InputMessage]
+    """Not empty."""
     system: Texts = Field([])
+    """The system message."""
     tools: Items[CustomTool] = Field([])
+    """At most 128."""
     tool_choice: ToolChoice = ToolChoice()
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig = OutputConfig()
@@ -173,11 +200,11 @@ class CountRequest(Translated):
 
     def conversation(self) -> dict[str, Any]:
         if self.messages and self.messages[-1].role == "assistant":
-            raise invalid("messages", "must not end with one of the assistant: the model does not continue texts")
-        system = [{"role": "system", "content": _joined(self.system)}] if self.system else []
+            role = ("messages", len(self.messages) - 1, "role")
+            raise invalid(role, "must not be assistant in the last message: the model does not continue texts")
         form = self.output_config.format
         return {
-            "messages": [*system, *(turn for i, message in enumerate(self.messages) for turn in message.turns(i))],
+            "messages": [turn for turn, _ in self._turns()],
             "tools": [tool.as_function() for tool in self.tools],
             "tool_choice": self._choice(),
             "parallel_tool_calls": not self.tool_choice.disable_parallel_tool_use,
@@ -185,25 +212,49 @@ class CountRequest(Translated):
             **self.shared(self.thinking.type != "disabled" if self.thinking is not None else None),
         }
 
+    def _turns(self) -> Iterator[tuple[dict[str, Any], dict[Path, Path]]]:
+        if self.system:
+            yield {"role": "system", "content": _joined(self.system)}, {(): ("system",)}
+        for i, message in enumerate(self.messages):
+            yield from message.turns(i)
+
+    def origins(self) -> dict[Path, Path]:
+        made: dict[Path, Path] = {
+            ("stop",): ("stop_sequences",),
+            ("user",): ("metadata", "user_id"),
+            ("response_format",): ("output_config", "format"),
+            ("response_format", "json_schema"): ("output_config", "format"),
+            ("tool_choice", "function"): ("tool_choice",),
+        }
+        for i in range(len(self.tools)):
+            made["tools", i, "function"] = ("tools", i)
+            made["tools", i, "function", "parameters"] = ("tools", i, "input_schema")
+        for i, (_, parts) in enumerate(self._turns()):
+            made |= {("messages", i, *part): origin for part, origin in parts.items()}
+        return made
+
     def _choice(self) -> str | dict[str, Any]:
         choice = self.tool_choice
         if (choice.name is not None) is not (choice.type == "tool"):
             needed = "is required" if choice.name is None else "has no meaning"
-            raise invalid("tool_choice", f".name {needed} with type {choice.type}")
+            raise invalid(("tool_choice", "name"), f"{needed} with type {choice.type}")
         if choice.name is not None:
             return {"type": "function", "function": {"name": choice.name}}
         return {"any": "required"}.get(choice.type, choice.type)
 
 
 class Metadata(Strict):
-    user_id: str | None = None  # the session, unless the header x-session-id names one
+    user_id: str | None = None
+    """The session, unless the header x-session-id names one. At most 512 characters."""
 
 
 class MessagesRequest(CountRequest):
-    IGNORED: ClassVar = frozenset(IGNORED)
+    IGNORED: ClassVar = IGNORED
 
     max_tokens: int
+    """With the prompt within the context."""
     stop_sequences: Items[str] = Field([])
+    """At most 16 (`limits.stop`) of 1 to 256 characters."""
     metadata: Metadata | None = None
 
     @property

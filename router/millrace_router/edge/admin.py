@@ -15,7 +15,7 @@ from millrace.v1 import admin_pb2_grpc, worker_pb2
 from millrace_common.gc_hooks import ProcessGc
 from millrace_common.reasons import Reason
 from millrace_rpc.client import reply
-from millrace_rpc.errors import MillraceError
+from millrace_rpc.errors import FieldError, MillraceError
 
 from millrace_router.fleet.registry import Registry
 from millrace_router.fleet.worker import Worker
@@ -50,7 +50,7 @@ class Admin(admin_pb2_grpc.AdminServicer):
     async def DrainWorker(self, request: pb.DrainWorkerRequest, context: object = None) -> worker_pb2.DrainResponse:
         worker = self._worker(request.address)
         if not request.timeout_s >= 0:  # the worker would refuse the call after this router has drained it
-            raise MillraceError(Reason.INVALID_ARGUMENT, "timeout_s must be at least 0", param="timeout_s")
+            raise FieldError("timeout_s", "must be at least 0")
         drain = worker_pb2.DrainRequest(timeout_s=request.timeout_s if request.HasField("timeout_s") else None)
         control = worker.control
         self._registry.drain(worker)

@@ -23,6 +23,7 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from millrace_router.config import Bodies
+from millrace_router.edge import encodings
 from millrace_router.flow.stream import gone
 from millrace_router.flow.tenant import caller
 from millrace_router.flow.validate import check_size
@@ -93,12 +94,14 @@ async def on_error(request: Request, error: Exception) -> Response:
     if error.row.http in (400, 404, 413) and request.method == "POST":
         caller.get().tenant.refused(request.scope.get(SIZE, 0) // BYTES_PER_TOKEN, time.monotonic())
     headers = {"retry-after": str(math.ceil(error.retry_after_s))} if error.retry_after_s > 0 else {}
+    if error.reason is Reason.UNSUPPORTED_ENCODING:
+        headers["accept-encoding"] = ", ".join(encodings.CODINGS)
     if name := request_id.get():
-        headers |= named(name)
+        headers |= request_names(name)
     return json_answer(_body(request, error), error.row.http, headers)
 
 
-def named(name: str) -> dict[str, str]:
+def request_names(name: str) -> dict[str, str]:
     """The headers by which the clients of OpenAI and of Anthropic tell which request it was."""
     return {"x-request-id": name, "request-id": name}
 
@@ -118,8 +121,8 @@ def _body(request: Request, error: MillraceError) -> dict[str, Any]:
 async def read_body(
     request: Request, most: int, pace: Bodies = PACE, take: Callable[[int], None] = lambda count: None
 ) -> bytes:
-    """Return the body. `take` gets the bytes as they come, and may raise. The rest of a body that is refused is not
-    read: its answer is the last one of the connection.
+    """Return the body, decoded. `take` gets the bytes as they come, and may raise. The rest of a body that is refused
+    is not read: its answer is the last one of the connection.
     """
     body, loop = bytearray(), asyncio.get_running_loop()
 
@@ -143,8 +146,12 @@ async def read_body(
             slow = f"came with fewer than {pace.bytes_per_s} bytes/s"
             text = f"the body was not complete after {pace.timeout:g} s, or {slow}"
             raise MillraceError(Reason.DEADLINE_EXCEEDED, text) from None
-    request.scope[SIZE] = len(body)
-    return bytes(body)
+    data = bytes(body)
+    if encoding := request.headers.get("content-encoding", ""):
+        data = await asyncio.to_thread(encodings.decoded, data, encoding, most)
+        take(max(0, len(data) - len(body)))
+    request.scope[SIZE] = len(data)
+    return data
 
 
 def received(request: Request) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from millrace.v1 import common_pb2
+from millrace_rpc.errors import Path
 
 from millrace_router.text.call_grammar import Calls
 from millrace_router.text.call_stream import Offer
@@ -36,18 +37,18 @@ Prompt = str | Chat | list[int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """`numbers`: the scalar fields of SamplingParams that were given. `names`: what the request calls them instead."""
+    """`numbers`: the scalar fields of SamplingParams that were given. `origins`: the fields of the request from which
+    fields with another name come, as for `FieldError.renamed`.
+    """
 
     model: str
     prompt: Prompt | None
     numbers: Mapping[str, float] = field(default_factory=dict)
-    names: Mapping[str, str] = field(default_factory=dict)
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     grammar: common_pb2.Grammar | None = None
     calls: Calls | None = None  # tool calls that must be right; they become the grammar
-    grammar_param: str = "grammar"  # the field of the request that it came from
     stop: Sequence[str] = ()
     message: bool = False  # the answer to a chat is told as thoughts, content and calls; else as a plain text
     n: int = 1
@@ -57,3 +58,4 @@ class Ask:
     keep_special_tokens: bool = False
     large: bool = False  # it takes long to render
     timeout_s: float | None = None  # until the client's deadline
+    origins: Mapping[Path, Path] = field(default_factory=dict)

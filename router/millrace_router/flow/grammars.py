@@ -88,18 +88,18 @@ class Grammars:
     async def settle(self, ask: Ask, token_of: Callable[[str], int | None], tenant: str) -> Ask:
         """The request with the grammar that workers get, which compiles. Raises MillraceError."""
         if ask.grammar is not None:
-            await self._settle(ask.grammar, ask.grammar_param, tenant)
+            await self._settle(ask.grammar, tenant)
         if ask.calls is None:
             return ask
         if ask.calls.answer is not None:
-            await self._settle(ask.calls.answer, ask.grammar_param, tenant)
+            await self._settle(ask.calls.answer, tenant)
         try:
             grammar = await self._in_turn(tenant, call_grammar, ask.calls, token_of)
         except GrammarError as error:
-            raise invalid("tools", f": {error}") from error
+            raise invalid("tools", f"cannot be used: {error}") from error
         if problem := await self._problem("lark", grammar.lark, tenant):
-            raise invalid("tools", f": {await self._whose(ask.calls, tenant)}{problem}")
-        return replace(ask, grammar=grammar, grammar_param="tools")
+            raise invalid("tools", f"cannot be used: {await self._whose(ask.calls, tenant)}{problem}")
+        return replace(ask, grammar=grammar, origins={**ask.origins, ("grammar",): ("tools",)})
 
     def close(self) -> None:
         for job in self._jobs.values():
@@ -107,11 +107,11 @@ class Grammars:
         self._checker.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _settle(self, grammar: common_pb2.Grammar, param: str, tenant: str) -> None:
+    async def _settle(self, grammar: common_pb2.Grammar, tenant: str) -> None:
         kind = grammar.WhichOneof("kind")
         assert kind is not None, "validate.py has checked it"
         if problem := await self._problem(kind, getattr(grammar, kind), tenant):
-            raise invalid(param, f"has a {kind} that cannot be used: {problem}")
+            raise invalid("grammar", f"has a {kind} that cannot be used: {problem}")
 
     async def _whose(self, calls: Calls, tenant: str) -> str:
         """The tool whose parameters do not compile by themselves, and where."""

@@ -21,7 +21,7 @@ from typing import Protocol
 
 from millrace.v1 import common_pb2
 from millrace_common.reasons import Reason
-from millrace_rpc.errors import MillraceError
+from millrace_rpc.errors import FieldError, MillraceError
 
 from millrace_router.flow.flow import Stage
 from millrace_router.flow.generation import Generation
@@ -118,6 +118,13 @@ class Continuation:
         flow = self.generation.flow
         return len(flow.outputs) != flow.taken or flow.ended
 
+    def _error(self) -> MillraceError:
+        """The generation's. Of a request that the router has checked, workers refuse nothing but the grammar."""
+        error = self.generation.flow.error
+        assert error is not None
+        refused = error.reason is Reason.INVALID_ARGUMENT and self.generation.job.sampling.HasField("grammar")
+        return FieldError("grammar", f"is refused: {error.message}") if refused else error
+
     def read(self) -> Delta | None:
         """Return the new delta, or None. Raises the generation's error once everything before it was read."""
         flow = self.generation.flow
@@ -125,8 +132,7 @@ class Continuation:
         if not tokens and flow.stage is not Stage.DONE:
             if not flow.ended:
                 return None
-            assert flow.error is not None
-            raise flow.error
+            raise self._error()
         said, used = self._text.push(tokens)
         finish_reason = flow.finish_reason
         if finish_reason and not self._text.stopped:

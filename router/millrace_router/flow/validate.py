@@ -7,7 +7,6 @@ and its limit. The order: what needs no tokens first (`check`), then, with the p
 from __future__ import annotations
 
 import math
-import re
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -16,7 +15,7 @@ from millrace.v1 import common_pb2, worker_pb2
 from millrace_common.grammar import text as grammar_text
 from millrace_common.reasons import Reason
 from millrace_common.sampling_limits import LOGIT_BIAS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, NUMBERS, PRIORITY, Range
-from millrace_rpc.errors import MillraceError
+from millrace_rpc.errors import FieldError, MillraceError, Path
 
 from millrace_router.config import Limits, RouterConfig
 from millrace_router.flow.ask import Ask, Chat, Prompt
@@ -27,7 +26,6 @@ MAX_TOOLS = 128
 MAX_REQUEST_ID_CHARS = 128
 MAX_SESSION_ID_CHARS = 512
 ROLES = ("system", "developer", "user", "assistant", "tool")
-TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def check(ask: Ask, model: worker_pb2.WorkerInfo, names: Collection[str], config: RouterConfig) -> None:
@@ -42,7 +40,7 @@ def check(ask: Ask, model: worker_pb2.WorkerInfo, names: Collection[str], config
     if ask.grammar is not None or ask.calls is not None:
         _check_constrained(ask, model)
     for name, value in ask.numbers.items():
-        _within(ask.names.get(name, name), value, NUMBERS[name])
+        _within(name, value, NUMBERS[name])
     _within("n", ask.n, Range(1, limits.n))
     _within("priority", ask.priority, PRIORITY)
     _check_tokens(ask, model)
@@ -63,8 +61,9 @@ def check(ask: Ask, model: worker_pb2.WorkerInfo, names: Collection[str], config
 def check_model(name: str, names: Collection[str]) -> None:
     """`names`: under which the model is served."""
     if name and name not in names:
-        message = f"model {name!r} is not served here; {', '.join(map(repr, names))} is"
-        raise MillraceError(Reason.MODEL_NOT_FOUND, message, param="model")
+        raise FieldError(
+            "model", f"{name!r} is not served here; {', '.join(map(repr, names))} is", reason=Reason.MODEL_NOT_FOUND
+        )
 
 
 def check_prompt(prompt: Prompt | None, model: worker_pb2.WorkerInfo) -> None:
@@ -76,24 +75,28 @@ def check_prompt(prompt: Prompt | None, model: worker_pb2.WorkerInfo) -> None:
         if not prompt.messages:
             raise invalid("messages", "must not be empty")
         if len(prompt.messages) > model.max_context:
-            raise _too_long(f"the prompt has {len(prompt.messages)} messages", model)
+            raise _too_long(model, f"{len(prompt.messages)} messages")
         for i, message in enumerate(prompt.messages):
             if message["role"] not in ROLES:
-                raise invalid("messages", f"[{i}].role must be one of {', '.join(ROLES)}, not {message['role']!r}")
+                raise invalid(("messages", i, "role"), f"must be one of {', '.join(ROLES)}, not {message['role']!r}")
 
 
 def check_ids(name: str, ids: Sequence[int], model: worker_pb2.WorkerInfo) -> None:
     if ids and min(ids) >= 0 and max(ids) < model.vocab_size:
         return
     for i, token in enumerate(ids):
-        if not 0 <= token < model.vocab_size:
-            raise invalid(name, f"[{i}] must be a token id from 0 to {model.vocab_size - 1}, not {token}")
+        _check_id((name, i), token, model)
+
+
+def _check_id(path: Path, token: int, model: worker_pb2.WorkerInfo) -> None:
+    if not 0 <= token < model.vocab_size:
+        raise invalid(path, f"must be a token id from 0 to {model.vocab_size - 1}, not {token}")
 
 
 def check_text_length(text: str, longest_token: int, model: worker_pb2.WorkerInfo) -> None:
     """Refuse, before tokenizing, a text that cannot fit."""
     if len(text) > longest_token * model.max_context:
-        raise _too_long(f"the prompt has {len(text)} characters", model)
+        raise _too_long(model, f"{len(text)} characters")
 
 
 def check_size(size: int, most: int) -> None:
@@ -106,13 +109,12 @@ def fit(ask: Ask, prompt_tokens: int, model: worker_pb2.WorkerInfo) -> common_pb
     """The sampling parameters with seed and max_tokens resolved, for a prompt of this many tokens."""
     room = model.max_context - prompt_tokens
     if room < 1:
-        raise _too_long(f"the prompt has {prompt_tokens} tokens", model)
+        raise _too_long(model, f"{prompt_tokens} tokens")
     max_tokens = int(ask.numbers.get("max_tokens", room))
     if max_tokens > room:
-        name = ask.names.get("max_tokens", "max_tokens")
-        raise _too_long(f"the prompt's {prompt_tokens} tokens and {name} {max_tokens} together exceed it", model)
+        raise _too_long(model, f"{prompt_tokens} tokens and ", ("max_tokens",), f" {max_tokens} together exceed it")
     if ask.numbers.get("min_tokens", 0) > max_tokens:
-        raise invalid("min_tokens", f"must be at most max_tokens, which is {max_tokens}")
+        raise invalid("min_tokens", "must be at most ", ("max_tokens",), f", which is {max_tokens}")
     numbers: dict[str, Any] = {"seed": secrets.randbits(64), **ask.numbers, "max_tokens": max_tokens}
     return common_pb2.SamplingParams(
         **numbers,
@@ -127,45 +129,41 @@ def _check_tools(tools: Sequence[Tool]) -> None:
     _check_count("tools", len(tools), MAX_TOOLS)
     names = set()
     for tool in tools:
-        where = f"[{tool.position}].function.name"
-        if not TOOL_NAME.fullmatch(tool.name):
-            raise invalid("tools", f"{where} must be 1 to 64 letters, digits, _ or -, not {tool.name!r}")
         if tool.name in names:
-            raise invalid("tools", f"{where} {tool.name!r} is there already")
+            raise invalid(("tools", tool.position, "function", "name"), f"{tool.name!r} is there already")
         names.add(tool.name)
 
 
 def _check_ignored(ignored: Mapping[str, str]) -> None:
-    for where, kind in ignored.items():
-        name, bracket, rest = where.partition("[")
-        raise invalid(name, f"{bracket}{rest}.type {kind!r} is not supported, and strict_tools is set")
+    for where, kind in ignored.items():  # in the names of the client's API
+        message = f"{where}.type {kind!r} is not supported, and strict_tools is set"
+        raise MillraceError(Reason.INVALID_ARGUMENT, message, param=f"{where}.type")
 
 
 def _check_constrained(ask: Ask, model: worker_pb2.WorkerInfo) -> None:
     """Check everything that needs no compiler; flow/grammars.py compiles."""
-    param = ask.grammar_param
     for grammar in (ask.grammar, ask.calls and ask.calls.answer):
         if grammar is None:
             continue
         kind = grammar.WhichOneof("kind")
         if kind is None:
-            raise invalid(param, "has no kind")
+            raise invalid("grammar", "has no kind")
         if kind == grammar_text.LARK or grammar.marks or grammar.forbidden_before:
-            raise invalid(param, "must be a json_schema or a regex; what else it can be is for routers")
+            raise invalid("grammar", "must be a json_schema or a regex; what else it can be is for routers")
         if problem := grammar_text.problem(kind, getattr(grammar, kind)):
-            raise invalid(param, f"has a {kind} that cannot be used: {problem}")
+            raise invalid("grammar", f"has a {kind} that cannot be used: {problem}")
         if grammar.HasField("after_token_id"):
-            check_ids(param, [grammar.after_token_id], model)
+            _check_id(("grammar", "after_token_id"), grammar.after_token_id, model)
     for name, given in (("ignore_eos", ask.ignore_eos), ("min_tokens", ask.numbers.get("min_tokens", 0) > 0)):
         if given:
-            raise invalid(name, f"cannot be combined with {param}, which decides where the output may end")
+            raise invalid(name, "cannot be combined with ", ("grammar",), ", which decides where the output may end")
 
 
 def _check_tokens(ask: Ask, model: worker_pb2.WorkerInfo) -> None:
     _check_count("logit_bias", len(ask.logit_bias), MAX_LOGIT_BIAS)
-    check_ids("logit_bias", list(ask.logit_bias), model)
-    for value in ask.logit_bias.values():
-        _within("logit_bias", value, LOGIT_BIAS)
+    for token, value in ask.logit_bias.items():
+        _check_id(("logit_bias", str(token)), token, model)
+        _within(("logit_bias", str(token)), value, LOGIT_BIAS)
     _check_count("stop_token_ids", len(ask.stop_token_ids), MAX_STOP_TOKEN_IDS)
     check_ids("stop_token_ids", ask.stop_token_ids, model)
 
@@ -175,7 +173,7 @@ def _check_stop(stop: Sequence[str], limits: Limits) -> None:
         raise invalid("stop", f"must have at most {limits.stop} strings, not {len(stop)}")
     for i, text in enumerate(stop):
         if not 1 <= len(text) <= MAX_STOP_CHARS:
-            raise invalid("stop", f"[{i}] must have 1 to {MAX_STOP_CHARS} characters, not {len(text)}")
+            raise invalid(("stop", i), f"must have 1 to {MAX_STOP_CHARS} characters, not {len(text)}")
 
 
 def _check_count(name: str, count: int, most: int) -> None:
@@ -183,17 +181,16 @@ def _check_count(name: str, count: int, most: int) -> None:
         raise invalid(name, f"must have at most {most} entries, not {count}")
 
 
-def _within(name: str, value: float, allowed: Range) -> None:
+def _within(path: str | Path, value: float, allowed: Range) -> None:
     if not allowed.holds(value):
-        raise invalid(name, f"must be {allowed}, not {value}")
+        raise invalid(path, f"must be {allowed}, not {value}")
 
 
-def invalid(name: str, rest: str) -> MillraceError:
-    """`rest`: of a sentence that begins with the field's name; it may go on with a part of the field."""
-    separator = "" if rest[0] in "[.:" else " "
-    return MillraceError(Reason.INVALID_ARGUMENT, f"{name}{separator}{rest}", param=name)
+def invalid(path: str | Path, *words: str | Path) -> FieldError:
+    """As for FieldError. `words` go on with the sentence that begins with the field's path."""
+    return FieldError(path, *words)
 
 
-def _too_long(what: str, model: worker_pb2.WorkerInfo) -> MillraceError:
-    message = f"{what}, the model's context is {model.max_context} tokens for prompt and output"
-    return MillraceError(Reason.CONTEXT_TOO_LONG, message, param="prompt")
+def _too_long(model: worker_pb2.WorkerInfo, *what: str | Path) -> FieldError:
+    limit = f"; the model's context is {model.max_context} tokens for prompt and output"
+    return FieldError("prompt", "is too long: ", *what, limit, reason=Reason.CONTEXT_TOO_LONG)

@@ -7,27 +7,25 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, model_validator
+from millrace_rpc.errors import Path
+from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, Tag, model_validator
 
 from millrace_router.flow.ask import Ask, Chat
 from millrace_router.flow.validate import invalid
+from millrace_router.openai.parsing import HABITS, Items, OneOf, String, at_most, mistake
 from millrace_router.openai.tool_parameters import Parameters
-from millrace_router.openai.types import Common, Items, Strict
+from millrace_router.openai.types import Common, Strict
 from millrace_router.text.call_arguments import NONE
 from millrace_router.text.call_grammar import Calls
 from millrace_router.text.chat_format import ChatFormat, Tool
 
 MAX_ARGUMENTS = 16  # of a chat template
-MOST_TOKENS = "max_completion_tokens"  # OpenAI's newer name of max_tokens
+CONTINUED = "the model does not continue texts"
 
 
-class Cacheable(Strict):
-    """`cache_control` is ignored: prefixes are cached anyway. Clients of several vendors send it to all."""
+class TextPart(Strict):
+    IGNORED: ClassVar = HABITS | {"annotations", "id", "logprobs", "status"}
 
-    cache_control: dict[str, Any] | None = None
-
-
-class TextPart(Cacheable):
     type: Literal["text"]
     text: str
 
@@ -43,43 +41,58 @@ CallArguments = Annotated[str, BeforeValidator(_as_text, json_schema_input_type=
 
 
 class CalledFunction(Strict):
-    """`arguments`: JSON text. One that is no object, for example because it was cut off, is shown as it is."""
+    IGNORED: ClassVar = HABITS | {"parsed_arguments"}
 
     name: str
     arguments: CallArguments = NONE
+    """JSON text, or the object. One that is no object, for example because it was cut off, is shown as it is."""
 
 
 class CalledTool(Strict):
-    """`index` is what streams number calls with; clients send it back with the rest."""
+    """As answers have it; streams number calls with `index`."""
+
+    IGNORED: ClassVar = HABITS | {"extra_content", "index", "status"}
 
     id: str = ""
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = None
 
 
-class Turn(Cacheable):
+class Turn(Strict):
     """Templates of models that think between calls (Kimi K2 Thinking, V3.2) read `reasoning_content`, Kimi K2's read
     `name`: the sender's, or the function's of a result.
     """
 
+    IGNORED: ClassVar = HABITS | {"annotations", "id", "parsed", "refusal", "status"}
+    UNSUPPORTED: ClassVar = {
+        "audio": "only text is read",
+        "function_call": "use tool_calls",
+        "partial": CONTINUED,
+        "prefix": CONTINUED,
+        "reasoning": "earlier thoughts are reasoning_content",
+    }
+
     role: str
-    content: str | Items[TextPart] | None = None
+    """`system`, `developer` (as system), `user`, `assistant` or `tool`."""
+    content: OneOf[String | Items[TextPart]] | None = None
+    """Text; images and audio are refused. Required without `tool_calls`."""
     name: str | None = None
+    """For templates that show it (Kimi K2): the sender, or the function of a result."""
     tool_calls: Items[CalledTool] | None = None
+    """Of the assistant."""
     tool_call_id: str | None = None
+    """Of a tool: the call that this is the result of."""
     reasoning_content: str | None = None
-    refusal: str | None = None
-    annotations: list[Any] | None = None  # OpenAI's answers have them, templates do not show them
+    """Earlier thoughts, for templates that show them (Kimi K2 Thinking, V3.2)."""
 
     def as_message(self, i: int) -> dict[str, Any]:
         """The form for chat templates."""
         text = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content or ""
-        calls = [call.model_dump(exclude={"index"}) for call in self.tool_calls or ()]
+        calls = [call.model_dump() for call in self.tool_calls or ()]
         if self.content is None and self.role != "assistant":
-            raise invalid("messages", f"[{i}].content is required")
+            raise invalid(("messages", i, "content"), "is required")
         if calls and self.role != "assistant":
-            raise invalid("messages", f"[{i}].tool_calls are for the role assistant, not {self.role!r}")
+            raise invalid(("messages", i, "tool_calls"), f"are for the role assistant, not {self.role!r}")
         message: dict[str, Any] = {"role": self.role, "content": text}
         if calls:
             message |= {"tool_calls": calls, "content": text or None}
@@ -90,18 +103,23 @@ class Turn(Cacheable):
 class Function(Strict):
     """`parameters` absent: the function has none."""
 
-    name: str
+    IGNORED: ClassVar = HABITS | {"additionalProperties"}
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
     description: str | None = None
     parameters: Parameters | None = None
+    """A JSON schema of an object. Absent: the function has none."""
     strict: bool | None = None
+    """The arguments follow the schema."""
 
 
-class AnyTool(Cacheable):
+class AnyTool(Strict):
     """A tool of a type that is not in `SERVED` is left out. Of it only the type is read."""
 
     SERVED: ClassVar[frozenset[str]] = frozenset({"function"})
 
-    type: str
+    type: str = Field(examples=["function"])
+    """Others than `function` are left out and named in the answer; with `strict_tools` refused."""
 
     @property
     def served(self) -> bool:
@@ -117,6 +135,9 @@ class AnyTool(Cacheable):
 
 
 class FunctionTool(AnyTool):
+    IGNORED: ClassVar = HABITS | {"additionalProperties"}
+    UNSUPPORTED: ClassVar = {"strict": "it is a field of function"}
+
     function: Function
 
     def as_tool(self, position: int) -> Tool:
@@ -134,26 +155,34 @@ class NamedTool(Strict):
     function: FunctionName
 
 
-def _few(arguments: Any) -> Any:
-    """Refuse too many arguments before each of them is checked."""
-    if isinstance(arguments, dict) and len(arguments) > MAX_ARGUMENTS:
-        raise ValueError(f"at most {MAX_ARGUMENTS} of them, not {len(arguments)}")
-    return arguments
+ByName = Annotated[NamedTool, Tag("an object")]
+
+
+def _scalar(value: Any) -> Any:
+    if isinstance(value, list | dict):
+        raise mistake("must be a string, a number or a boolean")
+    return value
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-Scalar = str | bool | int | float | None
-Arguments = Annotated[dict[str, Scalar], Field(max_length=MAX_ARGUMENTS), BeforeValidator(_few)]
+Choice = Annotated[Literal["none", "auto", "required"], Tag("a string")]
+Scalar = Annotated[Any, BeforeValidator(_scalar, json_schema_input_type=str | bool | int | float | None)]
+Arguments = Annotated[dict[str, Scalar], Field(max_length=MAX_ARGUMENTS), at_most(MAX_ARGUMENTS)]
 
 
 class Conversation(Strict):
     """The input of the chat template. `chat_template_kwargs`, an extension, are its own arguments."""
 
     messages: Items[Turn]
+    """Not empty."""
     tools: Items[FunctionTool] = Field([])
-    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    """At most 128. Refused when the template and vocabulary of the model have no calls."""
+    tool_choice: OneOf[Choice | ByName] = "auto"
+    """`required` and a name make the output a call."""
     parallel_tool_calls: bool = True
+    """False: the output ends with the first call."""
     chat_template_kwargs: Arguments = Field({})
+    """Beyond OpenAI: arguments of the template, such as `thinking` of V3.1 and V3.2. Scalars."""
 
     def as_chat(self) -> Chat:
         served = [] if self.tool_choice == "none" else [(i, tool) for i, tool in enumerate(self.tools) if tool.served]
@@ -168,10 +197,10 @@ class Conversation(Strict):
             name = self.tool_choice.function.name
             named = tuple(tool for tool in tools if tool.name == name)
             if not named:
-                raise invalid("tool_choice", f"names {name!r}, which is not among the tools")
+                raise invalid(("tool_choice", "function", "name"), f"{name!r} is not among the ", ("tools",))
             return named[:1]
         if self.tool_choice == "required" and not tools:
-            raise invalid("tool_choice", "is required, but there are no tools")
+            raise invalid("tool_choice", "is required, but there are no ", ("tools",))
         return tools if self.tool_choice == "required" else ()
 
 
@@ -179,10 +208,16 @@ class ChatRequest(Conversation, Common):
     """`reasoning_effort`: thoughts or none, for templates that have the choice."""
 
     max_completion_tokens: int | None = None
+    """Goes before `max_tokens`."""
     modalities: Items[Literal["text"]] = Field([])
     reasoning_effort: Effort | None = None
+    """`none` and `minimal`: the argument `thinking` of the template is false, else true. DeepSeek knows no degrees."""
     logprobs: bool = False
+    r"""Of the distribution before all changes to it. A part of a character is `\xe2\x80`. `bytes` of all entries are
+    the output's: a special token that is not shown has none.
+    """
     top_logprobs: int | None = None
+    """With `logprobs`."""
 
     def as_chat(self) -> Chat:
         chat, shown, effort = super().as_chat(), self.response_format.shown(), self.reasoning_effort
@@ -194,14 +229,16 @@ class ChatRequest(Conversation, Common):
     def ask(self, request_id: str, ignored: Mapping[str, str] | None = None) -> Ask:
         """`ignored`: what was left out of the request that became this one."""
         if self.top_logprobs and not self.logprobs:
-            raise invalid("top_logprobs", "needs logprobs to be true")
+            raise invalid("top_logprobs", "needs ", ("logprobs",), " to be true")
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         chat = self.as_chat()
         if ignored:
             chat = chat._replace(ignored={**ignored, **chat.ignored})
         ask = self.as_ask(chat, request_id, max_tokens, (self.top_logprobs or 0) if self.logprobs else None)
-        names = {"logprobs": "top_logprobs"}
-        return replace(ask, names=names if self.max_completion_tokens is None else names | {"max_tokens": MOST_TOKENS})
+        origins: dict[Path, Path] = {("prompt",): ("messages",), ("logprobs",): ("top_logprobs",)}
+        if self.max_completion_tokens is not None:
+            origins["max_tokens",] = ("max_completion_tokens",)
+        return replace(ask, origins={**ask.origins, **origins})
 
 
 def in_format(ask: Ask, form: ChatFormat) -> Ask:
@@ -218,5 +255,6 @@ def in_format(ask: Ask, form: ChatFormat) -> Ask:
         answer = None if chat.required else ask.grammar
         tools, parallel = chat.required or chat.tools, chat.parallel and not named
         calls = Calls(form.style, tools, bool(chat.required), parallel, answer)
-        return replace(ask, grammar=None, calls=calls, grammar_param=ask.grammar_param if answer else "tools")
+        origins = ask.origins if answer else {**ask.origins, ("grammar",): ("tools",)}
+        return replace(ask, grammar=None, calls=calls, origins=origins)
     return ask

@@ -5,7 +5,6 @@ It is fuzzed against a running router (tests/router/test_openapi.py), so that it
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -99,20 +98,7 @@ def _schemas(posts: Collection[Post]) -> dict[str, Any]:
     answers = {kind for post in posts for kind in (post.answer, post.chunk, post.error) if kind is not None}
     answers |= {answer for _, answer in GETS.values()}
     _, objects_ = msgspec.json.schema_components(answers, ref_template=REF + "{name}")
-    schemas = copy.deepcopy(models["$defs"]) | objects_
-    for request in requests:
-        _loosen(schemas[request.__name__], request)
-    return schemas
-
-
-def _loosen(schema: dict[str, Any], request: type[Strict]) -> None:
-    """Loosen a schema as types.parse reads a request: null is absent, and some fields are ignored."""
-    required = schema.get("required", ())
-    for name, value in schema["properties"].items():
-        if name not in required and {"type": "null"} not in value.get("anyOf", ()):
-            schema["properties"][name] = {"anyOf": [value, {"type": "null"}]}
-    for name in sorted(request.IGNORED):
-        schema["properties"].setdefault(name, {"description": "Ignored."})
+    return models["$defs"] | objects_
 
 
 def _ref(kind: type) -> dict[str, str]:

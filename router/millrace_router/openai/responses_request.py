@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from millrace_rpc.errors import Path
+from pydantic import BeforeValidator, Field, Tag
 
-from millrace_router.openai.chat import AnyTool, CallArguments, Effort, Function, FunctionName
+from millrace_router.openai.chat import AnyTool, CallArguments, Choice, Effort, Function, FunctionName
+from millrace_router.openai.parsing import HABITS, Items, OfType, OneOf, or_text
 from millrace_router.openai.translated import Lenient, Translated
-from millrace_router.openai.types import Items, JsonSchema, Strict
+from millrace_router.openai.types import JsonSchema, Strict
 
 KEPT = "this server keeps nothing: send the whole conversation as input"
 
@@ -20,11 +23,11 @@ class ItemText(Lenient):
     text: str
 
 
-def _as_parts(content: Any) -> Any:
-    return [{"type": "input_text", "text": content}] if isinstance(content, str) else content
+def _as_part(text: str) -> dict[str, str]:
+    return {"type": "input_text", "text": text}
 
 
-Parts = Annotated[Items[ItemText], BeforeValidator(_as_parts, json_schema_input_type=str | list[ItemText])]
+Parts = Annotated[Items[ItemText], or_text(_as_part, list[ItemText])]
 
 
 class MessageItem(Lenient):
@@ -50,6 +53,7 @@ class CustomCallItem(Lenient):
     call_id: str
     name: str
     input: str
+    """The model sees a call with the argument `input`."""
 
     def as_call(self) -> dict[str, Any]:
         return {"id": self.call_id, "function": {"name": self.name, "arguments": json.dumps({"input": self.input})}}
@@ -105,26 +109,26 @@ class ReasoningItem(Lenient):
     content: Items[Thoughts] | None = None
 
 
-def _as_items(value: Any) -> Any:
-    if isinstance(value, str):
-        value = [{"role": "user", "content": value}]
-    if not isinstance(value, list):
-        return value
-    return [{"type": "message"} | item if isinstance(item, dict) else item for item in value]
+def _as_item(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def _typed(items: list[Any]) -> list[Any]:
+    """Items without a type are messages."""
+    untyped = (isinstance(item, dict) and item.get("type") is None for item in items)
+    return [item | {"type": "message"} if lacks else item for item, lacks in zip(items, untyped, strict=True)]
 
 
 Call = CallItem | CustomCallItem | ShellCallItem
 Output = CallOutputItem | ShellOutputItem
-Item = Annotated[MessageItem | Call | Output | ReasoningItem | HostedItem, Field(discriminator="type")]
-Input = Annotated[Items[Item], BeforeValidator(_as_items, json_schema_input_type=str | list[Item])]
+Item = OfType[MessageItem | Call | Output | ReasoningItem | HostedItem]
+Input = Annotated[Items[Item], BeforeValidator(_typed), or_text(_as_item, list[Item])]
 
 
 class ItemTool(AnyTool, Function):
-    """All tools are seen at once, so `defer_loading` is ignored; `output_schema` is not shown."""
+    """All tools are seen at once, and nothing but the model calls."""
 
-    defer_loading: bool | None = None
-    output_schema: dict[str, Any] | None = None
-    allowed_callers: list[str] | None = None  # nothing but the model calls
+    IGNORED: ClassVar = Function.IGNORED | {"allowed_callers", "defer_loading", "output_schema"}
 
     def about(self) -> dict[str, Any]:
         return self.model_dump(include=set(Function.model_fields)) if self.served else {}
@@ -143,16 +147,22 @@ class TextConfig(Strict):
 
     format: TextFormat = TextFormat()
     verbosity: str | None = None
+    """Changes nothing."""
 
 
 class ReasoningConfig(Strict):
     """`effort`: thoughts or none, for templates that have the choice. They come whole: the rest is ignored."""
 
     effort: Effort | None = None
+    """As `reasoning_effort` in chat."""
     summary: str | None = None
+    """Changes nothing: thoughts come whole."""
     generate_summary: str | None = None
-    context: str | None = None  # the template decides which thoughts it shows
+    """Changes nothing."""
+    context: str | None = None
+    """Changes nothing: the template decides which thoughts it shows."""
     mode: str | None = None
+    """Changes nothing."""
 
 
 # Thoughts come in plain text, and nothing comes of the vendor's own tools.
@@ -169,10 +179,11 @@ Include = Literal[
 
 class ObfuscationOption(Strict):
     include_obfuscation: Literal[False] = False
+    """Nothing is obfuscated."""
 
 
 class ResponsesRequest(Translated):
-    IGNORED: ClassVar = frozenset(
+    IGNORED: ClassVar = HABITS | frozenset(
         {"client_metadata", "max_tool_calls", "metadata", "prompt_cache_key", "prompt_cache_options"}
         | {"prompt_cache_retention", "safety_identifier", "service_tier", "store"}
     )
@@ -185,22 +196,28 @@ class ResponsesRequest(Translated):
         "prompt": KEPT,
         "top_logprobs": "ask /v1/chat/completions for logprobs",
     }
-    NAMES: ClassVar = {
-        "max_tokens": "max_output_tokens", "messages": "input", "prompt": "input", "response_format": "text",
-    }  # fmt: skip
-
     input: Input
+    """A text, or the whole conversation; text only. An item without a type is a message. Consecutive items of the
+    assistant are one turn.
+    """
     instructions: str | None = None
+    """The system message."""
     tools: Items[ItemTool] = Field([])
-    tool_choice: Literal["none", "auto", "required"] | FunctionChoice = "auto"
+    """At most 128."""
+    tool_choice: OneOf[Choice | Annotated[FunctionChoice, Tag("an object")]] = "auto"
+    """`required` and a name make the output a call."""
     parallel_tool_calls: bool = True
+    """False: the output ends with the first call."""
     max_output_tokens: int | None = None
+    """Absent: the rest of the context."""
     reasoning: ReasoningConfig = ReasoningConfig()
     text: TextConfig = TextConfig()
     truncation: Literal["disabled"] = "disabled"
     include: Items[Include] = Field([])
+    """Thoughts come in plain text, and nothing comes of the vendor's own tools."""
     stream_options: ObfuscationOption = ObfuscationOption()
     user: str = ""
+    """The session, unless the header x-session-id names one. At most 512 characters."""
 
     @property
     def ignored(self) -> dict[str, str]:
@@ -208,10 +225,9 @@ class ResponsesRequest(Translated):
 
     def conversation(self) -> dict[str, Any]:
         choice, form = self.tool_choice, self.text.format
-        system = [{"role": "system", "content": self.instructions}] if self.instructions else []
         schema = form if form.type == "json_schema" else None
         return {
-            "messages": system + turns([item for item in self.input if not isinstance(item, HostedItem)]),
+            "messages": [turn for turn, _ in self._turns()],
             "tools": [{"type": tool.type, "function": tool.about()} for tool in self.tools],
             "tool_choice": {"type": "function", "function": choice} if isinstance(choice, FunctionName) else choice,
             "parallel_tool_calls": self.parallel_tool_calls,
@@ -222,13 +238,42 @@ class ResponsesRequest(Translated):
             **self.shared(None),
         }
 
+    def _turns(self) -> Iterator[tuple[dict[str, Any], dict[Path, Path]]]:
+        """As turns of chat, and where the parts of each come from."""
+        if self.instructions:
+            yield {"role": "system", "content": self.instructions}, {(): ("instructions",)}
+        kept = ((i, item) for i, item in enumerate(self.input) if not isinstance(item, HostedItem))
+        for by_assistant, group in itertools.groupby(kept, lambda at: _by_assistant(at[1])):
+            some = list(group)
+            if by_assistant:
+                yield _assistant([item for _, item in some]), _parts(some)
+            else:
+                for i, item in some:
+                    yield _turn(item), {(): ("input", i)}
 
-def turns(items: list[Item]) -> list[dict[str, Any]]:
-    made: list[dict[str, Any]] = []
-    for by_assistant, group in itertools.groupby(items, _by_assistant):
-        some = list(group)
-        made += [_assistant(some)] if by_assistant else map(_turn, some)
-    return made
+    def origins(self) -> dict[Path, Path]:
+        made: dict[Path, Path] = {
+            ("max_tokens",): ("max_output_tokens",),
+            ("messages",): ("input",),
+            ("response_format",): ("text", "format"),
+            ("response_format", "json_schema"): ("text", "format"),
+            ("tool_choice", "function"): ("tool_choice",),
+            ("reasoning_effort",): ("reasoning", "effort"),
+        }
+        for i in range(len(self.tools)):
+            made["tools", i, "function"] = ("tools", i)
+        for i, (_, parts) in enumerate(self._turns()):
+            made |= {("messages", i, *part): origin for part, origin in parts.items()}
+        return made
+
+
+def _parts(items: Sequence[tuple[int, Item]]) -> dict[Path, Path]:
+    """Where the parts of an assistant's turn come from."""
+    origins: dict[Path, Path] = {(): ("input", items[0][0])}
+    for k, i in enumerate(i for i, item in items if isinstance(item, Call)):
+        origins["tool_calls", k] = origins["tool_calls", k, "function"] = ("input", i)
+        origins["tool_calls", k, "id"] = ("input", i, "call_id")
+    return origins
 
 
 def _by_assistant(item: Item) -> bool:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from millrace_common.log import request_id
-from millrace_rpc.errors import MillraceError
+from millrace_rpc.errors import FieldError, MillraceError, Path
 from millrace_rpc.http_connection import Body, body_of
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from millrace_router.edge.http_answers import json_answer, named, read_body, received
+from millrace_router.edge.http_answers import json_answer, read_body, received, request_names
 from millrace_router.edge.json_shape import SHORT, TINY, shape
 from millrace_router.flow.ask import Ask
 from millrace_router.flow.inference import Answer, Inference
@@ -89,9 +90,19 @@ async def read_ask(inference: Inference, request: Request, kind: type[R], ask_of
     return wanted, replace(ask, large=True) if large else ask
 
 
+@contextlib.contextmanager
+def named(origins: Callable[[], Mapping[Path, Path]]) -> Iterator[None]:
+    """Let errors about a field name the field that it comes from, as `FieldError.renamed` does."""
+    try:
+        yield
+    except FieldError as error:
+        raise error.renamed(origins()) from error
+
+
 def translated(wanted: Translated) -> Ask:
-    with wanted.named():
-        return wanted.as_chat().ask(request_id.get(), wanted.ignored)
+    chat = wanted.as_chat()
+    with named(wanted.origins):
+        return chat.ask(request_id.get(), wanted.ignored)
 
 
 async def serve(
@@ -102,11 +113,25 @@ async def serve(
     stream: bool,
     named_fields: Names = contextlib.nullcontext,
 ) -> Response:
-    """`named_fields`: in which errors name the fields of the API."""
+    """`named_fields`: in which errors name the fields of the API that became chat."""
     if session_id := request.headers.get("x-session-id", ""):
-        ask = replace(ask, session_id=session_id)
+        origins = {**ask.origins, ("session_id",): ("x-session-id",)}
+        ask = replace(ask, session_id=session_id, origins=origins)
+
+    @contextlib.contextmanager
+    def names() -> Iterator[None]:
+        with named_fields(), named(lambda: ask.origins):
+            yield
+
+    with names():
+        return await _answer(inference, request, ask, form_of, stream, names)
+
+
+async def _answer(
+    inference: Inference, request: Request, ask: Ask, form_of: Callable[[Answer], Form], stream: bool, names: Names
+) -> Response:
     answer = await inference.generate(ask, "http")
-    form, headers = form_of(answer), named(answer.request_id)
+    form, headers = form_of(answer), request_names(answer.request_id)
     watcher = asyncio.create_task(_watch(request, answer.stream))
     with contextlib.ExitStack() as ends:
         ends.callback(watcher.cancel)
@@ -116,7 +141,7 @@ async def serve(
         beat = Heartbeat(inference.backend.config.connections.keep_alive, asyncio.get_running_loop())
         if (body := body_of(request.scope)) is not None:
             answer.stream.sink = _Direct(body, form, beat)
-        return _Sse(form, answer.stream, headers, beat, ends.pop_all(), named_fields)
+        return _Sse(form, answer.stream, headers, beat, ends.pop_all(), names)
 
 
 async def serve_translated(
@@ -127,8 +152,7 @@ async def serve_translated(
     def form(answer: Answer) -> Form:
         return form_of(wanted, answer, Reading(answer, inference.tokenizer))
 
-    with wanted.named():
-        return await serve(inference, request, ask, form, wanted.stream, wanted.named)
+    return await serve(inference, request, ask, form, wanted.stream, functools.partial(named, wanted.origins))
 
 
 async def _watch(request: Request, stream: Stream) -> None:

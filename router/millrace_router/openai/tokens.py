@@ -7,7 +7,8 @@ from millrace_router.flow.ask import Ask, Prompt
 from millrace_router.flow.inference import Inference
 from millrace_router.openai import objects
 from millrace_router.openai.chat import Arguments, Conversation, FunctionTool, Turn
-from millrace_router.openai.types import Items, Strict
+from millrace_router.openai.parsing import Items
+from millrace_router.openai.types import Strict
 
 
 class TokenizeRequest(Strict):
@@ -15,7 +16,9 @@ class TokenizeRequest(Strict):
 
     model: str = ""
     prompt: str | None = None
+    """Either this or `messages`."""
     messages: Items[Turn] | None = None
+    """As in chat, with the further inputs of the template."""
     tools: Items[FunctionTool] | None = None
     chat_template_kwargs: Arguments | None = None
 
@@ -24,7 +27,7 @@ class TokenizeRequest(Strict):
 
     def _prompt(self) -> Prompt:
         if (self.prompt is None) is (self.messages is None):
-            raise validate.invalid("prompt", "or messages is required, and not both")
+            raise validate.invalid("prompt", "or ", ("messages",), " is required, and not both")
         if self.prompt is not None:
             return self.prompt
         return Conversation(
@@ -35,7 +38,9 @@ class TokenizeRequest(Strict):
 class DetokenizeRequest(Strict):
     model: str = ""
     tokens: Items[int]
+    """Token ids."""
     keep_special_tokens: bool = True
+    """Special tokens are part of the text."""
 
 
 async def prompt_tokens(inference: Inference, ask: Ask) -> list[int]:

@@ -1,52 +1,53 @@
-"""Requests of the OpenAI API, and how they become an `Ask`. Types only: every limit is in flow/validate.py.
-
-Null means absent. Fields that clients send by habit and that cannot change the text are ignored (`IGNORED`); any
-other unknown field is refused, because ignoring it would silently give another answer than the client asked for.
-"""
+"""Requests of the OpenAI API, and how they become an `Ask`. Types only: every limit is in flow/validate.py."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from millrace.v1 import common_pb2
 from millrace_common.grammar import text as grammar_text
-from millrace_common.reasons import Reason
-from millrace_common.sampling_limits import NUMBERS
-from millrace_rpc.errors import MillraceError
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from millrace_common.sampling_limits import MAX_LOGIT_BIAS, NUMBERS
+from millrace_rpc.errors import Path
+from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationError, WrapValidator
 
 from millrace_router.flow.ask import Ask, Chat, Prompt
 from millrace_router.flow.validate import invalid
+from millrace_router.openai.parsing import (
+    HABITS,
+    Boolean,
+    Items,
+    Known,
+    Object,
+    OneOf,
+    String,
+    at_most,
+    chosen,
+    explained,
+    json_object,
+    kind,
+)
 
 T = TypeVar("T")
-Items = Annotated[list[T], Field(fail_fast=True)]  # only the first mistake is reported: a body may hold a million
-MISTAKES = 100  # of a request; larger ones are not checked in detail
-
-
+REQUEST_ID: Path = ("x-request-id",)  # the header
 DEEP = ("messages", "output_config", "response_format", "text", "tools")  # fields that hold JSON values of any form
 
 
-class Nullable(BaseModel):
-    """Clients send objects of their own types back with null in every field that the answer did not have."""
+class Strict(Known):
+    """A field that is neither a type's own nor ignored is refused."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, values: Any) -> Any:
-        if isinstance(values, dict) and None in values.values():
-            return {name: value for name, value in values.items() if value is not None}
-        return values
+    model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class Strict(Nullable):
-    """Of a whole request some fields are ignored, and some are refused with a reason."""
+class Request(Strict):
+    """A whole request."""
 
-    IGNORED: ClassVar[frozenset[str]] = frozenset(
+    IGNORED: ClassVar = HABITS | frozenset(
         {"metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier"}
         | {"service_tier", "store", "verbosity"}
     )
-    UNSUPPORTED: ClassVar[Mapping[str, str]] = {  # by name, with the reason or what to do instead
+    UNSUPPORTED: ClassVar = {
         "audio": "only text is generated",
         "echo": "the prompt is not part of the answer",
         "function_call": "use tool_choice",
@@ -57,36 +58,44 @@ class Strict(Nullable):
         "web_search_options": "the model has no network",
     }
 
-    model_config = ConfigDict(extra="forbid", strict=True)
-
 
 class StreamOptions(Strict, frozen=True):  # pydantic copies a default that may change with every request
     include_usage: bool = False
-    continuous_usage_stats: bool = False  # an extension: every chunk has the usage so far
+    """A last chunk has the usage."""
+    continuous_usage_stats: bool = False
+    """Beyond OpenAI, with `include_usage`: every chunk has the usage so far."""
     include_obfuscation: Literal[False] = False
+    """Nothing is obfuscated."""
 
 
 class JsonSchema(Strict):
     """`schema` absent: any JSON object. `strict` changes nothing: the output always satisfies the schema."""
 
     name: str = ""
+    """Changes nothing."""
     description: str | None = None
-    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    """Changes nothing."""
+    schema_: OneOf[Object | Boolean] | None = Field(None, alias="schema")
+    """Absent: any JSON object. At most 64 KB and 64 levels."""
     strict: bool | None = None
+    """Changes nothing: the output always satisfies the schema."""
 
 
 class ResponseFormat(Strict, frozen=True):
     """`regex` is an extension: the pattern that the whole output matches."""
 
     type: Literal["text", "json_object", "json_schema", "regex"] = "text"
+    """The output follows the grammar. `regex` is beyond OpenAI."""
     json_schema: JsonSchema | None = None
+    """With type `json_schema`. V3.2 sees the schema in its prompt."""
     regex: str | None = None
+    """With type `regex`: the pattern of the whole output, at most 4 KB."""
 
     def grammar(self) -> common_pb2.Grammar | None:
         for field in ("json_schema", "regex"):
             if (getattr(self, field) is not None) is not (self.type == field):
                 needed = "is required" if self.type == field else "has no meaning"
-                raise invalid("response_format", f".{field} {needed} with type {self.type}")
+                raise invalid(("response_format", field), f"{needed} with type {self.type}")
         if self.type == "text":
             return None
         if self.type == "regex":
@@ -102,38 +111,63 @@ class ResponseFormat(Strict, frozen=True):
         return {"type": "json_object"} if schema is None else schema
 
 
-class Common(Strict):
+class Common(Request):
     """The fields of both endpoints. The fields after `response_format` are extensions."""
 
-    model: str = ""  # empty: the served one
+    model: str = ""
+    """Empty or absent: the served one. Another name: 404."""
     temperature: float | None = None
     top_p: float | None = None
     n: int = 1
-    stop: str | Items[str] | None = None
+    """1 to 16 (`limits.n`). Continuation i uses seed + i."""
+    stop: OneOf[String | Items[str]] | None = None
+    """At most 16 (`limits.stop`) of 1 to 256 characters. The content is cut before the first complete one. Thoughts,
+    tool calls and the marks around them have none, and none goes across them; in completions all of the text is
+    content. Tokens count, and have logprobs, up to the one with which the cut is certain.
+    """
     seed: int | None = None
+    """Drawn when absent."""
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] = {}
+    logit_bias: Annotated[dict[str, float], at_most(MAX_LOGIT_BIAS)] = Field({})
+    """By token id, each from -100 to 100. At most 1,024 entries."""
     max_tokens: int | None = None
+    """Absent: the rest of the context. With the prompt within the context."""
     stream: bool = False
-    user: str = ""  # the session, unless the header x-session-id names one
+    """The answer comes as server-sent events. An error after the first one is an event."""
+    user: str = ""
+    """The session, unless the header x-session-id names one. At most 512 characters."""
     stream_options: StreamOptions = StreamOptions()
     response_format: ResponseFormat = ResponseFormat()
-    guided_regex: str | None = None  # short for response_format of type regex
+    """Not with `ignore_eos` or `min_tokens`."""
+    guided_regex: str | None = None
+    """Beyond OpenAI: short for the `regex` format."""
     top_k: int | None = None
+    """Beyond OpenAI."""
     min_p: float | None = None
+    """Beyond OpenAI."""
     repetition_penalty: float | None = None
+    """Beyond OpenAI."""
     min_tokens: int | None = None
+    """Beyond OpenAI. At most `max_tokens`."""
     ignore_eos: bool = False
-    stop_token_ids: Items[int] = []
+    """Beyond OpenAI: the end token does not end the output."""
+    stop_token_ids: Items[int] = Field([])
+    """Beyond OpenAI. At most 64 token ids that end the output."""
     keep_special_tokens: bool = False
+    """Beyond OpenAI: special tokens stay in the text."""
     priority: int = 0
-    timeout_s: float | None = None  # the deadline that gRPC clients set on the call
+    """Beyond OpenAI: the place in the queue, higher first."""
+    timeout_s: float | None = None
+    """Beyond OpenAI: the deadline in seconds, which gRPC clients set on the call. See [numbers](#numbers)."""
 
     def as_ask(self, prompt: Prompt, request_id: str, max_tokens: int | None, logprobs: int | None) -> Ask:
         given = {"max_tokens": max_tokens, "logprobs": logprobs}
         numbers = {name: getattr(self, name) for name in NUMBERS if name not in given} | given
-        grammar, grammar_param = self._grammar()
+        grammar, origin = self._grammar()
+        origins: dict[Path, Path] = {("grammar",): (origin,), ("session_id",): ("user",), ("request_id",): REQUEST_ID}
+        if isinstance(self.stop, str):
+            origins["stop", 0] = ("stop",)
         return Ask(
             model=self.model,
             prompt=prompt,
@@ -142,7 +176,6 @@ class Common(Strict):
             stop_token_ids=self.stop_token_ids,
             ignore_eos=self.ignore_eos,
             grammar=grammar,
-            grammar_param=grammar_param,
             stop=[self.stop] if isinstance(self.stop, str) else self.stop or [],
             n=self.n,
             priority=self.priority,
@@ -151,6 +184,7 @@ class Common(Strict):
             message=isinstance(prompt, Chat),
             keep_special_tokens=self.keep_special_tokens,
             timeout_s=self.timeout_s,
+            origins=origins,
         )
 
     def _grammar(self) -> tuple[common_pb2.Grammar | None, str]:
@@ -158,25 +192,44 @@ class Common(Strict):
         if self.guided_regex is None:
             return grammar, "response_format"
         if grammar is not None:
-            raise invalid("guided_regex", "cannot be combined with response_format")
+            raise invalid("guided_regex", "cannot be combined with ", ("response_format",))
         return common_pb2.Grammar(regex=self.guided_regex), "guided_regex"
 
 
+def _kind_of_prompt(value: Any) -> str:
+    first = value[0] if isinstance(value, list) and value else None
+    if isinstance(first, list):
+        return "an array of arrays"
+    return "an array of strings" if isinstance(first, str) else kind(value)
+
+
+Texts = Annotated[list[str], Field(fail_fast=True), Tag("an array of strings")]
+Prompts = Annotated[list[Items[int]], Field(fail_fast=True), Tag("an array of arrays")]
+
+
 class CompletionRequest(Common):
-    prompt: str | Items[int] | Items[str]
+    prompt: Annotated[String | Items[int] | Texts | Prompts, Discriminator(_kind_of_prompt), WrapValidator(chosen)]
+    """A text, token ids, or an array with one of either."""
     logprobs: int | None = None
+    r"""Of the distribution before all changes to it. A part of a character is `bytes:\xe2\x80`; `text_offset` is
+    where its character begins, in the text before a cut. The sampled token is among the alternatives. An alternative
+    whose text another one has is `token_id:5`.
+    """
     best_of: Literal[1] = 1
 
     def ask(self, request_id: str) -> Ask:
-        return self.as_ask(self._one_prompt(), request_id, self.max_tokens, self.logprobs)
+        prompt, origin = self._one_prompt()
+        ask = self.as_ask(prompt, request_id, self.max_tokens, self.logprobs)
+        return replace(ask, origins={**ask.origins, ("prompt",): origin})
 
-    def _one_prompt(self) -> str | list[int]:
+    def _one_prompt(self) -> tuple[str | list[int], Path]:
+        """The prompt, and where it is."""
         if isinstance(self.prompt, str):
-            return self.prompt
-        texts = [item for item in self.prompt if isinstance(item, str)]
-        if len(texts) > 1:
-            raise invalid("prompt", f"must be one prompt, not a list of {len(texts)}")
-        return texts[0] if texts else [item for item in self.prompt if isinstance(item, int)]
+            return self.prompt, ("prompt",)
+        several = [item for item in self.prompt if not isinstance(item, int)]
+        if len(several) > 1:
+            raise invalid("prompt", f"must be one prompt, not a list of {len(several)}")
+        return (several[0], ("prompt", 0)) if several else (cast("list[int]", self.prompt), ("prompt",))
 
 
 R = TypeVar("R", bound=Strict)
@@ -184,52 +237,18 @@ R = TypeVar("R", bound=Strict)
 
 def parse(model: type[R], body: bytes) -> R:
     """Raises INVALID_ARGUMENT for anything but a well-formed request of this type."""
-    try:
-        values: Any = json.loads(body.decode())
-    except UnicodeDecodeError as error:
-        raise MillraceError(Reason.INVALID_ARGUMENT, f"the body is not valid UTF-8: {error}") from error
-    except (ValueError, RecursionError) as error:
-        raise MillraceError(Reason.INVALID_ARGUMENT, f"the body is not valid JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise MillraceError(Reason.INVALID_ARGUMENT, "the body must be a JSON object")
-    if isinstance(values.get("prompt"), list) and len(values["prompt"]) == 1 and isinstance(values["prompt"][0], list):
-        values["prompt"] = values["prompt"][0]
-    for name, why in model.UNSUPPORTED.items():
-        if values.pop(name, None):
-            raise invalid(name, f"is not supported: {why}")
+    values = json_object(body)
     for name in DEEP:
         if grammar_text.deeper_than(values.get(name), 2 * grammar_text.MAX_DEPTH):
             raise invalid(name, f"is nested more than {2 * grammar_text.MAX_DEPTH} deep")
-    given = {name: value for name, value in values.items() if value is not None and name not in model.IGNORED}
     try:
-        request = model.model_validate(given)
+        return model.model_validate(values)
     except ValidationError as error:
-        raise _explain(error) from error
-    if b"\\ud" in body or b"\\uD" in body:  # JSON can spell lone surrogates, which no UTF-8 text contains
-        for name, value in given.items():
-            try:
-                json.dumps(value, ensure_ascii=False).encode()
-            except UnicodeEncodeError:
-                raise invalid(name, "is not valid UTF-8") from None
-    return request
-
-
-def _explain(error: ValidationError) -> MillraceError:
-    if error.error_count() > MISTAKES:
-        return MillraceError(Reason.INVALID_ARGUMENT, f"{error.error_count()} fields are unknown or not of their type")
-    problems = error.errors()
-    problem = next((problem for problem in problems if problem["type"] == "literal_error"), problems[0])  # says more
-    param = str(problem["loc"][0])
-    where = ".".join(str(part) for part in problem["loc"] if not str(part).endswith("]"))
-    text = {
-        "extra_forbidden": f"unknown or unsupported field {where}",
-        "missing": f"{where} is required",
-    }.get(problem["type"], f"{where}: {problem['msg']}")
-    return MillraceError(Reason.INVALID_ARGUMENT, text, param=param)
+        raise explained(error) from error
 
 
 def _token_id(key: str) -> int:
     try:
         return int(key)
     except ValueError:
-        raise invalid("logit_bias", f": {key!r} is not a token id") from None
+        raise invalid(("logit_bias", key), "is not a token id") from None

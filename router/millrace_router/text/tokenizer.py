@@ -17,9 +17,8 @@ import jinja2
 import jinja2.sandbox
 from millrace.v1 import common_pb2
 from millrace_common.config import ConfigError
-from millrace_common.reasons import Reason
 from millrace_common.tokenizer_file import CONFIG, byte_characters, load_tokenizer
-from millrace_rpc.errors import MillraceError
+from millrace_rpc.errors import FieldError
 from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders
 
@@ -110,7 +109,7 @@ class Tokenizer:
         `arguments` are its own, for example `thinking` of DeepSeek V3.1.
         """
         if self._template is None:
-            raise MillraceError(Reason.INVALID_ARGUMENT, "the model has no chat template", param="messages")
+            raise FieldError("messages", "cannot be used: the model has no chat template")
         if self.format.style is Style.KIMI:
             messages = with_ids(messages)
         messages = [self._shown_as(turn) for turn in messages]
@@ -125,8 +124,7 @@ class Tokenizer:
                 add_generation_prompt=True,
             )
         except REFUSALS as error:
-            message = f"the chat template refused the messages: {error}"
-            raise MillraceError(Reason.INVALID_ARGUMENT, message, param="messages") from error
+            raise FieldError("messages", f"cannot be used: the chat template refused the messages: {error}") from error
 
     def _shown_as(self, turn: Mapping[str, Any]) -> dict[str, Any]:
         role = "system" if turn["role"] == "developer" else turn["role"]
