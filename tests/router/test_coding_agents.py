@@ -301,14 +301,14 @@ async def test_items_without_which_the_model_would_miss_something_are_refused(
     made = await serve("v31")
     answer = await made.http.post("/v1/responses", json={"input": [text("user", "x"), item]})
     error = answer.json()["error"]
-    assert answer.status_code == 400 and error["param"] == "input" and item["type"] in error["message"]
+    assert answer.status_code == 400 and error["param"] == "input[1].type" and item["type"] in error["message"]
 
 
 async def test_strict_tools_refuses_what_hosted_tools_did(serve: Callable) -> None:
     made = await serve("v31", strict_tools=True)
     answer = await made.http.post("/v1/responses", json={"input": [text("user", "x"), {"type": "web_search_call"}]})
     error = answer.json()["error"]
-    assert answer.status_code == 400 and error["param"] == "input"
+    assert answer.status_code == 400 and error["param"] == "input[1].type"
     assert error["message"].startswith("input[1].type 'web_search_call'")
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import FieldError, MillraceError, Path
@@ -41,8 +41,10 @@ RESTS = {  # of sentences about a mistake, by pydantic's name for it
     "bool_type": "must be a boolean",
     "dict_type": "must be an object",
     "float_type": "must be a number",
+    "greater_than_equal": "must be at least {ge}",
     "int_from_float": "must be an integer",
     "int_type": "must be an integer",
+    "less_than_equal": "must be at most {le}",
     "list_type": "must be an array",
     "literal_error": "must be {expected}",
     "missing": "is required",
@@ -145,6 +147,9 @@ class Known(BaseModel):
             if given.pop(name, None):
                 raise mistake(f"is not supported: {why}", name)
         if cls.model_config.get("extra") == "forbid" and (unknown := given.keys() - _names(cls)):
+            kind, ours = given.get("type"), _types(cls)
+            if ours and kind is not None and kind not in ours:  # which says more than the fields of the other type
+                return {name: value for name, value in given.items() if name not in unknown}
             raise mistake("is unknown or not supported", next(name for name in given if name in unknown))
         return given
 
@@ -167,6 +172,13 @@ class Known(BaseModel):
 @functools.cache
 def _names(model: type[Known]) -> frozenset[str]:
     return frozenset(field.alias or name for name, field in model.model_fields.items())
+
+
+@functools.cache
+def _types(model: type[Known]) -> tuple[Any, ...]:
+    """The values of a field `type` that has only some."""
+    field = model.model_fields.get("type")
+    return get_args(field.annotation) if field is not None else ()
 
 
 def at_most(most: int) -> BeforeValidator:

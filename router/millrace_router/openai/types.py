@@ -215,7 +215,8 @@ class CompletionRequest(Common):
     where its character begins, in the text before a cut. The sampled token is among the alternatives. An alternative
     whose text another one has is `token_id:5`.
     """
-    best_of: Literal[1] = 1
+    best_of: int = Field(1, ge=1, le=1)
+    """Ask for `n` and choose."""
 
     def ask(self, request_id: str) -> Ask:
         prompt, origin = self._one_prompt()
