@@ -118,8 +118,9 @@ def alone() -> dict[int, list[int]]:
     "config", [{}, {"num_pages": 18, "prefix_cache": False}, {"num_pages": 18, "overlap": False}, {"max_running": 2}]
 )
 def test_the_same_text_in_every_schedule(alone: dict[int, list[int]], config: dict[str, object]) -> None:
+    """The second time all grammars are compiled, so that all requests run together."""
     engine = tiny_engine(**config)
-    assert run(engine, REQUESTS) == alone
+    assert run(engine, REQUESTS) == alone and run(engine, REQUESTS) == alone
     assert (engine.load().preemptions > 0) is (config.get("num_pages") == 18)
     engine.close()
 
