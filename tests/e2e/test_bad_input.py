@@ -93,7 +93,7 @@ async def test_malformed_http(cluster: LocalCluster) -> None:
             assert answer.json()["error"]["message"]
         answer = await http.post("/v1/chat/completions", json={"messages": [{"role": "king", "content": "x"}]})
         assert answer.status_code == 400 and "role" in answer.json()["error"]["message"]
-        big = await http.post("/v1/completions", json={"prompt": "x" * (20 << 20)})
+        big = await http.post("/v1/completions", json={"prompt": "x" * (12 << 20)})
         assert big.status_code == 413
 
 

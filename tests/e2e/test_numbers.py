@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
@@ -18,6 +19,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from millrace.v1 import admin_pb2, common_pb2, decode_pb2, inference_pb2, kv_pb2, prefill_pb2, worker_pb2
 from millrace_cli.cluster import ClusterSpec, LocalCluster
+from millrace_common.page_hash import BLOCK_BYTES
 from millrace_common.reasons import Reason
 from millrace_rpc.client import channel
 from millrace_rpc.errors import MillraceError, from_rpc_error
@@ -102,7 +104,7 @@ async def test_every_number_over_http(cluster: LocalCluster) -> None:
             assert 200 <= answer.status_code < 300 or 400 <= answer.status_code < 500, where
             if answer.status_code >= 400 and answer.status_code != 408 and literal not in UNREADABLE:
                 error = answer.json()["error"]
-                named = {str(error.get("param")), *error["message"].replace(".", " ").replace(":", " ").split()}
+                named = set(re.findall(r"\w+", f"{error.get('param')} {error['message']}"))
                 assert named & set(leaf.names), where
 
         await at_once(ask(path, leaf, literal) for path, leaf in leaves for literal in LITERALS)
@@ -299,7 +301,7 @@ async def test_every_number_of_the_other_services_of_workers(cluster: LocalClust
                             request.open.id.room, request.open.epoch = 5, source.epoch
                             request.open.fingerprint = source.fingerprint
                             if "prefix" in leaf.names:
-                                request.open.prefix.blocks.append(7)
+                                request.open.prefix.blocks.append(bytes(BLOCK_BYTES))
                         if method.name == "Abort":
                             request.id.room = 5
                         request.MergeFrom(leaf.message)

@@ -52,9 +52,9 @@ async def check(made: Cluster, folder: Path, given: Any, wanted: Any) -> None:
     choice = "auto" if given == ENDLESS else named
     for path, body, where in (
         ("chat/completions", messages | {"tool_choice": choice, "tools": [{"type": "function", "function": function}]},
-         "tools.0.function.parameters"),
-        ("responses", {"input": "x", "tools": [{"type": "function", **function}]}, "tools.0.parameters"),
-        ("messages", messages | {"tools": [{"name": "f", "input_schema": given}]}, "tools.0.input_schema"),
+         "tools[0].function.parameters"),
+        ("responses", {"input": "x", "tools": [{"type": "function", **function}]}, "tools[0].parameters"),
+        ("messages", messages | {"tools": [{"name": "f", "input_schema": given}]}, "tools[0].input_schema"),
     ):  # fmt: skip
         say(made, v31(("f", "{}")))
         answer = await made.http.post(f"/v1/{path}", json=body)

@@ -245,9 +245,9 @@ async def refusal(worker: Worker) -> Reason:
     """Why no link opens. Where a server ends a stream that is being written to, gRPC may say no more than that it is
     broken: then another try, as a router makes.
     """
-    reason = Reason.WORKER_LOST
+    reason = Reason.TRANSFER_FAILED
     async with asyncio.timeout(5):
-        while reason is Reason.WORKER_LOST:
+        while reason in (Reason.WORKER_LOST, Reason.TRANSFER_FAILED):
             with pytest.raises(MillraceError) as caught:
                 async with FakeLink(worker):
                     pass
