@@ -91,7 +91,9 @@ async def test_http(cluster: LocalCluster) -> None:
 
         return run
 
-    await for_a_while(cluster, "http", [fuzz(one, mode) for mode in GenerationMode for one in operations])
+    wrong = [one for one in operations if one.method == "post"]  # what has no body has nothing to be wrong
+    rounds = [(GenerationMode.POSITIVE, operations), (GenerationMode.NEGATIVE, wrong)]
+    await for_a_while(cluster, "http", [fuzz(one, mode) for mode, some in rounds for one in some])
 
 
 async def test_bodies_over_http(cluster: LocalCluster) -> None:
