@@ -8,6 +8,7 @@ import enum
 import ipaddress
 import json
 import operator
+import re
 import uuid
 from collections.abc import Iterator
 from decimal import Decimal
@@ -18,7 +19,7 @@ from grammar.texts import allows, drawn, refusal, schema
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
-from millrace_common.grammar import pattern
+from millrace_common.grammar import keywords, pattern
 from millrace_common.grammar.source import GrammarError
 from millrace_serve.engine.core import Grammar, GrammarKind
 from millrace_serve.engine.grammar.llguidance_compiler import LlguidanceCompiler
@@ -133,6 +134,13 @@ def test_what_must_not_come(given: dict[str, Any], text: str) -> None:
     ("given", "pointer"),
     [
         ({"const": 2**53}, "#/const"),
+        ({"type": "integer", "minimum": 2**63}, "#/minimum"),
+        ({"type": "number", "maximum": 2**63}, "#/maximum"),
+        ({"type": "string", "minLength": 100_001}, "#/minLength"),
+        ({"type": "string", "maxLength": -1}, "#/maxLength"),
+        ({"type": "integer", "minimum": 3, "maximum": 2}, "#"),
+        ({"type": "string", "minLength": 3, "pattern": "^a?$"}, "#"),
+        ({"not": {"title": "all"}}, "#"),
         ({"const": "a\x00"}, "#/const"),
         ({"allOf": [{"multipleOf": 65537}, {"multipleOf": 65539}]}, "#/allOf/0/multipleOf"),
         ({"prefixItems": [{}], "additionalItems": False}, "#/additionalItems"),
@@ -153,6 +161,51 @@ def test_refusals_say_where(given: Any, pointer: str) -> None:
     with pytest.raises(GrammarError) as caught:
         schema(given)
     assert str(caught.value).startswith(f"at {pointer}: ")
+
+
+@pytest.mark.parametrize(
+    ("given", "yes", "no"),
+    [
+        ({"anyOf": [{"not": {}}, {"type": "string"}]}, '"a"', "1"),
+        ({"properties": {"a": {"not": True}}}, '{"b": 1}', '{"a": 1}'),
+        ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, str(2**62 + 1), str(2**63)),
+        ({"type": "integer", "minimum": 0, "maximum": 2**64 - 1}, str(2**63 - 1024), "-1"),
+        ({"type": "integer", "exclusiveMinimum": 2**53, "maximum": 1e300}, str(2**53 + 2), str(2**53)),
+        ({"type": "string", "maxLength": 10**6}, '"a"', "1"),
+        ({"type": "array", "maxItems": 10**9}, "[1]", "1"),
+        ({"type": "string", "pattern": "^(?P<year>\\d{4})$"}, '"2024"', '"24"'),
+    ],
+)  # fmt: skip
+def test_schemas_that_generators_write(given: dict[str, Any], yes: str, no: str) -> None:
+    grammar = schema(given)
+    assert allows(grammar, yes)
+    assert not allows(grammar, no)
+
+
+WHOLE = st.sampled_from([2**53, 2**60, 2**62, 2**63, 2**64, 10**30, 0]).flatmap(
+    lambda x: st.tuples(st.sampled_from([x, -x]), st.sampled_from([0, 1, -1, 2, 511, -1023, 1024, -1025])).map(sum)
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(least=WHOLE, most=WHOLE, value=WHOLE, excluded=st.booleans())
+def test_large_whole_numbers_near_their_bounds(least: int, most: int, value: int, excluded: bool) -> None:
+    names = ("exclusiveMinimum", "exclusiveMaximum") if excluded else ("minimum", "maximum")
+    try:
+        grammar = schema({"type": "integer", **dict(zip(names, (least, most), strict=True))})
+    except GrammarError:
+        return
+    if allows(grammar, str(value)):
+        assert least + excluded <= value <= most - excluded
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=st.text("a.'-_@1", max_size=9).map(lambda text: text + "@b.co") | st.text("a.-@", max_size=9))
+@pytest.mark.parametrize("expression", keywords._WITHOUT_LOOK_AHEAD)
+def test_patterns_without_look_ahead(expression: str, text: str) -> None:
+    text = text.replace("a", "7").replace("@", "") if "\\d" in expression else text
+    same = keywords._WITHOUT_LOOK_AHEAD[expression]
+    assert bool(re.search(expression, text)) is bool(re.search(same, text))
 
 
 VALUES = st.one_of(

@@ -32,10 +32,16 @@ NOT_SUPPORTED = frozenset(
     ["not", "if", "then", "else", "contains", "minContains", "maxContains", "unevaluatedItems", "unevaluatedProperties"]
 ) | {"$recursiveRef", "$dynamicRef"}
 MOST_DIGITS, LARGEST = 15, 2**53 - 1
+LARGEST_BOUND = 2**63 - 1024  # of whole numbers: the largest that 64 bits and a double hold
 MAX_MULTIPLES = 32  # different values of multipleOf in a schema
 MAX_MULTIPLE = 10_000  # digits of multipleOf as a whole number: an automaton has as many states
-# What pydantic writes for Decimal has a look-ahead: not without a digit.
-_DECIMAL = {r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?(?:\d+\.?\d*|\.\d+)$"}
+# Patterns with look-ahead that libraries write, and the same without it.
+_WITHOUT_LOOK_AHEAD = {
+    r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?(?:\d+\.?\d*|\.\d+)$",  # Decimal of pydantic
+    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$": (  # of zod
+        r"^(?:[A-Za-z0-9_'+-]+\.)*[A-Za-z0-9_'+-]*[A-Za-z0-9_+-]@(?:[A-Za-z0-9][A-Za-z0-9-]*\.)+[A-Za-z]{2,}$"
+    ),
+}
 
 
 class Unusable(ValueError):
@@ -60,16 +66,21 @@ def says_nothing(key: str, value: Any, given: Mapping[str, Any]) -> bool:
         case "if":
             return "then" not in given and "else" not in given
         case "then" | "else":
-            return "if" not in given or value is True or value == {}
+            return "if" not in given or allows_all(value)
         case "minContains" | "maxContains":
             return "contains" not in given
         case "contains":
             return given.get("minContains") == 0 and "maxContains" not in given
         case "unevaluatedProperties":  # schema.py says false as additionalProperties where that is the same
-            return value is True or value == {} or value is False or "additionalProperties" in given
+            return allows_all(value) or value is False or "additionalProperties" in given
         case "unevaluatedItems":
-            return value is True or value == {} or ("items" in given and not isinstance(given["items"], list))
+            return allows_all(value) or ("items" in given and not isinstance(given["items"], list))
     return False
+
+
+def allows_all(schema: Any) -> bool:
+    """Whether every value satisfies the schema because it says nothing."""
+    return schema is True or (isinstance(schema, dict) and not MEANING.keys() & schema)
 
 
 def types(given: Mapping[str, Any], at: str, refused: Callable[[str, str], Exception]) -> set[str]:
@@ -89,11 +100,14 @@ def sizes(given: Mapping[str, Any], made: dict[str, Any], *names: str) -> None:
 
 
 def _count(value: Any, name: str) -> int:
+    """A larger maximum is the largest count."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= pattern.MAX_COUNT:
-        raise Unusable((name,), f"must be a whole number from 0 to {pattern.MAX_COUNT}")
-    return value
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise Unusable((name,), "must be a whole number, 0 or more")
+    if value > pattern.MAX_COUNT and not name.startswith("max"):
+        raise Unusable((name,), f"must be at most {pattern.MAX_COUNT}")
+    return min(value, pattern.MAX_COUNT)
 
 
 def strings(given: Mapping[str, Any], made: dict[str, Any], at: str) -> None:
@@ -122,7 +136,7 @@ def searched(text: Any, *path: str) -> str:
     if not isinstance(text, str):
         raise Unusable(path, "must be a regular expression")
     try:
-        return f"^(?:{pattern.searched(_DECIMAL.get(text, text))})$"
+        return f"^(?:{pattern.searched(_WITHOUT_LOOK_AHEAD.get(text, text))})$"
     except pattern.PatternError as error:
         raise Unusable(path, str(error)) from error
 
@@ -149,13 +163,13 @@ def numbers(given: Mapping[str, Any], made: dict[str, Any], at: str, *, exact: b
         bounds = []
         excluded = given.get(other)
         if name in given and excluded is not True:
-            bounds.append(number(given[name], name))
+            bounds.append(_bound(given[name], name, exact))
         if excluded is True and name in given:  # as in draft 4
-            bounds.append(_beyond(number(given[name], name), sign, exact))
+            bounds.append(_beyond(_bound(given[name], name, exact), sign, exact))
         elif excluded is not None and not isinstance(excluded, bool):
-            bounds.append(_beyond(number(excluded, other), sign, exact))
+            bounds.append(_beyond(_bound(excluded, other, exact), sign, exact))
         if bounds:
-            made[name] = _json(max(bounds) if sign > 0 else min(bounds))
+            made[name] = _json(_held(max(bounds) if sign > 0 else min(bounds), sign, name))
     if "multipleOf" in given:
         value = number(given["multipleOf"], "multipleOf")
         if value <= 0:
@@ -163,6 +177,24 @@ def numbers(given: Mapping[str, Any], made: dict[str, Any], at: str, *, exact: b
         if not multiples.add(value):
             raise Unusable(("multipleOf",), "has too many digits, alone or with the others of the schema")
         made["multipleOf"] = _json(value)
+
+
+def _bound(value: Any, name: str, exact: bool) -> Decimal:
+    """Bounds of whole numbers may be of any size."""
+    if exact and isinstance(value, int | float) and not isinstance(value, bool) and LARGEST < abs(value) < math.inf:
+        return Decimal(value)
+    return number(value, name)
+
+
+def _held(bound: Decimal, sign: int, name: str) -> Decimal:
+    """The bound, or the next whole number inside it that a double and 64 bits hold."""
+    if abs(bound) <= LARGEST:
+        return bound
+    if sign * bound > LARGEST_BOUND:
+        raise Unusable((name,), "leaves only whole numbers of more than 64 bits")
+    bound = sign * max(sign * bound, Decimal(-LARGEST_BOUND))
+    near = float(bound)
+    return Decimal(near if sign * (Decimal(near) - bound) >= 0 else math.nextafter(near, sign * math.inf))
 
 
 def number(value: Any, *path: str) -> Decimal:

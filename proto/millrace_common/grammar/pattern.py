@@ -24,7 +24,7 @@ _CLASSES = {
 }
 _CONTROLS = {"t": 0x9, "n": 0xA, "v": 0xB, "f": 0xC, "r": 0xD}
 _QUANTIFIER = re.compile(r"([*+?]|\{(\d+)(,(\d*))?\})\??")
-_GROUP = re.compile(r"\((\?:|\?<[A-Za-z_$][\w$]*>|(?!\?))")
+_GROUP = re.compile(r"\((\?:|\?P?<[A-Za-z_$][\w$]*>|(?!\?))")
 _HEX = re.compile(r"x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})(?:\\u([0-9A-Fa-f]{4}))?|u\{([0-9A-Fa-f]{1,6})\}")
 _PROPERTY = re.compile(r"[pP]\{[A-Za-z_]+(=[A-Za-z_]+)?\}")
 

@@ -97,6 +97,8 @@ class _Normal:
         given = {key: item for key, item in value.items() if key in keywords.MEANING}
         if "$ref" in given and self._draft <= 7:
             given = {"$ref": given["$ref"]}  # what stands beside it has no meaning in these drafts
+        if keywords.allows_all(given.get("not", False)):
+            return False
         self._check(given, at)
         self._count_patterns(given, at)
         made: dict[str, Any] = {}

@@ -91,7 +91,8 @@ def compiles(made: str) -> str:
     matcher = llguidance.LLMatcher(_bytes(), lark(made), limits=LIMITS, log_level=0)
     if not matcher.is_error():
         matcher.compute_bitmask()
-    return clear(matcher.get_error())
+    message = clear(matcher.get_error())
+    return "it allows no text" if message == "NoExtensionBias" else message
 
 
 def clear(message: str) -> str:
