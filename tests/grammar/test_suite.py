@@ -16,7 +16,7 @@ from grammar.texts import allows, schema
 from millrace_common.grammar.source import GrammarError
 
 SUITE = [json.loads(line) for line in Path(__file__).with_name("json_schema_test_suite.jsonl").open(encoding="utf-8")]
-COUNTS = {"draft2020-12": (245, 193, 50), "draft7": (205, 106, 30)}  # compiled, refused, allowed instances that are not
+COUNTS = {"draft2020-12": (246, 192, 50), "draft7": (205, 106, 30)}  # compiled, refused, allowed instances that are not
 NARROWER = {  # files of the suite whose schemas allow less than they say, and why
     "format": "known formats are enforced",
     "optional/format": "leap seconds, quoted and literal addresses, long hosts and punycode are left out",

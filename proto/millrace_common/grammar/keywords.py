@@ -67,10 +67,8 @@ def says_nothing(key: str, value: Any, given: Mapping[str, Any]) -> bool:
             return "then" not in given and "else" not in given
         case "then" | "else":
             return "if" not in given or allows_all(value)
-        case "minContains" | "maxContains":
-            return "contains" not in given
-        case "contains":
-            return given.get("minContains") == 0 and "maxContains" not in given
+        case "contains" | "minContains" | "maxContains":
+            return "contains" not in given or (given.get("minContains") == 0 and "maxContains" not in given)
         case "unevaluatedProperties":  # schema.py says false as additionalProperties where that is the same
             return allows_all(value) or value is False or "additionalProperties" in given
         case "unevaluatedItems":

@@ -62,7 +62,7 @@ class _Normal:
         disjoint = Disjoint(lambda reference: self._defs[reference.removeprefix("#/$defs/")])
         for one_of, at in self._one_ofs:
             options = one_of.pop("oneOf")
-            if not disjoint.all(options):
+            if not disjoint.all([_within(one_of, option) for option in options]):
                 raise Refused(
                     below(at, "oneOf"),
                     "two options may hold at once; only options that exclude each other by type, const, enum or a "
@@ -302,6 +302,14 @@ def _and(schema: dict[str, Any], key: str, value: Any) -> None:
         schema.setdefault("allOf", []).append({key: value})
     else:
         schema[key] = value
+
+
+def _within(schema: dict[str, Any], option: Schema) -> Schema:
+    """The option with the type and the required properties of the schema that has it."""
+    if not isinstance(option, dict):
+        return option
+    needed = [*schema.get("required", ()), *option.get("required", ())]
+    return {"type": schema.get("type", list(TYPES)), **option, "required": needed}
 
 
 def _dialect(schema: Any, at: str) -> int:
