@@ -182,6 +182,7 @@ def test_refusals_say_where(given: Any, pointer: str) -> None:
         ({"type": "integer", "minimum": 0, "maximum": 2**64 - 1}, str(2**63 - 1024), "-1"),
         ({"type": "integer", "exclusiveMinimum": 2**53, "maximum": 1e300}, str(2**53 + 2), str(2**53)),
         ({"type": "string", "maxLength": 10**6}, '"a"', "1"),
+        ({"type": "object", "propertyNames": {"type": ["string", "null"]}}, '{"a": 1}', "1"),
         ({"contains": {}, "minContains": 0, "type": "array"}, "[]", "1"),
         (
             {"type": "object", "oneOf": [{"properties": {"k": {"const": k}}, "required": ["k"]} for k in "ab"]},

@@ -205,9 +205,13 @@ class _Normal:
         names = self._schema(given["propertyNames"], where)
         while isinstance(names, dict) and set(names) <= {"$ref", "type"} and "$ref" in names:
             names = self._schema(*self._target(names, where))
-        if names is True or names == {} or names == {"type": "string"}:
+        if names is True:
             return other
-        if not isinstance(names, dict) or by_pattern or "string" not in names.get("type", "string"):
+        if not isinstance(names, dict) or "string" not in names.get("type", "string"):
+            raise Refused(where, "is not supported here")
+        if set(names) <= {"type"}:
+            return other
+        if by_pattern:
             raise Refused(where, "is not supported here")
         if {"enum", "const"} & set(names) and set(names) <= {"enum", "const", "type"}:
             allowed = [name for name in names.get("enum", [names.get("const")]) if isinstance(name, str)]
