@@ -196,7 +196,8 @@ def _held(bound: Decimal, sign: int, name: str) -> Decimal:
 
 
 def number(value: Any, *path: str) -> Decimal:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+    finite = math.isfinite(value) if isinstance(value, float) else type(value) is int  # of any size
+    if not finite:
         raise Unusable(path, "must be a number")
     exact = Decimal(repr(value)) if isinstance(value, float) else Decimal(value)
     exact = exact.normalize() if exact else Decimal(0)
