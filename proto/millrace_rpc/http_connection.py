@@ -272,7 +272,8 @@ class Connection(HttpToolsProtocol):
     def _refuse(self, error: MillraceError, to_come: int = MAX_HEAD_BYTES) -> None:
         """End the connection, with an answer unless an earlier request's is on its way."""
         self._to_come = to_come
-        if self._answered():
+        in_body = not (self._in_head or self.pipeline)
+        if self._answered() or (in_body and not self.cycle.response_started):
             self.transport.write(_last_answer(error))
         self.transport.close()
 

@@ -172,6 +172,8 @@ async def test_pythons_client_speaks_the_old_version(port: int) -> None:
         b"GET / HTTP/1.1\r\nhost : x\r\n\r\n",
         b"POST / HTTP/1.1\r\ncontent-length: 3\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
         b"POST /length HTTP/1.1\r\ncontent-length: -1\r\n\r\n",
+        b"POST /length HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        b"POST /length HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n1\r\naXX",
         b"CONNECT x:80 HTTP/1.1\r\nhost: x\r\n\r\n",
     ],
 )
@@ -181,8 +183,8 @@ async def test_what_is_no_request_gets_an_error_in_json(port: int, text: bytes) 
 
 
 async def test_what_follows_a_request_that_is_answered_is_not_answered_into_it(port: int) -> None:
-    answer = await said(port, b"GET /slow HTTP/1.1\r\nhost: x\r\n\r\n\x00\x00")
-    assert answer == b""
+    for after in (b"\x00\x00", b"POST /length HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n"):
+        assert await said(port, b"GET /slow HTTP/1.1\r\nhost: x\r\n\r\n" + after) == b""
 
 
 async def test_an_offer_of_another_protocol_is_not_taken(port: int) -> None:
