@@ -83,9 +83,11 @@ async def test_a_method_that_is_not_there_has_the_vendors_shape(pair: Cluster, m
         assert answer.status_code == 405 and answer.headers["allow"] == "POST"
         shown = answer.json()
         assert shown.get("type") == "error" if path.startswith("/v1/messages") else shown["error"]["message"]
+        name = answer.headers["x-request-id"]
+        assert name == answer.headers["request-id"] == shown.get("request_id", name)
     for path in ("/v1/nothing", "/v1/messages/nothing", "/"):
-        answer = await pair.http.request(method, path)
-        assert answer.status_code == 404
+        answer = await pair.http.request(method, path, headers={"x-request-id": "mine"})
+        assert answer.status_code == 404 and answer.headers["x-request-id"] == "mine"
         assert answer.json().get("type") == "error" if "messages" in path else answer.json()["error"]["code"]
 
 

@@ -1,15 +1,18 @@
 """Authentication in front of the public ports, and removal of headers that a caller may not set.
 
-Every request is given a `Caller` (flow/tenant.py) from its headers: the tenant of its API key, and its trace. Headers
+Every request is given a `Caller` (flow/tenant.py) from its headers: the tenant of its API key, and its trace. Over HTTP
+it is given its id, which logs and the answer have, errors too. Headers
 `x-millrace-*`, which are internal, are dropped; the size of all headers is bounded. With API keys configured every call
 needs one except health, readiness and reflection.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable, Sequence
 
 import grpc
+from millrace_common.log import request_id
 from millrace_common.reasons import Reason
 from millrace_common.tracing import checked
 from millrace_rpc.errors import MillraceError
@@ -51,6 +54,7 @@ class HttpGuard:
             await self._app(scope, receive, send)
             return
         scope = tidy(scope)
+        request_id.set(Request(scope).headers.get("x-request-id", "") or secrets.token_hex(12))
         headers = [(name, value) for name, value in scope["headers"] if not name.startswith(OURS)]
         try:
             if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:

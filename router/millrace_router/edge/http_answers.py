@@ -86,7 +86,7 @@ async def on_error(request: Request, error: Exception) -> Response:
         if request.method == "OPTIONS" and error.status_code == 405:
             return Response(None, 204, error.headers)
         unknown = MillraceError(Reason.NOT_FOUND, f"{request.method} {request.url.path}: {error.detail}")
-        return json_answer(_body(request, unknown), error.status_code, dict(error.headers or {}))
+        return json_answer(_body(request, unknown), error.status_code, {**(error.headers or {}), **_names()})
     if isinstance(error, ClientDisconnect):  # the answer is not read, and the router has no fault
         error = gone()
     elif not isinstance(error, MillraceError):
@@ -96,9 +96,12 @@ async def on_error(request: Request, error: Exception) -> Response:
     headers = {"retry-after": str(math.ceil(error.retry_after_s))} if error.retry_after_s > 0 else {}
     if error.reason is Reason.UNSUPPORTED_ENCODING:
         headers["accept-encoding"] = ", ".join(encodings.CODINGS)
-    if name := request_id.get():
-        headers |= request_names(name)
-    return json_answer(_body(request, error), error.row.http, headers)
+    return json_answer(_body(request, error), error.row.http, headers | _names())
+
+
+def _names() -> dict[str, str]:
+    name = request_id.get()
+    return request_names(name) if name else {}
 
 
 def request_names(name: str) -> dict[str, str]:

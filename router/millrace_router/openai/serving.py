@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -57,11 +56,10 @@ class Form(Protocol):
 async def read(
     inference: Inference, request: Request, kind: type[R], make: Callable[[R], Made]
 ) -> tuple[R, Made, bool]:
-    """The request in the body, what is made of it, and whether it is large. From here on its id is in logs and answers.
+    """The request in the body, what is made of it, and whether it is large.
 
     A large body is received only while its tenant may begin requests, and is read in a thread, `make` too.
     """
-    request_id.set(request.headers.get("x-request-id", "") or secrets.token_hex(12))
     config, tenant = inference.backend.config, caller.get().tenant
     if not received(request) and int(request.headers.get("content-length", SHORT)) >= SHORT:
         tenant.check(time.monotonic())
