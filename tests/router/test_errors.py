@@ -117,6 +117,10 @@ async def test_malformed_bodies(pair: Cluster) -> None:
         b'{"prompt": "x", "seed": 1%s}' % (b"0" * 400): "seed must be between 0 and",
         b'{"prompt": ["x", "y"]}': "must be one prompt",
         b'{"prompt": "x", "logit_bias": {"a": 1}}': "logit_bias.a is not a token id",
+        b'{"prompt": "x", "logit_bias": {"5": 1, "05": 2}}': 'logit_bias["05"] is not a token id',
+        b'{"prompt": "x", "logit_bias": {" 5": 1}}': 'logit_bias[" 5"] is not a token id',
+        b'{"prompt": "x", "logit_bias": {"1_0": 1}}': 'logit_bias["1_0"] is not a token id',
+        '{"prompt": "x", "logit_bias": {"٥": 1}}'.encode(): "is not a token id",
         b'{"prompt": "x\\ud800"}': "prompt is not valid UTF-8",
         b'{"prompt": "x", "echo": true}': "echo",
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
@@ -249,7 +250,7 @@ def parse(model: type[R], body: bytes) -> R:
 
 
 def _token_id(key: str) -> int:
-    try:
-        return int(key)
-    except ValueError:
-        raise invalid(("logit_bias", key), "is not a token id") from None
+    with contextlib.suppress(ValueError):
+        if str(token := int(key)) == key:  # one spelling only: of two, one would be dropped
+            return token
+    raise invalid(("logit_bias", key), "is not a token id")
