@@ -131,7 +131,12 @@ async def test_the_position_of_a_tool_in_an_error_is_that_of_the_request(path: s
     body, function, kinds = APIS[path]
     other = {"type": kinds[0], "name": "x"}
     bad = json.loads(json.dumps(function).replace('"f"', '"a b"'))
-    for tools, where in (([other, other, bad], "tools[2]"), ([function, other, function], "tools[2]")):
+    cases = (
+        ([other, other, bad], "tools[2]"),
+        ([function, other, function], "tools[2]"),
+        ([{"type": 5}], "[0].type must"),
+    )
+    for tools, where in cases:
         answer = await made.http.post(path, json=body | {"tools": tools})
         assert answer.status_code == 400 and where in answer.json()["error"]["message"], answer.text
 

@@ -112,7 +112,8 @@ OfType = Annotated[T, Discriminator("type"), WrapValidator(chosen)]  # T: a unio
 def _first(error: ValidationError) -> tuple[Path, str]:
     problems = error.errors(include_url=False)
     # of an object with another type than ours, the type says more than the fields that are missing for it
-    problem = next((problem for problem in problems if problem["type"] == "literal_error"), problems[0])
+    typed = (problem for problem in problems if problem["type"] == "literal_error" or problem["loc"][-1:] == ("type",))
+    problem = next(typed, problems[0])
     return problem["loc"] + tuple(problem.get("ctx", {}).get("path", ())), _rest(problem)
 
 
