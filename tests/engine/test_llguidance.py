@@ -153,7 +153,7 @@ def compile(compiler: LlguidanceCompiler, grammar: Grammar) -> Callable[[], Matc
         (GrammarKind.JSON_SCHEMA, '{"type": "strng"}', "at #/type: must be one or more of"),
         (
             GrammarKind.JSON_SCHEMA,
-            '{"properties": {"a~/b": {"not": {}}}}',
+            '{"properties": {"a~/b": {"not": {"type": "string"}}}}',
             "at #/properties/a~0~1b/not: is not supported",
         ),
         (GrammarKind.JSON_SCHEMA, "{", "not valid JSON"),
