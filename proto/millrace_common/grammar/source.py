@@ -23,7 +23,7 @@ OPTIONS = {
     "coerce_one_of": False,
     "lenient": False,
 }
-# The first line of every grammar. Where only one text can follow, the library would ask for the tokens that a tokenizer
+# The first line of every grammar (`lark`). Where only one text can follow, the library would ask for the tokens that a tokenizer
 # makes of it, added tokens among them.
 HEAD = '%llguidance {"no_forcing": true}'
 # Of one grammar and of one mask; docs/api.md has what they come to.
@@ -58,7 +58,7 @@ def source(kind: str, given: str) -> str:
                     raise GrammarError(f"at {_culprit(schema, places)}: {problem}")
                 return made
             case text.REGEX:
-                made = f"{HEAD}\nstart: {terminal(pattern.whole(given))}"
+                made = f"start: {terminal(pattern.whole(given))}"
             case _:
                 made = given
     except (Refused, pattern.PatternError) as error:
@@ -69,7 +69,7 @@ def source(kind: str, given: str) -> str:
 
 
 def of_json(schema: dict[str, Any]) -> str:
-    return f"{HEAD}\nstart: {inline(schema)}"
+    return f"start: {inline(schema)}"
 
 
 def terminal(expression: str) -> str:
@@ -83,7 +83,7 @@ def inline(schema: dict[str, Any]) -> str:
 
 
 def lark(made: str) -> str:
-    return str(llguidance.LLMatcher.grammar_from_lark(made))
+    return str(llguidance.LLMatcher.grammar_from_lark(f"{HEAD}\n{made}"))
 
 
 def compiles(made: str) -> str:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from millrace.v1 import common_pb2
 from millrace_common.grammar import pattern
 from millrace_common.grammar.schema import Refused, normal
-from millrace_common.grammar.source import HEAD, GrammarError, inline, terminal
+from millrace_common.grammar.source import GrammarError, inline, terminal
 from millrace_common.grammar.text import problem
 
 from millrace_router.text import dsml
@@ -56,7 +56,7 @@ class _Rules:
     def __init__(self, style: Style, token_of: Callable[[str], int | None]) -> None:
         self._style = style
         self._token_of = token_of
-        self._lines = [HEAD]
+        self._lines: list[str] = []
 
     def grammar(self, calls: Calls) -> str:
         begin, separator, end = list_of_calls(self._style)
