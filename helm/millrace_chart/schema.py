@@ -258,7 +258,7 @@ def values_schema(fabrics: list[str]) -> Schema:
         fabric=fabric(fabrics),
         tls=TLS,
         apiKeys=closed(secretName=NAME, key=TEXT),
-        cacheKey=SECRET,
+        secret=SECRET,
         tracing=closed(endpoint=TEXT, sample={"type": "number", "minimum": 0, "maximum": 1}),
         serviceAccount=closed(create=BOOL, name=NAME, annotations=STRINGS),
         rbac=closed(create=BOOL),

@@ -191,7 +191,7 @@ class RouterConfig(Config):
     tls: Tls | None = None  # of every port, and towards the workers; none: plain
     public_tls: Tls | None = None  # of the gRPC and HTTP APIs, where clients trust another authority than the workers
     api_keys: Path | None = None  # file of edge/api_keys.py; none: callers need no key
-    cache_key: Path | None = None  # file with a secret, the same on every router, from which tenants' salts are made
+    secret: Path | None = None  # file of the deployment's secret, the same on every router and worker
     tracing: Tracing = Tracing()
     prefill_policy: Policy = Policy.LEAST_LOADED
     decode_policy: Policy = Policy.LEAST_LOADED

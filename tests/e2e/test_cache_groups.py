@@ -56,7 +56,7 @@ async def test_cached_tokens_are_of_the_own_group(tmp_path: Path, shape: dict[st
     spec = ClusterSpec(
         engine="sim",
         log_dir=tmp_path / "logs",
-        router_set=(f"api_keys={keys}", f"cache_key={cache_key}", "prefill_policy=kv_aware"),
+        router_set=(f"api_keys={keys}", f"secret={cache_key}", "prefill_policy=kv_aware"),
         worker_set=("limits.checks=[canary]", "limits.host_cache_gib=0.01"),
         **shape,
     )

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.helm
 
 
 def secrets(*sets: str) -> dict[str, Object]:
-    """Without that of the routers (test_cache_key.py)."""
+    """Without that of the routers (test_secret.py)."""
     found = of_kind(objects(template((), (*sets, GIVEN))), "Secret")
     return {item["metadata"]["name"]: item for item in found}
 

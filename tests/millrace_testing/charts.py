@@ -10,7 +10,7 @@ from millrace_chart.render import ROOT, Object, objects, preset_file, template
 CPU = preset_file("cpu-tiny")
 PAIR = preset_file("h200-1p1d-16gpu")
 GROUPS = ROOT / "tests" / "helm" / "groups.yaml"
-GIVEN = "cacheKey.secretName=given"  # the text that the chart makes differs each time
+GIVEN = "secret.secretName=given"  # the text that the chart makes differs each time
 NO_DASHBOARDS = "monitoring.dashboards.enabled=false"  # large, and the same in every variant
 HPA = ("autoscaling.kind=hpa", "replicas=null")
 KEDA = ("autoscaling.kind=keda", "replicas=null")

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from millrace.v1 import admin_pb2, inference_pb2
+from millrace_common.deployment_secret import LEAST_BYTES
 from millrace_common.page_hash import MAX_SALT_BYTES
 from millrace_router.config import RouterConfig
 from millrace_router.edge.api_keys import Keys
 from millrace_router.main import Router
-from millrace_router.policy.cache_key import LEAST_BYTES, CacheKey
+from millrace_router.policy.cache_key import CacheKey
 from router.fake_worker import DECODE, PREFILL, FakeWorker, dies, expected
 from router.harness import Cluster
 
@@ -76,12 +77,12 @@ def test_the_file_of_the_secret(tmp_path: Path) -> None:
     assert CacheKey.read(path).id == CacheKey(b"0123456789abcdef").id
     assert CacheKey.read(None).id == CacheKey(b"").id
     path.write_bytes(b" short \n")
-    with pytest.raises(OSError, match=f"cache_key: .* has 5 bytes; it needs {LEAST_BYTES} at least"):
+    with pytest.raises(OSError, match=f"secret: .* has 5 bytes; it needs {LEAST_BYTES} at least"):
         CacheKey.read(path)
 
 
 async def test_a_router_whose_secret_cannot_be_read_does_not_start(model_folder: Path, tmp_path: Path) -> None:
-    config = RouterConfig(model=str(model_folder), cache_key=tmp_path / "nowhere")
+    config = RouterConfig(model=str(model_folder), secret=tmp_path / "nowhere")
     with pytest.raises(OSError, match="nowhere"):
         Router(config)
 
@@ -132,7 +133,7 @@ async def test_the_router_expects_no_hits_from_another_tenants_prompt(made: Clus
 async def test_workers_are_told_which_key_it_is_and_never_the_key(cluster: Callable, tmp_path: Path) -> None:
     path = tmp_path / "key"
     path.write_text("0123456789abcdef")
-    made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE), cache_key=str(path))
+    made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE), secret=str(path))
     for worker in made.workers:
         [hello] = worker.hellos
         assert hello.cache_key_id == CacheKey(b"0123456789abcdef").id

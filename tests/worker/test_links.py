@@ -7,7 +7,7 @@ from pathlib import Path
 from millrace_testing.fake_router import FakeLink
 from millrace_testing.procs import workers
 
-WORDS = "have different cache keys (cache_key): their prompts share no cached pages"
+WORDS = "have different secrets (secret): their prompts share no cached pages"
 
 
 async def test_routers_with_different_cache_keys_are_named_in_the_log(tmp_path: Path) -> None:

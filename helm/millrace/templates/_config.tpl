@@ -43,7 +43,7 @@ app.kubernetes.io/name={{ include "millrace.name" . }},app.kubernetes.io/instanc
   "/etc/millrace/public-tls/tls.key") -}}
 {{- end -}}
 {{- end -}}
-{{- $_ := set $config "cache_key" (printf "/etc/millrace/cache-key/%s" .Values.cacheKey.key) -}}
+{{- $_ := set $config "secret" (printf "/etc/millrace/secret/%s" .Values.secret.key) -}}
 {{- with .Values.apiKeys.secretName -}}
 {{- $_ := set $config "api_keys" (printf "/etc/millrace/keys/%s" $.Values.apiKeys.key) -}}
 {{- end -}}
@@ -66,6 +66,7 @@ app.kubernetes.io/name={{ include "millrace.name" . }},app.kubernetes.io/instanc
   "tp" $pool.tp
   "device" (ternary "cuda" "cpu" (gt (int $pool.gpus) 0))
   "launcher" (ternary "ray" "local" (gt (int $pool.size) 1))
+  "secret" (printf "/etc/millrace/secret/%s" $root.Values.secret.key)
   "cache_dir" (printf "/var/cache/millrace/%s" $pool.image.version)
   "tracing" $root.Values.tracing
   "log_level" $root.Values.logLevel

@@ -50,8 +50,8 @@ annotations:
 {{- end -}}
 
 {{/* The Secret from which routers make the salts of tenants; the chart makes it unless one is given */}}
-{{- define "millrace.cacheSecret" -}}
-{{- default (printf "%s-cache-key" (include "millrace.fullname" .)) .Values.cacheKey.secretName -}}
+{{- define "millrace.deploymentSecret" -}}
+{{- default (printf "%s-secret" (include "millrace.fullname" .)) .Values.secret.secretName -}}
 {{- end -}}
 
 {{/* (dict "root" $ "component" "router" "name" NAME "key" KEY) -> a Secret with 48 random characters. The one that is

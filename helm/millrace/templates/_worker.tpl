@@ -87,6 +87,7 @@ spec:
         - {name: disk-cache, mountPath: {{ $pool.diskFolder }}}
         {{- end }}
         {{- include "millrace.modelMount" $pool.model | nindent 8 }}
+        - {name: secret, mountPath: /etc/millrace/secret, readOnly: true}
         {{- if ne $root.Values.tls.mode "off" }}
         - {name: tls, mountPath: /etc/millrace/tls, readOnly: true}
         {{- end }}
@@ -101,6 +102,8 @@ spec:
     {{- include "millrace.folderVolume" (dict "name" "disk-cache" "folder" $pool.diskCache) | nindent 4 }}
     {{- end }}
     {{- include "millrace.modelVolume" $pool.model | nindent 4 }}
+    - name: secret
+      secret: {secretName: {{ include "millrace.deploymentSecret" $root }}, defaultMode: 0440}
     {{- if ne $root.Values.tls.mode "off" }}
     - name: tls
       secret: {secretName: {{ include "millrace.tlsSecret" (dict "root" $root "component" "worker") }}, defaultMode: 0440}

@@ -23,7 +23,7 @@ OPTIONS = {
     "coerce_one_of": False,
     "lenient": False,
 }
-# The first line of every grammar (`lark`). Where only one text can follow, the library would ask for the tokens that a tokenizer
+# The first line of every grammar. Where only one text can follow, the library would ask for the tokens that a tokenizer
 # makes of it, added tokens among them.
 HEAD = '%llguidance {"no_forcing": true}'
 # Of one grammar and of one mask; docs/api.md has what they come to.

@@ -55,7 +55,7 @@ class Registry:
         self._tasks: dict[Worker, asyncio.Task[None]] = {}
         self._source = make_source(config.discovery, config.workers)
         self._config = config
-        self.cache_key = CacheKey.read(config.cache_key)
+        self.cache_key = CacheKey.read(config.secret)
         self._hello = worker_pb2.LinkHello(router_id=secrets.token_hex(8), cache_key_id=self.cache_key.id)
         self._routable: frozenset[str] = frozenset()  # epochs
         self._able: list[tuple[Worker, frozenset[str]]] = []  # of every model, by address, with their sources' epochs

@@ -73,6 +73,7 @@ class WorkerConfig(Execution):
     launcher: Literal["local", "ray"] = "local"
     timeouts: Timeouts = Timeouts()
     profile_dir: Path | None = None  # where torch.profiler's traces go; none: profiles are refused
+    secret: Path | None = None  # file of the deployment's secret, the same on every router and worker
     tls: Tls | None = None  # of the gRPC port, and towards prefill workers; none: plain, like the metrics port
     tracing: Tracing = Tracing()
     log_level: str = "INFO"

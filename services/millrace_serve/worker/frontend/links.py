@@ -137,7 +137,7 @@ class Links:
     def _compare_keys(self, link: RouterLink) -> None:
         others = (other for other in self._open if other.cache_key_id not in (b"", link.cache_key_id))
         if link.cache_key_id and (other := next(others, None)):
-            message = "routers %s and %s have different cache keys (cache_key): their prompts share no cached pages"
+            message = "routers %s and %s have different secrets (secret): their prompts share no cached pages"
             log.warning(message, link.router_id, other.router_id)
 
     def _close(self, link: RouterLink, reader: asyncio.Task[None]) -> None:

@@ -7,8 +7,8 @@ import base64
 import pytest
 import yaml
 from millrace_chart.render import Object, objects, template
+from millrace_common.deployment_secret import LEAST_BYTES
 from millrace_router.config import RouterConfig
-from millrace_router.policy.cache_key import LEAST_BYTES
 from millrace_testing.charts import of_kind
 
 pytestmark = pytest.mark.helm
@@ -27,7 +27,7 @@ def secret_of_routers(items: list[Object]) -> tuple[str, str]:
         for item in of_kind(items, "ConfigMap")
         if item["metadata"]["name"] == "demo-millrace-router"
     ]
-    path = RouterConfig.model_validate(yaml.safe_load(text)).cache_key
+    path = RouterConfig.model_validate(yaml.safe_load(text)).secret
     assert path is not None
     [mount] = [it for it in pod["containers"][0]["volumeMounts"] if it["mountPath"] == str(path.parent)]
     [volume] = [it["secret"] for it in pod["volumes"] if it["name"] == mount["name"]]
@@ -39,7 +39,7 @@ def secret_of_routers(items: list[Object]) -> tuple[str, str]:
 def test_routers_have_a_secret_that_nobody_knows(which: str) -> None:
     items = release(which=which)
     [made] = of_kind(items, "Secret")
-    assert secret_of_routers(items) == (made["metadata"]["name"], "key") == ("demo-millrace-cache-key", "key")
+    assert secret_of_routers(items) == (made["metadata"]["name"], "key") == ("demo-millrace-secret", "key")
     text = base64.b64decode(made["data"]["key"])
     assert len(text) >= max(LEAST_BYTES, 32)
     [again] = of_kind(release("logLevel=DEBUG", which=which), "Secret")
@@ -47,5 +47,5 @@ def test_routers_have_a_secret_that_nobody_knows(which: str) -> None:
 
 
 def test_a_given_secret_is_taken_and_none_is_made() -> None:
-    items = release("cacheKey.secretName=ours", "cacheKey.key=salt")
+    items = release("secret.secretName=ours", "secret.key=salt")
     assert of_kind(items, "Secret") == [] and secret_of_routers(items) == ("ours", "salt")

@@ -1,0 +1,30 @@
+"""The secret that the routers and workers of a deployment share, and what is made of it.
+
+    derive(secret, use, text) = blake2b-256(text), keyed with blake2b-256(secret), personalised with `use`
+
+Who knows one derived key knows neither the secret nor another one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+LEAST_BYTES = 16
+
+
+def read(path: Path | None) -> bytes:
+    """The file's content without white space around it; empty without a file. Raises OSError when it is unusable."""
+    if path is None:
+        return b""
+    if len(secret := path.read_bytes().strip()) < LEAST_BYTES:
+        raise OSError(f"secret: {path} has {len(secret)} bytes; it needs {LEAST_BYTES} at least")
+    return secret
+
+
+def derive(secret: bytes, use: str, text: str = "") -> bytes:
+    """Return 32 bytes. `use` has at most 16 bytes, and each use has another one. With an empty secret everybody can
+    compute them.
+    """
+    key = hashlib.blake2b(secret, digest_size=32, person=b"millrace").digest()
+    return hashlib.blake2b(text.encode(), key=key, digest_size=32, person=use.encode()).digest()
