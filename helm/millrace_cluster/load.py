@@ -16,6 +16,7 @@ from pathlib import Path
 
 REASONS = 5  # how many different ones are kept
 ANSWER_S = 120.0
+OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the router is within the cluster
 
 
 class Result:
@@ -44,7 +45,7 @@ def request(url: str, tokens: int) -> str:
     headers = {"Content-Type": "application/json"}
     asked = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
     try:
-        with urllib.request.urlopen(asked, timeout=ANSWER_S) as answer:
+        with OPENER.open(asked, timeout=ANSWER_S) as answer:
             lines = [line.strip() for line in answer if line.strip()]
     except OSError as error:  # HTTPError, URLError and a broken connection are
         return f"{type(error).__name__}: {error}"

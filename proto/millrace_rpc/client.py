@@ -40,11 +40,14 @@ SPREAD = {
 }
 
 
-def channel(address: str, identity: Identity | None = None) -> grpc.aio.Channel:
+def channel(address: str, identity: Identity | None = None, *, proxy: bool = False) -> grpc.aio.Channel:
     """Open a connection to `address` that no other channel of the process shares, so that its failures are its own.
     Plain without an identity, else TLS with the certificates that the identity has now.
+
+    Args:
+        proxy: it goes through the proxy that the environment names, if any. Our own processes are never behind one.
     """
-    return _channel(address, identity, CHANNEL_OPTIONS)
+    return _channel(address, identity, [*CHANNEL_OPTIONS, ("grpc.enable_http_proxy", int(proxy))])
 
 
 def routers(target: str, identity: Identity | None = None) -> grpc.aio.Channel:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 import typer.core
+from millrace_rpc import proxies
 
 from millrace_cli import access
 from millrace_cli.errors import CommandError
@@ -240,6 +241,7 @@ def version() -> None:
 
 
 def main() -> None:
+    proxies.spare_loopback()
     try:
         app()
     except CommandError as error:

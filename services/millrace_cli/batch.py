@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import httpx
+from millrace_rpc import proxies
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -94,7 +95,7 @@ async def _check(client: httpx.AsyncClient) -> None:
     try:
         answer = await client.get("/v1/models")
     except httpx.RequestError as error:
-        raise CommandError(f"no server answers at {client.base_url}: {error}") from error
+        raise CommandError(f"no server answers at {client.base_url}: {error}{proxies.hint()}") from error
     if answer.status_code in (401, 403):
         raise CommandError(f"{client.base_url} refuses the API key: {answer.text}")
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import grpc
 from millrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from millrace_common.reasons import Reason
+from millrace_rpc import proxies
 from millrace_rpc.client import channel
 from millrace_rpc.errors import from_rpc_error
 from millrace_rpc.tls import Identity
@@ -65,7 +66,7 @@ async def stream(
     answer = Answer()
     begin = time.perf_counter()
     try:
-        async with channel(address, identity) as ch:
+        async with channel(address, identity, proxy=True) as ch:
             responses: AsyncIterator[inference_pb2.GenerateResponse]
             responses = inference_pb2_grpc.InferenceStub(ch).Generate(request, metadata=metadata)
             async for response in responses:
@@ -94,7 +95,8 @@ def explain(error: grpc.RpcError, address: str) -> CommandError:
     """One line of advice for the user, if there is any. An unreachable server names no reason."""
     failure = from_rpc_error(error)
     if error.code() is grpc.StatusCode.UNAVAILABLE and failure.reason is Reason.WORKER_LOST:
-        return CommandError(f"no server answers at {address}; start one with `millrace serve-local`, or give --address")
+        advice = "start one with `millrace serve-local`, or give --address"
+        return CommandError(f"no server answers at {address}; {advice}{proxies.hint()}")
     return CommandError(str(failure))
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 from millrace.v1 import admin_pb2, worker_pb2
+from millrace_rpc import proxies
 from millrace_rpc.tls import Identity
 from rich.console import Console
 from rich.table import Table
@@ -59,7 +60,7 @@ def _experts(load: worker_pb2.ReplicaLoad) -> str:
 async def show(admin_address: str, identity: Identity | None = None) -> None:
     workers = await probe.workers(admin_address, identity)
     if workers is None:
-        raise CommandError(f"no router's admin service answers at {admin_address}; give --address")
+        raise CommandError(f"no router's admin service answers at {admin_address}; give --address{proxies.hint()}")
     table = Table(*row(admin_pb2.WorkerStatus()), box=None, pad_edge=False)
     for worker in workers:
         table.add_row(*row(worker).values())

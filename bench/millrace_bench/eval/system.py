@@ -18,6 +18,7 @@ import httpx
 from millrace_cli import probe
 from millrace_cli.cluster import ClusterSpec, LocalCluster, StartError
 from millrace_cli.errors import CommandError
+from millrace_rpc import proxies
 
 from millrace_bench.eval.backend import Backend
 from millrace_bench.eval.remote import GrpcBackend, HttpBackend
@@ -84,7 +85,9 @@ class System:
     @contextlib.asynccontextmanager
     async def _grpc(self, concurrency: int) -> AsyncIterator[Backend]:
         if not await probe.is_serving(self.where):
-            raise CommandError(f"no server answers at {self.where}; start one with `millrace serve-local`")
+            raise CommandError(
+                f"no server answers at {self.where}; start one with `millrace serve-local`{proxies.hint()}"
+            )
         yield GrpcBackend(self.where, concurrency)
 
     @contextlib.asynccontextmanager

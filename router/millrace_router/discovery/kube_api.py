@@ -41,6 +41,7 @@ def connect(config: KubernetesConfig) -> List:
         credentials.load_kube_config(str(config.kubeconfig), config.context or None, configuration)
     else:
         credentials.load_incluster_config(configuration)
+        configuration.proxy = None  # the API server of our own cluster is behind none
     configuration.retries = False  # discovery retries itself, and reports the trouble
     api = client.ApiClient(configuration)
     if config.objects == "pods":
