@@ -19,6 +19,7 @@ ARGS ?=
 REGISTRY ?=
 ENGINE ?= docker
 
+SERVING := $(VENV)/.serving
 INSTALLED := $(VENV)/.installed
 HELM := $(VENV)/helm/.installed
 PEERS := build/peers
@@ -33,11 +34,11 @@ PACKAGES := $(PRODUCT) bench helm/millrace_chart helm/millrace_cluster helm/mill
 ##@ Use
 
 .PHONY: serve
-serve: setup stubs checkpoint ## Start a router, a prefill and a decode worker here (ARGS="--decode 2 --engine sim")
+serve: $(SERVING) stubs checkpoint ## Start a router, a prefill and a decode worker here (ARGS="--decode 2 --engine sim")
 	@exec $(BIN)/millrace serve-local $(ARGS)
 
 .PHONY: setup
-setup: $(INSTALLED) $(HELM) ## Create .venv and install everything for a machine without GPU (DEVICE=gpu: with one)
+setup: $(INSTALLED) $(HELM) ## Create .venv and install everything, tools of development too, for a machine without GPU (DEVICE=gpu: with one)
 
 .PHONY: stubs
 stubs: $(STUBS) ## Generate the Python stubs of the .proto files
@@ -154,14 +155,20 @@ help: ## Show this text
 		/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # torch is installed first, from the index of its CPU builds: the build on PyPI is for CUDA and needs libraries of several GB.
-$(INSTALLED): pyproject.toml $(wildcard requirements/*.txt)
+$(SERVING): pyproject.toml $(wildcard requirements/*.txt)
+	@[[ "$$(uname -sm)" == "Linux x86_64" ]] || { echo "make: Millrace runs on Linux x86-64, not on $$(uname -sm)" >&2; exit 2; }
 	@[[ -n "$(PYTHON)" ]] || { echo "make: Python 3.11 or newer is needed (set PYTHON=...)" >&2; exit 2; }
 	@[[ -x $(BIN)/pip ]] || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
-	@echo "installing torch and everything else into $(VENV) (a minute or more the first time)"
+	@echo "installing into $(VENV): torch first, then NIXL and the rest"
 	@$(PIP) install --constraint $(CONSTRAINTS) --requirement requirements/build.txt
 	@$(PIP) install --constraint $(CONSTRAINTS) --no-deps --retries 1 $(TORCH_INDEX_$(DEVICE)) torch
-	@$(PIP) install --constraint $(CONSTRAINTS) --no-build-isolation --editable '.[$(DEVICE),dev]'
+	@$(PIP) install --constraint $(CONSTRAINTS) --no-build-isolation --editable '.[$(DEVICE)]'
 	@$(PIP) install --no-deps --requirement requirements/no-deps-$(DEVICE).txt
+	@touch $@
+
+$(INSTALLED): $(SERVING)
+	@echo "installing the tools of development into $(VENV)"
+	@$(PIP) install --constraint $(CONSTRAINTS) --no-build-isolation --editable '.[$(DEVICE),dev]'
 	@touch $@
 
 # With DEVICE=gpu too, images and locks need no more than the tools of a machine without GPU.
@@ -195,11 +202,11 @@ $(PROMETHEUS): | $(INSTALLED)
 		|| echo "make: prometheus could not be had; tests of dashboards and alerts that need it will be skipped" >&2
 	@touch $@
 
-$(STUBS): $(PROTOS) $(INSTALLED)
+$(STUBS): $(PROTOS) $(SERVING)
 	@echo "generating stubs"
 	@$(BIN)/python -m grpc_tools.protoc -I proto --python_out=proto --pyi_out=proto --grpc_python_out=proto $(PROTOS)
 	@touch $@
 
-$(TINY_FP8)/config.json: $(addprefix bench/millrace_bench/checkpoint/,export_quantised.py shard_writer.py) $(wildcard $(TINY)/*) | $(INSTALLED)
+$(TINY_FP8)/config.json: $(addprefix bench/millrace_bench/checkpoint/,export_quantised.py shard_writer.py) $(wildcard $(TINY)/*) | $(SERVING)
 	@rm -rf $(TINY_FP8)
 	@$(BIN)/python -m millrace_bench.checkpoint.export_quantised $(TINY) $(TINY_FP8)

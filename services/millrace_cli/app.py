@@ -13,9 +13,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 import typer.core
-from millrace_rpc import proxies
 
-from millrace_cli import access
+from millrace_cli import access, proxies
 from millrace_cli.errors import CommandError
 
 

@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import httpx
-from millrace_rpc import proxies
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from millrace_cli import batch_file
+from millrace_cli import batch_file, proxies
 from millrace_cli.batch_file import Line
 from millrace_cli.errors import CommandError
 

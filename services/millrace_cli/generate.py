@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 import grpc
 from millrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from millrace_common.reasons import Reason
-from millrace_rpc import proxies
 from millrace_rpc.client import channel
 from millrace_rpc.errors import from_rpc_error
 from millrace_rpc.tls import Identity
 from rich.console import Console
 
+from millrace_cli import proxies
 from millrace_cli.errors import CommandError
 
 

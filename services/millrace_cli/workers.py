@@ -7,12 +7,11 @@ import time
 from collections.abc import Sequence
 
 from millrace.v1 import admin_pb2, worker_pb2
-from millrace_rpc import proxies
 from millrace_rpc.tls import Identity
 from rich.console import Console
 from rich.table import Table
 
-from millrace_cli import probe
+from millrace_cli import probe, proxies
 from millrace_cli.errors import CommandError
 
 MIN_WIDTH = 160  # also where the output is no terminal

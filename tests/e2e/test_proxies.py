@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from millrace_cli import proxies
 from millrace_cli.cluster import ClusterSpec, LocalCluster
-from millrace_rpc import proxies
 from millrace_testing.client import Client
 from millrace_testing.sim import expected, prompt_of
 

@@ -15,10 +15,9 @@ from enum import StrEnum
 from pathlib import Path
 
 import httpx
-from millrace_cli import probe
+from millrace_cli import probe, proxies
 from millrace_cli.cluster import ClusterSpec, LocalCluster, StartError
 from millrace_cli.errors import CommandError
-from millrace_rpc import proxies
 
 from millrace_bench.eval.backend import Backend
 from millrace_bench.eval.remote import GrpcBackend, HttpBackend

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from millrace_rpc import proxies
+from millrace_cli import proxies
 from millrace_rpc.client import channel
 from millrace_rpc.server import Server
 
