@@ -12,6 +12,7 @@ Schema = dict[str, Any]
 BOOL: Schema = {"type": "boolean"}
 TEXT: Schema = {"type": "string"}
 PORT: Schema = {"type": "integer", "minimum": 1, "maximum": 65535}
+NODE_PORT: Schema = {"type": ["integer", "null"], "minimum": 30000, "maximum": 32767}
 SECONDS: Schema = {"type": "integer", "minimum": 0}
 COUNT: Schema = {"type": "integer", "minimum": 0}
 POSITIVE: Schema = {"type": "integer", "minimum": 1}
@@ -123,7 +124,12 @@ ROUTER = closed(
     **{**PODS, "config": ref("routerConfig")},
     ports=closed(grpc=PORT, http=PORT, admin=PORT, adminHttp=PORT, metrics=PORT, health=PORT),
     adminHost=TEXT,
-    service=closed(type=one_of("ClusterIP", "NodePort", "LoadBalancer"), annotations=STRINGS),
+    service=closed(
+        type=one_of("ClusterIP", "NodePort", "LoadBalancer"),
+        annotations=STRINGS,
+        nodePorts=closed(grpc=NODE_PORT, http=NODE_PORT),
+        spec=ANY_OBJECT,
+    ),
     autoscaling=closed(
         kind=one_of("none", "hpa"),
         minReplicas=POSITIVE,
@@ -215,7 +221,7 @@ MONITORING = closed(
     interval={"type": "string", "pattern": "^[0-9]+(ms|s|m)$"},
     labels=STRINGS,
     rules=BOOL,
-    runbooks={"type": "string", "minLength": 1},
+    runbooks={"type": "string", "pattern": "^(https?://.*)?$"},
     disabledAlerts=list_of({"type": "string", "pattern": "^Millrace[A-Za-z]+$"}),
     dcgm=BOOL,
     vllmNames=BOOL,

@@ -80,7 +80,7 @@ def test_the_preflight_knows_what_is_set_for_the_worker(name: str) -> None:
 def test_volumes_of_clouds(name: str, nodes: str) -> None:
     spec = spec_of(rendered(name))
     volumes = {volume["name"]: volume for volume in spec["volumes"]}
-    known = {"config", "run", "tmp", "shm", "cache", "model"}
+    known = {"config", "run", "tmp", "shm", "cache", "model", "secret"}
     added = {key: volume for key, volume in volumes.items() if key not in known}
     assert [kind for volume in added.values() for kind in volume if kind != "name"] == [nodes] * bool(nodes)
     for container in (spec["containers"][0], preflight_of(spec)):

@@ -45,6 +45,37 @@ COMBINATIONS = {
         ("workers.decode.config.expert_tp=true",),
         "workers.decode.config.expert_tp: needs dp 1, not 8",
     ),
+    **{
+        f"a pool called {name}": (
+            CPU,
+            (f"workers.{name}.role=decode",),
+            f"workers.{name}: objects of the chart have this name",
+        )
+        for name in ("router", "router-pods", "test", "ray", "secret", "a-leaders", "decode-warm", "dashboard-gc")
+    },
+    **{
+        f"the chart's {name}": (CPU, (f"{at}.env.{name}=a",), f"env.{name}: the chart sets this variable itself")
+        for at, name in (
+            ("router", "HOME"),
+            ("workers.decode", "POD_IP"),
+            ("workers.prefill", "RAY_PORT"),
+            ("router", "MILLRACE_RUN"),
+        )
+    },
+    **{
+        f"nobody serves, {at}": (CPU, (f"{at}.replicas=0",), f"{at}.replicas: 0 serves nobody")
+        for at in ("router", "workers.decode")
+    },
+    **{
+        f"no drain, {most}": (CPU, (f"router.pdb.maxUnavailable={most}",), "no node can ever be drained")
+        for most in ("0", "0%")
+    },
+    "an HPA without a request": (
+        CPU,
+        ("router.autoscaling.kind=hpa", "router.replicas=null", "router.resources.requests.cpu=null"),
+        "router.resources.requests.cpu: required with router.autoscaling.kind=hpa",
+    ),
+    "a node port of no node": (CPU, ("router.service.nodePorts.http=30080",), "needs type NodePort or LoadBalancer"),
     "size without groups": (PAIR, ("workers.decode.size=2", "workers.decode.dp=16"), "need kind=lws, not deployment"),
     "shm": (CPU, ("workers.decode.shm=2Gi",), "workers.decode.shm: 2Gi is not below resources.limits.memory 2Gi"),
     "disk tier without a volume": (
@@ -278,6 +309,8 @@ def test_parts_of_experts_need_not_divide_the_experts() -> None:
         "model.hostPath=models",
         "workers.decode.resources.limits.memory=lots",
         "router.dnsPolicy=mine",
+        "router.service.nodePorts.http=80",
+        "monitoring.runbooks=docs/alerts",
         "images.registry=https://ghcr.io/acme",
         "podSecurity.runAsUser=null",
         "router.scheduling.affinity.nodes=a",

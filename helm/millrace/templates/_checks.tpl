@@ -77,6 +77,11 @@
 {{- end -}}
 {{- else if kindIs "invalid" .values.replicas -}}
 {{- fail (printf "%s.replicas: required without autoscaling" .name) -}}
+{{- else if lt (int .values.replicas) 1 -}}
+{{- fail (printf "%s.replicas: %d serves nobody; a pool that is null is none" .name (int .values.replicas)) -}}
+{{- end -}}
+{{- if has (toString .values.pdb.maxUnavailable) (list "0" "0%") -}}
+{{- fail (printf "%s.pdb.maxUnavailable: with %v no node can ever be drained" .name .values.pdb.maxUnavailable) -}}
 {{- end -}}
 {{- end -}}
 
@@ -98,6 +103,10 @@
 {{- end -}}
 {{- if and (gt (int $pool.gpus) 0) (not $pool.gpuResource) (not $pool.resourceClaims) -}}
 {{- fail (printf "%s.gpuResource: required, or resourceClaims that bring the GPUs" $at) -}}
+{{- end -}}
+{{- $reserved := list "router" "router-pods" "dashboard-gc" "endpoint-picker" "secret" "ray" "test" "tests" "workers" -}}
+{{- if or (has $pool.name $reserved) (regexMatch "(^|-)(leaders|warm|download|tls)(-|$)" $pool.name) -}}
+{{- fail (printf "%s: objects of the chart have this name; choose another" $at) -}}
 {{- end -}}
 {{- if gt (len $pool.fullname) 52 -}}
 {{- fail (printf "%s: the name %s has more than 52 characters" $at $pool.fullname) -}}
@@ -281,6 +290,13 @@
 {{- include "millrace.checkResources" (dict "name" "jobs" "resources" .Values.jobs.resources) -}}
 {{- include "millrace.checkGrace" (dict "name" "router" "values" .Values.router) -}}
 {{- include "millrace.checkScaling" (dict "name" "router" "values" .Values.router) -}}
+{{- if and (eq .Values.router.autoscaling.kind "hpa") (not (dig "requests" "cpu" "" .Values.router.resources)) -}}
+{{- fail "router.resources.requests.cpu: required with router.autoscaling.kind=hpa, which scales by a part of it" -}}
+{{- end -}}
+{{- if and (eq .Values.router.service.type "ClusterIP") (or .Values.router.service.nodePorts.grpc
+  .Values.router.service.nodePorts.http) -}}
+{{- fail "router.service.nodePorts: needs type NodePort or LoadBalancer, not ClusterIP" -}}
+{{- end -}}
 {{- range include "millrace.pools" . | fromJson -}}
 {{- include "millrace.checkPool" (dict "root" $ "pool" .) -}}
 {{- include "millrace.checkModel" (dict "name" (printf "workers.%s.model" .name) "model" .model) -}}

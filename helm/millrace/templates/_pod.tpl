@@ -40,6 +40,9 @@ readinessProbe:
 {{/* A map of variables -> entries of a container's env: a map is a valueFrom, everything else a value */}}
 {{- define "millrace.env" -}}
 {{- range $name, $value := . }}
+{{- if or (has $name (list "POD_NAME" "POD_IP" "HOME" "MILLRACE_RUN")) (hasPrefix "RAY_" $name) }}
+{{- fail (printf "env.%s: the chart sets this variable itself" $name) }}
+{{- end }}
 {{- if kindIs "map" $value }}
 - {name: {{ $name }}, valueFrom: {{ toJson $value }}}
 {{- else }}
@@ -143,6 +146,18 @@ affinity:
     {{- with .mounts }}
     {{- . | nindent 4 }}
     {{- end }}
+{{- end -}}
+
+{{/* (dict "root" $ "values" ROUTER-OR-POOL "apiVersion" "apps/v1" "kind" "Deployment" "name" NAME) -> the number of pods, also
+     with an autoscaler: a field that an upgrade takes away falls back to one pod, whatever number runs */}}
+{{- define "millrace.replicas" -}}
+{{- $scaling := .values.autoscaling -}}
+{{- if eq $scaling.kind "none" -}}
+{{- int .values.replicas -}}
+{{- else -}}
+{{- $live := lookup .apiVersion .kind .root.Release.Namespace .name | dig "spec" "replicas" 0 | int -}}
+{{- max $live (int $scaling.minReplicas) -}}
+{{- end -}}
 {{- end -}}
 
 {{/* What millrace.meta takes, with "values" ROUTER-OR-POOL: a PodDisruptionBudget, where more than one pod can be. Pods that are not ready may

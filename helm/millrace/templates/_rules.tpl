@@ -29,8 +29,10 @@
 {{- $known = append $known $alert -}}
 {{- if not (has $alert $off) -}}
 {{- $_ := set . "expr" (.expr | replace "__NAMESPACE__" $.Release.Namespace | replace "__MODEL__" $model) -}}
-{{- if $alert -}}
+{{- if and $alert $runbooks -}}
 {{- $_ := set .annotations "runbook_url" (printf "%s/%s.md" $runbooks $alert) -}}
+{{- else if $alert -}}
+{{- $_ := unset .annotations "runbook_url" -}}
 {{- end -}}
 {{- if eq $alert "MillraceWorkerNotReady" -}}{{- $_ := set . "for" (printf "%ds" $startup) -}}{{- end -}}
 {{- $rules = append $rules . -}}
