@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -41,7 +42,7 @@ def load(model: type[C], path: str | Path | None = None, overrides: Sequence[str
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(_explain(error)) from error
+        raise ConfigError(_explain(error, model)) from error
 
 
 def override(values: dict[str, Any], item: str) -> None:
@@ -62,15 +63,28 @@ def override(values: dict[str, Any], item: str) -> None:
         raise ConfigError(f"--set {item!r}: the value is not YAML: {error}") from error
 
 
-def _explain(error: ValidationError) -> str:
+def _explain(error: ValidationError, model: type[Config]) -> str:
     lines = []
     for problem in error.errors():
         key = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
-            lines.append(f"{key}: unknown key")
+            lines.append(f"{key}: unknown key{_nearest(problem['loc'], model)}")
         elif problem["type"] == "missing":
-            lines.append(f"{key}: required")
+            lines.append(f"{key}: required, for example with --set {key}=VALUE")
         else:
             message = problem["msg"].removeprefix("Value error, ")
             lines.append(f"{key}: {message} (got {problem['input']!r})" if key else message)
     return "; ".join(lines)
+
+
+def _nearest(path: tuple[int | str, ...], model: type[Config]) -> str:
+    """The end of the message about an unknown key: the key of the same section that is spelled most like it."""
+    names: list[str] = list(model.model_fields)
+    for part in path[:-1]:
+        field = model.model_fields.get(str(part))
+        section = field.annotation if field is not None else None
+        if not (isinstance(section, type) and issubclass(section, Config)):
+            return ""
+        model, names = section, list(section.model_fields)
+    found = difflib.get_close_matches(str(path[-1]), names, 1)
+    return f"; did you mean {'.'.join([*map(str, path[:-1]), found[0]])}?" if found else ""

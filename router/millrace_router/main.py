@@ -189,7 +189,7 @@ async def serve(config: RouterConfig, announce: Path | None = None) -> int:
 
 def main() -> int:
     """Run the process from its command line to its exit code."""
-    parser = argparse.ArgumentParser(prog="millrace_router")
+    parser = argparse.ArgumentParser(prog="millrace router", description="Run a router, which needs no GPU.")
     parser.add_argument("--config", type=Path, help="YAML file")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="overrides the file")
     parser.add_argument("--announce", type=Path, help="file for the bound ports, as JSON")
@@ -199,4 +199,4 @@ def main() -> int:
         logs.setup("router", config.log_level)
         return run(serve(config, arguments.announce))
     except (ConfigError, OSError) as error:
-        parser.exit(2, f"millrace_router: {error}\n")
+        parser.exit(2, f"millrace router: {error}\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import importlib.metadata
 import os
 import runpy
@@ -30,12 +31,25 @@ class Commands(typer.core.TyperGroup):
 app = typer.Typer(
     name="millrace",
     cls=Commands,
-    help="Disaggregated prefill/decode serving of DeepSeek-V3-architecture models.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"millrace {importlib.metadata.version('millrace')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Disaggregated prefill/decode serving of DeepSeek-V3-architecture models."""
 
 
 Port = Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")]
@@ -148,14 +162,18 @@ def batch(
 @app.command()
 def workers(
     address: Annotated[str, typer.Option(help="The router's admin address.")] = "127.0.0.1:50052",
+    wide: Annotated[bool, typer.Option("--wide", help="All columns.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per worker and line.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Look again every second, until Ctrl-C.")] = False,
     ca: access.Ca = None,
     cert: access.Cert = None,
     key: access.Key = None,
 ) -> None:
-    """Show the workers of a router."""
-    from millrace_cli.workers import show
+    """Show the workers of a router. Example: millrace workers --watch"""
+    from millrace_cli import workers as command
 
-    asyncio.run(show(address, access.identity(ca, cert, key)))
+    form = command.Form.JSON if json else command.Form.WIDE if wide else command.Form.NARROW
+    asyncio.run(command.show(address, form, watch, access.identity(ca, cert, key)))
 
 
 @app.command()
@@ -181,11 +199,27 @@ def weights(
     asyncio.run(act(addresses, order, access.identity(ca, cert, key)))
 
 
-BENCHES = (
-    *("serving", "pd", "router", "policy", "transfer", "handover", "tiers", "startup"),
-    *("engine", "shard", "ranks", "replicas", "shared_prompts", "allreduce", "exchange", "balance", "kernels"),
-    *("gpu", "node"),
-)
+BENCHES = {
+    "serving": "load a whole system: TTFT, TPOT, throughput, goodput",
+    "pd": "prefill and decode apart, against unified workers",
+    "router": "load routers whose workers cost nothing",
+    "policy": "time routing decisions",
+    "transfer": "read KV pages between two processes",
+    "handover": "time what handing a prompt over costs",
+    "tiers": "read pages from the host's memory and from a folder",
+    "startup": "time a start from nothing to READY, cold and warm",
+    "engine": "time the engine's steps, with a model or without",
+    "shard": "time one rank of the 671B model on one GPU",
+    "ranks": "time ranks of the 671B model that compute together",
+    "replicas": "time replicas of the 671B model that step together",
+    "shared_prompts": "time one long prompt on one GPU of a worker, and on all",
+    "allreduce": "time sums over tensor-parallel ranks",
+    "exchange": "time rows to the experts of other ranks and back",
+    "balance": "measure how evenly experts are loaded",
+    "kernels": "time every operation beside its libraries and its bound",
+    "gpu": "run all checks and measurements of one GPU, in stages",
+    "node": "run all checks and measurements of several GPUs, in stages",
+}
 
 
 @app.command("compile")
@@ -218,12 +252,15 @@ def check_model(
 def bench(
     context: typer.Context, name: Annotated[str, typer.Argument(help=f"One of {', '.join(BENCHES)}.")] = ""
 ) -> None:
-    """Measure one part, or the whole system."""
-    if name in ("--help", "-h"):
-        print(f"millrace bench NAME [OPTIONS], and --help behind a name. Names: {', '.join(BENCHES)}")
-        return
+    """Measure one part, or the whole system. Example: millrace bench serving --num-requests 20"""
+    if name in ("", "--help", "-h"):
+        print("Usage: millrace bench NAME [OPTIONS]; `millrace bench NAME --help` has the options.\n")
+        print("\n".join(f"  {one:<15} {what}" for one, what in BENCHES.items()))
+        sys.exit(0 if name else 2)
     if name not in BENCHES:
-        raise CommandError(f"there is no bench {name!r}; choose one of {', '.join(BENCHES)}", code=2)
+        near = difflib.get_close_matches(name, BENCHES, 1)
+        advice = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(BENCHES)}"
+        raise CommandError(f"there is no bench {name!r}; {advice}", code=2)
     run_module(f"millrace_bench.{name}", *context.args)
 
 
@@ -231,12 +268,6 @@ def bench(
 def evaluate(context: typer.Context) -> None:
     """Measure accuracy on the task suite, of a running system or of a checkpoint."""
     run_module("millrace_bench.eval", *context.args)
-
-
-@app.command()
-def version() -> None:
-    """Show the version."""
-    print(importlib.metadata.version("millrace"))
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import grpc
+import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from millrace.v1 import admin_pb2, admin_pb2_grpc, worker_pb2, worker_pb2_grpc
 from millrace_rpc.client import channel
@@ -23,11 +24,28 @@ async def _ask(address: str, identity: Identity | None, call: Callable[[grpc.aio
             return None
 
 
+async def _health(address: str, identity: Identity | None) -> health_pb2.HealthCheckResponse | None:
+    request = health_pb2.HealthCheckRequest()
+    return await _ask(address, identity, lambda ch: health_pb2_grpc.HealthStub(ch).Check(request, timeout=TIMEOUT_S))
+
+
 async def is_serving(address: str, identity: Identity | None = None) -> bool:
     """The health service's answer for the whole server."""
-    request = health_pb2.HealthCheckRequest()
-    answer = await _ask(address, identity, lambda ch: health_pb2_grpc.HealthStub(ch).Check(request, timeout=TIMEOUT_S))
+    answer = await _health(address, identity)
     return answer is not None and answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def speaks_grpc(address: str, identity: Identity | None = None) -> bool:
+    return await _health(address, identity) is not None
+
+
+async def speaks_http(address: str) -> bool:
+    async with httpx.AsyncClient(timeout=TIMEOUT_S) as client:
+        try:
+            await client.get(f"http://{address}/health")
+        except (httpx.HTTPError, httpx.InvalidURL):
+            return False
+    return True
 
 
 async def worker_info(address: str, identity: Identity | None = None) -> worker_pb2.WorkerInfo | None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
+import asyncio
+import enum
+import json
+import sys
 import time
 from collections.abc import Sequence
 
+from google.protobuf.json_format import MessageToDict
 from millrace.v1 import admin_pb2, worker_pb2
 from millrace_rpc.tls import Identity
 from rich.console import Console
@@ -14,7 +18,15 @@ from rich.table import Table
 from millrace_cli import probe, proxies
 from millrace_cli.errors import CommandError
 
-MIN_WIDTH = 160  # also where the output is no terminal
+NARROW = ("role", "state", "routable", "running", "waiting", "pages free", "address")
+PERIOD_S = 1.0
+CLEAR = "\x1b[H\x1b[2J"  # a terminal
+
+
+class Form(enum.Enum):
+    NARROW = enum.auto()  # fits 80 columns; an address is whole wherever it ends
+    WIDE = enum.auto()
+    JSON = enum.auto()
 
 
 def row(worker: admin_pb2.WorkerStatus) -> dict[str, str]:
@@ -23,11 +35,9 @@ def row(worker: admin_pb2.WorkerStatus) -> dict[str, str]:
     free = sum(r.pages_free + r.pages_cached for r in replicas)
     drafts_accepted, accept_length = _drafts(replicas)
     return {
-        "address": worker.address,
         "role": worker_pb2.Role.Name(worker.info.role).removeprefix("ROLE_").lower(),
         "state": probe.state_name(worker.load.state or worker.info.state) if worker.reachable else "unreachable",
-        "weights": worker.info.weights_version,
-        "routable": "yes" if worker.routable else f"no: {worker.detail}",
+        "routable": "yes" if worker.routable else "no",
         "running": str(sum(r.running for r in replicas)),
         "waiting": str(sum(r.waiting for r in replicas)),
         "pages free": f"{free}/{sum(r.pages_total for r in replicas)}",
@@ -36,7 +46,9 @@ def row(worker: admin_pb2.WorkerStatus) -> dict[str, str]:
         "drafts accepted": drafts_accepted,
         "accept length": accept_length,
         "expert imbalance": _experts(replicas[0]) if replicas else "",
+        "weights": worker.info.weights_version,
         "epoch": worker.info.epoch[:8],
+        "address": worker.address,
     }
 
 
@@ -56,11 +68,44 @@ def _experts(load: worker_pb2.ReplicaLoad) -> str:
     return f"{sum(layers) / len(layers):.2f}, worst {max(layers):.2f}{age}"
 
 
-async def show(admin_address: str, identity: Identity | None = None) -> None:
-    workers = await probe.workers(admin_address, identity)
-    if workers is None:
-        raise CommandError(f"no router's admin service answers at {admin_address}; give --address{proxies.hint()}")
-    table = Table(*row(admin_pb2.WorkerStatus()), box=None, pad_edge=False)
-    for worker in workers:
-        table.add_row(*row(worker).values())
-    Console(markup=False, highlight=False, width=max(shutil.get_terminal_size().columns, MIN_WIDTH)).print(table)
+def text(workers: Sequence[admin_pb2.WorkerStatus], form: Form) -> str:
+    """A table, and below it why workers get no requests. Never cut to the terminal: somebody copies what is in it."""
+    rows = [row(worker) for worker in workers]
+    columns = NARROW if form is Form.NARROW else tuple(row(admin_pb2.WorkerStatus()))
+    table = Table(*columns, box=None, pad_edge=False)
+    for one in rows:
+        table.add_row(*(one[column] for column in columns))
+    console = Console(markup=False, highlight=False, width=10_000)
+    with console.capture() as shown:
+        console.print(table)
+    lines = [line.rstrip() for line in shown.get().splitlines()]
+    reasons = [f"{worker.address}: {worker.detail}" for worker in workers if worker.detail and not worker.routable]
+    return "\n".join([*lines, *reasons])
+
+
+async def show(
+    admin_address: str, form: Form = Form.NARROW, watch: bool = False, identity: Identity | None = None
+) -> None:
+    while True:
+        workers = await probe.workers(admin_address, identity)
+        if workers is None:
+            raise CommandError(await _why(admin_address, identity))
+        if watch and sys.stdout.isatty():
+            print(CLEAR, end="")
+        if form is Form.JSON:
+            for worker in workers:
+                print(json.dumps(MessageToDict(worker, preserving_proto_field_name=True)))
+        else:
+            print(text(workers, form))
+        if not watch:
+            return
+        await asyncio.sleep(PERIOD_S)
+
+
+async def _why(address: str, identity: Identity | None) -> str:
+    """No admin service answered there; something else may."""
+    if await probe.speaks_grpc(address, identity):
+        return f"{address} has no admin service: it is another gRPC port; a router's admin port is 50052 by default"
+    if await probe.speaks_http(address):
+        return f"{address} speaks HTTP; the admin port that this command asks speaks gRPC, 50052 by default"
+    return f"no router's admin service answers at {address}; give --address{proxies.hint()}"

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+
 import pytest
 from millrace.v1 import admin_pb2, worker_pb2
 from millrace_cli import workers
+from millrace_cli.errors import CommandError
+from millrace_rpc.server import Server
 
 
 @pytest.mark.parametrize(
@@ -48,7 +53,52 @@ async def test_texts_of_others_are_shown_as_they_are(
         return [worker]
 
     monkeypatch.setattr(workers.probe, "workers", found)
-    monkeypatch.setenv("COLUMNS", "400")  # one line
+    monkeypatch.setenv("COLUMNS", "20")
     await workers.show("a:1")
     out = capsys.readouterr().out
     assert worker.address in out and worker.detail in out
+
+
+WORKERS = [
+    admin_pb2.WorkerStatus(
+        address=f"millrace-decode-7d9f8c6b5-abcd{i}.millrace-decode:50061", reachable=True, detail=why
+    )
+    for i, why in enumerate(("", "KV layout differs"))
+]
+
+
+def test_the_table_is_narrow_and_reasons_stand_below(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    lines = workers.text(WORKERS, workers.Form.NARROW).splitlines()
+    assert all(len(line.removesuffix(one.address)) <= 80 for line, one in zip(lines[1:], WORKERS, strict=False))
+    assert lines[-1] == f"{WORKERS[1].address}: KV layout differs" and len(lines) == 4
+    assert "accept length" not in lines[0] and "accept length" in workers.text(WORKERS, workers.Form.WIDE)
+
+
+async def test_json_is_one_object_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    async def found(address: str, identity: object) -> list[admin_pb2.WorkerStatus]:
+        return WORKERS
+
+    monkeypatch.setattr(workers.probe, "workers", found)
+    await workers.show("a:1", workers.Form.JSON)
+    shown = [json.loads(line)["address"] for line in capsys.readouterr().out.splitlines()]
+    assert shown == [worker.address for worker in WORKERS]
+
+
+async def test_another_port_is_recognised() -> None:
+    server = Server([])
+    port = await server.start("127.0.0.1:0")
+    http = await asyncio.start_server(answer_http, "127.0.0.1", 0)
+    try:
+        for number, words in ((port, "has no admin service"), (http.sockets[0].getsockname()[1], "speaks HTTP")):
+            with pytest.raises(CommandError, match=words):
+                await workers.show(f"127.0.0.1:{number}")
+    finally:
+        http.close()
+        await server.stop(0)
+
+
+async def answer_http(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.readline()
+    writer.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+    writer.close()

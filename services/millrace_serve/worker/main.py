@@ -154,7 +154,7 @@ def main(make_role: MakeRole, roles: Sequence[Role], environ: MutableMapping[str
 
     `environ`: the process's own, which its ranks inherit.
     """
-    parser = argparse.ArgumentParser(description=f"A Millrace worker: {' or '.join(roles)}.")
+    parser = argparse.ArgumentParser(prog=f"millrace {roles[0]}", description=f"Run a worker: {' or '.join(roles)}.")
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one key; repeatable")
     parser.add_argument("--announce", type=Path, metavar="FILE", help="write the bound ports there as JSON")
