@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -12,17 +12,17 @@ from typing import Generic, TypeVar
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-Stamp = tuple[int, int, int] | None
 
 INTERVAL_S = 1.0  # between two looks at the files
 
 
 class Reloaded(Generic[T]):
-    """Made by `load` at the beginning, whose errors are raised, and again after any of the files has changed.
+    """Made by `load` at the beginning, whose errors are raised, and again after the content of any file has changed.
 
     A later load that raises ValueError or OSError keeps the previous value: the file may be half written, or a
-    certificate may not fit its key yet. The failure is logged, counted by `on_reload` ("ok" or "failed"), and the load
-    is repeated when the files change again. Messages of `load` must hold no secrets. Safe to use from several threads.
+    certificate may not fit its key yet. `error` says why, until a load succeeds, which is tried at every look. The log
+    and `on_reload` ("ok" or "failed") are told of each error once. Messages of `load` must hold no secrets. Safe to use
+    from several threads.
     """
 
     def __init__(
@@ -39,18 +39,19 @@ class Reloaded(Generic[T]):
         self._on_reload = on_reload
         self._clock = clock
         self._lock = threading.Lock()
-        self._stamps = self._look()
         self._looked_at = clock()
+        self._contents = self._look()
         self._value = load()
+        self.error = ""  # why the value is not that of the present files; empty: it is
 
     def get(self) -> T:
         with self._lock:
             now = self._clock()
             if now - self._looked_at >= INTERVAL_S:
                 self._looked_at = now
-                stamps = self._look()
-                if stamps != self._stamps:
-                    self._stamps = stamps  # from before the load, so that a change during it is noticed next time
+                contents = self._look()
+                if contents != self._contents or self.error:
+                    self._contents = contents  # from before the load, so that a change during it is noticed next time
                     self._reload()
             return self._value
 
@@ -58,20 +59,22 @@ class Reloaded(Generic[T]):
         try:
             self._value = self._load()
         except (OSError, ValueError) as error:
-            log.warning("%s: the changed files are not used: %s", self._what, error)
-            self._on_reload("failed")
+            if str(error) != self.error:
+                log.warning("%s: the changed files are not used: %s", self._what, error)
+                self._on_reload("failed")
+            self.error = str(error)
             return
+        self.error = ""
         log.info("%s: loaded again", self._what)
         self._on_reload("ok")
 
-    def _look(self) -> list[Stamp]:
-        return [_stamp(path) for path in self._paths]
+    def _look(self) -> list[bytes]:
+        return [_digest(path) for path in self._paths]
 
 
-def _stamp(path: Path) -> Stamp:
-    """Changes with the content, also where a symbolic link is moved to another folder (as mounted secrets are)."""
+def _digest(path: Path) -> bytes:
+    """Of the content: times, sizes and inodes can stay the same when it changes. Empty: the file cannot be read."""
     try:
-        stat = os.stat(path)
+        return hashlib.sha256(path.read_bytes()).digest()
     except OSError:
-        return None
-    return stat.st_mtime_ns, stat.st_ino, stat.st_size
+        return b""

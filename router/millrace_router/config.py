@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import ipaddress
 import itertools
 import re
 from pathlib import Path
@@ -66,6 +67,7 @@ class Timeouts(Config):
     handover: Seconds = Field(30.0, gt=0)  # from the prefill worker's token to the decode worker's first output
     stall: Seconds = Field(30.0, gt=0)  # between two outputs of the decode worker
     connect: Seconds = Field(3.0, gt=0)  # a worker's answer to GetInfo and to the Link's hello
+    client: Seconds = Field(60.0, gt=0)  # a client that takes nothing of its stream loses it: SLOW_CLIENT
     silence: Seconds = Field(3.0, gt=0)  # a worker whose load stream is silent for longer is lost
     warmup: Seconds = Field(120.0, gt=0)  # one warm-up or GC freeze
     drain: Seconds = 30.0  # running streams after SIGTERM
@@ -173,6 +175,13 @@ class Resilience(Config):
     outliers: OutlierRules = OutlierRules()
 
 
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 _ADDRESS = r"^([^:\s]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}$"
 
 
@@ -192,6 +201,8 @@ class RouterConfig(Config):
     public_tls: Tls | None = None  # of the gRPC and HTTP APIs, where clients trust another authority than the workers
     api_keys: Path | None = None  # file of edge/api_keys.py; none: callers need no key
     secret: Path | None = None  # file of the deployment's secret, the same on every router and worker
+    api_keys_keep: bool = False  # while the file cannot be used, keep the keys of before; else refuse every request
+    api_keys_plaintext: bool = False  # let keys come without TLS from other hosts: something else encrypts them
     tracing: Tracing = Tracing()
     prefill_policy: Policy = Policy.LEAST_LOADED
     decode_policy: Policy = Policy.LEAST_LOADED
@@ -206,6 +217,16 @@ class RouterConfig(Config):
     bodies: Bodies = Bodies()
     stream_interval: float = Field(0.0, ge=0, le=1)  # seconds between two rounds of sending; 0: as the load allows
     log_level: str = "INFO"
+
+    @model_validator(mode="after")
+    def _keys_are_encrypted(self) -> RouterConfig:
+        if self.api_keys is None or self.api_keys_plaintext or self.tls is not None or self.public_tls is not None:
+            return self
+        for name, address in (("grpc", self.grpc), ("http", self.http)):
+            if not _is_loopback(address.rpartition(":")[0].strip("[]")):
+                text = "needs tls or public_tls; set api_keys_plaintext=true if a proxy or a mesh encrypts them"
+                raise ValueError(f"api_keys: {name}={address} takes keys from other hosts, which {text}")
+        return self
 
     @model_validator(mode="after")
     def _fits_together(self) -> RouterConfig:

@@ -62,7 +62,10 @@ class Router:
         self.tracer = tracing.make(config.tracing, "millrace-router", secrets.token_hex(8))
         self._inside = identity_of(config.tls, metrics)  # towards workers and operators
         self._public_identity = self._inside if config.public_tls is None else identity_of(config.public_tls, metrics)
-        self._keys = None if config.api_keys is None else Keys(config.api_keys, time.monotonic, self._keys_reloaded)
+        self._keys: Keys | None = None
+        if config.api_keys is not None:
+            keep = config.api_keys_keep
+            self._keys = Keys(config.api_keys, time.monotonic, self._keys_reloaded, keep=keep)
         self.registry = Registry(config, metrics, self._changed, identity=self._inside)
         self.admission = Admission(config.queue_size, config.timeouts.queue, self.registry, metrics.queued.set)
         self._gc = ProcessGc("router", metrics)

@@ -20,7 +20,7 @@ GROUPS = {"a": None, "b": None, "c": "team", "d": "team"}
 
 
 def secret(name: str) -> str:
-    return f"sk-secret-of-{name}"
+    return f"sk-secret-of-{name}-0123456789abcdefghij"
 
 
 async def over_grpc(client: Client, name: str) -> int:

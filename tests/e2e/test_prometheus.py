@@ -35,7 +35,7 @@ from millrace_testing.prometheus import Prometheus, Target, free_port, needs_pro
 
 pytestmark = [pytest.mark.timeout(300), needs_prometheus]
 
-KEY = "sk-prometheus-4c1f"
+KEY = "sk-prometheus-4c1f-0123456789abcdef"
 PATHS = ("proto", "kernels", "services", "router", "bench", "tests")
 OF = Deployment("test", "tiny")
 THRESHOLDS = Thresholds(

@@ -25,7 +25,7 @@ from millrace_rpc.tls import Identity
 from millrace_testing.certificates import Authority
 from millrace_testing.collector import Collector, Seen, collecting
 
-SECRET = "sk-e2e-very-secret-5f1d"
+SECRET = "sk-e2e-very-secret-5f1d-0123456789"
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 REQUEST = inference_pb2.GenerateRequest(
     prompt={"token_ids": {"ids": list(range(10, 210))}}, sampling={"max_tokens": 6, "seed": 1, "ignore_eos": True}

@@ -12,7 +12,7 @@ from millrace_cli.cluster import ClusterSpec, LocalCluster
 
 pytestmark = pytest.mark.e2e
 SCRIPT = CHART / "files" / "helm_test.py"
-KEYS = "keys: [{name: test, key: a-key-for-the-test}]"
+KEYS = "keys: [{name: test, key: a-key-for-the-test-of-32-characters}]"
 
 
 async def run(cluster: LocalCluster, *arguments: str, key: str = "") -> tuple[int, str]:
@@ -34,12 +34,12 @@ async def test_a_request_through_prefill_transfer_and_decode(tmp_path: Path) -> 
     spec = ClusterSpec(engine="sim", worker_set=("served_name=tiny",), router_set=(f"api_keys={keys}",))
     async with LocalCluster(spec) as cluster:
         decode = ("--decode", cluster.address("decode-0", "metrics"))
-        code, output = await run(cluster, *decode, key="a-key-for-the-test")
+        code, output = await run(cluster, *decode, key="a-key-for-the-test-of-32-characters")
         assert code == 0 and "bytes of KV read" in output, output
         code, output = await run(cluster, *decode, key="another")
         assert code == 1 and "401" in output, output
         nobody = ("--decode", cluster.address("prefill-0", "metrics"), "--timeout", "3")
-        code, output = await run(cluster, *nobody, key="a-key-for-the-test")
+        code, output = await run(cluster, *nobody, key="a-key-for-the-test-of-32-characters")
         assert code == 1 and "no decode worker has read any KV page" in output, output
 
 

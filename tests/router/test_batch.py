@@ -20,7 +20,7 @@ BODIES = {
 }
 
 
-async def millrace(*arguments: str | Path, key: str = "sk-some-secret") -> tuple[int, str]:
+async def millrace(*arguments: str | Path, key: str = "sk-some-secret-0123456789abcdefgh") -> tuple[int, str]:
     command = [sys.executable, "-m", "millrace_cli", *map(str, arguments)]
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, stderr=pipe, env={"MILLRACE_API_KEY": key})
@@ -29,7 +29,7 @@ async def millrace(*arguments: str | Path, key: str = "sk-some-secret") -> tuple
 
 
 async def test_every_api(cluster: Callable, tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text(json.dumps({"keys": [{"name": "one", "key": "sk-some-secret"}]}))
+    (tmp_path / "keys").write_text(json.dumps({"keys": [{"name": "one", "key": "sk-some-secret-0123456789abcdefgh"}]}))
     made: Cluster = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE), api_keys=str(tmp_path / "keys"))
     file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     requests = [{"custom_id": url, "method": "POST", "url": url, "body": body} for url, body in BODIES.items()]

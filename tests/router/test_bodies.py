@@ -31,7 +31,10 @@ from router.fake_worker import DECODE, PREFILL, UNIFIED, FakeWorker
 from router.harness import Cluster
 from router.test_browsers import POSTS
 
-KEY, OTHER = {"authorization": "Bearer sk-first-secret-1"}, {"authorization": "Bearer sk-second-secret-2"}
+KEY, OTHER = (
+    {"authorization": "Bearer sk-first-secret-1-0123456789abcdef"},
+    {"authorization": "Bearer sk-second-secret-2-0123456789abcdef"},
+)
 PATH = "/v1/completions"
 
 
@@ -55,8 +58,8 @@ async def last_answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, Any]
 @pytest.fixture
 async def keyed(cluster: Callable, tmp_path: Path) -> Cluster:
     keys = [
-        {"name": "one", "key": "sk-first-secret-1"},
-        {"name": "two", "key": "sk-second-secret-2", "requests_per_s": 0.001, "requests_burst": 1},
+        {"name": "one", "key": "sk-first-secret-1-0123456789abcdef"},
+        {"name": "two", "key": "sk-second-secret-2-0123456789abcdef", "requests_per_s": 0.001, "requests_burst": 1},
     ]
     (tmp_path / "keys").write_text(json.dumps({"keys": keys}))
     bodies = {"held": 2000, "held_by_tenant": 1500}
@@ -71,7 +74,7 @@ async def test_a_body_that_is_not_wanted_is_not_read(keyed: Cluster) -> None:
     """Its answer comes at once, is the last one of the connection, and no 100 (Continue) asks for the body."""
     for headers, status in (
         (["expect: 100-continue"], 401),
-        (["expect: 100-continue", "authorization: Bearer sk-first-secret-1"], 413),
+        (["expect: 100-continue", "authorization: Bearer sk-first-secret-1-0123456789abcdef"], 413),
     ):
         reader, writer = await connect(keyed)
         writer.write(head(10**9, *headers))
@@ -82,7 +85,9 @@ async def test_a_body_that_is_not_wanted_is_not_read(keyed: Cluster) -> None:
 
 async def test_a_body_without_a_length_is_read_up_to_the_limit(keyed: Cluster) -> None:
     reader, writer = await connect(keyed)
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer sk-first-secret-1\r\n")
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer sk-first-secret-1-0123456789abcdef\r\n"
+    )
     writer.write(b"transfer-encoding: chunked\r\n\r\n" + b"190\r\n" + bytes(400) + b"\r\n")
     await keyed.until(lambda: keyed.router.inference.bodies._held == 400)
     writer.write(b"400\r\n" + bytes(1024) + b"\r\n")
@@ -95,14 +100,14 @@ async def test_a_large_body_is_not_received_from_a_tenant_over_its_rate(keyed: C
     assert spent.status_code == 200
     keyed.router.config.limits.__dict__["message_bytes"] = 8 << 20
     reader, writer = await connect(keyed)
-    writer.write(head(5_000_000, "authorization: Bearer sk-second-secret-2"))
+    writer.write(head(5_000_000, "authorization: Bearer sk-second-secret-2-0123456789abcdef"))
     status, error = await last_answer(reader)
     assert status == 429 and error["code"] == "rate_limited"
     writer.close()
 
 
 async def test_a_mistake_costs_the_tokens_that_a_prompt_of_its_length_has(cluster: Callable, tmp_path: Path) -> None:
-    keys = [{"name": "one", "key": "sk-first-secret-1", "tokens_per_s": 1, "tokens_burst": 1000}]
+    keys = [{"name": "one", "key": "sk-first-secret-1-0123456789abcdef", "tokens_per_s": 1, "tokens_burst": 1000}]
     (tmp_path / "keys").write_text(json.dumps({"keys": keys}))
     made: Cluster = await cluster(FakeWorker(UNIFIED), api_keys=str(tmp_path / "keys"))
     assert (await made.http.post(PATH, content=b" " * 6000, headers=KEY)).status_code == 400
@@ -182,10 +187,12 @@ def test_bytes_are_bounded_in_all_and_by_tenant() -> None:
 async def test_bodies_that_are_held_back_take_no_more_than_their_share(keyed: Cluster) -> None:
     bodies = keyed.router.inference.bodies
     held, asked = await connect(keyed), json.dumps(POSTS[PATH]).encode()
-    held[1].write(head(1000, "authorization: Bearer sk-first-secret-1") + asked + b" " * (900 - len(asked)))
+    held[1].write(
+        head(1000, "authorization: Bearer sk-first-secret-1-0123456789abcdef") + asked + b" " * (900 - len(asked))
+    )
     await keyed.until(lambda: bodies._held == 900)
     refused = await connect(keyed)
-    refused[1].write(head(1000, "authorization: Bearer sk-first-secret-1") + b" " * 900)
+    refused[1].write(head(1000, "authorization: Bearer sk-first-secret-1-0123456789abcdef") + b" " * 900)
     status, error = await last_answer(refused[0])
     assert status == 429 and "of one that are being received" in error["message"]
     assert (await keyed.http.post(PATH, json=POSTS[PATH], headers=KEY)).status_code == 200, "a short one has room"

@@ -56,7 +56,7 @@ async def test_operators_paths_too(pair: Cluster) -> None:
 
 
 async def test_a_path_without_a_key_needs_none_however_it_is_written(cluster: Callable, tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text(json.dumps({"keys": [{"name": "one", "key": "sk-first-secret-1"}]}))
+    (tmp_path / "keys").write_text(json.dumps({"keys": [{"name": "one", "key": "sk-first-secret-1-0123456789abcdef"}]}))
     made: Cluster = await cluster(FakeWorker(UNIFIED), api_keys=str(tmp_path / "keys"))
     for path in ("/health/", "//health", "/ready//"):
         assert (await made.http.get(f"{made.url}{path}")).status_code == 200
@@ -137,8 +137,8 @@ def preflight(origin: str = ORIGIN) -> dict[str, str]:
 
 async def other_origins(cluster: Callable, tmp_path: Path, *origins: str) -> Cluster:
     keys = [
-        {"name": "one", "key": "sk-first-secret-1"},
-        {"name": "two", "key": "sk-second-secret-2", "requests_per_s": 0.01, "requests_burst": 1},
+        {"name": "one", "key": "sk-first-secret-1-0123456789abcdef"},
+        {"name": "two", "key": "sk-second-secret-2-0123456789abcdef", "requests_per_s": 0.01, "requests_burst": 1},
     ]
     (tmp_path / "keys").write_text(json.dumps({"keys": keys}))
     settings = {"api_keys": str(tmp_path / "keys"), "connections": {"cors": origins}}
@@ -155,8 +155,8 @@ async def test_a_page_of_another_origin(cluster: Callable, tmp_path: Path, allow
         asked = preflight()["access-control-request-headers"].split(",")
         assert set(asked) <= set(answer.headers["access-control-allow-headers"].replace(" ", "").split(","))
     path = "/v1/chat/completions"
-    key = {"authorization": "Bearer sk-first-secret-1", "origin": ORIGIN}
-    limited = {"authorization": "Bearer sk-second-secret-2", "origin": ORIGIN}
+    key = {"authorization": "Bearer sk-first-secret-1-0123456789abcdef", "origin": ORIGIN}
+    limited = {"authorization": "Bearer sk-second-secret-2-0123456789abcdef", "origin": ORIGIN}
     asked = (
         (200, await made.http.post(path, json=POSTS[path], headers=key)),
         (200, await made.http.post(path, json=POSTS[path] | {"stream": True}, headers=key)),

@@ -32,7 +32,7 @@ PROMPT = list(range(1, 140))  # two full pages
 
 
 def secret(name: str) -> str:
-    return f"sk-secret-of-{name}"
+    return f"sk-secret-of-{name}-0123456789abcdefghij"
 
 
 @pytest.fixture

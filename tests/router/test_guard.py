@@ -25,7 +25,7 @@ from millrace_testing.certificates import Authority
 from router.fake_worker import DECODE, PREFILL, UNIFIED, FakeWorker, expected, output
 from router.harness import Cluster
 
-SECRET, OTHER = "sk-first-secret-1", "sk-second-secret-2"
+SECRET, OTHER = "sk-first-secret-1-0123456789abcdef", "sk-second-secret-2-0123456789abcdef"
 BODY = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 4, "seed": 0}
 
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from millrace_common.reasons import Reason
+from millrace_router.edge import api_keys
 from millrace_router.edge.api_keys import Keys
 from millrace_router.flow.tenant import Bucket, Tenant
 from millrace_rpc.errors import MillraceError
 
-SECRET = "sk-very-secret-0123456789"
+SECRET = "sk-very-secret-0123456789abcdefgh"
 
 
 class Clock:
@@ -63,11 +66,8 @@ def test_changes_are_picked_up_and_rates_live_on(tmp_path: Path) -> None:
     tenant.begin(10, 1.0)
     with pytest.raises(MillraceError):
         tenant.check(1.0)  # a new file is no new allowance
-    path.write_text("{")
+    path.write_text(json.dumps({"keys": [entry | {"key": "sk-replaced-0123456789abcdefghijk"}]}))
     clock.now = 2.0
-    assert keys.tenant(f"Bearer {SECRET}").weight == 5 and told == ["ok", "failed"]
-    path.write_text(json.dumps({"keys": [entry | {"key": "sk-replaced-0000"}]}))
-    clock.now = 3.0
     with pytest.raises(MillraceError):
         keys.tenant(f"Bearer {SECRET}")
 
@@ -110,6 +110,11 @@ def test_a_tenant_may_have_two_keys(tmp_path: Path) -> None:
         (f"keys: [{{name: a, key: {SECRET}}}, {{name: a, key: {SECRET}2, weight: 2}}]", "two of the same name differ"),
         (f"keys: [{{name: a, key: {SECRET}, sha256: {'0' * 64}}}]", "give either sha256 or key"),
         (f"keys: [{{name: a, key: [{SECRET}]}}]", "give either sha256 or key"),
+        (f"keys: [{{name: b, key: {SECRET}}}, {{name: a, key: {SECRET[:31]}}}]", "keys.1: key of a: .* at least 32"),
+        (f"keys: [{{name: {SECRET} {SECRET}, key: short}}]", "keys.0: key: give .* at least 32"),
+        (f"keys: [{{name: a, key: !!int {SECRET}}}]", "is not YAML"),
+        (f"keys: [{{name: a, key: !!timestamp {SECRET}}}]", "is not YAML"),
+        ("keys: " + "[" * 5_000, "is not YAML"),
         (f"keys: [{{name: a, sha256: {SECRET}}}]", "keys.0.sha256"),
         (f"keys: [{SECRET}]", "keys.0"),
         (f"keys: {{{SECRET}", "is not YAML"),
@@ -123,6 +128,117 @@ def test_mistakes_are_named_and_secrets_are_not(tmp_path: Path, text: str, words
     with pytest.raises(OSError, match=words) as caught:
         Keys(path, Clock(), lambda _: None)
     assert SECRET not in str(caught.value) and caught.value.__cause__.__cause__ is None
+
+
+ONE, TWO = {"name": "one", "key": SECRET}, {"name": "two", "key": SECRET + "2"}
+WITH, WITHOUT = json.dumps({"keys": [ONE, TWO]}), json.dumps({"keys": [TWO]})
+
+
+def rewrite(path: Path, text: str) -> None:
+    """In place, with the same size and times."""
+    stat = path.stat()
+    path.write_text(text.ljust(stat.st_size))
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def swap(path: Path, text: str) -> None:
+    """As the kubelet does: keys -> ..data/keys, ..data -> the folder of a version."""
+    version = path.parent / f"..{len(list(path.parent.iterdir()))}"
+    version.mkdir()
+    (version / path.name).write_text(text)
+    (path.parent / "..new").symlink_to(version.name)
+    (path.parent / "..new").replace(path.parent / "..data")
+    if not path.is_symlink():
+        path.unlink()
+        path.symlink_to(f"..data/{path.name}")
+
+
+def replace(path: Path, text: str) -> None:
+    (path.parent / "new").write_text(text)
+    (path.parent / "new").replace(path)
+
+
+def turn_into_a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def link_to_nowhere(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("nowhere")
+
+
+WRITES = (Path.write_text, rewrite, replace, swap)
+BREAKS: dict[str, Callable[[Path], object]] = {
+    "vanishes": Path.unlink,
+    "unreadable": turn_into_a_folder,
+    "link to nowhere": link_to_nowhere,
+    "empty": lambda path: path.write_text(""),
+    "half written": lambda path: path.write_text(WITHOUT[:-5]),
+    "no text": lambda path: path.write_bytes(b"\xff\xfe"),
+    "no keys": lambda path: path.write_text("keys: []"),
+    "short key": lambda path: path.write_text('keys: [{name: one, key: "short"}]'),
+}
+
+
+def outcome(keys: Keys, key: str) -> str:
+    try:
+        return keys.tenant(f"Bearer {key}").name
+    except MillraceError as error:
+        return error.reason
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("breaks", [None, *BREAKS])
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("seen", [False, True])
+def test_a_deleted_key_works_for_a_second_at_most(
+    tmp_path: Path, write: Callable[[Path, str], None], breaks: str | None, keep: bool, seen: bool
+) -> None:
+    """`seen`: somebody asks between the deletion and what breaks the file."""
+    clock, told, path = Clock(), [], tmp_path / "keys"
+    path.write_text(WITH)
+    keys = Keys(path, clock, told.append, keep=keep)
+    clock.now = 0.999
+    assert outcome(keys, SECRET) == "one"
+    write(path, WITHOUT)
+    clock.now = 1.5
+    if seen:
+        assert outcome(keys, SECRET) == Reason.UNAUTHENTICATED and outcome(keys, SECRET + "2") == "two"
+    if breaks is not None:
+        BREAKS[breaks](path)
+    clock.now = 2.5
+    after = [outcome(keys, SECRET), outcome(keys, SECRET + "2")]
+    if breaks is None:
+        assert after == [Reason.UNAUTHENTICATED, "two"] and told == ["ok"]
+        return
+    assert told[-1] == "failed"
+    if not keep:
+        assert after == [Reason.NOT_READY] * 2
+        assert keys.names == ({"two"} if seen else {"one", "two"}), "metrics do not need the file"
+    else:
+        assert after == [Reason.UNAUTHENTICATED if seen else "one", "two"]
+    clock.now = 3.5
+    assert [outcome(keys, SECRET), outcome(keys, SECRET + "2")] == after and told.count("failed") == 1
+    if path.is_dir():
+        path.rmdir()
+    replace(path, WITHOUT)
+    clock.now = 4.5
+    assert [outcome(keys, SECRET), outcome(keys, SECRET + "2")] == [Reason.UNAUTHENTICATED, "two"]
+    assert told[-1] == "ok"
+
+
+def test_a_load_that_fails_is_repeated_though_the_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, told, path = Clock(), [], tmp_path / "keys"
+    keys = keys_of(path, ONE, TWO, clock=clock, told=told)
+    path.write_text(WITHOUT)
+    clock.now = 1.0
+    with monkeypatch.context() as patched:
+        patched.setattr(api_keys, "read", lambda path: (_ for _ in ()).throw(OSError("too many open files")))
+        assert outcome(keys, SECRET) == Reason.NOT_READY
+    clock.now = 2.0
+    assert outcome(keys, SECRET) == Reason.UNAUTHENTICATED and outcome(keys, SECRET + "2") == "two"
+    assert told == ["failed", "ok"]
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

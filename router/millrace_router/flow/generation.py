@@ -77,6 +77,7 @@ class Generation:
         self.job = job
         self.wake = wake
         self.stage = Stage.QUEUED  # as `_settle` saw it last
+        self._tokens = len(job.token_ids) + job.sampling.max_tokens  # at the end, at most
         self.room = secrets.randbits(64) or 1
         self.cached_tokens = 0
         self.drafted_tokens = 0  # of all attempts that have ended
@@ -109,6 +110,7 @@ class Generation:
 
     def start(self) -> None:
         self._health.budget.begin()
+        self.job.tenant.running.add(1, self._tokens)
         self._arm()
         self._enter()
 
@@ -301,6 +303,7 @@ class Generation:
 
     def _finish(self) -> None:
         self._health.budget.end(self._loop.time())
+        self.job.tenant.running.add(-1, -self._tokens)
         for handle in (self._timer, self._again):
             if handle is not None:
                 handle.cancel()

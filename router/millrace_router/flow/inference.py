@@ -116,7 +116,7 @@ class Inference:
         """The prompt's tokens and the resolved parameters of a request that may begin. Raises MillraceError."""
         model, admission = self.model, self.backend.admission
         validate.check(ask, model, self.names, self.backend.config)
-        tenant.check(time.monotonic())
+        tenant.check(time.monotonic(), ask.n)
         place = admission.place(tenant.allowed(ask.priority), tenant.name, tenant.weight)
         admission.check_room(ask.n, place)
         ask = await self._grammars.settle(ask, self.tokenizer.added_token, tenant.name)
@@ -124,7 +124,8 @@ class Inference:
         sampling = validate.fit(ask, len(token_ids), model)
         self.tokenizer.behind_thoughts(sampling, token_ids)
         passed = asyncio.get_running_loop().time() - received
-        tenant.check(time.monotonic())  # others came meanwhile
+        tokens = ask.n * (len(token_ids) + sampling.max_tokens)
+        tenant.check(time.monotonic(), ask.n, tokens)  # others came meanwhile
         admission.make_room(ask.n, place, len(token_ids), None if ask.timeout_s is None else ask.timeout_s - passed)
         tenant.begin(ask.n * len(token_ids), time.monotonic())
         return token_ids, sampling

@@ -1,13 +1,15 @@
-"""The caller of a request: its tenant, with rights and rates, and its trace. Pure; the clock is the caller's."""
+"""The caller of a request: its tenant, with rights, rates and what it runs, and its trace. Pure; the clock is the
+caller's.
+"""
 
 from __future__ import annotations
 
 import math
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from millrace_common.reasons import Reason
-from millrace_rpc.errors import MillraceError
+from millrace_rpc.errors import FieldError, MillraceError
 
 ROUNDING = 1e-6
 
@@ -44,6 +46,34 @@ class Bucket:
         self.at = max(now, self.at)
 
 
+@dataclass(slots=True)
+class Running:
+    """What a tenant runs, in the queue too, and how much it may. Every choice of a request counts as one."""
+
+    max_concurrent: int | None = None  # requests
+    max_tokens: int | None = None  # of prompts, and the most that the outputs may have
+    requests: int = 0
+    tokens: int = 0
+
+    def check(self, tenant: str, requests: int, tokens: int) -> None:
+        """Raise unless so many more fit: INVALID_ARGUMENT if they never will, RATE_LIMITED if they do not now."""
+        for have, more, most, name, what, param in (
+            (self.requests, requests, self.max_concurrent, "max_concurrent", "requests", "n"),
+            (self.tokens, tokens, self.max_tokens, "max_tokens_in_flight", "tokens", "max_tokens"),
+        ):
+            if most is None or have + more <= most:
+                continue
+            limit = f"{name} of {tenant} is {most}"
+            if more > most:
+                raise FieldError(param, f"asks for too much: {limit}, and this needs {more} {what} at once")
+            raise MillraceError(Reason.RATE_LIMITED, f"{limit}: {have} {what} run, and this needs {more}")
+
+    def add(self, requests: int, tokens: int) -> None:
+        """Count what begins; negative: what has ended."""
+        self.requests += requests
+        self.tokens += tokens
+
+
 @dataclass(slots=True, eq=False)
 class Tenant:
     """A caller's rights, and the rest of its rates."""
@@ -54,9 +84,13 @@ class Tenant:
     requests: Bucket | None = None
     tokens: Bucket | None = None
     cache_group: str = ""  # its requests share cached pages with those of equal groups
+    running: Running = field(default_factory=Running)
 
-    def check(self, now: float) -> None:
-        """Raise RATE_LIMITED, with the time to wait, unless another request may begin."""
+    def check(self, now: float, requests: int = 1, tokens: int = 0) -> None:
+        """Raise RATE_LIMITED unless another request of so many choices may begin. `tokens`: of all of them, prompts
+        and the longest outputs.
+        """
+        self.running.check(self.name, requests, tokens)
         for bucket, what in ((self.requests, "requests"), (self.tokens, "tokens")):
             wait = bucket.wait_for(1, now) if bucket is not None else 0.0
             if bucket is not None and wait > 0:

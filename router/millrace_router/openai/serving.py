@@ -129,11 +129,10 @@ async def _answer(
     inference: Inference, request: Request, ask: Ask, form_of: Callable[[Answer], Form], stream: bool, names: Names
 ) -> Response:
     answer = await inference.generate(ask, "http")
-    form, headers = form_of(answer), request_names(answer.request_id)
-    watcher = asyncio.create_task(_watch(request, answer.stream))
     with contextlib.ExitStack() as ends:
-        ends.callback(watcher.cancel)
         ends.callback(answer.stream.close, gone())
+        ends.callback(asyncio.create_task(_watch(request, answer.stream)).cancel)
+        form, headers = form_of(answer), request_names(answer.request_id)
         if not stream:
             return json_answer(form.whole([delta async for delta in answer.stream.deltas()]), headers=headers)
         beat = Heartbeat(inference.backend.config.connections.keep_alive, asyncio.get_running_loop())
