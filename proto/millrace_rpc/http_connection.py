@@ -36,6 +36,7 @@ class Limits:
     most: int | None = None
     per_address: int | None = None
     max_age_s: float | None = None  # give or take a tenth; then the next answer is the last one
+    stall_s: float = 60.0  # in which a client takes nothing of what waits for it
 
 
 class Crowd:
@@ -69,6 +70,8 @@ class Body:
     """The way around ASGI for an answer that streams: `send` is a coroutine in every middleware, a write is a call.
     Only between two `send`s of an answer without content-length.
     """
+
+    on_stall: Callable[[], object] | None = None  # called before the connection ends, because its client reads nothing
 
     def __init__(self, transport: asyncio.Transport, flow: FlowControl, received: Callable[[], bool]) -> None:
         self._transport = transport
@@ -147,10 +150,11 @@ class Ending:
 
 
 class Connection(HttpToolsProtocol):
-    """Ends when its headers are too long or too slow (the parser alone has no limit), after an answer to a request
-    whose body has not come, and now and then, so that a new replica gets its share of the load: the answer to a request
-    on an old connection says `connection: close`, which clients expect at any time. uvicorn has no option for these:
-    `cycle` is its own, so a new version of uvicorn needs test_http_server.py and test_connections.py.
+    """Ends when its headers are too long or too slow (the parser alone has no limit), when its client takes nothing of
+    an answer, after an answer to a request whose body has not come, and now and then, so that a new replica gets its
+    share of the load: the answer to a request on an old connection says `connection: close`, which clients expect at
+    any time. uvicorn has no option for these: `cycle` is its own, so a new version of uvicorn needs test_http_server.py
+    and test_connections.py.
     """
 
     _address: str | None = None  # None: not counted
@@ -161,9 +165,21 @@ class Connection(HttpToolsProtocol):
     _offered = False  # another protocol, by the request whose headers are complete
     _to_come = 0  # bytes of a request that has begun; without a content-length as many as would be dropped
     _stays = True  # after the request whose body is being received
+    _stall_timer: asyncio.TimerHandle | None = None
+    _untaken = 0  # bytes that waited for the client when the timer was set
 
-    def __init__(self, limits: Limits, crowd: Crowd, parting: asyncio.Event, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        crowd: Crowd,
+        parting: asyncio.Event,
+        clock: asyncio.AbstractEventLoop | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
+        self._stall_s = limits.stall_s
+        self._clock = clock or self.loop
         self._crowd = crowd
         self._parting = parting
         self._left = MAX_REQUESTS
@@ -186,8 +202,17 @@ class Connection(HttpToolsProtocol):
         if self._address is not None:
             self._crowd.leave(self._address)
         self._cancel_timer()
+        self._cancel_stall()
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect_reading()
+
+    def resume_writing(self) -> None:
+        self._cancel_stall()
+        super().resume_writing()
 
     def on_message_begin(self) -> None:
         self._in_head = True
@@ -288,6 +313,23 @@ class Connection(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+    def _expect_reading(self) -> None:
+        self._untaken = self.transport.get_write_buffer_size()
+        self._stall_timer = self._clock.call_later(self._stall_s, self._look_at_reader)
+
+    def _look_at_reader(self) -> None:
+        if self.transport.get_write_buffer_size() < self._untaken:
+            self._expect_reading()
+            return
+        if self._body.on_stall is not None:
+            self._body.on_stall()
+        self.transport.abort()
+
+    def _cancel_stall(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
 
     def _too_slow(self) -> None:
         if self._answered():

@@ -15,13 +15,22 @@ from millrace_rpc.http_connection import BODY, Connection, Crowd, Limits
 from millrace_rpc.tls import Identity
 
 STOP_GRACE_S = 1  # for open connections when the server stops
+MAX_UNSENT_BYTES = 128 << 10  # of a connection, in the kernel
 DEFAULT = Limits()
 
 
 class HttpServer:
-    def __init__(self, app: ASGIApp, limits: Limits = DEFAULT, parting: asyncio.Event | None = None) -> None:
-        """While `parting` is set, every answer is the last one of its connection."""
-        protocol = functools.partial(Connection, limits, Crowd(limits), parting or asyncio.Event())
+    def __init__(
+        self,
+        app: ASGIApp,
+        limits: Limits = DEFAULT,
+        parting: asyncio.Event | None = None,
+        clock: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        """While `parting` is set, every answer is the last one of its connection. `clock`: of clients that do not read;
+        none: the event loop.
+        """
+        protocol = functools.partial(Connection, limits, Crowd(limits), parting or asyncio.Event(), clock)
         self._config = uvicorn.Config(
             _ForOldClients(app),
             http=protocol,  # type: ignore[arg-type]  # it is only called
@@ -56,7 +65,10 @@ def listen(address: str) -> socket.socket:
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, int(port)), family=family, backlog=2048)
+    listener = socket.create_server((host, int(port)), family=family, backlog=2048)
+    # Its connections have it too. The kernel would take megabytes for a client that does not read.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
+    return listener
 
 
 class _Server(uvicorn.Server):

@@ -82,7 +82,7 @@ class Router:
         beside = self._before_scrape if config.metrics is None else None
         self._parting = asyncio.Event()
         public = HttpGuard(public_http.build(self.inference, beside), self._keys)
-        outside = Limits(limits.idle, limits.most, limits.per_address, limits.max_age)
+        outside = Limits(limits.idle, limits.most, limits.per_address, limits.max_age, config.timeouts.client)
         self._http = HttpServer(with_cors(public, limits.cors), outside, self._parting)
         self._probes = HttpServer(new_app(probes.routes(backend, self._before_scrape)), inside)
         self._serving = False

@@ -31,10 +31,8 @@ from router.fake_worker import DECODE, PREFILL, UNIFIED, FakeWorker
 from router.harness import Cluster
 from router.test_browsers import POSTS
 
-KEY, OTHER = (
-    {"authorization": "Bearer sk-first-secret-1-0123456789abcdef"},
-    {"authorization": "Bearer sk-second-secret-2-0123456789abcdef"},
-)
+ONE, TWO = "sk-first-secret-1-0123456789abcdef", "sk-second-secret-2-0123456789abcdef"
+KEY, OTHER = {"authorization": f"Bearer {ONE}"}, {"authorization": f"Bearer {TWO}"}
 PATH = "/v1/completions"
 
 
@@ -58,8 +56,8 @@ async def last_answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, Any]
 @pytest.fixture
 async def keyed(cluster: Callable, tmp_path: Path) -> Cluster:
     keys = [
-        {"name": "one", "key": "sk-first-secret-1-0123456789abcdef"},
-        {"name": "two", "key": "sk-second-secret-2-0123456789abcdef", "requests_per_s": 0.001, "requests_burst": 1},
+        {"name": "one", "key": ONE},
+        {"name": "two", "key": TWO, "requests_per_s": 0.001, "requests_burst": 1},
     ]
     (tmp_path / "keys").write_text(json.dumps({"keys": keys}))
     bodies = {"held": 2000, "held_by_tenant": 1500}
@@ -74,7 +72,7 @@ async def test_a_body_that_is_not_wanted_is_not_read(keyed: Cluster) -> None:
     """Its answer comes at once, is the last one of the connection, and no 100 (Continue) asks for the body."""
     for headers, status in (
         (["expect: 100-continue"], 401),
-        (["expect: 100-continue", "authorization: Bearer sk-first-secret-1-0123456789abcdef"], 413),
+        (["expect: 100-continue", f"authorization: Bearer {ONE}"], 413),
     ):
         reader, writer = await connect(keyed)
         writer.write(head(10**9, *headers))
@@ -100,14 +98,14 @@ async def test_a_large_body_is_not_received_from_a_tenant_over_its_rate(keyed: C
     assert spent.status_code == 200
     keyed.router.config.limits.__dict__["message_bytes"] = 8 << 20
     reader, writer = await connect(keyed)
-    writer.write(head(5_000_000, "authorization: Bearer sk-second-secret-2-0123456789abcdef"))
+    writer.write(head(5_000_000, f"authorization: Bearer {TWO}"))
     status, error = await last_answer(reader)
     assert status == 429 and error["code"] == "rate_limited"
     writer.close()
 
 
 async def test_a_mistake_costs_the_tokens_that_a_prompt_of_its_length_has(cluster: Callable, tmp_path: Path) -> None:
-    keys = [{"name": "one", "key": "sk-first-secret-1-0123456789abcdef", "tokens_per_s": 1, "tokens_burst": 1000}]
+    keys = [{"name": "one", "key": ONE, "tokens_per_s": 1, "tokens_burst": 1000}]
     (tmp_path / "keys").write_text(json.dumps({"keys": keys}))
     made: Cluster = await cluster(FakeWorker(UNIFIED), api_keys=str(tmp_path / "keys"))
     assert (await made.http.post(PATH, content=b" " * 6000, headers=KEY)).status_code == 400
@@ -187,12 +185,10 @@ def test_bytes_are_bounded_in_all_and_by_tenant() -> None:
 async def test_bodies_that_are_held_back_take_no_more_than_their_share(keyed: Cluster) -> None:
     bodies = keyed.router.inference.bodies
     held, asked = await connect(keyed), json.dumps(POSTS[PATH]).encode()
-    held[1].write(
-        head(1000, "authorization: Bearer sk-first-secret-1-0123456789abcdef") + asked + b" " * (900 - len(asked))
-    )
+    held[1].write(head(1000, f"authorization: Bearer {ONE}") + asked + b" " * (900 - len(asked)))
     await keyed.until(lambda: bodies._held == 900)
     refused = await connect(keyed)
-    refused[1].write(head(1000, "authorization: Bearer sk-first-secret-1-0123456789abcdef") + b" " * 900)
+    refused[1].write(head(1000, f"authorization: Bearer {ONE}") + b" " * 900)
     status, error = await last_answer(refused[0])
     assert status == 429 and "of one that are being received" in error["message"]
     assert (await keyed.http.post(PATH, json=POSTS[PATH], headers=KEY)).status_code == 200, "a short one has room"

@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 from millrace.v1 import common_pb2, worker_pb2
-from millrace_router.openai.serving import Heartbeat
+from millrace_router.flow.heartbeat import Heartbeat
 from router.fake_worker import UNIFIED, FakeWorker, failure, output
 from router.harness import Cluster
 

@@ -1,8 +1,8 @@
 """Tenants: the API keys of a file, and the rights of each.
 
-The file is a mounted secret, YAML or JSON (docs/router.md has an example), looked at again while we run. A new request
-finds the keys of a file that was there a second ago, or later. A file that cannot be used may have lost keys since it
-could: then every request is refused, or with `keep` the keys of before hold. A request that runs is not looked at again.
+The file is a mounted secret, YAML or JSON (docs/router.md has an example), looked at again while we run. A request is
+checked when it comes, against a file that was there a second ago, or later. A file that cannot be used may have lost
+keys since it could: then every request is refused, or with `keep` the keys of before hold.
 
 Only hashes are kept. A key is looked up by its hash, so the time of a look-up reveals nothing about existing keys.
 Without a file every caller is the tenant "default", without limits.

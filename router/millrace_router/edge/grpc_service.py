@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from operator import methodcaller
 from typing import TypeVar
@@ -13,6 +14,7 @@ from millrace_common.log import request_id
 from millrace_common.sampling_limits import NUMBERS
 from millrace_rpc.server import parse
 
+from millrace_router.edge.slow_clients import Patience
 from millrace_router.flow import validate
 from millrace_router.flow.ask import Ask, Chat, Prompt
 from millrace_router.flow.inference import Inference
@@ -23,16 +25,23 @@ P = TypeVar("P", bound=Proto)
 
 
 class InferenceService:
-    def __init__(self, inference: Inference) -> None:
+    def __init__(self, inference: Inference, clock: asyncio.AbstractEventLoop | None = None) -> None:
+        """`clock`: of the patience with clients that do not read; none: the event loop."""
         self._inference = inference
+        self._clock = clock
 
     async def generate(self, data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.GenerateResponse]:
         request = self._parse(pb.GenerateRequest, data)
         request_id.set(request.request_id)
         answer = await self._inference.generate(to_ask(request, context.time_remaining()), "grpc")
         context.add_done_callback(lambda _: answer.stream.close(gone()))
-        async for delta in answer.stream.deltas():
-            yield _response(delta, answer.request_id, answer.model, answer.prompt_tokens)
+        limit_s = self._inference.backend.config.timeouts.client
+        with Patience(answer.stream, context, limit_s, self._clock or asyncio.get_running_loop()) as patience:
+            async for delta in answer.stream.deltas():
+                response = _response(delta, answer.request_id, answer.model, answer.prompt_tokens)
+                patience.leave()
+                yield response
+                patience.away = False
 
     async def tokenize(self, data: bytes, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
         request = self._parse(pb.TokenizeRequest, data)

@@ -264,6 +264,8 @@ class Stream:
                     if delta is not None:
                         self._silent = False
                         yield delta
+                        if self._on_end is None:  # closed meanwhile
+                            raise gone()
                 if not any(continuation.finished for continuation in self._open):
                     await self._wait()
                 self._open = [continuation for continuation in self._open if not continuation.finished]

@@ -19,7 +19,9 @@ from starlette.types import Receive, Scope, Send
 
 from millrace_router.edge.http_answers import json_answer, read_body, received, request_names
 from millrace_router.edge.json_shape import SHORT, TINY, shape
+from millrace_router.edge.slow_clients import lose
 from millrace_router.flow.ask import Ask
+from millrace_router.flow.heartbeat import Heartbeat
 from millrace_router.flow.inference import Answer, Inference
 from millrace_router.flow.stream import Delta, Stream, gone
 from millrace_router.flow.tenant import caller
@@ -138,6 +140,8 @@ async def _answer(
         beat = Heartbeat(inference.backend.config.connections.keep_alive, asyncio.get_running_loop())
         if (body := body_of(request.scope)) is not None:
             answer.stream.sink = _Direct(body, form, beat)
+            body.on_stall = functools.partial(lose, answer.stream, inference.backend.config.timeouts.client)
+            ends.callback(setattr, body, "on_stall", None)
         return _Sse(form, answer.stream, headers, beat, ends.pop_all(), names)
 
 
@@ -157,32 +161,6 @@ async def _watch(request: Request, stream: Stream) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
     stream.cancel(gone())
-
-
-class Heartbeat:
-    """Calls `beat` whenever nothing was sent for `every_s` seconds: proxies end a stream that is silent for longer.
-    `clock`: an event loop.
-    """
-
-    def __init__(self, every_s: float, clock: asyncio.AbstractEventLoop) -> None:
-        self.sent_at = clock.time()
-        self.now = clock.time
-        self._every_s = every_s
-        self._clock = clock
-        self._timer: asyncio.TimerHandle | None = None
-
-    def start(self, beat: Callable[[], None]) -> None:
-        def look() -> None:
-            if self.now() >= self.sent_at + self._every_s:
-                self.sent_at = self.now()
-                beat()
-            self._timer = self._clock.call_at(self.sent_at + self._every_s, look)
-
-        look()
-
-    def stop(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
 
 
 class _Direct:
