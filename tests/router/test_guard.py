@@ -104,6 +104,29 @@ async def test_a_rate_says_when_to_come_again(keyed: Cluster) -> None:
     assert await tokens(keyed.stub, SECRET) == expected([1, 2, 3], 4), "another key has its own rate"
 
 
+MISTAKES = {
+    "Generate": (inference_pb2.GenerateRequest(n=99), inference_pb2.GenerateRequest(model="another")),
+    "Tokenize": (inference_pb2.TokenizeRequest(), inference_pb2.TokenizeRequest(model="another")),
+    "Detokenize": (inference_pb2.DetokenizeRequest(token_ids=[10**6]), inference_pb2.DetokenizeRequest(model="no")),
+    "ListModels": (),
+}
+
+
+@pytest.mark.parametrize("method", MISTAKES)
+async def test_a_call_with_a_mistake_counts_for_the_rates_as_over_http(keyed: Cluster, method: str) -> None:
+    too_long = b"a" * (keyed.router.config.limits.message_bytes + 1)
+    bad = [b"\xff", too_long, *(message.SerializeToString() for message in MISTAKES[method])]
+    for data in bad:
+        keyed.router._keys._tenants["two"].requests.level = 1.5
+        kind = keyed.public.unary_stream if method == "Generate" else keyed.public.unary_unary
+        call = kind(f"/millrace.v1.Inference/{method}")(data, metadata=tuple(bearer(OTHER).items()), timeout=10)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await (call.read() if method == "Generate" else call)
+        assert from_rpc_error(caught.value).row.http in (400, 404, 413)
+        assert await tokens(keyed.stub, OTHER) is Reason.RATE_LIMITED, data[:100]
+    assert await tokens(keyed.stub, SECRET) == expected([1, 2, 3], 4)
+
+
 async def test_a_key_caps_the_priority(keyed: Cluster) -> None:
     await tokens(keyed.stub, SECRET, priority=50)
     assert [worker.submitted[-1].priority for worker in keyed.workers] == [2, 2]

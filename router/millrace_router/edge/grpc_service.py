@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import contextlib
+import time
+from collections.abc import AsyncIterator, Iterator
 from operator import methodcaller
 from typing import TypeVar
 
@@ -12,6 +14,7 @@ from google.protobuf.message import Message as Proto
 from millrace.v1 import inference_pb2 as pb
 from millrace_common.log import request_id
 from millrace_common.sampling_limits import NUMBERS
+from millrace_rpc.errors import MillraceError
 from millrace_rpc.server import parse
 
 from millrace_router.edge.slow_clients import Patience
@@ -19,6 +22,7 @@ from millrace_router.flow import validate
 from millrace_router.flow.ask import Ask, Chat, Prompt
 from millrace_router.flow.inference import Inference
 from millrace_router.flow.stream import Delta, gone
+from millrace_router.flow.tenant import caller
 
 SERVICE = "millrace.v1.Inference"
 P = TypeVar("P", bound=Proto)
@@ -31,9 +35,9 @@ class InferenceService:
         self._clock = clock
 
     async def generate(self, data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.GenerateResponse]:
-        request = self._parse(pb.GenerateRequest, data)
-        request_id.set(request.request_id)
-        answer = await self._inference.generate(to_ask(request, context.time_remaining()), "grpc")
+        with self._read(pb.GenerateRequest, data) as request:
+            request_id.set(request.request_id)
+            answer = await self._inference.generate(to_ask(request, context.time_remaining()), "grpc")
         context.add_done_callback(lambda _: answer.stream.close(gone()))
         limit_s = self._inference.backend.config.timeouts.client
         with Patience(answer.stream, context, limit_s, self._clock or asyncio.get_running_loop()) as patience:
@@ -44,22 +48,22 @@ class InferenceService:
                 patience.away = False
 
     async def tokenize(self, data: bytes, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
-        request = self._parse(pb.TokenizeRequest, data)
-        model, prompt = self._inference.model, _prompt(request.prompt)
-        validate.check_model(request.model, self._inference.names)
-        validate.check_prompt(prompt, model)
-        return pb.TokenizeResponse(token_ids=await self._inference.tokenize(prompt, model))
+        with self._read(pb.TokenizeRequest, data) as request:
+            model, prompt = self._inference.model, _prompt(request.prompt)
+            validate.check_model(request.model, self._inference.names)
+            validate.check_prompt(prompt, model)
+            return pb.TokenizeResponse(token_ids=await self._inference.tokenize(prompt, model))
 
     async def detokenize(self, data: bytes, context: grpc.aio.ServicerContext) -> pb.DetokenizeResponse:
-        request, model = self._parse(pb.DetokenizeRequest, data), self._inference.model
-        validate.check_model(request.model, self._inference.names)
-        validate.check_ids("token_ids", request.token_ids, model)
-        text = self._inference.tokenizer.decode(request.token_ids, request.keep_special_tokens)
-        return pb.DetokenizeResponse(text=text)
+        with self._read(pb.DetokenizeRequest, data) as request:
+            validate.check_model(request.model, self._inference.names)
+            validate.check_ids("token_ids", request.token_ids, self._inference.model)
+            text = self._inference.tokenizer.decode(request.token_ids, request.keep_special_tokens)
+            return pb.DetokenizeResponse(text=text)
 
     async def list_models(self, data: bytes, context: grpc.aio.ServicerContext) -> pb.ListModelsResponse:
-        self._parse(pb.ListModelsRequest, data)
-        model = self._inference.model
+        with self._read(pb.ListModelsRequest, data):
+            model = self._inference.model
         entries = [
             pb.Model(name=name, max_context=model.max_context, vocab_size=model.vocab_size)
             for name in self._inference.names
@@ -77,10 +81,18 @@ class InferenceService:
         }
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
-    def _parse(self, kind: type[P], data: bytes) -> P:
-        """Raises INVALID_ARGUMENT for malformed bytes, MESSAGE_TOO_LARGE for too many."""
-        validate.check_size(len(data), self._inference.backend.config.limits.message_bytes)
-        return parse(kind.FromString, data)
+    @contextlib.contextmanager
+    def _read(self, kind: type[P], data: bytes) -> Iterator[P]:
+        """Read a message. Its tenant is charged for a mistake that is found in the block.
+
+        Raises INVALID_ARGUMENT for malformed bytes, MESSAGE_TOO_LARGE for too many.
+        """
+        try:
+            validate.check_size(len(data), self._inference.backend.config.limits.message_bytes)
+            yield parse(kind.FromString, data)
+        except MillraceError as error:
+            caller.get().tenant.refused(error, len(data), time.monotonic())
+            raise
 
 
 def to_ask(request: pb.GenerateRequest, timeout_s: float | None) -> Ask:

@@ -33,7 +33,6 @@ COMMENT = b": keep-alive\n\n"  # of server-sent events, which clients skip
 GRACE_S = 10.0  # before a body has to come at its least rate
 PACE = Bodies()
 SIZE = "millrace.body_size"  # a scope's, once the body was read
-BYTES_PER_TOKEN = 4  # of a text
 ANTHROPIC_TYPES = {
     401: "authentication_error",
     404: "not_found_error",
@@ -91,8 +90,8 @@ async def on_error(request: Request, error: Exception) -> Response:
         error = gone()
     elif not isinstance(error, MillraceError):
         error = MillraceError.unexpected(error)
-    if error.row.http in (400, 404, 413) and request.method == "POST":
-        caller.get().tenant.refused(request.scope.get(SIZE, 0) // BYTES_PER_TOKEN, time.monotonic())
+    if request.method == "POST":
+        caller.get().tenant.refused(error, request.scope.get(SIZE, 0), time.monotonic())
     headers = {"retry-after": str(math.ceil(error.retry_after_s))} if error.retry_after_s > 0 else {}
     if error.reason is Reason.UNSUPPORTED_ENCODING:
         headers["accept-encoding"] = ", ".join(encodings.CODINGS)

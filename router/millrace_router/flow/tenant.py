@@ -12,6 +12,7 @@ from millrace_common.reasons import Reason
 from millrace_rpc.errors import FieldError, MillraceError
 
 ROUNDING = 1e-6
+BYTES_PER_TOKEN = 4  # of a text
 
 
 @dataclass(slots=True)
@@ -103,9 +104,10 @@ class Tenant:
             self.requests.take(1, now)
         self.spend(prompt_tokens, now)
 
-    def refused(self, prompt_tokens: int, now: float) -> None:
-        """Count a request with a mistake: to find it took as long as to begin one."""
-        self.begin(prompt_tokens, now)
+    def refused(self, error: MillraceError, size: int, now: float) -> None:
+        """Count a request of `size` bytes if it has a mistake: to find it took as long as to begin one."""
+        if error.row.http in (400, 404, 413):
+            self.begin(size // BYTES_PER_TOKEN, now)
 
     def give_back(self, prompt_tokens: int, now: float, *, request: bool) -> None:
         """Take back from `begin` what no worker took. `request`: the whole request."""
