@@ -6,6 +6,7 @@ import asyncio
 import difflib
 import importlib.metadata
 import os
+import re
 import runpy
 import sys
 from collections.abc import Callable
@@ -174,6 +175,26 @@ def workers(
 
     form = command.Form.JSON if json else command.Form.WIDE if wide else command.Form.NARROW
     asyncio.run(command.show(address, form, watch, access.identity(ca, cert, key)))
+
+
+keys = typer.Typer(help="API keys of a router's callers.", no_args_is_help=True)
+app.add_typer(keys, name="keys")
+
+
+@keys.callback()
+def _keys() -> None:
+    """Without it Typer would take the one command for the group."""
+
+
+@keys.command("new")
+def new_key(tenant: Annotated[str, typer.Option(metavar="NAME", help="Whose key it is.")] = "default") -> None:
+    """Make a random key; print it, and the entry of the router's key file, which has only its hash."""
+    from millrace_router.edge import api_keys
+
+    if not re.fullmatch(api_keys.NAME, tenant):
+        raise CommandError(f"--tenant: {tenant!r} does not match {api_keys.NAME}", code=2)
+    key, sha256 = api_keys.new_key()
+    print(f'key: {key}\nentry: {{name: "{tenant}", sha256: "{sha256}"}}')
 
 
 @app.command()

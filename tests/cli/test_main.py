@@ -7,13 +7,16 @@ import json
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
+import yaml
 from millrace_cli import generate
 from millrace_cli.__main__ import main
+from millrace_router.edge.api_keys import Keys
 
 COMMANDS = (
     "serve-local",
@@ -23,6 +26,7 @@ COMMANDS = (
     "unified",
     "generate",
     "batch",
+    "keys",
     "workers",
     "compile",
     "eval",
@@ -195,3 +199,25 @@ def test_router_needs_no_torch(tmp_path: Path) -> None:
     )
     result = millrace(code=code)
     assert result.stdout == "imported\n", result.stderr
+
+
+@pytest.mark.parametrize("tenant", ["team-a", "true", "1.5", None])
+def test_a_new_key_and_its_entry_fit(
+    here: Callable[..., CompletedProcess[str]], tmp_path: Path, tenant: str | None
+) -> None:
+    made = []
+    for _ in range(2):
+        result = here("keys", "new", *(() if tenant is None else ("--tenant", tenant)))
+        assert result.returncode == 0 and not result.stderr
+        made.append(yaml.safe_load(result.stdout))
+    keys, entries = zip(*((one["key"], one["entry"]) for one in made), strict=True)
+    assert keys[0] != keys[1] and not any(key in json.dumps(entries) for key in keys) and min(map(len, keys)) >= 32
+    path = tmp_path / "keys.yaml"
+    path.write_text(yaml.safe_dump({"keys": list(entries)}))
+    known = Keys(path, time.monotonic, lambda outcome: None)
+    assert [known.tenant(f"Bearer {key}").name for key in keys] == [tenant or "default"] * 2
+
+
+def test_a_new_key_needs_a_name_that_the_file_may_have(here: Callable[..., CompletedProcess[str]]) -> None:
+    result = here("keys", "new", "--tenant", "a b")
+    assert result.returncode == 2 and "--tenant" in result.stderr and not result.stdout

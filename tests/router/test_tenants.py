@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,9 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from millrace_common.reasons import Reason
+from millrace_router.config import RouterConfig
 from millrace_router.edge import api_keys
 from millrace_router.edge.api_keys import Keys
 from millrace_router.flow.tenant import Bucket, Tenant
+from millrace_router.main import main as router_main
 from millrace_rpc.errors import MillraceError
 
 SECRET = "sk-very-secret-0123456789abcdefgh"
@@ -282,3 +286,39 @@ def test_a_bucket_never_gives_more_than_its_rate(rate: float, burst: float, asks
             assert bucket.wait_for(amount, now + wait + 1e-6) == 0
             now += wait
         assert given_out <= burst + rate * now + 1e-6
+
+
+# ------------------------------------------------------------------------------------- keys and TLS
+
+TLS = {"cert": "cert.pem", "key": "key.pem"}
+OUTSIDE = ("0.0.0.0:8000", "[::]:8000", "10.1.2.3:8000", "router.example:8000", "[2001:db8::1]:8000")
+INSIDE = ("127.0.0.1:8000", "127.9.9.9:8000", "[::1]:8000", "localhost:8000")
+
+
+@pytest.mark.parametrize("port", ["grpc", "http"])
+@pytest.mark.parametrize("address", [*OUTSIDE, *INSIDE])
+@pytest.mark.parametrize(
+    ("settings", "encrypted"),
+    [({}, False), ({"tls": TLS}, True), ({"public_tls": TLS}, True), ({"api_keys_plaintext": True}, True)],
+)
+def test_keys_do_not_cross_a_network_in_plain(
+    port: str, address: str, settings: dict[str, object], encrypted: bool
+) -> None:
+    values = {"model": "m", port: address, **settings}
+    assert RouterConfig.model_validate(values).api_keys is None, "without keys there is nothing to protect"
+    if encrypted or address in INSIDE:
+        assert RouterConfig.model_validate(values | {"api_keys": "keys"}).api_keys == Path("keys")
+    else:
+        with pytest.raises(ValueError, match=rf"api_keys: {port}={re.escape(address)} .* needs tls or public_tls"):
+            RouterConfig.model_validate(values | {"api_keys": "keys"})
+
+
+def test_a_router_that_would_take_keys_in_plain_does_not_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ("model=m", "api_keys=keys", "http=0.0.0.0:8000")
+    monkeypatch.setattr(sys, "argv", ["millrace_router", *(f"--set={setting}" for setting in settings)])
+    with pytest.raises(SystemExit) as stop:
+        router_main()
+    told = capsys.readouterr().err
+    assert stop.value.code == 2 and told.count("\n") == 1 and "api_keys_plaintext=true" in told
