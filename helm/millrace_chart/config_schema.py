@@ -28,6 +28,7 @@ OWNED = {  # set by templates/_config.tpl
         "tls",
         "public_tls",
         "api_keys",
+        "api_keys_plaintext",
         "secret",
         "tracing",
         "log_level",

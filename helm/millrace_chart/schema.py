@@ -263,7 +263,7 @@ def values_schema(fabrics: list[str]) -> Schema:
         ray=RAY,
         fabric=fabric(fabrics),
         tls=TLS,
-        apiKeys=closed(secretName=NAME, key=TEXT),
+        apiKeys=closed(secretName=NAME, key=TEXT, allowPlaintext=BOOL),
         secret=SECRET,
         tracing=closed(endpoint=TEXT, sample={"type": "number", "minimum": 0, "maximum": 1}),
         serviceAccount=closed(create=BOOL, name=NAME, annotations=STRINGS),

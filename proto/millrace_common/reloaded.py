@@ -20,9 +20,9 @@ class Reloaded(Generic[T]):
     """Made by `load` at the beginning, whose errors are raised, and again after the content of any file has changed.
 
     A later load that raises ValueError or OSError keeps the previous value: the file may be half written, or a
-    certificate may not fit its key yet. `error` says why, until a load succeeds, which is tried at every look. The log
-    and `on_reload` ("ok" or "failed") are told of each error once. Messages of `load` must hold no secrets. Safe to use
-    from several threads.
+    certificate may not fit its key yet. `error` says why, until a load succeeds, which is tried at every look. Every
+    try is counted by `on_reload` ("ok" or "failed"), and each error logged once. Messages of `load` must hold no
+    secrets. Safe to use from several threads.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class Reloaded(Generic[T]):
         except (OSError, ValueError) as error:
             if str(error) != self.error:
                 log.warning("%s: the changed files are not used: %s", self._what, error)
-                self._on_reload("failed")
             self.error = str(error)
+            self._on_reload("failed")
             return
         self.error = ""
         log.info("%s: loaded again", self._what)

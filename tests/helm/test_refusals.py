@@ -176,7 +176,21 @@ COMBINATIONS = {
     "a cache without folder": (CPU, ("cache.kind=hostPath",), "cache.hostPath: required"),
     "a pool without picker": (CPU, ("gateway.inferencePool.enabled=true",), "endpointPicker.name: required"),
     "a route without gateway": (CPU, ("gateway.httpRoute.enabled=true",), "gateway.httpRoute.parentRefs: required"),
-    "keys without one for the test": (CPU, ("apiKeys.secretName=a",), "test.apiKey.secretName: required with apiKeys"),
+    "keys without one for the test": (
+        CPU,
+        ("apiKeys.secretName=a", "tls.mode=certManager"),
+        "test.apiKey.secretName: required with apiKeys",
+    ),
+    "keys in plain text": (
+        CPU,
+        (
+            "apiKeys.secretName=a",
+            "test.apiKey.secretName=b",
+            "gateway.httpRoute.enabled=true",
+            "gateway.httpRoute.parentRefs[0].name=g",
+        ),
+        "apiKeys.secretName: needs tls.mode certManager or secrets",
+    ),
     "images from nowhere": (PAIR, ("images.registry=",), "images.registry: required for the GPUs of workers.decode"),
     "two ports alike": (
         CPU,

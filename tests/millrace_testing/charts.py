@@ -21,7 +21,7 @@ VARIANTS: dict[str, tuple[Path, tuple[str, ...]]] = {
         CPU,
         ("tls.mode=secrets", "tls.routerSecret=r", "tls.workerSecret=w", "tls.publicSecret=web"),
     ),
-    "keys": (CPU, ("apiKeys.secretName=keys", "test.apiKey.secretName=test-key")),
+    "keys": (CPU, ("apiKeys.secretName=keys", "apiKeys.allowPlaintext=true", "test.apiKey.secretName=test-key")),
     "slices": (CPU, ("discovery.objects=endpointslices",)),
     "statefulset": (CPU, ("workerDefaults.kind=statefulset",)),
     "groups": (GROUPS, ()),

@@ -197,7 +197,12 @@ def outcome(keys: Keys, key: str) -> str:
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("seen", [False, True])
 def test_a_deleted_key_works_for_a_second_at_most(
-    tmp_path: Path, write: Callable[[Path, str], None], breaks: str | None, keep: bool, seen: bool
+    tmp_path: Path,
+    write: Callable[[Path, str], None],
+    breaks: str | None,
+    keep: bool,
+    seen: bool,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """`seen`: somebody asks between the deletion and what breaks the file."""
     clock, told, path = Clock(), [], tmp_path / "keys"
@@ -223,7 +228,9 @@ def test_a_deleted_key_works_for_a_second_at_most(
     else:
         assert after == [Reason.UNAUTHENTICATED if seen else "one", "two"]
     clock.now = 3.5
-    assert [outcome(keys, SECRET), outcome(keys, SECRET + "2")] == after and told.count("failed") == 1
+    assert [outcome(keys, SECRET), outcome(keys, SECRET + "2")] == after
+    assert told.count("failed") == 2, "an alert stays for as long as the file is bad"
+    assert [record.levelname for record in caplog.records].count("WARNING") == 1, "the log says it once"
     if path.is_dir():
         path.rmdir()
     replace(path, WITHOUT)

@@ -46,6 +46,7 @@ app.kubernetes.io/name={{ include "millrace.name" . }},app.kubernetes.io/instanc
 {{- $_ := set $config "secret" (printf "/etc/millrace/secret/%s" .Values.secret.key) -}}
 {{- with .Values.apiKeys.secretName -}}
 {{- $_ := set $config "api_keys" (printf "/etc/millrace/keys/%s" $.Values.apiKeys.key) -}}
+{{- $_ := set $config "api_keys_plaintext" $.Values.apiKeys.allowPlaintext -}}
 {{- end -}}
 {{- mustMergeOverwrite (deepCopy $router.config) $config | toYaml -}}
 {{- end -}}

@@ -71,7 +71,7 @@ def watching(t: Thresholds, now: Scope, lately: Scope) -> tuple[Alert, ...]:
         ),
         Alert(
             "FilesNotUsed",
-            "{{ $labels.pod }}: changed {{ $labels.what }} cannot be used; the old ones still are.",
+            "{{ $labels.pod }}: changed {{ $labels.what }} cannot be used.",
             total(lately.increase("reloads", outcome="failed"), *BY_POD, "what"),
             "> 0",
             "0m",
