@@ -188,6 +188,8 @@ _ADDRESS = r"^([^:\s]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}$"
 class RouterConfig(Config):
     model: str  # folder with tokenizer.json and tokenizer_config.json; the rest of the checkpoint is not read
     chat_template: str = ""  # a file to use instead of the model's own template
+    # Texts of clients that may have special tokens; in the others they are text. prompts: those without a template.
+    special_tokens_in: tuple[Literal["chats", "prompts"], ...] = ("prompts",)
     aliases: tuple[str, ...] = ()  # further names under which clients may ask for the model that is served
     workers: tuple[StaticTarget, ...] = ()  # with discovery.kind=static; each worker reports its own role
     discovery: DiscoveryConfig = DiscoveryConfig()

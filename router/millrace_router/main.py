@@ -70,7 +70,8 @@ class Router:
         self.admission = Admission(config.queue_size, config.timeouts.queue, self.registry, metrics.queued.set)
         self._gc = ProcessGc("router", metrics)
         backend = Backend(config, self.registry, self.admission, metrics, self.tracer)
-        self.inference = Inference(backend, Tokenizer.load(config.model, config.chat_template))
+        tokenizer = Tokenizer.load(config.model, config.chat_template, config.special_tokens_in)
+        self.inference = Inference(backend, tokenizer)
         self.ports: dict[str, int] = {}
         self._public = Server([grpc_service.SERVICE], [GrpcGuard(self._keys)], config.connections.grpc_options)
         self._admin = Server([admin.SERVICE])

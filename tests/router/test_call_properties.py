@@ -15,6 +15,7 @@ from millrace_router.openai.chat import Conversation
 from millrace_router.text import dsml
 from millrace_router.text.call_arguments import may_become_object
 from millrace_router.text.chat_format import Style
+from millrace_router.text.client_text import GUARD
 from millrace_router.text.markers import ALL, DEEPSEEK, DSML, KIMI, THINK, THINK_END
 from millrace_router.text.tokenizer import Tokenizer
 from router.harness import EOS, write_tokenizer
@@ -132,7 +133,7 @@ def rendered(tokenizer: Tokenizer, calls: list[tuple[str, dict[str, Any]]]) -> s
     ]
     messages = [{"role": "user", "content": "☀"}, {"role": "assistant", "content": "I look.", "tool_calls": made}]
     chat = Conversation.model_validate({"messages": messages}).as_chat()
-    shown = tokenizer.render(chat.messages)
+    shown = tokenizer.render(chat.messages).replace(GUARD, "")
     return shown[shown.index("I look.") :].partition(EOS)[0].partition("<|im_end|>")[0]
 
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -25,19 +26,29 @@ from tokenizers import decoders
 from millrace_router.text import markers
 from millrace_router.text.call_arguments import as_object
 from millrace_router.text.chat_format import EXTENSIONS, ChatFormat, Style, Tool, described
+from millrace_router.text.client_text import BY_DEFAULT, GUARD, ClientText, Source
 from millrace_router.text.markers import THINK, THINK_END
 from millrace_router.text.tool_calls import with_ids
 
 V32_TEMPLATE = Path(__file__).with_name("deepseek_v32.jinja")
 LONG_TEXT = 2_000  # characters from which on encoding leaves the event loop
-REFUSALS = (jinja2.TemplateError, TypeError, ValueError)  # of templates
+_NOT_ASCII = re.compile(f"[^\0-\x7f{GUARD}]")
+REFUSALS = (jinja2.TemplateError, RecursionError, TypeError, ValueError)  # of templates
 
 
 class Tokenizer:
     """`bos` is a token id, None when the model has none."""
 
-    def __init__(self, tokenizer: HfTokenizer, config: Mapping[str, Any], chat_template: str | None) -> None:
+    def __init__(
+        self,
+        tokenizer: HfTokenizer,
+        config: Mapping[str, Any],
+        chat_template: str | None,
+        special_tokens_in: Collection[Source],
+    ) -> None:
         self._hf = tokenizer
+        self._hf.post_processor = None  # it would add tokens, which no text here wants, and move the places of others
+        self._clients = ClientText(tokenizer, special_tokens_in)
         self._bytes = _token_bytes(tokenizer)
         self._added = frozenset(tokenizer.get_added_tokens_decoder())
         special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
@@ -53,16 +64,19 @@ class Tokenizer:
         self._no_text = None if takes_none else ""
         vocabulary = tokenizer.get_vocab()
         self.format = ChatFormat.of(chat_template or "", vocabulary)
-        self._think_end = vocabulary.get(THINK_END)
+        self._think, self._think_end = self.added_token(THINK), vocabulary.get(THINK_END)
         self._thought_ends = {vocabulary.get(text) for text in (THINK_END, *self.format.ends_thoughts)}
         for marker in markers.ALL:
             if marker in vocabulary:  # whether or not it is a special token, parsers want to see it
                 self._shown[vocabulary[marker]] = marker.encode()
 
     @classmethod
-    def load(cls, folder: str | Path, chat_template: str = "") -> Tokenizer:
-        """`chat_template`: a file instead of the folder's template. DeepSeek V3.2 has none, so ours is used. Raises
-        ConfigError without a usable tokenizer.
+    def load(
+        cls, folder: str | Path, chat_template: str = "", special_tokens_in: Collection[Source] = BY_DEFAULT
+    ) -> Tokenizer:
+        """`chat_template`: a file instead of the folder's template. DeepSeek V3.2 has none, so ours is used.
+        `special_tokens_in`: the texts in which clients may write special tokens. Raises ConfigError without a usable
+        tokenizer.
         """
         folder = Path(folder)
         file = Path(chat_template) if chat_template else folder / "chat_template.jinja"
@@ -76,14 +90,14 @@ class Tokenizer:
             raise ConfigError(f"model: no usable tokenizer in {folder}: {error}") from error
         if template is None and markers.DSML in tokenizer.get_vocab():
             template = V32_TEMPLATE.read_text(encoding="utf-8")
-        return cls(tokenizer, config, template)
+        return cls(tokenizer, config, template, special_tokens_in)
 
     @property
     def has_template(self) -> bool:
         return self._template is not None
 
     async def encode(self, text: str, add_bos: bool) -> list[int]:
-        """Long texts are encoded in a thread."""
+        """`text`: a client's prompt, with `add_bos`, or what `render` made. Long texts are encoded in a thread."""
         if len(text) < LONG_TEXT:
             return self._encode(text, add_bos)
         return await asyncio.to_thread(self._encode, text, add_bos)
@@ -105,26 +119,28 @@ class Tokenizer:
         tools: Sequence[Tool] = (),
         arguments: Mapping[str, Any] = types.MappingProxyType({}),
     ) -> str:
-        """The chat template's text, ready for the assistant's turn. INVALID_ARGUMENT when the template refuses.
-        `arguments` are its own, for example `thinking` of DeepSeek V3.1.
+        """The chat template's text, ready for the assistant's turn, for `encode` only: it may have GUARD in it.
+        INVALID_ARGUMENT when the template refuses. `arguments` are its own, for example `thinking` of DeepSeek V3.1.
         """
         if self._template is None:
             raise FieldError("messages", "cannot be used: the model has no chat template")
         if self.format.style is Style.KIMI:
             messages = with_ids(messages)
-        messages = [self._shown_as(turn) for turn in messages]
-        if tools and not self.format.takes_tools:
-            assert self.format.style is not None, "checked when the request came in"
-            messages = _with_system(messages, described(tools, self.format.style))
         try:
+            messages = self._clients.guarded([self._shown_as(turn) for turn in messages], "chats")
+            tools = [Tool(*self._clients.guarded(tool, "chats")) for tool in tools]
+            if tools and not self.format.takes_tools:
+                assert self.format.style is not None, "checked when the request came in"
+                messages = _with_system(messages, described(tools, self.format.style))
             return self._template.render(
-                {**arguments, **self._names},
+                {**self._clients.guarded({**arguments}, "chats"), **self._names},
                 messages=messages,
                 tools=[tool.as_json() for tool in tools] or None,
                 add_generation_prompt=True,
             )
         except REFUSALS as error:
-            raise FieldError("messages", f"cannot be used: the chat template refused the messages: {error}") from error
+            why = str(error).replace(GUARD, "")
+            raise FieldError("messages", f"cannot be used: the chat template refused the messages: {why}") from error
 
     def _shown_as(self, turn: Mapping[str, Any]) -> dict[str, Any]:
         role = "system" if turn["role"] == "developer" else turn["role"]
@@ -135,7 +151,9 @@ class Tokenizer:
 
     def thinking(self, prompt: Sequence[int]) -> bool:
         """Whether the output that follows the prompt begins inside the model's thoughts."""
-        return self.decode(prompt[-8:]).rstrip().endswith(THINK)  # <think> may be several tokens
+        if self._think is None:  # <think> is several tokens
+            return self.decode(prompt[-8:]).rstrip().endswith(THINK)
+        return next((i for i in reversed(prompt[-8:]) if self.token_bytes([i]).strip()), None) == self._think
 
     def thoughts_end(self, ids: Sequence[int]) -> int | None:
         """Number of output ids of the thoughts, their end mark included; None: the thoughts do not end here."""
@@ -153,8 +171,12 @@ class Tokenizer:
             sampling.grammar.after_token_id = self._think_end
 
     def _encode(self, text: str, add_bos: bool) -> list[int]:
-        # `encode` would also find the place of each token in the text
-        ids = self._hf.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        if add_bos:
+            text = self._clients.guarded(text, "prompts")
+        if GUARD in text:
+            ids = self._clients.encode(text)
+        else:  # `encode` would also find the place of each token in the text
+            ids = self._hf.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return [self.bos, *ids] if add_bos and self.bos is not None else ids
 
 
@@ -249,7 +271,8 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """transformers' filter of this name, which published templates are written for."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+    return _NOT_ASCII.sub(lambda match: json.dumps(match[0])[1:-1], text) if ensure_ascii else text
 
 
 def _refuse(message: str) -> None:
