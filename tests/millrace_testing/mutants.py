@@ -157,7 +157,9 @@ MUTANTS = (
        "self._num_rows.copy_(step.num_rows)", "pass", "engine/test_graphs.py"),
     # the watch over ranks
     of("watch-ignores-silence", f"{FRONTEND}/rank_watch.py",
-       "if not one.pulse.doing and now - one.heard_at > LEAST_S:", "if False:", "worker/test_rank_watch.py"),
+       "if not one.pulse.doing and one.silent_s > LEAST_S:", "if False:", "worker/test_rank_watch.py"),
+    of("watch-ignores-starvation", f"{FRONTEND}/rank_watch.py",
+       "self._lived + passed * (1 - self.starved)", "now", "worker/test_rank_watch.py"),
     of("watch-names-the-first", f"{FRONTEND}/rank_watch.py",
        "behind = min(ranks[rank].pulse.launched for rank in stuck)",
        "behind = max(ranks[rank].pulse.launched for rank in stuck)", "worker/test_rank_watch.py"),

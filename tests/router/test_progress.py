@@ -53,6 +53,17 @@ def test_a_worker_whose_pace_is_not_known_has_the_ceiling() -> None:
     assert progress.look(True, now + CEILING_S + 0.1)
 
 
+@given(st.floats(0.0, 0.9), st.floats(0.001, 3.0), st.floats(0.1, 0.99))
+def test_what_a_worker_is_starved_is_no_silence(starved: float, gap_s: float, part: float) -> None:
+    progress = Progress(CEILING_S, 0.0)
+    now = steps(progress, gap_s, 20)
+    limit_s = min(max(LEAST_S, TIMES * gap_s), CEILING_S)
+    assert progress.look(True, now, starved) == ""
+    progress.moved(now)
+    assert progress.look(True, now + part * limit_s / (1 - starved), starved) == ""
+    assert progress.look(True, now + 1.01 * limit_s / (1 - starved), starved).startswith("no progress for ")
+
+
 def test_a_worker_without_streams_owes_nothing() -> None:
     """And the time without them is no gap."""
     progress = Progress(CEILING_S, 0.0)

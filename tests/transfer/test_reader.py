@@ -116,13 +116,19 @@ class Running:
 class Rig(Running):
     """A reader over a fault plan."""
 
-    def __init__(self, plan: FaultPlan, stall_s: float = NEVER_S, exporter: Exporter | None = None) -> None:
+    def __init__(
+        self,
+        plan: FaultPlan,
+        stall_s: float = NEVER_S,
+        exporter: Exporter | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.theirs, self.ours = Pool(16, 256, seed=1), Pool(16, 256)
         self.fabric = LocalFabric()
         self.exporter = LocalSource(self.fabric, self.theirs.buffer)
         self.source = self.exporter.handle()
         sink = FaultySink(LocalSink(self.fabric, self.ours.buffer), self.ours.buffer, plan)
-        super().__init__(sink, stall_s, exporter=exporter)
+        super().__init__(sink, stall_s, clock, exporter)
         self.connect(self.source)
 
 
@@ -215,6 +221,21 @@ def test_a_stalled_read_is_quarantined_until_it_is_final(rigs: list[Rig]) -> Non
     assert rig.next() == ReadStuck(ID, 1)
     assert "was disconnected" in rig.finished(1)[1]
     assert rig.quarantined() == [1, 2]
+
+
+def test_a_reader_that_was_stopped_takes_no_read_for_stuck(rigs: list[Rig]) -> None:
+    """What moves the bytes may run in its own process, and had no more time than the reader."""
+    calls = 0
+
+    def clock() -> float:
+        """0.1 ms for each call, and an hour in which the process was stopped."""
+        nonlocal calls
+        calls += 1
+        return calls * 1e-4 + 3600.0 * (calls > 100)
+
+    rigs.append(rig := Rig(FaultPlan(at={0: Fault.STALL}, stall_polls=1000), 5.0, clock=clock))
+    rig.read(0, rig.source, [1], [1])
+    assert rig.finished(1) == {0: ""} and calls > 1000
 
 
 def test_a_dead_peer_ends_its_reads(rigs: list[Rig]) -> None:

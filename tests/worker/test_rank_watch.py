@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from millrace_common.pace import LEAST_S, TICK_S
-from millrace_serve.worker.frontend.rank_watch import RankWatch
+from millrace_serve.worker.frontend.rank_watch import LEAST_COUNTED, RankWatch
 from millrace_serve.worker.messages import PULSE_S, Pulse
 
 CEILING_S = 600.0
@@ -28,17 +29,21 @@ class Fake:
     launched_less: int = 0  # than the others
     marks: int = 0
     next_pulse: float = 0.0
+    starved: float = 0.0
+    told: float | None = None  # how starved it says that it is, if that is not the truth
 
     def pulse(self, now: float) -> Pulse:
         if not self.stuck:
             self.marks = int(now / self.step_s)
-        return Pulse(self.marks, self.waiting, 7 - self.launched_less, self.limit_s, self.doing)
+        told = self.starved if self.told is None else self.told
+        return Pulse(self.marks, self.waiting, 7 - self.launched_less, self.limit_s, self.doing, starved=told)
 
 
 class Worker:
-    def __init__(self, *ranks: Fake) -> None:
+    def __init__(self, *ranks: Fake, seen: bool = True) -> None:
+        """`seen`: the frontend sees how starved a silent rank is."""
         self.ranks, self.now = ranks, 0.0
-        self.watch = RankWatch(len(ranks), CEILING_S, 0.0)
+        self.watch = RankWatch(len(ranks), CEILING_S, 0.0, lambda rank: ranks[rank].starved if seen else None)
 
     def run(self, seconds: float) -> str:
         """Until something is found, or the time is over."""
@@ -149,3 +154,60 @@ def test_a_step_without_a_known_limit_has_the_ceiling() -> None:
     rank.stuck = True
     assert worker.run(CEILING_S - 10) == ""
     assert worker.run(20).startswith("rank 0 hangs: no step has ended for 600.")
+
+
+PARTS = st.floats(0.0, 1 - LEAST_COUNTED)
+
+
+@given(PARTS, PARTS, st.floats(1.0, 60.0))
+@settings(deadline=None, max_examples=60)
+def test_steps_that_are_slow_because_a_rank_gets_no_cpu_are_no_hang(one: float, other: float, seconds: float) -> None:
+    """A step takes 1.5 s of unstarved time, and a rank waits for the most starved one."""
+    step_s = 1.5 / (1 - max(one, other))
+    ranks = Fake(step_s, starved=one), Fake(step_s, starved=other)
+    assert Worker(*ranks).run(seconds) == ""
+
+
+@given(PARTS, st.booleans())
+@settings(deadline=None, max_examples=60)
+def test_a_hang_of_starved_ranks_is_found_in_unstarved_time(starved: float, stopped: bool) -> None:
+    ranks = Fake(starved=starved), Fake(starved=starved)
+    worker = Worker(*ranks)
+    assert worker.run(5) == ""
+    for rank in ranks:
+        rank.stuck = True
+    ranks[1].launched_less, ranks[1].pulses = 1, not stopped
+    at = worker.now
+    assert worker.run(1000).startswith("rank 1 hangs")
+    assert worker.now - at <= (LEAST_S + LATE_S) / (1 - starved) + LATE_S
+
+
+def test_a_rank_whose_pulses_get_no_cpu_is_no_hang() -> None:
+    rank = Fake(waiting=True)
+    worker = Worker(rank)
+    assert worker.run(5) == ""
+    rank.starved, rank.pulses = 1.0, False
+    assert worker.run(9) == "", "it is seen to wait for a CPU"
+    rank.starved = 0.0
+    assert worker.run(5).startswith("rank 0 hangs: no sign of its process")
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_a_stopped_rank_is_not_starved_any_more(seen: bool) -> None:
+    """If it is seen from here. Else the best guess is what it said last."""
+    rank = Fake(waiting=True, told=0.5)
+    worker = Worker(rank, seen=seen)
+    assert worker.run(5) == ""
+    rank.pulses, at = False, worker.now
+    assert worker.run(60).startswith("rank 0 hangs: no sign of its process")
+    assert worker.now - at <= (LEAST_S + 0.8 if seen else 2 * LEAST_S) + LATE_S
+
+
+def test_nobody_is_starved_for_ever() -> None:
+    """A limit is ten times as long at most."""
+    rank = Fake(starved=1.0)
+    worker = Worker(rank)
+    assert worker.run(5) == "" and worker.watch.starved == 1 - LEAST_COUNTED
+    rank.stuck, at = True, worker.now
+    assert worker.run(1000).startswith("rank 0 hangs")
+    assert worker.now - at <= (LEAST_S + LATE_S) / LEAST_COUNTED

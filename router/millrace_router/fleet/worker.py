@@ -126,6 +126,11 @@ class Worker:
         return self.paused or (self.load is not None and self.load.busy)
 
     @property
+    def starved(self) -> float:
+        """Part of the time in which its ranks get no CPU, as it says itself; below 1, whatever it says."""
+        return min(max(0.0, self.load.starved), 0.9) if self.load is not None else 0.0
+
+    @property
     def withheld(self) -> str:
         """Why the worker gets no new requests; empty when it may get them."""
         if self.leaving:
@@ -239,7 +244,7 @@ class Worker:
     async def _watch(self, ready: asyncio.Event) -> None:
         call = self.control.WatchLoad(worker_pb2.WatchLoadRequest())
         while True:
-            load = await heard_within(self._timeouts.silence, call.read())
+            load = await heard_within(self._timeouts.silence / (1 - self.starved), call.read())
             if load is grpc.aio.EOF:
                 raise MillraceError(Reason.WORKER_LOST, "the worker ended its load stream")
             if load.epoch != self.epoch:
@@ -281,7 +286,7 @@ class Worker:
         clock = PatientClock()
         progress = Progress(self._timeouts.stall, clock.now())
         self._on_step = link.on_message = lambda: progress.moved(clock.now())
-        while not (why := progress.look(link.streams and not self.excused, clock.tick())):
+        while not (why := progress.look(link.streams and not self.excused, clock.tick(), self.starved)):
             await asyncio.sleep(TICK_S)
         self._stuck = self.load
         raise MillraceError(Reason.WORKER_LOST, why)

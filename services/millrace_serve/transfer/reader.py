@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
+from millrace_common.pace import PatientClock
 
 from millrace_serve.transfer.base import KvSink, MemoryHandle, ReadOp, ReadState, TransferError
 from millrace_serve.transfer.cuda_driver import CudaError
@@ -78,7 +79,8 @@ class Reader:
         self._inbox = inbox
         self._report = report
         self._stall_s = stall_s
-        self._clock = clock
+        self._patience = PatientClock(clock)
+        self._clock = self._patience.now  # of a pause of this process nearly nothing counts
         self._sources: dict[str, MemoryHandle] = {}  # by agent
         self._in_flight: list[_InFlight] = []
         self._closing_at: float | None = None  # deadline
@@ -89,6 +91,7 @@ class Reader:
         sleep_s = 0.0
         while self._closing_at is None or (self._in_flight and self._clock() < self._closing_at):
             commands = self._inbox.receive(sleep_s if self._in_flight else None)
+            self._patience.tick()
             for command in commands:
                 self._do(command)
             if self._poll_all() or commands:

@@ -44,6 +44,9 @@ class LocalLauncher(Launcher):
             self._ends.append(end)
             loop.add_reader(process.sentinel, _ended, rank, process, end, on_exit)
 
+    def pid(self, rank: int) -> int | None:
+        return self._processes[rank].pid
+
     async def stop(self, grace_s: float) -> None:
         processes, ends = self._processes, self._ends  # another call may end meanwhile: a SIGTERM during a sleep
         if ends:

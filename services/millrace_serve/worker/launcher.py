@@ -19,6 +19,10 @@ class Launcher(abc.ABC):
     async def start(self, config: WorkerConfig, frontend: str, on_exit: OnExit) -> None:
         """Start all ranks. `on_exit` is called on the event loop when one ends, for whatever reason."""
 
+    def pid(self, rank: int) -> int | None:
+        """Of a rank that was started; None: it is not on this host, or nobody knows."""
+        return None
+
     @abc.abstractmethod
     async def stop(self, grace_s: float) -> None:
         """Wait for the ranks, which have got Stop, and kill those that run after `grace_s`. Idempotent; `start`

@@ -60,7 +60,11 @@ class RankProgress(msgspec.Struct, frozen=True, tag=True):
 
 
 class Pulse(msgspec.Struct, frozen=True, tag=True):
-    """The rank's process runs. The fields are those of engine/step/progress.py."""
+    """The rank's process runs. The other fields are those of engine/step/progress.py.
+
+    Attributes:
+        starved: part of the last PULSE_S in which a thread was ready without a CPU, or that the pulse came late
+    """
 
     marks: int
     waiting: bool
@@ -68,6 +72,7 @@ class Pulse(msgspec.Struct, frozen=True, tag=True):
     limit_s: float
     doing: str
     compiled: dict[str, int] = {}
+    starved: float = 0.0
 
 
 class RankReady(msgspec.Struct, frozen=True, tag=True):

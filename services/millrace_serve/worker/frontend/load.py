@@ -30,14 +30,15 @@ class LoadBoard:
         state: Callable[[], worker_pb2.WorkerState],
         epoch: str,
         busy: Callable[[], bool] = lambda: False,
+        starved: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """`state` gives the worker's current WorkerState, `busy` whether a rank does what it has announced."""
+        """`state` gives the worker's current WorkerState; `busy` and `starved` are those of its ranks."""
         self.loads: list[Load] = [Load()] * replicas
         self.changed = Wakeup()
         self.reads = Rate()  # bytes of KV from other workers
         self._loans = Rate()  # of borrowed prefixes, without the reads of their pages
         self._loan_at = -math.inf
-        self._state, self._busy = state, busy
+        self._state, self._busy, self._starved = state, busy, starved
         self.epoch = epoch
         self._reported: dict[Any, float] = {}  # by counter
 
@@ -80,6 +81,7 @@ class LoadBoard:
             read_bytes_per_s=self.reads.per_s,
             loan_seconds=self.loan_s,
             busy=self._busy(),
+            starved=self._starved(),
         )
 
     async def watch(self, min_interval_s: float, max_interval_s: float) -> AsyncIterator[worker_pb2.LoadSnapshot]:

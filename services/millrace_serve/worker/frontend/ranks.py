@@ -17,6 +17,7 @@ import msgspec
 import zmq
 from millrace_common.pace import TICK_S, PatientClock
 from millrace_common.reasons import Reason
+from millrace_common.starvation import Starvation
 from millrace_rpc.errors import MillraceError
 
 from millrace_serve.engine.core import EngineInput
@@ -81,7 +82,9 @@ class Ranks:
         self._stopping, self._context = False, zmq.Context()
         self._inbox: Receiver[FromRank] = Receiver(self._context, self._launcher.bind(), FromRank)
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._watch = RankWatch(self._config.num_ranks, self._config.timeouts.start, self._clock.now())
+        self._looks: dict[int, Starvation] = {}  # at ranks that are silent
+        timeouts, now = self._config.timeouts, self._clock.now()
+        self._watch = RankWatch(self._config.num_ranks, timeouts.start, now, self._seen_starved)
         self._inbox.watch(self._take)
         config = self._config if model is None else self._config.model_copy(update={"model": model})
         await self._launcher.start(config, self._inbox.endpoint, self._on_exit)
@@ -119,6 +122,11 @@ class Ranks:
         if (info := self.info) is None:
             raise MillraceError(Reason.NOT_READY, "the ranks are not up yet")
         return info
+
+    @property
+    def starved(self) -> float:
+        """How starved the ranks are that are up, from 0 to 0.9."""
+        return self._watch.starved if self._watcher is not None else 0.0
 
     @property
     def busy(self) -> bool:
@@ -200,6 +208,7 @@ class Ranks:
             case GcFrozen() | ProfileDone() | WeightsSet():
                 self._asked.pop((type(report), rank)).set_result(report)
             case Pulse():
+                self._looks.pop(rank, None)
                 self._watch.heard(rank, report, self._clock.now())
                 self._on_report(rank, report)
             case _:
@@ -210,6 +219,14 @@ class Ranks:
         while not (why := self._watch.hung(self._clock.tick())):
             await asyncio.sleep(TICK_S)
         self._lose(why)
+
+    def _seen_starved(self, rank: int) -> float | None:
+        """As `Starvation.look` of a silent rank; None: it is not seen from here, or was not looked at before."""
+        if rank in self._looks:
+            return self._looks[rank].look()
+        if (pid := self._launcher.pid(rank)) is not None:
+            self._looks[rank] = Starvation(pid)
+        return None
 
     def _connect(self, rank: int, info: RankReady) -> None:
         self._infos[rank] = info

@@ -1,14 +1,18 @@
 """A thread that tells the frontend that this process runs, and how far its main thread has come. When that takes too
-long, the log gets the stacks of all threads: soon afterwards the frontend ends the process.
+long, the log gets the stacks of all threads: soon afterwards the frontend ends the process. Time in which the main
+thread got no CPU, or this thread came late, is no part of that.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
+
+from millrace_common.starvation import Starvation
 
 from millrace_serve.engine.step.progress import Progress
 from millrace_serve.worker.messages import PULSE_S, Pulse
@@ -27,7 +31,9 @@ class PulseThread:
         send: Callable[[Pulse], None],
         write_stacks: Callable[[], None] = faulthandler.dump_traceback,
     ) -> None:
+        """Made by the main thread."""
         self._progress, self._send, self._write_stacks = progress, send, write_stacks
+        self._main, self._starved = Starvation(os.getpid(), [threading.get_native_id()]), 0.0
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
 
@@ -42,12 +48,14 @@ class PulseThread:
         self._thread.join()
 
     def _run(self) -> None:
-        now, marks, moved_at, written = self._progress, -1, time.monotonic(), False
+        now, marks, silence, written, before = self._progress, -1, 0.0, False, time.monotonic()
         while not self._ended.wait(PULSE_S):
+            passed, before = time.monotonic() - before, time.monotonic()
+            self._starved = max(self._main.look(), 1 - PULSE_S / passed)
             self._tell()
-            silence = time.monotonic() - moved_at
+            silence += passed * (1 - self._starved)
             if now.waiting or now.doing or now.marks != marks:
-                marks, moved_at, written = now.marks, time.monotonic(), False
+                marks, silence, written = now.marks, 0.0, False
             elif not written and silence > STACKS_AFTER * now.limit_s:
                 log.warning("no step has ended for %.1f s; the stacks of all threads follow", silence)
                 self._write_stacks()
@@ -56,4 +64,5 @@ class PulseThread:
     def _tell(self) -> None:
         now = self._progress
         with self._lock:
-            self._send(Pulse(now.marks, now.waiting, now.launched, now.limit_s, now.doing, dict(now.compiled())))
+            facts = now.marks, now.waiting, now.launched, now.limit_s, now.doing, dict(now.compiled())
+            self._send(Pulse(*facts, self._starved))
