@@ -21,6 +21,7 @@ from millrace_testing.procs import ranks_of
 pytestmark = pytest.mark.timeout(240)
 
 TOKENS = 400  # 4 s of steps
+SILENT = "rank 0 hangs: no sign of its process for 2"
 
 
 @pytest.mark.long
@@ -46,14 +47,18 @@ async def test_streams_leave_a_decode_worker_that_hangs(tmp_path: Path, monkeypa
             (found,) = ranks_of(cluster.pid("decode-0"))
             return found.pid
 
-        def never_ends() -> None:
-            hanging.write_text(str(rank()))
+        def never_ends(how: str = "") -> None:
+            hanging.write_text(f"{rank()}{how}")
 
         await streams_survive(cluster, client, lambda: os.kill(rank(), signal.SIGSTOP))
-        await until(lambda: "rank 0 hangs: no sign of its process for 2" in log_of(cluster), what="the reason")
+        await until(lambda: SILENT in log_of(cluster), what="the reason")
         await cluster.wait_routable()
         await streams_survive(cluster, client, never_ends)
         await until(lambda: "rank 0 hangs: no step has ended for 2" in log_of(cluster), what="the reason")
+        await cluster.wait_routable()
+        silent = log_of(cluster).count(SILENT)
+        await streams_survive(cluster, client, lambda: never_ends(" spin"))
+        await until(lambda: log_of(cluster).count(SILENT) > silent, what="the reason")
         await cluster.wait_routable()
         frontend = cluster.pid("decode-0")
         await streams_survive(cluster, client, lambda: os.kill(frontend, signal.SIGSTOP))

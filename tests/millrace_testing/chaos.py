@@ -2,6 +2,7 @@
 
     make chaos ARGS="--minutes 3 --out chaos.json"
     make chaos ARGS="--minutes 30 --calm --burners 8"       no fault at all, on a machine without time for it
+    make chaos ARGS="--minutes 10 --calm --throttled all"   no fault at all, and every process gets a fifth of the time
 
 Every request that was sent must either return exactly the simulated engine's tokens, or end with a clear error that
 says that trying again may help, after nothing but a prefix of these tokens. Anything else, a request that hangs
@@ -52,6 +53,7 @@ from millrace_testing.client import Answer, Client, collect
 from millrace_testing.namespaces import available
 from millrace_testing.nodes import Node, System
 from millrace_testing.oracle import oracle_outputs
+from millrace_testing.throttle import throttled
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +76,11 @@ COUNT_S = 2.0  # between two looks at them
 MOST_TURNS = 2000  # tokens of a conversation that goes on
 REQUEST_S = 90.0  # a request that takes longer hangs
 HOLD_S = 4.0  # of a pause or partition: longer than a router's patience with a silent worker
-HUNG = re.compile(r"ranks: rank .* hangs: |lost: no progress for |STALLED: no progress for ")
+HUNG = re.compile(
+    r"ranks: rank .* hangs: |lost: (no progress for|it is silent)|STALLED: no progress for "
+    r"|pages from .* is stuck: |has sent nothing for "
+)
+THROTTLED = {"": (), "ranks": (1,), "all": (0, 1)}  # 0: routers and frontends, 1: ranks
 STOPS = ("stop rank", "hang step")  # a worker says that a rank hangs, once, and ends
 PAUSE_S = 0.1  # between two messages, above which it is noted
 CALM_S = 1.0  # between a healed fault and the next one
@@ -447,12 +453,15 @@ def alarms(folder: Path) -> list[str]:
     return [line for line in lines if HUNG.search(line)]
 
 
-async def calm(folder: Path, minutes: float, clients: int, seed: int) -> Report:
-    """Load without faults. Nobody may be taken for hung."""
+async def calm(folder: Path, minutes: float, clients: int, seed: int, throttle: str = "") -> Report:
+    """Load without faults. Nobody may be taken for hung. `throttle`: which processes get a fifth of the time."""
     report = Report()
     async with System(folder, prefill=2, decode=2, routers=2, worker_set=SIM_SET) as system:
+        processes = [node.processes for node in (*system.workers, *system.routers)]
+        pids = [p.pid for of in processes for index, p in enumerate(of) if min(index, 1) in THROTTLED[throttle]]
         load = Load(system, report, clients, random.Random(seed))
-        await asyncio.sleep(60 * minutes)
+        with throttled(pids):
+            await asyncio.sleep(60 * minutes)
         await load.stop()
         report.alarms = alarms(folder)
         report.violations += report.alarms
@@ -488,6 +497,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=12, help="requests at the same time")
     parser.add_argument("--only", default="", help="faults whose names it is found in, a regular expression")
     parser.add_argument("--calm", action="store_true", help="no faults: nobody may be taken for hung")
+    parser.add_argument("--throttled", choices=THROTTLED, default="", help="with --calm: who gets a fifth of the time")
     parser.add_argument("--burners", type=int, default=0, help="processes that keep the cores busy meanwhile")
     parser.add_argument("--seed", type=int, default=0, help="of the order of faults and of the load")
     parser.add_argument("--out", type=Path, help="file for the record, as JSON")
@@ -502,7 +512,8 @@ def main() -> None:
     before, load_before = time.monotonic(), os.getloadavg()[0]
     with burning(settings.burners):
         if settings.calm:
-            report = asyncio.run(calm(folder, settings.minutes, settings.clients, settings.seed))
+            some = folder, settings.minutes, settings.clients, settings.seed, settings.throttled
+            report = asyncio.run(calm(*some))
         else:
             report = asyncio.run(chaos(folder, faults, settings.clients, settings.seed, namespaces=spaces))
     load = {"at_start": load_before, "at_end": os.getloadavg()[0]}  # processes that run or want to

@@ -2,7 +2,8 @@
 
 - While the file that MILLRACE_TEST_KV_FAULT names exists, every read of other workers' KV pages fails; if it is not
   empty, those of its own pages too.
-- A simulated step of the rank whose pid stands in the file that MILLRACE_TEST_HANG names never ends.
+- A simulated step of the rank whose pid stands in the file that MILLRACE_TEST_HANG names never ends: it sleeps or, where
+  "spin" follows the pid, computes in C and keeps the interpreter's lock.
 - SIGUSR1 makes the frontend's garbage collector pause for some 100 ms.
 
 Rank processes import the main module of their parent, and so this file replaces the sink and the step there.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import re
 import runpy
 import signal
 import sys
@@ -64,7 +66,9 @@ def break_steps(hanging: Path) -> None:
     result, me = SimHandle.result, str(os.getpid())
 
     def stuck(handle: SimHandle) -> StepOutput:
-        while hanging.exists() and hanging.read_text() == me:
+        while hanging.exists() and (how := hanging.read_text().split())[:1] == [me]:
+            if how[1:]:
+                re.match("(a|a)*$", 60 * "a" + "b")
             ctypes.CDLL(None).pause()
         return result(handle)
 

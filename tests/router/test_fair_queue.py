@@ -91,6 +91,53 @@ def test_shares_differ_by_one_ticket_of_each(arrivals: list[tuple[str, int]], se
             assert abs(spent[one] - spent[two]) <= largest[one] / WEIGHTS[one] + largest[two] / WEIGHTS[two] + 1e-6
 
 
+FLOOD = st.tuples(st.sampled_from("ac"), st.integers(1, 50), st.integers(0, 200))  # tenant, prompt, output
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(FLOOD, min_size=1, max_size=6),
+    st.lists(st.tuples(st.integers(1, 50), st.integers(0, 200), st.integers(0, 9)), min_size=1, max_size=12),
+    st.booleans(),
+)
+def test_a_flood_delays_a_tenant_by_its_share_alone(
+    flood: list[tuple[str, int, int]], mine: list[tuple[int, int, int]], high: bool
+) -> None:
+    """Two tenants always have requests that wait, and their queues never end. Before each request of another one they
+    get what it had before, by their weights, and a request more each; however often it goes and comes back. Whoever has
+    another priority changes nothing of that, as long as the higher one ends.
+    """
+    line, answers, flooding = Line(), dict[Ticket, int](), itertools.cycle(flood)
+    largest = {t: max([p + o for n, p, o in flood if n == t], default=0) for t in "ac"}
+
+    def refill(tenant: str, prompt: int, output: int) -> None:
+        answers[line.add(tenant, prompt)] = output
+
+    def serve() -> Ticket:
+        ticket = line.serve()
+        line.queue.charge(ticket.place, answers.pop(ticket))
+        if ticket.place.tenant != "b":
+            refill(*next(flooding))
+        return ticket
+
+    for each in flood:
+        refill(*each)
+    had = 0.0  # by b, for its weight, with its latest request
+    for prompt, output, pause in mine:
+        for _ in range(pause):
+            serve()
+        if high:
+            answers[line.add("c", 1000, priority=1)] = 0
+            assert serve().place.priority == 1
+        answers[own := line.add("b", prompt)] = output
+        before = dict.fromkeys("ac", 0.0)
+        while (ticket := serve()) is not own:
+            before[ticket.place.tenant] += ticket.want.tokens
+        for tenant, tokens in before.items():
+            assert tokens <= had * WEIGHTS[tenant] + len(flood) * largest[tenant] + 1e-6
+        had = (prompt + output) / WEIGHTS["b"]
+
+
 EVENT = st.tuples(
     st.sampled_from(["add", "add", "retry", "serve", "remove", "charge"]),
     st.sampled_from("abc"),
