@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 from millrace.v1 import admin_pb2, admin_pb2_grpc, common_pb2, inference_pb2, inference_pb2_grpc
 from millrace_rpc.client import channel
+from millrace_rpc.tls import Identity
 
 
 @dataclass
@@ -31,8 +32,8 @@ class Answer:
 class Client:
     """`async with Client(address) as client: answer = await client.generate([1, 2, 3], max_tokens=8)`"""
 
-    def __init__(self, address: str, admin: str | None = None) -> None:
-        self._channel = channel(address)
+    def __init__(self, address: str, admin: str | None = None, identity: Identity | None = None) -> None:
+        self._channel = channel(address, identity)
         self._admin_channel = channel(admin) if admin else None
         self.stub = inference_pb2_grpc.InferenceStub(self._channel)
         self.admin = admin_pb2_grpc.AdminStub(self._admin_channel) if self._admin_channel else None
