@@ -23,7 +23,7 @@ from millrace_router.flow.fair_queue import Ticket
 from millrace_router.flow.flow import Abort, Action, Blame, Flow, Leg, Retry, Stage
 from millrace_router.flow.metrics import build
 from millrace_router.policy.choose import Chooser, Decision, Situation
-from millrace_router.policy.snapshot import Key, Replica, View, Want
+from millrace_router.policy.snapshot import Key, Pace, Replica, View, Want
 from millrace_router.resilience.health import Health
 from millrace_rpc.errors import MillraceError
 from millrace_serve.engine.schedule.expected import LEAST, Outputs, need, room
@@ -291,6 +291,7 @@ class Fleet:
         prefills = [Prefill(f"p{i:03}", shape) for i in range(shape.prefills)]
         names = frozenset(worker.name for worker in prefills)
         decodes = [Decode(f"d{i:03}", shape, names, lengths) for i in range(shape.decodes)]
+        self.decodes = decodes
         workers: list[Prefill | Decode] = [*prefills, *decodes]
         self.workers = {worker.name: worker for worker in workers}
         self.replicas: dict[str, Replica] = {}
@@ -318,6 +319,9 @@ class Fleet:
 
     def to_keep(self, want: Want) -> str:
         return self.chooser.to_keep(self._view(list(self.replicas.values())), want)
+
+    def pace(self) -> Pace:
+        return Pace(sum(self.replicas[worker.name].sequences for worker in self.decodes), self.shape.step_s)
 
     def _view(self, rows: list[Replica]) -> View:
         return View(tuple(rows[: self.shape.prefills]), tuple(rows[self.shape.prefills :]))

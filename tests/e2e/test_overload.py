@@ -87,7 +87,8 @@ def check(found: list[Answer | MillraceError]) -> None:
     ids=["pair", "unified", "pair-30", "two-decode-60"],
 )
 async def test_a_burst_beyond_the_pool_is_answered_and_blames_nobody(shape: dict[str, int], requests: int) -> None:
-    found = await overload(ClusterSpec(engine="sim", worker_set=TIGHT, router_set=LIMITS, **shape), requests)
+    limits = (*LIMITS, "timeouts.queue=160")
+    found = await overload(ClusterSpec(engine="sim", worker_set=TIGHT, router_set=limits, **shape), requests)
     check(found)
     assert all(isinstance(one, Answer) for one in found), "the queue's limit is longer than all of it takes"
 
@@ -98,6 +99,15 @@ async def test_what_the_queues_limit_does_not_allow_is_refused_with_a_time_to_co
     check(found)
     refused = [one for one in found if isinstance(one, MillraceError)]
     assert 0 < len(refused) < len(found)
+
+
+async def test_nobody_of_a_first_burst_waits_in_vain() -> None:
+    """The pool holds two answers of 12 s, and 20 s are allowed in the queue: four of 30 can be answered."""
+    shape = ("limits.num_pages=65", "sim.step_s=0.01", "limits.checks=[canary]")
+    found = await overload(ClusterSpec(engine="sim", worker_set=shape, router_set=("timeouts.queue=20",)), 30)
+    check(found)
+    refused = [one for one in found if isinstance(one, MillraceError)]
+    assert len(refused) == 26 and {one.reason for one in refused} == {"QUEUE_FULL"}, "OVERLOADED: they have waited"
 
 
 async def test_decode_workers_of_different_contexts() -> None:

@@ -14,6 +14,7 @@ from millrace_serve.engine.core import Abort, KvArrived, KvOffered, RequestId, R
 from millrace_serve.engine.schedule.expected import LEAST, MARGIN, UNKNOWN, Outputs, room
 from millrace_serve.engine.schedule.prefill import QUEUE_S
 from millrace_serve.engine.schedule.waiting import LOOK_S
+from millrace_serve.engine.sim.runner import SimSettings
 
 
 def step(driver: Driver, seconds: float = LOOK_S) -> list[Wait]:
@@ -176,6 +177,26 @@ def test_a_prefill_worker_takes_what_it_computes_in_seconds() -> None:
         driver.submit(request(room_id, [20 + room_id] * 24, Route.EXPORT, max_tokens=2))
     driver.step()
     assert driver.engine.load().room < 0
+
+
+@pytest.mark.parametrize(("drafts", "tokens"), [(0, 1.0), (2, 3.0)])
+def test_a_worker_that_decodes_tells_the_speed_of_a_sequence(drafts: int, tokens: float) -> None:
+    """However many sequences a step has. Steps with prompts, and pauses between steps, do not count."""
+    settings = SimSettings(acceptance=1.0)
+    driver = Driver(Role.UNIFIED, settings, num_pages=65, max_model_len=128, max_running=8, draft_tokens=drafts)
+    assert driver.engine.load().output_tokens_per_s == 0.0, "nothing is measured yet"
+    for first in (1, 4):
+        for one in prompts(4, count=3, max_tokens=60):
+            driver.submit(msgspec.structs.replace(one, id=RequestId(one.id.room + first, 0)))
+        while any(seq.silent for seq in driver.here.live.values()):
+            driver.clock.now += 7.0
+            driver.step()
+        for late in (0.0, 3.0, -0.4, 0.0, 0.2, -0.2, 0.0, 0.0, 0.0):
+            driver.clock.now += 0.5 + late
+            driver.step()
+        assert driver.engine.load().output_tokens_per_s == pytest.approx(tokens / 0.5, rel=0.05)
+        driver.run()
+        driver.clock.now += 100.0
 
 
 def test_until_outputs_are_known_they_are_expected_to_be_long() -> None:

@@ -9,7 +9,7 @@ from millrace_common.reasons import Reason
 from millrace_router.flow.admission import Admission, ServiceRate
 from millrace_router.flow.fair_queue import HOLD_S, PATIENCE, Place, Ticket
 from millrace_router.policy.choose import Decision
-from millrace_router.policy.snapshot import Want
+from millrace_router.policy.snapshot import Pace, Want
 from millrace_rpc.errors import MillraceError
 
 PLACE: Decision = object()  # type: ignore[assignment]
@@ -21,6 +21,7 @@ class Gate:
     def __init__(self, size: int = 100, look_ahead: int = 8) -> None:
         self.room = 0
         self.now = 0.0
+        self.running, self.token_s = 0, 0.0
         self.served: list[object] = []
         self.refused: dict[object, MillraceError] = {}
         self.sizes: list[int] = []
@@ -35,6 +36,9 @@ class Gate:
     def to_keep(self, want: Want) -> str:
         return ""
 
+    def pace(self) -> Pace:
+        return Pace(self.running, self.token_s)
+
     def enter(
         self,
         name: object,
@@ -43,10 +47,12 @@ class Gate:
         tenant: str = "default",
         place: Place | None = None,
         paid: bool | None = None,
+        outputs: int = 2,
+        least: int = 0,
     ) -> Ticket:
         ticket = Ticket(
             place or self.queue.place(priority, tenant),
-            Want(tokens),
+            Want(tokens, outputs, least),
             serve=lambda _: self.served.append(name),
             refuse=lambda error: self.refused.update({name: error}),
             paid=place is not None if paid is None else paid,
@@ -332,3 +338,99 @@ def test_a_newcomer_does_not_take_what_appeared_for_those_who_wait() -> None:
     assert gate.served == []
     gate.queue.pump()
     assert gate.served == ["first"] and not gate.queue.due
+
+
+# ------------------------------------------------------------------------------------- before a rate is known
+
+
+def burst(gate: Gate, count: int, outputs: int, least: int) -> list[int]:
+    """As many requests at once; two of them have room. The indexes of those that are refused before they wait."""
+    gate.room, refused = 600, []
+    for i in range(count):
+        try:
+            gate.queue.make_room(1, gate.queue.place(0), 300, None)
+        except MillraceError as error:
+            assert error.reason is Reason.QUEUE_FULL and error.retry_after_s
+            refused.append(i)
+        else:
+            gate.enter(i, tokens=300, outputs=outputs, least=least)
+        gate.running = len(gate.served)
+    return refused
+
+
+def test_a_first_burst_of_known_outputs_is_refused_at_once_as_far_as_the_queues_limit_ends() -> None:
+    """36 s for each: those that wait come after 36 s, the next ones would come after 72 s, and 60 s are allowed."""
+    gate = Gate()
+    gate.token_s = 0.03
+    assert burst(gate, 30, outputs=1200, least=1200) == list(range(4, 30))
+    gate.now = 35.0
+    gate.queue.pump()
+    gate.queue.make_room(1, gate.queue.place(0), 300, None)
+    assert gate.served == [0, 1] and not gate.refused and len(gate.queue) == 2, "who was not refused is served"
+    gate.now, gate.room = 36.0, 600
+    gate.queue.pump()
+    assert gate.served == [0, 1, 2, 3]
+
+
+def test_what_comes_to_wait_for_too_long_is_refused_when_that_is_known() -> None:
+    """Nothing is known of the outputs but that none has ended."""
+    gate = Gate()
+    assert burst(gate, 30, outputs=1200, least=0) == []
+    told = {}
+    for second in range(1, 60):
+        gate.now = float(second)
+        gate.queue.pump()
+        told |= {name: second for name in gate.refused if name not in told}
+    assert [told.get(i) for i in (29, 28, 16, 8, 6, 4)] == [5, 5, 8, 16, 21, 31]
+    assert {2, 3}.isdisjoint(told), "they would wait for 59 s, and then their turn may come"
+
+
+def test_a_short_output_is_not_taken_for_one_as_long_as_what_runs() -> None:
+    """Outputs of two tokens take 0.06 s, whatever the running ones have lasted."""
+    gate = Gate()
+    gate.token_s = 0.03
+    burst(gate, 2, outputs=1200, least=1200)
+    for i in range(50):
+        gate.queue.make_room(1, gate.queue.place(0), 1, None)
+        gate.enter(f"short {i}", tokens=301, outputs=2)
+    gate.now = 30.0
+    gate.queue.pump()
+    assert not gate.refused and len(gate.queue) == 50
+
+
+def test_nothing_is_foretold_of_requests_of_other_routers_or_without_workers() -> None:
+    gate = Gate()
+    gate.token_s = 0.03
+    burst(gate, 2, outputs=6000, least=6000)
+    for running in (0, 3):
+        gate.running = running
+        gate.queue.make_room(1, gate.queue.place(0), 300, None)
+        gate.enter(f"beside {running}", tokens=300)
+        gate.queue.pump()
+    assert not gate.refused
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=3, max_size=30), st.integers(1, 4))
+def test_nobody_is_refused_whose_turn_would_have_come(seconds: list[int], places: int) -> None:
+    """Of places that take one request after the other, whatever the outputs' lengths, while these are known."""
+    gate = Gate()
+    gate.token_s, gate.room = 1.0, places
+    refused = set()
+    for i, length in enumerate(seconds):
+        try:
+            gate.queue.make_room(1, gate.queue.place(0), 1, None)
+            gate.enter(i, outputs=length, least=length)
+        except MillraceError:
+            refused.add(i)
+        gate.running = len(gate.served)
+    gate.queue.pump()
+    ends: list[int] = []
+    for i, length in enumerate(seconds):
+        start = 0 if len(ends) < places else ends.pop(0)
+        if i in refused or i in gate.refused:
+            assert start > 60
+            ends.insert(0, start)
+            continue
+        assert start <= 60
+        ends = sorted([*ends, start + length])

@@ -9,7 +9,7 @@ import pytest
 from millrace.v1 import common_pb2, inference_pb2, worker_pb2
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import from_rpc_error
-from router.fake_worker import DECODE, PREFILL, UNIFIED, Behaviour, FakeWorker, expected, normal, output
+from router.fake_worker import DECODE, PREFILL, UNIFIED, Behaviour, FakeWorker, expected, hangs, normal, output
 
 PROMPT = [64, 65, 66, 67]
 SHORT = {"prefill": 0.1, "handover": 0.1, "stall": 0.1}
@@ -103,6 +103,51 @@ async def test_what_was_sent_takes_room_though_a_report_does_not_know_of_it(clus
     assert before.room - sent.room == 46
     (after,) = worker.replicas(frozenset(), "")
     assert after.room in (sent.room, before.room)  # a tenth of a second may have passed
+
+
+async def test_a_first_burst_is_judged_by_the_speed_that_workers_tell(cluster: Callable) -> None:
+    """100 tokens take 50 s. So two more may wait behind the two that run, where 60 s are allowed, and no third one."""
+    made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE))
+    decode = made.decodes[0]
+    decode.script += [hangs()] * 2
+    counts = {"expected_output": 100, "output_tokens_per_s": 2.0}
+    decode.change(counts={"room": 2 * 99 + 2 * len(PROMPT), **counts})
+    worker = made.router.registry.workers[decode.address]
+    await made.until(lambda: worker.load.replicas[0].output_tokens_per_s == 2.0)
+    endless = {"sampling": {"max_tokens": 100, "ignore_eos": True}, "timeout": None}
+    tasks = [asyncio.create_task(made.generate(PROMPT, **endless)) for _ in range(2)]
+    await made.until(lambda: len(decode.submitted) == 2)
+    decode.change(counts={"room": 0, "running": 1, **counts})  # older than the second request
+    await made.until(lambda: worker.load.replicas[0].room == 0)
+    tasks += [asyncio.create_task(made.generate(PROMPT, **endless)) for _ in range(2)]
+    await made.until(lambda: len(made.router.admission) == 2)
+    refused = await made.generate(PROMPT, **endless)
+    assert refused.error is not None
+    error = from_rpc_error(refused.error)
+    assert error.reason is Reason.QUEUE_FULL and error.retry_after_s == pytest.approx(40, abs=5)
+    assert len(made.prefills[0].submitted) == 2, "no prompt of others was computed"
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "stop", "least"),
+    [
+        ({}, [], 0),
+        ({"min_tokens": 4}, [], 4),
+        ({"ignore_eos": True}, [], 9),
+        ({"ignore_eos": True, "stop_token_ids": [7]}, [], 0),
+        ({"ignore_eos": True}, ["x"], 0),
+        ({"min_tokens": 4}, ["x"], 0),
+    ],
+)
+async def test_an_answer_lasts_as_long_as_nothing_ends_it(
+    cluster: Callable, sampling: dict, stop: list[str], least: int
+) -> None:
+    made = await cluster(FakeWorker(UNIFIED))
+    await made.generate(PROMPT, sampling={"max_tokens": 9, **sampling}, stop=stop)
+    assert made.router.registry.placer.decisions[-1].situation.want.least == least
 
 
 async def test_the_models_context_is_the_longest_that_some_placement_serves(cluster: Callable) -> None:

@@ -35,7 +35,7 @@ from millrace_router.fleet.worker import Worker
 from millrace_router.policy.cache_key import CacheKey
 from millrace_router.policy.choose import Decision
 from millrace_router.policy.placer import Placer
-from millrace_router.policy.snapshot import View, Want
+from millrace_router.policy.snapshot import Pace, View, Want
 from millrace_router.resilience.health import Health
 
 log = logging.getLogger(__name__)
@@ -140,6 +140,16 @@ class Registry:
     def to_keep(self, want: Want) -> str:
         """The worker whose room should be kept for a request that others overtake; empty: none."""
         return self.placer.to_keep(self.view(want.weights or self.model.layout.model), want)
+
+    def pace(self) -> Pace:
+        """Of the workers that generate the outputs of the served model. A report may be older than what was sent."""
+        running, fastest = 0, 0.0
+        for worker, sources in self._able:
+            if worker.role != PREFILL and self._serves(worker):
+                replicas = worker.replicas(sources, "")
+                running += max(worker.in_flight, sum(replica.sequences for replica in replicas))
+                fastest = max(fastest, *(replica.output_tokens_per_s for replica in replicas))
+        return Pace(running, 1 / fastest if fastest else 0.0)
 
     def drain(self, worker: Worker) -> None:
         """Send no more requests to the worker's present process."""

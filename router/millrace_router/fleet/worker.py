@@ -187,6 +187,7 @@ class Worker:
             left_out=left_out,
             page_bytes=self.info.layout.page_bytes,
             prompt_tokens_per_s=load.prompt_tokens_per_s,
+            output_tokens_per_s=load.output_tokens_per_s,
             read_bytes_per_s=self.load.read_bytes_per_s if self.load else 0.0,
             loan_s=self.load.loan_seconds if self.load else 0.0,
         )

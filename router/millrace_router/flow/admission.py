@@ -3,6 +3,7 @@
 1. `check_room` refuses a request without a place before any work. `make_room` decides once its tokens are known:
    QUEUE_FULL, unless waiting tickets have to give way (fair_queue.py chooses them), or when the wait, estimated from
    the measured rate of service, exceeds what a request may wait; DEADLINE_TOO_SHORT when the client waits for less.
+   Before a rate was measured, the least wait counts (first_waits.py), also of those who wait already.
 2. `enter` takes a ticket. The first ticket is served at once if a placement exists.
 3. `pump` serves in fair order. It is called whenever credits or workers may have appeared; nothing polls. A ticket
    without a placement does not block the next ones, up to `look_ahead` of them. After some of them one worker's room is
@@ -24,8 +25,9 @@ from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
 
 from millrace_router.flow.fair_queue import FairQueue, Place, Ticket
+from millrace_router.flow.first_waits import FirstWaits
 from millrace_router.policy.choose import Decision
-from millrace_router.policy.snapshot import Want
+from millrace_router.policy.snapshot import Pace, Want
 
 KEEP_AFTER = 8  # tickets that have overtaken one, before room is kept for it
 LOOK_AHEAD = 8  # tickets that are tried while the first ones find no worker
@@ -45,11 +47,17 @@ class ServiceRate:
         self._tokens = 0.0  # both fade with the same speed
         self._seconds = 0.0  # until the latest service
         self._since = 0.0  # seconds since then
+        self._services = 0
 
     def advance(self, now: float, waiting: bool) -> None:
         """Advance the clock; `waiting`: the queue was not empty since the last call."""
         passed, self._at = max(now - self._at, 0.0), max(now, self._at)
         self._since += passed if waiting else 0.0
+
+    @property
+    def measured(self) -> bool:
+        """Whether it is of several services. The first ones may have waited for nothing but a report."""
+        return self._services >= LEAST_SERVICES
 
     def resume(self, now: float) -> None:
         """There are workers again: the time without any says nothing of their speed."""
@@ -60,6 +68,7 @@ class ServiceRate:
         self._tokens = self._tokens * fade + tokens
         self._seconds = self._seconds * fade + self._since
         self._since = 0.0
+        self._services += 1
 
     def seconds_for(self, tokens: float) -> float | None:
         """Until so many tokens are served; None: unknown. Before the first service it is the time waited so far."""
@@ -75,6 +84,8 @@ class Places(Protocol):
 
     def to_keep(self, want: Want) -> str:
         """The address of the worker that others must not fill, so that it will have room; empty: none."""
+
+    def pace(self) -> Pace: ...
 
 
 class Admission:
@@ -95,6 +106,7 @@ class Admission:
         self._arrivals = itertools.count()
         self._queue = FairQueue()
         self._rate = ServiceRate(clock())
+        self._first = FirstWaits(longest_s)  # until the rate is known
         self._pumping = False
         self.closed = False
         self.due = False  # `pump` will be called: what may have appeared is for those who wait already
@@ -130,8 +142,7 @@ class Admission:
             message = f"about {wait:.1f} s would pass in the queue, and the deadline is in {left_s:.1f} s"
             raise MillraceError(Reason.DEADLINE_TOO_SHORT, message, retry_after_s=_bounded(wait - left_s))
         if wait is not None and wait > self._longest_s:
-            message = f"about {wait:.1f} s would pass in the queue, and {self._longest_s:g} s are allowed"
-            raise MillraceError(Reason.QUEUE_FULL, message, retry_after_s=_bounded(wait - self._longest_s))
+            raise _too_late(wait, self._longest_s)
         over = len(self) + tickets - self._size
         for victim in (self._queue.victims(place, tickets, over) or ()) if over > 0 else ():
             if not victim.waiting:
@@ -144,8 +155,13 @@ class Admission:
         """The estimated wait of a newcomer, in seconds. None: unknown. 0 for an empty queue."""
         if not len(self):
             return 0.0
-        self._rate.advance(self._clock(), waiting=True)
-        return self._rate.seconds_for(self._queue.tokens_before(place, tokens))
+        now, before = self._clock(), self._queue.tokens_before(place, tokens)
+        self._rate.advance(now, waiting=True)
+        seconds = self._rate.seconds_for(before)
+        if self._rate.measured:
+            return seconds
+        least, _ = self._first.look(self._queue.in_order(), before, self._places.pace(), now)
+        return max(seconds or 0.0, least) or None
 
     def drained_in(self) -> float | None:
         """Seconds after which a refused client should retry: until the present queue is served. None: unknown."""
@@ -154,7 +170,8 @@ class Admission:
         return None if seconds is None else _bounded(seconds)
 
     def enter(self, ticket: Ticket) -> None:
-        self._rate.advance(self._clock(), waiting=len(self) > 0)
+        ticket.entered = now = self._clock()
+        self._rate.advance(now, waiting=len(self) > 0)
         self._queue.add(ticket)
         self._on_size(len(self))
         if not self._pumping and not (self.due and len(self) > 1):  # else the pump comes to it
@@ -179,6 +196,18 @@ class Admission:
         self.due = False
         if not self._pumping and len(self):
             self._run(self._serve_one)
+            if len(self) and not self._rate.measured:
+                self._refuse_late()
+
+    def _refuse_late(self) -> None:
+        """Refuse now what would be refused when it has waited for as long as is allowed."""
+        now = self._clock()
+        _, late = self._first.look(self._queue.in_order(), math.inf, self._places.pace(), now)
+        for ticket, seconds in late:
+            if ticket.waiting:
+                self._queue.remove(ticket)
+                self._on_size(len(self))
+                ticket.refuse(_too_late(seconds, max(self._longest_s - (now - ticket.entered), 0.0)))
 
     def _run(self, serve_one: Callable[[], bool]) -> None:
         self._pumping = True
@@ -218,9 +247,15 @@ class Admission:
         if waited:  # or others do
             self._rate.advance(now, waiting=True)
             self._rate.served(ticket.want.tokens)
+        self._first.served(ticket.want, now)
         self._queue.take(ticket)
         self._on_size(len(self))
         ticket.serve(decision)
+
+
+def _too_late(wait: float, allowed: float) -> MillraceError:
+    message = f"about {wait:.1f} s would pass in the queue, and {allowed:.3g} s are allowed"
+    return MillraceError(Reason.QUEUE_FULL, message, retry_after_s=_bounded(wait - allowed))
 
 
 def _bounded(seconds: float) -> float:

@@ -41,6 +41,7 @@ class Ticket:
     refuse: Callable[[MillraceError], None]
     paid: bool = False  # a retry
     waiting: bool = False
+    entered: float = 0.0  # when, by the clock of the queue
     overtaken: int = 0
     patience: int = PATIENCE
     held_until: float | None = None

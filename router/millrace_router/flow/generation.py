@@ -68,6 +68,7 @@ class Job:
     tenant: Tenant
     begun: Begun  # of the request
     session_id: str = ""
+    least_outputs: int = 0  # tokens that the answer gets in any case
 
 
 class Generation:
@@ -159,6 +160,7 @@ class Generation:
         return Want(
             tokens=len(token_ids),
             outputs=flow.remaining,
+            least=max(job.least_outputs - len(flow.outputs), 0),
             avoid=self._avoid,
             weights=job.begun.weights,
             version=job.begun.version,

@@ -92,6 +92,7 @@ class Inference:
                 tenant=who.tenant,
                 begun=begun,
                 session_id=ask.session_id,
+                least_outputs=_least_outputs(ask, sampling),
             )
             below = ContinuationSpans(tracer, span.traceparent, i)
             generation = Generation(self.backend, job, below, stream.wake)
@@ -197,6 +198,14 @@ class Inference:
         metrics.tenant_requests.labels(tenant=tenant.name, status=status).inc()
         about: Attributes = {"millrace.status": status, "millrace.output_tokens": output_tokens}
         span.end(asyncio.get_running_loop().time(), about, "" if error is None else str(error))
+
+
+def _least_outputs(ask: Ask, sampling: common_pb2.SamplingParams) -> int:
+    """Tokens before which nothing ends the answer."""
+    if ask.stop:
+        return 0
+    endless = sampling.ignore_eos and not sampling.stop_token_ids
+    return sampling.max_tokens if endless else sampling.min_tokens
 
 
 def _seeded(sampling: common_pb2.SamplingParams, i: int) -> common_pb2.SamplingParams:

@@ -34,6 +34,7 @@ class Replica:
     page_bytes: int = 0
     # Measured by its worker; 0: not yet
     prompt_tokens_per_s: float = 0.0
+    output_tokens_per_s: float = 0.0  # of one sequence
     read_bytes_per_s: float = 0.0  # of KV from other workers
     loan_s: float = 0.0  # of borrowing a prefix, beside the reads
 
@@ -68,6 +69,7 @@ class Want:
 
     tokens: int  # length of the prompt, replayed outputs included
     outputs: int = 2  # tokens, at most
+    least: int = 0  # of these that it gets in any case
     avoid: frozenset[str] = frozenset()  # addresses of workers that failed this request before
     kept: str = ""  # address of a worker whose room an earlier request waits for
     weights: str = ""  # of the model that has begun the answer: no other may continue it; empty: no output yet
@@ -91,6 +93,13 @@ class Want:
     def uncached(self, pages: float) -> int:
         """Tokens that it has to compute."""
         return self.tokens - self.cached(pages)
+
+
+class Pace(NamedTuple):
+    """Of all workers that generate outputs."""
+
+    running: int  # requests
+    token_s: float  # seconds of one output token of each, at the fastest worker; 0: not measured
 
 
 class Loan(NamedTuple):

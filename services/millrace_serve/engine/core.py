@@ -291,6 +291,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens_per_s: float = 0.0  # computed in steps with prompts, lately; 0: not measured
     room: int | None = None  # tokens of further requests (worker.proto); None: only credits count
     expected_output: int = 0  # tokens of an output, where max_tokens allows as many
+    output_tokens_per_s: float = 0.0  # of one sequence, by the latest steps without prompts; 0: not measured
 
 
 class Events(msgspec.Struct, tag=True):

@@ -17,6 +17,7 @@ an IMPORTING request stay until KvArrived or KvFailed ends the transfer.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 
 import msgspec
@@ -45,6 +46,7 @@ from millrace_serve.engine.schedule.sequence import Phase, Sequence, Transfer, T
 # Python 3.11 takes as long for a member of an enum as for a call
 RUNNING, DONE, PROVEN = Phase.RUNNING, Phase.DONE, Trust.PROVEN
 QUEUED = (Phase.EXPECTED, Phase.WAITING)  # without pages
+RECENT = 9  # steps by which the speed is told
 ROOM_S = 0.05  # for which the room that was computed is right, if no request comes or goes
 
 
@@ -56,6 +58,8 @@ class DecodeScheduler(Scheduler):
         self._importing: set[Sequence] = set()  # a transfer into their pages may be in flight, even if they are DONE
         self._ready: dict[Sequence, None] = {}
         self._decoding: dict[Sequence, None] = {}
+        self._token_s: deque[float] = deque(maxlen=RECENT)  # seconds of one sequence's token in the latest steps
+        self._committed_at = 0.0
         self._room, self._room_of, self._room_at = 0, -1, 0.0  # tokens, beside so many live requests, when
 
     # ------------------------------------------------------------------------------------------ messages
@@ -132,7 +136,7 @@ class DecodeScheduler(Scheduler):
         for seq in self.requests.expired():
             message = f"timeout_s={seq.request.timeout_s} passed"
             self._stop(seq, FinishReason.ERROR, Failure(Reason.DEADLINE_EXCEEDED, message))
-        plan = Plan([], [])
+        plan = Plan([], [], began=self.requests.clock())
         self._join_ready()
         self._grow(plan)
         self._take_decodes(plan)
@@ -260,6 +264,21 @@ class DecodeScheduler(Scheduler):
         for index, chunk in enumerate(plan.chunks, start=row):
             self._take_result(chunk.seq, index, row if chunk.samples else -1, tokens, output)
             row += chunk.samples
+        self._measure(plan, output)
+
+    def _measure(self, plan: Plan, output: StepOutput) -> None:
+        """A launched step computes from the end of the one before it."""
+        now, rows = self.requests.clock(), len(plan.decode)
+        if rows and not plan.chunks:
+            tokens = int(output.counts[:rows].sum()) / rows
+            self._token_s.append((now - max(plan.began, self._committed_at)) / tokens)
+        self._committed_at = now
+
+    @property
+    def _tokens_per_s(self) -> float:
+        """The median: behind a step that was committed late the next one seems to take less."""
+        median = sorted(self._token_s)[len(self._token_s) // 2] if self._token_s else 0.0
+        return 1 / median if median else 0.0
 
     def _take_result(self, seq: Sequence, index: int, row: int, tokens: list[list[int]], output: StepOutput) -> None:
         """`row` is -1 for a chunk that sampled nothing. A preempted sequence (WAITING) still takes its tokens."""
@@ -302,7 +321,13 @@ class DecodeScheduler(Scheduler):
         load = self._load(running, importing=len(self._importing) + len(self._ready), exporting=0)
         most = self.config.max_running + min(self.config.max_running // 8 + 1, self.config.max_waiting)
         credits = max(min(load.credits, most - self.requests.num_active), 0)
-        return msgspec.structs.replace(load, credits=credits, room=self._room_now(), expected_output=self.outputs.mean)
+        return msgspec.structs.replace(
+            load,
+            credits=credits,
+            room=self._room_now(),
+            expected_output=self.outputs.mean,
+            output_tokens_per_s=self._tokens_per_s,
+        )
 
     def _room_now(self) -> int:
         live, now = len(self.requests.live), self.requests.clock()
