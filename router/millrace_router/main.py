@@ -80,7 +80,8 @@ class Router:
         limits = config.connections
         inside = Limits(limits.idle)
         self._admin_http = HttpServer(admin_http.build(operations), inside)
-        beside = self._before_scrape if config.metrics is None else None
+        # Metrics tell of all tenants.
+        beside = self._before_scrape if config.metrics is None and config.api_keys is None else None
         self._parting = asyncio.Event()
         public = HttpGuard(public_http.build(self.inference, beside), self._keys)
         outside = Limits(limits.idle, limits.most, limits.per_address, limits.max_age, config.timeouts.client)

@@ -51,7 +51,8 @@ async def keyed(cluster: Callable, tmp_path: Path) -> Cluster:
         {"name": "two", "key": OTHER, "requests_per_s": 0.01, "requests_burst": 2},
     ]
     (tmp_path / "keys").write_text(json.dumps({"keys": entries}))
-    return await cluster(FakeWorker(PREFILL), FakeWorker(DECODE), api_keys=str(tmp_path / "keys"))
+    workers = (FakeWorker(PREFILL), FakeWorker(DECODE))
+    return await cluster(*workers, api_keys=str(tmp_path / "keys"), metrics="127.0.0.1:0")
 
 
 async def test_a_key_is_needed_for_everything_but_probes(keyed: Cluster) -> None:
@@ -66,7 +67,8 @@ async def test_a_key_is_needed_for_everything_but_probes(keyed: Cluster) -> None
         answer = await keyed.http.get(path)
         assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
         assert answer.json()["error"]["type"] == "authentication_error"
-        assert (await keyed.http.get(path, headers=bearer(SECRET))).status_code == 200
+    assert (await keyed.http.get("/v1/models", headers=bearer(SECRET))).status_code == 200
+    assert (await keyed.http.get("/metrics", headers=bearer(SECRET))).status_code == 404, "they tell of all tenants"
     answer = await keyed.http.post("/v1/completions", json=BODY, headers=bearer(SECRET))
     assert answer.status_code == 200
     assert keyed.metric("millrace_tenant_requests_total", tenant="one", status="ok") == 2
@@ -85,11 +87,12 @@ async def test_the_header_of_anthropics_clients(keyed: Cluster) -> None:
 async def test_a_tenant_that_is_gone_leaves_no_series(keyed: Cluster, tmp_path: Path) -> None:
     for key in (SECRET, OTHER):
         assert await tokens(keyed.stub, key) == expected([1, 2, 3], 4)
-    series = (await keyed.http.get("/metrics", headers=bearer(OTHER))).text
+    probe = f"http://127.0.0.1:{keyed.router.ports['metrics']}/metrics"
+    series = (await keyed.http.get(probe)).text
     assert 'tenant="one"' in series and 'tenant="two"' in series
     (tmp_path / "keys").write_text(json.dumps({"keys": [{"name": "two", "key": OTHER}]}))
     async with asyncio.timeout(20):
-        while 'tenant="one"' in (series := (await keyed.http.get("/metrics", headers=bearer(OTHER))).text):
+        while 'tenant="one"' in (series := (await keyed.http.get(probe)).text):
             await asyncio.sleep(0.1)
     assert 'tenant="two"' in series
     assert keyed.metric("millrace_tenant_tokens_total", tenant="two", direction="output") == 4
