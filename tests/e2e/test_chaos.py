@@ -11,7 +11,6 @@ import pytest
 from millrace_testing.chaos import FAULTS, calm, chaos
 from millrace_testing.namespaces import Namespaces, available
 
-
 MINUTES = float(os.environ.get("MILLRACE_STARVE_S", "60")) / 60  # of a test
 pytestmark = [pytest.mark.long, pytest.mark.timeout(340 + 60 * MINUTES)]
 ECHO = """

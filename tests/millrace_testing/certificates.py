@@ -17,9 +17,7 @@ class Authority:
     def __init__(self) -> None:
         self._ca = trustme.CA()
 
-    def tls(
-        self, folder: Path, *names: str, trusts: Sequence[Authority] = (), **settings: object
-    ) -> dict[str, object]:
+    def tls(self, folder: Path, *names: str, trusts: Sequence[Authority] = (), **settings: object) -> dict[str, object]:
         """The keys of a `Tls` section. Files that are there are replaced, each at once. `trusts`: other authorities,
         beside this one.
         """
@@ -27,7 +25,11 @@ class Authority:
         issued = self._ca.issue_cert(*(names or NAMES))
         chain = b"".join(blob.bytes() for blob in issued.cert_chain_pems)
         paths = {"cert": folder / "tls.crt", "key": folder / "tls.key", "ca": folder / "ca.crt"}
-        contents = {"cert": chain, "key": issued.private_key_pem.bytes(), "ca": b"".join(one._ca.cert_pem.bytes() for one in (self, *trusts))}
+        contents = {
+            "cert": chain,
+            "key": issued.private_key_pem.bytes(),
+            "ca": b"".join(one._ca.cert_pem.bytes() for one in (self, *trusts)),
+        }
         for name, path in paths.items():
             draft = path.with_suffix(".new")
             draft.write_bytes(contents[name])

@@ -1,9 +1,5 @@
 """Breaks a system of 2 prefill and 2 decode workers behind 2 routers while clients use it, and watches what they see.
 
-    make chaos ARGS="--minutes 3 --out chaos.json"
-    make chaos ARGS="--minutes 30 --calm --burners 8"       no fault at all, on a machine without time for it
-    make chaos ARGS="--minutes 10 --calm --throttled all"   no fault at all, and every process gets a fifth of the time
-
 Every request that was sent must either return exactly the simulated engine's tokens, or end with a clear error that
 says that trying again may help, after nothing but a prefix of these tokens. Anything else, a request that hangs
 included, is a violation.
@@ -21,20 +17,16 @@ For each fault, from the moment it strikes until the next one:
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import itertools
 import logging
 import math
-import os
 import random
 import re
-import shlex
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator
@@ -44,13 +36,12 @@ from typing import Any
 
 import grpc
 import httpx
-from millrace_bench.common import Record, percentile, print_record
+from millrace_bench.common import percentile
 from millrace_rpc.errors import TABLE, MillraceError, from_rpc_error
 from millrace_serve.engine.core import SamplingParams
 from millrace_serve.engine.sim.runner import SPECIAL_TOKENS, SimSettings
 
 from millrace_testing.client import Answer, Client, collect
-from millrace_testing.namespaces import available
 from millrace_testing.nodes import Node, System
 from millrace_testing.oracle import oracle_outputs
 from millrace_testing.throttle import throttled
@@ -197,6 +188,8 @@ class Seen:
     end: float = 0.0
     pauses: list[tuple[float, float]] = field(default_factory=list)  # between messages: their end, and seconds
     error: str = ""  # reason; empty: complete, or hung up on purpose
+    retry_after_s: float = 0.0  # that the error told
+    first: float = 0.0  # when the first message came; 0: none
     tokens: int = 0  # that came, each of them compared
 
 
@@ -284,6 +277,9 @@ class Report:
             "tiers": dict(self.tiers),
         }
 
+    def broken(self) -> list[str]:
+        return self.violations
+
     def table(self) -> str:
         head = "| fault | times | requests | retries | errors | error-free after | pause p99 | longest | whole after |"
         lines = [head, "|---|---|---|---|---|---|---|---|---|"]
@@ -340,7 +336,7 @@ class Load:
             problem = "" if ok else f"{answer.finish}, {len(answer.tokens)} of {len(wanted)} tokens, or wrong ones"
         except grpc.aio.AioRpcError as failure:
             error = from_rpc_error(failure)
-            seen.error = str(error.reason)
+            seen.error, seen.retry_after_s = str(error.reason), error.retry_after_s
             problem = "" if retryable(error) and answer.tokens == wanted[: len(answer.tokens)] else repr(failure)
         seen.end, seen.tokens = time.monotonic(), len(answer.tokens)
         self._report.seen.append(seen)
@@ -362,6 +358,7 @@ async def _read(call: grpc.aio.UnaryStreamCall, answer: Answer, seen: Seen, leav
     async for chunk in call:
         collect(answer, chunk)
         now = time.monotonic()
+        seen.first = seen.first or now
         if now - before > PAUSE_S:
             seen.pauses.append((now, now - before))
         before = now
@@ -489,48 +486,3 @@ def shuffled(minutes: float, seed: int, only: str) -> Iterator[Fault]:
             if time.monotonic() > end:
                 return
             yield fault
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="make chaos", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=3.0, help="how long")
-    parser.add_argument("--clients", type=int, default=12, help="requests at the same time")
-    parser.add_argument("--only", default="", help="faults whose names it is found in, a regular expression")
-    parser.add_argument("--calm", action="store_true", help="no faults: nobody may be taken for hung")
-    parser.add_argument("--throttled", choices=THROTTLED, default="", help="with --calm: who gets a fifth of the time")
-    parser.add_argument("--burners", type=int, default=0, help="processes that keep the cores busy meanwhile")
-    parser.add_argument("--seed", type=int, default=0, help="of the order of faults and of the load")
-    parser.add_argument("--out", type=Path, help="file for the record, as JSON")
-    settings = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    folder = Path(tempfile.mkdtemp(prefix="millrace-chaos-"))
-    faults = shuffled(settings.minutes, settings.seed, settings.only)
-    spaces = available()
-    log.info("workers are cut off by %s", "network namespaces" if spaces else "proxies that let nothing through")
-    # not on uvloop, which forks: between threads of gRPC a child of it may crash before it has become a worker
-    before, load_before = time.monotonic(), os.getloadavg()[0]
-    with burning(settings.burners):
-        if settings.calm:
-            some = folder, settings.minutes, settings.clients, settings.seed, settings.throttled
-            report = asyncio.run(calm(*some))
-        else:
-            report = asyncio.run(chaos(folder, faults, settings.clients, settings.seed, namespaces=spaces))
-    load = {"at_start": load_before, "at_end": os.getloadavg()[0]}  # processes that run or want to
-    results = {"duration_s": time.monotonic() - before, "load": load, **report.results()}
-    print(report.table())  # noqa: T201
-    for key, value in results.items():
-        if key != "faults":
-            print(f"{key}: {value}")  # noqa: T201
-    config = {key: value for key, value in vars(settings).items() if key != "out"}
-    record = Record("chaos", config, results, command=f'make chaos ARGS="{shlex.join(sys.argv[1:])}"')
-    if settings.out:
-        settings.out.write_text(record.to_json() + "\n")
-    print_record(record)
-    if report.violations:
-        listed = "\n".join(report.violations[:10])
-        raise SystemExit(f"{len(report.violations)} violations, the first ones:\n{listed}\nlogs: {folder}")
-
-
-if __name__ == "__main__":
-    main()
