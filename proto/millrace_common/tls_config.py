@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ipaddress
 from pathlib import Path
+from typing import Literal
 
-from pydantic import model_validator
+from pydantic import Field, field_validator, model_validator
 
 from millrace_common.config import Config
+
+Names = dict[Literal["router", "worker", "admin"], tuple[str, ...]]
+PEERS: Names = {role: (f"millrace-{role}",) for role in ("router", "worker", "admin")}
 
 
 class Tls(Config):
@@ -17,6 +22,12 @@ class Tls(Config):
     ca: Path | None = None  # authority of the peers' certificates; absent: the system's authorities
     require_client_cert: bool = False  # mTLS: our servers talk to clients with a certificate signed by `ca` only
     server_name: str = ""  # the name in every worker's certificate; empty: the host of the address that is called
+    peers: Names = Field(PEERS)  # mTLS: who may call the ports inside a deployment, by a name of the certificate
+
+    @field_validator("peers")
+    @classmethod
+    def _every_role(cls, given: Names) -> Names:
+        return {**PEERS, **given}
 
     @model_validator(mode="after")
     def _complete(self) -> Tls:
@@ -25,3 +36,13 @@ class Tls(Config):
         if self.require_client_cert and self.ca is None:
             raise ValueError("require_client_cert needs ca, the authority of the clients' certificates")
         return self
+
+
+def exposed(host: str, tls: Tls | None) -> bool:
+    """Whether processes of other machines can call a port of `host` without a certificate."""
+    if tls is not None and tls.require_client_cert:
+        return False
+    try:
+        return not ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host != "localhost"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import grpc
@@ -40,14 +40,36 @@ SPREAD = {
 }
 
 
-def channel(address: str, identity: Identity | None = None, *, proxy: bool = False) -> grpc.aio.Channel:
+def channel(
+    address: str, identity: Identity | None = None, token: str = "", *, proxy: bool = False
+) -> grpc.aio.Channel:
     """Open a connection to `address` that no other channel of the process shares, so that its failures are its own.
-    Plain without an identity, else TLS with the certificates that the identity has now.
+    Plain without an identity, else TLS with the certificates that the identity has now. Every call sends the token
+    (access.py).
+
+    Call credentials need TLS, and an interceptor replaces the objects of calls; so the callables send it.
 
     Args:
         proxy: it goes through the proxy that the environment names, if any. Our own processes are never behind one.
     """
-    return _channel(address, identity, [*CHANNEL_OPTIONS, ("grpc.enable_http_proxy", int(proxy))])
+    made = _channel(address, identity, [*CHANNEL_OPTIONS, ("grpc.enable_http_proxy", int(proxy))])
+    for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream") if token else ():
+        setattr(made, kind, _sending(getattr(made, kind), token))
+    return made
+
+
+def _sending(make: Callable[..., Any], token: str) -> Callable[..., Any]:
+    """Of a method of a channel: its callables send the token."""
+
+    def made(*arguments: Any, **named: Any) -> Any:
+        begin = make(*arguments, **named)
+
+        def call(*arguments: Any, metadata: Any = None, **named: Any) -> Any:
+            return begin(*arguments, metadata=(*(metadata or ()), ("authorization", token)), **named)
+
+        return call
+
+    return made
 
 
 def routers(target: str, identity: Identity | None = None) -> grpc.aio.Channel:

@@ -26,6 +26,7 @@ LINGER_S = 5.0  # for a client to send them
 RESET_S = 0.5  # for a client that sends more to read its answer
 UNREAD_S = 30.0  # after the end, for a client to take the rest of an answer
 BODY = "millrace.body"  # a scope's `Body`
+NAMES = "millrace.names"  # a scope's names in the client's certificate
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +191,8 @@ class Connection(HttpToolsProtocol):
         self._ending = Ending(transport, lambda: self._to_come)
         super().connection_made(self._ending)  # type: ignore[arg-type]
         self._body = Body(self.transport, self.flow, lambda: not self._to_come)
+        certificate = self.transport.get_extra_info("peercert") or {}
+        self._names = [name for _, name in certificate.get("subjectAltName", ())]
         address = self.client[0] if self.client else ""
         if error := self._crowd.enter(address):
             self._refuse(error, to_come=0)
@@ -219,6 +222,7 @@ class Connection(HttpToolsProtocol):
         self._expect_head()
         super().on_message_begin()
         self.scope[BODY] = self._body  # type: ignore[literal-required]
+        self.scope[NAMES] = self._names  # type: ignore[literal-required]
 
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":

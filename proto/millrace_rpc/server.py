@@ -125,12 +125,20 @@ class _Errors(Interceptor):
     """Turns exceptions of handlers into statuses, and malformed requests, which gRPC would answer with INTERNAL."""
 
     def wrap(self, handler: grpc.RpcMethodHandler, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
-        kinds = ["stream" if many else "unary" for many in (handler.request_streaming, handler.response_streaming)]
-        kind = "_".join(kinds)  # the name of the handler's one behaviour
         check = _each if handler.request_streaming else _well_formed
-        wrapped = (_streaming if handler.response_streaming else _unary)(getattr(handler, kind), check)
+        wrapped = _streaming if handler.response_streaming else _unary
         parse = handler.request_deserializer and functools.partial(_parse, handler.request_deserializer)
-        return getattr(grpc, f"{kind}_rpc_method_handler")(wrapped, parse, handler.response_serializer)
+        return rebuilt(handler, lambda behavior: wrapped(behavior, check), parse)
+
+
+def rebuilt(
+    handler: grpc.RpcMethodHandler, wrap: Callable[[Any], Any], parse: Callable[[bytes], Any] | None = None
+) -> grpc.RpcMethodHandler:
+    """The handler with another behaviour, made of its own, and perhaps with another parser of requests."""
+    kinds = ["stream" if many else "unary" for many in (handler.request_streaming, handler.response_streaming)]
+    kind = "_".join(kinds)  # the name of the handler's one behaviour
+    make = getattr(grpc, f"{kind}_rpc_method_handler")
+    return make(wrap(getattr(handler, kind)), parse or handler.request_deserializer, handler.response_serializer)
 
 
 def parse(deserializer: Callable[[bytes], T], data: bytes) -> T:

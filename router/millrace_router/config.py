@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from millrace_common.config import Config, Seconds
 from millrace_common.spans import Tracing
-from millrace_common.tls_config import Tls
+from millrace_common.tls_config import Tls, exposed
 from pydantic import Field, field_validator, model_validator
 
 ZONE = "topology.kubernetes.io/zone"
@@ -235,6 +235,10 @@ class RouterConfig(Config):
         if self.bodies.held_by_tenant < self.limits.message_bytes or self.bodies.held < self.bodies.held_by_tenant:
             text = "must be at least limits.message_bytes, and bodies.held at least as much: else a request has no room"
             raise ValueError(f"bodies.held_by_tenant: {text}")
+        for key in ("admin", "admin_http"):
+            if self.secret is None and exposed(getattr(self, key).rpartition(":")[0], self.tls):
+                known = "or mutual TLS (tls.require_client_cert): others reach that port"
+                raise ValueError(f"secret: is needed with {key}={getattr(self, key)}, {known}")
         if self.workers and self.discovery.kind != "static":
             raise ValueError(f"workers: only with discovery.kind=static, not {self.discovery.kind}")
         return self

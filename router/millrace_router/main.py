@@ -22,11 +22,13 @@ import time
 from pathlib import Path
 
 from millrace.v1 import admin_pb2_grpc
+from millrace_common import deployment_secret, loop_lag, tracing
 from millrace_common import log as logs
-from millrace_common import loop_lag, tracing
 from millrace_common.config import ConfigError, load
 from millrace_common.gc_hooks import ProcessGc
 from millrace_common.reasons import Reason
+from millrace_common.tls_config import exposed
+from millrace_rpc.access import Access
 from millrace_rpc.errors import MillraceError
 from millrace_rpc.http_connection import Limits
 from millrace_rpc.http_server import HttpServer
@@ -37,7 +39,7 @@ from millrace_router.anthropic import http as public_http
 from millrace_router.config import RouterConfig
 from millrace_router.edge import admin, admin_http, grpc_service, probes
 from millrace_router.edge.api_keys import Keys
-from millrace_router.edge.guard import GrpcGuard, HttpGuard, with_cors
+from millrace_router.edge.guard import AdminGuard, GrpcGuard, HttpGuard, with_cors
 from millrace_router.edge.http_answers import new_app
 from millrace_router.fleet.registry import Registry
 from millrace_router.flow.admission import Admission
@@ -74,12 +76,17 @@ class Router:
         self.inference = Inference(backend, tokenizer)
         self.ports: dict[str, int] = {}
         self._public = Server([grpc_service.SERVICE], [GrpcGuard(self._keys)], config.connections.grpc_options)
-        self._admin = Server([admin.SERVICE])
+        secret = deployment_secret.read(config.secret)
+        grpc_access, http_access = (
+            Access(config.tls, secret if exposed(address.rpartition(":")[0], config.tls) else b"")
+            for address in (config.admin, config.admin_http)
+        )
+        self._admin = Server([admin.SERVICE], [grpc_access])
         operations = admin.Admin(self.registry, self._gc)
         admin_pb2_grpc.add_AdminServicer_to_server(operations, self._admin.grpc)
         limits = config.connections
         inside = Limits(limits.idle)
-        self._admin_http = HttpServer(admin_http.build(operations), inside)
+        self._admin_http = HttpServer(AdminGuard(admin_http.build(operations), http_access), inside)
         # Metrics tell of all tenants.
         beside = self._before_scrape if config.metrics is None and config.api_keys is None else None
         self._parting = asyncio.Event()

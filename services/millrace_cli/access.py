@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 Ca = Annotated[Path | None, typer.Option("--tls-ca", help="Use TLS; the authority of the router's certificate.")]
 Cert = Annotated[Path | None, typer.Option("--tls-cert", help="Our certificate, for mTLS.")]
 Key = Annotated[Path | None, typer.Option("--tls-key", help="Its private key.")]
+Secret = Annotated[
+    Path | None,
+    typer.Option("--secret-file", envvar="MILLRACE_SECRET_FILE", help="The deployment's secret, without mTLS."),
+]
 
 
 def _api_key(key: str) -> str:
@@ -41,6 +45,17 @@ def identity(ca: Path | None, cert: Path | None, key: Path | None) -> Identity |
         return Identity(Tls(ca=ca, cert=cert, key=key))
     except (OSError, ValueError) as error:
         raise CommandError(str(error), code=2) from error
+
+
+def token(secret: Path | None) -> str:
+    """Empty without a secret."""
+    from millrace_common.deployment_secret import read
+    from millrace_rpc.access import token
+
+    try:
+        return token(read(secret))
+    except OSError as error:
+        raise CommandError(f"--secret-file: {error}", code=2) from error
 
 
 def ssl_context(ca: Path | None, cert: Path | None, key: Path | None) -> ssl.SSLContext | bool:

@@ -169,12 +169,13 @@ def workers(
     ca: access.Ca = None,
     cert: access.Cert = None,
     key: access.Key = None,
+    secret: access.Secret = None,
 ) -> None:
     """Show the workers of a router. Example: millrace workers --watch"""
     from millrace_cli import workers as command
 
     form = command.Form.JSON if json else command.Form.WIDE if wide else command.Form.NARROW
-    asyncio.run(command.show(address, form, watch, access.identity(ca, cert, key)))
+    asyncio.run(command.show(address, form, watch, access.identity(ca, cert, key), access.token(secret)))
 
 
 keys = typer.Typer(help="API keys of a router's callers.", no_args_is_help=True)
@@ -209,6 +210,7 @@ def weights(
     ca: access.Ca = None,
     cert: access.Cert = None,
     key: access.Key = None,
+    secret: access.Secret = None,
 ) -> None:
     """Pause workers, load other weights into them, resume; sleep and wake."""
     from millrace.v1 import worker_pb2
@@ -217,7 +219,7 @@ def weights(
 
     chosen = worker_pb2.WeightsAction.Value(f"WEIGHTS_ACTION_{action.upper()}")
     order = worker_pb2.SetWeightsRequest(action=chosen, path=path, version=version, drop=drop)
-    asyncio.run(act(addresses, order, access.identity(ca, cert, key)))
+    asyncio.run(act(addresses, order, access.identity(ca, cert, key), access.token(secret)))
 
 
 BENCHES = {

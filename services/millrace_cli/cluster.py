@@ -22,7 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from millrace_common.deployment_secret import read
 from millrace_common.tls_config import Tls
+from millrace_rpc.access import token
 from millrace_rpc.tls import Identity
 
 from millrace_cli import probe
@@ -71,6 +73,7 @@ class ClusterSpec:
     router_set: tuple[str, ...] = ()
     gpus: int = field(default_factory=count_gpus)  # for workers with device=cuda
     tls: Tls | None = None  # of everything, and of our own questions
+    secret: Path | None = None  # likewise
     log_dir: Path | None = None  # default: a new folder in $MILLRACE_LOG_DIR or /tmp, which stays
     restart: bool = False  # bring back children that exit by themselves
     start_timeout_s: float | None = None  # default: START_S, on a GPU GPU_START_S
@@ -127,6 +130,7 @@ class LocalCluster:
         env = {"OMP_NUM_THREADS": str(threads), **os.environ}
         self.processes = {name: Process(name, self.log_dir, env) for name in self.roles}
         self._identity = None if spec.tls is None else Identity(spec.tls)
+        self._token = token(read(spec.secret))
         self._ports: dict[str, dict[str, int]] = {}
         self._started = False
         self._watchers: dict[str, asyncio.Task[None]] = {}  # of processes that run
@@ -218,6 +222,8 @@ class LocalCluster:
                 f"model={self.spec.model}",
                 *self.spec.settings(name),
             ]
+        if self.spec.secret is not None:
+            items.append(f"secret={self.spec.secret}")
         if self.spec.tls is not None:
             items += [f"tls.{key}={value}" for key, value in self.spec.tls.model_dump(exclude_defaults=True).items()]
         return [argument for item in items for argument in ("--set", item)]
@@ -266,7 +272,9 @@ class LocalCluster:
 
     async def _ready(self) -> bool:
         workers = tuple(self.spec.workers())
-        infos = await asyncio.gather(*(probe.worker_info(self.address(name), self._identity) for name in workers))
+        infos = await asyncio.gather(
+            *(probe.worker_info(self.address(name), self._identity, self._token) for name in workers)
+        )
         for name, info in zip(workers, infos, strict=True):
             if info is not None:
                 self.processes[name].note(probe.state_name(info.state), info.state_message)

@@ -16,27 +16,31 @@ TIMEOUT_S = 2.0
 T = TypeVar("T")
 
 
-async def _ask(address: str, identity: Identity | None, call: Callable[[grpc.aio.Channel], Awaitable[T]]) -> T | None:
-    async with channel(address, identity) as ch:
+async def _ask(
+    address: str, identity: Identity | None, call: Callable[[grpc.aio.Channel], Awaitable[T]], token: str = ""
+) -> T | None:
+    async with channel(address, identity, token) as ch:
         try:
             return await call(ch)
         except grpc.RpcError:
             return None
 
 
-async def _health(address: str, identity: Identity | None) -> health_pb2.HealthCheckResponse | None:
-    request = health_pb2.HealthCheckRequest()
-    return await _ask(address, identity, lambda ch: health_pb2_grpc.HealthStub(ch).Check(request, timeout=TIMEOUT_S))
-
-
 async def is_serving(address: str, identity: Identity | None = None) -> bool:
     """The health service's answer for the whole server."""
-    answer = await _health(address, identity)
+    request = health_pb2.HealthCheckRequest()
+    answer = await _ask(address, identity, lambda ch: health_pb2_grpc.HealthStub(ch).Check(request, timeout=TIMEOUT_S))
     return answer is not None and answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
-async def speaks_grpc(address: str, identity: Identity | None = None) -> bool:
-    return await _health(address, identity) is not None
+async def refusal(admin_address: str, identity: Identity | None, token: str) -> grpc.RpcError | None:
+    """Why the admin service does not answer; none: it does."""
+    async with channel(admin_address, identity, token) as ch:
+        try:
+            await admin_pb2_grpc.AdminStub(ch).ListWorkers(admin_pb2.ListWorkersRequest(), timeout=TIMEOUT_S)
+        except grpc.RpcError as error:
+            return error
+    return None
 
 
 async def speaks_http(address: str) -> bool:
@@ -48,15 +52,17 @@ async def speaks_http(address: str) -> bool:
     return True
 
 
-async def worker_info(address: str, identity: Identity | None = None) -> worker_pb2.WorkerInfo | None:
+async def worker_info(address: str, identity: Identity | None = None, token: str = "") -> worker_pb2.WorkerInfo | None:
     request, stub = worker_pb2.GetInfoRequest(), worker_pb2_grpc.WorkerServiceStub
-    return await _ask(address, identity, lambda ch: stub(ch).GetInfo(request, timeout=TIMEOUT_S))
+    return await _ask(address, identity, lambda ch: stub(ch).GetInfo(request, timeout=TIMEOUT_S), token)
 
 
-async def workers(admin_address: str, identity: Identity | None = None) -> list[admin_pb2.WorkerStatus] | None:
+async def workers(
+    admin_address: str, identity: Identity | None = None, token: str = ""
+) -> list[admin_pb2.WorkerStatus] | None:
     """A router's view of its workers."""
     request, stub = admin_pb2.ListWorkersRequest(), admin_pb2_grpc.AdminStub
-    answer = await _ask(admin_address, identity, lambda ch: stub(ch).ListWorkers(request, timeout=TIMEOUT_S))
+    answer = await _ask(admin_address, identity, lambda ch: stub(ch).ListWorkers(request, timeout=TIMEOUT_S), token)
     return None if answer is None else list(answer.workers)
 
 

@@ -13,12 +13,14 @@ from millrace_rpc.tls import Identity
 from millrace_cli.errors import CommandError
 
 
-async def act(addresses: Sequence[str], order: worker_pb2.SetWeightsRequest, identity: Identity | None) -> None:
+async def act(
+    addresses: Sequence[str], order: worker_pb2.SetWeightsRequest, identity: Identity | None = None, token: str = ""
+) -> None:
     """On all workers; each is reported. Raises CommandError when one has failed: the others have done it."""
 
     async def one(address: str) -> str:
         """Why it failed, or empty."""
-        async with channel(address, identity) as ch:
+        async with channel(address, identity, token) as ch:
             try:
                 done = await reply(worker_pb2_grpc.WorkerServiceStub(ch).SetWeights(order))
             except MillraceError as error:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+import grpc
 from google.protobuf.json_format import MessageToDict
 from millrace.v1 import admin_pb2, worker_pb2
 from millrace_rpc.tls import Identity
@@ -84,12 +85,16 @@ def text(workers: Sequence[admin_pb2.WorkerStatus], form: Form) -> str:
 
 
 async def show(
-    admin_address: str, form: Form = Form.NARROW, watch: bool = False, identity: Identity | None = None
+    admin_address: str,
+    form: Form = Form.NARROW,
+    watch: bool = False,
+    identity: Identity | None = None,
+    token: str = "",
 ) -> None:
     while True:
-        workers = await probe.workers(admin_address, identity)
+        workers = await probe.workers(admin_address, identity, token)
         if workers is None:
-            raise CommandError(await _why(admin_address, identity))
+            raise CommandError(await _why(admin_address, identity, token))
         if watch and sys.stdout.isatty():
             print(CLEAR, end="")
         if form is Form.JSON:
@@ -102,9 +107,12 @@ async def show(
         await asyncio.sleep(PERIOD_S)
 
 
-async def _why(address: str, identity: Identity | None) -> str:
-    """No admin service answered there; something else may."""
-    if await probe.speaks_grpc(address, identity):
+async def _why(address: str, identity: Identity | None, token: str) -> str:
+    """The admin service did not answer; something else may."""
+    error = await probe.refusal(address, identity, token)
+    if error is None or error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+        return f"{address}: {error.details() if error else 'it answers now'}"
+    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
         return f"{address} has no admin service: it is another gRPC port; a router's admin port is 50052 by default"
     if await probe.speaks_http(address):
         return f"{address} speaks HTTP; the admin port that this command asks speaks gRPC, 50052 by default"

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from millrace.v1 import worker_pb2
-from millrace_testing.procs import Worker, workers
+from millrace_testing.procs import SIM, Worker, workers
 
 
 async def run(*arguments: str) -> tuple[int, str, str]:
@@ -23,7 +23,7 @@ async def states(*both: Worker) -> list[int]:
 
 
 async def test_all_workers_are_asked_and_each_is_reported(tmp_path: Path) -> None:
-    async with workers(tmp_path, "prefill", "decode") as both:
+    async with workers(tmp_path, "prefill", "decode", sets=(*SIM, "weights_root=/")) as both:
         addresses = [worker.address for worker in both]
         version = (await both[0].info()).weights_version
         code, out, _ = await run(*addresses, "pause")

@@ -26,7 +26,12 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 NEW_TOKENS = 40
 CLIENTS = 4
 PROMPTS = [[10 + (7 * i + n) % 500 for i in range(n)] for n in (3, 40, 65, 130, 200, 310)]
-MODEL = ("dtype=float32", "limits={num_pages: 129, max_model_len: 512}", "limits.checks=[canary, poison]")
+MODEL = (
+    "weights_root=/",
+    "dtype=float32",
+    "limits={num_pages: 129, max_model_len: 512}",
+    "limits.checks=[canary, poison]",
+)
 CHANGED = "weights changed from version"
 
 

@@ -1,4 +1,6 @@
-"""A whole system as operators would run it where nobody is trusted: mTLS on every hop, API keys, and traces."""
+"""A whole system as operators would run it where nobody is trusted: mTLS on every hop, API keys, and traces; and one
+without TLS, whose processes know each other by the deployment's secret.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from pathlib import Path
 import grpc
 import httpx
 import pytest
-from millrace.v1 import inference_pb2, inference_pb2_grpc
+from millrace.v1 import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
+from millrace_cli import access
 from millrace_cli.cluster import ClusterSpec, LocalCluster
 from millrace_common.reasons import Reason
 from millrace_common.tls_config import Tls
@@ -80,7 +83,7 @@ async def test_a_token_through_mutual_tls_with_a_key_and_a_trace(
 ) -> None:
     client = Identity(Tls.model_validate(authority.tls(tmp_path / "client")))
     assert len(await generate(cluster.grpc_address, client, METADATA)) == 6
-    await _only_those_who_are_known(cluster, client, tmp_path)
+    await _only_those_who_are_known(cluster, client, authority, tmp_path)
     await _over_https(cluster, client.tls)
     await _the_tree_of_spans(collector)
     await _from_the_command_line(cluster, client.tls)
@@ -95,7 +98,10 @@ async def test_a_token_through_mutual_tls_with_a_key_and_a_trace(
     assert all(logs) and not any(SECRET in log or "BEGIN" in log for log in logs)
 
 
-async def _only_those_who_are_known(cluster: LocalCluster, client: Identity, folder: Path) -> None:
+async def _only_those_who_are_known(
+    cluster: LocalCluster, client: Identity, authority: Authority, folder: Path
+) -> None:
+    user = Identity(Tls.model_validate(authority.tls(folder / "user", "team-a")))
     stranger = Identity(Tls.model_validate(Authority().tls(folder / "stranger") | {"ca": str(client.tls.ca)}))
     for identity, metadata, reason in (
         (client, (), Reason.UNAUTHENTICATED),
@@ -109,6 +115,42 @@ async def _only_those_who_are_known(cluster: LocalCluster, client: Identity, fol
     for name in ("prefill-0", "decode-0"):
         with pytest.raises(grpc.aio.AioRpcError):
             await generate(cluster.address(name), None, METADATA)
+        assert await info(cluster.address(name), client) is None
+        for other in (None, user, stranger):
+            assert await info(cluster.address(name), other) in (Reason.UNAUTHENTICATED, Reason.WORKER_LOST)
+    assert await info(cluster.address("prefill-0"), user) is Reason.UNAUTHENTICATED
+
+
+async def info(address: str, identity: Identity | None, token: str = "") -> Reason | None:
+    """Why a worker says nothing about itself; None: it does."""
+    async with channel(address, identity, token) as ch:
+        try:
+            await worker_pb2_grpc.WorkerServiceStub(ch).GetInfo(worker_pb2.GetInfoRequest(), timeout=20)
+        except grpc.aio.AioRpcError as error:
+            return from_rpc_error(error).reason
+        return None
+
+
+async def test_without_tls_a_system_of_one_secret(tmp_path: Path) -> None:
+    """Routing, warm-up, transfer and loans between workers, the tools: all show the secret, and nobody else gets in."""
+    ours, other = tmp_path / "secret", tmp_path / "other"
+    ours.write_text("of this deployment: 7c1f")
+    other.write_text("of another deployment: 7c")
+    spec = ClusterSpec(engine="sim", log_dir=tmp_path / "logs", secret=ours)
+    async with LocalCluster(spec) as cluster:
+        assert len(await generate(cluster.grpc_address, None, ())) == 6
+        address = cluster.address("prefill-0")
+        for secret, why in ((None, "sent no token"), (other, "has another `secret`"), (ours, "")):
+            assert await info(address, None, access.token(secret)) is (Reason.UNAUTHENTICATED if why else None)
+            command = [sys.executable, "-m", "millrace_cli", "weights", address, "pause" if why else "resume"]
+            env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+            env |= {"MILLRACE_SECRET_FILE": str(secret)} if secret else {}
+            process = await asyncio.create_subprocess_exec(*command, env=env, stdout=asyncio.subprocess.PIPE)
+            output, _ = await asyncio.wait_for(process.communicate(), 60)
+            assert process.returncode == bool(why) and why in output.decode()
+        assert len(await generate(cluster.grpc_address, None, ())) == 6
+        logs = [process.log_path.read_text() for process in cluster.processes.values()]
+    assert all(logs) and not any(ours.read_text() in log or access.token(ours) in log for log in logs)
 
 
 async def _over_https(cluster: LocalCluster, tls: Tls) -> None:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import trustme
+from millrace_common.tls_config import PEERS
 
-NAMES = ("127.0.0.1", "localhost")
+NAMES = ("127.0.0.1", "localhost", *(name for names in PEERS.values() for name in names))
 
 
 class Authority:

@@ -23,6 +23,7 @@ from millrace.v1 import (
 )
 from millrace_common.reasons import Reason
 from millrace_common.versions import WORKER_API
+from millrace_rpc.access import Access
 from millrace_rpc.errors import MillraceError
 from millrace_rpc.server import Server
 
@@ -143,9 +144,10 @@ class FakeWorker(
         self.dying: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()  # another one for every change
         self._server: Server | None = None
+        self.access = Access(None, b"")  # for everybody
 
     async def start(self, address: str = "127.0.0.1:0") -> str:
-        self._server = Server(["millrace.v1.WorkerService"])
+        self._server = Server(["millrace.v1.WorkerService"], [self.access])
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server.grpc)
         if self.role == PREFILL:
             prefill_pb2_grpc.add_PrefillServiceServicer_to_server(self, self._server.grpc)

@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import pytest
@@ -61,3 +62,18 @@ def test_on_and_off_are_words_here(written: str, means: str) -> None:
 def test_names() -> None:
     config = WorkerConfig(role=Role.PREFILL, model=Path("/models/v3"), dp=4, tp=2)
     assert config.model_name == "v3" and config.num_ranks == 8
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "[::]", "10.1.2.3", "fd00::1", "worker.example.org"])
+def test_a_port_that_others_reach_needs_a_secret_or_mutual_tls(host: str) -> None:
+    tls = {"cert": "c", "key": "k"}
+    for few in ({}, {"tls": tls}):
+        with pytest.raises(ValueError, match=rf"secret: is needed with host={re.escape(host)}, or mutual TLS"):
+            WorkerConfig(engine="sim", host=host, **few)
+    for enough in ({"secret": "s"}, {"tls": {**tls, "ca": "a", "require_client_cert": True}}):
+        assert WorkerConfig(engine="sim", host=host, **enough).host == host
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "::1", "[::1]", "localhost"])
+def test_a_port_of_this_machine_alone_needs_nothing(host: str) -> None:
+    assert WorkerConfig(engine="sim", host=host).secret is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
@@ -33,7 +34,12 @@ from safetensors.torch import load_file, save_file
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 SLOW = (*SIM, "sim={step_s: 0.01}")
-MODEL = (f"model={TINY}", "limits={num_pages: 129, max_model_len: 512, max_prefill_tokens: 128}", "dtype=float32")
+MODEL = (
+    f"model={TINY}",
+    "weights_root=/",
+    "limits={num_pages: 129, max_model_len: 512, max_prefill_tokens: 128}",
+    "dtype=float32",
+)
 PROMPTS = [[10 + (7 * i + n) % 500 for i in range(n)] for n in (3, 64, 200)]
 ERROR = common_pb2.FINISH_REASON_ERROR
 
@@ -122,7 +128,7 @@ async def test_a_paused_worker_drains_at_once(tmp_path: Path) -> None:
 
 
 async def test_actions_in_the_wrong_order_are_refused(tmp_path: Path) -> None:
-    async with workers(tmp_path, "unified", sets=SIM) as [worker]:
+    async with workers(tmp_path, "unified", sets=(*SIM, "weights_root=/")) as [worker]:
         version = (await worker.info()).weights_version
         assert version and await worker.metric("millrace_worker_weights_info", version=version) == 1
         for action, fields in (("load", {"path": "/x"}), ("sleep", {}), ("wake", {})):
@@ -234,7 +240,8 @@ class ScriptedFrontend:
 
     def __init__(self, ranks: Ranks, starts: Callable[[], None] = lambda: None) -> None:
         self.calls: list[str] = []
-        self.config, self.ranks, self.starts, self.version = WorkerConfig(engine="sim"), ranks, starts, ""
+        self.config = WorkerConfig(engine="sim", weights_root="/")
+        self.ranks, self.starts, self.version = ranks, starts, ""
         self.lifecycle = Lifecycle(lambda state: None)
         self.lifecycle.advance(State.READY, "")
         self.board = LoadBoard(1, lambda: worker_pb2.WORKER_STATE_READY, "e")
@@ -308,6 +315,49 @@ async def test_a_check_that_fails_touches_nothing() -> None:
     assert frontend.lifecycle.state is State.READY and frontend.calls == []
 
 
+@pytest.mark.parametrize("action", ["load", "wake"])
+async def test_only_checkpoints_below_the_root_are_read(tmp_path: Path, action: str) -> None:
+    root, outside = tmp_path / "root", tmp_path / "root-2"
+    for folder in (root / "one", outside):
+        folder.mkdir(parents=True)
+    (root / "escape").symlink_to(outside)
+    (root / "latest").symlink_to(root / "one")
+    (root / "loop").symlink_to(root / "loop")
+    (tmp_path / "entry").symlink_to(root)
+    ranks = Ranks(*["no"] * 3)
+    weights, frontend = scripted(ranks)
+    frontend.config = WorkerConfig(engine="sim", weights_root=tmp_path / "entry")
+    await weights.pause(drop=False)
+    if action == "wake":
+        await weights.sleep()
+        ranks.errors[:] = [""] * 3
+    for path in ("/etc", outside, root / "escape", root / "one" / ".." / ".." / "root-2", "root/one", "/x\0y"):
+        with pytest.raises(MillraceError, match=r"(?s)path .* is not below weights_root") as caught:
+            await getattr(weights, action)(str(path), "")
+        assert caught.value.param == "path" and caught.value.reason is Reason.INVALID_ARGUMENT
+    assert ranks.orders == [] and not any("start" in call for call in frontend.calls)
+    with contextlib.suppress(MillraceError):  # the ranks say no
+        await getattr(weights, action)(str(root / "latest"), "")
+    read = ranks.orders[0].path if action == "load" else frontend.calls[-1].removeprefix("start ")
+    assert read == str(root / "one"), "a link that is moved afterwards changes nothing"
+
+
+async def test_the_root_is_the_folder_of_the_model_unless_it_is_configured() -> None:
+    assert WorkerConfig(model=Path("/models/v3")).checkpoints == Path("/models")
+    assert WorkerConfig(model=Path("/models/v3"), weights_root=Path("/steps")).checkpoints == Path("/steps")
+    weights, _ = scripted(Ranks())
+    weights._frontend.config = WorkerConfig(engine="sim")
+    await weights.pause(drop=False)
+    with pytest.raises(MillraceError, match="path /x is not below weights_root"):
+        await weights.load("/x", "")
+
+
+async def test_no_other_call_of_operators_has_a_path() -> None:
+    requests = [method.input_type for method in worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].methods]
+    named = {f"{it.name}.{field.name}" for it in requests for field in it.fields if field.type == field.TYPE_STRING}
+    assert named == {"AbortRequest.reason", "SetWeightsRequest.path", "SetWeightsRequest.version"}
+
+
 @pytest.mark.parametrize(
     "error", [MillraceError(Reason.STALLED, "the ranks took longer than 1 s"), OSError("no process took longer")]
 )
@@ -340,7 +390,7 @@ async def test_a_wake_that_comes_half_way_leaves_no_weights_without_their_versio
     await weights.pause(drop=False)
     await weights.sleep()
     ranks.says = lambda paused: None
-    frontend.config = WorkerConfig(engine="sim", timeouts=Timeouts(stall=0.01))
+    frontend.config = WorkerConfig(engine="sim", weights_root="/", timeouts=Timeouts(stall=0.01))
     with pytest.raises(MillraceError, match="the end of steps and copies took longer"):
         await weights.wake("/checkpoints/two", "2b")
     assert frontend.calls[-2:] == ["start /checkpoints/two", "stop"]

@@ -19,8 +19,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from millrace.v1 import admin_pb2, worker_pb2
+from millrace_common import deployment_secret
 from millrace_common.metrics import Metrics
 from millrace_common.reasons import Reason
+from millrace_rpc.access import token
 from millrace_rpc.errors import MillraceError
 from millrace_rpc.tls import Identity
 
@@ -47,7 +49,7 @@ class Registry:
     def __init__(
         self, config: RouterConfig, metrics: Metrics, on_change: Callable[[], None], identity: Identity | None
     ) -> None:
-        """`identity`: ours towards the workers; None: plain. Raises OSError when the cache key's file is unusable."""
+        """`identity`: ours towards the workers; None: plain. Raises OSError when the secret's file is unusable."""
         self._identity = identity
         self.hooks = Hooks(config.timeouts, metrics, self._changed)
         self.workers: dict[str, Worker] = {}  # by address
@@ -55,7 +57,9 @@ class Registry:
         self._tasks: dict[Worker, asyncio.Task[None]] = {}
         self._source = make_source(config.discovery, config.workers)
         self._config = config
-        self.cache_key = CacheKey.read(config.secret)
+        secret = deployment_secret.read(config.secret)
+        self._token = token(secret)
+        self.cache_key = CacheKey(secret)
         self._hello = worker_pb2.LinkHello(router_id=secrets.token_hex(8), cache_key_id=self.cache_key.id)
         self._routable: frozenset[str] = frozenset()  # epochs
         self._able: list[tuple[Worker, frozenset[str]]] = []  # of every model, by address, with their sources' epochs
@@ -202,7 +206,8 @@ class Registry:
 
     def _add(self, target: Target) -> None:
         timeouts, metrics = self._config.timeouts, self._metrics
-        worker = Worker(target, self._hello, timeouts, metrics, self._changed, self._loaded, self._identity)
+        us = self._identity, self._token
+        worker = Worker(target, self._hello, timeouts, metrics, self._changed, self._loaded, *us)
         self.workers[target.address] = worker
         self._tasks[worker] = task = asyncio.create_task(worker.run())
         task.add_done_callback(functools.partial(self._ended, worker))

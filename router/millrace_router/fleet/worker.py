@@ -54,6 +54,7 @@ class Worker:
         on_change: Callable[[], None],
         on_load: Callable[[], None],
         identity: Identity | None = None,
+        token: str = "",
     ) -> None:
         self.target = target  # as discovery saw it last
         self.address = target.address
@@ -73,6 +74,7 @@ class Worker:
         self._on_change = on_change
         self._on_load = on_load
         self._identity = identity
+        self._token = token
         self._pause = FIRST_PAUSE_S  # before the next session
         self._on_step: Callable[[], None] = lambda: None
         self._stuck: worker_pb2.LoadSnapshot | None = None  # what it said when it made no progress, as long as it does
@@ -198,6 +200,8 @@ class Worker:
             error = await self._session()
             if self.load is not None:
                 log.warning("worker %s lost: %s", self.address, error.message)
+            elif error.reason is Reason.UNAUTHENTICATED and error.message != self.trouble:
+                log.error("worker %s refuses this router: %s", self.address, error.message)
             self.load, self.trouble = None, error.message
             self._on_change()
             if self.leaving:
@@ -208,7 +212,7 @@ class Worker:
     async def _session(self) -> MillraceError:
         """Steps 1 to 3, until the first failure."""
         try:
-            async with channel(self.address, self._identity) as ch:
+            async with channel(self.address, self._identity, self._token) as ch:
                 self._control = worker_pb2_grpc.WorkerServiceStub(ch)
                 self.info = await self._ask()
                 ready = asyncio.Event()

@@ -5,8 +5,6 @@ Every router of a deployment needs the same secret. With different ones nothing 
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from millrace_common import deployment_secret
 
 
@@ -17,11 +15,6 @@ class CacheKey:
         """
         self._secret = secret
         self.id = deployment_secret.derive(secret, "cache id")[:8]
-
-    @classmethod
-    def read(cls, path: Path | None) -> CacheKey:
-        """Raises OSError when the file is unusable."""
-        return cls(deployment_secret.read(path))
 
     def salt(self, group: str) -> bytes:
         """Return 32 bytes, equal for requests that may share cached pages."""

@@ -39,17 +39,18 @@ Call: TypeAlias = "grpc.aio.StreamStreamCall[kv_pb2.FetchRequest, kv_pb2.FetchRe
 class Peer:
     """One worker process."""
 
-    def __init__(self, address: str, epoch: str, identity: Identity | None) -> None:
+    def __init__(self, address: str, epoch: str, identity: Identity | None, token: str) -> None:
         self.address = address
         self.epoch = epoch
         self.agents: dict[tuple[int, str], str] = {}  # that are connected, by our rank and the owner
         self.dropped = False
         self._identity = identity
+        self._token = token
         self._connect()
 
     def _connect(self) -> None:
         self._version = self._identity.version if self._identity is not None else None
-        self._channel = channel(self.address, self._identity)
+        self._channel = channel(self.address, self._identity, self._token)
         self._kv = kv_pb2_grpc.KvServiceStub(self._channel)
         self.worker = worker_pb2_grpc.WorkerServiceStub(self._channel)
         self.prefill = prefill_pb2_grpc.PrefillServiceStub(self._channel)
@@ -147,15 +148,20 @@ class Fetch:
             # The stream broke, and its channel was closed for that before gRPC had the status of the stream.
             if self._peer.dropped and error.reason is Reason.CANCELLED:
                 raise MillraceError(Reason.WORKER_LOST, "its connection broke") from None
+            if error.reason is Reason.UNAUTHENTICATED:  # that is our fault, not the client's
+                raise MillraceError(Reason.TRANSFER_FAILED, error.message) from None
             raise
         return None if response is grpc.aio.EOF else response
 
 
 class Peers:
-    def __init__(self, drop_source: Callable[[int, str], None], identity: Identity | None = None) -> None:
+    def __init__(
+        self, drop_source: Callable[[int, str], None], identity: Identity | None = None, token: str = ""
+    ) -> None:
         """`drop_source(rank, agent)` makes a rank disconnect from an exporter."""
         self._drop_source = drop_source
         self._identity = identity
+        self._token = token
         self._peers: dict[tuple[str, str], Peer] = {}
         self._watches: dict[Peer, asyncio.Task[None]] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -169,7 +175,7 @@ class Peers:
     def get(self, address: str, epoch: str) -> Peer:
         peer = self._peers.get((address, epoch))
         if peer is None:
-            peer = self._peers[address, epoch] = Peer(address, epoch, self._identity)
+            peer = self._peers[address, epoch] = Peer(address, epoch, self._identity, self._token)
             self._watch(peer)
         elif (before := peer.renewed()) is not None:
             self._watch(peer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import grpc
 from millrace.v1 import kv_pb2_grpc
+from millrace_rpc.access import token
 
 from millrace_serve.engine.core import Events, Failure
 from millrace_serve.handover.doubts import CHECK, Doubts
@@ -23,7 +24,8 @@ from millrace_serve.worker.messages import Report
 class HandoverRole(RoleLogic):
     def __init__(self, frontend: Frontend, make_imports: type[Imports]) -> None:
         config, self._ranks, self._requests = frontend.config, frontend.ranks, frontend.requests
-        self._peers = Peers(lambda rank, agent: frontend.ranks.send_reader(rank, DropSource(agent)), frontend.identity)
+        drop_source = lambda rank, agent: frontend.ranks.send_reader(rank, DropSource(agent))  # noqa: E731
+        self._peers = Peers(drop_source, frontend.identity, token(frontend.secret))
         self._doubts = Doubts(frontend.epoch, config.num_ranks, frontend.ranks, self._peers, frontend.leave)
         self.imports = make_imports(frontend, self._peers, self._doubts)
         self.exports = Exports(config.timeouts, frontend.metrics, frontend.ranks.send)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from millrace_common.config import Config, Seconds
 from millrace_common.spans import Tracing
-from millrace_common.tls_config import Tls
+from millrace_common.tls_config import Tls, exposed
 from pydantic import Field, model_validator
 
 from millrace_serve.engine.config import Execution, Limits, Role
@@ -60,6 +60,7 @@ class WorkerConfig(Execution):
     worker_id: str = ""  # stable over restarts; empty: the epoch
     engine: EngineKind = EngineKind.MODEL
     model: Path | None = None  # checkpoint folder
+    weights_root: Path | None = None  # SetWeights reads checkpoints below it only; none: the folder that has `model`
     served_name: str = ""  # empty: the folder's name
     limits: Limits  # max_model_len follows from the model unless it is set
     sim: SimSettings = SimSettings()
@@ -108,6 +109,9 @@ class WorkerConfig(Execution):
             raise ValueError(
                 f"limits.host_cache_gib: needs tp=1, not {self.tp}: all ranks of a replica have the same KV; use dp"
             )
+        if self.secret is None and exposed(self.host, self.tls):
+            known = "or mutual TLS (tls.require_client_cert): others reach the gRPC port"
+            raise ValueError(f"secret: is needed with host={self.host}, {known}")
         if self.limits.num_pages == "auto" and (self.device == "cpu" or self.engine is EngineKind.SIM):
             raise ValueError("limits.num_pages: auto is for a model on a CUDA device")
         return self
@@ -115,6 +119,10 @@ class WorkerConfig(Execution):
     @property
     def num_ranks(self) -> int:
         return self.dp * self.tp
+
+    @property
+    def checkpoints(self) -> Path | None:
+        return self.weights_root or (self.model and self.model.parent)
 
     @property
     def model_name(self) -> str:

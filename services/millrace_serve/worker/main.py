@@ -24,6 +24,7 @@ import prometheus_client
 from millrace.v1 import worker_pb2_grpc
 from millrace_common import log as logs
 from millrace_common.config import ConfigError, load
+from millrace_rpc.access import Access
 from millrace_rpc.errors import MillraceError
 from millrace_rpc.http_connection import Limits
 from millrace_rpc.http_server import HttpServer
@@ -100,7 +101,8 @@ async def _live(frontend: Frontend, stop: asyncio.Event, address: str) -> tuple[
 
 
 def _server(frontend: Frontend) -> Server:
-    server = Server([SERVICE_NAME, *frontend.role.service_names])
+    access = Access(frontend.config.tls, frontend.secret)
+    server = Server([SERVICE_NAME, *frontend.role.service_names], [access])
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(frontend), server.grpc)
     frontend.role.register(server.grpc, frontend.links)
     frontend.state_changed = lambda state: server.set_serving(state is State.READY)

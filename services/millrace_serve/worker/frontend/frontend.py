@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from millrace.v1 import worker_pb2
-from millrace_common import loop_lag, tracing
+from millrace_common import deployment_secret, loop_lag, tracing
 from millrace_common import metrics as catalogue
 from millrace_common.gc_hooks import ProcessGc
 from millrace_common.reasons import Reason
@@ -61,6 +61,7 @@ class Frontend:
         self.metrics = catalogue.Metrics(rows, self.registry)
         self.metrics.started.set_to_current_time()
         self.identity = identity_of(config.tls, self.metrics)
+        self.secret = deployment_secret.read(config.secret)
         self.lifecycle = Lifecycle(self._on_state)
         facts = (lambda: STATES[self.lifecycle.state]), epoch, (lambda: self.ranks.busy), (lambda: self.ranks.starved)
         self.board = LoadBoard(config.dp, *facts)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Coroutine
 from pathlib import Path
 
@@ -79,7 +80,7 @@ class HotWeights:
             self._check_paused()
             if not path:
                 raise convert.invalid("path", "must name the folder of a checkpoint")
-            version = _version(path, version)
+            version, path = _version(path, version), await self._below_root(path)
             if refused := await self._ranks.set_weights(SetWeights(path, version, check=True)):
                 raise convert.invalid("path", f"{path} cannot be loaded: {refused}")
             await self._frontend.forget(f"weights {version} are being loaded")
@@ -103,7 +104,8 @@ class HotWeights:
                 self._check_paused()
                 return
             if path:
-                self._path, self._frontend.version = Path(path), _version(path, version)
+                version = _version(path, version)
+                self._path, self._frontend.version = Path(await self._below_root(path)), version
             try:
                 await self._frontend.start_ranks(self._path)
                 self._tell_engines(Pause(on=True))
@@ -141,6 +143,18 @@ class HotWeights:
         async with within(self._frontend.config.timeouts.stall, what):
             while any(load.paused is not paused for load in board.loads):
                 await board.changed.wait()
+
+    async def _below_root(self, path: str) -> str:
+        """The folder behind all links. Who may load weights reads no other folders of the host with it."""
+        root = self._frontend.config.checkpoints
+        try:
+            real = await asyncio.to_thread(os.path.realpath, path)
+            below = root is not None and Path(real).is_relative_to(await asyncio.to_thread(os.path.realpath, root))
+        except ValueError:  # a zero byte
+            below = False
+        if not below:
+            raise convert.invalid("path", f"{path} is not below weights_root, which is {root or 'not configured'}")
+        return real
 
     def _check_paused(self) -> None:
         if self._life.state is not State.PAUSED:
