@@ -10,8 +10,9 @@ from pydantic import Field, field_validator, model_validator
 
 from millrace_common.config import Config
 
-Names = dict[Literal["router", "worker", "admin"], tuple[str, ...]]
-PEERS: Names = {role: (f"millrace-{role}",) for role in ("router", "worker", "admin")}
+Peer = Literal["router", "worker", "admin"]
+Names = dict[Peer, tuple[str, ...]]
+PEERS: Names = {"router": ("millrace-router",), "worker": ("millrace-worker",), "admin": ("millrace-admin",)}
 
 
 class Tls(Config):

@@ -14,21 +14,20 @@ from typing import Any
 import grpc
 from millrace_common.deployment_secret import derive
 from millrace_common.reasons import Reason
-from millrace_common.tls_config import Tls
+from millrace_common.tls_config import Peer, Tls
 
 from millrace_rpc.errors import MillraceError
 from millrace_rpc.server import Interceptor, rebuilt
 
-ROUTER, WORKER, ADMIN = "router", "worker", "admin"  # keys of `tls.peers`
 HEADER = "authorization"
-MAY = {  # service, or method, to its callers; nobody calls what is not here
-    "/millrace.v1.Admin": (ADMIN, ROUTER),  # operators use the router's certificate inside its pod
-    "/millrace.v1.WorkerService": (ROUTER, ADMIN),
-    "/millrace.v1.WorkerService/GetInfo": (ROUTER, ADMIN, WORKER),
-    "/millrace.v1.WorkerService/WatchLoad": (ROUTER, ADMIN, WORKER),
-    "/millrace.v1.PrefillService": (ROUTER, WORKER),  # a decode worker warms up the pair
-    "/millrace.v1.DecodeService": (ROUTER,),
-    "/millrace.v1.KvService": (WORKER,),
+MAY: dict[str, tuple[Peer, ...]] = {  # service, or method, to its callers; nobody calls what is not here
+    "/millrace.v1.Admin": ("admin", "router"),  # operators use the router's certificate inside its pod
+    "/millrace.v1.WorkerService": ("router", "admin"),
+    "/millrace.v1.WorkerService/GetInfo": ("router", "admin", "worker"),
+    "/millrace.v1.WorkerService/WatchLoad": ("router", "admin", "worker"),
+    "/millrace.v1.PrefillService": ("router", "worker"),  # a decode worker warms up the pair
+    "/millrace.v1.DecodeService": ("router",),
+    "/millrace.v1.KvService": ("worker",),
 }
 
 

@@ -73,6 +73,7 @@ class Bench:
             metrics=self.metrics,
             board=self.board,
             identity=None,
+            secret=b"",
             leave=None,
         )
         self.role = PrefillRole(frontend)

@@ -125,6 +125,7 @@ class Bench:
             metrics=self.metrics,
             board=LoadBoard(1, lambda: worker_pb2.WORKER_STATE_READY, "ours"),
             identity=None,
+            secret=b"",
             leave=self.left.append,
         )
         self.role = DecodeRole(frontend)

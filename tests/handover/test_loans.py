@@ -10,12 +10,13 @@ import contextlib
 import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 import pytest
 import pytest_asyncio
 from millrace.v1 import common_pb2, kv_pb2, kv_pb2_grpc, prefill_pb2, worker_pb2
+from millrace_common.page_hash import page_hashes
 from millrace_common.reasons import Reason
 from millrace_testing.fake_router import FakeLink, FakePair, request
 from millrace_testing.paths import ROOT
@@ -129,6 +130,34 @@ async def test_blocks_of_another_length_are_refused(three: list[Worker]) -> None
         await call.write(kv_pb2.FetchRequest(open=begin))
         with pytest.raises(grpc.aio.AioRpcError, match=f"prefix.blocks {words}"):
             await call.read()
+
+
+async def test_the_pool_is_shown_to_who_knows_what_is_in_it(three: list[Worker]) -> None:
+    """A guess of blocks, of tokens without their salt or of a request's id gets no address of memory, nor its keys."""
+    lender, history = three[2], prompt_of(200)
+    await cache(lender, history, salt=b"one")
+    source = await lender.source()
+    stub = kv_pb2_grpc.KvServiceStub(lender.channel)
+
+    async def told(**what: Any) -> list[str]:
+        """The messages of one Fetch, without those that only say that the lender lives."""
+        begin = kv_pb2.FetchOpen(epoch=lender.epoch, fingerprint=source.fingerprint, **what)
+        call = stub.Fetch(timeout=30)
+        await call.write(kv_pb2.FetchRequest(open=begin))
+        seen = []
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            while (message := await call.read()) is not grpc.aio.EOF:
+                seen.append(message.WhichOneof("message"))
+                if seen[-1] == "part":
+                    await call.write(kv_pb2.FetchRequest(release=kv_pb2.FetchRelease()))
+        return [kind for kind in seen if kind not in ("heartbeat", "held")]
+
+    for salt, found in ((b"one", ["source", "part"]), (b"two", ["part"]), (b"", ["part"])):
+        blocks = page_hashes(history[: 3 * PAGE], PAGE, salt=salt)
+        assert await told(id={"room": 1}, prefix=kv_pb2.FetchPrefix(blocks=blocks)) == found
+    assert await told(id={"room": 1}, prefix=kv_pb2.FetchPrefix(blocks=[b"7" * 32])) == ["part"]
+    assert await told(id={"room": 12345}) == []
+    await lender.whole()
 
 
 async def test_a_second_prefill_worker_lends(three: list[Worker], tmp_path: Path) -> None:

@@ -43,14 +43,19 @@ class KvServicer(kv_pb2_grpc.KvServiceServicer):
         # a generator that is suspended in a yield does not notice that its call is over
         context.add_done_callback(lambda _: release.cancel())
         with contextlib.ExitStack() as until_the_end:
+            export: Export | None = None  # whose memory the reader has not been told
             async for item in self._exports.fetch(id):
                 _released(release)
+                if isinstance(item, Export):
+                    export = item
+                # A router has named an attempt. Of a loan, pages show that the reader knows its tokens and salt.
+                if export and (not export.loan or (isinstance(item, KvPart) and item.page_ids)):
+                    memory = until_the_end.enter_context(self._sources.lent(export.replica))
+                    yield kv_pb2.FetchResponse(source=kv_pb2.KvSource(ranks=map(convert.wire_memory, memory)))
+                    export = None
                 if isinstance(item, KvPart):
                     yield kv_pb2.FetchResponse(part=convert.wire_part(item))
-                elif isinstance(item, Export):
-                    memory = until_the_end.enter_context(self._sources.lent(item.replica))
-                    yield kv_pb2.FetchResponse(source=kv_pb2.KvSource(ranks=map(convert.wire_memory, memory)))
-                else:
+                elif item is None:
                     yield kv_pb2.FetchResponse(heartbeat=kv_pb2.Heartbeat())
         if _released(release):
             yield kv_pb2.FetchResponse(held=kv_pb2.Held())
