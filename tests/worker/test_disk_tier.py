@@ -1,10 +1,13 @@
-"""A worker process that is started again finds its prefixes in the folder of the process before it."""
+"""A worker process that is started again finds its prefixes in the folder of the process before it, if that had the
+same secret.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
 
+import pytest
 from millrace_common.page_hash import page_hashes
 from millrace_testing.fake_router import FakeLink, request
 from millrace_testing.procs import SIM, workers
@@ -17,9 +20,11 @@ async def test_prefixes_survive_a_restart(tmp_path: Path) -> None:
     folder, prompt = tmp_path / "kv", prompt_of(LENGTH)
     blocks = {block.hex() for block in page_hashes(prompt, 64)[:15]}
     tiers = ["limits.host_cache_gib=0.01", f"limits.disk_cache={folder}", "limits.disk_cache_gib=0.1"]
-    for start, cached in (("first", 0), ("second", 15 * 64)):
+    for start, secret, cached in (("first", "a", 0), ("second", "a", 15 * 64), ("third", "b", 0)):
         (tmp_path / start).mkdir()
-        async with workers(tmp_path / start, "unified", sets=[*SIM, *tiers]) as (worker,):
+        (tmp_path / "secret").write_text(secret * 32)
+        sets = [*SIM, *tiers, f"secret={tmp_path}/secret"]
+        async with workers(tmp_path / start, "unified", sets=sets) as (worker,):
             async with FakeLink(worker) as link:
                 asked = request(prompt, max_tokens=3)
                 link.submit(asked)
@@ -31,3 +36,14 @@ async def test_prefixes_survive_a_restart(tmp_path: Path) -> None:
                     await asyncio.sleep(0.02)
             await worker.whole()
             assert await worker.metric("millrace_disk_pages_total", way="load") == cached / 64
+            assert await worker.metric("millrace_disk_pages_total", way="refuse") == 15 * (start == "third")
+
+
+async def test_a_folder_that_cannot_be_used_safely_ends_the_start_with_one_line(tmp_path: Path) -> None:
+    (tmp_path / "kv").write_text("")
+    tiers = ["limits.host_cache_gib=0.01", f"limits.disk_cache={tmp_path}/kv"]
+    with pytest.raises(AssertionError) as failure:
+        async with workers(tmp_path, "unified", sets=[*SIM, *tiers]):
+            pass
+    said = str(failure.value)
+    assert "kv cannot be used: Not a directory" in said and "Traceback" not in said

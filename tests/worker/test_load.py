@@ -34,6 +34,18 @@ def test_counts_follow_the_engines() -> None:
         assert value("millrace_drafts_total", replica="0", position=position) is None, "it has never drafted"
 
 
+def test_what_the_disk_tier_moves_and_refuses_is_counted_by_its_way() -> None:
+    board = LoadBoard(1, lambda: worker_pb2.WORKER_STATE_READY, "e")
+    metrics = Metrics(WORKER, CollectorRegistry())
+    for count in (1, 3):
+        counts = {"disk_stored_pages": count, "disk_loaded_pages": 10 * count, "disk_refused_pages": 100 * count}
+        board.update(0, Load(host_pages_total=8, **counts))
+        board.report(metrics)
+    ways = {"store": 3, "load": 30, "refuse": 300}
+    name = "millrace_disk_pages_total"
+    assert {way: metrics.registry.get_sample_value(name, {"replica": "0", "way": way}) for way in ways} == ways
+
+
 def test_the_balance_of_experts_is_of_the_whole_worker() -> None:
     board = LoadBoard(2, lambda: worker_pb2.WORKER_STATE_READY, "e")
     metrics = Metrics(WORKER, CollectorRegistry())

@@ -39,8 +39,8 @@ class Limits(Config):
     draft_batches: tuple[Annotated[int, Field(ge=0)], ...] = DRAFT_BATCHES
     prefix_cache: bool = True
     host_cache_gib: float = Field(0.0, ge=0)  # of each rank for copies of cached pages in the host's memory; 0: none
-    disk_cache: Path | None = None  # a folder for copies of these; workers may share it, and it survives restarts
-    disk_cache_gib: float = Field(100.0, gt=0)  # of that folder
+    disk_cache: Path | None = None  # a folder for copies of these; one user's workers may share it; survives restarts
+    disk_cache_gib: float = Field(100.0, gt=0)  # of that folder, all layouts together
     overlap: bool = True  # schedule step N+1 while step N runs
     # For debugging. canary: every page carries the hash of its tokens, checked before each step; poison: freed pages
     # are filled with NaN.

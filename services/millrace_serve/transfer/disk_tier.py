@@ -58,7 +58,9 @@ class DiskTier:
 
     def _run(self) -> None:
         while (move := self._moves.get()[2]) is not None:
-            self._done.put(msgspec.structs.replace(move, ok=self._carry_out(move)))
+            before = self._folder.refused
+            ok = self._carry_out(move)
+            self._done.put(msgspec.structs.replace(move, ok=ok, refused=self._folder.refused > before))
         self._folder.close()
 
     def _carry_out(self, move: Move) -> bool:

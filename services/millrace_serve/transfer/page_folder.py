@@ -1,134 +1,170 @@
-"""A folder of KV pages, one file each, which workers of equal KV layout share and which survives restarts.
+"""A folder of KV pages, one file each, which workers of one user and one KV layout share and which survives restarts.
 
-    <folder>/<layout fingerprint>/<first two digits of the block>/<block, 64 digits>
+    <folder>/<layout fingerprint>/<block, 64 digits>
 
-A file has the page's bytes and a trailer with the block and a checksum. It is written under another name and renamed,
-so a page is there whole or not at all; what a power cut tore fails its checksum, and the file is deleted.
+The folder of a layout belongs to this user, and nobody else may enter it. It is opened once, and everything in it is
+reached by that descriptor: what happens to names above it changes nothing. A file has the page's bytes and a code
+(page_code.py). It is written under another name and renamed, so a page is there whole or not at all. What a power cut
+tore or somebody else wrote fails its code, and is deleted.
 
-Every rank counts the folder when it has written a tenth of the bound, and deletes what was used longest ago. So between
-two counts the ranks that share a folder may exceed the bound by a tenth each.
+Every rank counts the folders of all layouts when it has written a tenth of the bound, and deletes what was used longest
+ago. So between two counts the ranks that share a folder may exceed the bound by a tenth each.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import hmac
 import logging
 import os
-import struct
-import zlib
+import re
+import secrets
+import shutil
+import stat
 from collections.abc import Iterator
-from ctypes import c_ubyte
 from pathlib import Path
-
-from millrace_common.page_hash import BLOCK_BYTES
 
 from millrace_serve.transfer.base import PageBuffer, TransferError
 from millrace_serve.transfer.nixl_files import NixlFiles
+from millrace_serve.transfer.page_code import CODE_BYTES, PageCode
 
 log = logging.getLogger(__name__)
 
-TRAILER = struct.Struct(f"<8s{BLOCK_BYTES}sI")
-MAGIC = b"millrace"
 RECOUNT = 0.1  # of the bound: so much is written between two counts of the folder
+LAYOUT = re.compile("[0-9a-f]{32}")  # name of a layout's folder
+FOLDER = os.O_RDONLY | os.O_DIRECTORY
+NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL
+PAGE = os.O_RDONLY | os.O_NONBLOCK  # a pipe opens at once
+NO_PAGE = (errno.ELOOP, errno.ENXIO)  # opening a symbolic link, a socket
 
 
 class PageFolder:
     """`pool` is the host memory that pages are written from and read into. One thread at a time."""
 
-    def __init__(self, folder: Path, fingerprint: str, pool: PageBuffer, max_bytes: int) -> None:
-        """Raises TransferError when the folder cannot be written or NIXL cannot be used."""
-        self._folder = folder.expanduser() / fingerprint
+    def __init__(self, folder: Path, fingerprint: str, pool: PageBuffer, max_bytes: int, secret: bytes = b"") -> None:
+        """Raises TransferError when the folder cannot be used safely, or NIXL cannot be used."""
+        self.refused = 0  # files that were no page of ours
         self._pool = pool
         self._max_bytes = max_bytes
         self._uncounted = 0  # bytes written since the folder was counted
+        self._name = f"{folder}/{fingerprint}"
+        self._code = PageCode(secret, fingerprint)
+        self._open = contextlib.ExitStack()
         self._files = NixlFiles(pool)
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            folder = folder.expanduser()
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir(mode=0o700, parents=True)
+            self._root = self._open.enter_context(_opened(folder, FOLDER))
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(fingerprint, 0o700, dir_fd=self._root)
+            self._at = self._open.enter_context(_own_folder(fingerprint, self._root))
             self._trim()
         except OSError as error:
+            self._open.close()
             raise TransferError(f"limits.disk_cache: {folder} cannot be used: {error.strerror}") from error
 
     def has(self, block: bytes) -> bool:
         """May be called by any thread."""
-        return os.path.exists(self._path(block))  # which raises nothing; Path.exists raises what is no "not found"
+        try:
+            os.stat(block.hex(), dir_fd=self._at, follow_symlinks=False)
+        except OSError:
+            return False
+        return True
 
     def store(self, block: bytes, page: int) -> None:
         """Write page `page` of the pool as `block`. Raises TransferError and leaves no torn file behind."""
-        path = self._path(block)
-        new = path.with_name(f".{path.name}.{os.getpid()}-{id(self):x}")
+        name, new, size = block.hex(), f".{secrets.token_hex(16)}", self._pool.page_bytes
         try:
-            path.parent.mkdir(exist_ok=True)
-            with _opened(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as fd:
+            with _opened(new, NEW, self._at) as fd:
                 self._files.write(page, fd)
-                os.pwrite(fd, self._trailer(block, page), self._pool.page_bytes)
-            new.rename(path)
-            self._uncounted += self._pool.page_bytes
+                os.pwrite(fd, self._code_of(block, page), size)
+            os.rename(new, name, src_dir_fd=self._at, dst_dir_fd=self._at)
+            self._uncounted += size
             if self._uncounted >= RECOUNT * self._max_bytes:
                 self._trim()
         except (OSError, TransferError) as error:
             with contextlib.suppress(OSError):  # a disk that is read-only now refuses this too
-                new.unlink()
-            raise TransferError(f"{path} cannot be written: {error}") from error
+                os.unlink(new, dir_fd=self._at)
+            raise TransferError(f"{self._name}/{name} cannot be written: {error}") from error
 
     def load(self, block: bytes, page: int) -> bool:
-        """Read `block` into page `page` of the pool. False: it is not there whole, and the page holds anything. Raises
-        TransferError when it cannot be read, perhaps only now: then it stays.
+        """Read `block` into page `page` of the pool. False: it is not there, or is not what was stored; the page holds
+        anything. Raises TransferError when it cannot be read, perhaps only now: then it stays.
         """
-        path = self._path(block)
+        name = block.hex()
         try:
-            with _opened(path, os.O_RDONLY) as fd:
-                whole = os.fstat(fd).st_size == self._pool.page_bytes + TRAILER.size
-                if whole:
+            with _opened(name, PAGE, self._at) as fd:
+                good = self._is_ours(os.fstat(fd))
+                if good:
+                    os.set_blocking(fd, True)
                     self._files.read(page, fd)
-                    whole = os.pread(fd, TRAILER.size, self._pool.page_bytes) == self._trailer(block, page)
+                    code = os.pread(fd, CODE_BYTES, self._pool.page_bytes)
+                    good = hmac.compare_digest(code, self._code_of(block, page))
+                if good:
+                    with contextlib.suppress(OSError):  # a disk that is read-only now: what was read is whole
+                        os.utime(fd)
         except FileNotFoundError:
             return False
         except (OSError, TransferError) as error:
-            raise TransferError(f"{path} cannot be read: {error}") from error
-        if whole:
-            with contextlib.suppress(OSError):  # another user's, or deleted meanwhile: what was read is whole
-                os.utime(path)
-        else:
-            log.warning("deleted %s, which is no whole page", path)
+            if getattr(error, "errno", 0) not in NO_PAGE:
+                raise TransferError(f"{self._name}/{name} cannot be read: {error}") from error
+            good = False
+        if not good:
+            self.refused += 1
+            log.warning("deleted %s/%s, which is no page of this deployment and layout", self._name, name)
             self.remove(block)
-        return whole
+        return good
 
     def remove(self, block: bytes) -> None:
         """May be called by any thread."""
         with contextlib.suppress(OSError):
-            self._path(block).unlink()
+            try:
+                os.unlink(block.hex(), dir_fd=self._at)
+            except IsADirectoryError:
+                shutil.rmtree(block.hex(), dir_fd=self._at)
 
     def close(self) -> None:
         self._files.close()
+        self._code.close()
+        self._open.close()
 
-    def _path(self, block: bytes) -> Path:
-        name = block.hex()
-        return self._folder / name[:2] / name
+    def _is_ours(self, facts: os.stat_result) -> bool:
+        """Whether a file may be a page: no other user owns it or has another name for it. A file without a name was
+        replaced meanwhile.
+        """
+        whole = facts.st_size == self._pool.page_bytes + CODE_BYTES
+        return stat.S_ISREG(facts.st_mode) and facts.st_uid == os.geteuid() and facts.st_nlink <= 1 and whole
 
-    def _trailer(self, block: bytes, page: int) -> bytes:
+    def _code_of(self, block: bytes, page: int) -> bytes:
         size = self._pool.page_bytes
-        return TRAILER.pack(MAGIC, block, zlib.crc32((c_ubyte * size).from_address(self._pool.address + page * size)))
+        return self._code.of(block, self._pool.address + page * size, size)
 
     def _trim(self) -> None:
-        """Count the folder. Above the bound, delete what was used longest ago, a tenth more than needed. What cannot be
-        deleted stays, and others go in its place.
+        """Count the folders of all layouts. Above the bound, delete what was used longest ago, a tenth more than
+        needed. What cannot be deleted stays, and others go in its place.
         """
         self._uncounted = 0
-        found = []
-        for entry in (file for sub in os.scandir(self._folder) for file in os.scandir(sub)):
-            with contextlib.suppress(FileNotFoundError):  # another worker deleted it
-                facts = entry.stat()
-                found.append((facts.st_mtime, facts.st_size, entry.path))
-        excess = sum(size for _, size, _ in found) - self._max_bytes
+        with contextlib.ExitStack() as layouts:
+            found: list[tuple[float, int, str, int]] = []
+            for entry in os.scandir(self._root):
+                if LAYOUT.fullmatch(entry.name):
+                    with contextlib.suppress(PermissionError, NotADirectoryError, FileNotFoundError):  # not ours
+                        found += _files(layouts.enter_context(_own_folder(entry.name, self._root)))
+            self._delete(found)
+
+    def _delete(self, found: list[tuple[float, int, str, int]]) -> None:
+        excess = sum(size for _, size, _, _ in found) - self._max_bytes
         if excess <= 0:
             return
         excess += int(RECOUNT * self._max_bytes)
         stuck = []
-        for _, size, path in sorted(found):
+        for _, size, path, at in sorted(found):
             if excess <= 0:
                 break
             try:
-                os.unlink(path)
+                os.unlink(path, dir_fd=at)
             except FileNotFoundError:  # another worker deleted it
                 pass
             except OSError as error:
@@ -136,12 +172,36 @@ class PageFolder:
                 continue
             excess -= size
         if stuck:
-            log.warning("%s: cannot delete %d of its files, the last one: %s", self._folder, len(stuck), stuck[-1])
+            log.warning("%s: cannot delete %d of its files, the last one: %s", self._name, len(stuck), stuck[-1])
+
+
+def _files(folder: int) -> Iterator[tuple[float, int, str, int]]:
+    """Time of the last use, bytes, path and `folder` of everything in there. Earlier versions had folders in it."""
+    for path, _, names, at in os.fwalk(dir_fd=folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # another worker deleted it
+                facts = os.stat(name, dir_fd=at, follow_symlinks=False)
+                yield facts.st_mtime, facts.st_size, f"{path}/{name}", folder
 
 
 @contextlib.contextmanager
-def _opened(path: Path, flags: int) -> Iterator[int]:
-    fd = os.open(path, flags, 0o644)
+def _own_folder(name: str, at: int) -> Iterator[int]:
+    """A folder that nobody else can enter, also if others could before. Raises OSError."""
+    with _opened(name, FOLDER, at) as fd:
+        facts = os.fstat(fd)
+        if facts.st_uid != os.geteuid():
+            raise PermissionError(errno.EPERM, f"{name} belongs to user {facts.st_uid}, not to {os.geteuid()}")
+        if facts.st_mode & 0o077:
+            os.fchmod(fd, 0o700)
+        if os.fstat(fd).st_mode & 0o022:
+            raise PermissionError(errno.EPERM, f"others may write to {name}, and that cannot be changed")
+        yield fd
+
+
+@contextlib.contextmanager
+def _opened(path: Path | str, flags: int, at: int | None = None) -> Iterator[int]:
+    """`at`: the folder that it is in; then it is no symbolic link. Raises OSError."""
+    fd = os.open(path, flags if at is None else flags | os.O_NOFOLLOW, 0o600, dir_fd=at)
     try:
         yield fd
     finally:

@@ -13,6 +13,7 @@ class Move(msgspec.Struct, frozen=True):
     slot: int  # of the host tier
     is_load: bool
     ok: bool = False  # of a finished one: the slot has the block's content, or the store has the block
+    refused: bool = False  # of a load: what was there was not what this deployment had stored
 
 
 class PageStore(Protocol):

@@ -20,6 +20,7 @@ class DiskMoves:
         self.store: PageStore | None = None
         self._num_stored = 0  # pages, ever
         self._num_loaded = 0
+        self._num_refused = 0
         self._tier = tier
         self._new: deque[Copy] = deque()  # not stored yet
         self._storing: dict[int, Copy] = {}  # by slot
@@ -42,7 +43,10 @@ class DiskMoves:
 
     def counts(self) -> dict[str, int]:
         """The fields of engine.core.Load that are known here."""
-        return {"disk_stored_pages": self._num_stored, "disk_loaded_pages": self._num_loaded} if self.store else {}
+        if self.store is None:
+            return {}
+        counts = {"disk_stored_pages": self._num_stored, "disk_loaded_pages": self._num_loaded}
+        return counts | {"disk_refused_pages": self._num_refused}
 
     def keep(self, copies: Iterable[Copy]) -> None:
         if self.store:
@@ -81,6 +85,7 @@ class DiskMoves:
         if self.store is None:
             return
         for move in self.store.take():
+            self._num_refused += move.refused
             if move.is_load:
                 self._loaded(*self._loading.pop(move.slot), move.ok)
             else:

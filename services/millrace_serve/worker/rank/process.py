@@ -26,12 +26,13 @@ from functools import partial
 from typing import Any
 
 import zmq
+from millrace_common import deployment_secret
 from millrace_common import log as logs
 
 from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import GIB
 from millrace_serve.engine.start.phases import Phases
-from millrace_serve.transfer.base import KvSink, PageBuffer
+from millrace_serve.transfer.base import KvSink, PageBuffer, TransferError
 from millrace_serve.transfer.cuda_ipc import CudaIpcSink, shared_memory_name
 from millrace_serve.transfer.disk_tier import DiskTier
 from millrace_serve.transfer.messages import FromReader, ToReader
@@ -173,14 +174,19 @@ def _context(parts: Parts, rank: int) -> int:
 
 
 def _add_disk_tier(parts: Parts, config: WorkerConfig) -> None:
-    """Raises TransferError when the folder cannot be used."""
+    """Raises Refused when the folder or the secret cannot be used."""
     limits, layout = config.limits, parts.pool.layout
     if parts.engine is None or limits.disk_cache is None:
         return
     copier = parts.engine.copier
     memory = PageBuffer(copier.address, layout.page_bytes, copier.num_slots)
     max_bytes = int(limits.disk_cache_gib * GIB)
-    parts.engine.keep_in(DiskTier(PageFolder(limits.disk_cache, layout.fingerprint, memory, max_bytes)))
+    try:
+        secret = deployment_secret.read(config.secret)
+        folder = PageFolder(limits.disk_cache, layout.fingerprint, memory, max_bytes, secret)
+    except (OSError, TransferError) as error:
+        raise Refused(error) from error
+    parts.engine.keep_in(DiskTier(folder))
 
 
 def _buffer(pool: KvPool, config: WorkerConfig) -> PageBuffer:
