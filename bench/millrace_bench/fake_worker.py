@@ -19,8 +19,10 @@ from typing import Any
 
 import grpc
 from millrace.v1 import common_pb2, decode_pb2_grpc, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
+from millrace_common.tls_config import Tls
 from millrace_common.versions import WORKER_API
 from millrace_rpc.server import Server, run
+from millrace_rpc.tls import Identity
 
 ROLES = {"prefill": worker_pb2.ROLE_PREFILL, "decode": worker_pb2.ROLE_DECODE}
 LENGTH = common_pb2.FINISH_REASON_LENGTH
@@ -151,6 +153,12 @@ async def steps(step_s: float) -> AsyncIterator[None]:
         yield
 
 
+def identity_in(folder: Path) -> Identity:
+    """Of a worker or a router, from tls.crt, tls.key and ca.crt."""
+    files = {"cert": folder / "tls.crt", "key": folder / "tls.key", "ca": folder / "ca.crt"}
+    return Identity(Tls(**files, require_client_cert=True))
+
+
 def options(about: str | None) -> argparse.ArgumentParser:
     """Of every process that stands for a worker; `about` is its module's docstring."""
     parser = argparse.ArgumentParser(description=about and about.splitlines()[0])
@@ -165,14 +173,15 @@ def announce(file: Path, ports: dict[str, int]) -> None:
     partial.replace(file)
 
 
-async def serve(role: str, step_s: float, announced: Path) -> None:
+async def serve(role: str, step_s: float, announced: Path, tls: Path | None) -> None:
     worker, server = FakeWorker(role, step_s), Server(["millrace.v1.WorkerService"])
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server.grpc)
     if role == "prefill":
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server(worker, server.grpc)
     else:
         decode_pb2_grpc.add_DecodeServiceServicer_to_server(worker, server.grpc)
-    port = await server.start("127.0.0.1:0")
+    identity = None if tls is None else identity_in(tls)
+    port = await server.start("127.0.0.1:0", identity)
     announce(announced, {"grpc": port})
     await server.grpc.wait_for_termination()
 
@@ -180,8 +189,9 @@ async def serve(role: str, step_s: float, announced: Path) -> None:
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("role", choices=ROLES)
+    parser.add_argument("--tls", type=Path, help="folder with tls.crt, tls.key and ca.crt")
     arguments = parser.parse_args()
-    run(serve(arguments.role, arguments.step_ms / 1000, arguments.announce))
+    run(serve(arguments.role, arguments.step_ms / 1000, arguments.announce, arguments.tls))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """A gRPC client for load: server streams of one method, read from HTTP/2 frames without a gRPC library, because that
-would cost more per message than the router that it measures. Plain connections only.
+would cost more per message than the router that it measures.
 
 1. The connection opens the largest windows, so that the server never waits for us, and answers settings and pings.
 2. `call` sends one request. 3. Of the messages it only counts the boundaries; the last one is kept. 4. Trailers end the
@@ -9,6 +9,7 @@ would cost more per message than the router that it measures. Plain connections 
 from __future__ import annotations
 
 import asyncio
+import ssl
 import struct
 import time
 from collections.abc import Callable
@@ -139,10 +140,13 @@ class Connection(asyncio.Protocol):
         self._transport.write(data)
 
 
-async def connect(address: str, path: str) -> Connection:
+async def connect(address: str, path: str, tls: ssl.SSLContext | None = None) -> Connection:
     """`path`: of the method, "/package.Service/Method"."""
     host, _, port = address.rpartition(":")
-    _, connection = await asyncio.get_running_loop().create_connection(lambda: Connection(path), host, int(port))
+    if tls is not None:
+        tls.set_alpn_protocols(["h2"])
+    loop = asyncio.get_running_loop()
+    _, connection = await loop.create_connection(lambda: Connection(path), host, int(port), ssl=tls)
     return connection
 
 

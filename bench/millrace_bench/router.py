@@ -26,6 +26,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from millrace_bench.common import Record, Summary, print_record
@@ -62,7 +63,7 @@ async def _measure(s: Settings) -> dict[str, Any]:
 class _Bench:
     def __init__(self, s: Settings, made: System, pool: ProcessPoolExecutor) -> None:
         self._s, self._made, self._pool = s, made, pool
-        self._work = [Work(s.api, address, s.prompt_tokens) for address in made.targets(s.api)]
+        self._work = [Work(s.api, address, s.prompt_tokens, s.tls) for address in made.targets(s.api)]
 
     async def _each(self, function: Any, *arguments: Any) -> list[Got]:
         """The function in a process for each router."""
@@ -94,7 +95,9 @@ class _Bench:
         await asyncio.sleep(0.2 * s.tokens * s.step_ms / 1e3)
         count = max(10, s.requests // 8)
         before, began = self._made.cpu_seconds(), time.perf_counter()
-        latency = loop.run_in_executor(self._pool, timed, Work("grpc", self._made.grpc[0], s.prompt_tokens), count)
+        latency = loop.run_in_executor(
+            self._pool, timed, Work("grpc", self._made.grpc[0], s.prompt_tokens, s.tls), count
+        )
         ttft = await loop.run_in_executor(self._pool, probe, work, count)
         straight = await loop.run_in_executor(self._pool, direct, self._made.prefill, work, count)
         used, seconds = _since(before, self._made.cpu_seconds()), time.perf_counter() - began
@@ -180,6 +183,9 @@ def main() -> None:
     parser.add_argument("--requests", type=int, help="of the smaller measurements, a multiple of it or a part")
     parser.add_argument("--prompt-tokens", type=int, help="of every request")
     parser.add_argument("--stream-interval-ms", type=float, help="the router's stream_interval")
+    parser.add_argument(
+        "--tls", type=Path, help="folder with tls.crt, tls.key and ca.crt: TLS everywhere, mutual inside"
+    )
     parser.set_defaults(**asdict(Settings()))
     given = vars(parser.parse_args())
     record = run(Settings(**given | {"routers": tuple(given["routers"])}))

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import grpc
 from millrace.v1 import (
@@ -28,11 +29,14 @@ from millrace.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
+from millrace_common.tls_config import Tls
 from millrace_rpc.client import channel
 from millrace_rpc.server import run
+from millrace_rpc.tls import Identity
 
 from millrace_bench import frames
-from millrace_bench.fake_worker import CLOCK_S
+from millrace_bench.fake_worker import CLOCK_S, identity_in
+from millrace_bench.router_system import client_context
 
 CONNECTIONS = 4  # HTTP/2 allows about 100 streams on one
 METHOD = "/millrace.v1.Inference/Generate"
@@ -43,6 +47,10 @@ class Work:
     api: str
     address: str  # of a router
     prompt_tokens: int
+    tls: Path | None = None  # folder with certificates
+
+    def channel(self) -> grpc.aio.Channel:
+        return channel(self.address, self.tls and Identity(Tls(ca=self.tls / "ca.crt")))
 
     @property
     def prompt(self) -> list[int]:
@@ -97,7 +105,7 @@ def probe(work: Work, requests: int) -> list[float]:
     """Seconds to the first token of requests for one token, one after the other."""
 
     async def load() -> list[float]:
-        async with channel(work.address) as ch:
+        async with work.channel() as ch:
             stub = inference_pb2_grpc.InferenceStub(ch)
             grpc_read = functools.partial(_probe, stub, work.prompt)
             read = grpc_read if work.api == "grpc" else functools.partial(_read_http, work, 1)
@@ -111,7 +119,7 @@ def timed(work: Work, tokens: int) -> Got:
     """One gRPC stream, with the time that each of its tokens took from the worker to here."""
 
     async def load() -> Got:
-        async with channel(work.address) as ch:
+        async with work.channel() as ch:
             got = Got(time.perf_counter())
             async for response in inference_pb2_grpc.InferenceStub(ch).Generate(_request(work.prompt, tokens, True)):
                 now = time.perf_counter()
@@ -125,7 +133,7 @@ def direct(prefill: str, work: Work, requests: int) -> list[float]:
     """Seconds to a prompt's first token on a Link of our own: what is left when the router is taken away."""
 
     async def load() -> list[float]:
-        async with _link(prefill) as link:
+        async with _link(prefill, work.tls and identity_in(work.tls)) as link:
             return [await _first_token(link, work.prompt) for _ in range(requests)]
 
     return run(load())
@@ -139,7 +147,7 @@ async def _clients(work: Work) -> AsyncIterator[Read]:
     if work.api == "http":
         yield lambda tokens: _read_http(work, tokens)
         return
-    connections = [await frames.connect(work.address, METHOD) for _ in range(CONNECTIONS)]
+    connections = [await frames.connect(work.address, METHOD, client_context(work.tls)) for _ in range(CONNECTIONS)]
     turn = itertools.cycle(connections)
     yield lambda tokens: _read(next(turn), work.prompt, tokens)
     for connection in connections:
@@ -177,7 +185,7 @@ async def _read_http(work: Work, tokens: int) -> Got:
     host, _, port = work.address.rpartition(":")
     body = json.dumps({"prompt": work.prompt, "max_tokens": tokens, "ignore_eos": True, "stream": True}).encode()
     got = Got(time.perf_counter())
-    reader, writer = await asyncio.open_connection(host, int(port))
+    reader, writer = await asyncio.open_connection(host, int(port), ssl=client_context(work.tls))
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
     end = b""
     while b"data: [DONE]" not in end:
@@ -196,8 +204,8 @@ async def _read_http(work: Work, tokens: int) -> Got:
 
 
 @contextlib.asynccontextmanager
-async def _link(address: str) -> AsyncIterator[grpc.aio.StreamStreamCall]:
-    async with channel(address) as ch:
+async def _link(address: str, identity: Identity | None) -> AsyncIterator[grpc.aio.StreamStreamCall]:
+    async with channel(address, identity) as ch:
         info = await worker_pb2_grpc.WorkerServiceStub(ch).GetInfo(worker_pb2.GetInfoRequest())
         link = prefill_pb2_grpc.PrefillServiceStub(ch).Link()
         hello = worker_pb2.LinkHello(router_id="bench", epoch=info.epoch)

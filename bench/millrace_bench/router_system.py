@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import signal
+import ssl
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -35,6 +36,7 @@ class Settings:
     requests: int = 400
     prompt_tokens: int = 512
     stream_interval_ms: float = 0.0
+    tls: Path | None = None  # folder with tls.crt, tls.key and ca.crt
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +71,14 @@ async def system(s: Settings, routers: int) -> AsyncIterator[System]:
         command = [*server_command("router"), "--set", f"model={s.model}", "--set", "log_level=WARNING"]
         command += ["--set", f"workers={json.dumps(addresses)}"]
         command += ["--set", f"stream_interval={s.stream_interval_ms / 1e3}"]
+        if s.tls is not None:
+            command += [*mutual(s.tls), "--set", f"public_tls={{cert: {s.tls}/tls.crt, key: {s.tls}/tls.key}}"]
         started = []
         for i in range(routers):
             with cores_for(own[i : i + 1] or others):
                 started.append(await start(stack, command, folder / f"router-{i}.json"))
         for _, ports in started:
-            await _ready(f"http://127.0.0.1:{ports['http']}/ready")
+            await _ready(f"{'https' if s.tls else 'http'}://127.0.0.1:{ports['http']}/ready", client_context(s.tls))
         yield System(
             [f"127.0.0.1:{ports['grpc']}" for _, ports in started],
             [f"127.0.0.1:{ports['http']}" for _, ports in started],
@@ -95,10 +99,23 @@ def cores_for(cores: Sequence[int]) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
+def mutual(folder: Path) -> list[str]:
+    """The options of a server that talks to those with a certificate only."""
+    files = {"cert": "tls.crt", "key": "tls.key", "ca": "ca.crt"}
+    items = [f"tls.{key}={folder}/{name}" for key, name in files.items()]
+    return [word for item in (*items, "tls.require_client_cert=true") for word in ("--set", item)]
+
+
+def client_context(folder: Path | None) -> ssl.SSLContext | None:
+    """Of a client of the APIs, which shows no certificate. None: plain."""
+    return None if folder is None else ssl.create_default_context(cafile=folder / "ca.crt")
+
+
 def _worker(role: str, s: Settings) -> list[str]:
     """The command of a worker that holds all streams at once."""
     if s.workers == "fake":
-        return [sys.executable, "-m", "millrace_bench.fake_worker", role, "--step-ms", str(s.step_ms)]
+        own = ["--tls", str(s.tls)] if s.tls is not None else []
+        return [sys.executable, "-m", "millrace_bench.fake_worker", role, "--step-ms", str(s.step_ms), *own]
     sequences, length = s.streams * max(s.routers) + 8, s.prompt_tokens + 2 * s.tokens  # half load runs twice as long
     values = {
         "engine": "sim",
@@ -108,7 +125,8 @@ def _worker(role: str, s: Settings) -> list[str]:
         "limits.max_running": sequences,
         "limits.num_pages": sequences * (length // PAGE_SIZE + 2),
     }
-    return server_command(role) + [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
+    items = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
+    return [*server_command(role), *items, *(mutual(s.tls) if s.tls is not None else ())]
 
 
 async def start(stack: contextlib.AsyncExitStack, command: Sequence[str], announce: Path) -> tuple[int, dict[str, int]]:
@@ -132,8 +150,8 @@ async def stop(process: asyncio.subprocess.Process) -> None:
             await process.wait()
 
 
-async def _ready(url: str) -> None:
-    async with asyncio.timeout(60), httpx.AsyncClient() as client:
+async def _ready(url: str, context: ssl.SSLContext | None) -> None:
+    async with asyncio.timeout(60), httpx.AsyncClient(verify=context or True) as client:
         while (await client.get(url)).status_code != 200:
             await asyncio.sleep(0.05)
 

@@ -209,7 +209,7 @@ def fabric(presets: list[str]) -> Schema:
 
 
 TLS = closed(
-    mode=one_of("off", "certManager", "secrets"),
+    mode=one_of("off", "generated", "certManager", "secrets"),
     issuerRef=closed(name=NAME, kind=one_of("Issuer", "ClusterIssuer"), group=TEXT),
     duration={"type": "string", "pattern": "^[0-9]+h$"},
     routerSecret=NAME,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,9 +14,16 @@ if TYPE_CHECKING:
 
     from millrace_rpc.tls import Identity
 
-Ca = Annotated[Path | None, typer.Option("--tls-ca", help="Use TLS; the authority of the router's certificate.")]
-Cert = Annotated[Path | None, typer.Option("--tls-cert", help="Our certificate, for mTLS.")]
-Key = Annotated[Path | None, typer.Option("--tls-key", help="Its private key.")]
+
+def _tls(name: str, text: str) -> Any:
+    """The variables are set in a router's pod, for `kubectl exec`."""
+    return typer.Option(f"--tls-{name}", envvar=f"MILLRACE_TLS_{name.upper()}", help=text)
+
+
+Ca = Annotated[Path | None, _tls("ca", "Use TLS; the authority of the server's certificate.")]
+Cert = Annotated[Path | None, _tls("cert", "Our certificate, for mTLS.")]
+Key = Annotated[Path | None, _tls("key", "Its private key.")]
+Name = Annotated[str, _tls("name", "The name in the server's certificate, if it is not the host's.")]
 Secret = Annotated[
     Path | None,
     typer.Option("--secret-file", envvar="MILLRACE_SECRET_FILE", help="The deployment's secret, without mTLS."),
@@ -34,7 +41,7 @@ ApiKey = Annotated[
 ]
 
 
-def identity(ca: Path | None, cert: Path | None, key: Path | None) -> Identity | None:
+def identity(ca: Path | None, cert: Path | None, key: Path | None, name: str = "") -> Identity | None:
     """None: plain."""
     if ca is None and cert is None and key is None:
         return None
@@ -42,7 +49,7 @@ def identity(ca: Path | None, cert: Path | None, key: Path | None) -> Identity |
     from millrace_rpc.tls import Identity
 
     try:
-        return Identity(Tls(ca=ca, cert=cert, key=key))
+        return Identity(Tls(ca=ca, cert=cert, key=key, server_name=name))
     except (OSError, ValueError) as error:
         raise CommandError(str(error), code=2) from error
 

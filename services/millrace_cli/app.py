@@ -210,6 +210,7 @@ def weights(
     ca: access.Ca = None,
     cert: access.Cert = None,
     key: access.Key = None,
+    name: access.Name = "",
     secret: access.Secret = None,
 ) -> None:
     """Pause workers, load other weights into them, resume; sleep and wake."""
@@ -219,7 +220,7 @@ def weights(
 
     chosen = worker_pb2.WeightsAction.Value(f"WEIGHTS_ACTION_{action.upper()}")
     order = worker_pb2.SetWeightsRequest(action=chosen, path=path, version=version, drop=drop)
-    asyncio.run(act(addresses, order, access.identity(ca, cert, key), access.token(secret)))
+    asyncio.run(act(addresses, order, access.identity(ca, cert, key, name), access.token(secret)))
 
 
 BENCHES = {

@@ -49,7 +49,7 @@ async def test_texts_of_others_are_shown_as_they_are(
     """Brackets are no markup: an address of IPv6 would vanish, and a path in brackets would end the command."""
     worker = admin_pb2.WorkerStatus(address="[fd00::12]:7000", detail="cannot load [/models/x]")
 
-    async def found(address: str, identity: object) -> list[admin_pb2.WorkerStatus]:
+    async def found(address: str, identity: object, token: str) -> list[admin_pb2.WorkerStatus]:
         return [worker]
 
     monkeypatch.setattr(workers.probe, "workers", found)

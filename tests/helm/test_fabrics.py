@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from millrace_chart.render import CHART, ChartError, Object, fabrics, objects, template
-from millrace_testing.charts import CPU, GIVEN, GROUPS, NO_DASHBOARDS, PAIR, VARIANTS, pods, rendered
+from millrace_testing.charts import CPU, GIVEN, GROUPS, NO_DASHBOARDS, PAIR, PLAIN, VARIANTS, pods, rendered
 from millrace_testing.rdma_machine import load_preflight
 
 pytestmark = pytest.mark.helm
@@ -80,7 +80,7 @@ def test_the_preflight_knows_what_is_set_for_the_worker(name: str) -> None:
 def test_volumes_of_clouds(name: str, nodes: str) -> None:
     spec = spec_of(rendered(name))
     volumes = {volume["name"]: volume for volume in spec["volumes"]}
-    known = {"config", "run", "tmp", "shm", "cache", "model", "secret"}
+    known = {"config", "run", "tmp", "shm", "cache", "model", "secret", "tls"}
     added = {key: volume for key, volume in volumes.items() if key not in known}
     assert [kind for volume in added.values() for kind in volume if kind != "name"] == [nodes] * bool(nodes)
     for container in (spec["containers"][0], preflight_of(spec)):
@@ -210,7 +210,7 @@ def test_old_helm_renders_the_same() -> None:
     for name in ("gke-gib", "aks-ib", "aws-efa"):
         file, sets = VARIANTS[name]
         try:
-            assert template((file,), (*sets, GIVEN)) == template((file,), (*sets, GIVEN), "oldest")
+            assert template((file,), (*sets, GIVEN, PLAIN)) == template((file,), (*sets, GIVEN, PLAIN), "oldest")
         except ChartError as error:
             if "there is no oldest" not in str(error):
                 raise

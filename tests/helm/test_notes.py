@@ -34,9 +34,12 @@ def test_commands_name_what_is_there(name: str, tmp_path: Path) -> None:
     named = set(re.findall(r"\b(?:deployment|service)/[a-z0-9-]+", text))
     assert named and named <= there
     assert f"helm test {RELEASE} -n {NAMESPACE}" in text
-    assert ("nothing is encrypted" in text) is (name != "tls")
+    encrypted = name in ("tls", "tcp", "privileged")  # the last two are presets for GPUs
+    assert ("nothing is encrypted" in text) is not encrypted
     assert ("over TCP" in text) is (name == "tcp")
     assert ("worker pods are privileged" in text) is (name == "privileged")
     assert ("Authorization: Bearer" in text) is (name == "keys")
-    assert ("--tls-ca /etc/millrace/tls/ca.crt" in text) is (name == "tls")
+    assert ("curl --cacert ca.crt -sN https://" in text) is (encrypted and name != "tls"), (
+        "its clients have certificates"
+    )
     assert ("no pool was given" in text) is (name == "extended")

@@ -19,7 +19,7 @@ from millrace_chart.render import (
     written,
 )
 from millrace_testing import kube_schema
-from millrace_testing.charts import GIVEN, VARIANTS, of_kind, pods, rendered
+from millrace_testing.charts import GIVEN, PLAIN, VARIANTS, of_kind, pods, rendered
 
 pytestmark = pytest.mark.helm
 VERSIONS = [f"1.{minor}" for minor in range(29, 38)]
@@ -41,7 +41,7 @@ def test_what_is_made_is_up_to_date() -> None:
 @pytest.mark.helm("oldest")
 @pytest.mark.parametrize("preset", presets())
 def test_the_oldest_helm_renders_the_same(preset: str) -> None:
-    old, new = (template((preset_file(preset),), (GIVEN,), which) for which in ("oldest", "helm"))
+    old, new = (template((preset_file(preset),), (GIVEN, PLAIN), which) for which in ("oldest", "helm"))
     assert objects(old) == objects(new)
 
 

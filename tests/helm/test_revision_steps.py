@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from millrace_chart.render import RELEASE, Object, objects, template
-from millrace_testing.charts import GIVEN, NO_DASHBOARDS, PAIR
+from millrace_testing.charts import GIVEN, NO_DASHBOARDS, PAIR, PLAIN
 
 pytestmark = pytest.mark.helm
 
@@ -51,7 +51,7 @@ def test_each_step_changes_one_thing(tmp_path: Path, steps: tuple[str, ...]) -> 
 
 def made(files: list[Path]) -> dict[tuple[str, str], Object]:
     """By kind and name, without what only `helm test` makes."""
-    found = objects(template(tuple(files), (NO_DASHBOARDS, GIVEN)))
+    found = objects(template(tuple(files), (NO_DASHBOARDS, GIVEN, PLAIN)))
     return {(item["kind"], item["metadata"]["name"]): item for item in found if not is_test(item)}
 
 

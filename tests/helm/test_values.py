@@ -33,7 +33,7 @@ def test_processes_accept_their_configuration(name: str) -> None:
     for worker in workers:
         assert str(worker.model) in (router.model, "/opt/b"), "the pool's own, or everybody's"
         assert (worker.tls is None) is (router.tls is None)
-        assert worker.tls is None or worker.tls.server_name == "demo-millrace-workers"
+        assert worker.tls is None or worker.tls.server_name == f"demo-millrace-workers.{NAMESPACE}.svc"
 
 
 @pytest.mark.helm

@@ -11,6 +11,7 @@ CPU = preset_file("cpu-tiny")
 PAIR = preset_file("h200-1p1d-16gpu")
 GROUPS = ROOT / "tests" / "helm" / "groups.yaml"
 GIVEN = "secret.secretName=given"  # the text that the chart makes differs each time
+PLAIN = "tls.mode=off"  # and so do certificates
 NO_DASHBOARDS = "monitoring.dashboards.enabled=false"  # large, and the same in every variant
 HPA = ("autoscaling.kind=hpa", "replicas=null")
 KEDA = ("autoscaling.kind=keda", "replicas=null")

@@ -306,7 +306,7 @@
 {{- fail "tls.routerSecret, tls.workerSecret: required with tls.mode=secrets" -}}
 {{- end -}}
 {{- if and .Values.tls.publicSecret (eq .Values.tls.mode "off") -}}
-{{- fail "tls.publicSecret: needs tls.mode certManager or secrets" -}}
+{{- fail "tls.publicSecret: needs tls.mode generated, certManager or secrets" -}}
 {{- end -}}
 {{- include "millrace.checkGateway" . -}}
 {{- if and .Values.apiKeys.secretName (eq .Values.tls.mode "off") (not .Values.apiKeys.allowPlaintext) -}}

@@ -5,7 +5,9 @@ cert: /etc/millrace/tls/tls.crt
 key: /etc/millrace/tls/tls.key
 ca: /etc/millrace/tls/ca.crt
 require_client_cert: true
-server_name: {{ include "millrace.workerName" . }}
+server_name: {{ index (include "millrace.peers" . | fromYaml).worker 0 }}
+peers:
+  {{- include "millrace.peers" . | nindent 2 }}
 {{- end -}}
 
 {{/* All addresses of the pod */}}
@@ -38,9 +40,9 @@ app.kubernetes.io/name={{ include "millrace.name" . }},app.kubernetes.io/instanc
     "namespace" .Release.Namespace)) -}}
 {{- if ne .Values.tls.mode "off" -}}
 {{- $_ := set $config "tls" (include "millrace.tlsConfig" . | fromYaml) -}}
-{{- if .Values.tls.publicSecret -}}
-{{- $_ := set $config "public_tls" (dict "cert" "/etc/millrace/public-tls/tls.crt" "key"
-  "/etc/millrace/public-tls/tls.key") -}}
+{{- if or .Values.tls.publicSecret (eq .Values.tls.mode "generated") -}}
+{{- $folder := ternary "/etc/millrace/public-tls" "/etc/millrace/tls" (ne .Values.tls.publicSecret "") -}}
+{{- $_ := set $config "public_tls" (dict "cert" (print $folder "/tls.crt") "key" (print $folder "/tls.key")) -}}
 {{- end -}}
 {{- end -}}
 {{- $_ := set $config "secret" (printf "/etc/millrace/secret/%s" .Values.secret.key) -}}

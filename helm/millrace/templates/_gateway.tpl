@@ -46,13 +46,13 @@
 {{- end -}}
 {{- if eq $backend.kind "policy" -}}
 {{- if eq $tls.mode "off" -}}
-{{- fail "gateway.backendTLS.kind: policy needs tls.mode certManager or secrets" -}}
+{{- fail "gateway.backendTLS.kind: policy needs tls.mode generated, certManager or secrets" -}}
 {{- end -}}
-{{- if not $tls.publicSecret -}}
+{{- if not (or $tls.publicSecret (eq $tls.mode "generated")) -}}
 {{- fail "tls.publicSecret: required with gateway.backendTLS.kind=policy, else routers ask for a client certificate" -}}
 {{- end -}}
 {{- if not $backend.hostname -}}
-{{- fail "gateway.backendTLS.hostname: required with kind=policy, a name in the certificate of tls.publicSecret" -}}
+{{- fail "gateway.backendTLS.hostname: required with kind=policy, a name in the certificate of the public APIs" -}}
 {{- end -}}
 {{- if .Values.gateway.inferencePool.enabled -}}
 {{- fail "gateway.backendTLS.kind: policy is for a Service; with inferencePool it must be own" -}}

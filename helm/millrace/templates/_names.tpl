@@ -54,10 +54,15 @@ annotations:
 {{- default (printf "%s-secret" (include "millrace.fullname" .)) .Values.secret.secretName -}}
 {{- end -}}
 
+{{/* (dict "root" $ "name" NAME) -> the data of the Secret of that name as JSON; {} where there is none */}}
+{{- define "millrace.known" -}}
+{{- default dict (lookup "v1" "Secret" .root.Release.Namespace .name).data | toJson -}}
+{{- end -}}
+
 {{/* (dict "root" $ "component" "router" "name" NAME "key" KEY) -> a Secret with 48 random characters. The one that is
      there stays. Rendered without a cluster, there is none, and the text is new every time. */}}
 {{- define "millrace.randomSecret" -}}
-{{- $known := default dict (lookup "v1" "Secret" .root.Release.Namespace .name).data -}}
+{{- $known := include "millrace.known" . | fromJson -}}
 apiVersion: v1
 kind: Secret
 metadata:
@@ -65,6 +70,19 @@ metadata:
 type: Opaque
 data:
   {{ .key }}: {{ default (randAlphaNum 48 | b64enc) (index $known .key) }}
+{{- end -}}
+
+{{/* (dict "root" $ "name" NAME "cert" PEM "key" PEM "ca" PEM) -> a Secret as cert-manager makes it */}}
+{{- define "millrace.certificate" }}
+apiVersion: v1
+kind: Secret
+metadata:
+  {{- include "millrace.meta" (merge (dict "component" "tls") .) | nindent 2 }}
+type: kubernetes.io/tls
+data:
+  tls.crt: {{ b64enc .cert }}
+  tls.key: {{ b64enc .key }}
+  ca.crt: {{ b64enc .ca }}
 {{- end -}}
 
 {{/* Labels of every worker pod, whatever its role */}}
@@ -101,14 +119,28 @@ matchExpressions:
   | toJson -}}
 {{- end -}}
 
-{{/* The name in every worker's certificate */}}
-{{- define "millrace.workerName" -}}
-{{ include "millrace.fullname" . }}-workers
+{{/* Of each role, the name that only its certificate has, in a cluster: `tls.peers` */}}
+{{- define "millrace.peers" -}}
+{{- range $role, $suffix := dict "router" "router" "worker" "workers" "admin" "admin" }}
+{{ $role }}: [{{ include "millrace.fullname" $ }}-{{ $suffix }}.{{ $.Release.Namespace }}.svc]
+{{- end }}
+{{- end -}}
+
+{{/* All names in each role's certificate */}}
+{{- define "millrace.dnsNames" -}}
+{{- $names := include "millrace.peers" . | fromYaml -}}
+{{- $router := list "localhost" -}}
+{{- range $service := list "router" "router-pods" -}}
+{{- range $rest := list "" (printf ".%s" $.Release.Namespace) (printf ".%s.svc" $.Release.Namespace) -}}
+{{- $router = append $router (printf "%s-%s%s" (include "millrace.fullname" $) $service $rest) -}}
+{{- end -}}
+{{- end -}}
+{{- set $names "router" $router | toJson -}}
 {{- end -}}
 
 {{/* (dict "root" $ "component" "worker") -> name of its secret with certificates; empty without TLS */}}
 {{- define "millrace.tlsSecret" -}}
-{{- if eq .root.Values.tls.mode "certManager" -}}
+{{- if has .root.Values.tls.mode (list "generated" "certManager") -}}
 {{ include "millrace.fullname" .root }}-{{ .component }}-tls
 {{- else if eq .root.Values.tls.mode "secrets" -}}
 {{ index .root.Values.tls (printf "%sSecret" .component) }}
