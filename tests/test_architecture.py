@@ -66,7 +66,7 @@ MAY_IMPORT = {
     WORKER: {STUBS, COMMON, RPC, ENGINE, TRANSFER},
     f"{WORKER}.config": {COMMON, LIMITS, f"{ENGINE}.sim"},
     f"{WORKER}.messages": {COMMON, CORE, CACHE, TRANSFER},
-    f"{WORKER}.channels": set(),
+    f"{WORKER}.channels": {COMMON},
     f"{WORKER}.launcher": {f"{WORKER}.config"},
     f"{WORKER}.frontend": {
         *(
@@ -345,6 +345,20 @@ def test_no_print_outside_command_line_and_benches() -> None:
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "print":
                 wrong.append(f"{module.path.relative_to(ROOT)}:{node.lineno}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_nothing_that_came_over_a_network_is_unpickled() -> None:
+    """Unpickling may run what was sent. torch's collectives of objects do it, and so do pyzmq's messages of objects."""
+    loaders = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+    calls = re.compile(r"(all_)?gather_object|\w+_object_list|(send|recv)_pyobj|[Uu]npickler")
+    found = set()
+    for module in modules():
+        if not module.name.startswith("millrace_bench"):
+            named = {node.attr for node in module.nodes if isinstance(node, ast.Attribute)}
+            unsafe = any(isinstance(node, ast.keyword) and node.arg == "weights_only" for node in module.nodes)
+            if unsafe or loaders & {*module.imports()} or any(map(calls.fullmatch, named)):
+                found.add(module.name)
+    assert found == {"millrace_serve.engine.start.compile_ahead"}, "which reads a pipe from its own parent"
 
 
 def test_no_bare_except() -> None:

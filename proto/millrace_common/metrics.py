@@ -167,7 +167,7 @@ WORKER = (
         known=(("released",), ("expired",), ("aborted",)),
     ),
     gauge("quarantined", "millrace_quarantined_pages", "Pages of transfers that are over but not yet final."),
-    counter("worker_stale", "millrace_worker_stale_messages_total", "Messages for unknown attempts.", ("kind",)),
+    counter("worker_stale", "millrace_worker_stale_messages_total", "Messages that nobody waits for.", ("kind",)),
 )
 PROCESS = (
     gauge("started", "millrace_start_timestamp_seconds", "When the process started."),

@@ -85,6 +85,7 @@ def collectives(dims: ParallelDims) -> dict[str, Any]:
         "dp_gather": dims.dp_all_gather(own),
         "dp_scatter": dims.dp_reduce_scatter(stacked),
         "empty": dims.dp_all_gather(own[:0]),
+        "exchanges": [dims.exchange(data) for data in (bytes([dims.rank]) * dims.rank, b"", b"\0\xff" * 5000)],
         "timeouts": [timeout_s(group) for group in (dims.world_group, dims.tp_group, dims.dp_group)],
     }
 
@@ -160,6 +161,11 @@ def test_collectives(results: dict[str, list]) -> None:
         assert out["dp_gather"][:, 0, 0].tolist() == [tp_rank, tp_rank + 2]
         assert (out["dp_scatter"] == 2 * tp_rank + 2 + 20 * dp_rank).all()
         assert out["empty"].shape == (2, 0, 3)
+
+
+def test_bytes_of_any_length_reach_every_rank_as_they_are(results: dict[str, list]) -> None:
+    for out in results["collectives"]:
+        assert out["exchanges"] == [[b"", b"\1", b"\2\2", b"\3\3\3"], [b""] * 4, [b"\0\xff" * 5000] * 4]
 
 
 def test_every_group_has_the_timeout_that_was_asked_for(results: dict[str, list]) -> None:

@@ -25,10 +25,12 @@ from millrace_serve.worker.frontend.ranks import Ranks
 from millrace_serve.worker.launch import LocalLauncher
 from millrace_serve.worker.launcher import Launcher, OnExit
 from millrace_serve.worker.messages import (
+    Dropped,
     FreezeGc,
     FromRank,
     GcFrozen,
     Pulse,
+    RankFailed,
     RankReady,
     Report,
     SetWeights,
@@ -47,7 +49,7 @@ class Nobody(Launcher):
     def bind(self) -> str:
         return f"ipc://{self._folder}/frontend"
 
-    async def start(self, config: WorkerConfig, frontend: str, on_exit: OnExit) -> None:
+    async def start(self, config: WorkerConfig, frontend: str, group: str, on_exit: OnExit) -> None:
         self.endpoint.set_result(frontend)
 
     async def stop(self, grace_s: float) -> None: ...
@@ -183,6 +185,38 @@ async def test_answers_are_in_the_order_of_ranks(
     for rank, error in ((0, ""), (1, "no such file")):
         frontend.send(FromRank(rank, WeightsSet(sim_layout(config.limits, config.sim), error)))
     assert await asyncio.wait_for(asking, 20) == "rank 1: no such file"
+
+
+async def test_what_nobody_asked_for_is_dropped_and_counted(
+    make: Callable[..., Ranks], context: zmq.Context[Any], tmp_path: Path
+) -> None:
+    """Of no rank, an answer without a question, a rank that is ready twice, bytes that are no message."""
+    config, launcher, strays, lost = WorkerConfig(engine="sim"), Nobody(tmp_path), list[str](), list[str]()
+    reports: asyncio.Queue[Report] = asyncio.Queue()
+    on_report = lambda rank, report: reports.put_nowait(report)  # noqa: E731
+    ranks = make(config, launcher, on_report, lost.append, strays.append)
+    starting = asyncio.create_task(ranks.start())
+    rank: Sender[FromRank] = Sender(context, await launcher.endpoint)
+    first, second = (Receiver[ToEngine](context, f"ipc://{tmp_path}/{name}", ToEngine) for name in ("first", "second"))
+    rank.send(FromRank(0, ready(config, first.endpoint)))
+    await asyncio.wait_for(starting, 20)
+    for stray in (
+        FromRank(1, RankFailed("of no rank")),
+        FromRank(-1, RankFailed("of no rank")),
+        FromRank(0, ready(config, second.endpoint)),
+        FromRank(0, GcFrozen(3)),
+        FromRank(0, Dropped()),
+        {"no": "message"},
+    ):
+        rank.send(stray)  # type: ignore[arg-type]
+    rank.send(FromRank(0, Events()))
+    assert await asyncio.wait_for(reports.get(), 20) == Events()
+    assert strays == ["RankFailed", "RankFailed", "RankReady", "GcFrozen", "undecodable", "undecodable"] and not lost
+    asking = asyncio.create_task(ranks.freeze_gc())
+    await asyncio.sleep(0)
+    assert first.receive(20) == [FreezeGc()] and second.receive() == []
+    rank.send(FromRank(0, GcFrozen(7)))
+    assert await asyncio.wait_for(asking, 20) == [7]
 
 
 async def test_a_rank_that_is_lost_between_two_warm_up_requests_ends_the_start() -> None:

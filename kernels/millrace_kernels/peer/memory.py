@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-import tempfile
+import secrets
 from pathlib import Path
 
 import torch
@@ -75,15 +75,17 @@ def _symmetric(group: dist.ProcessGroup, nbytes: int, device: torch.device) -> t
 
 def _file(group: dist.ProcessGroup, nbytes: int, device: torch.device) -> tuple[Tensor, list[int], None]:
     """The blocks of all ranks in one file, which has no name any more once every rank has mapped it."""
-    rank, size, name = dist.get_rank(group), dist.get_world_size(group), [""]
+    rank, size, number = dist.get_rank(group), dist.get_world_size(group), torch.tensor([secrets.randbits(63)])
+    dist.broadcast(number, src=dist.get_global_rank(group, 0), group=group)
+    path = Path(f"/dev/shm/millrace-peer-{int(number):x}")
     if rank == 0:
-        descriptor, name[0] = tempfile.mkstemp(prefix="millrace-peer-", dir="/dev/shm")
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         os.truncate(descriptor, nbytes * size)
         os.close(descriptor)
-    dist.broadcast_object_list(name, src=dist.get_global_rank(group, 0), group=group)
-    blocks = torch.from_file(name[0], shared=True, size=nbytes * size, dtype=torch.uint8)
+    dist.barrier(group)
+    blocks = torch.from_file(str(path), shared=True, size=nbytes * size, dtype=torch.uint8)
     dist.barrier(group)
     if rank == 0:
-        Path(name[0]).unlink()
+        path.unlink()
     first = blocks.data_ptr()
     return blocks[rank * nbytes : (rank + 1) * nbytes], [first + peer * nbytes for peer in range(size)], None

@@ -83,16 +83,22 @@ class ParallelDims:
 
     def exchange(self, data: bytes) -> list[bytes]:
         """The bytes of every rank, in rank order; for the start, not for steps."""
-        everybody = [data] * self.world
-        if self.world == 1:
-            return everybody
-        dist.all_gather_object(everybody, data, group=self.world_group)
-        return everybody
+        return [data] if self.world == 1 else gather_bytes(data, self.world_group)
 
 
 def hosts(dims: ParallelDims) -> list[str]:
     """Of every rank, in rank order. Collective."""
     return [host.decode() for host in dims.exchange(BOOT_ID.read_bytes())]
+
+
+def gather_bytes(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
+    """The bytes of every rank of a group, in rank order. In tensors: torch unpickles objects, which may run code."""
+    sizes = [torch.empty(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([len(data)]), group=group)
+    most = max(1, *(int(size) for size in sizes))
+    everybody = [torch.empty(most, dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(everybody, torch.frombuffer(bytearray(data.ljust(most)), dtype=torch.uint8), group=group)
+    return [one.numpy().tobytes()[: int(size)] for one, size in zip(everybody, sizes, strict=True)]
 
 
 def reaches_peers(device: torch.device) -> bool:

@@ -6,12 +6,11 @@ import logging
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
-import torch.distributed as dist
 from millrace_kernels.fp8 import Operand
 from torch import Tensor
 
 from millrace_serve.model.layers import RmsNorm
-from millrace_serve.model.parallel import BOOT_ID, ParallelDims, reaches_peers
+from millrace_serve.model.parallel import BOOT_ID, ParallelDims, gather_bytes, reaches_peers
 
 if TYPE_CHECKING:
     from millrace_kernels.peer.reduce_norm import ReduceNorm  # needs Triton
@@ -48,9 +47,8 @@ def fused_reduce(
     group = dims.tp_group
     if group is None or device.type != "cuda" or dtype != torch.bfloat16:
         return None
-    places: list[tuple[str, bool]] = [("", False)] * dist.get_world_size(group)
-    dist.all_gather_object(places, (BOOT_ID.read_text(), reaches_peers(device)), group=group)
-    if set(places) != {(places[0][0], True)}:
+    places = gather_bytes(BOOT_ID.read_bytes() if reaches_peers(device) else b"", group)
+    if set(places) != {places[0]} or not places[0]:
         log.info("sums over tp=%d run in NCCL: not all devices reach each other's memory", dims.tp)
         return None
     from millrace_kernels.peer.reduce_norm import ReduceNorm, ways_for  # needs Triton

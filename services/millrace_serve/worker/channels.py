@@ -1,5 +1,8 @@
 """Typed one-way message channels between the processes of a worker: ZeroMQ PUSH/PULL with msgpack.
 
+A Unix socket lies in a folder of ours. Over TCP the two ends need one key (CURVE): others can neither send nor read,
+and what was sent once cannot be sent again. What a receiver cannot decode is dropped.
+
 Sending never blocks: messages for a slow receiver are queued without limit, because the engine's admission already
 limits the work in flight. A socket belongs to one thread.
 """
@@ -7,13 +10,18 @@ limits the work in flight. A socket belongs to one thread.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import msgspec
 import zmq
+from millrace_common import deployment_secret
+from zmq.utils import z85
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SHORTEST_POLL_S = 1e-3  # ZeroMQ counts in milliseconds: a shorter wait is a sleep that no message ends
@@ -21,12 +29,24 @@ LONGEST_POLL_S = 3600.0  # and in 31 bits, which a deadline may exceed
 BATCH = 256  # messages that a reader callback takes before other callbacks run
 
 
+def channel_key(secret: Path | None, group: str) -> bytes:
+    """Of the channels of one start of a worker's ranks. Raises OSError when the secret is unusable.
+
+    Args:
+        secret: file of the deployment's secret. None: whoever knows `group` has the key.
+        group: another one for each start.
+    """
+    return deployment_secret.derive(deployment_secret.read(secret), "rank channels", group)
+
+
 class Sender(Generic[T]):
-    def __init__(self, context: zmq.Context[Any], endpoint: str) -> None:
+    def __init__(self, context: zmq.Context[Any], endpoint: str, key: bytes = b"") -> None:
+        """key: 32 bytes; for TCP only."""
         self._socket = context.socket(zmq.PUSH)
         self._socket.set(zmq.SNDHWM, 0)
         self._socket.set(zmq.LINGER, 500)  # ms; last words of a rank
         self._socket.set(zmq.IPV6, "[" in endpoint)  # otherwise ZeroMQ takes the address for a device
+        _lock(self._socket, endpoint, key, sends=True)
         self._socket.connect(endpoint)
         self._encode = msgspec.msgpack.Encoder().encode
 
@@ -40,14 +60,24 @@ class Sender(Generic[T]):
 class Receiver(Generic[T]):
     """`bind` is an endpoint such as ipc:///tmp/x/rank0 or tcp://10.0.0.1:*; `endpoint` is what senders connect to."""
 
-    def __init__(self, context: zmq.Context[Any], bind: str, kind: Any) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        bind: str,
+        kind: Any,
+        key: bytes = b"",
+        on_undecodable: Callable[[], None] = lambda: None,
+    ) -> None:
+        """key: 32 bytes; for TCP only. on_undecodable: called where messages are taken."""
         self._socket = context.socket(zmq.PULL)
         self._socket.set(zmq.RCVHWM, 0)
         self._socket.set(zmq.LINGER, 0)
         self._socket.set(zmq.IPV6, "[" in bind)
+        _lock(self._socket, bind, key, sends=False)
         self._socket.bind(bind)
         self.endpoint: str = self._socket.get(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
         self._decode = msgspec.msgpack.Decoder(kind).decode
+        self._on_undecodable = on_undecodable
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_message: Callable[[T], None] | None = None
 
@@ -99,7 +129,26 @@ class Receiver(Generic[T]):
         poller.poll(timeout_ms)
 
     def _take(self) -> T | None:
-        try:
-            return self._decode(self._socket.recv(zmq.NOBLOCK))
-        except zmq.Again:
-            return None
+        while True:
+            try:
+                return self._decode(self._socket.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return None
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                log.warning("dropped a message that cannot be decoded: %s", error)
+                self._on_undecodable()
+
+
+def _lock(socket: zmq.Socket[Any], endpoint: str, key: bytes, *, sends: bool) -> None:
+    """In CURVE the clients demand the server's key, so the sender is the server, whichever side connects."""
+    if not endpoint.startswith("tcp:"):
+        return
+    assert key, f"{endpoint} needs a key"
+    secret = z85.encode(key)
+    public = zmq.curve_public(secret)
+    socket.set(zmq.CURVE_SECRETKEY, secret)
+    if sends:
+        socket.set(zmq.CURVE_SERVER, 1)
+    else:
+        socket.set(zmq.CURVE_PUBLICKEY, public)
+        socket.set(zmq.CURVE_SERVERKEY, public)

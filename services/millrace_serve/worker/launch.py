@@ -31,12 +31,12 @@ class LocalLauncher(Launcher):
         self._folder = tempfile.mkdtemp(prefix="millrace-")
         return f"ipc://{self._folder}/frontend"
 
-    async def start(self, config: WorkerConfig, frontend: str, on_exit: OnExit) -> None:
+    async def start(self, config: WorkerConfig, frontend: str, group: str, on_exit: OnExit) -> None:
         spawn = multiprocessing.get_context("spawn")
         loop = asyncio.get_running_loop()
         for rank in range(config.num_ranks):
             bind, rendezvous = f"ipc://{self._folder}/rank{rank}-{{name}}", f"file://{self._folder}/rendezvous"
-            spec = RankSpec(config, rank, frontend, bind, rendezvous)
+            spec = RankSpec(config, rank, frontend, bind, rendezvous, group)
             process = spawn.Process(target=rank_main, args=(spec,), name=f"millrace-rank{rank}", daemon=True)
             process.start()
             self._processes.append(process)

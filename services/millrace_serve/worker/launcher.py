@@ -16,8 +16,10 @@ class Launcher(abc.ABC):
         """The endpoint of the frontend's inbox: ZeroMQ, perhaps with a wildcard port. Before each `start`."""
 
     @abc.abstractmethod
-    async def start(self, config: WorkerConfig, frontend: str, on_exit: OnExit) -> None:
-        """Start all ranks. `on_exit` is called on the event loop when one ends, for whatever reason."""
+    async def start(self, config: WorkerConfig, frontend: str, group: str, on_exit: OnExit) -> None:
+        """Start all ranks. `on_exit` is called on the event loop when one ends, for whatever reason. `frontend` and
+        `group` as in RankSpec.
+        """
 
     def pid(self, rank: int) -> int | None:
         """Of a rank that was started; None: it is not on this host, or nobody knows."""

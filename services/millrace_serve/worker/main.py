@@ -85,7 +85,7 @@ async def _live(frontend: Frontend, stop: asyncio.Event, address: str) -> tuple[
         return 0, "stopped by a signal before it was ready"
     try:
         await start
-    except MillraceError as error:
+    except (MillraceError, OSError) as error:
         return 1, f"could not start: {error}"
     log.info("READY %s", address)
     await asyncio.wait((stopped, frontend.leaving, frontend.lost), return_when=asyncio.FIRST_COMPLETED)

@@ -10,6 +10,8 @@ Messages of one line arrive in the order in which they were sent; between lines 
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 from millrace_common.gc_hooks import GcPause
 
@@ -55,7 +57,7 @@ ToEngine = EngineInput | ToProcess | Stop
 
 
 class RankProgress(msgspec.Struct, frozen=True, tag=True):
-    state: str  # a name of lifecycle.State
+    state: Literal["loading", "compiling"]  # names of lifecycle.State
     message: str
 
 
@@ -95,6 +97,10 @@ class RankFailed(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
+class Dropped(msgspec.Struct, frozen=True, tag=True):
+    """The rank could not decode a message."""
+
+
 class GcPauses(msgspec.Struct, frozen=True, tag=True):
     pauses: list[GcPause]
 
@@ -114,7 +120,7 @@ class WeightsSet(msgspec.Struct, frozen=True, tag=True):
 
 
 Answer = GcFrozen | ProfileDone | WeightsSet  # of a rank, to the frontend's question
-Report = Events | FromReader | Pulse | RankProgress | RankReady | RankFailed | GcPauses | Answer
+Report = Events | FromReader | Pulse | RankProgress | RankReady | RankFailed | GcPauses | Dropped | Answer
 
 
 class FromRank(msgspec.Struct, frozen=True, array_like=True):

@@ -72,7 +72,7 @@ class RayLauncher(Launcher):
     def bind(self) -> str:
         return endpoint(ray.util.get_node_ip_address(), "*")
 
-    async def start(self, config: WorkerConfig, frontend: str, on_exit: OnExit) -> None:
+    async def start(self, config: WorkerConfig, frontend: str, group: str, on_exit: OnExit) -> None:
         needs = {"CPU": 1, "GPU": int(config.device == "cuda")}
         self._group = ray.util.placement_group([needs] * config.num_ranks, strategy="PACK")
         await _placed(self._group, config.num_ranks)
@@ -84,7 +84,7 @@ class RayLauncher(Launcher):
         addresses = [await actor.address.remote() for actor in self._actors]
         rendezvous = endpoint(addresses[0], await self._actors[0].free_port.remote())
         for rank, (actor, address) in enumerate(zip(self._actors, addresses, strict=True)):
-            spec = RankSpec(config, rank, frontend, endpoint(address, "*"), rendezvous)
+            spec = RankSpec(config, rank, frontend, endpoint(address, "*"), rendezvous, group)
             self._runs.append(asyncio.create_task(_watch(rank, address, actor.run.remote(spec), on_exit)))
 
     async def stop(self, grace_s: float) -> None:

@@ -66,7 +66,7 @@ class Frontend:
         facts = (lambda: STATES[self.lifecycle.state]), epoch, (lambda: self.ranks.busy), (lambda: self.ranks.starved)
         self.board = LoadBoard(config.dp, *facts)
         self.caches = CacheBoard(config.dp, epoch)
-        self.ranks = Ranks(config, launcher, self._on_report, self._on_lost)
+        self.ranks = Ranks(config, launcher, self._on_report, self._on_lost, self._on_stray)
         self.spans = WorkerSpans(tracing.make(config.tracing, f"millrace-{config.role}", epoch))
         self.requests = Requests(config.dp, self.lifecycle, self.ranks, self.spans, self.metrics)
         self.role = make_role(self)
@@ -241,6 +241,9 @@ class Frontend:
             self.caches.update(replica, events.cache)
         if events.load is not None:
             self.board.update(replica, events.load)
+
+    def _on_stray(self, kind: str) -> None:
+        self.metrics.worker_stale.labels(kind=kind).inc()
 
     def _on_lost(self, why: str) -> None:
         failure = Failure(Reason.WORKER_LOST, why)

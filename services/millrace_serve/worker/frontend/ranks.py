@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,12 +25,13 @@ from millrace_serve.engine.core import EngineInput
 from millrace_serve.engine.start.phases import slowest
 from millrace_serve.transfer.base import MemoryHandle
 from millrace_serve.transfer.messages import StopReader, ToReader
-from millrace_serve.worker.channels import Receiver, Sender
+from millrace_serve.worker.channels import Receiver, Sender, channel_key
 from millrace_serve.worker.config import WorkerConfig
 from millrace_serve.worker.frontend.rank_watch import RankWatch
 from millrace_serve.worker.launcher import Launcher
 from millrace_serve.worker.messages import (
     Answer,
+    Dropped,
     FreezeGc,
     FromRank,
     GcFrozen,
@@ -58,11 +60,14 @@ class Ranks:
         launcher: Launcher,
         on_report: Callable[[int, Report], None],
         on_lost: Callable[[str], None],
+        on_stray: Callable[[str], None] = lambda kind: None,
     ) -> None:
+        """on_stray: a message was dropped that cannot be decoded, or that nobody asked for; gets its kind."""
         self._config = config
         self._launcher = launcher
         self._on_report = on_report
         self._on_lost = on_lost
+        self._on_stray = on_stray
         self._context: zmq.Context[Any] | None = None  # while there are ranks
         self._engines: dict[int, Sender[ToEngine]] = {}
         self._readers: dict[int, Sender[ToReader]] = {}
@@ -74,20 +79,25 @@ class Ranks:
         self._stopping = False
 
     async def start(self, model: Path | None = None) -> None:
-        """Returns when every rank is ready; again after `stop`. Raises MillraceError (WORKER_LOST) when one ends first.
+        """Returns when every rank is ready; again after `stop`. Raises MillraceError (WORKER_LOST) when one ends first,
+        and OSError when the secret is unusable.
 
         Args:
             model: a checkpoint in the place of the configured one.
         """
+        group = secrets.token_hex(16)
+        self._key = channel_key(self._config.secret, group)
         self._stopping, self._context = False, zmq.Context()
-        self._inbox: Receiver[FromRank] = Receiver(self._context, self._launcher.bind(), FromRank)
+        self._inbox: Receiver[FromRank] = Receiver(
+            self._context, self._launcher.bind(), FromRank, self._key, lambda: self._on_stray("undecodable")
+        )
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._looks: dict[int, Starvation] = {}  # at ranks that are silent
         timeouts, now = self._config.timeouts, self._clock.now()
         self._watch = RankWatch(self._config.num_ranks, timeouts.start, now, self._seen_starved)
         self._inbox.watch(self._take)
         config = self._config if model is None else self._config.model_copy(update={"model": model})
-        await self._launcher.start(config, self._inbox.endpoint, self._on_exit)
+        await self._launcher.start(config, self._inbox.endpoint, group, self._on_exit)
         await self._ready
         self._watcher = asyncio.create_task(self._watch_ranks())
 
@@ -193,14 +203,27 @@ class Ranks:
 
     def _take(self, message: FromRank) -> None:
         """Handle a report. An exception ends the worker: the report would be lost, and a request may wait for it."""
+        if kind := self._stray(message.rank, message.report):
+            log.warning("dropped %s of rank %d, which nobody asked for", kind, message.rank)
+            self._on_stray(kind)
+            return
         try:
             self._handle(message.rank, message.report)
         except Exception as error:
             log.exception("a report of rank %d could not be handled", message.rank)
             self._lose(f"a report of rank {message.rank}: {type(error).__name__}: {error}")
 
+    def _stray(self, rank: int, report: Report) -> str:
+        """The kind of a report that cannot be of one of our ranks now; empty: it can."""
+        known = 0 <= rank < self._config.num_ranks
+        asked = not isinstance(report, Answer) or (type(report), rank) in self._asked
+        first = not isinstance(report, RankReady) or rank not in self._infos
+        return "" if known and asked and first else type(report).__name__
+
     def _handle(self, rank: int, report: Report) -> None:
         match report:
+            case Dropped():
+                self._on_stray("undecodable")
             case RankReady():
                 self._connect(rank, report)
             case RankFailed(why):
@@ -231,9 +254,9 @@ class Ranks:
     def _connect(self, rank: int, info: RankReady) -> None:
         self._infos[rank] = info
         assert self._context is not None
-        self._engines[rank] = Sender(self._context, info.engine_endpoint)
+        self._engines[rank] = Sender(self._context, info.engine_endpoint, self._key)
         if info.reader_endpoint:
-            self._readers[rank] = Sender(self._context, info.reader_endpoint)
+            self._readers[rank] = Sender(self._context, info.reader_endpoint, self._key)
         if len(self._infos) == self._config.num_ranks and not self._ready.done():
             self._ready.set_result(None)
 

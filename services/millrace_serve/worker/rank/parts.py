@@ -19,6 +19,7 @@ class RankSpec:
     frontend: str  # endpoint of the frontend's inbox
     bind: str  # where the rank's own inboxes listen: a ZeroMQ endpoint with {name} in it
     rendezvous: str  # init_method of torch.distributed
+    group: str = ""  # makes the key of the channels, with the deployment's secret (worker/channels.py)
 
 
 @dataclass(frozen=True, slots=True)

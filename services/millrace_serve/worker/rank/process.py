@@ -40,9 +40,9 @@ from millrace_serve.transfer.nearest import NearestSink
 from millrace_serve.transfer.nixl import NixlExporter, NixlSink
 from millrace_serve.transfer.page_folder import PageFolder
 from millrace_serve.transfer.reader import Reader
-from millrace_serve.worker.channels import Receiver, Sender
+from millrace_serve.worker.channels import Receiver, Sender, channel_key
 from millrace_serve.worker.config import EngineKind, WorkerConfig
-from millrace_serve.worker.messages import FromRank, RankFailed, RankProgress, RankReady, Report, ToEngine
+from millrace_serve.worker.messages import Dropped, FromRank, RankFailed, RankProgress, RankReady, Report, ToEngine
 from millrace_serve.worker.rank.loop import EngineLoop, Upkeep, follower_inbox
 from millrace_serve.worker.rank.parts import Parts, RankSpec
 from millrace_serve.worker.rank.pulse import PulseThread
@@ -67,10 +67,15 @@ def main(spec: RankSpec) -> None:
 def run(spec: RankSpec) -> int:
     """The rank's whole life; the exit code."""
     logs.setup(f"{spec.config.role}/rank{spec.rank}", spec.config.log_level)
-    context = zmq.Context()
-    outbox: Sender[FromRank] = Sender(context, spec.frontend)
     try:
-        _live(spec, context, lambda report: outbox.send(FromRank(spec.rank, report)))
+        key = channel_key(spec.config.secret, spec.group)
+    except OSError as error:  # and without it nobody can be told
+        log.error("%s", error)
+        return 1
+    context = zmq.Context()
+    outbox: Sender[FromRank] = Sender(context, spec.frontend, key)
+    try:
+        _live(spec, context, key, lambda report: outbox.send(FromRank(spec.rank, report)))
         return 0
     except Refused as error:
         log.debug("rank %d failed", spec.rank, exc_info=True)
@@ -84,7 +89,7 @@ def run(spec: RankSpec) -> int:
         context.destroy(linger=500)
 
 
-def _live(spec: RankSpec, context: zmq.Context[Any], report: Callable[[Report], None]) -> None:
+def _live(spec: RankSpec, context: zmq.Context[Any], key: bytes, report: Callable[[Report], None]) -> None:
     config = spec.config
     report(RankProgress("loading", f"rank {spec.rank}: {config.model_name}"))
 
@@ -100,11 +105,13 @@ def _live(spec: RankSpec, context: zmq.Context[Any], report: Callable[[Report], 
         raise Refused(error) from error
     report(RankProgress("compiling", f"rank {spec.rank}"))
     _add_disk_tier(parts, config)
-    inbox: Receiver[ToEngine] = Receiver(context, spec.bind.format(name="engine"), ToEngine)
+    inbox: Receiver[ToEngine] = Receiver(
+        context, spec.bind.format(name="engine"), ToEngine, key, lambda: report(Dropped())
+    )
     buffer = _buffer(parts.pool, config)
     exporter = NixlExporter(buffer, shared=shared_memory_name(buffer) if buffer.mem_type == "VRAM" else b"")
     memory = exporter.handle()
-    endpoint, reader = _reader_thread(spec, context, buffer, exporter)
+    endpoint, reader = _reader_thread(spec, context, key, buffer, exporter)
     report(
         RankReady(
             engine_endpoint=inbox.endpoint,
@@ -118,7 +125,7 @@ def _live(spec: RankSpec, context: zmq.Context[Any], report: Callable[[Report], 
             memory=memory,
         )
     )
-    pulses: Sender[FromRank] = Sender(context, spec.frontend)
+    pulses: Sender[FromRank] = Sender(context, spec.frontend, key)
     with PulseThread(parts.progress, lambda pulse: pulses.send(FromRank(spec.rank, pulse))):
         to_set = partial(set_weights, parts, lambda: _add_disk_tier(parts, config))
         _step(parts, inbox, report, Upkeep(spec.rank, report, parts.progress, to_set))
@@ -196,16 +203,18 @@ def _buffer(pool: KvPool, config: WorkerConfig) -> PageBuffer:
 
 
 def _reader_thread(
-    spec: RankSpec, context: zmq.Context[Any], buffer: PageBuffer, exporter: NixlExporter
+    spec: RankSpec, context: zmq.Context[Any], key: bytes, buffer: PageBuffer, exporter: NixlExporter
 ) -> tuple[str, threading.Thread]:
     """The endpoint of the reader's inbox, and the thread that reads KV until StopReader."""
-    inbox: Receiver[ToReader] = Receiver(context, spec.bind.format(name="transfer"), ToReader)
-    outbox: Sender[FromRank] = Sender(context, spec.frontend)  # from now on used by the new thread only
+    outbox: Sender[FromRank] = Sender(context, spec.frontend, key)  # from now on used by the new thread only
     stall_s = spec.config.timeouts.stall
 
-    def report(message: FromReader | RankFailed) -> None:
+    def report(message: FromReader | RankFailed | Dropped) -> None:
         outbox.send(FromRank(spec.rank, message))
 
+    inbox: Receiver[ToReader] = Receiver(
+        context, spec.bind.format(name="transfer"), ToReader, key, lambda: report(Dropped())
+    )
     reader = Reader(_sink(buffer), inbox, report, stall_s, exporter=exporter)
 
     def run() -> None:
