@@ -42,8 +42,8 @@ OUTPUTS, PROMPTS = 40, (50, 300)  # tokens
 VOCABULARY = 1000
 TURN_S = 15.0
 SETTLE_S = 2.0  # of a turn, before anything is measured
-HOSTILE, HONEST = "hostile", ("honest-a", "honest-b")
-RIGHTS = {"requests_per_s": 4.0, "tokens_per_s": 2000.0}  # of the hostile tenant
+HOSTILE, HONEST = tuple(f"hostile-{i:02}" for i in range(22)), ("honest-a", "honest-b")
+RIGHTS = {"requests_per_s": 0.5, "tokens_per_s": 200.0}  # of each hostile tenant
 WORKER_SET = (
     *("sim.step_s=0.02", "sim.token_s=0.00001", f"sim.vocab_size={VOCABULARY}", "limits.checks=[canary]"),
     "limits.max_model_len=4096",
@@ -186,7 +186,7 @@ async def beside_hostile(folder: Path, minutes: float, clients: int, seed: int) 
     """Turns of TURN_S, alternately without and with the hostile tenant."""
     report = Report()
     keys, deployment = folder / "keys.yaml", folder / "secret"
-    rights = {HOSTILE: RIGHTS, **{name: {} for name in HONEST}}
+    rights = {**dict.fromkeys(HOSTILE, RIGHTS), **{name: {} for name in HONEST}}
     keys.write_text(json.dumps({"keys": [{"name": name, "key": secret(name), **rights[name]} for name in rights]}))
     deployment.write_text("0123456789abcdef0123456789abcdef")
     spec = ClusterSpec(
@@ -220,7 +220,7 @@ class _Hostile:
     def __init__(self, cluster: LocalCluster, report: Report) -> None:
         self._report = report
         module = (sys.executable, "-m", "millrace_testing.hostile_tenant")
-        self._command = ("nice", "-n", "19", *module, cluster.http_url, cluster.grpc_address, secret(HOSTILE))
+        self._command = ("nice", "-n", "19", *module, cluster.http_url, cluster.grpc_address, *map(secret, HOSTILE))
 
     async def __aenter__(self) -> None:
         path = os.pathsep.join([str(ROOT / "tests"), *sys.path])

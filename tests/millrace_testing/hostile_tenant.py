@@ -1,7 +1,8 @@
-"""A tenant that does what it may and what it may not, as fast as it is let, over HTTP and gRPC: a process of its own.
+"""Tenants that do what they may and what they may not, over HTTP and gRPC: a process of its own.
 
-    python -m millrace_testing.hostile_tenant http://127.0.0.1:8000 127.0.0.1:50051 KEY
+    python -m millrace_testing.hostile_tenant http://127.0.0.1:8000 127.0.0.1:50051 KEY …
 
+Each attack has a key, so that one that uses up its rates does not hide the others; with fewer keys they take turns.
 It says `ready` when most attacks were made once. At SIGTERM it prints, as JSON, how often each attack had which
 outcome.
 """
@@ -26,7 +27,7 @@ from millrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from millrace_rpc.client import channel
 
 CONTEXT = 4096  # tokens of the system that is attacked
-PAUSE_S = 0.05  # between two of one attacker: it has to leave time to the system that it shares a machine with
+PAUSE_S = 0.2  # between two of one attacker: some 100 requests per second of all, on cores that others need too
 LONGEST_S = 20.0  # of an attack
 CONNECTIONS = 100
 SPECIAL = "<｜begin▁of▁sentence｜><｜User｜><｜Assistant｜><｜tool▁calls▁begin｜><|im_start|>system<|eot_id|></s>"
@@ -49,7 +50,6 @@ class Hostile:
         self._metadata = (("authorization", f"Bearer {key}"),)
         self._numbers = itertools.count(os.getpid() * 1000)
         self._rng = random.Random(os.getpid())
-        self.outcomes: dict[str, Counter[str]] = {}
         self.attacks: dict[str, Callable[[], Awaitable[str]]] = {
             "huge regexes, HTTP": lambda: self._complete(guided_regex=f"{next(self._numbers)}{REGEX}"),
             "huge regexes, gRPC": lambda: self._generate(grammar={"regex": f"{next(self._numbers)}{REGEX}"}),
@@ -79,9 +79,8 @@ class Hostile:
             "long prompts, gRPC": lambda: self._generate(self._tokens(CONTEXT - 20), max_tokens=1),
         }
 
-    async def run(self, name: str, told: Callable[[], None]) -> None:
-        """One attack again and again."""
-        found = self.outcomes[name] = Counter()
+    async def run(self, name: str, found: Counter[str], told: Callable[[], None]) -> None:
+        """One attack again and again; what it had as outcome is counted in `found`."""
         while True:
             try:
                 async with asyncio.timeout(LONGEST_S):
@@ -208,23 +207,27 @@ class Hostile:
 
 
 async def main() -> None:
-    url, address, key = sys.argv[1:]
-    hostile, ended = Hostile(url, address, key), asyncio.Event()
+    url, address, *keys = sys.argv[1:]
+    ended, begun = asyncio.Event(), asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
-    begun = asyncio.Event()
+    tenants = [Hostile(url, address, key) for key in keys]
+    outcomes: dict[str, Counter[str]] = {}
 
     def told() -> None:
-        if sum(bool(outcomes) for outcomes in hostile.outcomes.values()) > len(hostile.attacks) // 2:
+        if sum(map(bool, outcomes.values())) > len(outcomes) // 2:
             begun.set()
 
-    tasks = [asyncio.create_task(hostile.run(name, told)) for name in hostile.attacks]
+    tasks = []
+    for name, hostile in zip(tenants[0].attacks, itertools.cycle(tenants), strict=False):
+        found = outcomes[name] = Counter()
+        tasks.append(asyncio.create_task(hostile.run(name, found, told)))
     await begun.wait()
     print("ready", flush=True)  # noqa: T201
     await ended.wait()
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)
-    print(json.dumps(hostile.outcomes), flush=True)  # noqa: T201
+    print(json.dumps(outcomes), flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -227,3 +227,45 @@ async def test_probes_have_a_plain_port_of_their_own(cluster: Callable, tmp_path
         gauges = ("millrace_queue_tokens 0.0", "millrace_queue_wait_seconds 0.0", "millrace_retry_budget_attempts 50.0")
         assert all(f"\n{gauge}\n" in said for gauge in gauges)
         assert (await probe.get("/v1/models")).status_code == 404
+
+
+OTHERS = {  # requests that need no worker: over HTTP a path and a body, over gRPC a method and a message
+    "/tokenize": {"prompt": "abc"},
+    "/detokenize": {"tokens": [65, 66]},
+    "/v1/messages/count_tokens": {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]},
+    "Tokenize": inference_pb2.TokenizeRequest(prompt={"text": "abc"}),
+    "Detokenize": inference_pb2.DetokenizeRequest(token_ids=[65, 66]),
+}
+MISTAKES = {
+    "/v1/completions": {"prompt": 7},
+    "/tokenize": {},
+    "Generate": inference_pb2.GenerateRequest(),
+    "Tokenize": inference_pb2.TokenizeRequest(),
+    "Detokenize": inference_pb2.DetokenizeRequest(token_ids=[1 << 30]),
+}
+
+
+async def outcome(keyed: Cluster, name: str, message: object) -> object:
+    """An HTTP status, or a reason."""
+    if name.startswith("/"):
+        return (await keyed.http.post(name, json=message, headers=bearer(OTHER))).status_code
+    call = getattr(keyed.stub, name)(message, metadata=tuple(bearer(OTHER).items()), timeout=10)
+    try:
+        if name == "Generate":
+            return [part async for part in call]
+        return await call
+    except grpc.aio.AioRpcError as error:
+        return from_rpc_error(error).reason
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [*OTHERS.items(), *MISTAKES.items()], ids=[*OTHERS, *(f"mistaken {name}" for name in MISTAKES)]
+)
+async def test_what_needs_no_worker_counts_for_the_rate_of_requests(keyed: Cluster, name: str, message: object) -> None:
+    """Two are allowed. The third is refused before it is read."""
+    limited = (429, Reason.RATE_LIMITED)
+    assert await outcome(keyed, name, message) not in limited
+    assert await outcome(keyed, name, message) not in limited
+    assert await outcome(keyed, name, message) in limited
+    assert await outcome(keyed, "/v1/completions", {"prompt": 7}) == 429, "what is wrong is not looked for"
+    assert await tokens(keyed.stub, SECRET) == expected([1, 2, 3], 4)

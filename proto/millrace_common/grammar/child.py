@@ -7,6 +7,7 @@ takes CPU_S seconds and the process MEMORY bytes, or the process ends.
 from __future__ import annotations
 
 import json
+import os
 import resource
 import sys
 import threading
@@ -15,10 +16,12 @@ import time
 from millrace_common.grammar.source import GrammarError, source
 
 CPU_S = 2
+NICER = 10  # than the process that asks: that one answers all clients, on cores that it may share with this one
 STACK_BYTES = 4 << 20  # less than a thread has that compiles what was compiled here
 
 
 def main() -> None:
+    os.nice(NICER)
     memory = int(sys.argv[-1])
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -52,12 +52,14 @@ class InferenceService:
             model, prompt = self._inference.model, _prompt(request.prompt)
             validate.check_model(request.model, self._inference.names)
             validate.check_prompt(prompt, model)
+            caller.get().tenant.take(time.monotonic())
             return pb.TokenizeResponse(token_ids=await self._inference.tokenize(prompt, model))
 
     async def detokenize(self, data: bytes, context: grpc.aio.ServicerContext) -> pb.DetokenizeResponse:
         with self._read(pb.DetokenizeRequest, data) as request:
             validate.check_model(request.model, self._inference.names)
             validate.check_ids("token_ids", request.token_ids, self._inference.model)
+            caller.get().tenant.take(time.monotonic())
             text = self._inference.tokenizer.decode(request.token_ids, request.keep_special_tokens)
             return pb.DetokenizeResponse(text=text)
 
@@ -83,15 +85,18 @@ class InferenceService:
 
     @contextlib.contextmanager
     def _read(self, kind: type[P], data: bytes) -> Iterator[P]:
-        """Read a message. Its tenant is charged for a mistake that is found in the block.
+        """Read a message, unless its tenant may begin no request now. The tenant is charged for a mistake that is found
+        in the block.
 
-        Raises INVALID_ARGUMENT for malformed bytes, MESSAGE_TOO_LARGE for too many.
+        Raises INVALID_ARGUMENT for malformed bytes, MESSAGE_TOO_LARGE for too many, RATE_LIMITED.
         """
+        tenant = caller.get().tenant
+        tenant.check(time.monotonic(), requests=0)
         try:
             validate.check_size(len(data), self._inference.backend.config.limits.message_bytes)
             yield parse(kind.FromString, data)
         except MillraceError as error:
-            caller.get().tenant.refused(error, len(data), time.monotonic())
+            tenant.refused(error, len(data), time.monotonic())
             raise
 
 

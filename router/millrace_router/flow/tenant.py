@@ -104,6 +104,11 @@ class Tenant:
             self.requests.take(1, now)
         self.spend(prompt_tokens, now)
 
+    def take(self, now: float) -> None:
+        """Count a request that needs no worker. Raises RATE_LIMITED."""
+        self.check(now, requests=0)
+        self.begin(0, now)
+
     def refused(self, error: MillraceError, size: int, now: float) -> None:
         """Count a request of `size` bytes if it has a mistake: to find it took as long as to begin one."""
         if error.row.http in (400, 404, 413):

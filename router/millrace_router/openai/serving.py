@@ -60,13 +60,16 @@ async def read(
 ) -> tuple[R, Made, bool]:
     """The request in the body, what is made of it, and whether it is large.
 
-    A large body is received only while its tenant may begin requests, and is read in a thread, `make` too.
+    A body is read only while its tenant may begin requests, a large one received only then. It is read in a thread,
+    `make` too.
     """
     config, tenant = inference.backend.config, caller.get().tenant
     if not received(request) and int(request.headers.get("content-length", SHORT)) >= SHORT:
         tenant.check(time.monotonic())
     with inference.bodies.hold(tenant.name) as held:
         body = await read_body(request, config.limits.message_bytes, config.bodies, held.take)
+
+        tenant.check(time.monotonic())
 
         def work() -> tuple[R, Made]:
             wanted = parse(kind, body)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 from millrace_router.flow import validate
 from millrace_router.flow.ask import Ask, Prompt
 from millrace_router.flow.inference import Inference
+from millrace_router.flow.tenant import caller
 from millrace_router.openai import objects
 from millrace_router.openai.chat import Arguments, Conversation, FunctionTool, Turn
 from millrace_router.openai.parsing import Items
@@ -46,6 +49,7 @@ class DetokenizeRequest(Strict):
 async def prompt_tokens(inference: Inference, ask: Ask) -> list[int]:
     """The token ids that workers would get."""
     validate.check(ask, inference.model, inference.names, inference.backend.config)
+    caller.get().tenant.take(time.monotonic())
     return await inference.tokenize(ask.prompt, inference.model, ask.large)
 
 
@@ -57,4 +61,5 @@ async def tokenize(inference: Inference, ask: Ask) -> objects.Tokens:
 def detokenize(inference: Inference, wanted: DetokenizeRequest) -> objects.Text:
     validate.check_model(wanted.model, inference.names)
     validate.check_ids("tokens", wanted.tokens, inference.model)
+    caller.get().tenant.take(time.monotonic())
     return {"prompt": inference.tokenizer.decode(wanted.tokens, wanted.keep_special_tokens)}
