@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    from millrace_common.early_signals import exit_on_sigterm
+    from millrace_common.process_start import prepare
 
-    exit_on_sigterm()
+    prepare()
 
     from millrace_router.main import main
 

@@ -6,9 +6,9 @@ TERMINATED = 143  # as a shell reports a command that SIGTERM ended
 
 
 def main() -> None:
-    from millrace_common.early_signals import exit_on_sigterm
+    from millrace_common.process_start import prepare
 
-    exit_on_sigterm(TERMINATED)
+    prepare(TERMINATED)
 
     from millrace_cli import app
 

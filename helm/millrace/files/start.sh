@@ -3,6 +3,7 @@
 #                                   the other pods run Ray only, for the leader's ranks
 # start.sh linger                   preStop of the other pods: until the leader has drained and its Ray is gone
 set -eu
+ulimit -c 0 # a core dump would have prompts and keys, also of the processes of Ray
 trap "exit 143" TERM # the kernel drops signals without a handler for PID 1; the command at hand ends first
 leader=${MILLRACE_RUN:?}/leader # the file with its address: its name is gone from DNS as soon as it terminates
 REFUSED=3 UNKNOWN=4 SILENCE=20

@@ -14,6 +14,7 @@ import threading
 import time
 
 from millrace_common.grammar.source import GrammarError, source
+from millrace_common.process_start import no_core_dumps
 
 CPU_S = 2
 NICER = 10  # than the process that asks: that one answers all clients, on cores that it may share with this one
@@ -24,7 +25,7 @@ def main() -> None:
     os.nice(NICER)
     memory = int(sys.argv[-1])
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    no_core_dumps()
     threading.stack_size(STACK_BYTES)
     thread = threading.Thread(target=_serve)
     thread.start()

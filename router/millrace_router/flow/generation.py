@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from millrace.v1 import common_pb2, prefill_pb2, worker_pb2
+from millrace_common.log import PER_REQUEST
 from millrace_common.metrics import Metrics
 from millrace_common.reasons import Reason
 from millrace_common.spans import Tracer
@@ -182,7 +183,8 @@ class Generation:
         self._settle()
 
     def _retry(self, retry: Retry) -> None:
-        log.info("attempt %d failed after %d tokens: %s", self.flow.attempt, len(self.flow.outputs), self.flow.error)
+        facts = self.flow.attempt, len(self.flow.outputs), self.flow.error
+        log.info("attempt %d failed after %d tokens: %s", *facts, extra=PER_REQUEST)
         self._spans.over(self._loop.time(), error=str(self.flow.error))
         if not retry.refused and not self._health.budget.spend(self._loop.time()):
             self._backend.metrics.retries_refused.inc()

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 from millrace.v1 import kv_pb2, worker_pb2
+from millrace_common.log import PER_REQUEST
 from millrace_common.page_hash import page_hashes
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
@@ -247,7 +248,8 @@ class Imports:
         del self._live[job.machine.id]
         if failure := job.machine.failure:
             self._count_failure(failure)
-            log.info("kv import %s failed: %s: %s", job.machine.id, failure.reason, failure.message)
+            message = "kv import %s failed: %s: %s"
+            log.info(message, job.machine.id, failure.reason, failure.message, extra=PER_REQUEST)
         for refusal, count in job.machine.refused.items():
             self._metrics.worker_stale.labels(kind=refusal).inc(count)
         if job.task is not None and not job.released:
@@ -289,7 +291,7 @@ class Imports:
         except MillraceError as error:
             self._broken(job, error)
         except Exception as error:
-            log.exception("kv import %s: unexpected error", job.machine.id)
+            log.exception("kv import %s: unexpected error", job.machine.id, extra=PER_REQUEST)
             self._broken(job, MillraceError.unexpected(error))
 
     def _broken(self, job: Import, error: MillraceError) -> None:

@@ -6,9 +6,9 @@ import os
 import sys
 
 if __name__ == "__main__":  # rank processes import this file and must not run it
-    from millrace_common.early_signals import exit_on_sigterm
+    from millrace_common.process_start import prepare
 
-    exit_on_sigterm()
+    prepare()
 
     from millrace_serve.engine.config import Role
     from millrace_serve.prefill.service import PrefillRole

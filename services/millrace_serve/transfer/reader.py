@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
+from millrace_common.log import PER_REQUEST
 from millrace_common.pace import PatientClock
 
 from millrace_serve.transfer.base import KvSink, MemoryHandle, ReadOp, ReadState, TransferError
@@ -110,7 +111,7 @@ class Reader:
                 try:
                     self._sink.connect(source)
                 except TransferError as error:  # the reads of this source report it
-                    log.warning("cannot connect to an exporter: %s", error)
+                    log.warning("cannot connect to an exporter: %s", error, extra=PER_REQUEST)
             case DropSource(agent):
                 self._sources.pop(agent, None)
                 self._sink.disconnect(agent)
@@ -121,7 +122,7 @@ class Reader:
                 try:
                     self._report(SourceRenewed(self._exporter.renew()))
                 except (TransferError, CudaError) as error:  # the next reports of failed reads ask again
-                    log.warning("no new agent, the old one goes on: %s", error)
+                    log.warning("no new agent, the old one goes on: %s", error, extra=PER_REQUEST)
             case CloseSource(agent):
                 assert self._exporter is not None
                 self._exporter.drop(agent)

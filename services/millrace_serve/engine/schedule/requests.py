@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Callable
 
+from millrace_common.log import PER_REQUEST
 from millrace_common.page_hash import page_hashes
 from millrace_common.reasons import Reason
 
@@ -41,7 +42,8 @@ class Requests:
     def enrol(self, request: Request) -> Sequence | Failure | None:
         """Return a new sequence, in no queue yet; or why it is refused; or None for a repeated submission."""
         if request.id in self.live:
-            log.warning("request %s is here already; its second submission is ignored", request.id)
+            message = "request %s is here already; its second submission is ignored"
+            log.warning(message, request.id, extra=PER_REQUEST)
             return None
         failure = refusal(request, self._config, self._facts, self._role)
         if failure is None and self.room() <= 0:

@@ -152,7 +152,7 @@ class MemoryPlanner:
         demand = estimated(self._site)
         demand = replace(demand, libraries=demand.libraries + self.outside_torch)
         plan = planned(self._site, self._memory, demand)
-        log.info("memory, estimated before the weights are read:\n%s", plan.table())
+        log.info("memory, estimated before the weights are read:", extra={"lines": plan.table()})
         return plan.budget - demand.weights - demand.libraries
 
     def pages(self, model: DeepseekV3) -> int:
@@ -162,7 +162,7 @@ class MemoryPlanner:
             assert wanted != "auto", "only the memory of CUDA devices is planned"
             return wanted
         plan = planned(self._site, self._memory, self._measure(model))
-        log.info("memory:\n%s", plan.table())
+        log.info("memory:", extra={"lines": plan.table()})
         return _smallest(plan.num_pages, self._site.dims)
 
     def _measure(self, model: DeepseekV3) -> memory.Demand:

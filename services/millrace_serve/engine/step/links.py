@@ -13,6 +13,8 @@ import struct
 import time
 from collections.abc import Collection
 
+from millrace_common.log import PER_REQUEST
+
 from millrace_serve.engine.step.shared_memory import RankLost
 
 log = logging.getLogger(__name__)
@@ -92,7 +94,8 @@ class Listener:
             if rank in missing:
                 links[rank] = Link(rank, connection)
             else:
-                log.warning("refused a connection from %s: it is none of this worker's ranks", peer)
+                message = "refused a connection from %s: it is none of this worker's ranks"
+                log.warning(message, peer, extra=PER_REQUEST)
                 connection.close()
         return list(links.values())
 

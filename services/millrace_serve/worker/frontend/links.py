@@ -21,6 +21,7 @@ from typing import Any
 
 import grpc
 from millrace.v1 import worker_pb2
+from millrace_common.log import PER_REQUEST
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
 
@@ -117,7 +118,7 @@ class Links:
         except MillraceError as malformed:
             error = malformed
         except Exception as unexpected:
-            log.exception("link of router %s failed", link.router_id)
+            log.exception("link of router %s failed", link.router_id, extra=PER_REQUEST)
             error = MillraceError.unexpected(unexpected)
         link.end(error)
 
@@ -138,7 +139,7 @@ class Links:
         others = (other for other in self._open if other.cache_key_id not in (b"", link.cache_key_id))
         if link.cache_key_id and (other := next(others, None)):
             message = "routers %s and %s have different secrets (secret): their prompts share no cached pages"
-            log.warning(message, link.router_id, other.router_id)
+            log.warning(message, link.router_id, other.router_id, extra=PER_REQUEST)
 
     def _close(self, link: RouterLink, reader: asyncio.Task[None]) -> None:
         reader.cancel()

@@ -28,6 +28,7 @@ from typing import Any
 import zmq
 from millrace_common import deployment_secret
 from millrace_common import log as logs
+from millrace_common.process_start import no_core_dumps
 
 from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import GIB
@@ -66,6 +67,7 @@ def main(spec: RankSpec) -> None:
 
 def run(spec: RankSpec) -> int:
     """The rank's whole life; the exit code."""
+    no_core_dumps()  # an actor of Ray inherits no limit of ours
     logs.setup(f"{spec.config.role}/rank{spec.rank}", spec.config.log_level)
     try:
         key = channel_key(spec.config.secret, spec.group)
