@@ -120,6 +120,7 @@ PODS = {  # keys of routers and workers
     "dnsPolicy": one_of("", "ClusterFirst", "ClusterFirstWithHostNet", "Default", "None"),
     "resourceClaims": list_of(ANY_OBJECT),
 }
+PEERS = list_of(ANY_OBJECT)  # and rules
 ROUTER = closed(
     **{**PODS, "config": ref("routerConfig")},
     ports=closed(grpc=PORT, http=PORT, admin=PORT, adminHttp=PORT, metrics=PORT, health=PORT),
@@ -272,7 +273,12 @@ def values_schema(fabrics: list[str]) -> Schema:
             **closed(runAsUser=POSITIVE, fsGroup=POSITIVE, seccompProfile=ANY_OBJECT, workersAsRoot=BOOL),
             "required": ["runAsUser", "fsGroup"],
         },
-        networkPolicy=closed(enabled=BOOL, clients=list_of(ANY_OBJECT), monitoring=list_of(ANY_OBJECT)),
+        networkPolicy=closed(
+            enabled=BOOL,
+            clients=PEERS,
+            monitoring=PEERS,
+            egress=closed(enabled=BOOL, apiServer=PEERS, download=PEERS, more=PEERS),
+        ),
         monitoring=MONITORING,
         gateway=GATEWAY,
         test=closed(timeout=POSITIVE, apiKey=closed(secretName=NAME, key=TEXT)),

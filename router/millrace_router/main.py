@@ -86,7 +86,8 @@ class Router:
         admin_pb2_grpc.add_AdminServicer_to_server(operations, self._admin.grpc)
         limits = config.connections
         inside = Limits(limits.idle)
-        self._admin_http = HttpServer(AdminGuard(admin_http.build(operations), http_access), inside)
+        names = [config.admin_http.rpartition(":")[0].lower()]
+        self._admin_http = HttpServer(AdminGuard(admin_http.build(operations, names), http_access), inside)
         # Metrics tell of all tenants.
         beside = self._before_scrape if config.metrics is None and config.api_keys is None else None
         self._parting = asyncio.Event()

@@ -118,11 +118,14 @@ async def test_bodies_over_http(cluster: LocalCluster) -> None:
     )
     def run(where: tuple[str, str], body: bytes, value: Any, plain: bool) -> None:
         url = "".join(where)
-        given = {"content": body} if plain else {"json": _finite(value)}
+        given = {"content": body, "headers": JSON} if plain else {"json": _finite(value)}
         answer = httpx.post(url, timeout=PATIENCE_S, **given)  # type: ignore[arg-type]
         check_http(answer, (url, given))
 
     await for_a_while(cluster, "bodies", [run])
+
+
+JSON = {"content-type": "application/json"}
 
 
 def _finite(value: Any) -> Any:

@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("curl") is None, reason="no curl on this machine"),
 ]
 GUIDE = (ROOT / "docs" / "operations.md").read_text()
-PLAIN = sorted(set(re.findall(r"`(curl (?:-X POST )?127\.0\.0\.1:8001/[^`]+)`", GUIDE)))
+PLAIN = sorted(set(re.findall(r"`(curl (?:-H '[^']*' )?(?:-X POST )?127\.0\.0\.1:8001/[^`]+)`", GUIDE)))
 
 
 async def shell(command: str, folder: Path) -> tuple[int, str]:

@@ -269,12 +269,33 @@ COMBINATIONS = {
         ("workers.decode.hostNetwork=true", "workers.decode.replicas=2"),
         "workers.decode.hostNetwork: two pods of one node would share ports",
     ),
+    "admin ports of a node": (
+        CPU,
+        ("router.hostNetwork=true", "router.adminHost=0.0.0.0", "tls.mode=certManager"),
+        "router.adminHost: 0.0.0.0 with router.hostNetwork",
+    ),
+    "admin ports for everybody": (
+        CPU,
+        ("router.adminHost=0.0.0.0",),
+        "router.adminHost: 0.0.0.0 needs tls.mode certManager or secrets",
+    ),
+    "egress alone": (
+        CPU,
+        ("networkPolicy.egress.enabled=true", "networkPolicy.enabled=false"),
+        "networkPolicy.egress.enabled: needs networkPolicy.enabled",
+    ),
     "a long name": (
         CPU,
         (f"fullnameOverride={LONG}", "workers.a-long-name-of-pool.role=unified"),
         "has more than 52 characters",
     ),
 }
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "[::1]", "localhost"])
+def test_admin_ports_of_a_pods_loopback_need_no_tls(host: str) -> None:
+    template((CPU,), (f"router.adminHost={host}", "router.hostNetwork=true"))
+    template((CPU,), ("router.adminHost=0.0.0.0", "tls.mode=certManager"))
 
 
 @pytest.mark.parametrize("what", COMBINATIONS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import yaml
@@ -125,6 +126,74 @@ def test_who_may_talk_to_whom() -> None:
     assert "ports" not in from_workers and metrics["ports"] == [{"port": 9090}]
     for rule in (from_router, from_workers):  # of this release only
         assert rule["from"][0]["podSelector"]["matchLabels"]["app.kubernetes.io/instance"] == "demo"
+
+
+def egress(name: str, *more: str) -> dict[str, Any]:
+    """The rules by the policy's name."""
+    policies = of_kind(rendered(name, *more), "NetworkPolicy")
+    return {
+        item["metadata"]["name"]: item["spec"]["egress"]
+        for item in policies
+        if item["spec"]["policyTypes"] == ["Egress"]
+    }
+
+
+@pytest.mark.helm
+def test_what_each_kind_of_pod_may_reach() -> None:
+    assert egress("policies") == {}, "off by default"
+    found = egress("egress")
+    dns = [{"port": 53, "protocol": "UDP"}, {"port": 53, "protocol": "TCP"}]
+    shared = []
+    for name, rules in found.items():
+        *_, resolvers, collector = rules
+        assert resolvers["ports"] == dns and {"namespaceSelector": {}} in resolvers["to"], name
+        assert collector == {"ports": [{"port": 4319}]}, name
+        shared.append(rules[:-2])
+    assert list(found) == [
+        "demo-millrace-egress-router",
+        "demo-millrace-egress-download",
+        "demo-millrace-egress-warm",
+        "demo-millrace-decode-egress",
+        "demo-millrace-prefill-egress",
+    ]
+    (to_workers, api), (store,), warm, *pools = shared
+    assert sorted(port["port"] for port in to_workers["ports"]) == [6, 50061]
+    assert api == {"ports": [{"port": 443}, {"port": 6443}]} and store == {"ports": [{"port": 443}]} and warm == []
+    for (rule,) in pools:
+        assert rule["to"] == to_workers["to"] and "ports" not in rule
+    (peer,) = to_workers["to"]
+    assert peer["podSelector"]["matchLabels"]["app.kubernetes.io/instance"] == "demo"
+
+
+@pytest.mark.helm
+def test_egress_without_tracing_and_with_named_peers() -> None:
+    sets = [
+        f"networkPolicy.egress.{name}[0].ipBlock.cidr=10.0.0.{i}/32" for i, name in enumerate(("apiServer", "download"))
+    ]
+    found = egress(
+        "policies", "networkPolicy.egress.enabled=true", *sets, "networkPolicy.egress.more[0].ports[0].port=7"
+    )
+    router, download = (found[f"demo-millrace-egress-{name}"] for name in ("router", "download"))
+    assert router[1]["to"] == [{"ipBlock": {"cidr": "10.0.0.0/32"}}]
+    assert download[0]["to"] == [{"ipBlock": {"cidr": "10.0.0.1/32"}}]
+    assert all(rules[-1] == {"ports": [{"port": 7}]} and len(rules[-2]["ports"]) == 2 for rules in found.values())
+
+
+@pytest.mark.helm
+def test_every_pod_of_ours_has_an_egress_policy() -> None:
+    for variant in ("egress", "hf"):
+        made = rendered(variant, "networkPolicy.egress.enabled=true")
+        selectors = [
+            item["spec"]["podSelector"]["matchLabels"]
+            for item in of_kind(made, "NetworkPolicy")
+            if item["spec"]["policyTypes"] == ["Egress"]
+        ]
+        checked = 0
+        for item in of_kind(made, "Deployment", "StatefulSet", "Job"):
+            labels = item["spec"]["template"]["metadata"]["labels"]
+            assert any(selector.items() <= labels.items() for selector in selectors), item["metadata"]["name"]
+            checked += 1
+        assert checked >= 3
 
 
 def test_a_routers_certificate_names_its_services_as_clients_call_them() -> None:

@@ -76,6 +76,14 @@ VARIANTS: dict[str, tuple[Path, tuple[str, ...]]] = {
             "networkPolicy.monitoring[0].namespaceSelector.matchLabels.team=b",
         ),
     ),
+    "egress": (
+        CPU,
+        (
+            "networkPolicy.egress.enabled=true",
+            "tracing.endpoint=http://collector.tracing:4319",
+            "workers.decode.ports.grpc=6",
+        ),
+    ),
     "hf": (CPU, ("model.source=hf", "model.uri=a/b", "model.path=c", "model.claim=d", "model.secretName=e")),
     "s3": (CPU, ("model.source=s3", "model.uri=s3://a/b", "model.path=c", "model.claim=d")),
     "oci": (CPU, ("model.source=oci", "model.uri=a/b:1", "model.path=c", "model.claim=d", "model.secretName=e")),

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
 import pytest
 from millrace.v1 import admin_pb2
+from millrace_router.edge import browser_guard
 from millrace_router.fleet.hooks import Shared
 from router.fake_worker import DECODE, PREFILL, UNIFIED, FakeWorker
 from router.harness import Cluster
+from starlette.datastructures import Headers
 
+JSON = {"content-type": "application/json"}
 PATHS = ("/workers", "/warmup", "/freeze_gc", "/flush_cache", "/start_profile", "/stop_profile", "/drain/x")
 
 
@@ -24,7 +28,7 @@ async def operate(cluster: Callable) -> AsyncIterator[Callable]:
     async def start(*workers: FakeWorker, **settings: object) -> tuple[Cluster, httpx.AsyncClient]:
         made = await cluster(*workers, **settings)
         url = f"http://127.0.0.1:{made.router.ports['admin_http']}"
-        clients.append(httpx.AsyncClient(base_url=url, timeout=30))
+        clients.append(httpx.AsyncClient(base_url=url, timeout=30, headers=JSON))
         return made, clients[-1]
 
     yield start
@@ -157,6 +161,62 @@ async def test_bad_requests(operate: Callable, path: str, body: bytes, status: i
     made, http = await operate(FakeWorker(UNIFIED))
     found, _, message = error(await http.post(path.format(worker=made.workers[0].address), content=body))
     assert found == status and words in message
+
+
+POSTS = tuple(path for path in PATHS if path != "/workers")
+FOREIGN = [  # headers, and the one that is named
+    ({"host": "evil.example.com"}, "host"),
+    ({"host": "evil.example.com:8001"}, "host"),
+    ({"host": "127.0.0.1.evil.example.com"}, "host"),
+    ({"host": "localhost.evil.example.com"}, "host"),
+    ({"host": "svc"}, "host"),
+    ({"host": "127.0.0.1@evil.example.com"}, "host"),
+    ({"origin": "https://evil.example.com"}, "origin"),
+    ({"origin": "http://localhost:3000"}, "origin"),
+    ({"origin": "null"}, "origin"),
+    ({"origin": ""}, "origin"),
+]
+OURS = ["127.0.0.1", "127.0.0.1:8001", "[::1]:8001", "10.0.0.7:8001", "localhost", "LocalHost:9", socket.gethostname()]
+OURS += ["admin.localhost:1", "millrace-router-0.millrace-router-pods.ns.svc", "10-0-0-7.ns.pod.cluster.local:8001", ""]
+
+
+@pytest.mark.parametrize(("headers", "named"), FOREIGN)
+async def test_a_page_of_another_site_is_refused(operate: Callable, headers: dict[str, str], named: str) -> None:
+    made, http = await operate(FakeWorker(UNIFIED))
+    before = made.workers[0].freezes
+    asked = [await http.post(path, headers=headers) for path in POSTS]
+    asked += [await http.get(path, headers=headers) for path in ("/workers", "/explain/r-1")]
+    for answer in asked:
+        status, code, message = error(answer)
+        assert (status, code) == (400, "invalid_argument") and message.startswith(f"the header {named} ")
+    assert made.workers[0].freezes == before and not made.workers[0].drained
+    assert (await http.get("/health", headers=headers)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "text/json"]
+)
+async def test_what_a_form_can_send_is_refused(operate: Callable, kind: str | None) -> None:
+    _, http = await operate(FakeWorker(UNIFIED))
+    del http.headers["content-type"]
+    for path in POSTS:
+        status, _, message = error(await http.post(path, headers={"content-type": kind} if kind else {}))
+        assert status == 400 and message.startswith("the header content-type must be application/json")
+
+
+@pytest.mark.parametrize("host", OURS)
+async def test_names_of_this_host_and_of_pods_are_served(operate: Callable, host: str) -> None:
+    _, http = await operate(FakeWorker(UNIFIED))
+    assert (await http.get("/workers", headers={"host": host})).status_code == 200
+    own = {"host": host, "origin": f"http://{host}", "content-type": "Application/JSON; charset=utf-8"}
+    assert (await http.post("/freeze_gc", headers=own)).status_code == 200
+
+
+async def test_the_name_that_it_listens_on_is_served(operate: Callable) -> None:
+    headers = {"host": "operators.example.com:1", **JSON}
+    _, http = await operate(FakeWorker(UNIFIED))
+    assert (await http.post("/freeze_gc", headers=headers)).status_code == 400
+    browser_guard.check("POST", Headers(headers), ["operators.example.com"])
 
 
 async def test_the_public_port_has_none_of_it(operate: Callable) -> None:

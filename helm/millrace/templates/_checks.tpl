@@ -308,6 +308,18 @@
 {{- if and .Values.tls.publicSecret (eq .Values.tls.mode "off") -}}
 {{- fail "tls.publicSecret: needs tls.mode generated, certManager or secrets" -}}
 {{- end -}}
+{{- if and .Values.networkPolicy.egress.enabled (not .Values.networkPolicy.enabled) -}}
+{{- fail "networkPolicy.egress.enabled: needs networkPolicy.enabled" -}}
+{{- end -}}
+{{- $host := .Values.router.adminHost -}}
+{{- if not (regexMatch "^(127[.][0-9.]+|\\[::1\\]|localhost)$" $host) -}}
+{{- if .Values.router.hostNetwork -}}
+{{- fail (printf "router.adminHost: %s with router.hostNetwork would give the admin ports to the node's network; only 127.0.0.1 or [::1]" $host) -}}
+{{- end -}}
+{{- if eq .Values.tls.mode "off" -}}
+{{- fail (printf "router.adminHost: %s needs tls.mode certManager or secrets: admin ports check nothing else" $host) -}}
+{{- end -}}
+{{- end -}}
 {{- include "millrace.checkGateway" . -}}
 {{- if and .Values.apiKeys.secretName (eq .Values.tls.mode "off") (not .Values.apiKeys.allowPlaintext) -}}
 {{- fail "apiKeys.secretName: needs tls.mode certManager or secrets, or clients send their keys in plain text; if a Gateway or a mesh encrypts them up to the routers, set apiKeys.allowPlaintext=true" -}}

@@ -1,11 +1,12 @@
 """The Admin service over HTTP, on a port of its own: JSON of the same messages, answered by the same functions.
 
-A body may be left out. Its fields are those of the message, and an unknown one is an error.
+A body may be left out. Its fields are those of the message, and an unknown one is an error. Pages in a browser are
+refused (browser_guard.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from millrace_router.edge import browser_guard
 from millrace_router.edge.admin import Admin
 from millrace_router.edge.http_answers import json_answer, new_app, read_body
 from millrace_router.edge.probes import health
@@ -27,7 +29,8 @@ MAX_BODY = 64 << 10
 Method = Callable[[Any], Awaitable[Message]]  # of Admin, each with a message of its own
 
 
-def build(admin: Admin) -> Starlette:
+def build(admin: Admin, names: Collection[str] = ()) -> Starlette:
+    """`names`: of this host, in small letters, by which the port is asked; addresses need none."""
     routes: tuple[tuple[str, str, Method, type[Message]], ...] = (
         ("GET", "/workers", admin.ListWorkers, pb.ListWorkersRequest),
         ("GET", "/explain/{request_id:path}", admin.ExplainRequest, pb.ExplainRequestRequest),
@@ -38,13 +41,14 @@ def build(admin: Admin) -> Starlette:
         ("POST", "/start_profile", admin.StartProfiles, pb.StartProfilesRequest),
         ("POST", "/stop_profile", admin.StopProfiles, pb.StopProfilesRequest),
     )
-    found = [Route(path, _endpoint(method, message), methods=[verb]) for verb, path, method, message in routes]
+    found = [Route(path, _endpoint(method, message, names), methods=[verb]) for verb, path, method, message in routes]
     return new_app([Route("/health", health), *found])
 
 
-def _endpoint(method: Method, kind: type[Message]) -> Callable[[Request], Awaitable[Response]]:
+def _endpoint(method: Method, kind: type[Message], names: Collection[str]) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         """Fill the message from the body and the path's parameters, which have the names of its fields."""
+        browser_guard.check(request.method, request.headers, names)
         body, message = await read_body(request, MAX_BODY), kind()
         try:
             json_format.ParseDict(msgspec.json.decode(body or b"{}", type=dict), message)
