@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextvars
 import logging
 import math
-import re
 import sys
+
+from millrace_common.quoted import cut, printable
 
 request_id: contextvars.ContextVar[str] = contextvars.ContextVar("millrace_request_id", default="")
 
@@ -21,7 +22,6 @@ MARGIN = "    | "
 PERIOD_S = 1.0  # between two lines of the same place
 PER_REQUEST = {"per_request": True}  # `extra` of a call outside a request's context that requests or connections cause
 OF_CONNECTIONS = ("asyncio", "grpc", "uvicorn")  # libraries that log what is wrong with a client's connection
-_UNUSUAL = re.compile(r"[^ -~]")  # characters: some of them can be printed
 
 
 class Formatter(logging.Formatter):
@@ -29,16 +29,18 @@ class Formatter(logging.Formatter):
         super().__init__(f"%(asctime)s.%(msecs)03d %(levelname).1s {process} %(name)s%(request)s: %(text)s", "%H:%M:%S")
 
     def format(self, record: logging.LogRecord) -> str:
-        current = printable(request_id.get(), LONGEST_ID)
+        current = printable(cut(request_id.get(), LONGEST_ID))
         record.request = f" [{current}]" if current else ""
         record.asctime = self.formatTime(record, self.datefmt)
         count = getattr(record, "left_out", 0)
-        record.text = printable(record.getMessage(), LONGEST) + (f" ({count} more were not logged)" if count else "")
+        record.text = printable(cut(record.getMessage(), LONGEST)) + (
+            f" ({count} more were not logged)" if count else ""
+        )
         further = [getattr(record, "lines", ""), record.stack_info or ""]
         if record.exc_info:
             further.append(self.formatException(record.exc_info))
         lines = (line for text in further for line in text.split("\n") if line)
-        return "\n".join([self.formatMessage(record), *(MARGIN + printable(line, LONGEST) for line in lines)])
+        return "\n".join([self.formatMessage(record), *(MARGIN + printable(cut(line, LONGEST)) for line in lines)])
 
 
 class Sparing(logging.Filter):
@@ -63,16 +65,6 @@ class Sparing(logging.Filter):
         self._seen[place] = record.created, 0
         record.left_out = count
         return True
-
-
-def printable(text: str, most: int) -> str:
-    """The first `most` characters. Those that cannot be printed or look like a space are escaped, as \\n or \\u2028."""
-    rest = f"... ({len(text)} characters)" if len(text) > most else ""
-    return _UNUSUAL.sub(_escaped, text[:most]) + rest
-
-
-def _escaped(match: re.Match[str]) -> str:
-    return match[0] if match[0].isprintable() else match[0].encode("unicode_escape").decode()
 
 
 def setup(process: str, level: str = "INFO") -> None:

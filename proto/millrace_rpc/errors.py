@@ -18,10 +18,12 @@ from google.protobuf import any as protobuf_any
 from google.protobuf import duration
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
+from millrace_common.quoted import cut, printable
 from millrace_common.reasons import Reason
 
 DOMAIN = "millrace"
-MAX_STATUS_BYTES = 1_000  # of the message in a status: it travels twice, once percent-encoded, in 8 KiB of headers
+MAX_MESSAGE_BYTES = 1_000  # in a status it travels twice, once percent-encoded, in 8 KiB of headers
+MAX_PARAM_BYTES = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +67,18 @@ TABLE: dict[Reason, Row] = {
 
 
 class MillraceError(Exception):
-    """A failure with a reason from the table. `param` names the offending request field, if one."""
+    """A failure with a reason from the table. `param` names the offending request field, if one.
+
+    The message quotes a part of what a client sent (quoted.py). It is cut at MAX_MESSAGE_BYTES whatever it quotes.
+    """
 
     def __init__(
         self, reason: Reason | str, message: str, *, param: str | None = None, retry_after_s: float | None = None
     ) -> None:
         super().__init__(message)
         self.reason = Reason.__members__.get(reason, Reason.INTERNAL)
-        self.message = message
-        self.param = param
+        self.message = _bounded(message, MAX_MESSAGE_BYTES)
+        self.param = param and _bounded(param, MAX_PARAM_BYTES)
         self.retry_after_s = self.row.retry_after_s if retry_after_s is None else retry_after_s
 
     @classmethod
@@ -98,8 +103,7 @@ class MillraceError(Exception):
             details.append(error_details_pb2.RetryInfo(retry_delay=delay))
         packed = map(protobuf_any.pack, details)
         code = code_pb2.Code.Value(self.row.code.name)
-        message = self.message.encode(errors="replace")[:MAX_STATUS_BYTES].decode(errors="ignore")
-        return rpc_status.to_status(status_pb2.Status(code=code, message=message, details=packed))
+        return rpc_status.to_status(status_pb2.Status(code=code, message=self.message, details=packed))
 
     def http_body(self) -> dict[str, Any]:
         """The error object of the OpenAI API."""
@@ -113,9 +117,15 @@ class MillraceError(Exception):
         }
 
 
+def _bounded(text: str, most: int) -> str:
+    """At most so many bytes of UTF-8. Texts of libraries may have what no UTF-8 has, or no terminal should get."""
+    return printable(cut(text, most)).encode()[:most].decode(errors="ignore")
+
+
 Path = tuple[str | int, ...]  # of a field in a request: names, and positions in arrays
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 _MAX_NAME = 64  # characters of a name that a client made up
+_MAX_PATH = 150
 
 
 def spelled(path: Path) -> str:
@@ -127,7 +137,7 @@ def spelled(path: Path) -> str:
             text += f".{name}" if text else name
         else:
             text += f"[{name if isinstance(part, int) else json.dumps(name)}]"
-    return text
+    return cut(text, _MAX_PATH)
 
 
 class FieldError(MillraceError):

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 import grpc
 from grpc_health.v1 import health_pb2 as pb
 from grpc_health.v1 import health_pb2_grpc
+from millrace_common.quoted import cut
 
 SERVING = pb.HealthCheckResponse.SERVING
 NOT_SERVING = pb.HealthCheckResponse.NOT_SERVING
@@ -31,7 +32,7 @@ class Health(health_pb2_grpc.HealthServicer):
     async def Check(self, request: pb.HealthCheckRequest, context: grpc.aio.ServicerContext) -> pb.HealthCheckResponse:
         status = self._statuses.get(request.service)
         if status is None:
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"there is no service {request.service!r}")
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"there is no service {cut(request.service)!r}")
         return pb.HealthCheckResponse(status=status)
 
     async def Watch(self, request: pb.HealthCheckRequest, context: grpc.aio.ServicerContext) -> None:

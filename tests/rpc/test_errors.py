@@ -8,6 +8,7 @@ from google.protobuf import any_pb2
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 from millrace.v1 import inference_pb2
+from millrace_common.quoted import printable
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import DOMAIN, TABLE, MillraceError, from_rpc_error
 
@@ -88,7 +89,7 @@ async def test_any_message_survives_the_headers(running, message: str) -> None:
     error = from_rpc_error(await error_of_unary(running))
     assert (error.reason, error.param) == (Reason.INVALID_ARGUMENT, "prompt")
     if message:
-        assert error.message[:4] == message.encode(errors="replace").decode()[:4]
+        assert error.message.startswith(printable(message[:4]))
 
 
 async def test_statuses_of_others_get_the_nearest_reason(running) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from millrace_common.grammar import formats, pattern
 from millrace_common.grammar.disjoint import TYPES
+from millrace_common.quoted import cut
 
 NEWEST = 2020
 # Keywords that allow or forbid values, and the draft that they came with. All others are annotations.
@@ -116,7 +117,7 @@ def strings(given: Mapping[str, Any], made: dict[str, Any], at: str) -> None:
     name = given.get("format")
     if isinstance(name, str):
         if name in formats.REFUSED:
-            raise Unusable(("format",), f"{name} is not supported; {', '.join(formats.PATTERNS)} are")
+            raise Unusable(("format",), f"{cut(name)} is not supported; {', '.join(formats.PATTERNS)} are")
         if name in formats.PATTERNS:
             patterns.append(searched(formats.PATTERNS[name], "format"))
         if name in formats.LENGTHS:

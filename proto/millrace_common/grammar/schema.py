@@ -15,6 +15,7 @@ from typing import Any
 from millrace_common.grammar import keywords
 from millrace_common.grammar.disjoint import TYPES, Disjoint
 from millrace_common.grammar.text import MAX_PATTERNS
+from millrace_common.quoted import cut
 
 Schema = dict[str, Any] | bool
 _DIALECT = re.compile(r"https?://json-schema\.org/draft(?:-0(\d)|/(\d{4})-\d\d)/schema#?")
@@ -25,7 +26,7 @@ class Refused(ValueError):
     """The schema has something that cannot be enforced. `pointer` is a JSON pointer in the form of a fragment."""
 
     def __init__(self, pointer: str, reason: str) -> None:
-        super().__init__(f"at {pointer}: {reason}")
+        super().__init__(f"at {cut(pointer)}: {reason}")
         self.pointer = pointer
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
+from millrace_common.quoted import cut
 from millrace_rpc.errors import Path
 from pydantic import Field
 
@@ -94,7 +95,7 @@ class InputMessage(Strict):
         for j, block in enumerate(self.content):
             if not isinstance(block, BLOCKS[self.role]):
                 path = (*at, "content", j, "type")
-                raise invalid(path, f"must not be {block.type!r} in a message of the {self.role}")
+                raise invalid(path, f"must not be {cut(block.type)!r} in a message of the {self.role}")
         texts = [block.text for block in self.content if isinstance(block, TextBlock)]
         for j, block in enumerate(self.content):
             if isinstance(block, ToolResultBlock):

@@ -13,6 +13,7 @@ from typing import TypeVar
 from millrace.v1 import admin_pb2 as pb
 from millrace.v1 import admin_pb2_grpc, worker_pb2
 from millrace_common.gc_hooks import ProcessGc
+from millrace_common.quoted import cut
 from millrace_common.reasons import Reason
 from millrace_rpc.client import reply
 from millrace_rpc.errors import FieldError, MillraceError
@@ -94,7 +95,7 @@ class Admin(admin_pb2_grpc.AdminServicer):
     ) -> pb.ExplainRequestResponse:
         decisions = self._registry.placer.decisions_of(request.request_id)
         if not decisions:
-            text = f"no placement of request {request.request_id!r} is remembered"
+            text = f"no placement of request {cut(request.request_id)!r} is remembered"
             raise MillraceError(Reason.NOT_FOUND, text, param="request_id")
         return pb.ExplainRequestResponse(placements=map(_explained, decisions))
 
@@ -103,7 +104,7 @@ class Admin(admin_pb2_grpc.AdminServicer):
         for worker in self._registry.workers.values():
             if name and name in (worker.address, worker.target.name, worker.target.key, worker.info.worker_id):
                 return worker
-        raise MillraceError(Reason.NOT_FOUND, f"no worker at {name!r}", param="address")
+        raise MillraceError(Reason.NOT_FOUND, f"no worker at {cut(name)!r}", param="address")
 
     def _reachable(self, names: Iterable[str]) -> list[Worker]:
         """The named workers, in any state; without names, all reachable ones."""

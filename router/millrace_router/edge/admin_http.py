@@ -13,6 +13,7 @@ import msgspec
 from google.protobuf import json_format
 from google.protobuf.message import Message
 from millrace.v1 import admin_pb2 as pb
+from millrace_common.quoted import cut
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
 from starlette.applications import Starlette
@@ -53,7 +54,7 @@ def _endpoint(method: Method, kind: type[Message], names: Collection[str]) -> Ca
         try:
             json_format.ParseDict(msgspec.json.decode(body or b"{}", type=dict), message)
         except (json_format.ParseError, ValueError, RecursionError) as error:  # ValueError: not JSON, or not UTF-8
-            text = f"the body is not a {message.DESCRIPTOR.name} in JSON: {error}"
+            text = f"the body is not a {message.DESCRIPTOR.name} in JSON: {cut(error)}"
             raise MillraceError(Reason.INVALID_ARGUMENT, text) from error
         for name, value in request.path_params.items():
             setattr(message, name, value)

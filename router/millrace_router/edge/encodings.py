@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 
+from millrace_common.quoted import cut
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
 
@@ -21,7 +22,7 @@ def decoded(body: bytes, content_encoding: str, most: int) -> bytes:
     if not codings:
         return body
     if len(codings) > 1 or codings[0] not in CODINGS:
-        message = f"the body's content-encoding {', '.join(codings)} is not supported; {' and '.join(CODINGS)} are"
+        message = f"the body's content-encoding {cut(', '.join(codings))} is not supported; {' and '.join(CODINGS)} are"
         raise MillraceError(Reason.UNSUPPORTED_ENCODING, message)
     stream = zlib.decompressobj(_window(body, codings[0]))
     try:

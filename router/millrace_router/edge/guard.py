@@ -27,6 +27,7 @@ from millrace_router.edge.admin import SERVICE
 from millrace_router.edge.api_keys import Keys
 from millrace_router.edge.http_answers import on_error, tidy
 from millrace_router.flow.tenant import DEFAULT, Caller, caller
+from millrace_router.flow.validate import MAX_REQUEST_ID_CHARS
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
 OURS = b"x-millrace-"
@@ -57,7 +58,8 @@ class HttpGuard:
             await self._app(scope, receive, send)
             return
         scope = tidy(scope)
-        request_id.set(Request(scope).headers.get("x-request-id", "") or secrets.token_hex(12))
+        given = Request(scope).headers.get("x-request-id", "")[: MAX_REQUEST_ID_CHARS + 1]  # too long stays too long
+        request_id.set(given or secrets.token_hex(12))
         headers = [(name, value) for name, value in scope["headers"] if not name.startswith(OURS)]
         try:
             if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:

@@ -11,6 +11,7 @@ from urllib.parse import quote, unquote
 
 import msgspec
 from millrace_common.log import request_id
+from millrace_common.quoted import cut
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
 from millrace_rpc.http_connection import body_of
@@ -84,7 +85,7 @@ async def on_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):  # an unknown path or method
         if request.method == "OPTIONS" and error.status_code == 405:
             return Response(None, 204, error.headers)
-        unknown = MillraceError(Reason.NOT_FOUND, f"{request.method} {request.url.path}: {error.detail}")
+        unknown = MillraceError(Reason.NOT_FOUND, f"{request.method} {cut(request.url.path)}: {error.detail}")
         return json_answer(_body(request, unknown), error.status_code, {**(error.headers or {}), **_names()})
     if isinstance(error, ClientDisconnect):  # the answer is not read, and the router has no fault
         error = gone()

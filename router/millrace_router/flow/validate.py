@@ -13,6 +13,7 @@ from typing import Any
 
 from millrace.v1 import common_pb2, worker_pb2
 from millrace_common.grammar import text as grammar_text
+from millrace_common.quoted import cut
 from millrace_common.reasons import Reason
 from millrace_common.sampling_limits import LOGIT_BIAS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, NUMBERS, PRIORITY, Range
 from millrace_rpc.errors import FieldError, MillraceError, Path
@@ -62,7 +63,9 @@ def check_model(name: str, names: Collection[str]) -> None:
     """`names`: under which the model is served."""
     if name and name not in names:
         raise FieldError(
-            "model", f"{name!r} is not served here; {', '.join(map(repr, names))} is", reason=Reason.MODEL_NOT_FOUND
+            "model",
+            f"{cut(name)!r} is not served here; {', '.join(map(repr, names))} is",
+            reason=Reason.MODEL_NOT_FOUND,
         )
 
 
@@ -78,7 +81,9 @@ def check_prompt(prompt: Prompt | None, model: worker_pb2.WorkerInfo) -> None:
             raise _too_long(model, f"{len(prompt.messages)} messages")
         for i, message in enumerate(prompt.messages):
             if message["role"] not in ROLES:
-                raise invalid(("messages", i, "role"), f"must be one of {', '.join(ROLES)}, not {message['role']!r}")
+                raise invalid(
+                    ("messages", i, "role"), f"must be one of {', '.join(ROLES)}, not {cut(message['role'])!r}"
+                )
 
 
 def check_ids(name: str, ids: Sequence[int], model: worker_pb2.WorkerInfo) -> None:
@@ -130,13 +135,13 @@ def _check_tools(tools: Sequence[Tool]) -> None:
     names = set()
     for tool in tools:
         if tool.name in names:
-            raise invalid(("tools", tool.position, "function", "name"), f"{tool.name!r} is there already")
+            raise invalid(("tools", tool.position, "function", "name"), f"{cut(tool.name)!r} is there already")
         names.add(tool.name)
 
 
 def _check_ignored(ignored: Mapping[str, str]) -> None:
     for where, kind in ignored.items():  # in the names of the client's API
-        message = f"{where}.type {kind!r} is not supported, and strict_tools is set"
+        message = f"{where}.type {cut(kind)!r} is not supported, and strict_tools is set"
         raise MillraceError(Reason.INVALID_ARGUMENT, message, param=f"{where}.type")
 
 
@@ -183,7 +188,7 @@ def _check_count(name: str, count: int, most: int) -> None:
 
 def _within(path: str | Path, value: float, allowed: Range) -> None:
     if not allowed.holds(value):
-        raise invalid(path, f"must be {allowed}, not {value}")
+        raise invalid(path, f"must be {allowed}, not {cut(value)}")
 
 
 def invalid(path: str | Path, *words: str | Path) -> FieldError:

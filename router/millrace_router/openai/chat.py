@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
+from millrace_common.quoted import cut
 from millrace_rpc.errors import Path
 from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, Tag, model_validator
 
@@ -92,7 +93,7 @@ class Turn(Strict):
         if self.content is None and self.role != "assistant":
             raise invalid(("messages", i, "content"), "is required")
         if calls and self.role != "assistant":
-            raise invalid(("messages", i, "tool_calls"), f"are for the role assistant, not {self.role!r}")
+            raise invalid(("messages", i, "tool_calls"), f"are for the role assistant, not {cut(self.role)!r}")
         message: dict[str, Any] = {"role": self.role, "content": text}
         if calls:
             message |= {"tool_calls": calls, "content": text or None}
@@ -197,7 +198,7 @@ class Conversation(Strict):
             name = self.tool_choice.function.name
             named = tuple(tool for tool in tools if tool.name == name)
             if not named:
-                raise invalid(("tool_choice", "function", "name"), f"{name!r} is not among the ", ("tools",))
+                raise invalid(("tool_choice", "function", "name"), f"{cut(name)!r} is not among the ", ("tools",))
             return named[:1]
         if self.tool_choice == "required" and not tools:
             raise invalid("tool_choice", "is required, but there are no ", ("tools",))

@@ -14,6 +14,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
+from millrace_common.quoted import cut
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import FieldError, MillraceError, Path
 from pydantic import (
@@ -60,7 +61,6 @@ HABITS = frozenset(  # of objects of any kind: about caches, which are always on
     {"cache_control", "prompt_cache_breakpoint", "provider_metadata", "provider_options", "provider_specific_fields"}
 )
 IGNORED, REFUSED = "Ignored.", "Not supported:"  # how descriptions of such fields begin
-SHOWN = 64  # characters of a value in an error
 
 
 def kind(value: Any) -> str:
@@ -126,7 +126,7 @@ def _rest(problem: ErrorDetails) -> str:
 
 
 def _shown(value: Any) -> str:
-    return json.dumps(value)[:SHOWN] if isinstance(value, str | int | float) else kind(value)
+    return cut(json.dumps(value)) if isinstance(value, str | int | float) else kind(value)
 
 
 class Known(BaseModel):

@@ -18,6 +18,7 @@ import jinja2
 import jinja2.sandbox
 from millrace.v1 import common_pb2
 from millrace_common.config import ConfigError
+from millrace_common.quoted import cut
 from millrace_common.tokenizer_file import CONFIG, byte_characters, load_tokenizer
 from millrace_rpc.errors import FieldError
 from tokenizers import Tokenizer as HfTokenizer
@@ -139,7 +140,7 @@ class Tokenizer:
                 add_generation_prompt=True,
             )
         except REFUSALS as error:
-            why = str(error).replace(GUARD, "")
+            why = cut(str(error).replace(GUARD, ""), 300)
             raise FieldError("messages", f"cannot be used: the chat template refused the messages: {why}") from error
 
     def _shown_as(self, turn: Mapping[str, Any]) -> dict[str, Any]:
