@@ -130,7 +130,12 @@ WORKER = (
     gauge("host_pages", "millrace_host_pages", "Room for copies of KV pages in the host's memory.", ("replica", "use")),
     counter("host_bytes", "millrace_host_bytes_total", "KV bytes copied to or from the host tier.", ("replica", "way")),
     counter("host_seconds", "millrace_host_copy_seconds_total", "Time that these copies took.", ("replica", "way")),
-    counter("disk_pages", "millrace_disk_pages_total", "KV pages to, from or refused of disk.", ("replica", "way")),
+    counter(
+        "disk_pages",
+        "millrace_disk_pages_total",
+        "KV pages moved to or from the disk tier, or not.",
+        ("replica", "way"),
+    ),
     counter("engine", "millrace_engine_total", "Engine counts: steps, tokens, preemptions.", ("replica", "what")),
     counter("drafts", "millrace_drafts_total", "Drafts verified, by their place, from 1.", ("replica", "position")),
     counter(

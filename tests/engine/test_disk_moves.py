@@ -87,7 +87,29 @@ def test_a_stored_copy_keeps_its_slot_until_the_store_has_it() -> None:
     store.end(0)
     moves.poll()
     assert tier.begin(block(8)) is not None and store.has(block(7))
-    assert moves.counts() == {"disk_stored_pages": 1, "disk_loaded_pages": 0, "disk_refused_pages": 0}
+    assert moves.counts() == {
+        "disk_stored_pages": 1,
+        "disk_loaded_pages": 0,
+        "disk_refused_pages": 0,
+        "disk_failed_pages": 0,
+    }
+
+
+@pytest.mark.parametrize("is_load", [False, True])
+def test_a_move_that_comes_to_nothing_is_counted(is_load: bool) -> None:
+    tier, moves, store = made(2)
+    if is_load:
+        moves.load([block(7)], lambda copies: None)
+    else:
+        moves.keep(whole(tier, 7))
+    store.end(0, ok=False)
+    moves.poll()
+    assert moves.counts() == {
+        "disk_stored_pages": 0,
+        "disk_loaded_pages": 0,
+        "disk_refused_pages": int(is_load),
+        "disk_failed_pages": 1,
+    }
 
 
 def test_what_a_store_that_is_behind_refuses_keeps_no_slot_and_is_stored_later() -> None:
@@ -115,7 +137,12 @@ def test_a_load_that_fails_in_the_middle_gives_what_came_before_it() -> None:
     moves.poll()
     [good] = came
     assert [copy.block for copy in good] == blocks(1) and not moves.loads
-    assert moves.counts() == {"disk_stored_pages": 0, "disk_loaded_pages": 2, "disk_refused_pages": 1}
+    assert moves.counts() == {
+        "disk_stored_pages": 0,
+        "disk_loaded_pages": 2,
+        "disk_refused_pages": 1,
+        "disk_failed_pages": 1,
+    }
     tier.check(good)
     tier.unpin(good[0])
     assert [copy.block for copy in tier.find(blocks(1, 2))] == blocks(1) and block(3) in tier

@@ -277,6 +277,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     disk_stored_pages: int = 0  # ever stored in the third tier, or found there
     disk_loaded_pages: int = 0  # ever loaded from it into the host tier
     disk_refused_pages: int = 0  # ever found in it, though this deployment had not stored them so
+    disk_failed_pages: int = 0  # moves between the two that came to nothing: a full disk, a file that was deleted
     host_store_seconds: float = 0.0  # that the copies took
     host_load_seconds: float = 0.0
     prompt_tokens: int = 0

@@ -48,7 +48,7 @@ class PageFolder:
         self._pool = pool
         self._max_bytes = max_bytes
         self._uncounted = 0  # bytes written since the folder was counted
-        self._name = f"{folder}/{fingerprint}"
+        self._name, self._fingerprint = f"{folder}/{fingerprint}", fingerprint
         self._code = PageCode(secret, fingerprint)
         self._open = contextlib.ExitStack()
         self._files = NixlFiles(pool)
@@ -68,7 +68,7 @@ class PageFolder:
     def has(self, block: bytes) -> bool:
         """May be called by any thread."""
         try:
-            os.stat(block.hex(), dir_fd=self._at, follow_symlinks=False)
+            os.stat(block.hex(), dir_fd=self._here(), follow_symlinks=False)
         except OSError:
             return False
         return True
@@ -77,7 +77,7 @@ class PageFolder:
         """Write page `page` of the pool as `block`. Raises TransferError and leaves no torn file behind."""
         name, new, size = block.hex(), f".{secrets.token_hex(16)}", self._pool.page_bytes
         try:
-            with _opened(new, NEW, self._at) as fd:
+            with _opened(new, NEW, self._here()) as fd:
                 self._files.write(page, fd)
                 os.pwrite(fd, self._code_of(block, page), size)
             os.rename(new, name, src_dir_fd=self._at, dst_dir_fd=self._at)
@@ -95,7 +95,7 @@ class PageFolder:
         """
         name = block.hex()
         try:
-            with _opened(name, PAGE, self._at) as fd:
+            with _opened(name, PAGE, self._here()) as fd:
                 good = self._is_ours(os.fstat(fd))
                 if good:
                     os.set_blocking(fd, True)
@@ -129,6 +129,17 @@ class PageFolder:
         self._files.close()
         self._code.close()
         self._open.close()
+
+    def _here(self) -> int:
+        """The folder of the layout, made again where somebody has deleted it. The one above it is not: it may be an empty
+        mount point now. Raises OSError. For any thread.
+        """
+        if not os.fstat(self._at).st_nlink:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(self._fingerprint, 0o700, dir_fd=self._root)
+            with _own_folder(self._fingerprint, self._root) as fd:
+                os.dup2(fd, self._at, inheritable=False)  # for all threads at once
+        return self._at
 
     def _is_ours(self, facts: os.stat_result) -> bool:
         """Whether a file may be a page: no other user owns it or has another name for it. A file without a name was

@@ -21,6 +21,7 @@ class DiskMoves:
         self._num_stored = 0  # pages, ever
         self._num_loaded = 0
         self._num_refused = 0
+        self._num_failed = 0
         self._tier = tier
         self._new: deque[Copy] = deque()  # not stored yet
         self._storing: dict[int, Copy] = {}  # by slot
@@ -43,10 +44,9 @@ class DiskMoves:
 
     def counts(self) -> dict[str, int]:
         """The fields of engine.core.Load that are known here."""
-        if self.store is None:
-            return {}
-        counts = {"disk_stored_pages": self._num_stored, "disk_loaded_pages": self._num_loaded}
-        return counts | {"disk_refused_pages": self._num_refused}
+        names = "disk_stored_pages", "disk_loaded_pages", "disk_refused_pages", "disk_failed_pages"
+        counted = self._num_stored, self._num_loaded, self._num_refused, self._num_failed
+        return dict(zip(names, counted, strict=True)) if self.store else {}
 
     def keep(self, copies: Iterable[Copy]) -> None:
         if self.store:
@@ -86,6 +86,7 @@ class DiskMoves:
             return
         for move in self.store.take():
             self._num_refused += move.refused
+            self._num_failed += not move.ok
             if move.is_load:
                 self._loaded(*self._loading.pop(move.slot), move.ok)
             else:

@@ -126,6 +126,7 @@ class LoadBoard:
             self._advance(counter.labels(replica=replica, way="store"), stored)
             self._advance(counter.labels(replica=replica, way="load"), loaded)
         self._advance(metrics.disk_pages.labels(replica=replica, way="refuse"), load.disk_refused_pages)
+        self._advance(metrics.disk_pages.labels(replica=replica, way="failed"), load.disk_failed_pages)
 
     def _advance(self, counter: Any, count: float) -> None:
         counter.inc(count - self._reported.get(counter, 0))
