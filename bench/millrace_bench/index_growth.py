@@ -1,9 +1,9 @@
 """Whether the router's memory of prefix caches is bounded: an hour of distinct prompts through both indexes.
 
-`workers` full caches of `pages` pages each on the device, and as many in the host's memory. Each second of the simulated
-time `requests` prompts come with `blocks` pages that nobody has seen; each goes to the next worker, which reports them as
-stored, and the oldest as moved to the host's memory and removed there. The reports are decoded from bytes, as the feed
-does it. Every `restart_s` simulated seconds a worker is lost, and another one comes with an empty cache. The processes
+`workers` full caches of `pages` pages each on the device, and as many in the host's memory. Each second of the
+simulated time `requests` prompts come with `blocks` pages that nobody has seen; each goes to the next worker, which
+reports them as stored, and the oldest as moved to the host's memory and removed there. The reports are decoded from
+bytes, as the feed does it. Every `restart_s` simulated seconds a worker is lost, and another one comes with an empty cache. The processes
 around it, and the caches themselves as this bench plays them, are a part of the RSS.
 """
 
@@ -55,8 +55,15 @@ class Cache:
         self.host.extend(moved)
         gone = [self.host.popleft() for _ in range(len(self.host) - pages)]
         self.sequence += 1
-        tiers = {"stored": blocks, "removed": moved, "host_stored": moved, "host_removed": gone}
-        change = CacheChange(after=self.sequence - 1, sequence=self.sequence, snapshot=self.sequence == 1, **tiers)
+        change = CacheChange(
+            after=self.sequence - 1,
+            sequence=self.sequence,
+            snapshot=self.sequence == 1,
+            stored=blocks,
+            removed=moved,
+            host_stored=moved,
+            host_removed=gone,
+        )
         return change.SerializeToString()
 
 

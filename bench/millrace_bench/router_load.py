@@ -50,7 +50,7 @@ class Work:
     tls: Path | None = None  # folder with certificates
 
     def channel(self) -> grpc.aio.Channel:
-        return channel(self.address, self.tls and Identity(Tls(ca=self.tls / "ca.crt")))
+        return channel(self.address, Identity(Tls(ca=self.tls / "ca.crt")) if self.tls else None)
 
     @property
     def prompt(self) -> list[int]:
@@ -133,7 +133,7 @@ def direct(prefill: str, work: Work, requests: int) -> list[float]:
     """Seconds to a prompt's first token on a Link of our own: what is left when the router is taken away."""
 
     async def load() -> list[float]:
-        async with _link(prefill, work.tls and identity_in(work.tls)) as link:
+        async with _link(prefill, identity_in(work.tls) if work.tls else None) as link:
             return [await _first_token(link, work.prompt) for _ in range(requests)]
 
     return run(load())

@@ -63,5 +63,5 @@ class Access(Interceptor):
                 text = f"{method} is for {wanted}; the caller's certificate names {', '.join(names) or 'nobody'}"
                 raise MillraceError(Reason.UNAUTHENTICATED, text)
         elif self._token and not hmac.compare_digest(sent.encode(), self._token.encode()):
-            why = "has another `secret` than this process" if sent else "sent no token: it has no `secret`"
+            why = "has another secret than this process" if sent else "sent no token: it has no `secret`"
             raise MillraceError(Reason.UNAUTHENTICATED, f"the caller {why}; give both the same file")

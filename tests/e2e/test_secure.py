@@ -140,7 +140,7 @@ async def test_without_tls_a_system_of_one_secret(tmp_path: Path) -> None:
     async with LocalCluster(spec) as cluster:
         assert len(await generate(cluster.grpc_address, None, ())) == 6
         address = cluster.address("prefill-0")
-        for secret, why in ((None, "sent no token"), (other, "has another `secret`"), (ours, "")):
+        for secret, why in ((None, "sent no token"), (other, "has another secret"), (ours, "")):
             assert await info(address, None, access.token(secret)) is (Reason.UNAUTHENTICATED if why else None)
             command = [sys.executable, "-m", "millrace_cli", "weights", address, "pause" if why else "resume"]
             env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

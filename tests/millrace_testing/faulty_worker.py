@@ -2,8 +2,8 @@
 
 - While the file that MILLRACE_TEST_KV_FAULT names exists, every read of other workers' KV pages fails; if it is not
   empty, those of its own pages too.
-- A simulated step of the rank whose pid stands in the file that MILLRACE_TEST_HANG names never ends: it sleeps or, where
-  "spin" follows the pid, computes in C and keeps the interpreter's lock.
+- A simulated step of the rank whose pid stands in the file that MILLRACE_TEST_HANG names never ends: it sleeps or,
+  where "spin" follows the pid, computes in C and keeps the interpreter's lock.
 - SIGUSR1 makes the frontend's garbage collector pause for some 100 ms.
 
 Rank processes import the main module of their parent, and so this file replaces the sink and the step there.

@@ -59,7 +59,7 @@ async def test_a_worker_that_refuses_this_router_is_not_routable_and_said_once(
         await made.until(lambda: tries._pause > 0.4)  # it has tried again, and again
         await made.until(lambda: all("secret" in status.detail for status in made.router.registry.status()))
     for status in made.router.registry.status():
-        why = "has another `secret`" if theirs else "sent no token: it has no `secret`"
+        why = "has another secret" if theirs else "sent no token: it has no `secret`"
         assert not status.routable and not status.reachable and why in status.detail
     said = [record for record in caplog.records if "refuses this router" in record.message]
     assert len(said) == 2 and all(record.levelno == logging.ERROR and "secret" in record.message for record in said)

@@ -1,5 +1,5 @@
-"""A disk tier whose folder fills, is emptied, torn or removed while pages are read and written: what is loaded is right,
-the thread lives, and everything works again afterwards.
+"""A disk tier whose folder fills, is emptied, torn or removed while pages are read and written: what is loaded is
+right, the thread lives, and everything works again afterwards.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Salts of the prefix caches: which requests may share cached pages, decided here and obeyed by workers.
 
-Every router of a deployment needs the same secret. With different ones nothing breaks: their prompts share no pages.
+Every router of a deployment needs the same secret. With different ones their prompts share no pages.
 """
 
 from __future__ import annotations

@@ -131,8 +131,8 @@ class PageFolder:
         self._open.close()
 
     def _here(self) -> int:
-        """The folder of the layout, made again where somebody has deleted it. The one above it is not: it may be an empty
-        mount point now. Raises OSError. For any thread.
+        """The folder of the layout, made again where somebody has deleted it. The one above it is not: it may be an
+        empty mount point now. Raises OSError. For any thread.
         """
         if not os.fstat(self._at).st_nlink:
             with contextlib.suppress(FileExistsError):
