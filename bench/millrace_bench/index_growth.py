@@ -3,8 +3,8 @@
 `workers` full caches of `pages` pages each on the device, and as many in the host's memory. Each second of the
 simulated time `requests` prompts come with `blocks` pages that nobody has seen; each goes to the next worker, which
 reports them as stored, and the oldest as moved to the host's memory and removed there. The reports are decoded from
-bytes, as the feed does it. Every `restart_s` simulated seconds a worker is lost, and another one comes with an empty cache. The processes
-around it, and the caches themselves as this bench plays them, are a part of the RSS.
+bytes, as the feed does it. Every `restart_s` simulated seconds a worker is lost, and another one comes with an empty
+cache. The processes around it, and the caches themselves as this bench plays them, are a part of the RSS.
 """
 
 from __future__ import annotations
