@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import EngineConfig, Role
-from millrace_serve.engine.core import Request, RequestId, SamplingParams, SequenceOutput, Submit
+from millrace_serve.engine.core import Failure, Request, RequestId, SamplingParams, SequenceOutput, Submit
 from millrace_serve.engine.engine import Engine
 from millrace_serve.engine.grammar.grammars import Grammars
 from millrace_serve.engine.schedule.decode import DecodeScheduler
@@ -108,7 +108,7 @@ class Device(SimRunner):
         handle = super().launch(batch)
         return Handle(handle._output, self._free_at, self._time)
 
-    def _sample(self, batch: HostBatch, corrupt: dict[int, str]) -> StepOutput:
+    def _sample(self, batch: HostBatch, corrupt: dict[int, Failure]) -> StepOutput:
         output = super()._sample(batch, corrupt)
         slots = batch.sample_slots
         known = self._lengths[slots] - self._num_prompt[slots]  # outputs before this one

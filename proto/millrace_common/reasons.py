@@ -28,6 +28,7 @@ class Reason(enum.StrEnum):
     KV_NOT_FOUND = "KV_NOT_FOUND"
     KV_EXPIRED = "KV_EXPIRED"
     KV_MISMATCH = "KV_MISMATCH"  # the pages belong to other tokens than the prompt's
+    NOT_FINITE = "NOT_FINITE"  # the model's logits have a NaN or an infinite number
     TRANSFER_FAILED = "TRANSFER_FAILED"  # a read of pages, or one stream between workers, broke
     WORKER_LOST = "WORKER_LOST"  # the process or its connection went away
     STALLED = "STALLED"  # a stage made no progress within its limit

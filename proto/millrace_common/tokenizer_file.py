@@ -7,11 +7,12 @@ from __future__ import annotations
 import base64
 import functools
 import itertools
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from millrace_common.model_files import check_file, read_object
 
 HUGGING_FACE, TIKTOKEN = "tokenizer.json", "tiktoken.model"
 CONFIG = "tokenizer_config.json"
@@ -38,16 +39,18 @@ MOONSHOT = "|".join(
 def load_tokenizer(folder: Path) -> Tokenizer:
     """Raises ValueError, with the file's name, when there is none that can be used."""
     if (file := folder / TIKTOKEN).exists() and not (folder / HUGGING_FACE).exists():
+        check_file(file)
+        config = read_object(folder / CONFIG)
         try:
             ranks = dict(_ranks(file.read_bytes()))
-            config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
             added = {
                 int(i): AddedToken(token["content"], special=bool(token.get("special")))
                 for i, token in config.get("added_tokens_decoder", {}).items()
             }
             return from_ranks(ranks, added)
-        except (OSError, ValueError, TypeError, LookupError) as error:
+        except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
             raise ValueError(f"{file}: {error}") from error
+    check_file(folder / HUGGING_FACE)
     try:
         return Tokenizer.from_file(str(folder / HUGGING_FACE))
     except Exception as error:  # tokenizers raises bare Exception

@@ -25,6 +25,7 @@ CHANNEL_OPTIONS = [
     ("grpc.min_reconnect_backoff_ms", 5_000),  # of one attempt, a TLS handshake with a busy peer included
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),  # not 30 s: replaced processes have other addresses
 ]
 RETRIED = {  # a call is repeated at another router as long as no part of its answer has come
     "maxAttempts": 5,

@@ -59,6 +59,7 @@ TABLE: dict[Reason, Row] = {
     Reason.KV_NOT_FOUND: Row(_S.NOT_FOUND, 503, "server_error", retry_elsewhere=True),
     Reason.KV_EXPIRED: Row(_S.FAILED_PRECONDITION, 503, "server_error", retry_elsewhere=True),
     Reason.KV_MISMATCH: Row(_S.FAILED_PRECONDITION, 503, "server_error", retry_elsewhere=True),
+    Reason.NOT_FINITE: Row(_S.INTERNAL, 500, "server_error", retry_elsewhere=True),
     Reason.TRANSFER_FAILED: Row(_S.UNAVAILABLE, 503, "server_error", retry_elsewhere=True),
     Reason.WORKER_LOST: Row(_S.UNAVAILABLE, 503, "server_error", retry_elsewhere=True),
     Reason.STALLED: Row(_S.UNAVAILABLE, 503, "server_error", retry_elsewhere=True),

@@ -11,6 +11,7 @@ import grpc
 from millrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from millrace_common.reasons import Reason
 from millrace_rpc.client import channel
+from millrace_rpc.enums import name_of
 from millrace_rpc.errors import from_rpc_error
 from millrace_rpc.tls import Identity
 from rich.console import Console
@@ -78,17 +79,12 @@ async def stream(
                 answer.prompt_tokens = response.usage.prompt_tokens
                 answer.cached_prompt_tokens = response.usage.cached_prompt_tokens
                 if response.finish_reason:
-                    answer.finish_reason = finish_name(response.finish_reason)
+                    answer.finish_reason = name_of(common_pb2.FinishReason, response.finish_reason)
                 if response.text:
                     on_text(response.text)
     except grpc.RpcError as error:
         raise explain(error, address) from error
     return answer
-
-
-def finish_name(reason: int) -> str:
-    """FINISH_REASON_LENGTH → "length"."""
-    return common_pb2.FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()
 
 
 def explain(error: grpc.RpcError, address: str) -> CommandError:

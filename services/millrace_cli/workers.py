@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import grpc
 from google.protobuf.json_format import MessageToDict
 from millrace.v1 import admin_pb2, worker_pb2
+from millrace_rpc.enums import name_of
 from millrace_rpc.tls import Identity
 from rich.console import Console
 from rich.table import Table
@@ -36,7 +37,7 @@ def row(worker: admin_pb2.WorkerStatus) -> dict[str, str]:
     free = sum(r.pages_free + r.pages_cached for r in replicas)
     drafts_accepted, accept_length = _drafts(replicas)
     return {
-        "role": worker_pb2.Role.Name(worker.info.role).removeprefix("ROLE_").lower(),
+        "role": name_of(worker_pb2.Role, worker.info.role),
         "state": probe.state_name(worker.load.state or worker.info.state) if worker.reachable else "unreachable",
         "routable": "yes" if worker.routable else "no",
         "running": str(sum(r.running for r in replicas)),

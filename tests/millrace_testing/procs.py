@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import sys
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 import grpc
@@ -29,20 +30,31 @@ SIM = ("engine=sim",)
 class Worker:
     """One worker process and the client side of its WorkerService."""
 
-    def __init__(self, role: str, folder: Path, sets: Sequence[str], name: str = "", patient: bool = False) -> None:
-        """`patient`: as patient_worker.py."""
+    def __init__(
+        self,
+        role: str,
+        folder: Path,
+        sets: Sequence[str],
+        name: str = "",
+        patient: bool = False,
+        versions: Mapping[str, int] | None = None,
+    ) -> None:
+        """`patient`: as patient_worker.py. `versions`: as versioned_worker.py."""
         paths = [*(str(ROOT / path) for path in PATHS), *filter(None, [os.environ.get("PYTHONPATH")])]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(paths)}
         self.process = Process(name or f"{role}-{id(self):x}", folder, env)
         self.role = role
         self._sets = sets
-        self._patient = patient
+        self._module = "patient_worker" if patient else ""
+        if versions is not None:
+            self._module, env["MILLRACE_VERSIONS"] = "versioned_worker", json.dumps(dict(versions))
         self._channel: grpc.aio.Channel | None = None
 
     async def start(self) -> None:
         """Until the ports are bound."""
         package = "prefill" if self.role == "prefill" else "decode"
-        module = ["millrace_testing.patient_worker", package] if self._patient else [f"millrace_serve.{package}"]
+        ours = [f"millrace_testing.{self._module}", package]
+        module = ours if self._module else [f"millrace_serve.{package}"]
         items = [f"role={self.role}", *self._sets]
         sets = [argument for item in items for argument in ("--set", item)]
         await self.process.start([sys.executable, "-m", *module, *sets])

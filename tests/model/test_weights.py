@@ -166,11 +166,11 @@ def test_unreadable_files(random_bf16: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no \*\.safetensors"):
         load(empty)
     (empty / "model.safetensors").write_bytes(b"\x10" * 100)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: cannot be read"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: the header is cut off"):
         load(empty)
     for text in ("{", "{}", "[]", '{"weight_map": ["model.norm.weight"]}', '{"weight_map": {"model.norm.weight": 1}}'):
         (empty / INDEX_FILE).write_text(text)
-        with pytest.raises(CheckpointError, match="malformed index"):
+        with pytest.raises(CheckpointError, match=r"malformed index|not JSON|expected an object"):
             load(empty)
     (empty / INDEX_FILE).write_text(json.dumps({"weight_map": {"model.embed_tokens.weight": "gone.safetensors"}}))
     with pytest.raises(CheckpointError, match=r"gone\.safetensors"):

@@ -78,23 +78,23 @@ def test_stop_string_over_token_boundaries_and_inside_characters(tokenizer: Toke
 
 
 def test_template_that_refuses(tmp_path: Path) -> None:
-    tokenizer = Tokenizer.load(write_tokenizer(tmp_path, "{{ raise_exception('first the user') }}"))
+    template = "{% if messages[0].role != 'user' %}{{ raise_exception('first the user') }}{% endif %}"
+    tokenizer = Tokenizer.load(write_tokenizer(tmp_path, template))
     with pytest.raises(MillraceError, match="first the user") as caught:
-        tokenizer.render([{"role": "user", "content": "x"}])
+        tokenizer.render([{"role": "system", "content": "x"}])
     assert caught.value.reason is Reason.INVALID_ARGUMENT and caught.value.param == "messages"
 
 
 @pytest.mark.parametrize("attack", ["{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}"])
 def test_template_is_sandboxed(tmp_path: Path, attack: str) -> None:
-    tokenizer = Tokenizer.load(write_tokenizer(tmp_path, attack))
-    with pytest.raises(MillraceError):
-        tokenizer.render([{"role": "user", "content": "x"}])
+    with pytest.raises(ConfigError, match="the chat template cannot be used"):
+        Tokenizer.load(write_tokenizer(tmp_path, attack))
 
 
 def test_unusable_tokenizers(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no usable tokenizer"):
         Tokenizer.load(tmp_path)
-    with pytest.raises(ConfigError, match="template is broken"):
+    with pytest.raises(ConfigError, match="template cannot be used"):
         Tokenizer.load(write_tokenizer(tmp_path, "{% if %}"))
     write_tokenizer(tmp_path)
     other = HfTokenizer.from_file(str(tmp_path / "tokenizer.json"))
@@ -121,7 +121,7 @@ def test_malformed_configurations_of_tokenizers(config: object, words: str, tmp_
 
 def test_a_template_that_is_no_text(tmp_path: Path) -> None:
     (write_tokenizer(tmp_path) / "chat_template.jinja").write_bytes(b"\xff")
-    with pytest.raises(ConfigError, match=r"no usable tokenizer .* can't decode"):
+    with pytest.raises(ConfigError, match=r"no usable tokenizer: .* can't decode"):
         Tokenizer.load(tmp_path)
 
 

@@ -13,6 +13,7 @@ from millrace_common.reasons import Reason
 from millrace_rpc.client import heard_within, reply, routers
 from millrace_rpc.errors import MillraceError
 from millrace_rpc.server import Server
+from millrace_testing.dns import name_server
 
 
 async def says(after_s: float) -> str:
@@ -137,3 +138,33 @@ async def test_a_call_with_output_is_not_made_again(pair: tuple) -> None:
     with pytest.raises(grpc.aio.AioRpcError, match="lost"):
         await tokens(ch)
     assert first.calls + second.calls == 1
+
+
+async def test_routers_whose_addresses_change_are_found_soon() -> None:
+    """A roll-out gives each router another address, several times in a few seconds."""
+    async with name_server() as dns:
+        dns.addresses["routers.test"], server, port = "127.0.0.2", None, 0
+        for address in ("127.0.0.2", "127.0.0.3", "127.0.0.4"):
+            if server is not None:
+                await server.stop(0)
+            server, dns.addresses["routers.test"] = Server([]), address
+            inference_pb2_grpc.add_InferenceServicer_to_server(Router(), server.grpc)
+            port = await server.start(f"{address}:{port}")
+            server.set_serving(True)
+            if address == "127.0.0.2":
+                ch = routers(dns.target("routers.test", port))
+            began = len(dns.asked)
+            async with asyncio.timeout(15):
+                while await served(ch) != [1]:
+                    await asyncio.sleep(0.1)
+            assert len(dns.asked) > began or address == "127.0.0.2"
+        await ch.close()
+        assert server is not None
+        await server.stop(0)
+
+
+async def served(ch: grpc.aio.Channel) -> list[int] | None:
+    try:
+        return await tokens(ch)
+    except grpc.aio.AioRpcError:
+        return None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import grpc
@@ -16,10 +17,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from millrace.v1 import common_pb2, worker_pb2
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError, from_rpc_error
+from millrace_testing.damages import POINTER
 from millrace_testing.fake_router import FakeLink, request
 from millrace_testing.paths import TINY
 from millrace_testing.procs import SIM, Worker, gone, workers
 from millrace_testing.sim import expected, prompt_of
+from safetensors.torch import load_file, save_file
 
 SLOW = (*SIM, "sim={step_s: 0.01}")  # long enough to be caught in the act
 STOP, LENGTH, ABORT, ERROR = (
@@ -335,13 +338,51 @@ async def test_a_start_that_fails_says_why_and_exits_with_1(tmp_path: Path) -> N
         await worker.close()
 
 
-async def test_settings_that_the_model_cannot_give_are_one_line_of_the_rank(tmp_path: Path) -> None:
-    worker = Worker("unified", tmp_path, (f"model={TINY}", "limits={max_model_len: 100000}"))
+def shards(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def pointer(folder: Path) -> None:
+    shards(folder)[1].write_bytes(POINTER)
+
+
+def not_a_number(folder: Path) -> None:
+    tensors = load_file(shards(folder)[0])
+    tensors["model.norm.weight"][7] = float("nan")
+    save_file(tensors, shards(folder)[0])
+
+
+def too_large(folder: Path) -> None:
+    tensors = load_file(shards(folder)[0])
+    tensors["lm_head.weight"].fill_(3e38)
+    save_file(tensors, shards(folder)[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "sets", "says"),
+    [
+        (
+            lambda folder: None,
+            ("limits={max_model_len: 100000}",),
+            "max_model_len=100000 is more than the model's",
+        ),
+        (pointer, (), "model-00002-of-00003.safetensors: this is a Git LFS pointer"),
+        (not_a_number, (), "tensor model.norm.weight has a NaN or an infinite number"),
+        (too_large, ("dp=2",), "the model's logits have a NaN or an infinite number"),
+    ],
+    ids=["settings", "pointer", "nan", "logits"],
+)
+async def test_what_no_other_start_can_mend_is_one_line_and_exit_code_2(
+    change: Callable[[Path], None], sets: tuple[str, ...], says: str, tmp_path: Path
+) -> None:
+    model = shutil.copytree(TINY, tmp_path / "model")
+    change(model)
+    worker = Worker("unified", tmp_path, (f"model={model}", *sets))
     try:
         await worker.start()
-        assert await asyncio.wait_for(worker.process.wait(), 60) == 1
+        assert await asyncio.wait_for(worker.process.wait(), 60) == 2
         log = worker.process.log_tail()
-        assert "rank 0 failed: max_model_len=100000 is more than the model's 4096" in log and "Traceback" not in log
+        assert says in log and "could not start: WORKER_LOST: rank " in log and "Traceback" not in log
     finally:
         await worker.close()
 

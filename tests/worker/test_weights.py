@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import shutil
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from millrace_serve.worker.frontend.lifecycle import Lifecycle, State
 from millrace_serve.worker.frontend.load import LoadBoard
 from millrace_serve.worker.frontend.weights import HotWeights
 from millrace_serve.worker.messages import SetWeights
+from millrace_testing.damages import POINTER
 from millrace_testing.fake_router import FakeLink, FakePair, request
 from millrace_testing.other_weights import write_other
 from millrace_testing.paths import TINY
@@ -213,6 +215,36 @@ async def test_a_worker_that_sleeps_stops_in_good_order(tmp_path: Path) -> None:
         await do(worker, "sleep")
         await worker.close()
         assert worker.process.returncode == 0
+
+
+async def test_a_damaged_checkpoint_leaves_the_old_weights(tmp_path: Path) -> None:
+    """A number that is none is found when some weights are the new ones already: then only others end the pause."""
+    damaged, nan = (Path(shutil.copytree(TINY, tmp_path / name)) for name in ("damaged", "nan"))
+    shard = damaged / "model-00002-of-00003.safetensors"
+    shard.write_bytes(POINTER)
+    file = nan / "model-00001-of-00003.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"][0] = float("inf")
+    save_file(tensors, file)
+    async with workers(tmp_path, "unified", sets=MODEL, timeout_s=60) as [worker]:
+        expected = await answers(worker)
+        await do(worker, "pause")
+        with pytest.raises(MillraceError) as caught:
+            await do(worker, "load", path=str(damaged))
+        assert caught.value.reason is Reason.INVALID_ARGUMENT
+        assert f"rank 0: {shard}: this is a Git LFS pointer" in caught.value.message
+        await do(worker, "resume")
+        assert await answers(worker) == expected
+        await do(worker, "pause")
+        said = f"weights nan were not loaded: rank 0: {file}: tensor model.norm.weight has a NaN or an infinite number"
+        for action, fields in (("load", {"path": str(nan)}), ("resume", {})):
+            with pytest.raises(MillraceError, match=re.escape(said)):
+                await do(worker, action, **fields)
+        assert (await worker.info()).state_message == said
+        await do(worker, "load", path=str(TINY))
+        await do(worker, "resume")
+        assert await answers(worker) == expected
+        assert "Traceback" not in worker.process.log_tail(1000)
 
 
 # ------------------------------------------------------------------------------------- failures, of scripted ranks
@@ -522,7 +554,7 @@ async def test_a_checkpoint_that_does_not_fit_is_refused_and_the_old_weights_go_
             (write("shapes", shards[0], reshape), "has shape"),
             (write("config", "config.json", deeper), "rms_norm_eps=1e-05, not 1e-06"),
             (write("ends", "generation_config.json", ends), "not .1,."),
-            (write("missing", shards[0], Path.unlink), "cannot be read"),
+            (write("missing", shards[0], Path.unlink), "no such file or directory"),
         ):
             with pytest.raises(MillraceError, match=why) as caught:
                 await do(model, "load", path=str(path))

@@ -27,6 +27,7 @@ from millrace_common.pace import TICK_S, PatientClock
 from millrace_common.reasons import Reason
 from millrace_common.versions import WORKER_API
 from millrace_rpc.client import channel, heard_within
+from millrace_rpc.enums import name_of
 from millrace_rpc.errors import MillraceError, from_rpc_error
 from millrace_rpc.tls import Identity
 
@@ -41,6 +42,7 @@ log = logging.getLogger(__name__)
 READY, PAUSED = worker_pb2.WORKER_STATE_READY, worker_pb2.WORKER_STATE_PAUSED
 # A report may have been made before a request of so long ago came. Of the room, what is counted twice costs little.
 CLAIM_S = 0.1
+UNFIT = {Reason.LAYOUT_MISMATCH, Reason.INVALID_ARGUMENT}  # as long as the same process is there
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 
 
@@ -111,8 +113,7 @@ class Worker:
         if self.load is None:
             return f"unreachable: {self.trouble}"
         if self.load.state != READY:
-            state = worker_pb2.WorkerState.Name(self.load.state).removeprefix("WORKER_STATE_").lower()
-            return f"{state} {self.info.state_message}".rstrip()
+            return f"{name_of(worker_pb2.WorkerState, self.load.state)} {self.info.state_message}".rstrip()
         if self._stuck is not None:
             return "stuck: its numbers have not changed since it was lost"
         return "not linked yet" if self.link is None else ""
@@ -142,8 +143,7 @@ class Worker:
     @property
     def role_name(self) -> str:
         """One of states.ROLES."""
-        role = worker_pb2.Role.Name(self.role).removeprefix("ROLE_").lower() if self.role else self.target.role
-        return role or "unspecified"
+        return (name_of(worker_pb2.Role, self.role) if self.role else self.target.role) or "unspecified"
 
     def source(self) -> worker_pb2.KvSourceRef:
         fingerprint = self.info.layout.fingerprint
@@ -202,6 +202,8 @@ class Worker:
                 log.warning("worker %s lost: %s", self.address, error.message)
             elif error.reason is Reason.UNAUTHENTICATED and error.message != self.trouble:
                 log.error("worker %s refuses this router: %s", self.address, error.message)
+            elif error.reason in UNFIT and error.message != self.trouble:
+                log.warning("worker %s cannot be used: %s", self.address, error.message)
             self.load, self.trouble = None, error.message
             self._on_change()
             if self.leaving:

@@ -335,7 +335,14 @@ class Flow:
 _BOTH = frozenset(Leg)
 # When the decode worker reports these, the prefill worker may be at fault.
 _TWO_SIDED = frozenset(
-    {Reason.EPOCH_CHANGED, Reason.KV_NOT_FOUND, Reason.KV_EXPIRED, Reason.KV_MISMATCH, Reason.TRANSFER_FAILED}
+    {
+        Reason.EPOCH_CHANGED,
+        Reason.KV_NOT_FOUND,
+        Reason.KV_EXPIRED,
+        Reason.KV_MISMATCH,
+        Reason.NOT_FINITE,
+        Reason.TRANSFER_FAILED,
+    }
 )
 
 

@@ -34,6 +34,7 @@ FAULTS = frozenset(
         Reason.KV_NOT_FOUND,
         Reason.KV_EXPIRED,
         Reason.KV_MISMATCH,
+        Reason.NOT_FINITE,
     }
 )
 EXPLAINED = {

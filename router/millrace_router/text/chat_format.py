@@ -13,11 +13,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import jinja2
 import jinja2.meta
 
 from millrace_router.text import dsml
 from millrace_router.text.call_stream import CallParser, ListMarks, Offer
+from millrace_router.text.limited_template import LimitedEnvironment
 from millrace_router.text.markers import DEEPSEEK, DSML, KIMI, THINK_END
 from millrace_router.text.tool_calls import FENCE, KIND, MarkedCall
 
@@ -66,7 +66,7 @@ class ChatFormat:
         older formats. Raises jinja2.TemplateError.
         """
         style = Style.found_in(template, template) or Style.found_in(tokens, template)
-        named = jinja2.meta.find_undeclared_variables(jinja2.Environment(extensions=EXTENSIONS).parse(template))
+        named = jinja2.meta.find_undeclared_variables(LimitedEnvironment(extensions=EXTENSIONS).parse(template))
         return cls(style, "tools" in named, THINK_END in tokens)
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import jinja2.sandbox
 from millrace.v1 import common_pb2
 from millrace_common.config import ConfigError
+from millrace_common.model_files import read_object, read_text
 from millrace_common.quoted import cut
 from millrace_common.tokenizer_file import CONFIG, byte_characters, load_tokenizer
 from millrace_rpc.errors import FieldError
@@ -28,6 +28,7 @@ from millrace_router.text import markers
 from millrace_router.text.call_arguments import as_object
 from millrace_router.text.chat_format import EXTENSIONS, ChatFormat, Style, Tool, described
 from millrace_router.text.client_text import BY_DEFAULT, GUARD, ClientText, Source
+from millrace_router.text.limited_template import LimitedEnvironment, LimitedTemplate, TooMuch
 from millrace_router.text.markers import THINK, THINK_END
 from millrace_router.text.tool_calls import with_ids
 
@@ -59,7 +60,7 @@ class Tokenizer:
         bos = self._names.get("bos_token")
         self.bos = None if bos is None else tokenizer.token_to_id(bos)
         self.longest_token = max(map(len, self._bytes), default=1)  # bytes
-        self._template = _compile(chat_template) if chat_template else None
+        self._template = _compile(chat_template, self._names) if chat_template else None
         self._objects = self._template is not None and _wants_objects(self._template, self._names)
         takes_none = self._template is None or _takes_none(self._template, self._names, self._objects)
         self._no_text = None if takes_none else ""
@@ -81,17 +82,21 @@ class Tokenizer:
         """
         folder = Path(folder)
         file = Path(chat_template) if chat_template else folder / "chat_template.jinja"
+        origin = file if file.exists() else folder / CONFIG
         if chat_template and not file.exists():
             raise ConfigError(f"chat_template: there is no file {chat_template}")
         try:
             tokenizer = load_tokenizer(folder)
-            config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-            template = file.read_text(encoding="utf-8") if file.exists() else config.get("chat_template")
-        except (OSError, ValueError, AttributeError) as error:
-            raise ConfigError(f"model: no usable tokenizer in {folder}: {error}") from error
+            config = read_object(folder / CONFIG)
+            template = read_text(file) if file.exists() else config.get("chat_template")
+        except ValueError as error:
+            raise ConfigError(f"model: no usable tokenizer: {error}") from error
         if template is None and markers.DSML in tokenizer.get_vocab():
             template = V32_TEMPLATE.read_text(encoding="utf-8")
-        return cls(tokenizer, config, template, special_tokens_in)
+        try:
+            return cls(tokenizer, config, template, special_tokens_in)
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"model: {origin}: the chat template cannot be used: {error}") from error
 
     @property
     def has_template(self) -> bool:
@@ -213,22 +218,27 @@ def _content(token: Any) -> str | None:
     return text
 
 
-def _compile(source: Any) -> jinja2.Template:
+def _compile(source: Any, names: Mapping[str, str]) -> LimitedTemplate:
+    """Raises jinja2.TemplateError for a template that fails with the shortest chat, or is TooMuch with a longer one."""
     if not isinstance(source, str):
         raise ConfigError(f"model: the chat template is no text but {type(source).__name__}")
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=EXTENSIONS
-    )
+    environment = LimitedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=EXTENSIONS)
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     environment.filters["tojson"] = _to_json
+    template = LimitedTemplate(environment, source)
+    user, assistant, system = ({"role": role, "content": "a"} for role in ("user", "assistant", "system"))
+    template.render(names, messages=[user], add_generation_prompt=True)
     try:
-        return environment.from_string(source)
-    except jinja2.TemplateError as error:
-        raise ConfigError(f"model: the chat template is broken: {error}") from error
+        template.render(names, messages=[system, user, assistant, user], add_generation_prompt=True)
+    except TooMuch:
+        raise
+    except REFUSALS:  # some take no system message
+        pass
+    return template
 
 
-def _takes_none(template: jinja2.Template, names: Mapping[str, str], objects: bool) -> bool:
+def _takes_none(template: LimitedTemplate, names: Mapping[str, str], objects: bool) -> bool:
     """Whether the content of calls without a text may be None. The first templates of V3 and R1 show calls only then,
     those of R1-0528 and of the first Kimi K2 fail, and others write the word.
     """
@@ -236,7 +246,7 @@ def _takes_none(template: jinja2.Template, names: Mapping[str, str], objects: bo
     return shown is not None and "None" not in shown
 
 
-def _wants_objects(template: jinja2.Template, names: Mapping[str, str]) -> bool:
+def _wants_objects(template: LimitedTemplate, names: Mapping[str, str]) -> bool:
     """Whether a template reads arguments as an object: it fails with their text, or quotes it once more."""
     shown = _shown_call(template, names, "", '{"e": 1}')
     quoted = shown is None or r"\"e\"" in shown
@@ -244,7 +254,7 @@ def _wants_objects(template: jinja2.Template, names: Mapping[str, str]) -> bool:
 
 
 def _shown_call(
-    template: jinja2.Template, names: Mapping[str, str], content: str | None, arguments: str | dict[str, Any]
+    template: LimitedTemplate, names: Mapping[str, str], content: str | None, arguments: str | dict[str, Any]
 ) -> str | None:
     """The prompt of a call and its result; None: the template refuses."""
     call = {"id": "functions.c:0", "type": "function", "function": {"name": "c", "arguments": arguments}}

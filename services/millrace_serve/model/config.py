@@ -7,12 +7,12 @@ does not implement is refused by name.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
 from millrace_common import tokenizer_file
+from millrace_common.model_files import read_object
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 CONFIG_FILE = "config.json"
@@ -77,7 +77,7 @@ class ConfigError(ValueError):
 class RopeScaling(BaseModel):
     """YaRN, arXiv:2309.00071."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
     factor: float = Field(ge=1)
     original_max_position_embeddings: int = Field(gt=0)
@@ -88,7 +88,7 @@ class RopeScaling(BaseModel):
 
 
 class ModelConfig(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
 
     vocab_size: int = Field(gt=0)
     hidden_size: int = Field(gt=0)
@@ -223,14 +223,9 @@ class ModelConfig(BaseModel):
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: {(error.strerror or str(error)).lower()}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: expected an object, found {type(raw).__name__}")
-    return raw
+        return read_object(path)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _indexer(raw: dict[str, Any]) -> dict[str, Any]:

@@ -9,17 +9,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
+from millrace_common.model_files import read_object
 from millrace_kernels.fp8 import BLOCK, quant_blocks
 from millrace_kernels.int8 import Matrix
 from torch import Tensor
 
-from millrace_serve.model.checkpoint.tensor_file import DTYPES, Reader, Stored, TensorFile
+from millrace_serve.model.checkpoint.tensor_file import DTYPES, NotFinite, Reader, Stored, TensorFile
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.quantised import (
     FORMS,
@@ -112,8 +112,8 @@ class Checkpoint:
         self._form, self.kept = form_of(config), kept_forms(config, keep_quantised)
         self._files: dict[Path, TensorFile] = {}
         self._reader = Reader()
-        files = checkpoint_files(self.directory).items()
-        self._file_of = {name: file for file, names in files for name in names or self._open(file).tensors}
+        files = {file: (names, self._open(file).tensors) for file, names in checkpoint_files(self.directory).items()}
+        self._file_of = {name: file for file, (names, stored) in files.items() for name in names or stored}
         self._unclaimed = set(self._file_of)
 
     def tensor(self, name: str, shape: Shape, part: Part = WHOLE, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -201,8 +201,12 @@ class Checkpoint:
         if file not in self._files:
             try:
                 self._files[file] = TensorFile(file)
-            except (OSError, ValueError) as error:
-                raise CheckpointError(f"{file}: cannot be read: {error}") from None
+            except OSError as error:
+                why = (error.strerror or str(error)).lower()
+                named = f", but {INDEX_FILE} names it" if (self.directory / INDEX_FILE).is_file() else ""
+                raise CheckpointError(f"{file}: {why}{named}") from None
+            except ValueError as error:
+                raise CheckpointError(f"{file}: {error}") from None
         return self._files[file]
 
     def _header(self, name: str, shape: Shape, dtypes: tuple[str, ...]) -> Stored:
@@ -262,8 +266,8 @@ class Checkpoint:
     def _wait(self) -> None:
         try:
             self._reader.wait()
-        except OSError as error:
-            raise CheckpointError(f"{self.directory}: a file cannot be read: {error}") from error
+        except (OSError, NotFinite) as error:
+            raise CheckpointError(str(error)) from error
 
 
 def checkpoint_files(directory: Path) -> dict[Path, list[str]]:
@@ -279,8 +283,12 @@ def checkpoint_files(directory: Path) -> dict[Path, list[str]]:
         return {file: [] for file in files}
     found: dict[Path, list[str]] = {}
     try:
-        for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
+        places = read_object(index)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+    try:
+        for name, file in places["weight_map"].items():
             found.setdefault(directory / file, []).append(name)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index}: malformed index: {error}") from None
     return dict(sorted(found.items()))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import enum
-import json
 from pathlib import Path
 from typing import Any, Literal
 
 from millrace_common.config import Config, Seconds
+from millrace_common.model_files import read_object
 from millrace_common.spans import Tracing
 from millrace_common.tls_config import Tls, exposed
 from pydantic import Field, model_validator
@@ -134,7 +134,7 @@ def _context_of(values: dict[str, Any]) -> int:
     if values.get("engine") == EngineKind.SIM or not values.get("model"):
         return SIM_CONTEXT
     try:
-        facts = json.loads((Path(values["model"]) / "config.json").read_text())
+        facts = read_object(Path(values["model"]) / "config.json")
         return int(facts["max_position_embeddings"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return SIM_CONTEXT

@@ -5,7 +5,8 @@
 3. until SIGTERM or SIGINT: drain, then exit code 0; a second signal ends the process at once
    until the worker finds that it cannot serve: drain, then exit code 1
    until a rank dies: exit code 1
-   a start that fails: exit code 1, with the reason in the log and in GetInfo's state_message until the end
+   a start that fails: exit code 1, with the reason in the log and in GetInfo's state_message until the end; exit code
+   2 where the settings or the checkpoint are at fault, so that another start would end alike
 """
 
 from __future__ import annotations
@@ -81,12 +82,12 @@ async def _live(frontend: Frontend, stop: asyncio.Event, address: str) -> tuple[
     if not start.done():
         start.cancel()
         if frontend.lost.done():  # perhaps between two warm-up requests: the next one would never be answered
-            return 1, f"could not start: {frontend.lost.result()}"
+            return _failed(frontend), f"could not start: {frontend.lost.result()}"
         return 0, "stopped by a signal before it was ready"
     try:
         await start
     except (MillraceError, OSError) as error:
-        return 1, f"could not start: {error}"
+        return _failed(frontend), f"could not start: {error}"
     log.info("READY %s", address)
     await asyncio.wait((stopped, frontend.leaving, frontend.lost), return_when=asyncio.FIRST_COMPLETED)
     if not frontend.lost.done():
@@ -98,6 +99,10 @@ async def _live(frontend: Frontend, stop: asyncio.Event, address: str) -> tuple[
     if frontend.leaving.done():
         return 1, frontend.leaving.result()
     return 0, "drained"
+
+
+def _failed(frontend: Frontend) -> int:
+    return 2 if frontend.ranks.refused else 1
 
 
 def _server(frontend: Frontend) -> Server:

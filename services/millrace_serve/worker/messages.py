@@ -95,6 +95,7 @@ class RankFailed(msgspec.Struct, frozen=True, tag=True):
     """The last words of a rank that ends by an error."""
 
     message: str
+    refused: bool = False  # the settings or the checkpoint are at fault, so another start ends alike
 
 
 class Dropped(msgspec.Struct, frozen=True, tag=True):

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import numpy as np
+from millrace_common.reasons import Reason
+
+from millrace_serve.engine.core import Failure
 
 CANARY_BYTES = 64
 CANARY_WORDS = 5  # that are used
@@ -29,15 +32,15 @@ class CanaryBatch(Generic[A]):
     names: tuple[str, ...]  # [B] requests, for the message
 
 
-def mismatches(batch: CanaryBatch[np.ndarray], found: np.ndarray) -> dict[int, str]:
-    """Compare `found`, u64 [B, P, CANARY_WORDS], with the expected words. Returns index of the sequence -> message."""
+def mismatches(batch: CanaryBatch[np.ndarray], found: np.ndarray) -> dict[int, Failure]:
+    """Compare `found`, u64 [B, P, CANARY_WORDS], with the expected words. Returns failures by index of the sequence."""
     wrong = (batch.expected[:, :, -1] != 0) & (batch.expected != found).any(axis=2)
-    messages: dict[int, str] = {}
+    failures: dict[int, Failure] = {}
     for row, index in zip(*np.nonzero(wrong), strict=True):
         want, have = batch.expected[row, index].tolist(), found[row, index].tolist()
-        messages.setdefault(
-            int(row),
+        message = (
             f"KV page {batch.pages[row, index]} (page {index} of request {batch.names[row]}) holds other tokens: "
-            f"hash {have[0]:016x} of {have[-1]} tokens, expected {want[0]:016x} of {want[-1]}",
+            f"hash {have[0]:016x} of {have[-1]} tokens, expected {want[0]:016x} of {want[-1]}"
         )
-    return messages
+        failures.setdefault(int(row), Failure(Reason.KV_MISMATCH, message))
+    return failures

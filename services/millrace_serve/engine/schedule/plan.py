@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from millrace_serve.engine.core import TokenOutput, TopLogprob
+from millrace_serve.engine.core import Failure, TokenOutput, TopLogprob
 from millrace_serve.engine.schedule.sequence import Sequence
 
 
@@ -61,7 +61,7 @@ class StepOutput:
     logprobs: np.ndarray | None = None  # float32 [S, q]; of the sampled tokens
     top_ids: np.ndarray | None = None  # int64 [S, q, K]
     top_logprobs: np.ndarray | None = None  # float32 [S, q, K]
-    corrupt: dict[int, str] = field(default_factory=dict)  # index of a sequence in the plan -> which page was wrong
+    corrupt: dict[int, Failure] = field(default_factory=dict)  # by the index of the sequence in the plan
 
     @classmethod
     def nothing(cls) -> StepOutput:

@@ -16,8 +16,6 @@ from __future__ import annotations
 import abc
 from collections.abc import Iterator
 
-from millrace_common.reasons import Reason
-
 from millrace_serve.engine.config import EngineConfig
 from millrace_serve.engine.core import (
     Events,
@@ -211,11 +209,11 @@ class Scheduler(abc.ABC):
         plan.chunks.append(Chunk(seq, start, end, samples=end == len(seq.tokens)))
         return end - start
 
-    def _condemn(self, seq: Sequence, why: str) -> None:
-        """A step found a page of other tokens among the pages of `seq`. It may have come from any tier."""
+    def _condemn(self, seq: Sequence, why: Failure) -> None:
+        """A step found that a page of `seq` is wrong. It may have come from any tier."""
         seq.trust = Trust.CORRUPT
         self.host.disk.remove(seq.page_hashes(len(seq.tokens) // self.pages.size, self.pages.size))
-        self._stop(seq, FinishReason.ERROR, Failure(Reason.KV_MISMATCH, why))
+        self._stop(seq, FinishReason.ERROR, why)
 
     def _stop(self, seq: Sequence, finish: FinishReason, error: Failure | None = None) -> None:
         """End a request in any phase but DONE."""

@@ -23,6 +23,7 @@ from pydantic import Field
 from millrace_serve.engine.cache.canary import mismatches
 from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import EngineConfig
+from millrace_serve.engine.core import Failure
 from millrace_serve.engine.schedule.plan import StepOutput
 from millrace_serve.engine.schedule.sequence import Sequence
 from millrace_serve.engine.step.batch import HostBatch
@@ -94,7 +95,7 @@ class SimRunner:
 
     def launch(self, batch: HostBatch) -> SimHandle:
         self._update(batch)
-        corrupt = {}
+        corrupt: dict[int, Failure] = {}
         if batch.canary is not None:
             corrupt = mismatches(batch.canary, self._pool.read_canaries(batch.canary.pages))
             self._pool.write_canaries(batch.canary.write_pages, batch.canary.write_words)
@@ -133,7 +134,7 @@ class SimRunner:
         keys = int(self._lengths[batch.slots].sum()) + tokens if s.key_s else 0
         return s.step_s + s.token_s * tokens + s.sequence_s * len(batch.slots) + s.key_s * keys
 
-    def _sample(self, batch: HostBatch, corrupt: dict[int, str]) -> StepOutput:
+    def _sample(self, batch: HostBatch, corrupt: dict[int, Failure]) -> StepOutput:
         """Row i of a decode sequence samples output `index` + i."""
         slots, settings = batch.sample_slots, self._settings
         hashes, num_decode = self._prompt_hash[slots], batch.num_decode

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from millrace_common.tokenizer_file import HUGGING_FACE, TIKTOKEN, load_tokenizer
 from millrace_kernels import backend
 
 from millrace_serve.engine.cache.kv_pool import KvPool
@@ -18,7 +19,7 @@ from millrace_serve.engine.grammar.grammars import Grammars
 from millrace_serve.engine.grammar.llguidance_compiler import LlguidanceCompiler
 from millrace_serve.engine.schedule.factory import make_scheduler
 from millrace_serve.engine.schedule.limits import ModelFacts
-from millrace_serve.engine.start import compile_ahead
+from millrace_serve.engine.start import compile_ahead, finite
 from millrace_serve.engine.start.compilations import Compilations
 from millrace_serve.engine.start.compile import announce_kernels
 from millrace_serve.engine.start.exchange import Exchange, make_exchange
@@ -102,6 +103,8 @@ def load_rank(
             f"max_model_len={limits.max_model_len} is more than the model's {model_config.max_position_embeddings}"
         )
     read = model is None and not execution.random_weights
+    if read and not dims.tp_rank:
+        _check_tokenizer(path)
     layout = kv_layout(limits, execution, model_config, checkpoint_hash(path) if read else "random", dtype)
     site = Site(role, limits, execution, model_config, layout, dims, device, dtype)
     planner = MemoryPlanner(site)
@@ -124,6 +127,8 @@ def load_rank(
     runner = TorchRunner(model, pool, config, model_config.vocab_size, device_of(device), simulated)
     runner.announce = lockstep.progress.busy
     _watch(runner, exchange, model.reduce.fused)
+    with phases("memory"):
+        finite.check(site, runner, model)
     prepare(site, config, runner, phases)
     runner.balance()
     compile_ahead.mark(site)
@@ -163,6 +168,12 @@ def _model_config(limits: Limits, path: Path) -> ModelConfig:
     if not config.num_nextn_predict_layers:
         raise ValueError(f"draft_tokens={limits.draft_tokens}: {path} has no MTP layer (num_nextn_predict_layers)")
     return config
+
+
+def _check_tokenizer(path: Path) -> None:
+    """Grammars need it, long after the start. Raises ValueError for one that is there and cannot be read."""
+    if any((path / name).exists() for name in (HUGGING_FACE, TIKTOKEN)):
+        load_tokenizer(path)
 
 
 def _load(site: Site, path: Path, planner: MemoryPlanner) -> tuple[DeepseekV3, Exchange]:

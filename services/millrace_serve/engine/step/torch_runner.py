@@ -21,11 +21,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from millrace_common.reasons import Reason
 from torch import Tensor
 
 from millrace_serve.engine.cache.canary import mismatches
 from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import EngineConfig
+from millrace_serve.engine.core import Failure
 from millrace_serve.engine.schedule.plan import StepOutput
 from millrace_serve.engine.step.batch import HostBatch, StepBatch
 from millrace_serve.engine.step.chunk_graphs import ChunkGraphs
@@ -42,6 +44,7 @@ from millrace_serve.model.experts.moving import Balancer
 from millrace_serve.model.inputs import ForwardInput
 
 T = TypeVar("T")
+BROKEN = "broken"  # the rows whose logits are not finite, bool [R] and then [S, q]
 Read = Callable[[], StepOutput]
 Accept = Callable[[Tensor], Accepted]  # int64 [R], the sampled tokens
 
@@ -191,12 +194,13 @@ class TorchRunner:
         self, logits: Tensor, positions: Tensor, batch: HostBatch, step: StepBatch[Tensor]
     ) -> dict[str, Tensor]:
         """`positions`: of the sampled rows."""
+        broken = ~logits.amax(dim=-1).isfinite()  # before `sample` writes to them; -inf alone does no harm
         if batch.sampling is None or step.sampling is None:
-            return results(logits.argmax(dim=-1), None, -1)
+            return {BROKEN: broken, **results(logits.argmax(dim=-1), None, -1)}
         output_index = self.slots.output_index(positions, step)
         before = None if step.sampling.penalties is None else self.slots.drafts_before(step)
         tokens, raw = sample(logits, batch.sampling, step.sampling, output_index, before, self._tables)
-        return results(tokens, raw, batch.sampling.num_logprobs)
+        return {BROKEN: broken, **results(tokens, raw, batch.sampling.num_logprobs)}
 
 
 def _reading(batch: HostBatch, errors: Iterable[str], download: Callable[[], dict[str, Any]]) -> Read:
@@ -207,11 +211,21 @@ def _reading(batch: HostBatch, errors: Iterable[str], download: Callable[[], dic
         for what in errors:
             if error := int(answers.pop(what)[0]):
                 raise RuntimeError(f"rank {error - 1} did not answer in {what}")
-        canaries = answers.pop("canaries", None)
+        canaries, broken = answers.pop("canaries", None), answers.pop(BROKEN, None)
         output = StepOutput(**answers) if answers else StepOutput.nothing()
+        if broken is not None and broken.any():
+            output.corrupt = _not_finite(batch, broken & (np.arange(broken.shape[1]) < output.counts[:, None]))
         if canaries is not None:
             assert batch.canary is not None
-            output.corrupt = mismatches(batch.canary, canaries.view(np.uint64))
+            output.corrupt |= mismatches(batch.canary, canaries.view(np.uint64))
         return output
 
     return read
+
+
+def _not_finite(batch: HostBatch, broken: np.ndarray) -> dict[int, Failure]:
+    """By the index of the sequence in the plan. broken: bool [S, q]"""
+    failure = Failure(Reason.NOT_FINITE, "the model's logits have a NaN or an infinite number")
+    rows = np.flatnonzero(broken.any(axis=1)).tolist()
+    first = batch.num_decode
+    return dict.fromkeys([row if row < first else first + batch.sampling_chunks[row - first] for row in rows], failure)

@@ -30,7 +30,7 @@ def checkpoint_hash(path: Path) -> str:
 
 def _parts(content: BinaryIO, size: int) -> Iterator[bytes]:
     """Names, shapes and dtypes of the tensors, then the samples; they cover a small file entirely."""
-    length = int.from_bytes(content.read(LENGTH_BYTES), "little")
+    length = min(int.from_bytes(content.read(LENGTH_BYTES), "little"), size)  # any number in another kind of file
     yield content.read(length)
     start, last = LENGTH_BYTES + length, size - SAMPLE_BYTES
     for i in range(SAMPLES):

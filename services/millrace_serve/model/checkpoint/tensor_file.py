@@ -8,6 +8,7 @@ memory, through pinned memory into a GPU's.
 from __future__ import annotations
 
 import json
+import operator
 import os
 import threading
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from millrace_common.model_files import HEAD_BYTES, fault
 from torch import Tensor
 
 BLOCK_BYTES = 8 << 20
@@ -39,6 +41,7 @@ DTYPES = {
 class Stored(NamedTuple):
     """A tensor in its file."""
 
+    name: str
     file: TensorFile
     dtype: str  # of DTYPES, or one that cannot be read
     shape: tuple[int, ...]
@@ -48,32 +51,39 @@ class Stored(NamedTuple):
 class TensorFile:
     def __init__(self, path: Path) -> None:
         """Raises OSError or ValueError when it is not a whole file of this format."""
+        self.path = path
         self._file = path.open("rb", buffering=0)
         self.fd = self._file.fileno()
-        size, head = os.fstat(self.fd).st_size, self._file.read(8)
-        header_bytes = int.from_bytes(head, "little")
+        size, head = os.fstat(self.fd).st_size, self._file.read(HEAD_BYTES)
+        header_bytes = int.from_bytes(head[:8], "little")
+        if why := fault(head):
+            raise ValueError(why)
         if len(head) < 8 or header_bytes > min(size - 8, MOST_HEADER_BYTES):
             raise ValueError("the header is cut off, or this is no safetensors file")
         try:
             header = json.loads(os.pread(self.fd, header_bytes, 8))
             facts = {name: entry for name, entry in header.items() if name != "__metadata__"}
-            self.tensors = {name: self._stored(entry, 8 + header_bytes, size) for name, entry in facts.items()}
-        except (KeyError, TypeError, AttributeError) as error:
+            self.tensors = {name: self._stored(name, entry, 8 + header_bytes, size) for name, entry in facts.items()}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"malformed header: {error}") from error
 
-    def _stored(self, entry: dict[str, Any], begin: int, size: int) -> Stored:
-        first, last = entry["data_offsets"]
+    def _stored(self, name: str, entry: dict[str, Any], begin: int, size: int) -> Stored:
+        first, last = map(operator.index, entry["data_offsets"])
         shape = tuple(map(int, entry["shape"]))
         if not 0 <= first <= last <= size - begin:
             raise ValueError(f"the file ends before byte {begin + last}")
         dtype = DTYPES.get(entry["dtype"])
         if dtype is not None and last - first != prod(shape) * dtype.itemsize:
             raise ValueError(f"{last - first} bytes are not a tensor of shape {list(shape)} and {entry['dtype']}")
-        return Stored(self, entry["dtype"], shape, begin + first)
+        return Stored(name, self, entry["dtype"], shape, begin + first)
+
+
+class NotFinite(ValueError):
+    """A tensor has a NaN or an infinite number; the message names the file and the tensor."""
 
 
 class Reader:
-    """Reads of several tensors, which `wait` ends."""
+    """Reads of several tensors, which `wait` ends. Every number is looked at while its block is in the cache."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="weights")
@@ -93,24 +103,26 @@ class Reader:
         row_bytes = prod(stored.shape[1:]) * out.dtype.itemsize
         offset, target = stored.offset + first * row_bytes, out.view(-1).view(torch.uint8)
         for begin, block in _blocks(target):
-            self._reads.append(self._threads.submit(self._read, stored.file, offset + begin, block))
+            self._reads.append(self._threads.submit(self._read, stored, offset + begin, block))
 
     def wait(self) -> None:
-        """Raises OSError."""
+        """Raises OSError, which names the file, and NotFinite."""
         reads, self._reads = self._reads, []
         for read in reads:
             read.result()
 
     @torch.inference_mode()  # which a thread does not take over from those that wait, and their tensors may need
-    def _read(self, file: TensorFile, offset: int, target: Tensor) -> None:
+    def _read(self, stored: Stored, offset: int, target: Tensor) -> None:
         if target.device.type == "cpu":
-            _fill(file.fd, offset, target)
-            return
-        if not hasattr(self._pinned, "block"):
-            self._pinned.block = torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=True)
-        staged = self._pinned.block[: target.numel()]
-        _fill(file.fd, offset, staged)
-        target.copy_(staged)
+            _fill(stored.file, offset, target)
+        else:
+            if not hasattr(self._pinned, "block"):
+                self._pinned.block = torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=True)
+            staged = self._pinned.block[: target.numel()]
+            _fill(stored.file, offset, staged)
+            target.copy_(staged)
+        if not all_finite(target.view(DTYPES[stored.dtype])):
+            raise NotFinite(f"{stored.file.path}: tensor {stored.name} has a NaN or an infinite number")
 
 
 def _blocks(target: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -118,10 +130,25 @@ def _blocks(target: Tensor) -> Iterator[tuple[int, Tensor]]:
         yield begin, target[begin : begin + BLOCK_BYTES]
 
 
-def _fill(fd: int, offset: int, target: Tensor) -> None:
+def _fill(file: TensorFile, offset: int, target: Tensor) -> None:
     left = target.numpy().data
     while left:
-        count = os.preadv(fd, [left], offset)
+        try:
+            count = os.preadv(file.fd, [left], offset)
+        except OSError as error:
+            raise OSError(f"{file.path}: cannot be read at byte {offset}: {error.strerror}") from error
         if not count:
-            raise OSError(f"the file ends at byte {offset}")
+            raise OSError(f"{file.path}: the file ends at byte {offset}")
         left, offset = left[count:], offset + count
+
+
+def all_finite(numbers: Tensor) -> bool:
+    """In one pass without a copy. numbers: one dimension, of DTYPES."""
+    if not numbers.numel() or not numbers.dtype.is_floating_point:
+        return True
+    if numbers.dtype == torch.float8_e4m3fn:  # its NaNs are 0x7f and 0xff, and it has no infinity
+        return bool(numbers.view(torch.int8).amax() < 0x7F) and bool(numbers.view(torch.uint8).amax() < 0xFF)
+    if numbers.dtype.itemsize == 1:
+        numbers = numbers.float()
+    least, most = torch.aminmax(numbers)  # a NaN is both
+    return bool(torch.isfinite(least) & torch.isfinite(most))

@@ -76,6 +76,7 @@ class Ranks:
         self._clock = PatientClock()
         self._watcher: asyncio.Task[None] | None = None
         self._lost = ""
+        self.refused = False  # why a rank has failed: as in RankFailed
         self._stopping = False
 
     async def start(self, model: Path | None = None) -> None:
@@ -226,7 +227,8 @@ class Ranks:
                 self._on_stray("undecodable")
             case RankReady():
                 self._connect(rank, report)
-            case RankFailed(why):
+            case RankFailed(why, refused):
+                self.refused = refused
                 self._lose(f"rank {rank} failed: {why}")
             case GcFrozen() | ProfileDone() | WeightsSet():
                 self._asked.pop((type(report), rank)).set_result(report)

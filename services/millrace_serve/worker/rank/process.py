@@ -81,7 +81,7 @@ def run(spec: RankSpec) -> int:
         return 0
     except Refused as error:
         log.debug("rank %d failed", spec.rank, exc_info=True)
-        outbox.send(FromRank(spec.rank, RankFailed(str(error))))
+        outbox.send(FromRank(spec.rank, RankFailed(str(error), refused=True)))
         return 1
     except Exception as error:
         log.exception("rank %d failed", spec.rank)

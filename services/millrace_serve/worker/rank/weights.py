@@ -23,6 +23,9 @@ def set_weights(parts: Parts, on_layout: Callable[[], None], order: SetWeights) 
         if not order.check:
             pool.layout = msgspec.structs.replace(pool.layout, model_hash=named(model_hash, order.version))
             on_layout()
+    except ValueError as failure:  # a checkpoint that cannot be used
+        log.error("weights %s: not loaded: %s", order.version, failure)
+        error = str(failure)
     except Exception as failure:
         log.exception("weights %s of %s: failed", order.version, order.path)
         error = f"{type(failure).__name__}: {failure}"

@@ -1,0 +1,60 @@
+"""A rank's first step: products of finite weights may still have a NaN or an infinite number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from millrace_kernels.fp8 import Operand
+
+from millrace_serve.engine.start import rehearsal
+from millrace_serve.engine.start.startup import Site
+from millrace_serve.engine.step.torch_runner import TorchRunner
+from millrace_serve.model.checkpoint.tensor_file import all_finite
+from millrace_serve.model.deepseek_v3 import DeepseekV3
+from millrace_serve.model.weights import CheckpointError
+
+
+def check(site: Site, runner: TorchRunner, model: DeepseekV3) -> None:
+    """Collective. Raises CheckpointError, which names the first layer, when the logits of a prompt are not finite."""
+    if not _broken(site, runner):
+        return
+    layers, found = model.layers, list[int]()
+    model.layers = [_Watched(layer, index, found) for index, layer in enumerate(layers)]  # type: ignore[misc]
+    try:
+        _broken(site, runner)
+    finally:
+        model.layers = layers
+    where = f"layer {found[0]} is the first whose output has one" if found else "the outputs of all layers have none"
+    raise CheckpointError(f"the model's logits have a NaN or an infinite number for a first prompt: {where}")
+
+
+def _broken(site: Site, runner: TorchRunner) -> bool:
+    """The same on every rank. A prompt of a page, because all of its KV goes to one."""
+    limits = site.limits
+    length = min(limits.page_size, limits.max_prefill_tokens, limits.max_model_len - 1)
+    prompt = rehearsal.Shape(num_queries=1 + limits.num_drafts(1), chunks=1, chunk=length)
+    broken = bool(runner.launch(rehearsal.batch_of(prompt, limits, site.dims.dp)).result().corrupt)
+    if site.dims.world_group is not None:
+        anywhere = torch.tensor([int(broken)])
+        dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=site.dims.world_group)
+        broken = bool(anywhere)
+    return broken
+
+
+class _Watched:
+    """A decoder layer whose outputs are looked at; what is found is its index."""
+
+    def __init__(self, layer: Any, index: int, found: list[int]) -> None:
+        self._layer, self._index, self._found = layer, index, found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+    def __call__(self, *inputs: Any) -> tuple[Operand, torch.Tensor]:
+        out, residual = self._layer(*inputs)
+        parts = (out.plain, *(out.fp8 or ()))
+        if not all(part is None or all_finite(part.flatten()) for part in parts):
+            self._found.append(self._index)
+        return out, residual
