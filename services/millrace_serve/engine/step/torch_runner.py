@@ -44,7 +44,7 @@ from millrace_serve.model.experts.moving import Balancer
 from millrace_serve.model.inputs import ForwardInput
 
 T = TypeVar("T")
-BROKEN = "broken"  # the rows whose logits are not finite, bool [R] and then [S, q]
+PEAKS = "peaks"  # the largest logit of each row, [R] and then [S, q]; a NaN or infinite if the logits are
 Read = Callable[[], StepOutput]
 Accept = Callable[[Tensor], Accepted]  # int64 [R], the sampled tokens
 
@@ -194,13 +194,14 @@ class TorchRunner:
         self, logits: Tensor, positions: Tensor, batch: HostBatch, step: StepBatch[Tensor]
     ) -> dict[str, Tensor]:
         """`positions`: of the sampled rows."""
-        broken = ~logits.amax(dim=-1).isfinite()  # before `sample` writes to them; -inf alone does no harm
         if batch.sampling is None or step.sampling is None:
-            return {BROKEN: broken, **results(logits.argmax(dim=-1), None, -1)}
+            peaks, tokens = logits.max(dim=-1)  # -inf alone does no harm
+            return {PEAKS: peaks, **results(tokens, None, -1)}
+        peaks = logits.amax(dim=-1)  # before `sample` writes to them
         output_index = self.slots.output_index(positions, step)
         before = None if step.sampling.penalties is None else self.slots.drafts_before(step)
         tokens, raw = sample(logits, batch.sampling, step.sampling, output_index, before, self._tables)
-        return {BROKEN: broken, **results(tokens, raw, batch.sampling.num_logprobs)}
+        return {PEAKS: peaks, **results(tokens, raw, batch.sampling.num_logprobs)}
 
 
 def _reading(batch: HostBatch, errors: Iterable[str], download: Callable[[], dict[str, Any]]) -> Read:
@@ -211,10 +212,11 @@ def _reading(batch: HostBatch, errors: Iterable[str], download: Callable[[], dic
         for what in errors:
             if error := int(answers.pop(what)[0]):
                 raise RuntimeError(f"rank {error - 1} did not answer in {what}")
-        canaries, broken = answers.pop("canaries", None), answers.pop(BROKEN, None)
+        canaries, peaks = answers.pop("canaries", None), answers.pop(PEAKS, None)
         output = StepOutput(**answers) if answers else StepOutput.nothing()
-        if broken is not None and broken.any():
-            output.corrupt = _not_finite(batch, broken & (np.arange(broken.shape[1]) < output.counts[:, None]))
+        if peaks is not None and not np.isfinite(peaks).all():
+            taken = np.arange(peaks.shape[1]) < output.counts[:, None]
+            output.corrupt = _not_finite(batch, ~np.isfinite(peaks) & taken)
         if canaries is not None:
             assert batch.canary is not None
             output.corrupt |= mismatches(batch.canary, canaries.view(np.uint64))
