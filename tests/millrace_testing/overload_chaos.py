@@ -40,6 +40,7 @@ WORKER_SET = (
     *("limits.checks=[canary]", "sim.step_s=0.03", "sim.token_s=0.00002"),
     *("limits.num_pages=161", "timeouts.lease=3"),
 )
+REFUSALS = ("QUEUE_FULL", "OVERLOADED", "NO_WORKERS")
 EJECTED = re.compile(r"(\w+ worker (\S+) is ejected.*)")
 
 
@@ -102,7 +103,9 @@ class Phase:
 
 
 def is_refusal(seen: Seen) -> bool:
-    return bool(seen.error) and not seen.tokens and TABLE[seen.error].http in (429, 503) and seen.retry_after_s > 0
+    return (
+        seen.error in REFUSALS and not seen.tokens and TABLE[seen.error].http in (429, 503) and seen.retry_after_s > 0
+    )
 
 
 @dataclass(slots=True)
