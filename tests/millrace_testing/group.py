@@ -42,7 +42,7 @@ mkdir /run/millrace /run/upper /run/work
 mount -t overlay -o lowerdir=/etc,upperdir=/run/upper,workdir=/run/work overlay /etc
 echo "hosts: files" >/etc/nsswitch.conf
 mkdir -p /etc/millrace
-cp -r "$pod/config" /etc/millrace/config
+cp -r "$pod/config" "$pod/secret" /etc/millrace/
 mount --bind "$pod/hosts" /etc/hosts
 mount -t tmpfs -o size=1G tmpfs /dev/shm
 mount -t tmpfs tmpfs /var/cache
@@ -79,7 +79,8 @@ class Pod:
         self._container, self._enter, self._folder = container, enter, folder / name
         self._env = environment(container, variables)
         self._process: asyncio.subprocess.Process | None = None
-        shutil.copytree(folder / "config", self._folder / "config")
+        for volume in ("config", "secret"):
+            shutil.copytree(folder / volume, self._folder / volume)
         (self._folder / "tmp").mkdir()  # with Ray's logs
         self.publish({})
 
@@ -167,6 +168,9 @@ class Group:
 
     async def __aenter__(self) -> Group:
         (self._folder / "config").mkdir()
+        (self._folder / "secret").mkdir()
+        (secret,) = (text for name, text in self._secrets.items() if name.endswith("-millrace-secret/key"))
+        (self._folder / "secret" / "key").write_text(secret)
         for file, text in self._config.items():
             (self._folder / "config" / file).write_text(text)
         self._spaces.__enter__()

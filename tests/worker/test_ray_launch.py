@@ -14,12 +14,17 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlparse
 
+import msgspec
 import pytest
+import zmq
 from millrace_serve.engine.config import Role
 from millrace_serve.engine.core import Events, Request, RequestId, SamplingParams, Submit
+from millrace_serve.transfer.messages import StopReader
 from millrace_serve.worker.config import WorkerConfig
 from millrace_serve.worker.frontend.ranks import Ranks
+from millrace_serve.worker.messages import FromRank, RankFailed, Stop
 from millrace_testing.sim import expected
+from zmq.utils.monitor import recv_monitor_message
 
 HOST = "127.0.0.1"
 
@@ -82,6 +87,19 @@ def fake_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     sys.modules.pop("millrace_serve.worker.ray_launch", None)
 
 
+def turned_away(endpoint: str, said: Any) -> None:
+    """A stranger connects and would end the worker; returns when it was turned away."""
+    context: zmq.Context[Any] = zmq.Context()
+    stranger = context.socket(zmq.PUSH)
+    stranger.set(zmq.LINGER, 0)
+    events = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+    stranger.connect(endpoint)
+    stranger.send(msgspec.msgpack.encode(said), zmq.NOBLOCK)
+    assert recv_monitor_message(events)["event"] == zmq.EVENT_DISCONNECTED
+    stranger.disable_monitor()
+    context.destroy(linger=0)
+
+
 async def test_ranks_as_actors_over_tcp(fake_ray: list[str]) -> None:
     launcher = importlib.import_module("millrace_serve.worker.ray_launch").RayLauncher()
     config = WorkerConfig(role=Role.UNIFIED, engine="sim", dp=2, launcher="ray")
@@ -98,6 +116,13 @@ async def test_ranks_as_actors_over_tcp(fake_ray: list[str]) -> None:
     ranks = Ranks(config, launcher, on_report, lost.append)
     async with asyncio.timeout(20):
         await ranks.start()
+        assert ranks.info is not None
+        for endpoint, said in (
+            (ranks._inbox.endpoint, FromRank(0, RankFailed("I am a stranger"))),
+            (ranks.info.engine_endpoint, Stop()),
+            (ranks.info.reader_endpoint, StopReader()),
+        ):
+            await asyncio.to_thread(turned_away, endpoint, said)
         for replica in range(2):
             sampling = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
             request = Request(id=RequestId(replica + 1, 0), token_ids=[replica], sampling=sampling)
