@@ -98,13 +98,9 @@ def load_rank(
     device = device_of(device).torch  # other processes must be told which one it is
     backend.prefer(execution.libraries, device)
     model_config = _model_config(limits, path) if model is None else model.config
-    if limits.max_model_len > model_config.max_position_embeddings:
-        raise ValueError(
-            f"max_model_len={limits.max_model_len} is more than the model's {model_config.max_position_embeddings}"
-        )
+    if limits.max_model_len > (most := model_config.max_position_embeddings):
+        raise ValueError(f"max_model_len={limits.max_model_len} is more than the model's {most}")
     read = model is None and not execution.random_weights
-    if read and not dims.tp_rank:
-        _check_tokenizer(path)
     layout = kv_layout(limits, execution, model_config, checkpoint_hash(path) if read else "random", dtype)
     site = Site(role, limits, execution, model_config, layout, dims, device, dtype)
     planner = MemoryPlanner(site)
@@ -161,19 +157,15 @@ def _copier(config: EngineConfig, pool: KvPool, device: torch.device) -> PageCop
 
 
 def _model_config(limits: Limits, path: Path) -> ModelConfig:
-    """The configuration of the layers that this worker loads."""
+    """The configuration of the layers that this worker loads; also reads the tokenizer, which grammars need later."""
     config = ModelConfig.load(path)
+    if any((path / name).exists() for name in (HUGGING_FACE, TIKTOKEN)):
+        load_tokenizer(path)
     if not limits.draft_tokens:
         return config.without_mtp()
     if not config.num_nextn_predict_layers:
         raise ValueError(f"draft_tokens={limits.draft_tokens}: {path} has no MTP layer (num_nextn_predict_layers)")
     return config
-
-
-def _check_tokenizer(path: Path) -> None:
-    """Grammars need it, long after the start. Raises ValueError for one that is there and cannot be read."""
-    if any((path / name).exists() for name in (HUGGING_FACE, TIKTOKEN)):
-        load_tokenizer(path)
 
 
 def _load(site: Site, path: Path, planner: MemoryPlanner) -> tuple[DeepseekV3, Exchange]:
