@@ -10,19 +10,19 @@ gRPC's C++ core writes to stderr itself, a line per connection that goes wrong, 
 
 from __future__ import annotations
 
-import os
 import resource
 import signal
 import sys
+from collections.abc import MutableMapping
 
 
-def prepare(code: int = 0) -> None:
+def prepare(environ: MutableMapping[str, str], code: int = 0) -> None:
     """Make SIGTERM raise SystemExit with `code`, until somebody sets another handler. Leave no core dumps, and have
-    gRPC's core write nothing unless GRPC_VERBOSITY says so.
+    gRPC's core write nothing unless GRPC_VERBOSITY says so. `environ`: the process's own.
     """
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(code))
     no_core_dumps()
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
 def no_core_dumps() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 if __name__ == "__main__":
     from millrace_common.process_start import prepare
 
-    prepare()
+    prepare(os.environ)
 
     from millrace_router.main import main
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 TERMINATED = 143  # as a shell reports a command that SIGTERM ended
 
 
 def main() -> None:
     from millrace_common.process_start import prepare
 
-    prepare(TERMINATED)
+    prepare(os.environ, TERMINATED)
 
     from millrace_cli import app
 

@@ -24,7 +24,7 @@ _AUTHORITY = re.compile(r"(\[[^]]*\]|[^:]*)(:\d*)?")
 def check(method: str, headers: Headers, names: Collection[str]) -> None:
     """Raise INVALID_ARGUMENT for what a page of another site may have sent. `names`: further ones of this host."""
     host = headers.get("host", "")
-    if host and not _ours(host, names):
+    if host and not _is_ours(host, names):
         raise _refused("host", f"is no address, nor localhost, nor a name of this host or in {', '.join(ZONES)}")
     origin = headers.get("origin")
     if origin is not None and origin.partition("://")[2] != host:
@@ -33,7 +33,7 @@ def check(method: str, headers: Headers, names: Collection[str]) -> None:
         raise _refused("content-type", f"must be {JSON}, also without a body")
 
 
-def _ours(host: str, names: Collection[str]) -> bool:
+def _is_ours(host: str, names: Collection[str]) -> bool:
     found = _AUTHORITY.fullmatch(host)
     if found is None:
         return False

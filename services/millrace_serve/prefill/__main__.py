@@ -8,7 +8,7 @@ import sys
 if __name__ == "__main__":  # rank processes import this file and must not run it
     from millrace_common.process_start import prepare
 
-    prepare()
+    prepare(os.environ)
 
     from millrace_serve.engine.config import Role
     from millrace_serve.prefill.service import PrefillRole
