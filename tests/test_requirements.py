@@ -97,6 +97,12 @@ def test_a_lock_has_the_versions_of_its_constraints_with_hashes(name: str) -> No
         assert entry.startswith("#") or re.search(r"--hash=sha256:[0-9a-f]{64}", entry), entry
 
 
+def test_torch_of_the_cpu_image_has_its_own_lock() -> None:
+    text = (REQUIREMENTS / "torch-cpu.lock").read_text()
+    assert locked("torch-cpu") == {"torch": f"{constrained('cpu')['torch']}+cpu"}
+    assert len(re.findall(r"--hash=sha256:[0-9a-f]{64}\b", text)) == 1, "one Python on one machine"
+
+
 @pytest.mark.parametrize("name", ["router", "worker-cpu"])
 def test_a_lock_has_what_its_packages_ask_for(name: str) -> None:
     """As the packages say that are installed here, where those are of the same version."""

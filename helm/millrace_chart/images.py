@@ -85,12 +85,9 @@ def lines(engine: str, device: str, registry: str) -> Iterator[str]:
 
 
 def packages(image: Image) -> str:
-    """Return a requirements file of all Python packages of the image. The CPU lock lacks torch: see the Dockerfile."""
-    text = (REQUIREMENTS / f"{image.lock}.lock").read_text()
-    if image.device == "cpu":
-        pins = (REQUIREMENTS / "constraints-cpu.txt").read_text().splitlines()
-        text += "".join(f"{pin}\n" for pin in pins if pin.startswith("torch=="))
-    return text
+    """Return a requirements file of all Python packages of the image. torch for CPU is apart: see the Dockerfile."""
+    locks = (image.lock, "torch-cpu") if image.device == "cpu" else (image.lock,)
+    return "".join((REQUIREMENTS / f"{name}.lock").read_text() for name in locks)
 
 
 def write_bom(image: Image, folder: Path) -> Path:
