@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -173,4 +174,5 @@ def test_broken_markup_never_makes_a_call_that_is_no_object(style: Style, data: 
     for name, arguments in said[2]:
         assert name in OFFER.names and isinstance(json.loads(arguments), dict)
     shown = said[1] + "".join(itertools.chain.from_iterable(said[2]))
-    assert shown.count("x") == text.count("x")
+    behind_fences = re.sub(r"```[^\n]*", "", text)  # what stands on the line of a fence names a language
+    assert behind_fences.count("x") <= shown.count("x") <= text.count("x")
