@@ -76,7 +76,7 @@ def test_the_table_is_narrow_and_reasons_stand_below(monkeypatch: pytest.MonkeyP
 
 
 async def test_json_is_one_object_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    async def found(address: str, identity: object) -> list[admin_pb2.WorkerStatus]:
+    async def found(*access: object) -> list[admin_pb2.WorkerStatus]:
         return WORKERS
 
     monkeypatch.setattr(workers.probe, "workers", found)
