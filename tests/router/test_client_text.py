@@ -181,7 +181,13 @@ def test_white_space_that_a_template_trims_is_no_wall(tmp_path: Path) -> None:
 
 
 def test_a_refusal_has_the_words_of_the_client(tmp_path: Path) -> None:
-    tokenizer = Tokenizer.load(write(tmp_path, "{{ raise_exception('no ' ~ messages[0].content) }}", ()))
+    tokenizer = Tokenizer.load(
+        write(
+            tmp_path,
+            "{% if '<' in messages[0].content %}{{ raise_exception('no ' ~ messages[0].content) }}{% endif %}",
+            (),
+        )
+    )
     with pytest.raises(MillraceError) as refusal:
         tokenizer.render([{"role": "user", "content": USER}])
     assert refusal.value.message.endswith(f": no {USER}")

@@ -236,7 +236,7 @@ OTHERS = {  # requests that need no worker: over HTTP a path and a body, over gR
     "Tokenize": inference_pb2.TokenizeRequest(prompt={"text": "abc"}),
     "Detokenize": inference_pb2.DetokenizeRequest(token_ids=[65, 66]),
 }
-MISTAKES = {
+WITH_A_MISTAKE = {
     "/v1/completions": {"prompt": 7},
     "/tokenize": {},
     "Generate": inference_pb2.GenerateRequest(),
@@ -259,7 +259,9 @@ async def outcome(keyed: Cluster, name: str, message: object) -> object:
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [*OTHERS.items(), *MISTAKES.items()], ids=[*OTHERS, *(f"mistaken {name}" for name in MISTAKES)]
+    ("name", "message"),
+    [*OTHERS.items(), *WITH_A_MISTAKE.items()],
+    ids=[*OTHERS, *(f"mistaken {name}" for name in WITH_A_MISTAKE)],
 )
 async def test_what_needs_no_worker_counts_for_the_rate_of_requests(keyed: Cluster, name: str, message: object) -> None:
     """Two are allowed. The third is refused before it is read."""

@@ -197,6 +197,6 @@ async def test_the_process_ends_with_a_line_and_exit_code_2(tmp_path: Path) -> N
     process = await launch("--set", f"model={write_tokenizer(tmp_path, ENDLESS_OF_TEXT['a text, multiplied'])}")
     _, stderr = await process.communicate()
     [line] = stderr.decode().splitlines()
-    assert process.returncode == 2 and line.startswith("millrace_router: model: ")
+    assert process.returncode == 2 and line.startswith("millrace router: model: ")
     said = "the chat template cannot be used: it makes a text of more than 134,217,728 characters"
     assert line.endswith(said)

@@ -200,7 +200,7 @@ async def test_drain_ends_what_outlives_the_grace(cluster: object) -> None:
     ("items", "words"),
     [
         (["model=/nowhere", "colour=red"], "colour: unknown key"),
-        (["model=/nowhere"], "no usable tokenizer in /nowhere"),
+        (["model=/nowhere"], "no usable tokenizer: /nowhere"),
         ([], "model: required"),
         (["model=/nowhere", "grpc=here"], "grpc: "),
         (["model=/nowhere", "limits.n=0"], "limits.n: "),

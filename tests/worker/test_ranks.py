@@ -222,7 +222,9 @@ async def test_what_nobody_asked_for_is_dropped_and_counted(
 async def test_a_rank_that_is_lost_between_two_warm_up_requests_ends_the_start() -> None:
     """The requests that ran have failed; one that begins afterwards would wait for its whole time-out."""
     loop = asyncio.get_running_loop()
-    frontend: Any = SimpleNamespace(start=asyncio.Event().wait, lost=loop.create_future(), leaving=loop.create_future())
+    ranks = SimpleNamespace(refused=False)
+    lost, leaving = loop.create_future(), loop.create_future()
+    frontend: Any = SimpleNamespace(start=asyncio.Event().wait, ranks=ranks, lost=lost, leaving=leaving)
     living = asyncio.create_task(worker_main._live(frontend, asyncio.Event(), ""))
     await asyncio.sleep(0)
     frontend.lost.set_result("rank 1 ended (signal 9)")
