@@ -55,7 +55,7 @@ def test_settings_are_refused_before_anything_is_compiled(
     context: Any = None
     spec = RankSpec(WorkerConfig(role=Role.UNIFIED, model=TINY), 0, "", "", "tcp://127.0.0.1:1")
     with pytest.raises(expected, match="too many") as caught:
-        process._live(spec, context, lambda report: None)
+        process._live(spec, context, b"", lambda report: None)
     assert caught.type is expected
 
 
