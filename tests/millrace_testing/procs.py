@@ -19,6 +19,7 @@ import grpc
 import psutil
 from millrace.v1 import worker_pb2, worker_pb2_grpc
 from millrace_cli.process import Process
+from millrace_rpc.access import token
 from millrace_rpc.client import channel
 
 from millrace_testing.paths import ROOT
@@ -59,7 +60,8 @@ class Worker:
         sets = [argument for item in items for argument in ("--set", item)]
         await self.process.start([sys.executable, "-m", *module, *sets])
         await self.until(lambda: self.process.announced() is not None, "its ports")
-        self._channel = channel(self.address)
+        files = [item.removeprefix("secret=") for item in self._sets if item.startswith("secret=")]
+        self._channel = channel(self.address, token=token(Path(files[-1]).read_bytes().strip()) if files else "")
         self.stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
 
     async def ready(self, timeout_s: float = 30.0) -> None:
