@@ -40,7 +40,7 @@ readinessProbe:
 {{/* A map of variables -> entries of a container's env: a map is a valueFrom, everything else a value */}}
 {{- define "millrace.env" -}}
 {{- range $name, $value := . }}
-{{- if or (has $name (list "POD_NAME" "POD_IP" "HOME" "MILLRACE_RUN")) (hasPrefix "RAY_" $name) }}
+{{- if has $name (list "POD_NAME" "POD_IP" "HOME" "MILLRACE_RUN" "RAY_PORT" "RAY_AUTH_MODE" "RAY_AUTH_TOKEN" "RAY_START_HOOK" "RAY_FLAGS") }}
 {{- fail (printf "env.%s: the chart sets this variable itself" $name) }}
 {{- end }}
 {{- if kindIs "map" $value }}
