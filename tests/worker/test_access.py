@@ -66,11 +66,15 @@ async def refusal(
     call = getattr(ch, kind)(path)(request, timeout=20, metadata=metadata or None)
     try:
         if method.server_streaming:
-            await call.read()
+            # a stream whose requests end together with it may end its reading without an error
+            if await call.read() is grpc.aio.EOF and await call.code() is grpc.StatusCode.UNAUTHENTICATED:
+                return MillraceError(Reason.UNAUTHENTICATED, await call.details())
             call.cancel()
         else:
             await call
     except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.INTERNAL:  # gRPC's own, when a message is sent as its stream ends
+            return await refusal(ch, method, metadata)
         found = from_rpc_error(error)
         return found if found.reason is Reason.UNAUTHENTICATED else None
     return None
