@@ -22,7 +22,7 @@ from millrace_serve.worker.config import WorkerConfig
 from millrace_testing.paths import ROOT
 from pydantic import BaseModel
 
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(
     r"<!-- run(?:: (?P<kind>\w+))? -->\n```bash\n(?P<code>.*?)```\n(?:\n```\n(?P<output>.*?)```)?", re.DOTALL
 )

@@ -69,7 +69,8 @@ RANK = """
 from types import SimpleNamespace
 from millrace_serve.worker.rank import process
 process._live = lambda *args: show()
-process.run(SimpleNamespace(config=SimpleNamespace(role="decode", log_level="INFO"), rank=0, frontend="inproc://none"))
+config = SimpleNamespace(role="decode", log_level="INFO", secret=None)
+process.run(SimpleNamespace(config=config, rank=0, frontend="inproc://none", group=""))
 """
 
 

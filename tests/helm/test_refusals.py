@@ -277,7 +277,7 @@ COMBINATIONS = {
     "admin ports for everybody": (
         CPU,
         ("router.adminHost=0.0.0.0",),
-        "router.adminHost: 0.0.0.0 needs tls.mode certManager or secrets",
+        "router.adminHost: 0.0.0.0 needs tls.mode: the token",
     ),
     "egress alone": (
         CPU,

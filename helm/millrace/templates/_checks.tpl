@@ -317,7 +317,7 @@
 {{- fail (printf "router.adminHost: %s with router.hostNetwork would give the admin ports to the node's network; only 127.0.0.1 or [::1]" $host) -}}
 {{- end -}}
 {{- if eq .Values.tls.mode "off" -}}
-{{- fail (printf "router.adminHost: %s needs tls.mode certManager or secrets: admin ports check nothing else" $host) -}}
+{{- fail (printf "router.adminHost: %s needs tls.mode: the token that opens admin ports would travel in plain text" $host) -}}
 {{- end -}}
 {{- end -}}
 {{- include "millrace.checkGateway" . -}}
