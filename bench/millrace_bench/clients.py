@@ -213,7 +213,16 @@ class HttpClient:
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    async for line in response.aiter_lines():
-        data = line.removeprefix("data: ")
-        if line.startswith("data: ") and data != "[DONE]":
+    async for line in _lines(response):
+        data = line.removeprefix(b"data: ").strip()
+        if line.startswith(b"data: ") and data != b"[DONE]":
             yield json.loads(data)
+
+
+async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
+    """Without `aiter_lines`, which also ends lines at the line breaks of Unicode within a text."""
+    rest = b""
+    async for piece in response.aiter_bytes():
+        *whole, rest = (rest + piece).split(b"\n")
+        for line in whole:
+            yield line

@@ -43,7 +43,10 @@ VOCABULARY = 1000
 TURN_S = 15.0
 SETTLE_S = 2.0  # of a turn, before anything is measured
 HOSTILE, HONEST = tuple(f"hostile-{i:02}" for i in range(22)), ("honest-a", "honest-b")
-RIGHTS = {"requests_per_s": 0.5, "tokens_per_s": 200.0}  # of each hostile tenant
+RIGHTS = {  # of each hostile tenant
+    **{"requests_per_s": 0.2, "tokens_per_s": 200.0},
+    **{"max_concurrent": 2, "max_tokens_in_flight": 8192},
+}
 WORKER_SET = (
     *("sim.step_s=0.02", "sim.token_s=0.00001", f"sim.vocab_size={VOCABULARY}", "limits.checks=[canary]"),
     "limits.max_model_len=4096",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,6 +34,7 @@ MESSAGES = "/v1/messages"  # the paths of the Anthropic API begin so
 COMMENT = b": keep-alive\n\n"  # of server-sent events, which clients skip
 GRACE_S = 10.0  # before a body has to come at its least rate
 PACE = Bodies()
+LINE_BREAKS = re.compile("\x85|\u2028|\u2029".encode())  # of Unicode: JSON may have them as they are
 SIZE = "millrace.body_size"  # a scope's, once the body was read
 ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -78,7 +80,15 @@ def json_answer(value: Any, status: int = 200, headers: dict[str, str] | None = 
 def event(value: Any, name: str = "") -> bytes:
     """A server-sent event with a JSON value, and a name if it has one."""
     head = f"event: {name}\n".encode() if name else b""
-    return head + b"data: " + msgspec.json.encode(value) + b"\n\n"
+    return head + b"data: " + one_line(value) + b"\n\n"
+
+
+def one_line(value: Any) -> bytes:
+    """As JSON, with the line breaks of Unicode escaped.
+
+    Server-sent events end no line at them. Clients do that read lines of text (httpx's `iter_lines`, `str.splitlines`).
+    """
+    return LINE_BREAKS.sub(lambda found: f"\\u{ord(found[0].decode()):04x}".encode(), msgspec.json.encode(value))
 
 
 async def on_error(request: Request, error: Exception) -> Response:

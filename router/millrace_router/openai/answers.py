@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-import msgspec
 from millrace.v1 import common_pb2
 from millrace_rpc.errors import MillraceError
 
-from millrace_router.edge.http_answers import COMMENT, event
+from millrace_router.edge.http_answers import COMMENT, event, one_line
 from millrace_router.flow.inference import Answer
 from millrace_router.flow.stream import Delta
 from millrace_router.openai import objects
@@ -59,7 +58,7 @@ class Shape:
             more["usage"] = self._usage()
         if more:
             return event(self._chunk([part]) | more)
-        return self.before + msgspec.json.encode(part) + self.after
+        return self.before + one_line(part) + self.after
 
     def end(self) -> bytes:
         usage = event(self._envelope([], ".chunk") | {"usage": self._usage()}) if self.include_usage else b""
