@@ -354,6 +354,33 @@ def test_the_rest_of_a_begun_prompt_is_work(role, route):
     assert begun[0] == len(PROMPT) - 4 and begun[-2:] == waiting[-2:], "the other one waits at first"
 
 
+@pytest.mark.parametrize(("role", "route"), [(Role.PREFILL, Route.EXPORT), (Role.UNIFIED, Route.LOCAL)])
+def test_a_short_prompt_is_computed_beside_a_long_one_that_came_before(role, route, monkeypatch):
+    """The long one keeps half of each step's tokens, and has the rest when no other prompt wants it."""
+    driver = Driver(role, max_prefill_tokens=8, overlap=False, prefix_cache=False, num_pages=100)
+    scheduler, planned = driver.engine._scheduler, []
+    complete = scheduler._complete
+
+    def completed(plan):
+        planned.append({chunk.seq.id.room: chunk.end - chunk.start for chunk in plan.chunks})
+        return complete(plan)
+
+    monkeypatch.setattr(scheduler, "_complete", completed)
+    for prompts in ({1: 30}, {2: 3}, {3: 12, 4: 2}):
+        for room, size in prompts.items():
+            driver.submit(request(room, [7] * size, route, max_tokens=1))
+        driver.step()
+    driver.run()
+    assert [plan for plan in planned if plan] == [
+        {1: 8},
+        {2: 3, 1: 5},
+        {1: 8},  # 3 is long too and waits for it, and lets nobody pass
+        {1: 8},
+        {1: 1, 4: 2, 3: 5},  # 1 has less than half of a step's tokens left
+        {3: 7},
+    ]
+
+
 @pytest.mark.parametrize("steps", [0, 1, 2, 3])
 def test_abort_keeps_what_was_published_until_the_lease_ends(overlap, steps):
     driver = Driver(Role.PREFILL, overlap=overlap, max_prefill_tokens=4)

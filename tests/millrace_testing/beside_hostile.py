@@ -48,7 +48,8 @@ RIGHTS = {  # of each hostile tenant
     **{"max_concurrent": 2, "max_tokens_in_flight": 8192},
 }
 WORKER_SET = (
-    *("sim.step_s=0.02", "sim.token_s=0.00001", f"sim.vocab_size={VOCABULARY}", "limits.checks=[canary]"),
+    # The step of a large model: on two cores a shorter one measures how processes share them.
+    *("sim.step_s=0.04", "sim.token_s=0.00001", f"sim.vocab_size={VOCABULARY}", "limits.checks=[canary]"),
     "limits.max_model_len=4096",
 )
 SIM = SimSettings(vocab_size=VOCABULARY)

@@ -127,16 +127,38 @@ class Scheduler(abc.ABC):
         return 0 if seq.filling or self._is_long(seq) else self._take_chunk(plan, seq, budget)
 
     def _take_chunks(self, plan: Plan) -> None:
-        """Chunks for the admitted prompts in order, then new prompts, until the step's token budget is used up."""
-        budget = self._chunk_tokens
-        for running in list(self._prefilling):
-            budget -= self._take_own(plan, running, budget)
-        self._blocked = False
-        while (seq := self.requests.waiting.head()) and self._admit_head(seq, budget):
-            if seq.phase is Phase.RUNNING and not seq.filling:
-                self._joined.append(seq)
+        """Chunks for the admitted prompts and then for new ones, in order, until the step's token budget is used up.
+
+        Prompts that end within half of the budget come first, and long ones keep the other half: a prompt of 500 tokens
+        does not wait for the end of one of 100,000, and does not stop it.
+        """
+        budget, kept = self._chunk_tokens, 0
+        lasting = [seq for seq in self._prefilling if self._lasts(seq)]
+        if lasting:
+            kept = budget // 2
+        budget -= kept
+        for seq in list(self._prefilling):
+            if not self._lasts(seq):
                 budget -= self._take_own(plan, seq, budget)
+        self._blocked = False
+        while (head := self.requests.waiting.head()) and self._admit_head(head, budget):
+            if head.phase is not Phase.RUNNING or head.filling:
+                continue
+            self._joined.append(head)
+            if self._lasts(head):
+                lasting.append(head)
+                kept += budget
+                budget = 0
+            else:
+                budget -= self._take_own(plan, head, budget)
+        budget += kept
+        for seq in lasting:
+            budget -= self._take_own(plan, seq, budget)
         self._take_shared(plan)
+
+    def _lasts(self, seq: Sequence) -> bool:
+        """Whether its prompt is far from its end: more than half of a step's tokens are left."""
+        return not seq.filling and len(seq.tokens) - seq.num_computed > self._chunk_tokens // 2
 
     @abc.abstractmethod
     def _admit_head(self, seq: Sequence, budget: int) -> bool:
@@ -186,7 +208,7 @@ class Scheduler(abc.ABC):
 
     def _may_admit(self, budget: int) -> bool:
         """Whether the step has room for another prompt. One long prompt waits behind another one, not more."""
-        return budget > 0 and sum(map(self._is_long, self._prefilling)) < 2 and self.pages.has_slot()
+        return budget > 0 and sum(map(self._lasts, self._prefilling)) < 2 and self.pages.has_slot()
 
     def _complete(self, plan: Plan) -> Plan | None:
         """None: nothing runs, and no prompt waits for its turn."""
