@@ -70,6 +70,13 @@ def test_the_defaults_pools_can_be_changed_together() -> None:
     assert replicas == {"demo-millrace-router": 1, "demo-millrace-prefill": 2, "demo-millrace-decode": 2}
 
 
+@pytest.mark.parametrize("name", presets())
+def test_presets_need_no_folder_of_a_node(name: str) -> None:
+    """Its path, its mount options and who may use it differ from platform to platform."""
+    for where, spec in pods(rendered(name)):
+        assert not [volume for volume in spec["volumes"] if "hostPath" in volume], where
+
+
 # ---------------------------------------------------------------------------------------------------- images
 
 
@@ -271,7 +278,8 @@ def test_a_model_that_is_downloaded_is_there_before_caches_are_warmed() -> None:
 
 
 def test_a_cache_folder_of_a_node_is_made_and_given_to_the_worker() -> None:
-    items = rendered("h200-1p1d-16gpu", "podSecurity.runAsUser=2000", "podSecurity.fsGroup=3000")
+    folder = ("cache.kind=hostPath", "cache.hostPath=/mnt/cache")
+    items = rendered("h200-1p1d-16gpu", *folder, "podSecurity.runAsUser=2000", "podSecurity.fsGroup=3000")
     (spec,) = (spec for where, spec in pods(items) if where == "Deployment/demo-millrace-decode")
     (cache,) = (volume["hostPath"] for volume in spec["volumes"] if volume["name"] == "cache")
     assert cache["type"] == "DirectoryOrCreate", (

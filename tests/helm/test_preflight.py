@@ -268,7 +268,7 @@ def test_the_limits_of_this_machine_are_understood(preflight: ModuleType) -> Non
 
 def test_the_model_the_cache_and_files_of_the_node(preflight: ModuleType, tmp_path: Path) -> None:
     def problems(*more: str) -> list[str]:
-        options = ["--model", str(tmp_path / "model"), "--writable", str(tmp_path / "cache"), *more]
+        options = ["--model", str(tmp_path / "model"), "--cache", str(tmp_path / "cache"), *more]
         return preflight.look(preflight.parse(options))[0]
 
     assert [p.split(":")[0].split(" is not")[0] for p in problems()] == [
@@ -287,6 +287,18 @@ def test_the_model_the_cache_and_files_of_the_node(preflight: ModuleType, tmp_pa
     assert problems(*needs) == [f"{plugin} is not on this node yet"]
     plugin.touch()
     assert not problems(*needs)
+
+
+def test_a_cache_that_code_cannot_be_loaded_from_is_said(tmp_path: Path) -> None:
+    """The kernel's own answer, on a mount in a namespace of the test's own."""
+    script = "import runpy, sys; f = runpy.run_path(sys.argv[1]); print(*f['look'](f['parse'](sys.argv[2:]))[0])"
+    mount = f'mount -t tmpfs -o noexec tmpfs {tmp_path}; exec "$@"'
+    command = ["unshare", "--map-root-user", "--mount", "sh", "-ec", mount, "sh"]
+    if subprocess.run([*command, "true"], capture_output=True).returncode:
+        pytest.skip("no mount namespace can be made here")
+    command += [sys.executable, "-c", script, str(PREFLIGHT), "--cache", str(tmp_path)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert f"{tmp_path} cannot hold code (Operation not permitted" in said and "cache.kind=emptyDir" in said
 
 
 def test_the_marker_is_the_one_that_the_download_writes(preflight: ModuleType) -> None:

@@ -242,7 +242,7 @@ COMBINATIONS = {
         ("workers.decode.model.source=pvc",),
         "workers.decode.model.claim: required with model.source=pvc",
     ),
-    "a warm cache of a node": (PAIR, ("cache.warm=true",), "cache.warm: needs cache.kind=pvc, not hostPath"),
+    "a warm cache of a node": (PAIR, ("cache.warm=true",), "cache.warm: needs cache.kind=pvc, not emptyDir"),
     "a warm cache of a group": (
         GROUPS,
         ("cache.kind=pvc", "cache.claim=c", "cache.warm=true"),

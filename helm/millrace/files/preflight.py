@@ -4,7 +4,7 @@ A pod that cannot work stays here, tells why, and looks again after a growing pa
 makes LeaderWorkerSet start the whole group again, for ever. Standard library only.
 
 --model FOLDER      the checkpoint is there and complete; --marker: so says the job that downloads it
---writable FOLDER   of compile caches
+--cache FOLDER      of what workers compile: it can be written to, and loaded as code from there
 --needs FILE        which something else puts onto the node
 --nics N            so many RDMA ports can be used; which ones, `look_at_rdma` decides
 --env FILE          written at the end: what UCX and NCCL must be told about these ports, as shell assignments, without
@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
+import mmap
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -224,6 +226,22 @@ def _locked_memory(proc: Path) -> list[str]:
     ]
 
 
+def _cache(folder: Path) -> list[str]:
+    """Libraries that are compiled into the folder are mapped as code, which a mount with noexec refuses."""
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return [f"{folder} is not writable by user {os.getuid()}, or not there"]
+    try:
+        with tempfile.TemporaryFile(dir=folder) as page:
+            page.truncate(mmap.PAGESIZE)
+            mmap.mmap(page.fileno(), mmap.PAGESIZE, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_EXEC).close()
+    except OSError as error:
+        return [
+            f"{folder} cannot hold code ({error.strerror}; is it mounted with noexec?), so no kernel that is compiled"
+            " there could be loaded. Set cache.kind=emptyDir, or another cache.hostPath: docs/platforms has one"
+        ]
+    return []
+
+
 def look(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
     problems: list[str] = []
     env: dict[str, str] = {}
@@ -232,8 +250,8 @@ def look(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
             problems.append(f"no checkpoint in {options.model}: config.json is missing")
         elif options.marker and not (options.model / MARKER).exists():
             problems.append(f"the download into {options.model} is not complete; see the log of its job")
-    if options.writable is not None and not os.access(options.writable, os.W_OK | os.X_OK):
-        problems.append(f"{options.writable} is not writable by user {os.getuid()}, or not there")
+    if options.cache is not None:
+        problems += _cache(options.cache)
     problems += [f"{path} is not on this node yet" for path in options.needs if not path.exists()]
     if options.nics:
         problems_of_rdma, env = look_at_rdma(options)
@@ -256,7 +274,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path)
     parser.add_argument("--marker", action="store_true")
-    parser.add_argument("--writable", type=Path)
+    parser.add_argument("--cache", type=Path)
     parser.add_argument("--needs", type=Path, action="append", default=[])
     parser.add_argument("--nics", type=int, default=0)
     parser.add_argument("--devices", type=names, default=("",), help="how they begin, with commas")

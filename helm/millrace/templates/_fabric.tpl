@@ -40,7 +40,7 @@
 {{/* (dict "root" $ "pool" $pool "fabric" $fabric) -> arguments of files/preflight.py, as JSON */}}
 {{- define "millrace.preflightArgs" -}}
 {{- $fabric := .fabric -}}
-{{- $args := list "--writable" "/var/cache/millrace" -}}
+{{- $args := list "--cache" "/var/cache/millrace" -}}
 {{- if include "millrace.downloads" .pool.model -}}{{- $args = append $args "--marker" -}}{{- end -}}
 {{- range $fabric.needs -}}{{- $args = concat $args (list "--needs" .) -}}{{- end -}}
 {{- if $fabric.nics -}}
