@@ -88,7 +88,17 @@ AMOUNTS: Schema = {
     "additionalProperties": {"type": ["string", "number"], "pattern": "^[0-9]+(\\.[0-9]+)?(m|[kMGTPE]|[KMGTPE]i)?$"},
 }
 RESOURCES = closed(requests=AMOUNTS, limits=AMOUNTS)
-JOBS = closed(serviceAccountName=NAME, resources=RESOURCES, nodeSelector=STRINGS, tolerations=list_of(ANY_OBJECT))
+JOBS = closed(
+    serviceAccountName=NAME,
+    resources=RESOURCES,
+    caBundle=closed(configMapName=NAME, key=TEXT),
+    scheduling=ref("scheduling"),
+    podLabels=STRINGS,
+    podAnnotations=STRINGS,
+    env=ENV,
+    extraVolumes=list_of(ANY_OBJECT),
+    extraVolumeMounts=list_of(ANY_OBJECT),
+)
 SCHEDULING = closed(
     nodeSelector=STRINGS,
     tolerations=list_of(ANY_OBJECT),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from millrace_chart.render import Object
 from millrace_testing.charts import of_kind, pods, rendered
@@ -69,6 +71,56 @@ def test_routers_and_workers_take_what_a_pod_can_have(where: str) -> None:
     pod = item["spec"]["template"]["metadata"]
     assert pod["labels"]["example.com/pod"] == pod["annotations"]["example.com/pod"] == "yes"
     assert "example.com/tier" not in pod["labels"]
+
+
+def test_downloads_take_what_a_pod_can_have() -> None:
+    (job,) = of_kind(rendered("extended"), "Job")
+    pod = job["spec"]["template"]
+    assert pod["metadata"]["labels"]["example.com/pod"] == pod["metadata"]["annotations"]["example.com/pod"] == "yes"
+    spec, (main,) = pod["spec"], pod["spec"]["containers"]
+    assert (spec["nodeSelector"], spec["priorityClassName"]) == ({"zone": "a"}, "high")
+    assert spec["tolerations"] == [{"key": "dedicated", "operator": "Exists"}]
+    assert list(spec["affinity"]) == ["nodeAffinity"]
+    env = {entry["name"]: entry.get("value", entry.get("valueFrom")) for entry in main["env"]}
+    assert len(env) == len(main["env"]) and env["HTTPS_PROXY"] == "http://proxy:3128"
+    assert env["HF_TOKEN"] == {"secretKeyRef": {"name": "tokens", "key": "token"}}
+    assert {"name": "extra", "mountPath": "/extra"} in main["volumeMounts"]
+    assert {"name": "extra", "emptyDir": {}} in spec["volumes"]
+
+
+def test_downloads_trust_a_companys_authorities() -> None:
+    own = "jobs.env.SSL_CERT_FILE=/own"
+    (job,) = of_kind(rendered("extended", own), "Job")
+    spec, (main,) = job["spec"]["template"]["spec"], job["spec"]["template"]["spec"]["containers"]
+    (volume,) = (volume for volume in spec["volumes"] if volume["name"] == "ca")
+    assert volume["configMap"] == {"name": "company", "items": [{"key": "ca-bundle.crt", "path": "ca.crt"}]}
+    (folder,) = (mount["mountPath"] for mount in main["volumeMounts"] if mount["name"] == "ca")
+    env = {entry["name"]: entry.get("value") for entry in main["env"]}
+    assert env["AWS_CA_BUNDLE"] == env["REQUESTS_CA_BUNDLE"] == f"{folder}/ca.crt"
+    assert env["SSL_CERT_FILE"] == "/own"
+    (plain,) = of_kind(rendered("hf"), "Job")
+    assert "ca.crt" not in json.dumps(plain)
+
+
+def test_jobs_that_warm_caches_have_what_their_pool_and_all_jobs_have() -> None:
+    at, place = "workerDefaults", "jobs.scheduling.nodeSelector.zone=b"
+    volume = ("extraVolumes[0].name=extra", "extraVolumes[0].emptyDir.medium=Memory")
+    mount = ("extraVolumeMounts[0].name=extra", "extraVolumeMounts[0].mountPath=/extra")
+    more = [f"{part}.{item}" for part in (at, "jobs") for item in (*volume, *mount)]
+    more += [f"{at}.env.A=pool", f"{at}.env.B=pool", f"{at}.scheduling.priorityClassName=high"]
+    items = rendered("warm", *more, place, "jobs.env.A=job", "jobs.podLabels.a=b", "jobs.podAnnotations.c=d")
+    jobs = [job["spec"]["template"] for job in of_kind(items, "Job")]
+    assert len(jobs) == 2
+    for pod in jobs:
+        spec, (main,) = pod["spec"], pod["spec"]["containers"]
+        env = {entry["name"]: entry.get("value") for entry in main["env"]}
+        assert (env["A"], env["B"]) == ("job", "pool")
+        assert [volume["name"] for volume in spec["volumes"]].count("extra") == 1
+        assert [mount["name"] for mount in main["volumeMounts"]].count("extra") == 1
+        assert spec["priorityClassName"] == "high" and "nodeSelector" not in spec
+        assert (pod["metadata"]["labels"]["a"], pod["metadata"]["annotations"]["c"]) == ("b", "d")
+    worker = spec_of(items, DECODE)["containers"][0]
+    assert {"name": "A", "value": "pool"} in worker["env"]
 
 
 def test_each_kind_of_pod_has_its_own_account() -> None:

@@ -60,6 +60,8 @@ COMBINATIONS = {
             ("workers.decode", "POD_IP"),
             ("workers.prefill", "RAY_PORT"),
             ("router", "MILLRACE_RUN"),
+            ("jobs", "URI"),
+            ("jobs", "HF_HOME"),
         )
     },
     **{

@@ -91,7 +91,8 @@ def test_pods_are_locked_down(name: str) -> None:
 
 @pytest.mark.parametrize("name", EVERYTHING)
 def test_what_pods_mount_is_there(name: str) -> None:
-    """Volumes exist, mounts do not nest in read-only ones, and ConfigMaps and accounts are of this release."""
+    """Volumes exist, mounts do not nest in read-only ones, and ConfigMaps and accounts are of this release
+    or given by name."""
     items = rendered(name)
     maps = {item["metadata"]["name"] for item in of_kind(items, "ConfigMap")}
     accounts = {item["metadata"]["name"] for item in of_kind(items, "ServiceAccount")}
@@ -102,7 +103,7 @@ def test_what_pods_mount_is_there(name: str) -> None:
             assert {mount["name"] for mount in container["volumeMounts"]} <= volumes.keys(), where
             assert not any(b.startswith(a + "/") for a in paths for b in paths), where
         mounted = [volume["configMap"] for volume in volumes.values() if "configMap" in volume]
-        assert {entry["name"] for entry in mounted if not entry.get("optional")} <= maps, where
+        assert {entry["name"] for entry in mounted if not entry.get("optional")} <= {"company", *maps}, where
         assert spec.get("serviceAccountName") in {None, "workload-identity", *accounts}, where
 
 

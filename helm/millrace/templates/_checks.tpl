@@ -281,13 +281,20 @@
 {{- end -}}
 {{- end -}}
 
+{{- define "millrace.checkJobs" -}}
+{{- range list "HF_HOME" "DOCKER_CONFIG" "URI" "REVISION" "FOLDER" -}}
+{{- if hasKey $.Values.jobs.env . -}}{{- fail (printf "jobs.env.%s: the chart sets this variable itself" .) -}}{{- end -}}
+{{- end -}}
+{{- include "millrace.checkResources" (dict "name" "jobs" "resources" .Values.jobs.resources) -}}
+{{- end -}}
+
 {{- define "millrace.checks" -}}
 {{- include "millrace.checkPairs" . -}}
 {{- include "millrace.checkModel" (dict "name" "model" "model" .Values.model) -}}
 {{- include "millrace.checkCache" . -}}
 {{- include "millrace.checkPorts" (dict "name" "router" "ports" .Values.router.ports) -}}
 {{- include "millrace.checkResources" (dict "name" "router" "resources" .Values.router.resources) -}}
-{{- include "millrace.checkResources" (dict "name" "jobs" "resources" .Values.jobs.resources) -}}
+{{- include "millrace.checkJobs" . -}}
 {{- include "millrace.checkGrace" (dict "name" "router" "values" .Values.router) -}}
 {{- include "millrace.checkScaling" (dict "name" "router" "values" .Values.router) -}}
 {{- if and (eq .Values.router.autoscaling.kind "hpa") (not (dig "requests" "cpu" "" .Values.router.resources)) -}}

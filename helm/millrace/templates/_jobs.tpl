@@ -34,20 +34,19 @@ imagePullSecrets: {{ toJson . }}
 {{- $commands := dict
   "hf" "hf download \"$URI\" ${REVISION:+--revision \"$REVISION\"} --local-dir \"$FOLDER\""
   "s3" "aws s3 sync --no-progress \"$URI\" \"$FOLDER\""
-  "oci" "oras pull --output \"$FOLDER\" \"$URI\"" -}}
+  "oci" "oras pull --output \"$FOLDER\" \"$URI\"" }}
+{{- $as := dict "root" .root "component" "download" }}
+{{- $trust := dict }}
+{{- if $jobs.caBundle.configMapName }}
+{{- range list "SSL_CERT_FILE" "REQUESTS_CA_BUNDLE" "AWS_CA_BUNDLE" }}{{ $_ := set $trust . "/etc/millrace/ca/ca.crt" }}{{ end }}
+{{- end -}}
 metadata:
-  labels:
-    {{- include "millrace.selector" (dict "root" .root "component" "download") | nindent 4 }}
+  {{- include "millrace.podMeta" (merge (dict "labels" $jobs.podLabels "annotations" $jobs.podAnnotations) $as) | nindent 2 }}
 spec:
   {{- include "millrace.jobHead" . | nindent 2 }}
   securityContext:
     {{- include "millrace.podSecurity" (dict "root" .root) | nindent 4 }}
-  {{- with $jobs.nodeSelector }}
-  nodeSelector: {{ toJson . }}
-  {{- end }}
-  {{- with $jobs.tolerations }}
-  tolerations: {{ toJson . }}
-  {{- end }}
+  {{- include "millrace.scheduling" (merge (dict "scheduling" $jobs.scheduling) $as) | nindent 2 }}
   containers:
     - name: download
       image: {{ $reference }}
@@ -65,6 +64,7 @@ spec:
         - {name: URI, value: {{ $model.uri | quote }}}
         - {name: REVISION, value: {{ $model.revision | quote }}}
         - {name: FOLDER, value: {{ include "millrace.modelPath" $model | quote }}}
+        {{- include "millrace.env" (mustMerge (deepCopy $jobs.env) $trust) | nindent 8 }}
       {{- if and $model.secretName (ne $model.source "oci") }}
       envFrom: [{secretRef: {name: {{ $model.secretName }}}}]
       {{- end }}
@@ -77,6 +77,12 @@ spec:
         {{- if and $model.secretName (eq $model.source "oci") }}
         - {name: registry, mountPath: /etc/docker, readOnly: true}
         {{- end }}
+        {{- if $trust }}
+        - {name: ca, mountPath: /etc/millrace/ca, readOnly: true}
+        {{- end }}
+        {{- with $jobs.extraVolumeMounts }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
   volumes:
     - name: model
       persistentVolumeClaim: {claimName: {{ $model.claim }}}
@@ -86,6 +92,22 @@ spec:
     - name: registry
       secret: {secretName: {{ $model.secretName }}, items: [{key: .dockerconfigjson, path: config.json}]}
     {{- end }}
+    {{- with $jobs.caBundle.configMapName }}
+    - name: ca
+      configMap: {name: {{ . }}, items: [{key: {{ $jobs.caBundle.key }}, path: ca.crt}]}
+    {{- end }}
+    {{- with $jobs.extraVolumes }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+{{- end -}}
+
+{{/* (dict "root" $ "pool" $pool) -> the pool as a job that warms its cache has it, as JSON */}}
+{{- define "millrace.warmPool" -}}
+{{- $jobs := .root.Values.jobs -}}
+{{- mustMergeOverwrite (deepCopy .pool) (dict
+  "env" $jobs.env
+  "extraVolumes" (concat .pool.extraVolumes $jobs.extraVolumes | uniq)
+  "extraVolumeMounts" (concat .pool.extraVolumeMounts $jobs.extraVolumeMounts | uniq)) | toJson -}}
 {{- end -}}
 
 {{/* (dict "root" $ "pool" $pool) -> starts the ranks of a worker once, on the devices and with the configuration of the pool,
@@ -93,18 +115,19 @@ spec:
 {{- define "millrace.warmPod" -}}
 {{- $root := .root }}
 {{- $pool := .pool }}
+{{- $jobs := $root.Values.jobs }}
+{{- $as := dict "root" $root "component" "warm" "pool" $pool.name }}
 {{- $fabric := include "millrace.fabric" . | fromJson }}
 {{- $security := include "millrace.workerSecurity" (dict "root" $root "fabric" $fabric) -}}
 metadata:
-  labels:
-    {{- include "millrace.selector" (dict "root" $root "component" "warm" "pool" $pool.name) | nindent 4 }}
+  {{- include "millrace.podMeta" (merge (dict "labels" $jobs.podLabels "annotations" $jobs.podAnnotations) $as) | nindent 2 }}
 spec:
   {{- include "millrace.jobHead" . | nindent 2 }}
   securityContext:
     {{- include "millrace.podSecurity" (dict "root" $root "asRoot" $root.Values.podSecurity.workersAsRoot) | nindent 4 }}
-  {{- include "millrace.scheduling" (dict "root" $root "component" "warm" "pool" $pool.name "scheduling" (omit
-    $pool.scheduling "spread") "affinity" (include "millrace.workerAffinity" . | fromYaml) "tolerations" (include
-    "millrace.gpuTolerations" . | fromYamlArray)) | nindent 2 }}
+  {{- include "millrace.scheduling" (merge (dict "scheduling" (omit $pool.scheduling "spread") "affinity" (include
+    "millrace.workerAffinity" . | fromYaml) "tolerations" (include "millrace.gpuTolerations" . | fromYamlArray))
+    $as) | nindent 2 }}
   {{- with $pool.resourceClaims }}
   resourceClaims: {{ toJson . }}
   {{- end }}
