@@ -100,6 +100,10 @@ golden: setup stubs ## Write the chart's values.schema.json and the renders of i
 images: | $(BIN)/cyclonedx-py ## Print how images are built and pushed, list their packages in build/sbom (REGISTRY=ghcr.io/me ENGINE=podman DEVICE=gpu)
 	@PYTHONPATH=helm $(BIN)/python -m millrace_chart.images --registry '$(REGISTRY)' --engine $(ENGINE) --device $(DEVICE) --bom build/sbom
 
+.PHONY: mirror
+mirror: setup ## List every image that a release pulls, and its copy in your registry (REGISTRY=registry.local/millrace ARGS="-f my.yaml")
+	@PYTHONPATH=helm $(BIN)/python -m millrace_chart.mirror --registry '$(REGISTRY)' $(ARGS)
+
 .PHONY: locks
 locks: | $(BIN)/uv ## Write requirements/*.lock: every package of the images, with its hashes
 	@$(LOCK) -c requirements/constraints-cpu.txt -o requirements/build.lock requirements/build.txt

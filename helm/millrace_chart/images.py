@@ -78,6 +78,7 @@ def lines(engine: str, device: str, registry: str) -> Iterator[str]:
     yield from (shlex.join(image.build(engine, registry)) for image in images)
     if registry:
         yield from (shlex.join([engine, "push", _join(registry, image.reference)]) for image in images)
+        yield f"# model.source s3 and oci need a client there too: `make mirror REGISTRY={registry}` lists all images"
     else:
         yield "# Without REGISTRY=... there is nothing to push; the nodes must get the images in another way."
     yield "# Install; presets for other clusters are beside this one:"

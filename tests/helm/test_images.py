@@ -1,4 +1,4 @@
-"""What `make images` prints and writes: the images that the chart asks for, from locks that are there."""
+"""What `make images` and `make mirror` print: the images that the chart asks for, from locks that are there."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from millrace_chart import images
+from millrace_chart import images, mirror
 from millrace_chart.images import ROUTER, WORKERS, Image
-from millrace_chart.render import ROOT, objects, template
-from millrace_testing.charts import pods
+from millrace_chart.render import ROOT, ChartError, objects, presets, template
+from millrace_testing.charts import CPU, VARIANTS, of_kind, pods, rendered
 
 REGISTRY = "registry.example/acme"
+MIRROR = "registry.example/millrace"  # of renders
 
 
 def commands(engine: str, device: str, registry: str = REGISTRY) -> list[list[str]]:
@@ -90,3 +91,95 @@ def test_make_passes_on_what_it_is_given() -> None:
     done = subprocess.run(["make", "-n", *line], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "--registry 'a/b' --engine podman --device gpu --bom build/sbom" in done.stdout
     subprocess.run(["git", "check-ignore", "-q", "build/sbom"], cwd=ROOT, check=True)
+
+
+# ---------------------------------------------------------------------------------------------------- mirrors
+
+BUILT = (
+    "millrace-router",
+    "millrace-worker",
+    "millrace-worker-gpu",
+    "worker-efa",
+    "side",
+    "first",
+)  # or the variants' own
+CLIENTS = {"s3": "docker.io/amazon/aws-cli:2.27.50", "oci": "ghcr.io/oras-project/oras:v1.2.3"}
+
+
+def client(source: str, *sets: str) -> str:
+    """The image of the job that downloads."""
+    (job,) = of_kind(rendered(source, *sets), "Job")
+    return job["spec"]["template"]["spec"]["containers"][0]["image"]
+
+
+@pytest.mark.helm
+@pytest.mark.parametrize(
+    ("source", "sets", "image"),
+    [
+        *((source, ("images.registry=",), name) for source, name in CLIENTS.items()),
+        ("s3", (), f"{MIRROR}/amazon/aws-cli:2.27.50"),
+        ("s3", ("images.registry=acme",), "acme/amazon/aws-cli:2.27.50"),
+        ("oci", ("images.download.repository=ghcr.io/oras-project/oras",), CLIENTS["oci"]),
+        (
+            "s3",
+            ("images.download.repository=reg.local:5000/copies/amazon/aws-cli",),
+            "reg.local:5000/copies/amazon/aws-cli:2.27.50",
+        ),
+        ("s3", ("images.download.repository=amazon/aws-cli", "images.registry="), CLIENTS["s3"]),
+        ("s3", ("images.download.repository=acme/s3", "images.download.tag=v1"), f"{MIRROR}/acme/s3:v1"),
+        ("s3", ("images.download.tag=2.30.0",), f"{MIRROR}/amazon/aws-cli:2.30.0"),
+        ("hf", (), f"{MIRROR}/millrace-router:0.1.0"),
+        ("hf", ("images.router.tag=v9",), f"{MIRROR}/millrace-router:v9"),
+        ("hf", ("images.download.repository=a.b/hf", "images.download.tag=v1"), "a.b/hf:v1"),
+    ],
+)
+def test_the_client_that_downloads(source: str, sets: tuple[str, ...], image: str) -> None:
+    assert client(source, *sets) == image
+
+
+@pytest.mark.helm
+@pytest.mark.parametrize("source", ["hf", "s3", "oci"])
+def test_another_client_needs_a_tag_of_its_own(source: str) -> None:
+    with pytest.raises(
+        ChartError, match=r"images\.download\.tag: required with the repository acme/client, which is not "
+    ):
+        client(source, "images.download.repository=acme/client")
+
+
+@pytest.mark.helm
+def test_a_repository_that_names_its_registry_stays_there() -> None:
+    items = rendered("cpu-tiny", "images.router.repository=quay.io/acme/router", "images.worker.repository=a/b")
+    found = {spec["containers"][0]["image"] for _, spec in pods(items)}
+    assert found == {"quay.io/acme/router:0.1.0", f"{MIRROR}/a/b:0.1.0-cpu"}
+
+
+@pytest.mark.helm
+@pytest.mark.parametrize("name", [*presets(), *VARIANTS])
+def test_a_mirror_has_every_image_that_a_release_pulls(name: str) -> None:
+    """Pulled by the names of the copies, and copied from names that say where they are, or that `make images` gives."""
+    file, sets = VARIANTS.get(name, (ROOT / f"helm/millrace/presets/{name}.yaml", ()))
+    containers = [c for _, spec in pods(rendered(name)) for c in (*spec.get("initContainers", ()), *spec["containers"])]
+    pairs = mirror.copies((file,), sets, MIRROR)
+    assert {copy for _, copy in pairs} == {container["image"] for container in containers}
+    for original, copy in pairs:
+        host, _, path = original.partition("/")
+        assert original == copy or copy == f"{MIRROR}/{path or original}"
+        assert "." in host or original.partition(":")[0] in BUILT, "where it is to be had"
+
+
+@pytest.mark.helm
+def test_what_make_mirror_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    more = ["-f", str(CPU), "--manifests", str(ROOT / "k8s/prerequisites/memlock/daemonset.yaml")]
+    assert mirror.main(more) == 0
+    assert capsys.readouterr().out.split() == [
+        "millrace-router:0.1.0",
+        "millrace-worker:0.1.0-cpu",
+        "docker.io/library/busybox:1.37.0",
+        "registry.k8s.io/pause:3.10",
+    ]
+    assert mirror.main([*more, "--registry", "reg.local/a/"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "millrace-router:0.1.0 reg.local/a/millrace-router:0.1.0"
+    assert printed[-1] == "registry.k8s.io/pause:3.10 reg.local/a/pause:3.10"
+    assert mirror.main(["--set", "router.replicas=0"]) == 1
+    assert "router.replicas: 0 serves nobody" in capsys.readouterr().err

@@ -24,13 +24,7 @@ imagePullSecrets: {{ toJson . }}
 {{- define "millrace.downloadPod" -}}
 {{- $model := .model }}
 {{- $jobs := .root.Values.jobs }}
-{{- $image := include "millrace.image" (dict "root" .root "which" "router") | fromJson }}
-{{- $reference := get (dict "s3" "amazon/aws-cli:2.27.50" "oci" "ghcr.io/oras-project/oras:v1.2.3") $model.source |
-  default $image.reference }}
-{{- if .root.Values.images.download.repository }}
-{{- $image = include "millrace.image" (dict "root" .root "which" "download") | fromJson }}
-{{- $reference = $image.reference }}
-{{- end }}
+{{- $image := include "millrace.downloadImage" . | fromJson }}
 {{- $commands := dict
   "hf" "hf download \"$URI\" ${REVISION:+--revision \"$REVISION\"} --local-dir \"$FOLDER\""
   "s3" "aws s3 sync --no-progress \"$URI\" \"$FOLDER\""
@@ -49,7 +43,7 @@ spec:
   {{- include "millrace.scheduling" (merge (dict "scheduling" $jobs.scheduling) $as) | nindent 2 }}
   containers:
     - name: download
-      image: {{ $reference }}
+      image: {{ $image.reference }}
       imagePullPolicy: {{ $image.pullPolicy }}
       command:
         - /bin/sh

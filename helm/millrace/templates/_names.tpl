@@ -102,21 +102,50 @@ matchExpressions:
 {{- end -}}
 {{- end -}}
 
+{{/* (dict "registry" "a.b" "repository" "c/d") -> a.b/c/d, or the repository alone where it names its registry */}}
+{{- define "millrace.repository" -}}
+{{- if and .registry (not (regexMatch "^([^/]*[.:][^/]*|localhost)/" .repository)) -}}
+{{- trimSuffix "/" .registry }}/
+{{- end -}}
+{{- .repository -}}
+{{- end -}}
+
 {{/* (dict "root" $ "which" "worker" "own" {...}) -> an image as JSON {"reference", "version", "pullPolicy"}. `own`: what is
      different from images.WHICH. */}}
 {{- define "millrace.image" -}}
 {{- $image := mustMergeOverwrite (deepCopy (index .root.Values.images .which)) (default dict .own) -}}
 {{- $suffix := get (dict "worker" "-cpu" "gpuWorker" "-cuda13") .which -}}
 {{- $tag := default (print .root.Chart.AppVersion $suffix) $image.tag -}}
-{{- $repository := $image.repository -}}
-{{- if and .root.Values.images.registry (ne .which "download") -}}
-{{- $repository = printf "%s/%s" (trimSuffix "/" .root.Values.images.registry) $repository -}}
-{{- end -}}
+{{- $repository := include "millrace.repository" (dict "registry" .root.Values.images.registry "repository" $image.repository) -}}
 {{- dict
   "reference" (ternary (printf "%s@%s" $repository $image.digest) (printf "%s:%s" $repository $tag) (ne $image.digest ""))
   "version" (ternary (trimPrefix "sha256:" $image.digest | trunc 12) $tag (ne $image.digest ""))
   "pullPolicy" $image.pullPolicy
   | toJson -}}
+{{- end -}}
+
+{{/* (dict "root" $ "model" {...}) -> the image of the job that downloads it, in the same form. A copy of the usual client, which
+     keeps its path in another registry, has the same tags. */}}
+{{- define "millrace.downloadImage" -}}
+{{- $own := .root.Values.images.download -}}
+{{- $usual := get (dict
+  "s3" (dict "registry" "docker.io" "repository" "amazon/aws-cli" "tag" "2.27.50")
+  "oci" (dict "registry" "ghcr.io" "repository" "oras-project/oras" "tag" "v1.2.3")) .model.source -}}
+{{- if and (not $usual) (not $own.repository) -}}
+{{- include "millrace.image" (dict "root" .root "which" "router") -}}
+{{- else -}}
+{{- $usual = default .root.Values.images.router $usual -}}
+{{- $repository := default $usual.repository $own.repository -}}
+{{- $known := hasSuffix (print "/" $usual.repository) (print "/" $repository) -}}
+{{- if not (or $known $own.tag $own.digest) -}}
+{{- fail (printf "images.download.tag: required with the repository %s, which is not %s" $repository $usual.repository) -}}
+{{- end -}}
+{{- if and $known $usual.registry (not .root.Values.images.registry) -}}
+{{- $repository = include "millrace.repository" (dict "registry" $usual.registry "repository" $repository) -}}
+{{- end -}}
+{{- include "millrace.image" (dict "root" .root "which" "download" "own" (dict "repository" $repository "tag" (default
+  $usual.tag $own.tag))) -}}
+{{- end -}}
 {{- end -}}
 
 {{/* Of each role, the name that only its certificate has, in a cluster: `tls.peers` */}}
