@@ -41,6 +41,7 @@ REGISTRY: Schema = {"type": "string", "pattern": "^[^:/]*(:[0-9]+)?(/[^:]*)?$"} 
 AMOUNT: Schema = {"type": ["integer", "string"], "pattern": "^[0-9]{1,3}%$", "minimum": 0}
 NAME: Schema = {"type": "string", "pattern": "^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$", "maxLength": 253}
 LABEL: Schema = {"type": "string", "pattern": "^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$", "maxLength": 63}
+IDENTITY: Schema = {"type": ["integer", "null"], "minimum": 1}  # of a user or group
 REPLICAS: Schema = {"type": ["integer", "null"], "minimum": 0}
 ROLES = ("prefill", "decode", "unified")
 
@@ -279,10 +280,7 @@ def values_schema(fabrics: list[str]) -> Schema:
         tracing=closed(endpoint=TEXT, sample={"type": "number", "minimum": 0, "maximum": 1}),
         serviceAccount=closed(create=BOOL, name=NAME, annotations=STRINGS),
         rbac=closed(create=BOOL),
-        podSecurity={  # null would render as 0
-            **closed(runAsUser=POSITIVE, fsGroup=POSITIVE, seccompProfile=ANY_OBJECT, workersAsRoot=BOOL),
-            "required": ["runAsUser", "fsGroup"],
-        },
+        podSecurity=closed(runAsUser=IDENTITY, fsGroup=IDENTITY, seccompProfile=ANY_OBJECT, workersAsRoot=BOOL),
         networkPolicy=closed(
             enabled=BOOL,
             clients=PEERS,

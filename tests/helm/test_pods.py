@@ -197,6 +197,18 @@ def test_workers_run_as_root_only_where_that_is_said() -> None:
     assert spec_of(rendered("root"), ROUTER)["securityContext"]["runAsUser"] == 10001
 
 
+@pytest.mark.parametrize("name", ["cpu-tiny", "groups", "hf", "warm"])
+def test_a_platform_may_choose_who_pods_run_as(name: str) -> None:
+    """OpenShift's restricted-v2 refuses every user and group but those of the namespace, which no chart knows."""
+    more = ("podSecurity.runAsUser=null", "podSecurity.fsGroup=null", "cache.kind=pvc", "cache.claim=cache")
+    for where, spec in pods(rendered(name, *more)):
+        context = spec["securityContext"]
+        assert context["runAsNonRoot"] is True, where
+        assert not {"runAsUser", "runAsGroup", "fsGroup"} & context.keys(), where
+        for container in (*spec.get("initContainers", ()), *spec["containers"]):
+            assert "runAsUser" not in container["securityContext"], where
+
+
 @pytest.mark.parametrize("name", ["cpu-tiny", "h200-1p1d-16gpu"])
 def test_pods_cannot_fill_their_nodes_disk(name: str) -> None:
     for where, spec in pods(rendered(name)):

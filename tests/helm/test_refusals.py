@@ -174,6 +174,21 @@ COMBINATIONS = {
     "a model from nowhere": (CPU, ("model.source=hf", "model.claim=a"), "model.uri, model.path: required"),
     "a model of no folder": (CPU, ("model.source=hostPath",), "model.hostPath: required"),
     "no path in the image": (CPU, ("model.path=",), "model.path: required with model.source=image"),
+    "a folder of a node for nobody": (
+        CPU,
+        ("cache.kind=hostPath", "cache.hostPath=/c", "podSecurity.fsGroup=null"),
+        "podSecurity.runAsUser, podSecurity.fsGroup: required with cache.kind=hostPath",
+    ),
+    "a disk tier for nobody": (
+        CPU,
+        (
+            "workers.decode.config.limits.disk_cache=/kv",
+            "workers.decode.diskCache.kind=hostPath",
+            "workers.decode.diskCache.hostPath=/c",
+            "podSecurity.runAsUser=null",
+        ),
+        "podSecurity.fsGroup: required with workers.decode.diskCache.kind=hostPath",
+    ),
     "a cache without claim": (CPU, ("cache.kind=pvc",), "cache.claim: required"),
     "a cache without folder": (CPU, ("cache.kind=hostPath",), "cache.hostPath: required"),
     "a pool without picker": (CPU, ("gateway.inferencePool.enabled=true",), "endpointPicker.name: required"),
@@ -349,7 +364,7 @@ def test_parts_of_experts_need_not_divide_the_experts() -> None:
         "router.service.nodePorts.http=80",
         "monitoring.runbooks=docs/alerts",
         "images.registry=https://ghcr.io/acme",
-        "podSecurity.runAsUser=null",
+        "podSecurity.runAsUser=0",
         "router.scheduling.affinity.nodes=a",
     ],
 )

@@ -268,6 +268,18 @@
 {{- end -}}
 {{- end -}}
 
+{{/* Folders of nodes belong to root, so pods give them to their user */}}
+{{- define "millrace.checkOwner" -}}
+{{- $security := .Values.podSecurity -}}
+{{- $at := ternary (list "cache") list (eq .Values.cache.kind "hostPath") -}}
+{{- range include "millrace.pools" . | fromJson -}}
+{{- if eq .diskCache.kind "hostPath" -}}{{- $at = append $at (printf "workers.%s.diskCache" .name) -}}{{- end -}}
+{{- end -}}
+{{- if and $at (not (and $security.runAsUser $security.fsGroup)) -}}
+{{- fail (printf "podSecurity.runAsUser, podSecurity.fsGroup: required with %s.kind=hostPath, whose folder they own" (first $at)) -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "millrace.checkCache" -}}
 {{- $cache := .Values.cache -}}
 {{- if and $cache.warm (ne $cache.kind "pvc") -}}
@@ -292,6 +304,7 @@
 {{- include "millrace.checkPairs" . -}}
 {{- include "millrace.checkModel" (dict "name" "model" "model" .Values.model) -}}
 {{- include "millrace.checkCache" . -}}
+{{- include "millrace.checkOwner" . -}}
 {{- include "millrace.checkPorts" (dict "name" "router" "ports" .Values.router.ports) -}}
 {{- include "millrace.checkResources" (dict "name" "router" "resources" .Values.router.resources) -}}
 {{- include "millrace.checkJobs" . -}}

@@ -1,12 +1,17 @@
 {{/* Parts of pods that routers and workers share. */}}
 
-{{/* (dict "root" $ "asRoot" false) */}}
+{{/* (dict "root" $ "asRoot" false): without numbers, admission gives the pod those of its namespace, as on OpenShift */}}
 {{- define "millrace.podSecurity" -}}
 {{- $security := .root.Values.podSecurity -}}
+{{- $user := ternary 0 $security.runAsUser (default false .asRoot) -}}
 runAsNonRoot: {{ not .asRoot }}
-runAsUser: {{ ternary 0 (int $security.runAsUser) (default false .asRoot) }}
-runAsGroup: {{ ternary 0 (int $security.runAsUser) (default false .asRoot) }}
-fsGroup: {{ int $security.fsGroup }}
+{{- if not (kindIs "invalid" $user) }}
+runAsUser: {{ int $user }}
+runAsGroup: {{ int $user }}
+{{- end }}
+{{- with $security.fsGroup }}
+fsGroup: {{ int . }}
+{{- end }}
 fsGroupChangePolicy: OnRootMismatch
 seccompProfile: {{ toJson $security.seccompProfile }}
 {{- end -}}
