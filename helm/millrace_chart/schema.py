@@ -100,6 +100,14 @@ JOBS = closed(
     extraVolumes=list_of(ANY_OBJECT),
     extraVolumeMounts=list_of(ANY_OBJECT),
 )
+TEST = closed(
+    timeout=POSITIVE,
+    apiKey=closed(secretName=NAME, key=TEXT),
+    resources=RESOURCES,
+    scheduling=ref("scheduling"),
+    podLabels=STRINGS,
+    podAnnotations=STRINGS,
+)
 SCHEDULING = closed(
     nodeSelector=STRINGS,
     tolerations=list_of(ANY_OBJECT),
@@ -289,7 +297,7 @@ def values_schema(fabrics: list[str]) -> Schema:
         ),
         monitoring=MONITORING,
         gateway=GATEWAY,
-        test=closed(timeout=POSITIVE, apiKey=closed(secretName=NAME, key=TEXT)),
+        test=TEST,
         extraObjects=list_of(ANY_OBJECT),
     )
     values["properties"]["global"] = ANY_OBJECT  # Helm's own

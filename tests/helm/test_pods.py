@@ -102,6 +102,16 @@ def test_downloads_trust_a_companys_authorities() -> None:
     assert "ca.crt" not in json.dumps(plain)
 
 
+def test_the_pod_of_helm_test_takes_what_quotas_taints_and_policies_want() -> None:
+    (pod,) = of_kind(rendered("extended"), "Pod")
+    spec, (main,) = pod["spec"], pod["spec"]["containers"]
+    assert main["resources"]["limits"] == {"cpu": "200m", "memory": "256Mi", "ephemeral-storage": "100Mi"}
+    assert (spec["nodeSelector"], spec["priorityClassName"]) == ({"zone": "a"}, "high")
+    assert spec["tolerations"] == [{"key": "dedicated", "operator": "Exists"}]
+    assert pod["metadata"]["labels"]["example.com/pod"] == pod["metadata"]["annotations"]["example.com/pod"] == "yes"
+    assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
+
+
 def test_jobs_that_warm_caches_have_what_their_pool_and_all_jobs_have() -> None:
     at, place = "workerDefaults", "jobs.scheduling.nodeSelector.zone=b"
     volume = ("extraVolumes[0].name=extra", "extraVolumes[0].emptyDir.medium=Memory")

@@ -233,6 +233,11 @@ COMBINATIONS = {
         ("workers.decode.resources.requests.memory=3Gi",),
         "workers.decode.resources.requests.memory: 3Gi is above the limit 2Gi",
     ),
+    "requests above limits of the test": (
+        CPU,
+        ("test.resources.requests.memory=1Gi",),
+        "test.resources.requests.memory: 1Gi is above the limit 256Mi",
+    ),
     "requests of CPUs above limits": (
         CPU,
         ("router.resources.requests.cpu=500m", "router.resources.limits.cpu=0.25"),

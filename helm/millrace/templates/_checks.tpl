@@ -308,6 +308,7 @@
 {{- include "millrace.checkPorts" (dict "name" "router" "ports" .Values.router.ports) -}}
 {{- include "millrace.checkResources" (dict "name" "router" "resources" .Values.router.resources) -}}
 {{- include "millrace.checkJobs" . -}}
+{{- include "millrace.checkResources" (dict "name" "test" "resources" .Values.test.resources) -}}
 {{- include "millrace.checkGrace" (dict "name" "router" "values" .Values.router) -}}
 {{- include "millrace.checkScaling" (dict "name" "router" "values" .Values.router) -}}
 {{- if and (eq .Values.router.autoscaling.kind "hpa") (not (dig "requests" "cpu" "" .Values.router.resources)) -}}
