@@ -11,7 +11,7 @@ import yaml
 from millrace_chart.render import CHART, KUBERNETES, Object, objects, preset_file, presets, run, template
 from millrace_router.config import RouterConfig
 from millrace_serve.worker.config import WorkerConfig
-from millrace_testing.charts import CPU, GIVEN, GROUPS, PAIR, VARIANTS, of_kind, pods, rendered
+from millrace_testing.charts import CPU, GIVEN, GROUPS, PAIR, VARIANTS, config_of, files_of, of_kind, pods, rendered
 from yamllint import linter
 from yamllint.config import YamlLintConfig
 
@@ -104,7 +104,7 @@ def test_a_digest_wins_and_names_the_caches() -> None:
     items = objects(template((PAIR,), (f"images.gpuWorker.digest={digest}", "images.gpuWorker.tag=x")))
     (spec,) = (spec for where, spec in pods(items) if where == "Deployment/demo-millrace-decode")
     assert spec["containers"][0]["image"].endswith(f"millrace-worker-gpu@{digest}")
-    config = yaml.safe_load(named(items, "ConfigMap", "demo-millrace-decode")["data"]["config.yaml"])
+    config = config_of(items, "demo-millrace-decode")
     assert config["cache_dir"] == "/var/cache/millrace/abababababab"
 
 
@@ -138,8 +138,7 @@ def test_the_grace_covers_everything_that_a_drain_waits_for(name: str) -> None:
         if main is None or "readinessProbe" not in main:
             continue
         pause = int(main["lifecycle"]["preStop"]["exec"]["command"][-1])
-        source = next(v["configMap"]["name"] for v in spec["volumes"] if v["name"] == "config")
-        config = yaml.safe_load(named(items, "ConfigMap", source)["data"]["config.yaml"])
+        config = config_of(items, where.split("/")[1])
         if main["name"] == "router":
             timeouts = RouterConfig.model_validate(config).timeouts
             needed = pause + timeouts.drain
@@ -151,7 +150,7 @@ def test_the_grace_covers_everything_that_a_drain_waits_for(name: str) -> None:
 
 def test_streams_of_a_quarter_of_an_hour_survive_a_rollout_of_routers() -> None:
     items = rendered("h200-1p1d-16gpu")
-    config = yaml.safe_load(named(items, "ConfigMap", "demo-millrace-router")["data"]["config.yaml"])
+    config = config_of(items, "demo-millrace-router")
     assert config["timeouts"]["drain"] == 900
     router = named(items, "Deployment", "demo-millrace-router")
     assert router["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == 10 + 900 + 15
@@ -167,7 +166,7 @@ def test_a_new_version_runs_beside_the_old_one() -> None:
     service = named(items, "Service", "demo-millrace-decode-b")
     assert service["metadata"]["labels"]["millrace/revision"] == "b", "EndpointSlices copy it from there"
     assert new["spec"]["template"]["spec"]["containers"][0]["image"].endswith("millrace-worker:0.2.0-cpu")
-    config = yaml.safe_load(named(items, "ConfigMap", "demo-millrace-decode-b")["data"]["config.yaml"])
+    config = config_of(items, "demo-millrace-decode-b")
     assert (config["model"], config["limits"]["page_size"]) == ("/opt/b", 32)
     assert config["cache_dir"] == "/var/cache/millrace/0.2.0-cpu"
 
@@ -259,9 +258,7 @@ def test_caches_are_warmed_before_workers_hold_the_gpus() -> None:
         )
         assert container["resources"] == worker["resources"] and container["image"] == worker["image"]
         (config,) = (it for it in of_kind(items, "ConfigMap") if it["metadata"]["name"] == job["metadata"]["name"])
-        assert (
-            config["data"]["config.yaml"] == named(items, "ConfigMap", f"demo-millrace-{pool}")["data"]["config.yaml"]
-        )
+        assert config["data"]["config.yaml"] == files_of(items, f"demo-millrace-{pool}")["config.yaml"]
         assert int(config["metadata"]["annotations"]["helm.sh/hook-weight"]) < min(weights)
         assert container["command"][:2] == ["millrace", "compile"]
         assert job["metadata"]["name"] not in {it["metadata"]["name"] for it in of_kind(items, *WORKLOADS)}

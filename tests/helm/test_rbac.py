@@ -6,10 +6,9 @@ import asyncio
 from typing import Any
 
 import pytest
-import yaml
 from millrace_router.config import KubernetesConfig, RouterConfig
 from millrace_router.discovery import kubernetes
-from millrace_testing.charts import of_kind, rendered
+from millrace_testing.charts import config_of, of_kind, rendered
 from millrace_testing.kube_server import KubeServer
 
 pytestmark = pytest.mark.helm
@@ -74,8 +73,8 @@ def test_the_routers_account_has_the_role_and_nothing_of_the_whole_cluster() -> 
 
 def test_discovery_selects_the_pods_of_workers_and_no_others() -> None:
     items = rendered("cpu-tiny")
-    (router,) = (item for item in of_kind(items, "ConfigMap") if item["metadata"]["name"] == "demo-millrace-router")
-    selector = RouterConfig.model_validate(yaml.safe_load(router["data"]["config.yaml"])).discovery.kubernetes.selector
+    router = RouterConfig.model_validate(config_of(items, "demo-millrace-router"))
+    selector = router.discovery.kubernetes.selector
     found = {
         item["metadata"]["name"] for item in of_kind(items, "Deployment", "StatefulSet") if selects(selector, item)
     }

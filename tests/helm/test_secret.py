@@ -5,11 +5,10 @@ from __future__ import annotations
 import base64
 
 import pytest
-import yaml
 from millrace_chart.render import Object, objects, template
 from millrace_common.deployment_secret import LEAST_BYTES
 from millrace_router.config import RouterConfig
-from millrace_testing.charts import of_kind
+from millrace_testing.charts import config_of, of_kind
 
 pytestmark = pytest.mark.helm
 
@@ -22,12 +21,7 @@ def secret_of_routers(items: list[Object]) -> tuple[str, str]:
     """The Secret and its key, as the configuration of a router finds them in its pod."""
     [deployment] = [item for item in of_kind(items, "Deployment") if item["metadata"]["name"] == "demo-millrace-router"]
     pod = deployment["spec"]["template"]["spec"]
-    [text] = [
-        item["data"]["config.yaml"]
-        for item in of_kind(items, "ConfigMap")
-        if item["metadata"]["name"] == "demo-millrace-router"
-    ]
-    path = RouterConfig.model_validate(yaml.safe_load(text)).secret
+    path = RouterConfig.model_validate(config_of(items, "demo-millrace-router")).secret
     assert path is not None
     [mount] = [it for it in pod["containers"][0]["volumeMounts"] if it["mountPath"] == str(path.parent)]
     [volume] = [it["secret"] for it in pod["volumes"] if it["name"] == mount["name"]]

@@ -11,7 +11,6 @@ from typing import Any
 
 import grpc
 import pytest
-import yaml
 from cryptography import x509
 from millrace.v1 import worker_pb2, worker_pb2_grpc
 from millrace_chart.render import CHART, EDITED, NAMESPACE, RELEASE, Object, objects, presets, run
@@ -20,7 +19,7 @@ from millrace_rpc.access import MAY, Access
 from millrace_rpc.client import channel
 from millrace_rpc.server import Server
 from millrace_rpc.tls import Identity
-from millrace_testing.charts import VARIANTS, of_kind, pods, rendered
+from millrace_testing.charts import VARIANTS, config_of, of_kind, pods, rendered
 
 pytestmark = pytest.mark.helm
 
@@ -41,11 +40,6 @@ def names(certificate: bytes) -> set[str]:
     return set(alternative.get_values_for_type(x509.DNSName))
 
 
-def config_of(items: list[Object], name: str) -> Object:
-    (found,) = (it for it in of_kind(items, "ConfigMap") if it["metadata"]["name"] == f"demo-millrace-{name}")
-    return yaml.safe_load(found["data"]["config.yaml"])
-
-
 @pytest.mark.parametrize("mode", ["generated", "certManager"])
 def test_each_role_has_a_name_of_its_own_which_every_process_knows(mode: str) -> None:
     items = rendered("cpu-tiny", f"tls.mode={mode}")
@@ -55,7 +49,7 @@ def test_each_role_has_a_name_of_its_own_which_every_process_knows(mode: str) ->
         issued = [it["spec"] for it in of_kind(items, "Certificate") if not it["spec"].get("isCA")]
         named = {it["secretName"]: set(it["dnsNames"]) for it in issued}
     assert named.keys() == {f"demo-millrace-{role}-tls" for role in ROLES}
-    sections = [config_of(items, name)["tls"] for name in ("router", "prefill", "decode")]
+    sections = [config_of(items, f"demo-millrace-{name}")["tls"] for name in ("router", "prefill", "decode")]
     assert sections[0] == sections[1] == sections[2]
     for role in ROLES:
         (peer,) = sections[0]["peers"][role]
@@ -75,7 +69,7 @@ async def test_the_generated_certificates_work(tmp_path: Path) -> None:
         place.mkdir(exist_ok=True)
         for key, content in data.items():
             (place / key).write_bytes(content)
-        text = json.dumps(config_of(items, "decode")["tls"])
+        text = json.dumps(config_of(items, "demo-millrace-decode")["tls"])
         assert folder in text
         return Tls.model_validate_json(text.replace(folder, str(place)))
 
@@ -143,7 +137,7 @@ def test_the_authoritys_key_is_in_no_pod() -> None:
 @pytest.mark.parametrize("name", presets())
 def test_presets_for_gpus_have_tls_and_need_nothing_of_the_cluster_for_it(name: str) -> None:
     items = rendered(name)
-    assert ("tls" in config_of(items, "router")) is name.startswith("h200")
+    assert ("tls" in config_of(items, "demo-millrace-router")) is name.startswith("h200")
     assert not [it for it in items if it["apiVersion"].startswith("cert-manager")]
 
 
@@ -151,7 +145,7 @@ def test_presets_for_gpus_have_tls_and_need_nothing_of_the_cluster_for_it(name: 
 def test_clients_of_generated_certificates_need_none(variant: str | None) -> None:
     """Elsewhere whoever runs the authority decides who is a client."""
     items = rendered(variant) if variant else rendered("cpu-tiny", "tls.mode=generated")
-    public = config_of(items, "router").get("public_tls")
+    public = config_of(items, "demo-millrace-router").get("public_tls")
     assert (public is not None) is (variant in (None, "secrets"))
     assert not public or "require_client_cert" not in public
     (test,) = (spec for where, spec in pods(items) if where == "Pod/demo-millrace-test")

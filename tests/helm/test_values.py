@@ -7,17 +7,12 @@ from typing import Any
 
 import pytest
 import yaml
-from millrace_chart.render import CHART, NAMESPACE, Object, presets
+from millrace_chart.render import CHART, NAMESPACE, presets
 from millrace_router.config import RouterConfig
 from millrace_serve.worker.config import WorkerConfig
-from millrace_testing.charts import VARIANTS, of_kind, pods, rendered
+from millrace_testing.charts import VARIANTS, config_of, of_kind, pods, rendered
 
 ROUTER = "demo-millrace-router"
-
-
-def config_of(items: list[Object], name: str) -> Object:
-    (found,) = (item for item in of_kind(items, "ConfigMap") if item["metadata"]["name"] == name)
-    return yaml.safe_load(found["data"]["config.yaml"])
 
 
 @pytest.mark.helm
@@ -47,7 +42,7 @@ def test_ports_are_those_of_the_configuration(name: str) -> None:
         if not main.get("ports"):
             continue
         ports = {port["name"]: port["containerPort"] for port in main["ports"]}
-        config = config_of(items, next(v["configMap"]["name"] for v in spec["volumes"] if v["name"] == "config"))
+        config = config_of(items, where.split("/")[1])
         health = config.get("health_port") or int(config["health"].rpartition(":")[2])
         grpc = config.get("grpc_port") or int(config["grpc"].rpartition(":")[2])
         assert (ports["health"], ports["grpc"]) == (health, grpc), where

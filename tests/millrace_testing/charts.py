@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
+import yaml
 from millrace_chart.render import ROOT, Object, objects, preset_file, template
 
 CPU = preset_file("cpu-tiny")
@@ -108,6 +110,16 @@ def rendered(name: str, *more: str) -> list[Object]:
 
 def of_kind(items: Iterable[Object], *kinds: str) -> list[Object]:
     return [item for item in items if item["kind"] in kinds]
+
+
+def files_of(items: Iterable[Object], name: str) -> dict[str, str]:
+    """What the pods of a router or a pool mount as their configuration and scripts, by the name of its objects."""
+    (found,) = (it for it in of_kind(items, "ConfigMap") if it["metadata"]["labels"].get("millrace/files") == name)
+    return found["data"]
+
+
+def config_of(items: Iterable[Object], name: str) -> dict[str, Any]:
+    return yaml.safe_load(files_of(items, name)["config.yaml"])
 
 
 def pods(items: Iterable[Object]) -> list[tuple[str, Object]]:

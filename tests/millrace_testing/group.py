@@ -27,7 +27,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from millrace_chart.render import NAMESPACE, Object, find_helm, objects, template
 
 from millrace_testing import namespaces
-from millrace_testing.charts import of_kind
+from millrace_testing.charts import files_of, of_kind
 from millrace_testing.paths import ROOT, TINY
 from millrace_testing.procs import PATHS
 
@@ -155,7 +155,7 @@ class Group:
         items = objects(template((), (*SETS, f"model.path={TINY}", *sets)))
         (group,) = of_kind(items, "LeaderWorkerSet")
         name = group["metadata"]["name"]
-        self._config = next(i["data"] for i in of_kind(items, "ConfigMap") if i["metadata"]["name"] == name)
+        self._config = files_of(items, name)
         self._secrets = {
             f"{item['metadata']['name']}/{key}": base64.b64decode(text).decode()
             for item in of_kind(items, "Secret")

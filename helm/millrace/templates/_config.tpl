@@ -53,6 +53,23 @@ app.kubernetes.io/name={{ include "millrace.name" . }},app.kubernetes.io/instanc
 {{- mustMergeOverwrite (deepCopy $router.config) $config | toYaml -}}
 {{- end -}}
 
+{{- define "millrace.routerFiles" -}}
+config.yaml: |
+  {{- include "millrace.routerConfig" . | nindent 2 }}
+preflight.py: |
+  {{- .Files.Get "files/preflight.py" | nindent 2 }}
+{{- end -}}
+
+{{/* (dict "root" $ "pool" $pool) */}}
+{{- define "millrace.workerFiles" -}}
+config.yaml: |
+  {{- include "millrace.workerConfig" . | nindent 2 }}
+preflight.py: |
+  {{- .root.Files.Get "files/preflight.py" | nindent 2 }}
+start.sh: |
+  {{- .root.Files.Get "files/start.sh" | nindent 2 }}
+{{- end -}}
+
 {{/* (dict "root" $ "pool" $pool) */}}
 {{- define "millrace.workerConfig" -}}
 {{- $root := .root -}}

@@ -85,6 +85,26 @@ data:
   ca.crt: {{ b64enc .ca }}
 {{- end -}}
 
+{{/* (dict "name" NAME "files" TEXT) -> the name of a ConfigMap with these files. Other files have another name, so a pod of
+     an older revision that starts again finds its own. */}}
+{{- define "millrace.filesName" -}}
+{{- printf "%s-%s" .name (sha256sum .files | trunc 10) -}}
+{{- end -}}
+
+{{/* What millrace.meta takes, with "files" TEXT, a map as YAML -> a ConfigMap of millrace.filesName. Helm never deletes it, and
+     Argo CD does so when a roll-out has ended: pods of older revisions need theirs. */}}
+{{- define "millrace.files" -}}
+{{- $annotations := dict "helm.sh/resource-policy" "keep" "argocd.argoproj.io/sync-options" "PruneLast=true" -}}
+apiVersion: v1
+kind: ConfigMap
+metadata:
+  {{- include "millrace.meta" (merge (dict "name" (include "millrace.filesName" .) "annotations" $annotations "labels" (dict
+    "millrace/files" .name)) .) | nindent 2 }}
+immutable: true
+data:
+  {{- .files | nindent 2 }}
+{{- end -}}
+
 {{/* Labels of every worker pod, whatever its role */}}
 {{- define "millrace.workerExpressions" -}}
 matchLabels:

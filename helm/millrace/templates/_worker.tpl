@@ -7,7 +7,7 @@
 {{- $as := dict "root" $root "component" $pool.role "pool" $pool.name }}
 {{- $fabric := include "millrace.fabric" . | fromJson }}
 {{- $volcano := eq $pool.gang.kind "volcano" }}
-{{- $annotations := dict "checksum/config" (include "millrace.workerChecksum" .) }}
+{{- $annotations := dict }}
 {{- if and $volcano $pool.gang.queue (ne $pool.kind "lws") }}
 {{- $_ := set $annotations "scheduling.volcano.sh/queue-name" $pool.gang.queue }}
 {{- end }}
@@ -96,7 +96,7 @@ spec:
     {{- end }}
   volumes:
     - name: config
-      configMap: {name: {{ $pool.fullname }}}
+      configMap: {name: {{ include "millrace.filesName" (dict "name" $pool.fullname "files" (include "millrace.workerFiles" .)) }}}
     {{- include "millrace.deviceVolumes" . | nindent 4 }}
     {{- if and $pool.diskFolder $pool.diskCache.kind }}
     {{- include "millrace.folderVolume" (dict "name" "disk-cache" "folder" $pool.diskCache) | nindent 4 }}
@@ -108,12 +108,6 @@ spec:
     - name: tls
       secret: {secretName: {{ include "millrace.tlsSecret" (dict "root" $root "component" "worker") }}, defaultMode: 0440}
     {{- end }}
-{{- end -}}
-
-{{/* Another configuration or script is another pod. */}}
-{{- define "millrace.workerChecksum" -}}
-{{- print (include "millrace.workerConfig" .) (.root.Files.Get "files/preflight.py") (.root.Files.Get "files/start.sh") |
-  sha256sum -}}
 {{- end -}}
 
 {{- define "millrace.workerEnv" -}}

@@ -1,0 +1,115 @@
+"""Configurations and scripts of pods have versions: a pod of an older revision that starts again finds its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from millrace_chart.render import ROOT, Object, presets
+from millrace_testing.charts import GIVEN, PLAIN, VARIANTS, files_of, of_kind, pods, rendered
+from millrace_testing.kube_upgrade import refused
+
+pytestmark = pytest.mark.helm
+EVERYTHING = [*presets(), *VARIANTS]
+LASTING = ("Deployment", "StatefulSet", "LeaderWorkerSet")  # their pods start again without Helm
+WORKERS = ("demo-millrace-prefill", "demo-millrace-decode")
+CHANGES = {
+    "logLevel=DEBUG": {"demo-millrace-router", *WORKERS},
+    "router.config.timeouts.silence=4": {"demo-millrace-router"},
+    "workers.decode.config.timeouts.lease=31": {"demo-millrace-decode"},
+    "workerDefaults.image.tag=v9": set(WORKERS),  # names the cache's folder
+    "workers.decode.replicas=2": set(),
+    "labels.team=b": set(),
+}
+
+
+def mounted(items: list[Object]) -> dict[str, str]:
+    """The ConfigMap of the volume `config` by where it is mounted."""
+    return {
+        where: volume["configMap"]["name"]
+        for where, spec in pods(of_kind(items, *LASTING))
+        for volume in spec["volumes"]
+        if volume["name"] == "config"
+    }
+
+
+def maps(items: list[Object]) -> dict[str, Object]:
+    return {item["metadata"]["name"]: item for item in of_kind(items, "ConfigMap")}
+
+
+def after_upgrade(before: dict[str, Object], after: dict[str, Object]) -> dict[str, Object]:
+    """What is there when Helm has gone from one render to the other, forwards or back: it deletes what has vanished,
+    unless the object says that it is to be kept.
+    """
+    kept = {
+        name: item
+        for name, item in before.items()
+        if (item["metadata"].get("annotations") or {}).get("helm.sh/resource-policy") == "keep"
+    }
+    return kept | after
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_what_lasting_pods_mount_cannot_change(name: str) -> None:
+    items = rendered(name)
+    found = maps(items)
+    for where, config in mounted(items).items():
+        item = found[config]
+        assert item["immutable"] and re.fullmatch(rf"{where.split('/')[1]}-[0-9a-f]{{10}}", config), where
+        assert len(config) <= 63, "a label of that length can hold it"
+        notes = item["metadata"]["annotations"]
+        assert notes["argocd.argoproj.io/sync-options"] == "PruneLast=true", "Argo CD prunes when pods are replaced"
+    extra = {
+        v["configMap"]["name"] for _, s in pods(of_kind(items, *LASTING)) for v in s["volumes"] if "configMap" in v
+    }
+    assert {it for it in extra & found.keys() if not found[it].get("immutable")} == set(), "every other one as well"
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_other_files_have_another_name_and_equal_ones_the_same(change: str) -> None:
+    before, after = (rendered("cpu-tiny", GIVEN, *more) for more in ((), (change,)))
+    names = [*WORKERS, "demo-millrace-router"]
+    assert {it for it in names if files_of(before, it) != files_of(after, it)} == CHANGES[change]
+    old, new = mounted(before), mounted(after)
+    assert {where.split("/")[1] for where in old if old[where] != new[where]} == CHANGES[change]
+    assert not list(refused(before, after))
+
+
+@pytest.mark.parametrize("name", ["cpu-tiny", "statefulset", "groups"])
+def test_pods_of_both_revisions_find_their_files_after_an_upgrade_and_a_rollback(name: str) -> None:
+    first, second = (rendered(name, GIVEN, PLAIN, *more) for more in ((), ("logLevel=DEBUG",)))
+    assert not maps(first).keys() & set(mounted(second).values()), "all of them changed"
+    there = maps(first)
+    for revision in (second, first, second):  # helm upgrade, helm rollback, helm upgrade
+        there = after_upgrade(there, maps(revision))
+        for pods_of in (first, second):
+            for where, config in mounted(pods_of).items():
+                assert there[config]["data"] == maps(pods_of)[config]["data"], where
+
+
+KUBECTL = """#!/usr/bin/env bash
+echo "$*" >> calls
+case "$*" in
+  "get configmaps"*) cat configmaps ;;
+  "get "*) cat workloads ;;
+esac
+"""
+
+
+def test_the_commands_of_the_guide_remove_only_what_no_revision_uses(tmp_path: Path) -> None:
+    guide = (ROOT / "docs" / "operations.md").read_text()
+    (block,) = (text for text in re.findall(r"```bash\n(.*?)```", guide, re.DOTALL) if "millrace/files" in text)
+    pod = {"spec": {"volumes": [{"name": "config", "configMap": {"defaultMode": 420, "name": "millrace-decode-22"}}]}}
+    items = [{"kind": "Deployment", "spec": {"template": pod}}, {"kind": "ControllerRevision", "data": pod}]
+    (tmp_path / "configmaps").write_text("".join(f"configmap/millrace-decode-{i}\n" for i in ("11", "22", "2")))
+    (tmp_path / "workloads").write_text(yaml.safe_dump({"kind": "List", "items": items}))
+    (tmp_path / "kubectl").write_text(KUBECTL)
+    (tmp_path / "kubectl").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    subprocess.run(["bash", "-euc", block], cwd=tmp_path, env=environment, check=True)
+    deleted = [it for it in (tmp_path / "calls").read_text().splitlines() if it.startswith("delete")]
+    assert deleted == ["delete configmap/millrace-decode-11", "delete configmap/millrace-decode-2"]
