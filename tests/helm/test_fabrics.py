@@ -166,10 +166,39 @@ def test_nodes_with_the_right_gpu() -> None:
     assert "nodeAffinity" not in spec_of(rendered("roce", "workerDefaults.gpuModel=")).get("affinity", {})
 
 
+GPUS = yaml.safe_load((CHART / "files" / "gpus.yaml").read_text())
+PARTS = ("", "-MIG-1g.18gb", "-MIG-1g.10gb.me", "-SHARED", "-MIG-1g.18gb-SHARED")
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("gpu", GPUS)
+def test_nodes_with_a_part_of_the_right_gpu(gpu: str, part: str) -> None:
+    """GPU feature discovery appends the part to the product; the clouds' labels name the whole GPU."""
+    spec = spec_of(rendered("roce", f"workerDefaults.gpuModel={gpu}{part}"))
+    rule = spec["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    terms = {it["key"]: it["values"] for term in rule["nodeSelectorTerms"] for it in term["matchExpressions"]}
+    known = GPUS[gpu]
+    assert terms["nvidia.com/gpu.product"] == [f"{product}{part}" for product in known["nvidia.com/gpu.product"]]
+    assert (terms.keys() == known.keys()) is (not part or len(known) == 1)
+
+
+@pytest.mark.parametrize(
+    ("resource", "keys"),
+    [
+        ("nvidia.com/gpu", ["nvidia.com/gpu"]),
+        ("nvidia.com/mig-1g.18gb", ["nvidia.com/gpu", "nvidia.com/mig-1g.18gb"]),
+        ("nvidia.com/gpu.shared", ["nvidia.com/gpu", "nvidia.com/gpu.shared"]),
+    ],
+)
+def test_parts_of_gpus_are_on_nodes_with_the_taint_of_gpus(resource: str, keys: list[str]) -> None:
+    spec = spec_of(rendered("h200-1p1d-16gpu", f"workerDefaults.gpuResource={resource}"))
+    assert [entry["key"] for entry in spec["tolerations"]] == keys
+    assert spec["containers"][0]["resources"]["limits"][resource] == "8"
+
+
 def test_gpus_of_the_list() -> None:
-    models = yaml.safe_load((CHART / "files" / "gpus.yaml").read_text())
     seen: set[tuple[str, str]] = set()
-    for labels in models.values():
+    for labels in GPUS.values():
         assert "nvidia.com/gpu.product" in labels, "the label that every cluster can have"
         pairs = {(key, value) for key, values in labels.items() for value in values}
         assert not seen & pairs, "a node has one GPU model"
@@ -243,6 +272,7 @@ def test_old_helm_renders_the_same() -> None:
             ("workers.decode.gpuModel=A100",),
             'workers.decode.gpuModel: "A100" is none of B200, H100, H20, H200, H800',
         ),
+        (PAIR, ("workers.decode.gpuModel=H200-MIG-small",), '"H200-MIG-small" is none of'),
         (CPU, ("fabric.link=Infiniband",), "schema"),
         (CPU, ("fabric.devices[0]=mlx5_*",), "schema"),
         (CPU, ("fabric.capabilities[0]=ipc_lock",), "schema"),

@@ -75,23 +75,36 @@ podAntiAffinity:
 {{- end }}
 {{- end -}}
 
-{{/* (dict "root" $ "pool" $pool) -> a nodeAffinity: any of the labels that nodes with pool.gpuModel have; empty for any GPU */}}
+{{/* What a pool's gpuModel says of a part of a GPU: -MIG-1g.18gb, -SHARED, both or nothing */}}
+{{- define "millrace.gpuPart" -}}
+{{- regexFind "(-MIG-[0-9]+g[.][0-9]+gb([.]me)?)?(-SHARED)?$" . -}}
+{{- end -}}
+
+{{/* (dict "root" $ "pool" $pool) -> a nodeAffinity: any of the labels that nodes with pool.gpuModel have; empty for any GPU.
+     Only GPU feature discovery tells parts of GPUs: after the product. */}}
 {{- define "millrace.gpuAffinity" -}}
 {{- if and .pool.gpuModel (gt (int .pool.gpus) 0) }}
+{{- $part := include "millrace.gpuPart" .pool.gpuModel }}
+{{- $labels := index (.root.Files.Get "files/gpus.yaml" | fromYaml) (trimSuffix $part .pool.gpuModel) }}
+{{- if $part }}{{- $labels = pick $labels "nvidia.com/gpu.product" }}{{- end }}
 requiredDuringSchedulingIgnoredDuringExecution:
   nodeSelectorTerms:
-    {{- range $label, $models := index (.root.Files.Get "files/gpus.yaml" | fromYaml) .pool.gpuModel }}
-    - matchExpressions: [{key: {{ $label }}, operator: In, values: {{ toJson $models }}}]
+    {{- range $label, $models := $labels }}
+    {{- $values := list }}
+    {{- range $models }}{{- $values = append $values (print . $part) }}{{- end }}
+    - matchExpressions: [{key: {{ $label }}, operator: In, values: {{ toJson $values }}}]
     {{- end }}
 {{- end }}
 {{- end -}}
 
-{{/* (dict "root" $ "pool" $pool) -> a list: of the taints that keep other pods off GPU nodes */}}
+{{/* (dict "root" $ "pool" $pool) -> a list: of the taints that keep other pods off GPU nodes, which are nvidia.com/gpu for parts
+     of GPUs (nvidia.com/mig-1g.18gb, nvidia.com/gpu.shared) too */}}
 {{- define "millrace.gpuTolerations" -}}
 {{- $all := list -}}
 {{- if gt (int .pool.gpus) 0 -}}
-{{- $taint := default "nvidia.com/gpu" .pool.gpuResource -}}
-{{- $all = list (dict "key" $taint "operator" "Exists" "effect" "NoSchedule") -}}
+{{- range list "nvidia.com/gpu" .pool.gpuResource | compact | uniq -}}
+{{- $all = append $all (dict "key" . "operator" "Exists" "effect" "NoSchedule") -}}
+{{- end -}}
 {{- $all = concat $all (default list (include "millrace.fabric" . | fromJson).tolerations) -}}
 {{- end -}}
 {{- toYaml $all -}}
@@ -120,7 +133,7 @@ requiredDuringSchedulingIgnoredDuringExecution:
 {{- fail (printf "fabric.preset: required, %s moves data between GPU pods" $at) -}}
 {{- end -}}
 {{- $models := .root.Files.Get "files/gpus.yaml" | fromYaml -}}
-{{- if and .pool.gpuModel (not (hasKey $models .pool.gpuModel)) -}}
+{{- if and .pool.gpuModel (not (hasKey $models (trimSuffix (include "millrace.gpuPart" .pool.gpuModel) .pool.gpuModel))) -}}
 {{- fail (printf "%s.gpuModel: %q is none of %s; select nodes with scheduling.nodeSelector instead" $at .pool.gpuModel (keys
   $models | sortAlpha | join ", ")) -}}
 {{- end -}}
