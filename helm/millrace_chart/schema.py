@@ -92,6 +92,7 @@ RESOURCES = closed(requests=AMOUNTS, limits=AMOUNTS)
 JOBS = closed(
     serviceAccountName=NAME,
     resources=RESOURCES,
+    ttlSecondsAfterFinished={"type": ["integer", "null"], "minimum": 0},
     caBundle=closed(configMapName=NAME, key=TEXT),
     scheduling=ref("scheduling"),
     podLabels=STRINGS,
@@ -167,6 +168,7 @@ WORKER = closed(
     gpus=COUNT,
     gpuResource=TEXT,
     gpuModel=TEXT,
+    guaranteed=BOOL,
     revision=LABEL,
     image=ref("image"),
     model=ref("model"),

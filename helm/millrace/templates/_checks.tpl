@@ -140,10 +140,24 @@
 {{- end -}}
 {{- end -}}
 {{- end -}}
+{{- if $pool.guaranteed -}}
+{{- if not (regexMatch "^[1-9][0-9]*$" (toString $pool.resources.limits.cpu)) -}}
+{{- fail (printf "%s.resources.requests.cpu: %v is not a whole number of CPUs, which guaranteed needs" $at (default "nothing"
+  $pool.resources.limits.cpu)) -}}
+{{- end -}}
+{{- if not $pool.resources.limits.memory -}}
+{{- fail (printf "%s.resources.limits.memory: required with guaranteed" $at) -}}
+{{- end -}}
+{{- end -}}
 {{- if lt (int $pool.startup) (int $needed) -}}
 {{- fail (printf
   "%s.startup: %d s is shorter than config.timeouts.start + warmup = %d s, so slow starts would be killed" $at (int
   $pool.startup) $needed) -}}
+{{- end -}}
+{{- if and $pool.topology.key (eq $pool.topology.mode "required") (semverCompare "<1.31.0-0"
+  $root.Capabilities.KubeVersion.Version) -}}
+{{- fail (printf "%s.topology.mode: required needs Kubernetes 1.31 (matchLabelKeys), not %s; preferred and exclusive do not"
+  $at $root.Capabilities.KubeVersion.Version) -}}
 {{- end -}}
 {{- if and $pool.topology.key (ne $pool.kind "lws") -}}
 {{- fail (printf "%s.topology: only with kind=lws" $at) -}}

@@ -25,6 +25,10 @@
 {{- $_ := set $pool "model" (mustMergeOverwrite (deepCopy $.Values.model) $pool.model) -}}
 {{- $_ := set $pool "modelPath" (include "millrace.modelPath" $pool.model) -}}
 {{- $_ := set $pool "grace" (include "millrace.grace" $pool | int) -}}
+{{- if $pool.guaranteed -}}
+{{- $amounts := merge (deepCopy (default dict $pool.resources.limits)) (default dict $pool.resources.requests) -}}
+{{- $_ := set $pool "resources" (dict "requests" $amounts "limits" $amounts) -}}
+{{- end -}}
 {{- $_ := set $pool "diskFolder" (get (default dict $pool.config.limits) "disk_cache" | default "") -}}
 {{- $_ := set $pools $name $pool -}}
 {{- end -}}

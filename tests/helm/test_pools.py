@@ -1,0 +1,81 @@
+"""What a pool may have that presets do not: CPUs of its own, a checkpoint on nodes' disks, groups within a domain."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from millrace_chart.render import CHART, EDITED, ChartError, Object, run
+from millrace_testing.charts import GROUPS, config_of, of_kind, pods, rendered
+
+pytestmark = pytest.mark.helm
+NVME = ("workerDefaults.model.source=hostPath", "workerDefaults.model.hostPath=/mnt/nvme", "model.claim=tokenizer")
+
+
+def quality(spec: Object) -> str:
+    """The class that Kubernetes gives to a pod: of every container, initial ones too, CPU and memory count."""
+    each = [it["resources"] for it in (*spec["initContainers"], *spec["containers"])]
+    pairs = [(it["requests"].get(key), it.get("limits", {}).get(key)) for it in each for key in ("cpu", "memory")]
+    return "Guaranteed" if all(asked and asked == most for asked, most in pairs) else "Burstable"
+
+
+@pytest.mark.parametrize("name", ["h200-1p1d-16gpu", "h200-8gpu-unified", "groups", "own-rack"])
+@pytest.mark.parametrize("tier", [(), ("workerDefaults.config.limits.host_cache_gib=3",)], ids=["", "host tier"])
+def test_pods_of_a_guaranteed_pool_are_guaranteed(name: str, tier: tuple[str, ...]) -> None:
+    for sets, expected in (((), "Burstable"), (("workerDefaults.guaranteed=true",), "Guaranteed")):
+        items = of_kind(rendered(name, *sets, *tier), "Deployment", "LeaderWorkerSet")
+        workers = [spec for where, spec in pods(items) if not where.endswith("-router")]
+        assert workers and {quality(spec) for spec in workers} == {expected}
+        assert {spec["containers"][0]["resources"]["requests"]["cpu"] for spec in workers} == {"32"}
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (("resources.requests.cpu=1500m",), "resources.requests.cpu: 1500m is not a whole number of CPUs"),
+        (("resources.requests.cpu=null",), "resources.requests.cpu: nothing is not a whole number of CPUs"),
+        (
+            ("resources.requests.memory=null", "resources.limits.memory=null"),
+            "resources.limits.memory: required with guaranteed",
+        ),
+    ],
+)
+def test_a_pool_that_cannot_be_guaranteed_is_refused(sets: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ChartError, match=re.escape(f"workers.decode.{message}")):
+        rendered("h200-1p1d-16gpu", *(f"workerDefaults.{item}" for item in ("guaranteed=true", *sets)))
+
+
+def test_routers_read_a_small_claim_while_workers_read_the_disks_of_their_nodes() -> None:
+    items = rendered("h200-1p1d-16gpu", *NVME)
+    found = {
+        where.rpartition("-")[2]: volume
+        for where, spec in pods(of_kind(items, "Deployment"))
+        for volume in spec["volumes"]
+        if volume["name"] == "model"
+    }
+    assert found["router"]["persistentVolumeClaim"]["claimName"] == "tokenizer"
+    for role in ("prefill", "decode"):
+        assert found[role]["hostPath"] == {"path": "/mnt/nvme", "type": "Directory"}, "it waits for the folder"
+        assert config_of(items, f"demo-millrace-{role}")["model"] == config_of(items, "demo-millrace-router")["model"]
+    with pytest.raises(ChartError, match=r"workers\.decode\.model\.hostPath: required with model\.source=hostPath"):
+        rendered("h200-1p1d-16gpu", "workerDefaults.model.source=hostPath")
+
+
+@pytest.mark.parametrize("version", ["1.29.0", "v1.30.14-eks-1", "1.31.0", "v1.31.9-gke.1", "1.37.0"])
+@pytest.mark.parametrize("mode", ["preferred", "required", "exclusive"])
+def test_groups_within_a_domain_need_a_kubernetes_that_tells_groups_apart(version: str, mode: str) -> None:
+    """Before 1.31 the API server drops matchLabelKeys, and the second group waits for the domain of the first."""
+    sets = f"{EDITED},workers.decode.topology.key=rack,workers.decode.topology.mode={mode}"
+    command = ["template", "demo", str(CHART), "--kube-version", version, "--values", str(GROUPS), "--set", sets]
+    if mode == "required" and re.match(r"v?1\.(29|30)\.", version):
+        with pytest.raises(ChartError, match=r"workers\.decode\.topology\.mode: required needs Kubernetes 1\.31"):
+            run(command)
+    else:
+        assert run(command)
+
+
+@pytest.mark.parametrize(("value", "seconds"), [("86400", 86400), ("0", 0), ("null", None)])
+@pytest.mark.parametrize("source", ["hf", "s3", "oci"])
+def test_a_finished_download_stays_as_long_as_one_says(source: str, value: str, seconds: int | None) -> None:
+    (job,) = of_kind(rendered(source, f"jobs.ttlSecondsAfterFinished={value}"), "Job")
+    assert job["spec"].get("ttlSecondsAfterFinished") == seconds
