@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 CHART = ROOT / "helm" / "millrace"
 GOLDEN = ROOT / "k8s" / "golden"
 SCHEMA = CHART / "values.schema.json"
+GPUS = ROOT / "services" / "millrace_cli" / "gpus.yaml"  # of `millrace check` too
 INSTALLED = ROOT / ".venv" / "helm" / "node_modules"  # by `make setup`: the newest helm and the oldest supported one
 NAMES = {"helm": "helm-newest/bin/helm", "oldest": "helm-oldest/bin/helm"}
 RELEASE, NAMESPACE, KUBERNETES = "demo", "millrace", "1.31.0"
@@ -124,7 +125,8 @@ def _is_file(key: str) -> bool:
 
 
 def written() -> Iterator[tuple[Path, str]]:
-    """Yield every file that `make golden` writes, with its text. The schema is first: Helm needs it."""
+    """Yield every file that `make golden` writes, with its text. Those of the chart are first: Helm needs them."""
     yield SCHEMA, schema.text(fabrics())
+    yield CHART / "files" / "gpus.yaml", GPUS.read_text()
     for name in presets():
         yield GOLDEN / f"{name}.yaml", golden(name)

@@ -263,7 +263,7 @@ def compile_caches(
 @app.command("check")
 def check_model(
     model: Annotated[Path, typer.Argument(help="Checkpoint folder.")],
-    gpu: Annotated[Literal["H20", "H100", "H200"], typer.Option(help="For the values file.")] = "H200",
+    gpu: Annotated[str, typer.Option(help="For the values file: one of the kinds in the table.")] = "H200",
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="As for a worker.")] = None,
 ) -> None:
     """Say in seconds whether a checkpoint can be served and on which GPUs; print a values file for Helm."""

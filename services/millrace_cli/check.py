@@ -11,7 +11,7 @@ import yaml
 from millrace_common import config as configuration
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_serve.engine.config import GIB
-from millrace_serve.engine.start.layouts import GPUS, NODE, SHAPES, Layout, choose, layouts
+from millrace_serve.engine.start.layouts import NODE, SHAPES, Layout, choose, layouts
 from millrace_serve.model.checkpoint.headers import check_headers
 from millrace_serve.model.config import ConfigError, ModelConfig
 from millrace_serve.model.weights import CheckpointError
@@ -21,11 +21,17 @@ from rich.table import Table
 
 from millrace_cli.errors import CommandError
 
+GPUS: dict[str, float] = {  # GiB of each kind
+    name: gpu["gib"] for name, gpu in yaml.safe_load(Path(__file__).with_name("gpus.yaml").read_text()).items()
+}
+
 
 def check(path: Path, gpu: str, overrides: Sequence[str]) -> None:
     """Prints what was found on standard error, and a values file for Helm on standard output. Raises CommandError when
-    the checkpoint cannot be served.
+    the checkpoint cannot be served, or nobody knows `gpu`.
     """
+    if gpu not in GPUS:
+        raise CommandError(f"--gpu: {gpu!r} is none of {', '.join(GPUS)}", code=2)
     try:
         config = configuration.load(
             WorkerConfig, None, ["role=unified", "device=cuda", "limits.num_pages=auto", f"model={path}", *overrides]
@@ -39,7 +45,7 @@ def check(path: Path, gpu: str, overrides: Sequence[str]) -> None:
     model = model if config.limits.draft_tokens else model.without_mtp()
     others = [item for item in overrides if item.partition("=")[0].strip() not in ("tp", "dp")]
     shapes = SHAPES if len(others) == len(overrides) else ((config.tp, config.dp),)
-    found = list(layouts(config.limits, config, model, shapes))
+    found = list(layouts(config.limits, config, model, GPUS, shapes))
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print(_facts(model, tokenizer))
     console.print(_table(found))

@@ -18,9 +18,9 @@ from millrace_bench import v3
 from millrace_bench.load import Names
 from millrace_bench.v3 import write_folder
 from millrace_chart.render import template
-from millrace_cli.check import check
+from millrace_cli.check import GPUS, check
 from millrace_cli.errors import CommandError
-from millrace_serve.engine.start.layouts import GPUS, Layout, choose, layouts
+from millrace_serve.engine.start.layouts import Layout, choose, layouts
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3
 from millrace_serve.model.parallel import ParallelDims
@@ -49,6 +49,19 @@ def test_the_values_install(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     ]
     assert gpus == ["1", "1"], "a prefill and a decode worker"
     assert "max_model_len: 2048" in template((values,))
+
+
+@pytest.mark.parametrize("gpu", yaml.safe_load((ROOT / "helm" / "millrace" / "files" / "gpus.yaml").read_text()))
+def test_every_gpu_of_the_chart_is_known(gpu: str, capsys: pytest.CaptureFixture[str]) -> None:
+    check(TINY, gpu, [])
+    printed = capsys.readouterr()
+    assert yaml.safe_load(printed.out)["workerDefaults"]["gpuModel"] == gpu
+    assert gpu in printed.err
+
+
+def test_another_gpu_is_refused() -> None:
+    with pytest.raises(CommandError, match="--gpu: 'A100' is none of H100, H200, H800, H20, B200"):
+        check(TINY, "A100", [])
 
 
 @pytest.mark.long
@@ -135,12 +148,12 @@ def test_a_folder_without_a_chat_template_is_told(tmp_path: Path, capsys: pytest
 def test_layouts_are_those_that_a_worker_would_plan() -> None:
     model = ModelConfig.load(TINY)
     config = WorkerConfig.model_validate({"model": TINY, "role": "unified", "device": "cuda"})
-    found = list(layouts(config.limits, config, model))
+    found = list(layouts(config.limits, config, model, GPUS))
     assert {(one.tp, one.dp) for one in found} == {(1, 1), (1, 2), (2, 1), (1, 4), (1, 8)}, "2 heads, 8 experts"
     most = config.limits.max_running * config.limits.max_model_len  # no worker plans more than its sequences can use
     assert len(found) == 5 * len(GPUS) and all(one.tokens == most for one in found)
     huge = config.limits.model_copy(update={"max_model_len": 1 << 40})
-    assert all(one.tokens == 0 and "max_model_len" in one.why for one in layouts(huge, config, model))
+    assert all(one.tokens == 0 and "max_model_len" in one.why for one in layouts(huge, config, model, GPUS))
 
 
 def test_experts_in_int4(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,7 +168,7 @@ def test_experts_in_int4(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "BF16 weights, its experts in INT4 (FP8 in a GPU's memory)" in capsys.readouterr().err
     config = WorkerConfig.model_validate({"model": folder, "role": "unified", "device": "cuda"})
     models = [ModelConfig.load(path).without_mtp() for path in (wide, folder)]
-    plain, packed = (next(layouts(config.limits, config, model)).weights for model in models)
+    plain, packed = (next(layouts(config.limits, config, model, GPUS)).weights for model in models)
     params = 2 * 16 * 3 * 128 * 256  # of the routed experts of two layers
     assert plain - packed == 2 * params - (params + 4 * params // 128**2), "with the scales of blocks"
 

@@ -177,7 +177,7 @@ def test_nodes_with_a_part_of_the_right_gpu(gpu: str, part: str) -> None:
     spec = spec_of(rendered("roce", f"workerDefaults.gpuModel={gpu}{part}"))
     rule = spec["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
     terms = {it["key"]: it["values"] for term in rule["nodeSelectorTerms"] for it in term["matchExpressions"]}
-    known = GPUS[gpu]
+    known = GPUS[gpu]["nodes"]
     assert terms["nvidia.com/gpu.product"] == [f"{product}{part}" for product in known["nvidia.com/gpu.product"]]
     assert (terms.keys() == known.keys()) is (not part or len(known) == 1)
 
@@ -198,7 +198,8 @@ def test_parts_of_gpus_are_on_nodes_with_the_taint_of_gpus(resource: str, keys: 
 
 def test_gpus_of_the_list() -> None:
     seen: set[tuple[str, str]] = set()
-    for labels in GPUS.values():
+    for gpu in GPUS.values():
+        labels = gpu["nodes"]
         assert "nvidia.com/gpu.product" in labels, "the label that every cluster can have"
         pairs = {(key, value) for key, values in labels.items() for value in values}
         assert not seen & pairs, "a node has one GPU model"

@@ -85,7 +85,7 @@ podAntiAffinity:
 {{- define "millrace.gpuAffinity" -}}
 {{- if and .pool.gpuModel (gt (int .pool.gpus) 0) }}
 {{- $part := include "millrace.gpuPart" .pool.gpuModel }}
-{{- $labels := index (.root.Files.Get "files/gpus.yaml" | fromYaml) (trimSuffix $part .pool.gpuModel) }}
+{{- $labels := (index (.root.Files.Get "files/gpus.yaml" | fromYaml) (trimSuffix $part .pool.gpuModel)).nodes }}
 {{- if $part }}{{- $labels = pick $labels "nvidia.com/gpu.product" }}{{- end }}
 requiredDuringSchedulingIgnoredDuringExecution:
   nodeSelectorTerms:

@@ -4,7 +4,7 @@ with its estimates.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,6 @@ from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.parallel import ParallelDims
 
 CUDA = torch.device("cuda")
-GPUS = {"H20": 95.0, "H100": 79.1, "H200": 139.8}  # GiB that CUDA reports
 NODE = 8  # GPUs
 # tp and dp: attention in replicas of one GPU, and by tensors, whose sums do not leave a node
 SHAPES = tuple(
@@ -41,9 +40,13 @@ class Layout:
 
 
 def layouts(
-    limits: Limits, execution: Execution, model: ModelConfig, shapes: Sequence[tuple[int, int]] = SHAPES
+    limits: Limits,
+    execution: Execution,
+    model: ModelConfig,
+    gpus: Mapping[str, float],
+    shapes: Sequence[tuple[int, int]] = SHAPES,
 ) -> Iterator[Layout]:
-    """Those of `shapes`, tp and dp, that divide the model, on every kind of GPU."""
+    """Those of `shapes`, tp and dp, that divide the model, on every kind of GPU. `gpus`: GiB of each kind."""
     layout = kv_layout(limits, execution, model, "", torch.bfloat16)
     for tp, dp in shapes:
         site = Site(Role.UNIFIED, limits, execution, model, layout, ParallelDims(tp=tp, dp=dp), CUDA, torch.bfloat16)
@@ -51,7 +54,7 @@ def layouts(
             demand = estimated(site)
         except ValueError:
             continue
-        for gpu, gib in GPUS.items():
+        for gpu, gib in gpus.items():
             yield Layout(gpu, tp, dp, demand.weights, *_kv_tokens(site, demand, int(gib * GIB)))
 
 
