@@ -1,8 +1,8 @@
 """Checks an object as an API server does before it stores it. `check` is the one door.
 
 Built-in kinds are checked by the schemas that Kubernetes publishes (from kubernetes-validate), custom resources by the
-CRDs in tests/helm/crds, or by the published ones of the folder that $MILLRACE_CRDS names. Both go the same way: the
-schema with unknown fields refused, then lists with keys and CEL rules (kube_rules.py), then names (kube_names.py).
+CRDs in tests/helm/crds, or by the published ones that the folder $MILLRACE_CRDS has. All go the same way: the schema
+with unknown fields refused, then lists with keys and CEL rules (kube_rules.py), then names (kube_names.py).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def check(item: Object, old: Object | None = None) -> list[str]:
 
 
 def folder() -> Path:
-    """Where the CRDs are: $MILLRACE_CRDS, or tests/helm/crds."""
+    """Where CRDs are that count before ours: $MILLRACE_CRDS, or tests/helm/crds."""
     return Path(os.environ.get("MILLRACE_CRDS") or OURS)
 
 
@@ -68,7 +68,7 @@ def definitions() -> dict[str, Schema]:
 @cache
 def schemas() -> dict[tuple[str, str], Schema]:
     """(apiVersion, kind): structural schema, of built-in kinds and of the CRDs."""
-    found = dict(custom(folder()))
+    found = {**dict(custom(OURS)), **dict(custom(folder()))}
     for name, schema in definitions().items():
         for made in schema.get("x-kubernetes-group-version-kind", ()):
             version = f"{made['group']}/{made['version']}" if made["group"] else made["version"]
@@ -76,16 +76,21 @@ def schemas() -> dict[tuple[str, str], Schema]:
     return found
 
 
-def custom(where: Path) -> Iterator[tuple[tuple[str, str], Schema]]:
-    """The schemas of every version of the CRDs in a folder; a file may be a list, as kubectl gives it."""
+def crds(where: Path) -> Iterator[Object]:
+    """The CRDs in a folder; a file may be a list, as kubectl gives it."""
     for path in sorted(where.glob("*.yaml")):
         for document in yaml.load_all(path.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
-            for crd in (document or {}).get("items", [document]):
-                if crd and crd.get("kind") == "CustomResourceDefinition":
-                    spec = crd["spec"]
-                    for version in spec["versions"]:
-                        kind = (f"{spec['group']}/{version['name']}", spec["names"]["kind"])
-                        yield kind, version["schema"]["openAPIV3Schema"]
+            for item in (document or {}).get("items", [document]):
+                if item and item.get("kind") == "CustomResourceDefinition":
+                    yield item
+
+
+def custom(where: Path) -> Iterator[tuple[tuple[str, str], Schema]]:
+    """The schemas of every version of the CRDs in a folder."""
+    for crd in crds(where):
+        for version in crd["spec"]["versions"]:
+            kind = (f"{crd['spec']['group']}/{version['name']}", crd["spec"]["names"]["kind"])
+            yield kind, version["schema"]["openAPIV3Schema"]
 
 
 @cache
