@@ -17,7 +17,6 @@ SECONDS: Schema = {"type": "integer", "minimum": 0}
 COUNT: Schema = {"type": "integer", "minimum": 0}
 POSITIVE: Schema = {"type": "integer", "minimum": 1}
 ANY_OBJECT: Schema = {"type": "object"}  # Kubernetes defines and checks it
-STRINGS: Schema = {"type": "object", "additionalProperties": TEXT}
 VARIABLE_NAME: Schema = {"pattern": "^[A-Za-z_][A-Za-z0-9_]*$"}
 VARIABLES: Schema = {
     "type": "object",
@@ -42,6 +41,14 @@ AMOUNT: Schema = {"type": ["integer", "string"], "pattern": "^[0-9]{1,3}%$", "mi
 NAME: Schema = {"type": "string", "pattern": "^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$", "maxLength": 253}
 LABEL: Schema = {"type": "string", "pattern": "^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$", "maxLength": 63}
 IDENTITY: Schema = {"type": ["integer", "null"], "minimum": 1}  # of a user or group
+KEY: Schema = {  # of a label or an annotation
+    "type": "string",
+    "pattern": "^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$",
+    "maxLength": 317,
+}
+LABELS: Schema = {"type": "object", "propertyNames": KEY, "additionalProperties": LABEL}
+ANNOTATIONS: Schema = {"type": "object", "propertyNames": KEY, "additionalProperties": TEXT}
+NAMED: Schema = {"type": "object", "required": ["name"]}  # Kubernetes defines and checks the rest
 REPLICAS: Schema = {"type": ["integer", "null"], "minimum": 0}
 ROLES = ("prefill", "decode", "unified")
 
@@ -95,8 +102,8 @@ JOBS = closed(
     ttlSecondsAfterFinished={"type": ["integer", "null"], "minimum": 0},
     caBundle=closed(configMapName=NAME, key=TEXT),
     scheduling=ref("scheduling"),
-    podLabels=STRINGS,
-    podAnnotations=STRINGS,
+    podLabels=LABELS,
+    podAnnotations=ANNOTATIONS,
     env=ENV,
     extraVolumes=list_of(ANY_OBJECT),
     extraVolumeMounts=list_of(ANY_OBJECT),
@@ -106,17 +113,17 @@ TEST = closed(
     apiKey=closed(secretName=NAME, key=TEXT),
     resources=RESOURCES,
     scheduling=ref("scheduling"),
-    podLabels=STRINGS,
-    podAnnotations=STRINGS,
+    podLabels=LABELS,
+    podAnnotations=ANNOTATIONS,
 )
 SCHEDULING = closed(
-    nodeSelector=STRINGS,
+    nodeSelector=LABELS,
     tolerations=list_of(ANY_OBJECT),
     affinity=closed(nodeAffinity=ANY_OBJECT, podAffinity=ANY_OBJECT, podAntiAffinity=ANY_OBJECT),
     priorityClassName=TEXT,
     schedulerName=TEXT,
     runtimeClassName=TEXT,
-    spread=list_of(TEXT),
+    spread=list_of(KEY),
 )
 PODS = {  # keys of routers and workers
     "config": {},
@@ -126,30 +133,38 @@ PODS = {  # keys of routers and workers
     "pdb": PDB,
     "replicas": REPLICAS,
     "scheduling": ref("scheduling"),
-    "labels": STRINGS,
-    "annotations": STRINGS,
-    "podLabels": STRINGS,
-    "podAnnotations": STRINGS,
+    "labels": LABELS,
+    "annotations": ANNOTATIONS,
+    "podLabels": LABELS,
+    "podAnnotations": ANNOTATIONS,
     "env": ENV,
     "envFrom": list_of(ANY_OBJECT),
-    "extraVolumes": list_of(ANY_OBJECT),
-    "extraVolumeMounts": list_of(ANY_OBJECT),
-    "extraContainers": list_of(ANY_OBJECT),
-    "extraInitContainers": list_of(ANY_OBJECT),
+    "extraVolumes": list_of(NAMED),
+    "extraVolumeMounts": list_of(NAMED),
+    "extraContainers": list_of(NAMED),
+    "extraInitContainers": list_of(NAMED),
     "hostNetwork": BOOL,
     "dnsPolicy": one_of("", "ClusterFirst", "ClusterFirstWithHostNet", "Default", "None"),
-    "resourceClaims": list_of(ANY_OBJECT),
+    "resourceClaims": list_of(NAMED),
 }
-PEERS = list_of(ANY_OBJECT)  # and rules
+PEERS = list_of(
+    {**closed(podSelector=ANY_OBJECT, namespaceSelector=ANY_OBJECT, ipBlock=ANY_OBJECT), "minProperties": 1}
+)
+RULES = list_of(closed(to=PEERS, ports=list_of(ANY_OBJECT)))
+SERVICE_FIELDS = (
+    *("allocateLoadBalancerNodePorts", "externalIPs", "externalTrafficPolicy", "healthCheckNodePort"),
+    *("internalTrafficPolicy", "ipFamilies", "ipFamilyPolicy", "loadBalancerClass", "loadBalancerIP"),
+    *("loadBalancerSourceRanges", "sessionAffinity", "sessionAffinityConfig", "trafficDistribution"),
+)
 ROUTER = closed(
     **{**PODS, "config": ref("routerConfig")},
     ports=closed(grpc=PORT, http=PORT, admin=PORT, adminHttp=PORT, metrics=PORT, health=PORT),
     adminHost=TEXT,
     service=closed(
         type=one_of("ClusterIP", "NodePort", "LoadBalancer"),
-        annotations=STRINGS,
+        annotations=ANNOTATIONS,
         nodePorts=closed(grpc=NODE_PORT, http=NODE_PORT),
-        spec=ANY_OBJECT,
+        spec={"type": "object", "propertyNames": {"enum": list(SERVICE_FIELDS)}},
     ),
     autoscaling=closed(
         kind=one_of("none", "hpa"),
@@ -223,7 +238,7 @@ def fabric(presets: list[str]) -> Schema:
         link=one_of("", "InfiniBand", "Ethernet"),
         resources={"type": ["object", "null"], "additionalProperties": COUNT},
         capabilities={"type": ["array", "null"], "items": {"type": "string", "pattern": "^[A-Z_]+$"}},
-        annotations=STRINGS,
+        annotations=ANNOTATIONS,
         env=VARIABLES,
         privileged=BOOL,
         acknowledgePrivileged=BOOL,
@@ -241,15 +256,19 @@ TLS = closed(
 MONITORING = closed(
     enabled={"enum": [True, False, "auto"]},
     interval={"type": "string", "pattern": "^[0-9]+(ms|s|m)$"},
-    labels=STRINGS,
+    labels=LABELS,
     rules=BOOL,
     runbooks={"type": "string", "pattern": "^(https?://.*)?$"},
     disabledAlerts=list_of({"type": "string", "pattern": "^Millrace[A-Za-z]+$"}),
     dcgm=BOOL,
     vllmNames=BOOL,
-    dashboards=closed(enabled=BOOL, labels=STRINGS, annotations=STRINGS),
+    dashboards=closed(enabled=BOOL, labels=LABELS, annotations=ANNOTATIONS),
 )
-ROUTE = closed(enabled=BOOL, parentRefs=list_of(ANY_OBJECT), hostnames=list_of(TEXT))
+PARENT = {
+    **closed(name=NAME, namespace=NAME, sectionName=NAME, port=PORT, group=TEXT, kind=TEXT),
+    "required": ["name"],
+}
+ROUTE = closed(enabled=BOOL, parentRefs=list_of(PARENT), hostnames=list_of(TEXT))
 GATEWAY = closed(
     httpRoute=ROUTE,
     grpcRoute=ROUTE,
@@ -265,8 +284,8 @@ def values_schema(fabrics: list[str]) -> Schema:
     values = closed(
         nameOverride=NAME,
         fullnameOverride=NAME,
-        labels=STRINGS,
-        annotations=STRINGS,
+        labels=LABELS,
+        annotations=ANNOTATIONS,
         imagePullSecrets=list_of(closed(name=NAME)),
         logLevel=one_of("DEBUG", "INFO", "WARNING", "ERROR"),
         ipFamily=one_of("IPv4", "IPv6"),
@@ -288,14 +307,14 @@ def values_schema(fabrics: list[str]) -> Schema:
         apiKeys=closed(secretName=NAME, key=TEXT, allowPlaintext=BOOL),
         secret=SECRET,
         tracing=closed(endpoint=TEXT, sample={"type": "number", "minimum": 0, "maximum": 1}),
-        serviceAccount=closed(create=BOOL, name=NAME, annotations=STRINGS),
+        serviceAccount=closed(create=BOOL, name=NAME, annotations=ANNOTATIONS),
         rbac=closed(create=BOOL),
         podSecurity=closed(runAsUser=IDENTITY, fsGroup=IDENTITY, seccompProfile=ANY_OBJECT, workersAsRoot=BOOL),
         networkPolicy=closed(
             enabled=BOOL,
             clients=PEERS,
             monitoring=PEERS,
-            egress=closed(enabled=BOOL, apiServer=PEERS, download=PEERS, more=PEERS),
+            egress=closed(enabled=BOOL, apiServer=PEERS, download=PEERS, more=RULES),
         ),
         monitoring=MONITORING,
         gateway=GATEWAY,

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from millrace_chart.render import CHART, ChartError, objects, template
-from millrace_testing.charts import CPU, GROUPS, PAIR, VARIANTS
+from millrace_chart.render import CHART, ChartError, objects, presets, template
+from millrace_testing.charts import CPU, GROUPS, PAIR, VARIANTS, of_kind, pods, rendered
 
 pytestmark = pytest.mark.helm
 HPA = ("autoscaling.kind=hpa", "autoscaling.minReplicas=3", "autoscaling.maxReplicas=2", "replicas=null")
@@ -51,7 +51,7 @@ COMBINATIONS = {
             (f"workers.{name}.role=decode",),
             f"workers.{name}: objects of the chart have this name",
         )
-        for name in ("router", "router-pods", "test", "ray", "secret", "a-leaders", "decode-warm", "dashboard-gc")
+        for name in ("router", "router-pods", "test", "ray", "secret", "a-leaders", "decode-warm")
     },
     **{
         f"the chart's {name}": (CPU, (f"{at}.env.{name}=a",), f"env.{name}: the chart sets this variable itself")
@@ -65,6 +65,19 @@ COMBINATIONS = {
         )
     },
     **{
+        f"a {kind} called {name} twice": (
+            CPU,
+            (f"{at}.{kind}[0].name={name}",),
+            f"{at}.{kind}: {name} is a name that the chart uses itself",
+        )
+        for at, kind, name in (
+            ("router", "extraContainers", "router"),
+            ("router", "extraInitContainers", "preflight"),
+            ("workers.decode", "extraContainers", "worker"),
+            ("workers.decode", "extraVolumes", "model"),
+        )
+    },
+    **{
         f"nobody serves, {at}": (CPU, (f"{at}.replicas=0",), f"{at}.replicas: 0 serves nobody")
         for at in ("router", "workers.decode")
     },
@@ -72,12 +85,26 @@ COMBINATIONS = {
         f"no drain, {most}": (CPU, (f"router.pdb.maxUnavailable={most}",), "no node can ever be drained")
         for most in ("0", "0%")
     },
+    "no drain of workers": (CPU, ("workers.decode.pdb.maxUnavailable=0",), "workers.decode.pdb.maxUnavailable: with 0"),
     "an HPA without a request": (
         CPU,
         ("router.autoscaling.kind=hpa", "router.replicas=null", "router.resources.requests.cpu=null"),
         "router.resources.requests.cpu: required with router.autoscaling.kind=hpa",
     ),
     "a node port of no node": (CPU, ("router.service.nodePorts.http=30080",), "needs type NodePort or LoadBalancer"),
+    **{
+        f"{field} of a {kind}": (
+            CPU,
+            (f"router.service.type={kind}", f"router.service.spec.{field}={value}"),
+            f"router.service.spec.{field}: needs type {needed}, not {kind}",
+        )
+        for field, value, kind, needed in (
+            ("externalTrafficPolicy", "Local", "ClusterIP", "NodePort or LoadBalancer"),
+            ("loadBalancerClass", "a", "NodePort", "LoadBalancer"),
+            ("loadBalancerSourceRanges", "{10.0.0.0/8}", "ClusterIP", "LoadBalancer"),
+            ("allocateLoadBalancerNodePorts", "false", "ClusterIP", "LoadBalancer"),
+        )
+    },
     "size without groups": (PAIR, ("workers.decode.size=2", "workers.decode.dp=16"), "need kind=lws, not deployment"),
     "shm": (CPU, ("workers.decode.shm=2Gi",), "workers.decode.shm: 2Gi is not below resources.limits.memory 2Gi"),
     "disk tier without a volume": (
@@ -328,6 +355,47 @@ def test_a_combination_is_refused(what: str) -> None:
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["cpu-tiny", "h200-1p1d-16gpu", "groups"])
+@pytest.mark.parametrize("part", ["router", "decode"])
+def test_no_variable_is_set_twice(name: str, part: str) -> None:
+    """Helm 4 and Argo CD apply in a way that refuses it. What the chart sets itself is refused, or is the user's."""
+    at = "router" if part == "router" else f"workers.{part}"
+
+    def variables(*sets: str) -> list[str]:
+        found = pods(of_kind(rendered(name, *sets), "Deployment", "LeaderWorkerSet"))
+        (spec, *_) = (spec for where, spec in found if where.split("/")[1] == f"demo-millrace-{part}")
+        return [entry["name"] for entry in spec["containers"][0]["env"]]
+
+    refused = set()
+    for variable in variables():
+        try:
+            assert variables(f"{at}.env.{variable}=a").count(variable) == 1
+        except ChartError as error:
+            assert f"{at}.env.{variable}: the chart sets this variable itself" in str(error)
+            refused.add(variable)
+    assert {"POD_NAME", "POD_IP", "HOME", "MILLRACE_RUN"} <= refused
+
+
+POOL = (  # kinds that are called as their pool
+    *("Service", "Deployment", "StatefulSet", "LeaderWorkerSet", "NetworkPolicy"),
+    *("PodDisruptionBudget", "HorizontalPodAutoscaler", "ScaledObject"),
+)
+
+
+def test_no_pool_takes_the_name_of_another_object() -> None:
+    """An upgrade would end half-way, or an object would be two things in turn."""
+    names = {
+        item["metadata"]["name"].removeprefix("demo-millrace-")
+        for variant in [*presets(), *VARIANTS]
+        for item in of_kind(rendered(variant), *POOL)
+        if item["metadata"]["name"] != f"demo-millrace-{item['metadata']['labels'].get('millrace/pool')}"
+    }
+    assert {"router", "router-pods", "prefill-leaders", "egress-router"} <= names
+    for name in sorted(names):
+        with pytest.raises(ChartError, match=f"workers.{name}: objects of the chart have this name"):
+            template((CPU,), (f"workers.{name}.role=decode",))
+
+
 def test_parts_of_experts_need_not_divide_the_experts() -> None:
     ranks = ("workers.decode.size=9", "workers.decode.dp=1", "workers.decode.tp=72")
     with pytest.raises(ChartError, match=r"model\.routedExperts 256 cannot be divided"):
@@ -367,6 +435,29 @@ def test_parts_of_experts_need_not_divide_the_experts() -> None:
         "workers.decode.resources.limits.memory=lots",
         "router.dnsPolicy=mine",
         "router.service.nodePorts.http=80",
+        "router.service.spec.clusterIP=None",
+        "router.service.spec.ports[0].port=1",
+        "router.service.spec.type=LoadBalancer",
+        "router.service.externalTrafficPolicy=Local",
+        f"labels.team={'a' * 64}",
+        "router.labels.team=a b",
+        "router.podLabels.a b=c",
+        "workers.decode.podLabels.team=-a",
+        "workers.decode.scheduling.nodeSelector.zone=a/b",
+        "monitoring.labels.release=a b",
+        "monitoring.dashboards.labels.a/b/c=d",
+        "annotations.a b=c",
+        "jobs.scheduling.nodeSelector.zone=a b",
+        "networkPolicy.clients[0].podSelectors.matchLabels.a=b",
+        "networkPolicy.monitoring[0].from=a",
+        "networkPolicy.egress.apiServer[0].cidr=10.0.0.1/32",
+        "networkPolicy.egress.more[0].from=a",
+        "gateway.httpRoute.parentRefs[0].nam=a",
+        "gateway.grpcRoute.parentRefs[0].namespace=a",
+        "router.scheduling.spread[0]=a b",
+        "router.extraContainers[0].image=a",
+        "workers.decode.extraVolumes[0].emptyDir=a",
+        "jobs.ttlSecondsAfterFinished=-1",
         "monitoring.runbooks=docs/alerts",
         "images.registry=https://ghcr.io/acme",
         "podSecurity.runAsUser=0",

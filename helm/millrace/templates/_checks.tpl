@@ -59,6 +59,20 @@
 {{- end -}}
 {{- end -}}
 
+{{/* (dict "name" "router" "values" {...}): what a user adds to a pod has other names than what the chart puts there */}}
+{{- define "millrace.checkExtras" -}}
+{{- $taken := dict "extraContainers" (list "router" "worker" "preflight" "cache-owner" "disk-cache-owner") "extraVolumes"
+  (list "config" "run" "tmp" "shm" "cache" "disk-cache" "model" "secret" "tls" "public-tls" "keys") -}}
+{{- $_ := set $taken "extraInitContainers" $taken.extraContainers -}}
+{{- range $key, $names := $taken -}}
+{{- range index $.values $key -}}
+{{- if has .name $names -}}
+{{- fail (printf "%s.%s: %s is a name that the chart uses itself" $.name $key .name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "millrace.checkScaling" -}}
 {{- $scaling := .values.autoscaling -}}
 {{- if and (eq $scaling.kind "keda") (not (regexMatch "^[0-9.e+]*$" (toString $scaling.target))) -}}
@@ -104,8 +118,8 @@
 {{- if and (gt (int $pool.gpus) 0) (not $pool.gpuResource) (not $pool.resourceClaims) -}}
 {{- fail (printf "%s.gpuResource: required, or resourceClaims that bring the GPUs" $at) -}}
 {{- end -}}
-{{- $reserved := list "router" "router-pods" "dashboard-gc" "endpoint-picker" "secret" "ray" "test" "tests" "workers" -}}
-{{- if or (has $pool.name $reserved) (regexMatch "(^|-)(leaders|warm|download|tls)(-|$)" $pool.name) -}}
+{{- $reserved := list "router" "router-pods" "secret" "ray" "test" "tests" "workers" -}}
+{{- if or (has $pool.name $reserved) (regexMatch "(^|-)(leaders|warm|download|tls)(-|$)|^egress-" $pool.name) -}}
 {{- fail (printf "%s: objects of the chart have this name; choose another" $at) -}}
 {{- end -}}
 {{- if gt (len $pool.fullname) 52 -}}
@@ -179,6 +193,7 @@
 {{- end -}}
 {{- include "millrace.checkGrace" (dict "name" $at "values" $pool) -}}
 {{- include "millrace.checkScaling" (dict "name" $at "values" $pool) -}}
+{{- include "millrace.checkExtras" (dict "name" $at "values" $pool) -}}
 {{- end -}}
 
 {{- define "millrace.checkPairs" -}}
@@ -314,6 +329,25 @@
 {{- include "millrace.checkResources" (dict "name" "jobs" "resources" .Values.jobs.resources) -}}
 {{- end -}}
 
+{{/* router.service: fields that an API server refuses with its type */}}
+{{- define "millrace.checkService" -}}
+{{- if eq .type "ClusterIP" -}}
+{{- if or .nodePorts.grpc .nodePorts.http -}}
+{{- fail "router.service.nodePorts: needs type NodePort or LoadBalancer, not ClusterIP" -}}
+{{- end -}}
+{{- range $key := list "externalTrafficPolicy" "healthCheckNodePort" -}}
+{{- if hasKey $.spec $key -}}
+{{- fail (printf "router.service.spec.%s: needs type NodePort or LoadBalancer, not ClusterIP" $key) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- range $key, $_ := .spec -}}
+{{- if and (ne $.type "LoadBalancer") (or (hasPrefix "loadBalancer" $key) (eq $key "allocateLoadBalancerNodePorts")) -}}
+{{- fail (printf "router.service.spec.%s: needs type LoadBalancer, not %s" $key $.type) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "millrace.checks" -}}
 {{- include "millrace.checkPairs" . -}}
 {{- include "millrace.checkModel" (dict "name" "model" "model" .Values.model) -}}
@@ -325,13 +359,11 @@
 {{- include "millrace.checkResources" (dict "name" "test" "resources" .Values.test.resources) -}}
 {{- include "millrace.checkGrace" (dict "name" "router" "values" .Values.router) -}}
 {{- include "millrace.checkScaling" (dict "name" "router" "values" .Values.router) -}}
+{{- include "millrace.checkExtras" (dict "name" "router" "values" .Values.router) -}}
 {{- if and (eq .Values.router.autoscaling.kind "hpa") (not (dig "requests" "cpu" "" .Values.router.resources)) -}}
 {{- fail "router.resources.requests.cpu: required with router.autoscaling.kind=hpa, which scales by a part of it" -}}
 {{- end -}}
-{{- if and (eq .Values.router.service.type "ClusterIP") (or .Values.router.service.nodePorts.grpc
-  .Values.router.service.nodePorts.http) -}}
-{{- fail "router.service.nodePorts: needs type NodePort or LoadBalancer, not ClusterIP" -}}
-{{- end -}}
+{{- include "millrace.checkService" .Values.router.service -}}
 {{- range include "millrace.pools" . | fromJson -}}
 {{- include "millrace.checkPool" (dict "root" $ "pool" .) -}}
 {{- include "millrace.checkModel" (dict "name" (printf "workers.%s.model" .name) "model" .model) -}}

@@ -42,11 +42,14 @@ readinessProbe:
   failureThreshold: 2
 {{- end -}}
 
-{{/* A map of variables -> entries of a container's env: a map is a valueFrom, everything else a value */}}
+{{/* (dict "at" "router" "own" TEXT "env" {...}) -> entries of a container's env: a map is a valueFrom, everything else a
+     value. `own`: the chart's entries, none of which may be there twice. */}}
 {{- define "millrace.env" -}}
-{{- range $name, $value := . }}
-{{- if has $name (list "POD_NAME" "POD_IP" "HOME" "MILLRACE_RUN" "RAY_PORT" "RAY_AUTH_MODE" "RAY_AUTH_TOKEN" "RAY_START_HOOK" "RAY_FLAGS") }}
-{{- fail (printf "env.%s: the chart sets this variable itself" $name) }}
+{{- $own := list }}
+{{- range .own | fromYamlArray }}{{- $own = append $own .name }}{{- end }}
+{{- range $name, $value := .env }}
+{{- if has $name $own }}
+{{- fail (printf "%s.env.%s: the chart sets this variable itself" $.at $name) }}
 {{- end }}
 {{- if kindIs "map" $value }}
 - {name: {{ $name }}, valueFrom: {{ toJson $value }}}
@@ -63,6 +66,16 @@ readinessProbe:
   valueFrom: {fieldRef: {fieldPath: status.podIP}}
 - {name: HOME, value: /tmp}
 - {name: MILLRACE_RUN, value: /run/millrace}
+{{- end -}}
+
+{{- define "millrace.routerEnv" -}}
+{{- include "millrace.ownEnv" . }}
+{{- if ne .Values.tls.mode "off" }}
+{{- range $option, $file := dict "CA" "ca.crt" "CERT" "tls.crt" "KEY" "tls.key" }}
+- {name: MILLRACE_TLS_{{ $option }}, value: /etc/millrace/tls/{{ $file }}} # of the commands in this pod
+{{- end }}
+{{- end }}
+- {name: MILLRACE_SECRET_FILE, value: /etc/millrace/secret/{{ .Values.secret.key }}}
 {{- end -}}
 
 {{/* (dict "root" $ "values" ROUTER-OR-POOL "grace" 120 "serviceAccount" "") -> what stands at the top of a pod's spec */}}

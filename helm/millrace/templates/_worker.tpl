@@ -113,7 +113,9 @@ spec:
 {{- define "millrace.workerEnv" -}}
 {{- $fabric := include "millrace.fabric" . | fromJson -}}
 {{- include "millrace.ownEnv" . }}
-{{- include "millrace.env" (mustMerge (deepCopy .pool.env) (default dict $fabric.env)) }}
+{{- $own := print (include "millrace.ownEnv" .) "\n" (include "millrace.rayEnv" .) -}}
+{{- include "millrace.env" (dict "at" (print "workers." .pool.name) "own" $own "env" (mustMerge (deepCopy .pool.env) (default
+  dict $fabric.env))) }}
 {{- end -}}
 
 {{/* The chart's own: nodes with the right GPU, a group within a domain, the fabric's wishes. matchLabelKeys ties the pods of
