@@ -41,6 +41,8 @@ from millrace_router.edge import admin, admin_http, grpc_service, probes
 from millrace_router.edge.api_keys import Keys
 from millrace_router.edge.guard import AdminGuard, GrpcGuard, HttpGuard, with_cors
 from millrace_router.edge.http_answers import new_app
+from millrace_router.edge.page import PublicHttp
+from millrace_router.edge.traffic import Recent
 from millrace_router.fleet.registry import Registry
 from millrace_router.flow.admission import Admission
 from millrace_router.flow.generation import Backend
@@ -82,12 +84,14 @@ class Router:
             for address in (config.admin, config.admin_http)
         )
         self._admin = Server([admin.SERVICE], [grpc_access])
-        operations = admin.Admin(self.registry, self._gc)
+        self._recent = Recent(self.inference)
+        self._public_http = PublicHttp(tls=self._public_identity is not None)
+        operations = admin.Admin(self.registry, self._gc, self._recent, self._public_http)
         admin_pb2_grpc.add_AdminServicer_to_server(operations, self._admin.grpc)
         limits = config.connections
         inside = Limits(limits.idle)
-        names = [config.admin_http.rpartition(":")[0].lower()]
-        self._admin_http = HttpServer(AdminGuard(admin_http.build(operations, names), http_access), inside)
+        pages = admin_http.build(operations, self._public_http, [config.admin_http.rpartition(":")[0].lower()])
+        self._admin_http = HttpServer(AdminGuard(pages, http_access), inside)
         # Metrics tell of all tenants.
         beside = self._before_scrape if config.metrics is None and config.api_keys is None else None
         self._parting = asyncio.Event()
@@ -98,7 +102,7 @@ class Router:
         self._serving = False
         self._pump: asyncio.TimerHandle | None = None
         self._pump_at = 0.0  # by time.perf_counter
-        self._lag: asyncio.Task[None] | None = None
+        self._measuring: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         self._public.grpc.add_generic_rpc_handlers((grpc_service.InferenceService(self.inference).handlers(),))
@@ -107,14 +111,15 @@ class Router:
             self.ports["health"] = await self._public.start_health(config.health)
         self.ports["grpc"] = await self._public.start(config.grpc, public)
         self.ports["admin"] = await self._admin.start(config.admin, inside)
-        self.ports["http"] = self._http.start(config.http, public)
+        self.ports["http"] = self._public_http.port = self._http.start(config.http, public)
         self.ports["admin_http"] = self._admin_http.start(config.admin_http, inside)
         if config.metrics is not None:
             self.ports["metrics"] = self._probes.start(config.metrics)
         self._admin.set_serving(True)
         self.inference.tokenizer.decode(await self.inference.tokenizer.encode("warm-up", add_bos=True))
         self._gc.freeze()
-        self._lag = asyncio.create_task(loop_lag.measure("router", self.metrics))
+        measuring = (loop_lag.measure("router", self.metrics), self._recent.keep())
+        self._measuring = [asyncio.create_task(one) for one in measuring]
         self.registry.start()
 
     async def stop(self) -> None:
@@ -127,8 +132,8 @@ class Router:
         parting.cancel()
         servers = (server.stop(STOP_GRACE_S) for server in (self._public, self._admin))
         await asyncio.gather(*servers, self._http.stop(), self._admin_http.stop(), self._probes.stop())
-        if self._lag is not None:
-            self._lag.cancel()
+        for task in self._measuring:
+            task.cancel()
         await self.registry.stop()
         await asyncio.to_thread(self.tracer.close)
         self._gc.close()

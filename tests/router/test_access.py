@@ -101,6 +101,7 @@ async def test_admin_ports_that_others_reach_want_the_token(cluster: Callable, s
                 ("POST", "/flush_cache"),
                 ("POST", "/drain/x"),
                 ("GET", "/nothing"),
+                ("GET", "/"),
             ):
                 answer = await http.request(verb, path, headers={HEADER: sent} if sent else {})
                 assert (answer.status_code != 401) is good, path

@@ -18,6 +18,8 @@ from millrace_common.reasons import Reason
 from millrace_rpc.client import reply
 from millrace_rpc.errors import FieldError, MillraceError
 
+from millrace_router.edge.page import PublicHttp
+from millrace_router.edge.traffic import Recent
 from millrace_router.fleet.registry import Registry
 from millrace_router.fleet.worker import Worker
 from millrace_router.policy.choose import Decision
@@ -28,9 +30,11 @@ T = TypeVar("T")
 
 
 class Admin(admin_pb2_grpc.AdminServicer):
-    def __init__(self, registry: Registry, gc: ProcessGc) -> None:
+    def __init__(self, registry: Registry, gc: ProcessGc, recent: Recent, public: PublicHttp) -> None:
         self._registry = registry
         self._gc = gc
+        self._recent = recent
+        self._public = public
 
     async def ListWorkers(self, request: pb.ListWorkersRequest, context: object = None) -> pb.ListWorkersResponse:
         pairs = [
@@ -44,7 +48,13 @@ class Admin(admin_pb2_grpc.AdminServicer):
             for progress in self._registry.hooks.progress.values()
         ]
         router = pb.RouterStatus(
-            ready=self._registry.ready, gc_freezes=self._gc.freezes, gc_frozen_objects=self._gc.frozen_objects
+            ready=self._registry.ready,
+            gc_freezes=self._gc.freezes,
+            gc_frozen_objects=self._gc.frozen_objects,
+            http_port=self._public.port,
+            http_tls=self._public.tls,
+            recent=self._recent.spans(),
+            last_minutes=self._recent.whole(),
         )
         return pb.ListWorkersResponse(workers=self._registry.status(), pairs=pairs, router=router)
 

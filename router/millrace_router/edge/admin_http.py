@@ -1,7 +1,7 @@
 """The Admin service over HTTP, on a port of its own: JSON of the same messages, answered by the same functions.
 
-A body may be left out. Its fields are those of the message, and an unknown one is an error. Pages in a browser are
-refused (browser_guard.py).
+A body may be left out. Its fields are those of the message, and an unknown one is an error. Pages of other sites are
+refused (browser_guard.py); the port has one of its own (page.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from millrace_router.edge import browser_guard
+from millrace_router.edge import browser_guard, page
 from millrace_router.edge.admin import Admin
 from millrace_router.edge.http_answers import json_answer, new_app, read_body
 from millrace_router.edge.probes import health
@@ -30,7 +30,7 @@ MAX_BODY = 64 << 10
 Method = Callable[[Any], Awaitable[Message]]  # of Admin, each with a message of its own
 
 
-def build(admin: Admin, names: Collection[str] = ()) -> Starlette:
+def build(admin: Admin, public: page.PublicHttp, names: Collection[str] = ()) -> Starlette:
     """`names`: of this host, in small letters, by which the port is asked; addresses need none."""
     routes: tuple[tuple[str, str, Method, type[Message]], ...] = (
         ("GET", "/workers", admin.ListWorkers, pb.ListWorkersRequest),
@@ -43,7 +43,7 @@ def build(admin: Admin, names: Collection[str] = ()) -> Starlette:
         ("POST", "/stop_profile", admin.StopProfiles, pb.StopProfilesRequest),
     )
     found = [Route(path, _endpoint(method, message, names), methods=[verb]) for verb, path, method, message in routes]
-    return new_app([Route("/health", health), *found])
+    return new_app([Route("/health", health), *found, *page.routes(names, public)])
 
 
 def _endpoint(method: Method, kind: type[Message], names: Collection[str]) -> Callable[[Request], Awaitable[Response]]:
