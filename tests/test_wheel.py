@@ -15,6 +15,7 @@ import pytest
 from millrace_testing.paths import ROOT
 
 NIXL = ("nixl==1.5.1", "nixl-cu13==1.5.1")  # without what they declare: the simulator needs no torch
+PAGE = "millrace_router/edge/page/"
 
 
 @pytest.fixture(scope="module")
@@ -32,15 +33,16 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return next(folder.glob("*.whl"))
 
 
-def test_it_has_stubs_types_licence_and_the_small_model(wheel: Path) -> None:
+def test_it_has_stubs_types_licence_the_page_and_the_small_model(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     packages = {name.split("/")[0] for name in names if name.endswith(".py")} - {"millrace", "millrace_bench"}
     assert "millrace/v1/inference_pb2_grpc.py" in names
     assert {f"{package}/py.typed" for package in packages} <= {*names}, packages
     assert any(name.endswith("licenses/LICENSE") for name in names)
-    assert {path.name for path in (ROOT / "models/tiny").iterdir()} == {
-        name.rpartition("/")[2] for name in names if name.startswith("millrace_cli/tiny/")
-    }
+    for source, there in (("models/tiny", "millrace_cli/tiny/"), (f"router/{PAGE}", PAGE)):
+        assert {path.name for path in (ROOT / source).iterdir()} == {
+            name.rpartition("/")[2] for name in names if name.startswith(there)
+        }
 
 
 def until_ready(process: subprocess.Popen[str]) -> str:
