@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import logging
 import os
 import shutil
@@ -45,6 +46,15 @@ def resolve_ports(spec: ClusterSpec, console: Console) -> ClusterSpec:
     return replace(spec, ports=ports)
 
 
+def with_playground(spec: ClusterSpec) -> ClusterSpec:
+    """Let the router's page, and no other, read the answers of its HTTP API in a browser. `router_set` may say more."""
+    port = spec.ports.get("admin_http", 0)
+    if not port:
+        return spec  # any free one, which is not known yet
+    origins = [f"http://{host}:{port}" for host in (HOST, "localhost")]
+    return replace(spec, router_set=(f"connections.cors={json.dumps(origins)}", *spec.router_set))
+
+
 def processes_table(cluster: LocalCluster) -> Table:
     table = Table("process", "state", "time", "", box=None, pad_edge=False)
     for process in cluster.processes.values():
@@ -63,6 +73,7 @@ def addresses(cluster: LocalCluster, seconds: float) -> str:
             f"  gRPC   {cluster.grpc_address}",
             f"  HTTP   {cluster.http_url}/v1",
             f"  admin  {cluster.admin_address}, {cluster.admin_http_url}",
+            f"  page   {cluster.admin_http_url}/",
             f"  logs   {cluster.log_dir}",
             "",
             "Try it:",
@@ -113,4 +124,4 @@ def serve_local(spec: ClusterSpec) -> None:
     logging.basicConfig(
         level=logging.INFO, format="%(message)s", handlers=[RichHandler(console=console, show_path=False)]
     )
-    asyncio.run(supervise(resolve_ports(spec, console), console))
+    asyncio.run(supervise(with_playground(resolve_ports(spec, console)), console))

@@ -15,7 +15,9 @@ import psutil
 import pytest
 from millrace_cli.cluster import ClusterSpec, LocalCluster
 from millrace_cli.process import Process
-from millrace_cli.serve_local import processes_table, usable_port
+from millrace_cli.serve_local import processes_table, usable_port, with_playground
+from millrace_common.config import load
+from millrace_router.config import RouterConfig
 from rich.console import Console
 
 SCRIPT = """
@@ -98,6 +100,23 @@ def test_the_router_is_told_its_ports(start) -> None:
     running = start(f"ports={{'admin_http': {free}}}")
     running.wait_for("Ctrl-C stops everything.")
     assert f", http://127.0.0.1:{free}\n" in running.output
+    assert f"page   http://127.0.0.1:{free}/\n" in running.output
+
+
+@pytest.mark.parametrize(
+    ("ports", "own", "origins"),
+    [
+        ({"admin_http": 8001}, (), ("http://127.0.0.1:8001", "http://localhost:8001")),
+        ({"admin_http": 8001}, ("connections.cors=[]",), ()),
+        ({"admin_http": 0}, (), ()),
+        ({}, (), ()),
+    ],
+)
+def test_the_routers_page_alone_may_read_answers_in_a_browser(
+    ports: dict[str, int], own: tuple[str, ...], origins: tuple[str, ...]
+) -> None:
+    spec = with_playground(ClusterSpec(ports=ports, router_set=own))
+    assert load(RouterConfig, None, ["model=m", *spec.router_set]).connections.cors == origins
 
 
 def test_second_signal_kills(start, wait_gone) -> None:
