@@ -6,10 +6,11 @@ Every test ends with both pools whole: no page is lost whatever happens to a req
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -17,6 +18,7 @@ import pytest_asyncio
 from millrace.v1 import common_pb2, kv_pb2, kv_pb2_grpc, prefill_pb2, worker_pb2
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError, from_rpc_error
+from millrace_serve.handover.failed_reads import LIMIT
 from millrace_testing.fake_router import FakeLink, FakePair, request
 from millrace_testing.procs import SIM, Worker, gone, workers
 from millrace_testing.sim import expected, prompt_of
@@ -351,42 +353,30 @@ async def test_messages_that_cannot_be_read_are_refused(pair: list[Worker], path
     assert "Traceback" not in prefill.process.log_path.read_text()
 
 
-async def test_a_rank_whose_pages_several_readers_cannot_read_gets_another_agent(pair: list[Worker]) -> None:
-    """A stream that has the old one reads on through it; the next one gets the new one."""
-    prefill, decode = pair
-    async with FakePair(prefill, decode) as both:
-        source = await prefill.source()
-        stub = kv_pb2_grpc.KvServiceStub(prefill.channel)
-
-        async def fetch(r: worker_pb2.EngineRequest) -> tuple[Any, str]:
-            """A stream up to its source, and the agent."""
-            call = stub.Fetch(timeout=30)
-            opening = kv_pb2.FetchOpen(id=r.id, epoch=source.epoch, fingerprint=source.fingerprint)
-            await call.write(kv_pb2.FetchRequest(open=opening))
-            while (response := await call.read()).WhichOneof("message") != "source":
-                assert response.HasField("heartbeat")
-            return call, response.source.ranks[0].agent
-
-        r = request(prompt_of(200))
-        both.to_prefill.submit(r)
-        call, before = await fetch(r)
-        for reader in ("one", "another"):
-            await call.write(kv_pb2.FetchRequest(failed=kv_pb2.ReadFailed(agent=before, reader=reader)))
-        after = before
-        async with asyncio.timeout(20):
-            while after == before:
-                other, after = await fetch(r)
-                other.cancel()
-        assert after.partition(".")[0] == before.partition(".")[0]
-        await call.write(kv_pb2.FetchRequest(release=kv_pb2.FetchRelease()))
-        held = False
-        while (response := await call.read()) is not grpc.aio.EOF:
-            held |= response.HasField("held")
-        assert held
-        again = both.submit(request(prompt_of(300)))
-        await both.to_decode.finish(again)
-        assert both.to_decode.tokens(again) == expected(list(again.token_ids), 8)
-    await whole(prefill, decode)
+async def test_a_worker_whose_pages_nobody_can_read_ends(pair: list[Worker], tmp_path: Path) -> None:
+    """Two readers say so, one attempt after the other."""
+    _, decode = pair
+    async with workers(tmp_path, "prefill") as [prefill]:
+        async with FakePair(prefill, decode) as both:
+            source = await prefill.source()
+            stub = kv_pb2_grpc.KvServiceStub(prefill.channel)
+            for index in itertools.count():
+                if f"failed {LIMIT} times in a row" in prefill.process.log_tail():
+                    break
+                r = request(prompt_of(200 + index))
+                both.to_prefill.submit(r)
+                call = stub.Fetch(timeout=30)
+                opening = kv_pb2.FetchOpen(id=r.id, epoch=source.epoch, fingerprint=source.fingerprint)
+                report = kv_pb2.ReadFailed(reader=f"reader {index % 2}", error="no route")
+                with contextlib.suppress(grpc.aio.AioRpcError):  # it ends meanwhile
+                    await call.write(kv_pb2.FetchRequest(open=opening))
+                    while (response := await call.read()).WhichOneof("message") != "source":
+                        assert response.HasField("heartbeat")
+                    await call.write(kv_pb2.FetchRequest(failed=report))
+                    await call.read()
+                call.cancel()
+                both.to_prefill.abort(r)
+        assert await asyncio.wait_for(prefill.process.wait(), 20) == 1
 
 
 async def test_a_drain_waits_for_parked_prompts(pair: list[Worker], tmp_path: Path) -> None:

@@ -23,10 +23,10 @@ async def test_a_late_failure_of_a_dropped_peer_spares_its_successor() -> None:
     dropped: list[tuple[int, str]] = []
     peers = Peers(lambda rank, agent: dropped.append((rank, agent)))
     first = peers.get("127.0.0.1:1", "e")
-    first.agents[0, "owner"] = "agent"
+    first.agents.add((0, "agent"))
     peers.drop(first)
     second = peers.get("127.0.0.1:1", "e")
-    second.agents[0, "owner"] = "agent"
+    second.agents.add((0, "agent"))
     peers.drop(first)  # another import that it failed
     assert peers.get("127.0.0.1:1", "e") is second and dropped == [(0, "agent")]
     await peers.close()
@@ -90,7 +90,7 @@ async def test_a_peer_that_dies_while_nobody_imports_is_dropped() -> None:
     async with worker() as (server, loads, address):
         peer = peers.get(address, "e")
         await loads.put("e")
-        peer.agents[3, "owner"] = "agent"
+        peer.agents.add((3, "agent"))
         await server.stop(0)
         assert await asyncio.wait_for(dropped.get(), 30) == (3, "agent")
         assert peers.get(peer.address, "e") is not peer
@@ -103,7 +103,7 @@ async def test_a_peer_that_is_silent_is_dropped(monkeypatch: pytest.MonkeyPatch)
     peers = Peers(lambda rank, agent: dropped.put_nowait((rank, agent)))
     async with worker() as (_, loads, address):
         peer = peers.get(address, "e")
-        peer.agents[3, "owner"] = "agent"
+        peer.agents.add((3, "agent"))
         await loads.put("e")
         assert await asyncio.wait_for(dropped.get(), 30) == (3, "agent") and peer.dropped
         await peers.close()
@@ -115,7 +115,7 @@ async def test_a_peer_that_has_forgotten_its_weights_is_dropped() -> None:
     peers = Peers(lambda rank, agent: dropped.put_nowait((rank, agent)))
     async with worker() as (_, loads, address):
         peer = peers.get(address, "e")
-        peer.agents[3, "owner"] = "agent"
+        peer.agents.add((3, "agent"))
         for _ in range(2):
             await loads.put("e")
             await loads.join()
@@ -131,7 +131,7 @@ async def test_the_answer_of_a_process_ends_the_peers_before_it_at_its_address()
     peers = Peers(lambda rank, agent: dropped.append((rank, agent)))
     old, other, new = (peers.get(f"127.0.0.1:{port}", epoch) for port, epoch in ((1, "old"), (2, "old"), (1, "new")))
     for peer in (old, other, new):
-        peer.agents[0, "owner"] = f"{peer.address} {peer.epoch}"
+        peer.agents.add((0, f"{peer.address} {peer.epoch}"))
     assert not dropped
     peers.answered(new)
     assert dropped == [(0, "127.0.0.1:1 old")] and old.dropped and not other.dropped and not new.dropped
@@ -187,7 +187,7 @@ async def test_a_hundred_restarts_of_a_worker_leave_nothing() -> None:
         pairs._warmed = pairs.warmed | {peer.epoch}  # as after a warm-up
         for rank in range(2):
             agent = f"kv-{start}-{rank}"
-            peer.agents[rank, agent] = agent
+            peer.agents.add((rank, agent))
             connected.add((rank, agent))
         assert pairs.warmed == peers.epochs == {peer.epoch}
         peers.drop(peer)

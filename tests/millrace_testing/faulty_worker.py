@@ -1,7 +1,7 @@
 """A worker that a test can make misbehave: `python -m millrace_testing.faulty_worker ROLE ARGUMENTS…`.
 
-- While the file that MILLRACE_TEST_KV_FAULT names exists, every read of other workers' KV pages fails; if it is not
-  empty, those of its own pages too.
+- While the file that MILLRACE_TEST_KV_FAULT names exists, reads of other workers' KV pages fail: three of four, and all
+  if the file is not empty.
 - A simulated step of the rank whose pid stands in the file that MILLRACE_TEST_HANG names never ends: it sleeps or,
   where "spin" follows the pid, computes in C and keeps the interpreter's lock.
 - SIGUSR1 makes the frontend's garbage collector pause for some 100 ms.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import os
 import re
 import runpy
@@ -42,13 +43,13 @@ def break_transport() -> None:
             self._working = working(pool)
             self._failing = FaultySink(self._working, pool, FaultPlan(rates={Fault.FAIL: 1.0}))
             self._flag = Path(os.environ[FLAG])
-            self._own = pool.address
+            self._reads = itertools.count()
 
         def connect(self, source: MemoryHandle) -> None:
             self._working.connect(source)
 
         def read(self, source: MemoryHandle, src_pages: Sequence[int], dst_pages: Sequence[int]) -> ReadOp:
-            fails = self._flag.exists() and (source.base != self._own or self._flag.stat().st_size > 0)
+            fails = self._flag.exists() and (next(self._reads) % 4 < 3 or self._flag.stat().st_size > 0)
             return (self._failing if fails else self._working).read(source, src_pages, dst_pages)
 
         def disconnect(self, agent: str) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from millrace_serve.transfer import nixl
 from millrace_serve.transfer.base import ReadState, TransferError
 from millrace_serve.transfer.nixl import NixlSink
 from transfer.pools import LOOPBACK, LOOPBACK_TCP, POISON, NixlExporter, Pool, finish
@@ -162,40 +161,3 @@ def test_it_runs_without_torch() -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
-
-
-def test_a_renewed_exporter_serves_the_same_pages_beside_the_old_one() -> None:
-    """And a worker reads its own pages: reader and exporter are in one process here."""
-    theirs, pool = Pool(8, PAGE_BYTES, seed=1), Pool(8, PAGE_BYTES)
-    exporter, sink = nixl.NixlExporter(theirs.buffer, LOOPBACK), NixlSink(pool.buffer, LOOPBACK)
-    try:
-        before = exporter.handle()
-        sink.connect(before)
-        after = exporter.renew()
-        assert exporter.handle() == after and after.agent != before.agent and after.owner == before.owner
-        sink.connect(after)
-        for page, handle in enumerate((before, after)):
-            assert finish(sink.read(handle, [page], [page])) is ReadState.DONE
-        sink.disconnect(before.agent)
-        exporter.drop(before.agent)
-        exporter.drop(before.agent)
-        assert finish(sink.read(after, [2], [2])) is ReadState.DONE
-        assert np.array_equal(pool.pages[:3], theirs.pages[:3])
-        assert exporter.renew().agent not in (before.agent, after.agent)
-    finally:
-        sink.close()
-        exporter.close()
-
-
-def test_a_pool_reads_a_page_of_its_own() -> None:
-    pool = Pool(2, PAGE_BYTES, seed=3)
-    pages = pool.pages.copy()
-    exporter, sink = nixl.NixlExporter(pool.buffer, LOOPBACK), NixlSink(pool.buffer, LOOPBACK)
-    try:
-        handle = exporter.handle()
-        sink.connect(handle)
-        assert finish(sink.read(handle, [0], [0])) is ReadState.DONE
-        assert np.array_equal(pool.pages, pages)
-    finally:
-        sink.close()
-        exporter.close()

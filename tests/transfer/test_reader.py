@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from millrace_serve.engine.core import RequestId
 from millrace_serve.transfer import reader as reader_module
-from millrace_serve.transfer.base import KvSink, MemoryHandle, TransferError
-from millrace_serve.transfer.cuda_driver import CudaError
+from millrace_serve.transfer.base import KvSink, MemoryHandle
 from millrace_serve.transfer.messages import (
     AddSource,
     DropSource,
@@ -18,12 +17,11 @@ from millrace_serve.transfer.messages import (
     ReadDone,
     ReadPages,
     ReadStuck,
-    RenewSource,
     StopReader,
     ToReader,
 )
 from millrace_serve.transfer.nixl import NixlSink
-from millrace_serve.transfer.reader import Exporter, Reader
+from millrace_serve.transfer.reader import Reader
 from millrace_testing.faulty_transfer import Fault, FaultPlan, FaultySink
 from millrace_testing.local_transfer import LocalFabric, LocalSink, LocalSource
 from transfer.pools import DEADLINE_S, LOOPBACK, LOOPBACK_TCP, NixlExporter, Pool
@@ -67,11 +65,10 @@ class Running:
         sink: KvSink,
         stall_s: float,
         clock: Callable[[], float] = time.monotonic,
-        exporter: Exporter | None = None,
     ) -> None:
         self.inbox = Inbox()
         self.reports: queue.SimpleQueue[FromReader] = queue.SimpleQueue()
-        self.reader = Reader(sink, self.inbox, self.reports.put, stall_s, clock, exporter)
+        self.reader = Reader(sink, self.inbox, self.reports.put, stall_s, clock)
         self.error: Exception | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -120,7 +117,6 @@ class Rig(Running):
         self,
         plan: FaultPlan,
         stall_s: float = NEVER_S,
-        exporter: Exporter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.theirs, self.ours = Pool(16, 256, seed=1), Pool(16, 256)
@@ -128,7 +124,7 @@ class Rig(Running):
         self.exporter = LocalSource(self.fabric, self.theirs.buffer)
         self.source = self.exporter.handle()
         sink = FaultySink(LocalSink(self.fabric, self.ours.buffer), self.ours.buffer, plan)
-        super().__init__(sink, stall_s, clock, exporter)
+        super().__init__(sink, stall_s, clock)
         self.connect(self.source)
 
 
@@ -143,26 +139,6 @@ def rigs() -> Iterator[list[Rig]]:
 def rig_of(rigs: list[Rig], plan: FaultPlan | None = None, stall_s: float = NEVER_S) -> Rig:
     rigs.append(Rig(plan or FaultPlan(), stall_s))
     return rigs[-1]
-
-
-class Broken:
-    """An exporter whose fabric is down."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def renew(self) -> MemoryHandle:
-        raise self._error
-
-    def drop(self, agent: str) -> None: ...
-
-
-@pytest.mark.parametrize("error", [TransferError("no device"), CudaError("no context")])
-def test_a_renewal_that_fails_ends_no_reader(rigs: list[Rig], error: Exception) -> None:
-    rigs.append(rig := Rig(FaultPlan(), exporter=Broken(error)))
-    rig.do(RenewSource())
-    rig.read(0, rig.source, [0], [0])
-    assert rig.finished(1) == {0: ""}
 
 
 def test_reads_finish(rigs: list[Rig]) -> None:

@@ -42,7 +42,7 @@ from millrace_serve.engine.core import (
     RequestId,
     SequenceOutput,
 )
-from millrace_serve.handover.doubts import Doubts
+from millrace_serve.handover.failed_reads import FailedReads
 from millrace_serve.handover.peers import Fetch, Peer, Peers
 from millrace_serve.transfer.base import MemoryHandle
 from millrace_serve.transfer.importer import (
@@ -54,7 +54,7 @@ from millrace_serve.transfer.importer import (
     KvImport,
     Over,
 )
-from millrace_serve.transfer.messages import AddSource, DropSource, ReadDone, ReadPages, ReadStuck
+from millrace_serve.transfer.messages import AddSource, ReadDone, ReadPages, ReadStuck
 from millrace_serve.worker.frontend.frontend import Frontend
 
 log = logging.getLogger(__name__)
@@ -84,12 +84,12 @@ class Import:
     fetch: Fetch | None = None
     task: asyncio.Task[None] | None = None
     released: bool = False  # release was sent
-    doubted: bool = False  # its failed reads were counted, once for all ranks
+    failures_before: int = 0  # FailedReads.total when it began
     prefix: kv_pb2.FetchPrefix | None = None  # of a loan
 
 
 class Imports:
-    def __init__(self, frontend: Frontend, peers: Peers, doubts: Doubts) -> None:
+    def __init__(self, frontend: Frontend, peers: Peers, failed_reads: FailedReads) -> None:
         self._page_size = frontend.config.limits.page_size
         # a Fetch stream that is silent for so long, or a read that takes longer, ends an import
         self._stall_s = frontend.config.timeouts.stall
@@ -99,7 +99,8 @@ class Imports:
         self._spans = frontend.spans
         self._metrics = frontend.metrics
         self._board = frontend.board
-        self._doubts = doubts
+        self._failed_reads = failed_reads
+        self._epoch = frontend.epoch
         self._live: dict[RequestId, Import] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -125,6 +126,7 @@ class Imports:
 
     def _begin(self, job: Import) -> None:
         self._live[job.machine.id] = job
+        job.failures_before = self._failed_reads.total
         job.task = self._run(self._to_the_end(job, lambda: self._fetch(job)))
 
     def on_reserved(self, reserved: KvReserved) -> None:
@@ -144,7 +146,7 @@ class Imports:
         read.pending.remove(rank)
         if done.error:
             read.error = f"rank {rank}: {done.error}"
-            self._report(job, rank)
+            self._report(job, read.error)
         else:
             self._metrics.kv_bytes.inc(done.num_pages * self._ranks.ready_info.layout.page_bytes)
         if read.pending:
@@ -152,14 +154,14 @@ class Imports:
         read.took_s = time.monotonic() - read.posted_at
         self._metrics.kv_read.observe(read.took_s)
         if not read.error:
-            self._doubts.read_well()
+            self._failed_reads.succeeded()
             self._board.reads.add(read.num_pages * self._ranks.ready_info.layout.page_bytes, read.took_s)
         self._do(job, job.machine.on_read_done(done.read, read.error))
 
     def on_stuck(self, rank: int, stuck: ReadStuck) -> None:
         if job := self._live.get(stuck.id):
-            self._report(job, rank)
             message = f"a read of KV pages has not ended after {self._stall_s:g} s"
+            self._report(job, f"rank {rank}: {message}")
             self._do(job, job.machine.on_abort(Failure(Reason.STALLED, message)))
 
     async def close(self) -> None:
@@ -211,14 +213,12 @@ class Imports:
     def _count_failure(self, failure: Failure) -> None:
         self._metrics.kv_failures.labels(reason=failure.reason).inc()
 
-    def _report(self, job: Import, rank: int) -> None:
-        """Tell the peer that a rank could not read its pages. A loan's failure is no loss and casts no doubt on us."""
+    def _report(self, job: Import, error: str) -> None:
+        """Tell the peer that its pages could not be read. Failed loans do not count: their prompts are computed."""
         assert job.fetch is not None
-        report = self._doubts.report(self._source(job, rank).agent)
-        self._run(job.fetch.failed(report))
-        if job.prefix is None and not job.doubted:
-            job.doubted = True
-            self._doubts.read_failed(job.peer.epoch)
+        self._run(job.fetch.failed(kv_pb2.ReadFailed(reader=self._epoch, error=error)))
+        if job.prefix is None:
+            self._failed_reads.failed(job.peer.address, job.failures_before, f"worker {job.peer.address}: {error}")
 
     def _source(self, job: Import, rank: int) -> MemoryHandle:
         """Rank i reads from the exporter's rank i, modulo their number: the KV is the same on all of them."""
@@ -233,16 +233,10 @@ class Imports:
             self._ranks.send_reader(rank, msgspec.structs.replace(read, agent=source.agent))
 
     def _connect(self, peer: Peer, rank: int, source: MemoryHandle) -> None:
-        """Have a rank connect to the source, in place of the agent that its owner had before. A peer that was dropped
-        gets no connection: nobody would end it.
-        """
-        key = (rank, source.owner)
-        if peer.dropped or (before := peer.agents.get(key)) == source.agent:
-            return
-        if before is not None:
-            self._ranks.send_reader(rank, DropSource(before))
-        peer.agents[key] = source.agent
-        self._ranks.send_reader(rank, AddSource(source))
+        """Have a rank connect to the source. A peer that was dropped gets no connection: nobody would end it."""
+        if not peer.dropped and (rank, source.agent) not in peer.agents:
+            peer.agents.add((rank, source.agent))
+            self._ranks.send_reader(rank, AddSource(source))
 
     def _forget(self, job: Import) -> None:
         del self._live[job.machine.id]

@@ -42,7 +42,7 @@ class Peer:
     def __init__(self, address: str, epoch: str, identity: Identity | None, token: str) -> None:
         self.address = address
         self.epoch = epoch
-        self.agents: dict[tuple[int, str], str] = {}  # that are connected, by our rank and the owner
+        self.agents: set[tuple[int, str]] = set()  # our ranks and the agents that they are connected to
         self.dropped = False
         self._identity = identity
         self._token = token
@@ -195,7 +195,7 @@ class Peers:
         del self._peers[peer.address, peer.epoch]
         peer.dropped = True
         log.info("dropped worker %s epoch=%s", peer.address, peer.epoch)
-        for (rank, _), agent in peer.agents.items():
+        for rank, agent in sorted(peer.agents):
             self._drop_source(rank, agent)
         self._watches.pop(peer).cancel()
         self._close(peer.close())

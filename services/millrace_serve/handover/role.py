@@ -7,13 +7,12 @@ from millrace.v1 import kv_pb2_grpc
 from millrace_rpc.access import token
 
 from millrace_serve.engine.core import Events, Failure
-from millrace_serve.handover.doubts import CHECK, Doubts
 from millrace_serve.handover.exports import Exports
+from millrace_serve.handover.failed_reads import READER_ALONE, SOURCE_ALONE, FailedReads
 from millrace_serve.handover.imports import Imports
 from millrace_serve.handover.peers import Peers
 from millrace_serve.handover.serving import KvServicer
-from millrace_serve.handover.sources import Sources
-from millrace_serve.transfer.messages import DropSource, ReadDone, ReadStuck, SourceRenewed
+from millrace_serve.transfer.messages import DropSource, ReadDone, ReadStuck
 from millrace_serve.worker.frontend.frontend import Frontend
 from millrace_serve.worker.frontend.links import Links
 from millrace_serve.worker.frontend.requests import ABORTED
@@ -26,11 +25,11 @@ class HandoverRole(RoleLogic):
         config, self._ranks, self._requests = frontend.config, frontend.ranks, frontend.requests
         drop_source = lambda rank, agent: frontend.ranks.send_reader(rank, DropSource(agent))  # noqa: E731
         self._peers = Peers(drop_source, frontend.identity, token(frontend.secret))
-        self._doubts = Doubts(frontend.epoch, config.num_ranks, frontend.ranks, self._peers, frontend.leave)
-        self.imports = make_imports(frontend, self._peers, self._doubts)
+        own_reads = FailedReads("reads of other workers' KV pages", READER_ALONE, frontend.leave)
+        self.imports = make_imports(frontend, self._peers, own_reads)
         self.exports = Exports(config.timeouts, frontend.metrics, frontend.ranks.send)
-        self._sources = Sources(config.num_ranks, frontend.ranks)
-        self._kv = KvServicer(frontend, self.exports, self._sources)
+        peers_reads = FailedReads("other workers' reads of KV pages here", SOURCE_ALONE, frontend.leave)
+        self._kv = KvServicer(frontend, self.exports, peers_reads)
 
     def register(self, server: grpc.aio.Server, links: Links) -> None:
         kv_pb2_grpc.add_KvServiceServicer_to_server(self._kv, server)
@@ -46,16 +45,10 @@ class HandoverRole(RoleLogic):
 
     def on_report(self, rank: int, report: Report) -> None:
         match report:
-            case ReadDone(id=id, error=error) if id == CHECK:
-                self._doubts.on_check(rank, error)
-            case ReadStuck(id=id) if id == CHECK:
-                self._doubts.on_check(rank, "the read does not end")
             case ReadDone():
                 self.imports.on_read_done(rank, report)
             case ReadStuck():
                 self.imports.on_stuck(rank, report)
-            case SourceRenewed():
-                self._sources.on_renewed(rank, report)
             case _:
                 super().on_report(rank, report)
 
@@ -67,10 +60,8 @@ class HandoverRole(RoleLogic):
         return self.exports.leases.num_live > 0 or len(self.imports) > 0
 
     async def disconnect(self) -> None:
-        self._doubts.forget()
         await self._peers.close()
 
     async def close(self) -> None:
-        self._doubts.forget()
         await self.imports.close()
         await self._peers.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator
 from typing import TypeAlias
 
@@ -14,8 +13,8 @@ from millrace_rpc.errors import MillraceError
 
 from millrace_serve.engine.core import KvPart, RequestId
 from millrace_serve.handover.exports import Export, Exports
+from millrace_serve.handover.failed_reads import FailedReads
 from millrace_serve.handover.pairing import check_layout
-from millrace_serve.handover.sources import Sources
 from millrace_serve.worker.frontend import convert
 from millrace_serve.worker.frontend.frontend import Frontend
 from millrace_serve.worker.frontend.links import check_epoch, opening
@@ -25,10 +24,10 @@ Context: TypeAlias = grpc.aio.ServicerContext
 
 
 class KvServicer(kv_pb2_grpc.KvServiceServicer):
-    def __init__(self, frontend: Frontend, exports: Exports, sources: Sources) -> None:
+    def __init__(self, frontend: Frontend, exports: Exports, failed_reads: FailedReads) -> None:
         self._frontend = frontend
         self._exports = exports
-        self._sources = sources
+        self._failed_reads = failed_reads
 
     async def Fetch(
         self, requests: AsyncIterator[kv_pb2.FetchRequest], context: Context
@@ -42,21 +41,20 @@ class KvServicer(kv_pb2_grpc.KvServiceServicer):
         release = asyncio.create_task(self._release(id, requests))
         # a generator that is suspended in a yield does not notice that its call is over
         context.add_done_callback(lambda _: release.cancel())
-        with contextlib.ExitStack() as until_the_end:
-            export: Export | None = None  # whose memory the reader has not been told
-            async for item in self._exports.fetch(id):
-                _released(release)
-                if isinstance(item, Export):
-                    export = item
-                # A router has named an attempt. Of a loan, pages show that the reader knows its tokens and salt.
-                if export and (not export.loan or (isinstance(item, KvPart) and item.page_ids)):
-                    memory = until_the_end.enter_context(self._sources.lent(export.replica))
-                    yield kv_pb2.FetchResponse(source=kv_pb2.KvSource(ranks=map(convert.wire_memory, memory)))
-                    export = None
-                if isinstance(item, KvPart):
-                    yield kv_pb2.FetchResponse(part=convert.wire_part(item))
-                elif item is None:
-                    yield kv_pb2.FetchResponse(heartbeat=kv_pb2.Heartbeat())
+        export: Export | None = None  # whose memory the reader has not been told
+        async for item in self._exports.fetch(id):
+            _released(release)
+            if isinstance(item, Export):
+                export = item
+            # A router has named an attempt. Of a loan, pages show that the reader knows its tokens and salt.
+            if export and (not export.loan or (isinstance(item, KvPart) and item.page_ids)):
+                memory = self._frontend.ranks.memory_of(export.replica)
+                yield kv_pb2.FetchResponse(source=kv_pb2.KvSource(ranks=map(convert.wire_memory, memory)))
+                export = None
+            if isinstance(item, KvPart):
+                yield kv_pb2.FetchResponse(part=convert.wire_part(item))
+            elif item is None:
+                yield kv_pb2.FetchResponse(heartbeat=kv_pb2.Heartbeat())
         if _released(release):
             yield kv_pb2.FetchResponse(held=kv_pb2.Held())
 
@@ -78,12 +76,16 @@ class KvServicer(kv_pb2_grpc.KvServiceServicer):
         """Release the pages at the peer's release, which ends the Fetch. Returns whether they were held until then, or
         what is wrong with a message.
         """
+        failures_before = self._failed_reads.total
         try:
             async for message in requests:
                 if message.HasField("failed"):
-                    self._sources.on_failed(message.failed)
+                    self._failed_reads.failed(message.failed.reader, failures_before, message.failed.error)
                 elif message.HasField("release"):
-                    return self._exports.leases.release(id)
+                    held = self._exports.leases.release(id)
+                    if held:
+                        self._failed_reads.succeeded()
+                    return held
         except (grpc.aio.UsageError, grpc.aio.AbortError):
             pass  # the stream is over
         except MillraceError as malformed:

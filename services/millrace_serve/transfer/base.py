@@ -19,7 +19,7 @@ class MemoryHandle(msgspec.Struct, frozen=True):
     """The place of one rank's page pool. Opaque to everything but the transport that made it."""
 
     transport: str  # "nixl"; tests have others
-    agent: str  # unique name of the exporting agent: that of its rank's process, and a number behind a "." if renewed
+    agent: str  # unique name of the exporting agent
     metadata: bytes  # what the importer needs to reach it
     base: int  # address of page 0
     page_bytes: int
@@ -27,11 +27,6 @@ class MemoryHandle(msgspec.Struct, frozen=True):
     device_id: int = 0
     mem_type: str = "DRAM"  # "DRAM" | "VRAM"
     shared: bytes = b""  # how another process of the same host maps the pool; empty: it cannot (cuda_ipc.py)
-
-    @property
-    def owner(self) -> str:
-        """The same for all agents of one rank's process."""
-        return self.agent.partition(".")[0]
 
 
 class PageBuffer(msgspec.Struct, frozen=True):

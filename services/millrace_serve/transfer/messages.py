@@ -30,21 +30,11 @@ class ReadPages(msgspec.Struct, frozen=True, tag=True):
     agent: str = ""  # of the source; filled in for each rank, because every rank reads from its own exporter
 
 
-class RenewSource(msgspec.Struct, frozen=True, tag=True):
-    """Export our pages through a new agent as well; answered by SourceRenewed."""
-
-
-class CloseSource(msgspec.Struct, frozen=True, tag=True):
-    """Nobody needs this replaced agent of ours any more."""
-
-    agent: str
-
-
 class StopReader(msgspec.Struct, frozen=True, tag=True):
     """Let the reads in flight end, then close the transport."""
 
 
-ToReader = AddSource | DropSource | ReadPages | RenewSource | CloseSource | StopReader
+ToReader = AddSource | DropSource | ReadPages | StopReader
 
 
 class ReadDone(msgspec.Struct, frozen=True, tag=True):
@@ -63,8 +53,4 @@ class ReadStuck(msgspec.Struct, frozen=True, tag=True):
     read: int
 
 
-class SourceRenewed(msgspec.Struct, frozen=True, tag=True):
-    memory: MemoryHandle
-
-
-FromReader = ReadDone | ReadStuck | SourceRenewed
+FromReader = ReadDone | ReadStuck

@@ -12,7 +12,6 @@ A peer on the importing side (transfer/polled.py):
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,6 @@ from typing import Any
 import numpy as np
 
 from millrace_serve.transfer.base import MemoryHandle, PageBuffer, ReadState, TransferError, check_source
-from millrace_serve.transfer.cuda_driver import CudaDriver
 from millrace_serve.transfer.nixl_agent import NixlAgent
 from millrace_serve.transfer.polled import Peer, PolledRead, PolledSink
 
@@ -34,10 +32,8 @@ SETTLE_S = 0.05  # from an endpoint's error to FAILED
 class NixlSource(NixlAgent):
     """The exporting side of a pool. `shared`: how CUDA IPC maps the same pool, for importers on this host."""
 
-    def __init__(
-        self, pool: PageBuffer, ucx: Mapping[str, str] | None = None, shared: bytes = b"", name: str = ""
-    ) -> None:
-        super().__init__(pool, ucx or {}, progress_thread=True, name=name)
+    def __init__(self, pool: PageBuffer, ucx: Mapping[str, str] | None = None, shared: bytes = b"") -> None:
+        super().__init__(pool, ucx or {}, progress_thread=True)
         self._shared = shared
 
     def handle(self) -> MemoryHandle:
@@ -53,40 +49,6 @@ class NixlSource(NixlAgent):
             mem_type=pool.mem_type,
             shared=self._shared,
         )
-
-
-class NixlExporter:
-    """The source of a rank's pool, and its renewal: a wedged agent cannot be mended, but another one can be made beside
-    it. Readers use the replaced ones until `drop`.
-    """
-
-    def __init__(self, pool: PageBuffer, ucx: Mapping[str, str] | None = None, shared: bytes = b"") -> None:
-        self._make = functools.partial(NixlSource, pool, ucx, shared)
-        self._newest = self._make()
-        self._owner, self._renewals = self._newest.name, 0
-        self._old: dict[str, NixlSource] = {}  # by name
-
-    def handle(self) -> MemoryHandle:
-        return self._newest.handle()
-
-    def renew(self) -> MemoryHandle:
-        """On any thread. Takes as long as the registration of the pool. Raises TransferError, CudaError."""
-        if (pool := self._newest.pool).mem_type == "VRAM":
-            CudaDriver(pool.device_id).bind()  # UCX registers memory of the thread's context
-        self._renewals += 1
-        newest = self._make(f"{self._owner}.{self._renewals}")
-        self._old[self._newest.name] = self._newest
-        self._newest = newest
-        return self.handle()
-
-    def drop(self, agent: str) -> None:
-        """Nobody reads through this replaced agent any more. Idempotent."""
-        if old := self._old.pop(agent, None):
-            old.close()
-
-    def close(self) -> None:
-        for source in (*self._old.values(), self._newest):
-            source.close()
 
 
 @dataclass(eq=False)

@@ -27,13 +27,11 @@ WAKE_INTERVAL_S = 0.01  # the exporter's progress thread wakes this often even w
 class NixlAgent:
     """One NIXL agent with a UCX backend and our pool registered."""
 
-    def __init__(self, pool: PageBuffer, ucx: Mapping[str, str], *, progress_thread: bool, name: str = "") -> None:
-        """`ucx`: settings without the UCX_ prefix, values without commas: {"NET_DEVICES": "lo"}. `name`: unique; empty:
-        a new one.
-        """
+    def __init__(self, pool: PageBuffer, ucx: Mapping[str, str], *, progress_thread: bool) -> None:
+        """`ucx`: settings without the UCX_ prefix, values without commas: {"NET_DEVICES": "lo"}."""
         self.lib = load_bindings()
         self.errors = errors_of(self.lib)
-        self.name = name or f"kv-{uuid.uuid4().hex}"
+        self.name = f"kv-{uuid.uuid4().hex}"
         self.pool = pool
         self.closed = False
         self.nixl = new_agent(self.lib, self.name, progress_thread)

@@ -19,17 +19,13 @@ from millrace_common.log import PER_REQUEST
 from millrace_common.pace import PatientClock
 
 from millrace_serve.transfer.base import KvSink, MemoryHandle, ReadOp, ReadState, TransferError
-from millrace_serve.transfer.cuda_driver import CudaError
 from millrace_serve.transfer.messages import (
     AddSource,
-    CloseSource,
     DropSource,
     FromReader,
     ReadDone,
     ReadPages,
     ReadStuck,
-    RenewSource,
-    SourceRenewed,
     StopReader,
     ToReader,
 )
@@ -44,15 +40,6 @@ CLOSE_TIMEOUT_S = 5.0
 class Inbox(Protocol):
     def receive(self, wait_s: float | None) -> list[ToReader]:
         """All commands that are there; waits for the first one up to `wait_s` (None: without limit)."""
-
-
-class Exporter(Protocol):
-    """What other workers read of this rank's pool."""
-
-    def renew(self) -> MemoryHandle:
-        """Raises TransferError, CudaError; then nothing has changed."""
-
-    def drop(self, agent: str) -> None: ...
 
 
 class _InFlight(msgspec.Struct):
@@ -72,11 +59,8 @@ class Reader:
         report: Callable[[FromReader], None],
         stall_s: float,
         clock: Callable[[], float] = time.monotonic,
-        exporter: Exporter | None = None,
     ) -> None:
-        """`exporter`: of the same pool, for RenewSource and CloseSource."""
         self._sink = sink
-        self._exporter = exporter
         self._inbox = inbox
         self._report = report
         self._stall_s = stall_s
@@ -117,15 +101,6 @@ class Reader:
                 self._sink.disconnect(agent)
             case ReadPages():
                 self._post(command)
-            case RenewSource():  # no read is polled meanwhile: half a second on a CPU
-                assert self._exporter is not None
-                try:
-                    self._report(SourceRenewed(self._exporter.renew()))
-                except (TransferError, CudaError) as error:  # the next reports of failed reads ask again
-                    log.warning("no new agent, the old one goes on: %s", error, extra=PER_REQUEST)
-            case CloseSource(agent):
-                assert self._exporter is not None
-                self._exporter.drop(agent)
             case StopReader():
                 self._closing_at = self._clock() + CLOSE_TIMEOUT_S
 

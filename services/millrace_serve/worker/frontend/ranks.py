@@ -153,20 +153,7 @@ class Ranks:
 
     def memory_of(self, replica: int) -> list[MemoryHandle]:
         """The memory handles of a replica's pages, by tensor-parallel rank."""
-        return [self.memory_of_rank(rank) for rank in self.of_replica(replica)]
-
-    def memory_of_rank(self, rank: int) -> MemoryHandle:
-        return self._infos[rank].memory
-
-    def rank_of(self, agent: str) -> int | None:
-        """The rank whose pages are read through this agent now."""
-        return next((rank for rank, info in self._infos.items() if info.memory.agent == agent), None)
-
-    def renew_memory(self, rank: int, memory: MemoryHandle) -> str:
-        """A rank's pages have another agent. Returns the previous one's name."""
-        before = self._infos[rank]
-        self._infos[rank] = msgspec.structs.replace(before, memory=memory)
-        return before.memory.agent
+        return [self._infos[rank].memory for rank in self.of_replica(replica)]
 
     def send(self, replica: int, message: EngineInput) -> None:
         """Send to the engine of a replica."""

@@ -38,7 +38,7 @@ from millrace_serve.transfer.cuda_ipc import CudaIpcSink, shared_memory_name
 from millrace_serve.transfer.disk_tier import DiskTier
 from millrace_serve.transfer.messages import FromReader, ToReader
 from millrace_serve.transfer.nearest import NearestSink
-from millrace_serve.transfer.nixl import NixlExporter, NixlSink
+from millrace_serve.transfer.nixl import NixlSink, NixlSource
 from millrace_serve.transfer.page_folder import PageFolder
 from millrace_serve.transfer.reader import Reader
 from millrace_serve.worker.channels import Receiver, Sender, channel_key
@@ -111,9 +111,8 @@ def _live(spec: RankSpec, context: zmq.Context[Any], key: bytes, report: Callabl
         context, spec.bind.format(name="engine"), ToEngine, key, lambda: report(Dropped())
     )
     buffer = _buffer(parts.pool, config)
-    exporter = NixlExporter(buffer, shared=shared_memory_name(buffer) if buffer.mem_type == "VRAM" else b"")
-    memory = exporter.handle()
-    endpoint, reader = _reader_thread(spec, context, key, buffer, exporter)
+    source = NixlSource(buffer, shared=shared_memory_name(buffer) if buffer.mem_type == "VRAM" else b"")
+    endpoint, reader = _reader_thread(spec, context, key, buffer)
     report(
         RankReady(
             engine_endpoint=inbox.endpoint,
@@ -124,7 +123,7 @@ def _live(spec: RankSpec, context: zmq.Context[Any], key: bytes, report: Callabl
             layout=parts.pool.layout,
             num_pages=parts.pool.num_pages,
             startup=phases.seconds,
-            memory=memory,
+            memory=source.handle(),
         )
     )
     pulses: Sender[FromRank] = Sender(context, spec.frontend, key)
@@ -132,7 +131,7 @@ def _live(spec: RankSpec, context: zmq.Context[Any], key: bytes, report: Callabl
         to_set = partial(set_weights, parts, lambda: _add_disk_tier(parts, config))
         _step(parts, inbox, report, Upkeep(spec.rank, report, parts.progress, to_set))
     reader.join()
-    exporter.close()
+    source.close()
     if parts.leave:
         parts.leave()
 
@@ -205,7 +204,7 @@ def _buffer(pool: KvPool, config: WorkerConfig) -> PageBuffer:
 
 
 def _reader_thread(
-    spec: RankSpec, context: zmq.Context[Any], key: bytes, buffer: PageBuffer, exporter: NixlExporter
+    spec: RankSpec, context: zmq.Context[Any], key: bytes, buffer: PageBuffer
 ) -> tuple[str, threading.Thread]:
     """The endpoint of the reader's inbox, and the thread that reads KV until StopReader."""
     outbox: Sender[FromRank] = Sender(context, spec.frontend, key)  # from now on used by the new thread only
@@ -217,7 +216,7 @@ def _reader_thread(
     inbox: Receiver[ToReader] = Receiver(
         context, spec.bind.format(name="transfer"), ToReader, key, lambda: report(Dropped())
     )
-    reader = Reader(_sink(buffer), inbox, report, stall_s, exporter=exporter)
+    reader = Reader(_sink(buffer), inbox, report, stall_s)
 
     def run() -> None:
         try:
