@@ -71,7 +71,7 @@ ROUTER = (
     counter("retries_refused", "millrace_retries_refused_total", "Attempts that the budget did not allow."),
     gauge("retries_left", "millrace_retry_budget_attempts", "Further attempts that the budget allows now."),
     gauge("ejected", "millrace_ejected_workers", "Workers that get no requests for a while.", ("role",)),
-    counter("ejections", "millrace_ejections_total", "Ejections: consecutive, failing or slow.", ("role", "why")),
+    counter("ejections", "millrace_ejections_total", "Ejections, for failures in a row.", ("role", "why")),
     gauge("workers", "millrace_workers", "Discovered, healthy and routable workers.", ("role", "state")),
     gauge("pairs", "millrace_pairs", "Pairs of workers by how far their hooks are.", ("state",)),
     gauge(

@@ -161,13 +161,8 @@ class RetryBudget(Config):
 
 
 class OutlierRules(Config):
-    """A worker is compared with the median of the others of its role."""
-
-    consecutive: int = Field(5, ge=1)  # failures in a row that eject a worker, however its peers do
-    failures: float = Field(0.3, gt=0, le=1)  # failure ratio above the others' median by so much
-    slower: float = Field(5.0, gt=1)  # first outputs take so many times as long as the others'
+    consecutive: int = Field(5, ge=1)  # failures in a row that eject a worker
     pause: Seconds = Field(10.0, gt=0)  # length of an ejection, times the number of ejections so far
-    share: float = Field(0.5, ge=0, lt=1)  # of a role, rounded down, that comparisons may eject at the same time
 
 
 class Resilience(Config):

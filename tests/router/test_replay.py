@@ -49,18 +49,6 @@ async def test_the_continuation_is_identical(cluster: Callable, sampling: dict, 
     await made.quiet()
 
 
-async def test_a_worker_that_computes_outputs_again_is_not_slow_for_that(
-    cluster: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Workers are compared by the time per prompt token, and theirs are the prompt's and the outputs so far."""
-    made = await spare(cluster)
-    spoke: set[int] = set()
-    monkeypatch.setattr(made.router.registry.health, "spoke", lambda epoch, seconds, tokens: spoke.add(tokens))
-    made.decodes[0].script.append(fails("KV_EXPIRED", after=2))
-    assert (await made.generate(PROMPT)).tokens() == expected(PROMPT, 8)
-    assert spoke == {len(PROMPT), len(PROMPT) + 2}
-
-
 async def test_without_budget_the_original_error_is_told_and_may_be_retried(cluster: Callable) -> None:
     made = await spare(cluster, resilience={"retries": {"ratio": 0.0, "per_s": 0.1}})
     made.decodes[0].script.extend([fails("KV_EXPIRED", after=2), fails("KV_EXPIRED", after=2)])

@@ -245,10 +245,9 @@ class Generation:
             begun.weights, begun.version = self._weights, self.version
         return begun.weights == self._weights
 
-    def heard(self, leg: Leg, now: float) -> None:
-        """A leg's first output. Since the stage began: a decode worker's time does not include the prefill worker's."""
-        prompt_tokens = len(self.job.token_ids) + self.flow.base  # outputs of earlier attempts are computed like them
-        self._health.spoke(self._placed[leg].epoch, now - self._due_since(now), prompt_tokens)
+    def heard(self, leg: Leg) -> None:
+        """A leg's first output."""
+        self._health.spoke(self._placed[leg].epoch)
 
     def drafted(self, out: worker_pb2.SequenceOutput) -> None:
         """The last output of an attempt says how many drafts there were."""
@@ -339,7 +338,7 @@ class _Leg:
         flow, generation = self._flow, self._generation
         if not self.heard and out.token_ids:
             self.heard = True
-            generation.heard(self._leg, now)
+            generation.heard(self._leg)
         if generation.tokens_at is None and out.token_ids:
             if not generation.begins():
                 self._link.abort(generation.room, self.attempt, "other weights")

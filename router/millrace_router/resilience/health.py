@@ -1,8 +1,8 @@
 """The record of each worker, and the workers that the policies leave out.
 
 Every leg of every attempt reports its first output here, and the failure that the flow blames on its worker. FAULTS are
-the failures that count: neither a mistake in the request nor a worker that is full or leaving is one. `judge`
-(outliers.py) decides which workers are ejected.
+the failures that count: neither a mistake in the request nor a worker that is full or leaving is one. Of a failure that
+either of two workers may have caused none is to blame.
 
 If every routable worker of a role would be left out, none of them is, because then the cause is elsewhere.
 """
@@ -19,12 +19,11 @@ from millrace_common.reasons import Reason
 
 from millrace_router.config import Resilience
 from millrace_router.resilience.budget import Budget
-from millrace_router.resilience.outliers import CONSECUTIVE, FAILING, SLOW, Record, judge
+from millrace_router.resilience.outliers import Record
 
 log = logging.getLogger(__name__)
 
 NONE: Mapping[str, str] = {}
-JUDGE_S = 0.5  # between two looks at the outliers, while no attempt fails
 FAULTS = frozenset(
     {
         Reason.INTERNAL,
@@ -37,11 +36,7 @@ FAULTS = frozenset(
         Reason.NOT_FINITE,
     }
 )
-EXPLAINED = {
-    CONSECUTIVE: "ejected: failures in a row",
-    FAILING: "ejected: fails more often than its peers",
-    SLOW: "ejected: slower than its peers",
-}
+EJECTED = "ejected: failures in a row"
 
 
 class Health:
@@ -54,7 +49,6 @@ class Health:
         self._records: dict[str, Record] = {}  # the same, by epoch
         self._routable: tuple[frozenset[str], ...] = ()  # epochs of each role
         self._ejected: dict[str, Record] = {}  # by epoch, nearly always empty
-        self._judged_at = clock()
 
     def keep(self, roles: Mapping[str, str], routable: Iterable[frozenset[str]]) -> None:
         """Update the existing processes: epoch to role, and the routable epochs of each role."""
@@ -73,25 +67,25 @@ class Health:
         now = self._clock()
         self._ejected = {epoch: record for epoch, record in self._ejected.items() if now < record.ejected_until}
         spared = {epoch for role in self._routable if role <= self._ejected.keys() for epoch in role}
-        return {epoch: EXPLAINED[record.why] for epoch, record in self._ejected.items() if epoch not in spared}
+        return {epoch: EJECTED for epoch in self._ejected if epoch not in spared}
 
-    def spoke(self, epoch: str, seconds: float, prompt_tokens: int) -> None:
-        """Record the first output for a request that was sent so long ago."""
+    def spoke(self, epoch: str) -> None:
+        """Record the first output for a request."""
         if (record := self._records.get(epoch)) is not None:
-            now = self._clock()
-            record.spoke(seconds, prompt_tokens, now)
-            if now >= self._judged_at + JUDGE_S:
-                self._judge(now)
+            record.spoke()
 
     def failed(self, epochs: Collection[str], reason: Reason) -> None:
         """Record a failed attempt, by the fault of one worker or of either of two."""
-        if reason not in FAULTS:
+        blamed = [epoch for epoch in epochs if epoch in self._records]
+        if reason not in FAULTS or len(blamed) != 1:
             return
-        now = self._clock()
-        blamed = [self._records[epoch] for epoch in epochs if epoch in self._records]
-        for record in blamed:
-            record.failed(now, alone=len(blamed) == 1)
-        self._judge(now)
+        [epoch] = blamed
+        record, now = self._records[epoch], self._clock()
+        if record.failed(self._rules, now):
+            self._ejected[epoch] = record
+            [role] = (role for role, records in self._roles.items() if epoch in records)
+            log.warning("%s worker %s is %s, for %.0f s", role, epoch, EJECTED, record.ejected_until - now)
+            self._metrics.ejections.labels(role=role, why="consecutive").inc()
 
     def report(self) -> None:
         """Bring the gauges up to date, also those of roles whose last worker is gone."""
@@ -100,12 +94,3 @@ class Health:
             ejected = sum(now < record.ejected_until for record in records.values())
             self._metrics.ejected.labels(role=role).set(ejected)
         self._metrics.retries_left.set(self.budget.left(now))
-
-    def _judge(self, now: float) -> None:
-        self._judged_at = now
-        for role, records in self._roles.items():
-            for epoch, why in judge(records, self._rules, now).items():
-                self._ejected[epoch] = record = records[epoch]
-                record.eject(why, self._rules, now)
-                log.warning("%s worker %s is %s, for %.0f s", role, epoch, EXPLAINED[why], record.ejected_until - now)
-                self._metrics.ejections.labels(role=role, why=why).inc()

@@ -26,6 +26,3 @@ class Window:
         first = math.floor(now / self._slot_s) - SLOTS + 1
         counted = [amounts for slot, amounts in self._slots if slot >= first]
         return [sum(amounts[counter] for amounts in counted) for counter in range(self._width)]
-
-    def clear(self) -> None:
-        self._slots.clear()
