@@ -66,6 +66,31 @@ async def test_a_client_may_be_behind_by_as_many_steps_with_several_continuation
     await made.quiet()
 
 
+async def test_each_continuation_takes_one_place_when_the_request_arrives(cluster: Callable) -> None:
+    """Reading a long prompt costs no place."""
+    made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE))
+    inference, read = made.router.inference, asyncio.Event()
+
+    async def tokenize(prompt: object, model: object, large: bool) -> list[int]:
+        await read.wait()
+        return PROMPT
+
+    inference.tokenize = tokenize
+    ask = Ask(model="", prompt=PROMPT, numbers={"max_tokens": 2}, n=2)
+    first = asyncio.create_task(inference.generate(ask, "grpc"))
+    second = asyncio.create_task(inference.generate(ask, "grpc"))
+    await asyncio.sleep(0)
+    read.set()
+    answers = await asyncio.gather(first, second)
+    arrivals = [[one.generation.job.place.arrival for one in answer.stream.continuations] for answer in answers]
+    start = arrivals[0][0]
+    assert arrivals == [[start, start + 1], [start + 2, start + 3]]
+    for answer in answers:
+        async for _ in answer.stream.deltas():
+            pass
+    await made.quiet()
+
+
 # ------------------------------------------------------------------------------------------------ what a tenant pays
 
 BURST = 1000.0

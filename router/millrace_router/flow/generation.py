@@ -24,7 +24,7 @@ from millrace_router.fleet.link import Link, Source
 from millrace_router.fleet.registry import Registry
 from millrace_router.fleet.worker import Worker
 from millrace_router.flow.admission import Admission
-from millrace_router.flow.fair_queue import Ticket
+from millrace_router.flow.fair_queue import Place, Ticket
 from millrace_router.flow.flow import Abort, Action, Blame, Flow, Leg, Mismatch, Retry, Stage, Stale
 from millrace_router.flow.spans import ContinuationSpans
 from millrace_router.flow.tenant import Tenant
@@ -62,7 +62,7 @@ class Job:
 
     token_ids: list[int]
     sampling: common_pb2.SamplingParams
-    priority: int
+    place: Place  # over all of its attempts
     request_id: str
     received: float  # on the event loop's clock
     deadline: float | None
@@ -97,7 +97,6 @@ class Generation:
         self._backend = backend
         self._health = backend.registry.health
         self._cache_salt = backend.registry.cache_key.salt(job.tenant.cache_group)
-        self.place = backend.admission.place(job.priority, job.tenant.name, job.tenant.weight)
         self._spans = spans
         self._ticket: Ticket | None = None
         self._placed: dict[Leg, Replica] = {}
@@ -146,7 +145,7 @@ class Generation:
         self._again = None
         want = self._want()
         self._spans.waits(self._loop.time())
-        self._ticket = Ticket(self.place, want, self._serve, self._refuse, paid=self.flow.attempt >= 0)
+        self._ticket = Ticket(self.job.place, want, self._serve, self._refuse, paid=self.flow.attempt >= 0)
         self._backend.admission.enter(self._ticket)
 
     def _refuse(self, error: MillraceError) -> None:
@@ -230,7 +229,7 @@ class Generation:
             token_ids=job.token_ids + flow.outputs,
             num_prior_outputs=len(flow.outputs),
             sampling=job.sampling,
-            priority=job.priority,
+            priority=job.place.priority,
             timeout_ms=int(min(left_ms, LONGEST_MS)),
             replica=replica,
             request_id=job.request_id,

@@ -22,6 +22,7 @@ from millrace_rpc.errors import MillraceError
 from millrace_router.flow import validate
 from millrace_router.flow.ask import Ask, Chat, Prompt
 from millrace_router.flow.bodies import Bodies
+from millrace_router.flow.fair_queue import Place
 from millrace_router.flow.generation import Backend, Begun, Generation, Job
 from millrace_router.flow.grammars import Grammars
 from millrace_router.flow.metrics import observe_generation
@@ -73,7 +74,7 @@ class Inference:
         tracer, unread = self.backend.tracer, self.backend.config.limits.unread * ask.n
         span = tracer.begin("generate", who.traceparent, received, about, server=True)
         try:
-            token_ids, sampling = await self._admit(ask, who.tenant, received)
+            token_ids, sampling, places = await self._admit(ask, who.tenant, received)
         except (MillraceError, asyncio.CancelledError) as error:
             self._count(api, who.tenant, span, error if isinstance(error, MillraceError) else gone())
             raise
@@ -81,11 +82,11 @@ class Inference:
         route.end(asyncio.get_running_loop().time(), {"millrace.prompt_tokens": len(token_ids)})
         stream = Stream(lambda error: self._ended(stream, api, who.tenant, span, error), unread, self._rounds)
         begun, thinking = Begun(), self.tokenizer.thinking(token_ids)
-        for i in range(ask.n):
+        for i, place in enumerate(places):
             job = Job(
                 token_ids=token_ids,
                 sampling=_seeded(sampling, i),
-                priority=who.tenant.allowed(ask.priority),
+                place=place,
                 request_id=request_id,
                 received=received,
                 deadline=None if ask.timeout_s is None else received + ask.timeout_s,
@@ -113,13 +114,18 @@ class Inference:
         one_call = bool(chat.tools) and not chat.parallel
         return Text(self.tokenizer, parser, ask.stop, keep_special=keep_special, one_call=one_call)
 
-    async def _admit(self, ask: Ask, tenant: Tenant, received: float) -> tuple[list[int], common_pb2.SamplingParams]:
-        """The prompt's tokens and the resolved parameters of a request that may begin. Raises MillraceError."""
+    async def _admit(
+        self, ask: Ask, tenant: Tenant, received: float
+    ) -> tuple[list[int], common_pb2.SamplingParams, list[Place]]:
+        """The prompt's tokens, the resolved parameters, and the continuations' places in the queue, of a request that
+        may begin. Raises MillraceError.
+        """
         model, admission = self.model, self.backend.admission
         validate.check(ask, model, self.names, self.backend.config)
         tenant.check(time.monotonic(), ask.n)
-        place = admission.place(tenant.allowed(ask.priority), tenant.name, tenant.weight)
-        admission.check_room(ask.n, place)
+        priority = tenant.allowed(ask.priority)
+        places = [admission.place(priority, tenant.name, tenant.weight) for _ in range(ask.n)]
+        admission.check_room(ask.n, places[0])
         ask = await self._grammars.settle(ask, self.tokenizer.added_token, tenant.name)
         token_ids = await self.tokenize(ask.prompt, model, ask.large)
         sampling = validate.fit(ask, len(token_ids), model)
@@ -127,9 +133,9 @@ class Inference:
         passed = asyncio.get_running_loop().time() - received
         tokens = ask.n * (len(token_ids) + sampling.max_tokens)
         tenant.check(time.monotonic(), ask.n, tokens)  # others came meanwhile
-        admission.make_room(ask.n, place, len(token_ids), None if ask.timeout_s is None else ask.timeout_s - passed)
+        admission.make_room(ask.n, places[0], len(token_ids), None if ask.timeout_s is None else ask.timeout_s - passed)
         tenant.begin(ask.n * len(token_ids), time.monotonic())
-        return token_ids, sampling
+        return token_ids, sampling, places
 
     async def tokenize(self, prompt: Prompt | None, model: worker_pb2.WorkerInfo, large: bool = False) -> list[int]:
         """Token ids of a prompt that `validate.check_prompt` has passed. `large`: it takes long to render."""
@@ -177,11 +183,11 @@ class Inference:
             generation = continuation.generation
             observe_generation(metrics, generation)
             prompt, output = len(generation.job.token_ids), output + len(generation.flow.outputs)
-            self.backend.admission.charge(generation.place, len(generation.flow.outputs))
+            self.backend.admission.charge(generation.job.place, len(generation.flow.outputs))
             if not generation.flow.tries:
                 unserved += 1
                 if generation.flow.attempt >= 0:  # the queue charged an attempt that a worker refused
-                    self.backend.admission.charge(generation.place, -prompt)
+                    self.backend.admission.charge(generation.job.place, -prompt)
         tenant.spend(output, time.monotonic())
         if unserved:
             whole = unserved == len(stream.continuations)
