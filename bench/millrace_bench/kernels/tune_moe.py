@@ -18,8 +18,9 @@ from millrace_kernels.fp8 import BLOCK, Fp8, Operand, quant_groups
 from millrace_kernels.lib import deep_gemm_grouped
 from millrace_kernels.moe_experts import expected_rows
 from millrace_kernels.triton import moe_grouped, moe_small
+from millrace_kernels.triton.moe_blocks import Blocks, Route
 from millrace_kernels.triton.moe_grouped import LEFT_ROWS, Config, Launch
-from millrace_kernels.triton.moe_route import Blocks, Route, route
+from millrace_kernels.triton.moe_route import route
 from millrace_kernels.tuned import Key
 from torch import Tensor
 

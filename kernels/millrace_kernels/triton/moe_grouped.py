@@ -24,7 +24,8 @@ from millrace_kernels.backend import SMALL_TOKENS
 from millrace_kernels.fp8 import BLOCK, Fp8, Operand, quant_groups
 from millrace_kernels.gpu import fitting
 from millrace_kernels.moe_experts import expected_rows
-from millrace_kernels.triton.moe_route import Blocks, Route, route, slices
+from millrace_kernels.triton.moe_blocks import Blocks, Route
+from millrace_kernels.triton.moe_route import route, slices
 from millrace_kernels.triton.moe_rows import combine
 from millrace_kernels.triton.quant import quantise
 from millrace_kernels.tuned import Table

@@ -11,37 +11,19 @@ device.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from millrace_kernels.scratch import zeros
+from millrace_kernels.triton.moe_blocks import Blocks, Route
 from millrace_kernels.triton.moe_route_few import FEW_TOKENS, route_few
 
 CHUNK = 32  # choices that one program, a single warp, ranks
 PLACE, PLACE_SCALED = 512, 64  # choices that one program places, and where their scales follow them
 ALIGNED = 4  # tokens, of which a column of 4 bytes each is 16
 MAX_ROWS = 9 << 14  # of a pass, before padding: 16,384 tokens of V3; more take turns, so scratch memory has a bound
-
-
-class Route(NamedTuple):
-    """Letters: T tokens, C choices per token (top-k, and the shared expert), E experts held here."""
-
-    rows: Tensor  # int32 [T, C], the row of each choice, -1 for a choice without one
-    ends: Tensor  # int32 [E], one past each expert's last row
-    total: Tensor  # int32 [1], one past the last row, padding included
-    num_rows: int  # the most rows that there can be
-
-
-class Blocks(NamedTuple):
-    """The input of a kernel that gathers its own rows, valid up to `total`; blocks beyond are arbitrary."""
-
-    tokens: Tensor  # int32 [num_rows], whose token a row is
-    experts: Tensor  # int32 [num_rows / alignment], the expert of a block of `alignment` rows
-    scales: Tensor | None  # float32 [D/128, num_rows], of the rows' FP8 groups
 
 
 @triton.jit

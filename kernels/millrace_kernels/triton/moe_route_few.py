@@ -7,14 +7,11 @@ order.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from millrace_kernels.triton.moe_route import Blocks, Route
+from millrace_kernels.triton.moe_blocks import Blocks, Route
 
 FEW_TOKENS = 256  # whose choices a program can hold
 LANES = 128  # of a program; as many tokens at least, or lanes would hold copies, which a histogram counts

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from millrace_kernels.fp8 import BLOCK, Fp8
 from millrace_kernels.gpu import sms
-from millrace_kernels.triton.moe_route import Route
+from millrace_kernels.triton.moe_blocks import Route
 from millrace_kernels.triton.quant import quantise
 
 
