@@ -20,7 +20,7 @@ from millrace_common.reasons import Reason
 from millrace_router.config import Policy, RouterConfig, Routing, Timeouts
 from millrace_router.flow.admission import Admission
 from millrace_router.flow.fair_queue import Ticket
-from millrace_router.flow.flow import Abort, Action, Blame, Flow, Leg, Retry, Stage
+from millrace_router.flow.flow import AbortLeg, Action, Blame, Flow, Leg, Retry, Stage
 from millrace_router.flow.metrics import build
 from millrace_router.policy.choose import Chooser, Decision, Situation
 from millrace_router.policy.snapshot import Key, Pace, Replica, View, Want
@@ -266,7 +266,7 @@ class Job:
     def _do(self, action: Action) -> None:
         fleet = self.fleet
         match action:
-            case Abort(leg, _, _):
+            case AbortLeg(leg, _, _):
                 self.placed[leg].drop(self)
             case Blame(legs, reason):
                 fleet.health.failed([worker.name for leg, worker in self.placed.items() if leg in legs], reason)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from millrace.v1 import common_pb2, worker_pb2
 from millrace_common.reasons import Reason
 from millrace_router.config import Timeouts
-from millrace_router.flow.flow import LEGAL, MAX_REFUSALS, Abort, Blame, Flow, Leg, Mismatch, Retry, Stage, Stale
+from millrace_router.flow.flow import LEGAL, MAX_REFUSALS, AbortLeg, Blame, Flow, Leg, Mismatch, Retry, Stage, Stale
 from millrace_rpc.errors import TABLE, MillraceError
 
 BOTH = frozenset(Leg)
@@ -52,9 +52,9 @@ class Simulation:
     def apply(self, actions: object) -> None:
         for action in actions:
             match action:
-                case Abort(Leg.PREFILL, attempt, _) if attempt in self.parked:
+                case AbortLeg(Leg.PREFILL, attempt, _) if attempt in self.parked:
                     self.parked.remove(attempt)
-                case Abort(leg, attempt, _):
+                case AbortLeg(leg, attempt, _):
                     assert (attempt, leg) in self.legs, "aborted what was not open"
                     self.close(attempt, leg)
                 case Retry():
@@ -182,7 +182,7 @@ def test_the_table_decides_about_retries(reason: Reason) -> None:
     machine = flow()
     machine.assign(BOTH, 0.0)
     actions = machine.output(Leg.DECODE, failed(reason), 1.0)
-    assert Abort(Leg.PREFILL, 0, str(reason)) in actions
+    assert AbortLeg(Leg.PREFILL, 0, str(reason)) in actions
     retried = any(isinstance(action, Retry) for action in actions)
     assert retried is TABLE[reason].retry_elsewhere
     assert machine.stage is (Stage.QUEUED if retried else Stage.FAILED)
@@ -268,7 +268,7 @@ def test_an_operators_abort_ends_the_request() -> None:
     machine = flow()
     machine.assign(BOTH, 0.0)
     actions = machine.output(Leg.DECODE, out(0, finish=common_pb2.FINISH_REASON_ABORT), 0.1)
-    assert actions[0] == Abort(Leg.PREFILL, 0, "CANCELLED")
+    assert actions[0] == AbortLeg(Leg.PREFILL, 0, "CANCELLED")
     assert machine.error.reason is Reason.CANCELLED
 
 

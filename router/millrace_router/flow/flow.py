@@ -65,7 +65,7 @@ _TRANSITIONS = Transitions(LEGAL)
 
 
 @dataclass(frozen=True, slots=True)
-class Abort:
+class AbortLeg:
     """Send an abort of the attempt to the leg's worker."""
 
     leg: Leg
@@ -102,7 +102,7 @@ class Mismatch:
     """Count a disagreement between the legs."""
 
 
-Action = Abort | Blame | Retry | Stale | Mismatch
+Action = AbortLeg | Blame | Retry | Stale | Mismatch
 NOTHING: tuple[Action, ...] = ()
 
 
@@ -324,7 +324,7 @@ class Flow:
     def _abort_open(self, why: str) -> tuple[Action, ...]:
         holding = {Leg.PREFILL} if self.stage is Stage.HANDOVER else set()
         legs, self.open = sorted(self.open | holding), set()
-        return tuple(Abort(leg, self.attempt, why) for leg in legs)
+        return tuple(AbortLeg(leg, self.attempt, why) for leg in legs)
 
     def _move(self, stage: Stage, now: float) -> None:
         self.stage = _TRANSITIONS.move(self.stage, stage, "continuation")

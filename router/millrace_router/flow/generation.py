@@ -25,7 +25,7 @@ from millrace_router.fleet.registry import Registry
 from millrace_router.fleet.worker import Worker
 from millrace_router.flow.admission import Admission
 from millrace_router.flow.fair_queue import Place, Ticket
-from millrace_router.flow.flow import Abort, Action, Blame, Flow, Leg, Mismatch, Retry, Stage, Stale
+from millrace_router.flow.flow import AbortLeg, Action, Blame, Flow, Leg, Mismatch, Retry, Stage, Stale
 from millrace_router.flow.spans import ContinuationSpans
 from millrace_router.flow.tenant import Tenant
 from millrace_router.policy.choose import Decision
@@ -125,7 +125,7 @@ class Generation:
     def perform(self, actions: Sequence[Action]) -> None:
         for action in actions:
             match action:
-                case Abort(leg, attempt, reason):
+                case AbortLeg(leg, attempt, reason):
                     self._links[leg].abort(self.room, attempt, reason)
                 case Blame(legs, reason):
                     blamed = [replica for leg, replica in self._placed.items() if leg in legs]
