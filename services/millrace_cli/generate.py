@@ -21,7 +21,7 @@ from millrace_cli.errors import CommandError
 
 
 @dataclass(slots=True)
-class Answer:
+class PartialAnswer:
     """The received part of one continuation."""
 
     text: str = ""
@@ -61,10 +61,10 @@ async def stream(
     on_text: Callable[[str], None],
     identity: Identity | None = None,
     api_key: str = "",
-) -> Answer:
+) -> PartialAnswer:
     """Run one request; `on_text` gets every piece of text as it arrives. Raises CommandError for every failure."""
     metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
-    answer = Answer()
+    answer = PartialAnswer()
     begin = time.perf_counter()
     try:
         async with channel(address, identity, proxy=True) as ch:

@@ -167,7 +167,7 @@ async def test_generate_prints_the_text_as_it_is(
     async def stream(address, request, on_text, identity, api_key):
         for piece in pieces:
             on_text(piece)
-        return generate.Answer("".join(pieces))
+        return generate.PartialAnswer("".join(pieces))
 
     monkeypatch.setattr(generate, "stream", stream)
     for as_json in (False, True):
