@@ -3,6 +3,6 @@
 `make dashboards` writes them into the chart. Every query is put together by promql.py, which refuses a name, a label or
 a use that the catalogue does not have.
 
-What is scraped needs these target labels: `namespace`, `pod`, `component` (router, prefill, decode or unified) and
-`model`. The chart's monitors set them.
+What is scraped needs these target labels: `namespace`, `pod`, `component` (router, prefill, decode or unified), `model`
+and `release`. The chart's monitors set them.
 """

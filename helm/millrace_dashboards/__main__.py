@@ -20,13 +20,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--runbooks", default=RUNBOOKS, metavar="URL", help="where alerts send people")
     parser.add_argument("--namespace", default=Deployment().namespace, help="of the deployment; the chart fills it in")
     parser.add_argument("--model", default=Deployment().model, help="its name in the API; the chart fills it in")
+    parser.add_argument("--release", default=Deployment().release, help="of helm; the chart fills it in")
+    parser.add_argument("--grafana", default="", metavar="URL", help="where alerts have their panels")
     parser.add_argument("--check", action="store_true", help="write nothing")
     for field in fields(Thresholds):
         kind = str if field.default is None else type(field.default)
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default)
     arguments = parser.parse_args(argv)
     thresholds = Thresholds(**{field.name: getattr(arguments, field.name) for field in fields(Thresholds)})
-    files = rendered(thresholds, arguments.runbooks, Deployment(arguments.namespace, arguments.model))
+    of = Deployment(arguments.namespace, arguments.model, arguments.release)
+    files = rendered(thresholds, arguments.runbooks, of, arguments.grafana)
     if not arguments.check:
         write(files, arguments.out)
         return 0

@@ -1,10 +1,10 @@
 """What an alert rule is made of: a value, a condition on it, and often a guard. It fires while the condition holds and
 the guard is not empty. Values have data on a healthy system as well, so a test can tell a quiet rule from a broken one.
 
-    expr = (value) condition and on (namespace, model) (guard)
+    expr = (value) condition and on (labels of the value) (guard)
 
-Rules are of one deployment, which the labels `namespace` and `model` name. The chart writes them in place of
-placeholders.
+Rules are of one deployment, which the labels `namespace`, `model` and `release` name. The chart writes them in place
+of placeholders.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from millrace_dashboards.promql import Scope
-
-WHERE = ("namespace", "model")
+WHERE = ("namespace", "model", "release")
 BY_POD = (*WHERE, "pod")
 BY_ROLE = (*WHERE, "role")
 RUNBOOKS = "docs/alerts"  # folder with a page per alert
 Severity = Literal["critical", "warning"]
+Unit = Literal["short", "s", "reqps", "ops", "percentunit", "bytes", "Bps", "dateTimeFromNow"]  # Grafana's names
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +26,11 @@ class Deployment:
 
     namespace: str = "__NAMESPACE__"
     model: str = "__MODEL__"
+    release: str = "__RELEASE__"
 
-    def scope(self, window: str) -> Scope:
-        return Scope(f'namespace="{self.namespace}",model="{self.model}"', window)
+    @property
+    def matchers(self) -> str:
+        return ",".join(f'{label}="{getattr(self, label)}"' for label in WHERE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,26 +60,38 @@ class Alert:
     name: str
     summary: str  # one line, with {{ $labels.… }}
     value: str
-    condition: str
+    limit: float
     patience: str = "5m"
     severity: Severity = "warning"
     guard: str = ""
-    on: tuple[str, ...] = WHERE  # labels that value and guard have in common
+    by: tuple[str, ...] = WHERE  # labels of the value; the guard has them too
+    unit: Unit = "short"
+    sign: Literal[">", ">=", "<", "=="] = ">"
 
     @property
     def title(self) -> str:
         return f"Millrace{self.name}"
 
     @property
+    def condition(self) -> str:
+        return f"{self.sign} {self.limit:g}"
+
+    @property
     def expr(self) -> str:
-        guard = f" and on ({', '.join(self.on)}) ({self.guard})" if self.guard else ""
+        guard = f" and on ({', '.join(self.by)}) ({self.guard})" if self.guard else ""
         return f"({self.value}) {self.condition}{guard}"
 
-    def to_json(self, patience: str | None = None, runbooks: str = RUNBOOKS) -> dict[str, Any]:
+    def to_json(self, panel: str, runbooks: str = RUNBOOKS, patience: str | None = None) -> dict[str, Any]:
+        """`panel`: URL of the panel that draws the value; the deployment is added to it."""
+        of = "".join(f"&var-{label}={{{{ $labels.{label} | urlquery }}}}" for label in WHERE if label in self.by)
         return {
             "alert": self.title,
             "expr": self.expr,
             "for": patience or self.patience,
             "labels": {"severity": self.severity},
-            "annotations": {"summary": self.summary, "runbook_url": f"{runbooks}/{self.title}.md"},
+            "annotations": {
+                "summary": self.summary,
+                "runbook_url": f"{runbooks}/{self.title}.md",
+                "dashboard_url": panel + of,
+            },
         }

@@ -10,19 +10,29 @@ import yaml
 
 from millrace_dashboards import alerts
 from millrace_dashboards.alert import RUNBOOKS, Deployment, Thresholds
-from millrace_dashboards.boards import DASHBOARDS
+from millrace_dashboards.boards import dashboards
 
 OUT = Path(__file__).parents[1] / "millrace" / "files"
 HEAD = "# Written by `make dashboards`.\n"
 
 
 def rendered(
-    thresholds: Thresholds | None = None, runbooks: str = RUNBOOKS, of: Deployment | None = None
+    t: Thresholds = alerts.DEFAULTS, runbooks: str = RUNBOOKS, of: Deployment | None = None, grafana: str = ""
 ) -> dict[str, str]:
-    """Path below the folder → text. Without `of`, alerts.yaml is for the chart, with placeholders."""
-    boards = {f"dashboards/{board.name}.json": json.dumps(board.to_json(), indent=1) + "\n" for board in DASHBOARDS}
-    rules = yaml.safe_dump(alerts.to_json(thresholds, runbooks, of), sort_keys=False, width=10_000, allow_unicode=True)
-    return {**boards, "alerts.yaml": HEAD + rules}
+    """Path below the folder → text. Without `of`, alerts.yaml is for the chart, with placeholders; without `grafana`,
+    the URL of a Grafana, links to panels are paths there.
+    """
+    boards = dashboards(t)
+    rules = {alert.name: alert for group in alerts.groups(t).values() for alert in group}
+    made = [(board, board.to_json(rules, boards)) for board in boards]
+    panels = {
+        panel["title"]: f"{grafana}{board.url}?viewPanel={panel['id']}"
+        for board, content in made
+        for panel in content["panels"]
+    }
+    texts = {f"dashboards/{board.name}.json": json.dumps(content, indent=1) + "\n" for board, content in made}
+    text = alerts.to_json(t, runbooks, of or Deployment(), panels)
+    return {**texts, "alerts.yaml": HEAD + yaml.safe_dump(text, sort_keys=False, width=10_000, allow_unicode=True)}
 
 
 def write(files: Mapping[str, str], folder: Path) -> None:

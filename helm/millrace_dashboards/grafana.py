@@ -5,18 +5,23 @@ A dashboard is rows of panels; panels flow from left to right in a grid of 24 co
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from millrace_dashboards.promql import CATALOGUE, Scope
+from millrace_dashboards.alert import WHERE, Alert, Unit
+from millrace_dashboards.promql import CATALOGUE, Scope, total
 
 COLUMNS = 24
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 # What dashboards look at: their variables and the time that Grafana finds right for the zoom.
-VIEW = Scope('namespace=~"$namespace",model=~"$model"', "$__rate_interval")
-ROLE_VIEW = Scope('namespace=~"$namespace",model=~"$model",component=~"$role"', "$__rate_interval")
+CHOSEN = ",".join(f'{label}=~"${label}"' for label in WHERE)
+VIEW = Scope(f'{CHOSEN},pod=~"$pod"', "$__rate_interval")
+ROLE_VIEW = Scope(f'{CHOSEN},component=~"$role",pod=~"$pod"', "$__rate_interval")
+LABELS = {"role": "component"}  # variables that are not named as the label that they choose
+COLORS = {"warning": "orange", "critical": "red"}
+ABOVE_ZERO = 1e-9  # a colour of Grafana begins at its value, and `> 0` above it
 
-Unit = Literal["short", "s", "reqps", "ops", "percentunit", "bytes", "Bps", "dateTimeFromNow"]
 Object = dict[str, Any]
 
 
@@ -28,7 +33,7 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """`levels`: values from which a stat is orange and red."""
+    """`alerts`: names of those whose value the panel draws. It has their limits and colours, and links to them."""
 
     title: str
     description: str
@@ -38,9 +43,9 @@ class Panel:
     width: int = 8
     height: int = 8
     stacked: bool = False
-    levels: tuple[float, float] | None = None
+    alerts: tuple[str, ...] = ()
 
-    def to_json(self, number: int, x: int, y: int) -> Object:
+    def to_json(self, number: int, x: int, y: int, rules: Sequence[Alert]) -> Object:
         targets = [
             {
                 "refId": chr(ord("A") + index),
@@ -58,26 +63,35 @@ class Panel:
             "description": self.description,
             "datasource": DATASOURCE,
             "gridPos": {"x": x, "y": y, "w": self.width, "h": self.height},
-            "fieldConfig": {"defaults": self._defaults(), "overrides": []},
+            "links": [{"title": rule.title, "url": f"/alerting/list?search={rule.title}"} for rule in rules],
+            "fieldConfig": {"defaults": self._defaults(rules), "overrides": []},
             "options": _OPTIONS[self.kind] | ({"yAxis": {"unit": self.unit}} if self.kind == "heatmap" else {}),
             "targets": targets,
         }
 
-    def _defaults(self) -> Object:
-        defaults: Object = {"unit": self.unit, "min": 0}
-        if self.unit == "dateTimeFromNow":
-            del defaults["min"]
-        if self.levels is not None:
-            steps: list[Object] = [{"color": "green", "value": None}]
-            steps += [
-                {"color": color, "value": value} for color, value in zip(("orange", "red"), self.levels, strict=True)
-            ]
-            defaults["thresholds"] = {"mode": "absolute", "steps": steps}
+    def _defaults(self, rules: Sequence[Alert]) -> Object:
+        defaults: Object = {"unit": self.unit} | ({"min": 0} if self.kind == "bargauge" else {})
+        if rules:
+            defaults["thresholds"] = {"mode": "absolute", "steps": steps(rules)}
         if self.kind == "timeseries":
-            stacking = {"mode": "normal" if self.stacked else "none", "group": "A"}
-            fill = 30 if self.stacked else 5
-            defaults["custom"] = {"fillOpacity": fill, "lineWidth": 1, "showPoints": "never", "stacking": stacking}
+            defaults["custom"] = {
+                "axisSoftMin": 0,
+                "fillOpacity": 30 if self.stacked else 5,
+                "lineWidth": 1,
+                "showPoints": "never",
+                "stacking": {"mode": "normal" if self.stacked else "none", "group": "A"},
+                "thresholdsStyle": {"mode": "dashed" if rules else "off"},
+            }
         return defaults
+
+
+def steps(rules: Iterable[Alert]) -> list[Object]:
+    """Colours from each limit on. Either all rules are about values that are too high, or all about too low ones."""
+    ordered = sorted((rule.limit or ABOVE_ZERO, COLORS[rule.severity]) for rule in rules)
+    values, colors = [None, *(limit for limit, _ in ordered)], [color for _, color in ordered]
+    [low] = {rule.sign in ("<", "==") for rule in rules}
+    sound = [*colors, "green"] if low else ["green", *colors]
+    return [{"color": color, "value": value} for color, value in zip(sound, values, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +102,22 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Dashboard:
+    """`variables`: what people choose besides the deployment. `of`: a metric of all pods that they choose from."""
+
     name: str  # of its file
     title: str
     description: str
     rows: tuple[Row, ...]
-    by_role: bool = False  # it has the variable `role`: its queries are of ROLE_VIEW
+    variables: tuple[str, ...] = ("pod",)
+    of: str = "started"
 
-    def to_json(self) -> Object:
+    @property
+    def url(self) -> str:
+        return f"/d/millrace-{self.name}"
+
+    def to_json(self, rules: Mapping[str, Alert], boards: Sequence[Dashboard]) -> Object:
+        """`rules`: all alerts, by name. `boards`: those that it leads to, with the same deployment chosen."""
+        chosen = "&".join(f"${{{name}:queryparam}}" for name in ("datasource", *WHERE))
         return {
             "uid": f"millrace-{self.name}",
             "title": f"Millrace / {self.title}",
@@ -106,25 +129,28 @@ class Dashboard:
             "refresh": "30s",
             "time": {"from": "now-1h", "to": "now"},
             "links": [
-                {"type": "dashboards", "title": "Millrace", "tags": ["millrace"], "keepTime": True, "includeVars": True}
+                {"type": "link", "title": board.title, "url": f"{board.url}?{chosen}", "keepTime": True}
+                for board in boards
             ],
+            "annotations": {"list": MARKS},
             "templating": {"list": self._variables()},
-            "panels": self._panels(),
+            "panels": self._panels(rules),
         }
 
     def _variables(self) -> list[Object]:
-        pairs, states = CATALOGUE["pairs"].name, CATALOGUE["state"].name
-        variables = [
-            {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus"},
-            _variable("namespace", f"label_values({pairs}, namespace)"),
-            _variable("model", f'label_values({pairs}{{namespace=~"$namespace"}}, model)'),
+        """Each offers what the ones before it leave."""
+        made: list[Object] = [
+            {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus"}
         ]
-        if self.by_role:
-            query = f'label_values({states}{{namespace=~"$namespace",model=~"$model"}}, component)'
-            variables.append(_variable("role", query))
-        return variables
+        matchers: list[str] = []
+        for name in (*WHERE, *self.variables):
+            label = LABELS.get(name, name)
+            series = f"{CATALOGUE[self.of].name}{{{','.join(matchers)}}}"
+            made.append(_variable(name, f"label_values({series}, {label})"))
+            matchers.append(f'{label}=~"${name}"')
+        return made
 
-    def _panels(self) -> list[Object]:
+    def _panels(self, rules: Mapping[str, Alert]) -> list[Object]:
         panels: list[Object] = []
         y = 0
         for row in self.rows:
@@ -133,7 +159,8 @@ class Dashboard:
             for panel in row.panels:
                 if x + panel.width > COLUMNS:
                     x, y, height = 0, y + height, 0
-                panels.append(panel.to_json(len(panels) + 1, x, y))
+                limits = [rules[name] for name in panel.alerts]
+                panels.append(panel.to_json(len(panels) + 1, x, y, limits))
                 x, height = x + panel.width, max(height, panel.height)
             y += height
         return panels
@@ -169,3 +196,26 @@ def _variable(name: str, query: str) -> Object:
 def _row(title: str, number: int, y: int) -> Object:
     position = {"x": 0, "y": y, "w": COLUMNS, "h": 1}
     return {"id": number, "type": "row", "title": title, "collapsed": False, "gridPos": position, "panels": []}
+
+
+def _mark(name: str, color: str, expr: str, text: str, **more: bool) -> Object:
+    return {
+        "name": name,
+        "datasource": DATASOURCE,
+        "enable": True,
+        "iconColor": color,
+        "expr": expr,
+        "step": "1m",
+        "titleFormat": name,
+        "textFormat": text,
+        **more,
+    }
+
+
+_WEIGHTS = Scope(CHOSEN).gauge("weights")
+_NEW, _OLD = (total(series, "component", "version") for series in (_WEIGHTS, f"{_WEIGHTS} offset 1m"))
+MARKS = [  # of roll-outs and alerts, in all panels
+    _mark("Start", "blue", f"{Scope(CHOSEN).gauge('started')} * 1000", "{{component}} {{pod}}", useValueForTime=True),
+    _mark("New weights", "purple", f"{_NEW} unless {_OLD}", "{{component}} {{version}}"),
+    _mark("Alert", "red", f'ALERTS{{alertstate="firing",alertname=~"Millrace.+",{CHOSEN}}}', "{{alertname}} {{pod}}"),
+]

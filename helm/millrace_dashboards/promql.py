@@ -10,7 +10,7 @@ from millrace_common.metrics import PROCESS, ROUTER, WORKER, Metric
 from prometheus_client import Counter, Gauge, Histogram
 
 CATALOGUE: dict[str, Metric] = {row.attr: row for row in (*ROUTER, *WORKER, *PROCESS)}
-TARGET_LABELS = ("namespace", "pod", "component", "model")
+TARGET_LABELS = ("namespace", "pod", "component", "model", "release")
 _UP = Metric("up", "up", Gauge, "Whether the last scrape of a target succeeded.")
 
 

@@ -10,13 +10,14 @@ import pytest
 import yaml
 from millrace_dashboards import alerts
 from millrace_dashboards.alert import RUNBOOKS
-from millrace_dashboards.boards import DASHBOARDS
+from millrace_dashboards.boards import dashboards
 from millrace_dashboards.promql import CATALOGUE
 from millrace_testing.paths import ROOT
 
 GUIDE = ROOT / "docs" / "operations.md"
 PAGES = sorted((ROOT / RUNBOOKS).glob("Millrace*.md"))
 ALERTS = {alert.title: alert for group in alerts.groups().values() for alert in group}
+DASHBOARDS = dashboards(alerts.DEFAULTS)
 TITLES = {(board.title, panel.title) for board in DASHBOARDS for row in board.rows for panel in row.panels}
 BOARDS = "|".join(re.escape(board.title) for board in DASHBOARDS)
 METRICS = {row.name for row in CATALOGUE.values()} | {name for rules in alerts.recordings().values() for name in rules}

@@ -18,8 +18,8 @@ from millrace_dashboards import alerts, files
 from millrace_dashboards.alert import Deployment
 from millrace_testing.prometheus import binary, needs_prometheus
 
-OF = Deployment("n", "m")
-WHERE = 'namespace="n",model="m"'
+OF, GREEN = Deployment("n", "m", "blue"), Deployment("n", "m", "green")  # two releases of a model in a namespace
+WHERE = OF.matchers
 POD = f'{WHERE},pod="p"'
 GPU = 'Hostname="node",gpu="3"'
 Series = dict[str, str]
@@ -219,15 +219,22 @@ def play(series: Series, case: Case, checks: Iterable[tuple[str, float]]) -> dic
     return {"interval": case.interval, "input_series": inputs, "promql_expr_test": tests}
 
 
-def run(tmp_path: Path, tests: list[dict[str, Any]], of: Deployment = OF, only: str = "") -> None:
-    """`only`: an alert; without the other rules a test takes a tenth of the time."""
+def rules(of: Deployment, only: str = "") -> str:
+    """A rule file. `only`: an alert; without the other rules a test takes a tenth of the time."""
     groups = yaml.safe_load(files.rendered(of=of)["alerts.yaml"])["groups"]
     if only:
         groups = [
             {"name": only, "rules": [row for group in groups for row in group["rules"] if row.get("alert") == only]}
         ]
-    (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": groups}))
-    (tmp_path / "tests.yaml").write_text(yaml.safe_dump({"rule_files": ["rules.yaml"], "tests": tests}))
+    return yaml.safe_dump({"groups": groups})
+
+
+def run(tmp_path: Path, tests: list[dict[str, Any]], *of: Deployment, only: str = "") -> None:
+    """With the rules of each deployment."""
+    loaded = {f"{one.release}.yaml": rules(one, only) for one in of or (OF,)}
+    for name, text in loaded.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "tests.yaml").write_text(yaml.safe_dump({"rule_files": list(loaded), "tests": tests}))
     command = [binary("promtool"), "test", "rules", tmp_path / "tests.yaml"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -264,8 +271,39 @@ def test_other_deployments_are_not_ours(tmp_path: Path) -> None:
     for case in (SERVICE | TRANSFER | PROCESSES).values():
         series |= case.faulty
     everything = Case(series, {}, at="2h")
-    run(tmp_path, [play(series, everything, [(ours, 0)])], Deployment("elsewhere", "m"))
-    run(tmp_path, [play(series, everything, [(ours, 0)])], Deployment("n", "another"))
+    for other in (Deployment("elsewhere", "m", "blue"), Deployment("n", "another", "blue"), GREEN):
+        run(tmp_path, [play(series, everything, [(ours, 0)])], other)
+
+
+@needs_prometheus
+@pytest.mark.parametrize("name", SERVICE | TRANSFER | PROCESSES)
+def test_releases_of_a_namespace_do_not_mix(name: str, tmp_path: Path) -> None:
+    """The fault of one is seen once, and what is sound of the other hides nothing."""
+    case = CASES[name]
+    sound = {key.replace(OF.matchers, GREEN.matchers): values for key, values in (case.faulty | case.sound).items()}
+    alert = f'alertname="Millrace{name}"'
+    checks = [(count(alert), 1), (count(f'{alert},release="blue"'), 1)]
+    run(tmp_path, [play(case.faulty | sound, case, checks)], OF, GREEN, only=f"Millrace{name}")
+
+
+@needs_prometheus
+def test_a_link_names_the_deployment_whatever_its_name(tmp_path: Path) -> None:
+    of = Deployment("n", "org/m & more", "blue")
+    alert = yaml.safe_load(rules(of, "MillraceNotReady"))["groups"][0]["rules"][0]
+    link = alert["annotations"]["dashboard_url"]
+    expected = f"{link.partition('&')[0]}&var-namespace=n&var-model=org%2Fm+%26+more&var-release=blue"
+    (series,) = {f'millrace_workers{{{of.matchers},state="routable"}}'}
+    fired = {
+        "exp_labels": {"severity": "critical", "namespace": of.namespace, "model": of.model, "release": of.release},
+        "exp_annotations": {
+            "summary": f"{of.model}, release blue in n: no router has a pair of workers to send requests to.",
+            "runbook_url": "docs/alerts/MillraceNotReady.md",
+            "dashboard_url": expected,
+        },
+    }
+    test = play({series: "0x40"}, Case({}, {}), [])
+    test["alert_rule_test"] = [{"alertname": "MillraceNotReady", "eval_time": "30m", "exp_alerts": [fired]}]
+    run(tmp_path, [test], of, only="MillraceNotReady")
 
 
 @needs_prometheus

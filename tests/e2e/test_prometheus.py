@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import itertools
 import json
@@ -24,7 +25,7 @@ from millrace.v1 import inference_pb2, inference_pb2_grpc
 from millrace_cli.cluster import ClusterSpec, server_command
 from millrace_dashboards import alerts, files
 from millrace_dashboards.alert import Alert, Deployment, Thresholds
-from millrace_dashboards.boards import DASHBOARDS
+from millrace_dashboards.boards import dashboards
 from millrace_dashboards.grafana import Query
 from millrace_dashboards.promql import CATALOGUE
 from millrace_rpc.client import channel
@@ -37,7 +38,7 @@ pytestmark = [pytest.mark.timeout(300), needs_prometheus]
 
 KEY = "sk-prometheus-4c1f-0123456789abcdef"
 PATHS = ("proto", "kernels", "services", "router", "bench", "tests")
-OF = Deployment("test", "tiny")
+OF = Deployment("test", "tiny", "blue")
 THRESHOLDS = Thresholds(
     window="8s",
     long_window="2m",
@@ -146,7 +147,9 @@ class System:
 
 def watched() -> list[Alert]:
     """All but those of GPUs, which need an exporter that is not here."""
-    return [rule for name, group in alerts.groups(THRESHOLDS, OF).items() if name != alerts.GPUS for rule in group]
+    return [
+        rule for name, group in alerts.groups(THRESHOLDS, OF.matchers).items() if name != alerts.GPUS for rule in group
+    ]
 
 
 def prefixed(names: set[str]) -> set[str]:
@@ -163,7 +166,7 @@ def targets(cluster: ControlledCluster) -> dict[str, Target]:
     for name, role in cluster.roles.items():
         made[name] = Target(
             cluster.address(name, "metrics"),
-            {"namespace": OF.namespace, "model": OF.model, "component": role, "pod": name},
+            {**dataclasses.asdict(OF), "component": role, "pod": name},
         )
     return made
 
@@ -240,7 +243,7 @@ async def healthy(system: System) -> set[str]:
     loaded = await prometheus.rules()
     alerting = {rule["name"] for rule in loaded if rule["type"] == "alerting"}
     assert prefixed({rule.name for rule in rules}) <= alerting
-    for name in (name for group in alerts.recordings(OF).values() for name in group):
+    for name in (name for group in alerts.recordings(OF.matchers).values() for name in group):
         assert await prometheus.query(name), name
     assert [rule for rule in loaded if rule["health"] != "ok"] == []
     return set()
@@ -250,8 +253,8 @@ async def panels_have_data(prometheus: Prometheus) -> None:
     """Every query parses and finds something, or names a metric that exists and a reason why it is empty."""
     known = await prometheus.metrics()
     empty = {}
-    for board in DASHBOARDS:
-        for panel in (panel for row in board.rows for panel in row.panels):
+    for board in dashboards(THRESHOLDS):
+        for panel in (panel for row in board.rows for panel in row.panels if row.title != "gpus"):
             for query in panel.queries:
                 if not await prometheus.query(as_grafana(query)):
                     empty[panel.title] = query.expr
@@ -260,7 +263,8 @@ async def panels_have_data(prometheus: Prometheus) -> None:
 
 
 def as_grafana(query: Query) -> str:
-    values = {"$__rate_interval": "2m", "$namespace": "test", "$model": ".*", "$role": ".*"}
+    values = {"$__rate_interval": "2m", "$namespace": "test", "$release": "blue"}
+    values |= dict.fromkeys(("$model", "$role", "$pod"), ".*")
     expr = query.expr
     for name, value in values.items():
         expr = expr.replace(name, value)

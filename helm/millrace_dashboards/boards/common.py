@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from millrace_rpc.errors import TABLE
-
 from millrace_dashboards.grafana import Query
 from millrace_dashboards.promql import Scope
-
-SERVER_FAULTS = "~" + "|".join(sorted(reason.lower() for reason, row in TABLE.items() if row.http >= 500))
 
 
 def quantiles(scope: Scope, attr: str, **labels: str) -> tuple[Query, ...]:

@@ -62,6 +62,7 @@ FROZEN = Row(
             "A long pause shows here as well.",
             "s",
             (Query(VIEW.quantile(0.99, "loop_lag", "process"), "{{process}}"),),
+            alerts=("EventLoopLags",),
         ),
     ),
 )

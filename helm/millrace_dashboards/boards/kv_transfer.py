@@ -24,6 +24,7 @@ SPEED = Row(
                     ratio(total(VIEW.rate("kv_bytes"), "pod"), total(VIEW.observed("kv_read", "sum"), "pod")), "{{pod}}"
                 ),
             ),
+            alerts=("KvSlow",),
         ),
         Panel("One read", "From a read's posting to its end on all ranks.", "s", quantiles(VIEW, "kv_read")),
         Panel(
@@ -67,6 +68,7 @@ HELD = Row(
             "Pages of failed transfers with a read that is still in flight. They come back when it ends.",
             "short",
             (Query(total(VIEW.gauge("quarantined"), "pod"), "{{pod}}"),),
+            alerts=("PagesInQuarantine",),
         ),
     ),
 )

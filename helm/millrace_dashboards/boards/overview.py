@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from millrace_dashboards.boards.common import SERVER_FAULTS, quantiles
-from millrace_dashboards.grafana import VIEW, Dashboard, Panel, Query, Row, Unit
+from millrace_dashboards.alert import Unit
+from millrace_dashboards.boards.common import quantiles
+from millrace_dashboards.grafana import VIEW, Dashboard, Panel, Query, Row
 from millrace_dashboards.promql import largest, ratio, total
+from millrace_dashboards.rules.service import SERVER_FAULTS
 
 
-def _stat(title: str, description: str, unit: Unit, expr: str, levels: tuple[float, float] | None = None) -> Panel:
-    return Panel(title, description, unit, (Query(expr, title),), "stat", width=4, height=4, levels=levels)
+def _stat(title: str, description: str, unit: Unit, expr: str, *alerts: str) -> Panel:
+    return Panel(title, description, unit, (Query(expr, title),), "stat", width=4, height=4, alerts=alerts)
 
 
 NOW = Row(
@@ -20,24 +22,25 @@ NOW = Row(
             "Share of requests that ended with a server error (HTTP 5xx). Refused and cancelled ones do not count.",
             "percentunit",
             ratio(f"({total(VIEW.rate('requests', status=SERVER_FAULTS))} or vector(0))", total(VIEW.rate("requests"))),
-            (0.01, 0.05),
+            "Errors",
+            "ManyErrors",
         ),
         _stat(
             "TTFT p99",
             "From the request's arrival at the router to its first token.",
             "s",
             VIEW.quantile(0.99, "stage", stage="first_token"),
-            (2, 5),
+            "FirstTokenSlow",
         ),
         _stat(
             "Inter-token p99",
             "Between two batches of tokens of one stream.",
             "s",
             VIEW.quantile(0.99, "itl"),
-            (0.1, 0.25),
+            "TokensSlow",
         ),
         _stat("Output tokens", "Tokens generated per second.", "ops", total(VIEW.rate("tokens", direction="output"))),
-        _stat("Waiting", "Requests in the routers' queues.", "short", total(VIEW.gauge("queued")), (50, 500)),
+        _stat("Waiting", "Requests in the routers' queues.", "short", total(VIEW.gauge("queued"))),
     ),
 )
 TRAFFIC = Row(
@@ -67,8 +70,20 @@ TRAFFIC = Row(
 LATENCY = Row(
     "Latency",
     (
-        Panel("Time to first token", "Seen by the router.", "s", quantiles(VIEW, "stage", stage="first_token")),
-        Panel("Between tokens", "Between two batches of tokens of one stream.", "s", quantiles(VIEW, "itl")),
+        Panel(
+            "Time to first token",
+            "Seen by the router.",
+            "s",
+            quantiles(VIEW, "stage", stage="first_token"),
+            alerts=("FirstTokenSlow",),
+        ),
+        Panel(
+            "Between tokens",
+            "Between two batches of tokens of one stream.",
+            "s",
+            quantiles(VIEW, "itl"),
+            alerts=("TokensSlow",),
+        ),
         Panel("Whole request", "From arrival to the last token.", "s", quantiles(VIEW, "stage", stage="total")),
     ),
 )
@@ -80,6 +95,7 @@ CAPACITY = Row(
             "Workers that get requests. If routers differ, the highest number counts.",
             "short",
             (Query(largest(VIEW.gauge("workers", state="routable"), "role"), "{{role}}"),),
+            alerts=("NotReady",),
         ),
         Panel(
             "KV pages in use",

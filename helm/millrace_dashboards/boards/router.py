@@ -61,10 +61,15 @@ PLACEMENT = Row(
         ),
         Panel(
             "Retries",
-            "Further attempts, by the reason of the failed one.",
-            "ops",
-            (Query(total(VIEW.rate("retries"), "reason"), "{{reason}}"),),
+            "Share of the attempts, by the reason of the failed one.",
+            "percentunit",
+            (
+                Query(
+                    f"{total(VIEW.rate('retries'), 'reason')} / scalar({total(VIEW.rate('decisions'))})", "{{reason}}"
+                ),
+            ),
             stacked=True,
+            alerts=("Retries",),
         ),
         Panel(
             "Cached prompt tokens",
@@ -113,6 +118,7 @@ PLACEMENT = Row(
             "Prefill and decode disagreed on a token. Never normal.",
             "ops",
             (Query(total(VIEW.rate("mismatches"), "pod"), "{{pod}}"),),
+            alerts=("TokenMismatches",),
         ),
     ),
 )
@@ -133,6 +139,7 @@ RESILIENCE = Row(
             "Workers that get no requests for a while, of the router that has ejected most.",
             "short",
             (Query(largest(VIEW.gauge("ejected"), "role"), "{{role}}"),),
+            alerts=("WorkersShunned",),
         ),
         Panel(
             "Ejections",
@@ -174,6 +181,7 @@ KNOWN_WORKERS = Row(
             "Time since the last list of workers from discovery. A static list comes once.",
             "s",
             (Query(f"time() - {largest(VIEW.gauge('discovery_synced'), 'pod')}", "{{pod}}"),),
+            alerts=("DiscoveryStale",),
         ),
         Panel(
             "Discovered changes",
@@ -197,6 +205,7 @@ ITSELF = Row(
             "The time that every stream of this router waits for others.",
             "s",
             (Query(VIEW.quantile(0.99, "loop_lag", "pod", process="router"), "{{pod}}"),),
+            alerts=("EventLoopLags",),
         ),
         Panel("Routing", "Checks, chat template, tokenization.", "s", quantiles(VIEW, "stage", stage="route")),
         Panel(
@@ -230,4 +239,5 @@ DASHBOARD = Dashboard(
     "Routers",
     "The routers: admission, placement, their workers, and their own health.",
     (ADMISSION, PLACEMENT, RESILIENCE, KNOWN_WORKERS, ITSELF),
+    of="pairs",
 )

@@ -208,6 +208,7 @@ MEMORY = Row(
             "Of the frontends.",
             "s",
             (Query(VIEW.quantile(0.99, "loop_lag", "pod", process="frontend"), "{{pod}}"),),
+            alerts=("EventLoopLags",),
         ),
     ),
 )
@@ -278,5 +279,6 @@ DASHBOARD = Dashboard(
     "Workers",
     "The workers of one role or of all: life, work, drafts, memory.",
     (LIFE, WORK, DRAFTS, EXPERTS, MEMORY, HOST_TIER),
-    by_role=True,
+    variables=("role", "pod"),
+    of="state",
 )
