@@ -253,12 +253,14 @@ TLS = closed(
     workerSecret=NAME,
     publicSecret=NAME,
 )
+URL = {"type": "string", "pattern": "^(https?://.*)?$"}
 MONITORING = closed(
     enabled={"enum": [True, False, "auto"]},
     interval={"type": "string", "pattern": "^[0-9]+(ms|s|m)$"},
     labels=LABELS,
     rules=BOOL,
-    runbooks={"type": "string", "pattern": "^(https?://.*)?$"},
+    runbooks=URL,
+    grafana=URL,
     disabledAlerts=list_of({"type": "string", "pattern": "^Millrace[A-Za-z]+$"}),
     dcgm=BOOL,
     vllmNames=BOOL,

@@ -55,7 +55,7 @@ def test_prometheus_reads_them(which: str, tmp_path: Path) -> None:
     checked = subprocess.run(command, capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stdout + checked.stderr
     expr = rules(*more, which=which)["MillraceRoutersGone"]["expr"]
-    assert f'namespace="{NAMESPACE}",model="a\\"b\\\\c: {{{{ d }}}}"' in expr
+    assert f'namespace="{NAMESPACE}",model="a\\"b\\\\c: {{{{ d }}}}",release="{RELEASE}"' in expr
 
 
 def test_an_api_server_takes_them() -> None:
@@ -68,7 +68,7 @@ def test_an_api_server_takes_them() -> None:
 def test_they_are_of_this_release() -> None:
     for rule in rules("model.name=m").values():
         assert "__" not in rule["expr"]
-        assert f'namespace="{NAMESPACE}",model="m"' in rule["expr"]
+        assert f'namespace="{NAMESPACE}",model="m",release="{RELEASE}"' in rule["expr"]
 
 
 def test_which_are_left_out() -> None:
@@ -92,6 +92,12 @@ def test_an_alert_that_does_not_exist_cannot_be_left_out() -> None:
 def test_pages_may_be_elsewhere() -> None:
     found = rules("monitoring.runbooks=https://example.org/pages/")["MillraceErrors"]["annotations"]["runbook_url"]
     assert found == "https://example.org/pages/MillraceErrors.md"
+
+
+def test_panels_are_where_grafana_is() -> None:
+    assert "dashboard_url" not in rules()["MillraceErrors"]["annotations"]
+    found = rules("monitoring.grafana=https://example.org/grafana/")["MillraceErrors"]["annotations"]["dashboard_url"]
+    assert found.startswith("https://example.org/grafana/d/millrace-alerts?viewPanel=")
 
 
 def test_a_worker_has_as_long_as_its_pool_gives_it() -> None:

@@ -459,6 +459,7 @@ def test_parts_of_experts_need_not_divide_the_experts() -> None:
         "workers.decode.extraVolumes[0].emptyDir=a",
         "jobs.ttlSecondsAfterFinished=-1",
         "monitoring.runbooks=docs/alerts",
+        "monitoring.grafana=grafana:3000",
         "images.registry=https://ghcr.io/acme",
         "podSecurity.runAsUser=0",
         "router.scheduling.affinity.nodes=a",

@@ -10,6 +10,7 @@
 {{- $monitoring := .Values.monitoring -}}
 {{- $model := .Values.model.name | replace "\\" "\\\\" | replace "\"" "\\\"" -}}
 {{- $runbooks := trimSuffix "/" $monitoring.runbooks -}}
+{{- $grafana := trimSuffix "/" $monitoring.grafana -}}
 {{- $startup := 0 -}}
 {{- $rdma := false -}}
 {{- range include "millrace.pools" . | fromJson -}}
@@ -28,11 +29,14 @@
 {{- $alert := default "" .alert -}}
 {{- $known = append $known $alert -}}
 {{- if not (has $alert $off) -}}
-{{- $_ := set . "expr" (.expr | replace "__NAMESPACE__" $.Release.Namespace | replace "__MODEL__" $model) -}}
-{{- if and $alert $runbooks -}}
-{{- $_ := set .annotations "runbook_url" (printf "%s/%s.md" $runbooks $alert) -}}
-{{- else if $alert -}}
-{{- $_ := unset .annotations "runbook_url" -}}
+{{- $_ := set . "expr" (.expr | replace "__NAMESPACE__" $.Release.Namespace | replace "__MODEL__" $model | replace
+  "__RELEASE__" $.Release.Name) -}}
+{{- if $alert -}}
+{{- $links := dict "runbook_url" (printf "%s/%s.md" $runbooks $alert) "dashboard_url" (print $grafana
+  .annotations.dashboard_url) -}}
+{{- if not $runbooks -}}{{- $_ := unset $links "runbook_url" -}}{{- end -}}
+{{- if not $grafana -}}{{- $_ := unset $links "dashboard_url" -}}{{- end -}}
+{{- $_ := set . "annotations" (merge $links (pick .annotations "summary")) -}}
 {{- end -}}
 {{- if eq $alert "MillraceWorkerNotReady" -}}{{- $_ := set . "for" (printf "%ds" $startup) -}}{{- end -}}
 {{- $rules = append $rules . -}}
