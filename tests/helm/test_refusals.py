@@ -60,9 +60,15 @@ COMBINATIONS = {
             ("workers.decode", "POD_IP"),
             ("workers.prefill", "RAY_PORT"),
             ("router", "MILLRACE_RUN"),
-            ("jobs", "URI"),
-            ("jobs", "HF_HOME"),
         )
+    },
+    **{
+        f"a download's {name}": (
+            CPU,
+            ("model.source=s3", "model.uri=s3://a/b", "model.path=b", "model.claim=c", f"jobs.env.{name}=a"),
+            f"jobs.env.{name}: the chart sets this variable itself",
+        )
+        for name in ("HOME", "URI", "HF_HOME")
     },
     **{
         f"a {kind} called {name} twice": (

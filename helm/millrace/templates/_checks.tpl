@@ -119,7 +119,7 @@
 {{- fail (printf "%s.gpuResource: required, or resourceClaims that bring the GPUs" $at) -}}
 {{- end -}}
 {{- $reserved := list "router" "router-pods" "secret" "ray" "test" "tests" "workers" -}}
-{{- if or (has $pool.name $reserved) (regexMatch "(^|-)(leaders|warm|download|tls)(-|$)|^egress-" $pool.name) -}}
+{{- if or (has $pool.name $reserved) (regexMatch "(^|-)(leaders|warm|download|tls|egress)(-|$)" $pool.name) -}}
 {{- fail (printf "%s: objects of the chart have this name; choose another" $at) -}}
 {{- end -}}
 {{- if gt (len $pool.fullname) 52 -}}
@@ -322,13 +322,6 @@
 {{- end -}}
 {{- end -}}
 
-{{- define "millrace.checkJobs" -}}
-{{- range list "HF_HOME" "DOCKER_CONFIG" "URI" "REVISION" "FOLDER" -}}
-{{- if hasKey $.Values.jobs.env . -}}{{- fail (printf "jobs.env.%s: the chart sets this variable itself" .) -}}{{- end -}}
-{{- end -}}
-{{- include "millrace.checkResources" (dict "name" "jobs" "resources" .Values.jobs.resources) -}}
-{{- end -}}
-
 {{/* router.service: fields that an API server refuses with its type */}}
 {{- define "millrace.checkService" -}}
 {{- if eq .type "ClusterIP" -}}
@@ -355,7 +348,7 @@
 {{- include "millrace.checkOwner" . -}}
 {{- include "millrace.checkPorts" (dict "name" "router" "ports" .Values.router.ports) -}}
 {{- include "millrace.checkResources" (dict "name" "router" "resources" .Values.router.resources) -}}
-{{- include "millrace.checkJobs" . -}}
+{{- include "millrace.checkResources" (dict "name" "jobs" "resources" .Values.jobs.resources) -}}
 {{- include "millrace.checkResources" (dict "name" "test" "resources" .Values.test.resources) -}}
 {{- include "millrace.checkGrace" (dict "name" "router" "values" .Values.router) -}}
 {{- include "millrace.checkScaling" (dict "name" "router" "values" .Values.router) -}}

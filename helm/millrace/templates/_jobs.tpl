@@ -20,6 +20,18 @@ imagePullSecrets: {{ toJson . }}
 {{- end }}
 {{- end -}}
 
+{{/* of a model */}}
+{{- define "millrace.downloadEnv" -}}
+- {name: HOME, value: /tmp}
+- {name: HF_HOME, value: /tmp/hf}
+{{- if eq .source "oci" }}
+- {name: DOCKER_CONFIG, value: /etc/docker}
+{{- end }}
+- {name: URI, value: {{ .uri | quote }}}
+- {name: REVISION, value: {{ .revision | quote }}}
+- {name: FOLDER, value: {{ include "millrace.modelPath" . | quote }}}
+{{- end -}}
+
 {{/* (dict "root" $ "model" {...}) */}}
 {{- define "millrace.downloadPod" -}}
 {{- $model := .model }}
@@ -50,15 +62,9 @@ spec:
         - -ec
         - mkdir -p "$FOLDER"; [ -e "$FOLDER/.millrace-complete" ] || { {{ index $commands $model.source }}; touch "$FOLDER/.millrace-complete"; }
       env:
-        - {name: HOME, value: /tmp}
-        - {name: HF_HOME, value: /tmp/hf}
-        {{- if eq $model.source "oci" }}
-        - {name: DOCKER_CONFIG, value: /etc/docker}
-        {{- end }}
-        - {name: URI, value: {{ $model.uri | quote }}}
-        - {name: REVISION, value: {{ $model.revision | quote }}}
-        - {name: FOLDER, value: {{ include "millrace.modelPath" $model | quote }}}
-        {{- include "millrace.env" (mustMerge (deepCopy $jobs.env) $trust) | nindent 8 }}
+        {{- $own := include "millrace.downloadEnv" $model }}
+        {{- $own | nindent 8 }}
+        {{- include "millrace.env" (dict "at" "jobs" "own" $own "env" (mustMerge (deepCopy $jobs.env) $trust)) | nindent 8 }}
       {{- if and $model.secretName (ne $model.source "oci") }}
       envFrom: [{secretRef: {name: {{ $model.secretName }}}}]
       {{- end }}
