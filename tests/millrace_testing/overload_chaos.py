@@ -13,6 +13,7 @@ import logging
 import random
 import re
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,7 @@ class Phase:
             "computed": self.computed,
             "computed_and_refused": max(self.computed - (len(seen) - len(refused)), 0),
             "lost": len(failed) + self.sent - len(seen),
+            "errors": Counter(one.error for one in failed),
             "wrong_or_hung": len(self.streams.violations),
             "first_p50_s": percentile(first, 0.5) if first else 0.0,
             "first_p99_s": percentile(first, 0.99) if first else 0.0,

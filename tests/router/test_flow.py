@@ -280,6 +280,22 @@ def test_deadline_is_before_stage_limits() -> None:
     assert machine.error.reason is Reason.DEADLINE_EXCEEDED
 
 
+def test_what_a_worker_began_waits_longer_than_a_first_token_may() -> None:
+    """Under overload the other workers have no room for the streams of one that was lost, until some of theirs end."""
+    one, limits = flow(), Timeouts()
+    assert limits.prefill > limits.queue
+    assert one.expires == 60.0
+    one.assign(BOTH, 1.0)
+    one.leg_failed(Leg.PREFILL, MillraceError(Reason.OVERLOADED, "busy"), 2.0)
+    assert one.stage is Stage.QUEUED and one.expires == 2.0 + limits.queue, "no worker took it"
+    one.assign(BOTH, 3.0)
+    one.output(Leg.PREFILL, out(0, 5), 4.0)
+    one.leg_failed(Leg.DECODE, MillraceError(Reason.WORKER_LOST, "gone"), 5.0)
+    assert one.stage is Stage.QUEUED and one.expires == 5.0 + limits.prefill
+    one.tick(5.0 + limits.prefill, routable=True)
+    assert one.error is not None and one.error.reason is Reason.WORKER_LOST
+
+
 def test_progress_moves_the_stall_limit() -> None:
     machine = flow()
     machine.assign(BOTH, 0.0)

@@ -148,12 +148,18 @@ class Flow:
     def expires(self) -> float:
         """The time of the next `tick`."""
         limit = {
-            Stage.QUEUED: self.queue_s if self.attempt < 0 else self.timeouts.queue,
+            Stage.QUEUED: self._queue_limit(),
             Stage.PREFILL: self.timeouts.prefill,
             Stage.HANDOVER: self.timeouts.handover,
             Stage.DECODE: self.timeouts.stall,
         }[self.stage]
         return self.progress + limit if self.deadline is None else min(self.progress + limit, self.deadline)
+
+    def _queue_limit(self) -> float:
+        """Seconds. A client may have read a part of what a worker began: that is not given up as soon as a first token."""
+        if self.tries > 0:
+            return max(self.timeouts.queue, self.timeouts.prefill)
+        return self.queue_s if self.attempt < 0 else self.timeouts.queue
 
     @property
     def waits(self) -> bool:
