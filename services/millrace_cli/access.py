@@ -36,6 +36,20 @@ def _api_key(key: str) -> str:
     return key
 
 
+def _grpc_address(given: str | list[str]) -> str | list[str]:
+    for address in [given] if isinstance(given, str) else given:
+        if ":" not in address or address.startswith(("http://", "https://")):
+            raise CommandError(f"{address!r} is not HOST:PORT of a gRPC port, such as 127.0.0.1:50051", code=2)
+    return given
+
+
+def address(text: str) -> Any:
+    return typer.Option("--address", help=text, callback=_grpc_address)
+
+
+Addresses = Annotated[
+    list[str], typer.Argument(metavar="ADDRESS", help="The workers' gRPC addresses.", callback=_grpc_address)
+]
 ApiKey = Annotated[
     str, typer.Option(envvar="MILLRACE_API_KEY", help="Better in the environment than here.", callback=_api_key)
 ]

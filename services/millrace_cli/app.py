@@ -75,6 +75,10 @@ def serve_local(
     from millrace_cli.cluster import TINY, ClusterSpec
     from millrace_cli.serve_local import serve_local as run
 
+    if unified and (prefill, decode) != (1, 1):
+        raise CommandError(
+            "--unified is one worker in the place of --prefill and --decode; give one or the other", code=2
+        )
     spec = ClusterSpec(
         prefill=0 if unified else prefill,
         decode=0 if unified else decode,
@@ -120,7 +124,7 @@ for role, what in {
 @app.command()
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
-    address: Annotated[str, typer.Option(help="The router's gRPC address.")] = "127.0.0.1:50051",
+    address: Annotated[str, access.address("The router's gRPC address.")] = "127.0.0.1:50051",
     max_tokens: Annotated[int, typer.Option(min=1, max=2**32 - 1)] = 128,
     temperature: Annotated[float | None, typer.Option(help="0: greedy.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, max=2**64 - 1, help="Makes sampling reproducible.")] = None,
@@ -162,7 +166,7 @@ def batch(
 
 @app.command()
 def workers(
-    address: Annotated[str, typer.Option(help="The router's admin address.")] = "127.0.0.1:50052",
+    address: Annotated[str, access.address("The router's admin address, of gRPC.")] = "127.0.0.1:50052",
     wide: Annotated[bool, typer.Option("--wide", help="All columns.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object per worker and line.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Look again every second, until Ctrl-C.")] = False,
@@ -200,7 +204,7 @@ def new_key(tenant: Annotated[str, typer.Option(metavar="NAME", help="Whose key 
 
 @app.command()
 def weights(
-    addresses: Annotated[list[str], typer.Argument(metavar="ADDRESS", help="The workers' gRPC addresses.")],
+    addresses: access.Addresses,
     action: Annotated[Literal["pause", "load", "resume", "sleep", "wake"], typer.Argument()],
     path: Annotated[str, typer.Option(help="load, wake: the checkpoint's folder, where the workers run.")] = "",
     version: Annotated[str, typer.Option(help="Name of these weights. Default: the folder's name.")] = "",

@@ -16,7 +16,7 @@ from millrace_rpc.errors import from_rpc_error
 from millrace_rpc.tls import Identity
 from rich.console import Console
 
-from millrace_cli import proxies
+from millrace_cli import probe, proxies
 from millrace_cli.errors import CommandError
 
 
@@ -83,12 +83,14 @@ async def stream(
                 if response.text:
                     on_text(response.text)
     except grpc.RpcError as error:
-        raise explain(error, address) from error
+        raise await explain(error, address) from error
     return answer
 
 
-def explain(error: grpc.RpcError, address: str) -> CommandError:
+async def explain(error: grpc.RpcError, address: str) -> CommandError:
     """One line of advice for the user, if there is any. An unreachable server names no reason."""
+    if elsewhere := await probe.misdirected(address, error, "a router's gRPC API, port 50051 by default"):
+        return CommandError(elsewhere)
     failure = from_rpc_error(error)
     if error.code() is grpc.StatusCode.UNAVAILABLE and failure.reason is Reason.WORKER_LOST:
         advice = "start one with `millrace serve-local`, or give --address"

@@ -44,6 +44,16 @@ async def refusal(admin_address: str, identity: Identity | None, token: str) -> 
     return None
 
 
+async def misdirected(address: str, error: BaseException | None, wanted: str) -> str:
+    """Say that a gRPC call failed because the address has another port than `wanted`; empty where it has not."""
+    code = error.code() if isinstance(error, grpc.RpcError) else None
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return f"{address} is another gRPC port; this command asks {wanted}"
+    if code is grpc.StatusCode.UNAVAILABLE and await speaks_http(address):
+        return f"{address} speaks HTTP; this command asks {wanted}, which speaks gRPC"
+    return ""
+
+
 async def speaks_http(address: str) -> bool:
     async with httpx.AsyncClient(timeout=TIMEOUT_S) as client:
         try:

@@ -10,6 +10,7 @@ from millrace_rpc.client import channel, reply
 from millrace_rpc.errors import MillraceError
 from millrace_rpc.tls import Identity
 
+from millrace_cli import probe
 from millrace_cli.errors import CommandError
 
 
@@ -24,7 +25,8 @@ async def act(
             try:
                 done = await reply(worker_pb2_grpc.WorkerServiceStub(ch).SetWeights(order))
             except MillraceError as error:
-                print(f"{address}: {error}")
+                wrong = await probe.misdirected(address, error.__cause__, "a worker's gRPC port")
+                print(wrong or f"{address}: {error}")
                 return address
             print(f"{address}: version {done.version or '(none)'}, {done.seconds:.1f} s")
             return ""

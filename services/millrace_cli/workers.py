@@ -113,8 +113,6 @@ async def _why(address: str, identity: Identity | None, token: str) -> str:
     error = await probe.refusal(address, identity, token)
     if error is None or error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
         return f"{address}: {error.details() if error else 'it answers now'}"
-    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-        return f"{address} has no admin service: it is another gRPC port; a router's admin port is 50052 by default"
-    if await probe.speaks_http(address):
-        return f"{address} speaks HTTP; the admin port that this command asks speaks gRPC, 50052 by default"
-    return f"no router's admin service answers at {address}; give --address{proxies.hint()}"
+    return await probe.misdirected(address, error, "a router's admin port, 50052 by default") or (
+        f"no router's admin service answers at {address}; give --address{proxies.hint()}"
+    )

@@ -90,7 +90,7 @@ async def test_another_port_is_recognised() -> None:
     port = await server.start("127.0.0.1:0")
     http = await asyncio.start_server(answer_http, "127.0.0.1", 0)
     try:
-        for number, words in ((port, "has no admin service"), (http.sockets[0].getsockname()[1], "speaks HTTP")):
+        for number, words in ((port, "is another gRPC port"), (http.sockets[0].getsockname()[1], "speaks HTTP")):
             with pytest.raises(CommandError, match=words):
                 await workers.show(f"127.0.0.1:{number}")
     finally:

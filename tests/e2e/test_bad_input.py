@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import AsyncIterator
 
 import grpc
@@ -13,6 +14,8 @@ import pytest_asyncio
 from google.protobuf.message import Message
 from millrace.v1 import admin_pb2, common_pb2, inference_pb2, worker_pb2
 from millrace_cli.cluster import ClusterSpec, LocalCluster
+from millrace_cli.errors import CommandError
+from millrace_cli.weights import act
 from millrace_rpc.errors import from_rpc_error
 from millrace_testing.client import Client
 
@@ -83,6 +86,38 @@ async def test_same_refusal_on_grpc_and_http(cluster: LocalCluster, name: str) -
     if name not in ("NaN temperature", "infinite top_p"):  # JSON has no such numbers; its parser words it
         assert shown["message"] == error.message
     assert len(error.message) > 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "port", "message"),
+    [
+        (["generate", "x", "--temperature", "-1"], "grpc", "temperature must be between 0 and 100, not -1.0"),
+        (["generate", "x", "--max-tokens", "100000"], "grpc", "max_tokens"),
+        (["generate", "x"], "http", "speaks HTTP; this command asks a router's gRPC API, port 50051 by default, which"),
+        (["generate", "x"], "admin", "is another gRPC port; this command asks a router's gRPC API, port 50051"),
+        (["workers"], "grpc", "is another gRPC port; this command asks a router's admin port, 50052 by default"),
+        (["workers"], "http", "speaks HTTP; this command asks a router's admin port, 50052 by default, which"),
+        (["workers"], "admin_http", "speaks HTTP; this command asks a router's admin port"),
+    ],
+)
+async def test_a_command_says_in_one_line_what_is_wrong(
+    cluster: LocalCluster, arguments: list[str], port: str, message: str
+) -> None:
+    command = [sys.executable, "-m", "millrace_cli", *arguments, "--address", cluster.address("router", port)]
+    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+    _, said = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 1 and said.startswith(b"millrace: ") and said.count(b"\n") == 1
+    assert message in said.decode()
+
+
+@pytest.mark.parametrize(("port", "what"), [("grpc", "is another gRPC port"), ("http", "speaks HTTP")])
+async def test_weights_are_set_by_workers_alone(
+    cluster: LocalCluster, port: str, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = cluster.address("router", port)
+    with pytest.raises(CommandError, match=f"1 of 1 workers failed: {address}"):
+        await act([address], worker_pb2.SetWeightsRequest())
+    assert f"{address} {what}; this command asks a worker's gRPC port" in capsys.readouterr().out
 
 
 async def test_malformed_http(cluster: LocalCluster) -> None:

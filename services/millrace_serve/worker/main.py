@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import signal
+import sys
 import uuid
 from collections.abc import Callable, MutableMapping, Sequence
 from pathlib import Path
@@ -161,7 +162,8 @@ def main(make_role: MakeRole, roles: Sequence[Role], environ: MutableMapping[str
 
     `environ`: the process's own, which its ranks inherit.
     """
-    parser = argparse.ArgumentParser(prog=f"millrace {roles[0]}", description=f"Run a worker: {' or '.join(roles)}.")
+    name = roles[-1] if f"role={roles[-1]}" in sys.argv else roles[0]  # as the user calls it
+    parser = argparse.ArgumentParser(prog=f"millrace {name}", description=f"Run a worker: {' or '.join(roles)}.")
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one key; repeatable")
     parser.add_argument("--announce", type=Path, metavar="FILE", help="write the bound ports there as JSON")
