@@ -124,6 +124,9 @@ async def test_the_playground_streams_an_answer_with_a_key_that_is_not_kept(page
 
 
 async def test_a_request_that_is_refused_or_stopped_says_so(page: Page) -> None:
+    await page.locator("#key").fill("ключ")
+    await page.locator("#send").click()
+    await shows(page, "#facts", "ISO-8859-1")
     await page.locator("#key").fill(KEY)
     await page.locator("#max-tokens").fill("1000000")
     await page.locator("#send").click()

@@ -15,7 +15,8 @@ function seconds(value) {
 }
 
 // Series of a card (card.js): what the last span had, and estimates of all spans.
-const now = (name, line, show = number.format) => ({ name, line, show, value: (recent) => recent.length ? line(recent.at(-1)) : undefined });
+const now = (name, line, show = number.format) =>
+  ({ name, line, show, value: (recent) => (recent.length ? line(recent.at(-1)) : undefined) });
 const rate = (count) => now("per second", (span) => count(span) / span.seconds, digits.format);
 const quantiles = (field) => ["p50", "p99"].map((name) =>
   ({ name, line: (span) => span[field]?.[name], show: seconds, value: (_, all) => all[field]?.[name] }));
@@ -77,16 +78,16 @@ function workerRow(worker) {
 }
 
 function pairRow(pair, names) {
-  const kind = { ready: "good", refused: "bad" }[pair.state] ?? "wait", name = (address) => names.get(address) || address;
-  const source = pair.source ? name(pair.source) : "itself";
+  const kind = { ready: "good", refused: "bad" }[pair.state] ?? "wait";
+  const name = (address) => names.get(address) || address, source = pair.source ? name(pair.source) : "itself";
   return [source, name(pair.worker), { text: pair.state, kind }, `${pair.attempts}`, pair.detail];
 }
 
 // Of a field that maps a reason to a number: reason, number in all spans, and how long ago it was seen.
 function reasonRows(recent, all, field) {
   const rows = Object.entries(all[field]).map(([reason, count]) => {
-    const last = recent.findLastIndex((traffic) => traffic[field][reason]);
-    return [reason.toLowerCase().replaceAll("_", " "), number.format(count), ago(sum(recent.slice(last + 1), "seconds"))];
+    const since = recent.slice(recent.findLastIndex((span) => span[field][reason]) + 1);
+    return [reason.toLowerCase().replaceAll("_", " "), number.format(count), ago(sum(since, "seconds"))];
   });
   return rows.sort();
 }
@@ -101,17 +102,25 @@ function showReasons(rows, name, none) {
   fill(find(name), rows);
 }
 
+function say(id, text) {  // what is said again would be read aloud again
+  if (find(id).textContent !== text) find(id).textContent = text;
+}
+
+function showState(text, kind) {
+  say("state", text);
+  find("state").className = `badge ${kind}`;
+}
+
 function show({ workers, pairs, router }) {
   const all = router.last_minutes ?? { requests: {}, retries: {} };
-  find("state").textContent = router.ready ? "ready" : "not ready";
-  find("state").className = `badge ${router.ready ? "good" : "bad"}`;
-  find("model").textContent = [...new Set(workers.map((worker) => worker.info?.model).filter(Boolean))].join(", ");
+  showState(...(router.ready ? ["ready", "good"] : ["not ready", "bad"]));
+  say("model", [...new Set(workers.map((worker) => worker.info?.model).filter(Boolean))].join(", "));
   for (const card of cards) card.show(router.recent, all);
   const routable = workers.filter((worker) => worker.routable).length;
-  find("workers-sum").textContent = `${routable} of ${workers.length} get requests`;
+  say("workers-sum", `${routable} of ${workers.length} get requests`);
   fill(find("worker-rows"), workers.map(workerRow));
   const ready = pairs.filter((pair) => pair.state === "ready");
-  find("pairs-sum").textContent = `${ready.length} of ${pairs.length} ready`;
+  say("pairs-sum", `${ready.length} of ${pairs.length} ready`);
   const names = new Map(workers.map((worker) => [worker.address, worker.name]));
   const rest = pairs.filter((pair) => pair.state !== "ready");
   fill(find("pair-rows"), [...rest, ...ready].map((pair) => pairRow(pair, names)));
@@ -122,7 +131,7 @@ function show({ workers, pairs, router }) {
 }
 
 function showTrouble(text) {
-  find("trouble").textContent = text;
+  say("trouble", text);
   find("trouble").hidden = text === "";
 }
 
@@ -135,9 +144,8 @@ async function refresh() {
     playground.found(body.router);
     showTrouble("");
   } catch (error) {
-    showTrouble(`The router did not answer at ${new Date().toLocaleTimeString()}: ${error.message}. What is below is older.`);
-    find("state").textContent = "no answer";
-    find("state").className = "badge bad";
+    showTrouble(`The router does not answer: ${error.message}. What is below is older.`);
+    showState("no answer", "bad");
   }
   setTimeout(refresh, PERIOD_MS);
 }

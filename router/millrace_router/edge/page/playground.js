@@ -1,4 +1,4 @@
-// One chat request to the public HTTP API. The key stays in its field: nothing stores it, and the form is not submitted.
+// One chat request to the public HTTP API. The key stays in its field: nothing stores it, and no form is submitted.
 const OF_CHART = "kubectl port-forward deployment/millrace-router 8001 8000";
 
 export class Playground {
@@ -15,6 +15,7 @@ export class Playground {
   found(router) {
     this.url = `${router.http_tls ? "https" : "http"}://${location.hostname}:${router.http_port}`;
     this.find("api").textContent = `${this.url}/v1/chat/completions`;
+    this.find("send").disabled = false;
   }
 
   async send() {
@@ -40,8 +41,8 @@ export class Playground {
       messages: [{ role: "user", content: value("message") }], max_tokens: Number(value("max-tokens")),
       temperature: Number(value("temperature")), stream: true, stream_options: { include_usage: true },
     };
-    const headers = { "content-type": "application/json", ...(key && { authorization: `Bearer ${key}` }) };
-    const options = { method: "POST", headers, body: JSON.stringify(body), signal, credentials: "omit", referrerPolicy: "no-referrer" };
+    const headers = new Headers({ "content-type": "application/json", ...(key && { authorization: `Bearer ${key}` }) });
+    const options = { method: "POST", headers, body: JSON.stringify(body), signal, credentials: "omit" };
     try {
       return await fetch(`${this.url}/v1/chat/completions`, options);
     } catch (error) {
@@ -51,20 +52,23 @@ export class Playground {
 
   // The browser does not tell a refusal from silence. An answer that no page may read shows which it was.
   async why(error) {
+    if (location.hostname.startsWith("[")) return "The playground needs this page at a name or an IPv4 address.";
     try {
       await fetch(`${this.url}/health`, { mode: "no-cors", credentials: "omit" });
     } catch {
-      return `Nothing answers this page at ${this.url} (${error.message}). On Kubernetes forward both ports: ${OF_CHART}`;
+      return `Nothing answers at ${this.url} (${error.message}). On Kubernetes forward both ports: ${OF_CHART}`;
     }
-    return `The router does not let this page read its answers. Add "${location.origin}" to its setting connections.cors.`;
+    return `The router does not let this page read answers. Add "${location.origin}" to its setting connections.cors.`;
   }
 
   async read(body, begun) {
+    const reader = body.pipeThrough(new TextDecoderStream()).getReader();
     let first, usage, rest = "";
-    for await (const piece of body.pipeThrough(new TextDecoderStream())) {
-      const events = (rest + piece).split("\n\n");
+    for (let read = await reader.read(); !read.done; read = await reader.read()) {
+      const events = (rest + read.value).split("\n\n");
       rest = events.pop();
-      for (const data of events.filter((event) => event.startsWith("data: {")).map((event) => JSON.parse(event.slice(6)))) {
+      for (const event of events.filter((text) => text.startsWith("data: {"))) {
+        const data = JSON.parse(event.slice(6));
         if (data.error) throw new Error(data.error.message);
         const delta = data.choices[0]?.delta ?? {}, text = (delta.reasoning_content ?? "") + (delta.content ?? "");
         if (text) first ??= performance.now();
@@ -72,9 +76,10 @@ export class Playground {
         usage = data.usage ?? usage;
       }
     }
-    const ended = performance.now(), tokens = usage?.completion_tokens ?? 0;
-    this.find("facts").textContent = `${tokens} tokens in ${((ended - begun) / 1000).toFixed(2)} s, the first text after `
-      + `${Math.round((first ?? ended) - begun)} ms`;
+    const ended = performance.now(), took = ((ended - begun) / 1000).toFixed(2);
+    const wait = Math.round((first ?? ended) - begun);
+    const tokens = usage?.completion_tokens ?? 0;
+    this.find("facts").textContent = `${tokens} tokens in ${took} s, the first text after ${wait} ms`;
   }
 }
 
