@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from millrace_chart.render import ROOT, Object, presets
-from millrace_testing.charts import GIVEN, PLAIN, VARIANTS, files_of, of_kind, pods, rendered
+from millrace_chart.render import CHART, NAMESPACE, RELEASE, ROOT, Object, presets, run
+from millrace_testing import kube_store
+from millrace_testing.charts import GIVEN, VARIANTS, files_of, of_kind, pods, rendered
 from millrace_testing.kube_upgrade import refused
 
 pytestmark = pytest.mark.helm
@@ -41,18 +42,6 @@ def maps(items: list[Object]) -> dict[str, Object]:
     return {item["metadata"]["name"]: item for item in of_kind(items, "ConfigMap")}
 
 
-def after_upgrade(before: dict[str, Object], after: dict[str, Object]) -> dict[str, Object]:
-    """What is there when Helm has gone from one render to the other, forwards or back: it deletes what has vanished,
-    unless the object says that it is to be kept.
-    """
-    kept = {
-        name: item
-        for name, item in before.items()
-        if (item["metadata"].get("annotations") or {}).get("helm.sh/resource-policy") == "keep"
-    }
-    return kept | after
-
-
 @pytest.mark.parametrize("name", EVERYTHING)
 def test_what_lasting_pods_mount_cannot_change(name: str) -> None:
     items = rendered(name)
@@ -61,8 +50,8 @@ def test_what_lasting_pods_mount_cannot_change(name: str) -> None:
         item = found[config]
         assert item["immutable"] and re.fullmatch(rf"{where.split('/')[1]}-[0-9a-f]{{10}}", config), where
         assert len(config) <= 63, "a label of that length can hold it"
-        notes = item["metadata"]["annotations"]
-        assert notes["argocd.argoproj.io/sync-options"] == "PruneLast=true", "Argo CD prunes when pods are replaced"
+        hook = item["metadata"]["annotations"]["helm.sh/hook"]
+        assert hook == "pre-install,pre-upgrade,pre-rollback", "Helm deletes no hook of an older revision"
     extra = {
         v["configMap"]["name"] for _, s in pods(of_kind(items, *LASTING)) for v in s["volumes"] if "configMap" in v
     }
@@ -79,16 +68,33 @@ def test_other_files_have_another_name_and_equal_ones_the_same(change: str) -> N
     assert not list(refused(before, after))
 
 
-@pytest.mark.parametrize("name", ["cpu-tiny", "statefulset", "groups"])
-def test_pods_of_both_revisions_find_their_files_after_an_upgrade_and_a_rollback(name: str) -> None:
-    first, second = (rendered(name, GIVEN, PLAIN, *more) for more in ((), ("logLevel=DEBUG",)))
-    assert not maps(first).keys() & set(mounted(second).values()), "all of them changed"
-    there = maps(first)
-    for revision in (second, first, second):  # helm upgrade, helm rollback, helm upgrade
-        there = after_upgrade(there, maps(revision))
-        for pods_of in (first, second):
-            for where, config in mounted(pods_of).items():
-                assert there[config]["data"] == maps(pods_of)[config]["data"], where
+@pytest.mark.parametrize("which", ["helm", pytest.param("oldest", marks=pytest.mark.helm("oldest"))])
+def test_pods_of_both_revisions_find_their_files_after_an_upgrade_and_a_rollback(which: str) -> None:
+    """A real helm; what it leaves is what pods of any revision find when they start again."""
+    seen: dict[str, Object] = {}
+    with kube_store.serving() as store:
+
+        def helm(command: str, *arguments: str) -> None:
+            access = ("--kube-apiserver", store.url, "--kube-token", "any", "--namespace", NAMESPACE)
+            run([command, RELEASE, *arguments, *access], which)
+            found = {name: item["data"] for (kind, name), item in store.objects.items() if kind == "ConfigMap"}
+            seen.update(mounted_data([it for (kind, _), it in store.objects.items() if kind in LASTING], found))
+            assert {name: found.get(name) for name in seen} == seen, command
+
+        helm("install", str(CHART))
+        first = dict(seen)
+        helm("upgrade", str(CHART), "--set", "logLevel=DEBUG")
+        assert len(seen) == 2 * len(first) == 6, "all of them changed"
+        helm("rollback", "1")
+        helm("upgrade", str(CHART), "--set", "logLevel=DEBUG")
+        helm("rollback")
+        helm("uninstall")
+        helm("install", str(CHART))
+    assert len(seen) == 6
+
+
+def mounted_data(items: list[Object], found: dict[str, Object]) -> dict[str, Object]:
+    return {config: found[config] for config in mounted(items).values()}
 
 
 KUBECTL = """#!/usr/bin/env bash

@@ -91,10 +91,11 @@ data:
 {{- printf "%s-%s" .name (sha256sum .files | trunc 10) -}}
 {{- end -}}
 
-{{/* What millrace.meta takes, with "files" TEXT, a map as YAML -> a ConfigMap of millrace.filesName. Helm never deletes it, and
-     Argo CD does so when a roll-out has ended: pods of older revisions need theirs. */}}
+{{/* What millrace.meta takes, with "files" TEXT, a map as YAML -> a ConfigMap of millrace.filesName. It is a hook, so that it
+     outlives its revision, whose pods may need it. With the policy "keep" it would too, but no rollback would take it. */}}
 {{- define "millrace.files" -}}
-{{- $annotations := dict "helm.sh/resource-policy" "keep" "argocd.argoproj.io/sync-options" "PruneLast=true" -}}
+{{- $annotations := dict "helm.sh/hook" "pre-install,pre-upgrade,pre-rollback" "helm.sh/hook-weight" "-10"
+  "helm.sh/hook-delete-policy" "before-hook-creation" -}}
 apiVersion: v1
 kind: ConfigMap
 metadata:
