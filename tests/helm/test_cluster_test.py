@@ -278,7 +278,7 @@ def test_the_changed_release_replaces_every_pod() -> None:
     """Without values files, as the roll-out installs it; and each Deployment has two pods before."""
     before, after = (objects(template((), sets)) for sets in (steps.TWO, steps.CHANGED))
     old, new = (
-        {it["metadata"]["name"]: it["spec"]["template"]["metadata"] for it in of_kind(items, "Deployment")}
+        {it["metadata"]["name"]: it["spec"]["template"] for it in of_kind(items, "Deployment")}
         for items in (before, after)
     )
     assert len(old) == 3 and all(old[name] != new[name] for name in old)
