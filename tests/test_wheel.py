@@ -36,7 +36,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_it_has_stubs_types_licence_the_page_and_the_small_model(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     packages = {name.split("/")[0] for name in names if name.endswith(".py")} - {"millrace", "millrace_bench"}
-    assert "millrace/v1/inference_pb2_grpc.py" in names
+    assert {"millrace/v1/inference_pb2_grpc.py", "millrace_cli/gpus.yaml"} <= {*names}
     assert {f"{package}/py.typed" for package in packages} <= {*names}, packages
     assert any(name.endswith("licenses/LICENSE") for name in names)
     for source, there in (("models/tiny", "millrace_cli/tiny/"), (f"router/{PAGE}", PAGE)):
