@@ -6,7 +6,7 @@ import itertools
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from millrace_router.openai.blocks import Blocks, Kind, Step
+from millrace_router.openai.blocks import ContentBlocks, Kind, Step
 from millrace_router.text import markers
 from millrace_router.text.call_stream import CallDelta
 from millrace_router.text.chat_format import ChatFormat, Style
@@ -25,7 +25,7 @@ def test_nothing_is_lost_however_the_text_is_cut(parts: list[str], data: st.Data
     text = "".join(parts)
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=12)) | {0, len(text)})
     pieces = [text[a:b] for a, b in itertools.pairwise(cuts)] or [""]
-    parser, blocks, told, open_ = parser_of(), Blocks(), {}, None
+    parser, blocks, told, open_ = parser_of(), ContentBlocks(), {}, None
     for i, piece in enumerate(pieces):
         for step, block, new in blocks.push(parser.push(piece, last=i + 1 == len(pieces)), last=i + 1 == len(pieces)):
             if step is Step.BEGIN:
@@ -50,7 +50,7 @@ def parser_of() -> MessageParser:
 
 
 def test_the_rest_of_a_call_stands_before_the_text_behind_it() -> None:
-    blocks = Blocks()
+    blocks = ContentBlocks()
     list(blocks.push(Said.of("", [CallDelta(0, "f", "{")]), last=False))
     list(blocks.push(Said.of("", [CallDelta(0, "", "}"), "Done.", CallDelta(1, "g", "{}")]), last=True))
     assert [(block.kind, block.name, block.text) for block in blocks.all] == [

@@ -53,7 +53,7 @@ class Step(enum.Enum):
 Change = tuple[Step, Block, str]  # and the new piece, with MORE
 
 
-class Blocks:
+class ContentBlocks:
     def __init__(self) -> None:
         self.all: list[Block] = []
         self._open: Block | None = None
@@ -105,7 +105,7 @@ class BlockForm(ABC):
     def __init__(self, answer: Answer, reading: Reading, shows_thoughts: bool = True) -> None:
         self.answer = answer
         self.reading = reading
-        self.blocks = Blocks()
+        self.blocks = ContentBlocks()
         self._shows_thoughts = shows_thoughts
 
     def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
