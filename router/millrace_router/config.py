@@ -82,7 +82,7 @@ class Limits(Config):
     message_bytes: int = Field(8 << 20, ge=1, lt=16 << 20)  # below the transport's own limit, whose error is less clear
 
 
-class Bodies(Config):
+class BodyLimits(Config):
     """Of HTTP requests, until they are read."""
 
     timeout: Seconds = Field(120.0, gt=0)  # from the headers to the end of the body
@@ -211,7 +211,7 @@ class RouterConfig(Config):
     timeouts: Timeouts = Timeouts()
     limits: Limits = Limits()
     connections: Connections = Connections()
-    bodies: Bodies = Bodies()
+    bodies: BodyLimits = BodyLimits()
     stream_interval: float = Field(0.0, ge=0, le=1)  # seconds between two rounds of sending; 0: as the load allows
     log_level: str = "INFO"
 

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from millrace_common.reasons import Reason
-from millrace_router.config import Bodies as Pace
+from millrace_router.config import BodyLimits as Pace
 from millrace_router.config import RouterConfig
 from millrace_router.edge import json_shape
 from millrace_router.edge.http_answers import body_deadline

@@ -24,7 +24,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from millrace_router.config import Bodies
+from millrace_router.config import BodyLimits
 from millrace_router.edge import encodings
 from millrace_router.flow.stream import gone
 from millrace_router.flow.tenant import caller
@@ -33,7 +33,7 @@ from millrace_router.flow.validate import check_size
 MESSAGES = "/v1/messages"  # the paths of the Anthropic API begin so
 COMMENT = b": keep-alive\n\n"  # of server-sent events, which clients skip
 GRACE_S = 10.0  # before a body has to come at its least rate
-PACE = Bodies()
+PACE = BodyLimits()
 LINE_BREAKS = re.compile("\x85|\u2028|\u2029".encode())  # of Unicode: JSON may have them as they are
 SIZE = "millrace.body_size"  # a scope's, once the body was read
 ANTHROPIC_TYPES = {
@@ -132,7 +132,7 @@ def _body(request: Request, error: MillraceError) -> dict[str, Any]:
 
 
 async def read_body(
-    request: Request, most: int, pace: Bodies = PACE, take: Callable[[int], None] = lambda count: None
+    request: Request, most: int, pace: BodyLimits = PACE, take: Callable[[int], None] = lambda count: None
 ) -> bytes:
     """Return the body, decoded. `take` gets the bytes as they come, and may raise. The rest of a body that is refused
     is not read: its answer is the last one of the connection.
@@ -173,6 +173,6 @@ def received(request: Request) -> bool:
     return line is not None and line.received
 
 
-def body_deadline(begun: float, size: int, pace: Bodies) -> float:
+def body_deadline(begun: float, size: int, pace: BodyLimits) -> float:
     """Until when more has to come of a body of which `size` bytes are there."""
     return begun + min(pace.timeout, GRACE_S + size / pace.bytes_per_s)
