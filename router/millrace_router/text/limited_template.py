@@ -55,7 +55,7 @@ class LimitedTemplate:
             budget.stop()
 
 
-class Budget(threading.local):
+class TemplateBudget(threading.local):
     """What is left for the rendering of this thread."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -112,7 +112,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
     def __init__(self, clock: Callable[[], float] = time.thread_time, **options: Any) -> None:
         """`clock`: seconds that this thread has had; other threads and processes take none of a rendering's."""
-        self.budget = Budget(clock)
+        self.budget = TemplateBudget(clock)
         super().__init__(finalize=self._written, **options)
         self.binop_table.update({"+": _sum, "*": _product, "**": _power})
         del self.globals["lipsum"]  # any amount of text
