@@ -30,7 +30,7 @@ SMALL_TOKENS = 16  # up to so many tokens the read of the weight dominates, and 
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class KernelChoice:
     target: str  # `import.path:function`, with the signature of the op; empty: the reference
     needs: str = ""  # a library that must be installed, or what it must offer: `import.path:function`
     min_size: int = 0
@@ -49,43 +49,45 @@ class Choice:
 
 
 PLAIN, E4M3 = "sm80+", "sm89+"  # GPUs on which Triton compiles kernels without and with E4M3
-REFERENCE = Choice("", capability=PLAIN)
+REFERENCE = KernelChoice("", capability=PLAIN)
 
 
-def _ours(target: str, max_size: int = 1 << 62, when: str = "", on: str = PLAIN) -> tuple[Choice]:
+def _ours(target: str, max_size: int = 1 << 62, when: str = "", on: str = PLAIN) -> tuple[KernelChoice]:
     """The row of one of our Triton kernels."""
-    return (Choice(f"millrace_kernels.triton.{target}", "triton", max_size=max_size, when=when, capability=on),)
+    return (KernelChoice(f"millrace_kernels.triton.{target}", "triton", max_size=max_size, when=when, capability=on),)
 
 
-def _flashinfer(function: str, needs: str, status: Literal["untested", "compared"], capability: str = "sm90") -> Choice:
+def _flashinfer(
+    function: str, needs: str, status: Literal["untested", "compared"], capability: str = "sm90"
+) -> KernelChoice:
     target = f"millrace_kernels.lib.flashinfer_gemm:{function}"
-    return Choice(target, f"flashinfer.gemm:{needs}", capability=capability, status=status)
+    return KernelChoice(target, f"flashinfer.gemm:{needs}", capability=capability, status=status)
 
 
-TABLE: dict[str, tuple[Choice, ...]] = {
+TABLE: dict[str, tuple[KernelChoice, ...]] = {
     # dense
     "fp8.quant_groups": _ours("quant:quant_groups", on=E4M3),
     "fp8.fp8_linear": (
         *_ours("fp8_linear:fp8_linear", 256, "millrace_kernels.triton.fp8_linear:is_measured", E4M3),
-        Choice("millrace_kernels.lib.deep_gemm:fp8_linear", needs="deep_gemm"),
+        KernelChoice("millrace_kernels.lib.deep_gemm:fp8_linear", needs="deep_gemm"),
         _flashinfer("fp8_linear_cutlass", "gemm_fp8_nt_groupwise", "untested", "sm100 sm103 sm120 sm121"),
         *_ours("fp8_linear:fp8_linear", on=E4M3),
         _flashinfer("fp8_linear_trtllm", "gemm_fp8_nt_groupwise", "compared", "sm100 sm103"),
         _flashinfer("fp8_linear_sm90", "fp8_blockscale_gemm_sm90", "compared"),
     ),
-    "fp8.compile_ahead": (Choice("millrace_kernels.lib.deep_gemm:compile_ahead", needs="deep_gemm"),),
+    "fp8.compile_ahead": (KernelChoice("millrace_kernels.lib.deep_gemm:compile_ahead", needs="deep_gemm"),),
     "fp8.small_linear": _ours("small_linear:small_linear", on=E4M3),
     "int8.quant_rows": _ours("int8:quant_rows"),
     "int8.int8_linear": (
         *_ours("int8:int8_linear"),
-        Choice("millrace_kernels.lib.cublas:int8_linear", min_size=17, capability=PLAIN),
+        KernelChoice("millrace_kernels.lib.cublas:int8_linear", min_size=17, capability=PLAIN),
     ),
     "rms_norm.rms_norm": _ours("rms_norm:rms_norm"),
     "silu_mul.silu_mul": _ours("quant:silu_mul"),
     # experts
     "moe_gate.gate_logits": (
         *_ours("moe_gate:gate_logits", max_size=256),
-        Choice("millrace_kernels.lib.cublas:gate_logits", capability=PLAIN),
+        KernelChoice("millrace_kernels.lib.cublas:gate_logits", capability=PLAIN),
     ),
     "moe_gate.moe_gate": _ours("moe_gate:moe_gate"),
     "expert_slots.expert_slots": _ours("expert_slots:expert_slots"),
@@ -96,12 +98,12 @@ TABLE: dict[str, tuple[Choice, ...]] = {
     "moe_experts.moe_experts_fp8": (
         *_ours("moe_grouped:moe_experts_fp8", when="millrace_kernels.triton.moe_grouped:is_fastest", on=E4M3),
         *_ours("moe_small:moe_experts_fp8", max_size=SMALL_TOKENS, on=E4M3),
-        Choice("millrace_kernels.lib.deep_gemm_grouped:moe_experts_fp8", needs="deep_gemm"),
+        KernelChoice("millrace_kernels.lib.deep_gemm_grouped:moe_experts_fp8", needs="deep_gemm"),
         *_ours("moe_grouped:moe_experts_fp8", on=E4M3),
     ),
     "moe_experts.moe_experts_int8": _ours("int8:moe_experts_int8"),
-    "moe_experts.moe_experts_other": (Choice("millrace_kernels.lib.cublas:moe_experts_other", capability=PLAIN),),
-    "moe_masked.moe_masked": (Choice("millrace_kernels.lib.deep_gemm_masked:moe_masked", needs="deep_gemm"),),
+    "moe_experts.moe_experts_other": (KernelChoice("millrace_kernels.lib.cublas:moe_experts_other", capability=PLAIN),),
+    "moe_masked.moe_masked": (KernelChoice("millrace_kernels.lib.deep_gemm_masked:moe_masked", needs="deep_gemm"),),
     # decode rows, sampling, acceptance
     "decode_rows.decode_rows": _ours("decode_rows:decode_rows"),
     "embed_part.embed_part": _ours("embed_part:embed_part"),
@@ -125,14 +127,14 @@ TABLE: dict[str, tuple[Choice, ...]] = {
     "mla_expand.rope_q": _ours("mla_expand:rope_q"),
     "merge_state.merge_state": _ours("merge_state:merge_state"),
     "kv_gather.kv_gather": _ours("kv_gather:kv_gather"),
-    "mla_decode.plan": (Choice("millrace_kernels.lib.flash_mla:schedule", needs="flash_mla"),),
+    "mla_decode.plan": (KernelChoice("millrace_kernels.lib.flash_mla:schedule", needs="flash_mla"),),
     "mla_decode.mla_decode": (
-        Choice("millrace_kernels.lib.flash_mla:mla_decode", needs="flash_mla"),
+        KernelChoice("millrace_kernels.lib.flash_mla:mla_decode", needs="flash_mla"),
         *_ours("mla_decode:mla_decode"),
     ),
-    "mla_prefill.plan": (Choice("millrace_kernels.lib.flashinfer:schedule", needs="flashinfer"),),
+    "mla_prefill.plan": (KernelChoice("millrace_kernels.lib.flashinfer:schedule", needs="flashinfer"),),
     "mla_prefill.mla_prefill": (
-        Choice("millrace_kernels.lib.flashinfer:mla_prefill", needs="flashinfer"),
+        KernelChoice("millrace_kernels.lib.flashinfer:mla_prefill", needs="flashinfer"),
         *_ours("mla_prefill:mla_prefill"),
     ),
     # sparse attention
@@ -140,11 +142,11 @@ TABLE: dict[str, tuple[Choice, ...]] = {
     "indexer.index_store": _ours("indexer:index_store", on=E4M3),
     "indexer.masked": _ours("indexer:masked"),
     "indexer.chosen_rows": _ours("indexer:chosen_rows"),
-    "indexer.plan": (Choice("millrace_kernels.lib.deep_gemm_indexer:schedule", needs="deep_gemm"),),
-    "indexer.index_logits": (Choice("millrace_kernels.lib.deep_gemm_indexer:index_logits", needs="deep_gemm"),),
+    "indexer.plan": (KernelChoice("millrace_kernels.lib.deep_gemm_indexer:schedule", needs="deep_gemm"),),
+    "indexer.index_logits": (KernelChoice("millrace_kernels.lib.deep_gemm_indexer:index_logits", needs="deep_gemm"),),
     "mla_sparse.mla_sparse": (
         *_ours("indexer:mla_sparse", when="millrace_kernels.lib.flash_mla_sparse:is_slower"),
-        Choice("millrace_kernels.lib.flash_mla_sparse:mla_sparse", needs="flash_mla"),
+        KernelChoice("millrace_kernels.lib.flash_mla_sparse:mla_sparse", needs="flash_mla"),
         *_ours("indexer:mla_sparse"),
     ),
 }
@@ -179,7 +181,7 @@ def implementation(
     return _load(target) if target else None
 
 
-def choices(op: str, device: torch.device) -> tuple[Choice, ...]:
+def choices(op: str, device: torch.device) -> tuple[KernelChoice, ...]:
     """The rows of `op` that can run on `device`, best first: right capability, library there. Those that are there for
     comparison are among them.
     """
@@ -231,7 +233,7 @@ def _load(target: str) -> Callable[..., Any]:
 
 
 @functools.cache
-def _available(op: str, capability: str, compared: bool) -> tuple[Choice, ...]:
+def _available(op: str, capability: str, compared: bool) -> tuple[KernelChoice, ...]:
     rows = [row for row in TABLE.get(op, ()) if row.runs_on(capability) and (compared or row.status != "compared")]
     found = tuple(row for row in rows if _has(row.needs))
     for row in found:

@@ -39,7 +39,7 @@ from millrace_bench.kernels.tune_few import Experts, Linear
 from millrace_bench.kernels.tuned_file import Entry
 from millrace_bench.kernels.tuning import Clock, Found
 from millrace_kernels import backend, tuned
-from millrace_kernels.backend import Choice
+from millrace_kernels.backend import KernelChoice
 from millrace_kernels.fp8 import BLOCK, Fp8, fp8_linear
 from millrace_kernels.gpu import Gpu
 from millrace_kernels.moe_experts import reference_experts
@@ -121,7 +121,9 @@ def test_without_rows_the_candidate_is_the_reference() -> None:
 
 
 def test_two_candidates_of_a_module_are_two_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = tuple(Choice(f"millrace_kernels.triton.mla_absorb:{name}") for name in ("absorb_q_small", "absorb_q_many"))
+    rows = tuple(
+        KernelChoice(f"millrace_kernels.triton.mla_absorb:{name}") for name in ("absorb_q_small", "absorb_q_many")
+    )
     monkeypatch.setattr(backend, "choices", lambda op, device: rows)
     assert list(candidates("mla_absorb.absorb_q", lambda: 7, CPU)) == [
         "triton.mla_absorb", "triton.mla_absorb:absorb_q_many"
@@ -132,7 +134,10 @@ def test_what_is_compared_is_timed_only_where_it_is_wanted(monkeypatch: pytest.M
     def product(x: Fp8, weight: Fp8, out_dtype: torch.dtype) -> str:
         return os.environ.get("TRTLLM_DG_ENABLED", "unset")
 
-    rows = (Choice("millrace_kernels.triton.a:a"), Choice("millrace_kernels.lib.flashinfer_gemm:b", status="compared"))
+    rows = (
+        KernelChoice("millrace_kernels.triton.a:a"),
+        KernelChoice("millrace_kernels.lib.flashinfer_gemm:b", status="compared"),
+    )
     monkeypatch.setattr(backend, "choices", lambda op, device: rows)
     monkeypatch.setattr(dense, "fp8_linear", product)
     monkeypatch.setattr(case_module, "forced", lambda op, target, call: call())

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from millrace_kernels import backend
-from millrace_kernels.backend import REFERENCE, Choice, choices, forced, implementation, prefer
+from millrace_kernels.backend import REFERENCE, KernelChoice, choices, forced, implementation, prefer
 
 OP = "kv_gather.kv_gather"
 CPU = torch.device("cpu")
@@ -44,10 +44,10 @@ def test_an_op_without_a_row_runs_its_reference(on_gpu: torch.device) -> None:
 
 def test_the_first_row_that_serves_the_size_wins(on_gpu: torch.device) -> None:
     backend.TABLE[OP] = (
-        Choice("math:hypot", max_size=16),
-        Choice("math:pow", min_size=64, capability="sm100"),
-        Choice("math:log", min_size=64, status="compared"),
-        Choice("math:fmod", min_size=64),
+        KernelChoice("math:hypot", max_size=16),
+        KernelChoice("math:pow", min_size=64, capability="sm100"),
+        KernelChoice("math:log", min_size=64, status="compared"),
+        KernelChoice("math:fmod", min_size=64),
     )
     assert implementation(OP, on_gpu, 16)(3, 4) == 5
     assert implementation(OP, on_gpu, 17) is None
@@ -57,14 +57,14 @@ def test_the_first_row_that_serves_the_size_wins(on_gpu: torch.device) -> None:
 
 def test_a_row_may_ask_for_more_than_the_size(on_gpu: torch.device) -> None:
     backend.TABLE[OP] = (
-        Choice("math:hypot", when="operator:eq"),
-        Choice("math:fmod", when="operator:ne"),
+        KernelChoice("math:hypot", when="operator:eq"),
+        KernelChoice("math:fmod", when="operator:ne"),
     )
     assert implementation(OP, on_gpu, 16, (3, 4))(7, 4) == 3
 
 
 def test_a_missing_library_is_named_and_skipped(on_gpu: torch.device, caplog: pytest.LogCaptureFixture) -> None:
-    backend.TABLE[OP] = (Choice("math:hypot", needs="no_such_library"), Choice("math:fmod"))
+    backend.TABLE[OP] = (KernelChoice("math:hypot", needs="no_such_library"), KernelChoice("math:fmod"))
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert implementation(OP, on_gpu, 1)(7, 4) == 3
