@@ -306,7 +306,7 @@ def test_attention_fills_its_tables() -> None:
 
 
 def test_experts_fill_one_row_for_each_expected_number_of_rows() -> None:
-    config, found = moe_grouped.Config(16, Launch(4, 3), Launch(4, 3)), dict[Any, Entry]()
+    config, found = moe_grouped.MoeGroupedConfig(16, Launch(4, 3), Launch(4, 3)), dict[Any, Entry]()
     for job in tune_moe.jobs():
         for entry in tune_moe.entries_of(job, config, float(job.num), {}):
             assert entry.key not in found

@@ -193,7 +193,7 @@ def test_launches_of_a_layer(ours: bool, monkeypatch: pytest.MonkeyPatch) -> Non
         library.m_grouped_fp8_gemm_nt_contiguous = lambda *args, **kwargs: launches.names.append("deep_gemm")
         if ours:
             left = Launch(4, 3, left=True)
-            moe_grouped.run(*arguments, shared_expert=False, config=moe_grouped.Config(32, left, left))
+            moe_grouped.run(*arguments, shared_expert=False, config=moe_grouped.MoeGroupedConfig(32, left, left))
         else:
             grouped.moe_experts_fp8(*arguments)
     between = ["_gate_up_kernel", "_down_kernel"]

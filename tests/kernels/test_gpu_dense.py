@@ -117,7 +117,7 @@ def test_fp8_linear_in_parts(n: int, k: int) -> None:
         x = fp8.quant_groups(rows(num, k))
         wanted = expected(lambda x=x: fp8.fp8_linear(x, weight, torch.float32))
         for splits, tma, joined in ((1, True, True), (3, True, True), (5, True, False), (4, False, True)):
-            chosen = fp8_linear.Config(*tile, min(splits, most), 4, 3, tma=tma, joined=joined)
+            chosen = fp8_linear.Fp8LinearConfig(*tile, min(splits, most), 4, 3, tma=tma, joined=joined)
             found = [fp8_linear.fp8_linear(x, weight, torch.bfloat16, chosen) for _ in range(3)]
             assert_close(found[0], wanted, 1e-2)
             assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])

@@ -117,7 +117,9 @@ def test_weights_as_the_left_operand(
 ) -> None:
     """Also with several blocks of an expert."""
     launches = (Launch(warps, stages, left=True), Launch(warps, stages, left=True))
-    monkeypatch.setattr(moe_grouped, "config", lambda rows, held, size: moe_grouped.Config(block_m, *launches))
+    monkeypatch.setattr(
+        moe_grouped, "config", lambda rows, held, size: moe_grouped.MoeGroupedConfig(block_m, *launches)
+    )
     with forced(**{"moe_experts.moe_experts_fp8": "millrace_kernels.triton.moe_grouped:moe_experts_fp8"}):
         check(num, V3_TP8, EP8_HELD, EP8_FIRST, EP8_SIZE, True, False)
 

@@ -46,7 +46,7 @@ def test_int8_linear_is_exact(num: int, n: int, k: int) -> None:
         assert int8_linear(x, stack, torch.bfloat16).dtype == torch.bfloat16
     assert_close(found, exact)
     assert_close(triton, exact)
-    for chosen in (ours.Config(16, 64, 4, 3), ours.Config(64, 128, 8, 2)):
+    for chosen in (ours.Int8LinearConfig(16, 64, 4, 3), ours.Int8LinearConfig(64, 128, 8, 2)):
         assert torch.equal(ours.int8_linear(x, stack, torch.float32, chosen), triton)
 
 

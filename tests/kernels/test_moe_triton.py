@@ -115,13 +115,15 @@ def test_grouped_plain(num: int, shared: bool) -> None:
     assert_close(out, ref_experts.moe_experts(*arguments, shared_expert=shared))
 
 
-LEFT = moe_grouped.Config(32, Launch(4, 3, left=True), Launch(4, 3, 64, left=True))
+LEFT = moe_grouped.MoeGroupedConfig(32, Launch(4, 3, left=True), Launch(4, 3, 64, left=True))
 
 
 @pytest.mark.parametrize("num", [1, 21])
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("config", [moe_grouped.CONFIGS[16], LEFT], ids=["rows left", "weights left"])
-def test_grouped_fp8(num: int, shared: bool, config: moe_grouped.Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grouped_fp8(
+    num: int, shared: bool, config: moe_grouped.MoeGroupedConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x, weights, experts, (w13, w2) = case(num, 256, 128, torch.bfloat16, True, shared)
     quantised = Operand(None, quant_groups(x))
     expected = ref_experts.moe_experts(x, weights, experts, w13, w2, shared_expert=shared)
@@ -173,7 +175,7 @@ def test_few_tokens_take_the_kernels_for_few_where_experts_are_small() -> None:
 
 def test_weights_as_the_left_operand_want_rows() -> None:
     x, weights, experts, (w13, w2) = case(5, 256, 128, torch.bfloat16, fp8=True)
-    operand, config = Operand(None, quant_groups(x)), moe_grouped.Config(16, *[Launch(4, 3, left=True)] * 2)
+    operand, config = Operand(None, quant_groups(x)), moe_grouped.MoeGroupedConfig(16, *[Launch(4, 3, left=True)] * 2)
     with pytest.raises(AssertionError, match="block_m 16: with the weight as left operand 32 or more"):
         moe_grouped.run(operand, weights, experts, w13, w2, shared_expert=False, config=config)
 

@@ -18,7 +18,7 @@ from millrace_kernels.triton import quant as kernels
 from millrace_kernels.triton import rms_norm
 from millrace_kernels.triton import small_linear as small
 from millrace_kernels.triton.gemv import Gemv
-from millrace_kernels.triton.small_linear import Config, config
+from millrace_kernels.triton.small_linear import SmallLinearConfig, config
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU test_gpu_dense.py runs the same kernels")
@@ -150,20 +150,20 @@ def test_small_linear(num: int, n: int, k: int) -> None:
     assert_close(found, exact)
     if num > 1:
         for splits in (1, 3):
-            assert_close(small.small_linear(x, weight, Config(32, splits, 4, 2)), exact)
+            assert_close(small.small_linear(x, weight, SmallLinearConfig(32, splits, 4, 2)), exact)
 
 
 MID = [
-    mid.Config(32, 64, 1, 4, 3),
-    mid.Config(64, 128, 2, 4, 3),
-    mid.Config(128, 64, 3, 4, 3, tma=False),
-    mid.Config(64, 64, 3, 4, 3, joined=False),
+    mid.Fp8LinearConfig(32, 64, 1, 4, 3),
+    mid.Fp8LinearConfig(64, 128, 2, 4, 3),
+    mid.Fp8LinearConfig(128, 64, 3, 4, 3, tma=False),
+    mid.Fp8LinearConfig(64, 64, 3, 4, 3, joined=False),
 ]
 
 
 @pytest.mark.parametrize("chosen", [None, *MID])
 @pytest.mark.parametrize(("num", "n", "k"), [(0, 128, 128), (17, 200, 200), (65, 136, 384)])
-def test_fp8_linear(num: int, n: int, k: int, chosen: mid.Config | None) -> None:
+def test_fp8_linear(num: int, n: int, k: int, chosen: mid.Fp8LinearConfig | None) -> None:
     x = kernels.quant_groups(strided_rows(num, k, torch.bfloat16), (1, 1))
     weight = quant_blocks(torch.randn(n, k, generator=torch.Generator().manual_seed(1)))
     found = mid.fp8_linear(x, weight, torch.float32, chosen or mid.config(num, n, k))
@@ -175,7 +175,7 @@ def test_fp8_linear(num: int, n: int, k: int, chosen: mid.Config | None) -> None
 
 def test_parts_of_a_replayed_step_are_joined_again() -> None:
     x, weight = kernels.quant_groups(torch.randn(20, 384), (1, 1)), quant_blocks(torch.randn(136, 384))
-    scratch, chosen = Scratch(torch.device("cpu")), mid.Config(32, 64, 3, 4, 3)
+    scratch, chosen = Scratch(torch.device("cpu")), mid.Fp8LinearConfig(32, 64, 3, 4, 3)
     found = []
     for _ in range(2):
         with scratch.step():
@@ -185,16 +185,18 @@ def test_parts_of_a_replayed_step_are_joined_again() -> None:
 
 
 def test_a_measured_shape_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(mid.MEASURED.rows, (128, 24, 256), mid.Config(128, 64, 2, 4, 3))
+    monkeypatch.setitem(mid.MEASURED.rows, (128, 24, 256), mid.Fp8LinearConfig(128, 64, 2, 4, 3))
     row = TABLE["fp8.fp8_linear"][0]
     assert row.serves(65, (24, 256)) and row.serves(128, (24, 256)) and mid.config(100, 24, 256).splits == 2
     assert not any(row.serves(num, (24, 256)) for num in (64, 129, 512))
     assert not row.serves(128, (24, 128))
 
 
-@pytest.mark.parametrize("chosen", [Gemv(4, 512, 1), Gemv(8, 1024, 4), Gemv(2, 2048, 4), Config(32, 3, 4, 2)])
+@pytest.mark.parametrize(
+    "chosen", [Gemv(4, 512, 1), Gemv(8, 1024, 4), Gemv(2, 2048, 4), SmallLinearConfig(32, 3, 4, 2)]
+)
 @pytest.mark.parametrize(("num", "n", "k"), [(1, 203, 1352), (1, 64, 2048), (3, 203, 1352), (4, 64, 2048)])
-def test_few_rows_in_tiles(num: int, n: int, k: int, chosen: Gemv | Config) -> None:
+def test_few_rows_in_tiles(num: int, n: int, k: int, chosen: Gemv | SmallLinearConfig) -> None:
     """The last tile ends within the weight, beyond it, or with it; so do the last rows."""
     x = strided_rows(num, k, torch.bfloat16)
     weight = quant_blocks(torch.randn(n, k, generator=torch.Generator().manual_seed(1)))

@@ -57,10 +57,10 @@ def test_on_an_h200_its_own_file_holds(here: Gpu, caplog: pytest.LogCaptureFixtu
         for row in rows:
             assert "as" in row or {"commit", "triton"} <= set(row), (name, row)
             assert "as" not in row or row["as"] in [other["key"] for other in rows], (name, row)
-    assert fp8_linear.config(100, 24576, 1536) == fp8_linear.Config(128, 64, 1, 4, 3, 168)
+    assert fp8_linear.config(100, 24576, 1536) == fp8_linear.Fp8LinearConfig(128, 64, 1, 4, 3, 168)
     assert small_linear.config(1, 2112, 7168) == small_linear.Gemv(2, 1024, 2)
     launch = moe_grouped.Launch(4, 3, left=True)
-    assert moe_grouped.config(32, 33, 2048) == moe_grouped.Config(32, launch, launch)
+    assert moe_grouped.config(32, 33, 2048) == moe_grouped.MoeGroupedConfig(32, launch, launch)
     assert mla_absorb.ABSORB.get(256, 16, 2) == mla_absorb.Tile(64, 8, 128)
 
 
@@ -76,7 +76,7 @@ def test_another_hopper_takes_the_nearest_file_and_says_so_once(here: Gpu, caplo
 @pytest.mark.parametrize("here", [B200], indirect=True)
 def test_another_architecture_has_estimates(here: Gpu, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        assert Table("fp8_linear", fp8_linear.Config).rows == {} and Table("small_linear").get(1, 2, 3) is None
+        assert Table("fp8_linear", fp8_linear.Fp8LinearConfig).rows == {} and Table("small_linear").get(1, 2, 3) is None
     (record,) = caplog.records
     assert "tuned on no sm100" in record.getMessage()
 
@@ -100,9 +100,9 @@ def on(monkeypatch: pytest.MonkeyPatch, sms: int, shared: int) -> None:
 def test_estimates_follow_the_number_of_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, 132, gpu_module.H200_SHARED)
     wide, split = fp8_linear._estimate(4096, 7168, 2048), fp8_linear._estimate(128, 2112, 7168).splits
-    assert wide == fp8_linear.Config(128, 128, 1, 8, 4) and mla_decode.config(16, bfloat16).programs == 264
+    assert wide == fp8_linear.Fp8LinearConfig(128, 128, 1, 8, 4) and mla_decode.config(16, bfloat16).programs == 264
     on(monkeypatch, 78, gpu_module.H200_SHARED)
-    assert fp8_linear._estimate(4096, 7168, 2048) == fp8_linear.Config(64, 128, 1, 4, 4)
+    assert fp8_linear._estimate(4096, 7168, 2048) == fp8_linear.Fp8LinearConfig(64, 128, 1, 4, 4)
     assert 1 < fp8_linear._estimate(128, 2112, 7168).splits < split
     assert mla_decode.config(16, bfloat16).programs == 156
 
@@ -128,7 +128,7 @@ def test_estimates_fit_into_less_shared_memory(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_tuner_replaces_what_it_measured_and_keeps_the_rest(tmp_path: Path) -> None:
-    config, other = fp8_linear.Config(32, 64, 1, 4, 4), small_linear.Gemv(2, 512, 1)
+    config, other = fp8_linear.Fp8LinearConfig(32, 64, 1, 4, 4), small_linear.Gemv(2, 512, 1)
     first = [
         Entry("a", (2, 1), config, 1.234, {"b": 2.0}),
         Entry("a", (1, 1), other, 1.0),

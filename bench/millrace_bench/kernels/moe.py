@@ -158,7 +158,7 @@ def _others(
         calls["small"] = functools.partial(moe_small.moe_experts_fp8, x, *rest, **options)  # type: ignore[arg-type]
     if SMALL_TOKENS < num <= 1024:
         launch = moe_grouped.Launch(4, 2)
-        untuned = moe_grouped.Config(64, launch, launch._replace(block_n=64))
+        untuned = moe_grouped.MoeGroupedConfig(64, launch, launch._replace(block_n=64))
         calls["grouped, untuned"] = functools.partial(
             moe_grouped.run, *arguments, shared_expert=rank.shared, config=untuned
         )

@@ -115,7 +115,9 @@ def _decode(draw: Draw, heads: int, batch: int, keys: int) -> Task:
     used = mla_decode.config(heads, draw.dtype)
     widths, programs = ((16, 32, 64), (32, 64, 132, 264)) if batch <= 4 else ((32, 64), (132, 264, 528))
     others = itertools.product((16, 32, 64), widths, programs, (4, 8), (2, 3))
-    options = dict.fromkeys((used, *(mla_decode.Config(*other) for other in others if other[0] <= max(heads, 16))))
+    options = dict.fromkeys(
+        (used, *(mla_decode.MlaDecodeConfig(*other) for other in others if other[0] <= max(heads, 16)))
+    )
     make = functools.partial(attention_inputs.mla_decode, draw, (keys,) * batch, 1, heads, draw.dtype)
     chosen = [{"chosen": option} for option in options]
     return Task("mla_decode", f"H={heads} B={batch} L={keys}", make, mla_decode.mla_decode, chosen, draw)
@@ -124,7 +126,7 @@ def _decode(draw: Draw, heads: int, batch: int, keys: int) -> Task:
 def _prefill(draw: Draw, heads: int, num: int) -> Task:
     used = mla_prefill.config(num, draw.dtype)
     others = itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3))
-    options = dict.fromkeys((used, *(mla_prefill.Config(*other) for other in others)))
+    options = dict.fromkeys((used, *(mla_prefill.MlaPrefillConfig(*other) for other in others)))
     make = functools.partial(attention_inputs.mla_prefill, draw, (num,), (num,), heads, True, padding=0)
     chosen = [{"chosen": option} for option in options]
     return Task("mla_prefill", f"T={num} H={heads}", make, mla_prefill.mla_prefill, chosen, draw)

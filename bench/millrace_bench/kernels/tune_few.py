@@ -19,7 +19,7 @@ from millrace_kernels.fp8 import BLOCK, Fp8, quant_blocks, reference_small_linea
 from millrace_kernels.moe_experts import reference_experts
 from millrace_kernels.triton import moe_one, moe_small
 from millrace_kernels.triton.gemv import Gemv
-from millrace_kernels.triton.small_linear import MEASURED, Config, config, reduce_parts, small_linear
+from millrace_kernels.triton.small_linear import MEASURED, SmallLinearConfig, config, reduce_parts, small_linear
 from torch import Tensor
 
 from millrace_bench.kernels.dense import EP8, TP8
@@ -118,10 +118,10 @@ class Linear(FewTokens):
     def options(self) -> list[Any]:
         used, few = config(self.num, self.n, self.k), max(self.k // BLOCK // 3, 1)
         if self.num <= 4:
-            dots = [Config(32, splits, 4, 6) for splits in (1, 4) if splits <= few]
+            dots = [SmallLinearConfig(32, splits, 4, 6) for splits in (1, 4) if splits <= few]
             return list(dict.fromkeys((used, *(Gemv(*tile) for tile in gemv_tiles(self.k)), *dots)))
         sizes = itertools.product((16, 32, 64), (1, 2, 4, 8), (4, 6))
-        others = [Config(block_n, splits, 4, stages) for block_n, splits, stages in sizes if splits <= few]
+        others = [SmallLinearConfig(block_n, splits, 4, stages) for block_n, splits, stages in sizes if splits <= few]
         programs = {other: -(-self.n // other.block_n) * other.splits for other in others}
         return list(dict.fromkeys((used, *(other for other in others if 100 <= programs[other] <= 1100))))
 
@@ -140,7 +140,7 @@ class Linear(FewTokens):
         num = self.num if isinstance(option, Gemv) else 16
         weight = Fp8(torch.zeros(256, k, dtype=torch.uint8, device=CUDA).view(torch.float8_e4m3fn), _scales(256, k))
         small_linear(torch.zeros(num, k, dtype=torch.bfloat16, device=CUDA), weight, option)
-        if isinstance(option, Config) and option.splits > 1:
+        if isinstance(option, SmallLinearConfig) and option.splits > 1:
             reduce_parts(torch.zeros(option.splits, 256, device=CUDA), torch.zeros(256, device=CUDA).bfloat16())
 
     @functools.cached_property
@@ -182,11 +182,11 @@ class Experts(FewTokens):
         others: list[Any]
         if self.num > 4:
             sizes = itertools.product((16, 32, 64), (4, 8), (4, 6))
-            others = [moe_small.Config(*size) for size in sizes]
+            others = [moe_small.MoeSmallConfig(*size) for size in sizes]
         elif self.down:
-            others = [moe_one.Config(*tile) for tile in gemv_tiles(2304)]
+            others = [moe_one.MoeOneConfig(*tile) for tile in gemv_tiles(2304)]
         else:  # gate and up: twice the loads
-            others = [moe_one.Config(n // 2, k, warps) for n, k, warps in gemv_tiles(7168) if n <= 8]
+            others = [moe_one.MoeOneConfig(n // 2, k, warps) for n, k, warps in gemv_tiles(7168) if n <= 8]
         return list(dict.fromkeys((used, *others)))
 
     def key(self, option: Any) -> Any:

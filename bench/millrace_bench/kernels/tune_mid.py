@@ -15,7 +15,7 @@ from millrace_kernels.fp8 import BLOCK, Fp8, dequant_blocks, quant_blocks, quant
 from millrace_kernels.gpu import sms
 from millrace_kernels.lib import deep_gemm
 from millrace_kernels.scratch import Scratch
-from millrace_kernels.triton.fp8_linear import Config, fp8_linear
+from millrace_kernels.triton.fp8_linear import Fp8LinearConfig, fp8_linear
 from torch import Tensor
 
 from millrace_bench.kernels.driver import COLD_BYTES
@@ -34,33 +34,37 @@ STEP = 16  # products at least in one graph: a model's step, which zeroes the co
 SAME = 1e-2  # rms error of a BF16 result of exact products
 
 # By tokens: a tile, and how many programs of it an SM holds.
-TILES: dict[int, tuple[tuple[Config, int], ...]] = {
-    32: ((Config(32, 128, 1, 4, 4), 2), (Config(32, 128, 1, 4, 6), 1), (Config(32, 64, 1, 4, 6), 3)),
+TILES: dict[int, tuple[tuple[Fp8LinearConfig, int], ...]] = {
+    32: (
+        (Fp8LinearConfig(32, 128, 1, 4, 4), 2),
+        (Fp8LinearConfig(32, 128, 1, 4, 6), 1),
+        (Fp8LinearConfig(32, 64, 1, 4, 6), 3),
+    ),
     64: (
-        (Config(64, 128, 1, 4, 4), 2),
-        (Config(64, 128, 1, 4, 3, 168), 3),
-        (Config(64, 128, 1, 8, 6), 1),
-        (Config(64, 64, 1, 4, 4), 3),
-        (Config(64, 64, 1, 4, 6), 2),
+        (Fp8LinearConfig(64, 128, 1, 4, 4), 2),
+        (Fp8LinearConfig(64, 128, 1, 4, 3, 168), 3),
+        (Fp8LinearConfig(64, 128, 1, 8, 6), 1),
+        (Fp8LinearConfig(64, 64, 1, 4, 4), 3),
+        (Fp8LinearConfig(64, 64, 1, 4, 6), 2),
     ),
     128: (
-        (Config(128, 64, 1, 4, 3, 168), 3),
-        (Config(128, 64, 1, 4, 4), 2),
-        (Config(128, 64, 1, 8, 4), 2),
-        (Config(128, 128, 1, 8, 6), 1),
-        (Config(128, 128, 1, 8, 4), 1),
-        (Config(64, 128, 1, 4, 4), 2),
+        (Fp8LinearConfig(128, 64, 1, 4, 3, 168), 3),
+        (Fp8LinearConfig(128, 64, 1, 4, 4), 2),
+        (Fp8LinearConfig(128, 64, 1, 8, 4), 2),
+        (Fp8LinearConfig(128, 128, 1, 8, 6), 1),
+        (Fp8LinearConfig(128, 128, 1, 8, 4), 1),
+        (Fp8LinearConfig(64, 128, 1, 4, 4), 2),
     ),
     256: (
-        (Config(256, 64, 1, 8, 5), 1),
-        (Config(128, 128, 1, 8, 6), 1),
-        (Config(128, 64, 1, 4, 3, 168), 3),
-        (Config(128, 64, 1, 4, 4), 2),
+        (Fp8LinearConfig(256, 64, 1, 8, 5), 1),
+        (Fp8LinearConfig(128, 128, 1, 8, 6), 1),
+        (Fp8LinearConfig(128, 64, 1, 4, 3, 168), 3),
+        (Fp8LinearConfig(128, 64, 1, 4, 4), 2),
     ),
 }
 
 
-def candidates(num: int, n: int, k: int) -> Iterator[Config]:
+def candidates(num: int, n: int, k: int) -> Iterator[Fp8LinearConfig]:
     """Each tile with K whole, unless half of the SMs were without work, and cut so that the programs fill the SMs about
     once or twice.
     """
@@ -76,7 +80,7 @@ def candidates(num: int, n: int, k: int) -> Iterator[Config]:
             yield tile._replace(splits=min(once, most), joined=False)
 
 
-def compile_ours(num: int, config: Config) -> None:
+def compile_ours(num: int, config: Fp8LinearConfig) -> None:
     """How K is cut is no part of what is compiled, only that it is."""
     fp8_linear(*_blank(num, 256, 1024), torch.bfloat16, config)
 
@@ -91,7 +95,7 @@ def _blank(num: int, n: int, k: int) -> tuple[Fp8, Fp8]:
     return x, Fp8(zeros(n, k, dtype=torch.uint8).view(torch.float8_e4m3fn), zeros(-(-n // BLOCK), k // BLOCK))
 
 
-def key(config: Config) -> Config:
+def key(config: Fp8LinearConfig) -> Fp8LinearConfig:
     """What is compiled for it."""
     return config._replace(splits=min(config.splits, 2))
 
@@ -138,13 +142,13 @@ class Product:
         listed = [{**config._asdict(), "us": us} for config, us in times.items() if config is not None]
         return Found(row | {"times": listed}, (entry,))
 
-    def times(self, options: list[Config], clock: Clock) -> dict[Config | None, float]:
+    def times(self, options: list[Fp8LinearConfig], clock: Clock) -> dict[Fp8LinearConfig | None, float]:
         """Microseconds of each configuration and of DeepGEMM (None) in a step."""
         x, scratch = quant_groups(torch.randn(self.num, self.k, device=CUDA, dtype=torch.bfloat16)), Scratch(CUDA)
         weights = draw_weights(self.n, self.k)
         turns = list(itertools.islice(itertools.cycle(weights), max(STEP, len(weights))))
 
-        def steps(chosen: Config | None) -> list[Callable[[], None]]:
+        def steps(chosen: Fp8LinearConfig | None) -> list[Callable[[], None]]:
             return [functools.partial(step, functools.partial(_product, x, chosen), turns, scratch)]
 
         exact = F.linear(dequantised(x), dequant_blocks(*weights[0], torch.float32)).bfloat16()
@@ -155,7 +159,7 @@ class Product:
         return {chosen: us / len(turns) for chosen, us in times.items()}
 
 
-def _product(x: Fp8, chosen: Config | None, weight: Fp8) -> Tensor:
+def _product(x: Fp8, chosen: Fp8LinearConfig | None, weight: Fp8) -> Tensor:
     if chosen is None:
         return deep_gemm.fp8_linear(x, weight, torch.bfloat16)
     return fp8_linear(x, weight, torch.bfloat16, chosen)

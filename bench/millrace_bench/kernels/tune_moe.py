@@ -19,7 +19,7 @@ from millrace_kernels.lib import deep_gemm_grouped
 from millrace_kernels.moe_experts import expected_rows
 from millrace_kernels.triton import moe_grouped, moe_small
 from millrace_kernels.triton.moe_blocks import Blocks, Route
-from millrace_kernels.triton.moe_grouped import LEFT_ROWS, Config, Launch
+from millrace_kernels.triton.moe_grouped import LEFT_ROWS, Launch, MoeGroupedConfig
 from millrace_kernels.triton.moe_route import route
 from millrace_kernels.tuned import Key
 from torch import Tensor
@@ -192,14 +192,14 @@ def tune(plans: Plans, ready: set[Hashable], is_over: Callable[[], bool]) -> dic
     for block_m in heights(job.rows):
         ups, downs = ([launch for height, launch in times[name] if height == block_m] for name in ("up", "down"))
         if ups and downs:
-            config = Config(block_m, ups[0], downs[0])
+            config = MoeGroupedConfig(block_m, ups[0], downs[0])
             whole[config] = plans.whole(moe_grouped.run, config=config)
     return times | {"op": times_of(job.rank.name, whole, whole.__getitem__, CUDA, wanted=wanted, same=SAME)}
 
 
 def report(job: Job, times: dict[str, Times]) -> Found:
     ops, rank = times["op"], job.rank
-    ours = {config: us for config, us in ops.items() if isinstance(config, Config)}
+    ours = {config: us for config, us in ops.items() if isinstance(config, MoeGroupedConfig)}
     theirs = {name: us for name, us in ops.items() if isinstance(name, str) and not name.startswith("grouped")}
     listed = ", ".join(f"{name} {us:.1f}" for name, us in ops.items() if isinstance(name, str))
     print(f"# {job}, us: {listed}", flush=True)
@@ -214,7 +214,7 @@ def report(job: Job, times: dict[str, Times]) -> Found:
     return Found(row, tuple(entries))
 
 
-def entries_of(job: Job, chosen: Config | None, us: float, theirs: dict[str, float]) -> Iterator[Entry]:
+def entries_of(job: Job, chosen: MoeGroupedConfig | None, us: float, theirs: dict[str, float]) -> Iterator[Entry]:
     """Of jobs with the same expected rows the one with the most tokens decides; twins that no job measures follow."""
     same = [other.num for other in jobs() if other.key == job.key]
     if job.num < max(same, default=0):

@@ -31,7 +31,7 @@ CLASSES = (32, 64, 128, 256)  # tokens up to which a measured configuration hold
 MANY_SMS = 100  # an H100 or H200 has 132, an H20 78
 
 
-class Config(NamedTuple):
+class Fp8LinearConfig(NamedTuple):
     block_m: int  # tokens
     block_n: int  # rows of the weight: a divisor of 128, so that they share their scales
     splits: int
@@ -43,10 +43,10 @@ class Config(NamedTuple):
 
 
 # (class of tokens, N, K) -> the fastest, where it beats DeepGEMM
-MEASURED = Table("fp8_linear", Config)
+MEASURED = Table("fp8_linear", Fp8LinearConfig)
 
 
-def config(num_tokens: int, n: int, k: int) -> Config:
+def config(num_tokens: int, n: int, k: int) -> Fp8LinearConfig:
     return MEASURED.get(_class(num_tokens), n, k) or _estimate(num_tokens, n, k)
 
 
@@ -59,14 +59,14 @@ def _class(num_tokens: int) -> int:
     return next((most for most in CLASSES if num_tokens <= most), 0)
 
 
-def _estimate(num_tokens: int, n: int, k: int) -> Config:
+def _estimate(num_tokens: int, n: int, k: int) -> Fp8LinearConfig:
     """Up to 256 tokens two programs for every SM, of at least four blocks each. More: two groups of four warps that
     share a tile; on GPUs with few SMs tiles half as high, whose programs take turns on an SM.
     """
     if num_tokens > CLASSES[-1]:
-        tile = Config(128, 128, 1, 8, 4) if sms() >= MANY_SMS else Config(64, 128, 1, 4, 4)
+        tile = Fp8LinearConfig(128, 128, 1, 8, 4) if sms() >= MANY_SMS else Fp8LinearConfig(64, 128, 1, 4, 4)
     else:
-        tile = Config(64, 128, 1, 4, 4) if num_tokens <= 64 else Config(128, 64, 1, 4, 4)
+        tile = Fp8LinearConfig(64, 128, 1, 4, 4) if num_tokens <= 64 else Fp8LinearConfig(128, 64, 1, 4, 4)
         programs = triton.cdiv(max(num_tokens, 1), tile.block_m) * triton.cdiv(n, tile.block_n)
         tile = tile._replace(splits=max(1, min(2 * sms() // programs, triton.cdiv(k, BLOCK) // 4)))
     return tile._replace(stages=fitting(tile.stages, (tile.block_m + tile.block_n) * BLOCK))
@@ -125,7 +125,7 @@ def _fp8_linear(
             _join(parts, out, at, written, num_tokens.to(tl.int64) * n, splits)
 
 
-def fp8_linear(x: Fp8, weight: Fp8, dtype: torch.dtype, chosen: Config | None = None) -> Tensor:
+def fp8_linear(x: Fp8, weight: Fp8, dtype: torch.dtype, chosen: Fp8LinearConfig | None = None) -> Tensor:
     (num_tokens, k), n = x.data.shape, weight.data.shape[0]
     chosen = chosen or config(num_tokens, n, k)
     assert x.data.stride(1) == 1 and weight.data.stride(1) == 1, (x.data.stride(), weight.data.stride())
@@ -157,7 +157,9 @@ def _tma_addresses(rows: Tensor) -> bool:
     return aligned and rows.stride(1) == 1
 
 
-def _descriptors(x: Fp8, weight: Fp8, chosen: Config) -> tuple[TensorDescriptor, TensorDescriptor, TensorDescriptor]:
+def _descriptors(
+    x: Fp8, weight: Fp8, chosen: Fp8LinearConfig
+) -> tuple[TensorDescriptor, TensorDescriptor, TensorDescriptor]:
     return (
         TensorDescriptor.from_tensor(x.data, [chosen.block_m, BLOCK]),
         TensorDescriptor.from_tensor(x.scales.t(), [1, chosen.block_m]),

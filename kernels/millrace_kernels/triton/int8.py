@@ -22,7 +22,7 @@ from millrace_kernels.triton.moe_route import route, slices
 from millrace_kernels.triton.moe_rows import combine
 
 
-class Config(NamedTuple):
+class Int8LinearConfig(NamedTuple):
     block_m: int  # tokens
     block_n: int  # rows of the weight
     warps: int
@@ -31,10 +31,10 @@ class Config(NamedTuple):
 
 # By the tokens up to which they hold. Not measured.
 CONFIGS = {
-    16: Config(16, 64, 4, 5),
-    64: Config(64, 64, 4, 5),
-    256: Config(128, 64, 4, 4),
-    1 << 62: Config(128, 128, 8, 4),
+    16: Int8LinearConfig(16, 64, 4, 5),
+    64: Int8LinearConfig(64, 64, 4, 5),
+    256: Int8LinearConfig(128, 64, 4, 4),
+    1 << 62: Int8LinearConfig(128, 128, 8, 4),
 }
 BLOCK_K = 128
 GROUP = 8  # tiles of tokens that share rows of the weight while those are in the L2 cache
@@ -112,7 +112,7 @@ def quant_rows(x: Tensor) -> Int8:
     return Int8(data, scales)
 
 
-def int8_linear(x: Int8, weight: Int8, dtype: torch.dtype, chosen: Config | None = None) -> Tensor:
+def int8_linear(x: Int8, weight: Int8, dtype: torch.dtype, chosen: Int8LinearConfig | None = None) -> Tensor:
     num_tokens = len(x.data)
     chosen = chosen or CONFIGS[min(most for most in CONFIGS if num_tokens <= most)]
     out = torch.empty(num_tokens, weight.data.shape[0], dtype=dtype, device=x.data.device)
@@ -145,7 +145,7 @@ def moe_experts_int8(
 
 
 def _product(
-    x: Int8, weight: Int8, out: Tensor, chosen: Config,
+    x: Int8, weight: Int8, out: Tensor, chosen: Int8LinearConfig,
     tokens: Tensor | None, blocks: Tensor | None, ends: Tensor | None, total: Tensor | None,
 ) -> None:  # fmt: skip
     num_tokens, n = out.shape

@@ -20,7 +20,7 @@ WIDE = 2 * 576  # bytes of a row of V3 in BF16
 MERGE_COLUMNS = 64  # of a program
 
 
-class Config(NamedTuple):
+class MlaDecodeConfig(NamedTuple):
     block_m: int  # query rows of a program
     block_n: int  # keys at a time; what shared memory holds bounds it
     programs: int  # to which the keys of few sequences are split up
@@ -28,14 +28,14 @@ class Config(NamedTuple):
     num_stages: int
 
 
-def config(rows: int, dtype: torch.dtype) -> Config:
+def config(rows: int, dtype: torch.dtype) -> MlaDecodeConfig:
     """The configuration for S * H query rows in dtype."""
     most = 64 if fitting(2, 64 * WIDE) == 2 else 32  # the rows of the query lie in shared memory too
     block_m = max(16, min(most, triton.next_power_of_2(rows)))
     warps, programs = 8 if block_m == 64 else 4, 2 * sms()
     if dtype == torch.float32:
-        return Config(block_m, 16, programs, warps, 1)
-    return Config(block_m, 32, programs, warps, fitting(2, 32 * WIDE, block_m * WIDE))
+        return MlaDecodeConfig(block_m, 16, programs, warps, 1)
+    return MlaDecodeConfig(block_m, 32, programs, warps, fitting(2, 32 * WIDE, block_m * WIDE))
 
 
 def mla_decode(
@@ -46,7 +46,7 @@ def mla_decode(
     scale: float,
     kv_lora_rank: int,
     plan: Any = None,
-    chosen: Config | None = None,
+    chosen: MlaDecodeConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
     chosen = chosen or config(q.shape[1] * q.shape[2], q.dtype)
     (num_seqs, num_queries, num_heads, width), rows = q.shape, q.shape[1] * q.shape[2]

@@ -20,21 +20,21 @@ from millrace_kernels.triton.softmax import LOG2E, begin, finish, fold
 QK_DIM, V_DIM = 192, 128  # of a head of V3
 
 
-class Config(NamedTuple):
+class MlaPrefillConfig(NamedTuple):
     block_m: int  # queries of a program
     block_n: int  # keys at a time; what shared memory holds bounds it
     num_warps: int
     num_stages: int
 
 
-def config(longest: int, dtype: torch.dtype) -> Config:
+def config(longest: int, dtype: torch.dtype) -> MlaPrefillConfig:
     """The configuration for sequences of up to `longest` queries in dtype."""
     wide = dtype == torch.float32
     block_m = max(16, min(32 if wide else 128, triton.next_power_of_2(longest)))
     if wide:
-        return Config(block_m, 32, 4, 1)
+        return MlaPrefillConfig(block_m, 32, 4, 1)
     stages = fitting(2, 64 * 2 * (QK_DIM + V_DIM), block_m * 2 * QK_DIM)
-    return Config(block_m, 64, 8 if block_m == 128 else 4, stages)
+    return MlaPrefillConfig(block_m, 64, 8 if block_m == 128 else 4, stages)
 
 
 def mla_prefill(
@@ -46,7 +46,7 @@ def mla_prefill(
     scale: float,
     causal: bool,
     plan: Any = None,
-    chosen: Config | None = None,
+    chosen: MlaPrefillConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
     assert q.stride(2) == k.stride(2) == v.stride(2) == 1, (q.stride(), k.stride(), v.stride())
     out, lse = outputs(q, v, sum(q_lens))

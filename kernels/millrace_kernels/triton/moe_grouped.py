@@ -40,14 +40,14 @@ class Launch(NamedTuple):
     left: bool = False  # FP8 weights as the left operand, of LEFT_ROWS rows or more
 
 
-class Config(NamedTuple):
+class MoeGroupedConfig(NamedTuple):
     block_m: int  # rows of a program
     up: Launch
     down: Launch
 
 
-def _both(block_m: int, block_n: int, warps: int, stages: int) -> Config:
-    return Config(block_m, Launch(warps, stages), Launch(warps, stages, block_n))
+def _both(block_m: int, block_n: int, warps: int, stages: int) -> MoeGroupedConfig:
+    return MoeGroupedConfig(block_m, Launch(warps, stages), Launch(warps, stages, block_n))
 
 
 # By the expected rows of an expert up to which they hold.
@@ -60,15 +60,15 @@ CONFIGS = {
 LEFT_ROWS = 32  # of a program: their scales are a tile of TMA, which begins at a multiple of 128 bytes
 
 # (expected rows of an expert, E, I) -> the fastest, where it beats DeepGEMM with its further kernels
-MEASURED = Table("moe_grouped", Config)
+MEASURED = Table("moe_grouped", MoeGroupedConfig)
 LEAST_WORK = 1280  # tokens times I, from which on these are faster than the kernels for few tokens (moe_small)
 
 
-def config(rows: int, num_held: int, size: int) -> Config:
+def config(rows: int, num_held: int, size: int) -> MoeGroupedConfig:
     return MEASURED.get(rows, num_held, size) or _estimate(rows)
 
 
-def _estimate(rows: int) -> Config:
+def _estimate(rows: int) -> MoeGroupedConfig:
     chosen = CONFIGS[min(most for most in CONFIGS if rows <= most)]
     up = fitting(chosen.up.stages, (chosen.block_m + 2 * BLOCK) * BLOCK)
     down = fitting(chosen.down.stages, (chosen.block_m + chosen.down.block_n) * BLOCK)
@@ -207,7 +207,7 @@ moe_experts_fp8 = moe_experts
 
 def run(
     x: Tensor | Operand, weights: Tensor, experts: Tensor, w13: Tensor | Fp8, w2: Tensor | Fp8,
-    *, shared_expert: bool, config: Config, out: Tensor | None = None,
+    *, shared_expert: bool, config: MoeGroupedConfig, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     rows, dtype = rows_for(x, w13)
     num_held = (w13.data if isinstance(w13, Fp8) else w13).shape[0]

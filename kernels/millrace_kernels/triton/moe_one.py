@@ -22,7 +22,7 @@ from millrace_kernels.triton.gemv import columns, dot_runs, run_scales, run_valu
 from millrace_kernels.triton.moe_route import local_expert
 
 
-class Config(NamedTuple):
+class MoeOneConfig(NamedTuple):
     """The configuration of one launch, as `gemv.Gemv`. w13's programs make block_n columns of gate and of up."""
 
     block_n: int
@@ -30,14 +30,14 @@ class Config(NamedTuple):
     num_warps: int
 
 
-Pair = tuple[Config, Config]  # for w13 and w2
+Pair = tuple[MoeOneConfig, MoeOneConfig]  # for w13 and w2
 
 # By tokens; `python -m millrace_bench.kernels.tune few` times others.
 USED: dict[int, Pair] = {
-    1: (Config(2, 1024, 1), Config(4, 512, 1)),
-    2: (Config(1, 2048, 1), Config(16, 512, 4)),
-    3: (Config(1, 512, 1), Config(16, 512, 4)),
-    4: (Config(2, 1024, 1), Config(16, 512, 4)),
+    1: (MoeOneConfig(2, 1024, 1), MoeOneConfig(4, 512, 1)),
+    2: (MoeOneConfig(1, 2048, 1), MoeOneConfig(16, 512, 4)),
+    3: (MoeOneConfig(1, 512, 1), MoeOneConfig(16, 512, 4)),
+    4: (MoeOneConfig(2, 1024, 1), MoeOneConfig(16, 512, 4)),
 }
 
 

@@ -27,7 +27,7 @@ from millrace_kernels.triton.small_linear import exact_bf16
 MOST_TOKENS = 64  # that the kernels can take; the table gives them fewer
 
 
-class Config(NamedTuple):
+class MoeSmallConfig(NamedTuple):
     """The configuration of one launch. A program makes `block_n` columns, 128 terms of their sums at a time."""
 
     block_n: int
@@ -35,14 +35,14 @@ class Config(NamedTuple):
     num_stages: int  # of the pipeline of loads
 
 
-Pair = tuple[Config, Config] | tuple[moe_one.Config, moe_one.Config]  # for w13 and w2
+Pair = tuple[MoeSmallConfig, MoeSmallConfig] | tuple[moe_one.MoeOneConfig, moe_one.MoeOneConfig]  # for w13 and w2
 
 # By the number of tokens from which on they hold; `python -m millrace_bench.kernels.tune few` times others.
 CONFIGS: dict[int, Pair] = {
     **moe_one.USED,
-    5: (Config(32, 4, 4), Config(32, 4, 6)),
-    9: (Config(32, 4, 6), Config(32, 4, 6)),
-    17: (Config(32, 4, 4), Config(64, 4, 5)),
+    5: (MoeSmallConfig(32, 4, 4), MoeSmallConfig(32, 4, 6)),
+    9: (MoeSmallConfig(32, 4, 6), MoeSmallConfig(32, 4, 6)),
+    17: (MoeSmallConfig(32, 4, 4), MoeSmallConfig(64, 4, 5)),
 }
 
 
@@ -167,10 +167,10 @@ def run(
     out = torch.empty(num, dim, dtype=x.dtype, device=x.device) if out is None else out
     if not num:
         return out
-    if isinstance(up, moe_one.Config) and isinstance(down, moe_one.Config):
+    if isinstance(up, moe_one.MoeOneConfig) and isinstance(down, moe_one.MoeOneConfig):
         scales = (w13_scales, w2_scales) if fp8 else (None, None)
         return moe_one.run(x, weights, experts, (w13_data, w2_data), scales, shared_expert, (up, down), out)
-    assert isinstance(up, Config) and isinstance(down, Config), pair
+    assert isinstance(up, MoeSmallConfig) and isinstance(down, MoeSmallConfig), pair
     padded = max(16, triton.next_power_of_2(num))
     stages = [
         fitting(launch.num_stages, BLOCK * (padded * x.itemsize + parts * launch.block_n * w13_data.itemsize))

@@ -22,7 +22,7 @@ from millrace_kernels.triton.gemv import Gemv, estimate, gemv
 from millrace_kernels.tuned import Table
 
 
-class Config(NamedTuple):
+class SmallLinearConfig(NamedTuple):
     """The configuration of `_gemm`."""
 
     block_n: int  # divides 128, so that a program's rows share their scales
@@ -32,15 +32,15 @@ class Config(NamedTuple):
 
 
 # (tokens, N, K) -> the fastest; the tokens are 1, 2, 3, 4 (also 3) or 16
-MEASURED: Table[Config | Gemv] = Table("small_linear", Config, Gemv)
+MEASURED: Table[SmallLinearConfig | Gemv] = Table("small_linear", SmallLinearConfig, Gemv)
 
 
-def config(num_tokens: int, n: int, k: int) -> Config | Gemv:
+def config(num_tokens: int, n: int, k: int) -> SmallLinearConfig | Gemv:
     tokens = next(limit for limit in (1, 2, 4, 16) if num_tokens <= limit)
     return MEASURED.get(num_tokens, n, k) or MEASURED.get(tokens, n, k) or _estimate(tokens, n, k)
 
 
-def _estimate(tokens: int, n: int, k: int) -> Config | Gemv:
+def _estimate(tokens: int, n: int, k: int) -> SmallLinearConfig | Gemv:
     """Enough programs for every SM to have several, so that tens of kilobytes are on their way to each all the time.
 
     Every program reads all of x: the more tokens, the more rows must share that.
@@ -49,7 +49,7 @@ def _estimate(tokens: int, n: int, k: int) -> Config | Gemv:
         return estimate(n, k)
     block_n, blocks = 32 if tokens <= 4 else 64, triton.cdiv(k, BLOCK)
     splits = min(triton.cdiv(2 * sms(), triton.cdiv(n, block_n)), max(blocks // 4, 1))
-    return Config(block_n, splits, 4, 6)
+    return SmallLinearConfig(block_n, splits, 4, 6)
 
 
 @triton.jit
@@ -98,7 +98,7 @@ def _reduce(parts, out, size, SPLITS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     tl.store(out + at, total.to(out.dtype.element_ty), at < size)
 
 
-def small_linear(x: Tensor, weight: Fp8, chosen: Config | Gemv | None = None) -> Tensor:
+def small_linear(x: Tensor, weight: Fp8, chosen: SmallLinearConfig | Gemv | None = None) -> Tensor:
     if x.dtype != torch.bfloat16:  # the tensor cores would round it
         return reference_small_linear(x, weight)
     num_tokens, n = x.shape[0], weight.data.shape[0]
@@ -113,7 +113,7 @@ def small_linear(x: Tensor, weight: Fp8, chosen: Config | Gemv | None = None) ->
     return out
 
 
-def _launch_gemm(x: Tensor, weight: Fp8, out: Tensor, chosen: Config) -> None:
+def _launch_gemm(x: Tensor, weight: Fp8, out: Tensor, chosen: SmallLinearConfig) -> None:
     (num_tokens, n), k = out.shape, x.shape[1]
     blocks = triton.cdiv(triton.cdiv(k, BLOCK), chosen.splits)
     splits = triton.cdiv(triton.cdiv(k, BLOCK), blocks)  # none without work
