@@ -13,7 +13,7 @@ from millrace_router.text.tokenizer import Tokenizer
 from millrace_serve.engine.config import GIB
 from millrace_serve.engine.start.layouts import NODE, SHAPES, Layout, choose, layouts
 from millrace_serve.model.checkpoint.headers import check_headers
-from millrace_serve.model.config import ConfigError, ModelConfig
+from millrace_serve.model.config import ModelConfig, ModelConfigError
 from millrace_serve.model.weights import CheckpointError
 from millrace_serve.worker.config import WorkerConfig
 from rich.console import Console
@@ -40,7 +40,7 @@ def check(path: Path, gpu: str, overrides: Sequence[str]) -> None:
         if not config.random_weights:
             check_headers(path, mtp=config.limits.draft_tokens > 0)
         tokenizer = Tokenizer.load(path)
-    except (ConfigError, CheckpointError, configuration.ConfigError) as error:
+    except (ModelConfigError, CheckpointError, configuration.ConfigError) as error:
         raise CommandError(str(error)) from error
     model = model if config.limits.draft_tokens else model.without_mtp()
     others = [item for item in overrides if item.partition("=")[0].strip() not in ("tp", "dp")]

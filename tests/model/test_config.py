@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from millrace_bench.checkpoint.export_quantised import QUANTIZATIONS
-from millrace_serve.model.config import ConfigError, ModelConfig
+from millrace_serve.model.config import ModelConfig, ModelConfigError
 from millrace_testing.checkpoint import CONFIG
 from millrace_testing.int4 import QUANTIZATION as INT4
 from millrace_testing.int4 import WEIGHTS as INT4_WEIGHTS
@@ -145,14 +145,14 @@ def test_int8_as_it_is_published() -> None:
     ],
 )
 def test_refusals_name_key_and_value(change: dict[str, Any], words: list[str]) -> None:
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ModelConfigError) as error:
         ModelConfig.parse({**CONFIG, **change}, "there/config.json")
     assert all(word in str(error.value) for word in ["there/config.json", *words]), str(error.value)
 
 
 def test_a_required_key_is_named() -> None:
     raw = {key: value for key, value in CONFIG.items() if key != "kv_lora_rank"}
-    with pytest.raises(ConfigError, match="kv_lora_rank"):
+    with pytest.raises(ModelConfigError, match="kv_lora_rank"):
         ModelConfig.parse(raw)
 
 
@@ -160,7 +160,7 @@ def test_a_required_key_is_named() -> None:
 def test_unreadable_files(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "config.json").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"config\.json"):
+    with pytest.raises(ModelConfigError, match=r"config\.json"):
         ModelConfig.load(tmp_path)
 
 
@@ -169,7 +169,7 @@ def test_weights_of_modelopt_are_refused(quantization: object, said: str, tmp_pa
     """nvidia/DeepSeek-V3.1-NVFP4: config.json says nothing of it."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
-    with pytest.raises(ConfigError, match=rf"hf_quant_config.json: quant_algo={said} is not supported"):
+    with pytest.raises(ModelConfigError, match=rf"hf_quant_config.json: quant_algo={said} is not supported"):
         ModelConfig.load(tmp_path)
 
 
@@ -218,7 +218,7 @@ def test_ends_that_are_no_tokens(eos: object, why: str, file: str, tmp_path: Pat
     files = {"config.json": CONFIG, "generation_config.json": {}}
     for name, raw in files.items():
         (tmp_path / name).write_text(json.dumps({**raw, "eos_token_id": eos} if name == file else raw))
-    with pytest.raises(ConfigError, match=rf"/{file}: eos_token_id=.* {why}"):
+    with pytest.raises(ModelConfigError, match=rf"/{file}: eos_token_id=.* {why}"):
         ModelConfig.load(tmp_path)
 
 
@@ -235,6 +235,6 @@ def test_ends_that_are_no_tokens(eos: object, why: str, file: str, tmp_path: Pat
 def test_files_beside_the_configuration_that_are_malformed(file: str, text: str, why: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / file).write_text(text)
-    with pytest.raises(ConfigError, match=rf"/{file}: {why}") as error:
+    with pytest.raises(ModelConfigError, match=rf"/{file}: {why}") as error:
         ModelConfig.load(tmp_path)
     assert "\n" not in str(error.value)

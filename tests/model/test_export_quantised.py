@@ -12,7 +12,7 @@ import torch
 from millrace_bench.checkpoint import export_quantised
 from millrace_bench.checkpoint.export_quantised import QUANTISED, export, quantise
 from millrace_kernels.fp8 import dequant_blocks
-from millrace_serve.model.config import ConfigError, ModelConfig
+from millrace_serve.model.config import ModelConfig, ModelConfigError
 from millrace_serve.model.deepseek_v3 import load_model
 from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.weights import INDEX_FILE, CheckpointError
@@ -201,11 +201,11 @@ def test_a_damaged_source_is_named(tmp_path: Path) -> None:
 
 def test_what_cannot_be_exported(exported: Path, tmp_path: Path) -> None:
     for source in (exported, write_int4(tmp_path / "int4", TINY)):
-        with pytest.raises(ConfigError, match="quantised already"):
+        with pytest.raises(ModelConfigError, match="quantised already"):
             export(source, tmp_path / "again")
     with pytest.raises(FileExistsError, match="remove it first"):
         export(TINY, exported)
-    with pytest.raises(ConfigError, match="no such file"):
+    with pytest.raises(ModelConfigError, match="no such file"):
         export(tmp_path / "nowhere", tmp_path / "out")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from millrace_serve.engine.config import Role
 from millrace_serve.engine.start.phases import Phases
-from millrace_serve.model.config import ConfigError
+from millrace_serve.model.config import ModelConfigError
 from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.worker.config import Timeouts, WorkerConfig
 from millrace_serve.worker.rank import model as model_rank
@@ -37,7 +37,7 @@ def test_a_collective_waits_as_long_as_the_worker_may_take_to_start(monkeypatch:
 def test_a_machine_without_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_rank.torch.cuda, "is_available", lambda: False)
     config = WorkerConfig(role=Role.UNIFIED, model=TINY, device="cuda")
-    with pytest.raises(ConfigError, match="device=cuda: torch sees no GPU here"):
+    with pytest.raises(ModelConfigError, match="device=cuda: torch sees no GPU here"):
         model_rank.build(RankSpec(config, 0, "", "", "tcp://127.0.0.1:1"), Phases())
 
 

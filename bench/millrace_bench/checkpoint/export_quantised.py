@@ -34,7 +34,7 @@ import torch
 import torch.nn.functional as F
 from millrace_kernels.fp8 import BLOCK, quant_blocks
 from millrace_kernels.int8 import Int8, quant_rows
-from millrace_serve.model.config import CONFIG_FILE, ConfigError, ModelConfig
+from millrace_serve.model.config import CONFIG_FILE, ModelConfig, ModelConfigError
 from millrace_serve.model.quantised import FORMS, Quantised, form_of
 from millrace_serve.model.weights import INDEX_FILE, CheckpointError, checkpoint_files
 from safetensors import SafetensorError, safe_open
@@ -82,7 +82,7 @@ def export(source: Path, target: Path, form: str = "fp8", max_shard_bytes: int =
 def _convert(source: Path, folder: Path, form: str, max_shard_bytes: int) -> None:
     started = time.monotonic()
     if form_of(model := ModelConfig.load(source)) is not None or model.int4_experts:
-        raise ConfigError(f"{source / CONFIG_FILE}: quantization_config: the checkpoint is quantised already")
+        raise ModelConfigError(f"{source / CONFIG_FILE}: quantization_config: the checkpoint is quantised already")
     write_shards(folder, _quantised(source, form), max_shard_bytes)
     for file in sorted(source.iterdir()):
         if file.is_file() and file.name not in (CONFIG_FILE, INDEX_FILE) and file.suffix != ".safetensors":
@@ -140,7 +140,7 @@ def main() -> None:
     arguments = parser.parse_args()
     try:
         export(arguments.source, arguments.target, arguments.form)
-    except (ConfigError, CheckpointError, OSError) as error:
+    except (ModelConfigError, CheckpointError, OSError) as error:
         sys.exit(f"export_quantised: {error}")
 
 

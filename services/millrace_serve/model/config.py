@@ -70,7 +70,7 @@ ABSENT = {
 INDEXER = ("index_n_heads", "index_head_dim", "index_topk")  # keys of V3.2's sparse attention
 
 
-class ConfigError(ValueError):
+class ModelConfigError(ValueError):
     """config.json is missing, malformed, or asks for something that is not supported."""
 
 
@@ -139,7 +139,9 @@ class ModelConfig(BaseModel):
         if modelopt.exists():
             quantization = _read(modelopt).get("quantization")
             method = quantization.get("quant_algo") if isinstance(quantization, dict) else None
-            raise ConfigError(f"{modelopt}: quant_algo={method!r} is not supported: weights of ModelOpt cannot be read")
+            raise ModelConfigError(
+                f"{modelopt}: quant_algo={method!r} is not supported: weights of ModelOpt cannot be read"
+            )
         config = cls.parse(_read(path), str(path))
         ends = list(config.eos_token_ids)
         for file, named in ((GENERATION_FILE, _eos), (tokenizer_file.CONFIG, _end_of_turn)):
@@ -162,9 +164,9 @@ class ModelConfig(BaseModel):
                 f"{'.'.join(map(str, e['loc']))}={e['input']!r}: {e['msg']}" if e["loc"] else e["msg"]
                 for e in error.errors()
             ]
-            raise ConfigError(f"{source}: {'; '.join(lines)}") from None
+            raise ModelConfigError(f"{source}: {'; '.join(lines)}") from None
         except ValueError as error:
-            raise ConfigError(f"{source}: {error}") from None
+            raise ModelConfigError(f"{source}: {error}") from None
         return config.model_copy(update={"eos_token_ids": _eos(raw, source, config.vocab_size)})
 
     @model_validator(mode="after")
@@ -225,7 +227,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return read_object(path)
     except ValueError as error:
-        raise ConfigError(str(error)) from None
+        raise ModelConfigError(str(error)) from None
 
 
 def _indexer(raw: dict[str, Any]) -> dict[str, Any]:
@@ -310,9 +312,9 @@ def _eos(raw: dict[str, Any], source: str, vocab_size: int) -> tuple[int, ...]:
     eos = raw.get("eos_token_id")
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if not all(type(token) is int and token >= 0 for token in ids):
-        raise ConfigError(f"{source}: eos_token_id={eos!r} is neither a token's id nor a list of such")
+        raise ModelConfigError(f"{source}: eos_token_id={eos!r} is neither a token's id nor a list of such")
     if max(ids, default=0) >= vocab_size:
-        raise ConfigError(f"{source}: eos_token_id={eos!r} must be below vocab_size={vocab_size}")
+        raise ModelConfigError(f"{source}: eos_token_id={eos!r} must be below vocab_size={vocab_size}")
     return tuple(ids)
 
 
@@ -325,5 +327,5 @@ def _end_of_turn(raw: dict[str, Any], source: str, vocab_size: int) -> tuple[int
     try:
         ids = [int(token) for token, facts in added.items() if facts["content"] == END_OF_TURN]
     except (AttributeError, KeyError, TypeError, ValueError):
-        raise ConfigError(f"{source}: added_tokens_decoder has no content for each token's id") from None
+        raise ModelConfigError(f"{source}: added_tokens_decoder has no content for each token's id") from None
     return _eos({"eos_token_id": ids}, source, vocab_size)

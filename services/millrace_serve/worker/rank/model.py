@@ -8,7 +8,7 @@ import torch
 
 from millrace_serve.engine.start.phases import Phases
 from millrace_serve.engine.start.torch_factory import load_rank
-from millrace_serve.model.config import ConfigError, ModelConfig
+from millrace_serve.model.config import ModelConfig, ModelConfigError
 from millrace_serve.model.parallel import init_parallel, leave_parallel
 from millrace_serve.worker.rank.parts import Parts, RankSpec
 
@@ -20,7 +20,9 @@ def build(spec: RankSpec, phases: Phases) -> Parts:
     device = torch.device(config.device)
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            raise ConfigError("device=cuda: torch sees no GPU here; is there a driver, and did the pod ask for GPUs?")
+            raise ModelConfigError(
+                "device=cuda: torch sees no GPU here; is there a driver, and did the pod ask for GPUs?"
+            )
         device = torch.device("cuda", (config.first_gpu + spec.rank) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     wait = config.timeouts.start  # a rank may load or compile for as long as all of them may take
