@@ -91,7 +91,7 @@ def test_peers_serve_one_host_with_devices_that_reach_each_other(
     with pytest.raises(ValueError, match=r"exchange=peer cannot run: the device is cpu"):
         exchange.make_exchange(site("peer", 8))
     caplog.set_level("INFO")
-    monkeypatch.setattr(exchange, "_peer", lambda site: exchange.Exchange("peer", GatherExperts))
+    monkeypatch.setattr(exchange, "_peer", lambda site: exchange.ExpertExchange("peer", GatherExperts))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(ParallelDims, "exchange", lambda dims, data: [b"1"] * (dims.dp - 1) + [data])
     for reached, dp, name in ((True, 8, "peer"), (False, 8, "gather"), (True, 16, "deepep")):

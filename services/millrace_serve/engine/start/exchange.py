@@ -26,14 +26,14 @@ PEER_BYTES = 2 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class ExpertExchange:
     name: str
     experts: Implementation
     nbytes: int = 0  # of the device, which torch does not know of
     error: Tensor | None = None  # int32 [1] on the device: 0, or 1 + the replica that did not answer for minutes
 
 
-def make_exchange(site: Site) -> Exchange:
+def make_exchange(site: Site) -> ExpertExchange:
     """Collective. auto: peer memory on one host and DeepEP between hosts, where they can serve, else `gather`.
 
     Raises ValueError if the exchange that is asked for cannot serve these ranks.
@@ -43,10 +43,10 @@ def make_exchange(site: Site) -> Exchange:
     return made
 
 
-def _choose(site: Site) -> Exchange:
+def _choose(site: Site) -> ExpertExchange:
     wanted, dims = site.execution.exchange, site.dims
     if dims.dp == 1:
-        return Exchange("local", LocalExperts)
+        return ExpertExchange("local", LocalExperts)
     if wanted in ("auto", "peer"):
         why = _no_peers(site)
         if not why:
@@ -59,7 +59,7 @@ def _choose(site: Site) -> Exchange:
             return _deepep(site, rows)
         _refuse(wanted, "deepep", why)
         log.warning("exchange=deepep would be faster and cannot run: %s", why)
-    return Exchange("gather", GatherExperts)
+    return ExpertExchange("gather", GatherExperts)
 
 
 def _refuse(wanted: str, name: str, why: str) -> None:
@@ -80,7 +80,7 @@ def _no_peers(site: Site) -> str:
     return "" if all(reached) else "devices do not reach each other's memory"
 
 
-def _peer(site: Site) -> Exchange:
+def _peer(site: Site) -> ExpertExchange:
     from millrace_kernels.peer.exchange import Exchange as Peers  # needs Triton
 
     from millrace_serve.model.experts.peer import PeerExperts
@@ -90,14 +90,14 @@ def _peer(site: Site) -> Exchange:
     choices = model.num_experts_per_tok + 1
     rows = min(site.most_rows, PEER_BYTES // dims.dp // Peers.row_bytes(model.hidden_size, choices, site.dtype))
     peers = Peers(dims.dp_group, site.device, rows, model.hidden_size, choices, site.dtype)
-    return Exchange("peer", functools.partial(PeerExperts, peers), peers.nbytes, peers.error)
+    return ExpertExchange("peer", functools.partial(PeerExperts, peers), peers.nbytes, peers.error)
 
 
-def _deepep(site: Site, rows: int) -> Exchange:
+def _deepep(site: Site, rows: int) -> ExpertExchange:
     dims, model = site.dims, site.model
     slots = model.n_routed_experts // dims.world + dims.spare_experts
     buffer = DeepEpBuffer(model, dims, slots, rows, site.device)
-    return Exchange("deepep", functools.partial(DeepEpExperts, buffer), buffer.nbytes, buffer.error)
+    return ExpertExchange("deepep", functools.partial(DeepEpExperts, buffer), buffer.nbytes, buffer.error)
 
 
 def _decode_rows(site: Site) -> int:

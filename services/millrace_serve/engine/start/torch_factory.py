@@ -22,7 +22,7 @@ from millrace_serve.engine.schedule.limits import ModelFacts
 from millrace_serve.engine.start import compile_ahead, finite
 from millrace_serve.engine.start.compilations import Compilations
 from millrace_serve.engine.start.compile import announce_kernels
-from millrace_serve.engine.start.exchange import Exchange, make_exchange
+from millrace_serve.engine.start.exchange import ExpertExchange, make_exchange
 from millrace_serve.engine.start.memory import check_host_tier, host_memory
 from millrace_serve.engine.start.phases import Phases
 from millrace_serve.engine.start.reload import load
@@ -168,7 +168,7 @@ def _model_config(limits: Limits, path: Path) -> ModelConfig:
     return config
 
 
-def _load(site: Site, path: Path, planner: MemoryPlanner) -> tuple[DeepseekV3, Exchange]:
+def _load(site: Site, path: Path, planner: MemoryPlanner) -> tuple[DeepseekV3, ExpertExchange]:
     exchange = make_exchange(site)
     sums = fused_reduce(site.dims, site.most_rows, site.model.hidden_size, site.device, site.dtype)
     planner.outside_torch = exchange.nbytes + (0 if sums is None else sums.nbytes)
@@ -179,7 +179,7 @@ def _load(site: Site, path: Path, planner: MemoryPlanner) -> tuple[DeepseekV3, E
     return model, exchange
 
 
-def _watch(runner: TorchRunner, exchange: Exchange | None, sums: Fused | None) -> None:
+def _watch(runner: TorchRunner, exchange: ExpertExchange | None, sums: Fused | None) -> None:
     """The runner notices ranks that do not answer."""
     if exchange is not None and exchange.error is not None:
         runner.watch("the exchange of experts", exchange.error)
