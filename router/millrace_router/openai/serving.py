@@ -36,7 +36,7 @@ Made = TypeVar("Made")
 Names = Callable[[], contextlib.AbstractContextManager[None]]
 
 
-class Form(Protocol):
+class AnswerFormat(Protocol):
     """How an API tells an answer: at once, or as server-sent events."""
 
     @property
@@ -112,7 +112,7 @@ async def serve(
     inference: Inference,
     request: Request,
     ask: Ask,
-    form_of: Callable[[Answer], Form],
+    form_of: Callable[[Answer], AnswerFormat],
     stream: bool,
     named_fields: Names = contextlib.nullcontext,
 ) -> Response:
@@ -131,7 +131,12 @@ async def serve(
 
 
 async def _answer(
-    inference: Inference, request: Request, ask: Ask, form_of: Callable[[Answer], Form], stream: bool, names: Names
+    inference: Inference,
+    request: Request,
+    ask: Ask,
+    form_of: Callable[[Answer], AnswerFormat],
+    stream: bool,
+    names: Names,
 ) -> Response:
     answer = await inference.generate(ask, "http")
     with contextlib.ExitStack() as ends:
@@ -149,11 +154,11 @@ async def _answer(
 
 
 async def serve_translated(
-    inference: Inference, request: Request, kind: type[X], form_of: Callable[[X, Answer, Reading], Form]
+    inference: Inference, request: Request, kind: type[X], form_of: Callable[[X, Answer, Reading], AnswerFormat]
 ) -> Response:
     wanted, ask = await read_ask(inference, request, kind, translated)
 
-    def form(answer: Answer) -> Form:
+    def form(answer: Answer) -> AnswerFormat:
         return form_of(wanted, answer, Reading(answer, inference.tokenizer))
 
     return await serve(inference, request, ask, form, wanted.stream, functools.partial(named, wanted.origins))
@@ -169,7 +174,7 @@ async def _watch(request: Request, stream: Stream) -> None:
 class _Direct:
     """The sink of a stream whose head is sent."""
 
-    def __init__(self, body: Body, form: Form, beat: Heartbeat) -> None:
+    def __init__(self, body: Body, form: AnswerFormat, beat: Heartbeat) -> None:
         self._body = body
         self._form = form
         self._beat = beat
@@ -193,7 +198,7 @@ class _Sse(Response):
 
     def __init__(
         self,
-        form: Form,
+        form: AnswerFormat,
         stream: Stream,
         headers: dict[str, str],
         beat: Heartbeat,
