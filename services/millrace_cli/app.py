@@ -178,7 +178,7 @@ def workers(
     """Show the workers of a router. Example: millrace workers --watch"""
     from millrace_cli import workers as command
 
-    form = command.Form.JSON if json else command.Form.WIDE if wide else command.Form.NARROW
+    form = command.TableWidth.JSON if json else command.TableWidth.WIDE if wide else command.TableWidth.NARROW
     asyncio.run(command.show(address, form, watch, access.identity(ca, cert, key), access.token(secret)))
 
 

@@ -25,7 +25,7 @@ PERIOD_S = 1.0
 CLEAR = "\x1b[H\x1b[2J"  # a terminal
 
 
-class Form(enum.Enum):
+class TableWidth(enum.Enum):
     NARROW = enum.auto()  # fits 80 columns; an address is whole wherever it ends
     WIDE = enum.auto()
     JSON = enum.auto()
@@ -70,10 +70,10 @@ def _experts(load: worker_pb2.ReplicaLoad) -> str:
     return f"{sum(layers) / len(layers):.2f}, worst {max(layers):.2f}{age}"
 
 
-def text(workers: Sequence[admin_pb2.WorkerStatus], form: Form) -> str:
+def text(workers: Sequence[admin_pb2.WorkerStatus], form: TableWidth) -> str:
     """A table, and below it why workers get no requests. Never cut to the terminal: somebody copies what is in it."""
     rows = [row(worker) for worker in workers]
-    columns = NARROW if form is Form.NARROW else tuple(row(admin_pb2.WorkerStatus()))
+    columns = NARROW if form is TableWidth.NARROW else tuple(row(admin_pb2.WorkerStatus()))
     table = Table(*columns, box=None, pad_edge=False)
     for one in rows:
         table.add_row(*(one[column] for column in columns))
@@ -87,7 +87,7 @@ def text(workers: Sequence[admin_pb2.WorkerStatus], form: Form) -> str:
 
 async def show(
     admin_address: str,
-    form: Form = Form.NARROW,
+    form: TableWidth = TableWidth.NARROW,
     watch: bool = False,
     identity: Identity | None = None,
     token: str = "",
@@ -98,7 +98,7 @@ async def show(
             raise CommandError(await _why(admin_address, identity, token))
         if watch and sys.stdout.isatty():
             print(CLEAR, end="")
-        if form is Form.JSON:
+        if form is TableWidth.JSON:
             for worker in workers:
                 print(json.dumps(MessageToDict(worker, preserving_proto_field_name=True)))
         else:

@@ -69,10 +69,10 @@ WORKERS = [
 
 def test_the_table_is_narrow_and_reasons_stand_below(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "20")
-    lines = workers.text(WORKERS, workers.Form.NARROW).splitlines()
+    lines = workers.text(WORKERS, workers.TableWidth.NARROW).splitlines()
     assert all(len(line.removesuffix(one.address)) <= 80 for line, one in zip(lines[1:], WORKERS, strict=False))
     assert lines[-1] == f"{WORKERS[1].address}: KV layout differs" and len(lines) == 4
-    assert "accept length" not in lines[0] and "accept length" in workers.text(WORKERS, workers.Form.WIDE)
+    assert "accept length" not in lines[0] and "accept length" in workers.text(WORKERS, workers.TableWidth.WIDE)
 
 
 async def test_json_is_one_object_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,7 +80,7 @@ async def test_json_is_one_object_a_line(monkeypatch: pytest.MonkeyPatch, capsys
         return WORKERS
 
     monkeypatch.setattr(workers.probe, "workers", found)
-    await workers.show("a:1", workers.Form.JSON)
+    await workers.show("a:1", workers.TableWidth.JSON)
     shown = [json.loads(line)["address"] for line in capsys.readouterr().out.splitlines()]
     assert shown == [worker.address for worker in WORKERS]
 
