@@ -10,7 +10,7 @@ import pytest
 from millrace_common.grammar.checker import NobodyWaits
 from millrace_common.grammar.source import GrammarError
 from millrace_common.reasons import Reason
-from millrace_router.flow.grammars import MAX_WAITING, PROCESSES, Grammars, Turns
+from millrace_router.flow.grammars import MAX_WAITING, PROCESSES, RequestGrammars, Turns
 from millrace_rpc.errors import MillraceError
 
 
@@ -48,8 +48,8 @@ def gate() -> Gate:
 
 
 @pytest.fixture
-async def grammars(gate: Gate) -> Grammars:
-    made = Grammars()
+async def grammars(gate: Gate) -> RequestGrammars:
+    made = RequestGrammars()
     made._checker = gate  # type: ignore[assignment]
     yield made
     made.close()
@@ -91,7 +91,7 @@ async def test_a_tenants_line_is_bounded_and_holds_up_nobody_else() -> None:
     await asyncio.gather(*waiting)
 
 
-async def test_a_grammar_is_compiled_once(grammars: Grammars, gate: Gate) -> None:
+async def test_a_grammar_is_compiled_once(grammars: RequestGrammars, gate: Gate) -> None:
     jobs = [asyncio.create_task(grammars._problem("regex", "bad", tenant)) for tenant in "aab"]
     await until(lambda: len(gate.begun) == 1)
     gate.open.set()
@@ -100,7 +100,7 @@ async def test_a_grammar_is_compiled_once(grammars: Grammars, gate: Gate) -> Non
     assert await grammars._problem("json_schema", "bad", "c") == "it is bad" and len(gate.begun) == 2
 
 
-async def test_a_job_ends_with_its_last_waiter(grammars: Grammars, gate: Gate) -> None:
+async def test_a_job_ends_with_its_last_waiter(grammars: RequestGrammars, gate: Gate) -> None:
     """Those that wait for one that leaves go on; a job that has not begun never does."""
     first, also, alone = (asyncio.create_task(grammars._problem("regex", text, "a")) for text in ("x", "x", "y"))
     await until(lambda: sorted(gate.begun) == ["x", "y"])

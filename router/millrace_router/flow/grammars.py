@@ -77,7 +77,7 @@ class _Job:
     waiting: int = 0
 
 
-class Grammars:
+class RequestGrammars:
     def __init__(self) -> None:
         self._checker = Checker(PROCESSES)
         self._threads = ThreadPoolExecutor(PROCESSES, "grammar")

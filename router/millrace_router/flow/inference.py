@@ -24,7 +24,7 @@ from millrace_router.flow.ask import Ask, Chat, Prompt
 from millrace_router.flow.bodies import Bodies
 from millrace_router.flow.fair_queue import Place
 from millrace_router.flow.generation import Backend, Begun, Generation, Job
-from millrace_router.flow.grammars import Grammars
+from millrace_router.flow.grammars import RequestGrammars
 from millrace_router.flow.metrics import observe_generation
 from millrace_router.flow.rounds import Rounds
 from millrace_router.flow.spans import ContinuationSpans
@@ -52,7 +52,7 @@ class Inference:
         self.tokenizer = tokenizer
         self.active: set[Stream] = set()
         self.bodies = Bodies(backend.config.bodies.held, backend.config.bodies.held_by_tenant)
-        self._grammars = Grammars()
+        self._grammars = RequestGrammars()
         self._rounds = Rounds(asyncio.get_running_loop(), backend.config.stream_interval)
         self._idle = asyncio.Event()
         self._idle.set()
