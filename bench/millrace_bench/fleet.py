@@ -24,7 +24,7 @@ from millrace_router.flow.flow import AbortLeg, Action, Blame, Flow, Leg, Retry,
 from millrace_router.flow.metrics import build
 from millrace_router.policy.choose import Chooser, Decision, Situation
 from millrace_router.policy.snapshot import Key, Pace, Replica, View, Want
-from millrace_router.resilience.health import Health
+from millrace_router.resilience.health import WorkerHealth
 from millrace_rpc.errors import MillraceError
 from millrace_serve.engine.schedule.expected import LEAST, Outputs, need, room
 from millrace_serve.engine.schedule.prefill import QUEUE_S
@@ -298,7 +298,7 @@ class Fleet:
         self.chooser = Chooser(Policy.LEAST_LOADED, Policy.LEAST_LOADED, Routing())
         self.admission = Admission(1 << 20, shape.queue_s, self, lambda size: None, clock=lambda: self.now)
         self.metrics = build()
-        self.health = Health(config.resilience, self.metrics, lambda: self.now)
+        self.health = WorkerHealth(config.resilience, self.metrics, lambda: self.now)
         decode_names = frozenset(worker.name for worker in decodes)
         roles = {**dict.fromkeys(names, "prefill"), **dict.fromkeys(decode_names, "decode")}
         self.health.keep(roles, (names, decode_names))

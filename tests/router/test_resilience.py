@@ -9,7 +9,7 @@ from millrace_common.reasons import Reason
 from millrace_router.config import OutlierRules, Resilience, RetryBudget
 from millrace_router.flow.metrics import build
 from millrace_router.resilience.budget import Budget
-from millrace_router.resilience.health import FAULTS, Health
+from millrace_router.resilience.health import FAULTS, WorkerHealth
 from millrace_router.resilience.outliers import LONGEST_PAUSE_S, WINDOW_S, Record
 from millrace_router.resilience.window import Window
 
@@ -125,14 +125,14 @@ def test_random_orders(events: list[str]) -> None:
 # ------------------------------------------------------------------------------------- together
 
 
-def health() -> tuple[Health, Clock]:
+def health() -> tuple[WorkerHealth, Clock]:
     clock = Clock()
-    made = Health(Resilience(outliers=RULES), build(), clock)
+    made = WorkerHealth(Resilience(outliers=RULES), build(), clock)
     made.keep({"p": "prefill", "d": "decode", "e": "decode"}, [frozenset("p"), frozenset("de")])
     return made, clock
 
 
-def value(made: Health, name: str, **labels: str) -> float:
+def value(made: WorkerHealth, name: str, **labels: str) -> float:
     made.report()
     return made._metrics.registry.get_sample_value(name, labels) or 0.0
 

@@ -11,7 +11,7 @@ from millrace_common.reasons import Reason
 from millrace_router.config import Resilience
 from millrace_router.policy.kv_index import SHARDS, KvIndex
 from millrace_router.policy.prefix_index import PrefixIndex
-from millrace_router.resilience.health import Health
+from millrace_router.resilience.health import WorkerHealth
 from prometheus_client import CollectorRegistry
 from router.fake_worker import DECODE, PREFILL, FakeWorker
 from router.harness import Cluster
@@ -20,7 +20,7 @@ STARTS = 100
 
 
 def test_records_and_ejections() -> None:
-    health = Health(Resilience(), Metrics(ROUTER, CollectorRegistry()))
+    health = WorkerHealth(Resilience(), Metrics(ROUTER, CollectorRegistry()))
     for start in range(STARTS):
         epoch = f"epoch {start}"
         health.keep({epoch: "decode"}, [frozenset({epoch})])

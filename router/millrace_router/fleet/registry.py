@@ -38,7 +38,7 @@ from millrace_router.policy.cache_key import CacheKey
 from millrace_router.policy.choose import Decision
 from millrace_router.policy.placer import Placer
 from millrace_router.policy.snapshot import Pace, View, Want
-from millrace_router.resilience.health import Health
+from millrace_router.resilience.health import WorkerHealth
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class Registry:
         self._able: list[tuple[Worker, frozenset[str]]] = []  # of every model, by address, with their sources' epochs
         self._first: str | None = None  # the revision that is asked first, while there are others
         self.placer = Placer(config, metrics)
-        self.health = Health(config.resilience, metrics)
+        self.health = WorkerHealth(config.resilience, metrics)
         self._feeds = CacheFeeds(self.placer.indexes.kv, metrics)
         self._metrics = metrics
         self._on_change = on_change

@@ -39,7 +39,7 @@ FAULTS = frozenset(
 EJECTED = "ejected: failures in a row"
 
 
-class Health:
+class WorkerHealth:
     def __init__(self, rules: Resilience, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
         self.budget = Budget(rules.retries)
         self._rules = rules.outliers
