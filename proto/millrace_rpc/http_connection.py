@@ -30,7 +30,7 @@ NAMES = "millrace.names"  # a scope's names in the client's certificate
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ConnectionLimits:
     """Of the connections of one port. None: without the limit."""
 
     idle_s: float = 75.0  # between two requests, and before the first
@@ -43,7 +43,7 @@ class Limits:
 class Crowd:
     """The connections of one port, as a whole and by the address of the client."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: ConnectionLimits) -> None:
         self._limits = limits
         self._all = 0
         self._of: Counter[str] = Counter()
@@ -171,7 +171,7 @@ class Connection(HttpToolsProtocol):
 
     def __init__(
         self,
-        limits: Limits,
+        limits: ConnectionLimits,
         crowd: Crowd,
         parting: asyncio.Event,
         clock: asyncio.AbstractEventLoop | None,

@@ -11,19 +11,19 @@ from collections.abc import Iterator
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from millrace_rpc.http_connection import BODY, Connection, Crowd, Limits
+from millrace_rpc.http_connection import BODY, Connection, ConnectionLimits, Crowd
 from millrace_rpc.tls import Identity
 
 STOP_GRACE_S = 1  # for open connections when the server stops
 MAX_UNSENT_BYTES = 128 << 10  # of a connection, in the kernel
-DEFAULT = Limits()
+DEFAULT = ConnectionLimits()
 
 
 class HttpServer:
     def __init__(
         self,
         app: ASGIApp,
-        limits: Limits = DEFAULT,
+        limits: ConnectionLimits = DEFAULT,
         parting: asyncio.Event | None = None,
         clock: asyncio.AbstractEventLoop | None = None,
     ) -> None:

@@ -73,7 +73,7 @@ class Timeouts(Config):
     drain: Seconds = 30.0  # running streams after SIGTERM
 
 
-class Limits(Config):
+class RequestLimits(Config):
     """Of a request. flow/validate.py has the fixed limits; the model's own come from the workers."""
 
     n: int = Field(16, ge=1)
@@ -209,7 +209,7 @@ class RouterConfig(Config):
     strict_tools: bool = False  # refuse tools that are no functions, instead of leaving them out
     resilience: Resilience = Resilience()
     timeouts: Timeouts = Timeouts()
-    limits: Limits = Limits()
+    limits: RequestLimits = RequestLimits()
     connections: Connections = Connections()
     bodies: BodyLimits = BodyLimits()
     stream_interval: float = Field(0.0, ge=0, le=1)  # seconds between two rounds of sending; 0: as the load allows

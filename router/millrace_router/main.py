@@ -30,7 +30,7 @@ from millrace_common.reasons import Reason
 from millrace_common.tls_config import exposed
 from millrace_rpc.access import Access
 from millrace_rpc.errors import MillraceError
-from millrace_rpc.http_connection import Limits
+from millrace_rpc.http_connection import ConnectionLimits
 from millrace_rpc.http_server import HttpServer
 from millrace_rpc.server import Server, run
 from millrace_rpc.tls import identity_of
@@ -89,14 +89,14 @@ class Router:
         operations = admin.Admin(self.registry, self._gc, self._recent, self._public_http)
         admin_pb2_grpc.add_AdminServicer_to_server(operations, self._admin.grpc)
         limits = config.connections
-        inside = Limits(limits.idle)
+        inside = ConnectionLimits(limits.idle)
         pages = admin_http.build(operations, self._public_http, [config.admin_http.rpartition(":")[0].lower()])
         self._admin_http = HttpServer(AdminGuard(pages, http_access), inside)
         # Metrics tell of all tenants.
         beside = self._before_scrape if config.metrics is None and config.api_keys is None else None
         self._parting = asyncio.Event()
         public = HttpGuard(public_http.build(self.inference, beside), self._keys)
-        outside = Limits(limits.idle, limits.most, limits.per_address, limits.max_age, config.timeouts.client)
+        outside = ConnectionLimits(limits.idle, limits.most, limits.per_address, limits.max_age, config.timeouts.client)
         self._http = HttpServer(with_cors(public, limits.cors), outside, self._parting)
         self._probes = HttpServer(new_app(probes.routes(backend, self._before_scrape)), inside)
         self._serving = False

@@ -20,7 +20,7 @@ from millrace_router.edge import grpc_service
 from millrace_router.edge.guard import GrpcGuard, HttpGuard
 from millrace_router.flow.tenant import DEFAULT
 from millrace_rpc.errors import from_rpc_error
-from millrace_rpc.http_connection import Connection, Limits
+from millrace_rpc.http_connection import Connection, ConnectionLimits
 from millrace_rpc.http_server import HttpServer
 from millrace_rpc.server import Server
 from router.fake_worker import UNIFIED, Behaviour, FakeWorker, expected, output
@@ -102,7 +102,7 @@ async def over_http(made: Cluster, clock: Clock, tokens: int, stream: bool = Tru
     """A client that has sent a request, and has read nothing."""
     made.workers[0].script.append(produces(tokens))
     app = HttpGuard(public_http.build(made.router.inference, None), None)
-    server = HttpServer(app, Limits(stall_s=LIMIT_S), clock=clock)
+    server = HttpServer(app, ConnectionLimits(stall_s=LIMIT_S), clock=clock)
     port = server.start("127.0.0.1:0")
     body = json.dumps({"prompt": PROMPT, "max_tokens": tokens, "stream": stream, "seed": 0, "logprobs": 5})
     with socket.socket() as client:

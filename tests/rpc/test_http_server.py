@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from millrace_rpc import http_connection
-from millrace_rpc.http_connection import MAX_HEAD_BYTES, Ending, Limits, body_of
+from millrace_rpc.http_connection import MAX_HEAD_BYTES, ConnectionLimits, Ending, body_of
 from millrace_rpc.http_server import HttpServer
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -79,7 +79,7 @@ async def said(port: int, text: bytes) -> bytes:
 
 @contextlib.asynccontextmanager
 async def serving(**limits: float) -> AsyncIterator[int]:
-    server = HttpServer(APP, Limits(**limits))
+    server = HttpServer(APP, ConnectionLimits(**limits))
     yield server.start("127.0.0.1:0")
     await server.stop()
 
@@ -238,7 +238,7 @@ async def test_an_answer_that_waits_for_the_body_is_not_the_last(port: int) -> N
 
 async def test_idle_connections_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the first request, after one, and after an empty line that is no request."""
-    assert Limits().idle_s == 75.0
+    assert ConnectionLimits().idle_s == 75.0
     monkeypatch.setattr(http_connection, "MAX_HEAD_S", 0.1)
     async with serving(idle_s=0.1) as port:
         assert await said(port, b"") == b""

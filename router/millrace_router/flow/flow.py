@@ -156,7 +156,7 @@ class Flow:
         return self.progress + limit if self.deadline is None else min(self.progress + limit, self.deadline)
 
     def _queue_limit(self) -> float:
-        """Seconds. A client may have read a part of what a worker began: that is not given up as soon as a first token."""
+        """Seconds. What a worker began is not given up as soon as a first token: a client may have read a part."""
         if self.tries > 0:
             return max(self.timeouts.queue, self.timeouts.prefill)
         return self.queue_s if self.attempt < 0 else self.timeouts.queue

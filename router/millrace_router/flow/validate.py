@@ -18,7 +18,7 @@ from millrace_common.reasons import Reason
 from millrace_common.sampling_limits import LOGIT_BIAS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, NUMBERS, PRIORITY, Range
 from millrace_rpc.errors import FieldError, MillraceError, Path
 
-from millrace_router.config import Limits, RouterConfig
+from millrace_router.config import RequestLimits, RouterConfig
 from millrace_router.flow.ask import Ask, Chat, Prompt
 from millrace_router.text.chat_format import Tool
 
@@ -173,7 +173,7 @@ def _check_tokens(ask: Ask, model: worker_pb2.WorkerInfo) -> None:
     check_ids("stop_token_ids", ask.stop_token_ids, model)
 
 
-def _check_stop(stop: Sequence[str], limits: Limits) -> None:
+def _check_stop(stop: Sequence[str], limits: RequestLimits) -> None:
     if len(stop) > limits.stop:
         raise invalid("stop", f"must have at most {limits.stop} strings, not {len(stop)}")
     for i, text in enumerate(stop):

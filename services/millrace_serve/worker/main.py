@@ -28,7 +28,7 @@ from millrace_common import log as logs
 from millrace_common.config import ConfigError, load
 from millrace_rpc.access import Access
 from millrace_rpc.errors import MillraceError
-from millrace_rpc.http_connection import Limits
+from millrace_rpc.http_connection import ConnectionLimits
 from millrace_rpc.http_server import HttpServer
 from millrace_rpc.server import Server, run
 from starlette.applications import Starlette
@@ -55,7 +55,7 @@ async def serve(config: WorkerConfig, make_role: MakeRole, announce: Path | None
     """Run a worker; its exit code."""
     frontend = Frontend(config, uuid.uuid4().hex, make_launcher(config.launcher), make_role)
     server = _server(frontend)
-    http = HttpServer(_probes(frontend), Limits(config.timeouts.idle))
+    http = HttpServer(_probes(frontend), ConnectionLimits(config.timeouts.idle))
     stop = _signals()
     ports: dict[str, int] = {}
     code, message = 1, "could not start"
