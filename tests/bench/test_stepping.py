@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from millrace_bench import stepping
 from millrace_serve.engine.step import shared_memory
-from millrace_serve.engine.step.links import Link
+from millrace_serve.engine.step.links import RankConnection
 from millrace_serve.engine.step.replicas import HEADER, VECTOR
 
 WARM_STEPS, STEPS = 10, 30
@@ -20,24 +20,24 @@ WARM_STEPS, STEPS = 10, 30
 def counted(replicas: int, hosts: int, steps: int, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """System calls and bytes of all ranks, from the first word of their joining on."""
     calls: Counter[str] = Counter()
-    futex, send, receive = shared_memory._futex, Link.send, Link.receive
+    futex, send, receive = shared_memory._futex, RankConnection.send, RankConnection.receive
 
     def count_futex(number: int, address: int, operation: int, *rest: object) -> int:
         calls["wake" if operation == shared_memory.FUTEX_WAKE else "wait"] += 1
         return futex(number, address, operation, *rest)
 
-    def count_send(link: Link, data: bytes) -> None:
+    def count_send(link: RankConnection, data: bytes) -> None:
         calls.update(send=1, bytes=len(data))
         send(link, data)
 
-    def count_receive(link: Link, nbytes: int) -> bytearray:
+    def count_receive(link: RankConnection, nbytes: int) -> bytearray:
         calls["receive"] += 1
         return receive(link, nbytes)
 
     with monkeypatch.context() as patch:
         patch.setattr(shared_memory, "_futex", count_futex)
-        patch.setattr(Link, "send", count_send)
-        patch.setattr(Link, "receive", count_receive)
+        patch.setattr(RankConnection, "send", count_send)
+        patch.setattr(RankConnection, "receive", count_receive)
         stepping.alone(replicas, hosts, steps)
     return calls
 

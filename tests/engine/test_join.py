@@ -12,7 +12,7 @@ import pytest
 from engine.joined import Ranks, join_all, step, together
 from millrace_serve.engine.schedule.plan import Plan
 from millrace_serve.engine.step.followers import FRAME_BYTES
-from millrace_serve.engine.step.links import HELLO, Link, Listener, connect
+from millrace_serve.engine.step.links import HELLO, RankConnection, RankListener, connect
 from millrace_serve.engine.step.lockstep import Lockstep
 from millrace_serve.engine.step.replicas import State
 from millrace_serve.engine.step.shared_memory import RankLost, Segment
@@ -85,7 +85,7 @@ def test_a_killed_rank_is_named_within_a_second(tp: int, hosts: str, victim: int
 
 
 def test_strangers_are_refused() -> None:
-    listener = Listener("127.0.0.1")
+    listener = RankListener("127.0.0.1")
     for hello in (HELLO.pack(bytes(16), 1), HELLO.pack(TOKEN, 9), HELLO.pack(TOKEN, 1)[:-1], b""):
         with socket.create_connection(("127.0.0.1", listener.port)) as stranger:
             stranger.sendall(hello)
@@ -99,7 +99,7 @@ def test_strangers_are_refused() -> None:
 
 def test_a_message_that_is_cut_short_is_refused() -> None:
     ours, theirs = _tcp_pair()
-    link = Link(3, ours)
+    link = RankConnection(3, ours)
     theirs.sendall(b"half")
     theirs.close()
     with pytest.raises(RankLost, match=r"^rank 3 has ended"):

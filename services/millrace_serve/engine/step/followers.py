@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from millrace_serve.engine.step.host import FRAME_BYTES, FRAMES, LINE, TAKEN, WRITTEN, Host
-from millrace_serve.engine.step.links import Link
+from millrace_serve.engine.step.links import RankConnection
 from millrace_serve.engine.step.packing import SIZE
 
 
 class Outlet:
     """The leader's end."""
 
-    def __init__(self, host: Host, followers: Sequence[int], links: Sequence[Link]) -> None:
+    def __init__(self, host: Host, followers: Sequence[int], links: Sequence[RankConnection]) -> None:
         """`followers` of this host; `links` to the others."""
         self._host, self._links = host, links
         self._taken = {rank: host.counter(rank, TAKEN) for rank in followers}
@@ -72,7 +72,7 @@ class Inlet:
 class LinkInlet:
     """The end of a follower on another host."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: RankConnection) -> None:
         self._link = link
 
     def receive(self) -> bytearray:

@@ -18,7 +18,7 @@ import msgspec
 
 from millrace_serve.engine.step.followers import Inlet, LinkInlet, Outlet
 from millrace_serve.engine.step.host import Host
-from millrace_serve.engine.step.links import TOKEN_BYTES, Link, Listener, connect
+from millrace_serve.engine.step.links import TOKEN_BYTES, RankConnection, RankListener, connect
 from millrace_serve.engine.step.lockstep import Lockstep
 from millrace_serve.engine.step.replicas import VECTOR, Replicas
 
@@ -90,7 +90,7 @@ def join(rank: int, tp: int, dp: int, exchange: Exchange, address: str = "127.0.
         RankLost: another rank cannot be reached.
         OSError: /dev/shm has no room.
     """
-    listener = Listener(address)
+    listener = RankListener(address)
     try:
         own = Card(host or _host(), address, listener.port, secrets.token_bytes(TOKEN_BYTES))
         cards = [msgspec.msgpack.decode(card, type=Card) for card in exchange(msgspec.msgpack.encode(own))]
@@ -109,7 +109,7 @@ def join(rank: int, tp: int, dp: int, exchange: Exchange, address: str = "127.0.
     return _lockstep(place, shared, links)
 
 
-def _lockstep(place: Map, shared: Host, links: list[Link]) -> Lockstep:
+def _lockstep(place: Map, shared: Host, links: list[RankConnection]) -> Lockstep:
     replicas = outlet = inlet = None
     if place.rank != place.leader:
         inlet = LinkInlet(links[0]) if links else Inlet(shared, place.leader)

@@ -32,7 +32,7 @@ KEEPALIVE = {
 }
 
 
-class Link:
+class RankConnection:
     """The connection to another rank."""
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
@@ -73,16 +73,16 @@ class Link:
         return RankLost(f"rank {self.rank} has ended, or lost its connection: {error}")
 
 
-class Listener:
+class RankListener:
     def __init__(self, address: str) -> None:
         """Any free port of `address`."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._socket = socket.create_server((address, 0), family=family, backlog=1024)
         self.port: int = self._socket.getsockname()[1]
 
-    def accept(self, token: bytes, ranks: Collection[int]) -> list[Link]:
+    def accept(self, token: bytes, ranks: Collection[int]) -> list[RankConnection]:
         """Links to these ranks, in any order. Raises RankLost when one does not connect."""
-        links: dict[int, Link] = {}
+        links: dict[int, RankConnection] = {}
         end = time.monotonic() + JOIN_S
         while missing := sorted(set(ranks) - links.keys()):
             self._socket.settimeout(max(end - time.monotonic(), 0.001))
@@ -92,7 +92,7 @@ class Listener:
                 raise RankLost(f"rank {missing[0]} did not connect within {JOIN_S:g} s") from error
             rank = _hello(connection, token)
             if rank in missing:
-                links[rank] = Link(rank, connection)
+                links[rank] = RankConnection(rank, connection)
             else:
                 message = "refused a connection from %s: it is none of this worker's ranks"
                 log.warning(message, peer, extra=PER_REQUEST)
@@ -103,13 +103,13 @@ class Listener:
         self._socket.close()
 
 
-def connect(address: str, port: int, token: bytes, me: int, rank: int) -> Link:
+def connect(address: str, port: int, token: bytes, me: int, rank: int) -> RankConnection:
     """The link of rank `me` to the listener of `rank`. Raises RankLost."""
     try:
         connection = socket.create_connection((address, port), timeout=JOIN_S)
     except OSError as error:
         raise RankLost(f"rank {rank} at {address} cannot be reached: {error}") from error
-    link = Link(rank, connection)
+    link = RankConnection(rank, connection)
     link.send(HELLO.pack(token, me))
     return link
 

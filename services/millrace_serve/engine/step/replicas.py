@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from millrace_serve.engine.step.host import POSTED, PUBLISHED, Host
-from millrace_serve.engine.step.links import Link
+from millrace_serve.engine.step.links import RankConnection
 from millrace_serve.engine.step.shared_memory import RankLost
 
 
@@ -41,7 +41,9 @@ HEADER = struct.Struct("=qq")  # number of the step, bytes of text behind the ve
 class Replicas:
     """The place of one leader in the agreement."""
 
-    def __init__(self, host: Host, leaders: Sequence[int], links: Sequence[Link], beside: dict[int, list[int]]) -> None:
+    def __init__(
+        self, host: Host, leaders: Sequence[int], links: Sequence[RankConnection], beside: dict[int, list[int]]
+    ) -> None:
         """
         Args:
             leaders: of all replicas.
