@@ -25,8 +25,8 @@ class DiskMoves:
         self._tier = tier
         self._new: deque[Copy] = deque()  # not stored yet
         self._storing: dict[int, Copy] = {}  # by slot
-        self._loading: dict[int, tuple[Copy, Load]] = {}  # likewise
-        self._loads: set[Load] = set()
+        self._loading: dict[int, tuple[Copy, DiskLoad]] = {}  # likewise
+        self._loads: set[DiskLoad] = set()
 
     @property
     def loads(self) -> bool:
@@ -64,7 +64,7 @@ class DiskMoves:
         """Load `blocks`, of which `count` said that they are there, as far as the host tier has slots; `then` gets the
         leading run of those that came, in order and pinned, perhaps at once.
         """
-        load = Load(then)
+        load = DiskLoad(then)
         for block in blocks:
             if self.store is None or block in self._tier or (copy := self._tier.begin(block)) is None:
                 break
@@ -104,14 +104,14 @@ class DiskMoves:
                 self._storing[copy.slot] = copy
             self._new.popleft()
 
-    def _loaded(self, copy: Copy, load: Load, ok: bool) -> None:
+    def _loaded(self, copy: Copy, load: DiskLoad, ok: bool) -> None:
         self._num_loaded += ok
         self._tier.pin(copy)  # for the reader
         self._tier.end(copy, good=ok)
         load.left -= 1
         self._go_on(load)
 
-    def _go_on(self, load: Load) -> None:
+    def _go_on(self, load: DiskLoad) -> None:
         if load.left:
             return
         self._loads.remove(load)
@@ -122,7 +122,7 @@ class DiskMoves:
 
 
 @dataclass(slots=True, eq=False)
-class Load:
+class DiskLoad:
     then: Callable[[list[Copy]], None]
     copies: list[Copy] = field(default_factory=list)
     left: int = 0  # of their moves
