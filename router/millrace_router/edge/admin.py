@@ -23,7 +23,7 @@ from millrace_router.edge.traffic import Recent
 from millrace_router.fleet.registry import Registry
 from millrace_router.fleet.worker import Worker
 from millrace_router.policy.choose import Decision
-from millrace_router.policy.snapshot import Loan
+from millrace_router.policy.snapshot import LoanOffer
 
 SERVICE = "millrace.v1.Admin"
 T = TypeVar("T")
@@ -149,7 +149,7 @@ def _explained(decision: Decision) -> pb.PlacementDecision:
     )
 
 
-def _loan(loan: Loan | None) -> pb.Loan | None:
+def _loan(loan: LoanOffer | None) -> pb.Loan | None:
     if loan is None:
         return None
     return pb.Loan(

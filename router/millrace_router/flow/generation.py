@@ -29,7 +29,7 @@ from millrace_router.flow.flow import AbortLeg, Action, Blame, Flow, Leg, Mismat
 from millrace_router.flow.spans import ContinuationSpans
 from millrace_router.flow.tenant import Tenant
 from millrace_router.policy.choose import Decision
-from millrace_router.policy.snapshot import Loan, Replica, Want
+from millrace_router.policy.snapshot import LoanOffer, Replica, Want
 
 log = logging.getLogger(__name__)
 
@@ -214,7 +214,7 @@ class Generation:
             link.submit(request, source, _Leg(self, leg, link))
             source = worker.source()
 
-    def _prefix(self, loan: Loan | None) -> prefill_pb2.KvPrefixRef | None:
+    def _prefix(self, loan: LoanOffer | None) -> prefill_pb2.KvPrefixRef | None:
         """Where the prefill worker gets leading pages of the prompt."""
         if loan is None:
             return None

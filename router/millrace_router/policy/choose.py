@@ -27,7 +27,7 @@ from millrace_router.config import Policy, Routing
 from millrace_router.policy.holders import Process
 from millrace_router.policy.loans import START_TOKENS_PER_S, Lenders, best_loan, lenders
 from millrace_router.policy.scoring import SCORERS, Inputs, best, far
-from millrace_router.policy.snapshot import Key, Loan, Placement, Replica, View, Want
+from millrace_router.policy.snapshot import Key, LoanOffer, Placement, Replica, View, Want
 
 CLOSED = "no credits"
 TOO_SMALL = "its context is too small"
@@ -101,7 +101,7 @@ class Decision:
         return cached if self.loan is None else max(cached, situation.want.cached(self.loan.num_pages))
 
     @property
-    def loan(self) -> Loan | None:
+    def loan(self) -> LoanOffer | None:
         """The pages that the prefill worker fetches."""
         loan = self.placement.loan
         return loan if loan is not None and loan.worthwhile else None

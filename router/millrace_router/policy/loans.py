@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
 
 from millrace_router.policy.holders import Process
-from millrace_router.policy.snapshot import Loan, Replica, Want
+from millrace_router.policy.snapshot import LoanOffer, Replica, Want
 
 START_TOKENS_PER_S = 50_000.0  # more than a replica of a large model computes
 START_BYTES_PER_S = 1e9  # less than any network for KV reads at
@@ -35,14 +35,14 @@ def lenders(replicas: Iterable[Replica], pages: Mapping[Process, int], want: Wan
     return sorted(found, key=itemgetter(0), reverse=True)
 
 
-def best_loan(borrower: Replica, own: int, want: Want, lenders: Lenders) -> Loan | None:
+def best_loan(borrower: Replica, own: int, want: Want, lenders: Lenders) -> LoanOffer | None:
     """From the replica of the same view with most tokens. None: nobody has more than the borrower's own."""
     for tokens, lender in lenders:
         if tokens <= own:
             return None
         if _lends(lender, borrower):
             fetch_s, compute_s = _seconds(borrower, lender, tokens - own, want.page_size)
-            return Loan(lender, tokens // want.page_size, tokens - own, fetch_s, compute_s)
+            return LoanOffer(lender, tokens // want.page_size, tokens - own, fetch_s, compute_s)
     return None
 
 

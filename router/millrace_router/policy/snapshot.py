@@ -102,7 +102,7 @@ class Pace(NamedTuple):
     token_s: float  # seconds of one output token of each, at the fastest worker; 0: not measured
 
 
-class Loan(NamedTuple):
+class LoanOffer(NamedTuple):
     """Leading pages of a prompt that a prefill replica could fetch."""
 
     lender: Replica
@@ -122,4 +122,4 @@ class Placement:
 
     prefill: Replica | None
     decode: Replica | None
-    loan: Loan | None = None  # that the prefill replica could take, worthwhile or not
+    loan: LoanOffer | None = None  # that the prefill replica could take, worthwhile or not
