@@ -2,7 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from millrace_serve.engine.core import Failure, FinishReason, RequestId, SequenceOutput, TokenOutput, Wait
 from millrace_serve.worker.frontend.links import RouterLink
-from millrace_serve.worker.frontend.outbox import MAX_TOKENS, Outbox
+from millrace_serve.worker.frontend.outbox import MAX_TOKENS, LinkOutbox
 
 
 def output(room: int, first_index: int, num_tokens: int, finish: FinishReason | None = None) -> SequenceOutput:
@@ -11,7 +11,7 @@ def output(room: int, first_index: int, num_tokens: int, finish: FinishReason | 
 
 
 def test_a_router_that_keeps_up_gets_every_step_by_itself() -> None:
-    box = Outbox()
+    box = LinkOutbox()
     for step in range(3):
         box.put(output(1, step, 1))
         box.put(output(2, step, 1))
@@ -23,7 +23,7 @@ def test_a_slow_router_gets_merged_outputs_with_the_end_last() -> None:
     first = SequenceOutput(RequestId(1, 0), 0, [TokenOutput(0)], num_cached_tokens=64, queued_s=0.5)
     error = Failure("STALLED", "late")
     end = SequenceOutput(first.id, 100, [], FinishReason.ERROR, error, num_drafted=90, num_accepted=40)
-    box = Outbox()
+    box = LinkOutbox()
     box.put(first)
     for step in range(1, 100):
         box.put(output(1, step, 1))
@@ -33,7 +33,7 @@ def test_a_slow_router_gets_merged_outputs_with_the_end_last() -> None:
 
 
 def test_messages_stay_below_the_transport_limit() -> None:
-    box = Outbox()
+    box = LinkOutbox()
     for start in range(0, 3 * MAX_TOKENS, 100):
         box.put(output(1, start, 100))
     sizes = []
@@ -45,7 +45,7 @@ def test_messages_stay_below_the_transport_limit() -> None:
 @given(st.lists(st.one_of(st.none(), st.integers(1, 3)), max_size=60))
 def test_nothing_is_lost_or_reordered(events: list[int | None]) -> None:
     """None: the router takes a message; a number: that sequence says its next token."""
-    box, said, heard = Outbox(), {1: 0, 2: 0, 3: 0}, {1: [], 2: [], 3: []}
+    box, said, heard = LinkOutbox(), {1: 0, 2: 0, 3: 0}, {1: [], 2: [], 3: []}
 
     def take() -> None:
         for o in box.take():

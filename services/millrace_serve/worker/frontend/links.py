@@ -27,7 +27,7 @@ from millrace_rpc.errors import MillraceError
 
 from millrace_serve.engine.core import Failure, FinishReason, RequestId, SequenceOutput, Wait
 from millrace_serve.worker.frontend import convert
-from millrace_serve.worker.frontend.outbox import Outbox
+from millrace_serve.worker.frontend.outbox import LinkOutbox
 from millrace_serve.worker.frontend.requests import Requests
 from millrace_serve.worker.frontend.wakeup import Wakeup
 
@@ -40,7 +40,7 @@ class RouterLink:
     def __init__(self, router_id: str, cache_key_id: bytes = b"") -> None:
         self.router_id = router_id
         self.cache_key_id = cache_key_id
-        self._outbox = Outbox()
+        self._outbox = LinkOutbox()
         self._waits: dict[RequestId, Wait] = {}  # the latest of each attempt
         self._changed = Wakeup()
         self._ended = False

@@ -13,7 +13,7 @@ from millrace_serve.engine.core import RequestId, SequenceOutput
 MAX_TOKENS = 4096  # of one entry and of one message: with 20 logprobs each, a tenth of what the transport takes
 
 
-class Outbox:
+class LinkOutbox:
     def __init__(self) -> None:
         self._entries: collections.deque[SequenceOutput] = collections.deque()  # its owner may extend their tokens
         self._latest: dict[RequestId, SequenceOutput] = {}  # the last entry of each sequence
