@@ -14,7 +14,15 @@ import torch
 from millrace_serve.engine.cache.kv_pool import KvLayout
 from millrace_serve.engine.config import Execution, Limits, Role
 from millrace_serve.engine.start import compile_ahead
-from millrace_serve.engine.start.compile_ahead import Part, beside, fingerprint, mark, num_processes, parts, turned
+from millrace_serve.engine.start.compile_ahead import (
+    CompilePart,
+    beside,
+    fingerprint,
+    mark,
+    num_processes,
+    parts,
+    turned,
+)
 from millrace_serve.engine.start.startup import Site
 from millrace_serve.engine.start.torch_factory import load_rank
 from millrace_serve.model.config import ModelConfig
@@ -45,8 +53,8 @@ def site(device: str = "cpu", role: Role = Role.UNIFIED, cache_dir: Path | None 
     return Site(role, limits, execution, model, layout, dims, torch.device(device), torch.float32)
 
 
-def told(count: int) -> list[Part]:
-    return [Part(site(), index, count, ROOMY) for index in range(count)]
+def told(count: int) -> list[CompilePart]:
+    return [CompilePart(site(), index, count, ROOMY) for index in range(count)]
 
 
 def doing(code: str) -> list[str]:
@@ -102,7 +110,7 @@ def test_a_part_runs_every_step_beginning_elsewhere(role: Role, drafts: int, mon
     monkeypatch.setattr(compile_ahead.TorchRunner, "launch", recorded)
     for index in range(2):
         ran.append([])
-        compile_ahead.run(Part(site(role=role, drafts=drafts), index, 2, ROOMY))
+        compile_ahead.run(CompilePart(site(role=role, drafts=drafts), index, 2, ROOMY))
     first, second = ran
     assert first != second and sorted(first) == sorted(second)
     assert max(first) == 98 + 2 * drafts and (role is Role.PREFILL or first.count(3 * (1 + drafts)) > 2)
@@ -159,7 +167,7 @@ def test_a_step_without_memory_is_left_to_the_rank(monkeypatch: pytest.MonkeyPat
         return run(runner, batch, slot)
 
     monkeypatch.setattr(compile_ahead.TorchRunner, "_run", short)
-    compile_ahead.run(Part(site(), 0, 2, ROOMY))
+    compile_ahead.run(CompilePart(site(), 0, 2, ROOMY))
     assert max(tokens[:-1]) > 90 and 0 < tokens[-1] <= 3
 
 
@@ -228,9 +236,9 @@ def test_a_command_that_is_not_there_is_no_error(caplog: pytest.LogCaptureFixtur
 
 def test_processes_are_told_which_gpu_the_current_one_is(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They failed in torch.cuda.set_device when an engine was built for a "cuda" without an index."""
-    wanted: list[Part] = []
+    wanted: list[CompilePart] = []
 
-    def noted(site: Site, parts: list[Part]) -> None:
+    def noted(site: Site, parts: list[CompilePart]) -> None:
         wanted.extend(parts)
         raise InterruptedError
 
@@ -275,7 +283,7 @@ def test_a_rank_starts_beside_a_process_that_runs_its_steps(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch.set_num_threads(1)
-    monkeypatch.setattr(compile_ahead, "parts", lambda site, room: [Part(site, 0, 1, ROOMY)])
+    monkeypatch.setattr(compile_ahead, "parts", lambda site, room: [CompilePart(site, 0, 1, ROOMY)])
     with caplog.at_level(logging.INFO):
         engine = load_rank(LIMITS, Role.UNIFIED, TINY, ParallelDims(), CPU, torch.float32).engine()
     engine.close()

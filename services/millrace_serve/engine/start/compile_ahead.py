@@ -64,7 +64,7 @@ T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Part:
+class CompilePart:
     """The input of one process."""
 
     site: Site
@@ -76,7 +76,7 @@ class Part:
 # ------------------------------------------------------------------------------------------------ the rank
 
 
-def parts(site: Site, room: int) -> list[Part]:
+def parts(site: Site, room: int) -> list[CompilePart]:
     """The inputs of the processes to start. `room`: bytes of the device that are unused while weights are read."""
     file = mark_file(site)
     if file is None or file.exists():
@@ -84,7 +84,7 @@ def parts(site: Site, room: int) -> list[Part]:
     small, portable = small_config(site.model), dataclasses.replace(site, dims=alone(site.dims))
     least = weight_bytes(small, portable.dims, site.dtype, site.kept) + WORK_BYTES + memory.CONTEXT_BYTES
     count = num_processes(len(os.sched_getaffinity(0)), room, least)
-    return [Part(portable, i, count, room // count - memory.CONTEXT_BYTES) for i in range(count)]
+    return [CompilePart(portable, i, count, room // count - memory.CONTEXT_BYTES) for i in range(count)]
 
 
 def num_processes(cores: int, room: int, least: int) -> int:
@@ -95,7 +95,7 @@ def num_processes(cores: int, room: int, least: int) -> int:
 
 @contextlib.contextmanager
 def beside(
-    site: Site, wanted: Sequence[Part], command: Sequence[str] = COMMAND, limit_s: float = LIMIT_S
+    site: Site, wanted: Sequence[CompilePart], command: Sequence[str] = COMMAND, limit_s: float = LIMIT_S
 ) -> Iterator[None]:
     """Context: processes compile during its body. Its end waits for them; a failure of the body kills them."""
     started = time.monotonic()
@@ -169,7 +169,7 @@ def _is_first(site: Site, stack: contextlib.ExitStack) -> bool:
 
 
 @contextlib.contextmanager
-def _started(part: Part, command: Sequence[str]) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
+def _started(part: CompilePart, command: Sequence[str]) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
     """The process, which is gone afterwards, and what it writes to stderr."""
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors)
@@ -203,7 +203,7 @@ def _end(process: subprocess.Popen[bytes], errors: IO[bytes], until: float) -> s
 
 
 def main() -> None:
-    part: Part = pickle.load(sys.stdin.buffer)
+    part: CompilePart = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
     device = part.site.device
     with contextlib.ExitStack() as stack:
@@ -216,7 +216,7 @@ def main() -> None:
         run(part)
 
 
-def run(part: Part) -> None:
+def run(part: CompilePart) -> None:
     """Run steps, GEMMs and graphs. torch.compile is left out, because its result depends on all layers. Steps with
     prompt chunks are launched op by op, where one without memory is left out.
     """
