@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Sequence
 
 from millrace_serve.transfer.base import MemoryHandle, PageBuffer, ReadState, TransferError, check_source
-from millrace_serve.transfer.polled import Peer, PolledRead, PolledSink
+from millrace_serve.transfer.polled import PolledRead, PolledSink, SourcePeer
 
 
 class LocalFabric:
@@ -59,29 +59,29 @@ class LocalSource:
         self._fabric.remove(self._agent)
 
 
-class LocalSink(PolledSink[Peer]):
+class LocalSink(PolledSink[SourcePeer]):
     """A read's handle is its (source page, destination page) pairs."""
 
     def __init__(self, fabric: LocalFabric, pool: PageBuffer) -> None:
         super().__init__(pool)
         self._fabric = fabric
 
-    def open(self, source: MemoryHandle) -> Peer:
+    def open(self, source: MemoryHandle) -> SourcePeer:
         check_source(source, "local", self._pool)
         if not self._fabric.has(source.agent):
             raise TransferError(f"{source.agent} is not in this process")
-        return Peer(source.agent)
+        return SourcePeer(source.agent)
 
-    def post(self, read: PolledRead[Peer], src_pages: Sequence[int], dst_pages: Sequence[int]) -> None:
+    def post(self, read: PolledRead[SourcePeer], src_pages: Sequence[int], dst_pages: Sequence[int]) -> None:
         read.handle = list(zip(src_pages, dst_pages, strict=True))
 
-    def progress(self, read: PolledRead[Peer]) -> None:
+    def progress(self, read: PolledRead[SourcePeer]) -> None:
         if self._fabric.copy(read.peer.name, self._pool, read.handle):
             self.finish(read, ReadState.DONE)
         else:
             self.finish(read, ReadState.FAILED, f"{read.peer.name} is gone")
 
-    def let_go(self, peer: Peer) -> None:
+    def let_go(self, peer: SourcePeer) -> None:
         """Nothing was opened."""
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from millrace_common.page_runs import runs
 
 from millrace_serve.transfer.base import MemoryHandle, PageBuffer, ReadState, TransferError, check_source
 from millrace_serve.transfer.cuda_driver import CudaDriver, CudaError
-from millrace_serve.transfer.polled import Peer, PolledRead, PolledSink
+from millrace_serve.transfer.polled import PolledRead, PolledSink, SourcePeer
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def same_host(source: MemoryHandle) -> bool:
 
 
 @dataclass(eq=False)
-class IpcPeer(Peer):
+class IpcPeer(SourcePeer):
     opened: int  # what the driver mapped
     base: int  # page 0
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from millrace_serve.transfer.base import MemoryHandle, PageBuffer, ReadState, TransferError, check_source
 from millrace_serve.transfer.nixl_agent import NixlAgent
-from millrace_serve.transfer.polled import Peer, PolledRead, PolledSink
+from millrace_serve.transfer.polled import PolledRead, PolledSink, SourcePeer
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class NixlSource(NixlAgent):
 
 
 @dataclass(eq=False)
-class NixlPeer(Peer):
+class NixlPeer(SourcePeer):
     pages: int  # handle of the prepared descriptor list
     settled_at: float = 0.0  # when `error` is set
 

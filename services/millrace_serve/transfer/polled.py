@@ -15,14 +15,14 @@ from millrace_serve.transfer.base import KvSink, MemoryHandle, PageBuffer, ReadO
 
 
 @dataclass(eq=False)
-class Peer:
+class SourcePeer:
     name: str
     reads: set[PolledRead[Any]] = field(default_factory=set, kw_only=True)  # not final
     leaving: bool = field(default=False, kw_only=True)  # it was disconnected
     error: str = field(default="", kw_only=True)  # of the transport
 
 
-P = TypeVar("P", bound=Peer)
+P = TypeVar("P", bound=SourcePeer)
 
 
 class PolledRead(ReadOp, Generic[P]):
