@@ -37,7 +37,7 @@ from millrace_serve.model.deepseek_v3 import DeepseekV3
 from millrace_serve.model.experts import moving
 from millrace_serve.model.experts.balance import imbalance, rebalance
 from millrace_serve.model.experts.gather import GatherExperts
-from millrace_serve.model.experts.placement import Placement
+from millrace_serve.model.experts.placement import ExpertPlacement
 from millrace_serve.model.moe import Gate, Moe
 from millrace_serve.model.parallel import ParallelDims, init_parallel
 from millrace_serve.model.quantised import FP8
@@ -84,17 +84,17 @@ def gates_of(model: DeepseekV3) -> list[Gate]:
     return [layer.mlp.gate for layer in model.layers if isinstance(layer.mlp, Moe)]
 
 
-def first_placement(shape: tuple[int, ...], num_ranks: int, spare: int) -> Placement:
+def first_placement(shape: tuple[int, ...], num_ranks: int, spare: int) -> ExpertPlacement:
     """As a worker begins; where experts do not divide by the ranks, the first ones have more replicas."""
     num_layers, num_experts = shape
     if num_experts % num_ranks == 0:
-        return Placement.contiguous(num_layers, num_experts, num_ranks, spare)
+        return ExpertPlacement.contiguous(num_layers, num_experts, num_ranks, spare)
     slots = -(-num_experts // num_ranks) + spare
     experts = np.arange(num_ranks * slots, dtype=np.int32).reshape(num_ranks, slots) % num_experts
-    return Placement(np.broadcast_to(experts, (num_layers, *experts.shape)), num_experts)
+    return ExpertPlacement(np.broadcast_to(experts, (num_layers, *experts.shape)), num_experts)
 
 
-def of_steps(shares: np.ndarray, placement: Placement, rows: int, rng: np.random.Generator) -> float:
+def of_steps(shares: np.ndarray, placement: ExpertPlacement, rows: int, rng: np.random.Generator) -> float:
     """Mean imbalance of single steps; a row's choices may be equal."""
     _, num_ranks, slots = placement.experts.shape
     top_k, found = min(TOP_K, placement.num_experts // 4), []
@@ -147,7 +147,7 @@ def skew(model: DeepseekV3, name: str) -> None:
         gate.bias.copy_(-SKEWS[name] * (order + 1).float().log())
 
 
-def restore(balancer: moving.Balancer, placement: Placement) -> None:
+def restore(balancer: moving.Balancer, placement: ExpertPlacement) -> None:
     balancer._plan = Future()
     balancer._plan.set_result(placement)
     while balancer.moving:

@@ -22,7 +22,7 @@ from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.experts.gather import GatherExperts
 from millrace_serve.model.experts.held import ExpertLayer
 from millrace_serve.model.experts.peer import PeerExperts
-from millrace_serve.model.experts.placement import Placement
+from millrace_serve.model.experts.placement import ExpertPlacement
 from millrace_serve.model.inputs import ForwardInput
 from millrace_serve.model.parallel import ParallelDims, init_parallel
 from millrace_serve.model.quantised import FP8, PLAIN
@@ -47,7 +47,7 @@ def equal_to_gather(dims: ParallelDims) -> None:
     """Routed experts alone: bit for bit where both compute equally many rows, so with the same kernels."""
     config = ModelConfig.parse({**CONFIG, "hidden_size": 1024, "moe_intermediate_size": 512, "n_shared_experts": 0})
     device, top_k = torch.device("cuda", dims.rank), config.num_experts_per_tok
-    placement = Placement.contiguous(config.num_kv_layers, config.n_routed_experts, SIZE)
+    placement = ExpertPlacement.contiguous(config.num_kv_layers, config.n_routed_experts, SIZE)
     for fp8 in (True, False):
         weights = RandomWeights(device, torch.bfloat16, FP8 if fp8 else PLAIN)
         layer = ExpertLayer(weights, config, dims, placement, 1)

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from millrace_serve.model.experts.balance import LEAST_GAIN, imbalance, rebalance
 from millrace_serve.model.experts.moving import moves_between
-from millrace_serve.model.experts.placement import Placement
+from millrace_serve.model.experts.placement import ExpertPlacement
 
-Case = tuple[np.ndarray, Placement]  # loads, placement before
+Case = tuple[np.ndarray, ExpertPlacement]  # loads, placement before
 
 
 @st.composite
@@ -23,7 +23,7 @@ def cases(draw: st.DrawFn) -> Case:
     more = rng.integers(0, experts, (2, ranks * spare))
     every = np.concatenate([np.broadcast_to(np.arange(experts), (2, experts)), more], axis=1)
     held = rng.permuted(every, axis=1).reshape(2, ranks, -1).astype(np.int32)
-    return loads, Placement(held, experts)
+    return loads, ExpertPlacement(held, experts)
 
 
 @settings(deadline=None, max_examples=300)
@@ -59,7 +59,7 @@ def test_moves_lead_from_one_placement_to_the_other(case: Case) -> None:
 
 
 def test_what_stays_on_a_rank_keeps_its_slot() -> None:
-    before = Placement.contiguous(1, 8, 2, 1)
+    before = ExpertPlacement.contiguous(1, 8, 2, 1)
     after = rebalance(np.array([[8, 0, 0, 8, 1, 1, 1, 1]]), before).experts[0]
     for old, new in zip(before.experts[0], after, strict=True):
         kept = set(old) & set(new)
@@ -68,7 +68,7 @@ def test_what_stays_on_a_rank_keeps_its_slot() -> None:
 
 def test_an_expert_with_half_of_the_tokens_is_shared() -> None:
     loads = np.array([[600, 100, 100, 100, 100, 100, 50, 50]])
-    before = Placement.contiguous(1, 8, 4, 1)
+    before = ExpertPlacement.contiguous(1, 8, 4, 1)
     after = rebalance(loads, before)
     assert (after.experts == 0).sum() >= 3
     assert imbalance(loads, before)[0] > 1.4 and imbalance(loads, after)[0] < 1.1
@@ -76,12 +76,12 @@ def test_an_expert_with_half_of_the_tokens_is_shared() -> None:
 
 def test_a_hot_rank_without_spare_slots_is_relieved() -> None:
     loads = np.array([[40, 30, 20, 10, 4, 3, 2, 1]])
-    before = Placement.contiguous(1, 8, 2)
+    before = ExpertPlacement.contiguous(1, 8, 2)
     after = rebalance(loads, before)
     assert imbalance(loads, before)[0] > 1.8 and imbalance(loads, after)[0] < 1.05
 
 
 def test_an_even_load_moves_nothing() -> None:
-    before = Placement.contiguous(2, 16, 4)
+    before = ExpertPlacement.contiguous(2, 16, 4)
     assert rebalance(np.full((2, 16), 7), before).experts.tolist() == before.experts.tolist()
     assert imbalance(np.zeros((2, 16)), before).tolist() == [1, 1]

@@ -16,7 +16,7 @@ from millrace_serve.model.experts.deepep import DeepEpExperts
 from millrace_serve.model.experts.deepep_buffer import DeepEpBuffer, Machine, machines, refusal
 from millrace_serve.model.experts.gather import GatherExperts
 from millrace_serve.model.experts.held import ExpertLayer
-from millrace_serve.model.experts.placement import Placement
+from millrace_serve.model.experts.placement import ExpertPlacement
 from millrace_serve.model.inputs import ForwardInput
 from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.quantised import FP8
@@ -34,12 +34,12 @@ MOST_ROWS = 7  # which becomes 64 of 2 replicas and 32 of 4, so that an expert h
 STEPS = [(8, 1, 3, 5), (65, 40, 3, 1), (70, 0, 2, 0), (2, 0, 6, 1), (0, 0, 0, 0), (1, 33, 1, 1), (1, 1, 1, 1)]
 
 
-def placed(name: str, ranks: int) -> Placement:
+def placed(name: str, ranks: int) -> ExpertPlacement:
     if name == "contiguous":
-        return Placement.contiguous(LAYER + 1, EXPERTS, ranks)
+        return ExpertPlacement.contiguous(LAYER + 1, EXPERTS, ranks)
     rng = np.random.default_rng(0)
     held = rng.permutation(np.concatenate([np.arange(EXPERTS), rng.choice(EXPERTS, 2 * ranks)])).astype(np.int32)
-    return Placement(np.broadcast_to(held.reshape(ranks, -1), (LAYER + 1, ranks, len(held) // ranks)), EXPERTS)
+    return ExpertPlacement(np.broadcast_to(held.reshape(ranks, -1), (LAYER + 1, ranks, len(held) // ranks)), EXPERTS)
 
 
 def inputs_of(dims: ParallelDims, step: int, counts: tuple[int, ...]) -> tuple[Operand, Tensor, Tensor, ForwardInput]:

@@ -15,7 +15,7 @@ from millrace_kernels.fp8 import Operand
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.experts.held import ExpertLayer, HeldExperts
 from millrace_serve.model.experts.local import LocalExperts
-from millrace_serve.model.experts.placement import Placement, SlotMap
+from millrace_serve.model.experts.placement import ExpertPlacement, SlotMap
 from millrace_serve.model.inputs import ForwardInput
 from millrace_serve.model.moe import Moe
 from millrace_serve.model.parallel import ParallelDims
@@ -27,18 +27,18 @@ EXPERTS, LAYER = 16, 1
 
 
 @st.composite
-def placements(draw: st.DrawFn) -> Placement:
+def placements(draw: st.DrawFn) -> ExpertPlacement:
     """One layer: the experts in any order, some of them more than once."""
     num, ranks = draw(st.integers(1, 12)), draw(st.integers(1, 4))
     spare = -num % ranks + ranks * draw(st.integers(0, 2))
     more = draw(st.lists(st.integers(0, num - 1), min_size=spare, max_size=spare))
     experts = draw(st.permutations([*range(num), *more]))
-    return Placement(np.array(experts, np.int32).reshape(1, ranks, -1), num)
+    return ExpertPlacement(np.array(experts, np.int32).reshape(1, ranks, -1), num)
 
 
 @settings(deadline=None)
 @given(placements())
-def test_one_slot_of_one_rank_serves_a_row(placement: Placement) -> None:
+def test_one_slot_of_one_rank_serves_a_row(placement: ExpertPlacement) -> None:
     ranks = range(placement.experts.shape[1])
     tables = np.stack([placement.logical_to_slot(0, rank) for rank in ranks])
     assert (tables[:, :, -1] == -1).all() and tables.dtype == np.int32
@@ -50,7 +50,7 @@ def test_one_slot_of_one_rank_serves_a_row(placement: Placement) -> None:
 
 @settings(deadline=None)
 @given(placements())
-def test_replicas_take_turns(placement: Placement) -> None:
+def test_replicas_take_turns(placement: ExpertPlacement) -> None:
     """Every slot serves some row."""
     for rank in range(placement.experts.shape[1]):
         table = placement.logical_to_slot(0, rank)
@@ -59,7 +59,7 @@ def test_replicas_take_turns(placement: Placement) -> None:
 
 @settings(deadline=None)
 @given(placements(), st.data())
-def test_the_device_maps_as_the_table(placement: Placement, data: st.DataObject) -> None:
+def test_the_device_maps_as_the_table(placement: ExpertPlacement, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, placement.experts.shape[1] - 1))
     ids = data.draw(st.lists(st.integers(-1, placement.num_experts - 1), min_size=6, max_size=6))
     found = SlotMap(placement, 0, rank, CPU)(torch.tensor(ids, dtype=torch.int32).view(3, 2))
@@ -73,7 +73,7 @@ def test_the_device_maps_as_the_table(placement: Placement, data: st.DataObject)
 def test_tables_change_where_they_are(data: st.DataObject) -> None:
     before = data.draw(placements().filter(lambda placement: placement.experts.size > placement.num_experts))
     mixed = data.draw(st.permutations(before.experts.ravel().tolist()))
-    after = Placement(np.array(mixed, np.int32).reshape(before.experts.shape), before.num_experts)
+    after = ExpertPlacement(np.array(mixed, np.int32).reshape(before.experts.shape), before.num_experts)
     slots = SlotMap(before, 0, 0, CPU)
     address, ids = slots.places.data_ptr(), torch.arange(-1, before.num_experts, dtype=torch.int32).unsqueeze(0)
     slots.update(after)
@@ -84,7 +84,7 @@ def test_tables_change_where_they_are(data: st.DataObject) -> None:
 
 @settings(deadline=None)
 @given(placements())
-def test_replicas_share_evenly(placement: Placement) -> None:
+def test_replicas_share_evenly(placement: ExpertPlacement) -> None:
     counts = np.bincount(placement.places(0)[:, :-1].ravel())
     copies = np.bincount(placement.experts.ravel())[placement.experts.ravel()]
     assert (abs(counts - placement.num_turns / copies) < 1).all()
@@ -92,34 +92,34 @@ def test_replicas_share_evenly(placement: Placement) -> None:
 
 def test_all_experts_in_order_need_no_map() -> None:
     ids = torch.tensor([[3, -1]], dtype=torch.int32)
-    assert SlotMap(Placement.contiguous(2, 4, 1), 1, 0, CPU)(ids) is ids
-    assert SlotMap(Placement.contiguous(2, 4, 2), 1, 1, CPU)(ids).tolist() == [[1, -1]]
+    assert SlotMap(ExpertPlacement.contiguous(2, 4, 1), 1, 0, CPU)(ids) is ids
+    assert SlotMap(ExpertPlacement.contiguous(2, 4, 2), 1, 1, CPU)(ids).tolist() == [[1, -1]]
 
 
 def test_contiguous_experts() -> None:
-    placement = Placement.contiguous(3, 6, 2)
+    placement = ExpertPlacement.contiguous(3, 6, 2)
     assert [placement.experts[2, rank].tolist() for rank in (0, 1)] == [[0, 1, 2], [3, 4, 5]]
     with pytest.raises(ValueError, match=r"n_routed_experts=6 .* tp \* dp=4"):
-        Placement.contiguous(3, 6, 4)
+        ExpertPlacement.contiguous(3, 6, 4)
 
 
 def test_spare_slots_begin_with_experts_of_the_next_rank() -> None:
-    placement = Placement.contiguous(1, 6, 3, 1)
+    placement = ExpertPlacement.contiguous(1, 6, 3, 1)
     assert [placement.experts[0, rank].tolist() for rank in range(3)] == [[0, 1, 2], [2, 3, 4], [4, 5, 0]]
     with pytest.raises(ValueError, match="spare_experts=1: other ranks have only 0 experts"):
-        Placement.contiguous(1, 6, 1, 1)
+        ExpertPlacement.contiguous(1, 6, 1, 1)
 
 
 def test_an_expert_without_a_slot_is_a_mistake() -> None:
     with pytest.raises(AssertionError, match="layer 0: every expert needs a slot"):
-        Placement(np.array([[[0, 1], [1, 3]]], np.int32), 4)
+        ExpertPlacement(np.array([[[0, 1], [1, 3]]], np.int32), 4)
 
 
-def layout(name: str) -> Placement:
+def layout(name: str) -> ExpertPlacement:
     rng = np.random.default_rng(0)
     more = rng.choice(EXPERTS, 8) if name == "replicas" else np.arange(0)
     order = np.arange(EXPERTS) if name == "contiguous" else rng.permutation(np.concatenate([np.arange(EXPERTS), more]))
-    return Placement(np.broadcast_to(order.astype(np.int32).reshape(4, -1), (4, 4, len(order) // 4)), EXPERTS)
+    return ExpertPlacement(np.broadcast_to(order.astype(np.int32).reshape(4, -1), (4, 4, len(order) // 4)), EXPERTS)
 
 
 @pytest.mark.parametrize("name", ["contiguous", "shuffled", "replicas"])
@@ -131,11 +131,11 @@ def test_experts_of_the_ranks_add_up(name: str, random_bf16: Path) -> None:
     ids[4] = -1
     weights = torch.rand(ids.shape, generator=rng)
 
-    def experts(placement: Placement, dims: ParallelDims) -> HeldExperts:
+    def experts(placement: ExpertPlacement, dims: ParallelDims) -> HeldExperts:
         ckpt = Checkpoint(random_bf16, config, CPU, torch.float32)
         return HeldExperts(ExpertLayer(ckpt, config, dims, placement, LAYER), with_shared=False)
 
-    whole = experts(Placement.contiguous(4, EXPERTS, 1), ParallelDims())(h, weights, ids)
+    whole = experts(ExpertPlacement.contiguous(4, EXPERTS, 1), ParallelDims())(h, weights, ids)
     parts = [experts(layout(name), ParallelDims(rank=rank, dp=4))(h, weights, ids) for rank in range(4)]
     assert (whole[4] == 0).all() and whole.count_nonzero() > 0
     assert_close(torch.stack(parts).sum(0), whole)
@@ -158,7 +158,7 @@ class Doubling(ParallelDims):
 def test_a_complete_result_is_not_summed_again(implementation: Any, random_bf16: Path) -> None:
     config = ModelConfig.load(random_bf16)
     ckpt, dims = Checkpoint(random_bf16, config, CPU, torch.float32), Doubling()
-    placement = Placement.contiguous(4, EXPERTS, 1)
+    placement = ExpertPlacement.contiguous(4, EXPERTS, 1)
     moe = Moe(
         ckpt, config, dims, lambda layer: implementation(ExpertLayer(ckpt, config, dims, placement, layer)), LAYER
     )

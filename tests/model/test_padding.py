@@ -16,7 +16,7 @@ from millrace_serve.model.deepseek_v3 import DeepseekV3
 from millrace_serve.model.experts.gather import GatherExperts
 from millrace_serve.model.experts.held import ExpertLayer
 from millrace_serve.model.experts.local import LocalExperts
-from millrace_serve.model.experts.placement import Placement
+from millrace_serve.model.experts.placement import ExpertPlacement
 from millrace_serve.model.inputs import AttnPlan, ForwardInput
 from millrace_serve.model.moe import Moe
 from millrace_serve.model.parallel import ParallelDims
@@ -37,7 +37,7 @@ def step(rows: int, **fields: Any) -> ForwardInput:
 def layer(path: Path, dims: ParallelDims) -> tuple[ExpertLayer, ModelConfig]:
     config = ModelConfig.load(path)
     ckpt = Checkpoint(path, config, CPU, torch.float32)
-    return ExpertLayer(ckpt, config, dims, Placement.contiguous(4, EXPERTS, dims.ep_size), LAYER), config
+    return ExpertLayer(ckpt, config, dims, ExpertPlacement.contiguous(4, EXPERTS, dims.ep_size), LAYER), config
 
 
 @pytest.mark.parametrize("real", [0, 2, 5])

@@ -18,7 +18,7 @@ from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import load_model
 from millrace_serve.model.experts.held import ExpertLayer, HeldExperts
 from millrace_serve.model.experts.peer import PeerExperts
-from millrace_serve.model.experts.placement import Placement
+from millrace_serve.model.experts.placement import ExpertPlacement
 from millrace_serve.model.inputs import ForwardInput
 from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.weights import Checkpoint
@@ -57,7 +57,7 @@ def run_layer(dims: ParallelDims, path: str, dtype: torch.dtype, counts: tuple[i
     """One layer against the sums of what every rank's own experts give for all rows."""
     config = ModelConfig.load(path)
     ckpt = Checkpoint(path, config, CPU, dtype, keep_quantised=dtype == torch.bfloat16)
-    placement = Placement.contiguous(config.num_kv_layers, config.n_routed_experts, dims.ep_size)
+    placement = ExpertPlacement.contiguous(config.num_kv_layers, config.n_routed_experts, dims.ep_size)
     layer = ExpertLayer(ckpt, config, dims, placement, LAYER)
     experts = PeerExperts(make_exchange(dims, config, dtype, max(counts)), layer)
     held = HeldExperts(layer, with_shared=experts.fuses_shared)

@@ -24,7 +24,7 @@ from millrace_serve.model.experts.gather import GatherExperts
 from millrace_serve.model.experts.held import ExpertLayer
 from millrace_serve.model.experts.local import LocalExperts
 from millrace_serve.model.experts.moving import Balancer
-from millrace_serve.model.experts.placement import Placement
+from millrace_serve.model.experts.placement import ExpertPlacement
 from millrace_serve.model.experts.routed import Implementation, MakeExperts
 from millrace_serve.model.inputs import ForwardInput
 from millrace_serve.model.layers import RmsNorm, VocabParallel
@@ -58,7 +58,7 @@ class DeepseekV3:
         self.thresholds = thresholds or FormThresholds.measured(ckpt.device, num_heads)
         self.heads = Heads(num_heads, config.qk_head_dim, config.v_head_dim)
         num_layers, num_experts = config.num_kv_layers, config.n_routed_experts
-        placement = Placement.contiguous(num_layers, num_experts, dims.ep_size, dims.spare_experts)
+        placement = ExpertPlacement.contiguous(num_layers, num_experts, dims.ep_size, dims.spare_experts)
         implementation = experts or (LocalExperts if dims.dp == 1 else GatherExperts)
 
         def experts_of(ckpt: Weights) -> MakeExperts:

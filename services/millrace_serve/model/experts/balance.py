@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from millrace_serve.model.experts.placement import Placement
+from millrace_serve.model.experts.placement import ExpertPlacement
 
 SLACK = 0.02  # of a rank's mean load: an expert stays on its rank for this much more than the least loaded one has
 LEAST_GAIN = 0.02  # of the imbalance: a layer that gains less is not worth its moves
 
 
-def imbalance(loads: np.ndarray, placement: Placement) -> np.ndarray:
+def imbalance(loads: np.ndarray, placement: ExpertPlacement) -> np.ndarray:
     """Tokens of the busiest rank, over the mean: float64 [L], 1 for a layer without tokens.
 
     Args:
@@ -34,7 +34,7 @@ def imbalance(loads: np.ndarray, placement: Placement) -> np.ndarray:
     return np.divide(of_rank.max(axis=1), mean, out=np.ones(len(loads)), where=mean > 0)
 
 
-def rebalance(loads: np.ndarray, before: Placement) -> Placement:
+def rebalance(loads: np.ndarray, before: ExpertPlacement) -> ExpertPlacement:
     """A placement whose `imbalance` is in no layer above that of `before`, with as many slots.
 
     Args:
@@ -47,8 +47,8 @@ def rebalance(loads: np.ndarray, before: Placement) -> Placement:
     order = _pack(weights, replicas, home, num_slots).argsort(axis=1, kind="stable")
     after = np.take_along_axis(replicas, order, axis=1)
     placed = _in_place(before.experts, after.reshape(before.experts.shape))
-    better = imbalance(loads, Placement(placed, num_experts)) < imbalance(loads, before) * (1 - LEAST_GAIN)
-    return Placement(np.where(better[:, None, None], placed, before.experts).astype(np.int32), num_experts)
+    better = imbalance(loads, ExpertPlacement(placed, num_experts)) < imbalance(loads, before) * (1 - LEAST_GAIN)
+    return ExpertPlacement(np.where(better[:, None, None], placed, before.experts).astype(np.int32), num_experts)
 
 
 def _replicas(loads: np.ndarray, num_ranks: int, num_slots: int) -> tuple[np.ndarray, np.ndarray]:

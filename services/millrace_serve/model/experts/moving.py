@@ -26,7 +26,7 @@ from torch import Tensor
 
 from millrace_serve.model.experts.balance import imbalance, rebalance
 from millrace_serve.model.experts.held import HeldExperts
-from millrace_serve.model.experts.placement import Placement
+from millrace_serve.model.experts.placement import ExpertPlacement
 from millrace_serve.model.moe import Moe
 from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.quantised import tensors
@@ -51,7 +51,7 @@ class BalanceReport(NamedTuple):
 class Balancer:
     """Used only by the thread that launches steps."""
 
-    def __init__(self, dims: ParallelDims, placement: Placement, layers: Mapping[int, Moe]) -> None:
+    def __init__(self, dims: ParallelDims, placement: ExpertPlacement, layers: Mapping[int, Moe]) -> None:
         self.report = BalanceReport()
         self._dims, self._first, self._placement = dims, placement, placement
         self._layers = {layer: moe.routed.held for layer, moe in layers.items()}
@@ -61,7 +61,7 @@ class Balancer:
             moe.gate.loads = self._loads[layer]
         self._num_steps = 0
         self._planner = ThreadPoolExecutor(1, "balance")
-        self._plan: Future[Placement] | None = None
+        self._plan: Future[ExpertPlacement] | None = None
 
     @property
     def staging_bytes(self) -> int:

@@ -19,7 +19,7 @@ EVEN_TURNS = 24  # 2, 3, 4, 6 and 8 replicas of an expert divide it, so each of 
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class ExpertPlacement:
     """Letters: L layers, R ranks, S slots of a rank, E experts, X turns of replicas."""
 
     experts: np.ndarray  # int32 [L, R, S], the expert in each slot
@@ -31,7 +31,7 @@ class Placement:
             assert np.array_equal(np.unique(held), every), f"layer {layer}: every expert needs a slot"
 
     @classmethod
-    def contiguous(cls, num_layers: int, num_experts: int, num_ranks: int, num_spare: int = 0) -> Placement:
+    def contiguous(cls, num_layers: int, num_experts: int, num_ranks: int, num_spare: int = 0) -> ExpertPlacement:
         """The same number of neighbouring experts on every rank; its spare slots hold the first ones of the next rank.
 
         Raises:
@@ -70,21 +70,21 @@ class Placement:
 
 
 class SlotMap:
-    """`Placement.places` and `logical_to_slot` on the device, at addresses that never change.
+    """`ExpertPlacement.places` and `logical_to_slot` on the device, at addresses that never change.
 
     Without replicas and with experts in the order of the slots, ids are returned as they are.
     """
 
     places: Tensor  # int32 [X, E + 1]
 
-    def __init__(self, placement: Placement, layer: int, rank: int, device: torch.device) -> None:
+    def __init__(self, placement: ExpertPlacement, layer: int, rank: int, device: torch.device) -> None:
         table = placement.logical_to_slot(layer, rank)
         identity = len(table) == 1 and np.array_equal(table[0, :-1], np.arange(placement.num_experts))
         self.places = torch.from_numpy(placement.places(layer)).to(device)
         self._layer, self._rank = layer, rank
         self._table = None if identity else torch.from_numpy(table).to(device)
 
-    def update(self, placement: Placement) -> None:
+    def update(self, placement: ExpertPlacement) -> None:
         """Takes another placement of the same shape, in the order of the stream."""
         assert self._table is not None, "nothing can move"
         self.places.copy_(torch.from_numpy(placement.places(self._layer)), non_blocking=True)
