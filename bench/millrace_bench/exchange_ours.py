@@ -8,7 +8,7 @@ import time
 import torch
 import torch.distributed as dist
 from millrace_kernels.fp8 import Operand
-from millrace_kernels.peer.exchange import Exchange, Places, Received
+from millrace_kernels.peer.exchange import Exchange, ExpertPlaces, Received
 from millrace_kernels.peer.signals import POLLS_PER_S
 from millrace_kernels.rms_norm import rms_norm
 from millrace_serve.engine.step.device import device_of
@@ -30,7 +30,7 @@ class Ours:
         self.exchange = Exchange(dims.dp_group, device, max(args.rows), args.width, TOP_K + 1, torch.bfloat16)
         table = torch.arange(HELD * dims.dp + 1, dtype=torch.int32, device=device)
         table[-1] = -1
-        self.places = Places(table[None], HELD)
+        self.places = ExpertPlaces(table[None], HELD)
 
     def ways(self, given: Case) -> dict[str, Call]:
         dims, x, gains, ids, _ = given

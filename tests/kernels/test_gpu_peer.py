@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from millrace_bench.kernels.numeric import FP8_EXPERTS_TOLERANCE, assert_close, dequantised
 from millrace_kernels.fp8 import SMALL_TOKENS, Fp8, Operand, quant_groups
-from millrace_kernels.peer.exchange import Exchange, Places, Received
+from millrace_kernels.peer.exchange import Exchange, ExpertPlaces, Received
 from millrace_serve.model.checkpoint.random_weights import RandomWeights
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.experts.gather import GatherExperts
@@ -84,7 +84,7 @@ class Rows:
         self.gains = torch.rand(SIZE, 2 * MOST, TOP_K, generator=rng, device="cuda")
         table = torch.arange(EXPERTS + 1, dtype=torch.int32, device="cuda")
         table[-1] = -1
-        self.places = Places(table[None], EXPERTS // SIZE)
+        self.places = ExpertPlaces(table[None], EXPERTS // SIZE)
 
     def expected(self, x: Tensor, ids: Tensor, quant: bool) -> Tensor:
         total = torch.zeros(x.shape, device="cuda")

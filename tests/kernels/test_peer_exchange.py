@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from millrace_kernels.fp8 import Operand
-from millrace_kernels.peer.exchange import Exchange, Places, Received
+from millrace_kernels.peer.exchange import Exchange, ExpertPlaces, Received
 from millrace_kernels.peer.signals import POLLS_PER_S
 from millrace_kernels.triton.quant import quant_groups
 from millrace_serve.model.parallel import ParallelDims
@@ -57,11 +57,11 @@ class Sent(NamedTuple):
         return cls(x, torch.rand(rows, TOP_K, generator=seeded), ids)
 
 
-def places_of(case: Case, tp_rank: int) -> Places:
+def places_of(case: Case, tp_rank: int) -> ExpertPlaces:
     ranks = case.dp * case.tp
     slots = EXPERTS * case.copies // ranks
     table = torch.randperm(slots * ranks, generator=torch.Generator().manual_seed(1)).view(case.copies, EXPERTS)
-    return Places(torch.nn.functional.pad(table, (0, 1), value=-1).int(), slots, case.tp, tp_rank)
+    return ExpertPlaces(torch.nn.functional.pad(table, (0, 1), value=-1).int(), slots, case.tp, tp_rank)
 
 
 def steps(dims: ParallelDims, case: Case) -> list[float]:
@@ -88,13 +88,13 @@ def steps(dims: ParallelDims, case: Case) -> list[float]:
     return []
 
 
-def _holders(ids: Tensor, places: Places, first: int) -> Tensor:
+def _holders(ids: Tensor, places: ExpertPlaces, first: int) -> Tensor:
     """int64 [T, K]: the place of each choice, -1 for padding."""
     turns = (first + torch.arange(len(ids))) % len(places.table)
     return places.table[turns[:, None], ids.long()].long()
 
 
-def _check_received(case: Case, received: Received, sent: list[Sent], places: Places, dims: ParallelDims) -> None:
+def _check_received(case: Case, received: Received, sent: list[Sent], places: ExpertPlaces, dims: ParallelDims) -> None:
     rank, first = dims.rank, 0
     for member, (x, weights, ids) in enumerate(sent):
         rows, place = slice(first, first + len(x)), _holders(ids, places, first)
@@ -124,7 +124,9 @@ def _partial(case: Case, step: int, member: int, total: int) -> Tensor:
     return torch.randn(total, case.dim, generator=seeded).to(case.dtype)
 
 
-def _sum(case: Case, ids: Tensor, partials: list[Tensor], places: Places, first: int, dims: ParallelDims) -> Tensor:
+def _sum(
+    case: Case, ids: Tensor, partials: list[Tensor], places: ExpertPlaces, first: int, dims: ParallelDims
+) -> Tensor:
     total, place = torch.zeros(len(ids), case.dim), _holders(ids, places, first)
     for member, partial in enumerate(partials):
         chosen = ((place >= 0) & (place // places.slots == member * dims.tp + dims.tp_rank)).any(1)

@@ -32,7 +32,7 @@ DISPATCH_PROGRAMS, COMBINE_PROGRAMS = 4, 8  # per multiprocessor at most; then t
 COMBINE_COLUMNS = 1024
 
 
-class Places(NamedTuple):
+class ExpertPlaces(NamedTuple):
     """Where a layer's experts are. Global place = rank * slots + slot; rank = member of the group * tp + tp_rank."""
 
     table: Tensor  # int32 [X, E + 1] on the device: row r of G finds expert e at the place [r % X, e]; -1 for padding
@@ -97,7 +97,7 @@ class Exchange:
         x: Tensor,
         weights: Tensor,
         ids: Tensor,
-        places: Places,
+        places: ExpertPlaces,
         counts: list[int],
         *,
         shared: bool,
@@ -125,7 +125,7 @@ class Exchange:
         )  # fmt: skip
         return self._received(total, ids.shape[1] + shared, quant)
 
-    def combine(self, ids: Tensor, places: Places, counts: list[int], *, shared: bool) -> Tensor:
+    def combine(self, ids: Tensor, places: ExpertPlaces, counts: list[int], *, shared: bool) -> Tensor:
         """-> [T, D], the sums over the ranks' partial rows in FP32 and in rank order; 0 for padding; collective.
 
         The ranks' experts have filled `partial` on this stream. Arguments as for the dispatch before it.
@@ -144,10 +144,10 @@ class Exchange:
     def _first(self, counts: list[int]) -> int:
         return sum(counts[: self._memory.rank])
 
-    def _arguments(self, places: Places) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _arguments(self, places: ExpertPlaces) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return places.table, self._memory.bases, self._state, self.error
 
-    def _constants(self, places: Places, ids: Tensor, shared: bool) -> dict[str, int]:
+    def _constants(self, places: ExpertPlaces, ids: Tensor, shared: bool) -> dict[str, int]:
         copies, columns = places.table.shape
         choices = ids.shape[1] + shared
         assert choices <= self._choices and places.table.is_contiguous(), (choices, places.table.stride())

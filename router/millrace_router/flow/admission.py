@@ -78,7 +78,7 @@ class ServiceRate:
         return tokens * seconds / self._tokens if self._tokens else seconds
 
 
-class Places(Protocol):
+class WorkerCapacity(Protocol):
     def choose(self, want: Want) -> Decision | None:
         """None: it has to wait. Raises MillraceError where waiting is in vain."""
 
@@ -93,7 +93,7 @@ class Admission:
         self,
         size: int,
         longest_s: float,  # that a ticket may wait
-        places: Places,
+        places: WorkerCapacity,
         on_size: Callable[[int], None],
         look_ahead: int = LOOK_AHEAD,
         clock: Callable[[], float] = time.monotonic,

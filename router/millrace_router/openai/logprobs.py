@@ -12,7 +12,7 @@ from millrace_router.openai import objects
 from millrace_router.text.tokenizer import Tokenizer
 
 
-class Places:
+class TokenOffsets:
     """Where each token of a text begins, in characters: one that goes on with a character where that begins."""
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Logprobs:
     def __init__(self, tokenizer: Tokenizer, keep_special: bool) -> None:
         self._tokenizer = tokenizer
         self._keep_special = keep_special
-        self._places: defaultdict[int, Places] = defaultdict(Places)  # by continuation
+        self._places: defaultdict[int, TokenOffsets] = defaultdict(TokenOffsets)  # by continuation
 
     def of_chat(self, entries: Iterable[common_pb2.TokenLogprobs]) -> objects.ChatLogprobs:
         """The bytes of all entries together are the output's."""

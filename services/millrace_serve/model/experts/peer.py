@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from millrace_kernels.fp8 import BLOCK, SMALL_TOKENS, Fp8, Operand
-from millrace_kernels.peer.exchange import Exchange, Places
+from millrace_kernels.peer.exchange import Exchange, ExpertPlaces
 from torch import Tensor
 
 from millrace_serve.model.experts.held import ExpertLayer, HeldExperts, fuses_shared
@@ -25,7 +25,7 @@ class PeerExperts(RoutedExperts):
         ckpt, config, dims, _, _ = layer
         self.fuses_shared = fuses_shared(layer)
         self.held = HeldExperts(layer, with_shared=self.fuses_shared)
-        self.places = Places(self.held.slots.places, self.held.num_slots, dims.tp, dims.tp_rank)
+        self.places = ExpertPlaces(self.held.slots.places, self.held.num_slots, dims.tp, dims.tp_rank)
         whole_blocks = config.hidden_size % BLOCK == 0 and config.moe_intermediate_size % BLOCK == 0
         self.fp8_rows = isinstance(self.held.w13, Fp8) and whole_blocks and ckpt.dtype == torch.bfloat16
 
