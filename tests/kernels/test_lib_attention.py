@@ -213,7 +213,7 @@ def wrappers(monkeypatch: pytest.MonkeyPatch) -> list[flashinfer._Slot]:
         cached.cache_clear()
 
 
-def schedule(q_lens: tuple[int, ...], k_lens: tuple[int, ...], causal: bool) -> flashinfer.Plan | None:
+def schedule(q_lens: tuple[int, ...], k_lens: tuple[int, ...], causal: bool) -> flashinfer.FlashInferPlan | None:
     return flashinfer.schedule(q_lens, k_lens, mla_prefill.Heads(2, 192, 128), causal, CPU, BF16)
 
 
@@ -258,7 +258,7 @@ def test_a_wrapper_serves_one_plan_at_a_time(wrappers: list[flashinfer._Slot]) -
 
 
 def test_a_large_plan_has_room_for_its_tiles(wrappers: list[flashinfer._Slot]) -> None:
-    plan = flashinfer.Plan((65536,), (65536,), 128, True, CPU)
+    plan = flashinfer.FlashInferPlan((65536,), (65536,), 128, True, CPU)
     assert plan._work_bytes() > flashinfer.LEAST_WORKSPACE
     slot = flashinfer._take(wrappers, CPU, plan._work_bytes())
     assert slot.size >= plan._work_bytes() and len(wrappers) == 1

@@ -18,22 +18,22 @@ PAGE, HEADS, WIDTHS = 64, (32, 64), (32, 64, 128)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class IndexerPlan:
     lens: Tensor  # int32 [T, 1]
     schedule: Tensor  # int32 [multiprocessors + 1, 2]: where each begins
 
 
-def schedule(lens: Tensor) -> Plan | None:
+def schedule(lens: Tensor) -> IndexerPlan | None:
     import deep_gemm
 
     if not len(lens):
         return None
     lens = lens.unsqueeze(1)
-    return Plan(lens, _tensor(deep_gemm.get_paged_mqa_logits_metadata(lens, PAGE, deep_gemm.get_num_sms())))
+    return IndexerPlan(lens, _tensor(deep_gemm.get_paged_mqa_logits_metadata(lens, PAGE, deep_gemm.get_num_sms())))
 
 
 def index_logits(
-    q: Tensor, weights: Tensor, cache: IndexRows, page_table: Tensor, lens: Tensor, plan: Plan | None = None
+    q: Tensor, weights: Tensor, cache: IndexRows, page_table: Tensor, lens: Tensor, plan: IndexerPlan | None = None
 ) -> Tensor:
     if not _takes(q, cache) or not len(lens):
         return reference_logits(q, weights, cache, page_table, lens)

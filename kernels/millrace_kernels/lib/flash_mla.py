@@ -32,12 +32,12 @@ TILE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class FlashMlaPlan:
     seq_lens: Tensor  # int32 [B]
     metadata: Any  # FlashMLASchedMeta: which blocks of which sequence each multiprocessor takes
 
 
-def schedule(seq_lens: Tensor, queries_per_seq: int, num_heads: int, kv_dtype: torch.dtype) -> Plan | None:
+def schedule(seq_lens: Tensor, queries_per_seq: int, num_heads: int, kv_dtype: torch.dtype) -> FlashMlaPlan | None:
     """One kernel on one warp, for all layers. None: our kernel runs."""
     rows = queries_per_seq * num_heads
     if len(seq_lens) <= FEW_SEQS and rows <= (TILE if len(seq_lens) == 1 else FEW_ROWS):
@@ -54,7 +54,7 @@ def schedule(seq_lens: Tensor, queries_per_seq: int, num_heads: int, kv_dtype: t
     tiles, splits = flash_mla.get_mla_decoding_metadata(
         lens, rows, 1, None if fp8 else num_heads, is_fp8_kvcache=fp8, use_legacy=True
     )
-    return Plan(lens, FlashMLASchedMeta(tile_scheduler_metadata=tiles, num_splits=splits))
+    return FlashMlaPlan(lens, FlashMLASchedMeta(tile_scheduler_metadata=tiles, num_splits=splits))
 
 
 def mla_decode(
@@ -64,7 +64,7 @@ def mla_decode(
     seq_lens: Tensor,
     scale: float,
     kv_lora_rank: int,
-    plan: Plan | None = None,
+    plan: FlashMlaPlan | None = None,
 ) -> tuple[Tensor, Tensor]:
     if not _takes(q, kv, kv_lora_rank):
         return ours.mla_decode(q, kv, page_table, seq_lens, scale, kv_lora_rank)

@@ -31,7 +31,7 @@ LN_2 = math.log(2.0)
 log = logging.getLogger(__name__)
 
 
-class Plan:
+class FlashInferPlan:
     """Made at its first use, when the scale is known; its wrapper goes back when the plan is no longer referenced."""
 
     def __init__(
@@ -73,7 +73,7 @@ class _Slot:
         self.wrapper.reset_workspace_buffer(unused, torch.empty(size, dtype=torch.uint8, device=device))
         self.copied = torch.cuda.Event()
 
-    def plan(self, plan: Plan, scale: float) -> None:
+    def plan(self, plan: FlashInferPlan, scale: float) -> None:
         self.copied.synchronize()
         self.wrapper.plan(
             _starts(plan.q_lens),
@@ -92,12 +92,12 @@ class _Slot:
 
 def schedule(
     q_lens: Sequence[int], k_lens: Sequence[int], heads: Heads, causal: bool, device: torch.device, dtype: torch.dtype
-) -> Plan | None:
+) -> FlashInferPlan | None:
     taken = (heads.qk_dim, heads.v_dim, dtype) == (QK_DIM, V_DIM, torch.bfloat16)
     seeing = any(q_len and k_len for q_len, k_len in zip(q_lens, k_lens, strict=True))
     if not taken or not seeing or not _works(device):
         return None
-    return Plan(q_lens, k_lens, heads.num_heads, causal, device)
+    return FlashInferPlan(q_lens, k_lens, heads.num_heads, causal, device)
 
 
 def mla_prefill(
@@ -108,7 +108,7 @@ def mla_prefill(
     k_lens: Sequence[int],
     scale: float,
     causal: bool,
-    plan: Plan | None = None,
+    plan: FlashInferPlan | None = None,
 ) -> tuple[Tensor, Tensor]:
     plan = plan or schedule(q_lens, k_lens, Heads(q.shape[1], q.shape[2], v.shape[2]), causal, q.device, q.dtype)
     if plan is None:
@@ -132,7 +132,7 @@ def _works(device: torch.device) -> bool:
     try:
         q, v = (torch.zeros(1, 1, dim, dtype=torch.bfloat16, device=device) for dim in (QK_DIM, V_DIM))
         out, lse = ours.outputs(q, v, 1)
-        Plan((1,), (1,), 1, True, device).run(q, q, v, 1.0, out, lse)
+        FlashInferPlan((1,), (1,), 1, True, device).run(q, q, v, 1.0, out, lse)
     except Exception as error:  # a compiler may fail in any way
         log.warning("flashinfer cannot be used, the next best runs: %s: %s", type(error).__name__, error)
         return False
