@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from millrace.v1 import common_pb2, worker_pb2
 from millrace_common import pace
 from millrace_common.pace import FEW, LEAST_S, TICK_S, TIMES
-from millrace_router.fleet.progress import Progress
+from millrace_router.fleet.progress import WorkerProgress
 from router.fake_worker import DECODE, PREFILL, Behaviour, FakeWorker, expected, output
 from router.test_workers import detail
 
@@ -21,7 +21,7 @@ CEILING_S = 30.0
 BEFORE = 15  # tokens
 
 
-def steps(progress: Progress, gap_s: float, count: int, now: float = 0.0) -> float:
+def steps(progress: WorkerProgress, gap_s: float, count: int, now: float = 0.0) -> float:
     """Outputs at this pace, looked at all the time; the time after them."""
     for _ in range(count):
         now = silence(progress, now, gap_s)
@@ -29,7 +29,7 @@ def steps(progress: Progress, gap_s: float, count: int, now: float = 0.0) -> flo
     return now
 
 
-def silence(progress: Progress, now: float, seconds: float) -> float:
+def silence(progress: WorkerProgress, now: float, seconds: float) -> float:
     end = now + seconds
     while now < end:
         assert progress.look(True, now) == ""
@@ -39,7 +39,7 @@ def silence(progress: Progress, now: float, seconds: float) -> float:
 
 @given(st.floats(0.001, 3.0), st.floats(0.1, 0.99), st.integers(FEW + 2, 40))
 def test_a_worker_is_lost_beyond_its_pace_and_not_before(gap_s: float, part: float, count: int) -> None:
-    progress = Progress(CEILING_S, 0.0)
+    progress = WorkerProgress(CEILING_S, 0.0)
     now = steps(progress, gap_s, count)
     limit_s = min(max(LEAST_S, TIMES * gap_s), CEILING_S)
     silence(progress, now, limit_s * part)
@@ -47,7 +47,7 @@ def test_a_worker_is_lost_beyond_its_pace_and_not_before(gap_s: float, part: flo
 
 
 def test_a_worker_whose_pace_is_not_known_has_the_ceiling() -> None:
-    progress = Progress(CEILING_S, 0.0)
+    progress = WorkerProgress(CEILING_S, 0.0)
     now = steps(progress, 0.02, 3)
     silence(progress, now, CEILING_S)
     assert progress.look(True, now + CEILING_S + 0.1)
@@ -55,7 +55,7 @@ def test_a_worker_whose_pace_is_not_known_has_the_ceiling() -> None:
 
 @given(st.floats(0.0, 0.9), st.floats(0.001, 3.0), st.floats(0.1, 0.99))
 def test_what_a_worker_is_starved_is_no_silence(starved: float, gap_s: float, part: float) -> None:
-    progress = Progress(CEILING_S, 0.0)
+    progress = WorkerProgress(CEILING_S, 0.0)
     now = steps(progress, gap_s, 20)
     limit_s = min(max(LEAST_S, TIMES * gap_s), CEILING_S)
     assert progress.look(True, now, starved) == ""
@@ -66,7 +66,7 @@ def test_what_a_worker_is_starved_is_no_silence(starved: float, gap_s: float, pa
 
 def test_a_worker_without_streams_owes_nothing() -> None:
     """And the time without them is no gap."""
-    progress = Progress(CEILING_S, 0.0)
+    progress = WorkerProgress(CEILING_S, 0.0)
     now = steps(progress, 0.02, 20)
     for _ in range(3):
         assert progress.look(False, now) == ""

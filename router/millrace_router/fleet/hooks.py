@@ -40,7 +40,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 WARMUPS_AT_ONCE = 4  # of one decode worker
 
 
-class Stage(enum.StrEnum):
+class PairStage(enum.StrEnum):
     WARMING = "warming"
     FREEZING = "freezing"
     RETRYING = "retrying"
@@ -49,12 +49,12 @@ class Stage(enum.StrEnum):
 
 
 @dataclass(slots=True)
-class Progress:
+class PairProgress:
     """The progress of a pair."""
 
     source: Worker | None
     worker: Worker
-    stage: Stage = Stage.WARMING
+    stage: PairStage = PairStage.WARMING
     attempts: int = 0
     detail: str = ""  # of the latest failure
 
@@ -89,7 +89,7 @@ def _fit(source: Worker, worker: Worker) -> bool:
 class Hooks:
     def __init__(self, timeouts: Timeouts, metrics: Metrics, on_change: Callable[[], None]) -> None:
         self.ready: set[Pair] = set()
-        self.progress: dict[Pair, Progress] = {}
+        self.progress: dict[Pair, PairProgress] = {}
         self._tasks: dict[Pair, asyncio.Task[None]] = {}
         self._warming: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(WARMUPS_AT_ONCE))
         self._freezers: defaultdict[str, Shared] = defaultdict(Shared)  # both by epoch
@@ -105,7 +105,7 @@ class Hooks:
             self.ready.discard(pair)
             del self.progress[pair]
         for pair in pairs.keys() - self._tasks.keys():
-            self.progress[pair] = progress = Progress(*pairs[pair])
+            self.progress[pair] = progress = PairProgress(*pairs[pair])
             self._tasks[pair] = asyncio.create_task(self._until_ready(pair, progress))
         alive = {epoch for pair in pairs for epoch in (pair.source, pair.worker)}
         for by_epoch in (self._warming, self._freezers):
@@ -116,7 +116,7 @@ class Hooks:
     async def rerun(self, workers: Iterable[Worker]) -> int:
         """Run the hooks of every pair once more; returns the number. Raises a failure after all have ended."""
         pairs = wanted(workers)
-        runs = (self._once(Progress(*both)) for both in pairs.values())
+        runs = (self._once(PairProgress(*both)) for both in pairs.values())
         for result in await asyncio.gather(*runs, return_exceptions=True):
             if isinstance(result, BaseException):
                 raise result
@@ -131,7 +131,7 @@ class Hooks:
         own = [str(it) for pair, it in self.progress.items() if epoch in (pair.source, pair.worker)]
         return "; ".join(own) or "no worker of the other role with an equal KV layout and revision"
 
-    async def _until_ready(self, pair: Pair, progress: Progress) -> None:
+    async def _until_ready(self, pair: Pair, progress: PairProgress) -> None:
         pause = FIRST_PAUSE_S
         while True:
             try:
@@ -143,30 +143,30 @@ class Hooks:
                 failure = MillraceError.unexpected(error)
             else:
                 log.info("warmed and frozen: %s", progress.names)
-                progress.stage, progress.detail = Stage.READY, ""
+                progress.stage, progress.detail = PairStage.READY, ""
                 self.ready.add(pair)
                 self._count()
                 self._on_change()
                 return
             log.warning("warm-up of %s failed: %s", progress.names, failure)
-            progress.stage, progress.detail = Stage.RETRYING, failure.message
+            progress.stage, progress.detail = PairStage.RETRYING, failure.message
             if failure.reason is Reason.LAYOUT_MISMATCH:
-                progress.stage = Stage.REFUSED
+                progress.stage = PairStage.REFUSED
                 self._count()
                 return
             self._count()
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
-    async def _once(self, progress: Progress) -> None:
+    async def _once(self, progress: PairProgress) -> None:
         source, worker = progress.source, progress.worker
         sides = [side for side in (source, worker) if side is not None]
         progress.attempts += 1
-        progress.stage = Stage.WARMING
+        progress.stage = PairStage.WARMING
         request = worker_pb2.WarmupRequest(source=source.source() if source else None)
         async with self._warming[worker.epoch]:
             await self._call("warmup", lambda: worker.control.Warmup(request, timeout=self._timeouts.warmup))
-        progress.stage = Stage.FREEZING
+        progress.stage = PairStage.FREEZING
         for side in sides:
             await self._freezers[side.epoch].run(functools.partial(self._freeze, side))
         for side in sides:
@@ -186,7 +186,7 @@ class Hooks:
 
     def _count(self) -> None:
         counts = Counter(progress.stage for progress in self.progress.values())
-        for stage in Stage:
+        for stage in PairStage:
             self._metrics.pairs.labels(state=stage).set(counts[stage])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from millrace_common.pace import Slowest
 
 
-class Progress:
+class WorkerProgress:
     """Times are of a PatientClock. Signs of progress are outputs and load reports that differ from the one before.
     Of the time in which the worker's ranks got no CPU, as it says itself, nothing counts.
     """

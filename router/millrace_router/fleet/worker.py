@@ -34,7 +34,7 @@ from millrace_rpc.tls import Identity
 from millrace_router.config import Timeouts
 from millrace_router.discovery.base import Target
 from millrace_router.fleet.link import DECODE, PREFILL, UNIFIED, Link
-from millrace_router.fleet.progress import Progress
+from millrace_router.fleet.progress import WorkerProgress
 from millrace_router.policy.snapshot import UNLIMITED, Replica
 
 log = logging.getLogger(__name__)
@@ -291,7 +291,7 @@ class Worker:
     async def _watch_progress(self, link: Link) -> None:
         """Of the streams that the worker has begun, whatever it says of itself."""
         clock = PatientClock()
-        progress = Progress(self._timeouts.stall, clock.now())
+        progress = WorkerProgress(self._timeouts.stall, clock.now())
         self._on_step = link.on_message = lambda: progress.moved(clock.now())
         while not (why := progress.look(link.streams and not self.excused, clock.tick(), self.starved)):
             await asyncio.sleep(TICK_S)
