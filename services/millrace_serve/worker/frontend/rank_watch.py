@@ -25,7 +25,7 @@ LEAST_COUNTED = 0.1  # so a limit is ten times as long at most
 
 
 @dataclass(slots=True)
-class Rank:
+class WatchedRank:
     """What was heard of a rank."""
 
     pulse: Pulse
@@ -47,7 +47,7 @@ class RankWatch:
         """
         self._ceiling_s, self._look = ceiling_s, look
         unheard = Pulse(0, True, 0, ceiling_s, "")
-        self._ranks = [Rank(unheard, now, now) for _ in range(num_ranks)]
+        self._ranks = [WatchedRank(unheard, now, now) for _ in range(num_ranks)]
         self._now = self._lived = now  # of the latest look; the latter without what a rank was starved
 
     def heard(self, rank: int, pulse: Pulse, now: float) -> None:
