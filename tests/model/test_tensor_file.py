@@ -11,11 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from millrace_serve.model.checkpoint import tensor_file
-from millrace_serve.model.checkpoint.tensor_file import DTYPES, Reader, Stored, TensorFile
+from millrace_serve.model.checkpoint.tensor_file import DTYPES, Stored, TensorFile, TensorReader
 from safetensors.torch import save_file
 
 CPU = torch.device("cpu")
-READER = Reader()
+READER = TensorReader()
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_rows(tensors: dict[str, torch.Tensor], file: TensorFile, first: int, co
 
 
 def test_many_reads_end_with_one_wait(tensors: dict[str, torch.Tensor], file: TensorFile) -> None:
-    reader, out = Reader(), torch.zeros(13, 2, 7, 5)
+    reader, out = TensorReader(), torch.zeros(13, 2, 7, 5)
     for row in range(13):
         for half in range(2):
             reader.start(file.tensors["F32"], row, out[row, half].unsqueeze(0))
@@ -81,7 +81,7 @@ def test_weights_that_serve_are_read_over(
     tensors: dict[str, torch.Tensor], file: TensorFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other weights are loaded in inference mode, in which a GPU's tensors take no copy of a thread that is not."""
-    reader, pinned = Reader(), torch.empty(tensor_file.BLOCK_BYTES, dtype=torch.uint8)
+    reader, pinned = TensorReader(), torch.empty(tensor_file.BLOCK_BYTES, dtype=torch.uint8)
     monkeypatch.setattr(reader, "_pinned", SimpleNamespace(block=pinned))
     with torch.inference_mode():
         out = torch.zeros(13, 7, 5).as_subclass(OnAGpu)

@@ -19,7 +19,7 @@ from millrace_kernels.fp8 import BLOCK, quant_blocks
 from millrace_kernels.int8 import Matrix
 from torch import Tensor
 
-from millrace_serve.model.checkpoint.tensor_file import DTYPES, NotFinite, Reader, Stored, TensorFile
+from millrace_serve.model.checkpoint.tensor_file import DTYPES, NotFinite, Stored, TensorFile, TensorReader
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.quantised import (
     FORMS,
@@ -111,7 +111,7 @@ class Checkpoint:
         self.dtype = dtype
         self._form, self.kept = form_of(config), kept_forms(config, keep_quantised)
         self._files: dict[Path, TensorFile] = {}
-        self._reader = Reader()
+        self._reader = TensorReader()
         files = {file: (names, self._open(file).tensors) for file, names in checkpoint_files(self.directory).items()}
         self._file_of = {name: file for file, (names, stored) in files.items() for name in names or stored}
         self._unclaimed = set(self._file_of)

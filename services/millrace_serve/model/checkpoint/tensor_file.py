@@ -82,7 +82,7 @@ class NotFinite(ValueError):
     """A tensor has a NaN or an infinite number; the message names the file and the tensor."""
 
 
-class Reader:
+class TensorReader:
     """Reads of several tensors, which `wait` ends. Every number is looked at while its block is in the cache."""
 
     def __init__(self) -> None:
