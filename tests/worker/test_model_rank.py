@@ -41,7 +41,7 @@ def test_a_machine_without_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         model_rank.build(RankSpec(config, 0, "", "", "tcp://127.0.0.1:1"), Phases())
 
 
-@pytest.mark.parametrize(("phase", "expected"), [("load", process.Refused), ("compile", ValueError)])
+@pytest.mark.parametrize(("phase", "expected"), [("load", process.StartRefused), ("compile", ValueError)])
 def test_settings_are_refused_before_anything_is_compiled(
     monkeypatch: pytest.MonkeyPatch, phase: str, expected: type[Exception]
 ) -> None:

@@ -55,7 +55,7 @@ PR_SET_PDEATHSIG = 1
 COMPILING_PHASES = ("compile", "capture")  # the worker is LOADING in the others
 
 
-class Refused(Exception):
+class StartRefused(Exception):
     """The settings ask for what the checkpoint, the ranks or the device cannot give, or the checkpoint is unusable."""
 
 
@@ -79,7 +79,7 @@ def run(spec: RankSpec) -> int:
     try:
         _live(spec, context, key, lambda report: outbox.send(FromRank(spec.rank, report)))
         return 0
-    except Refused as error:
+    except StartRefused as error:
         log.debug("rank %d failed", spec.rank, exc_info=True)
         outbox.send(FromRank(spec.rank, RankFailed(str(error), refused=True)))
         return 1
@@ -104,7 +104,7 @@ def _live(spec: RankSpec, context: zmq.Context[Any], key: bytes, report: Callabl
     except ValueError as error:
         if any(name in phases.seconds for name in COMPILING_PHASES):
             raise  # a fault of ours: what the settings ask for was checked before
-        raise Refused(error) from error
+        raise StartRefused(error) from error
     report(RankProgress("compiling", f"rank {spec.rank}"))
     _add_disk_tier(parts, config)
     inbox: Receiver[ToEngine] = Receiver(
@@ -193,7 +193,7 @@ def _add_disk_tier(parts: Parts, config: WorkerConfig) -> None:
         secret = deployment_secret.read(config.secret)
         folder = PageFolder(limits.disk_cache, layout.fingerprint, memory, max_bytes, secret)
     except (OSError, TransferError) as error:
-        raise Refused(error) from error
+        raise StartRefused(error) from error
     parts.engine.keep_in(DiskTier(folder))
 
 
