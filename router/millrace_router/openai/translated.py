@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field
 from millrace_router.flow.validate import invalid
 from millrace_router.openai.chat import MAX_ARGUMENTS, Arguments, ChatRequest
 from millrace_router.openai.parsing import Known
-from millrace_router.openai.types import Request
+from millrace_router.openai.types import ApiRequest
 
 
 class Lenient(Known):
@@ -20,7 +20,7 @@ class Lenient(Known):
     model_config = ConfigDict(extra="ignore", strict=True)
 
 
-class Translated(Request):
+class Translated(ApiRequest):
     """`top_k`, `seed`, `priority`, `timeout_s` and `chat_template_kwargs` mean what they mean for chat."""
 
     model: str = ""

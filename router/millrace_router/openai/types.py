@@ -41,7 +41,7 @@ class Strict(Known):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class Request(Strict):
+class ApiRequest(Strict):
     """A whole request."""
 
     IGNORED: ClassVar = HABITS | frozenset(
@@ -112,7 +112,7 @@ class ResponseFormat(Strict, frozen=True):
         return {"type": "json_object"} if schema is None else schema
 
 
-class Common(Request):
+class Common(ApiRequest):
     """The fields of both endpoints. The fields after `response_format` are extensions."""
 
     model: str = ""
