@@ -39,7 +39,7 @@ from millrace_serve.engine.core import (
 from millrace_serve.engine.schedule.expected import Outputs, need, room
 from millrace_serve.engine.schedule.pages import Pages
 from millrace_serve.engine.schedule.plan import Plan, StepOutput
-from millrace_serve.engine.schedule.requests import Requests
+from millrace_serve.engine.schedule.requests import EngineRequests
 from millrace_serve.engine.schedule.scheduler import Scheduler
 from millrace_serve.engine.schedule.sequence import Phase, Sequence, Transfer, Trust
 
@@ -51,7 +51,7 @@ ROOM_S = 0.05  # for which the room that was computed is right, if no request co
 
 
 class DecodeScheduler(Scheduler):
-    def __init__(self, config: EngineConfig, requests: Requests, pages: Pages) -> None:
+    def __init__(self, config: EngineConfig, requests: EngineRequests, pages: Pages) -> None:
         super().__init__(config, requests, pages)
         self.outputs = Outputs()
         self._num_queries = 1 + config.draft_tokens  # at most

@@ -11,7 +11,7 @@ from millrace_serve.engine.schedule.decode import DecodeScheduler
 from millrace_serve.engine.schedule.limits import ModelFacts
 from millrace_serve.engine.schedule.pages import Pages
 from millrace_serve.engine.schedule.prefill import PrefillScheduler
-from millrace_serve.engine.schedule.requests import Requests
+from millrace_serve.engine.schedule.requests import EngineRequests
 from millrace_serve.engine.schedule.scheduler import Scheduler
 
 Clock = Callable[[], float]
@@ -21,7 +21,7 @@ def make_scheduler(
     config: EngineConfig, role: Role, facts: ModelFacts, clock: Clock, grammars: Grammars, host_pages: int = 0
 ) -> Scheduler:
     """`host_pages`: copies of pages that the host tier has room for."""
-    requests = Requests(config, role, facts, clock, grammars)
+    requests = EngineRequests(config, role, facts, clock, grammars)
     pages = Pages(config, KvCache(config.num_pages, config.page_size, config.prefix_cache, host_pages))
     if role is Role.PREFILL:
         return PrefillScheduler(config, requests, pages)

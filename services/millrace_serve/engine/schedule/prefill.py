@@ -39,7 +39,7 @@ from millrace_serve.engine.core import (
 )
 from millrace_serve.engine.schedule.pages import Pages
 from millrace_serve.engine.schedule.plan import Plan, StepOutput
-from millrace_serve.engine.schedule.requests import Requests
+from millrace_serve.engine.schedule.requests import EngineRequests
 from millrace_serve.engine.schedule.scheduler import Scheduler
 from millrace_serve.engine.schedule.sequence import Phase, Sequence, Trust
 
@@ -49,7 +49,7 @@ QUEUE_S = 4.0
 
 
 class PrefillScheduler(Scheduler):
-    def __init__(self, config: EngineConfig, requests: Requests, pages: Pages) -> None:
+    def __init__(self, config: EngineConfig, requests: EngineRequests, pages: Pages) -> None:
         super().__init__(config, requests, pages)
         self._num_parked = 0
         self._speed = Rate()  # prompt tokens

@@ -21,7 +21,7 @@ from millrace_serve.engine.schedule.waiting import WaitingQueue
 log = logging.getLogger(__name__)
 
 
-class Requests:
+class EngineRequests:
     def __init__(
         self,
         config: EngineConfig,

@@ -33,13 +33,13 @@ from millrace_serve.engine.schedule.loans import Loans
 from millrace_serve.engine.schedule.outbox import Outbox
 from millrace_serve.engine.schedule.pages import Pages
 from millrace_serve.engine.schedule.plan import Chunk, Plan, StepOutput, Turn
-from millrace_serve.engine.schedule.requests import Requests
+from millrace_serve.engine.schedule.requests import EngineRequests
 from millrace_serve.engine.schedule.sequence import Phase, Sequence, Transfer, Trust
 from millrace_serve.engine.schedule.waiting import Waits
 
 
 class Scheduler(abc.ABC):
-    def __init__(self, config: EngineConfig, requests: Requests, pages: Pages) -> None:
+    def __init__(self, config: EngineConfig, requests: EngineRequests, pages: Pages) -> None:
         self.config, self.requests, self.pages = config, requests, pages
         self.outbox = Outbox()
         self.host = HostCopies(pages.cache)
