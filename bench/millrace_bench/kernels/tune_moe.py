@@ -18,7 +18,7 @@ from millrace_kernels.fp8 import BLOCK, Fp8, Operand, quant_groups
 from millrace_kernels.lib import deep_gemm_grouped
 from millrace_kernels.moe_experts import expected_rows
 from millrace_kernels.triton import moe_grouped, moe_small
-from millrace_kernels.triton.moe_blocks import Blocks, Route
+from millrace_kernels.triton.moe_blocks import Blocks, ExpertRoute
 from millrace_kernels.triton.moe_grouped import LEFT_ROWS, Launch, MoeGroupedConfig
 from millrace_kernels.triton.moe_route import route
 from millrace_kernels.tuned import Key
@@ -109,7 +109,7 @@ class Plans:
         self.x = torch.randn(job.num, job.rank.dims.hidden, generator=generator, device=CUDA).bfloat16()
         self.fp8 = quant_groups(self.x)
 
-    def plan(self, block_m: int) -> list[tuple[Route, Blocks]]:
+    def plan(self, block_m: int) -> list[tuple[ExpertRoute, Blocks]]:
         rank, plans = self.job.rank, []
         for _, experts in self.routings:
             at = (experts, rank.held, rank.shared, block_m)
@@ -142,7 +142,7 @@ class Plans:
         ]
 
 
-def _pair(launch: Launch, plan: tuple[Route, Blocks]) -> tuple[Route, Blocks]:
+def _pair(launch: Launch, plan: tuple[ExpertRoute, Blocks]) -> tuple[ExpertRoute, Blocks]:
     """With what the launch reads."""
     return plan[0], plan[1] if launch.left else plan[1]._replace(scales=None)
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 
-class Route(NamedTuple):
+class ExpertRoute(NamedTuple):
     """Letters: T tokens, C choices per token (top-k, and the shared expert), E experts held here."""
 
     rows: Tensor  # int32 [T, C], the row of each choice, -1 for a choice without one

@@ -24,7 +24,7 @@ from millrace_kernels.backend import SMALL_TOKENS
 from millrace_kernels.fp8 import BLOCK, Fp8, Operand, quant_groups
 from millrace_kernels.gpu import fitting
 from millrace_kernels.moe_experts import expected_rows
-from millrace_kernels.triton.moe_blocks import Blocks, Route
+from millrace_kernels.triton.moe_blocks import Blocks, ExpertRoute
 from millrace_kernels.triton.moe_route import route, slices
 from millrace_kernels.triton.moe_rows import combine
 from millrace_kernels.triton.quant import quantise
@@ -235,7 +235,7 @@ def rows_for(x: Tensor | Operand, w13: Tensor | Fp8) -> tuple[Fp8, torch.dtype]:
     return fp8, torch.bfloat16 if plain is None else plain.dtype
 
 
-def gate_up(x: Fp8, w13: Tensor | Fp8, plan: Route, blocks: Blocks, block_m: int, chosen: Launch) -> Fp8:
+def gate_up(x: Fp8, w13: Tensor | Fp8, plan: ExpertRoute, blocks: Blocks, block_m: int, chosen: Launch) -> Fp8:
     """h [num_rows, I], plain or in FP8 with its scales column by column. blocks.scales are there for `left` in FP8."""
     fp8, (data, scales) = isinstance(w13, Fp8), _parts(w13)
     _, width, dim = data.shape
@@ -252,7 +252,7 @@ def gate_up(x: Fp8, w13: Tensor | Fp8, plan: Route, blocks: Blocks, block_m: int
     return Fp8(h, h_scales.t())
 
 
-def down(h: Fp8, w2: Tensor | Fp8, plan: Route, blocks: Blocks, block_m: int, chosen: Launch) -> Tensor:
+def down(h: Fp8, w2: Tensor | Fp8, plan: ExpertRoute, blocks: Blocks, block_m: int, chosen: Launch) -> Tensor:
     """y [num_rows, D], in bfloat16 or the plain weights' dtype."""
     fp8, (data, scales) = isinstance(w2, Fp8), _parts(w2)
     _, dim, size = data.shape

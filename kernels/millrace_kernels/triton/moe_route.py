@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from millrace_kernels.scratch import zeros
-from millrace_kernels.triton.moe_blocks import Blocks, Route
+from millrace_kernels.triton.moe_blocks import Blocks, ExpertRoute
 from millrace_kernels.triton.moe_route_few import FEW_TOKENS, route_few
 
 CHUNK = 32  # choices that one program, a single warp, ranks
@@ -104,7 +104,7 @@ def route(
     *,
     gather: bool = False,
     scales: Tensor | None = None,
-) -> tuple[Route, Blocks | None]:
+) -> tuple[ExpertRoute, Blocks | None]:
     """experts int32 [T, K] with T > 0 -> where they go.
 
     Args:
@@ -120,7 +120,7 @@ def route(
         return torch.empty(shape, dtype=torch.int32, device=experts.device)
 
     rows, ends, total = ints(num, choices), ints(num_held), ints(1)
-    plan, blocks = Route(rows, ends, total, num_rows), None
+    plan, blocks = ExpertRoute(rows, ends, total, num_rows), None
     if gather:
         gathered = None if scales is None else scales.new_empty(scales.shape[1], num_rows)
         blocks = Blocks(ints(num_rows), ints(num_rows // alignment), gathered)

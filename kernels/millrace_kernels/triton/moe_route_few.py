@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from millrace_kernels.triton.moe_blocks import Blocks, Route
+from millrace_kernels.triton.moe_blocks import Blocks, ExpertRoute
 
 FEW_TOKENS = 256  # whose choices a program can hold
 LANES = 128  # of a program; as many tokens at least, or lanes would hold copies, which a histogram counts
@@ -86,7 +86,7 @@ def _route_few_kernel(
 
 
 def route_few(
-    experts: Tensor, routed: int, alignment: int, scales: Tensor | None, out: Route, blocks: Blocks | None
+    experts: Tensor, routed: int, alignment: int, scales: Tensor | None, out: ExpertRoute, blocks: Blocks | None
 ) -> None:
     """experts int32 [T, K] with T <= FEW_TOKENS -> all of `out` and `blocks`, as `moe_route.route` fills them."""
     (num, top_k), num_held = experts.shape, out.ends.shape[0]

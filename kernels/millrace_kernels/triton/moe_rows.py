@@ -12,7 +12,7 @@ from torch import Tensor
 
 from millrace_kernels.fp8 import BLOCK, Fp8
 from millrace_kernels.gpu import sms
-from millrace_kernels.triton.moe_blocks import Route
+from millrace_kernels.triton.moe_blocks import ExpertRoute
 from millrace_kernels.triton.quant import quantise
 
 
@@ -46,7 +46,7 @@ def _permute_kernel(
             tl.store(out_ptr + to, x, mask=mask, cache_modifier=CACHE)
 
 
-def permute(x: Fp8, route: Route, out: Tensor, num_warps: int = 4, stream: bool = False) -> Fp8:
+def permute(x: Fp8, route: ExpertRoute, out: Tensor, num_warps: int = 4, stream: bool = False) -> Fp8:
     """x [T, D] -> out [num_rows, D] and its scales, in the route's layout; unused rows have arbitrary content.
 
     stream: rows that do not fit into L2 leave it first.
@@ -85,7 +85,7 @@ def _silu_mul_quant_kernel(x_ptr, out_ptr, scales_ptr, total_ptr, num_rows, SIZE
         tl.store(scales_ptr + column * num_rows + row, scale)
 
 
-def silu_mul_quant(x: Tensor, route: Route, rows: int = 16, programs: int = 0, num_warps: int = 4) -> Fp8:
+def silu_mul_quant(x: Tensor, route: ExpertRoute, rows: int = 16, programs: int = 0, num_warps: int = 4) -> Fp8:
     """x [num_rows, 2I] -> silu(gate) * up [num_rows, I], up to the route's total. 0 programs: eight for every SM."""
     num_rows, size = x.shape[0], x.shape[1] // 2
     assert size % BLOCK == 0 and num_rows % rows == 0 and x.is_contiguous(), x.shape
@@ -121,7 +121,7 @@ def combine_tile(num_tokens: int) -> tuple[int, int]:
     return (512, 1) if num_tokens <= 256 else (2048, 4)
 
 
-def combine(y: Tensor, route: Route, weights: Tensor, out: Tensor, chosen: tuple[int, int] | None = None) -> None:
+def combine(y: Tensor, route: ExpertRoute, weights: Tensor, out: Tensor, chosen: tuple[int, int] | None = None) -> None:
     """y [num_rows, D], weights float32 [T, K] -> out [T, D]; the shared expert's weight is 1."""
     (num, top_k), dim = weights.shape, y.shape[1]
     block_d, num_warps = chosen or combine_tile(num)
